@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make train` trains a small model on this machine, `make test` checks everything. Both set up
+# .venv from a bare python3 first; nothing is set up twice.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+DIR ?= runs/tiny_python
+# TensorFlow Text, which SeqIO needs, has no wheels for 3.14.
+PROBE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	if "$$p" -c '$(PROBE)' >/dev/null 2>&1; then command -v "$$p"; break; fi; done
+
+.PHONY: train test test-quick lint clean
+
+train: $(STAMP)
+	$(BIN)/paxlike --fdl_config=TinyPython --job_log_dir="$(DIR)"
+	$(BIN)/paxlike-plot "$(DIR)"
+	@echo "TensorBoard files: $(DIR)/summaries, numbers: $(DIR)/metrics.jsonl"
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+test-quick: lint
+	$(BIN)/python -m pytest -q -m "not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# The stamp comes last, so that a set-up that was cut off starts anew. uv resolves and unpacks this
+# stack several times faster than pip, which does it all where uv cannot be had.
+$(STAMP): pyproject.toml
+	@python="$$($(FIND_PYTHON))"; \
+	if [ -z "$$python" ]; then \
+	  echo "paxlike needs Python 3.11, 3.12 or 3.13 with venv (Debian: apt install python3-venv);" \
+	    "name one with 'make PYTHON=/path/to/python3 ...'." >&2; exit 2; fi; \
+	echo "setting up $(VENV) with $$python"; \
+	"$$python" -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --prefer-binary uv \
+	  && VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/uv pip install --quiet -e '.[dev]' \
+	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --prefer-binary -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

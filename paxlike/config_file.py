@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves a graph as JSON, and loads it back without running anybody's code.
+
+The format follows the graph. What JSON has is itself; the rest is a mapping with one of these keys:
+
+    {"config" | "partial" | "arg_factory": "module:symbol", "positional": [...], "arguments": {...}}
+    {"symbol": "module:symbol"}                  a function, class or enum member
+    {"dtype": "bfloat16"}                        a NumPy dtype
+    {"list" | "tuple" | "set" | "frozenset": [...]}
+    {"dict": [[key, value], ...]}
+    {"float": "inf"}                             what JSON cannot spell
+    {"list": [...], "id": 1}                     what the graph holds in two places has an id ...
+    {"same_as": 1}                               ... which stands for it in the second
+
+Fiddle's tags and the history of values are not saved.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import fiddle as fdl
+import ml_dtypes
+import numpy as np
+from etils import epath
+from fiddle import history
+
+from paxlike import graph_text, knob_types, symbols
+from paxlike.errors import UserError
+from paxlike.graph_edits import call_fiddler, set_path
+from paxlike.graph_text import describe, difference
+
+__all__ = ["call_fiddler", "describe", "difference", "dump", "load", "read", "set_path"]
+
+_VERSION = 1
+_BUILDABLES: dict[str, type[fdl.Buildable]] = {
+  "config": fdl.Config,
+  "partial": fdl.Partial,
+  "arg_factory": fdl.ArgFactory,
+}
+
+
+def dump(graph: Any) -> str:
+  """Returns the JSON of a graph.
+
+  Raises:
+    UserError: It holds something that has no name and no literal form; the message says where.
+  """
+  saved = {"paxlike_graph": _VERSION, "graph": _Dump(graph).root}
+  return json.dumps(saved, indent=1, allow_nan=False) + "\n"
+
+
+def read(path: str | epath.Path, *, allow_modules: Iterable[str] | None = ()) -> Any:
+  """Returns the graph in a file, local or on a bucket; the rest is as of `load`."""
+  try:
+    text = epath.Path(path).read_text()
+  except (OSError, UnicodeDecodeError) as error:
+    reason = getattr(error, "strerror", None) or error
+    raise UserError(f"the config file {path} cannot be read: {reason}.") from None
+  return load(text, allow_modules=allow_modules)
+
+
+def load(text: str, *, allow_modules: Iterable[str] | None = ()) -> Any:
+  """Returns the graph of a JSON that `dump` wrote; equal to the one it was given.
+
+  Args:
+    text: JSON.
+    allow_modules: Modules, besides paxlike's and a short list, whose symbols it may use. None:
+      those that are imported already, for graphs that are looked at and never built.
+
+  Raises:
+    UserError: It is no such JSON, or uses another module. Then no module was imported.
+  """
+  try:
+    saved = json.loads(text)
+  except (json.JSONDecodeError, RecursionError) as error:
+    raise UserError(f"the config file is not JSON: {error}.") from None
+  if not isinstance(saved, dict) or saved.get("paxlike_graph") != _VERSION:
+    raise UserError(
+      f"the config file is not a graph saved by paxlike (no 'paxlike_graph': {_VERSION})."
+    )
+  if allow_modules is not None:
+    allow_modules = tuple(filter(None, allow_modules))
+  for name in _names(saved):
+    symbols.check(name, allow_modules=allow_modules)
+  with history.custom_location(lambda: history.Location("config file", 0, None)):
+    try:
+      return _Load(allow_modules).value(saved.get("graph"), "graph")
+    except RecursionError:
+      raise UserError("the config file is nested too deeply.") from None
+
+
+class _Dump:
+  """One pass over a graph; `root` is the result."""
+
+  def __init__(self, graph: Any):
+    self._seen: dict[int, dict[str, Any]] = {}
+    self._num_ids = 0
+    self.root = self._value(graph, "graph")
+
+  def _value(self, value: Any, path: str) -> Any:
+    if not isinstance(value, fdl.Buildable | list | dict) and not graph_text.can_be_shared(value):
+      return self._leaf(value, path)
+    if id(value) in self._seen:
+      first = self._seen[id(value)]
+      if "id" not in first:
+        self._num_ids += 1
+        first["id"] = self._num_ids
+      return {"same_as": first["id"]}
+    node: dict[str, Any] = {}
+    self._seen[id(value)] = node
+    if isinstance(value, list):
+      node["list"] = [self._value(v, f"{path}[{i}]") for i, v in enumerate(value)]
+    elif isinstance(value, dict):
+      node["dict"] = [
+        [self._leaf(key, path), self._value(item, f"{path}[{key!r}]")]
+        for key, item in value.items()
+      ]
+    elif isinstance(value, fdl.Buildable):
+      self._buildable(node, value, path)
+    else:
+      node.update(self._leaf(value, path))
+    return node
+
+  def _buildable(self, node: dict[str, Any], value: fdl.Buildable, path: str):
+    kinds = [kind for kind, cls in _BUILDABLES.items() if type(value) is cls]
+    if not kinds:
+      raise UserError(f"{path} cannot be saved: it is a {type(value).__name__}.")
+    node[kinds[0]] = _named(fdl.get_callable(value), path)
+    for name, item in value.__arguments__.items():
+      if isinstance(name, int):
+        node.setdefault("positional", []).append(self._value(item, f"{path}[{name}]"))
+      else:
+        node.setdefault("arguments", {})[name] = self._value(item, f"{path}.{name}")
+
+  def _leaf(self, value: Any, path: str) -> Any:
+    if value is None or type(value) in (bool, int, str):
+      return value
+    if type(value) is float:
+      return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, np.dtype):
+      return {"dtype": value.name}
+    if type(value) is tuple:
+      return {"tuple": [self._value(v, f"{path}[{i}]") for i, v in enumerate(value)]}
+    if type(value) in (set, frozenset):
+      return {type(value).__name__: [self._leaf(v, path) for v in sorted(value, key=repr)]}
+    if symbols.is_symbol(value):
+      return {"symbol": _named(value, path)}
+    raise UserError(f"{path} cannot be saved: it is a {type(value).__name__}.")
+
+
+def _corrupt(path: str) -> UserError:
+  return UserError(f"the config file is damaged: {path} is nothing that paxlike saves.")
+
+
+def _hashed(collection: Callable[[Any], Any], items: list[Any], path: str) -> Any:
+  """Returns the collection of items, which must be hashable if it hashes them."""
+  try:
+    return collection(items)
+  except TypeError:
+    raise _corrupt(path) from None
+
+
+def _dtype(name: str) -> np.dtype:
+  try:
+    return np.dtype(name)
+  except TypeError:
+    # NumPy knows the dtypes of machine learning by their types only.
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+def _named(value: Any, path: str) -> str:
+  try:
+    name = symbols.name_of(value)
+    if name.startswith("paxlike."):
+      symbols.check(name)
+    return name
+  except UserError as error:
+    raise UserError(f"{path}: {error}") from None
+
+
+def _names(node: Any) -> Iterator[str]:
+  """Yields every name in the JSON, wherever it stands."""
+  stack = [node]
+  while stack:
+    node = stack.pop()
+    if isinstance(node, dict):
+      for key, value in node.items():
+        if key in (*_BUILDABLES, "symbol") and isinstance(value, str):
+          yield value
+      stack += node.values()
+    elif isinstance(node, list):
+      stack += node
+
+
+class _Load:
+  """One pass over JSON whose names have been checked."""
+
+  def __init__(self, allow_modules: tuple[str, ...] | None):
+    self._allow_modules = allow_modules
+    self._by_id: dict[int, Any] = {}
+
+  def value(self, node: Any, path: str) -> Any:
+    if node is None or isinstance(node, bool | int | float | str):
+      return node
+    if not isinstance(node, dict):
+      raise _corrupt(path)
+    match node:
+      case {"same_as": int(number), **rest} if number in self._by_id and not rest:
+        return self._by_id[number]
+      case {"float": str(text), **rest} if text in ("inf", "-inf", "nan") and not rest:
+        return float(text)
+      case {"dtype": str(name), **rest} if name in knob_types.DTYPES and not rest:
+        return _dtype(name)
+      case {"symbol": str(name), **rest} if not rest:
+        return self._resolve(name, path)
+      case {"list": list(items), **rest} if rest.keys() <= {"id"}:
+        return self._keep(rest, self._list(items, path))
+      case {"tuple": list(items), **rest} if rest.keys() <= {"id"}:
+        return self._keep(rest, tuple(self._list(items, path)))
+      case {"set": list(items), **rest} if rest.keys() <= {"id"}:
+        return self._keep(rest, _hashed(set, self._list(items, path), path))
+      case {"frozenset": list(items), **rest} if rest.keys() <= {"id"}:
+        return self._keep(rest, _hashed(frozenset, self._list(items, path), path))
+      case {"dict": list(items), **rest} if rest.keys() <= {"id"}:
+        return self._keep(rest, self._dict(items, path))
+    for kind in _BUILDABLES:
+      if kind in node and node.keys() <= {kind, "positional", "arguments", "id"}:
+        return self._keep(node, self._buildable(kind, node, path))
+    raise _corrupt(path)
+
+  def _list(self, items: list[Any], path: str) -> list[Any]:
+    return [self.value(item, f"{path}[{index}]") for index, item in enumerate(items)]
+
+  def _dict(self, items: list[Any], path: str) -> dict[Any, Any]:
+    if not all(isinstance(item, list) and len(item) == 2 for item in items):
+      raise _corrupt(path)
+    pairs = [(self.value(key, path), self.value(item, f"{path}[{key!r}]")) for key, item in items]
+    return _hashed(dict, pairs, path)
+
+  def _buildable(self, kind: str, node: dict[str, Any], path: str) -> fdl.Buildable:
+    positional, named = node.get("positional", []), node.get("arguments", {})
+    shapes = {str: node[kind], list: positional, dict: named}
+    if not all(isinstance(part, shape) for shape, part in shapes.items()):
+      raise _corrupt(path)
+    target = self._resolve(node[kind], path)
+    args = self._list(positional, path)
+    kwargs = {name: self.value(v, f"{path}.{name}") for name, v in named.items()}
+    try:
+      graph = _BUILDABLES[kind](target, *args, **kwargs)
+    except (TypeError, ValueError) as error:
+      raise UserError(f"the config file does not fit this version: {path}: {error}.") from None
+    for name in [n for n in graph.__arguments__ if isinstance(n, str) and n not in kwargs]:
+      delattr(graph, name)
+    return graph
+
+  def _keep(self, node: dict[str, Any], value: Any) -> Any:
+    if isinstance(node.get("id"), int):
+      self._by_id[node["id"]] = value
+    return value
+
+  def _resolve(self, name: str, path: str) -> Any:
+    try:
+      return symbols.resolve(name, allow_modules=self._allow_modules)
+    except UserError as error:
+      raise UserError(f"{path}: {error}") from None

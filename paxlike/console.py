@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people see of a run: plain lines, and a progress bar where there is a terminal."""
+
+import shutil
+import sys
+import time
+
+
+class Console:
+  """Lines on standard output, and under them on a terminal a bar on standard error."""
+
+  def __init__(self):
+    self._terminal = sys.stderr.isatty()
+    self._bar = ""
+    self._drawn = 0.0
+
+  def line(self, text: str):
+    """Prints a line above the bar."""
+    self._erase()
+    print(text, flush=True)
+    self._draw()
+
+  def progress(self, done: int, total: int, text: str):
+    """Shows how far the run is; at most ten times a second."""
+    if not self._terminal or (time.monotonic() - self._drawn < 0.1 and done < total):
+      return
+    self._drawn = time.monotonic()
+    width = 24
+    filled = width * done // max(total, 1)
+    bar = f"[{'#' * filled}{'.' * (width - filled)}] {done}/{total}  {text}"
+    self._erase()
+    self._bar = "" if done >= total else bar[: shutil.get_terminal_size().columns - 1]
+    self._draw()
+
+  def close(self):
+    """Removes the bar."""
+    self._erase()
+    self._bar = ""
+
+  def _erase(self):
+    if self._bar:
+      sys.stderr.write("\r\033[K")
+      sys.stderr.flush()
+
+  def _draw(self):
+    if self._bar:
+      sys.stderr.write(self._bar)
+      sys.stderr.flush()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of data sets: rows in an order fixed in advance, and batches cut from it.
+
+The position in the data is (epoch, row): it says exactly what comes next, on any number of hosts.
+"""
+
+import abc
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from paxlike.data.tokenizer import Tokenizer
+from paxlike.errors import UserError
+
+Arrays = dict[str, np.ndarray]
+
+
+class Batch(NamedTuple):
+  """One batch, or a host's rows of it.
+
+  Attributes:
+    arrays: int32 `inputs` and `targets`, float32 `weights`, and if packed int32 `segments` and
+      `positions`; all [rows, T].
+    state: Resumes after this batch; plain JSON.
+  """
+
+  arrays: Arrays
+  state: dict[str, Any]
+
+
+class Dataset(abc.ABC):
+  """Rows of `seq_len` tokens, each found by (epoch, number).
+
+  Attributes:
+    seq_len: T.
+    tokenizer: Turns text into the ids, and back; None where there is no text.
+  """
+
+  seq_len: int
+  tokenizer: Tokenizer | None = None
+
+  def check(self):
+    """Finds what is wrong, as far as that is cheap; writes nothing.
+
+    Raises:
+      UserError: A path is missing, say.
+    """
+
+  @abc.abstractmethod
+  def fingerprint(self) -> str:
+    """Returns a text that is another for data of other content or order."""
+
+  @abc.abstractmethod
+  def num_rows(self, epoch: int) -> int:
+    """Returns the number of rows of an epoch."""
+
+  @abc.abstractmethod
+  def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
+    """Returns the rows of these numbers, int64 [n] in [0, num_rows), as arrays [n, T]."""
+
+  def batches(
+    self,
+    batch_size: int,
+    *,
+    rows: np.ndarray | None = None,
+    state: dict[str, Any] | None = None,
+    repeat: bool = True,
+    prefetch: int = 2,
+  ) -> "Batches":
+    """Returns an iterator of batches.
+
+    Args:
+      batch_size: Rows of a global batch.
+      rows: The rows of each batch that this host loads, sorted, in [0, batch_size). None: all.
+      state: Of the batch after which to go on; None: from the start.
+      repeat: Whether to go on into the next epoch for ever, or to end after this one, the last
+        batch filled up with rows without weight.
+      prefetch: Batches prepared ahead, by a thread.
+
+    Raises:
+      UserError: `state` is of other data, or there is no row.
+    """
+    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
+    fingerprint = self.fingerprint()
+    if state is not None and state["fingerprint"] != fingerprint:
+      raise UserError(
+        "the checkpoint was made with other training data (or another tokenizer, packing, seed or"
+        " MAX_SEQ_LEN), so it cannot go on where it was. Train with the old data, or take its"
+        " weights into a new --job_log_dir."
+      )
+    epoch, position = (state["epoch"], state["position"]) if state else (0, 0)
+    if not repeat and self.num_rows(epoch) == 0:
+      raise UserError("the evaluation data are shorter than one row.")
+    if repeat and self.num_rows(epoch) == 0:
+      raise UserError("the training data are shorter than one row of MAX_SEQ_LEN tokens.")
+    return Batches(self._generate(batch_size, rows, epoch, position, repeat), prefetch=prefetch)
+
+  def _generate(
+    self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
+  ) -> Iterator[Batch]:
+    fingerprint = self.fingerprint()
+    while repeat or position < self.num_rows(epoch):
+      numbers = position + rows
+      parts, part_epoch = [], epoch
+      while len(numbers):
+        size = self.num_rows(part_epoch)
+        here = numbers[numbers < size]
+        if len(here):
+          parts.append(self.rows(part_epoch, here))
+        numbers = numbers[numbers >= size] - size
+        if not repeat:
+          parts += [_without_weight(self.rows(epoch, np.zeros(len(numbers), np.int64)))]
+          break
+        part_epoch += 1
+      position += batch_size
+      while repeat and position >= self.num_rows(epoch):
+        position -= self.num_rows(epoch)
+        epoch += 1
+      arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+      yield Batch(arrays, {"epoch": epoch, "position": position, "fingerprint": fingerprint})
+
+
+def _without_weight(arrays: Arrays) -> Arrays:
+  return arrays | {"weights": np.zeros_like(arrays["weights"])}
+
+
+class Batches(Iterator[Batch]):
+  """Batches prepared ahead by a thread, which `close` ends."""
+
+  def __init__(self, source: Iterator[Batch], *, prefetch: int):
+    self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(max(prefetch, 1))
+    self._closed = threading.Event()
+    self._thread = threading.Thread(target=self._fill, args=(source,), daemon=True)
+    self._thread.start()
+
+  def __next__(self) -> Batch:
+    item = self._queue.get()
+    if isinstance(item, Batch):
+      return item
+    self._queue.put(item)
+    if item is None:
+      raise StopIteration
+    raise item
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *unused: object):
+    self.close()
+
+  def close(self):
+    """Ends the thread; there is no next batch then."""
+    self._closed.set()
+    self._drain()  # Lets a thread go on that waits for room.
+    self._thread.join()
+    self._drain()
+    self._queue.put(None)
+
+  def _drain(self):
+    while not self._queue.empty():
+      self._queue.get_nowait()
+
+  def _fill(self, source: Iterator[Batch]):
+    last: BaseException | None = None
+    try:
+      for batch in source:
+        if not self._put(batch):
+          return
+    except BaseException as error:  # Raised again where the batch is wanted.
+      last = error
+    self._put(last)
+
+  def _put(self, item: Batch | BaseException | None) -> bool:
+    while not self._closed.is_set():
+      try:
+        self._queue.put(item, timeout=0.1)
+        return True
+      except queue.Full:
+        continue
+    return False

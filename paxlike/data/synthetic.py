@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens made up on the spot, to measure speed with."""
+
+import numpy as np
+
+from paxlike.data.dataset import Arrays, Dataset
+
+_ENDLESS = 2**40
+
+
+class RandomTokens(Dataset):
+  """Uniform random ids: nothing to learn, and no embedding row or page is favoured."""
+
+  def __init__(self, *, seq_len: int, vocab_size: int, seed: int):
+    self.seq_len = seq_len
+    self._vocab_size = vocab_size
+    self._seed = seed
+
+  def fingerprint(self) -> str:
+    return f"random tokens: {self.seq_len} of {self._vocab_size}, seed {self._seed}"
+
+  def num_rows(self, epoch: int) -> int:
+    return _ENDLESS
+
+  def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
+    tokens = np.empty((len(numbers), self.seq_len + 1), np.int32)
+    for row, number in zip(tokens, numbers, strict=True):
+      # A counter-based generator: any row is made without those before it.
+      bits = np.random.Philox(key=self._seed, counter=[0, 0, number, epoch])
+      row[:] = np.random.Generator(bits).integers(0, self._vocab_size, len(row), np.int32)
+    return _from_tokens(tokens)
+
+
+class ConstantTokens(Dataset):
+  """Id 1 everywhere, as Pax's synthetic data: a model learns it at once, and its loss is 0."""
+
+  def __init__(self, *, seq_len: int):
+    self.seq_len = seq_len
+
+  def fingerprint(self) -> str:
+    return f"constant tokens: {self.seq_len}"
+
+  def num_rows(self, epoch: int) -> int:
+    return _ENDLESS
+
+  def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
+    return _from_tokens(np.ones((len(numbers), self.seq_len + 1), np.int32))
+
+
+def _from_tokens(tokens: np.ndarray) -> Arrays:
+  inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+  return {"inputs": inputs, "targets": targets, "weights": np.ones(inputs.shape, np.float32)}

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turning text into token ids and back."""
+
+import abc
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paxlike.errors import UserError
+
+
+class Tokenizer(abc.ABC):
+  """Text to ids and back: decode(encode(text)) == text.
+
+  Attributes:
+    vocab_size: Ids are below it.
+    eos_id: Ends a document; None if there is no such id.
+    bos_id: Starts a document; None if there is no such id.
+  """
+
+  vocab_size: int
+  eos_id: int | None = None
+  bos_id: int | None = None
+
+  @abc.abstractmethod
+  def encode(self, text: str) -> np.ndarray:
+    """Returns int32 ids [n], without EOS or BOS."""
+
+  @abc.abstractmethod
+  def decode(self, ids: np.ndarray) -> str:
+    """Returns the text of ids; EOS and BOS have none."""
+
+  @abc.abstractmethod
+  def fingerprint(self) -> str:
+    """Returns a text that is another for a tokenizer that encodes otherwise."""
+
+  def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """Returns the ids of each text."""
+    return [self.encode(text) for text in texts]
+
+
+class ByteTokenizer(Tokenizer):
+  """The bytes of UTF-8 as ids 0-255, and 256 as EOS."""
+
+  vocab_size = 257
+  eos_id = 256
+
+  def encode(self, text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
+
+  def decode(self, ids: np.ndarray) -> str:
+    ids = np.asarray(ids)
+    return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+  def fingerprint(self) -> str:
+    return "bytes"
+
+
+class CharacterTokenizer(Tokenizer):
+  """The characters that occur in a text, in the order of their code points."""
+
+  def __init__(self, alphabet: str):
+    self.alphabet = "".join(sorted(set(alphabet)))
+    self.vocab_size = len(self.alphabet)
+    self._points = np.array([ord(char) for char in self.alphabet], np.uint32)
+
+  def encode(self, text: str) -> np.ndarray:
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    ids = np.searchsorted(self._points, points)
+    known = ids < len(self._points)
+    known[known] = self._points[ids[known]] == points[known]
+    if not known.all():
+      unknown = chr(points[np.argmin(known)])
+      raise UserError(f"the character {unknown!r} does not occur in the text of the tokenizer.")
+    return ids.astype(np.int32)
+
+  def decode(self, ids: np.ndarray) -> str:
+    return "".join(self.alphabet[i] for i in np.asarray(ids) if i < self.vocab_size)
+
+  def fingerprint(self) -> str:
+    return f"characters {hashlib.sha256(self.alphabet.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+class SentencePieceTokenizer(Tokenizer):
+  """A SentencePiece model (Kudo and Richardson, 2018); the file is read when first needed."""
+
+  def __init__(self, path: str | os.PathLike[str]):
+    self._path = os.fspath(path)
+
+  def check(self):
+    """Raises UserError if the file is missing or no SentencePiece model."""
+    _ = self._model
+
+  @functools.cached_property
+  def _model(self) -> Any:
+    import sentencepiece
+
+    if not os.path.isfile(self._path):
+      raise UserError(f"VOCAB_PATH={self._path}: no such file.")
+    try:
+      return sentencepiece.SentencePieceProcessor(model_file=self._path)
+    except (RuntimeError, OSError) as error:
+      raise UserError(f"VOCAB_PATH={self._path} is no SentencePiece model.") from error
+
+  @property
+  def vocab_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    return self._model.vocab_size()
+
+  @property
+  def eos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    return self._model.eos_id() if self._model.eos_id() >= 0 else None
+
+  @property
+  def bos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    return self._model.bos_id() if self._model.bos_id() >= 0 else None
+
+  def encode(self, text: str) -> np.ndarray:
+    return self.encode_all([text])[0]
+
+  def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+    # JSON can hold halves of surrogate pairs, which UTF-8 and so SentencePiece cannot.
+    clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+    return [np.array(ids, np.int32) for ids in self._model.encode(clean, num_threads=1)]
+
+  def decode(self, ids: np.ndarray) -> str:
+    return self._model.decode([int(i) for i in ids if i < self.vocab_size])
+
+  def fingerprint(self) -> str:
+    return f"sentencepiece {hashlib.sha256(self._model.serialized_model_proto()).hexdigest()}"

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two exceptions that end a run in one line."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+  """Bad input. `paxlike` prints its message as one line, without a traceback, and exits with 2."""
+
+
+class RunError(RuntimeError):
+  """The run failed through nobody's input. `paxlike` prints the message and exits with 1."""
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+  """Returns " Did you mean X?" for the candidate nearest to `name`, or "" if none is near."""
+  near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+  return f" Did you mean {near[0]}?" if near else ""

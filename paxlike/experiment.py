@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experiment: the knobs of a run, and the methods that turn them into one Fiddle graph.
+
+A family overrides the methods that differ; a recipe sets knobs. A value derived from knobs is
+computed in the method that uses it, so that subclass, mixin and command line all reach it.
+"""
+
+from typing import Any, Literal
+
+import fiddle as fdl
+import jax
+
+from paxlike import fiddlers, layers, optimizers
+from paxlike.errors import UserError
+from paxlike.evaluation import EvalSet
+from paxlike.knobs import UNSET, Dtype, Knobs
+from paxlike.mesh import MeshSpec
+from paxlike.trainer import Trainer
+
+
+class Experiment(Knobs):
+  """A decoder-only language model, its data, optimizer, mesh and schedule of work."""
+
+  # Model.
+  VOCAB_SIZE: int = UNSET  #: Token ids that the model knows.
+  MAX_SEQ_LEN: int = 2048  #: Tokens of a sequence.
+  NUM_LAYERS: int = UNSET  #: Transformer blocks.
+  MODEL_DIMS: int = UNSET  #: Width of the residual stream.
+  HIDDEN_DIMS: int | None = None  #: Width of the feed-forward layer. None: 4 x MODEL_DIMS.
+  NUM_HEADS: int = UNSET  #: Attention heads.
+  DIMS_PER_HEAD: int | None = None  #: Width of a head. None: MODEL_DIMS / NUM_HEADS.
+  INIT_STD: float = 0.02  #: Standard deviation of initial weights.
+  DROPOUT_PROB: float = 0.0  #: Dropout of each block's two outputs.
+  EMBEDDING_DROPOUT_PROB: float = 0.0  #: Dropout of the embedded tokens.
+
+  # How it is computed.
+  FPROP_DTYPE: Dtype = "bfloat16"  #: Compute dtype; parameters are float32.
+  USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: on more than one device.
+  CHECKPOINT_POLICY: Literal[  #: What the backward pass finds saved; the rest is recomputed.
+    "SAVE_EVERYTHING", "SAVE_NOTHING", "SAVE_DOT_ONLY", "SAVE_DOT_WITH_NO_BATCH_DIM"
+  ] = "SAVE_EVERYTHING"
+  #: Mesh [data, fsdp, tensor] within a slice or node, or {axis: size}; -1 fills.
+  ICI_MESH_SHAPE: tuple[int, ...] | dict[str, int] = (-1, 1, 1)
+  DCN_MESH_SHAPE: tuple[int, ...] | dict[str, int] = (1, 1, 1)  #: Mesh across slices or nodes.
+
+  # Batch.
+  PERCORE_BATCH_SIZE: float = UNSET  #: Sequences a device and optimizer step; may be a fraction.
+  GRADIENT_ACCUMULATION_STEPS: int = 1  #: Parts of the batch that are computed one after another.
+
+  # Optimizer.
+  LEARNING_RATE: float = UNSET  #: The schedule's peak.
+  LR_SCHEDULE: Literal[  #: Its form.
+    "linear_rampup_cosine_decay", "linear_rampup_exponential_decay", "constant"
+  ] = "linear_rampup_cosine_decay"
+  LR_COS_WARMUP: int = 4000  #: Steps of the cosine schedule's linear rise.
+  LR_COS_DECAY_START: int | None = None  #: Step at which it starts to fall. None: LR_COS_WARMUP + 1.
+  LR_COS_DECAY_END: int | None = None  #: Step from which it is constant. None: MAX_STEPS.
+  LR_COS_MIN_RATIO: float = 0.1  #: Its last value as a share of the peak.
+  LR_LRED_WARMUP: int = 4000  #: The same of the exponential schedule.
+  LR_LRED_DECAY_START: int | None = None  #: None: LR_LRED_WARMUP + 1.
+  LR_LRED_DECAY_END: int | None = None  #: None: MAX_STEPS.
+  LR_LRED_MIN_RATIO: float = 0.1  #: Its last value as a share of the peak.
+  ADAM_BETA1: float = 0.9  #: Decay of the mean of gradients.
+  ADAM_BETA2: float = 0.95  #: Decay of the mean of squared gradients.
+  ADAM_EPSILON: float = 1e-8  #: Added outside the root.
+  WEIGHT_DECAY: float = 0.1  #: Decoupled weight decay.
+  WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: What decays.
+  CLIP_GRADIENT_NORM_TO_VALUE: float | None = 1.0  #: Largest global gradient norm. None: no clip.
+
+  # Run.
+  MAX_STEPS: int = UNSET  #: Optimizer steps.
+  RANDOM_SEED: int = 1234  #: Of weights, dropout and the order of the data.
+  SUMMARY_INTERVAL_STEPS: int = 100  #: Steps between log lines.
+  EVAL_INTERVAL_STEPS: int = 100  #: Steps between evaluations. 0: only after the last.
+  CHECKPOINT_EVERY_N_STEPS: int = 5000  #: Steps between checkpoints. 0: only after the last.
+  CHECKPOINT_MAX_TO_KEEP: int | None = 10  #: Checkpoints kept, the newest. None: all.
+  MAX_SKIPPED_STEPS_IN_A_ROW: int = 10  #: Abort after so many steps without a finite gradient.
+  SAMPLE_PROMPT: str | None = None  #: Text that the trained model continues. None: no sample.
+
+  def trainer(self) -> fdl.Config[Trainer]:
+    """Returns the root graph: the only thing that is built, saved, printed and compared."""
+    graph = fdl.Config(
+      Trainer,
+      model=self.model(),
+      optimizer=self.optimizer(),
+      mesh=self.mesh(),
+      train_data=self.train_data(),
+      eval_data=self.eval_data(),
+      percore_batch_size=self.PERCORE_BATCH_SIZE,
+      accumulation_steps=self.GRADIENT_ACCUMULATION_STEPS,
+      num_steps=self.MAX_STEPS,
+      seed=self.RANDOM_SEED,
+      summary_every=self.SUMMARY_INTERVAL_STEPS,
+      eval_every=self.EVAL_INTERVAL_STEPS,
+      save_every=self.CHECKPOINT_EVERY_N_STEPS,
+      keep=self.CHECKPOINT_MAX_TO_KEEP,
+      max_skipped_in_a_row=self.MAX_SKIPPED_STEPS_IN_A_ROW,
+      sample_prompt=self.SAMPLE_PROMPT,
+    )
+    fiddlers.precision(graph, self.FPROP_DTYPE)
+    fiddlers.remat(graph, self.CHECKPOINT_POLICY)
+    scan = self.USE_REPEATED_LAYER
+    # Unrolled is faster on one device; on many, scanning keeps the program small.
+    fiddlers.stack(graph, jax.device_count() > 1 if scan is None else scan)
+    return graph
+
+  def model(self) -> fdl.Config[layers.Decoder]:
+    """The whole model; its output projection is the embedding's table."""
+    return fdl.Config(
+      layers.Decoder,
+      vocab_size=self.VOCAB_SIZE,
+      dim=self.MODEL_DIMS,
+      embedding=fdl.Partial(layers.Embedding, init=self.init()),
+      dropout=self.dropout(self.EMBEDDING_DROPOUT_PROB),
+      stack=fdl.Partial(layers.Stack, pattern=[self.block()], repeats=self.NUM_LAYERS, scan=False),
+      norm=self.norm(),
+    )
+
+  def block(self) -> fdl.Partial[layers.Block]:
+    """One layer."""
+    return fdl.Partial(
+      layers.Block,
+      norm=self.norm(),
+      attention=self.attention(),
+      mlp=self.mlp(),
+      dropout=self.dropout(self.DROPOUT_PROB),
+    )
+
+  def attention(self) -> fdl.Partial[layers.Attention]:
+    """The attention of a block."""
+    return fdl.Partial(
+      layers.Attention,
+      num_heads=self.NUM_HEADS,
+      head_dim=self.head_dim(),
+      query=self.linear("query"),
+      key=self.linear("key"),
+      value=self.linear("value"),
+      output=self.linear("output"),
+    )
+
+  def mlp(self) -> fdl.Partial[layers.Mlp]:
+    """The feed-forward part of a block."""
+    hidden = self.HIDDEN_DIMS
+    return fdl.Partial(
+      layers.Mlp,
+      hidden_dim=4 * self.MODEL_DIMS if hidden is None else hidden,
+      up=self.linear("up"),
+      down=self.linear("down"),
+    )
+
+  def norm(self) -> fdl.Partial:
+    """Each block's norms and the last one."""
+    return fdl.Partial(layers.RmsNorm)
+
+  def linear(self, role: str) -> fdl.Partial[layers.Linear]:
+    """A linear map of the blocks."""
+    return fdl.Partial(layers.Linear, role=role, init=self.init())
+
+  def init(self) -> fdl.Partial:
+    """How weights are drawn."""
+    return fdl.Partial(layers.gaussian, std=self.INIT_STD)
+
+  def dropout(self, rate: float) -> fdl.Partial[layers.Dropout] | None:
+    """A dropout layer, none for rate 0."""
+    return fdl.Partial(layers.Dropout, rate=rate) if rate else None
+
+  def head_dim(self) -> int:
+    """Width of a head.
+
+    Raises:
+      UserError: It is to be derived, and the heads do not divide the model's width.
+    """
+    if self.DIMS_PER_HEAD is not None:
+      return self.DIMS_PER_HEAD
+    if self.MODEL_DIMS % self.NUM_HEADS:
+      raise UserError(
+        f"MODEL_DIMS={self.MODEL_DIMS} is not a multiple of NUM_HEADS={self.NUM_HEADS}:"
+        " set DIMS_PER_HEAD, or another NUM_HEADS."
+      )
+    return self.MODEL_DIMS // self.NUM_HEADS
+
+  def optimizer(self) -> fdl.Config[optimizers.Optimizer]:
+    """The optimizer with its schedule."""
+    return fdl.Config(
+      optimizers.adamw,
+      learning_rate=self.schedule(),
+      b1=self.ADAM_BETA1,
+      b2=self.ADAM_BETA2,
+      eps=self.ADAM_EPSILON,
+      weight_decay=self.WEIGHT_DECAY,
+      decayed=getattr(optimizers, self.WEIGHT_DECAY_ON),
+      clip_norm=self.CLIP_GRADIENT_NORM_TO_VALUE,
+    )
+
+  def schedule(self) -> fdl.Config:
+    """The learning rate over steps."""
+    peak = self.LEARNING_RATE
+    if self.LR_SCHEDULE == "constant":
+      return fdl.Config(optimizers.constant, peak=peak)
+    if self.LR_SCHEDULE == "linear_rampup_cosine_decay":
+      function, warmup = optimizers.linear_rampup_cosine_decay, self.LR_COS_WARMUP
+      start, end = self.LR_COS_DECAY_START, self.LR_COS_DECAY_END
+      ratio = self.LR_COS_MIN_RATIO
+    else:
+      function, warmup = optimizers.linear_rampup_exponential_decay, self.LR_LRED_WARMUP
+      start, end = self.LR_LRED_DECAY_START, self.LR_LRED_DECAY_END
+      ratio = self.LR_LRED_MIN_RATIO
+    return fdl.Config(
+      function,
+      peak=peak,
+      warmup=warmup,
+      decay_start=warmup + 1 if start is None else start,
+      decay_end=self.MAX_STEPS if end is None else end,
+      min_ratio=ratio,
+    )
+
+  def mesh(self) -> fdl.Config[MeshSpec]:
+    """The device mesh."""
+    return fdl.Config(MeshSpec, ici=self.ICI_MESH_SHAPE, dcn=self.DCN_MESH_SHAPE)
+
+  def train_data(self) -> fdl.Config:
+    """The training data: a `data.Dataset`. A data mixin gives it."""
+    raise UserError(f"{type(self).__name__} has no training data: subclass a mixin of datasets.py.")
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    """What is evaluated, by name."""
+    return {}
+
+  def eval_set(self, dataset: fdl.Config, **options: Any) -> fdl.Config[EvalSet]:
+    """Evaluates `dataset` with the metrics of language models."""
+    return fdl.Config(EvalSet, dataset=dataset, **options)

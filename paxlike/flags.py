@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, as text: which flags there are and what kind of thing each sets.
+
+Case decides what `--fdl.PATH=VALUE` means: UPPER_CASE is a knob of the experiment, lower case a
+path in its graph. Nothing heavy is imported here, so that `--help` and mistakes answer at once.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from paxlike.errors import UserError, did_you_mean
+
+# What this version's `paxlike.main` can do.
+MODES = ("train", "eval", "show")
+
+# Flags without effect in any other mode.
+_ONLY_IN = {"against": ("show",), "continuous": ("eval", "decode"), "step": ("eval", "decode")}
+
+_ASSIGNMENT = re.compile(r"((?:[^=\[]|\[[^\]]*\])+)=(.*)", re.DOTALL)
+_FDL = re.compile(r"--?fdl\.(.+)", re.DOTALL)
+_KNOB = re.compile(r"[A-Z][A-Z0-9_]*")
+
+HELP = f"""\
+Usage: paxlike --fdl_config=EXPERIMENT --job_log_dir=DIR [flags]
+
+Trains, evaluates or shows an experiment. Everything a run writes goes to its DIR; the same command
+again resumes it.
+
+Which experiment
+  --fdl_config=NAME       a registered name (--list), a unique dotted suffix of one, or the dotted
+                          path of a class; modules of the working directory count. Alias: --exp
+  --fdl_config_file=FILE  instead: the config.json of a run
+  --fdl_allow_modules=A,B modules outside of paxlike that FILE may use: loading imports them
+
+What to change, applied in this order
+  --fdl.KNOB=VALUE        UPPER CASE: a knob of the experiment (--fdl_help lists them)
+  --fiddler=NAME(ARGS)    a function that edits the whole graph; repeatable
+  --fdl.path.to=VALUE     lower case: one value in the graph (--mode=show lists them)
+  Text needs no inner quotes: bfloat16, 6e-4, true, none, [8,1,1], "{{data: 2, fsdp: 4}}".
+
+What to do
+  --mode={"|".join(MODES):<16} train (the default) and evaluate on the way; eval: evaluate a
+                          checkpoint; show: print knobs, graph, parameters and memory, run nothing
+  --job_log_dir=DIR       a local folder or gs://...
+  --step=N                eval: this checkpoint rather than the newest
+  --continuous            eval: follow a running job until it ends
+  --against=NAME          show: print the difference from this experiment
+  --list, --fdl_help, --help
+                          all experiments; the knobs of one; this text
+
+How to run
+  --enable_checkpoint_saving=false, --enable_summary_writer=false
+                          write no checkpoints; no TensorBoard files and metrics.jsonl
+  --tfds_data_dir=DIR     where TFDS keeps its data sets
+  --num_cpu_devices=N     run on N fake CPU devices, to try a mesh
+  --multiprocess_gpu      one of several processes; unless the cluster tells (Slurm), also give
+                          --server_addr=HOST:PORT --num_hosts=N --host_idx=I
+
+Examples
+  paxlike --list
+  paxlike --fdl_config=Synthetic126M --fdl.NUM_LAYERS=4 --fdl.optimizer.b2=0.99 --mode=show
+  paxlike --fdl_config=my_experiments.MyGpt --fdl.ICI_MESH_SHAPE=[1,8,1] --job_log_dir=/data/run1
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+  """The command line, checked as far as it can be without an experiment.
+
+  Attributes:
+    mode: One of MODES.
+    fdl_config: Name of the experiment (`--fdl_config` or `--exp`).
+    fdl_config_file: Path of a saved graph, given instead of `fdl_config`.
+    knobs: (KNOB, text) in the order given.
+    edits: (path in the graph, text) in the order given.
+    fiddlers: Calls such as "use_fp8(margin=1)", in the order given.
+    job_log_dir: Folder of the run; set in every mode but show.
+    against: Name of an experiment to compare with.
+    help: Print HELP and stop.
+    fdl_help: Print the knobs of the experiment and stop.
+    list: Print the registered experiments and stop.
+    step: The checkpoint to evaluate; None is the newest.
+    continuous: Evaluate the checkpoints of a running job as they appear.
+    fdl_allow_modules: Modules that `fdl_config_file` may use besides paxlike's.
+    enable_checkpoint_saving: Write checkpoints.
+    enable_summary_writer: Write metrics files.
+    multiprocess_gpu: Initialise `jax.distributed`, with the next three where they are given.
+    server_addr: HOST:PORT of process 0.
+    num_hosts: Number of processes.
+    host_idx: Index of this process.
+    tfds_data_dir: Folder of TFDS data sets.
+    num_cpu_devices: Number of fake CPU devices to run on.
+  """
+
+  mode: str = "train"
+  fdl_config: str | None = None
+  fdl_config_file: str | None = None
+  knobs: tuple[tuple[str, str], ...] = ()
+  edits: tuple[tuple[str, str], ...] = ()
+  fiddlers: tuple[str, ...] = ()
+  job_log_dir: str | None = None
+  against: str | None = None
+  help: bool = False
+  fdl_help: bool = False
+  list: bool = False
+  step: int | None = None
+  continuous: bool = False
+  fdl_allow_modules: tuple[str, ...] = ()
+  enable_checkpoint_saving: bool = True
+  enable_summary_writer: bool = True
+  multiprocess_gpu: bool = False
+  server_addr: str | None = None
+  num_hosts: int | None = None
+  host_idx: int | None = None
+  tfds_data_dir: str | None = None
+  num_cpu_devices: int | None = None
+
+
+def parse(argv: Sequence[str]) -> Options:
+  """Returns the options that a command line gives.
+
+  Args:
+    argv: The program's name and its arguments, as in `sys.argv`.
+
+  Raises:
+    UserError: A flag is unknown, has a bad value, contradicts another, or is missing.
+  """
+  values = _define()
+  try:
+    rest = values([argv[0] if argv else "paxlike", *_rewrite(argv[1:])])[1:]
+  except flags.UnrecognizedFlagError as error:
+    known = [f"--{name}" for name in values if name not in ("h", "fdl_set")]
+    hint = did_you_mean(f"--{error.flagname}", known) or " --help lists the flags."
+    raise UserError(f"unknown flag --{error.flagname}.{hint}") from None
+  except flags.Error as error:
+    raise UserError(str(error).removeprefix("flag ").replace("\n", " ")) from None
+  if rest:
+    hint = "" if rest[0].lower() not in ("true", "false") else " A true or false follows a '='."
+    raise UserError(f"unexpected argument {rest[0]!r}: flags start with '--'.{hint}")
+  given: dict[str, Any] = values.flag_values_dict()
+  knobs, edits = _split_by_case(given["fdl_set"])
+  if given["exp"] and given["fdl_config"] not in (None, given["exp"]):
+    raise UserError(
+      f"--exp={given['exp']} and --fdl_config={given['fdl_config']} name different experiments."
+    )
+  options = Options(
+    **{name: given[name] for name in _SCALARS if name != "fdl_config"},
+    fdl_config=given["fdl_config"] or given["exp"],
+    knobs=knobs,
+    edits=edits,
+    fiddlers=tuple(given["fiddler"]),
+    help=given["help"] or given["h"],
+    fdl_allow_modules=tuple(filter(None, ",".join(given["fdl_allow_modules"]).split(","))),
+  )
+  if not options.help:
+    _check(options)
+  return options
+
+
+class _Bool(flags.BooleanParser):
+  """As absl's, with a message in one line."""
+
+  def parse(self, argument: str | int) -> bool:
+    try:
+      return super().parse(argument)
+    except ValueError:
+      raise ValueError(f"expected true or false, got {argument!r}.") from None
+
+
+class _Int(flags.ArgumentParser):
+  """A whole number, at least `least`."""
+
+  syntactic_help = "a whole number"
+
+  def __init__(self, least: int):
+    super().__init__()
+    self._least = least
+
+  def parse(self, argument: str | int) -> int:
+    try:
+      number = int(argument)
+    except ValueError:
+      raise ValueError(f"expected int, got {argument!r}.") from None
+    if number < self._least:
+      raise ValueError(f"expected at least {self._least}.")
+    return number
+
+
+_STRINGS = (
+  "fdl_config",
+  "fdl_config_file",
+  "job_log_dir",
+  "against",
+  "server_addr",
+  "tfds_data_dir",
+)
+_BOOLEANS = {
+  "fdl_help": False,
+  "list": False,
+  "continuous": False,
+  "enable_checkpoint_saving": True,
+  "enable_summary_writer": True,
+  "multiprocess_gpu": False,
+}
+_INTS = {"step": 0, "num_hosts": 1, "host_idx": 0, "num_cpu_devices": 1}
+_SCALARS = ("mode", *_STRINGS, *_BOOLEANS, *_INTS)
+
+
+def _define() -> flags.FlagValues:
+  """Defines the flags on values of their own: libraries fill the global ones with theirs."""
+  values = flags.FlagValues()
+  # Flags may follow a stray argument, so that the error is about the argument.
+  values.set_gnu_getopt(True)
+  flags.DEFINE_string("mode", "train", "", flag_values=values)
+  for name in (*_STRINGS, "exp"):
+    flags.DEFINE_string(name, None, "", flag_values=values)
+  for name, default in {**_BOOLEANS, "help": False, "h": False}.items():
+    flag = flags.BooleanFlag(name, default, "")
+    flag.parser = _Bool()
+    flags.DEFINE_flag(flag, flag_values=values)
+  for name, least in _INTS.items():
+    flags.DEFINE(_Int(least), name, None, "", flag_values=values)
+  for name in ("fdl_set", "fiddler", "fdl_allow_modules"):
+    flags.DEFINE_multi_string(name, [], "", flag_values=values)
+  return values
+
+
+def _rewrite(args: Sequence[str]) -> list[str]:
+  """Turns `--fdl.PATH=VALUE` and `--fdl.PATH VALUE` into `--fdl_set=PATH=VALUE`, as Pax does."""
+  rewritten = []
+  remaining = iter(args)
+  for arg in remaining:
+    if arg == "--":
+      rewritten += [arg, *remaining]
+    elif match := _FDL.fullmatch(arg):
+      assignment = match[1]
+      if not _ASSIGNMENT.fullmatch(assignment):
+        value = next(remaining, None)
+        if value is None or value.startswith("--"):
+          raise UserError(f"--fdl.{assignment} needs a value: --fdl.{assignment}=VALUE.")
+        assignment = f"{assignment}={value}"
+      rewritten.append(f"--fdl_set={assignment}")
+    else:
+      rewritten.append(arg)
+  return rewritten
+
+
+def _split_by_case(
+  assignments: Sequence[str],
+) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+  """Returns the (KNOB, text) and the (path, text) among assignments."""
+  knobs, edits = [], []
+  for assignment in assignments:
+    match = _ASSIGNMENT.fullmatch(assignment)
+    if not match:
+      raise UserError(f"--fdl_set={assignment}: expected PATH=VALUE.")
+    path, text = match[1].strip(), match[2]
+    first = re.split(r"[.\[]", path, maxsplit=1)[0]
+    if _KNOB.fullmatch(path):
+      knobs.append((path, text))
+    elif _KNOB.fullmatch(first):
+      raise UserError(f"--fdl.{path}: a knob has no parts; give all of --fdl.{first}=VALUE.")
+    elif first != first.lower():
+      raise UserError(f"--fdl.{path}: knobs are UPPER_CASE, paths in the graph lower_case.")
+    else:
+      edits.append((path, text))
+  return tuple(knobs), tuple(edits)
+
+
+def _check(options: Options):
+  if options.mode not in MODES:
+    hint = did_you_mean(options.mode, MODES)
+    raise UserError(f"--mode={options.mode}: expected one of {', '.join(MODES)}.{hint}")
+  if options.list:
+    return
+  if options.fdl_config and options.fdl_config_file:
+    raise UserError("give --fdl_config or --fdl_config_file, not both.")
+  if not options.fdl_config and not options.fdl_config_file:
+    raise UserError("which experiment? Give --fdl_config=NAME; --list shows the names.")
+  if options.fdl_config_file and options.knobs:
+    name, text = options.knobs[0]
+    raise UserError(
+      f"--fdl.{name}={text}: a graph from --fdl_config_file has no knobs any more; set its values"
+      " by their paths (--fdl.path.to=VALUE, --mode=show lists them)."
+    )
+  if options.fdl_config_file and options.fdl_help:
+    raise UserError("--fdl_help lists the knobs of an experiment: give --fdl_config=NAME.")
+  if options.fdl_allow_modules and not options.fdl_config_file:
+    raise UserError("--fdl_allow_modules is about --fdl_config_file=FILE, which is not given.")
+  for name, modes in _ONLY_IN.items():
+    if getattr(options, name) not in (None, False) and options.mode not in modes:
+      mode = " or ".join(f"--mode={mode}" for mode in modes if mode in MODES)
+      raise UserError(f"--{name} goes with {mode}, not --mode={options.mode}.")
+  if (options.host_idx or 0) >= (options.num_hosts or float("inf")):
+    raise UserError(
+      f"--host_idx={options.host_idx} counts from 0: below --num_hosts={options.num_hosts}."
+    )
+  if options.mode != "show" and not options.job_log_dir and not options.fdl_help:
+    raise UserError(f"--mode={options.mode} needs --job_log_dir=DIR, the folder of the run.")

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model FLOPs: the one place that counts them.
+
+A multiplication and an addition are two FLOPs. Training costs three forward passes; recomputation
+is never counted. Attention is counted twice: `full` over all T x S pairs, as documents of 2024 do,
+and `causal` over the half that a causal mask leaves (arXiv:2204.02311 appendix B counts full).
+"""
+
+import dataclasses
+import math
+
+from flax import nnx
+
+from paxlike.layers.attention import Attention
+from paxlike.layers.decoder import Decoder
+from paxlike.layers.linear import Linear
+from paxlike.layers.module import Definition
+from paxlike.layers.stack import layout_of
+
+# Dense bf16 FLOP/s of one device, by a part of JAX's `device_kind`.
+PEAK_FLOPS = {
+  "H200": 989.5e12,
+  "H100": 989.5e12,
+  "A100": 312e12,
+  "TPU v4": 275e12,
+  "TPU v5 lite": 197e12,
+  "TPU v5e": 197e12,
+  "TPU v5p": 459e12,
+  "TPU v5": 459e12,
+  "TPU v6": 918e12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingFlops:
+  """FLOPs per token of one training step.
+
+  Attributes:
+    weights: Of products with weights.
+    attention: Of attention over all pairs of tokens.
+  """
+
+  weights: float
+  attention: float
+
+  @property
+  def full(self) -> float:
+    """With attention over all pairs."""
+    return self.weights + self.attention
+
+  @property
+  def causal(self) -> float:
+    """With attention over the pairs that a causal mask leaves."""
+    return self.weights + self.attention / 2
+
+
+def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
+  """Counts the FLOPs of training `definition` on sequences of `seq_len` tokens."""
+  layout = layout_of(definition.module)
+  weights = attention = 0
+  for path, module in nnx.iter_modules(definition.module):
+    if isinstance(module, Linear):
+      weights += 2 * math.prod(module.w.get_value().shape)
+    elif isinstance(module, Attention):
+      location = layout.locate(".".join(map(str, path)) + ".")
+      repeats = len(location.layers) if location else 1
+      attention += repeats * module.score_flops(seq_len)
+    elif isinstance(module, Decoder) and module.head is None:
+      weights += 2 * math.prod(module.embedding.table.get_value().shape)
+  return TrainingFlops(weights=3 * weights, attention=3 * attention)
+
+
+def peak_per_device(device_kind: str) -> float | None:
+  """Returns the dense bf16 FLOP/s of a device, None where it is not known (CPUs)."""
+  matches = [peak for kind, peak in PEAK_FLOPS.items() if kind.lower() in device_kind.lower()]
+  return matches[0] if matches else None

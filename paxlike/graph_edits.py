@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits of a finished graph from the command line: one value by its path, or a fiddler."""
+
+import ast
+import difflib
+import enum
+import importlib
+import inspect
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import fiddle as fdl
+import ml_dtypes
+import numpy as np
+from fiddle import history
+
+from paxlike import graph_text, knob_types
+from paxlike.errors import UserError, did_you_mean
+
+_STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(-?\d+)\]|\[(?:'([^']*)'|"([^"]*)"|([^\]'"]+))\]""")
+_NOTHING = object()
+
+
+def set_path(graph: fdl.Buildable, path: str, text: str):
+  """Sets one value of a graph: `--fdl.optimizer.b2=0.99`.
+
+  Args:
+    graph: Edited in place.
+    path: Dotted names with `[0]` and `['key']`: "model.stack.pattern[0].mlp.dropout".
+    text: The value; what its annotation, else the present value, says is how it is read.
+
+  Raises:
+    UserError: There is no such path, the value is of another type than the present one, or it would
+      replace a part of the graph (only `none` may).
+  """
+  given = f"--fdl.{path}={text}"
+  steps = _parse_path(path, given)
+  owner, shown = graph, ""
+  # Tuples cannot be changed in place: those on the way are made anew, from the inside out.
+  trail: list[tuple[Any, str | int]] = []
+  for step in steps[:-1]:
+    trail.append((owner, _check_step(owner, step, shown, given)))
+    owner = _get(owner, trail[-1][1])
+    shown += _spell_step(step, shown)
+  key = _check_step(owner, steps[-1], shown, given)
+  value = _read(text, _get(owner, key, None), _annotation(owner, key), given)
+  with history.custom_location(lambda: history.Location("command line", 0, None)):
+    for part, part_key in [(owner, key), *reversed(trail)]:
+      if isinstance(part, tuple):
+        value = tuple(value if i == part_key else item for i, item in enumerate(part))
+      elif isinstance(part, fdl.Buildable):
+        # Also after a change within a collection, for the sake of the history.
+        if isinstance(part_key, str):
+          setattr(part, part_key, value)
+        else:
+          part[part_key] = value
+        return
+      else:
+        part[part_key] = value
+        value = part
+
+
+def call_fiddler(
+  graph: fdl.Buildable, text: str, registry: Mapping[str, Callable[..., Any]]
+) -> fdl.Buildable:
+  """Applies a fiddler: `--fiddler=name(args)`.
+
+  Args:
+    graph: May be edited in place.
+    text: "name", "name(1, key=x)" or "module.name(...)", where modules of the working directory
+      count. Arguments are literals; strings need no quotes.
+    registry: Fiddlers that go by a short name.
+
+  Returns:
+    The graph that the fiddler returns, or `graph` if it returns None.
+
+  Raises:
+    UserError: There is no such fiddler, or it does not take such arguments.
+  """
+  given = f"--fiddler={text}"
+  name, args, kwargs = _parse_call(text, given)
+  fiddler = registry.get(name) or _import_fiddler(name, registry, given)
+  signature = inspect.signature(fiddler)
+  try:
+    signature.bind(graph, *args, **kwargs)
+  except TypeError as error:
+    shown = signature.replace(parameters=list(signature.parameters.values())[1:])
+    raise UserError(f"{given}: {error}; it is {name}{shown}.") from None
+  result = fiddler(graph, *args, **kwargs)
+  if result is not None and not isinstance(result, fdl.Buildable):
+    raise UserError(f"{given}: returned a {type(result).__name__}, neither a graph nor None.")
+  return graph if result is None else result
+
+
+def _parse_path(path: str, given: str) -> list[str | int]:
+  steps: list[str | int] = []
+  end = 0
+  while match := _STEP.match(path, end):
+    attribute, index, *keys = match.groups()
+    steps.append(int(index) if index else attribute or next(key for key in keys if key))
+    end = match.end()
+  if end != len(path) or not steps:
+    raise UserError(f"{given}: {path!r} is no path such as model.stack.pattern[0].mlp.")
+  return steps
+
+
+def _spell_step(step: str | int, shown: str) -> str:
+  return f"[{step}]" if isinstance(step, int) else f".{step}" if shown else step
+
+
+def _check_step(owner: Any, step: str | int, shown: str, given: str) -> str | int:
+  """Returns the key of `step` in `owner`, which must have it."""
+  place = shown or "the graph"
+  if isinstance(owner, fdl.Buildable):
+    parameters = owner.__signature_info__.parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    named = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    keys = [*dict.fromkeys([*owner.__arguments__, *named])]
+    open_ended = isinstance(step, str) and inspect.Parameter.VAR_KEYWORD in kinds
+  elif isinstance(owner, dict):
+    keys, open_ended = list(owner), False
+  elif isinstance(owner, list | tuple):
+    keys, open_ended = list(range(len(owner))), False
+    step = step + len(owner) if isinstance(step, int) and step < 0 else step
+  else:
+    raise UserError(f"{given}: {place} is {graph_text.value_text(owner)} and has no parts.")
+  if step in keys or open_ended:
+    return step
+  # Half alike is near enough for names of two letters, such as Adam's.
+  near = difflib.get_close_matches(str(step), map(str, keys), n=1, cutoff=0.5)
+  hint = f" Did you mean {near[0]}?" if near else f" It has {', '.join(map(str, keys))}."
+  raise UserError(f"{given}: {place} has no {step}.{hint}")
+
+
+def _get(owner: Any, key: str | int, *default: Any) -> Any:
+  """Returns a child; of a `Buildable` that does not set it, the signature's default."""
+  if not isinstance(owner, fdl.Buildable):
+    return owner[key]
+  if key in owner.__arguments__:
+    return owner.__arguments__[key]
+  parameter = owner.__signature_info__.parameters.get(str(key))
+  if parameter is None or parameter.default is inspect.Parameter.empty:
+    return _NOTHING if default else None
+  return parameter.default
+
+
+def _annotation(owner: Any, key: str | int) -> Any:
+  """Returns what text can give of the type an argument is annotated with; None if it is nothing."""
+  if not isinstance(owner, fdl.Buildable):
+    return None
+  target = fdl.get_callable(owner)
+  try:
+    hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
+  except (NameError, TypeError, AttributeError):
+    hints = {}
+  parameter = owner.__signature_info__.parameters.get(str(key))
+  annotation = hints.get(str(key), getattr(parameter, "annotation", None))
+  if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+    return annotation if knob_types.is_supported(annotation) else None
+  members = [kind for kind in typing.get_args(annotation) if knob_types.is_supported(kind)]
+  if bool in members and float in members:
+    # jax.typing.ArrayLike: a number that may be many things.
+    members.remove(bool)
+  return None if members in ([], [types.NoneType]) else typing.Union[tuple(members)]  # noqa: UP007
+
+
+def _read(text: str, present: Any, annotation: Any, given: str) -> Any:
+  """Returns the value that `text` spells in the place of `present` (_NOTHING if there is none)."""
+  is_none = text.strip().lower() == "none"
+  if graph_text.holds_graph(present):
+    if is_none:
+      return None
+    shown = graph_text.value_text(present).partition("(")[2].rstrip(")").partition(",")[0]
+    raise UserError(
+      f"{given}: that is a part of the graph ({shown}), which no text can give (none would remove"
+      " it). Set a value within it, or use --fiddler."
+    )
+  if (dtype := _dtype_like(present)) is not None:
+    return dtype(_convert(knob_types.Dtype, text, given))
+  if annotation is not None:
+    return _convert(annotation, text, given)
+  if isinstance(present, enum.Enum):
+    return _convert(type(present), text, given)
+  for kind in (bool, int, float):
+    if isinstance(present, kind):
+      return _convert(kind, text, given)
+  if is_none:
+    return None
+  if isinstance(present, str | tuple | list | dict):
+    return _convert(_kind_of(present), text, given)
+  if callable(present):
+    shown = graph_text.value_text(present)
+    raise UserError(f"{given}: that is {shown}, which no text can give; use --fiddler.")
+  return knob_types.guess(text)
+
+
+def _kind_of(present: Any) -> Any:
+  """Returns the type of a str or of a collection, which may become one of another sort."""
+  if isinstance(present, str):
+    return str
+  items = list(present.values() if isinstance(present, dict) else present)
+  kinds = {type(item) for item in items}
+  if len(kinds) != 1 or not kinds <= {bool, int, float, str}:
+    return (list if isinstance(present, list) else tuple) | dict
+  (kind,) = kinds
+  return (list[kind] if isinstance(present, list) else tuple[kind, ...]) | dict[str, kind]
+
+
+def _convert(kind: Any, text: str, given: str) -> Any:
+  try:
+    return knob_types.convert(kind, text, text=True)
+  except knob_types.RefusedError as refusal:
+    raise UserError(f"{given}: {refusal}") from None
+
+
+def _dtype_like(value: Any) -> Callable[[str], Any] | None:
+  """Returns what makes, from a dtype's name, the kind of dtype that `value` is, if it is one."""
+  if isinstance(value, str):
+    return str if value in knob_types.DTYPES else None
+  try:
+    knob_types.convert(knob_types.Dtype, value, text=False)
+  except knob_types.RefusedError:
+    return None
+  if isinstance(value, np.dtype):
+    return lambda name: np.dtype(getattr(ml_dtypes, name, name))
+  module = sys.modules[value.__module__]
+  return lambda name: getattr(module if hasattr(module, name) else ml_dtypes, name)
+
+
+def _parse_call(text: str, given: str) -> tuple[str, list[Any], dict[str, Any]]:
+  try:
+    call = ast.parse(text.strip(), mode="eval").body
+  except (SyntaxError, ValueError):
+    raise UserError(f"{given}: expected name or name(arguments).") from None
+  args: list[Any] = []
+  kwargs: dict[Any, Any] = {}
+  if isinstance(call, ast.Call):
+    args = [_literal(arg, given) for arg in call.args]
+    kwargs = {keyword.arg: _literal(keyword.value, given) for keyword in call.keywords}
+    call = call.func
+  name = ast.unparse(call)
+  if not re.fullmatch(r"\w+(\.\w+)*", name) or None in kwargs:
+    raise UserError(f"{given}: expected name or name(arguments).")
+  return name, args, kwargs
+
+
+def _literal(node: ast.expr, given: str) -> Any:
+  if isinstance(node, ast.Name):
+    return knob_types.guess(node.id)
+  try:
+    return ast.literal_eval(node)
+  except (ValueError, TypeError):
+    raise UserError(f"{given}: {ast.unparse(node)} is no literal.") from None
+
+
+def _import_fiddler(
+  name: str, registry: Mapping[str, Callable[..., Any]], given: str
+) -> Callable[..., Any]:
+  module_name, _, attribute = name.rpartition(".")
+  if not module_name:
+    hint = did_you_mean(name, registry) or f" There are {', '.join(sorted(registry)) or 'none'}."
+    raise UserError(f"{given}: no fiddler {name}.{hint}")
+  if os.getcwd() not in sys.path:
+    sys.path.insert(0, os.getcwd())
+  try:
+    module = importlib.import_module(module_name)
+  except ModuleNotFoundError as error:
+    if not f"{module_name}.".startswith(f"{error.name}."):
+      raise
+    raise UserError(f"{given}: no module {error.name}.") from None
+  fiddler = getattr(module, attribute, None)
+  if not callable(fiddler):
+    names = [n for n, value in vars(module).items() if inspect.isfunction(value)]
+    raise UserError(f"{given}: {module_name} has no {attribute}.{did_you_mean(attribute, names)}")
+  return fiddler

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph as text for people: what it holds, who set it, and how two of them differ."""
+
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import fiddle as fdl
+import numpy as np
+from fiddle import daglish
+
+from paxlike import symbols
+
+# What occurs in the place of a value that there is not.
+_NOTHING = object()
+
+
+class _Line(NamedTuple):
+  path: str
+  text: str
+  source: str
+
+
+def describe(graph: fdl.Buildable) -> str:
+  """Returns every value of a graph, one `path = value  # source` a line, in signature order.
+
+  The source is the place in code that set it, "default" if none did, or what
+  `fiddle.history.custom_location` named ("command line").
+  """
+  lines = list(_lines(graph, "", "", {}))
+  texts = [f"{line.path or '(graph)'} = {line.text}" for line in lines]
+  # Sources line up, but for the sake of a few long lines not far to the right.
+  width = min(max(map(len, texts)), 70)
+  return "\n".join(
+    f"{text:<{width}}  # {line.source}" if line.source else text
+    for text, line in zip(texts, lines, strict=True)
+  )
+
+
+def difference(a: Any, b: Any) -> str:
+  """Returns the assignments that turn graph `a` into graph `b`, one a line; "" if they are equal.
+
+  Each reads `graph.optimizer.b2 = 0.99  # was 0.95`.
+  """
+  return "\n".join(_differences(a, b, "graph", {}, {}))
+
+
+def value_text(value: Any) -> str:
+  """Returns a value in one line, as its author would write it."""
+  if isinstance(value, fdl.Buildable):
+    target = symbols.short_name(fdl.get_callable(value))
+    arguments = [
+      value_text(item) if isinstance(name, int) else f"{name}={value_text(item)}"
+      for name, item in value.__arguments__.items()
+    ]
+    return f"{type(value).__name__}({', '.join([target, *arguments])})"
+  if isinstance(value, np.dtype):
+    return value.name
+  if type(value) is dict:
+    return f"{{{', '.join(f'{value_text(k)}: {value_text(v)}' for k, v in value.items())}}}"
+  if type(value) is list:
+    return f"[{', '.join(map(value_text, value))}]"
+  if type(value) is tuple:
+    return f"({', '.join(map(value_text, value))}{',' * (len(value) == 1)})"
+  return symbols.short_name(value) if symbols.is_symbol(value) else repr(value)
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+  """Returns (path from `value`, child) of what is set in a part of a graph."""
+  if isinstance(value, fdl.Buildable):
+    arguments: dict[Any, Any] = value.__arguments__
+    return [(_step(name), arguments[name]) for name in _in_order(value) if name in arguments]
+  if isinstance(value, dict):
+    return [(f"[{key!r}]", item) for key, item in value.items()]
+  return [(f"[{index}]", item) for index, item in enumerate(value)]
+
+
+def _step(name: str | int) -> str:
+  return f"[{name}]" if isinstance(name, int) else f".{name}"
+
+
+def _in_order(value: fdl.Buildable) -> list[str | int]:
+  """Returns the names of all arguments, in the order of the signature."""
+  return [*dict.fromkeys([*value.__signature_info__.parameters, *value.__arguments__])]
+
+
+def can_be_shared(value: Any) -> bool:
+  """Returns whether it makes a difference to a graph that it holds the same value twice."""
+  return (
+    isinstance(value, fdl.Buildable | dict | list | tuple | set | frozenset)
+    and daglish.is_memoizable(value)
+    and not daglish.is_internable(value)
+  )
+
+
+def holds_graph(value: Any) -> bool:
+  """Returns whether a value is, or contains, a part of a graph."""
+  if isinstance(value, fdl.Buildable):
+    return True
+  return isinstance(value, dict | list | tuple) and any(holds_graph(v) for _, v in _children(value))
+
+
+def _lines(value: Any, path: str, source: str, seen: dict[int, str]) -> Iterator[_Line]:
+  shown = path.removeprefix(".")
+  if not holds_graph(value):
+    yield _Line(shown, value_text(value), source)
+  elif not isinstance(value, fdl.Buildable):
+    for step, child in _children(value):
+      yield from _lines(child, path + step, source, seen)
+  elif id(value) in seen:
+    yield _Line(shown, f"the same as {seen[id(value)]}", source)
+  else:
+    seen[id(value)] = shown
+    target = symbols.short_name(fdl.get_callable(value))
+    yield _Line(shown, f"{type(value).__name__}({target})", source)
+    arguments: dict[Any, Any] = value.__arguments__
+    defaults = _defaults(value)
+    for name in _in_order(value):
+      child_path = path + _step(name)
+      if name in arguments:
+        yield from _lines(arguments[name], child_path, _source(value, name), seen)
+      elif name in defaults:
+        yield _Line(child_path.removeprefix("."), value_text(defaults[str(name)]), "default")
+
+
+def _defaults(value: fdl.Buildable) -> dict[str, Any]:
+  """Returns the defaults of the arguments that are not set."""
+  return {
+    name: parameter.default
+    for name, parameter in value.__signature_info__.parameters.items()
+    if name not in value.__arguments__ and parameter.default is not inspect.Parameter.empty
+  }
+
+
+def _source(value: fdl.Buildable, name: str | int) -> str:
+  history: dict[Any, Any] = value.__argument_history__
+  entries = history.get(name)
+  if not entries:
+    return ""
+  location = entries[-1].location
+  if not location.line_number:
+    return location.filename
+  return f"{os.path.basename(location.filename)}:{location.line_number}"
+
+
+def _differences(
+  a: Any, b: Any, path: str, seen_a: dict[int, str], seen_b: dict[int, str]
+) -> Iterator[str]:
+  if not _same_container(a, b):
+    if a is not b and a != b:
+      yield f"{path} = {value_text(b)}  # was {_was(a)}"
+      yield from _shared(b, path, seen_b)
+    return
+  if can_be_shared(b):
+    first_a, first_b = seen_a.setdefault(id(a), path), seen_b.setdefault(id(b), path)
+    if first_b not in (first_a, path):
+      yield f"{path} = {first_b}  # was {'a separate copy' if first_a == path else first_a}"
+      return
+    if first_a != first_b:
+      yield f"{path} = copy.deepcopy({path})  # was {first_a}"
+    elif first_a != path:
+      return
+  children_a, children_b = dict(_children(a)), dict(_children(b))
+  defaults_a = _defaults(a) if isinstance(a, fdl.Buildable) else {}
+  defaults_b = _defaults(b) if isinstance(b, fdl.Buildable) else {}
+  for step, child in children_b.items():
+    default = defaults_a.get(step[1:], _NOTHING)
+    yield from _differences(children_a.get(step, default), child, path + step, seen_a, seen_b)
+  for step, child in children_a.items():
+    if step not in children_b:
+      default = defaults_b.get(step[1:], _NOTHING)
+      if child != default:
+        to = "" if default is _NOTHING else f", becomes {value_text(default)}"
+        yield f"del {path}{step}  # was {_was(child)}{to}"
+
+
+def _shared(b: Any, path: str, seen_b: dict[int, str]) -> Iterator[str]:
+  """Yields what an assigned value lacks: the parts that `b` shares with places seen before."""
+  if can_be_shared(b):
+    first = seen_b.setdefault(id(b), path)
+    if first != path:
+      yield f"{path} = {first}  # was a separate copy"
+      return
+  for step, child in _children(b) if isinstance(b, fdl.Buildable | dict | list | tuple) else ():
+    yield from _shared(child, path + step, seen_b)
+
+
+def _same_container(a: Any, b: Any) -> bool:
+  """Returns whether the difference of a and b is that of their children."""
+  if isinstance(a, fdl.Buildable):
+    return type(a) is type(b) and fdl.get_callable(a) == fdl.get_callable(b)
+  if isinstance(a, list | tuple):
+    same = type(a) is type(b) and len(a) == len(b)
+    # What can be assigned to an element of a tuple is only what is within it.
+    return same and (isinstance(a, list) or all(map(_same_container, a, b)))
+  return isinstance(a, dict) and isinstance(b, dict)
+
+
+def _was(value: Any) -> str:
+  if value is _NOTHING:
+    return "not set"
+  if isinstance(value, fdl.Buildable):
+    return f"{type(value).__name__}({symbols.short_name(fdl.get_callable(value))})"
+  return value_text(value)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run tells of itself: to the console, to files of metrics, and in `status.json`."""
+
+import dataclasses
+import json
+import os
+import resource
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from paxlike import flops, metrics, run_folder
+from paxlike.console import Console
+from paxlike.meter import Reading
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+  """What there is to know about a run before its first step."""
+
+  num_params: int
+  batch_size: int
+  seq_len: int
+  devices: jax.sharding.Mesh
+  flops: flops.TrainingFlops
+
+
+class Journal:
+  """Tells of one run in `folder`. Only process 0 writes and prints.
+
+  Attributes:
+    skipped_in_a_row: The last so many steps had no finite gradient.
+  """
+
+  def __init__(self, folder: epath.Path, *, write_summaries: bool = True):
+    self.skipped_in_a_row = 0
+    self._folder = folder
+    self._main = jax.process_index() == 0
+    self._write_summaries = write_summaries and self._main
+    self._console = Console()
+    self._jsonl: metrics.JsonlWriter | None = None
+    self._boards: dict[str, metrics.TensorBoardWriter] = {}
+    self._num_steps = 0
+    self._times: list[float] = []
+    self._skipped = 0
+    self._began = time.perf_counter()
+
+  def start(self, summary: Summary, files: Mapping[str, str], *, step: int, num_steps: int):
+    """Opens the files and prints what will run, `step` updates being done already."""
+    self._summary = summary
+    self._num_steps = num_steps
+    if not self._main:
+      return
+    for name, text in files.items():
+      run_folder.write(self._folder / name, text)
+    if self._write_summaries:
+      self._jsonl = metrics.JsonlWriter(self._folder / "metrics.jsonl", step=step)
+    self.status("running", step)
+    devices = summary.devices
+    axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
+    kind = devices.devices.flat[0].device_kind
+    tokens = summary.batch_size * summary.seq_len
+    self.note(
+      f"parameters: {summary.num_params:,}\n"
+      f"devices:    {devices.size} x {kind}{f' ({axes})' if axes else ''}\n"
+      f"batch:      {summary.batch_size} sequences x {summary.seq_len} tokens = {tokens:,} tokens\n"
+      f"FLOPs:      {summary.flops.causal:.4g} a token (causal attention),"
+      f" {summary.flops.full:.4g} (full)\n"
+      f"folder:     {self._folder}"
+    )
+
+  def note(self, text: str):
+    """Prints a remark."""
+    if self._main:
+      self._console.line(text)
+
+  def step(self, reading: Reading, *, due: bool):
+    """Takes note of a completed step, and tells of it if `due`."""
+    skipped = reading.values["skipped"] > 0
+    self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+    self._skipped += skipped
+    if reading.seconds is not None:
+      self._times.append(reading.seconds)
+    if not self._main:
+      return
+    done = reading.step + 1
+    self._console.progress(done, self._num_steps, f"loss {reading.values['loss']:.4f}")
+    if due or done == self._num_steps:
+      self._tell(reading)
+
+  def _tell(self, reading: Reading):
+    seconds = sum(self._times) / len(self._times) if self._times else None
+    self._times.clear()
+    values = dict(reading.values)
+    loss = values.pop("loss")
+    skipped = values.pop("skipped")
+    speed = {} if seconds is None else self._speed(seconds)
+    shown = self._began if seconds is None else None
+    line = [f"completed step: {reading.step}"]
+    if shown is not None:
+      line.append(f"seconds: {time.perf_counter() - shown:.3f} (start and compilation)")
+    else:
+      line += [
+        f"seconds: {seconds:.3f}",
+        f"TFLOP/s/device: {speed['tflops_per_second_per_device_causal']:.3f}",
+        f"Tokens/s/device: {speed['tokens_per_second_per_device']:.3f}",
+      ]
+    line += [f"total_weights: {reading.weight:.0f}", f"loss: {loss:.3f}"]
+    line.append(f"learning_rate: {values['learning_rate']:.2e}")
+    if skipped:
+      line.append("skipped: not finite")
+    self._console.line(", ".join(line))
+    record = {
+      "kind": "train",
+      "step": reading.step,
+      "updates": reading.step + 1,
+      "time": time.time(),
+      "loss": loss,
+      **values,
+      "total_weights": reading.weight,
+      "skipped_steps": self._skipped,
+      **speed,
+      **_memory(),
+    }
+    self._record("train", record)
+
+  def _speed(self, seconds: float) -> dict[str, float]:
+    summary = self._summary
+    num_devices = summary.devices.size
+    tokens = summary.batch_size * summary.seq_len / seconds
+    peak = flops.peak_per_device(summary.devices.devices.flat[0].device_kind)
+    values = {
+      "seconds_per_step": seconds,
+      "tokens_per_second": tokens,
+      "tokens_per_second_per_device": tokens / num_devices,
+    }
+    for name, count in (("causal", summary.flops.causal), ("full", summary.flops.full)):
+      rate = tokens / num_devices * count
+      values[f"tflops_per_second_per_device_{name}"] = rate / 1e12
+      if peak is not None:
+        values[f"mfu_{name}"] = rate / peak
+    return values
+
+  def evaluated(self, name: str, updates: int, values: Mapping[str, float]):
+    """Tells the metrics of eval set `name` after so many updates."""
+    if not self._main:
+      return
+    listed = ", ".join(f"{key}: {value:.4f}" for key, value in values.items())
+    self._console.line(f"evaluated {name} after {updates} updates: {listed}")
+    record = {"kind": "eval", "set": name, "updates": updates, "step": updates, "time": time.time()}
+    self._record(f"eval_{name}", record | dict(values) | {"loss": values.get("log_pplx")})
+    out = self._folder / "eval_out" / name
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"checkpoint": updates, **values}, indent=2)
+    run_folder.write(out / f"eval_{updates:08d}.json", text + "\n")
+
+  def status(self, state: str, step: int):
+    """Says in `status.json` whether the run goes on, for those that follow it."""
+    if self._main:
+      now = {"state": state, "step": step, "num_steps": self._num_steps, "time": time.time()}
+      now |= {"host": socket.gethostname(), "pid": os.getpid()}
+      run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
+
+  def close(self):
+    """Removes the progress bar."""
+    self._console.close()
+
+  def _record(self, part: str, record: dict[str, Any]):
+    if not self._write_summaries:
+      return
+    if self._jsonl is not None:
+      self._jsonl.write(record)
+    if part not in self._boards:
+      directory = self._folder / "summaries" / part
+      self._boards[part] = metrics.TensorBoardWriter(directory)
+    hidden = ("kind", "set", "step", "updates", "time")
+    scalars = {key: value for key, value in record.items() if key not in hidden}
+    self._boards[part].write(record["step"], {k: v for k, v in scalars.items() if v is not None})
+
+
+def is_running(folder: epath.Path) -> bool:
+  """Returns whether the job that writes in `folder` goes on, as far as can be told from here."""
+  path = folder / "status.json"
+  if not path.exists():
+    return False
+  status = json.loads(path.read_text())
+  if status["state"] != "running":
+    return False
+  if status["host"] != socket.gethostname():
+    return True
+  try:
+    os.kill(status["pid"], 0)
+  except ProcessLookupError:
+    return False
+  except PermissionError:
+    pass
+  return True
+
+
+def _memory() -> dict[str, int]:
+  """Returns the largest memory used so far: the device's if it tells, and the process's."""
+  used = {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+  stats = jax.local_devices()[0].memory_stats()
+  if stats and "peak_bytes_in_use" in stats:
+    used["peak_device_bytes"] = stats["peak_bytes_in_use"]
+  return used

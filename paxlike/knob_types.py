@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types a knob can have: how a value or its command-line text becomes one, and back.
+
+Text needs no inner quotes: `bfloat16`, `[8,1,1]` or `8,1,1`, `{data: 2, fsdp: 4}`, `none`. Quoted
+strings are accepted too.
+"""
+
+import ast
+import enum
+import math
+import re
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+from paxlike.errors import did_you_mean
+
+# Marks a knob that holds the name of a dtype. Takes names, NumPy dtypes and jnp.bfloat16 alike.
+Dtype = Annotated[Any, "dtype"]
+
+DTYPES = (
+  "bool",
+  "int2",
+  "int4",
+  "int8",
+  "int16",
+  "int32",
+  "int64",
+  "uint2",
+  "uint4",
+  "uint8",
+  "uint16",
+  "uint32",
+  "uint64",
+  "float16",
+  "bfloat16",
+  "float32",
+  "float64",
+  "complex64",
+  "complex128",
+  "float4_e2m1fn",
+  "float6_e2m3fn",
+  "float6_e3m2fn",
+  "float8_e3m4",
+  "float8_e4m3",
+  "float8_e4m3b11fnuz",
+  "float8_e4m3fn",
+  "float8_e4m3fnuz",
+  "float8_e5m2",
+  "float8_e5m2fnuz",
+  "float8_e8m0fnu",
+)
+_DTYPE_ALIASES = {
+  "bf16": "bfloat16",
+  "f16": "float16",
+  "fp16": "float16",
+  "f32": "float32",
+  "fp32": "float32",
+  "f64": "float64",
+}
+_BOOLS = {"true": True, "1": True, "false": False, "0": False}
+_PAIRS = {"[": "]", "(": ")", "{": "}"}
+# A quoted string, or one character.
+_TOKEN = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
+
+
+class RefusedError(ValueError):
+  """A value is not of a type; the message says what was expected, what was given, what is near."""
+
+
+class _MismatchError(Exception):
+  """A value is not of a type, but another member of a union may still take it."""
+
+
+def convert(kind: Any, value: Any, *, text: bool) -> Any:
+  """Returns `value` as a `kind`.
+
+  Args:
+    kind: A type for which `is_supported` holds.
+    value: A Python value, or text.
+    text: Whether `value` is text to parse.
+
+  Raises:
+    RefusedError: It is not one.
+  """
+  try:
+    return _convert(kind, value.strip() if text else value, text)
+  except _MismatchError:
+    hint = did_you_mean(value, _choices(kind)) if isinstance(value, str) else ""
+    raise RefusedError(f"expected {_expectation(kind)}, got {value!r}.{hint}") from None
+
+
+def is_supported(kind: Any) -> bool:
+  """Returns whether a knob can have this type."""
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if _is_dtype(kind) or kind in (int, float, bool, str, None, types.NoneType, tuple, list, dict):
+    return True
+  if origin is Literal:
+    return all(isinstance(choice, str | int | None) for choice in args)
+  if isinstance(kind, type) and origin is None:
+    return issubclass(kind, enum.Enum)
+  if _is_union(kind) or origin in (tuple, list, dict):
+    return all(is_supported(arg) for arg in args if arg is not ...)
+  return False
+
+
+def type_name(kind: Any) -> str:
+  """Returns the type as it is written in an annotation."""
+  if _is_dtype(kind):
+    return "Dtype"
+  if kind in (None, types.NoneType):
+    return "None"
+  if kind is ...:
+    return "..."
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if _is_union(kind):
+    return " | ".join(map(type_name, args))
+  if origin is Literal:
+    return f"Literal[{', '.join(map(repr, args))}]"
+  if isinstance(origin, type):
+    return f"{origin.__name__}[{', '.join(map(type_name, args))}]"
+  return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def spell(value: Any) -> str:
+  """Returns the text that sets a knob to `value` on the command line."""
+  if isinstance(value, enum.Enum):
+    return value.name
+  if isinstance(value, tuple | list):
+    return f"[{','.join(map(_spell_part, value))}]"
+  if isinstance(value, dict):
+    parts = (f"{_spell_part(key)}: {_spell_part(item)}" for key, item in value.items())
+    return f"{{{', '.join(parts)}}}"
+  text = str(value)
+  needs_quotes = text != text.strip() or text.lower() == "none" or _quoted(text)
+  return repr(text) if isinstance(value, str) and needs_quotes else text
+
+
+def guess(text: str) -> Any:
+  """Returns what text of unknown type seems to be: a literal, else a str."""
+  text = text.strip()
+  kinds = (types.NoneType, int, bool, float, str)
+  kind = {"[": list, "(": list, "{": dict}.get(text[:1])
+  try:
+    return _union(kinds, text, True) if kind is None else _convert(kind, text, True)
+  except _MismatchError:
+    return text
+
+
+def _spell_part(value: Any) -> str:
+  plain = spell(value)
+  if isinstance(value, str) and (not value or set(value) & set(",:[](){}'\"")):
+    return repr(value)
+  return plain
+
+
+def _is_dtype(kind: Any) -> bool:
+  return kind == Dtype
+
+
+def _is_union(kind: Any) -> bool:
+  return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def _convert(kind: Any, value: Any, text: bool) -> Any:
+  origin = typing.get_origin(kind) or kind
+  if _is_dtype(kind):
+    return _dtype(value)
+  if _is_union(kind):
+    return _union(typing.get_args(kind), value, text)
+  if origin in (tuple, list):
+    return _sequence(origin, typing.get_args(kind), value, text)
+  if origin is dict:
+    return _mapping(typing.get_args(kind), value, text)
+  if origin is Literal:
+    return _literal(typing.get_args(kind), value, text)
+  if isinstance(kind, type) and issubclass(kind, enum.Enum):
+    return _enum(kind, value)
+  if kind in (None, types.NoneType):
+    if value is None or (text and value.lower() == "none"):
+      return None
+    raise _MismatchError
+  return _scalar(kind, value, text)
+
+
+def _scalar(kind: type, value: Any, text: bool) -> Any:
+  if kind is str and isinstance(value, str):
+    return _unquoted(value) if text else value
+  if kind is bool and isinstance(value, bool):
+    return value
+  if kind is bool and text and value.lower() in _BOOLS:
+    return _BOOLS[value.lower()]
+  if kind in (int, float) and (text or isinstance(value, int | kind)):
+    try:
+      number = kind(value)
+    except (ValueError, OverflowError):
+      raise _MismatchError from None
+    if not isinstance(value, bool) and not math.isnan(number):
+      return number
+  raise _MismatchError
+
+
+def _union(kinds: tuple[Any, ...], value: Any, text: bool) -> Any:
+  # Narrow types first: text is always a str, and an int is always a float.
+  def breadth(kind: Any) -> int:
+    if kind is types.NoneType:
+      return 0
+    origin = typing.get_origin(kind) or kind
+    return {float: 2, tuple: 3, list: 3, str: 4}.get(origin, 1)
+
+  for kind in sorted(kinds, key=breadth):
+    try:
+      return _convert(kind, value, text)
+    except _MismatchError:
+      pass
+  raise _MismatchError
+
+
+def _sequence(origin: type, kinds: tuple[Any, ...], value: Any, text: bool) -> Any:
+  if text:
+    if not value or value[0] == "{":
+      raise _MismatchError
+    items = _split(value[1:-1] if value[0] in "[(" and _enclosed(value) else value)
+  elif isinstance(value, tuple | list):
+    items = list(value)
+  else:
+    raise _MismatchError
+  if not kinds:
+    return origin(guess(item) if text else item for item in items)
+  if origin is list or kinds[1:] == (...,):
+    kinds = kinds[:1] * len(items)
+  if len(kinds) != len(items):
+    raise _MismatchError
+  return origin(_convert(kind, item, text) for kind, item in zip(kinds, items, strict=True))
+
+
+def _mapping(kinds: tuple[Any, ...], value: Any, text: bool) -> dict[Any, Any]:
+  if text:
+    if not (value.startswith("{") and _enclosed(value)):
+      raise _MismatchError
+    pairs = []
+    for item in _split(value[1:-1]):
+      key, *rest = _split(item, separator=":")
+      if len(rest) != 1:
+        raise _MismatchError
+      pairs.append((key, rest[0]))
+  elif isinstance(value, dict):
+    pairs = list(value.items())
+  else:
+    raise _MismatchError
+  if kinds:
+    pairs = [(_convert(kinds[0], k, text), _convert(kinds[1], v, text)) for k, v in pairs]
+  elif text:
+    pairs = [(guess(k), guess(v)) for k, v in pairs]
+  if len(dict(pairs)) != len(pairs):
+    raise _MismatchError
+  return dict(pairs)
+
+
+def _literal(choices: tuple[Any, ...], value: Any, text: bool) -> Any:
+  for choice in choices:
+    if text and str(choice).lower() == _unquoted(value).lower():
+      return choice
+    if not text and choice == value and type(choice) is type(value):
+      return choice
+  raise _MismatchError
+
+
+def _enum(kind: type[enum.Enum], value: Any) -> enum.Enum:
+  if isinstance(value, kind):
+    return value
+  if isinstance(value, str):
+    name = _unquoted(value).removeprefix(f"{kind.__name__}.")
+    for member in kind.__members__:
+      if member.lower() == name.lower():
+        return kind[member]
+  raise _MismatchError
+
+
+def _dtype(value: Any) -> str:
+  if isinstance(value, str):
+    name = _unquoted(value).lower().rpartition(".")[2]
+  elif isinstance(value, type):
+    # jnp.bfloat16 carries its dtype; NumPy's scalar types are named after theirs.
+    name = getattr(getattr(value, "dtype", None), "name", value.__name__)
+  else:
+    name = getattr(value, "name", None)
+  name = _DTYPE_ALIASES.get(name, name) if isinstance(name, str) else None
+  if name not in DTYPES:
+    raise _MismatchError
+  return name
+
+
+def _quoted(text: str) -> bool:
+  return len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+
+
+def _unquoted(text: str) -> str:
+  if not _quoted(text):
+    return text
+  try:
+    return str(ast.literal_eval(text))
+  except (ValueError, SyntaxError):
+    return text[1:-1]
+
+
+def _split(text: str, separator: str = ",") -> list[str]:
+  """Splits at separators outside of quotes and brackets; a last, empty part is dropped."""
+  parts, closing = [""], []
+  for token in _TOKEN.findall(text):
+    if token in _PAIRS:
+      closing.append(_PAIRS[token])
+    elif token in _PAIRS.values() and (not closing or token != closing.pop()):
+      raise _MismatchError
+    elif token == separator and not closing:
+      parts.append("")
+      continue
+    parts[-1] += token
+  if closing:
+    raise _MismatchError
+  parts = [part.strip() for part in parts]
+  return parts if parts[-1] else parts[:-1]
+
+
+def _enclosed(text: str) -> bool:
+  """Returns whether the first bracket of `text` closes at its end."""
+  depth = 0
+  tokens = _TOKEN.findall(text)
+  for index, token in enumerate(tokens):
+    depth += (token in _PAIRS) - (token in _PAIRS.values())
+    if depth == 0:
+      return index == len(tokens) - 1 and token == _PAIRS[text[0]]
+  return False
+
+
+def _choices(kind: Any) -> list[str]:
+  """Returns the names among which to look for the nearest to a wrong one."""
+  if _is_dtype(kind):
+    return list(DTYPES)
+  if _is_union(kind):
+    return [choice for arg in typing.get_args(kind) for choice in _choices(arg)]
+  if typing.get_origin(kind) is Literal:
+    return [str(choice) for choice in typing.get_args(kind)]
+  if isinstance(kind, type) and issubclass(kind, enum.Enum):
+    return list(kind.__members__)
+  return []
+
+
+def _expectation(kind: Any) -> str:
+  if _is_dtype(kind):
+    return "a dtype such as bfloat16"
+  if _is_union(kind):
+    return " or ".join(map(_expectation, typing.get_args(kind)))
+  if choices := _choices(kind):
+    return f"one of {', '.join(choices)}"
+  return type_name(kind)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts that models are made of: plain modules, usable without any configuration."""
+
+from paxlike.layers import attention_kernels
+from paxlike.layers.attention import Attention
+from paxlike.layers.block import Block
+from paxlike.layers.context import Context
+from paxlike.layers.decoder import Decoder
+from paxlike.layers.dropout import Dropout
+from paxlike.layers.embedding import Embedding, PositionEmbedding
+from paxlike.layers.linear import Linear
+from paxlike.layers.loss import cross_entropy
+from paxlike.layers.mlp import Mlp
+from paxlike.layers.module import Definition, Module, Params, gaussian, gaussian_fan_in, zeros
+from paxlike.layers.norm import LayerNorm, RmsNorm
+from paxlike.layers.stack import Remat, Stack
+
+__all__ = [
+  "Attention",
+  "Block",
+  "Context",
+  "Decoder",
+  "Definition",
+  "Dropout",
+  "Embedding",
+  "LayerNorm",
+  "Linear",
+  "Mlp",
+  "Module",
+  "Params",
+  "PositionEmbedding",
+  "Remat",
+  "RmsNorm",
+  "Stack",
+  "attention_kernels",
+  "cross_entropy",
+  "gaussian",
+  "gaussian_fan_in",
+  "zeros",
+]

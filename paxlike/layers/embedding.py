@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables that turn token ids and positions into vectors."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.layers import module
+
+
+class Embedding(module.Module):
+  """Token embedding, which may also serve as the output projection (Press and Wolf, 2017)."""
+
+  def __init__(
+    self, vocab_size: int, dim: int, *, init: module.Initializer, dtype: Any = jnp.float32
+  ):
+    self.dtype = dtype
+    self.table = self.weight(
+      {"vocab": vocab_size, "model": dim}, init=init, fan_in=("model",), compute_dtype=dtype
+    )
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Returns [..., D] for int32 tokens [...]; ids must lie in [0, vocab_size)."""
+    return self.table[...].astype(self.dtype)[tokens]
+
+  def attend(self, x: jax.Array) -> jax.Array:
+    """Returns logits [..., V] for x [..., D]."""
+    return x.astype(self.dtype) @ self.table[...].astype(self.dtype).T
+
+
+class PositionEmbedding(module.Module):
+  """A learned vector for each of `max_len` positions."""
+
+  def __init__(
+    self, dim: int, *, max_len: int, init: module.Initializer, dtype: Any = jnp.float32
+  ):
+    self.dtype = dtype
+    self.table = self.weight(
+      {"position": max_len, "model": dim}, init=init, compute_dtype=dtype
+    )
+
+  def __call__(self, num_tokens: int, positions_BT: jax.Array | None) -> jax.Array:
+    """Returns [T, D] for positions counted from 0, or [B, T, D] for explicit ones."""
+    table = self.table[...].astype(self.dtype)
+    return table[:num_tokens] if positions_BT is None else table[positions_BT]

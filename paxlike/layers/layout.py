@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the layers of a stack are found among the names of its weights.
+
+The same parameters have two layouts. Unrolled, layer 3 owns `stack.layers.3.*`. Scanned, a stack is
+a prologue, a pattern of blocks repeated, and an epilogue; `stack.pattern.0.*` then holds the first
+block of every repeat, stacked along a leading dim.
+"""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+_NAME = re.compile(r"^(?P<head>.*?(?:^|\.)stack)\.(?P<part>layers|prologue|pattern|epilogue)\.(?P<index>\d+)\.")
+
+
+class Location(NamedTuple):
+  """What a weight's name says: the name common to all layers, and the layers that it holds."""
+
+  template: str  # Such as "stack.{}.attention.query.w".
+  layers: tuple[int, ...]
+  stacked: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """The layout of a stack of `prologue + pattern * repeats + epilogue` layers."""
+
+  scanned: bool
+  prologue: int = 0
+  pattern: int = 1
+  repeats: int
+  epilogue: int = 0
+
+  def locate(self, name: str) -> Location | None:
+    """Returns what `name` refers to, or None where it is no weight of a stack."""
+    match = _NAME.match(name)
+    if match is None:
+      return None
+    template = f"{match['head']}.{{}}.{name[match.end() :]}"
+    index = int(match["index"])
+    if match["part"] == "pattern":
+      first = self.prologue + index
+      layers = tuple(first + repeat * self.pattern for repeat in range(self.repeats))
+      return Location(template, layers, stacked=True)
+    if match["part"] == "epilogue":
+      index += self.prologue + self.pattern * self.repeats
+    return Location(template, (index,), stacked=False)
+
+  def place(self, template: str, layer: int) -> tuple[str, int | None]:
+    """Returns the name that holds `layer` of `template`, and its index in the leading dim if any."""
+    if not self.scanned:
+      return template.format(f"layers.{layer}"), None
+    if layer < self.prologue:
+      return template.format(f"prologue.{layer}"), None
+    repeat, position = divmod(layer - self.prologue, self.pattern)
+    if repeat < self.repeats:
+      return template.format(f"pattern.{position}"), repeat
+    last = layer - self.prologue - self.pattern * self.repeats
+    return template.format(f"epilogue.{last}"), None

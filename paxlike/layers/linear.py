@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear maps between named dims."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.layers import module
+
+
+class Linear(module.Module):
+  """y = x w + b, summing over the trailing dims of x that `inputs` names.
+
+  Attributes:
+    role: What the map is for ("query", "up", "head" ...): fiddlers select by it.
+    dtype: The dtype of the product; the weights stay float32.
+  """
+
+  def __init__(
+    self,
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    *,
+    role: str,
+    use_bias: bool = False,
+    init: module.Initializer = module.gaussian_fan_in,
+    dtype: Any = jnp.float32,
+  ):
+    self.role = role
+    self.dtype = dtype
+    self.num_inputs = len(inputs)
+    self.w = self.weight(
+      {**inputs, **outputs}, init=init, fan_in=tuple(inputs), compute_dtype=dtype
+    )
+    self.b = (
+      self.weight(outputs, init=module.zeros, compute_dtype=dtype) if use_bias else None
+    )
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., *outputs] for x [..., *inputs]."""
+    w = self.w[...].astype(self.dtype)
+    inputs, outputs = w.shape[: self.num_inputs], w.shape[self.num_inputs :]
+    leading = x.shape[: x.ndim - self.num_inputs]
+    # As a matrix product: XLA's CPU and GPU libraries are fastest on plain matrices.
+    x = x.astype(self.dtype).reshape(*leading, math.prod(inputs))
+    y = (x @ w.reshape(math.prod(inputs), -1)).reshape(*leading, *outputs)
+    return y if self.b is None else y + self.b[...].astype(self.dtype)

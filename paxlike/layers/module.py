@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of every layer, and the step from a module to a pure function of a dict of arrays.
+
+Modules are definitions: building one allocates nothing. Its weights are shapes with named dims, and
+`Definition` turns the finished tree into the specs of its weights and a way to bind arrays to them.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Params = dict[str, jax.Array]
+
+# (key, shape, fan_in) -> float32 array.
+Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]
+
+
+def gaussian(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, std: float) -> jax.Array:
+  """Draws from N(0, std^2)."""
+  del fan_in
+  return std * jax.random.normal(key, shape)
+
+
+def gaussian_fan_in(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+  """Draws from N(0, 1 / fan_in) (LeCun et al., 1998)."""
+  return jax.random.normal(key, shape) / math.sqrt(fan_in)
+
+
+def zeros(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+  """Returns zeros."""
+  del key, fan_in
+  return jnp.zeros(shape)
+
+
+class Module(nnx.Module):
+  """A layer: sub-layers and weights made in `__init__`, arithmetic in `__call__`."""
+
+  def __init_subclass__(cls, **kwargs: Any):
+    super().__init_subclass__(**kwargs)
+    # NNX's metaclass hides the constructor's signature, without which Fiddle accepts any argument.
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    cls.__signature__ = inspect.Signature(parameters)
+
+  def weight(
+    self,
+    dims: Mapping[str, int],
+    *,
+    init: Initializer,
+    fan_in: Collection[str] = (),
+    compute_dtype: Any = jnp.float32,
+  ) -> nnx.Param:
+    """Declares a float32 weight.
+
+    Args:
+      dims: Name -> size of each dim, in order: shape, fan and sharding follow from the names.
+      init: How to draw it.
+      fan_in: The dims that a product with this weight sums over.
+      compute_dtype: What the layer casts it to; `Definition.prepare` does so ahead of time.
+    """
+    shape = jax.ShapeDtypeStruct(tuple(dims.values()), jnp.float32)
+    fan = math.prod(dims[dim] for dim in fan_in)
+    return nnx.Param(shape, dims=tuple(dims), init=init, fan_in=fan, compute_dtype=compute_dtype)
+
+
+class WeightSpec(NamedTuple):
+  """What is known of a weight before it has a value."""
+
+  shape: tuple[int, ...]
+  dtype: Any
+  dims: tuple[str, ...]
+  init: Initializer
+  fan_in: int
+  compute_dtype: Any
+
+
+class Definition:
+  """A module tree split once into flat, dotted weight names and everything that is not a weight.
+
+  Attributes:
+    module: The tree itself, its weights abstract.
+    weights: Name -> spec, such as "stack.layers.3.attention.query.w".
+  """
+
+  def __init__(self, module: nnx.Module):
+    self.module = module
+    self._graph, state = nnx.split(module)
+    self._paths: dict[str, tuple[Any, ...]] = {}
+    self.weights: dict[str, WeightSpec] = {}
+    for path, param in nnx.to_flat_state(state):
+      name = ".".join(map(str, path))
+      value = param.get_value()
+      self._paths[name] = path
+      self.weights[name] = WeightSpec(
+        value.shape, value.dtype, param.dims, param.init, param.fan_in, param.compute_dtype
+      )
+
+  @property
+  def num_params(self) -> int:
+    """The number of scalars in all weights."""
+    return sum(math.prod(spec.shape) for spec in self.weights.values())
+
+  def prepare(self, params: Mapping[str, jax.Array]) -> Params:
+    """Returns `params` in the dtypes that the layers compute with: once a step, not once a use."""
+    return {name: w.astype(self.weights[name].compute_dtype) for name, w in params.items()}
+
+  def bind(self, params: Mapping[str, Any]) -> Any:
+    """Returns the module with `params` as its weights. Free inside a traced function."""
+    flat = [(self._paths[name], value) for name, value in params.items()]
+    return nnx.merge(self._graph, nnx.from_flat_state(flat))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stack of blocks, unrolled or scanned: two layouts of the same parameters."""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from paxlike.layers.block import Aux, Block
+from paxlike.layers.context import Context
+from paxlike.layers.layout import Layout
+from paxlike.layers.module import Module
+
+BlockFactory = Callable[[int], Block]
+
+
+class Remat(enum.Enum):
+  """What the backward pass finds saved; the rest it computes again (Chen et al., 2016)."""
+
+  SAVE_EVERYTHING = "everything_saveable"
+  SAVE_NOTHING = "nothing_saveable"
+  SAVE_DOT_ONLY = "dots_saveable"
+  SAVE_DOT_WITH_NO_BATCH_DIM = "dots_with_no_batch_dims_saveable"
+
+
+class Stack(Module):
+  """`prologue + pattern * repeats + epilogue` blocks, one after the other.
+
+  Attributes:
+    layout: Where each layer's weights are found.
+    remat: Applied block by block.
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    pattern: Sequence[BlockFactory],
+    repeats: int,
+    prologue: Sequence[BlockFactory] = (),
+    epilogue: Sequence[BlockFactory] = (),
+    scan: bool,
+    remat: Remat = Remat.SAVE_EVERYTHING,
+  ):
+    self.remat = remat
+    self.layout = Layout(
+      scanned=scan,
+      prologue=len(prologue),
+      pattern=len(pattern),
+      repeats=repeats,
+      epilogue=len(epilogue),
+    )
+    if scan:
+      self.prologue = nnx.List([block(dim) for block in prologue])
+      self.pattern = nnx.List([_stacked(block(dim), repeats) for block in pattern])
+      self.epilogue = nnx.List([block(dim) for block in epilogue])
+    else:
+      factories = [*prologue, *(list(pattern) * repeats), *epilogue]
+      self.layers = nnx.List([block(dim) for block in factories])
+
+  def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
+    if not self.layout.scanned:
+      return self._run(self.layers, x_BTD, context, first=0)
+    x_BTD, before = self._run(self.prologue, x_BTD, context, first=0)
+    x_BTD, repeated = self._scan(x_BTD, context)
+    first = self.layout.prologue + self.layout.pattern * self.layout.repeats
+    x_BTD, after = self._run(self.epilogue, x_BTD, context, first=first)
+    return x_BTD, _add(_add(before, repeated), after)
+
+  def _run(
+    self, blocks: Sequence[Block], x_BTD: jax.Array, context: Context, *, first: int | jax.Array
+  ) -> tuple[jax.Array, Aux]:
+    total: Aux = {}
+    for offset, block in enumerate(blocks):
+      graph, weights = nnx.split(block)
+
+      def apply(weights, x_BTD, context, graph=graph):
+        return nnx.merge(graph, weights)(x_BTD, context)
+
+      if self.remat is not Remat.SAVE_EVERYTHING:
+        apply = jax.checkpoint(
+          apply,
+          policy=getattr(jax.checkpoint_policies, self.remat.value),
+          # Inside a scan the loop itself keeps XLA from merging the recomputation away.
+          prevent_cse=not self.layout.scanned,
+        )
+      x_BTD, aux = apply(weights, x_BTD, context.fold(first + offset))
+      total = _add(total, aux)
+    return x_BTD, total
+
+  def _scan(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
+    graph, weights = nnx.split(self.pattern)
+
+    def repeat(x_BTD, xs):
+      weights, index = xs
+      first = self.layout.prologue + index * self.layout.pattern
+      return self._run(nnx.merge(graph, weights), x_BTD, context, first=first)
+
+    indexes = jax.numpy.arange(self.layout.repeats)
+    x_BTD, aux = jax.lax.scan(repeat, x_BTD, (weights, indexes))
+    return x_BTD, jax.tree.map(lambda values: values.sum(0), aux)
+
+
+def _stacked(block: Block, repeats: int) -> Block:
+  """Gives every weight of an abstract block a leading dim."""
+  for _, param in nnx.to_flat_state(nnx.state(block)):
+    shape = param.get_value()
+    param.set_value(jax.ShapeDtypeStruct((repeats, *shape.shape), shape.dtype))
+    param.dims = ("layer", *param.dims)
+  return block
+
+
+def _add(a: Aux, b: Aux) -> Aux:
+  return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
+
+
+def layout_of(module: Any) -> Layout:
+  """Returns the layout of the stack inside `module`; the trivial one if it has none."""
+  for _, child in nnx.iter_modules(module):
+    if isinstance(child, Stack):
+      return child.layout
+  return Layout(scanned=False, repeats=0)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program: flags -> experiment -> graph -> trainer -> the mode."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paxlike import flags
+from paxlike.errors import RunError, UserError
+
+if TYPE_CHECKING:
+  from paxlike.experiment import Experiment
+
+
+def run():
+  """Entry point of the `paxlike` command."""
+  sys.exit(main(sys.argv))
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs a command line. Returns the exit status: 0, 1 if the run failed, 2 for a user's mistake."""
+  try:
+    options = flags.parse(argv)
+    if options.help:
+      print(flags.HELP, end="")
+      return 0
+    return _dispatch(options)
+  except UserError as error:
+    print(f"paxlike: {error}", file=sys.stderr)
+    return 2
+  except RunError as error:
+    print(f"paxlike: {error}", file=sys.stderr)
+    return 1
+  except KeyboardInterrupt:
+    return 130
+
+
+def _dispatch(options: flags.Options) -> int:
+  _set_up_jax(options)
+  from paxlike import show
+
+  if options.list:
+    print(show.experiments())
+    return 0
+  experiment = None if options.fdl_config is None else _experiment(options)
+  if options.fdl_help:
+    assert experiment is not None
+    print(show.knob_help(type(experiment)))
+    return 0
+  graph = _graph(options, experiment)
+  if options.mode == "show":
+    if options.against:
+      from paxlike import registry
+
+      other = registry.find(options.against)().trainer()
+      print(show.difference(graph, other, name=options.against))
+    else:
+      print(show.everything(experiment, graph))
+    return 0
+  return _run(options, graph)
+
+
+def _set_up_jax(options: flags.Options):
+  # JAX and its libraries are imported here, after the flags have been found good.
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  if options.tfds_data_dir:
+    os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
+  import jax
+
+  if options.num_cpu_devices is not None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.num_cpu_devices)
+  if options.multiprocess_gpu:
+    from paxlike import distributed
+
+    distributed.initialize(options.server_addr, options.num_hosts, options.host_idx)
+
+
+def _experiment(options: flags.Options) -> "Experiment":
+  from paxlike import registry
+
+  assert options.fdl_config is not None
+  experiment = registry.find(options.fdl_config)()
+  for name, text in options.knobs:
+    experiment.set(name, text, source="command line")
+  return experiment
+
+
+def _graph(options: flags.Options, experiment: "Experiment | None") -> Any:
+  from paxlike import config_file, fiddlers
+  from paxlike.errors import did_you_mean
+
+  if experiment is None:
+    assert options.fdl_config_file is not None
+    graph = config_file.read(
+      options.fdl_config_file, allow_modules=options.fdl_allow_modules
+    )
+  else:
+    graph = experiment.trainer()
+    for name in experiment.unread():
+      hint = did_you_mean(name, experiment.read_names())
+      raise UserError(f"{name} has no effect: {type(experiment).__name__} never reads it.{hint}")
+  for text in options.fiddlers:
+    graph = config_file.call_fiddler(graph, text, fiddlers.FIDDLERS)
+  for path, text in options.edits:
+    config_file.set_path(graph, path, text)
+  return graph
+
+
+def _run(options: flags.Options, graph: Any) -> int:
+  import fiddle as fdl
+  from etils import epath
+
+  from paxlike import config_file, run_folder
+  from paxlike.journal import Journal
+
+  assert options.job_log_dir is not None
+  trainer = fdl.build(graph)
+  trainer.saving = options.enable_checkpoint_saving
+  trainer.check()
+  if options.mode == "eval":
+    folder = epath.Path(options.job_log_dir)
+    if not folder.exists():
+      raise UserError(f"--job_log_dir={folder}: no such folder.")
+    journal = Journal(folder, write_summaries=options.enable_summary_writer)
+    if options.continuous:
+      trainer.follow(folder, journal)
+    else:
+      trainer.evaluate(folder, journal, step=options.step)
+    return 0
+  folder = run_folder.create(options.job_log_dir)
+  journal = Journal(folder, write_summaries=options.enable_summary_writer)
+  files = {"config.json": config_file.dump(graph), "config.txt": config_file.describe(graph)}
+  if (folder / "config.json").exists():
+    _tell_changes(folder / "config.json", graph, journal)
+  stopped_by = trainer.train(folder, journal, files=files)
+  return 128 + stopped_by if stopped_by else 0
+
+
+def _tell_changes(path: Any, graph: Any, journal: Any):
+  """Prints how the graph differs from that with which the run began."""
+  from paxlike import config_file
+
+  try:
+    before = config_file.read(path, allow_modules=None)
+  except UserError as error:
+    journal.note(f"cannot be compared with how the run began: {error}")
+    return
+  if changes := config_file.difference(before, graph):
+    journal.note(f"changed since the run began:\n{changes}")
+
+
+if __name__ == "__main__":
+  run()

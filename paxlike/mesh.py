@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device mesh, and the one table that maps the dims of tensors to its axes.
+
+A mesh has six axes, slow to fast. Each has an ICI size (devices joined by a fast network: NVLink, a
+TPU slice) and a DCN size (across slices, or across processes where there are no slices); the mesh's
+size along an axis is their product.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from paxlike.errors import UserError, did_you_mean
+
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+# Logical dim of a weight or an activation -> the mesh axes that shard it, in order.
+RULES: dict[str, tuple[str, ...]] = {
+  "batch": ("data", "fsdp", "expert"),
+  "time": ("context",),
+  "layer": ("pipeline",),
+  "vocab": ("tensor",),
+  "model": ("fsdp",),
+  "heads": ("tensor",),
+  "kv_heads": ("tensor",),
+  "ffn": ("tensor",),
+  "experts": ("expert",),
+  "head": (),
+  "position": (),
+}
+
+MeshShape = Sequence[int] | Mapping[str, int]
+Dims = tuple[str | None, ...]
+
+
+def axis_sizes(shape: MeshShape, knob: str) -> dict[str, int]:
+  """Returns the size of every axis of a mesh shape as users write it.
+
+  Three entries are (data, fsdp, tensor), four (pipeline, data, fsdp, tensor); a mapping names any.
+
+  Raises:
+    UserError: The shape has another length, names an unknown axis, or holds a size that is neither
+      positive nor the -1 that fills an axis with the remaining devices.
+  """
+  if isinstance(shape, Mapping):
+    named = dict(shape)
+  elif len(shape) == 3:
+    named = dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
+  elif len(shape) == 4:
+    named = dict(zip(("pipeline", "data", "fsdp", "tensor"), shape, strict=True))
+  else:
+    raise UserError(
+      f"{knob}={list(shape)} has {len(shape)} entries: give 3 (data, fsdp, tensor),"
+      " 4 (pipeline, data, fsdp, tensor), or a mapping such as {data: 2, fsdp: 4}."
+    )
+  for axis, size in named.items():
+    if axis not in AXES:
+      raise UserError(f"{knob} names an unknown axis {axis!r}.{did_you_mean(axis, AXES)}")
+    if size != -1 and size < 1:
+      raise UserError(f"{knob}: axis {axis} has size {size}; sizes are positive, or -1 to fill.")
+  return {axis: named.get(axis, 1) for axis in AXES}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+  """The shape of a mesh, before there are devices.
+
+  Attributes:
+    ici: Sizes within a slice (or process): see `axis_sizes`. One may be -1.
+    dcn: Sizes across slices (or processes). One may be -1 if none is in `ici`.
+  """
+
+  ici: MeshShape = (-1, 1, 1)
+  dcn: MeshShape = (1, 1, 1)
+
+  def sizes(self, num_devices: int | None) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns (ICI, DCN) sizes by axis for `num_devices`; None keeps the shape's own count.
+
+    Raises:
+      UserError: The mesh cannot have this many devices.
+    """
+    ici = axis_sizes(self.ici, "ICI_MESH_SHAPE")
+    dcn = axis_sizes(self.dcn, "DCN_MESH_SHAPE")
+    free = [(sizes, axis) for sizes in (ici, dcn) for axis in AXES if sizes[axis] == -1]
+    fixed = math.prod(size for sizes in (ici, dcn) for size in sizes.values() if size != -1)
+    if len(free) > 1:
+      raise UserError("ICI_MESH_SHAPE and DCN_MESH_SHAPE together hold more than one -1.")
+    if num_devices is None:
+      num_devices = fixed
+    if free and num_devices % fixed == 0:
+      sizes, axis = free[0]
+      sizes[axis] = num_devices // fixed
+    elif free or fixed != num_devices:
+      raise UserError(self._mismatch(fixed, bool(free), num_devices))
+    return ici, dcn
+
+  def _mismatch(self, fixed: int, fills: bool, num_devices: int) -> str:
+    def spell(shape: MeshShape, knob: str) -> str:
+      sizes = axis_sizes(shape, knob)
+      written = dict(shape) if isinstance(shape, Mapping) else list(shape)
+      shown = [a for a in AXES if sizes[a] != 1] or ["data"]
+      return f"{knob}={written} ({', '.join(f'{a} {sizes[a]}' for a in shown)})"
+
+    spelt = spell(self.ici, "ICI_MESH_SHAPE")
+    if math.prod(axis_sizes(self.dcn, "DCN_MESH_SHAPE").values()) != 1:
+      spelt += f" x {spell(self.dcn, 'DCN_MESH_SHAPE')}"
+    needs = f"a multiple of {fixed} devices" if fills else f"{fixed} device{'s'[: fixed != 1]}"
+    found = "1 device is" if num_devices == 1 else f"{num_devices} devices are"
+    return (
+      f"{spelt} needs {needs}, but {found} here. Axes are (data, fsdp, tensor);"
+      " --fdl.ICI_MESH_SHAPE=[-1,1,1] fills an axis with whatever is here."
+    )
+
+  def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns the mesh over `devices` (all of them by default), ICI neighbours kept together.
+
+    Raises:
+      UserError: The shape does not fit the devices, or DCN_MESH_SHAPE the slices and processes.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    ici, dcn = self.sizes(len(devices))
+    inner, outer = tuple(ici.values()), tuple(dcn.values())
+    if math.prod(outer) == 1:
+      grid = mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
+    else:
+      grid = _hybrid_grid(inner, outer, devices)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _hybrid_grid(
+  inner: tuple[int, ...], outer: tuple[int, ...], devices: list[jax.Device]
+) -> np.ndarray:
+  slices = {getattr(device, "slice_index", None) for device in devices}
+  by_process = len(slices) == 1
+  processes = {device.process_index for device in devices}
+  granules = len(processes) if by_process else len(slices)
+  if granules == math.prod(outer):
+    return mesh_utils.create_hybrid_device_mesh(
+      inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
+    )
+  if devices[0].platform != "cpu":
+    raise UserError(
+      f"DCN_MESH_SHAPE spans {math.prod(outer)} slices or processes, but there are {granules}."
+    )
+  # Fake CPU devices have no network: consecutive ones stand for a slice.
+  grid = np.array(devices).reshape(outer + inner)
+  rank = len(AXES)
+  interleaved = [axis for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for axis in pair]
+  return grid.transpose(interleaved).reshape([o * i for o, i in zip(outer, inner, strict=True)])
+
+
+def partition(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+  """Returns the axes that shard each dim of a tensor of `shape` on a mesh with axis `sizes`.
+
+  A dim is left whole on an axis that does not divide it (vocabulary 50257 over tensor 2), or that
+  an earlier dim of the same tensor already uses.
+  """
+  used: set[str] = set()
+  entries: list[str | tuple[str, ...] | None] = []
+  for dim, size in zip(dims, shape, strict=True):
+    axes: list[str] = []
+    for axis in RULES[dim] if dim is not None else ():
+      shards = math.prod(sizes[a] for a in axes) * sizes[axis]
+      if sizes[axis] > 1 and axis not in used and size % shards == 0:
+        axes.append(axis)
+        used.add(axis)
+    entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
+  return PartitionSpec(*entries)
+
+
+def sharding(mesh: Mesh, dims: Dims, shape: Sequence[int]) -> NamedSharding:
+  """Returns where a tensor with these dims lives on `mesh`."""
+  return NamedSharding(mesh, partition(dims, shape, mesh.shape))
+
+
+def constrain(x: jax.Array, *dims: str | None) -> jax.Array:
+  """Pins an activation to the sharding of its dims on the current mesh (`jax.set_mesh`), if any."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1:
+    return x
+  return jax.lax.with_sharding_constraint(x, partition(dims, x.shape, mesh.shape))
+
+
+def global_batch_size(*, percore: float, num_devices: int, num_microbatches: int = 1) -> int:
+  """Returns the sequences of one optimizer step over all devices, whatever the mesh.
+
+  Args:
+    percore: PERCORE_BATCH_SIZE; a fraction leaves devices to share a sequence (tensor parallelism).
+    num_devices: All devices of all processes.
+    num_microbatches: Equal parts that accumulation or pipelining splits the batch into.
+
+  Raises:
+    UserError: The product is not a whole number of microbatches.
+  """
+  batch = percore * num_devices
+  size = round(batch)
+  arithmetic = f"PERCORE_BATCH_SIZE={percore:g} x {num_devices} devices = {batch:g}"
+  if size < 1 or abs(batch - size) > 1e-6:
+    raise UserError(f"{arithmetic} is not a whole number of sequences.")
+  if size % num_microbatches:
+    raise UserError(f"{arithmetic} is not a multiple of NUM_MICROBATCHES={num_microbatches}.")
+  return size
+
+
+def batch_shards(mesh: Mesh) -> int:
+  """Returns into how many parts the mesh cuts a batch."""
+  return math.prod(mesh.shape[axis] for axis in RULES["batch"])

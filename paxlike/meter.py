@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the metrics of steps without ever making the device wait, and times the steps."""
+
+import collections
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Reading(NamedTuple):
+  """A completed step.
+
+  Attributes:
+    step: Counted from 0.
+    values: Every metric, its sum over its weight.
+    weight: Of the loss: the number of tokens that count.
+    seconds: Device time of the step; None where something else ran in between.
+  """
+
+  step: int
+  values: dict[str, float]
+  weight: float
+  seconds: float | None
+
+
+class Meter:
+  """Holds the metrics of the last steps until the device has computed them.
+
+  At most `depth` steps are in flight: adding another waits for the oldest. The time of a step is
+  that between its completion and the completion of the step before.
+  """
+
+  def __init__(self, depth: int = 2):
+    self._depth = depth
+    self._pending: collections.deque[tuple[int, Any]] = collections.deque()
+    self._last: float | None = None
+
+  def add(self, step: int, metrics: Any) -> Iterator[Reading]:
+    """Takes the metrics of a step just dispatched; yields the steps that are complete by now."""
+    for leaf in jax.tree.leaves(metrics):
+      leaf.copy_to_host_async()
+    self._pending.append((step, metrics))
+    while len(self._pending) > self._depth:
+      yield self._read()
+
+  def flush(self) -> Iterator[Reading]:
+    """Waits for, and yields, all steps in flight."""
+    while self._pending:
+      yield self._read()
+
+  def pause(self):
+    """Says that something other than a step runs next, so that no step is timed across it."""
+    self._last = None
+
+  def _read(self) -> Reading:
+    step, metrics = self._pending.popleft()
+    host = jax.device_get(metrics)
+    now = time.perf_counter()
+    seconds = None if self._last is None else now - self._last
+    self._last = now
+    values = {name: float(total / max(weight, 1e-9)) for name, (total, weight) in host.items()}
+    return Reading(step, values, float(host["loss"][1]), seconds)

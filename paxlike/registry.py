@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds experiments: by short name, by a unique dotted suffix, or by full path."""
+
+import importlib
+import os
+import pkgutil
+import sys
+from typing import TypeVar
+
+from paxlike.errors import UserError, did_you_mean
+from paxlike.experiment import Experiment
+
+_REGISTRY: dict[str, type[Experiment]] = {}
+_Class = TypeVar("_Class", bound=type[Experiment])
+
+
+def register(cls: _Class) -> _Class:
+  """Decorates a complete experiment, so that its name alone finds it."""
+  _REGISTRY[f"{cls.__module__}.{cls.__qualname__}"] = cls
+  return cls
+
+
+def registered() -> dict[str, type[Experiment]]:
+  """Returns all experiments of the package, full path -> class, in the order of their files."""
+  for package in ("paxlike.experiments", "paxlike.scripts_gpu"):
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+      importlib.import_module(f"{package}.{module.name}")
+  return dict(_REGISTRY)
+
+
+def find(name: str) -> type[Experiment]:
+  """Returns the experiment that `name` means.
+
+  A full path also finds classes outside the package; the working directory is importable.
+
+  Raises:
+    UserError: Nothing, or more than one experiment, has this name; or its module does not import.
+  """
+  known = registered()
+  matches = [path for path in known if path == name or path.endswith(f".{name}")]
+  if name in known:
+    return known[name]
+  if len(matches) == 1:
+    return known[matches[0]]
+  if matches:
+    raise UserError(f"--fdl_config={name} is ambiguous: {', '.join(sorted(matches))}.")
+  if "." in name:
+    return _import(name)
+  hint = did_you_mean(name, [path.rpartition(".")[2] for path in known])
+  raise UserError(f"no experiment {name}.{hint or ' --list shows all of them.'}")
+
+
+def _import(path: str) -> type[Experiment]:
+  module_name, _, class_name = path.rpartition(".")
+  if os.getcwd() not in sys.path:
+    sys.path.insert(0, os.getcwd())
+  try:
+    module = importlib.import_module(module_name)
+  except ModuleNotFoundError as error:
+    if error.name and (module_name + ".").startswith(error.name + "."):
+      raise UserError(
+        f"--fdl_config={path}: no module {error.name} in {os.getcwd()} or among the installed."
+      ) from None
+    raise UserError(f"--fdl_config={path}: importing {module_name} failed: {error}.") from error
+  found = getattr(module, class_name, None)
+  if found is None:
+    classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Experiment)]
+    hint = did_you_mean(class_name, classes) or f" It has: {', '.join(classes) or 'no experiments'}."
+    raise UserError(f"--fdl_config={path}: {module_name} has no {class_name}.{hint}")
+  if not (isinstance(found, type) and issubclass(found, Experiment)):
+    raise UserError(f"--fdl_config={path} is no subclass of paxlike.experiment.Experiment.")
+  return found

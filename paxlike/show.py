@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `--mode=show`, `--fdl_help` and `--list` print."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import fiddle as fdl
+import jax
+from jax.sharding import AbstractMesh
+
+from paxlike import config_file, flops, mesh, registry, train_state
+from paxlike.errors import UserError
+from paxlike.experiment import Experiment
+from paxlike.knobs import UNSET, spell
+from paxlike.layers.module import Definition
+from paxlike.trainer import Trainer
+
+
+def experiments() -> str:
+  """Returns a table of all registered experiments."""
+  rows = []
+  for path, cls in registry.registered().items():
+    definition = Definition(fdl.build(cls().model()))
+    summary = (cls.__doc__ or "").strip().split("\n")[0]
+    rows.append((path.rpartition(".")[2], f"{definition.num_params:,}", summary))
+  return _table(("experiment", "parameters", ""), rows, right=(1,))
+
+
+def knob_help(cls: type[Experiment]) -> str:
+  """Returns the knobs of an experiment with their documentation."""
+  lines = [f"{cls.__name__}: {(cls.__doc__ or '').strip()}", ""]
+  for name, knob in cls.knobs().items():
+    default = "required" if knob.default is UNSET else spell(knob.default)
+    lines += [
+      f"  --fdl.{name}={default}",
+      f"      {knob.doc}",
+      f"      {knob.type_name}; declared in {knob.declared_in.__name__}, set in {knob.set_in.__name__}",
+    ]
+  return "\n".join(lines)
+
+
+def everything(experiment: Experiment | None, graph: fdl.Config[Trainer]) -> str:
+  """Returns the knobs, the flattened graph, and what follows from them."""
+  parts = [] if experiment is None else [_knobs(experiment)]
+  parts += [config_file.describe(graph), _facts(fdl.build(graph))]
+  return "\n\n".join(parts)
+
+
+def difference(graph: Any, other: Any, *, name: str) -> str:
+  """Returns what turns the experiment `name`, whose graph is `other`, into `graph`."""
+  return config_file.difference(other, graph) or f"No difference from {name}."
+
+
+def _knobs(experiment: Experiment) -> str:
+  rows = []
+  for name, setting in experiment.values().items():
+    knob = experiment.knobs()[name]
+    declared = knob.declared_in.__dict__.get(name, UNSET)
+    rows.append(
+      (
+        name,
+        "(unset)" if setting.value is UNSET else spell(setting.value),
+        knob.type_name,
+        "(unset)" if declared is UNSET else spell(declared),
+        knob.declared_in.__name__,
+        setting.source,
+      )
+    )
+  return _table(("knob", "value", "type", "default", "declared in", "set by"), rows)
+
+
+def _facts(trainer: Trainer) -> str:
+  definition = trainer.definition
+  sizes, note = _axis_sizes(trainer.mesh)
+  num_devices = math.prod(sizes.values())
+  batch = mesh.global_batch_size(
+    percore=trainer.percore_batch_size,
+    num_devices=num_devices,
+    num_microbatches=trainer.accumulation_steps,
+  )
+  seq_len = trainer.train_data.seq_len
+  counted = flops.per_token(definition, seq_len)
+  axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+  rows = [
+    ("parameters", f"{definition.num_params:,}"),
+    ("FLOPs a token", f"{counted.causal:.4g} (causal attention), {counted.full:.4g} (full)"),
+    ("global batch", f"{batch:,} sequences = {batch * seq_len:,} tokens"),
+    ("mesh", f"{num_devices} devices: {axes}{note}"),
+    *_memory(trainer, sizes),
+    *(("left whole", line) for line in _undivided(definition, sizes)),
+  ]
+  return _table(("", ""), rows)
+
+
+def _axis_sizes(spec: mesh.MeshSpec) -> tuple[dict[str, int], str]:
+  """Returns the mesh that the experiment asks for, and whether this machine lacks its devices."""
+  here = jax.device_count()
+  try:
+    ici, dcn = spec.sizes(here)
+    note = ""
+  except UserError:
+    ici, dcn = spec.sizes(None)
+    note = f" (here: {here})"
+  return {axis: ici[axis] * dcn[axis] for axis in mesh.AXES}, note
+
+
+def _memory(trainer: Trainer, sizes: dict[str, int]) -> Iterator[tuple[str, str]]:
+  """Yields the bytes of the training state, in all and on one device."""
+  axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
+  devices = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types)
+  state = train_state.abstract(trainer.definition, trainer.optimizer, devices)
+  for name, part in (("parameters", state.params), ("optimizer state", state.opt_state)):
+    leaves = jax.tree.leaves(part)
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    one = sum(
+      math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
+    yield f"memory of {name}", f"{_bytes(one)} per device ({_bytes(whole)} in all)"
+
+
+def _undivided(definition: Definition, sizes: dict[str, int]) -> list[str]:
+  """Returns the dims that an axis of the mesh should shard but does not divide."""
+  found = set()
+  for spec in definition.weights.values():
+    for dim, size in zip(spec.dims, spec.shape, strict=True):
+      shards = math.prod(sizes[axis] for axis in mesh.RULES[dim])
+      if size % shards:
+        axes = " x ".join(f"{a} {sizes[a]}" for a in mesh.RULES[dim] if sizes[a] > 1)
+        found.add(f"{dim} {size:,} is not divided by {axes}")
+  return sorted(found)
+
+
+def _bytes(count: float) -> str:
+  for unit in ("B", "kB", "MB", "GB"):
+    if count < 1000:
+      return f"{count:.4g} {unit}"
+    count /= 1000
+  return f"{count:,.4g} TB"
+
+
+def _table(
+  header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()
+) -> str:
+  rows = [header, *rows] if any(header) else list(rows)
+  widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+  lines = []
+  for row in rows:
+    cells = [
+      cell.rjust(width) if column in right else cell.ljust(width)
+      for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    lines.append("  ".join(cells).rstrip())
+  return "\n".join(lines)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names for the functions, classes and enum members of a graph, and the way back from a name.
+
+A name is "module:qualified.name". Going back imports code, so only names on a list resolve: what
+paxlike's own modules define, the few of JAX and optax that graphs use, dtypes, and what the modules
+that the user allows define. A name not on the list is refused before anything is imported.
+"""
+
+import enum
+import importlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from paxlike import knob_types
+from paxlike.errors import UserError
+
+
+def _words(text: str) -> frozenset[str]:
+  return frozenset(text.split())
+
+
+# The front end acts on the world (files, processes, imports); graphs are made of what it builds.
+_FRONT_END = _words("""
+  __main__ aot config_file distributed experiment fiddlers flags graph_edits graph_text knobs main
+  plot registry show symbols
+""")
+
+_DTYPES = frozenset((*knob_types.DTYPES, "bool_"))
+# Public module -> names that graphs may use; None: every public function.
+_LISTED: dict[str, frozenset[str] | None] = {
+  "builtins": _words("bool bytes complex dict float frozenset int list set str tuple"),
+  "jax.nn": None,
+  "jax.nn.initializers": None,
+  "jax.numpy": _DTYPES | {"tanh"},
+  "ml_dtypes": _DTYPES,
+  "numpy": _DTYPES,
+  "optax": _words("""
+    MultiSteps adadelta adafactor adagrad adam adamax adamaxw adamw add_decayed_weights add_noise
+    amsgrad apply_every apply_if_finite centralize chain clip clip_by_block_rms clip_by_global_norm
+    constant_schedule cosine_decay_schedule cosine_onecycle_schedule exponential_decay identity
+    inject_hyperparams join_schedules lamb lars linear_onecycle_schedule linear_schedule lion masked
+    nadam nadamw noisy_sgd novograd piecewise_constant_schedule piecewise_interpolate_schedule
+    polynomial_schedule radam rmsprop scale scale_by_adam scale_by_adamax scale_by_amsgrad
+    scale_by_belief scale_by_learning_rate scale_by_lion scale_by_novograd scale_by_radam
+    scale_by_rms scale_by_rss scale_by_schedule scale_by_sm3 scale_by_trust_ratio set_to_zero sgd
+    sgdr_schedule sm3 trace warmup_constant_schedule warmup_cosine_decay_schedule
+    warmup_exponential_decay_schedule yogi zero_nans
+  """),
+}
+
+_NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
+
+
+def name_of(value: Any) -> str:
+  """Returns the name of a function, class, class method or enum member.
+
+  Raises:
+    UserError: It has none from which it could be found again (a lambda, a local function).
+  """
+  name = getattr(value, "__name__", "")
+  for module, listed in _LISTED.items():
+    known = module in sys.modules and (listed is None or name in listed)
+    if known and getattr(sys.modules[module], name, None) is value:
+      return f"{module}:{name}"
+  owner = type(value) if isinstance(value, enum.Enum) else getattr(value, "__self__", value)
+  module, symbol = getattr(owner, "__module__", None), getattr(owner, "__qualname__", None)
+  if isinstance(value, enum.Enum):
+    symbol = f"{symbol}.{value.name}"
+  elif owner is not value:
+    symbol = f"{symbol}.{value.__name__}"
+  if module in sys.modules and symbol and _defined(sys.modules[module], symbol) == value:
+    return f"{module}:{symbol}"
+  raise UserError(f"{value!r} cannot be saved: give it a name at the top level of a module.")
+
+
+def short_name(value: Any) -> str:
+  """Returns the name as people say it: "Linear", "jax.nn.silu", "Remat.SAVE_NOTHING"."""
+  try:
+    module, symbol = name_of(value).split(":")
+  except UserError:
+    return getattr(value, "__qualname__", None) or repr(value)
+  return f"{module}.{symbol}" if module in _LISTED and module != "builtins" else symbol
+
+
+def is_symbol(value: Any) -> bool:
+  """Returns whether a graph holds this value by name."""
+  return isinstance(value, type | enum.Enum | types.FunctionType | types.MethodType) or (
+    callable(value) and hasattr(value, "__name__") and hasattr(value, "__module__")
+  )
+
+
+def check(name: str, *, allow_modules: Iterable[str] | None = ()):
+  """Raises UserError unless `resolve` takes `name`. Imports nothing."""
+  match = _NAME.fullmatch(name)
+  if not match:
+    raise UserError(f"{name!r} is no name of the form module:symbol.")
+  module, symbol = match.groups()
+  allowed = module in sys.modules if allow_modules is None else _within(module, allow_modules)
+  if allowed:
+    return
+  private = any(part.startswith("_") for part in symbol.split("."))
+  if module in _LISTED:
+    listed = _LISTED[module]
+    permitted = symbol in listed if listed is not None else "." not in symbol and not private
+  else:
+    permitted = _within(module, ["paxlike"]) and not private
+    permitted = permitted and not {*module.split(".")[1:2]} & _FRONT_END
+  if not permitted and _within(module, ["paxlike"]):
+    raise UserError(f"a config file cannot use {module}.{symbol}: graphs have no use for it.")
+  if not permitted:
+    raise UserError(
+      f"the config file uses {module}.{symbol}, which is not part of paxlike or of its short list."
+      f" Only if you trust it: --fdl_allow_modules={module}"
+    )
+
+
+def resolve(name: str, *, allow_modules: Iterable[str] | None = ()) -> Any:
+  """Returns what `name` names.
+
+  Args:
+    name: "module:qualified.name".
+    allow_modules: Modules of the user; each allows its submodules too. None allows every module
+      that is imported already: for graphs that are looked at and never built.
+
+  Raises:
+    UserError: The name is not on the list, or there is no such thing.
+  """
+  check(name, allow_modules=allow_modules)
+  module_name, symbol = name.split(":")
+  try:
+    module = importlib.import_module(module_name)
+  except ModuleNotFoundError as error:
+    if not _within(module_name, [error.name or ""]):
+      raise
+    raise UserError(f"the config file uses {module_name}, which cannot be found.") from None
+  if module_name in _LISTED:
+    value = getattr(module, symbol, None)
+    value = value if callable(value) else None
+  else:
+    value = _defined(module, symbol)
+  if value is None:
+    raise UserError(f"the config file uses {module_name}.{symbol}, which is not defined there.")
+  return value
+
+
+def _within(module: str, packages: Iterable[str]) -> bool:
+  return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def _defined(module: types.ModuleType, symbol: str) -> Any:
+  """Returns what `symbol` names if `module` itself defines it, else None.
+
+  Never follows what a module merely imports (`paxlike.x:os.system`), nor attributes of objects.
+  """
+  *outer, last = symbol.split(".")
+  owner: Any = module
+  for part in outer:
+    owner = vars(owner).get(part)
+    if not isinstance(owner, type):
+      return None
+  if outer and (owner.__module__, owner.__qualname__) != (module.__name__, ".".join(outer)):
+    return None
+  if isinstance(owner, enum.EnumType) and last in owner.__members__:
+    return owner[last]
+  value = inspect.getattr_static(owner, last, None) if outer else vars(owner).get(last)
+  if isinstance(value, classmethod | staticmethod):
+    packages = (module.__name__.split(".")[0], "paxlike")
+    return getattr(owner, last) if _within(value.__func__.__module__, packages) else None
+  place = (getattr(value, "__module__", None), getattr(value, "__qualname__", None))
+  return value if callable(value) and place == (module.__name__, symbol) else None

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that a training step changes."""
+
+import dataclasses
+import functools
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from paxlike import mesh as mesh_lib
+from paxlike.layers import module
+from paxlike.layers.module import Definition, Params, WeightSpec
+from paxlike.layers.stack import layout_of
+from paxlike.optimizers import Optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+  """The state that a step takes, donates and returns.
+
+  Attributes:
+    step: int32, completed steps.
+    params: What is trained, float32.
+    frozen: Weights of the model that are not trained.
+    extra: State that no gradient changes.
+    opt_state: The optimizer's.
+    skipped: int32, the steps among `step` whose update was dropped because it was not finite.
+  """
+
+  step: jax.Array
+  params: Params
+  frozen: Params
+  extra: dict[str, jax.Array]
+  opt_state: Any
+  skipped: jax.Array
+
+
+def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | None) -> TrainState:
+  """Returns the state as shapes and dtypes, with shardings if there is a mesh."""
+  params = {
+    name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in definition.weights.items()
+  }
+  count = jax.ShapeDtypeStruct((), jnp.int32)
+  state = TrainState(
+    step=count,
+    params=params,
+    frozen={},
+    extra={},
+    opt_state=jax.eval_shape(optimizer.transform.init, params),
+    skipped=count,
+  )
+  if mesh is None:
+    return state
+
+  def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    # The optimizer's moments are dicts with the parameters' names, and live where those live.
+    name = getattr(path[-1], "key", None) if path else None
+    spec = definition.weights.get(name) if isinstance(name, str) else None
+    if spec is not None and spec.shape == leaf.shape:
+      where = mesh_lib.sharding(mesh, spec.dims, spec.shape)
+    else:
+      where = NamedSharding(mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+  return jax.tree_util.tree_map_with_path(place, state)
+
+
+def create(definition: Definition, optimizer: Optimizer, mesh: Mesh, *, seed: int) -> TrainState:
+  """Returns the state before the first step, each array made where it lives."""
+  target = abstract(definition, optimizer, mesh)
+  params = init_params(definition, mesh, seed=seed)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+  zero = functools.partial(jnp.zeros, (), jnp.int32, device=target.step.sharding)
+  return TrainState(
+    step=zero(),
+    params=params,
+    frozen={},
+    extra={},
+    opt_state=jax.jit(optimizer.transform.init, out_shardings=shardings.opt_state)(params),
+    skipped=zero(),
+  )
+
+
+def init_params(definition: Definition, mesh: Mesh, *, seed: int) -> Params:
+  """Draws every weight with a key of its own: (seed, name, layer).
+
+  So they are the same in every layout and on every mesh, and a new weight changes no other.
+  """
+  root = jax.random.key(seed)
+  layout = layout_of(definition.module)
+  params: Params = {}
+  for name, spec in definition.weights.items():
+    location = layout.locate(name)
+    template, layers = (location.template, location.layers) if location else (name, (0,))
+    key = jax.random.fold_in(root, zlib.crc32(template.encode()))
+    draw = _drawer(
+      _hashable(spec.init),
+      spec.shape,
+      spec.fan_in,
+      location is not None and location.stacked,
+      mesh_lib.sharding(mesh, spec.dims, spec.shape),
+    )
+    params[name] = draw(key, jnp.array(layers))
+  return params
+
+
+@functools.lru_cache(maxsize=None)
+def _drawer(init: Any, shape: tuple[int, ...], fan_in: int, stacked: bool, where: NamedSharding):
+  """Returns one compiled function for all weights that are drawn alike."""
+  function, keywords = init
+
+  def one(key: jax.Array, layer: jax.Array) -> jax.Array:
+    per_layer = shape[1:] if stacked else shape
+    return function(jax.random.fold_in(key, layer), per_layer, fan_in, **dict(keywords))
+
+  def draw(key: jax.Array, layers: jax.Array) -> jax.Array:
+    return jax.vmap(one, (None, 0))(key, layers) if stacked else one(key, layers[0])
+
+  return jax.jit(draw, out_shardings=where)
+
+
+def _hashable(init: module.Initializer) -> tuple[Any, tuple[tuple[str, Any], ...]]:
+  """Makes equal partial functions equal, so that they share a program."""
+  if isinstance(init, functools.partial) and not init.args:
+    return init.func, tuple(sorted(init.keywords.items()))
+  return init, ()
+
+
+def num_bytes(spec: WeightSpec | jax.ShapeDtypeStruct) -> int:
+  """Returns the size of an array."""
+  return int(jnp.dtype(spec.dtype).itemsize) * functools.reduce(lambda a, b: a * b, spec.shape, 1)

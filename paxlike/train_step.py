@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer step: loss, gradients, accumulation, clipping, update, metrics."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from paxlike.layers.decoder import Batch, forward
+from paxlike.layers.loss import cross_entropy
+from paxlike.layers.module import Definition
+from paxlike.optimizers import Optimizer
+from paxlike.train_state import TrainState
+
+# Name -> (sum, weight): the value is their quotient, and sums add up over steps and hosts.
+Metrics = dict[str, tuple[jax.Array, jax.Array]]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def make_train_step(
+  definition: Definition, optimizer: Optimizer, *, seed: int, num_microbatches: int = 1
+) -> TrainStep:
+  """Returns a pure function (state, batch) -> (state, metrics).
+
+  The loss is the mean over the whole batch's weights, however it is split into microbatches. A step
+  whose loss or gradient is not finite leaves all but the counters as it was.
+  """
+
+  def loss(prepared, frozen, batch, total, dropout):
+    logits_BTV, aux = forward(definition, prepared | frozen, batch, dropout)
+    losses_BT = cross_entropy(logits_BTV, batch["targets"])
+    xent = (losses_BT * batch["weights"]).sum() / total
+    aux = {name: value / num_microbatches for name, value in aux.items()}
+    return sum(aux.values(), xent), {"loss": xent, **aux}
+
+  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    weight = batch["weights"].sum()
+    prepared = definition.prepare(state.params)
+    frozen = definition.prepare(state.frozen)
+    dropout = jax.random.fold_in(jax.random.key(seed), state.step)
+
+    def gradients(index, microbatch):
+      key = jax.random.fold_in(dropout, index)
+      grads, values = jax.grad(loss, has_aux=True)(
+        prepared, frozen, microbatch, jnp.maximum(weight, 1), key
+      )
+      return jax.tree.map(lambda x: x.astype(jnp.float32), (grads, values))
+
+    grads, values = _accumulate(gradients, batch, num_microbatches)
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(values["loss"])
+    updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+    new = (optax.apply_updates(state.params, updates), opt_state)
+    old = (state.params, state.opt_state)
+    params, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    one = jnp.ones((), jnp.float32)
+    metrics = {name: (value * weight, weight) for name, value in values.items()}
+    metrics |= {
+      "grad_norm": (norm, one),
+      "learning_rate": (optimizer.learning_rate(state.step - state.skipped), one),
+      "skipped": (jnp.where(finite, 0.0, 1.0), one),
+    }
+    state = TrainState(
+      step=state.step + 1,
+      params=params,
+      frozen=state.frozen,
+      extra=state.extra,
+      opt_state=opt_state,
+      skipped=state.skipped + jnp.where(finite, 0, 1),
+    )
+    return state, metrics
+
+  return train_step
+
+
+def _accumulate(gradients: Callable[[Any, Batch], Any], batch: Batch, num_microbatches: int) -> Any:
+  """Returns the sum of `gradients` over the microbatches of `batch`, one in memory at a time."""
+  if num_microbatches == 1:
+    return gradients(0, batch)
+
+  def split(x: jax.Array) -> jax.Array:
+    # Every num_microbatches-th row, so that each device finds its share of each in its own rows.
+    return x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
+
+  def add(total, xs):
+    return jax.tree.map(jnp.add, total, gradients(*xs)), None
+
+  microbatches = (jnp.arange(num_microbatches), jax.tree.map(split, batch))
+  shapes = jax.eval_shape(gradients, *jax.tree.map(lambda x: x[0], microbatches))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return jax.lax.scan(add, zeros, microbatches)[0]

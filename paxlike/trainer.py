@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run: restore or initialise, the loop, and the cadence of logs, evaluations and checkpoints."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from paxlike import flops, generate, mesh, train_state
+from paxlike.checkpoint import Checkpoints, flatten, unflatten
+from paxlike.errors import RunError, UserError
+from paxlike.evaluation import EvalSet, Evaluator
+from paxlike.journal import Journal, Summary, is_running
+from paxlike.layers.decoder import Batch, Decoder
+from paxlike.layers.module import Definition
+from paxlike.layers.stack import layout_of
+from paxlike.meter import Meter, Reading
+from paxlike.optimizers import Optimizer
+from paxlike.signals import StopSignal
+from paxlike.train_state import TrainState
+from paxlike.train_step import TrainStep, make_train_step
+
+
+@dataclasses.dataclass(kw_only=True)
+class Trainer:
+  """Everything that one run is made of. Building it allocates and reads nothing.
+
+  Attributes:
+    model: Its weights abstract.
+    optimizer: With its schedule.
+    mesh: The shape of the device mesh.
+    train_data: A `data.dataset.Dataset`.
+    eval_data: Data sets to evaluate, by name.
+    percore_batch_size: Sequences a device and optimizer step.
+    accumulation_steps: Parts of the batch computed one after another.
+    num_steps: Optimizer steps of the run.
+    seed: Of weights and dropout.
+    summary_every: Steps between log lines.
+    eval_every: Steps between evaluations; 0: only after the last step.
+    save_every: Steps between checkpoints; 0: only after the last step.
+    keep: Checkpoints kept; None: all.
+    max_skipped_in_a_row: Ends the run after so many steps without a finite gradient.
+    sample_prompt: Text that the trained model continues at the end.
+    saving: Whether checkpoints are written.
+  """
+
+  model: Decoder
+  optimizer: Optimizer
+  mesh: mesh.MeshSpec
+  train_data: Any
+  eval_data: Mapping[str, EvalSet]
+  percore_batch_size: float
+  accumulation_steps: int
+  num_steps: int
+  seed: int
+  summary_every: int
+  eval_every: int
+  save_every: int
+  keep: int | None
+  max_skipped_in_a_row: int
+  sample_prompt: str | None = None
+  saving: bool = True
+
+  def check(self):
+    """Finds what is wrong with the run before anything is computed or written.
+
+    Raises:
+      UserError: The mesh, the batch or a data set cannot work.
+    """
+    _ = self.devices, self.batch_size
+    if self.num_steps < 0 or self.summary_every < 1:
+      raise UserError("MAX_STEPS must not be negative, and SUMMARY_INTERVAL_STEPS at least 1.")
+    shards = mesh.batch_shards(self.devices) * self.accumulation_steps
+    if self.batch_size % shards:
+      raise UserError(
+        f"a global batch of {self.batch_size} sequences does not divide into {shards} parts: the"
+        f" mesh cuts it in {mesh.batch_shards(self.devices)} (data x fsdp), and"
+        f" GRADIENT_ACCUMULATION_STEPS in {self.accumulation_steps}. Change PERCORE_BATCH_SIZE."
+      )
+    for data in (self.train_data, *(eval_set.dataset for eval_set in self.eval_data.values())):
+      data.check()
+
+  @functools.cached_property
+  def definition(self) -> Definition:
+    """The model as weight specs and a pure function."""
+    return Definition(self.model)
+
+  @functools.cached_property
+  def devices(self) -> jax.sharding.Mesh:
+    """The mesh over this machine's devices."""
+    return self.mesh.build()
+
+  @property
+  def batch_size(self) -> int:
+    """Sequences of one optimizer step, over all devices."""
+    return mesh.global_batch_size(
+      percore=self.percore_batch_size,
+      num_devices=self.devices.size,
+      num_microbatches=self.accumulation_steps,
+    )
+
+  def train(self, folder: epath.Path, journal: Journal, *, files: Mapping[str, str]) -> int:
+    """Trains from the newest checkpoint in `folder`, or from the start, to `num_steps`.
+
+    Args:
+      folder: The run's; made if missing.
+      journal: Where progress is told.
+      files: Name -> text of files for the folder, written once the state is there.
+
+    Returns:
+      The signal that ended the run early, else 0.
+
+    Raises:
+      UserError: The checkpoint is of another experiment, or cannot be written.
+      RunError: The loss is no longer finite.
+    """
+    with (
+      jax.set_mesh(self.devices),
+      Checkpoints(folder / "checkpoints", keep=self.keep) as saved,
+      StopSignal() as stop,
+    ):
+      state, data_state = self._restore_or_create(saved, journal)
+      start = int(state.step)
+      journal.start(self._summary, files, step=start, num_steps=self.num_steps)
+      train_step = self._compiled_step()
+      evaluators = self._evaluators()
+      meter = Meter()
+      with self._batches(data_state) as batches:
+        for step in range(start, self.num_steps):
+          batch = next(batches)
+          state, metrics = train_step(state, self._put(batch.arrays))
+          for reading in meter.add(step, metrics):
+            self._log(reading, journal)
+
+          last = step + 1 == self.num_steps
+          save = self._saves(step, stop, last=last)
+          evaluate = (last or _due(step, self.eval_every)) and not stop.requested
+          if not (save or evaluate):
+            continue
+          for reading in meter.flush():
+            self._log(reading, journal)
+          if save:
+            self._save(saved, state, batch.state)
+            journal.status("running", step + 1)
+          if evaluate:
+            for name, evaluator in evaluators.items():
+              journal.evaluated(name, step + 1, evaluator.run(state.params, self._rows))
+          if stop.requested:
+            break
+          meter.pause()
+      saved.wait()
+      self._finish(state, journal, start=start)
+      return stop.number or 0
+
+  def evaluate(self, folder: epath.Path, journal: Journal, *, step: int | None) -> int:
+    """Evaluates checkpoint `step`, or the newest, on every eval set. Returns its step.
+
+    Raises:
+      UserError: There is nothing to evaluate, or it is of another experiment.
+    """
+    if not self.eval_data:
+      raise UserError("this experiment has no evaluation data (eval_data).")
+    with jax.set_mesh(self.devices), Checkpoints(folder / "checkpoints", keep=None) as saved:
+      step = saved.latest() if step is None else step
+      if step is None or step not in saved.steps():
+        known = ", ".join(map(str, saved.steps())) or "none"
+        wanted = "checkpoint" if step is None else f"checkpoint {step}"
+        raise UserError(f"no {wanted} in {folder / 'checkpoints'}; there is: {known}.")
+      target = train_state.abstract(self.definition, self.optimizer, self.devices)
+      wanted = {f"params.{name}": leaf for name, leaf in target.params.items()}
+      flat = saved.restore(step, wanted, layout=layout_of(self.model), partial=True).state
+      params = {name.removeprefix("params."): value for name, value in flat.items()}
+      for name, evaluator in self._evaluators().items():
+        journal.evaluated(name, step, evaluator.run(params, self._rows))
+      return step
+
+  def follow(self, folder: epath.Path, journal: Journal, *, poll_seconds: float = 5):
+    """Evaluates each checkpoint of a running job as it comes, until the job ends.
+
+    Raises:
+      UserError: There is nothing to evaluate, or it is of another experiment.
+    """
+    evaluated: int | None = None
+    while True:
+      # Asked first, so that a checkpoint that the job leaves at its end is not missed.
+      running = is_running(folder)
+      latest = Checkpoints(folder / "checkpoints", keep=None).latest()
+      if latest is not None and latest != evaluated:
+        evaluated = self.evaluate(folder, journal, step=latest)
+      elif not running:
+        journal.note("the job has ended")
+        return
+      else:
+        time.sleep(poll_seconds)
+
+  def _evaluators(self) -> dict[str, Evaluator]:
+    """One for each eval set."""
+    return {
+      name: Evaluator(self.definition, eval_set, put=self._put, batch_size=self.batch_size)
+      for name, eval_set in self.eval_data.items()
+    }
+
+  def _sample(self, state: TrainState, prompt: str) -> str:
+    """Continues `prompt` by 200 tokens."""
+    return generate.sample(
+      self.definition,
+      state.params,
+      self.train_data.tokenizer,
+      prompt=prompt,
+      num_tokens=200,
+      window=self.train_data.seq_len,
+      seed=self.seed,
+    )
+
+  def _put(self, arrays: Mapping[str, np.ndarray]) -> Batch:
+    """Brings this host's rows of a batch onto its devices, where the mesh wants them."""
+
+    def put(array: np.ndarray) -> jax.Array:
+      shape = (self.batch_size, *array.shape[1:])
+      where = mesh.sharding(self.devices, ("batch", "time"), shape)
+      if jax.process_count() == 1:
+        return jax.device_put(array, where)
+
+      def part(index: tuple[slice, ...]) -> np.ndarray:
+        wanted = np.arange(self.batch_size)[index[0]]
+        return array[np.searchsorted(self._rows, wanted)][(slice(None), *index[1:])]
+
+      return jax.make_array_from_callback(shape, where, part)
+
+    return {name: put(array) for name, array in arrays.items()}
+
+  @functools.cached_property
+  def _rows(self) -> np.ndarray:
+    """The rows of a global batch that this host's devices hold."""
+    shape = (self.batch_size, self.train_data.seq_len)
+    where = mesh.sharding(self.devices, ("batch", "time"), shape)
+    indexes = where.addressable_devices_indices_map(shape).values()
+    parts = [np.arange(self.batch_size)[index[0]] for index in indexes if index is not None]
+    return np.unique(np.concatenate(parts))
+
+  def _restore_or_create(
+    self, saved: Checkpoints, journal: Journal
+  ) -> tuple[TrainState, dict[str, Any] | None]:
+    target = train_state.abstract(self.definition, self.optimizer, self.devices)
+    found = saved.restore_latest_valid(flatten(target), layout=layout_of(self.model))
+    if found is None:
+      journal.note("initialising the weights")
+      return train_state.create(self.definition, self.optimizer, self.devices, seed=self.seed), None
+    step, restored = found
+    journal.note(f"resuming from checkpoint {step}")
+    return unflatten(target, restored.state), restored.train_input
+
+  def _saves(self, step: int, stop: StopSignal, *, last: bool) -> bool:
+    if not self.saving:
+      return False
+    return last or stop.requested or _due(step, self.save_every)
+
+  def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):
+    layout = layout_of(self.model)
+    saved.save(int(state.step), flatten(state), layout=layout, train_input=data_state)
+
+  def _finish(self, state: TrainState, journal: Journal, *, start: int):
+    step = int(state.step)
+    if start < step == self.num_steps and self.sample_prompt is not None:
+      journal.note(f"sample:\n{self._sample(state, self.sample_prompt)}")
+    journal.status("finished" if step == self.num_steps else "stopped", step)
+    journal.close()
+
+  def _compiled_step(self) -> TrainStep:
+    step = make_train_step(
+      self.definition, self.optimizer, seed=self.seed, num_microbatches=self.accumulation_steps
+    )
+    return jax.jit(step, donate_argnums=0)
+
+  def _batches(self, state: dict[str, Any] | None) -> Any:
+    return self.train_data.batches(self.batch_size, rows=self._rows, state=state)
+
+  def _log(self, reading: Reading, journal: Journal):
+    journal.step(reading, due=_due(reading.step, self.summary_every))
+    if journal.skipped_in_a_row >= self.max_skipped_in_a_row:
+      raise RunError(
+        f"the last {journal.skipped_in_a_row} steps, up to step {reading.step}, had a loss or"
+        f" gradient that is not finite (loss {reading.values['loss']}, gradient norm"
+        f" {reading.values['grad_norm']}). Their updates were dropped. Lower LEARNING_RATE, look at"
+        " the data, or set FPROP_DTYPE=float32; older checkpoints are intact."
+      )
+
+  @property
+  def _summary(self) -> Summary:
+    return Summary(
+      num_params=self.definition.num_params,
+      batch_size=self.batch_size,
+      seq_len=self.train_data.seq_len,
+      devices=self.devices,
+      flops=flops.per_token(self.definition, self.train_data.seq_len),
+    )
+
+
+def _due(step: int, every: int) -> bool:
+  """Whether something is done after `step`, counted from 0, that is done every so many steps."""
+  return every > 0 and (step + 1) % every == 0

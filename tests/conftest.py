@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eight fake CPU devices, a private cache folder, and a compile cache shared by the session."""
+
+import os
+import pathlib
+import shutil
+import tempfile
+
+import jax
+import pytest
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+_SCRATCH = pathlib.Path(tempfile.mkdtemp(prefix="paxlike-tests-"))
+
+# Before anything asks for a device or a cache folder: backends start once and read these then.
+# Programs that tests start get the environment, this process the configuration.
+os.environ["PAXLIKE_CACHE"] = str(_SCRATCH / "cache")
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_SCRATCH / "xla")
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_unconfigure(config: pytest.Config):
+  del config
+  shutil.rmtree(_SCRATCH, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> pathlib.Path:
+  """The folder of real texts and models that may lie beside the repository."""
+  path = _REPOSITORY.parent / "shared" / "data"
+  if not path.is_dir():
+    pytest.skip(f"{path} is not there")
+  return path

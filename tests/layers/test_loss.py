@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxlike.layers import cross_entropy
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_cross_entropy_and_its_gradient_equal_the_definition(dtype):
+  logits = (10 * jax.random.normal(jax.random.key(0), (3, 5, 11))).astype(dtype)
+  targets = jax.random.randint(jax.random.key(1), (3, 5), 0, 11)
+  weights = jax.random.uniform(jax.random.key(2), (3, 5))
+
+  def definition(logits):
+    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -(jax.nn.one_hot(targets, 11) * log_probabilities).sum(-1)
+
+  np.testing.assert_allclose(cross_entropy(logits, targets), definition(logits), rtol=2e-5, atol=1e-5)
+  got = jax.grad(lambda x: (weights * cross_entropy(x, targets)).sum())(logits)
+  expected = jax.grad(lambda x: (weights * definition(x)).sum())(logits)
+  assert got.dtype == dtype
+  np.testing.assert_allclose(
+    got.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-6 if dtype == jnp.float32 else 4e-3
+  )

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from paxlike import mesh
+from paxlike.errors import UserError
+from paxlike.mesh import MeshSpec
+
+SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+  ("shape", "named"),
+  [
+    ((2, 3, 4), {"data": 2, "fsdp": 3, "tensor": 4}),
+    ((5, 2, 3, 4), {"pipeline": 5, "data": 2, "fsdp": 3, "tensor": 4}),
+    ({"tensor": 8}, {"tensor": 8}),
+  ],
+)
+def test_shapes_name_axes(shape, named):
+  sizes = mesh.axis_sizes(shape, "ICI_MESH_SHAPE")
+  assert sizes == dict.fromkeys(mesh.AXES, 1) | named
+
+
+@pytest.mark.parametrize(
+  ("ici", "dcn", "says"),
+  [
+    ([3, 1, 1], (1, 1, 1), ["ICI_MESH_SHAPE=[3, 1, 1]", "data 3", "3 devices", "8 devices are"]),
+    ([1, 2], (1, 1, 1), ["ICI_MESH_SHAPE", "2 entries"]),
+    ({"tensr": 2}, (1, 1, 1), ["'tensr'", "Did you mean tensor?"]),
+    ([-1, 1, 1], (-1, 1, 1), ["more than one -1"]),
+    ([0, 1, 1], (1, 1, 1), ["data has size 0"]),
+    ([-1, 3, 1], (1, 1, 1), ["a multiple of 3 devices"]),
+    ([4, 1, 1], (4, 1, 1), ["DCN_MESH_SHAPE=[4, 1, 1]", "16 devices"]),
+  ],
+)
+def test_impossible_meshes_name_the_knob(ici, dcn, says):
+  with pytest.raises(UserError) as error:
+    MeshSpec(ici=ici, dcn=dcn).build()
+  for words in says:
+    assert words in str(error.value)
+
+
+def test_minus_one_fills_and_dcn_multiplies():
+  built = MeshSpec(ici=(-1, 2, 1), dcn=(2, 1, 1)).build()
+  assert dict(built.shape) == dict.fromkeys(mesh.AXES, 1) | {"data": 4, "fsdp": 2}
+  # The two halves of the devices stand for two slices: DCN is the slow part of the data axis.
+  first_half = {device.id for device in built.devices[:, :2].flatten()}
+  assert first_half == {device.id for device in jax.devices()[:4]}
+
+
+def test_a_dim_stays_whole_where_an_axis_does_not_divide_it():
+  assert mesh.partition(("vocab", "model"), (50304, 768), SIZES) == PartitionSpec("tensor", "fsdp")
+  assert mesh.partition(("vocab", "model"), (50257, 768), SIZES) == PartitionSpec(None, "fsdp")
+  assert mesh.partition(("batch",), (4,), SIZES) == PartitionSpec(("data", "fsdp"))
+  assert mesh.partition(("batch",), (2,), SIZES) == PartitionSpec("data")
+
+
+def test_an_axis_shards_a_tensor_once():
+  spec = mesh.partition(("heads", "ffn"), (8, 8), SIZES)
+  assert spec == PartitionSpec("tensor", None)
+
+
+def test_batch_arithmetic():
+  assert mesh.global_batch_size(percore=4, num_devices=8) == 32
+  assert mesh.global_batch_size(percore=0.5, num_devices=8) == 4
+  with pytest.raises(UserError, match=r"PERCORE_BATCH_SIZE=4 x 8 devices = 32 is not a multiple"):
+    mesh.global_batch_size(percore=4, num_devices=8, num_microbatches=5)
+  with pytest.raises(UserError, match="not a whole number"):
+    mesh.global_batch_size(percore=0.3, num_devices=8)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of names: there and back is the identity, and the way back is narrow."""
+
+import enum
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from paxlike import layers, symbols
+from paxlike.errors import UserError
+from paxlike.layers import stack
+
+
+class Outer:
+  """Of the user."""
+
+  class Inner(dict):
+    """Nested, and with class methods of its base."""
+
+  @classmethod
+  def make(cls):
+    """Returns one."""
+    return cls()
+
+  @staticmethod
+  def helper():
+    """Returns nothing."""
+
+
+class Heir(Outer):
+  """Inherits `make`."""
+
+
+class Colour(enum.IntEnum):
+  RED = 1
+  ALIAS = 1
+
+
+@functools.cache
+def cached():
+  """A function in a wrapper."""
+
+
+jitted = jax.jit(lambda x: x)
+
+NAMES = {
+  "builtins:dict": dict,
+  "jax.nn:silu": jax.nn.silu,
+  "jax.nn:relu": jax.nn.relu,
+  "jax.nn:gelu": jax.nn.gelu,
+  "jax.nn.initializers:normal": jax.nn.initializers.normal,
+  "jax.numpy:bfloat16": jnp.bfloat16,
+  "numpy:float32": np.float32,
+  "optax:adamw": optax.adamw,
+  "paxlike.layers.linear:Linear": layers.Linear,
+  "paxlike.layers.stack:Remat.SAVE_NOTHING": stack.Remat.SAVE_NOTHING,
+  f"{__name__}:Outer.Inner": Outer.Inner,
+  f"{__name__}:Outer.make": Outer.make,
+  f"{__name__}:Outer.helper": Outer.helper,
+  f"{__name__}:Heir.make": Heir.make,
+  f"{__name__}:Colour.RED": Colour.RED,
+  f"{__name__}:cached": cached,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_and_back_is_the_identity(name):
+  value = NAMES[name]
+  assert symbols.is_symbol(value)
+  assert symbols.name_of(value) == name
+  found = symbols.resolve(name, allow_modules=[__name__])
+  assert found == value
+  assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(__name__)])
+def test_names_of_the_user_need_permission(name):
+  with pytest.raises(UserError, match=f"--fdl_allow_modules={__name__}"):
+    symbols.resolve(name)
+  symbols.resolve(name, allow_modules=None)
+
+
+@pytest.mark.parametrize("value", [lambda: 0, jitted, functools.partial(cached)])
+def test_what_has_no_name_of_its_own_is_refused(value):
+  with pytest.raises(UserError, match="top level of a module"):
+    symbols.name_of(value)
+
+
+@pytest.mark.parametrize(
+  "symbol", ["Heir.Inner", "Outer.Inner.fromkeys", "Outer.__init__", "Outer.__dict__", "np.load"]
+)
+def test_only_what_a_module_defines_resolves(symbol):
+  with pytest.raises(UserError, match="not defined there"):
+    symbols.resolve(f"{__name__}:{symbol}", allow_modules=[__name__])
+
+
+def test_every_listed_name_of_optax_exists():
+  listed = symbols._LISTED["optax"]
+  assert listed
+  assert {name for name in listed if callable(getattr(optax, name, None))} == listed
+
+
+def test_permission_is_for_whole_names():
+  for allowed in ("o", "o.s", "os.path.x", ""):
+    with pytest.raises(UserError, match=r"--fdl_allow_modules=os\.path"):
+      symbols.check("os.path:join", allow_modules=[allowed])
+  symbols.check("os.path:join", allow_modules=["os"])
+
+
+def test_checking_imports_nothing():
+  assert "this" not in sys.modules
+  symbols.check("this:s", allow_modules=["this"])
+  with pytest.raises(UserError):
+    symbols.check("this:s")
+  assert "this" not in sys.modules
+
+
+@pytest.mark.parametrize(
+  ("value", "text"),
+  [
+    (layers.Linear, "Linear"),
+    (jax.nn.silu, "jax.nn.silu"),
+    (stack.Remat.SAVE_NOTHING, "Remat.SAVE_NOTHING"),
+    (dict, "dict"),
+    (jnp.float32, "jax.numpy.float32"),
+    (Outer.make, "Outer.make"),
+  ],
+)
+def test_people_read_short_names(value, text):
+  assert symbols.short_name(value) == text

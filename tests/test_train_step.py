@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step on any mesh, in any layout, in any number of microbatches is the same step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import adamw, batch, tiny
+
+from paxlike import mesh, train_state
+from paxlike.layers import Remat
+from paxlike.layers.stack import layout_of
+from paxlike.mesh import MeshSpec
+from paxlike.train_step import make_train_step
+
+
+def steps(definition, spec, data, *, devices=None, num_steps=2, optimizer=None, **options):
+  """Returns the state, by one name and layer at a time, and the metrics after `num_steps`."""
+  built = spec.build(devices)
+  optimizer = optimizer or adamw()
+  with jax.set_mesh(built):
+    state = train_state.create(definition, optimizer, built, seed=1)
+    step = jax.jit(make_train_step(definition, optimizer, seed=1, **options), donate_argnums=0)
+    placed = {
+      name: jax.device_put(x, mesh.sharding(built, ("batch", "time"), x.shape))
+      for name, x in data.items()
+    }
+    for _ in range(num_steps):
+      state, metrics = step(state, placed)
+  return by_layer(definition, state.params), jax.device_get(metrics), state
+
+
+def by_layer(definition, params):
+  layout = layout_of(definition.module)
+  result = {}
+  for name, value in jax.device_get(params).items():
+    location = layout.locate(name)
+    for index, layer in enumerate(location.layers if location else (0,)):
+      template = location.template if location else name
+      result[template, layer] = value[index] if location and location.stacked else value
+  return result
+
+
+ONE = MeshSpec(ici=(1, 1, 1))
+
+
+def one_device(definition, data, **options):
+  return steps(definition, ONE, data, devices=jax.devices()[:1], **options)
+
+
+def assert_same(got, expected, *, atol=2e-5):
+  assert got[0].keys() == expected[0].keys()
+  for name, value in expected[0].items():
+    np.testing.assert_allclose(got[0][name], value, atol=atol, err_msg=str(name))
+  for name, (total, weight) in expected[1].items():
+    np.testing.assert_allclose(got[1][name][0], total, rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(got[1][name][1], weight, err_msg=name)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+  ("ici", "dcn"),
+  [
+    ((8, 1, 1), (1, 1, 1)),
+    ((1, 8, 1), (1, 1, 1)),
+    ((2, 1, 4), (1, 1, 1)),
+    ((2, 2, 2), (1, 1, 1)),
+    ((1, 2, 2), (2, 1, 1)),
+  ],
+)
+def test_every_mesh_equals_one_device(ici, dcn, scan):
+  data = batch(packed=True)
+  expected = one_device(tiny(scan=scan), data)
+  assert_same(steps(tiny(scan=scan), MeshSpec(ici=ici, dcn=dcn), data), expected)
+
+
+def test_scan_equals_unroll():
+  options = {"num_layers": 3, "dropout": 0.3}
+  expected = one_device(tiny(**options), batch())
+  assert_same(one_device(tiny(scan=True, **options), batch()), expected)
+
+
+@pytest.mark.parametrize("policy", [p for p in Remat if p is not Remat.SAVE_EVERYTHING])
+@pytest.mark.parametrize("scan", [False, True])
+def test_rematerialisation_changes_nothing(policy, scan):
+  expected = one_device(tiny(dropout=0.3), batch())
+  assert_same(one_device(tiny(dropout=0.3, scan=scan, remat=policy), batch()), expected)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_accumulation_equals_one_batch(num_microbatches, num_devices):
+  # Rows carry unequal weights, so a mean of means would differ.
+  expected = one_device(tiny(), batch())
+  spec = MeshSpec(ici=(num_devices, 1, 1))
+  devices = jax.devices()[:num_devices]
+  got = steps(tiny(), spec, batch(), devices=devices, num_microbatches=num_microbatches)
+  assert_same(got, expected)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted():
+  optimizer = adamw(peak=1e-2)
+  definition = tiny()
+  good = batch()
+  bad = good | {"weights": good["weights"] * np.nan}
+  built = ONE.build(jax.devices()[:1])
+  with jax.set_mesh(built):
+    state = train_state.create(definition, optimizer, built, seed=1)
+    step = jax.jit(make_train_step(definition, optimizer, seed=1))
+    before, _ = step(state, good)
+    after, metrics = step(before, bad)
+  assert (int(after.step), int(after.skipped)) == (2, 1)
+  assert float(metrics["skipped"][0]) == 1
+  for old, new in zip(
+    jax.tree.leaves((before.params, before.opt_state)),
+    jax.tree.leaves((after.params, after.opt_state)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(old, new)
+
+
+def test_dropout_depends_on_the_step_and_on_nothing_else():
+  first = one_device(tiny(dropout=0.5), batch(), num_steps=1)
+  again = one_device(tiny(dropout=0.5), batch(), num_steps=1)
+  without = one_device(tiny(), batch(), num_steps=1)
+  assert_same(again, first, atol=0)
+  assert first[1]["loss"][0] != without[1]["loss"][0]
+
+
+def test_packed_documents_do_not_see_each_other():
+  definition = tiny()
+  data = batch(4, packed=True)
+  built = ONE.build(jax.devices()[:1])
+  with jax.set_mesh(built):
+    params = train_state.init_params(definition, built, seed=0)
+  from paxlike.layers.decoder import forward
+
+  packed, _ = forward(definition, params, data)
+  for row in range(4):
+    for segment in np.unique(data["segments"][row]):
+      (index,) = np.nonzero(data["segments"][row] == segment)
+      alone, _ = forward(definition, params, {"inputs": data["inputs"][row : row + 1, index]})
+      np.testing.assert_allclose(packed[row, index], alone[0], atol=1e-5)
+
+
+def test_bfloat16_is_close_to_float32():
+  from models import VOCAB
+
+  data = batch()
+  exact = one_device(tiny(), data, num_steps=1)
+  definition = tiny(dtype=jnp.bfloat16)
+  rough = one_device(definition, data, num_steps=1)
+  assert rough[2].params["embedding.table"].dtype == jnp.float32
+  loss = exact[1]["loss"][0] / exact[1]["loss"][1]
+  assert abs(loss - np.log(VOCAB)) < 0.5
+  np.testing.assert_allclose(rough[1]["loss"][0] / rough[1]["loss"][1], loss, rtol=0.01)
