@@ -18,6 +18,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from paxlike.data.text import LocalText
 from paxlike.data.tokenizer import (
@@ -65,10 +66,10 @@ def train_pieces(folder: pathlib.Path) -> pathlib.Path:
   return path
 
 
-def data(path: pathlib.Path, tokenizer: Tokenizer, **options: bool | int) -> LocalText:
+def data(path: pathlib.Path, tokenizer: Tokenizer, **options: Any) -> LocalText:
   """Returns the data set of a file."""
   vocab_size = tokenizer.vocab_size
-  arguments = {"seq_len": 1024} | options
+  arguments: dict[str, Any] = {"seq_len": 1024} | options
   return LocalText(path=str(path), tokenizer=tokenizer, vocab_size=vocab_size, **arguments)
 
 
@@ -108,7 +109,7 @@ def report(case: str, num_tokens: int, cpu_seconds: float, **options: str | int 
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = argparse.ArgumentParser(description="Measures the data pipeline.")
   parser.add_argument("--megabytes", type=float, default=8, help="of text")
   parser.add_argument("--seq_len", type=int, default=1024)
   parser.add_argument("--batch_size", type=int, default=32)

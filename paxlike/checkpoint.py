@@ -89,8 +89,9 @@ class Checkpoints:
     if not self._directory.exists():
       return []
     prefix = "checkpoint_"
-    names = [p.name.removeprefix(prefix) for p in self._directory.glob(f"{prefix}*")]
-    return sorted(int(name) for name in names if name.isdigit())
+    found = {p.name.removeprefix(prefix): p for p in self._directory.glob(f"{prefix}*")}
+    complete = self._ocp.utils.is_checkpoint_finalized
+    return sorted(int(step) for step, p in found.items() if step.isdigit() and complete(p))
 
   def latest(self) -> int | None:
     """Returns the newest step, None if there is none."""

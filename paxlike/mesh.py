@@ -186,6 +186,12 @@ def constrain(x: jax.Array, *dims: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, partition(dims, x.shape, mesh.shape))
 
 
+def is_sharded(dim: str) -> bool:
+  """Returns whether the current mesh cuts activations along `dim`."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return not mesh.empty and any(mesh.shape[axis] > 1 for axis in RULES[dim])
+
+
 def global_batch_size(*, percore: float, num_devices: int, num_microbatches: int = 1) -> int:
   """Returns the sequences of one optimizer step over all devices, whatever the mesh.
 

@@ -15,7 +15,7 @@ def create(path: str) -> epath.Path:
   Raises:
     UserError: It cannot be made or written in; nothing is left behind.
   """
-  folder = epath.Path(path)
+  folder = epath.Path(path if "://" in path else os.path.abspath(os.path.expanduser(path)))
   if "://" in path:
     try:
       folder.mkdir(parents=True, exist_ok=True)

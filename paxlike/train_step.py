@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from paxlike.layers.decoder import Batch, forward
-from paxlike.layers.loss import cross_entropy
+from paxlike.layers.decoder import Batch, context_of
 from paxlike.layers.module import Definition
 from paxlike.optimizers import Optimizer
 from paxlike.train_state import TrainState
@@ -29,9 +28,9 @@ def make_train_step(
   """
 
   def loss(prepared, frozen, batch, total, dropout):
-    logits_BTV, aux = forward(definition, prepared | frozen, batch, dropout)
-    losses_BT = cross_entropy(logits_BTV, batch["targets"])
-    xent = (losses_BT * batch["weights"]).sum() / total
+    model = definition.bind(prepared | frozen)
+    xent, aux = model.loss(batch, context_of(batch, dropout))
+    xent /= total
     aux = {name: value / num_microbatches for name, value in aux.items()}
     return sum(aux.values(), xent), {"loss": xent, **aux}
 

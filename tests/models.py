@@ -47,9 +47,13 @@ def tiny(*, scan: bool = False, num_layers: int = 2, dropout: float = 0.0, dtype
   return layers.Definition(model)
 
 
-def adamw(peak: float = 1e-2, **options) -> optimizers.Optimizer:
-  """Returns AdamW with a constant rate."""
-  defaults = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
+def adamw(peak: float = 1.0, **options) -> optimizers.Optimizer:
+  """Returns AdamW with a constant rate.
+
+  Its epsilon is so large that an update is nearly in proportion to its gradient: with a small one,
+  gradients that are zero but for rounding would count like any other.
+  """
+  defaults = {"b1": 0.9, "b2": 0.95, "eps": 1.0, "weight_decay": 0.01, "clip_norm": 1.0}
   schedule = optimizers.constant(peak=peak)
   return optimizers.adamw(learning_rate=schedule, **(defaults | options))
 

@@ -2,8 +2,8 @@
 """Cuts documents into rows of equal length, by a plan that finds any row without those before it.
 
 In each epoch the documents stand in another order, with BOS before and EOS after each where the
-tokenizer has them. This stream is cut into rows, from another place in every epoch, and the rows are
-shuffled once more.
+tokenizer has them. This stream is cut into rows, from another place in every epoch, and the rows
+are shuffled once more.
 """
 
 import abc
@@ -123,7 +123,7 @@ class PackedRows(Dataset):
   def _documents(self) -> TokenIndex:
     """The documents within the split; one that the split cuts is shortened."""
     tokens, offsets = self.index()
-    first, last = (round(share * offsets[-1]) for share in self._split)
+    first, last = (int(share * offsets[-1]) for share in self._split)
     bounds = np.clip(offsets, first, last)
     kept = np.flatnonzero(np.diff(bounds))
     return TokenIndex(tokens, np.append(bounds[kept], last) if len(kept) else np.zeros(1, np.int64))
@@ -131,7 +131,7 @@ class PackedRows(Dataset):
   def _make_plan(self, epoch: int) -> _Plan:
     offsets = self._documents.offsets
     order = np.arange(len(offsets) - 1)
-    random = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, 0, 0, epoch]))
+    random = np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=[0, 0, 0, epoch]))
     if self._shuffle:
       random.shuffle(order)
     extra = sum(marker is not None for marker in self._markers)

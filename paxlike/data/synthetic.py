@@ -26,7 +26,7 @@ class RandomTokens(Dataset):
     tokens = np.empty((len(numbers), self.seq_len + 1), np.int32)
     for row, number in zip(tokens, numbers, strict=True):
       # A counter-based generator: any row is made without those before it.
-      bits = np.random.Philox(key=self._seed, counter=[0, 0, number, epoch])
+      bits = np.random.Philox(key=self._seed % 2**64, counter=[0, 0, number, epoch])
       row[:] = np.random.Generator(bits).integers(0, self._vocab_size, len(row), np.int32)
     return _from_tokens(tokens)
 

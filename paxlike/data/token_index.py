@@ -42,32 +42,41 @@ def cache_folder() -> pathlib.Path:
 
 
 @contextlib.contextmanager
+def _writing(folder: pathlib.Path) -> Iterator[None]:
+  try:
+    yield
+  except OSError as error:
+    reason = error.strerror or error
+    raise UserError(
+      f"the cache folder {folder} cannot be written ({reason}): set PAXLIKE_CACHE to another."
+    ) from None
+
+
+@contextlib.contextmanager
 def built_once(folder: pathlib.Path) -> Iterator[pathlib.Path | None]:
-  """Yields None if `folder` exists, else an empty folder that becomes it when the context ends well.
+  """Yields None if `folder` exists, else an empty folder that becomes it if the context ends well.
 
   Of several processes one builds and the others wait; a killed build leaves nothing that counts.
 
   Raises:
     UserError: The cache cannot be written.
   """
-  if folder.is_dir():
+  if os.path.isdir(folder):
     yield None
     return
-  try:
+  with _writing(folder.parent):
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = open(f"{folder}.lock", "w")
-  except OSError as error:
-    raise UserError(
-      f"the cache folder {folder.parent} cannot be written ({error.strerror}): set PAXLIKE_CACHE."
-    ) from None
+    lock = open(f"{folder}.lock", "w")  # noqa: SIM115 - closed below.
   with lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     if folder.is_dir():
       yield None
       return
     building = pathlib.Path(f"{folder}.building")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(exist_ok=True)
+    with _writing(folder.parent):
+      if building.is_dir():
+        shutil.rmtree(building)
+      building.mkdir()
     yield building
     building.rename(folder)
 
@@ -109,11 +118,8 @@ def _read(folder: pathlib.Path, dtype: type[np.unsignedinteger]) -> TokenIndex:
 
 def _write(folder: pathlib.Path, documents: Iterable[np.ndarray], dtype: type[np.unsignedinteger]):
   offsets = [0]
-  try:
-    with open(folder / "tokens", "wb") as flat:
-      for ids in documents:
-        flat.write(ids.astype(dtype).tobytes())
-        offsets.append(offsets[-1] + len(ids))
+  with _writing(folder.parent), open(folder / "tokens", "wb") as flat:
+    for ids in documents:
+      flat.write(ids.astype(dtype).tobytes())
+      offsets.append(offsets[-1] + len(ids))
     np.save(folder / "offsets.npy", np.array(offsets, np.int64))
-  except OSError as error:
-    raise UserError(f"the cache folder {folder.parent} cannot be written: {error}.") from error

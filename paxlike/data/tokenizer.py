@@ -82,7 +82,9 @@ class CharacterTokenizer(Tokenizer):
     return "".join(self.alphabet[i] for i in np.asarray(ids) if i < self.vocab_size)
 
   def fingerprint(self) -> str:
-    return f"characters {hashlib.sha256(self.alphabet.encode('utf-8', 'surrogatepass')).hexdigest()}"
+    return (
+      f"characters {hashlib.sha256(self.alphabet.encode('utf-8', 'surrogatepass')).hexdigest()}"
+    )
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language model: embeddings, a stack of blocks, a norm, an output projection."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from paxlike import mesh
 from paxlike.layers.block import Aux
@@ -12,6 +15,7 @@ from paxlike.layers.context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
+from paxlike.layers.loss import cross_entropy, sum_over_chunks
 from paxlike.layers.module import Definition, Module, Params
 from paxlike.layers.stack import Stack
 
@@ -24,6 +28,7 @@ class Decoder(Module):
 
   Attributes:
     vocab_size: V, the number of token ids.
+    loss_chunks: Parts of the sequence whose logits are held one after another in training.
   """
 
   def __init__(
@@ -37,8 +42,10 @@ class Decoder(Module):
     positions: Callable[[int], PositionEmbedding] | None = None,
     dropout: Callable[[], Dropout] | None = None,
     head: Callable[..., Linear] | None = None,
+    loss_chunks: int = 4,
   ):
     """Without `head` the embedding's table also projects to logits."""
+    self.loss_chunks = loss_chunks
     self.vocab_size = vocab_size
     self.embedding = embedding(vocab_size, dim)
     self.positions = None if positions is None else positions(dim)
@@ -47,8 +54,8 @@ class Decoder(Module):
     self.norm = norm(dim)
     self.head = None if head is None else head({"model": dim}, {"vocab": vocab_size})
 
-  def __call__(self, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
-    """Returns (logits_BTV in the compute dtype, what the layers report)."""
+  def hidden(self, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
+    """Returns (x_BTD before the output projection, what the layers report)."""
     x_BTD = self.embedding(tokens_BT)
     if self.positions is not None:
       x_BTD += self.positions(tokens_BT.shape[1], context.positions_BT)
@@ -56,16 +63,46 @@ class Decoder(Module):
     if self.dropout is not None:
       x_BTD = self.dropout(x_BTD, context.fold(0))
     x_BTD, aux = self.stack(x_BTD, context.fold(1))
-    x_BTD = self.norm(x_BTD)
-    logits_BTV = self.embedding.attend(x_BTD) if self.head is None else self.head(x_BTD)
-    return mesh.constrain(logits_BTV, "batch", "time", "vocab"), aux
+    return self.norm(x_BTD), aux
+
+  def __call__(self, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
+    """Returns (logits_BTV in the compute dtype, what the layers report)."""
+    x_BTD, aux = self.hidden(tokens_BT, context)
+    head = self.head or self.embedding.attend
+    return mesh.constrain(head(x_BTD), "batch", "time", "vocab"), aux
+
+  def loss(self, batch: Batch, context: Context) -> tuple[jax.Array, Aux]:
+    """Returns (the weighted sum of cross-entropies in nats, what the layers report).
+
+    The logits never exist as a whole: they are made, and turned into gradients, a part of the
+    sequence at a time.
+    """
+    x_BTD, aux = self.hidden(batch["inputs"], context)
+    graph, weights = nnx.split(self.embedding if self.head is None else self.head)
+
+    def chunk_loss(weights, x_BTD, constants):
+      head = nnx.merge(graph, weights)
+      logits_BTV = head.attend(x_BTD) if self.head is None else head(x_BTD)
+      logits_BTV = mesh.constrain(logits_BTV, "batch", "time", "vocab")
+      targets_BT, weights_BT = constants
+      return (cross_entropy(logits_BTV, targets_BT) * weights_BT).sum()
+
+    num_chunks = math.gcd(x_BTD.shape[1], self.loss_chunks)
+
+    def split(x: jax.Array) -> jax.Array:
+      return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, -1, *x.shape[2:]), 1, 0)
+
+    chunks = jax.tree.map(split, (x_BTD, (batch["targets"], batch["weights"])))
+    return sum_over_chunks(chunk_loss, weights, *chunks), aux
 
 
-def forward(
-  definition: Definition, params: Params, batch: Batch, dropout: jax.Array | None = None
-) -> tuple[jax.Array, Aux]:
-  """Returns (logits_BTV, what the layers report) of a batch."""
-  context = Context(
+def context_of(batch: Batch, dropout: jax.Array | None = None) -> Context:
+  """Returns what layers may need to know of a batch."""
+  return Context(
     segments_BT=batch.get("segments"), positions_BT=batch.get("positions"), dropout=dropout
   )
-  return definition.bind(params)(batch["inputs"], context)
+
+
+def forward(definition: Definition, params: Params, batch: Batch) -> tuple[jax.Array, Aux]:
+  """Returns (logits_BTV, what the layers report) of a batch."""
+  return definition.bind(params)(batch["inputs"], context_of(batch))

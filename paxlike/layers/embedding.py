@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.layers import module
+from paxlike.layers.linear import matmul
 
 
 class Embedding(module.Module):
@@ -26,7 +27,7 @@ class Embedding(module.Module):
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits [..., V] for x [..., D]."""
-    return x.astype(self.dtype) @ self.table[...].astype(self.dtype).T
+    return matmul(x.astype(self.dtype), self.table[...].astype(self.dtype).T)
 
 
 class PositionEmbedding(module.Module):

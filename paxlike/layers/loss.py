@@ -1,29 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses over a vocabulary, in float32 whatever the logits are."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 
-@jax.custom_vjp
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
   """Returns -log softmax(logits)[targets] in nats, float32 [...], for logits [..., V]."""
-  return _forward(logits, targets)[0]
-
-
-def _forward(logits, targets):
-  logits32 = logits.astype(jnp.float32)
-  normalizer = jax.nn.logsumexp(logits32, axis=-1)
   chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-  return normalizer - chosen.astype(jnp.float32), (logits, targets, normalizer)
+  # Not by log_softmax, whose gradient writes several arrays as large as the logits.
+  normalizer = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+  return normalizer - chosen.astype(jnp.float32)
 
 
-def _backward(residuals, gradient):
-  # By hand, so that the gradient is one elementwise pass and no scatter.
-  logits, targets, normalizer = residuals
-  probabilities = jnp.exp(logits.astype(jnp.float32) - normalizer[..., None])
-  chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
-  return ((probabilities - chosen) * gradient[..., None]).astype(logits.dtype), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sum_over_chunks(
+  loss: Callable[[Any, Any, Any], jax.Array], weights: Any, x: jax.Array, constants: Any
+) -> jax.Array:
+  """Returns the sum of loss(weights, x[i], constants[i]) over the leading dim.
+
+  The gradient of each chunk is formed together with its loss, so that nothing as large as a chunk's
+  logits outlives it, and no logits are computed twice.
+
+  Args:
+    loss: Returns a float32 scalar.
+    weights: A pytree; differentiated.
+    x: [chunks, ...]; differentiated.
+    constants: A pytree of [chunks, ...].
+  """
+
+  def add(total, chunk):
+    return total + loss(weights, *chunk), None
+
+  return jax.lax.scan(add, jnp.zeros(()), (x, constants))[0]
 
 
-cross_entropy.defvjp(_forward, _backward)
+def _chunks_forward(loss, weights, x, constants):
+  def add(carry, chunk):
+    total, gradient = carry
+    x, constants = chunk
+    value, (dw, dx) = jax.value_and_grad(loss, (0, 1))(weights, x, constants)
+    gradient = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradient, dw)
+    return (total + value, gradient), dx
+
+  zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+  (total, dw), dx = jax.lax.scan(add, (jnp.zeros(()), zeros), (x, constants))
+  dw = jax.tree.map(lambda g, w: g.astype(w.dtype), dw, weights)
+  return total, (dw, dx)
+
+
+def _chunks_backward(loss, gradients, cotangent):
+  del loss
+  dw, dx = jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients)
+  return dw, dx, None
+
+
+sum_over_chunks.defvjp(_chunks_forward, _chunks_backward)

@@ -108,7 +108,7 @@ def _stacked(block: Block, repeats: int) -> Block:
   for _, param in nnx.to_flat_state(nnx.state(block)):
     shape = param.get_value()
     param.set_value(jax.ShapeDtypeStruct((repeats, *shape.shape), shape.dtype))
-    param.dims = ("layer", *param.dims)
+    param.set_metadata("dims", ("layer", *param.dims))
   return block
 
 
