@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: saved asynchronously and whole or not at all, restored onto any mesh and layout.
 
-A training state is saved as a flat dict of arrays under dotted names. `checkpoint_00000100` holds 100
-completed updates: `state`, `metadata` (the names, shapes and dtypes; the layout) and `train_input`
-(the position in the data).
+A training state is saved as a flat dict of arrays under dotted names. `checkpoint_00000100` holds
+100 completed updates: `state`, `metadata` (the names, shapes and dtypes; the layout) and
+`train_input` (the position in the data).
 """
 
 import dataclasses
@@ -221,7 +221,9 @@ class Checkpoints:
         reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
         print(f"paxlike: {self.path(step)} is damaged ({reason})", file=sys.stderr)
     if steps:
-      raise UserError(f"no checkpoint in {self._directory} can be read; move it away to start anew.")
+      raise UserError(
+        f"no checkpoint in {self._directory} can be read; move it away to start anew."
+      )
     return None
 
   def _read_json(self, step: int, item: str) -> dict[str, Any]:

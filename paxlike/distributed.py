@@ -10,7 +10,7 @@ def initialize(address: str | None, num_processes: int | None, index: int | None
   """Joins the other processes; what is None is found out from the cluster (Slurm, Open MPI).
 
   Raises:
-    UserError: Neither the arguments nor the environment say who the others are, or they do not come.
+    UserError: Neither arguments nor environment say who the others are, or they do not come.
   """
   try:
     jax.distributed.initialize(address, num_processes, index)

@@ -51,7 +51,12 @@ class Evaluator:
   """Computes the metrics of one eval set, with one compiled program for all its passes."""
 
   def __init__(
-    self, definition: Definition, eval_set: EvalSet, *, put: Callable[[dict], Batch], batch_size: int
+    self,
+    definition: Definition,
+    eval_set: EvalSet,
+    *,
+    put: Callable[[dict], Batch],
+    batch_size: int,
   ):
     """`put` brings a host's rows of a batch of `batch_size` onto the devices."""
     self._eval_set = eval_set

@@ -53,7 +53,9 @@ class Experiment(Knobs):
     "linear_rampup_cosine_decay", "linear_rampup_exponential_decay", "constant"
   ] = "linear_rampup_cosine_decay"
   LR_COS_WARMUP: int = 4000  #: Steps of the cosine schedule's linear rise.
-  LR_COS_DECAY_START: int | None = None  #: Step at which it starts to fall. None: LR_COS_WARMUP + 1.
+  LR_COS_DECAY_START: int | None = (
+    None  #: Step at which it starts to fall. None: LR_COS_WARMUP + 1.
+  )
   LR_COS_DECAY_END: int | None = None  #: Step from which it is constant. None: MAX_STEPS.
   LR_COS_MIN_RATIO: float = 0.1  #: Its last value as a share of the peak.
   LR_LRED_WARMUP: int = 4000  #: The same of the exponential schedule.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits of a whole graph, by type and by role, never by path.
 
-Each takes the root graph and changes it in place; `--fiddler=precision(dtype="float32")` applies one
-from the command line. Experiments apply theirs in a fixed order: precision, remat, stack.
+Each takes the root graph and changes it in place; `--fiddler=precision(dtype="float32")` applies
+one from the command line. Experiments apply theirs in a fixed order: precision, remat, stack.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,9 @@ def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
   """Sets what the backward pass of a block finds saved: a name of `layers.Remat`."""
   if policy not in layers.Remat.__members__:
     hint = did_you_mean(policy, layers.Remat.__members__)
-    raise UserError(f"no remat policy {policy}.{hint or f' One of {list(layers.Remat.__members__)}.'}")
+    raise UserError(
+      f"no remat policy {policy}.{hint or f' One of {list(layers.Remat.__members__)}.'}"
+    )
   for node in select(graph, layers.Stack):
     node.remat = layers.Remat[policy]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling text from a model, in its plainest form: each token is one pass over the whole window."""
+"""Sampling text from a model, in the plainest form: a pass over the whole window for each token."""
 
 from typing import Any
 

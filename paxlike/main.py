@@ -19,7 +19,7 @@ def run():
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs a command line. Returns the exit status: 0, 1 if the run failed, 2 for a user's mistake."""
+  """Runs a command line. Returns the exit status: 1 if the run failed, 2 for a user's mistake."""
   try:
     options = flags.parse(argv)
     if options.help:
@@ -93,9 +93,7 @@ def _graph(options: flags.Options, experiment: "Experiment | None") -> Any:
 
   if experiment is None:
     assert options.fdl_config_file is not None
-    graph = config_file.read(
-      options.fdl_config_file, allow_modules=options.fdl_allow_modules
-    )
+    graph = config_file.read(options.fdl_config_file, allow_modules=options.fdl_allow_modules)
   else:
     graph = experiment.trainer()
     for name in experiment.unread():

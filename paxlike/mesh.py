@@ -9,11 +9,12 @@ size along an axis is their product.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paxlike.errors import UserError, did_you_mean
 
@@ -36,6 +37,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 MeshShape = Sequence[int] | Mapping[str, int]
 Dims = tuple[str | None, ...]
+Device = Any  # jax.Device, which type checkers take for a variable.
 
 
 def axis_sizes(shape: MeshShape, knob: str) -> dict[str, int]:
@@ -48,7 +50,7 @@ def axis_sizes(shape: MeshShape, knob: str) -> dict[str, int]:
       positive nor the -1 that fills an axis with the remaining devices.
   """
   if isinstance(shape, Mapping):
-    named = dict(shape)
+    named: dict[str, int] = dict(shape)
   elif len(shape) == 3:
     named = dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
   elif len(shape) == 4:
@@ -116,7 +118,7 @@ class MeshSpec:
       " --fdl.ICI_MESH_SHAPE=[-1,1,1] fills an axis with whatever is here."
     )
 
-  def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  def build(self, devices: Sequence[Device] | None = None) -> Mesh:
     """Returns the mesh over `devices` (all of them by default), ICI neighbours kept together.
 
     Raises:
@@ -133,7 +135,7 @@ class MeshSpec:
 
 
 def _hybrid_grid(
-  inner: tuple[int, ...], outer: tuple[int, ...], devices: list[jax.Device]
+  inner: tuple[int, ...], outer: tuple[int, ...], devices: list[Device]
 ) -> np.ndarray:
   slices = {getattr(device, "slice_index", None) for device in devices}
   by_process = len(slices) == 1
@@ -150,7 +152,9 @@ def _hybrid_grid(
   # Fake CPU devices have no network: consecutive ones stand for a slice.
   grid = np.array(devices).reshape(outer + inner)
   rank = len(AXES)
-  interleaved = [axis for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for axis in pair]
+  interleaved = [
+    axis for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for axis in pair
+  ]
   return grid.transpose(interleaved).reshape([o * i for o, i in zip(outer, inner, strict=True)])
 
 
@@ -173,7 +177,7 @@ def partition(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Par
   return PartitionSpec(*entries)
 
 
-def sharding(mesh: Mesh, dims: Dims, shape: Sequence[int]) -> NamedSharding:
+def sharding(mesh: Mesh | AbstractMesh, dims: Dims, shape: Sequence[int]) -> NamedSharding:
   """Returns where a tensor with these dims lives on `mesh`."""
   return NamedSharding(mesh, partition(dims, shape, mesh.shape))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 # Completed updates -> learning rate.
-Schedule = Callable[[jax.Array], jax.Array]
+Schedule = optax.Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def linear_rampup_exponential_decay(
   """From 0 to `peak` over `warmup` steps, then geometrically down to `min_ratio * peak`."""
   num_steps = max(decay_end - decay_start, 1)
 
-  def decay(count: jax.Array) -> jax.Array:
+  def decay(count: jax.typing.ArrayLike) -> jax.Array:
     return peak * jnp.exp(math.log(min_ratio) * jnp.minimum(count / num_steps, 1.0))
 
   return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=decay_start)

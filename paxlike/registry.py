@@ -64,8 +64,12 @@ def _import(path: str) -> type[Experiment]:
     raise UserError(f"--fdl_config={path}: importing {module_name} failed: {error}.") from error
   found = getattr(module, class_name, None)
   if found is None:
-    classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Experiment)]
-    hint = did_you_mean(class_name, classes) or f" It has: {', '.join(classes) or 'no experiments'}."
+    classes = [
+      n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Experiment)
+    ]
+    hint = (
+      did_you_mean(class_name, classes) or f" It has: {', '.join(classes) or 'no experiments'}."
+    )
     raise UserError(f"--fdl_config={path}: {module_name} has no {class_name}.{hint}")
   if not (isinstance(found, type) and issubclass(found, Experiment)):
     raise UserError(f"--fdl_config={path} is no subclass of paxlike.experiment.Experiment.")

@@ -35,7 +35,8 @@ def knob_help(cls: type[Experiment]) -> str:
     lines += [
       f"  --fdl.{name}={default}",
       f"      {knob.doc}",
-      f"      {knob.type_name}; declared in {knob.declared_in.__name__}, set in {knob.set_in.__name__}",
+      f"      {knob.type_name}; declared in {knob.declared_in.__name__},"
+      f" set in {knob.set_in.__name__}",
     ]
   return "\n".join(lines)
 
@@ -61,7 +62,7 @@ def _knobs(experiment: Experiment) -> str:
       (
         name,
         "(unset)" if setting.value is UNSET else spell(setting.value),
-        knob.type_name,
+        "choice" if knob.type_name.startswith("Literal") else knob.type_name,
         "(unset)" if declared is UNSET else spell(declared),
         knob.declared_in.__name__,
         setting.source,

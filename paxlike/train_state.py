@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from paxlike import mesh as mesh_lib
 from paxlike.layers import module
-from paxlike.layers.module import Definition, Params, WeightSpec
+from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.optimizers import Optimizer
 
@@ -39,12 +39,12 @@ class TrainState:
   skipped: jax.Array
 
 
-def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | None) -> TrainState:
-  """Returns the state as shapes and dtypes, with shardings if there is a mesh."""
-  params = {
+def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | AbstractMesh) -> Any:
+  """Returns a TrainState of shapes, dtypes and shardings."""
+  params: Any = {
     name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in definition.weights.items()
   }
-  count = jax.ShapeDtypeStruct((), jnp.int32)
+  count: Any = jax.ShapeDtypeStruct((), jnp.int32)
   state = TrainState(
     step=count,
     params=params,
@@ -53,8 +53,6 @@ def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | None) ->
     opt_state=jax.eval_shape(optimizer.transform.init, params),
     skipped=count,
   )
-  if mesh is None:
-    return state
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     # The optimizer's moments are dicts with the parameters' names, and live where those live.
@@ -108,7 +106,7 @@ def init_params(definition: Definition, mesh: Mesh, *, seed: int) -> Params:
   return params
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _drawer(init: Any, shape: tuple[int, ...], fan_in: int, stacked: bool, where: NamedSharding):
   """Returns one compiled function for all weights that are drawn alike."""
   function, keywords = init
@@ -128,8 +126,3 @@ def _hashable(init: module.Initializer) -> tuple[Any, tuple[tuple[str, Any], ...
   if isinstance(init, functools.partial) and not init.args:
     return init.func, tuple(sorted(init.keywords.items()))
   return init, ()
-
-
-def num_bytes(spec: WeightSpec | jax.ShapeDtypeStruct) -> int:
-  """Returns the size of an array."""
-  return int(jnp.dtype(spec.dtype).itemsize) * functools.reduce(lambda a, b: a * b, spec.shape, 1)

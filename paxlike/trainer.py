@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run: restore or initialise, the loop, and the cadence of logs, evaluations and checkpoints."""
+"""The run: restore or initialise, the loop, and when to log, evaluate and save."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from paxlike import flops, generate, mesh, train_state
+from paxlike import flops, generate, memory, mesh, train_state
 from paxlike.checkpoint import Checkpoints, flatten, unflatten
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import EvalSet, Evaluator
@@ -127,13 +127,16 @@ class Trainer:
       state, data_state = self._restore_or_create(saved, journal)
       start = int(state.step)
       journal.start(self._summary, files, step=start, num_steps=self.num_steps)
-      train_step = self._compiled_step()
+      train_step = None
       evaluators = self._evaluators()
       meter = Meter()
       with self._batches(data_state) as batches:
         for step in range(start, self.num_steps):
           batch = next(batches)
-          state, metrics = train_step(state, self._put(batch.arrays))
+          arrays = self._put(batch.arrays)
+          if train_step is None:
+            train_step = self._compile(state, arrays, journal)
+          state, metrics = train_step(state, arrays)
           for reading in meter.add(step, metrics):
             self._log(reading, journal)
 
@@ -226,7 +229,7 @@ class Trainer:
       if jax.process_count() == 1:
         return jax.device_put(array, where)
 
-      def part(index: tuple[slice, ...]) -> np.ndarray:
+      def part(index: Any) -> np.ndarray:
         wanted = np.arange(self.batch_size)[index[0]]
         return array[np.searchsorted(self._rows, wanted)][(slice(None), *index[1:])]
 
@@ -271,11 +274,15 @@ class Trainer:
     journal.status("finished" if step == self.num_steps else "stopped", step)
     journal.close()
 
-  def _compiled_step(self) -> TrainStep:
+  def _compile(self, state: TrainState, batch: Batch, journal: Journal) -> TrainStep:
     step = make_train_step(
       self.definition, self.optimizer, seed=self.seed, num_microbatches=self.accumulation_steps
     )
-    return jax.jit(step, donate_argnums=0)
+    began = time.perf_counter()
+    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
+    memory.return_freed_heap()
+    return compiled
 
   def _batches(self, state: dict[str, Any] | None) -> Any:
     return self.train_data.batches(self.batch_size, rows=self._rows, state=state)

@@ -2,6 +2,7 @@
 """A small model, and a batch for it, that tests of several files train."""
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from paxlike import layers, optimizers
 SEQ_LEN, VOCAB = 16, 96
 
 
-def tiny(*, scan: bool = False, num_layers: int = 2, dropout: float = 0.0, dtype=np.float32, **stack) -> layers.Definition:
+def tiny(
+  *, scan: bool = False, num_layers: int = 2, dropout: float = 0.0, dtype=np.float32, **stack
+) -> layers.Definition:
   """Returns a GPT of `num_layers` layers, width 32, 4 heads."""
   init = functools.partial(layers.gaussian, std=0.1)
 
@@ -39,9 +42,7 @@ def tiny(*, scan: bool = False, num_layers: int = 2, dropout: float = 0.0, dtype
     dim=32,
     embedding=functools.partial(layers.Embedding, init=init, dtype=dtype),
     positions=functools.partial(layers.PositionEmbedding, max_len=SEQ_LEN, init=init, dtype=dtype),
-    stack=functools.partial(
-      layers.Stack, pattern=[block], repeats=num_layers, scan=scan, **stack
-    ),
+    stack=functools.partial(layers.Stack, pattern=[block], repeats=num_layers, scan=scan, **stack),
     norm=norm,
   )
   return layers.Definition(model)
@@ -53,12 +54,12 @@ def adamw(peak: float = 1.0, **options) -> optimizers.Optimizer:
   Its epsilon is so large that an update is nearly in proportion to its gradient: with a small one,
   gradients that are zero but for rounding would count like any other.
   """
-  defaults = {"b1": 0.9, "b2": 0.95, "eps": 1.0, "weight_decay": 0.01, "clip_norm": 1.0}
+  defaults: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1.0, "weight_decay": 0.01, "clip_norm": 1.0}
   schedule = optimizers.constant(peak=peak)
   return optimizers.adamw(learning_rate=schedule, **(defaults | options))
 
 
-def batch(size: int = 8, *, packed: bool = False, seed: int = 0) -> dict[str, np.ndarray]:
+def batch(size: int = 8, *, packed: bool = False, seed: int = 0) -> dict[str, Any]:
   """Returns random tokens, some without weight."""
   random = np.random.default_rng(seed)
   tokens = random.integers(0, VOCAB, (size, SEQ_LEN + 1)).astype(np.int32)
@@ -71,5 +72,3 @@ def batch(size: int = 8, *, packed: bool = False, seed: int = 0) -> dict[str, np
     first = np.maximum.accumulate(np.where(starts, index, 0), 1)
     arrays |= {"segments": segments.astype(np.int32), "positions": (index - first).astype(np.int32)}
   return arrays
-
-

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 class Dataset(abc.ABC):
-  """Rows of `seq_len` tokens, each found by (epoch, number).
+  """A source of batches of rows of `seq_len` tokens.
 
   Attributes:
     seq_len: T.
@@ -52,14 +52,6 @@ class Dataset(abc.ABC):
   @abc.abstractmethod
   def fingerprint(self) -> str:
     """Returns a text that is another for data of other content or order."""
-
-  @abc.abstractmethod
-  def num_rows(self, epoch: int) -> int:
-    """Returns the number of rows of an epoch."""
-
-  @abc.abstractmethod
-  def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
-    """Returns the rows of these numbers, int64 [n] in [0, num_rows), as arrays [n, T]."""
 
   def batches(
     self,
@@ -92,15 +84,31 @@ class Dataset(abc.ABC):
         " weights into a new --job_log_dir."
       )
     epoch, position = (state["epoch"], state["position"]) if state else (0, 0)
-    if not repeat and self.num_rows(epoch) == 0:
-      raise UserError("the evaluation data are shorter than one row.")
-    if repeat and self.num_rows(epoch) == 0:
-      raise UserError("the training data are shorter than one row of MAX_SEQ_LEN tokens.")
     return Batches(self._generate(batch_size, rows, epoch, position, repeat), prefetch=prefetch)
+
+  @abc.abstractmethod
+  def _generate(
+    self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
+  ) -> Iterator[Batch]:
+    """Yields what `batches` promises, from row `position` of `epoch` on."""
+
+
+class RowDataset(Dataset):
+  """Rows that are found by (epoch, number), each without those before it."""
+
+  @abc.abstractmethod
+  def num_rows(self, epoch: int) -> int:
+    """Returns the number of rows of an epoch."""
+
+  @abc.abstractmethod
+  def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
+    """Returns the rows of these numbers, int64 [n] in [0, num_rows), as arrays [n, T]."""
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
   ) -> Iterator[Batch]:
+    if self.num_rows(epoch) == 0:
+      raise UserError("the data are shorter than one row of MAX_SEQ_LEN tokens.")
     fingerprint = self.fingerprint()
     while repeat or position < self.num_rows(epoch):
       numbers = position + rows

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paxlike.data.dataset import Arrays, Dataset
+from paxlike.data.dataset import Arrays, RowDataset
 from paxlike.data.token_index import TokenIndex
 
 
@@ -32,7 +32,7 @@ class _Plan(NamedTuple):
   rows: np.ndarray
 
 
-class PackedRows(Dataset):
+class PackedRows(RowDataset):
   """Rows cut from the documents of a token index, which a subclass gives.
 
   Every token but the stream's first is the target of one row; the last row is filled up without

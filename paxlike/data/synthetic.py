@@ -3,12 +3,12 @@
 
 import numpy as np
 
-from paxlike.data.dataset import Arrays, Dataset
+from paxlike.data.dataset import Arrays, RowDataset
 
 _ENDLESS = 2**40
 
 
-class RandomTokens(Dataset):
+class RandomTokens(RowDataset):
   """Uniform random ids: nothing to learn, and no embedding row or page is favoured."""
 
   def __init__(self, *, seq_len: int, vocab_size: int, seed: int):
@@ -31,7 +31,7 @@ class RandomTokens(Dataset):
     return _from_tokens(tokens)
 
 
-class ConstantTokens(Dataset):
+class ConstantTokens(RowDataset):
   """Id 1 everywhere, as Pax's synthetic data: a model learns it at once, and its loss is 0."""
 
   def __init__(self, *, seq_len: int):

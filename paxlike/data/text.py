@@ -131,6 +131,7 @@ def read(name: str, field: str) -> Iterator[str]:
 
   Raises:
     UserError: A line is no JSON or lacks the field, or a column is missing.
+    OSError, UnicodeDecodeError: It cannot be read, is cut short, or is no UTF-8.
   """
   if name.endswith(".txt"):
     with open(name, encoding="utf-8", newline="") as file:

@@ -96,14 +96,23 @@ def cached(
   """
   digest = hashlib.sha256(f"{key} {vocab_size}".encode("utf-8", "surrogatepass")).hexdigest()
   folder = cache_folder() / "tokens" / digest[:24]
-  dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
   with built_once(folder) as building:
     if building is not None:
-      _write(building, documents(), dtype)
-  return _read(folder, dtype)
+      write(building, documents(), vocab_size=vocab_size)
+  return read(folder, vocab_size=vocab_size)
 
 
-def _read(folder: pathlib.Path, dtype: type[np.unsignedinteger]) -> TokenIndex:
+def _dtype(vocab_size: int) -> type[np.unsignedinteger]:
+  return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+def read(folder: pathlib.Path, *, vocab_size: int) -> TokenIndex:
+  """Returns the index that `write` put into `folder`.
+
+  Raises:
+    UserError: It is damaged.
+  """
+  dtype = _dtype(vocab_size)
   try:
     offsets = np.load(folder / "offsets.npy")
     size = (folder / "tokens").stat().st_size
@@ -116,7 +125,13 @@ def _read(folder: pathlib.Path, dtype: type[np.unsignedinteger]) -> TokenIndex:
     raise UserError(f"the cached tokens cannot be read ({error}): remove {folder}.") from error
 
 
-def _write(folder: pathlib.Path, documents: Iterable[np.ndarray], dtype: type[np.unsignedinteger]):
+def write(folder: pathlib.Path, documents: Iterable[np.ndarray], *, vocab_size: int):
+  """Writes documents of ids below `vocab_size` as an index.
+
+  Raises:
+    UserError: The folder cannot be written.
+  """
+  dtype = _dtype(vocab_size)
   offsets = [0]
   with _writing(folder.parent), open(folder / "tokens", "wb") as flat:
     for ids in documents:

@@ -124,7 +124,7 @@ class Text126M(datasets.LocalText, Gpt126M):
 
 
 @register
-class Gpt3_52k(datasets.Synthetic, Gpt):  # noqa: N801 - the name it is known by.
+class Gpt3_52k(datasets.Synthetic, Gpt):
   """MaxText's gpt3-52k: one layer, to try things on. 52,160 parameters."""
 
   VOCAB_SIZE = 1024

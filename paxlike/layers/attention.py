@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention (Vaswani et al., 2017), with grouped keys and values (Ainslie et al., 2023)."""
+"""Multi-head attention (Vaswani et al., 2017), keys and values grouped (Ainslie et al., 2023)."""
 
 import math
 from collections.abc import Callable

@@ -19,7 +19,7 @@ from paxlike.layers.loss import cross_entropy, sum_over_chunks
 from paxlike.layers.module import Definition, Module, Params
 from paxlike.layers.stack import Stack
 
-# int32 `inputs` and `targets`, float32 `weights`, and if packed int32 `segments`, `positions`: [B, T].
+# [B, T]: int32 `inputs` and `targets`, float32 `weights`; if packed int32 `segments`, `positions`.
 Batch = dict[str, jax.Array]
 
 
@@ -68,8 +68,7 @@ class Decoder(Module):
   def __call__(self, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
     """Returns (logits_BTV in the compute dtype, what the layers report)."""
     x_BTD, aux = self.hidden(tokens_BT, context)
-    head = self.head or self.embedding.attend
-    return mesh.constrain(head(x_BTD), "batch", "time", "vocab"), aux
+    return _logits(self.embedding if self.head is None else self.head, x_BTD), aux
 
   def loss(self, batch: Batch, context: Context) -> tuple[jax.Array, Aux]:
     """Returns (the weighted sum of cross-entropies in nats, what the layers report).
@@ -81,9 +80,7 @@ class Decoder(Module):
     graph, weights = nnx.split(self.embedding if self.head is None else self.head)
 
     def chunk_loss(weights, x_BTD, constants):
-      head = nnx.merge(graph, weights)
-      logits_BTV = head.attend(x_BTD) if self.head is None else head(x_BTD)
-      logits_BTV = mesh.constrain(logits_BTV, "batch", "time", "vocab")
+      logits_BTV = _logits(nnx.merge(graph, weights), x_BTD)
       targets_BT, weights_BT = constants
       return (cross_entropy(logits_BTV, targets_BT) * weights_BT).sum()
 
@@ -94,6 +91,11 @@ class Decoder(Module):
 
     chunks = jax.tree.map(split, (x_BTD, (batch["targets"], batch["weights"])))
     return sum_over_chunks(chunk_loss, weights, *chunks), aux
+
+
+def _logits(head: Embedding | Linear, x_BTD: jax.Array) -> jax.Array:
+  logits_BTV = head.attend(x_BTD) if isinstance(head, Embedding) else head(x_BTD)
+  return mesh.constrain(logits_BTV, "batch", "time", "vocab")
 
 
 def context_of(batch: Batch, dropout: jax.Array | None = None) -> Context:

@@ -33,13 +33,9 @@ class Embedding(module.Module):
 class PositionEmbedding(module.Module):
   """A learned vector for each of `max_len` positions."""
 
-  def __init__(
-    self, dim: int, *, max_len: int, init: module.Initializer, dtype: Any = jnp.float32
-  ):
+  def __init__(self, dim: int, *, max_len: int, init: module.Initializer, dtype: Any = jnp.float32):
     self.dtype = dtype
-    self.table = self.weight(
-      {"position": max_len, "model": dim}, init=init, compute_dtype=dtype
-    )
+    self.table = self.weight({"position": max_len, "model": dim}, init=init, compute_dtype=dtype)
 
   def __call__(self, num_tokens: int, positions_BT: jax.Array | None) -> jax.Array:
     """Returns [T, D] for positions counted from 0, or [B, T, D] for explicit ones."""

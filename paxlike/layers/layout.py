@@ -10,7 +10,9 @@ import dataclasses
 import re
 from typing import NamedTuple
 
-_NAME = re.compile(r"^(?P<head>.*?(?:^|\.)stack)\.(?P<part>layers|prologue|pattern|epilogue)\.(?P<index>\d+)\.")
+_NAME = re.compile(
+  r"^(?P<head>.*?(?:^|\.)stack)\.(?P<part>layers|prologue|pattern|epilogue)\.(?P<index>\d+)\."
+)
 
 
 class Location(NamedTuple):
@@ -47,7 +49,7 @@ class Layout:
     return Location(template, (index,), stacked=False)
 
   def place(self, template: str, layer: int) -> tuple[str, int | None]:
-    """Returns the name that holds `layer` of `template`, and its index in the leading dim if any."""
+    """Returns the name that holds `layer` of `template`, and its index in a leading dim if any."""
     if not self.scanned:
       return template.format(f"layers.{layer}"), None
     if layer < self.prologue:

@@ -36,9 +36,7 @@ class Linear(module.Module):
     self.w = self.weight(
       {**inputs, **outputs}, init=init, fan_in=tuple(inputs), compute_dtype=dtype
     )
-    self.b = (
-      self.weight(outputs, init=module.zeros, compute_dtype=dtype) if use_bias else None
-    )
+    self.b = self.weight(outputs, init=module.zeros, compute_dtype=dtype) if use_bias else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., *outputs] for x [..., *inputs]."""

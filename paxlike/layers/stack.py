@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from paxlike.layers.block import Aux, Block
@@ -98,7 +99,7 @@ class Stack(Module):
       first = self.layout.prologue + index * self.layout.pattern
       return self._run(nnx.merge(graph, weights), x_BTD, context, first=first)
 
-    indexes = jax.numpy.arange(self.layout.repeats)
+    indexes = jnp.arange(self.layout.repeats)
     x_BTD, aux = jax.lax.scan(repeat, x_BTD, (weights, indexes))
     return x_BTD, jax.tree.map(lambda values: values.sum(0), aux)
 
@@ -113,7 +114,8 @@ def _stacked(block: Block, repeats: int) -> Block:
 
 
 def _add(a: Aux, b: Aux) -> Aux:
-  return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
+  zero = jnp.zeros(())
+  return {name: a.get(name, zero) + b.get(name, zero) for name in {**a, **b}}
 
 
 def layout_of(module: Any) -> Layout:

@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from paxlike.data.dataset import Arrays, Batch, Batches, Dataset
+from paxlike.data.dataset import Arrays, Batch, Batches, RowDataset
 from paxlike.errors import UserError
 
 
-class Numbered(Dataset):
+class Numbered(RowDataset):
   """Rows that hold their epoch and number; epochs differ in length."""
 
   seq_len = 2
@@ -33,7 +33,7 @@ class Numbered(Dataset):
     return {"inputs": inputs, "targets": inputs + 1, "weights": weights}
 
 
-def take(dataset: Dataset, count: int, *args, **options) -> list[Batch]:
+def take(dataset: RowDataset, count: int, *args, **options) -> list[Batch]:
   with dataset.batches(*args, **options) as batches:
     return [next(batches) for _ in range(count)]
 

@@ -159,6 +159,13 @@ def test_changed_file_is_tokenized_again(tmp_path):
     after.batches(1, state=state)
 
 
+def test_added_file_is_tokenized_too(tmp_path):
+  folder = write(tmp_path / "data", "txt", ["0"])
+  assert documents(make(folder)) == ["0"]
+  write(folder, "txt", ["0", "1"])
+  assert documents(make(folder)) == ["0", "1"]
+
+
 def test_making_and_checking_write_nothing(tmp_path, cache):
   make(write(tmp_path, "jsonl", TEXTS)).check()
   assert not cache.exists()

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -23,10 +25,10 @@ def reference(q, k, v, scale, segments):
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("packed", [False, True])
 def test_kernel_equals_numpy(num_kv_heads, packed):
-  random = np.random.default_rng(0)
+  random: Any = np.random.default_rng(0)
   q = random.normal(size=(2, 7, 4, 8)).astype(np.float32)
   k, v = random.normal(size=(2, 2, 7, num_kv_heads, 8)).astype(np.float32)
-  segments = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2]], np.int32) if packed else None
+  segments: Any = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2]], np.int32) if packed else None
   got = attention_kernels.xla(q, k, v, scale=0.3, segments_BT=segments)
   np.testing.assert_allclose(got, reference(q, k, v, 0.3, segments), atol=1e-5)
 

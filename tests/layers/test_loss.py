@@ -17,10 +17,14 @@ def test_cross_entropy_and_its_gradient_equal_the_definition(dtype):
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -(jax.nn.one_hot(targets, 11) * log_probabilities).sum(-1)
 
-  np.testing.assert_allclose(cross_entropy(logits, targets), definition(logits), rtol=2e-5, atol=1e-5)
+  np.testing.assert_allclose(
+    cross_entropy(logits, targets), definition(logits), rtol=2e-5, atol=1e-5
+  )
   got = jax.grad(lambda x: (weights * cross_entropy(x, targets)).sum())(logits)
   expected = jax.grad(lambda x: (weights * definition(x)).sum())(logits)
   assert got.dtype == dtype
   np.testing.assert_allclose(
-    got.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-6 if dtype == jnp.float32 else 4e-3
+    got.astype(jnp.float32),
+    expected.astype(jnp.float32),
+    atol=1e-6 if dtype == jnp.float32 else 4e-3,
   )
