@@ -8,7 +8,7 @@ import resource
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 from etils import epath
@@ -165,9 +165,15 @@ class Journal:
       now |= {"host": socket.gethostname(), "pid": os.getpid()}
       run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
 
-  def close(self):
-    """Removes the progress bar."""
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *unused: object):
     self._console.close()
+    for board in self._boards.values():
+      board.close()
+    if self._jsonl is not None:
+      self._jsonl.close()
 
   def _record(self, part: str, record: dict[str, Any]):
     if not self._write_summaries:

@@ -110,7 +110,7 @@ def _run(options: flags.Options, graph: Any) -> int:
   import fiddle as fdl
   from etils import epath
 
-  from paxlike import config_file, run_folder
+  from paxlike import run_folder
   from paxlike.journal import Journal
 
   assert options.job_log_dir is not None
@@ -121,19 +121,26 @@ def _run(options: flags.Options, graph: Any) -> int:
     folder = epath.Path(options.job_log_dir)
     if not folder.exists():
       raise UserError(f"--job_log_dir={folder}: no such folder.")
-    journal = Journal(folder, write_summaries=options.enable_summary_writer)
-    if options.continuous:
+  else:
+    folder = run_folder.create(options.job_log_dir)
+  with Journal(folder, write_summaries=options.enable_summary_writer) as journal:
+    if options.mode == "eval" and options.continuous:
       trainer.follow(folder, journal)
-    else:
+    elif options.mode == "eval":
       trainer.evaluate(folder, journal, step=options.step)
-    return 0
-  folder = run_folder.create(options.job_log_dir)
-  journal = Journal(folder, write_summaries=options.enable_summary_writer)
-  files = {"config.json": config_file.dump(graph), "config.txt": config_file.describe(graph)}
-  if (folder / "config.json").exists():
-    _tell_changes(folder / "config.json", graph, journal)
-  stopped_by = trainer.train(folder, journal, files=files)
-  return 128 + stopped_by if stopped_by else 0
+    else:
+      if (folder / "config.json").exists():
+        _tell_changes(folder / "config.json", graph, journal)
+      stopped_by = trainer.train(folder, journal, files=_files(graph))
+      return 128 + stopped_by if stopped_by else 0
+  return 0
+
+
+def _files(graph: Any) -> dict[str, str]:
+  """Returns what a run's folder says of its configuration."""
+  from paxlike import config_file
+
+  return {"config.json": config_file.dump(graph), "config.txt": config_file.describe(graph)}
 
 
 def _tell_changes(path: Any, graph: Any, journal: Any):

@@ -32,7 +32,7 @@ class Meter:
   that between its completion and the completion of the step before.
   """
 
-  def __init__(self, depth: int = 2):
+  def __init__(self, *, depth: int):
     self._depth = depth
     self._pending: collections.deque[tuple[int, Any]] = collections.deque()
     self._last: float | None = None

@@ -39,6 +39,10 @@ class JsonlWriter:
     self._file.write(f"{json.dumps(clean)}\n")
     self._file.flush()
 
+  def close(self):
+    """Closes the file."""
+    self._file.close()
+
 
 class TensorBoardWriter:
   """Writes scalars under one folder of `summaries/`, which is made with the first of them."""
@@ -56,3 +60,8 @@ class TensorBoardWriter:
     for name, value in scalars.items():
       self._writer.add_scalar(name, value, step)
     self._writer.flush()
+
+  def close(self):
+    """Ends the thread that writes."""
+    if self._writer is not None:
+      self._writer.close()

@@ -129,7 +129,7 @@ class Trainer:
       journal.start(self._summary, files, step=start, num_steps=self.num_steps)
       train_step = None
       evaluators = self._evaluators()
-      meter = Meter()
+      meter = Meter(depth=self._steps_in_flight)
       with self._batches(data_state) as batches:
         for step in range(start, self.num_steps):
           batch = next(batches)
@@ -237,6 +237,13 @@ class Trainer:
 
     return {name: put(array) for name, array in arrays.items()}
 
+  @property
+  def _steps_in_flight(self) -> int:
+    # CPU devices share one pool of threads: of two steps that communicate, each can hold the
+    # threads that the other waits for.
+    devices = self.devices.devices
+    return 0 if devices.size > 1 and devices.flat[0].platform == "cpu" else 2
+
   @functools.cached_property
   def _rows(self) -> np.ndarray:
     """The rows of a global batch that this host's devices hold."""
@@ -272,7 +279,6 @@ class Trainer:
     if start < step == self.num_steps and self.sample_prompt is not None:
       journal.note(f"sample:\n{self._sample(state, self.sample_prompt)}")
     journal.status("finished" if step == self.num_steps else "stopped", step)
-    journal.close()
 
   def _compile(self, state: TrainState, batch: Batch, journal: Journal) -> TrainStep:
     step = make_train_step(

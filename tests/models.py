@@ -54,7 +54,13 @@ def adamw(peak: float = 1.0, **options) -> optimizers.Optimizer:
   Its epsilon is so large that an update is nearly in proportion to its gradient: with a small one,
   gradients that are zero but for rounding would count like any other.
   """
-  defaults: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1.0, "weight_decay": 0.01, "clip_norm": 1.0}
+  defaults: dict[str, Any] = {
+    "b1": 0.9,
+    "b2": 0.95,
+    "eps": 1.0,
+    "weight_decay": 0.01,
+    "clip_norm": 1.0,
+  }
   schedule = optimizers.constant(peak=peak)
   return optimizers.adamw(learning_rate=schedule, **(defaults | options))
 

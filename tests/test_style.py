@@ -21,7 +21,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 400, 80
 # a row with a file of another name is no business of that file.
 RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors"),
-  ("mesh", "distributed", "knob_types", "signals", "run_folder", "console"),
+  ("mesh", "distributed", "knob_types", "signals", "run_folder", "console", "memory"),
   ("layers", "data"),
   ("optimizers", "flops"),
   ("train_state", "metrics", "checkpoint", "profiling", "meter"),

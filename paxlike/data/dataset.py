@@ -84,7 +84,11 @@ class Dataset(abc.ABC):
         " weights into a new --job_log_dir."
       )
     epoch, position = (state["epoch"], state["position"]) if state else (0, 0)
+    self._check_not_empty()
     return Batches(self._generate(batch_size, rows, epoch, position, repeat), prefetch=prefetch)
+
+  def _check_not_empty(self):  # noqa: B027 - a stream cannot tell.
+    """Raises UserError if there is no row."""
 
   @abc.abstractmethod
   def _generate(
@@ -104,11 +108,13 @@ class RowDataset(Dataset):
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     """Returns the rows of these numbers, int64 [n] in [0, num_rows), as arrays [n, T]."""
 
+  def _check_not_empty(self):
+    if self.num_rows(0) == 0:
+      raise UserError("the data are shorter than one row of MAX_SEQ_LEN tokens.")
+
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
   ) -> Iterator[Batch]:
-    if self.num_rows(epoch) == 0:
-      raise UserError("the data are shorter than one row of MAX_SEQ_LEN tokens.")
     fingerprint = self.fingerprint()
     while repeat or position < self.num_rows(epoch):
       numbers = position + rows

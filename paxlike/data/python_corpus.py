@@ -41,12 +41,12 @@ def register() -> str:
   import seqio
 
   if NAME not in seqio.TaskRegistry.names():
-    folder = tfds_folder()
+    data: Any = seqio.TfdsDataSource(f"{NAME}:1.0.0", str(tfds_folder()), splits=_SPLITS)
     vocabulary = seqio.SentencePieceVocabulary(str(vocabulary_file()), extra_ids=0)
     report("tokenizing it through SeqIO")
     seqio.TaskRegistry.add(
       NAME,
-      source=seqio.TfdsDataSource(f"{NAME}:1.0.0", str(folder), splits=_SPLITS),
+      source=data,
       preprocessors=[
         functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
         seqio.preprocessors.tokenize,
@@ -148,8 +148,9 @@ def _train_vocabulary(path: pathlib.Path):
   import sentencepiece
   import tensorflow_datasets as tfds
 
-  builder = tfds.builder(f"{NAME}:1.0.0", data_dir=str(tfds_folder()))
-  texts = (example["text"].decode() for example in tfds.as_numpy(builder.as_dataset("train")))
+  builder: Any = tfds.builder(f"{NAME}:1.0.0", data_dir=str(tfds_folder()))
+  examples: Any = tfds.as_numpy(builder.as_dataset(split="train"))
+  texts = (example["text"].decode() for example in examples)
   lines = (line for text in texts for line in text.split("\n") if line)
   with open(path, "wb") as model:
     sentencepiece.SentencePieceTrainer.train(

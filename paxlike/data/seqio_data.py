@@ -49,8 +49,8 @@ class SeqIOTask(PackedRows):
     """Reads nothing yet.
 
     Args:
-      register: Adds the task to SeqIO's registry if it is not there, and returns its name. A function
-        of a module, since another process calls it.
+      register: Adds the task to SeqIO's registry if it is not there, and returns its name. A
+        function of a module, since another process calls it.
       task_split: The split of the task, such as "train".
       vocab_size: Ids that the model knows.
       feature: The feature that holds the ids.
@@ -168,7 +168,7 @@ def _task(name: str) -> Any:
 
 
 class SeqIOStream(Dataset):
-  """A SeqIO task streamed, and packed by SeqIO's own feature converter: for data too large to index.
+  """A SeqIO task streamed and packed by SeqIO's own feature converter: data too large to index.
 
   Its place in the data is a number of rows, which a restart reads again and drops.
   """
@@ -200,25 +200,27 @@ class SeqIOStream(Dataset):
   ) -> Iterator[Batch]:
     fingerprint = self.fingerprint()
     pending: list[Arrays] = []
-    for epoch, number, row in self._rows(epoch, position, repeat):
+    state: dict[str, Any] = {}
+    for at, number, row in self._converted_rows(epoch, position, repeat):
       pending.append(row)
+      state = {"epoch": at, "position": number + 1, "fingerprint": fingerprint}
       if len(pending) == batch_size:
-        state = {"epoch": epoch, "position": number + 1, "fingerprint": fingerprint}
         yield Batch(_stack([pending[i] for i in rows]), state)
         pending = []
     if pending:
       empty = {name: np.zeros_like(value) for name, value in pending[0].items()}
       pending += [empty] * (batch_size - len(pending))
-      state = {"epoch": epoch, "position": number + 1, "fingerprint": fingerprint}
       yield Batch(_stack([pending[i] for i in rows]), state)
 
-  def _rows(self, epoch: int, position: int, repeat: bool) -> Iterator[tuple[int, int, Arrays]]:
+  def _converted_rows(
+    self, epoch: int, position: int, repeat: bool
+  ) -> Iterator[tuple[int, int, Arrays]]:
     """Yields (epoch, number in it, row)."""
     import seqio
 
     name = self._register()
     task = _task(name)
-    lengths = {feature: self.seq_len for feature in task.output_features}
+    lengths = dict.fromkeys(task.output_features, self.seq_len)
     while True:
       dataset = seqio.get_dataset(
         name,

@@ -28,7 +28,9 @@ def test_kernel_equals_numpy(num_kv_heads, packed):
   random: Any = np.random.default_rng(0)
   q = random.normal(size=(2, 7, 4, 8)).astype(np.float32)
   k, v = random.normal(size=(2, 2, 7, num_kv_heads, 8)).astype(np.float32)
-  segments: Any = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2]], np.int32) if packed else None
+  segments: Any = (
+    np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2]], np.int32) if packed else None
+  )
   got = attention_kernels.xla(q, k, v, scale=0.3, segments_BT=segments)
   np.testing.assert_allclose(got, reference(q, k, v, 0.3, segments), atol=1e-5)
 

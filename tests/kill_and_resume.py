@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills a run at random moments, resumes it each time, and compares it with one left alone.
+
+    python tests/kill_and_resume.py [--kills=20] [--seed=0]
+
+The run saves a checkpoint every 5 steps. Ends with status 1 if a restart does not resume from the
+newest checkpoint, or if the loss of any step differs in any bit.
+"""
+
+import argparse
+import pathlib
+import random
+import sys
+import tempfile
+import time
+
+from program import TINY, curve, finish, start
+
+from paxlike.checkpoint import Checkpoints
+
+NUM_STEPS = 400
+
+
+def kill_and_resume(folder: pathlib.Path, *, kills: int, seed: int) -> list[str]:
+  """Returns what went wrong."""
+  flags = (*TINY, f"--fdl.MAX_STEPS={NUM_STEPS}", "--fdl.CHECKPOINT_EVERY_N_STEPS=5")
+  flags += ("--fdl.CHECKPOINT_MAX_TO_KEEP=3",)
+  began = time.monotonic()
+  status, _, err = finish(start(*flags, f"--job_log_dir={folder / 'alone'}"))
+  if status:
+    return [f"the run left alone failed: {err}"]
+  alive = time.monotonic() - began
+  rng = random.Random(seed)
+  wrong, killed = [], 0
+  for attempt in range(kills * 10):
+    newest = Checkpoints(folder / "killed" / "checkpoints", keep=None).latest()
+    process = start(*flags, f"--job_log_dir={folder / 'killed'}")
+    if killed < kills:
+      time.sleep(rng.uniform(0.2, 1.0) * alive)
+      process.kill()
+    status, out, err = finish(process)
+    killed += status == -9
+    resumed = f"resuming from checkpoint {newest}" in out
+    print(f"attempt {attempt}: status {status}, {killed} killed, newest before: {newest}")
+    if status not in (0, -9):
+      return [*wrong, f"attempt {attempt} failed: {err}"]
+    if newest is not None and out and not resumed:
+      wrong.append(f"attempt {attempt} did not resume from checkpoint {newest}: {out[:200]}")
+    if status == 0:
+      if killed >= kills:
+        break
+      # It was too quick for us: once more from the start.
+      (folder / "killed").rename(folder / f"done{attempt}")
+  if curve(folder / "killed") != curve(folder / "alone"):
+    wrong.append("the loss curves differ")
+  return wrong
+
+
+def main() -> int:
+  """Runs the comparison in a temporary folder."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--kills", type=int, default=20)
+  parser.add_argument("--seed", type=int, default=0)
+  options = parser.parse_args()
+  with tempfile.TemporaryDirectory() as folder:
+    wrong = kill_and_resume(pathlib.Path(folder), kills=options.kills, seed=options.seed)
+  print("\n".join(wrong) or f"{options.kills} kills: every loss of every step is the same")
+  return bool(wrong)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running the program on a model so small that nothing but compilation takes time."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from paxlike.main import main
+
+TINY = (
+  "--fdl_config=Gpt3_52k",
+  "--fdl.VOCAB_SIZE=64",
+  "--fdl.MAX_SEQ_LEN=16",
+  "--fdl.SUMMARY_INTERVAL_STEPS=1",
+  "--fdl.LR_COS_WARMUP=2",
+  "--fdl.LEARNING_RATE=1e-2",
+  "--fdl.FPROP_DTYPE=float32",
+)
+
+
+def run(*flags: str) -> int:
+  """Runs the program in this process, on its eight devices; returns the exit status."""
+  return main(["paxlike", *flags])
+
+
+def start(*flags: str, cwd: pathlib.Path | None = None, **options) -> subprocess.Popen:
+  """Starts the program in a process of its own, on one device."""
+  return subprocess.Popen(
+    [sys.executable, "-m", "paxlike.main", *flags],
+    cwd=cwd,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent.parent)},
+    **options,
+  )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+  """Waits for a process; returns its status, output and errors."""
+  out, err = process.communicate(timeout=300)
+  return process.returncode, out, err
+
+
+def curve(folder: pathlib.Path, kind: str = "train") -> list[tuple[int, float]]:
+  """Returns (updates, loss) of every record of a run."""
+  lines = (folder / "metrics.jsonl").read_text().splitlines()
+  records = [json.loads(line) for line in lines]
+  return [(r["updates"], r["loss"]) for r in records if r["kind"] == kind]

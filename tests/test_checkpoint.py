@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from models import adamw, batch, tiny
+
+from paxlike import train_state
+from paxlike.checkpoint import Checkpoints, flatten, unflatten
+from paxlike.errors import UserError
+from paxlike.layers.layout import Layout
+from paxlike.layers.stack import layout_of
+from paxlike.mesh import MeshSpec
+from paxlike.train_step import make_train_step
+
+FLAT = Layout(scanned=False, repeats=0)
+
+
+@pytest.fixture
+def saved(tmp_path):
+  with Checkpoints(tmp_path / "checkpoints", keep=3) as checkpoints:
+    yield checkpoints
+
+
+def arrays(seed=0):
+  random = np.random.default_rng(seed)
+  values = random.normal(size=(8, 4))
+  return {
+    "params.a.w": jnp.array(values, jnp.float32),
+    "params.b.w": jnp.array(values, jnp.bfloat16),
+    "extra.scale": jnp.array(values, jnp.float8_e4m3fn),
+    "extra.bits": jnp.array(random.integers(0, 2**32, 5), jnp.uint32),
+    "step": jnp.int32(7),
+  }
+
+
+def target_of(state, sharding=None):
+  sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for n, x in state.items()}
+
+
+def save(checkpoints, step, state=None, layout=FLAT):
+  checkpoints.save(step, state or arrays(), layout=layout, train_input={"position": step})
+  checkpoints.wait()
+
+
+def assert_bitwise(got, expected):
+  assert got.keys() == expected.keys()
+  for name, value in expected.items():
+    assert got[name].dtype == value.dtype, name
+    assert np.asarray(got[name]).tobytes() == np.asarray(value).tobytes(), name
+
+
+def test_what_is_saved_comes_back_bitwise(saved):
+  save(saved, 5)
+  restored = saved.restore(5, target_of(arrays()), layout=FLAT)
+  assert_bitwise(restored.state, arrays())
+  assert restored.train_input == {"position": 5}
+  assert saved.path(5).name == "checkpoint_00000005"
+  assert {p.name for p in saved.path(5).iterdir()} >= {"state", "metadata", "train_input"}
+
+
+def test_arrays_may_be_donated_right_after_save(saved):
+  state = {"w": jnp.arange(1_000_000, dtype=jnp.float32)}
+  overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+  saved.save(1, state, layout=FLAT, train_input={})
+  overwrite(state["w"]).block_until_ready()
+  saved.wait()
+  shapes = {"w": jax.ShapeDtypeStruct((1_000_000,), jnp.float32)}
+  restored = saved.restore(1, target_of(shapes), layout=FLAT)
+  np.testing.assert_array_equal(restored.state["w"], np.arange(1_000_000))
+
+
+def test_a_part_can_be_restored(saved):
+  save(saved, 1)
+  wanted = {"params.a.w": target_of(arrays())["params.a.w"]}
+  got = saved.restore(1, wanted, layout=FLAT, partial=True).state
+  assert_bitwise(got, {"params.a.w": arrays()["params.a.w"]})
+
+
+def test_another_experiment_is_refused_with_the_differences(saved):
+  save(saved, 1)
+  target = target_of(arrays())
+  del target["params.a.w"]
+  target["params.new.w"] = jax.ShapeDtypeStruct((2,), jnp.float32)
+  target["params.b.w"] = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+  target["extra.bits"] = jax.ShapeDtypeStruct((6,), jnp.uint32)
+  for restore in (
+    lambda: saved.restore(1, target, layout=FLAT),
+    lambda: saved.restore_latest_valid(target, layout=FLAT),
+  ):
+    with pytest.raises(UserError) as error:
+      restore()
+    lines = [line.strip() for line in str(error.value).splitlines()]
+    assert lines[0].endswith("checkpoint_00000001 is of another experiment:")
+    assert lines[1:] == [
+      "extra.bits: uint32[5] in the checkpoint, uint32[6] in this experiment",
+      "params.a.w: only in the checkpoint",
+      "params.b.w: bfloat16[8, 4] in the checkpoint, float32[8, 4] in this experiment",
+      "params.new.w: not in the checkpoint",
+    ]
+  assert saved.steps() == [1]
+
+
+def test_the_newest_are_kept(saved):
+  for step in range(1, 6):
+    save(saved, step)
+  assert saved.steps() == [3, 4, 5]
+  assert saved.latest() == 5
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "metadata"])
+def test_a_damaged_checkpoint_is_passed_over_and_kept(saved, capsys, damage):
+  save(saved, 1, arrays(1))
+  save(saved, 2, arrays(2))
+  folder = saved.path(2)
+  if damage == "metadata":
+    (folder / "metadata" / "metadata").write_text("{")
+  else:
+    files = [p for p in pathlib.Path(folder / "state").rglob("*") if p.is_file()]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    largest.unlink() if damage == "missing" else largest.write_bytes(largest.read_bytes()[:9])
+  step, restored = saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
+  assert step == 1
+  assert_bitwise(restored.state, arrays(1))
+  assert "checkpoint_00000002 is damaged" in capsys.readouterr().err
+  save(saved, 2, arrays(3))
+  again = saved.restore(2, target_of(arrays()), layout=FLAT)
+  assert_bitwise(again.state, arrays(3))
+  assert len(list(folder.parent.glob("damaged_checkpoint_00000002*"))) == 1
+
+
+def test_if_all_are_damaged_nothing_is_overwritten(saved):
+  save(saved, 1)
+  (saved.path(1) / "metadata" / "metadata").write_text("{")
+  with pytest.raises(UserError, match="no checkpoint in .* can be read"):
+    saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
+
+
+def test_a_save_that_was_killed_is_not_seen(tmp_path):
+  directory = tmp_path / "checkpoints"
+  with Checkpoints(directory, keep=3) as checkpoints:
+    save(checkpoints, 1)
+  # What Orbax leaves when it is killed on the way.
+  half = directory / "checkpoint_00000002.orbax-checkpoint-tmp-123"
+  half.mkdir()
+  (half / "state").mkdir()
+  with Checkpoints(directory, keep=3) as checkpoints:
+    assert checkpoints.steps() == [1]
+    save(checkpoints, 2)
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_flatten_names_every_leaf_and_unflatten_inverts():
+  definition = tiny()
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  state = train_state.abstract(definition, adamw(), mesh)
+  flat = flatten(state)
+  assert "params.stack.layers.1.attention.query.w" in flat
+  assert any(name.endswith("mu.stack.layers.1.attention.query.w") for name in flat)
+  assert jax.tree.structure(unflatten(state, flat)) == jax.tree.structure(state)
+  assert len(flat) == len(jax.tree.leaves(state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_restores_onto_another_mesh_and_layout(tmp_path, scan):
+  """A trained state, moments and all, moves from 8 devices to one and to the other layout."""
+  optimizer = adamw()
+
+  def trained(definition, mesh):
+    step = jax.jit(make_train_step(definition, optimizer, seed=0))
+    return step(train_state.create(definition, optimizer, mesh, seed=0), batch())[0]
+
+  first, second = tiny(scan=scan, num_layers=3), tiny(scan=not scan, num_layers=3)
+  eight = MeshSpec(ici=(2, 2, 2)).build()
+  with jax.set_mesh(eight), Checkpoints(tmp_path / "c", keep=None) as checkpoints:
+    state = trained(first, eight)
+    save(checkpoints, 1, flatten(state), layout_of(first.module))
+  one = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  target = train_state.abstract(second, optimizer, one)
+  with jax.set_mesh(one), Checkpoints(tmp_path / "c", keep=None) as checkpoints:
+    restored = checkpoints.restore(1, flatten(target), layout=layout_of(second.module)).state
+  assert all(value.sharding.mesh == one for value in restored.values())
+
+  def by_layer(flat, layout):
+    result = {}
+    for name, value in flat.items():
+      location = layout.locate(name)
+      for index, layer in enumerate(location.layers if location else (0,)):
+        stacked = location is not None and location.stacked
+        template = location.template if location else name
+        result[template, layer] = np.asarray(value[index] if stacked else value)
+    return result
+
+  got = by_layer(restored, layout_of(second.module))
+  expected = by_layer(flatten(state), layout_of(first.module))
+  assert_bitwise(got, expected)
+  where = NamedSharding(one, PartitionSpec())
+  assert all(value.sharding.is_equivalent_to(where, value.ndim) for value in restored.values())
