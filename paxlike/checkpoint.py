@@ -152,7 +152,7 @@ class Checkpoints:
       raise self._unwritable(error) from error
 
   def _unwritable(self, error: BaseException) -> UserError:
-    reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
+    reason = str(error).strip().splitlines()[0][:600] if str(error).strip() else repr(error)
     return UserError(
       f"a checkpoint could not be written in {self._directory}: {reason} Older checkpoints are"
       " intact. Make room there or set another --job_log_dir; the same command resumes the run."

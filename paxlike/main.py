@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program: flags -> experiment -> graph -> trainer -> the mode."""
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,14 @@ if TYPE_CHECKING:
 
 def run():
   """Entry point of the `paxlike` command."""
+  sys.unraisablehook = _report_unraisable
   sys.exit(main(sys.argv))
+
+
+def _report_unraisable(error: Any):
+  # When a write fails, TensorStore tells of the others to an event loop that is gone by then.
+  if str(error.exc_value) != "Event loop is closed":
+    sys.__unraisablehook__(error)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,6 +72,8 @@ def _dispatch(options: flags.Options) -> int:
 def _set_up_jax(options: flags.Options):
   # JAX and its libraries are imported here, after the flags have been found good.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  # Orbax logs each error that it also raises, with all its stack.
+  logging.getLogger("absl").setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
   import jax

@@ -196,24 +196,26 @@ def is_sharded(dim: str) -> bool:
   return not mesh.empty and any(mesh.shape[axis] > 1 for axis in RULES[dim])
 
 
-def global_batch_size(*, percore: float, num_devices: int, num_microbatches: int = 1) -> int:
+def global_batch_size(*, percore: float, num_devices: int, accumulation_steps: int = 1) -> int:
   """Returns the sequences of one optimizer step over all devices, whatever the mesh.
 
   Args:
     percore: PERCORE_BATCH_SIZE; a fraction leaves devices to share a sequence (tensor parallelism).
     num_devices: All devices of all processes.
-    num_microbatches: Equal parts that accumulation or pipelining splits the batch into.
+    accumulation_steps: Equal parts that the batch is computed in.
 
   Raises:
-    UserError: The product is not a whole number of microbatches.
+    UserError: The product does not divide into whole sequences.
   """
   batch = percore * num_devices
   size = round(batch)
   arithmetic = f"PERCORE_BATCH_SIZE={percore:g} x {num_devices} devices = {batch:g}"
   if size < 1 or abs(batch - size) > 1e-6:
     raise UserError(f"{arithmetic} is not a whole number of sequences.")
-  if size % num_microbatches:
-    raise UserError(f"{arithmetic} is not a multiple of NUM_MICROBATCHES={num_microbatches}.")
+  if size % accumulation_steps:
+    raise UserError(
+      f"{arithmetic} is not a multiple of GRADIENT_ACCUMULATION_STEPS={accumulation_steps}."
+    )
   return size
 
 

@@ -78,7 +78,7 @@ def _facts(trainer: Trainer) -> str:
   batch = mesh.global_batch_size(
     percore=trainer.percore_batch_size,
     num_devices=num_devices,
-    num_microbatches=trainer.accumulation_steps,
+    accumulation_steps=trainer.accumulation_steps,
   )
   seq_len = trainer.train_data.seq_len
   counted = flops.per_token(definition, seq_len)

@@ -101,7 +101,7 @@ class Trainer:
     return mesh.global_batch_size(
       percore=self.percore_batch_size,
       num_devices=self.devices.size,
-      num_microbatches=self.accumulation_steps,
+      accumulation_steps=self.accumulation_steps,
     )
 
   def train(self, folder: epath.Path, journal: Journal, *, files: Mapping[str, str]) -> int:

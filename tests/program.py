@@ -25,16 +25,22 @@ def run(*flags: str) -> int:
   return main(["paxlike", *flags])
 
 
-def start(*flags: str, cwd: pathlib.Path | None = None, **options) -> subprocess.Popen:
-  """Starts the program in a process of its own, on one device."""
+def start(
+  *flags: str, cwd: pathlib.Path | None = None, file_blocks: int | None = None
+) -> subprocess.Popen:
+  """Starts the program in a process of its own, on one device.
+
+  `file_blocks` is the size that no file may exceed, in blocks of the shell's `ulimit -f`.
+  """
+  limit = "" if file_blocks is None else f"ulimit -f {file_blocks}; "
+  command = [sys.executable, "-m", "paxlike.main", *flags]
   return subprocess.Popen(
-    [sys.executable, "-m", "paxlike.main", *flags],
+    ["bash", "-c", f'{limit}exec "$@"', "paxlike", *command],
     cwd=cwd,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
     env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent.parent)},
-    **options,
   )
 
 

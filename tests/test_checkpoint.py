@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(saved, capsys, damage):
 def test_if_all_are_damaged_nothing_is_overwritten(saved):
   save(saved, 1)
   (saved.path(1) / "metadata" / "metadata").write_text("{")
-  with pytest.raises(UserError, match="no checkpoint in .* can be read"):
+  with pytest.raises(UserError, match=r"no checkpoint in .* can be read"):
     saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
 
 

@@ -66,6 +66,6 @@ def test_batch_arithmetic():
   assert mesh.global_batch_size(percore=4, num_devices=8) == 32
   assert mesh.global_batch_size(percore=0.5, num_devices=8) == 4
   with pytest.raises(UserError, match=r"PERCORE_BATCH_SIZE=4 x 8 devices = 32 is not a multiple"):
-    mesh.global_batch_size(percore=4, num_devices=8, num_microbatches=5)
+    mesh.global_batch_size(percore=4, num_devices=8, accumulation_steps=5)
   with pytest.raises(UserError, match="not a whole number"):
     mesh.global_batch_size(percore=0.3, num_devices=8)

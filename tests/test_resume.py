@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that was stopped and resumed is the run that was never stopped."""
 
-import resource
 import signal
 import time
 
@@ -118,12 +117,8 @@ def test_a_signal_saves_and_ends_the_run(tmp_path, number):
 def test_a_full_disk_ends_in_one_line_and_spares_the_older_checkpoint(tmp_path):
   assert run(*flags(tmp_path, 2)) == 0
 
-  def no_room():
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
   more = ("--enable_summary_writer=false", "--fdl.CHECKPOINT_EVERY_N_STEPS=2")
-  status, _, err = finish(start(*flags(tmp_path, 6), *more, preexec_fn=no_room))
+  status, _, err = finish(start(*flags(tmp_path, 6), *more, file_blocks=20))
   lines = [line for line in err.splitlines() if line.startswith("paxlike:")]
   assert status == 2, err
   assert len(lines) == 1

@@ -125,7 +125,7 @@ class Text126M(datasets.LocalText, Gpt126M):
 
 @register
 class Gpt3_52k(datasets.Synthetic, Gpt):
-  """MaxText's gpt3-52k: one layer, to try things on. 52,160 parameters."""
+  """MaxText's gpt3-52k: one layer, to try things on. 52,464 parameters."""
 
   VOCAB_SIZE = 1024
   NUM_LAYERS = 1

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPT against its arithmetic written out in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from models import VOCAB, batch, tiny
+
+from paxlike import train_state
+from paxlike.layers.decoder import context_of, forward
+from paxlike.layers.loss import cross_entropy, sum_over_chunks
+from paxlike.mesh import MeshSpec
+
+
+def params_of(definition):
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  params = train_state.init_params(definition, mesh, seed=0)
+  # Biases and norms start at zero: make them count.
+  return {
+    name: value + 0.1 * jax.random.normal(jax.random.key(len(name)), value.shape)
+    for name, value in params.items()
+  }
+
+
+def reference(params, tokens):
+  p = {name: np.asarray(value, np.float64) for name, value in params.items()}
+
+  def norm(name, x):
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return x * (1 + p[f"{name}.scale"]) + p[f"{name}.bias"]
+
+  def linear(name, x, spec):
+    return np.einsum(spec, x, p[f"{name}.w"]) + p[f"{name}.b"]
+
+  def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+  x = p["embedding.table"][tokens] + p["positions.table"][: tokens.shape[1]]
+  for layer in range(2):
+    at = f"stack.layers.{layer}"
+    y = norm(f"{at}.attention_norm", x)
+    q, k, v = (linear(f"{at}.attention.{n}", y, "btd,dnh->btnh") for n in ("query", "key", "value"))
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(np.tri(tokens.shape[1]) > 0, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    y = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+    x = x + linear(f"{at}.attention.output", y, "btnh,nhd->btd")
+    y = gelu(linear(f"{at}.mlp.up", norm(f"{at}.mlp_norm", x), "btd,df->btf"))
+    x = x + linear(f"{at}.mlp.down", y, "btf,fd->btd")
+  return norm("norm", x) @ p["embedding.table"].T
+
+
+def test_logits_equal_numpy():
+  definition = tiny()
+  params = params_of(definition)
+  data = batch(2)
+  logits, aux = forward(definition, params, data)
+  assert aux == {}
+  np.testing.assert_allclose(logits, reference(params, data["inputs"]), atol=1e-4)
+
+
+def test_the_loss_in_chunks_is_the_loss_of_the_logits():
+  definition = tiny()
+  params = params_of(definition)
+  data = batch(2)
+
+  def whole(params):
+    logits, _ = forward(definition, params, data)
+    return (cross_entropy(logits, data["targets"]) * data["weights"]).sum()
+
+  def chunked(params):
+    return definition.bind(params).loss(data, context_of(data))[0]
+
+  expected, gradients = jax.value_and_grad(whole)(params)
+  got, chunk_gradients = jax.value_and_grad(chunked)(params)
+  np.testing.assert_allclose(got, expected, rtol=1e-5)
+  np.testing.assert_allclose(chunked(params), expected, rtol=1e-5)
+  for name, gradient in gradients.items():
+    np.testing.assert_allclose(chunk_gradients[name], gradient, atol=2e-4, err_msg=name)
+
+
+def test_chunks_pass_on_what_the_sum_is_multiplied_by():
+  weights, x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+
+  def loss(w, x, constants):
+    return (jnp.sin(w) * x * constants).sum()
+
+  def total(w, x):
+    return 3 * sum_over_chunks(loss, w[0], x, jnp.arange(3.0))
+
+  def plainly(w, x):
+    return 3 * sum(loss(w[0], x[i], float(i)) for i in range(3))
+
+  for got, expected in zip(
+    jax.grad(total, (0, 1))(weights, x), jax.grad(plainly, (0, 1))(weights, x), strict=True
+  ):
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_an_untrained_model_knows_nothing():
+  definition = tiny()
+  data = batch(4)
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  params = train_state.init_params(definition, mesh, seed=0)
+  total, _ = definition.bind(params).loss(data, context_of(data))
+  assert abs(float(total) / data["weights"].sum() - np.log(VOCAB)) < 0.3

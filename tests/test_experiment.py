@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of every registered experiment, on its graph alone."""
+
+import fiddle as fdl
+import jax.numpy as jnp
+import pytest
+
+from paxlike import config_file, fiddlers, layers, registry
+from paxlike.errors import UserError
+from paxlike.experiment import Experiment
+from paxlike.layers.module import Definition
+
+EXPERIMENTS = registry.registered()
+# Knobs that count only beside another: knob -> the setting under which they are read.
+CONDITIONS = {
+  "LR_LRED_": {"LR_SCHEDULE": "linear_rampup_exponential_decay"},
+  "VOCAB_PATH": {"TOKENIZER": "sentencepiece", "VOCAB_PATH": "x.model"},
+}
+every_experiment = pytest.mark.parametrize("cls", EXPERIMENTS.values(), ids=lambda c: c.__name__)
+
+
+def num_params(experiment: Experiment) -> int:
+  return Definition(fdl.build(experiment.model())).num_params
+
+
+@every_experiment
+def test_it_builds_and_its_graph_survives_a_file(cls):
+  graph = cls().trainer()
+  assert config_file.load(config_file.dump(graph)) == graph
+  assert fdl.build(graph).definition.num_params > 0
+
+
+@every_experiment
+def test_every_knob_is_read(cls):
+  read = set()
+  for setting in ({}, *CONDITIONS.values()):
+    known = {name: value for name, value in setting.items() if name in cls.knobs()}
+    experiment = cls(**known)
+    experiment.trainer()
+    read |= experiment.read_names()
+  assert set(cls.knobs()) - read == set()
+
+
+@every_experiment
+def test_every_knob_is_documented(cls):
+  assert [name for name, knob in cls.knobs().items() if not knob.doc] == []
+
+
+@every_experiment
+def test_parameters_are_affine_in_layers(cls):
+  counts = [num_params(cls(NUM_LAYERS=layers, USE_REPEATED_LAYER=False)) for layers in (2, 3, 5)]
+  assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) > 0
+
+
+@every_experiment
+def test_both_layouts_have_the_same_parameters(cls):
+  counts = []
+  for scan in (False, True):
+    graph = cls(NUM_LAYERS=3).trainer()
+    fiddlers.stack(graph, scan=scan)
+    counts.append(Definition(fdl.build(graph.model)).num_params)
+  assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+  ("name", "count"),
+  [
+    ("Synthetic126M", 125_262_336),
+    ("Synthetic5B", 5_047_558_144),
+    ("Synthetic175B", 174_604_259_328),
+    ("Gpt3_52k", 52_464),
+  ],
+)
+def test_published_parameter_counts(name, count):
+  assert num_params(registry.find(name)(USE_REPEATED_LAYER=True)) == count
+
+
+@pytest.mark.parametrize(
+  ("name", "peak", "schedule", "std", "batch", "dropout", "remat"),
+  [
+    ("Synthetic126M", 6e-4, (636, 637, 500_000), 0.023, 4, None, "SAVE_EVERYTHING"),
+    ("Synthetic5B", 1.6e-4, (115, 116, 62_500), 0.01, 8, 0.1, "SAVE_DOT_WITH_NO_BATCH_DIM"),
+    ("Synthetic175B", 2e-5, (265, 266, 108_600), 0.006, 6, None, "SAVE_NOTHING"),
+  ],
+)
+def test_gpt_recipes_have_the_values_of_pax(name, peak, schedule, std, batch, dropout, remat):
+  graph = registry.find(name)().trainer()
+  optimizer, model = graph.optimizer, graph.model
+  rate = optimizer.learning_rate
+  assert (rate.peak, rate.warmup, rate.decay_start, rate.decay_end) == (peak, *schedule)
+  assert rate.min_ratio == 0.1
+  assert (optimizer.b1, optimizer.b2, optimizer.eps) == (0.9, 0.95, 1e-8)
+  assert (optimizer.weight_decay, optimizer.clip_norm) == (0.1, 1.0)
+  assert optimizer.decayed.__name__ == "everything"
+  assert {node.std for node in fiddlers.select(graph, layers.gaussian)} == {std}
+  assert all(linear.use_bias for linear in fiddlers.select(graph, layers.Linear))
+  assert all(norm.epsilon == 1e-5 for norm in fiddlers.select(graph, layers.LayerNorm))
+  assert all(n.dtype == jnp.bfloat16 for n in fiddlers.select(graph, layers.Linear))
+  assert graph.percore_batch_size == batch
+  assert graph.seed == 1234
+  assert (model.dropout.rate if model.dropout else None) == dropout
+  assert model.stack.pattern[0].dropout is None
+  assert model.stack.remat.name == remat
+  assert model.positions.max_len == 2048
+  assert model.head is None
+
+
+def test_derived_values_follow_their_knobs():
+  gpt = registry.find("ShakespeareChar")
+  graph = gpt(MODEL_DIMS=64).trainer()
+  block = graph.model.stack.pattern[0]
+  assert block.mlp.hidden_dim == 256
+  assert block.attention.head_dim == 16
+  graph = gpt(LR_COS_WARMUP=7, MAX_STEPS=90).trainer()
+  assert graph.optimizer.learning_rate.decay_start == 8
+  assert graph.optimizer.learning_rate.decay_end == 90
+
+
+def test_zero_is_zero_and_not_a_default():
+  experiment = registry.find("Synthetic126M")(
+    ADAM_BETA1=0.0, WEIGHT_DECAY=0.0, CLIP_GRADIENT_NORM_TO_VALUE=None, LR_COS_DECAY_START=0
+  )
+  optimizer = experiment.trainer().optimizer
+  assert (optimizer.b1, optimizer.weight_decay, optimizer.clip_norm) == (0.0, 0.0, None)
+  assert optimizer.learning_rate.decay_start == 0
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+  with pytest.raises(UserError, match=r"MODEL_DIMS=768 is not a multiple of NUM_HEADS=7"):
+    registry.find("Synthetic126M")(NUM_HEADS=7, DIMS_PER_HEAD=None).trainer()

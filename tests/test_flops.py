@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+import fiddle as fdl
+import pytest
+
+from paxlike import flops, registry
+from paxlike.layers.module import Definition
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+  ("name", "causal", "full"),
+  [
+    ("Synthetic126M", 0.8547e9, 0.9679e9),
+    ("Synthetic5B", 31.44e9, 32.64e9),
+    ("Synthetic175B", 1061.9e9, 1076.4e9),
+  ],
+)
+def test_published_gflops_a_token(name, causal, full, scan):
+  graph = registry.find(name)(USE_REPEATED_LAYER=scan).trainer()
+  counted = flops.per_token(Definition(fdl.build(graph.model)), 2048)
+  assert counted.causal == pytest.approx(causal, rel=2e-4)
+  assert counted.full == pytest.approx(full, rel=2e-4)
+
+
+def test_devices_have_the_peaks_of_their_data_sheets():
+  assert flops.peak_per_device("NVIDIA H100 80GB HBM3") == 989.5e12
+  assert flops.peak_per_device("TPU v5 lite") == 197e12
+  assert flops.peak_per_device("TPU v5p") == 459e12
+  assert flops.peak_per_device("cpu") is None

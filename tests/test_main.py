@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program as its users see it: what works, and what their mistakes are answered with."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from program import TINY, curve, finish, run, start
+
+from paxlike import config_file
+
+SMALL = "--fdl_config=Synthetic126M"
+
+
+def refused(capsys, folder, *flags) -> str:
+  """Returns the one line that a command line with a mistake is answered with."""
+  assert run(*flags, f"--job_log_dir={folder}") == 2
+  out, err = capsys.readouterr()
+  lines = err.strip().splitlines()
+  assert out == ""
+  assert len(lines) == 1, err
+  assert lines[0].startswith("paxlike: ")
+  assert not folder.exists()
+  return lines[0]
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    ([SMALL, "--fdl.NUM_LAYER=2"], ["NUM_LAYER", "Did you mean NUM_LAYERS?"]),
+    ([SMALL, "--fdl.NUM_LAYERS=four"], ["--fdl.NUM_LAYERS=four", "int"]),
+    ([SMALL, "--fdl.optimizer.b3=0.9"], ["optimizer", "b3", "Did you mean"]),
+    (["--fdl_config=Synthetic126MM"], ["Synthetic126MM", "Did you mean Synthetic126M?"]),
+    (["--exp=Synthetic126M", "--fdl.MAX_STEP=1"], ["Did you mean MAX_STEPS?"]),
+    (
+      [SMALL, "--fdl.ICI_MESH_SHAPE=[3,1,1]"],
+      ["ICI_MESH_SHAPE=[3, 1, 1]", "data 3", "(data, fsdp, tensor)", "8 devices are here"],
+    ),
+    (
+      [SMALL, "--fdl.NUM_HEADS=3", "--fdl.DIMS_PER_HEAD=None", "--fdl.MODEL_DIMS=256"],
+      ["MODEL_DIMS=256", "NUM_HEADS=3", "DIMS_PER_HEAD"],
+    ),
+    ([SMALL, "--fdl.LR_LRED_WARMUP=3"], ["LR_LRED_WARMUP", "no effect"]),
+    ([SMALL, "--fdl.PERCORE_BATCH_SIZE=0.3"], ["PERCORE_BATCH_SIZE=0.3 x 8 devices"]),
+    ([SMALL, "--fdl.GRADIENT_ACCUMULATION_STEPS=3"], ["GRADIENT_ACCUMULATION_STEPS=3"]),
+    (["--fdl_config=Text126M"], ["DATA_PATH"]),
+    (["--fdl_config=Text126M", "--fdl.DATA_PATH=/nowhere/x.txt"], ["DATA_PATH=/nowhere/x.txt"]),
+    ([SMALL, "--fiddler=precisoin()"], ["precisoin", "Did you mean precision"]),
+    ([SMALL, "--fiddler=precision(dtyp='float32')"], ["precision", "dtype"]),
+    ([SMALL, "--fiddler=remat(policy='SAVE_NOTHIN')"], ["Did you mean SAVE_NOTHING"]),
+    (["--fdl_config=no_such_module.Gpt"], ["no_such_module"]),
+    (["--fdl_config=json.JSONDecoder"], ["json.JSONDecoder", "Experiment"]),
+    (["--fdl_config_file=/nowhere/config.json"], ["/nowhere/config.json"]),
+    ([SMALL, "--mod=show"], ["--mod", "Did you mean --mode"]),
+  ],
+)
+def test_a_mistake_is_answered_in_one_line(capsys, tmp_path, flags, says):
+  line = refused(capsys, tmp_path / "run", *flags)
+  for words in says:
+    assert words in line
+
+
+def test_an_unwritable_folder_is_named(capsys, tmp_path):
+  (tmp_path / "file").write_text("")
+  line = refused(capsys, tmp_path / "file" / "run", *TINY)
+  assert f"--job_log_dir={tmp_path / 'file' / 'run'}" in line
+
+
+def test_evaluation_without_a_run_or_checkpoint_says_so(capsys, tmp_path):
+  refused(capsys, tmp_path / "none", *TINY, "--mode=eval")
+  path = tmp_path / "text.txt"
+  path.write_text("some words " * 2000)
+  flags = ("--fdl_config=ShakespeareChar", f"--fdl.DATA_PATH={path}", f"--job_log_dir={tmp_path}")
+  assert run(*flags, "--mode=eval", "--fdl.PERCORE_BATCH_SIZE=1") == 2
+  assert "no checkpoint" in capsys.readouterr().err
+
+
+def test_help_imports_nothing_heavy():
+  code = (
+    "import sys; from paxlike.main import main; status = main(['paxlike', '--help'])\n"
+    "heavy = {'jax', 'flax', 'fiddle', 'numpy', 'tensorflow'} & set(sys.modules)\n"
+    "sys.exit(status or f'imported {heavy}' if heavy else status)"
+  )
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  assert "--fdl_config" in done.stdout
+
+
+def test_show_needs_no_tensorflow():
+  code = (
+    "import sys\n"
+    "for name in ('tensorflow', 'tensorflow_datasets', 'seqio', 'clu'): sys.modules[name] = None\n"
+    "from paxlike.main import main\n"
+    "sys.exit(main(['paxlike', '--fdl_config=Synthetic175B', '--mode=show']))"
+  )
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  assert "174,604,259,328" in done.stdout
+
+
+def test_show_says_what_there_is_and_who_set_it(capsys):
+  assert run(SMALL, "--mode=show", "--fdl.NUM_LAYERS=3", "--fdl.optimizer.b2=0.5") == 0
+  out = capsys.readouterr().out
+  rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+  assert rows["NUM_LAYERS"][1] == "3"
+  assert rows["NUM_LAYERS"][-2:] == ["command", "line"]
+  assert rows["MODEL_DIMS"][-2:] == ["subclass", "Gpt126M"]
+  assert rows["VOCAB_SIZE"][-2:] == ["subclass", "Gpt"]
+  assert rows["optimizer.b2"][2] == "0.5"
+  assert rows["model.vocab_size"][2] == "50304"
+  for words in ("parameters", "FLOPs a token", "global batch", "mesh", "memory of optimizer state"):
+    assert words in out
+
+
+def test_against_prints_the_difference(capsys):
+  assert run("--fdl_config=Synthetic5B", "--mode=show", "--against=Synthetic126M") == 0
+  out = capsys.readouterr().out
+  assert "stack.repeats = 24" in out
+  assert "12" in out
+  assert run(SMALL, "--mode=show", "--against=Synthetic126M") == 0
+  assert "No difference" in capsys.readouterr().out
+
+
+def test_list_and_fdl_help(capsys):
+  assert run("--list") == 0
+  out = capsys.readouterr().out
+  assert any(line.split()[:2] == ["Synthetic126M", "125,262,336"] for line in out.splitlines())
+  assert run(SMALL, "--fdl_help") == 0
+  out = capsys.readouterr().out
+  assert "--fdl.NUM_LAYERS=12" in out
+  assert "Transformer blocks." in out
+
+
+def test_a_run_leaves_what_it_promises_and_its_config_runs_again(capsys, tmp_path):
+  first, again = tmp_path / "first", tmp_path / "again"
+  assert run(*TINY, "--fdl.MAX_STEPS=3", f"--job_log_dir={first}") == 0
+  out = capsys.readouterr().out
+  assert len(out.splitlines()) < 60
+  assert sum(line.startswith("completed step: ") for line in out.splitlines()) == 3
+  assert (first / "checkpoints" / "checkpoint_00000003").is_dir()
+  assert list((first / "summaries" / "train").iterdir())
+  assert "num_steps = 3" in (first / "config.txt").read_text()
+  assert json.loads((first / "status.json").read_text())["state"] == "finished"
+  assert run(f"--fdl_config_file={first / 'config.json'}", f"--job_log_dir={again}") == 0
+  assert curve(again) == curve(first)
+  assert config_file.read(again / "config.json") == config_file.read(first / "config.json")
+
+
+def test_a_config_file_from_elsewhere_runs_no_code(capsys, tmp_path):
+  assert run(*TINY, "--fdl.MAX_STEPS=0", f"--job_log_dir={tmp_path / 'good'}") == 0
+  text = (tmp_path / "good" / "config.json").read_text()
+  bad = tmp_path / "bad.json"
+  bad.write_text(text.replace("paxlike.layers.norm:LayerNorm", "os:system"))
+  assert bad.read_text() != text
+  capsys.readouterr()
+  line = refused(capsys, tmp_path / "run", f"--fdl_config_file={bad}")
+  assert "os:system" in line or "os.system" in line
+  assert "--fdl_allow_modules" in line
+
+
+def test_the_gpu_names_of_pax_work(capsys):
+  assert run("--fdl_config=paxlike.scripts_gpu.configs.Synthetic126M", "--mode=show") == 0
+  assert "125,262,336" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_experiment_of_the_user_runs(tmp_path):
+  (tmp_path / "my_experiments.py").write_text(
+    "import fiddle as fdl\n"
+    "from paxlike import layers\n"
+    "from paxlike.experiments import datasets\n"
+    "from paxlike.experiments.gpt import Gpt126M\n"
+    "class MyGpt(datasets.Synthetic, Gpt126M):\n"
+    "  VOCAB_SIZE = 64\n"
+    "  MAX_SEQ_LEN = 16\n"
+    "  NUM_LAYERS = 2\n"
+    "  MODEL_DIMS = 32\n"
+    "  HIDDEN_DIMS = None\n"
+    "  NUM_HEADS = 2\n"
+    "  DIMS_PER_HEAD = None\n"
+    "  MAX_STEPS = 2\n"
+    "  def norm(self):\n"
+    "    return fdl.Partial(layers.RmsNorm)\n"
+  )
+  folder = tmp_path / "run"
+  flags = ("--fdl_config=my_experiments.MyGpt", f"--job_log_dir={folder}")
+  status, out, err = finish(start(*flags, cwd=tmp_path))
+  assert status == 0, err
+  assert "completed step: 1, " in out
+  assert "RmsNorm" in (folder / "config.txt").read_text()
+  assert os.listdir(folder / "checkpoints") == ["checkpoint_00000002"]
+
+
+@pytest.mark.slow
+def test_one_device_is_counted_as_one(tmp_path):
+  process = start(SMALL, "--fdl.ICI_MESH_SHAPE=[3,1,1]", f"--job_log_dir={tmp_path / 'run'}")
+  status, out, err = finish(process)
+  assert (status, out) == (2, "")
+  assert err.count("\n") == 1
+  assert "3 devices, but 1 device is here" in err
+  assert not (tmp_path / "run").exists()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxlike import optimizers
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("decayed", [optimizers.everything, optimizers.matrices])
+def test_adamw_equals_numpy(clip_norm, decayed):
+  random = np.random.default_rng(0)
+  params = {"a.w": random.normal(size=(3, 4)), "a.b": random.normal(size=4)}
+  rate, b1, b2, eps, decay = 0.1, 0.9, 0.99, 1e-3, 0.05
+  optimizer = optimizers.adamw(
+    learning_rate=optimizers.constant(peak=rate),
+    b1=b1,
+    b2=b2,
+    eps=eps,
+    weight_decay=decay,
+    decayed=decayed,
+    clip_norm=clip_norm,
+  )
+  ours = jax.tree.map(jnp.array, params)
+  state = optimizer.transform.init(ours)
+  mean = dict.fromkeys(params, 0.0)
+  square = dict.fromkeys(params, 0.0)
+  for step in range(1, 5):
+    grads = {name: random.normal(size=value.shape) for name, value in params.items()}
+    updates, state = optimizer.transform.update(jax.tree.map(jnp.array, grads), state, ours)
+    ours = jax.tree.map(jnp.add, ours, updates)
+    norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+    scale = 1.0 if clip_norm is None else min(1.0, clip_norm / norm)
+    for name, value in params.items():
+      g = grads[name] * scale
+      mean[name] = b1 * mean[name] + (1 - b1) * g
+      square[name] = b2 * square[name] + (1 - b2) * g**2
+      update = mean[name] / (1 - b1**step) / (np.sqrt(square[name] / (1 - b2**step)) + eps)
+      lost = decay * value if decayed is optimizers.everything or name == "a.w" else 0.0
+      params[name] = value - rate * (update + lost)
+  for name, value in params.items():
+    np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
+SHAPE = {"peak": 2.0, "warmup": 10, "decay_start": 20, "decay_end": 120, "min_ratio": 0.1}
+
+
+@pytest.mark.parametrize(
+  ("schedule", "middle"),
+  [
+    (optimizers.linear_rampup_cosine_decay, 2 * 0.55),
+    (optimizers.linear_rampup_exponential_decay, 2 * np.sqrt(0.1)),
+  ],
+)
+def test_schedules_pass_through_their_corners(schedule, middle):
+  rate = schedule(**SHAPE)
+  for step, expected in [
+    (0, 0.0),
+    (5, 1.0),
+    (10, 2.0),
+    (20, 2.0),
+    (70, middle),
+    (120, 0.2),
+    (1000, 0.2),
+  ]:
+    assert float(rate(step)) == pytest.approx(expected, rel=1e-5), step
+
+
+def test_a_schedule_without_room_to_decay_is_still_finite():
+  rate = optimizers.linear_rampup_cosine_decay(
+    peak=1.0, warmup=10, decay_start=11, decay_end=5, min_ratio=0.1
+  )
+  assert all(np.isfinite(float(rate(step))) for step in range(30))
