@@ -10,6 +10,7 @@ newest checkpoint, or if the loss of any step differs in any bit.
 import argparse
 import pathlib
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,25 +19,25 @@ from program import TINY, curve, finish, start
 
 from paxlike.checkpoint import Checkpoints
 
-NUM_STEPS = 400
-
 
 def kill_and_resume(folder: pathlib.Path, *, kills: int, seed: int) -> list[str]:
   """Returns what went wrong."""
-  flags = (*TINY, f"--fdl.MAX_STEPS={NUM_STEPS}", "--fdl.CHECKPOINT_EVERY_N_STEPS=5")
+  # Long enough not to end between two kills.
+  flags = (*TINY, f"--fdl.MAX_STEPS={200 + 100 * kills}", "--fdl.CHECKPOINT_EVERY_N_STEPS=5")
   flags += ("--fdl.CHECKPOINT_MAX_TO_KEEP=3",)
-  began = time.monotonic()
   status, _, err = finish(start(*flags, f"--job_log_dir={folder / 'alone'}"))
   if status:
     return [f"the run left alone failed: {err}"]
-  alive = time.monotonic() - began
   rng = random.Random(seed)
   wrong, killed = [], 0
   for attempt in range(kills * 10):
     newest = Checkpoints(folder / "killed" / "checkpoints", keep=None).latest()
     process = start(*flags, f"--job_log_dir={folder / 'killed'}")
     if killed < kills:
-      time.sleep(rng.uniform(0.2, 1.0) * alive)
+      # Half of the kills come at a moment of the start, the others soon after the first steps.
+      if rng.random() < 0.5:
+        wait_for_steps(folder / "killed", newest or 0, process)
+      time.sleep(rng.uniform(0.0, 4.0))
       process.kill()
     status, out, err = finish(process)
     killed += status == -9
@@ -54,6 +55,15 @@ def kill_and_resume(folder: pathlib.Path, *, kills: int, seed: int) -> list[str]
   if curve(folder / "killed") != curve(folder / "alone"):
     wrong.append("the loss curves differ")
   return wrong
+
+
+def wait_for_steps(folder: pathlib.Path, newest: int, process: subprocess.Popen):
+  """Returns when a checkpoint newer than `newest` is there, or the process has ended."""
+  while (
+    process.poll() is None
+    and (Checkpoints(folder / "checkpoints", keep=None).latest() or 0) <= newest
+  ):
+    time.sleep(0.05)
 
 
 def main() -> int:
