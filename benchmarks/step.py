@@ -72,7 +72,7 @@ class Step:
   def __init__(self, trainer: "Trainer", batches: Iterator[Any]):
     import jax
 
-    from paxlike import train_state
+    from paxlike import memory, train_state
     from paxlike.train_step import make_train_step
 
     self._trainer, self._batches = trainer, batches
@@ -86,6 +86,7 @@ class Step:
     started = time.perf_counter()
     self._program = jax.jit(function, donate_argnums=0).lower(self._state, batch).compile()
     self.compile_seconds = time.perf_counter() - started
+    memory.return_freed_heap()  # As the trainer does.
 
   def __call__(self) -> float:
     """Takes one step on a fresh batch, waits for it, and returns the loss."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from etils import epath
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from paxlike.errors import UserError
@@ -64,25 +65,31 @@ class Checkpoints:
       step_format_fixed_length=8,
       cleanup_tmp_directories=True,
     )
-    self._lazy_manager: Any = None
+    self._manager: Any = None
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *unused: object):
-    if self._lazy_manager is not None:
-      self._lazy_manager.close()
+    if self._manager is not None:
+      self._manager.close()
 
-  @property
-  def _manager(self) -> Any:
-    # Made when first needed, since it makes the directory.
-    if self._lazy_manager is None:
-      self._lazy_manager = self._ocp.CheckpointManager(
-        self._directory,
-        options=self._options,
-        item_names=("state", "metadata", "train_input"),
-      )
-    return self._lazy_manager
+  def _open(self, step: int) -> Any:
+    """Returns the manager, made by the first save: it removes unfinished saves, as no reader may.
+
+    Checkpoints from `step` on could not be read, or the run would have gone on from them. They are
+    moved aside, since Orbax saves nothing older than the newest.
+    """
+    if jax.process_index() == 0:
+      for path in (self.path(newer) for newer in self.steps() if newer >= step):
+        path.rename(self._directory / f"damaged_{path.name}_{time.time_ns()}")
+    if jax.process_count() > 1:
+      multihost_utils.sync_global_devices("damaged checkpoints are moved aside")
+    return self._ocp.CheckpointManager(
+      self._directory,
+      options=self._options,
+      item_names=("state", "metadata", "train_input"),
+    )
 
   def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints, oldest first."""
@@ -115,9 +122,6 @@ class Checkpoints:
     Raises:
       UserError: This, or the save before, could not be written; older checkpoints are intact.
     """
-    if self.path(step).exists():  # Damaged, or the run would have gone on from it.
-      self.path(step).rename(self._directory / f"damaged_{self.path(step).name}_{time.time():.0f}")
-      self._manager.reload()
     save = self._ocp.args
     tensors = {name: [list(x.shape), str(x.dtype)] for name, x in state.items()}
     metadata = {
@@ -126,7 +130,8 @@ class Checkpoints:
       "versions": {"jax": jax.__version__, "orbax": self._ocp.__version__},
     }
     try:
-      self._manager.save(
+      self._manager = self._manager or self._open(step)
+      taken = self._manager.save(
         step,
         args=save.Composite(
           state=save.StandardSave(dict(state)),
@@ -136,6 +141,7 @@ class Checkpoints:
       )
     except _DAMAGED as error:
       raise self._unwritable(error) from error
+    assert taken, f"checkpoint {step} is not newer than {self.latest()}"
 
   def wait(self):
     """Returns when everything is written.
@@ -143,18 +149,17 @@ class Checkpoints:
     Raises:
       UserError: It could not be.
     """
-    if self._lazy_manager is None:
+    if self._manager is None:
       return
     try:
-      self._lazy_manager.wait_until_finished()
-      self._lazy_manager.check_for_errors()
+      self._manager.wait_until_finished()
+      self._manager.check_for_errors()
     except _DAMAGED as error:
       raise self._unwritable(error) from error
 
   def _unwritable(self, error: BaseException) -> UserError:
-    reason = str(error).strip().splitlines()[0][:600] if str(error).strip() else repr(error)
     return UserError(
-      f"a checkpoint could not be written in {self._directory}: {reason} Older checkpoints are"
+      f"a checkpoint could not be written in {self._directory}: {_reason(error)} Older checkpoints are"
       " intact. Make room there or set another --job_log_dir; the same command resumes the run."
     )
 
@@ -175,8 +180,24 @@ class Checkpoints:
       partial: Whether the checkpoint may hold more than `target`, which is then not read.
 
     Raises:
-      UserError: The names, shapes or dtypes differ: it is of another experiment.
+      UserError: The names, shapes or dtypes differ: it is of another experiment. Or it is damaged.
     """
+    try:
+      return self._restore(step, target, layout, partial=partial)
+    except UserError:
+      raise
+    except _DAMAGED as error:
+      raise UserError(f"{self.path(step)} is damaged ({_reason(error)}).") from error
+
+  def _restore(
+    self,
+    step: int,
+    target: Mapping[str, jax.ShapeDtypeStruct],
+    layout: Layout,
+    *,
+    partial: bool = False,
+  ) -> Restored:
+    ocp = self._ocp
     metadata = self._read_json(step, "metadata")
     saved_layout = Layout(**metadata["layout"])
     tensors = {
@@ -188,18 +209,13 @@ class Checkpoints:
       more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
       raise UserError(f"{self.path(step)} is of another experiment:\n{shown}{more}")
     source = _in_layout(target, layout, saved_layout)
-    restore = self._ocp.args
-    if partial:
-      arguments = restore.PyTreeRestore(
-        source,
-        restore_args=self._ocp.checkpoint_utils.construct_restore_args(source),
-        partial_restore=True,
-      )
-      with self._ocp.Checkpointer(self._ocp.PyTreeCheckpointHandler()) as checkpointer:
-        state = checkpointer.restore(self.path(step) / "state", args=arguments)
-    else:
-      items = restore.Composite(state=restore.StandardRestore(source))
-      state = self._manager.restore(step, args=items)["state"]
+    arguments = ocp.args.PyTreeRestore(
+      source,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(source),
+      partial_restore=partial,
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+      state = checkpointer.restore(self.path(step) / "state", args=arguments)
     state = _converted(state, saved_layout, target, layout)
     return Restored(state, metadata, self._read_json(step, "train_input"))
 
@@ -214,12 +230,11 @@ class Checkpoints:
     steps = self.steps()
     for step in reversed(steps):
       try:
-        return step, self.restore(step, target, layout=layout)
+        return step, self._restore(step, target, layout)
       except UserError:
         raise
       except _DAMAGED as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
-        print(f"paxlike: {self.path(step)} is damaged ({reason})", file=sys.stderr)
+        print(f"paxlike: {self.path(step)} is damaged ({_reason(error)})", file=sys.stderr)
     if steps:
       raise UserError(
         f"no checkpoint in {self._directory} can be read; move it away to start anew."
@@ -227,8 +242,12 @@ class Checkpoints:
     return None
 
   def _read_json(self, step: int, item: str) -> dict[str, Any]:
-    restore = self._ocp.args.Composite(**{item: self._ocp.args.JsonRestore()})
-    return self._manager.restore(step, args=restore)[item]
+    with self._ocp.Checkpointer(self._ocp.JsonCheckpointHandler()) as checkpointer:
+      return checkpointer.restore(self.path(step) / item)
+
+
+def _reason(error: BaseException) -> str:
+  return (str(error).strip() or repr(error)).splitlines()[0][:600]
 
 
 def _by_layer(flat: Mapping[str, Any], layout: Layout) -> dict[tuple[str, int], tuple[Any, Any]]:

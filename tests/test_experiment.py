@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of every registered experiment, on its graph alone."""
 
+from typing import Any
+
 import fiddle as fdl
 import jax.numpy as jnp
 import pytest
+from fiddle import selectors
 
 from paxlike import config_file, fiddlers, layers, registry
 from paxlike.errors import UserError
@@ -20,7 +23,8 @@ every_experiment = pytest.mark.parametrize("cls", EXPERIMENTS.values(), ids=lamb
 
 
 def num_params(experiment: Experiment) -> int:
-  return Definition(fdl.build(experiment.model())).num_params
+  model: Any = fdl.build(experiment.model())
+  return Definition(model).num_params
 
 
 @every_experiment
@@ -58,7 +62,8 @@ def test_both_layouts_have_the_same_parameters(cls):
   for scan in (False, True):
     graph = cls(NUM_LAYERS=3).trainer()
     fiddlers.stack(graph, scan=scan)
-    counts.append(Definition(fdl.build(graph.model)).num_params)
+    model: Any = fdl.build(graph.model)
+    counts.append(Definition(model).num_params)
   assert counts[0] == counts[1]
 
 
@@ -92,7 +97,7 @@ def test_gpt_recipes_have_the_values_of_pax(name, peak, schedule, std, batch, dr
   assert (optimizer.b1, optimizer.b2, optimizer.eps) == (0.9, 0.95, 1e-8)
   assert (optimizer.weight_decay, optimizer.clip_norm) == (0.1, 1.0)
   assert optimizer.decayed.__name__ == "everything"
-  assert {node.std for node in fiddlers.select(graph, layers.gaussian)} == {std}
+  assert {node.std for node in selectors.select(graph, layers.gaussian)} == {std}
   assert all(linear.use_bias for linear in fiddlers.select(graph, layers.Linear))
   assert all(norm.epsilon == 1e-5 for norm in fiddlers.select(graph, layers.LayerNorm))
   assert all(n.dtype == jnp.bfloat16 for n in fiddlers.select(graph, layers.Linear))

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
 import fiddle as fdl
 import pytest
 
@@ -17,7 +19,8 @@ from paxlike.layers.module import Definition
 )
 def test_published_gflops_a_token(name, causal, full, scan):
   graph = registry.find(name)(USE_REPEATED_LAYER=scan).trainer()
-  counted = flops.per_token(Definition(fdl.build(graph.model)), 2048)
+  model: Any = fdl.build(graph.model)
+  counted = flops.per_token(Definition(model), 2048)
   assert counted.causal == pytest.approx(causal, rel=2e-4)
   assert counted.full == pytest.approx(full, rel=2e-4)
 

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +26,8 @@ def test_adamw_equals_numpy(clip_norm, decayed):
   )
   ours = jax.tree.map(jnp.array, params)
   state = optimizer.transform.init(ours)
-  mean = dict.fromkeys(params, 0.0)
-  square = dict.fromkeys(params, 0.0)
+  mean: dict[str, Any] = dict.fromkeys(params, 0.0)
+  square: dict[str, Any] = dict.fromkeys(params, 0.0)
   for step in range(1, 5):
     grads = {name: random.normal(size=value.shape) for name, value in params.items()}
     updates, state = optimizer.transform.update(jax.tree.map(jnp.array, grads), state, ours)
@@ -54,7 +56,7 @@ SHAPE = {"peak": 2.0, "warmup": 10, "decay_start": 20, "decay_end": 120, "min_ra
   ],
 )
 def test_schedules_pass_through_their_corners(schedule, middle):
-  rate = schedule(**SHAPE)
+  rate: Any = schedule(**SHAPE)
   for step, expected in [
     (0, 0.0),
     (5, 1.0),
@@ -68,7 +70,7 @@ def test_schedules_pass_through_their_corners(schedule, middle):
 
 
 def test_a_schedule_without_room_to_decay_is_still_finite():
-  rate = optimizers.linear_rampup_cosine_decay(
+  rate: Any = optimizers.linear_rampup_cosine_decay(
     peak=1.0, warmup=10, decay_start=11, decay_end=5, min_ratio=0.1
   )
   assert all(np.isfinite(float(rate(step))) for step in range(30))

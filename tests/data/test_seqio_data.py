@@ -3,6 +3,7 @@ import functools
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,8 @@ def register_texts():
   def dataset(split, shuffle_files, seed=None):
     import tensorflow as tf
 
-    return tf.data.Dataset.from_tensor_slices({"text": TEXTS})
+    texts: Any = {"text": TEXTS}
+    return tf.data.Dataset.from_tensor_slices(texts)
 
   return _register("texts", lambda seqio: seqio.FunctionDataSource(dataset, splits=("train",)))
 
@@ -52,7 +54,8 @@ def register_c4():
   def dataset(split, shuffle_files, seed=None):
     import tensorflow_datasets as tfds
 
-    return tfds.builder_from_directory(folder / "c4").as_dataset(split=split)
+    builder: Any = tfds.builder_from_directory(folder / "c4")
+    return builder.as_dataset(split=split)
 
   source = {"splits": ("train", "validation")}
   return _register("c4_files", lambda seqio: seqio.FunctionDataSource(dataset, **source))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPT against its arithmetic written out in NumPy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,7 +88,8 @@ def test_chunks_pass_on_what_the_sum_is_multiplied_by():
     return (jnp.sin(w) * x * constants).sum()
 
   def total(w, x):
-    return 3 * sum_over_chunks(loss, w[0], x, jnp.arange(3.0))
+    value: Any = sum_over_chunks(loss, w[0], x, jnp.arange(3.0))
+    return 3 * value
 
   def plainly(w, x):
     return 3 * sum(loss(w[0], x[i], float(i)) for i in range(3))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import re
+
+import jax
+import pytest
+from etils import epath
+
+from paxlike.flops import TrainingFlops
+from paxlike.journal import Journal, Summary, is_running
+from paxlike.mesh import MeshSpec
+from paxlike.meter import Reading
+
+LINE = re.compile(
+  r"completed step: (\d+), seconds: ([\d.]+), TFLOP/s/device: ([\d.]+),"
+  r" Tokens/s/device: ([\d.]+), total_weights: (\d+), loss: ([\d.]+)"
+)
+
+
+@pytest.fixture
+def journal(tmp_path):
+  summary = Summary(
+    num_params=10,
+    batch_size=4,
+    seq_len=250,
+    devices=MeshSpec(ici=(2, 1, 1)).build(jax.devices()[:2]),
+    flops=TrainingFlops(weights=3e9, attention=2e9),
+  )
+  with Journal(epath.Path(tmp_path)) as journal:
+    journal.start(summary, {"config.txt": "text"}, step=0, num_steps=4)
+    yield journal
+
+
+def reading(step: int, *, seconds: float | None = 0.5, skipped: float = 0.0) -> Reading:
+  values = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": skipped}
+  return Reading(step, values, 900.0, seconds)
+
+
+def test_the_step_line_is_the_one_that_scripts_read(journal, capsys, tmp_path):
+  journal.step(reading(0, seconds=None), due=False)
+  journal.step(reading(1, seconds=0.4), due=False)
+  journal.step(reading(2, seconds=0.6), due=True)
+  (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("completed")]
+  match = LINE.match(line)
+  assert match is not None, line
+  # 1,000 tokens in 0.5 s on two devices; 4 GFLOPs a token with causal attention.
+  assert match.groups() == ("2", "0.500", "4.000", "1000.000", "900", "2.000")
+  (record,) = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  assert record["tokens_per_second"] == 2000
+  assert record["tflops_per_second_per_device_full"] == 5
+  assert record["tflops_per_second_per_device_causal"] == 4
+  assert "mfu_full" not in record  # The peak of a CPU is not known.
+
+
+def test_the_first_line_does_not_pass_compilation_off_as_speed(journal, capsys):
+  journal.step(reading(0, seconds=None), due=True)
+  line = capsys.readouterr().out.splitlines()[-1]
+  assert "(start and compilation)" in line
+  assert "TFLOP/s" not in line
+
+
+def test_skipped_steps_are_counted_in_a_row(journal):
+  for step, (skipped, expected) in enumerate([(1, 1), (1, 2), (0, 0), (1, 1)]):
+    journal.step(reading(step, skipped=float(skipped)), due=False)
+    assert journal.skipped_in_a_row == expected
+
+
+def test_status_tells_whether_the_job_goes_on(journal, tmp_path):
+  folder = epath.Path(tmp_path)
+  assert is_running(folder)
+  status = json.loads((tmp_path / "status.json").read_text())
+  (tmp_path / "status.json").write_text(json.dumps(status | {"pid": 2**22 + 1}))
+  assert not is_running(folder)
+  journal.status("finished", 4)
+  assert not is_running(folder)
+  assert not is_running(folder / "elsewhere")
+
+
+def test_evaluations_are_files_too(journal, tmp_path):
+  journal.evaluated("held", 3, {"log_pplx": 1.5, "num_predictions": 10.0})
+  out = json.loads((tmp_path / "eval_out" / "held" / "eval_00000003.json").read_text())
+  assert out == {"checkpoint": 3, "log_pplx": 1.5, "num_predictions": 10.0}
+  assert (tmp_path / "summaries" / "eval_held").is_dir()
