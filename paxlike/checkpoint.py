@@ -159,8 +159,9 @@ class Checkpoints:
 
   def _unwritable(self, error: BaseException) -> UserError:
     return UserError(
-      f"a checkpoint could not be written in {self._directory}: {_reason(error)} Older checkpoints are"
-      " intact. Make room there or set another --job_log_dir; the same command resumes the run."
+      f"a checkpoint could not be written in {self._directory}: {_reason(error)} Older"
+      " checkpoints are intact. Make room there or set another --job_log_dir; the same command"
+      " resumes the run."
     )
 
   def restore(

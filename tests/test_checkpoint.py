@@ -127,10 +127,24 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(saved, capsys, damage):
   assert step == 1
   assert_bitwise(restored.state, arrays(1))
   assert "checkpoint_00000002 is damaged" in capsys.readouterr().err
-  save(saved, 2, arrays(3))
+  with pytest.raises(UserError, match="checkpoint_00000002 is damaged"):
+    saved.restore(2, target_of(arrays()), layout=FLAT)
+  with Checkpoints(folder.parent, keep=3) as resumed:
+    save(resumed, 2, arrays(3))
   again = saved.restore(2, target_of(arrays()), layout=FLAT)
   assert_bitwise(again.state, arrays(3))
   assert len(list(folder.parent.glob("damaged_checkpoint_00000002*"))) == 1
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_saves_before_the_damaged(saved):
+  for step in (1, 5):
+    save(saved, step)
+  (saved.path(5) / "metadata" / "metadata").write_text("{")
+  with Checkpoints(saved.path(5).parent, keep=3) as resumed:
+    save(resumed, 3, arrays(3))
+    save(resumed, 5, arrays(5))
+    assert resumed.steps() == [1, 3, 5]
+  assert_bitwise(saved.restore(5, target_of(arrays()), layout=FLAT).state, arrays(5))
 
 
 def test_if_all_are_damaged_nothing_is_overwritten(saved):
@@ -138,6 +152,7 @@ def test_if_all_are_damaged_nothing_is_overwritten(saved):
   (saved.path(1) / "metadata" / "metadata").write_text("{")
   with pytest.raises(UserError, match=r"no checkpoint in .* can be read"):
     saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
+  assert saved.steps() == [1]
 
 
 def test_a_save_that_was_killed_is_not_seen(tmp_path):
@@ -145,13 +160,45 @@ def test_a_save_that_was_killed_is_not_seen(tmp_path):
   with Checkpoints(directory, keep=3) as checkpoints:
     save(checkpoints, 1)
   # What Orbax leaves when it is killed on the way.
-  half = directory / "checkpoint_00000002.orbax-checkpoint-tmp-123"
-  half.mkdir()
-  (half / "state").mkdir()
+  half = directory / "checkpoint_00000002.orbax-checkpoint-tmp"
+  (half / "state").mkdir(parents=True)
   with Checkpoints(directory, keep=3) as checkpoints:
     assert checkpoints.steps() == [1]
+    # What a reader sees may be the save of a job that runs.
+    assert checkpoints.restore_latest_valid(target_of(arrays()), layout=FLAT)[0] == 1
+    assert half.exists()
     save(checkpoints, 2)
     assert checkpoints.steps() == [1, 2]
+  assert not half.exists()
+
+
+def test_reading_makes_no_folder(tmp_path):
+  with Checkpoints(tmp_path / "none", keep=3) as checkpoints:
+    assert checkpoints.steps() == []
+    assert checkpoints.restore_latest_valid(target_of(arrays()), layout=FLAT) is None
+  assert not (tmp_path / "none").exists()
+
+
+def test_a_stack_in_three_parts_is_converted_both_ways(tmp_path):
+  """Layer 0 is the prologue, 1 to 4 a pattern of two blocks twice, 5 the epilogue."""
+  scanned = Layout(scanned=True, prologue=1, pattern=2, repeats=2, epilogue=1)
+  layers = np.arange(6 * 3, dtype=np.float32).reshape(6, 3)
+  prefix = "opt_state.1.mu.stack"
+  unrolled = {f"{prefix}.layers.{i}.w": jnp.array(layer) for i, layer in enumerate(layers)}
+  stacked = {
+    f"{prefix}.prologue.0.w": jnp.array(layers[0]),
+    f"{prefix}.pattern.0.w": jnp.array(layers[[1, 3]]),
+    f"{prefix}.pattern.1.w": jnp.array(layers[[2, 4]]),
+    f"{prefix}.epilogue.0.w": jnp.array(layers[5]),
+  }
+  flat = Layout(scanned=False, prologue=1, pattern=2, repeats=2, epilogue=1)
+  where = NamedSharding(MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1]), PartitionSpec())
+  kinds = [(unrolled, flat), (stacked, scanned)]
+  for number, ((first, layout), (second, other)) in enumerate([kinds, kinds[::-1]]):
+    with Checkpoints(tmp_path / str(number), keep=None) as checkpoints:
+      save(checkpoints, 1, first, layout)
+      got = checkpoints.restore(1, target_of(second, where), layout=other).state
+    assert_bitwise(got, second)
 
 
 def test_flatten_names_every_leaf_and_unflatten_inverts():
