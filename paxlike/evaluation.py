@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike.feed import Feed
 from paxlike.layers.decoder import Batch, forward
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.module import Definition, Params
@@ -50,17 +51,10 @@ class EvalSet:
 class Evaluator:
   """Computes the metrics of one eval set, with one compiled program for all its passes."""
 
-  def __init__(
-    self,
-    definition: Definition,
-    eval_set: EvalSet,
-    *,
-    put: Callable[[dict], Batch],
-    batch_size: int,
-  ):
-    """`put` brings a host's rows of a batch of `batch_size` onto the devices."""
+  def __init__(self, definition: Definition, eval_set: EvalSet, feed: Feed, *, batch_size: int):
+    """Evaluates in batches of `batch_size`, which `feed` brings onto the devices."""
     self._eval_set = eval_set
-    self._put = put
+    self._feed = feed
     self._batch_size = batch_size
 
     def measure(params: Params, batch: Batch) -> Sums:
@@ -70,15 +64,15 @@ class Evaluator:
 
     self._measure = jax.jit(measure)
 
-  def run(self, params: Params, rows: Any = None) -> dict[str, float]:
+  def run(self, params: Params) -> dict[str, float]:
     """Returns every metric over one pass; `num_predictions` is the number of weighted tokens."""
     sums: Sums | None = None
-    options = {"rows": rows, "repeat": False}
-    with self._eval_set.dataset.batches(self._batch_size, **options) as batches:
+    dataset = self._eval_set.dataset
+    with dataset.batches(self._batch_size, rows=self._feed.rows, repeat=False) as batches:
       for index, batch in enumerate(batches):
         if index == self._eval_set.num_batches:
           break
-        new = self._measure(params, self._put(batch.arrays))
+        new = self._measure(params, self._feed.put(batch.arrays))
         sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
     if sums is None:
       raise ValueError("an evaluation set without a batch")

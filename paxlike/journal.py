@@ -47,6 +47,7 @@ class Journal:
     self._num_steps = 0
     self._times: list[float] = []
     self._skipped = 0
+    self._status: int | None = None  # The updates last told of in status.json.
     self._began = time.perf_counter()
 
   def start(self, summary: Summary, files: Mapping[str, str], *, step: int, num_steps: int):
@@ -160,6 +161,7 @@ class Journal:
 
   def status(self, state: str, step: int):
     """Says in `status.json` whether the run goes on, for those that follow it."""
+    self._status = step
     if self._main:
       now = {"state": state, "step": step, "num_steps": self._num_steps, "time": time.time()}
       now |= {"host": socket.gethostname(), "pid": os.getpid()}
@@ -168,8 +170,10 @@ class Journal:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(self, *unused: object):
+  def __exit__(self, kind: type[BaseException] | None, *unused: object):
     self._console.close()
+    if kind is not None and self._status is not None:
+      self.status("failed", self._status)
     for board in self._boards.values():
       board.close()
     if self._jsonl is not None:

@@ -4,19 +4,20 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 
 from paxlike import flops, generate, memory, mesh, train_state
 from paxlike.checkpoint import Checkpoints, flatten, unflatten
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import EvalSet, Evaluator
+from paxlike.feed import Feed
 from paxlike.journal import Journal, Summary, is_running
 from paxlike.layers.decoder import Batch, Decoder
+from paxlike.layers.layout import Layout
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 from paxlike.meter import Meter, Reading
@@ -90,6 +91,16 @@ class Trainer:
     """The model as weight specs and a pure function."""
     return Definition(self.model)
 
+  @property
+  def layout(self) -> Layout:
+    """How the model's layers are laid out."""
+    return layout_of(self.model)
+
+  @functools.cached_property
+  def feed(self) -> Feed:
+    """The way of batches onto the devices."""
+    return Feed(self.devices, batch_size=self.batch_size, seq_len=self.train_data.seq_len)
+
   @functools.cached_property
   def devices(self) -> jax.sharding.Mesh:
     """The mesh over this machine's devices."""
@@ -133,29 +144,28 @@ class Trainer:
       with self._batches(data_state) as batches:
         for step in range(start, self.num_steps):
           batch = next(batches)
-          arrays = self._put(batch.arrays)
+          arrays = self.feed.put(batch.arrays)
           if train_step is None:
             train_step = self._compile(state, arrays, journal)
           state, metrics = train_step(state, arrays)
-          for reading in meter.add(step, metrics):
-            self._log(reading, journal)
+          self._log(meter.add(step, metrics), journal)
 
-          last = step + 1 == self.num_steps
-          save = self._saves(step, stop, last=last)
-          evaluate = (last or _due(step, self.eval_every)) and not stop.requested
-          if not (save or evaluate):
-            continue
-          for reading in meter.flush():
-            self._log(reading, journal)
+          stopping = stop.requested
+          ending = stopping or step + 1 == self.num_steps
+          save = self.saving and (ending or _due(step, self.save_every))
+          evaluate = not stopping and (ending or _due(step, self.eval_every))
+          if save or evaluate:
+            self._log(meter.flush(), journal)
+            meter.pause()
           if save:
             self._save(saved, state, batch.state)
             journal.status("running", step + 1)
           if evaluate:
             for name, evaluator in evaluators.items():
-              journal.evaluated(name, step + 1, evaluator.run(state.params, self._rows))
-          if stop.requested:
+              journal.evaluated(name, step + 1, evaluator.run(state.params))
+          if stopping:
             break
-          meter.pause()
+      self._log(meter.flush(), journal)
       saved.wait()
       self._finish(state, journal, start=start)
       return stop.number or 0
@@ -176,10 +186,10 @@ class Trainer:
         raise UserError(f"no {wanted} in {folder / 'checkpoints'}; there is: {known}.")
       target = train_state.abstract(self.definition, self.optimizer, self.devices)
       wanted = {f"params.{name}": leaf for name, leaf in target.params.items()}
-      flat = saved.restore(step, wanted, layout=layout_of(self.model), partial=True).state
+      flat = saved.restore(step, wanted, layout=self.layout, partial=True).state
       params = {name.removeprefix("params."): value for name, value in flat.items()}
       for name, evaluator in self._evaluators().items():
-        journal.evaluated(name, step, evaluator.run(params, self._rows))
+        journal.evaluated(name, step, evaluator.run(params))
       return step
 
   def follow(self, folder: epath.Path, journal: Journal, *, poll_seconds: float = 5):
@@ -204,7 +214,7 @@ class Trainer:
   def _evaluators(self) -> dict[str, Evaluator]:
     """One for each eval set."""
     return {
-      name: Evaluator(self.definition, eval_set, put=self._put, batch_size=self.batch_size)
+      name: Evaluator(self.definition, eval_set, self.feed, batch_size=self.batch_size)
       for name, eval_set in self.eval_data.items()
     }
 
@@ -220,23 +230,6 @@ class Trainer:
       seed=self.seed,
     )
 
-  def _put(self, arrays: Mapping[str, np.ndarray]) -> Batch:
-    """Brings this host's rows of a batch onto its devices, where the mesh wants them."""
-
-    def put(array: np.ndarray) -> jax.Array:
-      shape = (self.batch_size, *array.shape[1:])
-      where = mesh.sharding(self.devices, ("batch", "time"), shape)
-      if jax.process_count() == 1:
-        return jax.device_put(array, where)
-
-      def part(index: Any) -> np.ndarray:
-        wanted = np.arange(self.batch_size)[index[0]]
-        return array[np.searchsorted(self._rows, wanted)][(slice(None), *index[1:])]
-
-      return jax.make_array_from_callback(shape, where, part)
-
-    return {name: put(array) for name, array in arrays.items()}
-
   @property
   def _steps_in_flight(self) -> int:
     # CPU devices share one pool of threads: of two steps that communicate, each can hold the
@@ -244,20 +237,11 @@ class Trainer:
     devices = self.devices.devices
     return 0 if devices.size > 1 and devices.flat[0].platform == "cpu" else 2
 
-  @functools.cached_property
-  def _rows(self) -> np.ndarray:
-    """The rows of a global batch that this host's devices hold."""
-    shape = (self.batch_size, self.train_data.seq_len)
-    where = mesh.sharding(self.devices, ("batch", "time"), shape)
-    indexes = where.addressable_devices_indices_map(shape).values()
-    parts = [np.arange(self.batch_size)[index[0]] for index in indexes if index is not None]
-    return np.unique(np.concatenate(parts))
-
   def _restore_or_create(
     self, saved: Checkpoints, journal: Journal
   ) -> tuple[TrainState, dict[str, Any] | None]:
     target = train_state.abstract(self.definition, self.optimizer, self.devices)
-    found = saved.restore_latest_valid(flatten(target), layout=layout_of(self.model))
+    found = saved.restore_latest_valid(flatten(target), layout=self.layout)
     if found is None:
       journal.note("initialising the weights")
       return train_state.create(self.definition, self.optimizer, self.devices, seed=self.seed), None
@@ -265,14 +249,8 @@ class Trainer:
     journal.note(f"resuming from checkpoint {step}")
     return unflatten(target, restored.state), restored.train_input
 
-  def _saves(self, step: int, stop: StopSignal, *, last: bool) -> bool:
-    if not self.saving:
-      return False
-    return last or stop.requested or _due(step, self.save_every)
-
   def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):
-    layout = layout_of(self.model)
-    saved.save(int(state.step), flatten(state), layout=layout, train_input=data_state)
+    saved.save(int(state.step), flatten(state), layout=self.layout, train_input=data_state)
 
   def _finish(self, state: TrainState, journal: Journal, *, start: int):
     step = int(state.step)
@@ -291,17 +269,18 @@ class Trainer:
     return compiled
 
   def _batches(self, state: dict[str, Any] | None) -> Any:
-    return self.train_data.batches(self.batch_size, rows=self._rows, state=state)
+    return self.train_data.batches(self.batch_size, rows=self.feed.rows, state=state)
 
-  def _log(self, reading: Reading, journal: Journal):
-    journal.step(reading, due=_due(reading.step, self.summary_every))
-    if journal.skipped_in_a_row >= self.max_skipped_in_a_row:
-      raise RunError(
-        f"the last {journal.skipped_in_a_row} steps, up to step {reading.step}, had a loss or"
-        f" gradient that is not finite (loss {reading.values['loss']}, gradient norm"
-        f" {reading.values['grad_norm']}). Their updates were dropped. Lower LEARNING_RATE, look at"
-        " the data, or set FPROP_DTYPE=float32; older checkpoints are intact."
-      )
+  def _log(self, readings: Iterable[Reading], journal: Journal):
+    for reading in readings:
+      journal.step(reading, due=_due(reading.step, self.summary_every))
+      if journal.skipped_in_a_row >= self.max_skipped_in_a_row:
+        raise RunError(
+          f"the last {journal.skipped_in_a_row} steps, up to step {reading.step}, had a loss or"
+          f" gradient that is not finite (loss {reading.values['loss']}, gradient norm"
+          f" {reading.values['grad_norm']}). Their updates were dropped. Lower LEARNING_RATE, look"
+          " at the data, or set FPROP_DTYPE=float32; older checkpoints are intact."
+        )
 
   @property
   def _summary(self) -> Summary:

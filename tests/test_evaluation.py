@@ -7,9 +7,10 @@ import pytest
 from models import SEQ_LEN, VOCAB, tiny
 from program import curve, finish, run, start
 
-from paxlike import mesh, train_state
+from paxlike import train_state
 from paxlike.data.dataset import RowDataset
 from paxlike.evaluation import EvalSet, Evaluator
+from paxlike.feed import Feed
 from paxlike.layers.decoder import forward
 from paxlike.mesh import MeshSpec
 
@@ -50,14 +51,10 @@ def reference(params):
 def test_metrics_are_exact_for_any_batch_size_and_mesh(batch_size, ici):
   built = MeshSpec(ici=ici).build(jax.devices()[: int(np.prod(ici))])
 
-  def put(arrays):
-    shape = (batch_size, SEQ_LEN)
-    where = mesh.sharding(built, ("batch", "time"), shape)
-    return {name: jax.device_put(value, where) for name, value in arrays.items()}
-
+  feed = Feed(built, batch_size=batch_size, seq_len=SEQ_LEN)
   with jax.set_mesh(built):
     params = train_state.init_params(tiny(), built, seed=1)
-    evaluator = Evaluator(tiny(), EvalSet(dataset=Rows()), put=put, batch_size=batch_size)
+    evaluator = Evaluator(tiny(), EvalSet(dataset=Rows()), feed, batch_size=batch_size)
     got = evaluator.run(params)
   expected = reference(jax.device_get(params))
   assert got.keys() == expected.keys()

@@ -22,7 +22,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 400, 80
 RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors"),
   ("mesh", "distributed", "knob_types", "signals", "run_folder", "console", "memory"),
-  ("layers", "data"),
+  ("layers", "data", "feed"),
   ("optimizers", "flops"),
   ("train_state", "metrics", "checkpoint", "profiling", "meter"),
   ("journal",),

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings batches from a host onto its devices."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from paxlike import mesh
+
+
+class Feed:
+  """Which rows of each global batch this host loads, and where they go."""
+
+  def __init__(self, devices: jax.sharding.Mesh, *, batch_size: int, seq_len: int):
+    """For batches of `batch_size` x `seq_len` tokens on the mesh `devices`."""
+    self._devices = devices
+    self._shape = (batch_size, seq_len)
+
+  @functools.cached_property
+  def rows(self) -> np.ndarray:
+    """The rows that this host's devices hold, sorted: it follows from the batch's sharding."""
+    where = mesh.sharding(self._devices, ("batch", "time"), self._shape)
+    indexes = where.addressable_devices_indices_map(self._shape).values()
+    every = np.arange(self._shape[0])
+    return np.unique(np.concatenate([every[index[0]] for index in indexes if index is not None]))
+
+  def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns global arrays made of this host's rows and, unseen, those of the others."""
+    return {name: self._put(array) for name, array in arrays.items()}
+
+  def _put(self, array: np.ndarray) -> jax.Array:
+    shape = (self._shape[0], *array.shape[1:])
+    where = mesh.sharding(self._devices, ("batch", "time"), shape)
+    if jax.process_count() == 1:
+      return jax.device_put(array, where)
+
+    def part(index: Any) -> np.ndarray:
+      wanted = np.arange(shape[0])[index[0]]
+      return array[np.searchsorted(self.rows, wanted)][(slice(None), *index[1:])]
+
+    return jax.make_array_from_callback(shape, where, part)
