@@ -23,8 +23,24 @@ from paxlike.layers.layout import Layout
 
 Flat = dict[str, Any]
 
-# How reading damaged files fails in Orbax, TensorStore and JSON.
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, RuntimeError)
+# How reading damaged files, and writing on a full disk, fail in Orbax, TensorStore and JSON.
+_FAILED = (OSError, ValueError, KeyError, TypeError, RuntimeError)
+
+
+class _Damaged(Exception):
+  """A checkpoint cannot be read."""
+
+
+class _Reading:
+  """Context that turns whatever reading a damaged checkpoint raises into `_Damaged`."""
+
+  def __enter__(self):
+    pass
+
+  def __exit__(self, kind: type | None, error: BaseException | None, unused: object):
+    # For a data file cut short, Orbax raises Exception itself.
+    if error is not None and (kind is Exception or isinstance(error, _FAILED)):
+      raise _Damaged(_reason(error.__cause__ or error)) from error
 
 
 class Restored(NamedTuple):
@@ -139,7 +155,7 @@ class Checkpoints:
           train_input=save.JsonSave(train_input),
         ),
       )
-    except _DAMAGED as error:
+    except _FAILED as error:
       raise self._unwritable(error) from error
     assert taken, f"checkpoint {step} is not newer than {self.latest()}"
 
@@ -154,7 +170,7 @@ class Checkpoints:
     try:
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
-    except _DAMAGED as error:
+    except _FAILED as error:
       raise self._unwritable(error) from error
 
   def _unwritable(self, error: BaseException) -> UserError:
@@ -185,10 +201,8 @@ class Checkpoints:
     """
     try:
       return self._restore(step, target, layout, partial=partial)
-    except UserError:
-      raise
-    except _DAMAGED as error:
-      raise UserError(f"{self.path(step)} is damaged ({_reason(error)}).") from error
+    except _Damaged as error:
+      raise UserError(f"{self.path(step)} is damaged ({error}).") from error
 
   def _restore(
     self,
@@ -199,12 +213,14 @@ class Checkpoints:
     partial: bool = False,
   ) -> Restored:
     ocp = self._ocp
-    metadata = self._read_json(step, "metadata")
-    saved_layout = Layout(**metadata["layout"])
-    tensors = {
-      name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-      for name, (shape, dtype) in metadata["tensors"].items()
-    }
+    with _Reading():
+      metadata = self._read_json(step, "metadata")
+      train_input = self._read_json(step, "train_input")
+      saved_layout = Layout(**metadata["layout"])
+      tensors = {
+        name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+        for name, (shape, dtype) in metadata["tensors"].items()
+      }
     if differences := _differences(tensors, saved_layout, target, layout, partial=partial):
       shown = "\n".join(f"  {line}" for line in differences[:20])
       more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
@@ -215,10 +231,10 @@ class Checkpoints:
       restore_args=ocp.checkpoint_utils.construct_restore_args(source),
       partial_restore=partial,
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with _Reading(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
       state = checkpointer.restore(self.path(step) / "state", args=arguments)
     state = _converted(state, saved_layout, target, layout)
-    return Restored(state, metadata, self._read_json(step, "train_input"))
+    return Restored(state, metadata, train_input)
 
   def restore_latest_valid(
     self, target: Mapping[str, jax.ShapeDtypeStruct], *, layout: Layout
@@ -232,10 +248,8 @@ class Checkpoints:
     for step in reversed(steps):
       try:
         return step, self._restore(step, target, layout)
-      except UserError:
-        raise
-      except _DAMAGED as error:
-        print(f"paxlike: {self.path(step)} is damaged ({_reason(error)})", file=sys.stderr)
+      except _Damaged as error:
+        print(f"paxlike: {self.path(step)} is damaged ({error})", file=sys.stderr)
     if steps:
       raise UserError(
         f"no checkpoint in {self._directory} can be read; move it away to start anew."

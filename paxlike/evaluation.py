@@ -74,6 +74,8 @@ class Evaluator:
           break
         new = self._measure(params, self._feed.put(batch.arrays))
         sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
+        if self._feed.steps_in_flight == 0:
+          jax.block_until_ready(sums)
     if sums is None:
       raise ValueError("an evaluation set without a batch")
     host = jax.device_get(sums)

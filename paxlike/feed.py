@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings batches from a host onto its devices."""
+"""Brings batches from a host onto its devices, and steps with them."""
 
 import functools
 from collections.abc import Mapping
@@ -26,6 +26,14 @@ class Feed:
     indexes = where.addressable_devices_indices_map(self._shape).values()
     every = np.arange(self._shape[0])
     return np.unique(np.concatenate([every[index[0]] for index in indexes if index is not None]))
+
+  @property
+  def steps_in_flight(self) -> int:
+    """How many steps may run while another is dispatched."""
+    devices = self._devices.devices
+    # CPU devices share one pool of threads: of two steps that communicate, each can hold the
+    # threads that the other waits for.
+    return 0 if devices.size > 1 and devices.flat[0].platform == "cpu" else 2
 
   def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns global arrays made of this host's rows and, unseen, those of the others."""

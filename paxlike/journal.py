@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run tells of itself: to the console, to files of metrics, and in `status.json`."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,6 +16,7 @@ from etils import epath
 
 from paxlike import flops, metrics, run_folder
 from paxlike.console import Console
+from paxlike.errors import UserError
 from paxlike.meter import Reading
 
 
@@ -49,6 +51,8 @@ class Journal:
     self._skipped = 0
     self._status: int | None = None  # The updates last told of in status.json.
     self._began = time.perf_counter()
+    self._told = False
+    self._resumed_at: int | None = None
 
   def start(self, summary: Summary, files: Mapping[str, str], *, step: int, num_steps: int):
     """Opens the files and prints what will run, `step` updates being done already."""
@@ -56,10 +60,12 @@ class Journal:
     self._num_steps = num_steps
     if not self._main:
       return
-    for name, text in files.items():
-      run_folder.write(self._folder / name, text)
-    if self._write_summaries:
-      self._jsonl = metrics.JsonlWriter(self._folder / "metrics.jsonl", step=step)
+    self._resumed_at = step
+    with run_folder.writing(self._folder):
+      for name, text in files.items():
+        run_folder.write(self._folder / name, text)
+      if self._write_summaries:
+        self._jsonl = metrics.JsonlWriter(self._folder / "metrics.jsonl", step=step)
     self.status("running", step)
     devices = summary.devices
     axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
@@ -100,10 +106,11 @@ class Journal:
     loss = values.pop("loss")
     skipped = values.pop("skipped")
     speed = {} if seconds is None else self._speed(seconds)
-    shown = self._began if seconds is None else None
     line = [f"completed step: {reading.step}"]
-    if shown is not None:
-      line.append(f"seconds: {time.perf_counter() - shown:.3f} (start and compilation)")
+    if seconds is None:
+      since = time.perf_counter() - self._began
+      cause = "with evaluation and saving" if self._told else "start and compilation"
+      line.append(f"seconds: {since:.3f} ({cause})")
     else:
       line += [
         f"seconds: {seconds:.3f}",
@@ -115,6 +122,7 @@ class Journal:
     if skipped:
       line.append("skipped: not finite")
     self._console.line(", ".join(line))
+    self._told, self._began = True, time.perf_counter()
     record = {
       "kind": "train",
       "step": reading.step,
@@ -155,9 +163,10 @@ class Journal:
     record = {"kind": "eval", "set": name, "updates": updates, "step": updates, "time": time.time()}
     self._record(f"eval_{name}", record | dict(values) | {"loss": values.get("log_pplx")})
     out = self._folder / "eval_out" / name
-    out.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"checkpoint": updates, **values}, indent=2)
-    run_folder.write(out / f"eval_{updates:08d}.json", text + "\n")
+    with run_folder.writing(self._folder):
+      out.mkdir(parents=True, exist_ok=True)
+      run_folder.write(out / f"eval_{updates:08d}.json", text + "\n")
 
   def status(self, state: str, step: int):
     """Says in `status.json` whether the run goes on, for those that follow it."""
@@ -165,7 +174,8 @@ class Journal:
     if self._main:
       now = {"state": state, "step": step, "num_steps": self._num_steps, "time": time.time()}
       now |= {"host": socket.gethostname(), "pid": os.getpid()}
-      run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
+      with run_folder.writing(self._folder):
+        run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
 
   def __enter__(self) -> Self:
     return self
@@ -173,23 +183,28 @@ class Journal:
   def __exit__(self, kind: type[BaseException] | None, *unused: object):
     self._console.close()
     if kind is not None and self._status is not None:
-      self.status("failed", self._status)
-    for board in self._boards.values():
-      board.close()
-    if self._jsonl is not None:
-      self._jsonl.close()
+      # What failed may be writing; that is then known already.
+      with contextlib.suppress(UserError):
+        self.status("failed", self._status)
+    for writer in (*self._boards.values(), self._jsonl):
+      if writer is not None:
+        with contextlib.suppress(OSError):
+          writer.close()
 
   def _record(self, part: str, record: dict[str, Any]):
     if not self._write_summaries:
       return
-    if self._jsonl is not None:
-      self._jsonl.write(record)
     if part not in self._boards:
       directory = self._folder / "summaries" / part
-      self._boards[part] = metrics.TensorBoardWriter(directory)
+      # A training record of step N, counted from 0, tells of N + 1 updates.
+      first = None if self._resumed_at is None else self._resumed_at + (part != "train")
+      self._boards[part] = metrics.TensorBoardWriter(directory, first=first)
     hidden = ("kind", "set", "step", "updates", "time")
     scalars = {key: value for key, value in record.items() if key not in hidden}
-    self._boards[part].write(record["step"], {k: v for k, v in scalars.items() if v is not None})
+    with run_folder.writing(self._folder):
+      if self._jsonl is not None:
+        self._jsonl.write(record)
+      self._boards[part].write(record["step"], {k: v for k, v in scalars.items() if v is not None})
 
 
 def is_running(folder: epath.Path) -> bool:

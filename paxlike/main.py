@@ -72,8 +72,9 @@ def _dispatch(options: flags.Options) -> int:
 def _set_up_jax(options: flags.Options):
   # JAX and its libraries are imported here, after the flags have been found good.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  # Orbax logs each error that it also raises, with all its stack.
-  logging.getLogger("absl").setLevel(logging.CRITICAL)
+  # Orbax logs each error that it also raises, with all its stack; asyncio those that it need not.
+  for name in ("absl", "asyncio"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
   import jax
@@ -81,6 +82,8 @@ def _set_up_jax(options: flags.Options):
   if options.num_cpu_devices is not None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.num_cpu_devices)
+    # XLA's threads: where there are few, those that wait in different collectives lock each other.
+    os.environ.setdefault("NPROC", str(8 * options.num_cpu_devices))
   if options.multiprocess_gpu:
     from paxlike import distributed
 

@@ -2,6 +2,7 @@
 """Files of metrics: `metrics.jsonl`, a line for each record, and TensorBoard's."""
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,21 +48,36 @@ class JsonlWriter:
 class TensorBoardWriter:
   """Writes scalars under one folder of `summaries/`, which is made with the first of them."""
 
-  def __init__(self, directory: epath.Path):
+  def __init__(self, directory: epath.Path, *, first: int | None = None):
+    """TensorBoard hides what earlier files hold of step `first` and later ones."""
     self._directory = directory
-    self._writer: Any = None
+    self._first = first
+    self._events: Any = None
 
   def write(self, step: int, scalars: Mapping[str, float]):
     """Adds `scalars` at `step`."""
-    if self._writer is None:
-      import tensorboardX  # Here: an evaluation or a test may never write.
+    # Here: an evaluation or a test may never write.
+    from tensorboardX import event_file_writer, summary
+    from tensorboardX.proto import event_pb2
 
-      self._writer = tensorboardX.SummaryWriter(str(self._directory))
+    proto: Any = event_pb2
+    now = time.time()
+    if self._events is None:
+      self._directory.mkdir(parents=True, exist_ok=True)
+      # Not SummaryWriter, whose thread fails on its own where the disk is full.
+      self._events = event_file_writer.EventsWriter(
+        str(self._directory / "events"), filename_suffix=f".{time.time_ns()}"
+      )
+      if self._first is not None:
+        session = proto.SessionLog(status=proto.SessionLog.START)
+        start = proto.Event(wall_time=now, step=self._first, session_log=session)
+        self._events.write_event(start)
     for name, value in scalars.items():
-      self._writer.add_scalar(name, value, step)
-    self._writer.flush()
+      scalar = summary.scalar(name, value)
+      self._events.write_event(proto.Event(wall_time=now, step=step, summary=scalar))
+    self._events.flush()
 
   def close(self):
-    """Ends the thread that writes."""
-    if self._writer is not None:
-      self._writer.close()
+    """Closes the file."""
+    if self._events is not None:
+      self._events.close()

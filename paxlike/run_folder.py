@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a run (`--job_log_dir`), local or on a bucket."""
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 
 from etils import epath
 
@@ -22,25 +24,46 @@ def create(path: str) -> epath.Path:
     except (OSError, ImportError, ValueError) as error:
       raise UserError(f"--job_log_dir={path} cannot be written: {error}.") from error
     return folder
-  made = None
-  for parent in reversed([folder, *folder.parents]):
-    if not parent.exists():
-      made = parent
-      break
+  missing = [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
   try:
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
       pass
   except OSError as error:
-    if made is not None and made.is_dir():
-      os.removedirs(folder)
+    for parent in missing:
+      with contextlib.suppress(OSError):
+        parent.rmdir()
     reason = error.strerror or str(error)
     raise UserError(f"--job_log_dir={path} cannot be written: {reason}.") from None
   return folder
 
 
+@contextlib.contextmanager
+def writing(folder: epath.Path) -> Iterator[None]:
+  """Context of writing in the folder of a run that goes on.
+
+  Raises:
+    UserError: It failed; the disk may be full.
+  """
+  try:
+    yield
+  except OSError as error:
+    raise UserError(
+      f"{folder} cannot be written: {error.strerror or error}. Its checkpoints are intact. Make"
+      " room there or set another --job_log_dir; the same command resumes the run."
+    ) from error
+
+
 def write(path: epath.Path, text: str):
-  """Writes a file so that a reader sees all of the old text or all of the new."""
+  """Writes a file so that a reader sees all of the old text or all of the new.
+
+  Raises:
+    OSError: It failed; the old text is still there.
+  """
   temporary = path.with_name(f".{path.name}.{os.getpid()}")
-  temporary.write_text(text)
-  temporary.replace(path)
+  try:
+    temporary.write_text(text)
+    temporary.replace(path)
+  except OSError:
+    temporary.unlink(missing_ok=True)
+    raise

@@ -140,7 +140,7 @@ class Trainer:
       journal.start(self._summary, files, step=start, num_steps=self.num_steps)
       train_step = None
       evaluators = self._evaluators()
-      meter = Meter(depth=self._steps_in_flight)
+      meter = Meter(depth=self.feed.steps_in_flight)
       with self._batches(data_state) as batches:
         for step in range(start, self.num_steps):
           batch = next(batches)
@@ -229,13 +229,6 @@ class Trainer:
       window=self.train_data.seq_len,
       seed=self.seed,
     )
-
-  @property
-  def _steps_in_flight(self) -> int:
-    # CPU devices share one pool of threads: of two steps that communicate, each can hold the
-    # threads that the other waits for.
-    devices = self.devices.devices
-    return 0 if devices.size > 1 and devices.flat[0].platform == "cpu" else 2
 
   def _restore_or_create(
     self, saved: Checkpoints, journal: Journal

@@ -16,6 +16,8 @@ _SCRATCH = pathlib.Path(tempfile.mkdtemp(prefix="paxlike-tests-"))
 # Programs that tests start get the environment, this process the configuration.
 os.environ["PAXLIKE_CACHE"] = str(_SCRATCH / "cache")
 os.environ["JAX_PLATFORMS"] = "cpu"
+# The threads of XLA: as devices meet in one collective, others of the same step wait in their own.
+os.environ["NPROC"] = "64"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_SCRATCH / "xla")
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import errno
 import json
 import re
 
@@ -6,6 +7,8 @@ import jax
 import pytest
 from etils import epath
 
+from paxlike import metrics
+from paxlike.errors import UserError
 from paxlike.flops import TrainingFlops
 from paxlike.journal import Journal, Summary, is_running
 from paxlike.mesh import MeshSpec
@@ -57,6 +60,35 @@ def test_the_first_line_does_not_pass_compilation_off_as_speed(journal, capsys):
   line = capsys.readouterr().out.splitlines()[-1]
   assert "(start and compilation)" in line
   assert "TFLOP/s" not in line
+
+
+def test_nor_a_pause_for_compilation(journal, capsys):
+  for step in range(3):
+    journal.step(reading(step, seconds=None if step != 1 else 0.5), due=True)
+  lines = capsys.readouterr().out.splitlines()[-3:]
+  assert "(start and compilation)" in lines[0]
+  assert LINE.match(lines[1])
+  assert "(with evaluation and saving)" in lines[2]
+  assert "TFLOP/s" not in lines[2]
+
+
+def test_a_run_that_fails_says_so(tmp_path):
+  with pytest.raises(ZeroDivisionError), Journal(epath.Path(tmp_path)) as journal:
+    journal.status("running", 3)
+    _ = 1 / 0
+  status = json.loads((tmp_path / "status.json").read_text())
+  assert (status["state"], status["step"]) == ("failed", 3)
+  assert not is_running(epath.Path(tmp_path))
+
+
+def test_a_full_disk_is_named_in_one_line(journal, tmp_path, monkeypatch):
+  def full(*unused):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(metrics.JsonlWriter, "write", full)
+  with pytest.raises(UserError, match=f"{tmp_path} cannot be written: No space left") as error:
+    journal.step(reading(3), due=True)
+  assert len(str(error.value).splitlines()) == 1
 
 
 def test_skipped_steps_are_counted_in_a_row(journal):

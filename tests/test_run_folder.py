@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+import errno
 import os
+import tempfile
 
 import pytest
 
@@ -22,6 +24,33 @@ def test_a_folder_that_cannot_be_is_named_and_nothing_is_left(tmp_path, monkeypa
   with pytest.raises(UserError, match=f"--job_log_dir={path} cannot be written"):
     run_folder.create(path)
   assert os.listdir(tmp_path) == ["file"]
+
+
+def test_folders_that_were_there_stay_though_empty(tmp_path, monkeypatch):
+  def full(**unused):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(tempfile, "TemporaryFile", full)
+  (tmp_path / "empty").mkdir()
+  for path in (tmp_path / "empty", tmp_path / "empty" / "a" / "b"):
+    with pytest.raises(UserError, match="No space left on device"):
+      run_folder.create(str(path))
+    assert [p.name for p in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_a_name_that_is_too_long_is_a_mistake_like_others(tmp_path):
+  with pytest.raises(UserError, match="--job_log_dir"):
+    run_folder.create(str(tmp_path / "new" / ("x" * 300)))
+  assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_alone(tmp_path):
+  folder = run_folder.create(str(tmp_path))
+  (folder / "taken").mkdir()
+  refused = pytest.raises(UserError, match=f"{tmp_path} cannot be written")
+  with refused, run_folder.writing(folder):
+    run_folder.write(folder / "taken", "text")
+  assert os.listdir(tmp_path) == ["taken"]
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
