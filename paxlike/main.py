@@ -4,6 +4,7 @@
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 def run():
   """Entry point of the `paxlike` command."""
   sys.unraisablehook = _report_unraisable
+  # Where reading or writing a checkpoint fails, Orbax abandons what it has not begun.
+  warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
   sys.exit(main(sys.argv))
 
 
