@@ -6,6 +6,7 @@ A training state is saved as a flat dict of arrays under dotted names. `checkpoi
 `train_input` (the position in the data).
 """
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -14,17 +15,19 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
 
+from paxlike import relayout
 from paxlike.errors import UserError
 from paxlike.layers.layout import Layout
 
 Flat = dict[str, Any]
 
 # How reading damaged files, and writing on a full disk, fail in Orbax, TensorStore and JSON.
-_FAILED = (OSError, ValueError, KeyError, TypeError, RuntimeError)
+_UNWRITABLE = (OSError, ValueError, RuntimeError)
+_FAILED = (*_UNWRITABLE, KeyError, TypeError)
 
 
 class _Damaged(Exception):
@@ -70,7 +73,12 @@ class Checkpoints:
   """The checkpoints of one run."""
 
   def __init__(self, directory: epath.PathLike, *, keep: int | None):
-    """`keep` newest checkpoints stay when one is saved; None keeps all."""
+    """`keep` newest checkpoints stay when one is saved; None keeps all.
+
+    Raises:
+      UserError: None would be kept.
+    """
+    check_keep(keep)
     import orbax.checkpoint as ocp  # Here: it takes most of a second, and not every mode needs it.
 
     self._ocp = ocp
@@ -86,9 +94,16 @@ class Checkpoints:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(self, *unused: object):
-    if self._manager is not None:
+  def __exit__(self, kind: type | None, *unused: object):
+    if self._manager is None:
+      return
+    try:
       self._manager.close()
+    except _UNWRITABLE as error:
+      if kind is None:
+        raise self._unwritable(error) from error
+      # What ends the run matters more, and must not be hidden.
+      print(f"paxlike: {self._unwritable(error)}", file=sys.stderr)
 
   def _open(self, step: int) -> Any:
     """Returns the manager, made by the first save: it removes unfinished saves, as no reader may.
@@ -155,7 +170,7 @@ class Checkpoints:
           train_input=save.JsonSave(train_input),
         ),
       )
-    except _FAILED as error:
+    except _UNWRITABLE as error:
       raise self._unwritable(error) from error
     assert taken, f"checkpoint {step} is not newer than {self.latest()}"
 
@@ -170,7 +185,7 @@ class Checkpoints:
     try:
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
-    except _FAILED as error:
+    except _UNWRITABLE as error:
       raise self._unwritable(error) from error
 
   def _unwritable(self, error: BaseException) -> UserError:
@@ -189,6 +204,9 @@ class Checkpoints:
     partial: bool = False,
   ) -> Restored:
     """Returns checkpoint `step` with the shardings of `target`, converted to `layout`.
+
+    Orbax's handlers are called themselves: its checkpointers make processes wait for each other,
+    which one that cannot read its part would not do.
 
     Args:
       step: Which checkpoint.
@@ -221,19 +239,19 @@ class Checkpoints:
         name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
         for name, (shape, dtype) in metadata["tensors"].items()
       }
-    if differences := _differences(tensors, saved_layout, target, layout, partial=partial):
+    if differences := relayout.differences(tensors, saved_layout, target, layout, partial=partial):
       shown = "\n".join(f"  {line}" for line in differences[:20])
       more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
       raise UserError(f"{self.path(step)} is of another experiment:\n{shown}{more}")
-    source = _in_layout(target, layout, saved_layout)
+    source = relayout.in_layout(target, layout, saved_layout)
     arguments = ocp.args.PyTreeRestore(
       source,
       restore_args=ocp.checkpoint_utils.construct_restore_args(source),
       partial_restore=partial,
     )
-    with _Reading(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-      state = checkpointer.restore(self.path(step) / "state", args=arguments)
-    state = _converted(state, saved_layout, target, layout)
+    with _Reading(), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+      state = handler.restore(self.path(step) / "state", args=arguments)
+    state = relayout.converted(state, saved_layout, target, layout)
     return Restored(state, metadata, train_input)
 
   def restore_latest_valid(
@@ -246,10 +264,17 @@ class Checkpoints:
     """
     steps = self.steps()
     for step in reversed(steps):
+      restored, reason = None, "another process cannot read its part"
       try:
-        return step, self._restore(step, target, layout)
+        restored = self._restore(step, target, layout)
       except _Damaged as error:
-        print(f"paxlike: {self.path(step)} is damaged ({error})", file=sys.stderr)
+        reason = str(error)
+      if restored is not None and _everywhere(True):
+        return step, restored
+      if restored is None:
+        _everywhere(False)
+      del restored  # Before the next one is read: there may be no room for two.
+      print(f"paxlike: {self.path(step)} is damaged ({reason})", file=sys.stderr)
     if steps:
       raise UserError(
         f"no checkpoint in {self._directory} can be read; move it away to start anew."
@@ -257,105 +282,25 @@ class Checkpoints:
     return None
 
   def _read_json(self, step: int, item: str) -> dict[str, Any]:
-    with self._ocp.Checkpointer(self._ocp.JsonCheckpointHandler()) as checkpointer:
-      return checkpointer.restore(self.path(step) / item)
+    with contextlib.closing(self._ocp.JsonCheckpointHandler()) as handler:
+      return dict(handler.restore(self.path(step) / item))
+
+
+def check_keep(keep: int | None):
+  """Raises a UserError if no checkpoint would be kept: Orbax would delete each once written."""
+  if keep is not None and keep < 1:
+    raise UserError(
+      f"CHECKPOINT_MAX_TO_KEEP={keep} would delete every checkpoint. It must be at least 1, or None"
+      " to keep all; --enable_checkpoint_saving=False writes none."
+    )
+
+
+def _everywhere(here: bool) -> bool:
+  """Returns whether it is so in all processes: they must all go on from the same checkpoint."""
+  if jax.process_count() == 1:
+    return here
+  return bool(np.all(multihost_utils.process_allgather(np.array(here))))
 
 
 def _reason(error: BaseException) -> str:
   return (str(error).strip() or repr(error)).splitlines()[0][:600]
-
-
-def _by_layer(flat: Mapping[str, Any], layout: Layout) -> dict[tuple[str, int], tuple[Any, Any]]:
-  """Returns (template, layer) -> (shape, dtype), the same for every layout."""
-  result = {}
-  for name, leaf in flat.items():
-    location = layout.locate(name)
-    if location is None:
-      result[name, 0] = (tuple(leaf.shape), leaf.dtype)
-    else:
-      shape = tuple(leaf.shape)[1:] if location.stacked else tuple(leaf.shape)
-      for layer in location.layers:
-        result[location.template, layer] = (shape, leaf.dtype)
-  return result
-
-
-def _differences(
-  saved: Mapping[str, Any],
-  saved_layout: Layout,
-  target: Mapping[str, Any],
-  layout: Layout,
-  *,
-  partial: bool,
-) -> list[str]:
-  have, want = _by_layer(saved, saved_layout), _by_layer(target, layout)
-  lines = []
-  for key in have.keys() | want.keys():
-    name = key[0].format(f"layers.{key[1]}")
-    if key not in want:
-      if not partial:
-        lines.append(f"{name}: only in the checkpoint")
-    elif key not in have:
-      lines.append(f"{name}: not in the checkpoint")
-    elif have[key] != want[key]:
-      (shape, dtype), (wanted_shape, wanted_dtype) = have[key], want[key]
-      lines.append(
-        f"{name}: {dtype}{list(shape)} in the checkpoint,"
-        f" {wanted_dtype}{list(wanted_shape)} in this experiment"
-      )
-  return sorted(lines)
-
-
-def _in_layout(
-  target: Mapping[str, jax.ShapeDtypeStruct], layout: Layout, other: Layout
-) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the arrays of `target` as `other` lays them out, sharded alike."""
-  if layout == other:
-    return dict(target)
-  result = {}
-  for name, leaf in target.items():
-    location = layout.locate(name)
-    if location is None:
-      result[name] = leaf
-      continue
-    shape = leaf.shape[1:] if location.stacked else leaf.shape
-    spec = _padded_spec(leaf)[1:] if location.stacked else _padded_spec(leaf)
-    mesh = leaf.sharding.mesh
-    for layer in location.layers:
-      place, repeat = other.place(location.template, layer)
-      if repeat is None:
-        where = NamedSharding(mesh, PartitionSpec(*spec))
-        result[place] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
-      else:
-        where = NamedSharding(mesh, PartitionSpec(None, *spec))
-        stacked = (other.repeats, *shape)
-        result[place] = jax.ShapeDtypeStruct(stacked, leaf.dtype, sharding=where)
-  return result
-
-
-def _padded_spec(leaf: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
-  spec = tuple(leaf.sharding.spec)
-  return spec + (None,) * (len(leaf.shape) - len(spec))
-
-
-def _converted(
-  state: Flat, source: Layout, target: Mapping[str, jax.ShapeDtypeStruct], layout: Layout
-) -> Flat:
-  """Returns the arrays of `state` under the names, and with the shardings, of `target`."""
-  if source == layout:
-    return state
-
-  def one(template: str, layer: int) -> jax.Array:
-    name, repeat = source.place(template, layer)
-    return state[name] if repeat is None else state[name][repeat]
-
-  result = {}
-  for name, leaf in target.items():
-    location = layout.locate(name)
-    if location is None:
-      value = state[name]
-    elif location.stacked:
-      value = jnp.stack([one(location.template, layer) for layer in location.layers])
-    else:
-      value = one(location.template, location.layers[0])
-    result[name] = jax.device_put(value, leaf.sharding)
-  return result

@@ -11,7 +11,7 @@ import jax
 from etils import epath
 
 from paxlike import flops, generate, memory, mesh, train_state
-from paxlike.checkpoint import Checkpoints, flatten, unflatten
+from paxlike.checkpoint import Checkpoints, check_keep, flatten, unflatten
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import EvalSet, Evaluator
 from paxlike.feed import Feed
@@ -76,6 +76,7 @@ class Trainer:
     _ = self.devices, self.batch_size
     if self.num_steps < 0 or self.summary_every < 1:
       raise UserError("MAX_STEPS must not be negative, and SUMMARY_INTERVAL_STEPS at least 1.")
+    check_keep(self.keep)
     shards = mesh.batch_shards(self.devices) * self.accumulation_steps
     if self.batch_size % shards:
       raise UserError(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 import pathlib
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +164,54 @@ def test_if_all_are_damaged_nothing_is_overwritten(saved):
   with pytest.raises(UserError, match=r"no checkpoint in .* can be read"):
     saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
   assert saved.steps() == [1]
+
+
+def test_keeping_none_is_refused(tmp_path):
+  with pytest.raises(UserError, match="CHECKPOINT_MAX_TO_KEEP=0"):
+    Checkpoints(tmp_path / "c", keep=0)
+
+
+@pytest.fixture
+def small_files():
+  """No file can grow beyond 100 kB, as on a disk that fills up."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+  yield
+  resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def large(seed):
+  bits = np.random.default_rng(seed).integers(0, 2**32, 100_000, dtype=np.uint32)
+  return {"w": jnp.array(bits)}
+
+
+@pytest.mark.parametrize("told_by", ["wait", "save", "end"])
+def test_a_full_disk_is_told_and_older_checkpoints_stay(tmp_path, small_files, told_by):
+  checkpoints = Checkpoints(tmp_path / "c", keep=1)
+  told = pytest.raises(UserError, match=r"could not be written in .*Older checkpoints are intact")
+  with told, checkpoints:
+    save(checkpoints, 1)
+    checkpoints.save(2, large(2), layout=FLAT, train_input={})
+    if told_by == "wait":
+      checkpoints.wait()
+    elif told_by == "save":
+      checkpoints.save(3, arrays(), layout=FLAT, train_input={})
+  assert checkpoints.steps() == [1]
+  assert_bitwise(checkpoints.restore(1, target_of(arrays()), layout=FLAT).state, arrays())
+
+
+def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path, small_files, capfd):
+  with pytest.raises(KeyError, match="the cause"), Checkpoints(tmp_path / "c", keep=1) as saving:
+    saving.save(1, large(1), layout=FLAT, train_input={})
+    raise KeyError("the cause")
+  assert "paxlike: a checkpoint could not be written" in capfd.readouterr().err
+
+
+def test_what_json_cannot_hold_is_no_full_disk(saved):
+  with pytest.raises(TypeError, match="not JSON serializable"):
+    saved.save(1, arrays(), layout=FLAT, train_input={"position": object()})
+    saved.wait()
+  assert saved.steps() == []
 
 
 def test_a_save_that_was_killed_is_not_seen(tmp_path):

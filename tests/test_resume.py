@@ -10,6 +10,7 @@ from kill_and_resume import kill_and_resume
 from program import TINY, curve, finish, run, start
 
 from paxlike.checkpoint import Checkpoints
+from paxlike.evaluation import Evaluator
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,21 @@ def test_gradients_that_stay_infinite_end_the_run_with_a_report(tmp_path, capsys
   assert "the last 3 steps" in err
   assert "not finite" in err
   assert "Traceback" not in err
+
+
+def test_a_stop_during_an_evaluation_loses_no_step(tmp_path, text, monkeypatch):
+  evaluate = Evaluator.run
+
+  def stopped(*arguments):
+    signal.raise_signal(signal.SIGTERM)
+    return evaluate(*arguments)
+
+  monkeypatch.setattr(Evaluator, "run", stopped)
+  every = ("--fdl.EVAL_INTERVAL_STEPS=2", "--fdl.CHECKPOINT_EVERY_N_STEPS=100")
+  assert run(*on_text(tmp_path, text, 9, *every)) == 128 + signal.SIGTERM
+  updates = [updates for updates, _ in curve(tmp_path)]
+  assert 2 <= updates[-1] < 9
+  assert Checkpoints(tmp_path / "checkpoints", keep=None).steps() == updates[-1:]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors"),
   ("mesh", "distributed", "knob_types", "signals", "run_folder", "console", "memory"),
   ("layers", "data", "feed"),
-  ("optimizers", "flops"),
+  ("optimizers", "flops", "relayout"),
   ("train_state", "metrics", "checkpoint", "profiling", "meter"),
   ("journal",),
   ("train_step", "evaluation", "generate", "convert"),

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same state under another layout: compared, described and converted array by array."""
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from paxlike.layers.layout import Layout
+
+Flat = dict[str, Any]
+
+
+def _by_layer(flat: Mapping[str, Any], layout: Layout) -> dict[tuple[str, int], tuple[Any, Any]]:
+  """Returns (template, layer) -> (shape, dtype), the same for every layout."""
+  result = {}
+  for name, leaf in flat.items():
+    location = layout.locate(name)
+    if location is None:
+      result[name, 0] = (tuple(leaf.shape), leaf.dtype)
+    else:
+      shape = tuple(leaf.shape)[1:] if location.stacked else tuple(leaf.shape)
+      for layer in location.layers:
+        result[location.template, layer] = (shape, leaf.dtype)
+  return result
+
+
+def differences(
+  saved: Mapping[str, Any],
+  saved_layout: Layout,
+  target: Mapping[str, Any],
+  layout: Layout,
+  *,
+  partial: bool,
+) -> list[str]:
+  """Returns a line for each layer's weight that only one has, or in another shape or dtype."""
+  have, want = _by_layer(saved, saved_layout), _by_layer(target, layout)
+  lines = []
+  for key in have.keys() | want.keys():
+    name = key[0].format(f"layers.{key[1]}")
+    if key not in want:
+      if not partial:
+        lines.append(f"{name}: only in the checkpoint")
+    elif key not in have:
+      lines.append(f"{name}: not in the checkpoint")
+    elif have[key] != want[key]:
+      (shape, dtype), (wanted_shape, wanted_dtype) = have[key], want[key]
+      lines.append(
+        f"{name}: {dtype}{list(shape)} in the checkpoint,"
+        f" {wanted_dtype}{list(wanted_shape)} in this experiment"
+      )
+  return sorted(lines)
+
+
+def in_layout(
+  target: Mapping[str, jax.ShapeDtypeStruct], layout: Layout, other: Layout
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the arrays of `target` as `other` lays them out, sharded alike."""
+  if layout == other:
+    return dict(target)
+  result = {}
+  for name, leaf in target.items():
+    location = layout.locate(name)
+    if location is None:
+      result[name] = leaf
+      continue
+    shape = leaf.shape[1:] if location.stacked else leaf.shape
+    spec = _padded_spec(leaf)[1:] if location.stacked else _padded_spec(leaf)
+    mesh = leaf.sharding.mesh
+    for layer in location.layers:
+      place, repeat = other.place(location.template, layer)
+      if repeat is None:
+        where = NamedSharding(mesh, PartitionSpec(*spec))
+        result[place] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
+      else:
+        where = NamedSharding(mesh, PartitionSpec(None, *spec))
+        stacked = (other.repeats, *shape)
+        result[place] = jax.ShapeDtypeStruct(stacked, leaf.dtype, sharding=where)
+  return result
+
+
+def _padded_spec(leaf: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
+  spec = tuple(leaf.sharding.spec)
+  return spec + (None,) * (len(leaf.shape) - len(spec))
+
+
+def converted(
+  state: Flat, source: Layout, target: Mapping[str, jax.ShapeDtypeStruct], layout: Layout
+) -> Flat:
+  """Returns the arrays of `state` under the names, and with the shardings, of `target`.
+
+  Empties `state` on the way, so that the devices need not hold it twice.
+  """
+  if source == layout:
+    return state
+
+  def places(name: str) -> list[tuple[str, int | None]]:
+    location = layout.locate(name)
+    if location is None:
+      return [(name, None)]
+    return [source.place(location.template, layer) for layer in location.layers]
+
+  uses = collections.Counter(place for name in target for place, _ in places(name))
+
+  def take(place: str, repeat: int | None) -> jax.Array:
+    value = state[place]
+    uses[place] -= 1
+    if not uses[place]:
+      del state[place]
+    return value if repeat is None else value[repeat]
+
+  result = {}
+  # Those that come from the same array follow each other, so that it is soon done with.
+  for name in sorted(target, key=places):
+    values = [take(*place) for place in places(name)]
+    location = layout.locate(name)
+    stacked = location is not None and location.stacked
+    value = jnp.stack(values) if stacked else values[0]
+    result[name] = jax.device_put(value, target[name].sharding)
+    del value, values
+  return result
