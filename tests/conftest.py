@@ -18,6 +18,8 @@ os.environ["PAXLIKE_CACHE"] = str(_SCRATCH / "cache")
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The threads of XLA: as devices meet in one collective, others of the same step wait in their own.
 os.environ["NPROC"] = "64"
+# Tests compile far more than they compute.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_SCRATCH / "xla")
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_platforms", "cpu")

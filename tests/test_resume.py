@@ -42,6 +42,7 @@ def final_state(folder, step):
       return checkpointer.restore(files / "state")
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, text):
   assert run(*on_text(tmp_path / "whole", text, 18)) == 0
   for steps in (5, 13, 18):
@@ -57,7 +58,11 @@ def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-  "change", ["--fdl.ICI_MESH_SHAPE=[2,2,2]", "--fdl.USE_REPEATED_LAYER=false"]
+  "change",
+  [
+    pytest.param("--fdl.ICI_MESH_SHAPE=[2,2,2]", marks=pytest.mark.slow),
+    "--fdl.USE_REPEATED_LAYER=false",
+  ],
 )
 def test_a_run_goes_on_on_another_mesh_and_in_another_layout(tmp_path, text, change, capsys):
   assert run(*on_text(tmp_path / "whole", text, 6)) == 0

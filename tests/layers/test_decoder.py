@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPT against its arithmetic written out in NumPy."""
 
+import functools
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ def test_logits_equal_numpy():
   definition = tiny()
   params = params_of(definition)
   data = batch(2)
-  logits, aux = forward(definition, params, data)
+  logits, aux = jax.jit(functools.partial(forward, definition))(params, data)
   assert aux == {}
   np.testing.assert_allclose(logits, reference(params, data["inputs"]), atol=1e-4)
 
@@ -73,10 +74,10 @@ def test_the_loss_in_chunks_is_the_loss_of_the_logits():
   def chunked(params):
     return definition.bind(params).loss(data, context_of(data))[0]
 
-  expected, gradients = jax.value_and_grad(whole)(params)
-  got, chunk_gradients = jax.value_and_grad(chunked)(params)
+  expected, gradients = jax.jit(jax.value_and_grad(whole))(params)
+  got, chunk_gradients = jax.jit(jax.value_and_grad(chunked))(params)
   np.testing.assert_allclose(got, expected, rtol=1e-5)
-  np.testing.assert_allclose(chunked(params), expected, rtol=1e-5)
+  np.testing.assert_allclose(jax.jit(chunked)(params), expected, rtol=1e-5)
   for name, gradient in gradients.items():
     np.testing.assert_allclose(chunk_gradients[name], gradient, atol=2e-4, err_msg=name)
 
