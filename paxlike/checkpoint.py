@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -28,6 +28,9 @@ Flat = dict[str, Any]
 # How reading damaged files, and writing on a full disk, fail in Orbax, TensorStore and JSON.
 _UNWRITABLE = (OSError, ValueError, RuntimeError)
 _FAILED = (*_UNWRITABLE, KeyError, TypeError)
+
+# Arrays of so many bytes are written together where a checkpoint is made of a stream of them.
+_STREAM_BYTES = 100_000_000
 
 
 class _Damaged(Exception):
@@ -136,6 +139,19 @@ class Checkpoints:
     steps = self.steps()
     return steps[-1] if steps else None
 
+  def find(self, step: int | None) -> int:
+    """Returns `step`, or the newest for None.
+
+    Raises:
+      UserError: There is no such checkpoint.
+    """
+    steps = self.steps()
+    if step in steps or (step is None and steps):
+      return steps[-1] if step is None else step
+    wanted = "checkpoint" if step is None else f"checkpoint {step}"
+    known = ", ".join(map(str, steps)) or "none"
+    raise UserError(f"no {wanted} in {self._directory}; there is: {known}.")
+
   def path(self, step: int) -> epath.Path:
     """Returns the folder of a checkpoint."""
     return self._directory / f"checkpoint_{step:08d}"
@@ -154,12 +170,7 @@ class Checkpoints:
       UserError: This, or the save before, could not be written; older checkpoints are intact.
     """
     save = self._ocp.args
-    tensors = {name: [list(x.shape), str(x.dtype)] for name, x in state.items()}
-    metadata = {
-      "layout": dataclasses.asdict(layout),
-      "tensors": tensors,
-      "versions": {"jax": jax.__version__, "orbax": self._ocp.__version__},
-    }
+    metadata = _metadata(state, layout)
     try:
       self._manager = self._manager or self._open(step)
       taken = self._manager.save(
@@ -281,9 +292,83 @@ class Checkpoints:
       )
     return None
 
+  def layout(self, step: int) -> Layout:
+    """Returns the layout in which a checkpoint's weights are stored.
+
+    Raises:
+      UserError: It is damaged.
+    """
+    try:
+      with _Reading():
+        return Layout(**self._read_json(step, "metadata")["layout"])
+    except _Damaged as error:
+      raise UserError(f"{self.path(step)} is damaged ({error}).") from error
+
+  def read(self, step: int, name: str) -> np.ndarray:
+    """Returns one array under the name that it is stored by.
+
+    Raises:
+      UserError: It is not there, or damaged.
+    """
+    args = self._ocp.args.PyTreeRestore(
+      {name: 0},
+      restore_args={name: self._ocp.RestoreArgs(restore_type=np.ndarray)},
+      partial_restore=True,
+    )
+    try:
+      with _Reading(), contextlib.closing(self._ocp.PyTreeCheckpointHandler()) as handler:
+        return handler.restore(self.path(step) / "state", args=args)[name]
+    except _Damaged as error:
+      raise UserError(f"{self.path(step)} is damaged: no {name} ({error}).") from error
+
   def _read_json(self, step: int, item: str) -> dict[str, Any]:
     with contextlib.closing(self._ocp.JsonCheckpointHandler()) as handler:
       return dict(handler.restore(self.path(step) / item))
+
+
+def write_streamed(
+  directory: epath.PathLike, arrays: Iterable[tuple[str, np.ndarray]], *, layout: Layout
+):
+  """Writes checkpoint 0 from arrays that need not be in memory at once.
+
+  Args:
+    directory: Of the checkpoints; must not be there.
+    arrays: (name, value), such as ("params.embedding.table", ...).
+    layout: Where the names have each layer.
+
+  Raises:
+    OSError, ValueError: It failed.
+  """
+  import orbax.checkpoint as ocp
+  from orbax.checkpoint.experimental.v1 import partial
+
+  path = epath.Path(directory) / "checkpoint_00000000"
+  shapes: dict[str, Any] = {}
+  waiting: dict[str, np.ndarray] = {}
+  for name, value in arrays:
+    shapes[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    waiting[name] = value
+    if sum(array.nbytes for array in waiting.values()) >= _STREAM_BYTES:
+      partial.save(path, waiting)
+      waiting = {}
+    del value
+  if waiting:
+    partial.save(path, waiting)
+  partial.finalize(path)
+  with contextlib.closing(ocp.JsonCheckpointHandler()) as handler:
+    for item, value in (("metadata", _metadata(shapes, layout)), ("train_input", {})):
+      (path / item).mkdir()
+      handler.save(path / item, args=ocp.args.JsonSave(value))
+
+
+def _metadata(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+  import orbax.checkpoint as ocp
+
+  return {
+    "layout": dataclasses.asdict(layout),
+    "tensors": {name: [list(x.shape), str(x.dtype)] for name, x in state.items()},
+    "versions": {"jax": jax.__version__, "orbax": ocp.__version__},
+  }
 
 
 def check_keep(keep: int | None):

@@ -51,7 +51,7 @@ def dump(graph: Any) -> str:
   return json.dumps(saved, indent=1, allow_nan=False) + "\n"
 
 
-def read(path: str | epath.Path, *, allow_modules: Iterable[str] | None = ()) -> Any:
+def read(path: epath.PathLike, *, allow_modules: Iterable[str] | None = ()) -> Any:
   """Returns the graph in a file, local or on a bucket; the rest is as of `load`."""
   try:
     text = epath.Path(path).read_text()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import fiddle as fdl
 import jax
 
-from paxlike import fiddlers, layers, optimizers
+from paxlike import fiddlers, hugging_face, layers, optimizers
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
 from paxlike.knobs import UNSET, Dtype, Knobs
@@ -114,9 +114,22 @@ class Experiment(Knobs):
       dim=self.MODEL_DIMS,
       embedding=fdl.Partial(layers.Embedding, init=self.init()),
       dropout=self.dropout(self.EMBEDDING_DROPOUT_PROB),
-      stack=fdl.Partial(layers.Stack, pattern=[self.block()], repeats=self.NUM_LAYERS, scan=False),
+      stack=self.stack(),
       norm=self.norm(),
     )
+
+  def stack(self) -> fdl.Partial[layers.Stack]:
+    """The layers: the pattern over and over, and at the end as much of it as is left."""
+    pattern = self.pattern()
+    repeats, rest = divmod(self.NUM_LAYERS, len(pattern))
+    stack = fdl.Partial(layers.Stack, pattern=pattern, repeats=repeats, scan=False)
+    if rest:
+      stack.epilogue = self.pattern()[:rest]
+    return stack
+
+  def pattern(self) -> list[fdl.Partial[layers.Block]]:
+    """The layers that repeat."""
+    return [self.block()]
 
   def block(self) -> fdl.Partial[layers.Block]:
     """One layer."""
@@ -219,6 +232,11 @@ class Experiment(Knobs):
   def mesh(self) -> fdl.Config[MeshSpec]:
     """The device mesh."""
     return fdl.Config(MeshSpec, ici=self.ICI_MESH_SHAPE, dcn=self.DCN_MESH_SHAPE)
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family | None:
+    """How Hugging Face stores the family; None if it has no such thing."""
+    return None
 
   def train_data(self) -> fdl.Config:
     """The training data: a `data.Dataset`. A data mixin gives it."""

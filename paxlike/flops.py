@@ -36,38 +36,29 @@ class TrainingFlops:
   """FLOPs per token of one training step.
 
   Attributes:
-    weights: Of products with weights.
-    attention: Of attention over all pairs of tokens.
+    full: With attention over all pairs of tokens within a window.
+    causal: With attention over the pairs that a causal mask leaves.
   """
 
-  weights: float
-  attention: float
-
-  @property
-  def full(self) -> float:
-    """With attention over all pairs."""
-    return self.weights + self.attention
-
-  @property
-  def causal(self) -> float:
-    """With attention over the pairs that a causal mask leaves."""
-    return self.weights + self.attention / 2
+  full: float
+  causal: float
 
 
 def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
   """Counts the FLOPs of training `definition` on sequences of `seq_len` tokens."""
   layout = layout_of(definition.module)
-  weights = attention = 0
+  weights = full = causal = 0
   for path, module in nnx.iter_modules(definition.module):
     if isinstance(module, Linear):
       weights += 2 * math.prod(module.w.get_value().shape)
     elif isinstance(module, Attention):
       location = layout.locate(".".join(map(str, path)) + ".")
       repeats = len(location.layers) if location else 1
-      attention += repeats * module.score_flops(seq_len)
+      scores = module.score_flops(seq_len)
+      full, causal = full + repeats * scores[0], causal + repeats * scores[1]
     elif isinstance(module, Decoder) and module.head is None:
       weights += 2 * math.prod(module.embedding.table.get_value().shape)
-  return TrainingFlops(weights=3 * weights, attention=3 * attention)
+  return TrainingFlops(full=3 * (weights + full), causal=3 * (weights + causal))
 
 
 def peak_per_device(device_kind: str) -> float | None:

@@ -191,6 +191,10 @@ class Knobs:
       values[name] = settings.get(name, Setting(knob.default, f"{word} {knob.set_in.__name__}"))
     return values
 
+  def settings(self) -> dict[str, Setting]:
+    """Returns the knobs that were set on this instance."""
+    return dict(self._state("_settings", dict))
+
   def read_names(self) -> frozenset[str]:
     """Returns the knobs read from this instance since it was made or `reset_reads`."""
     return frozenset(self._state("_read", set))

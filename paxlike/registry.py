@@ -2,13 +2,17 @@
 """Finds experiments: by short name, by a unique dotted suffix, or by full path."""
 
 import importlib
+import json
 import os
 import pkgutil
 import sys
 from typing import TypeVar
 
+from etils import epath
+
 from paxlike.errors import UserError, did_you_mean
 from paxlike.experiment import Experiment
+from paxlike.knobs import spell
 
 _REGISTRY: dict[str, type[Experiment]] = {}
 _Class = TypeVar("_Class", bound=type[Experiment])
@@ -48,6 +52,34 @@ def find(name: str) -> type[Experiment]:
     return _import(name)
   hint = did_you_mean(name, [path.rpartition(".")[2] for path in known])
   raise UserError(f"no experiment {name}.{hint or ' --list shows all of them.'}")
+
+
+def dump(experiment: Experiment) -> str:
+  """Returns the JSON from which `load` makes the same experiment: its class and what was set."""
+  cls = type(experiment)
+  knobs = {name: spell(setting.value) for name, setting in experiment.settings().items()}
+  saved = {"experiment": f"{cls.__module__}.{cls.__qualname__}", "knobs": knobs}
+  return json.dumps(saved, indent=2) + "\n"
+
+
+def load(path: epath.PathLike) -> Experiment:
+  """Returns the experiment that a file describes.
+
+  Raises:
+    UserError: There is no such file, it is damaged, or there is no such experiment any more.
+  """
+  path = epath.Path(path)
+  try:
+    saved = json.loads(path.read_text())
+    name, knobs = str(saved["experiment"]), dict(saved["knobs"])
+  except OSError as error:
+    raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+  except (ValueError, KeyError, TypeError) as error:
+    raise UserError(f"{path} is damaged: {error}.") from None
+  experiment = find(name)()
+  for knob, text in knobs.items():
+    experiment.set(knob, text, source=path.name)
+  return experiment
 
 
 def _import(path: str) -> type[Experiment]:

@@ -3,6 +3,8 @@
 
 import contextlib
 import os
+import pathlib
+import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -67,3 +69,24 @@ def write(path: epath.Path, text: str):
   except OSError:
     temporary.unlink(missing_ok=True)
     raise
+
+
+@contextlib.contextmanager
+def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
+  """Context that gives a folder to fill, which becomes `folder` at its end: whole, or not at all.
+
+  Raises:
+    UserError: `folder` holds something already, or cannot be written; `flag` named it.
+  """
+  if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    raise UserError(f"--{flag}={folder} is there already: name a new folder.")
+  building = folder.with_name(f".{folder.name}.{os.getpid()}")
+  try:
+    building.mkdir(parents=True)
+    yield building
+    building.rename(folder)
+  except OSError as error:
+    reason = error.strerror or error
+    raise UserError(f"--{flag}={folder} cannot be written: {reason}.") from error
+  finally:
+    shutil.rmtree(building, ignore_errors=True)

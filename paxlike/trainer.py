@@ -180,11 +180,7 @@ class Trainer:
     if not self.eval_data:
       raise UserError("this experiment has no evaluation data (eval_data).")
     with jax.set_mesh(self.devices), Checkpoints(folder / "checkpoints", keep=None) as saved:
-      step = saved.latest() if step is None else step
-      if step is None or step not in saved.steps():
-        known = ", ".join(map(str, saved.steps())) or "none"
-        wanted = "checkpoint" if step is None else f"checkpoint {step}"
-        raise UserError(f"no {wanted} in {folder / 'checkpoints'}; there is: {known}.")
+      step = saved.find(step)
       target = train_state.abstract(self.definition, self.optimizer, self.devices)
       wanted = {f"params.{name}": leaf for name, leaf in target.params.items()}
       flat = saved.restore(step, wanted, layout=self.layout, partial=True).state

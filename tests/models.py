@@ -17,7 +17,7 @@ def tiny(
   """Returns a GPT of `num_layers` layers, width 32, 4 heads."""
   init = functools.partial(layers.gaussian, std=0.1)
 
-  norm = functools.partial(layers.LayerNorm, dtype=dtype)
+  norm = functools.partial(layers.LayerNorm, offset=1.0, dtype=dtype)
 
   def linear(role):
     return functools.partial(layers.Linear, role=role, use_bias=True, init=init, dtype=dtype)

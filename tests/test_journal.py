@@ -27,7 +27,7 @@ def journal(tmp_path):
     batch_size=4,
     seq_len=250,
     devices=MeshSpec(ici=(2, 1, 1)).build(jax.devices()[:2]),
-    flops=TrainingFlops(weights=3e9, attention=2e9),
+    flops=TrainingFlops(full=5e9, causal=4e9),
   )
   with Journal(epath.Path(tmp_path)) as journal:
     journal.start(summary, {"config.txt": "text"}, step=0, num_steps=4)

@@ -23,10 +23,10 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors"),
   ("mesh", "distributed", "knob_types", "signals", "run_folder", "console", "memory"),
   ("layers", "data", "feed"),
-  ("optimizers", "flops", "relayout"),
+  ("optimizers", "flops", "relayout", "weight_rules"),
   ("train_state", "metrics", "checkpoint", "profiling", "meter"),
   ("journal",),
-  ("train_step", "evaluation", "generate", "convert"),
+  ("train_step", "evaluation", "generate", "hugging_face"),
   ("trainer", "aot", "planner"),
   ("knobs", "symbols", "fiddlers"),
   ("graph_text",),
@@ -35,11 +35,11 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("registry",),
   ("experiments",),
   ("scripts_gpu",),
-  ("flags", "show", "plot"),
+  ("flags", "show", "plot", "convert"),
   ("main",),
 )
 FIDDLE = {
-  "config_file", "experiment", "experiments", "fiddlers", "flags", "graph_edits", "graph_text",
+  "config_file", "convert", "experiment", "experiments", "fiddlers", "flags", "graph_edits", "graph_text",
   "knobs", "main", "scripts_gpu", "show", "symbols",
 }  # fmt: skip
 # Slow to import, so only functions that build a source from them may.

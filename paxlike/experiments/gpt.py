@@ -27,7 +27,7 @@ class Gpt(Experiment):
     return model
 
   def norm(self) -> fdl.Partial:
-    return fdl.Partial(layers.LayerNorm, epsilon=1e-5)
+    return fdl.Partial(layers.LayerNorm, epsilon=1e-5, offset=1.0)
 
   def linear(self, role: str) -> fdl.Partial[layers.Linear]:
     linear = super().linear(role)
@@ -121,6 +121,31 @@ class Synthetic175B(datasets.Synthetic, Gpt175B):
 @register
 class Text126M(datasets.LocalText, Gpt126M):
   """GPT 126M on your own files: --fdl.DATA_PATH=... and, if you have one, --fdl.VOCAB_PATH=..."""
+
+
+@register
+class Gpt3_6B(datasets.Synthetic, Gpt):
+  """MaxText's gpt3-6b. 5,588,736,000 parameters, its 16,384 positions among them."""
+
+  VOCAB_SIZE = 32768
+  MAX_SEQ_LEN = 16384
+  NUM_LAYERS = 48
+  NUM_HEADS = 12
+  MODEL_DIMS = 3072
+  DIMS_PER_HEAD = 256
+  ICI_MESH_SHAPE = (1, -1, 1)
+  PERCORE_BATCH_SIZE = 1
+  MAX_STEPS = 100
+  LEARNING_RATE = 3e-5
+  LR_COS_WARMUP = 10
+
+
+@register
+class Gpt3_22B(Gpt3_6B):
+  """MaxText's gpt3-22b. 22,049,107,968 parameters, its 16,384 positions among them."""
+
+  NUM_HEADS = 24
+  MODEL_DIMS = 6144
 
 
 @register

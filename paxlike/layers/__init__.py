@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that models are made of: plain modules, usable without any configuration."""
 
-from paxlike.layers import attention_kernels
+from paxlike.layers import attention_kernels, rope
 from paxlike.layers.attention import Attention
 from paxlike.layers.block import Block
+from paxlike.layers.cache import KvCache
 from paxlike.layers.context import Context
 from paxlike.layers.decoder import Decoder
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
 from paxlike.layers.loss import cross_entropy
-from paxlike.layers.mlp import Mlp
-from paxlike.layers.module import Definition, Module, Params, gaussian, gaussian_fan_in, zeros
+from paxlike.layers.mlp import Mlp, clamped_swiglu, geglu, swiglu
+from paxlike.layers.module import (
+  Definition,
+  Module,
+  Params,
+  constant,
+  gaussian,
+  gaussian_fan_in,
+  zeros,
+)
 from paxlike.layers.norm import LayerNorm, RmsNorm
+from paxlike.layers.rope import Rope
 from paxlike.layers.stack import Remat, Stack
 
 __all__ = [
@@ -23,6 +33,7 @@ __all__ = [
   "Definition",
   "Dropout",
   "Embedding",
+  "KvCache",
   "LayerNorm",
   "Linear",
   "Mlp",
@@ -31,10 +42,16 @@ __all__ = [
   "PositionEmbedding",
   "Remat",
   "RmsNorm",
+  "Rope",
   "Stack",
   "attention_kernels",
+  "clamped_swiglu",
+  "constant",
   "cross_entropy",
   "gaussian",
   "gaussian_fan_in",
+  "geglu",
+  "rope",
+  "swiglu",
   "zeros",
 ]

@@ -3,17 +3,20 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from paxlike import mesh
-from paxlike.layers import attention_kernels
+from paxlike.layers import attention_kernels, module
+from paxlike.layers.cache import KvCache
 from paxlike.layers.context import Context
 from paxlike.layers.linear import Linear
-from paxlike.layers.module import Module
+from paxlike.layers.rope import Rope
 
 
-class Attention(Module):
+class Attention(module.Module):
   """Causal self-attention over [B, T, D]."""
 
   def __init__(
@@ -27,31 +30,96 @@ class Attention(Module):
     key: Callable[..., Linear],
     value: Callable[..., Linear],
     output: Callable[..., Linear],
+    rope: Callable[[int], Rope] | None = None,
+    qk_norm: Callable[..., Any] | None = None,
+    sinks: module.Initializer | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
     kernel: attention_kernels.Kernel = attention_kernels.xla,
   ):
+    """Arguments that a layer has only if they are given:
+
+    Args:
+      dim: D.
+      num_heads: N.
+      head_dim: H.
+      num_kv_heads: K; None: N.
+      query: Of D to N x H, as `key`, `value` and, back again, `output`.
+      key: See there.
+      value: See there.
+      output: See there.
+      rope: Turns queries and keys.
+      qk_norm: Of each head's query and key.
+      sinks: Draws for each head the logit of a key without value (StreamingLLM; gpt-oss).
+      window: Tokens that a token sees, itself among them.
+      soft_cap: Of the logits.
+      scale: Of the logits; None: 1 / sqrt(H).
+      kernel: Computes attention.
+    """
     self.num_heads = num_heads
     self.head_dim = head_dim
+    self.num_kv_heads = num_kv_heads or num_heads
+    self.window = window
+    self.soft_cap = soft_cap
+    self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
     self.kernel = kernel
     heads = {"heads": num_heads, "head": head_dim}
-    kv_heads = {"kv_heads": num_kv_heads or num_heads, "head": head_dim}
+    kv_heads = {"kv_heads": self.num_kv_heads, "head": head_dim}
     self.query = query({"model": dim}, heads)
     self.key = key({"model": dim}, kv_heads)
     self.value = value({"model": dim}, kv_heads)
     self.output = output(heads, {"model": dim})
+    self.rope = None if rope is None else rope(head_dim)
+    self.query_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
+    self.key_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
+    self.sinks = None if sinks is None else self.weight({"heads": num_heads}, init=sinks)
 
-  def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+  def __call__(
+    self, x_BTD: jax.Array, context: Context, cache: KvCache | None = None
+  ) -> tuple[jax.Array, KvCache | None]:
+    """Returns (y_BTD, the cache with these tokens).
+
+    With a cache, several tokens are the first of their rows; a single one sees what is cached.
+    """
     q_BTNH = mesh.constrain(self.query(x_BTD), "batch", "time", "heads", None)
     k_BTKH = mesh.constrain(self.key(x_BTD), "batch", "time", "kv_heads", None)
     v_BTKH = mesh.constrain(self.value(x_BTD), "batch", "time", "kv_heads", None)
+    if self.query_norm is not None and self.key_norm is not None:
+      q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+    if self.rope is not None:
+      q_BTNH = self.rope(q_BTNH, context.positions_BT)
+      k_BTKH = self.rope(k_BTKH, context.positions_BT)
+    positions = None
+    if cache is not None:
+      assert context.positions_BT is not None
+      cache = cache.write(k_BTKH, v_BTKH, context.positions_BT)
+      if x_BTD.shape[1] == 1:
+        positions = (context.positions_BT, cache.positions(context.positions_BT))
+        k_BTKH, v_BTKH = cache.k_BSKH.astype(k_BTKH.dtype), cache.v_BSKH.astype(v_BTKH.dtype)
     y_BTNH = self.kernel(
       q_BTNH,
       k_BTKH,
       v_BTKH,
-      scale=1 / math.sqrt(self.head_dim),
+      scale=self.scale,
       segments_BT=context.segments_BT,
+      window=self.window,
+      soft_cap=self.soft_cap,
+      sinks_N=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
+      positions=positions,
     )
-    return self.output(y_BTNH)
+    return self.output(y_BTNH), cache
 
-  def score_flops(self, num_tokens: int) -> int:
-    """Returns the FLOPs per token of logits and weighted values in one unmasked forward pass."""
-    return 4 * num_tokens * self.num_heads * self.head_dim
+  def empty_cache(self, batch: int, length: int, dtype: Any) -> KvCache:
+    """Returns a cache for rows of up to `length` tokens."""
+    slots = length if self.window is None else min(self.window, length)
+    return KvCache.empty(batch, slots, self.num_kv_heads, self.head_dim, self.head_dim, dtype)
+
+  def score_flops(self, num_tokens: int) -> tuple[float, float]:
+    """Returns the FLOPs per token of logits and weighted values in one forward pass.
+
+    Of every pair of tokens within the window, and of those that a causal mask leaves.
+    """
+    seen = num_tokens if self.window is None else min(self.window, num_tokens)
+    full = 4 * seen * self.num_heads * self.head_dim
+    return full, full * (1 - seen / (2 * num_tokens))

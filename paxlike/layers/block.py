@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from paxlike import mesh
-from paxlike.layers.attention import Attention
 from paxlike.layers.context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.mlp import Mlp
@@ -25,21 +24,32 @@ class Block(Module):
     dim: int,
     *,
     norm: Callable[[int], Any],
-    attention: Callable[[int], Attention],
+    attention: Callable[[int], Any],
     mlp: Callable[[int], Mlp],
+    post_norm: Callable[[int], Any] | None = None,
     dropout: Callable[[], Dropout] | None = None,
   ):
+    """`post_norm` norms what attention and feed-forward add, `dropout` drops of it."""
     self.attention_norm = norm(dim)
     self.attention = attention(dim)
+    self.attention_post_norm = None if post_norm is None else post_norm(dim)
     self.mlp_norm = norm(dim)
     self.mlp = mlp(dim)
+    self.mlp_post_norm = None if post_norm is None else post_norm(dim)
     self.dropout = None if dropout is None else dropout()
 
-  def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
-    y_BTD = self.attention(self.attention_norm(x_BTD), context)
+  def __call__(
+    self, x_BTD: jax.Array, context: Context, cache: Any = None
+  ) -> tuple[jax.Array, Any, Aux]:
+    """Returns (x_BTD, the attention's cache with these tokens, what the layers report)."""
+    y_BTD, cache = self.attention(self.attention_norm(x_BTD), context, cache)
+    if self.attention_post_norm is not None:
+      y_BTD = self.attention_post_norm(y_BTD)
     x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
     y_BTD = self.mlp(self.mlp_norm(x_BTD))
-    return self._add(x_BTD, y_BTD, context.fold(1)), {}
+    if self.mlp_post_norm is not None:
+      y_BTD = self.mlp_post_norm(y_BTD)
+    return self._add(x_BTD, y_BTD, context.fold(1)), cache, {}
 
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array, context: Context) -> jax.Array:
     if self.dropout is not None:

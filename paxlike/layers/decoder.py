@@ -17,7 +17,7 @@ from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
 from paxlike.layers.loss import cross_entropy, sum_over_chunks
 from paxlike.layers.module import Definition, Module, Params
-from paxlike.layers.stack import Stack
+from paxlike.layers.stack import Caches, Stack
 
 # [B, T]: int32 `inputs` and `targets`, float32 `weights`; if packed int32 `segments`, `positions`.
 Batch = dict[str, jax.Array]
@@ -42,9 +42,14 @@ class Decoder(Module):
     positions: Callable[[int], PositionEmbedding] | None = None,
     dropout: Callable[[], Dropout] | None = None,
     head: Callable[..., Linear] | None = None,
+    soft_cap: float | None = None,
     loss_chunks: int = 4,
   ):
-    """Without `head` the embedding's table also projects to logits."""
+    """Without `head` the embedding's table also projects to logits.
+
+    With `soft_cap` logits x become soft_cap * tanh(x / soft_cap).
+    """
+    self.soft_cap = soft_cap
     self.loss_chunks = loss_chunks
     self.vocab_size = vocab_size
     self.embedding = embedding(vocab_size, dim)
@@ -54,21 +59,27 @@ class Decoder(Module):
     self.norm = norm(dim)
     self.head = None if head is None else head({"model": dim}, {"vocab": vocab_size})
 
-  def hidden(self, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
-    """Returns (x_BTD before the output projection, what the layers report)."""
+  def hidden(
+    self, tokens_BT: jax.Array, context: Context, caches: Caches | None = None
+  ) -> tuple[jax.Array, Caches | None, Aux]:
+    """Returns (x_BTD before the output projection, the caches, what the layers report)."""
     x_BTD = self.embedding(tokens_BT)
     if self.positions is not None:
       x_BTD += self.positions(tokens_BT.shape[1], context.positions_BT)
     x_BTD = mesh.constrain(x_BTD, "batch", "time", None)
     if self.dropout is not None:
       x_BTD = self.dropout(x_BTD, context.fold(0))
-    x_BTD, aux = self.stack(x_BTD, context.fold(1))
-    return self.norm(x_BTD), aux
+    x_BTD, caches, aux = self.stack(x_BTD, context.fold(1), caches)
+    return self.norm(x_BTD), caches, aux
+
+  def logits(self, x: jax.Array) -> jax.Array:
+    """Returns [..., V] in the compute dtype for what `hidden` gives, [..., D]."""
+    return _logits(self.embedding if self.head is None else self.head, x, self.soft_cap)
 
   def __call__(self, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
     """Returns (logits_BTV in the compute dtype, what the layers report)."""
-    x_BTD, aux = self.hidden(tokens_BT, context)
-    return _logits(self.embedding if self.head is None else self.head, x_BTD), aux
+    x_BTD, _, aux = self.hidden(tokens_BT, context)
+    return mesh.constrain(self.logits(x_BTD), "batch", "time", "vocab"), aux
 
   def loss(self, batch: Batch, context: Context) -> tuple[jax.Array, Aux]:
     """Returns (the weighted sum of cross-entropies in nats, what the layers report).
@@ -76,11 +87,12 @@ class Decoder(Module):
     The logits never exist as a whole: they are made, and turned into gradients, a part of the
     sequence at a time.
     """
-    x_BTD, aux = self.hidden(batch["inputs"], context)
+    x_BTD, _, aux = self.hidden(batch["inputs"], context)
     graph, weights = nnx.split(self.embedding if self.head is None else self.head)
 
     def chunk_loss(weights, x_BTD, constants):
-      logits_BTV = _logits(nnx.merge(graph, weights), x_BTD)
+      logits_BTV = _logits(nnx.merge(graph, weights), x_BTD, self.soft_cap)
+      logits_BTV = mesh.constrain(logits_BTV, "batch", "time", "vocab")
       targets_BT, weights_BT = constants
       return (cross_entropy(logits_BTV, targets_BT) * weights_BT).sum()
 
@@ -93,9 +105,9 @@ class Decoder(Module):
     return sum_over_chunks(chunk_loss, weights, *chunks), aux
 
 
-def _logits(head: Embedding | Linear, x_BTD: jax.Array) -> jax.Array:
-  logits_BTV = head.attend(x_BTD) if isinstance(head, Embedding) else head(x_BTD)
-  return mesh.constrain(logits_BTV, "batch", "time", "vocab")
+def _logits(head: Embedding | Linear, x: jax.Array, soft_cap: float | None) -> jax.Array:
+  logits = head.attend(x) if isinstance(head, Embedding) else head(x)
+  return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 def context_of(batch: Batch, dropout: jax.Array | None = None) -> Context:

@@ -14,8 +14,18 @@ class Embedding(module.Module):
   """Token embedding, which may also serve as the output projection (Press and Wolf, 2017)."""
 
   def __init__(
-    self, vocab_size: int, dim: int, *, init: module.Initializer, dtype: Any = jnp.float32
+    self,
+    vocab_size: int,
+    dim: int,
+    *,
+    init: module.Initializer,
+    scale: float = 1.0,
+    logits_scale: float = 1.0,
+    dtype: Any = jnp.float32,
   ):
+    """Multiplies embedded tokens by `scale`, and logits by `logits_scale`."""
+    self.scale = scale
+    self.logits_scale = logits_scale
     self.dtype = dtype
     self.table = self.weight(
       {"vocab": vocab_size, "model": dim}, init=init, fan_in=("model",), compute_dtype=dtype
@@ -23,11 +33,13 @@ class Embedding(module.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Returns [..., D] for int32 tokens [...]; ids must lie in [0, vocab_size)."""
-    return self.table[...].astype(self.dtype)[tokens]
+    x = self.table[...].astype(self.dtype)[tokens]
+    return x if self.scale == 1 else x * jnp.asarray(self.scale, self.dtype)
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits [..., V] for x [..., D]."""
-    return matmul(x.astype(self.dtype), self.table[...].astype(self.dtype).T)
+    logits = matmul(x.astype(self.dtype), self.table[...].astype(self.dtype).T)
+    return logits if self.logits_scale == 1 else logits * self.logits_scale
 
 
 class PositionEmbedding(module.Module):

@@ -4,14 +4,36 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from paxlike import mesh
 from paxlike.layers.linear import Linear
 from paxlike.layers.module import Module
 
+# Of `up` alone, or of (gate, up).
+Activation = Callable[..., jax.Array]
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """SiLU of the gate times up (Shazeer, 2020)."""
+  return jax.nn.silu(gate) * up
+
+
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """GELU (tanh) of the gate times up (Shazeer, 2020)."""
+  return jax.nn.gelu(gate) * up
+
+
+def clamped_swiglu(
+  gate: jax.Array, up: jax.Array, *, alpha: float = 1.702, limit: float = 7.0
+) -> jax.Array:
+  """The activation of gpt-oss: both clamped, `up` shifted by 1."""
+  gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+  return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
 
 class Mlp(Module):
-  """Two linear maps around an activation, gated if `gate` is given (Shazeer, 2020)."""
+  """Two linear maps around an activation, of (gate, up) if there is a `gate`."""
 
   def __init__(
     self,
@@ -21,7 +43,7 @@ class Mlp(Module):
     up: Callable[..., Linear],
     down: Callable[..., Linear],
     gate: Callable[..., Linear] | None = None,
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
+    activation: Activation = jax.nn.gelu,
   ):
     self.activation = activation
     self.up = up({"model": dim}, {"ffn": hidden_dim})
@@ -32,4 +54,5 @@ class Mlp(Module):
     y_BTF = mesh.constrain(self.up(x_BTD), "batch", "time", "ffn")
     if self.gate is None:
       return self.down(self.activation(y_BTF))
-    return self.down(self.activation(self.gate(x_BTD)) * y_BTF)
+    gate_BTF = mesh.constrain(self.gate(x_BTD), "batch", "time", "ffn")
+    return self.down(self.activation(gate_BTF, y_BTF))

@@ -37,6 +37,12 @@ def zeros(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
   return jnp.zeros(shape)
 
 
+def constant(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, value: float) -> jax.Array:
+  """Returns `value` everywhere."""
+  del key, fan_in
+  return jnp.full(shape, value, jnp.float32)
+
+
 class Module(nnx.Module):
   """A layer: sub-layers and weights made in `__init__`, arithmetic in `__call__`."""
 

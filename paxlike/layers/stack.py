@@ -15,6 +15,8 @@ from paxlike.layers.layout import Layout
 from paxlike.layers.module import Module
 
 BlockFactory = Callable[[int], Block]
+# Part of the stack -> the caches of its layers; those of a pattern stacked as its weights are.
+Caches = dict[str, list[Any]]
 
 
 class Remat(enum.Enum):
@@ -61,24 +63,49 @@ class Stack(Module):
       factories = [*prologue, *(list(pattern) * repeats), *epilogue]
       self.layers = nnx.List([block(dim) for block in factories])
 
-  def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
+  def __call__(
+    self, x_BTD: jax.Array, context: Context, caches: Caches | None = None
+  ) -> tuple[jax.Array, Caches | None, Aux]:
+    """Returns (x_BTD, the caches with these tokens, what the layers report)."""
+    given = caches or {}
+    new: Caches = {}
     if not self.layout.scanned:
-      return self._run(self.layers, x_BTD, context, first=0)
-    x_BTD, before = self._run(self.prologue, x_BTD, context, first=0)
-    x_BTD, repeated = self._scan(x_BTD, context)
+      x_BTD, new["layers"], aux = self._run(self.layers, x_BTD, context, given.get("layers"))
+      return x_BTD, new if caches else None, aux
+    prologue, pattern, epilogue = map(given.get, ("prologue", "pattern", "epilogue"))
+    x_BTD, new["prologue"], before = self._run(self.prologue, x_BTD, context, prologue)
+    x_BTD, new["pattern"], repeated = self._scan(x_BTD, context, pattern)
     first = self.layout.prologue + self.layout.pattern * self.layout.repeats
-    x_BTD, after = self._run(self.epilogue, x_BTD, context, first=first)
-    return x_BTD, _add(_add(before, repeated), after)
+    x_BTD, new["epilogue"], after = self._run(self.epilogue, x_BTD, context, epilogue, first)
+    return x_BTD, new if caches else None, _add(_add(before, repeated), after)
+
+  def empty_caches(self, batch: int, length: int, dtype: Any) -> Caches:
+    """Returns the caches of all layers, for rows of up to `length` tokens."""
+
+    def of(blocks: Sequence[Any]) -> list[Any]:
+      return [block.attention.empty_cache(batch, length, dtype) for block in blocks]
+
+    if not self.layout.scanned:
+      return {"layers": of(self.layers)}
+    repeats = self.layout.repeats
+    repeated = jax.tree.map(lambda x: jnp.repeat(x[None], repeats, 0), of(self.pattern))
+    return {"prologue": of(self.prologue), "pattern": repeated, "epilogue": of(self.epilogue)}
 
   def _run(
-    self, blocks: Sequence[Block], x_BTD: jax.Array, context: Context, *, first: int | jax.Array
-  ) -> tuple[jax.Array, Aux]:
+    self,
+    blocks: Sequence[Block],
+    x_BTD: jax.Array,
+    context: Context,
+    caches: list[Any] | None,
+    first: int | jax.Array = 0,
+  ) -> tuple[jax.Array, list[Any], Aux]:
     total: Aux = {}
+    new: list[Any] = []
     for offset, block in enumerate(blocks):
       graph, weights = nnx.split(block)
 
-      def apply(weights, x_BTD, context, graph=graph):
-        return nnx.merge(graph, weights)(x_BTD, context)
+      def apply(weights, x_BTD, context, cache, graph=graph):
+        return nnx.merge(graph, weights)(x_BTD, context, cache)
 
       if self.remat is not Remat.SAVE_EVERYTHING:
         apply = jax.checkpoint(
@@ -87,21 +114,27 @@ class Stack(Module):
           # Inside a scan the loop itself keeps XLA from merging the recomputation away.
           prevent_cse=not self.layout.scanned,
         )
-      x_BTD, aux = apply(weights, x_BTD, context.fold(first + offset))
+      cache = None if caches is None else caches[offset]
+      x_BTD, cache, aux = apply(weights, x_BTD, context.fold(first + offset), cache)
       total = _add(total, aux)
-    return x_BTD, total
+      new.append(cache)
+    return x_BTD, new, total
 
-  def _scan(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
+  def _scan(
+    self, x_BTD: jax.Array, context: Context, caches: list[Any] | None
+  ) -> tuple[jax.Array, list[Any], Aux]:
     graph, weights = nnx.split(self.pattern)
 
     def repeat(x_BTD, xs):
-      weights, index = xs
+      weights, index, caches = xs
       first = self.layout.prologue + index * self.layout.pattern
-      return self._run(nnx.merge(graph, weights), x_BTD, context, first=first)
+      blocks = nnx.merge(graph, weights)
+      x_BTD, caches, aux = self._run(blocks, x_BTD, context, caches, first)
+      return x_BTD, (caches, aux)
 
     indexes = jnp.arange(self.layout.repeats)
-    x_BTD, aux = jax.lax.scan(repeat, x_BTD, (weights, indexes))
-    return x_BTD, jax.tree.map(lambda values: values.sum(0), aux)
+    x_BTD, (caches, aux) = jax.lax.scan(repeat, x_BTD, (weights, indexes, caches))
+    return x_BTD, caches, jax.tree.map(lambda values: values.sum(0), aux)
 
 
 def _stacked(block: Block, repeats: int) -> Block:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds for each of our weights the tensors that hold it, and names what does not fit."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from paxlike.convert.tensors import TensorSpec
+from paxlike.errors import UserError
+from paxlike.hugging_face import Family
+from paxlike.layers.module import Definition
+from paxlike.layers.stack import layout_of
+from paxlike.weight_rules import Rule
+
+
+class Match(NamedTuple):
+  """One layer of a weight and the tensors that hold it.
+
+  Attributes:
+    ours: The weight's name, as in a checkpoint of the unrolled layout.
+    shape: Of one layer.
+    rule: How the tensors make it up.
+    theirs: The names of the tensors.
+  """
+
+  ours: str
+  shape: tuple[int, ...]
+  rule: Rule
+  theirs: list[str]
+
+
+def match(definition: Definition, family: Family) -> list[Match]:
+  """Returns a match for every weight and layer of an unrolled model.
+
+  Raises:
+    UserError: The family says nothing of a weight.
+  """
+  layout = layout_of(definition.module)
+  assert not layout.scanned
+  matches = []
+  for name, spec in definition.weights.items():
+    location = layout.locate(name)
+    template, layer = (location.template, location.layers[0]) if location else (name, 0)
+    rule = family.rules.get(template)
+    if rule is None:
+      raise UserError(f"{family.architecture} of Hugging Face has no place for {name}.")
+    matches.append(Match(name, spec.shape, rule, rule.names(layer, spec.shape)))
+  return matches
+
+
+def check(matches: list[Match], found: Mapping[str, TensorSpec], family: Family):
+  """Finds what is missing, too much or misshapen.
+
+  Raises:
+    UserError: Something is; all of it is named, up to a number.
+  """
+  wanted = {
+    name: shape
+    for ours in matches
+    for name, shape in zip(ours.theirs, ours.rule.their_shapes(ours.shape), strict=True)
+  }
+  lines = [f"missing: {name}" for name in wanted if name not in found]
+  for name, spec in found.items():
+    if name not in wanted and name not in family.ignored:
+      lines.append(f"too much: {name}")
+    elif name in wanted and spec.shape != wanted[name]:
+      lines.append(f"misshapen: {name} is {list(spec.shape)}, not {list(wanted[name])}")
+  if lines:
+    shown = "; ".join(lines[:5])
+    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+    raise UserError(f"the tensors are not those of the configuration: {shown}{more}.")

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma (2024), Gemma 2 (2024) and the text models of Gemma 3 (2025), by the Gemma Team.
+
+LLaMA with heads of 256, a feed-forward gated by GELU, tied and scaled embeddings, and norms whose
+scale is stored minus 1. Gemma 2 alternates a window with full attention, norms what each layer
+adds, and caps logits; Gemma 3 norms queries and keys instead and has five windows to one.
+"""
+
+import dataclasses
+import math
+
+import fiddle as fdl
+
+from paxlike import hugging_face, layers
+from paxlike.experiments import datasets
+from paxlike.experiments.llama import Llama
+from paxlike.registry import register
+from paxlike.weight_rules import Same
+
+
+class Gemma(Llama):
+  """The family."""
+
+  VOCAB_SIZE = 256_000
+  MAX_SEQ_LEN = 8192
+  DIMS_PER_HEAD = 256
+  NORM_EPSILON = 1e-6
+  USE_TIED_EMBEDDING = True
+
+  def model(self) -> fdl.Config[layers.Decoder]:
+    model = super().model()
+    model.embedding.scale = math.sqrt(self.MODEL_DIMS)
+    return model
+
+  def norm(self) -> fdl.Partial:
+    return fdl.Partial(layers.RmsNorm, epsilon=self.NORM_EPSILON, offset=1.0)
+
+  def mlp(self) -> fdl.Partial[layers.Mlp]:
+    mlp = super().mlp()
+    mlp.activation = layers.geglu
+    return mlp
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    return dataclasses.replace(
+      super().hugging_face(),
+      model_type="gemma",
+      architecture="GemmaForCausalLM",
+      defaults={},
+      fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+    )
+
+
+@register
+class Gemma2B(datasets.Synthetic, Gemma):
+  """Gemma 2B. 2,506,172,416 parameters."""
+
+  NUM_LAYERS = 18
+  MODEL_DIMS = 2048
+  HIDDEN_DIMS = 16384
+  NUM_HEADS = 8
+  NUM_KV_HEADS = 1
+
+
+@register
+class Gemma7B(datasets.Synthetic, Gemma):
+  """Gemma 7B. 8,537,680,896 parameters."""
+
+  NUM_LAYERS = 28
+  MODEL_DIMS = 3072
+  HIDDEN_DIMS = 24576
+  NUM_HEADS = 16
+
+
+class Gemma2(Gemma):
+  """The second generation: local and global layers in turn."""
+
+  WINDOW: int = 4096  #: Tokens that a token sees in a local layer, itself among them.
+  QUERY_SCALE_DIMS: int | None = None  #: Logits are over the root of it. None: DIMS_PER_HEAD.
+  ATTENTION_SOFT_CAP: float | None = 50.0  #: Bound of attention's logits.
+  LOGITS_SOFT_CAP: float | None = 30.0  #: Bound of the output's logits.
+
+  def model(self) -> fdl.Config[layers.Decoder]:
+    model = super().model()
+    model.soft_cap = self.LOGITS_SOFT_CAP
+    return model
+
+  def pattern(self) -> list[fdl.Partial[layers.Block]]:
+    return [self.local_block(), self.block()]
+
+  def block(self) -> fdl.Partial[layers.Block]:
+    block = super().block()
+    block.post_norm = self.norm()
+    return block
+
+  def local_block(self) -> fdl.Partial[layers.Block]:
+    """A layer with a window."""
+    block = self.block()
+    block.attention.window = self.WINDOW
+    return block
+
+  def attention(self) -> fdl.Partial[layers.Attention]:
+    attention = super().attention()
+    attention.soft_cap = self.ATTENTION_SOFT_CAP
+    attention.scale = 1 / math.sqrt(self.QUERY_SCALE_DIMS or self.head_dim())
+    return attention
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    at = "model.layers.{}"
+    return dataclasses.replace(
+      family,
+      model_type="gemma2",
+      architecture="Gemma2ForCausalLM",
+      knobs={
+        **family.knobs,
+        "sliding_window": "WINDOW",
+        "query_pre_attn_scalar": "QUERY_SCALE_DIMS",
+        "attn_logit_softcapping": "ATTENTION_SOFT_CAP",
+        "final_logit_softcapping": "LOGITS_SOFT_CAP",
+      },
+      defaults={
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+      },
+      rules={
+        **family.rules,
+        "stack.{}.attention_post_norm.scale": Same(f"{at}.post_attention_layernorm.weight"),
+        "stack.{}.mlp_norm.scale": Same(f"{at}.pre_feedforward_layernorm.weight"),
+        "stack.{}.mlp_post_norm.scale": Same(f"{at}.post_feedforward_layernorm.weight"),
+      },
+    )
+
+
+@register
+class Gemma2_2B(datasets.Synthetic, Gemma2):
+  """Gemma 2 2B. 2,614,341,888 parameters."""
+
+  NUM_LAYERS = 26
+  MODEL_DIMS = 2304
+  HIDDEN_DIMS = 9216
+  NUM_HEADS = 8
+  NUM_KV_HEADS = 4
+
+
+@register
+class Gemma2_9B(datasets.Synthetic, Gemma2):
+  """Gemma 2 9B. 9,241,705,984 parameters."""
+
+  NUM_LAYERS = 42
+  MODEL_DIMS = 3584
+  HIDDEN_DIMS = 14336
+  NUM_HEADS = 16
+  NUM_KV_HEADS = 8
+
+
+@register
+class Gemma2_27B(datasets.Synthetic, Gemma2):
+  """Gemma 2 27B. 27,227,128,320 parameters."""
+
+  NUM_LAYERS = 46
+  MODEL_DIMS = 4608
+  HIDDEN_DIMS = 36864
+  NUM_HEADS = 32
+  NUM_KV_HEADS = 16
+  DIMS_PER_HEAD = 128
+  QUERY_SCALE_DIMS = 144
+
+
+class Gemma3(Gemma2):
+  """The third generation, its text models: five local layers to a global one."""
+
+  VOCAB_SIZE = 262_144
+  ROPE_THETA = 1_000_000.0
+  LOCAL_ROPE_THETA: float = 10_000.0  #: ROPE_THETA of local layers.
+  ROPE_FACTOR: float | None = None  #: By which positions are divided in global layers.
+  ATTENTION_SOFT_CAP = None
+  LOGITS_SOFT_CAP = None
+
+  def pattern(self) -> list[fdl.Partial[layers.Block]]:
+    return [*(self.local_block() for _ in range(5)), self.block()]
+
+  def local_block(self) -> fdl.Partial[layers.Block]:
+    block = super().local_block()
+    block.attention.rope = fdl.Partial(layers.Rope, theta=self.LOCAL_ROPE_THETA)
+    return block
+
+  def attention(self) -> fdl.Partial[layers.Attention]:
+    attention = super().attention()
+    attention.qk_norm = self.norm()
+    return attention
+
+  def rope(self) -> fdl.Partial[layers.Rope]:
+    rope = super().rope()
+    if self.ROPE_FACTOR is not None:
+      rope.scaling = fdl.Partial(layers.rope.linear, factor=self.ROPE_FACTOR)
+    return rope
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    at = "model.layers.{}.self_attn"
+    return dataclasses.replace(
+      family,
+      model_type="gemma3_text",
+      architecture="Gemma3ForCausalLM",
+      knobs={
+        **family.knobs,
+        "rope_local_base_freq": "LOCAL_ROPE_THETA",
+        "rope_scaling.factor": "ROPE_FACTOR",
+      },
+      rope_types=(None, "linear"),
+      rules={
+        **family.rules,
+        "stack.{}.attention.query_norm.scale": Same(f"{at}.q_norm.weight"),
+        "stack.{}.attention.key_norm.scale": Same(f"{at}.k_norm.weight"),
+      },
+    )
+
+
+@register
+class Gemma3_270M(datasets.Synthetic, Gemma3):
+  """Gemma 3 270M. 268,098,176 parameters."""
+
+  NUM_LAYERS = 18
+  MODEL_DIMS = 640
+  HIDDEN_DIMS = 2048
+  NUM_HEADS = 4
+  NUM_KV_HEADS = 1
+  WINDOW = 512
+
+
+@register
+class Gemma3_1B(datasets.Synthetic, Gemma3):
+  """Gemma 3 1B. 999,885,952 parameters."""
+
+  NUM_LAYERS = 26
+  MODEL_DIMS = 1152
+  HIDDEN_DIMS = 6912
+  NUM_HEADS = 4
+  NUM_KV_HEADS = 1
+  WINDOW = 512
+
+
+@register
+class Gemma3_4B(datasets.Synthetic, Gemma3):
+  """Gemma 3 4B without its vision tower. 3,880,263,168 parameters."""
+
+  VOCAB_SIZE = 262_208
+  NUM_LAYERS = 34
+  MODEL_DIMS = 2560
+  HIDDEN_DIMS = 10240
+  NUM_HEADS = 8
+  NUM_KV_HEADS = 4
+  WINDOW = 1024
+  ROPE_FACTOR = 8.0
+
+
+@register
+class Gemma3_12B(Gemma3_4B):
+  """Gemma 3 12B without its vision tower. 11,766,034,176 parameters."""
+
+  NUM_LAYERS = 48
+  MODEL_DIMS = 3840
+  HIDDEN_DIMS = 15360
+  NUM_HEADS = 16
+  NUM_KV_HEADS = 8
+
+
+@register
+class Gemma3_27B(Gemma3_4B):
+  """Gemma 3 27B without its vision tower. 27,009,346,304 parameters."""
+
+  NUM_LAYERS = 62
+  MODEL_DIMS = 5376
+  HIDDEN_DIMS = 21504
+  NUM_HEADS = 32
+  NUM_KV_HEADS = 16
+  DIMS_PER_HEAD = 128
+  QUERY_SCALE_DIMS = 168

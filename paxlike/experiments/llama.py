@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLaMA 2 (Touvron et al., 2023) and Llama 3 (Grattafiori et al., 2024).
+
+Pre-RMSNorm, rotary positions, grouped queries, a feed-forward gated by SiLU, no biases, an output
+projection of its own. The sizes train on synthetic tokens until a data mixin gives them better:
+`class MyLlama(datasets.LocalText, LLaMA7B)`.
+"""
+
+import dataclasses
+
+import fiddle as fdl
+
+from paxlike import hugging_face, layers
+from paxlike.experiment import Experiment
+from paxlike.experiments import datasets
+from paxlike.registry import register
+from paxlike.weight_rules import Matrix, Same
+
+
+class Llama(Experiment):
+  """The family, and the base of those that descend from it."""
+
+  NUM_KV_HEADS: int | None = None  #: Heads of keys and values. None: NUM_HEADS.
+  ROPE_THETA: float = 10_000.0  #: Base of the wave lengths of rotary positions.
+  NORM_EPSILON: float = 1e-5  #: Of the RMS norms.
+  USE_TIED_EMBEDDING: bool = False  #: Project to logits by the embedding's table.
+  ICI_MESH_SHAPE = (1, -1, 1)
+  PERCORE_BATCH_SIZE = 1
+  MAX_STEPS = 100
+  LEARNING_RATE = 3e-5
+  LR_COS_WARMUP = 10
+  CHECKPOINT_POLICY = "SAVE_NOTHING"
+
+  def model(self) -> fdl.Config[layers.Decoder]:
+    model = super().model()
+    if not self.USE_TIED_EMBEDDING:
+      model.head = self.linear("head")
+    return model
+
+  def norm(self) -> fdl.Partial:
+    return fdl.Partial(layers.RmsNorm, epsilon=self.NORM_EPSILON)
+
+  def attention(self) -> fdl.Partial[layers.Attention]:
+    attention = super().attention()
+    attention.num_kv_heads = self.NUM_KV_HEADS
+    attention.rope = self.rope()
+    return attention
+
+  def rope(self) -> fdl.Partial[layers.Rope]:
+    """The rotary positions."""
+    return fdl.Partial(layers.Rope, theta=self.ROPE_THETA)
+
+  def mlp(self) -> fdl.Partial[layers.Mlp]:
+    mlp = super().mlp()
+    mlp.gate = self.linear("gate")
+    mlp.activation = layers.swiglu
+    return mlp
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    at = "model.layers.{}"
+    return hugging_face.Family(
+      model_type="llama",
+      architecture="LlamaForCausalLM",
+      knobs={
+        "vocab_size": "VOCAB_SIZE",
+        "max_position_embeddings": "MAX_SEQ_LEN",
+        "num_hidden_layers": "NUM_LAYERS",
+        "hidden_size": "MODEL_DIMS",
+        "intermediate_size": "HIDDEN_DIMS",
+        "num_attention_heads": "NUM_HEADS",
+        "num_key_value_heads": "NUM_KV_HEADS",
+        "head_dim": "DIMS_PER_HEAD",
+        "rms_norm_eps": "NORM_EPSILON",
+        "rope_theta": "ROPE_THETA",
+        "tie_word_embeddings": "USE_TIED_EMBEDDING",
+      },
+      defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
+      fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+      },
+      rules={
+        "embedding.table": Same("model.embed_tokens.weight"),
+        "stack.{}.attention_norm.scale": Same(f"{at}.input_layernorm.weight"),
+        "stack.{}.attention.query.w": Matrix(f"{at}.self_attn.q_proj.weight"),
+        "stack.{}.attention.key.w": Matrix(f"{at}.self_attn.k_proj.weight"),
+        "stack.{}.attention.value.w": Matrix(f"{at}.self_attn.v_proj.weight"),
+        "stack.{}.attention.output.w": Matrix(f"{at}.self_attn.o_proj.weight", inputs=2),
+        "stack.{}.mlp_norm.scale": Same(f"{at}.post_attention_layernorm.weight"),
+        "stack.{}.mlp.gate.w": Matrix(f"{at}.mlp.gate_proj.weight"),
+        "stack.{}.mlp.up.w": Matrix(f"{at}.mlp.up_proj.weight"),
+        "stack.{}.mlp.down.w": Matrix(f"{at}.mlp.down_proj.weight"),
+        "norm.scale": Same("model.norm.weight"),
+        "head.w": Matrix("lm_head.weight"),
+      },
+      ignored=frozenset({"lm_head.weight"}),
+    )
+
+
+@register
+class LLaMA7B(datasets.Synthetic, Llama):
+  """LLaMA 2 7B. 6,738,415,616 parameters."""
+
+  VOCAB_SIZE = 32000
+  MAX_SEQ_LEN = 4096
+  NUM_LAYERS = 32
+  MODEL_DIMS = 4096
+  HIDDEN_DIMS = 11008
+  NUM_HEADS = 32
+
+
+@register
+class LLaMA13B(LLaMA7B):
+  """LLaMA 2 13B. 13,015,864,320 parameters."""
+
+  NUM_LAYERS = 40
+  MODEL_DIMS = 5120
+  HIDDEN_DIMS = 13824
+  NUM_HEADS = 40
+
+
+@register
+class LLaMA70B(LLaMA7B):
+  """LLaMA 2 70B. 68,976,648,192 parameters."""
+
+  NUM_LAYERS = 80
+  MODEL_DIMS = 8192
+  HIDDEN_DIMS = 28672
+  NUM_HEADS = 64
+  NUM_KV_HEADS = 8
+
+
+@register
+class Llama3_8B(datasets.Synthetic, Llama):
+  """Llama 3 8B. 8,030,261,248 parameters."""
+
+  VOCAB_SIZE = 128256
+  MAX_SEQ_LEN = 8192
+  NUM_LAYERS = 32
+  MODEL_DIMS = 4096
+  HIDDEN_DIMS = 14336
+  NUM_HEADS = 32
+  NUM_KV_HEADS = 8
+  ROPE_THETA = 500_000.0
+
+
+@register
+class Llama3_70B(Llama3_8B):
+  """Llama 3 70B. 70,553,706,496 parameters."""
+
+  NUM_LAYERS = 80
+  MODEL_DIMS = 8192
+  HIDDEN_DIMS = 28672
+  NUM_HEADS = 64
+
+
+class Llama31(Llama):
+  """Llama 3.1: rotary waves slowed for contexts of 131,072 tokens."""
+
+  ROPE_FACTOR: float = 8.0  #: By which the slowest rotary waves are slowed.
+  ROPE_ORIGINAL_LENGTH: int = 8192  #: The context that the rotary waves were made for.
+
+  def rope(self) -> fdl.Partial[layers.Rope]:
+    rope = super().rope()
+    rope.scaling = fdl.Partial(
+      layers.rope.llama3, factor=self.ROPE_FACTOR, original_length=self.ROPE_ORIGINAL_LENGTH
+    )
+    return rope
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    knobs = {
+      "rope_scaling.factor": "ROPE_FACTOR",
+      "rope_scaling.original_max_position_embeddings": "ROPE_ORIGINAL_LENGTH",
+    }
+    fixed = {"rope_scaling.low_freq_factor": 1.0, "rope_scaling.high_freq_factor": 4.0}
+    return dataclasses.replace(
+      family,
+      knobs={**family.knobs, **knobs},
+      fixed={**family.fixed, **fixed},
+      rope_types=("llama3",),
+    )
+
+
+@register
+class Llama31_8B(Llama31, Llama3_8B):
+  """Llama 3.1 8B. 8,030,261,248 parameters."""
+
+
+@register
+class Llama31_70B(Llama31, Llama3_70B):
+  """Llama 3.1 70B. 70,553,706,496 parameters."""
+
+
+@register
+class Llama31_405B(Llama31, Llama3_8B):
+  """Llama 3.1 405B. 405,853,388,800 parameters."""
+
+  NUM_LAYERS = 126
+  MODEL_DIMS = 16384
+  HIDDEN_DIMS = 53248
+  NUM_HEADS = 128

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3 (Yang et al., 2025): LLaMA with a norm on each head's query and key."""
+
+import dataclasses
+
+import fiddle as fdl
+
+from paxlike import hugging_face, layers
+from paxlike.experiments import datasets
+from paxlike.experiments.llama import Llama
+from paxlike.registry import register
+from paxlike.weight_rules import Same
+
+
+class Qwen3(Llama):
+  """The family."""
+
+  VOCAB_SIZE = 151_936
+  MAX_SEQ_LEN = 32768
+  DIMS_PER_HEAD = 128
+  NUM_KV_HEADS = 8
+  NORM_EPSILON = 1e-6
+  ROPE_THETA = 1_000_000.0
+
+  def attention(self) -> fdl.Partial[layers.Attention]:
+    attention = super().attention()
+    attention.qk_norm = self.norm()
+    return attention
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    at = "model.layers.{}.self_attn"
+    return dataclasses.replace(
+      family,
+      model_type="qwen3",
+      architecture="Qwen3ForCausalLM",
+      rules={
+        **family.rules,
+        "stack.{}.attention.query_norm.scale": Same(f"{at}.q_norm.weight"),
+        "stack.{}.attention.key_norm.scale": Same(f"{at}.k_norm.weight"),
+      },
+    )
+
+
+@register
+class Qwen3_0_6B(datasets.Synthetic, Qwen3):
+  """Qwen3 0.6B. 596,049,920 parameters."""
+
+  NUM_LAYERS = 28
+  MODEL_DIMS = 1024
+  HIDDEN_DIMS = 3072
+  NUM_HEADS = 16
+  USE_TIED_EMBEDDING = True
+
+
+@register
+class Qwen3_1_7B(Qwen3_0_6B):
+  """Qwen3 1.7B. 1,720,574,976 parameters."""
+
+  MODEL_DIMS = 2048
+  HIDDEN_DIMS = 6144
+
+
+@register
+class Qwen3_4B(Qwen3_0_6B):
+  """Qwen3 4B. 4,022,468,096 parameters."""
+
+  NUM_LAYERS = 36
+  MODEL_DIMS = 2560
+  HIDDEN_DIMS = 9728
+  NUM_HEADS = 32
+
+
+@register
+class Qwen3_8B(datasets.Synthetic, Qwen3):
+  """Qwen3 8B. 8,190,735,360 parameters."""
+
+  NUM_LAYERS = 36
+  MODEL_DIMS = 4096
+  HIDDEN_DIMS = 12288
+  NUM_HEADS = 32
+
+
+@register
+class Qwen3_14B(Qwen3_8B):
+  """Qwen3 14B. 14,768,307,200 parameters."""
+
+  NUM_LAYERS = 40
+  MODEL_DIMS = 5120
+  HIDDEN_DIMS = 17408
+  NUM_HEADS = 40
+
+
+@register
+class Qwen3_32B(Qwen3_8B):
+  """Qwen3 32B. 32,762,123,264 parameters."""
+
+  NUM_LAYERS = 64
+  MODEL_DIMS = 5120
+  HIDDEN_DIMS = 25600
+  NUM_HEADS = 64

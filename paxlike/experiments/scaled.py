@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MaxText's default model, grown by its rule from 1.1 B parameters to a trillion."""
+
+from paxlike.experiments import datasets
+from paxlike.experiments.llama import Llama
+from paxlike.registry import register
+
+
+class Scaled(Llama):
+  """The family: 16 layers of width 2048 at scale 1."""
+
+  VOCAB_SIZE = 32000
+  MAX_SEQ_LEN = 2048
+  DIMS_PER_HEAD = 128
+  NORM_EPSILON = 1e-6
+
+
+def sizes(scale: int) -> tuple[int, int, int, int]:
+  """Returns (NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS) at a power of 2.
+
+  Of every three doublings the first widens heads and feed-forward, the second the model, and the
+  third, having doubled all three once more, the depth.
+  """
+  times, rest = divmod(scale.bit_length() - 1, 3)
+  layers, model, ffn = 2**times, 2 ** (times + (rest > 1)), 2 ** (times + (rest > 0))
+  return 16 * layers, 2048 * model, 7168 * ffn, 16 * ffn
+
+
+@register
+class Scaled16B(datasets.Synthetic, Scaled):
+  """MaxText's default model at scale 16. 15,831,666,688 parameters."""
+
+  NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = sizes(16)
+
+
+@register
+class Scaled32B(datasets.Synthetic, Scaled):
+  """MaxText's default model at scale 32. 31,663,333,376 parameters."""
+
+  NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = sizes(32)
+
+
+@register
+class Scaled64B(datasets.Synthetic, Scaled):
+  """MaxText's default model at scale 64. 62,802,370,560 parameters."""
+
+  NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = sizes(64)
+
+
+@register
+class Scaled128B(datasets.Synthetic, Scaled):
+  """MaxText's default model at scale 128. 125,079,396,352 parameters."""
+
+  NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = sizes(128)
+
+
+@register
+class Scaled256B(datasets.Synthetic, Scaled):
+  """MaxText's default model at scale 256. 250,158,792,704 parameters."""
+
+  NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = sizes(256)
+
+
+@register
+class Scaled512B(datasets.Synthetic, Scaled):
+  """MaxText's default model at scale 512. 499,268,993,024 parameters."""
+
+  NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = sizes(512)
+
+
+@register
+class Scaled1024B(datasets.Synthetic, Scaled):
+  """MaxText's default model at scale 1024. 997,485,199,360 parameters."""
+
+  NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = sizes(1024)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding (Su et al., 2021), in the order of halves: x[i] turns with x[i + H/2].
+
+Importers permute weights of the interleaved order (x[2i] with x[2i + 1]) once.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxlike.layers.module import Module
+
+# Radians per token of each pair of dims -> the same for sequences longer than those trained on.
+Scaling = Callable[[np.ndarray], np.ndarray]
+
+
+class Rope(Module):
+  """Turns pairs of dims by angles in proportion to a token's position.
+
+  Attributes:
+    theta: Base of the wave lengths.
+    scaling: Changes the frequencies for longer contexts.
+    magnitude: Factor of the result, the "attention factor" of YaRN.
+  """
+
+  def __init__(
+    self,
+    head_dim: int,
+    *,
+    theta: float = 10_000.0,
+    scaling: Scaling | None = None,
+    magnitude: float = 1.0,
+  ):
+    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is not None:
+      frequencies = scaling(frequencies)
+    self.frequencies = tuple(map(float, frequencies))
+    self.magnitude = magnitude
+
+  def __call__(self, x_BTNH: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
+    """Returns x turned, in its dtype; the positions None count from the row's start."""
+    if positions_BT is None:
+      positions_BT = jnp.arange(x_BTNH.shape[1])[None]
+    angles = positions_BT[..., None].astype(jnp.float32) * jnp.array(self.frequencies, jnp.float32)
+    cos = (jnp.cos(angles) * self.magnitude)[:, :, None]
+    sin = (jnp.sin(angles) * self.magnitude)[:, :, None]
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+
+
+def linear(frequencies: np.ndarray, *, factor: float) -> np.ndarray:
+  """Position interpolation (Chen et al., 2023)."""
+  return frequencies / factor
+
+
+def llama3(
+  frequencies: np.ndarray,
+  *,
+  factor: float,
+  original_length: int,
+  low: float = 1.0,
+  high: float = 4.0,
+) -> np.ndarray:
+  """The scaling of Llama 3.1: only waves that turn seldom within the original context are slowed.
+
+  Args:
+    frequencies: Radians per token.
+    factor: By which the slowest are divided.
+    original_length: The context before.
+    low: Turns within it up to which a wave is slowed wholly.
+    high: Turns from which it is left.
+  """
+  turns = original_length * frequencies / (2 * math.pi)
+  kept = np.clip((turns - low) / (high - low), 0, 1)
+  return frequencies * (kept + (1 - kept) / factor)
+
+
+def yarn(
+  frequencies: np.ndarray,
+  *,
+  theta: float,
+  factor: float,
+  original_length: int,
+  fast: float = 32.0,
+  slow: float = 1.0,
+  truncate: bool = True,
+) -> np.ndarray:
+  """YaRN (Peng et al., 2023): interpolates slow waves, leaves fast ones, ramps between.
+
+  Args:
+    frequencies: Radians per token.
+    theta: Base of the wave lengths.
+    factor: By which the slowest are divided.
+    original_length: The context before.
+    fast: Turns within it from which a wave is left.
+    slow: Turns up to which it is slowed wholly.
+    truncate: Whether the ramp begins and ends at whole dims.
+  """
+  half = len(frequencies)
+
+  def dim_of(turns: float) -> float:
+    return half * math.log(original_length / (turns * 2 * math.pi)) / math.log(theta)
+
+  first, last = dim_of(fast), dim_of(slow)
+  if truncate:
+    first, last = math.floor(first), math.ceil(last)
+  first, last = max(first, 0), min(last, 2 * half - 1)
+  slowed = np.clip((np.arange(half) - first) / max(last - first, 0.001), 0, 1)
+  return frequencies * (1 - slowed + slowed / factor)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a weight stands in the checkpoints of others: a rule says it once, for both directions.
+
+A family's rules map the names of its weights, `{}` for the layer, to rules with the names of the
+others' tensors:
+
+    {"stack.{}.attention.query.w": Matrix("model.layers.{}.self_attn.q_proj.weight"), ...}
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+  """The same tensor, its dims flattened to `ndim`; None: as they are.
+
+  Attributes:
+    name: Theirs, `{}` for the layer.
+  """
+
+  name: str
+  ndim: int | None = None
+
+  def names(self, layer: int, shape: Shape) -> list[str]:
+    """Returns the names of the tensors that make up one weight of `shape`."""
+    del shape
+    return [self.name.format(layer)]
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    """Returns the shape of each of these tensors."""
+    if self.ndim is None:
+      return [shape]
+    return [(*shape[: self.ndim - 1], math.prod(shape[self.ndim - 1 :]))]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    """Returns the weight made of the tensors."""
+    return tensors[0].reshape(shape)
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    """Returns the tensors that the weight is made of."""
+    return [weight.reshape(self.their_shapes(weight.shape)[0])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix(Same):
+  """A linear map, stored as [outputs, inputs].
+
+  Attributes:
+    inputs: Leading dims of ours that are summed over.
+  """
+
+  inputs: int = 1
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    return [(math.prod(shape[self.inputs :]), math.prod(shape[: self.inputs]))]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return tensors[0].T.reshape(shape)
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return [weight.reshape(math.prod(weight.shape[: self.inputs]), -1).T]
+
+
+Rule = Same
+Rules = dict[str, Rule]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny model of Hugging Face for every family, and the paxlike model that is made of it."""
+
+import functools
+import json
+import pathlib
+from typing import Any
+
+import fiddle as fdl
+import jax
+import numpy as np
+
+from paxlike import config_file
+from paxlike.checkpoint import Checkpoints
+from paxlike.convert.main import run
+from paxlike.layers.decoder import forward
+from paxlike.layers.module import Definition
+from paxlike.layers.stack import layout_of
+
+COMMON = {
+  "vocab_size": 96,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 3,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 16,
+  "max_position_embeddings": 64,
+  "pad_token_id": 0,
+  "bos_token_id": 1,
+  "eos_token_id": 2,
+}
+LLAMA3_SCALING = {
+  "rope_type": "llama3",
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 16,
+}
+# Name -> (configuration class of transformers, what differs from COMMON). Windows are shorter than
+# the texts that they are tried on.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+  "llama": ("LlamaConfig", {}),
+  "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+  "llama_one_head_each": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 8}),
+  "llama31": (
+    "LlamaConfig",
+    {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 500_000.0}},
+  ),
+  "mistral": ("MistralConfig", {"sliding_window": 6}),
+  "mistral_without_window": ("MistralConfig", {"sliding_window": None}),
+  "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
+  "gemma2": ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
+  "gemma3": (
+    "Gemma3TextConfig",
+    {
+      "sliding_window": 6,
+      "query_pre_attn_scalar": 24,
+      "num_hidden_layers": 8,
+      "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+      },
+    },
+  ),
+  "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+}
+
+
+def save_random(name: str, folder: pathlib.Path) -> Any:
+  """Saves a random model of a family as Hugging Face does, and returns it."""
+  import torch
+  import transformers
+
+  config_class, options = FAMILIES[name]
+  torch.manual_seed(0)
+  config = getattr(transformers, config_class)(**{**COMMON, **options})
+  config._attn_implementation = "eager"
+  model = transformers.AutoModelForCausalLM.from_config(config).eval()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      # As drawn, norms are all the same and biases are nothing.
+      parameter.add_(0.1 * torch.randn_like(parameter))
+  model.save_pretrained(folder)
+  return model
+
+
+def converted(source: pathlib.Path, folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
+  """Converts a model of Hugging Face and returns what paxlike makes of it."""
+  assert run(["--from=hf", f"--path={source}", f"--to={folder}"]) == 0
+  return imported(folder)
+
+
+def imported(folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
+  """Returns the model and the weights of a folder that `paxlike-convert` made."""
+  graph = config_file.read(folder / "config.json")
+  graph.model.stack.scan = False
+  definition = Definition(_in_float32(graph))
+  saved = Checkpoints(folder / "checkpoints", keep=None)
+  target = {
+    f"params.{name}": jax.ShapeDtypeStruct(
+      spec.shape, spec.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
+    for name, spec in definition.weights.items()
+  }
+  flat = saved.restore(0, target, layout=layout_of(definition.module), partial=True).state
+  return definition, {name.removeprefix("params."): value for name, value in flat.items()}
+
+
+def _in_float32(graph: fdl.Config) -> Any:
+  from paxlike import fiddlers
+
+  fiddlers.precision(graph, "float32")
+  return fdl.build(graph.model)
+
+
+def logits(definition: Definition, params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
+  """Returns [B, T, V]."""
+  return np.asarray(jax.jit(functools.partial(forward, definition))(params, {"inputs": tokens})[0])
+
+
+def config_of(folder: pathlib.Path) -> dict[str, Any]:
+  """Returns the configuration of a model of Hugging Face."""
+  return json.loads((folder / "config.json").read_text())
