@@ -14,10 +14,10 @@ class Console:
     self._bar = ""
     self._drawn = 0.0
 
-  def line(self, text: str):
+  def line(self, text: str, *, end: str = "\n"):
     """Prints a line above the bar."""
     self._erase()
-    print(text, flush=True)
+    print(text, end=end, flush=True)
     self._draw()
 
   def progress(self, done: int, total: int, text: str):

@@ -15,10 +15,19 @@ from absl import flags
 from paxlike.errors import UserError, did_you_mean
 
 # What this version's `paxlike.main` can do.
-MODES = ("train", "eval", "show")
+MODES = ("train", "eval", "decode", "show")
 
+_DECODE = (
+  *("prompt", "prompt_file", "max_new_tokens", "num_samples", "stop", "decode_rows"),
+  *("temperature", "top_k", "top_p", "min_p", "decode_seed"),
+)
 # Flags without effect in any other mode.
-_ONLY_IN = {"against": ("show",), "continuous": ("eval", "decode"), "step": ("eval", "decode")}
+_ONLY_IN = {
+  "against": ("show",),
+  "continuous": ("eval",),
+  "step": ("eval", "decode"),
+  **dict.fromkeys(_DECODE, ("decode",)),
+}
 
 _ASSIGNMENT = re.compile(r"((?:[^=\[]|\[[^\]]*\])+)=(.*)", re.DOTALL)
 _FDL = re.compile(r"--?fdl\.(.+)", re.DOTALL)
@@ -27,8 +36,8 @@ _KNOB = re.compile(r"[A-Z][A-Z0-9_]*")
 HELP = f"""\
 Usage: paxlike --fdl_config=EXPERIMENT --job_log_dir=DIR [flags]
 
-Trains, evaluates or shows an experiment. Everything a run writes goes to its DIR; the same command
-again resumes it.
+Trains, evaluates, decodes or shows an experiment. Everything a run writes goes to its DIR; the same
+command again resumes it.
 
 Which experiment
   --fdl_config=NAME       a registered name (--list), a unique dotted suffix of one, or the dotted
@@ -43,14 +52,25 @@ What to change, applied in this order
   Text needs no inner quotes: bfloat16, 6e-4, true, none, [8,1,1], "{{data: 2, fsdp: 4}}".
 
 What to do
-  --mode={"|".join(MODES):<16} train (the default) and evaluate on the way; eval: evaluate a
-                          checkpoint; show: print knobs, graph, parameters and memory, run nothing
+  --mode={"|".join(MODES)}
+                          train (the default) and evaluate on the way; eval: evaluate a checkpoint;
+                          decode: continue prompts; show: print knobs, graph, parameters and memory
   --job_log_dir=DIR       a local folder or gs://...
-  --step=N                eval: this checkpoint rather than the newest
+  --step=N                eval, decode: this checkpoint rather than the newest
   --continuous            eval: follow a running job until it ends
   --against=NAME          show: print the difference from this experiment
   --list, --fdl_help, --help
                           all experiments; the knobs of one; this text
+
+How to decode (eval and decode need no --fdl_config: the run's own config.json serves)
+  --prompt=TEXT, --prompt_file=FILE
+                          what to continue; repeatable; a .txt file has one prompt a line, a .jsonl
+                          file one in the field "prompt" of each
+  --max_new_tokens=256, --num_samples=1, --stop=TEXT
+                          texts for each prompt, and where they end; --stop is repeatable
+  --temperature=0, --top_k=K, --top_p=P, --min_p=P, --decode_seed=0
+                          how tokens are chosen; temperature 0 takes the likeliest
+  --decode_rows=64        texts that are decoded together
 
 How to run
   --enable_checkpoint_saving=false, --enable_summary_writer=false
@@ -85,6 +105,17 @@ class Options:
     list: Print the registered experiments and stop.
     step: The checkpoint to evaluate; None is the newest.
     continuous: Evaluate the checkpoints of a running job as they appear.
+    prompt: Prompts to continue.
+    prompt_file: Files of prompts.
+    max_new_tokens: See `decoding.Options`, as for the next eight; None: its default.
+    temperature: See there.
+    top_k: See there.
+    top_p: See there.
+    min_p: See there.
+    num_samples: See there.
+    stop: See there.
+    decode_rows: See there.
+    decode_seed: See there.
     fdl_allow_modules: Modules that `fdl_config_file` may use besides paxlike's.
     enable_checkpoint_saving: Write checkpoints.
     enable_summary_writer: Write metrics files.
@@ -109,6 +140,17 @@ class Options:
   list: bool = False
   step: int | None = None
   continuous: bool = False
+  prompt: tuple[str, ...] = ()
+  prompt_file: tuple[str, ...] = ()
+  max_new_tokens: int | None = None
+  temperature: float | None = None
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  num_samples: int | None = None
+  stop: tuple[str, ...] = ()
+  decode_rows: int | None = None
+  decode_seed: int | None = None
   fdl_allow_modules: tuple[str, ...] = ()
   enable_checkpoint_saving: bool = True
   enable_summary_writer: bool = True
@@ -153,6 +195,9 @@ def parse(argv: Sequence[str]) -> Options:
     knobs=knobs,
     edits=edits,
     fiddlers=tuple(given["fiddler"]),
+    prompt=tuple(given["prompt"]),
+    prompt_file=tuple(given["prompt_file"]),
+    stop=tuple(given["stop"]),
     help=given["help"] or given["h"],
     fdl_allow_modules=tuple(filter(None, ",".join(given["fdl_allow_modules"]).split(","))),
   )
@@ -206,8 +251,19 @@ _BOOLEANS = {
   "enable_summary_writer": True,
   "multiprocess_gpu": False,
 }
-_INTS = {"step": 0, "num_hosts": 1, "host_idx": 0, "num_cpu_devices": 1}
-_SCALARS = ("mode", *_STRINGS, *_BOOLEANS, *_INTS)
+_INTS = {
+  "step": 0,
+  "num_hosts": 1,
+  "host_idx": 0,
+  "num_cpu_devices": 1,
+  "max_new_tokens": 1,
+  "top_k": 1,
+  "num_samples": 1,
+  "decode_rows": 1,
+  "decode_seed": 0,
+}
+_FLOATS = ("temperature", "top_p", "min_p")
+_SCALARS = ("mode", *_STRINGS, *_BOOLEANS, *_INTS, *_FLOATS)
 
 
 def _define() -> flags.FlagValues:
@@ -224,7 +280,9 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_flag(flag, flag_values=values)
   for name, least in _INTS.items():
     flags.DEFINE(_Int(least), name, None, "", flag_values=values)
-  for name in ("fdl_set", "fiddler", "fdl_allow_modules"):
+  for name in _FLOATS:
+    flags.DEFINE_float(name, None, "", lower_bound=0, flag_values=values)
+  for name in ("fdl_set", "fiddler", "fdl_allow_modules", "prompt", "prompt_file", "stop"):
     flags.DEFINE_multi_string(name, [], "", flag_values=values)
   return values
 
@@ -279,7 +337,8 @@ def _check(options: Options):
     return
   if options.fdl_config and options.fdl_config_file:
     raise UserError("give --fdl_config or --fdl_config_file, not both.")
-  if not options.fdl_config and not options.fdl_config_file:
+  of_the_run = options.mode in ("eval", "decode") and options.job_log_dir and not options.knobs
+  if not options.fdl_config and not options.fdl_config_file and not of_the_run:
     raise UserError("which experiment? Give --fdl_config=NAME; --list shows the names.")
   if options.fdl_config_file and options.knobs:
     name, text = options.knobs[0]
@@ -292,9 +351,11 @@ def _check(options: Options):
   if options.fdl_allow_modules and not options.fdl_config_file:
     raise UserError("--fdl_allow_modules is about --fdl_config_file=FILE, which is not given.")
   for name, modes in _ONLY_IN.items():
-    if getattr(options, name) not in (None, False) and options.mode not in modes:
+    if getattr(options, name) not in (None, False, ()) and options.mode not in modes:
       mode = " or ".join(f"--mode={mode}" for mode in modes if mode in MODES)
       raise UserError(f"--{name} goes with {mode}, not --mode={options.mode}.")
+  if options.mode == "decode" and not options.prompt and not options.prompt_file:
+    raise UserError("--mode=decode needs --prompt=TEXT or --prompt_file=FILE.")
   if (options.host_idx or 0) >= (options.num_hosts or float("inf")):
     raise UserError(
       f"--host_idx={options.host_idx} counts from 0: below --num_hosts={options.num_hosts}."

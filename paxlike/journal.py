@@ -85,6 +85,11 @@ class Journal:
     if self._main:
       self._console.line(text)
 
+  def piece(self, text: str):
+    """Prints a part of a line."""
+    if self._main:
+      self._console.line(text, end="")
+
   def step(self, reading: Reading, *, due: bool):
     """Takes note of a completed step, and tells of it if `due`."""
     skipped = reading.values["skipped"] > 0

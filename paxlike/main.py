@@ -108,13 +108,15 @@ def _graph(options: flags.Options, experiment: "Experiment | None") -> Any:
   from paxlike.errors import did_you_mean
 
   if experiment is None:
-    assert options.fdl_config_file is not None
-    graph = config_file.read(options.fdl_config_file, allow_modules=options.fdl_allow_modules)
+    path = options.fdl_config_file or f"{options.job_log_dir}/config.json"
+    graph = config_file.read(path, allow_modules=options.fdl_allow_modules)
   else:
     graph = experiment.trainer()
     for name in experiment.unread():
       hint = did_you_mean(name, experiment.read_names())
       raise UserError(f"{name} has no effect: {type(experiment).__name__} never reads it.{hint}")
+  if options.mode == "decode":
+    fiddlers.stack(graph, scan=False)  # A scan would copy the caches at every token.
   for text in options.fiddlers:
     graph = config_file.call_fiddler(graph, text, fiddlers.FIDDLERS)
   for path, text in options.edits:
@@ -132,8 +134,9 @@ def _run(options: flags.Options, graph: Any) -> int:
   assert options.job_log_dir is not None
   trainer = fdl.build(graph)
   trainer.saving = options.enable_checkpoint_saving
-  trainer.check()
-  if options.mode == "eval":
+  if options.mode != "decode":
+    trainer.check()
+  if options.mode in ("eval", "decode"):
     folder = epath.Path(options.job_log_dir)
     if not folder.exists():
       raise UserError(f"--job_log_dir={folder}: no such folder.")
@@ -144,12 +147,38 @@ def _run(options: flags.Options, graph: Any) -> int:
       trainer.follow(folder, journal)
     elif options.mode == "eval":
       trainer.evaluate(folder, journal, step=options.step)
+    elif options.mode == "decode":
+      prompts, how = _decoding(options)
+      trainer.decode(folder, journal, prompts, step=options.step, options=how)
     else:
       if (folder / "config.json").exists():
         _tell_changes(folder / "config.json", graph, journal)
       stopped_by = trainer.train(folder, journal, files=_files(graph))
       return 128 + stopped_by if stopped_by else 0
   return 0
+
+
+def _decoding(options: flags.Options) -> tuple[list[str], Any]:
+  """Returns the prompts, and how they are to be continued."""
+  from paxlike import decoding, prompts
+  from paxlike.sampling import Sampling
+
+  def given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+  limits = given(top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+  how = decoding.Options(
+    sampling=Sampling(**given(temperature=options.temperature), **limits),
+    stop=options.stop,
+    **given(
+      max_new_tokens=options.max_new_tokens,
+      num_samples=options.num_samples,
+      num_rows=options.decode_rows,
+      seed=options.decode_seed,
+    ),
+  )
+  read = [text for name in options.prompt_file for text in prompts.read(name)]
+  return [*options.prompt, *read], how
 
 
 def _files(graph: Any) -> dict[str, str]:

@@ -4,13 +4,13 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from etils import epath
 
-from paxlike import flops, generate, memory, mesh, train_state
+from paxlike import decoding, flops, memory, mesh, train_state
 from paxlike.checkpoint import Checkpoints, check_keep, flatten, unflatten
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import EvalSet, Evaluator
@@ -18,10 +18,11 @@ from paxlike.feed import Feed
 from paxlike.journal import Journal, Summary, is_running
 from paxlike.layers.decoder import Batch, Decoder
 from paxlike.layers.layout import Layout
-from paxlike.layers.module import Definition
+from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.meter import Meter, Reading
 from paxlike.optimizers import Optimizer
+from paxlike.sampling import Sampling
 from paxlike.signals import StopSignal
 from paxlike.train_state import TrainState
 from paxlike.train_step import TrainStep, make_train_step
@@ -181,10 +182,7 @@ class Trainer:
       raise UserError("this experiment has no evaluation data (eval_data).")
     with jax.set_mesh(self.devices), Checkpoints(folder / "checkpoints", keep=None) as saved:
       step = saved.find(step)
-      target = train_state.abstract(self.definition, self.optimizer, self.devices)
-      wanted = {f"params.{name}": leaf for name, leaf in target.params.items()}
-      flat = saved.restore(step, wanted, layout=self.layout, partial=True).state
-      params = {name.removeprefix("params."): value for name, value in flat.items()}
+      params = self._params(saved, step)
       for name, evaluator in self._evaluators().items():
         journal.evaluated(name, step, evaluator.run(params))
       return step
@@ -208,6 +206,51 @@ class Trainer:
       else:
         time.sleep(poll_seconds)
 
+  def decode(
+    self,
+    folder: epath.Path,
+    journal: Journal,
+    prompts: Sequence[str],
+    *,
+    step: int | None,
+    options: decoding.Options,
+  ):
+    """Continues `prompts` by checkpoint `step`, or the newest, and tells the texts.
+
+    Raises:
+      UserError: There is no such checkpoint, it is of another experiment, or has no tokenizer.
+    """
+    with jax.set_mesh(self.devices), Checkpoints(folder / "checkpoints", keep=None) as saved:
+      step = saved.find(step)
+      texts = self._decoding(self._params(saved, step), options)
+      path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
+      decoding.tell(texts, prompts, journal, path)
+
+  def _decoding(self, params: Params, options: decoding.Options) -> decoding.Decoding:
+    return decoding.Decoding(
+      self.definition,
+      params,
+      self.train_data.tokenizer,
+      max_len=self.train_data.seq_len,
+      options=options,
+    )
+
+  def load(self, folder: epath.PathLike, *, step: int | None = None) -> Params:
+    """Returns the weights of checkpoint `step`, or the newest, of a run.
+
+    Raises:
+      UserError: There is no such checkpoint, or it is of another experiment.
+    """
+    with jax.set_mesh(self.devices):
+      saved = Checkpoints(epath.Path(folder) / "checkpoints", keep=None)
+      return self._params(saved, saved.find(step))
+
+  def _params(self, saved: Checkpoints, step: int) -> Params:
+    target = train_state.abstract(self.definition, self.optimizer, self.devices)
+    wanted = {f"params.{name}": leaf for name, leaf in target.params.items()}
+    flat = saved.restore(step, wanted, layout=self.layout, partial=True).state
+    return {name.removeprefix("params."): value for name, value in flat.items()}
+
   def _evaluators(self) -> dict[str, Evaluator]:
     """One for each eval set."""
     return {
@@ -217,15 +260,11 @@ class Trainer:
 
   def _sample(self, state: TrainState, prompt: str) -> str:
     """Continues `prompt` by 200 tokens."""
-    return generate.sample(
-      self.definition,
-      state.params,
-      self.train_data.tokenizer,
-      prompt=prompt,
-      num_tokens=200,
-      window=self.train_data.seq_len,
-      seed=self.seed,
+    options = decoding.Options(
+      max_new_tokens=200, sampling=Sampling(temperature=0.8), seed=self.seed
     )
+    *_, last = self._decoding(state.params, options).run([prompt])
+    return prompt + last.text
 
   def _restore_or_create(
     self, saved: Checkpoints, journal: Journal

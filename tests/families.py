@@ -10,12 +10,10 @@ import fiddle as fdl
 import jax
 import numpy as np
 
-from paxlike import config_file
-from paxlike.checkpoint import Checkpoints
+from paxlike import config_file, fiddlers
 from paxlike.convert.main import run
 from paxlike.layers.decoder import forward
 from paxlike.layers.module import Definition
-from paxlike.layers.stack import layout_of
 
 COMMON = {
   "vocab_size": 96,
@@ -94,24 +92,10 @@ def converted(source: pathlib.Path, folder: pathlib.Path) -> tuple[Definition, d
 def imported(folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
   """Returns the model and the weights of a folder that `paxlike-convert` made."""
   graph = config_file.read(folder / "config.json")
-  graph.model.stack.scan = False
-  definition = Definition(_in_float32(graph))
-  saved = Checkpoints(folder / "checkpoints", keep=None)
-  target = {
-    f"params.{name}": jax.ShapeDtypeStruct(
-      spec.shape, spec.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    )
-    for name, spec in definition.weights.items()
-  }
-  flat = saved.restore(0, target, layout=layout_of(definition.module), partial=True).state
-  return definition, {name.removeprefix("params."): value for name, value in flat.items()}
-
-
-def _in_float32(graph: fdl.Config) -> Any:
-  from paxlike import fiddlers
-
   fiddlers.precision(graph, "float32")
-  return fdl.build(graph.model)
+  trainer: Any = fdl.build(graph)
+  trainer.devices = trainer.mesh.build(jax.devices()[:1])
+  return trainer.definition, trainer.load(folder)
 
 
 def logits(definition: Definition, params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:

@@ -1,43 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-import jax
-import jax.numpy as jnp
-from models import SEQ_LEN, tiny
+"""Decoding with a cache gives what the model says of the whole text."""
 
-from paxlike import generate, train_state
-from paxlike.data.tokenizer import CharacterTokenizer
+import functools
+
+import jax
+import numpy as np
+import pytest
+from models import SEQ_LEN, VOCAB, tiny
+
+from paxlike import generate as generate_module
+from paxlike import train_state
+from paxlike.errors import UserError
+from paxlike.generate import Generator, Request, generate
 from paxlike.layers.decoder import forward
 from paxlike.mesh import MeshSpec
+from paxlike.sampling import Sampling
 
-ALPHABET = "".join(map(chr, range(33, 33 + 96)))
+
+def prompts(*sizes):
+  random = np.random.default_rng(0)
+  return [random.integers(0, VOCAB, size).astype(np.int32) for size in sizes]
 
 
-def sample(temperature, **options):
-  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+def params_of(definition, built=None):
+  built = built or MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  return train_state.init_params(definition, built, seed=0)
+
+
+def assert_teacher_forcing(definition, params, given, texts):
+  """Each new token is the likeliest after those before it, and its log-probability is right."""
+  padded = np.zeros((len(given), max(text.length for text in texts)), np.int32)
+  for row, (prompt, text) in enumerate(zip(given, texts, strict=True)):
+    padded[row, : text.length] = [*prompt, *text.tokens]
+  logits = jax.jit(functools.partial(forward, definition))(params, {"inputs": padded})[0]
+  log_probabilities = np.asarray(jax.nn.log_softmax(logits))
+  for row, (prompt, text) in enumerate(zip(given, texts, strict=True)):
+    assert text.tokens
+    for index, token in enumerate(text.tokens):
+      before = log_probabilities[row, len(prompt) - 1 + index]
+      assert before[token] >= before.max() - 1e-4
+      assert text.log_probabilities[index] == pytest.approx(before[token], abs=1e-3)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_ragged_prompts_in_few_rows_equal_teacher_forcing(scan):
+  definition = tiny(scan=scan)
+  params = params_of(definition)
+  given = prompts(1, 7, 3, 10, 2)
+  texts = generate(definition, params, given, max_new_tokens=6, num_rows=2)
+  assert [len(text.tokens) for text in texts] == [6] * 5
+  assert {text.ended_by for text in texts} == {"length"}
+  assert_teacher_forcing(definition, params, given, texts)
+
+
+@pytest.mark.slow
+def test_many_devices_decode_what_one_decodes():
+  definition = tiny(scan=False)
+  given = prompts(4, 7, 3, 5)
+  expected = generate(definition, params_of(definition), given, max_new_tokens=5)
+  built = MeshSpec(ici=(2, 2, 2)).build()
+  with jax.set_mesh(built):
+    texts = generate(definition, params_of(definition, built), given, max_new_tokens=5)
+  assert [text.tokens for text in texts] == [text.tokens for text in expected]
+
+
+def test_caches_grow_and_an_end_token_ends_a_text(monkeypatch):
+  monkeypatch.setattr(generate_module, "_LEAST_ROOM", 4)
   definition = tiny()
-  params = train_state.init_params(definition, mesh, seed=0)
-  text = generate.sample(
-    definition,
-    params,
-    CharacterTokenizer(ALPHABET),
-    temperature=temperature,
-    window=SEQ_LEN,
-    **options,
-  )
-  return definition, params, text
+  params = params_of(definition)
+  given = prompts(3, 3)
+  free = generate(definition, params, given, max_new_tokens=12)
+  end = free[0].tokens[5]
+  first = [text.tokens.index(end) if end in text.tokens else 12 for text in free]
+  assert_teacher_forcing(definition, params, given, free)
+  texts = generate(definition, params, given, max_new_tokens=12, end_ids=(end,))
+  for text, whole, size in zip(texts, free, first, strict=True):
+    assert text.tokens == whole.tokens[:size]
+    assert text.ended_by == ("stop" if size < 12 else "length")
 
 
-def test_near_temperature_zero_each_token_is_the_likeliest_of_its_window():
-  definition, params, text = sample(1e-4, prompt="abc", num_tokens=20)
-  assert text.startswith("abc")
-  ids = CharacterTokenizer(ALPHABET).encode(text)
-  assert len(ids) == 23
-  for end in range(3, 23):
-    window = ids[max(0, end - SEQ_LEN) : end]
-    padded = jnp.zeros((1, SEQ_LEN), jnp.int32).at[0, : len(window)].set(window)
-    logits, _ = forward(definition, params, {"inputs": padded})
-    assert ids[end] == logits[0, len(window) - 1].argmax()
+def test_samples_depend_on_the_seed_and_not_on_the_company():
+  definition = tiny()
+  params = params_of(definition)
+  given = prompts(3, 5, 4)
+  options = {"max_new_tokens": 8, "sampling": Sampling(temperature=1.0)}
+  together = generate(definition, params, given, seed=3, **options)
+  alone = generate(definition, params, given, seed=3, num_rows=1, **options)
+  other = generate(definition, params, given, seed=4, **options)
+  assert [text.tokens for text in together] == [text.tokens for text in alone]
+  assert [text.tokens for text in together] != [text.tokens for text in other]
 
 
-def test_samples_depend_on_the_seed_alone():
-  texts = [sample(1.0, prompt="a", num_tokens=10, seed=seed)[2] for seed in (1, 1, 2)]
-  assert texts[0] == texts[1] != texts[2]
+def test_a_text_that_the_caller_closes_makes_room():
+  definition = tiny()
+  params = params_of(definition)
+  generator = Generator(definition, params, num_rows=1, max_len=SEQ_LEN, steps_per_call=2)
+  requests = [Request(tokens=prompt, max_new_tokens=10) for prompt in prompts(2, 2)]
+  lengths = {}
+  for grown in generator.run(requests):
+    for text in grown:
+      if text.request == 0 and len(text.tokens) >= 3:
+        text.close()
+      lengths[text.request] = len(text.tokens)
+  assert lengths[0] < 10
+  assert lengths[1] == 10
+
+
+@pytest.mark.parametrize(
+  ("size", "new", "says"), [(0, 4, "empty"), (SEQ_LEN, 4, "MAX_SEQ_LEN"), (3, 0, "max_new_tokens")]
+)
+def test_impossible_requests_are_refused(size, new, says):
+  definition = tiny()
+  generator = Generator(definition, params_of(definition), num_rows=1, max_len=SEQ_LEN)
+  with pytest.raises(UserError, match=says):
+    list(generator.run([Request(tokens=np.zeros(size, np.int32), max_new_tokens=new)]))

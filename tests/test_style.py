@@ -23,10 +23,11 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors"),
   ("mesh", "distributed", "knob_types", "signals", "run_folder", "console", "memory"),
   ("layers", "data", "feed"),
-  ("optimizers", "flops", "relayout", "weight_rules"),
+  ("optimizers", "flops", "relayout", "weight_rules", "sampling", "prompts"),
   ("train_state", "metrics", "checkpoint", "profiling", "meter"),
   ("journal",),
   ("train_step", "evaluation", "generate", "hugging_face"),
+  ("decoding",),
   ("trainer", "aot", "planner"),
   ("knobs", "symbols", "fiddlers"),
   ("graph_text",),
@@ -39,8 +40,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("main",),
 )
 FIDDLE = {
-  "config_file", "convert", "experiment", "experiments", "fiddlers", "flags", "graph_edits", "graph_text",
-  "knobs", "main", "scripts_gpu", "show", "symbols",
+  "config_file", "convert", "experiment", "experiments", "fiddlers", "flags", "graph_edits",
+  "graph_text", "knobs", "main", "scripts_gpu", "show", "symbols",
 }  # fmt: skip
 # Slow to import, so only functions that build a source from them may.
 LAZY = {"clu", "seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text"}

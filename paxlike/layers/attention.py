@@ -90,13 +90,12 @@ class Attention(module.Module):
     if self.rope is not None:
       q_BTNH = self.rope(q_BTNH, context.positions_BT)
       k_BTKH = self.rope(k_BTKH, context.positions_BT)
-    positions = None
     if cache is not None:
       assert context.positions_BT is not None
       cache = cache.write(k_BTKH, v_BTKH, context.positions_BT)
       if x_BTD.shape[1] == 1:
-        positions = (context.positions_BT, cache.positions(context.positions_BT))
-        k_BTKH, v_BTKH = cache.k_BSKH.astype(k_BTKH.dtype), cache.v_BSKH.astype(v_BTKH.dtype)
+        y_BNH = self._attend_to(cache, q_BTNH[:, 0], context.positions_BT)
+        return self.output(y_BNH[:, None].astype(q_BTNH.dtype)), cache
     y_BTNH = self.kernel(
       q_BTNH,
       k_BTKH,
@@ -105,15 +104,33 @@ class Attention(module.Module):
       segments_BT=context.segments_BT,
       window=self.window,
       soft_cap=self.soft_cap,
-      sinks_N=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
-      positions=positions,
+      sinks_N=self._sinks(),
     )
     return self.output(y_BTNH), cache
 
+  def _attend_to(self, cache: KvCache, q_BNH: jax.Array, positions_B1: jax.Array) -> jax.Array:
+    # What is beyond the window is in no slot any more.
+    return attention_kernels.cached(
+      q_BNH,
+      cache.k_BKHS,
+      cache.v_BKSH,
+      cache.positions(positions_B1) >= 0,
+      scale=self.scale,
+      soft_cap=self.soft_cap,
+      sinks_N=self._sinks(),
+    )
+
+  def _sinks(self) -> jax.Array | None:
+    return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+
   def empty_cache(self, batch: int, length: int, dtype: Any) -> KvCache:
     """Returns a cache for rows of up to `length` tokens."""
-    slots = length if self.window is None else min(self.window, length)
+    slots = self.num_slots(length)
     return KvCache.empty(batch, slots, self.num_kv_heads, self.head_dim, self.head_dim, dtype)
+
+  def num_slots(self, length: int) -> int:
+    """Returns the slots of a cache for rows of up to `length` tokens."""
+    return length if self.window is None else min(self.window, length)
 
   def score_flops(self, num_tokens: int) -> tuple[float, float]:
     """Returns the FLOPs per token of logits and weighted values in one forward pass.

@@ -25,7 +25,6 @@ class Kernel(Protocol):
     soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
     bias_NTS: jax.Array | None = None,
-    positions: tuple[jax.Array, jax.Array] | None = None,
   ) -> jax.Array:
     """Returns BTNH, its H that of v, in q's dtype.
 
@@ -38,9 +37,7 @@ class Kernel(Protocol):
       window: A token sees itself and the `window - 1` tokens before it. None: all before it.
       soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
       sinks_N: Logits of a key without value that every query sees as well.
-      bias_NTS: Added to the logits, or BNTS.
-      positions: [B or 1, T] and [B or 1, S], where queries and keys stand, keys below 0 nowhere.
-        None: both from 0 on, T = S.
+      bias_NTS: Added to the logits.
     """
     ...
 
@@ -56,7 +53,6 @@ def xla(
   soft_cap: float | None = None,
   sinks_N: jax.Array | None = None,
   bias_NTS: jax.Array | None = None,
-  positions: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
   """Attention as plain XLA operations, on any backend; holds the T x S logits in float32."""
   B, T, N, H = q_BTNH.shape
@@ -65,11 +61,16 @@ def xla(
   logits_BKGTS = jnp.einsum(
     "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
   )
-  if soft_cap is not None:
-    logits_BKGTS = soft_cap * jnp.tanh(logits_BKGTS / soft_cap)
+  logits_BKGTS = _capped(logits_BKGTS, soft_cap)
   if bias_NTS is not None:
-    logits_BKGTS += bias_NTS.reshape(*bias_NTS.shape[:-3], K, N // K, T, S)
-  visible = _visible(T, S, segments_BT, window, positions)
+    logits_BKGTS += bias_NTS.reshape(K, N // K, T, S)
+  distance_TS = jnp.arange(T)[:, None] - jnp.arange(S)
+  visible = distance_TS >= 0
+  if window is not None:
+    visible &= distance_TS < window
+  if segments_BT is not None:
+    same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+    visible = (visible & same_BTS)[:, None, None]
   logits_BKGTS = jnp.where(visible, logits_BKGTS, -1e30)
   if sinks_N is None:
     weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1)
@@ -80,21 +81,49 @@ def xla(
   return y_BTKGH.reshape(B, T, N, v_BSKH.shape[-1])
 
 
-def _visible(
-  T: int,
-  S: int,
-  segments_BT: jax.Array | None,
-  window: int | None,
-  positions: tuple[jax.Array, jax.Array] | None,
+def cached(
+  q_BNH: jax.Array,
+  k_BKHS: jax.Array,
+  v_BKSH: jax.Array,
+  visible_BS: jax.Array,
+  *,
+  scale: float,
+  soft_cap: float | None = None,
+  sinks_N: jax.Array | None = None,
+  bias_BNS: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns which keys each query sees, as a boolean that broadcasts to BKGTS."""
-  q, k = (jnp.arange(T)[None], jnp.arange(S)[None]) if positions is None else positions
-  distance = q[:, :, None] - k[:, None, :]
-  visible = distance >= 0
-  if positions is not None:
-    visible &= k[:, None, :] >= 0
-  if window is not None:
-    visible &= distance < window
-  if segments_BT is not None:
-    visible &= segments_BT[:, :, None] == segments_BT[:, None, :]
-  return visible[:, None, None]
+  """Attention of one query a row to what is cached: returns BNH in the dtype of the values.
+
+  Args:
+    q_BNH: The queries.
+    k_BKHS: Keys; each serves N / K heads.
+    v_BKSH: Values.
+    visible_BS: Which slots a query sees.
+    scale: As of `Kernel`, like the rest.
+    soft_cap: See there.
+    sinks_N: See there.
+    bias_BNS: See there.
+  """
+  B, N, H = q_BNH.shape
+  K = k_BKHS.shape[1]
+  q_BKGH = (q_BNH * scale).astype(k_BKHS.dtype).reshape(B, K, N // K, H)
+  logits = jnp.einsum("BKGH,BKHS->BKGS", q_BKGH, k_BKHS, preferred_element_type=jnp.float32)
+  logits = _capped(logits, soft_cap)
+  if bias_BNS is not None:
+    logits += bias_BNS.reshape(B, K, N // K, -1)
+  logits = jnp.where(visible_BS[:, None, None], logits, -1e30)
+  most = logits.max(-1, keepdims=True)
+  sinks = None if sinks_N is None else sinks_N.reshape(K, N // K, 1)
+  most = most if sinks is None else jnp.maximum(most, sinks)
+  weights = jnp.exp(logits - most)
+  total = weights.sum(-1, keepdims=True)
+  total = total if sinks is None else total + jnp.exp(sinks - most)
+  # Divided last: there are fewer sums than weights.
+  y_BKGH = jnp.einsum(
+    "BKGS,BKSH->BKGH", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
+  )
+  return (y_BKGH / total).astype(v_BKSH.dtype).reshape(B, N, -1)
+
+
+def _capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+  return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)

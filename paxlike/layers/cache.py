@@ -15,34 +15,52 @@ from paxlike import mesh
 class KvCache:
   """The cache of one attention layer; the token at position p is in slot p modulo S.
 
-  So a layer with a window needs only as many slots as it sees tokens.
+  So a layer with a window needs only as many slots as it sees tokens. Dims are in the order in
+  which a query meets them: its products with keys and with values then need no transpose.
   """
 
-  k_BSKH: jax.Array
-  v_BSKH: jax.Array
+  k_BKHS: jax.Array
+  v_BKSH: jax.Array
 
   @classmethod
-  def empty(cls, batch: int, slots: int, heads: int, key_dim: int, value_dim: int, dtype: Any):
+  def empty(
+    cls, batch: int, slots: int, heads: int, key_dim: int, value_dim: int, dtype: Any
+  ) -> "KvCache":
     """Returns a cache without tokens."""
 
-    def zeros(dim: int) -> jax.Array:
-      return mesh.constrain(
-        jnp.zeros((batch, slots, heads, dim), dtype), "batch", None, "kv_heads", None
-      )
+    def zeros(*shape: int) -> jax.Array:
+      return mesh.constrain(jnp.zeros(shape, dtype), "batch", "kv_heads", None, None)
 
-    return cls(k_BSKH=zeros(key_dim), v_BSKH=zeros(value_dim))
+    return cls(
+      k_BKHS=zeros(batch, heads, key_dim, slots), v_BKSH=zeros(batch, heads, slots, value_dim)
+    )
+
+  @property
+  def num_slots(self) -> int:
+    """S, the number of tokens that it can hold."""
+    return self.v_BKSH.shape[-2]
+
+  def grown(self, num_slots: int) -> "KvCache":
+    """Returns the cache with more slots; right as long as no token has taken another's slot."""
+    more = num_slots - self.num_slots
+    none = [(0, 0)] * (self.v_BKSH.ndim - 2)
+    return KvCache(
+      k_BKHS=jnp.pad(self.k_BKHS, [*none, (0, 0), (0, more)]),
+      v_BKSH=jnp.pad(self.v_BKSH, [*none, (0, more), (0, 0)]),
+    )
 
   def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "KvCache":
     """Returns the cache with new tokens; those of position -1 are padding, and not written."""
-    num_slots = self.k_BSKH.shape[1]
+    num_slots = self.num_slots
     # Of tokens that share a slot the last stays.
-    last = positions_BT.max(axis=1, keepdims=True)
-    kept = (positions_BT >= 0) & (positions_BT > last - num_slots)
-    slots = jnp.where(kept, positions_BT % num_slots, num_slots)
-    rows = jnp.arange(len(slots))[:, None]
+    last_B1 = positions_BT.max(axis=1, keepdims=True)
+    kept = (positions_BT >= 0) & (positions_BT > last_B1 - num_slots)
+    slots_BT = jnp.where(kept, positions_BT % num_slots, num_slots)
+    rows_B1 = jnp.arange(len(slots_BT))[:, None]
+    k_BTKH, v_BTKH = k_BTKH.astype(self.k_BKHS.dtype), v_BTKH.astype(self.v_BKSH.dtype)
     return KvCache(
-      k_BSKH=self.k_BSKH.at[rows, slots].set(k_BTKH.astype(self.k_BSKH.dtype), mode="drop"),
-      v_BSKH=self.v_BSKH.at[rows, slots].set(v_BTKH.astype(self.v_BSKH.dtype), mode="drop"),
+      k_BKHS=self.k_BKHS.at[rows_B1, :, :, slots_BT].set(k_BTKH, mode="drop"),
+      v_BKSH=self.v_BKSH.at[rows_B1, :, slots_BT].set(v_BTKH, mode="drop"),
     )
 
   def positions(self, positions_B1: jax.Array) -> jax.Array:
@@ -50,5 +68,5 @@ class KvCache:
 
     It is negative where a slot is empty.
     """
-    slots = jnp.arange(self.k_BSKH.shape[1])
-    return positions_B1 - (positions_B1 - slots) % self.k_BSKH.shape[1]
+    slots = jnp.arange(self.num_slots)
+    return positions_B1 - (positions_B1 - slots) % self.num_slots

@@ -81,15 +81,29 @@ class Stack(Module):
 
   def empty_caches(self, batch: int, length: int, dtype: Any) -> Caches:
     """Returns the caches of all layers, for rows of up to `length` tokens."""
-
-    def of(blocks: Sequence[Any]) -> list[Any]:
-      return [block.attention.empty_cache(batch, length, dtype) for block in blocks]
-
-    if not self.layout.scanned:
-      return {"layers": of(self.layers)}
     repeats = self.layout.repeats
-    repeated = jax.tree.map(lambda x: jnp.repeat(x[None], repeats, 0), of(self.pattern))
-    return {"prologue": of(self.prologue), "pattern": repeated, "epilogue": of(self.epilogue)}
+    caches = {
+      part: [block.attention.empty_cache(batch, length, dtype) for block in blocks]
+      for part, blocks in self._parts().items()
+    }
+    if "pattern" in caches:
+      caches["pattern"] = jax.tree.map(lambda x: jnp.repeat(x[None], repeats, 0), caches["pattern"])
+    return caches
+
+  def grown_caches(self, caches: Caches, length: int) -> Caches:
+    """Returns the caches with room for rows of up to `length` tokens."""
+    return {
+      part: [
+        cache.grown(block.attention.num_slots(length))
+        for block, cache in zip(blocks, caches[part], strict=True)
+      ]
+      for part, blocks in self._parts().items()
+    }
+
+  def _parts(self) -> dict[str, Sequence[Any]]:
+    if not self.layout.scanned:
+      return {"layers": self.layers}
+    return {"prologue": self.prologue, "pattern": self.pattern, "epilogue": self.epilogue}
 
   def _run(
     self,

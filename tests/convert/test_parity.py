@@ -4,7 +4,9 @@
 import numpy as np
 import pytest
 from families import FAMILIES, converted, logits, save_random
+from test_generate import assert_teacher_forcing, prompts
 
+from paxlike import generate
 from paxlike.convert.main import run
 from paxlike.convert.tensors import TensorFolder
 
@@ -32,6 +34,18 @@ def test_logits_equal_hugging_face_and_the_way_back_is_exact(name, tmp_path):
   with torch.no_grad():
     same = again(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
   np.testing.assert_allclose(same, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cached_decode_equals_teacher_forcing(name, tmp_path, monkeypatch):
+  monkeypatch.setattr(generate, "_LEAST_ROOM", 4)
+  save_random(name, tmp_path / "theirs")
+  definition, params = converted(tmp_path / "theirs", tmp_path / "ours")
+  # Shorter and longer than windows, and two rows for three.
+  given = prompts(9, 2, 13)
+  texts = generate.generate(definition, params, given, max_new_tokens=12, num_rows=2)
+  assert_teacher_forcing(definition, params, given, texts)
 
 
 def test_the_golden_logits_of_stories260k(shared_data, tmp_path):

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes many prompts at once, and beside it the same with transformers' `generate`.
+
+    python benchmarks/decode.py MODEL [--prompts=64] [--new_tokens=200] [--repeats=5]
+
+MODEL is a folder of Hugging Face, small enough for both. Prompts are random tokens and decoding is
+greedy; both sides do the same, in turn, after one round that is not counted. Prints one JSON line.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import fiddle as fdl
+import jax
+import numpy as np
+import torch
+import transformers
+
+from paxlike import config_file, fiddlers
+from paxlike.convert.main import run as convert
+from paxlike.generate import Generator, Request
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("model", type=pathlib.Path)
+  parser.add_argument("--prompts", type=int, default=64)
+  parser.add_argument("--prompt_tokens", type=int, default=8)
+  parser.add_argument("--new_tokens", type=int, default=200)
+  parser.add_argument("--repeats", type=int, default=5)
+  options = parser.parse_args()
+  vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
+  shape = (options.prompts, options.prompt_tokens)
+  prompts = np.random.default_rng(0).integers(3, vocab_size, shape).astype(np.int32)
+  sides = {
+    "paxlike": ours(options.model, prompts, options.new_tokens),
+    "transformers": theirs(options.model, prompts, options.new_tokens),
+  }
+  texts = {name: decode() for name, decode in sides.items()}
+  times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+  for _ in range(options.repeats):
+    for name, decode in sides.items():
+      times[name].append(timed(decode))
+  same = (texts["paxlike"] == texts["transformers"]).all(axis=1).sum()
+  tokens = options.prompts * options.new_tokens
+  report: dict[str, Any] = {
+    "benchmark": "decode",
+    "versions": {m.__name__: m.__version__ for m in (jax, torch, transformers)},
+    "prompts": options.prompts,
+    "new_tokens": options.new_tokens,
+    "same_texts": int(same),
+  }
+  for name, pairs in times.items():
+    seconds, cpu_seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
+    report[name] = {
+      "tokens_per_second": round(tokens / seconds),
+      "tokens_per_cpu_second": round(tokens / cpu_seconds),
+    }
+  ratios = [
+    [b / a for a, b in zip(*pair, strict=True)]
+    for pair in zip(times["paxlike"], times["transformers"], strict=True)
+  ]
+  for index, name in enumerate(("speed_ratio", "cpu_speed_ratio")):
+    report[name] = round(statistics.median(ratio[index] for ratio in ratios), 2)
+  print(json.dumps(report))
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, float]:
+  """Returns the seconds and CPU-seconds of a call."""
+  wall, cpu = time.perf_counter(), time.process_time()
+  function()
+  return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def ours(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable[[], np.ndarray]:
+  """Returns a function that decodes with paxlike."""
+  with tempfile.TemporaryDirectory() as scratch:
+    converted = pathlib.Path(scratch) / "model"
+    assert convert(["--from=hf", f"--path={folder}", f"--to={converted}"]) == 0
+    graph = config_file.read(converted / "config.json")
+    fiddlers.precision(graph, "float32")
+    trainer: Any = fdl.build(graph)
+    params = trainer.load(converted)
+  count, size = prompts.shape
+  generator = Generator(trainer.definition, params, num_rows=count, max_len=size + new_tokens)
+  requests = [Request(tokens=tokens, max_new_tokens=new_tokens) for tokens in prompts]
+
+  def decode() -> np.ndarray:
+    texts = {text.request: text.tokens for grown in generator.run(requests) for text in grown}
+    return np.array([texts[number] for number in range(count)])
+
+  return decode
+
+
+def theirs(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable[[], np.ndarray]:
+  """Returns a function that decodes with transformers."""
+  model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+  tokens = torch.tensor(prompts, dtype=torch.long)
+  given = {"attention_mask": torch.ones_like(tokens), "pad_token_id": 0, "do_sample": False}
+
+  def decode() -> np.ndarray:
+    with torch.inference_mode():
+      out = model.generate(tokens, min_new_tokens=new_tokens, max_new_tokens=new_tokens, **given)
+    return out[:, tokens.shape[1] :].numpy()
+
+  return decode
+
+
+if __name__ == "__main__":
+  main()
