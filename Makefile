@@ -4,7 +4,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.set-up
+RUN := $(VENV)/.set-up-to-run
+DEV := $(VENV)/.set-up-to-develop
 DIR ?= runs/tiny_python
 # TensorFlow Text, which SeqIO needs, has no wheels for 3.14.
 PROBE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -13,7 +14,7 @@ FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 
 .PHONY: train test test-quick lint clean
 
-train: $(STAMP)
+train: $(RUN)
 	$(BIN)/paxlike --fdl_config=TinyPython --job_log_dir="$(DIR)"
 	$(BIN)/paxlike-plot "$(DIR)"
 	@echo "TensorBoard files: $(DIR)/summaries, numbers: $(DIR)/metrics.jsonl"
@@ -24,23 +25,31 @@ test: lint
 test-quick: lint
 	$(BIN)/python -m pytest -q -m "not slow"
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# The stamp comes last, so that a set-up that was cut off starts anew. uv resolves and unpacks this
+# A stamp comes last, so that a set-up that was cut off starts anew. uv resolves and unpacks this
 # stack several times faster than pip, which does it all where uv cannot be had.
-$(STAMP): pyproject.toml
+INSTALL = VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/uv pip install --quiet -e '.[$(1)]' \
+	|| $(BIN)/python -m pip install --quiet --disable-pip-version-check --prefer-binary -e '.[$(1)]'
+
+$(RUN): pyproject.toml
 	@python="$$($(FIND_PYTHON))"; \
 	if [ -z "$$python" ]; then \
 	  echo "paxlike needs Python 3.11, 3.12 or 3.13 with venv (Debian: apt install python3-venv);" \
 	    "name one with 'make PYTHON=/path/to/python3 ...'." >&2; exit 2; fi; \
 	echo "setting up $(VENV) with $$python"; \
 	"$$python" -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --prefer-binary uv \
-	  && VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/uv pip install --quiet -e '.[dev]' \
-	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --prefer-binary -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --prefer-binary uv || true
+	@$(call INSTALL,plot)
+	@touch $@
+
+# Hugging Face's transformers and torch, which tests compare with, are most of it.
+$(DEV): $(RUN)
+	@echo "setting up what tests need"
+	@$(call INSTALL,dev)
 	@touch $@
 
 clean:
