@@ -24,9 +24,10 @@ def select(graph: fdl.Buildable, kind: type, *roles: str) -> Iterator[Any]:
 
 
 def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
-  """Makes every layer compute in `dtype`. Weights, statistics and the loss stay float32."""
+  """Makes every layer but routers compute in `dtype`. Weights, statistics, loss stay float32."""
   computing = (
     layers.Linear,
+    layers.ExpertLinear,
     layers.Embedding,
     layers.PositionEmbedding,
     layers.LayerNorm,
@@ -34,7 +35,8 @@ def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
   )
   for kind in computing:
     for node in select(graph, kind):
-      node.dtype = jnp.dtype(dtype)
+      if getattr(node, "role", None) != "router":
+        node.dtype = jnp.dtype(dtype)
 
 
 def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):

@@ -15,6 +15,7 @@ from paxlike.layers.attention import Attention
 from paxlike.layers.decoder import Decoder
 from paxlike.layers.linear import Linear
 from paxlike.layers.module import Definition
+from paxlike.layers.moe import Moe
 from paxlike.layers.stack import layout_of
 
 # Dense bf16 FLOP/s of one device, by a part of JAX's `device_kind`.
@@ -51,12 +52,14 @@ def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
   for path, module in nnx.iter_modules(definition.module):
     if isinstance(module, Linear):
       weights += 2 * math.prod(module.w.get_value().shape)
-    elif isinstance(module, Attention):
-      location = layout.locate(".".join(map(str, path)) + ".")
-      repeats = len(location.layers) if location else 1
+    location = layout.locate(".".join(map(str, path)) + ".")
+    repeats = len(location.layers) if location and location.stacked else 1
+    if isinstance(module, Moe):
+      weights += module.expert_flops
+    if isinstance(module, Attention):
       scores = module.score_flops(seq_len)
       full, causal = full + repeats * scores[0], causal + repeats * scores[1]
-    elif isinstance(module, Decoder) and module.head is None:
+    if isinstance(module, Decoder) and module.head is None:
       weights += 2 * math.prod(module.embedding.table.get_value().shape)
   return TrainingFlops(full=3 * (weights + full), causal=3 * (weights + causal))
 

@@ -20,7 +20,7 @@ class Family:
     model_type: Of the configuration.
     architecture: Class of transformers that has the weights.
     knobs: Key of the configuration -> knob; "a.b" is key b of the mapping a.
-    defaults: What absent keys mean, where it is not what the knob's default says.
+    defaults: What absent keys mean; of those without it none may be absent.
     fixed: Keys that must have this value, or be absent; None is absent too.
     rope_types: The ways in which rotary positions may be scaled; None: not.
     rules: Where each weight stands.
@@ -50,13 +50,18 @@ class Family:
     return ""
 
   def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the knobs that `config` sets."""
+    """Returns the knobs that `config` sets.
+
+    Raises:
+      UserError: A key is absent.
+    """
     values = {}
     for key, knob in self.knobs.items():
-      value = _get(config, key)
-      value = self.defaults.get(key, _ABSENT) if value is _ABSENT else value
-      if value is not _ABSENT:
-        values[knob] = value
+      values[knob] = _get(config, key)
+      if values[knob] is _ABSENT:
+        if key not in self.defaults:
+          raise UserError(f"config.json of a {self.model_type} model lacks {key}.")
+        values[knob] = self.defaults[key]
     return values
 
   def write(self, values: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
@@ -86,6 +91,8 @@ def _get(config: Mapping[str, Any], key: str) -> Any:
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a configuration as transformers 4 wrote it; 5 keeps all about RoPE in one mapping."""
   config = dict(config)
+  if "num_local_experts" in config:
+    config.setdefault("num_experts", config["num_local_experts"])
   rope = config.pop("rope_parameters", None)
   if rope is None:
     scaling = config.get("rope_scaling")

@@ -31,6 +31,7 @@ RULES: dict[str, tuple[str, ...]] = {
   "kv_heads": ("tensor",),
   "ffn": ("tensor",),
   "experts": ("expert",),
+  "group": ("data", "fsdp"),
   "head": (),
   "position": (),
 }

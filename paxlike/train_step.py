@@ -31,8 +31,8 @@ def make_train_step(
     model = definition.bind(prepared | frozen)
     xent, aux = model.loss(batch, context_of(batch, dropout))
     xent /= total
-    aux = {name: value / num_microbatches for name, value in aux.items()}
-    return sum(aux.values(), xent), {"loss": xent, **aux}
+    losses = {n: value / num_microbatches for n, value in aux.items() if n.endswith("_loss")}
+    return sum(losses.values(), xent), aux | losses | {"loss": xent}
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     weight = batch["weights"].sum()
@@ -55,7 +55,7 @@ def make_train_step(
     old = (state.params, state.opt_state)
     params, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     one = jnp.ones((), jnp.float32)
-    metrics = {name: (value * weight, weight) for name, value in values.items()}
+    metrics = {n: (v[0], v[1]) if v.ndim else (v * weight, weight) for n, v in values.items()}
     metrics |= {
       "grad_norm": (norm, one),
       "learning_rate": (optimizer.learning_rate(state.step - state.skipped), one),

@@ -66,5 +66,22 @@ class Matrix(Same):
     return [weight.reshape(math.prod(weight.shape[: self.inputs]), -1).T]
 
 
+@dataclasses.dataclass(frozen=True)
+class PerExpert(Same):
+  """A linear map of each expert, stored as one [outputs, inputs] each; `{expert}` is its number."""
+
+  def names(self, layer: int, shape: Shape) -> list[str]:
+    return [self.name.format(layer, expert=expert) for expert in range(shape[0])]
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    return [(shape[2], shape[1])] * shape[0]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return np.stack([tensor.T for tensor in tensors])
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return [expert.T for expert in weight]
+
+
 Rule = Same
 Rules = dict[str, Rule]

@@ -61,6 +61,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       },
     },
   ),
+  "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+  "qwen3_moe": (
+    "Qwen3MoeConfig",
+    {
+      "num_experts": 6,
+      "num_experts_per_tok": 3,
+      "moe_intermediate_size": 24,
+      "norm_topk_prob": True,
+    },
+  ),
   "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
 }
 

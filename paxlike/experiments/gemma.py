@@ -42,11 +42,12 @@ class Gemma(Llama):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
     return dataclasses.replace(
-      super().hugging_face(),
+      family,
       model_type="gemma",
       architecture="GemmaForCausalLM",
-      defaults={},
+      defaults={**family.defaults, "head_dim": 256, "tie_word_embeddings": True},
       fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
     )
 
@@ -121,6 +122,7 @@ class Gemma2(Gemma):
         "final_logit_softcapping": "LOGITS_SOFT_CAP",
       },
       defaults={
+        **family.defaults,
         "sliding_window": 4096,
         "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": None,
@@ -211,6 +213,12 @@ class Gemma3(Gemma2):
         **family.knobs,
         "rope_local_base_freq": "LOCAL_ROPE_THETA",
         "rope_scaling.factor": "ROPE_FACTOR",
+      },
+      defaults={
+        **family.defaults,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling.factor": None,
       },
       rope_types=(None, "linear"),
       rules={

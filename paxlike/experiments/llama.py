@@ -75,7 +75,13 @@ class Llama(Experiment):
         "rope_theta": "ROPE_THETA",
         "tie_word_embeddings": "USE_TIED_EMBEDDING",
       },
-      defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
+      defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+      },
       fixed={
         "hidden_act": "silu",
         "attention_bias": False,

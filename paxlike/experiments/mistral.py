@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistral 7B (Jiang et al., 2023): LLaMA with a sliding window."""
+"""Mistral 7B (Jiang et al., 2023) and Mixtral (Jiang et al., 2024).
+
+LLaMA with a sliding window; LLaMA with eight experts a layer, of which each token sees two.
+"""
 
 import dataclasses
 
@@ -8,7 +11,9 @@ import fiddle as fdl
 from paxlike import hugging_face, layers
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
+from paxlike.experiments.moe import Moe
 from paxlike.registry import register
+from paxlike.weight_rules import Matrix, PerExpert
 
 
 class Mistral(Llama):
@@ -45,3 +50,57 @@ class Mistral7B(datasets.Synthetic, Mistral):
   HIDDEN_DIMS = 14336
   NUM_HEADS = 32
   NUM_KV_HEADS = 8
+
+
+class Mixtral(Moe, Mistral):
+  """The family with experts."""
+
+  VOCAB_SIZE = 32000
+  MAX_SEQ_LEN = 32768
+  NUM_KV_HEADS = 8
+  ROPE_THETA = 1_000_000.0
+  WINDOW = None
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    at = "model.layers.{}.block_sparse_moe"
+    return dataclasses.replace(
+      family,
+      model_type="mixtral",
+      architecture="MixtralForCausalLM",
+      knobs={
+        **family.knobs,
+        "num_local_experts": "NUM_EXPERTS",
+        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
+        "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
+      },
+      rules={
+        **family.rules,
+        "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),
+        "stack.{}.mlp.gate.w": PerExpert(f"{at}.experts.{{expert}}.w1.weight"),
+        "stack.{}.mlp.up.w": PerExpert(f"{at}.experts.{{expert}}.w3.weight"),
+        "stack.{}.mlp.down.w": PerExpert(f"{at}.experts.{{expert}}.w2.weight"),
+      },
+    )
+
+
+@register
+class Mixtral8x7B(datasets.Synthetic, Mixtral):
+  """Mixtral 8x7B. 46,702,792,704 parameters, 12,879,925,248 of them for each token."""
+
+  NUM_LAYERS = 32
+  MODEL_DIMS = 4096
+  HIDDEN_DIMS = 14336
+  NUM_HEADS = 32
+
+
+@register
+class Mixtral8x22B(datasets.Synthetic, Mixtral):
+  """Mixtral 8x22B. 140,620,634,112 parameters."""
+
+  MAX_SEQ_LEN = 65536
+  NUM_LAYERS = 56
+  MODEL_DIMS = 6144
+  HIDDEN_DIMS = 16384
+  NUM_HEADS = 48

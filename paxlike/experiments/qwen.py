@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3 (Yang et al., 2025): LLaMA with a norm on each head's query and key."""
+"""Qwen3 (Yang et al., 2025): LLaMA with a norm on each head's query and key.
+
+The larger ones have experts.
+"""
 
 import dataclasses
 
@@ -8,8 +11,9 @@ import fiddle as fdl
 from paxlike import hugging_face, layers
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
+from paxlike.experiments.moe import Moe
 from paxlike.registry import register
-from paxlike.weight_rules import Same
+from paxlike.weight_rules import Matrix, PerExpert, Same
 
 
 class Qwen3(Llama):
@@ -99,4 +103,66 @@ class Qwen3_32B(Qwen3_8B):
   NUM_LAYERS = 64
   MODEL_DIMS = 5120
   HIDDEN_DIMS = 25600
+  NUM_HEADS = 64
+
+
+class Qwen3Moe(Moe, Qwen3):
+  """The family with experts: 128 a layer, of which a token sees eight."""
+
+  NUM_KV_HEADS = 4
+  NUM_EXPERTS = 128
+  NUM_EXPERTS_PER_TOKEN = 8
+  BALANCE_LOSS_WEIGHT = 0.001
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    at = "model.layers.{}.mlp"
+    return dataclasses.replace(
+      family,
+      model_type="qwen3_moe",
+      architecture="Qwen3MoeForCausalLM",
+      knobs={
+        **family.knobs,
+        "moe_intermediate_size": "EXPERT_DIMS",
+        "num_experts": "NUM_EXPERTS",
+        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
+        "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
+      },
+      fixed={
+        **family.fixed,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+      },
+      rules={
+        **family.rules,
+        "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),
+        "stack.{}.mlp.gate.w": PerExpert(f"{at}.experts.{{expert}}.gate_proj.weight"),
+        "stack.{}.mlp.up.w": PerExpert(f"{at}.experts.{{expert}}.up_proj.weight"),
+        "stack.{}.mlp.down.w": PerExpert(f"{at}.experts.{{expert}}.down_proj.weight"),
+      },
+    )
+
+
+@register
+class Qwen3_30B_A3B(datasets.Synthetic, Qwen3Moe):
+  """Qwen3 30B-A3B. 30,532,122,624 parameters."""
+
+  NUM_LAYERS = 48
+  MODEL_DIMS = 2048
+  HIDDEN_DIMS = 6144
+  EXPERT_DIMS = 768
+  NUM_HEADS = 32
+
+
+@register
+class Qwen3_235B_A22B(datasets.Synthetic, Qwen3Moe):
+  """Qwen3 235B-A22B. 235,093,634,560 parameters."""
+
+  NUM_LAYERS = 94
+  MODEL_DIMS = 4096
+  HIDDEN_DIMS = 12288
+  EXPERT_DIMS = 1536
   NUM_HEADS = 64

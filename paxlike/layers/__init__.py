@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that models are made of: plain modules, usable without any configuration."""
 
-from paxlike.layers import attention_kernels, rope
+from paxlike.layers import attention_kernels, moe, rope
 from paxlike.layers.attention import Attention
 from paxlike.layers.block import Block
 from paxlike.layers.cache import KvCache
@@ -21,6 +21,7 @@ from paxlike.layers.module import (
   gaussian_fan_in,
   zeros,
 )
+from paxlike.layers.moe import ExpertLinear, Moe
 from paxlike.layers.norm import LayerNorm, RmsNorm
 from paxlike.layers.rope import Rope
 from paxlike.layers.stack import Remat, Stack
@@ -33,11 +34,13 @@ __all__ = [
   "Definition",
   "Dropout",
   "Embedding",
+  "ExpertLinear",
   "KvCache",
   "LayerNorm",
   "Linear",
   "Mlp",
   "Module",
+  "Moe",
   "Params",
   "PositionEmbedding",
   "Remat",
@@ -51,6 +54,7 @@ __all__ = [
   "gaussian",
   "gaussian_fan_in",
   "geglu",
+  "moe",
   "rope",
   "swiglu",
   "zeros",

@@ -11,8 +11,10 @@ from paxlike.layers.context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.mlp import Mlp
 from paxlike.layers.module import Module
+from paxlike.layers.moe import Moe
 
-# Sums over layers of what a layer reports besides its output, such as an auxiliary loss.
+# Sums over layers of what a layer reports besides its output: scalars named `..._loss`, which are
+# added to the loss, and metrics as [sum, weight].
 Aux = dict[str, jax.Array]
 
 
@@ -25,7 +27,7 @@ class Block(Module):
     *,
     norm: Callable[[int], Any],
     attention: Callable[[int], Any],
-    mlp: Callable[[int], Mlp],
+    mlp: Callable[[int], Mlp | Moe],
     post_norm: Callable[[int], Any] | None = None,
     dropout: Callable[[], Dropout] | None = None,
   ):
@@ -46,10 +48,10 @@ class Block(Module):
     if self.attention_post_norm is not None:
       y_BTD = self.attention_post_norm(y_BTD)
     x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
-    y_BTD = self.mlp(self.mlp_norm(x_BTD))
+    y_BTD, aux = self.mlp(self.mlp_norm(x_BTD))
     if self.mlp_post_norm is not None:
       y_BTD = self.mlp_post_norm(y_BTD)
-    return self._add(x_BTD, y_BTD, context.fold(1)), cache, {}
+    return self._add(x_BTD, y_BTD, context.fold(1)), cache, aux
 
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array, context: Context) -> jax.Array:
     if self.dropout is not None:

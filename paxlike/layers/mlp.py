@@ -50,9 +50,10 @@ class Mlp(Module):
     self.gate = None if gate is None else gate({"model": dim}, {"ffn": hidden_dim})
     self.down = down({"ffn": hidden_dim}, {"model": dim})
 
-  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+  def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (y_BTD, nothing to report)."""
     y_BTF = mesh.constrain(self.up(x_BTD), "batch", "time", "ffn")
     if self.gate is None:
-      return self.down(self.activation(y_BTF))
+      return self.down(self.activation(y_BTF)), {}
     gate_BTF = mesh.constrain(self.gate(x_BTD), "batch", "time", "ffn")
-    return self.down(self.activation(gate_BTF, y_BTF))
+    return self.down(self.activation(gate_BTF, y_BTF)), {}

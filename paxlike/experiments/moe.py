@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part that families with experts share: knobs, and a layer of experts made of them."""
+
+from typing import Literal
+
+import fiddle as fdl
+
+from paxlike import layers
+from paxlike.experiment import Experiment
+
+
+class Moe(Experiment):
+  """A mixin: `class Mixtral(Moe, Mistral)` has experts in every layer."""
+
+  NUM_EXPERTS: int = 8  #: Experts of a layer.
+  NUM_EXPERTS_PER_TOKEN: int = 2  #: Experts that a token sees.
+  EXPERT_DIMS: int | None = None  #: Width of an expert. None: HIDDEN_DIMS.
+  MOE_DISPATCH: Literal["dropless", "capacity"] = "dropless"  #: How tokens come to experts.
+  CAPACITY_FACTOR: float = 2.0  #: Places of experts over those needed if all were used equally.
+  BALANCE_LOSS_WEIGHT: float = 0.01  #: Weight of the load-balancing loss of each layer.
+  ROUTER_Z_LOSS_WEIGHT: float = 0.0  #: Weight of the router's z-loss of each layer.
+
+  def mlp(self) -> fdl.Partial:
+    dense = super().mlp()
+    hidden = self.EXPERT_DIMS
+    moe = fdl.Partial(
+      layers.Moe,
+      num_experts=self.NUM_EXPERTS,
+      num_chosen=self.NUM_EXPERTS_PER_TOKEN,
+      hidden_dim=dense.hidden_dim if hidden is None else hidden,
+      router=self.router(),
+      up=self.expert_linear("up"),
+      down=self.expert_linear("down"),
+      activation=dense.activation,
+      dispatch=self.dispatch(),
+      balance_loss=self.BALANCE_LOSS_WEIGHT,
+      z_loss=self.ROUTER_Z_LOSS_WEIGHT,
+    )
+    if getattr(dense, "gate", None) is not None:
+      moe.gate = self.expert_linear("gate")
+    return moe
+
+  def router(self) -> fdl.Partial[layers.Linear]:
+    """The router, which is always computed in float32."""
+    return self.linear("router")
+
+  def expert_linear(self, role: str) -> fdl.Partial[layers.ExpertLinear]:
+    """A linear map of the experts."""
+    return fdl.Partial(layers.ExpertLinear, role=role, init=self.init())
+
+  def dispatch(self) -> fdl.Partial | object:
+    """How tokens come to their experts."""
+    if self.MOE_DISPATCH == "capacity":
+      return fdl.Config(layers.moe.Capacity, factor=self.CAPACITY_FACTOR)
+    return layers.moe.dropless
