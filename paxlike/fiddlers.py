@@ -10,7 +10,7 @@ from typing import Any
 
 import fiddle as fdl
 import jax.numpy as jnp
-from fiddle import selectors
+from fiddle import daglish, selectors
 
 from paxlike import layers
 from paxlike.errors import UserError, did_you_mean
@@ -20,6 +20,13 @@ def select(graph: fdl.Buildable, kind: type, *roles: str) -> Iterator[Any]:
   """Yields every node of `graph` that makes a `kind`, with one of `roles` if any are given."""
   for node in selectors.select(graph, kind, check_nonempty=False):
     if not roles or getattr(node, "role", None) in roles:
+      yield node
+
+
+def _having(graph: fdl.Buildable, argument: str) -> Iterator[Any]:
+  """Yields every node of `graph` to which `argument` is given."""
+  for node, _ in daglish.iterate(graph):
+    if isinstance(node, fdl.Buildable) and argument in node.__arguments__:
       yield node
 
 
@@ -56,4 +63,32 @@ def stack(graph: fdl.Buildable, scan: bool = True):
     node.scan = scan
 
 
-FIDDLERS = {"precision": precision, "remat": remat, "stack": stack}
+def shrink(graph: fdl.Buildable):
+  """Makes a model of any family so small that it trains and compiles within seconds on a CPU.
+
+  Its parts and their order stay: windows are shorter than the sequences of 32 tokens, grouped heads
+  stay grouped, and the pattern of layers is repeated twice.
+  """
+  vocab_size, seq_len = 96, 32
+  for node in select(graph, layers.Decoder):
+    node.vocab_size, node.dim = vocab_size, 32
+  for node in select(graph, layers.Stack):
+    node.repeats = 2
+  for node in select(graph, layers.Attention):
+    grouped = node.num_kv_heads is not None and node.num_kv_heads < node.num_heads
+    node.num_heads, node.head_dim = 4, 16
+    node.num_kv_heads = 2 if grouped else None
+    node.window = None if node.window is None else 8
+  for node in select(graph, layers.Mlp):
+    node.hidden_dim = 48
+  for node in select(graph, layers.Moe):
+    node.num_experts, node.num_chosen, node.hidden_dim = 4, 2, 24
+  for node in select(graph, layers.PositionEmbedding):
+    node.max_len = seq_len
+  for node in _having(graph, "seq_len"):
+    node.seq_len = seq_len
+    if getattr(node, "vocab_size", None) is not None:
+      node.vocab_size = vocab_size
+
+
+FIDDLERS = {"precision": precision, "remat": remat, "shrink": shrink, "stack": stack}

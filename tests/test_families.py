@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of every family of models, each tried on one of its sizes, shrunk."""
+
+from typing import Any
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+from models import SEQ_LEN, batch
+from test_train_step import assert_same, one_device, steps
+
+from paxlike import fiddlers, registry
+from paxlike.layers.module import Definition
+from paxlike.mesh import MeshSpec
+
+ONE_OF_EACH = (
+  "Synthetic126M",
+  "LLaMA70B",
+  "Llama31_8B",
+  "Mistral7B",
+  "Mixtral8x7B",
+  "Gemma2B",
+  "Gemma2_2B",
+  "Gemma3_1B",
+  "Qwen3_8B",
+  "Qwen3_30B_A3B",
+)
+pytestmark = pytest.mark.slow
+every_family = pytest.mark.parametrize("name", ONE_OF_EACH)
+
+
+def shrunk(name: str, *, scan: bool = False, dtype: str = "float32", **knobs: Any) -> Definition:
+  graph = registry.find(name)(**knobs).trainer()
+  fiddlers.shrink(graph)
+  fiddlers.stack(graph, scan=scan)
+  fiddlers.precision(graph, dtype)
+  fiddlers.remat(graph, "SAVE_EVERYTHING")
+  return Definition(fdl.build(graph).model)
+
+
+@every_family
+def test_scanned_and_sharded_equal_one_device(name):
+  data = batch(8)
+  expected = one_device(shrunk(name), data)
+  for value in expected[0].values():
+    assert np.all(np.isfinite(value))
+  assert_same(one_device(shrunk(name, scan=True), data), expected)
+  spec = MeshSpec(ici={"fsdp": 2, "expert": 2, "tensor": 2})
+  assert_same(steps(shrunk(name), spec, data), expected)
+
+
+@every_family
+def test_bfloat16_is_close_to_float32(name):
+  data = batch(8)
+  exact = one_device(shrunk(name), data, num_steps=1)[1]["loss"]
+  rough = one_device(shrunk(name, dtype="bfloat16"), data, num_steps=1)[1]["loss"]
+  np.testing.assert_allclose(rough[0] / rough[1], exact[0] / exact[1], rtol=0.02)
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}])
+def test_experts_with_capacity_equal_one_device_on_any_mesh(mesh):
+  # So few places that tokens are dropped.
+  knobs = {"MOE_DISPATCH": "capacity", "CAPACITY_FACTOR": 0.5}
+  data = batch(8)
+  expected = one_device(shrunk("Mixtral8x7B", **knobs), data)
+  dropped, total = expected[1]["dropped_fraction"]
+  assert 0.1 < dropped / total < 0.9
+  assert total == 2 * 2 * 8 * SEQ_LEN
+  count = int(np.prod(list(mesh.values())))
+  definition = shrunk("Mixtral8x7B", **knobs)
+  got = steps(definition, MeshSpec(ici=mesh), data, devices=jax.devices()[:count])
+  assert_same(got, expected)
+
+
+def test_enough_places_serve_as_many_as_sorting():
+  data = batch(8)
+  sorted_ = one_device(shrunk("Mixtral8x7B"), data)
+  placed = one_device(shrunk("Mixtral8x7B", MOE_DISPATCH="capacity", CAPACITY_FACTOR=2.0), data)
+  assert placed[1].pop("dropped_fraction")[0] == 0
+  assert_same(placed, sorted_)
