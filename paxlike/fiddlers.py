@@ -82,7 +82,9 @@ def shrink(graph: fdl.Buildable):
   for node in select(graph, layers.Mlp):
     node.hidden_dim = 48
   for node in select(graph, layers.Moe):
-    node.num_experts, node.num_chosen, node.hidden_dim = 4, 2, 24
+    node.num_experts, node.num_chosen = 4, 2
+  for node in select(graph, layers.Experts):
+    node.hidden_dim = 24
   for node in select(graph, layers.PositionEmbedding):
     node.max_len = seq_len
   for node in _having(graph, "seq_len"):

@@ -8,7 +8,7 @@ size along an axis is their product.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -189,6 +189,14 @@ def constrain(x: jax.Array, *dims: str | None) -> jax.Array:
   if mesh.empty or mesh.size == 1:
     return x
   return jax.lax.with_sharding_constraint(x, partition(dims, x.shape, mesh.shape))
+
+
+def sizes_here(axes: Collection[str]) -> dict[str, int]:
+  """Returns the size of every axis of the current mesh, if one of `axes` is longer than 1."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or all(mesh.shape[axis] == 1 for axis in axes):
+    return {}
+  return dict(mesh.shape)
 
 
 def is_sharded(dim: str) -> bool:

@@ -59,6 +59,14 @@ def test_bfloat16_is_close_to_float32(name):
 
 
 @pytest.mark.parametrize("mesh", [{"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}])
+def test_sorted_tokens_equal_one_device_on_any_mesh(mesh):
+  data = batch(8)
+  expected = one_device(shrunk("Mixtral8x7B"), data)
+  devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+  assert_same(steps(shrunk("Mixtral8x7B"), MeshSpec(ici=mesh), data, devices=devices), expected)
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}])
 def test_experts_with_capacity_equal_one_device_on_any_mesh(mesh):
   # So few places that tokens are dropped.
   knobs = {"MOE_DISPATCH": "capacity", "CAPACITY_FACTOR": 0.5}

@@ -78,9 +78,9 @@ class Mixtral(Moe, Mistral):
       rules={
         **family.rules,
         "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),
-        "stack.{}.mlp.gate.w": PerExpert(f"{at}.experts.{{expert}}.w1.weight"),
-        "stack.{}.mlp.up.w": PerExpert(f"{at}.experts.{{expert}}.w3.weight"),
-        "stack.{}.mlp.down.w": PerExpert(f"{at}.experts.{{expert}}.w2.weight"),
+        "stack.{}.mlp.experts.gate.w": PerExpert(f"{at}.experts.{{expert}}.w1.weight"),
+        "stack.{}.mlp.experts.up.w": PerExpert(f"{at}.experts.{{expert}}.w3.weight"),
+        "stack.{}.mlp.experts.down.w": PerExpert(f"{at}.experts.{{expert}}.w2.weight"),
       },
     )
 

@@ -21,24 +21,28 @@ class Moe(Experiment):
   ROUTER_Z_LOSS_WEIGHT: float = 0.0  #: Weight of the router's z-loss of each layer.
 
   def mlp(self) -> fdl.Partial:
-    dense = super().mlp()
-    hidden = self.EXPERT_DIMS
-    moe = fdl.Partial(
+    return fdl.Partial(
       layers.Moe,
       num_experts=self.NUM_EXPERTS,
       num_chosen=self.NUM_EXPERTS_PER_TOKEN,
-      hidden_dim=dense.hidden_dim if hidden is None else hidden,
       router=self.router(),
-      up=self.expert_linear("up"),
-      down=self.expert_linear("down"),
-      activation=dense.activation,
+      experts=self.experts(super().mlp()),
       dispatch=self.dispatch(),
       balance_loss=self.BALANCE_LOSS_WEIGHT,
       z_loss=self.ROUTER_Z_LOSS_WEIGHT,
     )
-    if getattr(dense, "gate", None) is not None:
-      moe.gate = self.expert_linear("gate")
-    return moe
+
+  def experts(self, dense: fdl.Partial[layers.Mlp]) -> fdl.Partial[layers.Experts]:
+    """Experts that are made as the `dense` layer is."""
+    hidden = self.EXPERT_DIMS
+    return fdl.Partial(
+      layers.Experts,
+      hidden_dim=dense.hidden_dim if hidden is None else hidden,
+      up=self.expert_linear("up"),
+      down=self.expert_linear("down"),
+      gate=None if getattr(dense, "gate", None) is None else self.expert_linear("gate"),
+      activation=dense.activation,
+    )
 
   def router(self) -> fdl.Partial[layers.Linear]:
     """The router, which is always computed in float32."""

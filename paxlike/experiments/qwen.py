@@ -139,9 +139,9 @@ class Qwen3Moe(Moe, Qwen3):
       rules={
         **family.rules,
         "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),
-        "stack.{}.mlp.gate.w": PerExpert(f"{at}.experts.{{expert}}.gate_proj.weight"),
-        "stack.{}.mlp.up.w": PerExpert(f"{at}.experts.{{expert}}.up_proj.weight"),
-        "stack.{}.mlp.down.w": PerExpert(f"{at}.experts.{{expert}}.down_proj.weight"),
+        "stack.{}.mlp.experts.gate.w": PerExpert(f"{at}.experts.{{expert}}.gate_proj.weight"),
+        "stack.{}.mlp.experts.up.w": PerExpert(f"{at}.experts.{{expert}}.up_proj.weight"),
+        "stack.{}.mlp.experts.down.w": PerExpert(f"{at}.experts.{{expert}}.down_proj.weight"),
       },
     )
 

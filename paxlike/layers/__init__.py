@@ -21,7 +21,7 @@ from paxlike.layers.module import (
   gaussian_fan_in,
   zeros,
 )
-from paxlike.layers.moe import ExpertLinear, Moe
+from paxlike.layers.moe import ExpertLinear, Experts, Moe
 from paxlike.layers.norm import LayerNorm, RmsNorm
 from paxlike.layers.rope import Rope
 from paxlike.layers.stack import Remat, Stack
@@ -35,6 +35,7 @@ __all__ = [
   "Dropout",
   "Embedding",
   "ExpertLinear",
+  "Experts",
   "KvCache",
   "LayerNorm",
   "Linear",

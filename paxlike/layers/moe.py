@@ -6,15 +6,19 @@ expert a fixed number of places and drops what finds none.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
 
 from paxlike import mesh
 from paxlike.layers import module
+from paxlike.layers.grouped_matmul import grouped_matmul
 from paxlike.layers.linear import Linear
 from paxlike.layers.mlp import Activation, Mlp
 
@@ -116,7 +120,7 @@ class ExpertLinear(module.Module):
   def sorted(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Returns [M, F] for tokens in the order of their experts, `sizes_E` for each."""
     w_EDF = self.w[...].astype(self.dtype)
-    y_MF = jax.lax.ragged_dot(x_MD.astype(self.dtype), w_EDF, sizes_E)
+    y_MF = grouped_matmul(x_MD.astype(self.dtype), w_EDF, sizes_E)
     if self.b is not None:
       bias_EF = self.b[...].astype(self.dtype)
       y_MF += jnp.repeat(bias_EF, sizes_E, axis=0, total_repeat_length=len(x_MD))
@@ -128,9 +132,34 @@ class ExpertLinear(module.Module):
     return y_ECF if self.b is None else y_ECF + self.b[...].astype(self.dtype)[:, None]
 
 
-# (x, how to apply an ExpertLinear to x) -> what the experts make of it.
-Multiply = Callable[[ExpertLinear, jax.Array], jax.Array]
-Experts = Callable[[jax.Array, Multiply], jax.Array]
+class Experts(module.Module):
+  """Feed-forward layers, one for each expert: see `Mlp`."""
+
+  def __init__(
+    self,
+    num_experts: int,
+    dim: int,
+    *,
+    hidden_dim: int,
+    up: Callable[..., ExpertLinear],
+    down: Callable[..., ExpertLinear],
+    gate: Callable[..., ExpertLinear] | None = None,
+    activation: Activation,
+  ):
+    self.activation = activation
+    model, ffn = {"model": dim}, {"ffn": hidden_dim}
+    self.up = up(num_experts, model, ffn)
+    self.gate = None if gate is None else gate(num_experts, model, ffn)
+    self.down = down(num_experts, ffn, model)
+
+  def __call__(self, x: jax.Array, apply: Callable[[ExpertLinear, jax.Array], jax.Array]):
+    """Returns what the experts make of x; `apply` says which of its rows an expert sees."""
+    up = apply(self.up, x)
+    if self.gate is None:
+      return apply(self.down, self.activation(up))
+    return apply(self.down, self.activation(apply(self.gate, x), up))
+
+
 # (experts, x_BTD, routing) -> (y_BTD, metrics as [sum, weight]).
 Dispatch = Callable[[Experts, jax.Array, Routing], tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -138,15 +167,86 @@ Dispatch = Callable[[Experts, jax.Array, Routing], tuple[jax.Array, dict[str, ja
 def dropless(
   experts: Experts, x_BTD: jax.Array, routing: Routing
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Sorts tokens by expert, so that every one is served (MegaBlocks; Gale et al., 2022)."""
-  num_experts, num_chosen = routing.logits_BTE.shape[-1], routing.experts_BTK.shape[-1]
-  x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-  chosen = routing.experts_BTK.reshape(-1)
+  """Sorts tokens by expert, so that every one is served (MegaBlocks; Gale et al., 2022).
+
+  Each device sorts its own tokens. Where the mesh has an expert axis, a device gathers those of the
+  others along it, applies its own experts, and scatters the sums: as it may happen that all tokens
+  choose the experts of one device, no exchange of a size known in advance could carry less.
+  """
+  num_experts = routing.logits_BTE.shape[-1]
+  graph, weights = nnx.split(experts)
+  manual = {axis for dim in ("batch", "time") for axis in mesh.RULES[dim]}
+  sizes = mesh.sizes_here(manual)
+  if not sizes:
+    return _serve(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
+  split_experts = sizes["expert"] > 1 and num_experts % sizes["expert"] == 0
+  tokens = mesh.partition(("batch", "time", None), x_BTD.shape, sizes)
+  split_tokens = "expert" in str(tokens)
+
+  def local(weights, x_BTD, experts_BTK, weights_BTK):
+    given = (x_BTD, experts_BTK, weights_BTK)
+    if split_experts and split_tokens:
+      gather = functools.partial(jax.lax.all_gather, axis_name="expert", tiled=True)
+      given = jax.tree.map(gather, given)
+    first = 0
+    if split_experts:
+      first = jax.lax.axis_index("expert") * (num_experts // sizes["expert"])
+    x_BTD, experts_BTK, weights_BTK = given
+    y_BTD = _serve(nnx.merge(graph, weights), x_BTD, experts_BTK - first, weights_BTK)
+    if not split_experts:
+      return y_BTD
+    if split_tokens:
+      return jax.lax.psum_scatter(y_BTD, "expert", tiled=True)
+    return jax.lax.psum(y_BTD, "expert")
+
+  y_BTD = jax.shard_map(
+    local,
+    in_specs=(
+      PartitionSpec("expert") if split_experts else PartitionSpec(),
+      tokens,
+      tokens,
+      tokens,
+    ),
+    out_specs=tokens,
+    axis_names=manual,
+    check_vma=False,
+  )(weights, x_BTD, routing.experts_BTK, routing.weights_BTK)
+  return y_BTD, {}
+
+
+def _serve(
+  experts: Experts, x_BTD: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array
+) -> jax.Array:
+  """Returns the sum over those experts that are here, numbered from 0."""
+  num_experts, num_chosen = experts.up.w[...].shape[0], experts_BTK.shape[-1]
+  here_BTK = (experts_BTK >= 0) & (experts_BTK < num_experts)
+  chosen = jnp.where(here_BTK, experts_BTK, num_experts).reshape(-1)
   order = jnp.argsort(chosen, stable=True)
+  inverse = jnp.argsort(order)
   sizes_E = jnp.bincount(chosen, length=num_experts).astype(jnp.int32)
-  y = experts(x_MD[order // num_chosen], lambda layer, x: layer.sorted(x, sizes_E))
-  y_BTKD = y[jnp.argsort(order)].reshape(*routing.experts_BTK.shape, -1)
-  return _weighed(y_BTKD, routing.weights_BTK), {}
+  x_MD: Any = _rows(x_BTD.reshape(-1, x_BTD.shape[-1]), order, inverse, num_chosen)
+  y_MD = experts(x_MD, lambda layer, x: layer.sorted(x, sizes_E))
+  y_MD: Any = _rows(y_MD, inverse, order, 1)
+  y_BTKD = jnp.where(here_BTK[..., None], y_MD.reshape(*experts_BTK.shape, -1), 0)
+  return _weighed(y_BTKD, weights_BTK)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
+  """Returns x, each row `copies` times, in an order; its gradient is a gather too, no scatter."""
+  del inverse
+  return x[order // copies]
+
+
+def _rows_forward(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> Any:
+  return _rows(x, order, inverse, copies), inverse
+
+
+def _rows_backward(copies: int, inverse: jax.Array, dy: jax.Array) -> Any:
+  return dy[inverse].reshape(-1, copies, dy.shape[-1]).sum(1), None, None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,12 +312,8 @@ class Moe(module.Module):
     *,
     num_experts: int,
     num_chosen: int,
-    hidden_dim: int,
     router: Callable[..., Linear],
-    up: Callable[..., ExpertLinear],
-    down: Callable[..., ExpertLinear],
-    gate: Callable[..., ExpertLinear] | None = None,
-    activation: Activation,
+    experts: Callable[[int, int], Experts],
     choice: Choice = softmax_choice,
     router_bias: module.Initializer | None = None,
     shared: Callable[[int], Mlp] | None = None,
@@ -231,12 +327,8 @@ class Moe(module.Module):
       dim: D.
       num_experts: E.
       num_chosen: K.
-      hidden_dim: F of each expert.
       router: Of D to E, in float32.
-      up: Of D to F for each expert.
-      down: Of F to D.
-      gate: Of D to F, where the activation is of (gate, up).
-      activation: As of `Mlp`.
+      experts: Made for (E, D).
       choice: Which experts a token goes to.
       router_bias: Draws a bias of the choice, which no gradient changes.
       shared: An expert that every token sees besides.
@@ -246,7 +338,6 @@ class Moe(module.Module):
     """
     self.num_experts = num_experts
     self.num_chosen = num_chosen
-    self.activation = activation
     self.choice = choice
     self.dispatch = dispatch
     self.balance_loss = balance_loss
@@ -255,26 +346,17 @@ class Moe(module.Module):
     self.router_bias = None
     if router_bias is not None:
       self.router_bias = self.weight({"experts": num_experts}, init=router_bias)
-    model, ffn = {"model": dim}, {"ffn": hidden_dim}
-    self.up = up(num_experts, model, ffn)
-    self.gate = None if gate is None else gate(num_experts, model, ffn)
-    self.down = down(num_experts, ffn, model)
+    self.experts = experts(num_experts, dim)
     self.shared = None if shared is None else shared(dim)
 
   def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (y_BTD, losses and metrics)."""
     bias_E = None if self.router_bias is None else self.router_bias[...]
     routing = self.choice(self.router(x_BTD), bias_E, self.num_chosen)
-    y_BTD, report = self.dispatch(self._experts, x_BTD, routing)
+    y_BTD, report = self.dispatch(self.experts, x_BTD, routing)
     if self.shared is not None:
       y_BTD += self.shared(x_BTD)[0]
     return y_BTD, report | self._losses(routing)
-
-  def _experts(self, x: jax.Array, multiply: Multiply) -> jax.Array:
-    up = multiply(self.up, x)
-    if self.gate is None:
-      return multiply(self.down, self.activation(up))
-    return multiply(self.down, self.activation(multiply(self.gate, x), up))
 
   def _losses(self, routing: Routing) -> dict[str, jax.Array]:
     losses = {}
@@ -290,6 +372,7 @@ class Moe(module.Module):
   @property
   def expert_flops(self) -> float:
     """FLOPs of the experts per token in one forward pass."""
-    layers = [layer for layer in (self.gate, self.up, self.down) if layer is not None]
+    experts = self.experts
+    layers = [layer for layer in (experts.gate, experts.up, experts.down) if layer is not None]
     weights = sum(math.prod(layer.w.get_value().shape) for layer in layers)
     return 2 * weights * self.num_chosen / self.num_experts

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of a layer of experts beside that of a dense layer with as many active FLOPs.
+
+    python benchmarks/moe.py [--experts=8] [--chosen=2] [--dim=256] [--hidden=512] [--tokens=2048]
+
+Prints one JSON line. A step is the gradient of weights and input; the two take turns.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxlike import layers, train_state
+from paxlike.layers.module import Definition, Module
+from paxlike.mesh import MeshSpec
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  sizes = {"experts": 8, "chosen": 2, "dim": 256, "hidden": 512, "tokens": 2048, "repeats": 20}
+  for name, size in sizes.items():
+    parser.add_argument(f"--{name}", type=int, default=size)
+  options = parser.parse_args()
+  linear = functools.partial(layers.Linear, role="")
+  expert = functools.partial(layers.ExpertLinear, role="")
+  moe = functools.partial(
+    layers.Moe,
+    options.dim,
+    num_experts=options.experts,
+    num_chosen=options.chosen,
+    router=linear,
+    experts=functools.partial(
+      layers.Experts,
+      hidden_dim=options.hidden,
+      up=expert,
+      gate=expert,
+      down=expert,
+      activation=layers.swiglu,
+    ),
+  )
+  dense = layers.Mlp(
+    options.dim,
+    hidden_dim=options.chosen * options.hidden,
+    up=linear,
+    gate=linear,
+    down=linear,
+    activation=layers.swiglu,
+  )
+  capacity = layers.moe.Capacity(factor=1.25)
+  sides = {
+    "dense": step(dense, options.tokens, options.dim),
+    "dropless": step(moe(), options.tokens, options.dim),
+    "capacity": step(moe(dispatch=capacity), options.tokens, options.dim),
+  }
+  times = {name: [] for name in sides}
+  for _ in range(options.repeats):
+    for name, run in sides.items():
+      began = time.process_time()
+      run()
+      times[name].append(time.process_time() - began)
+  report: dict[str, Any] = {"benchmark": "moe", "jax": jax.__version__, **vars(options)}
+  for name, seconds in times.items():
+    ratios = [a / b for a, b in zip(seconds, times["dense"], strict=True)]
+    report[f"{name}_cpu_seconds"] = round(statistics.median(seconds), 5)
+    report[f"{name}_ratio"] = round(statistics.median(ratios), 3)
+  print(json.dumps(report))
+
+
+def step(module: Module, num_tokens: int, dim: int) -> Callable[[], None]:
+  """Returns a function that computes all gradients once; it has run once already."""
+  definition = Definition(module)
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  params = train_state.init_params(definition, mesh, seed=0)
+  x_BTD = jax.random.normal(jax.random.key(1), (8, num_tokens // 8, dim))
+
+  def loss(params: Any, x_BTD: jax.Array) -> jax.Array:
+    y_BTD, _ = definition.bind(params)(x_BTD)
+    return jnp.square(y_BTD).sum()
+
+  gradient = jax.jit(jax.grad(loss, (0, 1)))
+
+  def run():
+    jax.block_until_ready(gradient(params, x_BTD))
+
+  run()
+  return run
+
+
+if __name__ == "__main__":
+  main()
