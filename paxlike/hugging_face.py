@@ -2,6 +2,7 @@
 """What Hugging Face calls a family of models: its configuration and the names of its weights."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,9 +23,11 @@ class Family:
     knobs: Key of the configuration -> knob; "a.b" is key b of the mapping a.
     defaults: What absent keys mean; of those without it none may be absent.
     fixed: Keys that must have this value, or be absent; None is absent too.
+    layer_types: Kinds of attention of the layers, over and over; none: all are alike.
     rope_types: The ways in which rotary positions may be scaled; None: not.
     rules: Where each weight stands.
-    ignored: Names of tensors that may be there, and hold nothing that is needed.
+    ignored: Patterns (`re`) of tensors that may be there, and hold nothing that is needed; `{KNOB}`
+      stands for its value.
   """
 
   model_type: str
@@ -32,9 +35,10 @@ class Family:
   knobs: Mapping[str, str]
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  layer_types: tuple[str, ...] = ()
   rope_types: tuple[str | None, ...] = (None,)
   rules: Rules
-  ignored: frozenset[str] = frozenset()
+  ignored: tuple[str, ...] = ()
 
   def mismatch(self, config: Mapping[str, Any]) -> str:
     """Returns why `config` is none of this family, "" if it is one."""
@@ -44,6 +48,9 @@ class Family:
       found = _get(config, key)
       if found is not _ABSENT and found != value:
         return f"{key} is {found!r}, not {value!r}"
+    types = config.get("layer_types")
+    if types is not None and types != self._layer_types(len(types)):
+      return f"layer_types is {types}"
     rope_type = _get(config, _ROPE_TYPE)
     if (None if rope_type is _ABSENT else rope_type) not in self.rope_types:
       return f"{_ROPE_TYPE} is {'absent' if rope_type is _ABSENT else rope_type}"
@@ -70,6 +77,8 @@ class Family:
     pairs = {key: values[knob] for key, knob in self.knobs.items()}
     scaled = pairs.get("rope_scaling.factor") is not None
     pairs |= {**self.fixed, _ROPE_TYPE: self.rope_types[-1], "torch_dtype": dtype}
+    if self.layer_types:
+      pairs["layer_types"] = self._layer_types(values["NUM_LAYERS"])
     for key, value in pairs.items():
       if key.startswith("rope_scaling.") and not scaled:
         continue
@@ -79,6 +88,19 @@ class Family:
         place = place.setdefault(part, {})
       place[last] = value
     return config
+
+
+  def is_ignored(self, name: str, values: Mapping[str, Any]) -> bool:
+    """Returns whether a tensor of a model with these knobs may be left aside."""
+    return any(re.fullmatch(_with_knobs(pattern, values), name) for pattern in self.ignored)
+
+  def _layer_types(self, num_layers: int) -> list[str]:
+    kinds = self.layer_types or ("full_attention",)
+    return [kinds[layer % len(kinds)] for layer in range(num_layers)]
+
+
+def _with_knobs(pattern: str, values: Mapping[str, Any]) -> str:
+  return re.sub(r"\{([A-Z_]+)\}", lambda match: str(values[match[1]]), pattern)
 
 
 def _get(config: Mapping[str, Any], key: str) -> Any:

@@ -9,6 +9,7 @@ others' tensors:
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,11 @@ class Same:
   name: str
   ndim: int | None = None
 
+  @property
+  def part(self) -> tuple[Any, ...]:
+    """The part of the tensor that the weight makes up; others may make up the rest."""
+    return (...,)
+
   def names(self, layer: int, shape: Shape) -> list[str]:
     """Returns the names of the tensors that make up one weight of `shape`."""
     del shape
@@ -42,7 +48,7 @@ class Same:
     return tensors[0].reshape(shape)
 
   def save(self, weight: np.ndarray) -> list[np.ndarray]:
-    """Returns the tensors that the weight is made of."""
+    """Returns the tensors that the weight is made of, or its part of them."""
     return [weight.reshape(self.their_shapes(weight.shape)[0])]
 
 
@@ -81,6 +87,27 @@ class PerExpert(Same):
 
   def save(self, weight: np.ndarray) -> list[np.ndarray]:
     return [expert.T for expert in weight]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interleaved(Same):
+  """Every `of`-th entry along the last dim, from `first` on."""
+
+  first: int = 0
+  of: int = 2
+
+  @property
+  def part(self) -> tuple[Any, ...]:
+    return (..., slice(self.first, None, self.of))
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    return [(*shape[:-1], self.of * shape[-1])]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return tensors[0][self.part]
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return [weight]
 
 
 Rule = Same

@@ -71,6 +71,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "norm_topk_prob": True,
     },
   ),
+  "gpt_oss": (
+    "GptOssConfig",
+    {
+      "num_local_experts": 4,
+      "num_experts_per_tok": 2,
+      "sliding_window": 6,
+      "intermediate_size": 64,
+      "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 150_000.0,
+      },
+    },
+  ),
   "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
 }
 

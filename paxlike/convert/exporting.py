@@ -55,17 +55,22 @@ class Run:
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must not hold anything yet."""
     specs: dict[str, TensorSpec] = {}
-    owners: dict[str, tuple[Match, int]] = {}
+    owners: dict[str, list[tuple[Match, int]]] = {}
     # What is stored in one array follows each other.
     for match in sorted(self.matches, key=lambda match: self._place(match)[0]):
       shapes = match.rule.their_shapes(match.shape)
       for index, (name, shape) in enumerate(zip(match.theirs, shapes, strict=True)):
         specs[name] = TensorSpec(shape, np.dtype(dtype))
-        owners[name] = (match, index)
+        owners.setdefault(name, []).append((match, index))
 
     def value(name: str) -> np.ndarray:
-      match, index = owners[name]
-      return match.rule.save(self._weight(match))[index].astype(dtype)
+      if len(owners[name]) == 1:
+        ((match, index),) = owners[name]
+        return match.rule.save(self._weight(match))[index].astype(dtype)
+      tensor = np.empty(specs[name].shape, dtype)
+      for match, index in owners[name]:
+        tensor[match.rule.part] = match.rule.save(self._weight(match))[index]
+      return tensor
 
     with run_folder.built(to, flag="to") as folder:
       tensors.write(folder, specs, value)

@@ -13,6 +13,7 @@ import numpy as np
 from paxlike import checkpoint, config_file, fiddlers, registry, run_folder
 from paxlike.convert import matching
 from paxlike.convert.matching import Match
+from paxlike.convert.quantized import Dequantized
 from paxlike.convert.tensors import TensorFolder
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
@@ -42,9 +43,9 @@ class Source:
     config = normalized(_json(path / "config.json"))
     self._experiment, self.family = _family(config, path)
     self._knobs = self.family.read(config)
-    self._tensors = TensorFolder(path)
+    self._tensors = Dequantized(TensorFolder(path), block=_fp8_block(config))
     self.matches = matching.match(Definition(self._model()), self.family)
-    matching.check(self.matches, self._tensors.specs, self.family)
+    matching.check(self.matches, self._tensors.specs, self.family, self._knobs)
 
   def table(self) -> str:
     """Returns a line for each weight: its name and shape, and where it comes from."""
@@ -83,8 +84,16 @@ class Source:
     return graph
 
 
-def _weight(match: Match, tensors: TensorFolder) -> np.ndarray:
+def _weight(match: Match, tensors: Dequantized) -> np.ndarray:
   return match.rule.load([tensors.read(name) for name in match.theirs], match.shape)
+
+
+def _fp8_block(config: dict[str, Any]) -> int:
+  """Returns the side of the blocks that share a scale, if the model is stored in FP8."""
+  sides = (config.get("quantization_config") or {}).get("weight_block_size") or [128, 128]
+  if sides[0] != sides[1]:
+    raise UserError(f"config.json: weight_block_size={sides} is not square.")
+  return sides[0]
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:

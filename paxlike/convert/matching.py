@@ -2,7 +2,7 @@
 """Finds for each of our weights the tensors that hold it, and names what does not fit."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
@@ -47,8 +47,10 @@ def match(definition: Definition, family: Family) -> list[Match]:
   return matches
 
 
-def check(matches: list[Match], found: Mapping[str, TensorSpec], family: Family):
-  """Finds what is missing, too much or misshapen.
+def check(
+  matches: list[Match], found: Mapping[str, TensorSpec], family: Family, knobs: Mapping[str, Any]
+):
+  """Finds what is missing, too much or misshapen in a model with these knobs.
 
   Raises:
     UserError: Something is; all of it is named, up to a number.
@@ -60,7 +62,7 @@ def check(matches: list[Match], found: Mapping[str, TensorSpec], family: Family)
   }
   lines = [f"missing: {name}" for name in wanted if name not in found]
   for name, spec in found.items():
-    if name not in wanted and name not in family.ignored:
+    if name not in wanted and not family.is_ignored(name, knobs):
       lines.append(f"too much: {name}")
     elif name in wanted and spec.shape != wanted[name]:
       lines.append(f"misshapen: {name} is {list(spec.shape)}, not {list(wanted[name])}")

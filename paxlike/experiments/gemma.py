@@ -128,6 +128,7 @@ class Gemma2(Gemma):
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
       },
+      layer_types=("sliding_attention", "full_attention"),
       rules={
         **family.rules,
         "stack.{}.attention_post_norm.scale": Same(f"{at}.post_attention_layernorm.weight"),
@@ -214,6 +215,7 @@ class Gemma3(Gemma2):
         "rope_local_base_freq": "LOCAL_ROPE_THETA",
         "rope_scaling.factor": "ROPE_FACTOR",
       },
+      layer_types=(*["sliding_attention"] * 5, "full_attention"),
       defaults={
         **family.defaults,
         "rope_theta": 1_000_000.0,

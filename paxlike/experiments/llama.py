@@ -101,7 +101,7 @@ class Llama(Experiment):
         "norm.scale": Same("model.norm.weight"),
         "head.w": Matrix("lm_head.weight"),
       },
-      ignored=frozenset({"lm_head.weight"}),
+      ignored=(r"lm_head\.weight",),
     )
 
 

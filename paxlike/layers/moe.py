@@ -113,9 +113,8 @@ class ExpertLinear(module.Module):
     self.w = self.weight(
       {**experts, **inputs, **outputs}, init=init, fan_in=tuple(inputs), compute_dtype=dtype
     )
-    self.b = None
-    if use_bias:
-      self.b = self.weight({**experts, **outputs}, init=module.zeros, compute_dtype=dtype)
+    bias = {**experts, **outputs}
+    self.b = self.weight(bias, init=module.zeros, compute_dtype=dtype) if use_bias else None
 
   def sorted(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Returns [M, F] for tokens in the order of their experts, `sizes_E` for each."""

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss (OpenAI, 2025): experts with biases, attention sinks, and a window in every other layer."""
+
+import dataclasses
+import math
+
+import fiddle as fdl
+
+from paxlike import hugging_face, layers
+from paxlike.experiments import datasets
+from paxlike.experiments.llama import Llama
+from paxlike.experiments.moe import Moe
+from paxlike.registry import register
+from paxlike.weight_rules import Interleaved, Matrix, Same
+
+
+class GptOss(Moe, Llama):
+  """The family."""
+
+  VOCAB_SIZE = 201_088
+  MAX_SEQ_LEN = 131_072
+  MODEL_DIMS = 2880
+  HIDDEN_DIMS = 2880
+  NUM_HEADS = 64
+  NUM_KV_HEADS = 8
+  DIMS_PER_HEAD = 64
+  NUM_EXPERTS_PER_TOKEN = 4
+  BALANCE_LOSS_WEIGHT = 0.001
+  WINDOW: int = 128  #: Tokens that a token sees in a local layer, itself among them.
+  ROPE_THETA = 150_000.0
+  ROPE_FACTOR: float = 32.0  #: By which YaRN divides slow rotary waves.
+  ROPE_ORIGINAL_LENGTH: int = 4096  #: The context that the rotary waves were made for.
+
+  def pattern(self) -> list[fdl.Partial[layers.Block]]:
+    local = self.block()
+    local.attention.window = self.WINDOW
+    return [local, self.block()]
+
+  def attention(self) -> fdl.Partial[layers.Attention]:
+    attention = super().attention()
+    attention.sinks = self.init()
+    return attention
+
+  def rope(self) -> fdl.Partial[layers.Rope]:
+    rope = super().rope()
+    rope.magnitude = 0.1 * math.log(self.ROPE_FACTOR) + 1
+    rope.scaling = fdl.Partial(
+      layers.rope.yarn,
+      theta=self.ROPE_THETA,
+      factor=self.ROPE_FACTOR,
+      original_length=self.ROPE_ORIGINAL_LENGTH,
+      truncate=False,
+    )
+    return rope
+
+  def linear(self, role: str) -> fdl.Partial[layers.Linear]:
+    linear = super().linear(role)
+    linear.use_bias = role != "head"
+    return linear
+
+  def experts(self, dense: fdl.Partial[layers.Mlp]) -> fdl.Partial[layers.Experts]:
+    experts = super().experts(dense)
+    experts.activation = layers.clamped_swiglu
+    return experts
+
+  def expert_linear(self, role: str) -> fdl.Partial[layers.ExpertLinear]:
+    linear = super().expert_linear(role)
+    linear.use_bias = True
+    return linear
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    at = "model.layers.{}"
+    rules = dict(family.rules)
+    for role, name in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
+      rules[f"stack.{{}}.attention.{role}.b"] = Same(f"{at}.self_attn.{name}_proj.bias", ndim=1)
+    for first, role in enumerate(("gate", "up")):
+      fused = f"{at}.mlp.experts.gate_up_proj"
+      rules[f"stack.{{}}.mlp.experts.{role}.w"] = Interleaved(fused, first=first)
+      rules[f"stack.{{}}.mlp.experts.{role}.b"] = Interleaved(f"{fused}_bias", first=first)
+    rules |= {
+      "stack.{}.attention.sinks": Same(f"{at}.self_attn.sinks"),
+      "stack.{}.mlp.router.w": Matrix(f"{at}.mlp.router.weight"),
+      "stack.{}.mlp.router.b": Same(f"{at}.mlp.router.bias"),
+      "stack.{}.mlp.experts.down.w": Same(f"{at}.mlp.experts.down_proj"),
+      "stack.{}.mlp.experts.down.b": Same(f"{at}.mlp.experts.down_proj_bias"),
+    }
+    return dataclasses.replace(
+      family,
+      model_type="gpt_oss",
+      architecture="GptOssForCausalLM",
+      knobs={
+        **family.knobs,
+        "num_local_experts": "NUM_EXPERTS",
+        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
+        "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
+        "sliding_window": "WINDOW",
+        "rope_scaling.factor": "ROPE_FACTOR",
+        "rope_scaling.original_max_position_embeddings": "ROPE_ORIGINAL_LENGTH",
+      },
+      fixed={
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+        "rope_scaling.beta_fast": 32.0,
+        "rope_scaling.beta_slow": 1.0,
+        "rope_scaling.truncate": False,
+      },
+      layer_types=("sliding_attention", "full_attention"),
+      rope_types=("yarn",),
+      rules=rules,
+    )
+
+
+@register
+class GptOss20B(datasets.Synthetic, GptOss):
+  """gpt-oss 20B. 20,914,757,184 parameters."""
+
+  NUM_LAYERS = 24
+  NUM_EXPERTS = 32
+
+
+@register
+class GptOss120B(datasets.Synthetic, GptOss):
+  """gpt-oss 120B. 116,829,156,672 parameters."""
+
+  NUM_LAYERS = 36
+  NUM_EXPERTS = 128
