@@ -13,6 +13,7 @@ from flax import nnx
 
 from paxlike.layers.attention import Attention
 from paxlike.layers.decoder import Decoder
+from paxlike.layers.latent_attention import LatentAttention
 from paxlike.layers.linear import Linear
 from paxlike.layers.module import Definition
 from paxlike.layers.moe import Moe
@@ -56,7 +57,7 @@ def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
     repeats = len(location.layers) if location and location.stacked else 1
     if isinstance(module, Moe):
       weights += module.expert_flops
-    if isinstance(module, Attention):
+    if isinstance(module, Attention | LatentAttention):
       scores = module.score_flops(seq_len)
       full, causal = full + repeats * scores[0], causal + repeats * scores[1]
     if isinstance(module, Decoder) and module.head is None:

@@ -89,7 +89,6 @@ class Family:
       place[last] = value
     return config
 
-
   def is_ignored(self, name: str, values: Mapping[str, Any]) -> bool:
     """Returns whether a tensor of a model with these knobs may be left aside."""
     return any(re.fullmatch(_with_knobs(pattern, values), name) for pattern in self.ignored)

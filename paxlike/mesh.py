@@ -33,6 +33,7 @@ RULES: dict[str, tuple[str, ...]] = {
   "experts": ("expert",),
   "group": ("data", "fsdp"),
   "head": (),
+  "rank": (),
   "position": (),
 }
 

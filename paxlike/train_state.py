@@ -24,7 +24,7 @@ class TrainState:
 
   Attributes:
     step: int32, completed steps.
-    params: What is trained, float32.
+    params: Weights that a step changes, float32.
     frozen: Weights of the model that are not trained.
     extra: State that no gradient changes.
     opt_state: The optimizer's.
@@ -50,7 +50,7 @@ def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | Abstract
     params=params,
     frozen={},
     extra={},
-    opt_state=jax.eval_shape(optimizer.transform.init, params),
+    opt_state=jax.eval_shape(optimizer.transform.init, definition.optimized(params)),
     skipped=count,
   )
 
@@ -72,13 +72,14 @@ def create(definition: Definition, optimizer: Optimizer, mesh: Mesh, *, seed: in
   target = abstract(definition, optimizer, mesh)
   params = init_params(definition, mesh, seed=seed)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+  init = jax.jit(optimizer.transform.init, out_shardings=shardings.opt_state)
   zero = functools.partial(jnp.zeros, (), jnp.int32, device=target.step.sharding)
   return TrainState(
     step=zero(),
     params=params,
     frozen={},
     extra={},
-    opt_state=jax.jit(optimizer.transform.init, out_shardings=shardings.opt_state)(params),
+    opt_state=init(definition.optimized(params)),
     skipped=zero(),
   )
 

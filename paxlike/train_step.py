@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from paxlike.layers.decoder import Batch, context_of
-from paxlike.layers.module import Definition
+from paxlike.layers.module import Definition, Params
 from paxlike.optimizers import Optimizer
 from paxlike.train_state import TrainState
 
@@ -48,10 +48,9 @@ def make_train_step(
       return jax.tree.map(lambda x: x.astype(jnp.float32), (grads, values))
 
     grads, values = _accumulate(gradients, batch, num_microbatches)
-    norm = optax.tree.norm(grads)
+    new_params, opt_state, norm = _updated(definition, optimizer, state, grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(values["loss"])
-    updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
-    new = (optax.apply_updates(state.params, updates), opt_state)
+    new = (new_params, opt_state)
     old = (state.params, state.opt_state)
     params, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     one = jnp.ones((), jnp.float32)
@@ -72,6 +71,19 @@ def make_train_step(
     return state, metrics
 
   return train_step
+
+
+def _updated(
+  definition: Definition, optimizer: Optimizer, state: TrainState, grads: Params
+) -> tuple[Params, Any, jax.Array]:
+  """Returns the new params, the optimizer's new state, and the norm of the gradients it saw."""
+  grads_seen, params = definition.optimized(grads), definition.optimized(state.params)
+  updates, opt_state = optimizer.transform.update(grads_seen, state.opt_state, params)
+  new: Any = optax.apply_updates(params, updates)
+  for name, spec in definition.weights.items():
+    if spec.update is not None:
+      new[name] = spec.update(state.params[name], grads[name])
+  return new, opt_state, optax.tree.norm(grads_seen)
 
 
 def _accumulate(gradients: Callable[[Any, Batch], Any], batch: Batch, num_microbatches: int) -> Any:

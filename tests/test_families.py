@@ -25,6 +25,8 @@ ONE_OF_EACH = (
   "Gemma3_1B",
   "Qwen3_8B",
   "Qwen3_30B_A3B",
+  "GptOss20B",
+  "DeepSeekV3",
 )
 pytestmark = pytest.mark.slow
 every_family = pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -79,6 +81,19 @@ def test_experts_with_capacity_equal_one_device_on_any_mesh(mesh):
   definition = shrunk("Mixtral8x7B", **knobs)
   got = steps(definition, MeshSpec(ici=mesh), data, devices=jax.devices()[:count])
   assert_same(got, expected)
+
+
+def test_biases_of_routers_follow_the_load():
+  definition = shrunk("DeepSeekV3")
+  names = [name for name in definition.weights if name.endswith("router_bias")]
+  assert len(names) == 2
+  assert definition.optimized(definition.weights).keys().isdisjoint(names)
+  params = one_device(definition, batch(8), num_steps=1)[2].params
+  for name in names:
+    bias = np.asarray(params[name])
+    # Some were chosen more often than others, and none as often as all on average.
+    np.testing.assert_allclose(np.abs(bias[bias != 0]), 0.001, rtol=1e-6)
+    assert bias.min() < 0 < bias.max()
 
 
 def test_enough_places_serve_as_many_as_sorting():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss (OpenAI, 2025): experts with biases, attention sinks, and a window in every other layer."""
+"""gpt-oss (OpenAI, 2025): experts with biases, attention sinks, a window in every other layer."""
 
 import dataclasses
 import math

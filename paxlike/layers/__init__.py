@@ -4,11 +4,12 @@
 from paxlike.layers import attention_kernels, moe, rope
 from paxlike.layers.attention import Attention
 from paxlike.layers.block import Block
-from paxlike.layers.cache import KvCache
+from paxlike.layers.cache import KvCache, LatentCache
 from paxlike.layers.context import Context
 from paxlike.layers.decoder import Decoder
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
+from paxlike.layers.latent_attention import LatentAttention
 from paxlike.layers.linear import Linear
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.mlp import Mlp, clamped_swiglu, geglu, swiglu
@@ -37,6 +38,8 @@ __all__ = [
   "ExpertLinear",
   "Experts",
   "KvCache",
+  "LatentAttention",
+  "LatentCache",
   "LayerNorm",
   "Linear",
   "Mlp",

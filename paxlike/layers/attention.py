@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from paxlike import mesh
 from paxlike.layers import attention_kernels, module
-from paxlike.layers.cache import KvCache
+from paxlike.layers.cache import KvCache, positions_in
 from paxlike.layers.context import Context
 from paxlike.layers.linear import Linear
 from paxlike.layers.rope import Rope
@@ -114,7 +114,7 @@ class Attention(module.Module):
       q_BNH,
       cache.k_BKHS,
       cache.v_BKSH,
-      cache.positions(positions_B1) >= 0,
+      positions_in(cache.num_slots, positions_B1) >= 0,
       scale=self.scale,
       soft_cap=self.soft_cap,
       sinks_N=self._sinks(),

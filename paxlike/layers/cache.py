@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of the tokens before, so that decoding computes one token at a time."""
+"""Keys and values of the tokens before, so that decoding computes one token at a time.
+
+In a cache of S slots the token at position p is in slot p modulo S: so a layer with a window needs
+only as many as it sees tokens.
+"""
 
 import dataclasses
 from typing import Any
@@ -13,10 +17,10 @@ from paxlike import mesh
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvCache:
-  """The cache of one attention layer; the token at position p is in slot p modulo S.
+  """The cache of one attention layer.
 
-  So a layer with a window needs only as many slots as it sees tokens. Dims are in the order in
-  which a query meets them: its products with keys and with values then need no transpose.
+  Dims are in the order in which a query meets them: its products with keys and with values then
+  need no transpose.
   """
 
   k_BKHS: jax.Array
@@ -51,11 +55,7 @@ class KvCache:
 
   def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "KvCache":
     """Returns the cache with new tokens; those of position -1 are padding, and not written."""
-    num_slots = self.num_slots
-    # Of tokens that share a slot the last stays.
-    last_B1 = positions_BT.max(axis=1, keepdims=True)
-    kept = (positions_BT >= 0) & (positions_BT > last_B1 - num_slots)
-    slots_BT = jnp.where(kept, positions_BT % num_slots, num_slots)
+    slots_BT = _slots(positions_BT, self.num_slots)
     rows_B1 = jnp.arange(len(slots_BT))[:, None]
     k_BTKH, v_BTKH = k_BTKH.astype(self.k_BKHS.dtype), v_BTKH.astype(self.v_BKSH.dtype)
     return KvCache(
@@ -63,10 +63,51 @@ class KvCache:
       v_BKSH=self.v_BKSH.at[rows_B1, :, slots_BT].set(v_BTKH, mode="drop"),
     )
 
-  def positions(self, positions_B1: jax.Array) -> jax.Array:
-    """Returns [B, S], the position of the token in each slot once `positions_B1` are written.
 
-    It is negative where a slot is empty.
-    """
-    slots = jnp.arange(self.num_slots)
-    return positions_B1 - (positions_B1 - slots) % self.num_slots
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentCache:
+  """The cache of one layer of latent attention: C numbers a token for all heads together."""
+
+  latents_BCS: jax.Array
+
+  @classmethod
+  def empty(cls, batch: int, slots: int, dim: int, dtype: Any) -> "LatentCache":
+    """Returns a cache without tokens."""
+    zeros = jnp.zeros((batch, dim, slots), dtype)
+    return cls(latents_BCS=mesh.constrain(zeros, "batch", None, None))
+
+  @property
+  def num_slots(self) -> int:
+    """S, the number of tokens that it can hold."""
+    return self.latents_BCS.shape[-1]
+
+  def grown(self, num_slots: int) -> "LatentCache":
+    """As of `KvCache`."""
+    none = [(0, 0)] * (self.latents_BCS.ndim - 1)
+    more = num_slots - self.num_slots
+    return LatentCache(latents_BCS=jnp.pad(self.latents_BCS, [*none, (0, more)]))
+
+  def write(self, latents_BTC: jax.Array, positions_BT: jax.Array) -> "LatentCache":
+    """As of `KvCache`."""
+    slots_BT = _slots(positions_BT, self.num_slots)
+    rows_B1 = jnp.arange(len(slots_BT))[:, None]
+    latents_BTC = latents_BTC.astype(self.latents_BCS.dtype)
+    latents_BCS = self.latents_BCS.at[rows_B1, :, slots_BT].set(latents_BTC, mode="drop")
+    return LatentCache(latents_BCS=latents_BCS)
+
+
+def positions_in(num_slots: int, positions_B1: jax.Array) -> jax.Array:
+  """Returns [B, S], the position of the token in each slot once `positions_B1` are written.
+
+  It is negative where a slot is empty.
+  """
+  return positions_B1 - (positions_B1 - jnp.arange(num_slots)) % num_slots
+
+
+def _slots(positions_BT: jax.Array, num_slots: int) -> jax.Array:
+  """Returns where new tokens are written; out of bounds if they are not."""
+  # Of tokens that share a slot the last stays.
+  last_B1 = positions_BT.max(axis=1, keepdims=True)
+  kept = (positions_BT >= 0) & (positions_BT > last_B1 - num_slots)
+  return jnp.where(kept, positions_BT % num_slots, num_slots)

@@ -8,14 +8,17 @@ Modules are definitions: building one allocates nothing. Its weights are shapes 
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+T = TypeVar("T")
 Params = dict[str, jax.Array]
 
+# (weight, gradient) -> weight.
+Update = Callable[[jax.Array, jax.Array], jax.Array]
 # (key, shape, fan_in) -> float32 array.
 Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]
 
@@ -43,6 +46,11 @@ def constant(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, value: floa
   return jnp.full(shape, value, jnp.float32)
 
 
+def follow_sign(weight: jax.Array, gradient: jax.Array, *, rate: float) -> jax.Array:
+  """An update by a step of the same size for all entries, against the gradient."""
+  return weight - rate * jnp.sign(gradient)
+
+
 class Module(nnx.Module):
   """A layer: sub-layers and weights made in `__init__`, arithmetic in `__call__`."""
 
@@ -59,6 +67,7 @@ class Module(nnx.Module):
     init: Initializer,
     fan_in: Collection[str] = (),
     compute_dtype: Any = jnp.float32,
+    update: Update | None = None,
   ) -> nnx.Param:
     """Declares a float32 weight.
 
@@ -67,10 +76,18 @@ class Module(nnx.Module):
       init: How to draw it.
       fan_in: The dims that a product with this weight sums over.
       compute_dtype: What the layer casts it to; `Definition.prepare` does so ahead of time.
+      update: How a step changes a weight that is not the optimizer's; None: it is.
     """
     shape = jax.ShapeDtypeStruct(tuple(dims.values()), jnp.float32)
     fan = math.prod(dims[dim] for dim in fan_in)
-    return nnx.Param(shape, dims=tuple(dims), init=init, fan_in=fan, compute_dtype=compute_dtype)
+    return nnx.Param(
+      shape,
+      dims=tuple(dims),
+      init=init,
+      fan_in=fan,
+      compute_dtype=compute_dtype,
+      update=update,
+    )
 
 
 class WeightSpec(NamedTuple):
@@ -82,6 +99,7 @@ class WeightSpec(NamedTuple):
   init: Initializer
   fan_in: int
   compute_dtype: Any
+  update: Update | None
 
 
 class Definition:
@@ -102,13 +120,23 @@ class Definition:
       value = param.get_value()
       self._paths[name] = path
       self.weights[name] = WeightSpec(
-        value.shape, value.dtype, param.dims, param.init, param.fan_in, param.compute_dtype
+        value.shape,
+        value.dtype,
+        param.dims,
+        param.init,
+        param.fan_in,
+        param.compute_dtype,
+        param.update,
       )
 
   @property
   def num_params(self) -> int:
-    """The number of scalars in all weights."""
-    return sum(math.prod(spec.shape) for spec in self.weights.values())
+    """The number of scalars in the weights that an optimizer trains."""
+    return sum(math.prod(spec.shape) for spec in self.optimized(self.weights).values())
+
+  def optimized(self, values: Mapping[str, T]) -> dict[str, T]:
+    """Returns what of `values`, by weight, is of those that an optimizer trains."""
+    return {name: v for name, v in values.items() if self.weights[name].update is None}
 
   def prepare(self, params: Mapping[str, jax.Array]) -> Params:
     """Returns `params` in the dtypes that the layers compute with: once a step, not once a use."""

@@ -302,6 +302,18 @@ def _weighed(y_BTKD: jax.Array, weights_BTK: jax.Array) -> jax.Array:
   return y_BTD.astype(y_BTKD.dtype)
 
 
+@jax.custom_vjp
+def _with_gradient(y: jax.Array, weight: jax.Array, gradient: jax.Array) -> jax.Array:
+  """Returns y; `weight` then has `gradient`, whatever the loss."""
+  del weight, gradient
+  return y
+
+
+_with_gradient.defvjp(
+  lambda y, weight, gradient: (y, gradient), lambda gradient, dy: (dy, gradient, None)
+)
+
+
 class Moe(module.Module):
   """A feed-forward layer of which each token sees `num_chosen` of `num_experts` experts."""
 
@@ -314,7 +326,7 @@ class Moe(module.Module):
     router: Callable[..., Linear],
     experts: Callable[[int, int], Experts],
     choice: Choice = softmax_choice,
-    router_bias: module.Initializer | None = None,
+    bias_rate: float | None = None,
     shared: Callable[[int], Mlp] | None = None,
     dispatch: Dispatch = dropless,
     balance_loss: float = 0.0,
@@ -329,7 +341,8 @@ class Moe(module.Module):
       router: Of D to E, in float32.
       experts: Made for (E, D).
       choice: Which experts a token goes to.
-      router_bias: Draws a bias of the choice, which no gradient changes.
+      bias_rate: By so much each step changes the bias of an expert's choice, for those that were
+        chosen seldom up, for others down (Wang et al., 2024); None: there is no bias.
       shared: An expert that every token sees besides.
       dispatch: How tokens come to their experts.
       balance_loss: Weight of the load-balancing loss (Fedus et al., 2021): 1 if all are equal.
@@ -342,9 +355,7 @@ class Moe(module.Module):
     self.balance_loss = balance_loss
     self.z_loss = z_loss
     self.router = router({"model": dim}, {"experts": num_experts})
-    self.router_bias = None
-    if router_bias is not None:
-      self.router_bias = self.weight({"experts": num_experts}, init=router_bias)
+    self.router_bias = None if bias_rate is None else self._bias(num_experts, bias_rate)
     self.experts = experts(num_experts, dim)
     self.shared = None if shared is None else shared(dim)
 
@@ -353,9 +364,16 @@ class Moe(module.Module):
     bias_E = None if self.router_bias is None else self.router_bias[...]
     routing = self.choice(self.router(x_BTD), bias_E, self.num_chosen)
     y_BTD, report = self.dispatch(self.experts, x_BTD, routing)
+    if bias_E is not None:
+      load_E = jnp.bincount(routing.experts_BTK.reshape(-1), length=self.num_experts)
+      y_BTD = _with_gradient(y_BTD, bias_E, load_E - load_E.mean())
     if self.shared is not None:
       y_BTD += self.shared(x_BTD)[0]
     return y_BTD, report | self._losses(routing)
+
+  def _bias(self, num_experts: int, rate: float) -> nnx.Param:
+    update = functools.partial(module.follow_sign, rate=rate)
+    return self.weight({"experts": num_experts}, init=module.zeros, update=update)
 
   def _losses(self, routing: Routing) -> dict[str, jax.Array]:
     losses = {}

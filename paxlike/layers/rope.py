@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding (Su et al., 2021), in the order of halves: x[i] turns with x[i + H/2].
-
-Importers permute weights of the interleaved order (x[2i] with x[2i + 1]) once.
-"""
+"""Rotary position embedding (Su et al., 2021)."""
 
 import math
 from collections.abc import Callable
@@ -24,6 +21,7 @@ class Rope(Module):
     theta: Base of the wave lengths.
     scaling: Changes the frequencies for longer contexts.
     magnitude: Factor of the result, the "attention factor" of YaRN.
+    interleaved: Whether x[2i] turns with x[2i + 1], or x[i] with x[i + H/2].
   """
 
   def __init__(
@@ -33,23 +31,32 @@ class Rope(Module):
     theta: float = 10_000.0,
     scaling: Scaling | None = None,
     magnitude: float = 1.0,
+    interleaved: bool = False,
   ):
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None:
       frequencies = scaling(frequencies)
     self.frequencies = tuple(map(float, frequencies))
     self.magnitude = magnitude
+    self.interleaved = interleaved
 
   def __call__(self, x_BTNH: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
-    """Returns x turned, in its dtype; the positions None count from the row's start."""
+    """Returns x turned, in its dtype; the positions None count from the row's start.
+
+    What was interleaved comes out in halves, which products of queries and keys do not tell.
+    """
     if positions_BT is None:
       positions_BT = jnp.arange(x_BTNH.shape[1])[None]
     angles = positions_BT[..., None].astype(jnp.float32) * jnp.array(self.frequencies, jnp.float32)
     cos = (jnp.cos(angles) * self.magnitude)[:, :, None]
     sin = (jnp.sin(angles) * self.magnitude)[:, :, None]
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    x_BTNH, dtype = x_BTNH.astype(jnp.float32), x_BTNH.dtype
+    if self.interleaved:
+      first, second = x_BTNH[..., 0::2], x_BTNH[..., 1::2]
+    else:
+      first, second = jnp.split(x_BTNH, 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+    return jnp.concatenate(turned, axis=-1).astype(dtype)
 
 
 def linear(frequencies: np.ndarray, *, factor: float) -> np.ndarray:

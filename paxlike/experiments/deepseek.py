@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V3 (DeepSeek-AI, 2024): latent attention, a shared expert beside the routed ones, and a
+router that is balanced by a bias instead of a loss. The first layers have no experts.
+
+Its module for predicting several tokens at once is left out.
+"""
+
+import dataclasses
+import math
+
+import fiddle as fdl
+
+from paxlike import hugging_face, layers
+from paxlike.experiments import datasets
+from paxlike.experiments.llama import Llama
+from paxlike.experiments.moe import Moe
+from paxlike.registry import register
+from paxlike.weight_rules import Matrix, PerExpert, Same
+
+
+class DeepSeek(Moe, Llama):
+  """The family."""
+
+  VOCAB_SIZE = 129_280
+  MAX_SEQ_LEN = 163_840
+  NUM_DENSE_LAYERS: int = 3  #: Layers at the start that have no experts.
+  DIMS_PER_HEAD = 128
+  DIMS_PER_ROPE_HEAD: int = 64  #: Width of the part of queries and keys that turns.
+  DIMS_PER_VALUE_HEAD: int = 128  #: Width of a head's value.
+  LATENT_DIMS: int = 512  #: Width of what keys and values are made of.
+  QUERY_LATENT_DIMS: int = 1536  #: Width of what queries are made of.
+  NUM_EXPERTS = 256
+  NUM_EXPERTS_PER_TOKEN = 8
+  NUM_SHARED_EXPERTS: int = 1  #: Experts that every token sees.
+  NUM_EXPERT_GROUPS: int = 8  #: Equal parts of the experts.
+  NUM_EXPERT_GROUPS_PER_TOKEN: int = 4  #: Parts that a token's experts are of.
+  ROUTED_SCALE: float = 2.5  #: Sum of the weights of a token's experts.
+  ROUTER_BIAS_RATE: float = 0.001  #: By so much a step changes the bias of an expert's choice.
+  BALANCE_LOSS_WEIGHT = 0.0
+  NORM_EPSILON = 1e-6
+  ROPE_FACTOR: float | None = 40.0  #: By which YaRN divides slow rotary waves. None: not.
+  ROPE_ORIGINAL_LENGTH: int = 4096  #: The context that the rotary waves were made for.
+
+  def stack(self) -> fdl.Partial[layers.Stack]:
+    dense = self.block()
+    dense.mlp = super(Moe, self).mlp()
+    return fdl.Partial(
+      layers.Stack,
+      prologue=[dense] * self.NUM_DENSE_LAYERS,
+      pattern=self.pattern(),
+      repeats=self.NUM_LAYERS - self.NUM_DENSE_LAYERS,
+      scan=False,
+    )
+
+  def attention(self) -> fdl.Partial[layers.LatentAttention]:
+    return fdl.Partial(
+      layers.LatentAttention,
+      num_heads=self.NUM_HEADS,
+      head_dim=self.head_dim(),
+      rope_dim=self.DIMS_PER_ROPE_HEAD,
+      value_dim=self.DIMS_PER_VALUE_HEAD,
+      rank=self.LATENT_DIMS,
+      query_rank=self.QUERY_LATENT_DIMS,
+      query=self.linear("query"),
+      query_down=self.linear("query_down"),
+      latent=self.linear("latent"),
+      key_value=self.linear("key_value"),
+      output=self.linear("output"),
+      norm=fdl.Partial(layers.RmsNorm, epsilon=1e-6),
+      rope=self.rope(),
+      scale=self._rope_magnitude() ** 2 / math.sqrt(self.head_dim() + self.DIMS_PER_ROPE_HEAD),
+    )
+
+  def rope(self) -> fdl.Partial[layers.Rope]:
+    rope = super().rope()
+    rope.interleaved = True
+    if self.ROPE_FACTOR is not None:
+      rope.scaling = fdl.Partial(
+        layers.rope.yarn,
+        theta=self.ROPE_THETA,
+        factor=self.ROPE_FACTOR,
+        original_length=self.ROPE_ORIGINAL_LENGTH,
+      )
+    return rope
+
+  def _rope_magnitude(self) -> float:
+    """YaRN's, which here is a factor of whole queries and keys."""
+    factor = self.ROPE_FACTOR
+    return 1.0 if factor is None or factor <= 1 else 0.1 * math.log(factor) + 1
+
+  def mlp(self) -> fdl.Partial:
+    moe = super().mlp()
+    moe.choice = fdl.Partial(
+      layers.moe.sigmoid_choice,
+      num_groups=self.NUM_EXPERT_GROUPS,
+      num_chosen_groups=self.NUM_EXPERT_GROUPS_PER_TOKEN,
+      scale=self.ROUTED_SCALE,
+    )
+    moe.bias_rate = self.ROUTER_BIAS_RATE
+    moe.shared = super(Moe, self).mlp()
+    moe.shared.hidden_dim = self.NUM_SHARED_EXPERTS * moe.experts.hidden_dim
+    return moe
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    at, names = "model.layers.{}", ("gate", "up", "down")
+    attention = f"{at}.self_attn"
+    rules = dict(family.rules)
+    for name in ("query", "key", "value"):
+      del rules[f"stack.{{}}.attention.{name}.w"]
+    for name in names:
+      expert, shared = f"{at}.mlp.experts.{{expert}}.{name}", f"{at}.mlp.shared_experts.{name}"
+      rules[f"stack.{{}}.mlp.experts.{name}.w"] = PerExpert(f"{expert}_proj.weight")
+      rules[f"stack.{{}}.mlp.shared.{name}.w"] = Matrix(f"{shared}_proj.weight")
+    rules |= {
+      "stack.{}.attention.query_down.w": Matrix(f"{attention}.q_a_proj.weight"),
+      "stack.{}.attention.query_norm.scale": Same(f"{attention}.q_a_layernorm.weight"),
+      "stack.{}.attention.query.w": Matrix(f"{attention}.q_b_proj.weight"),
+      "stack.{}.attention.latent.w": Matrix(f"{attention}.kv_a_proj_with_mqa.weight"),
+      "stack.{}.attention.latent_norm.scale": Same(f"{attention}.kv_a_layernorm.weight"),
+      "stack.{}.attention.key_value.w": Matrix(f"{attention}.kv_b_proj.weight"),
+      "stack.{}.mlp.router.w": Matrix(f"{at}.mlp.gate.weight"),
+      "stack.{}.mlp.router_bias": Same(f"{at}.mlp.gate.e_score_correction_bias"),
+    }
+    return dataclasses.replace(
+      family,
+      model_type="deepseek_v3",
+      architecture="DeepseekV3ForCausalLM",
+      knobs={
+        **{key: knob for key, knob in family.knobs.items() if key != "head_dim"},
+        "first_k_dense_replace": "NUM_DENSE_LAYERS",
+        "qk_nope_head_dim": "DIMS_PER_HEAD",
+        "qk_rope_head_dim": "DIMS_PER_ROPE_HEAD",
+        "v_head_dim": "DIMS_PER_VALUE_HEAD",
+        "kv_lora_rank": "LATENT_DIMS",
+        "q_lora_rank": "QUERY_LATENT_DIMS",
+        "moe_intermediate_size": "EXPERT_DIMS",
+        "n_routed_experts": "NUM_EXPERTS",
+        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
+        "n_shared_experts": "NUM_SHARED_EXPERTS",
+        "n_group": "NUM_EXPERT_GROUPS",
+        "topk_group": "NUM_EXPERT_GROUPS_PER_TOKEN",
+        "routed_scaling_factor": "ROUTED_SCALE",
+        "rope_scaling.factor": "ROPE_FACTOR",
+        "rope_scaling.original_max_position_embeddings": "ROPE_ORIGINAL_LENGTH",
+      },
+      defaults={
+        **family.defaults,
+        "rope_scaling.factor": None,
+        "rope_scaling.original_max_position_embeddings": 4096,
+      },
+      fixed={
+        **family.fixed,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "rope_scaling.mscale": 1.0,
+        "rope_scaling.mscale_all_dim": 1.0,
+        "rope_scaling.beta_fast": 32.0,
+        "rope_scaling.beta_slow": 1.0,
+      },
+      rope_types=(None, "yarn"),
+      rules=rules,
+      # The module that predicts more tokens follows the last layer.
+      ignored=(*family.ignored, r"model\.layers\.{NUM_LAYERS}\..*"),
+    )
+
+
+@register
+class DeepSeekV3(datasets.Synthetic, DeepSeek):
+  """DeepSeek-V3 671B. 671,026,404,352 parameters, router biases not counted."""
+
+  NUM_LAYERS = 61
+  MODEL_DIMS = 7168
+  HIDDEN_DIMS = 18432
+  EXPERT_DIMS = 2048
+  NUM_HEADS = 128

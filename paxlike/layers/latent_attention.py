@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention (DeepSeek-AI, 2024): all heads' keys and values from few numbers."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxlike import mesh
+from paxlike.layers import attention_kernels, module
+from paxlike.layers.cache import LatentCache, positions_in
+from paxlike.layers.context import Context
+from paxlike.layers.linear import Linear
+from paxlike.layers.rope import Rope
+
+
+class LatentAttention(module.Module):
+  """Causal self-attention over [B, T, D], of which only the latents are cached.
+
+  A key is a part made of the token's latent vector and a part, the same in all heads, that turns
+  with the position. Decoding never makes keys: the query is taken to the latent space instead.
+  """
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    num_heads: int,
+    head_dim: int,
+    rope_dim: int,
+    value_dim: int,
+    rank: int,
+    query_rank: int,
+    query_down: Callable[..., Linear],
+    query: Callable[..., Linear],
+    latent: Callable[..., Linear],
+    key_value: Callable[..., Linear],
+    output: Callable[..., Linear],
+    norm: Callable[..., Any],
+    rope: Callable[[int], Rope],
+    scale: float | None = None,
+    kernel: attention_kernels.Kernel = attention_kernels.xla,
+  ):
+    """Builds the layer.
+
+    Args:
+      dim: D.
+      num_heads: N.
+      head_dim: Width of the keys' part that does not turn.
+      rope_dim: Width of the keys' part that turns.
+      value_dim: Width of a head's value.
+      rank: Width of the latent vector.
+      query_rank: Width of the queries' latent vector.
+      query_down: Of D to the queries' latent.
+      query: Of that to N x (head_dim + rope_dim).
+      latent: Of D to the latent and the part that turns.
+      key_value: Of the latent to N x (head_dim + value_dim).
+      output: Of N x value_dim to D.
+      norm: Of the latents.
+      rope: Turns queries and keys.
+      scale: Of the logits; None: 1 / sqrt(head_dim + rope_dim).
+      kernel: Computes attention.
+    """
+    self.num_heads = num_heads
+    self.head_dim = head_dim
+    self.value_dim = value_dim
+    self.rank = rank
+    self.rope_dim = rope_dim
+    self.scale = 1 / math.sqrt(head_dim + rope_dim) if scale is None else scale
+    self.kernel = kernel
+    heads = {"heads": num_heads, "head": head_dim + rope_dim}
+    self.query_down = query_down({"model": dim}, {"rank": query_rank})
+    self.query_norm = norm(query_rank, over="rank")
+    self.query = query({"rank": query_rank}, heads)
+    self.latent = latent({"model": dim}, {"rank": rank + rope_dim})
+    self.latent_norm = norm(rank, over="rank")
+    self.key_value = key_value({"rank": rank}, {"heads": num_heads, "head": head_dim + value_dim})
+    self.output = output({"heads": num_heads, "head": value_dim}, {"model": dim})
+    self.rope = rope(rope_dim)
+
+  def __call__(
+    self, x_BTD: jax.Array, context: Context, cache: LatentCache | None = None
+  ) -> tuple[jax.Array, LatentCache | None]:
+    """Returns (y_BTD, the cache with these tokens): see `Attention`."""
+    positions_BT = context.positions_BT
+    q_BTNH, turned_BTNR = self._queries(x_BTD, positions_BT)
+    latent_BTC, key_BTR = jnp.split(self.latent(x_BTD), [self.rank], axis=-1)
+    latent_BTC = self.latent_norm(latent_BTC)
+    key_BT1R = self.rope(key_BTR[:, :, None], positions_BT)
+    if cache is not None:
+      assert positions_BT is not None
+      cached_BTC = jnp.concatenate([latent_BTC, key_BT1R[:, :, 0]], axis=-1)
+      cache = cache.write(cached_BTC, positions_BT)
+      if x_BTD.shape[1] == 1:
+        y_BNH = self._attend_to(cache, q_BTNH[:, 0], turned_BTNR[:, 0], positions_BT)
+        return self.output(y_BNH[:, None]), cache
+    k_BTNH, v_BTNH = jnp.split(self.key_value(latent_BTC), [self.head_dim], axis=-1)
+    key_BTNR = jnp.broadcast_to(key_BT1R, (*k_BTNH.shape[:3], self.rope_dim))
+    y_BTNH = self.kernel(
+      jnp.concatenate([q_BTNH, turned_BTNR], axis=-1),
+      jnp.concatenate([k_BTNH, key_BTNR], axis=-1),
+      v_BTNH,
+      scale=self.scale,
+      segments_BT=context.segments_BT,
+    )
+    return self.output(y_BTNH), cache
+
+  def _queries(
+    self, x_BTD: jax.Array, positions_BT: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array]:
+    q_BTNH = self.query(self.query_norm(self.query_down(x_BTD)))
+    q_BTNH = mesh.constrain(q_BTNH, "batch", "time", "heads", None)
+    q_BTNH, turned_BTNR = jnp.split(q_BTNH, [self.head_dim], axis=-1)
+    return q_BTNH, self.rope(turned_BTNR, positions_BT)
+
+  def _attend_to(
+    self, cache: LatentCache, q_BNH: jax.Array, turned_BNR: jax.Array, positions_B1: jax.Array
+  ) -> jax.Array:
+    w_CNH = self.key_value.w[...].astype(q_BNH.dtype)
+    to_key_CNH, to_value_CNH = jnp.split(w_CNH, [self.head_dim], axis=-1)
+    q_BNC = jnp.einsum("BNH,CNH->BNC", q_BNH, to_key_CNH)
+    latents_BCS = cache.latents_BCS
+    # One key head, which is also the value.
+    y_BNC = attention_kernels.cached(
+      jnp.concatenate([q_BNC, turned_BNR], axis=-1),
+      latents_BCS[:, None],
+      latents_BCS[:, None, : self.rank].swapaxes(2, 3),
+      positions_in(cache.num_slots, positions_B1) >= 0,
+      scale=self.scale,
+    )
+    return jnp.einsum("BNC,CNH->BNH", y_BNC.astype(q_BNH.dtype), to_value_CNH)
+
+  def empty_cache(self, batch: int, length: int, dtype: Any) -> LatentCache:
+    """Returns a cache for rows of up to `length` tokens."""
+    return LatentCache.empty(batch, length, self.rank + self.rope_dim, dtype)
+
+  def num_slots(self, length: int) -> int:
+    """Returns the slots of a cache for rows of up to `length` tokens."""
+    return length
+
+  def score_flops(self, num_tokens: int) -> tuple[float, float]:
+    """As of `Attention`."""
+    full = 2 * num_tokens * self.num_heads * (self.head_dim + self.rope_dim + self.value_dim)
+    return full, full / 2
