@@ -15,6 +15,7 @@ from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
 from paxlike.knobs import UNSET, Dtype, Knobs
 from paxlike.mesh import MeshSpec
+from paxlike.restoring import Restore
 from paxlike.trainer import Trainer
 
 
@@ -77,6 +78,11 @@ class Experiment(Knobs):
   CHECKPOINT_EVERY_N_STEPS: int = 5000  #: Steps between checkpoints. 0: only after the last.
   CHECKPOINT_MAX_TO_KEEP: int | None = 10  #: Checkpoints kept, the newest. None: all.
   MAX_SKIPPED_STEPS_IN_A_ROW: int = 10  #: Abort after so many steps without a finite gradient.
+  #: Weights to start from: the folder of a run, or of a converted model. None: all are drawn.
+  CHECKPOINT_RESTORE_PATH: str | None = None
+  CHECKPOINT_RESTORE_STEP: int | None = None  #: Its checkpoint. None: the newest.
+  CHECKPOINT_INCLUDE_RULES: tuple[str, ...] = ("",)  #: Patterns of the weights to take.
+  CHECKPOINT_IGNORE_RULES: tuple[str, ...] = ()  #: Patterns of those that are drawn all the same.
   SAMPLE_PROMPT: str | None = None  #: Text that the trained model continues. None: no sample.
 
   def trainer(self) -> fdl.Config[Trainer]:
@@ -98,6 +104,7 @@ class Experiment(Knobs):
       keep=self.CHECKPOINT_MAX_TO_KEEP,
       max_skipped_in_a_row=self.MAX_SKIPPED_STEPS_IN_A_ROW,
       sample_prompt=self.SAMPLE_PROMPT,
+      restore=self.restore(),
     )
     fiddlers.precision(graph, self.FPROP_DTYPE)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
@@ -105,6 +112,18 @@ class Experiment(Knobs):
     # Unrolled is faster on one device; on many, scanning keeps the program small.
     fiddlers.stack(graph, jax.device_count() > 1 if scan is None else scan)
     return graph
+
+  def restore(self) -> fdl.Config[Restore] | None:
+    """The weights that a new run starts from, where they are not all drawn."""
+    if self.CHECKPOINT_RESTORE_PATH is None:
+      return None
+    return fdl.Config(
+      Restore,
+      path=self.CHECKPOINT_RESTORE_PATH,
+      step=self.CHECKPOINT_RESTORE_STEP,
+      include=self.CHECKPOINT_INCLUDE_RULES,
+      ignore=self.CHECKPOINT_IGNORE_RULES,
+    )
 
   def model(self) -> fdl.Config[layers.Decoder]:
     """The whole model; its output projection is the embedding's table."""

@@ -63,6 +63,13 @@ def stack(graph: fdl.Buildable, scan: bool = True):
     node.scan = scan
 
 
+def decoding(graph: fdl.Buildable):
+  """Fits a model to decode: a scan would copy caches at every token; experts serve all tokens."""
+  stack(graph, scan=False)
+  for node in select(graph, layers.Moe):
+    node.dispatch = layers.moe.dropless
+
+
 def shrink(graph: fdl.Buildable):
   """Makes a model of any family so small that it trains and compiles within seconds on a CPU.
 
@@ -98,4 +105,4 @@ def shrink(graph: fdl.Buildable):
       node.vocab_size = vocab_size
 
 
-FIDDLERS = {"precision": precision, "remat": remat, "shrink": shrink, "stack": stack}
+FIDDLERS = {edit.__name__: edit for edit in (decoding, precision, remat, shrink, stack)}

@@ -69,7 +69,7 @@ def _dispatch(options: flags.Options) -> int:
     else:
       print(show.everything(experiment, graph))
     return 0
-  return _run(options, graph)
+  return _run(options, experiment, graph)
 
 
 def _set_up_jax(options: flags.Options):
@@ -116,7 +116,7 @@ def _graph(options: flags.Options, experiment: "Experiment | None") -> Any:
       hint = did_you_mean(name, experiment.read_names())
       raise UserError(f"{name} has no effect: {type(experiment).__name__} never reads it.{hint}")
   if options.mode == "decode":
-    fiddlers.stack(graph, scan=False)  # A scan would copy the caches at every token.
+    fiddlers.decoding(graph)
   for text in options.fiddlers:
     graph = config_file.call_fiddler(graph, text, fiddlers.FIDDLERS)
   for path, text in options.edits:
@@ -124,7 +124,7 @@ def _graph(options: flags.Options, experiment: "Experiment | None") -> Any:
   return graph
 
 
-def _run(options: flags.Options, graph: Any) -> int:
+def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) -> int:
   import fiddle as fdl
   from etils import epath
 
@@ -153,7 +153,7 @@ def _run(options: flags.Options, graph: Any) -> int:
     else:
       if (folder / "config.json").exists():
         _tell_changes(folder / "config.json", graph, journal)
-      stopped_by = trainer.train(folder, journal, files=_files(graph))
+      stopped_by = trainer.train(folder, journal, files=_files(experiment, graph))
       return 128 + stopped_by if stopped_by else 0
   return 0
 
@@ -181,11 +181,14 @@ def _decoding(options: flags.Options) -> tuple[list[str], Any]:
   return [*options.prompt, *read], how
 
 
-def _files(graph: Any) -> dict[str, str]:
+def _files(experiment: "Experiment | None", graph: Any) -> dict[str, str]:
   """Returns what a run's folder says of its configuration."""
-  from paxlike import config_file
+  from paxlike import config_file, registry
 
-  return {"config.json": config_file.dump(graph), "config.txt": config_file.describe(graph)}
+  files = {"config.json": config_file.dump(graph), "config.txt": config_file.describe(graph)}
+  if experiment is not None:
+    files["experiment.json"] = registry.dump(experiment)
+  return files
 
 
 def _tell_changes(path: Any, graph: Any, journal: Any):

@@ -36,7 +36,10 @@ def differences(
   *,
   partial: bool,
 ) -> list[str]:
-  """Returns a line for each layer's weight that only one has, or in another shape or dtype."""
+  """Returns a line for each layer's weight that only one has, or in another shape or dtype.
+
+  If `partial`, what the target does not want is no difference, nor is another float dtype.
+  """
   have, want = _by_layer(saved, saved_layout), _by_layer(target, layout)
   lines = []
   for key in have.keys() | want.keys():
@@ -46,13 +49,19 @@ def differences(
         lines.append(f"{name}: only in the checkpoint")
     elif key not in have:
       lines.append(f"{name}: not in the checkpoint")
-    elif have[key] != want[key]:
+    elif not _fits(have[key], want[key], any_float=partial):
       (shape, dtype), (wanted_shape, wanted_dtype) = have[key], want[key]
       lines.append(
         f"{name}: {dtype}{list(shape)} in the checkpoint,"
         f" {wanted_dtype}{list(wanted_shape)} in this experiment"
       )
   return sorted(lines)
+
+
+def _fits(saved: tuple[Any, Any], wanted: tuple[Any, Any], *, any_float: bool) -> bool:
+  if any_float and all(jnp.issubdtype(dtype, jnp.floating) for _, dtype in (saved, wanted)):
+    return saved[0] == wanted[0]
+  return saved == wanted
 
 
 def in_layout(

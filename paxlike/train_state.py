@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -67,10 +68,20 @@ def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | Abstract
   return jax.tree_util.tree_map_with_path(place, state)
 
 
-def create(definition: Definition, optimizer: Optimizer, mesh: Mesh, *, seed: int) -> TrainState:
-  """Returns the state before the first step, each array made where it lives."""
+def create(
+  definition: Definition,
+  optimizer: Optimizer,
+  mesh: Mesh,
+  *,
+  seed: int,
+  given: Mapping[str, jax.Array] | None = None,
+) -> TrainState:
+  """Returns the state before the first step, each array made where it lives.
+
+  Weights that are `given` are not drawn.
+  """
   target = abstract(definition, optimizer, mesh)
-  params = init_params(definition, mesh, seed=seed)
+  params = init_params(definition, mesh, seed=seed, given=given or {})
   shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
   init = jax.jit(optimizer.transform.init, out_shardings=shardings.opt_state)
   zero = functools.partial(jnp.zeros, (), jnp.int32, device=target.step.sharding)
@@ -84,8 +95,10 @@ def create(definition: Definition, optimizer: Optimizer, mesh: Mesh, *, seed: in
   )
 
 
-def init_params(definition: Definition, mesh: Mesh, *, seed: int) -> Params:
-  """Draws every weight with a key of its own: (seed, name, layer).
+def init_params(
+  definition: Definition, mesh: Mesh, *, seed: int, given: Mapping[str, jax.Array] | None = None
+) -> Params:
+  """Draws every weight that is not given with a key of its own: (seed, name, layer).
 
   So they are the same in every layout and on every mesh, and a new weight changes no other.
   """
@@ -93,6 +106,9 @@ def init_params(definition: Definition, mesh: Mesh, *, seed: int) -> Params:
   layout = layout_of(definition.module)
   params: Params = {}
   for name, spec in definition.weights.items():
+    if given and name in given:
+      params[name] = given[name]
+      continue
     location = layout.locate(name)
     template, layers = (location.template, location.layers) if location else (name, (0,))
     key = jax.random.fold_in(root, zlib.crc32(template.encode()))

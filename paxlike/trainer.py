@@ -22,6 +22,7 @@ from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.meter import Meter, Reading
 from paxlike.optimizers import Optimizer
+from paxlike.restoring import Restore, read_params
 from paxlike.sampling import Sampling
 from paxlike.signals import StopSignal
 from paxlike.train_state import TrainState
@@ -48,6 +49,7 @@ class Trainer:
     keep: Checkpoints kept; None: all.
     max_skipped_in_a_row: Ends the run after so many steps without a finite gradient.
     sample_prompt: Text that the trained model continues at the end.
+    restore: Weights that a new run starts from; None: all are drawn.
     saving: Whether checkpoints are written.
   """
 
@@ -66,6 +68,7 @@ class Trainer:
   keep: int | None
   max_skipped_in_a_row: int
   sample_prompt: str | None = None
+  restore: Restore | None = None
   saving: bool = True
 
   def check(self):
@@ -85,6 +88,8 @@ class Trainer:
         f" mesh cuts it in {mesh.batch_shards(self.devices)} (data x fsdp), and"
         f" GRADIENT_ACCUMULATION_STEPS in {self.accumulation_steps}. Change PERCORE_BATCH_SIZE."
       )
+    if self.restore is not None:
+      self.restore.check(self.definition)
     for data in (self.train_data, *(eval_set.dataset for eval_set in self.eval_data.values())):
       data.check()
 
@@ -137,9 +142,9 @@ class Trainer:
       Checkpoints(folder / "checkpoints", keep=self.keep) as saved,
       StopSignal() as stop,
     ):
-      state, data_state = self._restore_or_create(saved, journal)
+      state, data_state, origin = self._restore_or_create(saved, journal)
       start = int(state.step)
-      journal.start(self._summary, files, step=start, num_steps=self.num_steps)
+      journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
       train_step = None
       evaluators = self._evaluators()
       meter = Meter(depth=self.feed.steps_in_flight)
@@ -236,7 +241,7 @@ class Trainer:
     )
 
   def load(self, folder: epath.PathLike, *, step: int | None = None) -> Params:
-    """Returns the weights of checkpoint `step`, or the newest, of a run.
+    """Returns the weights of checkpoint `step`, or the newest, in the dtypes of the layers.
 
     Raises:
       UserError: There is no such checkpoint, or it is of another experiment.
@@ -246,10 +251,7 @@ class Trainer:
       return self._params(saved, saved.find(step))
 
   def _params(self, saved: Checkpoints, step: int) -> Params:
-    target = train_state.abstract(self.definition, self.optimizer, self.devices)
-    wanted = {f"params.{name}": leaf for name, leaf in target.params.items()}
-    flat = saved.restore(step, wanted, layout=self.layout, partial=True).state
-    return {name.removeprefix("params."): value for name, value in flat.items()}
+    return read_params(saved, step, self.definition, self.devices, for_compute=True)
 
   def _evaluators(self) -> dict[str, Evaluator]:
     """One for each eval set."""
@@ -268,15 +270,24 @@ class Trainer:
 
   def _restore_or_create(
     self, saved: Checkpoints, journal: Journal
-  ) -> tuple[TrainState, dict[str, Any] | None]:
+  ) -> tuple[TrainState, dict[str, Any] | None, dict[str, str]]:
+    """Returns the state, that of the data, and files that tell where the state is from."""
     target = train_state.abstract(self.definition, self.optimizer, self.devices)
     found = saved.restore_latest_valid(flatten(target), layout=self.layout)
-    if found is None:
+    if found is not None:
+      step, restored = found
+      journal.note(f"resuming from checkpoint {step}")
+      return unflatten(target, restored.state), restored.train_input, {}
+    given, files = {}, {}
+    if self.restore is not None:
+      given, files["restored_from.json"] = self.restore.load(self.definition, self.devices)
+      journal.note(f"{len(given)} of {len(self.definition.weights)} weights: {self.restore.path}")
+    if len(given) < len(self.definition.weights):
       journal.note("initialising the weights")
-      return train_state.create(self.definition, self.optimizer, self.devices, seed=self.seed), None
-    step, restored = found
-    journal.note(f"resuming from checkpoint {step}")
-    return unflatten(target, restored.state), restored.train_input
+    state = train_state.create(
+      self.definition, self.optimizer, self.devices, seed=self.seed, given=given
+    )
+    return state, None, files
 
   def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):
     saved.save(int(state.step), flatten(state), layout=self.layout, train_input=data_state)

@@ -18,6 +18,8 @@ EXPERIMENTS = registry.registered()
 CONDITIONS = {
   "LR_LRED_": {"LR_SCHEDULE": "linear_rampup_exponential_decay"},
   "VOCAB_PATH": {"TOKENIZER": "sentencepiece", "VOCAB_PATH": "x.model"},
+  "MOE_DISPATCH": {"MOE_DISPATCH": "capacity"},
+  "CHECKPOINT_RESTORE_PATH": {"CHECKPOINT_RESTORE_PATH": "run"},
 }
 every_experiment = pytest.mark.parametrize("cls", EXPERIMENTS.values(), ids=lambda c: c.__name__)
 
@@ -51,8 +53,10 @@ def test_every_knob_is_documented(cls):
 
 
 @every_experiment
-def test_parameters_are_affine_in_layers(cls):
-  counts = [num_params(cls(NUM_LAYERS=layers, USE_REPEATED_LAYER=False)) for layers in (2, 3, 5)]
+def test_parameters_are_affine_in_repeats_of_the_pattern(cls):
+  stack = cls(USE_REPEATED_LAYER=False).stack()
+  layers = [len(stack.prologue) + repeats * len(stack.pattern) for repeats in (2, 3, 5)]
+  counts = [num_params(cls(NUM_LAYERS=count, USE_REPEATED_LAYER=False)) for count in layers]
   assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) > 0
 
 
@@ -60,7 +64,7 @@ def test_parameters_are_affine_in_layers(cls):
 def test_both_layouts_have_the_same_parameters(cls):
   counts = []
   for scan in (False, True):
-    graph = cls(NUM_LAYERS=3).trainer()
+    graph = cls(NUM_LAYERS=5).trainer()
     fiddlers.stack(graph, scan=scan)
     model: Any = fdl.build(graph.model)
     counts.append(Definition(model).num_params)

@@ -26,6 +26,7 @@ ONE_OF_EACH = (
   "Qwen3_8B",
   "Qwen3_30B_A3B",
   "GptOss20B",
+  "SyntheticGLaM126M64E",
   "DeepSeekV3",
 )
 pytestmark = pytest.mark.slow

@@ -26,7 +26,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("optimizers", "flops", "relayout", "weight_rules", "sampling", "prompts"),
   ("train_state", "metrics", "checkpoint", "profiling", "meter"),
   ("journal",),
-  ("train_step", "evaluation", "generate", "hugging_face"),
+  ("train_step", "evaluation", "generate", "hugging_face", "restoring"),
   ("decoding",),
   ("trainer", "aot", "planner"),
   ("knobs", "symbols", "fiddlers"),

@@ -11,6 +11,7 @@ import math
 import fiddle as fdl
 
 from paxlike import hugging_face, layers
+from paxlike.errors import UserError
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
@@ -42,17 +43,27 @@ class DeepSeek(Moe, Llama):
   ROPE_ORIGINAL_LENGTH: int = 4096  #: The context that the rotary waves were made for.
 
   def stack(self) -> fdl.Partial[layers.Stack]:
+    repeats = self.NUM_LAYERS - self.NUM_DENSE_LAYERS
+    if repeats < 1:
+      raise UserError(
+        f"NUM_LAYERS={self.NUM_LAYERS} must be more than NUM_DENSE_LAYERS={self.NUM_DENSE_LAYERS}."
+      )
     dense = self.block()
     dense.mlp = super(Moe, self).mlp()
     return fdl.Partial(
       layers.Stack,
       prologue=[dense] * self.NUM_DENSE_LAYERS,
       pattern=self.pattern(),
-      repeats=self.NUM_LAYERS - self.NUM_DENSE_LAYERS,
+      repeats=repeats,
       scan=False,
     )
 
   def attention(self) -> fdl.Partial[layers.LatentAttention]:
+    if self.NUM_KV_HEADS not in (None, self.NUM_HEADS):
+      raise UserError(
+        f"NUM_KV_HEADS={self.NUM_KV_HEADS}: latent attention has a key for each of its"
+        f" {self.NUM_HEADS} heads; leave it None."
+      )
     return fdl.Partial(
       layers.LatentAttention,
       num_heads=self.NUM_HEADS,

@@ -24,6 +24,7 @@ from paxlike.layers.module import (
 )
 from paxlike.layers.moe import ExpertLinear, Experts, Moe
 from paxlike.layers.norm import LayerNorm, RmsNorm
+from paxlike.layers.relative_bias import RelativeBias
 from paxlike.layers.rope import Rope
 from paxlike.layers.stack import Remat, Stack
 
@@ -47,6 +48,7 @@ __all__ = [
   "Moe",
   "Params",
   "PositionEmbedding",
+  "RelativeBias",
   "Remat",
   "RmsNorm",
   "Rope",

@@ -13,6 +13,7 @@ from paxlike.layers import attention_kernels, module
 from paxlike.layers.cache import KvCache, positions_in
 from paxlike.layers.context import Context
 from paxlike.layers.linear import Linear
+from paxlike.layers.relative_bias import RelativeBias
 from paxlike.layers.rope import Rope
 
 
@@ -32,7 +33,9 @@ class Attention(module.Module):
     output: Callable[..., Linear],
     rope: Callable[[int], Rope] | None = None,
     qk_norm: Callable[..., Any] | None = None,
+    relative_bias: Callable[[int], RelativeBias] | None = None,
     sinks: module.Initializer | None = None,
+    extra_logit: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
@@ -51,7 +54,9 @@ class Attention(module.Module):
       output: See there.
       rope: Turns queries and keys.
       qk_norm: Of each head's query and key.
+      relative_bias: Of the logits, by distance; made for N heads.
       sinks: Draws for each head the logit of a key without value (StreamingLLM; gpt-oss).
+      extra_logit: The logit of such a key, the same in all heads and not trained.
       window: Tokens that a token sees, itself among them.
       soft_cap: Of the logits.
       scale: Of the logits; None: 1 / sqrt(H).
@@ -73,6 +78,8 @@ class Attention(module.Module):
     self.rope = None if rope is None else rope(head_dim)
     self.query_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
     self.key_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
+    self.extra_logit = extra_logit
+    self.relative_bias = None if relative_bias is None else relative_bias(num_heads)
     self.sinks = None if sinks is None else self.weight({"heads": num_heads}, init=sinks)
 
   def __call__(
@@ -105,22 +112,35 @@ class Attention(module.Module):
       window=self.window,
       soft_cap=self.soft_cap,
       sinks_N=self._sinks(),
+      bias_NTS=self._bias(x_BTD.shape[1]),
     )
     return self.output(y_BTNH), cache
 
   def _attend_to(self, cache: KvCache, q_BNH: jax.Array, positions_B1: jax.Array) -> jax.Array:
     # What is beyond the window is in no slot any more.
+    cached_BS = positions_in(cache.num_slots, positions_B1)
+    bias_BNS = None
+    if self.relative_bias is not None:
+      bias_BNS = self.relative_bias(positions_B1 - cached_BS).swapaxes(0, 1)
     return attention_kernels.cached(
       q_BNH,
       cache.k_BKHS,
       cache.v_BKSH,
-      positions_in(cache.num_slots, positions_B1) >= 0,
+      cached_BS >= 0,
       scale=self.scale,
       soft_cap=self.soft_cap,
       sinks_N=self._sinks(),
+      bias_BNS=bias_BNS,
     )
 
+  def _bias(self, num_tokens: int) -> jax.Array | None:
+    if self.relative_bias is None:
+      return None
+    return self.relative_bias(jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens))
+
   def _sinks(self) -> jax.Array | None:
+    if self.extra_logit is not None:
+      return jnp.full(self.num_heads, self.extra_logit)
     return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
 
   def empty_cache(self, batch: int, length: int, dtype: Any) -> KvCache:

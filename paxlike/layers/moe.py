@@ -330,6 +330,7 @@ class Moe(module.Module):
     shared: Callable[[int], Mlp] | None = None,
     dispatch: Dispatch = dropless,
     balance_loss: float = 0.0,
+    balanced_choices: int | None = None,
     z_loss: float = 0.0,
   ):
     """Builds the layer.
@@ -346,6 +347,7 @@ class Moe(module.Module):
       shared: An expert that every token sees besides.
       dispatch: How tokens come to their experts.
       balance_loss: Weight of the load-balancing loss (Fedus et al., 2021): 1 if all are equal.
+      balanced_choices: How many of a token's choices it counts; None: all.
       z_loss: Weight of the squared log-normaliser of the router (Zoph et al., 2022).
     """
     self.num_experts = num_experts
@@ -353,6 +355,7 @@ class Moe(module.Module):
     self.choice = choice
     self.dispatch = dispatch
     self.balance_loss = balance_loss
+    self.balanced_choices = balanced_choices
     self.z_loss = z_loss
     self.router = router({"model": dim}, {"experts": num_experts})
     self.router_bias = None if bias_rate is None else self._bias(num_experts, bias_rate)
@@ -378,7 +381,8 @@ class Moe(module.Module):
   def _losses(self, routing: Routing) -> dict[str, jax.Array]:
     losses = {}
     if self.balance_loss:
-      chosen_E = jax.nn.one_hot(routing.experts_BTK, self.num_experts).mean((0, 1, 2))
+      counted_BTK = routing.experts_BTK[..., : self.balanced_choices]
+      chosen_E = jax.nn.one_hot(counted_BTK, self.num_experts).mean((0, 1, 2))
       mean_E = routing.probabilities_BTE.mean((0, 1))
       losses["balance_loss"] = self.balance_loss * self.num_experts * (chosen_E * mean_E).sum()
     if self.z_loss:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A learned bias of attention for each head and distance (T5; Raffel et al., 2020)."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.layers import module
+
+
+class RelativeBias(module.Module):
+  """Gives near distances a bias each, far ones a common bias that grows coarser with distance."""
+
+  def __init__(
+    self,
+    num_heads: int,
+    *,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    init: module.Initializer = module.zeros,
+  ):
+    """Distances from `max_distance` on share the last of `num_buckets` biases."""
+    self.num_buckets = num_buckets
+    self.max_distance = max_distance
+    self.table = self.weight({"heads": num_heads, "position": num_buckets}, init=init)
+
+  def __call__(self, distances: jax.Array) -> jax.Array:
+    """Returns [N, ...] for distances [...] to earlier tokens; what is negative counts as 0."""
+    distances = jnp.maximum(distances, 0)
+    exact = self.num_buckets // 2
+    # log(exact) is where the coarse buckets begin, log(max_distance) where they end.
+    share = jnp.log(jnp.maximum(distances, 1) / exact) / math.log(self.max_distance / exact)
+    coarse = exact + (share * (self.num_buckets - exact)).astype(jnp.int32)
+    buckets = jnp.where(distances < exact, distances, jnp.minimum(coarse, self.num_buckets - 1))
+    return self.table[...][:, buckets]

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that a run starts from: those of another run, or of a converted model."""
+
+import dataclasses
+import json
+import re
+
+import jax
+from etils import epath
+
+from paxlike import mesh as mesh_lib
+from paxlike.checkpoint import Checkpoints
+from paxlike.errors import UserError
+from paxlike.layers.layout import Layout
+from paxlike.layers.module import Definition, Params
+from paxlike.layers.stack import layout_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restore:
+  """Which weights are taken from where, before the first step.
+
+  Patterns (`re.search`) are tried on names as in `stack.layers.3.attention.query.w`, whether layers
+  are scanned or not.
+
+  Attributes:
+    path: The folder of a run, or its folder of checkpoints.
+    step: Which checkpoint; None: the newest.
+    include: Patterns of weights to take.
+    ignore: Patterns of those that are drawn anew all the same.
+  """
+
+  path: str
+  step: int | None = None
+  include: tuple[str, ...] = ("",)
+  ignore: tuple[str, ...] = ()
+
+  def check(self, definition: Definition):
+    """Finds what is wrong before anything is read.
+
+    Raises:
+      UserError: There is no such checkpoint, a pattern is none, or nothing is to be taken.
+    """
+    _ = self._saved.find(self.step)
+    for knob, patterns in (("INCLUDE", self.include), ("IGNORE", self.ignore)):
+      for pattern in patterns:
+        try:
+          re.compile(pattern)
+        except re.error as error:
+          raise UserError(f"CHECKPOINT_{knob}_RULES: {pattern!r} is no pattern: {error}.") from None
+    if not self._chosen(definition):
+      raise UserError(
+        f"CHECKPOINT_RESTORE_PATH={self.path}: CHECKPOINT_INCLUDE_RULES and CHECKPOINT_IGNORE_RULES"
+        " leave no weight to restore."
+      )
+
+  def load(self, definition: Definition, mesh: jax.sharding.Mesh) -> tuple[Params, str]:
+    """Returns the weights that are taken, and a JSON text that says which and from where.
+
+    Raises:
+      UserError: The checkpoint lacks one, has it in another shape, or is damaged.
+    """
+    step = self._saved.find(self.step)
+    names = self._chosen(definition)
+    try:
+      params = read_params(self._saved, step, definition, mesh, names=names)
+    except UserError as error:
+      raise UserError(
+        f"CHECKPOINT_RESTORE_PATH: {error}\nCHECKPOINT_IGNORE_RULES names weights to draw anew."
+      ) from error
+    others = [name for name in definition.weights if name not in names]
+    provenance = {
+      "path": str(self._saved.path(step)),
+      "restored": list(params),
+      "initialized": others,
+    }
+    return params, json.dumps(provenance, indent=2) + "\n"
+
+  @property
+  def _saved(self) -> Checkpoints:
+    folder = epath.Path(self.path)
+    inner = folder / "checkpoints"
+    return Checkpoints(inner if inner.exists() else folder, keep=None)
+
+  def _chosen(self, definition: Definition) -> list[str]:
+    layout = layout_of(definition.module)
+    return [name for name in definition.weights if self._takes(name, layout)]
+
+  def _takes(self, name: str, layout: Layout) -> bool:
+    location = layout.locate(name)
+    layers = [name]
+    if location is not None:
+      layers = [location.template.format(f"layers.{layer}") for layer in location.layers]
+    taken = {self._matches(layer) for layer in layers}
+    if len(taken) == 2:
+      raise UserError(
+        f"the rules of CHECKPOINT_RESTORE_PATH take some layers of {name} and not others: set"
+        " USE_REPEATED_LAYER=False."
+      )
+    return True in taken
+
+  def _matches(self, name: str) -> bool:
+    def any_of(patterns: tuple[str, ...]) -> bool:
+      return any(re.search(pattern, name) for pattern in patterns)
+
+    return any_of(self.include) and not any_of(self.ignore)
+
+
+def read_params(
+  saved: Checkpoints,
+  step: int,
+  definition: Definition,
+  mesh: jax.sharding.Mesh,
+  *,
+  names: list[str] | None = None,
+  for_compute: bool = False,
+) -> Params:
+  """Returns weights of a checkpoint, whatever the mesh, layout and float dtype it was written with.
+
+  Args:
+    saved: Where it is.
+    step: Which.
+    definition: Says what the weights are.
+    mesh: Where they go.
+    names: Which weights; None: all.
+    for_compute: Whether to read them in the dtypes that layers compute with, or in float32.
+
+  Raises:
+    UserError: One is missing, has another shape, or is damaged.
+  """
+  wanted = {}
+  for name in definition.weights if names is None else names:
+    spec = definition.weights[name]
+    where = mesh_lib.sharding(mesh, spec.dims, spec.shape)
+    dtype = spec.compute_dtype if for_compute else spec.dtype
+    wanted[f"params.{name}"] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
+  layout = layout_of(definition.module)
+  flat = saved.restore(step, wanted, layout=layout, partial=True).state
+  return {name.removeprefix("params."): value for name, value in flat.items()}
