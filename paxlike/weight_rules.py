@@ -27,10 +27,10 @@ class Same:
   name: str
   ndim: int | None = None
 
-  @property
-  def part(self) -> tuple[Any, ...]:
-    """The part of the tensor that the weight makes up; others may make up the rest."""
-    return (...,)
+  def part(self, shape: Shape) -> Any:
+    """Returns the index of the part of the tensor that a weight of `shape` makes up."""
+    del shape
+    return ...
 
   def names(self, layer: int, shape: Shape) -> list[str]:
     """Returns the names of the tensors that make up one weight of `shape`."""
@@ -53,23 +53,68 @@ class Same:
 
 
 @dataclasses.dataclass(frozen=True)
+class Shifted(Same):
+  """The same tensor, of which ours is less by 1."""
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return tensors[0].astype(np.float32) - 1
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return [weight.astype(np.float32) + 1]
+
+
+@dataclasses.dataclass(frozen=True)
 class Matrix(Same):
-  """A linear map, stored as [outputs, inputs].
+  """A linear map.
 
   Attributes:
     inputs: Leading dims of ours that are summed over.
+    transposed: Whether it is stored as [outputs, inputs], or as [inputs, outputs].
   """
 
   inputs: int = 1
+  transposed: bool = True
 
   def their_shapes(self, shape: Shape) -> list[Shape]:
-    return [(math.prod(shape[self.inputs :]), math.prod(shape[: self.inputs]))]
+    flat = math.prod(shape[: self.inputs]), math.prod(shape[self.inputs :])
+    return [flat[::-1] if self.transposed else flat]
 
   def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
-    return tensors[0].T.reshape(shape)
+    return (tensors[0].T if self.transposed else tensors[0]).reshape(shape)
 
   def save(self, weight: np.ndarray) -> list[np.ndarray]:
-    return [weight.reshape(math.prod(weight.shape[: self.inputs]), -1).T]
+    flat = weight.reshape(math.prod(weight.shape[: self.inputs]), -1)
+    return [flat.T if self.transposed else flat]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Same):
+  """Part `index` of `of` equal parts of a tensor, one after the other along its last dim."""
+
+  index: int = 0
+  of: int = 2
+
+  def part(self, shape: Shape) -> Any:
+    size = super().their_shapes(shape)[0][-1]
+    return (..., slice(self.index * size, (self.index + 1) * size))
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    *outer, last = super().their_shapes(shape)[0]
+    return [(*outer, self.of * last)]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return tensors[0][self.part(shape)].reshape(shape)
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return [weight.reshape(super().their_shapes(weight.shape)[0])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interleaved(Fused):
+  """Every `of`-th entry along the last dim, from `index` on."""
+
+  def part(self, shape: Shape) -> Any:
+    return (..., slice(self.index, None, self.of))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,27 +132,6 @@ class PerExpert(Same):
 
   def save(self, weight: np.ndarray) -> list[np.ndarray]:
     return [expert.T for expert in weight]
-
-
-@dataclasses.dataclass(frozen=True)
-class Interleaved(Same):
-  """Every `of`-th entry along the last dim, from `first` on."""
-
-  first: int = 0
-  of: int = 2
-
-  @property
-  def part(self) -> tuple[Any, ...]:
-    return (..., slice(self.first, None, self.of))
-
-  def their_shapes(self, shape: Shape) -> list[Shape]:
-    return [(*shape[:-1], self.of * shape[-1])]
-
-  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
-    return tensors[0][self.part]
-
-  def save(self, weight: np.ndarray) -> list[np.ndarray]:
-    return [weight]
 
 
 Rule = Same

@@ -38,6 +38,7 @@ LLAMA3_SCALING = {
 # Name -> (configuration class of transformers, what differs from COMMON). Windows are shorter than
 # the texts that they are tried on.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+  "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}),
   "llama": ("LlamaConfig", {}),
   "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
   "llama_one_head_each": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 8}),

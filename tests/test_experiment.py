@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of every registered experiment, on its graph alone."""
 
+import re
 from typing import Any
 
 import fiddle as fdl
@@ -9,6 +10,7 @@ import pytest
 from fiddle import selectors
 
 from paxlike import config_file, fiddlers, layers, registry
+from paxlike.convert.exporting import config_of
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
@@ -71,17 +73,41 @@ def test_both_layouts_have_the_same_parameters(cls):
   assert counts[0] == counts[1]
 
 
+def said_count(cls: type[Experiment]) -> int | None:
+  """Returns the number of parameters that the class, or the one that it takes its size of, says."""
+  for base in cls.__mro__:
+    if found := re.search(r"([\d,]+) parameters", base.__doc__ or ""):
+      return int(found[1].replace(",", ""))
+    if "MODEL_DIMS" in vars(base):
+      return None
+  return None
+
+
+COUNTED = [cls for cls in EXPERIMENTS.values() if said_count(cls) is not None]
+
+
+def test_most_experiments_say_how_many_parameters_they_have():
+  assert len(COUNTED) > 50
+
+
+@pytest.mark.parametrize("cls", COUNTED, ids=lambda c: c.__name__)
+def test_parameters_are_as_many_as_said(cls):
+  assert num_params(cls(USE_REPEATED_LAYER=True)) == said_count(cls)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  ("name", "count"),
-  [
-    ("Synthetic126M", 125_262_336),
-    ("Synthetic5B", 5_047_558_144),
-    ("Synthetic175B", 174_604_259_328),
-    ("Gpt3_52k", 52_464),
-  ],
+  "cls", [c for c in EXPERIMENTS.values() if c.hugging_face()], ids=lambda c: c.__name__
 )
-def test_published_parameter_counts(name, count):
-  assert num_params(registry.find(name)(USE_REPEATED_LAYER=True)) == count
+def test_parameters_are_as_many_as_those_of_hugging_face(cls):
+  import torch
+  import transformers
+
+  experiment = cls()
+  config = transformers.AutoConfig.for_model(**config_of(experiment, dtype="float32"))
+  with torch.device("meta"):
+    model = transformers.AutoModelForCausalLM.from_config(config)
+  assert sum(p.numel() for p in model.parameters()) == num_params(experiment)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,10 @@ def test_values_may_be_empty_negative_or_hold_signs():
     ("", "which experiment? Give --fdl_config=NAME"),
     ("--fdl_config=A", "--mode=train needs --job_log_dir"),
     ("--fdl_config=A --mode=eval", "--mode=eval needs --job_log_dir"),
-    ("--exp=A --mode=shw", "--mode=shw: expected one of train, eval, decode, show. Did you mean show?"),
+    (
+      "--exp=A --mode=shw",
+      "--mode=shw: expected one of train, eval, decode, show. Did you mean show?",
+    ),
     ("--exp=A --fdl_config=B --job_log_dir=D", "--exp=A and --fdl_config=B"),
     ("--exp=A --fdl_config_file=F --job_log_dir=D", "not both"),
     ("--fdl_config_file=F --job_log_dir=D --fdl.NUM_LAYERS=3", "by their paths"),

@@ -16,6 +16,8 @@ from paxlike.convert.importing import TOKENIZER
 from paxlike.convert.matching import Match
 from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
+from paxlike.experiment import Experiment
+from paxlike.hugging_face import Family
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 
@@ -30,16 +32,11 @@ class Run:
       UserError: There is no such checkpoint, or Hugging Face has no such model.
     """
     self._path = path
-    experiment = registry.load(path / "experiment.json")
-    family = type(experiment).hugging_face()
-    if family is None:
-      raise UserError(f"Hugging Face has no counterpart of {type(experiment).__name__}.")
-    self._family = family
-    self._values = _complete({name: s.value for name, s in experiment.values().items()})
+    self._experiment = experiment = registry.load(path / "experiment.json")
     model = experiment.model()
     fiddlers.stack(model, scan=False)
     definition = Definition(fdl.build(model))
-    self.matches = matching.match(definition, family)
+    self.matches = matching.match(definition, family_of(experiment))
     self._unrolled = layout_of(definition.module)
     self._saved = Checkpoints(path / "checkpoints", keep=None)
     self._step = self._saved.find(step)
@@ -69,12 +66,12 @@ class Run:
         return match.rule.save(self._weight(match))[index].astype(dtype)
       tensor = np.empty(specs[name].shape, dtype)
       for match, index in owners[name]:
-        tensor[match.rule.part] = match.rule.save(self._weight(match))[index]
+        tensor[match.rule.part(match.shape)] = match.rule.save(self._weight(match))[index]
       return tensor
 
     with run_folder.built(to, flag="to") as folder:
       tensors.write(folder, specs, value)
-      config = self._family.write(self._values, dtype=dtype)
+      config = config_of(self._experiment, dtype=dtype)
       (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
       if (self._path / TOKENIZER).exists():
         shutil.copyfile(self._path / TOKENIZER, folder / TOKENIZER)
@@ -101,12 +98,27 @@ class Run:
     return value
 
 
-def _complete(values: dict[str, Any]) -> dict[str, Any]:
-  """Returns the knobs with those that are derived from others."""
+def family_of(experiment: Experiment) -> Family:
+  """Returns what Hugging Face calls the family of an experiment.
+
+  Raises:
+    UserError: It has no such family.
+  """
+  family = type(experiment).hugging_face()
+  if family is None:
+    raise UserError(f"Hugging Face has no counterpart of {type(experiment).__name__}.")
+  return family
+
+
+def config_of(experiment: Experiment, *, dtype: str) -> dict[str, Any]:
+  """Returns the `config.json` of Hugging Face for an experiment's model, its weights in `dtype`."""
+  values = {name: setting.value for name, setting in experiment.values().items()}
   derived = {
     "NUM_KV_HEADS": values["NUM_HEADS"],
     "DIMS_PER_HEAD": values["MODEL_DIMS"] // values["NUM_HEADS"],
     "HIDDEN_DIMS": 4 * values["MODEL_DIMS"],
+    "EXPERT_DIMS": values["HIDDEN_DIMS"],
     "QUERY_SCALE_DIMS": values["DIMS_PER_HEAD"],
   }
-  return {name: derived.get(name) if v is None else v for name, v in values.items()}
+  complete = {name: derived.get(name) if v is None else v for name, v in values.items()}
+  return family_of(experiment).write(complete, dtype=dtype)

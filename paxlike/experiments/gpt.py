@@ -7,10 +7,11 @@ output projection. Adam with betas .9 / .95, weight decay .1 on every parameter,
 
 import fiddle as fdl
 
-from paxlike import layers
+from paxlike import hugging_face, layers
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
 from paxlike.registry import register
+from paxlike.weight_rules import Fused, Matrix, Same, Shifted
 
 
 class Gpt(Experiment):
@@ -18,6 +19,10 @@ class Gpt(Experiment):
 
   VOCAB_SIZE = 50304
   MAX_SEQ_LEN = 2048
+  PERCORE_BATCH_SIZE = 1
+  MAX_STEPS = 100
+  LEARNING_RATE = 3e-5
+  LR_COS_WARMUP = 10
 
   def model(self) -> fdl.Config[layers.Decoder]:
     model = super().model()
@@ -33,6 +38,50 @@ class Gpt(Experiment):
     linear = super().linear(role)
     linear.use_bias = True
     return linear
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    at = "transformer.h.{}"
+    rules = {
+      "embedding.table": Same("transformer.wte.weight"),
+      "positions.table": Same("transformer.wpe.weight"),
+      "stack.{}.attention.output.w": Matrix(f"{at}.attn.c_proj.weight", inputs=2, transposed=False),
+      "stack.{}.attention.output.b": Same(f"{at}.attn.c_proj.bias"),
+    }
+    for index, role in enumerate(("query", "key", "value")):
+      ours, fused = f"stack.{{}}.attention.{role}", f"{at}.attn.c_attn"
+      rules[f"{ours}.w"] = Fused(f"{fused}.weight", ndim=2, index=index, of=3)
+      rules[f"{ours}.b"] = Fused(f"{fused}.bias", ndim=1, index=index, of=3)
+    for role, theirs in (("up", "c_fc"), ("down", "c_proj")):
+      rules[f"stack.{{}}.mlp.{role}.w"] = Same(f"{at}.mlp.{theirs}.weight")
+      rules[f"stack.{{}}.mlp.{role}.b"] = Same(f"{at}.mlp.{theirs}.bias")
+    norms = {"stack.{}.attention_norm": f"{at}.ln_1", "stack.{}.mlp_norm": f"{at}.ln_2"}
+    for ours, theirs in (norms | {"norm": "transformer.ln_f"}).items():
+      rules[f"{ours}.scale"] = Shifted(f"{theirs}.weight")
+      rules[f"{ours}.bias"] = Same(f"{theirs}.bias")
+    return hugging_face.Family(
+      model_type="gpt2",
+      architecture="GPT2LMHeadModel",
+      knobs={
+        "vocab_size": "VOCAB_SIZE",
+        "n_positions": "MAX_SEQ_LEN",
+        "n_layer": "NUM_LAYERS",
+        "n_embd": "MODEL_DIMS",
+        "n_inner": "HIDDEN_DIMS",
+        "n_head": "NUM_HEADS",
+      },
+      defaults={"n_inner": None},
+      fixed={
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+      },
+      rules=rules,
+      # Masks, and the embedding's table once more.
+      ignored=(r".*\.attn\.(masked_)?bias", r"lm_head\.weight"),
+    )
 
 
 class Gpt126M(Gpt):
@@ -134,10 +183,6 @@ class Gpt3_6B(datasets.Synthetic, Gpt):
   MODEL_DIMS = 3072
   DIMS_PER_HEAD = 256
   ICI_MESH_SHAPE = (1, -1, 1)
-  PERCORE_BATCH_SIZE = 1
-  MAX_STEPS = 100
-  LEARNING_RATE = 3e-5
-  LR_COS_WARMUP = 10
 
 
 @register
@@ -158,7 +203,3 @@ class Gpt3_52k(datasets.Synthetic, Gpt):
   MODEL_DIMS = 16
   HIDDEN_DIMS = 64
   DIMS_PER_HEAD = 8
-  PERCORE_BATCH_SIZE = 1
-  MAX_STEPS = 100
-  LEARNING_RATE = 3e-5
-  LR_COS_WARMUP = 10

@@ -75,10 +75,10 @@ class GptOss(Moe, Llama):
     rules = dict(family.rules)
     for role, name in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
       rules[f"stack.{{}}.attention.{role}.b"] = Same(f"{at}.self_attn.{name}_proj.bias", ndim=1)
-    for first, role in enumerate(("gate", "up")):
+    for index, role in enumerate(("gate", "up")):
       fused = f"{at}.mlp.experts.gate_up_proj"
-      rules[f"stack.{{}}.mlp.experts.{role}.w"] = Interleaved(fused, first=first)
-      rules[f"stack.{{}}.mlp.experts.{role}.b"] = Interleaved(f"{fused}_bias", first=first)
+      rules[f"stack.{{}}.mlp.experts.{role}.w"] = Interleaved(fused, index=index)
+      rules[f"stack.{{}}.mlp.experts.{role}.b"] = Interleaved(f"{fused}_bias", index=index)
     rules |= {
       "stack.{}.attention.sinks": Same(f"{at}.self_attn.sinks"),
       "stack.{}.mlp.router.w": Matrix(f"{at}.mlp.router.weight"),
