@@ -3,7 +3,6 @@
 
 import json
 import pathlib
-import shutil
 from typing import Any
 
 import fiddle as fdl
@@ -12,7 +11,7 @@ import numpy as np
 from paxlike import fiddlers, registry, run_folder
 from paxlike.checkpoint import Checkpoints
 from paxlike.convert import matching, tensors
-from paxlike.convert.importing import TOKENIZER
+from paxlike.convert.importing import copy_tokenizer
 from paxlike.convert.matching import Match
 from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
@@ -73,8 +72,7 @@ class Run:
       tensors.write(folder, specs, value)
       config = config_of(self._experiment, dtype=dtype)
       (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-      if (self._path / TOKENIZER).exists():
-        shutil.copyfile(self._path / TOKENIZER, folder / TOKENIZER)
+      copy_tokenizer(self._path, folder)
 
   def _place(self, match: Match) -> tuple[str, int | None]:
     """Returns the array of the checkpoint that holds a weight, and the weight's index in it."""

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of others to a folder that paxlike decodes, evaluates and restores from."""
 
-import json
 import pathlib
 import shutil
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, Self
 
 import fiddle as fdl
 import numpy as np
@@ -13,8 +12,9 @@ import numpy as np
 from paxlike import checkpoint, config_file, fiddlers, registry, run_folder
 from paxlike.convert import matching
 from paxlike.convert.matching import Match
+from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized
-from paxlike.convert.tensors import TensorFolder
+from paxlike.convert.tensors import TensorFolder, TensorSpec, read_json
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
@@ -22,30 +22,62 @@ from paxlike.hugging_face import Family, normalized
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 
-TOKENIZER = "tokenizer.model"
+# File -> the knob TOKENIZER for it; the first that is there is taken.
+TOKENIZERS = {"tokenizer.model": "sentencepiece", "tokenizer.json": "huggingface"}
+
+
+class Tensors(Protocol):
+  """Tensors by name."""
+
+  specs: dict[str, TensorSpec]
+
+  def read(self, name: str) -> np.ndarray:
+    """Returns a tensor."""
+    ...
 
 
 class Source:
-  """A model of Hugging Face: what it is, and where its weights are.
+  """A model of others: what it is, and where its weights are.
 
   Attributes:
     matches: A match for every weight.
     family: Says what the names mean.
   """
 
-  def __init__(self, path: pathlib.Path):
-    """Reads the configuration and the headers of the tensor files.
+  def __init__(self, path: pathlib.Path, config: Mapping[str, Any], tensors: Tensors):
+    """Finds a place for every tensor and reads none.
 
     Raises:
-      UserError: No family fits, a file is damaged, or tensors and configuration do not agree.
+      UserError: No family fits, or tensors, configuration and tokenizer do not agree.
     """
-    self._path = path
-    config = normalized(_json(path / "config.json"))
-    self._experiment, self.family = _family(config, path)
-    self._knobs = self.family.read(config)
-    self._tensors = Dequantized(TensorFolder(path), block=_fp8_block(config))
+    self._experiment, self.family = _family(normalized(config), path)
+    self._knobs = self.family.read(normalized(config))
+    self._tensors = tensors
+    self._tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
     self.matches = matching.match(Definition(self._model()), self.family)
     matching.check(self.matches, self._tensors.specs, self.family, self._knobs)
+    if self._tokenizer is not None:
+      self._check(self._tokenizer)
+
+  @classmethod
+  def hugging_face(cls, path: pathlib.Path) -> Self:
+    """Opens a folder as Hugging Face has it.
+
+    Raises:
+      UserError: A file is missing or damaged; or as above.
+    """
+    config = read_json(path / "config.json")
+    return cls(path, config, Dequantized(TensorFolder(path), block=_fp8_block(config)))
+
+  @classmethod
+  def meta(cls, path: pathlib.Path) -> Self:
+    """Opens a folder of Meta's LLaMA.
+
+    Raises:
+      UserError: A file is missing or damaged; or as above.
+    """
+    folder = MetaFolder(path)
+    return cls(path, folder.config, folder)
 
   def table(self) -> str:
     """Returns a line for each weight: its name and shape, and where it comes from."""
@@ -58,9 +90,9 @@ class Source:
     with run_folder.built(to, flag="to") as folder:
       weights, layout = self._weights(np.dtype(dtype)), layout_of(self._model())
       checkpoint.write_streamed(folder / "checkpoints", weights, layout=layout)
-      if (self._path / TOKENIZER).exists():
-        shutil.copyfile(self._path / TOKENIZER, folder / TOKENIZER)
-      graph = self._graph(to.absolute() / TOKENIZER)
+      if self._tokenizer is not None:
+        copy_tokenizer(self._tokenizer.parent, folder)
+      graph = self._graph(to.absolute())
       (folder / "config.json").write_text(config_file.dump(graph))
       (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
       (folder / "experiment.json").write_text(registry.dump(self._experiment(**self._knobs)))
@@ -72,19 +104,34 @@ class Source:
   def _model(self) -> Any:
     return fdl.build(self._graph(None).model)
 
-  def _graph(self, tokenizer: pathlib.Path | None) -> fdl.Config:
-    """Returns the graph of an experiment that has the weights, and the tokenizer if any."""
+  def _graph(self, folder: pathlib.Path | None) -> fdl.Config:
+    """Returns the graph of an experiment that has the weights, and the tokenizer in `folder`."""
     knobs: dict[str, Any] = dict(self._knobs)
     mixin: type[Experiment] = datasets.Synthetic
-    if tokenizer is not None and (self._path / TOKENIZER).exists():
-      mixin = datasets.LocalText
-      knobs |= {"TOKENIZER": "sentencepiece", "VOCAB_PATH": str(tokenizer)}
+    if folder is not None and self._tokenizer is not None:
+      mixin, name = datasets.LocalText, self._tokenizer.name
+      knobs |= {"TOKENIZER": TOKENIZERS[name], "VOCAB_PATH": str(folder / name)}
     graph = type(self._experiment.__name__, (mixin, self._experiment), {})(**knobs).trainer()
     fiddlers.stack(graph, scan=False)
     return graph
 
+  def _check(self, tokenizer: pathlib.Path):
+    size = fdl.build(self._graph(tokenizer.parent).train_data.tokenizer).vocab_size
+    if size > self._knobs["VOCAB_SIZE"]:
+      raise UserError(
+        f"{tokenizer} has {size} ids, but the model knows {self._knobs['VOCAB_SIZE']}: it is the"
+        " tokenizer of another model."
+      )
 
-def _weight(match: Match, tensors: Dequantized) -> np.ndarray:
+
+def copy_tokenizer(source: pathlib.Path, to: pathlib.Path):
+  """Copies what is there of tokenizers' files."""
+  for name in (*TOKENIZERS, "tokenizer_config.json"):
+    if (source / name).exists():
+      shutil.copyfile(source / name, to / name)
+
+
+def _weight(match: Match, tensors: Tensors) -> np.ndarray:
   return match.rule.load([tensors.read(name) for name in match.theirs], match.shape)
 
 
@@ -94,18 +141,6 @@ def _fp8_block(config: dict[str, Any]) -> int:
   if sides[0] != sides[1]:
     raise UserError(f"config.json: weight_block_size={sides} is not square.")
   return sides[0]
-
-
-def _json(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    config = json.loads(path.read_text())
-  except OSError as error:
-    raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-  except ValueError as error:
-    raise UserError(f"{path} is no JSON: {error}.") from None
-  if not isinstance(config, dict):
-    raise UserError(f"{path} holds no configuration.")
-  return config
 
 
 def _family(config: dict[str, Any], path: pathlib.Path) -> tuple[type[Experiment], Family]:

@@ -5,12 +5,18 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from paxlike.errors import UserError
 
+if TYPE_CHECKING:
+  from paxlike.convert.exporting import Run
+  from paxlike.convert.importing import Source
+
 _HELP = """\
-Converts models of Hugging Face (safetensors) for paxlike, and checkpoints of paxlike for Hugging
-Face, a tensor at a time. DIR then holds all that `paxlike --mode=decode --job_log_dir=DIR` needs.
+Converts models of Hugging Face (safetensors), and LLaMA as Meta gives it away (.pth), for paxlike,
+and checkpoints of paxlike for Hugging Face, a tensor at a time. What is made for paxlike is all
+that `paxlike --mode=decode --job_log_dir=DIR` needs.
 """
 
 
@@ -22,7 +28,7 @@ def main() -> int:
 def run(argv: Sequence[str]) -> int:
   """Runs a command line. Returns the exit status: 0, or 2 for a user's mistake."""
   parser = argparse.ArgumentParser(prog="paxlike-convert", description=_HELP)
-  parser.add_argument("--from", dest="source", choices=("hf", "paxlike"), required=True)
+  parser.add_argument("--from", dest="source", choices=("hf", "meta", "paxlike"), required=True)
   parser.add_argument("--path", type=pathlib.Path, required=True, help="what is converted")
   parser.add_argument("--to", type=pathlib.Path, required=True, metavar="DIR", help="a new folder")
   parser.add_argument("--step", type=int, help="from paxlike: this checkpoint, not the newest")
@@ -30,14 +36,7 @@ def run(argv: Sequence[str]) -> int:
   parser.add_argument("--dry_run", action="store_true", help="print what goes where, write nothing")
   options = parser.parse_args(argv)
   try:
-    if options.source == "hf":
-      from paxlike.convert import importing
-
-      source = importing.Source(options.path)
-    else:
-      from paxlike.convert import exporting
-
-      source = exporting.Run(options.path, step=options.step)
+    source = _open(options)
     if options.dry_run:
       print(source.table())
     else:
@@ -49,6 +48,19 @@ def run(argv: Sequence[str]) -> int:
     return 2
   except KeyboardInterrupt:
     return 130
+
+
+def _open(options: argparse.Namespace) -> "Source | Run":
+  # Imported here, after the flags have been found good.
+  if options.source == "paxlike":
+    from paxlike.convert.exporting import Run
+
+    return Run(options.path, step=options.step)
+  from paxlike.convert.importing import Source
+
+  return (
+    Source.meta(options.path) if options.source == "meta" else Source.hugging_face(options.path)
+  )
 
 
 if __name__ == "__main__":

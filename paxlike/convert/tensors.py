@@ -122,6 +122,23 @@ def _header(file: pathlib.Path) -> dict[str, _Place]:
     raise UserError(f"{file} is damaged: its header holds {error}.") from None
 
 
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the mapping in a JSON file.
+
+  Raises:
+    UserError: There is none.
+  """
+  try:
+    config = json.loads(path.read_text())
+  except OSError as error:
+    raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+  except ValueError as error:
+    raise UserError(f"{path} is no JSON: {error}.") from None
+  if not isinstance(config, dict):
+    raise UserError(f"{path} holds no mapping.")
+  return config
+
+
 def write(
   folder: pathlib.Path,
   specs: Mapping[str, TensorSpec],

@@ -4,6 +4,7 @@
 import abc
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -133,3 +134,62 @@ class SentencePieceTokenizer(Tokenizer):
 
   def fingerprint(self) -> str:
     return f"sentencepiece {hashlib.sha256(self._model.serialized_model_proto()).hexdigest()}"
+
+
+class HuggingFaceTokenizer(Tokenizer):
+  """A `tokenizer.json` of Hugging Face; the file is read when first needed.
+
+  What ends a document is said by the `tokenizer_config.json` beside it.
+  """
+
+  def __init__(self, path: str | os.PathLike[str]):
+    self._path = os.fspath(path)
+
+  def check(self):
+    """Raises UserError if the file is missing or no tokenizer."""
+    _ = self._model
+
+  @functools.cached_property
+  def _model(self) -> Any:
+    import tokenizers
+
+    if not os.path.isfile(self._path):
+      raise UserError(f"VOCAB_PATH={self._path}: no such file.")
+    try:
+      return tokenizers.Tokenizer.from_file(self._path)
+    except Exception as error:  # The library raises nothing more special.
+      raise UserError(f"VOCAB_PATH={self._path} is no tokenizer.json: {error}.") from error
+
+  @functools.cached_property
+  def vocab_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    return 1 + max(self._model.get_vocab(with_added_tokens=True).values())
+
+  @functools.cached_property
+  def eos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    path = os.path.join(os.path.dirname(self._path), "tokenizer_config.json")
+    try:
+      with open(path, encoding="utf-8") as stream:
+        token = json.load(stream).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+      return None
+    token = token.get("content") if isinstance(token, dict) else token
+    return None if token is None else self._model.token_to_id(token)
+
+  @functools.cached_property
+  def bos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    first = self._model.encode("", add_special_tokens=True).ids[:1]
+    return first[0] if first and first[0] != self.eos_id else None
+
+  def encode(self, text: str) -> np.ndarray:
+    return self.encode_all([text])[0]
+
+  def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+    clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+    encoded = self._model.encode_batch(clean, add_special_tokens=False)
+    return [np.array(encoding.ids, np.int32) for encoding in encoded]
+
+  def decode(self, ids: np.ndarray) -> str:
+    return self._model.decode([int(i) for i in ids if i < self.vocab_size])
+
+  def fingerprint(self) -> str:
+    return f"tokenizer.json {hashlib.sha256(self._model.to_str().encode()).hexdigest()}"

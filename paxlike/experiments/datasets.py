@@ -33,8 +33,9 @@ class LocalText(Experiment):
 
   DATA_PATH: str | None = None  #: The files. Required.
   DATA_FIELD: str = "text"  #: The field or column of .jsonl and .parquet files.
-  TOKENIZER: Literal["byte", "character", "sentencepiece"] = "byte"  #: How text becomes ids.
-  VOCAB_PATH: str | None = None  #: The model file of a SentencePiece tokenizer.
+  #: How text becomes ids.
+  TOKENIZER: Literal["byte", "character", "sentencepiece", "huggingface"] = "byte"
+  VOCAB_PATH: str | None = None  #: A SentencePiece model, or a tokenizer.json of Hugging Face.
   PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
   TRAIN_SHARE: float = 0.9  #: The share of the documents (or of a single one) to train on.
 
@@ -68,6 +69,11 @@ class LocalText(Experiment):
       return None
     if self.TOKENIZER == "byte":
       return fdl.Config(tokenizer.ByteTokenizer)
+    kinds = {
+      "sentencepiece": (tokenizer.SentencePieceTokenizer, "a SentencePiece model"),
+      "huggingface": (tokenizer.HuggingFaceTokenizer, "a tokenizer.json"),
+    }
+    kind, file = kinds[self.TOKENIZER]
     if self.VOCAB_PATH is None:
-      raise UserError("TOKENIZER=sentencepiece needs --fdl.VOCAB_PATH=, a SentencePiece model.")
-    return fdl.Config(tokenizer.SentencePieceTokenizer, self.VOCAB_PATH)
+      raise UserError(f"TOKENIZER={self.TOKENIZER} needs --fdl.VOCAB_PATH=, {file}.")
+    return fdl.Config(kind, self.VOCAB_PATH)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLaMA as Meta gives it away (`consolidated.*.pth`), seen as a model of Hugging Face."""
+
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+
+from paxlike.convert.tensors import TensorSpec, read_json
+from paxlike.convert.torch_files import TorchFile
+from paxlike.errors import UserError
+
+# Their name -> (that of Hugging Face, the dim along which the files hold parts of it).
+_OUTER = {
+  "tok_embeddings.weight": ("model.embed_tokens.weight", 1),
+  "norm.weight": ("model.norm.weight", None),
+  "output.weight": ("lm_head.weight", 0),
+}
+_INNER = {
+  "attention.wq": ("self_attn.q_proj", 0),
+  "attention.wk": ("self_attn.k_proj", 0),
+  "attention.wv": ("self_attn.v_proj", 0),
+  "attention.wo": ("self_attn.o_proj", 1),
+  "feed_forward.w1": ("mlp.gate_proj", 0),
+  "feed_forward.w2": ("mlp.down_proj", 1),
+  "feed_forward.w3": ("mlp.up_proj", 0),
+  "attention_norm": ("input_layernorm", None),
+  "ffn_norm": ("post_attention_layernorm", None),
+}
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
+
+
+class MetaFolder:
+  """A folder of Meta's.
+
+  Attributes:
+    config: What Hugging Face's `config.json` would say.
+    specs: Name at Hugging Face -> shape and dtype.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    """Reads what the files hold, but no weights.
+
+    Raises:
+      UserError: A file is missing or damaged, or the files are not parts of one model.
+    """
+    files = sorted(path.glob("consolidated.*.pth"))
+    if not files:
+      raise UserError(f"--path={path} holds no consolidated.*.pth.")
+    params = read_json(path / "params.json")
+    self._parts = [TorchFile(file) for file in files]
+    names = self._parts[0].specs.keys()
+    for file, part in zip(files, self._parts, strict=True):
+      if part.specs.keys() != names:
+        raise UserError(f"{file} and {files[0]} hold other weights.")
+    try:
+      self._dim, self._heads = int(params["dim"]), int(params["n_heads"])
+      self._kv_heads = int(params.get("n_kv_heads") or self._heads)
+      num_layers, epsilon = int(params["n_layers"]), float(params["norm_eps"])
+    except (KeyError, TypeError, ValueError) as error:
+      raise UserError(f"{path / 'params.json'} is damaged: {error!r}.") from None
+    self._theirs: dict[str, tuple[str, int | None]] = {}
+    self.specs: dict[str, TensorSpec] = {}
+    for name in names:
+      if name != "rope.freqs":
+        ours, dim = self._place(name)
+        self._theirs[ours] = (name, dim)
+        self.specs[ours] = self._whole(name, dim)
+    self.config = {
+      "model_type": "llama",
+      "hidden_size": self._dim,
+      "num_hidden_layers": num_layers,
+      "num_attention_heads": self._heads,
+      "num_key_value_heads": self._kv_heads,
+      "rms_norm_eps": epsilon,
+      "vocab_size": self._rows("model.embed_tokens.weight"),
+      "intermediate_size": self._rows("model.layers.0.mlp.gate_proj.weight"),
+      "tie_word_embeddings": "lm_head.weight" not in self.specs,
+      **_positions(params),
+    }
+
+  def read(self, name: str) -> np.ndarray:
+    """Returns a tensor as Hugging Face has it."""
+    theirs, dim = self._theirs[name]
+    parts = [part.read(theirs) for part in self._parts]
+    whole = parts[0] if dim is None else np.concatenate(parts, axis=dim)
+    if name.endswith("q_proj.weight"):
+      return _halves(whole, self._heads)
+    return _halves(whole, self._kv_heads) if name.endswith("k_proj.weight") else whole
+
+  def _place(self, name: str) -> tuple[str, int | None]:
+    """Returns the name at Hugging Face, and the dim along which the files hold parts."""
+    match = _LAYER.fullmatch(name)
+    if match is not None and match[2] in _INNER:
+      ours, dim = _INNER[match[2]]
+      return f"model.layers.{match[1]}.{ours}.weight", dim
+    if name not in _OUTER:
+      raise UserError(f"too much: {name} is no weight of LLaMA.")
+    ours, dim = _OUTER[name]
+    columns = self._parts[0].specs[name].shape[-1]
+    # LLaMA 2 cuts the embedding's columns, Llama 3 its rows.
+    return ours, 0 if name == "tok_embeddings.weight" and columns == self._dim else dim
+
+  def _whole(self, name: str, dim: int | None) -> TensorSpec:
+    shape, dtype = self._parts[0].specs[name]
+    if dim is None:
+      return TensorSpec(shape, dtype)
+    size = sum(part.specs[name].shape[dim] for part in self._parts)
+    return TensorSpec((*shape[:dim], size, *shape[dim + 1 :]), dtype)
+
+  def _rows(self, name: str) -> int:
+    if name not in self.specs:
+      raise UserError(f"missing: {name} is in no consolidated.*.pth.")
+    return self.specs[name].shape[0]
+
+
+def _halves(w_FD: np.ndarray, num_heads: int) -> np.ndarray:
+  """Returns a map to heads, rotary pairs next to each other in it, with the pairs in two halves."""
+  pairs = w_FD.reshape(num_heads, -1, 2, w_FD.shape[1])
+  return pairs.swapaxes(1, 2).reshape(w_FD.shape)
+
+
+def _positions(params: dict[str, Any]) -> dict[str, Any]:
+  """Returns what follows from the generation: LLaMA 2, Llama 3, or 3.1 with its longer context."""
+  theta = float(params.get("rope_theta") or 10_000.0)
+  if not params.get("use_scaled_rope"):
+    length = 8192 if theta > 10_000 else 4096
+    return {"rope_theta": theta, "max_position_embeddings": length}
+  scaling = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+  }
+  return {"rope_theta": theta, "max_position_embeddings": 131_072, "rope_scaling": scaling}
