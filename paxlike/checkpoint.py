@@ -250,10 +250,15 @@ class Checkpoints:
         name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
         for name, (shape, dtype) in metadata["tensors"].items()
       }
+    if not partial and all(name.startswith("params.") for name in tensors):
+      raise UserError(
+        f"{self.path(step)} holds weights and no training state: begin a run in a new folder, with"
+        f" --fdl.CHECKPOINT_RESTORE_PATH={self._directory.parent}"
+      )
     if differences := relayout.differences(tensors, saved_layout, target, layout, partial=partial):
-      shown = "\n".join(f"  {line}" for line in differences[:20])
-      more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
-      raise UserError(f"{self.path(step)} is of another experiment:\n{shown}{more}")
+      shown = "; ".join(differences[:5])
+      more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+      raise UserError(f"{self.path(step)} is of another experiment: {shown}{more}.")
     source = relayout.in_layout(target, layout, saved_layout)
     arguments = ocp.args.PyTreeRestore(
       source,

@@ -66,7 +66,7 @@ class Restore:
       params = read_params(self._saved, step, definition, mesh, names=names)
     except UserError as error:
       raise UserError(
-        f"CHECKPOINT_RESTORE_PATH: {error}\nCHECKPOINT_IGNORE_RULES names weights to draw anew."
+        f"CHECKPOINT_RESTORE_PATH: {error} CHECKPOINT_IGNORE_RULES leaves weights out."
       ) from error
     others = [name for name in definition.weights if name not in names]
     provenance = {

@@ -98,13 +98,13 @@ def test_another_experiment_is_refused_with_the_differences(saved):
   ):
     with pytest.raises(UserError) as error:
       restore()
-    lines = [line.strip() for line in str(error.value).splitlines()]
-    assert lines[0].endswith("checkpoint_00000001 is of another experiment:")
-    assert lines[1:] == [
+    start, _, differences = str(error.value).partition(" is of another experiment: ")
+    assert start.endswith("checkpoint_00000001")
+    assert differences.split("; ") == [
       "extra.bits: uint32[5] in the checkpoint, uint32[6] in this experiment",
       "params.a.w: only in the checkpoint",
       "params.b.w: bfloat16[8, 4] in the checkpoint, float32[8, 4] in this experiment",
-      "params.new.w: not in the checkpoint",
+      "params.new.w: not in the checkpoint.",
     ]
   assert saved.steps() == [1]
 

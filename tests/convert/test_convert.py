@@ -148,6 +148,23 @@ def test_decoding_with_the_experiment_of_another_family_is_said(tmp_path, capsys
   assert "is of another experiment" in error and "Traceback" not in error
 
 
+def test_a_converted_model_is_trained_in_a_folder_of_its_own(tmp_path, capsys):
+  write(tmp_path / "theirs")
+  assert convert(tmp_path / "theirs", tmp_path / "ours", "--dtype=bfloat16") == 0
+  knobs = json.loads((tmp_path / "ours" / "experiment.json").read_text())["knobs"]
+  flags = ["--fdl_config=LLaMA7B", *(f"--fdl.{knob}={value}" for knob, value in knobs.items())]
+  assert paxlike(*flags, f"--job_log_dir={tmp_path / 'ours'}") == 2
+  assert f"--fdl.CHECKPOINT_RESTORE_PATH={tmp_path / 'ours'}" in capsys.readouterr().err
+  origin = f"--fdl.CHECKPOINT_RESTORE_PATH={tmp_path / 'ours'}"
+  steps = ("--fdl.MAX_STEPS=1", f"--job_log_dir={tmp_path / 'run'}")
+  assert paxlike(*flags, origin, *steps) == 0
+  # The rate of the first step is 0.
+  with Checkpoints(tmp_path / "run" / "checkpoints", keep=None) as saved:
+    trained = saved.read(1, "params.embedding.table")
+  expected = values(shapes())["model.embed_tokens.weight"].astype("bfloat16").astype("float32")
+  np.testing.assert_array_equal(trained, expected)
+
+
 def test_a_trained_run_is_exported(tmp_path):
   tiny = ("--fdl_config=LLaMA7B", "--fdl.MODEL_DIMS=16", "--fdl.HIDDEN_DIMS=24")
   heads = ("--fdl.NUM_HEADS=4", "--fdl.VOCAB_SIZE=64", "--fdl.MAX_SEQ_LEN=8", "--fdl.NUM_LAYERS=2")

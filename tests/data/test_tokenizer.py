@@ -2,13 +2,19 @@
 """Text survives the way to ids and back."""
 
 import io
+import json
 import pathlib
 import random
 
 import numpy as np
 import pytest
 
-from paxlike.data.tokenizer import ByteTokenizer, CharacterTokenizer, SentencePieceTokenizer
+from paxlike.data.tokenizer import (
+  ByteTokenizer,
+  CharacterTokenizer,
+  HuggingFaceTokenizer,
+  SentencePieceTokenizer,
+)
 from paxlike.errors import UserError
 
 TEXTS = ["", "a", "naïve café\n\tdef f(x):\r\n", "漢字 \U0001f600 e\u0301 \x00\x7f\u2028\ufeff"]
@@ -140,3 +146,52 @@ def test_cut_model_file_is_named(tmp_path, model_file):
   path.write_bytes(whole[: len(whole) // 2])
   with pytest.raises(UserError, match=f"VOCAB_PATH={path}"):
     SentencePieceTokenizer(path).check()
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+  """A tokenizer.json that starts texts with <s>, and a tokenizer_config.json that ends them."""
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+  model = tokenizers.Tokenizer(models.BPE())
+  model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  model.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=300,
+    special_tokens=["<s>", "</s>"],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  model.train_from_iterator(["the cat sat on the mat"] * 5, trainer)
+  model.post_processor = processors.TemplateProcessing(
+    single="<s> $A", special_tokens=[("<s>", model.token_to_id("<s>"))]
+  )
+  folder = tmp_path_factory.mktemp("byte_level")
+  model.save(str(folder / "tokenizer.json"))
+  (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+  return HuggingFaceTokenizer(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("text", ["the cat", "", "Zürich 🦊\n\ttabs"])
+def test_a_tokenizer_json_gives_back_what_it_took(byte_level, text):
+  ids = byte_level.encode(text)
+  assert ids.dtype == np.int32
+  assert byte_level.decode(ids) == text
+
+
+def test_a_tokenizer_json_knows_where_texts_start_and_end(byte_level):
+  assert (byte_level.bos_id, byte_level.eos_id) == (0, 1)
+  assert 0 not in byte_level.encode("the cat")
+  assert byte_level.vocab_size > 258
+  ids = [byte_level.bos_id, *byte_level.encode("the cat"), byte_level.eos_id, 10**6]
+  assert byte_level.decode(np.array(ids)) == "the cat"
+
+
+@pytest.mark.parametrize("content", [None, "", "{}"], ids=["missing", "empty", "junk"])
+def test_a_bad_tokenizer_json_is_named(tmp_path, content):
+  path = tmp_path / "tokenizer.json"
+  if content is not None:
+    path.write_text(content)
+  with pytest.raises(UserError, match=f"VOCAB_PATH={path}"):
+    HuggingFaceTokenizer(path).check()
