@@ -332,34 +332,45 @@ class Checkpoints:
 
 
 def write_streamed(
-  directory: epath.PathLike, arrays: Iterable[tuple[str, np.ndarray]], *, layout: Layout
+  directory: epath.PathLike,
+  arrays: Iterable[tuple[str, np.ndarray]],
+  *,
+  dtype: Any,
+  layout: Layout,
 ):
   """Writes checkpoint 0 from arrays that need not be in memory at once.
 
   Args:
     directory: Of the checkpoints; must not be there.
     arrays: (name, value), such as ("params.embedding.table", ...).
+    dtype: In which they are stored.
     layout: Where the names have each layer.
 
   Raises:
     OSError, ValueError: It failed.
   """
   import orbax.checkpoint as ocp
+  from orbax.checkpoint import v1
   from orbax.checkpoint.experimental.v1 import partial
 
   path = epath.Path(directory) / "checkpoint_00000000"
   shapes: dict[str, Any] = {}
   waiting: dict[str, np.ndarray] = {}
-  for name, value in arrays:
-    shapes[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)
-    waiting[name] = value
-    if sum(array.nbytes for array in waiting.values()) >= _STREAM_BYTES:
+  context = v1.Context()
+  context.array.saving.storage_options.dtype = np.dtype(dtype)  # Converted on the way to the disk.
+  context.array.saving.storage_options.chunk_byte_size = 16_000_000
+  context.memory.deepcopy_host_arrays = False
+  with context:
+    for name, value in arrays:
+      shapes[name] = jax.ShapeDtypeStruct(value.shape, dtype)
+      waiting[name] = value
+      if sum(array.nbytes for array in waiting.values()) >= _STREAM_BYTES:
+        partial.save(path, waiting)
+        waiting = {}
+      del value
+    if waiting:
       partial.save(path, waiting)
-      waiting = {}
-    del value
-  if waiting:
-    partial.save(path, waiting)
-  partial.finalize(path)
+    partial.finalize(path)
   with contextlib.closing(ocp.JsonCheckpointHandler()) as handler:
     for item, value in (("metadata", _metadata(shapes, layout)), ("train_input", {})):
       (path / item).mkdir()

@@ -27,6 +27,7 @@ class Options:
     sampling: How tokens are chosen.
     num_samples: Texts for each prompt.
     stop: A text ends before any of these strings.
+    stop_tokens: A text ends before any of these ids, as before the tokenizer's EOS and BOS.
     num_rows: Texts that are decoded together, at most.
     seed: Of the draws.
   """
@@ -35,6 +36,7 @@ class Options:
   sampling: Sampling = dataclasses.field(default_factory=Sampling)
   num_samples: int = 1
   stop: tuple[str, ...] = ()
+  stop_tokens: tuple[int, ...] = ()
   num_rows: int = 64
   seed: int = 0
 
@@ -92,7 +94,7 @@ class Decoding:
     self._tokenizer = tokenizer
     self._max_len = max_len
     self.options = options
-    ends = {tokenizer.eos_id, tokenizer.bos_id} - {None}
+    ends = {tokenizer.eos_id, tokenizer.bos_id, *options.stop_tokens} - {None}
     self._make = lambda rows, room: Generator(
       definition,
       params,

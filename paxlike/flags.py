@@ -18,7 +18,7 @@ from paxlike.errors import UserError, did_you_mean
 MODES = ("train", "eval", "decode", "show")
 
 _DECODE = (
-  *("prompt", "prompt_file", "max_new_tokens", "num_samples", "stop", "decode_rows"),
+  *("prompt", "prompt_file", "max_new_tokens", "num_samples", "stop", "stop_token", "decode_rows"),
   *("temperature", "top_k", "top_p", "min_p", "decode_seed"),
 )
 # Flags without effect in any other mode.
@@ -66,8 +66,8 @@ How to decode (eval and decode need no --fdl_config: the run's own config.json s
   --prompt=TEXT, --prompt_file=FILE
                           what to continue; repeatable; a .txt file has one prompt a line, a .jsonl
                           file one in the field "prompt" of each
-  --max_new_tokens=256, --num_samples=1, --stop=TEXT
-                          texts for each prompt, and where they end; --stop is repeatable
+  --max_new_tokens=256, --num_samples=1, --stop=TEXT, --stop_token=ID
+                          texts for each prompt, and where they end; --stop... are repeatable
   --temperature=0, --top_k=K, --top_p=P, --min_p=P, --decode_seed=0
                           how tokens are chosen; temperature 0 takes the likeliest
   --decode_rows=64        texts that are decoded together
@@ -107,13 +107,14 @@ class Options:
     continuous: Evaluate the checkpoints of a running job as they appear.
     prompt: Prompts to continue.
     prompt_file: Files of prompts.
-    max_new_tokens: See `decoding.Options`, as for the next eight; None: its default.
+    max_new_tokens: See `decoding.Options`, as for the next nine; None: its default.
     temperature: See there.
     top_k: See there.
     top_p: See there.
     min_p: See there.
     num_samples: See there.
     stop: See there.
+    stop_token: See there.
     decode_rows: See there.
     decode_seed: See there.
     fdl_allow_modules: Modules that `fdl_config_file` may use besides paxlike's.
@@ -149,6 +150,7 @@ class Options:
   min_p: float | None = None
   num_samples: int | None = None
   stop: tuple[str, ...] = ()
+  stop_token: tuple[int, ...] = ()
   decode_rows: int | None = None
   decode_seed: int | None = None
   fdl_allow_modules: tuple[str, ...] = ()
@@ -198,6 +200,7 @@ def parse(argv: Sequence[str]) -> Options:
     prompt=tuple(given["prompt"]),
     prompt_file=tuple(given["prompt_file"]),
     stop=tuple(given["stop"]),
+    stop_token=tuple(given["stop_token"]),
     help=given["help"] or given["h"],
     fdl_allow_modules=tuple(filter(None, ",".join(given["fdl_allow_modules"]).split(","))),
   )
@@ -284,6 +287,7 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_float(name, None, "", lower_bound=0, flag_values=values)
   for name in ("fdl_set", "fiddler", "fdl_allow_modules", "prompt", "prompt_file", "stop"):
     flags.DEFINE_multi_string(name, [], "", flag_values=values)
+  flags.DEFINE_multi_integer("stop_token", [], "", lower_bound=0, flag_values=values)
   return values
 
 

@@ -170,6 +170,7 @@ def _decoding(options: flags.Options) -> tuple[list[str], Any]:
   how = decoding.Options(
     sampling=Sampling(**given(temperature=options.temperature), **limits),
     stop=options.stop,
+    stop_tokens=options.stop_token,
     **given(
       max_new_tokens=options.max_new_tokens,
       num_samples=options.num_samples,

@@ -62,7 +62,7 @@ class Run:
     def value(name: str) -> np.ndarray:
       if len(owners[name]) == 1:
         ((match, index),) = owners[name]
-        return match.rule.save(self._weight(match))[index].astype(dtype)
+        return match.rule.save(self._weight(match))[index]
       tensor = np.empty(specs[name].shape, dtype)
       for match, index in owners[name]:
         tensor[match.rule.part(match.shape)] = match.rule.save(self._weight(match))[index]

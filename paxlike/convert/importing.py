@@ -88,8 +88,10 @@ class Source:
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must not hold anything yet."""
     with run_folder.built(to, flag="to") as folder:
-      weights, layout = self._weights(np.dtype(dtype)), layout_of(self._model())
-      checkpoint.write_streamed(folder / "checkpoints", weights, layout=layout)
+      layout = layout_of(self._model())
+      checkpoint.write_streamed(
+        folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout
+      )
       if self._tokenizer is not None:
         copy_tokenizer(self._tokenizer.parent, folder)
       graph = self._graph(to.absolute())
@@ -97,9 +99,9 @@ class Source:
       (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
       (folder / "experiment.json").write_text(registry.dump(self._experiment(**self._knobs)))
 
-  def _weights(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+  def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
     for match in self.matches:
-      yield f"params.{match.ours}", _weight(match, self._tensors).astype(dtype)
+      yield f"params.{match.ours}", _weight(match, self._tensors)
 
   def _model(self) -> Any:
     return fdl.build(self._graph(None).model)

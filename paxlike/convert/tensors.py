@@ -8,7 +8,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -31,6 +31,7 @@ _DTYPES: dict[str, Any] = {
   "BOOL": np.bool_,
 }
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_PART_BYTES = 16_000_000
 _INDEX = "model.safetensors.index.json"
 
 
@@ -151,7 +152,8 @@ def write(
   Args:
     folder: An empty one.
     specs: Name -> shape and dtype.
-    value: Returns a tensor by name; each is asked for once, in the order of `specs`.
+    value: Returns a tensor by name, whose dtype may be another; each is asked for once, in the
+      order of `specs`.
     shard_bytes: Files hold so much, unless a single tensor is larger.
   """
   shards: list[list[str]] = [[]]
@@ -189,9 +191,17 @@ def _write_file(
   with file.open("wb") as stream:
     stream.write(len(text).to_bytes(8, "little") + text)
     for name, spec in specs.items():
-      tensor = value(name)
-      assert tensor.shape == spec.shape and tensor.dtype == spec.dtype, name
-      stream.write(np.ascontiguousarray(tensor).view(np.uint8).data)
+      _write_tensor(stream, value(name), spec)  # No name keeps it while the next one is made.
+
+
+def _write_tensor(stream: BinaryIO, tensor: np.ndarray, spec: TensorSpec):
+  """Writes a tensor, converted a part at a time: it may be a view in another order or dtype."""
+  assert tensor.shape == spec.shape
+  rows: Any = tensor.reshape(1) if tensor.ndim == 0 else tensor
+  step = max(1, _PART_BYTES * len(rows) // max(_bytes(spec), 1))
+  for first in range(0, len(rows), step):
+    part = np.ascontiguousarray(rows[first : first + step], dtype=spec.dtype)
+    stream.write(part.view(np.uint8).data)
 
 
 def _bytes(spec: TensorSpec) -> int:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts in, texts out: the laws of `Decoding` and of what is told of it."""
+
+import json
+import string
+
+import jax
+import pytest
+from etils import epath
+from models import SEQ_LEN, tiny
+
+from paxlike import decoding, prompts, train_state
+from paxlike.data.tokenizer import CharacterTokenizer
+from paxlike.errors import UserError
+from paxlike.mesh import MeshSpec
+from paxlike.sampling import Sampling
+
+CHARACTERS = string.ascii_letters + string.digits + " .,;"
+BOS, EOS = len(CHARACTERS), len(CHARACTERS) + 1
+
+
+class Tokenizer(CharacterTokenizer):
+  bos_id, eos_id = BOS, EOS
+
+  def __init__(self):
+    super().__init__(CHARACTERS)
+    self.vocab_size = 96  # All that the model may say.
+
+  def decode(self, ids):
+    return "".join(self.alphabet[i] if i < len(self.alphabet) else "?" for i in ids if i < BOS)
+
+
+class Journal:
+  def __init__(self):
+    self.pieces, self.notes = [], []
+    self.piece, self.note = self.pieces.append, self.notes.append
+
+
+@pytest.fixture(scope="module")
+def model():
+  definition = tiny()
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  return definition, train_state.init_params(definition, mesh, seed=1)
+
+
+def make(model, tokenizer=None, **options):
+  definition, params = model
+  options = decoding.Options(**options)
+  return decoding.Decoding(
+    definition, params, tokenizer or Tokenizer(), max_len=SEQ_LEN, options=options
+  )
+
+
+def texts(model, given, **options):
+  """Returns the finished results, in the order of prompts and samples."""
+  ended = [result for result in make(model, **options).run(given) if result.ended_by]
+  return sorted(ended, key=lambda result: (result.prompt, result.sample))
+
+
+def test_each_prompt_gets_its_samples(model):
+  hot = Sampling(temperature=5.0)
+  results = texts(model, ["ab", "c", "def"], num_samples=3, sampling=hot, max_new_tokens=6)
+  assert [(r.prompt, r.sample) for r in results] == [(p, s) for p in range(3) for s in range(3)]
+  for result in results:
+    assert len(result.log_probabilities) == len(result.tokens)
+  assert len({result.text for result in results}) > 6
+
+
+def test_a_text_ends_before_a_stop_string_or_token(model):
+  (free,) = texts(model, ["ab"], max_new_tokens=8, sampling=Sampling(temperature=5.0))
+  assert len(free.tokens) > 3
+  stop = free.text[2:4]
+  hot = Sampling(temperature=5.0)
+  (stopped,) = texts(model, ["ab"], max_new_tokens=8, sampling=hot, stop=("never said", stop))
+  assert (stopped.text, stopped.ended_by) == (free.text[: free.text.find(stop)], "stop")
+  token = free.tokens[2]
+  (stopped,) = texts(model, ["ab"], max_new_tokens=8, sampling=hot, stop_tokens=(token,))
+  assert stopped.tokens == free.tokens[: free.tokens.index(token)]
+  assert stopped.ended_by == "stop"
+
+
+def test_a_text_ends_where_the_sequence_does(model):
+  (result,) = texts(model, ["abcdefghij"], max_new_tokens=100)
+  assert len(result.tokens) <= SEQ_LEN - 11
+  with pytest.raises(UserError, match="leaves no room in sequences of 16"):
+    texts(model, ["x" * SEQ_LEN])
+
+
+def test_a_tokenizer_of_another_size_is_said(model):
+  tokenizer = Tokenizer()
+  tokenizer.vocab_size = 97
+  with pytest.raises(UserError, match="the tokenizer has 97 ids, but the model knows 96"):
+    make(model, tokenizer)
+
+
+@pytest.mark.parametrize("given", [["ab"], ["ab", "c"]])
+def test_what_is_told_is_what_is_written(model, tmp_path, given):
+  made = make(model, max_new_tokens=5, stop=("zz",))
+  journal, path = Journal(), epath.Path(tmp_path) / "out" / "texts.jsonl"
+  decoding.tell(made, given, journal, path)  # type: ignore
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  assert sorted(record["prompt"] for record in records) == sorted(given)
+  if len(given) == 1:
+    assert "".join(journal.pieces) == records[0]["prompt"] + records[0]["text"] + "\n"
+  else:
+    for record in records:
+      assert any(
+        repr(record["prompt"]) in note and record["text"] in note for note in journal.notes
+      )
+  assert "tokens/s" in journal.notes[-1]
+  assert made.speed.prefill_tokens == sum(len(prompt) + 1 for prompt in given)
+
+
+def test_prompts_are_lines_or_a_field_of_json(tmp_path):
+  (tmp_path / "a.txt").write_text("one\n\ntwo three\n")
+  (tmp_path / "b.jsonl").write_text('{"prompt": "one\\ntwo"}\n{"prompt": "", "more": 1}\n')
+  assert prompts.read(tmp_path / "a.txt") == ["one", "two three"]
+  assert prompts.read(tmp_path / "b.jsonl") == ["one\ntwo", ""]
+
+
+@pytest.mark.parametrize("line", ['{"text": "x"}', "[1]", "no json", '{"prompt": 3}'])
+def test_a_line_without_a_prompt_is_named(tmp_path, line):
+  (tmp_path / "b.jsonl").write_text('{"prompt": "fine"}\n' + line)
+  with pytest.raises(UserError, match=r"b\.jsonl: line 2 has no text"):
+    prompts.read(tmp_path / "b.jsonl")
+  with pytest.raises(UserError, match="cannot be read"):
+    prompts.read(tmp_path / "nowhere.txt")
