@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -28,9 +28,6 @@ Flat = dict[str, Any]
 # How reading damaged files, and writing on a full disk, fail in Orbax, TensorStore and JSON.
 _UNWRITABLE = (OSError, ValueError, RuntimeError)
 _FAILED = (*_UNWRITABLE, KeyError, TypeError)
-
-# Arrays of so many bytes are written together where a checkpoint is made of a stream of them.
-_STREAM_BYTES = 100_000_000
 
 
 class _Damaged(Exception):
@@ -170,7 +167,7 @@ class Checkpoints:
       UserError: This, or the save before, could not be written; older checkpoints are intact.
     """
     save = self._ocp.args
-    metadata = _metadata(state, layout)
+    metadata = metadata_of(state, layout)
     try:
       self._manager = self._manager or self._open(step)
       taken = self._manager.save(
@@ -331,53 +328,8 @@ class Checkpoints:
       return dict(handler.restore(self.path(step) / item))
 
 
-def write_streamed(
-  directory: epath.PathLike,
-  arrays: Iterable[tuple[str, np.ndarray]],
-  *,
-  dtype: Any,
-  layout: Layout,
-):
-  """Writes checkpoint 0 from arrays that need not be in memory at once.
-
-  Args:
-    directory: Of the checkpoints; must not be there.
-    arrays: (name, value), such as ("params.embedding.table", ...).
-    dtype: In which they are stored.
-    layout: Where the names have each layer.
-
-  Raises:
-    OSError, ValueError: It failed.
-  """
-  import orbax.checkpoint as ocp
-  from orbax.checkpoint import v1
-  from orbax.checkpoint.experimental.v1 import partial
-
-  path = epath.Path(directory) / "checkpoint_00000000"
-  shapes: dict[str, Any] = {}
-  waiting: dict[str, np.ndarray] = {}
-  context = v1.Context()
-  context.array.saving.storage_options.dtype = np.dtype(dtype)  # Converted on the way to the disk.
-  context.array.saving.storage_options.chunk_byte_size = 16_000_000
-  context.memory.deepcopy_host_arrays = False
-  with context:
-    for name, value in arrays:
-      shapes[name] = jax.ShapeDtypeStruct(value.shape, dtype)
-      waiting[name] = value
-      if sum(array.nbytes for array in waiting.values()) >= _STREAM_BYTES:
-        partial.save(path, waiting)
-        waiting = {}
-      del value
-    if waiting:
-      partial.save(path, waiting)
-    partial.finalize(path)
-  with contextlib.closing(ocp.JsonCheckpointHandler()) as handler:
-    for item, value in (("metadata", _metadata(shapes, layout)), ("train_input", {})):
-      (path / item).mkdir()
-      handler.save(path / item, args=ocp.args.JsonSave(value))
-
-
-def _metadata(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+def metadata_of(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+  """Returns what a checkpoint says of arrays, or of their shapes and dtypes."""
   import orbax.checkpoint as ocp
 
   return {

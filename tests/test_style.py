@@ -138,7 +138,9 @@ def swallows(handler: ast.ExceptHandler) -> bool:
       node.id for part in handler.body for node in ast.walk(part) if isinstance(node, ast.Name)
     }
     return handler.name not in used
-  return not names or "Exception" in names
+  last = handler.body[-1]
+  passed_on = isinstance(last, ast.Raise) and last.cause is not None
+  return not names or ("Exception" in names and not passed_on)
 
 
 @every_source

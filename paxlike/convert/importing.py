@@ -9,8 +9,8 @@ from typing import Any, Protocol, Self
 import fiddle as fdl
 import numpy as np
 
-from paxlike import checkpoint, config_file, fiddlers, registry, run_folder
-from paxlike.convert import matching
+from paxlike import config_file, fiddlers, registry, run_folder
+from paxlike.convert import matching, streaming
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized
@@ -89,9 +89,7 @@ class Source:
     """Writes the folder `to`, which must not hold anything yet."""
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(self._model())
-      checkpoint.write_streamed(
-        folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout
-      )
+      streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       if self._tokenizer is not None:
         copy_tokenizer(self._tokenizer.parent, folder)
       graph = self._graph(to.absolute())

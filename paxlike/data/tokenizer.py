@@ -167,11 +167,13 @@ class HuggingFaceTokenizer(Tokenizer):
   @functools.cached_property
   def eos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
     path = os.path.join(os.path.dirname(self._path), "tokenizer_config.json")
+    if not os.path.exists(path):
+      return None
     try:
       with open(path, encoding="utf-8") as stream:
         token = json.load(stream).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-      return None
+    except (OSError, ValueError, AttributeError) as error:
+      raise UserError(f"{path} cannot be read: {error}.") from error
     token = token.get("content") if isinstance(token, dict) else token
     return None if token is None else self._model.token_to_id(token)
 

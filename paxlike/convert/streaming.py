@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a checkpoint of paxlike an array at a time."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from paxlike.checkpoint import metadata_of
+from paxlike.layers.layout import Layout
+
+# Arrays of so many bytes are written together where a checkpoint is made of a stream of them.
+_STREAM_BYTES = 100_000_000
+
+
+def write(
+  directory: epath.PathLike,
+  arrays: Iterable[tuple[str, np.ndarray]],
+  *,
+  dtype: Any,
+  layout: Layout,
+):
+  """Writes checkpoint 0 from arrays that need not be in memory at once.
+
+  Args:
+    directory: Of the checkpoints; must not be there.
+    arrays: (name, value), such as ("params.embedding.table", ...).
+    dtype: In which they are stored.
+    layout: Where the names have each layer.
+
+  Raises:
+    OSError, ValueError: It failed.
+  """
+  import orbax.checkpoint as ocp
+  from orbax.checkpoint import v1
+  from orbax.checkpoint.experimental.v1 import partial
+
+  path = epath.Path(directory) / "checkpoint_00000000"
+  shapes: dict[str, Any] = {}
+  waiting: dict[str, np.ndarray] = {}
+  context = v1.Context()
+  context.array.saving.storage_options.dtype = np.dtype(dtype)  # Converted on the way to the disk.
+  context.array.saving.storage_options.chunk_byte_size = 16_000_000
+  context.memory.deepcopy_host_arrays = False
+  with context:
+    for name, value in arrays:
+      shapes[name] = jax.ShapeDtypeStruct(value.shape, dtype)
+      waiting[name] = value
+      if sum(array.nbytes for array in waiting.values()) >= _STREAM_BYTES:
+        partial.save(path, waiting)
+        waiting = {}
+      del value
+    if waiting:
+      partial.save(path, waiting)
+    partial.finalize(path)
+  with contextlib.closing(ocp.JsonCheckpointHandler()) as handler:
+    for item, value in (("metadata", metadata_of(shapes, layout)), ("train_input", {})):
+      (path / item).mkdir()
+      handler.save(path / item, args=ocp.args.JsonSave(value))
