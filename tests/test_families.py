@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 from models import SEQ_LEN, batch
+from test_generate import assert_teacher_forcing, prompts
 from test_train_step import assert_same, one_device, steps
 
-from paxlike import fiddlers, registry
+from paxlike import fiddlers, generate, registry, train_state
 from paxlike.layers.module import Definition
 from paxlike.mesh import MeshSpec
 
@@ -95,6 +96,27 @@ def test_biases_of_routers_follow_the_load():
     # Some were chosen more often than others, and none as often as all on average.
     np.testing.assert_allclose(np.abs(bias[bias != 0]), 0.001, rtol=1e-6)
     assert bias.min() < 0 < bias.max()
+
+
+def test_cached_decode_with_relative_positions_equals_teacher_forcing(monkeypatch):
+  """The families that Hugging Face has are tried on its weights in convert/test_parity.py."""
+  monkeypatch.setattr(generate, "_LEAST_ROOM", 4)
+  graph = registry.find("SyntheticGLaM126M64E")().trainer()
+  for edit in (fiddlers.shrink, fiddlers.decoding):
+    edit(graph)
+  fiddlers.precision(graph, "float32")
+  definition = Definition(fdl.build(graph).model)
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  params = train_state.init_params(definition, mesh, seed=0)
+  keys = jax.random.split(jax.random.key(0), len(params))
+  # Relative biases would be zero.
+  params = {
+    name: value + 0.1 * jax.random.normal(key, value.shape)
+    for key, (name, value) in zip(keys, params.items(), strict=True)
+  }
+  given = prompts(9, 2, 13)
+  texts = generate.generate(definition, params, given, max_new_tokens=12, num_rows=2)
+  assert_teacher_forcing(definition, params, given, texts)
 
 
 def test_enough_places_serve_as_many_as_sorting():

@@ -2,23 +2,29 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from paxlike.layers import attention_kernels
 
 
-def reference(q, k, v, scale, segments):
-  """Ten lines of NumPy, a query at a time."""
+def reference(q, k, v, scale, segments, *, window=None, soft_cap=None, sinks=None, bias=None):
+  """NumPy, a query at a time."""
   out = np.zeros_like(q)
   group = q.shape[2] // k.shape[2]
   for b, t, n in np.ndindex(q.shape[:3]):
-    visible = np.arange(t + 1)
+    visible = np.arange(0 if window is None else max(0, t - window + 1), t + 1)
     if segments is not None:
-      visible = visible[segments[b, : t + 1] == segments[b, t]]
+      visible = visible[segments[b, visible] == segments[b, t]]
     logits = k[b, visible, n // group] @ q[b, t, n] * scale
-    weights = np.exp(logits - logits.max())
-    out[b, t, n] = weights / weights.sum() @ v[b, visible, n // group]
+    if soft_cap is not None:
+      logits = soft_cap * np.tanh(logits / soft_cap)
+    if bias is not None:
+      logits = logits + bias[n, t, visible]
+    weights = np.exp(logits)
+    total = weights.sum() + (0 if sinks is None else np.exp(sinks[n]))
+    out[b, t, n] = weights / total @ v[b, visible, n // group]
   return out
 
 
@@ -33,6 +39,50 @@ def test_kernel_equals_numpy(num_kv_heads, packed):
   )
   got = attention_kernels.xla(q, k, v, scale=0.3, segments_BT=segments)
   np.testing.assert_allclose(got, reference(q, k, v, 0.3, segments), atol=1e-5)
+
+
+def random_inputs():
+  random: Any = np.random.default_rng(0)
+  q = random.normal(size=(2, 7, 4, 8)).astype(np.float32)
+  k, v = random.normal(size=(2, 2, 7, 2, 8)).astype(np.float32)
+  more = {
+    "window": 3,
+    "soft_cap": 0.7,
+    "sinks": random.normal(size=4).astype(np.float32),
+    "bias": random.normal(size=(4, 7, 7)).astype(np.float32),
+  }
+  return q, k, v, more
+
+
+@pytest.mark.parametrize(
+  "names", [("window",), ("soft_cap",), ("sinks",), ("bias",), ("window", "sinks", "bias")]
+)
+def test_what_families_add_equals_numpy(names):
+  q, k, v, more = random_inputs()
+  given: Any = {name: more[name] for name in names}
+  theirs = {"sinks": "sinks_N", "bias": "bias_NTS"}
+  options: Any = {theirs.get(name, name): value for name, value in given.items()}
+  got = attention_kernels.xla(q, k, v, scale=0.3, segments_BT=None, **options)
+  np.testing.assert_allclose(got, reference(q, k, v, 0.3, None, **given), atol=1e-5)
+
+
+def test_attention_to_the_cache_is_that_of_the_last_query():
+  q, k, v, more = random_inputs()
+  sinks, bias, soft_cap = more["sinks"], more["bias"], more["soft_cap"]
+  for last in range(7):
+    visible = np.broadcast_to(np.arange(7) <= last, (2, 7))
+    got = attention_kernels.cached(
+      q[:, last],
+      k.transpose(0, 2, 3, 1),
+      v.swapaxes(1, 2),
+      jnp.array(visible),
+      scale=0.3,
+      soft_cap=soft_cap,
+      sinks_N=sinks,
+      bias_BNS=jnp.broadcast_to(bias[:, last], (2, 4, 7)),
+    )
+    expected = reference(q, k, v, 0.3, None, soft_cap=soft_cap, sinks=sinks, bias=bias)
+    np.testing.assert_allclose(got, expected[:, last], atol=1e-5)
 
 
 def test_the_future_has_no_gradient():
