@@ -19,11 +19,14 @@ train: $(RUN)
 	$(BIN)/paxlike-plot "$(DIR)"
 	@echo "TensorBoard files: $(DIR)/summaries, numbers: $(DIR)/metrics.jsonl"
 
+# A process for each of two cores: tests mostly compile, which takes one.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadscope
+
 test: lint
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 test-quick: lint
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(DEV)
 	$(BIN)/ruff check .

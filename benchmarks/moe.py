@@ -53,7 +53,7 @@ def main():
     down=linear,
     activation=layers.swiglu,
   )
-  capacity = layers.moe.Capacity(factor=1.25)
+  capacity = layers.dispatch.Capacity(factor=1.25)
   sides = {
     "dense": step(dense, options.tokens, options.dim),
     "dropless": step(moe(), options.tokens, options.dim),

@@ -67,7 +67,7 @@ def decoding(graph: fdl.Buildable):
   """Fits a model to decode: a scan would copy caches at every token; experts serve all tokens."""
   stack(graph, scan=False)
   for node in select(graph, layers.Moe):
-    node.dispatch = layers.moe.dropless
+    node.dispatch = layers.dispatch.dropless
 
 
 def shrink(graph: fdl.Buildable):

@@ -65,6 +65,17 @@ def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
   return TrainingFlops(full=3 * (weights + full), causal=3 * (weights + causal))
 
 
+def active_params(definition: Definition) -> int:
+  """Returns the parameters that one token meets: of experts only those that it is sent to."""
+  count = definition.num_params
+  for _, module in nnx.iter_modules(definition.module):
+    if isinstance(module, Moe):
+      weights = nnx.to_flat_state(nnx.state(module.experts))
+      of_experts = sum(math.prod(param.get_value().shape) for _, param in weights)
+      count -= of_experts * (module.num_experts - module.num_chosen) // module.num_experts
+  return count
+
+
 def peak_per_device(device_kind: str) -> float | None:
   """Returns the dense bf16 FLOP/s of a device, None where it is not known (CPUs)."""
   matches = [peak for kind, peak in PEAK_FLOPS.items() if kind.lower() in device_kind.lower()]

@@ -179,6 +179,12 @@ def partition(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Par
   return PartitionSpec(*entries)
 
 
+def axes_of(spec: PartitionSpec) -> set[str]:
+  """Returns the mesh axes that a partition uses."""
+  entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+  return {axis for entry in entries for axis in entry}
+
+
 def sharding(mesh: Mesh | AbstractMesh, dims: Dims, shape: Sequence[int]) -> NamedSharding:
   """Returns where a tensor with these dims lives on `mesh`."""
   return NamedSharding(mesh, partition(dims, shape, mesh.shape))

@@ -83,8 +83,10 @@ def _facts(trainer: Trainer) -> str:
   seq_len = trainer.train_data.seq_len
   counted = flops.per_token(definition, seq_len)
   axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+  active = flops.active_params(definition)
+  of_them = "" if active == definition.num_params else f", {active:,} of them for each token"
   rows = [
-    ("parameters", f"{definition.num_params:,}"),
+    ("parameters", f"{definition.num_params:,}{of_them}"),
     ("FLOPs a token", f"{counted.causal:.4g} (causal attention), {counted.full:.4g} (full)"),
     ("global batch", f"{batch:,} sequences = {batch * seq_len:,} tokens"),
     ("mesh", f"{num_devices} devices: {axes}{note}"),

@@ -142,7 +142,7 @@ def test_only_public_places_of_libraries_are_saved():
     (object(),),
     test_sharing_is_kept.__class__,
   ],
-  ids=str,
+  ids=["lambda", "object", "array", "complex", "numpy_scalar", "tuple", "type"],
 )
 def test_what_cannot_be_found_again_is_refused_by_path(value):
   def local():

@@ -30,3 +30,18 @@ def test_devices_have_the_peaks_of_their_data_sheets():
   assert flops.peak_per_device("TPU v5 lite") == 197e12
   assert flops.peak_per_device("TPU v5p") == 459e12
   assert flops.peak_per_device("cpu") is None
+
+
+@pytest.mark.parametrize(
+  ("name", "active"),
+  [
+    ("LLaMA7B", 6_738_415_616),
+    ("Mixtral8x7B", 12_879_925_248),
+    # Published as 3.61 billion, which leaves out the 579,133,440 of the embedding's table.
+    ("GptOss20B", 4_187_440_704),
+  ],
+)
+@pytest.mark.parametrize("scan", [False, True])
+def test_of_experts_only_the_chosen_are_active(name, active, scan):
+  graph = registry.find(name)(USE_REPEATED_LAYER=scan).trainer()
+  assert flops.active_params(fdl.build(graph).definition) == active

@@ -102,7 +102,7 @@ class DeepSeek(Moe, Llama):
   def mlp(self) -> fdl.Partial:
     moe = super().mlp()
     moe.choice = fdl.Partial(
-      layers.moe.sigmoid_choice,
+      layers.routing.sigmoid_choice,
       num_groups=self.NUM_EXPERT_GROUPS,
       num_chosen_groups=self.NUM_EXPERT_GROUPS_PER_TOKEN,
       scale=self.ROUTED_SCALE,

@@ -55,5 +55,5 @@ class Moe(Experiment):
   def dispatch(self) -> fdl.Partial | object:
     """How tokens come to their experts."""
     if self.MOE_DISPATCH == "capacity":
-      return fdl.Config(layers.moe.Capacity, factor=self.CAPACITY_FACTOR)
-    return layers.moe.dropless
+      return fdl.Config(layers.dispatch.Capacity, factor=self.CAPACITY_FACTOR)
+    return layers.dispatch.dropless

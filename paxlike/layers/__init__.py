@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that models are made of: plain modules, usable without any configuration."""
 
-from paxlike.layers import attention_kernels, moe, rope
+from paxlike.layers import attention_kernels, dispatch, rope, routing
 from paxlike.layers.attention import Attention
 from paxlike.layers.block import Block
 from paxlike.layers.cache import KvCache, LatentCache
@@ -9,6 +9,7 @@ from paxlike.layers.context import Context
 from paxlike.layers.decoder import Decoder
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
+from paxlike.layers.experts import ExpertLinear, Experts
 from paxlike.layers.latent_attention import LatentAttention
 from paxlike.layers.linear import Linear
 from paxlike.layers.loss import cross_entropy
@@ -22,7 +23,7 @@ from paxlike.layers.module import (
   gaussian_fan_in,
   zeros,
 )
-from paxlike.layers.moe import ExpertLinear, Experts, Moe
+from paxlike.layers.moe import Moe
 from paxlike.layers.norm import LayerNorm, RmsNorm
 from paxlike.layers.relative_bias import RelativeBias
 from paxlike.layers.rope import Rope
@@ -57,11 +58,12 @@ __all__ = [
   "clamped_swiglu",
   "constant",
   "cross_entropy",
+  "dispatch",
   "gaussian",
   "gaussian_fan_in",
   "geglu",
-  "moe",
   "rope",
+  "routing",
   "swiglu",
   "zeros",
 ]

@@ -11,37 +11,47 @@ from paxlike.convert.main import run
 from paxlike.convert.tensors import TensorFolder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_equal_hugging_face_and_the_way_back_is_exact(name, tmp_path):
-  import torch
-  import transformers
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+  """(Hugging Face's model, a folder with it in `theirs` and `ours`, our model, its weights)."""
+  folder = tmp_path_factory.mktemp(request.param)
+  theirs = save_random(request.param, folder / "theirs")
+  return theirs, folder, *converted(folder / "theirs", folder / "ours")
 
-  model = save_random(name, tmp_path / "theirs")
-  definition, params = converted(tmp_path / "theirs", tmp_path / "ours")
+
+@pytest.mark.slow
+def test_logits_equal_hugging_face(family):
+  import torch
+
+  theirs, _, definition, params = family
   tokens = np.random.default_rng(0).integers(3, 96, (2, 24)).astype(np.int32)
   with torch.no_grad():
-    expected = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    expected = theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
   assert np.abs(expected).max() > 0.5
   np.testing.assert_allclose(logits(definition, params, tokens), expected, atol=1e-4)
 
-  assert run(["--from=paxlike", f"--path={tmp_path / 'ours'}", f"--to={tmp_path / 'back'}"]) == 0
-  before, after = TensorFolder(tmp_path / "theirs"), TensorFolder(tmp_path / "back")
+
+@pytest.mark.slow
+def test_the_way_back_is_exact(family):
+  import torch
+  import transformers
+
+  theirs, folder, _, _ = family
+  assert run(["--from=paxlike", f"--path={folder / 'ours'}", f"--to={folder / 'back'}"]) == 0
+  before, after = TensorFolder(folder / "theirs"), TensorFolder(folder / "back")
   assert after.specs.keys() == before.specs.keys()
   for tensor in before.specs:
     assert after.read(tensor).tobytes() == before.read(tensor).tobytes(), tensor
-  again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+  again = transformers.AutoModelForCausalLM.from_pretrained(folder / "back").eval()
+  tokens = torch.arange(3, 27)[None]
   with torch.no_grad():
-    same = again(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
-  np.testing.assert_allclose(same, expected, atol=1e-5)
+    torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_cached_decode_equals_teacher_forcing(name, tmp_path, monkeypatch):
+def test_cached_decode_equals_teacher_forcing(family, monkeypatch):
   monkeypatch.setattr(generate, "_LEAST_ROOM", 4)
-  save_random(name, tmp_path / "theirs")
-  definition, params = converted(tmp_path / "theirs", tmp_path / "ours")
+  _, _, definition, params = family
   # Shorter and longer than windows, and two rows for three.
   given = prompts(9, 2, 13)
   texts = generate.generate(definition, params, given, max_new_tokens=12, num_rows=2)

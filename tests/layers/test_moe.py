@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from paxlike import layers, train_state
-from paxlike.layers.moe import Capacity, dropless, sigmoid_choice, softmax_choice
-from paxlike.mesh import MeshSpec
+from paxlike.layers.dispatch import Capacity, dropless
+from paxlike.layers.routing import sigmoid_choice, softmax_choice
+from paxlike.mesh import MeshSpec, sharding
 
 B, T, D, E, K, F = 3, 10, 8, 4, 2, 6
 
@@ -128,3 +129,19 @@ def test_experts_are_chosen_from_the_best_groups():
   # The best expert stands in the group whose two best are worst together.
   chosen = sigmoid_choice(logits, None, 2, num_groups=3, num_chosen_groups=1)
   assert sorted(np.asarray(chosen.experts_BTK).ravel()) == [2, 3]
+
+
+def test_tokens_reach_the_experts_of_other_devices_by_all_to_all():
+  definition, params = build(dispatch=Capacity(factor=1.0))
+  x_BTD = jax.random.normal(jax.random.key(2), (4, T, D))
+  mesh = MeshSpec(ici={"expert": 4}).build(jax.devices()[:4])
+
+  def forward(params, x_BTD):
+    return definition.bind(params)(x_BTD)[0]
+
+  with jax.set_mesh(mesh):
+    specs = {name: sharding(mesh, w.dims, w.shape) for name, w in definition.weights.items()}
+    rows = sharding(mesh, ("batch", None, None), x_BTD.shape)
+    params, x_BTD = jax.device_put((params, x_BTD), (specs, rows))
+    compiled = jax.jit(forward).lower(params, x_BTD).compile()
+  assert "all-to-all" in compiled.as_text()

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tokens come to their experts: two ways of one signature.
+
+`dropless` sorts tokens by expert; `Capacity` gives each expert a fixed number of places and drops
+what finds none.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from paxlike import mesh
+from paxlike.layers.experts import Experts
+from paxlike.layers.routing import Routing
+
+# (experts, x_BTD, routing) -> (y_BTD, metrics as [sum, weight]).
+Dispatch = Callable[[Experts, jax.Array, Routing], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def dropless(
+  experts: Experts, x_BTD: jax.Array, routing: Routing
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Sorts tokens by expert, so that every one is served (MegaBlocks; Gale et al., 2022).
+
+  Each device sorts its own tokens. Where the mesh has an expert axis, a device gathers those of the
+  others along it, applies its own experts, and scatters the sums: as it may happen that all tokens
+  choose the experts of one device, no exchange of a size known in advance could carry less.
+  """
+  num_experts = routing.logits_BTE.shape[-1]
+  graph, weights = nnx.split(experts)
+  manual = {axis for dim in ("batch", "time") for axis in mesh.RULES[dim]}
+  sizes = mesh.sizes_here(manual)
+  if not sizes:
+    return _serve(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
+  split_experts = sizes["expert"] > 1 and num_experts % sizes["expert"] == 0
+  tokens = mesh.partition(("batch", "time", None), x_BTD.shape, sizes)
+  split_tokens = "expert" in mesh.axes_of(tokens)
+
+  def local(weights, x_BTD, experts_BTK, weights_BTK):
+    given = (x_BTD, experts_BTK, weights_BTK)
+    if split_experts and split_tokens:
+      gather = functools.partial(jax.lax.all_gather, axis_name="expert", tiled=True)
+      given = jax.tree.map(gather, given)
+    first = 0
+    if split_experts:
+      first = jax.lax.axis_index("expert") * (num_experts // sizes["expert"])
+    x_BTD, experts_BTK, weights_BTK = given
+    y_BTD = _serve(nnx.merge(graph, weights), x_BTD, experts_BTK - first, weights_BTK)
+    if not split_experts:
+      return y_BTD
+    if split_tokens:
+      return jax.lax.psum_scatter(y_BTD, "expert", tiled=True)
+    return jax.lax.psum(y_BTD, "expert")
+
+  of_weights = PartitionSpec("expert") if split_experts else PartitionSpec()
+  y_BTD = jax.shard_map(
+    local,
+    in_specs=(of_weights, tokens, tokens, tokens),
+    out_specs=tokens,
+    axis_names=manual,
+    check_vma=False,
+  )(weights, x_BTD, routing.experts_BTK, routing.weights_BTK)
+  return y_BTD, {}
+
+
+def _serve(
+  experts: Experts, x_BTD: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array
+) -> jax.Array:
+  """Returns the sum over those experts that are here, numbered from 0."""
+  num_experts, num_chosen = experts.up.w[...].shape[0], experts_BTK.shape[-1]
+  here_BTK = (experts_BTK >= 0) & (experts_BTK < num_experts)
+  chosen = jnp.where(here_BTK, experts_BTK, num_experts).reshape(-1)
+  order = jnp.argsort(chosen, stable=True)
+  inverse = jnp.argsort(order)
+  sizes_E = jnp.bincount(chosen, length=num_experts).astype(jnp.int32)
+  x_MD: Any = _rows(x_BTD.reshape(-1, x_BTD.shape[-1]), order, inverse, num_chosen)
+  y_MD = experts(x_MD, lambda layer, x: layer.sorted(x, sizes_E))
+  y_MD: Any = _rows(y_MD, inverse, order, 1)
+  y_BTKD = jnp.where(here_BTK[..., None], y_MD.reshape(*experts_BTK.shape, -1), 0)
+  return _weighed(y_BTKD, weights_BTK)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
+  """Returns x, each row `copies` times, in an order; its gradient is a gather too, no scatter."""
+  del inverse
+  return x[order // copies]
+
+
+def _rows_forward(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> Any:
+  return _rows(x, order, inverse, copies), inverse
+
+
+def _rows_backward(copies: int, inverse: jax.Array, dy: jax.Array) -> Any:
+  return dy[inverse].reshape(-1, copies, dy.shape[-1]).sum(1), None, None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capacity:
+  """Gives every expert an equal number of places in each row (GShard; Lepikhin et al., 2020).
+
+  First choices are served before second ones, and earlier tokens before later ones; who finds no
+  place keeps its residual only. Each row is a group: places do not depend on the other rows.
+
+  Attributes:
+    factor: Places over those needed if all experts were chosen equally often.
+  """
+
+  factor: float = 2.0
+
+  def places(self, num_tokens: int, num_experts: int, num_chosen: int) -> int:
+    """Returns C, a multiple of 4 as in Pax."""
+    return 4 * math.ceil(num_tokens * num_chosen * self.factor / num_experts / 4)
+
+  def __call__(
+    self, experts: Experts, x_BTD: jax.Array, routing: Routing
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    B, T, D = x_BTD.shape
+    E, K = routing.logits_BTE.shape[-1], routing.experts_BTK.shape[-1]
+    C = self.places(T, E, K)
+    chosen_BKT = routing.experts_BTK.swapaxes(1, 2)
+    turns = jnp.cumsum(jax.nn.one_hot(chosen_BKT.reshape(B, K * T), E, dtype=jnp.int32), axis=1)
+    turn_BKT = jnp.take_along_axis(turns, chosen_BKT.reshape(B, K * T, 1), axis=2)
+    turn_BTK = (turn_BKT.reshape(B, K, T) - 1).swapaxes(1, 2)
+    kept_BTK = turn_BTK < C
+    slots = jnp.where(kept_BTK, routing.experts_BTK * C + turn_BTK, E * C).reshape(B, T * K)
+
+    def put(slots: jax.Array, x_TD: jax.Array) -> jax.Array:
+      places = jnp.zeros((E * C, D), x_TD.dtype)
+      return places.at[slots].set(jnp.repeat(x_TD, K, axis=0), mode="drop")
+
+    x_BECD = jax.vmap(put)(slots, x_BTD).reshape(B, E, C, D)
+    # From each device's rows to each device's experts: an all-to-all over the expert axis.
+    x_EBCD = mesh.constrain(x_BECD.swapaxes(0, 1), "experts", "group", None, None)
+    y = experts(x_EBCD.reshape(E, B * C, D), lambda layer, x: layer.placed(x))
+    y_EBCD = mesh.constrain(y.reshape(E, B, C, -1), "experts", "group", None, None)
+    y_BSD = mesh.constrain(y_EBCD.swapaxes(0, 1).reshape(B, E * C, -1), "batch", None, None)
+    y_BTKD = jax.vmap(lambda y_SD, slots: y_SD.at[slots].get(mode="fill", fill_value=0))(
+      y_BSD, slots
+    ).reshape(B, T, K, -1)
+    dropped = jnp.stack([(~kept_BTK).sum(), jnp.array(B * T * K)]).astype(jnp.float32)
+    return _weighed(y_BTKD, routing.weights_BTK), {"dropped_fraction": dropped}
+
+
+def _weighed(y_BTKD: jax.Array, weights_BTK: jax.Array) -> jax.Array:
+  y_BTD = jnp.einsum(
+    "BTKD,BTK->BTD", y_BTKD, weights_BTK.astype(y_BTKD.dtype), preferred_element_type=jnp.float32
+  )
+  return y_BTD.astype(y_BTKD.dtype)

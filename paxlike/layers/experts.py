@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Feed-forward layers side by side, one for each expert."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.layers import module
+from paxlike.layers.grouped_matmul import grouped_matmul
+from paxlike.layers.mlp import Activation
+
+
+class ExpertLinear(module.Module):
+  """A linear map for each expert.
+
+  Attributes:
+    role: As of `Linear`.
+    dtype: As of `Linear`.
+  """
+
+  def __init__(
+    self,
+    num_experts: int,
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    *,
+    role: str,
+    use_bias: bool = False,
+    init: module.Initializer = module.gaussian_fan_in,
+    dtype: Any = jnp.float32,
+  ):
+    self.role = role
+    self.dtype = dtype
+    experts = {"experts": num_experts}
+    self.w = self.weight(
+      {**experts, **inputs, **outputs}, init=init, fan_in=tuple(inputs), compute_dtype=dtype
+    )
+    bias = {**experts, **outputs}
+    self.b = self.weight(bias, init=module.zeros, compute_dtype=dtype) if use_bias else None
+
+  def sorted(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Returns [M, F] for tokens in the order of their experts, `sizes_E` for each."""
+    w_EDF = self.w[...].astype(self.dtype)
+    y_MF = grouped_matmul(x_MD.astype(self.dtype), w_EDF, sizes_E)
+    if self.b is not None:
+      bias_EF = self.b[...].astype(self.dtype)
+      y_MF += jnp.repeat(bias_EF, sizes_E, axis=0, total_repeat_length=len(x_MD))
+    return y_MF
+
+  def placed(self, x_ECD: jax.Array) -> jax.Array:
+    """Returns [E, C, F] for C places of each expert."""
+    y_ECF = jnp.einsum("ECD,EDF->ECF", x_ECD.astype(self.dtype), self.w[...].astype(self.dtype))
+    return y_ECF if self.b is None else y_ECF + self.b[...].astype(self.dtype)[:, None]
+
+
+class Experts(module.Module):
+  """Feed-forward layers, one for each expert: see `Mlp`."""
+
+  def __init__(
+    self,
+    num_experts: int,
+    dim: int,
+    *,
+    hidden_dim: int,
+    up: Callable[..., ExpertLinear],
+    down: Callable[..., ExpertLinear],
+    gate: Callable[..., ExpertLinear] | None = None,
+    activation: Activation,
+  ):
+    self.activation = activation
+    model, ffn = {"model": dim}, {"ffn": hidden_dim}
+    self.up = up(num_experts, model, ffn)
+    self.gate = None if gate is None else gate(num_experts, model, ffn)
+    self.down = down(num_experts, ffn, model)
+
+  def __call__(self, x: jax.Array, apply: Callable[[ExpertLinear, jax.Array], jax.Array]):
+    """Returns what the experts make of x; `apply` says which of its rows an expert sees."""
+    up = apply(self.up, x)
+    if self.gate is None:
+      return apply(self.down, self.activation(up))
+    return apply(self.down, self.activation(apply(self.gate, x), up))

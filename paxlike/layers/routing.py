@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts a token goes to, from a router's logits."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Routing(NamedTuple):
+  """Where the tokens of each row go.
+
+  Attributes:
+    experts_BTK: int32, the experts of each token, the first choice first.
+    weights_BTK: float32, the share of each in the result.
+    probabilities_BTE: float32, what the choice came from.
+    logits_BTE: float32.
+  """
+
+  experts_BTK: jax.Array
+  weights_BTK: jax.Array
+  probabilities_BTE: jax.Array
+  logits_BTE: jax.Array
+
+
+# (logits_BTE, the router's bias_E if it has one, K) -> Routing.
+Choice = Callable[[jax.Array, jax.Array | None, int], Routing]
+
+
+def softmax_choice(
+  logits_BTE: jax.Array, bias_E: jax.Array | None, num_chosen: int, *, normalized: bool = True
+) -> Routing:
+  """The likeliest experts, weighed by their probabilities; `normalized`, these sum to 1."""
+  assert bias_E is None
+  probabilities_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+  weights_BTK, experts_BTK = jax.lax.top_k(probabilities_BTE, num_chosen)
+  if normalized:
+    weights_BTK /= weights_BTK.sum(-1, keepdims=True)
+  return Routing(experts_BTK, weights_BTK, probabilities_BTE, logits_BTE)
+
+
+def sigmoid_choice(
+  logits_BTE: jax.Array,
+  bias_E: jax.Array | None,
+  num_chosen: int,
+  *,
+  num_groups: int = 1,
+  num_chosen_groups: int = 1,
+  scale: float = 1.0,
+) -> Routing:
+  """The choice of DeepSeek-V3: experts of the best groups, by sigmoid and a bias without gradient.
+
+  Args:
+    logits_BTE: Of the router.
+    bias_E: Added to the scores for the choice only, not for the weights.
+    num_chosen: K.
+    num_groups: Equal parts of the experts, ranked by the sum of their two best scores.
+    num_chosen_groups: Groups that may be chosen from.
+    scale: Sum of a token's weights.
+  """
+  scores_BTE = jax.nn.sigmoid(logits_BTE)
+  ranks_BTE = scores_BTE if bias_E is None else scores_BTE + jax.lax.stop_gradient(bias_E)
+  if num_groups > 1:
+    grouped = ranks_BTE.reshape(*ranks_BTE.shape[:-1], num_groups, -1)
+    best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+    chosen = jax.lax.top_k(best, num_chosen_groups)[1]
+    allowed = jax.nn.one_hot(chosen, num_groups, dtype=bool).any(-2)
+    ranks_BTE = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranks_BTE.shape)
+  experts_BTK = jax.lax.top_k(ranks_BTE, num_chosen)[1]
+  weights_BTK = jnp.take_along_axis(scores_BTE, experts_BTK, axis=-1)
+  weights_BTK = scale * weights_BTK / (weights_BTK.sum(-1, keepdims=True) + 1e-20)
+  return Routing(experts_BTK, weights_BTK, scores_BTE, logits_BTE)
