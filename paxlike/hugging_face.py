@@ -26,6 +26,7 @@ class Family:
     layer_types: Kinds of attention of the layers, over and over; none: all are alike.
     rope_types: The ways in which rotary positions may be scaled; None: not.
     rules: Where each weight stands.
+    prefix: Begins the names of tensors, if they were not saved without the outermost module.
     ignored: Patterns (`re`) of tensors that may be there, and hold nothing that is needed; `{KNOB}`
       stands for its value.
   """
@@ -38,6 +39,7 @@ class Family:
   layer_types: tuple[str, ...] = ()
   rope_types: tuple[str | None, ...] = (None,)
   rules: Rules
+  prefix: str = ""
   ignored: tuple[str, ...] = ()
 
   def mismatch(self, config: Mapping[str, Any]) -> str:

@@ -36,6 +36,18 @@ class Tensors(Protocol):
     ...
 
 
+class _Named:
+  """Tensors whose names begin with a prefix, even if none does in the files."""
+
+  def __init__(self, tensors: Tensors, prefix: str):
+    self._tensors = tensors
+    self._added = "" if any(name.startswith(prefix) for name in tensors.specs) else prefix
+    self.specs = {self._added + name: spec for name, spec in tensors.specs.items()}
+
+  def read(self, name: str) -> np.ndarray:
+    return self._tensors.read(name.removeprefix(self._added))
+
+
 class Source:
   """A model of others: what it is, and where its weights are.
 
@@ -52,7 +64,7 @@ class Source:
     """
     self._experiment, self.family = _family(normalized(config), path)
     self._knobs = self.family.read(normalized(config))
-    self._tensors = tensors
+    self._tensors = _Named(tensors, self.family.prefix)
     self._tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
     self.matches = matching.match(Definition(self._model()), self.family)
     matching.check(self.matches, self._tensors.specs, self.family, self._knobs)

@@ -79,6 +79,7 @@ class Gpt(Experiment):
         "tie_word_embeddings": True,
       },
       rules=rules,
+      prefix="transformer.",
       # Masks, and the embedding's table once more.
       ignored=(r".*\.attn\.(masked_)?bias", r"lm_head\.weight"),
     )

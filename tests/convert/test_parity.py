@@ -58,6 +58,17 @@ def test_cached_decode_equals_teacher_forcing(family, monkeypatch):
   assert_teacher_forcing(definition, params, given, texts)
 
 
+@pytest.mark.slow
+def test_a_gpt2_saved_without_its_head_is_the_same(tmp_path):
+  theirs = save_random("gpt2", tmp_path / "whole")
+  theirs.transformer.save_pretrained(tmp_path / "inner")
+  whole = converted(tmp_path / "whole", tmp_path / "ours")
+  inner = converted(tmp_path / "inner", tmp_path / "ours_too")
+  assert whole[1].keys() == inner[1].keys()
+  for name, value in whole[1].items():
+    np.testing.assert_array_equal(value, inner[1][name])
+
+
 def test_the_golden_logits_of_stories260k(shared_data, tmp_path):
   definition, params = converted(shared_data / "stories260K", tmp_path / "ours")
   golden = np.load(shared_data / "stories260K" / "golden_logits.npz")

@@ -144,4 +144,4 @@ def test_tokens_reach_the_experts_of_other_devices_by_all_to_all():
     rows = sharding(mesh, ("batch", None, None), x_BTD.shape)
     params, x_BTD = jax.device_put((params, x_BTD), (specs, rows))
     compiled = jax.jit(forward).lower(params, x_BTD).compile()
-  assert "all-to-all" in compiled.as_text()
+  assert "all-to-all" in (compiled.as_text() or "")
