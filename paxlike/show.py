@@ -9,7 +9,7 @@ import fiddle as fdl
 import jax
 from jax.sharding import AbstractMesh
 
-from paxlike import config_file, flops, mesh, registry, train_state
+from paxlike import config_file, fiddlers, flops, mesh, registry, train_state
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.knobs import UNSET, spell
@@ -21,7 +21,9 @@ def experiments() -> str:
   """Returns a table of all registered experiments."""
   rows = []
   for path, cls in registry.registered().items():
-    definition = Definition(fdl.build(cls().model()))
+    model = cls().model()
+    fiddlers.stack(model, scan=True)  # As many parameters in far fewer objects.
+    definition = Definition(fdl.build(model))
     summary = (cls.__doc__ or "").strip().split("\n")[0]
     rows.append((path.rpartition(".")[2], f"{definition.num_params:,}", summary))
   return _table(("experiment", "parameters", ""), rows, right=(1,))

@@ -66,6 +66,7 @@ def test_each_prompt_gets_its_samples(model):
   assert len({result.text for result in results}) > 6
 
 
+@pytest.mark.slow
 def test_a_text_ends_before_a_stop_string_or_token(model):
   (free,) = texts(model, ["ab"], max_new_tokens=8, sampling=Sampling(temperature=5.0))
   assert len(free.tokens) > 3

@@ -79,6 +79,7 @@ def flags(tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_checkpoint_equals_that_in_training(flags, tmp_path, capsys):
   assert run(*flags) == 0
   folder = tmp_path / "run"

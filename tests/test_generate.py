@@ -79,6 +79,7 @@ def test_caches_grow_and_an_end_token_ends_a_text(monkeypatch):
     assert text.ended_by == ("stop" if size < 12 else "length")
 
 
+@pytest.mark.slow
 def test_samples_depend_on_the_seed_and_not_on_the_company():
   definition = tiny()
   params = params_of(definition)

@@ -11,6 +11,8 @@ from program import TINY, run
 from paxlike import config_file
 from paxlike.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
@@ -32,7 +34,6 @@ def start(folder, source, *more, steps=1):
   return run(*TINY, f"--job_log_dir={folder}", f"--fdl.MAX_STEPS={steps}", origin, *more)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("inner", ["", "checkpoints"])
 def test_all_weights_are_those_of_the_source(tmp_path, source, scan, inner):
@@ -49,7 +50,6 @@ def test_all_weights_are_those_of_the_source(tmp_path, source, scan, inner):
   assert origin["restored"] == list(got) and origin["initialized"] == []
 
 
-@pytest.mark.slow
 def test_rules_choose_what_is_restored(tmp_path, source):
   rules = (
     "--fdl.CHECKPOINT_INCLUDE_RULES=[stack,embedding]",
@@ -66,7 +66,6 @@ def test_rules_choose_what_is_restored(tmp_path, source):
     np.testing.assert_array_equal(value, (old if taken else drawn)[name])
 
 
-@pytest.mark.slow
 def test_a_restart_goes_on_and_is_not_restored_again(tmp_path, source):
   assert start(tmp_path / "new", source, steps=2) == 0
   trained = params(tmp_path / "new")
@@ -91,7 +90,6 @@ def test_what_cannot_be_restored_is_said_and_nothing_is_left(tmp_path, source, f
   assert not list(tmp_path.glob("new/checkpoints/*")) and not list(tmp_path.glob("new/*.json"))
 
 
-@pytest.mark.slow
 def test_other_float_dtypes_and_meshes_are_converted(tmp_path, source):
   mesh = "--fdl.ICI_MESH_SHAPE=[1,4,2]"
   assert start(tmp_path / "new", source, mesh) == 0

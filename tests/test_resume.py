@@ -57,12 +57,9 @@ def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, text):
   assert curve(tmp_path / "whole", "eval") == curve(tmp_path / "parts", "eval")[-1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  "change",
-  [
-    pytest.param("--fdl.ICI_MESH_SHAPE=[2,2,2]", marks=pytest.mark.slow),
-    "--fdl.USE_REPEATED_LAYER=false",
-  ],
+  "change", ["--fdl.ICI_MESH_SHAPE=[2,2,2]", "--fdl.USE_REPEATED_LAYER=false"]
 )
 def test_a_run_goes_on_on_another_mesh_and_in_another_layout(tmp_path, text, change, capsys):
   assert run(*on_text(tmp_path / "whole", text, 6)) == 0
@@ -93,6 +90,7 @@ def test_other_data_are_refused(tmp_path, text, capsys):
   assert "other training data" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_gradients_that_stay_infinite_end_the_run_with_a_report(tmp_path, capsys):
   bad = ("--fdl.LEARNING_RATE=1e30", "--fdl.CLIP_GRADIENT_NORM_TO_VALUE=none")
   status = run(*flags(tmp_path, 40), *bad, "--fdl.MAX_SKIPPED_STEPS_IN_A_ROW=3")

@@ -26,5 +26,6 @@ def test_dims_that_an_axis_does_not_divide_are_told():
 
 def test_every_experiment_is_listed():
   text = show.experiments()
+  assert re.search(r"^Synthetic126M +125,262,336 ", text, re.MULTILINE)
   for path in registry.registered():
     assert re.search(rf"^{path.rpartition('.')[2]} +[\d,]+ ", text, re.MULTILINE), path

@@ -21,6 +21,7 @@ def drawn(definition, spec, devices=None):
   return result
 
 
+@pytest.mark.slow
 def test_weights_are_the_same_in_every_layout_and_on_every_mesh():
   one = drawn(tiny(num_layers=3), MeshSpec(ici=(1, 1, 1)), jax.devices()[:1])
   for scan, ici in [(True, (1, 4, 2)), (False, (2, 2, 2))]:

@@ -73,7 +73,7 @@ def assert_same(got, expected, *, atol=2e-5):
     pytest.param((8, 1, 1), (1, 1, 1), False, marks=SLOW),
     pytest.param((1, 8, 1), (1, 1, 1), True, marks=SLOW),
     pytest.param((2, 1, 4), (1, 1, 1), True, marks=SLOW),
-    ((2, 2, 2), (1, 1, 1), False),
+    pytest.param((2, 2, 2), (1, 1, 1), False, marks=SLOW),
     ((1, 2, 2), (2, 1, 1), True),
   ],
 )
@@ -87,13 +87,14 @@ def test_scan_equals_unroll():
   assert_same(one_device(tiny(scan=True, dropout=0.3), batch()), reference(dropout=0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("policy", "scan"),
   [
     (Remat.SAVE_NOTHING, False),
-    pytest.param(Remat.SAVE_NOTHING, True, marks=SLOW),
-    pytest.param(Remat.SAVE_DOT_ONLY, True, marks=SLOW),
-    pytest.param(Remat.SAVE_DOT_WITH_NO_BATCH_DIM, False, marks=SLOW),
+    (Remat.SAVE_NOTHING, True),
+    (Remat.SAVE_DOT_ONLY, True),
+    (Remat.SAVE_DOT_WITH_NO_BATCH_DIM, False),
   ],
 )
 def test_rematerialisation_changes_nothing(policy, scan):
@@ -101,7 +102,9 @@ def test_rematerialisation_changes_nothing(policy, scan):
   assert_same(got, reference(dropout=0.3))
 
 
-@pytest.mark.parametrize(("num_microbatches", "num_devices"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(
+  ("num_microbatches", "num_devices"), [pytest.param(4, 1, marks=SLOW), (2, 2)]
+)
 def test_accumulation_equals_one_batch(num_microbatches, num_devices):
   # Rows carry unequal weights, so a mean of means would differ.
   spec = MeshSpec(ici=(num_devices, 1, 1))
@@ -158,6 +161,7 @@ def test_packed_documents_do_not_see_each_other():
     np.testing.assert_allclose(packed[row, index], separate[document, : len(index)], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32():
   exact = reference(num_steps=1)
   rough = one_device(tiny(dtype=jnp.bfloat16), batch(), num_steps=1)

@@ -148,6 +148,7 @@ def test_decoding_with_the_experiment_of_another_family_is_said(tmp_path, capsys
   assert "is of another experiment" in error and "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_a_converted_model_is_trained_in_a_folder_of_its_own(tmp_path, capsys):
   write(tmp_path / "theirs")
   assert convert(tmp_path / "theirs", tmp_path / "ours", "--dtype=bfloat16") == 0
@@ -165,6 +166,7 @@ def test_a_converted_model_is_trained_in_a_folder_of_its_own(tmp_path, capsys):
   np.testing.assert_array_equal(trained, expected)
 
 
+@pytest.mark.slow
 def test_a_trained_run_is_exported(tmp_path):
   tiny = ("--fdl_config=LLaMA7B", "--fdl.MODEL_DIMS=16", "--fdl.HIDDEN_DIMS=24")
   heads = ("--fdl.NUM_HEADS=4", "--fdl.VOCAB_SIZE=64", "--fdl.MAX_SEQ_LEN=8", "--fdl.NUM_LAYERS=2")

@@ -84,6 +84,7 @@ def test_places_are_a_multiple_of_four(factor, places):
   assert Capacity(factor=factor).places(T, E, K) == places
 
 
+@pytest.mark.slow
 def test_the_balance_loss_is_least_where_all_are_chosen_alike():
   definition, params = build(balance_loss=0.5, z_loss=0.25)
   x_BTD = jax.random.normal(jax.random.key(2), (B, T, D))
