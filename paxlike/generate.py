@@ -21,6 +21,7 @@ from paxlike.layers.context import Context
 from paxlike.layers.module import Definition, Params
 from paxlike.sampling import Sampling
 
+STEPS_PER_CALL = 16
 # Caches begin with room for texts of so many tokens.
 _LEAST_ROOM = 64
 
@@ -124,7 +125,7 @@ class Generator:
     max_len: int,
     sampling: Sampling | None = None,
     end_ids: Sequence[int] = (),
-    steps_per_call: int = 16,
+    steps_per_call: int = STEPS_PER_CALL,
   ):
     """Allocates caches for short texts, which grow by doubling with the longest.
 
@@ -254,9 +255,10 @@ class Generator:
       text.ended_by = "length"
 
   def _compiled_for(self, function: Any, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
-    """Returns the program for arguments of these shapes."""
-    shapes = tuple(jnp.shape(x) for x in jax.tree.leaves(arguments))
-    key = (function.__name__, self._room, shapes)
+    """Returns the program for arguments of these shapes and shardings."""
+    leaves = jax.tree.leaves(arguments)
+    kinds = tuple((jnp.shape(x), getattr(x, "sharding", None)) for x in leaves)
+    key = (function.__name__, self._room, kinds)
     if key not in self._compiled:
       jitted = jax.jit(function, donate_argnums=donate)
       self._compiled[key] = jitted.lower(*arguments).compile()
@@ -353,6 +355,7 @@ def generate(
   sampling: Sampling | None = None,
   end_ids: Sequence[int] = (),
   num_rows: int | None = None,
+  steps_per_call: int = STEPS_PER_CALL,
   seed: int = 0,
 ) -> list[Text]:
   """Returns the continuation of each prompt, in their order.
@@ -365,6 +368,7 @@ def generate(
     sampling: How tokens are chosen; None: the likeliest.
     end_ids: Tokens that end a text.
     num_rows: Texts that are decoded together; None: all.
+    steps_per_call: As of `Generator`.
     seed: Of the draws; each prompt has its own after it.
   """
   requests = [
@@ -378,6 +382,7 @@ def generate(
     max_len=max((len(tokens) for tokens in prompts), default=0) + max_new_tokens,
     sampling=sampling,
     end_ids=end_ids,
+    steps_per_call=steps_per_call,
   )
   texts = {text.request: text for grown in generator.run(requests) for text in grown}
   return [texts[number] for number in sorted(texts)]

@@ -54,13 +54,16 @@ def test_ragged_prompts_in_few_rows_equal_teacher_forcing(scan):
 
 
 @pytest.mark.slow
-def test_many_devices_decode_what_one_decodes():
+@pytest.mark.parametrize("ici", [(2, 2, 2), (1, 8, 1)])
+def test_many_devices_decode_what_one_decodes(ici, monkeypatch):
+  monkeypatch.setattr(generate_module, "_LEAST_ROOM", 4)
   definition = tiny(scan=False)
-  given = prompts(4, 7, 3, 5)
-  expected = generate(definition, params_of(definition), given, max_new_tokens=5)
-  built = MeshSpec(ici=(2, 2, 2)).build()
+  given = prompts(4, 7, 3, 5, 2, 6, 4, 4)
+  expected = generate(definition, params_of(definition), given, max_new_tokens=9)
+  built = MeshSpec(ici=ici).build()
   with jax.set_mesh(built):
-    texts = generate(definition, params_of(definition, built), given, max_new_tokens=5)
+    params = params_of(definition, built)
+    texts = generate(definition, params, given, max_new_tokens=9, steps_per_call=2)
   assert [text.tokens for text in texts] == [text.tokens for text in expected]
 
 
@@ -95,7 +98,7 @@ def test_samples_depend_on_the_seed_and_not_on_the_company():
 def test_a_text_that_the_caller_closes_makes_room():
   definition = tiny()
   params = params_of(definition)
-  generator = Generator(definition, params, num_rows=1, max_len=SEQ_LEN, steps_per_call=2)
+  generator = Generator(definition, params, num_rows=1, max_len=SEQ_LEN)
   requests = [Request(tokens=prompt, max_new_tokens=10) for prompt in prompts(2, 2)]
   lengths = {}
   for grown in generator.run(requests):
