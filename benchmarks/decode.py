@@ -4,13 +4,11 @@
     python benchmarks/decode.py MODEL [--prompts=64] [--new_tokens=200] [--repeats=5]
 
 MODEL is a folder of Hugging Face, small enough for both. Prompts are random tokens and decoding is
-greedy; both sides do the same, in turn, after one round that is not counted. On a CPU paxlike takes
-each core for a device, and shares the rows among them. Prints one JSON line.
+greedy; both sides do the same, in turn, after one round that is not counted. Prints one JSON line.
 """
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
 import tempfile
@@ -36,9 +34,7 @@ def main():
   parser.add_argument("--prompt_tokens", type=int, default=8)
   parser.add_argument("--new_tokens", type=int, default=200)
   parser.add_argument("--repeats", type=int, default=5)
-  parser.add_argument("--devices", type=int, default=os.cpu_count(), help="CPU devices of paxlike")
   options = parser.parse_args()
-  jax.config.update("jax_num_cpu_devices", options.devices)
   vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
   shape = (options.prompts, options.prompt_tokens)
   prompts = np.random.default_rng(0).integers(3, vocab_size, shape).astype(np.int32)
@@ -89,19 +85,14 @@ def ours(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable
     assert convert(["--from=hf", f"--path={folder}", f"--to={converted}"]) == 0
     graph = config_file.read(converted / "config.json")
     fiddlers.precision(graph, "float32")
-    graph.mesh.ici = (-1, 1, 1)
     trainer: Any = fdl.build(graph)
     params = trainer.load(converted)
-    devices = trainer.devices
   count, size = prompts.shape
+  generator = Generator(trainer.definition, params, num_rows=count, max_len=size + new_tokens)
   requests = [Request(tokens=tokens, max_new_tokens=new_tokens) for tokens in prompts]
 
-  with jax.set_mesh(devices):
-    generator = Generator(trainer.definition, params, num_rows=count, max_len=size + new_tokens)
-
   def decode() -> np.ndarray:
-    with jax.set_mesh(devices):
-      texts = {text.request: text.tokens for grown in generator.run(requests) for text in grown}
+    texts = {text.request: text.tokens for grown in generator.run(requests) for text in grown}
     return np.array([texts[number] for number in range(count)])
 
   return decode
