@@ -98,7 +98,7 @@ def test_samples_depend_on_the_seed_and_not_on_the_company():
 def test_a_text_that_the_caller_closes_makes_room():
   definition = tiny()
   params = params_of(definition)
-  generator = Generator(definition, params, num_rows=1, max_len=SEQ_LEN)
+  generator = Generator(definition, params, num_rows=1, max_len=SEQ_LEN, steps_per_call=2)
   requests = [Request(tokens=prompt, max_new_tokens=10) for prompt in prompts(2, 2)]
   lengths = {}
   for grown in generator.run(requests):
