@@ -160,15 +160,17 @@ def tell(decoding: Decoding, prompts: Sequence[str], journal: Journal, path: epa
   # What may yet turn out to be the beginning of a stop string is held back.
   held_back = max(map(len, options.stop), default=0)
   shown = 0
+  if single:
+    journal.piece(prompts[0])
   with run_folder.writing(path.parent):
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
       for result in decoding.run(prompts):
         prompt = prompts[result.prompt]
         if single:
-          end = len(result.text) - (0 if result.ended_by else held_back)
-          journal.piece((prompt if not shown else "") + result.text[shown:end])
-          shown = max(shown, end)
+          end = max(shown, len(result.text) - (0 if result.ended_by else held_back))
+          journal.piece(result.text[shown:end])
+          shown = end
         if result.ended_by:
           file.write(json.dumps(dataclasses.asdict(result) | {"prompt": prompt}) + "\n")
           if not single:

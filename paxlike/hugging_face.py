@@ -22,7 +22,7 @@ class Family:
     architecture: Class of transformers that has the weights.
     knobs: Key of the configuration -> knob; "a.b" is key b of the mapping a.
     defaults: What absent keys mean; of those without it none may be absent.
-    fixed: Keys that must have this value, or be absent; None is absent too.
+    fixed: Keys that must have this value; absent, or None, they have it if `defaults` has no other.
     layer_types: Kinds of attention of the layers, over and over; none: all are alike.
     rope_types: The ways in which rotary positions may be scaled; None: not.
     rules: Where each weight stands.
@@ -46,14 +46,17 @@ class Family:
     """Returns why `config` is none of this family, "" if it is one."""
     if config.get("model_type") != self.model_type:
       return f"model_type is {config.get('model_type')}"
+    rope_type = _get(config, _ROPE_TYPE)
     for key, value in self.fixed.items():
+      if key.startswith("rope_scaling.") and rope_type is _ABSENT:
+        continue
       found = _get(config, key)
+      found = self.defaults.get(key, _ABSENT) if found is _ABSENT else found
       if found is not _ABSENT and found != value:
         return f"{key} is {found!r}, not {value!r}"
     types = config.get("layer_types")
     if types is not None and types != self._layer_types(len(types)):
       return f"layer_types is {types}"
-    rope_type = _get(config, _ROPE_TYPE)
     if (None if rope_type is _ABSENT else rope_type) not in self.rope_types:
       return f"{_ROPE_TYPE} is {'absent' if rope_type is _ABSENT else rope_type}"
     return ""

@@ -3,6 +3,8 @@
 
 import json
 import string
+import types
+from typing import Any, cast
 
 import jax
 import pytest
@@ -98,7 +100,7 @@ def test_a_tokenizer_of_another_size_is_said(model):
 def test_what_is_told_is_what_is_written(model, tmp_path, given):
   made = make(model, max_new_tokens=5, stop=("zz",))
   journal, path = Journal(), epath.Path(tmp_path) / "out" / "texts.jsonl"
-  decoding.tell(made, given, journal, path)  # type: ignore
+  decoding.tell(made, given, cast(Any, journal), path)
   records = [json.loads(line) for line in path.read_text().splitlines()]
   assert sorted(record["prompt"] for record in records) == sorted(given)
   if len(given) == 1:
@@ -110,6 +112,28 @@ def test_what_is_told_is_what_is_written(model, tmp_path, given):
       )
   assert "tokens/s" in journal.notes[-1]
   assert made.speed.prefill_tokens == sum(len(prompt) + 1 for prompt in given)
+
+
+@pytest.mark.parametrize("stop", [(), ("xy",), ("a stop string longer than the text",)])
+def test_a_text_is_printed_once_however_it_grows(tmp_path, stop):
+  text = "hello there"
+
+  def grow(prompts):
+    del prompts
+    for size in (1, 2, 5, 5, len(text)):
+      ended_by = "length" if size == len(text) else None
+      yield decoding.Result(
+        prompt=0, sample=0, text=text[:size], tokens=[], log_probabilities=[], ended_by=ended_by
+      )
+
+  growing = types.SimpleNamespace(
+    options=decoding.Options(stop=stop), speed=decoding.Speed(), run=grow
+  )
+  journal = Journal()
+  decoding.tell(
+    cast(Any, growing), ["Oh, "], cast(Any, journal), epath.Path(tmp_path) / "texts.jsonl"
+  )
+  assert "".join(journal.pieces) == "Oh, hello there\n"
 
 
 def test_prompts_are_lines_or_a_field_of_json(tmp_path):

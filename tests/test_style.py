@@ -201,6 +201,9 @@ def test_the_laws_have_teeth():
   for clause, offends in {
     "except:\n  pass": True,
     "except Exception as e:\n  log(e)": True,
+    "except Exception as e:\n  raise UserError(e)": True,
+    "except Exception as e:\n  raise UserError(e) from e": False,
+    "except:\n  raise UserError() from e": True,
     "except (OSError, Exception):\n  pass": True,
     "except BaseException as e:\n  pass": True,
     "except BaseException as e:\n  put(e)": False,

@@ -93,9 +93,7 @@ class Source:
 
   def table(self) -> str:
     """Returns a line for each weight: its name and shape, and where it comes from."""
-    return "\n".join(
-      f"{match.ours} {list(match.shape)} <- {', '.join(match.theirs)}" for match in self.matches
-    )
+    return matching.table(self.matches, "<-")
 
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must not hold anything yet."""

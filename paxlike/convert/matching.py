@@ -47,6 +47,11 @@ def match(definition: Definition, family: Family) -> list[Match]:
   return matches
 
 
+def table(matches: list[Match], arrow: str) -> str:
+  """Returns a line for each weight: its name and shape, an arrow, and the tensors that hold it."""
+  return "\n".join(f"{m.ours} {list(m.shape)} {arrow} {', '.join(m.theirs)}" for m in matches)
+
+
 def check(
   matches: list[Match], found: Mapping[str, TensorSpec], family: Family, knobs: Mapping[str, Any]
 ):

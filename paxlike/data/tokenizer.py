@@ -88,22 +88,44 @@ class CharacterTokenizer(Tokenizer):
     )
 
 
-class SentencePieceTokenizer(Tokenizer):
-  """A SentencePiece model (Kudo and Richardson, 2018); the file is read when first needed."""
+class _FileTokenizer(Tokenizer):
+  """A tokenizer in a file of its own (VOCAB_PATH), which is read when first needed."""
 
   def __init__(self, path: str | os.PathLike[str]):
     self._path = os.fspath(path)
 
   def check(self):
-    """Raises UserError if the file is missing or no SentencePiece model."""
+    """Raises UserError if the file is missing or no such tokenizer."""
     _ = self._model
 
   @functools.cached_property
   def _model(self) -> Any:
-    import sentencepiece
-
     if not os.path.isfile(self._path):
       raise UserError(f"VOCAB_PATH={self._path}: no such file.")
+    return self._load()
+
+  @abc.abstractmethod
+  def _load(self) -> Any:
+    """Returns what is in the file, or raises a UserError."""
+
+  def encode(self, text: str) -> np.ndarray:
+    return self.encode_all([text])[0]
+
+  def decode(self, ids: np.ndarray) -> str:
+    return self._model.decode([int(i) for i in ids if i < self.vocab_size])
+
+
+def _without_surrogates(texts: Sequence[str]) -> list[str]:
+  """JSON can hold halves of surrogate pairs, which UTF-8, and so these libraries, cannot."""
+  return [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+
+
+class SentencePieceTokenizer(_FileTokenizer):
+  """A SentencePiece model (Kudo and Richardson, 2018)."""
+
+  def _load(self) -> Any:
+    import sentencepiece
+
     try:
       return sentencepiece.SentencePieceProcessor(model_file=self._path)
     except (RuntimeError, OSError) as error:
@@ -121,40 +143,25 @@ class SentencePieceTokenizer(Tokenizer):
   def bos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
     return self._model.bos_id() if self._model.bos_id() >= 0 else None
 
-  def encode(self, text: str) -> np.ndarray:
-    return self.encode_all([text])[0]
-
   def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-    # JSON can hold halves of surrogate pairs, which UTF-8 and so SentencePiece cannot.
-    clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-    return [np.array(ids, np.int32) for ids in self._model.encode(clean, num_threads=1)]
-
-  def decode(self, ids: np.ndarray) -> str:
-    return self._model.decode([int(i) for i in ids if i < self.vocab_size])
+    return [
+      np.array(ids, np.int32)
+      for ids in self._model.encode(_without_surrogates(texts), num_threads=1)
+    ]
 
   def fingerprint(self) -> str:
     return f"sentencepiece {hashlib.sha256(self._model.serialized_model_proto()).hexdigest()}"
 
 
-class HuggingFaceTokenizer(Tokenizer):
-  """A `tokenizer.json` of Hugging Face; the file is read when first needed.
+class HuggingFaceTokenizer(_FileTokenizer):
+  """A `tokenizer.json` of Hugging Face.
 
   What ends a document is said by the `tokenizer_config.json` beside it.
   """
 
-  def __init__(self, path: str | os.PathLike[str]):
-    self._path = os.fspath(path)
-
-  def check(self):
-    """Raises UserError if the file is missing or no tokenizer."""
-    _ = self._model
-
-  @functools.cached_property
-  def _model(self) -> Any:
+  def _load(self) -> Any:
     import tokenizers
 
-    if not os.path.isfile(self._path):
-      raise UserError(f"VOCAB_PATH={self._path}: no such file.")
     try:
       return tokenizers.Tokenizer.from_file(self._path)
     except Exception as error:  # The library raises nothing more special.
@@ -182,16 +189,9 @@ class HuggingFaceTokenizer(Tokenizer):
     first = self._model.encode("", add_special_tokens=True).ids[:1]
     return first[0] if first and first[0] != self.eos_id else None
 
-  def encode(self, text: str) -> np.ndarray:
-    return self.encode_all([text])[0]
-
   def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-    clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-    encoded = self._model.encode_batch(clean, add_special_tokens=False)
+    encoded = self._model.encode_batch(_without_surrogates(texts), add_special_tokens=False)
     return [np.array(encoding.ids, np.int32) for encoding in encoded]
-
-  def decode(self, ids: np.ndarray) -> str:
-    return self._model.decode([int(i) for i in ids if i < self.vocab_size])
 
   def fingerprint(self) -> str:
     return f"tokenizer.json {hashlib.sha256(self._model.to_str().encode()).hexdigest()}"

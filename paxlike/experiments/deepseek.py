@@ -160,6 +160,8 @@ class DeepSeek(Moe, Llama):
         **family.defaults,
         "rope_scaling.factor": None,
         "rope_scaling.original_max_position_embeddings": 4096,
+        "rope_scaling.mscale": 0.0,
+        "rope_scaling.mscale_all_dim": 0.0,
       },
       fixed={
         **family.fixed,

@@ -205,7 +205,6 @@ class Gemma3(Gemma2):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    at = "model.layers.{}.self_attn"
     return dataclasses.replace(
       family,
       model_type="gemma3_text",
@@ -223,11 +222,6 @@ class Gemma3(Gemma2):
         "rope_scaling.factor": None,
       },
       rope_types=(None, "linear"),
-      rules={
-        **family.rules,
-        "stack.{}.attention.query_norm.scale": Same(f"{at}.q_norm.weight"),
-        "stack.{}.attention.key_norm.scale": Same(f"{at}.k_norm.weight"),
-      },
     )
 
 

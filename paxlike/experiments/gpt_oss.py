@@ -99,6 +99,7 @@ class GptOss(Moe, Llama):
         "rope_scaling.factor": "ROPE_FACTOR",
         "rope_scaling.original_max_position_embeddings": "ROPE_ORIGINAL_LENGTH",
       },
+      defaults={**family.defaults, "rope_scaling.truncate": True},
       fixed={
         "attention_bias": True,
         "swiglu_limit": 7.0,

@@ -94,6 +94,8 @@ class Llama(Experiment):
         "stack.{}.attention.key.w": Matrix(f"{at}.self_attn.k_proj.weight"),
         "stack.{}.attention.value.w": Matrix(f"{at}.self_attn.v_proj.weight"),
         "stack.{}.attention.output.w": Matrix(f"{at}.self_attn.o_proj.weight", inputs=2),
+        "stack.{}.attention.query_norm.scale": Same(f"{at}.self_attn.q_norm.weight"),
+        "stack.{}.attention.key_norm.scale": Same(f"{at}.self_attn.k_norm.weight"),
         "stack.{}.mlp_norm.scale": Same(f"{at}.post_attention_layernorm.weight"),
         "stack.{}.mlp.gate.w": Matrix(f"{at}.mlp.gate_proj.weight"),
         "stack.{}.mlp.up.w": Matrix(f"{at}.mlp.up_proj.weight"),

@@ -13,7 +13,7 @@ from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
 from paxlike.registry import register
-from paxlike.weight_rules import Matrix, PerExpert, Same
+from paxlike.weight_rules import Matrix, PerExpert
 
 
 class Qwen3(Llama):
@@ -34,17 +34,7 @@ class Qwen3(Llama):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    at = "model.layers.{}.self_attn"
-    return dataclasses.replace(
-      family,
-      model_type="qwen3",
-      architecture="Qwen3ForCausalLM",
-      rules={
-        **family.rules,
-        "stack.{}.attention.query_norm.scale": Same(f"{at}.q_norm.weight"),
-        "stack.{}.attention.key_norm.scale": Same(f"{at}.k_norm.weight"),
-      },
-    )
+    return dataclasses.replace(family, model_type="qwen3", architecture="Qwen3ForCausalLM")
 
 
 @register
@@ -129,6 +119,7 @@ class Qwen3Moe(Moe, Qwen3):
         "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
         "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
       },
+      defaults={**family.defaults, "norm_topk_prob": False},
       fixed={
         **family.fixed,
         "norm_topk_prob": True,

@@ -61,8 +61,6 @@ def stored(folder):
 @pytest.mark.parametrize(("parts", "rows"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_the_model_that_hugging_face_has(tmp_path, parts, rows, dtype):
-  import ml_dtypes  # noqa: F401, makes NumPy know bfloat16 by name.
-
   save(tmp_path / "meta", parts=parts, rows=rows, dtype=dtype)
   arrays = {name: value.astype(dtype) for name, value in values(shapes()).items()}
   write(tmp_path / "hf", arrays, CONFIG | {"max_position_embeddings": 4096})
