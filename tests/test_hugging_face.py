@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family is known by its configuration, and what that leaves out counts as transformers has it."""
+"""A family is known by its configuration; what is absent counts as transformers has it."""
 
 import pytest
 
