@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from paxlike.data.text import LocalText
+from paxlike.data.packing import PackedRows
+from paxlike.data.text import TextFiles
 from paxlike.data.tokenizer import (
   ByteTokenizer,
   CharacterTokenizer,
@@ -66,18 +67,19 @@ def train_pieces(folder: pathlib.Path) -> pathlib.Path:
   return path
 
 
-def data(path: pathlib.Path, tokenizer: Tokenizer, **options: Any) -> LocalText:
+def data(path: pathlib.Path, tokenizer: Tokenizer, **options: Any) -> PackedRows:
   """Returns the data set of a file."""
   vocab_size = tokenizer.vocab_size
   arguments: dict[str, Any] = {"seq_len": 1024} | options
-  return LocalText(path=str(path), tokenizer=tokenizer, vocab_size=vocab_size, **arguments)
+  corpus = TextFiles(path=str(path), tokenizer=tokenizer, vocab_size=vocab_size)
+  return PackedRows(corpus=corpus, **arguments)
 
 
 def tokenize(path: pathlib.Path, name: str, tokenizer: Tokenizer):
   """Times making the index."""
   source = data(path, tokenizer)
   began = time.process_time()
-  num_tokens = len(source.index().tokens)
+  num_tokens = len(source.corpus.index().tokens)
   report("tokenize", num_tokens, time.process_time() - began, tokenizer=name)
 
 

@@ -1,36 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation: data sets, the metrics computed on them, and the pass that joins the two."""
 
+import collections
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from paxlike.feed import Feed
-from paxlike.layers.decoder import Batch, forward
+from paxlike.layers.decoder import Batch, context_of
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.module import Definition, Params
 
-# Name -> (sum, weight); the metric is their quotient over the whole set.
+
+class Scores(NamedTuple):
+  """What a model says of the targets of a batch, all [B, T].
+
+  Attributes:
+    loss_BT: float32, cross-entropy in nats.
+    correct_BT: bool, no token has a larger logit than the target.
+    preferred_BT: bool, the target is more probable than what the batch has in its place as
+      `alternatives`; None where there are none.
+  """
+
+  loss_BT: jax.Array
+  correct_BT: jax.Array
+  preferred_BT: jax.Array | None
+
+
+# Name -> (sum_B, weight_B) of each row; the metric is the sums' total over the weights'.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
+Metrics = Callable[[Scores, Batch], Sums]
 
 
-def language_model(logits_BTV: jax.Array, batch: Batch) -> Sums:
+def language_model(scores: Scores, batch: Batch) -> Sums:
   """The metrics of Pax's language models, over the tokens that have weight.
 
   `log_pplx` is the mean cross-entropy in nats; `fraction_of_correct_next_step_preds` the share of
   tokens with the largest logit.
   """
   weights_BT = batch["weights"]
-  weight = weights_BT.sum()
-  losses_BT = cross_entropy(logits_BTV, batch["targets"])
-  correct_BT = logits_BTV.argmax(-1) == batch["targets"]
+  weight_B = weights_BT.sum(-1)
   return {
-    "log_pplx": ((losses_BT * weights_BT).sum(), weight),
-    "fraction_of_correct_next_step_preds": ((correct_BT * weights_BT).sum(), weight),
+    "log_pplx": ((scores.loss_BT * weights_BT).sum(-1), weight_B),
+    "fraction_of_correct_next_step_preds": ((scores.correct_BT * weights_BT).sum(-1), weight_B),
   }
+
+
+def acc_strict(scores: Scores, batch: Batch) -> Sums:
+  """LAMBADA's: the share of examples whose every target token has the largest logit."""
+  return {"acc_strict": _share_of_examples(scores.correct_BT, batch)}
+
+
+def boolq_acc(scores: Scores, batch: Batch) -> Sums:
+  """BoolQ's: the share of examples whose answer is more probable than the other one."""
+  assert scores.preferred_BT is not None, "the data have no alternatives"
+  return {"boolq_acc": _share_of_examples(scores.preferred_BT, batch)}
+
+
+def _share_of_examples(right_BT: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+  is_target_BT = batch["weights"] > 0
+  counts_B = is_target_BT.any(-1)
+  right_B = (right_BT | ~is_target_BT).all(-1) & counts_B
+  return right_B.astype(jnp.float32), counts_B.astype(jnp.float32)
+
+
+def score(logits: jax.Array, targets: jax.Array, alternatives: jax.Array | None) -> Scores:
+  """Returns what logits [..., V] say of targets [...]; of equal logits the first is the largest."""
+  loss = cross_entropy(logits, targets)
+  preferred = None if alternatives is None else loss < cross_entropy(logits, alternatives)
+  return Scores(loss, logits.argmax(-1) == targets, preferred)
+
+
+def scores_of(definition: Definition, params: Params, batch: Batch) -> Scores:
+  """Returns what a model says of a batch; only a part of its logits exists at a time."""
+  model = definition.bind(params)
+  x_BTD, _, _ = model.hidden(batch["inputs"], context_of(batch))
+  num_chunks = math.gcd(x_BTD.shape[1], model.loss_chunks)
+
+  def split(x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, -1, *x.shape[2:]), 1, 0)
+
+  def joined(x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+
+  parts = jax.tree.map(split, (x_BTD, batch["targets"], batch.get("alternatives")))
+  scores = jax.lax.map(lambda part: score(model.logits(part[0]), *part[1:]), parts)
+  return jax.tree.map(joined, scores)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,12 +105,27 @@ class EvalSet:
   """
 
   dataset: Any
-  metrics: Callable[[jax.Array, Batch], Sums] = language_model
+  metrics: tuple[Metrics, ...] = (language_model,)
   num_batches: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """What an evaluation found.
+
+  Attributes:
+    values: Each metric, its standard error as `<metric>_stderr` if there are two rows or more, and
+      as `num_predictions` and `num_examples` the numbers of weighted tokens and of rows with any.
+    records: Of each row, the number that its data set gave it and its metrics; empty if it gave
+      none.
+  """
+
+  values: dict[str, float]
+  records: list[dict[str, float]]
+
+
 class Evaluator:
-  """Computes the metrics of one eval set, with one compiled program for all its passes."""
+  """Computes the metrics of one eval set, with compiled programs for all its passes."""
 
   def __init__(self, definition: Definition, eval_set: EvalSet, feed: Feed, *, batch_size: int):
     """Evaluates in batches of `batch_size`, which `feed` brings onto the devices."""
@@ -58,27 +134,62 @@ class Evaluator:
     self._batch_size = batch_size
 
     def measure(params: Params, batch: Batch) -> Sums:
-      logits_BTV, _ = forward(definition, definition.prepare(params), batch)
-      count = (batch["weights"].sum(), jnp.ones(()))
-      return eval_set.metrics(logits_BTV, batch) | {"num_predictions": count}
+      scores = scores_of(definition, definition.prepare(params), batch)
+      weight_B = batch["weights"].sum(-1)
+      sums: Sums = {"num_predictions": (weight_B, weight_B)}
+      for metrics in eval_set.metrics:
+        sums |= metrics(scores, batch)
+      # Every host reads all rows.
+      return jax.lax.with_sharding_constraint(sums, PartitionSpec())
 
     self._measure = jax.jit(measure)
 
-  def run(self, params: Params) -> dict[str, float]:
-    """Returns every metric over one pass; `num_predictions` is the number of weighted tokens."""
-    sums: Sums | None = None
+  def run(self, params: Params) -> Result:
+    """Returns every metric over one pass."""
+    measured = list(self._measured(params))
+    if not measured:
+      raise ValueError("an evaluation set without a batch")
+    batches, numbers = zip(*measured, strict=True)
+    sums = jax.tree.map(
+      lambda *parts: np.concatenate(parts).astype(np.float64), *jax.device_get(batches)
+    )
+    return result(sums, None if numbers[0] is None else np.concatenate(numbers))
+
+  def _measured(self, params: Params) -> Iterator[tuple[Sums, np.ndarray | None]]:
     dataset = self._eval_set.dataset
+    in_flight: collections.deque[Sums] = collections.deque()
     with dataset.batches(self._batch_size, rows=self._feed.rows, repeat=False) as batches:
       for index, batch in enumerate(batches):
         if index == self._eval_set.num_batches:
           break
-        new = self._measure(params, self._feed.put(batch.arrays))
-        sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
-        if self._feed.steps_in_flight == 0:
-          jax.block_until_ready(sums)
-    if sums is None:
-      raise ValueError("an evaluation set without a batch")
-    host = jax.device_get(sums)
-    num_predictions = float(host.pop("num_predictions")[0])
-    values = {name: float(total / max(weight, 1e-9)) for name, (total, weight) in host.items()}
-    return values | {"num_predictions": num_predictions}
+        sums = self._measure(params, self._feed.put(batch.arrays))
+        in_flight.append(sums)
+        if len(in_flight) > self._feed.steps_in_flight:
+          jax.block_until_ready(in_flight.popleft())
+        yield sums, batch.numbers
+
+
+def result(sums: dict[str, tuple[np.ndarray, np.ndarray]], numbers: np.ndarray | None) -> Result:
+  """Returns what float64 sums [rows] and weights [rows], and the rows' numbers, come to."""
+  weight_B, _ = sums.pop("num_predictions")
+  real_B = weight_B > 0
+  values: dict[str, float] = {}
+  for name, (sum_B, weights_B) in sums.items():
+    total = max(weights_B.sum(), 1e-9)
+    values[name] = float(sum_B.sum() / total)
+    if (count := np.count_nonzero(weights_B)) > 1:
+      # Of a quotient of sums; where all weights are 1, the sample's standard error.
+      deviations_B = sum_B - values[name] * weights_B
+      error = np.sqrt((deviations_B**2).sum() * count / (count - 1)) / total
+      values[f"{name}_stderr"] = float(error)
+  values |= {"num_predictions": float(weight_B.sum()), "num_examples": float(real_B.sum())}
+  if numbers is None:
+    return Result(values, [])
+  records = [
+    {"example": int(numbers[row])}
+    | {name: float(of[row] / max(by[row], 1e-9)) for name, (of, by) in sums.items()}
+    | {"num_predictions": float(weight_B[row])}
+    for row in np.argsort(numbers, kind="stable")
+    if numbers[row] >= 0
+  ]
+  return Result(values, records)

@@ -257,8 +257,8 @@ class Experiment(Knobs):
     """How Hugging Face stores the family; None if it has no such thing."""
     return None
 
-  def train_data(self) -> fdl.Config:
-    """The training data: a `data.Dataset`. A data mixin gives it."""
+  def train_data(self) -> fdl.Config | None:
+    """The training data, a `data.Dataset`; None to evaluate only. A data mixin gives it."""
     raise UserError(f"{type(self).__name__} has no training data: subclass a mixin of datasets.py.")
 
   def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:

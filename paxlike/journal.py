@@ -17,6 +17,7 @@ from etils import epath
 from paxlike import flops, metrics, run_folder
 from paxlike.console import Console
 from paxlike.errors import UserError
+from paxlike.evaluation import Result
 from paxlike.meter import Reading
 
 
@@ -159,11 +160,17 @@ class Journal:
         values[f"mfu_{name}"] = rate / peak
     return values
 
-  def evaluated(self, name: str, updates: int, values: Mapping[str, float]):
-    """Tells the metrics of eval set `name` after so many updates."""
+  def evaluated(self, name: str, updates: int, result: Result):
+    """Tells what was found on eval set `name` after so many updates."""
     if not self._main:
       return
-    listed = ", ".join(f"{key}: {value:.4f}" for key, value in values.items())
+    values = result.values
+    listed = ", ".join(
+      f"{key}: {value:.4f}" + (f" ± {values[error]:.4f}" if error in values else "")
+      for key, value in values.items()
+      for error in [f"{key}_stderr"]
+      if not key.endswith("_stderr")
+    )
     self._console.line(f"evaluated {name} after {updates} updates: {listed}")
     record = {"kind": "eval", "set": name, "updates": updates, "step": updates, "time": time.time()}
     self._record(f"eval_{name}", record | dict(values) | {"loss": values.get("log_pplx")})
@@ -172,6 +179,9 @@ class Journal:
     with run_folder.writing(self._folder):
       out.mkdir(parents=True, exist_ok=True)
       run_folder.write(out / f"eval_{updates:08d}.json", text + "\n")
+      if result.records:
+        lines = "".join(f"{json.dumps(one)}\n" for one in result.records)
+        run_folder.write(out / f"eval_{updates:08d}.jsonl", lines)
 
   def status(self, state: str, step: int):
     """Says in `status.json` whether the run goes on, for those that follow it."""

@@ -135,7 +135,7 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
   trainer = fdl.build(graph)
   trainer.saving = options.enable_checkpoint_saving
   if options.mode != "decode":
-    trainer.check()
+    trainer.check(training=options.mode == "train")
   if options.mode in ("eval", "decode"):
     folder = epath.Path(options.job_log_dir)
     if not folder.exists():

@@ -82,7 +82,7 @@ def _facts(trainer: Trainer) -> str:
     num_devices=num_devices,
     accumulation_steps=trainer.accumulation_steps,
   )
-  seq_len = trainer.train_data.seq_len
+  seq_len = trainer.data.seq_len
   counted = flops.per_token(definition, seq_len)
   axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
   active = flops.active_params(definition)

@@ -37,7 +37,7 @@ class Trainer:
     model: Its weights abstract.
     optimizer: With its schedule.
     mesh: The shape of the device mesh.
-    train_data: A `data.dataset.Dataset`.
+    train_data: A `data.dataset.Dataset`; None if the experiment only evaluates.
     eval_data: Data sets to evaluate, by name.
     percore_batch_size: Sequences a device and optimizer step.
     accumulation_steps: Parts of the batch computed one after another.
@@ -71,12 +71,14 @@ class Trainer:
   restore: Restore | None = None
   saving: bool = True
 
-  def check(self):
+  def check(self, *, training: bool = True):
     """Finds what is wrong with the run before anything is computed or written.
 
     Raises:
       UserError: The mesh, the batch or a data set cannot work.
     """
+    if training and self.train_data is None:
+      raise UserError("this experiment has no training data: it is for --mode=eval.")
     _ = self.devices, self.batch_size
     if self.num_steps < 0 or self.summary_every < 1:
       raise UserError("MAX_STEPS must not be negative, and SUMMARY_INTERVAL_STEPS at least 1.")
@@ -90,8 +92,9 @@ class Trainer:
       )
     if self.restore is not None:
       self.restore.check(self.definition)
-    for data in (self.train_data, *(eval_set.dataset for eval_set in self.eval_data.values())):
-      data.check()
+    for data in (self.train_data if training else None, *self._eval_datasets):
+      if data is not None:
+        data.check()
 
   @functools.cached_property
   def definition(self) -> Definition:
@@ -106,12 +109,24 @@ class Trainer:
   @functools.cached_property
   def feed(self) -> Feed:
     """The way of batches onto the devices."""
-    return Feed(self.devices, batch_size=self.batch_size, seq_len=self.train_data.seq_len)
+    return Feed(self.devices, batch_size=self.batch_size, seq_len=self.data.seq_len)
 
   @functools.cached_property
   def devices(self) -> jax.sharding.Mesh:
     """The mesh over this machine's devices."""
     return self.mesh.build()
+
+  @property
+  def data(self) -> Any:
+    """The training data; without them the first evaluation data."""
+    for dataset in (self.train_data, *self._eval_datasets):
+      if dataset is not None:
+        return dataset
+    raise UserError("this experiment has no data, neither train_data nor eval_data.")
+
+  @property
+  def _eval_datasets(self) -> list[Any]:
+    return [eval_set.dataset for eval_set in self.eval_data.values()]
 
   @property
   def batch_size(self) -> int:
@@ -235,8 +250,8 @@ class Trainer:
     return decoding.Decoding(
       self.definition,
       params,
-      self.train_data.tokenizer,
-      max_len=self.train_data.seq_len,
+      self.data.tokenizer,
+      max_len=self.data.seq_len,
       options=options,
     )
 
@@ -327,9 +342,9 @@ class Trainer:
     return Summary(
       num_params=self.definition.num_params,
       batch_size=self.batch_size,
-      seq_len=self.train_data.seq_len,
+      seq_len=self.data.seq_len,
       devices=self.devices,
-      flops=flops.per_token(self.definition, self.train_data.seq_len),
+      flops=flops.per_token(self.definition, self.data.seq_len),
     )
 
 

@@ -9,6 +9,7 @@ from etils import epath
 
 from paxlike import metrics
 from paxlike.errors import UserError
+from paxlike.evaluation import Result
 from paxlike.flops import TrainingFlops
 from paxlike.journal import Journal, Summary, is_running
 from paxlike.mesh import MeshSpec
@@ -109,7 +110,7 @@ def test_status_tells_whether_the_job_goes_on(journal, tmp_path):
 
 
 def test_evaluations_are_files_too(journal, tmp_path):
-  journal.evaluated("held", 3, {"log_pplx": 1.5, "num_predictions": 10.0})
+  journal.evaluated("held", 3, Result({"log_pplx": 1.5, "num_predictions": 10.0}, []))
   out = json.loads((tmp_path / "eval_out" / "held" / "eval_00000003.json").read_text())
   assert out == {"checkpoint": 3, "log_pplx": 1.5, "num_predictions": 10.0}
   assert (tmp_path / "summaries" / "eval_held").is_dir()

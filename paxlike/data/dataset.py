@@ -23,12 +23,15 @@ class Batch(NamedTuple):
 
   Attributes:
     arrays: int32 `inputs` and `targets`, float32 `weights`, and if packed int32 `segments` and
-      `positions`; all [rows, T].
+      `positions`; where targets have `alternatives`, those, int32; all [rows, T].
     state: Resumes after this batch; plain JSON.
+    numbers: int64 [batch size], the number of every host's every row in the epoch, -1 where a row
+      only fills up; None where nobody asks.
   """
 
   arrays: Arrays
   state: dict[str, Any]
+  numbers: np.ndarray | None = None
 
 
 class Dataset(abc.ABC):
@@ -36,11 +39,14 @@ class Dataset(abc.ABC):
 
   Attributes:
     seq_len: T.
-    tokenizer: Turns text into the ids, and back; None where there is no text.
   """
 
   seq_len: int
-  tokenizer: Tokenizer | None = None
+
+  @property
+  def tokenizer(self) -> Tokenizer | None:
+    """Turns text into the ids, and back; None where there is no text."""
+    return None
 
   def check(self):  # noqa: B027 - a source without files has nothing to check.
     """Finds what is wrong, as far as that is cheap; writes nothing.

@@ -6,14 +6,15 @@ tokenizer has them. This stream is cut into rows, from another place in every ep
 are shuffled once more.
 """
 
-import abc
 import functools
 from typing import NamedTuple
 
 import numpy as np
 
+from paxlike.data.corpus import Corpus
 from paxlike.data.dataset import Arrays, RowDataset
 from paxlike.data.token_index import TokenIndex
+from paxlike.data.tokenizer import Tokenizer
 
 
 class _Plan(NamedTuple):
@@ -33,7 +34,7 @@ class _Plan(NamedTuple):
 
 
 class PackedRows(RowDataset):
-  """Rows cut from the documents of a token index, which a subclass gives.
+  """Rows cut from the documents of a corpus.
 
   Every token but the stream's first is the target of one row; the last row is filled up without
   weight.
@@ -42,6 +43,7 @@ class PackedRows(RowDataset):
   def __init__(
     self,
     *,
+    corpus: Corpus,
     seq_len: int,
     seed: int = 0,
     shuffle: bool = True,
@@ -51,6 +53,7 @@ class PackedRows(RowDataset):
     """Makes rows of `seq_len` tokens.
 
     Args:
+      corpus: The documents.
       seq_len: T.
       seed: Of the order.
       shuffle: Whether to change the order in every epoch; or the same order, and every row from the
@@ -60,6 +63,7 @@ class PackedRows(RowDataset):
       split: The part of all tokens to use, as shares between 0 and 1.
     """
     self.seq_len = seq_len
+    self.corpus = corpus
     self._seed = seed
     self._shuffle = shuffle
     self._packed = packed
@@ -67,13 +71,16 @@ class PackedRows(RowDataset):
     # Where a batch runs on into the next epoch, two are needed.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
 
-  @abc.abstractmethod
-  def index(self) -> TokenIndex:
-    """Returns the documents; may take long the first time."""
+  @property
+  def tokenizer(self) -> Tokenizer | None:
+    return self.corpus.tokenizer
+
+  def check(self):
+    self.corpus.check()
 
   def fingerprint(self) -> str:
     options = (self.seq_len, self._seed, self._shuffle, self._packed, tuple(self._split))
-    return f"{self.index().fingerprint()} {options}"
+    return f"{self._index.fingerprint()} {options}"
 
   def num_rows(self, epoch: int) -> int:
     return len(self._plan(epoch).rows)
@@ -102,7 +109,7 @@ class PackedRows(RowDataset):
     return arrays
 
   def _tokens(self, plan: _Plan, stream: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    tokens, offsets = self._documents
+    tokens, offsets, _ = self._documents
     bos, eos = self._markers
     within = stream - plan.starts[documents] - (bos is not None)
     source = plan.order[documents]
@@ -120,9 +127,13 @@ class PackedRows(RowDataset):
     return (None, None) if tokenizer is None else (tokenizer.bos_id, tokenizer.eos_id)
 
   @functools.cached_property
+  def _index(self) -> TokenIndex:
+    return self.corpus.index()
+
+  @functools.cached_property
   def _documents(self) -> TokenIndex:
     """The documents within the split; one that the split cuts is shortened."""
-    tokens, offsets = self.index()
+    tokens, offsets, _ = self._index
     first, last = (int(share * offsets[-1]) for share in self._split)
     bounds = np.clip(offsets, first, last)
     kept = np.flatnonzero(np.diff(bounds))

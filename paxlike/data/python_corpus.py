@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from paxlike.data import token_index
-from paxlike.data.seqio_data import SeqIOTask, report
+from paxlike.data.packing import PackedRows
+from paxlike.data.seqio_corpus import SeqIOCorpus, SeqIOTask, report
 
 NAME = "python_stdlib"
 VOCAB_SIZE = 4096
@@ -24,16 +25,10 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 
 def dataset(
   *, split: str, seq_len: int, vocab_size: int, seed: int = 0, shuffle: bool = True
-) -> SeqIOTask:
+) -> PackedRows:
   """Returns a split of the corpus, "train" or "validation" (every twentieth file), packed."""
-  return SeqIOTask(
-    register=register,
-    task_split=split,
-    vocab_size=vocab_size,
-    seq_len=seq_len,
-    seed=seed,
-    shuffle=shuffle,
-  )
+  corpus = SeqIOCorpus(task=SeqIOTask(register), split=split, vocab_size=vocab_size)
+  return PackedRows(corpus=corpus, seq_len=seq_len, seed=seed, shuffle=shuffle)
 
 
 def register() -> str:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text files of the user as training data."""
+"""Text files of the user as a corpus."""
 
 import functools
 import glob
-import io
 import json
 import os
 import sys
@@ -11,16 +10,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paxlike.data import token_index
-from paxlike.data.packing import PackedRows
+from paxlike.data import records, token_index
+from paxlike.data.corpus import Corpus
 from paxlike.data.tokenizer import CharacterTokenizer, SentencePieceTokenizer, Tokenizer
 from paxlike.errors import UserError
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
+SUFFIXES = (".txt", *records.SUFFIXES)
 
 
-class LocalText(PackedRows):
-  """Documents in files: a .txt file is one; a line of .jsonl and a row of .parquet is one."""
+class TextFiles(Corpus):
+  """Documents in files: a .txt file is one, and so is a record of any other."""
 
   def __init__(
     self,
@@ -29,11 +28,6 @@ class LocalText(PackedRows):
     tokenizer: Tokenizer | None,
     vocab_size: int,
     field: str = "text",
-    seq_len: int,
-    seed: int = 0,
-    shuffle: bool = True,
-    packed: bool = True,
-    split: tuple[float, float] = (0.0, 1.0),
   ):
     """Reads nothing yet.
 
@@ -42,13 +36,7 @@ class LocalText(PackedRows):
       tokenizer: None: a token for each character that occurs in the files.
       vocab_size: Ids that the model knows.
       field: The field or column that holds the text.
-      seq_len: See `PackedRows`, as for the other arguments.
-      seed: See there.
-      shuffle: See there.
-      packed: See there.
-      split: See there.
     """
-    super().__init__(seq_len=seq_len, seed=seed, shuffle=shuffle, packed=packed, split=split)
     self._path = path
     self._given_tokenizer = tokenizer
     self._vocab_size = vocab_size
@@ -122,7 +110,7 @@ class LocalText(PackedRows):
     for name in self._files:
       try:
         yield from read(name, self._field)
-      except (OSError, UnicodeDecodeError) as error:
+      except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"DATA_PATH: {name} cannot be read: {error}.") from error
 
 
@@ -130,50 +118,18 @@ def read(name: str, field: str) -> Iterator[str]:
   """Yields the documents of one file.
 
   Raises:
-    UserError: A line is no JSON or lacks the field, or a column is missing.
-    OSError, UnicodeDecodeError: It cannot be read, is cut short, or is no UTF-8.
+    UserError: A record lacks the field, or see `records.read`.
+    OSError, EOFError, UnicodeDecodeError: See there.
   """
   if name.endswith(".txt"):
     with open(name, encoding="utf-8", newline="") as file:
       yield file.read()
-  elif name.endswith(".jsonl"):
-    with open(name, encoding="utf-8") as file:
-      yield from _json_lines(file, name, field)
-  elif name.endswith(".zst"):
-    import pyarrow  # Here: few users have such files. Unlike zstandard's, its reader sees a cut.
-
-    with pyarrow.input_stream(name, compression="zstd") as file:
-      yield from _json_lines(io.TextIOWrapper(file, encoding="utf-8"), name, field)
-  else:
-    yield from _parquet_rows(name, field)
-
-
-def _parquet_rows(name: str, field: str) -> Iterator[str]:
-  import pyarrow.parquet  # Here: 170 MB, which most runs do not need.
-
-  try:
-    with pyarrow.parquet.ParquetFile(name) as file:
-      if field not in file.schema_arrow.names:
-        names = ", ".join(file.schema_arrow.names)
-        raise UserError(f"{name} has no column {field!r}: set DATA_FIELD. It has: {names}.")
-      for batch in file.iter_batches(1000, columns=[field]):
-        for text in batch.column(0).to_pylist():
-          if isinstance(text, str):
-            yield text
-          elif text is not None:
-            raise UserError(f"{name} has no text in column {field!r}: set DATA_FIELD.")
-  except pyarrow.ArrowException as error:
-    raise UserError(f"{name} is no parquet file: {error}") from error
-
-
-def _json_lines(lines: io.TextIOBase, name: str, field: str) -> Iterator[str]:
-  for number, line in enumerate(lines, 1):
-    if not line.strip():
+    return
+  for place, record in records.read(name, [field]):
+    text = record.get(field, ())
+    if text is None:
       continue
-    try:
-      record = json.loads(line)
-    except json.JSONDecodeError as error:
-      raise UserError(f"{name}:{number}: no JSON ({error.msg}).") from None
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-      raise UserError(f"{name}:{number}: no text in field {field!r}: set DATA_FIELD.")
-    yield record[field]
+    if not isinstance(text, str):
+      there = ", ".join(record)
+      raise UserError(f"{place}: no text in field {field!r}: set DATA_FIELD. It has: {there}.")
+    yield text

@@ -7,12 +7,15 @@ import hashlib
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from paxlike.errors import UserError
+
+# The ids of a document, int32 [n], or with more that is known of each of them: see `TokenIndex`.
+Document = np.ndarray | Mapping[str, np.ndarray]
 
 
 class TokenIndex(NamedTuple):
@@ -21,16 +24,20 @@ class TokenIndex(NamedTuple):
   Attributes:
     tokens: uint16 or uint32, mapped from disk.
     offsets: int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]].
+    columns: What else is known of each token. `weights`: uint8, whether it counts as a target;
+      `alternatives`: ids, what could be in its place.
   """
 
   tokens: np.ndarray
   offsets: np.ndarray
+  columns: Mapping[str, np.ndarray] = {}
 
   def fingerprint(self) -> str:
     """Returns a hash of the lengths of all documents and of the first and last million tokens."""
     digest = hashlib.sha256(self.offsets.tobytes())
-    digest.update(self.tokens[:1_000_000].tobytes())
-    digest.update(self.tokens[-1_000_000:].tobytes())
+    for values in (self.tokens, *self.columns.values()):
+      digest.update(values[:1_000_000].tobytes())
+      digest.update(values[-1_000_000:].tobytes())
     return digest.hexdigest()[:24]
 
 
@@ -81,14 +88,12 @@ def built_once(folder: pathlib.Path) -> Iterator[pathlib.Path | None]:
     building.rename(folder)
 
 
-def cached(
-  key: str, documents: Callable[[], Iterable[np.ndarray]], *, vocab_size: int
-) -> TokenIndex:
+def cached(key: str, documents: Callable[[], Iterable[Document]], *, vocab_size: int) -> TokenIndex:
   """Returns the index of `documents`, from the cache if it was made before.
 
   Args:
     key: A text that is another for other documents or another tokenizer.
-    documents: Called only where the index has to be made: int32 ids of one document after another.
+    documents: Called only where the index has to be made.
     vocab_size: Ids are below it.
 
   Raises:
@@ -102,8 +107,10 @@ def cached(
   return read(folder, vocab_size=vocab_size)
 
 
-def _dtype(vocab_size: int) -> type[np.unsignedinteger]:
-  return np.uint16 if vocab_size <= 2**16 else np.uint32
+def _dtype(column: str, vocab_size: int) -> np.dtype:
+  if column == "weights":
+    return np.dtype(np.uint8)
+  return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 def read(folder: pathlib.Path, *, vocab_size: int) -> TokenIndex:
@@ -112,29 +119,41 @@ def read(folder: pathlib.Path, *, vocab_size: int) -> TokenIndex:
   Raises:
     UserError: It is damaged.
   """
-  dtype = _dtype(vocab_size)
   try:
     offsets = np.load(folder / "offsets.npy")
-    size = (folder / "tokens").stat().st_size
-    if size != offsets[-1] * np.dtype(dtype).itemsize:
-      raise ValueError(f"{size} bytes of tokens where {offsets[-1]} tokens are due")
-    if size == 0:  # An empty file cannot be mapped.
-      return TokenIndex(np.zeros(0, dtype), offsets)
-    return TokenIndex(np.memmap(folder / "tokens", dtype, "r"), offsets)
+    columns = {path.name: path for path in sorted(folder.glob("columns/*"))}
+    arrays = {
+      name: _mapped(path, _dtype(name, vocab_size), offsets[-1])
+      for name, path in ({"tokens": folder / "tokens"} | columns).items()
+    }
+    return TokenIndex(arrays.pop("tokens"), offsets, arrays)
   except (OSError, ValueError, EOFError) as error:
     raise UserError(f"the cached tokens cannot be read ({error}): remove {folder}.") from error
 
 
-def write(folder: pathlib.Path, documents: Iterable[np.ndarray], *, vocab_size: int):
-  """Writes documents of ids below `vocab_size` as an index.
+def _mapped(path: pathlib.Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:
+  size = path.stat().st_size
+  if size != num_tokens * dtype.itemsize:
+    raise ValueError(f"{size} bytes of {path.name} where {num_tokens} tokens are due")
+  # An empty file cannot be mapped.
+  return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+
+
+def write(folder: pathlib.Path, documents: Iterable[Document], *, vocab_size: int):
+  """Writes documents of ids below `vocab_size`, all with the same columns, as an index.
 
   Raises:
     UserError: The folder cannot be written.
   """
-  dtype = _dtype(vocab_size)
   offsets = [0]
-  with _writing(folder.parent), open(folder / "tokens", "wb") as flat:
-    for ids in documents:
-      flat.write(ids.astype(dtype).tobytes())
-      offsets.append(offsets[-1] + len(ids))
+  with _writing(folder.parent), contextlib.ExitStack() as stack:
+    (folder / "columns").mkdir()
+    files = {"tokens": stack.enter_context(open(folder / "tokens", "wb"))}
+    for document in documents:
+      arrays = {"tokens": document} if isinstance(document, np.ndarray) else document
+      for name, values in arrays.items():
+        if name not in files:
+          files[name] = stack.enter_context(open(folder / "columns" / name, "wb"))
+        files[name].write(values.astype(_dtype(name, vocab_size)).tobytes())
+      offsets.append(offsets[-1] + len(arrays["tokens"]))
     np.save(folder / "offsets.npy", np.array(offsets, np.int64))

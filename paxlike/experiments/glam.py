@@ -105,6 +105,30 @@ class GLaM64B64E(GLaM):
 
 
 @register
+class PileGLaM126M64E(datasets.Pile, GLaM126M64E):
+  """GLaM 126M/64E on the Pile."""
+
+
+@register
+class PileGLaM64B64E(datasets.Pile, GLaM64B64E):
+  """GLaM 64B/64E on the Pile."""
+
+
+@register
+class LambadaGLaM126M64E(datasets.Lambada, GLaM126M64E):
+  """GLaM 126M/64E zero-shot on LAMBADA, from the run of `PileGLaM126M64E`."""
+
+  MOE_DISPATCH = "dropless"  # Short rows have places too few to tell what was learnt.
+
+
+@register
+class LambadaGLaM64B64E(datasets.Lambada, GLaM64B64E):
+  """GLaM 64B/64E zero-shot on LAMBADA, from the run of `PileGLaM64B64E`."""
+
+  MOE_DISPATCH = "dropless"
+
+
+@register
 class SyntheticGLaM126M64E(datasets.Synthetic, GLaM126M64E):
   """GLaM 126M/64E on synthetic tokens, to measure speed."""
 

@@ -148,6 +148,31 @@ class Gpt175B(Gpt):
 
 
 @register
+class Pile126M(datasets.Pile, Gpt126M):
+  """GPT 126M on the Pile. Published on 64 H100: LAMBADA 42.5 % after 600,000 steps."""
+
+
+@register
+class Pile5B(datasets.Pile, Gpt5B):
+  """GPT 5B on the Pile."""
+
+
+@register
+class Pile175B(datasets.Pile, Gpt175B):
+  """GPT 175B on the Pile."""
+
+
+@register
+class C4Gpt126M(datasets.C4, Gpt126M):
+  """GPT 126M on C4."""
+
+
+@register
+class Lambada126M(datasets.Lambada, Gpt126M):
+  """GPT 126M zero-shot on LAMBADA, from the run of `Pile126M`."""
+
+
+@register
 class Synthetic126M(datasets.Synthetic, Gpt126M):
   """GPT 126M on synthetic tokens, to measure speed."""
 

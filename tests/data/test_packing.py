@@ -2,11 +2,11 @@
 """The packing against a reference that walks over the documents token by token."""
 
 import collections
-import functools
 
 import numpy as np
 import pytest
 
+from paxlike.data.corpus import Corpus
 from paxlike.data.dataset import Arrays
 from paxlike.data.packing import PackedRows
 from paxlike.data.token_index import TokenIndex
@@ -33,21 +33,28 @@ class Marks(Tokenizer):
     return "marks"
 
 
-class Documents(PackedRows):
+class Counted(Corpus):
   """Documents of distinct tokens: 0, 1, 2, ... from the first to the last."""
 
-  def __init__(self, lengths: list[int], *, marks=(None, None), seq_len: int = 5, **options):
-    super().__init__(seq_len=seq_len, **options)
+  def __init__(self, lengths: list[int], marks: Marks):
     self.lengths = lengths
-    self.tokenizer = Marks(*marks)
+    self._marks = marks
 
-  @functools.cached_property
-  def _index(self) -> TokenIndex:
+  @property
+  def tokenizer(self) -> Marks:
+    return self._marks
+
+  def index(self) -> TokenIndex:
     offsets = np.cumsum([0, *self.lengths], dtype=np.int64)
     return TokenIndex(np.arange(offsets[-1]).astype(np.uint16), offsets)
 
-  def index(self) -> TokenIndex:
-    return self._index
+
+class Documents(PackedRows):
+  """Rows of such documents."""
+
+  def __init__(self, lengths: list[int], *, marks=(None, None), seq_len: int = 5, **options):
+    super().__init__(corpus=Counted(lengths, Marks(*marks)), seq_len=seq_len, **options)
+    self.lengths = lengths
 
   def all(self, epoch: int = 0) -> Arrays:
     return self.rows(epoch, np.arange(self.num_rows(epoch)))

@@ -29,7 +29,7 @@ def test_the_whole_way_from_sources_to_tokens():
   """TFDS writes, SentencePiece trains, SeqIO reads: the tokens are those of our own tokenizer."""
   sources = dict(python_corpus.sources())
   dataset = python_corpus.dataset(split="validation", seq_len=64, vocab_size=4096)
-  tokens, offsets = dataset.index()
+  tokens, offsets, _ = dataset.corpus.index()
   tokenizer = dataset.tokenizer
   assert tokenizer is not None
   assert tokenizer.vocab_size == 4096

@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from paxlike.data.text import LocalText
+from paxlike.data.packing import PackedRows
+from paxlike.data.text import TextFiles
 from paxlike.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from paxlike.errors import UserError
 
@@ -45,12 +46,16 @@ def cache(tmp_path, monkeypatch) -> pathlib.Path:
 
 def make(path: pathlib.Path | str | None, tokenizer: Tokenizer | None = None, **options: Any):
   tokenizer = tokenizer or ByteTokenizer()
-  options = {"vocab_size": 257, "seq_len": 4} | options
-  return LocalText(path=None if path is None else str(path), tokenizer=tokenizer, **options)
+  options = {"vocab_size": 257} | options
+  return TextFiles(path=None if path is None else str(path), tokenizer=tokenizer, **options)
 
 
-def documents(dataset: LocalText) -> list[str]:
-  tokens, offsets = dataset.index()
+def cut(corpus: TextFiles) -> PackedRows:
+  return PackedRows(corpus=corpus, seq_len=4, seed=5)
+
+
+def documents(corpus: TextFiles) -> list[str]:
+  tokens, offsets, _ = corpus.index()
   return [ByteTokenizer().decode(part) for part in np.split(tokens, offsets[1:-1])]
 
 
@@ -92,9 +97,9 @@ def test_every_kind_gives_the_same_documents(tmp_path, kind):
 def test_every_kind_gives_the_same_rows(tmp_path):
   rows = []
   for kind in KINDS:
-    dataset = make(write(tmp_path / kind, kind, TEXTS), seed=5)
+    dataset = cut(make(write(tmp_path / kind, kind, TEXTS)))
     rows.append(dataset.rows(2, np.arange(dataset.num_rows(2))))
-    assert dataset.fingerprint() == make(tmp_path / kind, seed=5).fingerprint()
+    assert dataset.fingerprint() == cut(make(tmp_path / kind)).fingerprint()
   assert rows[0]["weights"].sum() > 50
   for arrays in rows[1:]:
     for name, array in arrays.items():
@@ -131,16 +136,16 @@ def test_folder_and_glob_are_read_in_the_order_of_names(tmp_path):
 
 def test_character_tokenizer_is_made_of_the_files(tmp_path):
   path = write(tmp_path / "data", "jsonl", ["cab", "abé"])
-  dataset = LocalText(path=str(path), tokenizer=None, vocab_size=4, seq_len=2, packed=False)
-  dataset.check()
-  assert dataset.tokenizer.vocab_size == 4
-  assert dataset.index().tokens.tolist() == [2, 0, 1, 0, 1, 3]
+  corpus = TextFiles(path=str(path), tokenizer=None, vocab_size=4)
+  corpus.check()
+  assert corpus.tokenizer.vocab_size == 4
+  assert corpus.index().tokens.tolist() == [2, 0, 1, 0, 1, 3]
 
 
 def test_text_is_tokenized_once(tmp_path, capsys):
   path = write(tmp_path, "jsonl", TEXTS)
   first, second = Counting(), Counting()
-  found = [make(path, tokenizer, seq_len=n) for tokenizer, n in ((first, 4), (second, 8))]
+  found = [make(path, tokenizer) for tokenizer in (first, second)]
   assert documents(found[0]) == documents(found[1]) == TEXTS
   assert first.num_texts == len(TEXTS) and second.num_texts == 0
   assert capsys.readouterr().err.count("tokenizing 1 files") == 1
@@ -149,14 +154,14 @@ def test_text_is_tokenized_once(tmp_path, capsys):
 def test_changed_file_is_tokenized_again(tmp_path):
   path = write(tmp_path, "jsonl", ["old"])
   before = make(path)
-  with before.batches(1) as batches:
+  with cut(before).batches(1) as batches:
     state = next(batches).state
   path.write_bytes(lines(["new"]))
   os.utime(path, ns=(1, 1))
   after = make(path)
   assert documents(after) == ["new"]
   with pytest.raises(UserError, match="other training data"):
-    after.batches(1, state=state)
+    cut(after).batches(1, state=state)
 
 
 def test_added_file_is_tokenized_too(tmp_path):
@@ -175,7 +180,7 @@ def test_making_and_checking_write_nothing(tmp_path, cache):
   "name, content, message",
   [
     ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"{path}:3: no JSON \(Expecting value\)"),
-    ("a.jsonl", b'{"text": "a"}\n["text"]\n', r"{path}:2: no text in field 'text'"),
+    ("a.jsonl", b'{"text": "a"}\n["text"]\n', r"{path}:2: no JSON object"),
     ("a.jsonl", b'{"text": "\xff"}\n', r"{path} cannot be read: 'utf-8' codec"),
     ("a.txt", b"\xff", r"{path} cannot be read: 'utf-8' codec"),
     ("a.jsonl.zst", b"junk", r"{path} cannot be read: .*ZSTD"),
@@ -183,7 +188,7 @@ def test_making_and_checking_write_nothing(tmp_path, cache):
     ("a.parquet", b"", r"{path} is no parquet file"),
     ("a.txt", b"", r"DATA_PATH={path} holds no text"),
     ("a.jsonl", b"\n", r"DATA_PATH={path} holds no text"),
-    ("a.md", b"text", r"{path} is none of \.txt, \.jsonl, \.jsonl\.zst, \.parquet"),
+    ("a.md", b"text", r"{path} is none of \.txt, \.jsonl, \.jsonl\.zst"),
   ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path, name, content, message):
@@ -249,7 +254,7 @@ def test_check_finds_a_bad_model_file(tmp_path):
 
 def test_text_shorter_than_a_row_is_refused(tmp_path):
   path = write(tmp_path, "jsonl", ["a"])
-  dataset = LocalText(path=str(path), tokenizer=None, vocab_size=1, seq_len=4)
+  dataset = PackedRows(corpus=TextFiles(path=str(path), tokenizer=None, vocab_size=1), seq_len=4)
   with pytest.raises(UserError, match="shorter than one row"):
     dataset.batches(1)
 
@@ -265,21 +270,22 @@ def shakespeare(shared_data) -> pathlib.Path:
 def test_shakespeare_by_characters(shakespeare):
   """The numbers are those that nanoGPT's data/shakespeare_char prints."""
 
-  def part(**options: Any) -> LocalText:
-    options = {"vocab_size": 65, "seq_len": 64, "packed": False} | options
-    return LocalText(path=str(shakespeare), tokenizer=None, **options)
+  corpus = TextFiles(path=str(shakespeare), tokenizer=None, vocab_size=65)
+
+  def part(**options: Any) -> PackedRows:
+    return PackedRows(corpus=corpus, seq_len=64, packed=False, **options)
 
   train, validation = part(split=(0.0, 0.9)), part(split=(0.9, 1.0), shuffle=False)
   train.check()
-  assert train.tokenizer.vocab_size == 65
+  assert corpus.tokenizer.vocab_size == 65
   assert train.num_rows(0) == -(-(1_003_854 - 1) // 64)
   assert validation.num_rows(0) == -(-(111_540 - 1) // 64)
   text = shakespeare.read_text()
   rows = validation.rows(0, np.arange(validation.num_rows(0)))
   ids = rows["targets"][rows["weights"] > 0]
-  assert train.tokenizer.decode(ids) == text[1_003_855:]
+  assert corpus.tokenizer.decode(ids) == text[1_003_855:]
   shuffled = train.rows(3, np.arange(train.num_rows(3)))
   assert shuffled["weights"].sum() == 1_003_853
   counts = np.bincount(shuffled["targets"][shuffled["weights"] > 0], minlength=65)
-  expected = np.bincount(train.tokenizer.encode(text[:1_003_854]), minlength=65)
+  expected = np.bincount(corpus.tokenizer.encode(text[:1_003_854]), minlength=65)
   assert (expected - counts).min() == 0 and (expected - counts).sum() == 1

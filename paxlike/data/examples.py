@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of whole examples: for fine-tuning and evaluation, where an answer belongs to its question.
+
+An example is a document of a corpus. Its first token is only input and its last only target:
+one of n tokens fills n - 1 places of a row. The column `weights` says which tokens are targets, all
+where it is missing.
+"""
+
+import bisect
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paxlike.data.corpus import Corpus
+from paxlike.data.dataset import Arrays, Batch, RowDataset
+from paxlike.data.token_index import TokenIndex
+from paxlike.data.tokenizer import Tokenizer
+from paxlike.errors import UserError
+
+
+class _Plan(NamedTuple):
+  """The rows of one epoch.
+
+  Attributes:
+    examples: Numbers of the examples, one row's after another's.
+    starts: int64 [rows + 1]; row i has examples[starts[i] : starts[i + 1]].
+  """
+
+  examples: np.ndarray
+  starts: np.ndarray
+
+
+class ExampleRows(RowDataset):
+  """Rows of whole documents of a corpus.
+
+  One pass without repetition goes from the longest row to the shortest, each batch only as long as
+  its longest row, rounded up to one of a few lengths: short examples do not pay for long ones.
+  """
+
+  def __init__(
+    self,
+    *,
+    corpus: Corpus,
+    seq_len: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    packed: bool = False,
+  ):
+    """Makes rows of `seq_len` tokens; what an example has beyond them is left out.
+
+    Args:
+      corpus: The examples.
+      seq_len: T.
+      seed: Of the order.
+      shuffle: Whether to change the order in every epoch.
+      packed: Whether a row holds as many examples as fit, told apart by `segments` and `positions`,
+        or one.
+    """
+    self.seq_len = seq_len
+    self.corpus = corpus
+    self._seed = seed
+    self._shuffle = shuffle
+    self._packed = packed
+    # Where a batch runs on into the next epoch, two are needed.
+    self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
+
+  @property
+  def tokenizer(self) -> Tokenizer | None:
+    return self.corpus.tokenizer
+
+  def check(self):
+    self.corpus.check()
+
+  def fingerprint(self) -> str:
+    options = (self.seq_len, self._seed, self._shuffle, self._packed)
+    return f"examples {self._index.fingerprint()} {options}"
+
+  def _check_not_empty(self):
+    if not self._sizes.any():
+      raise UserError("the data hold no example of two tokens or more.")
+
+  def num_rows(self, epoch: int) -> int:
+    return len(self._plan(epoch).starts) - 1
+
+  def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
+    return self._rows(epoch, numbers, self.seq_len)
+
+  def _rows(self, epoch: int, numbers: np.ndarray, length: int) -> Arrays:
+    examples, starts = self._plan(epoch)
+    tokens, offsets, columns = self._index
+    shape = (len(numbers), length)
+    arrays: Arrays = {name: np.zeros(shape, np.int32) for name in ("inputs", "targets")}
+    arrays["weights"] = np.zeros(shape, np.float32)
+    if "alternatives" in columns:
+      arrays["alternatives"] = np.zeros(shape, np.int32)
+    if self._packed:
+      arrays |= {name: np.zeros(shape, np.int32) for name in ("segments", "positions")}
+    for row, number in enumerate(numbers):
+      at = 0
+      for segment, example in enumerate(examples[starts[number] : starts[number + 1]]):
+        size, first = int(self._sizes[example]), int(offsets[example])
+        place, targets = (row, slice(at, at + size)), slice(first + 1, first + 1 + size)
+        arrays["inputs"][place] = tokens[first : first + size]
+        arrays["targets"][place] = tokens[targets]
+        arrays["weights"][place] = columns["weights"][targets] if "weights" in columns else 1
+        if "alternatives" in columns:
+          arrays["alternatives"][place] = columns["alternatives"][targets]
+        if self._packed:
+          arrays["segments"][place] = segment + 1
+          arrays["positions"][place] = np.arange(size)
+        at += size
+    return arrays
+
+  @functools.cached_property
+  def _index(self) -> TokenIndex:
+    return self.corpus.index()
+
+  @functools.cached_property
+  def _sizes(self) -> np.ndarray:
+    """The places that each example fills."""
+    return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len)
+
+  def _make_plan(self, epoch: int) -> _Plan:
+    examples = np.flatnonzero(self._sizes)
+    random = np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=[0, 0, 0, epoch]))
+    if self._shuffle:
+      random.shuffle(examples)
+    if not self._packed:
+      return _Plan(examples, np.arange(len(examples) + 1))
+    rows = _packed(self._sizes[examples], self.seq_len)
+    if self._shuffle:
+      random.shuffle(rows)
+    starts = np.append(0, np.cumsum([len(row) for row in rows], dtype=np.int64))
+    return _Plan(examples[np.concatenate([np.zeros(0, np.int64), *rows])], starts)
+
+  def _generate(
+    self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
+  ) -> Iterator[Batch]:
+    if repeat:
+      yield from super()._generate(batch_size, rows, epoch, position, repeat)
+      return
+    examples, starts = self._plan(epoch)
+    sizes = np.add.reduceat(self._sizes[examples], starts[:-1])
+    order = np.argsort(-sizes, kind="stable")
+    for first in range(position, len(order), batch_size):
+      numbers = np.full(batch_size, -1)
+      numbers[: len(order) - first] = order[first : first + batch_size]
+      length = _rounded_up(int(sizes[order[first]]), self.seq_len)
+      fills_up = numbers[rows] < 0
+      arrays = self._rows(epoch, np.where(fills_up, order[first], numbers[rows]), length)
+      arrays["weights"][fills_up] = 0
+      state = {"epoch": epoch, "position": first + batch_size, "fingerprint": self.fingerprint()}
+      yield Batch(arrays, state, numbers)
+
+
+def _rounded_up(size: int, limit: int) -> int:
+  """Returns the next of 64, 96, 128, 192, 256, ..., of which few programs have to be compiled."""
+  length = 64
+  while length < size:
+    length = length * 3 // 2 if length & (length - 1) == 0 else length * 4 // 3
+  return min(length, limit)
+
+
+def _packed(sizes: np.ndarray, limit: int) -> list[Any]:
+  """Returns rows, lists of indexes into `sizes`, by best fit among the rows last begun."""
+  rows: list[list[int]] = []
+  open_rows: list[tuple[int, int]] = []  # (room left, row), sorted.
+  for index, size in enumerate(sizes.tolist()):
+    at = bisect.bisect_left(open_rows, (size, -1))
+    if at < len(open_rows):
+      room, row = open_rows.pop(at)
+      rows[row].append(index)
+    else:
+      room, row = limit, len(rows)
+      rows.append([index])
+    if room > size:
+      bisect.insort(open_rows, (room - size, row))
+    if len(open_rows) > 256:
+      open_rows.pop(0)  # The one with the least room.
+  return rows

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SeqIO tasks and mixtures as corpora, and the program that reads one into a token index.
+
+SeqIO brings TensorFlow, 8 seconds and 700 MB. So a process of its own, `python -m
+paxlike.data.seqio_corpus`, reads a task; the training process only ever opens its result.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from paxlike.data import token_index
+from paxlike.data.corpus import Corpus
+from paxlike.data.token_index import Document, TokenIndex
+from paxlike.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from paxlike.errors import UserError, did_you_mean
+
+_TOKENIZER = "tokenizer.model"
+# Of the lines that the other process prints, those that are for the user.
+_PROGRESS, _ERROR = "progress:", "error:"
+
+
+class SeqIOTask:
+  """A SeqIO task or mixture, as another process can find it."""
+
+  def __init__(self, register: Callable[..., str]):
+    """Reads nothing yet.
+
+    Args:
+      register: Adds the task to SeqIO's registry if it is not there, and returns its name. A
+        function of a module, since another process calls it.
+    """
+    self._register = register
+
+  def check(self, split: str):
+    """Raises UserError if a file that the split needs is missing; imports no TensorFlow."""
+
+  def arguments(self) -> Mapping[str, Any]:
+    """Returns what `register` is called with; plain JSON."""
+    return {}
+
+  def files(self) -> Sequence[epath.Path]:
+    """Returns the files that tell of what the task reads: where one is another, so is the task."""
+    return ()
+
+  def register(self) -> str:
+    """Adds the task to the registry of this process, and returns its name."""
+    return self._register(**self.arguments())
+
+  def fingerprint(self) -> str:
+    """Returns a text that is another for another task."""
+    stats = [(os.fspath(file), file.stat()) for file in self.files()]
+    files = [(name, stat.length, stat.mtime) for name, stat in stats]
+    # Of the text that TinyPython reads, only this tells.
+    return json.dumps([self.request(), files, sys.version])
+
+  def request(self) -> dict[str, Any]:
+    """Returns what tells another process of the task; plain JSON."""
+    function = f"{self._register.__module__}:{self._register.__qualname__}"
+    return {"function": function, "arguments": dict(self.arguments())}
+
+
+class SeqIOCorpus(Corpus):
+  """A split of a SeqIO task, read once."""
+
+  def __init__(
+    self,
+    *,
+    task: SeqIOTask,
+    split: str,
+    vocab_size: int,
+    bos_id: int | None = None,
+    lengths: Mapping[str, int] | None = None,
+  ):
+    """Reads nothing yet.
+
+    Args:
+      task: The task.
+      split: Its split, such as "train".
+      vocab_size: Ids that the model knows.
+      bos_id: Begins each document, of which `targets` count in the loss, but not `inputs`. None:
+        documents are `targets` alone.
+      lengths: What each feature is cut to, and the task's preprocessors are told.
+    """
+    self._task = task
+    self._how = {"split": split, "bos_id": bos_id, "lengths": lengths}
+    self._vocab_size = vocab_size
+
+  def check(self):
+    self._task.check(self._how["split"])
+
+  def index(self) -> TokenIndex:
+    return token_index.read(self._folder, vocab_size=self._vocab_size)
+
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The task's SentencePiece model; None if it has another kind of vocabulary."""
+    model = self._folder / _TOKENIZER
+    return SentencePieceTokenizer(model) if model.exists() else None
+
+  @functools.cached_property
+  def _folder(self) -> pathlib.Path:
+    """Where the index is; made now if this is the first use."""
+    request = {"vocab_size": self._vocab_size, **self._how}
+    key = f"{self._task.fingerprint()} {json.dumps(request)}"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    folder = token_index.cache_folder() / "seqio" / digest[:24]
+    with token_index.built_once(folder) as building:
+      if building is not None:
+        _read_elsewhere(request | self._task.request(), building)
+    return folder
+
+
+def _read_elsewhere(request: Mapping[str, Any], folder: pathlib.Path):
+  """Runs `main` in another process, so that TensorFlow's memory is returned with it."""
+  environment = os.environ | {
+    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "CUDA_VISIBLE_DEVICES": "",  # TensorFlow would take the memory of the GPUs.
+  }
+  command = [sys.executable, "-m", "paxlike.data.seqio_corpus", json.dumps(request), str(folder)]
+  line = ""
+  with tempfile.TemporaryFile("w+", errors="replace") as log:
+    # What TensorFlow says of itself is of interest only if something goes wrong.
+    with subprocess.Popen(
+      command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+    ) as process:
+      for line in process.stdout or ():
+        if line.startswith(_PROGRESS):
+          print(line.removeprefix(_PROGRESS).strip(), file=sys.stderr, flush=True)
+    if process.returncode == 2:
+      raise UserError(line.removeprefix(_ERROR).strip())
+    if process.returncode != 0:
+      log.seek(0)
+      last = "".join(log.readlines()[-20:])
+      raise UserError(f"reading the SeqIO task of {request['function']} failed:\n{last}")
+
+
+def report(text: str):
+  """Tells the user what a task's registration is doing, which runs in the other process."""
+  print(_PROGRESS, text, flush=True)
+
+
+def main(argv: list[str]) -> int:
+  """Writes the index, and the SentencePiece model if any, of the task that a request names."""
+  request, folder = json.loads(argv[1]), pathlib.Path(argv[2])
+  vocab_size = request.pop("vocab_size")
+  try:
+    task = find(_function(request.pop("function"))(**request.pop("arguments")))
+    vocabulary = task.output_features["targets"].vocabulary
+    if vocabulary.vocab_size > vocab_size:
+      raise UserError(
+        f"VOCAB_SIZE={vocab_size}, but the vocabulary of the SeqIO task {task.name} has"
+        f" {vocabulary.vocab_size} ids."
+      )
+    if model := getattr(vocabulary, "sentencepiece_model_file", None):
+      shutil.copyfile(model, folder / _TOKENIZER)
+    token_index.write(folder, documents(task, **request), vocab_size=vocab_size)
+  except UserError as error:
+    print(_ERROR, str(error).replace("\n", " "))
+    return 2
+  return 0
+
+
+def documents(
+  task: Any, *, split: str, lengths: Mapping[str, int] | None = None, bos_id: int | None = None
+) -> Iterator[Document]:
+  """Yields the documents of a split of a task.
+
+  Args:
+    task: A SeqIO task with the feature `targets` and, if any, `inputs` and `alternatives`.
+    split: Such as "train".
+    lengths: What each feature is cut to, and preprocessors are told. None: as they are.
+    bos_id: Begins each document. None: the document is `targets` alone.
+
+  Raises:
+    UserError: The task lacks the split, or a target has not as many ids as its alternative.
+  """
+  if split not in task.splits:
+    raise UserError(f"the SeqIO task {task.name} has no split {split}: it has {list(task.splits)}.")
+  features: Any = task.get_dataset(lengths, split=split, shuffle=False).as_numpy_iterator()
+  for example in features:
+    yield example["targets"] if bos_id is None else _joined(bos_id, task.name, **example)
+
+
+def _joined(
+  bos_id: int,
+  name: str,
+  targets: np.ndarray,
+  inputs: np.ndarray | None = None,
+  alternatives: np.ndarray | None = None,
+  **unused: Any,
+) -> Document:
+  """Returns [BOS, inputs, targets], of which only the last are targets."""
+  before = [bos_id] if inputs is None else [bos_id, *inputs]
+  zeros = np.zeros(len(before), np.int32)
+  document = {
+    "tokens": np.concatenate([before, targets]).astype(np.int32),
+    "weights": np.concatenate([zeros, np.ones_like(targets)]),
+  }
+  if alternatives is not None:
+    if len(alternatives) != len(targets):
+      raise UserError(
+        f"the task {name} compares answers of one token each, but the vocabulary makes"
+        f" {len(targets)} of one and {len(alternatives)} of the other: take another VOCAB_PATH."
+      )
+    document["alternatives"] = np.concatenate([zeros, alternatives])
+  return document
+
+
+def _function(name: str) -> Callable[..., str]:
+  import importlib
+
+  module, _, path = name.partition(":")
+  return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+
+
+def find(name: str) -> Any:
+  """Returns the registered SeqIO task or mixture of this name.
+
+  Raises:
+    UserError: There is none.
+  """
+  import seqio
+
+  try:
+    return seqio.get_mixture_or_task(name)
+  except ValueError:
+    known = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
+    raise UserError(f"no SeqIO task or mixture {name}.{did_you_mean(name, known)}") from None
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv))

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A SeqIO task streamed by SeqIO itself: data too large to be read once into an index."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from paxlike.data import seqio_corpus
+from paxlike.data.dataset import Arrays, Batch, Dataset
+from paxlike.data.seqio_corpus import SeqIOTask
+
+
+class SeqIOStream(Dataset):
+  """Rows streamed and packed by SeqIO's own feature converter.
+
+  Its place in the data is a number of rows, which a restart reads again and drops.
+  """
+
+  def __init__(
+    self,
+    *,
+    task: SeqIOTask,
+    task_split: str,
+    seq_len: int,
+    bos_id: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+    packed: bool = True,
+  ):
+    """Reads nothing yet.
+
+    Args:
+      task: Has the features `targets` and, if any, `inputs`.
+      task_split: Its split, such as "train".
+      seq_len: T.
+      bos_id: Begins the inputs of each example.
+      seed: Of the order.
+      shuffle: Whether to read in another order in every epoch.
+      packed: Whether a row holds as many examples as fit, or one.
+    """
+    self.seq_len = seq_len
+    self._task = task
+    self._split = task_split
+    self._bos_id = bos_id
+    self._seed = seed
+    self._shuffle = shuffle
+    self._packed = packed
+
+  def check(self):
+    self._task.check(self._split)
+
+  def fingerprint(self) -> str:
+    options = (self._split, self.seq_len, self._bos_id, self._seed, self._shuffle, self._packed)
+    return f"stream of {self._task.fingerprint()} {options}"
+
+  def _generate(
+    self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
+  ) -> Iterator[Batch]:
+    fingerprint = self.fingerprint()
+    pending: list[Arrays] = []
+    state: dict[str, Any] = {}
+    for at, number, row in self._converted_rows(epoch, position, repeat):
+      pending.append(row)
+      state = {"epoch": at, "position": number + 1, "fingerprint": fingerprint}
+      if len(pending) == batch_size:
+        yield Batch(_stack([pending[i] for i in rows]), state)
+        pending = []
+    if pending:
+      empty = {name: np.zeros_like(value) for name, value in pending[0].items()}
+      pending += [empty] * (batch_size - len(pending))
+      yield Batch(_stack([pending[i] for i in rows]), state)
+
+  def _converted_rows(
+    self, epoch: int, position: int, repeat: bool
+  ) -> Iterator[tuple[int, int, Arrays]]:
+    """Yields (epoch, number in it, row)."""
+    import seqio
+
+    name = self._task.register()
+    task = seqio_corpus.find(name)
+    lengths = dict.fromkeys(task.output_features, self.seq_len)
+    converter = seqio.DecoderFeatureConverter(pack=self._packed, bos_id=self._bos_id)
+    while True:
+      dataset = seqio.get_dataset(
+        name,
+        lengths,
+        dataset_split=self._split,
+        shuffle=self._shuffle,
+        num_epochs=1,
+        seed=self._seed + epoch,
+        feature_converter=converter,
+      )
+      for number, features in enumerate(dataset.as_numpy_iterator()):
+        if number >= position:
+          yield epoch, number, _converted(features)
+      if not repeat:
+        return
+      epoch, position = epoch + 1, 0
+
+
+def _converted(features: dict[str, np.ndarray]) -> Arrays:
+  """Returns a row under our names."""
+  row = {
+    "inputs": features["decoder_input_tokens"].astype(np.int32),
+    "targets": features["decoder_target_tokens"].astype(np.int32),
+    "weights": features["decoder_loss_weights"].astype(np.float32),
+  }
+  if "decoder_segment_ids" in features:
+    row["segments"] = features["decoder_segment_ids"].astype(np.int32)
+    row["positions"] = features["decoder_positions"].astype(np.int32)
+  return row
+
+
+def _stack(rows: list[Arrays]) -> Arrays:
+  return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SeqIO tasks of Pax's GPU recipes, over TFDS: the Pile, C4, LAMBADA and BoolQ.
+
+Each function adds its task to SeqIO's registry. Only they import TensorFlow.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from paxlike.data.seqio_corpus import SeqIOTask
+from paxlike.errors import UserError
+
+SHUFFLE_BUFFER_SIZE = 100_000
+
+
+class TfdsTask(SeqIOTask):
+  """One of these tasks, with the files that it reads."""
+
+  def __init__(self, register: Callable[..., str], *, tfds_name: str, vocab_path: str | None):
+    """Reads nothing yet.
+
+    Args:
+      register: One of the functions below, say.
+      tfds_name: `name:1.0.0` or `name/config:1.0.0` under $TFDS_DATA_DIR; or a folder that TFDS
+        wrote.
+      vocab_path: A SentencePiece model.
+    """
+    super().__init__(register)
+    self._tfds_name = tfds_name
+    self._vocab_path = vocab_path
+
+  def check(self, split: str):
+    info, vocabulary = self.files()
+    if not vocabulary.exists():
+      raise UserError(f"VOCAB_PATH={vocabulary}: no such file.")
+    try:
+      splits = [part["name"] for part in json.loads(info.read_text())["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+      raise UserError(f"{info} cannot be read: {error}.") from error
+    if split not in splits:
+      raise UserError(f"{info.parent} has no split {split}: it has {', '.join(splits)}.")
+
+  def arguments(self) -> Mapping[str, Any]:
+    return {"folder": os.fspath(tfds_folder(self._tfds_name)), "vocab_path": self._vocab_path}
+
+  def files(self) -> Sequence[epath.Path]:
+    if not self._vocab_path:
+      raise UserError(
+        "VOCAB_PATH is not set: give --fdl.VOCAB_PATH=, a SentencePiece model, or the environment"
+        " variable."
+      )
+    return tfds_folder(self._tfds_name) / _INFO, epath.Path(self._vocab_path).expanduser()
+
+
+_INFO = "dataset_info.json"
+
+
+def tfds_data_dir() -> epath.Path:
+  """Returns where TFDS keeps its data sets."""
+  return epath.Path(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+
+
+def tfds_folder(name: str) -> epath.Path:
+  """Returns the folder of a TFDS data set, given by name or by itself.
+
+  Raises:
+    UserError: There is none.
+  """
+  folder = epath.Path(name).expanduser().resolve()
+  if (folder / _INFO).exists():
+    return folder
+  dataset, _, version = name.partition(":")
+  folder = tfds_data_dir() / dataset / version
+  if (folder / _INFO).exists():
+    return folder
+  scripts = {"the_pile": "the_pile", "c4/en": "c4", "my_lambada": "lambada"}
+  script = scripts.get(dataset, "boolq" if dataset == "super_glue/boolq" else None)
+  make = f" Make it with scripts/download_{script}.py," if script else " Give"
+  raise UserError(
+    f"no TFDS data set {name} in {tfds_data_dir()}.{make} or name its parent by --tfds_data_dir, or"
+    " set --fdl.TFDS_NAME to a folder with a dataset_info.json."
+  )
+
+
+def the_pile_lm(*, folder: str, vocab_path: str) -> str:
+  """The Pile: 128 documents at a time run into each other, cut into pieces that end with EOS."""
+
+  def pieces(dataset: Any, sequence_length: Mapping[str, int]) -> Any:
+    dataset = _concatenated(dataset, num_documents=128)
+    return _cut(dataset, length=sequence_length["targets"] - 1)
+
+  return _add(
+    "the_pile_lm",
+    folder,
+    [_text_as_targets, "tokenize", pieces, "append_eos"],
+    _features(vocab_path, "targets", add_eos=True),
+  )
+
+
+def c4(*, folder: str, vocab_path: str) -> str:
+  """C4: the text of each document. Whoever cuts them into rows puts EOS between them."""
+  features = _features(vocab_path, "targets", add_eos=False)
+  return _add("c4", folder, [_text_as_targets, "tokenize"], features)
+
+
+def lambada_eval(*, folder: str, vocab_path: str) -> str:
+  """LAMBADA: the last word of a passage is to be told from all before."""
+
+  def words(example: Mapping[str, Any]) -> dict[str, Any]:
+    import tensorflow as tf
+
+    text = tf.strings.strip(example["text"])
+    for curly, straight in (("[“”]", '"'), ("[‘’]", "'")):
+      text = tf.strings.regex_replace(text, curly, straight)
+    last = tf.strings.regex_replace(text, r"(?s)^.*\s", "")
+    before = tf.strings.regex_replace(text, r"\S+$", "")
+    return {"inputs": tf.strings.strip(before), "targets": tf.strings.join([" ", last])}
+
+  return _add(
+    "lambada_eval",
+    folder,
+    [lambda dataset: dataset.map(words), "tokenize"],
+    _features(vocab_path, "inputs", "targets", add_eos=False),
+  )
+
+
+def boolq(*, folder: str, vocab_path: str) -> str:
+  """BoolQ: whether the answer to a question on a passage is yes or no."""
+
+  def question(example: Mapping[str, Any]) -> dict[str, Any]:
+    import tensorflow as tf
+
+    parts = [example["passage"], "\nquestion: ", example["question"], "?\nanswer:"]
+    answer = example["label"] == 1
+    return {
+      "inputs": tf.strings.join(parts),
+      "targets": tf.where(answer, "yes", "no"),
+      "alternatives": tf.where(answer, "no", "yes"),
+    }
+
+  return _add(
+    "boolq",
+    folder,
+    [lambda dataset: dataset.map(question), "tokenize"],
+    _features(vocab_path, "inputs", "targets", "alternatives", add_eos=False),
+  )
+
+
+def _add(name: str, folder: str, preprocessors: list[Any], features: dict[str, Any]) -> str:
+  """Adds a task over the TFDS data set in `folder`; a string is a preprocessor of SeqIO."""
+  import seqio
+  import tensorflow_datasets as tfds
+
+  builder: Any = tfds.builder_from_directory(folder)
+
+  def read(split: str, shuffle_files: bool, seed: int | None = None) -> Any:
+    config = tfds.ReadConfig(shuffle_seed=seed)
+    return builder.as_dataset(split=split, shuffle_files=shuffle_files, read_config=config)
+
+  source: Any = seqio.FunctionDataSource(read, splits=tuple(builder.info.splits))
+  # Of another folder or vocabulary, perhaps.
+  seqio.TaskRegistry.remove(name)
+  seqio.TaskRegistry.add(
+    name,
+    source=source,
+    preprocessors=[
+      getattr(seqio.preprocessors, step) if isinstance(step, str) else step
+      for step in preprocessors
+    ],
+    output_features=features,
+    shuffle_buffer_size=SHUFFLE_BUFFER_SIZE,
+  )
+  return name
+
+
+def _features(vocab_path: str, *names: str, add_eos: bool) -> dict[str, Any]:
+  import seqio
+
+  vocabulary = seqio.SentencePieceVocabulary(os.path.expanduser(vocab_path), extra_ids=0)
+  return {name: seqio.Feature(vocabulary, add_eos=add_eos) for name in names}
+
+
+def _text_as_targets(dataset: Any) -> Any:
+  return dataset.map(lambda example: {"targets": example["text"]})
+
+
+def _concatenated(dataset: Any, *, num_documents: int) -> Any:
+  """Joins the tokens of so many documents at a time."""
+
+  def flat(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {"targets": batch["targets"].flat_values}
+
+  kept = dataset.map(lambda example: {"targets": example["targets"]})
+  return kept.ragged_batch(num_documents).map(flat)
+
+
+def _cut(dataset: Any, *, length: int) -> Any:
+  """Cuts tokens into pieces of `length`, the last perhaps shorter."""
+
+  def pieces(example: Any) -> Any:
+    import tensorflow as tf
+
+    whole: Any = tf.data.Dataset.from_tensor_slices(example)
+    return whole.batch(length)
+
+  return dataset.flat_map(pieces)
