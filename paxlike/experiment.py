@@ -5,6 +5,7 @@ A family overrides the methods that differ; a recipe sets knobs. A value derived
 computed in the method that uses it, so that subclass, mixin and command line all reach it.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import fiddle as fdl
@@ -83,6 +84,12 @@ class Experiment(Knobs):
   CHECKPOINT_RESTORE_STEP: int | None = None  #: Its checkpoint. None: the newest.
   CHECKPOINT_INCLUDE_RULES: tuple[str, ...] = ("",)  #: Patterns of the weights to take.
   CHECKPOINT_IGNORE_RULES: tuple[str, ...] = ()  #: Patterns of those that are drawn all the same.
+  USE_LORA: bool = False  #: Train low-rank adapters of linear maps, and nothing else.
+  LORA_RANK: int = 8  #: Their inner width.
+  LORA_ALPHA: float | None = None  #: They are scaled by LORA_ALPHA / LORA_RANK. None: by 1.
+  LORA_DROPOUT: float = 0.0  #: Dropout of what they are given.
+  #: all, attention or mlp, or the roles of linear maps: query,up.
+  LORA_TARGET_LAYERS: str = "all"
   SAMPLE_PROMPT: str | None = None  #: Text that the trained model continues. None: no sample.
 
   def trainer(self) -> fdl.Config[Trainer]:
@@ -107,11 +114,24 @@ class Experiment(Knobs):
       restore=self.restore(),
     )
     fiddlers.precision(graph, self.FPROP_DTYPE)
+    if self.USE_LORA:
+      fiddlers.lora(
+        graph,
+        rank=self.LORA_RANK,
+        alpha=self.LORA_ALPHA,
+        dropout=self.LORA_DROPOUT,
+        roles=self.lora_roles(),
+      )
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
     scan = self.USE_REPEATED_LAYER
     # Unrolled is faster on one device; on many, scanning keeps the program small.
     fiddlers.stack(graph, jax.device_count() > 1 if scan is None else scan)
     return graph
+
+  def lora_roles(self) -> Sequence[str]:
+    """The roles of the linear maps that are adapted."""
+    targets = self.LORA_TARGET_LAYERS
+    return fiddlers.LORA_ROLES.get(targets) or [role.strip() for role in targets.split(",")]
 
   def restore(self) -> fdl.Config[Restore] | None:
     """The weights that a new run starts from, where they are not all drawn."""
@@ -122,7 +142,7 @@ class Experiment(Knobs):
       path=self.CHECKPOINT_RESTORE_PATH,
       step=self.CHECKPOINT_RESTORE_STEP,
       include=self.CHECKPOINT_INCLUDE_RULES,
-      ignore=self.CHECKPOINT_IGNORE_RULES,
+      ignore=(*self.CHECKPOINT_IGNORE_RULES, *([layers.lora.WEIGHTS] if self.USE_LORA else [])),
     )
 
   def model(self) -> fdl.Config[layers.Decoder]:

@@ -5,7 +5,8 @@ Each takes the root graph and changes it in place; `--fiddler=precision(dtype="f
 one from the command line. Experiments apply theirs in a fixed order: precision, remat, stack.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -14,6 +15,12 @@ from fiddle import daglish, selectors
 
 from paxlike import layers
 from paxlike.errors import UserError, did_you_mean
+from paxlike.trainer import Trainer
+
+_ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value")
+_MLP = ("up", "gate", "down")
+# What LORA_TARGET_LAYERS names.
+LORA_ROLES = {"all": _ATTENTION + _MLP, "attention": _ATTENTION, "mlp": _MLP}
 
 
 def select(graph: fdl.Buildable, kind: type, *roles: str) -> Iterator[Any]:
@@ -34,6 +41,7 @@ def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
   """Makes every layer but routers compute in `dtype`. Weights, statistics, loss stay float32."""
   computing = (
     layers.Linear,
+    layers.Lora,
     layers.ExpertLinear,
     layers.Embedding,
     layers.PositionEmbedding,
@@ -55,6 +63,27 @@ def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
     )
   for node in select(graph, layers.Stack):
     node.remat = layers.Remat[policy]
+
+
+def lora(
+  graph: fdl.Buildable,
+  rank: int = 8,
+  alpha: float | None = None,
+  dropout: float = 0.0,
+  roles: Sequence[str] = LORA_ROLES["all"],
+):
+  """Adapts the linear maps of these roles, and trains nothing else; alpha None scales by 1."""
+  adapter = fdl.Partial(layers.Lora, rank=rank, scale=1.0 if alpha is None else alpha / rank)
+  if dropout:
+    adapter.dropout = fdl.Partial(layers.Dropout, rate=dropout)
+  adapted = list(select(graph, layers.Linear, *roles))
+  if not adapted:
+    raise UserError(f"no linear map has one of the roles {', '.join(roles)}.")
+  for node in adapted:
+    node.lora = copy.deepcopy(adapter)
+    node.lora.dtype = getattr(node, "dtype", jnp.float32)
+  for node in select(graph, Trainer):
+    node.trained = layers.lora.WEIGHTS
 
 
 def stack(graph: fdl.Buildable, scan: bool = True):
@@ -105,4 +134,4 @@ def shrink(graph: fdl.Buildable):
       node.vocab_size = vocab_size
 
 
-FIDDLERS = {edit.__name__: edit for edit in (decoding, precision, remat, shrink, stack)}
+FIDDLERS = {edit.__name__: edit for edit in (decoding, lora, precision, remat, shrink, stack)}

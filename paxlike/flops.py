@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model FLOPs: the one place that counts them.
 
-A multiplication and an addition are two FLOPs. Training costs three forward passes; recomputation
-is never counted. Attention is counted twice: `full` over all T x S pairs, as documents of 2024 do,
-and `causal` over the half that a causal mask leaves (arXiv:2204.02311 appendix B counts full).
+A multiplication and an addition are two FLOPs. Training costs three forward passes, two where the
+weights are frozen; recomputation is never counted. Attention is counted twice: `full` over all
+T x S pairs, as documents of 2024 do, and `causal` over the half that a causal mask leaves
+(arXiv:2204.02311 appendix B counts full).
 """
 
 import dataclasses
 import math
+from typing import Any
 
 from flax import nnx
 
@@ -15,6 +17,7 @@ from paxlike.layers.attention import Attention
 from paxlike.layers.decoder import Decoder
 from paxlike.layers.latent_attention import LatentAttention
 from paxlike.layers.linear import Linear
+from paxlike.layers.lora import Lora
 from paxlike.layers.module import Definition
 from paxlike.layers.moe import Moe
 from paxlike.layers.stack import layout_of
@@ -50,19 +53,27 @@ def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
   """Counts the FLOPs of training `definition` on sequences of `seq_len` tokens."""
   layout = layout_of(definition.module)
   weights = full = causal = 0
+
+  def training(forward: float, *weight: Any) -> float:
+    return (3 if definition.weights[".".join(map(str, weight))].trained else 2) * forward
+
   for path, module in nnx.iter_modules(definition.module):
     if isinstance(module, Linear):
-      weights += 2 * math.prod(module.w.get_value().shape)
+      weights += training(2 * math.prod(module.w.get_value().shape), *path, "w")
+    if isinstance(module, Lora):
+      sizes = (math.prod(weight.get_value().shape) for weight in (module.a, module.b))
+      weights += training(2 * sum(sizes), *path, "a")
     location = layout.locate(".".join(map(str, path)) + ".")
     repeats = len(location.layers) if location and location.stacked else 1
     if isinstance(module, Moe):
-      weights += module.expert_flops
+      weights += training(module.expert_flops, *path, "experts", "up", "w")
     if isinstance(module, Attention | LatentAttention):
       scores = module.score_flops(seq_len)
       full, causal = full + repeats * scores[0], causal + repeats * scores[1]
     if isinstance(module, Decoder) and module.head is None:
-      weights += 2 * math.prod(module.embedding.table.get_value().shape)
-  return TrainingFlops(full=3 * (weights + full), causal=3 * (weights + causal))
+      size = math.prod(module.embedding.table.get_value().shape)
+      weights += training(2 * size, *path, "embedding", "table")
+  return TrainingFlops(full=weights + 3 * full, causal=weights + 3 * causal)
 
 
 def active_params(definition: Definition) -> int:

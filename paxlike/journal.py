@@ -26,6 +26,7 @@ class Summary:
   """What there is to know about a run before its first step."""
 
   num_params: int
+  num_trained: int
   batch_size: int
   seq_len: int
   devices: jax.sharding.Mesh
@@ -72,8 +73,10 @@ class Journal:
     axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
     kind = devices.devices.flat[0].device_kind
     tokens = summary.batch_size * summary.seq_len
+    all_are = summary.num_trained == summary.num_params
+    trained = "" if all_are else f", {summary.num_trained:,} of them trained"
     self.note(
-      f"parameters: {summary.num_params:,}\n"
+      f"parameters: {summary.num_params:,}{trained}\n"
       f"devices:    {devices.size} x {kind}{f' ({axes})' if axes else ''}\n"
       f"batch:      {summary.batch_size} sequences x {summary.seq_len} tokens = {tokens:,} tokens\n"
       f"FLOPs:      {summary.flops.causal:.4g} a token (causal attention),"

@@ -34,6 +34,7 @@ RULES: dict[str, tuple[str, ...]] = {
   "group": ("data", "fsdp"),
   "head": (),
   "rank": (),
+  "adapter": (),
   "position": (),
 }
 

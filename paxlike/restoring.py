@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Collection
 
 import jax
 from etils import epath
@@ -14,6 +15,8 @@ from paxlike.errors import UserError
 from paxlike.layers.layout import Layout
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
+
+PROVENANCE = "restored_from.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,27 +57,52 @@ class Restore:
         " leave no weight to restore."
       )
 
-  def load(self, definition: Definition, mesh: jax.sharding.Mesh) -> tuple[Params, str]:
+  def load(
+    self,
+    definition: Definition,
+    mesh: jax.sharding.Mesh,
+    *,
+    among: Collection[str] | None = None,
+    for_compute: bool = False,
+  ) -> tuple[Params, str]:
     """Returns the weights that are taken, and a JSON text that says which and from where.
+
+    Args:
+      definition: Says what the weights are.
+      mesh: Where they go.
+      among: Of which weights; None: of all.
+      for_compute: See `read_params`.
 
     Raises:
       UserError: The checkpoint lacks one, has it in another shape, or is damaged.
     """
     step = self._saved.find(self.step)
-    names = self._chosen(definition)
+    names = [name for name in self._chosen(definition) if among is None or name in among]
     try:
-      params = read_params(self._saved, step, definition, mesh, names=names)
+      params = read_params(
+        self._saved, step, definition, mesh, names=names, for_compute=for_compute
+      )
     except UserError as error:
       raise UserError(
         f"CHECKPOINT_RESTORE_PATH: {error} CHECKPOINT_IGNORE_RULES leaves weights out."
       ) from error
     others = [name for name in definition.weights if name not in names]
     provenance = {
-      "path": str(self._saved.path(step)),
+      "path": str(self._saved.path(step).resolve()),
       "restored": list(params),
       "initialized": others,
     }
     return params, json.dumps(provenance, indent=2) + "\n"
+
+  def recorded(self, folder: epath.Path) -> "Restore":
+    """Returns what the run in `folder` began with, if that is known and still there."""
+    file = folder / PROVENANCE
+    if not file.exists():
+      return self
+    path = epath.Path(json.loads(file.read_text())["path"])
+    if not path.exists():
+      return self
+    return dataclasses.replace(self, path=str(path.parent), step=int(path.name.split("_")[-1]))
 
   @property
   def _saved(self) -> Checkpoints:
@@ -123,7 +151,8 @@ def read_params(
     definition: Says what the weights are.
     mesh: Where they go.
     names: Which weights; None: all.
-    for_compute: Whether to read them in the dtypes that layers compute with, or in float32.
+    for_compute: Whether to read them in the dtypes that layers compute with, or in those of a
+      training state.
 
   Raises:
     UserError: One is missing, has another shape, or is damaged.
@@ -132,7 +161,7 @@ def read_params(
   for name in definition.weights if names is None else names:
     spec = definition.weights[name]
     where = mesh_lib.sharding(mesh, spec.dims, spec.shape)
-    dtype = spec.compute_dtype if for_compute else spec.dtype
+    dtype = spec.compute_dtype if for_compute else spec.stored_dtype
     wanted[f"params.{name}"] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
   layout = layout_of(definition.module)
   flat = saved.restore(step, wanted, layout=layout, partial=True).state

@@ -89,6 +89,7 @@ def _facts(trainer: Trainer) -> str:
   of_them = "" if active == definition.num_params else f", {active:,} of them for each token"
   rows = [
     ("parameters", f"{definition.num_params:,}{of_them}"),
+    ("trained parameters", f"{definition.num_trained:,}"),
     ("FLOPs a token", f"{counted.causal:.4g} (causal attention), {counted.full:.4g} (full)"),
     ("global batch", f"{batch:,} sequences = {batch * seq_len:,} tokens"),
     ("mesh", f"{num_devices} devices: {axes}{note}"),
@@ -115,8 +116,14 @@ def _memory(trainer: Trainer, sizes: dict[str, int]) -> Iterator[tuple[str, str]
   axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
   devices = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types)
   state = train_state.abstract(trainer.definition, trainer.optimizer, devices)
-  for name, part in (("parameters", state.params), ("optimizer state", state.opt_state)):
+  for name, part in (
+    ("trained parameters", state.params),
+    ("frozen parameters", state.frozen),
+    ("optimizer state", state.opt_state),
+  ):
     leaves = jax.tree.leaves(part)
+    if not leaves:
+      continue
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     one = sum(
       math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves

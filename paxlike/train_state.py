@@ -4,8 +4,8 @@
 import dataclasses
 import functools
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.optimizers import Optimizer
 
+T = TypeVar("T")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class TrainState:
   Attributes:
     step: int32, completed steps.
     params: Weights that a step changes, float32.
-    frozen: Weights of the model that are not trained.
+    frozen: The others, in the dtypes that layers compute with; no part of a checkpoint.
     extra: State that no gradient changes.
     opt_state: The optimizer's.
     skipped: int32, the steps among `step` whose update was dropped because it was not finite.
@@ -42,14 +44,16 @@ class TrainState:
 
 def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | AbstractMesh) -> Any:
   """Returns a TrainState of shapes, dtypes and shardings."""
-  params: Any = {
-    name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in definition.weights.items()
+  weights: Any = {
+    name: jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype)
+    for name, spec in definition.weights.items()
   }
+  params, frozen = split(definition, weights)
   count: Any = jax.ShapeDtypeStruct((), jnp.int32)
   state = TrainState(
     step=count,
     params=params,
-    frozen={},
+    frozen=frozen,
     extra={},
     opt_state=jax.eval_shape(optimizer.transform.init, definition.optimized(params)),
     skipped=count,
@@ -81,31 +85,46 @@ def create(
   Weights that are `given` are not drawn.
   """
   target = abstract(definition, optimizer, mesh)
-  params = init_params(definition, mesh, seed=seed, given=given or {})
+  weights = init_params(definition, mesh, seed=seed, given=given)
+  params, frozen = split(definition, weights)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
   init = jax.jit(optimizer.transform.init, out_shardings=shardings.opt_state)
   zero = functools.partial(jnp.zeros, (), jnp.int32, device=target.step.sharding)
   return TrainState(
     step=zero(),
     params=params,
-    frozen={},
+    frozen=frozen,
     extra={},
     opt_state=init(definition.optimized(params)),
     skipped=zero(),
   )
 
 
-def init_params(
-  definition: Definition, mesh: Mesh, *, seed: int, given: Mapping[str, jax.Array] | None = None
-) -> Params:
-  """Draws every weight that is not given with a key of its own: (seed, name, layer).
+def split(definition: Definition, weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+  """Returns the weights that a step changes, and the others."""
+  of = definition.weights
+  changing = {name: weight for name, weight in weights.items() if of[name].changes}
+  return changing, {name: weight for name, weight in weights.items() if not of[name].changes}
 
-  So they are the same in every layout and on every mesh, and a new weight changes no other.
+
+def init_params(
+  definition: Definition,
+  mesh: Mesh,
+  *,
+  seed: int,
+  given: Mapping[str, jax.Array] | None = None,
+  names: Collection[str] | None = None,
+) -> Params:
+  """Draws weights that are not given, each with a key of its own: (seed, name, layer).
+
+  So they are the same in every layout and on every mesh, and a new weight changes no other. None of
+  `names` are all.
   """
   root = jax.random.key(seed)
   layout = layout_of(definition.module)
   params: Params = {}
-  for name, spec in definition.weights.items():
+  for name in definition.weights if names is None else names:
+    spec = definition.weights[name]
     if given and name in given:
       params[name] = given[name]
       continue
@@ -116,6 +135,7 @@ def init_params(
       _hashable(spec.init),
       spec.shape,
       spec.fan_in,
+      spec.stored_dtype,
       location is not None and location.stacked,
       mesh_lib.sharding(mesh, spec.dims, spec.shape),
     )
@@ -124,13 +144,16 @@ def init_params(
 
 
 @functools.cache
-def _drawer(init: Any, shape: tuple[int, ...], fan_in: int, stacked: bool, where: NamedSharding):
+def _drawer(
+  init: Any, shape: tuple[int, ...], fan_in: int, dtype: Any, stacked: bool, where: NamedSharding
+):
   """Returns one compiled function for all weights that are drawn alike."""
   function, keywords = init
 
   def one(key: jax.Array, layer: jax.Array) -> jax.Array:
     per_layer = shape[1:] if stacked else shape
-    return function(jax.random.fold_in(key, layer), per_layer, fan_in, **dict(keywords))
+    drawn = function(jax.random.fold_in(key, layer), per_layer, fan_in, **dict(keywords))
+    return drawn.astype(dtype)
 
   def draw(key: jax.Array, layers: jax.Array) -> jax.Array:
     return jax.vmap(one, (None, 0))(key, layers) if stacked else one(key, layers[0])

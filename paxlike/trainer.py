@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from etils import epath
 
-from paxlike import decoding, flops, memory, mesh, train_state
-from paxlike.checkpoint import Checkpoints, check_keep, flatten, unflatten
+from paxlike import decoding, flops, memory, mesh
+from paxlike.checkpoint import Checkpoints, check_keep, flatten
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import EvalSet, Evaluator
 from paxlike.feed import Feed
@@ -22,7 +22,8 @@ from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.meter import Meter, Reading
 from paxlike.optimizers import Optimizer
-from paxlike.restoring import Restore, read_params
+from paxlike.origin import Origin
+from paxlike.restoring import Restore
 from paxlike.sampling import Sampling
 from paxlike.signals import StopSignal
 from paxlike.train_state import TrainState
@@ -50,6 +51,7 @@ class Trainer:
     max_skipped_in_a_row: Ends the run after so many steps without a finite gradient.
     sample_prompt: Text that the trained model continues at the end.
     restore: Weights that a new run starts from; None: all are drawn.
+    trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
     saving: Whether checkpoints are written.
   """
 
@@ -69,6 +71,7 @@ class Trainer:
   max_skipped_in_a_row: int
   sample_prompt: str | None = None
   restore: Restore | None = None
+  trained: str = ""
   saving: bool = True
 
   def check(self, *, training: bool = True):
@@ -99,7 +102,16 @@ class Trainer:
   @functools.cached_property
   def definition(self) -> Definition:
     """The model as weight specs and a pure function."""
-    return Definition(self.model)
+    return Definition(self.model, trained=self.trained)
+
+  def _origin(self, folder: epath.Path) -> Origin:
+    return Origin(
+      folder=folder,
+      definition=self.definition,
+      devices=self.devices,
+      seed=self.seed,
+      restore=self.restore,
+    )
 
   @property
   def layout(self) -> Layout:
@@ -154,10 +166,10 @@ class Trainer:
     """
     with (
       jax.set_mesh(self.devices),
-      Checkpoints(folder / "checkpoints", keep=self.keep) as saved,
+      self._origin(folder).checkpoints(keep=self.keep) as saved,
       StopSignal() as stop,
     ):
-      state, data_state, origin = self._restore_or_create(saved, journal)
+      state, data_state, origin = self._origin(folder).state(saved, self.optimizer, journal)
       start = int(state.step)
       journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
       train_step = None
@@ -184,7 +196,7 @@ class Trainer:
             journal.status("running", step + 1)
           if evaluate:
             for name, evaluator in evaluators.items():
-              journal.evaluated(name, step + 1, evaluator.run(state.params))
+              journal.evaluated(name, step + 1, evaluator.run(state.params | state.frozen))
           if stopping:
             break
       self._log(meter.flush(), journal)
@@ -200,9 +212,8 @@ class Trainer:
     """
     if not self.eval_data:
       raise UserError("this experiment has no evaluation data (eval_data).")
-    with jax.set_mesh(self.devices), Checkpoints(folder / "checkpoints", keep=None) as saved:
-      step = saved.find(step)
-      params = self._params(saved, step)
+    with jax.set_mesh(self.devices):
+      step, params = self._origin(folder).params(step)
       for name, evaluator in self._evaluators().items():
         journal.evaluated(name, step, evaluator.run(params))
       return step
@@ -217,7 +228,7 @@ class Trainer:
     while True:
       # Asked first, so that a checkpoint that the job leaves at its end is not missed.
       running = is_running(folder)
-      latest = Checkpoints(folder / "checkpoints", keep=None).latest()
+      latest = self._origin(folder).checkpoints().latest()
       if latest is not None and latest != evaluated:
         evaluated = self.evaluate(folder, journal, step=latest)
       elif not running:
@@ -240,9 +251,9 @@ class Trainer:
     Raises:
       UserError: There is no such checkpoint, it is of another experiment, or has no tokenizer.
     """
-    with jax.set_mesh(self.devices), Checkpoints(folder / "checkpoints", keep=None) as saved:
-      step = saved.find(step)
-      texts = self._decoding(self._params(saved, step), options)
+    with jax.set_mesh(self.devices):
+      step, params = self._origin(folder).params(step)
+      texts = self._decoding(params, options)
       path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
       decoding.tell(texts, prompts, journal, path)
 
@@ -262,11 +273,7 @@ class Trainer:
       UserError: There is no such checkpoint, or it is of another experiment.
     """
     with jax.set_mesh(self.devices):
-      saved = Checkpoints(epath.Path(folder) / "checkpoints", keep=None)
-      return self._params(saved, saved.find(step))
-
-  def _params(self, saved: Checkpoints, step: int) -> Params:
-    return read_params(saved, step, self.definition, self.devices, for_compute=True)
+      return self._origin(epath.Path(folder)).params(step)[1]
 
   def _evaluators(self) -> dict[str, Evaluator]:
     """One for each eval set."""
@@ -280,32 +287,12 @@ class Trainer:
     options = decoding.Options(
       max_new_tokens=200, sampling=Sampling(temperature=0.8), seed=self.seed
     )
-    *_, last = self._decoding(state.params, options).run([prompt])
+    *_, last = self._decoding(state.params | state.frozen, options).run([prompt])
     return prompt + last.text
 
-  def _restore_or_create(
-    self, saved: Checkpoints, journal: Journal
-  ) -> tuple[TrainState, dict[str, Any] | None, dict[str, str]]:
-    """Returns the state, that of the data, and files that tell where the state is from."""
-    target = train_state.abstract(self.definition, self.optimizer, self.devices)
-    found = saved.restore_latest_valid(flatten(target), layout=self.layout)
-    if found is not None:
-      step, restored = found
-      journal.note(f"resuming from checkpoint {step}")
-      return unflatten(target, restored.state), restored.train_input, {}
-    given, files = {}, {}
-    if self.restore is not None:
-      given, files["restored_from.json"] = self.restore.load(self.definition, self.devices)
-      journal.note(f"{len(given)} of {len(self.definition.weights)} weights: {self.restore.path}")
-    if len(given) < len(self.definition.weights):
-      journal.note("initialising the weights")
-    state = train_state.create(
-      self.definition, self.optimizer, self.devices, seed=self.seed, given=given
-    )
-    return state, None, files
-
   def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):
-    saved.save(int(state.step), flatten(state), layout=self.layout, train_input=data_state)
+    changing = flatten(dataclasses.replace(state, frozen={}))
+    saved.save(int(state.step), changing, layout=self.layout, train_input=data_state)
 
   def _finish(self, state: TrainState, journal: Journal, *, start: int):
     step = int(state.step)
@@ -341,6 +328,7 @@ class Trainer:
   def _summary(self) -> Summary:
     return Summary(
       num_params=self.definition.num_params,
+      num_trained=self.definition.num_trained,
       batch_size=self.batch_size,
       seq_len=self.data.seq_len,
       devices=self.devices,

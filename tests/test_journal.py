@@ -24,6 +24,7 @@ LINE = re.compile(
 @pytest.fixture
 def journal(tmp_path):
   summary = Summary(
+    num_trained=10,
     num_params=10,
     batch_size=4,
     seq_len=250,

@@ -27,7 +27,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
   ("journal",),
   ("train_step", "generate", "hugging_face", "restoring"),
-  ("decoding",),
+  ("decoding", "origin"),
   ("trainer", "aot", "planner"),
   ("knobs", "symbols", "fiddlers"),
   ("graph_text",),

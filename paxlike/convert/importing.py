@@ -126,7 +126,7 @@ class Source:
     return graph
 
   def _check(self, tokenizer: pathlib.Path):
-    size = fdl.build(self._graph(tokenizer.parent).train_data.tokenizer).vocab_size
+    size = fdl.build(self._graph(tokenizer.parent).train_data.corpus.tokenizer).vocab_size
     if size > self._knobs["VOCAB_SIZE"]:
       raise UserError(
         f"{tokenizer} has {size} ids, but the model knows {self._knobs['VOCAB_SIZE']}: it is the"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that models are made of: plain modules, usable without any configuration."""
 
-from paxlike.layers import attention_kernels, dispatch, rope, routing
+from paxlike.layers import attention_kernels, dispatch, lora, rope, routing
 from paxlike.layers.attention import Attention
 from paxlike.layers.block import Block
 from paxlike.layers.cache import KvCache, LatentCache
@@ -12,6 +12,7 @@ from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.experts import ExpertLinear, Experts
 from paxlike.layers.latent_attention import LatentAttention
 from paxlike.layers.linear import Linear
+from paxlike.layers.lora import Lora
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.mlp import Mlp, clamped_swiglu, geglu, swiglu
 from paxlike.layers.module import (
@@ -44,6 +45,7 @@ __all__ = [
   "LatentCache",
   "LayerNorm",
   "Linear",
+  "Lora",
   "Mlp",
   "Module",
   "Moe",
@@ -62,6 +64,7 @@ __all__ = [
   "gaussian",
   "gaussian_fan_in",
   "geglu",
+  "lora",
   "rope",
   "routing",
   "swiglu",

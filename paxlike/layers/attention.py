@@ -89,9 +89,9 @@ class Attention(module.Module):
 
     With a cache, several tokens are the first of their rows; a single one sees what is cached.
     """
-    q_BTNH = mesh.constrain(self.query(x_BTD), "batch", "time", "heads", None)
-    k_BTKH = mesh.constrain(self.key(x_BTD), "batch", "time", "kv_heads", None)
-    v_BTKH = mesh.constrain(self.value(x_BTD), "batch", "time", "kv_heads", None)
+    q_BTNH = mesh.constrain(self.query(x_BTD, context), "batch", "time", "heads", None)
+    k_BTKH = mesh.constrain(self.key(x_BTD, context), "batch", "time", "kv_heads", None)
+    v_BTKH = mesh.constrain(self.value(x_BTD, context), "batch", "time", "kv_heads", None)
     if self.query_norm is not None and self.key_norm is not None:
       q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
     if self.rope is not None:
@@ -114,7 +114,7 @@ class Attention(module.Module):
       sinks_N=self._sinks(),
       bias_NTS=self._bias(x_BTD.shape[1]),
     )
-    return self.output(y_BTNH), cache
+    return self.output(y_BTNH, context), cache
 
   def _attend_to(self, cache: KvCache, q_BNH: jax.Array, positions_B1: jax.Array) -> jax.Array:
     # What is beyond the window is in no slot any more.

@@ -48,7 +48,7 @@ class Block(Module):
     if self.attention_post_norm is not None:
       y_BTD = self.attention_post_norm(y_BTD)
     x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
-    y_BTD, aux = self.mlp(self.mlp_norm(x_BTD))
+    y_BTD, aux = self.mlp(self.mlp_norm(x_BTD), context)
     if self.mlp_post_norm is not None:
       y_BTD = self.mlp_post_norm(y_BTD)
     return self._add(x_BTD, y_BTD, context.fold(1)), cache, aux

@@ -85,8 +85,8 @@ class LatentAttention(module.Module):
   ) -> tuple[jax.Array, LatentCache | None]:
     """Returns (y_BTD, the cache with these tokens): see `Attention`."""
     positions_BT = context.positions_BT
-    q_BTNH, turned_BTNR = self._queries(x_BTD, positions_BT)
-    latent_BTC, key_BTR = jnp.split(self.latent(x_BTD), [self.rank], axis=-1)
+    q_BTNH, turned_BTNR = self._queries(x_BTD, context)
+    latent_BTC, key_BTR = jnp.split(self.latent(x_BTD, context), [self.rank], axis=-1)
     latent_BTC = self.latent_norm(latent_BTC)
     key_BT1R = self.rope(key_BTR[:, :, None], positions_BT)
     if cache is not None:
@@ -96,7 +96,7 @@ class LatentAttention(module.Module):
       if x_BTD.shape[1] == 1:
         y_BNH = self._attend_to(cache, q_BTNH[:, 0], turned_BTNR[:, 0], positions_BT)
         return self.output(y_BNH[:, None]), cache
-    k_BTNH, v_BTNH = jnp.split(self.key_value(latent_BTC), [self.head_dim], axis=-1)
+    k_BTNH, v_BTNH = jnp.split(self.key_value(latent_BTC, context), [self.head_dim], axis=-1)
     key_BTNR = jnp.broadcast_to(key_BT1R, (*k_BTNH.shape[:3], self.rope_dim))
     y_BTNH = self.kernel(
       jnp.concatenate([q_BTNH, turned_BTNR], axis=-1),
@@ -105,20 +105,19 @@ class LatentAttention(module.Module):
       scale=self.scale,
       segments_BT=context.segments_BT,
     )
-    return self.output(y_BTNH), cache
+    return self.output(y_BTNH, context), cache
 
-  def _queries(
-    self, x_BTD: jax.Array, positions_BT: jax.Array | None
-  ) -> tuple[jax.Array, jax.Array]:
-    q_BTNH = self.query(self.query_norm(self.query_down(x_BTD)))
+  def _queries(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    latent_BTC = self.query_norm(self.query_down(x_BTD, context))
+    q_BTNH = self.query(latent_BTC, context)
     q_BTNH = mesh.constrain(q_BTNH, "batch", "time", "heads", None)
     q_BTNH, turned_BTNR = jnp.split(q_BTNH, [self.head_dim], axis=-1)
-    return q_BTNH, self.rope(turned_BTNR, positions_BT)
+    return q_BTNH, self.rope(turned_BTNR, context.positions_BT)
 
   def _attend_to(
     self, cache: LatentCache, q_BNH: jax.Array, turned_BNR: jax.Array, positions_B1: jax.Array
   ) -> jax.Array:
-    w_CNH = self.key_value.w[...].astype(q_BNH.dtype)
+    w_CNH = self.key_value.matrix().astype(q_BNH.dtype)
     to_key_CNH, to_value_CNH = jnp.split(w_CNH, [self.head_dim], axis=-1)
     q_BNC = jnp.einsum("BNH,CNH->BNC", q_BNH, to_key_CNH)
     latents_BCS = cache.latents_BCS

@@ -2,7 +2,7 @@
 """Linear maps between named dims."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from paxlike import mesh
 from paxlike.layers import module
+from paxlike.layers.context import Context
+from paxlike.layers.lora import Lora
 
 
 class Linear(module.Module):
@@ -29,7 +31,9 @@ class Linear(module.Module):
     use_bias: bool = False,
     init: module.Initializer = module.gaussian_fan_in,
     dtype: Any = jnp.float32,
+    lora: Callable[..., Lora] | None = None,
   ):
+    """`lora` adapts the map, whose own weights are then not trained."""
     self.role = role
     self.dtype = dtype
     self.num_inputs = len(inputs)
@@ -37,16 +41,24 @@ class Linear(module.Module):
       {**inputs, **outputs}, init=init, fan_in=tuple(inputs), compute_dtype=dtype
     )
     self.b = self.weight(outputs, init=module.zeros, compute_dtype=dtype) if use_bias else None
+    self.lora = None if lora is None else lora(inputs, outputs, role=role)
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns [..., *outputs] for x [..., *inputs]."""
+  def __call__(self, x: jax.Array, context: Context | None = None) -> jax.Array:
+    """Returns [..., *outputs] for x [..., *inputs]; only an adapter's dropout needs the context."""
     w = self.w[...].astype(self.dtype)
     inputs, outputs = w.shape[: self.num_inputs], w.shape[self.num_inputs :]
     leading = x.shape[: x.ndim - self.num_inputs]
-    x = x.astype(self.dtype)
-    y = matmul(x.reshape(*leading, math.prod(inputs)), w.reshape(math.prod(inputs), -1))
+    x = x.astype(self.dtype).reshape(*leading, math.prod(inputs))
+    y = matmul(x, w.reshape(math.prod(inputs), -1))
+    if self.lora is not None:
+      y += self.lora(x, context)
     y = y.reshape(*leading, *outputs)
     return y if self.b is None else y + self.b[...].astype(self.dtype)
+
+  def matrix(self) -> jax.Array:
+    """Returns [*inputs, *outputs] in the compute dtype: all that x is multiplied with."""
+    w = self.w[...].astype(self.dtype)
+    return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh
+from paxlike.layers.context import Context
 from paxlike.layers.linear import Linear
 from paxlike.layers.module import Module
 
@@ -50,10 +51,12 @@ class Mlp(Module):
     self.gate = None if gate is None else gate({"model": dim}, {"ffn": hidden_dim})
     self.down = down({"ffn": hidden_dim}, {"model": dim})
 
-  def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def __call__(
+    self, x_BTD: jax.Array, context: Context | None = None
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (y_BTD, nothing to report)."""
-    y_BTF = mesh.constrain(self.up(x_BTD), "batch", "time", "ffn")
+    y_BTF = mesh.constrain(self.up(x_BTD, context), "batch", "time", "ffn")
     if self.gate is None:
-      return self.down(self.activation(y_BTF)), {}
-    gate_BTF = mesh.constrain(self.gate(x_BTD), "batch", "time", "ffn")
-    return self.down(self.activation(gate_BTF, y_BTF)), {}
+      return self.down(self.activation(y_BTF), context), {}
+    gate_BTF = mesh.constrain(self.gate(x_BTD, context), "batch", "time", "ffn")
+    return self.down(self.activation(gate_BTF, y_BTF), context), {}

@@ -7,6 +7,7 @@ Modules are definitions: building one allocates nothing. Its weights are shapes 
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,6 +101,17 @@ class WeightSpec(NamedTuple):
   fan_in: int
   compute_dtype: Any
   update: Update | None
+  trained: bool
+
+  @property
+  def changes(self) -> bool:
+    """Whether a step changes it, be it the optimizer or its own update."""
+    return self.trained or self.update is not None
+
+  @property
+  def stored_dtype(self) -> Any:
+    """The dtype that a training state holds it in: frozen weights need no more than is computed."""
+    return self.dtype if self.changes else self.compute_dtype
 
 
 class Definition:
@@ -110,7 +122,8 @@ class Definition:
     weights: Name -> spec, such as "stack.layers.3.attention.query.w".
   """
 
-  def __init__(self, module: nnx.Module):
+  def __init__(self, module: nnx.Module, *, trained: str = ""):
+    """`trained` is a pattern (`re.search`) of the names of weights that an optimizer trains."""
     self.module = module
     self._graph, state = nnx.split(module)
     self._paths: dict[str, tuple[Any, ...]] = {}
@@ -127,16 +140,27 @@ class Definition:
         param.fan_in,
         param.compute_dtype,
         param.update,
+        param.update is None and re.search(trained, name) is not None,
       )
 
   @property
   def num_params(self) -> int:
+    """The number of scalars in the weights, without those that no gradient is for."""
+    return sum(math.prod(spec.shape) for spec in self.weights.values() if spec.update is None)
+
+  @property
+  def num_trained(self) -> int:
     """The number of scalars in the weights that an optimizer trains."""
     return sum(math.prod(spec.shape) for spec in self.optimized(self.weights).values())
 
+  @property
+  def frozen(self) -> list[str]:
+    """The names of the weights that no step changes."""
+    return [name for name, spec in self.weights.items() if not spec.changes]
+
   def optimized(self, values: Mapping[str, T]) -> dict[str, T]:
     """Returns what of `values`, by weight, is of those that an optimizer trains."""
-    return {name: v for name, v in values.items() if self.weights[name].update is None}
+    return {name: v for name, v in values.items() if self.weights[name].trained}
 
   def prepare(self, params: Mapping[str, jax.Array]) -> Params:
     """Returns `params` in the dtypes that the layers compute with: once a step, not once a use."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paxlike.layers import module
+from paxlike.layers.context import Context
 from paxlike.layers.dispatch import Dispatch, dropless
 from paxlike.layers.experts import Experts
 from paxlike.layers.linear import Linear
@@ -77,7 +78,9 @@ class Moe(module.Module):
     self.experts = experts(num_experts, dim)
     self.shared = None if shared is None else shared(dim)
 
-  def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def __call__(
+    self, x_BTD: jax.Array, context: Context | None = None
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (y_BTD, losses and metrics)."""
     bias_E = None if self.router_bias is None else self.router_bias[...]
     routing = self.choice(self.router(x_BTD), bias_E, self.num_chosen)
@@ -86,7 +89,7 @@ class Moe(module.Module):
       load_E = jnp.bincount(routing.experts_BTK.reshape(-1), length=self.num_experts)
       y_BTD = _with_gradient(y_BTD, bias_E, load_E - load_E.mean())
     if self.shared is not None:
-      y_BTD += self.shared(x_BTD)[0]
+      y_BTD += self.shared(x_BTD, context)[0]
     return y_BTD, report | self._losses(routing)
 
   def _bias(self, num_experts: int, rate: float) -> nnx.Param:

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the state of a run comes from: its checkpoints, the weights it starts from, its seed."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from etils import epath
+
+from paxlike import train_state
+from paxlike.checkpoint import Checkpoints, flatten, unflatten
+from paxlike.errors import UserError
+from paxlike.journal import Journal
+from paxlike.layers.module import Definition, Params
+from paxlike.layers.stack import layout_of
+from paxlike.optimizers import Optimizer
+from paxlike.restoring import PROVENANCE, Restore, read_params
+from paxlike.train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+  """Makes the state of the run in `folder`.
+
+  Attributes:
+    folder: The run's.
+    definition: Its model.
+    devices: Its mesh.
+    seed: Of the weights that nobody gives.
+    restore: The weights that it starts from; None: all are drawn.
+  """
+
+  folder: epath.Path
+  definition: Definition
+  devices: jax.sharding.Mesh
+  seed: int
+  restore: Restore | None
+
+  def checkpoints(self, *, keep: int | None = None) -> Checkpoints:
+    """Returns those of the run; when one is saved `keep` stay."""
+    return Checkpoints(self.folder / "checkpoints", keep=keep)
+
+  def state(
+    self, saved: Checkpoints, optimizer: Optimizer, journal: Journal
+  ) -> tuple[TrainState, dict[str, Any] | None, dict[str, str]]:
+    """Returns the state to go on from, that of the data, and files that tell where it is from.
+
+    Raises:
+      UserError: The checkpoints, or the weights to start from, are damaged or of another model.
+    """
+    target = train_state.abstract(self.definition, optimizer, self.devices)
+    target = dataclasses.replace(target, frozen={})
+    layout = layout_of(self.definition.module)
+    found = saved.restore_latest_valid(flatten(target), layout=layout)
+    if found is not None:
+      step, restored = found
+      journal.note(f"resuming from checkpoint {step}")
+      state = dataclasses.replace(unflatten(target, restored.state), frozen=self._frozen())
+      return state, restored.train_input, {}
+    given, files = {}, {}
+    if self.restore is not None:
+      given, files[PROVENANCE] = self.restore.load(self.definition, self.devices)
+      journal.note(f"{len(given)} of {len(self.definition.weights)} weights: {self.restore.path}")
+    if len(given) < len(self.definition.weights):
+      journal.note("initialising the weights")
+    state = train_state.create(
+      self.definition, optimizer, self.devices, seed=self.seed, given=given
+    )
+    return state, None, files
+
+  def params(self, step: int | None) -> tuple[int, Params]:
+    """Returns a step and its weights, in the dtypes of the layers.
+
+    Step None is the newest checkpoint; in a run without any, 0, before the first update, if there
+    are weights to start from.
+
+    Raises:
+      UserError: There is no such checkpoint, or it is of another model.
+    """
+    saved = self.checkpoints()
+    if step in (None, 0) and self.restore is not None and not saved.steps():
+      given, _ = self.restore.load(self.definition, self.devices, for_compute=True)
+      return 0, self._completed(given)
+    step = saved.find(step)
+    changing, _ = train_state.split(self.definition, self.definition.weights)
+    params = read_params(
+      saved, step, self.definition, self.devices, names=list(changing), for_compute=True
+    )
+    return step, params | self._frozen()
+
+  def _frozen(self) -> Params:
+    """Returns the weights that no step changes and no checkpoint of the run has."""
+    names = self.definition.frozen
+    if not names:
+      return {}
+    given: Params = {}
+    if self.restore is not None:
+      began_with = self.restore.recorded(self.folder)
+      try:
+        given, _ = began_with.load(self.definition, self.devices, among=names)
+      except UserError as error:
+        raise UserError(f"the frozen weights of {self.folder}: {error}") from error
+    return self._completed(given, names)
+
+  def _completed(self, given: Params, names: list[str] | None = None) -> Params:
+    return train_state.init_params(
+      self.definition, self.devices, seed=self.seed, given=given, names=names
+    )
