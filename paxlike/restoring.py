@@ -4,7 +4,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import jax
 from etils import epath
@@ -87,12 +87,13 @@ class Restore:
         f"CHECKPOINT_RESTORE_PATH: {error} CHECKPOINT_IGNORE_RULES leaves weights out."
       ) from error
     others = [name for name in definition.weights if name not in names]
-    provenance = {
-      "path": str(self._saved.path(step).resolve()),
-      "restored": list(params),
-      "initialized": others,
-    }
-    return params, json.dumps(provenance, indent=2) + "\n"
+    return params, self.provenance(others, list(params))
+
+  def provenance(self, initialized: Sequence[str], restored: Sequence[str]) -> str:
+    """Returns a JSON text that says which weights came from here, and which did not."""
+    path = self._saved.path(self._saved.find(self.step)).resolve()
+    origin = {"path": str(path), "restored": restored, "initialized": initialized}
+    return json.dumps(origin, indent=2) + "\n"
 
   def recorded(self, folder: epath.Path) -> "Restore":
     """Returns what the run in `folder` began with, if that is known and still there."""
@@ -105,10 +106,15 @@ class Restore:
     return dataclasses.replace(self, path=str(path.parent), step=int(path.name.split("_")[-1]))
 
   @property
-  def _saved(self) -> Checkpoints:
-    folder = epath.Path(self.path)
+  def folder(self) -> epath.Path:
+    """The folder of checkpoints."""
+    folder = epath.Path(self.path).expanduser()
     inner = folder / "checkpoints"
-    return Checkpoints(inner if inner.exists() else folder, keep=None)
+    return inner if inner.exists() else folder
+
+  @property
+  def _saved(self) -> Checkpoints:
+    return Checkpoints(self.folder, keep=None)
 
   def _chosen(self, definition: Definition) -> list[str]:
     layout = layout_of(definition.module)

@@ -7,22 +7,33 @@ from typing import Any
 
 import fiddle as fdl
 import numpy as np
+from etils import epath
 
 from paxlike import fiddlers, registry, run_folder
-from paxlike.checkpoint import Checkpoints
 from paxlike.convert import matching, tensors
 from paxlike.convert.importing import copy_tokenizer
 from paxlike.convert.matching import Match
+from paxlike.convert.stored import Merged, Stored, Weights
 from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.hugging_face import Family
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
+from paxlike.restoring import Restore
 
 
 class Run:
-  """A checkpoint of a run (or of an import), to be written for Hugging Face."""
+  """A checkpoint of a run (or of an import), to be written for Hugging Face.
+
+  Attributes:
+    path: The run's folder.
+    experiment: What it was.
+    matches: A match for every weight, adapters merged into theirs.
+    adapted: Those among them that have an adapter.
+    adapters: The run's own checkpoint, in which the adapters are.
+    lora_scale: Of what adapters add.
+  """
 
   def __init__(self, path: pathlib.Path, *, step: int | None):
     """Reads what the run was.
@@ -30,17 +41,34 @@ class Run:
     Raises:
       UserError: There is no such checkpoint, or Hugging Face has no such model.
     """
-    self._path = path
-    self._experiment = experiment = registry.load(path / "experiment.json")
+    self.path = path
+    self.experiment = experiment = registry.load(path / "experiment.json")
     model = experiment.model()
     fiddlers.stack(model, scan=False)
     definition = Definition(fdl.build(model))
+    unrolled = layout_of(definition.module)
     self.matches = matching.match(definition, family_of(experiment))
-    self._unrolled = layout_of(definition.module)
-    self._saved = Checkpoints(path / "checkpoints", keep=None)
-    self._step = self._saved.find(step)
-    self._layout = self._saved.layout(self._step)
-    self._held = ("", np.zeros(0))  # The array read last.
+    self.adapters = Stored(path / "checkpoints", step, unrolled)
+    self.adapted = [match for match in self.matches if self._is_adapted(match.ours)]
+    self.lora_scale = (experiment.LORA_ALPHA or experiment.LORA_RANK) / experiment.LORA_RANK
+    self._weights: Weights = self.adapters
+    if self.adapted:
+      base = self._restore()
+      scales = {match.ours: self.lora_scale for match in self.adapted}
+      stored = Stored(pathlib.Path(base.folder), base.step, unrolled)
+      self._weights = Merged(stored, self.adapters, scales=scales)
+
+  def _is_adapted(self, name: str) -> bool:
+    roles = self.experiment.lora_roles() if self.experiment.USE_LORA else ()
+    return name.endswith(".w") and name.split(".")[-2] in roles
+
+  def _restore(self) -> Restore:
+    """Returns where the base of the adapters is."""
+    path = self.experiment.CHECKPOINT_RESTORE_PATH
+    if path is None:
+      raise UserError(f"{self.path} has adapters of weights that were drawn: nothing to merge.")
+    restore = Restore(path=path, step=self.experiment.CHECKPOINT_RESTORE_STEP)
+    return restore.recorded(epath.Path(self.path))
 
   def table(self) -> str:
     """Returns a line for each weight: its name and shape, and where it goes."""
@@ -51,7 +79,7 @@ class Run:
     specs: dict[str, TensorSpec] = {}
     owners: dict[str, list[tuple[Match, int]]] = {}
     # What is stored in one array follows each other.
-    for match in sorted(self.matches, key=lambda match: self._place(match)[0]):
+    for match in sorted(self.matches, key=lambda match: self._weights.array_of(match.ours)):
       shapes = match.rule.their_shapes(match.shape)
       for index, (name, shape) in enumerate(zip(match.theirs, shapes, strict=True)):
         specs[name] = TensorSpec(shape, np.dtype(dtype))
@@ -68,28 +96,16 @@ class Run:
 
     with run_folder.built(to, flag="to") as folder:
       tensors.write(folder, specs, value)
-      config = config_of(self._experiment, dtype=dtype)
+      config = config_of(self.experiment, dtype=dtype)
       (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-      copy_tokenizer(self._path, folder)
-
-  def _place(self, match: Match) -> tuple[str, int | None]:
-    """Returns the array of the checkpoint that holds a weight, and the weight's index in it."""
-    location = self._unrolled.locate(match.ours)
-    if location is None:
-      return match.ours, None
-    return self._layout.place(location.template, location.layers[0])
+      copy_tokenizer(self.path, folder)
 
   def _weight(self, match: Match) -> np.ndarray:
-    name, index = self._place(match)
-    if name != self._held[0]:
-      self._held = ("", np.zeros(0))
-      self._held = (name, self._saved.read(self._step, f"params.{name}"))
-    value = self._held[1]
-    value = value if index is None else value[index]
+    value = self._weights.read(match.ours)
     if value.shape != match.shape:
       raise UserError(
         f"{match.ours} is {list(value.shape)} in the checkpoint, and {list(match.shape)} by"
-        f" {self._path / 'experiment.json'}."
+        f" {self.path / 'experiment.json'}."
       )
     return value
 

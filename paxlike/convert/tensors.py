@@ -168,7 +168,7 @@ def write(
   total, files = len(shards), {}
   for number, names in enumerate(shards, 1):
     file = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-    _write_file(folder / file, {name: specs[name] for name in names}, value)
+    write_file(folder / file, {name: specs[name] for name in names}, value)
     files |= dict.fromkeys(names, file)
   if total > 1:
     size = sum(map(_bytes, specs.values()))
@@ -176,9 +176,10 @@ def write(
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(
+def write_file(
   file: pathlib.Path, specs: Mapping[str, TensorSpec], value: Callable[[str], np.ndarray]
 ):
+  """Writes tensors into one file; arguments as of `write`."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   begin = 0
   for name, spec in specs.items():

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters as Hugging Face's PEFT has them, in and out."""
+
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import fiddle as fdl
+import numpy as np
+
+from paxlike import config_file, fiddlers, layers, registry, run_folder
+from paxlike.convert import matching, streaming, tensors
+from paxlike.convert.exporting import Run, family_of
+from paxlike.convert.importing import copy_tokenizer
+from paxlike.convert.matching import Match
+from paxlike.convert.stored import adapter_of
+from paxlike.convert.tensors import TensorFolder, TensorSpec, read_json
+from paxlike.errors import UserError
+from paxlike.layers.module import Definition
+from paxlike.layers.stack import layout_of
+from paxlike.restoring import PROVENANCE, Restore
+from paxlike.weight_rules import Matrix
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def _their_names(match: Match) -> tuple[str, str]:
+  """Returns PEFT's names of A [rank, inputs] and B [outputs, rank] of a linear map."""
+  if not isinstance(match.rule, Matrix) or not match.rule.transposed:
+    raise UserError(f"PEFT has no adapter for {match.ours} alone: {match.theirs[0]} is more.")
+  module = f"base_model.model.{match.theirs[0].removesuffix('.weight')}"
+  return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def export(run: Run, to: pathlib.Path, *, dtype: str):
+  """Writes the adapters of a run as a folder of PEFT.
+
+  Raises:
+    UserError: The run has none, PEFT cannot have them, or the folder cannot be written.
+  """
+  if not run.adapted:
+    raise UserError(f"{run.path} has no adapters: it was not trained with USE_LORA.")
+  experiment = run.experiment
+  specs: dict[str, TensorSpec] = {}
+  sources: dict[str, str] = {}
+  for match in run.adapted:
+    inputs = math.prod(match.shape[: match.rule.inputs])  # pyright: ignore - see _their_names.
+    outputs = math.prod(match.shape) // inputs
+    shapes = (experiment.LORA_RANK, inputs), (outputs, experiment.LORA_RANK)
+    names = zip(_their_names(match), adapter_of(match.ours), strict=True)
+    for (theirs, ours), shape in zip(names, shapes, strict=True):
+      specs[theirs] = TensorSpec(shape, np.dtype(dtype))
+      sources[theirs] = ours
+
+  def value(name: str) -> np.ndarray:
+    weight = run.adapters.read(sources[name])
+    is_a = ".lora_A." in name
+    flat = weight.reshape(-1, weight.shape[-1]) if is_a else weight.reshape(len(weight), -1)
+    return flat.T
+
+  modules = sorted({match.theirs[0].split(".")[-2] for match in run.adapted})
+  config = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": experiment.CHECKPOINT_RESTORE_PATH,
+    "r": experiment.LORA_RANK,
+    "lora_alpha": experiment.LORA_RANK * run.lora_scale,
+    "lora_dropout": experiment.LORA_DROPOUT,
+    "target_modules": modules,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+  }
+  with run_folder.built(to, flag="to") as folder:
+    tensors.write_file(folder / _TENSORS, specs, value)
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+class Adapter:
+  """An adapter of PEFT, for a base that paxlike has.
+
+  Attributes:
+    matches: The adapted weights of the base.
+  """
+
+  def __init__(self, path: pathlib.Path, *, base: pathlib.Path):
+    """Finds a place for every tensor and reads none.
+
+    Args:
+      path: PEFT's folder.
+      base: The folder of a run or of a converted model.
+
+    Raises:
+      UserError: It is none, has what paxlike lacks, or is for another base.
+    """
+    config = read_json(path / _CONFIG)
+    _refuse(config, path)
+    self._base = base
+    self._rank = int(config["r"])
+    root = math.sqrt(self._rank) if config.get("use_rslora") else self._rank
+    self._alpha = self._rank * config["lora_alpha"] / root
+    self._dropout = float(config.get("lora_dropout") or 0)
+    self._tensors = TensorFolder(path / _TENSORS)
+    self._graph: Any = config_file.read(base / "config.json", allow_modules=None)
+    fiddlers.stack(self._graph, scan=False)
+    definition = Definition(cast(Any, fdl.build(self._graph.model)))
+    family = family_of(registry.load(base / "experiment.json"))
+    found = [
+      match
+      for match in matching.match(definition, family)
+      if isinstance(match.rule, Matrix) and _their_names(match)[0] in self._tensors.specs
+    ]
+    roles = sorted({match.ours.split(".")[-2] for match in found})
+    self._roles = tuple(roles)
+    self.matches = [
+      match
+      for match in matching.match(definition, family)
+      if match.ours.endswith(".w") and match.ours.split(".")[-2] in roles
+    ]
+    self._check()
+
+  def _check(self):
+    wanted = {name for match in self.matches for name in _their_names(match)}
+    there = set(self._tensors.specs)
+    if lacking := sorted(wanted - there):
+      raise UserError(f"the adapter lacks {', '.join(lacking[:5])}.")
+    if more := sorted(there - wanted):
+      raise UserError(f"{self._base} has no place for {', '.join(more[:5])} of the adapter.")
+    if not wanted:
+      raise UserError(f"the adapter is for no linear map of {self._base}.")
+    for match in self.matches:
+      inputs = math.prod(match.shape[: match.rule.inputs])  # pyright: ignore - a Matrix.
+      shapes = (self._rank, inputs), (math.prod(match.shape) // inputs, self._rank)
+      for name, shape in zip(_their_names(match), shapes, strict=True):
+        if (found := self._tensors.specs[name].shape) != shape:
+          raise UserError(f"{name} is {list(found)}, but {list(shape)} is due for {self._base}.")
+
+  def table(self) -> str:
+    """Returns a line for each adapted weight: its name and shape, and where its adapter is."""
+    return "\n".join(
+      f"{adapter_of(match.ours)[0]}, b <- {', '.join(_their_names(match))}"
+      for match in self.matches
+    )
+
+  def convert(self, to: pathlib.Path, *, dtype: str):
+    """Writes the folder `to`, which must not hold anything yet."""
+    graph: Any = self._graph
+    base = self._base.absolute()
+    fiddlers.lora(
+      graph, rank=self._rank, alpha=self._alpha, dropout=self._dropout, roles=self._roles
+    )
+    graph.restore = fdl.Config(Restore, path=str(base), ignore=(layers.lora.WEIGHTS,))
+    experiment = registry.load(base / "experiment.json")
+    knobs = {
+      "USE_LORA": True,
+      "LORA_RANK": self._rank,
+      "LORA_ALPHA": self._alpha,
+      "LORA_DROPOUT": self._dropout,
+      "LORA_TARGET_LAYERS": ",".join(self._roles),
+      "CHECKPOINT_RESTORE_PATH": str(base),
+    }
+    for name, value in knobs.items():
+      experiment.set(name, str(value), source=_CONFIG)
+    definition = Definition(cast(Any, fdl.build(graph.model)), trained=graph.trained)
+    restore: Restore = fdl.build(graph.restore)
+    restore.check(definition)
+    with run_folder.built(to, flag="to") as folder:
+      layout = layout_of(definition.module)
+      streaming.write(
+        folder / "checkpoints", self._weights(definition), dtype=np.dtype(dtype), layout=layout
+      )
+      copy_tokenizer(base, folder)
+      (folder / "config.json").write_text(config_file.dump(graph))
+      (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
+      (folder / "experiment.json").write_text(registry.dump(experiment))
+      (folder / PROVENANCE).write_text(restore.provenance([], definition.frozen))
+
+  def _weights(self, definition: Definition) -> Iterator[tuple[str, np.ndarray]]:
+    for match in self.matches:
+      for ours, theirs in zip(adapter_of(match.ours), _their_names(match), strict=True):
+        shape = definition.weights[ours].shape
+        yield f"params.{ours}", self._tensors.read(theirs).T.reshape(shape)
+
+
+def _refuse(config: dict[str, Any], path: pathlib.Path):
+  """Raises a UserError for what is no plain LoRA."""
+  if config.get("peft_type") != "LORA" or "r" not in config or "lora_alpha" not in config:
+    raise UserError(f"{path / _CONFIG} is no LoRA adapter: peft_type {config.get('peft_type')}.")
+  plain = {"bias": "none"}
+  more = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+  for key in ("bias", *more):
+    value = config.get(key)
+    if value and value != plain.get(key):
+      raise UserError(f"{path / _CONFIG}: paxlike has no {key}={value}.")

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a checkpoint of paxlike, one layer of one at a time."""
+
+import pathlib
+from typing import Protocol
+
+import numpy as np
+
+from paxlike.checkpoint import Checkpoints
+from paxlike.errors import UserError
+from paxlike.layers.layout import Layout
+
+
+class Weights(Protocol):
+  """Weights under the names of the unrolled layout."""
+
+  def array_of(self, name: str) -> str:
+    """Returns a name common to the weights that are stored in one array."""
+    ...
+
+  def read(self, name: str) -> np.ndarray:
+    """Returns a weight; UserError if it is not there."""
+    ...
+
+
+class Stored:
+  """The weights of one checkpoint, in whatever layout it has them."""
+
+  def __init__(self, directory: pathlib.Path, step: int | None, unrolled: Layout):
+    """Opens a checkpoint in `directory`, None the newest; `unrolled` says what layers there are.
+
+    Raises:
+      UserError: There is none.
+    """
+    self._saved = Checkpoints(directory, keep=None)
+    self._step = self._saved.find(step)
+    self._layout = self._saved.layout(self._step)
+    self._unrolled = unrolled
+    self._held = ("", np.zeros(0))  # The array read last.
+
+  def array_of(self, name: str) -> str:
+    return self._place(name)[0]
+
+  def read(self, name: str) -> np.ndarray:
+    array, index = self._place(name)
+    if array != self._held[0]:
+      self._held = ("", np.zeros(0))
+      self._held = (array, self._saved.read(self._step, f"params.{array}"))
+    return self._held[1] if index is None else self._held[1][index]
+
+  def _place(self, name: str) -> tuple[str, int | None]:
+    location = self._unrolled.locate(name)
+    if location is None:
+      return name, None
+    return self._layout.place(location.template, location.layers[0])
+
+
+class Merged:
+  """The weights of a base, with those of a run's adapters added."""
+
+  def __init__(self, base: Weights, adapters: Stored, *, scales: dict[str, float]):
+    """`scales` is name of an adapted weight -> scale of what is added to it."""
+    self._base = base
+    self._adapters = adapters
+    self._scales = scales
+
+  def array_of(self, name: str) -> str:
+    return self._base.array_of(name)
+
+  def read(self, name: str) -> np.ndarray:
+    weight = self._base.read(name)
+    if name not in self._scales:
+      return weight
+    a, b = (self._adapters.read(part).astype(np.float32) for part in adapter_of(name))
+    added = a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)
+    if added.size != weight.size:
+      raise UserError(f"the adapter of {name} is for another base: {list(a.shape)} x {b.shape}.")
+    return weight.astype(np.float32) + self._scales[name] * added.reshape(weight.shape)
+
+
+def adapter_of(name: str) -> tuple[str, str]:
+  """Returns the names of the two weights that adapt the weight `name` of a linear map."""
+  linear = name.removesuffix(".w")
+  return f"{linear}.lora.a", f"{linear}.lora.b"

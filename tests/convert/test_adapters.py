@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters: merged or not, ours or PEFT's, they make the same model."""
+
+import json
+
+import numpy as np
+import pytest
+from families import COMMON, converted, imported, logits, save_random
+from program import run as train
+
+from paxlike.convert.main import run
+from paxlike.convert.tensors import TensorFolder
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # PEFT's own.
+TOKENS = np.random.default_rng(0).integers(3, 96, (2, 24)).astype(np.int32)
+KNOBS = {
+  "VOCAB_SIZE": COMMON["vocab_size"],
+  "MAX_SEQ_LEN": COMMON["max_position_embeddings"],
+  "NUM_LAYERS": COMMON["num_hidden_layers"],
+  "MODEL_DIMS": COMMON["hidden_size"],
+  "HIDDEN_DIMS": COMMON["intermediate_size"],
+  "NUM_HEADS": COMMON["num_attention_heads"],
+  "NUM_KV_HEADS": COMMON["num_key_value_heads"],
+  "DIMS_PER_HEAD": COMMON["head_dim"],
+  "NORM_EPSILON": 1e-6,
+  "FPROP_DTYPE": "float32",
+  "PERCORE_BATCH_SIZE": 1,
+  "MAX_STEPS": 3,
+  "LEARNING_RATE": 0.1,
+  "LR_SCHEDULE": "constant",
+  "USE_LORA": True,
+  "LORA_RANK": 4,
+  "LORA_ALPHA": 6.0,
+}
+
+
+def theirs(model, tokens=TOKENS):
+  import torch
+
+  with torch.no_grad():
+    return model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+  """A folder with a model as Hugging Face has it in `theirs`, and as we do in `ours`."""
+  folder = tmp_path_factory.mktemp("base")
+  save_random("llama", folder / "theirs")
+  converted(folder / "theirs", folder / "ours")
+  return folder
+
+
+@pytest.fixture(scope="module", params=["all", "query,value"])
+def tuned(request, base, tmp_path_factory):
+  """The folder of a run that trained adapters of the base, scanned over layers on eight devices."""
+  folder = tmp_path_factory.mktemp("tuned") / "run"
+  knobs = KNOBS | {
+    "LORA_TARGET_LAYERS": request.param,
+    "CHECKPOINT_RESTORE_PATH": base / "ours",
+  }
+  flags = [f"--fdl.{name}={value}" for name, value in knobs.items()]
+  assert train("--fdl_config=LLaMA7B", f"--job_log_dir={folder}", *flags) == 0
+  return folder
+
+
+def load(folder):
+  import transformers
+
+  return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def test_a_trained_adapter_is_the_same_for_peft_and_merged(base, tuned, tmp_path):
+  import peft
+
+  ours = logits(*imported(tuned), TOKENS)
+  before = theirs(load(base / "theirs"))
+  assert np.abs(ours - before).max() > 0.1
+
+  assert run(["--from=paxlike", f"--path={tuned}", f"--to={tmp_path / 'merged'}"]) == 0
+  np.testing.assert_allclose(theirs(load(tmp_path / "merged")), ours, atol=1e-4)
+  again = logits(*converted(tmp_path / "merged", tmp_path / "merged_ours"), TOKENS)
+  np.testing.assert_allclose(again, ours, atol=1e-4)
+
+  flags = ["--from=paxlike", "--adapter", f"--path={tuned}", f"--to={tmp_path / 'adapter'}"]
+  assert run(flags) == 0
+  adapted = peft.PeftModel.from_pretrained(load(base / "theirs"), str(tmp_path / "adapter"))
+  np.testing.assert_allclose(theirs(adapted.eval()), ours, atol=1e-4)
+
+  back = ["--from=peft", f"--path={tmp_path / 'adapter'}", f"--base={base / 'ours'}"]
+  assert run([*back, f"--to={tmp_path / 'back'}"]) == 0
+  np.testing.assert_array_equal(logits(*imported(tmp_path / "back"), TOKENS), ours)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_of_peft_is_the_same_here(base, tmp_path, rslora):
+  import peft
+  import torch
+
+  config = peft.LoraConfig(
+    r=4,
+    lora_alpha=10,
+    use_rslora=rslora,
+    target_modules=["q_proj", "down_proj"],
+    init_lora_weights=False,
+  )
+  torch.manual_seed(1)
+  adapted = peft.get_peft_model(load(base / "theirs"), config).eval()
+  adapted.save_pretrained(str(tmp_path / "adapter"))
+  flags = ["--from=peft", f"--path={tmp_path / 'adapter'}", f"--base={base / 'ours'}"]
+  assert run([*flags, f"--to={tmp_path / 'ours'}"]) == 0
+  np.testing.assert_allclose(
+    logits(*imported(tmp_path / "ours"), TOKENS), theirs(adapted), atol=1e-4
+  )
+  out = ["--from=paxlike", "--adapter", f"--path={tmp_path / 'ours'}"]
+  assert run([*out, f"--to={tmp_path / 'again'}"]) == 0
+  before, after = (TensorFolder(tmp_path / name) for name in ("adapter", "again"))
+  assert before.specs == after.specs
+  for name in before.specs:
+    assert before.read(name).tobytes() == after.read(name).tobytes()
+
+
+@pytest.mark.parametrize(
+  ("changed", "says"),
+  [
+    ({"peft_type": "IA3"}, "is no LoRA adapter"),
+    ({"use_dora": True}, "has no use_dora=True"),
+    ({"bias": "all"}, "has no bias=all"),
+    ({"r": 5}, r"lora_A.weight is [4, 32], but [5, 32] is due"),
+  ],
+)
+def test_what_is_no_plain_adapter_is_refused(base, tmp_path, capsys, changed, says):
+  import peft
+
+  config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+  peft.get_peft_model(load(base / "theirs"), config).save_pretrained(str(tmp_path / "adapter"))
+  path = tmp_path / "adapter" / "adapter_config.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+  flags = ["--from=peft", f"--path={tmp_path / 'adapter'}", f"--base={base / 'ours'}"]
+  capsys.readouterr()
+  assert run([*flags, f"--to={tmp_path / 'out'}"]) == 2
+  error = capsys.readouterr().err
+  assert says in error and error.count("\n") == 1
+  assert not (tmp_path / "out").exists()
+
+
+def test_flags_that_do_not_fit_are_refused(base, tmp_path, capsys):
+  for flags in (
+    ["--from=peft", f"--path={tmp_path}"],
+    ["--from=hf", f"--path={base / 'theirs'}", f"--base={base / 'ours'}"],
+    ["--from=hf", f"--path={base / 'theirs'}", "--adapter"],
+    ["--from=paxlike", f"--path={base / 'ours'}", "--adapter"],
+  ):
+    assert run([*flags, f"--to={tmp_path / 'out'}"]) == 2
+    assert capsys.readouterr().err.startswith("paxlike-convert: ")
+    assert not (tmp_path / "out").exists()
