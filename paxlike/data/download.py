@@ -3,14 +3,13 @@
 
 import argparse
 import dataclasses
-import glob
 import os
 import pathlib
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 
-from paxlike.data import fetch, records, tasks, tfds_writer
+from paxlike.data import fetch, files, records, tasks, tfds_writer
 from paxlike.data.tfds_writer import Schema
 from paxlike.errors import UserError
 
@@ -40,9 +39,13 @@ def main(download: Download, argv: Sequence[str]) -> int:
     folder = root / download.schema.path
     if folder.exists():
       raise UserError(f"{folder} is there already: remove it to make it anew.")
-    files = _given(options.source) if options.source else _fetched(download, root, script)
-    with _bar("writing", sum(file.stat().st_size for file in files)) as bar:
-      folder = tfds_writer.write(download.schema, files, root, progress=bar.update)
+    if options.source:
+      given = [files.find(path, records.SUFFIXES, knob="--from") for path in options.source]
+      raw = [pathlib.Path(name) for names in given for name in names]
+    else:
+      raw = _fetched(download, root, script)
+    with _bar("writing", sum(file.stat().st_size for file in raw)) as bar:
+      folder = tfds_writer.write(download.schema, raw, root, progress=bar.update)
   except UserError as error:
     print(f"{script}: {error}", file=sys.stderr)
     return 2
@@ -78,29 +81,10 @@ def _parser(download: Download, script: str) -> argparse.ArgumentParser:
   return parser
 
 
-def _given(paths: Sequence[str]) -> list[pathlib.Path]:
-  """Returns the files that --from means."""
-  files: list[pathlib.Path] = []
-  for path in map(os.path.expanduser, paths):
-    found = [path]
-    if os.path.isdir(path):
-      found = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-      found = [name for name in found if name.endswith(records.SUFFIXES)]
-    elif not os.path.isfile(path):
-      found = glob.glob(path, recursive=True)
-    files += [pathlib.Path(name) for name in sorted(found) if os.path.isfile(name)]
-    if not found:
-      raise UserError(f"--from={path} holds no file; wanted: {', '.join(records.SUFFIXES)}.")
-  for file in files:
-    if not file.name.endswith(records.SUFFIXES):
-      raise UserError(f"--from: {file} is none of {', '.join(records.SUFFIXES)}.")
-  return files
-
-
 def _fetched(download: Download, root: pathlib.Path, script: str) -> list[pathlib.Path]:
   """Fetches the files into `root`/downloads."""
   folder = root / "downloads" / "paxlike" / download.schema.path
-  files = []
+  fetched = []
   for url, name in download.urls.items():
     to = folder / name
     try:
@@ -108,8 +92,8 @@ def _fetched(download: Download, root: pathlib.Path, script: str) -> list[pathli
         fetch.fetch(url, to, sha256=download.sha256.get(url), progress=bar.update)
     except UserError as error:
       raise UserError(f"{error} Or fetch it yourself, and give {script} --from=PATH.") from None
-    files += _unpacked(to) if name.endswith(".zip") else [to]
-  return files
+    fetched += _unpacked(to) if name.endswith(".zip") else [to]
+  return fetched
 
 
 def _unpacked(archive: pathlib.Path) -> list[pathlib.Path]:

@@ -47,6 +47,7 @@ class ExampleRows(RowDataset):
     seed: int = 0,
     shuffle: bool = True,
     packed: bool = False,
+    split: tuple[float, float] = (0.0, 1.0),
   ):
     """Makes rows of `seq_len` tokens; what an example has beyond them is left out.
 
@@ -57,12 +58,14 @@ class ExampleRows(RowDataset):
       shuffle: Whether to change the order in every epoch.
       packed: Whether a row holds as many examples as fit, told apart by `segments` and `positions`,
         or one.
+      split: The part of the examples to use, as shares between 0 and 1.
     """
     self.seq_len = seq_len
     self.corpus = corpus
     self._seed = seed
     self._shuffle = shuffle
     self._packed = packed
+    self._split = split
     # Where a batch runs on into the next epoch, two are needed.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
 
@@ -74,11 +77,11 @@ class ExampleRows(RowDataset):
     self.corpus.check()
 
   def fingerprint(self) -> str:
-    options = (self.seq_len, self._seed, self._shuffle, self._packed)
+    options = (self.seq_len, self._seed, self._shuffle, self._packed, tuple(self._split))
     return f"examples {self._index.fingerprint()} {options}"
 
   def _check_not_empty(self):
-    if not self._sizes.any():
+    if self.num_rows(0) == 0:
       raise UserError("the data hold no example of two tokens or more.")
 
   def num_rows(self, epoch: int) -> int:
@@ -123,7 +126,8 @@ class ExampleRows(RowDataset):
     return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len)
 
   def _make_plan(self, epoch: int) -> _Plan:
-    examples = np.flatnonzero(self._sizes)
+    first, last = (int(share * len(self._sizes)) for share in self._split)
+    examples = first + np.flatnonzero(self._sizes[first:last])
     random = np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=[0, 0, 0, epoch]))
     if self._shuffle:
       random.shuffle(examples)

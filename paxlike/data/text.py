@@ -2,7 +2,6 @@
 """Text files of the user as a corpus."""
 
 import functools
-import glob
 import json
 import os
 import sys
@@ -10,9 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paxlike.data import records, token_index
+from paxlike.data import files, records, token_index
 from paxlike.data.corpus import Corpus
-from paxlike.data.tokenizer import CharacterTokenizer, SentencePieceTokenizer, Tokenizer
+from paxlike.data.tokenizer import CharacterTokenizer, Tokenizer
 from paxlike.errors import UserError
 
 SUFFIXES = (".txt", *records.SUFFIXES)
@@ -44,14 +43,7 @@ class TextFiles(Corpus):
 
   def check(self):
     _ = self._files
-    if isinstance(self.tokenizer, SentencePieceTokenizer):
-      self.tokenizer.check()
-    needed = self.tokenizer.vocab_size
-    if needed > self._vocab_size:
-      raise UserError(
-        f"VOCAB_SIZE={self._vocab_size}, but the tokenizer has {needed} ids: set"
-        f" --fdl.VOCAB_SIZE={needed}."
-      )
+    self.tokenizer.check(self._vocab_size)
 
   @functools.cached_property
   def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -65,36 +57,15 @@ class TextFiles(Corpus):
 
   @functools.cached_property
   def _files(self) -> list[str]:
-    if not self._path:
-      raise UserError("DATA_PATH is not set: give --fdl.DATA_PATH=, a file, a folder or a glob.")
-    path = os.path.expanduser(self._path)
-    if os.path.isdir(path):
-      found = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-      files = [name for name in found if name.endswith(SUFFIXES)]
-    else:
-      files = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
-    files = sorted(name for name in files if os.path.isfile(name))
-    if not files:
-      what = "holds no" if os.path.isdir(path) else "matches no"
-      raise UserError(f"DATA_PATH={self._path} {what} file; wanted: {', '.join(SUFFIXES)}.")
-    for name in files:
-      if not name.endswith(SUFFIXES):
-        raise UserError(f"DATA_PATH: {name} is none of {', '.join(SUFFIXES)}.")
-      if not os.access(name, os.R_OK):
-        raise UserError(f"DATA_PATH: {name} cannot be read.")
-    return files
+    return files.find(self._path, SUFFIXES, knob="DATA_PATH")
 
   def index(self) -> token_index.TokenIndex:
     return self._index
 
   @functools.cached_property
   def _index(self) -> token_index.TokenIndex:
-    try:
-      stats = [(name, os.stat(name)) for name in map(os.path.abspath, self._files)]
-    except OSError as error:
-      raise UserError(f"DATA_PATH: {error.filename} cannot be read: {error.strerror}.") from error
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    key = json.dumps([files, self._field, self.tokenizer.fingerprint()])
+    stamps = files.stamps(self._files, knob="DATA_PATH")
+    key = json.dumps([stamps, self._field, self.tokenizer.fingerprint()])
     index = token_index.cached(key, self._encoded, vocab_size=self.tokenizer.vocab_size)
     if index.offsets[-1] == 0:
       raise UserError(f"DATA_PATH={self._path} holds no text.")

@@ -39,6 +39,14 @@ class Tokenizer(abc.ABC):
   def fingerprint(self) -> str:
     """Returns a text that is another for a tokenizer that encodes otherwise."""
 
+  def check(self, vocab_size: int):
+    """Raises UserError if its file is missing or damaged, or the model knows too few ids."""
+    if self.vocab_size > vocab_size:
+      raise UserError(
+        f"VOCAB_SIZE={vocab_size}, but the tokenizer has {self.vocab_size} ids: set"
+        f" --fdl.VOCAB_SIZE={self.vocab_size}."
+      )
+
   def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
     """Returns the ids of each text."""
     return [self.encode(text) for text in texts]
@@ -93,10 +101,6 @@ class _FileTokenizer(Tokenizer):
 
   def __init__(self, path: str | os.PathLike[str]):
     self._path = os.fspath(path)
-
-  def check(self):
-    """Raises UserError if the file is missing or no such tokenizer."""
-    _ = self._model
 
   @functools.cached_property
   def _model(self) -> Any:

@@ -9,6 +9,7 @@ import fiddle as fdl
 
 from paxlike import evaluation
 from paxlike.data import packing, synthetic, tasks, text, tokenizer
+from paxlike.data.conversations import Conversations
 from paxlike.data.examples import ExampleRows
 from paxlike.data.seqio_corpus import SeqIOCorpus
 from paxlike.errors import UserError
@@ -34,16 +35,36 @@ class Synthetic(Experiment):
     )
 
 
-class LocalText(Experiment):
-  """Text files of the user: .txt, .jsonl (.zst, .gz), .parquet or .arrow."""
+class Files(Experiment):
+  """Files of the user, and a tokenizer for them."""
 
   DATA_PATH: str | None = None  #: A file, a folder or a glob. Required.
-  DATA_FIELD: str = "text"  #: The field of their records that holds the text.
   #: How text becomes ids.
   TOKENIZER: Literal["byte", "character", "sentencepiece", "huggingface"] = "byte"
   VOCAB_PATH: str | None = None  #: A SentencePiece model, or a tokenizer.json of Hugging Face.
   PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
   TRAIN_SHARE: float = 0.9  #: The share of the documents (or of a single one) to train on.
+
+  def tokenizer(self) -> fdl.Config[tokenizer.Tokenizer] | None:
+    """How text becomes ids; None: a token for each character that occurs."""
+    if self.TOKENIZER == "character":
+      return None
+    if self.TOKENIZER == "byte":
+      return fdl.Config(tokenizer.ByteTokenizer)
+    kinds = {
+      "sentencepiece": (tokenizer.SentencePieceTokenizer, "a SentencePiece model"),
+      "huggingface": (tokenizer.HuggingFaceTokenizer, "a tokenizer.json"),
+    }
+    kind, file = kinds[self.TOKENIZER]
+    if self.VOCAB_PATH is None:
+      raise UserError(f"TOKENIZER={self.TOKENIZER} needs --fdl.VOCAB_PATH=, {file}.")
+    return fdl.Config(kind, self.VOCAB_PATH)
+
+
+class LocalText(Files):
+  """Text files: .txt, .jsonl (.zst, .gz), .parquet or .arrow."""
+
+  DATA_FIELD: str = "text"  #: The field of their records that holds the text.
 
   def train_data(self) -> fdl.Config:
     return self.text_data(split=(0.0, self.TRAIN_SHARE), shuffle=True)
@@ -76,20 +97,54 @@ class LocalText(Experiment):
       vocab_size=self.VOCAB_SIZE,
     )
 
-  def tokenizer(self) -> fdl.Config[tokenizer.Tokenizer] | None:
-    """How text becomes ids; None: a token for each character that occurs."""
-    if self.TOKENIZER == "character":
-      return None
-    if self.TOKENIZER == "byte":
-      return fdl.Config(tokenizer.ByteTokenizer)
-    kinds = {
-      "sentencepiece": (tokenizer.SentencePieceTokenizer, "a SentencePiece model"),
-      "huggingface": (tokenizer.HuggingFaceTokenizer, "a tokenizer.json"),
-    }
-    kind, file = kinds[self.TOKENIZER]
-    if self.VOCAB_PATH is None:
-      raise UserError(f"TOKENIZER={self.TOKENIZER} needs --fdl.VOCAB_PATH=, {file}.")
-    return fdl.Config(kind, self.VOCAB_PATH)
+
+class Jsonl(Files):
+  """Prompts with completions, and conversations, of which the answers are learnt."""
+
+  #: How messages become text; tokenizer: by the template beside VOCAB_PATH.
+  CHAT_TEMPLATE: Literal["plain", "alpaca", "chatml", "gemma", "llama2", "llama3", "tokenizer"] = (
+    "plain"
+  )
+  EVAL_DATA_PATH: str | None = None  #: Files to evaluate on. None: what TRAIN_SHARE leaves.
+
+  def train_data(self) -> fdl.Config:
+    split = (0.0, self.TRAIN_SHARE if self.EVAL_DATA_PATH is None else 1.0)
+    return self.conversations("DATA_PATH", split=split, shuffle=True, packed=self.PACKED_INPUT)
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    if self.EVAL_DATA_PATH is None and self.TRAIN_SHARE >= 1:
+      return {}
+    split = (self.TRAIN_SHARE if self.EVAL_DATA_PATH is None else 0.0, 1.0)
+    knob = "DATA_PATH" if self.EVAL_DATA_PATH is None else "EVAL_DATA_PATH"
+    dataset = self.conversations(knob, split=split, shuffle=False, packed=False)
+    metrics = (evaluation.language_model, evaluation.acc_strict)
+    return {"validation": self.eval_set(dataset, metrics=metrics)}
+
+  def conversations(
+    self, knob: str, *, split: tuple[float, float], shuffle: bool, packed: bool
+  ) -> fdl.Config[ExampleRows]:
+    """A part of the conversations in the files that a knob names."""
+    tokenizer = self.tokenizer()
+    if tokenizer is None:
+      raise UserError("TOKENIZER=character is for text: take another for conversations.")
+    corpus = fdl.Config(
+      Conversations,
+      path=getattr(self, knob),
+      tokenizer=tokenizer,
+      vocab_size=self.VOCAB_SIZE,
+      template=self.CHAT_TEMPLATE,
+      vocab_path=self.VOCAB_PATH,
+      knob=knob,
+    )
+    return fdl.Config(
+      ExampleRows,
+      corpus=corpus,
+      seq_len=self.MAX_SEQ_LEN,
+      seed=self.RANDOM_SEED,
+      shuffle=shuffle,
+      packed=packed,
+      split=split,
+    )
 
 
 class Tfds(Experiment):

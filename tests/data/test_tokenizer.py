@@ -137,7 +137,7 @@ def test_bad_model_file_is_named(tmp_path, content):
     path.write_bytes(content)
   tokenizer = SentencePieceTokenizer(path)  # Reads nothing yet.
   with pytest.raises(UserError, match=f"VOCAB_PATH={path}"):
-    tokenizer.check()
+    tokenizer.check(1000)
 
 
 def test_cut_model_file_is_named(tmp_path, model_file):
@@ -145,7 +145,7 @@ def test_cut_model_file_is_named(tmp_path, model_file):
   whole = model_file.read_bytes()
   path.write_bytes(whole[: len(whole) // 2])
   with pytest.raises(UserError, match=f"VOCAB_PATH={path}"):
-    SentencePieceTokenizer(path).check()
+    SentencePieceTokenizer(path).check(1000)
 
 
 @pytest.fixture(scope="module")
@@ -194,4 +194,4 @@ def test_a_bad_tokenizer_json_is_named(tmp_path, content):
   if content is not None:
     path.write_text(content)
   with pytest.raises(UserError, match=f"VOCAB_PATH={path}"):
-    HuggingFaceTokenizer(path).check()
+    HuggingFaceTokenizer(path).check(1000)

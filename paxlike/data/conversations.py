@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with completions, and conversations, as a corpus of which the answers count."""
+
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paxlike.data import chat, files, records, token_index
+from paxlike.data.chat import Message, Part
+from paxlike.data.corpus import Corpus
+from paxlike.data.token_index import Document, TokenIndex
+from paxlike.data.tokenizer import Tokenizer
+from paxlike.errors import UserError
+
+
+class Conversations(Corpus):
+  """Records of `messages`, of `prompt` and `completion`, or of Alpaca's `instruction`, `output`."""
+
+  def __init__(
+    self,
+    *,
+    path: str | None,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    template: str = "plain",
+    vocab_path: str | None = None,
+    knob: str = "DATA_PATH",
+  ):
+    """Reads nothing yet.
+
+    Args:
+      path: A file, a folder (searched with its sub-folders) or a glob of `records`.
+      tokenizer: Makes ids of texts.
+      vocab_size: Ids that the model knows.
+      template: See `chat.template`.
+      vocab_path: The tokenizer's file, beside which its own template is.
+      knob: What is named if something is wrong with the files.
+    """
+    self._path = path
+    self._tokenizer = tokenizer
+    self._vocab_size = vocab_size
+    self._template_name = template
+    self._vocab_path = vocab_path
+    self._knob = knob
+
+  @property
+  def tokenizer(self) -> Tokenizer:
+    return self._tokenizer
+
+  def check(self):
+    _ = self._files, self._template
+    self._tokenizer.check(self._vocab_size)
+
+  def index(self) -> TokenIndex:
+    return self._index
+
+  @functools.cached_property
+  def _files(self) -> list[str]:
+    return files.find(self._path, records.SUFFIXES, knob=self._knob)
+
+  @functools.cached_property
+  def _template(self) -> chat.Template:
+    return chat.template(self._template_name, vocab_path=self._vocab_path)
+
+  @functools.cached_property
+  def _index(self) -> TokenIndex:
+    template = self._template
+    how = template.args[0] if isinstance(template, functools.partial) else inspect.getsource(chat)
+    stamps = files.stamps(self._files, knob=self._knob)
+    key = json.dumps([stamps, self._template_name, how, self._tokenizer.fingerprint()])
+    index = token_index.cached(key, self._documents, vocab_size=self._vocab_size)
+    if not len(index.tokens):
+      raise UserError(f"{self._knob}={self._path} holds no conversation.")
+    return index
+
+  def _documents(self) -> Iterator[Document]:
+    print(f"tokenizing the conversations of {len(self._files)} files (once)", file=sys.stderr)
+    for name in self._files:
+      try:
+        for place, record in records.read(name, _FIELDS):
+          yield self.document(_messages(place, record))
+      except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{self._knob}: {name} cannot be read: {error}.") from error
+
+  def document(self, messages: Sequence[Message]) -> Document:
+    """Returns the tokens of a conversation, and which of them the model is to say."""
+    tokenizer = self._tokenizer
+    parts: list[Part] = self._template(messages)
+    encoded = tokenizer.encode_all([part.text for part in parts])
+    tokens, weights = [], []
+    # A tokenizer's own template has BOS where the model wants it.
+    start = None if self._template_name == "tokenizer" else tokenizer.bos_id
+    if start is None and parts[0].learnt:
+      start = tokenizer.eos_id  # Something has to come before the first token that is learnt.
+    if start is not None:
+      tokens, weights = [np.array([start])], [np.zeros(1)]
+    for part, ids in zip(parts, encoded, strict=True):
+      if part.ends and tokenizer.eos_id is not None:
+        ids = np.append(ids, tokenizer.eos_id)
+      tokens.append(ids)
+      weights.append(np.full(len(ids), part.learnt))
+    return {"tokens": np.concatenate(tokens), "weights": np.concatenate(weights)}
+
+
+_FIELDS = ("messages", "prompt", "completion", "instruction", "input", "output")
+
+
+def _messages(place: str, record: Mapping[str, Any]) -> list[Message]:
+  """Returns what a record says, in one form.
+
+  Raises:
+    UserError: It is none of those known.
+  """
+  messages: Any = record.get("messages")
+  if messages is None:
+    if "instruction" in record:
+      more = record.get("input")
+      asked = "\n\n".join(filter(None, (record["instruction"], more)))
+      answered = record.get("output")
+    else:
+      asked, answered = record.get("prompt"), record.get("completion")
+    if isinstance(asked, list) and isinstance(answered, list):
+      messages = [*asked, *answered]
+    else:
+      messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+  if not _are_messages(messages):
+    there = ", ".join(record)
+    raise UserError(
+      f"{place}: neither messages with role and content, nor prompt and completion, nor instruction"
+      f" and output, as texts. It has: {there}."
+    )
+  return messages
+
+
+def _are_messages(messages: Any) -> bool:
+  return bool(messages) and all(
+    isinstance(message, Mapping)
+    and isinstance(message.get("role"), str)
+    and isinstance(message.get("content"), str)
+    for message in messages
+  )

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that a path of the user means: one, all of a folder, or those of a glob."""
+
+import glob
+import os
+from collections.abc import Sequence
+
+from paxlike.errors import UserError
+
+
+def find(path: str | None, suffixes: tuple[str, ...], *, knob: str) -> list[str]:
+  """Returns the files, sorted; of a folder those with one of `suffixes`, which all must have.
+
+  Raises:
+    UserError: There is none, one is of another kind or cannot be read; it names `knob`.
+  """
+  if not path:
+    raise UserError(f"{knob} is not set: give --fdl.{knob}=, a file, a folder or a glob.")
+  where = os.path.expanduser(path)
+  if os.path.isdir(where):
+    found = glob.glob(os.path.join(glob.escape(where), "**", "*"), recursive=True)
+    files = [name for name in found if name.endswith(suffixes)]
+  else:
+    files = [where] if os.path.isfile(where) else glob.glob(where, recursive=True)
+  files = sorted(name for name in files if os.path.isfile(name))
+  if not files:
+    what = "holds no" if os.path.isdir(where) else "matches no"
+    raise UserError(f"{knob}={path} {what} file; wanted: {', '.join(suffixes)}.")
+  for name in files:
+    if not name.endswith(suffixes):
+      raise UserError(f"{knob}: {name} is none of {', '.join(suffixes)}.")
+    if not os.access(name, os.R_OK):
+      raise UserError(f"{knob}: {name} cannot be read.")
+  return files
+
+
+def stamps(files: Sequence[str], *, knob: str) -> list[tuple[str, int, int]]:
+  """Returns (path, bytes, time of change) of each file, by which its content is known.
+
+  Raises:
+    UserError: One is gone.
+  """
+  try:
+    stats = [(name, os.stat(name)) for name in map(os.path.abspath, files)]
+  except OSError as error:
+    raise UserError(f"{knob}: {error.filename} cannot be read: {error.strerror}.") from error
+  return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
