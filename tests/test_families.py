@@ -17,7 +17,7 @@ from paxlike.mesh import MeshSpec
 
 ONE_OF_EACH = (
   "Synthetic126M",
-  "LLaMA70B",
+  "SyntheticLLaMA70B",
   "Llama31_8B",
   "Mistral7B",
   "Mixtral8x7B",

@@ -3,7 +3,7 @@
 
 Pre-RMSNorm, rotary positions, grouped queries, a feed-forward gated by SiLU, no biases, an output
 projection of its own. The sizes train on synthetic tokens until a data mixin gives them better:
-`class MyLlama(datasets.LocalText, LLaMA7B)`.
+`class MyLlama(datasets.LocalText, Llama2_7B)`.
 """
 
 import dataclasses
@@ -107,9 +107,8 @@ class Llama(Experiment):
     )
 
 
-@register
-class LLaMA7B(datasets.Synthetic, Llama):
-  """LLaMA 2 7B. 6,738,415,616 parameters."""
+class Llama2_7B(Llama):
+  """LLaMA 2 7B. When trained, by Pax's optimizer for it."""
 
   VOCAB_SIZE = 32000
   MAX_SEQ_LEN = 4096
@@ -117,11 +116,14 @@ class LLaMA7B(datasets.Synthetic, Llama):
   MODEL_DIMS = 4096
   HIDDEN_DIMS = 11008
   NUM_HEADS = 32
+  ADAM_BETA2 = 0.99
+  ADAM_EPSILON = 1e-6
+  WEIGHT_DECAY = 1e-3
+  CLIP_GRADIENT_NORM_TO_VALUE = 5.0
 
 
-@register
-class LLaMA13B(LLaMA7B):
-  """LLaMA 2 13B. 13,015,864,320 parameters."""
+class Llama2_13B(Llama2_7B):
+  """LLaMA 2 13B."""
 
   NUM_LAYERS = 40
   MODEL_DIMS = 5120
@@ -129,15 +131,53 @@ class LLaMA13B(LLaMA7B):
   NUM_HEADS = 40
 
 
-@register
-class LLaMA70B(LLaMA7B):
-  """LLaMA 2 70B. 68,976,648,192 parameters."""
+class Llama2_70B(Llama2_7B):
+  """LLaMA 2 70B."""
 
   NUM_LAYERS = 80
   MODEL_DIMS = 8192
   HIDDEN_DIMS = 28672
   NUM_HEADS = 64
   NUM_KV_HEADS = 8
+
+
+@register
+class LLaMA7B(datasets.BoolQ, Llama2_7B):
+  """LLaMA 2 7B on BoolQ. Published on 8 H100, FSDP: zero-shot 77.52 %, SFT 88.7 %, LoRA 88.9 %."""
+
+  PERCORE_BATCH_SIZE = 16
+  MAX_STEPS = 0
+
+
+@register
+class LLaMA13B(datasets.BoolQ, Llama2_13B):
+  """LLaMA 2 13B on BoolQ. Published on 8 H100, FSDP: zero-shot 82.99 %."""
+
+  PERCORE_BATCH_SIZE = 8
+  MAX_STEPS = 0
+
+
+@register
+class LLaMA70B(datasets.BoolQ, Llama2_70B):
+  """LLaMA 2 70B on BoolQ. Published on 16 H100, FSDP: zero-shot 85.08 %."""
+
+  PERCORE_BATCH_SIZE = 4
+  MAX_STEPS = 0
+
+
+@register
+class SyntheticLLaMA7B(datasets.Synthetic, Llama2_7B):
+  """LLaMA 2 7B on synthetic tokens. 6,738,415,616 parameters."""
+
+
+@register
+class SyntheticLLaMA13B(datasets.Synthetic, Llama2_13B):
+  """LLaMA 2 13B on synthetic tokens. 13,015,864,320 parameters."""
+
+
+@register
+class SyntheticLLaMA70B(datasets.Synthetic, Llama2_70B):
+  """LLaMA 2 70B on synthetic tokens. 68,976,648,192 parameters."""
 
 
 @register

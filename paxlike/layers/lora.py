@@ -14,7 +14,7 @@ from paxlike.layers.context import Context
 from paxlike.layers.dropout import Dropout
 
 # What the names of an adapter's weights have in common.
-WEIGHTS = r"\.lora\."
+WEIGHTS = r"(^|\.)lora\."
 
 
 class Lora(module.Module):

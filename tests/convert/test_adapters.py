@@ -59,7 +59,7 @@ def tuned(request, base, tmp_path_factory):
     "CHECKPOINT_RESTORE_PATH": base / "ours",
   }
   flags = [f"--fdl.{name}={value}" for name, value in knobs.items()]
-  assert train("--fdl_config=LLaMA7B", f"--job_log_dir={folder}", *flags) == 0
+  assert train("--fdl_config=SyntheticLLaMA7B", f"--job_log_dir={folder}", *flags) == 0
   return folder
 
 

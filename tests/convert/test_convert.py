@@ -153,7 +153,10 @@ def test_a_converted_model_is_trained_in_a_folder_of_its_own(tmp_path, capsys):
   write(tmp_path / "theirs")
   assert convert(tmp_path / "theirs", tmp_path / "ours", "--dtype=bfloat16") == 0
   knobs = json.loads((tmp_path / "ours" / "experiment.json").read_text())["knobs"]
-  flags = ["--fdl_config=LLaMA7B", *(f"--fdl.{knob}={value}" for knob, value in knobs.items())]
+  flags = [
+    "--fdl_config=SyntheticLLaMA7B",
+    *(f"--fdl.{knob}={value}" for knob, value in knobs.items()),
+  ]
   assert paxlike(*flags, f"--job_log_dir={tmp_path / 'ours'}") == 2
   assert f"--fdl.CHECKPOINT_RESTORE_PATH={tmp_path / 'ours'}" in capsys.readouterr().err
   origin = f"--fdl.CHECKPOINT_RESTORE_PATH={tmp_path / 'ours'}"
@@ -168,7 +171,7 @@ def test_a_converted_model_is_trained_in_a_folder_of_its_own(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_trained_run_is_exported(tmp_path):
-  tiny = ("--fdl_config=LLaMA7B", "--fdl.MODEL_DIMS=16", "--fdl.HIDDEN_DIMS=24")
+  tiny = ("--fdl_config=SyntheticLLaMA7B", "--fdl.MODEL_DIMS=16", "--fdl.HIDDEN_DIMS=24")
   heads = ("--fdl.NUM_HEADS=4", "--fdl.VOCAB_SIZE=64", "--fdl.MAX_SEQ_LEN=8", "--fdl.NUM_LAYERS=2")
   scanned = ("--fdl.USE_REPEATED_LAYER=True", "--fdl.MAX_STEPS=1")
   assert paxlike(*tiny, *heads, *scanned, f"--job_log_dir={tmp_path / 'run'}") == 0

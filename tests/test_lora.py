@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that train adapters: small checkpoints, an untouched base, the same on any mesh."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from program import curve, run
+
+from paxlike import registry
+from paxlike.checkpoint import Checkpoints
+
+pytestmark = pytest.mark.slow
+KNOBS = {
+  "VOCAB_SIZE": 64,
+  "MAX_SEQ_LEN": 16,
+  "NUM_LAYERS": 2,
+  "MODEL_DIMS": 64,
+  "HIDDEN_DIMS": 256,
+  "NUM_HEADS": 4,
+  "FPROP_DTYPE": "float32",
+  "PERCORE_BATCH_SIZE": 1,
+  "LEARNING_RATE": 0.01,
+  "LR_SCHEDULE": "constant",
+  "SUMMARY_INTERVAL_STEPS": 1,
+  "MAX_STEPS": 4,
+}
+LORA = {"USE_LORA": True, "LORA_RANK": 1, "LORA_TARGET_LAYERS": "query,value"}
+
+
+def train(folder, *more, **knobs):
+  knobs = KNOBS | knobs
+  flags = [f"--fdl.{name}={value}" for name, value in knobs.items()]
+  return run("--fdl_config=SyntheticLLaMA7B", f"--job_log_dir={folder}", *flags, *more)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("base") / "run"
+  assert train(folder) == 0
+  return folder
+
+
+def size_of(folder: pathlib.Path, step: int) -> int:
+  files = (folder / "checkpoints" / f"checkpoint_{step:08d}").rglob("*")
+  return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def saved(folder, step):
+  with Checkpoints(folder / "checkpoints", keep=None) as checkpoints:
+    return list(checkpoints._read_json(step, "metadata")["tensors"])
+
+
+def test_a_checkpoint_has_the_adapters_alone_and_resumes_bitwise(base, tmp_path):
+  lora = LORA | {"CHECKPOINT_RESTORE_PATH": base}
+  assert train(tmp_path / "whole", **lora) == 0
+  for steps in (2, 4):
+    assert train(tmp_path / "parts", f"--fdl.num_steps={steps}", **lora) == 0
+  assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+  names = [name for name in saved(tmp_path / "whole", 4) if not name.startswith(("step", "skip"))]
+  assert names and all(".lora." in name or name.endswith("count") for name in names), names
+  assert size_of(tmp_path / "whole", 4) < 0.05 * size_of(base, 4)
+  told = json.loads((tmp_path / "parts" / "restored_from.json").read_text())
+  assert told["path"] == str(base / "checkpoints" / "checkpoint_00000004")
+  assert all(".lora." in name for name in told["initialized"])
+
+
+def test_the_base_that_a_run_began_with_stays_its_base(base, tmp_path, capsys):
+  """Although the base goes on training, or is given otherwise."""
+  moving = tmp_path / "moving"
+  assert train(moving) == 0
+  lora = LORA | {"CHECKPOINT_RESTORE_PATH": moving}
+  assert train(tmp_path / "run", f"--fdl.num_steps={2}", **lora) == 0
+  assert train(moving, MAX_STEPS=6) == 0
+  assert train(tmp_path / "run", **lora) == 0
+  assert train(tmp_path / "still", **(lora | {"CHECKPOINT_RESTORE_STEP": 4})) == 0
+  assert curve(tmp_path / "run") == curve(tmp_path / "still")
+  moving.rename(tmp_path / "gone")
+  capsys.readouterr()
+  assert train(tmp_path / "run", MAX_STEPS=5, **lora) == 2
+  assert "no checkpoint in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("mesh", "more"),
+  [
+    ("[8,1,1]", {}),
+    ("[1,8,1]", {"USE_REPEATED_LAYER": False}),
+    ("[2,2,2]", {"LORA_DROPOUT": 0.0, "LORA_TARGET_LAYERS": "all", "LORA_RANK": 2}),
+  ],
+)
+def test_every_mesh_and_layout_trains_the_same_adapters(base, tmp_path, mesh, more):
+  lora = LORA | {"CHECKPOINT_RESTORE_PATH": base} | more
+  assert train(tmp_path / "mesh", ICI_MESH_SHAPE=mesh, **lora) == 0
+  assert train(tmp_path / "plain", ICI_MESH_SHAPE="[-1,1,1]", **lora) == 0
+  found, expected = curve(tmp_path / "mesh"), curve(tmp_path / "plain")
+  np.testing.assert_allclose([y for _, y in found], [y for _, y in expected], rtol=1e-4)
+  assert expected[0][1] != expected[-1][1]
+
+
+def test_knobs_of_adapters_need_adapters(tmp_path, capsys):
+  assert train(tmp_path / "run", LORA_RANK=4) == 2
+  assert "LORA_RANK has no effect" in capsys.readouterr().err
+  assert train(tmp_path / "run", USE_LORA=True, LORA_TARGET_LAYERS="quary") == 2
+  assert "no linear map has one of the roles quary" in capsys.readouterr().err
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("targets", "trained"), [("all", 79_953_920), ("attention", 33_554_432)])
+def test_adapters_of_llama_7b_are_as_many_as_published(targets, trained):
+  import fiddle as fdl
+
+  experiment = registry.find("LLaMA7B")()
+  for name, value in {"USE_LORA": True, "LORA_RANK": 32, "LORA_TARGET_LAYERS": targets}.items():
+    experiment.set(name, str(value), source="test")
+  definition = fdl.build(experiment.trainer()).definition
+  assert definition.num_trained == trained
+  assert definition.num_params == 6_738_415_616 + trained
