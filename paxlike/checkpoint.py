@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from paxlike import relayout
+from paxlike import relayout, run_folder
 from paxlike.errors import UserError
 from paxlike.layers.layout import Layout
 
@@ -82,7 +82,7 @@ class Checkpoints:
     import orbax.checkpoint as ocp  # Here: it takes most of a second, and not every mode needs it.
 
     self._ocp = ocp
-    self._directory = epath.Path(directory)
+    self._directory = run_folder.absolute(directory)  # Orbax reads no relative path.
     self._options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,
       step_prefix="checkpoint",

@@ -10,6 +10,7 @@ import jax
 from etils import epath
 
 from paxlike import mesh as mesh_lib
+from paxlike import run_folder
 from paxlike.checkpoint import Checkpoints
 from paxlike.errors import UserError
 from paxlike.layers.layout import Layout
@@ -91,7 +92,7 @@ class Restore:
 
   def provenance(self, initialized: Sequence[str], restored: Sequence[str]) -> str:
     """Returns a JSON text that says which weights came from here, and which did not."""
-    path = self._saved.path(self._saved.find(self.step)).resolve()
+    path = self._saved.path(self._saved.find(self.step))
     origin = {"path": str(path), "restored": restored, "initialized": initialized}
     return json.dumps(origin, indent=2) + "\n"
 
@@ -108,7 +109,7 @@ class Restore:
   @property
   def folder(self) -> epath.Path:
     """The folder of checkpoints."""
-    folder = epath.Path(self.path).expanduser()
+    folder = run_folder.absolute(self.path)
     inner = folder / "checkpoints"
     return inner if inner.exists() else folder
 

@@ -13,13 +13,19 @@ from etils import epath
 from paxlike.errors import UserError
 
 
+def absolute(path: str | os.PathLike[str]) -> epath.Path:
+  """Returns a path that means the same from every working directory; on a bucket it is as given."""
+  text = os.fspath(path)
+  return epath.Path(text if "://" in text else os.path.abspath(os.path.expanduser(text)))
+
+
 def create(path: str) -> epath.Path:
   """Returns the folder, made if missing, after trying to write in it.
 
   Raises:
     UserError: It cannot be made or written in; nothing is left behind.
   """
-  folder = epath.Path(path if "://" in path else os.path.abspath(os.path.expanduser(path)))
+  folder = absolute(path)
   if "://" in path:
     try:
       folder.mkdir(parents=True, exist_ok=True)

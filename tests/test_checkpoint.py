@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from models import adamw, batch, tiny
 
@@ -65,6 +66,17 @@ def test_what_is_saved_comes_back_bitwise(saved):
   assert restored.train_input == {"position": 5}
   assert saved.path(5).name == "checkpoint_00000005"
   assert {p.name for p in saved.path(5).iterdir()} >= {"state", "metadata", "train_input"}
+
+
+def test_a_relative_folder_is_read_too(saved, monkeypatch):
+  state = arrays()
+  save(saved, 7, state)
+  monkeypatch.chdir(saved.path(7).parent.parent)
+  relative = Checkpoints("checkpoints", keep=None)
+  assert_bitwise(relative.restore(7, target_of(state), layout=FLAT).state, state)
+  assert Checkpoints("gs://bucket/run", keep=None).path(7) == epath.Path(
+    "gs://bucket/run/checkpoint_00000007"
+  )
 
 
 def test_arrays_may_be_donated_right_after_save(saved):

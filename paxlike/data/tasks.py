@@ -11,6 +11,7 @@ from typing import Any
 
 from etils import epath
 
+from paxlike import run_folder
 from paxlike.data.seqio_corpus import SeqIOTask
 from paxlike.errors import UserError
 
@@ -61,7 +62,7 @@ _INFO = "dataset_info.json"
 
 def tfds_data_dir() -> epath.Path:
   """Returns where TFDS keeps its data sets."""
-  return epath.Path(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+  return run_folder.absolute(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
 def tfds_folder(name: str) -> epath.Path:
@@ -70,7 +71,7 @@ def tfds_folder(name: str) -> epath.Path:
   Raises:
     UserError: There is none.
   """
-  folder = epath.Path(name).expanduser().resolve()
+  folder = run_folder.absolute(name)
   if (folder / _INFO).exists():
     return folder
   dataset, _, version = name.partition(":")

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Runs any experiment, as one of the processes of a Slurm job (srun starts it once for each).
+#   run_base_config_multinode.sh CONFIG [PREC] [NUM_GPUS] [LOGDIR] [TFDS_DATA_DIR|None] [VOCAB_PATH] [EXTRA_ARGS]
+# NUM_GPUS, those of one node, is taken for Pax's sake: the experiment's mesh says what it wants.
+set -euo pipefail
+source "$(dirname "$0")/common.sh"
+
+CONFIG="${1:?CONFIG is the first argument}"
+PREC="${2:-bfloat16}"
+LOG_DIR="${4:-test_logdir}"
+TFDS_DATA_DIR="${5:-None}"
+export VOCAB_PATH="${6:-${VOCAB_PATH:-}}"
+EXTRA_ARGS="${7:-}"
+
+export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}"
+if [ "${TFDS_DATA_DIR}" != None ]; then
+  EXTRA_ARGS="--tfds_data_dir=${TFDS_DATA_DIR} ${EXTRA_ARGS}"
+fi
+# shellcheck disable=SC2046,SC2086 # Several words are meant.
+exec "${PYTHON}" -m paxlike.main \
+  --job_log_dir="${LOG_DIR}" \
+  --fdl_config="${CONFIG}" \
+  --fdl.FPROP_DTYPE="${PREC}" \
+  $(slurm_arguments) \
+  ${EXTRA_ARGS}

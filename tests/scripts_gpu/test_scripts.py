@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every script runs, at tiny size and on CPUs, with the arguments that Pax's take."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+import sentencepiece
+
+from paxlike.data import tfds_writer
+from paxlike.data.tfds_writer import Schema
+
+SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "paxlike" / "scripts_gpu"
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # TensorFlow's own.
+
+MODEL = {
+  "VOCAB_SIZE": 90,
+  "NUM_LAYERS": 1,
+  "MODEL_DIMS": 16,
+  "HIDDEN_DIMS": 32,
+  "NUM_HEADS": 2,
+  "DIMS_PER_HEAD": 8,
+}
+SMALL = [f"--fdl.{name}={value}" for name, value in MODEL.items()]
+SHORT = ["--fdl.MAX_SEQ_LEN=96", "--fdl.MAX_STEPS=2", "--fdl.LR_COS_WARMUP=1"]
+SHORT += ["--fdl.LR_COS_DECAY_START=2", "--fdl.LR_COS_DECAY_END=9"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+  """A folder of TFDS data sets, and in it a vocabulary."""
+  folder = tmp_path_factory.mktemp("tfds")
+  texts = [{"text": f"number {i} is {'very ' * (i % 5)}number {i}"} for i in range(100)]
+  asked = [
+    {"passage": "number " * (i % 5), "question": "is it a number", "label": i % 2 == 0}
+    for i in range(20)
+  ]
+  text: dict = {"text": (("text",), str)}
+  question: dict = {"passage": (("passage",), str), "question": (("question",), str)}
+  question |= {"label": (("label",), int)}
+  for name, splits, fields, rows in (
+    ("the_pile:1.0.0", ("train", "validation"), text, texts),
+    ("my_lambada:1.0.0", ("test",), text, texts),
+    ("super_glue/boolq:1.0.2", ("train", "validation"), question, asked),
+  ):
+    files = []
+    for split in splits:
+      files.append(folder / f"{split}.jsonl")
+      files[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tfds_writer.write(Schema(name=name, splits=splits, fields=fields), files, folder)
+  with (folder / "pieces.model").open("wb") as model:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter([row["text"] for row in texts] + ["question: answer: a it ?"]),
+      model_writer=model,
+      vocab_size=90,
+      model_type="bpe",
+      user_defined_symbols=["▁yes", "▁no"],
+      minloglevel=2,
+      hard_vocab_limit=False,
+    )
+  return folder
+
+
+def start(script, *arguments, cwd, **environment):
+  return subprocess.Popen(
+    ["bash", str(SCRIPTS / script), *map(str, arguments)],
+    cwd=cwd,
+    env=os.environ
+    | {"PYTHON": sys.executable, "PYTHONPATH": str(SCRIPTS.parents[1])}
+    | {name: str(value) for name, value in environment.items()},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def run(script, *arguments, cwd, **environment):
+  """Returns (status, output)."""
+  process = start(script, *arguments, cwd=cwd, **environment)
+  out, _ = process.communicate(timeout=300)
+  return process.returncode, out
+
+
+def test_the_pile_then_lambada_on_one_node(data, tmp_path):
+  common = (data, data / "pieces.model", "float32", 1, 2, "logs")
+  status, out = run("run_pile_singlenode.sh", *common, *SMALL, *SHORT, cwd=tmp_path)
+  assert status == 0, out
+  assert "completed step: 1" in (tmp_path / "logs" / "pile_output.log").read_text()
+  small = [*SMALL, "--fdl.MAX_SEQ_LEN=96"]
+  status, out = run("run_lambada_singlenode.sh", *common, *small, cwd=tmp_path)
+  assert status == 0, out
+  log = (tmp_path / "logs" / "lambada_output.log").read_text()
+  assert "evaluated lambada after 2 updates: acc_strict: " in log
+  # What fails says so, although its output goes through tee.
+  assert run("run_lambada_singlenode.sh", *common, "--fdl.NO=1", *small, cwd=tmp_path)[0] == 2
+  assert run("run_lambada_singlenode.sh", data, cwd=tmp_path)[0] != 0
+
+
+def slurm(index: int, port: int) -> dict:
+  return {
+    "SLURM_JOB_NUM_NODES": 2,
+    "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+    "SLURM_NTASKS": 2,
+    "SLURM_PROCID": index,
+    "PORT": port,
+  }
+
+
+def free_port() -> int:
+  with socket.socket() as one:
+    one.bind(("127.0.0.1", 0))
+    return one.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+  ("script", "arguments"),
+  [
+    ("run_pile_multinode.sh", ("{data}", "{data}/pieces.model", "float32", 1, 2, "logs", *SHORT)),
+    (
+      "run_base_config_multinode.sh",
+      ("Pile126M", "float32", 1, "logs", "{data}", "{data}/pieces.model", " ".join(SHORT)),
+    ),
+  ],
+)
+def test_two_nodes_train_together(data, tmp_path, script, arguments):
+  given = [str(argument).format(data=data) for argument in arguments]
+  if script.startswith("run_base"):
+    more = " --fdl.DCN_MESH_SHAPE=[2,1,1] --fdl.ICI_MESH_SHAPE=[1,1,1]"
+    given[-1] += " " + " ".join(SMALL) + more
+  else:
+    given += SMALL
+  port = free_port()
+  both = [start(script, *given, cwd=tmp_path, **slurm(index, port)) for index in range(2)]
+  outputs = [process.communicate(timeout=300)[0] for process in both]
+  assert [process.returncode for process in both] == [0, 0], outputs
+  assert "completed step: 1" in outputs[0] and "devices:    2 x cpu" in outputs[0]
+
+
+def test_llama_is_tuned_and_evaluated_on_boolq(data, tmp_path):
+  tiny = [*SMALL, "--fdl.NUM_KV_HEADS=1", "--fdl.FPROP_DTYPE=float32"]
+  environment = {
+    "TFDS_DATA_DIR": data,
+    "VOCAB_PATH": data / "pieces.model",
+    "CHECKPOINT_RESTORE_PATH": tmp_path / "base",
+    "MAX_SEQ_LEN": 128,
+    "MAX_STEPS": 2,
+    "LR_COS_WARMUP": 1,
+  }
+  base = [sys.executable, "-m", "paxlike.main", "--fdl_config=SyntheticLLaMA7B", *tiny]
+  base += [f"--job_log_dir={tmp_path / 'base'}", "--fdl.MAX_STEPS=1", "--fdl.MAX_SEQ_LEN=16"]
+  subprocess.run(base, check=True, capture_output=True, cwd=SCRIPTS.parents[1])
+  for name, more in (
+    ("sft", {}),
+    ("lora", {"USE_LORA": 1, "LORA_RANK": 2}),
+    ("only", {"EVAL_ONLY": 1}),
+  ):
+    status, out = run(
+      "run_llama_boolq.sh", *tiny, cwd=tmp_path, LOG_DIR=name, **(environment | more)
+    )
+    assert status == 0, out
+    log = (tmp_path / name / "logs" / "eval.log").read_text()
+    updates = 0 if name == "only" else 2
+    assert f"evaluated boolq after {updates} updates: boolq_acc: " in log
+    assert (tmp_path / name / "checkpoints").exists() is (name != "only")
+  assert "trained" in (tmp_path / "lora" / "logs" / "train.log").read_text()
