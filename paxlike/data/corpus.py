@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of corpora: documents as token ids, however they are then cut into rows."""
+"""The interface of corpora, documents as token ids, and of what cuts them into rows."""
 
 import abc
+import functools
+from typing import Any
 
+import numpy as np
+
+from paxlike.data.dataset import RowDataset
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizer import Tokenizer
 
@@ -25,3 +30,60 @@ class Corpus(abc.ABC):
   @abc.abstractmethod
   def index(self) -> TokenIndex:
     """Returns the documents; may take long the first time."""
+
+
+class CorpusRows(RowDataset):
+  """Rows made of the documents of a corpus, by a plan for each epoch."""
+
+  def __init__(
+    self,
+    *,
+    corpus: Corpus,
+    seq_len: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    packed: bool = True,
+    split: tuple[float, float] = (0.0, 1.0),
+  ):
+    """Makes rows of `seq_len` tokens.
+
+    Args:
+      corpus: The documents.
+      seq_len: T.
+      seed: Of the order.
+      shuffle: Whether to change the order in every epoch; or the same order each time.
+      packed: Whether rows carry `segments` and `positions`, that documents of one row do not see
+        each other.
+      split: The part of the corpus to use, as shares between 0 and 1.
+    """
+    self.seq_len = seq_len
+    self.corpus = corpus
+    self._seed = seed
+    self._shuffle = shuffle
+    self._packed = packed
+    self._split = split
+    # Where a batch runs on into the next epoch, two are needed.
+    self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
+
+  @property
+  def tokenizer(self) -> Tokenizer | None:
+    return self.corpus.tokenizer
+
+  def check(self):
+    self.corpus.check()
+
+  def fingerprint(self) -> str:
+    options = (self.seq_len, self._seed, self._shuffle, self._packed, tuple(self._split))
+    return f"{self._index.fingerprint()} {options}"
+
+  @functools.cached_property
+  def _index(self) -> TokenIndex:
+    return self.corpus.index()
+
+  @abc.abstractmethod
+  def _make_plan(self, epoch: int) -> Any:
+    """Returns what says which tokens each row of an epoch has."""
+
+  def _random(self, epoch: int) -> np.random.Generator:
+    counter = [0, 0, 0, epoch]
+    return np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=counter))

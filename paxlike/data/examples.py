@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paxlike.data.corpus import Corpus
-from paxlike.data.dataset import Arrays, Batch, RowDataset
-from paxlike.data.token_index import TokenIndex
-from paxlike.data.tokenizer import Tokenizer
+from paxlike.data.corpus import CorpusRows
+from paxlike.data.dataset import Arrays, Batch
 from paxlike.errors import UserError
 
 
@@ -32,53 +30,16 @@ class _Plan(NamedTuple):
   starts: np.ndarray
 
 
-class ExampleRows(RowDataset):
-  """Rows of whole documents of a corpus.
+class ExampleRows(CorpusRows):
+  """Rows of whole documents: one a row or, packed, as many as fit.
 
-  One pass without repetition goes from the longest row to the shortest, each batch only as long as
-  its longest row, rounded up to one of a few lengths: short examples do not pay for long ones.
+  What an example has beyond `seq_len` is left out; a split is of examples. One pass without
+  repetition goes from the longest row to the shortest, each batch only as long as its longest row,
+  rounded up to one of a few lengths: short examples do not pay for long ones.
   """
 
-  def __init__(
-    self,
-    *,
-    corpus: Corpus,
-    seq_len: int,
-    seed: int = 0,
-    shuffle: bool = True,
-    packed: bool = False,
-    split: tuple[float, float] = (0.0, 1.0),
-  ):
-    """Makes rows of `seq_len` tokens; what an example has beyond them is left out.
-
-    Args:
-      corpus: The examples.
-      seq_len: T.
-      seed: Of the order.
-      shuffle: Whether to change the order in every epoch.
-      packed: Whether a row holds as many examples as fit, told apart by `segments` and `positions`,
-        or one.
-      split: The part of the examples to use, as shares between 0 and 1.
-    """
-    self.seq_len = seq_len
-    self.corpus = corpus
-    self._seed = seed
-    self._shuffle = shuffle
-    self._packed = packed
-    self._split = split
-    # Where a batch runs on into the next epoch, two are needed.
-    self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
-
-  @property
-  def tokenizer(self) -> Tokenizer | None:
-    return self.corpus.tokenizer
-
-  def check(self):
-    self.corpus.check()
-
   def fingerprint(self) -> str:
-    options = (self.seq_len, self._seed, self._shuffle, self._packed, tuple(self._split))
-    return f"examples {self._index.fingerprint()} {options}"
+    return f"examples {super().fingerprint()}"
 
   def _check_not_empty(self):
     if self.num_rows(0) == 0:
@@ -117,10 +78,6 @@ class ExampleRows(RowDataset):
     return arrays
 
   @functools.cached_property
-  def _index(self) -> TokenIndex:
-    return self.corpus.index()
-
-  @functools.cached_property
   def _sizes(self) -> np.ndarray:
     """The places that each example fills."""
     return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len)
@@ -128,7 +85,7 @@ class ExampleRows(RowDataset):
   def _make_plan(self, epoch: int) -> _Plan:
     first, last = (int(share * len(self._sizes)) for share in self._split)
     examples = first + np.flatnonzero(self._sizes[first:last])
-    random = np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=[0, 0, 0, epoch]))
+    random = self._random(epoch)
     if self._shuffle:
       random.shuffle(examples)
     if not self._packed:

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paxlike.data.corpus import Corpus
-from paxlike.data.dataset import Arrays, RowDataset
+from paxlike.data.corpus import CorpusRows
+from paxlike.data.dataset import Arrays
 from paxlike.data.token_index import TokenIndex
-from paxlike.data.tokenizer import Tokenizer
 
 
 class _Plan(NamedTuple):
@@ -33,54 +32,14 @@ class _Plan(NamedTuple):
   rows: np.ndarray
 
 
-class PackedRows(RowDataset):
-  """Rows cut from the documents of a corpus.
+class PackedRows(CorpusRows):
+  """Rows cut from the stream of all documents.
 
   Every token but the stream's first is the target of one row; the last row is filled up without
-  weight.
+  weight. If packed, no token is predicted from another document; otherwise documents run on into
+  each other. Of a split, documents at its ends are cut. Unshuffled, every epoch is cut at the same
+  places.
   """
-
-  def __init__(
-    self,
-    *,
-    corpus: Corpus,
-    seq_len: int,
-    seed: int = 0,
-    shuffle: bool = True,
-    packed: bool = True,
-    split: tuple[float, float] = (0.0, 1.0),
-  ):
-    """Makes rows of `seq_len` tokens.
-
-    Args:
-      corpus: The documents.
-      seq_len: T.
-      seed: Of the order.
-      shuffle: Whether to change the order in every epoch; or the same order, and every row from the
-        beginning, each time.
-      packed: Whether rows carry `segments` and `positions`, and no token is predicted from another
-        document. Otherwise documents run on into each other.
-      split: The part of all tokens to use, as shares between 0 and 1.
-    """
-    self.seq_len = seq_len
-    self.corpus = corpus
-    self._seed = seed
-    self._shuffle = shuffle
-    self._packed = packed
-    self._split = split
-    # Where a batch runs on into the next epoch, two are needed.
-    self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
-
-  @property
-  def tokenizer(self) -> Tokenizer | None:
-    return self.corpus.tokenizer
-
-  def check(self):
-    self.corpus.check()
-
-  def fingerprint(self) -> str:
-    options = (self.seq_len, self._seed, self._shuffle, self._packed, tuple(self._split))
-    return f"{self._index.fingerprint()} {options}"
 
   def num_rows(self, epoch: int) -> int:
     return len(self._plan(epoch).rows)
@@ -127,10 +86,6 @@ class PackedRows(RowDataset):
     return (None, None) if tokenizer is None else (tokenizer.bos_id, tokenizer.eos_id)
 
   @functools.cached_property
-  def _index(self) -> TokenIndex:
-    return self.corpus.index()
-
-  @functools.cached_property
   def _documents(self) -> TokenIndex:
     """The documents within the split; one that the split cuts is shortened."""
     tokens, offsets, _ = self._index
@@ -142,7 +97,7 @@ class PackedRows(RowDataset):
   def _make_plan(self, epoch: int) -> _Plan:
     offsets = self._documents.offsets
     order = np.arange(len(offsets) - 1)
-    random = np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=[0, 0, 0, epoch]))
+    random = self._random(epoch)
     if self._shuffle:
       random.shuffle(order)
     extra = sum(marker is not None for marker in self._markers)

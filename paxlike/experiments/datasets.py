@@ -192,46 +192,46 @@ class Tfds(Experiment):
 _ANSWER_LENGTH = 64
 
 
-class Pile(Tfds):
-  """The Pile (Gao et al., 2020): pieces of MAX_SEQ_LEN tokens, regardless of documents."""
+class PretrainingTask(Tfds):
+  """A task with a split to train on and one to look at now and then."""
 
-  TFDS_NAME = "the_pile:1.0.0"
-  EVAL_SPLIT: str | None = "validation"  #: The split of which one batch is evaluated. None: none.
+  EVAL_SPLIT: str | None = "validation"  #: The split that is evaluated. None: none.
+  EVAL_BATCHES: int | None = 16  #: Of it so many batches. None: all.
 
   def train_data(self) -> fdl.Config:
-    return self.pieces("train", shuffle=True)
+    return self.rows("train", shuffle=True)
 
   def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
     if self.EVAL_SPLIT is None:
       return {}
-    dataset = self.pieces(self.EVAL_SPLIT, shuffle=False)
-    return {self.EVAL_SPLIT: self.eval_set(dataset, num_batches=1)}
+    dataset = self.rows(self.EVAL_SPLIT, shuffle=False)
+    return {self.EVAL_SPLIT: self.eval_set(dataset, num_batches=self.EVAL_BATCHES)}
 
-  def pieces(self, split: str, *, shuffle: bool) -> fdl.Config[ExampleRows]:
+  def rows(self, split: str, *, shuffle: bool) -> fdl.Config:
+    """A split, as rows."""
+    raise NotImplementedError
+
+
+class Pile(PretrainingTask):
+  """The Pile (Gao et al., 2020): pieces of MAX_SEQ_LEN tokens, regardless of documents."""
+
+  TFDS_NAME = "the_pile:1.0.0"
+  EVAL_BATCHES = 1
+
+  def rows(self, split: str, *, shuffle: bool) -> fdl.Config[ExampleRows]:
     """A split, each piece a row."""
     lengths = {"targets": self.MAX_SEQ_LEN}
     corpus = self.corpus(tasks.the_pile_lm, split=split, bos_id=0, lengths=lengths)
     return self.examples(corpus, shuffle=shuffle)
 
 
-class C4(Tfds):
+class C4(PretrainingTask):
   """C4 (Raffel et al., 2020), the English part: rows cut from documents that end with EOS."""
 
   TFDS_NAME = "c4/en:3.0.1"
   PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
-  EVAL_SPLIT: str | None = "validation"  #: The split that is evaluated. None: none.
-  EVAL_BATCHES: int | None = 16  #: Of it so many batches. None: all.
 
-  def train_data(self) -> fdl.Config:
-    return self.documents("train", shuffle=True)
-
-  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
-    if self.EVAL_SPLIT is None:
-      return {}
-    dataset = self.documents(self.EVAL_SPLIT, shuffle=False)
-    return {self.EVAL_SPLIT: self.eval_set(dataset, num_batches=self.EVAL_BATCHES)}
-
-  def documents(self, split: str, *, shuffle: bool) -> fdl.Config[packing.PackedRows]:
+  def rows(self, split: str, *, shuffle: bool) -> fdl.Config[packing.PackedRows]:
     """A split, cut into rows."""
     return fdl.Config(
       packing.PackedRows,

@@ -31,7 +31,8 @@ class Examples(Corpus):
 
 
 def make(lengths=LENGTHS, **options):
-  return ExampleRows(**({"corpus": Examples(lengths), "seq_len": SEQ_LEN} | options))
+  defaults = {"corpus": Examples(lengths), "seq_len": SEQ_LEN, "packed": False}
+  return ExampleRows(**(defaults | options))
 
 
 def expected(number, lengths=LENGTHS):
