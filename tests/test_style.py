@@ -33,7 +33,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("graph_text",),
   ("graph_edits",),
   ("config_file", "experiment"),
-  ("registry",),
+  ("registry", "harness"),
   ("experiments",),
   ("scripts_gpu",),
   ("flags", "show", "plot", "convert"),
@@ -41,7 +41,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
 )
 FIDDLE = {
   "config_file", "convert", "experiment", "experiments", "fiddlers", "flags", "graph_edits",
-  "graph_text", "knobs", "main", "scripts_gpu", "show", "symbols",
+  "graph_text", "harness", "knobs", "main", "scripts_gpu", "show", "symbols",
 }  # fmt: skip
 # Slow to import, so only functions that build a source from them may.
 LAZY = {"clu", "seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text"}

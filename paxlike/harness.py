@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of paxlike for EleutherAI's lm-evaluation-harness (Gao et al.), the extra `lm_eval`.
+
+    python -m paxlike.harness --model paxlike --model_args folder=DIR --tasks hellaswag
+
+is the harness's own program, which knows paxlike then. DIR is the folder of a run, or one that
+`paxlike-convert` made. From Python: `lm_eval.simple_evaluate(PaxlikeLM(folder="DIR"), ...)`.
+"""
+
+import collections
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from paxlike import config_file, evaluation, fiddlers
+from paxlike.data.corpus import Corpus
+from paxlike.data.examples import ExampleRows
+from paxlike.data.token_index import TokenIndex
+from paxlike.data.tokenizer import Tokenizer
+from paxlike.decoding import Decoding, Options
+from paxlike.errors import UserError
+from paxlike.evaluation import EvalSet, Evaluator, Scores, Sums
+from paxlike.feed import Feed
+from paxlike.layers.decoder import Batch
+from paxlike.sampling import Sampling
+from paxlike.trainer import Trainer
+
+# (texts, ids of the context, ids of the continuation).
+Encoded = tuple[Any, list[int], list[int]]
+
+
+def _log_likelihood(scores: Scores, batch: Batch) -> Sums:
+  """The sum over the tokens of an example, not their mean."""
+  total_B = -(scores.loss_BT * batch["weights"]).sum(-1)
+  return {"log_likelihood": (total_B, jnp.ones_like(total_B))}
+
+
+class _Pairs(Corpus):
+  """Contexts with the continuations that are judged."""
+
+  def __init__(self, pairs: Sequence[Encoded], *, max_len: int):
+    """Of a pair too long, the first tokens are left out."""
+    self._documents = [([*context, *asked])[-max_len - 1 :] for _, context, asked in pairs]
+    self._asked = [min(len(asked), max_len) for _, _, asked in pairs]
+
+  def index(self) -> TokenIndex:
+    offsets = np.cumsum([0, *map(len, self._documents)], dtype=np.int64)
+    weights = np.zeros(offsets[-1], np.uint8)
+    for end, count in zip(offsets[1:], self._asked, strict=True):
+      weights[end - count : end] = 1
+    return TokenIndex(np.concatenate(self._documents), offsets, {"weights": weights})
+
+
+@register_model("paxlike")
+class PaxlikeLM(TemplateLM):
+  """A run's model, as the harness asks for it."""
+
+  def __init__(
+    self,
+    folder: str,
+    step: int | str | None = None,
+    batch_size: int | str = 32,
+    dtype: str | None = None,
+    **unused: Any,
+  ):
+    """Loads a checkpoint.
+
+    Args:
+      folder: The run's.
+      step: Which checkpoint; None: the newest.
+      batch_size: Examples that are judged together.
+      dtype: To compute in; None: as the run did.
+      **unused: What the harness gives every model, such as `device`.
+
+    Raises:
+      UserError: There is no such run, or it has no tokenizer.
+    """
+    super().__init__()
+    graph: Any = config_file.read(f"{folder}/config.json", allow_modules=None)
+    fiddlers.decoding(graph)
+    if dtype is not None:
+      fiddlers.precision(graph, dtype)
+    self._trainer: Trainer = fdl.build(graph)
+    self.batch_size = self._trainer.batch_size if batch_size == "auto" else int(batch_size)
+    self._params = self._trainer.load(folder, step=None if step is None else int(step))
+    if self._trainer.data.tokenizer is None:
+      raise UserError(f"the data of {folder} have no tokenizer.")
+    self._tokens: Tokenizer = self._trainer.data.tokenizer
+
+  @property
+  def max_length(self) -> int:
+    """Tokens of a sequence."""
+    return self._trainer.data.seq_len
+
+  @property
+  def eot_token_id(self) -> int:
+    eos = self._tokens.eos_id
+    return 0 if eos is None else eos
+
+  @property
+  def prefix_token_id(self) -> int:
+    return self.eot_token_id if self._tokens.bos_id is None else self._tokens.bos_id
+
+  @property
+  def tokenizer_name(self) -> str:
+    """Keeps answers of other tokenizers apart in the harness's cache."""
+    return self._tokens.fingerprint()
+
+  def tok_encode(
+    self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+  ) -> list[int]:
+    ids = self._tokens.encode(string).tolist()
+    bos = self._tokens.bos_id
+    if add_special_tokens is False or bos is None or ids[:1] == [bos]:
+      return ids
+    return [bos, *ids]
+
+  def _loglikelihood_tokens(
+    self, requests: Sequence[Encoded], **kwargs: Any
+  ) -> list[tuple[float, bool]]:
+    if not requests:
+      return []
+    devices = self._trainer.devices
+    corpus = _Pairs(requests, max_len=self.max_length)
+    rows = ExampleRows(corpus=corpus, seq_len=self.max_length, shuffle=False, packed=False)
+    metrics = (_log_likelihood, evaluation.acc_strict)
+    feed = Feed(devices, batch_size=self.batch_size, seq_len=self.max_length)
+    with jax.set_mesh(devices):
+      evaluator = Evaluator(
+        self._trainer.definition,
+        EvalSet(dataset=rows, metrics=metrics),
+        feed,
+        batch_size=self.batch_size,
+      )
+      records = evaluator.run(self._params).records
+    found = [(record["log_likelihood"], record["acc_strict"] == 1.0) for record in records]
+    for (texts, _, _), answer in zip(requests, found, strict=True):
+      if texts is not None:
+        self.cache_hook.add_partial("loglikelihood", texts, answer)
+    return found
+
+  def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+    windows: list[Encoded] = []
+    owners: list[int] = []
+    for number, request in enumerate(requests):
+      rolling = get_rolling_token_windows(
+        token_list=self.tok_encode(request.args[0]),
+        prefix_token=self.prefix_token_id,
+        max_seq_len=self.max_length,
+        context_len=1,
+      )
+      for context, asked in map(make_disjoint_window, rolling):
+        windows.append((None, context, asked))
+        owners.append(number)
+    totals = [0.0] * len(requests)
+    for owner, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+      totals[owner] += value
+    return totals
+
+  def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+    groups: dict[str, list[int]] = collections.defaultdict(list)
+    for number, request in enumerate(requests):
+      groups[json.dumps(request.args[1], sort_keys=True)].append(number)
+    answers = [""] * len(requests)
+    for how, numbers in groups.items():
+      options = _options(json.loads(how), num_rows=self.batch_size)
+      prompts = [self._cut(requests[n].args[0], options.max_new_tokens) for n in numbers]
+      with jax.set_mesh(self._trainer.devices):
+        decoding = Decoding(
+          self._trainer.definition,
+          self._params,
+          self._tokens,
+          max_len=self.max_length,
+          options=options,
+        )
+        for result in decoding.run(prompts):
+          answers[numbers[result.prompt]] = result.text
+    for request, answer in zip(requests, answers, strict=True):
+      self.cache_hook.add_partial("generate_until", request.args, answer)
+    return answers
+
+  def _cut(self, prompt: str, max_new_tokens: int) -> str:
+    """Returns the end of a prompt that leaves room for an answer."""
+    ids = self._tokens.encode(prompt)
+    room = self.max_length - max_new_tokens - 1
+    return prompt if len(ids) <= room else self._tokens.decode(ids[-room:])
+
+
+def _options(asked: dict[str, Any], *, num_rows: int) -> Options:
+  """Returns what the harness's `gen_kwargs` ask for."""
+  until = asked.get("until") or []
+  sampling = Sampling()
+  if asked.get("do_sample", True) and asked.get("temperature"):
+    given = {name: asked[name] for name in ("top_k", "top_p", "min_p") if asked.get(name)}
+    sampling = Sampling(temperature=asked["temperature"], **given)
+  return Options(
+    max_new_tokens=int(asked.get("max_gen_toks", 256)),
+    sampling=sampling,
+    stop=tuple([until] if isinstance(until, str) else until),
+    num_rows=num_rows,
+  )
+
+
+if __name__ == "__main__":
+  from lm_eval.__main__ import cli_evaluate
+
+  cli_evaluate()

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The harness finds in our model what it finds in Hugging Face's of the same weights."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from paxlike.convert.main import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # The harness's own.
+QUESTIONS = [
+  {"question": f"{a} and {b} are", "choices": [f"{a + b}", f"{a + b + 1}", "many"], "answer": 0}
+  for a in range(5)
+  for b in range(4)
+]
+TASKS = {
+  "sums": {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "choices",
+    "doc_to_target": "answer",
+    "metric_list": [{"metric": "acc"}],
+  },
+  "text": {
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{question}} {{choices[0]}}, and so it goes on and on and on for long.",
+    "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
+  },
+  "say": {
+    "output_type": "generate_until",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{choices[0]}}",
+    "generation_kwargs": {"until": ["e"], "max_gen_toks": 12, "do_sample": False},
+    "metric_list": [{"metric": "exact_match"}],
+  },
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+  """The folder of a random LLaMA as Hugging Face has it, and of the same for paxlike."""
+  import torch
+  import transformers
+
+  folder = tmp_path_factory.mktemp("models")
+  made = tokenizers.Tokenizer(tokenizers.models.BPE())
+  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+  made.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
+  trainer = tokenizers.trainers.BpeTrainer(
+    special_tokens=["<s>", "</s>"],
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    vocab_size=300,
+    show_progress=False,
+  )
+  made.train_from_iterator([row["question"] for row in QUESTIONS], trainer)
+  made.post_processor = tokenizers.processors.TemplateProcessing(  # pyright: ignore
+    single="<s> $A", special_tokens=[("<s>", 0)]
+  )
+  tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=made, bos_token="<s>", eos_token="</s>"
+  )
+  torch.manual_seed(0)
+  config = transformers.LlamaConfig(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    bos_token_id=0,
+    eos_token_id=1,
+  )
+  model = transformers.LlamaForCausalLM(config)
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.add_(0.1 * torch.randn_like(parameter))
+  model.save_pretrained(folder / "theirs")
+  tokenizer.save_pretrained(folder / "theirs")
+  assert run(["--from=hf", f"--path={folder / 'theirs'}", f"--to={folder / 'ours'}"]) == 0
+  return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+  """A folder of tasks over a local file."""
+  folder = tmp_path_factory.mktemp("tasks")
+  data = folder / "data.jsonl"
+  data.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+  for name, task in TASKS.items():
+    whole = {
+      "task": name,
+      "dataset_path": "json",
+      "dataset_kwargs": {"data_files": {"test": str(data)}},
+      "test_split": "test",
+      **task,
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML.
+  return folder
+
+
+def evaluate(model, tasks) -> Any:
+  import lm_eval
+  from lm_eval.tasks import TaskManager
+
+  simple_evaluate: Any = lm_eval.simple_evaluate
+  return simple_evaluate(
+    model=model,
+    tasks=list(TASKS),
+    task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+    log_samples=True,
+    bootstrap_iters=0,
+  )
+
+
+def test_both_backends_answer_alike(models, tasks, tmp_path, monkeypatch):
+  from lm_eval.models import huggingface
+
+  from paxlike import harness
+
+  monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+  paxlike_lm: Any = harness.PaxlikeLM
+  hf_lm: Any = huggingface.HFLM
+  ours = paxlike_lm(folder=str(models / "ours"), batch_size=7, dtype="float32")
+  theirs = hf_lm(
+    pretrained=str(models / "theirs"),
+    device="cpu",
+    dtype="float32",
+    batch_size=4,
+    max_length=32,
+    # It takes windows for the same that share their tokens but not their number of asked ones.
+    logits_cache=False,
+  )
+  texts = [row["question"] for row in QUESTIONS]
+  assert [ours.tok_encode(text) for text in texts] == [theirs.tok_encode(text) for text in texts]
+  found, expected = (evaluate(model, tasks) for model in (ours, theirs))
+  for task in TASKS:
+    for one, other in zip(found["samples"][task], expected["samples"][task], strict=True):
+      if task == "say":
+        assert one["resps"] == other["resps"]
+        continue
+      values = [np.ravel(sample["resps"]).astype(object) for sample in (one, other)]
+      likelihoods = [[float(v) for v in part if not isinstance(v, bool)] for part in values]
+      # Of texts of up to 40 tokens: far less than 1e-4 a token.
+      np.testing.assert_allclose(likelihoods[0], likelihoods[1], rtol=0, atol=5e-4)
+      assert [v for v in values[0] if isinstance(v, bool)] == [
+        v for v in values[1] if isinstance(v, bool)
+      ]
+  assert found["results"]["sums"]["acc,none"] == expected["results"]["sums"]["acc,none"]
+  for metric in ("bits_per_byte,none", "word_perplexity,none"):
+    assert found["results"]["text"][metric] == pytest.approx(expected["results"]["text"][metric])
