@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eight fake CPU devices, a private cache folder, and a compile cache shared by the session."""
 
+import contextlib
+import importlib.abc
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
+from typing import Any
 
 import jax
 import pytest
@@ -24,6 +28,19 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_SCRATCH / "xla")
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+class _TritonFirst(importlib.abc.MetaPathFinder):
+  """Loads torch's Triton before TensorFlow: after it, Triton ends the process."""
+
+  def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+    del path, target
+    if fullname == "tensorflow" and "triton" not in sys.modules:
+      with contextlib.suppress(ImportError):
+        importlib.import_module("triton")
+
+
+sys.meta_path.insert(0, _TritonFirst())
 
 
 def pytest_unconfigure(config: pytest.Config):
