@@ -130,6 +130,7 @@ def test_fdl_help(capsys):
   assert "Transformer blocks." in out
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_it_promises_and_its_config_runs_again(capsys, tmp_path):
   first, again = tmp_path / "first", tmp_path / "again"
   assert run(*TINY, "--fdl.MAX_STEPS=3", f"--job_log_dir={first}") == 0

@@ -85,6 +85,7 @@ def test_what_was_finished_is_not_written_again(tmp_path):
   assert read(folder, "train") == ["text 0", "text 1", "changed", "text 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "content", "says"),
   [
