@@ -3,7 +3,6 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -81,17 +80,8 @@ def scores_of(definition: Definition, params: Params, batch: Batch) -> Scores:
   """Returns what a model says of a batch; only a part of its logits exists at a time."""
   model = definition.bind(params)
   x_BTD, _, _ = model.hidden(batch["inputs"], context_of(batch))
-  num_chunks = math.gcd(x_BTD.shape[1], model.loss_chunks)
-
-  def split(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, -1, *x.shape[2:]), 1, 0)
-
-  def joined(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
-
-  parts = jax.tree.map(split, (x_BTD, batch["targets"], batch.get("alternatives")))
-  scores = jax.lax.map(lambda part: score(model.logits(part[0]), *part[1:]), parts)
-  return jax.tree.map(joined, scores)
+  arrays = (batch["targets"], batch.get("alternatives"))
+  return model.map_logits(lambda logits_BTV, arrays: score(logits_BTV, *arrays), x_BTD, arrays)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ A family overrides the methods that differ; a recipe sets knobs. A value derived
 computed in the method that uses it, so that subclass, mixin and command line all reach it.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import fiddle as fdl
@@ -114,24 +113,24 @@ class Experiment(Knobs):
       restore=self.restore(),
     )
     fiddlers.precision(graph, self.FPROP_DTYPE)
-    if self.USE_LORA:
-      fiddlers.lora(
-        graph,
-        rank=self.LORA_RANK,
-        alpha=self.LORA_ALPHA,
-        dropout=self.LORA_DROPOUT,
-        roles=self.lora_roles(),
-      )
+    self.adapt(graph)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
     scan = self.USE_REPEATED_LAYER
     # Unrolled is faster on one device; on many, scanning keeps the program small.
     fiddlers.stack(graph, jax.device_count() > 1 if scan is None else scan)
     return graph
 
-  def lora_roles(self) -> Sequence[str]:
-    """The roles of the linear maps that are adapted."""
-    targets = self.LORA_TARGET_LAYERS
-    return fiddlers.LORA_ROLES.get(targets) or [role.strip() for role in targets.split(",")]
+  def adapt(self, graph: fdl.Buildable):
+    """Adds the adapters, if there are to be any, to a model or all that it is part of."""
+    if self.USE_LORA:
+      targets = self.LORA_TARGET_LAYERS
+      fiddlers.lora(
+        graph,
+        rank=self.LORA_RANK,
+        alpha=self.LORA_ALPHA,
+        dropout=self.LORA_DROPOUT,
+        roles=fiddlers.LORA_ROLES.get(targets) or [role.strip() for role in targets.split(",")],
+      )
 
   def restore(self) -> fdl.Config[Restore] | None:
     """The weights that a new run starts from, where they are not all drawn."""

@@ -2,7 +2,7 @@
 """Edits of a whole graph, by type and by role, never by path.
 
 Each takes the root graph and changes it in place; `--fiddler=precision(dtype="float32")` applies
-one from the command line. Experiments apply theirs in a fixed order: precision, remat, stack.
+one from the command line. Experiments apply theirs in a fixed order: precision, lora, remat, stack.
 """
 
 import copy

@@ -73,8 +73,8 @@ class Journal:
     axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
     kind = devices.devices.flat[0].device_kind
     tokens = summary.batch_size * summary.seq_len
-    all_are = summary.num_trained == summary.num_params
-    trained = "" if all_are else f", {summary.num_trained:,} of them trained"
+    has_frozen = summary.num_trained < summary.num_params
+    trained = f", {summary.num_trained:,} of them trained" if has_frozen else ""
     self.note(
       f"parameters: {summary.num_params:,}{trained}\n"
       f"devices:    {devices.size} x {kind}{f' ({axes})' if axes else ''}\n"

@@ -136,8 +136,9 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
   trainer.saving = options.enable_checkpoint_saving
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
-  reads_others = options.mode == "eval" and trainer.restore is not None
-  if options.mode in ("eval", "decode") and not reads_others:
+  # A model that a run would start from can be evaluated in a new folder.
+  is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
+  if not is_new:
     folder = epath.Path(options.job_log_dir)
     if not folder.exists():
       raise UserError(f"--job_log_dir={folder}: no such folder.")

@@ -14,7 +14,7 @@ from paxlike.journal import Journal
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.optimizers import Optimizer
-from paxlike.restoring import PROVENANCE, Restore, read_params
+from paxlike.restoring import PROVENANCE, Restore, began_with, read_params
 from paxlike.train_state import TrainState
 
 
@@ -94,10 +94,10 @@ class Origin:
     if not names:
       return {}
     given: Params = {}
-    if self.restore is not None:
-      began_with = self.restore.recorded(self.folder)
+    base = began_with(self.folder, given=self.restore)
+    if base is not None:
       try:
-        given, _ = began_with.load(self.definition, self.devices, among=names)
+        given, _ = base.load(self.definition, self.devices, among=names)
       except UserError as error:
         raise UserError(f"the frozen weights of {self.folder}: {error}") from error
     return self._completed(given, names)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Collection, Sequence
 
@@ -45,7 +46,7 @@ class Restore:
     Raises:
       UserError: There is no such checkpoint, a pattern is none, or nothing is to be taken.
     """
-    _ = self._saved.find(self.step)
+    _ = self.saved.find(self.step)
     for knob, patterns in (("INCLUDE", self.include), ("IGNORE", self.ignore)):
       for pattern in patterns:
         try:
@@ -77,12 +78,10 @@ class Restore:
     Raises:
       UserError: The checkpoint lacks one, has it in another shape, or is damaged.
     """
-    step = self._saved.find(self.step)
+    step = self.saved.find(self.step)
     names = [name for name in self._chosen(definition) if among is None or name in among]
     try:
-      params = read_params(
-        self._saved, step, definition, mesh, names=names, for_compute=for_compute
-      )
+      params = read_params(self.saved, step, definition, mesh, names=names, for_compute=for_compute)
     except UserError as error:
       raise UserError(
         f"CHECKPOINT_RESTORE_PATH: {error} CHECKPOINT_IGNORE_RULES leaves weights out."
@@ -92,19 +91,15 @@ class Restore:
 
   def provenance(self, initialized: Sequence[str], restored: Sequence[str]) -> str:
     """Returns a JSON text that says which weights came from here, and which did not."""
-    path = self._saved.path(self._saved.find(self.step))
-    origin = {"path": str(path), "restored": restored, "initialized": initialized}
+    origin = {
+      "path": os.fspath(self.folder),
+      "step": self.saved.find(self.step),
+      "include": self.include,
+      "ignore": self.ignore,
+      "restored": restored,
+      "initialized": initialized,
+    }
     return json.dumps(origin, indent=2) + "\n"
-
-  def recorded(self, folder: epath.Path) -> "Restore":
-    """Returns what the run in `folder` began with, if that is known and still there."""
-    file = folder / PROVENANCE
-    if not file.exists():
-      return self
-    path = epath.Path(json.loads(file.read_text())["path"])
-    if not path.exists():
-      return self
-    return dataclasses.replace(self, path=str(path.parent), step=int(path.name.split("_")[-1]))
 
   @property
   def folder(self) -> epath.Path:
@@ -114,7 +109,8 @@ class Restore:
     return inner if inner.exists() else folder
 
   @property
-  def _saved(self) -> Checkpoints:
+  def saved(self) -> Checkpoints:
+    """The checkpoints there."""
     return Checkpoints(self.folder, keep=None)
 
   def _chosen(self, definition: Definition) -> list[str]:
@@ -139,6 +135,39 @@ class Restore:
       return any(re.search(pattern, name) for pattern in patterns)
 
     return any_of(self.include) and not any_of(self.ignore)
+
+
+def began_with(folder: epath.Path, *, given: Restore | None) -> Restore | None:
+  """Returns where the weights of the run in `folder` are from; None if all were drawn.
+
+  `given` says where that is now, if it is no longer where it was.
+
+  Raises:
+    UserError: It is gone, or the folder does not tell.
+  """
+  file = folder / PROVENANCE
+  if not file.exists():
+    return None
+  try:
+    told = json.loads(file.read_text())
+    restore = Restore(
+      path=told["path"],
+      step=told["step"],
+      include=tuple(told["include"]),
+      ignore=tuple(told["ignore"]),
+    )
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise UserError(
+      f"{file}, which tells what the run began with, is damaged: {error!r}."
+    ) from error
+  if restore.step in restore.saved.steps():
+    return restore
+  if given is None:
+    raise UserError(
+      f"checkpoint {restore.step} of {restore.path} is gone, and with it the weights that the run"
+      f" in {folder} began with: say by --fdl.CHECKPOINT_RESTORE_PATH where they are."
+    )
+  return dataclasses.replace(given, include=restore.include, ignore=restore.ignore)
 
 
 def read_params(

@@ -87,9 +87,10 @@ def _facts(trainer: Trainer) -> str:
   axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
   active = flops.active_params(definition)
   of_them = "" if active == definition.num_params else f", {active:,} of them for each token"
+  has_frozen = definition.num_trained < definition.num_params
   rows = [
     ("parameters", f"{definition.num_params:,}{of_them}"),
-    ("trained parameters", f"{definition.num_trained:,}"),
+    *([("trained parameters", f"{definition.num_trained:,}")] if has_frozen else []),
     ("FLOPs a token", f"{counted.causal:.4g} (causal attention), {counted.full:.4g} (full)"),
     ("global batch", f"{batch:,} sequences = {batch * seq_len:,} tokens"),
     ("mesh", f"{num_devices} devices: {axes}{note}"),

@@ -62,7 +62,7 @@ def test_a_checkpoint_has_the_adapters_alone_and_resumes_bitwise(base, tmp_path)
   assert names and all(".lora." in name or name.endswith("count") for name in names), names
   assert size_of(tmp_path / "whole", 4) < 0.05 * size_of(base, 4)
   told = json.loads((tmp_path / "parts" / "restored_from.json").read_text())
-  assert told["path"] == str(base / "checkpoints" / "checkpoint_00000004")
+  assert (told["path"], told["step"]) == (str(base / "checkpoints"), 4)
   assert all(".lora." in name for name in told["initialized"])
 
 
@@ -80,6 +80,23 @@ def test_the_base_that_a_run_began_with_stays_its_base(base, tmp_path, capsys):
   capsys.readouterr()
   assert train(tmp_path / "run", MAX_STEPS=5, **lora) == 2
   assert "no checkpoint in" in capsys.readouterr().err
+  assert train(tmp_path / "run", MAX_STEPS=5, **LORA) == 2
+  assert f"checkpoint 4 of {moving / 'checkpoints'} is gone" in capsys.readouterr().err
+  elsewhere = {"CHECKPOINT_RESTORE_PATH": tmp_path / "gone", "CHECKPOINT_RESTORE_STEP": 4}
+  assert train(tmp_path / "run", MAX_STEPS=5, **LORA, **elsewhere) == 0
+
+
+def test_a_run_knows_its_base_without_being_told_again(base, tmp_path, capsys):
+  lora = LORA | {"CHECKPOINT_RESTORE_PATH": base}
+  assert train(tmp_path / "whole", **lora) == 0
+  assert train(tmp_path / "parts", "--fdl.num_steps=2", **lora) == 0
+  assert train(tmp_path / "parts", **LORA) == 0
+  assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+  told = tmp_path / "parts" / "restored_from.json"
+  told.write_text(told.read_text()[:40])
+  capsys.readouterr()
+  assert train(tmp_path / "parts", MAX_STEPS=5, **LORA) == 2
+  assert f"{told}, which tells what the run began with, is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -87,7 +104,7 @@ def test_the_base_that_a_run_began_with_stays_its_base(base, tmp_path, capsys):
   [
     ("[8,1,1]", {}),
     ("[1,8,1]", {"USE_REPEATED_LAYER": False}),
-    ("[2,2,2]", {"LORA_DROPOUT": 0.0, "LORA_TARGET_LAYERS": "all", "LORA_RANK": 2}),
+    ("[2,2,2]", {"LORA_DROPOUT": 0.1, "LORA_TARGET_LAYERS": "all", "LORA_RANK": 2}),
   ],
 )
 def test_every_mesh_and_layout_trains_the_same_adapters(base, tmp_path, mesh, more):

@@ -12,7 +12,7 @@ import numpy as np
 
 from paxlike import config_file, fiddlers, layers, registry, run_folder
 from paxlike.convert import matching, streaming, tensors
-from paxlike.convert.exporting import Run, family_of
+from paxlike.convert.exporting import Run, adapted, family_of
 from paxlike.convert.importing import copy_tokenizer
 from paxlike.convert.matching import Match
 from paxlike.convert.stored import adapter_of
@@ -26,12 +26,28 @@ from paxlike.weight_rules import Matrix
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def _their_names(match: Match) -> tuple[str, str]:
-  """Returns PEFT's names of A [rank, inputs] and B [outputs, rank] of a linear map."""
-  if not isinstance(match.rule, Matrix) or not match.rule.transposed:
-    raise UserError(f"PEFT has no adapter for {match.ours} alone: {match.theirs[0]} is more.")
+def _names(match: Match) -> tuple[str, ...]:
+  """Returns PEFT's names of A [rank, inputs] and B [outputs, rank]; none if it is no matrix."""
+  if not isinstance(match.rule, Matrix):
+    return ()
   module = f"base_model.model.{match.theirs[0].removesuffix('.weight')}"
   return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def _parts(match: Match, rank: int) -> list[tuple[str, str, tuple[int, int]]]:
+  """Returns (PEFT's name, ours, PEFT's shape) of both weights of an adapter.
+
+  Raises:
+    UserError: PEFT has no place for it.
+  """
+  if not isinstance(match.rule, Matrix) or not match.rule.transposed:
+    raise UserError(
+      f"PEFT cannot adapt {match.ours} as paxlike does: Hugging Face stores {match.theirs[0]}"
+      " otherwise."
+    )
+  inputs = math.prod(match.shape[: match.rule.inputs])
+  shapes = (rank, inputs), (math.prod(match.shape) // inputs, rank)
+  return list(zip(_names(match), adapter_of(match.ours), shapes, strict=True))
 
 
 def export(run: Run, to: pathlib.Path, *, dtype: str):
@@ -46,11 +62,7 @@ def export(run: Run, to: pathlib.Path, *, dtype: str):
   specs: dict[str, TensorSpec] = {}
   sources: dict[str, str] = {}
   for match in run.adapted:
-    inputs = math.prod(match.shape[: match.rule.inputs])  # pyright: ignore - see _their_names.
-    outputs = math.prod(match.shape) // inputs
-    shapes = (experiment.LORA_RANK, inputs), (outputs, experiment.LORA_RANK)
-    names = zip(_their_names(match), adapter_of(match.ours), strict=True)
-    for (theirs, ours), shape in zip(names, shapes, strict=True):
+    for theirs, ours, shape in _parts(match, experiment.LORA_RANK):
       specs[theirs] = TensorSpec(shape, np.dtype(dtype))
       sources[theirs] = ours
 
@@ -105,52 +117,47 @@ class Adapter:
     self._tensors = TensorFolder(path / _TENSORS)
     self._graph: Any = config_file.read(base / "config.json", allow_modules=None)
     fiddlers.stack(self._graph, scan=False)
-    definition = Definition(cast(Any, fdl.build(self._graph.model)))
-    family = family_of(registry.load(base / "experiment.json"))
-    found = [
-      match
-      for match in matching.match(definition, family)
-      if isinstance(match.rule, Matrix) and _their_names(match)[0] in self._tensors.specs
-    ]
-    roles = sorted({match.ours.split(".")[-2] for match in found})
-    self._roles = tuple(roles)
-    self.matches = [
-      match
-      for match in matching.match(definition, family)
-      if match.ours.endswith(".w") and match.ours.split(".")[-2] in roles
-    ]
+    plain = Definition(cast(Any, fdl.build(self._graph.model)))
+    matches = matching.match(plain, family_of(registry.load(base / "experiment.json")))
+    self._roles = sorted(
+      {match.ours.split(".")[-2] for match in matches if self._tensors.specs.keys() & _names(match)}
+    )
+    if not self._roles:
+      raise UserError(f"the adapter is for no linear map of {base}.")
+    fiddlers.lora(
+      self._graph, rank=self._rank, alpha=self._alpha, dropout=self._dropout, roles=self._roles
+    )
+    self._definition = Definition(
+      cast(Any, fdl.build(self._graph.model)), trained=self._graph.trained
+    )
+    self.matches = adapted(matches, self._definition)
     self._check()
 
   def _check(self):
-    wanted = {name for match in self.matches for name in _their_names(match)}
-    there = set(self._tensors.specs)
-    if lacking := sorted(wanted - there):
+    wanted = {name: shape for name, _, shape in self._all_parts()}
+    there = self._tensors.specs
+    if lacking := sorted(wanted.keys() - there.keys()):
       raise UserError(f"the adapter lacks {', '.join(lacking[:5])}.")
-    if more := sorted(there - wanted):
+    if more := sorted(there.keys() - wanted.keys()):
       raise UserError(f"{self._base} has no place for {', '.join(more[:5])} of the adapter.")
-    if not wanted:
-      raise UserError(f"the adapter is for no linear map of {self._base}.")
-    for match in self.matches:
-      inputs = math.prod(match.shape[: match.rule.inputs])  # pyright: ignore - a Matrix.
-      shapes = (self._rank, inputs), (math.prod(match.shape) // inputs, self._rank)
-      for name, shape in zip(_their_names(match), shapes, strict=True):
-        if (found := self._tensors.specs[name].shape) != shape:
-          raise UserError(f"{name} is {list(found)}, but {list(shape)} is due for {self._base}.")
+    for name, shape in wanted.items():
+      if (found := there[name].shape) != shape:
+        raise UserError(f"{name} is {list(found)}, but {list(shape)} is due for {self._base}.")
+
+  def _all_parts(self) -> list[tuple[str, str, tuple[int, int]]]:
+    return [part for match in self.matches for part in _parts(match, self._rank)]
 
   def table(self) -> str:
     """Returns a line for each adapted weight: its name and shape, and where its adapter is."""
     return "\n".join(
-      f"{adapter_of(match.ours)[0]}, b <- {', '.join(_their_names(match))}"
-      for match in self.matches
+      f"{ours} {list(self._definition.weights[ours].shape)} <- {theirs}"
+      for theirs, ours, _ in self._all_parts()
     )
 
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must not hold anything yet."""
     graph: Any = self._graph
     base = self._base.absolute()
-    fiddlers.lora(
-      graph, rank=self._rank, alpha=self._alpha, dropout=self._dropout, roles=self._roles
-    )
     graph.restore = fdl.Config(Restore, path=str(base), ignore=(layers.lora.WEIGHTS,))
     experiment = registry.load(base / "experiment.json")
     knobs = {
@@ -163,25 +170,22 @@ class Adapter:
     }
     for name, value in knobs.items():
       experiment.set(name, str(value), source=_CONFIG)
-    definition = Definition(cast(Any, fdl.build(graph.model)), trained=graph.trained)
+    definition = self._definition
     restore: Restore = fdl.build(graph.restore)
     restore.check(definition)
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(definition.module)
-      streaming.write(
-        folder / "checkpoints", self._weights(definition), dtype=np.dtype(dtype), layout=layout
-      )
+      streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       copy_tokenizer(base, folder)
       (folder / "config.json").write_text(config_file.dump(graph))
       (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
       (folder / "experiment.json").write_text(registry.dump(experiment))
       (folder / PROVENANCE).write_text(restore.provenance([], definition.frozen))
 
-  def _weights(self, definition: Definition) -> Iterator[tuple[str, np.ndarray]]:
-    for match in self.matches:
-      for ours, theirs in zip(adapter_of(match.ours), _their_names(match), strict=True):
-        shape = definition.weights[ours].shape
-        yield f"params.{ours}", self._tensors.read(theirs).T.reshape(shape)
+  def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
+    for theirs, ours, _ in self._all_parts():
+      shape = self._definition.weights[ours].shape
+      yield f"params.{ours}", self._tensors.read(theirs).T.reshape(shape)
 
 
 def _refuse(config: dict[str, Any], path: pathlib.Path):

@@ -3,6 +3,7 @@
 
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -13,14 +14,14 @@ from paxlike import fiddlers, registry, run_folder
 from paxlike.convert import matching, tensors
 from paxlike.convert.importing import copy_tokenizer
 from paxlike.convert.matching import Match
-from paxlike.convert.stored import Merged, Stored, Weights
+from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
 from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.hugging_face import Family
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
-from paxlike.restoring import Restore
+from paxlike.restoring import Restore, began_with
 
 
 class Run:
@@ -49,8 +50,10 @@ class Run:
     unrolled = layout_of(definition.module)
     self.matches = matching.match(definition, family_of(experiment))
     self.adapters = Stored(path / "checkpoints", step, unrolled)
-    self.adapted = [match for match in self.matches if self._is_adapted(match.ours)]
-    self.lora_scale = (experiment.LORA_ALPHA or experiment.LORA_RANK) / experiment.LORA_RANK
+    experiment.adapt(model)
+    self.adapted = adapted(self.matches, Definition(fdl.build(model)))
+    alpha = experiment.LORA_ALPHA
+    self.lora_scale = 1.0 if alpha is None else alpha / experiment.LORA_RANK
     self._weights: Weights = self.adapters
     if self.adapted:
       base = self._restore()
@@ -58,17 +61,12 @@ class Run:
       stored = Stored(pathlib.Path(base.folder), base.step, unrolled)
       self._weights = Merged(stored, self.adapters, scales=scales)
 
-  def _is_adapted(self, name: str) -> bool:
-    roles = self.experiment.lora_roles() if self.experiment.USE_LORA else ()
-    return name.endswith(".w") and name.split(".")[-2] in roles
-
   def _restore(self) -> Restore:
     """Returns where the base of the adapters is."""
-    path = self.experiment.CHECKPOINT_RESTORE_PATH
-    if path is None:
+    restore = began_with(epath.Path(self.path), given=None)
+    if restore is None:
       raise UserError(f"{self.path} has adapters of weights that were drawn: nothing to merge.")
-    restore = Restore(path=path, step=self.experiment.CHECKPOINT_RESTORE_STEP)
-    return restore.recorded(epath.Path(self.path))
+    return restore
 
   def table(self) -> str:
     """Returns a line for each weight: its name and shape, and where it goes."""
@@ -108,6 +106,11 @@ class Run:
         f" {self.path / 'experiment.json'}."
       )
     return value
+
+
+def adapted(matches: Sequence[Match], definition: Definition) -> list[Match]:
+  """Returns the matches of weights for which a model has an adapter."""
+  return [match for match in matches if adapter_of(match.ours)[0] in definition.weights]
 
 
 def family_of(experiment: Experiment) -> Family:

@@ -15,6 +15,7 @@ from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized
 from paxlike.convert.tensors import TensorFolder, TensorSpec, read_json
+from paxlike.data import chat
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
@@ -136,7 +137,7 @@ class Source:
 
 def copy_tokenizer(source: pathlib.Path, to: pathlib.Path):
   """Copies what is there of tokenizers' files."""
-  for name in (*TOKENIZERS, "tokenizer_config.json"):
+  for name in (*TOKENIZERS, *chat.FILES):
     if (source / name).exists():
       shutil.copyfile(source / name, to / name)
 

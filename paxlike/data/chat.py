@@ -27,6 +27,9 @@ class Part(NamedTuple):
   ends: bool = False
 
 
+# Beside a tokenizer of Hugging Face: how it is set up, and its template where that is by itself.
+FILES = ("tokenizer_config.json", "chat_template.jinja")
+
 Template = Callable[[Sequence[Message]], list[Part]]
 
 
@@ -120,16 +123,20 @@ def template(name: str, *, vocab_path: str | None) -> Template:
   """
   if name != "tokenizer":
     return TEMPLATES[name]
-  path = os.path.join(os.path.dirname(vocab_path or ""), "tokenizer_config.json")
+  config, own = (os.path.join(os.path.dirname(vocab_path or ""), file) for file in FILES)
   try:
-    with open(path, encoding="utf-8") as file:
-      config = json.load(file)
-    source = config["chat_template"]
+    with open(config, encoding="utf-8") as file:
+      told = json.load(file)
+    if os.path.exists(own):
+      with open(own, encoding="utf-8") as file:
+        source = file.read()
+    else:
+      source = told["chat_template"]
   except (OSError, ValueError, KeyError, TypeError) as error:
-    raise UserError(f"CHAT_TEMPLATE=tokenizer: {path} has none: {error!r}.") from None
+    raise UserError(f"CHAT_TEMPLATE=tokenizer: {config} has none: {error!r}.") from None
   if isinstance(source, list):  # Several by name.
     source = {one["name"]: one["template"] for one in source}["default"]
-  markers = {key: _text_of(config.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+  markers = {key: _text_of(told.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
   return functools.partial(_rendered, source, markers)
 
 
@@ -167,13 +174,20 @@ def _added(before: str, after: str) -> str:
 def _compiled(source: str) -> Callable[..., str]:
   import jinja2.sandbox
 
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+  )
 
   def refuse(message: str):
     raise UserError(f"CHAT_TEMPLATE=tokenizer: {message}")
 
   environment.globals["raise_exception"] = refuse
-  try:
-    return environment.from_string(source).render
-  except jinja2.TemplateError as error:
-    raise UserError(f"CHAT_TEMPLATE=tokenizer: {error}.") from None
+  template = functools.cache(functools.partial(environment.from_string, source))
+
+  def render(**values: Any) -> str:
+    try:
+      return template().render(values)
+    except jinja2.TemplateError as error:
+      raise UserError(f"CHAT_TEMPLATE=tokenizer: {error}.") from None
+
+  return render

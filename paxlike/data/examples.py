@@ -103,6 +103,7 @@ class ExampleRows(CorpusRows):
       yield from super()._generate(batch_size, rows, epoch, position, repeat)
       return
     examples, starts = self._plan(epoch)
+    fingerprint = self.fingerprint()
     sizes = np.add.reduceat(self._sizes[examples], starts[:-1])
     order = np.argsort(-sizes, kind="stable")
     for first in range(position, len(order), batch_size):
@@ -112,7 +113,7 @@ class ExampleRows(CorpusRows):
       fills_up = numbers[rows] < 0
       arrays = self._rows(epoch, np.where(fills_up, order[first], numbers[rows]), length)
       arrays["weights"][fills_up] = 0
-      state = {"epoch": epoch, "position": first + batch_size, "fingerprint": self.fingerprint()}
+      state = {"epoch": epoch, "position": first + batch_size, "fingerprint": fingerprint}
       yield Batch(arrays, state, numbers)
 
 

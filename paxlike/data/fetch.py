@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetches files over HTTP: what has come stays, and is checked."""
 
-import hashlib
 import http.client
 import pathlib
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 
+from paxlike.data import files
 from paxlike.errors import UserError
 
 _CHUNK = 1 << 20
@@ -43,7 +43,7 @@ def fetch(
     except (TimeoutError, ConnectionError, http.client.HTTPException) as error:
       reason = str(error) or type(error).__name__
       raise UserError(f"{url} broke off: {reason}. The same command goes on.") from None
-    if sha256 is not None and _sha256(part) != sha256:
+    if sha256 is not None and files.sha256(part) != sha256:
       part.unlink()
       raise UserError(f"{url} is not the file that was published: its SHA-256 is not {sha256}.")
     part.rename(to)
@@ -72,8 +72,3 @@ def _append(url: str, part: pathlib.Path, progress: Callable[[int], object]):
         progress(len(chunk))
     if expected is not None and got < int(expected):
       raise ConnectionError(f"{got} of {expected} bytes came")
-
-
-def _sha256(path: pathlib.Path) -> str:
-  with open(path, "rb") as file:
-    return hashlib.file_digest(file, "sha256").hexdigest()

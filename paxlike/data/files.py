@@ -2,6 +2,7 @@
 """The files that a path of the user means: one, all of a folder, or those of a glob."""
 
 import glob
+import hashlib
 import os
 from collections.abc import Sequence
 
@@ -45,3 +46,9 @@ def stamps(files: Sequence[str], *, knob: str) -> list[tuple[str, int, int]]:
   except OSError as error:
     raise UserError(f"{knob}: {error.filename} cannot be read: {error.strerror}.") from error
   return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def sha256(path: str | os.PathLike[str]) -> str:
+  """Returns the hash of a file's content."""
+  with open(path, "rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,6 +7,7 @@ paxlike.data.seqio_corpus`, reads a task; the training process only ever opens i
 
 import functools
 import hashlib
+import inspect
 import json
 import os
 import pathlib
@@ -62,8 +63,9 @@ class SeqIOTask:
     """Returns a text that is another for another task."""
     stats = [(os.fspath(file), file.stat()) for file in self.files()]
     files = [(name, stat.length, stat.mtime) for name, stat in stats]
-    # Of the text that TinyPython reads, only this tells.
-    return json.dumps([self.request(), files, sys.version])
+    code = inspect.getsource(sys.modules[self._register.__module__])
+    # Of the text that TinyPython reads, only Python's version tells.
+    return json.dumps([self.request(), files, code, sys.version])
 
   def request(self) -> dict[str, Any]:
     """Returns what tells another process of the task; plain JSON."""

@@ -2,7 +2,6 @@
 """Files of records as a TFDS data set: a shard for each file, so that what is done stays done."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -10,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from paxlike.data import records
+from paxlike.data import files, records
 from paxlike.errors import UserError
 
 _SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)(?![a-z])")
@@ -75,7 +74,7 @@ class Schema:
 
 def write(
   schema: Schema,
-  files: Sequence[pathlib.Path],
+  sources: Sequence[pathlib.Path],
   root: pathlib.Path,
   *,
   progress: Callable[[int], object] = lambda num_bytes: None,
@@ -86,7 +85,7 @@ def write(
 
   Args:
     schema: The data set.
-    files: Of records, see `records`.
+    sources: Files of records, see `records`.
     root: A TFDS data directory.
     progress: Told of the bytes of each file that is finished.
 
@@ -100,7 +99,7 @@ def write(
   building = folder.with_name(f"{folder.name}.incomplete")
   building.mkdir(parents=True, exist_ok=True)
   splits: dict[str, list[pathlib.Path]] = {}
-  for file in files:
+  for file in sources:
     splits.setdefault(schema.split_of(file), []).append(file)
   for split in schema.passed_over:
     splits.pop(split, None)
@@ -114,7 +113,7 @@ def write(
   _describe(schema, building, lengths)
   for path in building.glob(".*.json"):
     path.unlink()
-  sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(building.iterdir())]
+  sums = [f"{files.sha256(path)}  {path.name}\n" for path in sorted(building.iterdir())]
   (building / CHECKSUMS).write_text("".join(sums))
   building.rename(folder)
   return folder
@@ -196,8 +195,3 @@ def _describe(schema: Schema, folder: pathlib.Path, lengths: Mapping[str, list[i
     check_data=False,
     description=dataset,
   )
-
-
-def _sha256(path: pathlib.Path) -> str:
-  with open(path, "rb") as file:
-    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data mixins: `class Pile126M(datasets.Pile, Gpt126M)`."""
 
+import abc
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -192,7 +193,7 @@ class Tfds(Experiment):
 _ANSWER_LENGTH = 64
 
 
-class PretrainingTask(Tfds):
+class PretrainingTask(Tfds, abc.ABC):
   """A task with a split to train on and one to look at now and then."""
 
   EVAL_SPLIT: str | None = "validation"  #: The split that is evaluated. None: none.
@@ -207,9 +208,9 @@ class PretrainingTask(Tfds):
     dataset = self.rows(self.EVAL_SPLIT, shuffle=False)
     return {self.EVAL_SPLIT: self.eval_set(dataset, num_batches=self.EVAL_BATCHES)}
 
+  @abc.abstractmethod
   def rows(self, split: str, *, shuffle: bool) -> fdl.Config:
     """A split, as rows."""
-    raise NotImplementedError
 
 
 class Pile(PretrainingTask):

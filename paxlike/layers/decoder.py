@@ -28,7 +28,7 @@ class Decoder(Module):
 
   Attributes:
     vocab_size: V, the number of token ids.
-    loss_chunks: Parts of the sequence whose logits are held one after another in training.
+    loss_chunks: Parts of the sequence whose logits are held one after another.
   """
 
   def __init__(
@@ -96,13 +96,35 @@ class Decoder(Module):
       targets_BT, weights_BT = constants
       return (cross_entropy(logits_BTV, targets_BT) * weights_BT).sum()
 
-    num_chunks = math.gcd(x_BTD.shape[1], self.loss_chunks)
+    chunks = self._chunks((x_BTD, (batch["targets"], batch["weights"])))
+    return sum_over_chunks(chunk_loss, weights, *chunks), aux
+
+  def map_logits(self, function: Callable[..., Any], x_BTD: jax.Array, arrays: Any) -> Any:
+    """Returns function(logits_BTV, arrays), made a part of the sequence at a time.
+
+    Args:
+      function: Of such a part; all leaves of what it takes and returns are [B, T, ...].
+      x_BTD: What `hidden` gives.
+      arrays: A pytree.
+    """
+
+    def apply(chunk):
+      x_BTD, arrays = chunk
+      return function(mesh.constrain(self.logits(x_BTD), "batch", "time", "vocab"), arrays)
+
+    def join(x: jax.Array) -> jax.Array:
+      return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+    return jax.tree.map(join, jax.lax.map(apply, self._chunks((x_BTD, arrays))))
+
+  def _chunks(self, arrays: Any) -> Any:
+    """Returns a pytree of [B, T, ...] as one of [chunks, B, T / chunks, ...]."""
+    num_chunks = math.gcd(jax.tree.leaves(arrays)[0].shape[1], self.loss_chunks)
 
     def split(x: jax.Array) -> jax.Array:
       return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, -1, *x.shape[2:]), 1, 0)
 
-    chunks = jax.tree.map(split, (x_BTD, (batch["targets"], batch["weights"])))
-    return sum_over_chunks(chunk_loss, weights, *chunks), aux
+    return jax.tree.map(split, arrays)
 
 
 def _logits(head: Embedding | Linear, x: jax.Array, soft_cap: float | None) -> jax.Array:

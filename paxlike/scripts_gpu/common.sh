@@ -17,3 +17,19 @@ slurm_arguments() {
   echo "--multiprocess_gpu --server_addr=${SLURM_LAUNCH_NODE_IPADDR}:${PORT:-12345}" \
     "--num_hosts=${SLURM_NTASKS} --host_idx=${SLURM_PROCID}"
 }
+
+# Takes what the scripts of the Pile are given, in Pax's order, and sets FLAGS and LOG_DIR:
+#   TFDS_DATA_DIR VOCAB_PATH [PREC] [NUM_GPUS] [PERCORE_BS] [LOGDIR] [FLAG...]
+read_arguments() {
+  local tfds_data_dir="${1:?TFDS_DATA_DIR is the first argument}"
+  export VOCAB_PATH="${2:?VOCAB_PATH is the second argument}"
+  LOG_DIR="${6:-test_logdir}"
+  FLAGS=(
+    --job_log_dir="${LOG_DIR}"
+    --tfds_data_dir="${tfds_data_dir}"
+    --fdl.FPROP_DTYPE="${3:-bfloat16}"
+    --fdl.ICI_MESH_SHAPE="[${4:-8},1,1]"
+    --fdl.PERCORE_BATCH_SIZE="${5:-4}"
+    "${@:7}"
+  )
+}

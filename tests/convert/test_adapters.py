@@ -91,6 +91,24 @@ def test_a_trained_adapter_is_the_same_for_peft_and_merged(base, tuned, tmp_path
   np.testing.assert_array_equal(logits(*imported(tmp_path / "back"), TOKENS), ours)
 
 
+def test_what_experts_compute_with_is_not_adapted(tmp_path):
+  save_random("mixtral", tmp_path / "theirs")
+  converted(tmp_path / "theirs", tmp_path / "base")
+  knobs = {"LEARNING_RATE": 0.1, "LR_SCHEDULE": "constant", "PERCORE_BATCH_SIZE": 1, "MAX_STEPS": 2}
+  knobs |= {"USE_LORA": True, "CHECKPOINT_RESTORE_PATH": tmp_path / "base"}
+  told = json.loads((tmp_path / "base" / "experiment.json").read_text())
+  own = {name: value for name, value in told["knobs"].items() if name not in knobs}
+  flags = [f"--fdl.{name}={value}" for name, value in (own | knobs).items()]
+  folder = tmp_path / "run"
+  assert train("--fdl_config=Mixtral8x7B", f"--job_log_dir={folder}", *flags) == 0
+  ours = logits(*imported(folder), TOKENS)
+  assert run(["--from=paxlike", f"--path={folder}", f"--to={tmp_path / 'merged'}"]) == 0
+  np.testing.assert_allclose(theirs(load(tmp_path / "merged")), ours, atol=1e-4)
+  assert run(["--from=paxlike", "--adapter", f"--path={folder}", f"--to={tmp_path / 'peft'}"]) == 0
+  config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+  assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
 @pytest.mark.parametrize("rslora", [False, True])
 def test_an_adapter_of_peft_is_the_same_here(base, tmp_path, rslora):
   import peft

@@ -129,10 +129,13 @@ def test_what_is_no_conversation_is_named(tmp_path, row):
 
 
 def test_what_changes_is_tokenized_again(tmp_path, capsys):
-  row = {"prompt": "a", "completion": "b"}
-  for options in ({}, {}, {"template": "chatml"}):
-    documents(make(tmp_path, row, **options))
-  assert capsys.readouterr().err.count("tokenizing the conversations") in (2, 3)
+  make(tmp_path, {"prompt": "a", "completion": "b"})
+  for template in ("plain", "plain", "chatml"):
+    path = str(tmp_path / "talks.jsonl")
+    documents(
+      Conversations(path=path, tokenizer=ByteTokenizer(), vocab_size=400, template=template)
+    )
+  assert capsys.readouterr().err.count("tokenizing the conversations") == 2
 
 
 def test_files_are_looked_for_before_anything_else(tmp_path):
@@ -182,6 +185,16 @@ def test_the_own_template_makes_what_transformers_makes(tmp_path, own):
   assert weights.sum() == len(ours.encode("Hello!<|im_end|>\nSee you.<|im_end|>\n"))
 
 
+def test_a_template_in_a_file_of_its_own_is_read(tmp_path, own):
+  source = (
+    "{% for m in messages %}{% if m.content == 'stop' %}{% break %}{% endif %}"
+    "[{{ m.content }}]{% endfor %}"
+  )
+  (tmp_path / "chat_template.jinja").write_text(source)
+  parts = chat.template("tokenizer", vocab_path=own)(TALK)
+  assert "".join(part.text for part in parts) == "".join(f"[{m['content']}]" for m in TALK)
+
+
 def test_templates_that_cannot_be_used_are_said(tmp_path, own):
   row = {"messages": TALK}
   config = tmp_path / "tokenizer_config.json"
@@ -190,6 +203,7 @@ def test_templates_that_cannot_be_used_are_said(tmp_path, own):
     ("{{ messages | length }}", "changes what came before"),
     ("{{ raise_exception('No system here') }}", "No system here"),
     ("{% if %}", "CHAT_TEMPLATE=tokenizer: "),
+    ("{{ messages[0].role.what.who }}", "CHAT_TEMPLATE=tokenizer: .*what"),
   ):
     config.write_text(json.dumps({"chat_template": source}))
     with pytest.raises(UserError, match=says):

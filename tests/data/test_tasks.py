@@ -99,7 +99,7 @@ def test_boolq_compares_two_words(tmp_path, vocabulary):
     assert document["alternatives"].tolist() == [0] * (len(tokens) - 1) + [other]
 
 
-def test_a_vocabulary_without_a_word_for_no_is_said(tmp_path, vocabulary):
+def test_a_vocabulary_without_a_word_for_no_is_said():
   class Task:
     name, splits = "boolq", ("train",)
 
