@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -46,6 +46,18 @@ class _Reading:
       raise _Damaged(_reason(error.__cause__ or error)) from error
 
 
+@dataclasses.dataclass(frozen=True)
+class _Preserved:
+  """Orbax's interface of what says which checkpoints stay: that of one step."""
+
+  step: Callable[[], int | None]
+
+  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    del context
+    step = self.step()
+    return [checkpoint.step == step for checkpoint in checkpoints]
+
+
 class Restored(NamedTuple):
   """What a checkpoint holds."""
 
@@ -72,8 +84,14 @@ def _name(path: tuple[Any, ...]) -> str:
 class Checkpoints:
   """The checkpoints of one run."""
 
-  def __init__(self, directory: epath.PathLike, *, keep: int | None):
-    """`keep` newest checkpoints stay when one is saved; None keeps all.
+  def __init__(
+    self,
+    directory: epath.PathLike,
+    *,
+    keep: int | None,
+    preserved: Callable[[], int | None] = lambda: None,
+  ):
+    """When one is saved the `keep` newest stay, None keeps all, and that of step `preserved()`.
 
     Raises:
       UserError: None would be kept.
@@ -83,8 +101,10 @@ class Checkpoints:
 
     self._ocp = ocp
     self._directory = run_folder.absolute(directory)  # Orbax reads no relative path.
+    managers = ocp.checkpoint_managers
+    kept = [managers.LatestN(keep), _Preserved(preserved)]
     self._options = ocp.CheckpointManagerOptions(
-      max_to_keep=keep,
+      preservation_policy=managers.AnyPreservationPolicy(kept),
       step_prefix="checkpoint",
       step_format_fixed_length=8,
       cleanup_tmp_directories=True,

@@ -4,7 +4,7 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,13 @@ class EvalSet:
   dataset: Any
   metrics: tuple[Metrics, ...] = (language_model,)
   num_batches: int | None = None
+
+  @property
+  def names(self) -> list[str]:
+    """The names of its metrics."""
+    loss, right = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.bool))
+    given: Any = Scores(*cast(Any, (loss, right, right))), {"weights": loss}
+    return [name for metrics in self.metrics for name in jax.eval_shape(metrics, *given)]
 
 
 @dataclasses.dataclass(frozen=True)

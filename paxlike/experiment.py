@@ -11,6 +11,7 @@ import fiddle as fdl
 import jax
 
 from paxlike import fiddlers, hugging_face, layers, optimizers
+from paxlike.best import Criterion
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
 from paxlike.knobs import UNSET, Dtype, Knobs
@@ -77,6 +78,12 @@ class Experiment(Knobs):
   EVAL_INTERVAL_STEPS: int = 100  #: Steps between evaluations. 0: only after the last.
   CHECKPOINT_EVERY_N_STEPS: int = 5000  #: Steps between checkpoints. 0: only after the last.
   CHECKPOINT_MAX_TO_KEEP: int | None = 10  #: Checkpoints kept, the newest. None: all.
+  #: SET/METRIC of the evaluation, as validation/log_pplx, by which the best checkpoint is kept too.
+  BEST_CHECKPOINT_METRIC: str | None = None
+  #: Which of its values is the best. None: min of log_pplx, max of others.
+  BEST_CHECKPOINT_MODE: Literal["min", "max"] | None = None
+  #: Evaluations in a row without a better one that end the run. None: it goes on to MAX_STEPS.
+  EARLY_STOPPING_PATIENCE: int | None = None
   MAX_SKIPPED_STEPS_IN_A_ROW: int = 10  #: Abort after so many steps without a finite gradient.
   #: Weights to start from: the folder of a run, or of a converted model. None: all are drawn.
   CHECKPOINT_RESTORE_PATH: str | None = None
@@ -111,6 +118,7 @@ class Experiment(Knobs):
       max_skipped_in_a_row=self.MAX_SKIPPED_STEPS_IN_A_ROW,
       sample_prompt=self.SAMPLE_PROMPT,
       restore=self.restore(),
+      best=self.best(),
     )
     fiddlers.precision(graph, self.FPROP_DTYPE)
     self.adapt(graph)
@@ -143,6 +151,15 @@ class Experiment(Knobs):
       include=self.CHECKPOINT_INCLUDE_RULES,
       ignore=(*self.CHECKPOINT_IGNORE_RULES, *([layers.lora.WEIGHTS] if self.USE_LORA else [])),
     )
+
+  def best(self) -> fdl.Config[Criterion] | None:
+    """By what the best checkpoint is known, if one is to be."""
+    metric = self.BEST_CHECKPOINT_METRIC
+    if metric is None:
+      return None
+    mode = self.BEST_CHECKPOINT_MODE or ("min" if metric.endswith("log_pplx") else "max")
+    patience = self.EARLY_STOPPING_PATIENCE
+    return fdl.Config(Criterion, metric=metric, lowest=mode == "min", patience=patience)
 
   def model(self) -> fdl.Config[layers.Decoder]:
     """The whole model; its output projection is the embedding's table."""

@@ -8,7 +8,7 @@ path in its graph. Nothing heavy is imported here, so that `--help` and mistakes
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from absl import flags
 
@@ -56,7 +56,7 @@ What to do
                           train (the default) and evaluate on the way; eval: evaluate a checkpoint;
                           decode: continue prompts; show: print knobs, graph, parameters and memory
   --job_log_dir=DIR       a local folder or gs://...
-  --step=N                eval, decode: this checkpoint rather than the newest
+  --step=N|best           eval, decode: this checkpoint rather than the newest
   --continuous            eval: follow a running job until it ends
   --against=NAME          show: print the difference from this experiment
   --list, --fdl_help, --help
@@ -103,7 +103,7 @@ class Options:
     help: Print HELP and stop.
     fdl_help: Print the knobs of the experiment and stop.
     list: Print the registered experiments and stop.
-    step: The checkpoint to evaluate; None is the newest.
+    step: The checkpoint to evaluate or decode with; None is the newest.
     continuous: Evaluate the checkpoints of a running job as they appear.
     prompt: Prompts to continue.
     prompt_file: Files of prompts.
@@ -139,7 +139,7 @@ class Options:
   help: bool = False
   fdl_help: bool = False
   list: bool = False
-  step: int | None = None
+  step: int | Literal["best"] | None = None
   continuous: bool = False
   prompt: tuple[str, ...] = ()
   prompt_file: tuple[str, ...] = ()
@@ -238,6 +238,13 @@ class _Int(flags.ArgumentParser):
     return number
 
 
+class _Step(_Int):
+  """The number of a checkpoint, or the word for the best."""
+
+  def parse(self, argument: str | int) -> int | str:
+    return argument if argument == "best" else super().parse(argument)
+
+
 _STRINGS = (
   "fdl_config",
   "fdl_config_file",
@@ -255,7 +262,6 @@ _BOOLEANS = {
   "multiprocess_gpu": False,
 }
 _INTS = {
-  "step": 0,
   "num_hosts": 1,
   "host_idx": 0,
   "num_cpu_devices": 1,
@@ -266,7 +272,7 @@ _INTS = {
   "decode_seed": 0,
 }
 _FLOATS = ("temperature", "top_p", "min_p")
-_SCALARS = ("mode", *_STRINGS, *_BOOLEANS, *_INTS, *_FLOATS)
+_SCALARS = ("mode", "step", *_STRINGS, *_BOOLEANS, *_INTS, *_FLOATS)
 
 
 def _define() -> flags.FlagValues:
@@ -281,6 +287,7 @@ def _define() -> flags.FlagValues:
     flag = flags.BooleanFlag(name, default, "")
     flag.parser = _Bool()
     flags.DEFINE_flag(flag, flag_values=values)
+  flags.DEFINE(_Step(0), "step", None, "", flag_values=values)
   for name, least in _INTS.items():
     flags.DEFINE(_Int(least), name, None, "", flag_values=values)
   for name in _FLOATS:

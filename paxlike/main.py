@@ -80,6 +80,11 @@ def _set_up_jax(options: flags.Options):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
+  if options.num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
+    # XLA for CPUs ends the process when it makes some sums of bfloat16 over devices float32: those
+    # of gradients of jax.shard_map. It needs not do so, they are summed well as they are.
+    theirs = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"--xla_disable_hlo_passes=all-reduce-promotion {theirs}".strip()
   import jax
 
   if options.num_cpu_devices is not None:
@@ -148,16 +153,23 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
     if options.mode == "eval" and options.continuous:
       trainer.follow(folder, journal)
     elif options.mode == "eval":
-      trainer.evaluate(folder, journal, step=options.step)
+      trainer.evaluate(folder, journal, step=_step(options, folder))
     elif options.mode == "decode":
       prompts, how = _decoding(options)
-      trainer.decode(folder, journal, prompts, step=options.step, options=how)
+      trainer.decode(folder, journal, prompts, step=_step(options, folder), options=how)
     else:
       if (folder / "config.json").exists():
         _tell_changes(folder / "config.json", graph, journal)
       stopped_by = trainer.train(folder, journal, files=_files(experiment, graph))
       return 128 + stopped_by if stopped_by else 0
   return 0
+
+
+def _step(options: flags.Options, folder: Any) -> int | None:
+  """Returns the checkpoint that the options name; None for the newest."""
+  from paxlike import best
+
+  return best.step_of(folder) if options.step == "best" else options.step
 
 
 def _decoding(options: flags.Options) -> tuple[list[str], Any]:

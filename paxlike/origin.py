@@ -2,6 +2,7 @@
 """Where the state of a run comes from: its checkpoints, the weights it starts from, its seed."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,9 +37,11 @@ class Origin:
   seed: int
   restore: Restore | None
 
-  def checkpoints(self, *, keep: int | None = None) -> Checkpoints:
-    """Returns those of the run; when one is saved `keep` stay."""
-    return Checkpoints(self.folder / "checkpoints", keep=keep)
+  def checkpoints(
+    self, *, keep: int | None = None, preserved: Callable[[], int | None] = lambda: None
+  ) -> Checkpoints:
+    """Returns those of the run; see `Checkpoints` for which stay when one is saved."""
+    return Checkpoints(self.folder / "checkpoints", keep=keep, preserved=preserved)
 
   def state(
     self, saved: Checkpoints, optimizer: Optimizer, journal: Journal

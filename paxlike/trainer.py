@@ -11,9 +11,10 @@ import jax
 from etils import epath
 
 from paxlike import decoding, flops, memory, mesh
+from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, check_keep, flatten
 from paxlike.errors import RunError, UserError
-from paxlike.evaluation import EvalSet, Evaluator
+from paxlike.evaluation import EvalSet, Evaluator, Result
 from paxlike.feed import Feed
 from paxlike.journal import Journal, Summary, is_running
 from paxlike.layers.decoder import Batch, Decoder
@@ -51,6 +52,7 @@ class Trainer:
     max_skipped_in_a_row: Ends the run after so many steps without a finite gradient.
     sample_prompt: Text that the trained model continues at the end.
     restore: Weights that a new run starts from; None: all are drawn.
+    best: By what the best checkpoint is known; None: there is none.
     trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
     saving: Whether checkpoints are written.
   """
@@ -71,6 +73,7 @@ class Trainer:
   max_skipped_in_a_row: int
   sample_prompt: str | None = None
   restore: Restore | None = None
+  best: Criterion | None = None
   trained: str = ""
   saving: bool = True
 
@@ -95,6 +98,8 @@ class Trainer:
       )
     if self.restore is not None:
       self.restore.check(self.definition)
+    if self.best is not None:
+      self.best.check(self.eval_data)
     for data in (self.train_data if training else None, *self._eval_datasets):
       if data is not None:
         data.check()
@@ -164,19 +169,23 @@ class Trainer:
       UserError: The checkpoint is of another experiment, or cannot be written.
       RunError: The loss is no longer finite.
     """
+    best = Best(folder, self.best)
     with (
       jax.set_mesh(self.devices),
-      self._origin(folder).checkpoints(keep=self.keep) as saved,
+      self._origin(folder).checkpoints(keep=self.keep, preserved=lambda: best.step) as saved,
       StopSignal() as stop,
     ):
       state, data_state, origin = self._origin(folder).state(saved, self.optimizer, journal)
       start = int(state.step)
+      best.forget(after=start)
       journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
       train_step = None
-      evaluators = self._evaluators()
       meter = Meter(depth=self.feed.steps_in_flight)
       with self._batches(data_state) as batches:
         for step in range(start, self.num_steps):
+          if best.is_hopeless:
+            journal.note(f"ends early: checkpoint {best.step} stays the best")
+            break
           batch = next(batches)
           arrays = self.feed.put(batch.arrays)
           if train_step is None:
@@ -195,13 +204,14 @@ class Trainer:
             self._save(saved, state, batch.state)
             journal.status("running", step + 1)
           if evaluate:
-            for name, evaluator in evaluators.items():
-              journal.evaluated(name, step + 1, evaluator.run(state.params | state.frozen))
+            results = self._evaluate(state.params | state.frozen, step + 1, journal)
+            if (best.evaluated(results, step + 1) or best.is_hopeless) and self.saving and not save:
+              self._save(saved, state, batch.state)
           if stopping:
             break
       self._log(meter.flush(), journal)
       saved.wait()
-      self._finish(state, journal, start=start)
+      self._finish(state, journal, start=start, early=best.is_hopeless)
       return stop.number or 0
 
   def evaluate(self, folder: epath.Path, journal: Journal, *, step: int | None) -> int:
@@ -214,8 +224,7 @@ class Trainer:
       raise UserError("this experiment has no evaluation data (eval_data).")
     with jax.set_mesh(self.devices):
       step, params = self._origin(folder).params(step)
-      for name, evaluator in self._evaluators().items():
-        journal.evaluated(name, step, evaluator.run(params))
+      self._evaluate(params, step, journal)
       return step
 
   def follow(self, folder: epath.Path, journal: Journal, *, poll_seconds: float = 5):
@@ -275,6 +284,15 @@ class Trainer:
     with jax.set_mesh(self.devices):
       return self._origin(epath.Path(folder)).params(step)[1]
 
+  def _evaluate(self, params: Params, updates: int, journal: Journal) -> dict[str, Result]:
+    """Evaluates weights on each eval set, and tells of it."""
+    results = {}
+    for name, evaluator in self._evaluators.items():
+      results[name] = evaluator.run(params)
+      journal.evaluated(name, updates, results[name])
+    return results
+
+  @functools.cached_property
   def _evaluators(self) -> dict[str, Evaluator]:
     """One for each eval set."""
     return {
@@ -294,11 +312,12 @@ class Trainer:
     changing = flatten(dataclasses.replace(state, frozen={}))
     saved.save(int(state.step), changing, layout=self.layout, train_input=data_state)
 
-  def _finish(self, state: TrainState, journal: Journal, *, start: int):
+  def _finish(self, state: TrainState, journal: Journal, *, start: int, early: bool):
     step = int(state.step)
-    if start < step == self.num_steps and self.sample_prompt is not None:
+    finished = early or step == self.num_steps
+    if finished and step > start and self.sample_prompt is not None:
       journal.note(f"sample:\n{self._sample(state, self.sample_prompt)}")
-    journal.status("finished" if step == self.num_steps else "stopped", step)
+    journal.status("finished" if finished else "stopped", step)
 
   def _compile(self, state: TrainState, batch: Batch, journal: Journal) -> TrainStep:
     step = make_train_step(

@@ -44,6 +44,27 @@ def test_two_processes_train_as_one_does_and_one_resumes_their_checkpoint(tmp_pa
   assert [updates for updates, _ in curve(two)] == list(range(1, 9))
 
 
+@pytest.mark.slow
+def test_experts_train_in_bfloat16_on_several_cpu_devices(tmp_path):
+  flags = (
+    "--fdl_config=Mixtral8x7B",
+    "--fiddler=shrink",
+    "--fdl.LEARNING_RATE=1e-2",
+    "--fdl.LR_SCHEDULE=constant",
+    "--fdl.MAX_STEPS=3",
+    "--fdl.SUMMARY_INTERVAL_STEPS=1",
+  )
+  curves = []
+  for devices, percore in ((1, 4), (4, 1)):
+    folder = tmp_path / str(devices)
+    more = (f"--num_cpu_devices={devices}", f"--fdl.PERCORE_BATCH_SIZE={percore}")
+    status, _, err = finish(start(*flags, *more, f"--job_log_dir={folder}"))
+    assert status == 0, err
+    curves.append(curve(folder))
+  np.testing.assert_allclose(*curves, rtol=0.01)
+  assert len(curves[0]) == 3
+
+
 _RESTORE = """
 import sys
 import jax

@@ -23,6 +23,7 @@ CONDITIONS = {
   "MOE_DISPATCH": {"MOE_DISPATCH": "capacity"},
   "CHECKPOINT_RESTORE_PATH": {"CHECKPOINT_RESTORE_PATH": "run"},
   "LORA_": {"USE_LORA": True},
+  "BEST_CHECKPOINT_MODE": {"BEST_CHECKPOINT_METRIC": "validation/log_pplx"},
 }
 every_experiment = pytest.mark.parametrize("cls", EXPERIMENTS.values(), ids=lambda c: c.__name__)
 

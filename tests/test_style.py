@@ -25,7 +25,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("layers", "data", "feed"),
   ("optimizers", "flops", "relayout", "weight_rules", "sampling", "prompts"),
   ("train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
-  ("journal",),
+  ("journal", "best"),
   ("train_step", "generate", "hugging_face", "restoring"),
   ("decoding", "origin"),
   ("trainer", "aot", "planner"),

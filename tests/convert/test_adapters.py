@@ -95,7 +95,11 @@ def test_what_experts_compute_with_is_not_adapted(tmp_path):
   save_random("mixtral", tmp_path / "theirs")
   converted(tmp_path / "theirs", tmp_path / "base")
   knobs = {"LEARNING_RATE": 0.1, "LR_SCHEDULE": "constant", "PERCORE_BATCH_SIZE": 1, "MAX_STEPS": 2}
-  knobs |= {"USE_LORA": True, "CHECKPOINT_RESTORE_PATH": tmp_path / "base"}
+  knobs |= {
+    "FPROP_DTYPE": "float32",
+    "USE_LORA": True,
+    "CHECKPOINT_RESTORE_PATH": tmp_path / "base",
+  }
   told = json.loads((tmp_path / "base" / "experiment.json").read_text())
   own = {name: value for name, value in told["knobs"].items() if name not in knobs}
   flags = [f"--fdl.{name}={value}" for name, value in (own | knobs).items()]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best checkpoint of a run by a metric of its evaluation, and whether one may yet be better."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from paxlike import run_folder
+from paxlike.errors import UserError, did_you_mean
+from paxlike.evaluation import EvalSet, Result
+
+FILE = "best.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Criterion:
+  """By what checkpoints are compared.
+
+  Attributes:
+    metric: "SET/METRIC", such as "validation/log_pplx".
+    lowest: Whether less is better.
+    patience: Evaluations in a row without a better one that end the run; None: nothing does.
+  """
+
+  metric: str
+  lowest: bool
+  patience: int | None = None
+
+  def check(self, eval_data: Mapping[str, EvalSet]):
+    """Raises a UserError if nothing in `eval_data` gives the metric, or no patience is left."""
+    names = [f"{name}/{metric}" for name, one in eval_data.items() for metric in one.names]
+    if self.metric not in names:
+      hint = did_you_mean(self.metric, names) or f" There is: {', '.join(names) or 'none'}."
+      raise UserError(f"BEST_CHECKPOINT_METRIC={self.metric}: no such metric.{hint}")
+    if self.patience is not None and self.patience < 1:
+      raise UserError(f"EARLY_STOPPING_PATIENCE={self.patience} must be at least 1, or None.")
+
+  def value(self, results: Mapping[str, Result]) -> float:
+    """Returns the metric of an evaluation."""
+    name, _, metric = self.metric.partition("/")
+    return results[name].values[metric]
+
+  def badness(self, value: float) -> float:
+    """Returns a number that is less for a better value of the metric; what is none is the worst."""
+    if math.isnan(value):
+      return math.inf
+    return value if self.lowest else -value
+
+
+class Best:
+  """What a run knows of its best checkpoint; kept in its folder, so that a resumed run does too."""
+
+  def __init__(self, folder: epath.Path, criterion: Criterion | None):
+    """Reads what was found by the same criterion before; with none, nothing is ever best.
+
+    Raises:
+      UserError: What the folder says is damaged.
+    """
+    self._path = folder / FILE
+    self._criterion = criterion
+    self._values: dict[int, float] = {}
+    told = _read(self._path)
+    if told is not None and criterion is not None and told["metric"] == criterion.metric:
+      self._values = dict(told["values"])
+
+  def forget(self, *, after: int):
+    """Takes back what was found later than after so many updates, from where a run goes on."""
+    self._values = {step: value for step, value in self._values.items() if step <= after}
+
+  @property
+  def step(self) -> int | None:
+    """The best checkpoint, of equals the first; None before the first evaluation."""
+    criterion = self._criterion
+    if criterion is None or not self._values:
+      return None
+    return min(self._values, key=lambda step: criterion.badness(self._values[step]))
+
+  @property
+  def is_hopeless(self) -> bool:
+    """Whether so many evaluations were no better that the run is to end."""
+    best, criterion = self.step, self._criterion
+    if best is None or criterion is None or criterion.patience is None:
+      return False
+    return sum(step > best for step in self._values) >= criterion.patience
+
+  def evaluated(self, results: Mapping[str, Result], step: int) -> bool:
+    """Takes note of an evaluation after `step` updates; returns whether it is the best so far."""
+    if self._criterion is None:
+      return False
+    self._values[step] = self._criterion.value(results)
+    if jax.process_index() == 0:
+      values = list(self._values.items())
+      told = {"metric": self._criterion.metric, "step": self.step, "values": values}
+      with run_folder.writing(self._path.parent):
+        run_folder.write(self._path, json.dumps(told) + "\n")
+    return self.step == step
+
+
+def step_of(folder: epath.PathLike) -> int:
+  """Returns the best checkpoint of the run in `folder`.
+
+  Raises:
+    UserError: That is not known.
+  """
+  told = _read(epath.Path(folder) / FILE)
+  if told is None:
+    raise UserError(f"{folder} knows no best checkpoint: it ran without BEST_CHECKPOINT_METRIC.")
+  return told["step"]
+
+
+def _read(path: epath.Path) -> dict[str, Any] | None:
+  if not path.exists():
+    return None
+  try:
+    told = json.loads(path.read_text())
+    return {"metric": str(told["metric"]), "step": int(told["step"]), "values": told["values"]}
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise UserError(
+      f"{path} is damaged ({error!r}): remove it, and no checkpoint is best."
+    ) from error

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best checkpoint stays, and a run that finds none better ends."""
+
+import json
+import math
+
+import pytest
+from program import TINY, curve, run
+
+from paxlike.best import Best, Criterion
+from paxlike.checkpoint import Checkpoints
+from paxlike.errors import UserError
+from paxlike.evaluation import Result
+
+# A tiny model learns at first, so that the highest loss is that of the first evaluation.
+HIGHEST = ("--fdl.BEST_CHECKPOINT_METRIC=validation/log_pplx", "--fdl.BEST_CHECKPOINT_MODE=max")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+  path = tmp_path_factory.mktemp("text") / "corpus.txt"
+  path.write_text("".join(f"{i} bottles of beer on the wall. " for i in range(60)))
+  return path
+
+
+def train(folder, text, *more):
+  rest = [flag for flag in TINY if "fdl_config" not in flag and "VOCAB" not in flag]
+  model = ("--fdl.NUM_LAYERS=1", "--fdl.MODEL_DIMS=16", "--fdl.HIDDEN_DIMS=32", "--fdl.NUM_HEADS=2")
+  data = ("--fdl_config=Text126M", f"--fdl.DATA_PATH={text}", "--fdl.VOCAB_SIZE=257")
+  how = ("--fdl.DIMS_PER_HEAD=8", "--fdl.PERCORE_BATCH_SIZE=1", "--fdl.EVAL_INTERVAL_STEPS=2")
+  when = ("--fdl.CHECKPOINT_EVERY_N_STEPS=3", "--fdl.CHECKPOINT_MAX_TO_KEEP=1")
+  flags = (*data, *rest, *model, *how, *when, "--fdl.MAX_STEPS=20", f"--job_log_dir={folder}")
+  return run(*flags, *more)
+
+
+def steps(folder):
+  return Checkpoints(folder / "checkpoints", keep=None).steps()
+
+
+@pytest.mark.slow
+def test_the_best_stays_and_no_better_one_ends_the_run(tmp_path, text, capsys):
+  patient = (*HIGHEST, "--fdl.EARLY_STOPPING_PATIENCE=3")
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  assert train(whole, text, *patient) == 0
+  assert steps(whole) == [2, 8]
+  assert json.loads((whole / "status.json").read_text())["state"] == "finished"
+  losses = [loss for _, loss in curve(whole, "eval")]
+  assert losses == sorted(losses, reverse=True) and len(losses) == 4
+
+  assert train(parts, text, *patient, "--fdl.num_steps=5") == 0
+  assert steps(parts) == [2, 5]
+  assert train(parts, text, *patient) == 0
+  # The first part ended with an evaluation of its own.
+  assert curve(parts) == curve(whole)[: len(curve(parts))]
+  assert steps(parts)[0] == 2
+
+  assert train(whole, text, *patient) == 0
+  assert len(curve(whole)) == 8
+  capsys.readouterr()
+  assert train(whole, text, *patient, "--mode=eval", "--step=best") == 0
+  assert "evaluated validation after 2 updates" in capsys.readouterr().out
+  assert train(whole, text, *HIGHEST) == 0
+  assert steps(whole) == [2, 20]
+
+
+@pytest.mark.slow
+def test_a_metric_that_is_not_there_is_said_before_anything_is_made(tmp_path, text, capsys):
+  for metric, says in (("validation/log_plx", "Did you mean"), ("lambada/acc", "no such metric")):
+    flag = f"--fdl.BEST_CHECKPOINT_METRIC={metric}"
+    assert train(tmp_path / "run", text, flag) == 2
+    error = capsys.readouterr().err
+    assert says in error and "validation/log_pplx" in error and error.count("\n") == 1
+  assert train(tmp_path / "run", text, "--fdl.EARLY_STOPPING_PATIENCE=2") == 2
+  assert "EARLY_STOPPING_PATIENCE has no effect" in capsys.readouterr().err
+  assert train(tmp_path / "run", text, *HIGHEST, "--fdl.EARLY_STOPPING_PATIENCE=0") == 2
+  assert "at least 1" in capsys.readouterr().err
+  assert not (tmp_path / "run").exists()
+
+
+def found(value):
+  return {"held": Result({"acc": value}, [])}
+
+
+def test_what_is_no_number_is_never_the_best(tmp_path):
+  for lowest in (False, True):
+    best = Best(tmp_path / str(lowest), Criterion(metric="held/acc", lowest=lowest))
+    (tmp_path / str(lowest)).mkdir()
+    best.evaluated(found(math.nan), 1)
+    assert best.evaluated(found(0.5), 2)
+    assert not best.evaluated(found(math.nan), 3)
+    assert not best.evaluated(found(0.5), 4)
+    assert best.step == 2
+
+
+def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path):
+  criterion = Criterion(metric="held/acc", lowest=False, patience=2)
+  best = Best(tmp_path, criterion)
+  for step, value in ((1, 0.1), (2, 0.3), (3, 0.9), (4, 0.2), (5, 0.2)):
+    assert best.evaluated(found(value), step) == (step <= 3)
+  assert best.is_hopeless
+  again = Best(tmp_path, criterion)
+  assert again.is_hopeless and again.step == 3
+  again.forget(after=2)
+  assert again.step == 2 and not again.is_hopeless
+  other = Best(tmp_path, Criterion(metric="held/other", lowest=False))
+  assert other.step is None
+  (tmp_path / "best.json").write_text("{")
+  with pytest.raises(UserError, match=r"best\.json is damaged"):
+    Best(tmp_path, criterion)
