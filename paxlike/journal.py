@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run tells of itself: to the console, to files of metrics, and in `status.json`."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -18,7 +19,7 @@ from paxlike import flops, metrics, run_folder
 from paxlike.console import Console
 from paxlike.errors import UserError
 from paxlike.evaluation import Result
-from paxlike.meter import Reading
+from paxlike.meter import TOKENS_OF, Reading
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Journal:
     self._boards: dict[str, metrics.TensorBoardWriter] = {}
     self._num_steps = 0
     self._times: list[float] = []
+    self._tokens: collections.Counter[str] = collections.Counter()  # By source, since last told.
     self._skipped = 0
     self._status: int | None = None  # The updates last told of in status.json.
     self._began = time.perf_counter()
@@ -101,6 +103,9 @@ class Journal:
     self._skipped += skipped
     if reading.seconds is not None:
       self._times.append(reading.seconds)
+    for name, value in reading.values.items():
+      if name.startswith(TOKENS_OF):
+        self._tokens[name] += round(value)
     if not self._main:
       return
     done = reading.step + 1
@@ -111,7 +116,8 @@ class Journal:
   def _tell(self, reading: Reading):
     seconds = sum(self._times) / len(self._times) if self._times else None
     self._times.clear()
-    values = dict(reading.values)
+    values = reading.values | self._tokens
+    self._tokens.clear()
     loss = values.pop("loss")
     skipped = values.pop("skipped")
     speed = {} if seconds is None else self._speed(seconds)

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+# Begins the names of the metrics that count the tokens of each source of the data.
+TOKENS_OF = "tokens/"
+
 
 class Reading(NamedTuple):
   """A completed step.

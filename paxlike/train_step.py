@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step: loss, gradients, accumulation, clipping, update, metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import optax
 
 from paxlike.layers.decoder import Batch, context_of
 from paxlike.layers.module import Definition, Params
+from paxlike.meter import TOKENS_OF
 from paxlike.optimizers import Optimizer
 from paxlike.train_state import TrainState
 
@@ -19,12 +20,18 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
-  definition: Definition, optimizer: Optimizer, *, seed: int, num_microbatches: int = 1
+  definition: Definition,
+  optimizer: Optimizer,
+  *,
+  seed: int,
+  num_microbatches: int = 1,
+  sources: Sequence[str] = (),
 ) -> TrainStep:
   """Returns a pure function (state, batch) -> (state, metrics).
 
   The loss is the mean over the whole batch's weights, however it is split into microbatches. A step
-  whose loss or gradient is not finite leaves all but the counters as it was.
+  whose loss or gradient is not finite leaves all but the counters as it was. Metrics count the tokens
+  from each of the `sources` of the data.
   """
 
   def loss(prepared, frozen, batch, total, dropout):
@@ -60,6 +67,9 @@ def make_train_step(
       "learning_rate": (optimizer.learning_rate(state.step - state.skipped), one),
       "skipped": (jnp.where(finite, 0.0, 1.0), one),
     }
+    for number, name in enumerate(sources):
+      is_from_B = batch["source"][:, 0] == number
+      metrics[f"{TOKENS_OF}{name}"] = ((batch["weights"].sum(-1) * is_from_B).sum(), one)
     state = TrainState(
       step=state.step + 1,
       params=params,

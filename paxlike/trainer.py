@@ -321,7 +321,11 @@ class Trainer:
 
   def _compile(self, state: TrainState, batch: Batch, journal: Journal) -> TrainStep:
     step = make_train_step(
-      self.definition, self.optimizer, seed=self.seed, num_microbatches=self.accumulation_steps
+      self.definition,
+      self.optimizer,
+      seed=self.seed,
+      num_microbatches=self.accumulation_steps,
+      sources=self.train_data.sources,
     )
     began = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()

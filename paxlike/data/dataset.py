@@ -23,7 +23,8 @@ class Batch(NamedTuple):
 
   Attributes:
     arrays: int32 `inputs` and `targets`, float32 `weights`, and if packed int32 `segments` and
-      `positions`; where targets have `alternatives`, those, int32; all [rows, T].
+      `positions`; where targets have `alternatives`, those, int32; all [rows, T]. Of several
+      sources, int32 `source` [rows, 1].
     state: Resumes after this batch; plain JSON.
     numbers: int64 [batch size], the number of every host's every row in the epoch, -1 where a row
       only fills up; None where nobody asks.
@@ -39,9 +40,12 @@ class Dataset(abc.ABC):
 
   Attributes:
     seq_len: T.
+    sources: The names of what it is made of, in the order in which `source` counts them; none if it
+      is of one piece.
   """
 
   seq_len: int
+  sources: tuple[str, ...] = ()
 
   @property
   def tokenizer(self) -> Tokenizer | None:

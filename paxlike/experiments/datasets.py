@@ -9,7 +9,7 @@ from typing import Any, Literal
 import fiddle as fdl
 
 from paxlike import evaluation
-from paxlike.data import packing, synthetic, tasks, text, tokenizer
+from paxlike.data import mixture, packing, synthetic, tasks, text, tokenizer
 from paxlike.data.conversations import Conversations
 from paxlike.data.examples import ExampleRows
 from paxlike.data.seqio_corpus import SeqIOCorpus
@@ -76,11 +76,13 @@ class LocalText(Files):
     dataset = self.text_data(split=(self.TRAIN_SHARE, 1.0), shuffle=False)
     return {"validation": self.eval_set(dataset)}
 
-  def text_data(self, *, split: tuple[float, float], shuffle: bool) -> fdl.Config:
-    """A part of the text."""
+  def text_data(
+    self, *, split: tuple[float, float], shuffle: bool, path: str | None = None
+  ) -> fdl.Config:
+    """A part of the text, that of DATA_PATH or of another path."""
     return fdl.Config(
       packing.PackedRows,
-      corpus=self.corpus(),
+      corpus=self.corpus(path),
       seq_len=self.MAX_SEQ_LEN,
       seed=self.RANDOM_SEED,
       packed=self.PACKED_INPUT,
@@ -88,15 +90,48 @@ class LocalText(Files):
       split=split,
     )
 
-  def corpus(self) -> fdl.Config[text.TextFiles]:
+  def corpus(self, path: str | None = None) -> fdl.Config[text.TextFiles]:
     """The text."""
     return fdl.Config(
       text.TextFiles,
-      path=self.DATA_PATH,
+      path=self.DATA_PATH if path is None else path,
       field=self.DATA_FIELD,
       tokenizer=self.tokenizer(),
       vocab_size=self.VOCAB_SIZE,
     )
+
+
+class TextMixture(LocalText):
+  """Several of what `LocalText` has one of, drawn from by weight."""
+
+  DATA_PATHS: dict[str, str] = UNSET  #: Name of each source: a file, a folder or a glob.
+  #: The share of each, in any unit. None: as much as there is of it.
+  MIXTURE_WEIGHTS: dict[str, float] | None = None
+
+  def train_data(self) -> fdl.Config[mixture.Mixture]:
+    return fdl.Config(
+      mixture.Mixture,
+      sources=self.sources(),
+      weights=self.MIXTURE_WEIGHTS,
+      seed=self.RANDOM_SEED,
+    )
+
+  def sources(self) -> dict[str, fdl.Config]:
+    """What is trained on, by name: rows of any kind, but all packed or none."""
+    split = (0.0, self.TRAIN_SHARE)
+    return {
+      name: self.text_data(split=split, shuffle=True, path=path)
+      for name, path in self.DATA_PATHS.items()
+    }
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    if self.TRAIN_SHARE >= 1:
+      return {}
+    split = (self.TRAIN_SHARE, 1.0)
+    return {
+      name: self.eval_set(self.text_data(split=split, shuffle=False, path=path))
+      for name, path in self.DATA_PATHS.items()
+    }
 
 
 class Jsonl(Files):

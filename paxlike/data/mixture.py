@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several data sets, drawn from by weight."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from paxlike.data.dataset import Arrays, RowDataset
+from paxlike.data.tokenizer import Tokenizer
+from paxlike.errors import UserError
+
+_BLOCK = 1024
+
+
+class Mixture(RowDataset):
+  """Rows of several data sets; each goes through its own epochs, and the mixture never ends.
+
+  Of any number of rows from the start, a source has its share to within one row for each block of
+  1024 begun; within a block they come in random order. Batches say by `source`, int32 [rows, 1],
+  where each row is from.
+  """
+
+  def __init__(
+    self,
+    *,
+    sources: Mapping[str, RowDataset],
+    weights: Mapping[str, float] | None = None,
+    seed: int = 0,
+  ):
+    """Mixes rows of one length.
+
+    Args:
+      sources: By name.
+      weights: The share of rows of each, in any unit. None: as many as each has.
+      seed: Of the order.
+
+    Raises:
+      UserError: There is no source, the weights are of others, or none is more than 0.
+    """
+    if not sources:
+      raise UserError("a mixture of nothing: name its sources, as DATA_PATHS does.")
+    if weights is not None:
+      if weights.keys() != sources.keys():
+        names = f"{', '.join(weights)}, but the sources are {', '.join(sources)}"
+        raise UserError(f"MIXTURE_WEIGHTS is of {names}.")
+      if not all(0 < weight < math.inf for weight in weights.values()):
+        raise UserError(f"MIXTURE_WEIGHTS={dict(weights)}: each must be more than 0.")
+    self.seq_len = next(iter(sources.values())).seq_len
+    self.sources = tuple(sources)
+    self._datasets = list(sources.values())
+    self._weights = weights
+    self._seed = seed
+    # The rows of each source up to the end of each of its epochs.
+    self._ends = [[0] for _ in sources]
+    self._block = functools.lru_cache(maxsize=4)(self._make_block)
+
+  @property
+  def tokenizer(self) -> Tokenizer | None:
+    return self._datasets[0].tokenizer
+
+  def check(self):
+    for dataset in self._datasets:
+      dataset.check()
+
+  def fingerprint(self) -> str:
+    parts = {
+      name: one.fingerprint() for name, one in zip(self.sources, self._datasets, strict=True)
+    }
+    return json.dumps(["mixture", parts, list(self._shares), self._seed])
+
+  def num_rows(self, epoch: int) -> int:
+    for name, dataset in zip(self.sources, self._datasets, strict=True):
+      if dataset.num_rows(0) == 0:
+        raise UserError(f"{name} of the mixture is shorter than one row.")
+    return 2**62
+
+  def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
+    del epoch
+    places = [self._place(int(number)) for number in numbers]
+    found = [self._datasets[source].rows(at, np.array([row])) for source, at, row in places]
+    for (source, *_), row in zip(places, found, strict=True):
+      if row.keys() != found[0].keys():
+        raise UserError(
+          f"{self.sources[source]} and {self.sources[places[0][0]]} do not mix: one has"
+          f" {', '.join(row)}, the other {', '.join(found[0])}. Pack both, or neither."
+        )
+    arrays = {name: np.concatenate([row[name] for row in found]) for name in found[0]}
+    return arrays | {"source": np.array([[source] for source, *_ in places], np.int32)}
+
+  def _place(self, number: int) -> tuple[int, int, int]:
+    """Returns (source, its epoch, its row) of a row of the mixture."""
+    sources, ranks = self._block(number // _BLOCK)
+    source, rank = int(sources[number % _BLOCK]), int(ranks[number % _BLOCK])
+    ends = self._ends[source]
+    while ends[-1] <= rank:
+      ends.append(ends[-1] + self._datasets[source].num_rows(len(ends) - 1))
+    epoch = int(np.searchsorted(ends, rank, side="right")) - 1
+    return source, epoch, rank - ends[epoch]
+
+  @functools.cached_property
+  def _shares(self) -> tuple[float, ...]:
+    weights = self._weights or dict(
+      zip(self.sources, (one.num_rows(0) for one in self._datasets), strict=True)
+    )
+    return tuple(weights[name] / sum(weights.values()) for name in self.sources)
+
+  def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns, of each row of a block, its source and how many that had before."""
+    before, after = (self._counts(number * _BLOCK) for number in (block, block + 1))
+    sources = np.repeat(np.arange(len(self.sources)), after - before)
+    ranks = np.concatenate([np.arange(*span) for span in zip(before, after, strict=True)])
+    random = np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=[0, 0, 1, block]))
+    order = random.permutation(_BLOCK)
+    return sources[order], ranks[order]
+
+  def _counts(self, num_rows: int) -> np.ndarray:
+    """Returns how many of the first rows are from each source."""
+    bounds = np.append(np.cumsum(self._shares)[:-1], 1.0)
+    return np.diff(np.floor(bounds * num_rows).astype(np.int64), prepend=0)
