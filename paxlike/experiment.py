@@ -94,6 +94,9 @@ class Experiment(Knobs):
   LORA_RANK: int = 8  #: Their inner width.
   LORA_ALPHA: float | None = None  #: They are scaled by LORA_ALPHA / LORA_RANK. None: by 1.
   LORA_DROPOUT: float = 0.0  #: Dropout of what they are given.
+  LORA_BASE_QUANTIZATION: Literal["int8", "nf4"] | None = (
+    None  #: How the matrices of the base are held (QLoRA). None: as they are computed with.
+  )
   #: all, attention or mlp, or the roles of linear maps: query,up.
   LORA_TARGET_LAYERS: str = "all"
   SAMPLE_PROMPT: str | None = None  #: Text that the trained model continues. None: no sample.
@@ -138,6 +141,7 @@ class Experiment(Knobs):
         alpha=self.LORA_ALPHA,
         dropout=self.LORA_DROPOUT,
         roles=fiddlers.LORA_ROLES.get(targets) or [role.strip() for role in targets.split(",")],
+        base=self.LORA_BASE_QUANTIZATION,
       )
 
   def restore(self) -> fdl.Config[Restore] | None:

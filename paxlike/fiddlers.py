@@ -71,8 +71,12 @@ def lora(
   alpha: float | None = None,
   dropout: float = 0.0,
   roles: Sequence[str] = LORA_ROLES["all"],
+  base: str | None = None,
 ):
-  """Adapts the linear maps of these roles, and trains nothing else; alpha None scales by 1."""
+  """Adapts the linear maps of these roles, and trains nothing else; alpha None scales by 1.
+
+  `base` is the scheme by which the linear maps of the blocks are held, adapted or not: int8 or nf4.
+  """
   adapter = fdl.Partial(layers.Lora, rank=rank, scale=1.0 if alpha is None else alpha / rank)
   if dropout:
     adapter.dropout = fdl.Partial(layers.Dropout, rate=dropout)
@@ -82,6 +86,9 @@ def lora(
   for node in adapted:
     node.lora = copy.deepcopy(adapter)
     node.lora.dtype = getattr(node, "dtype", jnp.float32)
+  if base is not None:
+    for node in select(graph, layers.Linear, *LORA_ROLES["all"]):
+      node.scheme = getattr(layers.quantization, base)
   for node in select(graph, Trainer):
     node.trained = layers.lora.WEIGHTS
 

@@ -62,8 +62,10 @@ class Origin:
       return state, restored.train_input, {}
     given, files = {}, {}
     if self.restore is not None:
-      given, files[PROVENANCE] = self.restore.load(self.definition, self.devices)
+      given, files[PROVENANCE], lost = self.restore.load(self.definition, self.devices)
       journal.note(f"{len(given)} of {len(self.definition.weights)} weights: {self.restore.path}")
+      if lost is not None:
+        journal.note(f"quantized weights are off by {lost:.2%} (root mean square)")
     if len(given) < len(self.definition.weights):
       journal.note("initialising the weights")
     state = train_state.create(
@@ -82,11 +84,11 @@ class Origin:
     """
     saved = self.checkpoints()
     if step in (None, 0) and self.restore is not None and not saved.steps():
-      given, _ = self.restore.load(self.definition, self.devices, for_compute=True)
+      given = self.restore.load(self.definition, self.devices, for_compute=True).params
       return 0, self._completed(given)
     step = saved.find(step)
     changing, _ = train_state.split(self.definition, self.definition.weights)
-    params = read_params(
+    params, _ = read_params(
       saved, step, self.definition, self.devices, names=list(changing), for_compute=True
     )
     return step, params | self._frozen()
@@ -100,7 +102,7 @@ class Origin:
     base = began_with(self.folder, given=self.restore)
     if base is not None:
       try:
-        given, _ = base.load(self.definition, self.devices, among=names)
+        given = base.load(self.definition, self.devices, among=names).params
       except UserError as error:
         raise UserError(f"the frozen weights of {self.folder}: {error}") from error
     return self._completed(given, names)

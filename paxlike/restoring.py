@@ -3,17 +3,21 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import jax
+import numpy as np
 from etils import epath
 
 from paxlike import mesh as mesh_lib
 from paxlike import run_folder
 from paxlike.checkpoint import Checkpoints
 from paxlike.errors import UserError
+from paxlike.layers import quantization
 from paxlike.layers.layout import Layout
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
@@ -66,8 +70,8 @@ class Restore:
     *,
     among: Collection[str] | None = None,
     for_compute: bool = False,
-  ) -> tuple[Params, str]:
-    """Returns the weights that are taken, and a JSON text that says which and from where.
+  ) -> "Taken":
+    """Returns the weights that are taken.
 
     Args:
       definition: Says what the weights are.
@@ -81,13 +85,15 @@ class Restore:
     step = self.saved.find(self.step)
     names = [name for name in self._chosen(definition) if among is None or name in among]
     try:
-      params = read_params(self.saved, step, definition, mesh, names=names, for_compute=for_compute)
+      params, lost = read_params(
+        self.saved, step, definition, mesh, names=names, for_compute=for_compute
+      )
     except UserError as error:
       raise UserError(
         f"CHECKPOINT_RESTORE_PATH: {error} CHECKPOINT_IGNORE_RULES leaves weights out."
       ) from error
     others = [name for name in definition.weights if name not in names]
-    return params, self.provenance(others, list(params))
+    return Taken(params, self.provenance(others, list(params)), lost)
 
   def provenance(self, initialized: Sequence[str], restored: Sequence[str]) -> str:
     """Returns a JSON text that says which weights came from here, and which did not."""
@@ -137,6 +143,20 @@ class Restore:
     return any_of(self.include) and not any_of(self.ignore)
 
 
+class Taken(NamedTuple):
+  """Weights from elsewhere.
+
+  Attributes:
+    params: By name.
+    provenance: A JSON text that says which they are, and where they are from.
+    lost: As of `read_params`.
+  """
+
+  params: Params
+  provenance: str
+  lost: float | None
+
+
 def began_with(folder: epath.Path, *, given: Restore | None) -> Restore | None:
   """Returns where the weights of the run in `folder` are from; None if all were drawn.
 
@@ -178,8 +198,11 @@ def read_params(
   *,
   names: list[str] | None = None,
   for_compute: bool = False,
-) -> Params:
+) -> tuple[Params, float | None]:
   """Returns weights of a checkpoint, whatever the mesh, layout and float dtype it was written with.
+
+  And of those that are quantized, how much of them is lost: the root of the mean square, relative
+  to the weights; None if none is.
 
   Args:
     saved: Where it is.
@@ -193,12 +216,29 @@ def read_params(
   Raises:
     UserError: One is missing, has another shape, or is damaged.
   """
-  wanted = {}
-  for name in definition.weights if names is None else names:
-    spec = definition.weights[name]
-    where = mesh_lib.sharding(mesh, spec.dims, spec.shape)
-    dtype = spec.compute_dtype if for_compute else spec.stored_dtype
-    wanted[f"params.{name}"] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
+  specs = {
+    name: definition.weights[name] for name in (definition.weights if names is None else names)
+  }
   layout = layout_of(definition.module)
-  flat = saved.restore(step, wanted, layout=layout, partial=True).state
-  return {name.removeprefix("params."): value for name, value in flat.items()}
+
+  def read(names: Sequence[str]) -> Params:
+    wanted = {}
+    for name in names:
+      spec = specs[name]
+      where = mesh_lib.sharding(mesh, spec.dims, spec.shape)
+      for_layers = for_compute and not spec.is_quantized
+      dtype = spec.compute_dtype if for_layers else spec.stored_dtype
+      wanted[f"params.{name}"] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
+    flat = saved.restore(step, wanted, layout=layout, partial=True).state
+    return {name.removeprefix("params."): value for name, value in flat.items()}
+
+  params = read([name for name, spec in specs.items() if not spec.is_quantized])
+  squares = []
+  for name, spec in specs.items():
+    if spec.is_quantized:
+      # One at a time: there may be no room for all.
+      whole = read([name])[name]
+      params[name] = spec.stored(whole)
+      squares.append(quantization.squares(whole, params[name]))
+  lost, all_of_it = np.sum(jax.device_get(squares), axis=0) if squares else (0.0, 0.0)
+  return params, math.sqrt(lost / all_of_it) if squares else None

@@ -45,7 +45,7 @@ class TrainState:
 def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | AbstractMesh) -> Any:
   """Returns a TrainState of shapes, dtypes and shardings."""
   weights: Any = {
-    name: jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype)
+    name: jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
     for name, spec in definition.weights.items()
   }
   params, frozen = split(definition, weights)
@@ -61,10 +61,10 @@ def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | Abstract
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     # The optimizer's moments are dicts with the parameters' names, and live where those live.
-    name = getattr(path[-1], "key", None) if path else None
-    spec = definition.weights.get(name) if isinstance(name, str) else None
-    if spec is not None and spec.shape == leaf.shape:
-      where = mesh_lib.sharding(mesh, spec.dims, spec.shape)
+    keys = [getattr(key, "key", None) for key in path]
+    spec = next((definition.weights[key] for key in keys if key in definition.weights), None)
+    if spec is not None and len(spec.shape) == len(leaf.shape):
+      where = mesh_lib.sharding(mesh, spec.dims, leaf.shape)
     else:
       where = NamedSharding(mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
@@ -139,7 +139,7 @@ def init_params(
       location is not None and location.stacked,
       mesh_lib.sharding(mesh, spec.dims, spec.shape),
     )
-    params[name] = draw(key, jnp.array(layers))
+    params[name] = spec.stored(draw(key, jnp.array(layers)))
   return params
 
 

@@ -30,8 +30,8 @@ def make_train_step(
   """Returns a pure function (state, batch) -> (state, metrics).
 
   The loss is the mean over the whole batch's weights, however it is split into microbatches. A step
-  whose loss or gradient is not finite leaves all but the counters as it was. Metrics count the tokens
-  from each of the `sources` of the data.
+  whose loss or gradient is not finite leaves all but the counters as it was. Metrics count the
+  tokens from each of the `sources` of the data.
   """
 
   def loss(prepared, frozen, batch, total, dropout):

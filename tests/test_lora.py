@@ -3,6 +3,7 @@
 
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -114,6 +115,27 @@ def test_every_mesh_and_layout_trains_the_same_adapters(base, tmp_path, mesh, mo
   found, expected = curve(tmp_path / "mesh"), curve(tmp_path / "plain")
   np.testing.assert_allclose([y for _, y in found], [y for _, y in expected], rtol=1e-4)
   assert expected[0][1] != expected[-1][1]
+
+
+@pytest.mark.parametrize(("kind", "error"), [("int8", 0.02), ("nf4", 0.15)])
+def test_a_base_in_few_bits_stays_the_same_base(base, tmp_path, capsys, kind, error):
+  """Scanned or not, on any mesh, stopped or not, in training and evaluation."""
+  lora = LORA | {"CHECKPOINT_RESTORE_PATH": base, "LORA_BASE_QUANTIZATION": kind, "LORA_RANK": 4}
+  assert train(tmp_path / "whole", **lora) == 0
+  off = re.search(r"quantized weights are off by ([\d.]+)%", capsys.readouterr().out)
+  assert off is not None and 0 < float(off[1]) / 100 < error
+  for steps in (2, 4):
+    assert train(tmp_path / "parts", f"--fdl.num_steps={steps}", **lora) == 0
+  assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+  mesh = {"ICI_MESH_SHAPE": "[2,2,2]", "USE_REPEATED_LAYER": False}
+  assert train(tmp_path / "mesh", **lora, **mesh) == 0
+  plain = lora | {"LORA_BASE_QUANTIZATION": None}
+  assert train(tmp_path / "plain", **plain) == 0
+  curves = [[y for _, y in curve(tmp_path / name)] for name in ("whole", "mesh", "plain")]
+  np.testing.assert_allclose(curves[1], curves[0], rtol=1e-4)
+  assert curves[2] != curves[0]
+  np.testing.assert_allclose(curves[2], curves[0], rtol=0.02)
+  assert saved(tmp_path / "whole", 4) == saved(tmp_path / "plain", 4)
 
 
 def test_knobs_of_adapters_need_adapters(tmp_path, capsys):

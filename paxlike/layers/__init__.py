@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that models are made of: plain modules, usable without any configuration."""
 
-from paxlike.layers import attention_kernels, dispatch, lora, rope, routing
+from paxlike.layers import attention_kernels, dispatch, lora, quantization, rope, routing
 from paxlike.layers.attention import Attention
 from paxlike.layers.block import Block
 from paxlike.layers.cache import KvCache, LatentCache
@@ -65,6 +65,7 @@ __all__ = [
   "gaussian_fan_in",
   "geglu",
   "lora",
+  "quantization",
   "rope",
   "routing",
   "swiglu",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear maps between named dims."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from paxlike import mesh
 from paxlike.layers import module
 from paxlike.layers.context import Context
 from paxlike.layers.lora import Lora
+from paxlike.layers.quantization import Quantized, Storage
 
 
 class Linear(module.Module):
@@ -32,32 +32,49 @@ class Linear(module.Module):
     init: module.Initializer = module.gaussian_fan_in,
     dtype: Any = jnp.float32,
     lora: Callable[..., Lora] | None = None,
+    scheme: Callable[..., Quantized] | None = None,
   ):
-    """`lora` adapts the map, whose own weights are then not trained."""
+    """`lora` adapts the map, whose own weights are then not trained, and may be held by a `scheme`.
+
+    A scheme is a function of `quantization`.
+    """
     self.role = role
     self.dtype = dtype
     self.num_inputs = len(inputs)
+    self._outputs = tuple(outputs.values())
     self.w = self.weight(
-      {**inputs, **outputs}, init=init, fan_in=tuple(inputs), compute_dtype=dtype
+      {**inputs, **outputs},
+      init=init,
+      fan_in=tuple(inputs),
+      compute_dtype=dtype,
+      storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
     )
     self.b = self.weight(outputs, init=module.zeros, compute_dtype=dtype) if use_bias else None
     self.lora = None if lora is None else lora(inputs, outputs, role=role)
 
   def __call__(self, x: jax.Array, context: Context | None = None) -> jax.Array:
     """Returns [..., *outputs] for x [..., *inputs]; only an adapter's dropout needs the context."""
-    w = self.w[...].astype(self.dtype)
-    inputs, outputs = w.shape[: self.num_inputs], w.shape[self.num_inputs :]
+    w = self.w.get_value()
     leading = x.shape[: x.ndim - self.num_inputs]
-    x = x.astype(self.dtype).reshape(*leading, math.prod(inputs))
-    y = matmul(x, w.reshape(math.prod(inputs), -1))
+    outputs = self._outputs
+    x = x.astype(self.dtype).reshape(*leading, -1)
+    # What is held in few bits is made whole again for the gradient, rather than kept till then.
+    y = jax.checkpoint(self._product)(x, w) if isinstance(w, Quantized) else self._product(x, w)
     if self.lora is not None:
       y += self.lora(x, context)
     y = y.reshape(*leading, *outputs)
     return y if self.b is None else y + self.b[...].astype(self.dtype)
 
+  def _product(self, x: jax.Array, w: Any) -> jax.Array:
+    w = self._whole(w)
+    return matmul(x, w.reshape(x.shape[-1], -1))
+
+  def _whole(self, w: Any) -> jax.Array:
+    return w.dequantized(self.dtype) if isinstance(w, Quantized) else w.astype(self.dtype)
+
   def matrix(self) -> jax.Array:
     """Returns [*inputs, *outputs] in the compute dtype: all that x is multiplied with."""
-    w = self.w[...].astype(self.dtype)
+    w = self._whole(self.w.get_value())
     return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
 
 

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paxlike.layers.quantization import Quantized, Storage
+
 T = TypeVar("T")
 Params = dict[str, jax.Array]
 
@@ -69,6 +71,7 @@ class Module(nnx.Module):
     fan_in: Collection[str] = (),
     compute_dtype: Any = jnp.float32,
     update: Update | None = None,
+    storage: Storage | None = None,
   ) -> nnx.Param:
     """Declares a float32 weight.
 
@@ -78,6 +81,7 @@ class Module(nnx.Module):
       fan_in: The dims that a product with this weight sums over.
       compute_dtype: What the layer casts it to; `Definition.prepare` does so ahead of time.
       update: How a step changes a weight that is not the optimizer's; None: it is.
+      storage: What a training state holds of the weight where no step changes it.
     """
     shape = jax.ShapeDtypeStruct(tuple(dims.values()), jnp.float32)
     fan = math.prod(dims[dim] for dim in fan_in)
@@ -88,6 +92,7 @@ class Module(nnx.Module):
       fan_in=fan,
       compute_dtype=compute_dtype,
       update=update,
+      storage=storage,
     )
 
 
@@ -101,6 +106,7 @@ class WeightSpec(NamedTuple):
   fan_in: int
   compute_dtype: Any
   update: Update | None
+  storage: Storage | None
   trained: bool
 
   @property
@@ -109,9 +115,21 @@ class WeightSpec(NamedTuple):
     return self.trained or self.update is not None
 
   @property
+  def is_quantized(self) -> bool:
+    """Whether a training state holds it in few bits."""
+    return self.storage is not None and not self.changes
+
+  @property
   def stored_dtype(self) -> Any:
-    """The dtype that a training state holds it in: frozen weights need no more than is computed."""
-    return self.dtype if self.changes else self.compute_dtype
+    """The dtype that a training state holds it in: frozen weights need no more than is computed.
+
+    Of a quantized weight, the dtype that it is quantized from.
+    """
+    return self.dtype if self.changes or self.is_quantized else self.compute_dtype
+
+  def stored(self, weight: jax.Array) -> Any:
+    """Returns what a training state holds of a weight in `stored_dtype`."""
+    return self.storage(weight) if self.storage is not None and self.is_quantized else weight
 
 
 class Definition:
@@ -140,6 +158,7 @@ class Definition:
         param.fan_in,
         param.compute_dtype,
         param.update,
+        param.storage,
         param.update is None and re.search(trained, name) is not None,
       )
 
@@ -164,7 +183,10 @@ class Definition:
 
   def prepare(self, params: Mapping[str, jax.Array]) -> Params:
     """Returns `params` in the dtypes that the layers compute with: once a step, not once a use."""
-    return {name: w.astype(self.weights[name].compute_dtype) for name, w in params.items()}
+    return {
+      name: w if isinstance(w, Quantized) else w.astype(self.weights[name].compute_dtype)
+      for name, w in params.items()
+    }
 
   def bind(self, params: Mapping[str, Any]) -> Any:
     """Returns the module with `params` as its weights. Free inside a traced function."""
