@@ -62,6 +62,14 @@ def boolq_acc(scores: Scores, batch: Batch) -> Sums:
   return {"boolq_acc": _share_of_examples(scores.preferred_BT, batch)}
 
 
+def preference_acc(scores: Scores, batch: Batch) -> Sums:
+  """The share of rows whose segment 1, the preferred answer, is more probable than segment 2."""
+  loss_BT = scores.loss_BT * batch["weights"]
+  chosen_B, rejected_B = ((loss_BT * (batch["segments"] == part)).sum(-1) for part in (1, 2))
+  is_pair_B = batch["weights"].any(-1).astype(jnp.float32)
+  return {"preference_acc": ((chosen_B < rejected_B) * is_pair_B, is_pair_B)}
+
+
 def _share_of_examples(right_BT: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
   is_target_BT = batch["weights"] > 0
   counts_B = is_target_BT.any(-1)
@@ -102,7 +110,7 @@ class EvalSet:
   def names(self) -> list[str]:
     """The names of its metrics."""
     loss, right = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.bool))
-    given: Any = Scores(*cast(Any, (loss, right, right))), {"weights": loss}
+    given: Any = Scores(*cast(Any, (loss, right, right))), {"weights": loss, "segments": right}
     return [name for metrics in self.metrics for name in jax.eval_shape(metrics, *given)]
 
 

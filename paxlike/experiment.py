@@ -16,6 +16,7 @@ from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
 from paxlike.knobs import UNSET, Dtype, Knobs
 from paxlike.mesh import MeshSpec
+from paxlike.objectives import NextToken, Objective
 from paxlike.restoring import Restore
 from paxlike.trainer import Trainer
 
@@ -122,6 +123,7 @@ class Experiment(Knobs):
       sample_prompt=self.SAMPLE_PROMPT,
       restore=self.restore(),
       best=self.best(),
+      objective=self.objective(),
     )
     fiddlers.precision(graph, self.FPROP_DTYPE)
     self.adapt(graph)
@@ -155,6 +157,10 @@ class Experiment(Knobs):
       include=self.CHECKPOINT_INCLUDE_RULES,
       ignore=(*self.CHECKPOINT_IGNORE_RULES, *([layers.lora.WEIGHTS] if self.USE_LORA else [])),
     )
+
+  def objective(self) -> fdl.Config[Objective]:
+    """What training makes small."""
+    return fdl.Config(NextToken)
 
   def best(self) -> fdl.Config[Criterion] | None:
     """By what the best checkpoint is known, if one is to be."""

@@ -73,6 +73,18 @@ class Origin:
     )
     return state, None, files
 
+  def reference(self, *, resumed: bool) -> Params:
+    """Returns all weights as they were before the first step, in the dtypes of the layers.
+
+    Raises:
+      UserError: What the run began with is gone or damaged.
+    """
+    base = began_with(self.folder, given=self.restore) if resumed else self.restore
+    given: Params = {}
+    if base is not None:
+      given = base.load(self.definition, self.devices, for_compute=True).params
+    return self.definition.prepare(self._completed(given))
+
   def params(self, step: int | None) -> tuple[int, Params]:
     """Returns a step and its weights, in the dtypes of the layers.
 

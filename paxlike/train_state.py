@@ -29,6 +29,8 @@ class TrainState:
     step: int32, completed steps.
     params: Weights that a step changes, float32.
     frozen: The others, in the dtypes that layers compute with; no part of a checkpoint.
+    reference: Weights that the model had at first, in the dtypes that layers compute with, if the
+      objective compares it with those; no part of a checkpoint either.
     extra: State that no gradient changes.
     opt_state: The optimizer's.
     skipped: int32, the steps among `step` whose update was dropped because it was not finite.
@@ -37,12 +39,19 @@ class TrainState:
   step: jax.Array
   params: Params
   frozen: Params
+  reference: Params
   extra: dict[str, jax.Array]
   opt_state: Any
   skipped: jax.Array
 
 
-def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | AbstractMesh) -> Any:
+def abstract(
+  definition: Definition,
+  optimizer: Optimizer,
+  mesh: Mesh | AbstractMesh,
+  *,
+  with_reference: bool = False,
+) -> Any:
   """Returns a TrainState of shapes, dtypes and shardings."""
   weights: Any = {
     name: jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
@@ -54,6 +63,7 @@ def abstract(definition: Definition, optimizer: Optimizer, mesh: Mesh | Abstract
     step=count,
     params=params,
     frozen=frozen,
+    reference=jax.eval_shape(definition.prepare, weights) if with_reference else {},
     extra={},
     opt_state=jax.eval_shape(optimizer.transform.init, definition.optimized(params)),
     skipped=count,
@@ -94,6 +104,7 @@ def create(
     step=zero(),
     params=params,
     frozen=frozen,
+    reference={},
     extra={},
     opt_state=init(definition.optimized(params)),
     skipped=zero(),

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from paxlike.layers.decoder import Batch, context_of
+from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition, Params
 from paxlike.meter import TOKENS_OF
+from paxlike.objectives import NextToken, Objective, shares_base, without_adapters
 from paxlike.optimizers import Optimizer
 from paxlike.train_state import TrainState
 
@@ -25,32 +26,38 @@ def make_train_step(
   *,
   seed: int,
   num_microbatches: int = 1,
+  objective: Objective = NextToken(),  # noqa: B008 - it has no state.
   sources: Sequence[str] = (),
 ) -> TrainStep:
   """Returns a pure function (state, batch) -> (state, metrics).
 
-  The loss is the mean over the whole batch's weights, however it is split into microbatches. A step
+  The loss is that of the whole batch, however it is split into microbatches. A step
   whose loss or gradient is not finite leaves all but the counters as it was. Metrics count the
   tokens from each of the `sources` of the data.
   """
 
-  def loss(prepared, frozen, batch, total, dropout):
-    model = definition.bind(prepared | frozen)
-    xent, aux = model.loss(batch, context_of(batch, dropout))
-    xent /= total
+  shared = shares_base(definition)
+
+  def loss(prepared, frozen, reference, batch, total, dropout):
+    model, other = definition.bind(prepared | frozen), None
+    if objective.needs_reference:
+      weights = without_adapters(prepared | frozen) if shared else reference
+      other = definition.bind(jax.lax.stop_gradient(weights))
+    value, aux = objective.sum(model, other, batch, dropout)
+    value /= total
     losses = {n: value / num_microbatches for n, value in aux.items() if n.endswith("_loss")}
-    return sum(losses.values(), xent), aux | losses | {"loss": xent}
+    return sum(losses.values(), value), aux | losses | {"loss": value}
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    weight = batch["weights"].sum()
+    weight = objective.weight(batch)
     prepared = definition.prepare(state.params)
-    frozen = definition.prepare(state.frozen)
+    frozen, reference = definition.prepare(state.frozen), definition.prepare(state.reference)
     dropout = jax.random.fold_in(jax.random.key(seed), state.step)
 
     def gradients(index, microbatch):
       key = jax.random.fold_in(dropout, index)
       grads, values = jax.grad(loss, has_aux=True)(
-        prepared, frozen, microbatch, jnp.maximum(weight, 1), key
+        prepared, frozen, reference, microbatch, jnp.maximum(weight, 1), key
       )
       return jax.tree.map(lambda x: x.astype(jnp.float32), (grads, values))
 
@@ -74,6 +81,7 @@ def make_train_step(
       step=state.step + 1,
       params=params,
       frozen=state.frozen,
+      reference=state.reference,
       extra=state.extra,
       opt_state=opt_state,
       skipped=state.skipped + jnp.where(finite, 0, 1),

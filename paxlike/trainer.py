@@ -22,6 +22,7 @@ from paxlike.layers.layout import Layout
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.meter import Meter, Reading
+from paxlike.objectives import NextToken, Objective, shares_base
 from paxlike.optimizers import Optimizer
 from paxlike.origin import Origin
 from paxlike.restoring import Restore
@@ -53,6 +54,7 @@ class Trainer:
     sample_prompt: Text that the trained model continues at the end.
     restore: Weights that a new run starts from; None: all are drawn.
     best: By what the best checkpoint is known; None: there is none.
+    objective: What a step makes smaller.
     trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
     saving: Whether checkpoints are written.
   """
@@ -74,6 +76,7 @@ class Trainer:
   sample_prompt: str | None = None
   restore: Restore | None = None
   best: Criterion | None = None
+  objective: Objective = dataclasses.field(default_factory=NextToken)
   trained: str = ""
   saving: bool = True
 
@@ -108,6 +111,11 @@ class Trainer:
   def definition(self) -> Definition:
     """The model as weight specs and a pure function."""
     return Definition(self.model, trained=self.trained)
+
+  @property
+  def has_reference(self) -> bool:
+    """Whether a step needs a second set of weights, those that the run began with."""
+    return self.objective.needs_reference and not shares_base(self.definition)
 
   def _origin(self, folder: epath.Path) -> Origin:
     return Origin(
@@ -178,6 +186,9 @@ class Trainer:
       state, data_state, origin = self._origin(folder).state(saved, self.optimizer, journal)
       start = int(state.step)
       best.forget(after=start)
+      if self.has_reference:
+        reference = self._origin(folder).reference(resumed=start > 0)
+        state = dataclasses.replace(state, reference=reference)
       journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
       train_step = None
       meter = Meter(depth=self.feed.steps_in_flight)
@@ -309,7 +320,7 @@ class Trainer:
     return prompt + last.text
 
   def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):
-    changing = flatten(dataclasses.replace(state, frozen={}))
+    changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
     saved.save(int(state.step), changing, layout=self.layout, train_input=data_state)
 
   def _finish(self, state: TrainState, journal: Journal, *, start: int, early: bool):
@@ -325,6 +336,7 @@ class Trainer:
       self.optimizer,
       seed=self.seed,
       num_microbatches=self.accumulation_steps,
+      objective=self.objective,
       sources=self.train_data.sources,
     )
     began = time.perf_counter()

@@ -24,7 +24,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("mesh", "distributed", "knob_types", "signals", "run_folder", "console", "memory"),
   ("layers", "data", "feed"),
   ("optimizers", "flops", "relayout", "weight_rules", "sampling", "prompts"),
-  ("train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
+  ("objectives", "train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
   ("journal", "best"),
   ("train_step", "generate", "hugging_face", "restoring"),
   ("decoding", "origin"),

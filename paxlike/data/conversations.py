@@ -19,7 +19,15 @@ from paxlike.errors import UserError
 
 
 class Conversations(Corpus):
-  """Records of `messages`, of `prompt` and `completion`, or of Alpaca's `instruction`, `output`."""
+  """Records of `messages`, of `prompt` and `completion`, or of Alpaca's `instruction`, `output`.
+
+  Attributes:
+    fields: What of a record is read.
+  """
+
+  fields: Sequence[str] = (
+    "messages", "prompt", "completion", "instruction", "input", "output",
+  )  # fmt: skip
 
   def __init__(
     self,
@@ -72,7 +80,8 @@ class Conversations(Corpus):
     template = self._template
     how = template.args[0] if isinstance(template, functools.partial) else inspect.getsource(chat)
     stamps = files.stamps(self._files, knob=self._knob)
-    key = json.dumps([stamps, self._template_name, how, self._tokenizer.fingerprint()])
+    kind = type(self).__name__
+    key = json.dumps([kind, stamps, self._template_name, how, self._tokenizer.fingerprint()])
     index = token_index.cached(key, self._documents, vocab_size=self._vocab_size)
     if not len(index.tokens):
       raise UserError(f"{self._knob}={self._path} holds no conversation.")
@@ -82,10 +91,33 @@ class Conversations(Corpus):
     print(f"tokenizing the conversations of {len(self._files)} files (once)", file=sys.stderr)
     for name in self._files:
       try:
-        for place, record in records.read(name, _FIELDS):
-          yield self.document(_messages(place, record))
+        for place, record in records.read(name, self.fields):
+          for messages in self.messages(place, record):
+            if not _are_messages(messages):
+              raise UserError(f"{place}: messages need a role and a content, both texts.")
+            yield self.document(messages)
       except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"{self._knob}: {name} cannot be read: {error}.") from error
+
+  def messages(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
+    """Returns the conversations in a record, whose place is for people.
+
+    Raises:
+      UserError: It is none of those known.
+    """
+    found: Any = record.get("messages")
+    if found is None and "instruction" in record:
+      asked = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+      found = conversation(asked, record.get("output"))
+    elif found is None:
+      found = conversation(record.get("prompt"), record.get("completion"))
+    if not _are_messages(found):
+      there = ", ".join(record)
+      raise UserError(
+        f"{place}: neither messages with role and content, nor prompt and completion, nor"
+        f" instruction and output, as texts. It has: {there}."
+      )
+    return [found]
 
   def document(self, messages: Sequence[Message]) -> Document:
     """Returns the tokens of a conversation, and which of them the model is to say."""
@@ -107,34 +139,11 @@ class Conversations(Corpus):
     return {"tokens": np.concatenate(tokens), "weights": np.concatenate(weights)}
 
 
-_FIELDS = ("messages", "prompt", "completion", "instruction", "input", "output")
-
-
-def _messages(place: str, record: Mapping[str, Any]) -> list[Message]:
-  """Returns what a record says, in one form.
-
-  Raises:
-    UserError: It is none of those known.
-  """
-  messages: Any = record.get("messages")
-  if messages is None:
-    if "instruction" in record:
-      more = record.get("input")
-      asked = "\n\n".join(filter(None, (record["instruction"], more)))
-      answered = record.get("output")
-    else:
-      asked, answered = record.get("prompt"), record.get("completion")
-    if isinstance(asked, list) and isinstance(answered, list):
-      messages = [*asked, *answered]
-    else:
-      messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-  if not _are_messages(messages):
-    there = ", ".join(record)
-    raise UserError(
-      f"{place}: neither messages with role and content, nor prompt and completion, nor instruction"
-      f" and output, as texts. It has: {there}."
-    )
-  return messages
+def conversation(asked: Any, answered: Any) -> list[Any]:
+  """Returns a question and its answer, each a text or both messages, as one conversation."""
+  if isinstance(asked, list) and isinstance(answered, list):
+    return [*asked, *answered]
+  return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
 
 
 def _are_messages(messages: Any) -> bool:

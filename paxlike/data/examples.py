@@ -18,7 +18,7 @@ from paxlike.data.dataset import Arrays, Batch
 from paxlike.errors import UserError
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
   """The rows of one epoch.
 
   Attributes:
@@ -82,19 +82,19 @@ class ExampleRows(CorpusRows):
     """The places that each example fills."""
     return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len)
 
-  def _make_plan(self, epoch: int) -> _Plan:
+  def _make_plan(self, epoch: int) -> Plan:
     first, last = (int(share * len(self._sizes)) for share in self._split)
     examples = first + np.flatnonzero(self._sizes[first:last])
     random = self._random(epoch)
     if self._shuffle:
       random.shuffle(examples)
     if not self._packed:
-      return _Plan(examples, np.arange(len(examples) + 1))
+      return Plan(examples, np.arange(len(examples) + 1))
     rows = _packed(self._sizes[examples], self.seq_len)
     if self._shuffle:
       random.shuffle(rows)
     starts = np.append(0, np.cumsum([len(row) for row in rows], dtype=np.int64))
-    return _Plan(examples[np.concatenate([np.zeros(0, np.int64), *rows])], starts)
+    return Plan(examples[np.concatenate([np.zeros(0, np.int64), *rows])], starts)
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import fiddle as fdl
 
-from paxlike import evaluation
-from paxlike.data import mixture, packing, synthetic, tasks, text, tokenizer
+from paxlike import evaluation, objectives
+from paxlike.data import mixture, packing, preferences, synthetic, tasks, text, tokenizer
 from paxlike.data.conversations import Conversations
 from paxlike.data.examples import ExampleRows
+from paxlike.data.preferences import PairRows
 from paxlike.data.seqio_corpus import SeqIOCorpus
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
@@ -181,6 +182,30 @@ class Jsonl(Files):
       packed=packed,
       split=split,
     )
+
+
+class Preferences(Jsonl):
+  """Pairs of answers to a prompt, of which one is preferred: direct preference optimization."""
+
+  DPO_BETA: float = 0.1  #: How dearly it is bought to leave the model that training began with.
+  DPO_LABEL_SMOOTHING: float = 0.0  #: How probable it is that a preference is the wrong way round.
+
+  def objective(self) -> fdl.Config[objectives.Dpo]:
+    return fdl.Config(objectives.Dpo, beta=self.DPO_BETA, label_smoothing=self.DPO_LABEL_SMOOTHING)
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    found = super().eval_data()
+    for one in found.values():
+      one.metrics = (evaluation.preference_acc, evaluation.language_model)
+    return found
+
+  def conversations(
+    self, knob: str, *, split: tuple[float, float], shuffle: bool, packed: bool
+  ) -> fdl.Config[ExampleRows]:
+    rows = super().conversations(knob, split=split, shuffle=shuffle, packed=True)
+    fdl.update_callable(rows, PairRows)
+    fdl.update_callable(rows.corpus, preferences.Preferences)
+    return rows
 
 
 class Tfds(Experiment):

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of answers of which one is preferred, side by side in a row."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paxlike.data.chat import Message
+from paxlike.data.conversations import Conversations, conversation
+from paxlike.data.examples import ExampleRows, Plan
+from paxlike.errors import UserError
+
+
+class Preferences(Conversations):
+  """Records of `chosen` and `rejected` answers to a `prompt`, or of two whole conversations.
+
+  Each is two documents: the preferred one, and the other.
+  """
+
+  fields = ("prompt", "chosen", "rejected")
+
+  def messages(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
+    prompt = record.get("prompt")
+    pair: list[Any] = [record.get("chosen"), record.get("rejected")]
+    if prompt is not None:
+      return [conversation(prompt, answer) for answer in pair]
+    if not all(isinstance(one, list) for one in pair):
+      there = ", ".join(record)
+      raise UserError(f"{place}: no prompt, nor messages in chosen and rejected. It has: {there}.")
+    return pair
+
+
+class PairRows(ExampleRows):
+  """Rows of two documents: segment 1 is preferred to segment 2. Each has half a row at most."""
+
+  def fingerprint(self) -> str:
+    return f"pairs of {super().fingerprint()}"
+
+  @functools.cached_property
+  def _sizes(self) -> np.ndarray:
+    return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len // 2)
+
+  def _make_plan(self, epoch: int) -> Plan:
+    first, last = (int(share * (len(self._sizes) // 2)) for share in self._split)
+    pairs = np.arange(first, last)
+    if self._shuffle:
+      self._random(epoch).shuffle(pairs)
+    return Plan(
+      (2 * pairs[:, None] + np.arange(2)).reshape(-1), np.arange(0, 2 * len(pairs) + 1, 2)
+    )

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Direct preference optimization, against NumPy; and runs of it, with adapters and in full."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import SEQ_LEN, VOCAB, tiny
+from program import curve, run
+
+from paxlike import train_state
+from paxlike.layers.decoder import forward
+from paxlike.mesh import MeshSpec
+from paxlike.objectives import Dpo
+
+
+def log_probability(definition, params, tokens, weights):
+  """Returns that of one answer on its own."""
+  inputs = jnp.array(tokens[None, :-1])
+  logits = np.asarray(forward(definition, params, {"inputs": inputs})[0][0], np.float64)
+  log = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  return (log[np.arange(len(tokens) - 1), tokens[1:]] * weights[1:]).sum()
+
+
+def weights_of(definition):
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  return train_state.init_params(definition, mesh, seed=0)
+
+
+def pairs(count):
+  """Returns a batch of pairs of random answers, the last row a filling; and the answers."""
+  rng = np.random.default_rng(0)
+  names = ("inputs", "targets", "segments", "positions")
+  batch: dict = {name: np.zeros((count + 1, SEQ_LEN), np.int32) for name in names}
+  batch["weights"] = np.zeros((count + 1, SEQ_LEN), np.float32)
+  answers = []
+  for row in range(count):
+    at, pair = 0, []
+    for segment in (1, 2):
+      tokens = rng.integers(0, VOCAB, rng.integers(4, SEQ_LEN // 2))
+      weights = (np.arange(len(tokens)) >= 2).astype(np.float32)
+      size = len(tokens) - 1
+      here = (row, slice(at, at + size))
+      batch["inputs"][here], batch["targets"][here] = tokens[:-1], tokens[1:]
+      batch["weights"][here], batch["segments"][here] = weights[1:], segment
+      batch["positions"][here] = np.arange(size)
+      pair.append((tokens, weights))
+      at += size
+    answers.append(pair)
+  return {name: jnp.array(array) for name, array in batch.items()}, answers
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_its_loss_is_that_of_the_paper(label_smoothing):
+  definition = tiny()
+  params = weights_of(definition)
+  keys = jax.random.split(jax.random.key(1), len(params))
+  other = {
+    name: w + 0.1 * jax.random.normal(key, w.shape)
+    for key, (name, w) in zip(keys, params.items(), strict=True)
+  }
+  batch, answers = pairs(3)
+  dpo = Dpo(beta=0.3, label_smoothing=label_smoothing)
+
+  def loss(params, reference):
+    total, aux = dpo.sum(definition.bind(params), definition.bind(reference), batch, None)
+    return total / dpo.weight(batch), aux
+
+  (value, aux), gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(other, params)
+  margins = []
+  for pair in answers:
+    rewards = [
+      0.3 * (log_probability(definition, other, *one) - log_probability(definition, params, *one))
+      for one in pair
+    ]
+    margins.append(rewards[0] - rewards[1])
+  margins = np.array(margins)
+  wanted = (1 - label_smoothing) * np.log1p(np.exp(-margins))
+  wanted += label_smoothing * np.log1p(np.exp(margins))
+  np.testing.assert_allclose(value, wanted.mean(), rtol=1e-4)
+  reported = {name: of[0] / of[1] for name, of in aux.items()}
+  np.testing.assert_allclose(reported["reward_margin"], margins.mean(), rtol=1e-3)
+  np.testing.assert_allclose(reported["reward_accuracy"], (margins > 0).mean())
+  assert all(not g.any() for g in gradient[1].values())
+  assert any(g.any() for g in gradient[0].values())
+  np.testing.assert_allclose(loss(params, params)[0], np.log(2), rtol=1e-6)
+
+
+PREFER = """
+from paxlike.experiments import datasets
+from paxlike.experiments.llama import Llama
+
+class Prefer(datasets.Preferences, Llama):
+  VOCAB_SIZE = 257
+  MAX_SEQ_LEN = 48
+  NUM_LAYERS = 1
+  MODEL_DIMS = 32
+  HIDDEN_DIMS = 64
+  NUM_HEADS = 2
+  NUM_KV_HEADS = 2
+  FPROP_DTYPE = "float32"
+  PERCORE_BATCH_SIZE = 2
+  GRADIENT_ACCUMULATION_STEPS = 2
+  LEARNING_RATE = 0.01
+  LR_SCHEDULE = "constant"
+  SUMMARY_INTERVAL_STEPS = 1
+  EVAL_INTERVAL_STEPS = 0
+  MAX_STEPS = 8
+"""
+
+
+@pytest.fixture
+def prefer(tmp_path, monkeypatch):
+  """Trains the experiment above on made preferences: what is said kindly."""
+  (tmp_path / "my_preferences.py").write_text(PREFER)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  rows = [
+    {"prompt": f"say {i}", "chosen": f" please {i}", "rejected": f" never {i}"} for i in range(80)
+  ]
+  path = tmp_path / "pairs.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+  def train(folder, *flags):
+    data = ("--fdl_config=my_preferences.Prefer", f"--fdl.DATA_PATH={path}")
+    return run(*data, f"--job_log_dir={tmp_path / folder}", *flags)
+
+  return train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_run_learns_what_is_preferred_and_goes_on_from_any_step(prefer, tmp_path, lora):
+  flags = ("--fdl.USE_LORA=True",) if lora else ("--fdl.DROPOUT_PROB=0.1",)
+  assert prefer("whole", *flags) == 0
+  assert prefer("parts", *flags, "--fdl.num_steps=3") == 0
+  assert prefer("parts", *flags) == 0
+  assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+  lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+  records = [json.loads(line) for line in lines]
+  trained = [record for record in records if record["kind"] == "train"]
+  assert trained[0]["loss"] == pytest.approx(np.log(2), rel=0.02 if not lora else 1e-4)
+  assert trained[-1]["loss"] < 0.5 and trained[-1]["reward_accuracy"] == 1
+  assert trained[-1]["reward_chosen"] > trained[-1]["reward_rejected"]
+  (evaluated,) = [record for record in records if record["kind"] == "eval"]
+  # Of the model alone; what its rewards are measured from prefers the shorter answer.
+  assert evaluated["preference_acc"] >= 0.7 and evaluated["num_examples"] == 8
+  assert trained[0]["total_weights"] == 16
+
+
+@pytest.mark.slow
+def test_the_reference_of_a_tuned_model_is_what_it_began_with(prefer, tmp_path):
+  """Not what its folder holds now."""
+  base = tmp_path / "base"
+  assert prefer("base", "--fdl.MAX_STEPS=2") == 0
+  restore = f"--fdl.CHECKPOINT_RESTORE_PATH={base}"
+  assert prefer("whole", restore) == 0
+  assert prefer("parts", restore, "--fdl.num_steps=3") == 0
+  assert prefer("base", "--fdl.MAX_STEPS=4") == 0
+  assert prefer("parts") == 0
+  assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+  first = curve(tmp_path / "whole")[0][1]
+  assert first == pytest.approx(np.log(2), rel=1e-5)
