@@ -54,12 +54,12 @@ def _dispatch(options: flags.Options) -> int:
   if options.list:
     print(show.experiments())
     return 0
-  experiment = None if options.fdl_config is None else _experiment(options)
+  experiment = None if options.fdl_config is None else experiment_of(options)
   if options.fdl_help:
     assert experiment is not None
     print(show.knob_help(type(experiment)))
     return 0
-  graph = _graph(options, experiment)
+  graph = graph_of(options, experiment)
   if options.mode == "show":
     if options.against:
       from paxlike import registry
@@ -98,7 +98,12 @@ def _set_up_jax(options: flags.Options):
     distributed.initialize(options.server_addr, options.num_hosts, options.host_idx)
 
 
-def _experiment(options: flags.Options) -> "Experiment":
+def experiment_of(options: flags.Options) -> "Experiment":
+  """Returns the experiment that options name, its knobs set.
+
+  Raises:
+    UserError: There is no such experiment or knob, or a value is wrong.
+  """
   from paxlike import registry
 
   assert options.fdl_config is not None
@@ -108,7 +113,12 @@ def _experiment(options: flags.Options) -> "Experiment":
   return experiment
 
 
-def _graph(options: flags.Options, experiment: "Experiment | None") -> Any:
+def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
+  """Returns the root graph of an experiment, or of a file, with the edits of the options.
+
+  Raises:
+    UserError: The experiment never reads a knob that was set, or an edit is wrong.
+  """
   from paxlike import config_file, fiddlers
   from paxlike.errors import did_you_mean
 

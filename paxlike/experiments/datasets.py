@@ -13,6 +13,7 @@ from paxlike.data import mixture, packing, preferences, synthetic, tasks, text, 
 from paxlike.data.conversations import Conversations
 from paxlike.data.examples import ExampleRows
 from paxlike.data.preferences import PairRows
+from paxlike.data.prepared import PreparedRows
 from paxlike.data.seqio_corpus import SeqIOCorpus
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
@@ -37,15 +38,12 @@ class Synthetic(Experiment):
     )
 
 
-class Files(Experiment):
-  """Files of the user, and a tokenizer for them."""
+class Tokenized(Experiment):
+  """A tokenizer that the user chooses."""
 
-  DATA_PATH: str | None = None  #: A file, a folder or a glob. Required.
   #: How text becomes ids.
   TOKENIZER: Literal["byte", "character", "sentencepiece", "huggingface"] = "byte"
   VOCAB_PATH: str | None = None  #: A SentencePiece model, or a tokenizer.json of Hugging Face.
-  PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
-  TRAIN_SHARE: float = 0.9  #: The share of the documents (or of a single one) to train on.
 
   def tokenizer(self) -> fdl.Config[tokenizer.Tokenizer] | None:
     """How text becomes ids; None: a token for each character that occurs."""
@@ -61,6 +59,42 @@ class Files(Experiment):
     if self.VOCAB_PATH is None:
       raise UserError(f"TOKENIZER={self.TOKENIZER} needs --fdl.VOCAB_PATH=, {file}.")
     return fdl.Config(kind, self.VOCAB_PATH)
+
+
+class Prepared(Tokenized):
+  """Rows that scripts/prepare_data.py made, with the tokenizer and MAX_SEQ_LEN of then."""
+
+  DATA_PATH: str | None = None  #: Their folder. Required.
+  EVAL_SPLIT: str | None = "validation"  #: The split that is evaluated. None: none.
+
+  def train_data(self) -> fdl.Config:
+    return self.rows("train", shuffle=True)
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    if self.EVAL_SPLIT is None:
+      return {}
+    return {self.EVAL_SPLIT: self.eval_set(self.rows(self.EVAL_SPLIT, shuffle=False))}
+
+  def rows(self, split: str, *, shuffle: bool) -> fdl.Config[PreparedRows]:
+    """A split."""
+    return fdl.Config(
+      PreparedRows,
+      path=self.DATA_PATH,
+      split=split,
+      seq_len=self.MAX_SEQ_LEN,
+      vocab_size=self.VOCAB_SIZE,
+      tokenizer=self.tokenizer(),
+      seed=self.RANDOM_SEED,
+      shuffle=shuffle,
+    )
+
+
+class Files(Tokenized):
+  """Files of the user, and a tokenizer for them."""
+
+  DATA_PATH: str | None = None  #: A file, a folder or a glob. Required.
+  PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
+  TRAIN_SHARE: float = 0.9  #: The share of the documents (or of a single one) to train on.
 
 
 class LocalText(Files):

@@ -199,6 +199,11 @@ class Text126M(datasets.LocalText, Gpt126M):
 
 
 @register
+class Prepared126M(datasets.Prepared, Gpt126M):
+  """GPT 126M on rows of scripts/prepare_data.py: --fdl.DATA_PATH=..."""
+
+
+@register
 class Gpt3_6B(datasets.Synthetic, Gpt):
   """MaxText's gpt3-6b. 5,588,736,000 parameters, its 16,384 positions among them."""
 

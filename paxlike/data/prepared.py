@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in files of ArrayRecord, found by number without an index in memory; read through Grain.
+
+A folder holds `<split>-00000-of-00008.array_record`, a row a record, and `prepared.json`, which
+says what is in a record.
+"""
+
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+from etils import epath
+
+from paxlike import run_folder
+from paxlike.data.dataset import Arrays, RowDataset
+from paxlike.data.tokenizer import Tokenizer
+from paxlike.errors import UserError
+
+INFO = "prepared.json"
+_CHUNK = 256
+
+
+class PreparedRows(RowDataset):
+  """A split of a folder that `write` made. Shuffled, every epoch has an order of its own."""
+
+  def __init__(
+    self,
+    *,
+    path: str | None,
+    split: str,
+    seq_len: int,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+  ):
+    """Reads nothing yet.
+
+    Args:
+      path: The folder.
+      split: Its split.
+      seq_len: T, as it was prepared with.
+      vocab_size: Ids that the model knows.
+      tokenizer: The one that it was prepared with; None where no text is wanted.
+      seed: Of the order.
+      shuffle: Whether to go through the rows in random order.
+    """
+    self.seq_len = seq_len
+    self._path = path
+    self._split = split
+    self._vocab_size = vocab_size
+    self._tokenizer = tokenizer
+    self._seed = seed
+    self._shuffle = shuffle
+
+  @property
+  def tokenizer(self) -> Tokenizer | None:
+    return self._tokenizer
+
+  def check(self):
+    info = self._info
+    if self._split not in info["splits"]:
+      there = ", ".join(info["splits"])
+      raise UserError(f"DATA_PATH={self._path} has no split {self._split}: it has {there}.")
+    if missing := [name for name in self._files if not epath.Path(name).exists()]:
+      raise UserError(f"DATA_PATH: {missing[0]} is missing.")
+    for knob, given, had in (
+      ("MAX_SEQ_LEN", self.seq_len, info["seq_len"]),
+      ("VOCAB_SIZE", self._vocab_size, info["vocab_size"]),
+    ):
+      if given < had or (knob == "MAX_SEQ_LEN" and given != had):
+        raise UserError(f"{knob}={given}, but DATA_PATH={self._path} was prepared with {had}.")
+    if self._tokenizer is not None and self._tokenizer.fingerprint() != info["tokenizer"]:
+      raise UserError(
+        f"DATA_PATH={self._path} was prepared with another tokenizer: set TOKENIZER, and VOCAB_PATH"
+        " if it has a file."
+      )
+
+  def fingerprint(self) -> str:
+    order = (self._split, self._seed, self._shuffle)
+    return f"prepared {self._info['fingerprint']} {order}"
+
+  def num_rows(self, epoch: int) -> int:
+    del epoch
+    return self._info["splits"][self._split]
+
+  def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
+    first = epoch * self.num_rows(epoch)
+    columns = self._info["columns"]
+    sizes = [self.seq_len * np.dtype(stored).itemsize for stored, _ in columns.values()]
+    records = b"".join(self._records[first + int(number)] for number in numbers)
+    packed = np.frombuffer(records, np.uint8).reshape(len(numbers), sum(sizes))
+    arrays, at = {}, 0
+    for (name, (stored, dtype)), size in zip(columns.items(), sizes, strict=True):
+      arrays[name] = packed[:, at : at + size].copy().view(stored).astype(dtype)
+      at += size
+    return arrays
+
+  @functools.cached_property
+  def _info(self) -> dict[str, Any]:
+    if not self._path:
+      raise UserError("DATA_PATH is not set: give --fdl.DATA_PATH=, of scripts/prepare_data.py.")
+    file = run_folder.absolute(self._path) / INFO
+    try:
+      return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+      raise UserError(
+        f"DATA_PATH={self._path} is no folder of scripts/prepare_data.py: {file} cannot be read"
+        f" ({error})."
+      ) from error
+
+  @property
+  def _files(self) -> list[str]:
+    names = self._info["files"][self._split]
+    return [str(run_folder.absolute(self._path or "") / name) for name in names]
+
+  @functools.cached_property
+  def _records(self) -> Any:
+    """The records of all epochs, one after another."""
+    import grain  # Here: 2 seconds, which only this needs.
+
+    files: Any = grain.sources.ArrayRecordDataSource(self._files)
+    records = cast(Any, grain.MapDataset.source(files))
+    if self._shuffle:
+      records = records.seed(self._seed % 2**32).shuffle()
+    return records.repeat()
+
+
+def write(
+  folder: pathlib.Path,
+  splits: Mapping[str, RowDataset],
+  *,
+  vocab_size: int,
+  num_shards: int = 8,
+  progress: Callable[[int], object] = lambda num_rows: None,
+):
+  """Writes the rows of the first epoch of data sets, by the name of the split that they become.
+
+  Args:
+    folder: Exists, and is empty.
+    splits: Rows of one length.
+    vocab_size: Ids are below it.
+    num_shards: Files of a split.
+    progress: Told of rows as they are written.
+
+  Raises:
+    UserError: A split has no row.
+    OSError: The folder cannot be written.
+  """
+  first = next(iter(splits.values()))
+  tokenizer = first.tokenizer
+  info: dict[str, Any] = {
+    "seq_len": first.seq_len,
+    "vocab_size": vocab_size,
+    "tokenizer": None if tokenizer is None else tokenizer.fingerprint(),
+    "fingerprint": [rows.fingerprint() for rows in splits.values()],
+    "columns": _columns(first, vocab_size),
+    "splits": {},
+    "files": {},
+  }
+  for split, rows in splits.items():
+    count = rows.num_rows(0)
+    if not count:
+      raise UserError(f"{split} is shorter than one row of MAX_SEQ_LEN={first.seq_len} tokens.")
+    shards = min(num_shards, count)
+    names = [f"{split}-{number:05d}-of-{shards:05d}.array_record" for number in range(shards)]
+    bounds = [count * number // shards for number in range(shards + 1)]
+    for number, name in enumerate(names):
+      part = range(bounds[number], bounds[number + 1])
+      _write_shard(folder / name, rows, part, info["columns"], progress)
+    info["splits"][split], info["files"][split] = count, names
+  (folder / INFO).write_text(json.dumps(info, indent=2) + "\n")
+
+
+def _columns(rows: RowDataset, vocab_size: int) -> dict[str, tuple[str, str]]:
+  """Returns the dtype that each array is stored in, and its own."""
+  ids = "uint16" if vocab_size <= 2**16 else "uint32"
+  places = "uint16" if rows.seq_len < 2**16 else "uint32"
+  stored = {"weights": "uint8", "segments": places, "positions": places}
+  arrays = rows.rows(0, np.zeros(min(1, rows.num_rows(0)), np.int64))
+  return {name: (stored.get(name, ids), str(array.dtype)) for name, array in arrays.items()}
+
+
+def _write_shard(
+  path: pathlib.Path,
+  rows: RowDataset,
+  numbers: range,
+  columns: Mapping[str, tuple[str, str]],
+  progress: Callable[[int], object],
+):
+  from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
+
+  # A record by itself, so that one is read without its neighbours.
+  writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+  try:
+    for first in range(0, len(numbers), _CHUNK):
+      chunk = np.array(numbers[first : first + _CHUNK])
+      arrays = rows.rows(0, chunk)
+      stored = [arrays[name].astype(dtype) for name, (dtype, _) in columns.items()]
+      for name, small in zip(columns, stored, strict=True):
+        assert (small == arrays[name]).all(), f"{name} does not fit {small.dtype}"
+      for row in range(len(chunk)):
+        writer.write(b"".join(array[row].tobytes() for array in stored))
+      progress(len(chunk))
+  finally:
+    writer.close()

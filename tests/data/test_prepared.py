@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared rows are those that were prepared, each once an epoch, found by number."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from program import TINY, curve, run
+
+from paxlike.data import prepared
+from paxlike.data.examples import ExampleRows
+from paxlike.data.packing import PackedRows
+from paxlike.data.preferences import PairRows, Preferences
+from paxlike.data.prepared import PreparedRows
+from paxlike.data.text import TextFiles
+from paxlike.data.tokenizer import ByteTokenizer, CharacterTokenizer
+from paxlike.errors import UserError
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def text(tmp_path):
+  path = tmp_path / "texts.jsonl"
+  rows = [{"text": f"{i} bottles of {'very ' * (i % 7)}good beer"} for i in range(80)]
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return TextFiles(path=str(path), tokenizer=ByteTokenizer(), vocab_size=300)
+
+
+def written(folder, **splits):
+  folder.mkdir()
+  prepared.write(folder, splits, vocab_size=300, num_shards=3)
+  return folder
+
+
+def opened(folder, **options):
+  defaults = {"split": "train", "seq_len": 32, "vocab_size": 300, "tokenizer": ByteTokenizer()}
+  return PreparedRows(path=str(folder), **(defaults | options))
+
+
+def assert_rows(found, expected, numbers):
+  left, right = found.rows(0, numbers), expected.rows(0, numbers)
+  assert left.keys() == right.keys()
+  for name, array in left.items():
+    assert array.dtype == right[name].dtype
+    np.testing.assert_array_equal(array, right[name])
+
+
+def test_rows_of_any_kind_come_back(text, tmp_path):
+  pairs = tmp_path / "pairs.jsonl"
+  pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+  preferences = Preferences(path=str(pairs), tokenizer=ByteTokenizer(), vocab_size=300)
+  for number, rows in enumerate(
+    (
+      PackedRows(corpus=text, seq_len=32),
+      PackedRows(corpus=text, seq_len=32, packed=False),
+      ExampleRows(corpus=text, seq_len=32),
+      PairRows(corpus=preferences, seq_len=32),
+    )
+  ):
+    folder = written(tmp_path / str(number), train=rows)
+    found = opened(folder, shuffle=False)
+    found.check()
+    assert found.num_rows(0) == rows.num_rows(0)
+    assert_rows(found, rows, np.arange(rows.num_rows(0)))
+
+
+def test_every_epoch_has_every_row_once_in_an_order_of_its_own(text, tmp_path):
+  rows = PackedRows(corpus=text, seq_len=32)
+  found = opened(written(tmp_path / "rows", train=rows), seed=5)
+  count = rows.num_rows(0)
+  epochs = [found.rows(epoch, np.arange(count))["inputs"].tolist() for epoch in (0, 1, 7)]
+  wanted = sorted(rows.rows(0, np.arange(count))["inputs"].tolist())
+  assert all(sorted(epoch) == wanted for epoch in epochs)
+  assert epochs[0] != epochs[1] != epochs[2] != wanted
+  assert found.rows(7, np.array([3]))["inputs"].tolist() == [epochs[2][3]]
+  other = opened(tmp_path / "rows", seed=6)
+  assert other.rows(0, np.arange(count))["inputs"].tolist() != epochs[0]
+  assert other.fingerprint() != found.fingerprint()
+
+
+def test_what_does_not_fit_is_said(text, tmp_path):
+  folder = written(tmp_path / "rows", train=PackedRows(corpus=text, seq_len=32))
+  for options, says in (
+    ({"seq_len": 16}, "MAX_SEQ_LEN=16, but .* was prepared with 32"),
+    ({"vocab_size": 256}, "VOCAB_SIZE=256, but .* was prepared with 300"),
+    ({"tokenizer": CharacterTokenizer("ab")}, "prepared with another tokenizer"),
+    ({"split": "validation"}, "has no split validation: it has train"),
+  ):
+    with pytest.raises(UserError, match=says):
+      opened(folder, **options).check()
+  with pytest.raises(UserError, match=r"no folder of scripts/prepare_data\.py"):
+    opened(tmp_path).check()
+  (folder / "train-00001-of-00003.array_record").unlink()
+  with pytest.raises(UserError, match=r"train-00001-of-00003\.array_record is missing"):
+    opened(folder).check()
+  with pytest.raises(UserError, match="empty is shorter than one row"):
+    written(tmp_path / "none", empty=PackedRows(corpus=text, seq_len=32, split=(0, 0)))
+
+
+def prepare(*flags):
+  command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), *map(str, flags)]
+  return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+
+
+@pytest.mark.slow
+def test_a_run_on_what_the_script_made_goes_on_from_any_step(text, tmp_path):
+  flags = ["--fdl.VOCAB_SIZE=300", "--fdl.MAX_SEQ_LEN=32"]
+  data = ["--fdl_config=Text126M", f"--fdl.DATA_PATH={tmp_path}/texts.jsonl"]
+  folder = tmp_path / "rows"
+  done = prepare(*data, *flags, f"--to={folder}", "--shards=2")
+  assert done.returncode == 0, done.stderr
+  assert "train" in done.stdout and "validation" in done.stdout
+  again = prepare(*data, *flags, f"--to={folder}")
+  assert again.returncode == 2 and "is there already" in again.stderr
+  wrong = prepare(*data, "--fdl.MAX_SEQ_LENGTH=3", f"--to={tmp_path}/other")
+  assert wrong.returncode == 2 and "MAX_SEQ_LEN" in wrong.stderr and "Traceback" not in wrong.stderr
+  assert not (tmp_path / "other").exists()
+
+  small = {"NUM_LAYERS": 1, "MODEL_DIMS": 16, "HIDDEN_DIMS": 32, "NUM_HEADS": 2, "DIMS_PER_HEAD": 8}
+  flags += [f"--fdl.{name}={value}" for name, value in small.items()]
+  flags += [flag for flag in TINY if not flag.split("=")[0].endswith(("config", "SIZE", "LEN"))]
+  flags += ["--fdl_config=Prepared126M", f"--fdl.DATA_PATH={folder}", "--fdl.PERCORE_BATCH_SIZE=1"]
+  flags += ["--fdl.LR_COS_DECAY_END=100"]
+  assert run(*flags, f"--job_log_dir={tmp_path}/whole", "--fdl.MAX_STEPS=30") == 0
+  for steps in (11, 30):
+    assert run(*flags, f"--job_log_dir={tmp_path}/parts", f"--fdl.MAX_STEPS={steps}") == 0
+  assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+  assert len(curve(tmp_path / "whole", "eval")) == 1
