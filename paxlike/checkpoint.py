@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -245,23 +245,33 @@ class Checkpoints:
     Raises:
       UserError: The names, shapes or dtypes differ: it is of another experiment. Or it is damaged.
     """
-    try:
+    with self._telling(step):
       return self._restore(step, target, layout, partial=partial)
+
+  @contextlib.contextmanager
+  def _telling(self, step: int) -> Iterator[None]:
+    """Context that tells the user which checkpoint is damaged."""
+    try:
+      yield
     except _Damaged as error:
       raise UserError(f"{self.path(step)} is damaged ({error}).") from error
 
-  def _restore(
+  def check(self, step: int, target: Mapping[str, jax.ShapeDtypeStruct], *, layout: Layout):
+    """Raises the UserError that `restore` would of what is to be seen without reading arrays."""
+    with self._telling(step):
+      self._checked(step, target, layout, partial=True)
+
+  def _checked(
     self,
     step: int,
     target: Mapping[str, jax.ShapeDtypeStruct],
     layout: Layout,
     *,
-    partial: bool = False,
-  ) -> Restored:
-    ocp = self._ocp
+    partial: bool,
+  ) -> tuple[dict[str, Any], Layout]:
+    """Returns the metadata of a checkpoint that can give `target`, and its layout."""
     with _Reading():
       metadata = self._read_json(step, "metadata")
-      train_input = self._read_json(step, "train_input")
       saved_layout = Layout(**metadata["layout"])
       tensors = {
         name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
@@ -276,6 +286,20 @@ class Checkpoints:
       shown = "; ".join(differences[:5])
       more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
       raise UserError(f"{self.path(step)} is of another experiment: {shown}{more}.")
+    return metadata, saved_layout
+
+  def _restore(
+    self,
+    step: int,
+    target: Mapping[str, jax.ShapeDtypeStruct],
+    layout: Layout,
+    *,
+    partial: bool = False,
+  ) -> Restored:
+    ocp = self._ocp
+    metadata, saved_layout = self._checked(step, target, layout, partial=partial)
+    with _Reading():
+      train_input = self._read_json(step, "train_input")
     source = relayout.in_layout(target, layout, saved_layout)
     arguments = ocp.args.PyTreeRestore(
       source,
@@ -320,11 +344,8 @@ class Checkpoints:
     Raises:
       UserError: It is damaged.
     """
-    try:
-      with _Reading():
-        return Layout(**self._read_json(step, "metadata")["layout"])
-    except _Damaged as error:
-      raise UserError(f"{self.path(step)} is damaged ({error}).") from error
+    with self._telling(step), _Reading():
+      return Layout(**self._read_json(step, "metadata")["layout"])
 
   def read(self, step: int, name: str) -> np.ndarray:
     """Returns one array under the name that it is stored by.
@@ -337,11 +358,9 @@ class Checkpoints:
       restore_args={name: self._ocp.RestoreArgs(restore_type=np.ndarray)},
       partial_restore=True,
     )
-    try:
-      with _Reading(), contextlib.closing(self._ocp.PyTreeCheckpointHandler()) as handler:
-        return handler.restore(self.path(step) / "state", args=args)[name]
-    except _Damaged as error:
-      raise UserError(f"{self.path(step)} is damaged: no {name} ({error}).") from error
+    reader = contextlib.closing(self._ocp.PyTreeCheckpointHandler())
+    with self._telling(step), _Reading(), reader as handler:
+      return handler.restore(self.path(step) / "state", args=args)[name]
 
   def _read_json(self, step: int, item: str) -> dict[str, Any]:
     with contextlib.closing(self._ocp.JsonCheckpointHandler()) as handler:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that a run starts from: those of another run, or of a converted model."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -50,18 +51,26 @@ class Restore:
     Raises:
       UserError: There is no such checkpoint, a pattern is none, or nothing is to be taken.
     """
-    _ = self.saved.find(self.step)
+    step = self.saved.find(self.step)
     for knob, patterns in (("INCLUDE", self.include), ("IGNORE", self.ignore)):
       for pattern in patterns:
         try:
           re.compile(pattern)
         except re.error as error:
           raise UserError(f"CHECKPOINT_{knob}_RULES: {pattern!r} is no pattern: {error}.") from None
-    if not self._chosen(definition):
+    chosen = self._chosen(definition)
+    if not chosen:
       raise UserError(
         f"CHECKPOINT_RESTORE_PATH={self.path}: CHECKPOINT_INCLUDE_RULES and CHECKPOINT_IGNORE_RULES"
         " leave no weight to restore."
       )
+    with self._telling():
+      weights = {
+        f"params.{name}": jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        for name, spec in definition.weights.items()
+        if name in chosen
+      }
+      self.saved.check(step, weights, layout=layout_of(definition.module))
 
   def load(
     self,
@@ -84,16 +93,22 @@ class Restore:
     """
     step = self.saved.find(self.step)
     names = [name for name in self._chosen(definition) if among is None or name in among]
-    try:
+    with self._telling():
       params, lost = read_params(
         self.saved, step, definition, mesh, names=names, for_compute=for_compute
       )
+    others = [name for name in definition.weights if name not in names]
+    return Taken(params, self.provenance(others, list(params)), lost)
+
+  @contextlib.contextmanager
+  def _telling(self) -> Iterator[None]:
+    """Context whose errors name the knobs that the user may change."""
+    try:
+      yield
     except UserError as error:
       raise UserError(
         f"CHECKPOINT_RESTORE_PATH: {error} CHECKPOINT_IGNORE_RULES leaves weights out."
       ) from error
-    others = [name for name in definition.weights if name not in names]
-    return Taken(params, self.provenance(others, list(params)), lost)
 
   def provenance(self, initialized: Sequence[str], restored: Sequence[str]) -> str:
     """Returns a JSON text that says which weights came from here, and which did not."""

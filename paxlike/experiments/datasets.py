@@ -9,7 +9,16 @@ from typing import Any, Literal
 import fiddle as fdl
 
 from paxlike import evaluation, objectives
-from paxlike.data import mixture, packing, preferences, synthetic, tasks, text, tokenizer
+from paxlike.data import (
+  mixture,
+  packing,
+  preferences,
+  seqio_stream,
+  synthetic,
+  tasks,
+  text,
+  tokenizer,
+)
 from paxlike.data.conversations import Conversations
 from paxlike.data.examples import ExampleRows
 from paxlike.data.preferences import PairRows
@@ -312,9 +321,21 @@ class Pile(PretrainingTask):
 
   TFDS_NAME = "the_pile:1.0.0"
   EVAL_BATCHES = 1
+  #: Read as it is needed, by SeqIO, rather than once into the cache folder: 2 bytes a token there.
+  USE_STREAMING: bool = False
 
-  def rows(self, split: str, *, shuffle: bool) -> fdl.Config[ExampleRows]:
+  def rows(self, split: str, *, shuffle: bool) -> fdl.Config:
     """A split, each piece a row."""
+    if self.USE_STREAMING:
+      return fdl.Config(
+        seqio_stream.SeqIOStream,
+        task=self.task(tasks.the_pile_lm),
+        task_split=split,
+        seq_len=self.MAX_SEQ_LEN,
+        seed=self.RANDOM_SEED,
+        shuffle=shuffle,
+        packed=False,
+      )
     lengths = {"targets": self.MAX_SEQ_LEN}
     corpus = self.corpus(tasks.the_pile_lm, split=split, bos_id=0, lengths=lengths)
     return self.examples(corpus, shuffle=shuffle)

@@ -3,10 +3,12 @@
 
 import json
 
+import fiddle as fdl
 import numpy as np
 import pytest
 import sentencepiece
 
+from paxlike import registry
 from paxlike.data import seqio_corpus, tasks, tfds_writer
 from paxlike.data.tfds_writer import Schema
 from paxlike.errors import UserError
@@ -126,6 +128,34 @@ def test_the_pile_is_cut_without_regard_to_documents(tmp_path, vocabulary):
   )
   assert [document["tokens"].tolist() for document in found] == wanted
   assert {len(tokens) for tokens in wanted[:50]} == {33}
+
+
+def test_the_pile_streamed_is_the_pile_indexed(tmp_path, vocabulary):
+  rows = {"train": [{"text": text} for text in TEXTS]}
+  folder = write(tmp_path, "the_pile:1.0.0", ("train",), rows, text=str)
+  knobs: dict = {"TFDS_NAME": folder, "VOCAB_PATH": vocabulary, "VOCAB_SIZE": 300}
+  knobs |= {"MAX_SEQ_LEN": 32, "EVAL_SPLIT": None}
+  parts = []
+  for streaming in (False, True):
+    experiment = registry.find("Pile126M")(**knobs, USE_STREAMING=streaming)
+    dataset = fdl.build(experiment.rows("train", shuffle=False))
+    dataset.check()
+    with dataset.batches(8, repeat=False) as batches:
+      parts.append([batch.arrays for batch in batches])
+  found, expected = (
+    {name: np.concatenate([arrays[name] for arrays in part]) for name in part[0]} for part in parts
+  )
+  assert found.keys() == expected.keys() and len(found["inputs"]) > 10
+  # One goes from long to short; of filling, only the weight is alike.
+  order = [np.lexsort((a["targets"] * (a["weights"] > 0)).T) for a in (found, expected)]
+  for name in ("weights", "targets", "inputs"):
+    left, right = (
+      (array[name] * (array["weights"] > 0))[at]
+      for array, at in zip((found, expected), order, strict=True)
+    )
+    width = max(left.shape[1], right.shape[1])
+    left, right = (np.pad(a, ((0, 0), (0, width - a.shape[1]))) for a in (left, right))
+    np.testing.assert_array_equal(left, right)
 
 
 def test_c4_is_its_documents(tmp_path, vocabulary):
