@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teaches the model of `make train` a made task, in full and by LoRA of rank 8.
+"""Teaches the model of `make train` a made task, in full and by LoRA of rank 8 (also QLoRA).
 
 Ten animals have ten colours; which animal stands among other words is to be told by its colour:
 
     python benchmarks/finetune.py runs/tiny_python
 
-prints, for each way, the share of 500 unseen prompts that are answered rightly, and the bytes of
-its checkpoint.
+prints, for each way, the share of 500 unseen prompts that are answered rightly, the bytes of its
+checkpoint, and by how much quantized weights are off.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,7 @@ def question() -> dict[str, str]:
 
 
 def main():
-  """Runs both ways and prints what came of them."""
+  """Runs each way and prints what came of it."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("base", type=pathlib.Path, help="the folder of a run of TinyPython")
   base = parser.parse_args().base.absolute()
@@ -69,7 +70,9 @@ def main():
       "EVAL_DATA_PATH": folder / "test.jsonl",
       "CHECKPOINT_RESTORE_PATH": base,
     }
-    for name, more in (("untrained", {"MAX_STEPS": 0}), ("full", {}), ("lora", LORA)):
+    ways = {"untrained": {"MAX_STEPS": 0}, "full": {}, "lora": LORA}
+    ways |= {kind: LORA | {"LORA_BASE_QUANTIZATION": kind} for kind in ("int8", "nf4")}
+    for name, more in ways.items():
       flags = [f"--fdl.{knob}={value}" for knob, value in (knobs | more).items()]
       flags += [f"--job_log_dir={folder / name}", "--fdl_config=finetune.Tuned"]
       if name == "untrained":
@@ -82,14 +85,17 @@ def report(folder: pathlib.Path, name: str, flags: list[str]):
   command = [sys.executable, "-m", "paxlike.main", *flags]
   here = pathlib.Path(__file__).parent
   paths = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
-  subprocess.run(
-    command, cwd=here, env=os.environ | {"PYTHONPATH": paths}, check=True, stdout=subprocess.DEVNULL
+  environment = os.environ | {"PYTHONPATH": paths}
+  done = subprocess.run(
+    command, cwd=here, env=environment, check=True, stdout=subprocess.PIPE, text=True
   )
   (result,) = (folder / "eval_out" / "validation").glob("*.json")
   found = json.loads(result.read_text())
   files = (folder / "checkpoints").rglob("*")
   size = sum(path.stat().st_size for path in files if path.is_file())
   score = {"acc_strict": found["acc_strict"], "log_pplx": round(found["log_pplx"], 3)}
+  if off := re.search(r"quantized weights are off by ([\d.]+%)", done.stdout):
+    score["off"] = off[1]
   print(json.dumps({"way": name, **score, "checkpoint_bytes": size}), flush=True)
 
 
