@@ -44,7 +44,7 @@ def main(download: Download, argv: Sequence[str]) -> int:
       raw = [pathlib.Path(name) for names in given for name in names]
     else:
       raw = _fetched(download, root, script)
-    with _bar("writing", sum(file.stat().st_size for file in raw)) as bar:
+    with _bar(f"writing {len(raw)} files", unit=" examples") as bar:
       folder = tfds_writer.write(download.schema, raw, root, progress=bar.update)
   except UserError as error:
     print(f"{script}: {error}", file=sys.stderr)
@@ -88,7 +88,7 @@ def _fetched(download: Download, root: pathlib.Path, script: str) -> list[pathli
   for url, name in download.urls.items():
     to = folder / name
     try:
-      with _bar(name, None) as bar:
+      with _bar(name, unit="B") as bar:
         fetch.fetch(url, to, sha256=download.sha256.get(url), progress=bar.update)
     except UserError as error:
       raise UserError(f"{error} Or fetch it yourself, and give {script} --from=PATH.") from None
@@ -106,7 +106,7 @@ def _unpacked(archive: pathlib.Path) -> list[pathlib.Path]:
     raise UserError(f"{archive} is damaged ({error}): remove it.") from error
 
 
-def _bar(what: str, total: int | None):
+def _bar(what: str, *, unit: str):
   import tqdm
 
-  return tqdm.tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None)
+  return tqdm.tqdm(desc=what, unit=unit, unit_scale=True, disable=None)

@@ -77,7 +77,7 @@ def write(
   sources: Sequence[pathlib.Path],
   root: pathlib.Path,
   *,
-  progress: Callable[[int], object] = lambda num_bytes: None,
+  progress: Callable[[int], object] = lambda num_examples: None,
 ) -> pathlib.Path:
   """Writes a data set under `root`, and `SHA256SUMS` of its files; returns its folder.
 
@@ -87,7 +87,7 @@ def write(
     schema: The data set.
     sources: Files of records, see `records`.
     root: A TFDS data directory.
-    progress: Told of the bytes of each file that is finished.
+    progress: Told of examples as they are written, and of those that were.
 
   Raises:
     UserError: The data set is there already, or a file does not fit.
@@ -135,7 +135,7 @@ def _shard(
   if to.exists() and note.exists():
     done = json.loads(note.read_text())
     if done["source"] == source:
-      progress(stat.st_size)
+      progress(done["count"])
       return done["count"]
   temporary = to.with_name(f".{to.name}")
   features = _features(schema)
@@ -144,9 +144,9 @@ def _shard(
     for example in _examples(schema, file):
       writer.write(features.serialize_example(features.encode_example(example)))
       count += 1
+      progress(1)
   note.write_text(json.dumps({"source": source, "count": count}))
   temporary.rename(to)
-  progress(stat.st_size)
   return count
 
 
