@@ -5,12 +5,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from etils import epath
 
 from paxlike import run_folder
+from paxlike.checkpoint import Checkpoints
 from paxlike.errors import UserError, did_you_mean
 from paxlike.evaluation import EvalSet, Result
 
@@ -45,11 +45,11 @@ class Criterion:
     name, _, metric = self.metric.partition("/")
     return results[name].values[metric]
 
-  def badness(self, value: float) -> float:
-    """Returns a number that is less for a better value of the metric; what is none is the worst."""
-    if math.isnan(value):
-      return math.inf
-    return value if self.lowest else -value
+  def best(self, values: Mapping[int, float]) -> int | None:
+    """Returns the step with the best value, of equals the first; one that is no number is none."""
+    numbers = {step: value for step, value in values.items() if not math.isnan(value)}
+    sign = 1 if self.lowest else -1
+    return min(numbers, key=lambda step: sign * numbers[step], default=None)
 
 
 class Best:
@@ -65,8 +65,8 @@ class Best:
     self._criterion = criterion
     self._values: dict[int, float] = {}
     told = _read(self._path)
-    if told is not None and criterion is not None and told["metric"] == criterion.metric:
-      self._values = dict(told["values"])
+    if told is not None and criterion is not None and told[0].metric == criterion.metric:
+      self._values = told[1]
 
   def forget(self, *, after: int):
     """Takes back what was found later than after so many updates, from where a run goes on."""
@@ -74,11 +74,8 @@ class Best:
 
   @property
   def step(self) -> int | None:
-    """The best checkpoint, of equals the first; None before the first evaluation."""
-    criterion = self._criterion
-    if criterion is None or not self._values:
-      return None
-    return min(self._values, key=lambda step: criterion.badness(self._values[step]))
+    """The best checkpoint; None before the first evaluation."""
+    return None if self._criterion is None else self._criterion.best(self._values)
 
   @property
   def is_hopeless(self) -> bool:
@@ -88,6 +85,10 @@ class Best:
       return False
     return sum(step > best for step in self._values) >= criterion.patience
 
+  def lacks(self, step: int) -> bool:
+    """Whether an evaluation after `step` updates would be news."""
+    return self._criterion is not None and step > 0 and step not in self._values
+
   def evaluated(self, results: Mapping[str, Result], step: int) -> bool:
     """Takes note of an evaluation after `step` updates; returns whether it is the best so far."""
     if self._criterion is None:
@@ -95,30 +96,39 @@ class Best:
     self._values[step] = self._criterion.value(results)
     if jax.process_index() == 0:
       values = list(self._values.items())
-      told = {"metric": self._criterion.metric, "step": self.step, "values": values}
+      how = {"metric": self._criterion.metric, "lowest": self._criterion.lowest}
+      told = {**how, "step": self.step, "values": values}
       with run_folder.writing(self._path.parent):
         run_folder.write(self._path, json.dumps(told) + "\n")
     return self.step == step
 
 
 def step_of(folder: epath.PathLike) -> int:
-  """Returns the best checkpoint of the run in `folder`.
+  """Returns the best of the checkpoints that there are of the run in `folder`.
 
   Raises:
     UserError: That is not known.
   """
-  told = _read(epath.Path(folder) / FILE)
+  folder = epath.Path(folder)
+  told = _read(folder / FILE)
   if told is None:
     raise UserError(f"{folder} knows no best checkpoint: it ran without BEST_CHECKPOINT_METRIC.")
-  return told["step"]
+  criterion, values = told
+  there = Checkpoints(folder / "checkpoints", keep=None).steps()
+  best = criterion.best({step: value for step, value in values.items() if step in there})
+  if best is None:
+    raise UserError(f"{folder} has no checkpoint any more of those that {FILE} compares.")
+  return best
 
 
-def _read(path: epath.Path) -> dict[str, Any] | None:
+def _read(path: epath.Path) -> tuple[Criterion, dict[int, float]] | None:
+  """Returns what a run compared its checkpoints by, and the values of each."""
   if not path.exists():
     return None
   try:
     told = json.loads(path.read_text())
-    return {"metric": str(told["metric"]), "step": int(told["step"]), "values": told["values"]}
+    values = {int(step): float(value) for step, value in told["values"]}
+    return Criterion(metric=told["metric"], lowest=told["lowest"]), values
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise UserError(
       f"{path} is damaged ({error!r}): remove it, and no checkpoint is best."

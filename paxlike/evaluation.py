@@ -4,7 +4,7 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +64,9 @@ def boolq_acc(scores: Scores, batch: Batch) -> Sums:
 
 def preference_acc(scores: Scores, batch: Batch) -> Sums:
   """The share of rows whose segment 1, the preferred answer, is more probable than segment 2."""
-  loss_BT = scores.loss_BT * batch["weights"]
-  chosen_B, rejected_B = ((loss_BT * (batch["segments"] == part)).sum(-1) for part in (1, 2))
-  is_pair_B = batch["weights"].any(-1).astype(jnp.float32)
+  answers = [batch["weights"] * (batch["segments"] == part) for part in (1, 2)]
+  chosen_B, rejected_B = ((scores.loss_BT * answer_BT).sum(-1) for answer_BT in answers)
+  is_pair_B = (answers[0].any(-1) & answers[1].any(-1)).astype(jnp.float32)
   return {"preference_acc": ((chosen_B < rejected_B) * is_pair_B, is_pair_B)}
 
 
@@ -109,8 +109,10 @@ class EvalSet:
   @property
   def names(self) -> list[str]:
     """The names of its metrics."""
-    loss, right = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.bool))
-    given: Any = Scores(*cast(Any, (loss, right, right))), {"weights": loss, "segments": right}
+    numbers, truth = jnp.zeros((1, 1)), jnp.zeros((1, 1), bool)
+    names = ("inputs", "targets", "alternatives", "segments", "positions")
+    batch = dict.fromkeys(names, numbers.astype(jnp.int32)) | {"weights": numbers}
+    given = Scores(numbers, truth, truth), batch
     return [name for metrics in self.metrics for name in jax.eval_shape(metrics, *given)]
 
 

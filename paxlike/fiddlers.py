@@ -87,6 +87,8 @@ def lora(
     node.lora = copy.deepcopy(adapter)
     node.lora.dtype = getattr(node, "dtype", jnp.float32)
   if base is not None:
+    if base not in (schemes := ("int8", "nf4")):
+      raise UserError(f"no scheme {base} for the base.{did_you_mean(base, schemes)}")
     for node in select(graph, layers.Linear, *LORA_ROLES["all"]):
       node.scheme = getattr(layers.quantization, base)
   for node in select(graph, Trainer):

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _dispatch(options: flags.Options) -> int:
-  _set_up_jax(options)
+  set_up_jax(options)
   from paxlike import show
 
   if options.list:
@@ -72,7 +72,8 @@ def _dispatch(options: flags.Options) -> int:
   return _run(options, experiment, graph)
 
 
-def _set_up_jax(options: flags.Options):
+def set_up_jax(options: flags.Options):
+  """Sets what JAX, TensorFlow and TFDS read when they are first used."""
   # JAX and its libraries are imported here, after the flags have been found good.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   # Orbax logs each error that it also raises, with all its stack; asyncio those that it need not.

@@ -33,10 +33,10 @@ class Objective(abc.ABC):
     """Returns what the sum of the whole batch is divided by, a float32 scalar."""
 
   @abc.abstractmethod
-  def sum(
+  def total(
     self, model: Decoder, reference: Decoder | None, batch: Batch, dropout: jax.Array | None
   ) -> tuple[jax.Array, Aux]:
-    """Returns the sum over a part of the batch, and what else is reported of it."""
+    """Returns the sum over a part of the batch, and what the layers and the objective report."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class NextToken(Objective):
   def weight(self, batch: Batch) -> jax.Array:
     return batch["weights"].sum()
 
-  def sum(
+  def total(
     self, model: Decoder, reference: Decoder | None, batch: Batch, dropout: jax.Array | None
   ) -> tuple[jax.Array, Aux]:
     del reference
@@ -57,7 +57,7 @@ class NextToken(Objective):
 class Dpo(Objective):
   """Direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290), a mean over pairs.
 
-  In each row segment 1 is preferred to segment 2.
+  In each row segment 1 is preferred to segment 2. FLOPs are told without those of the reference.
 
   Attributes:
     beta: How dearly it is bought to leave the reference.
@@ -71,7 +71,7 @@ class Dpo(Objective):
   def weight(self, batch: Batch) -> jax.Array:
     return _is_pair(batch).sum()
 
-  def sum(
+  def total(
     self, model: Decoder, reference: Decoder | None, batch: Batch, dropout: jax.Array | None
   ) -> tuple[jax.Array, Aux]:
     assert reference is not None
@@ -94,8 +94,9 @@ class Dpo(Objective):
 
 
 def _is_pair(batch: Batch) -> jax.Array:
-  """Returns float32 [B]: a row may only fill a batch up."""
-  return batch["weights"].any(-1).astype(jnp.float32)
+  """Returns float32 [B]: a row may only fill a batch up, or an answer be cut off whole."""
+  answer_BT2 = batch["segments"][..., None] == jnp.array([1, 2])
+  return (answer_BT2 & (batch["weights"] > 0)[..., None]).any(1).all(-1).astype(jnp.float32)
 
 
 def _log_probabilities(
@@ -103,8 +104,7 @@ def _log_probabilities(
 ) -> tuple[jax.Array, Aux]:
   """Returns those of both answers of each row, float32 [B, 2], and what the layers report."""
   x_BTD, _, aux = model.hidden(batch["inputs"], context_of(batch, dropout))
-  # No logits are kept for the gradient.
-  loss_BT = model.map_logits(jax.checkpoint(cross_entropy), x_BTD, batch["targets"])
+  loss_BT = model.map_logits(cross_entropy, x_BTD, batch["targets"])
   answer_BT2 = batch["segments"][..., None] == jnp.array([1, 2])
   return -((loss_BT * batch["weights"])[..., None] * answer_BT2).sum(1), aux
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from paxlike import train_state
@@ -61,11 +62,17 @@ class Origin:
       state = dataclasses.replace(unflatten(target, restored.state), frozen=self._frozen())
       return state, restored.train_input, {}
     given, files = {}, {}
-    if self.restore is not None:
+    if self.restore is None:
+      if jax.process_index() == 0:  # A start that failed may have left it.
+        (self.folder / PROVENANCE).unlink(missing_ok=True)
+    else:
       given, files[PROVENANCE], lost = self.restore.load(self.definition, self.devices)
       journal.note(f"{len(given)} of {len(self.definition.weights)} weights: {self.restore.path}")
       if lost is not None:
-        journal.note(f"quantized weights are off by {lost:.2%} (root mean square)")
+        share = self.definition.num_quantized / self.definition.num_params
+        journal.note(
+          f"quantized weights ({share:.1%} of all) are off by {lost:.2%} (root mean square)"
+        )
     if len(given) < len(self.definition.weights):
       journal.note("initialising the weights")
     state = train_state.create(
@@ -73,13 +80,16 @@ class Origin:
     )
     return state, None, files
 
-  def reference(self, *, resumed: bool) -> Params:
+  def reference(self, state: TrainState) -> Params:
     """Returns all weights as they were before the first step, in the dtypes of the layers.
 
     Raises:
       UserError: What the run began with is gone or damaged.
     """
-    base = began_with(self.folder, given=self.restore) if resumed else self.restore
+    if int(state.step) == 0:
+      # Arrays of their own, since steps give the others away.
+      return jax.tree.map(jnp.copy, self.definition.prepare(state.params | state.frozen))
+    base = began_with(self.folder, given=self.restore)
     given: Params = {}
     if base is not None:
       given = base.load(self.definition, self.devices, for_compute=True).params

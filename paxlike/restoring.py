@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
 from paxlike import mesh as mesh_lib
 from paxlike import run_folder
@@ -91,14 +93,14 @@ class Restore:
     Raises:
       UserError: The checkpoint lacks one, has it in another shape, or is damaged.
     """
-    step = self.saved.find(self.step)
+    step = _agreed(self.saved.find(self.step))
     names = [name for name in self._chosen(definition) if among is None or name in among]
     with self._telling():
       params, lost = read_params(
         self.saved, step, definition, mesh, names=names, for_compute=for_compute
       )
     others = [name for name in definition.weights if name not in names]
-    return Taken(params, self.provenance(others, list(params)), lost)
+    return Taken(params, self.provenance(step, others, list(params)), lost)
 
   @contextlib.contextmanager
   def _telling(self) -> Iterator[None]:
@@ -110,11 +112,11 @@ class Restore:
         f"CHECKPOINT_RESTORE_PATH: {error} CHECKPOINT_IGNORE_RULES leaves weights out."
       ) from error
 
-  def provenance(self, initialized: Sequence[str], restored: Sequence[str]) -> str:
-    """Returns a JSON text that says which weights came from here, and which did not."""
+  def provenance(self, step: int, initialized: Sequence[str], restored: Sequence[str]) -> str:
+    """Returns a JSON text that says which weights came from a checkpoint, and which did not."""
     origin = {
       "path": os.fspath(self.folder),
-      "step": self.saved.find(self.step),
+      "step": step,
       "include": self.include,
       "ignore": self.ignore,
       "restored": restored,
@@ -181,6 +183,11 @@ def began_with(folder: epath.Path, *, given: Restore | None) -> Restore | None:
     UserError: It is gone, or the folder does not tell.
   """
   file = folder / PROVENANCE
+  if not file.exists() and given is not None:
+    raise UserError(
+      f"{folder} does not tell what its run began with. If that was {given.path}, its file"
+      f" {PROVENANCE} is missing; if not, leave CHECKPOINT_RESTORE_PATH out."
+    )
   if not file.exists():
     return None
   try:
@@ -195,14 +202,21 @@ def began_with(folder: epath.Path, *, given: Restore | None) -> Restore | None:
     raise UserError(
       f"{file}, which tells what the run began with, is damaged: {error!r}."
     ) from error
-  if restore.step in restore.saved.steps():
-    return restore
-  if given is None:
-    raise UserError(
-      f"checkpoint {restore.step} of {restore.path} is gone, and with it the weights that the run"
-      f" in {folder} began with: say by --fdl.CHECKPOINT_RESTORE_PATH where they are."
-    )
-  return dataclasses.replace(given, include=restore.include, ignore=restore.ignore)
+  places = [restore] if given is None else [restore, dataclasses.replace(restore, path=given.path)]
+  for place in places:
+    if place.step in place.saved.steps():
+      return place
+  raise UserError(
+    f"checkpoint {restore.step} of {restore.path} is gone, and with it the weights that the run in"
+    f" {folder} began with: say by --fdl.CHECKPOINT_RESTORE_PATH where it is."
+  )
+
+
+def _agreed(step: int) -> int:
+  """Returns what process 0 found: the newest checkpoint may be another by now."""
+  if jax.process_count() == 1:
+    return step
+  return int(multihost_utils.broadcast_one_to_all(np.int32(step)))
 
 
 def read_params(
@@ -247,13 +261,19 @@ def read_params(
     flat = saved.restore(step, wanted, layout=layout, partial=True).state
     return {name.removeprefix("params."): value for name, value in flat.items()}
 
+  stored_as = saved.layout(step)
+
+  def array_of(name: str) -> str:
+    location = layout.locate(name)
+    return stored_as.place(location.template, location.layers[0])[0] if location else name
+
   params = read([name for name, spec in specs.items() if not spec.is_quantized])
   squares = []
-  for name, spec in specs.items():
-    if spec.is_quantized:
-      # One at a time: there may be no room for all.
-      whole = read([name])[name]
-      params[name] = spec.stored(whole)
+  quantized = sorted((name for name, spec in specs.items() if spec.is_quantized), key=array_of)
+  # Not all at once: there may be no room for them.
+  for _, together in itertools.groupby(quantized, key=array_of):
+    for name, whole in read(list(together)).items():
+      params[name] = specs[name].stored(whole)
       squares.append(quantization.squares(whole, params[name]))
   lost, all_of_it = np.sum(jax.device_get(squares), axis=0) if squares else (0.0, 0.0)
   return params, math.sqrt(lost / all_of_it) if squares else None

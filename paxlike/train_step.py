@@ -31,7 +31,8 @@ def make_train_step(
 ) -> TrainStep:
   """Returns a pure function (state, batch) -> (state, metrics).
 
-  The loss is that of the whole batch, however it is split into microbatches. A step
+  The loss is the objective's sum over the whole batch by its weight, however that is split into
+  microbatches. A step
   whose loss or gradient is not finite leaves all but the counters as it was. Metrics count the
   tokens from each of the `sources` of the data.
   """
@@ -43,7 +44,7 @@ def make_train_step(
     if objective.needs_reference:
       weights = without_adapters(prepared | frozen) if shared else reference
       other = definition.bind(jax.lax.stop_gradient(weights))
-    value, aux = objective.sum(model, other, batch, dropout)
+    value, aux = objective.total(model, other, batch, dropout)
     value /= total
     losses = {n: value / num_microbatches for n, value in aux.items() if n.endswith("_loss")}
     return sum(losses.values(), value), aux | losses | {"loss": value}
@@ -99,7 +100,7 @@ def _updated(
   updates, opt_state = optimizer.transform.update(grads_seen, state.opt_state, params)
   new: Any = optax.apply_updates(params, updates)
   for name, spec in definition.weights.items():
-    if spec.update is not None:
+    if spec.update is not None and spec.changes:
       new[name] = spec.update(state.params[name], grads[name])
   return new, opt_state, optax.tree.norm(grads_seen)
 

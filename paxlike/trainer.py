@@ -187,9 +187,11 @@ class Trainer:
       start = int(state.step)
       best.forget(after=start)
       if self.has_reference:
-        reference = self._origin(folder).reference(resumed=start > 0)
-        state = dataclasses.replace(state, reference=reference)
+        state = dataclasses.replace(state, reference=self._origin(folder).reference(state))
       journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
+      if best.lacks(start) and _due(start - 1, self.eval_every):
+        # The run was stopped before it.
+        best.evaluated(self._evaluate(state.params | state.frozen, start, journal), start)
       train_step = None
       meter = Meter(depth=self.feed.steps_in_flight)
       with self._batches(data_state) as batches:

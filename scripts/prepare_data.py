@@ -22,7 +22,7 @@ from paxlike import flags, run_folder
 from paxlike.data import prepared
 from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
-from paxlike.main import experiment_of, graph_of
+from paxlike.main import experiment_of, graph_of, set_up_jax
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
     if own.shards < 1:
       raise UserError(f"--shards={own.shards} must be at least 1.")
     options = flags.parse([argv[0], *others, "--mode=show"])
+    if options.fdl_config is None or options.list or options.fdl_help:
+      raise UserError("give --fdl_config=, the experiment whose data are prepared, and --to=.")
+    set_up_jax(options)
     experiment = experiment_of(options)
     trainer: Any = fdl.build(graph_of(options, experiment))
     splits = {"train": trainer.train_data} | {

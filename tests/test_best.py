@@ -64,6 +64,21 @@ def test_the_best_stays_and_no_better_one_ends_the_run(tmp_path, text, capsys):
 
 
 @pytest.mark.slow
+def test_an_evaluation_that_a_stop_prevented_is_made_up_for(tmp_path, text):
+  patient = (*HIGHEST, "--fdl.EARLY_STOPPING_PATIENCE=3")
+  for name in ("whole", "parts"):
+    assert train(tmp_path / name, text, *patient, "--fdl.num_steps=4") == 0
+  told = tmp_path / "parts" / "best.json"
+  whole = json.loads(told.read_text())
+  assert [step for step, _ in whole["values"]] == [2, 4]
+  told.write_text(json.dumps(whole | {"values": whole["values"][:1]}))
+  for name in ("whole", "parts"):
+    assert train(tmp_path / name, text, *patient) == 0
+  assert told.read_text() == (tmp_path / "whole" / "best.json").read_text()
+  assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_a_metric_that_is_not_there_is_said_before_anything_is_made(tmp_path, text, capsys):
   for metric, says in (("validation/log_plx", "Did you mean"), ("lambada/acc", "no such metric")):
     flag = f"--fdl.BEST_CHECKPOINT_METRIC={metric}"
@@ -85,7 +100,8 @@ def test_what_is_no_number_is_never_the_best(tmp_path):
   for lowest in (False, True):
     best = Best(tmp_path / str(lowest), Criterion(metric="held/acc", lowest=lowest))
     (tmp_path / str(lowest)).mkdir()
-    best.evaluated(found(math.nan), 1)
+    assert not best.evaluated(found(math.nan), 1)
+    assert best.step is None
     assert best.evaluated(found(0.5), 2)
     assert not best.evaluated(found(math.nan), 3)
     assert not best.evaluated(found(0.5), 4)
@@ -104,6 +120,7 @@ def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path):
   assert again.step == 2 and not again.is_hopeless
   other = Best(tmp_path, Criterion(metric="held/other", lowest=False))
   assert other.step is None
-  (tmp_path / "best.json").write_text("{")
-  with pytest.raises(UserError, match=r"best\.json is damaged"):
-    Best(tmp_path, criterion)
+  for text in ("{", '{"metric": "held/acc", "lowest": false, "values": [3]}'):
+    (tmp_path / "best.json").write_text(text)
+    with pytest.raises(UserError, match=r"best\.json is damaged"):
+      Best(tmp_path, criterion)

@@ -4,12 +4,14 @@
 import json
 import pathlib
 import re
+import shutil
 
+import fiddle as fdl
 import numpy as np
 import pytest
 from program import curve, run
 
-from paxlike import registry
+from paxlike import fiddlers, registry
 from paxlike.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.slow
@@ -87,6 +89,31 @@ def test_the_base_that_a_run_began_with_stays_its_base(base, tmp_path, capsys):
   assert train(tmp_path / "run", MAX_STEPS=5, **LORA, **elsewhere) == 0
 
 
+def test_another_checkpoint_never_takes_the_place_of_the_base(base, tmp_path, capsys):
+  moving = tmp_path / "moving"
+  assert train(moving) == 0
+  lora = LORA | {"CHECKPOINT_RESTORE_PATH": moving}
+  assert train(tmp_path / "run", "--fdl.num_steps=2", **lora) == 0
+  assert train(moving, MAX_STEPS=6) == 0
+  shutil.rmtree(moving / "checkpoints" / "checkpoint_00000004")
+  capsys.readouterr()
+  assert train(tmp_path / "run", **lora) == 2
+  assert "checkpoint 4 of" in capsys.readouterr().err
+  (tmp_path / "run" / "restored_from.json").unlink()
+  assert train(tmp_path / "run", **lora) == 2
+  assert "does not tell what its run began with" in capsys.readouterr().err
+
+
+def test_a_start_that_failed_leaves_no_base_behind(base, tmp_path):
+  for name in ("plain", "again"):
+    (tmp_path / name).mkdir()
+  (tmp_path / "again" / "restored_from.json").write_text('{"path": "elsewhere"}')
+  for name in ("plain", "again"):
+    for steps in (2, 4):
+      assert train(tmp_path / name, f"--fdl.num_steps={steps}", **LORA) == 0
+  assert curve(tmp_path / "again") == curve(tmp_path / "plain")
+
+
 def test_a_run_knows_its_base_without_being_told_again(base, tmp_path, capsys):
   lora = LORA | {"CHECKPOINT_RESTORE_PATH": base}
   assert train(tmp_path / "whole", **lora) == 0
@@ -146,10 +173,18 @@ def test_knobs_of_adapters_need_adapters(tmp_path, capsys):
   assert not (tmp_path / "run").exists()
 
 
+def test_what_is_no_adapter_stays_as_it_is():
+  """Even what no optimizer trains, such as the biases of routers."""
+  graph = registry.find("DeepSeekV3")().trainer()
+  fiddlers.shrink(graph)
+  assert any(spec.update for spec in fdl.build(graph).definition.weights.values())
+  fiddlers.lora(graph)
+  weights = fdl.build(graph).definition.weights
+  assert {".lora." in name for name, spec in weights.items() if spec.changes} == {True}
+
+
 @pytest.mark.parametrize(("targets", "trained"), [("all", 79_953_920), ("attention", 33_554_432)])
 def test_adapters_of_llama_7b_are_as_many_as_published(targets, trained):
-  import fiddle as fdl
-
   experiment = registry.find("LLaMA7B")()
   for name, value in {"USE_LORA": True, "LORA_RANK": 32, "LORA_TARGET_LAYERS": targets}.items():
     experiment.set(name, str(value), source="test")

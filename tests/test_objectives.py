@@ -65,7 +65,7 @@ def test_its_loss_is_that_of_the_paper(label_smoothing):
   dpo = Dpo(beta=0.3, label_smoothing=label_smoothing)
 
   def loss(params, reference):
-    total, aux = dpo.sum(definition.bind(params), definition.bind(reference), batch, None)
+    total, aux = dpo.total(definition.bind(params), definition.bind(reference), batch, None)
     return total / dpo.weight(batch), aux
 
   (value, aux), gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(other, params)
@@ -86,6 +86,22 @@ def test_its_loss_is_that_of_the_paper(label_smoothing):
   assert all(not g.any() for g in gradient[1].values())
   assert any(g.any() for g in gradient[0].values())
   np.testing.assert_allclose(loss(params, params)[0], np.log(2), rtol=1e-6)
+
+
+def test_no_logits_are_kept_for_the_gradient_and_a_pair_has_two_answers():
+  definition = tiny()
+  params = weights_of(definition)
+  batch, _ = pairs(3)
+  batch["weights"] = batch["weights"].at[0].multiply(batch["segments"][0] != 2)
+  dpo = Dpo()
+  assert dpo.weight(batch) == 2
+
+  def loss(params):
+    return dpo.total(definition.bind(params), definition.bind(params), batch, None)[0]
+
+  _, backward = jax.vjp(loss, params)
+  logits = batch["inputs"].size * VOCAB
+  assert max(leaf.size for leaf in jax.tree.leaves(backward)) < logits
 
 
 PREFER = """

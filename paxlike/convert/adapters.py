@@ -180,7 +180,9 @@ class Adapter:
       (folder / "config.json").write_text(config_file.dump(graph))
       (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
       (folder / "experiment.json").write_text(registry.dump(experiment))
-      (folder / PROVENANCE).write_text(restore.provenance([], definition.frozen))
+      (folder / PROVENANCE).write_text(
+        restore.provenance(restore.saved.find(None), [], definition.frozen)
+      )
 
   def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
     for theirs, ours, _ in self._all_parts():

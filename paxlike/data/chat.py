@@ -182,12 +182,15 @@ def _compiled(source: str) -> Callable[..., str]:
     raise UserError(f"CHAT_TEMPLATE=tokenizer: {message}")
 
   environment.globals["raise_exception"] = refuse
-  template = functools.cache(functools.partial(environment.from_string, source))
 
   def render(**values: Any) -> str:
     try:
-      return template().render(values)
+      return template.render(values)
     except jinja2.TemplateError as error:
       raise UserError(f"CHAT_TEMPLATE=tokenizer: {error}.") from None
 
+  try:
+    template = environment.from_string(source)
+  except jinja2.TemplateError as error:
+    raise UserError(f"CHAT_TEMPLATE=tokenizer: {error}.") from None
   return render

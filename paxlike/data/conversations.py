@@ -141,9 +141,9 @@ class Conversations(Corpus):
 
 def conversation(asked: Any, answered: Any) -> list[Any]:
   """Returns a question and its answer, each a text or both messages, as one conversation."""
-  if isinstance(asked, list) and isinstance(answered, list):
-    return [*asked, *answered]
-  return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+  before = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+  after = answered if isinstance(answered, list) else [{"role": "assistant", "content": answered}]
+  return [*before, *after]
 
 
 def _are_messages(messages: Any) -> bool:

@@ -16,6 +16,8 @@ from paxlike.data.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
 Arrays = dict[str, np.ndarray]
+# The number of rows of an epoch that never ends.
+ENDLESS = 2**62
 
 
 class Batch(NamedTuple):

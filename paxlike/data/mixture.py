@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from paxlike.data.dataset import Arrays, RowDataset
+from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 from paxlike.data.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
@@ -36,19 +36,8 @@ class Mixture(RowDataset):
       sources: By name.
       weights: The share of rows of each, in any unit. None: as many as each has.
       seed: Of the order.
-
-    Raises:
-      UserError: There is no source, the weights are of others, or none is more than 0.
     """
-    if not sources:
-      raise UserError("a mixture of nothing: name its sources, as DATA_PATHS does.")
-    if weights is not None:
-      if weights.keys() != sources.keys():
-        names = f"{', '.join(weights)}, but the sources are {', '.join(sources)}"
-        raise UserError(f"MIXTURE_WEIGHTS is of {names}.")
-      if not all(0 < weight < math.inf for weight in weights.values()):
-        raise UserError(f"MIXTURE_WEIGHTS={dict(weights)}: each must be more than 0.")
-    self.seq_len = next(iter(sources.values())).seq_len
+    self.seq_len = max((one.seq_len for one in sources.values()), default=0)
     self.sources = tuple(sources)
     self._datasets = list(sources.values())
     self._weights = weights
@@ -62,8 +51,24 @@ class Mixture(RowDataset):
     return self._datasets[0].tokenizer
 
   def check(self):
+    weights = self._weights
+    if not self.sources:
+      raise UserError("a mixture of nothing: name its sources, as DATA_PATHS does.")
+    if weights is not None:
+      if weights.keys() != set(self.sources):
+        names = f"{', '.join(weights)}, but the sources are {', '.join(self.sources)}"
+        raise UserError(f"MIXTURE_WEIGHTS is of {names}.")
+      if not all(0 < weight < math.inf for weight in weights.values()):
+        raise UserError(f"MIXTURE_WEIGHTS={dict(weights)}: each must be more than 0.")
     for dataset in self._datasets:
       dataset.check()
+    tokenizers = [one.tokenizer for one in self._datasets]
+    if len({one and one.fingerprint() for one in tokenizers}) > 1:
+      raise UserError(
+        "the sources of a mixture need one tokenizer: TOKENIZER=character makes one of each text."
+      )
+    if any(one.seq_len != self.seq_len for one in self._datasets):
+      raise UserError("the sources of a mixture need rows of one length.")
 
   def fingerprint(self) -> str:
     parts = {
@@ -75,7 +80,7 @@ class Mixture(RowDataset):
     for name, dataset in zip(self.sources, self._datasets, strict=True):
       if dataset.num_rows(0) == 0:
         raise UserError(f"{name} of the mixture is shorter than one row.")
-    return 2**62
+    return ENDLESS
 
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     del epoch

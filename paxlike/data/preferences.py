@@ -24,12 +24,16 @@ class Preferences(Conversations):
   def messages(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
     prompt = record.get("prompt")
     pair: list[Any] = [record.get("chosen"), record.get("rejected")]
-    if prompt is not None:
-      return [conversation(prompt, answer) for answer in pair]
-    if not all(isinstance(one, list) for one in pair):
+    if prompt is None and not all(isinstance(one, list) for one in pair):
       there = ", ".join(record)
       raise UserError(f"{place}: no prompt, nor messages in chosen and rejected. It has: {there}.")
-    return pair
+    # Where an answer begins with what the user says, it is the whole conversation.
+    return [one if _is_whole(one) else conversation(prompt, one) for one in pair]
+
+
+def _is_whole(answer: Any) -> bool:
+  first = answer[0] if isinstance(answer, list) and answer else None
+  return isinstance(first, Mapping) and first.get("role") != "assistant"
 
 
 class PairRows(ExampleRows):

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from paxlike import run_folder
-from paxlike.data.dataset import Arrays, RowDataset
+from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 from paxlike.data.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
@@ -89,7 +89,7 @@ class PreparedRows(RowDataset):
 
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     first = epoch * self.num_rows(epoch)
-    columns = self._info["columns"]
+    columns = self._info["columns"][self._split]
     sizes = [self.seq_len * np.dtype(stored).itemsize for stored, _ in columns.values()]
     records = b"".join(self._records[first + int(number)] for number in numbers)
     packed = np.frombuffer(records, np.uint8).reshape(len(numbers), sum(sizes))
@@ -147,7 +147,7 @@ def write(
     progress: Told of rows as they are written.
 
   Raises:
-    UserError: A split has no row.
+    UserError: A split has no row, or never ends.
     OSError: The folder cannot be written.
   """
   first = next(iter(splits.values()))
@@ -157,7 +157,7 @@ def write(
     "vocab_size": vocab_size,
     "tokenizer": None if tokenizer is None else tokenizer.fingerprint(),
     "fingerprint": [rows.fingerprint() for rows in splits.values()],
-    "columns": _columns(first, vocab_size),
+    "columns": {},
     "splits": {},
     "files": {},
   }
@@ -165,12 +165,16 @@ def write(
     count = rows.num_rows(0)
     if not count:
       raise UserError(f"{split} is shorter than one row of MAX_SEQ_LEN={first.seq_len} tokens.")
+    if count == ENDLESS:
+      raise UserError(f"{split} never ends: prepare what it is made of.")
+    columns = _columns(rows, vocab_size)
     shards = min(num_shards, count)
     names = [f"{split}-{number:05d}-of-{shards:05d}.array_record" for number in range(shards)]
     bounds = [count * number // shards for number in range(shards + 1)]
     for number, name in enumerate(names):
       part = range(bounds[number], bounds[number + 1])
-      _write_shard(folder / name, rows, part, info["columns"], progress)
+      _write_shard(folder / name, rows, part, columns, progress)
+    info["columns"][split] = columns
     info["splits"][split], info["files"][split] = count, names
   (folder / INFO).write_text(json.dumps(info, indent=2) + "\n")
 

@@ -63,9 +63,15 @@ class SeqIOTask:
     """Returns a text that is another for another task."""
     stats = [(os.fspath(file), file.stat()) for file in self.files()]
     files = [(name, stat.length, stat.mtime) for name, stat in stats]
-    code = inspect.getsource(sys.modules[self._register.__module__])
-    # Of the text that TinyPython reads, only Python's version tells.
-    return json.dumps([self.request(), files, code, sys.version])
+    return json.dumps([self.request(), files])
+
+  def code(self) -> str:
+    """Returns the source of what registers the task."""
+    return inspect.getsource(sys.modules[self._register.__module__])
+
+  def tokenizer(self) -> Tokenizer | None:
+    """Returns the task's, where that is known without reading the task."""
+    return None
 
   def request(self) -> dict[str, Any]:
     """Returns what tells another process of the task; plain JSON."""
@@ -115,7 +121,9 @@ class SeqIOCorpus(Corpus):
   def _folder(self) -> pathlib.Path:
     """Where the index is; made now if this is the first use."""
     request = {"vocab_size": self._vocab_size, **self._how}
-    key = f"{self._task.fingerprint()} {json.dumps(request)}"
+    # Of the text that TinyPython reads, only Python's version tells.
+    made_of = [self._task.fingerprint(), self._task.code(), sys.version]
+    key = f"{json.dumps(made_of)} {json.dumps(request)}"
     digest = hashlib.sha256(key.encode()).hexdigest()
     folder = token_index.cache_folder() / "seqio" / digest[:24]
     with token_index.built_once(folder) as building:
@@ -160,12 +168,7 @@ def main(argv: list[str]) -> int:
   vocab_size = request.pop("vocab_size")
   try:
     task = find(_function(request.pop("function"))(**request.pop("arguments")))
-    vocabulary = task.output_features["targets"].vocabulary
-    if vocabulary.vocab_size > vocab_size:
-      raise UserError(
-        f"VOCAB_SIZE={vocab_size}, but the vocabulary of the SeqIO task {task.name} has"
-        f" {vocabulary.vocab_size} ids."
-      )
+    vocabulary = checked_vocabulary(task, vocab_size)
     if model := getattr(vocabulary, "sentencepiece_model_file", None):
       shutil.copyfile(model, folder / _TOKENIZER)
     token_index.write(folder, documents(task, **request), vocab_size=vocab_size)
@@ -173,6 +176,17 @@ def main(argv: list[str]) -> int:
     print(_ERROR, str(error).replace("\n", " "))
     return 2
   return 0
+
+
+def checked_vocabulary(task: Any, vocab_size: int) -> Any:
+  """Returns the vocabulary of a task's targets; UserError if it has more ids than the model."""
+  vocabulary = task.output_features["targets"].vocabulary
+  if vocabulary.vocab_size > vocab_size:
+    raise UserError(
+      f"VOCAB_SIZE={vocab_size}, but the vocabulary of the SeqIO task {task.name} has"
+      f" {vocabulary.vocab_size} ids."
+    )
+  return vocabulary
 
 
 def documents(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A SeqIO task streamed by SeqIO itself: data too large to be read once into an index."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from paxlike.data import seqio_corpus
 from paxlike.data.dataset import Arrays, Batch, Dataset
 from paxlike.data.seqio_corpus import SeqIOTask
+from paxlike.data.tokenizer import Tokenizer
 
 
 class SeqIOStream(Dataset):
@@ -23,6 +25,7 @@ class SeqIOStream(Dataset):
     task: SeqIOTask,
     task_split: str,
     seq_len: int,
+    vocab_size: int,
     bos_id: int = 0,
     seed: int = 0,
     shuffle: bool = True,
@@ -34,6 +37,7 @@ class SeqIOStream(Dataset):
       task: Has the features `targets` and, if any, `inputs`.
       task_split: Its split, such as "train".
       seq_len: T.
+      vocab_size: Ids that the model knows.
       bos_id: Begins the inputs of each example.
       seed: Of the order.
       shuffle: Whether to read in another order in every epoch.
@@ -41,14 +45,22 @@ class SeqIOStream(Dataset):
     """
     self.seq_len = seq_len
     self._task = task
+    self._vocab_size = vocab_size
     self._split = task_split
     self._bos_id = bos_id
     self._seed = seed
     self._shuffle = shuffle
     self._packed = packed
 
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The task's, where that is known."""
+    return self._task.tokenizer()
+
   def check(self):
     self._task.check(self._split)
+    if self.tokenizer is not None:
+      self.tokenizer.check(self._vocab_size)
 
   def fingerprint(self) -> str:
     options = (self._split, self.seq_len, self._bos_id, self._seed, self._shuffle, self._packed)
@@ -76,9 +88,12 @@ class SeqIOStream(Dataset):
   ) -> Iterator[tuple[int, int, Arrays]]:
     """Yields (epoch, number in it, row)."""
     import seqio
+    import tensorflow as tf
 
+    tf.config.set_visible_devices([], "GPU")  # It would take their memory.
     name = self._task.register()
     task = seqio_corpus.find(name)
+    seqio_corpus.checked_vocabulary(task, self._vocab_size)
     lengths = dict.fromkeys(task.output_features, self.seq_len)
     converter = seqio.DecoderFeatureConverter(pack=self._packed, bos_id=self._bos_id)
     while True:

@@ -3,9 +3,7 @@
 
 import numpy as np
 
-from paxlike.data.dataset import Arrays, RowDataset
-
-_ENDLESS = 2**40
+from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 
 
 class RandomTokens(RowDataset):
@@ -20,7 +18,7 @@ class RandomTokens(RowDataset):
     return f"random tokens: {self.seq_len} of {self._vocab_size}, seed {self._seed}"
 
   def num_rows(self, epoch: int) -> int:
-    return _ENDLESS
+    return ENDLESS
 
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     tokens = np.empty((len(numbers), self.seq_len + 1), np.int32)
@@ -41,7 +39,7 @@ class ConstantTokens(RowDataset):
     return f"constant tokens: {self.seq_len}"
 
   def num_rows(self, epoch: int) -> int:
-    return _ENDLESS
+    return ENDLESS
 
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     return _from_tokens(np.ones((len(numbers), self.seq_len + 1), np.int32))

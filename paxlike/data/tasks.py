@@ -13,6 +13,7 @@ from etils import epath
 
 from paxlike import run_folder
 from paxlike.data.seqio_corpus import SeqIOTask
+from paxlike.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from paxlike.errors import UserError
 
 SHUFFLE_BUFFER_SIZE = 100_000
@@ -47,6 +48,10 @@ class TfdsTask(SeqIOTask):
 
   def arguments(self) -> Mapping[str, Any]:
     return {"folder": os.fspath(tfds_folder(self._tfds_name)), "vocab_path": self._vocab_path}
+
+  def tokenizer(self) -> Tokenizer:
+    _, vocabulary = self.files()
+    return SentencePieceTokenizer(vocabulary)
 
   def files(self) -> Sequence[epath.Path]:
     if not self._vocab_path:

@@ -27,6 +27,7 @@ class TextFiles(Corpus):
     tokenizer: Tokenizer | None,
     vocab_size: int,
     field: str = "text",
+    knob: str = "DATA_PATH",
   ):
     """Reads nothing yet.
 
@@ -35,7 +36,9 @@ class TextFiles(Corpus):
       tokenizer: None: a token for each character that occurs in the files.
       vocab_size: Ids that the model knows.
       field: The field or column that holds the text.
+      knob: What is named if something is wrong with the files.
     """
+    self._knob = knob
     self._path = path
     self._given_tokenizer = tokenizer
     self._vocab_size = vocab_size
@@ -57,18 +60,18 @@ class TextFiles(Corpus):
 
   @functools.cached_property
   def _files(self) -> list[str]:
-    return files.find(self._path, SUFFIXES, knob="DATA_PATH")
+    return files.find(self._path, SUFFIXES, knob=self._knob)
 
   def index(self) -> token_index.TokenIndex:
     return self._index
 
   @functools.cached_property
   def _index(self) -> token_index.TokenIndex:
-    stamps = files.stamps(self._files, knob="DATA_PATH")
+    stamps = files.stamps(self._files, knob=self._knob)
     key = json.dumps([stamps, self._field, self.tokenizer.fingerprint()])
     index = token_index.cached(key, self._encoded, vocab_size=self.tokenizer.vocab_size)
     if index.offsets[-1] == 0:
-      raise UserError(f"DATA_PATH={self._path} holds no text.")
+      raise UserError(f"{self._knob}={self._path} holds no text.")
     return index
 
   def _encoded(self) -> Iterator[np.ndarray]:
@@ -82,7 +85,7 @@ class TextFiles(Corpus):
       try:
         yield from read(name, self._field)
       except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"DATA_PATH: {name} cannot be read: {error}.") from error
+        raise UserError(f"{self._knob}: {name} cannot be read: {error}.") from error
 
 
 def read(name: str, field: str) -> Iterator[str]:

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data mixins: `class Pile126M(datasets.Pile, Gpt126M)`."""
 
-import abc
-import os
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import fiddle as fdl
 
@@ -13,9 +10,7 @@ from paxlike.data import (
   mixture,
   packing,
   preferences,
-  seqio_stream,
   synthetic,
-  tasks,
   text,
   tokenizer,
 )
@@ -23,11 +18,28 @@ from paxlike.data.conversations import Conversations
 from paxlike.data.examples import ExampleRows
 from paxlike.data.preferences import PairRows
 from paxlike.data.prepared import PreparedRows
-from paxlike.data.seqio_corpus import SeqIOCorpus
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
 from paxlike.experiment import Experiment
+from paxlike.experiments.tfds import C4, BoolQ, Lambada, Pile, PretrainingTask, Tfds
 from paxlike.knobs import UNSET
+
+__all__ = [
+  "C4",
+  "BoolQ",
+  "Files",
+  "Jsonl",
+  "Lambada",
+  "LocalText",
+  "Pile",
+  "Preferences",
+  "Prepared",
+  "PretrainingTask",
+  "Synthetic",
+  "TextMixture",
+  "Tfds",
+  "Tokenized",
+]
 
 
 class Synthetic(Experiment):
@@ -142,6 +154,7 @@ class LocalText(Files):
       field=self.DATA_FIELD,
       tokenizer=self.tokenizer(),
       vocab_size=self.VOCAB_SIZE,
+      knob="DATA_PATH" if path is None else "DATA_PATHS",
     )
 
 
@@ -188,8 +201,12 @@ class Jsonl(Files):
   EVAL_DATA_PATH: str | None = None  #: Files to evaluate on. None: what TRAIN_SHARE leaves.
 
   def train_data(self) -> fdl.Config:
-    split = (0.0, self.TRAIN_SHARE if self.EVAL_DATA_PATH is None else 1.0)
-    return self.conversations("DATA_PATH", split=split, shuffle=True, packed=self.PACKED_INPUT)
+    split, packed = self.train_split(), self.PACKED_INPUT
+    return self.conversations("DATA_PATH", split=split, shuffle=True, packed=packed)
+
+  def train_split(self) -> tuple[float, float]:
+    """The part of DATA_PATH to train on."""
+    return (0.0, self.TRAIN_SHARE if self.EVAL_DATA_PATH is None else 1.0)
 
   def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
     if self.EVAL_DATA_PATH is None and self.TRAIN_SHARE >= 1:
@@ -236,6 +253,9 @@ class Preferences(Jsonl):
   def objective(self) -> fdl.Config[objectives.Dpo]:
     return fdl.Config(objectives.Dpo, beta=self.DPO_BETA, label_smoothing=self.DPO_LABEL_SMOOTHING)
 
+  def train_data(self) -> fdl.Config:
+    return self.conversations("DATA_PATH", split=self.train_split(), shuffle=True)
+
   def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
     found = super().eval_data()
     for one in found.values():
@@ -243,152 +263,10 @@ class Preferences(Jsonl):
     return found
 
   def conversations(
-    self, knob: str, *, split: tuple[float, float], shuffle: bool, packed: bool
+    self, knob: str, *, split: tuple[float, float], shuffle: bool, packed: bool = True
   ) -> fdl.Config[ExampleRows]:
+    del packed  # The two answers of a row are told apart by segments.
     rows = super().conversations(knob, split=split, shuffle=shuffle, packed=True)
     fdl.update_callable(rows, PairRows)
     fdl.update_callable(rows.corpus, preferences.Preferences)
     return rows
-
-
-class Tfds(Experiment):
-  """SeqIO tasks of `data/tasks.py`, over data sets of TFDS."""
-
-  TFDS_NAME: str = UNSET  #: name:version under --tfds_data_dir, or a folder that TFDS wrote.
-  VOCAB_PATH: str | None = None  #: A SentencePiece model. None: what $VOCAB_PATH says.
-
-  def task(self, register: Callable[..., str]) -> fdl.Config[tasks.TfdsTask]:
-    """The task that `register` adds."""
-    vocab_path = self.VOCAB_PATH or os.environ.get("VOCAB_PATH")
-    return fdl.Config(
-      tasks.TfdsTask, register, tfds_name=self.TFDS_NAME, vocab_path=vocab_path or None
-    )
-
-  def corpus(
-    self, register: Callable[..., str], *, split: str, **options: Any
-  ) -> fdl.Config[SeqIOCorpus]:
-    """A split of a task; `options` are those of `SeqIOCorpus`."""
-    return fdl.Config(
-      SeqIOCorpus, task=self.task(register), split=split, vocab_size=self.VOCAB_SIZE, **options
-    )
-
-  def examples(
-    self, corpus: fdl.Config[SeqIOCorpus], *, shuffle: bool, packed: bool = False
-  ) -> fdl.Config[ExampleRows]:
-    """Rows of whole examples."""
-    return fdl.Config(
-      ExampleRows,
-      corpus=corpus,
-      seq_len=self.MAX_SEQ_LEN,
-      seed=self.RANDOM_SEED,
-      shuffle=shuffle,
-      packed=packed,
-    )
-
-  def question_lengths(self, *answers: str) -> Mapping[str, int]:
-    """What questions and answers are cut to."""
-    if self.MAX_SEQ_LEN <= _ANSWER_LENGTH:
-      raise UserError(f"MAX_SEQ_LEN={self.MAX_SEQ_LEN} leaves no room for questions.")
-    lengths = {"inputs": self.MAX_SEQ_LEN - _ANSWER_LENGTH}
-    return lengths | dict.fromkeys(answers, _ANSWER_LENGTH)
-
-
-_ANSWER_LENGTH = 64
-
-
-class PretrainingTask(Tfds, abc.ABC):
-  """A task with a split to train on and one to look at now and then."""
-
-  EVAL_SPLIT: str | None = "validation"  #: The split that is evaluated. None: none.
-  EVAL_BATCHES: int | None = 16  #: Of it so many batches. None: all.
-
-  def train_data(self) -> fdl.Config:
-    return self.rows("train", shuffle=True)
-
-  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
-    if self.EVAL_SPLIT is None:
-      return {}
-    dataset = self.rows(self.EVAL_SPLIT, shuffle=False)
-    return {self.EVAL_SPLIT: self.eval_set(dataset, num_batches=self.EVAL_BATCHES)}
-
-  @abc.abstractmethod
-  def rows(self, split: str, *, shuffle: bool) -> fdl.Config:
-    """A split, as rows."""
-
-
-class Pile(PretrainingTask):
-  """The Pile (Gao et al., 2020): pieces of MAX_SEQ_LEN tokens, regardless of documents."""
-
-  TFDS_NAME = "the_pile:1.0.0"
-  EVAL_BATCHES = 1
-  #: Read as it is needed, by SeqIO, rather than once into the cache folder: 2 bytes a token there.
-  USE_STREAMING: bool = False
-
-  def rows(self, split: str, *, shuffle: bool) -> fdl.Config:
-    """A split, each piece a row."""
-    if self.USE_STREAMING:
-      return fdl.Config(
-        seqio_stream.SeqIOStream,
-        task=self.task(tasks.the_pile_lm),
-        task_split=split,
-        seq_len=self.MAX_SEQ_LEN,
-        seed=self.RANDOM_SEED,
-        shuffle=shuffle,
-        packed=False,
-      )
-    lengths = {"targets": self.MAX_SEQ_LEN}
-    corpus = self.corpus(tasks.the_pile_lm, split=split, bos_id=0, lengths=lengths)
-    return self.examples(corpus, shuffle=shuffle)
-
-
-class C4(PretrainingTask):
-  """C4 (Raffel et al., 2020), the English part: rows cut from documents that end with EOS."""
-
-  TFDS_NAME = "c4/en:3.0.1"
-  PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
-
-  def rows(self, split: str, *, shuffle: bool) -> fdl.Config[packing.PackedRows]:
-    """A split, cut into rows."""
-    return fdl.Config(
-      packing.PackedRows,
-      corpus=self.corpus(tasks.c4, split=split),
-      seq_len=self.MAX_SEQ_LEN,
-      seed=self.RANDOM_SEED,
-      shuffle=shuffle,
-      packed=self.PACKED_INPUT,
-    )
-
-
-class Lambada(Tfds):
-  """LAMBADA (Paperno et al., 2016), to evaluate only: `acc_strict` of the last word."""
-
-  TFDS_NAME = "my_lambada:1.0.0"
-
-  def train_data(self) -> None:
-    return None
-
-  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
-    lengths = self.question_lengths("targets")
-    corpus = self.corpus(tasks.lambada_eval, split="test", bos_id=0, lengths=lengths)
-    metrics = (evaluation.acc_strict, evaluation.language_model)
-    return {"lambada": self.eval_set(self.examples(corpus, shuffle=False), metrics=metrics)}
-
-
-class BoolQ(Tfds):
-  """BoolQ (Clark et al., 2019): yes or no, fine-tuned on the one word and evaluated on it."""
-
-  TFDS_NAME = "super_glue/boolq:1.0.2"
-  PACKED_INPUT: bool = False  #: Several examples a row, told apart by segment ids.
-
-  def train_data(self) -> fdl.Config:
-    return self.examples(self.questions("train"), shuffle=True, packed=self.PACKED_INPUT)
-
-  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
-    dataset = self.examples(self.questions("validation"), shuffle=False)
-    metrics = (evaluation.boolq_acc, evaluation.language_model)
-    return {"boolq": self.eval_set(dataset, metrics=metrics)}
-
-  def questions(self, split: str) -> fdl.Config[SeqIOCorpus]:
-    """A split, each example a question and its answer."""
-    lengths = self.question_lengths("targets", "alternatives")
-    return self.corpus(tasks.boolq, split=split, bos_id=1, lengths=lengths)

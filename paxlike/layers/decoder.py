@@ -102,6 +102,8 @@ class Decoder(Module):
   def map_logits(self, function: Callable[..., Any], x_BTD: jax.Array, arrays: Any) -> Any:
     """Returns function(logits_BTV, arrays), made a part of the sequence at a time.
 
+    No logits are kept for a gradient.
+
     Args:
       function: Of such a part; all leaves of what it takes and returns are [B, T, ...].
       x_BTD: What `hidden` gives.
@@ -115,7 +117,7 @@ class Decoder(Module):
     def join(x: jax.Array) -> jax.Array:
       return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
-    return jax.tree.map(join, jax.lax.map(apply, self._chunks((x_BTD, arrays))))
+    return jax.tree.map(join, jax.lax.map(jax.checkpoint(apply), self._chunks((x_BTD, arrays))))
 
   def _chunks(self, arrays: Any) -> Any:
     """Returns a pytree of [B, T, ...] as one of [chunks, B, T / chunks, ...]."""

@@ -97,7 +97,7 @@ class Module(nnx.Module):
 
 
 class WeightSpec(NamedTuple):
-  """What is known of a weight before it has a value."""
+  """What is known of a weight before it has a value; `changes` is whether steps change it."""
 
   shape: tuple[int, ...]
   dtype: Any
@@ -107,12 +107,12 @@ class WeightSpec(NamedTuple):
   compute_dtype: Any
   update: Update | None
   storage: Storage | None
-  trained: bool
+  changes: bool
 
   @property
-  def changes(self) -> bool:
-    """Whether a step changes it, be it the optimizer or its own update."""
-    return self.trained or self.update is not None
+  def trained(self) -> bool:
+    """Whether an optimizer changes it, and not its own update."""
+    return self.changes and self.update is None
 
   @property
   def is_quantized(self) -> bool:
@@ -141,7 +141,7 @@ class Definition:
   """
 
   def __init__(self, module: nnx.Module, *, trained: str = ""):
-    """`trained` is a pattern (`re.search`) of the names of weights that an optimizer trains."""
+    """`trained` is a pattern (`re.search`) of the names of weights that steps change."""
     self.module = module
     self._graph, state = nnx.split(module)
     self._paths: dict[str, tuple[Any, ...]] = {}
@@ -159,7 +159,7 @@ class Definition:
         param.compute_dtype,
         param.update,
         param.storage,
-        param.update is None and re.search(trained, name) is not None,
+        re.search(trained, name) is not None,
       )
 
   @property
@@ -171,6 +171,11 @@ class Definition:
   def num_trained(self) -> int:
     """The number of scalars in the weights that an optimizer trains."""
     return sum(math.prod(spec.shape) for spec in self.optimized(self.weights).values())
+
+  @property
+  def num_quantized(self) -> int:
+    """The number of scalars in the weights that are held in few bits."""
+    return sum(math.prod(spec.shape) for spec in self.weights.values() if spec.is_quantized)
 
   @property
   def frozen(self) -> list[str]:

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike.errors import UserError
+
 _BLOCK = 64
 # The quantiles of a normal distribution that arXiv:2305.14314 gives in its appendix E.
 _NF4 = (
@@ -96,10 +98,10 @@ def nf4(w: jax.Array, *, axis: int) -> Nf4:
   """Rounds to 16 quantiles of a normal distribution, scaled by the largest entry of each block.
 
   Raises:
-    ValueError: The last dim is odd.
+    UserError: The last dim is odd.
   """
   if w.shape[-1] % 2:
-    raise ValueError(f"two numbers share a byte, but the last dim of {w.shape} is odd.")
+    raise UserError(f"nf4 has two numbers in a byte, but a weight is {list(w.shape)}: take int8.")
   blocks, scales = _scaled_to_one(w, axis)
   levels = jnp.array(_NF4)
   numbers = jnp.searchsorted((levels[1:] + levels[:-1]) / 2, blocks.reshape(w.shape))

@@ -10,6 +10,8 @@ from program import TINY, curve, run
 
 from paxlike.data.dataset import Arrays, RowDataset
 from paxlike.data.mixture import Mixture
+from paxlike.data.packing import PackedRows
+from paxlike.data.text import TextFiles
 from paxlike.errors import UserError
 
 
@@ -85,14 +87,23 @@ def test_it_goes_on_after_any_batch_on_any_number_of_hosts():
   assert np.concatenate(joined, 1).reshape(-1, 3).tolist() == whole
 
 
-def test_what_does_not_mix_is_said():
+def characters(tmp_path, name):
+  path = tmp_path / f"{name}.txt"
+  path.write_text(f"{name}x{name}")
+  return TextFiles(path=str(path), tokenizer=None, vocab_size=9)
+
+
+def test_what_does_not_mix_is_said(tmp_path):
   two = {"a": Numbered(5), "b": Numbered(5)}
   with pytest.raises(UserError, match="a mixture of nothing"):
-    Mixture(sources={})
+    Mixture(sources={}).check()
   with pytest.raises(UserError, match="MIXTURE_WEIGHTS is of a, but the sources are a, b"):
-    Mixture(sources=two, weights={"a": 1})
+    Mixture(sources=two, weights={"a": 1}).check()
   with pytest.raises(UserError, match="each must be more than 0"):
-    Mixture(sources=two, weights={"a": 1, "b": 0})
+    Mixture(sources=two, weights={"a": 1, "b": 0}).check()
+  texts = {name: PackedRows(corpus=characters(tmp_path, name), seq_len=2) for name in two}
+  with pytest.raises(UserError, match="need one tokenizer"):
+    Mixture(sources=texts).check()
   with pytest.raises(UserError, match="a of the mixture is shorter than one row"):
     Mixture(sources={"a": Numbered(0)}, weights={"a": 1}).batches(2)
   packed = Numbered(5, segments=np.ones((1, 2)))

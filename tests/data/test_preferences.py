@@ -26,6 +26,9 @@ def corpus(tmp_path, *rows):
     {"prompt": "one and one is", "chosen": " two", "rejected": " three"},
     {"prompt": USER, "chosen": TWO, "rejected": THREE},
     {"chosen": USER + TWO, "rejected": USER + THREE, "prompt": None},
+    {"chosen": USER + TWO, "rejected": USER + THREE, "prompt": "one and one is"},
+    {"chosen": USER + TWO, "rejected": USER + THREE, "prompt": USER},
+    {"chosen": TWO, "rejected": THREE, "prompt": "one and one is"},
   ],
 )
 def test_a_row_has_the_preferred_answer_first(tmp_path, row):

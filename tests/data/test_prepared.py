@@ -12,6 +12,7 @@ from program import TINY, curve, run
 
 from paxlike.data import prepared
 from paxlike.data.examples import ExampleRows
+from paxlike.data.mixture import Mixture
 from paxlike.data.packing import PackedRows
 from paxlike.data.preferences import PairRows, Preferences
 from paxlike.data.prepared import PreparedRows
@@ -104,6 +105,31 @@ def test_what_does_not_fit_is_said(text, tmp_path):
 def prepare(*flags):
   command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), *map(str, flags)]
   return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+
+
+def test_splits_may_differ_in_what_is_known_of_their_rows(text, tmp_path):
+  packed, plain = (ExampleRows(corpus=text, seq_len=32, packed=how) for how in (True, False))
+  folder = written(tmp_path / "rows", train=packed, validation=plain)
+  assert_rows(opened(folder, shuffle=False), packed, np.arange(3))
+  assert_rows(opened(folder, shuffle=False, split="validation"), plain, np.arange(3))
+
+
+def test_what_never_ends_is_not_prepared(text, tmp_path):
+  mixture = Mixture(sources={"a": PackedRows(corpus=text, seq_len=32)})
+  with pytest.raises(UserError, match="train never ends"):
+    written(tmp_path / "rows", train=mixture)
+
+
+@pytest.mark.slow
+def test_the_script_reads_the_flags_of_paxlike(tmp_path):
+  nothing = prepare("--list", f"--to={tmp_path}/rows")
+  assert nothing.returncode == 2 and "give --fdl_config=" in nothing.stderr
+  flags = ("--fdl_config=Pile126M", f"--tfds_data_dir={tmp_path}", "--fdl.VOCAB_PATH=x.model")
+  missing = prepare(*flags, f"--to={tmp_path}/rows")
+  assert (
+    missing.returncode == 2 and f"no TFDS data set the_pile:1.0.0 in {tmp_path}" in missing.stderr
+  )
+  assert not (tmp_path / "rows").exists()
 
 
 @pytest.mark.slow

@@ -13,7 +13,12 @@ from paxlike.data.seqio_stream import SeqIOStream
 def test_a_stream_resumes_exactly_and_says_what_the_texts_say(packed):
   def stream():
     return SeqIOStream(
-      task=SeqIOTask(register_texts), task_split="train", seq_len=32, seed=1, packed=packed
+      task=SeqIOTask(register_texts),
+      task_split="train",
+      seq_len=32,
+      vocab_size=300,
+      seed=1,
+      packed=packed,
     )
 
   with stream().batches(4, repeat=False) as batches:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxlike.errors import UserError
 from paxlike.layers import Linear
 from paxlike.layers import quantization as q
 from paxlike.layers.module import Definition
@@ -49,7 +50,7 @@ def test_blocks_lie_along_the_inputs_whatever_stands_before():
   one = q.nf4(w[1, 2], axis=-2)
   np.testing.assert_array_equal(held.dequantized(jnp.float32)[1, 2], one.dequantized(jnp.float32))
   assert q.int8(w[..., :30, :], axis=-2).scales.shape == (3, 4, 15, 32)
-  with pytest.raises(ValueError, match="is odd"):
+  with pytest.raises(UserError, match="take int8"):
     q.nf4(w[..., :31], axis=-2)
 
 

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data mixins over data sets of TFDS; `datasets` has them too."""
+
+import abc
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import fiddle as fdl
+
+from paxlike import evaluation
+from paxlike.data import packing, seqio_stream, tasks
+from paxlike.data.examples import ExampleRows
+from paxlike.data.seqio_corpus import SeqIOCorpus
+from paxlike.errors import UserError
+from paxlike.evaluation import EvalSet
+from paxlike.experiment import Experiment
+from paxlike.knobs import UNSET
+
+
+class Tfds(Experiment):
+  """SeqIO tasks of `data/tasks.py`, over data sets of TFDS."""
+
+  TFDS_NAME: str = UNSET  #: name:version under --tfds_data_dir, or a folder that TFDS wrote.
+  VOCAB_PATH: str | None = None  #: A SentencePiece model. None: what $VOCAB_PATH says.
+
+  def task(self, register: Callable[..., str]) -> fdl.Config[tasks.TfdsTask]:
+    """The task that `register` adds."""
+    vocab_path = self.VOCAB_PATH or os.environ.get("VOCAB_PATH")
+    return fdl.Config(
+      tasks.TfdsTask, register, tfds_name=self.TFDS_NAME, vocab_path=vocab_path or None
+    )
+
+  def corpus(
+    self, register: Callable[..., str], *, split: str, **options: Any
+  ) -> fdl.Config[SeqIOCorpus]:
+    """A split of a task; `options` are those of `SeqIOCorpus`."""
+    return fdl.Config(
+      SeqIOCorpus, task=self.task(register), split=split, vocab_size=self.VOCAB_SIZE, **options
+    )
+
+  def examples(
+    self, corpus: fdl.Config[SeqIOCorpus], *, shuffle: bool, packed: bool = False
+  ) -> fdl.Config[ExampleRows]:
+    """Rows of whole examples."""
+    return fdl.Config(
+      ExampleRows,
+      corpus=corpus,
+      seq_len=self.MAX_SEQ_LEN,
+      seed=self.RANDOM_SEED,
+      shuffle=shuffle,
+      packed=packed,
+    )
+
+  def question_lengths(self, *answers: str) -> Mapping[str, int]:
+    """What questions and answers are cut to."""
+    if self.MAX_SEQ_LEN <= _ANSWER_LENGTH:
+      raise UserError(f"MAX_SEQ_LEN={self.MAX_SEQ_LEN} leaves no room for questions.")
+    lengths = {"inputs": self.MAX_SEQ_LEN - _ANSWER_LENGTH}
+    return lengths | dict.fromkeys(answers, _ANSWER_LENGTH)
+
+
+_ANSWER_LENGTH = 64
+
+
+class PretrainingTask(Tfds, abc.ABC):
+  """A task with a split to train on and one to look at now and then."""
+
+  EVAL_SPLIT: str | None = "validation"  #: The split that is evaluated. None: none.
+  EVAL_BATCHES: int | None = 16  #: Of it so many batches. None: all.
+
+  def train_data(self) -> fdl.Config:
+    return self.rows("train", shuffle=True)
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    if self.EVAL_SPLIT is None:
+      return {}
+    dataset = self.rows(self.EVAL_SPLIT, shuffle=False)
+    return {self.EVAL_SPLIT: self.eval_set(dataset, num_batches=self.EVAL_BATCHES)}
+
+  @abc.abstractmethod
+  def rows(self, split: str, *, shuffle: bool) -> fdl.Config:
+    """A split, as rows."""
+
+
+class Pile(PretrainingTask):
+  """The Pile (Gao et al., 2020): pieces of MAX_SEQ_LEN tokens, regardless of documents."""
+
+  TFDS_NAME = "the_pile:1.0.0"
+  EVAL_BATCHES = 1
+  #: Read as it is needed, by SeqIO and every host, and again up to its place after a restart;
+  #: rather than once into the cache folder, 2 bytes a token.
+  USE_STREAMING: bool = False
+
+  def rows(self, split: str, *, shuffle: bool) -> fdl.Config:
+    """A split, each piece a row."""
+    if self.USE_STREAMING:
+      return fdl.Config(
+        seqio_stream.SeqIOStream,
+        task=self.task(tasks.the_pile_lm),
+        task_split=split,
+        seq_len=self.MAX_SEQ_LEN,
+        vocab_size=self.VOCAB_SIZE,
+        seed=self.RANDOM_SEED,
+        shuffle=shuffle,
+        packed=False,
+      )
+    lengths = {"targets": self.MAX_SEQ_LEN}
+    corpus = self.corpus(tasks.the_pile_lm, split=split, bos_id=0, lengths=lengths)
+    return self.examples(corpus, shuffle=shuffle)
+
+
+class C4(PretrainingTask):
+  """C4 (Raffel et al., 2020), the English part: rows cut from documents that end with EOS."""
+
+  TFDS_NAME = "c4/en:3.0.1"
+  PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
+
+  def rows(self, split: str, *, shuffle: bool) -> fdl.Config[packing.PackedRows]:
+    """A split, cut into rows."""
+    return fdl.Config(
+      packing.PackedRows,
+      corpus=self.corpus(tasks.c4, split=split),
+      seq_len=self.MAX_SEQ_LEN,
+      seed=self.RANDOM_SEED,
+      shuffle=shuffle,
+      packed=self.PACKED_INPUT,
+    )
+
+
+class Lambada(Tfds):
+  """LAMBADA (Paperno et al., 2016), to evaluate only: `acc_strict` of the last word."""
+
+  TFDS_NAME = "my_lambada:1.0.0"
+
+  def train_data(self) -> None:
+    return None
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    lengths = self.question_lengths("targets")
+    corpus = self.corpus(tasks.lambada_eval, split="test", bos_id=0, lengths=lengths)
+    metrics = (evaluation.acc_strict, evaluation.language_model)
+    return {"lambada": self.eval_set(self.examples(corpus, shuffle=False), metrics=metrics)}
+
+
+class BoolQ(Tfds):
+  """BoolQ (Clark et al., 2019): yes or no, fine-tuned on the one word and evaluated on it."""
+
+  TFDS_NAME = "super_glue/boolq:1.0.2"
+  PACKED_INPUT: bool = False  #: Several examples a row, told apart by segment ids.
+
+  def train_data(self) -> fdl.Config:
+    return self.examples(self.questions("train"), shuffle=True, packed=self.PACKED_INPUT)
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    dataset = self.examples(self.questions("validation"), shuffle=False)
+    metrics = (evaluation.boolq_acc, evaluation.language_model)
+    return {"boolq": self.eval_set(dataset, metrics=metrics)}
+
+  def questions(self, split: str) -> fdl.Config[SeqIOCorpus]:
+    """A split, each example a question and its answer."""
+    lengths = self.question_lengths("targets", "alternatives")
+    return self.corpus(tasks.boolq, split=split, bos_id=1, lengths=lengths)
