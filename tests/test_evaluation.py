@@ -55,7 +55,6 @@ def reference(params):
   }
 
 
-@pytest.mark.parametrize(("batch_size", "ici"), [(4, (1, 1, 1)), (13, (1, 1, 1)), (8, (4, 1, 2))])
 def test_the_names_of_metrics_are_known_whatever_they_read():
   def of_all(scores, batch):
     read = ("inputs", "targets", "alternatives", "segments", "positions", "weights")
@@ -63,9 +62,10 @@ def test_the_names_of_metrics_are_known_whatever_they_read():
     return {"of_all": (total, total)}
 
   one = EvalSet(dataset=None, metrics=(of_all, evaluation.language_model))
-  assert one.names == ["of_all", "log_pplx", "fraction_of_correct_next_step_preds"]
+  assert set(one.names) == {"of_all", "log_pplx", "fraction_of_correct_next_step_preds"}
 
 
+@pytest.mark.parametrize(("batch_size", "ici"), [(4, (1, 1, 1)), (13, (1, 1, 1)), (8, (4, 1, 2))])
 def test_metrics_are_exact_for_any_batch_size_and_mesh(batch_size, ici):
   built = MeshSpec(ici=ici).build(jax.devices()[: int(np.prod(ici))])
 
