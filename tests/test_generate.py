@@ -42,6 +42,7 @@ def assert_teacher_forcing(definition, params, given, texts):
       assert text.log_probabilities[index] == pytest.approx(before[token], abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_ragged_prompts_in_few_rows_equal_teacher_forcing(scan):
   definition = tiny(scan=scan)

@@ -54,6 +54,7 @@ def pairs(count):
   return {name: jnp.array(array) for name, array in batch.items()}, answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_its_loss_is_that_of_the_paper(label_smoothing):
   definition = tiny()

@@ -73,6 +73,7 @@ def test_a_run_goes_on_on_another_mesh_and_in_another_layout(tmp_path, text, cha
   np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_experiment_does_not_touch_the_run(tmp_path, capsys):
   assert run(*flags(tmp_path, 2)) == 0
   before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
@@ -84,6 +85,7 @@ def test_another_experiment_does_not_touch_the_run(tmp_path, capsys):
   assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_other_data_are_refused(tmp_path, text, capsys):
   assert run(*on_text(tmp_path, text, 2)) == 0
   assert run(*on_text(tmp_path, text, 4, "--fdl.RANDOM_SEED=5")) == 2
@@ -101,6 +103,7 @@ def test_gradients_that_stay_infinite_end_the_run_with_a_report(tmp_path, capsys
   assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_stop_during_an_evaluation_loses_no_step(tmp_path, text, monkeypatch):
   evaluate = Evaluator.run
 

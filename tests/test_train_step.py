@@ -83,6 +83,7 @@ def test_every_mesh_equals_one_device(ici, dcn, scan):
   assert_same(got, reference(packed=True))
 
 
+@pytest.mark.slow
 def test_scan_equals_unroll():
   assert_same(one_device(tiny(scan=True, dropout=0.3), batch()), reference(dropout=0.3))
 
@@ -102,6 +103,7 @@ def test_rematerialisation_changes_nothing(policy, scan):
   assert_same(got, reference(dropout=0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("num_microbatches", "num_devices"), [pytest.param(4, 1, marks=SLOW), (2, 2)]
 )

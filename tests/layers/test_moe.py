@@ -65,6 +65,7 @@ def reference(params, x_BTD, *, places=None):
   return y_BTD, dropped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [None, 0.4, 1.0, 4.0])
 def test_output_is_that_of_a_loop_over_tokens(factor):
   dispatch = dropless if factor is None else Capacity(factor=factor)
