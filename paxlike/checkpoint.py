@@ -30,20 +30,8 @@ _UNWRITABLE = (OSError, ValueError, RuntimeError)
 _FAILED = (*_UNWRITABLE, KeyError, TypeError)
 
 
-class _Damaged(Exception):
+class _Damaged(UserError):
   """A checkpoint cannot be read."""
-
-
-class _Reading:
-  """Context that turns whatever reading a damaged checkpoint raises into `_Damaged`."""
-
-  def __enter__(self):
-    pass
-
-  def __exit__(self, kind: type | None, error: BaseException | None, unused: object):
-    # For a data file cut short, Orbax raises Exception itself.
-    if error is not None and (kind is Exception or isinstance(error, _FAILED)):
-      raise _Damaged(_reason(error.__cause__ or error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,32 +233,35 @@ class Checkpoints:
     Raises:
       UserError: The names, shapes or dtypes differ: it is of another experiment. Or it is damaged.
     """
-    with self._telling(step):
-      return self._restore(step, target, layout, partial=partial)
+    ocp = self._ocp
+    metadata, saved_layout = self.check(step, target, layout=layout, partial=partial)
+    with self._reading(step):
+      train_input = self._read_json(step, "train_input")
+    source = relayout.in_layout(target, layout, saved_layout)
+    arguments = ocp.args.PyTreeRestore(
+      source,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(source),
+      partial_restore=partial,
+    )
+    with self._reading(step), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+      state = handler.restore(self.path(step) / "state", args=arguments)
+    state = relayout.converted(state, saved_layout, target, layout)
+    return Restored(state, metadata, train_input)
 
-  @contextlib.contextmanager
-  def _telling(self, step: int) -> Iterator[None]:
-    """Context that tells the user which checkpoint is damaged."""
-    try:
-      yield
-    except _Damaged as error:
-      raise UserError(f"{self.path(step)} is damaged ({error}).") from error
-
-  def check(self, step: int, target: Mapping[str, jax.ShapeDtypeStruct], *, layout: Layout):
-    """Raises the UserError that `restore` would of what is to be seen without reading arrays."""
-    with self._telling(step):
-      self._checked(step, target, layout, partial=True)
-
-  def _checked(
+  def check(
     self,
     step: int,
     target: Mapping[str, jax.ShapeDtypeStruct],
-    layout: Layout,
     *,
-    partial: bool,
+    layout: Layout,
+    partial: bool = False,
   ) -> tuple[dict[str, Any], Layout]:
-    """Returns the metadata of a checkpoint that can give `target`, and its layout."""
-    with _Reading():
+    """Returns the metadata of a checkpoint, and its layout; reads no array.
+
+    Raises:
+      UserError: It cannot give `target`: see `restore`.
+    """
+    with self._reading(step):
       metadata = self._read_json(step, "metadata")
       saved_layout = Layout(**metadata["layout"])
       tensors = {
@@ -288,29 +279,6 @@ class Checkpoints:
       raise UserError(f"{self.path(step)} is of another experiment: {shown}{more}.")
     return metadata, saved_layout
 
-  def _restore(
-    self,
-    step: int,
-    target: Mapping[str, jax.ShapeDtypeStruct],
-    layout: Layout,
-    *,
-    partial: bool = False,
-  ) -> Restored:
-    ocp = self._ocp
-    metadata, saved_layout = self._checked(step, target, layout, partial=partial)
-    with _Reading():
-      train_input = self._read_json(step, "train_input")
-    source = relayout.in_layout(target, layout, saved_layout)
-    arguments = ocp.args.PyTreeRestore(
-      source,
-      restore_args=ocp.checkpoint_utils.construct_restore_args(source),
-      partial_restore=partial,
-    )
-    with _Reading(), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-      state = handler.restore(self.path(step) / "state", args=arguments)
-    state = relayout.converted(state, saved_layout, target, layout)
-    return Restored(state, metadata, train_input)
-
   def restore_latest_valid(
     self, target: Mapping[str, jax.ShapeDtypeStruct], *, layout: Layout
   ) -> tuple[int, Restored] | None:
@@ -321,9 +289,9 @@ class Checkpoints:
     """
     steps = self.steps()
     for step in reversed(steps):
-      restored, reason = None, "another process cannot read its part"
+      restored, reason = None, f"{self.path(step)}: another process cannot read its part"
       try:
-        restored = self._restore(step, target, layout)
+        restored = self.restore(step, target, layout=layout)
       except _Damaged as error:
         reason = str(error)
       if restored is not None and _everywhere(True):
@@ -331,7 +299,7 @@ class Checkpoints:
       if restored is None:
         _everywhere(False)
       del restored  # Before the next one is read: there may be no room for two.
-      print(f"paxlike: {self.path(step)} is damaged ({reason})", file=sys.stderr)
+      print(f"paxlike: {reason}", file=sys.stderr)
     if steps:
       raise UserError(
         f"no checkpoint in {self._directory} can be read; move it away to start anew."
@@ -344,7 +312,7 @@ class Checkpoints:
     Raises:
       UserError: It is damaged.
     """
-    with self._telling(step), _Reading():
+    with self._reading(step):
       return Layout(**self._read_json(step, "metadata")["layout"])
 
   def read(self, step: int, name: str) -> np.ndarray:
@@ -358,9 +326,20 @@ class Checkpoints:
       restore_args={name: self._ocp.RestoreArgs(restore_type=np.ndarray)},
       partial_restore=True,
     )
-    reader = contextlib.closing(self._ocp.PyTreeCheckpointHandler())
-    with self._telling(step), _Reading(), reader as handler:
+    with self._reading(step), contextlib.closing(self._ocp.PyTreeCheckpointHandler()) as handler:
       return handler.restore(self.path(step) / "state", args=args)[name]
+
+  @contextlib.contextmanager
+  def _reading(self, step: int) -> Iterator[None]:
+    """Context that turns whatever reading a damaged checkpoint raises into `_Damaged`."""
+    try:
+      yield
+    except Exception as error:
+      # For a data file cut short, Orbax raises Exception itself.
+      if type(error) is not Exception and not isinstance(error, _FAILED):
+        raise
+      reason = _reason(error.__cause__ or error)
+      raise _Damaged(f"{self.path(step)} is damaged ({reason}).") from error
 
   def _read_json(self, step: int, item: str) -> dict[str, Any]:
     with contextlib.closing(self._ocp.JsonCheckpointHandler()) as handler:

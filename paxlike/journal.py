@@ -70,6 +70,7 @@ class Journal:
         run_folder.write(self._folder / name, text)
       if self._write_summaries:
         self._jsonl = metrics.JsonlWriter(self._folder / "metrics.jsonl", step=step)
+        self._board("train")  # No step is to wait for it.
     self.status("running", step)
     devices = summary.devices
     axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
@@ -218,17 +219,22 @@ class Journal:
   def _record(self, part: str, record: dict[str, Any]):
     if not self._write_summaries:
       return
-    if part not in self._boards:
-      directory = self._folder / "summaries" / part
-      # A training record of step N, counted from 0, tells of N + 1 updates.
-      first = None if self._resumed_at is None else self._resumed_at + (part != "train")
-      self._boards[part] = metrics.TensorBoardWriter(directory, first=first)
     hidden = ("kind", "set", "step", "updates", "time")
     scalars = {key: value for key, value in record.items() if key not in hidden}
     with run_folder.writing(self._folder):
       if self._jsonl is not None:
         self._jsonl.write(record)
-      self._boards[part].write(record["step"], {k: v for k, v in scalars.items() if v is not None})
+      told = {key: value for key, value in scalars.items() if value is not None}
+      self._board(part).write(record["step"], told)
+
+  def _board(self, part: str) -> metrics.TensorBoardWriter:
+    """Returns what writes a part for TensorBoard; made when first asked for, which takes long."""
+    if part not in self._boards:
+      directory = self._folder / "summaries" / part
+      # A training record of step N, counted from 0, tells of N + 1 updates.
+      first = None if self._resumed_at is None else self._resumed_at + (part != "train")
+      self._boards[part] = metrics.TensorBoardWriter(directory, first=first)
+    return self._boards[part]
 
 
 def is_running(folder: epath.Path) -> bool:

@@ -72,7 +72,7 @@ class Restore:
         for name, spec in definition.weights.items()
         if name in chosen
       }
-      self.saved.check(step, weights, layout=layout_of(definition.module))
+      self.saved.check(step, weights, layout=layout_of(definition.module), partial=True)
 
   def load(
     self,

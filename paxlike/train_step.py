@@ -26,15 +26,14 @@ def make_train_step(
   *,
   seed: int,
   num_microbatches: int = 1,
-  objective: Objective = NextToken(),  # noqa: B008 - it has no state.
+  objective: Objective = NextToken(),
   sources: Sequence[str] = (),
 ) -> TrainStep:
   """Returns a pure function (state, batch) -> (state, metrics).
 
   The loss is the objective's sum over the whole batch by its weight, however that is split into
-  microbatches. A step
-  whose loss or gradient is not finite leaves all but the counters as it was. Metrics count the
-  tokens from each of the `sources` of the data.
+  microbatches. A step whose loss or gradient is not finite leaves all but the counters as it was.
+  Metrics count the tokens from each of the `sources` of the data.
   """
 
   shared = shares_base(definition)

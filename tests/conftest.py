@@ -55,3 +55,11 @@ def shared_data() -> pathlib.Path:
   if not path.is_dir():
     pytest.skip(f"{path} is not there")
   return path
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+  """A text of 110 rows of 16 tokens to train on, and some to validate on."""
+  path = tmp_path_factory.mktemp("text") / "corpus.txt"
+  path.write_text("".join(f"{i} bottles of beer on the wall. " for i in range(60)))
+  return path

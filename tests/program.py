@@ -19,6 +19,18 @@ TINY = (
   "--fdl.FPROP_DTYPE=float32",
 )
 
+# The same on a text, of 257 byte symbols.
+TEXT = (
+  "--fdl_config=Text126M",
+  *(flag for flag in TINY if "fdl_config" not in flag and "VOCAB" not in flag),
+  "--fdl.VOCAB_SIZE=257",
+  "--fdl.MODEL_DIMS=16",
+  "--fdl.HIDDEN_DIMS=32",
+  "--fdl.NUM_HEADS=2",
+  "--fdl.DIMS_PER_HEAD=8",
+  "--fdl.PERCORE_BATCH_SIZE=1",
+)
+
 
 def run(*flags: str) -> int:
   """Runs the program in this process, on its eight devices; returns the exit status."""

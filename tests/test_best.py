@@ -6,7 +6,7 @@ import math
 import shutil
 
 import pytest
-from program import TINY, curve, run
+from program import TEXT, curve, run
 
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints
@@ -17,21 +17,10 @@ from paxlike.evaluation import Result
 HIGHEST = ("--fdl.BEST_CHECKPOINT_METRIC=validation/log_pplx", "--fdl.BEST_CHECKPOINT_MODE=max")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-  path = tmp_path_factory.mktemp("text") / "corpus.txt"
-  path.write_text("".join(f"{i} bottles of beer on the wall. " for i in range(60)))
-  return path
-
-
 def train(folder, text, *more):
-  rest = [flag for flag in TINY if "fdl_config" not in flag and "VOCAB" not in flag]
-  model = ("--fdl.NUM_LAYERS=1", "--fdl.MODEL_DIMS=16", "--fdl.HIDDEN_DIMS=32", "--fdl.NUM_HEADS=2")
-  data = ("--fdl_config=Text126M", f"--fdl.DATA_PATH={text}", "--fdl.VOCAB_SIZE=257")
-  how = ("--fdl.DIMS_PER_HEAD=8", "--fdl.PERCORE_BATCH_SIZE=1", "--fdl.EVAL_INTERVAL_STEPS=2")
+  data = (*TEXT, f"--fdl.DATA_PATH={text}", "--fdl.NUM_LAYERS=1", "--fdl.EVAL_INTERVAL_STEPS=2")
   when = ("--fdl.CHECKPOINT_EVERY_N_STEPS=3", "--fdl.CHECKPOINT_MAX_TO_KEEP=1")
-  flags = (*data, *rest, *model, *how, *when, "--fdl.MAX_STEPS=20", f"--job_log_dir={folder}")
-  return run(*flags, *more)
+  return run(*data, *when, "--fdl.MAX_STEPS=20", f"--job_log_dir={folder}", *more)
 
 
 def steps(folder):

@@ -7,17 +7,10 @@ import time
 import numpy as np
 import pytest
 from kill_and_resume import kill_and_resume
-from program import TINY, curve, finish, run, start
+from program import TEXT, TINY, curve, finish, run, start
 
 from paxlike.checkpoint import Checkpoints
 from paxlike.evaluation import Evaluator
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-  path = tmp_path_factory.mktemp("text") / "corpus.txt"
-  path.write_text("".join(f"{i} bottles of beer on the wall. " for i in range(60)))
-  return path
 
 
 def flags(folder, steps, *more):
@@ -26,11 +19,8 @@ def flags(folder, steps, *more):
 
 def on_text(folder, path, steps, *more):
   """A batch of 8 of 110 rows: the first epoch ends in step 14."""
-  own = ("--fdl_config=Text126M", f"--fdl.DATA_PATH={path}", "--fdl.VOCAB_SIZE=257")
-  small = ("--fdl.NUM_LAYERS=2", "--fdl.MODEL_DIMS=16", "--fdl.HIDDEN_DIMS=32")
-  heads = ("--fdl.NUM_HEADS=2", "--fdl.DIMS_PER_HEAD=8", "--fdl.PERCORE_BATCH_SIZE=1")
-  rest = [flag for flag in TINY if "fdl_config" not in flag and "VOCAB" not in flag]
-  return (*own, *small, *heads, *rest, *flags(folder, steps)[len(TINY) :], *more)
+  own = (f"--fdl.DATA_PATH={path}", "--fdl.NUM_LAYERS=2", f"--fdl.MAX_STEPS={steps}")
+  return (*TEXT, *own, f"--job_log_dir={folder}", *more)
 
 
 def final_state(folder, step):

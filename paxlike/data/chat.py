@@ -124,16 +124,19 @@ def template(name: str, *, vocab_path: str | None) -> Template:
   if name != "tokenizer":
     return TEMPLATES[name]
   config, own = (os.path.join(os.path.dirname(vocab_path or ""), file) for file in FILES)
+  told, source = {}, None
   try:
-    with open(config, encoding="utf-8") as file:
-      told = json.load(file)
+    if os.path.exists(config):
+      with open(config, encoding="utf-8") as file:
+        told = json.load(file)
+      source = told.get("chat_template")
     if os.path.exists(own):
       with open(own, encoding="utf-8") as file:
         source = file.read()
-    else:
-      source = told["chat_template"]
-  except (OSError, ValueError, KeyError, TypeError) as error:
-    raise UserError(f"CHAT_TEMPLATE=tokenizer: {config} has none: {error!r}.") from None
+  except (OSError, ValueError, AttributeError) as error:
+    raise UserError(f"CHAT_TEMPLATE=tokenizer: {config} cannot be read: {error}.") from None
+  if not source:
+    raise UserError(f"CHAT_TEMPLATE=tokenizer: there is none in {config}, nor in {own}.")
   if isinstance(source, list):  # Several by name.
     source = {one["name"]: one["template"] for one in source}["default"]
   markers = {key: _text_of(told.get(key)) for key in ("bos_token", "eos_token", "pad_token")}

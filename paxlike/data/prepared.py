@@ -184,7 +184,7 @@ def _columns(rows: RowDataset, vocab_size: int) -> dict[str, tuple[str, str]]:
   ids = "uint16" if vocab_size <= 2**16 else "uint32"
   places = "uint16" if rows.seq_len < 2**16 else "uint32"
   stored = {"weights": "uint8", "segments": places, "positions": places}
-  arrays = rows.rows(0, np.zeros(min(1, rows.num_rows(0)), np.int64))
+  arrays = rows.rows(0, np.array([0]))
   return {name: (stored.get(name, ids), str(array.dtype)) for name, array in arrays.items()}
 
 
