@@ -12,7 +12,7 @@ PROBE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info <
 FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	if "$$p" -c '$(PROBE)' >/dev/null 2>&1; then command -v "$$p"; break; fi; done
 
-.PHONY: train test test-quick lint clean
+.PHONY: train test test-quick lint style clean
 
 train: $(RUN)
 	$(BIN)/paxlike --fdl_config=TinyPython --job_log_dir="$(DIR)"
@@ -25,13 +25,15 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadscope
 test: lint
 	$(PYTEST)
 
-test-quick: lint
+test-quick: style
 	$(PYTEST) -m "not slow"
 
-lint: $(DEV)
+lint: style
+	$(BIN)/pyright
+
+style: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
 
 # A stamp comes last, so that a set-up that was cut off starts anew. uv resolves and unpacks this
 # stack several times faster than pip, which does it all where uv cannot be had.

@@ -68,6 +68,7 @@ def test_many_devices_decode_what_one_decodes(ici, monkeypatch):
   assert [text.tokens for text in texts] == [text.tokens for text in expected]
 
 
+@pytest.mark.slow
 def test_caches_grow_and_an_end_token_ends_a_text(monkeypatch):
   monkeypatch.setattr(generate_module, "_LEAST_ROOM", 4)
   definition = tiny()

@@ -136,6 +136,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
     np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_the_step_and_on_nothing_else():
   again = one_device(tiny(dropout=0.3), batch())
   assert_same(again, reference(dropout=0.3), atol=0)

@@ -127,6 +127,7 @@ def _byte_level_tokenizer(size):
   return tokenizer
 
 
+@pytest.mark.slow
 def test_a_model_with_a_tokenizer_json_is_converted_and_decodes(tmp_path):
   write(tmp_path / "theirs")
   _byte_level_tokenizer(VOCAB - 1).save(str(tmp_path / "theirs" / "tokenizer.json"))

@@ -98,6 +98,7 @@ def test_the_balance_loss_is_least_where_all_are_chosen_alike():
   assert reports[0]["z_loss"] == pytest.approx(0.25 * np.log(E) ** 2)
 
 
+@pytest.mark.slow
 def test_the_balance_loss_may_count_first_choices_only():
   definition, params = build(balance_loss=1.0, balanced_choices=1)
   x_BTD = jax.random.normal(jax.random.key(2), (B, T, D))

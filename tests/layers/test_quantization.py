@@ -43,6 +43,7 @@ def test_blocks_are_rounded_as_by_numpy(kind, error):
   assert bits == {"int8": 8.5, "nf4": 4.5}[kind]
 
 
+@pytest.mark.slow
 def test_blocks_lie_along_the_inputs_whatever_stands_before():
   w = jax.random.normal(jax.random.key(0), (3, 4, 128, 32))
   held = q.nf4(w, axis=-2)
