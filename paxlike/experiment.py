@@ -8,9 +8,8 @@ computed in the method that uses it, so that subclass, mixin and command line al
 from typing import Any, Literal
 
 import fiddle as fdl
-import jax
 
-from paxlike import fiddlers, hugging_face, layers, optimizers
+from paxlike import fiddlers, hugging_face, layers, optimizers, topology
 from paxlike.best import Criterion
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
@@ -38,10 +37,14 @@ class Experiment(Knobs):
 
   # How it is computed.
   FPROP_DTYPE: Dtype = "bfloat16"  #: Compute dtype; parameters are float32.
+  USE_FP8: bool = False  #: Multiply in 8 bits in the linear maps of blocks; head and router do not.
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: on more than one device.
   CHECKPOINT_POLICY: Literal[  #: What the backward pass finds saved; the rest is recomputed.
     "SAVE_EVERYTHING", "SAVE_NOTHING", "SAVE_DOT_ONLY", "SAVE_DOT_WITH_NO_BATCH_DIM"
   ] = "SAVE_EVERYTHING"
+  #: What computes attention. auto: cudnn where it can, xla on CPUs, else xla_chunked.
+  ATTENTION_KERNEL: Literal["auto", "xla", "xla_chunked", "cudnn"] = "auto"
+  MAX_SEGMENTS_PER_ROW: int = 64  #: Documents of a packed row that the kernel cudnn has room for.
   #: Mesh [data, fsdp, tensor] within a slice or node, or {axis: size}; -1 fills.
   ICI_MESH_SHAPE: tuple[int, ...] | dict[str, int] = (-1, 1, 1)
   DCN_MESH_SHAPE: tuple[int, ...] | dict[str, int] = (1, 1, 1)  #: Mesh across slices or nodes.
@@ -126,11 +129,14 @@ class Experiment(Knobs):
       objective=self.objective(),
     )
     fiddlers.precision(graph, self.FPROP_DTYPE)
+    if self.USE_FP8:
+      fiddlers.quantize(graph, "fp8")
     self.adapt(graph)
+    fiddlers.attention(graph, self.ATTENTION_KERNEL, self.MAX_SEGMENTS_PER_ROW)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
     scan = self.USE_REPEATED_LAYER
     # Unrolled is faster on one device; on many, scanning keeps the program small.
-    fiddlers.stack(graph, jax.device_count() > 1 if scan is None else scan)
+    fiddlers.stack(graph, len(topology.devices()) > 1 if scan is None else scan)
     return graph
 
   def adapt(self, graph: fdl.Buildable):

@@ -9,14 +9,26 @@ import jax
 import numpy as np
 
 from paxlike import mesh
+from paxlike.errors import UserError
 
 
 class Feed:
   """Which rows of each global batch this host loads, and where they go."""
 
-  def __init__(self, devices: jax.sharding.Mesh, *, batch_size: int, seq_len: int):
-    """For batches of `batch_size` x `seq_len` tokens on the mesh `devices`."""
+  def __init__(
+    self,
+    devices: jax.sharding.Mesh,
+    *,
+    batch_size: int,
+    seq_len: int,
+    max_segments: int | None = None,
+  ):
+    """For batches of `batch_size` x `seq_len` tokens on the mesh `devices`.
+
+    `max_segments` is the most that a row may have.
+    """
     self._devices = devices
+    self._max_segments = max_segments
     self._shape = (batch_size, seq_len)
 
   @functools.cached_property
@@ -36,8 +48,30 @@ class Feed:
     return 0 if devices.size > 1 and devices.flat[0].platform == "cpu" else 2
 
   def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns global arrays made of this host's rows and, unseen, those of the others."""
+    """Returns global arrays made of this host's rows and, unseen, those of the others.
+
+    Raises:
+      UserError: A row has too many segments.
+    """
+    if self._max_segments is not None and "segments" in arrays:
+      segments = arrays["segments"]
+      most = 1 + (segments[:, 1:] != segments[:, :-1]).sum(1).max(initial=0)
+      if most > self._max_segments:
+        raise UserError(
+          f"a row has {most} documents, but MAX_SEGMENTS_PER_ROW={self._max_segments}. Raise it, or"
+          " set ATTENTION_KERNEL=xla_chunked."
+        )
     return {name: self._put(array) for name, array in arrays.items()}
+
+  def abstract(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns what `put` makes of arrays of so many rows as a host loads: shapes and shardings."""
+
+    def one(array: np.ndarray) -> jax.ShapeDtypeStruct:
+      shape = (self._shape[0], *array.shape[1:])
+      where = mesh.sharding(self._devices, ("batch", "time"), shape)
+      return jax.ShapeDtypeStruct(shape, array.dtype, sharding=where)
+
+    return {name: one(array) for name, array in arrays.items()}
 
   def _put(self, array: np.ndarray) -> jax.Array:
     shape = (self._shape[0], *array.shape[1:])

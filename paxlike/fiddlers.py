@@ -2,7 +2,8 @@
 """Edits of a whole graph, by type and by role, never by path.
 
 Each takes the root graph and changes it in place; `--fiddler=precision(dtype="float32")` applies
-one from the command line. Experiments apply theirs in a fixed order: precision, lora, remat, stack.
+one from the command line. Experiments apply theirs in a fixed order: precision,
+quantize, lora, attention, remat, stack.
 """
 
 import copy
@@ -13,14 +14,16 @@ import fiddle as fdl
 import jax.numpy as jnp
 from fiddle import daglish, selectors
 
-from paxlike import layers
+from paxlike import layers, topology
 from paxlike.errors import UserError, did_you_mean
 from paxlike.trainer import Trainer
 
 _ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value")
 _MLP = ("up", "gate", "down")
+_BLOCK = _ATTENTION + _MLP
+_KERNELS = ("auto", "xla", "xla_chunked", "cudnn")
 # What LORA_TARGET_LAYERS names.
-LORA_ROLES = {"all": _ATTENTION + _MLP, "attention": _ATTENTION, "mlp": _MLP}
+LORA_ROLES = {"all": _BLOCK, "attention": _ATTENTION, "mlp": _MLP}
 
 
 def select(graph: fdl.Buildable, kind: type, *roles: str) -> Iterator[Any]:
@@ -54,6 +57,40 @@ def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
         node.dtype = jnp.dtype(dtype)
 
 
+def attention(graph: fdl.Buildable, kernel: str = "auto", max_segments: int = 64):
+  """Chooses what computes attention: xla, xla_chunked, or cudnn for so many segments of a row.
+
+  `auto` is cudnn on NVIDIA GPUs, xla_chunked on others and where cuDNN cannot, and xla on CPUs.
+  """
+  if kernel not in _KERNELS:
+    hint = did_you_mean(kernel, _KERNELS) or f" One of {', '.join(_KERNELS)}."
+    raise UserError(f"no attention kernel {kernel}.{hint}")
+  platform = topology.devices()[0].platform
+  on_nvidia = platform in ("gpu", "cuda") and platform != "rocm"
+  if kernel == "cudnn" and not on_nvidia:
+    raise UserError(f"ATTENTION_KERNEL=cudnn needs NVIDIA GPUs, but the devices are of {platform}.")
+  best = "cudnn" if on_nvidia else "xla" if platform == "cpu" else "xla_chunked"
+  functions = {
+    "xla": layers.attention_kernels.xla,
+    "xla_chunked": layers.xla_chunked,
+    "cudnn": fdl.Partial(layers.cudnn, max_segments=max_segments),
+  }
+  for kind in (layers.Attention, layers.LatentAttention):
+    for node in select(graph, kind):
+      name = best if kernel == "auto" else kernel
+      if kernel == "auto" and name == "cudnn" and not _suits_cudnn(node):
+        name = "xla_chunked"
+      node.kernel = copy.deepcopy(functions[name])
+
+
+def _suits_cudnn(node: Any) -> bool:
+  extras = ("soft_cap", "sinks", "extra_logit", "relative_bias")
+  dtype = jnp.dtype(getattr(node.query, "dtype", jnp.float32))
+  width = node.head_dim + (getattr(node, "rope_dim", None) or 0)
+  plain = all(getattr(node, name, None) is None for name in extras)
+  return plain and dtype.itemsize == 2 and width <= 256 and width % 8 == 0
+
+
 def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
   """Sets what the backward pass of a block finds saved: a name of `layers.Remat`."""
   if policy not in layers.Remat.__members__:
@@ -63,6 +100,14 @@ def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
     )
   for node in select(graph, layers.Stack):
     node.remat = layers.Remat[policy]
+
+
+def quantize(graph: fdl.Buildable, kind: str = "fp8"):
+  """Makes the linear maps of blocks multiply in few bits, and their gradients: fp8."""
+  if kind not in (kinds := ("fp8",)):
+    raise UserError(f"no quantization {kind}.{did_you_mean(kind, kinds)} One of {kinds}.")
+  for node in select(graph, layers.Linear, *_BLOCK):
+    node.dot = getattr(layers, kind)
 
 
 def lora(
@@ -89,7 +134,7 @@ def lora(
   if base is not None:
     if base not in (schemes := ("int8", "nf4")):
       raise UserError(f"no scheme {base} for the base.{did_you_mean(base, schemes)}")
-    for node in select(graph, layers.Linear, *LORA_ROLES["all"]):
+    for node in select(graph, layers.Linear, *_BLOCK):
       node.scheme = getattr(layers.quantization, base)
   for node in select(graph, Trainer):
     node.trained = layers.lora.WEIGHTS
@@ -143,4 +188,7 @@ def shrink(graph: fdl.Buildable):
       node.vocab_size = vocab_size
 
 
-FIDDLERS = {edit.__name__: edit for edit in (decoding, lora, precision, remat, shrink, stack)}
+FIDDLERS = {
+  edit.__name__: edit
+  for edit in (attention, decoding, lora, precision, quantize, remat, shrink, stack)
+}

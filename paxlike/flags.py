@@ -15,7 +15,7 @@ from absl import flags
 from paxlike.errors import UserError, did_you_mean
 
 # What this version's `paxlike.main` can do.
-MODES = ("train", "eval", "decode", "show")
+MODES = ("train", "eval", "decode", "show", "compile")
 
 _DECODE = (
   *("prompt", "prompt_file", "max_new_tokens", "num_samples", "stop", "stop_token", "decode_rows"),
@@ -24,6 +24,8 @@ _DECODE = (
 # Flags without effect in any other mode.
 _ONLY_IN = {
   "against": ("show",),
+  "topology": ("show", "compile"),
+  "kernels": ("compile",),
   "continuous": ("eval",),
   "step": ("eval", "decode"),
   **dict.fromkeys(_DECODE, ("decode",)),
@@ -54,10 +56,13 @@ What to change, applied in this order
 What to do
   --mode={"|".join(MODES)}
                           train (the default) and evaluate on the way; eval: evaluate a checkpoint;
-                          decode: continue prompts; show: print knobs, graph, parameters and memory
+                          decode: continue prompts; show: print knobs, graph, parameters and memory;
+                          compile: compile the step, for devices that need not be here
   --job_log_dir=DIR       a local folder or gs://...
   --step=N|best           eval, decode: this checkpoint rather than the newest
   --continuous            eval: follow a running job until it ends
+  --topology=h200-1       show, compile: for so many GPUs (h200, h100, a100) instead of these here
+  --kernels               compile: the kernels of the step with bytes, FLOPs and roofline time
   --against=NAME          show: print the difference from this experiment
   --list, --fdl_help, --help
                           all experiments; the knobs of one; this text
@@ -98,8 +103,10 @@ class Options:
     knobs: (KNOB, text) in the order given.
     edits: (path in the graph, text) in the order given.
     fiddlers: Calls such as "use_fp8(margin=1)", in the order given.
-    job_log_dir: Folder of the run; set in every mode but show.
+    job_log_dir: Folder of the run; set in every mode but show and compile.
     against: Name of an experiment to compare with.
+    topology: Name of the devices to compile for; None: those of this machine.
+    kernels: Print the kernels of the compiled step.
     help: Print HELP and stop.
     fdl_help: Print the knobs of the experiment and stop.
     list: Print the registered experiments and stop.
@@ -136,6 +143,8 @@ class Options:
   fiddlers: tuple[str, ...] = ()
   job_log_dir: str | None = None
   against: str | None = None
+  topology: str | None = None
+  kernels: bool = False
   help: bool = False
   fdl_help: bool = False
   list: bool = False
@@ -250,6 +259,7 @@ _STRINGS = (
   "fdl_config_file",
   "job_log_dir",
   "against",
+  "topology",
   "server_addr",
   "tfds_data_dir",
 )
@@ -257,6 +267,7 @@ _BOOLEANS = {
   "fdl_help": False,
   "list": False,
   "continuous": False,
+  "kernels": False,
   "enable_checkpoint_saving": True,
   "enable_summary_writer": True,
   "multiprocess_gpu": False,
@@ -371,5 +382,5 @@ def _check(options: Options):
     raise UserError(
       f"--host_idx={options.host_idx} counts from 0: below --num_hosts={options.num_hosts}."
     )
-  if options.mode != "show" and not options.job_log_dir and not options.fdl_help:
+  if options.mode not in ("show", "compile") and not options.job_log_dir and not options.fdl_help:
     raise UserError(f"--mode={options.mode} needs --job_log_dir=DIR, the folder of the run.")

@@ -22,19 +22,6 @@ from paxlike.layers.module import Definition
 from paxlike.layers.moe import Moe
 from paxlike.layers.stack import layout_of
 
-# Dense bf16 FLOP/s of one device, by a part of JAX's `device_kind`.
-PEAK_FLOPS = {
-  "H200": 989.5e12,
-  "H100": 989.5e12,
-  "A100": 312e12,
-  "TPU v4": 275e12,
-  "TPU v5 lite": 197e12,
-  "TPU v5e": 197e12,
-  "TPU v5p": 459e12,
-  "TPU v5": 459e12,
-  "TPU v6": 918e12,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainingFlops:
@@ -85,9 +72,3 @@ def active_params(definition: Definition) -> int:
       of_experts = sum(math.prod(param.get_value().shape) for _, param in weights)
       count -= of_experts * (module.num_experts - module.num_chosen) // module.num_experts
   return count
-
-
-def peak_per_device(device_kind: str) -> float | None:
-  """Returns the dense bf16 FLOP/s of a device, None where it is not known (CPUs)."""
-  matches = [peak for kind, peak in PEAK_FLOPS.items() if kind.lower() in device_kind.lower()]
-  return matches[0] if matches else None

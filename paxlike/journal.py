@@ -15,7 +15,7 @@ from typing import Any, Self
 import jax
 from etils import epath
 
-from paxlike import flops, metrics, run_folder
+from paxlike import chips, flops, metrics, run_folder
 from paxlike.console import Console
 from paxlike.errors import UserError
 from paxlike.evaluation import Result
@@ -32,6 +32,7 @@ class Summary:
   seq_len: int
   devices: jax.sharding.Mesh
   flops: flops.TrainingFlops
+  attention: str
 
 
 class Journal:
@@ -84,6 +85,7 @@ class Journal:
       f"batch:      {summary.batch_size} sequences x {summary.seq_len} tokens = {tokens:,} tokens\n"
       f"FLOPs:      {summary.flops.causal:.4g} a token (causal attention),"
       f" {summary.flops.full:.4g} (full)\n"
+      f"attention:  {summary.attention}\n"
       f"folder:     {self._folder}"
     )
 
@@ -157,7 +159,7 @@ class Journal:
     summary = self._summary
     num_devices = summary.devices.size
     tokens = summary.batch_size * summary.seq_len / seconds
-    peak = flops.peak_per_device(summary.devices.devices.flat[0].device_kind)
+    chip = chips.find(summary.devices.devices.flat[0].device_kind)
     values = {
       "seconds_per_step": seconds,
       "tokens_per_second": tokens,
@@ -166,8 +168,8 @@ class Journal:
     for name, count in (("causal", summary.flops.causal), ("full", summary.flops.full)):
       rate = tokens / num_devices * count
       values[f"tflops_per_second_per_device_{name}"] = rate / 1e12
-      if peak is not None:
-        values[f"mfu_{name}"] = rate / peak
+      if chip is not None:
+        values[f"mfu_{name}"] = rate / chip.flops
     return values
 
   def evaluated(self, name: str, updates: int, result: Result):

@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _dispatch(options: flags.Options) -> int:
   set_up_jax(options)
+  import fiddle as fdl
+
   from paxlike import show
 
   if options.list:
@@ -69,6 +71,11 @@ def _dispatch(options: flags.Options) -> int:
     else:
       print(show.everything(experiment, graph))
     return 0
+  if options.mode == "compile":
+    trainer: Any = fdl.build(graph)
+    trainer.compiler_options = _compiler_options()
+    print(show.compiled(trainer, with_kernels=options.kernels))
+    return 0
   return _run(options, experiment, graph)
 
 
@@ -88,6 +95,11 @@ def set_up_jax(options: flags.Options):
     os.environ["XLA_FLAGS"] = f"--xla_disable_hlo_passes=all-reduce-promotion {theirs}".strip()
   import jax
 
+  from paxlike import topology
+
+  if options.topology is not None:
+    jax.config.update("jax_platforms", "cpu")
+  topology.use(options.topology)
   if options.num_cpu_devices is not None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.num_cpu_devices)
@@ -149,6 +161,7 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
 
   assert options.job_log_dir is not None
   trainer = fdl.build(graph)
+  trainer.compiler_options = _compiler_options()
   trainer.saving = options.enable_checkpoint_saving
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
@@ -174,6 +187,16 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
       stopped_by = trainer.train(folder, journal, files=_files(experiment, graph))
       return 128 + stopped_by if stopped_by else 0
   return 0
+
+
+def _compiler_options() -> dict[str, Any]:
+  """Returns XLA's options, and tells of those that this JAX does not know."""
+  from paxlike.scripts_gpu import xla_flags
+
+  known, dropped = xla_flags.options()
+  for name in dropped:
+    print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)
+  return known
 
 
 def _step(options: flags.Options, folder: Any) -> int | None:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from paxlike import topology
 from paxlike.errors import UserError, did_you_mean
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
@@ -127,7 +128,7 @@ class MeshSpec:
     Raises:
       UserError: The shape does not fit the devices, or DCN_MESH_SHAPE the slices and processes.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(topology.devices() if devices is None else devices)
     ici, dcn = self.sizes(len(devices))
     inner, outer = tuple(ici.values()), tuple(dcn.values())
     if math.prod(outer) == 1:

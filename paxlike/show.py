@@ -9,7 +9,7 @@ import fiddle as fdl
 import jax
 from jax.sharding import AbstractMesh
 
-from paxlike import config_file, fiddlers, flops, mesh, registry, train_state
+from paxlike import aot, config_file, fiddlers, flops, mesh, registry, topology, train_state
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.knobs import UNSET, spell
@@ -47,6 +47,28 @@ def everything(experiment: Experiment | None, graph: fdl.Config[Trainer]) -> str
   """Returns the knobs, the flattened graph, and what follows from them."""
   parts = [] if experiment is None else [_knobs(experiment)]
   parts += [config_file.describe(graph), _facts(fdl.build(graph))]
+  return "\n\n".join(parts)
+
+
+def compiled(trainer: Trainer, *, with_kernels: bool) -> str:
+  """Compiles the step of a run and returns what is to be said of it.
+
+  Raises:
+    UserError: The run cannot work.
+  """
+  program = aot.compile_step(trainer)
+  devices = f"{program.num_devices} x {trainer.devices.devices.flat[0].device_kind}"
+  rows = [
+    ("parameters", f"{trainer.definition.num_params:,}"),
+    ("devices", devices),
+    ("a step", f"{trainer.batch_size:,} sequences = {program.tokens:,} tokens"),
+    ("compiled in", f"{program.seconds:.1f} s"),
+    *((f"memory per device: {name}", value) for name, value in aot.memory(program)),
+  ]
+  parts = [_table(("", ""), rows)]
+  if with_kernels:
+    header = ("ms", "launches", "GB", "TFLOP", "roofline of each device")
+    parts.append(_table(header, aot.kernel_rows(program), right=range(4)))
   return "\n\n".join(parts)
 
 
@@ -102,7 +124,7 @@ def _facts(trainer: Trainer) -> str:
 
 def _axis_sizes(spec: mesh.MeshSpec) -> tuple[dict[str, int], str]:
   """Returns the mesh that the experiment asks for, and whether this machine lacks its devices."""
-  here = jax.device_count()
+  here = len(topology.devices())
   try:
     ici, dcn = spec.sizes(here)
     note = ""

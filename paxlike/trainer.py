@@ -29,7 +29,7 @@ from paxlike.restoring import Restore
 from paxlike.sampling import Sampling
 from paxlike.signals import StopSignal
 from paxlike.train_state import TrainState
-from paxlike.train_step import TrainStep, make_train_step
+from paxlike.train_step import make_train_step
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,6 +57,7 @@ class Trainer:
     objective: What a step makes smaller.
     trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
     saving: Whether checkpoints are written.
+    compiler_options: XLA's, for the step.
   """
 
   model: Decoder
@@ -79,6 +80,7 @@ class Trainer:
   objective: Objective = dataclasses.field(default_factory=NextToken)
   trained: str = ""
   saving: bool = True
+  compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def check(self, *, training: bool = True):
     """Finds what is wrong with the run before anything is computed or written.
@@ -88,17 +90,10 @@ class Trainer:
     """
     if training and self.train_data is None:
       raise UserError("this experiment has no training data: it is for --mode=eval.")
-    _ = self.devices, self.batch_size
+    self.check_batch()
     if self.num_steps < 0 or self.summary_every < 1:
       raise UserError("MAX_STEPS must not be negative, and SUMMARY_INTERVAL_STEPS at least 1.")
     check_keep(self.keep)
-    shards = mesh.batch_shards(self.devices) * self.accumulation_steps
-    if self.batch_size % shards:
-      raise UserError(
-        f"a global batch of {self.batch_size} sequences does not divide into {shards} parts: the"
-        f" mesh cuts it in {mesh.batch_shards(self.devices)} (data x fsdp), and"
-        f" GRADIENT_ACCUMULATION_STEPS in {self.accumulation_steps}. Change PERCORE_BATCH_SIZE."
-      )
     if self.restore is not None:
       self.restore.check(self.definition)
     if self.best is not None:
@@ -106,6 +101,20 @@ class Trainer:
     for data in (self.train_data if training else None, *self._eval_datasets):
       if data is not None:
         data.check()
+
+  def check_batch(self):
+    """Finds whether the devices can share a batch.
+
+    Raises:
+      UserError: They cannot.
+    """
+    shards = mesh.batch_shards(self.devices) * self.accumulation_steps
+    if self.batch_size % shards:
+      raise UserError(
+        f"a global batch of {self.batch_size} sequences does not divide into {shards} parts: the"
+        f" mesh cuts it in {mesh.batch_shards(self.devices)} (data x fsdp), and"
+        f" GRADIENT_ACCUMULATION_STEPS in {self.accumulation_steps}. Change PERCORE_BATCH_SIZE."
+      )
 
   @functools.cached_property
   def definition(self) -> Definition:
@@ -134,7 +143,12 @@ class Trainer:
   @functools.cached_property
   def feed(self) -> Feed:
     """The way of batches onto the devices."""
-    return Feed(self.devices, batch_size=self.batch_size, seq_len=self.data.seq_len)
+    return Feed(
+      self.devices,
+      batch_size=self.batch_size,
+      seq_len=self.data.seq_len,
+      max_segments=self.model.max_segments,
+    )
 
   @functools.cached_property
   def devices(self) -> jax.sharding.Mesh:
@@ -202,7 +216,10 @@ class Trainer:
           batch = next(batches)
           arrays = self.feed.put(batch.arrays)
           if train_step is None:
-            train_step = self._compile(state, arrays, journal)
+            began = time.perf_counter()
+            train_step = self.compile(state, arrays)
+            journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
+            memory.return_freed_heap()
           state, metrics = train_step(state, arrays)
           self._log(meter.add(step, metrics), journal)
 
@@ -332,7 +349,8 @@ class Trainer:
       journal.note(f"sample:\n{self._sample(state, self.sample_prompt)}")
     journal.status("finished" if finished else "stopped", step)
 
-  def _compile(self, state: TrainState, batch: Batch, journal: Journal) -> TrainStep:
+  def compile(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+    """Returns the program of a step, for arrays like these; they may be abstract."""
     step = make_train_step(
       self.definition,
       self.optimizer,
@@ -341,11 +359,8 @@ class Trainer:
       objective=self.objective,
       sources=self.train_data.sources,
     )
-    began = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-    journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
-    memory.return_freed_heap()
-    return compiled
+    options = dict(self.compiler_options)
+    return jax.jit(step, donate_argnums=0).lower(state, batch).compile(compiler_options=options)
 
   def _batches(self, state: dict[str, Any] | None) -> Any:
     return self.train_data.batches(self.batch_size, rows=self.feed.rows, state=state)
@@ -370,6 +385,7 @@ class Trainer:
       seq_len=self.data.seq_len,
       devices=self.devices,
       flops=flops.per_token(self.definition, self.data.seq_len),
+      attention=", ".join(self.model.kernels),
     )
 
 

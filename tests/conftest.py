@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import pytest
 
+from paxlike import topology
+
 _REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 _SCRATCH = pathlib.Path(tempfile.mkdtemp(prefix="paxlike-tests-"))
 
@@ -22,8 +24,11 @@ os.environ["PAXLIKE_CACHE"] = str(_SCRATCH / "cache")
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The threads of XLA: as devices meet in one collective, others of the same step wait in their own.
 os.environ["NPROC"] = "64"
-# Tests compile far more than they compute.
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+# Tests compile far more than they compute. A flag that XLA does not know would end the process.
+_QUICK = ["--xla_backend_optimization_level=0"]
+if jax.__version_info__ < (0, 11):
+  _QUICK.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(_QUICK)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_SCRATCH / "xla")
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_platforms", "cpu")
@@ -55,6 +60,14 @@ def shared_data() -> pathlib.Path:
   if not path.is_dir():
     pytest.skip(f"{path} is not there")
   return path
+
+
+@pytest.fixture
+def h200():
+  """Programs are made for one H200, which is not there."""
+  topology.use("h200-1")
+  yield
+  topology.use(None)
 
 
 @pytest.fixture(scope="session")

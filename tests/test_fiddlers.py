@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import fiddle as fdl
 import jax.numpy as jnp
 import pytest
 
@@ -33,3 +34,39 @@ def test_stack_and_remat_change_the_stack(graph):
   assert graph.model.stack.remat is layers.Remat.SAVE_DOT_ONLY
   with pytest.raises(UserError, match="Did you mean SAVE_NOTHING"):
     fiddlers.remat(graph, "SAVE_NOTHIN")
+
+
+def kernels_of(name, **knobs):
+  return fdl.build(registry.find(name)(**knobs).trainer().model).kernels
+
+
+def test_attention_is_what_the_device_offers(h200):
+  assert kernels_of("Gpt3_52k") == ["cudnn"]
+  assert kernels_of("Gpt3_52k", ATTENTION_KERNEL="xla") == ["xla"]
+  assert kernels_of("Gpt3_52k", FPROP_DTYPE="float32") == ["xla_chunked"]
+  assert kernels_of("Gemma2_2B") == ["xla_chunked"]  # It caps logits.
+  assert kernels_of("GptOss20B") == ["xla_chunked"]  # It has sinks.
+  assert kernels_of("PileGLaM126M64E") == ["xla_chunked"]  # It adds a bias.
+  assert kernels_of("DeepSeekV3") == ["cudnn"]
+
+
+def test_attention_on_a_cpu_is_no_gpus():
+  assert kernels_of("Gpt3_52k") == ["xla"]
+  with pytest.raises(UserError, match="needs NVIDIA GPUs"):
+    kernels_of("Gpt3_52k", ATTENTION_KERNEL="cudnn")
+
+
+def test_products_in_few_bits_are_those_of_the_blocks():
+  graph = registry.find("Mixtral8x7B")(USE_FP8=True).trainer()
+  dots = {node.role: getattr(node, "dot", None) for node in fiddlers.select(graph, layers.Linear)}
+  assert {role for role, dot in dots.items() if dot is layers.fp8} == {
+    *("query", "key", "value", "output")
+  }
+  assert {"head", "router"} <= dots.keys()
+  with pytest.raises(UserError, match=r"no quantization fp9\..*Did you mean fp8"):
+    fiddlers.quantize(graph, "fp9")
+
+
+def test_a_kernel_that_is_none_is_said(graph):
+  with pytest.raises(UserError, match="Did you mean cudnn"):
+    fiddlers.attention(graph, "cudn")

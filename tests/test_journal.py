@@ -30,6 +30,7 @@ def journal(tmp_path):
     seq_len=250,
     devices=MeshSpec(ici=(2, 1, 1)).build(jax.devices()[:2]),
     flops=TrainingFlops(full=5e9, causal=4e9),
+    attention="xla",
   )
   with Journal(epath.Path(tmp_path)) as journal:
     journal.start(summary, {"config.txt": "text"}, step=0, num_steps=4)

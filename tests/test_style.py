@@ -20,15 +20,17 @@ MAX_LINES, MAX_FUNCTION_LINES = 400, 80
 # Low to high: a file imports from lower rows, and, within its folder, from its own row. What shares
 # a row with a file of another name is no business of that file.
 RANKS: tuple[tuple[str, ...], ...] = (
-  ("__init__", "errors"),
-  ("mesh", "distributed", "knob_types", "signals", "run_folder", "console", "memory"),
+  ("__init__", "errors", "chips"),
+  ("topology",),
+  ("mesh", "kernels", "distributed", "knob_types", "signals", "run_folder", "console", "memory"),
   ("layers", "data", "feed"),
   ("optimizers", "flops", "relayout", "weight_rules", "sampling", "prompts"),
   ("objectives", "train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
   ("journal", "best"),
   ("train_step", "generate", "hugging_face", "restoring"),
   ("decoding", "origin"),
-  ("trainer", "aot", "planner"),
+  ("trainer",),
+  ("aot", "planner"),
   ("knobs", "symbols", "fiddlers"),
   ("graph_text",),
   ("graph_edits",),

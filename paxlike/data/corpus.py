@@ -52,15 +52,14 @@ class CorpusRows(RowDataset):
       seq_len: T.
       seed: Of the order.
       shuffle: Whether to change the order in every epoch; or the same order each time.
-      packed: Whether rows carry `segments` and `positions`, that documents of one row do not see
-        each other.
+      packed: See `Dataset`.
       split: The part of the corpus to use, as shares between 0 and 1.
     """
     self.seq_len = seq_len
     self.corpus = corpus
     self._seed = seed
     self._shuffle = shuffle
-    self._packed = packed
+    self.packed = packed
     self._split = split
     # Where a batch runs on into the next epoch, two are needed.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
@@ -73,7 +72,7 @@ class CorpusRows(RowDataset):
     self.corpus.check()
 
   def fingerprint(self) -> str:
-    options = (self.seq_len, self._seed, self._shuffle, self._packed, tuple(self._split))
+    options = (self.seq_len, self._seed, self._shuffle, self.packed, tuple(self._split))
     return f"{self._index.fingerprint()} {options}"
 
   @functools.cached_property

@@ -44,10 +44,13 @@ class Dataset(abc.ABC):
     seq_len: T.
     sources: The names of what it is made of, in the order in which `source` counts them; none if it
       is of one piece.
+    packed: Whether rows have `segments` and `positions`, that documents of one row do not see each
+      other.
   """
 
   seq_len: int
   sources: tuple[str, ...] = ()
+  packed: bool = False
 
   @property
   def tokenizer(self) -> Tokenizer | None:
@@ -60,6 +63,12 @@ class Dataset(abc.ABC):
     Raises:
       UserError: A path is missing, say.
     """
+
+  def no_rows(self) -> Arrays:
+    """Returns what batches to train on have, [0, T] each; reads no data."""
+    names = ("inputs", "targets", *(("segments", "positions") if self.packed else ()))
+    arrays: Arrays = {name: np.zeros((0, self.seq_len), np.int32) for name in names}
+    return arrays | {"weights": np.zeros((0, self.seq_len), np.float32)}
 
   @abc.abstractmethod
   def fingerprint(self) -> str:

@@ -59,7 +59,7 @@ class ExampleRows(CorpusRows):
     arrays["weights"] = np.zeros(shape, np.float32)
     if "alternatives" in columns:
       arrays["alternatives"] = np.zeros(shape, np.int32)
-    if self._packed:
+    if self.packed:
       arrays |= {name: np.zeros(shape, np.int32) for name in ("segments", "positions")}
     for row, number in enumerate(numbers):
       at = 0
@@ -71,7 +71,7 @@ class ExampleRows(CorpusRows):
         arrays["weights"][place] = columns["weights"][targets] if "weights" in columns else 1
         if "alternatives" in columns:
           arrays["alternatives"][place] = columns["alternatives"][targets]
-        if self._packed:
+        if self.packed:
           arrays["segments"][place] = segment + 1
           arrays["positions"][place] = np.arange(size)
         at += size
@@ -88,7 +88,7 @@ class ExampleRows(CorpusRows):
     random = self._random(epoch)
     if self._shuffle:
       random.shuffle(examples)
-    if not self._packed:
+    if not self.packed:
       return Plan(examples, np.arange(len(examples) + 1))
     rows = _packed(self._sizes[examples], self.seq_len)
     if self._shuffle:

@@ -95,6 +95,9 @@ class Mixture(RowDataset):
     arrays = {name: np.concatenate([row[name] for row in found]) for name in found[0]}
     return arrays | {"source": np.array([[source] for source, *_ in places], np.int32)}
 
+  def no_rows(self) -> Arrays:
+    return self._datasets[0].no_rows() | {"source": np.zeros((0, 1), np.int32)}
+
   def _place(self, number: int) -> tuple[int, int, int]:
     """Returns (source, its epoch, its row) of a row of the mixture."""
     sources, ranks = self._block(number // _BLOCK)

@@ -54,7 +54,7 @@ class PackedRows(CorpusRows):
     tokens = self._tokens(plan, stream, documents)
     weights = inside[:, 1:].astype(np.float32)
     arrays = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy(), "weights": weights}
-    if self._packed:
+    if self.packed:
       follows = documents[:, 1:] == documents[:, :-1]
       # The end of the stream was rotated next to its beginning.
       follows &= stream[:, 1:] > stream[:, :-1]

@@ -87,6 +87,10 @@ class PreparedRows(RowDataset):
     del epoch
     return self._info["splits"][self._split]
 
+  def no_rows(self) -> Arrays:
+    columns = self._info["columns"][self._split]
+    return {name: np.zeros((0, self.seq_len), dtype) for name, (_, dtype) in columns.items()}
+
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     first = epoch * self.num_rows(epoch)
     columns = self._info["columns"][self._split]

@@ -50,7 +50,7 @@ class SeqIOStream(Dataset):
     self._bos_id = bos_id
     self._seed = seed
     self._shuffle = shuffle
-    self._packed = packed
+    self.packed = packed
 
   @functools.cached_property
   def tokenizer(self) -> Tokenizer | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -63,7 +63,7 @@ class SeqIOStream(Dataset):
       self.tokenizer.check(self._vocab_size)
 
   def fingerprint(self) -> str:
-    options = (self._split, self.seq_len, self._bos_id, self._seed, self._shuffle, self._packed)
+    options = (self._split, self.seq_len, self._bos_id, self._seed, self._shuffle, self.packed)
     return f"stream of {self._task.fingerprint()} {options}"
 
   def _generate(
@@ -95,7 +95,7 @@ class SeqIOStream(Dataset):
     task = seqio_corpus.find(name)
     seqio_corpus.checked_vocabulary(task, self._vocab_size)
     lengths = dict.fromkeys(task.output_features, self.seq_len)
-    converter = seqio.DecoderFeatureConverter(pack=self._packed, bos_id=self._bos_id)
+    converter = seqio.DecoderFeatureConverter(pack=self.packed, bos_id=self._bos_id)
     while True:
       dataset = seqio.get_dataset(
         name,

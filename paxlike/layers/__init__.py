@@ -5,11 +5,14 @@ from paxlike.layers import attention_kernels, dispatch, lora, quantization, rope
 from paxlike.layers.attention import Attention
 from paxlike.layers.block import Block
 from paxlike.layers.cache import KvCache, LatentCache
+from paxlike.layers.chunked_attention import xla_chunked
 from paxlike.layers.context import Context
+from paxlike.layers.cudnn_attention import cudnn
 from paxlike.layers.decoder import Decoder
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.experts import ExpertLinear, Experts
+from paxlike.layers.fp8 import fp8
 from paxlike.layers.latent_attention import LatentAttention
 from paxlike.layers.linear import Linear
 from paxlike.layers.lora import Lora
@@ -60,7 +63,9 @@ __all__ = [
   "clamped_swiglu",
   "constant",
   "cross_entropy",
+  "cudnn",
   "dispatch",
+  "fp8",
   "gaussian",
   "gaussian_fan_in",
   "geglu",
@@ -69,5 +74,6 @@ __all__ = [
   "rope",
   "routing",
   "swiglu",
+  "xla_chunked",
   "zeros",
 ]

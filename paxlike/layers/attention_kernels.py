@@ -4,7 +4,7 @@
 A kernel honours every argument or refuses it with an error, never ignores one.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,56 @@ def xla(
   bias_NTS: jax.Array | None = None,
 ) -> jax.Array:
   """Attention as plain XLA operations, on any backend; holds the T x S logits in float32."""
+  queries = jnp.arange(q_BTNH.shape[1])
+  return attend(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    queries,
+    jnp.arange(k_BSKH.shape[1]),
+    scale=scale,
+    segments=None if segments_BT is None else (segments_BT, segments_BT),
+    window=window,
+    soft_cap=soft_cap,
+    sinks_N=sinks_N,
+    bias_NTS=bias_NTS,
+  )
+
+
+def name_of(kernel: Any) -> str:
+  """Returns what users call a kernel."""
+  return getattr(kernel, "func", kernel).__name__
+
+
+def attend(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  queries_T: jax.Array,
+  keys_S: jax.Array,
+  *,
+  scale: float,
+  segments: tuple[jax.Array, jax.Array] | None,
+  window: int | None,
+  soft_cap: float | None,
+  sinks_N: jax.Array | None,
+  bias_NTS: jax.Array | None,
+) -> jax.Array:
+  """Attention of some queries to some keys of a row, as `Kernel` describes.
+
+  Args:
+    q_BTNH: Queries.
+    k_BSKH: Keys.
+    v_BSKH: Values.
+    queries_T: The places of the queries in the row.
+    keys_S: Those of the keys.
+    scale: As of `Kernel`, like the rest.
+    segments: Of queries, [B, T], and keys, [B, S].
+    window: See there.
+    soft_cap: See there.
+    sinks_N: See there.
+    bias_NTS: See there.
+  """
   B, T, N, H = q_BTNH.shape
   K, S = k_BSKH.shape[2], k_BSKH.shape[1]
   q_BTKGH = (q_BTNH * scale).reshape(B, T, K, N // K, H)
@@ -64,12 +114,12 @@ def xla(
   logits_BKGTS = _capped(logits_BKGTS, soft_cap)
   if bias_NTS is not None:
     logits_BKGTS += bias_NTS.reshape(K, N // K, T, S)
-  distance_TS = jnp.arange(T)[:, None] - jnp.arange(S)
+  distance_TS = queries_T[:, None] - keys_S
   visible = distance_TS >= 0
   if window is not None:
     visible &= distance_TS < window
-  if segments_BT is not None:
-    same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+  if segments is not None:
+    same_BTS = segments[0][:, :, None] == segments[1][:, None, :]
     visible = (visible & same_BTS)[:, None, None]
   logits_BKGTS = jnp.where(visible, logits_BKGTS, -1e30)
   if sinks_N is None:

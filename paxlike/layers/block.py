@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from paxlike import mesh
 from paxlike.layers.context import Context
@@ -44,16 +45,27 @@ class Block(Module):
     self, x_BTD: jax.Array, context: Context, cache: Any = None
   ) -> tuple[jax.Array, Any, Aux]:
     """Returns (x_BTD, the attention's cache with these tokens, what the layers report)."""
-    y_BTD, cache = self.attention(self.attention_norm(x_BTD), context, cache)
+    y_BTD, cache = self.attention(by_token(self.attention_norm, x_BTD), context, cache)
     if self.attention_post_norm is not None:
-      y_BTD = self.attention_post_norm(y_BTD)
+      y_BTD = by_token(self.attention_post_norm, y_BTD)
     x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
-    y_BTD, aux = self.mlp(self.mlp_norm(x_BTD), context)
+    y_BTD, aux = self.mlp(by_token(self.mlp_norm, x_BTD), context)
     if self.mlp_post_norm is not None:
-      y_BTD = self.mlp_post_norm(y_BTD)
+      y_BTD = by_token(self.mlp_post_norm, y_BTD)
     return self._add(x_BTD, y_BTD, context.fold(1)), cache, aux
 
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array, context: Context) -> jax.Array:
     if self.dropout is not None:
       y_BTD = self.dropout(y_BTD, context)
-    return mesh.constrain(x_BTD + y_BTD, "batch", "time", None)
+    return mesh.constrain(by_token(jnp.add, x_BTD, y_BTD), "batch", "time", None)
+
+
+def by_token(function: Callable[..., jax.Array], *arrays_BTD: jax.Array) -> jax.Array:
+  """Applies a function of [..., D] to tokens as the rows of one matrix, if time is not sharded.
+
+  Of an array of three dims, XLA for GPUs changes the order in memory from layer to layer.
+  """
+  if mesh.is_sharded("time"):
+    return function(*arrays_BTD)
+  shape = arrays_BTD[0].shape
+  return function(*(x.reshape(-1, shape[-1]) for x in arrays_BTD)).reshape(shape)

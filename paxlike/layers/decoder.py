@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paxlike import mesh
-from paxlike.layers.block import Aux
+from paxlike.layers import attention_kernels
+from paxlike.layers.block import Aux, by_token
 from paxlike.layers.context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
@@ -59,6 +60,22 @@ class Decoder(Module):
     self.norm = norm(dim)
     self.head = None if head is None else head({"model": dim}, {"vocab": vocab_size})
 
+  @property
+  def kernels(self) -> list[str]:
+    """What computes attention, by name."""
+    return sorted({attention_kernels.name_of(kernel) for kernel in self._kernels})
+
+  @property
+  def max_segments(self) -> int | None:
+    """The most segments of a row that attention has room for; None: any number."""
+    limits = (getattr(kernel, "keywords", {}).get("max_segments") for kernel in self._kernels)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+  @property
+  def _kernels(self) -> list[attention_kernels.Kernel]:
+    modules: list[Any] = [module for _, module in nnx.iter_modules(self)]
+    return [module.kernel for module in modules if hasattr(module, "kernel")]
+
   def hidden(
     self, tokens_BT: jax.Array, context: Context, caches: Caches | None = None
   ) -> tuple[jax.Array, Caches | None, Aux]:
@@ -70,7 +87,7 @@ class Decoder(Module):
     if self.dropout is not None:
       x_BTD = self.dropout(x_BTD, context.fold(0))
     x_BTD, caches, aux = self.stack(x_BTD, context.fold(1), caches)
-    return self.norm(x_BTD), caches, aux
+    return by_token(self.norm, x_BTD), caches, aux
 
   def logits(self, x: jax.Array) -> jax.Array:
     """Returns [..., V] in the compute dtype for what `hidden` gives, [..., D]."""

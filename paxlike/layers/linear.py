@@ -13,6 +13,9 @@ from paxlike.layers.context import Context
 from paxlike.layers.lora import Lora
 from paxlike.layers.quantization import Quantized, Storage
 
+# Of x [..., D] and w [D, F]: [..., F].
+Dot = Callable[[jax.Array, jax.Array], jax.Array]
+
 
 class Linear(module.Module):
   """y = x w + b, summing over the trailing dims of x that `inputs` names.
@@ -31,15 +34,18 @@ class Linear(module.Module):
     use_bias: bool = False,
     init: module.Initializer = module.gaussian_fan_in,
     dtype: Any = jnp.float32,
+    dot: Dot = jnp.dot,
     lora: Callable[..., Lora] | None = None,
     scheme: Callable[..., Quantized] | None = None,
   ):
-    """`lora` adapts the map, whose own weights are then not trained, and may be held by a `scheme`.
+    """`dot` multiplies x with w.
 
-    A scheme is a function of `quantization`.
+    `lora` adapts the map, whose own weights are then not trained, and may be held by a `scheme`,
+    a function of `quantization`.
     """
     self.role = role
     self.dtype = dtype
+    self.dot = dot
     self.num_inputs = len(inputs)
     self._outputs = tuple(outputs.values())
     self.w = self.weight(
@@ -67,7 +73,7 @@ class Linear(module.Module):
 
   def _product(self, x: jax.Array, w: Any) -> jax.Array:
     w = self._whole(w)
-    return matmul(x, w.reshape(x.shape[-1], -1))
+    return matmul(x, w.reshape(x.shape[-1], -1), self.dot)
 
   def _whole(self, w: Any) -> jax.Array:
     return w.dequantized(self.dtype) if isinstance(w, Quantized) else w.astype(self.dtype)
@@ -78,11 +84,11 @@ class Linear(module.Module):
     return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array, dot: Dot = jnp.dot) -> jax.Array:
   """Returns x [..., D] times w [D, F], as one product of matrices where no device communicates.
 
   XLA's CPU and GPU libraries are fastest on plain matrices, and gradients need fewer transposes.
   """
   if mesh.is_sharded("time"):
-    return x @ w
-  return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
+    return dot(x, w)
+  return dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])

@@ -15,6 +15,27 @@ from paxlike.layers.module import Module
 Activation = Callable[..., jax.Array]
 
 
+@jax.custom_vjp
+def gelu(x: jax.Array) -> jax.Array:
+  """GELU by tanh (Hendrycks and Gimpel, 2016).
+
+  Its gradient keeps x alone, apart from the forward pass: only then can cuBLAS, which has GELU as
+  the end of a product, also write x.
+  """
+  return jax.nn.gelu(x)
+
+
+def _gelu_forward(x):
+  return jax.nn.gelu(x), x
+
+
+def _gelu_backward(x, cotangent):
+  return jax.vjp(jax.nn.gelu, jax.lax.optimization_barrier(x))[1](cotangent)
+
+
+gelu.defvjp(_gelu_forward, _gelu_backward)
+
+
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
   """SiLU of the gate times up (Shazeer, 2020)."""
   return jax.nn.silu(gate) * up
@@ -44,7 +65,7 @@ class Mlp(Module):
     up: Callable[..., Linear],
     down: Callable[..., Linear],
     gate: Callable[..., Linear] | None = None,
-    activation: Activation = jax.nn.gelu,
+    activation: Activation = gelu,
   ):
     self.activation = activation
     self.up = up({"model": dim}, {"ffn": hidden_dim})

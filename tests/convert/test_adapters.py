@@ -88,7 +88,7 @@ def test_a_trained_adapter_is_the_same_for_peft_and_merged(base, tuned, tmp_path
 
   back = ["--from=peft", f"--path={tmp_path / 'adapter'}", f"--base={base / 'ours'}"]
   assert run([*back, f"--to={tmp_path / 'back'}"]) == 0
-  np.testing.assert_array_equal(logits(*imported(tmp_path / "back"), TOKENS), ours)
+  np.testing.assert_allclose(logits(*imported(tmp_path / "back"), TOKENS), ours, atol=1e-5)
 
 
 def test_what_experts_compute_with_is_not_adapted(tmp_path):

@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+from rows import assert_described
 
 from paxlike.data.corpus import Corpus
 from paxlike.data.examples import ExampleRows
@@ -67,6 +68,7 @@ ALL = sorted(expected(number) for number, length in enumerate(LENGTHS) if length
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_an_epoch_has_every_example_once(packed, shuffle):
   data = make(packed=packed, shuffle=shuffle)
+  assert_described(data)
   for epoch in (0, 1):
     assert sorted(examples_in(data.rows(epoch, np.arange(data.num_rows(epoch))))) == ALL
   first, second = (data.rows(e, np.arange(5))["inputs"].tolist() for e in (0, 1))

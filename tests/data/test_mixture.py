@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from program import TINY, curve, run
+from rows import assert_described
 
 from paxlike.data.dataset import Arrays, RowDataset
 from paxlike.data.mixture import Mixture
@@ -85,6 +86,11 @@ def test_it_goes_on_after_any_batch_on_any_number_of_hosts():
   halves = [take(mixture(), 400, 8, rows=np.arange(4) + 4 * host) for host in range(2)]
   joined = [np.array(half).reshape(400, 4, 3) for half in halves]
   assert np.concatenate(joined, 1).reshape(-1, 3).tolist() == whole
+
+
+def test_it_describes_its_rows_with_their_source(tmp_path):
+  texts = {name: PackedRows(corpus=characters(tmp_path, name), seq_len=2) for name in ("a", "b")}
+  assert_described(Mixture(sources=texts))
 
 
 def characters(tmp_path, name):

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from program import TINY, curve, run
+from rows import assert_described
 
 from paxlike.data import prepared
 from paxlike.data.examples import ExampleRows
@@ -65,6 +66,8 @@ def test_rows_of_any_kind_come_back(text, tmp_path):
     folder = written(tmp_path / str(number), train=rows)
     found = opened(folder, shuffle=False)
     found.check()
+    assert_described(found)
+    assert_described(rows)
     assert found.num_rows(0) == rows.num_rows(0)
     assert_rows(found, rows, np.arange(rows.num_rows(0)))
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import numpy as np
 import pytest
+from rows import assert_described
 
 from paxlike.data.synthetic import ConstantTokens, RandomTokens
 
@@ -11,6 +12,7 @@ def make(seed: int = 0, *, seq_len: int = 64, vocab_size: int = 50) -> RandomTok
 
 @pytest.mark.parametrize("dataset", [make(), ConstantTokens(seq_len=64)])
 def test_batches_have_the_common_form(dataset):
+  assert_described(dataset)
   with dataset.batches(3) as batches:
     arrays = next(batches).arrays
   expected = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}

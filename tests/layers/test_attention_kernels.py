@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import functools
 from typing import Any
 
 import jax
@@ -6,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxlike.layers import attention_kernels
+from paxlike.layers import attention_kernels, chunked_attention, xla_chunked
 
 
 def reference(q, k, v, scale, segments, *, window=None, soft_cap=None, sinks=None, bias=None):
@@ -28,16 +29,23 @@ def reference(q, k, v, scale, segments, *, window=None, soft_cap=None, sinks=Non
   return out
 
 
+@pytest.fixture(params=["xla", "xla_chunked"])
+def kernel(request, monkeypatch):
+  """Each kernel that runs on a CPU; the rows of 7 tokens are several chunks."""
+  monkeypatch.setattr(chunked_attention, "_CHUNK", 2)
+  return {"xla": attention_kernels.xla, "xla_chunked": xla_chunked}[request.param]
+
+
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("packed", [False, True])
-def test_kernel_equals_numpy(num_kv_heads, packed):
+def test_kernel_equals_numpy(kernel, num_kv_heads, packed):
   random: Any = np.random.default_rng(0)
   q = random.normal(size=(2, 7, 4, 8)).astype(np.float32)
   k, v = random.normal(size=(2, 2, 7, num_kv_heads, 8)).astype(np.float32)
   segments: Any = (
     np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2]], np.int32) if packed else None
   )
-  got = attention_kernels.xla(q, k, v, scale=0.3, segments_BT=segments)
+  got = kernel(q, k, v, scale=0.3, segments_BT=segments)
   np.testing.assert_allclose(got, reference(q, k, v, 0.3, segments), atol=1e-5)
 
 
@@ -57,13 +65,48 @@ def random_inputs():
 @pytest.mark.parametrize(
   "names", [("window",), ("soft_cap",), ("sinks",), ("bias",), ("window", "sinks", "bias")]
 )
-def test_what_families_add_equals_numpy(names):
+def test_what_families_add_equals_numpy(kernel, names):
   q, k, v, more = random_inputs()
   given: Any = {name: more[name] for name in names}
   theirs = {"sinks": "sinks_N", "bias": "bias_NTS"}
   options: Any = {theirs.get(name, name): value for name, value in given.items()}
-  got = attention_kernels.xla(q, k, v, scale=0.3, segments_BT=None, **options)
-  np.testing.assert_allclose(got, reference(q, k, v, 0.3, None, **given), atol=1e-5)
+  segments = np.array([[1, 1, 1, 1, 2, 2, 2], [1, 2, 2, 2, 2, 2, 0]], np.int32)
+  got = kernel(q, k, v, scale=0.3, segments_BT=segments, **options)
+  np.testing.assert_allclose(got, reference(q, k, v, 0.3, segments, **given), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 7, 8])
+def test_chunks_have_the_gradient_of_the_whole(length, monkeypatch):
+  monkeypatch.setattr(chunked_attention, "_CHUNK", 2)
+  random: Any = np.random.default_rng(1)
+  q = random.normal(size=(2, length, 4, 8)).astype(np.float32)
+  k, v = random.normal(size=(2, 2, length, 2, 8)).astype(np.float32)
+  bias = random.normal(size=(4, length, length)).astype(np.float32)
+  segments = np.sort(random.integers(1, 4, (2, length)))
+
+  def value(kernel, q, k, v, bias):
+    more = {"window": 3, "soft_cap": 2.0, "sinks_N": jnp.ones(4)}
+    return jnp.sin(kernel(q, k, v, scale=0.3, segments_BT=segments, bias_NTS=bias, **more)).sum()
+
+  expected = jax.grad(functools.partial(value, attention_kernels.xla), (0, 1, 2, 3))(q, k, v, bias)
+  got = jax.grad(functools.partial(value, xla_chunked), (0, 1, 2, 3))(q, k, v, bias)
+  for one, other in zip(got, expected, strict=True):
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_the_memory_of_chunks_is_linear_in_the_length():
+  def temporary(kernel, length):
+    def value(q):
+      return kernel(q, q, q, scale=1.0, segments_BT=None).sum()
+
+    q = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
+    analysis: Any = jax.jit(jax.grad(value)).lower(q).compile().memory_analysis()
+    return analysis.temp_size_in_bytes
+
+  short, long = (temporary(xla_chunked, length) for length in (2048, 8192))
+  assert long < 5 * short
+  assert long < temporary(attention_kernels.xla, 8192) / 8
 
 
 def test_attention_to_the_cache_is_that_of_the_last_query():

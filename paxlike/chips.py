@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What accelerators can do by their data sheets, and what of that programs reach."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """One device.
+
+  Attributes:
+    flops: Dense bf16 FLOP/s.
+    memory: Bytes; 0: not known.
+    bandwidth: Bytes/s between the device and its memory; 0: not known.
+  """
+
+  flops: float
+  memory: int = 0
+  bandwidth: float = 0
+
+
+# By a part of JAX's `device_kind`, the more special first. FLOP/s of GPUs are of the SXM modules.
+CHIPS = {
+  "H200": Chip(989.5e12, 151_397_597_184, 4.8e12),
+  "H100": Chip(989.5e12, 85_028_765_696, 3.35e12),
+  "A100": Chip(312e12, 85_094_105_088, 2.039e12),
+  "TPU v4": Chip(275e12),
+  "TPU v5 lite": Chip(197e12),
+  "TPU v5e": Chip(197e12),
+  "TPU v5p": Chip(459e12),
+  "TPU v5": Chip(459e12),
+  "TPU v6": Chip(918e12),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+  """What kernels are taken to reach on a GPU, for estimates: shares of what the chip can do.
+
+  They are guesses from published measurements of matrix products and of cuDNN's attention with
+  heads of 64 and 128; only a GPU can tell.
+  """
+
+  matmul: float = 0.71
+  matmul_fp8: float = 1.26  # Of the bf16 peak; that of FP8 is twice as high.
+  matmul_tf32: float = 0.40
+  attention: tuple[float, float] = (0.45, 0.60)
+  attention_backward: tuple[float, float] = (0.35, 0.48)
+  bandwidth: float = 0.9
+  launch: float = 2e-6  # Seconds, not a share.
+
+
+def find(device_kind: str) -> Chip | None:
+  """Returns the chip that JAX calls so; None where it is not known (CPUs)."""
+  kind = device_kind.lower()
+  return next((chip for name, chip in CHIPS.items() if name.lower() in kind), None)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by cuDNN: compiled for a GPU that is not there, so without its numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from paxlike import topology
+from paxlike.errors import UserError
+from paxlike.layers import attention_kernels, cudnn
+from paxlike.layers.cudnn_attention import runs
+
+
+def program(kernel, *, packed=False, heads=4, kv_heads=4, **options):
+  """The program of a gradient, as text."""
+  where = SingleDeviceSharding(topology.devices()[0])
+
+  def value(q, k, v, segments):
+    return kernel(q, k, v, scale=0.1, segments_BT=segments, **options).astype(jnp.float32).sum()
+
+  def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+  q, k = array(2, 256, heads, 64), array(2, 256, kv_heads, 64)
+  segments = array(2, 256, dtype=jnp.int32) if packed else None
+  compiled = jax.jit(jax.grad(value, (0, 1, 2))).lower(q, k, k, segments).compile()
+  return compiled.as_text() or ""
+
+
+@pytest.mark.parametrize(
+  "options",
+  [{}, {"packed": True}, {"kv_heads": 2}, {"window": 32}, {"packed": True, "kv_heads": 1}],
+  ids=["plain", "packed", "grouped", "window", "packed and grouped"],
+)
+def test_it_is_the_fused_kernel_without_a_mask_in_memory(h200, options):
+  text = program(cudnn, **options)
+  assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+  assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
+  assert "256,256" not in text
+  assert "__cudnn" not in program(attention_kernels.xla, **options)
+
+
+@pytest.mark.parametrize("most", [3, 7, 9])
+def test_runs_are_where_ids_change(most):
+  random = np.random.default_rng(0)
+  segments = np.concatenate([np.sort(random.integers(1, 4, (20, 5))), np.zeros((20, 2), int)], 1)
+  lengths, offsets, fits = map(np.asarray, runs(jnp.array(segments), most))
+  for row, length, offset, fit in zip(segments, lengths, offsets, fits, strict=True):
+    starts = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)]
+    assert fit == (len(starts) - 1 <= most)
+    if fit:
+      missing = [-1] * (most - len(starts) + 1)
+      assert length.tolist() == [*np.diff(starts), *missing]
+      assert offset.tolist() == [*starts, *missing]
+
+
+@pytest.mark.parametrize(
+  ("options", "says"),
+  [
+    ({"soft_cap": 50.0}, "soft cap"),
+    ({"sinks_N": jnp.ones(4)}, "sinks"),
+    ({"bias_NTS": jnp.ones((4, 8, 8))}, "bias"),
+  ],
+)
+def test_what_cudnn_has_not_is_refused(options, says):
+  q = jnp.ones((1, 8, 4, 64), jnp.bfloat16)
+  with pytest.raises(UserError, match=says):
+    cudnn(q, q, q, scale=1.0, segments_BT=None, **options)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "head_dim", "says"),
+  [(jnp.float32, 64, "FPROP_DTYPE"), (jnp.bfloat16, 60, "heads of 60"), (jnp.bfloat16, 264, "264")],
+)
+def test_what_is_not_to_its_taste_is_refused(dtype, head_dim, says):
+  q = jnp.ones((1, 8, 4, head_dim), dtype)
+  with pytest.raises(UserError, match=says):
+    cudnn(q, q, q, scale=1.0, segments_BT=None)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step of a run, compiled for a GPU that is not there."""
+
+import math
+import re
+from typing import Any
+
+import fiddle as fdl
+import pytest
+from program import TINY, run
+
+from paxlike import aot, fiddlers, kernels, registry
+from paxlike.scripts_gpu import xla_flags
+
+GPU = ("--mode=compile", "--topology=h200-1")
+
+
+@pytest.mark.slow
+def test_the_page_tells_of_memory_and_kernels(capsys):
+  bf16 = [flag for flag in TINY if "DTYPE" not in flag]
+  assert run(*bf16, *GPU, "--kernels", "--fdl.DIMS_PER_HEAD=8") == 0
+  out = capsys.readouterr().out
+  assert re.search(r"devices +1 x NVIDIA H200", out)
+  assert re.search(r"memory per device: all +0\.\d+ GB of 151\.40 GB: fits", out)
+  assert re.search(r"attention: __cudnn\$fmhaSoftmaxBackward\n", out)
+  groups = out.partition("roofline of each device\n")[2].partition("\n\n")[0].splitlines()
+  every, *parts = [float(line.split()[0]) for line in groups]
+  assert every == pytest.approx(sum(parts), abs=0.003)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Synthetic126M", "SyntheticLLaMA7B"])
+def test_every_product_of_a_block_is_in_8_bits_and_no_other(h200, name):
+  knobs = {"USE_REPEATED_LAYER": False, "CHECKPOINT_POLICY": "SAVE_EVERYTHING"}
+  graph = registry.find(name)(USE_FP8=True, **knobs).trainer()
+  fiddlers.shrink(graph)
+  trainer: Any = fdl.build(graph)
+  trainer.compiler_options, _ = xla_flags.options()
+  program = aot.compile_step(trainer)
+  flops = {group: one.flops for group, one in kernels.grouped(program.kernels(), "group")}
+  sizes = {key: math.prod(spec.shape) for key, spec in trainer.definition.weights.items()}
+  blocks = sum(size for key, size in sizes.items() if key.endswith(".w") and "stack" in key)
+  head = sizes["head.w"] if "head.w" in sizes else sizes["embedding.table"]
+  # Once forward and twice backward, a multiplication and an addition each.
+  assert flops["matmul fp8"] == 6 * program.tokens * blocks
+  assert flops["matmul"] == 6 * program.tokens * head
+  assert "attention" in flops
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    (("--mode=compile", "--topology=h201-1"), "Did you mean h"),
+    (("--mode=train", "--topology=h200-1", "--job_log_dir=x"), "--topology goes with"),
+    (("--mode=train", "--kernels", "--job_log_dir=x"), "--kernels goes with --mode=compile"),
+    ((*GPU, "--fdl.ICI_MESH_SHAPE=[2,1,1]"), "needs 2 devices"),
+    ((*GPU, "--fdl.GRADIENT_ACCUMULATION_STEPS=3"), "GRADIENT_ACCUMULATION_STEPS"),
+  ],
+)
+def test_mistakes_are_said(flags, says, capsys):
+  assert run(*TINY, *flags) == 2
+  assert says in capsys.readouterr().err
+
+
+def test_options_that_this_jax_does_not_know_are_left_out(h200, monkeypatch):
+  monkeypatch.setattr(xla_flags, "SINGLE", xla_flags.SINGLE | {"xla_gpu_graph_level": 2})
+  known, dropped = xla_flags.options()
+  assert dropped == ["xla_gpu_graph_level"]
+  assert known == {"xla_gpu_enable_triton_gemm": False}
+
+
+def test_cpus_have_no_options():
+  assert xla_flags.options() == ({}, [])

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices that are only named."""
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from paxlike import chips, topology
+from paxlike.errors import UserError
+from paxlike.mesh import MeshSpec
+
+
+@pytest.mark.parametrize(
+  ("name", "says"),
+  [
+    ("h300-1", "h200-N.*Did you mean h"),
+    ("h200", "h200-N"),
+    ("h200-0", "h200-N"),
+    ("h100-12", "nodes of 8"),
+    ("v5e-256", "h200-N"),
+  ],
+)
+def test_what_is_no_topology_is_said(name, says):
+  with pytest.raises(UserError, match=says):
+    topology.use(name)
+  assert topology.devices() == jax.devices()
+
+
+def test_what_compiles_for_gpus_may_be_missing(monkeypatch):
+  def missing(*unused, **also_unused):
+    raise RuntimeError("Unknown backend cuda")
+
+  monkeypatch.setattr(topologies, "get_topology_desc", missing)
+  with pytest.raises(UserError, match=r"pip install 'paxlike\[cuda-aot\]'.*Unknown backend cuda"):
+    topology.use("h200-1")
+
+
+@pytest.mark.parametrize(("name", "count"), [("h200-1", 1), ("a100-4", 4), ("h100-64", 64)])
+def test_devices_are_as_many_and_known(name, count):
+  topology.use(name)
+  try:
+    found = topology.devices()
+    assert len(found) == count
+    chip = chips.find(found[0].device_kind)
+    assert chip is not None and chip.bandwidth and chip.memory
+    assert MeshSpec(ici=(-1, 1, 1)).build().size == count
+  finally:
+    topology.use(None)
