@@ -88,6 +88,9 @@ def set_up_jax(options: flags.Options):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
+  if not os.path.exists("/dev/nvidiactl"):
+    # What compiles for GPUs may be installed where there is none: JAX would log that as an error.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   if options.num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
     # XLA for CPUs ends the process when it makes some sums of bfloat16 over devices float32: those
     # of gradients of jax.shard_map. It needs not do so, they are summed well as they are.

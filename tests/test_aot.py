@@ -2,7 +2,10 @@
 """The step of a run, compiled for a GPU that is not there."""
 
 import math
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import fiddle as fdl
@@ -67,6 +70,13 @@ def test_options_that_this_jax_does_not_know_are_left_out(h200, monkeypatch):
   known, dropped = xla_flags.options()
   assert dropped == ["xla_gpu_graph_level"]
   assert known == {"xla_gpu_enable_triton_gemm": False}
+
+
+def test_where_there_is_no_gpu_that_is_no_error():
+  environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+  command = [sys.executable, "-m", "paxlike.main", "--fdl_config=Gpt3_52k", "--mode=show"]
+  done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+  assert done.stderr == ""
 
 
 def test_cpus_have_no_options():
