@@ -3,14 +3,21 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from paxlike import chips, kernels, train_state
 from paxlike.errors import RunError, UserError
 from paxlike.trainer import Trainer
+
+
+class Held(NamedTuple):
+  """Bytes on one device; results are those that do not take the place of arguments."""
+
+  arguments: int
+  temporaries: int
+  results: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +37,16 @@ class Program:
   chip: chips.Chip | None
   num_devices: int
   tokens: int
+
+  @property
+  def held(self) -> Held:
+    """What a step holds on each device."""
+    told: Any = self.step.memory_analysis()
+    return Held(
+      arguments=told.argument_size_in_bytes,
+      temporaries=told.temp_size_in_bytes,
+      results=told.output_size_in_bytes - told.alias_size_in_bytes,
+    )
 
   def kernels(self) -> list[kernels.Kernel]:
     """Returns what one step launches on each device.
@@ -66,45 +83,3 @@ def compile_step(trainer: Trainer) -> Program:
     num_devices=devices.size,
     tokens=trainer.batch_size * trainer.data.seq_len,
   )
-
-
-def memory(program: Program) -> Iterator[tuple[str, str]]:
-  """Yields what a step holds on each device, as rows of a table."""
-  held: Any = program.step.memory_analysis()
-  arguments, temporary = held.argument_size_in_bytes, held.temp_size_in_bytes
-  fresh = held.output_size_in_bytes - held.alias_size_in_bytes
-  peak = arguments + temporary + fresh
-  yield "arguments", f"{arguments / 1e9:.2f} GB"
-  yield "temporaries", f"{temporary / 1e9:.2f} GB"
-  if program.chip is None or not program.chip.memory:
-    yield "all", f"{peak / 1e9:.2f} GB"
-    return
-  room = program.chip.memory
-  verdict = "fits" if peak <= room else "does not fit"
-  yield "all", f"{peak / 1e9:.2f} GB of {room / 1e9:.2f} GB: {verdict}"
-
-
-def kernel_rows(program: Program, *, most: int = 30) -> Iterator[tuple[str, ...]]:
-  """Yields the kernels of a step by group, then the `most` expensive ones, as rows of a table.
-
-  The columns are milliseconds, launches, GB, TFLOP, and what it is.
-  """
-  found = program.kernels()
-
-  def row(name: str, one: kernels.Kernel) -> tuple[str, ...]:
-    return (
-      f"{one.seconds * 1e3:.3f}",
-      f"{one.count:,}",
-      f"{one.nbytes / 1e9:.3f}",
-      f"{one.flops / 1e12:.3f}",
-      name,
-    )
-
-  every = kernels.total(found)
-  speed = program.tokens / program.num_devices / every.seconds
-  yield row(f"all: at most {speed:,.0f} tokens/s/device", every)
-  for name, one in kernels.grouped(found, "group"):
-    yield row(name, one)
-  yield ("", "", "", "", "")
-  for name, one in kernels.grouped(found, "kind")[:most]:
-    yield row(f"{one.group}: {name}", one)

@@ -289,10 +289,8 @@ class Checkpoints:
     """
     steps = self.steps()
     for step in reversed(steps):
-      restored, reason = (
-        None,
-        f"{self.path(step)} is damaged (another process cannot read its part).",
-      )
+      restored = None
+      reason = f"{self.path(step)} is damaged (another process cannot read its part)."
       try:
         restored = self.restore(step, target, layout=layout)
       except _Damaged as error:

@@ -37,7 +37,7 @@ class Experiment(Knobs):
 
   # How it is computed.
   FPROP_DTYPE: Dtype = "bfloat16"  #: Compute dtype; parameters are float32.
-  USE_FP8: bool = False  #: Multiply in 8 bits in the linear maps of blocks; head and router do not.
+  USE_FP8: bool = False  #: Multiply in 8 bits in linear maps of blocks, but no router or expert.
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: on more than one device.
   CHECKPOINT_POLICY: Literal[  #: What the backward pass finds saved; the rest is recomputed.
     "SAVE_EVERYTHING", "SAVE_NOTHING", "SAVE_DOT_ONLY", "SAVE_DOT_WITH_NO_BATCH_DIM"

@@ -2,8 +2,8 @@
 """Edits of a whole graph, by type and by role, never by path.
 
 Each takes the root graph and changes it in place; `--fiddler=precision(dtype="float32")` applies
-one from the command line. Experiments apply theirs in a fixed order: precision,
-quantize, lora, attention, remat, stack.
+one from the command line. Experiments apply theirs in a fixed order: precision, quantize, lora,
+attention, remat, stack.
 """
 
 import copy
@@ -60,16 +60,17 @@ def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
 def attention(graph: fdl.Buildable, kernel: str = "auto", max_segments: int = 64):
   """Chooses what computes attention: xla, xla_chunked, or cudnn for so many segments of a row.
 
-  `auto` is cudnn on NVIDIA GPUs, xla_chunked on others and where cuDNN cannot, and xla on CPUs.
+  `auto` is cudnn where there is such a GPU and it can, xla on CPUs, and else xla_chunked.
   """
   if kernel not in _KERNELS:
     hint = did_you_mean(kernel, _KERNELS) or f" One of {', '.join(_KERNELS)}."
     raise UserError(f"no attention kernel {kernel}.{hint}")
-  platform = topology.devices()[0].platform
-  on_nvidia = platform in ("gpu", "cuda") and platform != "rocm"
-  if kernel == "cudnn" and not on_nvidia:
-    raise UserError(f"ATTENTION_KERNEL=cudnn needs NVIDIA GPUs, but the devices are of {platform}.")
-  best = "cudnn" if on_nvidia else "xla" if platform == "cpu" else "xla_chunked"
+  device = topology.devices()[0]
+  has_cudnn = topology.has_cudnn_attention(device)
+  if kernel == "cudnn" and not has_cudnn:
+    needs = "NVIDIA GPUs from Ampere on"
+    raise UserError(f"ATTENTION_KERNEL=cudnn needs {needs}, and this is a {device.device_kind}.")
+  best = "cudnn" if has_cudnn else "xla" if device.platform == "cpu" else "xla_chunked"
   functions = {
     "xla": layers.attention_kernels.xla,
     "xla_chunked": layers.xla_chunked,

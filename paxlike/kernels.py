@@ -89,7 +89,7 @@ class _Instruction(NamedTuple):
 
 
 class _Work(NamedTuple):
-  """What a kernel does: which rate of the chip bounds it, by the name in `Rates`."""
+  """What a kernel does; `rate` is the share of the chip's FLOP/s it reaches, 0 if none count."""
 
   group: str
   kind: str

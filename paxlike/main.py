@@ -49,8 +49,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _dispatch(options: flags.Options) -> int:
   set_up_jax(options)
-  import fiddle as fdl
-
   from paxlike import show
 
   if options.list:
@@ -72,9 +70,7 @@ def _dispatch(options: flags.Options) -> int:
       print(show.everything(experiment, graph))
     return 0
   if options.mode == "compile":
-    trainer: Any = fdl.build(graph)
-    trainer.compiler_options = _compiler_options()
-    print(show.compiled(trainer, with_kernels=options.kernels))
+    print(show.compiled(_built(graph), with_kernels=options.kernels))
     return 0
   return _run(options, experiment, graph)
 
@@ -156,15 +152,13 @@ def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
 
 
 def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) -> int:
-  import fiddle as fdl
   from etils import epath
 
   from paxlike import run_folder
   from paxlike.journal import Journal
 
   assert options.job_log_dir is not None
-  trainer = fdl.build(graph)
-  trainer.compiler_options = _compiler_options()
+  trainer = _built(graph)
   trainer.saving = options.enable_checkpoint_saving
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
@@ -192,14 +186,17 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
   return 0
 
 
-def _compiler_options() -> dict[str, Any]:
-  """Returns XLA's options, and tells of those that this JAX does not know."""
+def _built(graph: Any) -> Any:
+  """Returns the trainer with the options of its devices; tells of those that JAX does not know."""
+  import fiddle as fdl
+
   from paxlike.scripts_gpu import xla_flags
 
-  known, dropped = xla_flags.options()
+  trainer: Any = fdl.build(graph)
+  trainer.compiler_options, dropped = xla_flags.options()
   for name in dropped:
     print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)
-  return known
+  return trainer
 
 
 def _step(options: flags.Options, folder: Any) -> int | None:

@@ -9,7 +9,17 @@ import fiddle as fdl
 import jax
 from jax.sharding import AbstractMesh
 
-from paxlike import aot, config_file, fiddlers, flops, mesh, registry, topology, train_state
+from paxlike import (
+  aot,
+  config_file,
+  fiddlers,
+  flops,
+  kernels,
+  mesh,
+  registry,
+  topology,
+  train_state,
+)
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.knobs import UNSET, spell
@@ -63,13 +73,44 @@ def compiled(trainer: Trainer, *, with_kernels: bool) -> str:
     ("devices", devices),
     ("a step", f"{trainer.batch_size:,} sequences = {program.tokens:,} tokens"),
     ("compiled in", f"{program.seconds:.1f} s"),
-    *((f"memory per device: {name}", value) for name, value in aot.memory(program)),
+    *((f"memory per device: {name}", value) for name, value in _held(program)),
   ]
   parts = [_table(("", ""), rows)]
   if with_kernels:
     header = ("ms", "launches", "GB", "TFLOP", "roofline of each device")
-    parts.append(_table(header, aot.kernel_rows(program), right=range(4)))
+    parts.append(_table(header, _kernels(program), right=range(4)))
   return "\n\n".join(parts)
+
+
+def _held(program: aot.Program) -> Iterator[tuple[str, str]]:
+  held = program.held
+  yield "arguments", _bytes(held.arguments)
+  yield "temporaries", _bytes(held.temporaries)
+  if program.chip is None or not program.chip.memory:
+    yield "all", _bytes(sum(held))
+    return
+  room = program.chip.memory
+  verdict = "fits" if sum(held) <= room else "does not fit"
+  yield "all", f"{_bytes(sum(held))} of {_bytes(room)}: {verdict}"
+
+
+def _kernels(program: aot.Program, *, most: int = 30) -> Iterator[tuple[str, ...]]:
+  """Yields the kernels of a step by group, then the `most` expensive ones, as rows of a table."""
+  found = program.kernels()
+
+  def row(name: str, one: kernels.Kernel) -> tuple[str, ...]:
+    sizes = (one.seconds * 1e3, one.nbytes / 1e9, one.flops / 1e12)
+    milliseconds, gigabytes, teraflop = (f"{size:.3f}" for size in sizes)
+    return milliseconds, f"{one.count:,}", gigabytes, teraflop, name
+
+  every = kernels.total(found)
+  speed = program.tokens / program.num_devices / every.seconds
+  yield row(f"all: at most {speed:,.0f} tokens/s/device", every)
+  for name, one in kernels.grouped(found, "group"):
+    yield row(name, one)
+  yield ("", "", "", "", "")
+  for name, one in kernels.grouped(found, "kind")[:most]:
+    yield row(f"{one.group}: {name}", one)
 
 
 def difference(graph: Any, other: Any, *, name: str) -> str:

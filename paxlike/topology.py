@@ -64,6 +64,13 @@ def devices() -> list[Any]:
   return list(jax.devices() if _named is None else _named)
 
 
+def has_cudnn_attention(device: Any) -> bool:
+  """Returns whether cuDNN has attention for a device: for NVIDIA's GPUs from Ampere on."""
+  # CPUs and TPUs have no such attribute; AMD's GPUs are gfx90a and the like.
+  capability = re.fullmatch(r"(\d+)\.\d+", getattr(device, "compute_capability", ""))
+  return capability is not None and int(capability[1]) >= 8
+
+
 def use(name: str | None):
   """Makes programs for the devices of a topology, such as h200-1 or h100-64, from now on.
 

@@ -24,7 +24,7 @@ def test_the_page_tells_of_memory_and_kernels(capsys):
   assert run(*bf16, *GPU, "--kernels", "--fdl.DIMS_PER_HEAD=8") == 0
   out = capsys.readouterr().out
   assert re.search(r"devices +1 x NVIDIA H200", out)
-  assert re.search(r"memory per device: all +0\.\d+ GB of 151\.40 GB: fits", out)
+  assert re.search(r"memory per device: all +[\d.]+ [kM]B of 151\.4 GB: fits", out)
   assert re.search(r"attention: __cudnn\$fmhaSoftmaxBackward\n", out)
   groups = out.partition("roofline of each device\n")[2].partition("\n\n")[0].splitlines()
   every, *parts = [float(line.split()[0]) for line in groups]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices that are only named."""
 
+import types
+
 import jax
 import pytest
 from jax.experimental import topologies
@@ -33,6 +35,15 @@ def test_what_compiles_for_gpus_may_be_missing(monkeypatch):
   monkeypatch.setattr(topologies, "get_topology_desc", missing)
   with pytest.raises(UserError, match=r"pip install 'paxlike\[cuda-aot\]'.*Unknown backend cuda"):
     topology.use("h200-1")
+
+
+@pytest.mark.parametrize(
+  ("capability", "has"),
+  [("9.0", True), ("8.6", True), ("12.0", True), ("7.5", False), ("gfx942", False), (None, False)],
+)
+def test_attention_by_cudnn_is_for_nvidias_gpus_from_ampere_on(capability, has):
+  known = {} if capability is None else {"compute_capability": capability}
+  assert topology.has_cudnn_attention(types.SimpleNamespace(**known)) is has
 
 
 @pytest.mark.parametrize(("name", "count"), [("h200-1", 1), ("a100-4", 4), ("h100-64", 64)])

@@ -1,30 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over q, k, v: every kernel has the signature of `Kernel`.
 
-A kernel honours every argument or refuses it with an error, never ignores one.
+A kernel honours every option or refuses it with an error, never ignores one.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+
+
+class Options(TypedDict, total=False):
+  """What else there is to attention.
+
+  Attributes:
+    scale: Factor of the logits.
+    segments_BT: int32; tokens attend only within their segment. None: one segment a row.
+    window: A token sees itself and the `window - 1` tokens before it. None: all before it.
+    soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
+    sinks_N: Logits of a key without value that every query sees as well.
+    bias_NTS: Added to the logits.
+  """
+
+  scale: Required[float]
+  segments_BT: Required[jax.Array | None]
+  window: int | None
+  soft_cap: float | None
+  sinks_N: jax.Array | None
+  bias_NTS: jax.Array | None
 
 
 class Kernel(Protocol):
   """Causal attention."""
 
   def __call__(
-    self,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    scale: float,
-    segments_BT: jax.Array | None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks_N: jax.Array | None = None,
-    bias_NTS: jax.Array | None = None,
+    self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
   ) -> jax.Array:
     """Returns BTNH, its H that of v, in q's dtype.
 
@@ -32,43 +42,9 @@ class Kernel(Protocol):
       q_BTNH: Queries of N heads.
       k_BSKH: Keys of K heads; each serves N / K heads.
       v_BSKH: Values.
-      scale: Factor of the logits.
-      segments_BT: int32; tokens attend only within their segment. None: one segment a row.
-      window: A token sees itself and the `window - 1` tokens before it. None: all before it.
-      soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
-      sinks_N: Logits of a key without value that every query sees as well.
-      bias_NTS: Added to the logits.
+      **options: See there.
     """
     ...
-
-
-def xla(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  *,
-  scale: float,
-  segments_BT: jax.Array | None,
-  window: int | None = None,
-  soft_cap: float | None = None,
-  sinks_N: jax.Array | None = None,
-  bias_NTS: jax.Array | None = None,
-) -> jax.Array:
-  """Attention as plain XLA operations, on any backend; holds the T x S logits in float32."""
-  queries = jnp.arange(q_BTNH.shape[1])
-  return attend(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    queries,
-    jnp.arange(k_BSKH.shape[1]),
-    scale=scale,
-    segments=None if segments_BT is None else (segments_BT, segments_BT),
-    window=window,
-    soft_cap=soft_cap,
-    sinks_N=sinks_N,
-    bias_NTS=bias_NTS,
-  )
 
 
 def name_of(kernel: Any) -> str:
@@ -76,50 +52,53 @@ def name_of(kernel: Any) -> str:
   return getattr(kernel, "func", kernel).__name__
 
 
-def attend(
+def xla(
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
+) -> jax.Array:
+  """Attention as plain XLA operations, on any backend; holds the T x S logits in float32."""
+  return part(q_BTNH, k_BSKH, v_BSKH, first_query=0, first_key=0, **options)
+
+
+def part(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
-  queries_T: jax.Array,
-  keys_S: jax.Array,
   *,
+  first_query: int | jax.Array,
+  first_key: int,
   scale: float,
-  segments: tuple[jax.Array, jax.Array] | None,
-  window: int | None,
-  soft_cap: float | None,
-  sinks_N: jax.Array | None,
-  bias_NTS: jax.Array | None,
+  segments_BT: jax.Array | None,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  sinks_N: jax.Array | None = None,
+  bias_NTS: jax.Array | None = None,
 ) -> jax.Array:
-  """Attention of some queries to some keys of a row, as `Kernel` describes.
+  """Attention of a part of the queries of rows to a part of the keys, as `xla` computes it.
 
-  Args:
-    q_BTNH: Queries.
-    k_BSKH: Keys.
-    v_BSKH: Values.
-    queries_T: The places of the queries in the row.
-    keys_S: Those of the keys.
-    scale: As of `Kernel`, like the rest.
-    segments: Of queries, [B, T], and keys, [B, S].
-    window: See there.
-    soft_cap: See there.
-    sinks_N: See there.
-    bias_NTS: See there.
+  The parts begin at `first_query` and `first_key`; what options say is of whole rows.
   """
   B, T, N, H = q_BTNH.shape
   K, S = k_BSKH.shape[2], k_BSKH.shape[1]
+
+  def of_queries(x: jax.Array, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, first_query, T, axis)
+
+  def of_keys(x: jax.Array, axis: int) -> jax.Array:
+    return jax.lax.slice_in_dim(x, first_key, first_key + S, axis=axis)
+
   q_BTKGH = (q_BTNH * scale).reshape(B, T, K, N // K, H)
   logits_BKGTS = jnp.einsum(
     "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
   )
   logits_BKGTS = _capped(logits_BKGTS, soft_cap)
   if bias_NTS is not None:
-    logits_BKGTS += bias_NTS.reshape(K, N // K, T, S)
-  distance_TS = queries_T[:, None] - keys_S
+    logits_BKGTS += of_queries(of_keys(bias_NTS, 2), 1).reshape(K, N // K, T, S)
+  distance_TS = (first_query + jnp.arange(T))[:, None] - (first_key + jnp.arange(S))
   visible = distance_TS >= 0
   if window is not None:
     visible &= distance_TS < window
-  if segments is not None:
-    same_BTS = segments[0][:, :, None] == segments[1][:, None, :]
+  if segments_BT is not None:
+    same_BTS = of_queries(segments_BT, 1)[:, :, None] == of_keys(segments_BT, 1)[:, None, :]
     visible = (visible & same_BTS)[:, None, None]
   logits_BKGTS = jnp.where(visible, logits_BKGTS, -1e30)
   if sinks_N is None:

@@ -17,10 +17,8 @@ def cudnn(
   scale: float,
   segments_BT: jax.Array | None,
   window: int | None = None,
-  soft_cap: float | None = None,
-  sinks_N: jax.Array | None = None,
-  bias_NTS: jax.Array | None = None,
   max_segments: int = 64,
+  **others: Any,
 ) -> jax.Array:
   """Attention in memory linear in the length, for float16 and bfloat16; see `Kernel`.
 
@@ -28,11 +26,11 @@ def cudnn(
   has room for so many, so whoever makes rows has to keep to it.
 
   Raises:
-    UserError: There is a soft cap, a sink or a bias, or heads or dtype are not to cuDNN's taste.
+    UserError: There are other options of `Kernel`, or heads or dtype are not to cuDNN's taste.
   """
-  for given, name in ((soft_cap, "soft cap"), (sinks_N, "sinks"), (bias_NTS, "bias")):
+  for name, given in others.items():
     if given is not None:
-      raise UserError(f"ATTENTION_KERNEL=cudnn has no {name} of the logits: take xla_chunked.")
+      raise UserError(f"ATTENTION_KERNEL=cudnn has no {name}: take xla_chunked.")
   if (dtype := q_BTNH.dtype) not in (jnp.bfloat16, jnp.float16):
     raise UserError(f"ATTENTION_KERNEL=cudnn is for bfloat16 and float16, not FPROP_DTYPE={dtype}.")
   if (head_dim := q_BTNH.shape[-1]) > 256 or head_dim % 8:

@@ -13,7 +13,7 @@ from paxlike.layers import attention_kernels, cudnn
 from paxlike.layers.cudnn_attention import runs
 
 
-def program(kernel, *, packed=False, heads=4, kv_heads=4, **options):
+def program(kernel, *, packed=False, kv_heads=4, query_width=64, **options):
   """The program of a gradient, as text."""
   where = SingleDeviceSharding(topology.devices()[0])
 
@@ -23,16 +23,24 @@ def program(kernel, *, packed=False, heads=4, kv_heads=4, **options):
   def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
-  q, k = array(2, 256, heads, 64), array(2, 256, kv_heads, 64)
+  q, k = array(2, 256, 4, query_width), array(2, 256, kv_heads, query_width)
+  v = array(2, 256, kv_heads, 64)
   segments = array(2, 256, dtype=jnp.int32) if packed else None
-  compiled = jax.jit(jax.grad(value, (0, 1, 2))).lower(q, k, k, segments).compile()
+  compiled = jax.jit(jax.grad(value, (0, 1, 2))).lower(q, k, v, segments).compile()
   return compiled.as_text() or ""
 
 
 @pytest.mark.parametrize(
   "options",
-  [{}, {"packed": True}, {"kv_heads": 2}, {"window": 32}, {"packed": True, "kv_heads": 1}],
-  ids=["plain", "packed", "grouped", "window", "packed and grouped"],
+  [
+    {},
+    {"packed": True},
+    {"kv_heads": 2},
+    {"window": 32},
+    {"packed": True, "kv_heads": 1, "window": 32},
+    {"packed": True, "query_width": 96},
+  ],
+  ids=["plain", "packed", "grouped", "window", "packed, grouped, window", "values narrower"],
 )
 def test_it_is_the_fused_kernel_without_a_mask_in_memory(h200, options):
   text = program(cudnn, **options)
@@ -59,7 +67,7 @@ def test_runs_are_where_ids_change(most):
 @pytest.mark.parametrize(
   ("options", "says"),
   [
-    ({"soft_cap": 50.0}, "soft cap"),
+    ({"soft_cap": 50.0}, "soft_cap"),
     ({"sinks_N": jnp.ones(4)}, "sinks"),
     ({"bias_NTS": jnp.ones((4, 8, 8))}, "bias"),
   ],
