@@ -221,6 +221,7 @@ class Checkpoints:
   ) -> Restored:
     """Returns checkpoint `step` with the shardings of `target`, converted to `layout`.
 
+    What layers noticed in earlier steps is zeros if the checkpoint is of layers that did not.
     Orbax's handlers are called themselves: its checkpointers make processes wait for each other,
     which one that cannot read its part would not do.
 
@@ -234,18 +235,21 @@ class Checkpoints:
       UserError: The names, shapes or dtypes differ: it is of another experiment. Or it is damaged.
     """
     ocp = self._ocp
-    metadata, saved_layout = self.check(step, target, layout=layout, partial=partial)
+    metadata, saved_layout, lacking = self.check(step, target, layout=layout, partial=partial)
+    zeros = {n: target[n] for n in lacking}
+    target = {n: leaf for n, leaf in target.items() if n not in lacking}
     with self._reading(step):
       train_input = self._read_json(step, "train_input")
     source = relayout.in_layout(target, layout, saved_layout)
     arguments = ocp.args.PyTreeRestore(
       source,
       restore_args=ocp.checkpoint_utils.construct_restore_args(source),
-      partial_restore=partial,
+      partial_restore=True,  # Of what it should not hold, `check` has told.
     )
     with self._reading(step), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
       state = handler.restore(self.path(step) / "state", args=arguments)
     state = relayout.converted(state, saved_layout, target, layout)
+    state |= {n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in zeros.items()}
     return Restored(state, metadata, train_input)
 
   def check(
@@ -255,8 +259,10 @@ class Checkpoints:
     *,
     layout: Layout,
     partial: bool = False,
-  ) -> tuple[dict[str, Any], Layout]:
-    """Returns the metadata of a checkpoint, and its layout; reads no array.
+  ) -> tuple[dict[str, Any], Layout, set[str]]:
+    """Returns the metadata of a checkpoint, its layout, and what layers noticed that it lacks.
+
+    It reads no array.
 
     Raises:
       UserError: It cannot give `target`: see `restore`.
@@ -277,7 +283,7 @@ class Checkpoints:
       shown = "; ".join(differences[:5])
       more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
       raise UserError(f"{self.path(step)} is of another experiment: {shown}{more}.")
-    return metadata, saved_layout
+    return metadata, saved_layout, relayout.lacking(tensors, saved_layout, target, layout)
 
   def restore_latest_valid(
     self, target: Mapping[str, jax.ShapeDtypeStruct], *, layout: Layout

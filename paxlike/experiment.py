@@ -37,7 +37,10 @@ class Experiment(Knobs):
 
   # How it is computed.
   FPROP_DTYPE: Dtype = "bfloat16"  #: Compute dtype; parameters are float32.
-  USE_FP8: bool = False  #: Multiply in 8 bits in linear maps of blocks, but no router or expert.
+  #: Multiply in 8 bits in the linear maps and experts of blocks: fp8 with the scales of what is
+  #: multiplied, or fp8_delayed with those of the last steps; int8. None: in FPROP_DTYPE.
+  QUANTIZATION: Literal["fp8", "fp8_delayed", "int8"] | None = None
+  USE_FP8: bool = False  #: QUANTIZATION=fp8.
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: on more than one device.
   CHECKPOINT_POLICY: Literal[  #: What the backward pass finds saved; the rest is recomputed.
     "SAVE_EVERYTHING", "SAVE_NOTHING", "SAVE_DOT_ONLY", "SAVE_DOT_WITH_NO_BATCH_DIM"
@@ -129,8 +132,8 @@ class Experiment(Knobs):
       objective=self.objective(),
     )
     fiddlers.precision(graph, self.FPROP_DTYPE)
-    if self.USE_FP8:
-      fiddlers.quantize(graph, "fp8")
+    if quantization := self.quantization():
+      fiddlers.quantize(graph, quantization)
     self.adapt(graph)
     fiddlers.attention(graph, self.ATTENTION_KERNEL, self.MAX_SEGMENTS_PER_ROW)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
@@ -138,6 +141,18 @@ class Experiment(Knobs):
     # Unrolled is faster on one device; on many, scanning keeps the program small.
     fiddlers.stack(graph, len(topology.devices()) > 1 if scan is None else scan)
     return graph
+
+  def quantization(self) -> str | None:
+    """In what linear maps multiply, where not in the compute dtype.
+
+    Raises:
+      UserError: Two knobs say two things.
+    """
+    if not self.USE_FP8:
+      return self.QUANTIZATION
+    if self.QUANTIZATION not in (None, "fp8", "fp8_delayed"):
+      raise UserError(f"USE_FP8=True, but QUANTIZATION={self.QUANTIZATION}: set one of them.")
+    return self.QUANTIZATION or "fp8"
 
   def adapt(self, graph: fdl.Buildable):
     """Adds the adapters, if there are to be any, to a model or all that it is part of."""

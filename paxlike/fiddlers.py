@@ -22,6 +22,7 @@ _ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_va
 _MLP = ("up", "gate", "down")
 _BLOCK = _ATTENTION + _MLP
 _KERNELS = ("auto", "xla", "xla_chunked", "cudnn")
+_DOTS = {"fp8": layers.Fp8, "fp8_delayed": layers.DelayedFp8, "int8": layers.Int8}
 # What LORA_TARGET_LAYERS names.
 LORA_ROLES = {"all": _BLOCK, "attention": _ATTENTION, "mlp": _MLP}
 
@@ -104,11 +105,16 @@ def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
 
 
 def quantize(graph: fdl.Buildable, kind: str = "fp8"):
-  """Makes the linear maps of blocks multiply in few bits, and their gradients: fp8."""
-  if kind not in (kinds := ("fp8",)):
-    raise UserError(f"no quantization {kind}.{did_you_mean(kind, kinds)} One of {kinds}.")
+  """Makes the linear maps and experts of blocks multiply in few bits: fp8, fp8_delayed or int8."""
+  if kind not in _DOTS:
+    hint = did_you_mean(kind, _DOTS) or f" One of {', '.join(_DOTS)}."
+    raise UserError(f"no quantization {kind}.{hint}")
   for node in select(graph, layers.Linear, *_BLOCK):
-    node.dot = getattr(layers, kind)
+    node.dot = fdl.Partial(_DOTS[kind])
+  # Where each device has experts of its own, they would remember other things than one device does.
+  of_experts = "fp8" if kind == "fp8_delayed" else kind
+  for node in select(graph, layers.ExpertLinear, *_BLOCK):
+    node.dot = fdl.Partial(_DOTS[of_experts])
 
 
 def lora(

@@ -37,6 +37,7 @@ RULES: dict[str, tuple[str, ...]] = {
   "rank": (),
   "adapter": (),
   "position": (),
+  "history": (),
 }
 
 MeshShape = Sequence[int] | Mapping[str, int]

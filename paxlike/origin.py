@@ -67,13 +67,14 @@ class Origin:
         (self.folder / PROVENANCE).unlink(missing_ok=True)
     else:
       given, files[PROVENANCE], lost = self.restore.load(self.definition, self.devices)
-      journal.note(f"{len(given)} of {len(self.definition.weights)} weights: {self.restore.path}")
+      num_weights = len(self.definition.weights) - len(self.definition.statistics)
+      journal.note(f"{len(given)} of {num_weights} weights: {self.restore.path}")
       if lost is not None:
         share = self.definition.num_quantized / self.definition.num_params
         journal.note(
           f"quantized weights ({share:.1%} of all) are off by {lost:.2%} (root mean square)"
         )
-    if len(given) < len(self.definition.weights):
+    if len(given) + len(self.definition.statistics) < len(self.definition.weights):
       journal.note("initialising the weights")
     state = train_state.create(
       self.definition, optimizer, self.devices, seed=self.seed, given=given
@@ -88,7 +89,7 @@ class Origin:
     """
     if int(state.step) == 0:
       # Arrays of their own, since steps give the others away.
-      return jax.tree.map(jnp.copy, self.definition.prepare(state.params | state.frozen))
+      return jax.tree.map(jnp.copy, self.definition.prepare(state.weights))
     base = began_with(self.folder, given=self.restore)
     given: Params = {}
     if base is not None:
@@ -109,9 +110,10 @@ class Origin:
       given = self.restore.load(self.definition, self.devices, for_compute=True).params
       return 0, self._completed(given)
     step = saved.find(step)
-    changing, _ = train_state.split(self.definition, self.definition.weights)
+    changing, _, noticed = train_state.split(self.definition, self.definition.weights)
+    names = [*changing, *noticed]
     params, _ = read_params(
-      saved, step, self.definition, self.devices, names=list(changing), for_compute=True
+      saved, step, self.definition, self.devices, names=names, for_compute=True
     )
     return step, params | self._frozen()
 

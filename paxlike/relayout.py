@@ -13,6 +13,9 @@ from paxlike.layers.layout import Layout
 
 Flat = dict[str, Any]
 
+# How the names of arrays begin that a state may have or lack: what layers noticed in earlier steps.
+_OPTIONAL = "extra."
+
 
 def _by_layer(flat: Mapping[str, Any], layout: Layout) -> dict[tuple[str, int], tuple[Any, Any]]:
   """Returns (template, layer) -> (shape, dtype), the same for every layout."""
@@ -38,12 +41,15 @@ def differences(
 ) -> list[str]:
   """Returns a line for each layer's weight that only one has, or in another shape or dtype.
 
+  What layers noticed in earlier steps is no weight, and may differ.
   If `partial`, what the target does not want is no difference, nor is another float dtype.
   """
   have, want = _by_layer(saved, saved_layout), _by_layer(target, layout)
   lines = []
   for key in have.keys() | want.keys():
     name = key[0].format(f"layers.{key[1]}")
+    if name.startswith(_OPTIONAL):
+      continue
     if key not in want:
       if not partial:
         lines.append(f"{name}: only in the checkpoint")
@@ -56,6 +62,19 @@ def differences(
         f" {wanted_dtype}{list(wanted_shape)} in this experiment"
       )
   return sorted(lines)
+
+
+def lacking(
+  saved: Mapping[str, Any], saved_layout: Layout, target: Mapping[str, Any], layout: Layout
+) -> set[str]:
+  """Returns the names of what layers noticed that `saved` has not, or in other shapes."""
+  have = _by_layer(saved, saved_layout)
+  return {
+    name
+    for name, leaf in target.items()
+    if name.startswith(_OPTIONAL)
+    and any(have.get(key) != what for key, what in _by_layer({name: leaf}, layout).items())
+  }
 
 
 def _fits(saved: tuple[Any, Any], wanted: tuple[Any, Any], *, any_float: bool) -> bool:

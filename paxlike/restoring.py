@@ -138,7 +138,8 @@ class Restore:
 
   def _chosen(self, definition: Definition) -> list[str]:
     layout = layout_of(definition.module)
-    return [name for name in definition.weights if self._takes(name, layout)]
+    weights = (name for name, spec in definition.weights.items() if not spec.statistic)
+    return [name for name in weights if self._takes(name, layout)]
 
   def _takes(self, name: str, layout: Layout) -> bool:
     location = layout.locate(name)
@@ -257,9 +258,10 @@ def read_params(
       where = mesh_lib.sharding(mesh, spec.dims, spec.shape)
       for_layers = for_compute and not spec.is_quantized
       dtype = spec.compute_dtype if for_layers else spec.stored_dtype
-      wanted[f"params.{name}"] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
+      part = "extra" if spec.statistic else "params"
+      wanted[f"{part}.{name}"] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
     flat = saved.restore(step, wanted, layout=layout, partial=True).state
-    return {name.removeprefix("params."): value for name, value in flat.items()}
+    return {name.partition(".")[2]: value for name, value in flat.items()}
 
   stored_as = saved.layout(step)
 

@@ -31,7 +31,7 @@ class TrainState:
     frozen: The others, in the dtypes that layers compute with; no part of a checkpoint.
     reference: Weights that the model had at first, in the dtypes that layers compute with, if the
       objective compares it with those; no part of a checkpoint either.
-    extra: State that no gradient changes.
+    extra: What layers noticed in earlier steps.
     opt_state: The optimizer's.
     skipped: int32, the steps among `step` whose update was dropped because it was not finite.
   """
@@ -43,6 +43,11 @@ class TrainState:
   extra: dict[str, jax.Array]
   opt_state: Any
   skipped: jax.Array
+
+  @property
+  def weights(self) -> Params:
+    """All that a model is bound to."""
+    return self.params | self.frozen | self.extra
 
 
 def abstract(
@@ -57,14 +62,14 @@ def abstract(
     name: jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
     for name, spec in definition.weights.items()
   }
-  params, frozen = split(definition, weights)
+  params, frozen, extra = split(definition, weights)
   count: Any = jax.ShapeDtypeStruct((), jnp.int32)
   state = TrainState(
     step=count,
     params=params,
     frozen=frozen,
     reference=jax.eval_shape(definition.prepare, weights) if with_reference else {},
-    extra={},
+    extra=extra,
     opt_state=jax.eval_shape(optimizer.transform.init, definition.optimized(params)),
     skipped=count,
   )
@@ -96,7 +101,7 @@ def create(
   """
   target = abstract(definition, optimizer, mesh)
   weights = init_params(definition, mesh, seed=seed, given=given)
-  params, frozen = split(definition, weights)
+  params, frozen, extra = split(definition, weights)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
   init = jax.jit(optimizer.transform.init, out_shardings=shardings.opt_state)
   zero = functools.partial(jnp.zeros, (), jnp.int32, device=target.step.sharding)
@@ -105,17 +110,21 @@ def create(
     params=params,
     frozen=frozen,
     reference={},
-    extra={},
+    extra=extra,
     opt_state=init(definition.optimized(params)),
     skipped=zero(),
   )
 
 
-def split(definition: Definition, weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-  """Returns the weights that a step changes, and the others."""
-  of = definition.weights
-  changing = {name: weight for name, weight in weights.items() if of[name].changes}
-  return changing, {name: weight for name, weight in weights.items() if not of[name].changes}
+def split(
+  definition: Definition, weights: Mapping[str, T]
+) -> tuple[dict[str, T], dict[str, T], dict[str, T]]:
+  """Returns the weights that a step changes, the others, and what layers noticed."""
+  parts: tuple[dict[str, T], ...] = ({}, {}, {})
+  for name, weight in weights.items():
+    spec = definition.weights[name]
+    parts[2 if spec.statistic else 0 if spec.changes else 1][name] = weight
+  return parts[0], parts[1], parts[2]
 
 
 def init_params(

@@ -2,7 +2,7 @@
 """One optimizer step: loss, gradients, accumulation, clipping, update, metrics."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import optax
 
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition, Params
+from paxlike.layers.rounding import Rounded
 from paxlike.meter import TOKENS_OF
 from paxlike.objectives import NextToken, Objective, shares_base, without_adapters
 from paxlike.optimizers import Optimizer
@@ -38,11 +39,12 @@ def make_train_step(
 
   shared = shares_base(definition)
 
-  def loss(prepared, frozen, reference, batch, total, dropout):
-    model, other = definition.bind(prepared | frozen), None
+  def loss(prepared, extra, fixed, batch, total, dropout):
+    weights, rounded, reference = prepared | fixed.frozen | extra, fixed.rounded, fixed.reference
+    model, other = definition.bind(weights, rounded), None
     if objective.needs_reference:
-      weights = without_adapters(prepared | frozen) if shared else reference
-      other = definition.bind(jax.lax.stop_gradient(weights))
+      before = without_adapters(weights) if shared else reference
+      other = definition.bind(jax.lax.stop_gradient(before | extra))
     value, aux = objective.total(model, other, batch, dropout)
     value /= total
     losses = {n: value / num_microbatches for n, value in aux.items() if n.endswith("_loss")}
@@ -50,23 +52,23 @@ def make_train_step(
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     weight = objective.weight(batch)
-    prepared = definition.prepare(state.params)
-    frozen, reference = definition.prepare(state.frozen), definition.prepare(state.reference)
+    prepared, fixed = _prepared(definition, state)
     dropout = jax.random.fold_in(jax.random.key(seed), state.step)
 
     def gradients(index, microbatch):
       key = jax.random.fold_in(dropout, index)
-      grads, values = jax.grad(loss, has_aux=True)(
-        prepared, frozen, reference, microbatch, jnp.maximum(weight, 1), key
+      (grads, noticed), values = jax.grad(loss, (0, 1), has_aux=True)(
+        prepared, state.extra, fixed, microbatch, jnp.maximum(weight, 1), key
       )
-      return jax.tree.map(lambda x: x.astype(jnp.float32), (grads, values))
+      return jax.tree.map(lambda x: x.astype(jnp.float32), ((grads, values), noticed))
 
-    grads, values = _accumulate(gradients, batch, num_microbatches)
-    new_params, opt_state, norm = _updated(definition, optimizer, state, grads)
+    (grads, values), noticed = _accumulate(gradients, batch, num_microbatches)
+    *new, norm = _updated(definition, optimizer, state, grads, noticed)
     finite = jnp.isfinite(norm) & jnp.isfinite(values["loss"])
-    new = (new_params, opt_state)
-    old = (state.params, state.opt_state)
-    params, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    for largest in noticed.values():
+      finite &= jnp.isfinite(largest).all()
+    old = [state.params, state.extra, state.opt_state]
+    params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     one = jnp.ones((), jnp.float32)
     metrics = {n: (v[0], v[1]) if v.ndim else (v * weight, weight) for n, v in values.items()}
     metrics |= {
@@ -82,7 +84,7 @@ def make_train_step(
       params=params,
       frozen=state.frozen,
       reference=state.reference,
-      extra=state.extra,
+      extra=extra,
       opt_state=opt_state,
       skipped=state.skipped + jnp.where(finite, 0, 1),
     )
@@ -91,21 +93,39 @@ def make_train_step(
   return train_step
 
 
+class _Fixed(NamedTuple):
+  """What a step computes with and has no gradient for."""
+
+  frozen: Params
+  reference: Params
+  rounded: dict[str, Rounded]
+
+
+def _prepared(definition: Definition, state: TrainState) -> tuple[Params, _Fixed]:
+  """Returns the weights as layers take them, and what else they take: once a step."""
+  prepared, frozen = definition.prepare(state.params), definition.prepare(state.frozen)
+  reference = definition.prepare(state.reference)
+  return prepared, _Fixed(frozen, reference, definition.rounded(prepared | frozen))
+
+
 def _updated(
-  definition: Definition, optimizer: Optimizer, state: TrainState, grads: Params
-) -> tuple[Params, Any, jax.Array]:
-  """Returns the new params, the optimizer's new state, and the norm of the gradients it saw."""
+  definition: Definition, optimizer: Optimizer, state: TrainState, grads: Params, noticed: Params
+) -> tuple[Params, Params, Any, jax.Array]:
+  """Returns the new params, extra and optimizer's state, and the norm of the gradients it saw."""
   grads_seen, params = definition.optimized(grads), definition.optimized(state.params)
   updates, opt_state = optimizer.transform.update(grads_seen, state.opt_state, params)
   new: Any = optax.apply_updates(params, updates)
-  for name, spec in definition.weights.items():
-    if spec.update is not None and spec.changes:
-      new[name] = spec.update(state.params[name], grads[name])
-  return new, opt_state, optax.tree.norm(grads_seen)
+  own = {name: spec.update for name, spec in definition.weights.items() if spec.update is not None}
+  new |= {name: own[name](old, grads[name]) for name, old in state.params.items() if name in own}
+  extra = {name: own[name](old, noticed[name]) for name, old in state.extra.items()}
+  return new, extra, opt_state, optax.tree.norm(grads_seen)
 
 
 def _accumulate(gradients: Callable[[Any, Batch], Any], batch: Batch, num_microbatches: int) -> Any:
-  """Returns the sum of `gradients` over the microbatches of `batch`, one in memory at a time."""
+  """Combines `gradients` over the microbatches of `batch`, one in memory at a time.
+
+  They are two trees: of the one the sum is returned, of the other the largest.
+  """
   if num_microbatches == 1:
     return gradients(0, batch)
 
@@ -114,7 +134,10 @@ def _accumulate(gradients: Callable[[Any, Batch], Any], batch: Batch, num_microb
     return x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
 
   def add(total, xs):
-    return jax.tree.map(jnp.add, total, gradients(*xs)), None
+    new = gradients(*xs)
+    sums = jax.tree.map(jnp.add, total[0], new[0])
+    largest = jax.tree.map(jnp.maximum, total[1], new[1])
+    return (sums, largest), None
 
   microbatches = (jnp.arange(num_microbatches), jax.tree.map(split, batch))
   shapes = jax.eval_shape(gradients, *jax.tree.map(lambda x: x[0], microbatches))

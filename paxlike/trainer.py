@@ -205,7 +205,7 @@ class Trainer:
       journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
       if best.lacks(start) and _due(start - 1, self.eval_every):
         # The run was stopped before it.
-        best.evaluated(self._evaluate(state.params | state.frozen, start, journal), start)
+        best.evaluated(self._evaluate(state.weights, start, journal), start)
       train_step = None
       meter = Meter(depth=self.feed.steps_in_flight)
       with self._batches(data_state) as batches:
@@ -234,7 +234,7 @@ class Trainer:
             self._save(saved, state, batch.state)
             journal.status("running", step + 1)
           if evaluate:
-            results = self._evaluate(state.params | state.frozen, step + 1, journal)
+            results = self._evaluate(state.weights, step + 1, journal)
             if (best.evaluated(results, step + 1) or best.is_hopeless) and self.saving and not save:
               self._save(saved, state, batch.state)
           if stopping:
@@ -335,7 +335,7 @@ class Trainer:
     options = decoding.Options(
       max_new_tokens=200, sampling=Sampling(temperature=0.8), seed=self.seed
     )
-    *_, last = self._decoding(state.params | state.frozen, options).run([prompt])
+    *_, last = self._decoding(state.weights, options).run([prompt])
     return prompt + last.text
 
   def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):

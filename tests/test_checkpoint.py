@@ -37,7 +37,7 @@ def arrays(seed=0):
     "params.a.w": jnp.array(values, jnp.float32),
     "params.b.w": jnp.array(values, jnp.bfloat16),
     "extra.scale": jnp.array(values, jnp.float8_e4m3fn),
-    "extra.bits": jnp.array(random.integers(0, 2**32, 5), jnp.uint32),
+    "opt_state.bits": jnp.array(random.integers(0, 2**32, 5), jnp.uint32),
     "step": jnp.int32(7),
   }
 
@@ -103,7 +103,7 @@ def test_another_experiment_is_refused_with_the_differences(saved):
   del target["params.a.w"]
   target["params.new.w"] = jax.ShapeDtypeStruct((2,), jnp.float32)
   target["params.b.w"] = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-  target["extra.bits"] = jax.ShapeDtypeStruct((6,), jnp.uint32)
+  target["opt_state.bits"] = jax.ShapeDtypeStruct((6,), jnp.uint32)
   for restore in (
     lambda: saved.restore(1, target, layout=FLAT),
     lambda: saved.restore_latest_valid(target, layout=FLAT),
@@ -113,12 +113,27 @@ def test_another_experiment_is_refused_with_the_differences(saved):
     start, _, differences = str(error.value).partition(" is of another experiment: ")
     assert start.endswith("checkpoint_00000001")
     assert differences.split("; ") == [
-      "extra.bits: uint32[5] in the checkpoint, uint32[6] in this experiment",
+      "opt_state.bits: uint32[5] in the checkpoint, uint32[6] in this experiment",
       "params.a.w: only in the checkpoint",
       "params.b.w: bfloat16[8, 4] in the checkpoint, float32[8, 4] in this experiment",
       "params.new.w: not in the checkpoint.",
     ]
   assert saved.steps() == [1]
+
+
+def test_what_layers_noticed_may_be_new_gone_or_of_another_shape(saved):
+  save(saved, 1)
+  target = target_of(arrays())
+  del target["extra.scale"]
+  where = target["params.a.w"].sharding
+  target["extra.new"] = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=where)
+  state = saved.restore(1, target, layout=FLAT).state
+  assert state.keys() == target.keys()
+  np.testing.assert_array_equal(state["extra.new"], np.zeros(3))
+  np.testing.assert_array_equal(state["params.a.w"], arrays()["params.a.w"])
+  like = target_of(arrays())
+  like["extra.scale"] = jax.ShapeDtypeStruct((9,), jnp.float32, sharding=where)
+  np.testing.assert_array_equal(saved.restore(1, like, layout=FLAT).state["extra.scale"], 0)
 
 
 def test_the_newest_are_kept(saved):

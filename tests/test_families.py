@@ -34,13 +34,20 @@ pytestmark = pytest.mark.slow
 every_family = pytest.mark.parametrize("name", ONE_OF_EACH)
 
 
-def shrunk(name: str, *, scan: bool = False, dtype: str = "float32", **knobs: Any) -> Definition:
+def shrunk(
+  name: str,
+  *,
+  scan: bool = False,
+  dtype: str = "float32",
+  remat: str = "SAVE_EVERYTHING",
+  **knobs: Any,
+) -> Definition:
   graph = registry.find(name)(**knobs).trainer()
   fiddlers.shrink(graph)
   fiddlers.stack(graph, scan=scan)
   fiddlers.precision(graph, dtype)
-  fiddlers.remat(graph, "SAVE_EVERYTHING")
-  return Definition(fdl.build(graph).model)
+  fiddlers.remat(graph, remat)
+  return fdl.build(graph).definition
 
 
 @every_family

@@ -56,15 +56,32 @@ def test_attention_on_a_cpu_is_no_gpus():
     kernels_of("Gpt3_52k", ATTENTION_KERNEL="cudnn")
 
 
-def test_products_in_few_bits_are_those_of_the_blocks():
-  graph = registry.find("Mixtral8x7B")(USE_FP8=True).trainer()
-  dots = {node.role: getattr(node, "dot", None) for node in fiddlers.select(graph, layers.Linear)}
-  assert {role for role, dot in dots.items() if dot is layers.fp8} == {
-    *("query", "key", "value", "output")
-  }
-  assert {"head", "router"} <= dots.keys()
+@pytest.mark.parametrize(
+  ("knobs", "dot", "of_experts"),
+  [
+    ({"USE_FP8": True}, layers.Fp8, layers.Fp8),
+    ({"QUANTIZATION": "fp8"}, layers.Fp8, layers.Fp8),
+    ({"QUANTIZATION": "int8"}, layers.Int8, layers.Int8),
+    ({"QUANTIZATION": "fp8_delayed", "USE_FP8": True}, layers.DelayedFp8, layers.Fp8),
+  ],
+)
+def test_products_in_few_bits_are_those_of_the_blocks(knobs, dot, of_experts):
+  graph = registry.find("Mixtral8x7B")(**knobs).trainer()
+
+  def dots(kind):
+    nodes = fiddlers.select(graph, kind)
+    return {node.role: fdl.get_callable(node.dot) for node in nodes if getattr(node, "dot", None)}
+
+  assert dots(layers.Linear) == dict.fromkeys(("query", "key", "value", "output"), dot)
+  assert dots(layers.ExpertLinear) == dict.fromkeys(("gate", "up", "down"), of_experts)
+  assert {"head", "router"} <= {node.role for node in fiddlers.select(graph, layers.Linear)}
+
+
+def test_a_quantization_that_is_none_or_two_is_said(graph):
   with pytest.raises(UserError, match=r"no quantization fp9\..*Did you mean fp8"):
     fiddlers.quantize(graph, "fp9")
+  with pytest.raises(UserError, match="USE_FP8=True, but QUANTIZATION=int8"):
+    registry.find("Gpt3_52k")(USE_FP8=True, QUANTIZATION="int8").trainer()
 
 
 def test_a_kernel_that_is_none_is_said(graph):

@@ -38,6 +38,8 @@ def match(definition: Definition, family: Family) -> list[Match]:
   assert not layout.scanned
   matches = []
   for name, spec in definition.weights.items():
+    if spec.statistic:
+      continue
     location = layout.locate(name)
     template, layer = (location.template, location.layers[0]) if location else (name, 0)
     rule = family.rules.get(template)

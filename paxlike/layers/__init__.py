@@ -12,7 +12,8 @@ from paxlike.layers.decoder import Decoder
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.experts import ExpertLinear, Experts
-from paxlike.layers.fp8 import fp8
+from paxlike.layers.fp8 import DelayedFp8, Fp8
+from paxlike.layers.int8 import Int8
 from paxlike.layers.latent_attention import LatentAttention
 from paxlike.layers.linear import Linear
 from paxlike.layers.lora import Lora
@@ -39,10 +40,13 @@ __all__ = [
   "Context",
   "Decoder",
   "Definition",
+  "DelayedFp8",
   "Dropout",
   "Embedding",
   "ExpertLinear",
   "Experts",
+  "Fp8",
+  "Int8",
   "KvCache",
   "LatentAttention",
   "LatentCache",
@@ -65,7 +69,6 @@ __all__ = [
   "cross_entropy",
   "cudnn",
   "dispatch",
-  "fp8",
   "gaussian",
   "gaussian_fan_in",
   "geglu",

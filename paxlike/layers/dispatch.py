@@ -74,7 +74,7 @@ def _serve(
   experts: Experts, x_BTD: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array
 ) -> jax.Array:
   """Returns the sum over those experts that are here, numbered from 0."""
-  num_experts, num_chosen = experts.up.w[...].shape[0], experts_BTK.shape[-1]
+  num_experts, num_chosen = experts.up.num_experts, experts_BTK.shape[-1]
   here_BTK = (experts_BTK >= 0) & (experts_BTK < num_experts)
   chosen = jnp.where(here_BTK, experts_BTK, num_experts).reshape(-1)
   order = jnp.argsort(chosen, stable=True)

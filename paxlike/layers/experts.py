@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.layers import module
-from paxlike.layers.grouped_matmul import grouped_matmul
 from paxlike.layers.mlp import Activation
+from paxlike.layers.products import Dot, Placed, Product, Sorted
+from paxlike.layers.rounding import Prepared
 
 
 class ExpertLinear(module.Module):
@@ -30,20 +31,25 @@ class ExpertLinear(module.Module):
     use_bias: bool = False,
     init: module.Initializer = module.gaussian_fan_in,
     dtype: Any = jnp.float32,
+    dot: Callable[[], Dot] | None = None,
   ):
     self.role = role
     self.dtype = dtype
+    self.dot = None if dot is None else dot()
     experts = {"experts": num_experts}
     self.w = self.weight(
-      {**experts, **inputs, **outputs}, init=init, fan_in=tuple(inputs), compute_dtype=dtype
+      {**experts, **inputs, **outputs},
+      init=init,
+      fan_in=tuple(inputs),
+      compute_dtype=dtype,
+      rounding=None if self.dot is None else self.dot.rounding(len(inputs), len(outputs)),
     )
     bias = {**experts, **outputs}
     self.b = self.weight(bias, init=module.zeros, compute_dtype=dtype) if use_bias else None
 
   def sorted(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Returns [M, F] for tokens in the order of their experts, `sizes_E` for each."""
-    w_EDF = self.w[...].astype(self.dtype)
-    y_MF = grouped_matmul(x_MD.astype(self.dtype), w_EDF, sizes_E)
+    y_MF = self._product(Sorted(sizes_E), x_MD)
     if self.b is not None:
       bias_EF = self.b[...].astype(self.dtype)
       y_MF += jnp.repeat(bias_EF, sizes_E, axis=0, total_repeat_length=len(x_MD))
@@ -51,8 +57,24 @@ class ExpertLinear(module.Module):
 
   def placed(self, x_ECD: jax.Array) -> jax.Array:
     """Returns [E, C, F] for C places of each expert."""
-    y_ECF = jnp.einsum("ECD,EDF->ECF", x_ECD.astype(self.dtype), self.w[...].astype(self.dtype))
+    y_ECF = self._product(Placed(), x_ECD)
     return y_ECF if self.b is None else y_ECF + self.b[...].astype(self.dtype)[:, None]
+
+  def _product(self, product: Product, x: jax.Array) -> jax.Array:
+    w, x = self.w.get_value(), x.astype(self.dtype)
+    whole = self._whole(w).astype(self.dtype)
+    if self.dot is None:
+      return product.exact(x, whole)
+    rounded = w.rounded if isinstance(w, Prepared) else self.w.rounding(whole)
+    return self.dot(product, x, whole, rounded)
+
+  @property
+  def num_experts(self) -> int:
+    """How many experts there are, or are here."""
+    return self._whole(self.w.get_value()).shape[0]
+
+  def _whole(self, w: Any) -> jax.Array:
+    return w.whole if isinstance(w, Prepared) else w
 
 
 class Experts(module.Module):

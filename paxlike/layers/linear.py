@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear maps between named dims."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,10 +12,9 @@ from paxlike import mesh
 from paxlike.layers import module
 from paxlike.layers.context import Context
 from paxlike.layers.lora import Lora
+from paxlike.layers.products import Dot, Plain
 from paxlike.layers.quantization import Quantized, Storage
-
-# Of x [..., D] and w [D, F]: [..., F].
-Dot = Callable[[jax.Array, jax.Array], jax.Array]
+from paxlike.layers.rounding import Prepared
 
 
 class Linear(module.Module):
@@ -34,18 +34,18 @@ class Linear(module.Module):
     use_bias: bool = False,
     init: module.Initializer = module.gaussian_fan_in,
     dtype: Any = jnp.float32,
-    dot: Dot = jnp.dot,
+    dot: Callable[[], Dot] | None = None,
     lora: Callable[..., Lora] | None = None,
     scheme: Callable[..., Quantized] | None = None,
   ):
-    """`dot` multiplies x with w.
+    """`dot` multiplies x with w in few bits.
 
     `lora` adapts the map, whose own weights are then not trained, and may be held by a `scheme`,
     a function of `quantization`.
     """
     self.role = role
     self.dtype = dtype
-    self.dot = dot
+    self.dot = None if dot is None else dot()
     self.num_inputs = len(inputs)
     self._outputs = tuple(outputs.values())
     self.w = self.weight(
@@ -54,6 +54,7 @@ class Linear(module.Module):
       fan_in=tuple(inputs),
       compute_dtype=dtype,
       storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
+      rounding=None if self.dot is None else self.dot.rounding(len(inputs), len(outputs)),
     )
     self.b = self.weight(outputs, init=module.zeros, compute_dtype=dtype) if use_bias else None
     self.lora = None if lora is None else lora(inputs, outputs, role=role)
@@ -72,11 +73,17 @@ class Linear(module.Module):
     return y if self.b is None else y + self.b[...].astype(self.dtype)
 
   def _product(self, x: jax.Array, w: Any) -> jax.Array:
-    w = self._whole(w)
-    return matmul(x, w.reshape(x.shape[-1], -1), self.dot)
+    rows, whole = x.shape[-1], self._whole(w)
+    if self.dot is None:
+      return matmul(x, whole.reshape(rows, -1))
+    rounded = w.rounded if isinstance(w, Prepared) else self.w.rounding(whole)
+    dot = functools.partial(self.dot, Plain(), rounded=rounded.matrix(rows))
+    return matmul(x, whole.reshape(rows, -1), dot)
 
   def _whole(self, w: Any) -> jax.Array:
-    return w.dequantized(self.dtype) if isinstance(w, Quantized) else w.astype(self.dtype)
+    if isinstance(w, Quantized):
+      return w.dequantized(self.dtype)
+    return (w.whole if isinstance(w, Prepared) else w).astype(self.dtype)
 
   def matrix(self) -> jax.Array:
     """Returns [*inputs, *outputs] in the compute dtype: all that x is multiplied with."""
@@ -84,7 +91,7 @@ class Linear(module.Module):
     return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
 
 
-def matmul(x: jax.Array, w: jax.Array, dot: Dot = jnp.dot) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array, dot: Callable[..., jax.Array] = jnp.dot) -> jax.Array:
   """Returns x [..., D] times w [D, F], as one product of matrices where no device communicates.
 
   XLA's CPU and GPU libraries are fastest on plain matrices, and gradients need fewer transposes.

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paxlike.layers.quantization import Quantized, Storage
+from paxlike.layers.rounding import Prepared, Rounded, Rounding
 
 T = TypeVar("T")
 Params = dict[str, jax.Array]
@@ -72,6 +73,8 @@ class Module(nnx.Module):
     compute_dtype: Any = jnp.float32,
     update: Update | None = None,
     storage: Storage | None = None,
+    rounding: Rounding | None = None,
+    statistic: bool = False,
   ) -> nnx.Param:
     """Declares a float32 weight.
 
@@ -82,6 +85,9 @@ class Module(nnx.Module):
       compute_dtype: What the layer casts it to; `Definition.prepare` does so ahead of time.
       update: How a step changes a weight that is not the optimizer's; None: it is.
       storage: What a training state holds of the weight where no step changes it.
+      rounding: What is made of it once a step, to multiply with.
+      statistic: Whether it is no weight but what a layer noticed in earlier steps. Its gradient is
+        what it notices in this one, the largest of those of the parts of a batch.
     """
     shape = jax.ShapeDtypeStruct(tuple(dims.values()), jnp.float32)
     fan = math.prod(dims[dim] for dim in fan_in)
@@ -93,7 +99,13 @@ class Module(nnx.Module):
       compute_dtype=compute_dtype,
       update=update,
       storage=storage,
+      rounding=rounding,
+      statistic=statistic,
     )
+
+  def statistic(self, dims: Mapping[str, int], *, update: Update) -> nnx.Param:
+    """Declares what a layer remembers of earlier steps, zeros at first: see `weight`."""
+    return self.weight(dims, init=zeros, update=update, statistic=True)
 
 
 class WeightSpec(NamedTuple):
@@ -107,6 +119,8 @@ class WeightSpec(NamedTuple):
   compute_dtype: Any
   update: Update | None
   storage: Storage | None
+  rounding: Rounding | None
+  statistic: bool
   changes: bool
 
   @property
@@ -159,7 +173,9 @@ class Definition:
         param.compute_dtype,
         param.update,
         param.storage,
-        re.search(trained, name) is not None,
+        param.rounding,
+        param.statistic,
+        param.statistic or re.search(trained, name) is not None,
       )
 
   @property
@@ -178,6 +194,11 @@ class Definition:
     return sum(math.prod(spec.shape) for spec in self.weights.values() if spec.is_quantized)
 
   @property
+  def statistics(self) -> list[str]:
+    """The names of what is no weight but remembered of earlier steps."""
+    return [name for name, spec in self.weights.items() if spec.statistic]
+
+  @property
   def frozen(self) -> list[str]:
     """The names of the weights that no step changes."""
     return [name for name, spec in self.weights.items() if not spec.changes]
@@ -193,7 +214,22 @@ class Definition:
       for name, w in params.items()
     }
 
-  def bind(self, params: Mapping[str, Any]) -> Any:
-    """Returns the module with `params` as its weights. Free inside a traced function."""
-    flat = [(self._paths[name], value) for name, value in params.items()]
+  def rounded(self, prepared: Mapping[str, jax.Array]) -> dict[str, Rounded]:
+    """Returns what layers multiply with in the place of weights: once a step, not once a use."""
+    given = {name: self.weights[name].rounding for name in prepared}
+    return {
+      name: rounding(prepared[name])
+      for name, rounding in given.items()
+      if rounding is not None and not isinstance(prepared[name], Quantized)
+    }
+
+  def bind(self, params: Mapping[str, Any], rounded: Mapping[str, Rounded] | None = None) -> Any:
+    """Returns the module with `params` as its weights. Free inside a traced function.
+
+    What is not `rounded` already, layers round themselves.
+    """
+    values = dict(params)
+    for name, small in (rounded or {}).items():
+      values[name] = Prepared(values[name], small)
+    flat = [(self._paths[name], value) for name, value in values.items()]
     return nnx.merge(self._graph, nnx.from_flat_state(flat))

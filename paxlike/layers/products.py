@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of rows with weights, in the shapes that layers need, each with those of its gradients.
+
+What multiplies in few bits, a `Dot`, is written once for all of them.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.layers import grouped_matmul
+from paxlike.layers.rounding import Rounded, Rounding
+
+
+class Product(Protocol):
+  """A shape of products y = x w; the last dim of x is summed over."""
+
+  def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns y in the dtype of the operands; it has a gradient."""
+    ...
+
+  def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """Returns y with sums, and in, `dtype`."""
+    ...
+
+  def to_inputs(self, dy: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the gradient of x."""
+    ...
+
+  def to_weights(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the gradient of w."""
+    ...
+
+  def of_rows(self, scale: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the scale of a weight so that it broadcasts to y."""
+    ...
+
+  def largest_of_rows(self, dy: jax.Array) -> jax.Array:
+    """Returns the largest of each column of dy, so that it broadcasts to dy and to w."""
+    ...
+
+
+class Dot(Protocol):
+  """Multiplies in few bits, and in the gradients."""
+
+  def rounding(self, num_inputs: int, num_outputs: int) -> Rounding:
+    """Returns how a weight is rounded whose last dims are so many inputs and outputs."""
+    ...
+
+  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded) -> jax.Array:
+    """Returns the product of x with what w was rounded to; the gradient is that of w."""
+    ...
+
+
+class Plain(NamedTuple):
+  """x [..., D] times w [D, F]."""
+
+  def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.dot(x, w)
+
+  def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return _dot(x, w, ((x.ndim - 1,), (0,)), dtype)
+
+  def to_inputs(self, dy: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return _dot(dy, w, ((dy.ndim - 1,), (1,)), dtype)
+
+  def to_weights(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
+    leading = tuple(range(dy.ndim - 1))
+    return _dot(x, dy, (leading, leading), dtype)
+
+  def of_rows(self, scale: jax.Array, y: jax.Array) -> jax.Array:
+    return scale[0]
+
+  def largest_of_rows(self, dy: jax.Array) -> jax.Array:
+    return jnp.abs(dy).max(tuple(range(dy.ndim - 1)))
+
+
+class Placed(NamedTuple):
+  """x [E, C, D] times w [E, D, F]: C rows for each expert."""
+
+  def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.einsum("ECD,EDF->ECF", x, w)
+
+  def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum("ECD,EDF->ECF", x, w, preferred_element_type=dtype)
+
+  def to_inputs(self, dy: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum("ECF,EDF->ECD", dy, w, preferred_element_type=dtype)
+
+  def to_weights(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum("ECD,ECF->EDF", x, dy, preferred_element_type=dtype)
+
+  def of_rows(self, scale: jax.Array, y: jax.Array) -> jax.Array:
+    return scale
+
+  def largest_of_rows(self, dy: jax.Array) -> jax.Array:
+    return jnp.abs(dy).max(1, keepdims=True)
+
+
+class Sorted(NamedTuple):
+  """x [M, D], the rows in the order of their experts, times w [E, D, F]."""
+
+  sizes_E: jax.Array
+
+  def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
+    return grouped_matmul.grouped_matmul(x, w, self.sizes_E)
+
+  def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return grouped_matmul.outputs(x, w, self.sizes_E, dtype)
+
+  def to_inputs(self, dy: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return grouped_matmul.to_inputs(dy, w, self.sizes_E, dtype)
+
+  def to_weights(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
+    return grouped_matmul.to_weights(x, dy, self.sizes_E, dtype)
+
+  def of_rows(self, scale: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.repeat(scale[:, 0], self.sizes_E, axis=0, total_repeat_length=len(y))
+
+  def largest_of_rows(self, dy: jax.Array) -> jax.Array:
+    return jnp.abs(dy).max(0)
+
+
+def _dot(a: jax.Array, b: jax.Array, over: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any):
+  return jax.lax.dot_general(a, b, (over, ((), ())), preferred_element_type=dtype)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers in 8 bits beside the scales that bring them back, and rounding by chance."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Rounded(NamedTuple):
+  """An array, nearly: `values` in 8 bits times `scale`, float32, which broadcasts to it."""
+
+  values: jax.Array
+  scale: jax.Array
+
+  def matrix(self, rows: int) -> "Rounded":
+    """Returns a weight with its dims joined to [rows, columns]."""
+    return Rounded(self.values.reshape(rows, -1), self.scale.reshape(1, -1))
+
+
+class Prepared(NamedTuple):
+  """A weight and what it is multiplied as; gradients are those of `whole`, which is not read."""
+
+  whole: jax.Array
+  rounded: Rounded
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+  """How a weight is rounded, once a step.
+
+  Attributes:
+    function: Of the weight and `axes`.
+    axes: The dims that share a scale, counted from the end, as layers may be stacked in front.
+  """
+
+  function: Callable[[jax.Array, tuple[int, ...]], Rounded]
+  axes: tuple[int, ...]
+
+  def __call__(self, w: jax.Array) -> Rounded:
+    return self.function(jax.lax.stop_gradient(w), self.axes)
+
+
+def by_chance(x: jax.Array) -> jax.Array:
+  """Returns float32 x rounded to whole numbers, up as probably as it lies near the upper one.
+
+  The chance is a hash of each number, as bfloat16, and its place. So no key is needed, and where
+  devices add up in another order nearly all numbers are rounded alike.
+  """
+  coarse = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+  return jnp.floor(x + (hashed(coarse) >> 8).astype(jnp.float32) * 2.0**-24)
+
+
+def hashed(bits: jax.Array) -> jax.Array:
+  """Returns uint32 bits that look random, for each number of uint32 or less and its place.
+
+  The last steps are those of MurmurHash3 (Appleby, 2011).
+  """
+  place = jnp.zeros(bits.shape, jnp.uint32)
+  for axis in range(bits.ndim):
+    stride = math.prod(bits.shape[axis + 1 :]) * 0x9E3779B1 % 2**32
+    place += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride)
+  bits = bits.astype(jnp.uint32) ^ place
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+    bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+  return bits ^ (bits >> 16)
