@@ -45,8 +45,8 @@ class Experiment(Knobs):
   CHECKPOINT_POLICY: Literal[  #: What the backward pass finds saved; the rest is recomputed.
     "SAVE_EVERYTHING", "SAVE_NOTHING", "SAVE_DOT_ONLY", "SAVE_DOT_WITH_NO_BATCH_DIM"
   ] = "SAVE_EVERYTHING"
-  #: What computes attention. auto: cudnn where it can, xla on CPUs, else xla_chunked.
-  ATTENTION_KERNEL: Literal["auto", "xla", "xla_chunked", "cudnn"] = "auto"
+  #: What computes attention. auto: cudnn or splash where they can, xla on CPUs, else xla_chunked.
+  ATTENTION_KERNEL: Literal["auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax"] = "auto"
   MAX_SEGMENTS_PER_ROW: int = 64  #: Documents of a packed row that the kernel cudnn has room for.
   #: Mesh [data, fsdp, tensor] within a slice or node, or {axis: size}; -1 fills.
   ICI_MESH_SHAPE: tuple[int, ...] | dict[str, int] = (-1, 1, 1)

@@ -21,7 +21,7 @@ from paxlike.trainer import Trainer
 _ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value")
 _MLP = ("up", "gate", "down")
 _BLOCK = _ATTENTION + _MLP
-_KERNELS = ("auto", "xla", "xla_chunked", "cudnn")
+_KERNELS = ("auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax")
 _DOTS = {"fp8": layers.Fp8, "fp8_delayed": layers.DelayedFp8, "int8": layers.Int8}
 # What LORA_TARGET_LAYERS names.
 LORA_ROLES = {"all": _BLOCK, "attention": _ATTENTION, "mlp": _MLP}
@@ -59,30 +59,46 @@ def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
 
 
 def attention(graph: fdl.Buildable, kernel: str = "auto", max_segments: int = 64):
-  """Chooses what computes attention: xla, xla_chunked, or cudnn for so many segments of a row.
+  """Chooses what computes attention: a name of `_KERNELS`; cudnn is for so many segments of a row.
 
-  `auto` is cudnn where there is such a GPU and it can, xla on CPUs, and else xla_chunked.
+  `auto` is cudnn on GPUs that have it and splash on TPUs, where they can, xla on CPUs, and else
+  xla_chunked.
   """
   if kernel not in _KERNELS:
     hint = did_you_mean(kernel, _KERNELS) or f" One of {', '.join(_KERNELS)}."
     raise UserError(f"no attention kernel {kernel}.{hint}")
   device = topology.devices()[0]
-  has_cudnn = topology.has_cudnn_attention(device)
-  if kernel == "cudnn" and not has_cudnn:
-    needs = "NVIDIA GPUs from Ampere on"
-    raise UserError(f"ATTENTION_KERNEL=cudnn needs {needs}, and this is a {device.device_kind}.")
-  best = "cudnn" if has_cudnn else "xla" if device.platform == "cpu" else "xla_chunked"
+  # By name: whether the device has it, and what does.
+  needs = {
+    "cudnn": (topology.has_cudnn_attention(device), "NVIDIA GPUs from Ampere on"),
+    "splash": (topology.has_splash_attention(device), "TPUs"),
+    "tokamax": (topology.has_tokamax_attention(device), "NVIDIA GPUs from Hopper on"),
+  }
+  has, needed = needs.get(kernel, (True, ""))
+  if not has:
+    raise UserError(
+      f"ATTENTION_KERNEL={kernel} needs {needed}, and this is a {device.device_kind}."
+    )
   functions = {
     "xla": layers.attention_kernels.xla,
     "xla_chunked": layers.xla_chunked,
     "cudnn": fdl.Partial(layers.cudnn, max_segments=max_segments),
+    "splash": layers.splash,
+    "tokamax": layers.tokamax,
   }
   for kind in (layers.Attention, layers.LatentAttention):
     for node in select(graph, kind):
-      name = best if kernel == "auto" else kernel
-      if kernel == "auto" and name == "cudnn" and not _suits_cudnn(node):
-        name = "xla_chunked"
+      name = _best(node, device) if kernel == "auto" else kernel
       node.kernel = copy.deepcopy(functions[name])
+
+
+def _best(node: Any, device: Any) -> str:
+  if topology.has_cudnn_attention(device):
+    return "cudnn" if _suits_cudnn(node) else "xla_chunked"
+  if topology.has_splash_attention(device):
+    biased = getattr(node, "relative_bias", None) is not None
+    return "xla_chunked" if biased else "splash"
+  return "xla" if device.platform == "cpu" else "xla_chunked"
 
 
 def _suits_cudnn(node: Any) -> bool:

@@ -66,9 +66,24 @@ def devices() -> list[Any]:
 
 def has_cudnn_attention(device: Any) -> bool:
   """Returns whether cuDNN has attention for a device: for NVIDIA's GPUs from Ampere on."""
+  return _capability(device) >= 8
+
+
+def has_tokamax_attention(device: Any) -> bool:
+  """Returns whether tokamax has: for NVIDIA's GPUs from Hopper on."""
+  return _capability(device) >= 9
+
+
+def has_splash_attention(device: Any) -> bool:
+  """Returns whether the Pallas kernel for TPUs is for a device."""
+  return device.platform == "tpu"
+
+
+def _capability(device: Any) -> int:
+  """Returns the first number of an NVIDIA GPU's compute capability; 0 for other devices."""
   # CPUs and TPUs have no such attribute; AMD's GPUs are gfx90a and the like.
   capability = re.fullmatch(r"(\d+)\.\d+", getattr(device, "compute_capability", ""))
-  return capability is not None and int(capability[1]) >= 8
+  return 0 if capability is None else int(capability[1])
 
 
 def use(name: str | None):

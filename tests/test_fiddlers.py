@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import types
+
 import fiddle as fdl
 import jax.numpy as jnp
 import pytest
 
-from paxlike import fiddlers, layers, registry
+from paxlike import fiddlers, layers, registry, topology
 from paxlike.errors import UserError
 
 
@@ -54,6 +56,29 @@ def test_attention_on_a_cpu_is_no_gpus():
   assert kernels_of("Gpt3_52k") == ["xla"]
   with pytest.raises(UserError, match="needs NVIDIA GPUs"):
     kernels_of("Gpt3_52k", ATTENTION_KERNEL="cudnn")
+
+
+def test_attention_on_a_tpu_is_splash(monkeypatch):
+  tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
+  monkeypatch.setattr(topology, "devices", lambda: [tpu])
+  assert kernels_of("Gpt3_52k") == ["splash"]
+  assert kernels_of("Gpt3_52k", FPROP_DTYPE="float32") == ["splash"]
+  assert kernels_of("Gemma2_2B") == ["splash"]
+  assert kernels_of("GptOss20B") == ["splash"]
+  assert kernels_of("DeepSeekV3") == ["splash"]
+  assert kernels_of("PileGLaM126M64E") == ["xla_chunked"]  # It adds a bias.
+  with pytest.raises(UserError, match="tokamax needs NVIDIA GPUs"):
+    kernels_of("Gpt3_52k", ATTENTION_KERNEL="tokamax")
+
+
+def test_tokamax_is_taken_where_it_is_named(h200):
+  assert kernels_of("Gemma2_2B", ATTENTION_KERNEL="tokamax") == ["tokamax"]
+
+
+@pytest.mark.parametrize(("kernel", "needs"), [("splash", "TPUs"), ("tokamax", "NVIDIA GPUs")])
+def test_a_kernel_of_other_devices_is_refused(kernel, needs):
+  with pytest.raises(UserError, match=f"ATTENTION_KERNEL={kernel} needs {needs}.*this is a cpu"):
+    kernels_of("Gpt3_52k", ATTENTION_KERNEL=kernel)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,12 @@ def test_attention_by_cudnn_is_for_nvidias_gpus_from_ampere_on(capability, has):
   assert topology.has_cudnn_attention(types.SimpleNamespace(**known)) is has
 
 
+@pytest.mark.parametrize(("capability", "has"), [("9.0", True), ("8.6", False), ("gfx942", False)])
+def test_attention_by_tokamax_is_for_nvidias_gpus_from_hopper_on(capability, has):
+  device = types.SimpleNamespace(compute_capability=capability)
+  assert topology.has_tokamax_attention(device) is has
+
+
 @pytest.mark.parametrize(("name", "count"), [("h200-1", 1), ("a100-4", 4), ("h100-64", 64)])
 def test_devices_are_as_many_and_known(name, count):
   topology.use(name)

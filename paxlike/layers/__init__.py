@@ -32,7 +32,9 @@ from paxlike.layers.moe import Moe
 from paxlike.layers.norm import LayerNorm, RmsNorm
 from paxlike.layers.relative_bias import RelativeBias
 from paxlike.layers.rope import Rope
+from paxlike.layers.splash_attention import splash
 from paxlike.layers.stack import Remat, Stack
+from paxlike.layers.tokamax_attention import tokamax
 
 __all__ = [
   "Attention",
@@ -76,7 +78,9 @@ __all__ = [
   "quantization",
   "rope",
   "routing",
+  "splash",
   "swiglu",
+  "tokamax",
   "xla_chunked",
   "zeros",
 ]

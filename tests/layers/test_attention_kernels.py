@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxlike.layers import attention_kernels, chunked_attention, xla_chunked
+from paxlike.errors import UserError
+from paxlike.layers import attention_kernels, chunked_attention, splash, tokamax, xla_chunked
 
 
 def reference(q, k, v, scale, segments, *, window=None, soft_cap=None, sinks=None, bias=None):
@@ -29,11 +30,22 @@ def reference(q, k, v, scale, segments, *, window=None, soft_cap=None, sinks=Non
   return out
 
 
-@pytest.fixture(params=["xla", "xla_chunked"])
+KERNELS = {
+  "xla": attention_kernels.xla,
+  "xla_chunked": xla_chunked,
+  "splash": functools.partial(splash, interpret=True),
+  "tokamax": functools.partial(tokamax, implementation="xla"),
+}
+REFUSES = {"splash": {"bias"}, "tokamax": {"sinks"}}
+
+
+@pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
   """Each kernel that runs on a CPU; the rows of 7 tokens are several chunks."""
+  if request.param == "tokamax":
+    pytest.importorskip("tokamax")
   monkeypatch.setattr(chunked_attention, "_CHUNK", 2)
-  return {"xla": attention_kernels.xla, "xla_chunked": xla_chunked}[request.param]
+  return KERNELS[request.param]
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
@@ -71,6 +83,10 @@ def test_what_families_add_equals_numpy(kernel, names):
   theirs = {"sinks": "sinks_N", "bias": "bias_NTS"}
   options: Any = {theirs.get(name, name): value for name, value in given.items()}
   segments = np.array([[1, 1, 1, 1, 2, 2, 2], [1, 2, 2, 2, 2, 2, 0]], np.int32)
+  if REFUSES.get(attention_kernels.name_of(kernel), set()).intersection(names):
+    with pytest.raises(UserError, match="take xla_chunked"):
+      kernel(q, k, v, scale=0.3, segments_BT=segments, **options)
+    return
   got = kernel(q, k, v, scale=0.3, segments_BT=segments, **options)
   np.testing.assert_allclose(got, reference(q, k, v, 0.3, segments, **given), atol=1e-5)
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by kernels that XLA cannot partition, and that take tokens by the block."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from paxlike import mesh
+
+_BLOCK = 128  # Lengths are multiples of it.
+_QKV: mesh.Dims = ("batch", "time", "heads", None)
+_DIMS: dict[str, mesh.Dims] = {
+  "segments_BT": ("batch", "time"),
+  "sinks_N": ("heads",),
+  "bias_NTS": ("heads", "time", "time"),
+}
+
+
+def per_device(
+  kernel: Callable[..., jax.Array],
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  **arrays: jax.Array | None,
+) -> jax.Array:
+  """Returns attention, for which each device of the current mesh calls `kernel` once.
+
+  A device has its rows and heads, all tokens of them, filled up to a multiple of 128. Where more
+  devices share the heads than there are keys to share, these are repeated.
+
+  Args:
+    kernel: (q_BTNH, k_BSKH, v_BSKH, **arrays) -> BTNH.
+    q_BTNH: As of `Kernel`, like the rest.
+    k_BSKH: See there.
+    v_BSKH: See there.
+    **arrays: Those of `Options`; None for what there is not.
+  """
+  sizes = mesh.sizes_here(mesh.AXES)
+  given = {name: array for name, array in arrays.items() if array is not None}
+
+  def local(q: jax.Array, k: jax.Array, v: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
+    length = q.shape[1]
+    q, k, v = (_filled(x, _QKV) for x in (q, k, v))
+    given = {name: _filled(x, _DIMS[name]) for name, x in given.items()}
+    return kernel(q, k, v, **{**arrays, **given})[:, :length]
+
+  if not sizes:
+    return local(q_BTNH, k_BSKH, v_BSKH, given)
+  N, K = q_BTNH.shape[2], k_BSKH.shape[2]
+  shards = math.prod(sizes[axis] for axis in mesh.axes_of(mesh.partition(("heads",), (N,), sizes)))
+  repeats = shards // math.gcd(shards, K)
+  keys = [jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BSKH, v_BSKH)]
+  of_queries, of_keys = _cut(_QKV, q_BTNH, sizes), _cut(_QKV, keys[0], sizes)
+  of_given = {name: _cut(_DIMS[name], x, sizes) for name, x in given.items()}
+  on_all: Any = jax.shard_map(
+    local,
+    in_specs=(of_queries, of_keys, of_keys, of_given),
+    out_specs=of_queries,
+    check_vma=False,
+  )
+  return on_all(q_BTNH, *keys, given)
+
+
+def _cut(dims: mesh.Dims, x: jax.Array, sizes: Mapping[str, int]) -> PartitionSpec:
+  """Returns how the mesh cuts a tensor, but along no time."""
+  return mesh.partition(tuple(None if dim == "time" else dim for dim in dims), x.shape, sizes)
+
+
+def _filled(x: jax.Array, dims: mesh.Dims) -> jax.Array:
+  """Adds tokens at the end, where no other sees them."""
+  sizes = zip(dims, x.shape, strict=True)
+  return jnp.pad(x, [(0, -size % _BLOCK if dim == "time" else 0) for dim, size in sizes])

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by the kernels of tokamax, on NVIDIA GPUs."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from paxlike.errors import UserError
+from paxlike.layers.per_device import per_device
+
+
+def tokamax(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  *,
+  scale: float,
+  segments_BT: jax.Array | None,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  sinks_N: jax.Array | None = None,
+  bias_NTS: jax.Array | None = None,
+  implementation: str = "mosaic_gpu",
+) -> jax.Array:
+  """Attention in memory linear in the length (FlashAttention-3; Shah et al., 2024); see `Kernel`.
+
+  Segments are runs of equal ids. `implementation` is a name of tokamax's: the kernel for Hopper and
+  Blackwell; "xla" is for tests, as it runs anywhere and holds the T x S logits.
+
+  Raises:
+    UserError: tokamax is not installed, there are sinks, there are both a bias and a soft cap, or
+      the implementation cannot.
+  """
+  if sinks_N is not None:
+    raise UserError("ATTENTION_KERNEL=tokamax has no sinks_N: take xla_chunked.")
+  if bias_NTS is not None and soft_cap is not None:  # It would cap their sum.
+    raise UserError("ATTENTION_KERNEL=tokamax has no bias_NTS and soft_cap: take xla_chunked.")
+  library, api = _library()
+
+  def local(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments_BT: jax.Array | None,
+    bias_NTS: jax.Array | None,
+  ) -> jax.Array:
+    chosen: Any = implementation
+    if segments_BT is not None:
+      chosen = _packed(api.IMPLEMENTATIONS[implementation], starts(segments_BT)[:, None])
+    return library.dot_product_attention(
+      q,
+      k,
+      v,
+      bias_NTS,
+      scale=scale,
+      is_causal=True,
+      local_window_size=None if window is None else (window - 1, 0),
+      logits_soft_cap=soft_cap,
+      implementation=(chosen,),
+    )
+
+  try:
+    return per_device(local, q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, bias_NTS=bias_NTS)
+  except NotImplementedError as error:
+    raise UserError(f"ATTENTION_KERNEL=tokamax: {error} Take xla_chunked.") from error
+
+
+def starts(segments_BT: jax.Array) -> jax.Array:
+  """Returns int32 [B, T]: where the run of equal ids began of which a token is."""
+  places = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
+  begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
+  return jax.lax.cummax(jnp.where(begins_BT, places, 0), axis=1)
+
+
+def _packed(implementation: Callable[..., jax.Array], starts_B1T: jax.Array) -> Any:
+  """Returns the implementation for rows of segments.
+
+  What users of tokamax can say of them is a mask of T x S; its kernels know of first keys too.
+  """
+
+  def attend(*arrays: jax.Array, mask: Any, **options: Any) -> jax.Array:
+    return implementation(*arrays, mask=mask & type(mask)(k_start=starts_B1T), **options)
+
+  return attend
+
+
+def _library() -> tuple[Any, Any]:
+  try:
+    library = importlib.import_module("tokamax")
+    api = importlib.import_module("tokamax._src.ops.attention.api")
+  except ImportError as error:
+    raise UserError(
+      f"ATTENTION_KERNEL=tokamax needs tokamax: pip install 'paxlike[tokamax]' ({error})."
+    ) from None
+  # Else it would look for flags of its own among ours.
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
+  return library, api
