@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks/gpu.py has to know of experiments and of the device, as a process of its own.
+
+Whoever asks must not touch the device that the cases need to themselves: this process leaves it
+when it ends. It reads {name: {"experiment": ..., "flags": {KNOB: value}}} as JSON and prints JSON.
+"""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from paxlike import flags, main
+
+if TYPE_CHECKING:
+  from paxlike.experiment import Experiment
+  from paxlike.trainer import Trainer
+
+
+def build(name: str, knobs: dict[str, Any]) -> tuple["Experiment", "Trainer", list[str]]:
+  """Returns an experiment, the trainer that `paxlike` would build of it, and options left out.
+
+  The last are those of the compiler that this JAX does not know.
+  """
+  import fiddle as fdl
+
+  from paxlike.scripts_gpu import xla_flags
+
+  given = [f"--fdl.{knob}={value}" for knob, value in knobs.items()]
+  # The mode asks for no folder.
+  options = flags.parse(["gpu.py", f"--fdl_config={name}", "--mode=compile", *given])
+  main.set_up_jax(options)
+  experiment = main.experiment_of(options)
+  trainer: Any = fdl.build(main.graph_of(options, experiment))
+  trainer.compiler_options, dropped = xla_flags.options()
+  trainer.check()
+  return experiment, trainer, dropped
+
+
+def facts(name: str, knobs: dict[str, Any]) -> dict[str, Any]:
+  """Returns sizes, optimizer and FLOPs of an experiment, as a peer needs them."""
+  from paxlike import flops
+
+  experiment, trainer, _ = build(name, knobs)
+  read: Any = experiment
+  per_token = flops.per_token(trainer.definition, read.MAX_SEQ_LEN)
+  hidden = read.HIDDEN_DIMS
+  return {
+    "layers": read.NUM_LAYERS,
+    "model": read.MODEL_DIMS,
+    "heads": read.NUM_HEADS,
+    "head": read.head_dim(),
+    "ffn": 4 * read.MODEL_DIMS if hidden is None else hidden,
+    "vocab": read.VOCAB_SIZE,
+    "time": read.MAX_SEQ_LEN,
+    "init_std": read.INIT_STD,
+    "norm_epsilon": getattr(read, "NORM_EPSILON", 1e-5),
+    "rope_theta": getattr(read, "ROPE_THETA", None),
+    "lora_rank": read.LORA_RANK if read.USE_LORA else 0,
+    "fp8": read.USE_FP8,
+    "learning_rate": read.LEARNING_RATE,
+    "betas": [read.ADAM_BETA1, read.ADAM_BETA2],
+    "epsilon": read.ADAM_EPSILON,
+    "weight_decay": read.WEIGHT_DECAY,
+    "clip_norm": read.CLIP_GRADIENT_NORM_TO_VALUE,
+    "parameters": trainer.definition.num_params,
+    "trained": trainer.definition.num_trained,
+    "flops_causal": per_token.causal,
+    "flops_full": per_token.full,
+  }
+
+
+def tell():
+  """Answers what is asked on standard input."""
+  asked = json.load(sys.stdin)
+  models = {name: facts(one["experiment"], one["flags"]) for name, one in asked.items()}
+  import jax
+
+  from paxlike import chips
+
+  device = jax.devices()[0]
+  chip = chips.find(device.device_kind)
+  answer = {
+    "platform": device.platform,
+    "device": device.device_kind,
+    "flops": chip.flops if chip else None,
+    "models": models,
+  }
+  print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+  tell()

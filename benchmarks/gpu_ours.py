@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our side of benchmarks/gpu.py: the step that `paxlike` would run, compiled, read and timed."""
+
+import gzip
+import itertools
+import pathlib
+from typing import Any
+
+import gpu_experiment
+import gpu_timing
+import jax
+import numpy as np
+
+from paxlike import aot, chips, kernels, train_state
+from paxlike.trainer import Trainer
+
+
+def main():
+  task = gpu_timing.task()
+  batch = {"PERCORE_BATCH_SIZE": task.case["batch"]}
+  name, knobs = task.model["experiment"], task.model["flags"] | batch
+  _, trainer, dropped = gpu_experiment.build(name, knobs)
+  with jax.set_mesh(trainer.devices):
+    program = aot.compile_step(trainer)
+    run = Run(trainer, program)
+    times = gpu_timing.measure(run.step, run.wait, task)
+  text = program.step.as_text() or ""
+  if not task.case["again"]:
+    path = pathlib.Path(task.output) / f"{task.case['name']}.hlo.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+  read, warnings = contents(program, text, fp8=task.facts["fp8"], gpu=task.gpu)
+  warnings += [f"this JAX has no option {option}" for option in dropped]
+  device = trainer.devices.devices.flat[0]
+  # CPUs have no such statistics.
+  peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+  gpu_timing.tell(
+    **times._asdict(),
+    first_loss=run.first_loss,
+    last_loss=run.loss,
+    compile_seconds=program.seconds,
+    peak_bytes=sum(program.held) if peak is None else peak,
+    held_bytes=program.held._asdict(),
+    attention=", ".join(trainer.model.kernels),
+    versions={"jax": jax.__version__},
+    device=device.device_kind,
+    warnings=warnings,
+    **read,
+  )
+
+
+class Run:
+  """The state of a run, and its batches on the devices.
+
+  Attributes:
+    first_loss: Of the first step, in nats a token.
+  """
+
+  def __init__(self, trainer: Trainer, program: aot.Program):
+    self._step = program.step
+    self._state: Any = train_state.create(
+      trainer.definition, trainer.optimizer, trainer.devices, seed=trainer.seed
+    )
+    rows = np.arange(trainer.batch_size)
+    with trainer.train_data.batches(trainer.batch_size, rows=rows) as batches:
+      some = itertools.islice(batches, gpu_timing.BATCHES)
+      self._batches = itertools.cycle([trainer.feed.put(batch.arrays) for batch in some])
+    self._metrics: dict[str, Any] = {}
+    self.first_loss: float | None = None
+
+  def step(self):
+    """Begins a step."""
+    self._state, self._metrics = self._step(self._state, next(self._batches))
+
+  def wait(self):
+    """Waits for the last step."""
+    jax.block_until_ready(self._metrics)
+    if self.first_loss is None:
+      self.first_loss = self.loss
+
+  @property
+  def loss(self) -> float:
+    """That of the last step, in nats a token."""
+    total, weight = self._metrics["loss"]
+    return float(total) / float(weight)
+
+
+def contents(
+  program: aot.Program, text: str, *, fp8: bool, gpu: bool
+) -> tuple[dict[str, Any], list[str]]:
+  """Returns what a GPU runs by the program's text, and what of that should not be."""
+  chip = program.chip
+  if not gpu or not isinstance(chip, chips.Chip) or not chip.bandwidth:
+    return {}, ["no GPU that is known: the program was not read"] * gpu
+  found = kernels.kernels(text, chip)
+  launches = {name: total.count for name, total in kernels.grouped(found, "group")}
+  warnings = []
+  if "__cudnn$fmha" not in text:
+    warnings.append("attention is not cuDNN's")
+  if fp8 and "matmul fp8" not in launches:
+    warnings.append("no product in 8 bits")
+  if "matmul tf32" in launches:
+    worst = next(kernel for kernel in found if kernel.group == "matmul tf32")
+    warnings.append(f"{launches['matmul tf32']} float32 products: {worst.kind} {worst.source}")
+  return {"launches": launches, "roofline_seconds": kernels.total(found).seconds}, warnings
+
+
+if __name__ == "__main__":
+  main()
