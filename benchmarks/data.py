@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the data pipeline: tokens per CPU-second.
+"""Measures the data pipeline, and beside it that of Hugging Face: tokens per CPU-second.
 
-    python benchmarks/data.py [--megabytes=8] [--seq_len=1024] [--batch_size=32]
+    python benchmarks/data.py [--megabytes=8] [--seq_len=1024] [--batch_size=32] [--repeats=3]
 
-prints one JSON line for each case. The text is that of the standard library's sources. `prepared`
-is batches from a token index that exists, shuffled, on one thread; `tokenize` turns text into ids
-and writes the index.
+prints one JSON line for each case and side: paxlike and `datasets` take turns, and medians are
+shown. The text is that of the standard library's sources, as .jsonl.
+
+`tokenize` reads it, turns it into ids with the same tokenizer and writes them. `pack`, for
+`datasets` alone, concatenates documents and cuts them into rows, once. `prepared` is shuffled
+batches of inputs, targets and weights: of paxlike from its index, by a thread of its own, which
+also packs; of `datasets` from those rows, over a shuffled index (`shuffle`) or from rows written
+in that order (`flatten_indices`), as numpy.
 """
 
 import argparse
@@ -14,11 +19,16 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
+import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import datasets
+import numpy as np
 
 from paxlike.data.packing import PackedRows
 from paxlike.data.text import TextFiles
@@ -75,39 +85,120 @@ def data(path: pathlib.Path, tokenizer: Tokenizer, **options: Any) -> PackedRows
   return PackedRows(corpus=corpus, **arguments)
 
 
-def tokenize(path: pathlib.Path, name: str, tokenizer: Tokenizer):
-  """Times making the index."""
-  source = data(path, tokenizer)
+class Theirs:
+  """The same work as `datasets` does it.
+
+  `packed` is of rows of `seq_len` + 1 tokens, made of documents with their BOS and EOS; the last
+  of them that fill no row are dropped.
+  """
+
+  def __init__(self, path: pathlib.Path, tokenizer: Tokenizer):
+    self._path, self._tokenizer = path, tokenizer
+
+  def tokenize(self, folder: pathlib.Path) -> datasets.Dataset:
+    """Returns the documents as `ids`."""
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[np.ndarray]]:
+      return {"ids": self._tokenizer.encode_all(batch["text"])}
+
+    files = {"train": str(self._path)}
+    texts = datasets.load_dataset("json", data_files=files, cache_dir=str(folder), split="train")
+    assert isinstance(texts, datasets.Dataset)
+    return texts.map(encode, batched=True, remove_columns=["text"])
+
+  def pack(self, documents: datasets.Dataset, seq_len: int) -> datasets.Dataset:
+    """Returns rows that overlap by a token, as inputs and targets do."""
+    before, after = (
+      [] if marker is None else [np.array([marker], np.int32)]
+      for marker in (self._tokenizer.bos_id, self._tokenizer.eos_id)
+    )
+
+    def cut(batch: dict[str, Any]) -> dict[str, list[np.ndarray]]:
+      stream = np.concatenate([part for ids in batch["ids"] for part in (*before, ids, *after)])
+      starts = range(0, len(stream) - seq_len, seq_len)
+      return {"row": [stream[start : start + seq_len + 1] for start in starts]}
+
+    return documents.with_format("numpy").map(cut, batched=True, remove_columns=["ids"])
+
+  @staticmethod
+  def batches(rows: datasets.Dataset, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields batches for ever."""
+    while True:
+      for batch in rows.with_format("numpy").iter(batch_size, drop_last_batch=True):
+        row: Any = batch["row"]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        inputs, targets = row[:, :-1].astype(np.int32), row[:, 1:].astype(np.int32)
+        yield {"inputs": inputs, "targets": targets, "weights": np.ones(inputs.shape, np.float32)}
+
+
+def cpu_seconds(function: Callable[[], Any]) -> tuple[float, Any]:
+  """Returns the CPU-seconds of a call, over all threads, and what it returned."""
   began = time.process_time()
-  num_tokens = len(source.corpus.index().tokens)
-  report("tokenize", num_tokens, time.process_time() - began, tokenizer=name)
+  result = function()
+  return time.process_time() - began, result
 
 
-def prepared(path: pathlib.Path, tokenizer: Tokenizer, *, batch_size: int, seq_len: int):
-  """Times batches from the index, with and without segments."""
-  for packed in (True, False):
-    source = data(path, tokenizer, packed=packed, seq_len=seq_len)
-    num_batches = max(10_000_000 // (batch_size * seq_len), 8)
-    with source.batches(batch_size) as batches:
-      next(batches)  # Reads the index.
-      began = time.process_time()
-      collections.deque(itertools.islice(batches, num_batches), maxlen=0)
-      seconds = time.process_time() - began
-    num_tokens = num_batches * batch_size * seq_len
-    sizes = {"seq_len": seq_len, "batch_size": batch_size}
-    report("prepared", num_tokens, seconds, packed=packed, **sizes)
+def tokenize(path: pathlib.Path, name: str, tokenizer: Tokenizer, *, repeats: int):
+  """Times reading text and writing ids."""
+  folder = path.parent / "datasets"
+  times: dict[str, list[float]] = {"paxlike": [], "datasets": []}
+  num_tokens = 0
+  for _ in range(repeats):
+    for cache in (folder, path.parent / "cache"):
+      shutil.rmtree(cache, ignore_errors=True)
+    source = data(path, tokenizer)
+    seconds, index = cpu_seconds(source.corpus.index)
+    times["paxlike"].append(seconds)
+    num_tokens = len(index.tokens)
+    seconds, documents = cpu_seconds(lambda: Theirs(path, tokenizer).tokenize(folder))
+    times["datasets"].append(seconds)
+    assert sum(map(len, documents.with_format("numpy")["ids"])) == num_tokens
+  report("tokenize", num_tokens, times, tokenizer=name)
 
 
-def report(case: str, num_tokens: int, cpu_seconds: float, **options: str | int | bool):
-  """Prints a result."""
-  values = {
-    "case": case,
-    **options,
-    "tokens": num_tokens,
-    "cpu_seconds": round(cpu_seconds, 4),
-    "tokens_per_cpu_second": round(num_tokens / cpu_seconds),
-  }
-  print(json.dumps(values), flush=True)
+def prepared(
+  path: pathlib.Path, tokenizer: Tokenizer, *, batch_size: int, seq_len: int, repeats: int
+):
+  """Times batches, with and without segments, which `datasets` does not have."""
+  sizes = {"seq_len": seq_len, "batch_size": batch_size}
+  theirs = Theirs(path, tokenizer)
+  documents = theirs.tokenize(path.parent / "datasets")
+  seconds, rows = cpu_seconds(lambda: theirs.pack(documents, seq_len))
+  report("pack", len(rows) * seq_len, {"datasets": [seconds]}, **sizes)
+  shuffled = rows.shuffle(seed=0)
+  kinds = {"datasets: shuffle": shuffled, "datasets: flatten_indices": shuffled.flatten_indices()}
+  num_batches = max(10_000_000 // (batch_size * seq_len), 8)
+  times: dict[str, list[float]] = collections.defaultdict(list)
+  for _ in range(repeats):
+    for packed in (True, False):
+      source = data(path, tokenizer, packed=packed, seq_len=seq_len)
+      with source.batches(batch_size) as batches:
+        side = "paxlike: packed" if packed else "paxlike: unpacked"
+        times[side].append(drain(batches, num_batches))
+    for side, ordered in kinds.items():
+      times[side].append(drain(theirs.batches(ordered, batch_size), num_batches))
+  report("prepared", num_batches * batch_size * seq_len, times, **sizes)
+
+
+def drain(batches: Iterator[Any], num_batches: int) -> float:
+  """Returns the CPU-seconds of so many batches after the first, which opens files."""
+  next(batches)
+  taken = itertools.islice(batches, num_batches)
+  return cpu_seconds(lambda: collections.deque(taken, maxlen=0))[0]
+
+
+def report(case: str, num_tokens: int, times: dict[str, list[float]], **options: str | int):
+  """Prints a line for each side."""
+  for side, seconds in times.items():
+    median = statistics.median(seconds)
+    values = {
+      "case": case,
+      "side": side,
+      **options,
+      "tokens": num_tokens,
+      "cpu_seconds": round(median, 4),
+      "tokens_per_cpu_second": round(num_tokens / median),
+    }
+    print(json.dumps(values), flush=True)
 
 
 def main():
@@ -115,7 +206,9 @@ def main():
   parser.add_argument("--megabytes", type=float, default=8, help="of text")
   parser.add_argument("--seq_len", type=int, default=1024)
   parser.add_argument("--batch_size", type=int, default=32)
+  parser.add_argument("--repeats", type=int, default=3)
   options = parser.parse_args()
+  datasets.disable_progress_bars()
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     os.environ["PAXLIKE_CACHE"] = str(folder / "cache")
@@ -127,9 +220,9 @@ def main():
       "sentencepiece": SentencePieceTokenizer(train_pieces(folder)),
     }
     for kind, tokenizer in tokenizers.items():
-      tokenize(path, kind, tokenizer)
+      tokenize(path, kind, tokenizer, repeats=options.repeats)
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
-    prepared(path, tokenizers["sentencepiece"], **sizes)
+    prepared(path, tokenizers["sentencepiece"], repeats=options.repeats, **sizes)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ class Step:
   Attributes:
     compile_seconds: Wall time of tracing and compiling.
     num_tokens: Of one step.
+    state: The TrainState after the last step.
   """
 
   def __init__(self, trainer: "Trainer", batches: Iterator[Any]):
@@ -77,20 +78,20 @@ class Step:
 
     self._trainer, self._batches = trainer, batches
     definition, optimizer = trainer.definition, trainer.optimizer
-    self._state = train_state.create(definition, optimizer, trainer.devices, seed=trainer.seed)
+    self.state = train_state.create(definition, optimizer, trainer.devices, seed=trainer.seed)
     function = make_train_step(
       definition, optimizer, seed=trainer.seed, num_microbatches=trainer.accumulation_steps
     )
     batch = self._next_batch()
     self.num_tokens = batch["inputs"].size
     started = time.perf_counter()
-    self._program = jax.jit(function, donate_argnums=0).lower(self._state, batch).compile()
+    self._program = jax.jit(function, donate_argnums=0).lower(self.state, batch).compile()
     self.compile_seconds = time.perf_counter() - started
     memory.return_freed_heap()  # As the trainer does.
 
   def __call__(self) -> float:
     """Takes one step on a fresh batch, waits for it, and returns the loss."""
-    self._state, metrics = self._program(self._state, self._next_batch())
+    self.state, metrics = self._program(self.state, self._next_batch())
     total, weight = metrics["loss"]
     return float(total) / float(weight)
 

@@ -42,7 +42,7 @@ class Rates:
   """
 
   matmul: float = 0.71
-  matmul_fp8: float = 1.26  # Of the bf16 peak; that of FP8 is twice as high.
+  matmul_8_bits: float = 1.26  # Of the bf16 peak; that of FP8 and int8 is twice as high.
   matmul_tf32: float = 0.40
   attention: tuple[float, float] = (0.45, 0.60)
   attention_backward: tuple[float, float] = (0.35, 0.48)

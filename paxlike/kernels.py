@@ -52,8 +52,8 @@ class Kernel(NamedTuple):
   """What one instruction of the program launches.
 
   Attributes:
-    group: matmul, matmul fp8, matmul tf32, attention, transpose (copies into another layout among
-      them), communication, or memory, for all that is bound by it.
+    group: matmul, matmul fp8, matmul int8, matmul tf32, attention, transpose (copies into another
+      layout among them), communication, or memory, for all that is bound by it.
     kind: What a table calls it.
     count: Launches in one run of the program.
     nbytes: Read and written by one launch.
@@ -177,7 +177,9 @@ class _Reader:
     depth = a.dims[int(contracted[1])] if contracted else a.dims[-1]
     group, rate = "matmul", self._rates.matmul
     if "$f8" in one.target:
-      group, rate = "matmul fp8", self._rates.matmul_fp8
+      group, rate = "matmul fp8", self._rates.matmul_8_bits
+    elif a.dtype == "s8":
+      group, rate = "matmul int8", self._rates.matmul_8_bits
     elif a.dtype == "f32":
       group, rate = "matmul tf32", self._rates.matmul_tf32
     epilogue = re.search(r'"epilogue":\s*"([A-Z_]+)"', one.attributes)

@@ -33,12 +33,17 @@ def test_a_product_has_the_flops_and_bytes_of_its_matrices(h200, triton):
 
 @pytest.mark.parametrize(
   ("dtype", "group"),
-  [(jnp.float8_e4m3fn, "matmul fp8"), (jnp.float32, "matmul tf32"), (jnp.bfloat16, "matmul")],
+  [
+    (jnp.float8_e4m3fn, "matmul fp8"),
+    (jnp.int8, "matmul int8"),
+    (jnp.float32, "matmul tf32"),
+    (jnp.bfloat16, "matmul"),
+  ],
 )
 def test_products_are_told_apart_by_dtype(h200, dtype, group):
   def product(x, w):
     dims = (((1,), (1,)), ((), ()))
-    out = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16
+    out = {jnp.float32: jnp.float32, jnp.int8: jnp.int32}.get(dtype, jnp.bfloat16)
     return jax.lax.dot_general(x, w, dims, preferred_element_type=out)
 
   found = compiled(product, (512, 256), (1024, 256), dtype=dtype)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures checkpoints: how fast they are saved and restored, and what a save does to the steps.
+
+    python benchmarks/checkpoint.py [--repeats=4] [--folder=DIR] [EXPERIMENT [--fdl.KNOB=VALUE ...]]
+
+prints JSON lines and a table. Beside each save and restore a file of as many bytes is written and
+synced, and read: the speed of the disk below. What is read has been dropped from the page cache as
+far as posix_fadvise does that; a disk may have a cache of its own. GB are 10^9 bytes of arrays.
+
+Then steps are taken alone, and beside a save until it is complete. Seconds are of the clock and
+CPU-seconds of all threads; on a machine that others use too the former mean little.
+
+Without an EXPERIMENT: four layers of the 126M, 804 MB with AdamW's moments, on 32 tokens a step.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import step as step_lib
+
+from paxlike import train_state
+from paxlike.checkpoint import Checkpoints, Flat, flatten
+from paxlike.trainer import Trainer
+
+DEFAULT = (
+  "Synthetic126M",
+  "--fdl.NUM_LAYERS=4",
+  "--fdl.MAX_SEQ_LEN=32",
+  "--fdl.PERCORE_BATCH_SIZE=1",
+  "--fdl.FPROP_DTYPE=float32",
+)
+MOST_STEPS = 60
+
+
+class Took(NamedTuple):
+  """Seconds of the clock, and of all threads."""
+
+  seconds: float
+  cpu_seconds: float
+
+
+class Times:
+  """What was measured, by case."""
+
+  def __init__(self):
+    self.cases: dict[str, list[Took]] = {}
+
+  def time(self, case: str, function: Callable[[], Any]) -> Any:
+    """Adds what a call takes, and returns its result."""
+    with self.measure(case):
+      return function()
+
+  @contextlib.contextmanager
+  def measure(self, case: str) -> Iterator[None]:
+    """Adds what the context takes."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    took = Took(time.perf_counter() - wall, time.process_time() - cpu)
+    self.cases.setdefault(case, []).append(took)
+
+  def median(self, case: str) -> Took:
+    return Took(*map(statistics.median, zip(*self.cases[case], strict=True)))
+
+
+class Run:
+  """A training run with its checkpoints."""
+
+  def __init__(self, trainer: Trainer, batches: Iterator[Any], folder: pathlib.Path):
+    self._trainer = trainer
+    self._step = step_lib.Step(trainer, batches)
+    self.saved = Checkpoints(folder / "checkpoints", keep=2)
+    self.num_saves = 0
+    # Moments of zeros would be compressed away.
+    for _ in range(3):
+      self.step()
+
+  def step(self):
+    """Takes one step and waits for it."""
+    self._step()
+
+  @property
+  def state(self) -> Flat:
+    """What a checkpoint holds of the training state."""
+    state = dataclasses.replace(self._step.state, frozen={}, reference={})
+    return flatten(state)
+
+  @property
+  def num_bytes(self) -> int:
+    return sum(array.nbytes for array in self.state.values())
+
+  def save(self):
+    """Begins a save."""
+    self.num_saves += 1
+    layout = self._trainer.layout
+    self.saved.save(self.num_saves, self.state, layout=layout, train_input={})
+
+  @property
+  def path(self) -> pathlib.Path:
+    """The newest checkpoint's folder."""
+    return pathlib.Path(self.saved.path(self.num_saves))
+
+  def is_complete(self) -> bool:
+    """Whether the newest checkpoint has been written."""
+    return self.num_saves in self.saved.steps()
+
+  def restore(self) -> Flat:
+    """Returns the arrays of the newest checkpoint."""
+    trainer = self._trainer
+    target = train_state.abstract(trainer.definition, trainer.optimizer, trainer.devices)
+    target = flatten(dataclasses.replace(target, frozen={}))
+    restored = self.saved.restore(self.num_saves, target, layout=trainer.layout)
+    return jax.block_until_ready(restored.state)
+
+
+def write(path: pathlib.Path, block: bytes, num_bytes: int):
+  """Writes a file and waits until it is on the disk."""
+  with path.open("wb", buffering=0) as file:
+    for start in range(0, num_bytes, len(block)):
+      file.write(block[: num_bytes - start])
+    os.fsync(file.fileno())
+
+
+def read(path: pathlib.Path, num_bytes: int):
+  """Reads a file into new memory, as a restore does."""
+  with path.open("rb", buffering=0) as file:
+    memory = np.empty(num_bytes, np.uint8).data
+    while memory:
+      memory = memory[file.readinto(memory) :]
+
+
+def forget(folder: pathlib.Path):
+  """Drops files from the page cache, as far as the system follows the advice."""
+  for path in folder.rglob("*"):
+    if path.is_file():
+      with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def speeds(run: Run, times: Times, folder: pathlib.Path, *, repeats: int):
+  """Times saves and restores with nothing beside them, and the disk."""
+  plain, num_bytes = folder / "plain" / "file", run.num_bytes
+  plain.parent.mkdir()
+  block = np.random.default_rng(0).bytes(2**26)
+  times.time("first save() returns", run.save)
+  run.saved.wait()
+  for _ in range(repeats):
+    with times.measure("save, complete"):
+      times.time("save() returns", run.save)
+      run.saved.wait()
+    times.time("plain write and fsync", lambda: write(plain, block, num_bytes))
+    forget(run.path)
+    restored = times.time("restore", run.restore)
+    assert all((restored[name] == array).all() for name, array in run.state.items())
+    del restored
+    forget(plain.parent)
+    times.time("plain read", lambda: read(plain, num_bytes))
+    plain.unlink()
+
+
+def delays(run: Run, times: Times, *, repeats: int):
+  """Times steps alone and beside saves, in turn."""
+  for _ in range(repeats):
+    for _ in range(4):
+      times.time("step alone", run.step)
+    times.time("save() between steps returns", run.save)
+    for _ in range(MOST_STEPS):
+      if run.is_complete():
+        break
+      times.time("step beside a save", run.step)
+    run.saved.wait()
+
+
+def report(times: Times, num_bytes: int, facts: dict[str, Any]):
+  """Prints the lines and the table."""
+  rows = ["| | times | seconds (median) | CPU-seconds | GB/s |", "|---|---:|---:|---:|---:|"]
+  for case in times.cases:
+    took, count = times.median(case), len(times.cases[case])
+    values = {"benchmark": "checkpoint", "case": case, "times": count, **facts}
+    values |= {name: round(value, 4) for name, value in took._asdict().items()}
+    speed = ""
+    if case in ("save, complete", "plain write and fsync", "restore", "plain read"):
+      values["gb_per_second"] = round(num_bytes / took.seconds / 1e9, 3)
+      speed = f"{values['gb_per_second']:.3f}"
+    print(json.dumps(values))
+    rows.append(f"| {case} | {count} | {took.seconds:.3f} | {took.cpu_seconds:.3f} | {speed} |")
+  print("\n".join(["", *rows]))
+
+
+def main():
+  parser = argparse.ArgumentParser(description="Measures checkpoints.", allow_abbrev=False)
+  parser.add_argument("experiment", nargs="?", help="as after --fdl_config")
+  parser.add_argument("--repeats", type=int, default=4)
+  parser.add_argument("--folder", help="on the disk to measure (default: that of tempfile)")
+  options, arguments = parser.parse_known_args()
+  name, *defaults = [options.experiment] if options.experiment else DEFAULT
+  _, trainer = step_lib.build(name, [*defaults, *arguments])
+  folder = pathlib.Path(tempfile.mkdtemp(dir=options.folder))
+  times = Times()
+  try:
+    with (
+      jax.set_mesh(trainer.devices),
+      trainer.train_data.batches(trainer.batch_size) as batches,
+    ):
+      run = Run(trainer, batches, folder)
+      with run.saved:
+        speeds(run, times, folder, repeats=options.repeats)
+        on_disk = sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
+        delays(run, times, repeats=options.repeats)
+      facts = {"experiment": name, "bytes": run.num_bytes, "bytes_on_disk": on_disk}
+      report(times, run.num_bytes, facts | {"arrays": len(run.state)})
+  finally:
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+  main()
