@@ -4,8 +4,8 @@
     python benchmarks/convergence.py [--steps=300] [--seeds=3] [--kinds=fp8,fp8_delayed,int8]
 
 prints one JSON line for each run: the loss in nats a token, of held-out files after the last step
-and of training, a mean over the last 50 steps. Then the table: means over the seeds, and the largest
-distance of a seed's held-out loss from that of bfloat16 with the same seed.
+and of training, a mean over the last 50 steps. Then the table: means over the seeds, and the
+largest distance of a seed's held-out loss from that of bfloat16 with the same seed.
 """
 
 import argparse
@@ -35,6 +35,7 @@ def train(kind: str, seed: int, num_steps: int) -> Losses:
       "RANDOM_SEED": seed,
       "MAX_STEPS": num_steps,
       "EVAL_INTERVAL_STEPS": 0,
+      "SUMMARY_INTERVAL_STEPS": 1,
       "SAMPLE_PROMPT": "none",
     }
     command = [sys.executable, "-m", "paxlike.main", "--fdl_config=TinyPython"]
