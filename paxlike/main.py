@@ -92,6 +92,7 @@ def set_up_jax(options: flags.Options):
     # of gradients of jax.shard_map. It needs not do so, they are summed well as they are.
     theirs = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_disable_hlo_passes=all-reduce-promotion {theirs}".strip()
+  _keep_programs()
   import jax
 
   from paxlike import topology
@@ -108,6 +109,15 @@ def set_up_jax(options: flags.Options):
     from paxlike import distributed
 
     distributed.initialize(options.server_addr, options.num_hosts, options.host_idx)
+
+
+def _keep_programs():
+  """Lets what was compiled once be read from the cache folder, unless the user says otherwise."""
+  from paxlike.data import token_index
+
+  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(token_index.cache_folder() / "xla"))
+  # Also the many small ones, which together take as long as the step on a small machine.
+  os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 
 def experiment_of(options: flags.Options) -> "Experiment":

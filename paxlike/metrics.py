@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of metrics: `metrics.jsonl`, a line for each record, and TensorBoard's."""
 
+import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -45,6 +47,20 @@ class JsonlWriter:
     self._file.close()
 
 
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+  """Context in which a package seems not to be installed, unless it is imported already."""
+  hidden = name not in sys.modules
+  modules: dict[str, Any] = sys.modules
+  if hidden:
+    modules[name] = None
+  try:
+    yield
+  finally:
+    if hidden:
+      del modules[name]
+
+
 class TensorBoardWriter:
   """Writes scalars under one folder of `summaries/`, which is made with the first of them."""
 
@@ -57,8 +73,9 @@ class TensorBoardWriter:
   def write(self, step: int, scalars: Mapping[str, float]):
     """Adds `scalars` at `step`."""
     # Here: an evaluation or a test may never write.
-    from tensorboardX import event_file_writer, summary
-    from tensorboardX.proto import event_pb2
+    with _without("torch"):  # It imports that for seconds where it is installed, and needs it not.
+      from tensorboardX import event_file_writer, summary
+      from tensorboardX.proto import event_pb2
 
     proto: Any = event_pb2
     now = time.time()
