@@ -36,7 +36,9 @@ class Experiment(Knobs):
   EMBEDDING_DROPOUT_PROB: float = 0.0  #: Dropout of the embedded tokens.
 
   # How it is computed.
-  FPROP_DTYPE: Dtype = "bfloat16"  #: Compute dtype; parameters are float32.
+  FPROP_DTYPE: Dtype = "bfloat16"  #: Compute dtype.
+  #: What weights are held in between steps; bfloat16 rounds by chance.
+  WEIGHT_DTYPE: Literal["float32", "bfloat16"] = "float32"
   #: Multiply in 8 bits in the linear maps and experts of blocks: fp8 with the scales of what is
   #: multiplied, or fp8_delayed with those of the last steps; int8. None: in FPROP_DTYPE.
   QUANTIZATION: Literal["fp8", "fp8_delayed", "int8"] | None = None
@@ -74,6 +76,8 @@ class Experiment(Knobs):
   ADAM_BETA1: float = 0.9  #: Decay of the mean of gradients.
   ADAM_BETA2: float = 0.95  #: Decay of the mean of squared gradients.
   ADAM_EPSILON: float = 1e-8  #: Added outside the root.
+  #: What the means are held in; bfloat16 rounds by chance.
+  ADAM_MOMENT_DTYPE: Literal["float32", "bfloat16"] = "float32"
   WEIGHT_DECAY: float = 0.1  #: Decoupled weight decay.
   WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: What decays.
   CLIP_GRADIENT_NORM_TO_VALUE: float | None = 1.0  #: Largest global gradient norm. None: no clip.
@@ -130,6 +134,7 @@ class Experiment(Knobs):
       restore=self.restore(),
       best=self.best(),
       objective=self.objective(),
+      weight_dtype=self.WEIGHT_DTYPE,
     )
     fiddlers.precision(graph, self.FPROP_DTYPE)
     if quantization := self.quantization():
@@ -291,6 +296,7 @@ class Experiment(Knobs):
       weight_decay=self.WEIGHT_DECAY,
       decayed=getattr(optimizers, self.WEIGHT_DECAY_ON),
       clip_norm=self.CLIP_GRADIENT_NORM_TO_VALUE,
+      moment_dtype=self.ADAM_MOMENT_DTYPE,
     )
 
   def schedule(self) -> fdl.Config:

@@ -2,6 +2,7 @@
 """Optimizers and learning-rate schedules, composed from optax."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+
+from paxlike.layers.rounding import in_dtype
 
 # Completed updates -> learning rate.
 Schedule = optax.Schedule
@@ -41,6 +44,7 @@ def adamw(
   weight_decay: float,
   decayed: Callable[[dict[str, Any]], dict[str, bool]] = everything,
   clip_norm: float | None,
+  moment_dtype: str = "float32",
 ) -> Optimizer:
   """AdamW (Loshchilov and Hutter, 2019) after clipping by global norm.
 
@@ -52,15 +56,32 @@ def adamw(
     weight_decay: Decoupled.
     decayed: Marks the parameters that decay.
     clip_norm: Largest norm of all gradients together; None does not clip.
+    moment_dtype: What both means are held in; bfloat16 is rounded by chance.
   """
   clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
   transform = optax.chain(
     clip,
-    optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
+    _held_in(jnp.dtype(moment_dtype), optax.scale_by_adam(b1=b1, b2=b2, eps=eps)),
     optax.add_decayed_weights(weight_decay, mask=decayed),
     optax.scale_by_learning_rate(learning_rate),
   )
   return Optimizer(transform, learning_rate)
+
+
+def _held_in(dtype: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+  """Holds the moments of Adam in `dtype`; what is computed with them is float32."""
+
+  def moments(state: Any, cast: Callable[[jax.Array], jax.Array]) -> Any:
+    return state._replace(mu=jax.tree.map(cast, state.mu), nu=jax.tree.map(cast, state.nu))
+
+  def init(params: Any) -> Any:
+    return moments(adam.init(params), lambda x: x.astype(dtype))
+
+  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    updates, state = adam.update(updates, moments(state, lambda x: x.astype(jnp.float32)), params)
+    return updates, moments(state, functools.partial(in_dtype, dtype=dtype, draw=state.count))
+
+  return optax.GradientTransformation(init, update)
 
 
 def constant(*, peak: float) -> Schedule:

@@ -27,7 +27,7 @@ class TrainState:
 
   Attributes:
     step: int32, completed steps.
-    params: Weights that a step changes, float32.
+    params: Weights that a step changes, in float32 or what the definition holds them in.
     frozen: The others, in the dtypes that layers compute with; no part of a checkpoint.
     reference: Weights that the model had at first, in the dtypes that layers compute with, if the
       objective compares it with those; no part of a checkpoint either.

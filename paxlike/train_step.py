@@ -10,7 +10,7 @@ import optax
 
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition, Params
-from paxlike.layers.rounding import Rounded
+from paxlike.layers.rounding import Rounded, in_dtype
 from paxlike.meter import TOKENS_OF
 from paxlike.objectives import NextToken, Objective, shares_base, without_adapters
 from paxlike.optimizers import Optimizer
@@ -114,7 +114,11 @@ def _updated(
   """Returns the new params, extra and optimizer's state, and the norm of the gradients it saw."""
   grads_seen, params = definition.optimized(grads), definition.optimized(state.params)
   updates, opt_state = optimizer.transform.update(grads_seen, state.opt_state, params)
-  new: Any = optax.apply_updates(params, updates)
+  new: Any = jax.tree.map(
+    lambda w, update: in_dtype(w.astype(jnp.float32) + update, w.dtype, draw=state.step),
+    params,
+    updates,
+  )
   own = {name: spec.update for name, spec in definition.weights.items() if spec.update is not None}
   new |= {name: own[name](old, grads[name]) for name, old in state.params.items() if name in own}
   extra = {name: own[name](old, noticed[name]) for name, old in state.extra.items()}

@@ -56,6 +56,7 @@ class Trainer:
     best: By what the best checkpoint is known; None: there is none.
     objective: What a step makes smaller.
     trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
+    weight_dtype: What weights are held in between steps; bfloat16 is rounded by chance.
     saving: Whether checkpoints are written.
     compiler_options: XLA's, for the step.
   """
@@ -79,6 +80,7 @@ class Trainer:
   best: Criterion | None = None
   objective: Objective = dataclasses.field(default_factory=NextToken)
   trained: str = ""
+  weight_dtype: str = "float32"
   saving: bool = True
   compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -119,7 +121,7 @@ class Trainer:
   @functools.cached_property
   def definition(self) -> Definition:
     """The model as weight specs and a pure function."""
-    return Definition(self.model, trained=self.trained)
+    return Definition(self.model, trained=self.trained, dtype=self.weight_dtype)
 
   @property
   def has_reference(self) -> bool:

@@ -12,7 +12,13 @@ SEQ_LEN, VOCAB = 16, 96
 
 
 def tiny(
-  *, scan: bool = False, num_layers: int = 2, dropout: float = 0.0, dtype=np.float32, **stack
+  *,
+  scan: bool = False,
+  num_layers: int = 2,
+  dropout: float = 0.0,
+  dtype=np.float32,
+  weight_dtype: str = "float32",
+  **stack,
 ) -> layers.Definition:
   """Returns a GPT of `num_layers` layers, width 32, 4 heads."""
   init = functools.partial(layers.gaussian, std=0.1)
@@ -45,7 +51,7 @@ def tiny(
     stack=functools.partial(layers.Stack, pattern=[block], repeats=num_layers, scan=scan, **stack),
     norm=norm,
   )
-  return layers.Definition(model)
+  return layers.Definition(model, dtype=weight_dtype)
 
 
 def adamw(peak: float = 1.0, **options) -> optimizers.Optimizer:

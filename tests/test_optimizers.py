@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import adamw, batch, tiny
 
-from paxlike import optimizers
+from paxlike import optimizers, train_state
+from paxlike.mesh import MeshSpec
+from paxlike.train_step import make_train_step
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -43,6 +47,48 @@ def test_adamw_equals_numpy(clip_norm, decayed):
       params[name] = value - rate * (update + lost)
   for name, value in params.items():
     np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_moments_in_fewer_bits_are_right_on_average():
+  """Each change of the means is far below the last bit of bfloat16."""
+  make = functools.partial(optimizers.adamw, b1=0.999, b2=0.9999, eps=1e-8, weight_decay=0.0)
+  make = functools.partial(make, learning_rate=optimizers.constant(peak=1.0), clip_norm=None)
+  params = {"a.w": jnp.zeros(4000)}
+  grads = {"a.w": jnp.linspace(0.5, 2.0, 4000)}
+  means = []
+  for dtype in ("float32", "bfloat16"):
+    transform = make(moment_dtype=dtype).transform
+    state: Any = transform.init(params)
+    update = jax.jit(lambda state, transform=transform: transform.update(grads, state, params)[1])
+    for _ in range(300):
+      state = update(state)
+    moments: Any = state[1]
+    assert moments.mu["a.w"].dtype == moments.nu["a.w"].dtype == dtype
+    means.append([np.asarray(x["a.w"], np.float32).mean() for x in (moments.mu, moments.nu)])
+  np.testing.assert_allclose(means[1], means[0], rtol=0.005)
+
+
+def test_weights_in_fewer_bits_move_as_far():
+  """Each update is below half of the last bit of bfloat16."""
+  optimizer = adamw(peak=1e-4, weight_decay=0.0, eps=1e-8)
+  built = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  name, ends = "stack.layers.0.mlp.up.w", []
+  for dtype in ("float32", "bfloat16"):
+    definition = tiny(weight_dtype=dtype)
+    with jax.set_mesh(built):
+      state = train_state.create(definition, optimizer, built, seed=1)
+      start = np.asarray(state.params[name], np.float32)
+      step = jax.jit(make_train_step(definition, optimizer, seed=1))
+      for _ in range(20):
+        state, _ = step(state, batch())
+    assert {weight.dtype for weight in state.params.values()} == {jnp.dtype(dtype)}
+    assert {moment.dtype for moment in state.opt_state[1].mu.values()} == {jnp.dtype("float32")}
+    ends.append(np.asarray(state.params[name], np.float32))
+  way = ends[0] - start
+  assert np.median(np.abs(way)) / 20 < np.median(np.abs(start)) / 2**9
+  np.testing.assert_allclose(
+    ((ends[1] - start) * np.sign(way)).mean(), np.abs(way).mean(), rtol=0.1
+  )
 
 
 SHAPE = {"peak": 2.0, "warmup": 10, "decay_start": 20, "decay_end": 120, "min_ratio": 0.1}

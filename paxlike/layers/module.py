@@ -154,8 +154,11 @@ class Definition:
     weights: Name -> spec, such as "stack.layers.3.attention.query.w".
   """
 
-  def __init__(self, module: nnx.Module, *, trained: str = ""):
-    """`trained` is a pattern (`re.search`) of the names of weights that steps change."""
+  def __init__(self, module: nnx.Module, *, trained: str = "", dtype: Any = jnp.float32):
+    """`trained` is a pattern (`re.search`) of the names of weights that steps change.
+
+    `dtype` is what an optimizer's weights are held in between steps.
+    """
     self.module = module
     self._graph, state = nnx.split(module)
     self._paths: dict[str, tuple[Any, ...]] = {}
@@ -166,7 +169,7 @@ class Definition:
       self._paths[name] = path
       self.weights[name] = WeightSpec(
         value.shape,
-        value.dtype,
+        jnp.dtype(dtype) if param.update is None else value.dtype,
         param.dims,
         param.init,
         param.fan_in,

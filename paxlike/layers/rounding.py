@@ -4,7 +4,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,19 @@ def by_chance(x: jax.Array) -> jax.Array:
   """
   coarse = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
   return jnp.floor(x + (hashed(coarse) >> 8).astype(jnp.float32) * 2.0**-24)
+
+
+def in_dtype(x: jax.Array, dtype: Any, *, draw: jax.Array) -> jax.Array:
+  """Returns float32 x in `dtype`; bfloat16 is rounded by chance, another one for each `draw`.
+
+  So what is added many times is not lost for being less than half of the last bit.
+  """
+  if dtype != jnp.bfloat16:
+    return x.astype(dtype)
+  bits: Any = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  upper = (bits + (hashed(bits ^ hashed(draw)) >> 16)) & jnp.uint32(0xFFFF0000)
+  rounded = jax.lax.bitcast_convert_type(jnp.where(jnp.isfinite(x), upper, bits), jnp.float32)
+  return rounded.astype(dtype)
 
 
 def hashed(bits: jax.Array) -> jax.Array:

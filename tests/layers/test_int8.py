@@ -8,7 +8,6 @@ import pytest
 
 from paxlike.layers import Int8
 from paxlike.layers.products import Plain
-from paxlike.layers.rounding import by_chance
 
 
 def int8(x, w):
@@ -52,15 +51,6 @@ def test_gradients_are_right_on_average(shape):
   ):
     error, noise = np.abs(mean - right).max(), np.abs(one - right_one).max()
     assert 0 < error < noise / 5 < 0.02 * np.abs(right).max()
-
-
-def test_chance_is_fair_whatever_the_shape():
-  x = jnp.linspace(-3, 3, 120_000)
-  for shape in ((120_000,), (300, 400), (10, 12, 1000)):
-    rounded = by_chance(x.reshape(shape)).reshape(-1)
-    assert np.abs(np.asarray(rounded - x)).max() < 1
-    bins = np.asarray(rounded - x).reshape(120, -1).mean(1)
-    assert np.abs(bins).max() < 0.07  # Four and a half standard deviations.
 
 
 def test_what_is_not_finite_stays_so():
