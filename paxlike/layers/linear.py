@@ -16,6 +16,8 @@ from paxlike.layers.products import Dot, Plain
 from paxlike.layers.quantization import Quantized, Storage
 from paxlike.layers.rounding import Prepared
 
+_EXACT = Plain().exact
+
 
 class Linear(module.Module):
   """y = x w + b, summing over the trailing dims of x that `inputs` names.
@@ -91,7 +93,7 @@ class Linear(module.Module):
     return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
 
 
-def matmul(x: jax.Array, w: jax.Array, dot: Callable[..., jax.Array] = jnp.dot) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array, dot: Callable[..., jax.Array] = _EXACT) -> jax.Array:
   """Returns x [..., D] times w [D, F], as one product of matrices where no device communicates.
 
   XLA's CPU and GPU libraries are fastest on plain matrices, and gradients need fewer transposes.

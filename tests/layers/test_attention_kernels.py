@@ -45,6 +45,7 @@ def kernel(request, monkeypatch):
   if request.param == "tokamax":
     pytest.importorskip("tokamax")
   monkeypatch.setattr(chunked_attention, "_CHUNK", 2)
+  monkeypatch.setattr(attention_kernels, "_SHORTEST_SPAN", 2)
   return KERNELS[request.param]
 
 
