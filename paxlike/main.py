@@ -20,6 +20,8 @@ def run():
   sys.unraisablehook = _report_unraisable
   # Where reading or writing a checkpoint fails, Orbax abandons what it has not begun.
   warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
+  # Where the disk is full a line for each would hide what the run itself says of that.
+  warnings.filterwarnings("ignore", "Error .* persistent compilation cache entry")
   sys.exit(main(sys.argv))
 
 

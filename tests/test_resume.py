@@ -127,7 +127,7 @@ def test_a_signal_saves_and_ends_the_run(tmp_path, number):
 
 @pytest.mark.slow
 def test_a_full_disk_ends_in_one_line_and_spares_the_older_checkpoint(tmp_path, monkeypatch):
-  # JAX warns of each compiled program that it cannot keep.
+  # With a cache of compiled programs, which cannot be written either.
   monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
   assert run(*flags(tmp_path, 2)) == 0
 
