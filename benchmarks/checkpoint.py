@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import experiments
 import jax
 import numpy as np
 import step as step_lib
@@ -206,7 +207,7 @@ def main():
   parser.add_argument("--folder", help="on the disk to measure (default: that of tempfile)")
   options, arguments = parser.parse_known_args()
   name, *defaults = [options.experiment] if options.experiment else DEFAULT
-  _, trainer = step_lib.build(name, [*defaults, *arguments])
+  _, trainer = experiments.build(name, [*defaults, *arguments])
   folder = pathlib.Path(tempfile.mkdtemp(dir=options.folder))
   times = Times()
   try:

@@ -171,15 +171,14 @@ def work(name: str):
   """Takes a step for each line of the input, as `Worker` asks, and tells what it took."""
   facts: dict[str, Any]
   if name == "paxlike":
+    import experiments
     import jax
-    import numpy as np
     import step as step_lib
 
-    _, trainer = step_lib.build("Synthetic126M", list(OURS))
-    rows = np.arange(trainer.batch_size)
+    _, trainer = experiments.build("Synthetic126M", OURS)
     with (
       jax.set_mesh(trainer.devices),
-      trainer.train_data.batches(trainer.batch_size, rows=rows) as batches,
+      trainer.train_data.batches(trainer.batch_size, rows=trainer.feed.rows) as batches,
     ):
       facts = {"jax": jax.__version__, "parameters": trainer.definition.num_params}
       answer(step_lib.Step(trainer, batches), facts)

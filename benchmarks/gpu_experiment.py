@@ -7,40 +7,21 @@ when it ends. It reads {name: {"experiment": ..., "flags": {KNOB: value}}} as JS
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paxlike import flags, main
-
-if TYPE_CHECKING:
-  from paxlike.experiment import Experiment
-  from paxlike.trainer import Trainer
+import experiments
 
 
-def build(name: str, knobs: dict[str, Any]) -> tuple["Experiment", "Trainer", list[str]]:
-  """Returns an experiment, the trainer that `paxlike` would build of it, and options left out.
-
-  The last are those of the compiler that this JAX does not know.
-  """
-  import fiddle as fdl
-
-  from paxlike.scripts_gpu import xla_flags
-
-  given = [f"--fdl.{knob}={value}" for knob, value in knobs.items()]
-  # The mode asks for no folder.
-  options = flags.parse(["gpu.py", f"--fdl_config={name}", "--mode=compile", *given])
-  main.set_up_jax(options)
-  experiment = main.experiment_of(options)
-  trainer: Any = fdl.build(main.graph_of(options, experiment))
-  trainer.compiler_options, dropped = xla_flags.options()
-  trainer.check()
-  return experiment, trainer, dropped
+def arguments(knobs: dict[str, Any]) -> list[str]:
+  """Returns the flags that set knobs."""
+  return [f"--fdl.{knob}={value}" for knob, value in knobs.items()]
 
 
 def facts(name: str, knobs: dict[str, Any]) -> dict[str, Any]:
   """Returns sizes, optimizer and FLOPs of an experiment, as a peer needs them."""
   from paxlike import flops
 
-  experiment, trainer, _ = build(name, knobs)
+  experiment, trainer = experiments.build(name, arguments(knobs))
   read: Any = experiment
   per_token = flops.per_token(trainer.definition, read.MAX_SEQ_LEN)
   hidden = read.HIDDEN_DIMS

@@ -6,12 +6,13 @@ import itertools
 import pathlib
 from typing import Any
 
+import experiments
 import gpu_experiment
 import gpu_timing
 import jax
-import numpy as np
 
 from paxlike import aot, chips, kernels, train_state
+from paxlike.scripts_gpu import xla_flags
 from paxlike.trainer import Trainer
 
 
@@ -19,7 +20,7 @@ def main():
   task = gpu_timing.task()
   batch = {"PERCORE_BATCH_SIZE": task.case["batch"]}
   name, knobs = task.model["experiment"], task.model["flags"] | batch
-  _, trainer, dropped = gpu_experiment.build(name, knobs)
+  _, trainer = experiments.build(name, gpu_experiment.arguments(knobs))
   with jax.set_mesh(trainer.devices):
     program = aot.compile_step(trainer)
     run = Run(trainer, program)
@@ -29,7 +30,7 @@ def main():
     path = pathlib.Path(task.output) / f"{task.case['name']}.hlo.gz"
     path.write_bytes(gzip.compress(text.encode()))
   read, warnings = contents(program, text, fp8=task.facts["fp8"], gpu=task.gpu)
-  warnings += [f"this JAX has no option {option}" for option in dropped]
+  warnings += [f"this JAX has no option {option}" for option in xla_flags.options()[1]]
   device = trainer.devices.devices.flat[0]
   # CPUs have no such statistics.
   peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
@@ -60,8 +61,7 @@ class Run:
     self._state: Any = train_state.create(
       trainer.definition, trainer.optimizer, trainer.devices, seed=trainer.seed
     )
-    rows = np.arange(trainer.batch_size)
-    with trainer.train_data.batches(trainer.batch_size, rows=rows) as batches:
+    with trainer.train_data.batches(trainer.batch_size, rows=trainer.feed.rows) as batches:
       some = itertools.islice(batches, gpu_timing.BATCHES)
       self._batches = itertools.cycle([trainer.feed.put(batch.arrays) for batch in some])
     self._metrics: dict[str, Any] = {}

@@ -18,19 +18,22 @@ _STARTED = time.perf_counter()
 # ruff: noqa: E402
 import argparse
 import json
+import os
 import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from paxlike import flags
+import experiments
+
 from paxlike.errors import UserError
 
 if TYPE_CHECKING:
   from plain_gpt import PlainGpt
 
   from paxlike.experiment import Experiment
+  from paxlike.layers.decoder import Batch
   from paxlike.trainer import Trainer
 
 WARM_UP_STEPS = 3
@@ -71,21 +74,16 @@ class Step:
   """
 
   def __init__(self, trainer: "Trainer", batches: Iterator[Any]):
-    import jax
-
     from paxlike import memory, train_state
-    from paxlike.train_step import make_train_step
 
-    self._trainer, self._batches = trainer, batches
-    definition, optimizer = trainer.definition, trainer.optimizer
-    self.state = train_state.create(definition, optimizer, trainer.devices, seed=trainer.seed)
-    function = make_train_step(
-      definition, optimizer, seed=trainer.seed, num_microbatches=trainer.accumulation_steps
+    self._feed, self._batches = trainer.feed, batches
+    self.state = train_state.create(
+      trainer.definition, trainer.optimizer, trainer.devices, seed=trainer.seed
     )
     batch = self._next_batch()
     self.num_tokens = batch["inputs"].size
     started = time.perf_counter()
-    self._program = jax.jit(function, donate_argnums=0).lower(self.state, batch).compile()
+    self._program = trainer.compile(self.state, batch)
     self.compile_seconds = time.perf_counter() - started
     memory.return_freed_heap()  # As the trainer does.
 
@@ -95,37 +93,8 @@ class Step:
     total, weight = metrics["loss"]
     return float(total) / float(weight)
 
-  def _next_batch(self) -> dict[str, Any]:
-    import jax
-
-    from paxlike import mesh
-
-    devices = self._trainer.devices
-    return {
-      name: jax.device_put(array, mesh.sharding(devices, ("batch", "time"), array.shape))
-      for name, array in next(self._batches).arrays.items()
-    }
-
-
-def build(name: str, arguments: list[str]) -> tuple["Experiment", "Trainer"]:
-  """Returns the experiment, and the trainer that `paxlike` would build from these flags."""
-  import fiddle as fdl
-
-  from paxlike import config_file, fiddlers, registry
-
-  # The one mode that asks for no folder.
-  options = flags.parse(["step.py", f"--fdl_config={name}", "--mode=show", *arguments])
-  experiment = registry.find(name)()
-  for knob, text in options.knobs:
-    experiment.set(knob, text, source="command line")
-  graph = experiment.trainer()
-  for text in options.fiddlers:
-    graph = config_file.call_fiddler(graph, text, fiddlers.FIDDLERS)
-  for path, text in options.edits:
-    config_file.set_path(graph, path, text)
-  trainer = fdl.build(graph)
-  trainer.check()
-  return experiment, trainer
+  def _next_batch(self) -> "Batch":
+    return self._feed.put(next(self._batches).arrays)
 
 
 def plain_like(experiment: "Experiment", trainer: "Trainer") -> "PlainGpt":
@@ -161,11 +130,9 @@ def plain_like(experiment: "Experiment", trainer: "Trainer") -> "PlainGpt":
 def measure(name: str, arguments: list[str], *, num_steps: int, against_plain: bool) -> dict:
   """Returns the report."""
   import jax
-  import numpy as np
 
-  experiment, trainer = build(name, arguments)
-  rows = np.arange(trainer.batch_size)
-  data = trainer.train_data.batches(trainer.batch_size, rows=rows, state=None)
+  experiment, trainer = experiments.build(name, arguments)
+  data = trainer.train_data.batches(trainer.batch_size, rows=trainer.feed.rows, state=None)
   with jax.set_mesh(trainer.devices), data as batches:
     step = Step(trainer, batches)
     first_loss = step()
@@ -235,6 +202,8 @@ def main() -> int:
   options, arguments = parser.parse_known_args()
   if options.steps < 1:
     parser.error("--steps must be at least 1")
+  # It would hide what compiling takes.
+  os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
   try:
     report = measure(
       options.experiment,

@@ -72,7 +72,7 @@ def _dispatch(options: flags.Options) -> int:
       print(show.everything(experiment, graph))
     return 0
   if options.mode == "compile":
-    print(show.compiled(_built(graph), with_kernels=options.kernels))
+    print(show.compiled(built(graph), with_kernels=options.kernels))
     return 0
   return _run(options, experiment, graph)
 
@@ -170,7 +170,7 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
   from paxlike.journal import Journal
 
   assert options.job_log_dir is not None
-  trainer = _built(graph)
+  trainer = built(graph)
   trainer.saving = options.enable_checkpoint_saving
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
@@ -198,7 +198,7 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
   return 0
 
 
-def _built(graph: Any) -> Any:
+def built(graph: Any) -> Any:
   """Returns the trainer with the options of its devices; tells of those that JAX does not know."""
   import fiddle as fdl
 

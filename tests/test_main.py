@@ -3,8 +3,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from program import TINY, curve, finish, run, start
@@ -75,29 +73,6 @@ def test_evaluation_without_a_run_or_checkpoint_says_so(capsys, tmp_path):
   flags = ("--fdl_config=ShakespeareChar", f"--fdl.DATA_PATH={path}", f"--job_log_dir={tmp_path}")
   assert run(*flags, "--mode=eval", "--fdl.PERCORE_BATCH_SIZE=1") == 2
   assert "no checkpoint" in capsys.readouterr().err
-
-
-def test_help_imports_nothing_heavy():
-  code = (
-    "import sys; from paxlike.main import main; status = main(['paxlike', '--help'])\n"
-    "heavy = {'jax', 'flax', 'fiddle', 'numpy', 'tensorflow'} & set(sys.modules)\n"
-    "sys.exit(status or f'imported {heavy}' if heavy else status)"
-  )
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-  assert done.returncode == 0, done.stderr
-  assert "--fdl_config" in done.stdout
-
-
-def test_show_needs_no_tensorflow():
-  code = (
-    "import sys\n"
-    "for name in ('tensorflow', 'tensorflow_datasets', 'seqio', 'clu'): sys.modules[name] = None\n"
-    "from paxlike.main import main\n"
-    "sys.exit(main(['paxlike', '--fdl_config=Synthetic175B', '--mode=show']))"
-  )
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-  assert done.returncode == 0, done.stderr
-  assert "174,604,259,328" in done.stdout
 
 
 def test_show_says_what_there_is_and_who_set_it(capsys):

@@ -30,8 +30,13 @@ def modules(*flags: str) -> set[str]:
   return set(names)
 
 
-def test_show_needs_no_checkpoints_and_nothing_heavy():
-  assert not {*HEAVY, "orbax", "tensorboardX"} & modules(*TINY, "--mode=show")
+def test_help_needs_no_jax():
+  assert not {*HEAVY, "jax", "flax", "fiddle", "numpy"} & modules("--help")
+
+
+@pytest.mark.parametrize("experiment", [TINY, ["--fdl_config=Synthetic175B"]])
+def test_show_needs_no_checkpoints_and_nothing_heavy(experiment):
+  assert not {*HEAVY, "clu", "orbax", "tensorboardX"} & modules(*experiment, "--mode=show")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh
+from paxlike.errors import UserError
 
 # Parts of a row that each see only the keys up to their end: more of them waste less.
 _SHORTEST_SPAN, _MOST_SPANS = 64, 8
@@ -52,6 +53,25 @@ class Kernel(Protocol):
     ...
 
 
+def refuse(kernel: str, options: Options, *names: str):
+  """Raises a UserError where one of the options is given that a kernel does not know."""
+  for name in names:
+    if options.get(name) is not None:
+      raise UserError(f"ATTENTION_KERNEL={kernel} has no {name}: take xla_chunked.")
+
+
+def begins(segments_BT: jax.Array) -> jax.Array:
+  """Returns bool [B, T]: whether a run of equal ids begins."""
+  B = len(segments_BT)
+  changes = segments_BT[:, 1:] != segments_BT[:, :-1]
+  return jnp.concatenate([jnp.ones((B, 1), bool), changes], axis=1)
+
+
+def first_seen(query: int, window: int | None) -> int:
+  """Returns the first key that a query sees, or a later one."""
+  return 0 if window is None else max(query - window + 1, 0)
+
+
 def name_of(kernel: Any) -> str:
   """Returns what users call a kernel."""
   return getattr(kernel, "func", kernel).__name__
@@ -69,7 +89,7 @@ def xla(
   spans = []
   for number in range(num_spans):
     first, end = (length * place // num_spans for place in (number, number + 1))
-    first_key = 0 if window is None else max(first - window + 1, 0)
+    first_key = first_seen(first, window)
     keys = slice(first_key, end)
     q = q_BTNH[:, first:end]
     spans.append(

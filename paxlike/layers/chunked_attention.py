@@ -8,7 +8,7 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from paxlike.layers.attention_kernels import Options, part
+from paxlike.layers.attention_kernels import Options, first_seen, part
 
 _CHUNK = 256  # Queries of which logits are held.
 _SPANS = 8  # Parts of a row that each see only the keys up to their end.
@@ -29,7 +29,7 @@ def xla_chunked(
 
   def span(first: int, end: int) -> jax.Array:
     """Returns the output of chunks [first, end)."""
-    first_key = 0 if window is None else max(min(first * size, last) - window + 1, 0)
+    first_key = first_seen(min(first * size, last), window)
     keys = slice(first_key, min(end * size, length))
 
     @jax.checkpoint

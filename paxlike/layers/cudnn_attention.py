@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN's fused kernels, on NVIDIA GPUs."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from paxlike.errors import UserError
+from paxlike.layers.attention_kernels import Options, begins, refuse
 
 
 def cudnn(
@@ -14,11 +15,8 @@ def cudnn(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   *,
-  scale: float,
-  segments_BT: jax.Array | None,
-  window: int | None = None,
   max_segments: int = 64,
-  **others: Any,
+  **options: Unpack[Options],
 ) -> jax.Array:
   """Attention in memory linear in the length, for float16 and bfloat16; see `Kernel`.
 
@@ -26,11 +24,9 @@ def cudnn(
   has room for so many, so whoever makes rows has to keep to it.
 
   Raises:
-    UserError: There are other options of `Kernel`, or heads or dtype are not to cuDNN's taste.
+    UserError: There is a soft cap, sinks or a bias, or heads or dtype are not to cuDNN's taste.
   """
-  for name, given in others.items():
-    if given is not None:
-      raise UserError(f"ATTENTION_KERNEL=cudnn has no {name}: take xla_chunked.")
+  refuse("cudnn", options, "soft_cap", "sinks_N", "bias_NTS")
   if (dtype := q_BTNH.dtype) not in (jnp.bfloat16, jnp.float16):
     raise UserError(f"ATTENTION_KERNEL=cudnn is for bfloat16 and float16, not FPROP_DTYPE={dtype}.")
   if (head_dim := q_BTNH.shape[-1]) > 256 or head_dim % 8:
@@ -41,9 +37,9 @@ def cudnn(
   mask = library.MaskType.CAUSAL
   packing: dict[str, Any] = {}
   fits_B = None
-  if segments_BT is not None:
+  if options["segments_BT"] is not None:
     mask = library.MaskType.PADDING_CAUSAL
-    lengths, offsets, fits_B = runs(segments_BT, max_segments)
+    lengths, offsets, fits_B = runs(options["segments_BT"], max_segments)
     packing = {"q_seqlen": lengths, "kv_seqlen": lengths}
     packing |= {"q_offsets": offsets, "kv_offsets": offsets}
   try:
@@ -51,9 +47,9 @@ def cudnn(
       q_BTNH,
       k_BSKH,
       v_BSKH,
-      scale=scale,
+      scale=options["scale"],
       mask_type=mask,
-      sliding_window_length=window,
+      sliding_window_length=options.get("window"),
       qkv_layout="BTNH",
       **packing,
     )
@@ -71,11 +67,9 @@ def runs(segments_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.A
     int32 [B, most], their lengths; int32 [B, most + 1], where they begin and the last ends; both
     with -1 where there are fewer. bool [B].
   """
-  B, T = segments_BT.shape
+  T = segments_BT.shape[1]
   places = jnp.arange(T)
-  begins_BT = jnp.concatenate(
-    [jnp.ones((B, 1), bool), segments_BT[:, 1:] != segments_BT[:, :-1]], axis=1
-  )
+  begins_BT = begins(segments_BT)
   starts = jnp.sort(jnp.where(begins_BT, places, T), axis=1)[:, : most + 1]
   starts = jnp.pad(starts, ((0, 0), (0, most + 1 - starts.shape[1])), constant_values=T)
   lengths = jnp.diff(starts, axis=1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from paxlike.layers import module
 from paxlike.layers.mlp import Activation
 from paxlike.layers.products import Dot, Placed, Product, Sorted
-from paxlike.layers.rounding import Prepared
+from paxlike.layers.rounding import whole
 
 
 class ExpertLinear(module.Module):
@@ -62,19 +62,15 @@ class ExpertLinear(module.Module):
 
   def _product(self, product: Product, x: jax.Array) -> jax.Array:
     w, x = self.w.get_value(), x.astype(self.dtype)
-    whole = self._whole(w).astype(self.dtype)
+    dense = whole(w).astype(self.dtype)
     if self.dot is None:
-      return product.exact(x, whole)
-    rounded = w.rounded if isinstance(w, Prepared) else self.w.rounding(whole)
-    return self.dot(product, x, whole, rounded)
+      return product.exact(x, dense)
+    return self.dot(product, x, dense, self.w.rounding.of(w, dense))
 
   @property
   def num_experts(self) -> int:
     """How many experts there are, or are here."""
-    return self._whole(self.w.get_value()).shape[0]
-
-  def _whole(self, w: Any) -> jax.Array:
-    return w.whole if isinstance(w, Prepared) else w
+    return len(whole(self.w.get_value()))
 
 
 class Experts(module.Module):

@@ -14,7 +14,7 @@ from paxlike.layers.context import Context
 from paxlike.layers.lora import Lora
 from paxlike.layers.products import Dot, Plain
 from paxlike.layers.quantization import Quantized, Storage
-from paxlike.layers.rounding import Prepared
+from paxlike.layers.rounding import whole
 
 _EXACT = Plain().exact
 
@@ -75,21 +75,19 @@ class Linear(module.Module):
     return y if self.b is None else y + self.b[...].astype(self.dtype)
 
   def _product(self, x: jax.Array, w: Any) -> jax.Array:
-    rows, whole = x.shape[-1], self._whole(w)
+    rows, dense = x.shape[-1], self._dense(w)
     if self.dot is None:
-      return matmul(x, whole.reshape(rows, -1))
-    rounded = w.rounded if isinstance(w, Prepared) else self.w.rounding(whole)
-    dot = functools.partial(self.dot, Plain(), rounded=rounded.matrix(rows))
-    return matmul(x, whole.reshape(rows, -1), dot)
+      return matmul(x, dense.reshape(rows, -1))
+    rounded = self.w.rounding.of(w, dense).matrix(rows)
+    dot = functools.partial(self.dot, Plain(), rounded=rounded)
+    return matmul(x, dense.reshape(rows, -1), dot)
 
-  def _whole(self, w: Any) -> jax.Array:
-    if isinstance(w, Quantized):
-      return w.dequantized(self.dtype)
-    return (w.whole if isinstance(w, Prepared) else w).astype(self.dtype)
+  def _dense(self, w: Any) -> jax.Array:
+    return w.dequantized(self.dtype) if isinstance(w, Quantized) else whole(w).astype(self.dtype)
 
   def matrix(self) -> jax.Array:
     """Returns [*inputs, *outputs] in the compute dtype: all that x is multiplied with."""
-    w = self._whole(self.w.get_value())
+    w = self._dense(self.w.get_value())
     return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
 
 

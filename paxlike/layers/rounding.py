@@ -28,6 +28,11 @@ class Prepared(NamedTuple):
   rounded: Rounded
 
 
+def whole(w: Any) -> Any:
+  """Returns what there is of a weight besides what it is multiplied as."""
+  return w.whole if isinstance(w, Prepared) else w
+
+
 @dataclasses.dataclass(frozen=True)
 class Rounding:
   """How a weight is rounded, once a step.
@@ -42,6 +47,10 @@ class Rounding:
 
   def __call__(self, w: jax.Array) -> Rounded:
     return self.function(jax.lax.stop_gradient(w), self.axes)
+
+  def of(self, w: Any, dense: jax.Array) -> Rounded:
+    """Returns what a weight is multiplied as: what was made for this step or, else, of `dense`."""
+    return w.rounded if isinstance(w, Prepared) else self(dense)
 
 
 def by_chance(x: jax.Array) -> jax.Array:

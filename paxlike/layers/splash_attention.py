@@ -2,11 +2,11 @@
 """Attention by JAX's Pallas kernel for TPUs that skips what a mask hides ("splash")."""
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
-from paxlike.errors import UserError
+from paxlike.layers.attention_kernels import Options, refuse
 from paxlike.layers.per_device import per_device
 
 _LARGEST_BLOCK = 512
@@ -17,13 +17,8 @@ def splash(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   *,
-  scale: float,
-  segments_BT: jax.Array | None,
-  window: int | None = None,
-  soft_cap: float | None = None,
-  sinks_N: jax.Array | None = None,
-  bias_NTS: jax.Array | None = None,
   interpret: bool = False,
+  **options: Unpack[Options],
 ) -> jax.Array:
   """Attention in memory linear in the length (FlashAttention-2; Dao, 2023); see `Kernel`.
 
@@ -34,8 +29,7 @@ def splash(
   Raises:
     UserError: There is a bias.
   """
-  if bias_NTS is not None:
-    raise UserError("ATTENTION_KERNEL=splash has no bias_NTS: take xla_chunked.")
+  refuse("splash", options, "bias_NTS")
   # Heavy, and of no use where there are no TPUs.
   from jax.experimental.pallas.ops.tpu import splash_attention as library
 
@@ -46,26 +40,31 @@ def splash(
     segments_BT: jax.Array | None,
     sinks_N: jax.Array | None,
   ) -> jax.Array:
-    kernel = _kernel(q.shape[1], q.shape[2], window, soft_cap, interpret)
+    kernel = _kernel(q.shape[1], q.shape[2], options, interpret=interpret)
     segments = None
     if segments_BT is not None:
       segments = library.SegmentIds(segments_BT, segments_BT)
-    heads_first = [x.swapaxes(1, 2) for x in (q * scale, k, v)]
+    heads_first = [x.swapaxes(1, 2) for x in (q * options["scale"], k, v)]
     y_BNTH = jax.vmap(kernel, (0, 0, 0, 0, None))(*heads_first, segments, sinks_N)
     return y_BNTH.swapaxes(1, 2)
 
-  return per_device(local, q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, sinks_N=sinks_N)
+  return per_device(
+    local,
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    segments_BT=options["segments_BT"],
+    sinks_N=options.get("sinks_N"),
+  )
 
 
-def _kernel(
-  length: int, num_heads: int, window: int | None, soft_cap: float | None, interpret: bool
-) -> Any:
+def _kernel(length: int, num_heads: int, options: Options, *, interpret: bool) -> Any:
   """Returns the kernel of one row."""
   from jax.experimental.pallas.ops.tpu import splash_attention as library
 
   shape = (length, length)
   mask = library.CausalMask(shape)
-  if window is not None:
+  if (window := options.get("window")) is not None:
     mask = library.LocalMask(shape, window_size=(window - 1, 0), offset=0)
   size = block_size(length)
   sizes = library.BlockSizes(
@@ -79,7 +78,7 @@ def _kernel(
   return library.make_splash_mha(
     library.MultiHeadMask([mask] * num_heads),
     block_sizes=sizes,
-    attn_logits_soft_cap=soft_cap,
+    attn_logits_soft_cap=options.get("soft_cap"),
     head_shards=1,
     q_seq_shards=1,
     interpret=interpret,

@@ -3,13 +3,14 @@
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from absl import flags
 
 from paxlike.errors import UserError
+from paxlike.layers.attention_kernels import Options, begins, refuse
 from paxlike.layers.per_device import per_device
 
 
@@ -18,13 +19,8 @@ def tokamax(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   *,
-  scale: float,
-  segments_BT: jax.Array | None,
-  window: int | None = None,
-  soft_cap: float | None = None,
-  sinks_N: jax.Array | None = None,
-  bias_NTS: jax.Array | None = None,
   implementation: str = "mosaic_gpu",
+  **options: Unpack[Options],
 ) -> jax.Array:
   """Attention in memory linear in the length (FlashAttention-3; Shah et al., 2024); see `Kernel`.
 
@@ -35,9 +31,9 @@ def tokamax(
     UserError: tokamax is not installed, there are sinks, there are both a bias and a soft cap, or
       the implementation cannot.
   """
-  if sinks_N is not None:
-    raise UserError("ATTENTION_KERNEL=tokamax has no sinks_N: take xla_chunked.")
-  if bias_NTS is not None and soft_cap is not None:  # It would cap their sum.
+  refuse("tokamax", options, "sinks_N")
+  window, soft_cap = options.get("window"), options.get("soft_cap")
+  if soft_cap is not None and options.get("bias_NTS") is not None:  # It would cap their sum.
     raise UserError("ATTENTION_KERNEL=tokamax has no bias_NTS and soft_cap: take xla_chunked.")
   library, api = _library()
 
@@ -56,7 +52,7 @@ def tokamax(
       k,
       v,
       bias_NTS,
-      scale=scale,
+      scale=options["scale"],
       is_causal=True,
       local_window_size=None if window is None else (window - 1, 0),
       logits_soft_cap=soft_cap,
@@ -64,7 +60,14 @@ def tokamax(
     )
 
   try:
-    return per_device(local, q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, bias_NTS=bias_NTS)
+    return per_device(
+      local,
+      q_BTNH,
+      k_BSKH,
+      v_BSKH,
+      segments_BT=options["segments_BT"],
+      bias_NTS=options.get("bias_NTS"),
+    )
   except NotImplementedError as error:
     raise UserError(f"ATTENTION_KERNEL=tokamax: {error} Take xla_chunked.") from error
 
@@ -72,8 +75,7 @@ def tokamax(
 def starts(segments_BT: jax.Array) -> jax.Array:
   """Returns int32 [B, T]: where the run of equal ids began of which a token is."""
   places = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
-  begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
-  return jax.lax.cummax(jnp.where(begins_BT, places, 0), axis=1)
+  return jax.lax.cummax(jnp.where(begins(segments_BT), places, 0), axis=1)
 
 
 def _packed(implementation: Callable[..., jax.Array], starts_B1T: jax.Array) -> Any:

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experiments as the program builds them, for benchmarks that run their steps themselves."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paxlike import flags, main
+
+if TYPE_CHECKING:
+  from paxlike.experiment import Experiment
+  from paxlike.trainer import Trainer
+
+
+def build(name: str, arguments: Sequence[str]) -> tuple["Experiment", "Trainer"]:
+  """Returns an experiment and the trainer that `paxlike` would build from these flags.
+
+  Raises:
+    UserError: The flags are wrong, or the run could not begin.
+  """
+  # The mode asks for no folder.
+  options = flags.parse(["benchmark", f"--fdl_config={name}", "--mode=compile", *arguments])
+  main.set_up_jax(options)
+  experiment = main.experiment_of(options)
+  trainer = main.built(main.graph_of(options, experiment))
+  trainer.check()
+  return experiment, trainer
