@@ -43,6 +43,7 @@ class Experiment(Knobs):
   #: multiplied, or fp8_delayed with those of the last steps; int8. None: in FPROP_DTYPE.
   QUANTIZATION: Literal["fp8", "fp8_delayed", "int8"] | None = None
   USE_FP8: bool = False  #: QUANTIZATION=fp8.
+  ENABLE_TE: bool = False  #: In linear maps of blocks multiply by NVIDIA's Transformer Engine.
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: on more than one device.
   CHECKPOINT_POLICY: Literal[  #: What the backward pass finds saved; the rest is recomputed.
     "SAVE_EVERYTHING", "SAVE_NOTHING", "SAVE_DOT_ONLY", "SAVE_DOT_WITH_NO_BATCH_DIM"
@@ -139,6 +140,8 @@ class Experiment(Knobs):
     fiddlers.precision(graph, self.FPROP_DTYPE)
     if quantization := self.quantization():
       fiddlers.quantize(graph, quantization)
+    if self.ENABLE_TE:
+      fiddlers.transformer_engine(graph)
     self.adapt(graph)
     fiddlers.attention(graph, self.ATTENTION_KERNEL, self.MAX_SEGMENTS_PER_ROW)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)

@@ -2,8 +2,8 @@
 """Edits of a whole graph, by type and by role, never by path.
 
 Each takes the root graph and changes it in place; `--fiddler=precision(dtype="float32")` applies
-one from the command line. Experiments apply theirs in a fixed order: precision, quantize, lora,
-attention, remat, stack.
+one from the command line. Experiments apply theirs in a fixed order: precision, quantize,
+transformer_engine, lora, attention, remat, stack.
 """
 
 import copy
@@ -23,6 +23,11 @@ _MLP = ("up", "gate", "down")
 _BLOCK = _ATTENTION + _MLP
 _KERNELS = ("auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax")
 _DOTS = {"fp8": layers.Fp8, "fp8_delayed": layers.DelayedFp8, "int8": layers.Int8}
+_SCHEMES = {
+  "int8": layers.quantization.int8_columns,
+  "int4": layers.quantization.int4,
+  "nf4": layers.quantization.nf4,
+}
 # What LORA_TARGET_LAYERS names.
 LORA_ROLES = {"all": _BLOCK, "attention": _ATTENTION, "mlp": _MLP}
 
@@ -133,6 +138,23 @@ def quantize(graph: fdl.Buildable, kind: str = "fp8"):
     node.dot = fdl.Partial(_DOTS[of_experts])
 
 
+def transformer_engine(graph: fdl.Buildable):
+  """Makes the linear maps of blocks multiply by NVIDIA's Transformer Engine, in fp8 if they did.
+
+  Raises:
+    UserError: It cannot be loaded, the device is no NVIDIA GPU, or they multiply otherwise.
+  """
+  device = topology.devices()[0]
+  if device.platform not in ("gpu", "cuda"):
+    raise UserError(f"ENABLE_TE needs an NVIDIA GPU, and this is a {device.device_kind}.")
+  layers.transformer_engine.load()
+  for node in select(graph, layers.Linear, *_BLOCK):
+    dot = getattr(node, "dot", None)
+    if dot is not None and fdl.get_callable(dot) is not layers.Fp8:
+      raise UserError("ENABLE_TE goes with QUANTIZATION=fp8 or none.")
+    node.dot = fdl.Partial(layers.TransformerEngine, fp8=dot is not None)
+
+
 def lora(
   graph: fdl.Buildable,
   rank: int = 8,
@@ -161,6 +183,22 @@ def lora(
       node.scheme = getattr(layers.quantization, base)
   for node in select(graph, Trainer):
     node.trained = layers.lora.WEIGHTS
+
+
+def hold(graph: fdl.Buildable, scheme: str = "int8"):
+  """Holds the linear maps and experts of blocks in few bits, to evaluate or decode.
+
+  int8 has a scale for each of their outputs, int4 and nf4 one for 128 and 64 numbers. The products
+  are in the compute dtype.
+  """
+  if scheme not in _SCHEMES:
+    hint = did_you_mean(scheme, _SCHEMES) or f" One of {', '.join(_SCHEMES)}."
+    raise UserError(f"no scheme {scheme} to hold weights by.{hint}")
+  for kind in (layers.Linear, layers.ExpertLinear):
+    for node in select(graph, kind, *_BLOCK):
+      node.scheme, node.dot = _SCHEMES[scheme], None
+  for node in select(graph, Trainer):
+    node.read_only = True
 
 
 def stack(graph: fdl.Buildable, scan: bool = True):
@@ -213,5 +251,8 @@ def shrink(graph: fdl.Buildable):
 
 FIDDLERS = {
   edit.__name__: edit
-  for edit in (attention, decoding, lora, precision, quantize, remat, shrink, stack)
+  for edit in (
+    *(attention, decoding, hold, lora, precision, quantize, remat, shrink, stack),
+    transformer_engine,
+  )
 }

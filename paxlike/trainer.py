@@ -57,6 +57,7 @@ class Trainer:
     objective: What a step makes smaller.
     trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
     weight_dtype: What weights are held in between steps; bfloat16 is rounded by chance.
+    read_only: Whether nothing will be trained, so that weights may be held in few bits.
     saving: Whether checkpoints are written.
     compiler_options: XLA's, for the step.
   """
@@ -81,6 +82,7 @@ class Trainer:
   objective: Objective = dataclasses.field(default_factory=NextToken)
   trained: str = ""
   weight_dtype: str = "float32"
+  read_only: bool = False
   saving: bool = True
   compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -92,6 +94,8 @@ class Trainer:
     """
     if training and self.train_data is None:
       raise UserError("this experiment has no training data: it is for --mode=eval.")
+    if training and self.read_only:
+      raise UserError("hold() is for --mode=eval and --mode=decode: few bits cannot be trained.")
     self.check_batch()
     if self.num_steps < 0 or self.summary_every < 1:
       raise UserError("MAX_STEPS must not be negative, and SUMMARY_INTERVAL_STEPS at least 1.")
@@ -100,9 +104,8 @@ class Trainer:
       self.restore.check(self.definition)
     if self.best is not None:
       self.best.check(self.eval_data)
-    for data in (self.train_data if training else None, *self._eval_datasets):
-      if data is not None:
-        data.check()
+    for data in self._datasets(training=training):
+      data.check()
 
   def check_batch(self):
     """Finds whether the devices can share a batch.
@@ -121,7 +124,9 @@ class Trainer:
   @functools.cached_property
   def definition(self) -> Definition:
     """The model as weight specs and a pure function."""
-    return Definition(self.model, trained=self.trained, dtype=self.weight_dtype)
+    return Definition(
+      self.model, trained=self.trained, dtype=self.weight_dtype, read_only=self.read_only
+    )
 
   @property
   def has_reference(self) -> bool:
@@ -160,14 +165,13 @@ class Trainer:
   @property
   def data(self) -> Any:
     """The training data; without them the first evaluation data."""
-    for dataset in (self.train_data, *self._eval_datasets):
-      if dataset is not None:
-        return dataset
+    if datasets := self._datasets():
+      return datasets[0]
     raise UserError("this experiment has no data, neither train_data nor eval_data.")
 
-  @property
-  def _eval_datasets(self) -> list[Any]:
-    return [eval_set.dataset for eval_set in self.eval_data.values()]
+  def _datasets(self, *, training: bool = True) -> list[Any]:
+    of_training = [self.train_data] if training and self.train_data is not None else []
+    return of_training + [eval_set.dataset for eval_set in self.eval_data.values()]
 
   @property
   def batch_size(self) -> int:
@@ -334,9 +338,8 @@ class Trainer:
 
   def _sample(self, state: TrainState, prompt: str) -> str:
     """Continues `prompt` by 200 tokens."""
-    options = decoding.Options(
-      max_new_tokens=200, sampling=Sampling(temperature=0.8), seed=self.seed
-    )
+    how = Sampling(temperature=0.8)
+    options = decoding.Options(max_new_tokens=200, sampling=how, seed=self.seed)
     *_, last = self._decoding(state.weights, options).run([prompt])
     return prompt + last.text
 

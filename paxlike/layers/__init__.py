@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that models are made of: plain modules, usable without any configuration."""
 
-from paxlike.layers import attention_kernels, dispatch, lora, quantization, rope, routing
+from paxlike.layers import (
+  attention_kernels,
+  dispatch,
+  lora,
+  quantization,
+  rope,
+  routing,
+  transformer_engine,
+)
 from paxlike.layers.attention import Attention
 from paxlike.layers.block import Block
 from paxlike.layers.cache import KvCache, LatentCache
@@ -35,6 +43,7 @@ from paxlike.layers.rope import Rope
 from paxlike.layers.splash_attention import splash
 from paxlike.layers.stack import Remat, Stack
 from paxlike.layers.tokamax_attention import tokamax
+from paxlike.layers.transformer_engine import TransformerEngine
 
 __all__ = [
   "Attention",
@@ -65,6 +74,7 @@ __all__ = [
   "RmsNorm",
   "Rope",
   "Stack",
+  "TransformerEngine",
   "attention_kernels",
   "clamped_swiglu",
   "constant",
@@ -81,6 +91,7 @@ __all__ = [
   "splash",
   "swiglu",
   "tokamax",
+  "transformer_engine",
   "xla_chunked",
   "zeros",
 ]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from paxlike.layers import module
 from paxlike.layers.mlp import Activation
 from paxlike.layers.products import Dot, Placed, Product, Sorted
+from paxlike.layers.quantization import Quantized, Storage
 from paxlike.layers.rounding import whole
 
 
@@ -32,7 +33,9 @@ class ExpertLinear(module.Module):
     init: module.Initializer = module.gaussian_fan_in,
     dtype: Any = jnp.float32,
     dot: Callable[[], Dot] | None = None,
+    scheme: Callable[..., Quantized] | None = None,
   ):
+    """`dot` and `scheme` are as of `Linear`."""
     self.role = role
     self.dtype = dtype
     self.dot = None if dot is None else dot()
@@ -42,6 +45,7 @@ class ExpertLinear(module.Module):
       init=init,
       fan_in=tuple(inputs),
       compute_dtype=dtype,
+      storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
       rounding=None if self.dot is None else self.dot.rounding(len(inputs), len(outputs)),
     )
     bias = {**experts, **outputs}
@@ -62,7 +66,7 @@ class ExpertLinear(module.Module):
 
   def _product(self, product: Product, x: jax.Array) -> jax.Array:
     w, x = self.w.get_value(), x.astype(self.dtype)
-    dense = whole(w).astype(self.dtype)
+    dense = whole(w, self.dtype)
     if self.dot is None:
       return product.exact(x, dense)
     return self.dot(product, x, dense, self.w.rounding.of(w, dense))
@@ -70,7 +74,7 @@ class ExpertLinear(module.Module):
   @property
   def num_experts(self) -> int:
     """How many experts there are, or are here."""
-    return len(whole(self.w.get_value()))
+    return len(jax.tree.leaves(self.w.get_value())[0])
 
 
 class Experts(module.Module):

@@ -13,7 +13,7 @@ from paxlike.layers import module
 from paxlike.layers.context import Context
 from paxlike.layers.lora import Lora
 from paxlike.layers.products import Dot, Plain
-from paxlike.layers.quantization import Quantized, Storage
+from paxlike.layers.quantization import Integers, Quantized, Storage
 from paxlike.layers.rounding import whole
 
 _EXACT = Plain().exact
@@ -42,8 +42,8 @@ class Linear(module.Module):
   ):
     """`dot` multiplies x with w in few bits.
 
-    `lora` adapts the map, whose own weights are then not trained, and may be held by a `scheme`,
-    a function of `quantization`.
+    `lora` adapts the map, whose own weights are then not trained. Where weights are only read, they
+    are held by a `scheme`, a function of `quantization`.
     """
     self.role = role
     self.dtype = dtype
@@ -75,19 +75,19 @@ class Linear(module.Module):
     return y if self.b is None else y + self.b[...].astype(self.dtype)
 
   def _product(self, x: jax.Array, w: Any) -> jax.Array:
-    rows, dense = x.shape[-1], self._dense(w)
+    rows = x.shape[-1]
+    if isinstance(w, Integers) and self.dot is None and w.reads_less(x.size // rows):
+      return w.product(x.reshape(-1, rows)).reshape(*x.shape[:-1], -1)
+    dense = whole(w, self.dtype)
     if self.dot is None:
       return matmul(x, dense.reshape(rows, -1))
     rounded = self.w.rounding.of(w, dense).matrix(rows)
     dot = functools.partial(self.dot, Plain(), rounded=rounded)
     return matmul(x, dense.reshape(rows, -1), dot)
 
-  def _dense(self, w: Any) -> jax.Array:
-    return w.dequantized(self.dtype) if isinstance(w, Quantized) else whole(w).astype(self.dtype)
-
   def matrix(self) -> jax.Array:
     """Returns [*inputs, *outputs] in the compute dtype: all that x is multiplied with."""
-    w = self._dense(self.w.get_value())
+    w = whole(self.w.get_value(), self.dtype)
     return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
 
 

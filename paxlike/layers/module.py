@@ -84,7 +84,7 @@ class Module(nnx.Module):
       fan_in: The dims that a product with this weight sums over.
       compute_dtype: What the layer casts it to; `Definition.prepare` does so ahead of time.
       update: How a step changes a weight that is not the optimizer's; None: it is.
-      storage: What a training state holds of the weight where no step changes it.
+      storage: What is held of the weight where it is only read.
       rounding: What is made of it once a step, to multiply with.
       statistic: Whether it is no weight but what a layer noticed in earlier steps. Its gradient is
         what it notices in this one, the largest of those of the parts of a batch.
@@ -109,7 +109,12 @@ class Module(nnx.Module):
 
 
 class WeightSpec(NamedTuple):
-  """What is known of a weight before it has a value; `changes` is whether steps change it."""
+  """What is known of a weight before it has a value.
+
+  Attributes:
+    changes: Whether steps change it.
+    is_quantized: Whether it is held in few bits.
+  """
 
   shape: tuple[int, ...]
   dtype: Any
@@ -122,16 +127,12 @@ class WeightSpec(NamedTuple):
   rounding: Rounding | None
   statistic: bool
   changes: bool
+  is_quantized: bool
 
   @property
   def trained(self) -> bool:
     """Whether an optimizer changes it, and not its own update."""
     return self.changes and self.update is None
-
-  @property
-  def is_quantized(self) -> bool:
-    """Whether a training state holds it in few bits."""
-    return self.storage is not None and not self.changes
 
   @property
   def stored_dtype(self) -> Any:
@@ -154,10 +155,18 @@ class Definition:
     weights: Name -> spec, such as "stack.layers.3.attention.query.w".
   """
 
-  def __init__(self, module: nnx.Module, *, trained: str = "", dtype: Any = jnp.float32):
+  def __init__(
+    self,
+    module: nnx.Module,
+    *,
+    trained: str = "",
+    dtype: Any = jnp.float32,
+    read_only: bool = False,
+  ):
     """`trained` is a pattern (`re.search`) of the names of weights that steps change.
 
-    `dtype` is what an optimizer's weights are held in between steps.
+    `dtype` is what an optimizer's weights are held in between steps. Where all is `read_only`,
+    there will be none.
     """
     self.module = module
     self._graph, state = nnx.split(module)
@@ -166,6 +175,7 @@ class Definition:
     for path, param in nnx.to_flat_state(state):
       name = ".".join(map(str, path))
       value = param.get_value()
+      changes = param.statistic or re.search(trained, name) is not None
       self._paths[name] = path
       self.weights[name] = WeightSpec(
         value.shape,
@@ -178,7 +188,8 @@ class Definition:
         param.storage,
         param.rounding,
         param.statistic,
-        param.statistic or re.search(trained, name) is not None,
+        changes,
+        param.storage is not None and (read_only or not changes),
       )
 
   @property

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen weights in 8 or 4 bits, beside which adapters are trained (QLoRA; Dettmers et al., 2023).
+"""Weights in 8 or 4 bits, which are only read.
 
-A weight is cut into blocks of up to 64 along one of its dims, each with a float32 scale of its own.
+Beside them adapters may be trained (QLoRA; Dettmers et al., 2023, arXiv:2305.14314). A weight is
+cut into blocks along one of its dims, each with a float32 scale of its own.
 """
 
 import abc
@@ -17,6 +18,9 @@ import jax.numpy as jnp
 from paxlike.errors import UserError
 
 _BLOCK = 64
+_INT4_BLOCK = 128
+# GPUs multiply so many rows at a time.
+_LEAST_ROWS = 8
 # The quantiles of a normal distribution that arXiv:2305.14314 gives in its appendix E.
 _NF4 = (
   -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -54,11 +58,30 @@ class Quantized(abc.ABC):
 
 
 @_pytree
-class Int8(Quantized):
-  """Whole numbers from -127 to 127: `values` is int8, and of the weight's shape."""
+class Integers(Quantized):
+  """Whole numbers: `values` is int8 or int4, and of the weight's shape."""
 
   def dequantized(self, dtype: Any) -> jax.Array:
     return self._scaled(self.values.astype(jnp.float32)).astype(dtype)
+
+  def reads_less(self, num_rows: int) -> bool:
+    """Whether `product` moves fewer bytes than making the weight whole, for so many rows."""
+    return 2 * num_rows <= self.values.shape[self.axis] // self.scales.shape[self.axis]
+
+  def product(self, x_MK: jax.Array) -> jax.Array:
+    """Returns x times the weight, its inputs joined to K and its outputs to F, in the dtype of x.
+
+    The sums over each block are scaled, not the weight: so GPUs read no more than its few bits.
+    """
+    num_rows, num_inputs = x_MK.shape
+    num_blocks = num_inputs * self.scales.size // self.values.size
+    values_GKF = self.values.reshape(num_blocks, num_inputs // num_blocks, -1).astype(x_MK.dtype)
+    if num_blocks > 1:
+      x_MK = jnp.pad(x_MK, ((0, max(_LEAST_ROWS - num_rows, 0)), (0, 0)))
+    x_MGK = x_MK.reshape(len(x_MK), num_blocks, -1)
+    y_GMF = jnp.einsum("MGK,GKF->GMF", x_MGK, values_GKF, preferred_element_type=jnp.float32)
+    y_MF = (y_GMF * self.scales.reshape(num_blocks, 1, -1)).sum(0)
+    return y_MF[:num_rows].astype(x_MK.dtype)
 
 
 @_pytree
@@ -87,11 +110,25 @@ def _stored(storage: Storage, w: jax.Array) -> Quantized:
   return storage.scheme(w, axis=storage.axis)
 
 
-def int8(w: jax.Array, *, axis: int) -> Int8:
-  """Rounds to 255 levels of the largest entry of each block."""
-  blocks, scales = _scaled_to_one(w, axis)
-  values = jnp.round(blocks * 127).astype(jnp.int8).reshape(w.shape)
-  return Int8(values, scales / 127, axis)
+def int8(w: jax.Array, *, axis: int) -> Integers:
+  """Rounds to 255 levels of the largest entry of each block of up to 64."""
+  return _integers(w, axis, _BLOCK, jnp.int8)
+
+
+def int8_columns(w: jax.Array, *, axis: int) -> Integers:
+  """Rounds to 255 levels of the largest entry along all of the dim."""
+  return _integers(w, axis, w.shape[axis], jnp.int8)
+
+
+def int4(w: jax.Array, *, axis: int) -> Integers:
+  """Rounds to 15 levels of the largest entry of each block of up to 128."""
+  return _integers(w, axis, _INT4_BLOCK, jnp.int4)
+
+
+def _integers(w: jax.Array, axis: int, size: int, dtype: Any) -> Integers:
+  blocks, scales = _scaled_to_one(w, axis, size)
+  most = jnp.iinfo(dtype).max
+  return Integers(jnp.round(blocks * most).astype(dtype).reshape(w.shape), scales / most, axis)
 
 
 def nf4(w: jax.Array, *, axis: int) -> Nf4:
@@ -102,16 +139,16 @@ def nf4(w: jax.Array, *, axis: int) -> Nf4:
   """
   if w.shape[-1] % 2:
     raise UserError(f"nf4 has two numbers in a byte, but a weight is {list(w.shape)}: take int8.")
-  blocks, scales = _scaled_to_one(w, axis)
+  blocks, scales = _scaled_to_one(w, axis, _BLOCK)
   levels = jnp.array(_NF4)
   numbers = jnp.searchsorted((levels[1:] + levels[:-1]) / 2, blocks.reshape(w.shape))
   low, high = jnp.moveaxis(numbers.astype(jnp.uint8).reshape(*w.shape[:-1], -1, 2), -1, 0)
   return Nf4(low | (high << 4), scales, axis)
 
 
-def _scaled_to_one(w: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-  """Returns blocks of which each has a largest entry of 1, and the scales of the blocks."""
-  size = math.gcd(w.shape[axis], _BLOCK)
+def _scaled_to_one(w: jax.Array, axis: int, most: int) -> tuple[jax.Array, jax.Array]:
+  """Returns blocks of up to `most` with a largest entry of 1 each, and the scales of the blocks."""
+  size = math.gcd(w.shape[axis], most)
   blocks = _blocks(w.astype(jnp.float32), axis, w.shape[axis] // size)
   scales = jnp.abs(blocks).max(axis, keepdims=True)
   return blocks / jnp.where(scales, scales, 1), scales.squeeze(axis)

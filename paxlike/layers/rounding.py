@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paxlike.layers.quantization import Quantized
+
 
 class Rounded(NamedTuple):
   """An array, nearly: `values` in 8 bits times `scale`, float32, which broadcasts to it."""
@@ -28,9 +30,11 @@ class Prepared(NamedTuple):
   rounded: Rounded
 
 
-def whole(w: Any) -> Any:
-  """Returns what there is of a weight besides what it is multiplied as."""
-  return w.whole if isinstance(w, Prepared) else w
+def whole(w: Any, dtype: Any) -> jax.Array:
+  """Returns a weight as one array, however it is held."""
+  if isinstance(w, Quantized):
+    return w.dequantized(dtype)
+  return (w.whole if isinstance(w, Prepared) else w).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

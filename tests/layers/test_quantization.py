@@ -14,23 +14,36 @@ from paxlike.layers.module import Definition
 LEVELS = np.array(q._NF4, np.float32)
 
 
+# By scheme: rows of a block and the largest whole number.
+KINDS = {"int8": (64, 127), "int8_columns": (256, 127), "int4": (128, 7), "nf4": (64, None)}
+
+
 def reference(w: np.ndarray, *, kind: str) -> np.ndarray:
-  """Rounds each column of [D, F] in blocks of 64 rows."""
+  """Rounds each column of [D, F] in blocks of rows."""
   found = np.zeros_like(w)
-  for first in range(0, len(w), 64):
+  rows, most = KINDS[kind]
+  for first in range(0, len(w), rows):
     for column in range(w.shape[1]):
-      block = w[first : first + 64, column]
+      block = w[first : first + rows, column]
       scale = np.abs(block).max() or 1
-      if kind == "int8":
-        rounded = np.round(block / scale * 127) / 127
+      if most is not None:
+        rounded = np.round(block / scale * most) / most
       else:
         rounded = LEVELS[np.abs(block[:, None] / scale - LEVELS).argmin(1)]
-      found[first : first + 64, column] = scale * rounded
+      found[first : first + rows, column] = scale * rounded
   return found
 
 
-@pytest.mark.parametrize(("kind", "error"), [("int8", 0.0059), ("nf4", 0.0917)])
-def test_blocks_are_rounded_as_by_numpy(kind, error):
+@pytest.mark.parametrize(
+  ("kind", "error", "size"),
+  [
+    ("int8", 0.0059, 8.5),
+    ("int8_columns", 0.0069, 8.125),
+    ("int4", 0.116, 4.25),
+    ("nf4", 0.0917, 4.5),
+  ],
+)
+def test_blocks_are_rounded_as_by_numpy(kind, error, size):
   w = np.array(jax.random.normal(jax.random.key(0), (256, 128)))
   w[64:128, 3] = 0
   held = getattr(q, kind)(jnp.array(w), axis=-2)
@@ -39,8 +52,19 @@ def test_blocks_are_rounded_as_by_numpy(kind, error):
   lost, whole = q.squares(jnp.array(w), held)
   # Of a normal distribution.
   assert np.sqrt(lost / whole) == pytest.approx(error, rel=0.02)
-  bits = 8 * sum(leaf.nbytes for leaf in jax.tree.leaves(held)) / w.size
-  assert bits == {"int8": 8.5, "nf4": 4.5}[kind]
+  bits = held.scales.size * 32 + held.values.size * jnp.iinfo(held.values.dtype).bits
+  assert bits / w.size == size
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 32, 40])
+@pytest.mark.parametrize("scheme", [q.int8, q.int8_columns, q.int4])
+def test_few_rows_are_multiplied_with_what_is_held(scheme, num_rows):
+  w = jax.random.normal(jax.random.key(0), (2, 128, 48))
+  x = jax.random.normal(jax.random.key(1), (num_rows, 256))
+  held = scheme(w, axis=-2)
+  expected = x @ held.dequantized(jnp.float32).reshape(256, 48)
+  np.testing.assert_allclose(held.product(x), expected, rtol=1e-4, atol=1e-3)
+  assert held.reads_less(num_rows) == (num_rows <= (32 if scheme is q.int8 else 64))
 
 
 @pytest.mark.slow
@@ -55,7 +79,7 @@ def test_blocks_lie_along_the_inputs_whatever_stands_before():
     q.nf4(w[..., :31], axis=-2)
 
 
-@pytest.mark.parametrize("scheme", [q.int8, q.nf4])
+@pytest.mark.parametrize("scheme", [q.int8, q.int8_columns, q.int4, q.nf4])
 def test_a_map_multiplies_with_what_is_held_and_keeps_no_whole_of_it(scheme):
   inputs, outputs = {"heads": 2, "head": 64}, {"model": 96}
   definition = Definition(Linear(inputs, outputs, role="output", scheme=scheme), trained="none")

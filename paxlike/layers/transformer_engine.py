@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products by the kernels of NVIDIA's Transformer Engine, where it is installed."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.errors import UserError
+from paxlike.layers.products import Plain, Product
+from paxlike.layers.rounding import Rounded, Rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerEngine:
+  """A `Dot` for plain products: in e4m3, e5m2 in the gradients, with current scaling.
+
+  Attributes:
+    fp8: Whether to round at all; else it multiplies in the dtype of the operands.
+  """
+
+  fp8: bool = True
+
+  def rounding(self, num_inputs: int, num_outputs: int) -> Rounding:
+    return Rounding(_as_it_is, tuple(range(-num_inputs - num_outputs, 0)))
+
+  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded) -> jax.Array:
+    """Returns the product; Transformer Engine rounds the weight itself, and so in every use."""
+    assert isinstance(product, Plain)
+    library = load()
+    quantizers: dict[str, Any] = {}
+    if self.fp8:
+      quantizers["quantizer_set"] = library.quantize.QuantizerFactory.create_set(
+        scaling_mode=library.quantize.ScalingMode.CURRENT_TENSOR_SCALING,
+        fwd_dtype=jnp.float8_e4m3fn,
+        bwd_dtype=jnp.float8_e5m2,
+      )
+    return library.dense.dense(x, w, contracting_dims=((x.ndim - 1,), (0,)), **quantizers)
+
+
+def load() -> Any:
+  """Returns the package `transformer_engine.jax`.
+
+  Raises:
+    UserError: It is not installed, or does not find what it needs.
+  """
+  try:
+    # It is not in the namespace of its package.
+    importlib.import_module("transformer_engine.jax.dense")
+    return importlib.import_module("transformer_engine.jax")
+  except (ImportError, OSError, RuntimeError) as error:
+    reason = str(error).strip().partition("\n")[0]
+    raise UserError(
+      "ENABLE_TE needs Transformer Engine (pip install --no-build-isolation"
+      f" 'transformer_engine[jax]'), which cannot be loaded: {reason}"
+    ) from error
+
+
+def _as_it_is(w: jax.Array, axes: tuple[int, ...]) -> Rounded:
+  scale = jnp.ones([1 if axis - w.ndim in axes else size for axis, size in enumerate(w.shape)])
+  return Rounded(w, scale)
