@@ -39,6 +39,12 @@ def select(graph: fdl.Buildable, kind: type, *roles: str) -> Iterator[Any]:
       yield node
 
 
+def _matrices(graph: fdl.Buildable) -> Iterator[Any]:
+  """Yields the linear maps and experts of the blocks of `graph`."""
+  for kind in (layers.Linear, layers.ExpertLinear):
+    yield from select(graph, kind, *_BLOCK)
+
+
 def _having(graph: fdl.Buildable, argument: str) -> Iterator[Any]:
   """Yields every node of `graph` to which `argument` is given."""
   for node, _ in daglish.iterate(graph):
@@ -165,7 +171,7 @@ def lora(
 ):
   """Adapts the linear maps of these roles, and trains nothing else; alpha None scales by 1.
 
-  `base` is the scheme by which the linear maps of the blocks are held, adapted or not: int8 or nf4.
+  `base` is the scheme by which the linear maps and experts of the blocks are held: int8 or nf4.
   """
   adapter = fdl.Partial(layers.Lora, rank=rank, scale=1.0 if alpha is None else alpha / rank)
   if dropout:
@@ -179,7 +185,7 @@ def lora(
   if base is not None:
     if base not in (schemes := ("int8", "nf4")):
       raise UserError(f"no scheme {base} for the base.{did_you_mean(base, schemes)}")
-    for node in select(graph, layers.Linear, *_BLOCK):
+    for node in _matrices(graph):
       node.scheme = getattr(layers.quantization, base)
   for node in select(graph, Trainer):
     node.trained = layers.lora.WEIGHTS
@@ -194,9 +200,8 @@ def hold(graph: fdl.Buildable, scheme: str = "int8"):
   if scheme not in _SCHEMES:
     hint = did_you_mean(scheme, _SCHEMES) or f" One of {', '.join(_SCHEMES)}."
     raise UserError(f"no scheme {scheme} to hold weights by.{hint}")
-  for kind in (layers.Linear, layers.ExpertLinear):
-    for node in select(graph, kind, *_BLOCK):
-      node.scheme, node.dot = _SCHEMES[scheme], None
+  for node in _matrices(graph):
+    node.scheme, node.dot = _SCHEMES[scheme], None
   for node in select(graph, Trainer):
     node.read_only = True
 

@@ -21,7 +21,7 @@ _BITS |= {"f8e4m3fn": 8, "f8e5m2": 8}
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[0-9,]*)?")
 _HEAD = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(
-  r"\s+(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)(?=\s[\w\-]+\()|[^\s(]+) ([\w\-]+)\(([^)]*)\)(.*)"
+  r"\s+(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)(?=\s[\w\-]+\()|[^\s(]\S*) ([\w\-]+)\(([^)]*)\)(.*)"
 )
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 
@@ -162,9 +162,12 @@ class _Reader:
     shapes = {inner.name: inner.outputs for inner in body}
     for inner in body:
       used = [shape for name in inner.operands for shape in shapes[name]]
-      # A product that reads or writes slices is wrapped into a fusion; Triton's are fusions.
-      if inner.target.startswith("__cublas") or inner.operation == "dot":
+      # A product that reads or writes slices is wrapped into a fusion; Triton's are fusions, which
+      # may read other dtypes than they multiply.
+      if inner.target.startswith("__cublas"):
         return self._matmul(inner, used)
+      if inner.operation == "dot":
+        return self._matmul(inner, used)._replace(nbytes=nbytes)
       if _is_transpose(inner, used):
         group = "transpose"
     return _Work(group, name, nbytes)

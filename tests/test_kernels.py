@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from paxlike import chips, kernels, layers, topology
+from paxlike.layers import quantization
 
 H200 = chips.CHIPS["H200"]
 
@@ -48,6 +49,20 @@ def test_products_are_told_apart_by_dtype(h200, dtype, group):
 
   found = compiled(product, (512, 256), (1024, 256), dtype=dtype)
   assert [one.flops for one in found if one.group == group] == [2 * 512 * 256 * 1024]
+
+
+@pytest.mark.parametrize("scheme", [quantization.int8_columns, quantization.int4])
+def test_a_weight_that_is_held_in_few_bits_is_read_in_them(h200, scheme):
+  def place(array):
+    where = SingleDeviceSharding(topology.devices()[0])
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+
+  w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 8192), (8, 4096)))
+  held = jax.tree.map(place, jax.eval_shape(lambda w: scheme(w, axis=-2), w))
+  program = jax.jit(lambda held, x: held.product(x)).lower(held, place(x)).compile().as_text()
+  found = kernels.kernels(program or "", H200)
+  assert [one.group for one in found] == ["matmul", "memory"]
+  assert kernels.total(found).nbytes < 0.55 * 2 * w.size
 
 
 def test_a_loop_counts_as_often_as_it_runs(h200):

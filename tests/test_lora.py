@@ -9,10 +9,14 @@ import shutil
 import fiddle as fdl
 import numpy as np
 import pytest
+from models import batch
 from program import curve, run
+from test_families import shrunk
+from test_train_step import assert_same, one_device, steps
 
 from paxlike import fiddlers, registry
 from paxlike.checkpoint import Checkpoints
+from paxlike.mesh import MeshSpec
 
 pytestmark = pytest.mark.slow
 KNOBS = {
@@ -142,8 +146,8 @@ def test_a_base_in_few_bits_stays_the_same_base(base, tmp_path, capsys):
     told = re.search(r"quantized weights .* are off by ([\d.]+)%", capsys.readouterr().out)
     off[kind] = told and float(told[1])
   assert 0 < off["int8"] < 2 < off["nf4"] < 15
-  for steps in (2, 4):
-    assert train(tmp_path / "parts", f"--fdl.num_steps={steps}", **nf4) == 0
+  for num_steps in (2, 4):
+    assert train(tmp_path / "parts", f"--fdl.num_steps={num_steps}", **nf4) == 0
   assert curve(tmp_path / "parts") == curve(tmp_path / "nf4")
   mesh = {"ICI_MESH_SHAPE": "[2,2,2]", "USE_REPEATED_LAYER": False}
   assert train(tmp_path / "mesh", **nf4, **mesh) == 0
@@ -156,6 +160,15 @@ def test_a_base_in_few_bits_stays_the_same_base(base, tmp_path, capsys):
     assert curves["plain"] != curves[kind]
     np.testing.assert_allclose(curves["plain"], curves[kind], rtol=close)
   assert saved(tmp_path / "nf4", 4) == saved(tmp_path / "plain", 4)
+
+
+def test_experts_of_a_base_in_few_bits_are_the_same_on_any_mesh():
+  knobs = {"USE_LORA": True, "LORA_BASE_QUANTIZATION": "nf4"}
+  definition = shrunk("Mixtral8x7B", **knobs)
+  assert "up" in {name.split(".")[-2] for name, w in definition.weights.items() if w.is_quantized}
+  expected = one_device(definition, batch(8))
+  spec = MeshSpec(ici={"fsdp": 2, "expert": 2, "tensor": 2})
+  assert_same(steps(shrunk("Mixtral8x7B", scan=True, **knobs), spec, batch(8)), expected)
 
 
 def test_knobs_of_adapters_need_adapters(tmp_path, capsys):

@@ -66,6 +66,11 @@ class ExpertLinear(module.Module):
 
   def _product(self, product: Product, x: jax.Array) -> jax.Array:
     w, x = self.w.get_value(), x.astype(self.dtype)
+    if isinstance(w, Quantized):  # See `Linear`.
+      return jax.checkpoint(self._multiply)(product, x, w)
+    return self._multiply(product, x, w)
+
+  def _multiply(self, product: Product, x: jax.Array, w: Any) -> jax.Array:
     dense = whole(w, self.dtype)
     if self.dot is None:
       return product.exact(x, dense)

@@ -13,7 +13,7 @@ from paxlike.layers import module
 from paxlike.layers.context import Context
 from paxlike.layers.lora import Lora
 from paxlike.layers.products import Dot, Plain
-from paxlike.layers.quantization import Integers, Quantized, Storage
+from paxlike.layers.quantization import Int8, Quantized, Storage
 from paxlike.layers.rounding import whole
 
 _EXACT = Plain().exact
@@ -76,7 +76,7 @@ class Linear(module.Module):
 
   def _product(self, x: jax.Array, w: Any) -> jax.Array:
     rows = x.shape[-1]
-    if isinstance(w, Integers) and self.dot is None and w.reads_less(x.size // rows):
+    if isinstance(w, Int8) and self.dot is None and w.reads_less(x.size // rows):
       return w.product(x.reshape(-1, rows)).reshape(*x.shape[:-1], -1)
     dense = whole(w, self.dtype)
     if self.dot is None:

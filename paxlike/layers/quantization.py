@@ -58,11 +58,11 @@ class Quantized(abc.ABC):
 
 
 @_pytree
-class Integers(Quantized):
-  """Whole numbers: `values` is int8 or int4, and of the weight's shape."""
+class Int8(Quantized):
+  """Whole numbers from -127 to 127: `values` is int8, and of the weight's shape."""
 
   def dequantized(self, dtype: Any) -> jax.Array:
-    return self._scaled(self.values.astype(jnp.float32)).astype(dtype)
+    return self._scaled(self._numbers().astype(jnp.float32)).astype(dtype)
 
   def reads_less(self, num_rows: int) -> bool:
     """Whether `product` moves fewer bytes than making the weight whole, for so many rows."""
@@ -74,14 +74,28 @@ class Integers(Quantized):
     The sums over each block are scaled, not the weight: so GPUs read no more than its few bits.
     """
     num_rows, num_inputs = x_MK.shape
-    num_blocks = num_inputs * self.scales.size // self.values.size
-    values_GKF = self.values.reshape(num_blocks, num_inputs // num_blocks, -1).astype(x_MK.dtype)
+    numbers = self._numbers()
+    num_blocks = num_inputs * self.scales.size // numbers.size
+    numbers_GKF = numbers.reshape(num_blocks, num_inputs // num_blocks, -1).astype(x_MK.dtype)
     if num_blocks > 1:
       x_MK = jnp.pad(x_MK, ((0, max(_LEAST_ROWS - num_rows, 0)), (0, 0)))
     x_MGK = x_MK.reshape(len(x_MK), num_blocks, -1)
-    y_GMF = jnp.einsum("MGK,GKF->GMF", x_MGK, values_GKF, preferred_element_type=jnp.float32)
+    y_GMF = jnp.einsum("MGK,GKF->GMF", x_MGK, numbers_GKF, preferred_element_type=jnp.float32)
     y_MF = (y_GMF * self.scales.reshape(num_blocks, 1, -1)).sum(0)
     return y_MF[:num_rows].astype(x_MK.dtype)
+
+  def _numbers(self) -> jax.Array:
+    return self.values
+
+
+@_pytree
+class Int4(Int8):
+  """Whole numbers from -7 to 7: `values` is int8, two to each along the last dim."""
+
+  def _numbers(self) -> jax.Array:
+    pairs = jax.lax.bitcast_convert_type(self.values, jnp.int4)
+    # Without a barrier XLA fails where it fuses this with a product.
+    return jax.lax.optimization_barrier(pairs.reshape(*self.values.shape[:-1], -1))
 
 
 @_pytree
@@ -110,25 +124,39 @@ def _stored(storage: Storage, w: jax.Array) -> Quantized:
   return storage.scheme(w, axis=storage.axis)
 
 
-def int8(w: jax.Array, *, axis: int) -> Integers:
+def int8(w: jax.Array, *, axis: int) -> Int8:
   """Rounds to 255 levels of the largest entry of each block of up to 64."""
-  return _integers(w, axis, _BLOCK, jnp.int8)
+  return Int8(*_integers(w, axis, _BLOCK, jnp.int8), axis)
 
 
-def int8_columns(w: jax.Array, *, axis: int) -> Integers:
+def int8_columns(w: jax.Array, *, axis: int) -> Int8:
   """Rounds to 255 levels of the largest entry along all of the dim."""
-  return _integers(w, axis, w.shape[axis], jnp.int8)
+  return Int8(*_integers(w, axis, w.shape[axis], jnp.int8), axis)
 
 
-def int4(w: jax.Array, *, axis: int) -> Integers:
-  """Rounds to 15 levels of the largest entry of each block of up to 128."""
-  return _integers(w, axis, _INT4_BLOCK, jnp.int4)
+def int4(w: jax.Array, *, axis: int) -> Int4:
+  """Rounds to 15 levels of the largest entry of each block of up to 128.
+
+  Raises:
+    UserError: The last dim is odd.
+  """
+  _check_pairs(w, "int4")
+  numbers, scales = _integers(w, axis, _INT4_BLOCK, jnp.int4)
+  pairs = numbers.reshape(*w.shape[:-1], -1, 2)
+  return Int4(jax.lax.bitcast_convert_type(pairs, jnp.int8), scales, axis)
 
 
-def _integers(w: jax.Array, axis: int, size: int, dtype: Any) -> Integers:
+def _integers(w: jax.Array, axis: int, size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
   blocks, scales = _scaled_to_one(w, axis, size)
   most = jnp.iinfo(dtype).max
-  return Integers(jnp.round(blocks * most).astype(dtype).reshape(w.shape), scales / most, axis)
+  return jnp.round(blocks * most).astype(dtype).reshape(w.shape), scales / most
+
+
+def _check_pairs(w: jax.Array, name: str):
+  if w.shape[-1] % 2:
+    raise UserError(
+      f"{name} has two numbers in a byte, but a weight is {list(w.shape)}: take int8."
+    )
 
 
 def nf4(w: jax.Array, *, axis: int) -> Nf4:
@@ -137,8 +165,7 @@ def nf4(w: jax.Array, *, axis: int) -> Nf4:
   Raises:
     UserError: The last dim is odd.
   """
-  if w.shape[-1] % 2:
-    raise UserError(f"nf4 has two numbers in a byte, but a weight is {list(w.shape)}: take int8.")
+  _check_pairs(w, "nf4")
   blocks, scales = _scaled_to_one(w, axis, _BLOCK)
   levels = jnp.array(_NF4)
   numbers = jnp.searchsorted((levels[1:] + levels[:-1]) / 2, blocks.reshape(w.shape))
