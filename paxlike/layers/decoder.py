@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paxlike import mesh
-from paxlike.layers import attention_kernels
+from paxlike.layers import attention_kernels, sums
 from paxlike.layers.block import Aux, by_token
 from paxlike.layers.context import Context
 from paxlike.layers.dropout import Dropout
@@ -82,7 +82,7 @@ class Decoder(Module):
     """Returns (x_BTD before the output projection, the caches, what the layers report)."""
     x_BTD = self.embedding(tokens_BT)
     if self.positions is not None:
-      x_BTD += self.positions(tokens_BT.shape[1], context.positions_BT)
+      x_BTD = sums.add(x_BTD, self.positions(tokens_BT.shape[1], context.positions_BT))
     x_BTD = mesh.constrain(x_BTD, "batch", "time", None)
     if self.dropout is not None:
       x_BTD = self.dropout(x_BTD, context.fold(0))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxlike.layers import module
+from paxlike.layers import module, sums
 from paxlike.layers.linear import matmul
 
 
@@ -33,7 +33,7 @@ class Embedding(module.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Returns [..., D] for int32 tokens [...]; ids must lie in [0, vocab_size)."""
-    x = self.table[...].astype(self.dtype)[tokens]
+    x = sums.lookup(self.table[...].astype(self.dtype), tokens)
     return x if self.scale == 1 else x * jnp.asarray(self.scale, self.dtype)
 
   def attend(self, x: jax.Array) -> jax.Array:
@@ -52,4 +52,4 @@ class PositionEmbedding(module.Module):
   def __call__(self, num_tokens: int, positions_BT: jax.Array | None) -> jax.Array:
     """Returns [T, D] for positions counted from 0, or [B, T, D] for explicit ones."""
     table = self.table[...].astype(self.dtype)
-    return table[:num_tokens] if positions_BT is None else table[positions_BT]
+    return table[:num_tokens] if positions_BT is None else sums.lookup(table, positions_BT)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxlike.layers import module
+from paxlike.layers import module, sums
 from paxlike.layers.mlp import Activation
 from paxlike.layers.products import Dot, Placed, Product, Sorted
 from paxlike.layers.quantization import Quantized, Storage
@@ -55,14 +55,15 @@ class ExpertLinear(module.Module):
     """Returns [M, F] for tokens in the order of their experts, `sizes_E` for each."""
     y_MF = self._product(Sorted(sizes_E), x_MD)
     if self.b is not None:
-      bias_EF = self.b[...].astype(self.dtype)
-      y_MF += jnp.repeat(bias_EF, sizes_E, axis=0, total_repeat_length=len(x_MD))
+      bias_EF = self.b[...].astype(jnp.float32)  # So are the sums of its gradient.
+      bias_MF = jnp.repeat(bias_EF, sizes_E, axis=0, total_repeat_length=len(x_MD))
+      y_MF += bias_MF.astype(self.dtype)
     return y_MF
 
   def placed(self, x_ECD: jax.Array) -> jax.Array:
     """Returns [E, C, F] for C places of each expert."""
     y_ECF = self._product(Placed(), x_ECD)
-    return y_ECF if self.b is None else y_ECF + self.b[...].astype(self.dtype)[:, None]
+    return y_ECF if self.b is None else sums.add(y_ECF, self.b[...][:, None])
 
   def _product(self, product: Product, x: jax.Array) -> jax.Array:
     w, x = self.w.get_value(), x.astype(self.dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh
-from paxlike.layers import module
+from paxlike.layers import module, sums
 from paxlike.layers.context import Context
 from paxlike.layers.lora import Lora
 from paxlike.layers.products import Dot, Plain
@@ -72,7 +72,7 @@ class Linear(module.Module):
     if self.lora is not None:
       y += self.lora(x, context)
     y = y.reshape(*leading, *outputs)
-    return y if self.b is None else y + self.b[...].astype(self.dtype)
+    return y if self.b is None else sums.add(y, self.b[...])
 
   def _product(self, x: jax.Array, w: Any) -> jax.Array:
     rows = x.shape[-1]
