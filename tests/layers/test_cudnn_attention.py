@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN: compiled for a GPU that is not there, so without its numbers."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from paxlike import topology
+from paxlike import mesh, topology
 from paxlike.errors import UserError
 from paxlike.layers import attention_kernels, cudnn
 from paxlike.layers.cudnn_attention import runs
+from paxlike.mesh import MeshSpec
 
 
 def program(kernel, *, packed=False, kv_heads=4, query_width=64, **options):
@@ -48,6 +51,26 @@ def test_it_is_the_fused_kernel_without_a_mask_in_memory(h200, options):
   assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
   assert "256,256" not in text
   assert "__cudnn" not in program(attention_kernels.xla, **options)
+
+
+def test_on_a_mesh_each_device_has_its_rows_and_heads(h200):
+  topology.use("h200-8")
+  built = MeshSpec(ici={"data": 2, "fsdp": 2, "tensor": 2}).build()
+
+  def array(dims, shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(built, dims, shape))
+
+  q = array(("batch", "time", "heads", "head"), (8, 256, 8, 64), jnp.bfloat16)
+  segments = array(("batch", "time"), (8, 256), jnp.int32)
+
+  def value(q, k, v, segments):
+    return cudnn(q, k, v, scale=0.1, segments_BT=segments).astype(jnp.float32).sum()
+
+  with jax.set_mesh(built):
+    text = jax.jit(jax.grad(value, (0, 1, 2))).lower(q, q, q, segments).compile().as_text() or ""
+  outputs = re.findall(r" = \((bf16\[[0-9,]+\]).*__cudnn\$fmhaSoftmax", text)
+  assert outputs == ["bf16[2,4,256,64]"] * 2
+  assert not re.search(r"all-(gather|to-all|reduce)\(", text)
 
 
 @pytest.mark.parametrize("most", [3, 7, 9])
