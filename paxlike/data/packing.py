@@ -17,19 +17,41 @@ from paxlike.data.token_index import TokenIndex
 
 
 class _Plan(NamedTuple):
-  """The stream of one epoch.
+  """The stream of one epoch, in pieces: documents, of which one may be torn and at both ends.
 
   Attributes:
-    order: The documents.
-    starts: int64 [documents + 1], where each begins in the stream, and the stream's length.
-    rotation: The stream begins so many tokens later, and its beginning comes last.
+    begins: int64 [pieces + 1], where each begins in the stream, and the stream's length.
+    offsets: int64 [pieces]; at place i of the stream there is token i + offset.
+    torn: Whether the first piece has no beginning, and the last no end.
     rows: Which cut of the stream is row i.
   """
 
-  order: np.ndarray
-  starts: np.ndarray
-  rotation: int
+  begins: np.ndarray
+  offsets: np.ndarray
+  torn: bool
   rows: np.ndarray
+
+
+class _Parts(NamedTuple):
+  """What rows are made of, in their order.
+
+  Attributes:
+    row: Which row each part is of.
+    number: int32, its number there.
+    column: int32, where it begins there.
+    piece: Of which piece of the stream it is.
+    lengths: Columns up to the next part, or the end of the row.
+  """
+
+  row: np.ndarray
+  number: np.ndarray
+  column: np.ndarray
+  piece: np.ndarray
+  lengths: np.ndarray
+
+  def spread(self, values: np.ndarray) -> np.ndarray:
+    """Returns a value of each part, for all its columns; of all rows, one after the other."""
+    return np.repeat(values, self.lengths)
 
 
 class PackedRows(CorpusRows):
@@ -46,38 +68,42 @@ class PackedRows(CorpusRows):
 
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     plan = self._plan(epoch)
-    size = plan.starts[-1]
-    places = plan.rows[numbers][:, None] * self.seq_len + np.arange(self.seq_len + 1)
-    inside = places < size
-    stream = np.where(inside, (places + plan.rotation) % max(size, 1), 0)
-    documents = np.searchsorted(plan.starts, stream, side="right") - 1
-    tokens = self._tokens(plan, stream, documents)
+    first_B = plan.rows[numbers] * self.seq_len
+    columns = np.arange(self.seq_len + 1)
+    shape = len(first_B), len(columns)
+    parts = _parts(plan, first_B, len(columns))
+    inside = columns < (plan.begins[-1] - first_B)[:, None]
+    tokens = self._tokens(plan, first_B, parts).reshape(shape) * inside
     weights = inside[:, 1:].astype(np.float32)
     arrays = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy(), "weights": weights}
     if self.packed:
-      follows = documents[:, 1:] == documents[:, :-1]
-      # The end of the stream was rotated next to its beginning.
-      follows &= stream[:, 1:] > stream[:, :-1]
-      weights *= follows
-      begins = np.concatenate([np.zeros((len(tokens), 1), bool), ~follows[:, :-1]], 1)
-      columns = np.arange(self.seq_len)
-      first = np.maximum.accumulate(np.where(begins, columns, 0), 1)
-      real = inside[:, :-1]
-      arrays["segments"] = ((1 + np.cumsum(begins, 1)) * real).astype(np.int32)
-      arrays["positions"] = ((columns - first) * real).astype(np.int32)
+      segments = parts.spread(parts.number.astype(np.int32) + 1).reshape(shape)
+      positions = columns.astype(np.int32) - parts.spread(parts.column.astype(np.int32)).reshape(
+        shape
+      )
+      weights *= positions[:, 1:] > 0
+      arrays["segments"] = segments[:, :-1] * inside[:, :-1]
+      arrays["positions"] = positions[:, :-1] * inside[:, :-1]
     return arrays
 
-  def _tokens(self, plan: _Plan, stream: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    tokens, offsets, _ = self._documents
+  def _tokens(self, plan: _Plan, first_B: np.ndarray, parts: _Parts) -> np.ndarray:
+    """Returns int32, the tokens of all rows, one after the other."""
+    width = self.seq_len + 1
+    # Where the stream's beginning would be, if this were one row.
+    shift = first_B[parts.row] - parts.row * width
+    places = np.arange(len(first_B) * width)
+    places += parts.spread(plan.offsets[parts.piece] + shift)
+    ids = self._documents.tokens.take(places, mode="clip").astype(np.int32)
     bos, eos = self._markers
-    within = stream - plan.starts[documents] - (bos is not None)
-    source = plan.order[documents]
-    lengths = offsets[source + 1] - offsets[source]
-    ids = tokens[np.clip(offsets[source] + within, 0, len(tokens) - 1)].astype(np.int32)
     if bos is not None:
-      ids[within < 0] = bos
+      begun = plan.begins[parts.piece] >= first_B[parts.row]
+      begun &= (parts.piece > 0) | (not plan.torn)
+      ids[(plan.begins[parts.piece] - shift)[begun]] = bos
     if eos is not None:
-      ids[within == lengths] = eos
+      last = plan.begins[parts.piece + 1] - 1
+      ended = last < first_B[parts.row] + width
+      ended &= (parts.piece < len(plan.offsets) - 1) | (not plan.torn)
+      ids[(last - shift)[ended]] = eos
     return ids
 
   @property
@@ -100,10 +126,35 @@ class PackedRows(CorpusRows):
     random = self._random(epoch)
     if self._shuffle:
       random.shuffle(order)
-    extra = sum(marker is not None for marker in self._markers)
-    starts = np.append(0, np.cumsum(np.diff(offsets)[order] + extra))
-    rotation = int(random.integers(starts[-1])) if self._shuffle and starts[-1] else 0
-    rows = np.arange(max(-(-(starts[-1] - 1) // self.seq_len), 0))
+    bos, eos = self._markers
+    lengths = np.diff(offsets)[order] + (bos is not None) + (eos is not None)
+    size = int(lengths.sum())
+    offsets = offsets[order] - (bos is not None)
+    rotation = int(random.integers(size)) if self._shuffle and size else 0
+    # What is before the place to begin at comes last.
+    ends = np.cumsum(lengths)
+    number = int(np.searchsorted(ends, rotation, side="right"))
+    torn = rotation - int(ends[number] - lengths[number]) if size else 0
+    lengths, offsets = np.roll(lengths, -number), np.roll(offsets, -number)
+    if torn:
+      lengths, offsets = np.append(lengths, torn), np.append(offsets, offsets[0])
+      lengths[0] -= torn
+      offsets[0] += torn
+    begins = np.append(0, np.cumsum(lengths))
+    rows = np.arange(max(-(-(size - 1) // self.seq_len), 0))
     if self._shuffle:
       random.shuffle(rows)
-    return _Plan(order, starts, rotation, rows)
+    return _Plan(begins, offsets - begins[:-1], bool(torn), rows)
+
+
+def _parts(plan: _Plan, first_B: np.ndarray, width: int) -> _Parts:
+  """Returns the parts of rows of `width` columns that begin at these places of the stream."""
+  last_B = np.minimum(first_B + width, plan.begins[-1]) - 1
+  first_piece, last_piece = np.searchsorted(plan.begins, [first_B, last_B], side="right") - 1
+  counts = last_piece - first_piece + 1
+  row = np.repeat(np.arange(len(first_B)), counts)
+  number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+  piece = first_piece[row] + number
+  column = np.maximum(plan.begins[piece] - first_B[row], 0)
+  lengths = np.diff(row * width + column, append=len(first_B) * width)
+  return _Parts(row, number.astype(np.int32), column.astype(np.int32), piece, lengths)
