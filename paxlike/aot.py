@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from paxlike import chips, kernels, train_state
-from paxlike.errors import RunError, UserError
+from paxlike.errors import RunError
 from paxlike.trainer import Trainer
 
 
@@ -63,11 +63,9 @@ def compile_step(trainer: Trainer) -> Program:
   """Compiles the step of a run; reads no data and allocates nothing.
 
   Raises:
-    UserError: There is no training, or the devices cannot share a batch.
+    UserError: There is nothing to train, or the devices cannot share a batch.
   """
-  if trainer.train_data is None:
-    raise UserError("this experiment has no training data, so there is no step to compile.")
-  trainer.check_batch()
+  trainer.check_step()
   devices = trainer.devices
   state = train_state.abstract(
     trainer.definition, trainer.optimizer, devices, with_reference=trainer.has_reference

@@ -23,6 +23,7 @@ _MLP = ("up", "gate", "down")
 _BLOCK = _ATTENTION + _MLP
 _KERNELS = ("auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax")
 _DOTS = {"fp8": layers.Fp8, "fp8_delayed": layers.DelayedFp8, "int8": layers.Int8}
+# What `hold` names; a base under adapters has int8 in blocks of 64.
 _SCHEMES = {
   "int8": layers.quantization.int8_columns,
   "int4": layers.quantization.int4,
@@ -148,17 +149,22 @@ def transformer_engine(graph: fdl.Buildable):
   """Makes the linear maps of blocks multiply by NVIDIA's Transformer Engine, in fp8 if they did.
 
   Raises:
-    UserError: It cannot be loaded, the device is no NVIDIA GPU, or they multiply otherwise.
+    UserError: It cannot be loaded, there is not one NVIDIA GPU, or they multiply otherwise.
   """
-  device = topology.devices()[0]
-  if device.platform not in ("gpu", "cuda"):
-    raise UserError(f"ENABLE_TE needs an NVIDIA GPU, and this is a {device.device_kind}.")
+  devices = topology.devices()
+  if not topology.has_transformer_engine(devices[0]):
+    needed = "an NVIDIA GPU from Ampere on"
+    raise UserError(f"ENABLE_TE needs {needed}, and this is a {devices[0].device_kind}.")
+  if len(devices) > 1:
+    raise UserError(f"ENABLE_TE is for one GPU, and here are {len(devices)}.")
   layers.transformer_engine.load()
   for node in select(graph, layers.Linear, *_BLOCK):
     dot = getattr(node, "dot", None)
-    if dot is not None and fdl.get_callable(dot) is not layers.Fp8:
+    made = None if dot is None else fdl.get_callable(dot)
+    if made not in (None, layers.Fp8, layers.TransformerEngine):
       raise UserError("ENABLE_TE goes with QUANTIZATION=fp8 or none.")
-    node.dot = fdl.Partial(layers.TransformerEngine, fp8=dot is not None)
+    if made is not layers.TransformerEngine:
+      node.dot = fdl.Partial(layers.TransformerEngine, fp8=dot is not None)
 
 
 def lora(
@@ -194,8 +200,8 @@ def lora(
 def hold(graph: fdl.Buildable, scheme: str = "int8"):
   """Holds the linear maps and experts of blocks in few bits, to evaluate or decode.
 
-  int8 has a scale for each of their outputs, int4 and nf4 one for 128 and 64 numbers. The products
-  are in the compute dtype.
+  int8 has a scale for each of their outputs (of each head, where these are summed), int4 and nf4
+  one for 128 and 64 numbers. The products are in the compute dtype.
   """
   if scheme not in _SCHEMES:
     hint = did_you_mean(scheme, _SCHEMES) or f" One of {', '.join(_SCHEMES)}."

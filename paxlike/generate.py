@@ -19,11 +19,7 @@ from paxlike import mesh
 from paxlike.errors import UserError
 from paxlike.layers.context import Context
 from paxlike.layers.module import Definition, Params
-from paxlike.layers.rounding import Rounded
 from paxlike.sampling import Sampling
-
-# In the dtypes of the layers, and what is multiplied in few bits.
-Weights = tuple[Params, dict[str, Rounded]]
 
 STEPS_PER_CALL = 16
 # Caches begin with room for texts of so many tokens.
@@ -146,8 +142,7 @@ class Generator:
     self.speed = Speed()
     self._definition = definition
     self._module: Any = definition.module
-    prepared: Params = jax.jit(definition.prepare)(dict(params))
-    self._weights = (prepared, jax.jit(definition.rounded)(prepared))
+    self._params: Params = jax.jit(definition.prepare)(dict(params))
     self._num_rows = num_rows
     self._max_len = max_len
     self._sampling = sampling or Sampling()
@@ -208,9 +203,9 @@ class Generator:
       seeds[index] = request.seed % 2**32
     arrays = (tokens, positions, rows, left, seeds)
     self._grow(longest)
-    compiled = self._compiled_for(self._prefill, self._weights, self._rows, *arrays, donate=(1,))
+    compiled = self._compiled_for(self._prefill, self._params, self._rows, *arrays, donate=(1,))
     began = time.perf_counter()
-    self._rows, drawn = compiled(self._weights, self._rows, *arrays)
+    self._rows, drawn = compiled(self._params, self._rows, *arrays)
     drawn = jax.device_get(drawn)
     self.speed.prefill_seconds += time.perf_counter() - began
     self.speed.prefill_tokens += int((positions >= 0).sum())
@@ -225,9 +220,9 @@ class Generator:
     self._grow(max(text.length for text in texts.values()) + self._steps)
     active = np.zeros(self._num_rows, bool)
     active[list(texts)] = True
-    compiled = self._compiled_for(self._decode, self._weights, self._rows, active, donate=(1,))
+    compiled = self._compiled_for(self._decode, self._params, self._rows, active, donate=(1,))
     began = time.perf_counter()
-    self._rows, drawn = compiled(self._weights, self._rows, active)
+    self._rows, drawn = compiled(self._params, self._rows, active)
     tokens, log_probabilities, left = jax.device_get(drawn)
     self.speed.decode_seconds += time.perf_counter() - began
     for row, text in texts.items():
@@ -282,7 +277,7 @@ class Generator:
 
   def _prefill(
     self,
-    weights: Weights,
+    params: Params,
     old: _Rows,
     tokens_PT: jax.Array,
     positions_PT: jax.Array,
@@ -290,7 +285,7 @@ class Generator:
     left_P: jax.Array,
     seeds_P: jax.Array,
   ) -> tuple[_Rows, tuple[jax.Array, jax.Array]]:
-    model = self._definition.bind(*weights)
+    model = self._definition.bind(params, self._definition.rounded(params))
     dtype = model.embedding.dtype
     caches = model.stack.empty_caches(len(tokens_PT), self._room, dtype)
     context = Context(positions_BT=positions_PT)
@@ -318,9 +313,9 @@ class Generator:
     return rows, (new_P, log_probabilities_P)
 
   def _decode(
-    self, weights: Weights, rows: _Rows, active_B: jax.Array
+    self, params: Params, rows: _Rows, active_B: jax.Array
   ) -> tuple[_Rows, tuple[jax.Array, jax.Array, jax.Array]]:
-    model = self._definition.bind(*weights)
+    model = self._definition.bind(params, self._definition.rounded(params))
     ends = jnp.array(self._end_ids, jnp.int32)
 
     def step(rows: _Rows, unused: None):

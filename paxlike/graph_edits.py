@@ -87,14 +87,26 @@ def call_fiddler(
   fiddler = registry.get(name) or _import_fiddler(name, registry, given)
   signature = inspect.signature(fiddler)
   try:
-    signature.bind(graph, *args, **kwargs)
-  except TypeError as error:
+    bound = signature.bind(graph, *args, **kwargs)
+    _check_types(signature, bound.arguments)
+  except (TypeError, knob_types.RefusedError) as error:
     shown = signature.replace(parameters=list(signature.parameters.values())[1:])
-    raise UserError(f"{given}: {error}; it is {name}{shown}.") from None
+    raise UserError(f"{given}: {str(error).removesuffix('.')}; it is {name}{shown}.") from None
   result = fiddler(graph, *args, **kwargs)
   if result is not None and not isinstance(result, fdl.Buildable):
     raise UserError(f"{given}: returned a {type(result).__name__}, neither a graph nor None.")
   return graph if result is None else result
+
+
+def _check_types(signature: inspect.Signature, values: Mapping[str, Any]):
+  for name, value in values.items():
+    parameter = signature.parameters[name]
+    is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    if is_one and knob_types.is_supported(parameter.annotation):
+      try:
+        knob_types.convert(parameter.annotation, value, text=False)
+      except knob_types.RefusedError as error:
+        raise knob_types.RefusedError(f"{name}: {error}") from None
 
 
 def _parse_path(path: str, given: str) -> list[str | int]:

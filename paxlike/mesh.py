@@ -241,3 +241,19 @@ def global_batch_size(*, percore: float, num_devices: int, accumulation_steps: i
 def batch_shards(mesh: Mesh) -> int:
   """Returns into how many parts the mesh cuts a batch."""
   return math.prod(mesh.shape[axis] for axis in RULES["batch"])
+
+
+def check_batch(mesh: Mesh, size: int, *, accumulation_steps: int = 1):
+  """Finds whether devices can share a batch of `size` sequences.
+
+  Raises:
+    UserError: They cannot.
+  """
+  shards = batch_shards(mesh)
+  parts = shards * accumulation_steps
+  if size % parts:
+    raise UserError(
+      f"a global batch of {size} sequences does not divide into {parts} parts: the mesh cuts it in"
+      f" {shards} (data x fsdp), and GRADIENT_ACCUMULATION_STEPS in {accumulation_steps}. Change"
+      " PERCORE_BATCH_SIZE."
+    )

@@ -176,18 +176,21 @@ def _axis_sizes(spec: mesh.MeshSpec) -> tuple[dict[str, int], str]:
 
 
 def _memory(trainer: Trainer, sizes: dict[str, int]) -> Iterator[tuple[str, str]]:
-  """Yields the bytes of the training state, in all and on one device."""
+  """Yields the bytes of the training state, or of what is only read, in all and on one device."""
   axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
   devices = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types)
   state = train_state.abstract(
     trainer.definition, trainer.optimizer, devices, with_reference=trainer.has_reference
   )
-  for name, part in (
-    ("trained parameters", state.params),
-    ("frozen parameters", state.frozen),
-    ("reference parameters", state.reference),
-    ("optimizer state", state.opt_state),
-  ):
+  parts = {
+    "trained parameters": state.params,
+    "frozen parameters": state.frozen,
+    "reference parameters": state.reference,
+    "optimizer state": state.opt_state,
+  }
+  if trainer.read_only:
+    parts = {"parameters": [state.params, state.frozen]}
+  for name, part in parts.items():
     leaves = jax.tree.leaves(part)
     if not leaves:
       continue

@@ -57,7 +57,7 @@ class Trainer:
     objective: What a step makes smaller.
     trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
     weight_dtype: What weights are held in between steps; bfloat16 is rounded by chance.
-    read_only: Whether nothing will be trained, so that weights may be held in few bits.
+    read_only: Whether nothing will be trained; weights that have a scheme are then held by it.
     saving: Whether checkpoints are written.
     compiler_options: XLA's, for the step.
   """
@@ -92,11 +92,7 @@ class Trainer:
     Raises:
       UserError: The mesh, the batch or a data set cannot work.
     """
-    if training and self.train_data is None:
-      raise UserError("this experiment has no training data: it is for --mode=eval.")
-    if training and self.read_only:
-      raise UserError("hold() is for --mode=eval and --mode=decode: few bits cannot be trained.")
-    self.check_batch()
+    self.check_step(training=training)
     if self.num_steps < 0 or self.summary_every < 1:
       raise UserError("MAX_STEPS must not be negative, and SUMMARY_INTERVAL_STEPS at least 1.")
     check_keep(self.keep)
@@ -107,19 +103,17 @@ class Trainer:
     for data in self._datasets(training=training):
       data.check()
 
-  def check_batch(self):
-    """Finds whether the devices can share a batch.
+  def check_step(self, *, training: bool = True):
+    """Finds whether there is something to train, and whether the devices can share a batch.
 
     Raises:
-      UserError: They cannot.
+      UserError: There is not, or they cannot.
     """
-    shards = mesh.batch_shards(self.devices) * self.accumulation_steps
-    if self.batch_size % shards:
-      raise UserError(
-        f"a global batch of {self.batch_size} sequences does not divide into {shards} parts: the"
-        f" mesh cuts it in {mesh.batch_shards(self.devices)} (data x fsdp), and"
-        f" GRADIENT_ACCUMULATION_STEPS in {self.accumulation_steps}. Change PERCORE_BATCH_SIZE."
-      )
+    if training and self.train_data is None:
+      raise UserError("this experiment has no training data: it is for --mode=eval.")
+    if training and self.read_only:
+      raise UserError("hold() is for --mode=eval and --mode=decode: few bits cannot be trained.")
+    mesh.check_batch(self.devices, self.batch_size, accumulation_steps=self.accumulation_steps)
 
   @functools.cached_property
   def definition(self) -> Definition:

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+from paxlike import topology
 from paxlike.main import main
 
 TINY = (
@@ -34,7 +35,10 @@ TEXT = (
 
 def run(*flags: str) -> int:
   """Runs the program in this process, on its eight devices; returns the exit status."""
-  return main(["paxlike", *flags])
+  try:
+    return main(["paxlike", *flags])
+  finally:
+    topology.use(None)
 
 
 def start(

@@ -247,6 +247,7 @@ def test_a_fiddler_is_applied_with_its_arguments(text, size, name):
     ("zzz", "There are edit_in_place, replace, wrong."),
     ("edit_in_place", "it is edit_in_place(size: int, *, name: Any = 'x')"),
     ("edit_in_place(1, 2)", "it is edit_in_place("),
+    ("edit_in_place(x)", "size: expected int, got 'x'; it is edit_in_place("),
     ("edit_in_place(1, nam=2)", "unexpected keyword argument 'nam'"),
     ("edit_in_place(open('/etc/passwd'))", "is no literal"),
     ("edit_in_place(1 + x)", "is no literal"),

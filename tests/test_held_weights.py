@@ -5,12 +5,14 @@ import json
 
 import fiddle as fdl
 import jax
+import numpy as np
 import pytest
 from program import run
 
-from paxlike import fiddlers, registry
+from paxlike import fiddlers, generate, registry, train_state
 from paxlike.errors import UserError
 from paxlike.layers.quantization import Quantized
+from paxlike.mesh import MeshSpec
 
 
 @pytest.mark.slow
@@ -48,6 +50,37 @@ def test_all_linear_maps_and_experts_of_blocks_are_held(name):
     held = jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
     is_matrix = weight.startswith("stack.") and weight.endswith(".w") and "router" not in weight
     assert isinstance(held, Quantized) == is_matrix, weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DeepSeekV3", "Mixtral8x7B"])
+def test_what_is_held_decodes_as_what_is_made_of_it(name):
+  graph = registry.find(name)().trainer()
+  fiddlers.shrink(graph)
+  fiddlers.precision(graph, "float32")
+  fiddlers.decoding(graph)
+  whole = fdl.build(graph).definition
+  fiddlers.hold(graph)
+  definition = fdl.build(graph).definition
+  devices = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  drawn = train_state.init_params(whole, devices, seed=1)
+  held = {key: definition.weights[key].stored(w) for key, w in drawn.items()}
+  made = {
+    key: w.dequantized("float32") if isinstance(w, Quantized) else w for key, w in held.items()
+  }
+  prompts = [np.arange(1, 6), np.arange(20, 29)]
+  texts, expected = (
+    generate.generate(model, params, prompts, max_new_tokens=8)
+    for model, params in ((definition, held), (whole, made))
+  )
+  for text, other in zip(texts, expected, strict=True):
+    assert text.tokens == other.tokens
+    np.testing.assert_allclose(text.log_probabilities, other.log_probabilities, rtol=1e-3)
+
+
+def test_there_is_no_step_to_compile(capsys):
+  assert run("--fdl_config=Gpt3_52k", "--mode=compile", "--fiddler=hold") == 2
+  assert "cannot be trained" in capsys.readouterr().err
 
 
 def test_a_scheme_that_is_none_is_said():

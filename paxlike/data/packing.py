@@ -57,10 +57,10 @@ class _Parts(NamedTuple):
 class PackedRows(CorpusRows):
   """Rows cut from the stream of all documents.
 
-  Every token but the stream's first is the target of one row; the last row is filled up without
-  weight. If packed, no token is predicted from another document; otherwise documents run on into
-  each other. Of a split, documents at its ends are cut. Unshuffled, every epoch is cut at the same
-  places.
+  Every token but the stream's first is the target of one row; the last row is filled up with zeros,
+  without weight. If packed, no token is predicted from another document; otherwise documents run on
+  into each other. Of a split, documents at its ends are cut. Unshuffled, every epoch is cut at the
+  same places.
   """
 
   def num_rows(self, epoch: int) -> int:

@@ -80,7 +80,7 @@ class ExpertLinear(module.Module):
   @property
   def num_experts(self) -> int:
     """How many experts there are, or are here."""
-    return len(jax.tree.leaves(self.w.get_value())[0])
+    return len(jax.tree.leaves(self.w.get_value())[0])  # The weight itself, however it is held.
 
 
 class Experts(module.Module):

@@ -81,7 +81,7 @@ class Linear(module.Module):
     dense = whole(w, self.dtype)
     if self.dot is None:
       return matmul(x, dense.reshape(rows, -1))
-    rounded = self.w.rounding.of(w, dense).matrix(rows)
+    rounded = None if self.w.rounding is None else self.w.rounding.of(w, dense).matrix(rows)
     dot = functools.partial(self.dot, Plain(), rounded=rounded)
     return matmul(x, dense.reshape(rows, -1), dot)
 

@@ -112,6 +112,10 @@ class WeightSpec(NamedTuple):
   """What is known of a weight before it has a value.
 
   Attributes:
+    shape, dtype: Of the weight, between steps.
+    dims: Names of its dims.
+    init, fan_in: How it is drawn.
+    compute_dtype, update, storage, rounding, statistic: See `Module.weight`.
     changes: Whether steps change it.
     is_quantized: Whether it is held in few bits.
   """
@@ -136,14 +140,14 @@ class WeightSpec(NamedTuple):
 
   @property
   def stored_dtype(self) -> Any:
-    """The dtype that a training state holds it in: frozen weights need no more than is computed.
+    """The dtype that it is held in: frozen weights need no more than is computed.
 
     Of a quantized weight, the dtype that it is quantized from.
     """
     return self.dtype if self.changes or self.is_quantized else self.compute_dtype
 
   def stored(self, weight: jax.Array) -> Any:
-    """Returns what a training state holds of a weight in `stored_dtype`."""
+    """Returns what is held of a weight in `stored_dtype`."""
     return self.storage(weight) if self.storage is not None and self.is_quantized else weight
 
 
@@ -165,8 +169,8 @@ class Definition:
   ):
     """`trained` is a pattern (`re.search`) of the names of weights that steps change.
 
-    `dtype` is what an optimizer's weights are held in between steps. Where all is `read_only`,
-    there will be none.
+    `dtype` is what an optimizer's weights are held in between steps. If `read_only` there will be
+    no steps: every weight that has a storage is held by it.
     """
     self.module = module
     self._graph, state = nnx.split(module)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.layers import grouped_matmul
-from paxlike.layers.rounding import Rounded, Rounding
+from paxlike.layers.rounding import Rounding
 
 
 class Product(Protocol):
@@ -44,11 +44,14 @@ class Product(Protocol):
 class Dot(Protocol):
   """Multiplies in few bits, and in the gradients."""
 
-  def rounding(self, num_inputs: int, num_outputs: int) -> Rounding:
-    """Returns how a weight is rounded whose last dims are so many inputs and outputs."""
+  def rounding(self, num_inputs: int, num_outputs: int) -> Rounding | None:
+    """Returns how a weight is rounded whose last dims are so many inputs and outputs.
+
+    None: it is rounded, if at all, in every product.
+    """
     ...
 
-  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded) -> jax.Array:
+  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Any) -> jax.Array:
     """Returns the product of x with what w was rounded to; the gradient is that of w."""
     ...
 

@@ -19,7 +19,7 @@ from paxlike.errors import UserError
 
 _BLOCK = 64
 _INT4_BLOCK = 128
-# GPUs multiply so many rows at a time.
+# With fewer, XLA for GPUs makes sums of several blocks from whole weights.
 _LEAST_ROWS = 8
 # The quantiles of a normal distribution that arXiv:2305.14314 gives in its appendix E.
 _NF4 = (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from paxlike.errors import UserError
 from paxlike.layers.products import Plain, Product
-from paxlike.layers.rounding import Rounded, Rounding
+from paxlike.layers.rounding import Rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,12 @@ class TransformerEngine:
 
   fp8: bool = True
 
-  def rounding(self, num_inputs: int, num_outputs: int) -> Rounding:
-    return Rounding(_as_it_is, tuple(range(-num_inputs - num_outputs, 0)))
+  def rounding(self, num_inputs: int, num_outputs: int) -> None:
+    """Returns None: Transformer Engine rounds weights itself, and so in every use."""
 
-  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded) -> jax.Array:
-    """Returns the product; Transformer Engine rounds the weight itself, and so in every use."""
+  def __call__(
+    self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded | None
+  ) -> jax.Array:
     assert isinstance(product, Plain)
     library = load()
     quantizers: dict[str, Any] = {}
@@ -56,8 +57,3 @@ def load() -> Any:
       "ENABLE_TE needs Transformer Engine (pip install --no-build-isolation"
       f" 'transformer_engine[jax]'), which cannot be loaded: {reason}"
     ) from error
-
-
-def _as_it_is(w: jax.Array, axes: tuple[int, ...]) -> Rounded:
-  scale = jnp.ones([1 if axis - w.ndim in axes else size for axis, size in enumerate(w.shape)])
-  return Rounded(w, scale)

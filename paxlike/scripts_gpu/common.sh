@@ -6,9 +6,11 @@ PYTHON="${PYTHON:-python3}"
 BASE_XLA_FLAGS="${BASE_XLA_FLAGS:---xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_triton_gemm=false}"
 export XLA_FLAGS="${BASE_XLA_FLAGS} ${XLA_FLAGS:-}"
 
-for name in ENABLE_TE ENABLE_FP8 NVTE_FUSED_ATTN; do
+for flag in ENABLE_TE:--fdl.ENABLE_TE=true ENABLE_FP8:--fdl.USE_FP8=true \
+  NVTE_FUSED_ATTN:--fdl.ATTENTION_KERNEL=cudnn; do
+  name="${flag%%:*}"
   if [ "${!name:-0}" != 0 ]; then
-    echo "$0: ${name} has no effect: there is no Transformer Engine here." >&2
+    echo "$0: ${name} has no effect: give ${flag#*:}." >&2
   fi
 done
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxlike import fiddlers, layers, registry
+from paxlike import fiddlers, layers, registry, topology
 from paxlike.errors import UserError
 from paxlike.layers import Fp8, Linear, TransformerEngine
 from paxlike.layers.module import Definition
@@ -64,7 +64,13 @@ def test_without_it_one_line_says_so(monkeypatch, h200):
 
 
 def test_it_needs_a_gpu():
-  with pytest.raises(UserError, match="ENABLE_TE needs an NVIDIA GPU, and this is a cpu"):
+  with pytest.raises(UserError, match=r"ENABLE_TE needs an NVIDIA GPU .*, and this is a cpu"):
+    registry.find("Gpt3_52k")(ENABLE_TE=True).trainer()
+
+
+def test_it_is_for_one_device(h200):
+  topology.use("h200-8")
+  with pytest.raises(UserError, match="ENABLE_TE is for one GPU, and here are 8"):
     registry.find("Gpt3_52k")(ENABLE_TE=True).trainer()
 
 
@@ -72,6 +78,7 @@ def test_it_needs_a_gpu():
 def test_it_takes_the_place_of_what_multiplied(monkeypatch, h200, kind, fp8):
   monkeypatch.setattr(layers.transformer_engine, "load", lambda: None)
   graph = registry.find("Gpt3_52k")(ENABLE_TE=True, QUANTIZATION=kind).trainer()
+  fiddlers.transformer_engine(graph)  # Once more is no more.
   nodes = fiddlers.select(graph, layers.Linear, "up", "key")
   assert [node.dot.fp8 for node in nodes] == [fp8, fp8]
   with pytest.raises(UserError, match="ENABLE_TE goes with QUANTIZATION=fp8 or none"):
