@@ -263,7 +263,15 @@ def shrink(graph: fdl.Buildable):
 FIDDLERS = {
   edit.__name__: edit
   for edit in (
-    *(attention, decoding, hold, lora, precision, quantize, remat, shrink, stack),
+    attention,
+    decoding,
+    hold,
+    lora,
+    precision,
+    quantize,
+    remat,
+    shrink,
+    stack,
     transformer_engine,
   )
 }

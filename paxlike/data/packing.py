@@ -77,10 +77,8 @@ class PackedRows(CorpusRows):
     weights = inside[:, 1:].astype(np.float32)
     arrays = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy(), "weights": weights}
     if self.packed:
-      segments = parts.spread(parts.number.astype(np.int32) + 1).reshape(shape)
-      positions = columns.astype(np.int32) - parts.spread(parts.column.astype(np.int32)).reshape(
-        shape
-      )
+      segments = parts.spread(parts.number + 1).reshape(shape)
+      positions = columns.astype(np.int32) - parts.spread(parts.column).reshape(shape)
       weights *= positions[:, 1:] > 0
       arrays["segments"] = segments[:, :-1] * inside[:, :-1]
       arrays["positions"] = positions[:, :-1] * inside[:, :-1]

@@ -68,7 +68,7 @@ def begins(segments_BT: jax.Array) -> jax.Array:
 
 
 def first_seen(query: int, window: int | None) -> int:
-  """Returns the first key that a query sees, or a later one."""
+  """Returns the first key that a query sees, and before which no later one does."""
   return 0 if window is None else max(query - window + 1, 0)
 
 

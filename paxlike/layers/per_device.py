@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from paxlike import mesh
+from paxlike.layers.attention_kernels import Options
 
 _BLOCK = 128  # Lengths are multiples of it.
 _QKV: mesh.Dims = ("batch", "time", "heads", None)
@@ -25,7 +26,8 @@ def per_device(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
-  **arrays: jax.Array | None,
+  options: Options,
+  *names: str,
 ) -> jax.Array:
   """Returns attention, for which each device of the current mesh calls `kernel` once.
 
@@ -37,9 +39,11 @@ def per_device(
     q_BTNH: As of `Kernel`, like the rest.
     k_BSKH: See there.
     v_BSKH: See there.
-    **arrays: Those of `Options`; None for what there is not.
+    options: See there.
+    *names: The arrays among the options that the kernel is given; None for what there is not.
   """
   sizes = mesh.sizes_here(mesh.AXES)
+  arrays = {name: options.get(name) for name in names}
   given = {name: array for name, array in arrays.items() if array is not None}
 
   def local(q: jax.Array, k: jax.Array, v: jax.Array, given: dict[str, jax.Array]) -> jax.Array:

@@ -48,14 +48,7 @@ def splash(
     y_BNTH = jax.vmap(kernel, (0, 0, 0, 0, None))(*heads_first, segments, sinks_N)
     return y_BNTH.swapaxes(1, 2)
 
-  return per_device(
-    local,
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    segments_BT=options["segments_BT"],
-    sinks_N=options.get("sinks_N"),
-  )
+  return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", "sinks_N")
 
 
 def _kernel(length: int, num_heads: int, options: Options, *, interpret: bool) -> Any:

@@ -60,14 +60,7 @@ def tokamax(
     )
 
   try:
-    return per_device(
-      local,
-      q_BTNH,
-      k_BSKH,
-      v_BSKH,
-      segments_BT=options["segments_BT"],
-      bias_NTS=options.get("bias_NTS"),
-    )
+    return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", "bias_NTS")
   except NotImplementedError as error:
     raise UserError(f"ATTENTION_KERNEL=tokamax: {error} Take xla_chunked.") from error
 
