@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike import flags
+from paxlike import flags, memory
 from paxlike.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ def set_up_jax(options: flags.Options):
   if not os.path.exists("/dev/nvidiactl"):
     # What compiles for GPUs may be installed where there is none: JAX would log that as an error.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    if options.topology is None:
+      memory.keep_heap()
   if options.num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
     # XLA for CPUs ends the process when it makes some sums of bfloat16 over devices float32: those
     # of gradients of jax.shard_map. It needs not do so, they are summed well as they are.

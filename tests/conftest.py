@@ -24,6 +24,8 @@ os.environ["PAXLIKE_CACHE"] = str(_SCRATCH / "cache")
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The threads of XLA: as devices meet in one collective, others of the same step wait in their own.
 os.environ["NPROC"] = "64"
+# As glibc has it by itself: one heap for all threads makes compilations slower.
+os.environ["MALLOC_ARENA_MAX"] = "16"
 # Tests compile far more than they compute. A flag that XLA does not know would end the process.
 _QUICK = ["--xla_backend_optimization_level=0"]
 if jax.__version_info__ < (0, 11):
