@@ -12,6 +12,9 @@ PROBE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info <
 FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	if "$$p" -c '$(PROBE)' >/dev/null 2>&1; then command -v "$$p"; break; fi; done
 
+# Compiling its modules anew would be a third of each start of the program.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-quick lint style clean
 
 train: $(RUN)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of this process, where the C library is glibc; elsewhere nothing here has an effect."""
+"""The memory of this process, where the C library is glibc; elsewhere nothing is done."""
 
 import ctypes
 import os
