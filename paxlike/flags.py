@@ -13,9 +13,7 @@ from typing import Any, Literal
 from absl import flags
 
 from paxlike.errors import UserError, did_you_mean
-
-# What this version's `paxlike.main` can do.
-MODES = ("train", "eval", "decode", "show", "compile")
+from paxlike.usage import MODES
 
 _DECODE = (
   *("prompt", "prompt_file", "max_new_tokens", "num_samples", "stop", "stop_token", "decode_rows"),
@@ -25,7 +23,9 @@ _DECODE = (
 _ONLY_IN = {
   "against": ("show",),
   "topology": ("show", "compile"),
+  "slices": ("show", "compile"),
   "kernels": ("compile",),
+  "json": ("compile",),
   "continuous": ("eval",),
   "step": ("eval", "decode"),
   **dict.fromkeys(_DECODE, ("decode",)),
@@ -34,62 +34,6 @@ _ONLY_IN = {
 _ASSIGNMENT = re.compile(r"((?:[^=\[]|\[[^\]]*\])+)=(.*)", re.DOTALL)
 _FDL = re.compile(r"--?fdl\.(.+)", re.DOTALL)
 _KNOB = re.compile(r"[A-Z][A-Z0-9_]*")
-
-HELP = f"""\
-Usage: paxlike --fdl_config=EXPERIMENT --job_log_dir=DIR [flags]
-
-Trains, evaluates, decodes or shows an experiment. Everything a run writes goes to its DIR; the same
-command again resumes it.
-
-Which experiment
-  --fdl_config=NAME       a registered name (--list), a unique dotted suffix of one, or the dotted
-                          path of a class; modules of the working directory count. Alias: --exp
-  --fdl_config_file=FILE  instead: the config.json of a run
-  --fdl_allow_modules=A,B modules outside of paxlike that FILE may use: loading imports them
-
-What to change, applied in this order
-  --fdl.KNOB=VALUE        UPPER CASE: a knob of the experiment (--fdl_help lists them)
-  --fiddler=NAME(ARGS)    a function that edits the whole graph; repeatable
-  --fdl.path.to=VALUE     lower case: one value in the graph (--mode=show lists them)
-  Text needs no inner quotes: bfloat16, 6e-4, true, none, [8,1,1], "{{data: 2, fsdp: 4}}".
-
-What to do
-  --mode={"|".join(MODES)}
-                          train (the default) and evaluate on the way; eval: evaluate a checkpoint;
-                          decode: continue prompts; show: print knobs, graph, parameters and memory;
-                          compile: compile the step, for devices that need not be here
-  --job_log_dir=DIR       a local folder or gs://...
-  --step=N|best           eval, decode: this checkpoint rather than the newest
-  --continuous            eval: follow a running job until it ends
-  --topology=h200-1       show, compile: for so many GPUs (h200, h100, a100) instead of these here
-  --kernels               compile: the kernels of the step with bytes, FLOPs and roofline time
-  --against=NAME          show: print the difference from this experiment
-  --list, --fdl_help, --help
-                          all experiments; the knobs of one; this text
-
-How to decode (eval and decode need no --fdl_config: the run's own config.json serves)
-  --prompt=TEXT, --prompt_file=FILE
-                          what to continue; repeatable; a .txt file has one prompt a line, a .jsonl
-                          file one in the field "prompt" of each
-  --max_new_tokens=256, --num_samples=1, --stop=TEXT, --stop_token=ID
-                          texts for each prompt, and where they end; --stop... are repeatable
-  --temperature=0, --top_k=K, --top_p=P, --min_p=P, --decode_seed=0
-                          how tokens are chosen; temperature 0 takes the likeliest
-  --decode_rows=64        texts that are decoded together
-
-How to run
-  --enable_checkpoint_saving=false, --enable_summary_writer=false
-                          write no checkpoints; no TensorBoard files and metrics.jsonl
-  --tfds_data_dir=DIR     where TFDS keeps its data sets
-  --num_cpu_devices=N     run on N fake CPU devices, to try a mesh
-  --multiprocess_gpu      one of several processes; unless the cluster tells (Slurm), also give
-                          --server_addr=HOST:PORT --num_hosts=N --host_idx=I
-
-Examples
-  paxlike --list
-  paxlike --fdl_config=Synthetic126M --fdl.NUM_LAYERS=4 --fdl.optimizer.b2=0.99 --mode=show
-  paxlike --fdl_config=my_experiments.MyGpt --fdl.ICI_MESH_SHAPE=[1,8,1] --job_log_dir=/data/run1
-"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +50,10 @@ class Options:
     job_log_dir: Folder of the run; set in every mode but show and compile.
     against: Name of an experiment to compare with.
     topology: Name of the devices to compile for; None: those of this machine.
+    slices: As many such sets of TPUs.
     kernels: Print the kernels of the compiled step.
-    help: Print HELP and stop.
+    json: Print what is known of the compiled step for programs to read.
+    help: Print usage.HELP and stop.
     fdl_help: Print the knobs of the experiment and stop.
     list: Print the registered experiments and stop.
     step: The checkpoint to evaluate or decode with; None is the newest.
@@ -144,7 +90,9 @@ class Options:
   job_log_dir: str | None = None
   against: str | None = None
   topology: str | None = None
+  slices: int | None = None
   kernels: bool = False
+  json: bool = False
   help: bool = False
   fdl_help: bool = False
   list: bool = False
@@ -268,11 +216,13 @@ _BOOLEANS = {
   "list": False,
   "continuous": False,
   "kernels": False,
+  "json": False,
   "enable_checkpoint_saving": True,
   "enable_summary_writer": True,
   "multiprocess_gpu": False,
 }
 _INTS = {
+  "slices": 1,
   "num_hosts": 1,
   "host_idx": 0,
   "num_cpu_devices": 1,
@@ -376,6 +326,8 @@ def _check(options: Options):
     if getattr(options, name) not in (None, False, ()) and options.mode not in modes:
       mode = " or ".join(f"--mode={mode}" for mode in modes if mode in MODES)
       raise UserError(f"--{name} goes with {mode}, not --mode={options.mode}.")
+  if options.slices is not None and options.topology is None:
+    raise UserError(f"--slices={options.slices} goes with --topology=NAME.")
   if options.mode == "decode" and not options.prompt and not options.prompt_file:
     raise UserError("--mode=decode needs --prompt=TEXT or --prompt_file=FILE.")
   if (options.host_idx or 0) >= (options.num_hosts or float("inf")):

@@ -12,18 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from paxlike.chips import Chip, Rates
-
-# Bits of an element, by XLA's name of the type.
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32}
-_BITS |= {"s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
-_BITS |= {"f8e4m3fn": 8, "f8e5m2": 8}
-
-_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[0-9,]*)?")
-_HEAD = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(
-  r"\s+(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)(?=\s[\w\-]+\()|[^\s(]\S*) ([\w\-]+)\(([^)]*)\)(.*)"
-)
-_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
+from paxlike.program_text import COLLECTIVES, Instruction, Shape, computations
 
 # No kernel: names of values, and the ends of what was begun elsewhere.
 _FREE = {
@@ -32,20 +21,6 @@ _FREE = {
   *("opt-barrier", "replica-id"),
 }
 _BRANCHES = ("while", "call", "conditional", "async-start")
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-class Shape(NamedTuple):
-  """An array in memory, its layout as XLA writes it."""
-
-  dtype: str
-  dims: tuple[int, ...]
-  layout: str = ""
-
-  @property
-  def nbytes(self) -> int:
-    """Its size."""
-    return math.prod(self.dims) * _BITS[self.dtype] // 8
 
 
 class Kernel(NamedTuple):
@@ -71,23 +46,6 @@ class Kernel(NamedTuple):
   source: str
 
 
-class _Instruction(NamedTuple):
-  name: str
-  operation: str
-  outputs: list[Shape]
-  operands: list[str]
-  attributes: str
-
-  @property
-  def called(self) -> list[str]:
-    return _CALLED.findall(self.attributes)
-
-  @property
-  def target(self) -> str:
-    match = re.search(r'custom_call_target="([^"]+)"', self.attributes)
-    return match[1] if match else ""
-
-
 class _Work(NamedTuple):
   """What a kernel does; `rate` is the share of the chip's FLOP/s it reaches, 0 if none count."""
 
@@ -111,7 +69,7 @@ def kernels(program: str, chip: Chip, rates: Rates | None = None) -> list[Kernel
 
 class _Reader:
   def __init__(self, program: str, chip: Chip, rates: Rates):
-    self._computations = _computations(program)
+    self._computations = computations(program)
     self._chip = chip
     self._rates = rates
 
@@ -123,9 +81,8 @@ class _Reader:
       if one.operation in _FREE:
         continue
       if one.operation in _BRANCHES:
-        trips = re.search(r'known_trip_count":\{"n":"(\d+)"', one.attributes)
         for called in one.called:
-          yield from self.kernels(called, count * int(trips[1]) if trips else count)
+          yield from self.kernels(called, count * one.times(self._computations))
         continue
       operands = [shape for name in one.operands for shape in shapes.get(name, ())]
       work = self._work(one, operands)
@@ -144,13 +101,13 @@ class _Reader:
         source[1] if source else "",
       )
 
-  def _work(self, one: _Instruction, operands: Sequence[Shape]) -> _Work:
+  def _work(self, one: Instruction, operands: Sequence[Shape]) -> _Work:
     moved = sum(shape.nbytes for shape in (*operands, *one.outputs))
     if one.target.startswith("__cublas"):
       return self._matmul(one, operands)
     if "fmha" in one.target:
       return self._attention(one, operands, moved)
-    if one.operation.startswith(_COLLECTIVES):
+    if one.operation.startswith(COLLECTIVES):
       return _Work("communication", one.operation.removesuffix("-start"), moved)
     if one.operation.startswith("copy"):
       return _Work("transpose" if _is_transpose(one, operands) else "memory", "copy", moved)
@@ -172,7 +129,7 @@ class _Reader:
         group = "transpose"
     return _Work(group, name, nbytes)
 
-  def _matmul(self, one: _Instruction, operands: Sequence[Shape]) -> _Work:
+  def _matmul(self, one: Instruction, operands: Sequence[Shape]) -> _Work:
     a, b, output = operands[0], operands[1], one.outputs[0]
     contracted = re.search(
       r'(?:"lhs_contracting_dimensions":\s*\["?|lhs_contracting_dims=\{)(\d+)', one.attributes
@@ -196,7 +153,7 @@ class _Reader:
     nbytes += sum(shape.nbytes for shape in operands[2:3])
     return _Work(group, kind, nbytes, 2.0 * math.prod(output.dims) * depth, rate)
 
-  def _attention(self, one: _Instruction, operands: Sequence[Shape], moved: float) -> _Work:
+  def _attention(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
     batch, *middle, head_dim = operands[0].dims
     heads, tokens = sorted(middle)
     is_backward = "Backward" in one.target
@@ -212,30 +169,8 @@ class _Reader:
     )
 
 
-def _computations(program: str) -> dict[str, list[_Instruction]]:
-  """Returns the instructions of each computation; of the entry, under ""."""
-  found: dict[str, list[_Instruction]] = {}
-  current: list[_Instruction] = []
-  for line in program.splitlines():
-    if head := _HEAD.match(line):
-      current = found["" if head[1] else head[2]] = []
-    elif match := _INSTRUCTION.match(re.sub(r"/\*[^*]*\*/", "", line)):
-      name, outputs, operation, operands, attributes = match.groups()
-      names = re.findall(r"%([\w.\-]+)", operands)
-      current.append(_Instruction(name, operation, _shapes(outputs), names, attributes))
-  return found
-
-
-def _shapes(text: str) -> list[Shape]:
-  return [
-    Shape(dtype, tuple(int(size) for size in dims.split(",") if size), layout)
-    for dtype, dims, layout in _SHAPE.findall(text)
-    if dtype in _BITS
-  ]
-
-
 def _fusion_bytes(
-  body: Sequence[_Instruction], operands: Sequence[Shape], outputs: Sequence[Shape]
+  body: Sequence[Instruction], operands: Sequence[Shape], outputs: Sequence[Shape]
 ) -> float:
   """Returns what a fusion reads and writes: of what it slices or updates in place, only that."""
   operations = {one.operation for one in body}
@@ -249,7 +184,7 @@ def _fusion_bytes(
   return written + sum(shape.nbytes for shape in operands)
 
 
-def _is_transpose(one: _Instruction, operands: Sequence[Shape]) -> bool:
+def _is_transpose(one: Instruction, operands: Sequence[Shape]) -> bool:
   """Returns whether an instruction changes the order of an array in memory."""
   if one.operation == "transpose":
     return True

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program: flags -> experiment -> graph -> trainer -> the mode."""
 
+import json
 import logging
 import os
 import sys
@@ -8,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike import flags, memory
+from paxlike import flags, memory, tpu_targets, usage
 from paxlike.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -32,11 +33,15 @@ def _report_unraisable(error: Any):
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs a command line. Returns the exit status: 1 if the run failed, 2 for a user's mistake."""
+  """Runs a command line.
+
+  Returns the exit status: 1 if the run failed, 2 for a user's mistake, 3 for a step that was only
+  compiled and does not fit into the memory of its devices.
+  """
   try:
     options = flags.parse(argv)
     if options.help:
-      print(flags.HELP, end="")
+      print(usage.HELP, end="")
       return 0
     return _dispatch(options)
   except UserError as error:
@@ -72,8 +77,7 @@ def _dispatch(options: flags.Options) -> int:
       print(show.everything(experiment, graph))
     return 0
   if options.mode == "compile":
-    print(show.compiled(built(graph), with_kernels=options.kernels))
-    return 0
+    return _compile(options, built(graph))
   return _run(options, experiment, graph)
 
 
@@ -91,6 +95,8 @@ def set_up_jax(options: flags.Options):
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if options.topology is None:
       memory.keep_heap()
+  if not tpu_targets.are_here():
+    tpu_targets.settle()
   if options.num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
     # XLA for CPUs ends the process when it makes some sums of bfloat16 over devices float32: those
     # of gradients of jax.shard_map. It needs not do so, they are summed well as they are.
@@ -103,7 +109,7 @@ def set_up_jax(options: flags.Options):
 
   if options.topology is not None:
     jax.config.update("jax_platforms", "cpu")
-  topology.use(options.topology)
+  topology.use(options.topology, slices=options.slices or 1)
   if options.num_cpu_devices is not None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.num_cpu_devices)
@@ -163,6 +169,20 @@ def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
   for path, text in options.edits:
     config_file.set_path(graph, path, text)
   return graph
+
+
+def _compile(options: flags.Options, trainer: Any) -> int:
+  """Compiles the step and tells of it. Returns 3 if devices have too little memory for it."""
+  from paxlike import aot, compile_page
+
+  if options.kernels:
+    aot.check_kernels(trainer)
+  program = aot.compile_step(trainer)
+  if options.json:
+    print(json.dumps(compile_page.facts(trainer, program)))
+  else:
+    print(compile_page.text(trainer, program, with_kernels=options.kernels))
+  return 0 if program.fits else 3
 
 
 def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) -> int:

@@ -2,24 +2,14 @@
 """What `--mode=show`, `--fdl_help` and `--list` print."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import fiddle as fdl
 import jax
 from jax.sharding import AbstractMesh
 
-from paxlike import (
-  aot,
-  config_file,
-  fiddlers,
-  flops,
-  kernels,
-  mesh,
-  registry,
-  topology,
-  train_state,
-)
+from paxlike import config_file, fiddlers, flops, mesh, registry, tables, topology, train_state
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.knobs import UNSET, spell
@@ -36,7 +26,7 @@ def experiments() -> str:
     definition = Definition(fdl.build(model))
     summary = (cls.__doc__ or "").strip().split("\n")[0]
     rows.append((path.rpartition(".")[2], f"{definition.num_params:,}", summary))
-  return _table(("experiment", "parameters", ""), rows, right=(1,))
+  return tables.table(("experiment", "parameters", ""), rows, right=(1,))
 
 
 def knob_help(cls: type[Experiment]) -> str:
@@ -60,59 +50,6 @@ def everything(experiment: Experiment | None, graph: fdl.Config[Trainer]) -> str
   return "\n\n".join(parts)
 
 
-def compiled(trainer: Trainer, *, with_kernels: bool) -> str:
-  """Compiles the step of a run and returns what is to be said of it.
-
-  Raises:
-    UserError: The run cannot work.
-  """
-  program = aot.compile_step(trainer)
-  devices = f"{program.num_devices} x {trainer.devices.devices.flat[0].device_kind}"
-  rows = [
-    ("parameters", f"{trainer.definition.num_params:,}"),
-    ("devices", devices),
-    ("a step", f"{trainer.batch_size:,} sequences = {program.tokens:,} tokens"),
-    ("compiled in", f"{program.seconds:.1f} s"),
-    *((f"memory per device: {name}", value) for name, value in _held(program)),
-  ]
-  parts = [_table(("", ""), rows)]
-  if with_kernels:
-    header = ("ms", "launches", "GB", "TFLOP", "roofline of each device")
-    parts.append(_table(header, _kernels(program), right=range(4)))
-  return "\n\n".join(parts)
-
-
-def _held(program: aot.Program) -> Iterator[tuple[str, str]]:
-  held = program.held
-  yield "arguments", _bytes(held.arguments)
-  yield "temporaries", _bytes(held.temporaries)
-  if program.chip is None or not program.chip.memory:
-    yield "all", _bytes(sum(held))
-    return
-  room = program.chip.memory
-  verdict = "fits" if sum(held) <= room else "does not fit"
-  yield "all", f"{_bytes(sum(held))} of {_bytes(room)}: {verdict}"
-
-
-def _kernels(program: aot.Program, *, most: int = 30) -> Iterator[tuple[str, ...]]:
-  """Yields the kernels of a step by group, then the `most` expensive ones, as rows of a table."""
-  found = program.kernels()
-
-  def row(name: str, one: kernels.Kernel) -> tuple[str, ...]:
-    sizes = (one.seconds * 1e3, one.nbytes / 1e9, one.flops / 1e12)
-    milliseconds, gigabytes, teraflop = (f"{size:.3f}" for size in sizes)
-    return milliseconds, f"{one.count:,}", gigabytes, teraflop, name
-
-  every = kernels.total(found)
-  speed = program.tokens / program.num_devices / every.seconds
-  yield row(f"all: at most {speed:,.0f} tokens/s/device", every)
-  for name, one in kernels.grouped(found, "group"):
-    yield row(name, one)
-  yield ("", "", "", "", "")
-  for name, one in kernels.grouped(found, "kind")[:most]:
-    yield row(f"{one.group}: {name}", one)
-
-
 def difference(graph: Any, other: Any, *, name: str) -> str:
   """Returns what turns the experiment `name`, whose graph is `other`, into `graph`."""
   return config_file.difference(other, graph) or f"No difference from {name}."
@@ -133,7 +70,7 @@ def _knobs(experiment: Experiment) -> str:
         setting.source,
       )
     )
-  return _table(("knob", "value", "type", "default", "declared in", "set by"), rows)
+  return tables.table(("knob", "value", "type", "default", "declared in", "set by"), rows)
 
 
 def _facts(trainer: Trainer) -> str:
@@ -160,7 +97,7 @@ def _facts(trainer: Trainer) -> str:
     *_memory(trainer, sizes),
     *(("left whole", line) for line in _undivided(definition, sizes)),
   ]
-  return _table(("", ""), rows)
+  return tables.table(("", ""), rows)
 
 
 def _axis_sizes(spec: mesh.MeshSpec) -> tuple[dict[str, int], str]:
@@ -198,7 +135,7 @@ def _memory(trainer: Trainer, sizes: dict[str, int]) -> Iterator[tuple[str, str]
     one = sum(
       math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
     )
-    yield f"memory of {name}", f"{_bytes(one)} per device ({_bytes(whole)} in all)"
+    yield f"memory of {name}", f"{tables.nbytes(one)} per device ({tables.nbytes(whole)} in all)"
 
 
 def _undivided(definition: Definition, sizes: dict[str, int]) -> list[str]:
@@ -211,26 +148,3 @@ def _undivided(definition: Definition, sizes: dict[str, int]) -> list[str]:
         axes = " x ".join(f"{a} {sizes[a]}" for a in mesh.RULES[dim] if sizes[a] > 1)
         found.add(f"{dim} {size:,} is not divided by {axes}")
   return sorted(found)
-
-
-def _bytes(count: float) -> str:
-  for unit in ("B", "kB", "MB", "GB"):
-    if count < 1000:
-      return f"{count:.4g} {unit}"
-    count /= 1000
-  return f"{count:,.4g} TB"
-
-
-def _table(
-  header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()
-) -> str:
-  rows = [header, *rows] if any(header) else list(rows)
-  widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-  lines = []
-  for row in rows:
-    cells = [
-      cell.rjust(width) if column in right else cell.ljust(width)
-      for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
-    lines.append("  ".join(cells).rstrip())
-  return "\n".join(lines)

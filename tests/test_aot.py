@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step of a run, compiled for a GPU that is not there."""
 
+import json
 import math
 import os
 import re
@@ -10,7 +11,7 @@ from typing import Any
 
 import fiddle as fdl
 import pytest
-from program import TINY, run
+from program import TINY, run, start
 
 from paxlike import aot, fiddlers, kernels, registry
 from paxlike.scripts_gpu import xla_flags
@@ -24,11 +25,45 @@ def test_the_page_tells_of_memory_and_kernels(capsys):
   assert run(*bf16, *GPU, "--kernels", "--fdl.DIMS_PER_HEAD=8") == 0
   out = capsys.readouterr().out
   assert re.search(r"devices +1 x NVIDIA H200", out)
-  assert re.search(r"memory per device: all +[\d.]+ [kM]B of 151\.4 GB: fits", out)
+  assert re.search(r"memory per device: peak +[\d.]+ [kM]B of 151\.4 GB: fits", out)
   assert re.search(r"attention: __cudnn\$fmhaSoftmaxBackward\n", out)
   groups = out.partition("roofline of each device\n")[2].partition("\n\n")[0].splitlines()
   every, *parts = [float(line.split()[0]) for line in groups]
   assert every == pytest.approx(sum(parts), abs=0.003)
+
+
+@pytest.mark.slow
+def test_the_page_of_a_step_for_tpus(capsys):
+  """Of two compilers at once, as each holds Google's library for itself by default."""
+  flags = (*TINY, "--mode=compile", "--topology=v5e-4", "--fdl.ICI_MESH_SHAPE=[1,2,2]")
+  other = start(*flags, "--json")
+  assert run(*flags) == 0
+  page = capsys.readouterr().out
+  facts = json.loads(other.communicate()[0])
+  assert other.returncode == 0
+  assert "4 x TPU v5 lite: fsdp 2, tensor 2" in page
+  assert re.search(r"peak +[\d.]+ MB of 16\.91 GB: fits", page)
+  assert re.search(r"all-gather over fsdp\n", page)
+  assert facts["fits"] and facts["mesh"]["tensor"] == 2
+  assert facts["tokens_per_step"] == 4 * 16
+  # A dense model's FLOPs are at least six a parameter and token.
+  assert facts["flops_per_step"] > 6 * facts["parameters"] * facts["tokens_per_step"] * 0.9
+  assert {row["kind"] for row in facts["collectives"]} >= {"all-gather", "all-reduce"}
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_a_verdict_with_what_helps(capsys):
+  wide = ("--fdl.NUM_LAYERS=4", "--fdl.MODEL_DIMS=4096", "--fdl.HIDDEN_DIMS=16384")
+  flags = (*TINY, *wide, "--fdl.MAX_SEQ_LEN=2048", "--mode=compile", "--topology=v5e-4")
+  assert run(*flags, "--fdl.PERCORE_BATCH_SIZE=64", "--fdl.ICI_MESH_SHAPE=[1,4,1]") == 3
+  captured = capsys.readouterr()
+  assert captured.err == ""
+  assert re.search(r"peak +[\d.]+ GB of 16\.91 GB: does not fit", captured.out)
+  assert "CHECKPOINT_POLICY=SAVE_NOTHING (now SAVE_EVERYTHING)" in captured.out
+  assert "GRADIENT_ACCUMULATION_STEPS=2 (now 1)" in captured.out
+  assert re.search(r"PERCORE_BATCH_SIZE=\d+ \(now 64\)", captured.out)
+  assert run(*flags, "--fdl.ICI_MESH_SHAPE=[4,1,1]", "--fdl.NUM_LAYERS=40") == 3
+  assert "cut weights and optimizer over more devices" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -56,6 +91,9 @@ def test_every_product_of_a_block_is_in_8_bits_and_no_other(h200, name):
     (("--mode=compile", "--topology=h201-1"), "Did you mean h"),
     (("--mode=train", "--topology=h200-1", "--job_log_dir=x"), "--topology goes with"),
     (("--mode=train", "--kernels", "--job_log_dir=x"), "--kernels goes with --mode=compile"),
+    (("--mode=compile", "--kernels", "--topology=v5e-4"), "not for TPU v5 lite: give a --topology"),
+    (("--mode=compile", "--slices=2"), "--slices=2 goes with --topology"),
+    (("--mode=compile", "--slices=2", "--topology=h200-8"), "TPUs come in slices"),
     ((*GPU, "--fdl.ICI_MESH_SHAPE=[2,1,1]"), "needs 2 devices"),
     ((*GPU, "--fdl.GRADIENT_ACCUMULATION_STEPS=3"), "GRADIENT_ACCUMULATION_STEPS"),
   ],

@@ -9,7 +9,7 @@ import sys
 import pytest
 from absl import flags as absl_flags
 
-from paxlike import flags
+from paxlike import flags, usage
 from paxlike.errors import UserError
 
 
@@ -149,9 +149,9 @@ def test_modules_are_a_list_with_commas_or_repeated():
 def test_help_speaks_of_every_flag_and_fits_a_terminal():
   lists = {"knobs": "--fdl.KNOB", "edits": "--fdl.path", "fiddlers": "--fiddler"}
   for field in dataclasses.fields(flags.Options):
-    assert lists.get(field.name, f"--{field.name}") in flags.HELP
-  assert max(map(len, flags.HELP.splitlines())) <= 100
-  examples = flags.HELP.partition("Examples\n")[2].splitlines()
+    assert lists.get(field.name, f"--{field.name}") in usage.HELP
+  assert max(map(len, usage.HELP.splitlines())) <= 100
+  examples = usage.HELP.partition("Examples\n")[2].splitlines()
   assert len(examples) == 3
   for example in examples:
     flags.parse(shlex.split(example))

@@ -21,8 +21,19 @@ MAX_LINES, MAX_FUNCTION_LINES = 400, 80
 # a row with a file of another name is no business of that file.
 RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors", "chips"),
+  ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
   ("topology",),
-  ("mesh", "kernels", "distributed", "knob_types", "signals", "run_folder", "console", "memory"),
+  (
+    "mesh",
+    "kernels",
+    "collectives",
+    "distributed",
+    "knob_types",
+    "signals",
+    "run_folder",
+    "console",
+    "memory",
+  ),
   ("layers", "data", "feed"),
   ("optimizers", "flops", "relayout", "weight_rules", "sampling", "prompts"),
   ("objectives", "train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
@@ -38,7 +49,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("registry", "harness"),
   ("experiments",),
   ("scripts_gpu",),
-  ("flags", "show", "plot", "convert"),
+  ("flags", "show", "compile_page", "plot", "convert"),
   ("main",),
 )
 FIDDLE = {

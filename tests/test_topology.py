@@ -19,7 +19,7 @@ from paxlike.mesh import MeshSpec
     ("h200", "h200-N"),
     ("h200-0", "h200-N"),
     ("h100-12", "nodes of 8"),
-    ("v5e-256", "h200-N"),
+    ("v5x-256", "v5p-N, v6e-N.*Did you mean v5"),
   ],
 )
 def test_what_is_no_topology_is_said(name, says):

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of a program that XLA compiled, `compiled.as_text()`, as instructions."""
+
+import math
+import re
+from typing import NamedTuple
+
+# Bits of an element, by XLA's name of the type.
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32}
+_BITS |= {"s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
+_BITS |= {"f8e4m3fn": 8, "f8e5m2": 8}
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[0-9,]*)?")
+_HEAD = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
+_LINE = re.compile(
+  r"\s+(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)(?=\s[\w\-]+\()|[^\s(]\S*) ([\w\-]+)\(([^)]*)\)(.*)"
+)
+_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
+
+
+class Shape(NamedTuple):
+  """An array in memory, its layout as XLA writes it."""
+
+  dtype: str
+  dims: tuple[int, ...]
+  layout: str = ""
+
+  @property
+  def nbytes(self) -> int:
+    """Its size."""
+    return math.prod(self.dims) * _BITS[self.dtype] // 8
+
+
+class Instruction(NamedTuple):
+  """One line of the program.
+
+  Attributes:
+    name, operation: As XLA writes them.
+    outputs: The arrays that it makes.
+    operands: Names of the instructions whose outputs it takes.
+    literal: Of a constant, its value.
+    attributes: What follows, as text.
+  """
+
+  name: str
+  operation: str
+  outputs: list[Shape]
+  operands: list[str]
+  literal: str
+  attributes: str
+
+  @property
+  def called(self) -> list[str]:
+    """The computations that it runs."""
+    return _CALLED.findall(self.attributes)
+
+  @property
+  def target(self) -> str:
+    """The library's function that it calls; empty if none."""
+    match = re.search(r'custom_call_target="([^"]+)"', self.attributes)
+    return match[1] if match else ""
+
+  def times(self, found: "Computations") -> int:
+    """Returns how often it runs what it calls: of a loop, its trips."""
+    if self.operation != "while":
+      return 1
+    if told := re.search(r'known_trip_count":\{"n":"(\d+)"', self.attributes):
+      return int(told[1])
+    # As JAX writes its scans: from 0 up to a constant.
+    condition = re.search(r"condition=%([\w.\-]+)", self.attributes)
+    lines = found.get(condition[1], []) if condition else []
+    limits = [one.literal for one in lines if one.operation == "constant"]
+    return max((int(limit) for limit in limits if limit.isdecimal()), default=1)
+
+
+Computations = dict[str, list[Instruction]]
+
+
+def computations(program: str) -> Computations:
+  """Returns the instructions of each computation; of the entry, under ""."""
+  found: Computations = {}
+  current: list[Instruction] = []
+  for line in program.splitlines():
+    if head := _HEAD.match(line):
+      current = found["" if head[1] else head[2]] = []
+    elif match := _LINE.match(re.sub(r"/\*[^*]*\*/", "", line)):
+      name, outputs, operation, operands, attributes = match.groups()
+      names = re.findall(r"%([\w.\-]+)", operands)
+      current.append(Instruction(name, operation, _shapes(outputs), names, operands, attributes))
+  return found
+
+
+def _shapes(text: str) -> list[Shape]:
+  return [
+    Shape(dtype, tuple(int(size) for size in dims.split(",") if size), layout)
+    for dtype, dims, layout in _SHAPE.findall(text)
+    if dtype in _BITS
+  ]

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and amounts as people read them."""
+
+from collections.abc import Iterable, Sequence
+
+
+def nbytes(count: float) -> str:
+  """Returns an amount of memory, in powers of 1000."""
+  for unit in ("B", "kB", "MB", "GB"):
+    if count < 1000:
+      return f"{count:.4g} {unit}"
+    count /= 1000
+  return f"{count:,.4g} TB"
+
+
+def table(
+  header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()
+) -> str:
+  """Returns rows in aligned columns, those of `right` to the right; no header if all are empty."""
+  rows = [header, *rows] if any(header) else list(rows)
+  widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+  lines = []
+  for row in rows:
+    cells = [
+      cell.rjust(width) if column in right else cell.ljust(width)
+      for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    lines.append("  ".join(cells).rstrip())
+  return "\n".join(lines)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Google's TPUs for XLA to compile for where there are none."""
+
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from paxlike.errors import UserError
+
+
+class Kind(NamedTuple):
+  """What is sold under one name.
+
+  Attributes:
+    name: What the compiler calls it.
+    units: Units of the number in a name for each chip: v5p counts cores, of which a chip has two.
+    dims: Of the torus that chips are joined in.
+    most: Chips of a slice.
+  """
+
+  name: str
+  units: int
+  dims: int
+  most: int
+
+
+KINDS = {
+  "v5e": Kind("v5e", 1, 2, 256),
+  "v5p": Kind("v5p", 2, 3, 8960),
+  "v6e": Kind("v6e", 1, 2, 256),
+}
+
+
+# A process that only compiles needs not be the only one, as one that has a TPU must, nor ask the
+# cloud what machine it is on, nor tell that it is on none.
+_ALONE = {
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+}
+
+
+def are_here() -> bool:
+  """Returns whether this machine may have TPUs."""
+  return any(pathlib.Path("/dev").glob("accel*")) or any(pathlib.Path("/dev").glob("vfio/[0-9]*"))
+
+
+def settle():
+  """Answers what the compiler asks where there are no TPUs: it would complain of what it lacks."""
+  for name, value in _ALONE.items():
+    os.environ.setdefault(name, value)
+
+
+def check(kind: str, count: int):
+  """Raises UserError unless there is a slice of this name."""
+  shape(kind, count)
+
+
+def shape(kind: str, count: int) -> tuple[int, ...]:
+  """Returns the chips along each dim of the torus of a slice: the most compact that is sold.
+
+  Raises:
+    UserError: There is no slice of this name.
+  """
+  one = KINDS[kind]
+  chips, rest = divmod(count, one.units)
+  found = [] if rest or chips > one.most else list(_boxes(chips, one.dims))
+  if not found:
+    each = f", {one.units} for each chip" if one.units > 1 else ""
+    raise UserError(
+      f"--topology={kind}-{count}: there is no such slice. {kind} counts up to"
+      f" {one.most * one.units:,}{each}, in boxes whose sides are 2 or multiples of 4; for more add"
+      " --slices=N."
+    )
+  # The most compact one. The compiler has 2x2x1, not 1x2x2.
+  sides = min(found, key=lambda sides: sides[::-1])
+  return sides[1:] + sides[:1] if sides[0] == 1 else sides
+
+
+def _boxes(chips: int, dims: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+  """Yields the boxes of so many chips, their sides growing; a side is 1 only beside 1 and 2."""
+  for side in range(least, chips + 1):
+    if (side not in (1, 2) and side % 4) or chips % side:
+      continue
+    if dims == 1:
+      if side == chips:
+        yield (side,)
+      continue
+    for rest in _boxes(chips // side, dims - 1, side):
+      if side > 1 or rest[-1] <= 2:
+        yield (side, *rest)
+
+
+def devices(kind: str, count: int, slices: int) -> list[Any]:
+  """Returns the chips of slices that are each as `shape` tells, in hosts of up to four.
+
+  Raises:
+    UserError: There is no such slice, or JAX lacks what compiles for it.
+  """
+  settle()
+  from jax.experimental import topologies
+
+  sides = shape(kind, count)
+  options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+  if sides[-1] == 1 and sides[0] == 1:
+    options["chips_per_host_bounds"] = (1, 1, 1)
+  name = "x".join(map(str, sides))
+  try:
+    found = topologies.get_topology_desc(
+      platform="tpu", topology_name=f"{KINDS[kind].name}:{name}", **options
+    )
+  except (RuntimeError, ValueError, NotImplementedError) as error:
+    raise UserError(
+      "compiling for TPUs needs Google's compiler, of the release that this JAX asks for:"
+      f" pip install 'paxlike[tpu-aot]' ({str(error).splitlines()[0]})."
+    ) from None
+  return list(found.devices)

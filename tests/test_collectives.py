@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from programs, against what their text or their purpose says."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from paxlike import collectives
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+  return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+FLOATS = 1024
+NBYTES = 4 * FLOATS
+
+
+@pytest.mark.parametrize(
+  ("function", "axes", "expected"),
+  [
+    (lambda x: jax.lax.psum(x, "data"), ("data",), ("all-reduce", 2 * 3 / 4 * NBYTES)),
+    (
+      lambda x: jax.lax.psum(x, ("data", "tensor")),
+      ("data", "tensor"),
+      ("all-reduce", 2 * 7 / 8 * NBYTES),
+    ),
+    (lambda x: jax.lax.all_gather(x, "tensor"), ("tensor",), ("all-gather", NBYTES)),
+    (
+      lambda x: jax.lax.psum_scatter(x, "data", tiled=True),
+      ("data",),
+      ("reduce-scatter", 3 / 4 * NBYTES),
+    ),
+    (
+      lambda x: jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)]),
+      ("tensor",),
+      ("collective-permute", NBYTES),
+    ),
+  ],
+)
+def test_bytes_are_those_that_the_algorithm_must_send(mesh, function, axes, expected):
+  every = PartitionSpec()
+  local = jax.shard_map(function, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
+  where = NamedSharding(mesh, every)
+  program = jax.jit(local).lower(jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
+  [found] = collectives.collectives(program.compile().as_text() or "", mesh)
+  kind, nbytes = expected
+  assert found == (kind, axes, 1, nbytes)
+
+
+def test_what_a_loop_does_counts_as_often_as_it_runs(mesh):
+  def body(x, _):
+    return jax.lax.psum(jnp.sin(x), "data"), None
+
+  def nested(x, _):
+    return jax.lax.scan(body, x, None, length=3)[0], None
+
+  every = PartitionSpec()
+  loop = functools.partial(jax.lax.scan, nested, xs=None, length=5)
+  local = jax.shard_map(
+    lambda x: loop(x)[0], mesh=mesh, in_specs=every, out_specs=every, check_vma=False
+  )
+  where = NamedSharding(mesh, every)
+  program = jax.jit(local).lower(jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
+  [found] = collectives.collectives(program.compile().as_text() or "", mesh)
+  assert found.count == 15
+  assert found.nbytes == 15 * 2 * 3 / 4 * NBYTES
+
+
+# As XLA for TPUs writes: no trip counts, parts of one collective in several computations.
+TPU = """\
+%condition (p: (s32[], f32[8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(32)
+  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+
+%part.1 (p: f32[2]) -> f32[8] {
+  ROOT %all-gather.1 = f32[8]{0:T(128)} all-gather(%p), channel_id=7, GROUPS, dimensions={0}
+}
+
+%part.2 (p: f32[2]) -> f32[8] {
+  ROOT %all-gather.2 = f32[8]{0:T(128)} all-gather(%p), channel_id=7, GROUPS, dimensions={0}
+}
+
+%all-reduce-scatter.3 (p: f32[16]) -> f32[4] {
+  %all-reduce.9 = f32[16]{0:T(128)} all-reduce(%p), channel_id=8, GROUPS, to_apply=%add
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %one = f32[8]{0:T(128)} fusion(%x), kind=kCustom, calls=%part.1
+  %two = f32[8]{0:T(128)} fusion(%one), kind=kCustom, calls=%part.2
+  %three = f32[4]{0:T(128)} fusion(%two), kind=kCustom, calls=%all-reduce-scatter.3
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %loop = (s32[]{:T(128)}, f32[8]{0:T(128)}) while(%init), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+  ("groups", "axes"),
+  [
+    ("replica_groups=mesh['a'=4,'b'=2] {'a'}", ("data",)),
+    ("replica_groups=[2,4]<=[4,2]T(1,0)", ("data",)),
+    ("replica_groups={{0,2,4,6},{1,3,5,7}}", ("data",)),
+    ("replica_groups=[2,4]<=[8]", ("data", "tensor")),
+  ],
+)
+def test_the_text_of_a_program_for_tpus(mesh, groups, axes):
+  found = collectives.collectives(TPU.replace("GROUPS", groups), mesh)
+  scattered, gathered = 32 * 64 * 3 / 4, 32 * 32 * 3 / 4
+  assert found == [
+    ("reduce-scatter", axes, 32, scattered),
+    ("all-gather", axes, 32, gathered),
+  ]
+
+
+@pytest.mark.parametrize(
+  ("pairs", "axes"),
+  [("{{0,0},{1,3},{3,5}}", ("data",)), ("{{0,1},{2,3}}", ("tensor",)), ("{{4,4}}", ())],
+)
+def test_pairs_tell_their_axes(pairs, axes, mesh):
+  line = f"%p = f32[8] collective-permute(%x), channel_id=1, source_target_pairs={pairs}"
+  text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  {line}\n}}\n"
+  [found] = collectives.collectives(text, mesh)
+  assert found.axes == axes
+  assert np.isclose(found.nbytes, 32)

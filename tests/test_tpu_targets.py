@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TPUs that are only named."""
+
+import math
+
+import pytest
+
+from paxlike import chips, topology, tpu_targets
+from paxlike.errors import UserError
+
+# The shapes that Google sells under these names.
+SHAPES = {
+  ("v5e", 1): (1, 1),
+  ("v5e", 4): (2, 2),
+  ("v5e", 8): (2, 4),
+  ("v5e", 32): (4, 8),
+  ("v5e", 256): (16, 16),
+  ("v6e", 128): (8, 16),
+  ("v5p", 8): (2, 2, 1),
+  ("v5p", 16): (2, 2, 2),
+  ("v5p", 64): (2, 4, 4),
+  ("v5p", 128): (4, 4, 4),
+  ("v5p", 384): (4, 4, 12),
+  ("v5p", 768): (4, 8, 12),
+  ("v5p", 2048): (8, 8, 16),
+  ("v5p", 12288): (16, 16, 24),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES, ids=str)
+def test_slices_have_the_shapes_that_are_sold(name):
+  kind, count = name
+  assert tpu_targets.shape(kind, count) == SHAPES[name]
+  assert math.prod(SHAPES[name]) * tpu_targets.KINDS[kind].units == count
+
+
+@pytest.mark.parametrize("name", ["v5e-512", "v5e-12", "v5p-7", "v5p-20000", "v6e-3"])
+def test_there_are_no_others(name):
+  with pytest.raises(UserError, match=f"--topology={name}: there is no such slice"):
+    topology.parse(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "slices", "count", "kind"),
+  [
+    ("v5e-1", 1, 1, "v5 lite"),
+    ("v5e-16", 2, 32, "v5 lite"),
+    ("v5p-8", 1, 4, "v5"),
+    ("v6e-8", 1, 8, "v6"),
+  ],
+)
+def test_chips_are_as_many_and_known(name, slices, count, kind):
+  topology.use(name, slices=slices)
+  try:
+    found = topology.devices()
+  finally:
+    topology.use(None)
+  assert len(found) == count
+  assert kind in found[0].device_kind
+  assert {getattr(chip, "slice_index", 0) or 0 for chip in found} == set(range(slices))
+  known = chips.find(found[0].device_kind)
+  assert known is not None and known.memory and known.bandwidth
+
+
+def test_slices_are_of_tpus():
+  with pytest.raises(UserError, match="--slices=2: TPUs come in slices"):
+    topology.use("h100-8", slices=2)
