@@ -71,15 +71,16 @@ class Program:
   @property
   def collectives(self) -> list[collectives.Collective]:
     """What devices send each other in a step."""
-    return [] if self.step is None else collectives.collectives(self._text, self.devices)
+    return [] if self.step is None else collectives.collectives(self.text, self.devices)
 
   def kernels(self) -> list[kernels.Kernel]:
     """Returns what one step launches on each GPU."""
     assert self.chip is not None
-    return kernels.kernels(self._text, self.chip)
+    return kernels.kernels(self.text, self.chip)
 
   @property
-  def _text(self) -> str:
+  def text(self) -> str:
+    """The program, as XLA writes it; empty if there is none."""
     return (self.step.as_text() if self.step is not None else None) or ""
 
 

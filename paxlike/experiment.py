@@ -79,6 +79,8 @@ class Experiment(Knobs):
   ADAM_EPSILON: float = 1e-8  #: Added outside the root.
   #: What the means are held in; bfloat16 rounds by chance.
   ADAM_MOMENT_DTYPE: Literal["float32", "bfloat16"] = "float32"
+  #: Cut the optimizer's state over the mesh axis data too (ZeRO-1).
+  SHARD_OPTIMIZER_OVER_DATA: bool = False
   WEIGHT_DECAY: float = 0.1  #: Decoupled weight decay.
   WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: What decays.
   CLIP_GRADIENT_NORM_TO_VALUE: float | None = 1.0  #: Largest global gradient norm. None: no clip.
@@ -300,6 +302,7 @@ class Experiment(Knobs):
       decayed=getattr(optimizers, self.WEIGHT_DECAY_ON),
       clip_norm=self.CLIP_GRADIENT_NORM_TO_VALUE,
       moment_dtype=self.ADAM_MOMENT_DTYPE,
+      over_data=self.SHARD_OPTIMIZER_OVER_DATA,
     )
 
   def schedule(self) -> fdl.Config:

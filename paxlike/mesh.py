@@ -182,6 +182,18 @@ def partition(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Par
   return PartitionSpec(*entries)
 
 
+def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+  """Returns a partition that cuts a tensor over `data` too, along the first dim that it divides."""
+  if sizes["data"] == 1 or "data" in axes_of(spec):
+    return spec
+  entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+  for place, (axes, size) in enumerate(zip(entries, shape, strict=True)):
+    if size % (math.prod(sizes[axis] for axis in axes) * sizes["data"]) == 0:
+      entries[place] = (*axes, "data")
+      break
+  return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))
+
+
 def axes_of(spec: PartitionSpec) -> set[str]:
   """Returns the mesh axes that a partition uses."""
   entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]

@@ -19,10 +19,18 @@ Schedule = optax.Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-  """A gradient transformation, and the schedule in it so that it can be shown."""
+  """A gradient transformation, and the schedule in it so that it can be shown.
+
+  Attributes:
+    transform: Of gradients into updates.
+    learning_rate: The schedule.
+    over_data: Whether its state is cut over the mesh axis data too, where weights are copies
+      (ZeRO-1; Rajbhandari et al., 2020, arXiv:1910.02054).
+  """
 
   transform: optax.GradientTransformation
   learning_rate: Schedule
+  over_data: bool = False
 
 
 def matrices(params: dict[str, Any]) -> dict[str, bool]:
@@ -45,6 +53,7 @@ def adamw(
   decayed: Callable[[dict[str, Any]], dict[str, bool]] = everything,
   clip_norm: float | None,
   moment_dtype: str = "float32",
+  over_data: bool = False,
 ) -> Optimizer:
   """AdamW (Loshchilov and Hutter, 2019) after clipping by global norm.
 
@@ -57,6 +66,7 @@ def adamw(
     decayed: Marks the parameters that decay.
     clip_norm: Largest norm of all gradients together; None does not clip.
     moment_dtype: What both means are held in; bfloat16 is rounded by chance.
+    over_data: See `Optimizer`.
   """
   clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
   transform = optax.chain(
@@ -65,7 +75,7 @@ def adamw(
     optax.add_decayed_weights(weight_decay, mask=decayed),
     optax.scale_by_learning_rate(learning_rate),
   )
-  return Optimizer(transform, learning_rate)
+  return Optimizer(transform, learning_rate, over_data)
 
 
 def _held_in(dtype: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -78,13 +78,27 @@ def abstract(
     # The optimizer's moments are dicts with the parameters' names, and live where those live.
     keys = [getattr(key, "key", None) for key in path]
     spec = next((definition.weights[key] for key in keys if key in definition.weights), None)
+    cut = PartitionSpec()
     if spec is not None and len(spec.shape) == len(leaf.shape):
-      where = mesh_lib.sharding(mesh, spec.dims, leaf.shape)
-    else:
-      where = NamedSharding(mesh, PartitionSpec())
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+      cut = mesh_lib.partition(spec.dims, leaf.shape, mesh.shape)
+      if optimizer.over_data and path[0].name == "opt_state":
+        cut = mesh_lib.spread(cut, leaf.shape, mesh.shape)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, cut))
 
   return jax.tree_util.tree_map_with_path(place, state)
+
+
+def kept_in_place(definition: Definition, optimizer: Optimizer, state: TrainState) -> TrainState:
+  """Pins a new state, inside a traced function, to where the old one lives on the current mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1:
+    return state
+  target = abstract(definition, optimizer, mesh)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+  changing = dataclasses.replace(state, frozen={}, reference={})
+  shardings = dataclasses.replace(shardings, frozen={}, reference={})
+  changing = jax.lax.with_sharding_constraint(changing, shardings)
+  return dataclasses.replace(changing, frozen=state.frozen, reference=state.reference)
 
 
 def create(

@@ -14,7 +14,7 @@ from paxlike.layers.rounding import Rounded, in_dtype
 from paxlike.meter import TOKENS_OF
 from paxlike.objectives import NextToken, Objective, shares_base, without_adapters
 from paxlike.optimizers import Optimizer
-from paxlike.train_state import TrainState
+from paxlike.train_state import TrainState, kept_in_place
 
 # Name -> (sum, weight): the value is their quotient, and sums add up over steps and hosts.
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
@@ -88,7 +88,7 @@ def make_train_step(
       opt_state=opt_state,
       skipped=state.skipped + jnp.where(finite, 0, 1),
     )
-    return state, metrics
+    return kept_in_place(definition, optimizer, state), metrics
 
   return train_step
 
