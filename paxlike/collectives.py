@@ -84,7 +84,7 @@ def _distinct(found: Computations) -> Iterator[tuple[str, Instruction, int]]:
 def _result(one: Instruction) -> int:
   """Returns the bytes of a collective's result on one device."""
   shapes = one.outputs
-  if one.operation == "all-gather-start":
+  if one.operation in ("all-gather-start", "reduce-scatter-start"):
     shapes = shapes[len(shapes) // 2 :]  # After the operands.
   elif one.operation == "collective-permute-start":
     shapes = shapes[1:2]  # Between the operand and two counters.

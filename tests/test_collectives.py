@@ -122,6 +122,22 @@ def test_the_text_of_a_program_for_tpus(mesh, groups, axes):
 
 
 @pytest.mark.parametrize(
+  ("line", "kind", "nbytes"),
+  [
+    ("(f32[2], f32[8]) all-gather-start(%x)", "all-gather", 32 * 3 / 4),
+    ("((f32[8]), f32[2]) reduce-scatter-start(%x)", "reduce-scatter", 32 * 3 / 4),
+    ("(f32[8], f32[4]) all-reduce-start(%x, %y)", "all-reduce", 2 * 48 * 3 / 4),
+    ("(f32[8], f32[8], u32[], u32[]) collective-permute-start(%x)", "collective-permute", 32),
+  ],
+)
+def test_what_is_begun_counts_and_not_its_end(line, kind, nbytes, mesh):
+  groups = "channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}"
+  end = f"  %end = f32[8] {kind}-done(%begin)\n"
+  text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  %begin = {line}, {groups}\n{end}}}\n"
+  assert collectives.collectives(text, mesh) == [(kind, ("data",), 1, nbytes)]
+
+
+@pytest.mark.parametrize(
   ("pairs", "axes"),
   [("{{0,0},{1,3},{3,5}}", ("data",)), ("{{0,1},{2,3}}", ("tensor",)), ("{{4,4}}", ())],
 )
