@@ -33,6 +33,7 @@ import step as step_lib
 
 from paxlike import train_state
 from paxlike.checkpoint import Checkpoints, Flat, flatten
+from paxlike.layers.stack import layout_of
 from paxlike.trainer import Trainer
 
 DEFAULT = (
@@ -104,7 +105,7 @@ class Run:
   def save(self):
     """Begins a save."""
     self.num_saves += 1
-    layout = self._trainer.layout
+    layout = layout_of(self._trainer.model)
     self.saved.save(self.num_saves, self.state, layout=layout, train_input={})
 
   @property
@@ -121,7 +122,7 @@ class Run:
     trainer = self._trainer
     target = train_state.abstract(trainer.definition, trainer.optimizer, trainer.devices)
     target = flatten(dataclasses.replace(target, frozen={}))
-    restored = self.saved.restore(self.num_saves, target, layout=trainer.layout)
+    restored = self.saved.restore(self.num_saves, target, layout=layout_of(trainer.model))
     return jax.block_until_ready(restored.state)
 
 

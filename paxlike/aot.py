@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from paxlike import chips, collectives, flops, kernels, mesh, train_state
+from paxlike import chips, collectives, flops, kernels, mesh, saved_step, train_state
 from paxlike.errors import UserError
 from paxlike.layers.stack import Remat, Stack
 from paxlike.trainer import Trainer
@@ -84,28 +84,28 @@ class Program:
     return (self.step.as_text() if self.step is not None else None) or ""
 
 
-def compile_step(trainer: Trainer) -> Program:
-  """Compiles the step of a run; reads no data and allocates nothing.
+def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
+  """Compiles the step of a run, and saves it in a file; reads no data and allocates nothing.
 
   Raises:
     UserError: There is nothing to train, or the devices cannot share a batch.
   """
   trainer.check_step()
   devices = trainer.devices
-  state = train_state.abstract(
-    trainer.definition, trainer.optimizer, devices, with_reference=trainer.has_reference
-  )
-  batch: Any = trainer.feed.abstract(trainer.train_data.no_rows())
+  state, batch = _abstract(trainer)
   tokens = trainer.batch_size * trainer.data.seq_len
   began = time.perf_counter()
   try:
     with jax.set_mesh(devices):
-      step = trainer.compile(state, batch)
+      lowered = trainer.lower(state, batch)
+      step = lowered.compile(compiler_options=dict(trainer.compiler_options))
     held = _held(step)
   except jax.errors.JaxRuntimeError as error:
     step, held = None, _asked_for(str(error), _bytes_per_device((state, batch)))
     if held is None:
       raise
+  if save is not None and step is not None:
+    saved_step.save(save, step, lowered, devices)
   return Program(
     step=step,
     held=held,
@@ -115,6 +115,24 @@ def compile_step(trainer: Trainer) -> Program:
     tokens=tokens,
     flops=tokens * flops.per_token(trainer.definition, trainer.data.seq_len).full,
   )
+
+
+def load_step(trainer: Trainer, path: str) -> jax.stages.Compiled:
+  """Returns the step of a run from a file that `compile_step` saved.
+
+  Raises:
+    UserError: The file is not of this step.
+  """
+  with jax.set_mesh(trainer.devices):
+    return saved_step.load(path, trainer.lower(*_abstract(trainer)), trainer.devices)
+
+
+def _abstract(trainer: Trainer) -> tuple[Any, Any]:
+  """Returns the shapes, dtypes and shardings of a run's state and of its batches."""
+  state = train_state.abstract(
+    trainer.definition, trainer.optimizer, trainer.devices, with_reference=trainer.has_reference
+  )
+  return state, trainer.feed.abstract(trainer.train_data.no_rows())
 
 
 def check_kernels(trainer: Trainer):

@@ -26,6 +26,8 @@ _ONLY_IN = {
   "slices": ("show", "compile"),
   "kernels": ("compile",),
   "json": ("compile",),
+  "save": ("compile",),
+  "compiled_step": ("train",),
   "continuous": ("eval",),
   "step": ("eval", "decode"),
   **dict.fromkeys(_DECODE, ("decode",)),
@@ -53,6 +55,8 @@ class Options:
     slices: As many such sets of TPUs.
     kernels: Print the kernels of the compiled step.
     json: Print what is known of the compiled step for programs to read.
+    save: File to write the compiled step to.
+    compiled_step: File of the step to train with.
     help: Print usage.HELP and stop.
     fdl_help: Print the knobs of the experiment and stop.
     list: Print the registered experiments and stop.
@@ -93,6 +97,8 @@ class Options:
   slices: int | None = None
   kernels: bool = False
   json: bool = False
+  save: str | None = None
+  compiled_step: str | None = None
   help: bool = False
   fdl_help: bool = False
   list: bool = False
@@ -208,6 +214,8 @@ _STRINGS = (
   "job_log_dir",
   "against",
   "topology",
+  "save",
+  "compiled_step",
   "server_addr",
   "tfds_data_dir",
 )

@@ -177,7 +177,7 @@ def _compile(options: flags.Options, trainer: Any) -> int:
 
   if options.kernels:
     aot.check_kernels(trainer)
-  program = aot.compile_step(trainer)
+  program = aot.compile_step(trainer, save=options.save)
   if options.json:
     print(json.dumps(compile_page.facts(trainer, program)))
   else:
@@ -188,7 +188,7 @@ def _compile(options: flags.Options, trainer: Any) -> int:
 def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) -> int:
   from etils import epath
 
-  from paxlike import run_folder
+  from paxlike import aot, run_folder
   from paxlike.journal import Journal
 
   assert options.job_log_dir is not None
@@ -196,6 +196,8 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
   trainer.saving = options.enable_checkpoint_saving
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
+  if options.compiled_step is not None:
+    trainer.compiled_step = aot.load_step(trainer, options.compiled_step)
   # A model that a run would start from can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
   if not is_new:

@@ -18,7 +18,6 @@ from paxlike.evaluation import EvalSet, Evaluator, Result
 from paxlike.feed import Feed
 from paxlike.journal import Journal, Summary, is_running
 from paxlike.layers.decoder import Batch, Decoder
-from paxlike.layers.layout import Layout
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.meter import Meter, Reading
@@ -60,6 +59,7 @@ class Trainer:
     read_only: Whether nothing will be trained; weights that have a scheme are then held by it.
     saving: Whether checkpoints are written.
     compiler_options: XLA's, for the step.
+    compiled_step: The program of a step, if there is one already.
   """
 
   model: Decoder
@@ -85,6 +85,7 @@ class Trainer:
   read_only: bool = False
   saving: bool = True
   compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  compiled_step: jax.stages.Compiled | None = None
 
   def check(self, *, training: bool = True):
     """Finds what is wrong with the run before anything is computed or written.
@@ -135,11 +136,6 @@ class Trainer:
       seed=self.seed,
       restore=self.restore,
     )
-
-  @property
-  def layout(self) -> Layout:
-    """How the model's layers are laid out."""
-    return layout_of(self.model)
 
   @functools.cached_property
   def feed(self) -> Feed:
@@ -218,7 +214,8 @@ class Trainer:
           if train_step is None:
             began = time.perf_counter()
             train_step = self.compile(state, arrays)
-            journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
+            if self.compiled_step is None:
+              journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
             memory.return_freed_heap()
           state, metrics = train_step(state, arrays)
           self._log(meter.add(step, metrics), journal)
@@ -339,7 +336,7 @@ class Trainer:
 
   def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):
     changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
-    saved.save(int(state.step), changing, layout=self.layout, train_input=data_state)
+    saved.save(int(state.step), changing, layout=layout_of(self.model), train_input=data_state)
 
   def _finish(self, state: TrainState, journal: Journal, *, start: int, early: bool):
     step = int(state.step)
@@ -348,8 +345,8 @@ class Trainer:
       journal.note(f"sample:\n{self._sample(state, self.sample_prompt)}")
     journal.status("finished" if finished else "stopped", step)
 
-  def compile(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
-    """Returns the program of a step, for arrays like these; they may be abstract."""
+  def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+    """Returns a step for arrays like these, which may be abstract, before it is compiled."""
     step = make_train_step(
       self.definition,
       self.optimizer,
@@ -358,8 +355,13 @@ class Trainer:
       objective=self.objective,
       sources=self.train_data.sources,
     )
-    options = dict(self.compiler_options)
-    return jax.jit(step, donate_argnums=0).lower(state, batch).compile(compiler_options=options)
+    return jax.jit(step, donate_argnums=0).lower(state, batch)
+
+  def compile(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+    """Returns the program of a step, for arrays like these."""
+    if self.compiled_step is not None:
+      return self.compiled_step
+    return self.lower(state, batch).compile(compiler_options=dict(self.compiler_options))
 
   def _batches(self, state: dict[str, Any] | None) -> Any:
     return self.train_data.batches(self.batch_size, rows=self.feed.rows, state=state)

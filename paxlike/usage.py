@@ -35,6 +35,8 @@ What to do
   --slices=N              show, compile: for so many slices of TPUs
   --kernels               compile: the kernels of the step with bytes, FLOPs and roofline time
   --json                  compile: one JSON object instead of the page
+  --save=FILE             compile: also write the step to a file
+  --compiled_step=FILE    train: with the step of that file, if it is the one that is needed
   --against=NAME          show: print the difference from this experiment
   --list, --fdl_help, --help
                           all experiments; the knobs of one; this text
