@@ -105,11 +105,3 @@ class Scaled64BV5e256(V5e256, Scaled64B):
   """Scale 64 on v5e-256. MaxText publishes 118 TFLOP/s a chip, 59.9 % of its peak."""
 
   PERCORE_BATCH_SIZE = 2
-
-
-@register
-class Scaled128BV5e256(V5e256, Scaled128B):
-  """Scale 128 on v5e-256. MaxText publishes 110 TFLOP/s a chip, 56.1 % of its peak."""
-
-  ICI_MESH_SHAPE = (1, 16, 16)
-  PERCORE_BATCH_SIZE = 1
