@@ -37,7 +37,7 @@ class Program:
 
   Attributes:
     step: What XLA made; None if it found no way to fit it into the memory of a device.
-    held: Of memory; where `step` is None the temporaries are all that XLA asked for.
+    held: Of memory; where `step` is None, what XLA asked for.
     seconds: How long compiling took.
     chip: One of the devices; None where its data are not known.
     devices: Their mesh.
@@ -68,7 +68,6 @@ class Program:
     """What a step would take if devices did nothing but its FLOPs, at the rate of bf16."""
     return self.flops / self.devices.size / self.chip.flops if self.chip is not None else None
 
-  @property
   def collectives(self) -> list[collectives.Collective]:
     """What devices send each other in a step."""
     return [] if self.step is None else collectives.collectives(self.text, self.devices)
@@ -88,9 +87,12 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
   """Compiles the step of a run, and saves it in a file; reads no data and allocates nothing.
 
   Raises:
-    UserError: There is nothing to train, or the devices cannot share a batch.
+    UserError: There is nothing to train, the devices cannot share a batch, or the file has no
+      folder.
   """
   trainer.check_step()
+  if save is not None:
+    saved_step.check(save)
   devices = trainer.devices
   state, batch = _abstract(trainer)
   tokens = trainer.batch_size * trainer.data.seq_len
@@ -99,17 +101,18 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
     with jax.set_mesh(devices):
       lowered = trainer.lower(state, batch)
       step = lowered.compile(compiler_options=dict(trainer.compiler_options))
-    held = _held(step)
+    held = _held(step, devices.devices.flat[0].platform)
   except jax.errors.JaxRuntimeError as error:
     step, held = None, _asked_for(str(error), _bytes_per_device((state, batch)))
     if held is None:
       raise
+  seconds = time.perf_counter() - began
   if save is not None and step is not None:
-    saved_step.save(save, step, lowered, devices)
+    saved_step.save(save, step, lowered, devices, trainer.compiler_options)
   return Program(
     step=step,
     held=held,
-    seconds=time.perf_counter() - began,
+    seconds=seconds,
     chip=chips.find(devices.devices.flat[0].device_kind),
     devices=devices,
     tokens=tokens,
@@ -124,7 +127,8 @@ def load_step(trainer: Trainer, path: str) -> jax.stages.Compiled:
     UserError: The file is not of this step.
   """
   with jax.set_mesh(trainer.devices):
-    return saved_step.load(path, trainer.lower(*_abstract(trainer)), trainer.devices)
+    lowered = trainer.lower(*_abstract(trainer))
+  return saved_step.load(path, lowered, trainer.devices, trainer.compiler_options)
 
 
 def _abstract(trainer: Trainer) -> tuple[Any, Any]:
@@ -150,14 +154,13 @@ def check_kernels(trainer: Trainer):
     )
 
 
-def _held(step: jax.stages.Compiled) -> Held:
+def _held(step: jax.stages.Compiled, platform: str) -> Held:
   told: Any = step.memory_analysis()
   arguments, temporaries = told.argument_size_in_bytes, told.temp_size_in_bytes
   results = told.output_size_in_bytes - told.alias_size_in_bytes
-  peak = getattr(told, "peak_memory_in_bytes", 0)
-  # Only TPUs' compiler counts what is there at one time; for others it is a sum.
-  is_counted = peak > arguments + results
-  return Held(arguments, temporaries, peak if is_counted else arguments + temporaries + results)
+  # A TPU's temporaries are told as if nothing took the place of another; others' are one block.
+  peak = told.peak_memory_in_bytes if platform == "tpu" else arguments + temporaries + results
+  return Held(arguments, temporaries, peak)
 
 
 def _asked_for(message: str, arguments: int) -> Held | None:
@@ -165,8 +168,8 @@ def _asked_for(message: str, arguments: int) -> Held | None:
   told = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available", message)
   if "RESOURCE_EXHAUSTED" not in message or told is None:
     return None
-  temporaries = int(float(told[1]) * _UNITS[told[2]])
-  return Held(arguments, temporaries, arguments + temporaries)
+  asked = int(float(told[1]) * _UNITS[told[2]])  # For arguments and results too.
+  return Held(arguments, max(0, asked - arguments), asked)
 
 
 def _bytes_per_device(tree: Any) -> int:
@@ -184,6 +187,8 @@ def advice(trainer: Trainer, program: Program) -> list[str]:
     found.append(
       f"cut weights and optimizer over more devices by fsdp or tensor (now {shape or 'one'})"
     )
+    if program.devices.shape["data"] > 1 and not trainer.optimizer.over_data:
+      found.insert(0, "SHARD_OPTIMIZER_OVER_DATA=True")
     found.append("ADAM_MOMENT_DTYPE=bfloat16, and WEIGHT_DTYPE=bfloat16")
     return found
   stack = trainer.model.stack
@@ -198,8 +203,11 @@ def advice(trainer: Trainer, program: Program) -> list[str]:
     steps = trainer.accumulation_steps
     found.append(f"GRADIENT_ACCUMULATION_STEPS={steps * parts} (now {steps})")
     share = max(0.0, (room - held.arguments) / max(1, held.peak - held.arguments))
-    smaller = math.floor(share * trainer.percore_batch_size)
-    if smaller:
-      found.append(f"PERCORE_BATCH_SIZE={smaller} (now {trainer.percore_batch_size:g})")
+    # Less than in proportion: a part of what there is does not shrink with it.
+    most = math.floor(0.8 * share * trainer.percore_batch_size)
+    whole = mesh.batch_shards(trainer.devices) * steps
+    fitting = [n for n in range(1, most + 1) if n * program.devices.size % whole == 0]
+    if fitting:
+      found.append(f"PERCORE_BATCH_SIZE={fitting[-1]} (now {trainer.percore_batch_size:g})")
   found.append(f"tensor parallelism (now {shape or 'one device'})")
   return found

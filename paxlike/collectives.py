@@ -40,6 +40,8 @@ def collectives(program: str, mesh: Mesh) -> list[Collective]:
   sums: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
   for kind, one, count in _distinct(found):
     group = _group(one.attributes, mesh.size)
+    if len(group) == 1:
+      continue
     share = 1.0 if kind == "collective-permute" else 1 - 1 / len(group)
     sent = share * _result(one)
     if one.operation.startswith("reduce-scatter"):
@@ -56,61 +58,78 @@ def collectives(program: str, mesh: Mesh) -> list[Collective]:
 def _distinct(found: Computations) -> Iterator[tuple[str, Instruction, int]]:
   """Yields the kind of each collective, itself, and how often it runs.
 
-  The parts that a TPU's compiler cuts one into, to do something else meanwhile, share a channel.
+  A TPU's compiler cuts one into parts, to do something else meanwhile: fusions of one channel.
   """
-  seen: set[str] = set()
+  seen: set[tuple[str, ...]] = set()
 
-  def walk(computation: str, count: int) -> Iterator[tuple[str, Instruction, int]]:
+  def walk(computation: str, count: int, fused: bool) -> Iterator[tuple[str, Instruction, int]]:
     for one in found.get(computation, ()):
       kind = next((kind for kind in COLLECTIVES if one.operation.startswith(kind)), None)
       if kind is None:
         for called in one.called:
-          yield from walk(called, count * one.times(found))
-      elif not one.operation.endswith("-done"):
-        channel = re.search(r"channel_id=(\d+)", one.attributes)
-        if channel is None or channel[1] not in seen:
-          # A TPU's fusion of this name leaves each device its part.
-          yield (
-            "reduce-scatter" if computation.startswith("all-reduce-scatter") else kind,
-            one,
-            count,
-          )
-        if channel is not None:
-          seen.add(channel[1])
+          yield from walk(called, count * one.times(found), fused or one.operation == "fusion")
+      elif not one.operation.endswith("-done") and not (fused and _key(kind, one) in seen):
+        seen.add(_key(kind, one))
+        # A TPU's fusion of this name leaves each device its part.
+        is_scattered = computation.startswith("all-reduce-scatter")
+        yield "reduce-scatter" if is_scattered else kind, one, count
 
-  return walk("", 1)
+  return walk("", 1, False)
+
+
+def _key(kind: str, one: Instruction) -> tuple[str, ...]:
+  channel = re.search(r"channel_id=(\d+)", one.attributes)
+  return kind, channel[1] if channel else one.name, str([shape.dims for shape in one.outputs])
 
 
 def _result(one: Instruction) -> int:
   """Returns the bytes of a collective's result on one device."""
   shapes = one.outputs
-  if one.operation in ("all-gather-start", "reduce-scatter-start"):
-    shapes = shapes[len(shapes) // 2 :]  # After the operands.
-  elif one.operation == "collective-permute-start":
+  if one.operation == "collective-permute-start":
     shapes = shapes[1:2]  # Between the operand and two counters.
+  elif one.operation.endswith("-start") and one.operation != "all-reduce-start":
+    shapes = shapes[len(shapes) // 2 :]  # After the operands.
   return sum(shape.nbytes for shape in shapes)
 
 
+_MESH = re.compile(
+  r"replica_groups=@?mesh\[([^\]]*)\]"
+  r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]+\})\}")
+
+
 def _group(attributes: str, num_devices: int) -> np.ndarray:
-  """Returns the positions in the mesh of devices that exchange something."""
-  every = np.arange(num_devices)
-  # mesh['axis_0'=16,'axis_1'=16] {'axis_1'}
-  if told := re.search(r"replica_groups=@?mesh\[([^\]]*)\][^{,]*\{([^}]*)\}", attributes):
+  """Returns the positions in the mesh of devices that exchange something.
+
+  Raises:
+    ValueError: The groups are written in a way that is not known.
+  """
+  if told := _MESH.search(attributes):  # mesh['axis_0'=16,'axis_1'=16] {'axis_1'}
     sizes = dict(re.findall(r"'([^']*)'=(\d+)", told[1]))
-    taking = re.findall(r"'([^']*)'", told[2])
+    taking = re.findall(r"'([^']*)'", told[4])
     index = tuple(slice(None) if name in taking else 0 for name in sizes)
-    return every.reshape([int(size) for size in sizes.values()])[index].ravel()
-  # [32,8]<=[8,32]T(1,0)
-  if told := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-    groups, dims, order = ([int(x) for x in (text or "").split(",") if x] for text in told.groups())
-    ids = every.reshape(dims)
-    return (ids.transpose(order) if order else ids).reshape(groups)[0]
-  # {{0,1},{2,3}}, or pairs of a source and a target, who may be the same
-  told = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]+\})\}", attributes)
-  if told is None:
-    return every
-  groups = [np.array(group.split(","), int) for group in re.findall(r"\{([\d,]+)\}", told[1])]
-  return next((group for group in groups if len(set(group)) == len(group)), groups[0])
+    ids = _iota(told[2] or str(num_devices), told[3])
+    return ids.reshape([int(size) for size in sizes.values()])[index].ravel()
+  if told := _IOTA.search(attributes):  # [32,8]<=[8,32]T(1,0)
+    return _iota(told[2], told[3]).reshape(_numbers(told[1]))[0]
+  if told := _LISTS.search(attributes):  # {{0,1},{2,3}}, or pairs, whose ends may be the same
+    groups = [np.array(_numbers(text)) for text in re.findall(r"\{([\d,]+)\}", told[1])]
+    several = (group for group in groups if len(set(group.tolist())) > 1)
+    return next(several, groups[0][:1])
+  if re.search(r"replica_groups=(?!\{\})", attributes):
+    raise ValueError(f"groups of devices that are not understood: {attributes}")
+  return np.arange(num_devices)
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+  ids = np.arange(np.prod(_numbers(dims))).reshape(_numbers(dims))
+  return (ids.transpose(_numbers(order)) if order else ids).ravel()
+
+
+def _numbers(text: str) -> list[int]:
+  return [int(number) for number in text.split(",")]
 
 
 def _axes(group: np.ndarray, mesh: Mesh) -> tuple[str, ...]:

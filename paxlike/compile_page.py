@@ -11,11 +11,11 @@ from paxlike.trainer import Trainer
 def text(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> str:
   """Returns the page that a person reads."""
   parts = [tables.table(("", ""), _rows(trainer, program))]
-  if program.collectives:
+  if found := program.collectives():
     header = ("sent by each device", "times", "collectives of a step")
     rows = [
       (tables.nbytes(one.nbytes), f"{one.count:,}", f"{one.kind} over {' x '.join(one.axes)}")
-      for one in program.collectives
+      for one in found
     ]
     parts.append(tables.table(header, rows, right=range(2)))
   if with_kernels and program.step is not None:
@@ -24,8 +24,9 @@ def text(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> str:
   return "\n\n".join(parts)
 
 
-def facts(trainer: Trainer, program: aot.Program) -> dict[str, Any]:
+def facts(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> dict[str, Any]:
   """Returns the same for programs to read: bytes and FLOPs are numbers, times in seconds."""
+  found = program.kernels() if with_kernels and program.step is not None else []
   return {
     "parameters": trainer.definition.num_params,
     "device_kind": _kind(program),
@@ -40,7 +41,8 @@ def facts(trainer: Trainer, program: aot.Program) -> dict[str, Any]:
     "bytes_of_device": program.room,
     "fits": program.fits,
     "advice": [] if program.fits else aot.advice(trainer, program),
-    "collectives": [one._asdict() for one in program.collectives],
+    "collectives": [one._asdict() for one in program.collectives()],
+    **({"kernels": [one._asdict() for one in found]} if with_kernels else {}),
   }
 
 

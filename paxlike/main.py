@@ -93,10 +93,10 @@ def set_up_jax(options: flags.Options):
   if not os.path.exists("/dev/nvidiactl"):
     # What compiles for GPUs may be installed where there is none: JAX would log that as an error.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    if options.topology is None:
-      memory.keep_heap()
   if not tpu_targets.are_here():
     tpu_targets.settle()
+    if options.topology is None and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+      memory.keep_heap()
   if options.num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
     # XLA for CPUs ends the process when it makes some sums of bfloat16 over devices float32: those
     # of gradients of jax.shard_map. It needs not do so, they are summed well as they are.
@@ -179,9 +179,11 @@ def _compile(options: flags.Options, trainer: Any) -> int:
     aot.check_kernels(trainer)
   program = aot.compile_step(trainer, save=options.save)
   if options.json:
-    print(json.dumps(compile_page.facts(trainer, program)))
+    print(json.dumps(compile_page.facts(trainer, program, with_kernels=options.kernels)))
   else:
     print(compile_page.text(trainer, program, with_kernels=options.kernels))
+  if options.save is not None and program.step is None:
+    print(f"paxlike: --save={options.save}: there is no step to save", file=sys.stderr)
   return 0 if program.fits else 3
 
 

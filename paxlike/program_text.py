@@ -8,9 +8,12 @@ from typing import NamedTuple
 # Bits of an element, by XLA's name of the type.
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32}
 _BITS |= {"s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
-_BITS |= {"f8e4m3fn": 8, "f8e5m2": 8}
+_BITS |= {"c64": 64, "c128": 128, "s2": 2, "u2": 2, "f4e2m1fn": 4, "f8e8m0fnu": 8}
+_BITS |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e4m3fnuz", "f8e5m2", "f8e5m2fnuz", "f8e3m4"), 8)
+_NO_ARRAYS = ("token", "opaque")
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
+COLLECTIVES += ("collective-permute", "collective-broadcast")
 
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[0-9,]*)?")
 _HEAD = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
@@ -18,6 +21,7 @@ _LINE = re.compile(
   r"\s+(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)(?=\s[\w\-]+\()|[^\s(]\S*) ([\w\-]+)\(([^)]*)\)(.*)"
 )
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Shape(NamedTuple):
@@ -53,8 +57,10 @@ class Instruction(NamedTuple):
 
   @property
   def called(self) -> list[str]:
-    """The computations that it runs."""
-    return _CALLED.findall(self.attributes)
+    """The computations that it runs; of branches all, though one is taken."""
+    branches = _BRANCHES.search(self.attributes)
+    of_them = re.findall(r"%([\w.\-]+)", branches[1]) if branches else []
+    return _CALLED.findall(self.attributes) + of_them
 
   @property
   def target(self) -> str:
@@ -96,5 +102,5 @@ def _shapes(text: str) -> list[Shape]:
   return [
     Shape(dtype, tuple(int(size) for size in dims.split(",") if size), layout)
     for dtype, dims, layout in _SHAPE.findall(text)
-    if dtype in _BITS
+    if dtype not in _NO_ARRAYS
   ]

@@ -8,6 +8,8 @@ serialized executable, which is a pickle: load only what you trust.
 import hashlib
 import importlib.metadata
 import json
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,51 +21,87 @@ from paxlike.errors import UserError
 _FORMAT = "paxlike step 1"
 # What a program depends on, by platform, beside JAX itself.
 _COMPILERS = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin", "gpu": "jax-cuda13-plugin"}
+# What is told of a difference in what has no words of its own.
+_SAID = {
+  "arrays": "its step takes other arrays",
+  "program": "its step computes something else",
+  "options": "it was compiled with other options of XLA (XLA_FLAGS among them)",
+}
 
 
-def _header(lowered: jax.stages.Lowered, devices: jax.sharding.Mesh) -> dict[str, Any]:
+def _header(
+  lowered: jax.stages.Lowered, devices: jax.sharding.Mesh, options: Mapping[str, Any]
+) -> dict[str, Any]:
   """Returns what a step is compiled for, by the words in which a difference is told."""
-  first = devices.devices.flat[0]
-  packages = ["jax", "jaxlib", *filter(None, [_COMPILERS.get(first.platform)])]
+  every = devices.devices.flat
+  slices = len({getattr(device, "slice_index", 0) for device in every})
+  flags = sorted(set(os.environ.get("XLA_FLAGS", "").split()))
+  packages = ["jax", "jaxlib", *filter(None, [_COMPILERS.get(every[0].platform)])]
   header = {"format": _FORMAT}
-  header |= {f"version of {name}": importlib.metadata.version(name) for name in packages}
+  header |= {f"version of {name}": _version(name) for name in packages}
   header |= {
-    "device": f"{devices.size} x {first.device_kind}",
+    "device": f"{devices.size} x {every[0].device_kind}, slices: {slices}",
     "mesh": ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1),
-    "arrays": _digest(str(lowered.in_avals)),
+    "options": _digest(f"{sorted(options.items())} {flags}".encode()),
+    "arrays": _digest(str(lowered.in_avals).encode()),
     # Also of the model, the schedule and the optimizer: all that the step computes.
-    "program": _digest(lowered.as_text()),
+    "program": _digest(lowered.as_text().encode()),
   }
   return header
 
 
-def _digest(text: str) -> str:
-  return hashlib.sha256(text.encode()).hexdigest()
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return "unknown"
+
+
+def _digest(contents: bytes) -> str:
+  return hashlib.sha256(contents).hexdigest()
+
+
+def check(path: str):
+  """Raises UserError unless the folder of the file is there: before, not after, compiling."""
+  folder = epath.Path(path).parent
+  if not folder.is_dir():
+    raise UserError(f"--save={path}: there is no folder {folder}.")
 
 
 def save(
-  path: str, step: jax.stages.Compiled, lowered: jax.stages.Lowered, devices: jax.sharding.Mesh
+  path: str,
+  step: jax.stages.Compiled,
+  lowered: jax.stages.Lowered,
+  devices: jax.sharding.Mesh,
+  options: Mapping[str, Any],
 ):
-  """Writes a step, compiled from `lowered` for `devices`.
+  """Writes a step, compiled from `lowered` for `devices` with `options` of XLA.
 
   Raises:
     UserError: It cannot be written.
   """
   payload, _, _ = serialize_executable.serialize(step)
+  header = _header(lowered, devices, options) | {"payload": _digest(payload)}
   file = epath.Path(path)
   part = file.with_name(file.name + ".part")
   try:
-    part.write_bytes(json.dumps(_header(lowered, devices)).encode() + b"\n" + payload)
-    part.rename(file)
+    part.write_bytes(json.dumps(header).encode() + b"\n" + payload)
+    part.replace(file)
   except OSError as error:
+    part.unlink(missing_ok=True)
     raise UserError(f"--save={path}: {error.strerror or error}.") from None
 
 
-def load(path: str, lowered: jax.stages.Lowered, devices: jax.sharding.Mesh) -> jax.stages.Compiled:
-  """Returns the step of a file, if it is what compiling `lowered` for `devices` would give.
+def load(
+  path: str,
+  lowered: jax.stages.Lowered,
+  devices: jax.sharding.Mesh,
+  options: Mapping[str, Any],
+) -> jax.stages.Compiled:
+  """Returns the step of a file, if it is what compiling `lowered` so would give.
 
   Raises:
-    UserError: There is no such file, it is no step, or it is another.
+    UserError: There is no such file, it is no step or a damaged one, or it is another.
   """
   try:
     line, _, payload = epath.Path(path).read_bytes().partition(b"\n")
@@ -75,19 +113,17 @@ def load(path: str, lowered: jax.stages.Lowered, devices: jax.sharding.Mesh) -> 
     found = None
   if not isinstance(found, dict) or found.get("format") != _FORMAT:
     raise UserError(f"--compiled_step={path} is no file that --mode=compile --save=FILE wrote.")
-  for name, wanted in _header(lowered, devices).items():
-    if found.get(name) == wanted:
-      continue
-    if name in ("arrays", "program"):
-      what = "takes other arrays" if name == "arrays" else "computes something else"
-      said = f"its step {what}; flags must be those that it was compiled with"
-    else:
-      said = f"it was compiled for {name} {found.get(name)}, and here it is {wanted}"
-    raise UserError(f"--compiled_step={path} does not serve this run: {said}.")
-  tree = jax.tree.structure
+  if found.get("payload") != _digest(payload):
+    raise UserError(f"--compiled_step={path} is damaged.")
+  for name, wanted in _header(lowered, devices, options).items():
+    if found.get(name) != wanted:
+      told = f"it was compiled for {name} {found.get(name)}, and here it is {wanted}"
+      raise UserError(
+        f"--compiled_step={path} does not serve this run: {_SAID.get(name, told)}. Give the flags"
+        " that it was compiled with, or compile it anew."
+      )
+  trees = jax.tree.structure(lowered.args_info), jax.tree.structure(lowered.out_info)
   try:
-    return serialize_executable.deserialize_and_load(
-      payload, tree(lowered.args_info), tree(lowered.out_info)
-    )
-  except Exception as error:
-    raise UserError(f"--compiled_step={path} is damaged ({type(error).__name__}).") from None
+    return serialize_executable.deserialize_and_load(payload, *trees)
+  except jax.errors.JaxRuntimeError as error:
+    raise UserError(f"--compiled_step={path}: {str(error).splitlines()[0]}") from None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Google's TPUs for XLA to compile for where there are none."""
 
+import importlib.util
 import os
 import pathlib
 from collections.abc import Iterator
@@ -16,19 +17,21 @@ class Kind(NamedTuple):
     name: What the compiler calls it.
     units: Units of the number in a name for each chip: v5p counts cores, of which a chip has two.
     dims: Of the torus that chips are joined in.
-    most: Chips of a slice.
+    most: Chips of the largest slice.
+    has_one: Whether there is a slice of one chip; others are of four or more.
   """
 
   name: str
   units: int
   dims: int
   most: int
+  has_one: bool
 
 
 KINDS = {
-  "v5e": Kind("v5e", 1, 2, 256),
-  "v5p": Kind("v5p", 2, 3, 8960),
-  "v6e": Kind("v6e", 1, 2, 256),
+  "v5e": Kind("v5e", 1, 2, 256, True),
+  "v5p": Kind("v5p", 2, 3, 6144, False),
+  "v6e": Kind("v6e", 1, 2, 256, True),
 }
 
 
@@ -66,7 +69,8 @@ def shape(kind: str, count: int) -> tuple[int, ...]:
   """
   one = KINDS[kind]
   chips, rest = divmod(count, one.units)
-  found = [] if rest or chips > one.most else list(_boxes(chips, one.dims))
+  is_sold = not rest and (4 <= chips <= one.most or (chips == 1 and one.has_one))
+  found = list(_boxes(chips, one.dims)) if is_sold else []
   if not found:
     each = f", {one.units} for each chip" if one.units > 1 else ""
     raise UserError(
@@ -112,8 +116,10 @@ def devices(kind: str, count: int, slices: int) -> list[Any]:
       platform="tpu", topology_name=f"{KINDS[kind].name}:{name}", **options
     )
   except (RuntimeError, ValueError, NotImplementedError) as error:
-    raise UserError(
-      "compiling for TPUs needs Google's compiler, of the release that this JAX asks for:"
-      f" pip install 'paxlike[tpu-aot]' ({str(error).splitlines()[0]})."
-    ) from None
+    first = str(error).splitlines()[0]
+    if importlib.util.find_spec("libtpu") is None:
+      raise UserError(
+        f"compiling for TPUs needs Google's compiler: pip install 'paxlike[tpu-aot]' ({first})."
+      ) from None
+    raise UserError(f"--topology={kind}-{count}: Google's compiler refuses: {first}") from None
   return list(found.devices)

@@ -61,9 +61,21 @@ def test_what_does_not_fit_is_a_verdict_with_what_helps(capsys):
   assert re.search(r"peak +[\d.]+ GB of 16\.91 GB: does not fit", captured.out)
   assert "CHECKPOINT_POLICY=SAVE_NOTHING (now SAVE_EVERYTHING)" in captured.out
   assert "GRADIENT_ACCUMULATION_STEPS=2 (now 1)" in captured.out
-  assert re.search(r"PERCORE_BATCH_SIZE=\d+ \(now 64\)", captured.out)
+  advised = re.search(r"PERCORE_BATCH_SIZE=\d+", captured.out)
+  assert advised and run(*flags, f"--fdl.{advised[0]}", "--fdl.ICI_MESH_SHAPE=[1,4,1]") == 0
   assert run(*flags, "--fdl.ICI_MESH_SHAPE=[4,1,1]", "--fdl.NUM_LAYERS=40") == 3
-  assert "cut weights and optimizer over more devices" in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert "cut weights and optimizer over more devices" in out
+  assert "SHARD_OPTIMIZER_OVER_DATA=True" in out
+
+
+def test_what_a_compiler_asks_for_is_all_that_it_needs():
+  message = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries"
+    " (48.00G) exceeds available HBM (15.75G)."
+  )
+  assert aot._asked_for(message, 2**30) == (2**30, 47 * 2**30, 48 * 2**30)
+  assert aot._asked_for("INTERNAL: something else", 2**30) is None
 
 
 @pytest.mark.slow

@@ -53,6 +53,38 @@ def test_bytes_are_those_that_the_algorithm_must_send(mesh, function, axes, expe
   assert found == (kind, axes, 1, nbytes)
 
 
+def test_each_exchange_of_a_function_for_one_device_counts(mesh):
+  """JAX gives all of them one channel."""
+
+  def local(x):
+    y = jax.lax.psum(jnp.sin(x), "data")
+    y = jax.lax.ppermute(jnp.sin(y), "tensor", [(0, 1), (1, 0)])
+    return jax.lax.all_gather(jnp.sin(jax.lax.psum(jnp.sin(y), "data")), "data")
+
+  every = PartitionSpec()
+  function = jax.shard_map(local, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
+  where = NamedSharding(mesh, every)
+  program = jax.jit(function).lower(jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
+  found = collectives.collectives(program.compile().as_text() or "", mesh)
+  assert {(one.kind, one.axes): (one.count, one.nbytes) for one in found} == {
+    ("all-reduce", ("data",)): (2, 2 * 2 * 3 / 4 * NBYTES),
+    ("collective-permute", ("tensor",)): (1, NBYTES),
+    ("all-gather", ("data",)): (1, 3 * NBYTES),
+  }
+
+
+def test_what_branches_do_counts(mesh):
+  def local(x):
+    return jax.lax.cond(x[0] > 0, lambda x: jax.lax.psum(x, "data"), lambda x: 2 * x, x)
+
+  every = PartitionSpec()
+  function = jax.shard_map(local, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
+  where = NamedSharding(mesh, every)
+  program = jax.jit(function).lower(jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
+  [found] = collectives.collectives(program.compile().as_text() or "", mesh)
+  assert found.kind == "all-reduce"
+
+
 def test_what_a_loop_does_counts_as_often_as_it_runs(mesh):
   def body(x, _):
     return jax.lax.psum(jnp.sin(x), "data"), None
@@ -107,6 +139,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   ("groups", "axes"),
   [
     ("replica_groups=mesh['a'=4,'b'=2] {'a'}", ("data",)),
+    ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ("data",)),
     ("replica_groups=[2,4]<=[4,2]T(1,0)", ("data",)),
     ("replica_groups={{0,2,4,6},{1,3,5,7}}", ("data",)),
     ("replica_groups=[2,4]<=[8]", ("data", "tensor")),
@@ -121,11 +154,21 @@ def test_the_text_of_a_program_for_tpus(mesh, groups, axes):
   ]
 
 
+def test_groups_that_are_not_understood_are_no_other_groups(mesh):
+  with pytest.raises(ValueError, match="not understood"):
+    collectives.collectives(TPU.replace("GROUPS", "replica_groups=<something new>"), mesh)
+
+
+def test_a_device_alone_exchanges_nothing(mesh):
+  assert collectives.collectives(TPU.replace("GROUPS", "replica_groups={{0},{1}}"), mesh) == []
+
+
 @pytest.mark.parametrize(
   ("line", "kind", "nbytes"),
   [
     ("(f32[2], f32[8]) all-gather-start(%x)", "all-gather", 32 * 3 / 4),
     ("((f32[8]), f32[2]) reduce-scatter-start(%x)", "reduce-scatter", 32 * 3 / 4),
+    ("((f32[8]), f32[8]) all-to-all-start(%x)", "all-to-all", 32 * 3 / 4),
     ("(f32[8], f32[4]) all-reduce-start(%x, %y)", "all-reduce", 2 * 48 * 3 / 4),
     ("(f32[8], f32[8], u32[], u32[]) collective-permute-start(%x)", "collective-permute", 32),
   ],
@@ -139,7 +182,7 @@ def test_what_is_begun_counts_and_not_its_end(line, kind, nbytes, mesh):
 
 @pytest.mark.parametrize(
   ("pairs", "axes"),
-  [("{{0,0},{1,3},{3,5}}", ("data",)), ("{{0,1},{2,3}}", ("tensor",)), ("{{4,4}}", ())],
+  [("{{0,0},{1,3},{3,5}}", ("data",)), ("{{0,1},{2,3}}", ("tensor",))],
 )
 def test_pairs_tell_their_axes(pairs, axes, mesh):
   line = f"%p = f32[8] collective-permute(%x), channel_id=1, source_target_pairs={pairs}"

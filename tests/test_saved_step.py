@@ -24,6 +24,13 @@ def step(tmp_path_factory) -> pathlib.Path:
   return path
 
 
+def test_a_file_is_written_anew(tmp_path):
+  path = tmp_path / "step.bin"
+  path.write_text("before")
+  assert run(*STEPS, "--mode=compile", f"--save={path}") == 0
+  assert path.stat().st_size > 1000
+
+
 @pytest.mark.slow
 def test_a_run_with_a_saved_step_is_the_same_run(step, tmp_path, capsys):
   assert run(*STEPS, MESH, f"--job_log_dir={tmp_path}/own") == 0
@@ -56,8 +63,16 @@ def damaged(step: pathlib.Path) -> bytes:
 
 
 def of_another_jax(step: pathlib.Path) -> bytes:
+  return with_header(step, "version of jax", "0.1")
+
+
+def with_other_options(step: pathlib.Path) -> bytes:
+  return with_header(step, "options", "")
+
+
+def with_header(step: pathlib.Path, name: str, value: str) -> bytes:
   line, _, rest = step.read_bytes().partition(b"\n")
-  return json.dumps(json.loads(line) | {"version of jax": "0.1"}).encode() + b"\n" + rest
+  return json.dumps(json.loads(line) | {name: value}).encode() + b"\n" + rest
 
 
 @pytest.mark.slow
@@ -66,6 +81,7 @@ def of_another_jax(step: pathlib.Path) -> bytes:
   [
     (damaged, "is damaged"),
     (of_another_jax, "compiled for version of jax 0.1, and here it is"),
+    (with_other_options, "compiled with other options of XLA"),
     (lambda step: b"text", "is no file that --mode=compile --save=FILE wrote"),
     (lambda step: None, "No such file"),
   ],
@@ -80,7 +96,11 @@ def test_a_file_that_does_not_serve_is_told(step, change, says, tmp_path, capsys
 
 def test_what_cannot_be_written_is_told(tmp_path, capsys):
   assert run(*STEPS, "--mode=compile", f"--save={tmp_path}/missing/step.bin") == 2
-  assert "missing/step.bin: No such file or directory" in capsys.readouterr().err
+  assert f"there is no folder {tmp_path}/missing" in capsys.readouterr().err
+  (tmp_path / "step.bin").mkdir()
+  assert run(*STEPS, "--mode=compile", f"--save={tmp_path}/step.bin") == 2
+  assert "step.bin is a directory" in capsys.readouterr().err
+  assert [file.name for file in tmp_path.iterdir()] == ["step.bin"]
 
 
 def test_the_flags_go_with_their_modes(capsys):

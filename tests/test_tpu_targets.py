@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """TPUs that are only named."""
 
+import importlib.util
 import math
 
 import pytest
+from jax.experimental import topologies
 
 from paxlike import chips, topology, tpu_targets
 from paxlike.errors import UserError
@@ -34,7 +36,9 @@ def test_slices_have_the_shapes_that_are_sold(name):
   assert math.prod(SHAPES[name]) * tpu_targets.KINDS[kind].units == count
 
 
-@pytest.mark.parametrize("name", ["v5e-512", "v5e-12", "v5p-7", "v5p-20000", "v6e-3"])
+@pytest.mark.parametrize(
+  "name", ["v5e-512", "v5e-2", "v5e-12", "v5p-2", "v5p-4", "v5p-7", "v5p-17920", "v6e-3"]
+)
 def test_there_are_no_others(name):
   with pytest.raises(UserError, match=f"--topology={name}: there is no such slice"):
     topology.parse(name)
@@ -61,6 +65,18 @@ def test_chips_are_as_many_and_known(name, slices, count, kind):
   assert {getattr(chip, "slice_index", 0) or 0 for chip in found} == set(range(slices))
   known = chips.find(found[0].device_kind)
   assert known is not None and known.memory and known.bandwidth
+
+
+def test_a_compiler_that_is_missing_or_refuses_is_told(monkeypatch):
+  def refuse(*unused, **also_unused):
+    raise RuntimeError("not today")
+
+  monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+  with pytest.raises(UserError, match="--topology=v5e-4: Google's compiler refuses: not today"):
+    topology.use("v5e-4")
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(UserError, match=r"pip install 'paxlike\[tpu-aot\]' \(not today\)"):
+    topology.use("v5e-4")
 
 
 def test_slices_are_of_tpus():
