@@ -28,6 +28,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     "kernels",
     "collectives",
     "distributed",
+    "saved_step",
     "knob_types",
     "signals",
     "run_folder",
