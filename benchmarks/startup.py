@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what there is besides the arithmetic of steps: starting a run, and launching a step.
+"""Measures what it takes to start a run, for the first time and again.
 
     python benchmarks/startup.py [--repeats=3]
 
 prints JSON lines. A start is the program as a user runs it, from the command to the end of its
 first step and of the process: with an empty cache of compiled programs, and again with that of the
-run before. A launch hands the state of a model with 400 parameters, 1,200 arrays as Adam has two
-more for each, to a program that gives it back: all that JAX does for a step but computing it.
+run before. What it takes to begin a step is in dispatch.py.
 """
 
 import argparse
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,22 +46,6 @@ def start(cache: str) -> dict[str, float]:
   return {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2)}
 
 
-def launch(num_arrays: int, *, times: int = 200) -> float:
-  """Returns the median milliseconds of a program that gives its arguments back."""
-  import jax
-  import jax.numpy as jnp
-
-  state = {f"array {number}": jnp.ones(8) for number in range(num_arrays)}
-  program = jax.jit(lambda state: state, donate_argnums=0).lower(state).compile()
-  taken = []
-  for _ in range(times):
-    began = time.perf_counter()
-    state = program(state)
-    taken.append(time.perf_counter() - began)
-    jax.block_until_ready(state)
-  return 1e3 * statistics.median(taken)
-
-
 def main():
   """Measures all of it."""
   parser = argparse.ArgumentParser(description=__doc__)
@@ -73,9 +55,6 @@ def main():
       first, again = start(cache), start(cache)
     ratio = round(again["seconds"] / first["seconds"], 3)
     print(json.dumps({"case": "start", "first": first, "again": again, "ratio": ratio}), flush=True)
-  for num_arrays in (1, 400, 1200):
-    milliseconds = round(launch(num_arrays), 3)
-    print(json.dumps({"case": "launch", "arrays": num_arrays, "milliseconds": milliseconds}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ class Chip:
   bandwidth: float = 0
 
 
-# Of 16, 95 and 32 GiB, what the compiler leaves to programs.
+# Of 16, 95 and 32 GiB, what the compiler says that programs have.
 _V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
 
 # By a part of JAX's `device_kind`, the more special first. FLOP/s of GPUs are of the SXM modules.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MaxText's default model, grown by its rule from 1.1 B parameters to a trillion.
 
-Recipes for one slice v5e-256 follow those in its folder configs/v5e, with the results of its README
-of 2023-11; more slices share the batch with `--fdl.DCN_MESH_SHAPE=[N,1,1]`.
+Recipes for one slice v5e-256 follow those in its folder configs/v5e; what it publishes is from its
+README. More slices share the batch with `--fdl.DCN_MESH_SHAPE=[N,1,1]`.
 `paxlike --fdl_config=Scaled16BV5e256 --mode=compile --topology=v5e-256` tells what a chip holds.
 """
 
