@@ -5,6 +5,7 @@ A family overrides the methods that differ; a recipe sets knobs. A value derived
 computed in the method that uses it, so that subclass, mixin and command line all reach it.
 """
 
+import math
 from typing import Any, Literal
 
 import fiddle as fdl
@@ -14,7 +15,7 @@ from paxlike.best import Criterion
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
 from paxlike.knobs import UNSET, Dtype, Knobs
-from paxlike.mesh import MeshSpec
+from paxlike.mesh import MeshSpec, axis_sizes
 from paxlike.objectives import NextToken, Objective
 from paxlike.restoring import Restore
 from paxlike.trainer import Trainer
@@ -54,6 +55,15 @@ class Experiment(Knobs):
   #: Mesh [data, fsdp, tensor] within a slice or node, or {axis: size}; -1 fills.
   ICI_MESH_SHAPE: tuple[int, ...] | dict[str, int] = (-1, 1, 1)
   DCN_MESH_SHAPE: tuple[int, ...] | dict[str, int] = (1, 1, 1)  #: Mesh across slices or nodes.
+  #: Order of forwards and backwards where the mesh axis pipeline is longer than 1.
+  PIPELINE_SCHEDULE: Literal["gpipe", "circular", "1f1b", "interleaved_1f1b"] = "1f1b"
+  NUM_STAGES: int | None = None  #: Stages of the pipeline. None: the size of that axis.
+  #: Groups of layers that a stage of circular and interleaved_1f1b holds.
+  NUM_VIRTUAL_STAGES: int | None = None
+  CIRCULAR_REPEAT: int | None = None  #: Pax's name of NUM_VIRTUAL_STAGES.
+  NUM_MICROBATCHES: int | None = None  #: Parts of a batch on their way at once. None: NUM_STAGES.
+  #: Keep of a group's forward only its input; else what CHECKPOINT_POLICY saves.
+  PIPELINE_RECOMPUTE: bool = True
 
   # Batch.
   PERCORE_BATCH_SIZE: float = UNSET  #: Sequences a device and optimizer step; may be a fraction.
@@ -150,6 +160,8 @@ class Experiment(Knobs):
     scan = self.USE_REPEATED_LAYER
     # Unrolled is faster on one device; on many, scanning keeps the program small.
     fiddlers.stack(graph, len(topology.devices()) > 1 if scan is None else scan)
+    if pipeline := self.pipeline():
+      fiddlers.pipeline(graph, pipeline)
     return graph
 
   def quantization(self) -> str | None:
@@ -187,6 +199,38 @@ class Experiment(Knobs):
       step=self.CHECKPOINT_RESTORE_STEP,
       include=self.CHECKPOINT_INCLUDE_RULES,
       ignore=(*self.CHECKPOINT_IGNORE_RULES, *([layers.lora.WEIGHTS] if self.USE_LORA else [])),
+    )
+
+  def pipeline(self) -> fdl.Config[layers.Pipeline] | None:
+    """The stages that the layers are spread over, if there are several.
+
+    Raises:
+      UserError: Knobs contradict each other.
+    """
+    meshes = {"ICI_MESH_SHAPE": self.ICI_MESH_SHAPE, "DCN_MESH_SHAPE": self.DCN_MESH_SHAPE}
+    sizes = [axis_sizes(shape, knob)["pipeline"] for knob, shape in meshes.items()]
+    stages, chunks = self.NUM_STAGES, self.NUM_VIRTUAL_STAGES or self.CIRCULAR_REPEAT or 1
+    if -1 in sizes and stages is None:
+      raise UserError("a pipeline axis of -1 needs NUM_STAGES, its size.")
+    if -1 not in sizes and stages not in (None, math.prod(sizes)):
+      raise UserError(
+        f"NUM_STAGES={stages}, but ICI_MESH_SHAPE x DCN_MESH_SHAPE has a pipeline axis of"
+        f" {math.prod(sizes)}: --fdl.ICI_MESH_SHAPE={{pipeline: {stages}, ...}}."
+      )
+    if self.CIRCULAR_REPEAT not in (None, chunks):
+      raise UserError("NUM_VIRTUAL_STAGES and CIRCULAR_REPEAT say two things: set one of them.")
+    schedule, recompute = self.PIPELINE_SCHEDULE, self.PIPELINE_RECOMPUTE
+    stages = stages or math.prod(sizes)
+    microbatches = stages if self.NUM_MICROBATCHES is None else self.NUM_MICROBATCHES
+    if stages == 1:
+      return None
+    return fdl.Config(
+      layers.Pipeline,
+      schedule=schedule,
+      stages=stages,
+      chunks=chunks,
+      microbatches=microbatches,
+      recompute=recompute,
     )
 
   def objective(self) -> fdl.Config[Objective]:

@@ -216,6 +216,14 @@ def stack(graph: fdl.Buildable, scan: bool = True):
   """Scans over repeated blocks, or unrolls them."""
   for node in select(graph, layers.Stack):
     node.scan = scan
+    if not scan:
+      node.pipeline = None
+
+
+def pipeline(graph: fdl.Buildable, stages: fdl.Config[layers.Pipeline]):
+  """Spreads repeated blocks over the stages of a pipeline."""
+  for node in select(graph, layers.Stack):
+    node.scan, node.pipeline = True, stages
 
 
 def decoding(graph: fdl.Buildable):

@@ -207,18 +207,27 @@ def sharding(mesh: Mesh | AbstractMesh, dims: Dims, shape: Sequence[int]) -> Nam
 
 def constrain(x: jax.Array, *dims: str | None) -> jax.Array:
   """Pins an activation to the sharding of its dims on the current mesh (`jax.set_mesh`), if any."""
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.size == 1:
-    return x
-  return jax.lax.with_sharding_constraint(x, partition(dims, x.shape, mesh.shape))
+  if sizes := sizes_here(AXES):
+    return jax.lax.with_sharding_constraint(x, partition(dims, x.shape, sizes))
+  return x
 
 
 def sizes_here(axes: Collection[str]) -> dict[str, int]:
-  """Returns the size of every axis of the current mesh, if one of `axes` is longer than 1."""
+  """Returns the size of every axis of the current mesh, if one of `axes` is longer than 1.
+
+  Where the code is that of a single stage of a pipeline, that axis is 1.
+  """
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or all(mesh.shape[axis] == 1 for axis in axes):
+  if mesh.empty:
     return {}
-  return dict(mesh.shape)
+  sizes = {axis: 1 if axis in mesh.manual_axes else size for axis, size in mesh.shape.items()}
+  return {} if all(sizes[axis] == 1 for axis in axes) else sizes
+
+
+def in_stage() -> bool:
+  """Returns whether the code is that of a single stage of a pipeline."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return not mesh.empty and "pipeline" in mesh.manual_axes
 
 
 def is_sharded(dim: str) -> bool:
@@ -255,17 +264,19 @@ def batch_shards(mesh: Mesh) -> int:
   return math.prod(mesh.shape[axis] for axis in RULES["batch"])
 
 
-def check_batch(mesh: Mesh, size: int, *, accumulation_steps: int = 1):
+def check_batch(mesh: Mesh, size: int, *, accumulation_steps: int = 1, microbatches: int = 1):
   """Finds whether devices can share a batch of `size` sequences.
 
   Raises:
     UserError: They cannot.
   """
   shards = batch_shards(mesh)
-  parts = shards * accumulation_steps
+  parts = shards * accumulation_steps * microbatches
   if size % parts:
+    cuts = f" and GRADIENT_ACCUMULATION_STEPS in {accumulation_steps}"
+    if microbatches > 1:
+      cuts = f"{cuts.replace(' and', ',')} and NUM_MICROBATCHES in {microbatches}"
     raise UserError(
       f"a global batch of {size} sequences does not divide into {parts} parts: the mesh cuts it in"
-      f" {shards} (data x fsdp), and GRADIENT_ACCUMULATION_STEPS in {accumulation_steps}. Change"
-      " PERCORE_BATCH_SIZE."
+      f" {shards} (data x fsdp),{cuts}. Change PERCORE_BATCH_SIZE."
     )

@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from paxlike import pipelined
+from paxlike.layers.block import Aux
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition, Params
+from paxlike.layers.pipeline import split_rows
 from paxlike.layers.rounding import Rounded, in_dtype
 from paxlike.meter import TOKENS_OF
 from paxlike.objectives import NextToken, Objective, shares_base, without_adapters
@@ -38,6 +41,8 @@ def make_train_step(
   """
 
   shared = shares_base(definition)
+  # Others are differentiated through the pipeline, and so store all that gpipe does.
+  in_stages = isinstance(objective, NextToken) and pipelined.pipeline_of(definition) is not None
 
   def loss(prepared, extra, fixed, batch, total, dropout):
     weights, rounded, reference = prepared | fixed.frozen | extra, fixed.rounded, fixed.reference
@@ -46,9 +51,9 @@ def make_train_step(
       before = without_adapters(weights) if shared else reference
       other = definition.bind(jax.lax.stop_gradient(before | extra))
     value, aux = objective.total(model, other, batch, dropout)
-    value /= total
-    losses = {n: value / num_microbatches for n, value in aux.items() if n.endswith("_loss")}
-    return sum(losses.values(), value), aux | losses | {"loss": value}
+    values = _reported(value / total, aux, num_microbatches)
+    losses = [value for name, value in values.items() if name.endswith("loss")]
+    return sum(losses), values
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     weight = objective.weight(batch)
@@ -56,29 +61,34 @@ def make_train_step(
     dropout = jax.random.fold_in(jax.random.key(seed), state.step)
 
     def gradients(index, microbatch):
-      key = jax.random.fold_in(dropout, index)
-      (grads, noticed), values = jax.grad(loss, (0, 1), has_aux=True)(
-        prepared, state.extra, fixed, microbatch, jnp.maximum(weight, 1), key
-      )
+      total = jnp.maximum(weight, 1)
+      if not in_stages:
+        key = jax.random.fold_in(dropout, index)
+        (grads, noticed), values = jax.grad(loss, (0, 1), has_aux=True)(
+          prepared, state.extra, fixed, microbatch, total, key
+        )
+      else:
+        weights, others = (prepared, state.extra), (fixed.frozen, fixed.rounded)
+        part = pipelined.Part(microbatch, index, num_microbatches)
+        value, aux, (grads, noticed) = pipelined.gradients(
+          definition, weights, others, part, loss_weight=1 / total, dropout=dropout
+        )
+        values = _reported(value, aux, num_microbatches)
       return jax.tree.map(lambda x: x.astype(jnp.float32), ((grads, values), noticed))
 
     (grads, values), noticed = _accumulate(gradients, batch, num_microbatches)
     *new, norm = _updated(definition, optimizer, state, grads, noticed)
-    finite = jnp.isfinite(norm) & jnp.isfinite(values["loss"])
-    for largest in noticed.values():
-      finite &= jnp.isfinite(largest).all()
+    finite = _all_finite([norm, values["loss"], *noticed.values()])
     old = [state.params, state.extra, state.opt_state]
     params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    one = jnp.ones((), jnp.float32)
-    metrics = {n: (v[0], v[1]) if v.ndim else (v * weight, weight) for n, v in values.items()}
-    metrics |= {
-      "grad_norm": (norm, one),
-      "learning_rate": (optimizer.learning_rate(state.step - state.skipped), one),
-      "skipped": (jnp.where(finite, 0.0, 1.0), one),
+    of_step = {
+      "grad_norm": norm,
+      "learning_rate": optimizer.learning_rate(state.step - state.skipped),
+      "skipped": jnp.where(finite, 0.0, 1.0),
     }
-    for number, name in enumerate(sources):
-      is_from_B = batch["source"][:, 0] == number
-      metrics[f"{TOKENS_OF}{name}"] = ((batch["weights"].sum(-1) * is_from_B).sum(), one)
+    of_step |= {f"{TOKENS_OF}{name}": _tokens_from(n, batch) for n, name in enumerate(sources)}
+    metrics = {n: (v[0], v[1]) if v.ndim else (v * weight, weight) for n, v in values.items()}
+    metrics |= {name: (value, jnp.ones((), jnp.float32)) for name, value in of_step.items()}
     state = TrainState(
       step=state.step + 1,
       params=params,
@@ -125,6 +135,21 @@ def _updated(
   return new, extra, opt_state, optax.tree.norm(grads_seen)
 
 
+def _reported(loss: jax.Array, aux: Aux, count: int) -> dict[str, jax.Array]:
+  """Returns what a part of a batch adds to the reports of all."""
+  losses = {name: value / count for name, value in aux.items() if name.endswith("_loss")}
+  return aux | losses | {"loss": loss}
+
+
+def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+  return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
+
+
+def _tokens_from(source: int, batch: Batch) -> jax.Array:
+  """Returns the weight of the tokens that come from a source."""
+  return (batch["weights"].sum(-1) * (batch["source"][:, 0] == source)).sum()
+
+
 def _accumulate(gradients: Callable[[Any, Batch], Any], batch: Batch, num_microbatches: int) -> Any:
   """Combines `gradients` over the microbatches of `batch`, one in memory at a time.
 
@@ -133,17 +158,13 @@ def _accumulate(gradients: Callable[[Any, Batch], Any], batch: Batch, num_microb
   if num_microbatches == 1:
     return gradients(0, batch)
 
-  def split(x: jax.Array) -> jax.Array:
-    # Every num_microbatches-th row, so that each device finds its share of each in its own rows.
-    return x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
-
   def add(total, xs):
     new = gradients(*xs)
     sums = jax.tree.map(jnp.add, total[0], new[0])
     largest = jax.tree.map(jnp.maximum, total[1], new[1])
     return (sums, largest), None
 
-  microbatches = (jnp.arange(num_microbatches), jax.tree.map(split, batch))
+  microbatches = (jnp.arange(num_microbatches), split_rows(batch, num_microbatches))
   shapes = jax.eval_shape(gradients, *jax.tree.map(lambda x: x[0], microbatches))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   return jax.lax.scan(add, zeros, microbatches)[0]

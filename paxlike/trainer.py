@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from paxlike import decoding, flops, memory, mesh
+from paxlike import decoding, flops, memory, mesh, pipelined
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, check_keep, flatten
 from paxlike.errors import RunError, UserError
@@ -114,7 +114,12 @@ class Trainer:
       raise UserError("this experiment has no training data: it is for --mode=eval.")
     if training and self.read_only:
       raise UserError("hold() is for --mode=eval and --mode=decode: few bits cannot be trained.")
-    mesh.check_batch(self.devices, self.batch_size, accumulation_steps=self.accumulation_steps)
+    mesh.check_batch(
+      self.devices,
+      self.batch_size,
+      accumulation_steps=self.accumulation_steps,
+      microbatches=pipelined.check(self.definition, self.devices) if training else 1,
+    )
 
   @functools.cached_property
   def definition(self) -> Definition:

@@ -12,6 +12,7 @@ from test_generate import assert_teacher_forcing, prompts
 from test_train_step import assert_same, one_device, steps
 
 from paxlike import fiddlers, generate, registry, train_state
+from paxlike.layers import Stack
 from paxlike.layers.module import Definition
 from paxlike.mesh import MeshSpec
 
@@ -40,11 +41,17 @@ def shrunk(
   scan: bool = False,
   dtype: str = "float32",
   remat: str = "SAVE_EVERYTHING",
+  repeats: int = 2,
+  pipeline: fdl.Config | None = None,
   **knobs: Any,
 ) -> Definition:
   graph = registry.find(name)(**knobs).trainer()
   fiddlers.shrink(graph)
+  for stack in fiddlers.select(graph, Stack):
+    stack.repeats = repeats
   fiddlers.stack(graph, scan=scan)
+  if pipeline is not None:
+    fiddlers.pipeline(graph, pipeline)
   fiddlers.precision(graph, dtype)
   fiddlers.remat(graph, remat)
   return fdl.build(graph).definition

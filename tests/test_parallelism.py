@@ -8,6 +8,7 @@ import functools
 import math
 from typing import Any
 
+import fiddle as fdl
 import jax
 import pytest
 from models import adamw, batch
@@ -15,6 +16,7 @@ from test_families import shrunk
 from test_train_step import assert_same, one_device, steps
 
 from paxlike import mesh, train_state
+from paxlike.layers import Pipeline
 from paxlike.mesh import MeshSpec
 
 # Sizes of axes, of all that are not named 1. Devices come in neighbouring eights.
@@ -43,6 +45,23 @@ EXPERT_MIXES: tuple[dict[str, int], ...] = (
 DENSE, EXPERTS = ("Synthetic126M", "SyntheticLLaMA70B", "Gemma2_2B"), ("Mixtral8x7B", "DeepSeekV3")
 CASES = [(name, mix) for name in DENSE for mix in MIXES]
 CASES += [(name, mix) for name in EXPERTS for mix in EXPERT_MIXES]
+
+# Model, schedule, groups of layers that a stage holds, axes; all in four microbatches.
+PIPELINES: tuple[tuple[str, str, int, dict[str, int]], ...] = (
+  ("Synthetic126M", "gpipe", 1, {"pipeline": 4}),
+  ("Synthetic126M", "1f1b", 1, {"pipeline": 4, "data": 2}),
+  ("Synthetic126M", "circular", 2, {"pipeline": 2, "tensor": 4}),
+  ("Synthetic126M", "interleaved_1f1b", 2, {"pipeline": 2, "fsdp": 4}),
+  ("SyntheticLLaMA70B", "gpipe", 1, {"pipeline": 2, "fsdp": 2, "tensor": 2}),
+  ("SyntheticLLaMA70B", "circular", 2, {"pipeline": 2, "context": 2, "tensor": 2}),
+  ("SyntheticLLaMA70B", "1f1b", 1, {"pipeline": 2, "context": 4}),
+  ("SyntheticLLaMA70B", "interleaved_1f1b", 2, {"pipeline": 2, "fsdp": 2, "tensor": 2}),
+  ("Gemma2_2B", "1f1b", 1, {"pipeline": 2, "data": 2, "fsdp": 2}),
+  ("Mixtral8x7B", "1f1b", 1, {"pipeline": 2, "data": 2, "expert": 2}),
+  ("Mixtral8x7B", "interleaved_1f1b", 2, {"pipeline": 2, "expert": 2, "tensor": 2}),
+  ("DeepSeekV3", "1f1b", 1, {"pipeline": 2, "fsdp": 2, "expert": 2}),
+  ("SyntheticGLaM126M64E", "circular", 2, {"pipeline": 2, "data": 2, "expert": 2}),
+)
 pytestmark = pytest.mark.slow
 
 
@@ -70,6 +89,62 @@ def test_any_mix_is_one_device(name, mix):
 def test_documents_of_packed_rows_stay_apart_on_any_mesh(mix):
   name = "SyntheticLLaMA70B"
   assert_same(on(mix, name, packed=True), expected(name, packed=True))
+
+
+def pipelined(schedule: str, chunks: int, stages: int, **options: Any) -> fdl.Config[Pipeline]:
+  settings = {"stages": stages, "chunks": chunks, "microbatches": 4} | options
+  return fdl.Config(Pipeline, schedule=schedule, **settings)
+
+
+@functools.cache
+def in_four_parts(name: str, packed: bool = False, **knobs: Any) -> Any:
+  data = batch(16, packed=packed)
+  return one_device(shrunk(name, repeats=4, **knobs), data, num_microbatches=4)
+
+
+def through_stages(
+  name: str, schedule: str, chunks: int, mix: dict[str, int], **options: Any
+) -> Any:
+  packed, knobs = options.pop("packed", False), options.pop("knobs", {})
+  pipeline = pipelined(schedule, chunks, mix["pipeline"], **options)
+  definition = shrunk(name, repeats=4, pipeline=pipeline, **knobs)
+  devices = jax.devices()[: math.prod(mix.values())]
+  return steps(definition, MeshSpec(ici=mix), batch(16, packed=packed), devices=devices)
+
+
+@pytest.mark.parametrize(("name", "schedule", "chunks", "mix"), PIPELINES, ids=spelt)
+def test_any_pipeline_is_one_device(name, schedule, chunks, mix):
+  assert_same(through_stages(name, schedule, chunks, mix), in_four_parts(name))
+
+
+@pytest.mark.parametrize("remat", ["SAVE_EVERYTHING", "SAVE_NOTHING"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved_1f1b", 2)], ids=spelt)
+def test_stages_may_store_what_remat_saves(schedule, chunks, remat):
+  name, mix = "SyntheticLLaMA70B", {"pipeline": 2, "fsdp": 2, "tensor": 2}
+  knobs = {"remat": remat}
+  got = through_stages(name, schedule, chunks, mix, recompute=False, knobs=knobs)
+  assert_same(got, in_four_parts(name))
+
+
+def test_documents_of_packed_rows_stay_apart_in_a_pipeline():
+  name, mix = "SyntheticLLaMA70B", {"pipeline": 2, "fsdp": 2, "tensor": 2}
+  got = through_stages(name, "1f1b", 1, mix, packed=True)
+  assert_same(got, in_four_parts(name, packed=True))
+
+
+@pytest.mark.parametrize(
+  "knobs",
+  [
+    {"USE_LORA": True},
+    {"USE_LORA": True, "LORA_BASE_QUANTIZATION": "nf4"},
+    {"DROPOUT_PROB": 0.1, "EMBEDDING_DROPOUT_PROB": 0.1},
+  ],
+  ids=spelt,
+)
+def test_adapters_and_dropout_go_through_a_pipeline(knobs):
+  name, mix = "SyntheticLLaMA70B", {"pipeline": 2, "data": 2}
+  got = through_stages(name, "1f1b", 1, mix, knobs=knobs)
+  assert_same(got, in_four_parts(name, **knobs))
 
 
 def test_slices_are_as_one_mesh():

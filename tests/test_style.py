@@ -39,6 +39,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("optimizers", "flops", "relayout", "weight_rules", "sampling", "prompts"),
   ("objectives", "train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
   ("journal", "best"),
+  ("pipelined",),
   ("train_step", "generate", "hugging_face", "restoring"),
   ("decoding", "origin"),
   ("trainer",),

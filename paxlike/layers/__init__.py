@@ -38,6 +38,7 @@ from paxlike.layers.module import (
 )
 from paxlike.layers.moe import Moe
 from paxlike.layers.norm import LayerNorm, RmsNorm
+from paxlike.layers.pipeline import Pipeline
 from paxlike.layers.relative_bias import RelativeBias
 from paxlike.layers.rope import Rope
 from paxlike.layers.splash_attention import splash
@@ -68,6 +69,7 @@ __all__ = [
   "Module",
   "Moe",
   "Params",
+  "Pipeline",
   "PositionEmbedding",
   "RelativeBias",
   "Remat",

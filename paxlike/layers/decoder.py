@@ -80,14 +80,17 @@ class Decoder(Module):
     self, tokens_BT: jax.Array, context: Context, caches: Caches | None = None
   ) -> tuple[jax.Array, Caches | None, Aux]:
     """Returns (x_BTD before the output projection, the caches, what the layers report)."""
+    x_BTD = self.embed(tokens_BT, context)
+    x_BTD, caches, aux = self.stack(x_BTD, context.fold(1), caches)
+    return by_token(self.norm, x_BTD), caches, aux
+
+  def embed(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
+    """Returns x_BTD before the first layer."""
     x_BTD = self.embedding(tokens_BT)
     if self.positions is not None:
       x_BTD = sums.add(x_BTD, self.positions(tokens_BT.shape[1], context.positions_BT))
     x_BTD = mesh.constrain(x_BTD, "batch", "time", None)
-    if self.dropout is not None:
-      x_BTD = self.dropout(x_BTD, context.fold(0))
-    x_BTD, caches, aux = self.stack(x_BTD, context.fold(1), caches)
-    return by_token(self.norm, x_BTD), caches, aux
+    return x_BTD if self.dropout is None else self.dropout(x_BTD, context.fold(0))
 
   def logits(self, x: jax.Array) -> jax.Array:
     """Returns [..., V] in the compute dtype for what `hidden` gives, [..., D]."""
@@ -99,12 +102,16 @@ class Decoder(Module):
     return mesh.constrain(self.logits(x_BTD), "batch", "time", "vocab"), aux
 
   def loss(self, batch: Batch, context: Context) -> tuple[jax.Array, Aux]:
-    """Returns (the weighted sum of cross-entropies in nats, what the layers report).
+    """Returns (the weighted sum of cross-entropies in nats, what the layers report)."""
+    x_BTD, _, aux = self.hidden(batch["inputs"], context)
+    return self.token_loss(x_BTD, batch["targets"], batch["weights"]), aux
+
+  def token_loss(self, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+    """Returns the weighted sum of cross-entropies, in nats, for what `hidden` gives.
 
     The logits never exist as a whole: they are made, and turned into gradients, a part of the
     sequence at a time.
     """
-    x_BTD, _, aux = self.hidden(batch["inputs"], context)
     graph, weights = nnx.split(self.embedding if self.head is None else self.head)
 
     def chunk_loss(weights, x_BTD, constants):
@@ -113,8 +120,8 @@ class Decoder(Module):
       targets_BT, weights_BT = constants
       return (cross_entropy(logits_BTV, targets_BT) * weights_BT).sum()
 
-    chunks = self._chunks((x_BTD, (batch["targets"], batch["weights"])))
-    return sum_over_chunks(chunk_loss, weights, *chunks), aux
+    chunks = self._chunks((x_BTD, (targets_BT, weights_BT)))
+    return sum_over_chunks(chunk_loss, weights, *chunks)
 
   def map_logits(self, function: Callable[..., Any], x_BTD: jax.Array, arrays: Any) -> Any:
     """Returns function(logits_BTV, arrays), made a part of the sequence at a time.

@@ -33,7 +33,7 @@ class Embedding(module.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Returns [..., D] for int32 tokens [...]; ids must lie in [0, vocab_size)."""
-    x = sums.lookup(self.table[...].astype(self.dtype), tokens)
+    x: Any = sums.lookup(self.table[...].astype(self.dtype), tokens, ("vocab", "model"))
     return x if self.scale == 1 else x * jnp.asarray(self.scale, self.dtype)
 
   def attend(self, x: jax.Array) -> jax.Array:
@@ -52,4 +52,6 @@ class PositionEmbedding(module.Module):
   def __call__(self, num_tokens: int, positions_BT: jax.Array | None) -> jax.Array:
     """Returns [T, D] for positions counted from 0, or [B, T, D] for explicit ones."""
     table = self.table[...].astype(self.dtype)
-    return table[:num_tokens] if positions_BT is None else sums.lookup(table, positions_BT)
+    if positions_BT is None:
+      return table[:num_tokens]
+    return sums.lookup(table, positions_BT, ("position", "model"))

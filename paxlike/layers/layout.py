@@ -25,13 +25,30 @@ class Location(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-  """The layout of a stack of `prologue + pattern * repeats + epilogue` layers."""
+  """The layout of a stack of `prologue + pattern * repeats + epilogue` layers.
+
+  Where a pipeline has `stages` that each hold several `chunks` of repeats, chunk c of stage s is
+  number c * stages + s in their order, and all of a stage follow each other in the leading dim.
+  """
 
   scanned: bool
   prologue: int = 0
   pattern: int = 1
   repeats: int
   epilogue: int = 0
+  stages: int = 1
+  chunks: int = 1
+
+  @property
+  def order(self) -> tuple[int, ...]:
+    """The repeats, as the leading dim has them."""
+    size = self.repeats // (self.stages * self.chunks)
+    return tuple(
+      (chunk * self.stages + stage) * size + repeat
+      for stage in range(self.stages)
+      for chunk in range(self.chunks)
+      for repeat in range(size)
+    )
 
   def locate(self, name: str) -> Location | None:
     """Returns what `name` refers to, or None where it is no weight of a stack."""
@@ -42,7 +59,7 @@ class Layout:
     index = int(match["index"])
     if match["part"] == "pattern":
       first = self.prologue + index
-      layers = tuple(first + repeat * self.pattern for repeat in range(self.repeats))
+      layers = tuple(first + repeat * self.pattern for repeat in self.order)
       return Location(template, layers, stacked=True)
     if match["part"] == "epilogue":
       index += self.prologue + self.pattern * self.repeats
@@ -56,6 +73,6 @@ class Layout:
       return template.format(f"prologue.{layer}"), None
     repeat, position = divmod(layer - self.prologue, self.pattern)
     if repeat < self.repeats:
-      return template.format(f"pattern.{position}"), repeat
+      return template.format(f"pattern.{position}"), self.order.index(repeat)
     last = layer - self.prologue - self.pattern * self.repeats
     return template.format(f"epilogue.{last}"), None

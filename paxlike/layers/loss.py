@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike import mesh
+
 
 @jax.custom_vjp
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -19,7 +21,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _entropy_forward(logits, targets):
-  chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+  if mesh.is_sharded("vocab"):
+    # No device has all logits of a token to choose from.
+    is_target = targets[..., None] == jnp.arange(logits.shape[-1])
+    chosen = jnp.where(is_target, logits, jnp.zeros((), logits.dtype)).sum(-1)
+  else:
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
   normalizer = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
   return normalizer - chosen.astype(jnp.float32), (logits, targets, normalizer)
 

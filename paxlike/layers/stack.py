@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stack of blocks, unrolled or scanned: two layouts of the same parameters."""
+"""A stack of blocks, unrolled, scanned or pipelined: three layouts of the same parameters."""
 
+import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from paxlike.layers.block import Aux, Block
 from paxlike.layers.context import Context
 from paxlike.layers.layout import Layout
 from paxlike.layers.module import Module
+from paxlike.layers.pipeline import Pipeline, forward, split_rows
 
 BlockFactory = Callable[[int], Block]
 # Part of the stack -> the caches of its layers; those of a pattern stacked as its weights are.
@@ -34,6 +36,7 @@ class Stack(Module):
   Attributes:
     layout: Where each layer's weights are found.
     remat: Applied block by block.
+    pipeline: How repeats are spread over stages; prologue and epilogue are all stages'.
   """
 
   def __init__(
@@ -46,8 +49,11 @@ class Stack(Module):
     epilogue: Sequence[BlockFactory] = (),
     scan: bool,
     remat: Remat = Remat.SAVE_EVERYTHING,
+    pipeline: Pipeline | None = None,
   ):
+    """Raises UserError if the stages cannot share the repeats."""
     self.remat = remat
+    self.pipeline = pipeline
     self.layout = Layout(
       scanned=scan,
       prologue=len(prologue),
@@ -55,6 +61,8 @@ class Stack(Module):
       repeats=repeats,
       epilogue=len(epilogue),
     )
+    if pipeline is not None:
+      self.layout = pipeline.spread(self.layout)
     if scan:
       self.prologue = nnx.List([block(dim) for block in prologue])
       self.pattern = nnx.List([_stacked(block(dim), repeats) for block in pattern])
@@ -72,12 +80,31 @@ class Stack(Module):
     if not self.layout.scanned:
       x_BTD, new["layers"], aux = self._run(self.layers, x_BTD, context, given.get("layers"))
       return x_BTD, new if caches else None, aux
-    prologue, pattern, epilogue = map(given.get, ("prologue", "pattern", "epilogue"))
-    x_BTD, new["prologue"], before = self._run(self.prologue, x_BTD, context, prologue)
-    x_BTD, new["pattern"], repeated = self._scan(x_BTD, context, pattern)
+    x_BTD, new["prologue"], before = self.before(x_BTD, context, given.get("prologue"))
+    divides = self.pipeline is not None and len(x_BTD) % self.pipeline.microbatches == 0
+    if self.pipeline is not None and divides and caches is None:
+      x_BTD, repeated = self._pipelined(x_BTD, context, self.pipeline)
+    else:
+      x_BTD, new["pattern"], repeated = self._in_order(x_BTD, context, given.get("pattern"))
+    x_BTD, new["epilogue"], after = self.after(x_BTD, context, given.get("epilogue"))
+    return x_BTD, new if caches else None, add(add(before, repeated), after)
+
+  def before(
+    self, x_BTD: jax.Array, context: Context, caches: list[Any] | None = None
+  ) -> tuple[jax.Array, list[Any], Aux]:
+    """Runs the prologue of a scanned stack."""
+    return self._run(self.prologue, x_BTD, context, caches)
+
+  def after(
+    self, x_BTD: jax.Array, context: Context, caches: list[Any] | None = None
+  ) -> tuple[jax.Array, list[Any], Aux]:
+    """Runs the epilogue of a scanned stack."""
     first = self.layout.prologue + self.layout.pattern * self.layout.repeats
-    x_BTD, new["epilogue"], after = self._run(self.epilogue, x_BTD, context, epilogue, first)
-    return x_BTD, new if caches else None, _add(_add(before, repeated), after)
+    return self._run(self.epilogue, x_BTD, context, caches, first)
+
+  def chunk(self, x_BTD: jax.Array, context: Context, place: jax.Array) -> tuple[jax.Array, Aux]:
+    """Runs the repeats of a place of the pipeline, to whose weights the stack is bound."""
+    return self._at(self.pattern, x_BTD, context, place)
 
   def empty_caches(self, batch: int, length: int, dtype: Any) -> Caches:
     """Returns the caches of all layers, for rows of up to `length` tokens."""
@@ -112,6 +139,8 @@ class Stack(Module):
     context: Context,
     caches: list[Any] | None,
     first: int | jax.Array = 0,
+    *,
+    is_looped: bool = False,
   ) -> tuple[jax.Array, list[Any], Aux]:
     total: Aux = {}
     new: list[Any] = []
@@ -125,30 +154,87 @@ class Stack(Module):
         apply = jax.checkpoint(
           apply,
           policy=getattr(jax.checkpoint_policies, self.remat.value),
-          # Inside a scan the loop itself keeps XLA from merging the recomputation away.
-          prevent_cse=not self.layout.scanned,
+          # A loop over layers keeps XLA from merging the recomputation away.
+          prevent_cse=not is_looped,
         )
       cache = None if caches is None else caches[offset]
       x_BTD, cache, aux = apply(weights, x_BTD, context.fold(first + offset), cache)
-      total = _add(total, aux)
+      total = add(total, aux)
       new.append(cache)
     return x_BTD, new, total
 
-  def _scan(
+  def _in_order(
     self, x_BTD: jax.Array, context: Context, caches: list[Any] | None
   ) -> tuple[jax.Array, list[Any], Aux]:
+    """Runs the repeats one after another, wherever they are."""
     graph, weights = nnx.split(self.pattern)
+    order = self.layout.order
+    if order != tuple(range(len(order))):
+      places = jnp.argsort(jnp.array(order))
+      weights = jax.tree.map(lambda w: w[places], weights)
+    pattern = nnx.merge(graph, weights)
+    return self._scan(pattern, jnp.arange(len(order)), x_BTD, context, caches)
+
+  def _scan(
+    self,
+    pattern: Sequence[Block],
+    indexes: jax.Array,
+    x_BTD: jax.Array,
+    context: Context,
+    caches: list[Any] | None,
+    *,
+    unroll: bool = False,
+  ) -> tuple[jax.Array, list[Any], Aux]:
+    """Runs blocks whose weights are [repeats, ...], and which repeats they are."""
+    graph, weights = nnx.split(pattern)
 
     def repeat(x_BTD, xs):
       weights, index, caches = xs
       first = self.layout.prologue + index * self.layout.pattern
       blocks = nnx.merge(graph, weights)
-      x_BTD, caches, aux = self._run(blocks, x_BTD, context, caches, first)
+      x_BTD, caches, aux = self._run(blocks, x_BTD, context, caches, first, is_looped=not unroll)
       return x_BTD, (caches, aux)
 
-    indexes = jnp.arange(self.layout.repeats)
+    if unroll:
+      assert caches is None
+      total: Aux = {}
+      for number in range(len(indexes)):
+        xs = jax.tree.map(lambda x, number=number: x[number], (weights, indexes))
+        x_BTD, (_, aux) = repeat(x_BTD, (*xs, None))
+        total = add(total, aux)
+      return x_BTD, [], total
     x_BTD, (caches, aux) = jax.lax.scan(repeat, x_BTD, (weights, indexes, caches))
     return x_BTD, caches, jax.tree.map(lambda values: values.sum(0), aux)
+
+  def _at(
+    self, pattern: Sequence[Block], x_BTD: jax.Array, context: Context, place: jax.Array
+  ) -> tuple[jax.Array, Aux]:
+    """Runs blocks that have the weights of a place of the pipeline."""
+    assert self.pipeline is not None
+    count = self.layout.repeats // self.pipeline.num_places
+    indexes = place * count + jnp.arange(count)
+    # What a loop would save to go back has copies of the weights in it.
+    unroll = not self.pipeline.recompute
+    x_BTD, _, aux = self._scan(pattern, indexes, x_BTD, context, None, unroll=unroll)
+    return x_BTD, aux
+
+  def _pipelined(
+    self, x_BTD: jax.Array, context: Context, pipeline: Pipeline
+  ) -> tuple[jax.Array, Aux]:
+    """Sends the rows through the stages, without a loss; losses of layers are means."""
+    count = pipeline.microbatches
+    keys = context.dropout
+    if keys is not None:
+      keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(count))
+    arrays = dataclasses.replace(context, dropout=None)
+    contexts = dataclasses.replace(split_rows(arrays, count), dropout=keys)
+    graph, weights = nnx.split(self.pattern)
+
+    def chunk(weights, x_BTD, context, place):
+      return self._at(nnx.merge(graph, weights), x_BTD, context, place)
+
+    x_MBTD, aux = forward(pipeline, chunk, weights, split_rows(x_BTD, count), contexts)
+    return x_MBTD.swapaxes(0, 1).reshape(x_BTD.shape), mean_losses(aux, count)
 
 
 def _stacked(block: Block, repeats: int) -> Block:
@@ -160,9 +246,15 @@ def _stacked(block: Block, repeats: int) -> Block:
   return block
 
 
-def _add(a: Aux, b: Aux) -> Aux:
+def add(a: Aux, b: Aux) -> Aux:
+  """Returns the sums of what layers report."""
   zero = jnp.zeros(())
   return {name: a.get(name, zero) + b.get(name, zero) for name in {**a, **b}}
+
+
+def mean_losses(aux: Aux, count: int) -> Aux:
+  """Returns sums over parts of a batch with losses of layers as means."""
+  return {name: value / count if name.endswith("_loss") else value for name, value in aux.items()}
 
 
 def layout_of(module: Any) -> Layout:
