@@ -20,15 +20,15 @@ def free_port() -> int:
     return probe.getsockname()[1]
 
 
-def job(count: int, folder: pathlib.Path, *flags: str) -> list[subprocess.Popen]:
+def job(count: int, folder: pathlib.Path, *flags: str, model=TINY) -> list[subprocess.Popen]:
   """Starts processes of one device each, which share a batch of four rows."""
   together = (f"--server_addr=localhost:{free_port()}", f"--num_hosts={count}")
   mesh = ("--fdl.ICI_MESH_SHAPE=[1,1,1]", f"--fdl.DCN_MESH_SHAPE=[1,{count},1]")
   rows = f"--fdl.PERCORE_BATCH_SIZE={4 / count}"
   # A rate that does not depend on the number of steps.
-  tiny = [flag for flag in TINY if "LR_COS" not in flag] + ["--fdl.LR_SCHEDULE=constant"]
+  model = [flag for flag in model if "LR_COS" not in flag] + ["--fdl.LR_SCHEDULE=constant"]
   return [
-    start(*tiny, *together, *mesh, rows, f"--host_idx={index}", f"--job_log_dir={folder}", *flags)
+    start(*model, *together, *mesh, rows, f"--host_idx={index}", f"--job_log_dir={folder}", *flags)
     for index in range(count)
   ]
 
@@ -44,11 +44,13 @@ def succeed(processes: list[subprocess.Popen]) -> str:
 @pytest.mark.slow
 def test_four_processes_train_as_one_does_and_two_and_one_resume_their_checkpoint(tmp_path):
   several, alone = tmp_path / "several", tmp_path / "alone"
+  (tmp_path / "a.txt").write_text(" ".join(map(str, range(2000))))
+  text = (*TEXT, f"--fdl.DATA_PATH={tmp_path}/a.txt")
   for start_of, count, steps in ((0, 4, 4), (4, 2, 6), (6, 1, 8)):
-    out = succeed(job(count, several, f"--fdl.MAX_STEPS={steps}"))
+    out = succeed(job(count, several, f"--fdl.MAX_STEPS={steps}", model=text))
     assert not start_of or f"resuming from checkpoint {start_of}" in out
   assert Checkpoints(several / "checkpoints", keep=None).steps() == [4, 6, 8]
-  succeed(job(1, alone, "--fdl.MAX_STEPS=8"))
+  succeed(job(1, alone, "--fdl.MAX_STEPS=8", model=text))
   assert [updates for updates, _ in curve(several)] == list(range(1, 9))
   np.testing.assert_allclose(curve(several), curve(alone), rtol=1e-5)
   found, expected = dict(curve(several, "eval")), dict(curve(alone, "eval"))
