@@ -224,6 +224,11 @@ def sizes_here(axes: Collection[str]) -> dict[str, int]:
   return {} if all(sizes[axis] == 1 for axis in axes) else sizes
 
 
+def axes_left() -> set[str]:
+  """Returns the axes of the current mesh that the code is not that of a single place along yet."""
+  return set(AXES).difference(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def in_stage() -> bool:
   """Returns whether the code is that of a single stage of a pipeline."""
   mesh = jax.sharding.get_abstract_mesh()

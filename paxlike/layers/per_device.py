@@ -64,7 +64,7 @@ def per_device(
     local,
     in_specs=(of_queries, of_keys, of_keys, of_given),
     out_specs=of_queries,
-    axis_names={axis for axis, size in sizes.items() if size > 1},
+    axis_names=mesh.axes_left(),
     check_vma=False,
   )
   return on_all(q_BTNH, *keys, given)

@@ -70,7 +70,7 @@ def _on_devices(
     lambda *arrays: function(*arrays, *cuts),
     in_specs=(of_table, of_rows, *(of_output for _ in others)),
     out_specs=of_table if gives_table else of_output,
-    axis_names={axis for axis, size in sizes.items() if size > 1},
+    axis_names=mesh.axes_left(),
     check_vma=False,
   )(table, rows, *others)
 
