@@ -64,8 +64,8 @@ def row(name: str, topology: str, slices: int) -> str:
   verdict = "fits" if facts["fits"] else "does not fit"
   return (
     f"| `{name}` | {topology} | {slices} | {facts['parameters'] / 1e9:.1f} |"
-    f" {held['arguments'] / 1e9:.1f} | {held['peak'] / 1e9:.1f} of {facts['room'] / 1e9:.1f} |"
-    f" {verdict} | {facts['flops'] / 1e15:.0f} | {told} |"
+    f" {held['arguments'] / 1e9:.1f} | {held['peak'] / 1e9:.1f} of {facts['bytes_of_device'] / 1e9:.1f} |"
+    f" {verdict} | {facts['flops_per_step'] / 1e15:.0f} | {told} |"
   )
 
 
@@ -73,9 +73,9 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--only", default="", help="recipes whose name has this pattern")
   options = parser.parse_args()
-  print(
-    "| recipe | topology | slices | parameters, 10^9 | arguments, GB | peak, GB | | PFLOP | GB |"
-  )
+  columns = ("recipe", "topology", "slices", "parameters, 10^9", "arguments, GB", "peak, GB", "")
+  columns += ("PFLOP a step", "GB sent by a device, over axes")
+  print(f"| {' | '.join(columns)} |")
   print("|---|---|---:|---:|---:|---:|---|---:|---|")
   for recipe in RECIPES:
     if re.search(options.only, recipe[0]):

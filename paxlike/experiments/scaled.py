@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MaxText's default model, grown by its rule from 1.1 B parameters to a trillion.
 
-Recipes for slices of TPUs follow those in its folders configs/v5e and configs/v5p; what it publishes
-is from its README. More slices share the batch with `--fdl.DCN_MESH_SHAPE=[N,1,1]`.
+Recipes for slices of TPUs follow those in its folders configs/v5e and configs/v5p; what they are
+published to reach is from its README. More slices share the batch with DCN_MESH_SHAPE=[N,1,1].
 `paxlike --fdl_config=Scaled16BV5e256 --mode=compile --topology=v5e-256` tells what a chip holds;
 benchmarks/recipes.py does so of all.
 """
