@@ -56,7 +56,8 @@ def row(name: str, topology: str, slices: int) -> str:
   if done.returncode not in (0, 3):
     return f"| `{name}` | {topology} | {slices} | {done.stderr.strip().splitlines()[-1]} |"
   facts = json.loads(done.stdout)
-  held, sent = facts["bytes_per_device"], {}
+  room, sent = facts["bytes_of_device"] / 1e9, {}
+  arguments, peak = (facts["bytes_per_device"][name] / 1e9 for name in ("arguments", "peak"))
   for one in facts["collectives"]:
     axes = " x ".join(one["axes"])
     sent[axes] = sent.get(axes, 0) + one["bytes"] / 1e9
@@ -64,8 +65,7 @@ def row(name: str, topology: str, slices: int) -> str:
   verdict = "fits" if facts["fits"] else "does not fit"
   return (
     f"| `{name}` | {topology} | {slices} | {facts['parameters'] / 1e9:.1f} |"
-    f" {held['arguments'] / 1e9:.1f} | {held['peak'] / 1e9:.1f} of {facts['bytes_of_device'] / 1e9:.1f} |"
-    f" {verdict} | {facts['flops_per_step'] / 1e15:.0f} | {told} |"
+    f" {arguments:.1f} | {peak:.1f} of {room:.1f} | {verdict} | {facts['flops_per_step'] / 1e15:.0f} | {told} |"
   )
 
 

@@ -70,6 +70,7 @@ def test_both_layouts_have_the_same_parameters(cls):
   counts = []
   for scan in (False, True):
     graph = cls(NUM_LAYERS=5).trainer()
+    fiddlers.stack(graph, scan=False)  # Stages could not share five layers.
     fiddlers.stack(graph, scan=scan)
     model: Any = fdl.build(graph.model)
     counts.append(Definition(model).num_params)
