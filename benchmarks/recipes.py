@@ -60,12 +60,13 @@ def row(name: str, topology: str, slices: int) -> str:
   arguments, peak = (facts["bytes_per_device"][name] / 1e9 for name in ("arguments", "peak"))
   for one in facts["collectives"]:
     axes = " x ".join(one["axes"])
-    sent[axes] = sent.get(axes, 0) + one["bytes"] / 1e9
+    sent[axes] = sent.get(axes, 0) + one["nbytes"] / 1e9
   told = ", ".join(f"{axes} {size:.3g}" for axes, size in sent.items() if size > 0.1)
   verdict = "fits" if facts["fits"] else "does not fit"
   return (
     f"| `{name}` | {topology} | {slices} | {facts['parameters'] / 1e9:.1f} |"
-    f" {arguments:.1f} | {peak:.1f} of {room:.1f} | {verdict} | {facts['flops_per_step'] / 1e15:.0f} | {told} |"
+    f" {arguments:.1f} | {peak:.1f} of {room:.1f} | {verdict} |"
+    f" {facts['flops_per_step'] / 1e15:.0f} | {told} |"
   )
 
 
