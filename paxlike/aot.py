@@ -11,7 +11,8 @@ import jax
 
 from paxlike import chips, collectives, flops, kernels, mesh, saved_step, train_state
 from paxlike.errors import UserError
-from paxlike.layers.stack import Remat, Stack
+from paxlike.layers.remat import Remat
+from paxlike.layers.stack import Stack
 from paxlike.trainer import Trainer
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

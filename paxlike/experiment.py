@@ -15,6 +15,7 @@ from paxlike.best import Criterion
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
 from paxlike.knobs import UNSET, Dtype, Knobs
+from paxlike.layers.remat import Policy
 from paxlike.mesh import MeshSpec, axis_sizes
 from paxlike.objectives import NextToken, Objective
 from paxlike.restoring import Restore
@@ -46,9 +47,8 @@ class Experiment(Knobs):
   USE_FP8: bool = False  #: QUANTIZATION=fp8.
   ENABLE_TE: bool = False  #: In linear maps of blocks multiply by NVIDIA's Transformer Engine.
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: on more than one device.
-  CHECKPOINT_POLICY: Literal[  #: What the backward pass finds saved; the rest is recomputed.
-    "SAVE_EVERYTHING", "SAVE_NOTHING", "SAVE_DOT_ONLY", "SAVE_DOT_WITH_NO_BATCH_DIM"
-  ] = "SAVE_EVERYTHING"
+  #: What the backward pass finds saved; the rest is recomputed. OFFLOAD_...: in the host's memory.
+  CHECKPOINT_POLICY: Policy = "SAVE_EVERYTHING"
   #: What computes attention. auto: cudnn or splash where they can, xla on CPUs, else xla_chunked.
   ATTENTION_KERNEL: Literal["auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax"] = "auto"
   MAX_SEGMENTS_PER_ROW: int = 64  #: Documents of a packed row that the kernel cudnn has room for.
@@ -91,6 +91,8 @@ class Experiment(Knobs):
   ADAM_MOMENT_DTYPE: Literal["float32", "bfloat16"] = "float32"
   #: Cut the optimizer's state over the mesh axis data too (ZeRO-1).
   SHARD_OPTIMIZER_OVER_DATA: bool = False
+  #: Keep the optimizer's state in the memory of hosts, and bring it for each update.
+  OPTIMIZER_ON_HOST: bool = False
   WEIGHT_DECAY: float = 0.1  #: Decoupled weight decay.
   WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: What decays.
   CLIP_GRADIENT_NORM_TO_VALUE: float | None = 1.0  #: Largest global gradient norm. None: no clip.
@@ -347,6 +349,7 @@ class Experiment(Knobs):
       clip_norm=self.CLIP_GRADIENT_NORM_TO_VALUE,
       moment_dtype=self.ADAM_MOMENT_DTYPE,
       over_data=self.SHARD_OPTIMIZER_OVER_DATA,
+      on_host=self.OPTIMIZER_ON_HOST,
     )
 
   def schedule(self) -> fdl.Config:

@@ -8,7 +8,7 @@ size along an axis is their product.
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -224,7 +224,7 @@ def sizes_here(axes: Collection[str]) -> dict[str, int]:
   return {} if all(sizes[axis] == 1 for axis in axes) else sizes
 
 
-def axes_left() -> set[str]:
+def axes_left() -> Set[str]:
   """Returns the axes of the current mesh that the code is not that of a single place along yet."""
   return set(AXES).difference(jax.sharding.get_abstract_mesh().manual_axes)
 

@@ -26,11 +26,13 @@ class Optimizer:
     learning_rate: The schedule.
     over_data: Whether its state is cut over the mesh axis data too, where weights are copies
       (ZeRO-1; Rajbhandari et al., 2020, arXiv:1910.02054).
+    on_host: Whether its state lives in the memory of hosts between updates.
   """
 
   transform: optax.GradientTransformation
   learning_rate: Schedule
   over_data: bool = False
+  on_host: bool = False
 
 
 def matrices(params: dict[str, Any]) -> dict[str, bool]:
@@ -54,6 +56,7 @@ def adamw(
   clip_norm: float | None,
   moment_dtype: str = "float32",
   over_data: bool = False,
+  on_host: bool = False,
 ) -> Optimizer:
   """AdamW (Loshchilov and Hutter, 2019) after clipping by global norm.
 
@@ -66,7 +69,8 @@ def adamw(
     decayed: Marks the parameters that decay.
     clip_norm: Largest norm of all gradients together; None does not clip.
     moment_dtype: What both means are held in; bfloat16 is rounded by chance.
-    over_data: See `Optimizer`.
+    over_data: See `Optimizer`, as for the next.
+    on_host: See there.
   """
   clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
   transform = optax.chain(
@@ -75,7 +79,7 @@ def adamw(
     optax.add_decayed_weights(weight_decay, mask=decayed),
     optax.scale_by_learning_rate(learning_rate),
   )
-  return Optimizer(transform, learning_rate, over_data)
+  return Optimizer(transform, learning_rate, over_data, on_host)
 
 
 def _held_in(dtype: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:

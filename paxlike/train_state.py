@@ -83,7 +83,10 @@ def abstract(
       cut = mesh_lib.partition(spec.dims, leaf.shape, mesh.shape)
       if optimizer.over_data and path[0].name == "opt_state":
         cut = mesh_lib.spread(cut, leaf.shape, mesh.shape)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, cut))
+    where = NamedSharding(mesh, cut)
+    if optimizer.on_host and path[0].name == "opt_state" and leaf.shape:
+      where = where.with_memory_kind("pinned_host")
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
   return jax.tree_util.tree_map_with_path(place, state)
 
@@ -91,13 +94,17 @@ def abstract(
 def kept_in_place(definition: Definition, optimizer: Optimizer, state: TrainState) -> TrainState:
   """Pins a new state, inside a traced function, to where the old one lives on the current mesh."""
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.size == 1:
+  if mesh.empty or (mesh.size == 1 and not optimizer.on_host):
     return state
   target = abstract(definition, optimizer, mesh)
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-  changing = dataclasses.replace(state, frozen={}, reference={})
-  shardings = dataclasses.replace(shardings, frozen={}, reference={})
-  changing = jax.lax.with_sharding_constraint(changing, shardings)
+  where = jax.tree.map(lambda leaf: leaf.sharding, target)
+  on_device = jax.tree.map(lambda sharding: sharding.with_memory_kind("device"), where)
+  unchanged = {"frozen": {}, "reference": {}}
+  changing = dataclasses.replace(state, **unchanged)
+  changing = jax.lax.with_sharding_constraint(changing, dataclasses.replace(on_device, **unchanged))
+  if optimizer.on_host:
+    opt_state = jax.device_put(changing.opt_state, where.opt_state)
+    changing = dataclasses.replace(changing, opt_state=opt_state)
   return dataclasses.replace(changing, frozen=state.frozen, reference=state.reference)
 
 

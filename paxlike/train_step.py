@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step: loss, gradients, accumulation, clipping, update, metrics."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +58,9 @@ def make_train_step(
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     weight = objective.weight(batch)
+    if optimizer.on_host:
+      opt_state = jax.device_put(state.opt_state, jax.memory.Space.Device)
+      state = dataclasses.replace(state, opt_state=opt_state)
     prepared, fixed = _prepared(definition, state)
     dropout = jax.random.fold_in(jax.random.key(seed), state.step)
 

@@ -2,16 +2,18 @@
 """A step on any mesh, in any layout, in any number of microbatches is the same step."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.ad_checkpoint import saved_residuals  # Has no public name any more.
 from models import SEQ_LEN, VOCAB, adamw, batch, tiny
 
 from paxlike import mesh, train_state
 from paxlike.layers import Remat
-from paxlike.layers.decoder import forward
+from paxlike.layers.decoder import context_of, forward
 from paxlike.layers.stack import layout_of
 from paxlike.mesh import MeshSpec
 from paxlike.train_step import make_train_step
@@ -96,11 +98,51 @@ def test_scan_equals_unroll():
     (Remat.SAVE_NOTHING, True),
     (Remat.SAVE_DOT_ONLY, True),
     (Remat.SAVE_DOT_WITH_NO_BATCH_DIM, False),
+    (Remat.SAVE_QKV_PROJ, True),
+    (Remat.SAVE_QKV_OUT_PROJ, False),
+    (Remat.OFFLOAD_QKV_PROJ, True),
+    (Remat.OFFLOAD_DOT_WITH_NO_BATCH_DIM, True),
   ],
 )
 def test_rematerialisation_changes_nothing(policy, scan):
   got = one_device(tiny(dropout=0.3, scan=scan, remat=policy), batch())
   assert_same(got, reference(dropout=0.3))
+
+
+def saved(policy: Remat) -> list[tuple[int, ...]]:
+  """Returns the shapes of what a step saves of its layers, without the weights."""
+  definition, data = tiny(remat=policy), batch()
+  params = train_state.init_params(definition, ONE.build(jax.devices()[:1]), seed=1)
+
+  def loss(params):
+    model = definition.bind(params)
+    return model.loss(data, context_of(data))[0]
+
+  residuals: Any = saved_residuals(loss, params)
+  return [x.shape for x, where in residuals if "argument" not in where and x.ndim > 2]
+
+
+def test_policies_save_projections_by_role():
+  # Of each of two layers q, k and v, for 8 rows of 16 tokens; its input is saved in any case.
+  heads = (8, 16, 4, 8)
+  assert saved(Remat.SAVE_NOTHING).count(heads) == 0
+  assert saved(Remat.SAVE_QKV_PROJ).count(heads) == 6
+  both = saved(Remat.SAVE_QKV_OUT_PROJ)
+  assert both.count(heads) == 6
+  assert len(both) == len(saved(Remat.SAVE_QKV_PROJ)) + 2
+
+
+@pytest.mark.parametrize("mix", [{"data": 1}, {"fsdp": 2}])
+def test_an_optimizer_on_the_host_is_the_same(mix):
+  optimizer, devices = adamw(on_host=True), jax.devices()[: max(mix.values())]
+  got = steps(tiny(), MeshSpec(ici=mix), batch(), devices=devices, optimizer=optimizer)
+  assert_same(got, reference())
+  kinds = {x.sharding.memory_kind for x in jax.tree.leaves(got[2].opt_state) if x.ndim}
+  assert kinds == {"pinned_host"}
+  assert {w.sharding.memory_kind for w in got[2].params.values()} == {"device"}
+  target = train_state.abstract(tiny(), optimizer, MeshSpec(ici=mix).build(devices))
+  for x, like in zip(*map(jax.tree.leaves, (got[2].opt_state, target.opt_state)), strict=True):
+    assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
 
 
 @pytest.mark.slow

@@ -40,9 +40,10 @@ from paxlike.layers.moe import Moe
 from paxlike.layers.norm import LayerNorm, RmsNorm
 from paxlike.layers.pipeline import Pipeline
 from paxlike.layers.relative_bias import RelativeBias
+from paxlike.layers.remat import Remat
 from paxlike.layers.rope import Rope
 from paxlike.layers.splash_attention import splash
-from paxlike.layers.stack import Remat, Stack
+from paxlike.layers.stack import Stack
 from paxlike.layers.tokamax_attention import tokamax
 from paxlike.layers.transformer_engine import TransformerEngine
 

@@ -14,6 +14,7 @@ from paxlike.layers.context import Context
 from paxlike.layers.lora import Lora
 from paxlike.layers.products import Dot, Plain
 from paxlike.layers.quantization import Int8, Quantized, Storage
+from paxlike.layers.remat import named
 from paxlike.layers.rounding import whole
 
 _EXACT = Plain().exact
@@ -72,7 +73,7 @@ class Linear(module.Module):
     if self.lora is not None:
       y += self.lora(x, context)
     y = y.reshape(*leading, *outputs)
-    return y if self.b is None else sums.add(y, self.b[...])
+    return named(y if self.b is None else sums.add(y, self.b[...]), self.role)
 
   def _product(self, x: jax.Array, w: Any) -> jax.Array:
     rows = x.shape[-1]

@@ -2,7 +2,6 @@
 """A stack of blocks, unrolled, scanned or pipelined: three layouts of the same parameters."""
 
 import dataclasses
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,19 +14,11 @@ from paxlike.layers.context import Context
 from paxlike.layers.layout import Layout
 from paxlike.layers.module import Module
 from paxlike.layers.pipeline import Pipeline, forward, split_rows
+from paxlike.layers.remat import Remat
 
 BlockFactory = Callable[[int], Block]
 # Part of the stack -> the caches of its layers; those of a pattern stacked as its weights are.
 Caches = dict[str, list[Any]]
-
-
-class Remat(enum.Enum):
-  """What the backward pass finds saved; the rest it computes again (Chen et al., 2016)."""
-
-  SAVE_EVERYTHING = "everything_saveable"
-  SAVE_NOTHING = "nothing_saveable"
-  SAVE_DOT_ONLY = "dots_saveable"
-  SAVE_DOT_WITH_NO_BATCH_DIM = "dots_with_no_batch_dims_saveable"
 
 
 class Stack(Module):
@@ -153,7 +144,7 @@ class Stack(Module):
       if self.remat is not Remat.SAVE_EVERYTHING:
         apply = jax.checkpoint(
           apply,
-          policy=getattr(jax.checkpoint_policies, self.remat.value),
+          policy=self.remat.policy,
           # A loop over layers keeps XLA from merging the recomputation away.
           prevent_cse=not is_looped,
         )
