@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention as a list of blocks: some of the queries to some of the keys, in any order.
 
-Partial results are combined by running maxima and sums (Milakov and Gimelshein, 2018); the way back
-computes the logits again (Dao, arXiv:2307.08691). Letters beyond the legend: P pieces of queries, M
-chunks of keys, G = N / K heads that share keys, I blocks; T and S are of one piece and one chunk.
-Statistics and sums are float32, products in the dtype of the inputs.
+Partial results are combined by running maxima and sums (Milakov and Gimelshein, arXiv:1805.02867);
+the way back computes the logits again (Dao, arXiv:2307.08691). Beyond the legend of letters, there
+are P pieces of T queries each, I blocks, and G = N / K heads that share keys. Statistics and sums
+are float32, products in the dtype of the inputs.
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ _HIDDEN = -1e30
 
 
 class Mask(NamedTuple):
-  """What becomes of logits, but for the causal mask; see `Options`."""
+  """What becomes of logits beside the causal mask; see `Options`."""
 
   window: int | None
   soft_cap: float | None
@@ -29,43 +31,55 @@ class Queries(NamedTuple):
 
   Attributes:
     q: [P, B, K, G, T, H], scaled.
-    segments: [P, B, T], if there are any.
-    first: [P], where a piece begins in its row.
+    segments: int32 [P, B, T], if there are any.
+    positions: int32 [P, T], in their rows.
   """
 
   q: jax.Array
   segments: jax.Array | None
-  first: jax.Array
+  positions: jax.Array
 
 
 class Keys(NamedTuple):
-  """Chunks of keys.
+  """Keys and values.
 
   Attributes:
-    k: [M, B, S, K, H].
-    v: [M, B, S, K, H].
-    segments: [M, B, S], if there are any.
-    first: [M], where a chunk begins in its row.
+    k: [B, S, K, H].
+    v: [B, S, K, H], its H another than that of k.
+    segments: int32 [B, S], if there are any.
+    positions: int32 [1, S], in their rows.
   """
 
   k: jax.Array
   v: jax.Array
   segments: jax.Array | None
-  first: jax.Array
+  positions: jax.Array
 
 
-class Blocks(NamedTuple):
-  """Which blocks to compute: int32 [I] each."""
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["pieces", "starts"], meta_fields=["span"]
+)
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+  """Which blocks to compute.
+
+  Attributes:
+    pieces: int32 [I], of queries.
+    starts: int32 [I], the first of the keys.
+    span: How many keys from there on.
+  """
 
   pieces: jax.Array
-  chunks: jax.Array
+  starts: jax.Array
+  span: int
 
   @classmethod
-  def of(cls, queries: Queries, halves: jax.Array, chunks: jax.Array) -> "Blocks":
-    """Returns the blocks of all pieces of a half of the queries and a chunk of keys, for each."""
-    count = len(queries.q) // 2
-    pieces = halves[:, None] * count + jnp.arange(count)
-    return cls(pieces.reshape(-1), jnp.repeat(chunks, count))
+  def of_halves(cls, queries: Queries, halves: jax.Array, chunks: jax.Array) -> "Blocks":
+    """Returns the blocks of halves of the queries and chunks, as long as those, of the keys."""
+    P, *_, T, _ = queries.q.shape
+    pieces = halves[:, None] * (P // 2) + jnp.arange(P // 2)
+    span = P // 2 * T
+    return cls(pieces.reshape(-1), jnp.repeat(chunks * span, P // 2), span)
 
 
 class Partial(NamedTuple):
@@ -74,7 +88,7 @@ class Partial(NamedTuple):
   Attributes:
     y: [P, B, K, G, T, H], sums of weighted values.
     most: [P, B, K, G, T], the largest logit.
-    total: [P, B, K, G, T], sums of weights relative to that.
+    total: [P, B, K, G, T], sums of weights. These are relative to that of the largest logit.
   """
 
   y: jax.Array
@@ -83,12 +97,12 @@ class Partial(NamedTuple):
 
 
 class Back(NamedTuple):
-  """What the way back needs of queries: the gradient of y, and of float32 [P, B, K, G, T] each.
+  """What else of queries the way back needs.
 
   Attributes:
-    dy: [P, B, K, G, T, H].
-    lse: The logarithm of the sum of exponentials of all logits.
-    delta: Sums of dy * y.
+    dy: [P, B, K, G, T, H], the gradient by the output.
+    lse: float32 [P, B, K, G, T], the logarithm of the sum of exponentials of the logits.
+    delta: float32 [P, B, K, G, T], sums of dy * y.
   """
 
   dy: jax.Array
@@ -106,34 +120,26 @@ class Gradients(NamedTuple):
 
 def start(queries: Queries, value_dim: int, sinks_N: jax.Array | None) -> Partial:
   """Returns what queries have before any key."""
-  _, _, K, G, _, _ = queries.q.shape
-  shape = queries.q.shape[:-1]
+  *shape, _ = queries.q.shape
   y, none = jnp.zeros((*shape, value_dim), jnp.float32), jnp.zeros(shape, jnp.float32)
   if sinks_N is None:
     return Partial(y, none + _HIDDEN, none)
-  return Partial(y, none + sinks_N.reshape(K, G, 1), none + 1)
+  return Partial(y, none + sinks_N.reshape(*shape[2:4], 1), none + 1)
 
 
 def attend(partial: Partial, queries: Queries, keys: Keys, blocks: Blocks, mask: Mask) -> Partial:
-  """Returns what queries have after some more blocks.
-
-  Of a piece without sinks, the first block must show each query a key.
-  """
+  """Returns what queries have after some more blocks; the first shows each of them a key."""
 
   def add(partial: Partial, block: Blocks) -> tuple[Partial, None]:
-    query, key, old = (
-      take(queries, block.pieces),
-      take(keys, block.chunks),
-      take(partial, block.pieces),
-    )
+    query, key = take(queries, block.pieces), _span(keys, block)
+    old = take(partial, block.pieces)
     logits, visible = _logits(query, key, mask)
     logits = jnp.where(visible, logits, _HIDDEN)
     most = jnp.maximum(old.most, logits.max(-1))
-    weights = jnp.exp(logits - most[..., None])
-    fade = jnp.exp(old.most - most)
+    weights, fade = jnp.exp(logits - most[..., None]), jnp.exp(old.most - most)
     y = _product("BKGTS,BSKH->BKGTH", weights.astype(key.v.dtype), key.v)
     new = Partial(old.y * fade[..., None] + y, most, old.total * fade + weights.sum(-1))
-    return jax.tree.map(lambda all, one: _put(all, one, block.pieces), partial, new), None
+    return jax.tree.map(lambda x, part: _put(x, part, block.pieces), partial, new), None
 
   return jax.lax.scan(add, partial, blocks)[0]
 
@@ -154,33 +160,35 @@ def attend_back(
   """Returns the sums after some more blocks."""
 
   def add(sums: Gradients, block: Blocks) -> tuple[Gradients, None]:
-    piece, chunk = block
-    query, key, of_y = take(queries, piece), take(keys, chunk), take(back, piece)
+    query, key = take(queries, block.pieces), _span(keys, block)
+    dy, lse, delta = take(back, block.pieces)
     logits, visible = _logits(query, key, mask)
-    weights = jnp.exp(jnp.where(visible, logits, _HIDDEN) - of_y.lse[..., None])
-    dweights = _product("BKGTH,BSKH->BKGTS", of_y.dy, key.v)
-    dlogits = weights * (dweights - of_y.delta[..., None])
+    weights = jnp.exp(jnp.where(visible, logits, _HIDDEN) - lse[..., None])
+    dlogits = _product("BKGTH,BSKH->BKGTS", dy, key.v) - delta[..., None]
+    dlogits *= weights
     if mask.soft_cap is not None:
       dlogits *= 1 - jnp.square(logits / mask.soft_cap)
-    weights, dlogits = weights.astype(of_y.dy.dtype), dlogits.astype(query.q.dtype)
+    weights, dlogits = weights.astype(dy.dtype), dlogits.astype(query.q.dtype)
     dq = _product("BKGTS,BSKH->BKGTH", dlogits, key.k)
     dk = _product("BKGTS,BKGTH->BSKH", dlogits, query.q)
-    dv = _product("BKGTS,BKGTH->BSKH", weights, of_y.dy)
-    new = (
-      _add(x, dx, at) for x, dx, at in zip(sums, (dq, dk, dv), (piece, chunk, chunk), strict=True)
+    dv = _product("BKGTS,BKGTH->BSKH", weights, dy)
+    dq = _put(sums.q, take(sums.q, block.pieces) + dq, block.pieces)
+    old = _span((sums.k, sums.v), block)
+    dk, dv = (
+      jax.lax.dynamic_update_slice_in_dim(x, before + new, block.starts, 1)
+      for x, before, new in zip(sums[1:], old, (dk, dv), strict=True)
     )
-    return Gradients(*new), None
+    return Gradients(dq, dk, dv), None
 
   return jax.lax.scan(add, gradients, blocks)[0]
 
 
 def _logits(query: Queries, key: Keys, mask: Mask) -> tuple[jax.Array, jax.Array]:
-  """Returns (logits of one block [B, K, G, T, S], which of them are visible)."""
+  """Returns (logits of a block [B, K, G, T, S], which of them are visible)."""
   logits = _product("BKGTH,BSKH->BKGTS", query.q, key.k)
   if mask.soft_cap is not None:
     logits = mask.soft_cap * jnp.tanh(logits / mask.soft_cap)
-  T, S = logits.shape[-2:]
-  distance_TS = (query.first + jnp.arange(T))[:, None] - (key.first + jnp.arange(S))
+  distance_TS = query.positions[:, None] - key.positions
   visible = distance_TS >= 0
   if mask.window is not None:
     visible &= distance_TS < mask.window
@@ -194,9 +202,10 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
+def _span(tree: Any, block: Blocks) -> Any:
+  """Returns the keys of a block, or what is shaped as they are."""
+  return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, block.starts, block.span, 1), tree)
+
+
 def _put(x: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
   return jax.lax.dynamic_update_index_in_dim(x, part, index, 0)
-
-
-def _add(x: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-  return _put(x, take(x, index) + part, index)

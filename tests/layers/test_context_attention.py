@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of sequences that devices share: they equal one device, and compute half."""
 
-import functools
 import math
 from typing import Any
 
@@ -10,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxlike.errors import UserError
 from paxlike.layers import attention_kernels, context_attention
 from paxlike.layers.context_attention import gathered, ring
 from paxlike.mesh import MeshSpec
-from paxlike.program_text import computations
 
 LENGTH = 32
 both = pytest.mark.parametrize("kernel", [ring, gathered], ids=attention_kernels.name_of)
