@@ -116,13 +116,13 @@ class _Plan:
 
 
 class _Inputs(NamedTuple):
-  """Arrays of whole rows, or a device's share of them. `q_BTNH` is scaled."""
+  """Arrays of whole rows, or a device's share of them, `q_BTNH` scaled; or what belongs to each."""
 
-  q_BTNH: jax.Array
-  k_BSKH: jax.Array
-  v_BSKH: jax.Array
-  segments_BT: jax.Array | None
-  sinks_N: jax.Array | None
+  q_BTNH: Any
+  k_BSKH: Any
+  v_BSKH: Any
+  segments_BT: Any
+  sinks_N: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -211,7 +211,7 @@ def _tokens(plan: _Plan, x: jax.Array) -> jax.Array:
   return plan.way.order.restore(x.reshape(B, P * size, K * G, *rest), plan.num_devices)
 
 
-def _specs(given: _Inputs) -> Any:
+def _specs(given: _Inputs) -> _Inputs:
   """Returns how the mesh cuts the inputs."""
   sizes = mesh.sizes_here(mesh.AXES)
   dims = _Inputs(_QKV, _QKV, _QKV, ("batch", "time"), ("heads",))
@@ -222,7 +222,7 @@ def _specs(given: _Inputs) -> Any:
   return _Inputs(*specs)
 
 
-def _pieces_spec(specs: Any) -> PartitionSpec:
+def _pieces_spec(specs: _Inputs) -> PartitionSpec:
   """Returns how the mesh cuts [P, B, K, G, T] when it cuts the inputs so."""
   batch, time, heads, _ = specs.k_BSKH
   return PartitionSpec(time, batch, heads, None, None)
