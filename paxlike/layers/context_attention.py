@@ -2,7 +2,8 @@
 """Causal attention where devices of the mesh axis `context` share the tokens of each sequence.
 
 Each device computes as many blocks as any other, about half of its queries times all keys: before,
-queries are exchanged into another order of time, and the output back after.
+queries are exchanged into another order of time, and the output back after. Where a window is no
+longer than a device's share, it needs but the last keys of the device before.
 """
 
 import dataclasses
@@ -151,6 +152,7 @@ def _backward(plan: _Plan, saved: Any, dy_BTNH: jax.Array) -> tuple[Any, ...]:
   return dq, dk, dv, None, dsinks
 
 
+# Of what is inside, no policy of remat saves anything.
 _differentiable.defvjp(_forward, _backward, optimize_remat=True)
 
 
