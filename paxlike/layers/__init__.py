@@ -3,6 +3,7 @@
 
 from paxlike.layers import (
   attention_kernels,
+  context_attention,
   dispatch,
   lora,
   quantization,
@@ -81,6 +82,7 @@ __all__ = [
   "attention_kernels",
   "clamped_swiglu",
   "constant",
+  "context_attention",
   "cross_entropy",
   "cudnn",
   "dispatch",

@@ -54,10 +54,7 @@ def per_device(
 
   if not sizes:
     return local(q_BTNH, k_BSKH, v_BSKH, given)
-  N, K = q_BTNH.shape[2], k_BSKH.shape[2]
-  shards = math.prod(sizes[axis] for axis in mesh.axes_of(mesh.partition(("heads",), (N,), sizes)))
-  repeats = shards // math.gcd(shards, K)
-  keys = [jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BSKH, v_BSKH)]
+  keys = keys_to_share(q_BTNH.shape[2], k_BSKH, v_BSKH, sizes)
   of_queries, of_keys = _cut(_QKV, q_BTNH, sizes), _cut(_QKV, keys[0], sizes)
   of_given = {name: _cut(_DIMS[name], x, sizes) for name, x in given.items()}
   on_all: Any = jax.shard_map(
@@ -68,6 +65,19 @@ def per_device(
     check_vma=False,
   )
   return on_all(q_BTNH, *keys, given)
+
+
+def keys_to_share(
+  num_heads: int, k_BSKH: jax.Array, v_BSKH: jax.Array, sizes: Mapping[str, int]
+) -> tuple[jax.Array, jax.Array]:
+  """Returns keys and values, repeated as often as devices that share the heads need them."""
+  K = k_BSKH.shape[2]
+  cut = mesh.partition(("heads",), (num_heads,), sizes)
+  shards = math.prod(sizes[axis] for axis in mesh.axes_of(cut))
+  repeats = shards // math.gcd(shards, K)
+  if repeats == 1:
+    return k_BSKH, v_BSKH
+  return jnp.repeat(k_BSKH, repeats, axis=2), jnp.repeat(v_BSKH, repeats, axis=2)
 
 
 def _cut(dims: mesh.Dims, x: jax.Array, sizes: Mapping[str, int]) -> PartitionSpec:

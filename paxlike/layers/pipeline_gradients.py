@@ -155,6 +155,9 @@ class _Stage:
       state, y = self._ahead(state, row.forward)
       up = ring.upwards(y, S)
     if row.backward is not None:
+      if row.forward is not None:
+        slots, down = ring.after((state.slots, down), up, row.forward.microbatch[self._index])
+        state = state._replace(slots=slots, down=down)
       state, dx = self._back(state, row.backward)
       down = ring.downwards(dx, S)
     return state._replace(up=up, down=down)

@@ -42,6 +42,21 @@ def by_chunk(stacked: jax.Array, chunks: int) -> jax.Array:
   return stacked.reshape(chunks, -1, *stacked.shape[1:])
 
 
+def after(tree: Any, sent: jax.Array, microbatch: jax.Array) -> Any:
+  """Returns a pytree that is there only after `sent`, where a program is for CPUs.
+
+  These run loops that do not need each other side by side, and take a collective of one for a like
+  one of the other: JAX gives all within `shard_map` the same channel.
+  """
+
+  def wait(tree: Any) -> Any:
+    # Never so, which the compiler cannot know.
+    is_never = (microbatch < -1) & (sent.ravel()[0] > 0)
+    return only_if(~is_never, tree)
+
+  return jax.lax.platform_dependent(tree, cpu=wait, default=lambda tree: tree)
+
+
 def upwards(x: jax.Array, num_stages: int) -> jax.Array:
   """Returns what the stage below gives; the first is above the last."""
   return jax.lax.ppermute(x, AXIS, [(s, (s + 1) % num_stages) for s in range(num_stages)])

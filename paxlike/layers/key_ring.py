@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values that travel around the devices of `context` (Liu et al., arXiv:2310.01889).
+
+In zigzag order, a device's high queries see the low keys of any other device. Beside, its low
+queries see the low keys of a device before it, and its high queries the high keys of one after it.
+"""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.layers.blockwise import (
+  Back,
+  Blocks,
+  Gradients,
+  Keys,
+  Mask,
+  Partial,
+  Queries,
+  attend,
+  attend_back,
+  no_gradients,
+)
+from paxlike.layers.time_order import AXIS, ZIGZAG
+
+_LOW, _HIGH = 0, 1
+Tree = TypeVar("Tree")
+
+
+def forward(
+  partial: Partial, queries: Queries, keys: Keys, num_devices: int, mask: Mask
+) -> Partial:
+  """Returns what a device's queries have after all keys; `keys` are its own."""
+
+  def step(carry: tuple[Partial, Keys], distance: jax.Array) -> tuple[tuple[Partial, Keys], None]:
+    partial, keys = carry
+    # Sent before what does not wait for it.
+    arriving = _pass_on(keys, num_devices)
+    blocks = _blocks(queries, distance, num_devices)
+    return (attend(partial, queries, keys, blocks, mask), arriving), None
+
+  keys = _in_zigzag(keys, num_devices)
+  arriving = _pass_on(keys, num_devices)
+  partial = attend(partial, queries, keys, _own_blocks(queries), mask)
+  between = jnp.arange(1, num_devices - 1)
+  if len(between):
+    (partial, arriving), _ = jax.lax.scan(step, (partial, arriving), between)
+  blocks = _blocks(queries, num_devices - 1, num_devices)
+  return attend(partial, queries, arriving, blocks, mask)
+
+
+def backward(queries: Queries, back: Back, keys: Keys, num_devices: int, mask: Mask) -> Gradients:
+  """Returns the gradients of a device's queries and of its own keys; these travel with the keys."""
+  keys = _in_zigzag(keys, num_devices)
+  none = no_gradients(queries, keys)
+
+  def add(sums: Gradients, keys: Keys, distance: jax.Array | int) -> Gradients:
+    arriving = _pass_on((sums.k, sums.v), num_devices)
+    blocks = _blocks(queries, distance, num_devices)
+    new = attend_back(none._replace(q=sums.q), queries, keys, back, blocks, mask)
+    return Gradients(new.q, *jax.tree.map(jnp.add, arriving, (new.k, new.v)))
+
+  def step(
+    carry: tuple[Gradients, Keys], distance: jax.Array
+  ) -> tuple[tuple[Gradients, Keys], None]:
+    sums, keys = carry
+    arriving = _pass_on(keys, num_devices)
+    return (add(sums, keys, distance), arriving), None
+
+  arriving = _pass_on(keys, num_devices)
+  sums = attend_back(none, queries, keys, back, _own_blocks(queries), mask)
+  between = jnp.arange(1, num_devices - 1)
+  if len(between):
+    (sums, arriving), _ = jax.lax.scan(step, (sums, arriving), between)
+  sums = add(sums, arriving, num_devices - 1)
+  home = _pass_on((sums.k.astype(keys.k.dtype), sums.v.astype(keys.v.dtype)), num_devices)
+  return Gradients(sums.q, *(ZIGZAG.restore(x, num_devices) for x in home))
+
+
+def _in_zigzag(keys: Keys, num_devices: int) -> Keys:
+  moved = jax.tree.map(lambda x: ZIGZAG.exchange(x, num_devices), keys._replace(positions=None))
+  return moved._replace(positions=ZIGZAG.positions(keys.k.shape[1], num_devices)[None])
+
+
+def _pass_on(tree: Tree, num_devices: int) -> Tree:
+  """Returns what the device before has."""
+  to_next = [(device, (device + 1) % num_devices) for device in range(num_devices)]
+  return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, to_next), tree)
+
+
+def _own_blocks(queries: Queries) -> Blocks:
+  low_and_high = jnp.array([_LOW, _HIGH, _HIGH]), jnp.array([_LOW, _HIGH, _LOW])
+  return Blocks.of_halves(queries, *low_and_high)
+
+
+def _blocks(queries: Queries, distance: jax.Array | int, num_devices: int) -> Blocks:
+  """Returns the blocks of the keys of the device so far before this one, around the ring."""
+  is_before = jax.lax.axis_index(AXIS) >= distance
+  both = jnp.where(is_before, _LOW, _HIGH)
+  return Blocks.of_halves(queries, jnp.stack([_HIGH, both]), jnp.stack([_LOW, both]))
