@@ -1,21 +1,164 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting JAX as one of several processes."""
+"""Being one of several processes: joining the others, and noticing when one of them is gone."""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
 
 import jax
+from jax._src import distributed as jax_distributed  # Its key-value store has no public name.
 
+from paxlike import cluster
 from paxlike.errors import UserError
 
+_FOLDER, _VERDICT = "paxlike/process", "paxlike/gone"
+_LEFT, _FAILED = "left", "failed"
 
-def initialize(address: str | None, num_processes: int | None, index: int | None):
-  """Joins the other processes; what is None is found out from the cluster (Slurm, Open MPI).
+_watch: "Watch | None" = None
+
+
+def initialize(group: cluster.Group | None, *, timeout: float):
+  """Joins the other processes; from then on this one ends when another is gone.
+
+  Args:
+    group: The processes; None: JAX finds out (TPUs).
+    timeout: Seconds without a sign after which a process counts as gone.
 
   Raises:
-    UserError: Neither arguments nor environment say who the others are, or they do not come.
+    UserError: It is not known who the others are, or they do not come.
   """
   try:
-    jax.distributed.initialize(address, num_processes, index)
+    if group is None:
+      jax.distributed.initialize()
+    else:
+      jax.distributed.initialize(
+        group.address,
+        group.count,
+        group.index,
+        local_device_ids=group.devices,
+        cluster_detection_method="deactivate",
+      )
   except (ValueError, RuntimeError) as error:
+    where = "" if group is None else f" (this is {group.index} of {group.count}, {group.address})"
     raise UserError(
-      f"--multiprocess_gpu could not join the other processes: {error} Outside a cluster that JAX"
-      " knows, give --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
+      f"could not join the other processes{where}: {error} Where no cluster tells, give"
+      " --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
     ) from error
+  if jax_distributed.global_state.client is not None and jax.process_count() > 1:
+    global _watch
+    _watch = Watch(timeout=timeout)
+    _watch.start()
+
+
+def leave(*, failed: bool):
+  """Tells the other processes, if there are any, that the work of this one has ended."""
+  if _watch is not None:
+    _watch.leave(_FAILED if failed else _LEFT)
+
+
+def wait_for_watch():
+  """Lets the process end by the name of the one that is gone, if that is why something failed."""
+  if _watch is not None:
+    _watch.join(2 * _watch.timeout)
+
+
+class Watch(threading.Thread):
+  """Gives a sign of this process, and ends it when another gives none: the main thread may hang.
+
+  Process 0, where all signs meet, looks after the others, and they ask it. JAX aborts the others as
+  soon as its process 0 is gone, and does not say so: that is said on the way.
+  """
+
+  def __init__(self, *, timeout: float):
+    super().__init__(daemon=True, name="watch")
+    self.timeout = timeout
+    self._interval = min(5.0, timeout / 4)
+    state: Any = jax_distributed.global_state
+    self._client, self._address = state.client, state.coordinator_address
+    self._index, self._count = jax.process_index(), jax.process_count()
+    self._host = socket.gethostname()
+    self._seen: dict[int, tuple[str, float]] = {}
+    self._ends = threading.Event()
+    self._say("0")
+    # Kept, so that it is there when it is called.
+    self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: self._aborted())
+    ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
+
+  def leave(self, state: str):
+    """Gives the last sign."""
+    self._ends.set()
+    try:
+      self._say(state)
+      if state == _FAILED and self._index == 0:
+        self._tell(f"process 0 of {self._count} (on {self._host}) has failed")
+    except RuntimeError:
+      pass  # Process 0 has left already.
+
+  def run(self):
+    """Goes on until this process leaves or another is gone."""
+    number = 0
+    while not self._ends.wait(self._interval):
+      number += 1
+      try:
+        self._say(str(number))
+        gone = self._look() if self._index == 0 else self._ask()
+      except RuntimeError:
+        continue  # Process 0 does not answer: if it stays so, JAX aborts.
+      if gone is not None and not self._ends.is_set():
+        if self._index == 0:
+          self._tell(gone)
+        self._end(gone)
+
+  def _say(self, state: str):
+    key, value = f"{_FOLDER}/{self._index}", f"{state} {self._host}"
+    self._client.key_value_set(key, value, allow_overwrite=True)
+
+  def _tell(self, gone: str):
+    """Says to the others which process is gone, and stays until they have asked."""
+    self._client.key_value_set(_VERDICT, gone, allow_overwrite=True)
+    time.sleep(2 * self._interval)
+
+  def _ask(self) -> str | None:
+    """Returns what process 0 has found."""
+    try:
+      return self._client.key_value_try_get(_VERDICT)
+    except RuntimeError as error:
+      if "NOT_FOUND" in str(error):
+        return None
+      raise
+
+  def _look(self) -> str | None:
+    """Returns which process is gone, if one is."""
+    now = time.monotonic()
+    for key, value in self._client.key_value_dir_get(_FOLDER):
+      index, (state, host) = int(key.rsplit("/")[-1]), value.split(" ", 1)
+      name = f"process {index} of {self._count} (on {host})"
+      last, since = self._seen.get(index, ("", now))
+      if state == _FAILED:
+        return f"{name} has failed"
+      if state != last:
+        self._seen[index] = (state, now)
+      elif state != _LEFT and now - since > self.timeout:
+        return f"{name} has given no sign for {now - since:.0f} s"
+    return None
+
+  def _aborted(self):
+    host, _, port = self._address.rpartition(":")
+    try:
+      socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError:
+      self._end(f"process 0 of {self._count} (at {host}:{port}) is gone")
+
+  def _end(self, gone: str) -> NoReturn:
+    print(
+      f"paxlike: {gone}, so process {self._index} (on {self._host}) ends too. Started again, the"
+      " job goes on from its newest checkpoint.",
+      file=sys.stderr,
+      flush=True,
+    )
+    os._exit(1)

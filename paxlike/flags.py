@@ -85,6 +85,7 @@ class Options:
     server_addr: HOST:PORT of process 0.
     num_hosts: Number of processes.
     host_idx: Index of this process.
+    heartbeat_timeout: Seconds without a sign after which a process counts as gone.
     tfds_data_dir: Folder of TFDS data sets.
     num_cpu_devices: Number of fake CPU devices to run on.
   """
@@ -129,6 +130,7 @@ class Options:
   server_addr: str | None = None
   num_hosts: int | None = None
   host_idx: int | None = None
+  heartbeat_timeout: float | None = None
   tfds_data_dir: str | None = None
   num_cpu_devices: int | None = None
 
@@ -248,7 +250,8 @@ _INTS = {
   "decode_rows": 1,
   "decode_seed": 0,
 }
-_FLOATS = ("temperature", "top_p", "min_p")
+_FLOATS = ("temperature", "top_p", "min_p", "heartbeat_timeout")
+_OF_PROCESSES = ("server_addr", "num_hosts", "host_idx")
 _SCALARS = ("mode", "step", *_STRINGS, *_BOOLEANS, *_INTS, *_FLOATS)
 
 
@@ -352,6 +355,9 @@ def _check(options: Options):
     raise UserError(
       f"--host_idx={options.host_idx} counts from 0: below --num_hosts={options.num_hosts}."
     )
+  given = [name for name in _OF_PROCESSES if getattr(options, name) is not None]
+  if given and len(given) < len(_OF_PROCESSES):
+    raise UserError(f"--{given[0]} goes with {', '.join(f'--{n}' for n in _OF_PROCESSES)}: all.")
   needs_folder = options.mode not in ("show", "compile", "plan")
   if needs_folder and not options.job_log_dir and not options.fdl_help:
     raise UserError(f"--mode={options.mode} needs --job_log_dir=DIR, the folder of the run.")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program: flags -> experiment -> graph -> trainer -> the mode."""
 
+import contextlib
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike import flags, memory, tpu_targets, usage
+from paxlike import cluster, flags, memory, tpu_targets, usage
 from paxlike.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -24,7 +25,12 @@ def run():
   warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
   # Where the disk is full a line for each would hide what the run itself says of that.
   warnings.filterwarnings("ignore", "Error .* persistent compilation cache entry")
-  sys.exit(main(sys.argv))
+  status = main(sys.argv)
+  if 0 < status < 128 and "paxlike.distributed" in sys.modules:
+    # JAX would wait for the other processes, which are told to end.
+    sys.stdout.flush()
+    os._exit(status)
+  sys.exit(status)
 
 
 def _report_unraisable(error: Any):
@@ -44,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     if options.help:
       print(usage.HELP, end="")
       return 0
-    return _dispatch(options)
+    with _among_others():
+      return _dispatch(options)
   except UserError as error:
     print(f"paxlike: {error}", file=sys.stderr)
     return 2
@@ -53,6 +60,22 @@ def main(argv: Sequence[str]) -> int:
     return 1
   except KeyboardInterrupt:
     return 130
+
+
+@contextlib.contextmanager
+def _among_others():
+  """Context of the work of one of several processes: they shall know how it ends."""
+
+  try:
+    yield
+  except BaseException as error:
+    if others := sys.modules.get("paxlike.distributed"):
+      if not isinstance(error, UserError | RunError | KeyboardInterrupt):
+        others.wait_for_watch()  # What failed may have needed a process that is gone.
+      others.leave(failed=True)
+    raise
+  if others := sys.modules.get("paxlike.distributed"):
+    others.leave(failed=False)
 
 
 def _dispatch(options: flags.Options) -> int:
@@ -119,10 +142,26 @@ def set_up_jax(options: flags.Options):
     jax.config.update("jax_num_cpu_devices", options.num_cpu_devices)
     # XLA's threads: where there are few, those that wait in different collectives lock each other.
     os.environ.setdefault("NPROC", str(8 * options.num_cpu_devices))
-  if options.multiprocess_gpu:
+  _join(options)
+
+
+def _join(options: flags.Options):
+  """Joins the other processes of the job, if options or the cluster tell of any."""
+  if options.topology is not None:
+    return
+  group = cluster.found(os.environ)
+  if None not in (options.server_addr, options.num_hosts, options.host_idx):
+    given: Any = (options.server_addr, options.num_hosts, options.host_idx)
+    group = cluster.Group(*given) if options.num_hosts != 1 else None
+  elif options.multiprocess_gpu and group is None and not cluster.is_tpu_pod(os.environ):
+    raise UserError(
+      "--multiprocess_gpu: no cluster tells of other processes (Slurm, Open MPI, Kubernetes, TPUs):"
+      " give --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
+    )
+  if group is not None or (tpu_targets.are_here() and cluster.is_tpu_pod(os.environ)):
     from paxlike import distributed
 
-    distributed.initialize(options.server_addr, options.num_hosts, options.host_idx)
+    distributed.initialize(group, timeout=options.heartbeat_timeout or 60)
 
 
 def _keep_programs():

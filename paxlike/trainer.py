@@ -225,7 +225,7 @@ class Trainer:
           state, metrics = train_step(state, arrays)
           self._log(meter.add(step, metrics), journal)
 
-          stopping = stop.requested
+          stopping = stop.requested(step)
           ending = stopping or step + 1 == self.num_steps
           save = self.saving and (ending or _due(step, self.save_every))
           evaluate = not stopping and (ending or _due(step, self.eval_every))

@@ -59,8 +59,10 @@ How to run
                           write no checkpoints; no TensorBoard files and metrics.jsonl
   --tfds_data_dir=DIR     where TFDS keeps its data sets
   --num_cpu_devices=N     run on N fake CPU devices, to try a mesh
-  --multiprocess_gpu      one of several processes; unless the cluster tells (Slurm), also give
-                          --server_addr=HOST:PORT --num_hosts=N --host_idx=I
+  --server_addr=HOST:PORT --num_hosts=N --host_idx=I
+                          process I of N, which meet at process 0; Slurm, Open MPI, Kubernetes and
+                          TPUs tell of themselves (--multiprocess_gpu: it is an error if none does)
+  --heartbeat_timeout=60  seconds without a sign after which a process counts as gone
 
 Examples
   paxlike --list

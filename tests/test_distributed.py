@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real processes that talk over loopback are two devices of one process."""
+"""Real processes that talk over loopback are the devices of one process, and end together."""
 
+import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
-from program import TINY, curve, finish, start
+from program import TEXT, TINY, curve, finish, start
 
 from paxlike.checkpoint import Checkpoints
 
@@ -18,30 +20,107 @@ def free_port() -> int:
     return probe.getsockname()[1]
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one_does_and_one_resumes_their_checkpoint(tmp_path):
-  flags = (*TINY, "--fdl.MAX_STEPS=6", "--fdl.CHECKPOINT_EVERY_N_STEPS=3")
-  together = ("--multiprocess_gpu", f"--server_addr=localhost:{free_port()}", "--num_hosts=2")
-  mesh = ("--fdl.ICI_MESH_SHAPE=[1,1,1]", "--fdl.DCN_MESH_SHAPE=[1,2,1]")
-  two = tmp_path / "two"
-  processes = [
-    start(*flags, *together, *mesh, f"--host_idx={index}", f"--job_log_dir={two}")
-    for index in range(2)
+def job(count: int, folder: pathlib.Path, *flags: str, model=TINY) -> list[subprocess.Popen]:
+  """Starts processes of one device each, which share a batch of four rows."""
+  together = (f"--server_addr=localhost:{free_port()}", f"--num_hosts={count}")
+  mesh = ("--fdl.ICI_MESH_SHAPE=[1,1,1]", f"--fdl.DCN_MESH_SHAPE=[1,{count},1]")
+  rows = f"--fdl.PERCORE_BATCH_SIZE={4 / count}"
+  # A rate that does not depend on the number of steps.
+  model = [flag for flag in model if "LR_COS" not in flag] + ["--fdl.LR_SCHEDULE=constant"]
+  return [
+    start(*model, *together, *mesh, rows, f"--host_idx={index}", f"--job_log_dir={folder}", *flags)
+    for index in range(count)
   ]
-  for process in processes:
-    status, _, err = finish(process)
+
+
+def succeed(processes: list[subprocess.Popen]) -> str:
+  """Returns what the first says, when all have ended well."""
+  ended = [finish(process) for process in processes]
+  for status, _, err in ended:
     assert status == 0, err
-  one = tmp_path / "one"
-  status, _, err = finish(start(*flags, "--num_cpu_devices=2", f"--job_log_dir={one}"))
-  assert status == 0, err
-  assert len(curve(two)) == 6
-  np.testing.assert_allclose(curve(two), curve(one), rtol=1e-5)
-  assert Checkpoints(two / "checkpoints", keep=None).steps() == [3, 6]
-  more = ("--num_cpu_devices=2", "--fdl.MAX_STEPS=8", f"--job_log_dir={two}")
-  status, out, err = finish(start(*TINY, *more))
-  assert status == 0, err
-  assert "resuming from checkpoint 6" in out
-  assert [updates for updates, _ in curve(two)] == list(range(1, 9))
+  return ended[0][1]
+
+
+@pytest.mark.slow
+def test_four_processes_train_as_one_does_and_two_and_one_resume_their_checkpoint(tmp_path):
+  several, alone = tmp_path / "several", tmp_path / "alone"
+  (tmp_path / "a.txt").write_text(" ".join(map(str, range(2000))))
+  text = (*TEXT, f"--fdl.DATA_PATH={tmp_path}/a.txt")
+  for start_of, count, steps in ((0, 4, 4), (4, 2, 6), (6, 1, 8)):
+    out = succeed(job(count, several, f"--fdl.MAX_STEPS={steps}", model=text))
+    assert not start_of or f"resuming from checkpoint {start_of}" in out
+  assert Checkpoints(several / "checkpoints", keep=None).steps() == [4, 6, 8]
+  succeed(job(1, alone, "--fdl.MAX_STEPS=8", model=text))
+  assert [updates for updates, _ in curve(several)] == list(range(1, 9))
+  np.testing.assert_allclose(curve(several), curve(alone), rtol=1e-5)
+  found, expected = dict(curve(several, "eval")), dict(curve(alone, "eval"))
+  np.testing.assert_allclose(found[8], expected[8], rtol=1e-5)
+
+
+LONG = ("--fdl.MAX_STEPS=100000", "--fdl.CHECKPOINT_EVERY_N_STEPS=20", "--heartbeat_timeout=4")
+
+
+def until_saved(folder: pathlib.Path, processes: list[subprocess.Popen]):
+  """Waits until a job has its first checkpoint."""
+  deadline = time.monotonic() + 200
+  while not (folder / "checkpoints" / "checkpoint_00000020").exists():
+    assert all(process.poll() is None for process in processes)
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_others_by_its_name_and_the_job_resumes(tmp_path, victim):
+  processes = job(2, tmp_path / "run", *LONG)
+  until_saved(tmp_path / "run", processes)
+  processes[victim].kill()
+  status, _, err = finish(processes[1 - victim])
+  assert status == 1
+  assert f"paxlike: process {victim} of 2 (" in err
+  assert f"so process {1 - victim} (" in err
+  processes[victim].communicate()
+  saved = Checkpoints(tmp_path / "run" / "checkpoints", keep=None).steps()[-1]
+  out = succeed(job(2, tmp_path / "run", f"--fdl.MAX_STEPS={saved + 3}"))
+  assert f"resuming from checkpoint {saved}" in out
+  succeed(job(1, tmp_path / "alone", f"--fdl.MAX_STEPS={saved + 3}"))
+  np.testing.assert_allclose(
+    curve(tmp_path / "run")[-3:], curve(tmp_path / "alone")[-3:], rtol=1e-5
+  )
+
+
+@pytest.mark.slow
+def test_processes_stop_after_the_same_step_if_one_is_asked_to(tmp_path):
+  processes = job(2, tmp_path, *LONG)
+  until_saved(tmp_path, processes)
+  processes[1].terminate()
+  assert [finish(process)[0] for process in processes] == [143, 143]
+  last = curve(tmp_path)[-1][0]
+  assert Checkpoints(tmp_path / "checkpoints", keep=None).steps()[-1] == last
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_named_before_its_time_is_up(tmp_path):
+  """One process cannot read the data that the others have."""
+  (tmp_path / "texts").mkdir()
+  (tmp_path / "texts" / "a.txt").write_text("words and words " * 500)
+  flags = [flag for flag in TEXT if "PERCORE" not in flag]
+  address = f"--server_addr=localhost:{free_port()}"
+  processes = [
+    start(
+      *flags,
+      *(address, "--num_hosts=2", f"--host_idx={index}", "--fdl.DCN_MESH_SHAPE=[2,1,1]"),
+      "--fdl.PERCORE_BATCH_SIZE=2",
+      "--fdl.MAX_STEPS=5",
+      f"--fdl.DATA_PATH={tmp_path}/{name}/*.txt",
+      f"--job_log_dir={tmp_path}/run",
+    )
+    for index, name in enumerate(("texts", "missing"))
+  ]
+  (first, _, err), (second, _, own) = map(finish, processes)
+  assert (first, second) == (1, 2)
+  assert "process 1 of 2 (" in err and "has failed" in err
+  assert "missing" in own
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 400, 80
 RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors", "chips", "networks"),
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
-  ("topology",),
+  ("topology", "cluster"),
   (
     "mesh",
     "kernels",
