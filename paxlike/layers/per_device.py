@@ -60,11 +60,13 @@ def per_device(
   keys = [jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BSKH, v_BSKH)]
   of_queries, of_keys = _cut(_QKV, q_BTNH, sizes), _cut(_QKV, keys[0], sizes)
   of_given = {name: _cut(_DIMS[name], x, sizes) for name, x in given.items()}
+  # All axes, those of size 1 too: a kernel is not taken where the compiler has an axis left.
+  axes = set(sizes) - ({"pipeline"} if mesh.in_stage() else set())
   on_all: Any = jax.shard_map(
     local,
     in_specs=(of_queries, of_keys, of_keys, of_given),
     out_specs=of_queries,
-    axis_names={axis for axis, size in sizes.items() if size > 1},
+    axis_names=axes,
     check_vma=False,
   )
   return on_all(q_BTNH, *keys, given)
