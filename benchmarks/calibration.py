@@ -31,7 +31,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxlike import cost_model, memory_model, model_sizes, registry, tables
+from paxlike import cost_model, model_sizes, registry, tables
 from paxlike.configuration import Configuration
 from paxlike.layers.pipeline import Pipeline
 from paxlike.layers.stack import Remat
@@ -251,6 +251,7 @@ def _jaxpp() -> list[Row]:
 
 
 ROWS = (*_scaled(), *_llama(), *_pax(), *_jaxpp())
+KINDS = tuple(dict.fromkeys(row.kind for row in ROWS))
 
 
 @functools.cache
@@ -268,13 +269,11 @@ def model_of(row: Row) -> ModelSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """A row, what is predicted of it in seconds, by what that goes to, and bytes of a device."""
+  """A row, what is predicted of it in seconds by what that goes to, and the share for its chips."""
 
   row: Row
   times: cost_model.Times
   achieved: float
-  nbytes: float
-  room: int
 
   @property
   def error(self) -> float:
@@ -293,8 +292,7 @@ def result(row: Row) -> Result:
   assert machine is not None
   model, how = model_of(row), row.configuration
   times = cost_model.of(model, how, machine)
-  nbytes = memory_model.of(model, how).total
-  return Result(row, times, machine.achieved, nbytes, machine.chip.memory)
+  return Result(row, times, machine.achieved)
 
 
 def main():
@@ -305,7 +303,7 @@ def main():
   if arguments.json:
     print(json.dumps([_facts(one) for one in results]))
   else:
-    print(_page(results))
+    print(page(results))
 
 
 def _facts(one: Result) -> dict[str, Any]:
@@ -315,13 +313,13 @@ def _facts(one: Result) -> dict[str, Any]:
     "predicted_seconds": one.times.total,
     "published_seconds": one.row.published,
     "error": one.error,
-    "parts": dataclasses.asdict(one.times),
-    "bytes_per_device": one.nbytes,
+    "parts": one.times.parts,
   }
 
 
-def _page(results: list[Result]) -> str:
-  header = ("row", "predicted s", "published s", "error", "bound by", "GB a device")
+def page(results: list[Result]) -> str:
+  """Returns a row for each result, and their errors by family of chips."""
+  header = ("row", "predicted s", "published s", "error", "bound by")
   rows = [
     (
       one.row.name,
@@ -329,12 +327,11 @@ def _page(results: list[Result]) -> str:
       f"{one.row.published:.3f}",
       f"{100 * one.error:+.1f} %",
       one.times.bound,
-      f"{one.nbytes / 1e9:.1f} of {one.room / 1e9:.1f}",
     )
     for one in results
   ]
   page = [tables.table(header, rows, right=(1, 2, 3)), ""]
-  groups = {kind: [one for one in results if one.row.kind == kind] for kind in ACHIEVED_KINDS}
+  groups = {kind: [one for one in results if one.row.kind == kind] for kind in KINDS}
   summary = []
   for kind, found in {**groups, "all": results}.items():
     errors = [abs(one.error) for one in found]
@@ -345,9 +342,6 @@ def _page(results: list[Result]) -> str:
     summary.append((kind, str(len(found)), share, *cells))
   header = ("chips", "rows", "achieved (median now)", "mean error", "median", "largest")
   return "\n".join([*page, tables.table(header, summary, right=range(1, 6))])
-
-
-ACHIEVED_KINDS = tuple(dict.fromkeys(row.kind for row in ROWS))
 
 
 if __name__ == "__main__":

@@ -58,22 +58,27 @@ class Times:
   update: float = 0.0
   bubble: float = 0.0
 
+  @property
+  def parts(self) -> dict[str, float]:
+    """The seconds of each."""
+    return dict(vars(self))
+
   def __add__(self, other: "Times") -> "Times":
-    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-    return Times(*(a + b for a, b in pairs))
+    others = vars(other)
+    return Times(**{name: seconds + others[name] for name, seconds in vars(self).items()})
 
   def __mul__(self, factor: float) -> "Times":
-    return Times(*(factor * a for a in dataclasses.astuple(self)))
+    return Times(**{name: factor * seconds for name, seconds in vars(self).items()})
 
   @property
   def total(self) -> float:
     """All of it."""
-    return sum(dataclasses.astuple(self))
+    return sum(vars(self).values())
 
   @property
   def bound(self) -> str:
     """What takes the largest part."""
-    parts = dataclasses.asdict(self)
+    parts = vars(self)
     return max(parts, key=lambda name: parts[name])
 
 

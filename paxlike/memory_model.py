@@ -2,24 +2,25 @@
 """What a device holds at most in a training step, predicted from sizes alone.
 
 What is there between steps is counted exactly. What is made on the way follows from what the
-backward pass finds saved (traced with `jax.vjp`: numbers of bytes per token below) and from what one
-layer needs while its gradient is made, for which the numbers are those that fit programs for
-v5e-256, whose peaks `docs/results.md` has.
+backward pass finds saved (traced with `jax.vjp`: the bytes per token below) and from what one layer
+needs while its gradient is made, for which the numbers are those that fit programs for v5e-256,
+whose peaks `docs/results.md` has, and for 64 GPUs.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
 from paxlike import mesh
 from paxlike.configuration import Configuration
+from paxlike.layers.pipeline import Pipeline
 from paxlike.layers.stack import Remat
 from paxlike.model_sizes import ModelSizes, Weight
+from paxlike.networks import Network
 
 # Of the dims of what products give, those that tensor parallelism cuts.
 _CUT = {dim for dim, axes in mesh.RULES.items() if "tensor" in axes}
-# A layer's weights, gathered, and the gradients of the half of them that are made meanwhile.
-_GATHERED = 1.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,12 +59,12 @@ class Memory:
     return self.arguments + self.copies + self.activations + on_the_way
 
 
-def of(model: ModelSizes, how: Configuration) -> Memory:
+def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
   """Returns what a device holds."""
   sizes = how.sizes
   tokens = how.rows * model.seq_len
   here = {weight: weight.per_device(sizes) for weight in set(model.weights)}
-  gathered, widest = _gathered(model, how)
+  gathered, head = _gathered(model, how)
   working = tokens * _working(model, how)
   saved = _saved(model, how)
   layers = model.num_layers
@@ -72,7 +73,7 @@ def of(model: ModelSizes, how: Configuration) -> Memory:
   else:
     stages, chunks = how.pipeline.stages, how.pipeline.chunks
     of_chunk = layers / stages / chunks
-    slots = how.pipeline.plan.num_slots(keeps_first=not how.pipeline.recompute)
+    slots = _num_slots(how.pipeline)
     dim = model.dim / how.residual_cut
     kept = 2 * dim if how.pipeline.recompute else 2 * dim + saved * of_chunk
     # Beside the slots: what came from both sides, and what the chunk in work saves.
@@ -83,11 +84,16 @@ def of(model: ModelSizes, how: Configuration) -> Memory:
     batch=12 * how.batch * model.seq_len / _shards(sizes),
     copies=sum(here[w] * _copies(w, how) for w in model.weights)
     + (sum(here[w] * w.computed for w in model.weights) if model.reference else 0),
-    gathered=gathered,
+    gathered=network.layers_gathered * gathered,
     activations=activations,
     working=working,
-    logits=_logits(model, how, widest),
+    logits=_logits(model, how, head),
   )
+
+
+@functools.cache
+def _num_slots(pipeline: Pipeline) -> int:
+  return pipeline.plan.num_slots(keeps_first=not pipeline.recompute)
 
 
 def _shards(sizes: Mapping[str, int]) -> int:
@@ -95,13 +101,13 @@ def _shards(sizes: Mapping[str, int]) -> int:
 
 
 def _optimizer(model: ModelSizes, sizes: Mapping[str, int]) -> float:
-  total = 0
+  total = 0.0
   for weight in model.weights:
-    cut = mesh.partition(weight.dims, weight.shape, sizes)
+    here = weight.per_device(sizes)
     if model.over_data:
-      cut = mesh.spread(cut, weight.shape, sizes)
-    shards = math.prod(sizes[axis] for axis in mesh.axes_of(cut))
-    total += weight.trained * model.moments * weight.size / shards
+      cut = mesh.spread(mesh.partition(weight.dims, weight.shape, sizes), weight.shape, sizes)
+      here = weight.size // math.prod(sizes[axis] for axis in mesh.axes_of(cut))
+    total += weight.trained * model.moments * here
   return total
 
 
@@ -124,7 +130,7 @@ def _gathered(model: ModelSizes, how: Configuration) -> tuple[float, float]:
       whole = weight.per_device(sizes, "fsdp", "pipeline")
       layer += weight.computed * whole / (weight.layers if looped else model.num_layers)
   head = model.head.computed * model.head.per_device(sizes, "fsdp")
-  return _GATHERED * layer, head
+  return layer, head
 
 
 def _saved(model: ModelSizes, how: Configuration) -> float:

@@ -32,7 +32,7 @@ class Weight:
   Attributes:
     dims: Names of its dims, as `mesh.RULES` has them.
     shape: Their sizes.
-    layers: Repeats that it is of; 0: it is outside of the stack, -1: of a layer that is not repeated.
+    layers: Repeats that it is of; 0: it is outside of the stack, -1: of a layer without repeats.
     inputs: Width of what it is multiplied with, 0 if it is no matrix.
     outputs: Width of what that gives.
     share: Of it, that one token meets: less than 1 of experts, 0 of what is only looked up.

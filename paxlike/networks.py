@@ -22,6 +22,8 @@ class Network:
     dims: Of the torus that the fast network is; 0: a switch, through which each device sends to any
       at the full rate.
     closed_from: Devices from which the torus closes its rings; smaller ones have half the rate.
+    layers_gathered: Layers whose weights, or gradients of them, are whole on a device at once: one
+      and the gradients of a half; where the next is gathered beside it, as on GPUs, three.
     beside_products: Whether sums of what products give go on beside these (Wang et al., 2023, doi
       10.1145/3567955.3567959): XLA does so for TPUs.
   """
@@ -31,6 +33,7 @@ class Network:
   names: tuple[str, str]
   dims: int = 0
   closed_from: int = 1
+  layers_gathered: float = 3
   beside_products: bool = False
 
 
@@ -41,10 +44,10 @@ NETWORKS = {
   "H200": Network(450e9, 50e9, _GPU),
   "H100": Network(450e9, 50e9, _GPU),
   "A100": Network(300e9, 25e9, _GPU),
-  "TPU v5 lite": Network(200e9, 3.125e9, _TPU, 2, 256, True),
-  "TPU v5e": Network(200e9, 3.125e9, _TPU, 2, 256, True),
-  "TPU v5": Network(600e9, 6.25e9, _TPU, 3, 64, True),
-  "TPU v6": Network(400e9, 12.5e9, _TPU, 2, 256, True),
+  "TPU v5 lite": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True),
+  "TPU v5e": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True),
+  "TPU v5": Network(600e9, 6.25e9, _TPU, 3, 64, 1.5, True),
+  "TPU v6": Network(400e9, 12.5e9, _TPU, 2, 256, 1.5, True),
 }
 
 

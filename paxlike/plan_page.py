@@ -114,7 +114,7 @@ def _mesh(plan: Plan) -> str:
 
 def _bound(plan: Plan) -> str:
   part = plan.times.bound
-  seconds = dataclasses.asdict(plan.times)[part]
+  seconds = plan.times.parts[part]
   return f"{part} {seconds / plan.times.total:.0%}"
 
 
@@ -128,7 +128,7 @@ def _told(plans: Plans, plan: Plan, command: Command) -> dict[str, Any]:
     "predicted_bytes": {**dataclasses.asdict(plan.memory), "total": plan.memory.total},
     "compiled_bytes": None if plan.compiled is None else plan.compiled._asdict(),
     "fits": plan.fits,
-    "seconds": {**dataclasses.asdict(plan.times), "total": plan.times.total},
+    "seconds": {**plan.times.parts, "total": plan.times.total},
     "bound_by": plan.times.bound,
     "mfu_full": plans.mfu(plan),
     "mfu_causal": plans.mfu(plan, causal=True),

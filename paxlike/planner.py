@@ -147,7 +147,7 @@ def rank(
     for series in configurations(model, ici, dcn, batch):
       for how in series:
         considered += 1
-        memory = memory_model.of(model, how)
+        memory = memory_model.of(model, how, machine.network)
         if nearest is None or memory.total < nearest.memory.total:
           nearest = Plan(how, memory, Times(), fits=False)
         if memory.total > room:
