@@ -296,7 +296,7 @@ def result(row: Row) -> Result:
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
   parser.add_argument("--json", action="store_true", help="print one JSON object")
   arguments = parser.parse_args()
   results = [result(row) for row in ROWS]

@@ -156,7 +156,9 @@ def of_definition(
   decoder: Any = definition.module
   stack: Stack = decoder.stack
   repeats = stack.layout.repeats if stack.layout.scanned else 0
-  modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(decoder)}
+  modules: dict[str, Any] = {
+    ".".join(map(str, path)): module for path, module in nnx.iter_modules(decoder)
+  }
   heads, scores = [], [0.0, 0.0]
   moes, gated = [], []
   for name, module in modules.items():

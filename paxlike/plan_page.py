@@ -32,9 +32,10 @@ def text(plans: Plans, command: Command) -> str:
   if plans.first is not None:
     parts.append(f"the best:\n  {command(plans.first)}")
   parts.append(
-    "GB and s are predicted; --confirm=K compiles the best K. Sizes in brackets are across slices"
-    f"\nor nodes. Of data sheets {plans.machine.achieved:.0%} is taken to be reached, and of memory"
-    f" {planner.ROOM:.0%} to be free."
+    "The best of each mesh; sizes in brackets are across slices or nodes, parts are those of the"
+    "\nbatch, one after another, and MFU counts attention over all pairs of tokens. GB of a device"
+    f"\nand s are predicted, from {plans.machine.achieved:.0%} of what data sheets say; what takes"
+    f" more than {planner.ROOM:.0%} of memory is left\nout. --confirm=K compiles the best K."
   )
   return "\n\n".join(parts)
 

@@ -6,11 +6,11 @@ import math
 import statistics
 from typing import Any
 
-import calibration
 import fiddle as fdl
 import jax
 import pytest
 
+from benchmarks import calibration
 from paxlike import cost_model, flops, memory_model, model_sizes, networks, registry, train_state
 from paxlike.configuration import Configuration
 from paxlike.layers.pipeline import Pipeline
