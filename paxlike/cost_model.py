@@ -15,7 +15,7 @@ the family of the chip, `ACHIEVED`: all in it that is fitted. The rules are:
   as far as the sums of a pass take longer than its products.
 - A pipeline takes 1 / (1 - bubble) of the time of its chunks, by the bubble of its schedule.
 - Weights are gathered in every pass of every part of the batch, and gradients summed once in each,
-  unless `Configuration.reduced_once`.
+  unless `Configuration.reduced_once`; on TPUs as wholes, which sends twice as much.
 """
 
 import dataclasses
@@ -155,6 +155,9 @@ class _Step:
       back += self._products(kept) + reduced * 0.5 + exchanged
     if attention_again:
       back += scores + others
+    if attention_again and not again:  # Policies that name products know none of experts.
+      routed = tuple(weight for weight in self._model.in_stack if weight.is_routed)
+      back += self._products(routed) + exchanged
     return back + whole if chunk_again else back
 
   def _products(self, weights: tuple[Weight, ...]) -> Times:
@@ -238,13 +241,14 @@ class _Step:
     """Returns the seconds of gathering weights once, and of summing their gradients."""
     how = self._how
     gathered = reduced = 0.0
+    times = 2 if self._network.sums_whole and not how.reduced_once else 1
     for weight in weights:
       axes = weight.axes(self._sizes)
       here = weight.computed * weight.per_device(self._sizes)
       if "fsdp" in axes:
         once = networks.gather(self._network, how.group("fsdp"), here * self._sizes["fsdp"])
         gathered += once
-        reduced += once if weight.trained else 0.0
+        reduced += times * once if weight.trained else 0.0
       copies = {"data", "fsdp", "expert"} - axes
       if weight.trained:
         reduced += networks.reduce(self._network, how.group(*copies), here)

@@ -136,31 +136,37 @@ def _gathered(model: ModelSizes, how: Configuration) -> tuple[float, float]:
 def _saved(model: ModelSizes, how: Configuration) -> float:
   """Returns the bytes that a layer saves of each token: an average over layers."""
   sizes, dim = how.sizes, model.dim / how.residual_cut
-  inputs, outputs = widths(model, sizes)
+  # Policies that name products know none of experts.
+  everything = how.remat is Remat.SAVE_EVERYTHING
+  inputs, outputs = widths(model, sizes, routed=everything)
   if how.remat is Remat.SAVE_NOTHING:
     return 2 * dim
-  if how.remat is not Remat.SAVE_EVERYTHING:
+  if not everything:
     return 2 * (dim + outputs)
-  # Norms keep three arrays in float32 each, beside what residuals and products keep.
+  # Norms keep two arrays in float32 each, beside what residuals and products keep.
   activation = 2 * (model.mlp_factor - 1) * ffn(model, sizes)
   scores = 0 if model.fused_attention else 6 * model.seq_len * _heads(model, sizes)
-  return 28 * dim + 2 * (inputs + outputs) + activation + scores
+  return 20 * dim + 2 * (inputs + outputs) + activation + scores
 
 
 def _working(model: ModelSizes, how: Configuration) -> float:
   """Returns the bytes that the backward pass of a layer makes of each token."""
   sizes = how.sizes
   scores = 0 if model.fused_attention else 10 * model.seq_len * _heads(model, sizes)
-  # Where no token is dropped, experts hold a row for every choice of all that share them.
-  rows = 1 if model.capacity is not None or not model.moe_layers else sizes["expert"]
-  sent = 0 if not model.moe_layers else 8 * rows * model.num_chosen * model.dim
-  return 2 * (4 * rows * ffn(model, sizes) + 4 * model.dim) + sent + scores
+  wide = 4 * ffn(model, sizes)
+  if model.moe_layers and model.capacity is None:
+    # Experts hold a row for every choice of all that share them, and sorting copies it.
+    rows = sizes["expert"]
+    wide = rows * (5 * wide + 4 * model.num_chosen * model.dim)
+  return 2 * (wide + 4 * model.dim) + scores
 
 
-def widths(model: ModelSizes, sizes: Mapping[str, int]) -> tuple[float, float]:
+def widths(
+  model: ModelSizes, sizes: Mapping[str, int], *, routed: bool = True
+) -> tuple[float, float]:
   """Returns the widths on a device of what a layer multiplies, and of what it keeps of products.
 
-  Both are averages over layers.
+  Both are averages over layers. Not `routed`: products of experts are not kept.
   """
   inputs = outputs = 0.0
   for weight in model.in_stack:
@@ -171,7 +177,7 @@ def widths(model: ModelSizes, sizes: Mapping[str, int]) -> tuple[float, float]:
     # Heads are followed by their width.
     into, out = (1, tensor) if weight.dims[-1] in (*_CUT, "head") else (tensor, 1)
     inputs += times * weight.inputs / into
-    if not weight.is_last:
+    if not weight.is_last and (routed or not weight.is_routed):
       outputs += times * weight.outputs / out
   return inputs / model.num_layers, outputs / model.num_layers
 

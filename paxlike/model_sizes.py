@@ -65,6 +65,11 @@ class Weight:
     """FLOPs of a forward pass for one token, through all its layers."""
     return 2 * self.size * self.share
 
+  @property
+  def is_routed(self) -> bool:
+    """Whether it is a matrix of experts, of which a token meets a few."""
+    return bool(self.share) and "experts" in self.dims and self.dims[-1] != "experts"
+
   def axes(self, sizes: Mapping[str, int]) -> set[str]:
     """Returns the axes of a mesh with such `sizes` that cut it."""
     return _axes(self.dims, self.shape, tuple(sizes.items()))

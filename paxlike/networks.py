@@ -24,6 +24,7 @@ class Network:
     closed_from: Devices from which the torus closes its rings; smaller ones have half the rate.
     layers_gathered: Layers whose weights, or gradients of them, are whole on a device at once: one
       and the gradients of a half; where the next is gathered beside it, as on GPUs, three.
+    sums_whole: Whether XLA sums a gradient whole where each device keeps a part, as for TPUs.
     beside_products: Whether sums of what products give go on beside these (Wang et al., 2023, doi
       10.1145/3567955.3567959): XLA does so for TPUs.
   """
@@ -34,6 +35,7 @@ class Network:
   dims: int = 0
   closed_from: int = 1
   layers_gathered: float = 3
+  sums_whole: bool = False
   beside_products: bool = False
 
 
@@ -44,10 +46,10 @@ NETWORKS = {
   "H200": Network(450e9, 50e9, _GPU),
   "H100": Network(450e9, 50e9, _GPU),
   "A100": Network(300e9, 25e9, _GPU),
-  "TPU v5 lite": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True),
-  "TPU v5e": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True),
-  "TPU v5": Network(600e9, 6.25e9, _TPU, 3, 64, 1.5, True),
-  "TPU v6": Network(400e9, 12.5e9, _TPU, 2, 256, 1.5, True),
+  "TPU v5 lite": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True, True),
+  "TPU v5e": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True, True),
+  "TPU v5": Network(600e9, 6.25e9, _TPU, 3, 64, 1.5, True, True),
+  "TPU v6": Network(400e9, 12.5e9, _TPU, 2, 256, 1.5, True, True),
 }
 
 
