@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN's fused kernels, on NVIDIA GPUs."""
 
+import functools
 from typing import Any, Unpack
 
 import jax
@@ -31,9 +32,7 @@ def cudnn(
     raise UserError(f"ATTENTION_KERNEL=cudnn is for bfloat16 and float16, not FPROP_DTYPE={dtype}.")
   if (head_dim := q_BTNH.shape[-1]) > 256 or head_dim % 8:
     raise UserError(f"ATTENTION_KERNEL=cudnn: heads of {head_dim}; it has multiples of 8 to 256.")
-  # The public function knows of a mask only, with which cuDNN is slow.
-  from jax._src.cudnn import fused_attention_stablehlo as library
-
+  library = _library()
   mask = library.MaskType.CAUSAL
   packing: dict[str, Any] = {}
   fits_B = None
@@ -58,6 +57,25 @@ def cudnn(
   if fits_B is None:
     return y_BTNH
   return jnp.where(fits_B[:, None, None, None], y_BTNH, jnp.nan)
+
+
+@functools.cache
+def _library() -> Any:
+  """Returns JAX's module, made to call cuDNN where it is told to and not to partition that.
+
+  `per_device` has done so. In a stage of a pipeline, where the axis of stages is cut already, JAX
+  takes that axis for one that is left to the compiler.
+  """
+  from jax._src.cudnn import fused_attention_stablehlo as found
+  from jax.interpreters import mlir
+
+  # The public function knows of a mask only, with which cuDNN is slow.
+  library: Any = found
+  for way in ("fwd", "bwd"):
+    called = getattr(library, f"_dot_product_attention_{way}_p_wrapper")
+    calling = getattr(library, f"_dot_product_attention_{way}_impl")
+    mlir.register_lowering(called, mlir.lower_fun(calling, multiple_results=True))
+  return library
 
 
 def runs(segments_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
