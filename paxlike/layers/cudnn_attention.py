@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from paxlike.errors import UserError
 from paxlike.layers.attention_kernels import Options, begins, refuse
+from paxlike.layers.per_device import per_device
 
 
 def cudnn(
@@ -32,13 +33,29 @@ def cudnn(
     raise UserError(f"ATTENTION_KERNEL=cudnn is for bfloat16 and float16, not FPROP_DTYPE={dtype}.")
   if (head_dim := q_BTNH.shape[-1]) > 256 or head_dim % 8:
     raise UserError(f"ATTENTION_KERNEL=cudnn: heads of {head_dim}; it has multiples of 8 to 256.")
+
+  def local(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    return _attend(q, k, v, segments_BT, max_segments, options)
+
+  return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT")
+
+
+def _attend(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segments_BT: jax.Array | None,
+  max_segments: int,
+  options: Options,
+) -> jax.Array:
+  """Returns attention on one device."""
   library = _library()
   mask = library.MaskType.CAUSAL
   packing: dict[str, Any] = {}
   fits_B = None
-  if options["segments_BT"] is not None:
+  if segments_BT is not None:
     mask = library.MaskType.PADDING_CAUSAL
-    lengths, offsets, fits_B = runs(options["segments_BT"], max_segments)
+    lengths, offsets, fits_B = runs(segments_BT, max_segments)
     packing = {"q_seqlen": lengths, "kv_seqlen": lengths}
     packing |= {"q_offsets": offsets, "kv_offsets": offsets}
   try:
