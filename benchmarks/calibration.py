@@ -8,7 +8,9 @@ says of the time. Nothing is fitted to a row. Each family of chips has one numbe
 sheets' rates that programs reach (`cost_model.ACHIEVED`): the median over its rows of the predicted
 time at those rates by the published one. So half of a family's rows err to each side by
 construction, and what the errors tell is how far rows of other models, meshes, batches and
-precisions lie from that median. The programs are those of the sources, not paxlike's.
+precisions lie from that median. Two rules were chosen when the rows had been seen: that sums over
+tensor go on beside products on TPUs, and that what goes from layer to layer is cut over tensor, as
+it is in MaxText. The programs are those of the sources, not paxlike's.
 
 Sources:
 - v5e, v5p: README and pages of MaxText at the end of 2024: TFLOP/s or MFU, with attention over all
