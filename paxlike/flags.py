@@ -22,10 +22,12 @@ _DECODE = (
 # Flags without effect in any other mode.
 _ONLY_IN = {
   "against": ("show",),
-  "topology": ("show", "compile"),
-  "slices": ("show", "compile"),
+  "topology": ("show", "compile", "plan"),
+  "slices": ("show", "compile", "plan"),
   "kernels": ("compile",),
-  "json": ("compile",),
+  "json": ("compile", "plan"),
+  "global_batch": ("plan",),
+  "confirm": ("plan",),
   "save": ("compile",),
   "compiled_step": ("train",),
   "continuous": ("eval",),
@@ -49,12 +51,14 @@ class Options:
     knobs: (KNOB, text) in the order given.
     edits: (path in the graph, text) in the order given.
     fiddlers: Calls such as "use_fp8(margin=1)", in the order given.
-    job_log_dir: Folder of the run; set in every mode but show and compile.
+    job_log_dir: Folder of the run; set in every mode but show, compile and plan.
     against: Name of an experiment to compare with.
     topology: Name of the devices to compile for; None: those of this machine.
     slices: As many such sets of TPUs.
     kernels: Print the kernels of the compiled step.
-    json: Print what is known of the compiled step for programs to read.
+    json: Print what is known of the compiled step, or of plans, for programs to read.
+    global_batch: Sequences of the step that is planned; None: those of the experiment.
+    confirm: How many of the best plans are compiled; None: none.
     save: File to write the compiled step to.
     compiled_step: File of the step to train with.
     help: Print usage.HELP and stop.
@@ -98,6 +102,8 @@ class Options:
   slices: int | None = None
   kernels: bool = False
   json: bool = False
+  global_batch: int | None = None
+  confirm: int | None = None
   save: str | None = None
   compiled_step: str | None = None
   help: bool = False
@@ -233,6 +239,8 @@ _BOOLEANS = {
 }
 _INTS = {
   "slices": 1,
+  "global_batch": 1,
+  "confirm": 0,
   "num_hosts": 1,
   "host_idx": 0,
   "num_cpu_devices": 1,
@@ -339,6 +347,8 @@ def _check(options: Options):
       raise UserError(f"--{name} goes with {mode}, not --mode={options.mode}.")
   if options.slices is not None and options.topology is None:
     raise UserError(f"--slices={options.slices} goes with --topology=NAME.")
+  if options.mode == "plan" and options.fdl_config is None:
+    raise UserError("--mode=plan sets knobs, which a file has no more: give --fdl_config=NAME.")
   if options.mode == "decode" and not options.prompt and not options.prompt_file:
     raise UserError("--mode=decode needs --prompt=TEXT or --prompt_file=FILE.")
   if (options.host_idx or 0) >= (options.num_hosts or float("inf")):
@@ -348,5 +358,6 @@ def _check(options: Options):
   given = [name for name in _OF_PROCESSES if getattr(options, name) is not None]
   if given and len(given) < len(_OF_PROCESSES):
     raise UserError(f"--{given[0]} goes with {', '.join(f'--{n}' for n in _OF_PROCESSES)}: all.")
-  if options.mode not in ("show", "compile") and not options.job_log_dir and not options.fdl_help:
+  needs_folder = options.mode not in ("show", "compile", "plan")
+  if needs_folder and not options.job_log_dir and not options.fdl_help:
     raise UserError(f"--mode={options.mode} needs --job_log_dir=DIR, the folder of the run.")

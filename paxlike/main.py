@@ -5,9 +5,10 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paxlike import cluster, flags, memory, tpu_targets, usage
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
   """Runs a command line.
 
   Returns the exit status: 1 if the run failed, 2 for a user's mistake, 3 for a step that was only
-  compiled and does not fit into the memory of its devices.
+  compiled or planned and does not fit into the memory of its devices.
   """
   try:
     options = flags.parse(argv)
@@ -89,6 +90,9 @@ def _dispatch(options: flags.Options) -> int:
     assert experiment is not None
     print(show.knob_help(type(experiment)))
     return 0
+  if options.mode == "plan":
+    assert experiment is not None
+    return _plan(options, experiment)
   graph = graph_of(options, experiment)
   if options.mode == "show":
     if options.against:
@@ -224,6 +228,39 @@ def _compile(options: flags.Options, trainer: Any) -> int:
   if options.save is not None and program.step is None:
     print(f"paxlike: --save={options.save}: there is no step to save", file=sys.stderr)
   return 0 if program.fits else 3
+
+
+def _plan(options: flags.Options, experiment: "Experiment") -> int:
+  """Tells how to spread the experiment over devices. Returns 3 if nothing fits."""
+  from paxlike import plan_page, planner, topology
+
+  def build(knobs: Mapping[str, Any]) -> Any:
+    one = experiment_of(options)
+    for name, value in knobs.items():
+      if name in one.settings() and name != "PERCORE_BATCH_SIZE":
+        raise UserError(f"--mode=plan chooses {name}: leave --fdl.{name} out.")
+      one.set(name, value, source="plan")
+    return built(graph_of(options, one))
+
+  def command(plan: planner.Plan) -> str:
+    now = {name: setting.value for name, setting in experiment.values().items()}
+    own = [f"--fdl.{name}={text}" for name, text in options.knobs if name not in plan.how.knobs]
+    own += [f"--fiddler={text}" for text in options.fiddlers]
+    own += [f"--fdl.{path}={text}" for path, text in options.edits]
+    words = [f"--fdl_config={options.fdl_config}", *own, "--mode=compile"]
+    words += [] if options.topology is None else [f"--topology={options.topology}"]
+    words += [] if options.slices is None else [f"--slices={options.slices}"]
+    # What the command line has set is set by the plan.
+    chosen = plan_page.flags(plan, {n: v for n, v in now.items() if n not in experiment.settings()})
+    return " ".join(["paxlike", *map(shlex.quote, words), *chosen])
+
+  plans = planner.find(build, topology.devices(), batch=options.global_batch)
+  plans = planner.confirmed(plans, build, options.confirm or 0)
+  if options.json:
+    print(json.dumps(plan_page.facts(plans, command)))
+  else:
+    print(plan_page.text(plans, command))
+  return 0 if plans.first is not None else 3
 
 
 def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) -> int:

@@ -2,7 +2,7 @@
 """What `--help` prints."""
 
 #: What `paxlike.main` can do.
-MODES = ("train", "eval", "decode", "show", "compile")
+MODES = ("train", "eval", "decode", "show", "compile", "plan")
 
 HELP = f"""\
 Usage: paxlike --fdl_config=EXPERIMENT --job_log_dir=DIR [flags]
@@ -26,15 +26,18 @@ What to do
   --mode={"|".join(MODES)}
                           train (the default) and evaluate on the way; eval: evaluate a checkpoint;
                           decode: continue prompts; show: print knobs, graph, parameters and memory;
-                          compile: compile the step, for devices that need not be here
+                          compile: compile the step, for devices that need not be here; plan: tell
+                          how to spread it over such devices
   --job_log_dir=DIR       a local folder or gs://...
   --step=N|best           eval, decode: this checkpoint rather than the newest
   --continuous            eval: follow a running job until it ends
-  --topology=h200-1       show, compile: for so many GPUs (h200, h100, a100), or a slice of TPUs
-                          (v5e-256, v5p-128, v6e-256), instead of the devices here
-  --slices=N              show, compile: for so many slices of TPUs
+  --topology=h200-1       show, compile, plan: for so many GPUs (h200, h100, a100), or a slice of
+                          TPUs (v5e-256, v5p-128, v6e-256), instead of the devices here
+  --slices=N              show, compile, plan: for so many slices of TPUs
   --kernels               compile: the kernels of the step with bytes, FLOPs and roofline time
-  --json                  compile: one JSON object instead of the page
+  --json                  compile, plan: one JSON object instead of the page
+  --global_batch=N        plan: for so many sequences a step, rather than the experiment's
+  --confirm=K             plan: also compile the best K, which takes minutes for each; default 0
   --save=FILE             compile: also write the step to a file
   --compiled_step=FILE    train: with the step of that file, if it is the one that is needed
   --against=NAME          show: print the difference from this experiment

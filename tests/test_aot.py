@@ -69,6 +69,15 @@ def test_what_does_not_fit_is_a_verdict_with_what_helps(capsys):
   assert "SHARD_OPTIMIZER_OVER_DATA=True" in out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["h100-8", "v5e-8"])
+def test_kernels_of_attention_are_taken_in_the_stages_of_a_pipeline(topology, capsys):
+  bf16 = [flag for flag in TINY if "DTYPE" not in flag]
+  mesh = ("--fdl.ICI_MESH_SHAPE=[2,1,2,2]", "--fdl.NUM_LAYERS=2", "--fdl.DIMS_PER_HEAD=128")
+  assert run(*bf16, *mesh, "--mode=compile", f"--topology={topology}") == 0
+  assert "collective-permute over pipeline" in capsys.readouterr().out
+
+
 def test_what_a_compiler_asks_for_is_all_that_it_needs():
   message = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries"

@@ -20,7 +20,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 400, 80
 # Low to high: a file imports from lower rows, and, within its folder, from its own row. What shares
 # a row with a file of another name is no business of that file.
 RANKS: tuple[tuple[str, ...], ...] = (
-  ("__init__", "errors", "chips"),
+  ("__init__", "errors", "chips", "networks"),
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
   ("topology", "cluster"),
   (
@@ -38,12 +38,15 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("layers", "data", "feed"),
   ("optimizers", "flops", "relayout", "weight_rules", "sampling", "prompts"),
   ("objectives", "train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
-  ("journal", "best"),
+  ("journal", "best", "configuration", "model_sizes"),
+  ("memory_model",),
+  ("cost_model",),
   ("pipelined",),
   ("train_step", "generate", "hugging_face", "restoring"),
   ("decoding", "origin"),
   ("trainer",),
-  ("aot", "planner"),
+  ("aot",),
+  ("planner",),
   ("knobs", "symbols", "fiddlers"),
   ("graph_text",),
   ("graph_edits",),
@@ -51,7 +54,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("registry", "harness"),
   ("experiments",),
   ("scripts_gpu",),
-  ("flags", "show", "compile_page", "plot", "convert"),
+  ("flags", "show", "compile_page", "plan_page", "plot", "convert"),
   ("main",),
 )
 FIDDLE = {

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device holds at most in a training step, predicted from sizes alone.
+
+What is there between steps is counted exactly. What is made on the way follows from what the
+backward pass finds saved (traced with `jax.vjp`: the bytes per token below) and from what one layer
+needs while its gradient is made, for which the numbers are those that fit programs for v5e-256,
+whose peaks `docs/results.md` has, and for 64 GPUs.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+from paxlike import mesh
+from paxlike.configuration import Configuration
+from paxlike.layers.pipeline import Pipeline
+from paxlike.layers.stack import Remat
+from paxlike.model_sizes import ModelSizes, Weight
+from paxlike.networks import Network
+
+# Of the dims of what products give, those that tensor parallelism cuts.
+_CUT = {dim for dim, axes in mesh.RULES.items() if "tensor" in axes}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+  """Bytes on one device.
+
+  Attributes:
+    weights: Held between steps.
+    optimizer: Its state.
+    batch: Tokens and their weights.
+    copies: Of weights in the dtype of computation, and gradients.
+    gathered: Weights of a layer, and gradients of a part of them.
+    activations: What the forward pass saves for the backward pass.
+    working: What the backward pass of a layer makes.
+    logits: Of a part of the sequence, with the output projection and its gradient.
+  """
+
+  weights: float
+  optimizer: float
+  batch: float
+  copies: float
+  gathered: float
+  activations: float
+  working: float
+  logits: float
+
+  @property
+  def arguments(self) -> float:
+    """What is there between steps, and the batch."""
+    return self.weights + self.optimizer + self.batch
+
+  @property
+  def total(self) -> float:
+    """All of it at once: layers and logits are not there at the same time."""
+    on_the_way = max(self.gathered + self.working, self.logits)
+    return self.arguments + self.copies + self.activations + on_the_way
+
+
+def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
+  """Returns what a device holds."""
+  sizes = how.sizes
+  tokens = how.rows * model.seq_len
+  here = {weight: weight.per_device(sizes) for weight in set(model.weights)}
+  gathered, head = _gathered(model, how)
+  working = tokens * _working(model, how)
+  saved = _saved(model, how)
+  layers = model.num_layers
+  if how.pipeline is None:
+    activations = tokens * saved * layers
+  else:
+    stages, chunks = how.pipeline.stages, how.pipeline.chunks
+    of_chunk = layers / stages / chunks
+    slots = _num_slots(how.pipeline)
+    dim = model.dim / how.residual_cut
+    kept = 2 * dim if how.pipeline.recompute else 2 * dim + saved * of_chunk
+    # Beside the slots: what came from both sides, and what the chunk in work saves.
+    activations = tokens * (slots * kept + 4 * dim + saved * of_chunk)
+  return Memory(
+    weights=sum(here[weight] * weight.held for weight in model.weights),
+    optimizer=_optimizer(model, sizes),
+    batch=12 * how.batch * model.seq_len / _shards(sizes),
+    copies=sum(here[w] * _copies(w, how) for w in model.weights)
+    + (sum(here[w] * w.computed for w in model.weights) if model.reference else 0),
+    gathered=network.layers_gathered * gathered,
+    activations=activations,
+    working=working,
+    logits=_logits(model, how, head),
+  )
+
+
+@functools.cache
+def _num_slots(pipeline: Pipeline) -> int:
+  return pipeline.plan.num_slots(keeps_first=not pipeline.recompute)
+
+
+def _shards(sizes: Mapping[str, int]) -> int:
+  return math.prod(sizes[axis] for axis in mesh.RULES["batch"])
+
+
+def _optimizer(model: ModelSizes, sizes: Mapping[str, int]) -> float:
+  total = 0.0
+  for weight in model.weights:
+    here = weight.per_device(sizes)
+    if model.over_data:
+      cut = mesh.spread(mesh.partition(weight.dims, weight.shape, sizes), weight.shape, sizes)
+      here = weight.size // math.prod(sizes[axis] for axis in mesh.axes_of(cut))
+    total += weight.trained * model.moments * here
+  return total
+
+
+def _copies(weight: Weight, how: Configuration) -> float:
+  """Returns bytes of a number's copies: to compute with, its gradient, and the sum of gradients."""
+  copy = weight.computed if weight.held != weight.computed else 0
+  if not weight.trained:
+    return copy if weight.held > weight.computed else 0
+  is_summed = how.accumulation > 1 or how.pipeline is not None
+  return copy + weight.computed + (4 if is_summed else 0)
+
+
+def _gathered(model: ModelSizes, how: Configuration) -> tuple[float, float]:
+  """Returns the bytes of a layer's weights that are gathered, and of the output projection."""
+  sizes = how.sizes
+  looped = [weight for weight in model.in_stack if weight.layers > 0]
+  layer = 0.0
+  for weight in looped or model.in_stack:
+    if "fsdp" in weight.axes(sizes):
+      whole = weight.per_device(sizes, "fsdp", "pipeline")
+      layer += weight.computed * whole / (weight.layers if looped else model.num_layers)
+  head = model.head.computed * model.head.per_device(sizes, "fsdp")
+  return layer, head
+
+
+def _saved(model: ModelSizes, how: Configuration) -> float:
+  """Returns the bytes that a layer saves of each token: an average over layers."""
+  sizes, dim = how.sizes, model.dim / how.residual_cut
+  # Policies that name products know none of experts.
+  everything = how.remat is Remat.SAVE_EVERYTHING
+  inputs, outputs = widths(model, sizes, routed=everything)
+  if how.remat is Remat.SAVE_NOTHING:
+    return 2 * dim
+  if not everything:
+    return 2 * (dim + outputs)
+  # Norms keep two arrays in float32 each, beside what residuals and products keep.
+  activation = 2 * (model.mlp_factor - 1) * ffn(model, sizes)
+  scores = 0 if model.fused_attention else 6 * model.seq_len * _heads(model, sizes)
+  return 20 * dim + 2 * (inputs + outputs) + activation + scores
+
+
+def _working(model: ModelSizes, how: Configuration) -> float:
+  """Returns the bytes that the backward pass of a layer makes of each token."""
+  sizes = how.sizes
+  scores = 0 if model.fused_attention else 10 * model.seq_len * _heads(model, sizes)
+  wide = 4 * ffn(model, sizes)
+  if model.moe_layers and model.capacity is None:
+    # Experts hold a row for every choice of all that share them, and sorting copies it.
+    rows = sizes["expert"]
+    wide = rows * (5 * wide + 4 * model.num_chosen * model.dim)
+  return 2 * (wide + 4 * model.dim) + scores
+
+
+def widths(
+  model: ModelSizes, sizes: Mapping[str, int], *, routed: bool = True
+) -> tuple[float, float]:
+  """Returns the widths on a device of what a layer multiplies, and of what it keeps of products.
+
+  Both are averages over layers. Not `routed`: products of experts are not kept.
+  """
+  inputs = outputs = 0.0
+  for weight in model.in_stack:
+    if not weight.share:
+      continue
+    times = max(1, weight.layers)
+    tensor = sizes["tensor"] if "tensor" in weight.axes(sizes) else 1
+    # Heads are followed by their width.
+    into, out = (1, tensor) if weight.dims[-1] in (*_CUT, "head") else (tensor, 1)
+    inputs += times * weight.inputs / into
+    if not weight.is_last and (routed or not weight.is_routed):
+      outputs += times * weight.outputs / out
+  return inputs / model.num_layers, outputs / model.num_layers
+
+
+def ffn(model: ModelSizes, sizes: Mapping[str, int]) -> float:
+  """Returns the width of what activations give, on a device: an average over layers."""
+  found = 0.0
+  for weight in model.in_stack:
+    if weight.share and weight.dims[-1] == "model" and "ffn" in weight.dims:
+      tensor = sizes["tensor"] if "tensor" in weight.axes(sizes) else 1
+      found += max(1, weight.layers) * weight.inputs / tensor
+  return found / model.num_layers
+
+
+def _heads(model: ModelSizes, sizes: Mapping[str, int]) -> float:
+  return model.heads / model.num_layers / sizes["tensor"]
+
+
+def _logits(model: ModelSizes, how: Configuration, head: float) -> float:
+  """Returns the bytes of a part of the logits, and of the projection with its gradient."""
+  sizes = how.sizes
+  tensor = sizes["tensor"] if "tensor" in model.head.axes(sizes) else 1
+  rows = how.rows / (1 if how.pipeline is None else how.pipeline.stages)
+  logits = rows * model.seq_len / model.loss_chunks * model.vocab / tensor
+  return 8 * logits + 3 * head
