@@ -5,7 +5,6 @@ A family overrides the methods that differ; a recipe sets knobs. A value derived
 computed in the method that uses it, so that subclass, mixin and command line all reach it.
 """
 
-import math
 from typing import Any, Literal
 
 import fiddle as fdl
@@ -16,7 +15,7 @@ from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
 from paxlike.knobs import UNSET, Dtype, Knobs
 from paxlike.layers.remat import Policy
-from paxlike.mesh import MeshSpec, axis_sizes
+from paxlike.mesh import MeshSpec
 from paxlike.objectives import NextToken, Objective
 from paxlike.restoring import Restore
 from paxlike.trainer import Trainer
@@ -49,8 +48,11 @@ class Experiment(Knobs):
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: on more than one device.
   #: What the backward pass finds saved; the rest is recomputed. OFFLOAD_...: in the host's memory.
   CHECKPOINT_POLICY: Policy = "SAVE_EVERYTHING"
-  #: What computes attention. auto: cudnn or splash where they can, xla on CPUs, else xla_chunked.
-  ATTENTION_KERNEL: Literal["auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax"] = "auto"
+  #: What computes attention. auto: ring where the mesh axis context is longer than 1, else cudnn or
+  #: splash where they can, xla on CPUs, else xla_chunked.
+  ATTENTION_KERNEL: Literal[
+    "auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax", "ring", "gathered"
+  ] = "auto"
   MAX_SEGMENTS_PER_ROW: int = 64  #: Documents of a packed row that the kernel cudnn has room for.
   #: Mesh [data, fsdp, tensor] within a slice or node, or {axis: size}; -1 fills.
   ICI_MESH_SHAPE: tuple[int, ...] | dict[str, int] = (-1, 1, 1)
@@ -157,7 +159,8 @@ class Experiment(Knobs):
     if self.ENABLE_TE:
       fiddlers.transformer_engine(graph)
     self.adapt(graph)
-    fiddlers.attention(graph, self.ATTENTION_KERNEL, self.MAX_SEGMENTS_PER_ROW)
+    shares_time = fdl.build(self.mesh()).axis("context") != 1
+    fiddlers.attention(graph, self.ATTENTION_KERNEL, self.MAX_SEGMENTS_PER_ROW, shares_time)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
     scan = self.USE_REPEATED_LAYER
     # Unrolled is faster on one device; on many, scanning keeps the program small.
@@ -209,20 +212,19 @@ class Experiment(Knobs):
     Raises:
       UserError: Knobs contradict each other.
     """
-    meshes = {"ICI_MESH_SHAPE": self.ICI_MESH_SHAPE, "DCN_MESH_SHAPE": self.DCN_MESH_SHAPE}
-    sizes = [axis_sizes(shape, knob)["pipeline"] for knob, shape in meshes.items()]
+    size = fdl.build(self.mesh()).axis("pipeline")
     stages, chunks = self.NUM_STAGES, self.NUM_VIRTUAL_STAGES or self.CIRCULAR_REPEAT or 1
-    if -1 in sizes and stages is None:
+    if size is None and stages is None:
       raise UserError("a pipeline axis of -1 needs NUM_STAGES, its size.")
-    if -1 not in sizes and stages not in (None, math.prod(sizes)):
+    if size is not None and stages not in (None, size):
       raise UserError(
-        f"NUM_STAGES={stages}, but ICI_MESH_SHAPE x DCN_MESH_SHAPE has a pipeline axis of"
-        f" {math.prod(sizes)}: --fdl.ICI_MESH_SHAPE={{pipeline: {stages}, ...}}."
+        f"NUM_STAGES={stages}, but ICI_MESH_SHAPE x DCN_MESH_SHAPE has a pipeline axis of {size}:"
+        f" --fdl.ICI_MESH_SHAPE={{pipeline: {stages}, ...}}."
       )
     if self.CIRCULAR_REPEAT not in (None, chunks):
       raise UserError("NUM_VIRTUAL_STAGES and CIRCULAR_REPEAT say two things: set one of them.")
     schedule, recompute = self.PIPELINE_SCHEDULE, self.PIPELINE_RECOMPUTE
-    stages = stages or math.prod(sizes)
+    stages = stages or size
     microbatches = stages if self.NUM_MICROBATCHES is None else self.NUM_MICROBATCHES
     if stages == 1:
       return None

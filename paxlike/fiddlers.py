@@ -21,7 +21,7 @@ from paxlike.trainer import Trainer
 _ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value")
 _MLP = ("up", "gate", "down")
 _BLOCK = _ATTENTION + _MLP
-_KERNELS = ("auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax")
+_KERNELS = ("auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax", "ring", "gathered")
 _DOTS = {"fp8": layers.Fp8, "fp8_delayed": layers.DelayedFp8, "int8": layers.Int8}
 # What `hold` names; a base under adapters has int8 in blocks of 64.
 _SCHEMES = {
@@ -70,11 +70,16 @@ def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
         node.dtype = jnp.dtype(dtype)
 
 
-def attention(graph: fdl.Buildable, kernel: str = "auto", max_segments: int = 64):
+def attention(
+  graph: fdl.Buildable,
+  kernel: str = "auto",
+  max_segments: int = 64,
+  shares_time: bool = False,
+):
   """Chooses what computes attention: a name of `_KERNELS`; cudnn is for so many segments of a row.
 
-  `auto` is cudnn on GPUs that have it and splash on TPUs, where they can, xla on CPUs, and else
-  xla_chunked.
+  `auto` is ring where it can and devices share the tokens of a sequence, else cudnn on GPUs that
+  have it and splash on TPUs, where they can, xla on CPUs, and else xla_chunked.
   """
   if kernel not in _KERNELS:
     hint = did_you_mean(kernel, _KERNELS) or f" One of {', '.join(_KERNELS)}."
@@ -97,18 +102,22 @@ def attention(graph: fdl.Buildable, kernel: str = "auto", max_segments: int = 64
     "cudnn": fdl.Partial(layers.cudnn, max_segments=max_segments),
     "splash": layers.splash,
     "tokamax": layers.tokamax,
+    "ring": layers.context_attention.ring,
+    "gathered": layers.context_attention.gathered,
   }
   for kind in (layers.Attention, layers.LatentAttention):
     for node in select(graph, kind):
-      name = _best(node, device) if kernel == "auto" else kernel
+      name = _best(node, device, shares_time) if kernel == "auto" else kernel
       node.kernel = copy.deepcopy(functions[name])
 
 
-def _best(node: Any, device: Any) -> str:
+def _best(node: Any, device: Any, shares_time: bool) -> str:
+  biased = getattr(node, "relative_bias", None) is not None
+  if shares_time and not biased:
+    return "ring"
   if topology.has_cudnn_attention(device):
     return "cudnn" if _suits_cudnn(node) else "xla_chunked"
   if topology.has_splash_attention(device):
-    biased = getattr(node, "relative_bias", None) is not None
     return "xla_chunked" if biased else "splash"
   return "xla" if device.platform == "cpu" else "xla_chunked"
 

@@ -85,6 +85,14 @@ class MeshSpec:
   ici: MeshShape = (-1, 1, 1)
   dcn: MeshShape = (1, 1, 1)
 
+  def axis(self, name: str) -> int | None:
+    """Returns the size of an axis; None if it is what fills the mesh."""
+    sizes = (
+      axis_sizes(self.ici, "ICI_MESH_SHAPE")[name],
+      axis_sizes(self.dcn, "DCN_MESH_SHAPE")[name],
+    )
+    return None if -1 in sizes else math.prod(sizes)
+
   def sizes(self, num_devices: int | None) -> tuple[dict[str, int], dict[str, int]]:
     """Returns (ICI, DCN) sizes by axis for `num_devices`; None keeps the shape's own count.
 

@@ -52,6 +52,13 @@ def test_attention_is_what_the_device_offers(h200):
   assert kernels_of("DeepSeekV3") == ["cudnn"]
 
 
+def test_attention_is_a_ring_where_devices_share_sequences():
+  mesh = {"ICI_MESH_SHAPE": {"context": -1}}
+  assert kernels_of("Gpt3_52k", **mesh) == ["ring"]
+  assert kernels_of("PileGLaM126M64E", **mesh) == ["xla"]  # It adds a bias.
+  assert kernels_of("Gpt3_52k", ATTENTION_KERNEL="gathered", **mesh) == ["gathered"]
+
+
 def test_attention_on_a_cpu_is_no_gpus():
   assert kernels_of("Gpt3_52k") == ["xla"]
   with pytest.raises(UserError, match="needs NVIDIA GPUs"):

@@ -147,6 +147,29 @@ def test_adapters_and_dropout_go_through_a_pipeline(knobs):
   assert_same(got, in_four_parts(name, **knobs))
 
 
+SEQUENCES: tuple[dict[str, int], ...] = (
+  {"context": 8},
+  {"data": 2, "context": 4},
+  {"fsdp": 2, "context": 2, "tensor": 2},
+)
+
+
+@pytest.mark.parametrize("kernel", ["ring", "gathered"])
+@pytest.mark.parametrize("mix", SEQUENCES, ids=spelt)
+def test_devices_that_share_sequences_are_one_device(kernel, mix):
+  name = "SyntheticLLaMA70B"
+  definition = shrunk(name, scan=True, ATTENTION_KERNEL=kernel)
+  got = steps(definition, MeshSpec(ici=mix), batch(8, packed=True), devices=jax.devices())
+  assert_same(got, expected(name, packed=True))
+
+
+@pytest.mark.parametrize("kernel", ["ring", "gathered"])
+def test_stages_share_sequences(kernel):
+  name, mix = "SyntheticLLaMA70B", {"pipeline": 2, "context": 4}
+  got = through_stages(name, "1f1b", 1, mix, knobs={"ATTENTION_KERNEL": kernel})
+  assert_same(got, in_four_parts(name))
+
+
 def test_slices_are_as_one_mesh():
   spec = MeshSpec(ici={"fsdp": 2, "tensor": 2}, dcn={"data": 2})
   got = steps(shrunk("SyntheticLLaMA70B", scan=True), spec, batch(8))

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from paxlike import mesh
-from paxlike.errors import UserError
 from paxlike.layers import all_keys, attention_kernels, key_ring, near_keys
 from paxlike.layers.attention_kernels import Options
 from paxlike.layers.blockwise import Back, Gradients, Keys, Mask, Partial, Queries, finish, start
@@ -75,7 +74,7 @@ def _attention(
   """Returns attention to keys that come to a device on a way, unless all are near.
 
   Raises:
-    UserError: There is a bias, or devices cannot have equal shares of the tokens.
+    UserError: There is a bias.
   """
   name = attention_kernels.name_of(kernel)
   attention_kernels.refuse(name, options, "bias_NTS")
@@ -83,12 +82,14 @@ def _attention(
   num_devices = sizes.get(AXIS, 1)
   if num_devices == 1:
     return xla_chunked(q_BTNH, k_BSKH, v_BSKH, **options)
-  if (length := q_BTNH.shape[1]) % (2 * num_devices):
-    raise UserError(
-      f"ATTENTION_KERNEL={name} cuts MAX_SEQ_LEN={length} into {2 * num_devices} equal parts, two"
-      f" for each device of the mesh axis context: make it a multiple of {2 * num_devices}."
-    )
-  segments_BT, sinks_N = options["segments_BT"], options.get("sinks_N")
+  length, segments_BT, sinks_N = q_BTNH.shape[1], options["segments_BT"], options.get("sinks_N")
+  if rest := -length % (2 * num_devices):
+    # As after the end no token is seen by those before, such can fill rows up to equal parts.
+    filled = [_filled(x, rest) for x in (q_BTNH, k_BSKH, v_BSKH)]
+    whole: Any = options | {"segments_BT": None}
+    if segments_BT is not None:
+      whole["segments_BT"] = _filled(segments_BT, rest)
+    return _attention(kernel, way, *filled, whole)[:, :length]
   mask = Mask(options.get("window"), options.get("soft_cap"))
   if near_keys.suffice(mask, length // num_devices):
     way = _NEAR
@@ -99,6 +100,10 @@ def _attention(
     None if segments_BT is None else jnp.asarray(segments_BT),
     None if sinks_N is None else jnp.asarray(sinks_N, jnp.float32),
   )
+
+
+def _filled(x: jax.Array, count: int) -> jax.Array:
+  return jnp.pad(x, [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2))
 
 
 @dataclasses.dataclass(frozen=True)

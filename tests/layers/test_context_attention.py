@@ -158,9 +158,12 @@ def test_what_cannot_be_shared_is_refused(kernel):
   q, k, v, _ = inputs(length=20)
   with pytest.raises(UserError, match=f"ATTENTION_KERNEL={name} has no bias_NTS"):
     kernel(q, k, v, scale=1.0, segments_BT=None, bias_NTS=jnp.ones((4, 20, 20)))
-  expected = f"ATTENTION_KERNEL={name} cuts MAX_SEQ_LEN=20 into 8 equal parts.* axis context: make"
-  with pytest.raises(UserError, match=expected):
-    on({"context": 4}, kernel, (q, k, v, None))
+
+
+@both
+def test_rows_of_any_length_are_shared(kernel):
+  expected = output_and_gradients(attention_kernels.xla, inputs(length=20), packed=True)
+  assert_alike(on({"context": 4}, kernel, inputs(length=20), packed=True), expected)
 
 
 @both
