@@ -67,6 +67,9 @@ class Experiment(Knobs):
   #: Keep of a group's forward only its input; else what CHECKPOINT_POLICY saves.
   PIPELINE_RECOMPUTE: bool = True
 
+  #: Cut norms and residuals along the sequence over the mesh axis tensor too.
+  SHARD_SEQUENCE_OVER_TENSOR: bool = False
+
   # Batch.
   PERCORE_BATCH_SIZE: float = UNSET  #: Sequences a device and optimizer step; may be a fraction.
   GRADIENT_ACCUMULATION_STEPS: int = 1  #: Parts of the batch that are computed one after another.
@@ -162,6 +165,8 @@ class Experiment(Knobs):
     shares_time = fdl.build(self.mesh()).axis("context") != 1
     fiddlers.attention(graph, self.ATTENTION_KERNEL, self.MAX_SEGMENTS_PER_ROW, shares_time)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
+    if self.SHARD_SEQUENCE_OVER_TENSOR:
+      fiddlers.cut_sequences(graph)
     scan = self.USE_REPEATED_LAYER
     # Unrolled is faster on one device; on many, scanning keeps the program small.
     fiddlers.stack(graph, len(topology.devices()) > 1 if scan is None else scan)
@@ -212,19 +217,16 @@ class Experiment(Knobs):
     Raises:
       UserError: Knobs contradict each other.
     """
-    size = fdl.build(self.mesh()).axis("pipeline")
-    stages, chunks = self.NUM_STAGES, self.NUM_VIRTUAL_STAGES or self.CIRCULAR_REPEAT or 1
-    if size is None and stages is None:
-      raise UserError("a pipeline axis of -1 needs NUM_STAGES, its size.")
-    if size is not None and stages not in (None, size):
+    size, chunks = fdl.build(self.mesh()).axis("pipeline"), self.NUM_VIRTUAL_STAGES
+    stages, chunks = self.NUM_STAGES or size, chunks or self.CIRCULAR_REPEAT or 1
+    if stages is None or size not in (None, stages):
       raise UserError(
-        f"NUM_STAGES={stages}, but ICI_MESH_SHAPE x DCN_MESH_SHAPE has a pipeline axis of {size}:"
-        f" --fdl.ICI_MESH_SHAPE={{pipeline: {stages}, ...}}."
+        f"NUM_STAGES={self.NUM_STAGES}, but the axis pipeline of ICI_MESH_SHAPE x DCN_MESH_SHAPE is"
+        f" {size or -1}: give both the same size."
       )
     if self.CIRCULAR_REPEAT not in (None, chunks):
       raise UserError("NUM_VIRTUAL_STAGES and CIRCULAR_REPEAT say two things: set one of them.")
     schedule, recompute = self.PIPELINE_SCHEDULE, self.PIPELINE_RECOMPUTE
-    stages = stages or size
     microbatches = stages if self.NUM_MICROBATCHES is None else self.NUM_MICROBATCHES
     if stages == 1:
       return None

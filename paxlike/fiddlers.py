@@ -235,6 +235,13 @@ def pipeline(graph: fdl.Buildable, stages: fdl.Config[layers.Pipeline]):
     node.scan, node.pipeline = True, stages
 
 
+def cut_sequences(graph: fdl.Buildable):
+  """Cuts what is between attention and feed-forward along time, over the mesh axis tensor too."""
+  for kind in (layers.Block, layers.Linear):
+    for node in select(graph, kind):
+      node.time = "sequence"
+
+
 def decoding(graph: fdl.Buildable):
   """Fits a model to decode: a scan would copy caches at every token; experts serve all tokens."""
   stack(graph, scan=False)
@@ -281,6 +288,7 @@ FIDDLERS = {
   edit.__name__: edit
   for edit in (
     attention,
+    cut_sequences,
     decoding,
     hold,
     lora,

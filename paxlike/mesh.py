@@ -25,6 +25,7 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("data", "fsdp", "expert"),
   "time": ("context",),
+  "sequence": ("context", "tensor"),
   "layer": ("pipeline",),
   "vocab": ("tensor",),
   "model": ("fsdp",),

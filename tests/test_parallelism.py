@@ -170,6 +170,27 @@ def test_stages_share_sequences(kernel):
   assert_same(got, in_four_parts(name))
 
 
+@pytest.mark.parametrize(
+  ("name", "mix"),
+  [
+    ("SyntheticLLaMA70B", {"fsdp": 2, "tensor": 4}),
+    ("Gemma2_2B", {"data": 2, "context": 2, "tensor": 2}),
+    ("Mixtral8x7B", {"expert": 2, "tensor": 4}),
+  ],
+  ids=spelt,
+)
+def test_sequences_cut_over_tensor_are_one_device(name, mix):
+  definition = shrunk(name, scan=True, SHARD_SEQUENCE_OVER_TENSOR=True)
+  got = steps(definition, MeshSpec(ici=mix), batch(8), devices=jax.devices())
+  assert_same(got, expected(name))
+
+
+def test_stages_cut_sequences_over_tensor():
+  name, mix = "SyntheticLLaMA70B", {"pipeline": 2, "tensor": 4}
+  got = through_stages(name, "1f1b", 1, mix, knobs={"SHARD_SEQUENCE_OVER_TENSOR": True})
+  assert_same(got, in_four_parts(name))
+
+
 def test_slices_are_as_one_mesh():
   spec = MeshSpec(ici={"fsdp": 2, "tensor": 2}, dcn={"data": 2})
   got = steps(shrunk("SyntheticLLaMA70B", scan=True), spec, batch(8))

@@ -31,8 +31,15 @@ class Block(Module):
     mlp: Callable[[int], Mlp | Moe],
     post_norm: Callable[[int], Any] | None = None,
     dropout: Callable[[], Dropout] | None = None,
+    time: str = "time",
   ):
-    """`post_norm` norms what attention and feed-forward add, `dropout` drops of it."""
+    """`post_norm` norms what attention and feed-forward add, `dropout` drops of it.
+
+    `time` is what T is called outside attention and feed-forward: as `sequence` it is cut over
+    tensor, too, and so are norms and all that is saved of them (Korthikanti et al., 2022,
+    arXiv:2205.05198).
+    """
+    self.time = time
     self.attention_norm = norm(dim)
     self.attention = attention(dim)
     self.attention_post_norm = None if post_norm is None else post_norm(dim)
@@ -45,27 +52,33 @@ class Block(Module):
     self, x_BTD: jax.Array, context: Context, cache: Any = None
   ) -> tuple[jax.Array, Any, Aux]:
     """Returns (x_BTD, the attention's cache with these tokens, what the layers report)."""
-    y_BTD, cache = self.attention(by_token(self.attention_norm, x_BTD), context, cache)
+    y_BTD, cache = self.attention(self._normed(self.attention_norm, x_BTD), context, cache)
     if self.attention_post_norm is not None:
-      y_BTD = by_token(self.attention_post_norm, y_BTD)
+      y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)
     x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
-    y_BTD, aux = self.mlp(by_token(self.mlp_norm, x_BTD), context)
+    y_BTD, aux = self.mlp(self._normed(self.mlp_norm, x_BTD), context)
     if self.mlp_post_norm is not None:
-      y_BTD = by_token(self.mlp_post_norm, y_BTD)
+      y_BTD = by_token(self.mlp_post_norm, y_BTD, time=self.time)
     return self._add(x_BTD, y_BTD, context.fold(1)), cache, aux
 
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array, context: Context) -> jax.Array:
     if self.dropout is not None:
       y_BTD = self.dropout(y_BTD, context)
-    return mesh.constrain(by_token(jnp.add, x_BTD, y_BTD), "batch", "time", None)
+    return mesh.constrain(by_token(jnp.add, x_BTD, y_BTD, time=self.time), "batch", self.time, None)
+
+  def _normed(self, norm: Any, x_BTD: jax.Array) -> jax.Array:
+    y_BTD = by_token(norm, x_BTD, time=self.time)
+    return y_BTD if self.time == "time" else mesh.constrain(y_BTD, "batch", "time", None)
 
 
-def by_token(function: Callable[..., jax.Array], *arrays_BTD: jax.Array) -> jax.Array:
+def by_token(
+  function: Callable[..., jax.Array], *arrays_BTD: jax.Array, time: str = "time"
+) -> jax.Array:
   """Applies a function of [..., D] to tokens as the rows of one matrix, if time is not sharded.
 
   Of an array of three dims, XLA for GPUs changes the order in memory from layer to layer.
   """
-  if mesh.is_sharded("time"):
+  if mesh.is_sharded(time):
     return function(*arrays_BTD)
   shape = arrays_BTD[0].shape
   return function(*(x.reshape(-1, shape[-1]) for x in arrays_BTD)).reshape(shape)

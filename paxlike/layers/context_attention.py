@@ -85,11 +85,11 @@ def _attention(
   length, segments_BT, sinks_N = q_BTNH.shape[1], options["segments_BT"], options.get("sinks_N")
   if rest := -length % (2 * num_devices):
     # As after the end no token is seen by those before, such can fill rows up to equal parts.
-    filled = [_filled(x, rest) for x in (q_BTNH, k_BSKH, v_BSKH)]
+    q, k, v = (_filled(x, rest) for x in (q_BTNH, k_BSKH, v_BSKH))
     whole: Any = options | {"segments_BT": None}
     if segments_BT is not None:
       whole["segments_BT"] = _filled(segments_BT, rest)
-    return _attention(kernel, way, *filled, whole)[:, :length]
+    return _attention(kernel, way, q, k, v, whole)[:, :length]
   mask = Mask(options.get("window"), options.get("soft_cap"))
   if near_keys.suffice(mask, length // num_devices):
     way = _NEAR

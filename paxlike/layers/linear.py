@@ -40,13 +40,15 @@ class Linear(module.Module):
     dot: Callable[[], Dot] | None = None,
     lora: Callable[..., Lora] | None = None,
     scheme: Callable[..., Quantized] | None = None,
+    time: str = "time",
   ):
-    """`dot` multiplies x with w in few bits.
+    """`dot` multiplies x with w in few bits; `time` is what T is called around it.
 
     `lora` adapts the map, whose own weights are then not trained. Where weights are only read, they
     are held by a `scheme`, a function of `quantization`.
     """
     self.role = role
+    self.time = time
     self.dtype = dtype
     self.dot = None if dot is None else dot()
     self.num_inputs = len(inputs)
@@ -81,10 +83,10 @@ class Linear(module.Module):
       return w.product(x.reshape(-1, rows)).reshape(*x.shape[:-1], -1)
     dense = whole(w, self.dtype)
     if self.dot is None:
-      return matmul(x, dense.reshape(rows, -1))
+      return matmul(x, dense.reshape(rows, -1), time=self.time)
     rounded = None if self.w.rounding is None else self.w.rounding.of(w, dense).matrix(rows)
     dot = functools.partial(self.dot, Plain(), rounded=rounded)
-    return matmul(x, dense.reshape(rows, -1), dot)
+    return matmul(x, dense.reshape(rows, -1), dot, self.time)
 
   def matrix(self) -> jax.Array:
     """Returns [*inputs, *outputs] in the compute dtype: all that x is multiplied with."""
@@ -92,11 +94,13 @@ class Linear(module.Module):
     return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
 
 
-def matmul(x: jax.Array, w: jax.Array, dot: Callable[..., jax.Array] = _EXACT) -> jax.Array:
-  """Returns x [..., D] times w [D, F], as one product of matrices where no device communicates.
+def matmul(
+  x: jax.Array, w: jax.Array, dot: Callable[..., jax.Array] = _EXACT, time: str = "time"
+) -> jax.Array:
+  """Returns x [..., D] times w [D, F], as one product of matrices if the mesh does not cut `time`.
 
   XLA's CPU and GPU libraries are fastest on plain matrices, and gradients need fewer transposes.
   """
-  if mesh.is_sharded("time"):
+  if mesh.is_sharded(time):
     return dot(x, w)
   return dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
