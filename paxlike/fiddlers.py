@@ -253,13 +253,15 @@ def shrink(graph: fdl.Buildable):
   """Makes a model of any family so small that it trains and compiles within seconds on a CPU.
 
   Its parts and their order stay: windows are shorter than the sequences of 32 tokens, grouped heads
-  stay grouped, and the pattern of layers is repeated twice.
+  stay grouped, and the pattern of layers is repeated twice, or once for each group of a pipeline.
   """
   vocab_size, seq_len = 96, 32
   for node in select(graph, layers.Decoder):
     node.vocab_size, node.dim = vocab_size, 32
   for node in select(graph, layers.Stack):
-    node.repeats, node.prologue = 2, list(node.prologue)[:1]
+    pipeline = getattr(node, "pipeline", None)
+    node.repeats = 2 if pipeline is None else pipeline.stages * pipeline.chunks
+    node.prologue = list(node.prologue)[:1]
   for node in select(graph, layers.Attention):
     grouped = node.num_kv_heads is not None and node.num_kv_heads < node.num_heads
     node.num_heads, node.head_dim = 4, 16
