@@ -40,7 +40,7 @@ import fiddle as fdl
 from paxlike import cost_model, model_sizes, registry, tables
 from paxlike.configuration import Configuration
 from paxlike.layers.pipeline import Pipeline
-from paxlike.layers.stack import Remat
+from paxlike.layers.remat import Remat
 from paxlike.mesh import AXES
 from paxlike.model_sizes import ModelSizes
 

@@ -33,7 +33,8 @@ def found(environ: Mapping[str, str]) -> Group | None:
   Raises:
     UserError: It says one thing and not another.
   """
-  for read in (_kubernetes, _slurm, _open_mpi):
+  # What mpirun starts within a job of Slurm has the environment of both.
+  for read in (_kubernetes, _open_mpi, _slurm):
     group = read(environ)
     if group is not None:
       return group if group.count > 1 else None
@@ -76,13 +77,20 @@ def _slurm(environ: Mapping[str, str]) -> Group | None:
 
 def _open_mpi(environ: Mapping[str, str]) -> Group | None:
   """Reads what `mpirun` of Open MPI gives each process."""
-  names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri")
+  names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
   if any(name not in environ for name in names):
     return None
-  count, index, launcher = (environ[name] for name in names)
+  count, index = (environ[name] for name in names)
+  launcher = environ.get("OMPI_MCA_orte_hnp_uri", "")
   host = re.search(r"tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]]", launcher)
+  if count == "1":
+    return None
   if host is None:
-    raise UserError(f"no address in OMPI_MCA_orte_hnp_uri={launcher}: give --server_addr.")
+    raise UserError(
+      f"Open MPI says that this is process {index} of {count}, but not where process 0 is"
+      f" (OMPI_MCA_orte_hnp_uri={launcher}): give --server_addr=HOST:PORT --num_hosts={count}"
+      f" --host_idx={index}."
+    )
   port = _port(int(launcher.split(".")[0]) >> 12)
   alone = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
   devices = _own(environ, "OMPI_COMM_WORLD_LOCAL_RANK", alone=alone)

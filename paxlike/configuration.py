@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paxlike.layers.pipeline import Pipeline
-from paxlike.layers.stack import Remat
+from paxlike.layers.remat import Remat
 from paxlike.mesh import AXES, RULES
 from paxlike.networks import Group
 
@@ -24,8 +24,8 @@ class Configuration:
     accumulation: Parts of the batch that are computed one after another.
     pipeline: How the layers are spread over stages, if there are several.
     reduced_once: Whether gradients are summed over devices once a step, not once in each part.
-    residual_over_tensor: Whether what goes from layer to layer is cut over tensor; paxlike has
-      neither of the two, programs of others have.
+      Paxlike's are not, programs of others are.
+    residual_over_tensor: Whether what goes from layer to layer is cut over tensor.
   """
 
   ici: tuple[int, ...]

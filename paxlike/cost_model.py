@@ -25,7 +25,7 @@ from paxlike import chips, memory_model, networks
 from paxlike.chips import Chip
 from paxlike.configuration import Configuration
 from paxlike.layers.pipeline import Pipeline
-from paxlike.layers.stack import Remat
+from paxlike.layers.remat import Remat
 from paxlike.model_sizes import ModelSizes, Weight
 from paxlike.networks import Network
 

@@ -2,6 +2,7 @@
 """Being one of several processes: joining the others, and noticing when one of them is gone."""
 
 import ctypes
+import math
 import os
 import signal
 import socket
@@ -32,9 +33,10 @@ def initialize(group: cluster.Group | None, *, timeout: float):
   Raises:
     UserError: It is not known who the others are, or they do not come.
   """
+  later = 2 * math.ceil(timeout) + 40  # JAX names no process, and may see half of it as over.
   try:
     if group is None:
-      jax.distributed.initialize()
+      jax.distributed.initialize(heartbeat_timeout_seconds=later)
     else:
       jax.distributed.initialize(
         group.address,
@@ -42,6 +44,7 @@ def initialize(group: cluster.Group | None, *, timeout: float):
         group.index,
         local_device_ids=group.devices,
         cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=later,
       )
   except (ValueError, RuntimeError) as error:
     where = "" if group is None else f" (this is {group.index} of {group.count}, {group.address})"
@@ -148,6 +151,8 @@ class Watch(threading.Thread):
     return None
 
   def _aborted(self):
+    if self._ends.is_set():
+      return
     host, _, port = self._address.rpartition(":")
     try:
       socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()

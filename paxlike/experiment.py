@@ -217,25 +217,25 @@ class Experiment(Knobs):
     Raises:
       UserError: Knobs contradict each other.
     """
-    size, chunks = fdl.build(self.mesh()).axis("pipeline"), self.NUM_VIRTUAL_STAGES
-    stages, chunks = self.NUM_STAGES or size, chunks or self.CIRCULAR_REPEAT or 1
+    size = fdl.build(self.mesh()).axis("pipeline")
+    stages = size if self.NUM_STAGES is None else self.NUM_STAGES
     if stages is None or size not in (None, stages):
       raise UserError(
         f"NUM_STAGES={self.NUM_STAGES}, but the axis pipeline of ICI_MESH_SHAPE x DCN_MESH_SHAPE is"
         f" {size or -1}: give both the same size."
       )
-    if self.CIRCULAR_REPEAT not in (None, chunks):
+    given = {self.NUM_VIRTUAL_STAGES, self.CIRCULAR_REPEAT} - {None}
+    if len(given) > 1:
       raise UserError("NUM_VIRTUAL_STAGES and CIRCULAR_REPEAT say two things: set one of them.")
-    schedule, recompute = self.PIPELINE_SCHEDULE, self.PIPELINE_RECOMPUTE
-    microbatches = stages if self.NUM_MICROBATCHES is None else self.NUM_MICROBATCHES
+    name, recompute, count = self.PIPELINE_SCHEDULE, self.PIPELINE_RECOMPUTE, self.NUM_MICROBATCHES
     if stages == 1:
       return None
     return fdl.Config(
       layers.Pipeline,
-      schedule=schedule,
+      schedule=name,
       stages=stages,
-      chunks=chunks,
-      microbatches=microbatches,
+      chunks=given.pop() if given else 1,
+      microbatches=stages if count is None else count,
       recompute=recompute,
     )
 

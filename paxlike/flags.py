@@ -130,7 +130,7 @@ class Options:
   server_addr: str | None = None
   num_hosts: int | None = None
   host_idx: int | None = None
-  heartbeat_timeout: float | None = None
+  heartbeat_timeout: int | None = None
   tfds_data_dir: str | None = None
   num_cpu_devices: int | None = None
 
@@ -243,6 +243,7 @@ _INTS = {
   "confirm": 0,
   "num_hosts": 1,
   "host_idx": 0,
+  "heartbeat_timeout": 1,
   "num_cpu_devices": 1,
   "max_new_tokens": 1,
   "top_k": 1,
@@ -250,7 +251,7 @@ _INTS = {
   "decode_rows": 1,
   "decode_seed": 0,
 }
-_FLOATS = ("temperature", "top_p", "min_p", "heartbeat_timeout")
+_FLOATS = ("temperature", "top_p", "min_p")
 _OF_PROCESSES = ("server_addr", "num_hosts", "host_idx")
 _SCALARS = ("mode", "step", *_STRINGS, *_BOOLEANS, *_INTS, *_FLOATS)
 

@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import sys
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,17 @@ def run():
   warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
   # Where the disk is full a line for each would hide what the run itself says of that.
   warnings.filterwarnings("ignore", "Error .* persistent compilation cache entry")
-  status = main(sys.argv)
-  if 0 < status < 128 and "paxlike.distributed" in sys.modules:
-    # JAX would wait for the other processes, which are told to end.
-    sys.stdout.flush()
-    os._exit(status)
+  status = 1
+  try:
+    status = main(sys.argv)
+  finally:
+    if status in (1, 2, 3, 130) and "paxlike.distributed" in sys.modules:
+      # JAX would wait for the other processes, which are told to end.
+      if sys.exc_info()[1] is not None:
+        traceback.print_exc()
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(status)
   sys.exit(status)
 
 
@@ -149,19 +156,24 @@ def _join(options: flags.Options):
   """Joins the other processes of the job, if options or the cluster tell of any."""
   if options.topology is not None:
     return
-  group = cluster.found(os.environ)
-  if None not in (options.server_addr, options.num_hosts, options.host_idx):
-    given: Any = (options.server_addr, options.num_hosts, options.host_idx)
-    group = cluster.Group(*given) if options.num_hosts != 1 else None
-  elif options.multiprocess_gpu and group is None and not cluster.is_tpu_pod(os.environ):
+  given: Any = (options.server_addr, options.num_hosts, options.host_idx)
+  is_told = None not in given
+  group = cluster.Group(*given) if is_told else cluster.found(os.environ)
+  of_tpus = tpu_targets.are_here() and not is_told
+  if options.multiprocess_gpu and group is None and not of_tpus:
     raise UserError(
       "--multiprocess_gpu: no cluster tells of other processes (Slurm, Open MPI, Kubernetes, TPUs):"
       " give --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
     )
-  if group is not None or (tpu_targets.are_here() and cluster.is_tpu_pod(os.environ)):
+  if group is None and of_tpus:
+    joins = options.multiprocess_gpu or cluster.is_tpu_pod(os.environ)
+  else:
+    joins = group is not None and group.count > 1
+  if joins:
     from paxlike import distributed
 
-    distributed.initialize(group, timeout=options.heartbeat_timeout or 60)
+    timeout = 60 if options.heartbeat_timeout is None else options.heartbeat_timeout
+    distributed.initialize(group, timeout=timeout)
 
 
 def _keep_programs():
@@ -237,8 +249,6 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
   def build(knobs: Mapping[str, Any]) -> Any:
     one = experiment_of(options)
     for name, value in knobs.items():
-      if name in one.settings() and name != "PERCORE_BATCH_SIZE":
-        raise UserError(f"--mode=plan chooses {name}: leave --fdl.{name} out.")
       one.set(name, value, source="plan")
     return built(graph_of(options, one))
 
@@ -254,6 +264,11 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
     chosen = plan_page.flags(plan, {n: v for n, v in now.items() if n not in experiment.settings()})
     return " ".join(["paxlike", *map(shlex.quote, words), *chosen])
 
+  for name, text in options.knobs:
+    if name in planner.CHOSEN:
+      raise UserError(f"--mode=plan chooses {name}: leave --fdl.{name} out.")
+    if name == "OPTIMIZER_ON_HOST":
+      raise UserError(f"--mode=plan does not know what {name}={text} takes: leave it out.")
   plans = planner.find(build, topology.devices(), batch=options.global_batch)
   plans = planner.confirmed(plans, build, options.confirm or 0)
   if options.json:

@@ -292,5 +292,5 @@ def check_batch(mesh: Mesh, size: int, *, accumulation_steps: int = 1, microbatc
       cuts = f"{cuts.replace(' and', ',')} and NUM_MICROBATCHES in {microbatches}"
     raise UserError(
       f"a global batch of {size} sequences does not divide into {parts} parts: the mesh cuts it in"
-      f" {shards} (data x fsdp),{cuts}. Change PERCORE_BATCH_SIZE."
+      f" {shards} (data x fsdp x expert),{cuts}. Change PERCORE_BATCH_SIZE."
     )

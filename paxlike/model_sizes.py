@@ -107,6 +107,7 @@ class ModelSizes:
     capacity: Places of experts for each token, if their number is fixed.
     moments: Bytes of the optimizer's state for each trained number.
     over_data: Whether that is cut over the axis data too.
+    cuts_sequences: Whether what goes from layer to layer is cut over the axis tensor too.
     reference: Whether weights are there a second time.
     fused_attention: Whether a kernel computes attention, and never writes its logits.
     flops: FLOPs of training on one token: see `flops.TrainingFlops`.
@@ -129,6 +130,7 @@ class ModelSizes:
   capacity: float | None = None
   moments: float = 8.0
   over_data: bool = False
+  cuts_sequences: bool = False
   reference: bool = False
   fused_attention: bool = True
   flops: flops.TrainingFlops
@@ -196,6 +198,7 @@ def of_definition(
     capacity=first.num_chosen * first.dispatch.factor if first and placed else None,
     moments=_moments(definition, optimizer),
     over_data=optimizer.over_data,
+    cuts_sequences=any(getattr(m, "time", "time") != "time" for m in modules.values()),
     reference=with_reference,
     fused_attention=not any(
       name_of(module.kernel) == "xla" for module in modules.values() if hasattr(module, "kernel")

@@ -134,12 +134,13 @@ class _Decoder:
     self, weights: Shares, constants: Shares, x: jax.Array, microbatch: Any, place: jax.Array
   ) -> tuple[jax.Array, Aux]:
     batch, key = microbatch
-    model = self._bind(weights.common, constants.common, weights.stacked, constants.stacked)
+    is_first, is_last = place == 0, place == self.pipeline.num_places - 1
+    common = tuple(_seen_at(is_first, is_last, shares) for shares in weights.common)
+    model = self._bind(common, constants.common, weights.stacked, constants.stacked)
     context = context_of(batch, key)
     first_BTD, _, before = model.stack.before(
       model.embed(batch["inputs"], context), context.fold(1)
     )
-    is_first, is_last = place == 0, place == self.pipeline.num_places - 1
     x_BTD, aux = model.stack.chunk(jnp.where(is_first, first_BTD, x), context.fold(1), place)
     last_BTD, _, after = model.stack.after(x_BTD, context.fold(1))
     aux = add(aux, add(_where(is_first, before), _where(is_last, after)))
@@ -176,6 +177,22 @@ class _Decoder:
   def reports(self, reports: Aux) -> Aux:
     weights = {name: self.aux_weight if name.endswith("_loss") else 0 for name in reports}
     return {name: jnp.full_like(x, weights[name]) for name, x in reports.items()}
+
+
+def _seen_at(is_first: jax.Array, is_last: jax.Array, weights: Params) -> Params:
+  """Returns weights that only those places give gradients whose layers are of the model.
+
+  Some layers give such as do not depend on what comes of them: all compute what is before the
+  pipeline and after it.
+  """
+
+  def seen(name: str, w: Any) -> Any:
+    if ".prologue." not in name and ".epilogue." not in name:
+      return w
+    is_seen = is_first if ".prologue." in name else is_last
+    return jax.tree.map(lambda x: jnp.where(is_seen, x, jax.lax.stop_gradient(x)), w)
+
+  return {name: seen(name, w) for name, w in weights.items()}
 
 
 def _where(condition: jax.Array, aux: Aux) -> Aux:

@@ -34,6 +34,19 @@ from paxlike.trainer import Trainer
 # Of a device's memory, what predictions may take: they are up to so much too low.
 ROOM = 0.9
 # Policies that differ: with attention by a kernel, SAVE_DOT_ONLY saves what the next one does.
+# Knobs that a plan sets, and users do not.
+CHOSEN = (
+  "ICI_MESH_SHAPE",
+  "DCN_MESH_SHAPE",
+  "CHECKPOINT_POLICY",
+  "GRADIENT_ACCUMULATION_STEPS",
+  "NUM_STAGES",
+  "NUM_VIRTUAL_STAGES",
+  "CIRCULAR_REPEAT",
+  "NUM_MICROBATCHES",
+  "PIPELINE_SCHEDULE",
+  "PIPELINE_RECOMPUTE",
+)
 _REMATS = (Remat.SAVE_EVERYTHING, Remat.SAVE_DOT_WITH_NO_BATCH_DIM, Remat.SAVE_NOTHING)
 _ACROSS = ("pipeline", "data", "fsdp")
 _MOST_MICROBATCHES = 32  # For each stage: then bubbles are below 3 %.
@@ -260,7 +273,7 @@ def configurations(
   model: ModelSizes, ici: tuple[int, ...], dcn: tuple[int, ...], batch: int
 ) -> Iterator[Iterator[Configuration]]:
   """Yields series of configurations of a mesh; of each the first that fits is the fastest."""
-  base = Configuration(ici=ici, dcn=dcn, batch=batch)
+  base = Configuration(ici=ici, dcn=dcn, batch=batch, residual_over_tensor=model.cuts_sequences)
   shards = math.prod(base.sizes[axis] for axis in mesh.RULES["batch"])
   if batch % shards:
     return

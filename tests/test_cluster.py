@@ -61,6 +61,13 @@ def test_a_pod_that_does_not_know_its_number_says_what_to_set():
     cluster.found({name: POD[name] for name in list(POD)[:2]})
 
 
+def test_an_mpi_that_does_not_tell_of_process_0_says_what_to_give():
+  environ = {name: OPEN_MPI[name] for name in list(OPEN_MPI)[:2]}
+  with pytest.raises(UserError, match="give --server_addr=HOST:PORT --num_hosts=4 --host_idx=3"):
+    cluster.found(environ)
+  assert cluster.found(environ | {"OMPI_COMM_WORLD_SIZE": "1"}) is None
+
+
 @pytest.mark.parametrize(
   ("nodes", "first"),
   [

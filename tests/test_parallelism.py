@@ -10,6 +10,7 @@ from typing import Any
 
 import fiddle as fdl
 import jax
+import numpy as np
 import pytest
 from models import adamw, batch
 from test_families import shrunk
@@ -18,6 +19,7 @@ from test_train_step import assert_same, one_device, steps
 
 from paxlike import mesh, train_state
 from paxlike.layers import Pipeline
+from paxlike.layers.stack import layout_of
 from paxlike.mesh import MeshSpec
 
 # Sizes of axes, of all that are not named 1. Devices come in neighbouring eights.
@@ -156,6 +158,20 @@ def test_int8_goes_through_a_pipeline_as_near():
   got = through_stages(name, "1f1b", 1, mix, knobs={"QUANTIZATION": "int8"})
   exact, rounded = in_four_parts(name), in_four_parts(name, QUANTIZATION="int8")
   assert 0 < distance(got, rounded) < 1.5 * distance(rounded, exact)
+
+
+def test_layers_after_a_pipeline_notice_what_they_are_given():
+  """What every stage computes of an epilogue, the last alone has seen: Gemma 3 ends with two."""
+  name, mix = "Gemma3_1B", {"pipeline": 2}
+  knobs: dict[str, Any] = {"QUANTIZATION": "fp8_delayed"}
+  assert layout_of(shrunk(name, scan=True).module).epilogue == 2
+  pipeline = pipelined("1f1b", 1, 2)
+  definition = shrunk(name, pipeline=pipeline, **knobs)
+  got = steps(definition, MeshSpec(ici=mix), batch(8), devices=jax.devices()[:2])
+  expected = one_device(shrunk(name, scan=True, **knobs), batch(8), num_microbatches=4)
+  assert_same(got, expected)
+  for key, value in expected[2].extra.items():
+    np.testing.assert_allclose(got[2].extra[key], value, rtol=1e-3, atol=1e-5, err_msg=key)
 
 
 SEQUENCES: tuple[dict[str, int], ...] = (

@@ -35,8 +35,10 @@ class Pipeline:
   recompute: bool = True
 
   def __post_init__(self):
-    if self.microbatches < 1 or self.chunks < 1:
-      raise UserError("NUM_MICROBATCHES and NUM_VIRTUAL_STAGES must be at least 1.")
+    counts = {"NUM_MICROBATCHES": self.microbatches, "NUM_VIRTUAL_STAGES": self.chunks}
+    for knob, count in counts.items():
+      if count < 1:
+        raise UserError(f"{knob}={count} must be at least 1.")
     several = self.schedule in ("circular", "interleaved_1f1b")
     if several != (self.chunks > 1):
       raise UserError(
