@@ -58,7 +58,7 @@ NAMES = {
   "numpy:float32": np.float32,
   "optax:adamw": optax.adamw,
   "paxlike.layers.linear:Linear": layers.Linear,
-  "paxlike.layers.stack:Remat.SAVE_NOTHING": stack.Remat.SAVE_NOTHING,
+  "paxlike.layers.remat:Remat.SAVE_NOTHING": stack.Remat.SAVE_NOTHING,
   f"{__name__}:Outer.Inner": Outer.Inner,
   f"{__name__}:Outer.make": Outer.make,
   f"{__name__}:Outer.helper": Outer.helper,
