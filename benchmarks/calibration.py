@@ -183,14 +183,13 @@ def _llama() -> list[Row]:
       knobs=(("USE_FP8", in_8_bits),),
       kind="H100",
       within=8,
-      mesh=(("data", gpus // fsdp), ("fsdp", fsdp)),
+      mesh=(("fsdp", gpus),) if gpus <= 256 else (("data", gpus // 128), ("fsdp", 128)),
       batch=2 * gpus,
       remat=NOTHING,
       seconds=seconds,
     )
     for in_8_bits in (False, True)
     for gpus, of_kinds in times.items()
-    for fsdp in (64 if gpus in (64, 256) else 128,)
     for seconds in (of_kinds[in_8_bits],)
   ]
 

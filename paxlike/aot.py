@@ -198,15 +198,21 @@ def advice(trainer: Trainer, program: Program) -> list[str]:
     found.append(f"CHECKPOINT_POLICY=SAVE_NOTHING (now {stack.remat.name})")
   if not stack.layout.scanned:
     found.append("USE_REPEATED_LAYER=True")
-  sequences = trainer.batch_size // mesh.batch_shards(trainer.devices) // trainer.accumulation_steps
+  if stack.pipeline is not None and not stack.pipeline.recompute:
+    found.append("PIPELINE_RECOMPUTE=True")
+  steps = trainer.accumulation_steps
+  microbatches = 1 if stack.pipeline is None else stack.pipeline.microbatches
+  whole = mesh.batch_shards(trainer.devices) * steps * microbatches
+  sequences = trainer.batch_size // whole
   if sequences > 1:
     parts = next(n for n in range(2, sequences + 1) if sequences % n == 0)
-    steps = trainer.accumulation_steps
-    found.append(f"GRADIENT_ACCUMULATION_STEPS={steps * parts} (now {steps})")
+    if stack.pipeline is None:
+      found.append(f"GRADIENT_ACCUMULATION_STEPS={steps * parts} (now {steps})")
+    else:
+      found.append(f"NUM_MICROBATCHES={microbatches * parts} (now {microbatches})")
     share = max(0.0, (room - held.arguments) / max(1, held.peak - held.arguments))
     # Less than in proportion: a part of what there is does not shrink with it.
     most = math.floor(0.8 * share * trainer.percore_batch_size)
-    whole = mesh.batch_shards(trainer.devices) * steps
     fitting = [n for n in range(1, most + 1) if n * program.devices.size % whole == 0]
     if fitting:
       found.append(f"PERCORE_BATCH_SIZE={fitting[-1]} (now {trainer.percore_batch_size:g})")

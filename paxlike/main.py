@@ -72,7 +72,6 @@ def main(argv: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _among_others():
   """Context of the work of one of several processes: they shall know how it ends."""
-
   try:
     yield
   except BaseException as error:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from paxlike import mesh
 from paxlike.configuration import Configuration
 from paxlike.layers.pipeline import Pipeline
-from paxlike.layers.stack import Remat
+from paxlike.layers.remat import Remat
 from paxlike.model_sizes import ModelSizes, Weight
 from paxlike.networks import Network
 

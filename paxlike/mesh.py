@@ -8,7 +8,7 @@ size along an axis is their product.
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -222,20 +222,31 @@ def constrain(x: jax.Array, *dims: str | None) -> jax.Array:
 
 
 def sizes_here(axes: Collection[str]) -> dict[str, int]:
-  """Returns the size of every axis of the current mesh, if one of `axes` is longer than 1.
+  """Returns the size of every axis here, if the current mesh has one of `axes` longer than 1.
 
-  Where the code is that of a single stage of a pipeline, that axis is 1.
+  Where the code is that of a single stage of a pipeline, that axis is 1 here.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return {}
   sizes = {axis: 1 if axis in mesh.manual_axes else size for axis, size in mesh.shape.items()}
-  return {} if all(sizes[axis] == 1 for axis in axes) else sizes
+  return sizes if any(mesh.shape[axis] > 1 for axis in axes) else {}
 
 
 def axes_left() -> Set[str]:
   """Returns the axes of the current mesh that the code is not that of a single place along yet."""
   return set(AXES).difference(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+  """Returns a function of what devices have as one of whole arrays: `shard_map` over all axes left.
+
+  Those of size 1 too: kernels are not taken where the compiler has an axis left, and beside axes
+  that are by hand XLA aborts on gathers.
+  """
+  return jax.shard_map(
+    function, in_specs=in_specs, out_specs=out_specs, axis_names=axes_left(), check_vma=False
+  )
 
 
 def in_stage() -> bool:

@@ -24,7 +24,7 @@ from paxlike.configuration import Configuration
 from paxlike.cost_model import Machine, Times
 from paxlike.errors import UserError
 from paxlike.layers.pipeline import Pipeline
-from paxlike.layers.stack import Remat
+from paxlike.layers.remat import Remat
 from paxlike.memory_model import Memory
 from paxlike.mesh import AXES
 from paxlike.model_sizes import ModelSizes
@@ -33,7 +33,6 @@ from paxlike.trainer import Trainer
 
 # Of a device's memory, what predictions may take: they are up to so much too low.
 ROOM = 0.9
-# Policies that differ: with attention by a kernel, SAVE_DOT_ONLY saves what the next one does.
 # Knobs that a plan sets, and users do not.
 CHOSEN = (
   "ICI_MESH_SHAPE",
@@ -47,6 +46,7 @@ CHOSEN = (
   "PIPELINE_SCHEDULE",
   "PIPELINE_RECOMPUTE",
 )
+# Policies that differ: with attention by a kernel, SAVE_DOT_ONLY saves what the second one does.
 _REMATS = (Remat.SAVE_EVERYTHING, Remat.SAVE_DOT_WITH_NO_BATCH_DIM, Remat.SAVE_NOTHING)
 _ACROSS = ("pipeline", "data", "fsdp")
 _MOST_MICROBATCHES = 32  # For each stage: then bubbles are below 3 %.

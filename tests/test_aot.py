@@ -70,11 +70,26 @@ def test_what_does_not_fit_is_a_verdict_with_what_helps(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["h100-8", "v5e-8"])
-def test_kernels_of_attention_are_taken_in_the_stages_of_a_pipeline(topology, capsys):
+def test_what_helps_in_a_pipeline_is_what_it_says(capsys):
+  wide = ("--fdl.NUM_LAYERS=8", "--fdl.MODEL_DIMS=2048", "--fdl.HIDDEN_DIMS=8192")
+  mesh = ("--fdl.ICI_MESH_SHAPE=[4,1,1,1]", "--fdl.PERCORE_BATCH_SIZE=64")
+  flags = (*TINY, *wide, *mesh, "--fdl.MAX_SEQ_LEN=2048", "--mode=compile", "--topology=v5e-4")
+  assert run(*flags, "--fdl.PIPELINE_RECOMPUTE=false") == 3
+  out = capsys.readouterr().out
+  assert "PIPELINE_RECOMPUTE=True" in out
+  assert "NUM_MICROBATCHES=8 (now 4)" in out
+  assert "GRADIENT_ACCUMULATION_STEPS" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("topology", "mesh"),
+  [("h100-8", "[2,1,2,2]"), ("v5e-8", "[2,1,2,2]"), ("h100-2", "[2,1,1,1]")],
+)
+def test_kernels_of_attention_are_taken_in_the_stages_of_a_pipeline(topology, mesh, capsys):
   bf16 = [flag for flag in TINY if "DTYPE" not in flag]
-  mesh = ("--fdl.ICI_MESH_SHAPE=[2,1,2,2]", "--fdl.NUM_LAYERS=2", "--fdl.DIMS_PER_HEAD=128")
-  assert run(*bf16, *mesh, "--mode=compile", f"--topology={topology}") == 0
+  sizes = (f"--fdl.ICI_MESH_SHAPE={mesh}", "--fdl.NUM_LAYERS=2", "--fdl.DIMS_PER_HEAD=128")
+  assert run(*bf16, *sizes, "--mode=compile", f"--topology={topology}") == 0
   assert "collective-permute over pipeline" in capsys.readouterr().out
 
 

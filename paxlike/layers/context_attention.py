@@ -139,7 +139,7 @@ def _differentiable(plan: _Plan, *inputs: Any) -> jax.Array:
 def _forward(plan: _Plan, *inputs: Any) -> tuple[jax.Array, Any]:
   given = _Inputs(*inputs)
   specs = _specs(given)
-  y_BTNH, lse_PBKGT = _on_devices(
+  y_BTNH, lse_PBKGT = mesh.on_each_device(
     functools.partial(_share_forward, plan), (specs,), (specs.q_BTNH, _pieces_spec(specs))
   )(given)
   return y_BTNH, (given, y_BTNH, lse_PBKGT)
@@ -149,7 +149,7 @@ def _backward(plan: _Plan, saved: Any, dy_BTNH: jax.Array) -> tuple[Any, ...]:
   given, y_BTNH, lse_PBKGT = saved
   specs = _specs(given)
   q, k, v, _, sinks = specs
-  dq, dk, dv, dsinks = _on_devices(
+  dq, dk, dv, dsinks = mesh.on_each_device(
     functools.partial(_share_backward, plan, mesh.axes_of(PartitionSpec(*q[:2]))),
     (specs, q, _pieces_spec(specs), q),
     (q, k, v, sinks),
@@ -233,15 +233,3 @@ def _pieces_spec(specs: _Inputs) -> PartitionSpec:
   """Returns how the mesh cuts [P, B, K, G, T] when it cuts the inputs so."""
   batch, time, heads, _ = specs.k_BSKH
   return PartitionSpec(time, batch, heads, None, None)
-
-
-def _on_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-  """Returns `shard_map` of a function over all axes: XLA aborts on gathers beside manual ones."""
-  sizes = mesh.sizes_here(mesh.AXES)
-  return jax.shard_map(
-    function,
-    in_specs=in_specs,
-    out_specs=out_specs,
-    axis_names={axis for axis, size in sizes.items() if size > 1},
-    check_vma=False,
-  )

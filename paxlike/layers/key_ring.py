@@ -10,18 +10,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from paxlike.layers.blockwise import (
-  Back,
-  Blocks,
-  Gradients,
-  Keys,
-  Mask,
-  Partial,
-  Queries,
-  attend,
-  attend_back,
-  no_gradients,
-)
+from paxlike.layers import blockwise
 from paxlike.layers.time_order import AXIS, ZIGZAG
 
 _LOW, _HIGH = 0, 1
@@ -29,56 +18,70 @@ Tree = TypeVar("Tree")
 
 
 def forward(
-  partial: Partial, queries: Queries, keys: Keys, num_devices: int, mask: Mask
-) -> Partial:
+  partial: blockwise.Partial,
+  queries: blockwise.Queries,
+  keys: blockwise.Keys,
+  num_devices: int,
+  mask: blockwise.Mask,
+) -> blockwise.Partial:
   """Returns what a device's queries have after all keys; `keys` are its own."""
 
-  def step(carry: tuple[Partial, Keys], distance: jax.Array) -> tuple[tuple[Partial, Keys], None]:
+  def step(
+    carry: tuple[blockwise.Partial, blockwise.Keys], distance: jax.Array
+  ) -> tuple[tuple[blockwise.Partial, blockwise.Keys], None]:
     partial, keys = carry
     # Sent before what does not wait for it.
     arriving = _pass_on(keys, num_devices)
     blocks = _blocks(queries, distance, num_devices)
-    return (attend(partial, queries, keys, blocks, mask), arriving), None
+    return (blockwise.attend(partial, queries, keys, blocks, mask), arriving), None
 
   keys = _in_zigzag(keys, num_devices)
   arriving = _pass_on(keys, num_devices)
-  partial = attend(partial, queries, keys, _own_blocks(queries), mask)
+  partial = blockwise.attend(partial, queries, keys, _own_blocks(queries), mask)
   between = jnp.arange(1, num_devices - 1)
   if len(between):
     (partial, arriving), _ = jax.lax.scan(step, (partial, arriving), between)
   blocks = _blocks(queries, num_devices - 1, num_devices)
-  return attend(partial, queries, arriving, blocks, mask)
+  return blockwise.attend(partial, queries, arriving, blocks, mask)
 
 
-def backward(queries: Queries, back: Back, keys: Keys, num_devices: int, mask: Mask) -> Gradients:
+def backward(
+  queries: blockwise.Queries,
+  back: blockwise.Back,
+  keys: blockwise.Keys,
+  num_devices: int,
+  mask: blockwise.Mask,
+) -> blockwise.Gradients:
   """Returns the gradients of a device's queries and of its own keys; these travel with the keys."""
   keys = _in_zigzag(keys, num_devices)
-  none = no_gradients(queries, keys)
+  none = blockwise.no_gradients(queries, keys)
 
-  def add(sums: Gradients, keys: Keys, distance: jax.Array | int) -> Gradients:
+  def add(
+    sums: blockwise.Gradients, keys: blockwise.Keys, distance: jax.Array | int
+  ) -> blockwise.Gradients:
     arriving = _pass_on((sums.k, sums.v), num_devices)
     blocks = _blocks(queries, distance, num_devices)
-    new = attend_back(none._replace(q=sums.q), queries, keys, back, blocks, mask)
-    return Gradients(new.q, *jax.tree.map(jnp.add, arriving, (new.k, new.v)))
+    new = blockwise.attend_back(none._replace(q=sums.q), queries, keys, back, blocks, mask)
+    return blockwise.Gradients(new.q, *jax.tree.map(jnp.add, arriving, (new.k, new.v)))
 
   def step(
-    carry: tuple[Gradients, Keys], distance: jax.Array
-  ) -> tuple[tuple[Gradients, Keys], None]:
+    carry: tuple[blockwise.Gradients, blockwise.Keys], distance: jax.Array
+  ) -> tuple[tuple[blockwise.Gradients, blockwise.Keys], None]:
     sums, keys = carry
     arriving = _pass_on(keys, num_devices)
     return (add(sums, keys, distance), arriving), None
 
   arriving = _pass_on(keys, num_devices)
-  sums = attend_back(none, queries, keys, back, _own_blocks(queries), mask)
+  sums = blockwise.attend_back(none, queries, keys, back, _own_blocks(queries), mask)
   between = jnp.arange(1, num_devices - 1)
   if len(between):
     (sums, arriving), _ = jax.lax.scan(step, (sums, arriving), between)
   sums = add(sums, arriving, num_devices - 1)
   home = _pass_on((sums.k.astype(keys.k.dtype), sums.v.astype(keys.v.dtype)), num_devices)
-  return Gradients(sums.q, *(ZIGZAG.restore(x, num_devices) for x in home))
+  return blockwise.Gradients(sums.q, *(ZIGZAG.restore(x, num_devices) for x in home))
 
 
-def _in_zigzag(keys: Keys, num_devices: int) -> Keys:
+def _in_zigzag(keys: blockwise.Keys, num_devices: int) -> blockwise.Keys:
   moved = jax.tree.map(lambda x: ZIGZAG.exchange(x, num_devices), keys._replace(positions=None))
   return moved._replace(positions=ZIGZAG.positions(keys.k.shape[1], num_devices)[None])
 
@@ -89,13 +92,15 @@ def _pass_on(tree: Tree, num_devices: int) -> Tree:
   return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, to_next), tree)
 
 
-def _own_blocks(queries: Queries) -> Blocks:
+def _own_blocks(queries: blockwise.Queries) -> blockwise.Blocks:
   low_and_high = jnp.array([_LOW, _HIGH, _HIGH]), jnp.array([_LOW, _HIGH, _LOW])
-  return Blocks.of_halves(queries, *low_and_high)
+  return blockwise.Blocks.of_halves(queries, *low_and_high)
 
 
-def _blocks(queries: Queries, distance: jax.Array | int, num_devices: int) -> Blocks:
+def _blocks(
+  queries: blockwise.Queries, distance: jax.Array | int, num_devices: int
+) -> blockwise.Blocks:
   """Returns the blocks of the keys of the device so far before this one, around the ring."""
   is_before = jax.lax.axis_index(AXIS) >= distance
   both = jnp.where(is_before, _LOW, _HIGH)
-  return Blocks.of_halves(queries, jnp.stack([_HIGH, both]), jnp.stack([_LOW, both]))
+  return blockwise.Blocks.of_halves(queries, jnp.stack([_HIGH, both]), jnp.stack([_LOW, both]))

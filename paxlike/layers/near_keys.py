@@ -7,40 +7,41 @@ Tokens stay in the order of time: with a window, all devices but the first have 
 import jax
 import jax.numpy as jnp
 
-from paxlike.layers.blockwise import (
-  Back,
-  Blocks,
-  Gradients,
-  Keys,
-  Mask,
-  Partial,
-  Queries,
-  attend,
-  attend_back,
-  no_gradients,
-)
+from paxlike.layers import blockwise
 from paxlike.layers.time_order import AXIS
 
 _NEVER = 2**30  # A position that no query comes after.
 
 
-def suffice(mask: Mask, length: int) -> bool:
+def suffice(mask: blockwise.Mask, length: int) -> bool:
   """Returns whether devices of so many tokens each need those of one other at the most."""
   return mask.window is not None and mask.window - 1 <= length
 
 
 def forward(
-  partial: Partial, queries: Queries, keys: Keys, num_devices: int, mask: Mask
-) -> Partial:
+  partial: blockwise.Partial,
+  queries: blockwise.Queries,
+  keys: blockwise.Keys,
+  num_devices: int,
+  mask: blockwise.Mask,
+) -> blockwise.Partial:
   """Returns what a device's queries have after all keys in their windows; `keys` are its own."""
   keys, blocks = _with_near(keys, num_devices, mask), _blocks(queries, mask)
-  return attend(partial, queries, keys, blocks, mask)
+  return blockwise.attend(partial, queries, keys, blocks, mask)
 
 
-def backward(queries: Queries, back: Back, keys: Keys, num_devices: int, mask: Mask) -> Gradients:
+def backward(
+  queries: blockwise.Queries,
+  back: blockwise.Back,
+  keys: blockwise.Keys,
+  num_devices: int,
+  mask: blockwise.Mask,
+) -> blockwise.Gradients:
   """Returns the gradients of a device's queries and of its own keys."""
   keys, blocks = _with_near(keys, num_devices, mask), _blocks(queries, mask)
-  sums = attend_back(no_gradients(queries, keys), queries, keys, back, blocks, mask)
+  sums = blockwise.attend_back(
+    blockwise.no_gradients(queries, keys), queries, keys, back, blocks, mask
+  )
   to_previous = [(device + 1, device) for device in range(num_devices - 1)]
 
   def own(x: jax.Array) -> jax.Array:
@@ -48,10 +49,10 @@ def backward(queries: Queries, back: Back, keys: Keys, num_devices: int, mask: M
     arrived = jax.lax.ppermute(near, AXIS, to_previous)
     return own.at[:, -_num_near(mask) :].add(arrived)
 
-  return Gradients(sums.q, own(sums.k), own(sums.v))
+  return blockwise.Gradients(sums.q, own(sums.k), own(sums.v))
 
 
-def _with_near(keys: Keys, num_devices: int, mask: Mask) -> Keys:
+def _with_near(keys: blockwise.Keys, num_devices: int, mask: blockwise.Mask) -> blockwise.Keys:
   """Returns a device's keys after the last ones of the device before."""
   to_next = [(device, device + 1) for device in range(num_devices - 1)]
 
@@ -65,13 +66,13 @@ def _with_near(keys: Keys, num_devices: int, mask: Mask) -> Keys:
   return keys._replace(positions=jnp.where(is_none, _NEVER, keys.positions))
 
 
-def _blocks(queries: Queries, mask: Mask) -> Blocks:
+def _blocks(queries: blockwise.Queries, mask: blockwise.Mask) -> blockwise.Blocks:
   """Returns one block for each piece."""
   P, *_, T, _ = queries.q.shape
   pieces = jnp.arange(P)
-  return Blocks(pieces, pieces * T, T + _num_near(mask))
+  return blockwise.Blocks(pieces, pieces * T, T + _num_near(mask))
 
 
-def _num_near(mask: Mask) -> int:
+def _num_near(mask: blockwise.Mask) -> int:
   assert mask.window is not None
   return max(mask.window - 1, 1)

@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,13 +56,7 @@ def per_device(
   keys = keys_to_share(q_BTNH.shape[2], k_BSKH, v_BSKH, sizes)
   of_queries, of_keys = _cut(_QKV, q_BTNH, sizes), _cut(_QKV, keys[0], sizes)
   of_given = {name: _cut(_DIMS[name], x, sizes) for name, x in given.items()}
-  on_all: Any = jax.shard_map(
-    local,
-    in_specs=(of_queries, of_keys, of_keys, of_given),
-    out_specs=of_queries,
-    axis_names=mesh.axes_left(),
-    check_vma=False,
-  )
+  on_all = mesh.on_each_device(local, (of_queries, of_keys, of_keys, of_given), of_queries)
   return on_all(q_BTNH, *keys, given)
 
 

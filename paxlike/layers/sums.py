@@ -66,13 +66,12 @@ def _on_devices(
   of_output = PartitionSpec(*of_rows, None)
   axes = (mesh.axes_of(PartitionSpec(entry)) for entry in of_table)
   cuts = (*map(tuple, axes), tuple(mesh.axes_of(of_rows)))
-  return jax.shard_map(
+  on_all = mesh.on_each_device(
     lambda *arrays: function(*arrays, *cuts),
-    in_specs=(of_table, of_rows, *(of_output for _ in others)),
-    out_specs=of_table if gives_table else of_output,
-    axis_names=mesh.axes_left(),
-    check_vma=False,
-  )(table, rows, *others)
+    (of_table, of_rows, *(of_output for _ in others)),
+    of_table if gives_table else of_output,
+  )
+  return on_all(table, rows, *others)
 
 
 def _own(rows: jax.Array, num_rows: int, axes: tuple[str, ...]) -> jax.Array:
