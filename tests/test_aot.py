@@ -93,6 +93,12 @@ def test_kernels_of_attention_are_taken_in_the_stages_of_a_pipeline(topology, me
   assert "collective-permute over pipeline" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_experts_are_chosen_in_stages_on_devices_that_are_not_in_order():
+  flags = ("--fdl_config=GptOss20B", "--fiddler=shrink", "--fdl.ICI_MESH_SHAPE=[2,2,1,2]")
+  assert run(*flags, "--mode=compile", "--topology=v5e-8") == 0
+
+
 def test_what_a_compiler_asks_for_is_all_that_it_needs():
   message = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries"

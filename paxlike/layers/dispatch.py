@@ -129,27 +129,64 @@ class Capacity:
     E, K = routing.logits_BTE.shape[-1], routing.experts_BTK.shape[-1]
     C = self.places(T, E, K)
     chosen_BKT = routing.experts_BTK.swapaxes(1, 2)
-    turns = jnp.cumsum(jax.nn.one_hot(chosen_BKT.reshape(B, K * T), E, dtype=jnp.int32), axis=1)
-    turn_BKT = jnp.take_along_axis(turns, chosen_BKT.reshape(B, K * T, 1), axis=2)
-    turn_BTK = (turn_BKT.reshape(B, K, T) - 1).swapaxes(1, 2)
+    is_chosen = jax.nn.one_hot(chosen_BKT.reshape(B, K * T), E, dtype=jnp.int32)
+    turn_BKT = (is_chosen * jnp.cumsum(is_chosen, axis=1)).sum(-1) - 1
+    turn_BTK = turn_BKT.reshape(B, K, T).swapaxes(1, 2)
     kept_BTK = turn_BTK < C
-    slots = jnp.where(kept_BTK, routing.experts_BTK * C + turn_BTK, E * C).reshape(B, T * K)
-
-    def put(slots: jax.Array, x_TD: jax.Array) -> jax.Array:
-      places = jnp.zeros((E * C, D), x_TD.dtype)
-      return places.at[slots].set(jnp.repeat(x_TD, K, axis=0), mode="drop")
-
-    x_BECD = jax.vmap(put)(slots, x_BTD).reshape(B, E, C, D)
+    slots_BM = jnp.where(kept_BTK, routing.experts_BTK * C + turn_BTK, E * C).reshape(B, T * K)
+    x_BECD = _put(E * C, slots_BM, jnp.repeat(x_BTD, K, axis=1)).reshape(B, E, C, D)
     # From each device's rows to each device's experts: an all-to-all over the expert axis.
     x_EBCD = mesh.constrain(x_BECD.swapaxes(0, 1), "experts", "group", None, None)
     y = experts(x_EBCD.reshape(E, B * C, D), lambda layer, x: layer.placed(x))
     y_EBCD = mesh.constrain(y.reshape(E, B, C, -1), "experts", "group", None, None)
     y_BSD = mesh.constrain(y_EBCD.swapaxes(0, 1).reshape(B, E * C, -1), "batch", None, None)
-    y_BTKD = jax.vmap(lambda y_SD, slots: y_SD.at[slots].get(mode="fill", fill_value=0))(
-      y_BSD, slots
-    ).reshape(B, T, K, -1)
+    y_BTKD = _take(E * C, slots_BM, y_BSD).reshape(B, T, K, -1)
     dropped = jnp.stack([(~kept_BTK).sum(), jnp.array(B * T * K)]).astype(jnp.float32)
     return _weighed(y_BTKD, routing.weights_BTK), {"dropped_fraction": dropped}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _put(num_slots: int, slots_BM: jax.Array, x_BMD: jax.Array) -> jax.Array:
+  """Returns [B, S, D] with each row's tokens in their slots, zeros in others; slot S is none."""
+
+  def put(slots_M: jax.Array, x_MD: jax.Array) -> jax.Array:
+    places_SD = jnp.zeros((num_slots, x_MD.shape[-1]), x_MD.dtype)
+    return places_SD.at[slots_M].set(x_MD, mode="drop")
+
+  return _of_each_row(put, slots_BM, x_BMD)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _take(num_slots: int, slots_BM: jax.Array, y_BSD: jax.Array) -> jax.Array:
+  """Returns [B, M, D], what is in the slots, zeros for slot S; the transpose of `_put`."""
+  del num_slots
+
+  def take(slots_M: jax.Array, y_SD: jax.Array) -> jax.Array:
+    return y_SD.at[slots_M].get(mode="fill", fill_value=0)
+
+  return _of_each_row(take, slots_BM, y_BSD)
+
+
+def _of_each_row(
+  function: Callable[[jax.Array, jax.Array], jax.Array], slots_BM: jax.Array, x: jax.Array
+) -> jax.Array:
+  """Calls `function` of each row where it is: XLA aborts on scatters that it has to cut itself."""
+  of_rows = jax.vmap(function)
+  sizes = mesh.sizes_here(mesh.AXES)
+  if sizes:
+    rows = mesh.partition(("batch", None, None), x.shape, sizes)
+    of_rows = mesh.on_each_device(of_rows, (PartitionSpec(*rows[:2]), rows), rows)
+  return of_rows(slots_BM, x)
+
+
+_put.defvjp(
+  lambda S, slots_BM, x_BMD: (_put(S, slots_BM, x_BMD), slots_BM),
+  lambda S, slots_BM, dy_BSD: (None, _take(S, slots_BM, dy_BSD)),
+)
+_take.defvjp(
+  lambda S, slots_BM, y_BSD: (_take(S, slots_BM, y_BSD), slots_BM),
+  lambda S, slots_BM, dy_BMD: (None, _put(S, slots_BM, dy_BMD)),
+)
 
 
 def _weighed(y_BTKD: jax.Array, weights_BTK: jax.Array) -> jax.Array:

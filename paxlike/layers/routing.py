@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which experts a token goes to, from a router's logits."""
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,8 @@ def softmax_choice(
   """The likeliest experts, weighed by their probabilities; `normalized`, these sum to 1."""
   assert bias_E is None
   probabilities_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-  weights_BTK, experts_BTK = jax.lax.top_k(probabilities_BTE, num_chosen)
+  experts_BTK = jax.lax.top_k(jax.lax.stop_gradient(probabilities_BTE), num_chosen)[1]
+  weights_BTK = _scores(experts_BTK, probabilities_BTE)
   if normalized:
     weights_BTK /= weights_BTK.sum(-1, keepdims=True)
   return Routing(experts_BTK, weights_BTK, probabilities_BTE, logits_BTE)
@@ -68,6 +70,35 @@ def sigmoid_choice(
     allowed = jax.nn.one_hot(chosen, num_groups, dtype=bool).any(-2)
     ranks_BTE = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranks_BTE.shape)
   experts_BTK = jax.lax.top_k(ranks_BTE, num_chosen)[1]
-  weights_BTK = jnp.take_along_axis(scores_BTE, experts_BTK, axis=-1)
+  weights_BTK = _scores(experts_BTK, scores_BTE)
   weights_BTK = scale * weights_BTK / (weights_BTK.sum(-1, keepdims=True) + 1e-20)
   return Routing(experts_BTK, weights_BTK, scores_BTE, logits_BTE)
+
+
+def _scores(experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:
+  """Returns the scores of chosen experts, float32 [B, T, K].
+
+  They are compared, not gathered: XLA aborts on a scatter, the gradient of a gather, in a stage of
+  a pipeline whose tokens and heads are cut.
+  """
+  return _compared(scores_BTE.shape[-1], experts_BTK, scores_BTE)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _compared(num_experts: int, experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:
+  return jnp.where(_is_one(experts_BTK, num_experts), scores_BTE[..., None, :], 0).sum(-1)
+
+
+def _compared_forward(num_experts: int, experts_BTK: jax.Array, scores_BTE: jax.Array) -> Any:
+  return _compared(num_experts, experts_BTK, scores_BTE), experts_BTK
+
+
+def _compared_backward(num_experts: int, experts_BTK: jax.Array, dy_BTK: jax.Array) -> Any:
+  return None, jnp.where(_is_one(experts_BTK, num_experts), dy_BTK[..., None], 0).sum(-2)
+
+
+def _is_one(experts_BTK: jax.Array, num_experts: int) -> jax.Array:
+  return experts_BTK[..., None] == jnp.arange(num_experts)
+
+
+_compared.defvjp(_compared_forward, _compared_backward)

@@ -78,7 +78,7 @@ class SyntheticGLaM64B64E512Gpus(SyntheticGLaM64B64E):
   ICI_MESH_SHAPE = {"tensor": 8}
   DCN_MESH_SHAPE = {"fsdp": 8, "expert": 8}
   SHARD_SEQUENCE_OVER_TENSOR = True
-  GRADIENT_ACCUMULATION_STEPS = 2
+  GRADIENT_ACCUMULATION_STEPS = 4
 
 
 @register
