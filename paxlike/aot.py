@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from paxlike import chips, collectives, flops, kernels, mesh, saved_step, train_state
+from paxlike import chips, collectives, flops, kernels, memory, mesh, saved_step, train_state
 from paxlike.errors import UserError
 from paxlike.layers.remat import Remat
 from paxlike.layers.stack import Stack
@@ -99,7 +99,7 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
   tokens = trainer.batch_size * trainer.data.seq_len
   began = time.perf_counter()
   try:
-    with jax.set_mesh(devices):
+    with jax.set_mesh(devices), memory.trimmed():
       lowered = trainer.lower(state, batch)
       step = lowered.compile(compiler_options=dict(trainer.compiler_options))
     held = _held(step, devices.devices.flat[0].platform)

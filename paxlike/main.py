@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike import cluster, flags, memory, tpu_targets, usage
+from paxlike import cluster, flags, gpu_targets, memory, tpu_targets, usage
 from paxlike.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ def set_up_jax(options: flags.Options):
   if not os.path.exists("/dev/nvidiactl"):
     # What compiles for GPUs may be installed where there is none: JAX would log that as an error.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+  if options.topology is not None and tpu_targets.are_named(options.topology):
+    gpu_targets.leave_out()
   if not tpu_targets.are_here():
     tpu_targets.settle()
     if options.topology is None and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):

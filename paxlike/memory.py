@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of this process, where the C library is glibc; elsewhere nothing is done."""
 
+import contextlib
 import ctypes
 import os
 import sys
+import threading
 from typing import Any
 
 # Parameters of mallopt, from malloc.h.
@@ -33,6 +35,24 @@ def return_freed_heap():
   trim = _function("malloc_trim")
   if trim is not None:
     trim(0)
+
+
+@contextlib.contextmanager
+def trimmed():
+  """Context in which freed memory goes back each second: a compiler's threads would keep it."""
+  ended = threading.Event()
+
+  def trim():
+    while not ended.wait(1):
+      return_freed_heap()
+
+  thread = threading.Thread(target=trim, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    ended.set()
+    thread.join()
 
 
 def _function(name: str) -> Any:

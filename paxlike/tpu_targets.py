@@ -50,6 +50,11 @@ def are_here() -> bool:
   return any(pathlib.Path("/dev").glob("accel*")) or any(pathlib.Path("/dev").glob("vfio/[0-9]*"))
 
 
+def are_named(topology: str) -> bool:
+  """Returns whether a topology, such as v5e-256, is one of TPUs."""
+  return topology.partition("-")[0] in KINDS
+
+
 def settle():
   """Answers what the compiler asks where there are no TPUs: it would complain of what it lacks."""
   for name, value in _ALONE.items():

@@ -35,6 +35,8 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_SCRATCH / "xla")
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# With all plugins: a program that compiles for TPUs leaves out those for GPUs, the next may not.
+jax.devices()
 
 
 class _TritonFirst(importlib.abc.MetaPathFinder):

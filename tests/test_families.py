@@ -70,8 +70,8 @@ def test_scanned_and_sharded_equal_one_device(name):
 @every_family
 def test_bfloat16_is_close_to_float32(name):
   data = batch(8)
-  exact = one_device(shrunk(name), data, num_steps=1)[1]["loss"]
-  rough = one_device(shrunk(name, dtype="bfloat16"), data, num_steps=1)[1]["loss"]
+  exact = one_device(shrunk(name, scan=True), data, num_steps=1)[1]["loss"]
+  rough = one_device(shrunk(name, scan=True, dtype="bfloat16"), data, num_steps=1)[1]["loss"]
   np.testing.assert_allclose(rough[0] / rough[1], exact[0] / exact[1], rtol=0.02)
 
 

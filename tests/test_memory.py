@@ -48,3 +48,39 @@ def test_what_is_freed_is_used_again_unless_the_user_decides():
   num_pages = (100 << 20) // os.sysconf("SC_PAGE_SIZE")
   assert second_faults() < num_pages / 100
   assert second_faults(MALLOC_ARENA_MAX="8") > num_pages / 2
+
+
+# What stays resident of large blocks that were freed while small ones between them were not.
+PINNED = """
+import ctypes, time
+from paxlike import memory
+c = ctypes.CDLL(None)
+c.malloc.restype = ctypes.c_void_p
+c.free.argtypes = [ctypes.c_void_p]
+def resident():
+  with open("/proc/self/statm") as file:
+    return int(file.read().split()[1])
+before = resident()
+large = []
+for _ in range(1000):
+  large.append(c.malloc(100_000))
+  ctypes.memset(large[-1], 1, 100_000)
+  c.malloc(32)
+for block in large:
+  c.free(block)
+kept = resident() - before
+with memory.trimmed():
+  deadline = time.monotonic() + 30
+  while resident() - before > kept / 10 and time.monotonic() < deadline:
+    time.sleep(0.1)
+print(kept, resident() - before)
+"""
+
+
+@pytest.mark.skipif(memory._function("malloc_trim") is None, reason="needs glibc")
+def test_what_was_freed_goes_back_to_the_system():
+  environment = {key: value for key, value in os.environ.items() if "MALLOC" not in key}
+  output = subprocess.check_output([sys.executable, "-c", PINNED], env=environment)
+  kept, left = map(int, output.split())
+  assert kept > 10_000
+  assert left < kept / 10

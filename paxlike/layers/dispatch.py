@@ -134,15 +134,17 @@ class Capacity:
     turn_BTK = turn_BKT.reshape(B, K, T).swapaxes(1, 2)
     kept_BTK = turn_BTK < C
     slots_BM = jnp.where(kept_BTK, routing.experts_BTK * C + turn_BTK, E * C).reshape(B, T * K)
-    x_BECD = _put(E * C, slots_BM, jnp.repeat(x_BTD, K, axis=1)).reshape(B, E, C, D)
+    x_BSD: Any = _put(E * C, slots_BM, jnp.repeat(x_BTD, K, axis=1))
     # From each device's rows to each device's experts: an all-to-all over the expert axis.
-    x_EBCD = mesh.constrain(x_BECD.swapaxes(0, 1), "experts", "group", None, None)
+    x_EBCD = x_BSD.reshape(B, E, C, D).swapaxes(0, 1)
+    x_EBCD = mesh.constrain(x_EBCD, "experts", "group", None, None)
     y = experts(x_EBCD.reshape(E, B * C, D), lambda layer, x: layer.placed(x))
     y_EBCD = mesh.constrain(y.reshape(E, B, C, -1), "experts", "group", None, None)
     y_BSD = mesh.constrain(y_EBCD.swapaxes(0, 1).reshape(B, E * C, -1), "batch", None, None)
-    y_BTKD = _take(E * C, slots_BM, y_BSD).reshape(B, T, K, -1)
+    y_BMD: Any = _take(E * C, slots_BM, y_BSD)
     dropped = jnp.stack([(~kept_BTK).sum(), jnp.array(B * T * K)]).astype(jnp.float32)
-    return _weighed(y_BTKD, routing.weights_BTK), {"dropped_fraction": dropped}
+    y_BTD = _weighed(y_BMD.reshape(B, T, K, -1), routing.weights_BTK)
+    return y_BTD, {"dropped_fraction": dropped}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
