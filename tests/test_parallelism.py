@@ -64,6 +64,8 @@ PIPELINES: tuple[tuple[str, str, int, dict[str, int]], ...] = (
   ("Mixtral8x7B", "interleaved_1f1b", 2, {"pipeline": 2, "expert": 2, "tensor": 2}),
   ("DeepSeekV3", "1f1b", 1, {"pipeline": 2, "fsdp": 2, "expert": 2}),
   ("SyntheticGLaM126M64E", "circular", 2, {"pipeline": 2, "expert": 2, "tensor": 2}),
+  ("GptOss20B", "1f1b", 1, {"pipeline": 2, "data": 2, "tensor": 2}),
+  ("Qwen3_30B_A3B", "1f1b", 1, {"pipeline": 2, "expert": 2, "tensor": 2}),
 )
 pytestmark = pytest.mark.slow
 
