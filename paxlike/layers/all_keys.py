@@ -8,30 +8,17 @@ from paxlike.layers import blockwise
 from paxlike.layers.time_order import AXIS, low_and_high
 
 
-def forward(
-  partial: blockwise.Partial,
-  queries: blockwise.Queries,
-  keys: blockwise.Keys,
-  num_devices: int,
-  mask: blockwise.Mask,
-) -> blockwise.Partial:
-  """Returns what a device's queries, in zigzag order, have after all keys; `keys` are its own."""
-  return blockwise.attend(partial, queries, _gathered(keys), _blocks(queries, num_devices), mask)
+def forward(partial: blockwise.Partial, share: blockwise.Share) -> blockwise.Partial:
+  """Returns what a device's queries, in zigzag order, have after all keys."""
+  keys = _gathered(share.keys)
+  return blockwise.attend(partial, share.queries, keys, _blocks(share), share.mask)
 
 
-def backward(
-  queries: blockwise.Queries,
-  back: blockwise.Back,
-  keys: blockwise.Keys,
-  num_devices: int,
-  mask: blockwise.Mask,
-) -> blockwise.Gradients:
+def backward(share: blockwise.Share, back: blockwise.Back) -> blockwise.Gradients:
   """Returns the gradients of a device's queries and of its own keys."""
-  keys = _gathered(keys)
-  blocks = _blocks(queries, num_devices)
-  sums = blockwise.attend_back(
-    blockwise.no_gradients(queries, keys), queries, keys, back, blocks, mask
-  )
+  queries, keys = share.queries, _gathered(share.keys)
+  none = blockwise.no_gradients(queries, keys)
+  sums = blockwise.attend_back(none, queries, keys, back, _blocks(share), share.mask)
   own = (jax.lax.psum_scatter(x, AXIS, scatter_dimension=1, tiled=True) for x in (sums.k, sums.v))
   return blockwise.Gradients(sums.q, *own)
 
@@ -40,11 +27,11 @@ def _gathered(keys: blockwise.Keys) -> blockwise.Keys:
   return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), keys)
 
 
-def _blocks(queries: blockwise.Queries, num_devices: int) -> blockwise.Blocks:
+def _blocks(share: blockwise.Share) -> blockwise.Blocks:
   """Returns the blocks of both chunks with themselves and those before: 2C + 1 for any device."""
-  low, high = low_and_high(num_devices)
-  number = jnp.arange(2 * num_devices + 1)
+  low, high = low_and_high(share.num_devices)
+  number = jnp.arange(2 * share.num_devices + 1)
   is_low = number <= low
   # From its own keys backwards, so that the first block shows each query one.
   chunks = jnp.where(is_low, low - number, high - (number - low - 1))
-  return blockwise.Blocks.of_halves(queries, jnp.where(is_low, 0, 1), chunks)
+  return blockwise.Blocks.of_halves(share.queries, jnp.where(is_low, 0, 1), chunks)

@@ -56,6 +56,22 @@ class Keys(NamedTuple):
   positions: jax.Array
 
 
+class Share(NamedTuple):
+  """What one of the devices has that share rows.
+
+  Attributes:
+    queries: Its own.
+    keys: Its own, in the order of time.
+    num_devices: That share the rows.
+    mask: See there.
+  """
+
+  queries: Queries
+  keys: Keys
+  num_devices: int
+  mask: Mask
+
+
 @functools.partial(
   jax.tree_util.register_dataclass, data_fields=["pieces", "starts"], meta_fields=["span"]
 )

@@ -18,7 +18,17 @@ from jax.sharding import PartitionSpec
 from paxlike import mesh
 from paxlike.layers import all_keys, attention_kernels, key_ring, near_keys
 from paxlike.layers.attention_kernels import Options
-from paxlike.layers.blockwise import Back, Gradients, Keys, Mask, Partial, Queries, finish, start
+from paxlike.layers.blockwise import (
+  Back,
+  Gradients,
+  Keys,
+  Mask,
+  Partial,
+  Queries,
+  Share,
+  finish,
+  start,
+)
 from paxlike.layers.chunked_attention import xla_chunked
 from paxlike.layers.per_device import keys_to_share
 from paxlike.layers.time_order import AXIS, CONTIGUOUS, ZIGZAG, Order
@@ -32,13 +42,13 @@ class _Way(NamedTuple):
 
   Attributes:
     order: Of queries.
-    forward: (partial, queries, a device's own keys, C, mask) -> partial.
-    backward: (queries, back, a device's own keys, C, mask) -> gradients.
+    forward: Returns what a device's share has after all keys.
+    backward: Returns the gradients of a device's share.
   """
 
   order: Order
-  forward: Callable[[Partial, Queries, Keys, int, Mask], Partial]
-  backward: Callable[[Queries, Back, Keys, int, Mask], Gradients]
+  forward: Callable[[Partial, Share], Partial]
+  backward: Callable[[Share, Back], Gradients]
 
 
 _RING = _Way(ZIGZAG, key_ring.forward, key_ring.backward)
@@ -163,9 +173,9 @@ _differentiable.defvjp(_forward, _backward, optimize_remat=True)
 
 def _share_forward(plan: _Plan, given: _Inputs) -> tuple[jax.Array, jax.Array]:
   """Returns (y_BTNH, lse [P, B, K, G, T] of its pieces) of a device's share of the tokens."""
-  queries, keys = _queries(plan, given), _keys(given)
-  partial = start(queries, keys.v.shape[-1], given.sinks_N)
-  y, lse = finish(plan.way.forward(partial, queries, keys, plan.num_devices, plan.mask))
+  share = _share(plan, given)
+  partial = start(share.queries, share.keys.v.shape[-1], given.sinks_N)
+  y, lse = finish(plan.way.forward(partial, share))
   return _tokens(plan, y.astype(given.q_BTNH.dtype)), lse
 
 
@@ -173,18 +183,23 @@ def _share_backward(
   plan: _Plan, axes: set[str], given: _Inputs, y: jax.Array, lse: jax.Array, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
   """Returns gradients of q, k, v and sinks; the tokens of a head are shared over `axes`."""
-  queries, keys = _queries(plan, given), _keys(given)
-  K = keys.k.shape[2]
+  share = _share(plan, given)
+  k_BSKH, v_BSKH, *_ = share.keys
+  K = k_BSKH.shape[2]
   delta = (y.astype(jnp.float32) * dy.astype(jnp.float32)).sum(-1)
   back = Back(_pieces(plan, dy, K), lse, _pieces(plan, delta, K))
-  sums = plan.way.backward(queries, back, keys, plan.num_devices, plan.mask)
+  sums = plan.way.backward(share, back)
   dq = _tokens(plan, sums.q.astype(given.q_BTNH.dtype))
-  dk, dv = sums.k.astype(keys.k.dtype), sums.v.astype(keys.v.dtype)
+  dk, dv = sums.k.astype(k_BSKH.dtype), sums.v.astype(v_BSKH.dtype)
   if given.sinks_N is None:
     return dq, dk, dv, None
   weights = jnp.exp(given.sinks_N.reshape(K, -1, 1) - lse)
   dsinks_N = -(weights * back.delta).sum((0, 1, 4)).reshape(-1)
   return dq, dk, dv, jax.lax.psum(dsinks_N, tuple(axes))
+
+
+def _share(plan: _Plan, given: _Inputs) -> Share:
+  return Share(_queries(plan, given), _keys(given), plan.num_devices, plan.mask)
 
 
 def _queries(plan: _Plan, given: _Inputs) -> Queries:

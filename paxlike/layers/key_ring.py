@@ -17,14 +17,9 @@ _LOW, _HIGH = 0, 1
 Tree = TypeVar("Tree")
 
 
-def forward(
-  partial: blockwise.Partial,
-  queries: blockwise.Queries,
-  keys: blockwise.Keys,
-  num_devices: int,
-  mask: blockwise.Mask,
-) -> blockwise.Partial:
-  """Returns what a device's queries have after all keys; `keys` are its own."""
+def forward(partial: blockwise.Partial, share: blockwise.Share) -> blockwise.Partial:
+  """Returns what a device's queries have after all keys."""
+  queries, keys, num_devices, mask = share
 
   def step(
     carry: tuple[blockwise.Partial, blockwise.Keys], distance: jax.Array
@@ -45,14 +40,9 @@ def forward(
   return blockwise.attend(partial, queries, arriving, blocks, mask)
 
 
-def backward(
-  queries: blockwise.Queries,
-  back: blockwise.Back,
-  keys: blockwise.Keys,
-  num_devices: int,
-  mask: blockwise.Mask,
-) -> blockwise.Gradients:
+def backward(share: blockwise.Share, back: blockwise.Back) -> blockwise.Gradients:
   """Returns the gradients of a device's queries and of its own keys; these travel with the keys."""
+  queries, keys, num_devices, mask = share
   keys = _in_zigzag(keys, num_devices)
   none = blockwise.no_gradients(queries, keys)
 
