@@ -5,7 +5,6 @@ What it needs to know of them is in `_TARGET`; JAX asks a GPU a few questions mo
 calls of cuDNN, and gets our answers.
 """
 
-import importlib.util
 import sys
 import types
 from typing import Any
@@ -63,10 +62,9 @@ def leave_out():
   Call it before JAX starts, which asks all plugins that are installed.
   """
   for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
-    if name not in sys.modules and importlib.util.find_spec(name) is not None:
-      nothing: Any = types.ModuleType(name)
-      nothing.initialize = lambda: None
-      sys.modules[name] = nothing
+    nothing: Any = types.ModuleType(name)
+    nothing.initialize = lambda: None
+    sys.modules.setdefault(name, nothing)
 
 
 def check(kind: str, count: int):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices that are only named."""
 
+import subprocess
+import sys
 import types
 
 import jax
@@ -63,3 +65,24 @@ def test_devices_are_as_many_and_known(name, count):
     assert MeshSpec(ici=(-1, 1, 1)).build().size == count
   finally:
     topology.use(None)
+
+
+# As where no plugin is installed, if there are arguments.
+LEFT_OUT = """
+import sys
+if sys.argv[1:]:
+  sys.modules["jax_plugins"] = None
+from paxlike import gpu_targets
+gpu_targets.leave_out()
+import jax
+jax.devices()
+with open("/proc/self/maps") as file:
+  print("xla_cuda_plugin" in file.read())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("flags", [[], ["none"]])
+def test_the_plugin_for_gpus_is_left_out_whether_there_is_one_or_not(flags):
+  done = subprocess.run([sys.executable, "-c", LEFT_OUT, *flags], capture_output=True, text=True)
+  assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
