@@ -146,12 +146,9 @@ def quantize(graph: fdl.Buildable, kind: str = "fp8"):
   if kind not in _DOTS:
     hint = did_you_mean(kind, _DOTS) or f" One of {', '.join(_DOTS)}."
     raise UserError(f"no quantization {kind}.{hint}")
-  for node in select(graph, layers.Linear, *_BLOCK):
-    node.dot = fdl.Partial(_DOTS[kind])
-  # Where each device has experts of its own, they would remember other things than one device does.
-  of_experts = "fp8" if kind == "fp8_delayed" else kind
-  for node in select(graph, layers.ExpertLinear, *_BLOCK):
-    node.dot = fdl.Partial(_DOTS[of_experts])
+  for layer in (layers.Linear, layers.ExpertLinear):
+    for node in select(graph, layer, *_BLOCK):
+      node.dot = fdl.Partial(_DOTS[kind])
 
 
 def transformer_engine(graph: fdl.Buildable):

@@ -34,7 +34,13 @@ def distance(a, b):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "kind", "tolerance"),
-  [(DENSE, "fp8", 0.3), (DENSE, "fp8_delayed", 0.3), (DENSE, "int8", 1.5), (SPARSE, "fp8", 1.5)],
+  [
+    (DENSE, "fp8", 0.3),
+    (DENSE, "fp8_delayed", 0.3),
+    (DENSE, "int8", 1.5),
+    (SPARSE, "fp8", 1.5),
+    (SPARSE, "fp8_delayed", 1.5),
+  ],
 )
 def test_however_it_is_computed_it_is_the_same_rounding(name, kind, tolerance):
   """What is left is that a sum in another order may be rounded the other way.
@@ -109,6 +115,21 @@ def test_what_layers_noticed_is_no_weight():
   whole = one_device(definition, batch(8), num_steps=1)[2]
   for name, seen in whole.extra.items():
     np.testing.assert_allclose(parts.extra[name], seen, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("mix", "num_rows"),
+  [({"data": 2, "expert": 4}, 8), ({"fsdp": 4, "tensor": 2}, 8), ({"data": 8}, 1)],
+)
+def test_experts_together_notice_what_those_of_one_device_do(mix, num_rows):
+  """Also where devices have the same rows, as they cannot share them."""
+  definition, data = shrunk(SPARSE, QUANTIZATION="fp8_delayed"), batch(num_rows)
+  got = steps(definition, MeshSpec(ici=mix), data, devices=jax.devices(), num_steps=1)[2]
+  expected = one_device(definition, data, num_steps=1)[2]
+  assert [name for name in expected.extra if ".experts." in name]
+  for name, seen in expected.extra.items():
+    np.testing.assert_allclose(got.extra[name], seen, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
 def test_a_step_that_is_not_finite_is_not_remembered():

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from paxlike import mesh
 from paxlike.layers.experts import Experts
+from paxlike.layers.module import is_statistic
 from paxlike.layers.routing import Routing
 
 # (experts, x_BTD, routing) -> (y_BTD, metrics as [sum, weight]).
@@ -34,16 +35,20 @@ def dropless(
   choose the experts of one device, no exchange of a size known in advance could carry less.
   """
   num_experts = routing.logits_BTE.shape[-1]
-  graph, weights = nnx.split(experts)
-  manual = {axis for dim in ("batch", "time") for axis in mesh.RULES[dim]}
-  sizes = mesh.sizes_here(manual)
+  graph, statistics, weights = nnx.split(experts, is_statistic, ...)
+  axes = {axis for dim in ("batch", "time") for axis in mesh.RULES[dim]}
+  sizes = mesh.sizes_here(axes)
   if not sizes:
     return _serve(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
   split_experts = sizes["expert"] > 1 and num_experts % sizes["expert"] == 0
   tokens = mesh.partition(("batch", "time", None), x_BTD.shape, sizes)
   split_tokens = "expert" in mesh.axes_of(tokens)
+  # Gradients of what is the same along an axis would come divided, and be noticed so.
+  same = {axis for axis in axes - mesh.axes_of(tokens) if sizes[axis] > 1}
+  manual = axes - (same - {"expert"} if split_experts else same)
 
-  def local(weights, x_BTD, experts_BTK, weights_BTK):
+  def local(weights, statistics, x_BTD, experts_BTK, weights_BTK):
+    statistics = jax.tree.map(lambda seen: _seen_by_all(seen, tuple(manual)), statistics)
     given = (x_BTD, experts_BTK, weights_BTK)
     if split_experts and split_tokens:
       gather = functools.partial(jax.lax.all_gather, axis_name="expert", tiled=True)
@@ -52,7 +57,8 @@ def dropless(
     if split_experts:
       first = jax.lax.axis_index("expert") * (num_experts // sizes["expert"])
     x_BTD, experts_BTK, weights_BTK = given
-    y_BTD = _serve(nnx.merge(graph, weights), x_BTD, experts_BTK - first, weights_BTK)
+    experts = nnx.merge(graph, statistics, weights)
+    y_BTD = _serve(experts, x_BTD, experts_BTK - first, weights_BTK)
     if not split_experts:
       return y_BTD
     if split_tokens:
@@ -62,12 +68,25 @@ def dropless(
   of_weights = PartitionSpec("expert") if split_experts else PartitionSpec()
   y_BTD = jax.shard_map(
     local,
-    in_specs=(of_weights, tokens, tokens, tokens),
+    in_specs=(of_weights, PartitionSpec(), tokens, tokens, tokens),
     out_specs=tokens,
     axis_names=manual,
     check_vma=False,
-  )(weights, x_BTD, routing.experts_BTK, routing.weights_BTK)
+  )(weights, statistics, x_BTD, routing.experts_BTK, routing.weights_BTK)
   return y_BTD, {}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _seen_by_all(statistic: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  """Returns a statistic, so that what each device notices comes to the largest, not to the sum."""
+  del axes
+  return statistic
+
+
+_seen_by_all.defvjp(
+  lambda statistic, axes: (statistic, None),
+  lambda axes, _, noticed: (jax.lax.pmax(noticed, axes) / jax.lax.axis_size(axes),),
+)
 
 
 def _serve(

@@ -68,6 +68,7 @@ def _multiply(
 
 
 def _forward(product, x, w, rounded_w, seen):
+  x = product.used(x)
   small_x = rounded(x, _OPERAND, None if seen is None else seen.inputs)
   y = product.outputs(small_x.values, rounded_w.values, _wide(x))
   y = _scaled(y, small_x.scale * product.of_rows(rounded_w.scale, y), x.dtype)
@@ -79,6 +80,7 @@ def _forward(product, x, w, rounded_w, seen):
 
 def _backward(saved, dy):
   product, small_x, rounded_w, seen, largest_x, like_w = saved
+  dy = product.used(dy)
   small_dy = rounded(dy, _GRADIENT, None if seen is None else seen.gradients)
   dx = product.to_inputs(small_dy.values, rounded_w.values, _wide(dy))
   dx = _scaled(dx, small_dy.scale * product.of_rows(rounded_w.scale, dy), dy.dtype)

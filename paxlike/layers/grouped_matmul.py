@@ -52,24 +52,24 @@ def outputs(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dtype: Any) -
 
 def to_inputs(dy_MF: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
   """Returns the gradient of x, [M, D]."""
-  return outputs(_used(dy_MF, sizes_E), w_EDF.swapaxes(1, 2), sizes_E, dtype)
+  return outputs(used(dy_MF, sizes_E), w_EDF.swapaxes(1, 2), sizes_E, dtype)
 
 
 def to_weights(x_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
   """Returns the gradient of w, [E, D, F]."""
   return jax.lax.platform_dependent(
     x_MD,
-    _used(dy_MF, sizes_E),
+    used(dy_MF, sizes_E),
     sizes_E,
     cpu=functools.partial(_multiply_transposed_blocks, dtype=dtype),
     default=functools.partial(_ragged_transposed, dtype=dtype),
   )
 
 
-def _used(dy_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-  # Rows that are in no group must not reach the gradients.
-  used_M = jnp.arange(len(dy_MF)) < sizes_E.sum()
-  return jnp.where(used_M[:, None], dy_MF, jnp.zeros((), dy_MF.dtype))
+def used(x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
+  """Returns x with zeros in the rows that are in no group: they must not reach the gradients."""
+  used_M = jnp.arange(len(x_MD)) < sizes_E.sum()
+  return jnp.where(used_M[:, None], x_MD, jnp.zeros((), x_MD.dtype))
 
 
 def _ragged_transposed(

@@ -43,7 +43,7 @@ def _forward(product, x, w, rounded_w):
 def _backward(saved, dy):
   product, small_x, rounded_w, like_w = saved
   # The scales of what is summed over go with the gradient, before it is rounded.
-  wide = dy.astype(jnp.float32)
+  wide = product.used(dy).astype(jnp.float32)
   small_dy = _by_chance(wide * product.of_rows(rounded_w.scale, dy), _largest_of_columns)
   dx = product.to_inputs(small_dy.values, rounded_w.values, jnp.int32) * small_dy.scale
   small_dy = _by_chance(wide * small_x.scale, product.largest_of_rows)

@@ -108,6 +108,12 @@ class Module(nnx.Module):
     return self.weight(dims, init=zeros, update=update, statistic=True)
 
 
+def is_statistic(path: Any, param: Any) -> bool:
+  """Picks from NNX's states what is no weight but a statistic."""
+  del path
+  return param.statistic
+
+
 class WeightSpec(NamedTuple):
   """What is known of a weight before it has a value.
 

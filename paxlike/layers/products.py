@@ -32,6 +32,10 @@ class Product(Protocol):
     """Returns the gradient of w."""
     ...
 
+  def used(self, x: jax.Array) -> jax.Array:
+    """Returns x, or dy, with zeros in the rows that no weight multiplies."""
+    ...
+
   def of_rows(self, scale: jax.Array, y: jax.Array) -> jax.Array:
     """Returns the scale of a weight so that it broadcasts to y."""
     ...
@@ -71,6 +75,9 @@ class Plain(NamedTuple):
   def to_weights(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
     leading = tuple(range(dy.ndim - 1))
     return _dot(x, dy, (leading, leading), dtype)
+
+  def used(self, x: jax.Array) -> jax.Array:
+    return x
 
   def of_rows(self, scale: jax.Array, y: jax.Array) -> jax.Array:
     return scale[0]
@@ -118,6 +125,9 @@ class Placed(NamedTuple):
   def to_weights(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
     return jnp.einsum("ECD,ECF->EDF", x, dy, preferred_element_type=dtype)
 
+  def used(self, x: jax.Array) -> jax.Array:
+    return x
+
   def of_rows(self, scale: jax.Array, y: jax.Array) -> jax.Array:
     return scale
 
@@ -141,6 +151,9 @@ class Sorted(NamedTuple):
 
   def to_weights(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
     return grouped_matmul.to_weights(x, dy, self.sizes_E, dtype)
+
+  def used(self, x: jax.Array) -> jax.Array:
+    return grouped_matmul.used(x, self.sizes_E)
 
   def of_rows(self, scale: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.repeat(scale[:, 0], self.sizes_E, axis=0, total_repeat_length=len(y))
