@@ -105,6 +105,8 @@ class _Reader:
     moved = sum(shape.nbytes for shape in (*operands, *one.outputs))
     if one.target.startswith("__cublas"):
       return self._matmul(one, operands)
+    if groups := re.search(r"/groups_(\d+)_of_(\d+)/grouped_matmul/", one.attributes):
+      return self._grouped_matmul(one, operands, moved, int(groups[1]) / int(groups[2]))
     if "fmha" in one.target:
       return self._attention(one, operands, moved)
     if one.operation.startswith(COLLECTIVES):
@@ -152,6 +154,21 @@ class _Reader:
     nbytes = a.nbytes + b.nbytes + output.nbytes
     nbytes += sum(shape.nbytes for shape in operands[2:3])
     return _Work(group, kind, nbytes, 2.0 * math.prod(output.dims) * depth, rate)
+
+  def _grouped_matmul(
+    self, one: Instruction, operands: Sequence[Shape], moved: float, share: float
+  ) -> _Work:
+    """Reads a kernel of `layers.grouped_kernels`; on average `share` of the rows are in a group."""
+    rows, output = operands[-2], one.outputs[0]
+    is_int8 = rows.dtype == "s8"
+    kind = f"grouped {'x'.join(map(str, output.dims))} of {'x'.join(map(str, rows.dims))}"
+    return _Work(
+      "matmul int8" if is_int8 else "matmul",
+      f"{kind}, {rows.dtype} to {output.dtype}, Triton",
+      moved,
+      2.0 * math.prod(rows.dims) * share * output.dims[-1],
+      self._rates.matmul_8_bits if is_int8 else self._rates.matmul,
+    )
 
   def _attention(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
     batch, *middle, head_dim = operands[0].dims

@@ -36,6 +36,11 @@ def has_transformer_engine(device: Any) -> bool:
   return _capability(device) >= 8
 
 
+def has_triton(device: Any) -> bool:
+  """Returns whether Triton's kernels are for a device: NVIDIA's GPUs from Ampere on."""
+  return _capability(device) >= 8
+
+
 def has_splash_attention(device: Any) -> bool:
   """Returns whether the Pallas kernel for TPUs is for a device."""
   return device.platform == "tpu"

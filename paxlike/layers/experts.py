@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.layers import module, sums
+from paxlike.layers.grouped_matmul import Groups
 from paxlike.layers.mlp import Activation
 from paxlike.layers.products import Dot, Placed, Product, Sorted
 from paxlike.layers.quantization import Quantized, Storage
@@ -48,12 +49,14 @@ class ExpertLinear(module.Module):
       storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
       rounding=None if self.dot is None else self.dot.rounding(len(inputs), len(outputs)),
     )
+    (dim,), (output,) = inputs, outputs
+    self._dims, self._total = (dim, output), num_experts
     bias = {**experts, **outputs}
     self.b = self.weight(bias, init=module.zeros, compute_dtype=dtype) if use_bias else None
 
   def sorted(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Returns [M, F] for tokens in the order of their experts, `sizes_E` for each."""
-    y_MF = self._product(Sorted(sizes_E), x_MD)
+    y_MF = self._product(Sorted(Groups(sizes_E, *self._dims, self._total)), x_MD)
     if self.b is not None:
       bias_EF = self.b[...].astype(jnp.float32)  # So are the sums of its gradient.
       bias_MF = jnp.repeat(bias_EF, sizes_E, axis=0, total_repeat_length=len(x_MD))

@@ -1,46 +1,149 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of consecutive rows with a matrix for each group of them.
 
-`jax.lax.ragged_dot` is one kernel on GPU and TPU. On CPU it multiplies every row with every matrix;
-there the groups are walked in blocks, each a plain product of matrices.
+`jax.lax.ragged_dot` is one kernel on TPUs. Of GPUs and CPUs XLA has every row multiplied with every
+matrix: NVIDIA's get kernels of their own, and on CPUs the groups are walked in blocks, each a plain
+product of matrices.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from paxlike import mesh, topology
 
 _LARGEST_BLOCK = 256
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["sizes_E"],
+  meta_fields=["inputs", "outputs", "total"],
+)
+@dataclasses.dataclass(frozen=True)
+class Groups:
+  """Which rows are in which group.
+
+  Attributes:
+    sizes_E: int32, the rows of each group, which follow one another.
+    inputs: The name of D, by which the mesh may cut it.
+    outputs: The name of F.
+    total: How many groups there are on all devices, if not all of them are here.
+  """
+
+  sizes_E: jax.Array
+  inputs: str | None = None
+  outputs: str | None = None
+  total: int | None = None
+
+
 @jax.custom_vjp
-def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups) -> jax.Array:
   """Returns [M, F]: each row of x times the matrix of its group.
 
   Args:
     x_MD: Rows in the order of their groups.
     w_EDF: A matrix for each group, of the same dtype.
-    sizes_E: int32, the rows of each group. What rows beyond them give is unspecified, but finite.
+    groups: What rows of none give is unspecified, but finite.
   """
-  return outputs(x_MD, w_EDF, sizes_E, x_MD.dtype)
+  return outputs(x_MD, w_EDF, groups, x_MD.dtype)
 
 
-def _forward(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, Any]:
-  return grouped_matmul(x_MD, w_EDF, sizes_E), (x_MD, w_EDF, sizes_E)
+def _forward(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
+  return grouped_matmul(x_MD, w_EDF, groups), (x_MD, w_EDF, groups)
 
 
 def _backward(saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-  x_MD, w_EDF, sizes_E = saved
-  dx_MD = to_inputs(dy_MF, w_EDF, sizes_E, x_MD.dtype)
-  return dx_MD, to_weights(x_MD, dy_MF, sizes_E, w_EDF.dtype), None
+  x_MD, w_EDF, groups = saved
+  dx_MD = to_inputs(dy_MF, w_EDF, groups, x_MD.dtype)
+  return dx_MD, to_weights(x_MD, dy_MF, groups, w_EDF.dtype), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
 
 
-def outputs(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
+def outputs(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups, dtype: Any) -> jax.Array:
   """Returns the product [M, F] in `dtype`; it has no gradient."""
+  if _has_kernels():
+    from paxlike.layers import grouped_kernels
+
+    kernel = functools.partial(grouped_kernels.multiply, dtype=dtype)
+    return _per_device("MD,EDF->MF", kernel, x_MD, w_EDF, groups)
+  return _elsewhere(x_MD, w_EDF, groups.sizes_E, dtype)
+
+
+def to_inputs(dy_MF: jax.Array, w_EDF: jax.Array, groups: Groups, dtype: Any) -> jax.Array:
+  """Returns the gradient of x, [M, D]."""
+  if _has_kernels():
+    from paxlike.layers import grouped_kernels
+
+    kernel = functools.partial(grouped_kernels.multiply, dtype=dtype, transposed=True)
+    return _per_device("MF,EDF->MD", kernel, dy_MF, w_EDF, groups)
+  return _elsewhere(used(dy_MF, groups), w_EDF.swapaxes(1, 2), groups.sizes_E, dtype)
+
+
+def to_weights(x_MD: jax.Array, dy_MF: jax.Array, groups: Groups, dtype: Any) -> jax.Array:
+  """Returns the gradient of w, [E, D, F]."""
+  if _has_kernels():
+    from paxlike.layers import grouped_kernels
+
+    kernel = functools.partial(grouped_kernels.multiply_transposed, dtype=dtype)
+    return _per_device("MD,MF->EDF", kernel, x_MD, dy_MF, groups)
+  return jax.lax.platform_dependent(
+    x_MD,
+    used(dy_MF, groups),
+    groups.sizes_E,
+    cpu=functools.partial(_multiply_transposed_blocks, dtype=dtype),
+    default=functools.partial(_ragged_transposed, dtype=dtype),
+  )
+
+
+def used(x_MD: jax.Array, groups: Groups) -> jax.Array:
+  """Returns x with zeros in the rows that are in no group: they must not reach the gradients."""
+  used_M = jnp.arange(len(x_MD)) < groups.sizes_E.sum()
+  return jnp.where(used_M[:, None], x_MD, jnp.zeros((), x_MD.dtype))
+
+
+def _has_kernels() -> bool:
+  return topology.has_triton(topology.devices()[0])
+
+
+def _per_device(
+  form: str, kernel: Callable[..., jax.Array], a: jax.Array, b: jax.Array, groups: Groups
+) -> jax.Array:
+  """Calls a kernel, which XLA cannot partition, on each device's part of D and F, and adds up."""
+  here = len(groups.sizes_E)
+
+  def named(a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    with jax.named_scope(f"groups_{here}_of_{groups.total or here}"):  # For `paxlike.kernels`.
+      return kernel(a, b, sizes_E)
+
+  sizes = mesh.sizes_here(mesh.AXES)
+  if not sizes:
+    return named(a, b, groups.sizes_E)
+  *operands, result = form.replace("->", ",").split(",")
+  lengths = dict(zip("".join(operands), (*a.shape, *b.shape), strict=True))
+  parts = mesh.partition((groups.inputs, groups.outputs), (lengths["D"], lengths["F"]), sizes)
+  cut = dict(zip("DF", parts, strict=True))
+  *of_operands, of_result = (
+    PartitionSpec(*map(cut.get, letters)) for letters in (*operands, result)
+  )
+  summed = tuple(mesh.axes_of(parts) - mesh.axes_of(of_result))
+
+  def local(a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    y = named(a, b, sizes_E)
+    return jax.lax.psum(y, summed) if summed else y
+
+  on_all = mesh.on_each_device(local, (*of_operands, PartitionSpec()), of_result)
+  return on_all(a, b, groups.sizes_E)
+
+
+def _elsewhere(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
   return jax.lax.platform_dependent(
     x_MD,
     w_EDF,
@@ -48,28 +151,6 @@ def outputs(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dtype: Any) -
     cpu=functools.partial(_multiply_blocks, dtype=dtype),
     default=functools.partial(jax.lax.ragged_dot, preferred_element_type=dtype),
   )
-
-
-def to_inputs(dy_MF: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
-  """Returns the gradient of x, [M, D]."""
-  return outputs(used(dy_MF, sizes_E), w_EDF.swapaxes(1, 2), sizes_E, dtype)
-
-
-def to_weights(x_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, dtype: Any) -> jax.Array:
-  """Returns the gradient of w, [E, D, F]."""
-  return jax.lax.platform_dependent(
-    x_MD,
-    used(dy_MF, sizes_E),
-    sizes_E,
-    cpu=functools.partial(_multiply_transposed_blocks, dtype=dtype),
-    default=functools.partial(_ragged_transposed, dtype=dtype),
-  )
-
-
-def used(x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
-  """Returns x with zeros in the rows that are in no group: they must not reach the gradients."""
-  used_M = jnp.arange(len(x_MD)) < sizes_E.sum()
-  return jnp.where(used_M[:, None], x_MD, jnp.zeros((), x_MD.dtype))
 
 
 def _ragged_transposed(

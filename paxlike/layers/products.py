@@ -138,25 +138,25 @@ class Placed(NamedTuple):
 class Sorted(NamedTuple):
   """x [M, D], the rows in the order of their experts, times w [E, D, F]."""
 
-  sizes_E: jax.Array
+  groups: grouped_matmul.Groups
 
   def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
-    return grouped_matmul.grouped_matmul(x, w, self.sizes_E)
+    return grouped_matmul.grouped_matmul(x, w, self.groups)
 
   def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    return grouped_matmul.outputs(x, w, self.sizes_E, dtype)
+    return grouped_matmul.outputs(x, w, self.groups, dtype)
 
   def to_inputs(self, dy: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    return grouped_matmul.to_inputs(dy, w, self.sizes_E, dtype)
+    return grouped_matmul.to_inputs(dy, w, self.groups, dtype)
 
   def to_weights(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
-    return grouped_matmul.to_weights(x, dy, self.sizes_E, dtype)
+    return grouped_matmul.to_weights(x, dy, self.groups, dtype)
 
   def used(self, x: jax.Array) -> jax.Array:
-    return grouped_matmul.used(x, self.sizes_E)
+    return grouped_matmul.used(x, self.groups)
 
   def of_rows(self, scale: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.repeat(scale[:, 0], self.sizes_E, axis=0, total_repeat_length=len(y))
+    return jnp.repeat(scale[:, 0], self.groups.sizes_E, axis=0, total_repeat_length=len(y))
 
   def largest_of_rows(self, dy: jax.Array) -> jax.Array:
     return jnp.abs(dy).max(0)

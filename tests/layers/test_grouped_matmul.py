@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of `grouped_matmul`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
-from paxlike.layers.grouped_matmul import grouped_matmul
+from paxlike import chips, kernels, topology
+from paxlike.layers import grouped_kernels
+from paxlike.layers.grouped_matmul import Groups, grouped_matmul, outputs, to_inputs, to_weights
+from paxlike.mesh import MeshSpec
 
 SIZES = {
   "even": [10, 10, 10, 10],
@@ -17,6 +23,17 @@ SIZES = {
 }
 
 
+@pytest.fixture(params=["blocks", "kernels"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+  """Products are those of CPUs, or those of GPUs, interpreted."""
+  if request.param == "kernels":
+    monkeypatch.setattr(topology, "has_triton", lambda device: True)
+    for name in ("multiply", "multiply_transposed"):
+      kernel = functools.partial(getattr(grouped_kernels, name), interpret=True)
+      monkeypatch.setattr(grouped_kernels, name, kernel)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_product_and_gradients_equal_a_matrix_for_each_row(sizes):
   keys = jax.random.split(jax.random.key(0), 3)
@@ -28,7 +45,7 @@ def test_product_and_gradients_equal_a_matrix_for_each_row(sizes):
   groups = np.resize(np.append(groups, 0), 40) * used[:, 0]
 
   def by_group(x, w):
-    return jnp.where(used, grouped_matmul(x, w, jnp.array(sizes, jnp.int32)), 0)
+    return jnp.where(used, grouped_matmul(x, w, Groups(jnp.array(sizes, jnp.int32))), 0)
 
   def by_row(x, w):
     return jnp.where(used, jnp.einsum("md,mdf->mf", x, w[groups]), 0)
@@ -39,10 +56,52 @@ def test_product_and_gradients_equal_a_matrix_for_each_row(sizes):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.usefixtures("way")
 def test_garbage_in_rows_of_no_group_reaches_no_gradient():
-  sizes = jnp.array([3, 2], jnp.int32)
+  groups = Groups(jnp.array([3, 2], jnp.int32))
   w = jax.random.normal(jax.random.key(0), (2, 4, 4))
   x = jnp.ones((8, 4))
   dy = jnp.ones((8, 4)).at[5:].set(jnp.nan)
-  dx, dw, _ = jax.vjp(grouped_matmul, x, w, sizes)[1](dy)
+  dx, dw, _ = jax.vjp(grouped_matmul, x, w, groups)[1](dy)
   assert np.all(np.isfinite(dx[:5])) and np.all(np.isfinite(dw))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("names", [("model", "ffn"), ("ffn", "model")], ids=str)
+def test_devices_that_share_the_dims_of_a_matrix_are_one(names):
+  sizes = jnp.array([100, 0, 180, 10], jnp.int32)
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = (300, 24), (4, 24, 16), (300, 16)
+  x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+  def product(x, w, dy):
+    y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, Groups(sizes, *names)), x, w)
+    return y[:290], *back(dy.at[290:].set(0))
+
+  expected = jax.jit(product)(x, w, dy)
+  with jax.set_mesh(MeshSpec(ici={"fsdp": 2, "tensor": 4}).build()):
+    got = jax.jit(product)(x, w, dy)
+  for a, b in zip(got, expected, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
+def test_a_gpu_multiplies_each_row_with_one_matrix(h200, dtype):
+  M, E, D, F = 4096, 8, 512, 1024
+  where = SingleDeviceSharding(topology.devices()[0])
+  sums = jnp.int32 if dtype == jnp.int8 else jnp.bfloat16
+
+  def array(*shape, dtype=dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+  def products(x, w, dy, sizes):
+    groups = Groups(sizes)
+    forward, backward = outputs(x, w, groups, sums), to_inputs(dy, w, groups, sums)
+    return forward, backward, to_weights(x, dy, groups, sums)
+
+  of_gradient = jnp.float8_e5m2 if dtype == jnp.float8_e4m3fn else dtype
+  arrays = array(M, D), array(E, D, F), array(M, F, dtype=of_gradient), array(E, dtype=jnp.int32)
+  text = jax.jit(products).lower(*arrays).compile().as_text()
+  found = kernels.kernels(text or "", chips.CHIPS["H200"])
+  flops = [one.flops for one in found if one.group.startswith("matmul")]
+  assert flops == [2 * M * D * F] * 3

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from paxlike.layers import Fp8, Int8
+from paxlike.layers.grouped_matmul import Groups
 from paxlike.layers.products import Placed, Plain, Sorted
 
 DOTS = {"exact": None, "fp8": Fp8(), "int8": Int8()}
@@ -52,7 +53,7 @@ def test_sorted_is_plain_for_each_expert_whatever_rows_of_none_hold(name, sizes)
   x, w, dy = arrays((16, 8), (3, 8, 5), (16, 5))
   w *= jnp.array([1.0, 100.0, 0.01])[:, None, None]
   x, dy = (rows.at[used:].set(1e6) for rows in (x, dy))
-  product = Sorted(jnp.array(sizes, jnp.int32))
+  product = Sorted(Groups(jnp.array(sizes, jnp.int32)))
   y, back = jax.vjp(lambda x, w: multiply(DOTS[name], product, x, w), x, w)
   dx, dw = back(dy)
   ends = np.cumsum(sizes)
