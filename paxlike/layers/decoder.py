@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language model: embeddings, a stack of blocks, a norm, an output projection."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -139,15 +138,17 @@ class Decoder(Module):
       return function(mesh.constrain(self.logits(x_BTD), "batch", "time", "vocab"), arrays)
 
     def join(x: jax.Array) -> jax.Array:
-      return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+      return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, : x_BTD.shape[1]]
 
     return jax.tree.map(join, jax.lax.map(jax.checkpoint(apply), self._chunks((x_BTD, arrays))))
 
   def _chunks(self, arrays: Any) -> Any:
-    """Returns a pytree of [B, T, ...] as one of [chunks, B, T / chunks, ...]."""
-    num_chunks = math.gcd(jax.tree.leaves(arrays)[0].shape[1], self.loss_chunks)
+    """Returns a pytree of [B, T, ...] as one of [chunks, B, T / chunks, ...], filled with zeros."""
+    T = jax.tree.leaves(arrays)[0].shape[1]
+    num_chunks = min(T, self.loss_chunks)
 
     def split(x: jax.Array) -> jax.Array:
+      x = jnp.pad(x, [(0, 0), (0, -T % num_chunks)] + [(0, 0)] * (x.ndim - 2))
       return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, -1, *x.shape[2:]), 1, 0)
 
     return jax.tree.map(split, arrays)

@@ -2,11 +2,13 @@
 """The GPT against its arithmetic written out in NumPy."""
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from models import VOCAB, batch, tiny
 
 from paxlike import train_state
@@ -62,10 +64,18 @@ def test_logits_equal_numpy():
   np.testing.assert_allclose(logits, reference(params, data["inputs"]), atol=1e-4)
 
 
-def test_the_loss_in_chunks_is_the_loss_of_the_logits():
+LENGTHS = (16, 15, 13, 2, 1)
+
+
+def cut(data, length):
+  return {name: x[:, :length] for name, x in data.items()}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_loss_in_chunks_is_the_loss_of_the_logits(length):
   definition = tiny()
   params = params_of(definition)
-  data = batch(2)
+  data = cut(batch(2), length)
 
   def whole(params):
     logits, _ = forward(definition, params, data)
@@ -80,6 +90,41 @@ def test_the_loss_in_chunks_is_the_loss_of_the_logits():
   np.testing.assert_allclose(jax.jit(chunked)(params), expected, rtol=1e-5)
   for name, gradient in gradients.items():
     np.testing.assert_allclose(chunk_gradients[name], gradient, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_what_is_made_of_logits_in_chunks_has_every_token_once(length):
+  definition = tiny()
+  params, data = params_of(definition), cut(batch(2), length)
+  logits, _ = forward(definition, params, data)
+  model = definition.bind(params)
+  x_BTD, *_ = model.hidden(data["inputs"], context_of(data))
+  got = model.map_logits(lambda logits, t: cross_entropy(logits, t), x_BTD, data["targets"])
+  np.testing.assert_allclose(got, cross_entropy(logits, data["targets"]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [16, 15, 13])
+def test_a_step_never_holds_the_logits_of_all_tokens(length):
+  definition = tiny()
+  params, data = params_of(definition), cut(batch(8), length)
+  program = jax.make_jaxpr(
+    jax.grad(lambda params: definition.bind(params).loss(data, context_of(data))[0])
+  )(params)
+  of_logits = [shape for shape in shapes(program.jaxpr) if shape[-1:] == (VOCAB,) and shape[0] == 8]
+  assert 0 < max(map(math.prod, of_logits)) <= 8 * 4 * VOCAB
+
+
+def shapes(jaxpr):
+  """Yields the shapes of all that a program makes, in its loops too."""
+  for equation in jaxpr.eqns:
+    yield from (made.aval.shape for made in equation.outvars)
+    for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
+      if is_program(inner):
+        yield from shapes(getattr(inner, "jaxpr", inner))
+
+
+def is_program(value):
+  return hasattr(getattr(value, "jaxpr", value), "eqns")
 
 
 def test_chunks_pass_on_what_the_sum_is_multiplied_by():
