@@ -105,7 +105,8 @@ class _Reader:
     moved = sum(shape.nbytes for shape in (*operands, *one.outputs))
     if one.target.startswith("__cublas"):
       return self._matmul(one, operands)
-    if groups := re.search(r"/groups_(\d+)_of_(\d+)/grouped_matmul/", one.attributes):
+    groups = re.search(r"/groups_(\d+)_of_(\d+)/grouped_matmul/", one.attributes)
+    if groups and one.target.endswith("triton"):
       return self._grouped_matmul(one, operands, moved, int(groups[1]) / int(groups[2]))
     if "fmha" in one.target:
       return self._attention(one, operands, moved)

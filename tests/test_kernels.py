@@ -104,3 +104,15 @@ def test_sums_are_ordered_by_time():
   names, sums = zip(*kernels.grouped([one, other, one], "group"), strict=True)
   assert names == ("matmul", "memory")
   assert (sums[0].count, sums[0].nbytes, sums[0].flops, sums[0].seconds) == (6, 60, 30, 6)
+
+
+def test_no_copy_is_taken_for_the_grouped_product_that_it_is_named_after():
+  program = """HloModule program, is_scheduled=true
+
+ENTRY %main (x: bf16[8,4]) -> bf16[8,4] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  ROOT %copy = bf16[8,4]{0,1} copy(%x), metadata={op_name="groups_1_of_2/grouped_matmul/call"}
+}
+"""
+  (copy,) = kernels.kernels(program, H200)
+  assert (copy.group, copy.flops) == ("transpose", 0)
