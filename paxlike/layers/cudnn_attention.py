@@ -6,7 +6,6 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from paxlike import mesh
 from paxlike.errors import UserError
 from paxlike.layers.attention_kernels import Options, begins, refuse
 from paxlike.layers.per_device import per_device
@@ -33,15 +32,12 @@ def cudnn(
     raise UserError(f"ATTENTION_KERNEL=cudnn is for bfloat16 and float16, not FPROP_DTYPE={dtype}.")
   if (head_dim := q_BTNH.shape[-1]) > 256 or head_dim % 8:
     raise UserError(f"ATTENTION_KERNEL=cudnn: heads of {head_dim}; it has multiples of 8 to 256.")
-  given = (q_BTNH, k_BSKH, v_BSKH)
-  if not mesh.in_stage():
-    return _attend(*given, options["segments_BT"], options, max_segments)
 
   def local(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     return _attend(q, k, v, segments_BT, options, max_segments)
 
-  # How to partition it JAX does not know there.
-  return per_device(local, *given, options, "segments_BT")
+  # JAX's own partitioner refuses fewer keys than devices that share heads, and shared tokens.
+  return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", block=1)
 
 
 def _attend(

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 from paxlike import mesh
 from paxlike.layers.attention_kernels import Options
 
-_BLOCK = 128  # Lengths are multiples of it.
 _QKV: mesh.Dims = ("batch", "time", "heads", None)
 _DIMS: dict[str, mesh.Dims] = {
   "segments_BT": ("batch", "time"),
@@ -27,11 +26,12 @@ def per_device(
   v_BSKH: jax.Array,
   options: Options,
   *names: str,
+  block: int = 128,
 ) -> jax.Array:
   """Returns attention, for which each device of the current mesh calls `kernel` once.
 
-  A device has its rows and heads, all tokens of them, filled up to a multiple of 128. Where more
-  devices share the heads than there are keys to share, these are repeated.
+  A device has its rows and heads, all tokens of them, filled up to a multiple of `block`. Where
+  more devices share the heads than there are keys to share, these are repeated.
 
   Args:
     kernel: (q_BTNH, k_BSKH, v_BSKH, **arrays) -> BTNH.
@@ -40,6 +40,7 @@ def per_device(
     v_BSKH: See there.
     options: See there.
     *names: The arrays among the options that the kernel is given; None for what there is not.
+    block: What it takes whole numbers of tokens of.
   """
   sizes = mesh.sizes_here(mesh.AXES)
   arrays = {name: options.get(name) for name in names}
@@ -47,8 +48,8 @@ def per_device(
 
   def local(q: jax.Array, k: jax.Array, v: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
     length = q.shape[1]
-    q, k, v = (_filled(x, _QKV) for x in (q, k, v))
-    given = {name: _filled(x, _DIMS[name]) for name, x in given.items()}
+    q, k, v = (_filled(x, _QKV, block) for x in (q, k, v))
+    given = {name: _filled(x, _DIMS[name], block) for name, x in given.items()}
     return kernel(q, k, v, **{**arrays, **given})[:, :length]
 
   if not sizes:
@@ -78,7 +79,7 @@ def _cut(dims: mesh.Dims, x: jax.Array, sizes: Mapping[str, int]) -> PartitionSp
   return mesh.partition(tuple(None if dim == "time" else dim for dim in dims), x.shape, sizes)
 
 
-def _filled(x: jax.Array, dims: mesh.Dims) -> jax.Array:
+def _filled(x: jax.Array, dims: mesh.Dims, block: int) -> jax.Array:
   """Adds tokens at the end, where no other sees them."""
   sizes = zip(dims, x.shape, strict=True)
-  return jnp.pad(x, [(0, -size % _BLOCK if dim == "time" else 0) for dim, size in sizes])
+  return jnp.pad(x, [(0, -size % block if dim == "time" else 0) for dim, size in sizes])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN: compiled for a GPU that is not there, so without its numbers."""
 
+import functools
+import math
 import re
 
 import jax
@@ -11,9 +13,12 @@ from jax.sharding import SingleDeviceSharding
 
 from paxlike import mesh, topology
 from paxlike.errors import UserError
-from paxlike.layers import attention_kernels, cudnn
+from paxlike.layers import attention_kernels, cudnn, cudnn_attention
 from paxlike.layers.cudnn_attention import runs
 from paxlike.mesh import MeshSpec
+
+QUERIES, KEYS = (("batch", "time", heads, None) for heads in ("heads", "kv_heads"))
+OUTPUTS = re.compile(r" = \((bf16\[[0-9,]+\]).*__cudnn\$fmhaSoftmax")
 
 
 def program(kernel, *, packed=False, kv_heads=4, query_width=64, **options):
@@ -53,24 +58,72 @@ def test_it_is_the_fused_kernel_without_a_mask_in_memory(h200, options):
   assert "__cudnn" not in program(attention_kernels.xla, **options)
 
 
-def test_on_a_mesh_each_device_has_its_rows_and_heads(h200):
-  topology.use("h200-8")
-  built = MeshSpec(ici={"data": 2, "fsdp": 2, "tensor": 2}).build()
+def program_on(sizes, *, kv_heads, length=256, packed=True):
+  """The program of a gradient on a mesh, as text."""
+  topology.use(f"h200-{math.prod(sizes.values())}")
+  built = MeshSpec(ici=sizes).build()
 
-  def array(dims, shape, dtype):
+  def array(dims, shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(built, dims, shape))
 
-  q = array(("batch", "time", "heads", "head"), (8, 256, 8, 64), jnp.bfloat16)
-  segments = array(("batch", "time"), (8, 256), jnp.int32)
+  q, k = array(QUERIES, (8, length, 8, 64)), array(KEYS, (8, length, kv_heads, 64))
+  segments = array(("batch", "time"), (8, length), jnp.int32) if packed else None
 
   def value(q, k, v, segments):
     return cudnn(q, k, v, scale=0.1, segments_BT=segments).astype(jnp.float32).sum()
 
   with jax.set_mesh(built):
-    text = jax.jit(jax.grad(value, (0, 1, 2))).lower(q, q, q, segments).compile().as_text() or ""
-  outputs = re.findall(r" = \((bf16\[[0-9,]+\]).*__cudnn\$fmhaSoftmax", text)
-  assert outputs == ["bf16[2,4,256,64]"] * 2
+    return jax.jit(jax.grad(value, (0, 1, 2))).lower(q, k, k, segments).compile().as_text() or ""
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_on_a_mesh_each_device_has_its_rows_and_heads(h200, kv_heads):
+  text = program_on({"data": 2, "fsdp": 2, "tensor": 2}, kv_heads=kv_heads)
+  assert OUTPUTS.findall(text) == ["bf16[2,4,256,64]"] * 2
   assert not re.search(r"all-(gather|to-all|reduce)(-start)?\(", text)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "kv_heads", "packed", "output"),
+  [
+    ({"tensor": 2}, 1, False, "bf16[8,4,256,64]"),
+    ({"fsdp": 2, "tensor": 4}, 2, True, "bf16[4,2,256,64]"),
+    ({"context": 4}, 8, False, "bf16[8,8,256,64]"),
+    ({"context": 2, "tensor": 4}, 1, True, "bf16[8,2,256,64]"),
+  ],
+)
+def test_each_device_has_whole_rows_and_the_keys_of_its_heads(
+  h200, sizes, kv_heads, packed, output
+):
+  text = program_on(sizes, kv_heads=kv_heads, packed=packed)
+  assert OUTPUTS.findall(text) == [output] * 2
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 4}, {"context": 4, "tensor": 2}], ids=str)
+def test_what_devices_compute_is_the_whole(monkeypatch, sizes, kv_heads):
+  """With another kernel in the place of cuDNN's, which no CPU has."""
+  random = np.random.default_rng(0)
+  shapes = ((4, 8, 8, 8), (4, 8, kv_heads, 8), (4, 8, kv_heads, 8))
+  q, k, v = (jnp.array(random.normal(size=shape), jnp.float32) for shape in shapes)
+  segments = jnp.array(np.sort(random.integers(1, 4, (4, 8))), jnp.int32)
+
+  def attend(q, k, v, segments_BT, options, max_segments):
+    y = attention_kernels.xla(q, k, v, **options | {"segments_BT": segments_BT})
+    fits_B = runs(segments_BT, max_segments)[2]
+    return jnp.where(fits_B[:, None, None, None], y, jnp.nan)
+
+  def value(kernel, q, k, v):
+    y = kernel(*(x.astype(jnp.bfloat16) for x in (q, k, v)), scale=0.3, segments_BT=segments)
+    return jnp.square(y.astype(jnp.float32)).sum()
+
+  monkeypatch.setattr(cudnn_attention, "_attend", attend)
+  by_kernel = jax.value_and_grad(value, (1, 2, 3))
+  expected = by_kernel(attention_kernels.xla, q, k, v)
+  with jax.set_mesh(MeshSpec(ici=sizes).build()):
+    kernel = functools.partial(cudnn, max_segments=3)
+    got = jax.jit(functools.partial(by_kernel, kernel))(q, k, v)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=2e-2), got, expected)
 
 
 @pytest.mark.parametrize("most", [3, 7, 9])
