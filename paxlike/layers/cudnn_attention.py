@@ -36,8 +36,9 @@ def cudnn(
   def local(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     return _attend(q, k, v, segments_BT, options, max_segments)
 
-  # JAX's own partitioner refuses fewer keys than devices that share heads, and shared tokens.
-  return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", block=1)
+  # JAX's own partitioner refuses fewer keys than devices that share heads, and shared tokens; and
+  # it gives no gradient of an odd number of tokens.
+  return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", block=2)
 
 
 def _attend(

@@ -80,6 +80,7 @@ def _cut(dims: mesh.Dims, x: jax.Array, sizes: Mapping[str, int]) -> PartitionSp
 
 
 def _filled(x: jax.Array, dims: mesh.Dims, block: int) -> jax.Array:
-  """Adds tokens at the end, where no other sees them."""
+  """Adds tokens at the end, where no other sees them: more of the last segment, zeros of others."""
   sizes = zip(dims, x.shape, strict=True)
-  return jnp.pad(x, [(0, -size % block if dim == "time" else 0) for dim, size in sizes])
+  widths = [(0, -size % block if dim == "time" else 0) for dim, size in sizes]
+  return jnp.pad(x, widths, mode="edge" if dims == _DIMS["segments_BT"] else "constant")

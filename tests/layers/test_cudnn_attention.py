@@ -21,7 +21,7 @@ QUERIES, KEYS = (("batch", "time", heads, None) for heads in ("heads", "kv_heads
 OUTPUTS = re.compile(r" = \((bf16\[[0-9,]+\]).*__cudnn\$fmhaSoftmax")
 
 
-def program(kernel, *, packed=False, kv_heads=4, query_width=64, **options):
+def program(kernel, *, length=256, packed=False, kv_heads=4, query_width=64, **options):
   """The program of a gradient, as text."""
   where = SingleDeviceSharding(topology.devices()[0])
 
@@ -31,9 +31,9 @@ def program(kernel, *, packed=False, kv_heads=4, query_width=64, **options):
   def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
-  q, k = array(2, 256, 4, query_width), array(2, 256, kv_heads, query_width)
-  v = array(2, 256, kv_heads, 64)
-  segments = array(2, 256, dtype=jnp.int32) if packed else None
+  q, k = array(2, length, 4, query_width), array(2, length, kv_heads, query_width)
+  v = array(2, length, kv_heads, 64)
+  segments = array(2, length, dtype=jnp.int32) if packed else None
   compiled = jax.jit(jax.grad(value, (0, 1, 2))).lower(q, k, v, segments).compile()
   return compiled.as_text() or ""
 
@@ -47,8 +47,19 @@ def program(kernel, *, packed=False, kv_heads=4, query_width=64, **options):
     {"window": 32},
     {"packed": True, "kv_heads": 1, "window": 32},
     {"packed": True, "query_width": 96},
+    {"length": 255},
+    {"length": 255, "packed": True},
   ],
-  ids=["plain", "packed", "grouped", "window", "packed, grouped, window", "values narrower"],
+  ids=[
+    "plain",
+    "packed",
+    "grouped",
+    "window",
+    "packed, grouped, window",
+    "values narrower",
+    "odd length",
+    "odd length, packed",
+  ],
 )
 def test_it_is_the_fused_kernel_without_a_mask_in_memory(h200, options):
   text = program(cudnn, **options)
@@ -100,15 +111,25 @@ def test_each_device_has_whole_rows_and_the_keys_of_its_heads(
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 4}, {"context": 4, "tensor": 2}], ids=str)
-def test_what_devices_compute_is_the_whole(monkeypatch, sizes, kv_heads):
+@pytest.mark.parametrize(
+  ("sizes", "length"),
+  [
+    ({"fsdp": 2, "tensor": 4}, 8),
+    ({"context": 4, "tensor": 2}, 8),
+    ({"data": 4, "tensor": 2}, 7),
+    ({}, 7),
+  ],
+  ids=str,
+)
+def test_what_devices_compute_is_the_whole(monkeypatch, sizes, length, kv_heads):
   """With another kernel in the place of cuDNN's, which no CPU has."""
   random = np.random.default_rng(0)
-  shapes = ((4, 8, 8, 8), (4, 8, kv_heads, 8), (4, 8, kv_heads, 8))
+  shapes = [(4, length, heads, 8) for heads in (8, kv_heads, kv_heads)]
   q, k, v = (jnp.array(random.normal(size=shape), jnp.float32) for shape in shapes)
-  segments = jnp.array(np.sort(random.integers(1, 4, (4, 8))), jnp.int32)
+  segments = jnp.array(np.sort(random.integers(1, 4, (4, length))), jnp.int32)
 
   def attend(q, k, v, segments_BT, options, max_segments):
+    assert q.shape[1] == 8
     y = attention_kernels.xla(q, k, v, **options | {"segments_BT": segments_BT})
     fits_B = runs(segments_BT, max_segments)[2]
     return jnp.where(fits_B[:, None, None, None], y, jnp.nan)
@@ -120,7 +141,7 @@ def test_what_devices_compute_is_the_whole(monkeypatch, sizes, kv_heads):
   monkeypatch.setattr(cudnn_attention, "_attend", attend)
   by_kernel = jax.value_and_grad(value, (1, 2, 3))
   expected = by_kernel(attention_kernels.xla, q, k, v)
-  with jax.set_mesh(MeshSpec(ici=sizes).build()):
+  with jax.set_mesh(MeshSpec(ici=sizes).build(jax.devices()[: math.prod(sizes.values())])):
     kernel = functools.partial(cudnn, max_segments=3)
     got = jax.jit(functools.partial(by_kernel, kernel))(q, k, v)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=2e-2), got, expected)
