@@ -162,8 +162,7 @@ class Experiment(Knobs):
     if self.ENABLE_TE:
       fiddlers.transformer_engine(graph)
     self.adapt(graph)
-    shares_time = fdl.build(self.mesh()).axis("context") != 1
-    fiddlers.attention(graph, self.ATTENTION_KERNEL, self.MAX_SEGMENTS_PER_ROW, shares_time)
+    fiddlers.attention(graph, self.ATTENTION_KERNEL, self.MAX_SEGMENTS_PER_ROW)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
     if self.SHARD_SEQUENCE_OVER_TENSOR:
       fiddlers.cut_sequences(graph)

@@ -7,7 +7,7 @@ transformer_engine, lora, attention, remat, stack.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -16,6 +16,7 @@ from fiddle import daglish, selectors
 
 from paxlike import layers, topology
 from paxlike.errors import UserError, did_you_mean
+from paxlike.mesh import MeshSpec
 from paxlike.trainer import Trainer
 
 _ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value")
@@ -70,12 +71,7 @@ def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
         node.dtype = jnp.dtype(dtype)
 
 
-def attention(
-  graph: fdl.Buildable,
-  kernel: str = "auto",
-  max_segments: int = 64,
-  shares_time: bool = False,
-):
+def attention(graph: fdl.Buildable, kernel: str = "auto", max_segments: int = 64):
   """Chooses what computes attention: a name of `_KERNELS`; cudnn is for so many segments of a row.
 
   `auto` is ring where it can and devices share the tokens of a sequence, else cudnn on GPUs that
@@ -85,6 +81,36 @@ def attention(
     hint = did_you_mean(kernel, _KERNELS) or f" One of {', '.join(_KERNELS)}."
     raise UserError(f"no attention kernel {kernel}.{hint}")
   device = topology.devices()[0]
+  sizes = _mesh(graph).on(len(topology.devices()))
+  _check_kernel(kernel, device, sizes)
+  functions = {
+    "xla": layers.attention_kernels.xla,
+    "xla_chunked": layers.xla_chunked,
+    "cudnn": fdl.Partial(layers.cudnn, max_segments=max_segments),
+    "splash": layers.splash,
+    "tokamax": layers.tokamax,
+    "ring": layers.context_attention.ring,
+    "gathered": layers.context_attention.gathered,
+  }
+  shares_time = sizes["context"] > 1
+  for kind in (layers.Attention, layers.LatentAttention):
+    for node in select(graph, kind):
+      name = _best(node, device, shares_time) if kernel == "auto" else kernel
+      node.kernel = copy.deepcopy(functions[name])
+
+
+def _mesh(graph: fdl.Buildable) -> MeshSpec:
+  """Returns the shape of the mesh that a graph is for; of a model alone, the default one."""
+  found: Any = next(select(graph, MeshSpec), fdl.Config(MeshSpec))
+  return fdl.build(found)
+
+
+def _check_kernel(kernel: str, device: Any, sizes: Mapping[str, int]):
+  """Finds whether devices, and a mesh of them with these sizes of axes, have what a kernel needs.
+
+  Raises:
+    UserError: They have not.
+  """
   # By name: whether the device has it, and what does.
   needs = {
     "cudnn": (topology.has_cudnn_attention(device), "NVIDIA GPUs from Ampere on"),
@@ -96,19 +122,12 @@ def attention(
     raise UserError(
       f"ATTENTION_KERNEL={kernel} needs {needed}, and this is a {device.device_kind}."
     )
-  functions = {
-    "xla": layers.attention_kernels.xla,
-    "xla_chunked": layers.xla_chunked,
-    "cudnn": fdl.Partial(layers.cudnn, max_segments=max_segments),
-    "splash": layers.splash,
-    "tokamax": layers.tokamax,
-    "ring": layers.context_attention.ring,
-    "gathered": layers.context_attention.gathered,
-  }
-  for kind in (layers.Attention, layers.LatentAttention):
-    for node in select(graph, kind):
-      name = _best(node, device, shares_time) if kernel == "auto" else kernel
-      node.kernel = copy.deepcopy(functions[name])
+  if kernel in ("ring", "gathered") and sizes["context"] == 1:
+    axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    raise UserError(
+      f"ATTENTION_KERNEL={kernel} needs a mesh whose axis context is longer than 1, but that of"
+      f" ICI_MESH_SHAPE x DCN_MESH_SHAPE is {axes or 'one device'}: give it one, or take auto."
+    )
 
 
 def _best(node: Any, device: Any, shares_time: bool) -> str:

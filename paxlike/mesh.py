@@ -115,6 +115,18 @@ class MeshSpec:
       raise UserError(self._mismatch(fixed, bool(free), num_devices))
     return ici, dcn
 
+  def on(self, num_devices: int) -> dict[str, int]:
+    """Returns the size of every axis; what fills the mesh is 1 where so many devices do not fit.
+
+    Raises:
+      UserError: More than one axis fills it.
+    """
+    try:
+      ici, dcn = self.sizes(num_devices)
+    except UserError:
+      ici, dcn = self.sizes(None)
+    return {axis: ici[axis] * dcn[axis] for axis in AXES}
+
   def _mismatch(self, fixed: int, fills: bool, num_devices: int) -> str:
     def spell(shape: MeshShape, knob: str) -> str:
       sizes = axis_sizes(shape, knob)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from paxlike import decoding, flops, memory, mesh, pipelined
+from paxlike import decoding, flops, layers, memory, mesh, pipelined
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, check_keep, flatten
 from paxlike.errors import RunError, UserError
@@ -158,6 +158,11 @@ class Trainer:
     return self.mesh.build()
 
   @property
+  def attention(self) -> list[str]:
+    """What computes attention, by name."""
+    return layers.context_attention.in_effect(self.model.kernels, self.devices.shape["context"])
+
+  @property
   def data(self) -> Any:
     """The training data; without them the first evaluation data."""
     if datasets := self._datasets():
@@ -300,11 +305,7 @@ class Trainer:
 
   def _decoding(self, params: Params, options: decoding.Options) -> decoding.Decoding:
     return decoding.Decoding(
-      self.definition,
-      params,
-      self.data.tokenizer,
-      max_len=self.data.seq_len,
-      options=options,
+      self.definition, params, self.data.tokenizer, max_len=self.data.seq_len, options=options
     )
 
   def load(self, folder: epath.PathLike, *, step: int | None = None) -> Params:
@@ -334,9 +335,8 @@ class Trainer:
 
   def _sample(self, state: TrainState, prompt: str) -> str:
     """Continues `prompt` by 200 tokens."""
-    how = Sampling(temperature=0.8)
-    options = decoding.Options(max_new_tokens=200, sampling=how, seed=self.seed)
-    *_, last = self._decoding(state.weights, options).run([prompt])
+    how = decoding.Options(max_new_tokens=200, sampling=Sampling(temperature=0.8), seed=self.seed)
+    *_, last = self._decoding(state.weights, how).run([prompt])
     return prompt + last.text
 
   def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):
@@ -391,7 +391,7 @@ class Trainer:
       seq_len=self.data.seq_len,
       devices=self.devices,
       flops=flops.per_token(self.definition, self.data.seq_len),
-      attention=", ".join(self.model.kernels),
+      attention=", ".join(self.attention),
     )
 
 

@@ -59,6 +59,22 @@ def test_attention_is_a_ring_where_devices_share_sequences():
   assert kernels_of("Gpt3_52k", ATTENTION_KERNEL="gathered", **mesh) == ["gathered"]
 
 
+def test_what_fills_the_mesh_is_counted(h200):
+  mesh = {"ICI_MESH_SHAPE": {"context": -1}}
+  assert kernels_of("Gpt3_52k", **mesh) == ["cudnn"]
+  topology.use("h200-2")
+  assert kernels_of("Gpt3_52k", **mesh) == ["ring"]
+  assert kernels_of("Gpt3_52k", ICI_MESH_SHAPE={"tensor": 2, "context": -1}) == ["cudnn"]
+
+
+@pytest.mark.parametrize("kernel", ["ring", "gathered"])
+@pytest.mark.parametrize("shape", [(-1, 1, 1), {"data": 8, "context": -1}, {"tensor": 8}], ids=str)
+def test_a_kernel_of_shared_sequences_is_refused_where_there_are_none(kernel, shape):
+  says = f"ATTENTION_KERNEL={kernel} .*axis context.* ICI_MESH_SHAPE .* (data|tensor) 8"
+  with pytest.raises(UserError, match=says):
+    kernels_of("Gpt3_52k", ATTENTION_KERNEL=kernel, ICI_MESH_SHAPE=shape)
+
+
 def test_attention_on_a_cpu_is_no_gpus():
   assert kernels_of("Gpt3_52k") == ["xla"]
   with pytest.raises(UserError, match="needs NVIDIA GPUs"):

@@ -50,6 +50,12 @@ def test_minus_one_fills_and_dcn_multiplies():
   assert first_half == {device.id for device in jax.devices()[:4]}
 
 
+def test_what_fills_is_counted_on_devices_that_fit():
+  spec = MeshSpec(ici={"data": 3, "context": -1}, dcn=(2, 1, 1))
+  assert spec.on(24) == dict.fromkeys(mesh.AXES, 1) | {"data": 6, "context": 4}
+  assert spec.on(8) == dict.fromkeys(mesh.AXES, 1) | {"data": 6}
+
+
 def test_a_dim_stays_whole_where_an_axis_does_not_divide_it():
   assert mesh.partition(("vocab", "model"), (50304, 768), SIZES) == PartitionSpec("tensor", "fsdp")
   assert mesh.partition(("vocab", "model"), (50257, 768), SIZES) == PartitionSpec(None, "fsdp")

@@ -193,7 +193,7 @@ SEQUENCES: tuple[dict[str, int], ...] = (
 @pytest.mark.parametrize("mix", SEQUENCES, ids=spelt)
 def test_devices_that_share_sequences_are_one_device(kernel, mix):
   name = "SyntheticLLaMA70B"
-  definition = shrunk(name, scan=True, ATTENTION_KERNEL=kernel)
+  definition = shrunk(name, scan=True, ATTENTION_KERNEL=kernel, ICI_MESH_SHAPE=mix)
   got = steps(definition, MeshSpec(ici=mix), batch(8, packed=True), devices=jax.devices())
   assert_same(got, expected(name, packed=True))
 
@@ -201,7 +201,8 @@ def test_devices_that_share_sequences_are_one_device(kernel, mix):
 @pytest.mark.parametrize("kernel", ["ring", "gathered"])
 def test_stages_share_sequences(kernel):
   name, mix = "SyntheticLLaMA70B", {"pipeline": 2, "context": 4}
-  got = through_stages(name, "1f1b", 1, mix, knobs={"ATTENTION_KERNEL": kernel})
+  knobs = {"ATTENTION_KERNEL": kernel, "ICI_MESH_SHAPE": {"context": -1}}
+  got = through_stages(name, "1f1b", 1, mix, knobs=knobs)
   assert_same(got, in_four_parts(name))
 
 
