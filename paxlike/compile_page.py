@@ -32,6 +32,7 @@ def facts(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> dict
     "device_kind": _kind(program),
     "num_devices": program.devices.size,
     "mesh": dict(program.devices.shape),
+    "attention": trainer.attention,
     "sequences_per_step": trainer.batch_size,
     "tokens_per_step": program.tokens,
     "flops_per_step": program.flops,
@@ -56,6 +57,7 @@ def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
   yield "parameters", f"{trainer.definition.num_params:,}"
   yield "devices", f"{devices.size} x {_kind(program)}{f': {axes}' if axes else ''}"
   yield "a step", f"{trainer.batch_size:,} sequences = {program.tokens:,} tokens"
+  yield "attention", ", ".join(trainer.attention)
   yield "FLOPs of a step", f"{program.flops:.4g}{_at_least(program)}"
   yield "compiled in", f"{program.seconds:.1f} s"
   held, room = program.held, program.room

@@ -301,6 +301,9 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
   else:
     folder = run_folder.create(options.job_log_dir)
   with Journal(folder, write_summaries=options.enable_summary_writer) as journal:
+    if options.mode != "train":
+      of = " of prompts" if options.mode == "decode" else ""
+      journal.note(f"attention{of}: {', '.join(trainer.attention)}")
     if options.mode == "eval" and options.continuous:
       trainer.follow(folder, journal)
     elif options.mode == "eval":

@@ -25,6 +25,7 @@ def test_the_page_tells_of_memory_and_kernels(capsys):
   assert run(*bf16, *GPU, "--kernels", "--fdl.DIMS_PER_HEAD=8") == 0
   out = capsys.readouterr().out
   assert re.search(r"devices +1 x NVIDIA H200", out)
+  assert re.search(r"attention +cudnn\n", out)
   assert re.search(r"memory per device: peak +[\d.]+ [kM]B of 151\.4 GB: fits", out)
   assert re.search(r"attention: __cudnn\$fmhaSoftmaxBackward\n", out)
   groups = out.partition("roofline of each device\n")[2].partition("\n\n")[0].splitlines()
@@ -45,6 +46,7 @@ def test_the_page_of_a_step_for_tpus(capsys):
   assert re.search(r"peak +[\d.]+ MB of 16\.91 GB: fits", page)
   assert re.search(r"all-gather over fsdp\n", page)
   assert facts["fits"] and facts["mesh"]["tensor"] == 2
+  assert facts["attention"] == ["splash"]
   assert facts["tokens_per_step"] == 4 * 16
   # A dense model's FLOPs are at least six a parameter and token.
   assert facts["flops_per_step"] > 6 * facts["parameters"] * facts["tokens_per_step"] * 0.9
