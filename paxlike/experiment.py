@@ -80,9 +80,8 @@ class Experiment(Knobs):
     "linear_rampup_cosine_decay", "linear_rampup_exponential_decay", "constant"
   ] = "linear_rampup_cosine_decay"
   LR_COS_WARMUP: int = 4000  #: Steps of the cosine schedule's linear rise.
-  LR_COS_DECAY_START: int | None = (
-    None  #: Step at which it starts to fall. None: LR_COS_WARMUP + 1.
-  )
+  #: Step at which it starts to fall. None: LR_COS_WARMUP + 1.
+  LR_COS_DECAY_START: int | None = None
   LR_COS_DECAY_END: int | None = None  #: Step from which it is constant. None: MAX_STEPS.
   LR_COS_MIN_RATIO: float = 0.1  #: Its last value as a share of the peak.
   LR_LRED_WARMUP: int = 4000  #: The same of the exponential schedule.
@@ -162,7 +161,9 @@ class Experiment(Knobs):
     if self.ENABLE_TE:
       fiddlers.transformer_engine(graph)
     self.adapt(graph)
-    fiddlers.attention(graph, self.ATTENTION_KERNEL, self.MAX_SEGMENTS_PER_ROW)
+    fiddlers.attention(graph, self.ATTENTION_KERNEL)
+    if any(fiddlers.select(graph, layers.cudnn)):
+      fiddlers.segments(graph, self.MAX_SEGMENTS_PER_ROW)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
     if self.SHARD_SEQUENCE_OVER_TENSOR:
       fiddlers.cut_sequences(graph)

@@ -7,7 +7,7 @@ transformer_engine, lora, attention, remat, stack.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -34,8 +34,11 @@ _SCHEMES = {
 LORA_ROLES = {"all": _BLOCK, "attention": _ATTENTION, "mlp": _MLP}
 
 
-def select(graph: fdl.Buildable, kind: type, *roles: str) -> Iterator[Any]:
-  """Yields every node of `graph` that makes a `kind`, with one of `roles` if any are given."""
+def select(graph: fdl.Buildable, kind: Callable[..., Any], *roles: str) -> Iterator[Any]:
+  """Yields every node of `graph` that makes a `kind`, with one of `roles` if any are given.
+
+  A function is the kind of what calls it.
+  """
   for node in selectors.select(graph, kind, check_nonempty=False):
     if not roles or getattr(node, "role", None) in roles:
       yield node
@@ -86,7 +89,7 @@ def attention(graph: fdl.Buildable, kernel: str = "auto", max_segments: int = 64
   functions = {
     "xla": layers.attention_kernels.xla,
     "xla_chunked": layers.xla_chunked,
-    "cudnn": fdl.Partial(layers.cudnn, max_segments=max_segments),
+    "cudnn": fdl.Partial(layers.cudnn),
     "splash": layers.splash,
     "tokamax": layers.tokamax,
     "ring": layers.context_attention.ring,
@@ -97,6 +100,15 @@ def attention(graph: fdl.Buildable, kernel: str = "auto", max_segments: int = 64
     for node in select(graph, kind):
       name = _best(node, device, shares_time) if kernel == "auto" else kernel
       node.kernel = copy.deepcopy(functions[name])
+  segments(graph, max_segments)
+
+
+def segments(graph: fdl.Buildable, most: int):
+  """Gives cudnn, where it computes attention, room for so many segments of a row."""
+  if most < 1:
+    raise UserError(f"MAX_SEGMENTS_PER_ROW={most}: a row has at least 1.")
+  for kernel in select(graph, layers.cudnn):
+    kernel.max_segments = most
 
 
 def _mesh(graph: fdl.Buildable) -> MeshSpec:

@@ -24,6 +24,7 @@ CONDITIONS = {
   "CHECKPOINT_RESTORE_PATH": {"CHECKPOINT_RESTORE_PATH": "run"},
   "LORA_": {"USE_LORA": True},
   "BEST_CHECKPOINT_MODE": {"BEST_CHECKPOINT_METRIC": "validation/log_pplx"},
+  "MAX_SEGMENTS_PER_ROW": {"ATTENTION_KERNEL": "cudnn"},
 }
 every_experiment = pytest.mark.parametrize("cls", EXPERIMENTS.values(), ids=lambda c: c.__name__)
 
@@ -42,7 +43,7 @@ def test_it_builds_and_its_graph_survives_a_file(cls):
 
 
 @every_experiment
-def test_every_knob_is_read(cls):
+def test_every_knob_is_read(cls, h200):
   read = set()
   for setting in ({}, *CONDITIONS.values()):
     known = {name: value for name, value in setting.items() if name in cls.knobs()}

@@ -75,6 +75,20 @@ def test_a_kernel_of_shared_sequences_is_refused_where_there_are_none(kernel, sh
     kernels_of("Gpt3_52k", ATTENTION_KERNEL=kernel, ICI_MESH_SHAPE=shape)
 
 
+def test_room_for_segments_is_asked_for_where_it_is_taken(h200):
+  for kernel, unread in (("auto", []), ("xla", ["MAX_SEGMENTS_PER_ROW"])):
+    experiment = registry.find("Gpt3_52k")(MAX_SEGMENTS_PER_ROW=3, ATTENTION_KERNEL=kernel)
+    model = fdl.build(experiment.trainer().model)
+    assert model.max_segments == (None if unread else 3)
+    assert experiment.unread() == unread
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_no_room_for_segments_is_refused(h200, count):
+  with pytest.raises(UserError, match=f"MAX_SEGMENTS_PER_ROW={count}: .* at least 1"):
+    registry.find("Gpt3_52k")(MAX_SEGMENTS_PER_ROW=count).trainer()
+
+
 def test_attention_on_a_cpu_is_no_gpus():
   assert kernels_of("Gpt3_52k") == ["xla"]
   with pytest.raises(UserError, match="needs NVIDIA GPUs"):
