@@ -2,9 +2,9 @@
 # What the scripts here share; sourced by them.
 
 PYTHON="${PYTHON:-python3}"
-# Put before what the user's XLA_FLAGS say.
-BASE_XLA_FLAGS="${BASE_XLA_FLAGS:---xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_triton_gemm=false}"
-export XLA_FLAGS="${BASE_XLA_FLAGS} ${XLA_FLAGS:-}"
+# Put before what the user's XLA_FLAGS say. Empty by itself: the program has its own (xla_flags.py).
+BASE_XLA_FLAGS="${BASE_XLA_FLAGS:-}"
+export XLA_FLAGS="${BASE_XLA_FLAGS:+${BASE_XLA_FLAGS} }${XLA_FLAGS:-}"
 
 for flag in ENABLE_TE:--fdl.ENABLE_TE=true ENABLE_FP8:--fdl.USE_FP8=true \
   NVTE_FUSED_ATTN:--fdl.ATTENTION_KERNEL=cudnn; do

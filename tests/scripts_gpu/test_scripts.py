@@ -110,6 +110,37 @@ def slurm(index: int, port: int) -> dict:
   }
 
 
+def told(script, *arguments, cwd, **environment) -> dict[str, str]:
+  """Returns the variables that a script starts the program with."""
+  program = cwd / "program"
+  program.write_text("#!/bin/sh\nenv\n")
+  program.chmod(0o755)
+  status, out = run(script, *arguments, cwd=cwd, PYTHON=program, **environment)
+  assert status == 0, out
+  return dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
+
+
+ALONE = [
+  ("run_pile_singlenode.sh", ("data", "pieces")),
+  ("run_lambada_singlenode.sh", ("data", "pieces", "float32", 1, 2, "logs")),
+  ("run_pile_multinode.sh", ("data", "pieces")),
+  ("run_base_config_multinode.sh", ("Pile126M",)),
+  ("run_llama_boolq.sh", ()),
+]
+LLAMA = {"VOCAB_PATH": "pieces", "TFDS_DATA_DIR": "data", "CHECKPOINT_RESTORE_PATH": "base"}
+
+
+@pytest.mark.parametrize(("script", "arguments"), ALONE)
+def test_options_of_xla_are_the_program_s_and_the_user_s(tmp_path, script, arguments):
+  (tmp_path / "logs").mkdir()
+  given = slurm(0, 1) | LLAMA
+  own = told(script, *arguments, cwd=tmp_path, XLA_FLAGS="", **given)
+  assert own["XLA_FLAGS"] == ""
+  flags = {"BASE_XLA_FLAGS": "--first", "XLA_FLAGS": "--second --third"}
+  users = told(script, *arguments, cwd=tmp_path, **flags, **given)
+  assert users["XLA_FLAGS"] == "--first --second --third"
+
+
 def free_port() -> int:
   with socket.socket() as one:
     one.bind(("127.0.0.1", 0))
