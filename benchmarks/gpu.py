@@ -188,7 +188,6 @@ class Bench:
       "JAX_COMPILATION_CACHE_DIR": str(self._cache),
       # The error is to be the last that a process tells.
       "JAX_TRACEBACK_FILTERING": "off",
-      **({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"} if gpu else {}),
     }
 
 

@@ -57,7 +57,7 @@ class Program:
   @property
   def room(self) -> int | None:
     """Bytes of memory that a device has for programs, where that is known."""
-    return self.chip.memory if self.chip is not None and self.chip.memory else None
+    return (self.chip.room or None) if self.chip is not None else None
 
   @property
   def fits(self) -> bool:

@@ -2,6 +2,12 @@
 """What accelerators can do by their data sheets, and what of that programs reach."""
 
 import dataclasses
+import os
+
+# Variables by which users tell JAX the share of a GPU's memory to take, each instead of the other.
+SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# Where they do not. JAX's own would be 0.75; what is left is for CUDA, its libraries and NCCL.
+_SHARE = "0.92"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,13 +16,29 @@ class Chip:
 
   Attributes:
     flops: Dense bf16 FLOP/s.
-    memory: Bytes; 0: not known.
+    memory: Bytes; 0: not known. Of TPUs, what programs have.
     bandwidth: Bytes/s between the device and its memory; 0: not known.
+    is_gpu: Whether it is one.
   """
 
   flops: float
   memory: int = 0
   bandwidth: float = 0
+  is_gpu: bool = False
+
+  @property
+  def room(self) -> int:
+    """Bytes that programs have; 0: not known."""
+    return int(gpu_share() * self.memory) if self.is_gpu else self.memory
+
+
+def gpu_share() -> float:
+  """Returns the share of a GPU's memory that programs have: what the user says, or our own.
+
+  Raises:
+    ValueError: What the user says is no number.
+  """
+  return float(next(filter(None, map(os.environ.get, SHARE_NAMES)), _SHARE))
 
 
 # Of 16, 95 and 32 GiB, what the compiler says that programs have.
@@ -24,9 +46,9 @@ _V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
 
 # By a part of JAX's `device_kind`, the more special first. FLOP/s of GPUs are of the SXM modules.
 CHIPS = {
-  "H200": Chip(989.5e12, 151_397_597_184, 4.8e12),
-  "H100": Chip(989.5e12, 85_028_765_696, 3.35e12),
-  "A100": Chip(312e12, 85_094_105_088, 2.039e12),
+  "H200": Chip(989.5e12, 151_397_597_184, 4.8e12, is_gpu=True),
+  "H100": Chip(989.5e12, 85_028_765_696, 3.35e12, is_gpu=True),
+  "A100": Chip(312e12, 85_094_105_088, 2.039e12, is_gpu=True),
   "TPU v4": Chip(275e12),
   "TPU v5 lite": Chip(197e12, _V5E, 0.819e12),
   "TPU v5e": Chip(197e12, _V5E, 0.819e12),

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike import cluster, flags, gpu_targets, memory, tpu_targets, usage
+from paxlike import cluster, flags, gpu_targets, memory, topology, tpu_targets, usage
 from paxlike.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ def set_up_jax(options: flags.Options):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
+  topology.take_gpu_memory()
   if not os.path.exists("/dev/nvidiactl"):
     # What compiles for GPUs may be installed where there is none: JAX would log that as an error.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -139,8 +140,6 @@ def set_up_jax(options: flags.Options):
     os.environ["XLA_FLAGS"] = f"--xla_disable_hlo_passes=all-reduce-promotion {theirs}".strip()
   _keep_programs()
   import jax
-
-  from paxlike import topology
 
   if options.topology is not None:
     jax.config.update("jax_platforms", "cpu")
@@ -245,7 +244,7 @@ def _compile(options: flags.Options, trainer: Any) -> int:
 
 def _plan(options: flags.Options, experiment: "Experiment") -> int:
   """Tells how to spread the experiment over devices. Returns 3 if nothing fits."""
-  from paxlike import plan_page, planner, topology
+  from paxlike import plan_page, planner
 
   def build(knobs: Mapping[str, Any]) -> Any:
     one = experiment_of(options)

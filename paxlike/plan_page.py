@@ -35,7 +35,8 @@ def text(plans: Plans, command: Command) -> str:
     "The best of each mesh; sizes in brackets are across slices or nodes, parts are those of the"
     "\nbatch, one after another, and MFU counts attention over all pairs of tokens. GB of a device"
     f"\nand s are predicted, from {plans.machine.achieved:.0%} of what data sheets say; what takes"
-    f" more than {planner.ROOM:.0%} of memory is left\nout. --confirm=K compiles the best K."
+    f" more than\n{planner.ROOM:.0%} of the memory for programs is left out. --confirm=K compiles"
+    " the best K."
   )
   return "\n\n".join(parts)
 
@@ -50,7 +51,7 @@ def facts(plans: Plans, command: Command) -> dict[str, Any]:
     "parameters": model.num_params,
     "device_kind": plans.device_kind,
     "num_devices": plans.num_devices,
-    "bytes_of_device": plans.machine.chip.memory,
+    "bytes_of_device": plans.machine.chip.room,
     "achieved": plans.machine.achieved,
     "sequences_per_step": plans.batch,
     "tokens_per_step": plans.batch * model.seq_len,
@@ -71,9 +72,9 @@ def flags(plan: Plan, given: dict[str, Any]) -> Iterator[str]:
 
 def _facts(plans: Plans) -> Iterator[tuple[str, str]]:
   tokens = plans.batch * plans.model.seq_len
-  room = tables.nbytes(plans.machine.chip.memory)
+  room = tables.nbytes(plans.machine.chip.room)
   yield "parameters", f"{plans.model.num_params:,}"
-  yield "devices", f"{plans.num_devices} x {plans.device_kind}, {room} each"
+  yield "devices", f"{plans.num_devices} x {plans.device_kind}, {room} each for programs"
   yield "a step", f"{plans.batch:,} sequences = {tokens:,} tokens"
   yield "FLOPs of a step", f"{tokens * plans.model.flops.full:.4g}"
   yield "configurations", f"{plans.considered:,}, of which {plans.fitting:,} fit"

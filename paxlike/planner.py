@@ -31,7 +31,8 @@ from paxlike.model_sizes import ModelSizes
 from paxlike.objectives import NextToken
 from paxlike.trainer import Trainer
 
-# Of a device's memory, what predictions may take: they are up to so much too low.
+# Of what programs have of a device's memory, the share that predictions may take: they are up to
+# so much too low.
 ROOM = 0.9
 # Knobs that a plan sets, and users do not.
 CHOSEN = (
@@ -151,7 +152,7 @@ def rank(
   Raises:
     UserError: No mesh can share such a batch.
   """
-  room = ROOM * machine.chip.memory
+  room = ROOM * machine.chip.room
   best: list[Plan] = []
   nearest: Plan | None = None
   considered = fitting = 0

@@ -4,11 +4,12 @@
 XLA compiles for GPUs and TPUs without one.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from paxlike import gpu_targets, tpu_targets
+from paxlike import chips, gpu_targets, tpu_targets
 from paxlike.errors import UserError, did_you_mean
 
 _named: Sequence[Any] | None = None
@@ -19,6 +20,25 @@ def devices() -> list[Any]:
   import jax
 
   return list(jax.devices() if _named is None else _named)
+
+
+def take_gpu_memory():
+  """Has JAX take as much of each GPU as `chips.Chip.room` says; before it first asks for them.
+
+  Raises:
+    UserError: The user's variable says no share.
+  """
+  given = [name for name in chips.SHARE_NAMES if os.environ.get(name)]
+  try:
+    share = chips.gpu_share()
+  except ValueError:
+    share = 0.0
+  if not share > 0:
+    raise UserError(
+      f"{given[0]}={os.environ[given[0]]}: expected a share of a GPU's memory, as 0.9."
+    )
+  if not given:
+    os.environ[chips.SHARE_NAMES[1]] = str(share)
 
 
 def has_cudnn_attention(device: Any) -> bool:

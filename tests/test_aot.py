@@ -13,7 +13,7 @@ import fiddle as fdl
 import pytest
 from program import TINY, run, start
 
-from paxlike import aot, fiddlers, kernels, registry
+from paxlike import aot, chips, fiddlers, kernels, registry
 from paxlike.scripts_gpu import xla_flags
 
 GPU = ("--mode=compile", "--topology=h200-1")
@@ -26,7 +26,7 @@ def test_the_page_tells_of_memory_and_kernels(capsys):
   out = capsys.readouterr().out
   assert re.search(r"devices +1 x NVIDIA H200", out)
   assert re.search(r"attention +cudnn\n", out)
-  assert re.search(r"memory per device: peak +[\d.]+ [kM]B of 151\.4 GB: fits", out)
+  assert re.search(r"memory per device: peak +[\d.]+ [kM]B of 139\.3 GB: fits", out)
   assert re.search(r"attention: __cudnn\$fmhaSoftmaxBackward\n", out)
   groups = out.partition("roofline of each device\n")[2].partition("\n\n")[0].splitlines()
   every, *parts = [float(line.split()[0]) for line in groups]
@@ -109,6 +109,19 @@ def test_what_a_compiler_asks_for_is_all_that_it_needs():
   )
   assert aot._asked_for(message, 2**30) == (2**30, 47 * 2**30, 48 * 2**30)
   assert aot._asked_for("INTERNAL: something else", 2**30) is None
+
+
+@pytest.mark.parametrize(("share", "fits"), [("", False), ("0.9", False), ("0.95", True)])
+def test_what_fits_a_gpu_is_what_fits_the_share_that_programs_have(monkeypatch, share, fits):
+  chip = chips.CHIPS["H200"]
+  nothing: Any = object()
+  held = aot.Held(0, 0, int(0.94 * chip.memory))
+  for name in chips.SHARE_NAMES:
+    monkeypatch.setenv(name, share)
+  program = aot.Program(
+    step=nothing, held=held, seconds=0, chip=chip, devices=nothing, tokens=0, flops=0
+  )
+  assert program.fits is fits
 
 
 @pytest.mark.slow

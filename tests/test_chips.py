@@ -20,5 +20,20 @@ def test_devices_have_the_peaks_of_their_data_sheets(kind, flops):
   assert chip.flops == flops
 
 
+def test_programs_have_the_share_of_a_gpu_that_users_name_and_all_that_is_told_of_a_tpu(
+  monkeypatch,
+):
+  h200, v5e = chips.CHIPS["H200"], chips.CHIPS["TPU v5e"]
+  for name in chips.SHARE_NAMES:
+    monkeypatch.delenv(name, raising=False)
+  # JAX by itself would take 0.75.
+  assert 0.9 * h200.memory < h200.room < 0.95 * h200.memory
+  for name in chips.SHARE_NAMES:
+    with monkeypatch.context() as changed:
+      changed.setenv(name, "0.5")
+      assert h200.room == h200.memory // 2
+      assert v5e.room == v5e.memory
+
+
 def test_what_is_not_known_has_none():
   assert chips.find("cpu") is None

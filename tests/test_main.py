@@ -7,7 +7,7 @@ import os
 import pytest
 from program import TINY, curve, finish, run, start
 
-from paxlike import config_file
+from paxlike import chips, config_file
 
 SMALL = "--fdl_config=Synthetic126M"
 
@@ -96,6 +96,13 @@ def test_against_prints_the_difference(capsys):
   assert "12" in out
   assert run(SMALL, "--mode=show", "--against=Synthetic126M") == 0
   assert "No difference" in capsys.readouterr().out
+
+
+def test_jax_may_take_most_of_a_gpu(monkeypatch):
+  for name in chips.SHARE_NAMES:
+    monkeypatch.setenv(name, "")
+  assert run("--list") == 0
+  assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == chips.gpu_share() > 0.9
 
 
 def test_fdl_help(capsys):

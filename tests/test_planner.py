@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from program import run
 
-from paxlike import flags, main, planner, topology
+from paxlike import chips, flags, main, planner, topology
 from paxlike.mesh import AXES
 
 # Four layers, wide enough for tensor 4.
@@ -61,6 +61,8 @@ def test_the_page(capsys):
 )
 def test_every_plan_is_one_that_the_experiment_takes(topology_flags, batch, model, capsys):
   facts = planned(capsys, *model, "--mode=plan", *topology_flags, f"--global_batch={batch}")
+  chip = chips.find(facts["device_kind"])
+  assert chip is not None and facts["bytes_of_device"] == chip.room
   assert facts["fitting"] and facts["plans"]
   seconds = [plan["seconds"]["total"] for plan in facts["plans"]]
   assert seconds == sorted(seconds)

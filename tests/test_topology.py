@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices that are only named."""
 
+import os
 import subprocess
 import sys
 import types
@@ -65,6 +66,30 @@ def test_devices_are_as_many_and_known(name, count):
     assert MeshSpec(ici=(-1, 1, 1)).build().size == count
   finally:
     topology.use(None)
+
+
+def test_jax_takes_of_gpus_what_programs_are_said_to_have(monkeypatch):
+  new, old = chips.SHARE_NAMES
+  for name in (new, old):
+    monkeypatch.setenv(name, "")  # Which is as none, and restored.
+  topology.take_gpu_memory()
+  assert float(os.environ[old]) == chips.gpu_share() and not os.environ[new]
+  for name in (new, old):
+    monkeypatch.setenv(old, "")
+    monkeypatch.setenv(name, "0.6")
+    topology.take_gpu_memory()
+    assert chips.gpu_share() == 0.6
+    # JAX refuses to be told twice.
+    assert [other for other in (new, old) if os.environ[other]] == [name]
+    monkeypatch.setenv(name, "")
+
+
+@pytest.mark.parametrize("text", ["most", "0", "nan"])
+def test_what_is_no_share_is_said(monkeypatch, text):
+  for name in chips.SHARE_NAMES:
+    monkeypatch.setenv(name, text)
+  with pytest.raises(UserError, match=rf"XLA_CLIENT_MEM_FRACTION={text}: expected a share"):
+    topology.take_gpu_memory()
 
 
 # As where no plugin is installed, if there are arguments.

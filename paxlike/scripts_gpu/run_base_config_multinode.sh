@@ -13,7 +13,6 @@ TFDS_DATA_DIR="${5:-None}"
 export VOCAB_PATH="${6:-${VOCAB_PATH:-}}"
 EXTRA_ARGS="${7:-}"
 
-export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}"
 if [ "${TFDS_DATA_DIR}" != None ]; then
   EXTRA_ARGS="--tfds_data_dir=${TFDS_DATA_DIR} ${EXTRA_ARGS}"
 fi

@@ -7,7 +7,6 @@ source "$(dirname "$0")/common.sh"
 
 : "${6:?LOGDIR, the folder of the run, is the sixth argument}"
 read_arguments "$@"
-export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}"
 
 "${PYTHON}" -m paxlike.main \
   --fdl_config=Lambada126M \

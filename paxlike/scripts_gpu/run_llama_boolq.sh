@@ -44,7 +44,6 @@ fi
 
 export NCCL_IB_SL="${NCCL_IB_SL:-0}"
 export NCCL_PROTO="${NCCL_PROTO:-LL128}"
-export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.85}"
 
 run() {
   "${PYTHON}" -m paxlike.main \

@@ -7,7 +7,6 @@ set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
 read_arguments "$@"
-export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.85}"
 
 # shellcheck disable=SC2046 # Several words are meant.
 exec "${PYTHON}" -m paxlike.main \

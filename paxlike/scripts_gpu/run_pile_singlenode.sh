@@ -6,7 +6,6 @@ set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
 read_arguments "$@"
-export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}"
 
 mkdir -p "${LOG_DIR}"
 "${PYTHON}" -m paxlike.main \

@@ -131,11 +131,12 @@ LLAMA = {"VOCAB_PATH": "pieces", "TFDS_DATA_DIR": "data", "CHECKPOINT_RESTORE_PA
 
 
 @pytest.mark.parametrize(("script", "arguments"), ALONE)
-def test_options_of_xla_are_the_program_s_and_the_user_s(tmp_path, script, arguments):
+def test_options_of_xla_and_memory_are_the_program_s_and_the_user_s(tmp_path, script, arguments):
   (tmp_path / "logs").mkdir()
   given = slurm(0, 1) | LLAMA
-  own = told(script, *arguments, cwd=tmp_path, XLA_FLAGS="", **given)
-  assert own["XLA_FLAGS"] == ""
+  nothing = {"XLA_FLAGS": "", "XLA_PYTHON_CLIENT_MEM_FRACTION": ""}
+  own = told(script, *arguments, cwd=tmp_path, **nothing, **given)
+  assert own["XLA_FLAGS"] == own["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ""
   flags = {"BASE_XLA_FLAGS": "--first", "XLA_FLAGS": "--second --third"}
   users = told(script, *arguments, cwd=tmp_path, **flags, **given)
   assert users["XLA_FLAGS"] == "--first --second --third"
