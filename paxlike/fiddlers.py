@@ -177,6 +177,10 @@ def quantize(graph: fdl.Buildable, kind: str = "fp8"):
   if kind not in _DOTS:
     hint = did_you_mean(kind, _DOTS) or f" One of {', '.join(_DOTS)}."
     raise UserError(f"no quantization {kind}.{hint}")
+  device = topology.devices()[0]
+  if kind != "int8" and not topology.has_fp8(device):
+    knobs = f"QUANTIZATION={kind} (or USE_FP8)"
+    raise UserError(f"{knobs} needs NVIDIA GPUs from Ada on, and this is a {device.device_kind}.")
   for layer in (layers.Linear, layers.ExpertLinear):
     for node in select(graph, layer, *_BLOCK):
       node.dot = fdl.Partial(_DOTS[kind])

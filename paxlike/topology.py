@@ -43,17 +43,26 @@ def take_gpu_memory():
 
 def has_cudnn_attention(device: Any) -> bool:
   """Returns whether cuDNN has attention for a device: for NVIDIA's GPUs from Ampere on."""
-  return _capability(device) >= 8
+  return _capability(device) >= (8, 0)
 
 
 def has_tokamax_attention(device: Any) -> bool:
   """Returns whether tokamax has: for NVIDIA's GPUs from Hopper on."""
-  return _capability(device) >= 9
+  return _capability(device) >= (9, 0)
 
 
 def has_transformer_engine(device: Any) -> bool:
   """Returns whether Transformer Engine is for a device: NVIDIA's GPUs from Ampere on."""
-  return _capability(device) >= 8
+  return _capability(device) >= (8, 0)
+
+
+def has_fp8(device: Any) -> bool:
+  """Returns whether a device may multiply in fp8: all but NVIDIA's GPUs before Ada.
+
+  XLA would round for those, and multiply what was rounded in bfloat16.
+  """
+  capability = _capability(device)
+  return capability == (0, 0) or capability >= (8, 9)
 
 
 def has_triton(device: Any) -> bool:
@@ -66,11 +75,11 @@ def has_splash_attention(device: Any) -> bool:
   return device.platform == "tpu"
 
 
-def _capability(device: Any) -> int:
-  """Returns the first number of an NVIDIA GPU's compute capability; 0 for other devices."""
+def _capability(device: Any) -> tuple[int, int]:
+  """Returns an NVIDIA GPU's compute capability; (0, 0) for other devices."""
   # CPUs and TPUs have no such attribute; AMD's GPUs are gfx90a and the like.
-  capability = re.fullmatch(r"(\d+)\.\d+", getattr(device, "compute_capability", ""))
-  return 0 if capability is None else int(capability[1])
+  capability = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
+  return (0, 0) if capability is None else (int(capability[1]), int(capability[2]))
 
 
 def use(name: str | None, *, slices: int = 1):

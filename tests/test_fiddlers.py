@@ -139,6 +139,19 @@ def test_products_in_few_bits_are_those_of_the_blocks(knobs, dot):
   assert {"head", "router"} <= {node.role for node in fiddlers.select(graph, layers.Linear)}
 
 
+@pytest.mark.parametrize(
+  "knobs", [{"USE_FP8": True}, {"QUANTIZATION": "fp8"}, {"QUANTIZATION": "fp8_delayed"}]
+)
+def test_fp8_on_a_gpu_that_has_none_is_refused(knobs):
+  topology.use("a100-1")
+  try:
+    with pytest.raises(UserError, match=r"QUANTIZATION=fp8.*USE_FP8.* this is a NVIDIA A100"):
+      registry.find("Gpt3_52k")(**knobs).trainer()
+    registry.find("Gpt3_52k")(QUANTIZATION="int8").trainer()
+  finally:
+    topology.use(None)
+
+
 def test_a_quantization_that_is_none_or_two_is_said(graph):
   with pytest.raises(UserError, match=r"no quantization fp9\..*Did you mean fp8"):
     fiddlers.quantize(graph, "fp9")

@@ -55,6 +55,15 @@ def test_attention_by_tokamax_is_for_nvidias_gpus_from_hopper_on(capability, has
   assert topology.has_tokamax_attention(device) is has
 
 
+@pytest.mark.parametrize(
+  ("capability", "has"),
+  [("9.0", True), ("8.9", True), ("10.0", True), ("8.6", False), ("7.5", False), ("gfx942", True)],
+)
+def test_fp8_is_for_all_but_nvidias_gpus_before_ada(capability, has):
+  assert topology.has_fp8(types.SimpleNamespace(compute_capability=capability)) is has
+  assert topology.has_fp8(types.SimpleNamespace())  # A CPU or TPU.
+
+
 @pytest.mark.parametrize(("name", "count"), [("h200-1", 1), ("a100-4", 4), ("h100-64", 64)])
 def test_devices_are_as_many_and_known(name, count):
   topology.use(name)
