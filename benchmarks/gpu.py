@@ -6,26 +6,31 @@
     126m  GPT 126M, bf16, beside a nanoGPT-style torch model; 16, 32 and 64 sequences of 2048
     5b    GPT 5B in bf16 and FP8, beside the same; 4 and 8 sequences of 2048
     lora  LLaMA-2 7B, rank 32 on all linear maps, beside transformers and peft; 1, 2 and 4 of 4096
-    sft   LLaMA-2 7B in full, beside transformers; 1 and 2 sequences of 4096
+    sft   LLaMA-2 7B in full in bf16 and FP8, beside transformers; 1, 2 and 4 sequences of 4096
     tiny  all of these so small that a CPU does
 
 Every case is a process with a deadline. Ours is the step that `paxlike` would run, on random tokens
-that are on the device; it goes before and after its peer, so that a drift of the machine shows. A
-case whose turn comes with too little of the budget left is skipped, and --only names the cases of
-another call. Results are appended to DIR/results.jsonl as they come; DIR has also table.md, log.txt
-with all that the cases wrote, and the programs of our side (*.hlo.gz).
+that are on the device; it goes before and after its peer, so that a drift of the machine shows.
+Both sides hold weights and moments in the same dtypes, which the table names: float32 for GPT,
+bfloat16 for what is trained of LLaMA. The peers of LLaMA have the kernels of Liger in rows of their
+own, if these are installed; that was never run on a GPU. A case whose turn comes with too little of
+the budget left is skipped, and --only names the cases of another call. Results are appended to
+DIR/results.jsonl as they come; DIR has also table.md, log.txt with all that the cases wrote, and
+the programs of our side (*.hlo.gz).
 
 It runs from the checkout. A machine with JAX, Flax, Optax and, for the peers, torch, transformers
-and peft lacks two distributions: carry them as wheels, for Python 3.12,
+and peft lacks two distributions, and the third for Liger: carry them as wheels, for Python 3.12,
 
     pip download --no-deps --only-binary=:all: --python-version=3.12 \\
-      --platform=manylinux_2_28_x86_64 --platform=manylinux_2_17_x86_64 fiddle libcst
+      --platform=manylinux_2_28_x86_64 --platform=manylinux_2_17_x86_64 \\
+      fiddle libcst liger-kernel
 
 Exits with 1 if a case failed, with 2 if there is no GPU.
 """
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -113,6 +118,8 @@ class Bench:
     kind = (case.side, case.model, case.batch, case.mode)
     if kind in self._failed:
       result["skipped"] = "it failed before"
+    elif case.side == "torch_liger" and importlib.util.find_spec("liger_kernel") is None:
+      result["skipped"] = "liger-kernel is not installed"
     elif self.left < case.least:
       result["skipped"] = f"needs {case.least:.0f} s, {max(self.left, 0):.0f} s are left"
     else:

@@ -38,6 +38,8 @@ def facts(name: str, knobs: dict[str, Any]) -> dict[str, Any]:
     "rope_theta": getattr(read, "ROPE_THETA", None),
     "lora_rank": read.LORA_RANK if read.USE_LORA else 0,
     "fp8": read.USE_FP8,
+    "weight_dtype": read.WEIGHT_DTYPE,
+    "moment_dtype": read.ADAM_MOMENT_DTYPE,
     "learning_rate": read.LEARNING_RATE,
     "betas": [read.ADAM_BETA1, read.ADAM_BETA2],
     "epsilon": read.ADAM_EPSILON,

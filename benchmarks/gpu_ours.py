@@ -42,6 +42,7 @@ def main():
     peak_bytes=program.held.peak if peak is None else peak,
     held_bytes=program.held._asdict(),
     attention=", ".join(trainer.model.kernels),
+    dtypes=run.dtypes,
     versions={"jax": jax.__version__},
     device=device.device_kind,
     warnings=warnings,
@@ -78,6 +79,13 @@ class Run:
     jax.block_until_ready(self._metrics)
     if self.first_loss is None:
       self.first_loss = self.loss
+
+  @property
+  def dtypes(self) -> str:
+    """Those of trained weights and of the optimizer's moments."""
+    moments = [leaf for leaf in jax.tree.leaves(self._state.opt_state) if leaf.ndim]
+    both = (jax.tree.leaves(self._state.params), moments)
+    return " / ".join(", ".join(sorted({leaf.dtype.name for leaf in one})) for one in both)
 
   @property
   def loss(self) -> float:

@@ -4,14 +4,18 @@
 import dataclasses
 from typing import Any, Literal
 
-Side = Literal["gpu_roofline", "gpu_ours", "torch_gpt", "torch_llama"]
+Side = Literal["gpu_roofline", "gpu_ours", "torch_gpt", "torch_llama", "torch_liger"]
 Flags = dict[str, Any]
 
 # One rate for both sides: no schedule is a part of the comparison.
 _ALL: Flags = {"LR_SCHEDULE": "constant", "LEARNING_RATE": 1e-5}
 # What is fastest on one device; the published recipes are for many.
 _SINGLE: Flags = {"USE_REPEATED_LAYER": False, "CHECKPOINT_POLICY": "SAVE_EVERYTHING"}
+# torch's AdamW has its moments in the dtype of the weights: in bfloat16 both sides have both.
+_BF16: Flags = {"WEIGHT_DTYPE": "bfloat16", "ADAM_MOMENT_DTYPE": "bfloat16"}
+_LLAMA: Flags = _ALL | _SINGLE | _BF16
 _LORA: Flags = {"USE_LORA": True, "LORA_RANK": 32}
+_FP8: Flags = {"USE_FP8": True}
 _TINY: Flags = {
   "NUM_LAYERS": 2,
   "MODEL_DIMS": 64,
@@ -43,15 +47,15 @@ class Model:
 MODELS = {
   "126m": Model("Synthetic126M", _ALL | _SINGLE, "torch_gpt"),
   "5b": Model("Synthetic5B", _ALL | _GPT_5B, "torch_gpt"),
-  "5b-fp8": Model("Synthetic5B", _ALL | _GPT_5B | {"USE_FP8": True}, "torch_gpt"),
-  "7b-lora": Model("SyntheticLLaMA7B", _ALL | _SINGLE | _LORA, "torch_llama"),
-  "7b-sft": Model("SyntheticLLaMA7B", _ALL | _SINGLE, "torch_llama"),
+  "5b-fp8": Model("Synthetic5B", _ALL | _GPT_5B | _FP8, "torch_gpt"),
+  "7b-lora": Model("SyntheticLLaMA7B", _LLAMA | _LORA, "torch_llama"),
+  "7b-sft": Model("SyntheticLLaMA7B", _LLAMA, "torch_llama"),
+  "7b-sft-fp8": Model("SyntheticLLaMA7B", _LLAMA | _FP8, "torch_llama"),
   "tiny-gpt": Model("Synthetic126M", _ALL | _SINGLE | _TINY, "torch_gpt"),
-  "tiny-fp8": Model("Synthetic126M", _ALL | _SINGLE | _TINY | {"USE_FP8": True}, "torch_gpt"),
-  "tiny-lora": Model(
-    "SyntheticLLaMA7B", _ALL | _SINGLE | _TINY | _LORA | {"LORA_RANK": 4}, "torch_llama"
-  ),
-  "tiny-sft": Model("SyntheticLLaMA7B", _ALL | _SINGLE | _TINY, "torch_llama"),
+  "tiny-fp8": Model("Synthetic126M", _ALL | _SINGLE | _TINY | _FP8, "torch_gpt"),
+  "tiny-lora": Model("SyntheticLLaMA7B", _LLAMA | _TINY | _LORA | {"LORA_RANK": 4}, "torch_llama"),
+  "tiny-sft": Model("SyntheticLLaMA7B", _LLAMA | _TINY, "torch_llama"),
+  "tiny-sft-fp8": Model("SyntheticLLaMA7B", _LLAMA | _TINY | _FP8, "torch_llama"),
 }
 
 
@@ -95,6 +99,10 @@ def _autotuned(model: str, batch: int, least: float) -> Case:
   return Case(f"{model}-b{batch}-torch-max", MODELS[model].peer, least, model, batch, mode)
 
 
+def _liger(model: str, batch: int, least: float) -> Case:
+  return Case(f"{model}-b{batch}-liger", "torch_liger", least, model, batch)
+
+
 def _compared(model: str, batch: int, least: float) -> list[Case]:
   """Ours, the peer, and ours again: what drifts in between shows as a difference of the two."""
   return [call(model, batch, least) for call in (_ours, _peer, _again)]
@@ -120,20 +128,29 @@ SUITES: dict[str, list[Case]] = {
     *_compared("5b", 8, 60),
     _autotuned("5b", 4, 90),
   ],
-  "lora": [_ROOFLINE, *(case for batch in (2, 4, 1) for case in _compared("7b-lora", batch, 60))],
-  # With float32 weights and moments ours has no room for 4 sequences; bfloat16 ones may.
+  "lora": [
+    _ROOFLINE,
+    *_compared("7b-lora", 2, 60),
+    *_compared("7b-lora", 4, 60),
+    _liger("7b-lora", 4, 60),
+    *_compared("7b-lora", 1, 60),
+    _liger("7b-lora", 2, 60),
+  ],
   "sft": [
     _ROOFLINE,
+    *_compared("7b-sft", 4, 60),
+    *_compared("7b-sft-fp8", 4, 60),
     *_compared("7b-sft", 2, 60),
+    _liger("7b-sft", 4, 60),
+    *_compared("7b-sft-fp8", 2, 60),
     *_compared("7b-sft", 1, 60),
-    _peer("7b-sft", 4, 60),
   ],
   "tiny": [
     _ROOFLINE,
     *_compared("tiny-gpt", 2, 1),
     *(
       call(model, 2, 1)
-      for model in ("tiny-fp8", "tiny-lora", "tiny-sft")
+      for model in ("tiny-fp8", "tiny-lora", "tiny-sft", "tiny-sft-fp8")
       for call in (_ours, _peer)
     ),
   ],

@@ -9,7 +9,15 @@ Result = dict[str, Any]
 
 _HEAD = (
   *("case", "tokens/s", "ms a step", "TFLOP/s causal / full", "MFU causal / full", "peak GB"),
-  *("compile s", "loss, first to last", "attention", "SM MHz", "W", "to be noted"),
+  *(
+    "weights / moments",
+    "compile s",
+    "loss, first to last",
+    "attention",
+    "SM MHz",
+    "W",
+    "to be noted",
+  ),
 )
 
 
@@ -43,7 +51,7 @@ def table(results: list[Result]) -> str:
   trained = [result for result in results if "tokens_per_second" in result]
   lines = _told([result for result in results if "rates" in result])
   if trained:
-    lines += [_row(_HEAD), "|---" + "|---:" * 6 + "|---" * 2 + "|---:" * 2 + "|---|"]
+    lines += [_row(_HEAD), "|---" + "|---:" * 5 + "|---|---:" + "|---" * 2 + "|---:" * 2 + "|---|"]
     lines += [_row(_cells(result)) for result in trained]
     lines += ["", *_compared(trained)]
   for word in ("failed", "skipped"):
@@ -76,6 +84,7 @@ def _cells(result: Result) -> list[str]:
     _both(result, "tflops", 1, ".4g", ""),
     mfu,
     "" if peak is None else f"{peak / 1e9:.4g}",
+    result["dtypes"],
     # The second time it comes from a cache.
     "" if compiled is None or result.get("again") else f"{compiled:.0f}",
     f"{first:.3f} to {last:.3f}",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear map in FP8 for torch, with one current scale for each tensor.
 
-e4m3 forward, e5m2 for gradients; weights are held in float32. Rows and columns of weights have to
+e4m3 forward, e5m2 for gradients; weights are held in any dtype. Rows and columns of weights have to
 be multiples of 16, as cuBLAS asks.
 """
 
@@ -47,10 +47,18 @@ def scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
   )
 
 
+def convert(module: nn.Module):
+  """Has the linear maps within a module multiply by `Product`."""
+  for part in module.modules():
+    if type(part) is nn.Linear:
+      part.__class__ = Linear
+
+
 class Linear(nn.Linear):
   """nn.Linear by `Product`."""
 
   def forward(self, input: Tensor) -> Tensor:
     """Returns the map of [..., K], bfloat16 [..., N]."""
     y: Any = Product.apply(input.flatten(0, -2).bfloat16(), self.weight)
-    return y.unflatten(0, input.shape[:-1]) + self.bias.bfloat16()
+    y = y.unflatten(0, input.shape[:-1])
+    return y if self.bias is None else y + self.bias.bfloat16()

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peer of LLaMA in benchmarks/gpu.py: transformers' model, and peft's adapters.
 
-Random bfloat16 weights, nothing recomputed. Adapters are of all seven linear maps of a block and
-bfloat16 too, which is faster than the float32 that peft would make them. In full, AdamW's moments
-are bfloat16 as the weights are; ours are float32. Compiled, transformers gives its own attention a
-mask, with which torch has only slower kernels: ours here says that it is causal.
+Random weights, nothing recomputed. Adapters are of all seven linear maps of a block. All weights
+are of the experiment's dtype, and AdamW's moments too; peft would make adapters float32, which is
+slower. Compiled, transformers gives its own attention a mask, with which torch has only slower
+kernels: ours here says that it is causal.
 """
 
 from typing import Any
 
 import peft
 import torch
+import torch_fp8
 import torch_training
 import transformers
 from torch import Tensor, nn
@@ -43,7 +44,9 @@ class WithLoss(nn.Module):
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
 
 
-def make(facts: dict[str, Any], device: torch.device) -> nn.Module:
+def make(
+  facts: dict[str, Any], device: torch.device, with_loss: type[WithLoss] = WithLoss
+) -> nn.Module:
   """Returns the model of an experiment's sizes, in full or with adapters.
 
   Raises:
@@ -63,10 +66,13 @@ def make(facts: dict[str, Any], device: torch.device) -> nn.Module:
     tie_word_embeddings=False,
   )
   transformers.AttentionInterface.register("causal", causal)
-  with torch_training.made_on(device, torch.bfloat16):
+  dtype = getattr(torch, facts["weight_dtype"])
+  with torch_training.made_on(device, dtype):
     model: Any = transformers.AutoModelForCausalLM.from_config(
-      config, attn_implementation="causal", dtype=torch.bfloat16
+      config, attn_implementation="causal", dtype=dtype
     )
+    if facts["fp8"]:
+      torch_fp8.convert(model.model)
     if rank := facts["lora_rank"]:
       adapters = peft.LoraConfig(
         r=rank, lora_alpha=rank, lora_dropout=0.0, target_modules=ADAPTED, task_type="CAUSAL_LM"
@@ -75,7 +81,7 @@ def make(facts: dict[str, Any], device: torch.device) -> nn.Module:
   count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
   if count != facts["trained"]:
     raise ValueError(f"{count} trained parameters here, {facts['trained']} in the experiment")
-  return WithLoss(model.train())
+  return with_loss(model.train())
 
 
 if __name__ == "__main__":

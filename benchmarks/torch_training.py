@@ -45,6 +45,7 @@ def run(make: Callable[[dict[str, Any], torch.device], torch.nn.Module], **versi
     compile_seconds=times.first_seconds - step if task.gpu else None,
     peak_bytes=torch.cuda.max_memory_allocated() if task.gpu else None,
     attention=attention_of(task.facts, device),
+    dtypes=training.dtypes,
     parameters=sum(weight.numel() for weight in module.parameters()),
     versions={"torch": torch.__version__, **versions},
     device=torch.cuda.get_device_name() if task.gpu else "cpu",
@@ -68,6 +69,9 @@ class Training:
       weight_decay=facts["weight_decay"],
       fused=True,
     )
+    wanted = facts["weight_dtype"], facts["moment_dtype"]
+    if set(wanted) != {_name(self._weights[0])}:
+      raise ValueError(f"torch has moments of the weights' dtype, not {' and '.join(wanted)}")
     shape = (gpu_timing.BATCHES, task.case["batch"], facts["time"] + 1)
     tokens = torch.randint(facts["vocab"], shape, device=device)
     self._batches = itertools.cycle(
@@ -96,9 +100,19 @@ class Training:
       self.first_loss = self.loss
 
   @property
+  def dtypes(self) -> str:
+    """Those of trained weights and of the optimizer's moments."""
+    moments = [state["exp_avg"] for state in self._optimizer.state.values()]
+    return " / ".join(", ".join(sorted(set(map(_name, one)))) for one in (self._weights, moments))
+
+  @property
   def loss(self) -> float:
     """That of the last step, in nats a token."""
     return float(self._loss)
+
+
+def _name(tensor: torch.Tensor) -> str:
+  return str(tensor.dtype).removeprefix("torch.")
 
 
 def attention_of(facts: dict[str, Any], device: torch.device) -> str:

@@ -185,6 +185,7 @@ RECORDED = {
   ("Synthetic5B", "PERCORE_BATCH_SIZE=8 NUM_LAYERS=2"): 100.8,
   ("Synthetic5B", "PERCORE_BATCH_SIZE=8 NUM_LAYERS=2 USE_FP8=true"): 81.1,
   ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2"): 49.7,
+  ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2 USE_FP8=true"): 39.8,
   ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2 USE_LORA=true LORA_RANK=32"): 32.8,
 }
 # Such as gradients of biases, and of embedded tokens.
