@@ -25,13 +25,14 @@ and peft lacks two distributions, and the third for Liger: carry them as wheels,
       --platform=manylinux_2_28_x86_64 --platform=manylinux_2_17_x86_64 \\
       fiddle libcst liger-kernel
 
-Exits with 1 if a case failed, with 2 if there is no GPU.
+Exits with 1 if a case failed, with 2 if there is no GPU or a flag is wrong.
 """
 
 import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
@@ -40,7 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import gpu_suites
 import gpu_table
@@ -69,11 +70,7 @@ def main() -> int:
       return 1
     is_gpu = told["platform"] in ("gpu", "cuda")
     if not is_gpu and options.suite != "tiny":
-      print(
-        f"gpu.py: --suite={options.suite} needs a GPU: JAX finds a {told['device']}.",
-        file=sys.stderr,
-      )
-      return 2
+      _refuse(f"--suite={options.suite} needs a GPU: JAX finds a {told['device']}.")
     results = [bench.run(case, models, told, gpu=is_gpu) for case in cases]
   text = gpu_table.table(results)
   (output / "table.md").write_text(text)
@@ -90,10 +87,21 @@ def _options() -> Any:
   parser.add_argument("--output", type=pathlib.Path, help="default: runs/gpu-SUITE")
   parser.add_argument("--only", default="", help="cases whose names have this pattern")
   options = parser.parse_args()
-  if not any(re.search(options.only, case.name) for case in gpu_suites.SUITES[options.suite]):
-    names = ", ".join(case.name for case in gpu_suites.SUITES[options.suite])
-    parser.error(f"--only={options.only}: none of {names}")
+  if not 0 < options.budget < math.inf:
+    _refuse(f"--budget={options.budget:g}: expected seconds, more than 0.")
+  names = [case.name for case in gpu_suites.SUITES[options.suite]]
+  try:
+    found = any(re.search(options.only, name) for name in names)
+  except re.error as error:
+    _refuse(f"--only={options.only}: no pattern: {error}.")
+  if not found:
+    _refuse(f"--only={options.only}: none of {', '.join(names)}.")
   return options
+
+
+def _refuse(why: str) -> NoReturn:
+  print(f"gpu.py: {why}", file=sys.stderr)
+  sys.exit(2)
 
 
 class Bench:

@@ -3,7 +3,9 @@
 
 import gzip
 import itertools
+import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import experiments
@@ -12,6 +14,7 @@ import gpu_timing
 import jax
 
 from paxlike import aot, chips, kernels, train_state
+from paxlike.layers.module import Definition
 from paxlike.scripts_gpu import xla_flags
 from paxlike.trainer import Trainer
 
@@ -29,7 +32,7 @@ def main():
   if not task.case["again"]:
     path = pathlib.Path(task.output) / f"{task.case['name']}.hlo.gz"
     path.write_bytes(gzip.compress(text.encode()))
-  read, warnings = contents(program, text, fp8=task.facts["fp8"], gpu=task.gpu)
+  read, warnings = contents(program, text, trainer.definition, fp8=task.facts["fp8"], gpu=task.gpu)
   warnings += [f"this JAX has no option {option}" for option in xla_flags.options()[1]]
   device = trainer.devices.devices.flat[0]
   # CPUs have no such statistics.
@@ -95,23 +98,39 @@ class Run:
 
 
 def contents(
-  program: aot.Program, text: str, *, fp8: bool, gpu: bool
+  program: aot.Program, text: str, definition: Definition, *, fp8: bool, gpu: bool
 ) -> tuple[dict[str, Any], list[str]]:
-  """Returns what a GPU runs by the program's text, and what of that should not be."""
+  """Returns what a GPU runs by the program's text, and what of that should not be.
+
+  `fp8` is whether blocks are to multiply in it, `gpu` whether there is one.
+  """
   chip = program.chip
   if not gpu or not isinstance(chip, chips.Chip) or not chip.bandwidth:
     return {}, ["no GPU that is known: the program was not read"] * gpu
   found = kernels.kernels(text, chip)
-  launches = {name: total.count for name, total in kernels.grouped(found, "group")}
+  groups = dict(kernels.grouped(found, "group"))
+  launches = {name: total.count for name, total in groups.items()}
   warnings = []
   if "__cudnn$fmha" not in text:
     warnings.append("attention is not cuDNN's")
-  if fp8 and "matmul fp8" not in launches:
-    warnings.append("no product in 8 bits")
+  if fp8:
+    share = not_in_8_bits(groups, program.tokens, definition)
+    warnings += [f"{share:.3g} of the products of blocks are not in FP8"] * (share > 0)
   if "matmul tf32" in launches:
     worst = next(kernel for kernel in found if kernel.group == "matmul tf32")
     warnings.append(f"{launches['matmul tf32']} float32 products: {worst.kind} {worst.source}")
   return {"launches": launches, "roofline_seconds": kernels.total(found).seconds}, warnings
+
+
+def not_in_8_bits(
+  groups: Mapping[str, kernels.Kernel], tokens: int, definition: Definition
+) -> float:
+  """Returns the share of the FLOPs of blocks' products that a GPU does not do in FP8."""
+  sizes = {key: math.prod(spec.shape) for key, spec in definition.weights.items()}
+  blocks = sum(size for key, size in sizes.items() if key.endswith(".w") and "stack" in key)
+  done = groups["matmul fp8"].flops if "matmul fp8" in groups else 0
+  # Once forward and twice backward, a multiplication and an addition each.
+  return 1 - done / (6 * tokens * blocks)
 
 
 if __name__ == "__main__":
