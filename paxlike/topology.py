@@ -67,7 +67,7 @@ def has_fp8(device: Any) -> bool:
 
 def has_triton(device: Any) -> bool:
   """Returns whether Triton's kernels are for a device: NVIDIA's GPUs from Ampere on."""
-  return _capability(device) >= 8
+  return _capability(device) >= (8, 0)
 
 
 def has_splash_attention(device: Any) -> bool:
