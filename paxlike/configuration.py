@@ -74,8 +74,6 @@ class Configuration:
   @property
   def knobs(self) -> dict[str, Any]:
     """The knobs of an experiment that choose this, and nothing else in its place."""
-    pipeline = self.pipeline
-    chunks = 1 if pipeline is None else pipeline.chunks
     return {
       "ICI_MESH_SHAPE": _spelt(self.ici),
       "DCN_MESH_SHAPE": _spelt(self.dcn),
@@ -83,15 +81,18 @@ class Configuration:
       "CHECKPOINT_POLICY": self.remat.name,
       "GRADIENT_ACCUMULATION_STEPS": self.accumulation,
       "NUM_STAGES": None,
-      "NUM_VIRTUAL_STAGES": chunks if chunks > 1 else None,
-      "CIRCULAR_REPEAT": None,
-      "NUM_MICROBATCHES": None if pipeline is None else pipeline.microbatches,
-      **({} if pipeline is None else _of_schedule(pipeline)),
+      **({} if self.pipeline is None else _of_stages(self.pipeline)),
     }
 
 
-def _of_schedule(pipeline: Pipeline) -> dict[str, Any]:
-  return {"PIPELINE_SCHEDULE": pipeline.schedule, "PIPELINE_RECOMPUTE": pipeline.recompute}
+def _of_stages(pipeline: Pipeline) -> dict[str, Any]:
+  return {
+    "NUM_VIRTUAL_STAGES": pipeline.chunks if pipeline.chunks > 1 else None,
+    "CIRCULAR_REPEAT": None,
+    "NUM_MICROBATCHES": pipeline.microbatches,
+    "PIPELINE_SCHEDULE": pipeline.schedule,
+    "PIPELINE_RECOMPUTE": pipeline.recompute,
+  }
 
 
 def _spelt(sizes: tuple[int, ...]) -> tuple[int, ...] | dict[str, int]:

@@ -224,19 +224,19 @@ class Experiment(Knobs):
         f"NUM_STAGES={self.NUM_STAGES}, but the axis pipeline of ICI_MESH_SHAPE x DCN_MESH_SHAPE is"
         f" {size or -1}: give both the same size."
       )
+    if stages == 1:
+      return None
     given = {self.NUM_VIRTUAL_STAGES, self.CIRCULAR_REPEAT} - {None}
     if len(given) > 1:
       raise UserError("NUM_VIRTUAL_STAGES and CIRCULAR_REPEAT say two things: set one of them.")
-    name, recompute, count = self.PIPELINE_SCHEDULE, self.PIPELINE_RECOMPUTE, self.NUM_MICROBATCHES
-    if stages == 1:
-      return None
+    count = self.NUM_MICROBATCHES
     return fdl.Config(
       layers.Pipeline,
-      schedule=name,
+      schedule=self.PIPELINE_SCHEDULE,
       stages=stages,
       chunks=given.pop() if given else 1,
       microbatches=stages if count is None else count,
-      recompute=recompute,
+      recompute=self.PIPELINE_RECOMPUTE,
     )
 
   def objective(self) -> fdl.Config[Objective]:

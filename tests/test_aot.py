@@ -187,8 +187,8 @@ def test_cpus_have_no_options():
   assert xla_flags.options() == ({}, [])
 
 
-# Milliseconds of a step on an H200 by the roofline, and GB that it needs besides what it is given; of
-# whole models or of two layers; JAX 0.10.2.
+# Milliseconds of a step on an H200 by the roofline, and GB that it needs besides what it is given;
+# of whole models or of two layers; JAX 0.10.2.
 RECORDED = {
   ("Synthetic126M", "PERCORE_BATCH_SIZE=32"): (117.5, 23.8),
   ("Synthetic5B", "PERCORE_BATCH_SIZE=8 NUM_LAYERS=2"): (101.4, 8.5),

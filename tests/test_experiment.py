@@ -25,6 +25,7 @@ CONDITIONS = {
   "LORA_": {"USE_LORA": True},
   "BEST_CHECKPOINT_MODE": {"BEST_CHECKPOINT_METRIC": "validation/log_pplx"},
   "MAX_SEGMENTS_PER_ROW": {"ATTENTION_KERNEL": "cudnn"},
+  "PIPELINE_": {"NUM_STAGES": 2, "ICI_MESH_SHAPE": {"pipeline": 2}, "DCN_MESH_SHAPE": [1, 1, 1]},
 }
 every_experiment = pytest.mark.parametrize("cls", EXPERIMENTS.values(), ids=lambda c: c.__name__)
 
