@@ -56,7 +56,7 @@ def multiply(
     _multiply, num_columns=num_columns, num_rows=len(tiles.groups), transposed=transposed
   )
   call = _call(kernel, len(tiles.groups) * num_columns, (M, F), dtype, interpret)
-  return call(*tiles, x_MD, w)
+  return call(*tiles, _addressed(x_MD), _addressed(w))
 
 
 def multiply_transposed(
@@ -67,7 +67,12 @@ def multiply_transposed(
   grid = (pl.cdiv(F, _COLUMNS), pl.cdiv(D, _ROWS), E)
   ends_E = jnp.cumsum(sizes_E)
   call = _call(_multiply_transposed, grid, (E, D, F), dtype, interpret)
-  return call(ends_E - sizes_E, ends_E, x_MD, dy_MF)
+  return call(ends_E - sizes_E, ends_E, _addressed(x_MD), _addressed(dy_MF))
+
+
+def _addressed(x: jax.Array) -> jax.Array:
+  """Returns x, in bfloat16 if Pallas would count its entries with a sign in too few bits."""
+  return x.astype(jnp.bfloat16) if x.itemsize == 1 and 2**31 < x.size <= 2**32 else x
 
 
 def _call(
@@ -124,7 +129,7 @@ def _multiply(
     return total + _dot(x, _load(w, (group,), (depths, D), (columns, F)), (1, 0))
 
   steps = (group < w.shape[0]).astype(jnp.int32) * pl.cdiv(D, size)
-  total = jax.lax.fori_loop(0, steps, add, _zeros(x_MD))
+  total = jax.lax.fori_loop(0, steps, add, _zeros(x_MD, w))
   _store(y_MF, (), (rows, end), (columns, F), total)
 
 
@@ -141,7 +146,7 @@ def _multiply_transposed(firsts: Any, ends: Any, x_MD: Any, dy_MF: Any, dw_EDF: 
     x = _load(x_MD, (), (rows, end), (ins, D))
     return total + _dot(x, _load(dy_MF, (), (rows, end), (outs, F)), (0, 0))
 
-  total = jax.lax.fori_loop(0, pl.cdiv(end - first, size), add, _zeros(x_MD))
+  total = jax.lax.fori_loop(0, pl.cdiv(end - first, size), add, _zeros(x_MD, dy_MF))
   _store(dw_EDF, (group,), (ins, D), (outs, F), total)
 
 
@@ -169,12 +174,17 @@ def _depth(x: Any) -> int:
   return 128 // x.dtype.itemsize
 
 
-def _zeros(x: Any) -> jax.Array:
-  return jnp.zeros((_ROWS, _COLUMNS), jnp.int32 if x.dtype == jnp.int8 else jnp.float32)
+def _zeros(a: Any, b: Any) -> jax.Array:
+  return jnp.zeros((_ROWS, _COLUMNS), _sums(a, b))
+
+
+def _sums(a: Any, b: Any) -> Any:
+  return jnp.int32 if a.dtype == b.dtype == jnp.int8 else jnp.float32
 
 
 def _dot(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
-  if a.dtype.itemsize == 1 and a.dtype != jnp.int8:
+  sums = _sums(a, b)
+  if a.dtype != b.dtype or (a.dtype.itemsize == 1 and sums == jnp.float32):
     # Pallas gets no products in FP8 of Triton, but slower ones in float16; all FP8 are bfloat16.
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
   return jax.lax.dot_general(
@@ -182,5 +192,5 @@ def _dot(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
     b,
     (((over[0],), (over[1],)), ((), ())),
     precision=jax.lax.Precision.HIGH if a.dtype == jnp.float32 else None,
-    preferred_element_type=jnp.int32 if a.dtype == jnp.int8 else jnp.float32,
+    preferred_element_type=sums,
   )

@@ -105,3 +105,24 @@ def test_a_gpu_multiplies_each_row_with_one_matrix(h200, dtype):
   found = kernels.kernels(text or "", chips.CHIPS["H200"])
   flops = [one.flops for one in found if one.group.startswith("matmul")]
   assert flops == [2 * M * D * F] * 3
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.int8])
+def test_kernels_are_given_no_array_that_pallas_counts_wrongly(dtype):
+  """Those of 2 to 4 GiB in 8 bits it would count in 32, with a sign."""
+  M, E, D, F = 2**18, 2, 2**13 + 2**12, 256
+
+  def array(*shape, dtype=dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  sizes, sums = array(E, dtype=jnp.int32), jnp.int32 if dtype == jnp.int8 else jnp.bfloat16
+  calls = (
+    (grouped_kernels.multiply, (array(M, D), array(E, D, F), sizes)),
+    (grouped_kernels.multiply_transposed, (array(M, D), array(M, F), sizes)),
+  )
+  for kernel, arrays in calls:
+    program = jax.make_jaxpr(functools.partial(kernel, dtype=sums))(*arrays)
+    (call,) = [one for one in program.eqns if one.primitive.name == "pallas_call"]
+    given = [operand.aval for operand in call.invars]
+    assert max(array.size for array in given) == M * D
+    assert not [array for array in given if array.itemsize == 1 and 2**31 < array.size <= 2**32]
