@@ -44,7 +44,7 @@ def main():
     compile_seconds=program.seconds,
     peak_bytes=program.held.peak if peak is None else peak,
     held_bytes=program.held._asdict(),
-    attention=", ".join(trainer.model.kernels),
+    attention=", ".join(trainer.attention),
     dtypes=run.dtypes,
     versions={"jax": jax.__version__},
     device=device.device_kind,
@@ -125,7 +125,10 @@ def contents(
 def not_in_8_bits(
   groups: Mapping[str, kernels.Kernel], tokens: int, definition: Definition
 ) -> float:
-  """Returns the share of the FLOPs of blocks' products that a GPU does not do in FP8."""
+  """Returns the share of the FLOPs of blocks' products that a GPU does not do in FP8.
+
+  For steps that train all weights, and compute nothing again.
+  """
   sizes = {key: math.prod(spec.shape) for key, spec in definition.weights.items()}
   blocks = sum(size for key, size in sizes.items() if key.endswith(".w") and "stack" in key)
   done = groups["matmul fp8"].flops if "matmul fp8" in groups else 0

@@ -3,7 +3,7 @@
 
 Each takes the root graph and changes it in place; `--fiddler=precision(dtype="float32")` applies
 one from the command line. Experiments apply theirs in a fixed order: precision, quantize,
-transformer_engine, lora, attention, remat, stack.
+transformer_engine, lora, attention, segments, remat, stack.
 """
 
 import copy
@@ -74,8 +74,8 @@ def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
         node.dtype = jnp.dtype(dtype)
 
 
-def attention(graph: fdl.Buildable, kernel: str = "auto", max_segments: int = 64):
-  """Chooses what computes attention: a name of `_KERNELS`; cudnn is for so many segments of a row.
+def attention(graph: fdl.Buildable, kernel: str = "auto"):
+  """Chooses what computes attention: a name of `_KERNELS`.
 
   `auto` is ring where it can and devices share the tokens of a sequence, else cudnn on GPUs that
   have it and splash on TPUs, where they can, xla on CPUs, and else xla_chunked.
@@ -100,7 +100,6 @@ def attention(graph: fdl.Buildable, kernel: str = "auto", max_segments: int = 64
     for node in select(graph, kind):
       name = _best(node, device, shares_time) if kernel == "auto" else kernel
       node.kernel = copy.deepcopy(functions[name])
-  segments(graph, max_segments)
 
 
 def segments(graph: fdl.Buildable, most: int):

@@ -138,13 +138,7 @@ class _Reader:
       r'(?:"lhs_contracting_dimensions":\s*\["?|lhs_contracting_dims=\{)(\d+)', one.attributes
     )
     depth = a.dims[int(contracted[1])] if contracted else a.dims[-1]
-    group, rate = "matmul", self._rates.matmul
-    if "$f8" in one.target:
-      group, rate = "matmul fp8", self._rates.matmul_8_bits
-    elif a.dtype == "s8":
-      group, rate = "matmul int8", self._rates.matmul_8_bits
-    elif a.dtype == "f32":
-      group, rate = "matmul tf32", self._rates.matmul_tf32
+    group, rate = self._class("f8" if "$f8" in one.target else a.dtype)
     epilogue = re.search(r'"epilogue":\s*"([A-Z_]+)"', one.attributes)
     kind = f"{'x'.join(map(str, output.dims))} over {depth}, {a.dtype} to {output.dtype}"
     if one.operation == "dot":
@@ -161,15 +155,19 @@ class _Reader:
   ) -> _Work:
     """Reads a kernel of `layers.grouped_kernels`; on average `share` of the rows are in a group."""
     rows, output = operands[-2], one.outputs[0]
-    is_int8 = rows.dtype == "s8"
+    # What they read in FP8 they multiply in bfloat16.
+    group, rate = self._class("bf16" if rows.dtype.startswith("f8") else rows.dtype)
     kind = f"grouped {'x'.join(map(str, output.dims))} of {'x'.join(map(str, rows.dims))}"
-    return _Work(
-      "matmul int8" if is_int8 else "matmul",
-      f"{kind}, {rows.dtype} to {output.dtype}, Triton",
-      moved,
-      2.0 * math.prod(rows.dims) * share * output.dims[-1],
-      self._rates.matmul_8_bits if is_int8 else self._rates.matmul,
-    )
+    flops = 2.0 * math.prod(rows.dims) * share * output.dims[-1]
+    return _Work(group, f"{kind}, {rows.dtype} to {output.dtype}, Triton", moved, flops, rate)
+
+  def _class(self, dtype: str) -> tuple[str, float]:
+    """Returns the group of products in a dtype, and their rate."""
+    return {
+      "f8": ("matmul fp8", self._rates.matmul_8_bits),
+      "s8": ("matmul int8", self._rates.matmul_8_bits),
+      "f32": ("matmul tf32", self._rates.matmul_tf32),
+    }.get(dtype, ("matmul", self._rates.matmul))
 
   def _attention(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
     batch, *middle, head_dim = operands[0].dims

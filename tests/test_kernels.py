@@ -111,7 +111,7 @@ def test_no_copy_is_taken_for_the_grouped_product_that_it_is_named_after():
 
 ENTRY %main (x: bf16[8,4]) -> bf16[8,4] {
   %x = bf16[8,4]{1,0} parameter(0)
-  ROOT %copy = bf16[8,4]{0,1} copy(%x), metadata={op_name="groups_1_of_2/grouped_matmul/call"}
+  ROOT %copy = bf16[8,4]{0,1} copy(%x), metadata={op_name="f/groups_1_of_2/grouped_matmul/call"}
 }
 """
   (copy,) = kernels.kernels(program, H200)

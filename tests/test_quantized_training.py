@@ -120,7 +120,12 @@ def test_what_layers_noticed_is_no_weight():
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("mix", "num_rows"),
-  [({"data": 2, "expert": 4}, 8), ({"fsdp": 4, "tensor": 2}, 8), ({"data": 8}, 1)],
+  [
+    ({"data": 2, "expert": 4}, 8),
+    ({"fsdp": 4, "tensor": 2}, 8),
+    ({"data": 8}, 1),
+    ({"data": 2, "expert": 4}, 2),
+  ],
 )
 def test_experts_together_notice_what_those_of_one_device_do(mix, num_rows):
   """Also where devices have the same rows, as they cannot share them."""

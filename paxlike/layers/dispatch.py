@@ -46,9 +46,11 @@ def dropless(
   # Gradients of what is the same along an axis would come divided, and be noticed so.
   same = {axis for axis in axes - mesh.axes_of(tokens) if sizes[axis] > 1}
   manual = axes - (same - {"expert"} if split_experts else same)
+  if not manual:
+    return _serve(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
 
   def local(weights, statistics, x_BTD, experts_BTK, weights_BTK):
-    statistics = jax.tree.map(lambda seen: _seen_by_all(seen, tuple(manual)), statistics)
+    statistics = jax.tree.map(lambda seen: _seen_by_all(seen, tuple(sorted(manual))), statistics)
     given = (x_BTD, experts_BTK, weights_BTK)
     if split_experts and split_tokens:
       gather = functools.partial(jax.lax.all_gather, axis_name="expert", tiled=True)

@@ -51,11 +51,14 @@ def multiply(
   """
   M, F = len(x_MD), w.shape[1 if transposed else 2]
   tiles = _tiles(sizes_E, M)
-  num_columns = pl.cdiv(F, _COLUMNS)
+  num_column_tiles = pl.cdiv(F, _COLUMNS)
   kernel = functools.partial(
-    _multiply, num_columns=num_columns, num_rows=len(tiles.groups), transposed=transposed
+    _multiply,
+    num_column_tiles=num_column_tiles,
+    num_row_tiles=len(tiles.groups),
+    transposed=transposed,
   )
-  call = _call(kernel, len(tiles.groups) * num_columns, (M, F), dtype, interpret)
+  call = _call(kernel, len(tiles.groups) * num_column_tiles, (M, F), dtype, interpret)
   return call(*tiles, _addressed(x_MD), _addressed(w))
 
 
@@ -71,7 +74,10 @@ def multiply_transposed(
 
 
 def _addressed(x: jax.Array) -> jax.Array:
-  """Returns x, in bfloat16 if Pallas would count its entries with a sign in too few bits."""
+  """Returns x, in bfloat16 if Pallas would count its entries with a sign in too few bits.
+
+  Then products of int8 are summed in float32, and those above 2**24 are rounded.
+  """
   return x.astype(jnp.bfloat16) if x.itemsize == 1 and 2**31 < x.size <= 2**32 else x
 
 
@@ -107,14 +113,14 @@ def _multiply(
   w: Any,
   y_MF: Any,
   *,
-  num_columns: int,
-  num_rows: int,
+  num_column_tiles: int,
+  num_row_tiles: int,
   transposed: bool,
 ):
   # Which tile of rows and of columns this is.
-  group_of_rows, place = jnp.divmod(pl.program_id(0), _TOGETHER * num_columns)
-  together = jnp.minimum(_TOGETHER, num_rows - group_of_rows * _TOGETHER)
-  row_tile = group_of_rows * _TOGETHER + place % together
+  batch, place = jnp.divmod(pl.program_id(0), _TOGETHER * num_column_tiles)
+  together = jnp.minimum(_TOGETHER, num_row_tiles - batch * _TOGETHER)
+  row_tile = batch * _TOGETHER + place % together
   group, end = groups[row_tile], ends[row_tile]
   rows = firsts[row_tile] + jnp.arange(_ROWS)
   columns = place // together * _COLUMNS + jnp.arange(_COLUMNS)

@@ -110,6 +110,7 @@ def used(x_MD: jax.Array, groups: Groups) -> jax.Array:
 
 
 def _has_kernels() -> bool:
+  """Whether what programs are made for has them; all devices are of one kind."""
   return topology.has_triton(topology.devices()[0])
 
 
@@ -133,7 +134,7 @@ def _per_device(
   *of_operands, of_result = (
     PartitionSpec(*map(cut.get, letters)) for letters in (*operands, result)
   )
-  summed = tuple(mesh.axes_of(parts) - mesh.axes_of(of_result))
+  summed = tuple(sorted(mesh.axes_of(parts) - mesh.axes_of(of_result)))
 
   def local(a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
     y = named(a, b, sizes_E)

@@ -67,6 +67,27 @@ def test_garbage_in_rows_of_no_group_reaches_no_gradient():
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+  ("sizes", "num_inputs"), [([700, 0, 5, 300], 150), ([0, 1300, 0, 0], 256)], ids=str
+)
+def test_tiles_cover_all_rows_and_columns(sizes, num_inputs):
+  M, F = 1300, 530
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = (M, num_inputs), (4, num_inputs, F), (M, F)
+  x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+  groups = Groups(jnp.array(sizes, jnp.int32))
+  y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, groups), x, w)
+  dx, dw = back(dy)
+  end = 0
+  for e, size in enumerate(sizes):
+    first, end = end, end + size
+    rows = slice(first, end)
+    np.testing.assert_allclose(y[rows], x[rows] @ w[e], atol=1e-3)
+    np.testing.assert_allclose(dx[rows], dy[rows] @ w[e].T, atol=1e-3)
+    np.testing.assert_allclose(dw[e], x[rows].T @ dy[rows], atol=1e-3)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("names", [("model", "ffn"), ("ffn", "model")], ids=str)
 def test_devices_that_share_the_dims_of_a_matrix_are_one(names):
   sizes = jnp.array([100, 0, 180, 10], jnp.int32)
