@@ -10,6 +10,10 @@ from paxlike.errors import UserError
 from paxlike.layers.attention_kernels import Options, begins, refuse
 from paxlike.layers.per_device import per_device
 
+# Before, JAX multiplies the offsets of packed keys by the heads of the queries (JAX's pull request
+# 39521): it finds packed keys only where they have as many.
+COUNTS_KEY_HEADS = jax.__version_info__ >= (0, 12)
+
 
 def cudnn(
   q_BTNH: jax.Array,
@@ -21,8 +25,10 @@ def cudnn(
 ) -> jax.Array:
   """Attention in memory linear in the length, for float16 and bfloat16; see `Kernel`.
 
-  Segments are runs of equal ids. A row of more than `max_segments` of them becomes NaN: the kernel
-  has room for so many, so whoever makes rows has to keep to it.
+  Segments are runs of equal ids. The kernel has room for `max_segments` a sequence: one of more is
+  NaN as a whole, so whoever packs sequences has to keep to it. Packed keys of fewer heads than the
+  queries are repeated where JAX would miss them (`COUNTS_KEY_HEADS`), and packed values narrower
+  than the keys are padded.
 
   Raises:
     UserError: There is a soft cap, sinks or a bias, or heads or dtype are not to cuDNN's taste.
@@ -52,14 +58,13 @@ def _attend(
   # The public function knows of a mask only, with which cuDNN is slow.
   from jax._src.cudnn import fused_attention_stablehlo as library
 
-  mask = library.MaskType.CAUSAL
-  packing: dict[str, Any] = {}
-  fits_B = None
+  mask, packing = library.MaskType.CAUSAL, {}
+  fits_B, width = None, v_BSKH.shape[-1]
   if segments_BT is not None:
-    mask = library.MaskType.PADDING_CAUSAL
-    lengths, offsets, fits_B = runs(segments_BT, max_segments)
-    packing = {"q_seqlen": lengths, "kv_seqlen": lengths}
-    packing |= {"q_offsets": offsets, "kv_offsets": offsets}
+    fits_B = begins(segments_BT).sum(1) <= max_segments
+  if segments_BT is not None and max_segments > 1:
+    mask, packing = library.MaskType.PADDING_CAUSAL, packed_runs(segments_BT, max_segments)
+    k_BSKH, v_BSKH = with_one_stride(q_BTNH, k_BSKH, v_BSKH)
   try:
     y_BTNH: Any = library.dot_product_attention(
       q_BTNH,
@@ -73,25 +78,46 @@ def _attend(
     )
   except (RuntimeError, NotImplementedError) as error:
     raise UserError(f"ATTENTION_KERNEL=cudnn: {error} Take xla_chunked.") from None
+  y_BTNH = y_BTNH[..., :width]
   if fits_B is None:
     return y_BTNH
   return jnp.where(fits_B[:, None, None, None], y_BTNH, jnp.nan)
 
 
-def runs(segments_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns where runs of equal ids lie, and whether there are at most so many.
+def packed_runs(segments_BT: jax.Array, most: int) -> dict[str, jax.Array]:
+  """Returns where the first `most` runs of equal ids of each row lie, as JAX wants to be told.
 
-  Returns:
-    int32 [B, most], their lengths; int32 [B, most + 1], where they begin and the last ends; both
-    with -1 where there are fewer. bool [B].
+  `q_seqlen` and `kv_seqlen`, int32 [B, most]: lengths. `q_offsets` and `kv_offsets`, int32
+  [B, most + 1]: starts, in tokens from the start of the row, without the end of the last run: JAX
+  joins all that is not negative over the batch. Both are filled up with -1.
   """
   T = segments_BT.shape[1]
-  places = jnp.arange(T)
-  begins_BT = begins(segments_BT)
-  starts = jnp.sort(jnp.where(begins_BT, places, T), axis=1)[:, : most + 1]
+  starts = jnp.sort(jnp.where(begins(segments_BT), jnp.arange(T), T), axis=1)[:, : most + 1]
   starts = jnp.pad(starts, ((0, 0), (0, most + 1 - starts.shape[1])), constant_values=T)
   lengths = jnp.diff(starts, axis=1)
-  ends_before = jnp.pad(starts[:, :-1], ((0, 0), (1, 0)), constant_values=0) == T
-  offsets = jnp.where(ends_before, -1, starts)
-  lengths = jnp.where(lengths == 0, -1, lengths)
-  return lengths.astype(jnp.int32), offsets.astype(jnp.int32), begins_BT.sum(1) <= most
+  exists = lengths > 0
+  lengths = jnp.where(exists, lengths, -1).astype(jnp.int32)
+  offsets = jnp.where(exists, starts[:, :-1], -1).astype(jnp.int32)
+  offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
+  return {
+    "q_seqlen": lengths,
+    "kv_seqlen": lengths,
+    "q_offsets": offsets,
+    "kv_offsets": offsets,
+  }
+
+
+def with_one_stride(
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns keys and values of which JAX computes the places of packed runs rightly.
+
+  It has one distance from token to token for queries and outputs, and one for keys and values; so
+  values are as wide as keys. Where it takes the first for the second, so are the heads as many.
+  """
+  rest = q_BTNH.shape[-1] - v_BSKH.shape[-1]
+  v_BSKH = jnp.pad(v_BSKH, [(0, 0)] * 3 + [(0, rest)])
+  N, K = q_BTNH.shape[2], k_BSKH.shape[2]
+  if N == K or COUNTS_KEY_HEADS:
+    return k_BSKH, v_BSKH
+  return jnp.repeat(k_BSKH, N // K, axis=2), jnp.repeat(v_BSKH, N // K, axis=2)

@@ -14,7 +14,6 @@ from jax.sharding import SingleDeviceSharding
 from paxlike import mesh, topology
 from paxlike.errors import UserError
 from paxlike.layers import attention_kernels, cudnn, cudnn_attention
-from paxlike.layers.cudnn_attention import runs
 from paxlike.mesh import MeshSpec
 
 QUERIES, KEYS = (("batch", "time", heads, None) for heads in ("heads", "kv_heads"))
@@ -131,7 +130,7 @@ def test_what_devices_compute_is_the_whole(monkeypatch, sizes, length, kv_heads)
   def attend(q, k, v, segments_BT, options, max_segments):
     assert q.shape[1] == 8
     y = attention_kernels.xla(q, k, v, **options | {"segments_BT": segments_BT})
-    fits_B = runs(segments_BT, max_segments)[2]
+    fits_B = attention_kernels.begins(segments_BT).sum(1) <= max_segments
     return jnp.where(fits_B[:, None, None, None], y, jnp.nan)
 
   def value(kernel, q, k, v):
@@ -145,20 +144,6 @@ def test_what_devices_compute_is_the_whole(monkeypatch, sizes, length, kv_heads)
     kernel = functools.partial(cudnn, max_segments=3)
     got = jax.jit(functools.partial(by_kernel, kernel))(q, k, v)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=2e-2), got, expected)
-
-
-@pytest.mark.parametrize("most", [3, 7, 9])
-def test_runs_are_where_ids_change(most):
-  random = np.random.default_rng(0)
-  segments = np.concatenate([np.sort(random.integers(1, 4, (20, 5))), np.zeros((20, 2), int)], 1)
-  lengths, offsets, fits = map(np.asarray, runs(jnp.array(segments), most))
-  for row, length, offset, fit in zip(segments, lengths, offsets, fits, strict=True):
-    starts = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)]
-    assert fit == (len(starts) - 1 <= most)
-    if fit:
-      missing = [-1] * (most - len(starts) + 1)
-      assert length.tolist() == [*np.diff(starts), *missing]
-      assert offset.tolist() == [*starts, *missing]
 
 
 @pytest.mark.parametrize(
