@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import fiddle as fdl
 
-from paxlike import fiddlers, hugging_face, layers, optimizers, topology
+from paxlike import fiddlers, hugging_face, layers, optimizers
 from paxlike.best import Criterion
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
@@ -162,14 +162,12 @@ class Experiment(Knobs):
       fiddlers.transformer_engine(graph)
     self.adapt(graph)
     fiddlers.attention(graph, self.ATTENTION_KERNEL)
-    if any(fiddlers.select(graph, layers.cudnn)):
+    if self.ATTENTION_KERNEL in ("auto", "cudnn"):
       fiddlers.segments(graph, self.MAX_SEGMENTS_PER_ROW)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
     if self.SHARD_SEQUENCE_OVER_TENSOR:
       fiddlers.cut_sequences(graph)
-    scan = self.USE_REPEATED_LAYER
-    # Unrolled is faster on one device; on many, scanning keeps the program small.
-    fiddlers.stack(graph, len(topology.devices()) > 1 if scan is None else scan)
+    fiddlers.stack(graph, self.USE_REPEATED_LAYER)
     if pipeline := self.pipeline():
       fiddlers.pipeline(graph, pipeline)
     return graph
@@ -268,7 +266,7 @@ class Experiment(Knobs):
     """The layers: the pattern over and over, and at the end as much of it as is left."""
     pattern = self.pattern()
     repeats, rest = divmod(self.NUM_LAYERS, len(pattern))
-    stack = fdl.Partial(layers.Stack, pattern=pattern, repeats=repeats, scan=False)
+    stack = fdl.Partial(layers.Stack, pattern=pattern, repeats=repeats)
     if rest:
       stack.epilogue = self.pattern()[:rest]
     return stack

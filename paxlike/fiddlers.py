@@ -7,22 +7,30 @@ transformer_engine, lora, attention, segments, remat, stack.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import fiddle as fdl
 import jax.numpy as jnp
 from fiddle import daglish, selectors
 
-from paxlike import layers, topology
+from paxlike import layers
 from paxlike.errors import UserError, did_you_mean
-from paxlike.mesh import MeshSpec
 from paxlike.trainer import Trainer
 
 _ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value")
 _MLP = ("up", "gate", "down")
 _BLOCK = _ATTENTION + _MLP
-_KERNELS = ("auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax", "ring", "gathered")
+_KERNELS = {
+  "auto": fdl.Partial(layers.auto, max_segments=64),
+  "xla": layers.attention_kernels.xla,
+  "xla_chunked": layers.xla_chunked,
+  "cudnn": fdl.Partial(layers.cudnn, max_segments=64),
+  "splash": layers.splash,
+  "tokamax": layers.tokamax,
+  "ring": layers.context_attention.ring,
+  "gathered": layers.context_attention.gathered,
+}
 _DOTS = {"fp8": layers.Fp8, "fp8_delayed": layers.DelayedFp8, "int8": layers.Int8}
 # What `hold` names; a base under adapters has int8 in blocks of 64.
 _SCHEMES = {
@@ -75,89 +83,21 @@ def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
 
 
 def attention(graph: fdl.Buildable, kernel: str = "auto"):
-  """Chooses what computes attention: a name of `_KERNELS`.
-
-  `auto` is ring where it can and devices share the tokens of a sequence, else cudnn on GPUs that
-  have it and splash on TPUs, where they can, xla on CPUs, and else xla_chunked.
-  """
+  """Names what computes attention: a key of `_KERNELS`; `auto` chooses when devices are known."""
   if kernel not in _KERNELS:
     hint = did_you_mean(kernel, _KERNELS) or f" One of {', '.join(_KERNELS)}."
     raise UserError(f"no attention kernel {kernel}.{hint}")
-  device = topology.devices()[0]
-  sizes = _mesh(graph).on(len(topology.devices()))
-  _check_kernel(kernel, device, sizes)
-  functions = {
-    "xla": layers.attention_kernels.xla,
-    "xla_chunked": layers.xla_chunked,
-    "cudnn": fdl.Partial(layers.cudnn),
-    "splash": layers.splash,
-    "tokamax": layers.tokamax,
-    "ring": layers.context_attention.ring,
-    "gathered": layers.context_attention.gathered,
-  }
-  shares_time = sizes["context"] > 1
   for kind in (layers.Attention, layers.LatentAttention):
     for node in select(graph, kind):
-      name = _best(node, device, shares_time) if kernel == "auto" else kernel
-      node.kernel = copy.deepcopy(functions[name])
+      node.kernel = copy.deepcopy(_KERNELS[kernel])
 
 
 def segments(graph: fdl.Buildable, most: int):
-  """Gives cudnn, where it computes attention, room for so many segments of a row."""
+  """Gives cudnn, where it computes attention, room for so many segments of a sequence."""
   if most < 1:
     raise UserError(f"MAX_SEGMENTS_PER_ROW={most}: a row has at least 1.")
-  for kernel in select(graph, layers.cudnn):
+  for kernel in (*select(graph, layers.auto), *select(graph, layers.cudnn)):
     kernel.max_segments = most
-
-
-def _mesh(graph: fdl.Buildable) -> MeshSpec:
-  """Returns the shape of the mesh that a graph is for; of a model alone, the default one."""
-  found: Any = next(select(graph, MeshSpec), fdl.Config(MeshSpec))
-  return fdl.build(found)
-
-
-def _check_kernel(kernel: str, device: Any, sizes: Mapping[str, int]):
-  """Finds whether devices, and a mesh of them with these sizes of axes, have what a kernel needs.
-
-  Raises:
-    UserError: They have not.
-  """
-  # By name: whether the device has it, and what does.
-  needs = {
-    "cudnn": (topology.has_cudnn_attention(device), "NVIDIA GPUs from Ampere on"),
-    "splash": (topology.has_splash_attention(device), "TPUs"),
-    "tokamax": (topology.has_tokamax_attention(device), "NVIDIA GPUs from Hopper on"),
-  }
-  has, needed = needs.get(kernel, (True, ""))
-  if not has:
-    raise UserError(
-      f"ATTENTION_KERNEL={kernel} needs {needed}, and this is a {device.device_kind}."
-    )
-  if kernel in ("ring", "gathered") and sizes["context"] == 1:
-    axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    raise UserError(
-      f"ATTENTION_KERNEL={kernel} needs a mesh whose axis context is longer than 1, but that of"
-      f" ICI_MESH_SHAPE x DCN_MESH_SHAPE is {axes or 'one device'}: give it one, or take auto."
-    )
-
-
-def _best(node: Any, device: Any, shares_time: bool) -> str:
-  biased = getattr(node, "relative_bias", None) is not None
-  if shares_time and not biased:
-    return "ring"
-  if topology.has_cudnn_attention(device):
-    return "cudnn" if _suits_cudnn(node) else "xla_chunked"
-  if topology.has_splash_attention(device):
-    return "xla_chunked" if biased else "splash"
-  return "xla" if device.platform == "cpu" else "xla_chunked"
-
-
-def _suits_cudnn(node: Any) -> bool:
-  extras = ("soft_cap", "sinks", "extra_logit", "relative_bias")
-  dtype = jnp.dtype(getattr(node.query, "dtype", jnp.float32))
-  width = node.head_dim + (getattr(node, "rope_dim", None) or 0)
-  plain = all(getattr(node, name, None) is None for name in extras)
-  return plain and dtype.itemsize == 2 and width <= 256 and width % 8 == 0
 
 
 def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
@@ -176,10 +116,6 @@ def quantize(graph: fdl.Buildable, kind: str = "fp8"):
   if kind not in _DOTS:
     hint = did_you_mean(kind, _DOTS) or f" One of {', '.join(_DOTS)}."
     raise UserError(f"no quantization {kind}.{hint}")
-  device = topology.devices()[0]
-  if kind != "int8" and not topology.has_fp8(device):
-    knobs = f"QUANTIZATION={kind} (or USE_FP8)"
-    raise UserError(f"{knobs} needs NVIDIA GPUs from Ada on, and this is a {device.device_kind}.")
   for layer in (layers.Linear, layers.ExpertLinear):
     for node in select(graph, layer, *_BLOCK):
       node.dot = fdl.Partial(_DOTS[kind])
@@ -189,15 +125,8 @@ def transformer_engine(graph: fdl.Buildable):
   """Makes the linear maps of blocks multiply by NVIDIA's Transformer Engine, in fp8 if they did.
 
   Raises:
-    UserError: It cannot be loaded, there is not one NVIDIA GPU, or they multiply otherwise.
+    UserError: They multiply otherwise.
   """
-  devices = topology.devices()
-  if not topology.has_transformer_engine(devices[0]):
-    needed = "an NVIDIA GPU from Ampere on"
-    raise UserError(f"ENABLE_TE needs {needed}, and this is a {devices[0].device_kind}.")
-  if len(devices) > 1:
-    raise UserError(f"ENABLE_TE is for one GPU, and here are {len(devices)}.")
-  layers.transformer_engine.load()
   for node in select(graph, layers.Linear, *_BLOCK):
     dot = getattr(node, "dot", None)
     made = None if dot is None else fdl.get_callable(dot)
@@ -252,11 +181,11 @@ def hold(graph: fdl.Buildable, scheme: str = "int8"):
     node.read_only = True
 
 
-def stack(graph: fdl.Buildable, scan: bool = True):
-  """Scans over repeated blocks, or unrolls them."""
+def stack(graph: fdl.Buildable, scan: bool | None = True):
+  """Scans over repeated blocks, or unrolls them; None: as suits the number of devices."""
   for node in select(graph, layers.Stack):
     node.scan = scan
-    if not scan:
+    if scan is False:
       node.pipeline = None
 
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paxlike import flops, mesh, train_state
+from paxlike import flops, mesh, topology, train_state
 from paxlike.layers.attention import Attention
-from paxlike.layers.attention_kernels import name_of
+from paxlike.layers.auto_attention import Place
 from paxlike.layers.dispatch import Capacity
 from paxlike.layers.experts import ExpertLinear
 from paxlike.layers.latent_attention import LatentAttention
@@ -200,9 +200,7 @@ def of_definition(
     over_data=optimizer.over_data,
     cuts_sequences=any(getattr(m, "time", "time") != "time" for m in modules.values()),
     reference=with_reference,
-    fused_attention=not any(
-      name_of(module.kernel) == "xla" for module in modules.values() if hasattr(module, "kernel")
-    ),
+    fused_attention="xla" not in decoder.kernels(Place(topology.devices()[0])),
     flops=flops.per_token(definition, seq_len),
   )
 

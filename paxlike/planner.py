@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from paxlike import aot, cost_model, memory_model, mesh, model_sizes
+from paxlike import aot, cost_model, memory_model, mesh, model_sizes, requirements
 from paxlike.configuration import Configuration
 from paxlike.cost_model import Machine, Times
 from paxlike.errors import UserError
@@ -129,6 +129,7 @@ def find(build: Build, devices: list[Any], *, batch: int | None = None) -> Plans
   within = _within(devices)
   shape = (within, len(devices) // within)
   trainer = build(_plain(shape))
+  requirements.check(trainer.model, devices)
   if trainer.train_data is None:
     raise UserError("this experiment has no training data: there is nothing to plan.")
   if batch is None:

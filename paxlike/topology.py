@@ -46,6 +46,13 @@ def has_cudnn_attention(device: Any) -> bool:
   return _capability(device) >= (8, 0)
 
 
+def has_packed_cudnn_attention(device: Any) -> bool:
+  """Returns whether it also has it for packed sequences, heads wider than 128, and values narrower
+  than keys: from Hopper on.
+  """
+  return _capability(device) >= (9, 0)
+
+
 def has_tokamax_attention(device: Any) -> bool:
   """Returns whether tokamax has: for NVIDIA's GPUs from Hopper on."""
   return _capability(device) >= (9, 0)

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 from etils import epath
 
-from paxlike import decoding, flops, layers, memory, mesh, pipelined
+from paxlike import decoding, flops, memory, mesh, pipelined, requirements
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, check_keep, flatten
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import EvalSet, Evaluator, Result
 from paxlike.feed import Feed
 from paxlike.journal import Journal, Summary, is_running
+from paxlike.layers.auto_attention import Place
 from paxlike.layers.decoder import Batch, Decoder
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
@@ -114,6 +115,8 @@ class Trainer:
       raise UserError("this experiment has no training data: it is for --mode=eval.")
     if training and self.read_only:
       raise UserError("hold() is for --mode=eval and --mode=decode: few bits cannot be trained.")
+    if training:
+      requirements.check_context(self.model, dict(self.devices.shape))
     mesh.check_batch(
       self.devices,
       self.batch_size,
@@ -149,18 +152,25 @@ class Trainer:
       self.devices,
       batch_size=self.batch_size,
       seq_len=self.data.seq_len,
-      max_segments=self.model.max_segments,
+      max_segments=self.model.max_segments(Place.on(self.devices)),
     )
 
   @functools.cached_property
   def devices(self) -> jax.sharding.Mesh:
-    """The mesh over this machine's devices."""
-    return self.mesh.build()
+    """The mesh over this machine's devices.
+
+    Raises:
+      UserError: They are not as many as it needs, or lack what the model names.
+    """
+    devices = self.mesh.build()
+    requirements.check(self.model, list(devices.devices.flat))
+    return devices
 
   @property
   def attention(self) -> list[str]:
     """What computes attention, by name."""
-    return layers.context_attention.in_effect(self.model.kernels, self.devices.shape["context"])
+    is_packed = any("segments" in data.no_rows() for data in self._datasets())
+    return self.model.kernels(Place.on(self.devices), is_packed=is_packed)
 
   @property
   def data(self) -> Any:

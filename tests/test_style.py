@@ -15,7 +15,7 @@ SOURCES = sorted(
   for path in (REPOSITORY / folder).rglob("*.py")
 )
 MODULES = [path for path in SOURCES if path.is_relative_to(PACKAGE)]
-MAX_LINES, MAX_FUNCTION_LINES = 400, 80
+MAX_LINES, MAX_FUNCTION_LINES = 450, 80
 
 # Low to high: a file imports from lower rows, and, within its folder, from its own row. What shares
 # a row with a file of another name is no business of that file.
@@ -36,7 +36,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     "memory",
   ),
   ("layers", "data", "feed"),
-  ("optimizers", "flops", "relayout", "weight_rules", "sampling", "prompts"),
+  ("optimizers", "flops", "requirements", "relayout", "weight_rules", "sampling", "prompts"),
   ("objectives", "train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
   ("journal", "best", "configuration", "model_sizes"),
   ("memory_model",),

@@ -55,7 +55,6 @@ class DeepSeek(Moe, Llama):
       prologue=[dense] * self.NUM_DENSE_LAYERS,
       pattern=self.pattern(),
       repeats=repeats,
-      scan=False,
     )
 
   def attention(self) -> fdl.Partial[layers.LatentAttention]:

@@ -12,6 +12,7 @@ from paxlike.layers import (
   transformer_engine,
 )
 from paxlike.layers.attention import Attention
+from paxlike.layers.auto_attention import auto
 from paxlike.layers.block import Block
 from paxlike.layers.cache import KvCache, LatentCache
 from paxlike.layers.chunked_attention import xla_chunked
@@ -80,6 +81,7 @@ __all__ = [
   "Stack",
   "TransformerEngine",
   "attention_kernels",
+  "auto",
   "clamped_swiglu",
   "constant",
   "context_attention",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from paxlike import mesh
 from paxlike.layers import attention_kernels, module
+from paxlike.layers.attention_kernels import Demand
 from paxlike.layers.cache import KvCache, positions_in
 from paxlike.layers.context import Context
 from paxlike.layers.linear import Linear
@@ -142,6 +143,23 @@ class Attention(module.Module):
     if self.extra_logit is not None:
       return jnp.full(self.num_heads, self.extra_logit)
     return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+
+  def demand(self, *, is_packed: bool) -> Demand:
+    """Returns what is asked of the kernel, of packed sequences or others."""
+    given = {
+      "soft_cap": self.soft_cap,
+      "sinks_N": self.sinks if self.extra_logit is None else self.extra_logit,
+      "bias_NTS": self.relative_bias,
+    }
+    return Demand(
+      dtype=self.query.dtype,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_kv_heads,
+      width=self.head_dim,
+      value_width=self.head_dim,
+      is_packed=is_packed,
+      extras=tuple(name for name, value in given.items() if value is not None),
+    )
 
   def empty_cache(self, batch: int, length: int, dtype: Any) -> KvCache:
     """Returns a cache for rows of up to `length` tokens."""

@@ -4,7 +4,7 @@
 A kernel honours every option or refuses it with an error, never ignores one.
 """
 
-from typing import Any, Protocol, Required, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,28 @@ class Kernel(Protocol):
       **options: See there.
     """
     ...
+
+
+class Demand(NamedTuple):
+  """What is asked of a kernel.
+
+  Attributes:
+    dtype: Of queries, keys and values.
+    num_heads: N.
+    num_kv_heads: K.
+    width: Of a head's queries and keys.
+    value_width: Of its values.
+    is_packed: Whether there are segments.
+    extras: Names of those of `Options` that not every kernel has.
+  """
+
+  dtype: Any
+  num_heads: int
+  num_kv_heads: int
+  width: int
+  value_width: int
+  is_packed: bool
+  extras: tuple[str, ...]
 
 
 def refuse(kernel: str, options: Options, *names: str):

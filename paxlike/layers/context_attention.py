@@ -8,7 +8,7 @@ longer than a device's share, it needs but the last keys of the device before.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -71,15 +71,6 @@ def gathered(
 ) -> jax.Array:
   """Attention to all keys, which each device gathers (Llama 3, arXiv:2407.21783); see `Kernel`."""
   return _attention(gathered, _GATHERED, q_BTNH, k_BSKH, v_BSKH, options)
-
-
-def in_effect(kernels: Sequence[str], num_devices: int) -> list[str]:
-  """Returns what computes attention, by name, where so many devices share the tokens of a row."""
-  if num_devices > 1:
-    return list(kernels)
-  shared = [attention_kernels.name_of(kernel) for kernel in (ring, gathered)]
-  alone = attention_kernels.name_of(xla_chunked)
-  return sorted({alone if name in shared else name for name in kernels})
 
 
 def _attention(

@@ -58,7 +58,8 @@ def _attend(
   # The public function knows of a mask only, with which cuDNN is slow.
   from jax._src.cudnn import fused_attention_stablehlo as library
 
-  mask, packing = library.MaskType.CAUSAL, {}
+  mask = library.MaskType.CAUSAL
+  packing: dict[str, Any] = {}
   fits_B, width = None, v_BSKH.shape[-1]
   if segments_BT is not None:
     fits_B = begins(segments_BT).sum(1) <= max_segments

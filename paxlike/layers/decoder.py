@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paxlike import mesh
-from paxlike.layers import attention_kernels, sums
+from paxlike.layers import sums
+from paxlike.layers.auto_attention import Place, described, in_effect
 from paxlike.layers.block import Aux, by_token
 from paxlike.layers.context import Context
+from paxlike.layers.cudnn_attention import cudnn
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
@@ -59,21 +61,25 @@ class Decoder(Module):
     self.norm = norm(dim)
     self.head = None if head is None else head({"model": dim}, {"vocab": vocab_size})
 
-  @property
-  def kernels(self) -> list[str]:
-    """What computes attention, by name."""
-    return sorted({attention_kernels.name_of(kernel) for kernel in self._kernels})
+  def kernels(self, place: Place, *, is_packed: bool = False) -> list[str]:
+    """Returns what computes attention, as users call it, of sequences with segments or without."""
+    found = set()
+    for module in self._attention:
+      demand = module.demand(is_packed=is_packed)
+      found.add(described(in_effect(module.kernel, demand, place), demand))
+    return sorted(found)
+
+  def max_segments(self, place: Place) -> int | None:
+    """Returns the most segments of a sequence that attention has room for; None: any number."""
+    limits = []
+    for module in self._attention:
+      if in_effect(module.kernel, module.demand(is_packed=True), place) is cudnn:
+        limits.append(module.kernel.keywords["max_segments"])
+    return min(limits, default=None)
 
   @property
-  def max_segments(self) -> int | None:
-    """The most segments of a row that attention has room for; None: any number."""
-    limits = (getattr(kernel, "keywords", {}).get("max_segments") for kernel in self._kernels)
-    return min((limit for limit in limits if limit is not None), default=None)
-
-  @property
-  def _kernels(self) -> list[attention_kernels.Kernel]:
-    modules: list[Any] = [module for _, module in nnx.iter_modules(self)]
-    return [module.kernel for module in modules if hasattr(module, "kernel")]
+  def _attention(self) -> list[Any]:
+    return [module for _, module in nnx.iter_modules(self) if hasattr(module, "kernel")]
 
   def hidden(
     self, tokens_BT: jax.Array, context: Context, caches: Caches | None = None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from paxlike import mesh
 from paxlike.layers import attention_kernels, module
+from paxlike.layers.attention_kernels import Demand
 from paxlike.layers.cache import LatentCache, positions_in
 from paxlike.layers.context import Context
 from paxlike.layers.linear import Linear
@@ -130,6 +131,18 @@ class LatentAttention(module.Module):
       scale=self.scale,
     )
     return jnp.einsum("BNC,CNH->BNH", y_BNC.astype(q_BNH.dtype), to_value_CNH)
+
+  def demand(self, *, is_packed: bool) -> Demand:
+    """As of `Attention`."""
+    return Demand(
+      dtype=self.query.dtype,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_heads,
+      width=self.head_dim + self.rope_dim,
+      value_width=self.value_dim,
+      is_packed=is_packed,
+      extras=(),
+    )
 
   def empty_cache(self, batch: int, length: int, dtype: Any) -> LatentCache:
     """Returns a cache for rows of up to `length` tokens."""

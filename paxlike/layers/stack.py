@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paxlike import topology
 from paxlike.layers.block import Aux, Block
 from paxlike.layers.context import Context
 from paxlike.layers.layout import Layout
@@ -38,11 +39,18 @@ class Stack(Module):
     repeats: int,
     prologue: Sequence[BlockFactory] = (),
     epilogue: Sequence[BlockFactory] = (),
-    scan: bool,
+    scan: bool | None = None,
     remat: Remat = Remat.SAVE_EVERYTHING,
     pipeline: Pipeline | None = None,
   ):
-    """Raises UserError if the stages cannot share the repeats."""
+    """Scans over the repeats if `scan`; None: if programs are for more than one device.
+
+    Unrolled is faster on one; on many, scanning keeps the program small.
+
+    Raises:
+      UserError: The stages cannot share the repeats.
+    """
+    scan = len(topology.devices()) > 1 if scan is None else scan
     self.remat = remat
     self.pipeline = pipeline
     self.layout = Layout(

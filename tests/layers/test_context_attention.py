@@ -233,9 +233,3 @@ def test_no_logits_are_saved(kernel, monkeypatch):
     return analysis.temp_size_in_bytes
 
   assert temporary(4096) < 5 * temporary(1024)
-
-
-def test_what_computes_on_one_device_is_called_what_it_is():
-  names = ["gathered", "ring", "xla"]
-  assert context_attention.in_effect(names, 4) == names
-  assert context_attention.in_effect(names, 1) == ["xla", "xla_chunked"]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of a kernel for attention, made when devices, dtypes and options are known."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from paxlike import mesh, topology
+from paxlike.layers.attention_kernels import Demand, Options, name_of, xla
+from paxlike.layers.chunked_attention import xla_chunked
+from paxlike.layers.context_attention import gathered, ring
+from paxlike.layers.cudnn_attention import COUNTS_KEY_HEADS, cudnn
+from paxlike.layers.splash_attention import splash
+
+_EXTRAS = ("soft_cap", "sinks_N", "bias_NTS")
+
+
+class Place(NamedTuple):
+  """Where attention is computed.
+
+  Attributes:
+    device: One of those of the program.
+    context: Size of the mesh axis context.
+  """
+
+  device: Any
+  context: int = 1
+
+  @classmethod
+  def on(cls, devices: jax.sharding.Mesh) -> "Place":
+    """Returns the place that a mesh is."""
+    return cls(devices.devices.flat[0], devices.shape["context"])
+
+
+def auto(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  *,
+  max_segments: int = 64,
+  **options: Unpack[Options],
+) -> jax.Array:
+  """Attention by the kernel that `best` names; see `Kernel`. `max_segments` is cudnn's."""
+  demand = Demand(
+    dtype=q_BTNH.dtype,
+    num_heads=q_BTNH.shape[2],
+    num_kv_heads=k_BSKH.shape[2],
+    width=q_BTNH.shape[3],
+    value_width=v_BSKH.shape[3],
+    is_packed=options["segments_BT"] is not None,
+    extras=tuple(name for name in _EXTRAS if options.get(name) is not None),
+  )
+  place = Place(topology.devices()[0], mesh.sizes_here(mesh.AXES).get("context", 1))
+  kernel = best(demand, place)
+  if kernel is cudnn:
+    return cudnn(q_BTNH, k_BSKH, v_BSKH, max_segments=max_segments, **options)
+  return kernel(q_BTNH, k_BSKH, v_BSKH, **options)
+
+
+def best(demand: Demand, place: Place) -> Callable[..., jax.Array]:
+  """Returns the kernel that `auto` takes.
+
+  ring where it can and the mesh axis context is longer than 1, else cudnn on NVIDIA GPUs and splash
+  on TPUs, where they can, xla on CPUs, and else xla_chunked.
+  """
+  device = place.device
+  biased = "bias_NTS" in demand.extras
+  if place.context > 1 and not biased:
+    return ring
+  if topology.has_cudnn_attention(device):
+    return cudnn if _suits_cudnn(demand, device) else xla_chunked
+  if topology.has_splash_attention(device):
+    return xla_chunked if biased else splash
+  return xla if device.platform == "cpu" else xla_chunked
+
+
+def _suits_cudnn(demand: Demand, device: Any) -> bool:
+  is_plain = not demand.extras and demand.dtype in (jnp.bfloat16, jnp.float16)
+  if topology.has_packed_cudnn_attention(device):
+    return is_plain and demand.width <= 256 and demand.width % 8 == 0
+  is_even = demand.width == demand.value_width and not demand.is_packed
+  return is_plain and is_even and demand.width <= 128 and demand.width % 8 == 0
+
+
+def in_effect(kernel: Any, demand: Demand, place: Place) -> Any:
+  """Returns what computes attention where a model names `kernel`; see `best`."""
+  kernel = getattr(kernel, "func", kernel)
+  if kernel is auto:
+    return best(demand, place)
+  return xla_chunked if kernel in (ring, gathered) and place.context == 1 else kernel
+
+
+def described(kernel: Any, demand: Demand) -> str:
+  """Returns what users call a kernel, and what it does to the keys that it is given."""
+  name = name_of(kernel)
+  is_grouped = demand.num_heads != demand.num_kv_heads
+  if kernel is not cudnn or not demand.is_packed or not is_grouped or COUNTS_KEY_HEADS:
+    return name
+  return f"{name} (packed keys repeated for each query head: JAX before 0.12 misplaces them)"

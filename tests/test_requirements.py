@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model names and its devices lack is said when a trainer meets them, not before."""
+
+import fiddle as fdl
+import pytest
+
+from paxlike import registry, topology
+from paxlike.errors import UserError
+
+
+def check(where, knobs):
+  graph = registry.find("Gpt3_52k")(**knobs).trainer()
+  topology.use(where)
+  try:
+    fdl.build(graph).check_step()
+  finally:
+    topology.use(None)
+
+
+@pytest.mark.parametrize(
+  ("where", "knobs", "says"),
+  [
+    (None, {"ATTENTION_KERNEL": "cudnn"}, r"cudnn needs NVIDIA GPUs.* a cpu\. .*kernel=\"auto\""),
+    (None, {"ATTENTION_KERNEL": "splash"}, r"splash needs TPUs, and this is a cpu"),
+    ("h200-1", {"ATTENTION_KERNEL": "splash"}, r"splash needs TPUs, and this is a NVIDIA H200"),
+    ("a100-1", {"ATTENTION_KERNEL": "tokamax"}, r"tokamax needs NVIDIA GPUs from Hopper on"),
+    ("a100-1", {"USE_FP8": True}, r"QUANTIZATION=fp8 .*USE_FP8.* from Ada on.* a NVIDIA A100"),
+    ("a100-1", {"QUANTIZATION": "fp8_delayed"}, r"=fp8_delayed .* this is a NVIDIA A100"),
+    (None, {"ENABLE_TE": True}, r"ENABLE_TE needs an NVIDIA GPU .*, and this is a cpu"),
+    ("h200-8", {"ENABLE_TE": True}, r"ENABLE_TE is for one GPU, and here are 8"),
+  ],
+)  # fmt: skip
+def test_what_devices_lack_is_refused(where, knobs, says):
+  with pytest.raises(UserError, match=says):
+    check(where, knobs)
+
+
+@pytest.mark.parametrize(
+  ("where", "knobs"),
+  [("a100-1", {"QUANTIZATION": "int8"}), ("h200-1", {"USE_FP8": True}), (None, {"USE_FP8": True})],
+)
+def test_what_devices_have_is_taken(where, knobs):
+  check(where, knobs)
