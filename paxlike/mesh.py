@@ -80,7 +80,8 @@ class MeshSpec:
 
   Attributes:
     ici: Sizes within a slice (or process): see `axis_sizes`. One may be -1.
-    dcn: Sizes across slices (or processes). One may be -1 if none is in `ici`.
+    dcn: Sizes across slices (or processes). One may be -1 if none is in `ici`. If all are 1 and the
+      devices are several slices of TPUs, data is across them.
   """
 
   ici: MeshShape = (-1, 1, 1)
@@ -94,14 +95,20 @@ class MeshSpec:
     )
     return None if -1 in sizes else math.prod(sizes)
 
-  def sizes(self, num_devices: int | None) -> tuple[dict[str, int], dict[str, int]]:
+  def sizes(
+    self, num_devices: int | None, *, slices: int = 1
+  ) -> tuple[dict[str, int], dict[str, int]]:
     """Returns (ICI, DCN) sizes by axis for `num_devices`; None keeps the shape's own count.
+
+    `slices` are those of TPUs.
 
     Raises:
       UserError: The mesh cannot have this many devices.
     """
     ici = axis_sizes(self.ici, "ICI_MESH_SHAPE")
     dcn = axis_sizes(self.dcn, "DCN_MESH_SHAPE")
+    if set(dcn.values()) == {1}:
+      dcn["data"] = slices
     free = [(sizes, axis) for sizes in (ici, dcn) for axis in AXES if sizes[axis] == -1]
     fixed = math.prod(size for sizes in (ici, dcn) for size in sizes.values() if size != -1)
     if len(free) > 1:
@@ -112,22 +119,10 @@ class MeshSpec:
       sizes, axis = free[0]
       sizes[axis] = num_devices // fixed
     elif free or fixed != num_devices:
-      raise UserError(self._mismatch(fixed, bool(free), num_devices))
+      raise UserError(self._mismatch(fixed, bool(free), num_devices, dcn))
     return ici, dcn
 
-  def on(self, num_devices: int) -> dict[str, int]:
-    """Returns the size of every axis; what fills the mesh is 1 where so many devices do not fit.
-
-    Raises:
-      UserError: More than one axis fills it.
-    """
-    try:
-      ici, dcn = self.sizes(num_devices)
-    except UserError:
-      ici, dcn = self.sizes(None)
-    return {axis: ici[axis] * dcn[axis] for axis in AXES}
-
-  def _mismatch(self, fixed: int, fills: bool, num_devices: int) -> str:
+  def _mismatch(self, fixed: int, fills: bool, num_devices: int, across: dict[str, int]) -> str:
     def spell(shape: MeshShape, knob: str) -> str:
       sizes = axis_sizes(shape, knob)
       written = dict(shape) if isinstance(shape, Mapping) else list(shape)
@@ -135,7 +130,9 @@ class MeshSpec:
       return f"{knob}={written} ({', '.join(f'{a} {sizes[a]}' for a in shown)})"
 
     spelt = spell(self.ici, "ICI_MESH_SHAPE")
-    if math.prod(axis_sizes(self.dcn, "DCN_MESH_SHAPE").values()) != 1:
+    if across != axis_sizes(self.dcn, "DCN_MESH_SHAPE") and -1 not in across.values():
+      spelt += f" x {across['data']} slices (DCN_MESH_SHAPE says how else axes go across slices)"
+    elif math.prod(across.values()) != 1:
       spelt += f" x {spell(self.dcn, 'DCN_MESH_SHAPE')}"
     needs = f"a multiple of {fixed} devices" if fills else f"{fixed} device{'s'[: fixed != 1]}"
     found = "1 device is" if num_devices == 1 else f"{num_devices} devices are"
@@ -151,13 +148,19 @@ class MeshSpec:
       UserError: The shape does not fit the devices, or DCN_MESH_SHAPE the slices and processes.
     """
     devices = list(topology.devices() if devices is None else devices)
-    ici, dcn = self.sizes(len(devices))
+    ici, dcn = self.sizes(len(devices), slices=num_slices(devices))
     inner, outer = tuple(ici.values()), tuple(dcn.values())
     if math.prod(outer) == 1:
       grid = mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
     else:
       grid = _hybrid_grid(inner, outer, devices)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def num_slices(devices: Sequence[Device]) -> int:
+  """Returns how many slices of TPUs devices are; 1 for others."""
+  is_tpu = devices[0].platform == "tpu"
+  return len({getattr(device, "slice_index", None) for device in devices}) if is_tpu else 1
 
 
 def _hybrid_grid(

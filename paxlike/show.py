@@ -102,9 +102,10 @@ def _facts(trainer: Trainer) -> str:
 
 def _axis_sizes(spec: mesh.MeshSpec) -> tuple[dict[str, int], str]:
   """Returns the mesh that the experiment asks for, and whether this machine lacks its devices."""
-  here = len(topology.devices())
+  devices = topology.devices()
+  here = len(devices)
   try:
-    ici, dcn = spec.sizes(here)
+    ici, dcn = spec.sizes(here, slices=mesh.num_slices(devices))
     note = ""
   except UserError:
     ici, dcn = spec.sizes(None)

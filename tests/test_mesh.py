@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from paxlike import mesh
+from paxlike import mesh, tpu_targets
 from paxlike.errors import UserError
 from paxlike.mesh import MeshSpec
 
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def v5e_slices():
+  return tpu_targets.devices("v5e", 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +56,18 @@ def test_minus_one_fills_and_dcn_multiplies():
   assert first_half == {device.id for device in jax.devices()[:4]}
 
 
-def test_what_fills_is_counted_on_devices_that_fit():
-  spec = MeshSpec(ici={"data": 3, "context": -1}, dcn=(2, 1, 1))
-  assert spec.on(24) == dict.fromkeys(mesh.AXES, 1) | {"data": 6, "context": 4}
-  assert spec.on(8) == dict.fromkeys(mesh.AXES, 1) | {"data": 6}
+def test_several_slices_share_the_batch_where_nothing_else_is_said(v5e_slices):
+  """Two slices of four chips each; MaxText's default too."""
+  for ici, axis in (((-1, 1, 1), "data"), ((1, -1, 1), "fsdp"), ((1, 1, 4), "tensor")):
+    shape = dict.fromkeys(mesh.AXES, 1) | {axis: 4}
+    shape["data"] *= 2
+    built = MeshSpec(ici=ici).build(v5e_slices)
+    assert dict(built.shape) == shape
+    by_slice = np.split(built.devices, 2, axis=mesh.AXES.index("data"))
+    assert [{chip.slice_index for chip in half.flat} for half in by_slice] == [{0}, {1}]
+  assert MeshSpec(ici=(1, 4, 1), dcn=(1, 2, 1)).build(v5e_slices).shape["fsdp"] == 8
+  with pytest.raises(UserError, match=r"ICI_MESH_SHAPE=\[1, 8, 1\] .* x 2 slices .* 16 devices"):
+    MeshSpec(ici=[1, 8, 1]).build(v5e_slices)
 
 
 def test_a_dim_stays_whole_where_an_axis_does_not_divide_it():
