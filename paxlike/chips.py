@@ -75,7 +75,12 @@ class Rates:
   launch: float = 2e-6  # Seconds, not a share.
 
 
+def name(device_kind: str) -> str | None:
+  """Returns the key in `CHIPS` of what JAX calls so; None where it is not known (CPUs)."""
+  return next((name for name in CHIPS if name.lower() in device_kind.lower()), None)
+
+
 def find(device_kind: str) -> Chip | None:
   """Returns the chip that JAX calls so; None where it is not known (CPUs)."""
-  kind = device_kind.lower()
-  return next((chip for name, chip in CHIPS.items() if name.lower() in kind), None)
+  known = name(device_kind)
+  return None if known is None else CHIPS[known]

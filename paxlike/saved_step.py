@@ -9,13 +9,14 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from etils import epath
 from jax.experimental import serialize_executable
 
+from paxlike import chips
 from paxlike.errors import UserError
 
 _FORMAT = "paxlike step 1"
@@ -34,13 +35,12 @@ def _header(
 ) -> dict[str, Any]:
   """Returns what a step is compiled for, by the words in which a difference is told."""
   every = devices.devices.flat
-  slices = len({getattr(device, "slice_index", 0) for device in every})
   flags = sorted(set(os.environ.get("XLA_FLAGS", "").split()))
   packages = ["jax", "jaxlib", *filter(None, [_COMPILERS.get(every[0].platform)])]
   header = {"format": _FORMAT}
   header |= {f"version of {name}": _version(name) for name in packages}
   header |= {
-    "device": f"{devices.size} x {every[0].device_kind}, slices: {slices}",
+    "device": f"{devices.size} x {_kind(every)}",
     "mesh": ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1),
     "options": _digest(f"{sorted(options.items())} {flags}".encode()),
     "arrays": _digest(str(lowered.in_avals).encode()),
@@ -48,6 +48,19 @@ def _header(
     "program": _digest(lowered.as_text().encode()),
   }
   return header
+
+
+def _kind(devices: Sequence[Any]) -> str:
+  """Returns the kind of devices, as far as a program depends on it.
+
+  A GPU that is only named is an `NVIDIA H100`, one that is there an `NVIDIA H100 80GB HBM3`; what
+  counts is the chip and its compute capability. Programs for TPUs depend on their slices too.
+  """
+  kind = devices[0].device_kind
+  if capability := getattr(devices[0], "compute_capability", None):
+    return f"{chips.name(kind) or kind}, compute capability {capability}"
+  slices = len({getattr(device, "slice_index", 0) for device in devices})
+  return f"{kind}, slices: {slices}"
 
 
 def _version(package: str) -> str:

@@ -3,12 +3,34 @@
 
 import json
 import pathlib
+import types
 
 import pytest
 from program import TINY, run
 
+from paxlike import saved_step
+
 STEPS = (*TINY, "--fdl.MAX_STEPS=3")
 MESH = "--fdl.ICI_MESH_SHAPE=[2,2,2]"
+
+
+def gpus(kind, capability, process_indexes):
+  return [
+    types.SimpleNamespace(
+      platform="gpu", device_kind=kind, compute_capability=capability, slice_index=index
+    )
+    for index in process_indexes
+  ]
+
+
+def test_gpus_that_are_named_are_those_that_are_there():
+  """As JAX names hardware: one slice a host."""
+  named = saved_step._kind(gpus("NVIDIA H100", "9.0", [0, 0]))
+  assert named == saved_step._kind(gpus("NVIDIA H100 80GB HBM3", "9.0", [0, 1]))
+  assert named != saved_step._kind(gpus("NVIDIA H200", "9.0", [0, 1]))
+  assert named != saved_step._kind(gpus("NVIDIA A100-SXM4-80GB", "8.0", [0, 1]))
+  unknown = [saved_step._kind(gpus(kind, "8.9", [0])) for kind in ("NVIDIA L4", "NVIDIA L40S")]
+  assert unknown[0] != unknown[1]
 
 
 def losses(folder: pathlib.Path) -> list[float]:
