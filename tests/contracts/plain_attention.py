@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention written out in NumPy, in float64, one query at a time: what a kernel must mean."""
+"""Causal attention in NumPy, in float64, one query at a time: what a kernel has to compute."""
 
 import numpy as np
 

@@ -2,16 +2,18 @@
 """What splash attention means by its arguments, and that `layers.splash` passes that.
 
 Callee: jax/experimental/pallas/ops/tpu/splash_attention/ of JAX 0.10.2 and 0.12.0.
-- splash_attention_mask.py, `LocalMask`: key j is visible to query i if i + offset - left <= j <=
-  i + offset + right: both sides are inclusive, and a window of w tokens is (w - 1, 0). Masks are 2-D;
+- splash_attention_mask.py, `LocalMask`: key j is visible to query i if i + offset - left <= j <= i
+  + offset + right: both sides are inclusive, and a window of w tokens is (w - 1, 0). Masks are 2-D;
   `MultiHeadMask` takes one for each *query* head, and raises if their shapes differ.
-- splash_attention_kernel.py, `SegmentIds`: equal ids attend to each other, *and* the static mask; there
-  is no id for padding, and a query that sees no key divides by zero.
-- `_attention_reference_default`: logits are q . k, unscaled; then cap * tanh(logits / cap); a sink is the
-  logit of one more key without value. `make_attention_reference`: query heads [0, N / K) read key head 0.
-- `_splash_attention_forward`: q [N, T, H], k [K, S, H], v [K, S, Hv] of one sequence, `SegmentIds` of [T]
-  and [S], sinks [N]; output in q's dtype. The compute block of keys must be a multiple of 128 lanes;
-  grids are length // block, so a block that does not divide the length would leave tokens out silently.
+- splash_attention_kernel.py, `SegmentIds`: equal ids attend to each other, *and* the static mask;
+  there is no id for padding, and a query that sees no key divides by zero.
+- `_attention_reference_default`: logits are q . k, unscaled; then cap * tanh(logits / cap); a sink
+  is the logit of one more key without value. `make_attention_reference`: query heads [0, N / K)
+  read key head 0.
+- `_splash_attention_forward`: q [N, T, H], k [K, S, H], v [K, S, Hv] of one sequence, `SegmentIds`
+  of [T] and [S], sinks [N]; output in q's dtype. The compute block of keys must be a multiple of
+  128 lanes; grids are length // block, so a block that does not divide the length would leave
+  tokens out silently.
 - `BlockSizes`: without those of the backward pass there is no gradient. `block_kv_compute` is
   `block_kv` unless given.
 """
