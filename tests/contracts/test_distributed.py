@@ -22,9 +22,14 @@ from typing import Any
 import jax
 import pytest
 from jax._src import distributed as jax_distributed
-from jax._src.lib import _jax
+from jax._src import lib
 
 from paxlike import cluster, distributed
+
+
+def _any(module: Any) -> Any:
+  """Returns it, for what it does not export."""
+  return module
 
 
 @pytest.fixture
@@ -33,11 +38,11 @@ def client():
   with socket.socket() as probe:
     probe.bind(("localhost", 0))
     port = probe.getsockname()[1]
-  library: Any = _jax
-  service = library.get_distributed_runtime_service(
+  library: Any = lib
+  service = library._jax.get_distributed_runtime_service(
     f"[::]:{port}", 1, heartbeat_timeout=100, shutdown_timeout=10
   )
-  one = library.get_distributed_runtime_client(
+  one = library._jax.get_distributed_runtime_client(
     f"localhost:{port}", 0, init_timeout=20, use_compression=True, heartbeat_timeout=100
   )
   one.connect()
@@ -97,13 +102,13 @@ def test_what_initialize_is_given(monkeypatch, devices):
 def test_local_devices_become_cudas_visible_ones_and_nothing_else(monkeypatch):
   """Without devices of its own a process has all that it sees: nothing is set."""
   settings: dict[str, str] = {}
-  state = jax_distributed.State()
-  monkeypatch.setattr(jax_distributed.config, "update", settings.__setitem__)
+  state, module = jax_distributed.State(), _any(jax_distributed)
+  monkeypatch.setattr(module.config, "update", settings.__setitem__)
 
   def stop(*arguments, **named):
     raise InterruptedError
 
-  monkeypatch.setattr(jax_distributed._jax, "get_distributed_runtime_client", stop)
+  monkeypatch.setattr(module._jax, "get_distributed_runtime_client", stop)
   monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
   for devices, expected in ((None, None), ((2, 3), "2,3")):
     settings.clear()

@@ -12,6 +12,7 @@ and 0.12.0.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def test_what_a_policy_offloads_is_on_the_host(device, remat):
 
   where = NamedSharding(Mesh([device], ("x",)), PartitionSpec())
   w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=where)
-  compiled = jax.jit(jax.grad(loss)).lower(w, w).compile()
+  compiled: Any = jax.jit(jax.grad(loss)).lower(w, w).compile()
   held = 4 * 2 * 1024**2  # Of four layers, at least one matrix in bfloat16.
   assert compiled.memory_analysis().host_temp_size_in_bytes >= held
   assert "S(5)" in compiled.as_text()

@@ -56,7 +56,7 @@ def called(monkeypatch):
   return record
 
 
-def inputs(length: int, heads: int = 4, kv_heads: int = 2, value_width: int = 8):
+def inputs(length: int, heads: int = 4, kv_heads: int = 2, value_width: int = 8) -> Any:
   random = np.random.default_rng(0)
   q = random.normal(size=(2, length, heads, 8)).astype(np.float32)
   k = random.normal(size=(2, length, kv_heads, 8)).astype(np.float32)

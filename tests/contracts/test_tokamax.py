@@ -48,7 +48,7 @@ def called(monkeypatch):
   return record
 
 
-def inputs(length: int = 40):
+def inputs(length: int = 40) -> Any:
   random = np.random.default_rng(0)
   q = random.normal(size=(2, length, 4, 8)).astype(np.float32)
   k, v = random.normal(size=(2, 2, length, 2, 8)).astype(np.float32)
