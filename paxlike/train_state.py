@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from paxlike import mesh as mesh_lib
+from paxlike.errors import UserError
 from paxlike.layers import module
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
@@ -86,6 +87,11 @@ def abstract(
     where = NamedSharding(mesh, cut)
     if optimizer.on_host and path[0].name == "opt_state" and leaf.shape:
       where = where.with_memory_kind("pinned_host")
+      if where.memory_kind is None:  # JAX ignores it for GPUs that are not there.
+        raise UserError(
+          "OPTIMIZER_ON_HOST: JAX cannot compile for the host memory of GPUs that are not there."
+          " Leave it out, or compile on a machine that has the GPUs."
+        )
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
   return jax.tree_util.tree_map_with_path(place, state)
