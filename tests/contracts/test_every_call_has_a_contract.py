@@ -31,8 +31,7 @@ def test_each_caller_stands_in_the_table():
 def test_each_contract_of_the_table_is_a_test():
   tests = {name for row in rows() for name in re.findall(r"`([^`]+)`", row[-1])}
   there = {path.name for path in HERE.glob("test_*.py")} - {pathlib.Path(__file__).name}
-  # Attention by cuDNN has its own: it comes with the repair of its offsets.
-  assert tests - {"test_cudnn_attention.py"} == there - {"test_cudnn_attention.py"}
+  assert tests == there
 
 
 def test_a_new_call_is_found():
