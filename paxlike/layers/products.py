@@ -4,6 +4,7 @@
 What multiplies in few bits, a `Dot`, is written once for all of them.
 """
 
+import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -60,8 +61,25 @@ class Dot(Protocol):
     ...
 
 
-class Plain(NamedTuple):
-  """x [..., D] times w [D, F]."""
+class Dim(NamedTuple):
+  """A named dim, and what of it a mesh must divide to shard it: all, or the first of those joined."""
+
+  name: str | None
+  size: int
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Plain:
+  """x [..., D] times w [D, F].
+
+  Attributes:
+    inputs: D, if it has a name.
+    outputs: F, too.
+  """
+
+  inputs: Dim | None = None
+  outputs: Dim | None = None
 
   def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
     return _matmul(x, w) if x.ndim == 2 else jnp.dot(x, w)

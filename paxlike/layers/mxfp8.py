@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matmuls in MXFP8: e4m3 with a power of two for each 32 numbers that are summed over.
+
+The format is that of the OCP Microscaling specification, version 1.0. A scale is rounded up, to the
+smallest power of two by which a block's largest entry does not exceed 448, as Mishra et al. (2025,
+arXiv:2506.08027) found that pre-training needs, and as NVIDIA's and JAX's own quantizations do; the
+specification's example rounds it down, and cuts off what is too large then.
+
+Each operand of the forward matmul and of both in the backward pass is quantized along the dim that
+is summed over there, so weights, activations and gradients in two ways each. NVIDIA's GPUs from
+Blackwell on multiply what is quantized (`jax.nn.scaled_matmul`, by cuDNN). Elsewhere it is dequantized,
+exactly, and multiplied in float32. What is no multiple of 32 long is padded with zeros.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from paxlike import mesh
+from paxlike.layers.products import Dim, Plain, Product
+
+BLOCK = 32
+_VALUES, _SCALES = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+# 448, the largest e4m3, is 0.875 times 2**9; scales are 2**-127 to 2**127.
+_LARGEST, _EXPONENT, _BIAS = 0.875, 9, 127
+
+
+@dataclasses.dataclass(frozen=True)
+class MxFp8:
+  """A `Dot` for linear maps."""
+
+  def rounding(self, num_inputs: int, num_outputs: int) -> None:
+    """Returns None: weights are quantized in every matmul, along another dim in the gradients."""
+
+  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: None) -> jax.Array:
+    assert isinstance(product, Plain)
+    return _multiply(product, x, w)
+
+
+class Blocks(NamedTuple):
+  """An array, nearly: `values` in e4m3 [..., K], times `scales` in e8m0 [..., K / 32]."""
+
+  values: jax.Array
+  scales: jax.Array
+
+  def dequantized(self) -> jax.Array:
+    """Returns the float32 array."""
+    blocks = self.values.reshape(*self.scales.shape, BLOCK).astype(jnp.float32)
+    return (blocks * self.scales.astype(jnp.float32)[..., None]).reshape(self.values.shape)
+
+
+def quantized(x: jax.Array) -> Blocks:
+  """Returns x [..., K] quantized along its last dim, which is padded to whole blocks.
+
+  A block in which something is not finite has the scale NaN.
+  """
+  padding = -x.shape[-1] % BLOCK
+  x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]).astype(jnp.float32)
+  blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+  largest = jnp.abs(blocks).max(-1)
+  fraction, exponent = jnp.frexp(largest)
+  exponent = jnp.where(fraction > _LARGEST, exponent + 1, exponent) - _EXPONENT
+  exponent = jnp.where(largest > 0, jnp.clip(exponent, -_BIAS, _BIAS), -_BIAS)
+  bits = jnp.where(jnp.isfinite(largest), exponent + _BIAS, 255).astype(jnp.uint8)
+  values = (blocks * jnp.ldexp(jnp.float32(1), -exponent)[..., None]).astype(_VALUES)
+  return Blocks(values.reshape(x.shape), jax.lax.bitcast_convert_type(bits, _SCALES))
+
+
+@jax.custom_vjp
+def _multiply(product: Plain, x: jax.Array, w_DF: jax.Array) -> jax.Array:
+  return _forward(product, x, w_DF)[0]
+
+
+def _forward(product: Plain, x: jax.Array, w_DF: jax.Array) -> tuple[jax.Array, Any]:
+  rows, inputs, outputs = _dims(product, x, w_DF)
+  y = _matmul(x, w_DF.T, rows, outputs, (inputs,), x.dtype)
+  return y, (product, x, w_DF)
+
+
+def _backward(saved: Any, dy: jax.Array) -> tuple[None, jax.Array, jax.Array]:
+  product, x, w_DF = saved
+  rows, inputs, outputs = _dims(product, x, w_DF)
+  dx = _matmul(dy, w_DF, rows, inputs, (outputs,), dy.dtype)
+  x_D, dy_F = (jnp.moveaxis(array, -1, 0) for array in (x, dy))  # Tokens last.
+  return None, dx, _matmul(x_D, dy_F, (inputs,), outputs, rows, w_DF.dtype)
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _dims(product: Plain, x: jax.Array, w_DF: jax.Array) -> tuple[tuple[Dim, ...], Dim, Dim]:
+  """Returns names of the dims of x's rows, of D and of F, and sizes that a mesh must divide."""
+  names = ("batch", "time")[: x.ndim - 1]
+  rows = tuple(Dim(name, size) for name, size in zip(names, x.shape, strict=False))
+  inputs, outputs = (
+    dim or Dim(None, size)
+    for dim, size in zip((product.inputs, product.outputs), w_DF.shape, strict=True)
+  )
+  return rows, inputs, outputs
+
+
+def _matmul(
+  a: jax.Array,
+  b: jax.Array,
+  rows: tuple[Dim, ...],
+  columns: Dim,
+  contracted: tuple[Dim, ...],
+  dtype: Any,
+) -> jax.Array:
+  """Returns [*rows, columns] for a [*rows, *contracted] and b [columns, *contracted], in `dtype`.
+
+  On a mesh each device multiplies its part, as neither cuDNN nor XLA would split the call, and JAX's
+  own rule gathers tokens where it could add up. Weights are gathered over fsdp in 8 bits, and
+  their gradients reduced to the part that each device keeps.
+  """
+  small_a, small_b = quantized(a), quantized(b)
+  sizes = mesh.sizes_here(mesh.AXES)
+  if not sizes:
+    y = _block_scaled(small_a, small_b, len(contracted), dtype)
+    return y.reshape(*a.shape[: len(rows)], -1)
+  # Of the last dim, blocks are not split.
+  *others, last = contracted
+  last = Dim(last.name, math.gcd(last.size, small_a.scales.shape[-1]))
+  dims = (*rows, columns, *others, last)
+  spec = mesh.partition(
+    tuple(None if dim.name == "model" else dim.name for dim in dims),
+    tuple(dim.size for dim in dims),
+    sizes,
+  )
+  of_rows, (of_columns, *of_contracted) = spec[: len(rows)], spec[len(rows) :]
+  summed = mesh.axes_of(PartitionSpec(*of_contracted))
+  scattered = None
+  if "fsdp" in summed:
+    names = [dim.name if dim.size % sizes["fsdp"] == 0 else None for dim in (*rows, columns)]
+    scattered = names.index("model") if "model" in names else None
+  of_result = [*of_rows, of_columns]
+
+  def local(a: Blocks, b: Blocks) -> jax.Array:
+    y = _block_scaled(a, b, len(contracted), dtype)
+    y = y.reshape(*a.values.shape[: len(rows)], -1)
+    left = summed
+    if scattered is not None:
+      y, left = jax.lax.psum_scatter(y, "fsdp", scatter_dimension=scattered, tiled=True), summed - {"fsdp"}
+    return jax.lax.psum(y, tuple(sorted(left))) if left else y
+
+  if scattered is not None:
+    of_result[scattered] = "fsdp"
+  of_a, of_b = PartitionSpec(*of_rows, *of_contracted), PartitionSpec(of_columns, *of_contracted)
+  on_all = mesh.on_each_device(
+    local, (Blocks(of_a, of_a), Blocks(of_b, of_b)), PartitionSpec(*of_result)
+  )
+  return on_all(small_a, small_b)
+
+
+def _block_scaled(a: Blocks, b: Blocks, num_contracted: int, dtype: Any) -> jax.Array:
+  """Returns the matmul [M, N] of a [..., K...] and b [N, K...], on one device."""
+
+  def flat(x: jax.Array) -> jax.Array:
+    depth = math.prod(x.shape[x.ndim - num_contracted :])
+    return x.reshape(1, -1, depth)
+
+  operands = jax.tree.map(flat, (a, b))
+  return jax.lax.platform_dependent(*operands, cuda=_by_cudnn(dtype), default=_emulated(dtype))[0]
+
+
+def _by_cudnn(dtype: Any) -> Any:
+  def multiply(a: Blocks, b: Blocks) -> jax.Array:
+    return jax.nn.scaled_matmul(
+      a.values, b.values, a.scales, b.scales, preferred_element_type=dtype
+    )
+
+  return multiply
+
+
+def _emulated(dtype: Any) -> Any:
+  def multiply(a: Blocks, b: Blocks) -> jax.Array:
+    # XLA would leave out conversions to fewer bits and back.
+    a, b = jax.lax.optimization_barrier((a, b))
+    y = jnp.einsum("BMK,BNK->BMN", a.dequantized(), b.dequantized())
+    return y.astype(dtype)
+
+  return multiply
