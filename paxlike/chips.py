@@ -45,9 +45,9 @@ def gpu_share() -> float:
 _V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
 
 # By a part of JAX's `device_kind`, the more special first. FLOP/s of GPUs are of the SXM modules.
-# Memory and bandwidth of Blackwell's are those of XLA's descriptions of the devices; its FLOP/s half
-# of what NVIDIA's sheets of HGX B200, HGX B300 and GB200 NVL72 say of sparse matrices. In FP8 they
-# are twice as many, in int8 too but on B300, which has 0.125e15.
+# Of Blackwell, memory and bandwidth are those of XLA's descriptions of the devices, and FLOP/s half
+# of what NVIDIA's sheets of HGX B200, HGX B300 and GB200 NVL72 say of sparse matrices. FP8 has
+# twice as many, and so has int8 except on B300, where it has 0.125e15.
 CHIPS = {
   "GB200": Chip(2500e12, 197_897_748_480, 7.928e12, is_gpu=True),
   "B300": Chip(2250e12, 297_021_865_984, 7.936e12, is_gpu=True),

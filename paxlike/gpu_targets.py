@@ -40,8 +40,8 @@ _AMPERE = _COMMON | {
   "l2_cache_size": 41943040,
   "clock_rate_ghz": 1.41,
 }
-# As those of XLA's own xla/backends/gpu/target_config/specs, but for the multiprocessors of B300: 158
-# there, more than its data sheet's FLOP/s are at this clock; 148 give them.
+# As in XLA's own xla/backends/gpu/target_config/specs, except the multiprocessors of B300: there
+# they are 158, of which the FLOP/s would exceed its data sheet's; 148 give these.
 _B200 = _HOPPER | {"core_count": 148, "l2_cache_size": 132644864, "clock_rate_ghz": 1.965}
 _B300 = _B200 | {"l2_cache_size": 135528448}
 _GB200 = _B300 | {"core_count": 152, "clock_rate_ghz": 2.062}

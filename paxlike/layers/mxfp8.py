@@ -8,12 +8,15 @@ specification's example rounds it down, and cuts off what is too large then.
 
 Each operand of the forward matmul and of both in the backward pass is quantized along the dim that
 is summed over there, so weights, activations and gradients in two ways each. NVIDIA's GPUs from
-Blackwell on multiply what is quantized (`jax.nn.scaled_matmul`, by cuDNN). Elsewhere it is dequantized,
-exactly, and multiplied in float32. What is no multiple of 32 long is padded with zeros.
+Blackwell on multiply what is quantized (`jax.nn.scaled_matmul`, by cuDNN). Elsewhere it is
+dequantized, exactly, and multiplied in float32. What is summed over is padded with zeros to a
+multiple of 32.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +28,9 @@ from paxlike.layers.products import Dim, Plain, Product
 
 BLOCK = 32
 _VALUES, _SCALES = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
-# 448, the largest e4m3, is 0.875 times 2**9; scales are 2**-127 to 2**127.
-_LARGEST, _EXPONENT, _BIAS = 0.875, 9, 127
+# 448, the largest e4m3, is 0.875 times 2**9. Scales are at least 2**-126: 2**-127, which e8m0 has too,
+# is subnormal in float32, and zero to most devices.
+_LARGEST, _EXPONENT, _LEAST, _BIAS = 0.875, 9, -126, 127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ def quantized(x: jax.Array) -> Blocks:
   largest = jnp.abs(blocks).max(-1)
   fraction, exponent = jnp.frexp(largest)
   exponent = jnp.where(fraction > _LARGEST, exponent + 1, exponent) - _EXPONENT
-  exponent = jnp.where(largest > 0, jnp.clip(exponent, -_BIAS, _BIAS), -_BIAS)
+  exponent = jnp.where(largest > 0, jnp.maximum(exponent, _LEAST), _LEAST)
   bits = jnp.where(jnp.isfinite(largest), exponent + _BIAS, 255).astype(jnp.uint8)
   values = (blocks * jnp.ldexp(jnp.float32(1), -exponent)[..., None]).astype(_VALUES)
   return Blocks(values.reshape(x.shape), jax.lax.bitcast_convert_type(bits, _SCALES))
@@ -77,16 +81,16 @@ def _multiply(product: Plain, x: jax.Array, w_DF: jax.Array) -> jax.Array:
 
 def _forward(product: Plain, x: jax.Array, w_DF: jax.Array) -> tuple[jax.Array, Any]:
   rows, inputs, outputs = _dims(product, x, w_DF)
-  y = _matmul(x, w_DF.T, rows, outputs, (inputs,), x.dtype)
+  y = _matmul(x, w_DF.T, _Form(rows, outputs, (inputs,)), x.dtype)
   return y, (product, x, w_DF)
 
 
 def _backward(saved: Any, dy: jax.Array) -> tuple[None, jax.Array, jax.Array]:
   product, x, w_DF = saved
   rows, inputs, outputs = _dims(product, x, w_DF)
-  dx = _matmul(dy, w_DF, rows, inputs, (outputs,), dy.dtype)
+  dx = _matmul(dy, w_DF, _Form(rows, inputs, (outputs,)), dy.dtype)
   x_D, dy_F = (jnp.moveaxis(array, -1, 0) for array in (x, dy))  # Tokens last.
-  return None, dx, _matmul(x_D, dy_F, (inputs,), outputs, rows, w_DF.dtype)
+  return None, dx, _matmul(x_D, dy_F, _Form((inputs,), outputs, rows), w_DF.dtype)
 
 
 _multiply.defvjp(_forward, _backward)
@@ -98,89 +102,87 @@ def _dims(product: Plain, x: jax.Array, w_DF: jax.Array) -> tuple[tuple[Dim, ...
   rows = tuple(Dim(name, size) for name, size in zip(names, x.shape, strict=False))
   inputs, outputs = (
     dim or Dim(None, size)
-    for dim, size in zip((product.inputs, product.outputs), w_DF.shape, strict=True)
+    for dim, size in zip((product.in_dim, product.out_dim), w_DF.shape, strict=True)
   )
   return rows, inputs, outputs
 
 
-def _matmul(
-  a: jax.Array,
-  b: jax.Array,
-  rows: tuple[Dim, ...],
-  columns: Dim,
-  contracted: tuple[Dim, ...],
-  dtype: Any,
-) -> jax.Array:
-  """Returns [*rows, columns] for a [*rows, *contracted] and b [columns, *contracted], in `dtype`.
+class _Form(NamedTuple):
+  """Which matmul: a [*rows, *contracted] times b [columns, *contracted] is y [*rows, columns]."""
 
-  On a mesh each device multiplies its part, as neither cuDNN nor XLA would split the call, and JAX's
-  own rule gathers tokens where it could add up. Weights are gathered over fsdp in 8 bits, and
-  their gradients reduced to the part that each device keeps.
+  rows: tuple[Dim, ...]
+  columns: Dim
+  contracted: tuple[Dim, ...]
+
+  def partition(self, sizes: Mapping[str, int]) -> tuple[PartitionSpec, PartitionSpec]:
+    """Returns the mesh axes that split y and, of both operands, the contracted dims.
+
+    The dim "model" is not split: weights are gathered over fsdp.
+    """
+    dims = (*self.rows, self.columns, *self.contracted)
+    names = tuple(None if dim.name == "model" else dim.name for dim in dims)
+    spec = mesh.partition(names, tuple(dim.size for dim in dims), sizes)
+    place = len(self.rows) + 1
+    return PartitionSpec(*spec[:place]), PartitionSpec(*spec[place:])
+
+  def scattered(self, axes: Collection[str], sizes: Mapping[str, int]) -> int | None:
+    """Returns the dim of y whose sum over `axes` devices keep a part of: that of a weight."""
+    for place, dim in enumerate((*self.rows, self.columns)):
+      if dim.name == "model" and "fsdp" in axes and dim.size % sizes["fsdp"] == 0:
+        return place
+    return None
+
+
+def _matmul(a: jax.Array, b: jax.Array, form: _Form, dtype: Any) -> jax.Array:
+  """Returns y in `dtype`, both operands quantized along their last dim.
+
+  On a mesh each device multiplies its part: XLA would not split the call, and JAX's own rule for it
+  gathers tokens, and activations over tensor, where partial sums can be added. Weights are gathered
+  in 8 bits, and their gradients reduced to what each device keeps.
   """
   small_a, small_b = quantized(a), quantized(b)
   sizes = mesh.sizes_here(mesh.AXES)
   if not sizes:
-    y = _block_scaled(small_a, small_b, len(contracted), dtype)
-    return y.reshape(*a.shape[: len(rows)], -1)
-  # Of the last dim, blocks are not split.
-  *others, last = contracted
-  last = Dim(last.name, math.gcd(last.size, small_a.scales.shape[-1]))
-  dims = (*rows, columns, *others, last)
-  spec = mesh.partition(
-    tuple(None if dim.name == "model" else dim.name for dim in dims),
-    tuple(dim.size for dim in dims),
-    sizes,
-  )
-  of_rows, (of_columns, *of_contracted) = spec[: len(rows)], spec[len(rows) :]
-  summed = mesh.axes_of(PartitionSpec(*of_contracted))
-  scattered = None
-  if "fsdp" in summed:
-    names = [dim.name if dim.size % sizes["fsdp"] == 0 else None for dim in (*rows, columns)]
-    scattered = names.index("model") if "model" in names else None
-  of_result = [*of_rows, of_columns]
+    return _block_scaled(small_a, small_b, form, dtype)
+  *others, last = form.contracted
+  blocks = Dim(last.name, math.gcd(last.size, small_a.scales.shape[-1]))  # Which are not split.
+  form = form._replace(contracted=(*others, blocks))
+  of_y, of_contracted = form.partition(sizes)
+  axes = mesh.axes_of(of_contracted)
+  scattered = form.scattered(axes, sizes)
 
   def local(a: Blocks, b: Blocks) -> jax.Array:
-    y = _block_scaled(a, b, len(contracted), dtype)
-    y = y.reshape(*a.values.shape[: len(rows)], -1)
-    left = summed
+    y, left = _block_scaled(a, b, form, dtype), axes
     if scattered is not None:
-      y, left = jax.lax.psum_scatter(y, "fsdp", scatter_dimension=scattered, tiled=True), summed - {"fsdp"}
+      y = jax.lax.psum_scatter(y, "fsdp", scatter_dimension=scattered, tiled=True)
+      left = axes - {"fsdp"}
     return jax.lax.psum(y, tuple(sorted(left))) if left else y
 
-  if scattered is not None:
-    of_result[scattered] = "fsdp"
+  *of_rows, of_columns = of_y
   of_a, of_b = PartitionSpec(*of_rows, *of_contracted), PartitionSpec(of_columns, *of_contracted)
-  on_all = mesh.on_each_device(
-    local, (Blocks(of_a, of_a), Blocks(of_b, of_b)), PartitionSpec(*of_result)
-  )
+  if scattered is not None:
+    of_y = PartitionSpec(*(("fsdp" if n == scattered else axis) for n, axis in enumerate(of_y)))
+  on_all = mesh.on_each_device(local, (Blocks(of_a, of_a), Blocks(of_b, of_b)), of_y)
   return on_all(small_a, small_b)
 
 
-def _block_scaled(a: Blocks, b: Blocks, num_contracted: int, dtype: Any) -> jax.Array:
-  """Returns the matmul [M, N] of a [..., K...] and b [N, K...], on one device."""
+def _block_scaled(a: Blocks, b: Blocks, form: _Form, dtype: Any) -> jax.Array:
+  """Returns y on one device."""
 
   def flat(x: jax.Array) -> jax.Array:
-    depth = math.prod(x.shape[x.ndim - num_contracted :])
-    return x.reshape(1, -1, depth)
+    return x.reshape(1, -1, math.prod(x.shape[x.ndim - len(form.contracted) :]))
 
-  operands = jax.tree.map(flat, (a, b))
-  return jax.lax.platform_dependent(*operands, cuda=_by_cudnn(dtype), default=_emulated(dtype))[0]
-
-
-def _by_cudnn(dtype: Any) -> Any:
-  def multiply(a: Blocks, b: Blocks) -> jax.Array:
-    return jax.nn.scaled_matmul(
-      a.values, b.values, a.scales, b.scales, preferred_element_type=dtype
-    )
-
-  return multiply
+  flat_a, flat_b = jax.tree.map(flat, (a, b))
+  cudnn, emulated = (functools.partial(way, dtype=dtype) for way in (_by_cudnn, _emulated))
+  y = jax.lax.platform_dependent(flat_a, flat_b, cuda=cudnn, default=emulated)
+  return y.reshape(*a.values.shape[: len(form.rows)], -1)
 
 
-def _emulated(dtype: Any) -> Any:
-  def multiply(a: Blocks, b: Blocks) -> jax.Array:
-    # XLA would leave out conversions to fewer bits and back.
-    a, b = jax.lax.optimization_barrier((a, b))
-    y = jnp.einsum("BMK,BNK->BMN", a.dequantized(), b.dequantized())
-    return y.astype(dtype)
+def _by_cudnn(a: Blocks, b: Blocks, *, dtype: Any) -> jax.Array:
+  return jax.nn.scaled_matmul(a.values, b.values, a.scales, b.scales, preferred_element_type=dtype)
 
-  return multiply
+
+def _emulated(a: Blocks, b: Blocks, *, dtype: Any) -> jax.Array:
+  # XLA would leave out conversions to fewer bits and back.
+  a, b = jax.lax.optimization_barrier((a, b))
+  return jnp.einsum("BMK,BNK->BMN", a.dequantized(), b.dequantized()).astype(dtype)

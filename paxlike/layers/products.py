@@ -62,7 +62,7 @@ class Dot(Protocol):
 
 
 class Dim(NamedTuple):
-  """A named dim, and what of it a mesh must divide to shard it: all, or the first of those joined."""
+  """A dim, or several joined ones, by the name of the first and the size that a mesh may split."""
 
   name: str | None
   size: int
@@ -74,12 +74,12 @@ class Plain:
   """x [..., D] times w [D, F].
 
   Attributes:
-    inputs: D, if it has a name.
-    outputs: F, too.
+    in_dim: D, if it has a name.
+    out_dim: F, too.
   """
 
-  inputs: Dim | None = None
-  outputs: Dim | None = None
+  in_dim: Dim | None = None
+  out_dim: Dim | None = None
 
   def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
     return _matmul(x, w) if x.ndim == 2 else jnp.dot(x, w)
