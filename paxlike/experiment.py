@@ -41,8 +41,7 @@ class Experiment(Knobs):
   #: What weights are held in between steps; bfloat16 rounds by chance.
   WEIGHT_DTYPE: Literal["float32", "bfloat16"] = "float32"
   #: Multiply in 8 bits in the linear maps and experts of blocks: fp8 with the scales of what is
-  #: multiplied, or fp8_delayed with those of the last steps; int8; mxfp8 with a scale for each 32
-  #: numbers, linear maps only, for NVIDIA GPUs from Blackwell on. None: in FPROP_DTYPE.
+  #: multiplied, fp8_delayed with those of the last steps, mxfp8 (no experts); int8. None: no.
   QUANTIZATION: Literal["fp8", "fp8_delayed", "mxfp8", "int8"] | None = None
   USE_FP8: bool = False  #: QUANTIZATION=fp8.
   ENABLE_TE: bool = False  #: In linear maps of blocks multiply by NVIDIA's Transformer Engine.

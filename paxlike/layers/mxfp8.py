@@ -28,8 +28,8 @@ from paxlike.layers.products import Dim, Plain, Product
 
 BLOCK = 32
 _VALUES, _SCALES = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
-# 448, the largest e4m3, is 0.875 times 2**9. Scales are at least 2**-126: 2**-127, which e8m0 has too,
-# is subnormal in float32, and zero to most devices.
+# 448, the largest e4m3, is 0.875 times 2**9. Scales are at least 2**-126: 2**-127, which e8m0 has
+# too, is subnormal in float32, and zero to most devices.
 _LARGEST, _EXPONENT, _LEAST, _BIAS = 0.875, 9, -126, 127
 
 
@@ -162,7 +162,7 @@ def _matmul(a: jax.Array, b: jax.Array, form: _Form, dtype: Any) -> jax.Array:
   of_a, of_b = PartitionSpec(*of_rows, *of_contracted), PartitionSpec(of_columns, *of_contracted)
   if scattered is not None:
     of_y = PartitionSpec(*(("fsdp" if n == scattered else axis) for n, axis in enumerate(of_y)))
-  on_all = mesh.on_each_device(local, (Blocks(of_a, of_a), Blocks(of_b, of_b)), of_y)
+  on_all = mesh.on_each_device(local, (of_a, of_b), of_y)
   return on_all(small_a, small_b)
 
 
@@ -172,7 +172,7 @@ def _block_scaled(a: Blocks, b: Blocks, form: _Form, dtype: Any) -> jax.Array:
   def flat(x: jax.Array) -> jax.Array:
     return x.reshape(1, -1, math.prod(x.shape[x.ndim - len(form.contracted) :]))
 
-  flat_a, flat_b = jax.tree.map(flat, (a, b))
+  flat_a, flat_b = (Blocks(*map(flat, one)) for one in (a, b))
   cudnn, emulated = (functools.partial(way, dtype=dtype) for way in (_by_cudnn, _emulated))
   y = jax.lax.platform_dependent(flat_a, flat_b, cuda=cudnn, default=emulated)
   return y.reshape(*a.values.shape[: len(form.rows)], -1)
