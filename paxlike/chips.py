@@ -45,7 +45,13 @@ def gpu_share() -> float:
 _V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
 
 # By a part of JAX's `device_kind`, the more special first. FLOP/s of GPUs are of the SXM modules.
+# Of Blackwell, memory and bandwidth are those of XLA's descriptions of the devices, and FLOP/s half
+# of what NVIDIA's sheets of HGX B200, HGX B300 and GB200 NVL72 say of sparse matrices. FP8 has
+# twice as many, and so has int8 except on B300, where it has 0.125e15.
 CHIPS = {
+  "GB200": Chip(2500e12, 197_897_748_480, 7.928e12, is_gpu=True),
+  "B300": Chip(2250e12, 297_021_865_984, 7.936e12, is_gpu=True),
+  "B200": Chip(2250e12, 191_514_411_008, 7.672e12, is_gpu=True),
   "H200": Chip(989.5e12, 151_397_597_184, 4.8e12, is_gpu=True),
   "H100": Chip(989.5e12, 85_028_765_696, 3.35e12, is_gpu=True),
   "A100": Chip(312e12, 85_094_105_088, 2.039e12, is_gpu=True),

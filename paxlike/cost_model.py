@@ -30,8 +30,10 @@ from paxlike.model_sizes import ModelSizes, Weight
 from paxlike.networks import Network
 
 # By a part of JAX's `device_kind`: the median of what published steps reach, of all rows of
-# benchmarks/calibration.py for chips of the family; v6e has none, and takes that of v5e.
+# benchmarks/calibration.py for chips of the family; v6e has none, and takes that of v5e; Blackwell
+# has none either, and takes that of Hopper.
 ACHIEVED = {"H200": 0.66, "H100": 0.66, "A100": 0.66, "TPU v5 lite": 0.79, "TPU v5e": 0.79}
+ACHIEVED |= {"B200": 0.66, "B300": 0.66}  # GB200 is a B200, too.
 ACHIEVED |= {"TPU v5": 0.75, "TPU v6": 0.79}
 _OF_BACKWARD = 2.5  # Attention's: five products for two.
 

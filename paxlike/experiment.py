@@ -41,8 +41,8 @@ class Experiment(Knobs):
   #: What weights are held in between steps; bfloat16 rounds by chance.
   WEIGHT_DTYPE: Literal["float32", "bfloat16"] = "float32"
   #: Multiply in 8 bits in the linear maps and experts of blocks: fp8 with the scales of what is
-  #: multiplied, or fp8_delayed with those of the last steps; int8. None: in FPROP_DTYPE.
-  QUANTIZATION: Literal["fp8", "fp8_delayed", "int8"] | None = None
+  #: multiplied, fp8_delayed with those of the last steps, mxfp8 (no experts); int8. None: no.
+  QUANTIZATION: Literal["fp8", "fp8_delayed", "mxfp8", "int8"] | None = None
   USE_FP8: bool = False  #: QUANTIZATION=fp8.
   ENABLE_TE: bool = False  #: In linear maps of blocks multiply by NVIDIA's Transformer Engine.
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: on more than one device.

@@ -32,6 +32,7 @@ _KERNELS = {
   "gathered": layers.context_attention.gathered,
 }
 _DOTS = {"fp8": layers.Fp8, "fp8_delayed": layers.DelayedFp8, "int8": layers.Int8}
+_DOTS |= {"mxfp8": layers.MxFp8}
 # What `hold` names; a base under adapters has int8 in blocks of 64.
 _SCHEMES = {
   "int8": layers.quantization.int8_columns,
@@ -112,11 +113,14 @@ def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
 
 
 def quantize(graph: fdl.Buildable, kind: str = "fp8"):
-  """Makes the linear maps and experts of blocks multiply in few bits: fp8, fp8_delayed or int8."""
+  """Makes the linear maps and experts of blocks multiply in few bits: fp8, fp8_delayed or int8.
+
+  Of mxfp8 the linear maps only: there are no block-scaled matmuls of experts.
+  """
   if kind not in _DOTS:
     hint = did_you_mean(kind, _DOTS) or f" One of {', '.join(_DOTS)}."
     raise UserError(f"no quantization {kind}.{hint}")
-  for layer in (layers.Linear, layers.ExpertLinear):
+  for layer in (layers.Linear, layers.ExpertLinear)[: 1 if kind == "mxfp8" else 2]:
     for node in select(graph, layer, *_BLOCK):
       node.dot = fdl.Partial(_DOTS[kind])
 

@@ -7,12 +7,10 @@ calls of cuDNN, and gets our answers.
 
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 from paxlike import chips
 from paxlike.errors import UserError
-
-_NODE = 8  # GPUs that NVLink joins.
 
 # Fields of XLA's `GpuDeviceInfoProto`, by name of the GPU.
 _COMMON = {
@@ -42,8 +40,38 @@ _AMPERE = _COMMON | {
   "l2_cache_size": 41943040,
   "clock_rate_ghz": 1.41,
 }
-#: Name -> what XLA is told, and the compute capability.
-KINDS = {"h200": (_HOPPER, (9, 0)), "h100": (_HOPPER, (9, 0)), "a100": (_AMPERE, (8, 0))}
+# As in XLA's own xla/backends/gpu/target_config/specs, except the multiprocessors of B300: there
+# they are 158, of which the FLOP/s would exceed its data sheet's; 148 give these.
+_B200 = _HOPPER | {"core_count": 148, "l2_cache_size": 132644864, "clock_rate_ghz": 1.965}
+_B300 = _B200 | {"l2_cache_size": 135528448}
+_GB200 = _B300 | {"core_count": 152, "clock_rate_ghz": 2.062}
+
+
+class Kind(NamedTuple):
+  """What there is to say of GPUs of a kind.
+
+  Attributes:
+    fields: For XLA.
+    capability: The compute capability.
+    node: GPUs of a node, each of which is one process.
+    rack: GPUs of the nodes that NVLink joins; None: it joins those of a node.
+  """
+
+  fields: dict[str, Any]
+  capability: tuple[int, int]
+  node: int = 8
+  rack: int | None = None
+
+
+#: By name.
+KINDS = {
+  "gb200": Kind(_GB200, (10, 0), node=4, rack=72),
+  "b300": Kind(_B300, (10, 3)),
+  "b200": Kind(_B200, (10, 0)),
+  "h200": Kind(_HOPPER, (9, 0)),
+  "h100": Kind(_HOPPER, (9, 0)),
+  "a100": Kind(_AMPERE, (8, 0)),
+}
 
 # CUDA 13.0 with cuDNN 9.12, which the wheels of JAX bring at least.
 _CUDNN = 91200
@@ -68,41 +96,46 @@ def leave_out():
 
 
 def check(kind: str, count: int):
-  """Raises UserError unless `count` GPUs are one node, or whole nodes."""
-  if count > _NODE and count % _NODE:
-    raise UserError(f"--topology={kind}-{count}: more than {_NODE} GPUs are nodes of {_NODE}.")
+  """Raises UserError unless `count` GPUs are one node, whole nodes or, of those of a rack, one."""
+  _, _, node, rack = KINDS[kind]
+  if count > node and count % node:
+    raise UserError(f"--topology={kind}-{count}: more than {node} GPUs are nodes of {node}.")
+  if rack is not None and count > rack:
+    raise UserError(
+      f"--topology={kind}-{count}: at most the {rack} GPUs of a rack, as JAX cannot describe which"
+      " of more GPUs NVLink joins."
+    )
 
 
 def devices(kind: str, count: int) -> list[Any]:
-  """Returns as many GPUs of a kind in `KINDS`, in nodes of eight.
+  """Returns as many GPUs of a kind in `KINDS`, in nodes.
 
   Raises:
     UserError: JAX lacks what compiles for them.
   """
-  fields, capability = KINDS[kind]
-  _answer_for_cudnn(capability)
-  return list(_gpus(kind.upper(), fields, capability, count))
+  _answer_for_cudnn(KINDS[kind].capability)
+  return list(_gpus(kind.upper(), KINDS[kind], count))
 
 
-def _gpus(name: str, fields: dict[str, Any], capability: tuple[int, int], count: int) -> Any:
+def _gpus(name: str, kind: Kind, count: int) -> Any:
   from jax.experimental import topologies
 
   chip = chips.CHIPS[name]
-  fields = fields | {
+  fields = kind.fields | {
     "device_memory_size": chip.memory,
     "memory_bandwidth": int(chip.bandwidth),
   }
-  major, minor = capability
-  # Of Hopper, the features that only sm_90a has, as a real one tells.
+  major, minor = kind.capability
+  # From Hopper on, the features that only sm_90a and the like have, as a real one tells.
   told = f"major: {major} minor: {minor}" + (
-    " feature_extension: ACCELERATED_FEATURES" * (major == 9)
+    " feature_extension: ACCELERATED_FEATURES" * (major >= 9)
   )
   target = _TARGET.format(
     name=name,
     capability=told,
     fields=" ".join(f"{field}: {value}" for field, value in fields.items()),
   )
-  nodes = -(-count // _NODE)
+  nodes = -(-count // kind.node)
   try:
     found = topologies.get_topology_desc(
       platform="cuda",

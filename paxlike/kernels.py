@@ -105,6 +105,8 @@ class _Reader:
     moved = sum(shape.nbytes for shape in (*operands, *one.outputs))
     if one.target.startswith("__cublas"):
       return self._matmul(one, operands)
+    if one.target == "__cudnn$blockScaledDot":
+      return self._block_scaled(one, operands, moved)
     groups = re.search(r"/groups_(\d+)_of_(\d+)/grouped_matmul/", one.attributes)
     if groups and one.target.endswith("triton"):
       return self._grouped_matmul(one, operands, moved, int(groups[1]) / int(groups[2]))
@@ -149,6 +151,12 @@ class _Reader:
     nbytes = a.nbytes + b.nbytes + output.nbytes
     nbytes += sum(shape.nbytes for shape in operands[2:3])
     return _Work(group, kind, nbytes, 2.0 * math.prod(output.dims) * depth, rate)
+
+  def _block_scaled(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
+    (*_, depth), output = operands[0].dims, one.outputs[0]
+    group, rate = self._class("f8")
+    kind = f"{'x'.join(map(str, output.dims))} over {depth}, MXFP8 to {output.dtype}"
+    return _Work(group, kind, moved, 2.0 * math.prod(output.dims) * depth, rate)
 
   def _grouped_matmul(
     self, one: Instruction, operands: Sequence[Shape], moved: float, share: float

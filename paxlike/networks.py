@@ -3,7 +3,7 @@
 
 Rates are those of data sheets, in one direction. TPUs: cloud.google.com/tpu/docs/v5e, v5p and v6e
 (half of what is told of both directions; of the slow network the share of a chip). GPUs: NVLink of
-the SXM modules, and a port of InfiniBand for each GPU of NVIDIA's DGX.
+the SXM modules, and a port of InfiniBand for each GPU of NVIDIA's DGX, or of a GB200 NVL72 rack.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ class Network:
     sums_whole: Whether XLA sums a gradient whole where each device keeps a part, as for TPUs.
     beside_products: Whether sums of what products give go on beside these (Wang et al., 2023, doi
       10.1145/3567955.3567959): XLA does so for TPUs.
+    across_nodes: Whether the fast network of GPUs joins all nodes of a slice, which is a rack.
   """
 
   fast: float
@@ -37,12 +38,16 @@ class Network:
   layers_gathered: float = 3
   sums_whole: bool = False
   beside_products: bool = False
+  across_nodes: bool = False
 
 
 _GPU, _TPU = ("NVLink", "InfiniBand"), ("ICI", "DCN")
 
 # By a part of JAX's `device_kind`, the more special first.
 NETWORKS = {
+  "GB200": Network(900e9, 50e9, _GPU, across_nodes=True),
+  "B300": Network(900e9, 100e9, _GPU),
+  "B200": Network(900e9, 50e9, _GPU),
   "H200": Network(450e9, 50e9, _GPU),
   "H100": Network(450e9, 50e9, _GPU),
   "A100": Network(300e9, 25e9, _GPU),

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from paxlike import aot, cost_model, memory_model, mesh, model_sizes, requirements
+from paxlike import aot, cost_model, memory_model, mesh, model_sizes, networks, requirements
 from paxlike.configuration import Configuration
 from paxlike.cost_model import Machine, Times
 from paxlike.errors import UserError
@@ -209,9 +209,12 @@ def _order(plan: Plan) -> tuple[float, float]:
 
 
 def _within(devices: list[Any]) -> int:
-  """Returns how many devices a slice has, or a node of GPUs."""
+  """Returns how many devices the fast network joins: a slice, or a node of GPUs."""
   slices = {getattr(device, "slice_index", None) for device in devices}
-  nodes = {device.process_index for device in devices} if devices[0].platform != "tpu" else {0}
+  network = networks.find(devices[0].device_kind)
+  if devices[0].platform == "tpu" or (network is not None and network.across_nodes):
+    return len(devices) // len(slices)
+  nodes = {device.process_index for device in devices}
   return len(devices) // max(len(slices), len(nodes))
 
 

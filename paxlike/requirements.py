@@ -40,6 +40,9 @@ _REQUIREMENTS: dict[Any, _Requirement] = {
   layers.DelayedFp8: _Requirement(
     "QUANTIZATION=fp8_delayed (or USE_FP8)", topology.has_fp8, "NVIDIA GPUs from Ada on"
   ),
+  layers.MxFp8: _Requirement(
+    "QUANTIZATION=mxfp8", topology.has_mxfp8, "NVIDIA GPUs from Blackwell on, or QUANTIZATION=fp8"
+  ),
   layers.TransformerEngine: _Requirement(
     "ENABLE_TE", topology.has_transformer_engine, "an NVIDIA GPU from Ampere on"
   ),

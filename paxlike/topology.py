@@ -72,6 +72,16 @@ def has_fp8(device: Any) -> bool:
   return capability == (0, 0) or capability >= (8, 9)
 
 
+def has_mxfp8(device: Any) -> bool:
+  """Returns whether a device may multiply in MXFP8: all but NVIDIA's GPUs before Blackwell.
+
+  What has no matmuls in MXFP8, such as CPUs and TPUs, emulates them. Those GPUs would, too, and be
+  slower than in bfloat16, where fp8 is faster.
+  """
+  capability = _capability(device)
+  return capability == (0, 0) or capability >= (10, 0)
+
+
 def has_triton(device: Any) -> bool:
   """Returns whether Triton's kernels are for a device: NVIDIA's GPUs from Ampere on."""
   return _capability(device) >= (8, 0)

@@ -10,6 +10,9 @@ from paxlike import chips
   ("kind", "flops"),
   [
     ("NVIDIA H100 80GB HBM3", 989.5e12),
+    ("NVIDIA GB200", 2500e12),
+    ("NVIDIA B200", 2250e12),
+    ("NVIDIA B300 SXM6 AC", 2250e12),
     ("TPU v5 lite", 197e12),
     ("TPU v5p", 459e12),
   ],

@@ -56,6 +56,7 @@ def test_the_page(capsys):
   [
     (("--topology=v5e-16",), 32, SMALL),
     (("--topology=h100-16",), 64, SMALL),
+    (("--topology=gb200-8",), 16, SMALL),
     (("--topology=h100-8",), 16, ("--fdl_config=Mixtral8x7B", "--fdl.NUM_LAYERS=4", *SMALL[2:])),
   ],
 )
@@ -146,3 +147,8 @@ def test_mistakes_are_said(more, says, capsys):
 def test_a_file_has_no_knobs_to_set(capsys):
   assert run("--fdl_config_file=x.json", "--mode=plan", "--topology=v5e-4") == 2
   assert "give --fdl_config=NAME" in capsys.readouterr().err
+
+
+def test_all_of_a_rack_are_joined_by_the_fast_network(capsys):
+  facts = planned(capsys, *PLAN, "--topology=gb200-16", "--global_batch=64")
+  assert all(set(plan["mesh"]["dcn"].values()) <= {1} for plan in facts["plans"])

@@ -26,6 +26,7 @@ def check(where, knobs):
     ("a100-1", {"ATTENTION_KERNEL": "tokamax"}, r"tokamax needs NVIDIA GPUs from Hopper on"),
     ("a100-1", {"USE_FP8": True}, r"QUANTIZATION=fp8 .*USE_FP8.* from Ada on.* a NVIDIA A100"),
     ("a100-1", {"QUANTIZATION": "fp8_delayed"}, r"=fp8_delayed .* this is a NVIDIA A100"),
+    ("h200-1", {"QUANTIZATION": "mxfp8"}, r"mxfp8 needs .* Blackwell on, or QUANTIZATION=fp8, "),
     (None, {"ENABLE_TE": True}, r"ENABLE_TE needs an NVIDIA GPU .*, and this is a cpu"),
     ("h200-8", {"ENABLE_TE": True}, r"ENABLE_TE is for one GPU, and here are 8"),
   ],
@@ -37,7 +38,13 @@ def test_what_devices_lack_is_refused(where, knobs, says):
 
 @pytest.mark.parametrize(
   ("where", "knobs"),
-  [("a100-1", {"QUANTIZATION": "int8"}), ("h200-1", {"USE_FP8": True}), (None, {"USE_FP8": True})],
+  [
+    ("a100-1", {"QUANTIZATION": "int8"}),
+    ("h200-1", {"USE_FP8": True}),
+    (None, {"USE_FP8": True}),
+    ("b200-1", {"QUANTIZATION": "mxfp8"}),
+    (None, {"QUANTIZATION": "mxfp8"}),
+  ],
 )
 def test_what_devices_have_is_taken(where, knobs):
   check(where, knobs)

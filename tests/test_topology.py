@@ -22,6 +22,8 @@ from paxlike.mesh import MeshSpec
     ("h200", "h200-N"),
     ("h200-0", "h200-N"),
     ("h100-12", "nodes of 8"),
+    ("gb200-6", "nodes of 4"),
+    ("gb200-144", "the 72 GPUs of a rack"),
     ("v5x-256", "v5p-N, v6e-N.*Did you mean v5"),
   ],
 )
@@ -64,7 +66,18 @@ def test_fp8_is_for_all_but_nvidias_gpus_before_ada(capability, has):
   assert topology.has_fp8(types.SimpleNamespace())  # A CPU or TPU.
 
 
-@pytest.mark.parametrize(("name", "count"), [("h200-1", 1), ("a100-4", 4), ("h100-64", 64)])
+@pytest.mark.parametrize(
+  ("capability", "has"), [("10.0", True), ("10.3", True), ("9.0", False), ("gfx942", True)]
+)
+def test_mxfp8_is_for_all_but_nvidias_gpus_before_blackwell(capability, has):
+  assert topology.has_mxfp8(types.SimpleNamespace(compute_capability=capability)) is has
+  assert topology.has_mxfp8(types.SimpleNamespace())  # A CPU or TPU.
+
+
+@pytest.mark.parametrize(
+  ("name", "count"),
+  [("h200-1", 1), ("a100-4", 4), ("h100-64", 64), ("b300-16", 16), ("b200-8", 8), ("gb200-72", 72)],
+)
 def test_devices_are_as_many_and_known(name, count):
   topology.use(name)
   try:

@@ -39,6 +39,7 @@ from paxlike.layers.module import (
   zeros,
 )
 from paxlike.layers.moe import Moe
+from paxlike.layers.mxfp8 import MxFp8
 from paxlike.layers.norm import LayerNorm, RmsNorm
 from paxlike.layers.pipeline import Pipeline
 from paxlike.layers.relative_bias import RelativeBias
@@ -71,6 +72,7 @@ __all__ = [
   "Mlp",
   "Module",
   "Moe",
+  "MxFp8",
   "Params",
   "Pipeline",
   "PositionEmbedding",

@@ -12,7 +12,7 @@ from paxlike import mesh
 from paxlike.layers import module, sums
 from paxlike.layers.context import Context
 from paxlike.layers.lora import Lora
-from paxlike.layers.products import Dot, Plain
+from paxlike.layers.products import Dim, Dot, Plain
 from paxlike.layers.quantization import Int8, Quantized, Storage
 from paxlike.layers.remat import named
 from paxlike.layers.rounding import whole
@@ -53,6 +53,7 @@ class Linear(module.Module):
     self.dot = None if dot is None else dot()
     self.num_inputs = len(inputs)
     self._outputs = tuple(outputs.values())
+    self._plain = Plain(*(Dim(*next(iter(dims.items()))) for dims in (inputs, outputs)))
     self.w = self.weight(
       {**inputs, **outputs},
       init=init,
@@ -85,7 +86,7 @@ class Linear(module.Module):
     if self.dot is None:
       return matmul(x, dense.reshape(rows, -1), time=self.time)
     rounded = None if self.w.rounding is None else self.w.rounding.of(w, dense).matrix(rows)
-    dot = functools.partial(self.dot, Plain(), rounded=rounded)
+    dot = functools.partial(self.dot, self._plain, rounded=rounded)
     return matmul(x, dense.reshape(rows, -1), dot, self.time)
 
   def matrix(self) -> jax.Array:

@@ -4,6 +4,7 @@
 What multiplies in few bits, a `Dot`, is written once for all of them.
 """
 
+import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -60,8 +61,25 @@ class Dot(Protocol):
     ...
 
 
-class Plain(NamedTuple):
-  """x [..., D] times w [D, F]."""
+class Dim(NamedTuple):
+  """A dim, or several joined ones, by the name of the first and the size that a mesh may split."""
+
+  name: str | None
+  size: int
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Plain:
+  """x [..., D] times w [D, F].
+
+  Attributes:
+    in_dim: D, if it has a name.
+    out_dim: F, too.
+  """
+
+  in_dim: Dim | None = None
+  out_dim: Dim | None = None
 
   def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
     return _matmul(x, w) if x.ndim == 2 else jnp.dot(x, w)
