@@ -104,7 +104,8 @@ def _matmul_backward(saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array
   dw_DF = jax.lax.platform_dependent(
     x_MD, dy_MF, cpu=transposed_first, default=lambda x_MD, dy_MF: x_MD.T @ dy_MF
   )
-  return dy_MF @ w_DF.T, dw_DF
+  # XLA would all-gather w.T besides the w that rematerialization multiplies with.
+  return _dot(dy_MF, w_DF, ((1,), (1,)), x_MD.dtype), dw_DF
 
 
 _matmul.defvjp(lambda x_MD, w_DF: (x_MD @ w_DF, (x_MD, w_DF)), _matmul_backward)
