@@ -83,7 +83,7 @@ class Linear(module.Module):
       return w.product(x.reshape(-1, rows)).reshape(*x.shape[:-1], -1)
     dense = whole(w, self.dtype)
     if self.dot is None:
-      return matmul(x, dense.reshape(rows, -1), time=self.time)
+      return matmul(x, dense, Plain(self.num_inputs).exact, self.time)
     rounded = None if self.w.rounding is None else self.w.rounding.of(w, dense).matrix(rows)
     dot = functools.partial(self.dot, Plain(), rounded=rounded)
     return matmul(x, dense.reshape(rows, -1), dot, self.time)
@@ -97,10 +97,12 @@ class Linear(module.Module):
 def matmul(
   x: jax.Array, w: jax.Array, dot: Callable[..., jax.Array] = _EXACT, time: str = "time"
 ) -> jax.Array:
-  """Returns x [..., D] times w [D, F], as one product of matrices if the mesh does not cut `time`.
+  """Returns [..., F], as one product of matrices if the mesh does not cut `time`.
+
+  `dot` is given x [..., D], or [M, D], and w.
 
   XLA's CPU and GPU libraries are fastest on plain matrices, and gradients need fewer transposes.
   """
   if mesh.is_sharded(time):
     return dot(x, w)
-  return dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
+  return dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)

@@ -4,6 +4,7 @@
 What multiplies in few bits, a `Dot`, is written once for all of them.
 """
 
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -61,10 +62,14 @@ class Dot(Protocol):
 
 
 class Plain(NamedTuple):
-  """x [..., D] times w [D, F]."""
+  """x [..., D] times w [D, F]; `exact` also takes a w whose first `num_inputs` dims are D."""
+
+  num_inputs: int = 1
 
   def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _matmul(x, w) if x.ndim == 2 else jnp.dot(x, w)
+    if x.ndim == 2:
+      return _matmul(x, w, self.num_inputs)
+    return jnp.dot(x, w.reshape(x.shape[-1], -1))
 
   def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return _dot(x, w, ((x.ndim - 1,), (0,)), dtype)
@@ -86,13 +91,35 @@ class Plain(NamedTuple):
     return jnp.abs(dy).max(tuple(range(dy.ndim - 1)))
 
 
-@jax.custom_vjp
-def _matmul(x_MD: jax.Array, w_DF: jax.Array) -> jax.Array:
-  return x_MD @ w_DF
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x_MD: jax.Array, w: jax.Array, num_inputs: int) -> jax.Array:
+  """Returns [M, F] for w [*D, *F]."""
+  return _over_dims(x_MD, w, (0, num_inputs))
 
 
-def _matmul_backward(saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array]:
-  x_MD, w_DF = saved
+def _over_dims(x: jax.Array, w: jax.Array, dims: tuple[int, int]) -> jax.Array:
+  """Returns x, a matrix, times w, summed over those dims of w."""
+  summed = tuple(range(*dims))
+
+  def as_matrices(x: jax.Array, w: jax.Array) -> jax.Array:
+    if dims[0] == 0:
+      return x @ w.reshape(x.shape[1], -1)
+    return _dot(x, w.reshape(-1, x.shape[1]), ((1,), (1,)), x.dtype)
+
+  def as_it_is(x: jax.Array, w: jax.Array) -> jax.Array:
+    x = x.reshape(len(x), *(w.shape[dim] for dim in summed))
+    y = _dot(x, w, (tuple(range(1, x.ndim)), summed), x.dtype)
+    return y.reshape(len(x), -1)
+
+  # XLA for TPUs takes a reshape of w out of one of the products in which rematerialization needs w,
+  # and then all-gathers w in both shapes.
+  if w.ndim > 2:
+    return jax.lax.platform_dependent(x, w, tpu=as_it_is, default=as_matrices)
+  return as_matrices(x, w)
+
+
+def _matmul_backward(num_inputs: int, saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array]:
+  x_MD, w = saved
 
   def transposed_first(x_MD: jax.Array, dy_MF: jax.Array) -> jax.Array:
     # XLA for CPUs takes up to twice as long for a product over the rows of both, if it is wide.
@@ -104,11 +131,11 @@ def _matmul_backward(saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array
   dw_DF = jax.lax.platform_dependent(
     x_MD, dy_MF, cpu=transposed_first, default=lambda x_MD, dy_MF: x_MD.T @ dy_MF
   )
-  # XLA would all-gather w.T besides the w that rematerialization multiplies with.
-  return _dot(dy_MF, w_DF, ((1,), (1,)), x_MD.dtype), dw_DF
+  # Not dy @ w.T: XLA would all-gather w.T besides the w that rematerialization multiplies with.
+  return _over_dims(dy_MF, w, (num_inputs, w.ndim)), dw_DF.reshape(w.shape)
 
 
-_matmul.defvjp(lambda x_MD, w_DF: (x_MD @ w_DF, (x_MD, w_DF)), _matmul_backward)
+_matmul.defvjp(lambda x_MD, w, num: (_matmul(x_MD, w, num), (x_MD, w)), _matmul_backward)
 
 
 class Placed(NamedTuple):
