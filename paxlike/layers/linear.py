@@ -80,10 +80,11 @@ class Linear(module.Module):
   def _product(self, x: jax.Array, w: Any) -> jax.Array:
     rows = x.shape[-1]
     if isinstance(w, Int8) and self.dot is None and w.reads_less(x.size // rows):
-      return w.product(x.reshape(-1, rows)).reshape(*x.shape[:-1], -1)
+      return w.product(x.reshape(-1, rows)).reshape(*x.shape[:-1], w.shape[-1])
     dense = whole(w, self.dtype)
     if self.dot is None:
-      return matmul(x, dense, Plain(self.num_inputs).exact, self.time)
+      dims = dense.shape[: self.num_inputs], dense.shape[self.num_inputs :]
+      return matmul(x, dense.reshape(rows, -1), Plain(dims).exact, self.time)
     rounded = None if self.w.rounding is None else self.w.rounding.of(w, dense).matrix(rows)
     dot = functools.partial(self.dot, Plain(), rounded=rounded)
     return matmul(x, dense.reshape(rows, -1), dot, self.time)
@@ -97,9 +98,7 @@ class Linear(module.Module):
 def matmul(
   x: jax.Array, w: jax.Array, dot: Callable[..., jax.Array] = _EXACT, time: str = "time"
 ) -> jax.Array:
-  """Returns [..., F], as one product of matrices if the mesh does not cut `time`.
-
-  `dot` is given x [..., D], or [M, D], and w.
+  """Returns x [..., D] times w [D, F], as one product of matrices if the mesh does not cut `time`.
 
   XLA's CPU and GPU libraries are fastest on plain matrices, and gradients need fewer transposes.
   """

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.sharding import PartitionSpec
 
 from paxlike import mesh
@@ -115,9 +114,9 @@ def sum_over_chunks(
     weights: A pytree; differentiated.
     x: [chunks, ...]; differentiated.
     constants: A pytree of [chunks, ...].
-    axes: If there are any, x and constants are [chunks, shards, ...] with the shards over these axes
-      of the mesh, and `loss` takes one shard. Devices then sum the gradients of weights over their
-      own shard, and over all shards once, after the last chunk.
+    axes: Of the mesh. If there are any, x and constants are [chunks, shards, ...], sharded over them
+      by shard, and `loss` takes one shard. Devices then sum the gradients of weights over their own
+      shard, and over all shards once, after the last chunk.
   """
 
   def add(total, chunk):
@@ -150,9 +149,7 @@ def _chunks_forward(loss, weights, x, constants, axes):
     gradient = gradient.astype(w.dtype)  # As devices sum the gradients of other weights.
     return jax.lax.reduce(gradient, np.zeros((), w.dtype), jax.lax.add, (0,)) if axes else gradient
 
-  (total, dw), dx = jax.lax.scan(
-    add, (jnp.zeros(()), jax.tree.map(zeros, weights)), (x, constants)
-  )
+  (total, dw), dx = jax.lax.scan(add, (jnp.zeros(()), jax.tree.map(zeros, weights)), (x, constants))
   return total, (jax.tree.map(summed, dw, weights), dx)
 
 

@@ -62,14 +62,16 @@ class Dot(Protocol):
 
 
 class Plain(NamedTuple):
-  """x [..., D] times w [D, F]; `exact` also takes a w whose first `num_inputs` dims are D."""
+  """x [..., D] times w [D, F].
 
-  num_inputs: int = 1
+  Attributes:
+    dims: The sizes that D and those that F stands for, where w has more than two dims.
+  """
+
+  dims: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
   def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
-    if x.ndim == 2:
-      return _matmul(x, w, self.num_inputs)
-    return jnp.dot(x, w.reshape(x.shape[-1], -1))
+    return _matmul(x, w, *self.dims) if x.ndim == 2 else jnp.dot(x, w)
 
   def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return _dot(x, w, ((x.ndim - 1,), (0,)), dtype)
@@ -91,35 +93,41 @@ class Plain(NamedTuple):
     return jnp.abs(dy).max(tuple(range(dy.ndim - 1)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x_MD: jax.Array, w: jax.Array, num_inputs: int) -> jax.Array:
-  """Returns [M, F] for w [*D, *F]."""
-  return _over_dims(x_MD, w, (0, num_inputs))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul(
+  x_MD: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> jax.Array:
+  def as_it_is(x_MD: jax.Array, w_DF: jax.Array) -> jax.Array:
+    return _over(x_MD.reshape(-1, *inputs), w_DF.reshape(*inputs, *outputs), 0)
+
+  return _by_dims(as_it_is, lambda x, w: x @ w, x_MD, w_DF, len(inputs) + len(outputs))
 
 
-def _over_dims(x: jax.Array, w: jax.Array, dims: tuple[int, int]) -> jax.Array:
-  """Returns x, a matrix, times w, summed over those dims of w."""
-  summed = tuple(range(*dims))
+def _by_dims(as_it_is: Any, default: Any, x: jax.Array, w: jax.Array, num_dims: int) -> jax.Array:
+  """Returns a product with w as it is for TPUs, if it has more than two dims.
 
-  def as_matrices(x: jax.Array, w: jax.Array) -> jax.Array:
-    if dims[0] == 0:
-      return x @ w.reshape(x.shape[1], -1)
-    return _dot(x, w.reshape(-1, x.shape[1]), ((1,), (1,)), x.dtype)
-
-  def as_it_is(x: jax.Array, w: jax.Array) -> jax.Array:
-    x = x.reshape(len(x), *(w.shape[dim] for dim in summed))
-    y = _dot(x, w, (tuple(range(1, x.ndim)), summed), x.dtype)
-    return y.reshape(len(x), -1)
-
-  # XLA for TPUs takes a reshape of w out of one of the products in which rematerialization needs w,
-  # and then all-gathers w in both shapes.
-  if w.ndim > 2:
-    return jax.lax.platform_dependent(x, w, tpu=as_it_is, default=as_matrices)
-  return as_matrices(x, w)
+  XLA for TPUs takes a reshape of w out of one of the products in which rematerialization needs w,
+  and then all-gathers w in both shapes.
+  """
+  if num_dims <= 2:
+    return default(x, w)
+  return jax.lax.platform_dependent(x, w, tpu=as_it_is, default=default)
 
 
-def _matmul_backward(num_inputs: int, saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array]:
-  x_MD, w = saved
+def _over(x: jax.Array, w: jax.Array, first: int) -> jax.Array:
+  """Returns a matrix: x, summed over all dims but one, times w, summed over dims from `first`."""
+  axes = tuple(range(1, x.ndim))
+  y = _dot(x, w, (axes, tuple(first + axis - 1 for axis in axes)), x.dtype)
+  return y.reshape(len(x), -1)
+
+
+def _matmul_backward(
+  inputs: tuple[int, ...], outputs: tuple[int, ...], saved: Any, dy_MF: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  x_MD, w_DF = saved
+
+  def as_it_is(dy_MF: jax.Array, w_DF: jax.Array) -> jax.Array:
+    return _over(dy_MF.reshape(-1, *outputs), w_DF.reshape(*inputs, *outputs), len(inputs))
 
   def transposed_first(x_MD: jax.Array, dy_MF: jax.Array) -> jax.Array:
     # XLA for CPUs takes up to twice as long for a product over the rows of both, if it is wide.
@@ -132,10 +140,11 @@ def _matmul_backward(num_inputs: int, saved: Any, dy_MF: jax.Array) -> tuple[jax
     x_MD, dy_MF, cpu=transposed_first, default=lambda x_MD, dy_MF: x_MD.T @ dy_MF
   )
   # Not dy @ w.T: XLA would all-gather w.T besides the w that rematerialization multiplies with.
-  return _over_dims(dy_MF, w, (num_inputs, w.ndim)), dw_DF.reshape(w.shape)
+  num_dims = len(inputs) + len(outputs)
+  return _by_dims(as_it_is, lambda dy, w: _over(dy, w, 1), dy_MF, w_DF, num_dims), dw_DF
 
 
-_matmul.defvjp(lambda x_MD, w, num: (_matmul(x_MD, w, num), (x_MD, w)), _matmul_backward)
+_matmul.defvjp(lambda x, w, *dims: (_matmul(x, w, *dims), (x, w)), _matmul_backward)
 
 
 class Placed(NamedTuple):
