@@ -80,7 +80,7 @@ class Linear(module.Module):
   def _product(self, x: jax.Array, w: Any) -> jax.Array:
     rows = x.shape[-1]
     if isinstance(w, Int8) and self.dot is None and w.reads_less(x.size // rows):
-      return w.product(x.reshape(-1, rows)).reshape(*x.shape[:-1], w.shape[-1])
+      return w.product(x.reshape(-1, rows)).reshape(*x.shape[:-1], -1)
     dense = whole(w, self.dtype)
     if self.dot is None:
       dims = dense.shape[: self.num_inputs], dense.shape[self.num_inputs :]
@@ -104,4 +104,4 @@ def matmul(
   """
   if mesh.is_sharded(time):
     return dot(x, w)
-  return dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
+  return dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])

@@ -114,8 +114,8 @@ def sum_over_chunks(
     weights: A pytree; differentiated.
     x: [chunks, ...]; differentiated.
     constants: A pytree of [chunks, ...].
-    axes: Of the mesh. If there are any, x and constants are [chunks, shards, ...], sharded over them
-      by shard, and `loss` takes one shard. Devices then sum the gradients of weights over their own
+    axes: Of the mesh. If there are any, x and constants are [chunks, shards, ...], sharded over
+      them, and `loss` takes one shard. Devices then sum the gradients of weights over their own
       shard, and over all shards once, after the last chunk.
   """
 
