@@ -266,7 +266,7 @@ class _Step:
     nbytes = 12 * tokens * model.vocab / tensor + 4 * head.computed * head.size / tensor
     times = self._roofline(flops, nbytes)
     gathered, reduced = self._gathers(model.outside)
-    times = _beside(times, 2 * gathered + (0 if self._how.reduced_once else reduced))
+    times = _beside(times, gathered + (0 if self._how.reduced_once else reduced))
     group = self._how.group("pipeline")
     spread = 2 * networks.gather(self._network, group, 2 * self._tokens * model.dim)
     return times + self._tensor(2) * (self._stages / model.num_layers) + Times(weights=spread)

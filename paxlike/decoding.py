@@ -78,8 +78,11 @@ class Decoding:
     *,
     max_len: int,
     options: Options,
+    compiler_options: Mapping[str, Any] | None = None,
   ):
     """`tokenizer` is a `data.tokenizer.Tokenizer`, `max_len` the model's longest sequence.
+
+    `compiler_options` are XLA's.
 
     Raises:
       UserError: The tokenizer has ids that the model does not know, or there is none.
@@ -102,6 +105,7 @@ class Decoding:
       max_len=room,
       sampling=options.sampling,
       end_ids=tuple(sorted(ends)),
+      compiler_options=compiler_options,
     )
     self.speed = Speed()
 

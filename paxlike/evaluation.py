@@ -3,7 +3,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -134,8 +134,19 @@ class Result:
 class Evaluator:
   """Computes the metrics of one eval set, with compiled programs for all its passes."""
 
-  def __init__(self, definition: Definition, eval_set: EvalSet, feed: Feed, *, batch_size: int):
-    """Evaluates in batches of `batch_size`, which `feed` brings onto the devices."""
+  def __init__(
+    self,
+    definition: Definition,
+    eval_set: EvalSet,
+    feed: Feed,
+    *,
+    batch_size: int,
+    compiler_options: Mapping[str, Any] | None = None,
+  ):
+    """Evaluates in batches of `batch_size`, which `feed` brings onto the devices.
+
+    `compiler_options` are XLA's.
+    """
     self._eval_set = eval_set
     self._feed = feed
     self._batch_size = batch_size
@@ -149,7 +160,7 @@ class Evaluator:
       # Every host reads all rows.
       return jax.lax.with_sharding_constraint(sums, PartitionSpec())
 
-    self._measure = jax.jit(measure)
+    self._measure = jax.jit(measure, compiler_options=dict(compiler_options or {}))
 
   def run(self, params: Params) -> Result:
     """Returns every metric over one pass."""

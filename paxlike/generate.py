@@ -126,6 +126,7 @@ class Generator:
     sampling: Sampling | None = None,
     end_ids: Sequence[int] = (),
     steps_per_call: int = STEPS_PER_CALL,
+    compiler_options: Mapping[str, Any] | None = None,
   ):
     """Allocates caches for short texts, which grow by doubling with the longest.
 
@@ -138,11 +139,14 @@ class Generator:
       end_ids: Tokens that end a text.
       steps_per_call: Tokens of each row between looks at the result. More need less of the host,
         and a row that has ended idles for longer.
+      compiler_options: XLA's.
     """
     self.speed = Speed()
     self._definition = definition
     self._module: Any = definition.module
-    self._params: Params = jax.jit(definition.prepare)(dict(params))
+    self._compiler_options = dict(compiler_options or {})
+    prepare = jax.jit(definition.prepare, compiler_options=self._compiler_options)
+    self._params: Params = prepare(dict(params))
     self._num_rows = num_rows
     self._max_len = max_len
     self._sampling = sampling or Sampling()
@@ -260,8 +264,8 @@ class Generator:
     kinds = tuple((jnp.shape(x), getattr(x, "sharding", None)) for x in leaves)
     key = (function.__name__, self._room, kinds)
     if key not in self._compiled:
-      jitted = jax.jit(function, donate_argnums=donate)
-      self._compiled[key] = jitted.lower(*arguments).compile()
+      lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+      self._compiled[key] = lowered.compile(compiler_options=self._compiler_options)
     return self._compiled[key]
 
   def _empty(self) -> _Rows:

@@ -31,6 +31,7 @@ from paxlike.evaluation import EvalSet, Evaluator, Scores, Sums
 from paxlike.feed import Feed
 from paxlike.layers.decoder import Batch
 from paxlike.sampling import Sampling
+from paxlike.scripts_gpu import xla_flags
 from paxlike.trainer import Trainer
 
 # (texts, ids of the context, ids of the continuation).
@@ -89,6 +90,7 @@ class PaxlikeLM(TemplateLM):
     if dtype is not None:
       fiddlers.precision(graph, dtype)
     self._trainer: Trainer = fdl.build(graph)
+    self._trainer.compiler_options, _ = xla_flags.options()
     self.batch_size = self._trainer.batch_size if batch_size == "auto" else int(batch_size)
     self._params = self._trainer.load(folder, step=None if step is None else int(step))
     if self._trainer.data.tokenizer is None:
@@ -139,6 +141,7 @@ class PaxlikeLM(TemplateLM):
         EvalSet(dataset=rows, metrics=metrics),
         feed,
         batch_size=self.batch_size,
+        compiler_options=self._trainer.compiler_options,
       )
       records = evaluator.run(self._params).records
     found = [(record["log_likelihood"], record["acc_strict"] == 1.0) for record in records]
@@ -180,6 +183,7 @@ class PaxlikeLM(TemplateLM):
           self._tokens,
           max_len=self.max_length,
           options=options,
+          compiler_options=self._trainer.compiler_options,
         )
         for result in decoding.run(prompts):
           answers[numbers[result.prompt]] = result.text

@@ -202,4 +202,5 @@ def _logits(model: ModelSizes, how: Configuration, head: float) -> float:
   tensor = sizes["tensor"] if "tensor" in model.head.axes(sizes) else 1
   rows = how.rows / (1 if how.pipeline is None else how.pipeline.stages)
   logits = rows * model.seq_len / model.loss_chunks * model.vocab / tensor
-  return 8 * logits + 3 * head
+  # The projection, its gradient summed in float32, and that of the part.
+  return 8 * logits + 4 * head

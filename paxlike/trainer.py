@@ -59,7 +59,7 @@ class Trainer:
     weight_dtype: What weights are held in between steps; bfloat16 is rounded by chance.
     read_only: Whether nothing will be trained; weights that have a scheme are then held by it.
     saving: Whether checkpoints are written.
-    compiler_options: XLA's, for the step.
+    compiler_options: XLA's, for the step, evaluation and decoding.
     compiled_step: The program of a step, if there is one already.
   """
 
@@ -314,7 +314,8 @@ class Trainer:
       decoding.tell(texts, prompts, journal, path)
 
   def _decoding(self, params: Params, options: decoding.Options) -> decoding.Decoding:
-    return decoding.Decoding(
+    make = functools.partial(decoding.Decoding, compiler_options=self.compiler_options)
+    return make(
       self.definition, params, self.data.tokenizer, max_len=self.data.seq_len, options=options
     )
 
@@ -337,14 +338,13 @@ class Trainer:
 
   @functools.cached_property
   def _evaluators(self) -> dict[str, Evaluator]:
-    """One for each eval set."""
+    make = functools.partial(Evaluator, self.definition, compiler_options=self.compiler_options)
     return {
-      name: Evaluator(self.definition, eval_set, self.feed, batch_size=self.batch_size)
+      name: make(eval_set, self.feed, batch_size=self.batch_size)
       for name, eval_set in self.eval_data.items()
     }
 
   def _sample(self, state: TrainState, prompt: str) -> str:
-    """Continues `prompt` by 200 tokens."""
     how = decoding.Options(max_new_tokens=200, sampling=Sampling(temperature=0.8), seed=self.seed)
     *_, last = self._decoding(state.weights, how).run([prompt])
     return prompt + last.text

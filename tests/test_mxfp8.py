@@ -121,7 +121,7 @@ def on_mesh(names, mix):
   on = MeshSpec(ici=mix).build()
   rows, shape = (("batch", "time"), (8, 64)) if "context" in mix else (("batch",), (512,))
   sizes = (128, 256)
-  product = Plain(*map(Dim, names, sizes))
+  product = Plain(*((Dim(*dim),) for dim in zip(names, sizes, strict=True)))
   of_x, of_y = ((*rows, None if name == "model" else name) for name in names)
 
   def step(x, w, dy):

@@ -51,9 +51,10 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("graph_text",),
   ("graph_edits",),
   ("config_file", "experiment"),
-  ("registry", "harness"),
+  ("registry",),
   ("experiments",),
   ("scripts_gpu",),
+  ("harness",),
   ("flags", "show", "compile_page", "plan_page", "plot", "convert"),
   ("main",),
 )

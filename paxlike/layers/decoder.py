@@ -17,7 +17,7 @@ from paxlike.layers.cudnn_attention import cudnn
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
-from paxlike.layers.loss import cross_entropy, sum_over_chunks
+from paxlike.layers.loss import Shards, cross_entropy, gathered, sum_over_chunks
 from paxlike.layers.module import Definition, Module, Params
 from paxlike.layers.stack import Caches, Stack
 
@@ -117,16 +117,19 @@ class Decoder(Module):
     The logits never exist as a whole: they are made, and turned into gradients, a part of the
     sequence at a time.
     """
-    graph, weights = nnx.split(self.embedding if self.head is None else self.head)
+    graph, weights = nnx.split(_gathered(self.embedding if self.head is None else self.head))
+    shards = Shards.of(targets_BT.shape)
+    batch, time = (None, None) if shards.axes else ("batch", "time")  # A shard is on one device.
 
     def chunk_loss(weights, x_BTD, constants):
       logits_BTV = _logits(nnx.merge(graph, weights), x_BTD, self.soft_cap)
-      logits_BTV = mesh.constrain(logits_BTV, "batch", "time", "vocab")
+      logits_BTV = mesh.constrain(logits_BTV, batch, time, "vocab")
       targets_BT, weights_BT = constants
       return (cross_entropy(logits_BTV, targets_BT) * weights_BT).sum()
 
-    chunks = self._chunks((x_BTD, (targets_BT, weights_BT)))
-    return sum_over_chunks(chunk_loss, weights, *chunks)
+    arrays = (x_BTD, (targets_BT, weights_BT))
+    chunks = jax.tree.map(lambda x: shards.chunks(x, self.loss_chunks), arrays)
+    return sum_over_chunks(chunk_loss, weights, *chunks, shards.axes)
 
   def map_logits(self, function: Callable[..., Any], x_BTD: jax.Array, arrays: Any) -> Any:
     """Returns function(logits_BTV, arrays), made a part of the sequence at a time.
@@ -146,18 +149,21 @@ class Decoder(Module):
     def join(x: jax.Array) -> jax.Array:
       return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, : x_BTD.shape[1]]
 
-    return jax.tree.map(join, jax.lax.map(jax.checkpoint(apply), self._chunks((x_BTD, arrays))))
+    unsharded = Shards(1, 1, ())
+    chunks = jax.tree.map(lambda x: unsharded.chunks(x, self.loss_chunks), (x_BTD, arrays))
+    return jax.tree.map(join, jax.lax.map(jax.checkpoint(apply), chunks))
 
-  def _chunks(self, arrays: Any) -> Any:
-    """Returns a pytree of [B, T, ...] as one of [chunks, B, T / chunks, ...], filled with zeros."""
-    T = jax.tree.leaves(arrays)[0].shape[1]
-    num_chunks = min(T, self.loss_chunks)
 
-    def split(x: jax.Array) -> jax.Array:
-      x = jnp.pad(x, [(0, 0), (0, -T % num_chunks)] + [(0, 0)] * (x.ndim - 2))
-      return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, -1, *x.shape[2:]), 1, 0)
+def _gathered(head: Embedding | Linear) -> Embedding | Linear:
+  """Returns a head whose weights are all-gathered once, not once for each chunk of the loss."""
+  graph, weights = nnx.split(head)
 
-    return jax.tree.map(split, arrays)
+  def whole(param: nnx.Variable) -> Any:
+    w = param.get_value()
+    return gathered(w, param.dims) if isinstance(w, jax.Array) else w
+
+  flat = [(path, whole(param)) for path, param in nnx.to_flat_state(weights)]
+  return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def _logits(head: Embedding | Linear, x: jax.Array, soft_cap: float | None) -> jax.Array:

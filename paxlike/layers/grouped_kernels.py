@@ -66,6 +66,10 @@ def multiply_transposed(
 ) -> jax.Array:
   """Returns [E, D, F] in `dtype`: for each group the sum over its rows of x times dy."""
   (_, D), F, E = x_MD.shape, dy_MF.shape[1], len(sizes_E)
+  if x_MD.dtype == dy_MF.dtype == jnp.int8:
+    # Tensor cores want int8 along the rows, which both operands have in their other dim: Triton
+    # would load synchronously and transpose byte by byte. Sums above 2**24 are rounded.
+    x_MD, dy_MF = x_MD.astype(jnp.bfloat16), dy_MF.astype(jnp.bfloat16)
   grid = (pl.cdiv(F, _COLUMNS), pl.cdiv(D, _ROWS), E)
   ends_E = jnp.cumsum(sizes_E)
   call = _call(_multiply_transposed, grid, (E, D, F), dtype, interpret)

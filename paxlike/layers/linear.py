@@ -53,7 +53,7 @@ class Linear(module.Module):
     self.dot = None if dot is None else dot()
     self.num_inputs = len(inputs)
     self._outputs = tuple(outputs.values())
-    self._plain = Plain(*(Dim(*next(iter(dims.items()))) for dims in (inputs, outputs)))
+    self._plain = Plain(*(tuple(Dim(*dim) for dim in dims.items()) for dims in (inputs, outputs)))
     self.w = self.weight(
       {**inputs, **outputs},
       init=init,
@@ -84,7 +84,7 @@ class Linear(module.Module):
       return w.product(x.reshape(-1, rows)).reshape(*x.shape[:-1], -1)
     dense = whole(w, self.dtype)
     if self.dot is None:
-      return matmul(x, dense.reshape(rows, -1), time=self.time)
+      return matmul(x, dense.reshape(rows, -1), self._plain.exact, self.time)
     rounded = None if self.w.rounding is None else self.w.rounding.of(w, dense).matrix(rows)
     dot = functools.partial(self.dot, self._plain, rounded=rounded)
     return matmul(x, dense.reshape(rows, -1), dot, self.time)

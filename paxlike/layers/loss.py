@@ -2,11 +2,14 @@
 """Losses over a vocabulary, in float32 whatever the logits are."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from paxlike import mesh
 
@@ -42,9 +45,64 @@ def _entropy_backward(saved, cotangent):
 cross_entropy.defvjp(_entropy_forward, _entropy_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+class Shards(NamedTuple):
+  """How the mesh shards [B, T]: over `axes`, into `batch` times `time` parts."""
+
+  batch: int
+  time: int
+  axes: tuple[str, ...]
+
+  @classmethod
+  def of(cls, shape: Sequence[int]) -> Self:
+    """Returns how the current mesh shards [B, T]."""
+    if not (sizes := mesh.sizes_here(mesh.AXES)):
+      return cls(1, 1, ())
+    axes = [_axes(entry) for entry in mesh.partition(("batch", "time"), shape, sizes)]
+    batch, time = (math.prod(sizes[axis] for axis in one) for one in axes)
+    return cls(batch, time, (*axes[0], *axes[1]))
+
+  def chunks(self, x: jax.Array, count: int) -> jax.Array:
+    """Returns [B, T, ...] as [chunks, shards, B / batch, T / time / chunks, ...].
+
+    What chunks do not divide is filled up with zeros. Where nothing is sharded, there is no dim of
+    shards.
+    """
+    B, T, *rest = x.shape
+    length = T // self.time
+    count = min(length, count)
+    x = x.reshape(self.batch, B // self.batch, self.time, length, *rest)
+    x = jnp.pad(x, [(0, 0)] * 3 + [(0, -length % count)] + [(0, 0)] * len(rest))
+    x = x.reshape(*x.shape[:3], count, -1, *rest)
+    x = x.transpose(3, 0, 2, 1, 4, *range(5, x.ndim))
+    shards = (self.batch * self.time,) if self.axes else ()
+    return x.reshape(count, *shards, *x.shape[3:])
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+  return (entry,) if isinstance(entry, str) else entry or ()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gathered(w: jax.Array, dims: mesh.Dims) -> jax.Array:
+  """Returns w, all-gathered over the axes that shard the batch; its gradient is scattered again.
+
+  `dims` are those of w.
+  """
+  return mesh.constrain(w, *(None if dim == "model" else dim for dim in dims))
+
+
+gathered.defvjp(
+  lambda w, dims: (gathered(w, dims), None), lambda dims, _, dw: (mesh.constrain(dw, *dims),)
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
 def sum_over_chunks(
-  loss: Callable[[Any, Any, Any], jax.Array], weights: Any, x: jax.Array, constants: Any
+  loss: Callable[[Any, Any, Any], jax.Array],
+  weights: Any,
+  x: jax.Array,
+  constants: Any,
+  axes: tuple[str, ...] = (),
 ) -> jax.Array:
   """Returns the sum of loss(weights, x[i], constants[i]) over the leading dim.
 
@@ -56,30 +114,47 @@ def sum_over_chunks(
     weights: A pytree; differentiated.
     x: [chunks, ...]; differentiated.
     constants: A pytree of [chunks, ...].
+    axes: Of the mesh. If there are any, x and constants are [chunks, shards, ...], sharded over
+      them, and `loss` takes one shard. Devices then sum the gradients of weights over their own
+      shard, and over all shards once, after the last chunk.
   """
 
   def add(total, chunk):
-    return total + loss(weights, *chunk), None
+    return total + _by_shard(loss, axes)(weights, *chunk).sum(), None
 
   return jax.lax.scan(add, jnp.zeros(()), (x, constants))[0]
 
 
-def _chunks_forward(loss, weights, x, constants):
+def _by_shard(function: Any, axes: tuple[str, ...]) -> Any:
+  """Returns a function of (weights, x, constants) as one of [shards, ...] of x and constants."""
+  return jax.vmap(function, (None, 0, 0), spmd_axis_name=axes) if axes else function
+
+
+def _chunks_forward(loss, weights, x, constants, axes):
+  shards = x.shape[1:2] if axes else ()
+
   def add(carry, chunk):
     total, gradient = carry
-    x, constants = chunk
-    value, (dw, dx) = jax.value_and_grad(loss, (0, 1))(weights, x, constants)
+    value, (dw, dx) = _by_shard(jax.value_and_grad(loss, (0, 1)), axes)(weights, *chunk)
     gradient = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradient, dw)
-    return (total + value, gradient), dx
+    return (total + value.sum(), gradient), dx
 
-  zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-  (total, dw), dx = jax.lax.scan(add, (jnp.zeros(()), zeros), (x, constants))
-  dw = jax.tree.map(lambda g, w: g.astype(w.dtype), dw, weights)
-  return total, (dw, dx)
+  def zeros(w: jax.Array) -> jax.Array:
+    whole = jnp.zeros((*shards, *w.shape), jnp.float32)
+    others = [PartitionSpec.UNCONSTRAINED] * w.ndim
+    where = PartitionSpec(axes, *others)
+    return jax.lax.with_sharding_constraint(whole, where) if axes else whole
+
+  def summed(gradient: jax.Array, w: jax.Array) -> jax.Array:
+    gradient = gradient.astype(w.dtype)  # As devices sum the gradients of other weights.
+    return jax.lax.reduce(gradient, np.zeros((), w.dtype), jax.lax.add, (0,)) if axes else gradient
+
+  (total, dw), dx = jax.lax.scan(add, (jnp.zeros(()), jax.tree.map(zeros, weights)), (x, constants))
+  return total, (jax.tree.map(summed, dw, weights), dx)
 
 
-def _chunks_backward(loss, gradients, cotangent):
-  del loss
+def _chunks_backward(loss, axes, gradients, cotangent):
+  del loss, axes
   dw, dx = jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients)
   return dw, dx, None
 

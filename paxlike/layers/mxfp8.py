@@ -97,12 +97,15 @@ _multiply.defvjp(_forward, _backward)
 
 
 def _dims(product: Plain, x: jax.Array, w_DF: jax.Array) -> tuple[tuple[Dim, ...], Dim, Dim]:
-  """Returns names of the dims of x's rows, of D and of F, and sizes that a mesh must divide."""
+  """Returns names of the dims of x's rows, of D and of F, and sizes that a mesh must divide.
+
+  Of dims that are joined a mesh shards the first.
+  """
   names = ("batch", "time")[: x.ndim - 1]
   rows = tuple(Dim(name, size) for name, size in zip(names, x.shape, strict=False))
   inputs, outputs = (
-    dim or Dim(None, size)
-    for dim, size in zip((product.in_dim, product.out_dim), w_DF.shape, strict=True)
+    dims[0] if dims else Dim(None, size)
+    for dims, size in zip((product.in_dims, product.out_dims), w_DF.shape, strict=True)
   )
   return rows, inputs, outputs
 

@@ -5,6 +5,7 @@ What multiplies in few bits, a `Dot`, is written once for all of them.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -62,7 +63,7 @@ class Dot(Protocol):
 
 
 class Dim(NamedTuple):
-  """A dim, or several joined ones, by the name of the first and the size that a mesh may split."""
+  """A named dim of a weight."""
 
   name: str | None
   size: int
@@ -74,15 +75,18 @@ class Plain:
   """x [..., D] times w [D, F].
 
   Attributes:
-    in_dim: D, if it has a name.
-    out_dim: F, too.
+    in_dims: The dims that D joins; none: they are not known.
+    out_dims: Those that F joins.
   """
 
-  in_dim: Dim | None = None
-  out_dim: Dim | None = None
+  in_dims: tuple[Dim, ...] = ()
+  out_dims: tuple[Dim, ...] = ()
 
   def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _matmul(x, w) if x.ndim == 2 else jnp.dot(x, w)
+    if x.ndim != 2:
+      return jnp.dot(x, w)
+    inputs, outputs = (tuple(dim.size for dim in dims) for dims in (self.in_dims, self.out_dims))
+    return _matmul(x, w, inputs, outputs)
 
   def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return _dot(x, w, ((x.ndim - 1,), (0,)), dtype)
@@ -104,13 +108,41 @@ class Plain:
     return jnp.abs(dy).max(tuple(range(dy.ndim - 1)))
 
 
-@jax.custom_vjp
-def _matmul(x_MD: jax.Array, w_DF: jax.Array) -> jax.Array:
-  return x_MD @ w_DF
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul(
+  x_MD: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> jax.Array:
+  def as_it_is(x_MD: jax.Array, w_DF: jax.Array) -> jax.Array:
+    return _over(x_MD.reshape(-1, *inputs), w_DF.reshape(*inputs, *outputs), 0)
+
+  return _by_dims(as_it_is, lambda x, w: x @ w, x_MD, w_DF, len(inputs) + len(outputs))
 
 
-def _matmul_backward(saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _by_dims(as_it_is: Any, default: Any, x: jax.Array, w: jax.Array, num_dims: int) -> jax.Array:
+  """Returns a product with w as it is for TPUs, if it has more than two dims.
+
+  XLA for TPUs takes a reshape of w out of one of the products in which rematerialization needs w,
+  and then all-gathers w in both shapes.
+  """
+  if num_dims <= 2:
+    return default(x, w)
+  return jax.lax.platform_dependent(x, w, tpu=as_it_is, default=default)
+
+
+def _over(x: jax.Array, w: jax.Array, first: int) -> jax.Array:
+  """Returns a matrix: x, summed over all dims but one, times w, summed over dims from `first`."""
+  axes = tuple(range(1, x.ndim))
+  y = _dot(x, w, (axes, tuple(first + axis - 1 for axis in axes)), x.dtype)
+  return y.reshape(len(x), -1)
+
+
+def _matmul_backward(
+  inputs: tuple[int, ...], outputs: tuple[int, ...], saved: Any, dy_MF: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   x_MD, w_DF = saved
+
+  def as_it_is(dy_MF: jax.Array, w_DF: jax.Array) -> jax.Array:
+    return _over(dy_MF.reshape(-1, *outputs), w_DF.reshape(*inputs, *outputs), len(inputs))
 
   def transposed_first(x_MD: jax.Array, dy_MF: jax.Array) -> jax.Array:
     # XLA for CPUs takes up to twice as long for a product over the rows of both, if it is wide.
@@ -122,10 +154,12 @@ def _matmul_backward(saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array
   dw_DF = jax.lax.platform_dependent(
     x_MD, dy_MF, cpu=transposed_first, default=lambda x_MD, dy_MF: x_MD.T @ dy_MF
   )
-  return dy_MF @ w_DF.T, dw_DF
+  # Not dy @ w.T: XLA would all-gather w.T besides the w that rematerialization multiplies with.
+  num_dims = len(inputs) + len(outputs)
+  return _by_dims(as_it_is, lambda dy, w: _over(dy, w, 1), dy_MF, w_DF, num_dims), dw_DF
 
 
-_matmul.defvjp(lambda x_MD, w_DF: (x_MD @ w_DF, (x_MD, w_DF)), _matmul_backward)
+_matmul.defvjp(lambda x, w, *dims: (_matmul(x, w, *dims), (x, w)), _matmul_backward)
 
 
 class Placed(NamedTuple):

@@ -128,6 +128,23 @@ def test_a_gpu_multiplies_each_row_with_one_matrix(h200, dtype):
   assert flops == [2 * M * D * F] * 3
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_a_gpu_loads_what_weights_gradients_need_while_it_multiplies(h200, dtype, tmp_path):
+  where = SingleDeviceSharding(topology.devices()[0])
+  shapes = ((4096, 512), dtype), ((4096, 1024), dtype), ((8,), jnp.int32)
+  arrays = [jax.ShapeDtypeStruct(*shape, sharding=where) for shape in shapes]
+  sums = jnp.int32 if dtype == jnp.int8 else dtype
+  lowered = jax.jit(lambda x, dy, sizes: to_weights(x, dy, Groups(sizes), sums)).lower(*arrays)
+  jax.config.update("jax_enable_compilation_cache", False)
+  try:
+    lowered.compile(compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True})
+  finally:
+    jax.config.update("jax_enable_compilation_cache", True)
+  texts = [path.read_text() for path in tmp_path.glob("*.ptx")]
+  [kernel] = [text for text in texts if ".entry grouped_matmul" in text]
+  assert "cp.async" in kernel and "st.shared.b8" not in kernel
+
+
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.int8])
 def test_kernels_are_given_no_array_that_pallas_counts_wrongly(dtype):
   """Those of 2 to 4 GiB in 8 bits it would count in 32, with a sign."""
