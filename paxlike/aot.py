@@ -73,6 +73,10 @@ class Program:
     """What devices send each other in a step."""
     return [] if self.step is None else collectives.collectives(self.text, self.devices)
 
+  def overlap(self) -> list[collectives.Overlap]:
+    """How many of these run beside computation."""
+    return [] if self.step is None else collectives.overlap(self.text, self.devices)
+
   def kernels(self) -> list[kernels.Kernel]:
     """Returns what one step launches on each GPU."""
     assert self.chip is not None
