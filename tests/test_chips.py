@@ -12,6 +12,7 @@ from paxlike import chips
     ("NVIDIA H100 80GB HBM3", 989.5e12),
     ("TPU v5 lite", 197e12),
     ("TPU v5p", 459e12),
+    ("TPU7x", 2307e12 / 2),  # JAX has two devices for a chip.
   ],
 )
 def test_devices_have_the_peaks_of_their_data_sheets(kind, flops):
