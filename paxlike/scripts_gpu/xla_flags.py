@@ -28,10 +28,20 @@ SEVERAL_GPUS: Options = ONE_GPU | {
   "xla_gpu_enable_pipelined_all_reduce": True,
 }
 
-# TPUs. All-gathers run beside computation by default; so do all-reduces with both of these.
+# TPUs, of the sets that MaxText names (benchmarks/xla_flags_library.py).
+# All-reduces run beside matmuls; either of the two alone changes nothing. In the loops of
+# Scaled16BV5e256 11 that wait become 4, and the peak falls from 9.28 to 8.90 GB.
 SEVERAL_TPUS: Options = {
   "xla_enable_async_all_reduce": True,
   "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+}
+# All-gathers too: of v5e they do by default, of v5p all wait without these.
+SEVERAL_V5P: Options = SEVERAL_TPUS | {
+  "xla_enable_async_all_gather": True,
+  "xla_tpu_overlap_compute_collective_tc": True,
+  "xla_tpu_enable_async_collective_fusion": True,
+  "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+  "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
 }
 
 
@@ -41,17 +51,19 @@ def options() -> tuple[Options, list[str]]:
   What is left out is what this version of JAX does not know. CPUs have none.
   """
   devices = topology.devices()
-  wanted = _wanted(devices[0].platform, len(devices))
+  wanted = _wanted(devices[0], len(devices))
   known = {name: value for name, value in wanted.items() if is_known(name, value, devices[0])}
   return known, sorted(wanted.keys() - known.keys())
 
 
-def _wanted(platform: str, num_devices: int) -> Options:
-  """Returns the options for devices of a platform that the user gives no value of."""
-  if platform in ("gpu", "cuda"):
+def _wanted(device: jax.Device, num_devices: int) -> Options:
+  """Returns the options for devices like this one that the user gives no value of."""
+  if device.platform in ("gpu", "cuda"):
     ours = ONE_GPU if num_devices == 1 else SEVERAL_GPUS
-  elif platform == "tpu" and num_devices > 1:
-    ours = SEVERAL_TPUS
+  elif device.platform == "tpu" and num_devices > 1:
+    # Both are names of the v5p; "TPU v5 lite" is the v5e.
+    is_v5p = device.device_kind in ("TPU v5", "TPU v5p")
+    ours = SEVERAL_V5P if is_v5p else SEVERAL_TPUS
   else:
     return {}
   theirs = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))

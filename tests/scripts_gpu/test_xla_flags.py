@@ -21,6 +21,9 @@ def test_cpus_have_none():
 
 
 def test_libtpu_takes_the_options_for_several_tpus(v5e, monkeypatch):
+  topology.use("v5p-8")
+  assert xla_flags.options() == (xla_flags.SEVERAL_V5P, [])
+  topology.use("v5e-4")
   assert xla_flags.options() == (xla_flags.SEVERAL_TPUS, [])
   unknown = {"xla_tpu_no_such_option": True}
   monkeypatch.setattr(xla_flags, "SEVERAL_TPUS", xla_flags.SEVERAL_TPUS | unknown)
