@@ -56,7 +56,7 @@ def options() -> tuple[Options, list[str]]:
   return known, sorted(wanted.keys() - known.keys())
 
 
-def _wanted(device: jax.Device, num_devices: int) -> Options:
+def _wanted(device: Any, num_devices: int) -> Options:
   """Returns the options for devices like this one that the user gives no value of."""
   if device.platform in ("gpu", "cuda"):
     ours = ONE_GPU if num_devices == 1 else SEVERAL_GPUS
@@ -72,7 +72,7 @@ def _wanted(device: jax.Device, num_devices: int) -> Options:
 
 
 @functools.cache
-def is_known(name: str, value: Any, device: jax.Device) -> bool:
+def is_known(name: str, value: Any, device: Any) -> bool:
   """Returns whether what compiles for a device has an option of this name."""
   # Any platform knows the options for GPUs; those for TPUs only libtpu.
   where = jax.sharding.SingleDeviceSharding(device) if device.platform == "tpu" else None
