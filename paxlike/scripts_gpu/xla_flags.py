@@ -35,7 +35,8 @@ SEVERAL_TPUS: Options = {
   "xla_enable_async_all_reduce": True,
   "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
-# All-gathers too: of v5e they do by default, of v5p all wait without these.
+# All-gathers too: on v5e they do by default. In the loops of Scaled64BV5p128 all 19 waited, which
+# become 8, and 2 permutations that waited none.
 SEVERAL_V5P: Options = SEVERAL_TPUS | {
   "xla_enable_async_all_gather": True,
   "xla_tpu_overlap_compute_collective_tc": True,
