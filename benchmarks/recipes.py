@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the recipes that are named for their hardware, and tells what each device holds.
 
-    python benchmarks/recipes.py [--only=PATTERN]
+    python benchmarks/recipes.py [--only=PATTERN] [--overlap]
 
-prints one row of a table for each as it is done, a process of its own each. No accelerator is
-needed; all together take about an hour of one core.
+prints one row of a table for each as it is done, a process of its own each; with --overlap, how
+many collectives of its program run beside computation. No accelerator is needed; all together take
+about an hour of one core.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 # Experiment, topology, slices.
 RECIPES = (
@@ -48,39 +50,72 @@ def command(name: str, topology: str, slices: int) -> list[str]:
   return flags
 
 
-def row(name: str, topology: str, slices: int) -> str:
-  """Returns a line of the table."""
+def facts(name: str, topology: str, slices: int) -> dict[str, Any] | str:
+  """Returns what `--mode=compile --json` says of a recipe; if it fails, its error's last line."""
   program = [sys.executable, "-m", "paxlike.main", *command(name, topology, slices), "--json"]
   environ = os.environ | {"JAX_PLATFORMS": "cpu"}
   done = subprocess.run(program, capture_output=True, text=True, env=environ)
   if done.returncode not in (0, 3):
-    return f"| `{name}` | {topology} | {slices} | {done.stderr.strip().splitlines()[-1]} |"
-  facts = json.loads(done.stdout)
-  room, sent = facts["bytes_of_device"] / 1e9, {}
-  arguments, peak = (facts["bytes_per_device"][name] / 1e9 for name in ("arguments", "peak"))
-  for one in facts["collectives"]:
+    return done.stderr.strip().splitlines()[-1]
+  return json.loads(done.stdout)
+
+
+MEMORY = ("parameters, 10^9", "arguments, GB", "peak, GB", "", "PFLOP a step")
+MEMORY += ("GB sent by a device, over axes",)
+
+
+def memory(found: dict[str, Any]) -> tuple[str, ...]:
+  """Returns the columns of `MEMORY`."""
+  room, sent = found["bytes_of_device"] / 1e9, {}
+  arguments, peak = (found["bytes_per_device"][name] / 1e9 for name in ("arguments", "peak"))
+  for one in found["collectives"]:
     axes = " x ".join(one["axes"])
     sent[axes] = sent.get(axes, 0) + one["nbytes"] / 1e9
-  told = ", ".join(f"{axes} {size:.3g}" for axes, size in sent.items() if size > 0.1)
-  verdict = "fits" if facts["fits"] else "does not fit"
   return (
-    f"| `{name}` | {topology} | {slices} | {facts['parameters'] / 1e9:.1f} |"
-    f" {arguments:.1f} | {peak:.1f} of {room:.1f} | {verdict} |"
-    f" {facts['flops_per_step'] / 1e15:.0f} | {told} |"
+    f"{found['parameters'] / 1e9:.1f}",
+    f"{arguments:.1f}",
+    f"{peak:.1f} of {room:.1f}",
+    "fits" if found["fits"] else "does not fit",
+    f"{found['flops_per_step'] / 1e15:.0f}",
+    ", ".join(f"{axes} {size:.3g}" for axes, size in sent.items() if size > 0.1),
   )
+
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+OVERLAP = (*KINDS, "GB sent synchronously, of all")
+
+
+def overlap(found: dict[str, Any]) -> tuple[str, ...]:
+  """Returns the columns of `OVERLAP`: asynchronous/synchronous, in loops + outside."""
+  rows = found["overlap"]
+  cells = []
+  for kind in KINDS:
+    inside, outside = (
+      next((row for row in rows if (row["kind"], row["in_loop"]) == (kind, looped)), None)
+      for looped in (True, False)
+    )
+    pairs = [
+      f"{row['asynchronous']}/{row['synchronous']}" if row else "0" for row in (inside, outside)
+    ]
+    cells.append(" + ".join(pairs) if inside or outside else "")
+  waited = sum(row["synchronous_nbytes"] for row in rows) / 1e9
+  every = waited + sum(row["asynchronous_nbytes"] for row in rows) / 1e9
+  return (*cells, f"{waited:.3g} of {every:.3g}")
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--only", default="", help="recipes whose name has this pattern")
+  parser.add_argument("--overlap", action="store_true", help="collectives beside computation")
   options = parser.parse_args()
-  columns = ("recipe", "topology", "slices", "parameters, 10^9", "arguments, GB", "peak, GB", "")
-  columns += ("PFLOP a step", "GB sent by a device, over axes")
-  print(f"| {' | '.join(columns)} |")
-  print("|---|---|---:|---:|---:|---:|---|---:|---|")
+  columns, cells = (OVERLAP, overlap) if options.overlap else (MEMORY, memory)
+  print(f"| {' | '.join(('recipe', 'topology', 'slices', *columns))} |")
+  print(f"|---|---|---:|{'---:|' * len(columns)}")
   for recipe in RECIPES:
     if re.search(options.only, recipe[0]):
-      print(row(*recipe), flush=True)
+      found = facts(*recipe)
+      told = (found,) if isinstance(found, str) else cells(found)
+      print(f"| {' | '.join((f'`{recipe[0]}`', recipe[1], str(recipe[2]), *told))} |", flush=True)
 
 
 if __name__ == "__main__":

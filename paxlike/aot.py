@@ -69,6 +69,10 @@ class Program:
     """What a step would take if devices did nothing but its FLOPs, at the rate of bf16."""
     return self.flops / self.devices.size / self.chip.flops if self.chip is not None else None
 
+  def overlap(self) -> list[collectives.Overlap]:
+    """How many collectives run beside computation."""
+    return [] if self.step is None else collectives.overlap(self.text, self.devices)
+
   def collectives(self) -> list[collectives.Collective]:
     """What devices send each other in a step."""
     return [] if self.step is None else collectives.collectives(self.text, self.devices)

@@ -43,6 +43,7 @@ def gpu_share() -> float:
 
 # Of 16, 95 and 32 GiB, what the compiler says that programs have.
 _V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
+_V7X = int(94.74 * 2**30)  # Of 96 GiB, half of a chip's.
 
 # By a part of JAX's `device_kind`, the more special first. FLOP/s of GPUs are of the SXM modules.
 # Of Blackwell, memory and bandwidth are those of XLA's descriptions of the devices, and FLOP/s half
@@ -61,6 +62,8 @@ CHIPS = {
   "TPU v5p": Chip(459e12, _V5P, 2.765e12),
   "TPU v5": Chip(459e12, _V5P, 2.765e12),
   "TPU v6": Chip(918e12, _V6E, 1.638e12),
+  # Half of a chip, as JAX counts devices (docs.cloud.google.com/tpu/docs/tpu7x).
+  "TPU7x": Chip(1153.5e12, _V7X, 3.69e12),
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the devices of a compiled program send each other, by kind and by axis of the mesh."""
+"""What the devices of a compiled program send each other: kinds, axes of the mesh, and overlap."""
 
 import math
 import re
@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from paxlike.program_text import COLLECTIVES, Computations, Instruction, computations
+from paxlike import program_text
+from paxlike.program_text import COLLECTIVES, Computations, computations
 
 
 class Collective(NamedTuple):
@@ -29,16 +30,50 @@ class Collective(NamedTuple):
   nbytes: float
 
 
-def collectives(program: str, mesh: Mesh) -> list[Collective]:
-  """Returns what is exchanged in one run of a program, the most bytes first.
+class Instruction(NamedTuple):
+  """One collective of the program's text.
+
+  Attributes:
+    kind, axes, count, nbytes: As of `Collective`.
+    in_loop: Whether a loop runs it.
+    is_async: Whether the device computes something else between its start and its end.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  count: int
+  nbytes: float
+  in_loop: bool
+  is_async: bool
+
+
+class Overlap(NamedTuple):
+  """How collectives of one kind are scheduled, in loops or outside of them.
+
+  Attributes:
+    kind: As XLA calls it.
+    in_loop: Whether a loop runs them.
+    asynchronous, synchronous: Instructions of the program's text, not times that they run.
+    asynchronous_nbytes, synchronous_nbytes: That each device sends by them in one run.
+  """
+
+  kind: str
+  in_loop: bool
+  asynchronous: int
+  synchronous: int
+  asynchronous_nbytes: float
+  synchronous_nbytes: float
+
+
+def instructions(program: str, mesh: Mesh) -> list[Instruction]:
+  """Returns the collectives of a program in the order of its text.
 
   Args:
     program: Its text, `compiled.as_text()`.
     mesh: What it was compiled for.
   """
-  found = computations(program)
-  sums: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
-  for kind, one, count in _distinct(found):
+  rows = []
+  for kind, one, count, in_loop, is_async in _distinct(computations(program)):
     group = _group(one.attributes, mesh.size)
     if len(group) == 1:
       continue
@@ -48,47 +83,98 @@ def collectives(program: str, mesh: Mesh) -> list[Collective]:
       sent *= len(group)  # Its result is one part.
     elif kind == "all-reduce":
       sent *= 2
-    key = kind, _axes(group, mesh)
-    before = sums.get(key, (0, 0.0))
-    sums[key] = before[0] + count, before[1] + count * sent
+    rows.append(Instruction(kind, _axes(group, mesh), count, count * sent, in_loop, is_async))
+  return rows
+
+
+def collectives(program: str, mesh: Mesh) -> list[Collective]:
+  """Returns what is exchanged in one run of a program, the most bytes first."""
+  sums: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
+  for one in instructions(program, mesh):
+    count, nbytes = sums.get((one.kind, one.axes), (0, 0.0))
+    sums[one.kind, one.axes] = count + one.count, nbytes + one.nbytes
   rows = [Collective(*key, *values) for key, values in sums.items()]
   return sorted(rows, key=lambda row: -row.nbytes)
 
 
-def _distinct(found: Computations) -> Iterator[tuple[str, Instruction, int]]:
-  """Yields the kind of each collective, itself, and how often it runs.
+def overlap(program: str, mesh: Mesh) -> list[Overlap]:
+  """Returns how the collectives of a program are scheduled: in loops first, then by kind."""
+  sums: dict[tuple[str, bool], Overlap] = {}
+  for one in instructions(program, mesh):
+    key = one.kind, one.in_loop
+    _, _, begun, waited, hidden, exposed = sums.get(key, Overlap(*key, 0, 0, 0.0, 0.0))
+    if one.is_async:
+      sums[key] = Overlap(*key, begun + 1, waited, hidden + one.nbytes, exposed)
+    else:
+      sums[key] = Overlap(*key, begun, waited + 1, hidden, exposed + one.nbytes)
+  return sorted(sums.values(), key=lambda row: (not row.in_loop, row.kind))
 
-  A TPU's compiler cuts one into parts, to do something else meanwhile: fusions of one channel.
+
+_Found = tuple[str, program_text.Instruction, int, bool, bool]
+
+
+def _distinct(found: Computations) -> Iterator[_Found]:
+  """Yields the kind of each collective, itself, how often it runs, `in_loop` and `is_async`.
+
+  A TPU's compiler splits one into fusions of one channel, to compute something in between: the
+  first holds a custom call that says so.
   """
   seen: set[tuple[str, ...]] = set()
 
-  def walk(computation: str, count: int, fused: bool) -> Iterator[tuple[str, Instruction, int]]:
-    for one in found.get(computation, ()):
+  def walk(name: str, count: int, in_loop: bool, fused: bool, is_async: bool) -> Iterator[_Found]:
+    computation = found.get(name, [])
+    is_async |= any(one.target == "AsyncCollectiveStart" for one in computation)
+    for index, one in enumerate(computation):
       kind = next((kind for kind in COLLECTIVES if one.operation.startswith(kind)), None)
+      overlaps = is_async or _overlaps(computation, index)
       if kind is None:
+        inner = in_loop or one.operation == "while"
+        begun = overlaps if one.operation == "async-start" else is_async
         for called in one.called:
-          yield from walk(called, count * one.times(found), fused or one.operation == "fusion")
+          times = count * one.times(found)
+          yield from walk(called, times, inner, fused or one.operation == "fusion", begun)
       elif not one.operation.endswith("-done") and not (fused and _key(kind, one) in seen):
         seen.add(_key(kind, one))
         # A TPU's fusion of this name leaves each device its part.
-        is_scattered = computation.startswith("all-reduce-scatter")
-        yield "reduce-scatter" if is_scattered else kind, one, count
+        is_scattered = name.startswith("all-reduce-scatter")
+        yield "reduce-scatter" if is_scattered else kind, one, count, in_loop, overlaps
 
-  return walk("", 1, False)
+  return walk("", 1, False, False, False)
 
 
-def _key(kind: str, one: Instruction) -> tuple[str, ...]:
+# What takes no time on the device.
+_FREE = ("get-tuple-element", "tuple", "bitcast", "constant", "parameter", "after-all")
+
+
+def _overlaps(computation: list[program_text.Instruction], index: int) -> bool:
+  """Returns whether an instruction begins what ends only after the device has computed more.
+
+  The text of a compiled program is in the order in which it runs.
+  """
+  start = computation[index]
+  if not start.operation.endswith("-start") or '"is_sync":true' in start.attributes:
+    return False
+  for one in computation[index + 1 :]:
+    if start.name in one.operands:
+      return False
+    if one.operation not in _FREE and not one.operation.endswith(("-start", "-done")):
+      return True
+  return False
+
+
+def _key(kind: str, one: program_text.Instruction) -> tuple[str, ...]:
   channel = re.search(r"channel_id=(\d+)", one.attributes)
   return kind, channel[1] if channel else one.name, str([shape.dims for shape in one.outputs])
 
 
-def _result(one: Instruction) -> int:
-  """Returns the bytes of a collective's result on one device."""
-  shapes = one.outputs
-  if one.operation == "collective-permute-start":
-    shapes = shapes[1:2]  # Between the operand and two counters.
-  elif one.operation.endswith("-start") and one.operation != "all-reduce-start":
-    shapes = shapes[len(shapes) // 2 :]  # After the operands.
+def _result(one: program_text.Instruction) -> int:
+  """Returns the bytes of a collective's result on one device.
+
+  What begins one may also hold its operands, before the results, and counters after them.
+  """
+  shapes, num_operands = one.outputs, len(one.operands)
+  if one.operation.endswith("-start") and len(shapes) >= 2 * num_operands:
+    shapes = shapes[num_operands : 2 * num_operands]
   return sum(shape.nbytes for shape in shapes)
 
 

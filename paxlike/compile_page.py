@@ -18,6 +18,8 @@ def text(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> str:
       for one in found
     ]
     parts.append(tables.table(header, rows, right=range(2)))
+    header = ("asynchronous", "synchronous", "sent synchronously", "collectives of the program")
+    parts.append(tables.table(header, _overlap(program), right=range(3)))
   if with_kernels and program.step is not None:
     header = ("ms", "launches", "GB", "TFLOP", "roofline of each device")
     parts.append(tables.table(header, _kernels(program), right=range(4)))
@@ -43,8 +45,16 @@ def facts(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> dict
     "fits": program.fits,
     "advice": [] if program.fits else aot.advice(trainer, program),
     "collectives": [one._asdict() for one in program.collectives()],
+    "overlap": [one._asdict() for one in program.overlap()],
     **({"kernels": [one._asdict() for one in found]} if with_kernels else {}),
   }
+
+
+def _overlap(program: aot.Program) -> Iterator[tuple[str, ...]]:
+  for one in program.overlap():
+    where = "in loops" if one.in_loop else "outside"
+    nbytes = tables.nbytes(one.synchronous_nbytes)
+    yield str(one.asynchronous), str(one.synchronous), nbytes, f"{one.kind} {where}"
 
 
 def _kind(program: aot.Program) -> str:

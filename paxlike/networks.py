@@ -55,6 +55,8 @@ NETWORKS = {
   "TPU v5e": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True, True),
   "TPU v5": Network(600e9, 6.25e9, _TPU, 3, 64, 1.5, True, True),
   "TPU v6": Network(400e9, 12.5e9, _TPU, 2, 256, 1.5, True, True),
+  # Half of a chip's (docs.cloud.google.com/tpu/docs/tpu7x), without its link to the other half.
+  "TPU7x": Network(300e9, 6.25e9, _TPU, 3, 128, 1.5, True, True),
 }
 
 

@@ -15,10 +15,13 @@ class Kind(NamedTuple):
 
   Attributes:
     name: What the compiler calls it.
-    units: Units of the number in a name for each chip: v5p counts cores, of which a chip has two.
+    units: Units of the number in a name for each chip: v5p and v7x count cores, of which a chip has
+      two. For JAX a v5p chip is one device, and a v7x chip two.
     dims: Of the torus that chips are joined in.
     most: Chips of the largest slice.
     has_one: Whether there is a slice of one chip; others are of four or more.
+    ring: Sides that are multiples of it may be closed to rings: 16 is a side of a pod of v5e or
+      v6e, 4 that of the cubes that v5p and v7x are built of.
   """
 
   name: str
@@ -26,12 +29,14 @@ class Kind(NamedTuple):
   dims: int
   most: int
   has_one: bool
+  ring: int
 
 
 KINDS = {
-  "v5e": Kind("v5e", 1, 2, 256, True),
-  "v5p": Kind("v5p", 2, 3, 6144, False),
-  "v6e": Kind("v6e", 1, 2, 256, True),
+  "v5e": Kind("v5e", 1, 2, 256, True, 16),
+  "v5p": Kind("v5p", 2, 3, 6144, False, 4),
+  "v6e": Kind("v6e", 1, 2, 256, True, 16),
+  "v7x": Kind("tpu7x", 2, 3, 9216, True, 4),
 }
 
 
@@ -88,6 +93,21 @@ def shape(kind: str, count: int) -> tuple[int, ...]:
   return sides[1:] + sides[:1] if sides[0] == 1 else sides
 
 
+def wrap(kind: str, sides: tuple[int, ...]) -> tuple[bool, bool, bool]:
+  """Returns along which dims of a slice its last chip is linked to its first.
+
+  Slices of whole cubes of 4x4x4 chips are 3D tori, smaller ones have no such links
+  (cloud.google.com/tpu/docs/v5p-training; v7x is built alike). A pod of v5e or v6e is a 2D torus of
+  16x16 chips: only sides as long as the pod's are closed (jax-ml.github.io/scaling-book/tpus).
+  """
+  one = KINDS[kind]
+  closed = [side % one.ring == 0 for side in sides]
+  if one.dims == 3:
+    closed = [all(closed)] * 3
+  first, second, third = (*closed, False)[:3]
+  return first, second, third
+
+
 def _boxes(chips: int, dims: int, least: int = 1) -> Iterator[tuple[int, ...]]:
   """Yields the boxes of so many chips, their sides growing; a side is 1 only beside 1 and 2."""
   for side in range(least, chips + 1):
@@ -112,7 +132,10 @@ def devices(kind: str, count: int, slices: int) -> list[Any]:
   from jax.experimental import topologies
 
   sides = shape(kind, count)
-  options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+  # Without it the compiler takes no dim to be a ring, and routes around the missing links.
+  options: dict[str, Any] = {"wrap": wrap(kind, sides)}
+  if slices > 1:
+    options["num_slices"] = slices
   if sides[-1] == 1 and sides[0] == 1:
     options["chips_per_host_bounds"] = (1, 1, 1)
   name = "x".join(map(str, sides))

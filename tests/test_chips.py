@@ -15,6 +15,7 @@ from paxlike import chips
     ("NVIDIA B300 SXM6 AC", 2250e12),
     ("TPU v5 lite", 197e12),
     ("TPU v5p", 459e12),
+    ("TPU7x", 2307e12 / 2),  # JAX has two devices for a chip.
   ],
 )
 def test_devices_have_the_peaks_of_their_data_sheets(kind, flops):

@@ -170,6 +170,8 @@ def test_a_device_alone_exchanges_nothing(mesh):
     ("((f32[8]), f32[2]) reduce-scatter-start(%x)", "reduce-scatter", 32 * 3 / 4),
     ("((f32[8]), f32[8]) all-to-all-start(%x)", "all-to-all", 32 * 3 / 4),
     ("(f32[8], f32[4]) all-reduce-start(%x, %y)", "all-reduce", 2 * 48 * 3 / 4),
+    # As JAX 0.12 has XLA write it for GPUs: the operands before the results.
+    ("((f32[8]), f32[8]) all-reduce-start(%x)", "all-reduce", 2 * 32 * 3 / 4),
     ("(f32[8], f32[8], u32[], u32[]) collective-permute-start(%x)", "collective-permute", 32),
   ],
 )
@@ -190,3 +192,74 @@ def test_pairs_tell_their_axes(pairs, axes, mesh):
   [found] = collectives.collectives(text, mesh)
   assert found.axes == axes
   assert np.isclose(found.nbytes, 32)
+
+
+def overlap(text: str, mesh: Mesh) -> list[tuple[str, bool, int, int]]:
+  """Kind, whether in a loop, and the numbers of asynchronous and synchronous collectives."""
+  return [row[:4] for row in collectives.overlap(text, mesh)]
+
+
+GROUPS = "channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}"
+START = f"%begin = f32[8] all-reduce-start(%x), {GROUPS}"
+
+
+@pytest.mark.parametrize(
+  ("lines", "is_async"),
+  [
+    ((START, "%y = f32[8] fusion(%x), calls=%f", "%end = f32[8] all-reduce-done(%begin)"), True),
+    ((START, "%end = f32[8] all-reduce-done(%begin)", "%y = f32[8] fusion(%x)"), False),
+    # What only names an array takes no time.
+    ((START, "%y = f32[2,4] bitcast(%x)", "%end = f32[8] all-reduce-done(%begin)"), False),
+    # XLA for GPUs writes so what waits for its own end.
+    (
+      (
+        f'{START}, backend_config={{"collective_backend_config":{{"is_sync":true}}}}',
+        "%y = f32[8] fusion(%x), calls=%f",
+        "%end = f32[8] all-reduce-done(%begin)",
+      ),
+      False,
+    ),
+    ((f"%sum = f32[8] all-reduce(%x), {GROUPS}", "%y = f32[8] fusion(%x), calls=%f"), False),
+  ],
+)
+def test_what_is_computed_between_start_and_end_makes_it_asynchronous(lines, is_async, mesh):
+  text = "ENTRY %main (x: f32[8]) -> f32[8] {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+  assert overlap(text, mesh) == [("all-reduce", False, int(is_async), int(not is_async))]
+
+
+# Of a step for v5e-256 that libtpu 0.0.42 compiled: what begins an all-gather, what multiplies
+# beside it, and what ends it; a second one has nothing beside it.
+SPLIT = """\
+%fused_computation.438 (param_0: f32[2]) -> (f32[2], f32[8], s32[2]) {
+  %all-gather.255 = f32[8]{0} all-gather(%param_0), channel_id=2, GROUPS, dimensions={0}
+  ROOT %custom-call.51 = (f32[2]{0}, f32[8]{0}, s32[2]{0:S(4)}) custom-call(%all-gather.255), \
+custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.538 (param_0: f32[2], param_1: f32[8]) -> (f32[2], f32[8]) {
+  %all-gather.257 = f32[8]{0} all-gather(%param_0), channel_id=2, GROUPS, dimensions={0}
+}
+
+%fused_computation.440 (param_0: f32[2], param_1: f32[8]) -> f32[8] {
+  %all-gather.259 = f32[8]{0} all-gather(%param_0), channel_id=2, GROUPS, dimensions={0}
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %all-gather.293 = f32[8]{0} all-gather(%x), channel_id=3, GROUPS, dimensions={0}
+  %async-collective-start.9 = (f32[2]{0}, f32[8]{0}, s32[2]{0:S(4)}) fusion(%y), kind=kCustom, \
+calls=%fused_computation.438
+  %fusion.538 = (f32[2]{0}, f32[8]{0}) fusion(%a, %b), kind=kOutput, calls=\
+%async_collective_fusion.538
+  %async-collective-done.9 = f32[8]{0} fusion(%c, %d), kind=kCustom, calls=%fused_computation.440
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %loop = (s32[]{:T(128)}, f32[8]{0}) while(%init), condition=%condition, body=%body
+  %all-reduce.1 = f32[8]{0} all-reduce(%z), channel_id=4, GROUPS, to_apply=%add
+}
+"""
+
+
+def test_a_tpu_multiplies_beside_a_split_collective(mesh):
+  text = SPLIT.replace("GROUPS", "replica_groups={{0,2,4,6},{1,3,5,7}}")
+  assert overlap(text, mesh) == [("all-gather", True, 1, 1), ("all-reduce", False, 0, 1)]
