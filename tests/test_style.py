@@ -53,8 +53,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("config_file", "experiment"),
   ("registry", "harness"),
   ("experiments",),
-  ("scripts_gpu",),
-  ("flags", "show", "compile_page", "plan_page", "plot", "convert"),
+  ("scripts_gpu", "checks"),
+  ("flags", "show", "check_page", "compile_page", "plan_page", "plot", "convert"),
   ("main",),
 )
 FIDDLE = {
