@@ -181,11 +181,8 @@ def _on_mesh(
     return placed(x, mesh.sharding(devices, _DIMS[: x.ndim], x.shape))
 
   q, k, v, dy, segments = inputs
-  given = _Inputs(
-    *(place(x.astype(dtype)) for x in (q, k, v)),
-    place(dy),
-    None if segments is None else place(segments),
-  )  # pyright: ignore[reportArgumentType]
+  q, k, v = (place(x.astype(dtype)) for x in (q, k, v))
+  given: Any = (q, k, v, place(dy), None if segments is None else place(segments))
   exact = "highest" if jnp.dtype(dtype).itemsize == 4 else None
   with jax.set_mesh(devices), jax.default_matmul_precision(exact):
     return fetched(jax.jit(functools.partial(_outputs, kernel, options))(given))

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from paxlike import tables
 from paxlike.checks.check import PASS, Check
@@ -32,7 +32,9 @@ def found(trainer: Trainer) -> Iterator[Check]:
   told.append(f"memory {tables.nbytes(memory)}" if memory else "memory not reported")
   yield _row("first of this process", ", ".join(told))
   version = " ".join(device.client.platform_version.split())
-  yield _row("versions", f"JAX {jax.__version__}, jaxlib {jaxlib.__version__}, plugin {version}")
+  yield _row(
+    "versions", f"JAX {jax.__version__}, jaxlib {jaxlib.version.__version__}, plugin {version}"
+  )
   ici, dcn = trainer.mesh.sizes(devices.size)
   axes = [f"{axis} {ici[axis] * dcn[axis]}" for axis in ici if ici[axis] * dcn[axis] > 1]
   inner = [f"{axis} {size}" for axis, size in ici.items() if size > 1]

@@ -51,9 +51,10 @@ def _check(label: str, kind: Callable[..., Any], sizes: np.ndarray, dtype: Any) 
     (scale * random.normal(size=shape)).astype(dtype)
     for scale, shape in ((3, (96, 64)), (0.1, (len(sizes), 64, 48)), (1e-3, (96, 48)))
   )
-  seen = {}
+  seen: Arrays = {}
   if kind is layers.DelayedFp8:  # Too small for the largest entries: those saturate.
-    seen = {"inputs": np.float32([4, 6, 0]), "gradients": np.float32([0.002, 0, 0])}
+    seen = {"inputs": np.array([4, 6, 0], np.float32)}
+    seen["gradients"] = np.array([0.002, 0, 0], np.float32)
   got = _ours(kind, seen, sizes, x, w, dy)
   wide = (array.astype(np.float32) for array in (x, w, dy))
   exact = (_int8 if kind is layers.Int8 else _fp8)(sizes, *wide, seen=seen)

@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ def offload(devices: jax.sharding.Mesh) -> Iterator[Check]:
   yield guarded(OFFLOAD, label, lambda: _offloaded(label, devices.local_devices[0]))
 
 
-def _offloaded(label: str, device: jax.Device) -> Check:
+def _offloaded(label: str, device: Any) -> Check:
   kinds = [memory.kind for memory in device.addressable_memories()]
   if "pinned_host" not in kinds:
     detail = f"the device has {', '.join(kinds)}, no pinned_host"
