@@ -67,8 +67,10 @@ def test_every_mix_passes(capsys, tmp_path, mix):
   name, axes = MIXES[mix]
   shape = f"--fdl.ICI_MESH_SHAPE={axes}"
   flags = (f"--fdl_config={name}", shape, f"--job_log_dir={tmp_path / 'run'}")
-  if name == "Mixtral8x7B":
-    flags += ("--fdl.MOE_DISPATCH=dropless",)
+  if mix != "data":
+    # XLA for CPUs ends the process at sums of bfloat16 over devices, unless it starts with a flag
+    # that `main.set_up_jax` sets.
+    flags += ("--fdl.FPROP_DTYPE=float32",)
   status, page = checked(capsys, *flags)
   verdicts = {check["name"]: check["verdict"] for check in page["checks"]}
   assert checks.FAIL not in verdicts.values(), page
