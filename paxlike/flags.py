@@ -13,7 +13,7 @@ from typing import Any, Literal
 from absl import flags
 
 from paxlike.errors import UserError, did_you_mean
-from paxlike.usage import MODES
+from paxlike.usage import CHECKED, MODES
 
 _DECODE = (
   *("prompt", "prompt_file", "max_new_tokens", "num_samples", "stop", "stop_token", "decode_rows"),
@@ -25,7 +25,8 @@ _ONLY_IN = {
   "topology": ("show", "compile", "plan"),
   "slices": ("show", "compile", "plan"),
   "kernels": ("compile",),
-  "json": ("compile", "plan"),
+  "json": ("check", "compile", "plan"),
+  "full": ("check",),
   "global_batch": ("plan",),
   "confirm": ("plan",),
   "save": ("compile",),
@@ -46,17 +47,18 @@ class Options:
 
   Attributes:
     mode: One of MODES.
-    fdl_config: Name of the experiment (`--fdl_config` or `--exp`).
+    fdl_config: Name of the experiment (`--fdl_config` or `--exp`); check has a default.
     fdl_config_file: Path of a saved graph, given instead of `fdl_config`.
     knobs: (KNOB, text) in the order given.
     edits: (path in the graph, text) in the order given.
     fiddlers: Calls such as "use_fp8(margin=1)", in the order given.
-    job_log_dir: Folder of the run; set in every mode but show, compile and plan.
+    job_log_dir: Folder of the run; needed in train, eval and decode.
     against: Name of an experiment to compare with.
     topology: Name of the devices to compile for; None: those of this machine.
     slices: As many such sets of TPUs.
     kernels: Print the kernels of the compiled step.
-    json: Print what is known of the compiled step, or of plans, for programs to read.
+    json: Print the results of check, compile or plan for programs to read.
+    full: Check the step of the whole experiment, not of a small model like it.
     global_batch: Sequences of the step that is planned; None: those of the experiment.
     confirm: How many of the best plans are compiled; None: none.
     save: File to write the compiled step to.
@@ -102,6 +104,7 @@ class Options:
   slices: int | None = None
   kernels: bool = False
   json: bool = False
+  full: bool = False
   global_batch: int | None = None
   confirm: int | None = None
   save: str | None = None
@@ -162,9 +165,10 @@ def parse(argv: Sequence[str]) -> Options:
     raise UserError(
       f"--exp={given['exp']} and --fdl_config={given['fdl_config']} name different experiments."
     )
+  default = CHECKED if given["mode"] == "check" and not given["fdl_config_file"] else None
   options = Options(
     **{name: given[name] for name in _SCALARS if name != "fdl_config"},
-    fdl_config=given["fdl_config"] or given["exp"],
+    fdl_config=given["fdl_config"] or given["exp"] or default,
     knobs=knobs,
     edits=edits,
     fiddlers=tuple(given["fiddler"]),
@@ -233,6 +237,7 @@ _BOOLEANS = {
   "continuous": False,
   "kernels": False,
   "json": False,
+  "full": False,
   "enable_checkpoint_saving": True,
   "enable_summary_writer": True,
   "multiprocess_gpu": False,
@@ -359,6 +364,6 @@ def _check(options: Options):
   given = [name for name in _OF_PROCESSES if getattr(options, name) is not None]
   if given and len(given) < len(_OF_PROCESSES):
     raise UserError(f"--{given[0]} goes with {', '.join(f'--{n}' for n in _OF_PROCESSES)}: all.")
-  needs_folder = options.mode not in ("show", "compile", "plan")
+  needs_folder = options.mode not in ("check", "show", "compile", "plan")
   if needs_folder and not options.job_log_dir and not options.fdl_help:
     raise UserError(f"--mode={options.mode} needs --job_log_dir=DIR, the folder of the run.")

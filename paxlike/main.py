@@ -49,8 +49,8 @@ def _report_unraisable(error: Any):
 def main(argv: Sequence[str]) -> int:
   """Runs a command line.
 
-  Returns the exit status: 1 if the run failed, 2 for a user's mistake, 3 for a step that was only
-  compiled or planned and does not fit into the memory of its devices.
+  Returns the exit status: 1 if the run or a check failed, 2 for a user's mistake, 3 for a step that
+  was only compiled or planned and does not fit into the memory of its devices.
   """
   try:
     options = flags.parse(argv)
@@ -111,6 +111,11 @@ def _dispatch(options: flags.Options) -> int:
     return 0
   if options.mode == "compile":
     return _compile(options, built(graph))
+  if options.mode == "check":
+    from paxlike import check_page, checks
+
+    found = checks.run(graph, built, folder=options.job_log_dir, full=options.full)
+    return check_page.show(found, as_json=options.json)
   return _run(options, experiment, graph)
 
 

@@ -2,7 +2,10 @@
 """What `--help` prints."""
 
 #: What `paxlike.main` can do.
-MODES = ("train", "eval", "decode", "show", "compile", "plan")
+MODES = ("train", "eval", "decode", "show", "check", "compile", "plan")
+
+#: What `--mode=check` checks where no experiment is named.
+CHECKED = "Synthetic126M"
 
 HELP = f"""\
 Usage: paxlike --fdl_config=EXPERIMENT --job_log_dir=DIR [flags]
@@ -26,6 +29,8 @@ What to do
   --mode={"|".join(MODES)}
                           train (the default) and evaluate on the way; eval: evaluate a checkpoint;
                           decode: continue prompts; show: print knobs, graph, parameters and memory;
+                          check: compare this machine's kernels, collectives and a step on its mesh
+                          with exact references;
                           compile: compile the step, for devices that need not be here; plan: tell
                           how to spread it over such devices
   --job_log_dir=DIR       a local folder or gs://...
@@ -35,7 +40,8 @@ What to do
                           TPUs (v5e-256, v5p-128, v6e-256), instead of the devices here
   --slices=N              show, compile, plan: for so many slices of TPUs
   --kernels               compile: the kernels of the step with bytes, FLOPs and roofline time
-  --json                  compile, plan: one JSON object instead of the page
+  --full                  check: the step of the whole experiment, not of a small model like it
+  --json                  check, compile, plan: one JSON object instead of the page
   --global_batch=N        plan: for so many sequences a step, rather than the experiment's
   --confirm=K             plan: also compile the best K, which takes minutes for each; default 0
   --save=FILE             compile: also write the step to a file

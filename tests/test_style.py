@@ -53,9 +53,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("config_file", "experiment"),
   ("registry",),
   ("experiments",),
-  ("scripts_gpu",),
+  ("scripts_gpu", "checks"),
   ("harness",),
-  ("flags", "show", "compile_page", "plan_page", "plot", "convert"),
+  ("flags", "show", "check_page", "compile_page", "plan_page", "plot", "convert"),
   ("main",),
 )
 FIDDLE = {

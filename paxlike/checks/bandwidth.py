@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives along each axis of the mesh: are their results right, and how fast are they?"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from paxlike import tables
+from paxlike.checks.check import FAIL, PASS, Check, fetched, guarded, is_cpu
+from paxlike.mesh import AXES
+from paxlike.trainer import Trainer
+
+ITEM = "collectives"
+_REPEATS = 5
+
+
+def collectives(trainer: Trainer) -> Iterator[Check]:
+  """Yields a check for each kind of collective and axis longer than 1."""
+  devices = trainer.devices
+  ici, dcn = trainer.mesh.sizes(devices.size)
+  for axis in AXES:
+    if devices.shape[axis] == 1:
+      continue
+    where = f"{axis} {devices.shape[axis]}"
+    if dcn[axis] > 1:
+      where += f" (ICI {ici[axis]} x DCN {dcn[axis]})"
+    for kind in KINDS:
+      label = f"{kind} over {where}"
+      yield guarded(ITEM, label, functools.partial(_check, label, kind, axis, devices))
+
+
+def _all_gather(x: jax.Array, axis: str, size: int) -> tuple[jax.Array, jax.Array]:
+  return jax.lax.all_gather(x, axis, tiled=True), _numbers(0, size * x.size)
+
+
+def _reduce_scatter(x: jax.Array, axis: str, size: int) -> tuple[jax.Array, jax.Array]:
+  got = jax.lax.psum_scatter(x, axis, tiled=True)
+  start = jax.lax.axis_index(axis) * got.size
+  exact: Any = sum(_numbers(n * x.size + start, got.size) for n in range(size))
+  return got, exact
+
+
+def _all_reduce(x: jax.Array, axis: str, size: int) -> tuple[jax.Array, jax.Array]:
+  exact: Any = sum(_numbers(n * x.size, x.size) for n in range(size))
+  return jax.lax.psum(x, axis), exact
+
+
+def _permute(x: jax.Array, axis: str, size: int) -> tuple[jax.Array, jax.Array]:
+  got = jax.lax.ppermute(x, axis, [(n, (n + 1) % size) for n in range(size)])
+  before = (jax.lax.axis_index(axis) - 1) % size
+  return got, _numbers(before * x.size, x.size)
+
+
+# By name: the collective with its exact result, and how many times its operand a device sends, by
+# the algorithm that sends least.
+KINDS: dict[str, tuple[Callable[..., Any], Callable[[int], float]]] = {
+  "all-gather": (_all_gather, lambda n: n - 1),
+  "reduce-scatter": (_reduce_scatter, lambda n: (n - 1) / n),
+  "all-reduce": (_all_reduce, lambda n: 2 * (n - 1) / n),
+  "permute": (_permute, lambda n: 1),
+}
+
+
+def _numbers(start: Any, count: int) -> jax.Array:
+  """Returns small whole numbers, whose sums float32 holds exactly."""
+  return ((start + jnp.arange(count)) % 251).astype(jnp.float32)
+
+
+def _check(label: str, kind: str, axis: str, devices: jax.sharding.Mesh) -> Check:
+  size = devices.shape[axis]
+  count = size * ((2**16 if is_cpu(devices) else 2**24) // size)
+  collective, share = KINDS[kind]
+
+  def on_mesh(function: Callable[..., Any], of: Any, to: Any) -> Any:
+    return jax.jit(
+      jax.shard_map(function, mesh=devices, in_specs=of, out_specs=to, check_vma=False)
+    )
+
+  def make() -> jax.Array:
+    return _numbers(jax.lax.axis_index(axis) * count, count)
+
+  def wrong(x: jax.Array) -> jax.Array:
+    got, exact = collective(x, axis, size)
+    return jax.lax.psum((got != exact).sum(), AXES)
+
+  all_axes = PartitionSpec(AXES)
+  x = on_mesh(make, (), all_axes)()
+  num_wrong = int(fetched(on_mesh(wrong, all_axes, PartitionSpec())(x)))
+  run = on_mesh(lambda x: collective(x, axis, size)[0], all_axes, all_axes)
+  jax.block_until_ready(run(x))
+  began = time.perf_counter()
+  for _ in range(_REPEATS):
+    # One at a time: fake devices that are in different collectives wait for each other.
+    jax.block_until_ready(run(x))
+  seconds = (time.perf_counter() - began) / _REPEATS
+  return Check(
+    item=ITEM,
+    name=label,
+    verdict=FAIL if num_wrong else PASS,
+    figures={"GB/s a device": share(size) * count * 4 / seconds / 1e9},
+    detail=f"{tables.nbytes(count * 4)} a device"
+    + (f"; {num_wrong} numbers are wrong" if num_wrong else ""),
+  )

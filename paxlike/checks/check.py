@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result of one check, and how arrays are compared for it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from paxlike.errors import RunError, UserError
+
+PASS, FAIL, REFUSED, ABSENT = "pass", "FAIL", "refused", "not here"
+
+# What JAX, XLA, Triton and Mosaic raise for a program that they cannot trace, compile or run;
+# `JaxRuntimeError` and `NotImplementedError` are RuntimeErrors.
+_FAILURES = (RuntimeError, ValueError, TypeError, OSError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+  """The result of one check.
+
+  Attributes:
+    item: The group that it belongs to, such as "attention".
+    name: What was checked.
+    verdict: PASS, FAIL, REFUSED (the kernel says that it cannot) or ABSENT (nothing to check).
+    figures: What was measured, by name; a name with a slash is a unit ("GB/s").
+    detail: One line for people.
+  """
+
+  item: str
+  name: str
+  verdict: str
+  figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  detail: str = ""
+
+
+def compared(
+  item: str, name: str, errors: Mapping[str, float], tolerance: float, detail: str = ""
+) -> Check:
+  """Returns the check that no error exceeds the tolerance; one that is not a number does."""
+  bad = [f"{what} {error:.2g}" for what, error in errors.items() if not error <= tolerance]
+  worst = max(errors.values(), key=lambda error: np.nan_to_num(error, nan=np.inf))
+  return Check(
+    item=item,
+    name=name,
+    verdict=FAIL if bad else PASS,
+    figures={"error": worst, "tolerance": tolerance},
+    detail="; ".join([*filter(None, [detail]), *([f"wrong: {', '.join(bad)}"] if bad else [])]),
+  )
+
+
+def guarded(
+  item: str, name: str, function: Callable[[], Check], *, may_refuse: bool = False
+) -> Check:
+  """Returns what `function` does; if it raises, a check that failed, so that others go on.
+
+  Args:
+    item: Of the check that failed.
+    name: See there.
+    function: Does the check.
+    may_refuse: Whether a UserError is a refusal, which is no failure.
+  """
+  try:
+    return function()
+  except UserError as error:
+    verdict = REFUSED if may_refuse else FAIL
+    return Check(item=item, name=name, verdict=verdict, detail=_line(error))
+  except (RunError, *_FAILURES) as error:
+    detail = f"{type(error).__name__}: {_line(error)}"
+    return Check(item=item, name=name, verdict=FAIL, detail=detail)
+
+
+def _line(error: BaseException) -> str:
+  return " ".join(str(error).split())[:300]
+
+
+def largest_error(got: Any, expected: Any) -> float:
+  """Returns the largest difference of two arrays over the largest number of `expected`."""
+  got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+  if got.shape != expected.shape:
+    return float("inf")
+  largest = np.abs(expected).max(initial=0)
+  difference = np.abs(got - expected).max(initial=0)
+  return float(difference / largest) if largest else float(difference)
+
+
+def epsilon(dtype: Any) -> float:
+  """Returns the distance from 1 to the next number of a dtype."""
+  return float(jnp.finfo(dtype).eps)
+
+
+def placed(array: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
+  """Returns a global array of what all processes have."""
+  return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+
+
+def fetched(tree: Any) -> Any:
+  """Returns whole NumPy arrays, in all processes, of arrays that devices may share."""
+  if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
+    return jax.device_get(tree)
+  return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def is_cpu(devices: jax.sharding.Mesh) -> bool:
+  """Returns whether a mesh is of CPUs, where small sizes are enough."""
+  return devices.devices.flat[0].platform == "cpu"

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matmuls, which experts are made of, against `ragged_dot` and against NumPy."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxlike.checks.check import Check, compared, epsilon, guarded, is_cpu, largest_error
+from paxlike.layers import grouped_matmul
+
+ITEM = "grouped matmuls"
+
+Arrays = dict[str, np.ndarray]
+
+
+def matmuls(devices: jax.sharding.Mesh) -> Iterator[Check]:
+  """Yields checks on one device, with empty groups and tokens of no group.
+
+  The tolerance is that of sums of float32 in another order, or of a result in bfloat16.
+  """
+  on_cpu = is_cpu(devices)
+  dtype: Any = jnp.float32 if on_cpu else jnp.bfloat16
+  sizes = np.array([0, 29, 1, 0, 40, 7] if on_cpu else [0, 300, 1, 0, 517, 70, 128, 0], np.int32)
+  num_rows, D, F = (96, 24, 40) if on_cpu else (1280, 256, 384)
+  tolerance = (64 if on_cpu else 2) * epsilon(dtype)
+  random = np.random.default_rng(0)
+  shapes = {"x": (num_rows, D), "w": (len(sizes), D, F), "dy": (num_rows, F)}
+  given = {
+    name: random.normal(size=shape).astype(jnp.bfloat16).astype(np.float32)
+    for name, shape in shapes.items()
+  }
+  used = int(sizes.sum())
+  detail = f"{len(sizes)} groups, {(sizes == 0).sum()} empty, {num_rows - used} of {num_rows}"
+  detail += f" tokens in none, {jnp.dtype(dtype).name}"
+
+  def check(name: str, reference: Any) -> Check:
+    got, exact = _ours(given, sizes, dtype), reference(given, sizes)
+    errors = {what: largest_error(got[what], exact[what]) for what in exact}
+    return compared(ITEM, name, errors, tolerance, detail)
+
+  for name, reference in (("dense matmuls", _dense), ("ragged_dot", _ragged)):
+    label = f"against {name}"
+    yield guarded(ITEM, label, lambda label=label, reference=reference: check(label, reference))
+
+
+def _ours(given: Arrays, sizes: np.ndarray, dtype: Any) -> Arrays:
+  def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    groups = grouped_matmul.Groups(jnp.asarray(sizes))
+    return grouped_matmul.grouped_matmul(x, w, groups)
+
+  return _pulled_back(product, {name: x.astype(dtype) for name, x in given.items()}, sizes)
+
+
+def _ragged(given: Arrays, sizes: np.ndarray) -> Arrays:
+  used = np.arange(len(given["x"]))[:, None] < sizes.sum()
+  masked = given | {"dy": np.where(used, given["dy"], 0)}
+
+  def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, w, jnp.asarray(sizes))
+
+  return _pulled_back(product, masked, sizes)
+
+
+def _pulled_back(product: Any, given: Arrays, sizes: np.ndarray) -> Arrays:
+  """Returns a product and its gradients, of the tokens that are in a group."""
+  used = int(sizes.sum())
+
+  @jax.jit
+  def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
+    y, back = jax.vjp(product, x, w)
+    dx, dw = back(dy)
+    return {"value": y[:used], "dx": dx[:used], "dw": dw}
+
+  # On an accelerator float32 would else be multiplied in fewer bits.
+  with jax.default_matmul_precision("highest"):
+    return jax.device_get(run(*jax.device_put(list(given.values()), jax.local_devices()[0])))
+
+
+def _dense(given: Arrays, sizes: np.ndarray) -> Arrays:
+  """Returns the same by a loop of matmuls in float64."""
+  x, w, dy = (array.astype(np.float64) for array in given.values())
+  ends = np.cumsum(sizes)
+  groups = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+  used = int(sizes.sum())
+  y, dx, dw = np.zeros((used, w.shape[2])), np.zeros((used, w.shape[1])), np.zeros(w.shape)
+  for group, tokens in enumerate(groups):
+    y[tokens] = x[tokens] @ w[group]
+    dx[tokens] = dy[tokens] @ w[group].T
+    dw[group] = x[tokens].T @ dy[tokens]
+  return {"value": y, "dx": dx, "dw": dw}

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The devices and the mesh as they were found."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import jax
+import jaxlib.version
+
+from paxlike import tables
+from paxlike.checks.check import PASS, Check
+from paxlike.trainer import Trainer
+
+ITEM = "devices"
+
+
+def found(trainer: Trainer) -> Iterator[Check]:
+  """Yields what there is; nothing of it can fail, as a mesh that does not fit was refused."""
+  devices = trainer.devices
+  kinds = Counter(device.device_kind for device in devices.devices.flat)
+  count = jax.process_count()
+  processes = f"{count} process{'es' if count > 1 else ''}"
+  every = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+  yield _row("devices", f"{every}, {processes}")
+  device = devices.local_devices[0]
+  told = [f"platform {device.platform}"]
+  if capability := getattr(device, "compute_capability", None):
+    told.append(f"compute capability {capability}")
+  if (index := getattr(device, "slice_index", None)) is not None:
+    told.append(f"slice {index}")
+  memory = (device.memory_stats() or {}).get("bytes_limit")
+  told.append(f"memory {tables.nbytes(memory)}" if memory else "memory not reported")
+  yield _row("first of this process", ", ".join(told))
+  version = " ".join(device.client.platform_version.split())
+  yield _row(
+    "versions", f"JAX {jax.__version__}, jaxlib {jaxlib.version.__version__}, plugin {version}"
+  )
+  ici, dcn = trainer.mesh.sizes(devices.size)
+  axes = [f"{axis} {ici[axis] * dcn[axis]}" for axis in ici if ici[axis] * dcn[axis] > 1]
+  inner = [f"{axis} {size}" for axis, size in ici.items() if size > 1]
+  outer = [f"{axis} {size}" for axis, size in dcn.items() if size > 1]
+  text = " x ".join(axes) or "one device"
+  if outer:
+    text += f" (ICI {' x '.join(inner) or '1'}; DCN {' x '.join(outer)})"
+  yield _row("mesh", text)
+
+
+def _row(name: str, detail: str) -> Check:
+  return Check(item=ITEM, name=name, verdict=PASS, detail=detail)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--mode=check` passes where all is well, and names what is not."""
+
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from program import run
+
+from paxlike import check_page, checks, layers, train_step
+from paxlike.checks import attention, runner, step, storage
+from paxlike.checks.check import compared, guarded
+
+# Experiment and axes of the mesh of eight devices.
+MIXES = {
+  "data": ("Synthetic126M", {"data": 8}),
+  "fsdp": ("Synthetic126M", {"fsdp": 8}),
+  "fsdp x tensor": ("SyntheticLLaMA70B", {"fsdp": 4, "tensor": 2}),
+  "expert x data": ("Mixtral8x7B", {"data": 2, "expert": 4}),
+  "context": ("Synthetic126M", {"context": 8}),
+  "pipeline x data": ("Synthetic126M", {"pipeline": 2, "data": 4}),
+}
+ITEMS = {
+  *("devices", "attention", "grouped matmuls", "8-bit matmuls", "training step", "collectives"),
+  *("host offload", "checkpoint", "input"),
+}
+
+
+def checked(capsys, *flags):
+  """Returns the exit status and what the mode says for programs."""
+  status = run("--mode=check", "--json", *flags)
+  return status, json.loads(capsys.readouterr().out)
+
+
+def of_item(page, item):
+  return [check for check in page["checks"] if check["item"] == item]
+
+
+@pytest.fixture
+def only(monkeypatch):
+  """Returns a function that leaves out all checks but those of one module."""
+  others = {
+    attention: "kernels",
+    runner.grouped: "matmuls",
+    runner.precision: "matmuls",
+    step: "steps",
+    runner.bandwidth: "collectives",
+    storage: "saved",
+    runner.transfers: "input_rate",
+  }
+
+  def leave(kept):
+    for module, name in others.items():
+      if module is not kept:
+        monkeypatch.setattr(module, name, lambda *args, **options: iter(()))
+
+  return leave
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_mix_passes(capsys, tmp_path, mix):
+  name, axes = MIXES[mix]
+  shape = f"--fdl.ICI_MESH_SHAPE={axes}"
+  flags = (f"--fdl_config={name}", shape, f"--job_log_dir={tmp_path / 'run'}")
+  if mix != "data":
+    # XLA for CPUs ends the process at sums of bfloat16 over devices, unless it starts with a flag
+    # that `main.set_up_jax` sets.
+    flags += ("--fdl.FPROP_DTYPE=float32",)
+  status, page = checked(capsys, *flags)
+  verdicts = {check["name"]: check["verdict"] for check in page["checks"]}
+  assert checks.FAIL not in verdicts.values(), page
+  assert status == 0 and page["passed"]
+  assert {check["item"] for check in page["checks"]} == ITEMS
+  kernels = {
+    check["name"].split(":")[0] for check in page["checks"] if check["item"] == "attention"
+  }
+  assert ("ring" in kernels) == ("context" in axes)
+  steps = [check["figures"] for check in of_item(page, "training step")]
+  assert 0 < steps[0]["worst gradient"] < steps[0]["tolerance"] < 1e-3
+  assert list(tmp_path.iterdir()) == []  # Also what was saved is gone.
+
+
+def ignores_segments(q, k, v, *, segments_BT, **options):
+  return layers.attention_kernels.xla(q, k, v, segments_BT=None, **options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scaled_back(factor, y):
+  return y
+
+
+scaled_back.defvjp(lambda factor, y: (y, None), lambda factor, _, dy: (factor * dy,))
+
+
+def wrong_gradient(q, k, v, **options):
+  return layers.attention_kernels.xla(q, scaled_back(1.001, k), v, **options)
+
+
+@pytest.mark.parametrize(
+  ("kernel", "wrong"),
+  [(ignores_segments, {"value", "dq", "dk", "dv"}), (wrong_gradient, {"dk"})],
+  ids=["segments", "gradient"],
+)
+def test_a_broken_kernel_is_named(capsys, monkeypatch, only, kernel, wrong):
+  only(attention)
+  monkeypatch.setattr(layers, "xla_chunked", kernel)
+  monkeypatch.setattr(attention, "CASES", attention.CASES[:1])
+  status, page = checked(capsys, "--fdl.ICI_MESH_SHAPE=[8,1,1]")
+  assert status == 1 and not page["passed"]
+  (failed,) = [check for check in page["checks"] if check["verdict"] == checks.FAIL]
+  assert failed["name"].startswith("xla_chunked: ")
+  named = failed["detail"].removeprefix("wrong: ").split(", ")
+  assert {error.split()[0] for error in named} == wrong
+
+
+@pytest.mark.slow
+def test_a_broken_gradient_on_the_mesh_is_named(capsys, monkeypatch, only):
+  only(step)
+  updated, broken = train_step._updated, "stack.pattern.0.mlp.up.w"
+
+  def scaled(definition, optimizer, state, grads, noticed):
+    if jax.sharding.get_abstract_mesh().size > 1:
+      grads = grads | {broken: grads[broken].at[1].multiply(1.001)}
+    return updated(definition, optimizer, state, grads, noticed)
+
+  monkeypatch.setattr(train_step, "_updated", scaled)
+  assert run("--mode=check", "--fdl.ICI_MESH_SHAPE=[2,4,1]", "--fdl.FPROP_DTYPE=float32") == 1
+  page = capsys.readouterr().out
+  assert "worst of 36 gradients: stack.layers.1.mlp.up.w (1 wrong)" in page
+  assert "FAIL  training step: float32, shrunk" in page.splitlines()
+
+
+def test_the_page_and_its_json_hold_the_same_verdicts(capsys):
+  def results():
+    yield compared("a", "good", {"value": 1e-7}, 1e-6)
+    yield compared("a", "bad", {"value": float("nan"), "dq": 0.0}, 1e-6)
+    yield guarded("b", "not supported", refuse, may_refuse=True)
+    yield guarded("b", "too large", fail)
+
+  def refuse() -> Any:
+    x = jnp.ones((1, 8, 1, 8))
+    return layers.cudnn(x, x, x, scale=1.0, segments_BT=None)
+
+  def fail() -> Any:
+    raise jax.errors.JaxRuntimeError("no\nmemory")
+
+  assert check_page.show(results(), as_json=True) == 1
+  found = json.loads(capsys.readouterr().out)
+  verdicts = [check["verdict"] for check in found["checks"]]
+  assert verdicts == ["pass", "FAIL", "refused", "FAIL"]
+  assert found["checks"][1]["figures"]["error"] is None
+  assert check_page.show(results(), as_json=False) == 1
+  lines = capsys.readouterr().out.splitlines()
+  shown = [line.split()[0] for line in lines if line.startswith("  ")]
+  assert shown == verdicts
+  assert "bfloat16" in lines[5]
+  assert lines[-3:-1] == ["FAIL  a: bad", "FAIL  b: too large"]
+  assert lines[-1].startswith("FAIL: 1 pass, 2 FAIL, 1 refused")
+  passing = [compared("a", "good", {"value": 0.0}, 1e-6)]
+  assert check_page.show(passing, as_json=False) == 0
+
+
+def test_small_gradients_count_beside_large_ones():
+  limits = step.Limits(1e-3, 1e-2)
+  exact = step.Step(1.0, 1.0, {"large": np.ones(4), "small": np.full(4, 0.02)})
+  off = step.Step(1.0, 1.0, exact.gradients | {"small": np.full(4, 0.0201)})
+  assert step.compare("x", exact, exact, limits).verdict == checks.PASS
+  check = step.compare("x", off, exact, limits)
+  assert check.verdict == checks.FAIL and "small (1 wrong)" in check.detail
+  lost = step.Step(1.0, 1.0, {"large": np.ones(4)})
+  assert step.compare("x", lost, exact, limits).verdict == checks.FAIL
+
+
+def test_a_folder_that_cannot_be_written_is_a_mistake(capsys, tmp_path):
+  (tmp_path / "file").write_text("")
+  assert run("--mode=check", f"--job_log_dir={tmp_path / 'file' / 'run'}") == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.count("\n") == 1
+  assert f"--job_log_dir={tmp_path / 'file' / 'run'}" in err
+
+
+def test_what_was_saved_is_removed_when_interrupted(tmp_path):
+  path = tmp_path / "new" / "run"
+  with pytest.raises(KeyboardInterrupt), storage.folder(str(path)) as own:
+    assert own is not None
+    own.mkdir()
+    (own / "checkpoint").write_text("")
+    raise KeyboardInterrupt
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mesh_that_does_not_fit_is_a_mistake(capsys):
+  assert run("--mode=check", "--fdl.ICI_MESH_SHAPE=[3,1,1]") == 2
+  assert "8 devices are here" in capsys.readouterr().err
