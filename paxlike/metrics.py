@@ -170,7 +170,7 @@ class TensorBoardWriter:
     proto: Any = event_pb2
     now = time.time()
     if self._events is None:
-      self._open()
+      self._events = self._open()
       if self._first is not None:
         session = proto.SessionLog(status=proto.SessionLog.START)
         start = proto.Event(wall_time=now, step=self._first, session_log=session)
@@ -184,8 +184,8 @@ class TensorBoardWriter:
       self.close()
       self._events = None
 
-  def _open(self):
-    """Begins a file."""
+  def _open(self) -> Any:
+    """Begins a file, and returns what writes to it."""
     with _without("torch"):
       from tensorboardX import event_file_writer, record_writer
 
@@ -198,8 +198,9 @@ class TensorBoardWriter:
     else:
       self._directory.mkdir(parents=True, exist_ok=True)
     # Not SummaryWriter, whose thread fails on its own where the disk is full.
-    self._events = event_file_writer.EventsWriter(prefix, filename_suffix=f".{time.time_ns()}")
+    events = event_file_writer.EventsWriter(prefix, filename_suffix=f".{time.time_ns()}")
     self._object = objects.opened if remote else None
+    return events
 
   def sync(self):
     """Uploads all events, on an object store."""

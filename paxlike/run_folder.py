@@ -4,6 +4,7 @@
 import contextlib
 import errno
 import importlib.util
+import logging
 import os
 import pathlib
 import shutil
@@ -83,6 +84,8 @@ def _check_client(path: str):
   """Raises a UserError if the client of an object store is not installed."""
   if path.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
     raise UserError(f"--job_log_dir={path}: gcsfs is missing: pip install 'paxlike[gcs]'.")
+  # What it logs, with a traceback, it also raises.
+  logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
 def create(path: str) -> epath.Path:
