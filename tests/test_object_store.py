@@ -3,6 +3,7 @@
 
 import json
 import os
+import pathlib
 import socket
 import struct
 import subprocess
@@ -54,11 +55,8 @@ def store(monkeypatch):
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-  command = ["-m", "gcp_storage_emulator", "start", "--host=127.0.0.1", f"--port={port}"]
-  server = subprocess.Popen(
-    [sys.executable, *command, "--in-memory", "--default-bucket=bucket"],
-    stderr=subprocess.DEVNULL,
-  )
+  emulator = pathlib.Path(__file__).with_name("gcs_emulator.py")
+  server = subprocess.Popen([sys.executable, emulator, str(port)], stderr=subprocess.DEVNULL)
   url = f"http://127.0.0.1:{port}"
   monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)  # gcsfs, google-cloud-storage
   monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
