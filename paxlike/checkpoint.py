@@ -107,7 +107,7 @@ class Checkpoints:
       return
     try:
       self._manager.close()
-    except _UNWRITABLE as error:
+    except _unwritable() as error:
       if kind is None:
         raise self._unwritable(error) from error
       # What ends the run matters more, and must not be hidden.
@@ -186,7 +186,7 @@ class Checkpoints:
           train_input=save.JsonSave(train_input),
         ),
       )
-    except _UNWRITABLE as error:
+    except _unwritable() as error:
       raise self._unwritable(error) from error
     assert taken, f"checkpoint {step} is not newer than {self.latest()}"
 
@@ -201,14 +201,13 @@ class Checkpoints:
     try:
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
-    except _UNWRITABLE as error:
+    except _unwritable() as error:
       raise self._unwritable(error) from error
 
   def _unwritable(self, error: BaseException) -> UserError:
     return UserError(
       f"a checkpoint could not be written in {self._directory}: {_reason(error)} Older"
-      " checkpoints are intact. Make room there or set another --job_log_dir; the same command"
-      " resumes the run."
+      f" checkpoints are intact. {run_folder.advice(error)}"
     )
 
   def restore(
@@ -343,7 +342,8 @@ class Checkpoints:
       yield
     except Exception as error:
       # For a data file cut short, Orbax raises Exception itself.
-      if type(error) is not Exception and not isinstance(error, _FAILED):
+      known = (*_FAILED, *run_folder.failures())
+      if type(error) is not Exception and not isinstance(error, known):
         raise
       reason = _reason(error.__cause__ or error)
       raise _Damaged(f"{self.path(step)} is damaged ({reason}).") from error
@@ -378,6 +378,10 @@ def _everywhere(here: bool) -> bool:
   if jax.process_count() == 1:
     return here
   return bool(np.all(multihost_utils.process_allgather(np.array(here))))
+
+
+def _unwritable() -> tuple[type[Exception], ...]:
+  return (*_UNWRITABLE, *run_folder.failures())
 
 
 def _reason(error: BaseException) -> str:

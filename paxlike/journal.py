@@ -48,7 +48,7 @@ class Journal:
     self._main = jax.process_index() == 0
     self._write_summaries = write_summaries and self._main
     self._console = Console()
-    self._jsonl: metrics.JsonlWriter | None = None
+    self._jsonl: metrics.JsonlWriter | metrics.PartsWriter | None = None
     self._boards: dict[str, metrics.TensorBoardWriter] = {}
     self._num_steps = 0
     self._times: list[float] = []
@@ -70,7 +70,7 @@ class Journal:
       for name, text in files.items():
         run_folder.write(self._folder / name, text)
       if self._write_summaries:
-        self._jsonl = metrics.JsonlWriter(self._folder / "metrics.jsonl", step=step)
+        self._jsonl = metrics.open_writer(self._folder, step=step)
         self._board("train")  # No step is to wait for it.
     self.status("running", step)
     devices = summary.devices
@@ -196,13 +196,21 @@ class Journal:
         run_folder.write(out / f"eval_{updates:08d}.jsonl", lines)
 
   def status(self, state: str, step: int):
-    """Says in `status.json` whether the run goes on, for those that follow it."""
+    """Says in `status.json` whether the run goes on, for those that follow it.
+
+    All metrics so far are then written too: a run resumed from this step does not make them again.
+    """
     self._status = step
     if self._main:
       now = {"state": state, "step": step, "num_steps": self._num_steps, "time": time.time()}
       now |= {"host": socket.gethostname(), "pid": os.getpid()}
       with run_folder.writing(self._folder):
         run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
+        for writer in self._writers():
+          writer.sync()
+
+  def _writers(self) -> list[Any]:
+    return [*self._boards.values(), *([] if self._jsonl is None else [self._jsonl])]
 
   def __enter__(self) -> Self:
     return self
@@ -213,10 +221,9 @@ class Journal:
       # What failed may be writing; that is then known already.
       with contextlib.suppress(UserError):
         self.status("failed", self._status)
-    for writer in (*self._boards.values(), self._jsonl):
-      if writer is not None:
-        with contextlib.suppress(OSError):
-          writer.close()
+    for writer in self._writers():
+      with contextlib.suppress(*run_folder.failures()):
+        writer.close()
 
   def _record(self, part: str, record: dict[str, Any]):
     if not self._write_summaries:

@@ -284,8 +284,6 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
 
 
 def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) -> int:
-  from etils import epath
-
   from paxlike import aot, run_folder
   from paxlike.journal import Journal
 
@@ -299,9 +297,7 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
   # A model that a run would start from can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
   if not is_new:
-    folder = epath.Path(options.job_log_dir)
-    if not folder.exists():
-      raise UserError(f"--job_log_dir={folder}: no such folder.")
+    folder = run_folder.existing(options.job_log_dir)
   else:
     folder = run_folder.create(options.job_log_dir)
   with Journal(folder, write_summaries=options.enable_summary_writer) as journal:

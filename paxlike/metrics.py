@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of metrics: `metrics.jsonl`, a line for each record, and TensorBoard's."""
+"""Files of metrics: `metrics.jsonl`, a line for each record, and TensorBoard's.
+
+On an object store the lines are in `metrics/part-00000000.jsonl` and so on.
+"""
 
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -10,9 +14,30 @@ from typing import Any
 
 from etils import epath
 
+from paxlike import run_folder
+from paxlike.growing import MAX_BYTES, GrowingFile
+
+_PREFIX = "object:"  # Of file names that tensorboardX passes to `_Objects`.
+
+
+def files(folder: epath.Path) -> list[epath.Path]:
+  """Returns the files of records in the folder of a run, oldest first; of some, all in one."""
+  single = folder / "metrics.jsonl"
+  found = [single] if single.exists() else []
+  # A run that began on a disk may go on on an object store. One that was copied from there to a
+  # disk has all its records in the single file once it went on.
+  if not found or run_folder.is_remote(folder):
+    found += sorted(folder.glob("metrics/part-*.jsonl"))
+  return found
+
+
+def records(folder: epath.Path) -> Iterator[dict[str, Any]]:
+  """Yields the records of the run in `folder`."""
+  return itertools.chain.from_iterable(map(read, files(folder)))
+
 
 def read(path: epath.Path) -> Iterator[dict[str, Any]]:
-  """Yields the records of a `metrics.jsonl`; a last line cut short by a kill is not one."""
+  """Yields the records of one file; a last line cut short by a kill is not one."""
   for line in path.read_text().splitlines():
     try:
       yield json.loads(line)
@@ -20,14 +45,28 @@ def read(path: epath.Path) -> Iterator[dict[str, Any]]:
       return
 
 
+def open_writer(folder: epath.Path, *, step: int) -> "JsonlWriter | PartsWriter":
+  """Returns what writes records of the run in `folder`, resumed after `step` updates."""
+  if run_folder.is_remote(folder):
+    return PartsWriter(folder, step=step)
+  return JsonlWriter(folder / "metrics.jsonl", step=step)
+
+
+def _line(record: Mapping[str, Any]) -> str:
+  """Returns a record as a line; numbers that are not finite become null."""
+  clean = {
+    key: None if isinstance(value, float) and value - value != 0 else value
+    for key, value in record.items()
+  }
+  return f"{json.dumps(clean)}\n"
+
+
 class JsonlWriter:
   """Appends records to a file, each at once."""
 
   def __init__(self, path: epath.Path, *, step: int):
     """Drops records of steps that the run, resumed after `step` updates, will do again."""
-    kept = ""
-    if path.exists():
-      kept = "".join(f"{json.dumps(r)}\n" for r in read(path) if r["updates"] <= step)
+    kept = "".join(_line(r) for r in records(path.parent) if r["updates"] <= step)
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(kept)
     temporary.replace(path)
@@ -35,16 +74,66 @@ class JsonlWriter:
 
   def write(self, record: Mapping[str, Any]):
     """Appends one record; numbers that are not finite become null."""
-    clean = {
-      key: None if isinstance(value, float) and value - value != 0 else value
-      for key, value in record.items()
-    }
-    self._file.write(f"{json.dumps(clean)}\n")
+    self._file.write(_line(record))
     self._file.flush()
+
+  def sync(self):
+    """Does nothing: each record is written at once."""
 
   def close(self):
     """Closes the file."""
     self._file.close()
+
+
+class PartsWriter:
+  """Writes records to objects of at most about `MAX_BYTES`, the last of which grows."""
+
+  def __init__(self, folder: epath.Path, *, step: int):
+    """Drops records of steps that the run, resumed after `step` updates, will do again."""
+    self._folder = folder / "metrics"
+    last, kept = -1, b""
+    for path in files(folder):
+      found = list(read(path))
+      lines = [_line(record) for record in found if record["updates"] <= step]
+      kept = "".join(lines).encode()
+      if len(lines) < len(found):
+        path.write_bytes(kept)
+      if path.parent == self._folder:
+        last = int(path.stem.removeprefix("part-"))
+    if last < 0 or len(kept) >= MAX_BYTES:
+      last, kept = last + 1, b""
+    self._number = last
+    self._file = GrowingFile(self._path(), kept)
+
+  def _path(self) -> epath.Path:
+    return self._folder / f"part-{self._number:08d}.jsonl"
+
+  def write(self, record: Mapping[str, Any]):
+    """Appends one record, which is uploaded within seconds of the next."""
+    if self._file.size >= MAX_BYTES:
+      self._file.close()
+      self._number += 1
+      self._file = GrowingFile(self._path())
+    self._file.write(_line(record).encode())
+    self._file.flush()
+
+  def sync(self):
+    """Uploads all records."""
+    self._file.sync()
+
+  def close(self):
+    """Uploads all records."""
+    self._file.close()
+
+
+class _Objects:
+  """Opens event files on object stores; tensorboardX's own way uploads each event anew."""
+
+  opened: GrowingFile
+
+  def open(self, name: str) -> GrowingFile:
+    self.opened = GrowingFile(epath.Path(name.removeprefix(_PREFIX)))
+    return self.opened
 
 
 @contextlib.contextmanager
@@ -69,30 +158,54 @@ class TensorBoardWriter:
     self._directory = directory
     self._first = first
     self._events: Any = None
+    self._object: GrowingFile | None = None  # What `_events` writes to, on an object store.
 
   def write(self, step: int, scalars: Mapping[str, float]):
     """Adds `scalars` at `step`."""
     # Here: an evaluation or a test may never write.
     with _without("torch"):  # It imports that for seconds where it is installed, and needs it not.
-      from tensorboardX import event_file_writer, summary
+      from tensorboardX import summary
       from tensorboardX.proto import event_pb2
 
     proto: Any = event_pb2
     now = time.time()
     if self._events is None:
-      self._directory.mkdir(parents=True, exist_ok=True)
-      # Not SummaryWriter, whose thread fails on its own where the disk is full.
-      self._events = event_file_writer.EventsWriter(
-        str(self._directory / "events"), filename_suffix=f".{time.time_ns()}"
-      )
+      self._events = self._open()
       if self._first is not None:
         session = proto.SessionLog(status=proto.SessionLog.START)
         start = proto.Event(wall_time=now, step=self._first, session_log=session)
         self._events.write_event(start)
+        self._first = None  # TensorBoard hides nothing again where the next file begins.
     for name, value in scalars.items():
       scalar = summary.scalar(name, value)
       self._events.write_event(proto.Event(wall_time=now, step=step, summary=scalar))
     self._events.flush()
+    if self._object is not None and self._object.size >= MAX_BYTES:
+      self.close()
+      self._events = None
+
+  def _open(self) -> Any:
+    """Begins a file, and returns what writes to it."""
+    with _without("torch"):
+      from tensorboardX import event_file_writer, record_writer
+
+    prefix = str(self._directory / "events")
+    remote = run_folder.is_remote(self._directory)
+    objects = _Objects()
+    if remote:
+      record_writer.register_writer_factory(_PREFIX.rstrip(":"), objects)
+      prefix = _PREFIX + prefix
+    else:
+      self._directory.mkdir(parents=True, exist_ok=True)
+    # Not SummaryWriter, whose thread fails on its own where the disk is full.
+    events = event_file_writer.EventsWriter(prefix, filename_suffix=f".{time.time_ns()}")
+    self._object = objects.opened if remote else None
+    return events
+
+  def sync(self):
+    """Uploads all events, on an object store."""
+    if self._object is not None:
+      self._object.sync()
 
   def close(self):
     """Closes the file."""

@@ -2,6 +2,7 @@
 """Draws the curves of runs: `paxlike-plot RUN... [--output=FILE.png]`."""
 
 import argparse
+import io
 import itertools
 import os
 import sys
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
-from paxlike import metrics
+from paxlike import metrics, run_folder
 from paxlike.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,10 +79,14 @@ def read(path: str, *, name: str) -> Run:
   Raises:
     UserError: The folder holds none.
   """
-  file = epath.Path(path) / "metrics.jsonl"
-  if not file.exists():
+  folder = epath.Path(path)
+  try:
+    files = metrics.files(folder)
+    records = list(metrics.records(folder))
+  except run_folder.failures() as error:
+    raise UserError(f"{path} cannot be read: {run_folder.reason(error)}.") from error
+  if not files:
     raise UserError(f"{path} is no folder of a run: it has no metrics.jsonl.")
-  records = list(metrics.read(file))
   train = [record for record in records if record.get("kind") == "train"]
   evals: dict[str, list[dict[str, Any]]] = {}
   for record in records:
@@ -94,7 +99,7 @@ def read(path: str, *, name: str) -> Run:
     _curve(train, "tokens_per_second"),
   )
   if not any(curve.values for curve in (found.loss, *found.eval_losses.values())):
-    raise UserError(f"{file} holds no loss yet.")
+    raise UserError(f"{files[-1]} holds no loss yet.")
   return found
 
 
@@ -126,6 +131,14 @@ def save(figure: "Figure", output: str):
     UserError: It cannot be written.
   """
   path = epath.Path(output)
+  if run_folder.is_remote(output):
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    try:
+      path.write_bytes(picture.getvalue())
+    except run_folder.failures() as error:
+      raise UserError(f"{output} cannot be written: {run_folder.reason(error)}.") from error
+    return
   temporary = path.with_name(f".{path.name}.{os.getpid()}")
   try:
     with temporary.open("wb") as file:

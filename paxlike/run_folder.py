@@ -2,10 +2,15 @@
 """The folder of a run (`--job_log_dir`), local or on a bucket."""
 
 import contextlib
+import errno
+import importlib.util
+import logging
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 
 from etils import epath
@@ -19,6 +24,70 @@ def absolute(path: str | os.PathLike[str]) -> epath.Path:
   return epath.Path(text if "://" in text else os.path.abspath(os.path.expanduser(text)))
 
 
+def is_remote(path: str | os.PathLike[str]) -> bool:
+  """Returns whether a path is on an object store."""
+  return "://" in os.fspath(path)
+
+
+def failures() -> tuple[type[Exception], ...]:
+  """Returns the errors by which reading and writing fail: also those of the store in use."""
+  if "gcsfs" not in sys.modules:
+    return (OSError,)
+  import aiohttp
+  import google.api_core.exceptions
+  import google.auth.exceptions
+  from gcsfs import retry
+
+  return (
+    OSError,
+    retry.HttpError,
+    retry.ChecksumError,
+    aiohttp.ClientError,
+    google.auth.exceptions.GoogleAuthError,
+    google.api_core.exceptions.GoogleAPIError,
+  )
+
+
+def reason(error: BaseException) -> str:
+  """Returns in one line what an error says."""
+  text = getattr(error, "strerror", None) or str(error).strip() or repr(error)
+  return text.splitlines()[0].rstrip(".")[:600]
+
+
+def advice(error: BaseException) -> str:
+  """Returns what to do where a run could not write."""
+  text = str(error).lower()
+  full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+  if full or "no space left" in text or "quota exceeded" in text:
+    return "Make room there or set another --job_log_dir; the same command resumes the run."
+  return "Mend that or set another --job_log_dir; the same command resumes the run."
+
+
+def existing(path: str) -> epath.Path:
+  """Returns the folder of a run that there is.
+
+  Raises:
+    UserError: There is none, or its store cannot be reached.
+  """
+  _check_client(path)
+  folder = epath.Path(path)
+  try:
+    found = folder.exists()
+  except failures() as error:
+    raise UserError(f"--job_log_dir={path} cannot be read: {reason(error)}.") from error
+  if not found:
+    raise UserError(f"--job_log_dir={path}: no such folder.")
+  return folder
+
+
+def _check_client(path: str):
+  """Raises a UserError if the client of an object store is not installed."""
+  if path.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
+    raise UserError(f"--job_log_dir={path}: gcsfs is missing: pip install 'paxlike[gcs]'.")
+  # What it logs, with a traceback, it also raises.
+  logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+
+
 def create(path: str) -> epath.Path:
   """Returns the folder, made if missing, after trying to write in it.
 
@@ -26,11 +95,8 @@ def create(path: str) -> epath.Path:
     UserError: It cannot be made or written in; nothing is left behind.
   """
   folder = absolute(path)
-  if "://" in path:
-    try:
-      folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ImportError, ValueError) as error:
-      raise UserError(f"--job_log_dir={path} cannot be written: {error}.") from error
+  if is_remote(path):
+    _try_writing(folder, path)
     return folder
   missing = [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
   try:
@@ -46,19 +112,31 @@ def create(path: str) -> epath.Path:
   return folder
 
 
+def _try_writing(folder: epath.Path, path: str):
+  """Writes and removes an object: a store has no folders that could be made, and says no late."""
+  _check_client(path)
+  trial = folder / f".paxlike-{uuid.uuid4().hex}"
+  try:
+    trial.write_bytes(b"")
+    trial.unlink()
+  except (ImportError, NotImplementedError, ValueError) as error:
+    raise UserError(f"--job_log_dir={path} cannot be written: {reason(error)}.") from error
+  except failures() as error:
+    raise UserError(f"--job_log_dir={path} cannot be written: {reason(error)}.") from error
+
+
 @contextlib.contextmanager
 def writing(folder: epath.Path) -> Iterator[None]:
   """Context of writing in the folder of a run that goes on.
 
   Raises:
-    UserError: It failed; the disk may be full.
+    UserError: It failed; the disk may be full, or the store out of reach.
   """
   try:
     yield
-  except OSError as error:
+  except failures() as error:
     raise UserError(
-      f"{folder} cannot be written: {error.strerror or error}. Its checkpoints are intact. Make"
-      " room there or set another --job_log_dir; the same command resumes the run."
+      f"{folder} cannot be written: {reason(error)}. Its checkpoints are intact. {advice(error)}"
     ) from error
 
 
@@ -68,6 +146,9 @@ def write(path: epath.Path, text: str):
   Raises:
     OSError: It failed; the old text is still there.
   """
+  if is_remote(path):
+    path.write_bytes(text.encode())  # Stores replace an object as a whole.
+    return
   temporary = path.with_name(f".{path.name}.{os.getpid()}")
   try:
     temporary.write_text(text)

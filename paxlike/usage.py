@@ -33,7 +33,7 @@ What to do
                           with exact references;
                           compile: compile the step, for devices that need not be here; plan: tell
                           how to spread it over such devices
-  --job_log_dir=DIR       a local folder or gs://...
+  --job_log_dir=DIR       a local folder, or gs://... (pip install 'paxlike[gcs]')
   --step=N|best           eval, decode: this checkpoint rather than the newest
   --continuous            eval: follow a running job until it ends
   --topology=h200-1       show, compile, plan: for so many GPUs (h200, h100, a100), or a slice of

@@ -32,6 +32,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     "knob_types",
     "signals",
     "run_folder",
+    "growing",
     "console",
     "memory",
   ),
