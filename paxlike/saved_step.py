@@ -35,12 +35,13 @@ def _header(
 ) -> dict[str, Any]:
   """Returns what a step is compiled for, by the words in which a difference is told."""
   every = devices.devices.flat
-  flags = sorted(set(os.environ.get("XLA_FLAGS", "").split()))
+  names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+  flags = sorted({flag for name in names for flag in os.environ.get(name, "").split()})
   packages = ["jax", "jaxlib", *filter(None, [_COMPILERS.get(every[0].platform)])]
   header = {"format": _FORMAT}
   header |= {f"version of {name}": _version(name) for name in packages}
   header |= {
-    "device": f"{devices.size} x {_kind(every)}",
+    "device": f"{devices.size} x {_kind(list(every))}",
     "mesh": ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1),
     "options": _digest(f"{sorted(options.items())} {flags}".encode()),
     "arrays": _digest(str(lowered.in_avals).encode()),

@@ -17,6 +17,7 @@ import optax
 from paxlike import fiddlers, layers, mesh, train_state
 from paxlike.checks.check import FAIL, PASS, Check, fetched, guarded, is_cpu
 from paxlike.feed import Feed
+from paxlike.layers.auto_attention import Place
 from paxlike.layers.stack import layout_of
 from paxlike.mesh import MeshSpec
 from paxlike.optimizers import Optimizer
@@ -238,7 +239,7 @@ def step_of(trainer: Trainer, devices: jax.sharding.Mesh, data: dict[str, np.nda
     devices,
     batch_size=len(data["inputs"]),
     seq_len=data["inputs"].shape[1],
-    max_segments=trainer.model.max_segments,
+    max_segments=trainer.model.max_segments(Place.on(devices)),
   )
   with jax.set_mesh(devices):
     state = first_state(trainer, devices)
