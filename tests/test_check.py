@@ -172,6 +172,11 @@ def test_small_gradients_count_beside_large_ones():
   assert step.compare("x", exact, exact, limits).verdict == checks.PASS
   check = step.compare("x", off, exact, limits)
   assert check.verdict == checks.FAIL and "small (1 wrong)" in check.detail
+  # Unless one device is as far from float32 by rounding alone.
+  rounded = step.Step(1.0, 1.0, exact.gradients | {"small": np.full(4, 0.01998)})
+  assert step.compare("x", off, exact, limits, rounded).verdict == checks.FAIL
+  rounded = step.Step(1.0, 1.0, exact.gradients | {"small": np.full(4, 0.0199)})
+  assert step.compare("x", off, exact, limits, rounded).verdict == checks.PASS
   lost = step.Step(1.0, 1.0, {"large": np.ones(4)})
   assert step.compare("x", lost, exact, limits).verdict == checks.FAIL
 
