@@ -24,7 +24,7 @@ from paxlike.mesh import MeshSpec
     ("h100-12", "nodes of 8"),
     ("gb200-6", "nodes of 4"),
     ("gb200-144", "the 72 GPUs of a rack"),
-    ("v5x-256", "v5p-N, v6e-N.*Did you mean v5"),
+    ("v5x-256", "v5p-N, v6e-N.*Did you mean v"),
   ],
 )
 def test_what_is_no_topology_is_said(name, says):
