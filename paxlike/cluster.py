@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a cluster's environment says of the processes of a job."""
 
+import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from paxlike.errors import UserError
 
 _PORTS = range(61440, 65536)  # Of those that systems give to no service; a job takes one by number.
 _PORT = 8476
+# Which of a node's GPUs a process may open, in the order in which their drivers read them.
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class Group(NamedTuple):
@@ -18,7 +21,7 @@ class Group(NamedTuple):
     address: HOST:PORT of process 0.
     count: Of processes.
     index: Of this process.
-    devices: The machine's devices that this process has; None: all.
+    devices: Which of the GPUs that are visible here this process has; None: all.
   """
 
   address: str
@@ -27,7 +30,54 @@ class Group(NamedTuple):
   devices: tuple[int, ...] | None = None
 
 
-def found(environ: Mapping[str, str]) -> Group | None:
+def num_gpus() -> int:
+  """Returns how many NVIDIA GPUs this machine has, without asking their driver."""
+  return len(list(pathlib.Path("/dev").glob("nvidia[0-9]*")))
+
+
+def own_gpus(
+  environ: Mapping[str, str], num_gpus: Callable[[], int] = num_gpus
+) -> tuple[int, ...] | None:
+  """Returns which of the visible GPUs this process takes; None: all of them.
+
+  If fewer are visible than the job has on the node, the scheduler has split them already. Else the
+  processes of the node split them evenly.
+
+  Raises:
+    UserError: They cannot be split evenly.
+  """
+  rank, size = _local(environ)
+  there = num_gpus()
+  of_job = int(environ.get("SLURM_GPUS_ON_NODE", there))
+  named = next((environ[name] for name in _VISIBLE if name in environ), None)
+  visible = there if named is None else len([name for name in named.split(",") if name.strip()])
+  if size == 1 or visible < of_job or visible == 0:
+    return None
+  if visible % size:
+    raise UserError(
+      f"{size} processes on this node cannot share its {visible} GPUs evenly: start one for each"
+      " GPU or one for all, or give each its own by CUDA_VISIBLE_DEVICES."
+    )
+  share = visible // size
+  return tuple(range(rank * share, (rank + 1) * share))
+
+
+def _local(environ: Mapping[str, str]) -> tuple[int, int]:
+  """Returns the number of this process among those of its node, and how many they are."""
+  if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:
+    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return int(environ[names[0]]), int(environ[names[1]])
+  if "SLURM_LOCALID" not in environ or "SLURM_STEP_TASKS_PER_NODE" not in environ:
+    return 0, 1
+  # Such as 8(x3),4: eight tasks on each of three nodes, four on the fourth.
+  sizes: list[int] = []
+  for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
+    size, _, times = part.rstrip(")").partition("(x")
+    sizes += [int(size)] * int(times or 1)
+  return int(environ["SLURM_LOCALID"]), sizes[int(environ.get("SLURM_NODEID", 0))]
+
+
+def found(environ: Mapping[str, str], num_gpus: Callable[[], int] = num_gpus) -> Group | None:
   """Returns the group that an environment tells of; None if it is of a single process.
 
   Raises:
@@ -36,15 +86,37 @@ def found(environ: Mapping[str, str]) -> Group | None:
   # What mpirun starts within a job of Slurm has the environment of both.
   for read in (_kubernetes, _open_mpi, _slurm):
     group = read(environ)
+    if group is not None and group.count > 1:
+      # Pods have GPUs of their own.
+      own = None if read is _kubernetes else own_gpus(environ, num_gpus)
+      return group._replace(devices=own)
     if group is not None:
-      return group if group.count > 1 else None
+      return None
   return None
 
 
-def is_tpu_pod(environ: Mapping[str, str]) -> bool:
-  """Whether JAX finds out from the TPUs that there are other processes."""
-  workers = environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
-  return len(workers) > 1 or int(environ.get("MEGASCALE_NUM_SLICES", "1")) > 1
+def num_tpu_processes() -> int:
+  """Returns how many processes the TPUs of this machine are part of, as JAX's detectors find out.
+
+  GKE tells by the environment, Compute Engine (queued resources) by its metadata server, which is
+  asked only where JAX finds that this is a TPU's virtual machine.
+
+  Raises:
+    UserError: The server does not answer.
+  """
+  from jax._src.clusters import cloud_tpu_cluster as detectors
+
+  try:
+    for detector in (detectors.GkeTpuCluster, detectors.GceTpuCluster):
+      if detector.is_env_present():
+        return detector.get_process_count()
+  except OSError as error:
+    raise UserError(
+      f"this machine has TPUs, but the metadata server does not say of which slice: {error}. Give"
+      " --server_addr=HOST:PORT --num_hosts=N --host_idx=I, or set TPU_SKIP_MDS_QUERY=1 if it is"
+      " the only one."
+    ) from None
+  return 1
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Group | None:
@@ -70,9 +142,7 @@ def _slurm(environ: Mapping[str, str]) -> Group | None:
   if any(name not in environ for name in names):
     return None
   job, nodes, count, index = (environ[name] for name in names)
-  address = f"{first_host(nodes)}:{_port(int(job))}"
-  alone = environ.get("SLURM_STEP_NUM_NODES") == count
-  return Group(address, int(count), int(index), _own(environ, "SLURM_LOCALID", alone=alone))
+  return Group(f"{first_host(nodes)}:{_port(int(job))}", int(count), int(index))
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Group | None:
@@ -92,14 +162,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Group | None:
       f" --host_idx={index}."
     )
   port = _port(int(launcher.split(".")[0]) >> 12)
-  alone = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
-  devices = _own(environ, "OMPI_COMM_WORLD_LOCAL_RANK", alone=alone)
-  return Group(f"{host[1] or host[2]}:{port}", int(count), int(index), devices)
-
-
-def _own(environ: Mapping[str, str], name: str, *, alone: bool) -> tuple[int, ...] | None:
-  """A process that shares a machine with others has one device of it, by its number there."""
-  return None if alone or name not in environ else (int(environ[name]),)
+  return Group(f"{host[1] or host[2]}:{port}", int(count), int(index))
 
 
 def _port(job: int) -> int:

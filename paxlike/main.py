@@ -163,7 +163,10 @@ def _join(options: flags.Options):
     return
   given: Any = (options.server_addr, options.num_hosts, options.host_idx)
   is_told = None not in given
-  group = cluster.Group(*given) if is_told else cluster.found(os.environ)
+  if is_told:
+    group = cluster.Group(*given, cluster.own_gpus(os.environ))
+  else:
+    group = cluster.found(os.environ)
   of_tpus = tpu_targets.are_here() and not is_told
   if options.multiprocess_gpu and group is None and not of_tpus:
     raise UserError(
@@ -171,7 +174,7 @@ def _join(options: flags.Options):
       " give --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
     )
   if group is None and of_tpus:
-    joins = options.multiprocess_gpu or cluster.is_tpu_pod(os.environ)
+    joins = options.multiprocess_gpu or cluster.num_tpu_processes() > 1
   else:
     joins = group is not None and group.count > 1
   if joins:

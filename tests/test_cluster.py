@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What environments of clusters say of a job's processes."""
 
+import pathlib
+
 import pytest
 
 from paxlike import cluster
@@ -14,6 +16,9 @@ SLURM = {
   "SLURM_STEP_NUM_NODES": "2",
   "SLURM_PROCID": "9",
   "SLURM_LOCALID": "1",
+  "SLURM_NODEID": "1",
+  "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+  "SLURM_GPUS_ON_NODE": "8",
 }
 OPEN_MPI = {
   "OMPI_COMM_WORLD_SIZE": "4",
@@ -35,12 +40,13 @@ POD = {
     ({}, None),
     (SLURM, Group("node007:61441", 16, 9, (1,))),
     # One task a node has all of the node's devices.
-    (SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"},
+    (SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+              "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
      Group("node007:61441", 2, 1)),
     (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
     # A shell on the first node of an allocation is no task of it.
     ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, None),
-    (OPEN_MPI, Group("10.96.0.1:62624", 4, 3, (1,))),
+    (OPEN_MPI, Group("10.96.0.1:62624", 4, 3, (4, 5, 6, 7))),
     (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Group("10.96.0.1:62624", 4, 3)),
     (POD, Group("train-0.train:8476", 4, 2)),
     (POD | {"JAX_COORDINATOR_ADDRESS": "a:99", "JAX_PROCESS_ID": "1"}, Group("a:99", 4, 1)),
@@ -53,7 +59,61 @@ POD = {
   ],
 )  # fmt: skip
 def test_a_cluster_tells_who_the_processes_are(environ, group):
-  assert cluster.found(environ) == group
+  assert cluster.found(environ, lambda: 8) == group
+
+
+EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+TWO = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+# As docs/starting.md says it: what started a process -> its environment.
+STARTED = {
+  "`srun --ntasks-per-node=1`": SLURM
+  | EIGHT
+  | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"},
+  "`srun --ntasks-per-node=8`": SLURM | EIGHT,
+  "`srun --ntasks-per-node=8 --gpus-per-task=1`": SLURM | {"CUDA_VISIBLE_DEVICES": "0"},
+  "`srun --ntasks-per-node=2`": TWO | EIGHT,
+  "`srun --ntasks-per-node=2`, half a node allocated": TWO
+  | {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "SLURM_GPUS_ON_NODE": "4"},
+  "`srun --ntasks-per-node=8 run_pile_multinode.sh ...`": SLURM,
+  "`mpirun --npernode 8`": OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"},
+  "`mpirun --npernode 1`": OPEN_MPI
+  | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+  "Kubernetes, a pod a node": POD,
+  "Kubernetes, a pod a GPU": POD | {"NVIDIA_VISIBLE_DEVICES": "GPU-8f3a"},
+}
+
+
+def rows_of_the_docs() -> dict[str, list[str]]:
+  path = pathlib.Path(__file__).resolve().parent.parent / "docs" / "starting.md"
+  table = path.read_text().split("## TPUs")[0]
+  rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")]
+  return {name.strip(): [cell.strip() for cell in rest] for name, *rest in rows[1:]}
+
+
+def test_the_docs_name_each_way_to_start():
+  assert list(rows_of_the_docs()) == list(STARTED)
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_a_process_takes_the_gpus_that_the_docs_say(name):
+  environ, (_, visible, takes) = STARTED[name], rows_of_the_docs()[name]
+  group = cluster.found(environ, lambda: 1 if name.endswith("a GPU") else 8)
+  assert group is not None
+  told = "all" if group.devices is None else ", ".join(map(str, group.devices))
+  assert told == takes
+  if "CUDA_VISIBLE_DEVICES" in environ:
+    assert len(environ["CUDA_VISIBLE_DEVICES"].split(",")) == int(visible)
+  # Flags that say who the processes are, as those of the scripts, change nothing of it.
+  if "Kubernetes" not in name:
+    assert cluster.own_gpus(environ, lambda: 8) == group.devices
+
+
+def test_gpus_that_cannot_be_split_evenly_are_said():
+  environ = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_GPUS_ON_NODE": "8"}
+  with pytest.raises(UserError, match="3 processes on this node cannot share its 8 GPUs evenly"):
+    cluster.own_gpus(environ, lambda: 8)
+  assert cluster.own_gpus(environ | {"SLURM_NODEID": "0"}, lambda: 8) == (2, 3)
+  assert cluster.own_gpus(SLURM | {"SLURM_GPUS_ON_NODE": "0"}, lambda: 0) is None
 
 
 def test_a_pod_that_does_not_know_its_number_says_what_to_set():
@@ -80,10 +140,3 @@ def test_an_mpi_that_does_not_tell_of_process_0_says_what_to_give():
 )
 def test_the_first_of_slurms_hosts(nodes, first):
   assert cluster.first_host(nodes) == first
-
-
-def test_tpus_tell_of_each_other():
-  assert not cluster.is_tpu_pod({})
-  assert not cluster.is_tpu_pod({"TPU_WORKER_HOSTNAMES": "localhost"})
-  assert cluster.is_tpu_pod({"TPU_WORKER_HOSTNAMES": "a,b"})
-  assert cluster.is_tpu_pod({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"})
