@@ -164,7 +164,7 @@ def _join(options: flags.Options):
   given: Any = (options.server_addr, options.num_hosts, options.host_idx)
   is_told = None not in given
   if is_told:
-    group = cluster.Group(*given, cluster.own_gpus(os.environ))
+    group = cluster.Group(*given, devices=cluster.own_gpus(os.environ))
   else:
     group = cluster.found(os.environ)
   of_tpus = tpu_targets.are_here() and not is_told
@@ -182,13 +182,33 @@ def _join(options: flags.Options):
 
     timeout = 60 if options.heartbeat_timeout is None else options.heartbeat_timeout
     distributed.initialize(group, timeout=timeout)
+    if cluster.num_gpus() and os.environ["JAX_COMPILATION_CACHE_DIR"] == _own_programs():
+      _keep_no_programs()
+
+
+def _own_programs() -> str:
+  """Returns the folder of compiled programs that is taken where the user names none."""
+  from paxlike.data import token_index
+
+  return str(token_index.cache_folder() / "xla")
+
+
+def _keep_no_programs():
+  """Has JAX compile all programs anew: of several processes of GPUs, each waits for all others.
+
+  They share the measuring of matmuls (`xla_gpu_shard_autotuning`, on by default; XLA's pull
+  requests 14968 and 22164). JAX writes the cache from process 0 alone (jax/_src/compiler.py): with
+  disks of their own, process 0 would find after a restart what the others wait for it to measure. A
+  folder that the user names is taken to be one that all processes share.
+  """
+  import jax
+
+  jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _keep_programs():
   """Lets what was compiled once be read from the cache folder, unless the user says otherwise."""
-  from paxlike.data import token_index
-
-  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(token_index.cache_folder() / "xla"))
+  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _own_programs())
   # Also the many small ones, which together take as long as the step on a small machine.
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 

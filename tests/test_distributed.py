@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from program import TEXT, TINY, curve, finish, start
 
+from paxlike import cluster, distributed, flags, main
 from paxlike.checkpoint import Checkpoints
 
 
@@ -196,3 +198,17 @@ def test_processes_go_on_from_the_same_checkpoint_if_one_cannot_read_its_part(tm
     assert status == 0, err
     assert out.splitlines()[-1] == "restored 1"
     assert "checkpoint_00000002 is damaged" in err
+
+
+@pytest.mark.parametrize(
+  ("gpus", "folder", "kept"), [(8, None, False), (8, "/shared/xla", True), (0, None, True)]
+)
+def test_processes_of_gpus_keep_programs_only_where_all_see_them(monkeypatch, gpus, folder, kept):
+  """Else one of them finds what the others wait for it to measure."""
+  monkeypatch.setattr(distributed, "initialize", lambda group, timeout: None)
+  monkeypatch.setattr(cluster, "num_gpus", lambda: gpus)
+  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder or main._own_programs())
+  set_to = {"jax_enable_compilation_cache": True}
+  monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+  main._join(flags.Options(server_addr="localhost:1", num_hosts=2, host_idx=0))
+  assert set_to["jax_enable_compilation_cache"] is kept
