@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the recipes that are named for their hardware, and tells what each device holds.
 
-    python benchmarks/recipes.py [--only=PATTERN] [--overlap]
+    python benchmarks/recipes.py [--only=PATTERN]
 
-prints one row of a table for each as it is done, a process of its own each; with --overlap, how
-many collectives of its program run beside computation. No accelerator is needed; all together take
+prints one row of a table for each as it is done, a process of its own each, and at the end how many
+collectives of each program run beside computation. No accelerator is needed; all together take
 about an hour of one core.
 """
 
@@ -106,16 +106,31 @@ def overlap(found: dict[str, Any]) -> tuple[str, ...]:
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--only", default="", help="recipes whose name has this pattern")
-  parser.add_argument("--overlap", action="store_true", help="collectives beside computation")
   options = parser.parse_args()
-  columns, cells = (OVERLAP, overlap) if options.overlap else (MEMORY, memory)
-  print(f"| {' | '.join(('recipe', 'topology', 'slices', *columns))} |")
-  print(f"|---|---|---:|{'---:|' * len(columns)}")
+  found = {}
+  print_row("recipe", "topology", "slices", *MEMORY)
+  print(f"|---|---|---:|{'---:|' * len(MEMORY)}")
   for recipe in RECIPES:
     if re.search(options.only, recipe[0]):
-      found = facts(*recipe)
-      told = (found,) if isinstance(found, str) else cells(found)
-      print(f"| {' | '.join((f'`{recipe[0]}`', recipe[1], str(recipe[2]), *told))} |", flush=True)
+      found[recipe] = facts(*recipe)
+      print_recipe(recipe, found[recipe], memory)
+  print()
+  print_row("recipe", "topology", "slices", *OVERLAP)
+  print(f"|---|---|---:|{'---:|' * len(OVERLAP)}")
+  for recipe, one in found.items():
+    print_recipe(recipe, one, overlap)
+
+
+def print_recipe(recipe: tuple[str, str, int], found: dict[str, Any] | str, cells: Any):
+  """Prints the row of a recipe, or why it could not be compiled."""
+  name, topology, slices = recipe
+  told = (found,) if isinstance(found, str) else cells(found)
+  print_row(f"`{name}`", topology, str(slices), *told)
+
+
+def print_row(*cells: str):
+  """Prints a row of a table in Markdown."""
+  print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
