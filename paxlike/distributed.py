@@ -12,7 +12,10 @@ import time
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
+from etils import epath
 from jax._src import distributed as jax_distributed  # Its key-value store has no public name.
+from jax.experimental import multihost_utils
 
 from paxlike import cluster
 from paxlike.errors import UserError
@@ -56,6 +59,32 @@ def initialize(group: cluster.Group | None, *, timeout: float):
     global _watch
     _watch = Watch(timeout=timeout)
     _watch.start()
+
+
+def check_shared(folder: epath.Path):
+  """Finds whether all processes see one folder: each writes its part of a checkpoint there.
+
+  Where they do not, the first save would wait forever.
+
+  Raises:
+    UserError: A process does not see what process 0 writes.
+  """
+  if jax.process_count() == 1:
+    return
+  number = np.random.default_rng().integers(2**31)
+  token = folder / f".seen-by-all-{multihost_utils.broadcast_one_to_all(number)}"
+  if jax.process_index() == 0:
+    token.write_text("")
+  multihost_utils.sync_global_devices("written")
+  seen = multihost_utils.process_allgather(np.array(token.exists()))
+  if jax.process_index() == 0:
+    token.unlink()
+  if not seen.all():
+    blind = ", ".join(map(str, np.flatnonzero(~seen)))
+    raise UserError(
+      f"--job_log_dir={folder} is not the same folder everywhere: process {blind} does not see what"
+      " process 0 writes there. Give one that all see, on a shared file system or a bucket."
+    )
 
 
 def leave(*, failed: bool):

@@ -200,6 +200,22 @@ def test_processes_go_on_from_the_same_checkpoint_if_one_cannot_read_its_part(tm
     assert "checkpoint_00000002 is damaged" in err
 
 
+def test_folders_of_their_own_are_refused(tmp_path):
+  """As on nodes whose disks are not shared: the first save would wait forever."""
+  folders = [tmp_path / "a", tmp_path / "b"]
+  together = (f"--server_addr=localhost:{free_port()}", "--num_hosts=2")
+  mesh = ("--fdl.ICI_MESH_SHAPE=[1,1,1]", "--fdl.DCN_MESH_SHAPE=[1,2,1]")
+  processes = [
+    start(*TINY, *together, *mesh, f"--host_idx={index}", f"--job_log_dir={folder}")
+    for index, folder in enumerate(folders)
+  ]
+  for process in processes:
+    status, _, err = finish(process)
+    assert status == 2
+    assert "is not the same folder everywhere: process 1 does not see" in err
+  assert not any(path for folder in folders for path in folder.iterdir())
+
+
 @pytest.mark.parametrize(
   ("gpus", "folder", "kept"), [(8, None, False), (8, "/shared/xla", True), (0, None, True)]
 )
