@@ -58,14 +58,16 @@ def _attend(
   # The public function knows of a mask only, with which cuDNN is slow.
   from jax._src.cudnn import fused_attention_stablehlo as library
 
-  mask = library.MaskType.CAUSAL
+  mask, width = library.MaskType.CAUSAL, v_BSKH.shape[-1]
   packing: dict[str, Any] = {}
-  fits_B, width = None, v_BSKH.shape[-1]
+  fits_B = None
   if segments_BT is not None:
-    fits_B = begins(segments_BT).sum(1) <= max_segments
-  if segments_BT is not None and max_segments > 1:
-    mask, packing = library.MaskType.PADDING_CAUSAL, packed_runs(segments_BT, max_segments)
-    k_BSKH, v_BSKH = with_one_stride(q_BTNH, k_BSKH, v_BSKH)
+    lengths, offsets, fits_B = runs(segments_BT, max_segments)
+    if max_segments > 1:  # Else a sequence is one segment.
+      mask = library.MaskType.PADDING_CAUSAL
+      packing = {"q_seqlen": lengths, "kv_seqlen": lengths}
+      packing |= {"q_offsets": offsets, "kv_offsets": offsets}
+      k_BSKH, v_BSKH = with_one_stride(q_BTNH, k_BSKH, v_BSKH)
   try:
     y_BTNH: Any = library.dot_product_attention(
       q_BTNH,
@@ -85,27 +87,24 @@ def _attend(
   return jnp.where(fits_B[:, None, None, None], y_BTNH, jnp.nan)
 
 
-def packed_runs(segments_BT: jax.Array, most: int) -> dict[str, jax.Array]:
-  """Returns where the first `most` runs of equal ids of each row lie, as JAX wants to be told.
+def runs(segments_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns where the runs of equal ids of each sequence lie, as JAX wants to be told.
 
-  `q_seqlen` and `kv_seqlen`, int32 [B, most]: lengths. `q_offsets` and `kv_offsets`, int32
-  [B, most + 1]: starts, in tokens from the start of the row, without the end of the last run: JAX
-  joins all that is not negative over the batch. Both are filled up with -1.
+  Returns:
+    int32 [B, most], their lengths. int32 [B, most + 1], their first tokens, without the end of the
+    last: JAX joins over the batch all that is not negative. Both are filled up with -1. bool [B],
+    whether there are at most so many; of others the first are told.
   """
   T = segments_BT.shape[1]
-  starts = jnp.sort(jnp.where(begins(segments_BT), jnp.arange(T), T), axis=1)[:, : most + 1]
+  begins_BT = begins(segments_BT)
+  starts = jnp.sort(jnp.where(begins_BT, jnp.arange(T), T), axis=1)[:, : most + 1]
   starts = jnp.pad(starts, ((0, 0), (0, most + 1 - starts.shape[1])), constant_values=T)
   lengths = jnp.diff(starts, axis=1)
   exists = lengths > 0
   lengths = jnp.where(exists, lengths, -1).astype(jnp.int32)
   offsets = jnp.where(exists, starts[:, :-1], -1).astype(jnp.int32)
   offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
-  return {
-    "q_seqlen": lengths,
-    "kv_seqlen": lengths,
-    "q_offsets": offsets,
-    "kv_offsets": offsets,
-  }
+  return lengths, offsets, begins_BT.sum(1) <= most
 
 
 def with_one_stride(
