@@ -44,6 +44,7 @@ class Program:
     devices: Their mesh.
     tokens: That one step trains on.
     flops: Of one step on all devices, counted as `flops.TrainingFlops.full`.
+    communicators: Of NCCL: groups of axes along which GPUs exchange something.
   """
 
   step: jax.stages.Compiled | None
@@ -53,11 +54,19 @@ class Program:
   devices: jax.sharding.Mesh
   tokens: int
   flops: float
+  communicators: int = 0
 
   @property
   def room(self) -> int | None:
     """Bytes of memory that a device has for programs, where that is known."""
-    return (self.chip.room or None) if self.chip is not None else None
+    return (self.chip.room_beside(self.communicators) or None) if self.chip is not None else None
+
+  @property
+  def share(self) -> float | None:
+    """The share of a GPU's memory that programs must be kept to, if it is less than they take."""
+    if self.chip is None or self.room is None or self.room == self.chip.room:
+      return None
+    return math.floor(100 * self.room / self.chip.memory) / 100
 
   @property
   def fits(self) -> bool:
@@ -114,7 +123,7 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
   seconds = time.perf_counter() - began
   if save is not None and step is not None:
     saved_step.save(save, step, lowered, devices, trainer.compiler_options)
-  return Program(
+  program = Program(
     step=step,
     held=held,
     seconds=seconds,
@@ -123,6 +132,10 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
     tokens=tokens,
     flops=tokens * flops.per_token(trainer.definition, trainer.data.seq_len).full,
   )
+  if program.chip is None or not program.chip.is_gpu:
+    return program
+  groups = {one.axes for one in program.collectives()}
+  return dataclasses.replace(program, communicators=len(groups))
 
 
 def load_step(trainer: Trainer, path: str) -> jax.stages.Compiled:

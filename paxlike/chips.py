@@ -8,6 +8,9 @@ import os
 SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # Where they do not. JAX's own would be 0.75; what is left is for CUDA, its libraries and NCCL.
 _SHARE = "0.92"
+# Bytes of a GPU beside those: CUDA and its libraries take about one GB (a guess), each communicator
+# of NCCL up to 0.7 GB (544 and 688 MB measured on A100s, github.com/NVIDIA/nccl/issues/964).
+_LIBRARIES, _COMMUNICATOR = 1_000_000_000, 700_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,12 @@ class Chip:
   def room(self) -> int:
     """Bytes that programs have; 0: not known."""
     return int(gpu_share() * self.memory) if self.is_gpu else self.memory
+
+  def room_beside(self, communicators: int) -> int:
+    """Returns the bytes that programs have where so many communicators of NCCL take theirs."""
+    if not self.is_gpu or not communicators:
+      return self.room
+    return min(self.room, self.memory - _LIBRARIES - communicators * _COMMUNICATOR)
 
 
 def gpu_share() -> float:

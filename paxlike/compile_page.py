@@ -73,6 +73,9 @@ def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
   held, room = program.held, program.room
   yield "memory per device: arguments", tables.nbytes(held.arguments)
   yield "memory per device: temporaries", tables.nbytes(held.temporaries)
+  if program.communicators:
+    beside = "" if program.share is None else f": XLA_PYTHON_CLIENT_MEM_FRACTION={program.share:g}"
+    yield "communicators of NCCL", f"{program.communicators}{beside}"
   peak = tables.nbytes(held.peak)
   if room is None:
     yield "memory per device: peak", peak

@@ -39,5 +39,13 @@ def test_programs_have_the_share_of_a_gpu_that_users_name_and_all_that_is_told_o
       assert v5e.room == v5e.memory
 
 
+def test_communicators_leave_programs_less_of_a_gpu():
+  h100, v5e = chips.CHIPS["H100"], chips.CHIPS["TPU v5e"]
+  assert h100.room_beside(0) == h100.room_beside(4) == h100.room
+  assert h100.room - h100.room_beside(10) == pytest.approx(1.2e9, rel=0.05)
+  assert h100.room_beside(10) - h100.room_beside(12) == pytest.approx(1.4e9)
+  assert v5e.room_beside(12) == v5e.memory
+
+
 def test_what_is_not_known_has_none():
   assert chips.find("cpu") is None
