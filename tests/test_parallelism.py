@@ -177,7 +177,8 @@ def test_layers_after_a_pipeline_notice_what_they_are_given():
   definition = shrunk(name, pipeline=pipeline, **knobs)
   got = steps(definition, MeshSpec(ici=mix), batch(8), devices=jax.devices()[:2])
   expected = one_device(shrunk(name, scan=True, **knobs), batch(8), num_microbatches=4)
-  assert_same(got, expected)
+  # A sum in another order rounds a number of some token the other way; fp8 itself changes 3e-2.
+  assert_same(got, expected, atol=2e-3)
   for key, value in expected[2].extra.items():
     np.testing.assert_allclose(got[2].extra[key], value, rtol=1e-3, atol=1e-5, err_msg=key)
 
