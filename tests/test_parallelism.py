@@ -177,8 +177,9 @@ def test_layers_after_a_pipeline_notice_what_they_are_given():
   definition = shrunk(name, pipeline=pipeline, **knobs)
   got = steps(definition, MeshSpec(ici=mix), batch(8), devices=jax.devices()[:2])
   expected = one_device(shrunk(name, scan=True, **knobs), batch(8), num_microbatches=4)
-  # A sum in another order rounds a number of some token the other way; fp8 itself changes 3e-2.
-  assert_same(got, expected, atol=2e-3)
+  exact = one_device(shrunk(name, scan=True, NUM_LAYERS=27), batch(8), num_microbatches=4)
+  # A sum in another order rounds some number the other way, which no later layer corrects.
+  assert distance(got, expected) < 0.05 * distance(expected, exact)
   for key, value in expected[2].extra.items():
     np.testing.assert_allclose(got[2].extra[key], value, rtol=1e-3, atol=1e-5, err_msg=key)
 
