@@ -66,7 +66,7 @@ class Program:
     """The share of a GPU's memory that programs must be kept to, if it is less than they take."""
     if self.chip is None or self.room is None or self.room == self.chip.room:
       return None
-    return math.floor(100 * self.room / self.chip.memory) / 100
+    return self.chip.share_beside(self.communicators)
 
   @property
   def fits(self) -> bool:

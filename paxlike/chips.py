@@ -2,6 +2,7 @@
 """What accelerators can do by their data sheets, and what of that programs reach."""
 
 import dataclasses
+import math
 import os
 
 # Variables by which users tell JAX the share of a GPU's memory to take, each instead of the other.
@@ -40,6 +41,11 @@ class Chip:
       return self.room
     return min(self.room, self.memory - _LIBRARIES - communicators * _COMMUNICATOR)
 
+  def share_beside(self, communicators: int) -> float:
+    """Returns `room_beside` as a share of a GPU's memory, as JAX is to be told."""
+    room = self.room_beside(communicators)
+    return gpu_share() if room == self.room else math.floor(100 * room / self.memory) / 100
+
 
 def gpu_share() -> float:
   """Returns the share of a GPU's memory that programs have: what the user says, or our own.
@@ -53,6 +59,7 @@ def gpu_share() -> float:
 # Of 16, 95 and 32 GiB, what the compiler says that programs have.
 _V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
 _V7X = int(94.74 * 2**30)  # Of 96 GiB, half of a chip's.
+_A100_40GB = Chip(312e12, 42_331_013_120, 1.555e12, is_gpu=True)
 
 # By a part of JAX's `device_kind`, the more special first. FLOP/s of GPUs are of the SXM modules.
 # Of Blackwell, memory and bandwidth are those of XLA's descriptions of the devices, and FLOP/s half
@@ -64,6 +71,8 @@ CHIPS = {
   "B200": Chip(2250e12, 191_514_411_008, 7.672e12, is_gpu=True),
   "H200": Chip(989.5e12, 151_397_597_184, 4.8e12, is_gpu=True),
   "H100": Chip(989.5e12, 85_028_765_696, 3.35e12, is_gpu=True),
+  "A100-SXM4-40GB": _A100_40GB,
+  "A100-PCIE-40GB": _A100_40GB,
   "A100": Chip(312e12, 85_094_105_088, 2.039e12, is_gpu=True),
   "TPU v4": Chip(275e12),
   "TPU v5 lite": Chip(197e12, _V5E, 0.819e12),

@@ -55,7 +55,8 @@ def initialize(group: cluster.Group | None, *, timeout: float):
       f"could not join the other processes{where}: {error} Where no cluster tells, give"
       " --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
     ) from error
-  if jax_distributed.global_state.client is not None and jax.process_count() > 1:
+  # Which asks for no device: the share of their memory is not said yet.
+  if (jax_distributed.global_state.num_processes or 1) > 1:
     global _watch
     _watch = Watch(timeout=timeout)
     _watch.start()
@@ -112,7 +113,7 @@ class Watch(threading.Thread):
     self._interval = min(5.0, timeout / 4)
     state: Any = jax_distributed.global_state
     self._client, self._address = state.client, state.coordinator_address
-    self._index, self._count = jax.process_index(), jax.process_count()
+    self._index, self._count = state.process_id, state.num_processes
     self._host = socket.gethostname()
     self._seen: dict[int, tuple[str, float]] = {}
     self._ends = threading.Event()

@@ -128,7 +128,6 @@ def set_up_jax(options: flags.Options):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
-  topology.take_gpu_memory()
   if not os.path.exists("/dev/nvidiactl"):
     # What compiles for GPUs may be installed where there is none: JAX would log that as an error.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -351,6 +350,9 @@ def built(graph: Any) -> Any:
   from paxlike.scripts_gpu import xla_flags
 
   trainer: Any = fdl.build(graph)
+  # At the latest now: what follows asks for devices.
+  several = cluster.num_gpus() > 1 or "paxlike.distributed" in sys.modules
+  topology.take_gpu_memory(trainer.mesh.num_groups if several else 0)
   trainer.compiler_options, dropped = xla_flags.options()
   for name in dropped:
     print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)

@@ -95,6 +95,12 @@ class MeshSpec:
     )
     return None if -1 in sizes else math.prod(sizes)
 
+  @property
+  def num_groups(self) -> int:
+    """In how many ways devices exchange something, about: along each axis, and along each two."""
+    axes = sum(self.axis(name) != 1 for name in AXES)
+    return axes * (axes + 1) // 2
+
   def sizes(
     self, num_devices: int | None, *, slices: int = 1
   ) -> tuple[dict[str, int], dict[str, int]]:

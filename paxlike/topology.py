@@ -5,6 +5,7 @@ XLA compiles for GPUs and TPUs without one.
 """
 
 import os
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from paxlike import chips, gpu_targets, tpu_targets
 from paxlike.errors import UserError, did_you_mean
 
+_DRIVER = pathlib.Path("/proc/driver/nvidia")
 _named: Sequence[Any] | None = None
 
 
@@ -22,8 +24,11 @@ def devices() -> list[Any]:
   return list(jax.devices() if _named is None else _named)
 
 
-def take_gpu_memory():
-  """Has JAX take as much of each GPU as `chips.Chip.room` says; before it first asks for them.
+def take_gpu_memory(communicators: int = 0):
+  """Has JAX take of each GPU what programs are to have; before it first asks for them.
+
+  Args:
+    communicators: Of NCCL, which need more memory beside the more they are.
 
   Raises:
     UserError: The user's variable says no share.
@@ -38,7 +43,19 @@ def take_gpu_memory():
       f"{given[0]}={os.environ[given[0]]}: expected a share of a GPU's memory, as 0.9."
     )
   if not given:
+    chip = _gpu_here()
+    share = share if chip is None else chip.share_beside(communicators)
     os.environ[chips.SHARE_NAMES[1]] = str(share)
+
+
+def _gpu_here() -> chips.Chip | None:
+  """Returns what NVIDIA's driver calls the first GPU of this machine, without asking JAX."""
+  for path in sorted(_DRIVER.glob("gpus/*/information")):
+    for line in path.read_text().splitlines():
+      key, _, model = line.partition(":")
+      if key == "Model":
+        return chips.find(model.strip())
+  return None
 
 
 def has_cudnn_attention(device: Any) -> bool:

@@ -106,6 +106,24 @@ def test_jax_takes_of_gpus_what_programs_are_said_to_have(monkeypatch):
     monkeypatch.setenv(name, "")
 
 
+def test_jax_takes_less_of_small_gpus_beside_many_communicators(monkeypatch, tmp_path):
+  (tmp_path / "gpus" / "0000:07:00.0").mkdir(parents=True)
+  said = tmp_path / "gpus" / "0000:07:00.0" / "information"
+  monkeypatch.setattr(topology, "_DRIVER", tmp_path)
+  line = MeshSpec(ici=(1, -1, 1)).num_groups
+  cube = MeshSpec(ici={"data": 2, "fsdp": 2, "tensor": 2}).num_groups
+  taken = {}
+  for model in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA of tomorrow"):
+    said.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 18\n")
+    for groups in (0, line, cube):
+      for name in chips.SHARE_NAMES:
+        monkeypatch.setenv(name, "")
+      topology.take_gpu_memory(groups)
+      taken[model.split("-")[0], groups] = float(os.environ[chips.SHARE_NAMES[1]])
+  assert taken.pop(("NVIDIA A100", cube)) == 0.87
+  assert set(taken.values()) == {0.92}
+
+
 @pytest.mark.parametrize("text", ["most", "0", "nan"])
 def test_what_is_no_share_is_said(monkeypatch, text):
   for name in chips.SHARE_NAMES:
