@@ -95,8 +95,12 @@ def has_mxfp8(device: Any) -> bool:
   What has no matmuls in MXFP8, such as CPUs and TPUs, emulates them. Those GPUs would, too, and be
   slower than in bfloat16, where fp8 is faster.
   """
-  capability = _capability(device)
-  return capability == (0, 0) or capability >= (10, 0)
+  return _capability(device) == (0, 0) or multiplies_mxfp8(device)
+
+
+def multiplies_mxfp8(device: Any) -> bool:
+  """Returns whether a device has matmuls in MXFP8: NVIDIA's GPUs from Blackwell on."""
+  return _capability(device) >= (10, 0)
 
 
 def has_triton(device: Any) -> bool:

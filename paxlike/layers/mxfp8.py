@@ -7,14 +7,12 @@ arXiv:2506.08027) found that pre-training needs, and as NVIDIA's and JAX's own q
 specification's example rounds it down, and cuts off what is too large then.
 
 Each operand of the forward matmul and of both in the backward pass is quantized along the dim that
-is summed over there, so weights, activations and gradients in two ways each. NVIDIA's GPUs from
-Blackwell on multiply what is quantized (`jax.nn.scaled_matmul`, by cuDNN). Elsewhere it is
-dequantized, exactly, and multiplied in float32. What is summed over is padded with zeros to a
-multiple of 32.
+is summed over there: weights, activations and gradients twice each. NVIDIA's GPUs from Blackwell on
+multiply what is quantized (`jax.nn.scaled_matmul`, by cuDNN). Elsewhere it is dequantized, exactly,
+and multiplied in float32. What is summed over is padded with zeros to a multiple of 32.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from paxlike import mesh
+from paxlike import mesh, topology
 from paxlike.layers.products import Dim, Plain, Product
 
 BLOCK = 32
@@ -46,7 +44,7 @@ class MxFp8:
 
 
 class Blocks(NamedTuple):
-  """An array, nearly: `values` in e4m3 [..., K], times `scales` in e8m0 [..., K / 32]."""
+  """A quantized array: `values` in e4m3 [..., K], times `scales` in e8m0 [..., K / 32]."""
 
   values: jax.Array
   scales: jax.Array
@@ -99,7 +97,7 @@ _multiply.defvjp(_forward, _backward)
 def _dims(product: Plain, x: jax.Array, w_DF: jax.Array) -> tuple[tuple[Dim, ...], Dim, Dim]:
   """Returns names of the dims of x's rows, of D and of F, and sizes that a mesh must divide.
 
-  Of dims that are joined a mesh shards the first.
+  Of several dims that D or F joins it is the first that a mesh shards.
   """
   names = ("batch", "time")[: x.ndim - 1]
   rows = tuple(Dim(name, size) for name, size in zip(names, x.shape, strict=False))
@@ -111,7 +109,7 @@ def _dims(product: Plain, x: jax.Array, w_DF: jax.Array) -> tuple[tuple[Dim, ...
 
 
 class _Form(NamedTuple):
-  """Which matmul: a [*rows, *contracted] times b [columns, *contracted] is y [*rows, columns]."""
+  """The dims of a matmul: a [*rows, *contracted], b [columns, *contracted], y [*rows, columns]."""
 
   rows: tuple[Dim, ...]
   columns: Dim
@@ -129,7 +127,10 @@ class _Form(NamedTuple):
     return PartitionSpec(*spec[:place]), PartitionSpec(*spec[place:])
 
   def scattered(self, axes: Collection[str], sizes: Mapping[str, int]) -> int | None:
-    """Returns the dim of y whose sum over `axes` devices keep a part of: that of a weight."""
+    """Returns the dim of y that sums over `axes` may be scattered along; None: there is none.
+
+    It is a dim of a weight's gradient, of which each device keeps its part.
+    """
     for place, dim in enumerate((*self.rows, self.columns)):
       if dim.name == "model" and "fsdp" in axes and dim.size % sizes["fsdp"] == 0:
         return place
@@ -143,49 +144,51 @@ def _matmul(a: jax.Array, b: jax.Array, form: _Form, dtype: Any) -> jax.Array:
   gathers tokens, and activations over tensor, where partial sums can be added. Weights are gathered
   in 8 bits, and their gradients reduced to what each device keeps.
   """
-  small_a, small_b = quantized(a), quantized(b)
+  in_blocks = quantized(a), quantized(b)
   sizes = mesh.sizes_here(mesh.AXES)
   if not sizes:
-    return _block_scaled(small_a, small_b, form, dtype)
+    return _block_scaled(*in_blocks, form, dtype)
   *others, last = form.contracted
-  blocks = Dim(last.name, math.gcd(last.size, small_a.scales.shape[-1]))  # Which are not split.
-  form = form._replace(contracted=(*others, blocks))
+  # Devices have whole blocks.
+  whole = Dim(last.name, math.gcd(last.size, in_blocks[0].scales.shape[-1]))
+  form = form._replace(contracted=(*others, whole))
   of_y, of_contracted = form.partition(sizes)
   axes = mesh.axes_of(of_contracted)
   scattered = form.scattered(axes, sizes)
 
   def local(a: Blocks, b: Blocks) -> jax.Array:
-    y, left = _block_scaled(a, b, form, dtype), axes
+    y, to_sum = _block_scaled(a, b, form, dtype), axes
     if scattered is not None:
       y = jax.lax.psum_scatter(y, "fsdp", scatter_dimension=scattered, tiled=True)
-      left = axes - {"fsdp"}
-    return jax.lax.psum(y, tuple(sorted(left))) if left else y
+      to_sum = axes - {"fsdp"}
+    return jax.lax.psum(y, tuple(sorted(to_sum))) if to_sum else y
 
   *of_rows, of_columns = of_y
   of_a, of_b = PartitionSpec(*of_rows, *of_contracted), PartitionSpec(of_columns, *of_contracted)
   if scattered is not None:
     of_y = PartitionSpec(*(("fsdp" if n == scattered else axis) for n, axis in enumerate(of_y)))
   on_all = mesh.on_each_device(local, (of_a, of_b), of_y)
-  return on_all(small_a, small_b)
+  return on_all(*in_blocks)
 
 
 def _block_scaled(a: Blocks, b: Blocks, form: _Form, dtype: Any) -> jax.Array:
   """Returns y on one device."""
 
   def flat(x: jax.Array) -> jax.Array:
-    return x.reshape(1, -1, math.prod(x.shape[x.ndim - len(form.contracted) :]))
+    return x.reshape(-1, math.prod(x.shape[x.ndim - len(form.contracted) :]))
 
   flat_a, flat_b = (Blocks(*map(flat, one)) for one in (a, b))
-  cudnn, emulated = (functools.partial(way, dtype=dtype) for way in (_by_cudnn, _emulated))
-  y = jax.lax.platform_dependent(flat_a, flat_b, cuda=cudnn, default=emulated)
-  return y.reshape(*a.values.shape[: len(form.rows)], -1)
+  # Policies of rematerialization would see neither in a `platform_dependent`.
+  multiply = _by_cudnn if topology.multiplies_mxfp8(topology.devices()[0]) else _emulated
+  return multiply(flat_a, flat_b, dtype).reshape(*a.values.shape[: len(form.rows)], -1)
 
 
-def _by_cudnn(a: Blocks, b: Blocks, *, dtype: Any) -> jax.Array:
-  return jax.nn.scaled_matmul(a.values, b.values, a.scales, b.scales, preferred_element_type=dtype)
+def _by_cudnn(a: Blocks, b: Blocks, dtype: Any) -> jax.Array:
+  values, scales = zip(*((x[None] for x in one) for one in (a, b)), strict=True)
+  return jax.nn.scaled_matmul(*values, *scales, preferred_element_type=dtype)[0]
 
 
-def _emulated(a: Blocks, b: Blocks, *, dtype: Any) -> jax.Array:
+def _emulated(a: Blocks, b: Blocks, dtype: Any) -> jax.Array:
   # XLA would leave out conversions to fewer bits and back.
   a, b = jax.lax.optimization_barrier((a, b))
-  return jnp.einsum("BMK,BNK->BMN", a.dequantized(), b.dequantized()).astype(dtype)
+  return (a.dequantized() @ b.dequantized().T).astype(dtype)

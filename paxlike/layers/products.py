@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from paxlike import topology
 from paxlike.layers import grouped_matmul
 from paxlike.layers.rounding import Rounding
 
@@ -108,41 +109,29 @@ class Plain:
     return jnp.abs(dy).max(tuple(range(dy.ndim - 1)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul(
+def _product(
   x_MD: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> jax.Array:
-  def as_it_is(x_MD: jax.Array, w_DF: jax.Array) -> jax.Array:
+  """Returns x w; `inputs` and `outputs` are the sizes of the dims that D and F join."""
+  if _keeps_dims(inputs, outputs):
     return _over(x_MD.reshape(-1, *inputs), w_DF.reshape(*inputs, *outputs), 0)
-
-  return _by_dims(as_it_is, lambda x, w: x @ w, x_MD, w_DF, len(inputs) + len(outputs))
-
-
-def _by_dims(as_it_is: Any, default: Any, x: jax.Array, w: jax.Array, num_dims: int) -> jax.Array:
-  """Returns a product with w as it is for TPUs, if it has more than two dims.
-
-  XLA for TPUs takes a reshape of w out of one of the products in which rematerialization needs w,
-  and then all-gathers w in both shapes.
-  """
-  if num_dims <= 2:
-    return default(x, w)
-  return jax.lax.platform_dependent(x, w, tpu=as_it_is, default=default)
+  return x_MD @ w_DF
 
 
-def _over(x: jax.Array, w: jax.Array, first: int) -> jax.Array:
-  """Returns a matrix: x, summed over all dims but one, times w, summed over dims from `first`."""
-  axes = tuple(range(1, x.ndim))
-  y = _dot(x, w, (axes, tuple(first + axis - 1 for axis in axes)), x.dtype)
-  return y.reshape(len(x), -1)
+_matmul = functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))(_product)
 
 
-def _matmul_backward(
+def _forward(
+  x_MD: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  # Not _matmul, in which policies of rematerialization would find no product to save.
+  return _product(x_MD, w_DF, inputs, outputs), (x_MD, w_DF)
+
+
+def _backward(
   inputs: tuple[int, ...], outputs: tuple[int, ...], saved: Any, dy_MF: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   x_MD, w_DF = saved
-
-  def as_it_is(dy_MF: jax.Array, w_DF: jax.Array) -> jax.Array:
-    return _over(dy_MF.reshape(-1, *outputs), w_DF.reshape(*inputs, *outputs), len(inputs))
 
   def transposed_first(x_MD: jax.Array, dy_MF: jax.Array) -> jax.Array:
     # XLA for CPUs takes up to twice as long for a product over the rows of both, if it is wide.
@@ -155,11 +144,29 @@ def _matmul_backward(
     x_MD, dy_MF, cpu=transposed_first, default=lambda x_MD, dy_MF: x_MD.T @ dy_MF
   )
   # Not dy @ w.T: XLA would all-gather w.T besides the w that rematerialization multiplies with.
-  num_dims = len(inputs) + len(outputs)
-  return _by_dims(as_it_is, lambda dy, w: _over(dy, w, 1), dy_MF, w_DF, num_dims), dw_DF
+  if not _keeps_dims(inputs, outputs):
+    return _over(dy_MF, w_DF, 1), dw_DF
+  w = w_DF.reshape(*inputs, *outputs)
+  return _over(dy_MF.reshape(-1, *outputs), w, len(inputs)), dw_DF
 
 
-_matmul.defvjp(lambda x, w, *dims: (_matmul(x, w, *dims), (x, w)), _matmul_backward)
+_matmul.defvjp(_forward, _backward)
+
+
+def _keeps_dims(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+  """Returns whether a weight is multiplied in all its dims: on TPUs, if they are more than two.
+
+  XLA for TPUs moves a reshape of w out of one of the products in which rematerialization needs w,
+  and then all-gathers w in both shapes.
+  """
+  return len(inputs) + len(outputs) > 2 and topology.devices()[0].platform == "tpu"
+
+
+def _over(x: jax.Array, w: jax.Array, first: int) -> jax.Array:
+  """Returns x w as a matrix, summed over all dims of x but one and those of w from `first` on."""
+  axes = tuple(range(1, x.ndim))
+  y = _dot(x, w, (axes, tuple(first + axis - 1 for axis in axes)), x.dtype)
+  return y.reshape(len(x), -1)
 
 
 class Placed(NamedTuple):
