@@ -22,17 +22,21 @@ _ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_va
 _MLP = ("up", "gate", "down")
 _BLOCK = _ATTENTION + _MLP
 _KERNELS = {
-  "auto": fdl.Partial(layers.auto, max_segments=64),
+  "auto": fdl.Partial(layers.auto),
   "xla": layers.attention_kernels.xla,
   "xla_chunked": layers.xla_chunked,
-  "cudnn": fdl.Partial(layers.cudnn, max_segments=64),
+  "cudnn": fdl.Partial(layers.cudnn),
   "splash": layers.splash,
   "tokamax": layers.tokamax,
   "ring": layers.context_attention.ring,
   "gathered": layers.context_attention.gathered,
 }
-_DOTS = {"fp8": layers.Fp8, "fp8_delayed": layers.DelayedFp8, "int8": layers.Int8}
-_DOTS |= {"mxfp8": layers.MxFp8}
+_DOTS = {
+  "fp8": layers.Fp8,
+  "fp8_delayed": layers.DelayedFp8,
+  "mxfp8": layers.MxFp8,
+  "int8": layers.Int8,
+}
 # What `hold` names; a base under adapters has int8 in blocks of 64.
 _SCHEMES = {
   "int8": layers.quantization.int8_columns,
@@ -90,7 +94,10 @@ def attention(graph: fdl.Buildable, kernel: str = "auto"):
     raise UserError(f"no attention kernel {kernel}.{hint}")
   for kind in (layers.Attention, layers.LatentAttention):
     for node in select(graph, kind):
+      most = getattr(getattr(node, "kernel", None), "max_segments", None)
       node.kernel = copy.deepcopy(_KERNELS[kernel])
+      if most is not None and isinstance(node.kernel, fdl.Partial):
+        node.kernel.max_segments = most
 
 
 def segments(graph: fdl.Buildable, most: int):
@@ -120,9 +127,8 @@ def quantize(graph: fdl.Buildable, kind: str = "fp8"):
   if kind not in _DOTS:
     hint = did_you_mean(kind, _DOTS) or f" One of {', '.join(_DOTS)}."
     raise UserError(f"no quantization {kind}.{hint}")
-  for layer in (layers.Linear, layers.ExpertLinear)[: 1 if kind == "mxfp8" else 2]:
-    for node in select(graph, layer, *_BLOCK):
-      node.dot = fdl.Partial(_DOTS[kind])
+  for node in select(graph, layers.Linear, *_BLOCK) if kind == "mxfp8" else _matrices(graph):
+    node.dot = fdl.Partial(_DOTS[kind])
 
 
 def transformer_engine(graph: fdl.Buildable):

@@ -17,53 +17,58 @@ class _Requirement(NamedTuple):
   Attributes:
     knob: What chooses that part.
     has: Whether a device has it.
-    needed: Which ones have.
+    needed: The devices that have it.
+    instead: What to choose on others.
   """
 
   knob: str
   has: Callable[[Any], bool]
   needed: str
+  instead: str
+
+
+_AUTO = "take auto (for a saved model --fiddler='attention(kernel=\"auto\")')"
+_NONE = "take QUANTIZATION=none"
 
 
 # Of kernels for attention, and of `Dot`s.
 _REQUIREMENTS: dict[Any, _Requirement] = {
   layers.cudnn: _Requirement(
-    "ATTENTION_KERNEL=cudnn", topology.has_cudnn_attention, "NVIDIA GPUs from Ampere on"
+    "ATTENTION_KERNEL=cudnn", topology.has_cudnn_attention, "NVIDIA GPUs from Ampere on", _AUTO
   ),
-  layers.splash: _Requirement("ATTENTION_KERNEL=splash", topology.has_splash_attention, "TPUs"),
+  layers.splash: _Requirement(
+    "ATTENTION_KERNEL=splash", topology.has_splash_attention, "TPUs", _AUTO
+  ),
   layers.tokamax: _Requirement(
-    "ATTENTION_KERNEL=tokamax", topology.has_tokamax_attention, "NVIDIA GPUs from Hopper on"
+    "ATTENTION_KERNEL=tokamax", topology.has_tokamax_attention, "NVIDIA GPUs from Hopper on", _AUTO
   ),
   layers.Fp8: _Requirement(
-    "QUANTIZATION=fp8 (or USE_FP8)", topology.has_fp8, "NVIDIA GPUs from Ada on"
+    "QUANTIZATION=fp8 (or USE_FP8)", topology.has_fp8, "NVIDIA GPUs from Ada on", _NONE
   ),
   layers.DelayedFp8: _Requirement(
-    "QUANTIZATION=fp8_delayed (or USE_FP8)", topology.has_fp8, "NVIDIA GPUs from Ada on"
+    "QUANTIZATION=fp8_delayed", topology.has_fp8, "NVIDIA GPUs from Ada on", _NONE
   ),
   layers.MxFp8: _Requirement(
-    "QUANTIZATION=mxfp8", topology.has_mxfp8, "NVIDIA GPUs from Blackwell on, or QUANTIZATION=fp8"
+    "QUANTIZATION=mxfp8", topology.has_mxfp8, "NVIDIA GPUs from Blackwell on", "take fp8"
   ),
   layers.TransformerEngine: _Requirement(
-    "ENABLE_TE", topology.has_transformer_engine, "an NVIDIA GPU from Ampere on"
+    "ENABLE_TE", topology.has_transformer_engine, "an NVIDIA GPU from Ampere on", "leave it out"
   ),
 }
 
 
 def check(model: Decoder, devices: Sequence[Any]):
-  """Finds whether devices have what a model names.
+  """Checks that devices have what a model names.
 
   Raises:
-    UserError: They have not, or Transformer Engine is not installed, or for several GPUs.
+    UserError: They lack it; or Transformer Engine is not installed, or there are several GPUs.
   """
   parts = set(_parts(model))
   for part, requirement in _REQUIREMENTS.items():
     if part in parts and not requirement.has(devices[0]):
-      instead = ""
-      if requirement.knob.startswith("ATTENTION_KERNEL"):
-        instead = " Of a saved model change it by --fiddler='attention(kernel=\"auto\")'."
       raise UserError(
-        f"{requirement.knob} needs {requirement.needed}, and this is a"
-        f" {devices[0].device_kind}.{instead}"
+        f"{requirement.knob} needs {requirement.needed}, but the device is"
+        f" {devices[0].device_kind}: {requirement.instead}."
       )
   if layers.TransformerEngine in parts:
     if len(devices) > 1:
@@ -72,10 +77,10 @@ def check(model: Decoder, devices: Sequence[Any]):
 
 
 def check_context(model: Decoder, sizes: dict[str, int]):
-  """Finds whether a kernel for shared sequences has a mesh on which they are shared.
+  """Checks that a kernel for shared sequences has a mesh on which they are shared.
 
   Raises:
-    UserError: It has not.
+    UserError: The mesh has no axis context.
   """
   parts = set(_parts(model))
   for kernel in (layers.context_attention.ring, layers.context_attention.gathered):
@@ -89,8 +94,12 @@ def check_context(model: Decoder, sizes: dict[str, int]):
 
 
 def _parts(model: Decoder) -> Iterator[Any]:
-  """Yields the kernels of a model, and the kinds of its `Dot`s."""
+  """Yields the kernels of a model and the types of its `Dot`s; for TE in fp8 also Fp8."""
   for _, module in nnx.iter_modules(model):
-    kernel: Any = getattr(module, "kernel", None)
-    yield getattr(kernel, "func", kernel)
-    yield type(getattr(module, "dot", None))
+    if hasattr(module, "demand"):
+      kernel: Any = getattr(module, "kernel", None)
+      yield getattr(kernel, "func", kernel)
+    dot: Any = getattr(module, "dot", None)
+    yield type(dot)
+    if isinstance(dot, layers.TransformerEngine) and dot.fp8:
+      yield layers.Fp8

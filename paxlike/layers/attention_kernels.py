@@ -63,7 +63,7 @@ class Demand(NamedTuple):
     width: Of a head's queries and keys.
     value_width: Of its values.
     is_packed: Whether there are segments.
-    extras: Names of those of `Options` that not every kernel has.
+    extras: Those of soft_cap, sinks_N and bias_NTS that are given: not every kernel has them.
   """
 
   dtype: Any
@@ -96,7 +96,8 @@ def first_seen(query: int, window: int | None) -> int:
 
 def name_of(kernel: Any) -> str:
   """Returns what users call a kernel."""
-  return getattr(kernel, "func", kernel).__name__
+  function = getattr(kernel, "func", kernel)
+  return getattr(function, "__name__", type(function).__name__)
 
 
 def xla(

@@ -11,7 +11,7 @@ from paxlike import mesh, topology
 from paxlike.layers.attention_kernels import Demand, Options, name_of, xla
 from paxlike.layers.chunked_attention import xla_chunked
 from paxlike.layers.context_attention import gathered, ring
-from paxlike.layers.cudnn_attention import COUNTS_KEY_HEADS, cudnn
+from paxlike.layers.cudnn_attention import COUNTS_KEY_HEADS, MAX_SEGMENTS, cudnn, has_widths
 from paxlike.layers.splash_attention import splash
 
 _EXTRAS = ("soft_cap", "sinks_N", "bias_NTS")
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
   @classmethod
   def on(cls, devices: jax.sharding.Mesh) -> "Place":
-    """Returns the place that a mesh is."""
+    """Returns the place of a program for all devices of a mesh."""
     return cls(devices.devices.flat[0], devices.shape["context"])
 
 
@@ -39,7 +39,7 @@ def auto(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   *,
-  max_segments: int = 64,
+  max_segments: int = MAX_SEGMENTS,
   **options: Unpack[Options],
 ) -> jax.Array:
   """Attention by the kernel that `best` names; see `Kernel`. `max_segments` is cudnn's."""
@@ -62,8 +62,8 @@ def auto(
 def best(demand: Demand, place: Place) -> Callable[..., jax.Array]:
   """Returns the kernel that `auto` takes.
 
-  ring where it can and the mesh axis context is longer than 1, else cudnn on NVIDIA GPUs and splash
-  on TPUs, where they can, xla on CPUs, and else xla_chunked.
+  On a mesh that shares sequences (context > 1) ring; else cudnn on NVIDIA GPUs, splash on TPUs, and
+  xla on CPUs. Where the one that is named lacks what is asked of it, xla_chunked.
   """
   device = place.device
   biased = "bias_NTS" in demand.extras
@@ -77,11 +77,12 @@ def best(demand: Demand, place: Place) -> Callable[..., jax.Array]:
 
 
 def _suits_cudnn(demand: Demand, device: Any) -> bool:
-  is_plain = not demand.extras and demand.dtype in (jnp.bfloat16, jnp.float16)
-  if topology.has_packed_cudnn_attention(device):
-    return is_plain and demand.width <= 256 and demand.width % 8 == 0
-  is_even = demand.width == demand.value_width and not demand.is_packed
-  return is_plain and is_even and demand.width <= 128 and demand.width % 8 == 0
+  if demand.extras or demand.dtype not in (jnp.bfloat16, jnp.float16):
+    return False
+  if not has_widths(demand.width, demand.value_width):
+    return False
+  is_simple = not demand.is_packed and demand.width == demand.value_width <= 128
+  return is_simple or topology.has_packed_cudnn_attention(device)
 
 
 def in_effect(kernel: Any, demand: Demand, place: Place) -> Any:

@@ -10,8 +10,9 @@ from paxlike.errors import UserError
 from paxlike.layers.attention_kernels import Options, begins, refuse
 from paxlike.layers.per_device import per_device
 
+MAX_SEGMENTS = 64  # Of a sequence, where nothing else is said.
 # Before, JAX multiplies the offsets of packed keys by the heads of the queries (JAX's pull request
-# 39521): it finds packed keys only where they have as many.
+# 39521), which is right only where keys have as many heads.
 COUNTS_KEY_HEADS = jax.__version_info__ >= (0, 12)
 
 
@@ -20,24 +21,28 @@ def cudnn(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   *,
-  max_segments: int = 64,
+  max_segments: int = MAX_SEGMENTS,
   **options: Unpack[Options],
 ) -> jax.Array:
   """Attention in memory linear in the length, for float16 and bfloat16; see `Kernel`.
 
-  Segments are runs of equal ids. The kernel has room for `max_segments` a sequence: one of more is
-  NaN as a whole, so whoever packs sequences has to keep to it. Packed keys of fewer heads than the
-  queries are repeated where JAX would miss them (`COUNTS_KEY_HEADS`), and packed values narrower
-  than the keys are padded.
+  Segments are runs of equal ids. The kernel has room for `max_segments` a sequence; a sequence of
+  more becomes NaN, so whoever packs sequences has to keep to it. Packed keys of fewer heads than
+  the queries are repeated where JAX would misplace them (`COUNTS_KEY_HEADS`), and packed values
+  narrower than the keys are padded.
 
   Raises:
-    UserError: There is a soft cap, sinks or a bias, or heads or dtype are not to cuDNN's taste.
+    UserError: There is a soft cap, sinks or a bias, or cuDNN does not have the dtype or the widths.
   """
   refuse("cudnn", options, "soft_cap", "sinks_N", "bias_NTS")
   if (dtype := q_BTNH.dtype) not in (jnp.bfloat16, jnp.float16):
     raise UserError(f"ATTENTION_KERNEL=cudnn is for bfloat16 and float16, not FPROP_DTYPE={dtype}.")
-  if (head_dim := q_BTNH.shape[-1]) > 256 or head_dim % 8:
-    raise UserError(f"ATTENTION_KERNEL=cudnn: heads of {head_dim}; it has multiples of 8 to 256.")
+  width, value_width = q_BTNH.shape[-1], v_BSKH.shape[-1]
+  if not has_widths(width, value_width):
+    raise UserError(
+      f"ATTENTION_KERNEL=cudnn: heads of {width} with values of {value_width}; it has multiples of"
+      " 8 to 256, and values no wider than keys."
+    )
 
   def local(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     return _attend(q, k, v, segments_BT, options, max_segments)
@@ -45,6 +50,11 @@ def cudnn(
   # JAX's own partitioner refuses fewer keys than devices that share heads, and shared tokens; and
   # it gives no gradient of an odd number of tokens.
   return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", block=2)
+
+
+def has_widths(width: int, value_width: int) -> bool:
+  """Returns whether it attends with heads whose keys and values are so wide."""
+  return value_width <= width <= 256 and width % 8 == value_width % 8 == 0
 
 
 def _attend(
@@ -63,7 +73,7 @@ def _attend(
   fits_B = None
   if segments_BT is not None:
     lengths, offsets, fits_B = runs(segments_BT, max_segments)
-    if max_segments > 1:  # Else a sequence is one segment.
+    if max_segments > 1:  # Else those sequences that are no NaN are one segment each.
       mask = library.MaskType.PADDING_CAUSAL
       packing = {"q_seqlen": lengths, "kv_seqlen": lengths}
       packing |= {"q_offsets": offsets, "kv_offsets": offsets}
@@ -88,12 +98,12 @@ def _attend(
 
 
 def runs(segments_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns where the runs of equal ids of each sequence lie, as JAX wants to be told.
+  """Returns where the runs of equal ids of each sequence lie, in the form that JAX expects.
 
   Returns:
-    int32 [B, most], their lengths. int32 [B, most + 1], their first tokens, without the end of the
-    last: JAX joins over the batch all that is not negative. Both are filled up with -1. bool [B],
-    whether there are at most so many; of others the first are told.
+    int32 [B, most], the lengths of the first `most` runs. int32 [B, most + 1], their first tokens,
+    without the end of the last: JAX joins over the batch all that is not negative. Both are filled
+    up with -1. bool [B], whether a sequence has no more runs than these.
   """
   T = segments_BT.shape[1]
   begins_BT = begins(segments_BT)
@@ -110,10 +120,10 @@ def runs(segments_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.A
 def with_one_stride(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns keys and values of which JAX computes the places of packed runs rightly.
+  """Returns keys and values in which JAX finds packed runs.
 
-  It has one distance from token to token for queries and outputs, and one for keys and values; so
-  values are as wide as keys. Where it takes the first for the second, so are the heads as many.
+  It takes one distance from token to token for keys and values, so values are padded to the width
+  of keys. Where that is the queries' (`COUNTS_KEY_HEADS`), both get as many heads as those.
   """
   rest = q_BTNH.shape[-1] - v_BSKH.shape[-1]
   v_BSKH = jnp.pad(v_BSKH, [(0, 0)] * 3 + [(0, rest)])

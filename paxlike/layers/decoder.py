@@ -13,7 +13,7 @@ from paxlike.layers import sums
 from paxlike.layers.auto_attention import Place, described, in_effect
 from paxlike.layers.block import Aux, by_token
 from paxlike.layers.context import Context
-from paxlike.layers.cudnn_attention import cudnn
+from paxlike.layers.cudnn_attention import MAX_SEGMENTS, cudnn
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
@@ -74,12 +74,13 @@ class Decoder(Module):
     limits = []
     for module in self._attention:
       if in_effect(module.kernel, module.demand(is_packed=True), place) is cudnn:
-        limits.append(module.kernel.keywords["max_segments"])
+        given = getattr(module.kernel, "keywords", {})
+        limits.append(given.get("max_segments", MAX_SEGMENTS))
     return min(limits, default=None)
 
   @property
   def _attention(self) -> list[Any]:
-    return [module for _, module in nnx.iter_modules(self) if hasattr(module, "kernel")]
+    return [module for _, module in nnx.iter_modules(self) if hasattr(module, "demand")]
 
   def hidden(
     self, tokens_BT: jax.Array, context: Context, caches: Caches | None = None

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel computes attention: chosen when a trainer meets its devices, not before."""
 
+import functools
 import types
 
 import fiddle as fdl
 import jax
+import jax.numpy as jnp
 import pytest
 
-from paxlike import fiddlers, registry, topology
+from paxlike import fiddlers, layers, registry, topology
 from paxlike.errors import UserError
-from paxlike.layers import auto_attention
+from paxlike.layers import auto_attention, cudnn
+from paxlike.layers.attention_kernels import Demand
 from paxlike.layers.auto_attention import Place
 from paxlike.layers.decoder import forward
 
@@ -54,6 +57,20 @@ def test_what_cudnn_lacks_on_a_gpu_another_kernel_does(capability, knobs, is_pac
   assert trainer("Gpt3_52k", **knobs).model.kernels(Place(gpu), is_packed=is_packed) == [name]
 
 
+@pytest.mark.parametrize(
+  ("width", "value_width", "name"),
+  [(192, 128, "cudnn"), (96, 128, "xla_chunked"), (128, 60, "xla_chunked")],
+)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_cudnn_has_values_that_are_narrower_than_keys(h200, width, value_width, name, is_packed):
+  demand = Demand(jnp.bfloat16, 4, 4, width, value_width, is_packed, ())
+  assert auto_attention.best(demand, Place(topology.devices()[0])).__name__ == name
+  if name != "cudnn":
+    q, v = (jax.ShapeDtypeStruct((2, 8, 4, H), "bfloat16") for H in (width, value_width))
+    with pytest.raises(UserError, match=f"heads of {width} with values of {value_width}; "):
+      jax.eval_shape(functools.partial(cudnn, scale=1.0, segments_BT=None), q, q, v)
+
+
 def test_keys_that_are_repeated_are_told_of(h200, monkeypatch):
   gpu = topology.devices()[0]
   for counts, says in ((True, "cudnn"), (False, "cudnn (packed keys repeated")):
@@ -96,6 +113,18 @@ def test_segments_are_limited_where_cudnn_has_room_for_so_many(h200, kernel, lim
   assert experiment.unread() == ([] if limit else ["MAX_SEGMENTS_PER_ROW"])
   if kernel == "auto":
     assert model.max_segments(Place(TPU)) is None
+
+
+def test_a_kernel_that_is_named_keeps_the_room_for_segments(h200):
+  """Also one that a graph names without: kernels of users, and saved ones."""
+  graph = registry.find("Gpt3_52k")(MAX_SEGMENTS_PER_ROW=200).trainer()
+  for kernel, limit in (("cudnn", 200), ("auto", 200), ("xla", None), ("auto", 64)):
+    fiddlers.attention(graph, kernel)
+    assert fdl.build(graph).model.max_segments(Place(topology.devices()[0])) == limit
+  for kernel in (cudnn, auto_attention.auto, functools.partial(cudnn)):
+    for node in fiddlers.select(graph, layers.Attention):
+      node.kernel = kernel
+    assert fdl.build(graph).model.max_segments(Place(topology.devices()[0])) == 64
 
 
 @pytest.mark.parametrize("count", [0, -3])
