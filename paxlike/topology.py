@@ -64,14 +64,15 @@ def has_cudnn_attention(device: Any) -> bool:
 
 
 def has_packed_cudnn_attention(device: Any) -> bool:
-  """Returns whether it also has it for packed sequences, heads wider than 128, and values narrower
-  than keys: from Hopper on.
+  """Returns whether cuDNN has attention for packed sequences: from Hopper on.
+
+  Also for heads wider than 128, and for values narrower than keys.
   """
   return _capability(device) >= (9, 0)
 
 
 def has_tokamax_attention(device: Any) -> bool:
-  """Returns whether tokamax has: for NVIDIA's GPUs from Hopper on."""
+  """Returns whether tokamax has attention for a device: for NVIDIA's GPUs from Hopper on."""
   return _capability(device) >= (9, 0)
 
 

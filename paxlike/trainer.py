@@ -314,9 +314,13 @@ class Trainer:
       decoding.tell(texts, prompts, journal, path)
 
   def _decoding(self, params: Params, options: decoding.Options) -> decoding.Decoding:
-    make = functools.partial(decoding.Decoding, compiler_options=self.compiler_options)
-    return make(
-      self.definition, params, self.data.tokenizer, max_len=self.data.seq_len, options=options
+    return decoding.Decoding(
+      self.definition,
+      params,
+      self.data.tokenizer,
+      max_len=self.data.seq_len,
+      options=options,
+      compiler_options=self.compiler_options,
     )
 
   def load(self, folder: epath.PathLike, *, step: int | None = None) -> Params:
@@ -338,9 +342,14 @@ class Trainer:
 
   @functools.cached_property
   def _evaluators(self) -> dict[str, Evaluator]:
-    make = functools.partial(Evaluator, self.definition, compiler_options=self.compiler_options)
     return {
-      name: make(eval_set, self.feed, batch_size=self.batch_size)
+      name: Evaluator(
+        self.definition,
+        eval_set,
+        self.feed,
+        batch_size=self.batch_size,
+        compiler_options=self.compiler_options,
+      )
       for name, eval_set in self.eval_data.items()
     }
 

@@ -126,7 +126,7 @@ def sum_over_chunks(
 
 
 def _by_shard(function: Any, axes: tuple[str, ...]) -> Any:
-  """Returns a function of (weights, x, constants) as one of [shards, ...] of x and constants."""
+  """Returns a function of (weights, x, constants), mapped over the shards of x and constants."""
   return jax.vmap(function, (None, 0, 0), spmd_axis_name=axes) if axes else function
 
 
