@@ -5,9 +5,10 @@ import math
 from typing import Any
 
 import fiddle as fdl
+import jax
 import pytest
 
-from paxlike import aot, registry, topology
+from paxlike import aot, collectives, evaluation, registry, topology
 from paxlike.scripts_gpu import xla_flags
 
 DEVICES = 8
@@ -63,3 +64,22 @@ def test_weights_are_gathered_once_a_pass_and_gradients_scattered_once(target, k
   assert found["all-gather"] == pytest.approx(sent * (2 * parts * blocks + head), rel=0.02)
   assert found["reduce-scatter"] == pytest.approx(sent * parts * scattered, rel=0.02)
   assert found["collective-permute"] == 0
+
+
+@pytest.mark.slow
+def test_evaluation_gathers_each_weight_once():
+  topology.use("h100-8")
+  try:
+    trainer: Any = fdl.build(registry.find("SyntheticLLaMA7B")(**SIZES).trainer())
+    options, _ = xla_flags.options()
+    definition, devices = trainer.definition, trainer.devices
+    with jax.set_mesh(devices):
+      state, batch = aot._abstract(trainer)
+      measure = jax.jit(lambda p, b: evaluation.scores_of(definition, definition.prepare(p), b))
+      text = measure.lower(state.params, batch).compile(compiler_options=options).as_text()
+  finally:
+    topology.use(None)
+  sharded = [w for n, w in definition.weights.items() if "model" in w.dims and n[:5] != "embed"]
+  nbytes = 2 * sum(math.prod(weight.shape) for weight in sharded)
+  found = {one.kind: one.nbytes for one in collectives.collectives(text, devices)}
+  assert found["all-gather"] == pytest.approx((1 - 1 / DEVICES) * nbytes, rel=0.02)

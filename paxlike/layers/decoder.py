@@ -143,9 +143,12 @@ class Decoder(Module):
       arrays: A pytree.
     """
 
+    head = _gathered(self.embedding if self.head is None else self.head)
+
     def apply(chunk):
       x_BTD, arrays = chunk
-      return function(mesh.constrain(self.logits(x_BTD), "batch", "time", "vocab"), arrays)
+      logits_BTV = _logits(head, x_BTD, self.soft_cap)
+      return function(mesh.constrain(logits_BTV, "batch", "time", "vocab"), arrays)
 
     def join(x: jax.Array) -> jax.Array:
       return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, : x_BTD.shape[1]]
@@ -156,7 +159,7 @@ class Decoder(Module):
 
 
 def _gathered(head: Embedding | Linear) -> Embedding | Linear:
-  """Returns a head whose weights are all-gathered once, not once for each chunk of the loss."""
+  """Returns a head whose weights are all-gathered once, not once for each chunk of a sequence."""
   graph, weights = nnx.split(head)
 
   def whole(param: nnx.Variable) -> Any:
