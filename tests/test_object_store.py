@@ -177,10 +177,10 @@ def test_records_are_in_few_objects_and_none_is_there_twice(tmp_path, monkeypatc
   assert 60 * 33 / 300 - 1 < len(os.listdir(tmp_path / "metrics")) < 12
   # Copied to a disk it goes on in one file.
   monkeypatch.undo()
-  (folder / "metrics.jsonl").unlink()
+  assert [record["updates"] for record in metrics.records(folder)] == list(range(1, 61))
   metrics.open_writer(folder, step=50).close()
-  records = list(metrics.records(folder))
-  assert [r["updates"] for r in records] == list(range(3, 51))
+  assert [record["updates"] for record in metrics.records(folder)] == list(range(1, 51))
+  assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
 def test_an_object_is_replaced_seldom_and_loses_nothing(tmp_path, monkeypatch):
