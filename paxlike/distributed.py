@@ -39,7 +39,8 @@ def initialize(group: cluster.Group | None, *, timeout: float):
   later = 2 * math.ceil(timeout) + 40  # JAX names no process, and may see half of it as over.
   try:
     if group is None:
-      jax.distributed.initialize(heartbeat_timeout_seconds=later)
+      with cluster.gke_answers():
+        jax.distributed.initialize(heartbeat_timeout_seconds=later)
     else:
       jax.distributed.initialize(
         group.address,
@@ -49,7 +50,7 @@ def initialize(group: cluster.Group | None, *, timeout: float):
         cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=later,
       )
-  except (ValueError, RuntimeError) as error:
+  except (ValueError, RuntimeError, OSError) as error:
     where = "" if group is None else f" (this is {group.index} of {group.count}, {group.address})"
     raise UserError(
       f"could not join the other processes{where}: {error} Where no cluster tells, give"
