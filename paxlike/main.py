@@ -18,6 +18,8 @@ from paxlike.errors import RunError, UserError
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
 
+_PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # By which users name a folder of compiled programs.
+
 
 def run():
   """Entry point of the `paxlike` command."""
@@ -160,12 +162,14 @@ def _join(options: flags.Options):
   """Joins the other processes of the job, if options or the cluster tell of any."""
   if options.topology is not None:
     return
+  on_cpu = {} if options.num_cpu_devices is None else {"JAX_PLATFORMS": "cpu"}
+  environ = os.environ | on_cpu
   given: Any = (options.server_addr, options.num_hosts, options.host_idx)
   is_told = None not in given
   if is_told:
-    group = cluster.Group(*given, devices=cluster.own_gpus(os.environ))
+    group = cluster.Group(*given, devices=cluster.own_gpus(environ))
   else:
-    group = cluster.found(os.environ)
+    group = cluster.found(environ)
   of_tpus = tpu_targets.are_here() and not is_told
   if options.multiprocess_gpu and group is None and not of_tpus:
     raise UserError(
@@ -181,19 +185,14 @@ def _join(options: flags.Options):
 
     timeout = 60 if options.heartbeat_timeout is None else options.heartbeat_timeout
     distributed.initialize(group, timeout=timeout)
-    if cluster.num_gpus() and os.environ["JAX_COMPILATION_CACHE_DIR"] == _own_programs():
+    has_gpus = cluster.num_gpus() and environ.get("JAX_PLATFORMS") != "cpu"
+    several_nodes = group is not None and cluster.local(environ)[1] < group.count
+    if has_gpus and several_nodes and _PROGRAMS not in environ:
       _keep_no_programs()
 
 
-def _own_programs() -> str:
-  """Returns the folder of compiled programs that is taken where the user names none."""
-  from paxlike.data import token_index
-
-  return str(token_index.cache_folder() / "xla")
-
-
 def _keep_no_programs():
-  """Has JAX compile all programs anew: of several processes of GPUs, each waits for all others.
+  """Has JAX compile all programs anew: on GPUs of several nodes, each process waits for all others.
 
   They share the measuring of matmuls (`xla_gpu_shard_autotuning`, on by default; XLA's pull
   requests 14968 and 22164). JAX writes the cache from process 0 alone (jax/_src/compiler.py): with
@@ -207,9 +206,14 @@ def _keep_no_programs():
 
 def _keep_programs():
   """Lets what was compiled once be read from the cache folder, unless the user says otherwise."""
-  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _own_programs())
   # Also the many small ones, which together take as long as the step on a small machine.
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+  import jax
+
+  from paxlike.data import token_index
+
+  if _PROGRAMS not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", str(token_index.cache_folder() / "xla"))
 
 
 def experiment_of(options: flags.Options) -> "Experiment":

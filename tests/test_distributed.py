@@ -217,14 +217,23 @@ def test_folders_of_their_own_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("gpus", "folder", "kept"), [(8, None, False), (8, "/shared/xla", True), (0, None, True)]
+  ("gpus", "nodes", "folder", "kept"),
+  [(8, 2, None, False), (8, 2, "/xla", True), (8, 1, None, True), (0, 2, None, True)],
 )
-def test_processes_of_gpus_keep_programs_only_where_all_see_them(monkeypatch, gpus, folder, kept):
+def test_processes_of_gpus_keep_programs_only_where_all_see_them(
+  monkeypatch, gpus, nodes, folder, kept
+):
   """Else one of them finds what the others wait for it to measure."""
   monkeypatch.setattr(distributed, "initialize", lambda group, timeout: None)
   monkeypatch.setattr(cluster, "num_gpus", lambda: gpus)
-  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder or main._own_programs())
+  monkeypatch.delenv("JAX_PLATFORMS")
+  monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")
+  monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+  if folder is not None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
   set_to = {"jax_enable_compilation_cache": True}
   monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
-  main._join(flags.Options(server_addr="localhost:1", num_hosts=2, host_idx=0))
+  main._keep_programs()
+  main._join(flags.Options(server_addr="localhost:1", num_hosts=2 * nodes, host_idx=0))
   assert set_to["jax_enable_compilation_cache"] is kept
