@@ -326,7 +326,8 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
     folder = run_folder.existing(options.job_log_dir)
   else:
     folder = run_folder.create(options.job_log_dir)
-  if others := sys.modules.get("paxlike.distributed"):
+  others = sys.modules.get("paxlike.distributed")
+  if others and options.mode == "train" and trainer.saving:
     others.check_shared(folder)
   with Journal(folder, write_summaries=options.enable_summary_writer) as journal:
     if options.mode != "train":
