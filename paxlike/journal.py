@@ -249,9 +249,10 @@ class Journal:
 def is_running(folder: epath.Path) -> bool:
   """Returns whether the job that writes in `folder` goes on, as far as can be told from here."""
   path = folder / "status.json"
-  if not path.exists():
-    return False
-  status = json.loads(path.read_text())
+  with run_folder.reading(path):
+    if not path.exists():
+      return False
+    status = json.loads(path.read_text())
   if status["state"] != "running":
     return False
   if status["host"] != socket.gethostname():

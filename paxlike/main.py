@@ -125,8 +125,9 @@ def set_up_jax(options: flags.Options):
   """Sets what JAX, TensorFlow and TFDS read when they are first used."""
   # JAX and its libraries are imported here, after the flags have been found good.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  # Orbax logs each error that it also raises, with all its stack; asyncio those that it need not.
-  for name in ("absl", "asyncio"):
+  # Orbax and gcsfs log each error that they also raise, with all its stack; asyncio those that it
+  # need not.
+  for name in ("absl", "asyncio", "gcsfs"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
@@ -237,12 +238,16 @@ def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
   Raises:
     UserError: The experiment never reads a knob that was set, or an edit is wrong.
   """
-  from paxlike import config_file, fiddlers
+  from paxlike import config_file, fiddlers, run_folder
   from paxlike.errors import did_you_mean
 
   if experiment is None:
-    path = options.fdl_config_file or f"{options.job_log_dir}/config.json"
-    graph = config_file.read(path, allow_modules=options.fdl_allow_modules)
+    path = options.fdl_config_file
+    if path is None:
+      assert options.job_log_dir is not None
+      path = run_folder.existing(options.job_log_dir) / "config.json"
+    with run_folder.reading(path):
+      graph = config_file.read(path, allow_modules=options.fdl_allow_modules)
   else:
     graph = experiment.trainer()
     for name in experiment.unread():
@@ -341,7 +346,7 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
       prompts, how = _decoding(options)
       trainer.decode(folder, journal, prompts, step=_step(options, folder), options=how)
     else:
-      if (folder / "config.json").exists():
+      with run_folder.reading(folder / "config.json"):
         _tell_changes(folder / "config.json", graph, journal)
       stopped_by = trainer.train(folder, journal, files=_files(experiment, graph))
       return 128 + stopped_by if stopped_by else 0
@@ -406,9 +411,11 @@ def _files(experiment: "Experiment | None", graph: Any) -> dict[str, str]:
 
 
 def _tell_changes(path: Any, graph: Any, journal: Any):
-  """Prints how the graph differs from that with which the run began."""
+  """Prints how the graph differs from that with which the run began, if it has."""
   from paxlike import config_file
 
+  if not path.exists():
+    return
   try:
     before = config_file.read(path, allow_modules=None)
   except UserError as error:

@@ -6,6 +6,7 @@ TPU slice) and a DCN size (across slices, or across processes where there are no
 size along an axis is their product.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -172,17 +173,21 @@ def num_slices(devices: Sequence[Device]) -> int:
 def _hybrid_grid(
   inner: tuple[int, ...], outer: tuple[int, ...], devices: list[Device]
 ) -> np.ndarray:
-  slices = {getattr(device, "slice_index", None) for device in devices}
-  by_process = len(slices) == 1
-  processes = {device.process_index for device in devices}
-  granules = len(processes) if by_process else len(slices)
-  if granules == math.prod(outer):
+  slices = [getattr(device, "slice_index", None) for device in devices]
+  by_process = len(set(slices)) == 1
+  granules = collections.Counter([d.process_index for d in devices] if by_process else slices)
+  if len(granules) == math.prod(outer):
+    if len(set(granules.values())) > 1:
+      raise UserError(
+        f"the {'processes' if by_process else 'slices'} have"
+        f" {', '.join(map(str, granules.values()))} devices: a mesh needs as many of each."
+      )
     return mesh_utils.create_hybrid_device_mesh(
       inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
     )
   if devices[0].platform != "cpu":
     raise UserError(
-      f"DCN_MESH_SHAPE spans {math.prod(outer)} slices or processes, but there are {granules}."
+      f"DCN_MESH_SHAPE spans {math.prod(outer)} slices or processes, but there are {len(granules)}."
     )
   # Fake CPU devices have no network: consecutive ones stand for a slice.
   grid = np.array(devices).reshape(outer + inner)
