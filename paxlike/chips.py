@@ -36,7 +36,7 @@ class Chip:
     return int(gpu_share() * self.memory) if self.is_gpu else self.memory
 
   def room_beside(self, communicators: int) -> int:
-    """Returns the bytes that programs have where so many communicators of NCCL take theirs."""
+    """Returns the bytes that programs have beside so many communicators of NCCL; 0: not known."""
     if not self.is_gpu or not communicators:
       return self.room
     return min(self.room, self.memory - _LIBRARIES - communicators * _COMMUNICATOR)

@@ -129,7 +129,12 @@ class MeshSpec:
       raise UserError(self._mismatch(fixed, bool(free), num_devices, dcn))
     return ici, dcn
 
-  def _mismatch(self, fixed: int, fills: bool, num_devices: int, across: dict[str, int]) -> str:
+  def _mismatch(self, fixed: int, fills: bool, num_devices: int, dcn: dict[str, int]) -> str:
+    """Returns why `num_devices` do not fit a mesh whose sizes across slices are `dcn`.
+
+    It needs `fixed` devices or, if it `fills` an axis, a multiple of them.
+    """
+
     def spell(shape: MeshShape, knob: str) -> str:
       sizes = axis_sizes(shape, knob)
       written = dict(shape) if isinstance(shape, Mapping) else list(shape)
@@ -137,9 +142,9 @@ class MeshSpec:
       return f"{knob}={written} ({', '.join(f'{a} {sizes[a]}' for a in shown)})"
 
     spelt = spell(self.ici, "ICI_MESH_SHAPE")
-    if across != axis_sizes(self.dcn, "DCN_MESH_SHAPE") and -1 not in across.values():
-      spelt += f" x {across['data']} slices (DCN_MESH_SHAPE says how else axes go across slices)"
-    elif math.prod(across.values()) != 1:
+    if dcn != axis_sizes(self.dcn, "DCN_MESH_SHAPE") and -1 not in dcn.values():
+      spelt += f" x {dcn['data']} slices (DCN_MESH_SHAPE says how else axes go across slices)"
+    elif math.prod(dcn.values()) != 1:
       spelt += f" x {spell(self.dcn, 'DCN_MESH_SHAPE')}"
     needs = f"a multiple of {fixed} devices" if fills else f"{fixed} device{'s'[: fixed != 1]}"
     found = "1 device is" if num_devices == 1 else f"{num_devices} devices are"
