@@ -63,7 +63,7 @@ class Program:
 
   @property
   def share(self) -> float | None:
-    """The share of a GPU's memory that programs must be kept to, if it is less than they take."""
+    """XLA_PYTHON_CLIENT_MEM_FRACTION that leaves NCCL room; None: that of other programs does."""
     if self.chip is None or self.room is None or self.room == self.chip.room:
       return None
     return self.chip.share_beside(self.communicators)

@@ -98,6 +98,7 @@ class Checkpoints:
       cleanup_tmp_directories=True,
     )
     self._manager: Any = None
+    self._failed = False  # Whether it has been said that one could not be written.
 
   def __enter__(self) -> Self:
     return self
@@ -111,7 +112,8 @@ class Checkpoints:
       if kind is None:
         raise self._unwritable(error) from error
       # What ends the run matters more, and must not be hidden.
-      print(f"paxlike: {self._unwritable(error)}", file=sys.stderr)
+      if not self._failed:
+        print(f"paxlike: {self._unwritable(error)}", file=sys.stderr)
 
   def _open(self, step: int) -> Any:
     """Returns the manager, made by the first save: it removes unfinished saves, as no reader may.
@@ -132,12 +134,13 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints, oldest first."""
-    if not self._directory.exists():
-      return []
     prefix = "checkpoint_"
-    found = {p.name.removeprefix(prefix): p for p in self._directory.glob(f"{prefix}*")}
     complete = self._ocp.utils.is_checkpoint_finalized
-    return sorted(int(step) for step, p in found.items() if step.isdigit() and complete(p))
+    with run_folder.reading(self._directory):
+      if not self._directory.exists():
+        return []
+      found = {p.name.removeprefix(prefix): p for p in self._directory.glob(f"{prefix}*")}
+      return sorted(int(step) for step, p in found.items() if step.isdigit() and complete(p))
 
   def latest(self) -> int | None:
     """Returns the newest step, None if there is none."""
@@ -205,8 +208,9 @@ class Checkpoints:
       raise self._unwritable(error) from error
 
   def _unwritable(self, error: BaseException) -> UserError:
+    self._failed = True
     return UserError(
-      f"a checkpoint could not be written in {self._directory}: {_reason(error)} Older"
+      f"a checkpoint could not be written in {self._directory}: {run_folder.reason(error)}. Older"
       f" checkpoints are intact. {run_folder.advice(error)}"
     )
 
@@ -345,7 +349,7 @@ class Checkpoints:
       known = (*_FAILED, *run_folder.failures())
       if type(error) is not Exception and not isinstance(error, known):
         raise
-      reason = _reason(error.__cause__ or error)
+      reason = run_folder.reason(error.__cause__ or error)
       raise _Damaged(f"{self.path(step)} is damaged ({reason}).") from error
 
   def _read_json(self, step: int, item: str) -> dict[str, Any]:
@@ -382,7 +386,3 @@ def _everywhere(here: bool) -> bool:
 
 def _unwritable() -> tuple[type[Exception], ...]:
   return (*_UNWRITABLE, *run_folder.failures())
-
-
-def _reason(error: BaseException) -> str:
-  return (str(error).strip() or repr(error)).splitlines()[0][:600]

@@ -36,7 +36,7 @@ class Chip:
     return int(gpu_share() * self.memory) if self.is_gpu else self.memory
 
   def room_beside(self, communicators: int) -> int:
-    """Returns the bytes that programs have where so many communicators of NCCL take theirs."""
+    """Returns the bytes that programs have beside so many communicators of NCCL; 0: not known."""
     if not self.is_gpu or not communicators:
       return self.room
     return min(self.room, self.memory - _LIBRARIES - communicators * _COMMUNICATOR)
@@ -63,12 +63,15 @@ _A100_40GB = Chip(312e12, 42_331_013_120, 1.555e12, is_gpu=True)
 
 # By a part of JAX's `device_kind`, the more special first. FLOP/s of GPUs are of the SXM modules.
 # Of Blackwell, memory and bandwidth are those of XLA's descriptions of the devices, and FLOP/s half
-# of what NVIDIA's sheets of HGX B200, HGX B300 and GB200 NVL72 say of sparse matrices. FP8 has
-# twice as many, and so has int8 except on B300, where it has 0.125e15.
+# of what NVIDIA's sheets of HGX B200, HGX B300, GB200 and GB300 NVL72 say of sparse matrices. FP8
+# has twice as many, and so has int8 except on B300, where it has 0.125e15. GH200 is the one with
+# HBM3; its memory is what its driver reports.
 CHIPS = {
+  "GB300": Chip(2500e12, 297_021_079_552, 7.928e12, is_gpu=True),
   "GB200": Chip(2500e12, 197_897_748_480, 7.928e12, is_gpu=True),
   "B300": Chip(2250e12, 297_021_865_984, 7.936e12, is_gpu=True),
   "B200": Chip(2250e12, 191_514_411_008, 7.672e12, is_gpu=True),
+  "GH200": Chip(989.5e12, 102_005_473_280, 4.0e12, is_gpu=True),
   "H200": Chip(989.5e12, 151_397_597_184, 4.8e12, is_gpu=True),
   "H100": Chip(989.5e12, 85_028_765_696, 3.35e12, is_gpu=True),
   "A100-SXM4-40GB": _A100_40GB,

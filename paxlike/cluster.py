@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a cluster's environment says of the processes of a job."""
 
+import contextlib
+import itertools
+import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from paxlike.errors import UserError
 
 _PORTS = range(61440, 65536)  # Of those that systems give to no service; a job takes one by number.
 _PORT = 8476
-# Which of a node's GPUs a process may open, in the order in which their drivers read them.
+# What GKE sets for several slices; JAX takes an empty one for one slice.
+_SLICES = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")
+_NO_GPU = ("", "-1", "nodevfiles", "none", "void")  # Where CUDA stops reading such a list.
+# Which of a node's GPUs a process may open; the first variable that is set counts.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -31,7 +37,7 @@ class Group(NamedTuple):
 
 
 def num_gpus() -> int:
-  """Returns how many NVIDIA GPUs this machine has, without asking their driver."""
+  """Returns how many NVIDIA GPUs this machine shows; 0 where it has none or another driver's."""
   return len(list(pathlib.Path("/dev").glob("nvidia[0-9]*")))
 
 
@@ -40,18 +46,30 @@ def own_gpus(
 ) -> tuple[int, ...] | None:
   """Returns which of the visible GPUs this process takes; None: all of them.
 
-  If fewer are visible than the job has on the node, the scheduler has split them already. Else the
-  processes of the node split them evenly.
+  If the processes of the node could each have as many GPUs as this one sees, the scheduler has
+  split the GPUs already. Else the processes split them evenly.
 
   Raises:
     UserError: They cannot be split evenly.
   """
-  rank, size = _local(environ)
-  there = num_gpus()
-  of_job = int(environ.get("SLURM_GPUS_ON_NODE", there))
-  named = next((environ[name] for name in _VISIBLE if name in environ), None)
-  visible = there if named is None else len([name for name in named.split(",") if name.strip()])
-  if size == 1 or visible < of_job or visible == 0:
+  rank, size = local(environ)
+  if size == 1 or environ.get("JAX_PLATFORMS") == "cpu":
+    return None
+  slurm = environ.get("SLURM_GPUS_ON_NODE", "")
+  # Where nothing says how many GPUs there are (AMD, WSL), there is one for each process.
+  of_job = int(slurm) if slurm.isdecimal() else num_gpus() or size
+  listed = next((environ[name] for name in _VISIBLE if name in environ), None)
+  names = [] if listed is None else [name.strip() for name in listed.split(",")]
+  names = list(itertools.takewhile(lambda name: name.lower() not in _NO_GPU, names))
+  if any(name.startswith("MIG-") for name in names):
+    if len(names) == 1:
+      return None
+    raise UserError(
+      f"{size} processes on this node see {len(names)} MIG instances, but CUDA shows a process only"
+      " the first: give each its own by CUDA_VISIBLE_DEVICES=MIG-..."
+    )
+  visible = of_job if listed is None else len(names)
+  if visible * size <= of_job:
     return None
   if visible % size:
     raise UserError(
@@ -62,19 +80,26 @@ def own_gpus(
   return tuple(range(rank * share, (rank + 1) * share))
 
 
-def _local(environ: Mapping[str, str]) -> tuple[int, int]:
-  """Returns the number of this process among those of its node, and how many they are."""
-  if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:
-    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+def local(environ: Mapping[str, str]) -> tuple[int, int]:
+  """Returns the number of this process among those of its node, and how many they are.
+
+  Raises:
+    UserError: Slurm says no number of processes for this node.
+  """
+  names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+  if all(name in environ for name in names):
     return int(environ[names[0]]), int(environ[names[1]])
   if "SLURM_LOCALID" not in environ or "SLURM_STEP_TASKS_PER_NODE" not in environ:
     return 0, 1
   # Such as 8(x3),4: eight tasks on each of three nodes, four on the fourth.
-  sizes: list[int] = []
-  for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
-    size, _, times = part.rstrip(")").partition("(x")
-    sizes += [int(size)] * int(times or 1)
-  return int(environ["SLURM_LOCALID"]), sizes[int(environ.get("SLURM_NODEID", 0))]
+  tasks, node = environ["SLURM_STEP_TASKS_PER_NODE"], int(environ.get("SLURM_NODEID", 0))
+  parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+  sizes = [int(size) for size, times in parts for _ in range(int(times or 1))]
+  if node >= len(sizes):
+    raise UserError(
+      f"SLURM_STEP_TASKS_PER_NODE={tasks} does not say how many tasks node SLURM_NODEID={node} has."
+    )
+  return int(environ["SLURM_LOCALID"]), sizes[node]
 
 
 def found(environ: Mapping[str, str], num_gpus: Callable[[], int] = num_gpus) -> Group | None:
@@ -102,21 +127,41 @@ def num_tpu_processes() -> int:
   asked only where JAX finds that this is a TPU's virtual machine.
 
   Raises:
-    UserError: The server does not answer.
+    UserError: The server does not answer, or not as JAX expects.
   """
   from jax._src.clusters import cloud_tpu_cluster as detectors
 
   try:
-    for detector in (detectors.GkeTpuCluster, detectors.GceTpuCluster):
-      if detector.is_env_present():
-        return detector.get_process_count()
-  except OSError as error:
+    with gke_answers():
+      for detector in (detectors.GkeTpuCluster, detectors.GceTpuCluster):
+        if detector.is_env_present():
+          return detector.get_process_count()
+  except (OSError, ValueError) as error:
+    reason = (str(error) or repr(error)).splitlines()[0][:300].rstrip(".")
     raise UserError(
-      f"this machine has TPUs, but the metadata server does not say of which slice: {error}. Give"
+      f"this machine has TPUs, but the metadata server does not say of which slice: {reason}. Give"
       " --server_addr=HOST:PORT --num_hosts=N --host_idx=I, or set TPU_SKIP_MDS_QUERY=1 if it is"
       " the only one."
     ) from None
   return 1
+
+
+@contextlib.contextmanager
+def gke_answers() -> Iterator[None]:
+  """Context of asking JAX about the TPUs of GKE: the environment says all that is known of slices.
+
+  For what it does not say JAX would ask a metadata server, which pods need not reach.
+  """
+  from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
+
+  unset = [name for name in _SLICES if name not in os.environ]
+  unset = unset if GkeTpuCluster.is_env_present() else []
+  os.environ.update(dict.fromkeys(unset, ""))
+  try:
+    yield
+  finally:
+    for name in unset:
+      del os.environ[name]
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Group | None:

@@ -123,7 +123,7 @@ def _distinct(found: Computations) -> Iterator[_Found]:
 
   def walk(name: str, count: int, in_loop: bool, fused: bool, is_async: bool) -> Iterator[_Found]:
     computation = found.get(name, [])
-    is_async |= any(one.target == "AsyncCollectiveStart" for one in computation)
+    is_async |= fused and any(one.target == "AsyncCollectiveStart" for one in computation)
     for index, one in enumerate(computation):
       kind = next((kind for kind in COLLECTIVES if one.operation.startswith(kind)), None)
       overlaps = is_async or _overlaps(computation, index)
@@ -142,24 +142,55 @@ def _distinct(found: Computations) -> Iterator[_Found]:
   return walk("", 1, False, False, False)
 
 
-# What takes no time on the device.
-_FREE = ("get-tuple-element", "tuple", "bitcast", "constant", "parameter", "after-all")
+# What computes nothing.
+_FREE = ("get-tuple-element", "tuple", "bitcast", "constant", "parameter", "after-all", "copy")
+_FREE += ("partition-id", "replica-id", "opt-barrier", "add-dependency")
 
 
 def _overlaps(computation: list[program_text.Instruction], index: int) -> bool:
-  """Returns whether an instruction begins what ends only after the device has computed more.
-
-  The text of a compiled program is in the order in which it runs.
-  """
+  """Returns whether an instruction begins what ends only after the device has computed more."""
   start = computation[index]
   if not start.operation.endswith("-start") or '"is_sync":true' in start.attributes:
     return False
+  operations = (one.operation for one in _between(computation, index))
+  return any(
+    one not in _FREE and not one.endswith(("-start", "-done")) and not one.startswith(COLLECTIVES)
+    for one in operations
+  )
+
+
+def _between(
+  computation: list[program_text.Instruction], index: int
+) -> Iterator[program_text.Instruction]:
+  """Yields the instructions between the start of something and its end.
+
+  The text of a compiled program is in the order in which it runs. What a loop's body begins and
+  gives as a result, the next run of the body ends.
+  """
+  name = computation[index].name
   for one in computation[index + 1 :]:
-    if start.name in one.operands:
-      return False
-    if one.operation not in _FREE and not one.operation.endswith(("-start", "-done")):
-      return True
-  return False
+    if name in one.operands and one.operation != "tuple":
+      return
+    if name in one.operands:
+      name = _carried(computation, one.operands.index(name))
+      break
+    yield one
+  else:
+    return
+  for one in computation if name else []:
+    if name in one.operands:
+      return
+    yield one
+
+
+def _carried(computation: list[program_text.Instruction], index: int) -> str:
+  """Returns what a loop's body calls that part of its parameter; empty if it does not take it."""
+  parameters = [one.name for one in computation if one.operation == "parameter"]
+  for one in computation:
+    is_part = one.operation == "get-tuple-element" and one.operands == parameters
+    if is_part and re.search(rf"\bindex={index}\b", one.attributes):
+      return one.name
+  return ""
 
 
 def _key(kind: str, one: program_text.Instruction) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Being one of several processes: joining the others, and noticing when one of them is gone."""
 
+import contextlib
 import ctypes
 import math
 import os
@@ -9,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -17,11 +19,12 @@ from etils import epath
 from jax._src import distributed as jax_distributed  # Its key-value store has no public name.
 from jax.experimental import multihost_utils
 
-from paxlike import cluster
+from paxlike import cluster, run_folder
 from paxlike.errors import UserError
 
 _FOLDER, _VERDICT = "paxlike/process", "paxlike/gone"
 _LEFT, _FAILED = "left", "failed"
+_LONGEST = 600  # Bytes of the reason of a failure.
 
 _watch: "Watch | None" = None
 
@@ -39,7 +42,8 @@ def initialize(group: cluster.Group | None, *, timeout: float):
   later = 2 * math.ceil(timeout) + 40  # JAX names no process, and may see half of it as over.
   try:
     if group is None:
-      jax.distributed.initialize(heartbeat_timeout_seconds=later)
+      with cluster.gke_answers():
+        jax.distributed.initialize(heartbeat_timeout_seconds=later)
     else:
       jax.distributed.initialize(
         group.address,
@@ -49,7 +53,7 @@ def initialize(group: cluster.Group | None, *, timeout: float):
         cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=later,
       )
-  except (ValueError, RuntimeError) as error:
+  except (ValueError, RuntimeError, OSError) as error:
     where = "" if group is None else f" (this is {group.index} of {group.count}, {group.address})"
     raise UserError(
       f"could not join the other processes{where}: {error} Where no cluster tells, give"
@@ -68,24 +72,42 @@ def check_shared(folder: epath.Path):
   Where they do not, the first save would wait forever.
 
   Raises:
-    UserError: A process does not see what process 0 writes.
+    UserError: Process 0 cannot write there, or a process does not see what it writes.
   """
   if jax.process_count() == 1:
     return
   number = np.random.default_rng().integers(2**31)
   token = folder / f".seen-by-all-{multihost_utils.broadcast_one_to_all(number)}"
-  if jax.process_index() == 0:
-    token.write_text("")
-  multihost_utils.sync_global_devices("written")
-  seen = multihost_utils.process_allgather(np.array(token.exists()))
-  if jax.process_index() == 0:
-    token.unlink()
-  if not seen.all():
-    blind = ", ".join(map(str, np.flatnonzero(~seen)))
+  is_first = jax.process_index() == 0
+
+  try:
+    if failed := _failures(lambda: is_first and token.write_text("")):
+      raise UserError(f"--job_log_dir={folder} cannot be written: {failed[0]}.")
+    blind = _failures(token.read_text)
+  finally:
+    if is_first:
+      with contextlib.suppress(*run_folder.failures()):
+        token.unlink(missing_ok=True)
+  if blind:
     raise UserError(
-      f"--job_log_dir={folder} is not the same folder everywhere: process {blind} does not see what"
-      " process 0 writes there. Give one that all see, on a shared file system or a bucket."
+      f"--job_log_dir={folder} is not the same folder everywhere: process"
+      f" {', '.join(map(str, blind))} does not see what process 0 writes there"
+      f" ({'; '.join(set(blind.values()))}). Give one that all see, on a shared file system or a"
+      " bucket."
     )
+
+
+def _failures(action: Callable[[], object]) -> dict[int, str]:
+  """Does something in all processes. Returns why it failed, by process: the same in all of them."""
+  reason = ""
+  try:
+    action()
+  except run_folder.failures() as error:
+    reason = run_folder.reason(error)
+  said = np.frombuffer(reason.encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
+  everyone = multihost_utils.process_allgather(said)
+  reasons = [bytes(one).decode(errors="ignore").strip() for one in everyone]
+  return {index: text for index, text in enumerate(reasons) if text}
 
 
 def leave(*, failed: bool):

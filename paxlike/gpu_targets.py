@@ -53,8 +53,8 @@ class Kind(NamedTuple):
   Attributes:
     fields: For XLA.
     capability: The compute capability.
-    node: GPUs of a node, each of which is one process.
-    rack: GPUs of the nodes that NVLink joins; None: it joins those of a node.
+    node: GPUs of a node. A node is one process.
+    rack: GPUs of a rack, if NVLink joins all its nodes; None: it joins only GPUs of the same node.
   """
 
   fields: dict[str, Any]
@@ -96,7 +96,7 @@ def leave_out():
 
 
 def check(kind: str, count: int):
-  """Raises UserError unless `count` GPUs are one node, whole nodes or, of those of a rack, one."""
+  """Raises UserError unless `count` GPUs fit into a node, or are whole nodes of at most a rack."""
   _, _, node, rack = KINDS[kind]
   if count > node and count % node:
     raise UserError(f"--topology={kind}-{count}: more than {node} GPUs are nodes of {node}.")

@@ -42,6 +42,4 @@ class GrowingFile:
       self._uploaded = self.size
       self._time = time.monotonic()
 
-  def close(self):
-    """Uploads what is new."""
-    self.sync()
+  close = sync

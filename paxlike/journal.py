@@ -9,7 +9,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import jax
@@ -57,6 +57,7 @@ class Journal:
     self._status: int | None = None  # The updates last told of in status.json.
     self._began = time.perf_counter()
     self._told = False
+    self._is_out_of_reach = False  # Whether the object store has refused to write.
     self._resumed_at: int | None = None
 
   def start(self, summary: Summary, files: Mapping[str, str], *, step: int, num_steps: int):
@@ -66,7 +67,7 @@ class Journal:
     if not self._main:
       return
     self._resumed_at = step
-    with run_folder.writing(self._folder):
+    with self._writing():
       for name, text in files.items():
         run_folder.write(self._folder / name, text)
       if self._write_summaries:
@@ -188,7 +189,7 @@ class Journal:
     self._record(f"eval_{name}", record | dict(values) | {"loss": values.get("log_pplx")})
     out = self._folder / "eval_out" / name
     text = json.dumps({"checkpoint": updates, **values}, indent=2)
-    with run_folder.writing(self._folder):
+    with self._writing():
       out.mkdir(parents=True, exist_ok=True)
       run_folder.write(out / f"eval_{updates:08d}.json", text + "\n")
       if result.records:
@@ -204,7 +205,7 @@ class Journal:
     if self._main:
       now = {"state": state, "step": step, "num_steps": self._num_steps, "time": time.time()}
       now |= {"host": socket.gethostname(), "pid": os.getpid()}
-      with run_folder.writing(self._folder):
+      with self._writing():
         run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
         for writer in self._writers():
           writer.sync()
@@ -217,20 +218,32 @@ class Journal:
 
   def __exit__(self, kind: type[BaseException] | None, *unused: object):
     self._console.close()
-    if kind is not None and self._status is not None:
+    if kind is not None and self._status is not None and not self._is_out_of_reach:
       # What failed may be writing; that is then known already.
       with contextlib.suppress(UserError):
         self.status("failed", self._status)
-    for writer in self._writers():
-      with contextlib.suppress(*run_folder.failures()):
+    if self._is_out_of_reach:
+      return  # A store's client would try for minutes to upload what is left.
+    with self._writing() if kind is None else contextlib.suppress(*run_folder.failures()):
+      for writer in self._writers():
         writer.close()
+
+  @contextlib.contextmanager
+  def _writing(self) -> Iterator[None]:
+    """Context of writing in the folder, which notes whether a store refuses it."""
+    try:
+      with run_folder.writing(self._folder):
+        yield
+    except UserError:
+      self._is_out_of_reach = run_folder.is_remote(self._folder)
+      raise
 
   def _record(self, part: str, record: dict[str, Any]):
     if not self._write_summaries:
       return
     hidden = ("kind", "set", "step", "updates", "time")
     scalars = {key: value for key, value in record.items() if key not in hidden}
-    with run_folder.writing(self._folder):
+    with self._writing():
       if self._jsonl is not None:
         self._jsonl.write(record)
       told = {key: value for key, value in scalars.items() if value is not None}
@@ -249,9 +262,10 @@ class Journal:
 def is_running(folder: epath.Path) -> bool:
   """Returns whether the job that writes in `folder` goes on, as far as can be told from here."""
   path = folder / "status.json"
-  if not path.exists():
-    return False
-  status = json.loads(path.read_text())
+  with run_folder.reading(path):
+    if not path.exists():
+      return False
+    status = json.loads(path.read_text())
   if status["state"] != "running":
     return False
   if status["host"] != socket.gethostname():

@@ -18,6 +18,8 @@ from paxlike.errors import RunError, UserError
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
 
+_PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # By which users name a folder of compiled programs.
+
 
 def run():
   """Entry point of the `paxlike` command."""
@@ -123,8 +125,9 @@ def set_up_jax(options: flags.Options):
   """Sets what JAX, TensorFlow and TFDS read when they are first used."""
   # JAX and its libraries are imported here, after the flags have been found good.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  # Orbax logs each error that it also raises, with all its stack; asyncio those that it need not.
-  for name in ("absl", "asyncio"):
+  # Orbax and gcsfs log each error that they also raise, with all its stack; asyncio those that it
+  # need not.
+  for name in ("absl", "asyncio", "gcsfs"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
@@ -160,12 +163,14 @@ def _join(options: flags.Options):
   """Joins the other processes of the job, if options or the cluster tell of any."""
   if options.topology is not None:
     return
+  on_cpu = {} if options.num_cpu_devices is None else {"JAX_PLATFORMS": "cpu"}
+  environ = os.environ | on_cpu
   given: Any = (options.server_addr, options.num_hosts, options.host_idx)
   is_told = None not in given
   if is_told:
-    group = cluster.Group(*given, devices=cluster.own_gpus(os.environ))
+    group = cluster.Group(*given, devices=cluster.own_gpus(environ))
   else:
-    group = cluster.found(os.environ)
+    group = cluster.found(environ)
   of_tpus = tpu_targets.are_here() and not is_told
   if options.multiprocess_gpu and group is None and not of_tpus:
     raise UserError(
@@ -181,19 +186,14 @@ def _join(options: flags.Options):
 
     timeout = 60 if options.heartbeat_timeout is None else options.heartbeat_timeout
     distributed.initialize(group, timeout=timeout)
-    if cluster.num_gpus() and os.environ["JAX_COMPILATION_CACHE_DIR"] == _own_programs():
+    has_gpus = cluster.num_gpus() and environ.get("JAX_PLATFORMS") != "cpu"
+    several_nodes = group is not None and cluster.local(environ)[1] < group.count
+    if has_gpus and several_nodes and _PROGRAMS not in environ:
       _keep_no_programs()
 
 
-def _own_programs() -> str:
-  """Returns the folder of compiled programs that is taken where the user names none."""
-  from paxlike.data import token_index
-
-  return str(token_index.cache_folder() / "xla")
-
-
 def _keep_no_programs():
-  """Has JAX compile all programs anew: of several processes of GPUs, each waits for all others.
+  """Has JAX compile all programs anew: on GPUs of several nodes, each process waits for all others.
 
   They share the measuring of matmuls (`xla_gpu_shard_autotuning`, on by default; XLA's pull
   requests 14968 and 22164). JAX writes the cache from process 0 alone (jax/_src/compiler.py): with
@@ -207,9 +207,14 @@ def _keep_no_programs():
 
 def _keep_programs():
   """Lets what was compiled once be read from the cache folder, unless the user says otherwise."""
-  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _own_programs())
   # Also the many small ones, which together take as long as the step on a small machine.
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+  import jax
+
+  from paxlike.data import token_index
+
+  if _PROGRAMS not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", str(token_index.cache_folder() / "xla"))
 
 
 def experiment_of(options: flags.Options) -> "Experiment":
@@ -233,12 +238,16 @@ def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
   Raises:
     UserError: The experiment never reads a knob that was set, or an edit is wrong.
   """
-  from paxlike import config_file, fiddlers
+  from paxlike import config_file, fiddlers, run_folder
   from paxlike.errors import did_you_mean
 
   if experiment is None:
-    path = options.fdl_config_file or f"{options.job_log_dir}/config.json"
-    graph = config_file.read(path, allow_modules=options.fdl_allow_modules)
+    path = options.fdl_config_file
+    if path is None:
+      assert options.job_log_dir is not None
+      path = run_folder.existing(options.job_log_dir) / "config.json"
+    with run_folder.reading(path):
+      graph = config_file.read(path, allow_modules=options.fdl_allow_modules)
   else:
     graph = experiment.trainer()
     for name in experiment.unread():
@@ -322,7 +331,8 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
     folder = run_folder.existing(options.job_log_dir)
   else:
     folder = run_folder.create(options.job_log_dir)
-  if others := sys.modules.get("paxlike.distributed"):
+  others = sys.modules.get("paxlike.distributed")
+  if others and options.mode == "train" and trainer.saving:
     others.check_shared(folder)
   with Journal(folder, write_summaries=options.enable_summary_writer) as journal:
     if options.mode != "train":
@@ -336,7 +346,7 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
       prompts, how = _decoding(options)
       trainer.decode(folder, journal, prompts, step=_step(options, folder), options=how)
     else:
-      if (folder / "config.json").exists():
+      with run_folder.reading(folder / "config.json"):
         _tell_changes(folder / "config.json", graph, journal)
       stopped_by = trainer.train(folder, journal, files=_files(experiment, graph))
       return 128 + stopped_by if stopped_by else 0
@@ -401,9 +411,11 @@ def _files(experiment: "Experiment | None", graph: Any) -> dict[str, str]:
 
 
 def _tell_changes(path: Any, graph: Any, journal: Any):
-  """Prints how the graph differs from that with which the run began."""
+  """Prints how the graph differs from that with which the run began, if it has."""
   from paxlike import config_file
 
+  if not path.exists():
+    return
   try:
     before = config_file.read(path, allow_modules=None)
   except UserError as error:

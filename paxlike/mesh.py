@@ -6,6 +6,7 @@ TPU slice) and a DCN size (across slices, or across processes where there are no
 size along an axis is their product.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -128,7 +129,12 @@ class MeshSpec:
       raise UserError(self._mismatch(fixed, bool(free), num_devices, dcn))
     return ici, dcn
 
-  def _mismatch(self, fixed: int, fills: bool, num_devices: int, across: dict[str, int]) -> str:
+  def _mismatch(self, fixed: int, fills: bool, num_devices: int, dcn: dict[str, int]) -> str:
+    """Returns why `num_devices` do not fit a mesh whose sizes across slices are `dcn`.
+
+    It needs `fixed` devices or, if it `fills` an axis, a multiple of them.
+    """
+
     def spell(shape: MeshShape, knob: str) -> str:
       sizes = axis_sizes(shape, knob)
       written = dict(shape) if isinstance(shape, Mapping) else list(shape)
@@ -136,9 +142,9 @@ class MeshSpec:
       return f"{knob}={written} ({', '.join(f'{a} {sizes[a]}' for a in shown)})"
 
     spelt = spell(self.ici, "ICI_MESH_SHAPE")
-    if across != axis_sizes(self.dcn, "DCN_MESH_SHAPE") and -1 not in across.values():
-      spelt += f" x {across['data']} slices (DCN_MESH_SHAPE says how else axes go across slices)"
-    elif math.prod(across.values()) != 1:
+    if dcn != axis_sizes(self.dcn, "DCN_MESH_SHAPE") and -1 not in dcn.values():
+      spelt += f" x {dcn['data']} slices (DCN_MESH_SHAPE says how else axes go across slices)"
+    elif math.prod(dcn.values()) != 1:
       spelt += f" x {spell(self.dcn, 'DCN_MESH_SHAPE')}"
     needs = f"a multiple of {fixed} devices" if fills else f"{fixed} device{'s'[: fixed != 1]}"
     found = "1 device is" if num_devices == 1 else f"{num_devices} devices are"
@@ -172,17 +178,21 @@ def num_slices(devices: Sequence[Device]) -> int:
 def _hybrid_grid(
   inner: tuple[int, ...], outer: tuple[int, ...], devices: list[Device]
 ) -> np.ndarray:
-  slices = {getattr(device, "slice_index", None) for device in devices}
-  by_process = len(slices) == 1
-  processes = {device.process_index for device in devices}
-  granules = len(processes) if by_process else len(slices)
-  if granules == math.prod(outer):
+  slices = [getattr(device, "slice_index", None) for device in devices]
+  by_process = len(set(slices)) == 1
+  granules = collections.Counter([d.process_index for d in devices] if by_process else slices)
+  if len(granules) == math.prod(outer):
+    if len(set(granules.values())) > 1:
+      raise UserError(
+        f"the {'processes' if by_process else 'slices'} have"
+        f" {', '.join(map(str, granules.values()))} devices: a mesh needs as many of each."
+      )
     return mesh_utils.create_hybrid_device_mesh(
       inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
     )
   if devices[0].platform != "cpu":
     raise UserError(
-      f"DCN_MESH_SHAPE spans {math.prod(outer)} slices or processes, but there are {granules}."
+      f"DCN_MESH_SHAPE spans {math.prod(outer)} slices or processes, but there are {len(granules)}."
     )
   # Fake CPU devices have no network: consecutive ones stand for a slice.
   grid = np.array(devices).reshape(outer + inner)

@@ -7,6 +7,7 @@ On an object store the lines are in `metrics/part-00000000.jsonl` and so on.
 import contextlib
 import itertools
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,14 +22,13 @@ _PREFIX = "object:"  # Of file names that tensorboardX passes to `_Objects`.
 
 
 def files(folder: epath.Path) -> list[epath.Path]:
-  """Returns the files of records in the folder of a run, oldest first; of some, all in one."""
+  """Returns the files of records in the folder of a run, oldest first.
+
+  A run that began on a disk and went on on an object store has records in `metrics.jsonl`, and
+  later ones in the parts.
+  """
   single = folder / "metrics.jsonl"
-  found = [single] if single.exists() else []
-  # A run that began on a disk may go on on an object store. One that was copied from there to a
-  # disk has all its records in the single file once it went on.
-  if not found or run_folder.is_remote(folder):
-    found += sorted(folder.glob("metrics/part-*.jsonl"))
-  return found
+  return [single] * single.exists() + sorted(folder.glob("metrics/part-*.jsonl"))
 
 
 def records(folder: epath.Path) -> Iterator[dict[str, Any]]:
@@ -65,11 +65,16 @@ class JsonlWriter:
   """Appends records to a file, each at once."""
 
   def __init__(self, path: epath.Path, *, step: int):
-    """Drops records of steps that the run, resumed after `step` updates, will do again."""
-    kept = "".join(_line(r) for r in records(path.parent) if r["updates"] <= step)
+    """Drops records of steps that the run, resumed after `step` updates, will do again.
+
+    Parts that an object store has held are merged into the file and removed.
+    """
+    kept = (_line(record) for record in records(path.parent) if record["updates"] <= step)
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(kept)
+    # A record is in both if an earlier resume was killed before it had removed the parts.
+    temporary.write_text("".join(dict.fromkeys(kept)))
     temporary.replace(path)
+    shutil.rmtree(path.parent / "metrics", ignore_errors=True)
     self._file = path.open("a")
 
   def write(self, record: Mapping[str, Any]):
@@ -109,7 +114,7 @@ class PartsWriter:
     return self._folder / f"part-{self._number:08d}.jsonl"
 
   def write(self, record: Mapping[str, Any]):
-    """Appends one record, which is uploaded within seconds of the next."""
+    """Appends one record; it is uploaded at once or by a later `write` or `sync`."""
     if self._file.size >= MAX_BYTES:
       self._file.close()
       self._number += 1

@@ -80,13 +80,12 @@ def read(path: str, *, name: str) -> Run:
     UserError: The folder holds none.
   """
   folder = epath.Path(path)
-  try:
+  with run_folder.reading(path):
     files = metrics.files(folder)
     records = list(metrics.records(folder))
-  except run_folder.failures() as error:
-    raise UserError(f"{path} cannot be read: {run_folder.reason(error)}.") from error
   if not files:
-    raise UserError(f"{path} is no folder of a run: it has no metrics.jsonl.")
+    names = "metrics.jsonl or metrics/part-*.jsonl"
+    raise UserError(f"{path} is no folder of a run: it has no {names}.")
   train = [record for record in records if record.get("kind") == "train"]
   evals: dict[str, list[dict[str, Any]]] = {}
   for record in records:

@@ -4,7 +4,6 @@
 import contextlib
 import errno
 import importlib.util
-import logging
 import os
 import pathlib
 import shutil
@@ -51,7 +50,9 @@ def failures() -> tuple[type[Exception], ...]:
 def reason(error: BaseException) -> str:
   """Returns in one line what an error says."""
   text = getattr(error, "strerror", None) or str(error).strip() or repr(error)
-  return text.splitlines()[0].rstrip(".")[:600]
+  # Of a store's error 404, clients tell nothing but the URL.
+  found = "not found: " if isinstance(error, FileNotFoundError) and error.errno is None else ""
+  return found + text.splitlines()[0].rstrip(".")[:600]
 
 
 def advice(error: BaseException) -> str:
@@ -69,34 +70,49 @@ def existing(path: str) -> epath.Path:
   Raises:
     UserError: There is none, or its store cannot be reached.
   """
-  _check_client(path)
+  _check_store(path)
   folder = epath.Path(path)
-  try:
+  with _reaching(f"--job_log_dir={path} cannot be read"):
     found = folder.exists()
-  except failures() as error:
-    raise UserError(f"--job_log_dir={path} cannot be read: {reason(error)}.") from error
   if not found:
     raise UserError(f"--job_log_dir={path}: no such folder.")
   return folder
 
 
-def _check_client(path: str):
-  """Raises a UserError if the client of an object store is not installed."""
+def _check_store(path: str):
+  """Raises a UserError if a path is of no store that is known, or its client is not installed."""
   if path.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
     raise UserError(f"--job_log_dir={path}: gcsfs is missing: pip install 'paxlike[gcs]'.")
-  # What it logs, with a traceback, it also raises.
-  logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+  try:
+    epath.Path(path)
+  except KeyError:
+    raise UserError(f"--job_log_dir={path}: expected a local folder or gs://...") from None
+
+
+@contextlib.contextmanager
+def _reaching(what: str) -> Iterator[None]:
+  """Context of first asking a store. Whatever it raises becomes a UserError that begins so."""
+  try:
+    yield
+  except (ImportError, NotImplementedError, ValueError, *failures()) as error:
+    raise UserError(f"{what}: {reason(error)}.") from error
 
 
 def create(path: str) -> epath.Path:
   """Returns the folder, made if missing, after trying to write in it.
 
   Raises:
-    UserError: It cannot be made or written in; nothing is left behind.
+    UserError: It cannot be made or written in. Folders that were made for it are removed.
   """
+  _check_store(path)
   folder = absolute(path)
   if is_remote(path):
-    _try_writing(folder, path)
+    # A store has no folders that could be made, and says only of an object whether it takes it.
+    # The object stays where the run may write but not delete.
+    trial = folder / f".paxlike-{uuid.uuid4().hex}"
+    with _reaching(f"--job_log_dir={path} cannot be written"):
+      trial.write_bytes(b"")
+      trial.unlink()
     return folder
   missing = [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
   try:
@@ -107,22 +123,21 @@ def create(path: str) -> epath.Path:
     for parent in missing:
       with contextlib.suppress(OSError):
         parent.rmdir()
-    reason = error.strerror or str(error)
-    raise UserError(f"--job_log_dir={path} cannot be written: {reason}.") from None
+    raise UserError(f"--job_log_dir={path} cannot be written: {reason(error)}.") from None
   return folder
 
 
-def _try_writing(folder: epath.Path, path: str):
-  """Writes and removes an object: a store has no folders that could be made, and says no late."""
-  _check_client(path)
-  trial = folder / f".paxlike-{uuid.uuid4().hex}"
+@contextlib.contextmanager
+def reading(path: epath.PathLike) -> Iterator[None]:
+  """Context of reading what a run has written.
+
+  Raises:
+    UserError: It failed; the store may be out of reach.
+  """
   try:
-    trial.write_bytes(b"")
-    trial.unlink()
-  except (ImportError, NotImplementedError, ValueError) as error:
-    raise UserError(f"--job_log_dir={path} cannot be written: {reason(error)}.") from error
+    yield
   except failures() as error:
-    raise UserError(f"--job_log_dir={path} cannot be written: {reason(error)}.") from error
+    raise UserError(f"{path} cannot be read: {reason(error)}.") from error
 
 
 @contextlib.contextmanager
@@ -173,7 +188,6 @@ def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
     yield building
     building.rename(folder)
   except OSError as error:
-    reason = error.strerror or error
-    raise UserError(f"--{flag}={folder} cannot be written: {reason}.") from error
+    raise UserError(f"--{flag}={folder} cannot be written: {reason(error)}.") from error
   finally:
     shutil.rmtree(building, ignore_errors=True)

@@ -21,7 +21,8 @@ from paxlike.errors import UserError
 
 _FORMAT = "paxlike step 1"
 # What a program depends on, by platform, beside JAX itself.
-_COMPILERS = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin", "gpu": "jax-cuda13-plugin"}
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+_COMPILERS = {"tpu": ("libtpu",), "cuda": _PLUGINS, "gpu": _PLUGINS}
 # What is told of a difference in what has no words of its own.
 _SAID = {
   "arrays": "its step takes other arrays",
@@ -37,7 +38,7 @@ def _header(
   every = devices.devices.flat
   names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
   flags = sorted({flag for name in names for flag in os.environ.get(name, "").split()})
-  packages = ["jax", "jaxlib", *filter(None, [_COMPILERS.get(every[0].platform)])]
+  packages = ["jax", "jaxlib", *_COMPILERS.get(every[0].platform, ())]
   header = {"format": _FORMAT}
   header |= {f"version of {name}": _version(name) for name in packages}
   header |= {
@@ -55,11 +56,13 @@ def _kind(devices: Sequence[Any]) -> str:
   """Returns the kind of devices, as far as a program depends on it.
 
   A GPU that is only named is an `NVIDIA H100`, one that is there an `NVIDIA H100 80GB HBM3`; what
-  counts is the chip and its compute capability. Programs for TPUs depend on their slices too.
+  counts is the chip, its compute capability and its multiprocessors, of which an `NVIDIA H100 PCIe`
+  has fewer. Programs for TPUs depend on their slices too.
   """
   kind = devices[0].device_kind
   if capability := getattr(devices[0], "compute_capability", None):
-    return f"{chips.name(kind) or kind}, compute capability {capability}"
+    cores = getattr(devices[0], "core_count", "unknown")
+    return f"{chips.name(kind) or kind}, compute capability {capability}, multiprocessors: {cores}"
   slices = len({getattr(device, "slice_index", 0) for device in devices})
   return f"{kind}, slices: {slices}"
 

@@ -40,8 +40,8 @@ KINDS = {
 }
 
 
-# A process that only compiles needs not be the only one, as one that has a TPU must, nor ask the
-# cloud what machine it is on, nor tell that it is on none.
+# A process that only compiles needs not be the only one, as one that has a TPU must. It asks no
+# metadata server what machine it is on, and need not warn that there is none.
 _ALONE = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TPU_SKIP_MDS_QUERY": "1",
@@ -83,10 +83,11 @@ def shape(kind: str, count: int) -> tuple[int, ...]:
   found = list(_boxes(chips, one.dims)) if is_sold else []
   if not found:
     each = f", {one.units} for each chip" if one.units > 1 else ""
+    least = "one chip, or four" if one.has_one else "four chips"
     raise UserError(
       f"--topology={kind}-{count}: there is no such slice. {kind} counts up to"
-      f" {one.most * one.units:,}{each}, in boxes whose sides are 2 or multiples of 4; for more add"
-      " --slices=N."
+      f" {one.most * one.units:,}{each}: {least} and more in a box whose sides are 2 or multiples"
+      " of 4; for more add --slices=N."
     )
   # The most compact one. The compiler has 2x2x1, not 1x2x2.
   sides = min(found, key=lambda sides: sides[::-1])

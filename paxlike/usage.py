@@ -36,8 +36,9 @@ What to do
   --job_log_dir=DIR       a local folder, or gs://... (pip install 'paxlike[gcs]')
   --step=N|best           eval, decode: this checkpoint rather than the newest
   --continuous            eval: follow a running job until it ends
-  --topology=h200-1       show, compile, plan: for so many GPUs (h200, h100, a100), or a slice of
-                          TPUs (v5e-256, v5p-128, v6e-256), instead of the devices here
+  --topology=h200-1       show, compile, plan: for so many GPUs (a100, h100, h200, b200, b300,
+                          gb200), or a slice of TPUs (v5e-256, v5p-128, v6e-256, v7x-128), instead
+                          of the devices here
   --slices=N              show, compile, plan: for so many slices of TPUs
   --kernels               compile: the kernels of the step with bytes, FLOPs and roofline time
   --full                  check: the step of the whole experiment, not of a small model like it

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """gcp-storage-emulator with the generations that TensorStore relies on: `gcs_emulator.py PORT`.
 
-It answers one request after the other, so that a condition holds until its request is done.
+It answers one request after the other, so that a condition holds until its request is done. After
+a POST of /refuse-writes it refuses to write.
 See cloud.google.com/storage/docs/request-preconditions for the conditions.
 """
 
@@ -21,6 +22,7 @@ class Handler(server.RequestHandler):
   """Answers a request if its conditions hold, and tells the generation of what is downloaded."""
 
   _generation = 0
+  _refuses_writes = False
 
   def _query(self) -> dict[str, list[str]]:
     return urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
@@ -37,7 +39,9 @@ class Handler(server.RequestHandler):
       return 0
 
   def _refused(self) -> int:
-    """Returns the status by which the conditions refuse the request; 0: they hold."""
+    """Returns the status by which the request is refused; 0: its conditions hold."""
+    if Handler._refuses_writes and self.command in ("POST", "PUT"):
+      return 403
     for name, wanted in (("ifGenerationMatch", True), ("ifGenerationNotMatch", False)):
       for text in self._query().get(name, []):
         if (int(text) == self._generation) is not wanted:
@@ -46,6 +50,8 @@ class Handler(server.RequestHandler):
 
   def _answer(self, method: str):
     self._generation = self._found()
+    if self.path == "/refuse-writes":
+      Handler._refuses_writes = True
     status = self._refused()
     if not status:
       server.Router(self).handle(method)

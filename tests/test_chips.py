@@ -7,21 +7,24 @@ from paxlike import chips
 
 
 @pytest.mark.parametrize(
-  ("kind", "flops"),
+  ("kind", "flops", "gigabytes"),
   [
-    ("NVIDIA H100 80GB HBM3", 989.5e12),
-    ("NVIDIA GB200", 2500e12),
-    ("NVIDIA B200", 2250e12),
-    ("NVIDIA B300 SXM6 AC", 2250e12),
-    ("TPU v5 lite", 197e12),
-    ("TPU v5p", 459e12),
-    ("TPU7x", 2307e12 / 2),  # JAX has two devices for a chip.
+    ("NVIDIA H100 80GB HBM3", 989.5e12, 85),
+    ("NVIDIA H200", 989.5e12, 151),
+    ("NVIDIA GH200 480GB", 989.5e12, 102),
+    ("NVIDIA GB200", 2500e12, 198),
+    ("NVIDIA GB300", 2500e12, 297),
+    ("NVIDIA B200", 2250e12, 192),
+    ("NVIDIA B300 SXM6 AC", 2250e12, 297),
+    ("TPU v5 lite", 197e12, 17),
+    ("TPU v5p", 459e12, 103),
+    ("TPU7x", 2307e12 / 2, 102),  # JAX has two devices for a chip.
   ],
 )
-def test_devices_have_the_peaks_of_their_data_sheets(kind, flops):
+def test_devices_have_the_peaks_of_their_data_sheets(kind, flops, gigabytes):
   chip = chips.find(kind)
   assert chip is not None
-  assert chip.flops == flops
+  assert (chip.flops, round(chip.memory / 1e9)) == (flops, gigabytes)
 
 
 def test_programs_have_the_share_of_a_gpu_that_users_name_and_all_that_is_told_of_a_tpu(

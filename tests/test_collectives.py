@@ -210,6 +210,16 @@ START = f"%begin = f32[8] all-reduce-start(%x), {GROUPS}"
     ((START, "%end = f32[8] all-reduce-done(%begin)", "%y = f32[8] fusion(%x)"), False),
     # What only names an array takes no time.
     ((START, "%y = f32[2,4] bitcast(%x)", "%end = f32[8] all-reduce-done(%begin)"), False),
+    # So do others that wait, and what is there for order alone.
+    (
+      (
+        START,
+        "%p = u32[] partition-id()",
+        "%z = f32[8] opt-barrier(%x)",
+        "%end = f32[8] all-reduce-done(%begin)",
+      ),
+      False,
+    ),
     # XLA for GPUs writes so what waits for its own end.
     (
       (
@@ -225,6 +235,39 @@ START = f"%begin = f32[8] all-reduce-start(%x), {GROUPS}"
 def test_what_is_computed_between_start_and_end_makes_it_asynchronous(lines, is_async, mesh):
   text = "ENTRY %main (x: f32[8]) -> f32[8] {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
   assert overlap(text, mesh) == [("all-reduce", False, int(is_async), int(not is_async))]
+
+
+@pytest.mark.parametrize("beside", ["f32[8] fusion(%i), calls=%f", "f32[8] copy(%i)"])
+def test_what_a_loop_begins_its_next_run_may_end(beside, mesh):
+  text = f"""\
+%body (p: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {{
+  %p = (s32[], f32[8], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %held = f32[8] get-tuple-element(%p), index=1
+  %x = {beside}
+  %end = f32[8] all-reduce-done(%held)
+  %begin = f32[8] all-reduce-start(%x), {GROUPS}
+  ROOT %t = (s32[], f32[8], f32[8]) tuple(%i, %begin, %end)
+}}
+
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %loop = (s32[], f32[8], f32[8]) while(%x), condition=%cond, body=%body
+}}
+"""
+  is_async = "fusion" in beside
+  assert overlap(text, mesh) == [("all-reduce", True, int(is_async), int(not is_async))]
+
+
+def test_one_collective_that_waits_does_not_make_another_asynchronous(mesh):
+  text = f"""\
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  {START}
+  %sum = f32[8] all-reduce(%x), {GROUPS}
+  %end = f32[8] all-reduce-done(%begin)
+  %unfused = f32[8] custom-call(%x), custom_call_target="AsyncCollectiveStart"
+}}
+"""
+  assert overlap(text, mesh) == [("all-reduce", False, 0, 2)]
 
 
 # Of a step for v5e-256 that libtpu 0.0.42 compiled: what begins an all-gather, what multiplies

@@ -6,14 +6,17 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from program import TEXT, TINY, curve, finish, start
 
 from paxlike import cluster, distributed, flags, main
 from paxlike.checkpoint import Checkpoints
+from paxlike.errors import UserError
 
 
 def free_port() -> int:
@@ -200,31 +203,55 @@ def test_processes_go_on_from_the_same_checkpoint_if_one_cannot_read_its_part(tm
     assert "checkpoint_00000002 is damaged" in err
 
 
-def test_folders_of_their_own_are_refused(tmp_path):
+@pytest.mark.parametrize("saving", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_folders_of_their_own_are_refused_where_checkpoints_are_saved(tmp_path, saving):
   """As on nodes whose disks are not shared: the first save would wait forever."""
   folders = [tmp_path / "a", tmp_path / "b"]
   together = (f"--server_addr=localhost:{free_port()}", "--num_hosts=2")
   mesh = ("--fdl.ICI_MESH_SHAPE=[1,1,1]", "--fdl.DCN_MESH_SHAPE=[1,2,1]")
+  more = ("--fdl.MAX_STEPS=1", f"--enable_checkpoint_saving={saving}")
   processes = [
-    start(*TINY, *together, *mesh, f"--host_idx={index}", f"--job_log_dir={folder}")
+    start(*TINY, *together, *mesh, *more, f"--host_idx={index}", f"--job_log_dir={folder}")
     for index, folder in enumerate(folders)
   ]
   for process in processes:
     status, _, err = finish(process)
-    assert status == 2
-    assert "is not the same folder everywhere: process 1 does not see" in err
-  assert not any(path for folder in folders for path in folder.iterdir())
+    if saving:
+      assert status == 2
+      assert "is not the same folder everywhere: process 1 does not see" in err
+    else:
+      assert status == 0, err
+  assert saving is not any(path for folder in folders for path in folder.iterdir())
+
+
+def test_a_folder_that_process_0_cannot_write_in_is_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  same = types.SimpleNamespace(
+    broadcast_one_to_all=lambda number: number, process_allgather=lambda said: [said, b" "]
+  )
+  monkeypatch.setattr(distributed, "multihost_utils", same)
+  with pytest.raises(UserError, match="missing cannot be written: No such file or directory"):
+    distributed.check_shared(epath.Path(tmp_path / "missing"))
 
 
 @pytest.mark.parametrize(
-  ("gpus", "folder", "kept"), [(8, None, False), (8, "/shared/xla", True), (0, None, True)]
+  ("gpus", "nodes", "folder", "kept"),
+  [(8, 2, None, False), (8, 2, "/xla", True), (8, 1, None, True), (0, 2, None, True)],
 )
-def test_processes_of_gpus_keep_programs_only_where_all_see_them(monkeypatch, gpus, folder, kept):
+def test_processes_of_gpus_keep_programs_only_where_all_see_them(
+  monkeypatch, gpus, nodes, folder, kept
+):
   """Else one of them finds what the others wait for it to measure."""
   monkeypatch.setattr(distributed, "initialize", lambda group, timeout: None)
   monkeypatch.setattr(cluster, "num_gpus", lambda: gpus)
-  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder or main._own_programs())
+  monkeypatch.delenv("JAX_PLATFORMS")
+  monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")
+  monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+  if folder is not None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
   set_to = {"jax_enable_compilation_cache": True}
   monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
-  main._join(flags.Options(server_addr="localhost:1", num_hosts=2, host_idx=0))
+  main._keep_programs()
+  main._join(flags.Options(server_addr="localhost:1", num_hosts=2 * nodes, host_idx=0))
   assert set_to["jax_enable_compilation_cache"] is kept

@@ -68,6 +68,8 @@ def test_several_slices_share_the_batch_where_nothing_else_is_said(v5e_slices):
   assert MeshSpec(ici=(1, 4, 1), dcn=(1, 2, 1)).build(v5e_slices).shape["fsdp"] == 8
   with pytest.raises(UserError, match=r"ICI_MESH_SHAPE=\[1, 8, 1\] .* x 2 slices .* 16 devices"):
     MeshSpec(ici=[1, 8, 1]).build(v5e_slices)
+  with pytest.raises(UserError, match="the slices have 4, 2 devices"):
+    MeshSpec().build(v5e_slices[:6])
 
 
 def test_a_dim_stays_whole_where_an_axis_does_not_divide_it():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs whose folder is on an object store: a GCS emulator on loopback."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 
@@ -21,6 +23,7 @@ from tensorboardX.proto import event_pb2
 
 from paxlike import growing, metrics, run_folder
 from paxlike.errors import UserError
+from paxlike.journal import Journal
 
 
 class Store:
@@ -43,6 +46,10 @@ class Store:
 
   def remove(self, name):
     urllib.request.urlopen(urllib.request.Request(self._object(name), method="DELETE")).close()
+
+  def refuse_writes(self):
+    with contextlib.suppress(urllib.error.HTTPError):  # Which it begins with.
+      urllib.request.urlopen(f"{self.url}/refuse-writes", data=b"")
 
   def records(self, run):
     parts = [self.read(name) for name in self.names(f"{run}/metrics/")]
@@ -152,6 +159,39 @@ def test_a_missing_bucket_is_named_before_anything_is_computed(store, text, mode
   assert "Make room" not in err and "Traceback" not in err, err
 
 
+@pytest.mark.slow
+def test_a_bucket_that_no_longer_takes_objects_ends_the_run_in_one_line(store, text):
+  flags = (*TEXT, f"--fdl.DATA_PATH={text}", "--fdl.NUM_LAYERS=1", "--fdl.MAX_STEPS=1000000")
+  job = start(*flags, "--job_log_dir=gs://bucket/run")
+  while job.poll() is None and not store.names("run/metrics/"):
+    time.sleep(0.1)
+  store.refuse_writes()
+  status, _, err = finish(job)
+  assert status == 2 and "Traceback" not in err, err
+  [line] = [line for line in err.splitlines() if line.startswith("paxlike")]
+  assert "gs://bucket/run cannot be written: " in line
+  assert json.loads(store.read("run/status.json"))["state"] == "running"
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_write_that_fails_is_an_error_and_not_tried_again(tmp_path, monkeypatch, refused):
+  """The first upload is that of the first record, the second that of closing."""
+  uploads = []
+
+  def write_bytes(path, data):
+    uploads.append(data)
+    if len(uploads) == refused:
+      raise OSError("out of reach")
+
+  monkeypatch.setattr(run_folder, "is_remote", lambda path: True)
+  monkeypatch.setattr(type(epath.Path(tmp_path)), "write_bytes", write_bytes)
+  with pytest.raises(UserError, match="out of reach"), Journal(epath.Path(tmp_path)) as journal:
+    for updates in (1, 2):
+      record = {"kind": "eval", "step": updates, "updates": updates, "time": 0, "loss": 1.0}
+      journal._record("eval_validation", record)
+  assert len(uploads) == refused
+
+
 def test_advice_to_make_room_is_for_full_disks_alone():
   folder = epath.Path("gs://bucket/run")
   refused = HttpError({"code": 403, "message": "no right to create"})
@@ -177,10 +217,10 @@ def test_records_are_in_few_objects_and_none_is_there_twice(tmp_path, monkeypatc
   assert 60 * 33 / 300 - 1 < len(os.listdir(tmp_path / "metrics")) < 12
   # Copied to a disk it goes on in one file.
   monkeypatch.undo()
-  (folder / "metrics.jsonl").unlink()
+  assert [record["updates"] for record in metrics.records(folder)] == list(range(1, 61))
   metrics.open_writer(folder, step=50).close()
-  records = list(metrics.records(folder))
-  assert [r["updates"] for r in records] == list(range(3, 51))
+  assert [record["updates"] for record in metrics.records(folder)] == list(range(1, 51))
+  assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
 def test_an_object_is_replaced_seldom_and_loses_nothing(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import os
 import tempfile
 
 import pytest
+from etils import epath
 
 from paxlike import run_folder
 from paxlike.errors import UserError
@@ -36,6 +37,22 @@ def test_folders_that_were_there_stay_though_empty(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="No space left on device"):
       run_folder.create(str(path))
     assert [p.name for p in tmp_path.rglob("*")] == ["empty"]
+
+
+@pytest.mark.parametrize("reach", [run_folder.existing, run_folder.create])
+def test_a_store_that_cannot_be_used_is_refused_in_one_line(reach):
+  with pytest.raises(UserError, match="--job_log_dir=hdfs://a/run: expected a local folder or gs:"):
+    reach("hdfs://a/run")
+  with pytest.raises(UserError, match=r"--job_log_dir=az://a/run cannot be .*Install adlfs"):
+    reach("az://a/run")
+
+
+def test_what_a_store_does_not_have_is_said_to_be_missing():
+  with (
+    pytest.raises(UserError, match=r"^gs://a/run cannot be read: not found: http://b\.$"),
+    run_folder.reading(epath.Path("gs://a/run")),
+  ):
+    raise FileNotFoundError("http://b")
 
 
 def test_a_name_that_is_too_long_is_a_mistake_like_others(tmp_path):

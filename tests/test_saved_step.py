@@ -14,12 +14,10 @@ STEPS = (*TINY, "--fdl.MAX_STEPS=3")
 MESH = "--fdl.ICI_MESH_SHAPE=[2,2,2]"
 
 
-def gpus(kind, capability, process_indexes):
+def gpus(kind, capability, process_indexes, cores=132):
+  own = {"device_kind": kind, "compute_capability": capability, "core_count": cores}
   return [
-    types.SimpleNamespace(
-      platform="gpu", device_kind=kind, compute_capability=capability, slice_index=index
-    )
-    for index in process_indexes
+    types.SimpleNamespace(platform="gpu", slice_index=index, **own) for index in process_indexes
   ]
 
 
@@ -28,6 +26,7 @@ def test_gpus_that_are_named_are_those_that_are_there():
   named = saved_step._kind(gpus("NVIDIA H100", "9.0", [0, 0]))
   assert named == saved_step._kind(gpus("NVIDIA H100 80GB HBM3", "9.0", [0, 1]))
   assert named != saved_step._kind(gpus("NVIDIA H200", "9.0", [0, 1]))
+  assert named != saved_step._kind(gpus("NVIDIA H100 PCIe", "9.0", [0, 1], cores=114))
   assert named != saved_step._kind(gpus("NVIDIA A100-SXM4-80GB", "8.0", [0, 1]))
   unknown = [saved_step._kind(gpus(kind, "8.9", [0])) for kind in ("NVIDIA L4", "NVIDIA L40S")]
   assert unknown[0] != unknown[1]

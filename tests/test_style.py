@@ -22,7 +22,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 450, 80
 RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors", "chips", "networks"),
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
-  ("topology", "cluster"),
+  ("topology", "cluster", "run_folder"),
   (
     "mesh",
     "kernels",
@@ -31,7 +31,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
     "saved_step",
     "knob_types",
     "signals",
-    "run_folder",
     "growing",
     "console",
     "memory",
