@@ -153,9 +153,10 @@ def parse(name: str) -> tuple[str, int]:
     UserError: There is no such topology.
   """
   kinds = [*gpu_targets.KINDS, *tpu_targets.KINDS]
-  match = re.fullmatch(r"([a-z]+[0-9]+[a-z]*)-([1-9][0-9]*)", name)
+  match = re.fullmatch(r"([a-z]+[0-9]+[a-z]*)-([1-9][0-9]*)", name.lower())
   if match is None or match[1] not in kinds:
-    hint = did_you_mean(name.partition("-")[0], kinds)
+    kind = name.lower().partition("-")[0]
+    hint = "" if kind in kinds else did_you_mean(kind, kinds)
     known = ", ".join(f"{kind}-N" for kind in kinds)
     raise UserError(f"--topology={name}: one of {known}, as h100-64 or v5e-256.{hint}")
   kind, count = match[1], int(match[2])

@@ -19,7 +19,8 @@ from paxlike.mesh import MeshSpec
   ("name", "says"),
   [
     ("h300-1", "h200-N.*Did you mean h"),
-    ("h200", "h200-N"),
+    ("h200", "or v5e-256\\.$"),
+    ("H200-4,", "or v5e-256\\.$"),
     ("h200-0", "h200-N"),
     ("h100-12", "nodes of 8"),
     ("gb200-6", "nodes of 4"),
@@ -31,6 +32,7 @@ def test_what_is_no_topology_is_said(name, says):
   with pytest.raises(UserError, match=says):
     topology.use(name)
   assert topology.devices() == jax.devices()
+  assert topology.parse("B200-8") == ("b200", 8)
 
 
 def test_what_compiles_for_gpus_may_be_missing(monkeypatch):
