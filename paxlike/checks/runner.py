@@ -29,10 +29,13 @@ def run(
     full: Whether the step is that of the whole experiment, rather than of a small model like it.
 
   Raises:
-    UserError: The mesh does not fit the devices or the batch, or the folder cannot be written.
+    UserError: The mesh does not fit the devices or the batch, the folder cannot be written, or, in
+      full, the data cannot be read.
   """
   trainer = build(graph)
   trainer.check_step()
+  if full:
+    step.batch_of(trainer, full=True)  # What cannot be read is no failure of the machine.
   devices = trainer.devices
   with storage.folder(folder) as own:
     yield from hardware.found(trainer)
