@@ -16,7 +16,7 @@ PASS, FAIL, REFUSED, ABSENT = "pass", "FAIL", "refused", "not here"
 
 # What JAX, XLA, Triton and Mosaic raise for a program that they cannot trace, compile or run;
 # `JaxRuntimeError` and `NotImplementedError` are RuntimeErrors.
-_FAILURES = (RuntimeError, ValueError, TypeError, OSError)
+_FAILURES = (RuntimeError, ValueError, TypeError, ArithmeticError, OSError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ def guarded(
   """Returns what `function` does; if it raises, a check that failed, so that others go on.
 
   Args:
-    item: Of the check that failed.
-    name: See there.
+    item: Group of the check that failed.
+    name: Name of the check that failed.
     function: Does the check.
     may_refuse: Whether a UserError is a refusal, which is no failure.
   """
@@ -99,7 +99,7 @@ def placed(array: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
 
 
 def fetched(tree: Any) -> Any:
-  """Returns whole NumPy arrays, in all processes, of arrays that devices may share."""
+  """Returns the global values of sharded arrays as NumPy arrays, in all processes."""
   if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
     return jax.device_get(tree)
   return multihost_utils.process_allgather(tree, tiled=True)
