@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from program import finish, run
 
-from paxlike import check_page, checks, layers, train_step
+from paxlike import check_page, checks, flags, layers, main, train_step
 from paxlike.checkpoint import Checkpoints
-from paxlike.checks import attention, bandwidth, runner, step, storage
+from paxlike.checks import attention, bandwidth, differences, runner, step, storage, trainers
 from paxlike.checks.check import compared, guarded
 from paxlike.layers.layout import Layout
 from paxlike.mesh import AXES
@@ -74,7 +74,14 @@ def only(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
-def test_every_mix_passes(capsys, tmp_path, mix):
+def test_every_mix_passes(capsys, monkeypatch, tmp_path, mix):
+  compared_steps = []
+
+  def compare(*arguments, **options):
+    compared_steps.append(arguments)
+    return differences.compare(*arguments, **options)
+
+  monkeypatch.setattr(step, "compare", compare)
   name, axes = MIXES[mix]
   shape = f"--fdl.ICI_MESH_SHAPE={axes}"
   flags = (f"--fdl_config={name}", shape, f"--job_log_dir={tmp_path / 'run'}")
@@ -91,8 +98,15 @@ def test_every_mix_passes(capsys, tmp_path, mix):
     check["name"].split(":")[0] for check in page["checks"] if check["item"] == "attention"
   }
   assert ("ring" in kernels) == ("context" in axes)
-  steps = [check["figures"] for check in of_item(page, "training step")]
-  assert 0 < steps[0]["worst gradient"] < steps[0]["tolerance"] < 1e-3
+  _, gradients, update, *_ = (check["figures"] for check in of_item(page, "training step"))
+  assert 0 < gradients["worst gradient"] < gradients["tolerance"] < 1e-3
+  assert update["error"] < update["tolerance"]
+  assert len(compared_steps) == (2 if mix == "data" else 1)
+  for _, got, *others in compared_steps:  # What passed would not have, were it 5 % off.
+    longer = {n: 1.05 * g for n, g in got.gradients.items()}
+    for broken in (longer, got.gradients | {n: longer[n] for n in ("embedding.table",)}):
+      found = differences.compare("x", got._replace(gradients=broken), *others)
+      assert found[1].verdict == checks.FAIL
   assert list(tmp_path.iterdir()) == []  # Also what was saved is gone.
 
 
@@ -130,20 +144,58 @@ def test_a_broken_kernel_is_named(capsys, monkeypatch, only, kernel, wrong):
 
 
 @pytest.mark.slow
-def test_a_broken_gradient_on_the_mesh_is_named(capsys, monkeypatch, only):
+def test_a_broken_gradient_and_a_broken_update_on_the_mesh_are_named(capsys, monkeypatch, only):
   only(step)
-  updated, broken = train_step._updated, "stack.pattern.0.mlp.up.w"
+  updated, broken, kept = train_step._updated, "stack.pattern.0.mlp.up.w", "positions.table"
 
-  def scaled(definition, optimizer, state, grads, noticed):
-    if jax.sharding.get_abstract_mesh().size > 1:
-      grads = grads | {broken: grads[broken].at[1].multiply(1.001)}
-    return updated(definition, optimizer, state, grads, noticed)
+  def wrong(definition, optimizer, state, grads, noticed):
+    if jax.sharding.get_abstract_mesh().size == 1:
+      return updated(definition, optimizer, state, grads, noticed)
+    grads = grads | {broken: grads[broken].at[1].multiply(1.001)}
+    new, *others = updated(definition, optimizer, state, grads, noticed)
+    return new | {kept: state.params[kept]}, *others
 
-  monkeypatch.setattr(train_step, "_updated", scaled)
+  monkeypatch.setattr(train_step, "_updated", wrong)
   assert run("--mode=check", "--fdl.ICI_MESH_SHAPE=[2,4,1]", "--fdl.FPROP_DTYPE=float32") == 1
   page = capsys.readouterr().out
   assert "worst of 36 gradients: stack.layers.1.mlp.up.w (1 wrong)" in page
-  assert "FAIL  training step: float32, shrunk" in page.splitlines()
+  assert "worst of 62 weights and moments: positions.table (1 wrong)" in page
+  failed = [line for line in page.splitlines() if line.startswith("FAIL  ")]
+  step_of = "FAIL  training step: float32, shrunk"
+  assert failed == [f"{step_of}: gradients", f"{step_of}: update"]
+
+
+def graph_of(*words):
+  options = flags.parse(["paxlike", "--mode=check", *words])
+  return main.graph_of(options, main.experiment_of(options))
+
+
+@pytest.mark.parametrize(
+  ("name", "axis", "dims"),
+  [
+    ("Mixtral8x7B", "expert", {"experts"}),
+    ("SyntheticLLaMA70B", "tensor", {"heads", "kv_heads", "ffn", "vocab"}),
+    ("Synthetic126M", "fsdp", {"model"}),
+  ],
+)
+def test_a_small_model_is_sharded_as_the_large_one(monkeypatch, name, axis, dims):
+  graph = graph_of(f"--fdl_config={name}", f"--fdl.ICI_MESH_SHAPE={{{axis}: 8}}")
+  small = trainers.trained(graph, main.built, full=False)
+  sharded = {pair for found in trainers._sharded_dims(small).values() for pair in found}
+  assert sharded == {(dim, axis) for dim in dims}
+  assert trainers.not_sharded(graph, main.built, small) == []
+  if axis == "expert":  # What is lost is said.
+    monkeypatch.setattr(trainers, "_SHARDED", ())
+    small = trainers.trained(graph, main.built, full=False)
+    assert trainers.not_sharded(graph, main.built, small) == ["experts over expert"]
+
+
+def test_adapters_have_gradients():
+  graph = graph_of("--fdl.USE_LORA=True")
+  trainer = trainers.trained(graph, main.built, full=False)
+  step._draw_adapters(trainer)
+  drawn = {n: s.init for n, s in trainer.definition.weights.items() if n.endswith(".lora.b")}
+  assert drawn and all(init(jax.random.key(0), (2, 2), 2).all() for init in drawn.values())
 
 
 def test_the_page_and_its_json_hold_the_same_verdicts(capsys):
@@ -177,19 +229,34 @@ def test_the_page_and_its_json_hold_the_same_verdicts(capsys):
 
 
 def test_small_gradients_count_beside_large_ones():
-  limits = step.Limits(1e-3, 1e-2)
-  exact = step.Step(1.0, 1.0, {"large": np.ones(4), "small": np.full(4, 0.02)})
-  off = step.Step(1.0, 1.0, exact.gradients | {"small": np.full(4, 0.0201)})
-  assert step.compare("x", exact, exact, limits).verdict == checks.PASS
-  check = step.compare("x", off, exact, limits)
-  assert check.verdict == checks.FAIL and "small (1 wrong)" in check.detail
+  limits = differences.Limits(loss=1e-3, gradient=1e-3, total=1e-3, floor=1e-2)
+  exact = differences.Step(1.0, 1.0, {"large": np.ones(4), "small": np.full(4, 0.02)})
+
+  def compare(gradients, rounded=None):
+    given = None if rounded is None else exact._replace(gradients=exact.gradients | rounded)
+    got = exact._replace(gradients=gradients)
+    return differences.compare("x", got, exact, limits, given)[1]
+
+  assert compare(exact.gradients).verdict == checks.PASS
+  off = exact.gradients | {"small": np.full(4, 0.0201)}
+  assert compare(off).verdict == checks.FAIL and "small (1 wrong)" in compare(off).detail
   # Unless one device is as far from float32 by rounding alone.
-  rounded = step.Step(1.0, 1.0, exact.gradients | {"small": np.full(4, 0.01998)})
-  assert step.compare("x", off, exact, limits, rounded).verdict == checks.FAIL
-  rounded = step.Step(1.0, 1.0, exact.gradients | {"small": np.full(4, 0.0199)})
-  assert step.compare("x", off, exact, limits, rounded).verdict == checks.PASS
-  lost = step.Step(1.0, 1.0, {"large": np.ones(4)})
-  assert step.compare("x", lost, exact, limits).verdict == checks.FAIL
+  assert compare(off, {"small": np.full(4, 0.01998)}).verdict == checks.FAIL
+  assert compare(off, {"small": np.full(4, 0.0199)}).verdict == checks.PASS
+  assert compare({"large": np.ones(4)}).verdict == checks.FAIL
+
+
+def test_equal_bits_on_one_device_are_no_proof():
+  one = differences.Step(1.0, 1.0, {"w": np.ones(4), "b": np.full(4, 1e-9)})
+  compare = functools.partial(differences.compare, "x", limits=differences.FLOAT32)
+  assert [c.verdict for c in compare(one, one, may_be_same=True)] == [checks.ABSENT]
+  several = compare(one, one)
+  assert [c.verdict for c in several] == [checks.PASS] * 2
+  assert "1 are zero but for rounding" in several[1].detail
+  assert [c.verdict for c in compare(one._replace(loss=1.1), one, may_be_same=True)] == [
+    checks.FAIL,
+    checks.PASS,
+  ]
 
 
 def test_a_folder_that_cannot_be_written_is_a_mistake(capsys, tmp_path):

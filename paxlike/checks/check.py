@@ -64,14 +64,21 @@ def guarded(
     function: Does the check.
     may_refuse: Whether a UserError is a refusal, which is no failure.
   """
+  return all_guarded(item, name, lambda: [function()], may_refuse=may_refuse)[0]
+
+
+def all_guarded(
+  item: str, name: str, function: Callable[[], list[Check]], *, may_refuse: bool = False
+) -> list[Check]:
+  """Returns the same of a function that does several checks."""
   try:
     return function()
   except UserError as error:
     verdict = REFUSED if may_refuse else FAIL
-    return Check(item=item, name=name, verdict=verdict, detail=_line(error))
+    return [Check(item=item, name=name, verdict=verdict, detail=_line(error))]
   except (RunError, *_FAILURES) as error:
     detail = f"{type(error).__name__}: {_line(error)}"
-    return Check(item=item, name=name, verdict=FAIL, detail=detail)
+    return [Check(item=item, name=name, verdict=FAIL, detail=detail)]
 
 
 def _line(error: BaseException) -> str:

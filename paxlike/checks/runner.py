@@ -12,13 +12,14 @@ from paxlike.checks import (
   precision,
   step,
   storage,
+  trainers,
   transfers,
 )
 from paxlike.checks.check import Check
 
 
 def run(
-  graph: Any, build: step.Build, *, folder: str | None = None, full: bool = False
+  graph: Any, build: trainers.Build, *, folder: str | None = None, full: bool = False
 ) -> Iterator[Check]:
   """Yields the result of each check as soon as it is there. Call it in all processes.
 
@@ -45,5 +46,5 @@ def run(
     yield from step.steps(graph, build, full=full)
     yield from bandwidth.collectives(trainer)
     yield from transfers.offload(devices)
-    yield from storage.saved(step.trained(graph, build, full=full), own)
+    yield from storage.saved(trainers.trained(graph, build, full=full), own)
     yield from transfers.input_rate(trainer)

@@ -83,7 +83,7 @@ def _remove(own: epath.Path, made: list[epath.Path]):
 
   Where saving failed, Orbax's threads may still write: what they add is removed by the next try.
   """
-  for seconds in (0, 0.2, 1, 3, 0):
+  for seconds in (0, 0.2, 0.5, 1, 3):
     time.sleep(seconds)
     with contextlib.suppress(*run_folder.failures()):
       if not own.exists():
