@@ -200,8 +200,8 @@ def test_adapters_have_gradients():
 
 def test_the_page_and_its_json_hold_the_same_verdicts(capsys):
   def results():
-    yield compared("a", "good", {"value": 1e-7}, 1e-6)
-    yield compared("a", "bad", {"value": float("nan"), "dq": 0.0}, 1e-6)
+    yield compared("a", "good", {"value": 1}, {"value": 1}, 1e-6)
+    yield compared("a", "bad", {"value": float("nan"), "dq": 1}, {"value": 1, "dq": 1}, 1e-6)
     yield guarded("b", "not supported", refuse, may_refuse=True)
     yield guarded("b", "too large", fail)
 
@@ -224,8 +224,27 @@ def test_the_page_and_its_json_hold_the_same_verdicts(capsys):
   assert "bfloat16" in lines[5]
   assert lines[-3:-1] == ["FAIL  a: bad", "FAIL  b: too large"]
   assert lines[-1].startswith("FAIL: 1 pass, 2 FAIL, 1 refused")
-  passing = [compared("a", "good", {"value": 0.0}, 1e-6)]
+  passing = [compared("a", "good", {"value": 1}, {"value": 1}, 1e-6)]
   assert check_page.show(passing, as_json=False) == 0
+
+
+def test_a_factor_within_rounding_is_found():
+  exact = {"y": np.random.default_rng(0).normal(size=1000)}
+  rounded = {"y": exact["y"].astype(jnp.bfloat16)}
+  off = {"y": (1.01 * exact["y"]).astype(jnp.bfloat16)}
+  assert compared("a", "b", rounded, exact, 0.03).verdict == checks.PASS
+  check = compared("a", "b", off, exact, 0.03)
+  assert check.verdict == checks.FAIL and check.detail == "wrong: scale of y 0.01"
+
+
+def test_packed_batches_reach_the_devices(monkeypatch, text):
+  graph = graph_of("--fdl_config=Text126M", f"--fdl.DATA_PATH={text}", "--fdl.MAX_SEQ_LEN=16")
+  trainer = main.built(graph)
+  put, names = trainer.feed.put, set()
+  monkeypatch.setattr(trainer.feed, "put", lambda arrays: names.update(arrays) or put(arrays))
+  (check,) = runner.transfers.input_rate(trainer)
+  assert check.verdict == checks.PASS
+  assert "segments" in names and names == set(trainer.train_data.no_rows())
 
 
 def test_small_gradients_count_beside_large_ones():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paxlike.checks.check import ABSENT, FAIL, PASS, Check, largest_error
+from paxlike.checks.check import ABSENT, FAIL, PASS, Check, largest_error, scale
 
 ITEM = "training step"
 
@@ -111,7 +111,7 @@ def _relative(a: float, b: float) -> float:
 
 
 def _gradients(name: str, got: Step, expected: Step, limits: Limits, exact: Step | None) -> Check:
-  errors, scale = _errors(got, expected, limits.floor), abs(_scale(got, expected) - 1)
+  errors, off = _errors(got, expected, limits.floor), abs(_scale(got, expected) - 1)
   allowed = dict.fromkeys(errors, limits.gradient)
   if exact is not None:
     # Two steps that are rounded differently may be twice as far apart as each is from float32. Half
@@ -123,8 +123,8 @@ def _gradients(name: str, got: Step, expected: Step, limits: Limits, exact: Step
   same = got.gradients.keys() == expected.gradients.keys()
   detail = f"worst of {len(errors)} gradients: {worst}"
   detail += f" ({len(wrong)} wrong)" if wrong else ""
-  if not scale <= limits.total:
-    detail += f"; together they are off by {scale:.2g}, more than {limits.total:.2g}"
+  if not off <= limits.total:
+    detail += f"; together they are off by {off:.2g}, more than {limits.total:.2g}"
   if zero := _num_zero(expected if exact is None else exact):
     detail += f"; {zero} are zero but for rounding"
   if limits.gradient == ROUTED.gradient:
@@ -132,8 +132,8 @@ def _gradients(name: str, got: Step, expected: Step, limits: Limits, exact: Step
   return Check(
     item=ITEM,
     name=name,
-    verdict=PASS if same and not wrong and scale <= limits.total else FAIL,
-    figures={"worst gradient": errors[worst], "tolerance": allowed[worst], "scale": scale},
+    verdict=PASS if same and not wrong and off <= limits.total else FAIL,
+    figures={"worst gradient": errors[worst], "tolerance": allowed[worst], "scale": off},
     detail=detail,
   )
 
@@ -149,14 +149,10 @@ def _errors(got: Step, expected: Step, floor: float) -> dict[str, float]:
 
 
 def _scale(got: Step, expected: Step) -> float:
-  """Returns by which factor all gradients together are longer, along those of `expected`.
-
-  Rounding hardly changes it, whatever it does to each of them.
-  """
-  pairs = [(got.gradients.get(name, np.nan), exact) for name, exact in expected.gradients.items()]
-  along = sum(float((a * exact.astype(np.float64)).sum()) for a, exact in pairs)
-  square = sum(float((exact.astype(np.float64) ** 2).sum()) for _, exact in pairs)
-  return along / square if square else 1.0
+  """Returns the scale of all gradients together, which rounding hardly changes."""
+  return scale(
+    (got.gradients.get(name, np.nan), exact) for name, exact in expected.gradients.items()
+  )
 
 
 def _num_zero(step: Step) -> int:
