@@ -30,8 +30,10 @@ def run():
   try:
     status = main(sys.argv)
   finally:
-    if status in (1, 2, 3, 130) and "paxlike.distributed" in sys.modules:
-      # JAX would wait for the other processes, which are told to end.
+    alone = "paxlike.distributed" not in sys.modules
+    if status == 130 or (status in (1, 2, 3) and not alone):
+      # JAX would wait for the other processes, which are told to end; and where a compilation was
+      # interrupted, it may crash as the interpreter ends.
       if sys.exc_info()[1] is not None:
         traceback.print_exc()
       sys.stdout.flush()
