@@ -20,20 +20,27 @@ class Limits(NamedTuple):
     total: Of the norm of all gradients, and of their scale: what a factor in all of them changes.
     floor: A gradient counts as no smaller than this share of the root mean square of all: some, as
       those of the biases of keys, are zero but for rounding.
+    note: A line about these limits.
   """
 
   loss: float
   gradient: float
   total: float
   floor: float
+  note: str = ""
 
 
 # In float32 sums are in another order; in fewer bits, what is multiplied is rounded too. The limits
 # of gradients are then raised to what rounding changes on one device.
 FLOAT32 = Limits(loss=2e-4, gradient=2e-4, total=2e-4, floor=1e-2)
 ROUNDED = Limits(loss=5e-3, gradient=0.03, total=0.01, floor=0.1)
-# Where rounding has routers choose other experts.
-ROUTED = Limits(loss=5e-3, gradient=0.2, total=0.03, floor=0.1)
+ROUTED = Limits(
+  loss=5e-3,
+  gradient=0.2,
+  total=0.03,
+  floor=0.1,
+  note="coarse, as rounding has routers choose other experts",
+)
 # Of what the optimizer makes of the same gradients. Weights and moments in bfloat16 are rounded
 # stochastically: where float32 differs in its last bit, a number may be rounded the other way.
 UPDATE = 1e-3
@@ -119,16 +126,16 @@ def _gradients(name: str, got: Step, expected: Step, limits: Limits, exact: Step
     rounding = _errors(expected, exact, limits.floor)
     allowed = {n: min(max(limits.gradient, 2 * error), 0.5) for n, error in rounding.items()}
   wrong = [n for n, error in errors.items() if not error <= allowed[n]]
-  worst = max(errors, key=lambda n: np.nan_to_num(errors[n] / allowed[n], nan=np.inf))
+  zero = _zeros(expected if exact is None else exact)
+  named = [n for n in errors if n not in zero or n in wrong] or list(errors)
+  worst = max(named, key=lambda n: np.nan_to_num(errors[n] / allowed[n], nan=np.inf))
   same = got.gradients.keys() == expected.gradients.keys()
-  detail = f"worst of {len(errors)} gradients: {worst}"
+  detail = f"worst of {len(named)} gradients: {worst}"
   detail += f" ({len(wrong)} wrong)" if wrong else ""
   if not off <= limits.total:
     detail += f"; together they are off by {off:.2g}, more than {limits.total:.2g}"
-  if zero := _num_zero(expected if exact is None else exact):
-    detail += f"; {zero} are zero but for rounding"
-  if limits.gradient == ROUTED.gradient:
-    detail += "; coarse, as rounding has routers choose other experts"
+  detail += f"; {len(zero)} more are zero but for rounding" if zero else ""
+  detail += f"; {limits.note}" if limits.note else ""
   return Check(
     item=ITEM,
     name=name,
@@ -155,9 +162,10 @@ def _scale(got: Step, expected: Step) -> float:
   )
 
 
-def _num_zero(step: Step) -> int:
+def _zeros(step: Step) -> set[str]:
+  """Returns the names of the gradients that are zero but for rounding."""
   least = _ZERO * _root_mean_square(step)
-  return sum(np.linalg.norm(g) <= least * g.size**0.5 for g in step.gradients.values())
+  return {n for n, g in step.gradients.items() if np.linalg.norm(g) <= least * g.size**0.5}
 
 
 def _root_mean_square(step: Step) -> float:

@@ -21,15 +21,15 @@ def matmuls(devices: jax.sharding.Mesh) -> Iterator[Check]:
   on_cpu = is_cpu(devices)
   dtype: Any = jnp.float32 if on_cpu else jnp.bfloat16
   sizes = np.array([0, 29, 1, 0, 40, 7] if on_cpu else [0, 300, 1, 0, 517, 70, 128, 0], np.int32)
-  num_rows, D, F = (96, 24, 40) if on_cpu else (1280, 256, 384)
+  num_tokens, D, F = (96, 24, 40) if on_cpu else (1280, 256, 384)
   random = np.random.default_rng(0)
-  shapes = {"x": (num_rows, D), "w": (len(sizes), D, F), "dy": (num_rows, F)}
+  shapes = {"x": (num_tokens, D), "w": (len(sizes), D, F), "dy": (num_tokens, F)}
   given = {
     name: random.normal(size=shape).astype(jnp.bfloat16).astype(np.float32)
     for name, shape in shapes.items()
   }
   used = int(sizes.sum())
-  detail = f"{len(sizes)} groups, {(sizes == 0).sum()} empty, {num_rows - used} of {num_rows}"
+  detail = f"{len(sizes)} groups, {(sizes == 0).sum()} empty, {num_tokens - used} of {num_tokens}"
   detail += f" tokens in none, {jnp.dtype(dtype).name}"
 
   def check(name: str, reference: Any) -> Check:

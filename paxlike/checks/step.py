@@ -95,7 +95,7 @@ def batch_of(trainer: Trainer, *, full: bool) -> dict[str, np.ndarray]:
   given |= {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
   given["weights"] = (random.random(shape) < 0.9).astype(np.float32)
   if "segments" in given:
-    # Two documents a row, as pairs of answers have them.
+    # Two documents a sequence, as pairs of answers have them.
     first = random.integers(length // 4, length // 2, (size, 1))
     places = np.arange(length)[None]
     given["segments"] = (1 + (places >= first)).astype(np.int32)
