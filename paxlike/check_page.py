@@ -50,14 +50,14 @@ def summary(results: Sequence[Check], failed_by_process: Sequence[int], seconds:
   """Returns the last lines: how many failed, and which."""
   counts = Counter(check.verdict for check in results)
   order = (checks.PASS, checks.FAIL, checks.REFUSED, checks.ABSENT)
-  told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in order if counts[verdict])
+  verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in order if counts[verdict])
   lines = [f"FAIL  {check.item}: {check.name}" for check in results if check.verdict == checks.FAIL]
   lines += [
     f"FAIL  process {process}: {count} checks"
     for process, count in enumerate(failed_by_process)
     if process > 0 and count
   ]
-  lines.append(f"{'FAIL' if any(failed_by_process) else 'pass'}: {told} in {seconds:.0f} s")
+  lines.append(f"{'FAIL' if any(failed_by_process) else 'pass'}: {verdicts} in {seconds:.0f} s")
   return "\n".join(lines)
 
 

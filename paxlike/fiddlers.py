@@ -219,13 +219,13 @@ def decoding(graph: fdl.Buildable):
     node.dispatch = layers.dispatch.dropless
 
 
-def shrink(graph: fdl.Buildable):
+def shrink(graph: fdl.Buildable, seq_len: int = 32):
   """Makes a model of any family so small that it trains and compiles within seconds on a CPU.
 
   Its parts and their order stay: windows are shorter than the sequences of 32 tokens, grouped heads
   stay grouped, and the pattern of layers is repeated twice, or once for each group of a pipeline.
   """
-  vocab_size, seq_len = 96, 32
+  vocab_size = 96
   for node in select(graph, layers.Decoder):
     node.vocab_size, node.dim = vocab_size, 32
   for node in select(graph, layers.Stack):

@@ -32,8 +32,10 @@ def run():
   try:
     status = main(sys.argv)
   finally:
-    if status in (1, 2, 3, 130) and "paxlike.distributed" in sys.modules:
-      # JAX would wait for the other processes, which are told to end.
+    alone = "paxlike.distributed" not in sys.modules
+    if status == 130 or (status in (1, 2, 3) and not alone):
+      # JAX would wait for the other processes, which are told to end; and where a compilation was
+      # interrupted, it may crash as the interpreter ends.
       if sys.exc_info()[1] is not None:
         traceback.print_exc()
       sys.stdout.flush()
@@ -116,7 +118,8 @@ def _dispatch(options: flags.Options) -> int:
   if options.mode == "check":
     from paxlike import check_page, checks
 
-    found = checks.run(graph, built, folder=options.job_log_dir, full=options.full)
+    folder = options.job_log_dir if options.enable_checkpoint_saving else None
+    found = checks.run(graph, built, folder=folder, full=options.full)
     return check_page.show(found, as_json=options.json)
   return _run(options, experiment, graph)
 
@@ -359,7 +362,11 @@ def built(graph: Any) -> Any:
 
   from paxlike.scripts_gpu import xla_flags
 
-  trainer: Any = fdl.build(graph)
+  try:
+    trainer: Any = fdl.build(graph)
+  except UserError as error:
+    # Fiddle adds where in the graph it was, with all the arguments there.
+    raise UserError(str(error).split("\n\nFiddle context:")[0]) from error
   # At the latest now: what follows asks for devices.
   several = cluster.num_gpus() > 1 or "paxlike.distributed" in sys.modules
   topology.take_gpu_memory(trainer.mesh.num_groups if several else 0)

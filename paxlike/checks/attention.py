@@ -13,12 +13,11 @@ from paxlike import layers, mesh, topology
 from paxlike.checks.check import (
   Check,
   compared,
-  epsilon,
   fetched,
   guarded,
   is_cpu,
-  largest_error,
   placed,
+  tolerance,
 )
 
 ITEM = "attention"
@@ -26,13 +25,26 @@ _DIMS: mesh.Dims = ("batch", "time", "heads", None)
 
 
 class Case(NamedTuple):
-  """Arguments of a kernel; `batch` None is as many sequences as the mesh shards a batch into."""
+  """Arguments of a kernel.
+
+  Attributes:
+    name: Of the case.
+    batch: Sequences; None: as many as the mesh shards a batch into.
+    num_heads, num_kv_heads: Of queries, and of keys and values.
+    is_packed: Whether sequences have segments.
+    num_segments: How many, about.
+    window: Whether tokens see the last few alone.
+    soft_cap: Of logits.
+    odd: Whether the length is.
+    narrow_values: Whether values are narrower than keys.
+  """
 
   name: str
   batch: int | None
   num_heads: int
   num_kv_heads: int
   is_packed: bool = False
+  num_segments: int = 6
   window: bool = False
   soft_cap: float | None = None
   odd: bool = False
@@ -50,6 +62,7 @@ MORE_CASES = (
   Case("MHA", 1, 4, 4),
   Case("MHA, packed", 2, 4, 4, is_packed=True),
   Case("GQA, packed", 1, 8, 2, is_packed=True),
+  Case("MHA, packed in 100", 1, 4, 4, is_packed=True, num_segments=100),
   Case("MQA, packed, window", 2, 4, 1, is_packed=True, window=True),
   Case("GQA, packed, odd length", 2, 4, 2, is_packed=True, odd=True),
   Case("GQA, packed, narrow values", 2, 4, 2, is_packed=True, narrow_values=True),
@@ -64,15 +77,6 @@ class _Inputs(NamedTuple):
   v_BSKH: np.ndarray
   dy_BTNH: np.ndarray
   segments_BT: np.ndarray | None
-
-
-def tolerance(dtype: Any) -> float:
-  """Returns the error that rounding explains, relative to the largest number of an array.
-
-  Sums are float32 in every dtype. In bfloat16 the weights, the output and what the backward pass
-  multiplies are rounded, once each; in float32 sums over the sequence in another order count more.
-  """
-  return (4 if jnp.dtype(dtype).itemsize == 2 else 64) * epsilon(dtype)
 
 
 def kernels(devices: jax.sharding.Mesh) -> Iterator[Check]:
@@ -93,8 +97,8 @@ def kernels(devices: jax.sharding.Mesh) -> Iterator[Check]:
         yield guarded(
           ITEM,
           label,
-          lambda run=run, label=label, exact=exact, dtype=dtype: _compare(
-            label, run(), exact(), tolerance(dtype)
+          lambda run=run, label=label, exact=exact, dtype=dtype: compared(
+            ITEM, label, run(), exact(), tolerance(dtype, roundings=4)
           ),
           may_refuse=True,
         )
@@ -107,7 +111,8 @@ def _available(device: Any, devices: jax.sharding.Mesh, case: Case) -> dict[str,
   if not on_cpu or (devices.size > 1 and is_first):
     found = {"xla": layers.attention_kernels.xla, **found}
   if topology.has_cudnn_attention(device):
-    found["cudnn"] = layers.cudnn
+    room = max(64, 2 * case.num_segments)
+    found["cudnn"] = functools.partial(layers.cudnn, max_segments=room)
   if topology.has_tokamax_attention(device):
     found["tokamax"] = layers.tokamax
   if topology.has_splash_attention(device):
@@ -133,7 +138,7 @@ def _inputs(case: Case, devices: jax.sharding.Mesh) -> _Inputs:
 
   segments = None
   if case.is_packed:
-    begins = random.random((B, length)) < 6 / length
+    begins = random.random((B, length)) < case.num_segments / length
     begins[:, 0] = True
     segments = np.cumsum(begins, 1).astype(np.int32)
     segments[:, -3:] = 0  # Padding.
@@ -186,10 +191,3 @@ def _on_mesh(
   exact = "highest" if jnp.dtype(dtype).itemsize == 4 else None
   with jax.set_mesh(devices), jax.default_matmul_precision(exact):
     return fetched(jax.jit(functools.partial(_outputs, kernel, options))(given))
-
-
-def _compare(
-  name: str, got: dict[str, np.ndarray], exact: dict[str, np.ndarray], most: float
-) -> Check:
-  errors = {what: largest_error(got[what], exact[what]) for what in exact}
-  return compared(ITEM, name, errors, most)

@@ -40,20 +40,20 @@ def _all_gather(x: jax.Array, axis: str, size: int) -> tuple[jax.Array, jax.Arra
 
 def _reduce_scatter(x: jax.Array, axis: str, size: int) -> tuple[jax.Array, jax.Array]:
   got = jax.lax.psum_scatter(x, axis, tiled=True)
-  start = jax.lax.axis_index(axis) * got.size
-  exact: Any = sum(_numbers(n * x.size + start, got.size) for n in range(size))
+  start = _start(jax.lax.axis_index(axis), got.size)
+  exact: Any = sum(_numbers(_start(n, x.size) + start, got.size) for n in range(size))
   return got, exact
 
 
 def _all_reduce(x: jax.Array, axis: str, size: int) -> tuple[jax.Array, jax.Array]:
-  exact: Any = sum(_numbers(n * x.size, x.size) for n in range(size))
+  exact: Any = sum(_numbers(_start(n, x.size), x.size) for n in range(size))
   return jax.lax.psum(x, axis), exact
 
 
 def _permute(x: jax.Array, axis: str, size: int) -> tuple[jax.Array, jax.Array]:
   got = jax.lax.ppermute(x, axis, [(n, (n + 1) % size) for n in range(size)])
   before = (jax.lax.axis_index(axis) - 1) % size
-  return got, _numbers(before * x.size, x.size)
+  return got, _numbers(_start(before, x.size), x.size)
 
 
 # By name: the collective with its exact result, and how many times its operand a device sends, by
@@ -66,15 +66,32 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[int], float]]] = {
 }
 
 
+def _start(block: Any, size: int) -> Any:
+  """Returns where a block of so many numbers starts, or a small number that is congruent to it.
+
+  Over a long axis int32 does not hold the place itself.
+  """
+  return block % 251 * (size % 251)
+
+
 def _numbers(start: Any, count: int) -> jax.Array:
   """Returns small whole numbers, whose sums float32 holds exactly."""
   return ((start + jnp.arange(count)) % 251).astype(jnp.float32)
 
 
-def _check(label: str, kind: str, axis: str, devices: jax.sharding.Mesh) -> Check:
+def per_device(kind: str, size: int, *, most: int) -> int:
+  """Returns how many numbers a device has for a collective over an axis of `size` devices.
+
+  `most` are those of what is communicated and, of an all-gather, of its result: it would else grow
+  with the axis.
+  """
+  return most // size if kind == "all-gather" else most // size * size
+
+
+def programs(kind: str, axis: str, devices: Any, count: int) -> tuple[Callable[..., Any], ...]:
+  """Returns three functions, to be compiled: () -> x, x -> the result, x -> how much is wrong."""
   size = devices.shape[axis]
-  count = size * ((2**16 if is_cpu(devices) else 2**24) // size)
-  collective, share = KINDS[kind]
+  collective, _ = KINDS[kind]
 
   def on_mesh(function: Callable[..., Any], of: Any, to: Any) -> Any:
     return jax.jit(
@@ -82,22 +99,30 @@ def _check(label: str, kind: str, axis: str, devices: jax.sharding.Mesh) -> Chec
     )
 
   def make() -> jax.Array:
-    return _numbers(jax.lax.axis_index(axis) * count, count)
+    return _numbers(_start(jax.lax.axis_index(axis), count), count)
 
-  def wrong(x: jax.Array) -> jax.Array:
+  def num_wrong(x: jax.Array) -> jax.Array:
     got, exact = collective(x, axis, size)
     return jax.lax.psum((got != exact).sum(), AXES)
 
-  all_axes = PartitionSpec(AXES)
-  x = on_mesh(make, (), all_axes)()
-  num_wrong = int(fetched(on_mesh(wrong, all_axes, PartitionSpec())(x)))
-  run = on_mesh(lambda x: collective(x, axis, size)[0], all_axes, all_axes)
+  every = PartitionSpec(AXES)
+  run = on_mesh(lambda x: collective(x, axis, size)[0], every, every)
+  return on_mesh(make, (), every), run, on_mesh(num_wrong, every, PartitionSpec())
+
+
+def _check(label: str, kind: str, axis: str, devices: jax.sharding.Mesh) -> Check:
+  size = devices.shape[axis]
+  count = per_device(kind, size, most=2**16 if is_cpu(devices) else 2**24)
+  make, run, wrong = programs(kind, axis, devices, count)
+  x = make()
+  num_wrong = int(fetched(wrong(x)))
   jax.block_until_ready(run(x))
   began = time.perf_counter()
   for _ in range(_REPEATS):
     # One at a time: fake devices that are in different collectives wait for each other.
     jax.block_until_ready(run(x))
   seconds = (time.perf_counter() - began) / _REPEATS
+  _, share = KINDS[kind]
   return Check(
     item=ITEM,
     name=label,

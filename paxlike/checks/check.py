@@ -2,7 +2,7 @@
 """The result of one check, and how arrays are compared for it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ PASS, FAIL, REFUSED, ABSENT = "pass", "FAIL", "refused", "not here"
 
 # What JAX, XLA, Triton and Mosaic raise for a program that they cannot trace, compile or run;
 # `JaxRuntimeError` and `NotImplementedError` are RuntimeErrors.
-_FAILURES = (RuntimeError, ValueError, TypeError, OSError)
+_FAILURES = (RuntimeError, ValueError, TypeError, ArithmeticError, OSError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,26 @@ class Check:
 
 
 def compared(
-  item: str, name: str, errors: Mapping[str, float], tolerance: float, detail: str = ""
+  item: str,
+  name: str,
+  got: Mapping[str, Any],
+  expected: Mapping[str, Any],
+  tolerance: float,
+  detail: str = "",
 ) -> Check:
-  """Returns the check that no error exceeds the tolerance; one that is not a number does."""
+  """Returns the check that arrays are right: their largest errors, and the scale of each.
+
+  Rounding changes the scale far less than single numbers: a quarter of the tolerance is allowed.
+  An error that is not a number is too large.
+  """
+  errors = {what: largest_error(got[what], x) for what, x in expected.items()}
+  scales = {what: abs(scale([(got[what], x)]) - 1) for what, x in expected.items()}
   bad = [f"{what} {error:.2g}" for what, error in errors.items() if not error <= tolerance]
+  bad += [
+    f"scale of {what} {error:.2g}"
+    for what, error in scales.items()
+    if errors[what] <= tolerance and not error <= tolerance / 4
+  ]
   worst = max(errors.values(), key=lambda error: np.nan_to_num(error, nan=np.inf))
   return Check(
     item=item,
@@ -59,19 +75,26 @@ def guarded(
   """Returns what `function` does; if it raises, a check that failed, so that others go on.
 
   Args:
-    item: Of the check that failed.
-    name: See there.
+    item: Group of the check that failed.
+    name: Name of the check that failed.
     function: Does the check.
     may_refuse: Whether a UserError is a refusal, which is no failure.
   """
+  return all_guarded(item, name, lambda: [function()], may_refuse=may_refuse)[0]
+
+
+def all_guarded(
+  item: str, name: str, function: Callable[[], list[Check]], *, may_refuse: bool = False
+) -> list[Check]:
+  """Returns the same of a function that does several checks."""
   try:
     return function()
   except UserError as error:
     verdict = REFUSED if may_refuse else FAIL
-    return Check(item=item, name=name, verdict=verdict, detail=_line(error))
+    return [Check(item=item, name=name, verdict=verdict, detail=_line(error))]
   except (RunError, *_FAILURES) as error:
     detail = f"{type(error).__name__}: {_line(error)}"
-    return Check(item=item, name=name, verdict=FAIL, detail=detail)
+    return [Check(item=item, name=name, verdict=FAIL, detail=detail)]
 
 
 def _line(error: BaseException) -> str:
@@ -88,9 +111,28 @@ def largest_error(got: Any, expected: Any) -> float:
   return float(difference / largest) if largest else float(difference)
 
 
-def epsilon(dtype: Any) -> float:
-  """Returns the distance from 1 to the next number of a dtype."""
-  return float(jnp.finfo(dtype).eps)
+def scale(pairs: Iterable[tuple[Any, Any]]) -> float:
+  """Returns by which factor arrays are longer, along those that are expected; 1 if these are 0.
+
+  Args:
+    pairs: Of an array and what it is expected to be.
+  """
+  along = square = 0.0
+  for got, expected in pairs:
+    expected = np.asarray(expected, np.float64)
+    along += float((np.asarray(got, np.float64) * expected).sum())
+    square += float((expected**2).sum())
+  return along / square if square else 1.0
+
+
+def tolerance(dtype: Any, *, roundings: int = 2) -> float:
+  """Returns the error that rounding explains, relative to the largest number of an array.
+
+  Sums are float32 in every dtype. In bfloat16 what is multiplied and the result are rounded, so
+  many times one after another; in float32 sums in another order count more.
+  """
+  dtype = jnp.dtype(dtype)
+  return (roundings if dtype.itemsize == 2 else 64) * float(jnp.finfo(dtype).eps)
 
 
 def placed(array: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
@@ -99,7 +141,7 @@ def placed(array: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
 
 
 def fetched(tree: Any) -> Any:
-  """Returns whole NumPy arrays, in all processes, of arrays that devices may share."""
+  """Returns the global values of sharded arrays as NumPy arrays, in all processes."""
   if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
     return jax.device_get(tree)
   return multihost_utils.process_allgather(tree, tiled=True)

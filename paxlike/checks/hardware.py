@@ -23,14 +23,14 @@ def found(trainer: Trainer) -> Iterator[Check]:
   every = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
   yield _row("devices", f"{every}, {processes}")
   device = devices.local_devices[0]
-  told = [f"platform {device.platform}"]
+  facts = [f"platform {device.platform}"]
   if capability := getattr(device, "compute_capability", None):
-    told.append(f"compute capability {capability}")
+    facts.append(f"compute capability {capability}")
   if (index := getattr(device, "slice_index", None)) is not None:
-    told.append(f"slice {index}")
+    facts.append(f"slice {index}")
   memory = (device.memory_stats() or {}).get("bytes_limit")
-  told.append(f"memory {tables.nbytes(memory)}" if memory else "memory not reported")
-  yield _row("first of this process", ", ".join(told))
+  facts.append(f"memory {tables.nbytes(memory)}" if memory else "memory not reported")
+  yield _row("first of this process", ", ".join(facts))
   version = " ".join(device.client.platform_version.split())
   yield _row(
     "versions", f"JAX {jax.__version__}, jaxlib {jaxlib.version.__version__}, plugin {version}"

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from paxlike import layers, topology
-from paxlike.checks.check import ABSENT, Check, compared, epsilon, guarded, is_cpu, largest_error
+from paxlike.checks import grouped
+from paxlike.checks.check import ABSENT, Check, compared, guarded, is_cpu, tolerance
 from paxlike.layers import products
 from paxlike.layers.grouped_matmul import Groups
 from paxlike.layers.rounding import by_chance
@@ -58,11 +59,8 @@ def _check(label: str, kind: Callable[..., Any], sizes: np.ndarray, dtype: Any) 
   got = _ours(kind, seen, sizes, x, w, dy)
   wide = (array.astype(np.float32) for array in (x, w, dy))
   exact = (_int8 if kind is layers.Int8 else _fp8)(sizes, *wide, seen=seen)
-  errors = {what: largest_error(got[what], exact[what]) for what in exact}
-  tolerance = 2 * epsilon(dtype) if dtype != jnp.float32 else 64 * epsilon(dtype)
-  if kind is layers.Int8:
-    tolerance += 1e-3
-  return compared(ITEM, label, errors, tolerance)
+  most = tolerance(dtype) + (1e-3 if kind is layers.Int8 else 0)
+  return compared(ITEM, label, got, exact, most)
 
 
 def _ours(kind: Any, seen: Arrays, sizes: np.ndarray, *arrays: np.ndarray) -> Arrays:
@@ -90,14 +88,17 @@ def _ours(kind: Any, seen: Arrays, sizes: np.ndarray, *arrays: np.ndarray) -> Ar
 def _fp8(
   sizes: np.ndarray, x: np.ndarray, w: np.ndarray, dy: np.ndarray, *, seen: Arrays
 ) -> Arrays:
-  small_x = _in_fp8(x, _E4M3, seen.get("inputs"))
-  small_dy = _in_fp8(dy, _E5M2, seen.get("gradients"))
-  small_w = np.stack([_in_fp8(one, _E4M3) for one in w])
-  found = {}
-  for name, array in zip(seen, (x, dy), strict=False):
-    found[f"largest of {name}"] = np.append(np.abs(array).max(), [0] * (len(seen[name]) - 1))
-  y, dx, dw = _by_group(sizes, small_x, small_w, small_dy, small_x, small_dy)
-  return {"value": y, "dx": dx, "dw": dw} | found
+  given = {
+    "x": _in_fp8(x, _E4M3, seen.get("inputs")),
+    "w": np.stack([_in_fp8(one, _E4M3) for one in w]),
+    "dy": _in_fp8(dy, _E5M2, seen.get("gradients")),
+  }
+  largest = {"inputs": np.abs(x).max(), "gradients": np.abs(dy).max()}
+  found = {
+    f"largest of {name}": np.append(largest[name], [0] * (len(old) - 1))
+    for name, old in seen.items()
+  }
+  return grouped.dense(given, sizes) | found
 
 
 def _in_fp8(x: np.ndarray, dtype: Any, seen: np.ndarray | None = None) -> np.ndarray:
@@ -115,34 +116,15 @@ def _int8(
   scale_x = np.abs(x).max(1, keepdims=True) / np.float32(127)
   scale_w = np.abs(w).max(1, keepdims=True) / np.float32(127)
   small_x, small_w = np.round(x / scale_x) * scale_x, np.round(w / scale_w) * scale_w
-  of_rows = np.repeat(scale_w[:, 0], sizes, axis=0)
+  of_tokens = np.repeat(scale_w[:, 0], sizes, axis=0)
   # Gradients carry the scales of what is summed over while they are rounded.
-  to_x = _by_chance(dy * of_rows, 1) / of_rows
-  to_w = _by_chance(dy * scale_x, 0) / scale_x
-  y, dx, dw = _by_group(sizes, small_x, small_w, to_x, small_x, to_w)
-  return {"value": y, "dx": dx, "dw": dw}
+  dy_of_dx = _rounded_stochastically(dy * of_tokens, 1) / of_tokens
+  dy_of_dw = _rounded_stochastically(dy * scale_x, 0) / scale_x
+  given = {"x": small_x, "w": small_w, "dy": dy_of_dx}
+  return grouped.dense(given, sizes, dy_of_dw=dy_of_dw)
 
 
-def _by_chance(x: np.ndarray, axis: int) -> np.ndarray:
+def _rounded_stochastically(x: np.ndarray, axis: int) -> np.ndarray:
   """Returns x rounded to 8 bits and back, with the draws of the layers."""
   scale = np.abs(x).max(axis, keepdims=True) / np.float32(127)
   return np.asarray(by_chance(jnp.asarray(x / scale))) * scale
-
-
-def _by_group(
-  sizes: np.ndarray,
-  x: np.ndarray,
-  w: np.ndarray,
-  dy: np.ndarray,
-  x_of_w: np.ndarray,
-  dy_of_w: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns y, dx and dw, summed in float64."""
-  ends = np.cumsum(sizes)
-  groups = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-  wide = [array.astype(np.float64) for array in (x, dy, x_of_w, dy_of_w)]
-  x, dy, x_of_w, dy_of_w = wide
-  y = np.concatenate([x[tokens] @ w[group] for group, tokens in enumerate(groups)])
-  dx = np.concatenate([dy[tokens] @ w[group].T for group, tokens in enumerate(groups)])
-  dw = np.stack([x_of_w[tokens].T @ dy_of_w[tokens] for tokens in groups])
-  return y, dx, dw

@@ -12,13 +12,14 @@ from paxlike.checks import (
   precision,
   step,
   storage,
+  trainers,
   transfers,
 )
 from paxlike.checks.check import Check
 
 
 def run(
-  graph: Any, build: step.Build, *, folder: str | None = None, full: bool = False
+  graph: Any, build: trainers.Build, *, folder: str | None = None, full: bool = False
 ) -> Iterator[Check]:
   """Yields the result of each check as soon as it is there. Call it in all processes.
 
@@ -29,10 +30,13 @@ def run(
     full: Whether the step is that of the whole experiment, rather than of a small model like it.
 
   Raises:
-    UserError: The mesh does not fit the devices or the batch, or the folder cannot be written.
+    UserError: The mesh does not fit the devices or the batch, the folder cannot be written, or, in
+      full, the data cannot be read.
   """
   trainer = build(graph)
   trainer.check_step()
+  if full:
+    step.batch_of(trainer, full=True)  # What cannot be read is no failure of the machine.
   devices = trainer.devices
   with storage.folder(folder) as own:
     yield from hardware.found(trainer)
@@ -42,5 +46,5 @@ def run(
     yield from step.steps(graph, build, full=full)
     yield from bandwidth.collectives(trainer)
     yield from transfers.offload(devices)
-    yield from storage.saved(step.trained(graph, build, full=full), own)
+    yield from storage.saved(trainers.trained(graph, build, full=full), own)
     yield from transfers.input_rate(trainer)

@@ -1,232 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step of an experiment on the mesh against the same step on one device.
 
-The gradients are those that the optimizer is given, of every weight and layer.
+The gradients are those that the optimizer is given, of every weight and layer. In float32 also what
+it makes of them is compared, with an update by the same optimizer on one device.
 """
 
-import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from paxlike import fiddlers, layers, mesh, train_state
-from paxlike.checks.check import FAIL, PASS, Check, fetched, guarded, is_cpu
+from paxlike import fiddlers, layers, train_state
+from paxlike.checkpoint import flatten
+from paxlike.checks.check import ABSENT, Check, all_guarded, fetched
+from paxlike.checks.differences import FLOAT32, ITEM, ROUNDED, ROUTED, Step, compare
+from paxlike.checks.trainers import (
+  Build,
+  in_float32,
+  is_rounded,
+  not_sharded,
+  on_one_device,
+  trained,
+)
 from paxlike.feed import Feed
+from paxlike.layers import module
 from paxlike.layers.auto_attention import Place
+from paxlike.layers.rounding import in_dtype
 from paxlike.layers.stack import layout_of
-from paxlike.mesh import MeshSpec
 from paxlike.optimizers import Optimizer
 from paxlike.trainer import Trainer
 
-ITEM = "training step"
-
-
-class Limits(NamedTuple):
-  """What rounding explains.
-
-  Attributes:
-    tolerance: Of the loss and the norm, relative to them, and of the norm of each gradient's error.
-    floor: A gradient counts as no smaller than this share of the root mean square of all: some, as
-      those of the biases of keys, are zero but for rounding.
-  """
-
-  tolerance: float
-  floor: float
-
-
-# Sums in another order; and all that is rounded to fewer bits on the way. Where that has routers
-# choose other experts, it is more: see `_allowed`.
-FLOAT32, OWN = Limits(2e-4, 1e-2), Limits(0.1, 0.1)
-# For programs that run once, and are small: of a CPU's, most of the time would be compilation.
-_QUICKLY_COMPILED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-Build = Callable[[Any], Trainer]
-
-
-class Step(NamedTuple):
-  """The results of a step; gradients by the name of a weight, and layer by layer."""
-
-  loss: float
-  norm: float
-  gradients: dict[str, np.ndarray]
-
 
 def steps(graph: Any, build: Build, *, full: bool) -> Iterator[Check]:
-  """Yields a check in float32 and, where it differs, one in the experiment's own dtype."""
+  """Yields checks in float32 and, where they differ, in the experiment's own dtype."""
   size = "full size" if full else "shrunk"
   own = trained(graph, build, full=full)
-  exact_graph = in_float32(graph)
-  references: list[Step] = []
+  exact: list[Step] = []
 
-  def check(label: str, graph: Any, limits: Limits) -> Check:
-    got, expected = _both(graph, build, limits, full)
-    references.append(expected)
-    exact = references[0] if len(references) > 1 else None
-    return compare(label, got, expected, limits, exact)
+  def check(label: str, graph: Any, is_exact: bool) -> list[Check]:
+    got, expected = _both(graph, build, is_exact, full)
+    exact.append(expected)
+    routed = any(fiddlers.select(graph, layers.Moe))
+    limits = FLOAT32 if is_exact else ROUTED if routed else ROUNDED
+    reference = None if is_exact else exact[0]
+    may_be_same = own.devices.size == 1
+    return compare(label, got, expected, limits, reference, may_be_same=may_be_same)
 
-  for name, one, limits in (("float32", exact_graph, FLOAT32), ("own dtype", graph, OWN)):
-    if limits is FLOAT32 or is_rounded(own):
-      label = f"{name}, {size}"
-      yield guarded(ITEM, label, functools.partial(check, label, one, limits))
-
-
-def is_rounded(trainer: Trainer) -> bool:
-  """Returns whether a model computes in anything but float32."""
-  definition = trainer.definition
-  if any(spec.rounding is not None for spec in definition.weights.values()):
-    return True
-  abstract = {
-    n: jax.ShapeDtypeStruct(s.shape, s.stored_dtype) for n, s in definition.weights.items()
-  }
-  prepared = jax.eval_shape(definition.prepare, abstract)
-  return any(x.dtype != jnp.float32 for x in jax.tree.leaves(prepared))
+  label = f"float32, {size}"
+  one = in_float32(graph)
+  yield from all_guarded(ITEM, label, functools.partial(check, label, one, is_exact=True))
+  if is_rounded(own):
+    label = f"own dtype, {size}"
+    yield from all_guarded(ITEM, label, functools.partial(check, label, graph, is_exact=False))
+  if not full and (lost := not_sharded(graph, build, own)):
+    detail = f"sharded in full size, and not here: {', '.join(lost)}; --full compares that"
+    yield Check(item=ITEM, name="sharding of the small model", verdict=ABSENT, detail=detail)
 
 
-def in_float32(graph: Any) -> Any:
-  """Returns a copy of a graph that computes in float32, with kernels that can."""
-  graph = copy.deepcopy(graph)
-  fiddlers.precision(graph, "float32")
-  for kind in (layers.Linear, layers.ExpertLinear):
-    for node in fiddlers.select(graph, kind):
-      node.dot = None
-  for kind in (layers.Attention, layers.LatentAttention):
-    for node in fiddlers.select(graph, kind):
-      kernel = getattr(node, "kernel", None)
-      made = getattr(kernel, "__fn_or_cls__", kernel)
-      if made in (layers.cudnn, layers.tokamax):  # They are for 16 bits.
-        fiddlers.attention(graph, "auto")
-  return graph
-
-
-def trained(graph: Any, build: Build, *, full: bool) -> Trainer:
-  """Returns the trainer of a graph; unless in full, that of a small model with a small batch."""
-  graph = copy.deepcopy(graph)
-  if full:
-    return build(graph)
-  _shrink(graph)
-  trainer = build(graph)
-  stack: Any = trainer.model.stack
-  parts = mesh.batch_shards(trainer.devices) * trainer.accumulation_steps
-  parts *= 1 if stack.pipeline is None else stack.pipeline.microbatches
-  trainer.percore_batch_size = 2 * parts / trainer.devices.size
-  if is_cpu(trainer.devices):
-    trainer.compiler_options = _QUICKLY_COMPILED
-  return trainer
-
-
-def _shrink(graph: Any):
-  fiddlers.shrink(graph)
-  for kind in (layers.Linear, layers.ExpertLinear):
-    for node in fiddlers.select(graph, kind):
-      # With weights as small as those of large models, attention would hardly depend on its keys.
-      node.init = layers.gaussian_fan_in
-
-
-def on_one_device(graph: Any, build: Build, *, full: bool) -> Trainer:
-  """Returns a trainer of the same model without a mesh: plain attention, no pipeline.
-
-  A small model is unrolled too. The microbatches of a pipeline are accumulated, as the losses of
-  routers depend on them.
-  """
-  trainer = trained(graph, build, full=full)
-  pipeline: Any = trainer.model.stack.pipeline  # pyright: ignore[reportAttributeAccessIssue]
-  graph = copy.deepcopy(graph)
-  fiddlers.attention(graph, "xla")
-  for node in fiddlers.select(graph, layers.Stack):
-    node.pipeline = None
-  if not full:
-    fiddlers.stack(graph, scan=False)
-  alone = trained(graph, build, full=full)
-  alone.percore_batch_size = trainer.batch_size
-  alone.accumulation_steps *= 1 if pipeline is None else pipeline.microbatches
-  alone.mesh = MeshSpec(ici=(1, 1, 1))
-  # Nobody looks at its update.
-  alone.optimizer = Optimizer(optax.set_to_zero(), alone.optimizer.learning_rate)
-  return alone
-
-
-def _both(graph: Any, build: Build, limits: Limits, full: bool) -> tuple[Step, Step]:
+def _both(graph: Any, build: Build, is_exact: bool, full: bool) -> tuple[Step, Step]:
   """Returns the step on the mesh, and the one on one device."""
   trainer = trained(graph, build, full=full)
   alone = on_one_device(graph, build, full=full)
   data = batch_of(trainer, full=full)
-  precise = "highest" if limits is FLOAT32 else None
-  with jax.default_matmul_precision(precise):
-    got = step_of(trainer, trainer.devices, data)
+  with jax.default_matmul_precision("highest" if is_exact else None):
+    got = step_of(trainer, trainer.devices, data, with_update=is_exact)
     one = alone.mesh.build(jax.local_devices()[:1])
     return got, step_of(alone, one, data)
-
-
-def compare(
-  label: str, got: Step, expected: Step, limits: Limits, exact: Step | None = None
-) -> Check:
-  """Returns the check that loss, norm and every gradient are the same.
-
-  Args:
-    label: The name of the check.
-    got: On the mesh.
-    expected: On one device.
-    limits: What rounding explains.
-    exact: On one device in float32, where the others are in fewer bits.
-  """
-  tolerance, floor = limits
-  errors = _errors(got, expected, floor)
-  allowed = dict.fromkeys(errors, tolerance)
-  if exact is not None:
-    allowed = _allowed(_errors(expected, exact, floor), tolerance)
-  worst = max(errors, key=lambda name: np.nan_to_num(errors[name] / allowed[name], nan=np.inf))
-  loss, norm = (
-    abs(a - b) / max(abs(b), 1e-30)
-    for a, b in ((got.loss, expected.loss), (got.norm, expected.norm))
-  )
-  wrong = [name for name, error in errors.items() if not error <= allowed[name]]
-  same = got.gradients.keys() == expected.gradients.keys()
-  passed = same and not wrong and loss <= tolerance and norm <= tolerance
-  detail = f"worst of {len(errors)} gradients: {worst}"
-  if wrong:
-    detail += f" ({len(wrong)} wrong)"
-  detail += f"; loss {got.loss:.6g}, on one device {expected.loss:.6g}"
-  detail += f"; grad norm {got.norm:.6g}, on one device {expected.norm:.6g}"
-  return Check(
-    item=ITEM,
-    name=label,
-    verdict=PASS if passed else FAIL,
-    figures={
-      "loss": loss,
-      "grad norm": norm,
-      "worst gradient": errors[worst],
-      "tolerance": allowed[worst],
-    },
-    detail=detail,
-  )
-
-
-def _errors(got: Step, expected: Step, floor: float) -> dict[str, float]:
-  """Returns the norm of the difference of each gradient, relative to that of `expected`."""
-  mean = np.sqrt(
-    sum(float((g.astype(np.float64) ** 2).sum()) for g in expected.gradients.values())
-    / sum(g.size for g in expected.gradients.values())
-  )
-  return {
-    name: float(np.linalg.norm(got.gradients.get(name, np.nan) - exact))
-    / max(float(np.linalg.norm(exact)), floor * mean * exact.size**0.5, 1e-30)
-    for name, exact in expected.gradients.items()
-  }
-
-
-def _allowed(rounding: dict[str, float], tolerance: float) -> dict[str, float]:
-  """Returns the tolerance of each gradient where rounding alone costs so much on one device.
-
-  Two steps that are rounded differently may be twice that apart. Half of a gradient is never
-  explained by rounding.
-  """
-  return {name: min(max(tolerance, 2 * error), 0.5) for name, error in rounding.items()}
 
 
 def batch_of(trainer: Trainer, *, full: bool) -> dict[str, np.ndarray]:
@@ -250,7 +95,7 @@ def batch_of(trainer: Trainer, *, full: bool) -> dict[str, np.ndarray]:
   given |= {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
   given["weights"] = (random.random(shape) < 0.9).astype(np.float32)
   if "segments" in given:
-    # Two documents a row, as pairs of answers have them.
+    # Two documents a sequence, as pairs of answers have them.
     first = random.integers(length // 4, length // 2, (size, 1))
     places = np.arange(length)[None]
     given["segments"] = (1 + (places >= first)).astype(np.int32)
@@ -259,10 +104,20 @@ def batch_of(trainer: Trainer, *, full: bool) -> dict[str, np.ndarray]:
   return given
 
 
-def step_of(trainer: Trainer, devices: jax.sharding.Mesh, data: dict[str, np.ndarray]) -> Step:
-  """Runs the compiled step of a trainer, once, from its first weights."""
-  trainer = dataclasses.replace(trainer, optimizer=recording(trainer.optimizer))
-  definition = trainer.definition
+def step_of(
+  trainer: Trainer,
+  devices: jax.sharding.Mesh,
+  data: dict[str, np.ndarray],
+  *,
+  with_update: bool = False,
+) -> Step:
+  """Runs the compiled step of a trainer, once, from its first weights.
+
+  `with_update` also finds the errors of what the optimizer does.
+  """
+  own = trainer.optimizer
+  trainer = dataclasses.replace(trainer, optimizer=recording(own))
+  _draw_adapters(trainer)
   feed = Feed(
     devices,
     batch_size=len(data["inputs"]),
@@ -271,20 +126,77 @@ def step_of(trainer: Trainer, devices: jax.sharding.Mesh, data: dict[str, np.nda
   )
   with jax.set_mesh(devices):
     state = first_state(trainer, devices)
+    before = fetched(state.params) if with_update else {}
     batch = feed.put({name: x[feed.rows] for name, x in data.items()})
     state, metrics = trainer.compile(state, batch)(state, batch)
     values = {name: fetched(metrics[name]) for name in ("loss", "grad_norm")}
     gradients = fetched(state.opt_state["gradients"])
-  layout = layout_of(definition.module)
-  by_layer: dict[str, Any] = {}
-  for name, gradient in gradients.items():
+    changed = state.params | state.extra
+    others = fetched({name: x for name, x in changed.items() if name not in gradients})
+    after = fetched({name: changed[name] for name in gradients}) if with_update else {}
+    moments = fetched(state.opt_state["optimizer"]) if with_update else {}
+  update = {}
+  if with_update:
+    old = {name: before[name] for name in gradients}
+    update = _errors_of_update(trainer, own, old, gradients, (after, moments))
+  loss, norm = (float(total / weight) for total, weight in values.values())
+  return Step(loss, norm, _by_layer(trainer, gradients), _by_layer(trainer, others), update)
+
+
+def _draw_adapters(trainer: Trainer):
+  """Has LoRA's second factors drawn too: as zeros they would leave the first without a gradient."""
+  small = functools.partial(layers.gaussian, std=0.1)
+  for name, spec in trainer.definition.weights.items():
+    if re.search(layers.lora.WEIGHTS, name) and spec.init is module.zeros:
+      trainer.definition.weights[name] = spec._replace(init=small)
+
+
+def _by_layer(trainer: Trainer, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+  """Returns arrays by the names that they have where no layers are stacked."""
+  layout = layout_of(trainer.definition.module)
+  by_layer: dict[str, np.ndarray] = {}
+  for name, array in arrays.items():
     location = layout.locate(name)
     for index, layer in enumerate(location.layers if location else (0,)):
       of_layer = name if location is None else location.template.format(f"layers.{layer}")
       stacked = location is not None and location.stacked
-      by_layer[of_layer] = np.asarray(gradient[index] if stacked else gradient)
-  loss, norm = (float(total / weight) for total, weight in values.values())
-  return Step(loss, norm, by_layer)
+      by_layer[of_layer] = np.asarray(array[index] if stacked else array)
+  return by_layer
+
+
+def _errors_of_update(
+  trainer: Trainer, optimizer: Optimizer, old: Any, gradients: Any, got: tuple[Any, Any]
+) -> dict[str, float]:
+  """Returns how far new weights and moments are from those by the same gradients on one device.
+
+  A weight's error is relative to its change.
+  """
+  transform = optimizer.transform
+
+  def update(old: Any, gradients: Any) -> tuple[Any, Any]:
+    updates: Any
+    updates, moments = transform.update(gradients, transform.init(old), old)
+    draw = jnp.zeros((), jnp.int32)
+    new = {
+      name: in_dtype(w.astype(jnp.float32) + updates[name], w.dtype, draw=draw)
+      for name, w in old.items()
+    }
+    return new, moments
+
+  arguments = jax.device_put((old, gradients), jax.local_devices()[0])
+  compiled = jax.jit(update).lower(*arguments).compile(dict(trainer.compiler_options))
+  new, moments = jax.device_get(compiled(*arguments))
+
+  def error(a: Any, b: Any, of: Any) -> float:
+    a, b, of = (np.asarray(x, np.float64) for x in (a, b, of))
+    least = 1e-3 * float(np.linalg.norm(b))
+    return float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(of)), least, 1e-30)
+
+  found = {
+    name: error(got[0][name], w, w.astype(np.float64) - old[name]) for name, w in new.items()
+  }
+  ours, exact = flatten(got[1]), flatten(moments)
+  return found | {f"optimizer.{name}": error(ours[name], x, x) for name, x in exact.items()}
 
 
 def first_state(trainer: Trainer, devices: jax.sharding.Mesh) -> Any:

@@ -2,6 +2,8 @@
 """A checkpoint saved in the folder of a run and restored, bit by bit."""
 
 import contextlib
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,47 +17,90 @@ from paxlike import run_folder, tables
 from paxlike.checkpoint import Checkpoints, flatten
 from paxlike.checks import step
 from paxlike.checks.check import ABSENT, FAIL, PASS, Check, guarded
+from paxlike.errors import UserError
 from paxlike.layers.stack import layout_of
 from paxlike.trainer import Trainer
 
 ITEM = "checkpoint"
+# Of fewer bytes, the time to save is that of opening and renaming files.
+_SMALL = 2**26
 
 
 @contextlib.contextmanager
 def folder(path: str | None) -> Iterator[epath.Path | None]:
   """Context of a new folder within that of a run, which is removed at the end, whatever happens.
 
-  A run's folder that was made for it is removed too.
+  A run's folder that was made for it is removed too. SIGTERM interrupts as Ctrl-C does.
 
   Raises:
-    UserError: It cannot be made or written.
+    UserError: It cannot be made or written, or processes do not see the same one.
   """
   if path is None:
     yield None
     return
-  parent = run_folder.absolute(path)
-  missing = [place for place in (parent, *parent.parents) if not place.exists()]
-  run_folder.create(path)
-  number = np.int64(time.time_ns())
+  parent, made = run_folder.absolute(path), []
+  own = parent / f"check_{_drawn_number()}"
+  removes = jax.process_index() == 0
+  if run_folder.is_remote(path):
+    run_folder.create(path)
+  elif removes:
+    made = [place for place in (parent, *parent.parents) if not place.exists()]
+    run_folder.create(path)
+  try:
+    with _handled(signal.default_int_handler, signal.SIGTERM):
+      if jax.process_count() > 1:
+        from paxlike import distributed  # Imported only in one of several processes: see `main`.
+
+        distributed.check_shared(parent)
+      yield own
+  finally:
+    if removes:
+      with _handled(signal.SIG_IGN, signal.SIGTERM, signal.SIGINT):
+        _remove(own, made)
+
+
+def _drawn_number() -> int:
+  """Returns a number that is the same in all processes."""
+  number = np.random.default_rng().integers(2**31)
   if jax.process_count() > 1:
     number = multihost_utils.broadcast_one_to_all(number)
-  own = parent / f"check_{number}"
+  return int(number)
+
+
+@contextlib.contextmanager
+def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+  """Context in which signals have another handler."""
+  before = {number: signal.signal(number, handler) for number in numbers}
   try:
-    yield own
+    yield
   finally:
-    if jax.process_index() == 0:
-      with contextlib.suppress(FileNotFoundError):
-        own.rmtree()
-      for place in missing:
-        with contextlib.suppress(OSError):
-          place.rmdir()
+    for number, previous in before.items():
+      signal.signal(number, previous)
+
+
+def _remove(own: epath.Path, made: list[epath.Path]):
+  """Removes a folder, and the empty ones that were made for it.
+
+  Where saving failed, Orbax's threads may still write: what they add is removed by the next try.
+  """
+  for seconds in (0, 0.2, 0.5, 1, 3):
+    time.sleep(seconds)
+    with contextlib.suppress(*run_folder.failures()):
+      if not own.exists():
+        break
+      own.rmtree()
+  else:
+    print(f"paxlike: {own} could not be removed.", file=sys.stderr)
+  for place in made:
+    with contextlib.suppress(OSError):
+      place.rmdir()
 
 
 def saved(trainer: Trainer, own: epath.Path | None) -> Iterator[Check]:
   """Yields the check of the training state of the experiment, after its first initialization."""
   label = "saved and restored"
   if own is None:
-    detail = "give --job_log_dir=DIR to try its disk"
+    detail = "--job_log_dir=DIR, with checkpoint saving enabled, tries its disk"
     yield Check(item=ITEM, name=label, verdict=ABSENT, detail=detail)
     return
   yield guarded(ITEM, label, lambda: _saved(label, trainer, own))
@@ -68,8 +113,13 @@ def _saved(label: str, trainer: Trainer, own: epath.Path) -> Check:
     layout = layout_of(trainer.model)
     with Checkpoints(own, keep=None) as checkpoints:
       began = time.perf_counter()
-      checkpoints.save(0, arrays, layout=layout, train_input={})
-      checkpoints.wait()
+      try:
+        checkpoints.save(0, arrays, layout=layout, train_input={})
+        checkpoints.wait()
+      except UserError as error:
+        # Its own advice is for a run that would be resumed.
+        reason = run_folder.reason(error.__cause__ or error)
+        raise UserError(f"{own.parent} cannot be written: {reason}.") from error
       saving = time.perf_counter() - began
       target = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -83,12 +133,12 @@ def _saved(label: str, trainer: Trainer, own: epath.Path) -> Check:
   detail = f"{len(arrays)} arrays, {tables.nbytes(nbytes)}"
   if wrong:
     detail += f"; {len(wrong)} differ, as {wrong[0]}"
+  rates = {"GB/s saved": nbytes / saving / 1e9, "GB/s restored": nbytes / reading / 1e9}
+  if nbytes < _SMALL:
+    detail += f", in {saving:.2g} s and {reading:.2g} s: too few to measure the disk"
+  verdict = FAIL if wrong else PASS
   return Check(
-    item=ITEM,
-    name=label,
-    verdict=FAIL if wrong else PASS,
-    figures={"GB/s saved": nbytes / saving / 1e9, "GB/s restored": nbytes / reading / 1e9},
-    detail=detail,
+    item=ITEM, name=label, verdict=verdict, figures=rates if nbytes >= _SMALL else {}, detail=detail
   )
 
 

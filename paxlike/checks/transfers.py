@@ -68,7 +68,8 @@ def _fed(label: str, trainer: Trainer) -> Check:
     name: random.integers(0, 2, (len(feed.rows), *x.shape[1:])).astype(x.dtype)
     for name, x in trainer.train_data.no_rows().items()
   }
-  arrays.pop("segments", None)  # Random ones would be more than a sequence may have.
+  if "segments" in arrays:  # Random ones would be more than a sequence may have.
+    arrays["segments"] = np.ones_like(arrays["segments"])
   put = jax.block_until_ready(feed.put(arrays))
   equal = all(_holds(x, arrays[name], feed.rows) for name, x in put.items())
   began = time.perf_counter()
@@ -86,12 +87,17 @@ def _fed(label: str, trainer: Trainer) -> Check:
   )
 
 
-def _holds(x: jax.Array, rows: np.ndarray, numbers: np.ndarray) -> bool:
-  """Returns whether each shard of a batch here is what this process loaded of it."""
-  every = np.arange(x.shape[0])
-  return all(
-    np.array_equal(
-      shard.data, rows[np.searchsorted(numbers, every[shard.index[0]])][(..., *shard.index[1:])]
-    )
-    for shard in x.addressable_shards
-  )
+def _holds(x: jax.Array, loaded: np.ndarray, indices: np.ndarray) -> bool:
+  """Returns whether each shard of a batch here is what this process loaded of it.
+
+  Args:
+    x: The global batch.
+    loaded: The sequences that this process loaded.
+    indices: Where they are in the global batch, sorted.
+  """
+
+  def expected(index: tuple[slice, ...]) -> np.ndarray:
+    sequences = np.searchsorted(indices, np.arange(x.shape[0])[index[0]])
+    return loaded[sequences][(..., *index[1:])]
+
+  return all(np.array_equal(shard.data, expected(shard.index)) for shard in x.addressable_shards)

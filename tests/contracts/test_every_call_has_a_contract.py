@@ -8,7 +8,10 @@ HERE = pathlib.Path(__file__).resolve().parent
 PACKAGE = HERE.parent.parent / "paxlike"
 CALLS = re.compile(
   r"^\s*(?:from|import) (?:jax\._src|jax\.experimental(?:\.pallas| import pallas)|orbax)\b"
-  r"|import_module\(\"(?:tokamax|transformer_engine)|\"pinned_host\"",
+  r"|^\s*from jax import .*\bexperimental\b"
+  r"|\bjax\.(?:distributed\.\w+\(|memory\.\w)"
+  r"|\bmemory_kind=|with_memory_kind\(|\"pinned_host\""
+  r"|import_module\(\"(?:tokamax|transformer_engine)",
   re.MULTILINE,
 )
 
@@ -41,6 +44,11 @@ def test_a_new_call_is_found():
     'm = importlib.import_module("tokamax")',
     'x.with_memory_kind("pinned_host")',
     "    import orbax.checkpoint as ocp",
+    "  jax.distributed.initialize(address, 2, index)",
+    "jax.device_put(x, jax.memory.Space.Device)",
+    'SingleDeviceSharding(device, memory_kind="unpinned_host")',
+    "from jax import lax, experimental",
   ):
     assert CALLS.search(line), line
-  assert not CALLS.search("from jax.experimental import multihost_utils")
+  for line in ("from jax.experimental import multihost_utils", "Initialise `jax.distributed`."):
+    assert not CALLS.search(line), line

@@ -13,9 +13,6 @@ Callee: orbax-checkpoint 0.12.8.
 - `CheckpointManager.save` copies to the host before it returns, so arrays may be donated.
 """
 
-import asyncio
-import inspect
-
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -61,5 +58,5 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
 
 def test_finalizing_is_asked_of_a_function_that_is_not_async():
   """`is_checkpoint_finalized` is called without await: a coroutine would always be true."""
-  assert not inspect.iscoroutinefunction(ocp.utils.is_checkpoint_finalized)
-  assert not asyncio.iscoroutine(ocp.utils.is_checkpoint_finalized(epath.Path("/nowhere/a")))
+  found = ocp.utils.is_checkpoint_finalized(epath.Path("/nowhere/a"))
+  assert found is False

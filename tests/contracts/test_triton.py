@@ -8,10 +8,10 @@ Callee: jax/_src/pallas/triton/ and pallas/primitives.py, JAX 0.10.2 and 0.12.0.
   succeeds there and reads foreign memory on a GPU; whether there is a mask is asked of the jaxpr
   here.
 - Dims of values are powers of two on a GPU; interpret mode takes any.
-- `CompilerParams(num_warps, num_stages)`.
+- `CompilerParams(num_warps, num_stages)`: of another backend's they would be ignored. Warps are a
+  power of two.
 """
 
-import inspect
 import math
 
 import jax
@@ -33,18 +33,21 @@ def equations(jaxpr):
         yield from equations(inner)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_every_load_of_rows_is_masked_and_says_what_is_there_instead(transposed):
-  x, w = jnp.ones((300, 70), jnp.bfloat16), jnp.ones((3, 70, 90), jnp.bfloat16)
+def traced(transposed):
+  """Returns the equations of a kernel, and of those that call it."""
+  x = jnp.ones((300, 70), jnp.bfloat16)
   sizes = jnp.array([100, 50, 130], jnp.int32)
   if transposed:
-    traced = jax.make_jaxpr(
-      lambda: grouped_kernels.multiply_transposed(x, jnp.ones((300, 90), x.dtype), sizes, x.dtype)
-    )()
+    function, second = grouped_kernels.multiply_transposed, jnp.ones((300, 90), x.dtype)
   else:
-    traced = jax.make_jaxpr(lambda: grouped_kernels.multiply(x, w, sizes, x.dtype))()
+    function, second = grouped_kernels.multiply, jnp.ones((3, 70, 90), x.dtype)
+  return list(equations(jax.make_jaxpr(lambda: function(x, second, sizes, x.dtype))().jaxpr))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_load_of_rows_is_masked_and_says_what_is_there_instead(transposed):
   found = {"masked_load": 0, "masked_swap": 0}
-  for equation in equations(traced.jaxpr):
+  for equation in traced(transposed):
     name = equation.primitive.name
     if name not in found:
       continue
@@ -60,5 +63,9 @@ def test_every_load_of_rows_is_masked_and_says_what_is_there_instead(transposed)
   assert found == {"masked_load": 2, "masked_swap": 1}
 
 
-def test_what_a_kernel_is_compiled_with():
-  assert {"num_warps", "num_stages"} <= set(inspect.signature(triton.CompilerParams).parameters)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_a_kernel_is_compiled_with(transposed):
+  (call,) = (e for e in traced(transposed) if e.primitive.name == "pallas_call")
+  given = call.params["compiler_params"]
+  assert isinstance(given, triton.CompilerParams) and not call.params["interpret"]
+  assert given.num_warps == 8 and given.num_stages == 3

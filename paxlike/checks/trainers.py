@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainers whose steps are compared: of small models, on a mesh and on one device."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from paxlike import fiddlers, layers, mesh, optimizers
+from paxlike.checks.check import is_cpu
+from paxlike.mesh import MeshSpec
+from paxlike.optimizers import Optimizer
+from paxlike.trainer import Trainer
+
+Build = Callable[[Any], Trainer]
+
+# For programs that run once, and are small: of a CPU's, most of the time would be compilation.
+_QUICKLY_COMPILED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# The sizes that `fiddlers.shrink` sets and a mesh axis shards.
+_SHARDED = (
+  (layers.Decoder, "dim", "fsdp"),
+  (layers.Decoder, "vocab_size", "tensor"),
+  (layers.Attention, "num_heads", "tensor"),
+  (layers.Attention, "num_kv_heads", "tensor"),
+  (layers.LatentAttention, "num_heads", "tensor"),
+  (layers.Mlp, "hidden_dim", "tensor"),
+  (layers.Experts, "hidden_dim", "tensor"),
+  (layers.Moe, "num_experts", "expert"),
+)
+
+
+def trained(
+  graph: Any, build: Build, *, full: bool, edit: Callable[[Any], None] = lambda graph: None
+) -> Trainer:
+  """Returns the trainer of a graph; unless in full, that of a small model with a small batch.
+
+  Its learning rate is constant: after a warm-up from 0, the first update would be none. `edit`
+  changes the graph once it is that of the small model.
+  """
+  graph = copy.deepcopy(graph)
+  if hasattr(graph.optimizer, "learning_rate"):
+    graph.optimizer.learning_rate = optimizers.constant(peak=0.01)
+  if not full:
+    _shrink(graph, build)
+  edit(graph)
+  trainer = build(graph)
+  if full:
+    return trainer
+  stack: Any = trainer.model.stack
+  microbatches = 1 if stack.pipeline is None else stack.pipeline.microbatches
+  shards = mesh.batch_shards(trainer.devices) * trainer.accumulation_steps * microbatches
+  trainer.percore_batch_size = 2 * shards / trainer.devices.size
+  if is_cpu(trainer.devices):
+    trainer.compiler_options = _QUICKLY_COMPILED
+  return trainer
+
+
+def _shrink(graph: Any, build: Build):
+  """Makes a model small, with dims that the mesh shards wherever it shards the large ones."""
+  large = [
+    (node, name, axis, size)
+    for kind, name, axis in _SHARDED
+    for node in fiddlers.select(graph, kind)
+    if (size := getattr(node, name, None)) is not None
+  ]
+  fiddlers.shrink(graph)
+  for kind in (layers.Linear, layers.ExpertLinear):
+    for node in fiddlers.select(graph, kind):
+      # With weights as small as those of large models, attention would hardly depend on its keys.
+      node.init = layers.gaussian_fan_in
+  axes = build(graph).devices.shape
+  if 32 % (shards := 2 * axes["context"] * axes["tensor"]):
+    fiddlers.shrink(graph, seq_len=math.lcm(32, shards))
+  for node, name, axis, size in large:
+    if size % axes[axis] == 0:
+      setattr(node, name, math.lcm(getattr(node, name), axes[axis]))
+  for node in fiddlers.select(graph, layers.Attention):
+    if node.num_kv_heads is not None:
+      node.num_heads = math.lcm(node.num_heads, 2 * node.num_kv_heads)
+
+
+def not_sharded(graph: Any, build: Build, small: Trainer) -> list[str]:
+  """Returns the dims of weights that the mesh shards in the full model and not in the small one."""
+  of_large, of_small = _sharded_dims(build(graph)), _sharded_dims(small)
+  lost = {
+    f"{dim} over {axis}"
+    for name in of_large.keys() & of_small.keys()
+    for dim, axis in of_large[name] - of_small[name]
+  }
+  return sorted(lost)
+
+
+def _sharded_dims(trainer: Trainer) -> dict[str, set[tuple[str, str]]]:
+  """Returns the (dim, axis) by which each weight is sharded."""
+  sizes = trainer.devices.shape
+  return {
+    name: {
+      (dim, axis)
+      for dim, entry in zip(spec.dims, mesh.partition(spec.dims, spec.shape, sizes), strict=True)
+      for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    }
+    for name, spec in trainer.definition.weights.items()
+  }
+
+
+def on_one_device(graph: Any, build: Build, *, full: bool) -> Trainer:
+  """Returns a trainer of the same model without a mesh: plain attention, no pipeline.
+
+  A small model is unrolled too. The microbatches of a pipeline are accumulated, as the losses of
+  routers depend on them. It leaves the weights as they are.
+  """
+
+  def simplify(graph: Any):
+    fiddlers.attention(graph, "xla")
+    for node in fiddlers.select(graph, layers.Stack):
+      node.pipeline = None
+    if not full:
+      fiddlers.stack(graph, scan=False)
+
+  trainer = trained(graph, build, full=full)
+  alone = trained(graph, build, full=full, edit=simplify)
+  stack: Any = trainer.model.stack
+  alone.percore_batch_size = trainer.batch_size
+  alone.accumulation_steps *= 1 if stack.pipeline is None else stack.pipeline.microbatches
+  alone.mesh = MeshSpec(ici=(1, 1, 1))
+  alone.optimizer = Optimizer(optax.set_to_zero(), alone.optimizer.learning_rate)
+  return alone
+
+
+def is_rounded(trainer: Trainer) -> bool:
+  """Returns whether a model computes in anything but float32."""
+  definition = trainer.definition
+  if any(spec.rounding is not None for spec in definition.weights.values()):
+    return True
+  abstract = {
+    n: jax.ShapeDtypeStruct(s.shape, s.stored_dtype) for n, s in definition.weights.items()
+  }
+  prepared = jax.eval_shape(definition.prepare, abstract)
+  return any(x.dtype != jnp.float32 for x in jax.tree.leaves(prepared))
+
+
+def in_float32(graph: Any) -> Any:
+  """Returns a copy of a graph that computes in float32, with kernels that can."""
+  graph = copy.deepcopy(graph)
+  fiddlers.precision(graph, "float32")
+  for kind in (layers.Linear, layers.ExpertLinear):
+    for node in fiddlers.select(graph, kind):
+      node.dot = None
+  for kind in (layers.Attention, layers.LatentAttention):
+    for node in fiddlers.select(graph, kind):
+      kernel = getattr(node, "kernel", None)
+      made = getattr(kernel, "__fn_or_cls__", kernel)
+      if made in (layers.cudnn, layers.tokamax):  # They are for 16 bits.
+        fiddlers.attention(graph, "auto")
+  return graph
