@@ -81,5 +81,5 @@ def test_evaluation_gathers_each_weight_once():
     topology.use(None)
   sharded = [w for n, w in definition.weights.items() if "model" in w.dims and n[:5] != "embed"]
   nbytes = 2 * sum(math.prod(weight.shape) for weight in sharded)
-  found = {one.kind: one.nbytes for one in collectives.collectives(text, devices)}
+  found = {one.kind: one.nbytes for one in collectives.collectives(text or "", devices)}
   assert found["all-gather"] == pytest.approx((1 - 1 / DEVICES) * nbytes, rel=0.02)
