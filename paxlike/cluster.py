@@ -61,14 +61,14 @@ def own_gpus(
   listed = next((environ[name] for name in _VISIBLE if name in environ), None)
   names = [] if listed is None else [name.strip() for name in listed.split(",")]
   names = list(itertools.takewhile(lambda name: name.lower() not in _NO_GPU, names))
+  if len(names) == 1:
+    return None
   if any(name.startswith("MIG-") for name in names):
-    if len(names) == 1:
-      return None
     raise UserError(
       f"{size} processes on this node see {len(names)} MIG instances, but CUDA shows a process only"
       " the first: give each its own by CUDA_VISIBLE_DEVICES=MIG-..."
     )
-  visible = of_job if listed is None else len(names)
+  visible = min(num_gpus() or of_job, of_job) if listed is None else len(names)
   if visible * size <= of_job:
     return None
   if visible % size:

@@ -120,9 +120,9 @@ def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
 
 
 def quantize(graph: fdl.Buildable, kind: str = "fp8"):
-  """Makes the linear maps and experts of blocks multiply in few bits: fp8, fp8_delayed or int8.
+  """Makes the linear maps and experts of blocks multiply in few bits: a key of `_DOTS`.
 
-  Of mxfp8 the linear maps only: there are no block-scaled matmuls of experts.
+  In mxfp8 the linear maps only: there are no block-scaled matmuls of experts.
   """
   if kind not in _DOTS:
     hint = did_you_mean(kind, _DOTS) or f" One of {', '.join(_DOTS)}."
@@ -222,8 +222,8 @@ def decoding(graph: fdl.Buildable):
 def shrink(graph: fdl.Buildable, seq_len: int = 32):
   """Makes a model of any family so small that it trains and compiles within seconds on a CPU.
 
-  Its parts and their order stay: windows are shorter than the sequences of 32 tokens, grouped heads
-  stay grouped, and the pattern of layers is repeated twice, or once for each group of a pipeline.
+  Its parts and their order stay: windows are shorter than `seq_len`, grouped heads stay grouped,
+  and the pattern of layers is repeated twice, or once for each group of a pipeline.
   """
   vocab_size = 96
   for node in select(graph, layers.Decoder):

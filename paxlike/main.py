@@ -19,6 +19,9 @@ if TYPE_CHECKING:
   from paxlike.experiment import Experiment
 
 _PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # By which users name a folder of compiled programs.
+# Kept with their frames until the process ends: XLA may still compile, and would crash without what
+# they hold.
+_interrupted: list[BaseException] = []
 
 
 def run():
@@ -34,8 +37,8 @@ def run():
   finally:
     alone = "paxlike.distributed" not in sys.modules
     if status == 130 or (status in (1, 2, 3) and not alone):
-      # JAX would wait for the other processes, which are told to end; and where a compilation was
-      # interrupted, it may crash as the interpreter ends.
+      # JAX would wait for the other processes, which end by themselves; and `_interrupted` must not
+      # be freed.
       if sys.exc_info()[1] is not None:
         traceback.print_exc()
       sys.stdout.flush()
@@ -69,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
   except RunError as error:
     print(f"paxlike: {error}", file=sys.stderr)
     return 1
-  except KeyboardInterrupt:
+  except KeyboardInterrupt as error:
+    _interrupted.append(error)
     return 130
 
 
@@ -134,6 +138,7 @@ def set_up_jax(options: flags.Options):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
+  topology.check_gpu_share()
   if not os.path.exists("/dev/nvidiactl"):
     # What compiles for GPUs may be installed where there is none: JAX would log that as an error.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -308,6 +313,7 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
       raise UserError(f"--mode=plan chooses {name}: leave --fdl.{name} out.")
     if name == "OPTIMIZER_ON_HOST":
       raise UserError(f"--mode=plan does not know what {name}={text} takes: leave it out.")
+  topology.take_gpu_memory()  # The same for all plans.
   plans = planner.find(build, topology.devices(), batch=options.global_batch)
   plans = planner.confirmed(plans, build, options.confirm or 0)
   if options.json:
@@ -362,14 +368,14 @@ def built(graph: Any) -> Any:
 
   from paxlike.scripts_gpu import xla_flags
 
+  several = cluster.num_gpus() > 1 or "paxlike.distributed" in sys.modules
   try:
+    # The mesh before the rest, of which stacks ask for devices.
+    topology.take_gpu_memory(fdl.build(graph.mesh).num_groups if several else 0)
     trainer: Any = fdl.build(graph)
   except UserError as error:
     # Fiddle adds where in the graph it was, with all the arguments there.
     raise UserError(str(error).split("\n\nFiddle context:")[0]) from error
-  # At the latest now: what follows asks for devices.
-  several = cluster.num_gpus() > 1 or "paxlike.distributed" in sys.modules
-  topology.take_gpu_memory(trainer.mesh.num_groups if several else 0)
   trainer.compiler_options, dropped = xla_flags.options()
   for name in dropped:
     print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)

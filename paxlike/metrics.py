@@ -5,9 +5,8 @@ On an object store the lines are in `metrics/part-00000000.jsonl` and so on.
 """
 
 import contextlib
-import itertools
 import json
-import shutil
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -32,8 +31,20 @@ def files(folder: epath.Path) -> list[epath.Path]:
 
 
 def records(folder: epath.Path) -> Iterator[dict[str, Any]]:
-  """Yields the records of the run in `folder`."""
-  return itertools.chain.from_iterable(map(read, files(folder)))
+  """Yields the records of the run in `folder`.
+
+  Parts may have been merged into `metrics.jsonl` and not removed: of what is in both, that file's.
+  """
+  merged: set[tuple[Any, ...]] = set()
+  for path in files(folder):
+    found = list(read(path))
+    yield from (record for record in found if _key(record) not in merged)
+    if path.name == "metrics.jsonl":
+      merged.update(map(_key, found))
+
+
+def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+  return record.get("kind"), record.get("set"), record["updates"]
 
 
 def read(path: epath.Path) -> Iterator[dict[str, Any]]:
@@ -69,12 +80,14 @@ class JsonlWriter:
 
     Parts that an object store has held are merged into the file and removed.
     """
-    kept = (_line(record) for record in records(path.parent) if record["updates"] <= step)
+    kept = "".join(_line(r) for r in records(path.parent) if r["updates"] <= step)
     temporary = path.with_name(f".{path.name}")
-    # A record is in both if an earlier resume was killed before it had removed the parts.
-    temporary.write_text("".join(dict.fromkeys(kept)))
+    temporary.write_text(kept)
     temporary.replace(path)
-    shutil.rmtree(path.parent / "metrics", ignore_errors=True)
+    for part in path.parent.glob("metrics/part-*.jsonl"):
+      part.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+      os.rmdir(path.parent / "metrics")  # What else is there is not the run's.
     self._file = path.open("a")
 
   def write(self, record: Mapping[str, Any]):

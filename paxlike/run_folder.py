@@ -108,7 +108,7 @@ def create(path: str) -> epath.Path:
   folder = absolute(path)
   if is_remote(path):
     # A store has no folders that could be made, and says only of an object whether it takes it.
-    # The object stays where the run may write but not delete.
+    # A bucket in which the run may not delete is refused, and keeps the object.
     trial = folder / f".paxlike-{uuid.uuid4().hex}"
     with _reaching(f"--job_log_dir={path} cannot be written"):
       trial.write_bytes(b"")

@@ -24,15 +24,8 @@ def devices() -> list[Any]:
   return list(jax.devices() if _named is None else _named)
 
 
-def take_gpu_memory(communicators: int = 0):
-  """Has JAX take of each GPU what programs are to have; before it first asks for them.
-
-  Args:
-    communicators: Of NCCL, which need more memory beside the more they are.
-
-  Raises:
-    UserError: The user's variable says no share.
-  """
+def check_gpu_share():
+  """Raises a UserError if the user's variable for a share of a GPU's memory says no share."""
   given = [name for name in chips.SHARE_NAMES if os.environ.get(name)]
   try:
     share = chips.gpu_share()
@@ -42,9 +35,17 @@ def take_gpu_memory(communicators: int = 0):
     raise UserError(
       f"{given[0]}={os.environ[given[0]]}: expected a share of a GPU's memory, as 0.9."
     )
-  if not given:
+
+
+def take_gpu_memory(communicators: int = 0):
+  """Has JAX take of each GPU of this machine what programs are to have, unless the user says it.
+
+  JAX reads it when it is first asked for devices. `communicators` are those of NCCL, which need the
+  more memory beside the more they are.
+  """
+  if _named is None and not any(os.environ.get(name) for name in chips.SHARE_NAMES):
     chip = _gpu_here()
-    share = share if chip is None else chip.share_beside(communicators)
+    share = chips.gpu_share() if chip is None else chip.share_beside(communicators)
     os.environ[chips.SHARE_NAMES[1]] = str(share)
 
 

@@ -146,6 +146,9 @@ NO_COUNT = {name: value for name, value in SLURM.items() if name != "SLURM_GPUS_
     (OPEN_MPI | {"ROCR_VISIBLE_DEVICES": "1"}, 0, None),
     # Each process has its own part of a GPU.
     (OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "MIG-b"}, 1, None),
+    # Containers that show each process a GPU of its own.
+    (OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "0"}, 1, None),
+    (SLURM | {"SLURM_GPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 1, None),
     (SLURM | {"SLURM_GPUS_ON_NODE": "", "SLURM_STEP_TASKS_PER_NODE": "8(x2),"}, 8, (1,)),
   ],
 )

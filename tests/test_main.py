@@ -7,7 +7,7 @@ import os
 import pytest
 from program import TINY, curve, finish, run, start
 
-from paxlike import chips, config_file, main, registry
+from paxlike import chips, config_file, main, registry, topology
 
 SMALL = "--fdl_config=Synthetic126M"
 
@@ -101,8 +101,26 @@ def test_against_prints_the_difference(capsys):
 def test_jax_may_take_most_of_a_gpu(monkeypatch):
   for name in chips.SHARE_NAMES:
     monkeypatch.setenv(name, "")
+  # What is there when devices are first asked for; JAX reads it then.
+  devices, seen = topology.devices, []
+  monkeypatch.setattr(
+    topology,
+    "devices",
+    lambda: seen.append(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) or devices(),
+  )
   main.built(registry.find("Synthetic126M")().trainer())
-  assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == chips.gpu_share() > 0.9
+  assert set(map(float, seen)) == {chips.gpu_share()} and chips.gpu_share() > 0.9
+
+
+def test_devices_that_are_named_have_the_memory_of_theirs(monkeypatch):
+  for name in chips.SHARE_NAMES:
+    monkeypatch.setenv(name, "")
+  topology.use("h200-8")
+  try:
+    topology.take_gpu_memory(15)
+  finally:
+    topology.use(None)
+  assert not any(os.environ[name] for name in chips.SHARE_NAMES)
 
 
 def test_fdl_help(capsys):

@@ -218,9 +218,18 @@ def test_records_are_in_few_objects_and_none_is_there_twice(tmp_path, monkeypatc
   # Copied to a disk it goes on in one file.
   monkeypatch.undo()
   assert [record["updates"] for record in metrics.records(folder)] == list(range(1, 61))
+  part = min((tmp_path / "metrics").iterdir())
+  stale = part.read_text()
   metrics.open_writer(folder, step=50).close()
   assert [record["updates"] for record in metrics.records(folder)] == list(range(1, 51))
   assert os.listdir(tmp_path) == ["metrics.jsonl"]
+  # Killed before they were all removed; and beside a file of the user's.
+  part.parent.mkdir()
+  part.write_text(stale)
+  (tmp_path / "metrics" / "code.py").write_text("")
+  assert [record["updates"] for record in metrics.records(folder)] == list(range(1, 51))
+  metrics.open_writer(folder, step=50).close()
+  assert os.listdir(tmp_path / "metrics") == ["code.py"]
 
 
 def test_an_object_is_replaced_seldom_and_loses_nothing(tmp_path, monkeypatch):

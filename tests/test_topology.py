@@ -131,7 +131,7 @@ def test_what_is_no_share_is_said(monkeypatch, text):
   for name in chips.SHARE_NAMES:
     monkeypatch.setenv(name, text)
   with pytest.raises(UserError, match=rf"XLA_CLIENT_MEM_FRACTION={text}: expected a share"):
-    topology.take_gpu_memory()
+    topology.check_gpu_share()
 
 
 # As where no plugin is installed, if there are arguments.

@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
 
 # In float32 sums are in another order; in fewer bits, what is multiplied is rounded too. The limits
-# of gradients are then raised to what rounding changes on one device.
+# of gradients are then raised to twice what rounding changes on one device, at most to a half.
 FLOAT32 = Limits(loss=2e-4, gradient=2e-4, total=2e-4, floor=1e-2)
 ROUNDED = Limits(loss=5e-3, gradient=0.03, total=0.01, floor=0.1)
 ROUTED = Limits(

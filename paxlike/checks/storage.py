@@ -2,6 +2,7 @@
 """A checkpoint saved in the folder of a run and restored, bit by bit."""
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -86,14 +87,15 @@ def _remove(own: epath.Path, made: list[epath.Path]):
   for seconds in (0, 0.2, 0.5, 1, 3):
     time.sleep(seconds)
     with contextlib.suppress(*run_folder.failures()):
+      if own.exists():
+        own.rmtree()
       if not own.exists():
         break
-      own.rmtree()
   else:
     print(f"paxlike: {own} could not be removed.", file=sys.stderr)
   for place in made:
     with contextlib.suppress(OSError):
-      place.rmdir()
+      os.rmdir(place)
 
 
 def saved(trainer: Trainer, own: epath.Path | None) -> Iterator[Check]:
