@@ -226,7 +226,7 @@ def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) 
   """Returns a partition that cuts a tensor over `data` too, along the first dim that it divides."""
   if sizes["data"] == 1 or "data" in axes_of(spec):
     return spec
-  entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+  entries = axes_by_dim(spec)
   for place, (axes, size) in enumerate(zip(entries, shape, strict=True)):
     if size % (math.prod(sizes[axis] for axis in axes) * sizes["data"]) == 0:
       entries[place] = (*axes, "data")
@@ -236,8 +236,12 @@ def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) 
 
 def axes_of(spec: PartitionSpec) -> set[str]:
   """Returns the mesh axes that a partition uses."""
-  entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-  return {axis for entry in entries for axis in entry}
+  return {axis for axes in axes_by_dim(spec) for axis in axes}
+
+
+def axes_by_dim(spec: PartitionSpec) -> list[tuple[str, ...]]:
+  """Returns the mesh axes that shard each dim."""
+  return [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
 
 
 def sharding(mesh: Mesh | AbstractMesh, dims: Dims, shape: Sequence[int]) -> NamedSharding:

@@ -97,12 +97,12 @@ def not_sharded(graph: Any, build: Build, small: Trainer) -> list[str]:
 def _sharded_dims(trainer: Trainer) -> dict[str, set[tuple[str, str]]]:
   """Returns the (dim, axis) by which each weight is sharded."""
   sizes = trainer.devices.shape
+
+  def axes_of(spec: Any) -> list[tuple[str, ...]]:
+    return mesh.axes_by_dim(mesh.partition(spec.dims, spec.shape, sizes))
+
   return {
-    name: {
-      (dim, axis)
-      for dim, entry in zip(spec.dims, mesh.partition(spec.dims, spec.shape, sizes), strict=True)
-      for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    }
+    name: {(dim, axis) for dim, axes in zip(spec.dims, axes_of(spec), strict=True) for axis in axes}
     for name, spec in trainer.definition.weights.items()
   }
 

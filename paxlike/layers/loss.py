@@ -57,7 +57,7 @@ class Shards(NamedTuple):
     """Returns how the current mesh shards [B, T]."""
     if not (sizes := mesh.sizes_here(mesh.AXES)):
       return cls(1, 1, ())
-    axes = [_axes(entry) for entry in mesh.partition(("batch", "time"), shape, sizes)]
+    axes = mesh.axes_by_dim(mesh.partition(("batch", "time"), shape, sizes))
     batch, time = (math.prod(sizes[axis] for axis in one) for one in axes)
     return cls(batch, time, (*axes[0], *axes[1]))
 
@@ -76,10 +76,6 @@ class Shards(NamedTuple):
     x = x.transpose(3, 0, 2, 1, 4, *range(5, x.ndim))
     shards = (self.batch * self.time,) if self.axes else ()
     return x.reshape(count, *shards, *x.shape[3:])
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-  return (entry,) if isinstance(entry, str) else entry or ()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
