@@ -292,6 +292,15 @@ def test_a_store_that_cannot_be_reached_is_a_mistake(capsys):
   assert out == "" and err.count("\n") == 1 and "s3://bucket/run" in err
 
 
+@pytest.fixture
+def interruptible():
+  """Shells start what runs in the background with SIGINT ignored."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_was_saved_is_removed_when_interrupted(tmp_path, number):
   path = tmp_path / "new" / "run"
