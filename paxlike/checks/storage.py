@@ -82,17 +82,16 @@ def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 def _remove(own: epath.Path, made: list[epath.Path]):
   """Removes a folder, and the empty ones that were made for it.
 
-  Where saving failed, Orbax's threads may still write: what they add is removed by the next try.
+  Where saving failed, Orbax's threads may still write: it is looked at again after each removal.
   """
   for seconds in (0, 0.2, 0.5, 1, 3):
     time.sleep(seconds)
     with contextlib.suppress(*run_folder.failures()):
-      if own.exists():
-        own.rmtree()
       if not own.exists():
         break
+      own.rmtree()
   else:
-    print(f"paxlike: {own} could not be removed.", file=sys.stderr)
+    print(f"paxlike: {own} may still be there: remove it.", file=sys.stderr)
   for place in made:
     with contextlib.suppress(OSError):
       os.rmdir(place)
