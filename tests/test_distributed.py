@@ -203,7 +203,8 @@ def test_processes_go_on_from_the_same_checkpoint_if_one_cannot_read_its_part(tm
     assert "checkpoint_00000002 is damaged" in err
 
 
-@pytest.mark.parametrize("saving", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("saving", [True, False])
 def test_folders_of_their_own_are_refused_where_checkpoints_are_saved(tmp_path, saving):
   """As on nodes whose disks are not shared: the first save would wait forever."""
   folders = [tmp_path / "a", tmp_path / "b"]
