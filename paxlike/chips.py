@@ -42,7 +42,7 @@ class Chip:
     return min(self.room, self.memory - _LIBRARIES - communicators * _COMMUNICATOR)
 
   def share_beside(self, communicators: int) -> float:
-    """Returns `room_beside` as a share of a GPU's memory, as JAX is to be told."""
+    """Returns `room_beside` as a share of a GPU's memory: what JAX's setting takes."""
     room = self.room_beside(communicators)
     return gpu_share() if room == self.room else math.floor(100 * room / self.memory) / 100
 

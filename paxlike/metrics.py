@@ -27,7 +27,8 @@ def files(folder: epath.Path) -> list[epath.Path]:
   later ones in the parts.
   """
   single = folder / "metrics.jsonl"
-  return [single] * single.exists() + sorted(folder.glob("metrics/part-*.jsonl"))
+  parts = sorted(folder.glob("metrics/part-*.jsonl"))
+  return [single, *parts] if single.exists() else parts
 
 
 def records(folder: epath.Path) -> Iterator[dict[str, Any]]:

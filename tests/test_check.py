@@ -165,6 +165,21 @@ def test_a_broken_gradient_and_a_broken_update_on_the_mesh_are_named(capsys, mon
   assert failed == [f"{step_of}: gradients", f"{step_of}: update"]
 
 
+def test_a_step_that_fails_in_float32_keeps_none_from_the_other(capsys, monkeypatch, only):
+  only(step)
+  both = step._both
+
+  def fails(graph, build, is_exact, full):
+    if is_exact:
+      raise RuntimeError("no such program")
+    return both(graph, build, is_exact, full)
+
+  monkeypatch.setattr(step, "_both", fails)
+  assert run("--mode=check", "--fdl_config=TinyPython", "--fdl.FPROP_DTYPE=bfloat16") == 1
+  page = capsys.readouterr().out
+  assert "RuntimeError: no such program" in page and "own dtype, shrunk" in page
+
+
 def graph_of(*words):
   options = flags.parse(["paxlike", "--mode=check", *words])
   return main.graph_of(options, main.experiment_of(options))

@@ -107,8 +107,8 @@ def _sharded_dims(trainer: Trainer) -> dict[str, set[tuple[str, str]]]:
   }
 
 
-def on_one_device(graph: Any, build: Build, *, full: bool) -> Trainer:
-  """Returns a trainer of the same model without a mesh: plain attention, no pipeline.
+def on_one_device(trainer: Trainer, graph: Any, build: Build, *, full: bool) -> Trainer:
+  """Returns a trainer of the model of `trainer` without a mesh: plain attention, no pipeline.
 
   A small model is unrolled too. The microbatches of a pipeline are accumulated, as the losses of
   routers depend on them. It leaves the weights as they are.
@@ -121,7 +121,6 @@ def on_one_device(graph: Any, build: Build, *, full: bool) -> Trainer:
     if not full:
       fiddlers.stack(graph, scan=False)
 
-  trainer = trained(graph, build, full=full)
   alone = trained(graph, build, full=full, edit=simplify)
   stack: Any = trainer.model.stack
   alone.percore_batch_size = trainer.batch_size
