@@ -12,6 +12,7 @@ from typing import Any
 from etils import epath
 
 from paxlike import run_folder
+from paxlike.configurable import configurable
 from paxlike.data.seqio_corpus import SeqIOTask
 from paxlike.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from paxlike.errors import UserError
@@ -19,6 +20,7 @@ from paxlike.errors import UserError
 SHUFFLE_BUFFER_SIZE = 100_000
 
 
+@configurable
 class TfdsTask(SeqIOTask):
   """One of these tasks, with the files that it reads."""
 
@@ -92,6 +94,7 @@ def tfds_folder(name: str) -> epath.Path:
   )
 
 
+@configurable
 def the_pile_lm(*, folder: str, vocab_path: str) -> str:
   """The Pile: 128 documents at a time run into each other, cut into pieces that end with EOS."""
 
@@ -107,12 +110,14 @@ def the_pile_lm(*, folder: str, vocab_path: str) -> str:
   )
 
 
+@configurable
 def c4(*, folder: str, vocab_path: str) -> str:
   """C4: the text of each document. Whoever cuts them into rows puts EOS between them."""
   features = _features(vocab_path, "targets", add_eos=False)
   return _add("c4", folder, [_text_as_targets, "tokenize"], features)
 
 
+@configurable
 def lambada_eval(*, folder: str, vocab_path: str) -> str:
   """LAMBADA: the last word of a passage is to be told from all before."""
 
@@ -134,6 +139,7 @@ def lambada_eval(*, folder: str, vocab_path: str) -> str:
   )
 
 
+@configurable
 def boolq(*, folder: str, vocab_path: str) -> str:
   """BoolQ: whether the answer to a question on a passage is yes or no."""
 
