@@ -87,9 +87,11 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
   try:
     saved = json.loads(path.read_text())
     name, knobs = str(saved["experiment"]), dict(saved["knobs"])
+    if not all(isinstance(text, str) for text in knobs.values()):
+      raise ValueError("the values of knobs are no texts")
   except OSError as error:
     raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
-  except (ValueError, KeyError, TypeError) as error:
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise UserError(f"{path} is damaged: {error}.") from None
   module = name.rpartition(".")[0]
   found = _registered(name)

@@ -17,6 +17,9 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from paxlike import configurable, knob_types
 from paxlike.errors import UserError
 
@@ -46,8 +49,8 @@ _LISTED: dict[str, frozenset[str]] = {
     variance_scaling xavier_normal xavier_uniform zeros
   """),
   "jax.numpy": _DTYPES | {"tanh"},
-  "ml_dtypes": _DTYPES,
-  "numpy": _DTYPES,
+  "ml_dtypes": frozenset(name for name in _DTYPES if hasattr(ml_dtypes, name)),
+  "numpy": frozenset(name for name in _DTYPES if hasattr(np, name)),
   "optax": _words("""
     MultiSteps adadelta adafactor adagrad adam adamax adamaxw adamw add_decayed_weights add_noise
     amsgrad apply_every apply_if_finite centralize chain clip clip_by_block_rms clip_by_global_norm
