@@ -27,7 +27,7 @@ import numpy as np
 from etils import epath
 from fiddle import history
 
-from paxlike import graph_text, knob_types, symbols
+from paxlike import graph_text, knob_types, run_folder, symbols
 from paxlike.errors import UserError
 from paxlike.graph_data import Part, Symbol
 from paxlike.graph_edits import call_fiddler, set_path
@@ -97,6 +97,7 @@ def read_data(path: epath.PathLike) -> Any:
 
 def _text(path: epath.PathLike) -> str:
   try:
+    run_folder.check_ends(path)
     return epath.Path(path).read_text()
   except (OSError, UnicodeDecodeError) as error:
     reason = getattr(error, "strerror", None) or error

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from etils import epath
 
-from paxlike import symbols
+from paxlike import run_folder, symbols
 from paxlike.errors import UserError, did_you_mean
 from paxlike.experiment import Experiment
 from paxlike.knobs import spell
@@ -85,6 +85,7 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
   """
   path = epath.Path(path)
   try:
+    run_folder.check_ends(path)
     saved = json.loads(path.read_text())
     name, knobs = str(saved["experiment"]), dict(saved["knobs"])
     if not all(isinstance(text, str) for text in knobs.values()):

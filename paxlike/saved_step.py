@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from paxlike import chips
+from paxlike import chips, run_folder
 from paxlike.errors import UserError
 
 _FORMAT = "paxlike step 2"
@@ -147,7 +147,7 @@ def load(
         " that it was compiled with, or compile it anew."
       )
   try:
-    with _compiled_already(payload):
+    with _as_compiled(payload):
       return lowered.compile(compiler_options=dict(options))
   except (jax.errors.JaxRuntimeError, ValueError) as error:
     raise UserError(f"--compiled_step={path}: {str(error).splitlines()[0]}") from None
@@ -169,12 +169,12 @@ def _serialized(step: jax.stages.Compiled) -> bytes:
 
 def _read(path: epath.Path) -> tuple[dict[str, Any], bytes]:
   """Returns the header and the payload of a file."""
-  line, payload, found = b"", b"", None
+  found = None
   try:
-    if path.is_file() or not path.exists():  # Reading a pipe might never end.
-      with path.open("rb") as file:
-        line = file.readline(_MOST_HEADER)
-        payload = file.read(_MOST_PAYLOAD)
+    run_folder.check_ends(path)
+    with path.open("rb") as file:
+      line = file.readline(_MOST_HEADER)
+      payload = file.read(_MOST_PAYLOAD)
   except OSError as error:
     raise UserError(f"--compiled_step={path}: {error.strerror or error}.") from None
   with contextlib.suppress(ValueError, RecursionError):
@@ -189,7 +189,7 @@ def _read(path: epath.Path) -> tuple[dict[str, Any], bytes]:
 
 
 @contextlib.contextmanager
-def _compiled_already(payload: bytes) -> Iterator[None]:
+def _as_compiled(payload: bytes) -> Iterator[None]:
   """Context in which JAX takes a serialized program for the one that it is to compile.
 
   The function that is replaced returns what is in JAX's cache of programs, or compiles; so the

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
 import sys
 
 import pytest
 
-from paxlike import registry
+from paxlike import config_file, registry
 from paxlike.errors import UserError
 from paxlike.experiments import gpt
 
@@ -81,6 +82,13 @@ def test_a_file_names_what_the_user_allows(trap, tmp_path):
   assert found.NUM_LAYERS == 3
   path.write_text(registry.dump(gpt.Gpt126M(NUM_LAYERS=2)))
   assert type(registry.load(path)) is gpt.Gpt126M  # Not registered, but the package's.
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+  os.mkfifo(tmp_path / "experiment.json")
+  for read in (registry.load, config_file.read, config_file.read_data):
+    with pytest.raises(UserError, match="it is a pipe or a device"):
+      read(tmp_path / "experiment.json")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"experiment": 1}', "[" * 10**5, "\xff\xfe"])

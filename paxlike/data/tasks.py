@@ -4,9 +4,10 @@
 Each function adds its task to SeqIO's registry. Only they import TensorFlow.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -45,6 +46,7 @@ class TfdsTask(SeqIOTask):
       splits = [part["name"] for part in json.loads(info.read_text())["splits"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise UserError(f"{info} cannot be read: {error}.") from error
+    check_features(info.parent)
     if split not in splits:
       raise UserError(f"{info.parent} has no split {split}: it has {', '.join(splits)}.")
 
@@ -65,6 +67,40 @@ class TfdsTask(SeqIOTask):
 
 
 _INFO = "dataset_info.json"
+
+
+def check_features(folder: epath.Path):
+  """Finds whether a TFDS data set has features of TFDS alone: it imports what others name.
+
+  Raises:
+    UserError: It has others, or its features cannot be read.
+  """
+  path = folder / "features.json"
+  try:
+    names = [*_feature_classes(json.loads(path.read_text()))]
+  except (OSError, ValueError, RecursionError) as error:
+    raise UserError(f"{path} cannot be read: {error}.") from error
+  for name in names:
+    if not name.startswith("tensorflow_datasets."):
+      raise UserError(
+        f"{path} names the class {name!r}, which reading the data set would import: paxlike reads"
+        " features of tensorflow_datasets alone."
+      )
+
+
+def _feature_classes(node: Any) -> Iterator[str]:
+  """Yields the classes that a `features.json` of TFDS names, also in the JSON of older ones."""
+  if isinstance(node, str) and node.lstrip().startswith(("{", "[")):
+    with contextlib.suppress(ValueError):
+      yield from _feature_classes(json.loads(node))
+  elif isinstance(node, list):
+    for item in node:
+      yield from _feature_classes(item)
+  elif isinstance(node, dict):
+    for key, item in node.items():
+      if key in ("pythonClassName", "python_class_name", "type") and isinstance(item, str):
+        yield item
+      yield from _feature_classes(item)
 
 
 def tfds_data_dir() -> epath.Path:
@@ -167,6 +203,7 @@ def _add(name: str, folder: str, preprocessors: list[Any], features: dict[str, A
   import seqio
   import tensorflow_datasets as tfds
 
+  check_features(epath.Path(folder))
   builder: Any = tfds.builder_from_directory(folder)
 
   def read(split: str, shuffle_files: bool, seed: int | None = None) -> Any:
