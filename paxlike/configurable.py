@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marks what a config file may name: `@configurable` on the definition of a class or function."""
 
-import enum
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 _NAMES: set[str] = set()
@@ -18,8 +18,8 @@ def configurable(value: _Value) -> _Value:
   """
   name = f"{value.__module__}:{value.__qualname__}"
   _NAMES.add(name)
-  if isinstance(value, enum.EnumType):
-    _NAMES.update(f"{name}.{member}" for member in value.__members__)
+  members: Mapping[str, Any] = getattr(value, "__members__", {})  # Of an enum.
+  _NAMES.update(f"{name}.{member}" for member in members)
   return value
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import pkgutil
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def strings_and_callables(annotation: Any) -> tuple[bool, bool]:
   """Whether an annotation takes a string, and whether it takes something that is called."""
   if annotation in (Any, inspect.Parameter.empty):
     return False, False
-  if annotation is str or (isinstance(annotation, type) and issubclass(annotation, os.PathLike)):
+  if annotation is str or os.PathLike in (annotation, typing.get_origin(annotation)):
     return True, False
   if callable(annotation) and "Callable" in repr(annotation):
     return False, True
@@ -127,7 +128,7 @@ def strings_and_callables(annotation: Any) -> tuple[bool, bool]:
 
 
 def issubclass_of_mapping(origin: Any) -> bool:
-  return isinstance(origin, type) and issubclass(origin, typing.cast(Any, dict | typing.Mapping))
+  return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 @pytest.mark.parametrize("name", sorted(n for n in listed() if n.startswith("paxlike.")))
