@@ -11,12 +11,14 @@ from etils import epath
 
 from paxlike import run_folder
 from paxlike.checkpoint import Checkpoints
+from paxlike.configurable import configurable
 from paxlike.errors import UserError, did_you_mean
 from paxlike.evaluation import EvalSet, Result
 
 FILE = "best.json"
 
 
+@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Criterion:
   """By what checkpoints are compared.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a graph as JSON, and loads it back without running anybody's code.
+"""Saves a graph as JSON, and loads it back; what it may name is a list (`symbols`).
 
 The format follows the graph. What JSON has is itself; the rest is a mapping with one of these keys:
 
@@ -15,6 +15,7 @@ The format follows the graph. What JSON has is itself; the rest is a mapping wit
 Fiddle's tags and the history of values are not saved.
 """
 
+import abc
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -26,12 +27,22 @@ import numpy as np
 from etils import epath
 from fiddle import history
 
-from paxlike import graph_text, knob_types, symbols
+from paxlike import graph_text, knob_types, run_folder, symbols
 from paxlike.errors import UserError
+from paxlike.graph_data import Part, Symbol
 from paxlike.graph_edits import call_fiddler, set_path
 from paxlike.graph_text import describe, difference
 
-__all__ = ["call_fiddler", "describe", "difference", "dump", "load", "read", "set_path"]
+__all__ = [
+  "call_fiddler",
+  "describe",
+  "difference",
+  "dump",
+  "load",
+  "read",
+  "read_data",
+  "set_path",
+]
 
 _VERSION = 1
 _BUILDABLES: dict[str, type[fdl.Buildable]] = {
@@ -51,44 +62,65 @@ def dump(graph: Any) -> str:
   return json.dumps(saved, indent=1, allow_nan=False) + "\n"
 
 
-def read(path: epath.PathLike, *, allow_modules: Iterable[str] | None = ()) -> Any:
+def read(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Any:
   """Returns the graph in a file, local or on a bucket; the rest is as of `load`."""
-  try:
-    text = epath.Path(path).read_text()
-  except (OSError, UnicodeDecodeError) as error:
-    reason = getattr(error, "strerror", None) or error
-    raise UserError(f"the config file {path} cannot be read: {reason}.") from None
-  return load(text, allow_modules=allow_modules)
+  return load(_text(path), allow_modules=allow_modules)
 
 
-def load(text: str, *, allow_modules: Iterable[str] | None = ()) -> Any:
+def load(text: str, *, allow_modules: Iterable[str] = ()) -> Any:
   """Returns the graph of a JSON that `dump` wrote; equal to the one it was given.
 
   Args:
     text: JSON.
-    allow_modules: Modules, besides paxlike's and a short list, whose symbols it may use. None:
-      those that are imported already, for graphs that are looked at and never built.
+    allow_modules: Modules, besides paxlike's and a short list, whose symbols it may use.
 
   Raises:
-    UserError: It is no such JSON, or uses another module. Then no module was imported.
+    UserError: It is no such JSON, or names what is not on the list. Then no module was imported but
+      paxlike's.
   """
+  saved = _parsed(text)
+  allow_modules = tuple(filter(None, allow_modules))
+  for name in _names(saved):
+    symbols.check(name, allow_modules=allow_modules)
+  with history.custom_location(lambda: history.Location("config file", 0, None)):
+    return _root(saved, _Load(allow_modules))
+
+
+def read_data(path: epath.PathLike) -> Any:
+  """Returns the graph in a file as `graph_data`, to be looked at: its names are not checked.
+
+  Raises:
+    UserError: It cannot be read, or is no graph that paxlike saved.
+  """
+  return _root(_parsed(_text(path)), _LoadData())
+
+
+def _text(path: epath.PathLike) -> str:
+  try:
+    run_folder.check_ends(path)
+    return epath.Path(path).read_text()
+  except (OSError, UnicodeDecodeError) as error:
+    reason = getattr(error, "strerror", None) or error
+    raise UserError(f"the config file {path} cannot be read: {reason}.") from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
   try:
     saved = json.loads(text)
-  except (json.JSONDecodeError, RecursionError) as error:
+  except (ValueError, RecursionError) as error:
     raise UserError(f"the config file is not JSON: {error}.") from None
   if not isinstance(saved, dict) or saved.get("paxlike_graph") != _VERSION:
     raise UserError(
       f"the config file is not a graph saved by paxlike (no 'paxlike_graph': {_VERSION})."
     )
-  if allow_modules is not None:
-    allow_modules = tuple(filter(None, allow_modules))
-  for name in _names(saved):
-    symbols.check(name, allow_modules=allow_modules)
-  with history.custom_location(lambda: history.Location("config file", 0, None)):
-    try:
-      return _Load(allow_modules).value(saved.get("graph"), "graph")
-    except RecursionError:
-      raise UserError("the config file is nested too deeply.") from None
+  return saved
+
+
+def _root(saved: dict[str, Any], load: "_Read") -> Any:
+  try:
+    return load.value(saved.get("graph"), "graph")
+  except RecursionError:
+    raise UserError("the config file is nested too deeply.") from None
 
 
 class _Dump:
@@ -194,12 +226,19 @@ def _names(node: Any) -> Iterator[str]:
       stack += node
 
 
-class _Load:
-  """One pass over JSON whose names have been checked."""
+class _Read(abc.ABC):
+  """One pass over JSON."""
 
-  def __init__(self, allow_modules: tuple[str, ...] | None):
-    self._allow_modules = allow_modules
+  def __init__(self):
     self._by_id: dict[int, Any] = {}
+
+  @abc.abstractmethod
+  def _symbol(self, name: str, path: str) -> Any:
+    """Returns what stands for a name."""
+
+  @abc.abstractmethod
+  def _part(self, kind: str, name: str, args: list[Any], kwargs: dict[str, Any], path: str) -> Any:
+    """Returns what stands for a `Buildable` of this kind."""
 
   def value(self, node: Any, path: str) -> Any:
     if node is None or isinstance(node, bool | int | float | str):
@@ -214,7 +253,7 @@ class _Load:
       case {"dtype": str(name), **rest} if name in knob_types.DTYPES and not rest:
         return _dtype(name)
       case {"symbol": str(name), **rest} if not rest:
-        return self._resolve(name, path)
+        return self._symbol(name, path)
       case {"list": list(items), **rest} if rest.keys() <= {"id"}:
         return self._keep(rest, self._list(items, path))
       case {"tuple": list(items), **rest} if rest.keys() <= {"id"}:
@@ -239,29 +278,55 @@ class _Load:
     pairs = [(self.value(key, path), self.value(item, f"{path}[{key!r}]")) for key, item in items]
     return _hashed(dict, pairs, path)
 
-  def _buildable(self, kind: str, node: dict[str, Any], path: str) -> fdl.Buildable:
+  def _buildable(self, kind: str, node: dict[str, Any], path: str) -> Any:
     positional, named = node.get("positional", []), node.get("arguments", {})
     shapes = {str: node[kind], list: positional, dict: named}
     if not all(isinstance(part, shape) for shape, part in shapes.items()):
       raise _corrupt(path)
-    target = self._resolve(node[kind], path)
     args = self._list(positional, path)
     kwargs = {name: self.value(v, f"{path}.{name}") for name, v in named.items()}
-    try:
-      graph = _BUILDABLES[kind](target, *args, **kwargs)
-    except (TypeError, ValueError) as error:
-      raise UserError(f"the config file does not fit this version: {path}: {error}.") from None
-    for name in [n for n in graph.__arguments__ if isinstance(n, str) and n not in kwargs]:
-      delattr(graph, name)
-    return graph
+    return self._part(kind, node[kind], args, kwargs, path)
 
   def _keep(self, node: dict[str, Any], value: Any) -> Any:
     if isinstance(node.get("id"), int):
       self._by_id[node["id"]] = value
     return value
 
-  def _resolve(self, name: str, path: str) -> Any:
+
+class _Load(_Read):
+  """Of JSON whose names have been checked: the graph."""
+
+  def __init__(self, allow_modules: tuple[str, ...]):
+    super().__init__()
+    self._allow_modules = allow_modules
+
+  def _symbol(self, name: str, path: str) -> Any:
     try:
       return symbols.resolve(name, allow_modules=self._allow_modules)
     except UserError as error:
       raise UserError(f"{path}: {error}") from None
+
+  def _part(
+    self, kind: str, name: str, args: list[Any], kwargs: dict[str, Any], path: str
+  ) -> fdl.Buildable:
+    target = self._symbol(name, path)
+    try:
+      graph = _BUILDABLES[kind](target, *args, **kwargs)
+    except (TypeError, ValueError) as error:
+      raise UserError(f"the config file does not fit this version: {path}: {error}.") from None
+    for default in [n for n in graph.__arguments__ if isinstance(n, str) and n not in kwargs]:
+      delattr(graph, default)
+    return graph
+
+
+class _LoadData(_Read):
+  """Of any JSON: what it says, as data."""
+
+  def _symbol(self, name: str, path: str) -> Symbol:
+    if not symbols.is_name(name):
+      raise _corrupt(path)
+    return Symbol(name)
+
+  def _part(self, kind: str, name: str, args: list[Any], kwargs: dict[str, Any], path: str) -> Part:
+    arguments: dict[str | int, Any] = {**dict(enumerate(args)), **kwargs}
+    return Part(_BUILDABLES[kind].__name__, self._symbol(name, path), arguments)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from paxlike.configurable import configurable
 from paxlike.feed import Feed
 from paxlike.layers.decoder import Batch, context_of
 from paxlike.layers.loss import cross_entropy
@@ -37,6 +38,7 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]
 Metrics = Callable[[Scores, Batch], Sums]
 
 
+@configurable
 def language_model(scores: Scores, batch: Batch) -> Sums:
   """The metrics of Pax's language models, over the tokens that have weight.
 
@@ -51,17 +53,20 @@ def language_model(scores: Scores, batch: Batch) -> Sums:
   }
 
 
+@configurable
 def acc_strict(scores: Scores, batch: Batch) -> Sums:
   """LAMBADA's: the share of examples whose every target token has the largest logit."""
   return {"acc_strict": _share_of_examples(scores.correct_BT, batch)}
 
 
+@configurable
 def boolq_acc(scores: Scores, batch: Batch) -> Sums:
   """BoolQ's: the share of examples whose answer is more probable than the other one."""
   assert scores.preferred_BT is not None, "the data have no alternatives"
   return {"boolq_acc": _share_of_examples(scores.preferred_BT, batch)}
 
 
+@configurable
 def preference_acc(scores: Scores, batch: Batch) -> Sums:
   """The share of rows whose segment 1, the preferred answer, is more probable than segment 2."""
   answers = [batch["weights"] * (batch["segments"] == part) for part in (1, 2)]
@@ -92,6 +97,7 @@ def scores_of(definition: Definition, params: Params, batch: Batch) -> Scores:
   return model.map_logits(lambda logits_BTV, arrays: score(logits_BTV, *arrays), x_BTD, arrays)
 
 
+@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSet:
   """One data set to evaluate on.

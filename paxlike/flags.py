@@ -80,7 +80,7 @@ class Options:
     stop_token: See there.
     decode_rows: See there.
     decode_seed: See there.
-    fdl_allow_modules: Modules that `fdl_config_file` may use besides paxlike's.
+    fdl_allow_modules: Modules that a graph from a file may use besides paxlike's.
     enable_checkpoint_saving: Write checkpoints.
     enable_summary_writer: Write metrics files.
     multiprocess_gpu: Initialise `jax.distributed`, with the next three where they are given.
@@ -345,8 +345,11 @@ def _check(options: Options):
     )
   if options.fdl_config_file and options.fdl_help:
     raise UserError("--fdl_help lists the knobs of an experiment: give --fdl_config=NAME.")
-  if options.fdl_allow_modules and not options.fdl_config_file:
-    raise UserError("--fdl_allow_modules is about --fdl_config_file=FILE, which is not given.")
+  if options.fdl_allow_modules and options.fdl_config:
+    raise UserError(
+      "--fdl_allow_modules is about a graph from a file, that of --fdl_config_file=FILE or of a"
+      f" run: leave it out, or --fdl_config={options.fdl_config}."
+    )
   for name, modes in _ONLY_IN.items():
     if getattr(options, name) not in (None, False, ()) and options.mode not in modes:
       mode = " or ".join(f"--mode={mode}" for mode in modes if mode in MODES)

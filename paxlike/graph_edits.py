@@ -4,9 +4,7 @@
 import ast
 import difflib
 import enum
-import importlib
 import inspect
-import os
 import re
 import sys
 import types
@@ -19,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from fiddle import history
 
-from paxlike import graph_text, knob_types
+from paxlike import graph_text, knob_types, symbols
 from paxlike.errors import UserError, did_you_mean
 
 _STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(-?\d+)\]|\[(?:'([^']*)'|"([^"]*)"|([^\]'"]+))\]""")
@@ -277,10 +275,8 @@ def _import_fiddler(
   if not module_name:
     hint = did_you_mean(name, registry) or f" There are {', '.join(sorted(registry)) or 'none'}."
     raise UserError(f"{given}: no fiddler {name}.{hint}")
-  if os.getcwd() not in sys.path:
-    sys.path.insert(0, os.getcwd())
   try:
-    module = importlib.import_module(module_name)
+    module = symbols.import_module(module_name)
   except ModuleNotFoundError as error:
     if not f"{module_name}.".startswith(f"{error.name}."):
       raise

@@ -10,7 +10,8 @@ import fiddle as fdl
 import numpy as np
 from fiddle import daglish
 
-from paxlike import symbols
+from paxlike import graph_data, symbols
+from paxlike.graph_data import Part, Symbol
 
 # What occurs in the place of a value that there is not.
 _NOTHING = object()
@@ -41,20 +42,22 @@ def describe(graph: fdl.Buildable) -> str:
 def difference(a: Any, b: Any) -> str:
   """Returns the assignments that turn graph `a` into graph `b`, one a line; "" if they are equal.
 
-  Each reads `graph.optimizer.b2 = 0.99  # was 0.95`.
+  Each reads `graph.optimizer.b2 = 0.99  # was 0.95`. Either may be a graph as data.
   """
-  return "\n".join(_differences(a, b, "graph", {}, {}))
+  return "\n".join(_differences(graph_data.of(a), graph_data.of(b), "graph", {}, {}))
 
 
 def value_text(value: Any) -> str:
   """Returns a value in one line, as its author would write it."""
-  if isinstance(value, fdl.Buildable):
-    target = symbols.short_name(fdl.get_callable(value))
+  value = graph_data.of(value)
+  if isinstance(value, Part):
     arguments = [
       value_text(item) if isinstance(name, int) else f"{name}={value_text(item)}"
-      for name, item in value.__arguments__.items()
+      for name, item in value.arguments.items()
     ]
-    return f"{type(value).__name__}({', '.join([target, *arguments])})"
+    return f"{value.kind}({', '.join([value_text(value.target), *arguments])})"
+  if isinstance(value, Symbol):
+    return symbols.shortened(value)
   if isinstance(value, np.dtype):
     return value.name
   if type(value) is dict:
@@ -67,10 +70,12 @@ def value_text(value: Any) -> str:
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
-  """Returns (path from `value`, child) of what is set in a part of a graph."""
+  """Returns (path from `value`, child) of what is set in a part of a graph, or of one as data."""
   if isinstance(value, fdl.Buildable):
     arguments: dict[Any, Any] = value.__arguments__
     return [(_step(name), arguments[name]) for name in _in_order(value) if name in arguments]
+  if isinstance(value, Part):
+    return [(_step(name), item) for name, item in value.arguments.items()]
   if isinstance(value, dict):
     return [(f"[{key!r}]", item) for key, item in value.items()]
   return [(f"[{index}]", item) for index, item in enumerate(value)]
@@ -88,7 +93,7 @@ def _in_order(value: fdl.Buildable) -> list[str | int]:
 def can_be_shared(value: Any) -> bool:
   """Returns whether it makes a difference to a graph that it holds the same value twice."""
   return (
-    isinstance(value, fdl.Buildable | dict | list | tuple | set | frozenset)
+    isinstance(value, fdl.Buildable | Part | dict | list | tuple | set | frozenset)
     and daglish.is_memoizable(value)
     and not daglish.is_internable(value)
   )
@@ -162,14 +167,14 @@ def _differences(
     elif first_a != path:
       return
   children_a, children_b = dict(_children(a)), dict(_children(b))
-  defaults_a = _defaults(a) if isinstance(a, fdl.Buildable) else {}
-  defaults_b = _defaults(b) if isinstance(b, fdl.Buildable) else {}
+  # Both call the same thing; one from a file does not say what its defaults are.
+  defaults: dict[str, Any] = (isinstance(a, Part) and (a.defaults or b.defaults)) or {}
   for step, child in children_b.items():
-    default = defaults_a.get(step[1:], _NOTHING)
+    default = defaults.get(step[1:], _NOTHING)
     yield from _differences(children_a.get(step, default), child, path + step, seen_a, seen_b)
   for step, child in children_a.items():
     if step not in children_b:
-      default = defaults_b.get(step[1:], _NOTHING)
+      default = defaults.get(step[1:], _NOTHING)
       if child != default:
         to = "" if default is _NOTHING else f", becomes {value_text(default)}"
         yield f"del {path}{step}  # was {_was(child)}{to}"
@@ -182,14 +187,14 @@ def _shared(b: Any, path: str, seen_b: dict[int, str]) -> Iterator[str]:
     if first != path:
       yield f"{path} = {first}  # was a separate copy"
       return
-  for step, child in _children(b) if isinstance(b, fdl.Buildable | dict | list | tuple) else ():
+  for step, child in _children(b) if isinstance(b, Part | dict | list | tuple) else ():
     yield from _shared(child, path + step, seen_b)
 
 
 def _same_container(a: Any, b: Any) -> bool:
   """Returns whether the difference of a and b is that of their children."""
-  if isinstance(a, fdl.Buildable):
-    return type(a) is type(b) and fdl.get_callable(a) == fdl.get_callable(b)
+  if isinstance(a, Part):
+    return isinstance(b, Part) and (a.kind, a.target) == (b.kind, b.target)
   if isinstance(a, list | tuple):
     same = type(a) is type(b) and len(a) == len(b)
     # What can be assigned to an element of a tuple is only what is within it.
@@ -200,6 +205,6 @@ def _same_container(a: Any, b: Any) -> bool:
 def _was(value: Any) -> str:
   if value is _NOTHING:
     return "not set"
-  if isinstance(value, fdl.Buildable):
-    return f"{type(value).__name__}({symbols.short_name(fdl.get_callable(value))})"
+  if isinstance(value, Part):
+    return f"{value.kind}({value_text(value.target)})"
   return value_text(value)

@@ -70,6 +70,7 @@ class PaxlikeLM(TemplateLM):
     step: int | str | None = None,
     batch_size: int | str = 32,
     dtype: str | None = None,
+    fdl_allow_modules: str = "",
     **unused: Any,
   ):
     """Loads a checkpoint.
@@ -79,13 +80,17 @@ class PaxlikeLM(TemplateLM):
       step: Which checkpoint; None: the newest.
       batch_size: Examples that are judged together.
       dtype: To compute in; None: as the run did.
+      fdl_allow_modules: Modules outside of paxlike that the run's graph may use, with colons
+        between them.
       **unused: What the harness gives every model, such as `device`.
 
     Raises:
       UserError: There is no such run, or it has no tokenizer.
     """
     super().__init__()
-    graph: Any = config_file.read(f"{folder}/config.json", allow_modules=None)
+    graph: Any = config_file.read(
+      f"{folder}/config.json", allow_modules=fdl_allow_modules.split(":")
+    )
     fiddlers.decoding(graph)
     if dtype is not None:
       fiddlers.precision(graph, dtype)

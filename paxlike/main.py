@@ -430,7 +430,7 @@ def _tell_changes(path: Any, graph: Any, journal: Any):
   if not path.exists():
     return
   try:
-    before = config_file.read(path, allow_modules=None)
+    before = config_file.read_data(path)
   except UserError as error:
     journal.note(f"cannot be compared with how the run began: {error}")
     return

@@ -18,6 +18,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paxlike import topology
+from paxlike.configurable import configurable
 from paxlike.errors import UserError, did_you_mean
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
@@ -75,6 +76,7 @@ def axis_sizes(shape: MeshShape, knob: str) -> dict[str, int]:
   return {axis: named.get(axis, 1) for axis in AXES}
 
 
+@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSpec:
   """The shape of a mesh, before there are devices.

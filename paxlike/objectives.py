@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.layers import lora
 from paxlike.layers.decoder import Batch, Decoder, context_of
 from paxlike.layers.loss import cross_entropy
@@ -39,6 +40,7 @@ class Objective(abc.ABC):
     """Returns the sum over a part of the batch, and what the layers and the objective report."""
 
 
+@configurable
 @dataclasses.dataclass(frozen=True)
 class NextToken(Objective):
   """The cross-entropy of the next token, in nats, a mean over the tokens that have weight."""
@@ -53,6 +55,7 @@ class NextToken(Objective):
     return model.loss(batch, context_of(batch, dropout))
 
 
+@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dpo(Objective):
   """Direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290), a mean over pairs.

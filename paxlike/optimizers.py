@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from paxlike.configurable import configurable
 from paxlike.layers.rounding import in_dtype
 
 # Completed updates -> learning rate.
@@ -35,16 +36,19 @@ class Optimizer:
   on_host: bool = False
 
 
+@configurable
 def matrices(params: dict[str, Any]) -> dict[str, bool]:
   """Marks weight matrices and tables, not biases and norms."""
   return {name: name.rsplit(".", 1)[-1] in ("w", "table") for name in params}
 
 
+@configurable
 def everything(params: dict[str, Any]) -> dict[str, bool]:
   """Marks every parameter."""
   return dict.fromkeys(params, True)
 
 
+@configurable
 def adamw(
   *,
   learning_rate: Schedule,
@@ -98,11 +102,13 @@ def _held_in(dtype: Any, adam: optax.GradientTransformation) -> optax.GradientTr
   return optax.GradientTransformation(init, update)
 
 
+@configurable
 def constant(*, peak: float) -> Schedule:
   """The same rate at every step."""
   return optax.constant_schedule(peak)
 
 
+@configurable
 def linear_rampup_cosine_decay(
   *, peak: float, warmup: int, decay_start: int, decay_end: int, min_ratio: float
 ) -> Schedule:
@@ -114,6 +120,7 @@ def linear_rampup_cosine_decay(
   return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=decay_start)
 
 
+@configurable
 def linear_rampup_exponential_decay(
   *, peak: float, warmup: int, decay_start: int, decay_end: int, min_ratio: float
 ) -> Schedule:

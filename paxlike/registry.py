@@ -5,15 +5,17 @@ import importlib
 import json
 import os
 import pkgutil
-import sys
+from collections.abc import Iterable
 from typing import TypeVar
 
 from etils import epath
 
+from paxlike import run_folder, symbols
 from paxlike.errors import UserError, did_you_mean
 from paxlike.experiment import Experiment
 from paxlike.knobs import spell
 
+_PACKAGES = ("paxlike.experiments", "paxlike.scripts_gpu")
 _REGISTRY: dict[str, type[Experiment]] = {}
 _Class = TypeVar("_Class", bound=type[Experiment])
 
@@ -26,7 +28,7 @@ def register(cls: _Class) -> _Class:
 
 def registered() -> dict[str, type[Experiment]]:
   """Returns all experiments of the package, full path -> class, in the order of their files."""
-  for package in ("paxlike.experiments", "paxlike.scripts_gpu"):
+  for package in _PACKAGES:
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
       importlib.import_module(f"{package}.{module.name}")
   return dict(_REGISTRY)
@@ -40,6 +42,17 @@ def find(name: str) -> type[Experiment]:
   Raises:
     UserError: Nothing, or more than one experiment, has this name; or its module does not import.
   """
+  found = _registered(name)
+  if found is not None:
+    return found
+  if "." in name:
+    return _import(name)
+  hint = did_you_mean(name, [path.rpartition(".")[2] for path in registered()])
+  raise UserError(f"no experiment {name}.{hint or ' --list shows all of them.'}")
+
+
+def _registered(name: str) -> type[Experiment] | None:
+  """Returns the experiment of the package that has this name, if one has."""
   known = registered()
   matches = [path for path in known if path == name or path.endswith(f".{name}")]
   if name in known:
@@ -48,10 +61,7 @@ def find(name: str) -> type[Experiment]:
     return known[matches[0]]
   if matches:
     raise UserError(f"--fdl_config={name} is ambiguous: {', '.join(sorted(matches))}.")
-  if "." in name:
-    return _import(name)
-  hint = did_you_mean(name, [path.rpartition(".")[2] for path in known])
-  raise UserError(f"no experiment {name}.{hint or ' --list shows all of them.'}")
+  return None
 
 
 def dump(experiment: Experiment) -> str:
@@ -62,21 +72,36 @@ def dump(experiment: Experiment) -> str:
   return json.dumps(saved, indent=2) + "\n"
 
 
-def load(path: epath.PathLike) -> Experiment:
+def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experiment:
   """Returns the experiment that a file describes.
 
+  Args:
+    path: The file.
+    allow_modules: Modules, besides paxlike's, whose experiment it may be. No other is imported.
+
   Raises:
-    UserError: There is no such file, it is damaged, or there is no such experiment any more.
+    UserError: There is no such file, it is damaged, or there is no such experiment any more; or it
+      is of a module that is not allowed.
   """
   path = epath.Path(path)
   try:
+    run_folder.check_ends(path)
     saved = json.loads(path.read_text())
     name, knobs = str(saved["experiment"]), dict(saved["knobs"])
+    if not all(isinstance(text, str) for text in knobs.values()):
+      raise ValueError("the values of knobs are no texts")
   except OSError as error:
     raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
-  except (ValueError, KeyError, TypeError) as error:
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise UserError(f"{path} is damaged: {error}.") from None
-  experiment = find(name)()
+  module = name.rpartition(".")[0]
+  found = _registered(name)
+  if found is None and not symbols.within(module, [*_PACKAGES, *filter(None, allow_modules)]):
+    raise UserError(
+      f"{path} is of the experiment {name}, which is not part of paxlike. Only if you trust it:"
+      f" --fdl_allow_modules={module or name}"
+    )
+  experiment = (found or find(name))()
   for knob, text in knobs.items():
     experiment.set(knob, text, source=path.name)
   return experiment
@@ -84,10 +109,8 @@ def load(path: epath.PathLike) -> Experiment:
 
 def _import(path: str) -> type[Experiment]:
   module_name, _, class_name = path.rpartition(".")
-  if os.getcwd() not in sys.path:
-    sys.path.insert(0, os.getcwd())
   try:
-    module = importlib.import_module(module_name)
+    module = symbols.import_module(module_name)
   except ModuleNotFoundError as error:
     if error.name and (module_name + ".").startswith(error.name + "."):
       raise UserError(

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from paxlike import mesh as mesh_lib
 from paxlike import run_folder
 from paxlike.checkpoint import Checkpoints
+from paxlike.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers import quantization
 from paxlike.layers.layout import Layout
@@ -28,6 +29,7 @@ from paxlike.layers.stack import layout_of
 PROVENANCE = "restored_from.json"
 
 
+@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restore:
   """Which weights are taken from where, before the first step.

@@ -155,6 +155,13 @@ def writing(folder: epath.Path) -> Iterator[None]:
     ) from error
 
 
+def check_ends(path: epath.PathLike):
+  """Raises OSError if a path is a pipe or a device, which might be read for ever."""
+  local = os.fspath(path)
+  if os.path.exists(local) and not os.path.isfile(local) and not os.path.isdir(local):
+    raise OSError(errno.EINVAL, "it is a pipe or a device, no file", local)
+
+
 def write(path: epath.Path, text: str):
   """Writes a file so that a reader sees all of the old text or all of the new.
 

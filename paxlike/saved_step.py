@@ -1,28 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """A compiled step in a file: made where there are no such devices, run where they are.
 
-The file begins with a line of JSON that says what the step was compiled for. The rest is JAX's
-serialized executable, which is a pickle: load only what you trust.
+The file begins with a line of JSON that says what the step was compiled for. The rest is the
+program as XLA serializes it, a protocol buffer. All else that JAX knows of a step comes from
+lowering it where it is loaded. Nothing is unpickled; but a program is machine code of whoever
+compiled it, so take one from somebody whose programs you would run.
 """
 
+import contextlib
 import hashlib
+import importlib
 import importlib.metadata
+import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from etils import epath
-from jax.experimental import serialize_executable
 
-from paxlike import chips
+from paxlike import chips, run_folder
 from paxlike.errors import UserError
 
-_FORMAT = "paxlike step 1"
+_FORMAT = "paxlike step 2"
+# Bytes: of the line of JSON, and of a program, which as a protocol buffer has less than 2 GiB.
+_MOST_HEADER, _MOST_PAYLOAD = 2**16, 2**31
 # What a program depends on, by platform, beside JAX itself.
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _COMPILERS = {"tpu": ("libtpu",), "cuda": _PLUGINS, "gpu": _PLUGINS}
+# What JAX gives the function that compiles a program or finds it in the cache.
+_COMPILED = [
+  "backend",
+  "computation",
+  "devices",
+  "compile_options",
+  "host_callbacks",
+  "executable_devices",
+]
 # What is told of a difference in what has no words of its own.
 _SAID = {
   "arrays": "its step takes other arrays",
@@ -97,7 +113,7 @@ def save(
   Raises:
     UserError: It cannot be written.
   """
-  payload, _, _ = serialize_executable.serialize(step)
+  payload = _serialized(step)
   header = _header(lowered, devices, options) | {"payload": _digest(payload)}
   file = epath.Path(path)
   part = file.with_name(file.name + ".part")
@@ -120,27 +136,103 @@ def load(
   Raises:
     UserError: There is no such file, it is no step or a damaged one, or it is another.
   """
-  try:
-    line, _, payload = epath.Path(path).read_bytes().partition(b"\n")
-  except OSError as error:
-    raise UserError(f"--compiled_step={path}: {error.strerror or error}.") from None
-  try:
-    found = json.loads(line)
-  except ValueError:
-    found = None
-  if not isinstance(found, dict) or found.get("format") != _FORMAT:
-    raise UserError(f"--compiled_step={path} is no file that --mode=compile --save=FILE wrote.")
+  found, payload = _read(epath.Path(path))
   if found.get("payload") != _digest(payload):
     raise UserError(f"--compiled_step={path} is damaged.")
   for name, wanted in _header(lowered, devices, options).items():
     if found.get(name) != wanted:
-      told = f"it was compiled for {name} {found.get(name)}, and here it is {wanted}"
+      told = f"it was compiled for {name} {_shown(found.get(name))}, and here it is {wanted}"
       raise UserError(
         f"--compiled_step={path} does not serve this run: {_SAID.get(name, told)}. Give the flags"
         " that it was compiled with, or compile it anew."
       )
-  trees = jax.tree.structure(lowered.args_info), jax.tree.structure(lowered.out_info)
   try:
-    return serialize_executable.deserialize_and_load(payload, *trees)
-  except jax.errors.JaxRuntimeError as error:
+    with _as_compiled(payload):
+      return lowered.compile(compiler_options=dict(options))
+  except (jax.errors.JaxRuntimeError, ValueError) as error:
     raise UserError(f"--compiled_step={path}: {str(error).splitlines()[0]}") from None
+
+
+def _shown(value: Any) -> str:
+  """Returns what a header says, as fits a line of a terminal."""
+  return "".join(char if char.isprintable() else "?" for char in str(value))[:100]
+
+
+def _serialized(step: jax.stages.Compiled) -> bytes:
+  """Returns a program as XLA has it, without what JAX knows of it beside."""
+  program: Any = step.runtime_executable()
+  serialize = getattr(program, "serialize", None)
+  if serialize is None:
+    raise UserError(f"--save: JAX {jax.__version__} cannot serialize a program of these devices.")
+  return serialize()
+
+
+def _read(path: epath.Path) -> tuple[dict[str, Any], bytes]:
+  """Returns the header and the payload of a file."""
+  found = None
+  try:
+    run_folder.check_ends(path)
+    with path.open("rb") as file:
+      line = file.readline(_MOST_HEADER)
+      payload = file.read(_MOST_PAYLOAD)
+  except OSError as error:
+    raise UserError(f"--compiled_step={path}: {error.strerror or error}.") from None
+  with contextlib.suppress(ValueError, RecursionError):
+    found = json.loads(line)
+  if isinstance(found, dict) and found.get("format") == "paxlike step 1":
+    raise UserError(
+      f"--compiled_step={path} is of an older paxlike, whose files are pickles: compile it anew."
+    )
+  if not isinstance(found, dict) or found.get("format") != _FORMAT:
+    raise UserError(f"--compiled_step={path} is no file that --mode=compile --save=FILE wrote.")
+  return found, payload
+
+
+@contextlib.contextmanager
+def _as_compiled(payload: bytes) -> Iterator[None]:
+  """Context in which JAX takes a serialized program for the one that it is to compile.
+
+  The function that is replaced returns what is in JAX's cache of programs, or compiles; so the
+  program is loaded as one from that cache is (`jax/_src/compilation_cache.py`).
+
+  Raises:
+    UserError: This JAX has no such function, or does not use it so.
+  """
+  unknown = UserError(
+    f"--compiled_step: JAX {jax.__version__} loads programs otherwise than 0.10 and 0.12 do: leave"
+    " it out."
+  )
+  try:
+    compiler: Any = importlib.import_module("jax._src.compiler")
+    original = compiler.compile_or_get_cached
+    known = [*inspect.signature(original).parameters][: len(_COMPILED)] == _COMPILED
+  except (ImportError, AttributeError):
+    raise unknown from None
+  if not known:
+    raise unknown
+  thread, programs = threading.get_ident(), []
+
+  def load(
+    backend: Any,
+    computation: Any,
+    devices: Any,
+    compile_options: Any,
+    host_callbacks: Any,
+    executable_devices: Any,
+    *more: Any,
+  ) -> Any:
+    if threading.get_ident() != thread:
+      args = backend, computation, devices, compile_options, host_callbacks, executable_devices
+      return original(*args, *more)
+    if host_callbacks:
+      raise UserError("--compiled_step: a step that calls Python on the host cannot be loaded.")
+    programs.append(backend.deserialize_executable(payload, executable_devices, compile_options))
+    return programs[-1]
+
+  compiler.compile_or_get_cached = load
+  try:
+    yield
+  finally:
+    compiler.compile_or_get_cached = original
+  if len(programs) != 1:
+    raise unknown

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names for the functions, classes and enum members of a graph, and the way back from a name.
 
-A name is "module:qualified.name". Going back imports code, so only names on a list resolve: what
-paxlike's own modules define, the few of JAX and optax that graphs use, dtypes, and what the modules
-that the user allows define. A name not on the list is refused before anything is imported.
+A name is "module:qualified.name". Going back imports code and lets a graph call it, so only names
+on a list resolve: what paxlike marks `@configurable`, the table below of JAX, optax and dtypes, and
+what the modules that the user allows define. Modules other than paxlike's are not imported before
+the name is found on the list.
 """
 
 import enum
 import importlib
 import inspect
+import os
 import re
 import sys
 import types
 from collections.abc import Iterable
 from typing import Any
 
-from paxlike import knob_types
+import ml_dtypes
+import numpy as np
+
+from paxlike import configurable, knob_types
 from paxlike.errors import UserError
 
 
@@ -23,21 +28,29 @@ def _words(text: str) -> frozenset[str]:
   return frozenset(text.split())
 
 
-# The front end acts on the world (files, processes, imports); graphs are made of what it builds.
-_FRONT_END = _words("""
-  __main__ aot config_file distributed experiment fiddlers flags graph_edits graph_text knobs main
-  plot registry show symbols
+# Where `@configurable` is looked for: a config file has no other module of paxlike imported.
+_CONFIGURABLE = _words("""
+  paxlike.best paxlike.data paxlike.evaluation paxlike.layers paxlike.mesh paxlike.objectives
+  paxlike.optimizers paxlike.restoring paxlike.trainer
 """)
 
 _DTYPES = frozenset((*knob_types.DTYPES, "bool_"))
-# Public module -> names that graphs may use; None: every public function.
-_LISTED: dict[str, frozenset[str] | None] = {
-  "builtins": _words("bool bytes complex dict float frozenset int list set str tuple"),
-  "jax.nn": None,
-  "jax.nn.initializers": None,
+# Public module -> names that graphs may use: functions of numbers, and of functions on this list.
+_LISTED: dict[str, frozenset[str]] = {
+  "builtins": _words("bool complex dict float frozenset int list set str tuple"),
+  "jax.nn": _words("""
+    celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu log_sigmoid
+    log_softmax mish relu relu6 selu sigmoid silu soft_sign softmax softplus sparse_plus
+    sparse_sigmoid squareplus standardize swish tanh
+  """),
+  "jax.nn.initializers": _words("""
+    constant delta_orthogonal glorot_normal glorot_uniform he_normal he_uniform kaiming_normal
+    kaiming_uniform lecun_normal lecun_uniform normal ones orthogonal truncated_normal uniform
+    variance_scaling xavier_normal xavier_uniform zeros
+  """),
   "jax.numpy": _DTYPES | {"tanh"},
-  "ml_dtypes": _DTYPES,
-  "numpy": _DTYPES,
+  "ml_dtypes": frozenset(name for name in _DTYPES if hasattr(ml_dtypes, name)),
+  "numpy": frozenset(name for name in _DTYPES if hasattr(np, name)),
   "optax": _words("""
     MultiSteps adadelta adafactor adagrad adam adamax adamaxw adamw add_decayed_weights add_noise
     amsgrad apply_every apply_if_finite centralize chain clip clip_by_block_rms clip_by_global_norm
@@ -63,7 +76,7 @@ def name_of(value: Any) -> str:
   """
   name = getattr(value, "__name__", "")
   for module, listed in _LISTED.items():
-    known = module in sys.modules and (listed is None or name in listed)
+    known = module in sys.modules and name in listed
     if known and getattr(sys.modules[module], name, None) is value:
       return f"{module}:{name}"
   owner = type(value) if isinstance(value, enum.Enum) else getattr(value, "__self__", value)
@@ -80,9 +93,14 @@ def name_of(value: Any) -> str:
 def short_name(value: Any) -> str:
   """Returns the name as people say it: "Linear", "jax.nn.silu", "Remat.SAVE_NOTHING"."""
   try:
-    module, symbol = name_of(value).split(":")
+    return shortened(name_of(value))
   except UserError:
     return getattr(value, "__qualname__", None) or repr(value)
+
+
+def shortened(name: str) -> str:
+  """Returns what `short_name` gives for the thing of this name."""
+  module, symbol = name.split(":")
   return f"{module}.{symbol}" if module in _LISTED and module != "builtins" else symbol
 
 
@@ -93,50 +111,46 @@ def is_symbol(value: Any) -> bool:
   )
 
 
-def check(name: str, *, allow_modules: Iterable[str] | None = ()):
-  """Raises UserError unless `resolve` takes `name`. Imports nothing."""
+def is_name(text: str) -> bool:
+  """Returns whether text has the form "module:qualified.name"."""
+  return _NAME.fullmatch(text) is not None
+
+
+def check(name: str, *, allow_modules: Iterable[str] = ()):
+  """Raises UserError unless `resolve` takes `name`. Imports no module but paxlike's."""
   match = _NAME.fullmatch(name)
   if not match:
     raise UserError(f"{name!r} is no name of the form module:symbol.")
   module, symbol = match.groups()
-  allowed = module in sys.modules if allow_modules is None else _within(module, allow_modules)
-  if allowed:
+  if within(module, allow_modules) or symbol in _LISTED.get(module, ()):
     return
-  private = any(part.startswith("_") for part in symbol.split("."))
-  if module in _LISTED:
-    listed = _LISTED[module]
-    permitted = symbol in listed if listed is not None else "." not in symbol and not private
-  else:
-    permitted = _within(module, ["paxlike"]) and not private
-    permitted = permitted and not {*module.split(".")[1:2]} & _FRONT_END
-  if not permitted and _within(module, ["paxlike"]):
-    raise UserError(f"a config file cannot use {module}.{symbol}: graphs have no use for it.")
-  if not permitted:
+  if not within(module, ["paxlike"]):
     raise UserError(
       f"the config file uses {module}.{symbol}, which is not part of paxlike or of its short list."
       f" Only if you trust it: --fdl_allow_modules={module}"
     )
+  if within(module, _CONFIGURABLE):
+    _import(module)
+  if name not in configurable.names():
+    raise UserError(
+      f"a config file cannot use {module}.{symbol}: paxlike has none, or not for graphs (not marked"
+      " @configurable)."
+    )
 
 
-def resolve(name: str, *, allow_modules: Iterable[str] | None = ()) -> Any:
+def resolve(name: str, *, allow_modules: Iterable[str] = ()) -> Any:
   """Returns what `name` names.
 
   Args:
     name: "module:qualified.name".
-    allow_modules: Modules of the user; each allows its submodules too. None allows every module
-      that is imported already: for graphs that are looked at and never built.
+    allow_modules: Modules of the user; each allows its submodules too.
 
   Raises:
     UserError: The name is not on the list, or there is no such thing.
   """
   check(name, allow_modules=allow_modules)
   module_name, symbol = name.split(":")
-  try:
-    module = importlib.import_module(module_name)
-  except ModuleNotFoundError as error:
-    if not _within(module_name, [error.name or ""]):
-      raise
-    raise UserError(f"the config file uses {module_name}, which cannot be found.") from None
+  module = _import(module_name)
   if module_name in _LISTED:
     value = getattr(module, symbol, None)
     value = value if callable(value) else None
@@ -147,7 +161,24 @@ def resolve(name: str, *, allow_modules: Iterable[str] | None = ()) -> Any:
   return value
 
 
-def _within(module: str, packages: Iterable[str]) -> bool:
+def import_module(name: str) -> types.ModuleType:
+  """Imports a module that the user named or allowed; those of the working directory count."""
+  if os.getcwd() not in sys.path and not within(name, ["paxlike"]):
+    sys.path.insert(0, os.getcwd())
+  return importlib.import_module(name)
+
+
+def _import(name: str) -> types.ModuleType:
+  try:
+    return import_module(name)
+  except ModuleNotFoundError as error:
+    if not within(name, [error.name or ""]):
+      raise
+    raise UserError(f"the config file uses {name}, which cannot be found.") from None
+
+
+def within(module: str, packages: Iterable[str]) -> bool:
+  """Returns whether a module is one of the packages, or in one."""
   return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
@@ -169,6 +200,6 @@ def _defined(module: types.ModuleType, symbol: str) -> Any:
   value = inspect.getattr_static(owner, last, None) if outer else vars(owner).get(last)
   if isinstance(value, classmethod | staticmethod):
     packages = (module.__name__.split(".")[0], "paxlike")
-    return getattr(owner, last) if _within(value.__func__.__module__, packages) else None
+    return getattr(owner, last) if within(value.__func__.__module__, packages) else None
   place = (getattr(value, "__module__", None), getattr(value, "__qualname__", None))
   return value if callable(value) and place == (module.__name__, symbol) else None

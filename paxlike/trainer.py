@@ -13,6 +13,7 @@ from etils import epath
 from paxlike import decoding, flops, memory, mesh, pipelined, requirements
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, check_keep, flatten
+from paxlike.configurable import configurable
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import EvalSet, Evaluator, Result
 from paxlike.feed import Feed
@@ -32,6 +33,7 @@ from paxlike.train_state import TrainState
 from paxlike.train_step import make_train_step
 
 
+@configurable
 @dataclasses.dataclass(kw_only=True)
 class Trainer:
   """Everything that one run is made of. Building it allocates and reads nothing.
@@ -59,8 +61,9 @@ class Trainer:
     weight_dtype: What weights are held in between steps; bfloat16 is rounded by chance.
     read_only: Whether nothing will be trained; weights that have a scheme are then held by it.
     saving: Whether checkpoints are written.
-    compiler_options: XLA's, for the step, evaluation and decoding.
-    compiled_step: The program of a step, if there is one already.
+    compiler_options: XLA's, for the step, evaluation and decoding. Set after building: options that
+      write files are no business of a graph.
+    compiled_step: The program of a step, if there is one already. Set after building too.
   """
 
   model: Decoder
@@ -85,8 +88,8 @@ class Trainer:
   weight_dtype: str = "float32"
   read_only: bool = False
   saving: bool = True
-  compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  compiled_step: jax.stages.Compiled | None = None
+  compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, init=False)
+  compiled_step: jax.stages.Compiled | None = dataclasses.field(default=None, init=False)
 
   def check(self, *, training: bool = True):
     """Finds what is wrong with the run before anything is computed or written.

@@ -17,7 +17,8 @@ Which experiment
   --fdl_config=NAME       a registered name (--list), a unique dotted suffix of one, or the dotted
                           path of a class; modules of the working directory count. Alias: --exp
   --fdl_config_file=FILE  instead: the config.json of a run
-  --fdl_allow_modules=A,B modules outside of paxlike that FILE may use: loading imports them
+  --fdl_allow_modules=A,B modules outside of paxlike that FILE, or the config.json of a run that is
+                          evaluated or decoded, may use: loading imports them
 
 What to change, applied in this order
   --fdl.KNOB=VALUE        UPPER CASE: a knob of the experiment (--fdl_help lists them)

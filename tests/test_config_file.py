@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from paxlike import config_file, layers
+from paxlike import config_file, graph_data, layers
 from paxlike.errors import UserError
 from paxlike.layers import attention_kernels, stack
 
@@ -240,6 +240,22 @@ def test_an_allowed_module_is_imported(trap):
     "paxlike.layers.stack:_stacked",
     "paxlike.layers.stack:BlockFactory",
     "paxlike.config_file:load",
+    "paxlike.data.seqio_corpus:main",
+    "paxlike.data.seqio_corpus:_read_elsewhere",
+    "paxlike.data.seqio_corpus:SeqIOTask.register",
+    "paxlike.data.download:main",
+    "paxlike.data.fetch:fetch",
+    "paxlike.data.prepared:write",
+    "paxlike.data.tfds_writer:write",
+    "paxlike.data.token_index:write",
+    "paxlike.checkpoint:Checkpoints.save",
+    "paxlike.convert.importing:copy_tokenizer",
+    "paxlike.convert.main:run",
+    "paxlike.harness:PaxlikeLM",
+    "paxlike.run_folder:write",
+    "paxlike.scripts_gpu.xla_flags:options",
+    "paxlike.trainer:Trainer.train",
+    "jax.nn:dot_product_attention",
     "paxlike.graph_edits:call_fiddler",
     "paxlike.main:main",
     "paxlike.__main__:main",
@@ -259,6 +275,14 @@ def test_nothing_else_resolves(name):
     with pytest.raises(UserError) as error:
       config_file.load(saved(node))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "arguments", [{"compiler_options": {"dict": [["xla_dump_to", "/tmp"]]}}, {"compiled_step": "x"}]
+)
+def test_a_file_gives_a_trainer_no_program_and_no_options_of_its_compiler(arguments):
+  with pytest.raises(UserError, match="does not fit this version"):
+    config_file.load(saved({"config": "paxlike.trainer:Trainer", "arguments": arguments}))
 
 
 @pytest.mark.parametrize(
@@ -320,12 +344,41 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(text):
     assert isinstance(loaded, list)
 
 
-def test_a_graph_to_look_at_may_use_what_is_imported_and_imports_nothing(trap):
-  text = saved({"config": "copy:deepcopy"})
-  assert fdl.get_callable(config_file.load(text, allow_modules=None)) is copy.deepcopy
-  with pytest.raises(UserError, match="trap_module"):
-    config_file.load(saved({"config": "trap_module:run"}), allow_modules=None)
+def walk(data: Any):
+  """Yields all that a graph as data holds."""
+  yield data
+  if isinstance(data, graph_data.Part):
+    data = {"target": data.target, **data.arguments}
+  for item in data.values() if isinstance(data, dict) else data:
+    yield from walk(item) if isinstance(item, graph_data.Part | dict | list | tuple) else [item]
+
+
+def test_a_graph_to_look_at_is_data_that_nothing_builds(trap, tmp_path):
+  path = tmp_path / "config.json"
+  hostile = {"config": "trap_module:run", "arguments": {"x": {"list": [{"symbol": "os:system"}]}}}
+  path.write_text(saved(hostile))
+  data = config_file.read_data(path)
+  assert config_file.difference(data, data) == ""
+  assert "was Config(run)" in config_file.difference(data, fdl.Config(dict))
+  assert not isinstance(data, fdl.Buildable) and fdl.build(data) is data
+  path.write_text(config_file.dump(transformer()))
+  for item in walk(config_file.read_data(path)):
+    assert not isinstance(item, fdl.Buildable) and not callable(item), item
   assert not trap.exists()
+
+
+def test_a_graph_from_a_file_differs_as_the_graph_does(tmp_path):
+  path = tmp_path / "config.json"
+  before, after = transformer(), transformer()
+  after.optimizer[1].b2 = 0.99
+  after.optimizer[1].eps = 1e-6
+  after.stack.remat = stack.Remat.SAVE_EVERYTHING
+  after.optimizer[0] = after.optimizer[1]
+  for one, other in ((before, after), (after, before), (before, before)):
+    path.write_text(config_file.dump(one))
+    found = config_file.difference(config_file.read_data(path), other)
+    assert found == config_file.difference(one, other)
+    assert (found == "") == (one is other)
 
 
 def test_files_are_read_or_refused_by_name(tmp_path):

@@ -158,6 +158,29 @@ def test_a_config_file_from_elsewhere_runs_no_code(capsys, tmp_path):
   assert "--fdl_allow_modules" in line
 
 
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_a_config_file_runs_no_command_and_writes_no_file(capsys, tmp_path, where):
+  """By what it names as callables, and what these would be called with."""
+  trace, folder = tmp_path / "trace", tmp_path / "theirs"
+  folder.mkdir()
+  request = {"function": "os:system", "arguments": {"command": f"touch {trace}"}, "vocab_size": 1}
+  path = {"config": "paxlike.run_folder:absolute", "arguments": {"path": str(trace)}}
+  for name, arguments in {
+    "paxlike.data.seqio_corpus:main": {"argv": {"list": ["x", json.dumps(request), "/tmp"]}},
+    "paxlike.run_folder:write": {"path": path, "text": "x"},
+  }.items():
+    graph = {"config": name, "arguments": arguments}
+    (folder / "config.json").write_text(json.dumps({"paxlike_graph": 1, "graph": graph}))
+    flags = {
+      "file": (f"--fdl_config_file={folder / 'config.json'}", "--mode=show"),
+      "folder": (f"--job_log_dir={folder}", "--mode=eval"),
+    }
+    assert run(*flags[where]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name.replace(":", ".") in line or "absolute" in line
+    assert not trace.exists()
+
+
 def test_the_gpu_names_of_pax_work(capsys):
   assert run("--fdl_config=paxlike.scripts_gpu.configs.Synthetic126M", "--mode=show") == 0
   assert "125,262,336" in capsys.readouterr().out

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+import os
+import sys
+
 import pytest
 
-from paxlike import registry
+from paxlike import config_file, registry
 from paxlike.errors import UserError
 from paxlike.experiments import gpt
 
@@ -40,3 +44,59 @@ def test_a_module_that_fails_says_why(tmp_path, monkeypatch):
   (tmp_path / "broken_experiments.py").write_text("import a_package_that_is_missing\n")
   with pytest.raises(UserError, match=r"importing broken_experiments failed: .*is_missing"):
     registry.find("broken_experiments.Gpt")
+
+
+@pytest.fixture
+def trap(tmp_path, monkeypatch):
+  """A module in the working directory that leaves a trace when it is imported."""
+  trace = tmp_path / "trace"
+  (tmp_path / "trap_experiments.py").write_text(
+    f"import pathlib\npathlib.Path({str(trace)!r}).touch()\n"
+    "from paxlike.experiments import gpt\nclass Mine(gpt.Synthetic126M):\n  NUM_LAYERS = 1\n"
+  )
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  yield trace
+  sys.modules.pop("trap_experiments", None)
+
+
+def experiment_file(folder, name, knobs=None):
+  path = folder / "experiment.json"
+  path.write_text(json.dumps({"experiment": name, "knobs": knobs or {}}))
+  return path
+
+
+@pytest.mark.parametrize("name", ["trap_experiments.Mine", "os.getcwd", "paxlike.main.main", "x"])
+def test_a_file_names_only_experiments_of_the_package(trap, tmp_path, name):
+  path = experiment_file(tmp_path, name)
+  with pytest.raises(UserError, match=f"--fdl_allow_modules={name.rpartition('.')[0]}"):
+    registry.load(path, allow_modules=["trap", "trap_experiments.sub", ""])
+  assert not trap.exists()
+  assert str(tmp_path) not in sys.path
+
+
+def test_a_file_names_what_the_user_allows(trap, tmp_path):
+  path = experiment_file(tmp_path, "trap_experiments.Mine", {"NUM_LAYERS": "3"})
+  found = registry.load(path, allow_modules=["trap_experiments"])
+  assert trap.exists()
+  assert found.NUM_LAYERS == 3
+  path.write_text(registry.dump(gpt.Gpt126M(NUM_LAYERS=2)))
+  assert type(registry.load(path)) is gpt.Gpt126M  # Not registered, but the package's.
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+  os.mkfifo(tmp_path / "experiment.json")
+  for read in (registry.load, config_file.read, config_file.read_data):
+    with pytest.raises(UserError, match="it is a pipe or a device"):
+      read(tmp_path / "experiment.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"experiment": 1}', "[" * 10**5, "\xff\xfe"])
+def test_a_damaged_file_is_named(tmp_path, text):
+  path = tmp_path / "experiment.json"
+  path.write_bytes(text.encode("latin-1"))
+  with pytest.raises(UserError, match=r"experiment\.json is damaged") as error:
+    registry.load(path)
+  assert "\n" not in str(error.value)
+  with pytest.raises(UserError, match="is damaged"):
+    registry.load(experiment_file(tmp_path, "Synthetic126M", {"NUM_LAYERS": 3}))

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that are compiled in one process and run in another."""
 
+import hashlib
+import importlib
 import json
+import os
 import pathlib
+import pickle
+import socket
 import types
 
 import pytest
-from program import TINY, run
+from program import TINY, finish, run, start
 
 from paxlike import saved_step
+from paxlike.errors import UserError
 
 STEPS = (*TINY, "--fdl.MAX_STEPS=3")
 MESH = "--fdl.ICI_MESH_SHAPE=[2,2,2]"
@@ -91,6 +97,42 @@ def with_other_options(step: pathlib.Path) -> bytes:
   return with_header(step, "options", "")
 
 
+def pickled(step: pathlib.Path) -> bytes:
+  """A payload that leaves a trace if it is unpickled, and the digest of it."""
+  payload = pickle.dumps(Trap(step.parent / "trace"))
+  rest = with_header(step, "payload", hashlib.sha256(payload).hexdigest()).partition(b"\n")
+  return rest[0] + b"\n" + payload
+
+
+class Trap:
+  def __init__(self, trace: pathlib.Path):
+    self.trace = trace
+
+  def __reduce__(self):
+    return (pathlib.Path.touch, (self.trace,))
+
+
+def pickled_before(step: pathlib.Path) -> bytes:
+  return pickled(step).replace(b"paxlike step 2", b"paxlike step 1", 1)
+
+
+def a_pickle(step: pathlib.Path) -> bytes:
+  return pickle.dumps(Trap(step.parent / "trace"))
+
+
+def with_a_bit_flipped(step: pathlib.Path) -> bytes:
+  contents = bytearray(step.read_bytes())
+  contents[len(contents) // 2] ^= 1
+  return bytes(contents)
+
+
+def with_half_a_program(step: pathlib.Path) -> bytes:
+  payload = step.read_bytes().partition(b"\n")[2]
+  payload = payload[: len(payload) // 2]
+  line = with_header(step, "payload", hashlib.sha256(payload).hexdigest()).partition(b"\n")[0]
+  return line + b"\n" + payload
+
+
 def with_header(step: pathlib.Path, name: str, value: str) -> bytes:
   line, _, rest = step.read_bytes().partition(b"\n")
   return json.dumps(json.loads(line) | {name: value}).encode() + b"\n" + rest
@@ -103,6 +145,15 @@ def with_header(step: pathlib.Path, name: str, value: str) -> bytes:
     (damaged, "is damaged"),
     (of_another_jax, "compiled for version of jax 0.1, and here it is"),
     (with_other_options, "compiled with other options of XLA"),
+    (lambda step: with_header(step, "version of jax", "\n\x1b[31m" * 1000), "jax ??[31m??[31m"),
+    (lambda step: with_header(step, "x", "x" * 2**20), "is no file that"),
+    (lambda step: b"[" * 10**6, "is no file that"),
+    (lambda step: b"{" * 100 + b"\n", "is no file that"),
+    (with_a_bit_flipped, "is damaged"),
+    (with_half_a_program, "deserialization failed"),
+    (pickled, "Failed to parse"),
+    (pickled_before, "of an older paxlike, whose files are pickles: compile it anew"),
+    (a_pickle, "is no file that"),
     (lambda step: b"text", "is no file that --mode=compile --save=FILE wrote"),
     (lambda step: None, "No such file"),
   ],
@@ -112,7 +163,63 @@ def test_a_file_that_does_not_serve_is_told(step, change, says, tmp_path, capsys
   if (contents := change(step)) is not None:
     path.write_bytes(contents)
   assert run(*STEPS, MESH, f"--compiled_step={path}", f"--job_log_dir={tmp_path}/run") == 2
-  assert says in capsys.readouterr().err
+  error = capsys.readouterr().err
+  assert says in error
+  assert error.count("\n") == 1 and len(error) < 500
+  assert not (step.parent / "trace").exists() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_pipe_is_not_waited_for(tmp_path, capsys):
+  os.mkfifo(tmp_path / "pipe")
+  assert run(*STEPS, f"--compiled_step={tmp_path}/pipe", f"--job_log_dir={tmp_path}/run") == 2
+  assert "it is a pipe or a device" in capsys.readouterr().err
+
+
+def of_no_function(*args):
+  """Stands for what an unknown JAX has in the place of the function that compiles."""
+
+
+@pytest.mark.parametrize("function", [None, of_no_function])
+def test_a_jax_that_loads_programs_otherwise_is_told(function, monkeypatch):
+  compiler = importlib.import_module("jax._src.compiler")
+  if function is None:
+    monkeypatch.delattr(compiler, "compile_or_get_cached")
+  else:
+    monkeypatch.setattr(compiler, "compile_or_get_cached", function)
+  with pytest.raises(UserError, match="loads programs otherwise"), saved_step._as_compiled(b""):
+    pass
+
+
+def test_a_program_that_jax_does_not_ask_for_is_told():
+  with pytest.raises(UserError, match="loads programs otherwise"), saved_step._as_compiled(b""):
+    pass
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_program_that_two_have_compiled(tmp_path):
+  for index, flags in enumerate((("--mode=compile", "--save="), ("--compiled_step=",))):
+    *mode, file = flags
+    processes = [
+      start(
+        *STEPS,
+        *("--num_cpu_devices=1", "--fdl.ICI_MESH_SHAPE=[1,1,1]", "--fdl.DCN_MESH_SHAPE=[1,2,1]"),
+        *(f"--server_addr=localhost:{free_port}", "--num_hosts=2", f"--host_idx={number}"),
+        *(*mode, f"{file}{tmp_path}/{number if mode else 0}.bin"),
+        *(() if mode else (f"--job_log_dir={tmp_path}/run",)),
+      )
+      for free_port in [port()]
+      for number in range(2)
+    ]
+    ended = [finish(process) for process in processes]
+    assert [status for status, _, _ in ended] == [0, 0], ended[index]
+  assert len(losses(tmp_path / "run")) == 3
+
+
+def port() -> int:
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    return probe.getsockname()[1]
 
 
 def test_what_cannot_be_written_is_told(tmp_path, capsys):

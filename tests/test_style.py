@@ -20,7 +20,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 450, 80
 # Low to high: a file imports from lower rows, and, within its folder, from its own row. What shares
 # a row with a file of another name is no business of that file.
 RANKS: tuple[tuple[str, ...], ...] = (
-  ("__init__", "errors", "chips", "networks"),
+  ("__init__", "errors", "configurable", "chips", "networks"),
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
   ("topology", "cluster", "run_folder"),
   (
@@ -48,6 +48,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("aot",),
   ("planner",),
   ("knobs", "symbols", "fiddlers"),
+  ("graph_data",),
   ("graph_text",),
   ("graph_edits",),
   ("config_file", "experiment"),
@@ -59,8 +60,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("main",),
 )
 FIDDLE = {
-  "config_file", "convert", "experiment", "experiments", "fiddlers", "flags", "graph_edits",
-  "graph_text", "harness", "knobs", "main", "scripts_gpu", "show", "symbols",
+  "config_file", "convert", "experiment", "experiments", "fiddlers", "flags", "graph_data",
+  "graph_edits", "graph_text", "harness", "knobs", "main", "scripts_gpu", "show", "symbols",
 }  # fmt: skip
 # Slow to import, so only functions that build a source from them may.
 LAZY = {"clu", "seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text"}

@@ -82,7 +82,6 @@ def test_there_and_back_is_the_identity(name):
 def test_names_of_the_user_need_permission(name):
   with pytest.raises(UserError, match=f"--fdl_allow_modules={__name__}"):
     symbols.resolve(name)
-  symbols.resolve(name, allow_modules=None)
 
 
 @pytest.mark.parametrize("value", [lambda: 0, jitted, functools.partial(cached)])
@@ -97,12 +96,6 @@ def test_what_has_no_name_of_its_own_is_refused(value):
 def test_only_what_a_module_defines_resolves(symbol):
   with pytest.raises(UserError, match="not defined there"):
     symbols.resolve(f"{__name__}:{symbol}", allow_modules=[__name__])
-
-
-def test_every_listed_name_of_optax_exists():
-  listed = symbols._LISTED["optax"]
-  assert listed
-  assert {name for name in listed if callable(getattr(optax, name, None))} == listed
 
 
 def test_permission_is_for_whole_names():

@@ -4,7 +4,7 @@
 import json
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import fiddle as fdl
@@ -97,12 +97,13 @@ class Adapter:
     matches: The adapted weights of the base.
   """
 
-  def __init__(self, path: pathlib.Path, *, base: pathlib.Path):
+  def __init__(self, path: pathlib.Path, *, base: pathlib.Path, allow_modules: Sequence[str] = ()):
     """Finds a place for every tensor and reads none.
 
     Args:
       path: PEFT's folder.
       base: The folder of a run or of a converted model.
+      allow_modules: Modules outside of paxlike that its files may use.
 
     Raises:
       UserError: It is none, has what paxlike lacks, or is for another base.
@@ -115,10 +116,11 @@ class Adapter:
     self._alpha = self._rank * config["lora_alpha"] / root
     self._dropout = float(config.get("lora_dropout") or 0)
     self._tensors = TensorFolder(path / _TENSORS)
-    self._graph: Any = config_file.read(base / "config.json", allow_modules=None)
+    self._graph: Any = config_file.read(base / "config.json", allow_modules=allow_modules)
     fiddlers.stack(self._graph, scan=False)
     plain = Definition(cast(Any, fdl.build(self._graph.model)))
-    matches = matching.match(plain, family_of(registry.load(base / "experiment.json")))
+    self._experiment = registry.load(base / "experiment.json", allow_modules=allow_modules)
+    matches = matching.match(plain, family_of(self._experiment))
     self._roles = sorted(
       {match.ours.split(".")[-2] for match in matches if self._tensors.specs.keys() & _names(match)}
     )
@@ -159,7 +161,7 @@ class Adapter:
     graph: Any = self._graph
     base = self._base.absolute()
     graph.restore = fdl.Config(Restore, path=str(base), ignore=(layers.lora.WEIGHTS,))
-    experiment = registry.load(base / "experiment.json")
+    experiment = self._experiment
     knobs = {
       "USE_LORA": True,
       "LORA_RANK": self._rank,

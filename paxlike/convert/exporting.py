@@ -36,14 +36,16 @@ class Run:
     lora_scale: Of what adapters add.
   """
 
-  def __init__(self, path: pathlib.Path, *, step: int | None):
-    """Reads what the run was.
+  def __init__(self, path: pathlib.Path, *, step: int | None, allow_modules: Sequence[str] = ()):
+    """Reads what the run was; its experiment is paxlike's, or of an allowed module.
 
     Raises:
       UserError: There is no such checkpoint, or Hugging Face has no such model.
     """
     self.path = path
-    self.experiment = experiment = registry.load(path / "experiment.json")
+    self.experiment = experiment = registry.load(
+      path / "experiment.json", allow_modules=allow_modules
+    )
     model = experiment.model()
     fiddlers.stack(model, scan=False)
     definition = Definition(fdl.build(model))

@@ -40,6 +40,13 @@ def run(argv: Sequence[str]) -> int:
   )
   parser.add_argument("--step", type=int, help="from paxlike: this checkpoint, not the newest")
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+  parser.add_argument(
+    "--fdl_allow_modules",
+    type=lambda text: tuple(text.split(",")),
+    default=(),
+    metavar="A,B",
+    help="from paxlike and peft: modules outside of paxlike that the files of the run may use",
+  )
   parser.add_argument("--dry_run", action="store_true", help="print what goes where, write nothing")
   options = parser.parse_args(argv)
   try:
@@ -71,11 +78,11 @@ def _open(options: argparse.Namespace) -> "Source | Run | Adapter":
   if options.source == "peft":
     from paxlike.convert.adapters import Adapter
 
-    return Adapter(options.path, base=options.base)
+    return Adapter(options.path, base=options.base, allow_modules=options.fdl_allow_modules)
   if options.source == "paxlike":
     from paxlike.convert.exporting import Run
 
-    return Run(options.path, step=options.step)
+    return Run(options.path, step=options.step, allow_modules=options.fdl_allow_modules)
   from paxlike.convert.importing import Source
 
   return (

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from paxlike.configurable import configurable
 from paxlike.data import chat, files, records, token_index
 from paxlike.data.chat import Message, Part
 from paxlike.data.corpus import Corpus
@@ -18,6 +19,7 @@ from paxlike.data.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
 
+@configurable
 class Conversations(Corpus):
   """Records of `messages`, of `prompt` and `completion`, or of Alpaca's `instruction`, `output`.
 

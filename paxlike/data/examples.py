@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paxlike.configurable import configurable
 from paxlike.data.corpus import CorpusRows
 from paxlike.data.dataset import Arrays, Batch
 from paxlike.errors import UserError
@@ -30,6 +31,7 @@ class Plan(NamedTuple):
   starts: np.ndarray
 
 
+@configurable
 class ExampleRows(CorpusRows):
   """Rows of whole documents: one a row or, packed, as many as fit.
 

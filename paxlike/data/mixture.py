@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from paxlike.configurable import configurable
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 from paxlike.data.tokenizer import Tokenizer
 from paxlike.errors import UserError
@@ -15,6 +16,7 @@ from paxlike.errors import UserError
 _BLOCK = 1024
 
 
+@configurable
 class Mixture(RowDataset):
   """Rows of several data sets; each goes through its own epochs, and the mixture never ends.
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paxlike.configurable import configurable
 from paxlike.data.corpus import CorpusRows
 from paxlike.data.dataset import Arrays
 from paxlike.data.token_index import TokenIndex
@@ -54,6 +55,7 @@ class _Parts(NamedTuple):
     return np.repeat(values, self.lengths)
 
 
+@configurable
 class PackedRows(CorpusRows):
   """Rows cut from the stream of all documents.
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from paxlike.configurable import configurable
 from paxlike.data.chat import Message
 from paxlike.data.conversations import Conversations, conversation
 from paxlike.data.examples import ExampleRows, Plan
 from paxlike.errors import UserError
 
 
+@configurable
 class Preferences(Conversations):
   """Records of `chosen` and `rejected` answers to a `prompt`, or of two whole conversations.
 
@@ -36,6 +38,7 @@ def _is_whole(answer: Any) -> bool:
   return isinstance(first, Mapping) and first.get("role") != "assistant"
 
 
+@configurable
 class PairRows(ExampleRows):
   """Rows of two documents: segment 1 is preferred to segment 2. Each has half a row at most."""
 

@@ -15,6 +15,7 @@ import numpy as np
 from etils import epath
 
 from paxlike import run_folder
+from paxlike.configurable import configurable
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 from paxlike.data.tokenizer import Tokenizer
 from paxlike.errors import UserError
@@ -23,6 +24,7 @@ INFO = "prepared.json"
 _CHUNK = 256
 
 
+@configurable
 class PreparedRows(RowDataset):
   """A split of a folder that `write` made. Shuffled, every epoch has an order of its own."""
 

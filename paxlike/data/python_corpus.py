@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from typing import Any
 
+from paxlike.configurable import configurable
 from paxlike.data import token_index
 from paxlike.data.packing import PackedRows
 from paxlike.data.seqio_corpus import SeqIOCorpus, SeqIOTask, report
@@ -23,6 +24,7 @@ VOCAB_SIZE = 4096
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
+@configurable
 def dataset(
   *, split: str, seq_len: int, vocab_size: int, seed: int = 0, shuffle: bool = True
 ) -> PackedRows:

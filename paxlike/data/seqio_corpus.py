@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from paxlike.configurable import configurable
 from paxlike.data import token_index
 from paxlike.data.corpus import Corpus
 from paxlike.data.token_index import Document, TokenIndex
@@ -32,6 +33,7 @@ _TOKENIZER = "tokenizer.model"
 _PROGRESS, _ERROR = "progress:", "error:"
 
 
+@configurable
 class SeqIOTask:
   """A SeqIO task or mixture, as another process can find it."""
 
@@ -79,6 +81,7 @@ class SeqIOTask:
     return {"function": function, "arguments": dict(self.arguments())}
 
 
+@configurable
 class SeqIOCorpus(Corpus):
   """A split of a SeqIO task, read once."""
 
@@ -139,7 +142,9 @@ def _read_elsewhere(request: Mapping[str, Any], folder: pathlib.Path):
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "CUDA_VISIBLE_DEVICES": "",  # TensorFlow would take the memory of the GPUs.
   }
-  command = [sys.executable, "-m", "paxlike.data.seqio_corpus", json.dumps(request), str(folder)]
+  # -P: no module of the working directory, unless it is importable here.
+  program = [sys.executable, "-P", "-m", "paxlike.data.seqio_corpus"]
+  command = [*program, json.dumps(request), str(folder)]
   line = ""
   with tempfile.TemporaryFile("w+", errors="replace") as log:
     # What TensorFlow says of itself is of interest only if something goes wrong.

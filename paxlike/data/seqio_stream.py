@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from paxlike.configurable import configurable
 from paxlike.data import seqio_corpus
 from paxlike.data.dataset import Arrays, Batch, Dataset
 from paxlike.data.seqio_corpus import SeqIOTask
 from paxlike.data.tokenizer import Tokenizer
 
 
+@configurable
 class SeqIOStream(Dataset):
   """Rows streamed and packed by SeqIO's own feature converter.
 

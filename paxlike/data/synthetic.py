@@ -3,9 +3,11 @@
 
 import numpy as np
 
+from paxlike.configurable import configurable
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 
 
+@configurable
 class RandomTokens(RowDataset):
   """Uniform random ids: nothing to learn, and no embedding row or page is favoured."""
 
@@ -29,6 +31,7 @@ class RandomTokens(RowDataset):
     return _from_tokens(tokens)
 
 
+@configurable
 class ConstantTokens(RowDataset):
   """Id 1 everywhere, as Pax's synthetic data: a model learns it at once, and its loss is 0."""
 

@@ -4,14 +4,16 @@
 Each function adds its task to SeqIO's registry. Only they import TensorFlow.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from paxlike import run_folder
+from paxlike.configurable import configurable
 from paxlike.data.seqio_corpus import SeqIOTask
 from paxlike.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from paxlike.errors import UserError
@@ -19,6 +21,7 @@ from paxlike.errors import UserError
 SHUFFLE_BUFFER_SIZE = 100_000
 
 
+@configurable
 class TfdsTask(SeqIOTask):
   """One of these tasks, with the files that it reads."""
 
@@ -43,6 +46,7 @@ class TfdsTask(SeqIOTask):
       splits = [part["name"] for part in json.loads(info.read_text())["splits"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise UserError(f"{info} cannot be read: {error}.") from error
+    check_features(info.parent)
     if split not in splits:
       raise UserError(f"{info.parent} has no split {split}: it has {', '.join(splits)}.")
 
@@ -63,6 +67,40 @@ class TfdsTask(SeqIOTask):
 
 
 _INFO = "dataset_info.json"
+
+
+def check_features(folder: epath.Path):
+  """Finds whether a TFDS data set has features of TFDS alone: it imports what others name.
+
+  Raises:
+    UserError: It has others, or its features cannot be read.
+  """
+  path = folder / "features.json"
+  try:
+    names = [*_feature_classes(json.loads(path.read_text()))]
+  except (OSError, ValueError, RecursionError) as error:
+    raise UserError(f"{path} cannot be read: {error}.") from error
+  for name in names:
+    if not name.startswith("tensorflow_datasets."):
+      raise UserError(
+        f"{path} names the class {name!r}, which reading the data set would import: paxlike reads"
+        " features of tensorflow_datasets alone."
+      )
+
+
+def _feature_classes(node: Any) -> Iterator[str]:
+  """Yields the classes that a `features.json` of TFDS names, also in the JSON of older ones."""
+  if isinstance(node, str) and node.lstrip().startswith(("{", "[")):
+    with contextlib.suppress(ValueError):
+      yield from _feature_classes(json.loads(node))
+  elif isinstance(node, list):
+    for item in node:
+      yield from _feature_classes(item)
+  elif isinstance(node, dict):
+    for key, item in node.items():
+      if key in ("pythonClassName", "python_class_name", "type") and isinstance(item, str):
+        yield item
+      yield from _feature_classes(item)
 
 
 def tfds_data_dir() -> epath.Path:
@@ -92,6 +130,7 @@ def tfds_folder(name: str) -> epath.Path:
   )
 
 
+@configurable
 def the_pile_lm(*, folder: str, vocab_path: str) -> str:
   """The Pile: 128 documents at a time run into each other, cut into pieces that end with EOS."""
 
@@ -107,12 +146,14 @@ def the_pile_lm(*, folder: str, vocab_path: str) -> str:
   )
 
 
+@configurable
 def c4(*, folder: str, vocab_path: str) -> str:
   """C4: the text of each document. Whoever cuts them into rows puts EOS between them."""
   features = _features(vocab_path, "targets", add_eos=False)
   return _add("c4", folder, [_text_as_targets, "tokenize"], features)
 
 
+@configurable
 def lambada_eval(*, folder: str, vocab_path: str) -> str:
   """LAMBADA: the last word of a passage is to be told from all before."""
 
@@ -134,6 +175,7 @@ def lambada_eval(*, folder: str, vocab_path: str) -> str:
   )
 
 
+@configurable
 def boolq(*, folder: str, vocab_path: str) -> str:
   """BoolQ: whether the answer to a question on a passage is yes or no."""
 
@@ -161,6 +203,7 @@ def _add(name: str, folder: str, preprocessors: list[Any], features: dict[str, A
   import seqio
   import tensorflow_datasets as tfds
 
+  check_features(epath.Path(folder))
   builder: Any = tfds.builder_from_directory(folder)
 
   def read(split: str, shuffle_files: bool, seed: int | None = None) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from paxlike.configurable import configurable
 from paxlike.data import files, records, token_index
 from paxlike.data.corpus import Corpus
 from paxlike.data.tokenizer import CharacterTokenizer, Tokenizer
@@ -17,6 +18,7 @@ from paxlike.errors import UserError
 SUFFIXES = (".txt", *records.SUFFIXES)
 
 
+@configurable
 class TextFiles(Corpus):
   """Documents in files: a .txt file is one, and so is a record of any other."""
 

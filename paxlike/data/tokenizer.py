@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from paxlike.configurable import configurable
 from paxlike.errors import UserError
 
 
@@ -52,6 +53,7 @@ class Tokenizer(abc.ABC):
     return [self.encode(text) for text in texts]
 
 
+@configurable
 class ByteTokenizer(Tokenizer):
   """The bytes of UTF-8 as ids 0-255, and 256 as EOS."""
 
@@ -69,6 +71,7 @@ class ByteTokenizer(Tokenizer):
     return "bytes"
 
 
+@configurable
 class CharacterTokenizer(Tokenizer):
   """The characters that occur in a text, in the order of their code points."""
 
@@ -124,6 +127,7 @@ def _without_surrogates(texts: Sequence[str]) -> list[str]:
   return [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
 
 
+@configurable
 class SentencePieceTokenizer(_FileTokenizer):
   """A SentencePiece model (Kudo and Richardson, 2018)."""
 
@@ -157,6 +161,7 @@ class SentencePieceTokenizer(_FileTokenizer):
     return f"sentencepiece {hashlib.sha256(self._model.serialized_model_proto()).hexdigest()}"
 
 
+@configurable
 class HuggingFaceTokenizer(_FileTokenizer):
   """A `tokenizer.json` of Hugging Face.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh
+from paxlike.configurable import configurable
 from paxlike.layers import attention_kernels, module
 from paxlike.layers.attention_kernels import Demand
 from paxlike.layers.cache import KvCache, positions_in
@@ -18,6 +19,7 @@ from paxlike.layers.relative_bias import RelativeBias
 from paxlike.layers.rope import Rope
 
 
+@configurable
 class Attention(module.Module):
   """Causal self-attention over [B, T, D]."""
 

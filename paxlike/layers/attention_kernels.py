@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh
+from paxlike.configurable import configurable
 from paxlike.errors import UserError
 
 # Parts of a row that each see only the keys up to their end: more of them waste less.
@@ -100,6 +101,7 @@ def name_of(kernel: Any) -> str:
   return getattr(function, "__name__", type(function).__name__)
 
 
+@configurable
 def xla(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
 ) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh, topology
+from paxlike.configurable import configurable
 from paxlike.layers.attention_kernels import Demand, Options, name_of, xla
 from paxlike.layers.chunked_attention import xla_chunked
 from paxlike.layers.context_attention import gathered, ring
@@ -34,6 +35,7 @@ class Place(NamedTuple):
     return cls(devices.devices.flat[0], devices.shape["context"])
 
 
+@configurable
 def auto(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,

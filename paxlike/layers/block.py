@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh
+from paxlike.configurable import configurable
 from paxlike.layers.context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.mlp import Mlp
@@ -19,6 +20,7 @@ from paxlike.layers.moe import Moe
 Aux = dict[str, jax.Array]
 
 
+@configurable
 class Block(Module):
   """Attention and feed-forward, each after a norm and around a residual connection (pre-LN)."""
 

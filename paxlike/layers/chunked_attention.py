@@ -8,12 +8,14 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.layers.attention_kernels import Options, first_seen, part
 
 _CHUNK = 256  # Queries of which logits are held.
 _SPANS = 8  # Parts of a row that each see only the keys up to their end.
 
 
+@configurable
 def xla_chunked(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
 ) -> jax.Array:

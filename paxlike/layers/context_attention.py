@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from paxlike import mesh
+from paxlike.configurable import configurable
 from paxlike.layers import all_keys, attention_kernels, key_ring, near_keys
 from paxlike.layers.attention_kernels import Options
 from paxlike.layers.blockwise import (
@@ -56,6 +57,7 @@ _GATHERED = _Way(ZIGZAG, all_keys.forward, all_keys.backward)
 _NEAR = _Way(CONTIGUOUS, near_keys.forward, near_keys.backward)
 
 
+@configurable
 def ring(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
 ) -> jax.Array:
@@ -66,6 +68,7 @@ def ring(
   return _attention(ring, _RING, q_BTNH, k_BSKH, v_BSKH, options)
 
 
+@configurable
 def gathered(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
 ) -> jax.Array:

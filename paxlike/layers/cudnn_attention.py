@@ -6,6 +6,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers.attention_kernels import Options, begins, refuse
 from paxlike.layers.per_device import per_device
@@ -16,6 +17,7 @@ MAX_SEGMENTS = 64  # Of a sequence, where nothing else is said.
 COUNTS_KEY_HEADS = jax.__version_info__ >= (0, 12)
 
 
+@configurable
 def cudnn(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paxlike import mesh
+from paxlike.configurable import configurable
 from paxlike.layers import sums
 from paxlike.layers.auto_attention import Place, described, in_effect
 from paxlike.layers.block import Aux, by_token
@@ -25,6 +26,7 @@ from paxlike.layers.stack import Caches, Stack
 Batch = dict[str, jax.Array]
 
 
+@configurable
 class Decoder(Module):
   """A decoder-only transformer.
 

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from paxlike import mesh
+from paxlike.configurable import configurable
 from paxlike.layers.experts import Experts
 from paxlike.layers.module import is_statistic
 from paxlike.layers.routing import Routing
@@ -25,6 +26,7 @@ from paxlike.layers.routing import Routing
 Dispatch = Callable[[Experts, jax.Array, Routing], tuple[jax.Array, dict[str, jax.Array]]]
 
 
+@configurable
 def dropless(
   experts: Experts, x_BTD: jax.Array, routing: Routing
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -126,6 +128,7 @@ def _rows_backward(copies: int, inverse: jax.Array, dy: jax.Array) -> Any:
 _rows.defvjp(_rows_forward, _rows_backward)
 
 
+@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
   """Gives every expert an equal number of places in each row (GShard; Lepikhin et al., 2020).

@@ -4,10 +4,12 @@
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.layers.context import Context
 from paxlike.layers.module import Module
 
 
+@configurable
 class Dropout(Module):
   """Zeroes a share `rate` of the elements and scales the rest; the identity without a key."""
 

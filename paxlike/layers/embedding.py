@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.layers import module, sums
 from paxlike.layers.linear import matmul
 
 
+@configurable
 class Embedding(module.Module):
   """Token embedding, which may also serve as the output projection (Press and Wolf, 2017)."""
 
@@ -42,6 +44,7 @@ class Embedding(module.Module):
     return logits if self.logits_scale == 1 else logits * self.logits_scale
 
 
+@configurable
 class PositionEmbedding(module.Module):
   """A learned vector for each of `max_len` positions."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.layers import module, sums
 from paxlike.layers.grouped_matmul import Groups
 from paxlike.layers.mlp import Activation
@@ -15,6 +16,7 @@ from paxlike.layers.quantization import Quantized, Storage
 from paxlike.layers.rounding import whole
 
 
+@configurable
 class ExpertLinear(module.Module):
   """A linear map for each expert.
 
@@ -86,6 +88,7 @@ class ExpertLinear(module.Module):
     return len(jax.tree.leaves(self.w.get_value())[0])  # The weight itself, however it is held.
 
 
+@configurable
 class Experts(module.Module):
   """Feed-forward layers, one for each expert: see `Mlp`."""
 

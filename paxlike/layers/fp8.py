@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.products import Product
 from paxlike.layers.rounding import Rounded, Rounding
@@ -19,6 +20,7 @@ from paxlike.layers.rounding import Rounded, Rounding
 _OPERAND, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
+@configurable
 @dataclasses.dataclass(frozen=True)
 class Fp8:
   """A `Dot` whose scales are those of what is multiplied (current scaling)."""
@@ -30,6 +32,7 @@ class Fp8:
     return _multiply(product, x, w, rounded, None)
 
 
+@configurable
 class DelayedFp8(module.Module):
   """A `Dot` whose scales of activations and gradients are those of the last steps.
 

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.layers.products import Product
 from paxlike.layers.rounding import Rounded, Rounding, by_chance
 
 
+@configurable
 @dataclasses.dataclass(frozen=True)
 class Int8:
   """A `Dot`."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh
+from paxlike.configurable import configurable
 from paxlike.layers import attention_kernels, module
 from paxlike.layers.attention_kernels import Demand
 from paxlike.layers.cache import LatentCache, positions_in
@@ -17,6 +18,7 @@ from paxlike.layers.linear import Linear
 from paxlike.layers.rope import Rope
 
 
+@configurable
 class LatentAttention(module.Module):
   """Causal self-attention over [B, T, D], of which only the latents are cached.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh
+from paxlike.configurable import configurable
 from paxlike.layers import module, sums
 from paxlike.layers.context import Context
 from paxlike.layers.lora import Lora
@@ -20,6 +21,7 @@ from paxlike.layers.rounding import whole
 _EXACT = Plain().exact
 
 
+@configurable
 class Linear(module.Module):
   """y = x w + b, summing over the trailing dims of x that `inputs` names.
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.context import Context
 from paxlike.layers.dropout import Dropout
@@ -17,6 +18,7 @@ from paxlike.layers.dropout import Dropout
 WEIGHTS = r"(^|\.)lora\."
 
 
+@configurable
 class Lora(module.Module):
   """What is added to a linear map: x a b, through `rank` dims.
 

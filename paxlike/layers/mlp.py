@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh
+from paxlike.configurable import configurable
 from paxlike.layers.context import Context
 from paxlike.layers.linear import Linear
 from paxlike.layers.module import Module
@@ -15,6 +16,7 @@ from paxlike.layers.module import Module
 Activation = Callable[..., jax.Array]
 
 
+@configurable
 @jax.custom_vjp
 def gelu(x: jax.Array) -> jax.Array:
   """GELU by tanh (Hendrycks and Gimpel, 2016).
@@ -36,16 +38,19 @@ def _gelu_backward(x, cotangent):
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
+@configurable
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
   """SiLU of the gate times up (Shazeer, 2020)."""
   return jax.nn.silu(gate) * up
 
 
+@configurable
 def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
   """GELU (tanh) of the gate times up (Shazeer, 2020)."""
   return jax.nn.gelu(gate) * up
 
 
+@configurable
 def clamped_swiglu(
   gate: jax.Array, up: jax.Array, *, alpha: float = 1.702, limit: float = 7.0
 ) -> jax.Array:
@@ -54,6 +59,7 @@ def clamped_swiglu(
   return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 
 
+@configurable
 class Mlp(Module):
   """Two linear maps around an activation, of (gate, up) if there is a `gate`."""
 

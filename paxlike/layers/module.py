@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paxlike.configurable import configurable
 from paxlike.layers.quantization import Quantized, Storage
 from paxlike.layers.rounding import Prepared, Rounded, Rounding
 
@@ -27,23 +28,27 @@ Update = Callable[[jax.Array, jax.Array], jax.Array]
 Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]
 
 
+@configurable
 def gaussian(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, std: float) -> jax.Array:
   """Draws from N(0, std^2)."""
   del fan_in
   return std * jax.random.normal(key, shape)
 
 
+@configurable
 def gaussian_fan_in(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
   """Draws from N(0, 1 / fan_in) (LeCun et al., 1998)."""
   return jax.random.normal(key, shape) / math.sqrt(fan_in)
 
 
+@configurable
 def zeros(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
   """Returns zeros."""
   del key, fan_in
   return jnp.zeros(shape)
 
 
+@configurable
 def constant(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, value: float) -> jax.Array:
   """Returns `value` everywhere."""
   del key, fan_in

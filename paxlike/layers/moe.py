@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paxlike.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.context import Context
 from paxlike.layers.dispatch import Dispatch, dropless
@@ -30,6 +31,7 @@ _with_gradient.defvjp(
 )
 
 
+@configurable
 class Moe(module.Module):
   """A feed-forward layer of which each token sees `num_chosen` of `num_experts` experts."""
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from paxlike import mesh, topology
+from paxlike.configurable import configurable
 from paxlike.layers.products import Dim, Plain, Product
 
 BLOCK = 32
@@ -31,6 +32,7 @@ _VALUES, _SCALES = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
 _LARGEST, _EXPONENT, _LEAST, _BIAS = 0.875, 9, -126, 127
 
 
+@configurable
 @dataclasses.dataclass(frozen=True)
 class MxFp8:
   """A `Dot` for linear maps."""

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.layers import module
 
 
+@configurable
 class LayerNorm(module.Module):
   """Layer normalisation (Ba et al., 2016).
 
@@ -40,6 +42,7 @@ class LayerNorm(module.Module):
     return (y * (self.offset + self.scale[...]) + self.bias[...]).astype(self.dtype)
 
 
+@configurable
 class RmsNorm(module.Module):
   """Root mean square normalisation (Zhang and Sennrich, 2019); `offset` as in LayerNorm."""
 

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from paxlike.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers import ring
 from paxlike.layers.layout import Layout
 from paxlike.layers.schedules import Half, Schedule
 
 
+@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipeline:
   """How the layers of a stack are spread over stages.

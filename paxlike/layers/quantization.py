@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.errors import UserError
 
 _BLOCK = 64
@@ -124,16 +125,19 @@ def _stored(storage: Storage, w: jax.Array) -> Quantized:
   return storage.scheme(w, axis=storage.axis)
 
 
+@configurable
 def int8(w: jax.Array, *, axis: int) -> Int8:
   """Rounds to 255 levels of the largest entry of each block of up to 64."""
   return Int8(*_integers(w, axis, _BLOCK, jnp.int8), axis)
 
 
+@configurable
 def int8_columns(w: jax.Array, *, axis: int) -> Int8:
   """Rounds to 255 levels of the largest entry along all of the dim."""
   return Int8(*_integers(w, axis, w.shape[axis], jnp.int8), axis)
 
 
+@configurable
 def int4(w: jax.Array, *, axis: int) -> Int4:
   """Rounds to 15 levels of the largest entry of each block of up to 128.
 
@@ -159,6 +163,7 @@ def _check_pairs(w: jax.Array, name: str):
     )
 
 
+@configurable
 def nf4(w: jax.Array, *, axis: int) -> Nf4:
   """Rounds to 16 quantiles of a normal distribution, scaled by the largest entry of each block.
 

@@ -6,9 +6,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.layers import module
 
 
+@configurable
 class RelativeBias(module.Module):
   """Gives near distances a bias each, far ones a common bias that grows coarser with distance."""
 

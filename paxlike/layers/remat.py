@@ -7,6 +7,8 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from paxlike.configurable import configurable
+
 _QKV = ("query", "key", "value")
 _TO_HOST = ("device", "pinned_host")
 
@@ -23,6 +25,7 @@ Policy = Literal[
 ]
 
 
+@configurable
 class Remat(enum.Enum):
   """Policies, by the names of Pax. Those of projections save what linear maps of a role give.
 

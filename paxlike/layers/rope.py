@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paxlike.configurable import configurable
 from paxlike.layers.module import Module
 
 # Radians per token of each pair of dims -> the same for sequences longer than those trained on.
 Scaling = Callable[[np.ndarray], np.ndarray]
 
 
+@configurable
 class Rope(Module):
   """Turns pairs of dims by angles in proportion to a token's position.
 
@@ -59,11 +61,13 @@ class Rope(Module):
     return jnp.concatenate(turned, axis=-1).astype(dtype)
 
 
+@configurable
 def linear(frequencies: np.ndarray, *, factor: float) -> np.ndarray:
   """Position interpolation (Chen et al., 2023)."""
   return frequencies / factor
 
 
+@configurable
 def llama3(
   frequencies: np.ndarray,
   *,
@@ -86,6 +90,7 @@ def llama3(
   return frequencies * (kept + (1 - kept) / factor)
 
 
+@configurable
 def yarn(
   frequencies: np.ndarray,
   *,

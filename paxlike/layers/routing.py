@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
+
 
 class Routing(NamedTuple):
   """Where the tokens of each row go.
@@ -29,6 +31,7 @@ class Routing(NamedTuple):
 Choice = Callable[[jax.Array, jax.Array | None, int], Routing]
 
 
+@configurable
 def softmax_choice(
   logits_BTE: jax.Array, bias_E: jax.Array | None, num_chosen: int, *, normalized: bool = True
 ) -> Routing:
@@ -42,6 +45,7 @@ def softmax_choice(
   return Routing(experts_BTK, weights_BTK, probabilities_BTE, logits_BTE)
 
 
+@configurable
 def sigmoid_choice(
   logits_BTE: jax.Array,
   bias_E: jax.Array | None,

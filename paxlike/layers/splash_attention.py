@@ -6,12 +6,14 @@ from typing import Any, Unpack
 
 import jax
 
+from paxlike.configurable import configurable
 from paxlike.layers.attention_kernels import Options, refuse
 from paxlike.layers.per_device import per_device
 
 _LARGEST_BLOCK = 512
 
 
+@configurable
 def splash(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paxlike import topology
+from paxlike.configurable import configurable
 from paxlike.layers.block import Aux, Block
 from paxlike.layers.context import Context
 from paxlike.layers.layout import Layout
@@ -22,6 +23,7 @@ BlockFactory = Callable[[int], Block]
 Caches = dict[str, list[Any]]
 
 
+@configurable
 class Stack(Module):
   """`prologue + pattern * repeats + epilogue` blocks, one after the other.
 

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
+from paxlike.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers.attention_kernels import Options, begins, refuse
 from paxlike.layers.per_device import per_device
 
 
+@configurable
 def tokamax(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,

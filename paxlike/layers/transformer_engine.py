@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers.products import Plain, Product
 from paxlike.layers.rounding import Rounded
 
 
+@configurable
 @dataclasses.dataclass(frozen=True)
 class TransformerEngine:
   """A `Dot` for plain products: in e4m3, e5m2 in the gradients, with current scaling.

@@ -181,5 +181,13 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path, vocabulary, m
   assert "TFDS_NAME" in check("other:1.0.0")
   write(tmp_path, "the_pile:1.0.0", ("train",), {"train": [{"text": "a"}]}, text=str)
   assert "has no split validation: it has train." in check(split="validation")
+  features = tmp_path / "tfds" / "the_pile" / "1.0.0" / "features.json"
+  told = json.loads(features.read_text())
+  hostile = {"pythonClassName": "my_module.Feature"}
+  for bad in (hostile, {"jsonFeature": {"json": json.dumps({"a": {"type": "my_module.X"}})}}):
+    features.write_text(json.dumps({**told, **bad}))
+    assert "features.json names the class 'my_module." in check()
+    with pytest.raises(UserError, match="names the class"):
+      tasks.the_pile_lm(folder=str(features.parent), vocab_path=vocabulary)
   assert "VOCAB_PATH is not set" in check(vocab_path=None)
   assert "VOCAB_PATH=/none: no such file" in check(vocab_path="/none")

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph as plain data: to print and to compare, and never to build.
+
+Functions and classes are names here, so that a file from elsewhere can be looked at without its
+names being found or checked. Fiddle builds none of it.
+"""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import fiddle as fdl
+
+from paxlike import symbols
+from paxlike.errors import UserError
+
+
+class Symbol(str):
+  """The name of a function, class or enum member: "module:qualified.name"."""
+
+  __slots__ = ()
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Symbol) and str.__eq__(self, other)
+
+  def __ne__(self, other: object) -> bool:
+    return not self == other
+
+  def __hash__(self) -> int:
+    return str.__hash__(self)
+
+
+@dataclasses.dataclass(eq=False)
+class Part:
+  """What a `Config`, `Partial` or `ArgFactory` of a graph says.
+
+  Attributes:
+    kind: Which of the three, by the name of its class.
+    target: What it calls: a `Symbol`, or the thing itself where that has no name.
+    arguments: Those that are set, in the order of the signature where that is known.
+    defaults: What arguments are that are not set; empty where that is not known.
+  """
+
+  kind: str
+  target: Any
+  arguments: dict[str | int, Any]
+  defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __eq__(self, other: object) -> bool:
+    """Returns whether both say the same, be it that one says a default."""
+    if not isinstance(other, Part) or (self.kind, self.target) != (other.kind, other.target):
+      return False
+    defaults = self.defaults or other.defaults
+    return {**defaults, **self.arguments} == {**defaults, **other.arguments}
+
+  __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def of(graph: Any) -> Any:
+  """Returns a graph as data; what it holds in two places is again one object."""
+  return _of(graph, {})
+
+
+def _of(value: Any, seen: dict[int, Any]) -> Any:
+  if isinstance(value, Part):
+    return value
+  if id(value) in seen:
+    return seen[id(value)]
+  made = _made(value, seen)
+  if isinstance(value, fdl.Buildable | dict | list | tuple):
+    seen[id(value)] = made
+  return made
+
+
+def _made(value: Any, seen: dict[int, Any]) -> Any:
+  if isinstance(value, fdl.Buildable):
+    given: dict[Any, Any] = value.__arguments__
+    parameters = value.__signature_info__.parameters
+    order = [name for name in dict.fromkeys([*parameters, *given]) if name in given]
+    defaults = {
+      name: _of(parameter.default, seen)
+      for name, parameter in parameters.items()
+      if parameter.default is not inspect.Parameter.empty
+    }
+    arguments = {name: _of(given[name], seen) for name in order}
+    return Part(type(value).__name__, _symbol(fdl.get_callable(value)), arguments, defaults)
+  if type(value) is dict:
+    return {_of(key, seen): _of(item, seen) for key, item in value.items()}
+  if type(value) in (list, tuple):
+    return type(value)(_of(item, seen) for item in value)
+  return _symbol(value) if symbols.is_symbol(value) else value
+
+
+def _symbol(value: Any) -> Any:
+  try:
+    return Symbol(symbols.name_of(value))
+  except UserError:
+    return value
