@@ -63,6 +63,7 @@ class Options:
     confirm: How many of the best plans are compiled; None: none.
     save: File to write the compiled step to.
     compiled_step: File of the step to train with.
+    traceback: Print the traceback of what ends the program too.
     help: Print usage.HELP and stop.
     fdl_help: Print the knobs of the experiment and stop.
     list: Print the registered experiments and stop.
@@ -109,6 +110,7 @@ class Options:
   confirm: int | None = None
   save: str | None = None
   compiled_step: str | None = None
+  traceback: bool = False
   help: bool = False
   fdl_help: bool = False
   list: bool = False
@@ -238,6 +240,7 @@ _BOOLEANS = {
   "kernels": False,
   "json": False,
   "full": False,
+  "traceback": False,
   "enable_checkpoint_saving": True,
   "enable_summary_writer": True,
   "multiprocess_gpu": False,

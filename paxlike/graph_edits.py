@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from fiddle import history
 
-from paxlike import graph_text, knob_types
+from paxlike import graph_text, graph_types, knob_types
 from paxlike.errors import UserError, did_you_mean
 
 _STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(-?\d+)\]|\[(?:'([^']*)'|"([^"]*)"|([^\]'"]+))\]""")
@@ -165,11 +165,7 @@ def _annotation(owner: Any, key: str | int) -> Any:
   """Returns what text can give of the type an argument is annotated with; None if it is nothing."""
   if not isinstance(owner, fdl.Buildable):
     return None
-  target = fdl.get_callable(owner)
-  try:
-    hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
-  except (NameError, TypeError, AttributeError):
-    hints = {}
+  hints = graph_types.annotations(fdl.get_callable(owner))
   parameter = owner.__signature_info__.parameters.get(str(key))
   annotation = hints.get(str(key), getattr(parameter, "annotation", None))
   if typing.get_origin(annotation) not in (typing.Union, types.UnionType):

@@ -5,12 +5,12 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from etils import epath
 
-from paxlike import decoding, flops, memory, mesh, pipelined, requirements
+from paxlike import decoding, flops, memory, mesh, pipelined, ranges, requirements
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, check_keep, flatten
 from paxlike.errors import RunError, UserError
@@ -68,21 +68,21 @@ class Trainer:
   mesh: mesh.MeshSpec
   train_data: Any
   eval_data: Mapping[str, EvalSet]
-  percore_batch_size: float
-  accumulation_steps: int
-  num_steps: int
-  seed: int
-  summary_every: int
-  eval_every: int
-  save_every: int
-  keep: int | None
-  max_skipped_in_a_row: int
+  percore_batch_size: ranges.Factor
+  accumulation_steps: ranges.Size
+  num_steps: ranges.NonNegative
+  seed: ranges.NonNegative
+  summary_every: ranges.Positive
+  eval_every: ranges.NonNegative
+  save_every: ranges.NonNegative
+  keep: ranges.Positive | None
+  max_skipped_in_a_row: ranges.Positive
   sample_prompt: str | None = None
   restore: Restore | None = None
   best: Criterion | None = None
   objective: Objective = dataclasses.field(default_factory=NextToken)
   trained: str = ""
-  weight_dtype: str = "float32"
+  weight_dtype: Literal["float32", "bfloat16"] = "float32"
   read_only: bool = False
   saving: bool = True
   compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -20,7 +20,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 450, 80
 # Low to high: a file imports from lower rows, and, within its folder, from its own row. What shares
 # a row with a file of another name is no business of that file.
 RANKS: tuple[tuple[str, ...], ...] = (
-  ("__init__", "errors", "chips", "networks"),
+  ("__init__", "errors", "chips", "networks", "ranges"),
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
   ("topology", "cluster", "run_folder"),
   (
@@ -48,7 +48,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("aot",),
   ("planner",),
   ("knobs", "symbols", "fiddlers"),
-  ("graph_text",),
+  ("graph_text", "graph_types"),
+  ("building",),
   ("graph_edits",),
   ("config_file", "experiment"),
   ("registry",),
@@ -56,11 +57,12 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("scripts_gpu", "checks"),
   ("harness",),
   ("flags", "show", "check_page", "compile_page", "plan_page", "plot", "convert"),
+  ("unexpected",),
   ("main",),
 )
 FIDDLE = {
-  "config_file", "convert", "experiment", "experiments", "fiddlers", "flags", "graph_edits",
-  "graph_text", "harness", "knobs", "main", "scripts_gpu", "show", "symbols",
+  "building", "config_file", "convert", "experiment", "experiments", "fiddlers", "flags",
+  "graph_edits", "graph_text", "graph_types", "harness", "knobs", "main", "scripts_gpu", "show", "symbols",
 }  # fmt: skip
 # Slow to import, so only functions that build a source from them may.
 LAZY = {"clu", "seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.data import chat, files, records, token_index
 from paxlike.data.chat import Message, Part
 from paxlike.data.corpus import Corpus
@@ -34,7 +35,7 @@ class Conversations(Corpus):
     *,
     path: str | None,
     tokenizer: Tokenizer,
-    vocab_size: int,
+    vocab_size: ranges.Size,
     template: str = "plain",
     vocab_path: str | None = None,
     knob: str = "DATA_PATH",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.data.dataset import RowDataset
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizer import Tokenizer
@@ -39,11 +40,11 @@ class CorpusRows(RowDataset):
     self,
     *,
     corpus: Corpus,
-    seq_len: int,
-    seed: int = 0,
+    seq_len: ranges.Size,
+    seed: ranges.NonNegative = 0,
     shuffle: bool = True,
     packed: bool = True,
-    split: tuple[float, float] = (0.0, 1.0),
+    split: tuple[ranges.Fraction, ranges.Fraction] = (0.0, 1.0),
   ):
     """Makes rows of `seq_len` tokens.
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.data.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
@@ -48,7 +49,7 @@ class Dataset(abc.ABC):
       other.
   """
 
-  seq_len: int
+  seq_len: ranges.Size
   sources: tuple[str, ...] = ()
   packed: bool = False
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 from paxlike.data.tokenizer import Tokenizer
 from paxlike.errors import UserError
@@ -28,7 +29,7 @@ class Mixture(RowDataset):
     *,
     sources: Mapping[str, RowDataset],
     weights: Mapping[str, float] | None = None,
-    seed: int = 0,
+    seed: ranges.NonNegative = 0,
   ):
     """Mixes rows of one length.
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from paxlike import ranges
 from paxlike.data import token_index
 from paxlike.data.corpus import Corpus
 from paxlike.data.token_index import Document, TokenIndex
@@ -87,8 +88,8 @@ class SeqIOCorpus(Corpus):
     *,
     task: SeqIOTask,
     split: str,
-    vocab_size: int,
-    bos_id: int | None = None,
+    vocab_size: ranges.Size,
+    bos_id: ranges.NonNegative | None = None,
     lengths: Mapping[str, int] | None = None,
   ):
     """Reads nothing yet.

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.data import seqio_corpus
 from paxlike.data.dataset import Arrays, Batch, Dataset
 from paxlike.data.seqio_corpus import SeqIOTask
@@ -24,10 +25,10 @@ class SeqIOStream(Dataset):
     *,
     task: SeqIOTask,
     task_split: str,
-    seq_len: int,
-    vocab_size: int,
-    bos_id: int = 0,
-    seed: int = 0,
+    seq_len: ranges.Size,
+    vocab_size: ranges.Size,
+    bos_id: ranges.NonNegative = 0,
+    seed: ranges.NonNegative = 0,
     shuffle: bool = True,
     packed: bool = True,
   ):

@@ -3,13 +3,14 @@
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 
 
 class RandomTokens(RowDataset):
   """Uniform random ids: nothing to learn, and no embedding row or page is favoured."""
 
-  def __init__(self, *, seq_len: int, vocab_size: int, seed: int):
+  def __init__(self, *, seq_len: ranges.Size, vocab_size: ranges.Size, seed: ranges.NonNegative):
     self.seq_len = seq_len
     self._vocab_size = vocab_size
     self._seed = seed
@@ -32,7 +33,7 @@ class RandomTokens(RowDataset):
 class ConstantTokens(RowDataset):
   """Id 1 everywhere, as Pax's synthetic data: a model learns it at once, and its loss is 0."""
 
-  def __init__(self, *, seq_len: int):
+  def __init__(self, *, seq_len: ranges.Size):
     self.seq_len = seq_len
 
   def fingerprint(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.data import files, records, token_index
 from paxlike.data.corpus import Corpus
 from paxlike.data.tokenizer import CharacterTokenizer, Tokenizer
@@ -25,7 +26,7 @@ class TextFiles(Corpus):
     *,
     path: str | None,
     tokenizer: Tokenizer | None,
-    vocab_size: int,
+    vocab_size: ranges.Size,
     field: str = "text",
     knob: str = "DATA_PATH",
   ):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paxlike import mesh
+from paxlike import mesh, ranges
 from paxlike.layers import sums
 from paxlike.layers.auto_attention import Place, described, in_effect
 from paxlike.layers.block import Aux, by_token
@@ -36,16 +36,16 @@ class Decoder(Module):
   def __init__(
     self,
     *,
-    vocab_size: int,
-    dim: int,
+    vocab_size: ranges.Size,
+    dim: ranges.Size,
     embedding: Callable[[int, int], Embedding],
     stack: Callable[[int], Stack],
     norm: Callable[[int], Any],
     positions: Callable[[int], PositionEmbedding] | None = None,
     dropout: Callable[[], Dropout] | None = None,
     head: Callable[..., Linear] | None = None,
-    soft_cap: float | None = None,
-    loss_chunks: int = 4,
+    soft_cap: ranges.Cap | None = None,
+    loss_chunks: ranges.Size = 4,
   ):
     """Without `head` the embedding's table also projects to logits.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paxlike import ranges
 from paxlike.layers import module
 from paxlike.layers.context import Context
 from paxlike.layers.dispatch import Dispatch, dropless
@@ -35,19 +36,19 @@ class Moe(module.Module):
 
   def __init__(
     self,
-    dim: int,
+    dim: ranges.Size,
     *,
-    num_experts: int,
-    num_chosen: int,
+    num_experts: ranges.Size,
+    num_chosen: ranges.Size,
     router: Callable[..., Linear],
     experts: Callable[[int, int], Experts],
     choice: Choice = softmax_choice,
-    bias_rate: float | None = None,
+    bias_rate: ranges.Fraction | None = None,
     shared: Callable[[int], Mlp] | None = None,
     dispatch: Dispatch = dropless,
-    balance_loss: float = 0.0,
-    balanced_choices: int | None = None,
-    z_loss: float = 0.0,
+    balance_loss: ranges.Weight = 0.0,
+    balanced_choices: ranges.Positive | None = None,
+    z_loss: ranges.Weight = 0.0,
   ):
     """Builds the layer.
 

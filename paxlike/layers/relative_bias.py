@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
 from paxlike.layers import module
 
 
@@ -14,10 +15,10 @@ class RelativeBias(module.Module):
 
   def __init__(
     self,
-    num_heads: int,
+    num_heads: ranges.Size,
     *,
-    num_buckets: int = 32,
-    max_distance: int = 128,
+    num_buckets: ranges.Buckets = 32,
+    max_distance: ranges.Size = 128,
     init: module.Initializer = module.zeros,
   ):
     """Distances from `max_distance` on share the last of `num_buckets` biases."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paxlike import ranges
 from paxlike.layers.module import Module
 
 # Radians per token of each pair of dims -> the same for sequences longer than those trained on.
@@ -26,11 +27,11 @@ class Rope(Module):
 
   def __init__(
     self,
-    head_dim: int,
+    head_dim: ranges.Size,
     *,
-    theta: float = 10_000.0,
+    theta: ranges.Base = 10_000.0,
     scaling: Scaling | None = None,
-    magnitude: float = 1.0,
+    magnitude: ranges.Factor = 1.0,
     interleaved: bool = False,
   ):
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -59,7 +60,7 @@ class Rope(Module):
     return jnp.concatenate(turned, axis=-1).astype(dtype)
 
 
-def linear(frequencies: np.ndarray, *, factor: float) -> np.ndarray:
+def linear(frequencies: np.ndarray, *, factor: ranges.Stretch) -> np.ndarray:
   """Position interpolation (Chen et al., 2023)."""
   return frequencies / factor
 
@@ -67,10 +68,10 @@ def linear(frequencies: np.ndarray, *, factor: float) -> np.ndarray:
 def llama3(
   frequencies: np.ndarray,
   *,
-  factor: float,
-  original_length: int,
-  low: float = 1.0,
-  high: float = 4.0,
+  factor: ranges.Stretch,
+  original_length: ranges.Size,
+  low: ranges.PositiveFloat = 1.0,
+  high: ranges.PositiveFloat = 4.0,
 ) -> np.ndarray:
   """The scaling of Llama 3.1: only waves that turn seldom within the original context are slowed.
 
@@ -89,11 +90,11 @@ def llama3(
 def yarn(
   frequencies: np.ndarray,
   *,
-  theta: float,
-  factor: float,
-  original_length: int,
-  fast: float = 32.0,
-  slow: float = 1.0,
+  theta: ranges.Base,
+  factor: ranges.Stretch,
+  original_length: ranges.Size,
+  fast: ranges.PositiveFloat = 32.0,
+  slow: ranges.PositiveFloat = 1.0,
   truncate: bool = True,
 ) -> np.ndarray:
   """YaRN (Peng et al., 2023): interpolates slow waves, leaves fast ones, ramps between.

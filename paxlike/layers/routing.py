@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
+
 
 class Routing(NamedTuple):
   """Where the tokens of each row go.
@@ -47,9 +49,9 @@ def sigmoid_choice(
   bias_E: jax.Array | None,
   num_chosen: int,
   *,
-  num_groups: int = 1,
-  num_chosen_groups: int = 1,
-  scale: float = 1.0,
+  num_groups: ranges.Size = 1,
+  num_chosen_groups: ranges.Size = 1,
+  scale: ranges.Factor = 1.0,
 ) -> Routing:
   """The choice of DeepSeek-V3: experts of the best groups, by sigmoid and a bias without gradient.
 
