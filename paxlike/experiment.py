@@ -75,7 +75,7 @@ class Experiment(Knobs):
 
   # Batch.
   #: Sequences a device and optimizer step; may be a fraction.
-  PERCORE_BATCH_SIZE: ranges.Factor = UNSET
+  PERCORE_BATCH_SIZE: ranges.Batch = UNSET
   #: Parts of the batch that are computed one after another.
   GRADIENT_ACCUMULATION_STEPS: ranges.Size = 1
 
@@ -377,13 +377,9 @@ class Experiment(Knobs):
       function, warmup = optimizers.linear_rampup_exponential_decay, self.LR_LRED_WARMUP
       start, end = self.LR_LRED_DECAY_START, self.LR_LRED_DECAY_END
       ratio = self.LR_LRED_MIN_RATIO
+    start, end = warmup + 1 if start is None else start, self.MAX_STEPS if end is None else end
     return fdl.Config(
-      function,
-      peak=peak,
-      warmup=warmup,
-      decay_start=warmup + 1 if start is None else start,
-      decay_end=self.MAX_STEPS if end is None else end,
-      min_ratio=ratio,
+      function, peak=peak, warmup=warmup, decay_start=start, decay_end=end, min_ratio=ratio
     )
 
   def mesh(self) -> fdl.Config[MeshSpec]:

@@ -90,12 +90,23 @@ def call_fiddler(
     bound = signature.bind(graph, *args, **kwargs)
     _check_types(signature, bound.arguments)
   except (TypeError, knob_types.RefusedError) as error:
-    shown = signature.replace(parameters=list(signature.parameters.values())[1:])
-    raise UserError(f"{given}: {str(error).removesuffix('.')}; it is {name}{shown}.") from None
+    shown = _spell_signature(signature)
+    raise UserError(f"{given}: {str(error).removesuffix('.')}; it is {name}({shown}).") from None
   result = fiddler(graph, *args, **kwargs)
   if result is not None and not isinstance(result, fdl.Buildable):
     raise UserError(f"{given}: returned a {type(result).__name__}, neither a graph nor None.")
   return graph if result is None else result
+
+
+def _spell_signature(signature: inspect.Signature) -> str:
+  """Returns what a fiddler takes besides the graph, with ranges as people write them."""
+  shown = []
+  for name, parameter in list(signature.parameters.items())[1:]:
+    kind = parameter.annotation
+    text = f"{name}: {knob_types.type_name(kind)}" if knob_types.is_supported(kind) else name
+    has_default = parameter.default is not parameter.empty
+    shown.append(f"{text} = {parameter.default!r}" if has_default else text)
+  return ", ".join(shown)
 
 
 def _check_types(signature: inspect.Signature, values: Mapping[str, Any]):

@@ -59,7 +59,7 @@ def annotations(target: Callable[..., Any]) -> dict[str, Any]:
 
 def misfit(annotation: Any, value: Any) -> str | None:
   """Returns what is expected instead of `value`; None if it fits, or nobody can tell."""
-  if isinstance(value, fdl.Buildable | os.PathLike):
+  if annotation is Any or isinstance(value, fdl.Buildable | os.PathLike):
     return None
   value = value.item() if isinstance(value, np.generic) else value
   if knob_types.is_supported(annotation) and annotation not in (tuple, list, dict):

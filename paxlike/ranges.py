@@ -54,12 +54,12 @@ class Range:
   def phrase(self, kind: str, *, bounded: bool = False) -> str:
     """Returns what is expected, in words: "an int of at least 1", "a finite float above 0".
 
-    The bounds of the number format itself are spelt only if `bounded`.
+    Large upper bounds, which are there against slips, are spelt only if `bounded`.
     """
     words = []
-    if self.most == FLOAT32:
+    if self.most == FLOAT32 and not bounded:
       kind = f"finite {kind}"
-    shown = math.isfinite(self.most) and (bounded or self.most not in (INT32, FLOAT32))
+    shown = math.isfinite(self.most) and (bounded or self.most < 1000)
     if math.isfinite(self.least) and self.least != -FLOAT32:
       words.append(f"from {self.least:.15g}" if shown else f"of at least {self.least:.15g}")
     if math.isfinite(self.above):
@@ -93,8 +93,8 @@ NonNegative = Annotated[int, Range(least=0, most=INT32)]
 # Of one dim of a tensor: 16 million. What is larger is a slip, and would hang before it fails.
 Size = Annotated[int, Range(least=1, most=2**24)]
 # Layers, each of which becomes Python objects.
-Depth = Annotated[int, Range(least=1, most=4096)]
-Repeats = Annotated[int, Range(least=0, most=4096)]
+Depth = Annotated[int, Range(least=1, most=1024)]
+Repeats = Annotated[int, Range(least=0, most=1024)]
 # Of a mesh: -1 fills an axis.
 AxisSize = Annotated[int, Range(least=1, most=2**20, also=(-1,))]
 
@@ -104,6 +104,8 @@ NonNegativeFloat = Annotated[float, Range(least=0, most=FLOAT32)]
 # Weights of losses, rates and scales: beyond them everything overflows in a few steps.
 Weight = Annotated[float, Range(least=0, most=1000)]
 Factor = Annotated[float, Range(above=0, most=1e6)]
+# Sequences of a device; each is made in Python.
+Batch = Annotated[float, Range(above=0, most=2**16)]
 # Places of experts, in memory, over those needed.
 Capacity = Annotated[float, Range(above=0, most=1024)]
 Stretch = Annotated[float, Range(least=1, most=1e6)]

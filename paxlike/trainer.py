@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 from etils import epath
 
-from paxlike import decoding, flops, memory, mesh, pipelined, ranges, requirements
+from paxlike import decoding, flops, memory, memory_check, mesh, pipelined, ranges, requirements
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, check_keep, flatten
 from paxlike.errors import RunError, UserError
@@ -68,7 +68,7 @@ class Trainer:
   mesh: mesh.MeshSpec
   train_data: Any
   eval_data: Mapping[str, EvalSet]
-  percore_batch_size: ranges.Factor
+  percore_batch_size: ranges.Batch
   accumulation_steps: ranges.Size
   num_steps: ranges.NonNegative
   seed: ranges.NonNegative
@@ -95,14 +95,21 @@ class Trainer:
       UserError: The mesh, the batch or a data set cannot work.
     """
     self.check_step(training=training)
-    if self.num_steps < 0 or self.summary_every < 1:
-      raise UserError("MAX_STEPS must not be negative, and SUMMARY_INTERVAL_STEPS at least 1.")
     check_keep(self.keep)
+    if training:
+      memory_check.check(
+        self.definition,
+        self.optimizer,
+        self.devices,
+        tokens=self.batch_size // self.accumulation_steps * self.data.seq_len,
+        with_reference=self.has_reference,
+      )
     if self.restore is not None:
       self.restore.check(self.definition)
     if self.best is not None:
       self.best.check(self.eval_data)
     for data in self._datasets(training=training):
+      self.model.check_data(data.seq_len, data.vocab_size)
       data.check()
 
   def check_step(self, *, training: bool = True):

@@ -38,7 +38,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("layers", "data", "feed"),
   ("optimizers", "flops", "requirements", "relayout", "weight_rules", "sampling", "prompts"),
   ("objectives", "train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
-  ("journal", "best", "configuration", "model_sizes"),
+  ("journal", "best", "configuration", "model_sizes", "memory_check"),
   ("memory_model",),
   ("cost_model",),
   ("pipelined",),
@@ -62,7 +62,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
 )
 FIDDLE = {
   "building", "config_file", "convert", "experiment", "experiments", "fiddlers", "flags",
-  "graph_edits", "graph_text", "graph_types", "harness", "knobs", "main", "scripts_gpu", "show", "symbols",
+  "graph_edits", "graph_text", "graph_types", "harness", "knobs", "main", "scripts_gpu", "show",
+  "symbols",
 }  # fmt: skip
 # Slow to import, so only functions that build a source from them may.
 LAZY = {"clu", "seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text"}

@@ -61,6 +61,10 @@ class Conversations(Corpus):
   def tokenizer(self) -> Tokenizer:
     return self._tokenizer
 
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
+
   def check(self):
     _ = self._files, self._template
     self._tokenizer.check(self._vocab_size)

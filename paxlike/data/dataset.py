@@ -58,6 +58,11 @@ class Dataset(abc.ABC):
     """Turns text into the ids, and back; None where there is no text."""
     return None
 
+  @property
+  def vocab_size(self) -> int | None:
+    """The number that ids are below, as far as that was given; None: it was not."""
+    return None
+
   def check(self):  # noqa: B027 - a source without files has nothing to check.
     """Finds what is wrong, as far as that is cheap; writes nothing.
 

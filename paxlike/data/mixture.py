@@ -51,6 +51,10 @@ class Mixture(RowDataset):
   def tokenizer(self) -> Tokenizer | None:
     return self._datasets[0].tokenizer
 
+  @property
+  def vocab_size(self) -> int | None:
+    return max((one.vocab_size or 0 for one in self._datasets), default=0) or None
+
   def check(self):
     weights = self._weights
     if not self.sources:
@@ -111,6 +115,7 @@ class Mixture(RowDataset):
 
   @functools.cached_property
   def _shares(self) -> tuple[float, ...]:
+    self.num_rows(0)
     weights = self._weights or dict(
       zip(self.sources, (one.num_rows(0) for one in self._datasets), strict=True)
     )

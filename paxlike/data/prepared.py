@@ -60,6 +60,10 @@ class PreparedRows(RowDataset):
   def tokenizer(self) -> Tokenizer | None:
     return self._tokenizer
 
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
+
   def check(self):
     info = self._info
     if self._split not in info["splits"]:

@@ -106,6 +106,10 @@ class SeqIOCorpus(Corpus):
     self._how = {"split": split, "bos_id": bos_id, "lengths": lengths}
     self._vocab_size = vocab_size
 
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
+
   def check(self):
     self._task.check(self._how["split"])
 

@@ -58,6 +58,10 @@ class SeqIOStream(Dataset):
     """The task's, where that is known."""
     return self._task.tokenizer()
 
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
+
   def check(self):
     self._task.check(self._split)
     if self.tokenizer is not None:

@@ -15,6 +15,10 @@ class RandomTokens(RowDataset):
     self._vocab_size = vocab_size
     self._seed = seed
 
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
+
   def fingerprint(self) -> str:
     return f"random tokens: {self.seq_len} of {self._vocab_size}, seed {self._seed}"
 
@@ -35,6 +39,10 @@ class ConstantTokens(RowDataset):
 
   def __init__(self, *, seq_len: ranges.Size):
     self.seq_len = seq_len
+
+  @property
+  def vocab_size(self) -> int:
+    return 2
 
   def fingerprint(self) -> str:
     return f"constant tokens: {self.seq_len}"

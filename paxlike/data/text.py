@@ -45,6 +45,10 @@ class TextFiles(Corpus):
     self._vocab_size = vocab_size
     self._field = field
 
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
+
   def check(self):
     _ = self._files
     self.tokenizer.check(self._vocab_size)

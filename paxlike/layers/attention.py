@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import mesh, ranges
+from paxlike.errors import UserError
 from paxlike.layers import attention_kernels, module
 from paxlike.layers.attention_kernels import Demand
 from paxlike.layers.cache import KvCache, positions_in
@@ -66,6 +67,11 @@ class Attention(module.Module):
     self.num_heads = num_heads
     self.head_dim = head_dim
     self.num_kv_heads = num_kv_heads or num_heads
+    if num_heads % self.num_kv_heads:
+      raise UserError(
+        f"NUM_KV_HEADS={num_kv_heads} does not divide NUM_HEADS={num_heads}: each head of keys and"
+        " values serves the same number of query heads."
+      )
     self.window = window
     self.soft_cap = soft_cap
     self.scale = 1 / math.sqrt(head_dim) if scale is None else scale

@@ -16,7 +16,7 @@ from paxlike.layers.dispatch import Dispatch, dropless
 from paxlike.layers.experts import Experts
 from paxlike.layers.linear import Linear
 from paxlike.layers.mlp import Mlp
-from paxlike.layers.routing import Choice, Routing, softmax_choice
+from paxlike.layers.routing import Choice, Routing, check_groups, softmax_choice
 
 
 @jax.custom_vjp
@@ -29,6 +29,12 @@ def _with_gradient(y: jax.Array, weight: jax.Array, gradient: jax.Array) -> jax.
 _with_gradient.defvjp(
   lambda y, weight, gradient: (y, gradient), lambda gradient, dy: (dy, gradient, None)
 )
+
+
+def _groups(choice: Choice) -> dict[str, int]:
+  """Returns the arguments of a choice that are about groups of experts."""
+  given = getattr(choice, "keywords", {})
+  return {name: given[name] for name in ("num_groups", "num_chosen_groups") if name in given}
 
 
 class Moe(module.Module):
@@ -67,6 +73,7 @@ class Moe(module.Module):
       balanced_choices: How many of a token's choices it counts; None: all.
       z_loss: Weight of the squared log-normaliser of the router (Zoph et al., 2022).
     """
+    check_groups(num_experts, num_chosen, **_groups(choice))
     self.num_experts = num_experts
     self.num_chosen = num_chosen
     self.choice = choice

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike import ranges
+from paxlike.errors import UserError
 from paxlike.layers import module
 
 
@@ -22,6 +23,11 @@ class RelativeBias(module.Module):
     init: module.Initializer = module.zeros,
   ):
     """Distances from `max_distance` on share the last of `num_buckets` biases."""
+    if max_distance <= num_buckets // 2:
+      raise UserError(
+        f"RELATIVE_DISTANCE={max_distance} must be more than half of RELATIVE_BUCKETS="
+        f"{num_buckets}: so many distances have a bucket each."
+      )
     self.num_buckets = num_buckets
     self.max_distance = max_distance
     self.table = self.weight({"heads": num_heads, "position": num_buckets}, init=init)

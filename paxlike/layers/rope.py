@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxlike import ranges
+from paxlike.errors import UserError
 from paxlike.layers.module import Module
 
 # Radians per token of each pair of dims -> the same for sequences longer than those trained on.
@@ -34,6 +35,11 @@ class Rope(Module):
     magnitude: ranges.Factor = 1.0,
     interleaved: bool = False,
   ):
+    if head_dim % 2:
+      raise UserError(
+        f"rotary positions turn pairs of dims, but a head has {head_dim}: make DIMS_PER_HEAD (of"
+        " latent attention DIMS_PER_ROPE_HEAD) even."
+      )
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None:
       frequencies = scaling(frequencies)
@@ -82,6 +88,8 @@ def llama3(
     low: Turns within it up to which a wave is slowed wholly.
     high: Turns from which it is left.
   """
+  if high <= low:
+    raise UserError(f"rotary scaling of Llama 3.1: high={high} must be more than low={low}.")
   turns = original_length * frequencies / (2 * math.pi)
   kept = np.clip((turns - low) / (high - low), 0, 1)
   return frequencies * (kept + (1 - kept) / factor)
