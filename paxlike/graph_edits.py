@@ -90,23 +90,35 @@ def call_fiddler(
     bound = signature.bind(graph, *args, **kwargs)
     _check_types(signature, bound.arguments)
   except (TypeError, knob_types.RefusedError) as error:
-    shown = _spell_signature(signature)
-    raise UserError(f"{given}: {str(error).removesuffix('.')}; it is {name}({shown}).") from None
+    reason = str(error).removesuffix(".")
+    raise UserError(f"{given}: {reason}; it is {name}{_spelt(signature)}.") from None
   result = fiddler(graph, *args, **kwargs)
   if result is not None and not isinstance(result, fdl.Buildable):
     raise UserError(f"{given}: returned a {type(result).__name__}, neither a graph nor None.")
   return graph if result is None else result
 
 
-def _spell_signature(signature: inspect.Signature) -> str:
-  """Returns what a fiddler takes besides the graph, with ranges as people write them."""
-  shown = []
-  for name, parameter in list(signature.parameters.items())[1:]:
-    kind = parameter.annotation
-    text = f"{name}: {knob_types.type_name(kind)}" if knob_types.is_supported(kind) else name
-    has_default = parameter.default is not parameter.empty
-    shown.append(f"{text} = {parameter.default!r}" if has_default else text)
-  return ", ".join(shown)
+class _Spelt:
+  """The place of an annotation in a signature that is printed: the range in mathematical terms."""
+
+  def __init__(self, kind: Any):
+    self._text = knob_types.type_name(kind)
+
+  def __repr__(self) -> str:
+    return self._text
+
+
+def _spelt(signature: inspect.Signature) -> inspect.Signature:
+  """Returns what a fiddler takes besides the graph, for people to read."""
+  parameters = list(signature.parameters.values())[1:]
+  return signature.replace(
+    parameters=[
+      one.replace(annotation=_Spelt(one.annotation))
+      if knob_types.is_supported(one.annotation)
+      else one
+      for one in parameters
+    ]
+  )
 
 
 def _check_types(signature: inspect.Signature, values: Mapping[str, Any]):

@@ -400,6 +400,6 @@ def _choices(kind: Any) -> list[str]:
 
 def _is_number(value: Any) -> bool:
   try:
-    return math.isfinite(float(value))
+    return not math.isnan(float(value))
   except (TypeError, ValueError, OverflowError):
     return False

@@ -383,11 +383,7 @@ def built(graph: Any) -> Any:
   # The mesh before the rest, of which stacks ask for devices.
   topology.take_gpu_memory(building.build(graph.mesh).num_groups if several else 0)
   trainer: Any = building.build(graph)
-  ours, dropped = xla_flags.options()
-  xla_flags.check(trainer.compiler_options)
-  trainer.compiler_options = ours | dict(trainer.compiler_options)
-  for name in dropped:
-    print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)
+  trainer.compiler_options = xla_flags.joined(trainer.compiler_options)
   return trainer
 
 

@@ -109,6 +109,8 @@ Batch = Annotated[float, Range(above=0, most=2**16)]
 # Places of experts, in memory, over those needed.
 Capacity = Annotated[float, Range(above=0, most=1024)]
 Stretch = Annotated[float, Range(least=1, most=1e6)]
+# Divides logits; 0 takes the likeliest token.
+Temperature = Annotated[float, Range(least=1e-3, most=1e3, also=(0,))]
 Fraction = Annotated[float, Range(least=0, most=1)]
 Share = Annotated[float, Range(above=0, most=1)]
 Probability = Annotated[float, Range(least=0, below=1)]

@@ -103,9 +103,15 @@ def test_values_may_be_empty_negative_or_hold_signs():
     ("--exp=A --job_log_dir=D --fdl.Num=3", "knobs are UPPER_CASE"),
     ("--exp=A --job_log_dir=D --fdl.SHAPE[0]=3", "a knob has no parts"),
     ("--exp=A --job_log_dir=D --multiprocess_gpu=maybe", "expected true or false, got 'maybe'"),
-    ("--exp=A --job_log_dir=D --mode=eval --step=x", "--step=x: expected int, got 'x'."),
-    ("--exp=A --job_log_dir=D --mode=eval --step=-1", "--step=-1: expected at least 0"),
-    ("--exp=A --job_log_dir=D --num_cpu_devices=0", "--num_cpu_devices=0: expected at least 1"),
+    (
+      "--exp=A --job_log_dir=D --mode=eval --step=x",
+      "--step=x: expected an int of at least 0, got 'x'.",
+    ),
+    ("--exp=A --job_log_dir=D --mode=eval --step=-1", "--step=-1: expected an int of at least 0"),
+    (
+      "--exp=A --job_log_dir=D --num_cpu_devices=0",
+      "--num_cpu_devices=0: expected an int of at least 1",
+    ),
     ("--exp=A --job_log_dir=D --num_hosts=2 --host_idx=2", "counts from 0"),
     ("--exp=A --job_log_dir=D --step=3", "--step goes with --mode=eval or --mode=decode, not"),
     ("--exp=A --job_log_dir=D --continuous", "--continuous goes with --mode=eval"),

@@ -9,6 +9,7 @@ gives there is left out here.
 import functools
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,8 +60,10 @@ def options() -> tuple[Options, list[str]]:
   return known, sorted(wanted.keys() - known.keys())
 
 
-def check(given: Mapping[str, Any]):
-  """Checks options that the user gives (`compiler_options` of the graph).
+def joined(given: Mapping[str, Any]) -> Options:
+  """Returns our options and those that the user gives, `compiler_options` of the graph.
+
+  Says which of ours this version of JAX does not know.
 
   Raises:
     UserError: What compiles here does not know one of them, or not such a value.
@@ -73,6 +76,10 @@ def check(given: Mapping[str, Any]):
       raise UserError(f"{shown}: {str(error).splitlines()[0]}.") from error
     if not known:
       raise UserError(f"{shown}: XLA has no such option for these devices.")
+  ours, dropped = options()
+  for name in dropped:
+    print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)
+  return ours | dict(given)
 
 
 def _wanted(device: Any, num_devices: int) -> Options:
