@@ -9,20 +9,28 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
+import os
 import pathlib
 import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
-from paxlike import main, registry, topology, trainer
+import jax
+
+from paxlike import main, memory_check, registry, topology, trainer
 from paxlike.experiments import datasets, gpt
 
 STATUSES = (0, 1, 2, 3)
 LIMIT_SECONDS = 20
+# What a device is said to have: sizes at the upper ends of their ranges would take all there is.
+_MEMORY = 2**28
 
 _SIZES = {"VOCAB_SIZE": 300, "MAX_SEQ_LEN": 16, "MODEL_DIMS": 16, "HIDDEN_DIMS": 32}
 _HEADS = {"NUM_LAYERS": 2, "NUM_HEADS": 2, "DIMS_PER_HEAD": 8}
@@ -136,7 +144,8 @@ def run(flags: list[str], *, traced: bool = True) -> Answer:
     flags: Its flags; `{run}` stands for a new folder, which is removed afterwards.
     traced: Whether a step is traced only, neither compiled nor run.
   """
-  with tempfile.TemporaryDirectory() as folder, _limited(), contextlib.chdir(folder):
+  _tidy()
+  with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), _alone(), _limited():
     argv = ["paxlike", *(flag.replace("{run}", f"{folder}/run") for flag in flags)]
     err, began, status = io.StringIO(), time.perf_counter(), None
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
@@ -152,6 +161,29 @@ def run(flags: list[str], *, traced: bool = True) -> Answer:
     seconds = time.perf_counter() - began
     written = tuple(sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob("*")))
   return Answer(status=status, err=err.getvalue(), written=written, seconds=seconds)
+
+
+@functools.cache
+def _calls() -> Iterator[int]:
+  return itertools.count(1)
+
+
+def _tidy():
+  """Forgets programs now and then: hundreds of models would fill the memory."""
+  if next(_calls()) % 200 == 0:
+    jax.clear_caches()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+  """Context of a command line, which may set what others see."""
+  with (
+    mock.patch.dict(os.environ),
+    mock.patch.object(memory_check, "_memory", lambda devices: _MEMORY),
+    warnings.catch_warnings(),
+  ):
+    warnings.simplefilter("ignore")
+    yield
 
 
 @contextlib.contextmanager
