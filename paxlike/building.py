@@ -8,6 +8,7 @@ from typing import Any
 import fiddle as fdl
 
 from paxlike import graph_types
+from paxlike.errors import UserError
 
 
 def build(graph: Any) -> Any:
@@ -16,6 +17,8 @@ def build(graph: Any) -> Any:
   Raises:
     UserError: An argument is not of the type or range of its parameter; or what is built says so.
   """
+  if not isinstance(graph, fdl.Buildable):
+    raise UserError(f"there is {graph!r} where a graph should be.")
   graph_types.check(graph)
   try:
     return fdl.build(graph)

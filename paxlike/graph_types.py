@@ -77,8 +77,9 @@ def misfit(annotation: Any, value: Any) -> str | None:
   if origin in (collections.abc.Sequence, collections.abc.Mapping):
     return _misfit_collection(origin, args, value)
   if isinstance(annotation, type) and isinstance(value, (*_LITERALS, tuple, list, dict)):
-    is_checkable = not getattr(annotation, "_is_protocol", False)
-    return annotation.__name__ if is_checkable and not isinstance(value, annotation) else None
+    if getattr(annotation, "_is_protocol", False):
+      return None if callable(value) else "a function or a layer"
+    return None if isinstance(value, annotation) else annotation.__name__
   return None
 
 

@@ -345,6 +345,8 @@ def _run(
     trainer.check(training=options.mode == "train")
   if options.compiled_step is not None:
     trainer.compiled_step = aot.load_step(trainer, options.compiled_step)
+  elif options.mode == "train" and trainer.num_steps:
+    trainer.trace()
   stage.ends()
   # A model that a run would start from can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)

@@ -10,7 +10,17 @@ from typing import Any, Literal
 import jax
 from etils import epath
 
-from paxlike import decoding, flops, memory, memory_check, mesh, pipelined, ranges, requirements
+from paxlike import (
+  decoding,
+  flops,
+  memory,
+  memory_check,
+  mesh,
+  pipelined,
+  ranges,
+  requirements,
+  train_state,
+)
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, check_keep, flatten
 from paxlike.errors import RunError, UserError
@@ -376,8 +386,8 @@ class Trainer:
       journal.note(f"sample:\n{self._sample(state, self.sample_prompt)}")
     journal.status("finished" if finished else "stopped", step)
 
-  def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-    """Returns a step for arrays like these, which may be abstract, before it is compiled."""
+  @functools.cached_property
+  def _step(self) -> Any:
     step = make_train_step(
       self.definition,
       self.optimizer,
@@ -386,7 +396,26 @@ class Trainer:
       objective=self.objective,
       sources=self.train_data.sources,
     )
-    return jax.jit(step, donate_argnums=0).lower(state, batch)
+    return jax.jit(step, donate_argnums=0)
+
+  def abstract(self) -> tuple[Any, Any]:
+    """Returns the shapes, dtypes and shardings of the run's state and of its batches."""
+    state = train_state.abstract(
+      self.definition, self.optimizer, self.devices, with_reference=self.has_reference
+    )
+    return state, self.feed.abstract(self.train_data.no_rows())
+
+  def trace(self):
+    """Traces a step, so that what cannot be computed is found before anything is written.
+
+    JAX keeps the trace: `lower` does not trace again.
+    """
+    with jax.set_mesh(self.devices):
+      self._step.trace(*self.abstract())
+
+  def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+    """Returns a step for arrays like these, which may be abstract, before it is compiled."""
+    return self._step.lower(state, batch)
 
   def compile(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
     """Returns the program of a step, for arrays like these."""
