@@ -49,6 +49,10 @@ def set_path(graph: fdl.Buildable, path: str, text: str):
     shown += _spell_step(step, shown)
   key = _check_step(owner, steps[-1], shown, given)
   value = _read(text, _get(owner, key, None), _annotation(owner, key), given)
+  if isinstance(owner, fdl.Buildable):
+    declared = graph_types.annotations(fdl.get_callable(owner)).get(str(key), Any)
+    if (expected := graph_types.misfit(declared, value)) is not None:
+      raise UserError(f"{given}: expected {expected}.")
   with history.custom_location(lambda: history.Location("command line", 0, None)):
     for part, part_key in [(owner, key), *reversed(trail)]:
       if isinstance(part, tuple):

@@ -39,7 +39,7 @@ def check(graph: Any):
       if not isinstance(name, str):
         continue
       shown = f"{path}.{name}" if path else name
-      if (expected := misfit(hints.get(name), value)) is not None:
+      if (expected := misfit(hints.get(name, Any), value)) is not None:
         raise UserError(f"{shown}={_short(value)}: expected {expected}.")
     if type(node) is fdl.Config and (missing := _missing(node)):
       raise UserError(f"{path or 'the graph'} has no {missing}, without which it cannot be built.")

@@ -11,28 +11,18 @@ from typing import Any
 
 import jax
 
-from paxlike import chips, tables, train_state
+from paxlike import chips, tables
 from paxlike.errors import UserError
-from paxlike.layers.module import Definition
-from paxlike.optimizers import Optimizer
 
 
-def check(
-  definition: Definition,
-  optimizer: Optimizer,
-  devices: jax.sharding.Mesh,
-  *,
-  tokens: int,
-  with_reference: bool,
-):
+def check(devices: jax.sharding.Mesh, state: Any, batch: Any, *, parts: int):
   """Checks the memory of one device.
 
   Args:
-    definition: The model.
-    optimizer: Of which the state is held.
-    devices: That share the state and the tokens.
-    tokens: Of a microbatch, over all devices.
-    with_reference: Whether a second set of weights is held.
+    devices: That share the state and the batch.
+    state: A `TrainState` of shapes and shardings.
+    batch: The same of a batch.
+    parts: Of the batch, that are computed one after another.
 
   Raises:
     UserError: It is too small.
@@ -40,11 +30,11 @@ def check(
   memory = _memory(list(devices.devices.flat))
   if memory is None:
     return
-  state = train_state.abstract(definition, optimizer, devices, with_reference=with_reference)
-  held = state if not optimizer.on_host else [state.params, state.frozen, state.extra]
-  state_bytes = sum(map(_bytes_on_one, jax.tree.leaves(held)))
-  width = definition.weights["embedding.table"].shape[-1]
-  activation = 2 * tokens * width // devices.size
+  on_device = [leaf for leaf in jax.tree.leaves(state) if _is_on_device(leaf)]
+  state_bytes = sum(map(_bytes_on_one, on_device))
+  table = {**state.params, **state.frozen}.get("embedding.table")
+  width = getattr(table, "shape", (0,))[-1]
+  activation = 2 * math.prod(batch["inputs"].shape) * width // parts // devices.size
   if state_bytes + activation > memory:
     raise UserError(
       f"a device has {tables.nbytes(memory)}, but the training state takes"
@@ -52,6 +42,10 @@ def check(
       f" {tables.nbytes(activation)}: make the model (MODEL_DIMS, NUM_LAYERS, VOCAB_SIZE ...) or"
       " the batch (PERCORE_BATCH_SIZE, MAX_SEQ_LEN) smaller, or shard it over more devices."
     )
+
+
+def _is_on_device(leaf: Any) -> bool:
+  return leaf.sharding.memory_kind in (None, "device")
 
 
 def _bytes_on_one(leaf: Any) -> int:

@@ -10,17 +10,7 @@ from typing import Any, Literal
 import jax
 from etils import epath
 
-from paxlike import (
-  decoding,
-  flops,
-  memory,
-  memory_check,
-  mesh,
-  pipelined,
-  ranges,
-  requirements,
-  train_state,
-)
+from paxlike import decoding, flops, memory, mesh, preflight, ranges, requirements, train_state
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, check_keep, flatten
 from paxlike.errors import RunError, UserError
@@ -104,23 +94,8 @@ class Trainer:
     Raises:
       UserError: The mesh, the batch or a data set cannot work.
     """
-    self.check_step(training=training)
     check_keep(self.keep)
-    if training:
-      memory_check.check(
-        self.definition,
-        self.optimizer,
-        self.devices,
-        tokens=self.batch_size // self.accumulation_steps * self.data.seq_len,
-        with_reference=self.has_reference,
-      )
-    if self.restore is not None:
-      self.restore.check(self.definition)
-    if self.best is not None:
-      self.best.check(self.eval_data)
-    for data in self._datasets(training=training):
-      self.model.check_data(data.seq_len, data.vocab_size)
-      data.check()
+    preflight.check(self, training=training)
 
   def check_step(self, *, training: bool = True):
     """Finds whether there is something to train, and whether the devices can share a batch.
@@ -128,18 +103,7 @@ class Trainer:
     Raises:
       UserError: There is not, or they cannot.
     """
-    if training and self.train_data is None:
-      raise UserError("this experiment has no training data: it is for --mode=eval.")
-    if training and self.read_only:
-      raise UserError("hold() is for --mode=eval and --mode=decode: few bits cannot be trained.")
-    if training:
-      requirements.check_context(self.model, dict(self.devices.shape))
-    mesh.check_batch(
-      self.devices,
-      self.batch_size,
-      accumulation_steps=self.accumulation_steps,
-      microbatches=pipelined.check(self.definition, self.devices) if training else 1,
-    )
+    preflight.check_step(self, training=training)
 
   @functools.cached_property
   def definition(self) -> Definition:
@@ -186,17 +150,18 @@ class Trainer:
   @property
   def attention(self) -> list[str]:
     """What computes attention, by name."""
-    is_packed = any("segments" in data.no_rows() for data in self._datasets())
+    is_packed = any("segments" in data.no_rows() for data in self.datasets())
     return self.model.kernels(Place.on(self.devices), is_packed=is_packed)
 
   @property
   def data(self) -> Any:
     """The training data; without them the first evaluation data."""
-    if datasets := self._datasets():
+    if datasets := self.datasets():
       return datasets[0]
     raise UserError("this experiment has no data, neither train_data nor eval_data.")
 
-  def _datasets(self, *, training: bool = True) -> list[Any]:
+  def datasets(self, *, training: bool = True) -> list[Any]:
+    """Returns the training data, if there are any and they are wanted, and those of evaluation."""
     of_training = [self.train_data] if training and self.train_data is not None else []
     return of_training + [eval_set.dataset for eval_set in self.eval_data.values()]
 

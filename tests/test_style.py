@@ -42,7 +42,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("memory_model",),
   ("cost_model",),
   ("pipelined",),
-  ("train_step", "generate", "hugging_face", "restoring"),
+  ("train_step", "preflight", "generate", "hugging_face", "restoring"),
   ("decoding", "origin"),
   ("trainer",),
   ("aot",),
