@@ -61,7 +61,9 @@ def edges(kind: Any) -> list[str]:
   """Returns texts that are just of a type, or just not."""
   if typing.get_origin(kind) is typing.Annotated:
     plain, *marks = typing.get_args(kind)
-    found = list(knob_types.DTYPES) if "dtype" in marks else edges(plain)
+    found = edges(plain)
+    if "dtype" in marks:
+      found += knob_types.DTYPES
     for bounds in (mark for mark in marks if isinstance(mark, ranges.Range)):
       ends = (bounds.least, bounds.above, bounds.most, bounds.below)
       for end in filter(math.isfinite, ends):
@@ -189,7 +191,7 @@ def config_files(draw: Any) -> str:
 def check(name: str, given: list[str]):
   answer = command_lines.run(given)
   what = {0: "ran", 1: "failed", 2: "refused", 3: "too large"}
-  campaign.COUNTS[name][answer.fault or what.get(answer.status, "none")] += 1
+  campaign.COUNTS[name][answer.fault or what[answer.status or 0]] += 1
   assert not answer.fault, f"{answer.fault}: {given}\n{answer.err[-3000:]}"
 
 
