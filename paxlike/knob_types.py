@@ -243,7 +243,8 @@ def _scalar(kind: type, value: Any, text: bool) -> Any:
       number = kind(value)
     except (ValueError, OverflowError):
       raise _MismatchError from None
-    if not isinstance(value, bool) and not math.isnan(number):
+    # A NaN is no number; ints may be too large for math.isnan.
+    if not isinstance(value, bool) and number == number:
       return number
   raise _MismatchError
 

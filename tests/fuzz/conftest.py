@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints what each campaign counted.
 
-Everything that is marked `fuzz`, wherever it stands, is run by `make fuzz`, with EXAMPLES new inputs
-each; as part of `make test` each campaign has a few inputs, always the same.
+Everything that is marked `fuzz`, wherever it stands, is run by `make fuzz`, with EXAMPLES new
+inputs each; as part of `make test` each campaign has a few inputs, always the same.
 """
 
 import campaign
