@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make train` trains a small model on this machine, `make test` checks everything. Both set up
+# `make train` trains a small model on this machine, `make test` checks everything, `make fuzz` tries odd inputs. All set up
 # .venv from a bare python3 first; nothing is set up twice.
 
 VENV := .venv
@@ -15,7 +15,8 @@ FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 # Compiling its modules anew would be a third of each start of the program.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-quick lint style clean
+EXAMPLES ?= 2000
+.PHONY: train test test-quick fuzz lint style clean
 
 train: $(RUN)
 	$(BIN)/paxlike --fdl_config=TinyPython --job_log_dir="$(DIR)"
@@ -30,6 +31,14 @@ test: lint
 
 test-quick: style
 	$(PYTEST) -m "not slow"
+
+# So many new inputs for each campaign of those marked fuzz, wherever they stand: about an hour.
+fuzz: $(DEV)
+	PAXLIKE_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q -m fuzz tests
+
+# So many new inputs for each campaign of those marked fuzz, wherever they stand: about an hour.
+fuzz: $(DEV)
+	PAXLIKE_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q -m fuzz tests
 
 lint: style
 	$(BIN)/pyright

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from paxlike import chips, collectives, flops, kernels, memory, mesh, saved_step, train_state
+from paxlike import chips, collectives, flops, kernels, memory, mesh, saved_step
 from paxlike.errors import UserError
 from paxlike.layers.remat import Remat
 from paxlike.layers.stack import Stack
@@ -108,7 +108,7 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
   if save is not None:
     saved_step.check(save)
   devices = trainer.devices
-  state, batch = _abstract(trainer)
+  state, batch = trainer.abstract()
   tokens = trainer.batch_size * trainer.data.seq_len
   began = time.perf_counter()
   try:
@@ -145,16 +145,8 @@ def load_step(trainer: Trainer, path: str) -> jax.stages.Compiled:
     UserError: The file is not of this step.
   """
   with jax.set_mesh(trainer.devices):
-    lowered = trainer.lower(*_abstract(trainer))
+    lowered = trainer.lower(*trainer.abstract())
   return saved_step.load(path, lowered, trainer.devices, trainer.compiler_options)
-
-
-def _abstract(trainer: Trainer) -> tuple[Any, Any]:
-  """Returns the shapes, dtypes and shardings of a run's state and of its batches."""
-  state = train_state.abstract(
-    trainer.definition, trainer.optimizer, trainer.devices, with_reference=trainer.has_reference
-  )
-  return state, trainer.feed.abstract(trainer.train_data.no_rows())
 
 
 def check_kernels(trainer: Trainer):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import ranges, run_folder
 from paxlike.checkpoint import Checkpoints
 from paxlike.configurable import configurable
 from paxlike.errors import UserError, did_you_mean
@@ -31,7 +31,7 @@ class Criterion:
 
   metric: str
   lowest: bool
-  patience: int | None = None
+  patience: ranges.Positive | None = None
 
   def check(self, eval_data: Mapping[str, EvalSet]):
     """Raises a UserError if nothing in `eval_data` gives the metric, or no patience is left."""

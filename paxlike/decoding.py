@@ -40,6 +40,10 @@ class Options:
   num_rows: int = 64
   seed: int = 0
 
+  def __post_init__(self):
+    if "" in self.stop:
+      raise UserError("stop: expected texts that are not empty: every text has those in it.")
+
 
 @dataclasses.dataclass(kw_only=True)
 class Result:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.feed import Feed
 from paxlike.layers.decoder import Batch, context_of
@@ -110,7 +111,7 @@ class EvalSet:
 
   dataset: Any
   metrics: tuple[Metrics, ...] = (language_model,)
-  num_batches: int | None = None
+  num_batches: ranges.Positive | None = None
 
   @property
   def names(self) -> list[str]:

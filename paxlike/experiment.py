@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import fiddle as fdl
 
-from paxlike import fiddlers, hugging_face, layers, optimizers
+from paxlike import building, fiddlers, hugging_face, layers, optimizers, ranges
 from paxlike.best import Criterion
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
-from paxlike.knobs import UNSET, Dtype, Knobs
+from paxlike.knobs import UNSET, Knobs
 from paxlike.layers.remat import Policy
 from paxlike.mesh import MeshSpec
 from paxlike.objectives import NextToken, Objective
@@ -25,19 +25,19 @@ class Experiment(Knobs):
   """A decoder-only language model, its data, optimizer, mesh and schedule of work."""
 
   # Model.
-  VOCAB_SIZE: int = UNSET  #: Token ids that the model knows.
-  MAX_SEQ_LEN: int = 2048  #: Tokens of a sequence.
-  NUM_LAYERS: int = UNSET  #: Transformer blocks.
-  MODEL_DIMS: int = UNSET  #: Width of the residual stream.
-  HIDDEN_DIMS: int | None = None  #: Width of the feed-forward layer. None: 4 x MODEL_DIMS.
-  NUM_HEADS: int = UNSET  #: Attention heads.
-  DIMS_PER_HEAD: int | None = None  #: Width of a head. None: MODEL_DIMS / NUM_HEADS.
-  INIT_STD: float = 0.02  #: Standard deviation of initial weights.
-  DROPOUT_PROB: float = 0.0  #: Dropout of each block's two outputs.
-  EMBEDDING_DROPOUT_PROB: float = 0.0  #: Dropout of the embedded tokens.
+  VOCAB_SIZE: ranges.Size = UNSET  #: Token ids that the model knows.
+  MAX_SEQ_LEN: ranges.Size = 2048  #: Tokens of a sequence.
+  NUM_LAYERS: ranges.Depth = UNSET  #: Transformer blocks.
+  MODEL_DIMS: ranges.Size = UNSET  #: Width of the residual stream.
+  HIDDEN_DIMS: ranges.Size | None = None  #: Width of the feed-forward layer. None: 4 x MODEL_DIMS.
+  NUM_HEADS: ranges.Size = UNSET  #: Attention heads.
+  DIMS_PER_HEAD: ranges.Size | None = None  #: Width of a head. None: MODEL_DIMS / NUM_HEADS.
+  INIT_STD: ranges.Weight = 0.02  #: Standard deviation of initial weights.
+  DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of each block's two outputs.
+  EMBEDDING_DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of the embedded tokens.
 
   # How it is computed.
-  FPROP_DTYPE: Dtype = "bfloat16"  #: Compute dtype.
+  FPROP_DTYPE: ranges.ComputeDtype = "bfloat16"  #: Compute dtype.
   #: What weights are held in between steps; bfloat16 rounds by chance.
   WEIGHT_DTYPE: Literal["float32", "bfloat16"] = "float32"
   #: Multiply in 8 bits in the linear maps and experts of blocks: fp8 with the scales of what is
@@ -53,17 +53,20 @@ class Experiment(Knobs):
   ATTENTION_KERNEL: Literal[
     "auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax", "ring", "gathered"
   ] = "auto"
-  MAX_SEGMENTS_PER_ROW: int = 64  #: Documents of a packed row that the kernel cudnn has room for.
+  #: Documents of a packed row that the kernel cudnn has room for.
+  MAX_SEGMENTS_PER_ROW: ranges.Size = 64
   #: Mesh [data, fsdp, tensor] within a slice or node, or {axis: size}; -1 fills.
-  ICI_MESH_SHAPE: tuple[int, ...] | dict[str, int] = (-1, 1, 1)
-  DCN_MESH_SHAPE: tuple[int, ...] | dict[str, int] = (1, 1, 1)  #: Mesh across slices or nodes.
+  ICI_MESH_SHAPE: tuple[ranges.AxisSize, ...] | dict[str, ranges.AxisSize] = (-1, 1, 1)
+  #: Mesh across slices or nodes.
+  DCN_MESH_SHAPE: tuple[ranges.AxisSize, ...] | dict[str, ranges.AxisSize] = (1, 1, 1)
   #: Order of forwards and backwards where the mesh axis pipeline is longer than 1.
   PIPELINE_SCHEDULE: Literal["gpipe", "circular", "1f1b", "interleaved_1f1b"] = "1f1b"
-  NUM_STAGES: int | None = None  #: Stages of the pipeline. None: the size of that axis.
+  NUM_STAGES: ranges.Positive | None = None  #: Stages of the pipeline. None: the size of that axis.
   #: Groups of layers that a stage of circular and interleaved_1f1b holds.
-  NUM_VIRTUAL_STAGES: int | None = None
-  CIRCULAR_REPEAT: int | None = None  #: Pax's name of NUM_VIRTUAL_STAGES.
-  NUM_MICROBATCHES: int | None = None  #: Parts of a batch on their way at once. None: NUM_STAGES.
+  NUM_VIRTUAL_STAGES: ranges.Positive | None = None
+  CIRCULAR_REPEAT: ranges.Positive | None = None  #: Pax's name of NUM_VIRTUAL_STAGES.
+  #: Parts of a batch on their way at once. None: NUM_STAGES.
+  NUM_MICROBATCHES: ranges.Positive | None = None
   #: Keep of a group's forward only its input; else what CHECKPOINT_POLICY saves.
   PIPELINE_RECOMPUTE: bool = True
 
@@ -71,59 +74,66 @@ class Experiment(Knobs):
   SHARD_SEQUENCE_OVER_TENSOR: bool = False
 
   # Batch.
-  PERCORE_BATCH_SIZE: float = UNSET  #: Sequences a device and optimizer step; may be a fraction.
-  GRADIENT_ACCUMULATION_STEPS: int = 1  #: Parts of the batch that are computed one after another.
+  #: Sequences a device and optimizer step; may be a fraction.
+  PERCORE_BATCH_SIZE: ranges.Batch = UNSET
+  #: Parts of the batch that are computed one after another.
+  GRADIENT_ACCUMULATION_STEPS: ranges.Size = 1
 
   # Optimizer.
-  LEARNING_RATE: float = UNSET  #: The schedule's peak.
+  LEARNING_RATE: ranges.Weight = UNSET  #: The schedule's peak.
   LR_SCHEDULE: Literal[  #: Its form.
     "linear_rampup_cosine_decay", "linear_rampup_exponential_decay", "constant"
   ] = "linear_rampup_cosine_decay"
-  LR_COS_WARMUP: int = 4000  #: Steps of the cosine schedule's linear rise.
+  LR_COS_WARMUP: ranges.NonNegative = 4000  #: Steps of the cosine schedule's linear rise.
   #: Step at which it starts to fall. None: LR_COS_WARMUP + 1.
-  LR_COS_DECAY_START: int | None = None
-  LR_COS_DECAY_END: int | None = None  #: Step from which it is constant. None: MAX_STEPS.
-  LR_COS_MIN_RATIO: float = 0.1  #: Its last value as a share of the peak.
-  LR_LRED_WARMUP: int = 4000  #: The same of the exponential schedule.
-  LR_LRED_DECAY_START: int | None = None  #: None: LR_LRED_WARMUP + 1.
-  LR_LRED_DECAY_END: int | None = None  #: None: MAX_STEPS.
-  LR_LRED_MIN_RATIO: float = 0.1  #: Its last value as a share of the peak.
-  ADAM_BETA1: float = 0.9  #: Decay of the mean of gradients.
-  ADAM_BETA2: float = 0.95  #: Decay of the mean of squared gradients.
-  ADAM_EPSILON: float = 1e-8  #: Added outside the root.
+  LR_COS_DECAY_START: ranges.NonNegative | None = None
+  #: Step from which it is constant. None: MAX_STEPS.
+  LR_COS_DECAY_END: ranges.NonNegative | None = None
+  LR_COS_MIN_RATIO: ranges.Fraction = 0.1  #: Its last value as a share of the peak.
+  LR_LRED_WARMUP: ranges.NonNegative = 4000  #: The same of the exponential schedule.
+  LR_LRED_DECAY_START: ranges.NonNegative | None = None  #: None: LR_LRED_WARMUP + 1.
+  LR_LRED_DECAY_END: ranges.NonNegative | None = None  #: None: MAX_STEPS.
+  LR_LRED_MIN_RATIO: ranges.Epsilon = 0.1  #: Its last value as a share of the peak.
+  ADAM_BETA1: ranges.Probability = 0.9  #: Decay of the mean of gradients.
+  ADAM_BETA2: ranges.Probability = 0.95  #: Decay of the mean of squared gradients.
+  ADAM_EPSILON: ranges.Epsilon = 1e-8  #: Added outside the root.
   #: What the means are held in; bfloat16 rounds by chance.
   ADAM_MOMENT_DTYPE: Literal["float32", "bfloat16"] = "float32"
   #: Cut the optimizer's state over the mesh axis data too (ZeRO-1).
   SHARD_OPTIMIZER_OVER_DATA: bool = False
   #: Keep the optimizer's state in the memory of hosts, and bring it for each update.
   OPTIMIZER_ON_HOST: bool = False
-  WEIGHT_DECAY: float = 0.1  #: Decoupled weight decay.
+  WEIGHT_DECAY: ranges.Weight = 0.1  #: Decoupled weight decay.
   WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: What decays.
-  CLIP_GRADIENT_NORM_TO_VALUE: float | None = 1.0  #: Largest global gradient norm. None: no clip.
+  #: Largest global gradient norm. None: no clip.
+  CLIP_GRADIENT_NORM_TO_VALUE: ranges.PositiveFloat | None = 1.0
 
   # Run.
-  MAX_STEPS: int = UNSET  #: Optimizer steps.
-  RANDOM_SEED: int = 1234  #: Of weights, dropout and the order of the data.
-  SUMMARY_INTERVAL_STEPS: int = 100  #: Steps between log lines.
-  EVAL_INTERVAL_STEPS: int = 100  #: Steps between evaluations. 0: only after the last.
-  CHECKPOINT_EVERY_N_STEPS: int = 5000  #: Steps between checkpoints. 0: only after the last.
-  CHECKPOINT_MAX_TO_KEEP: int | None = 10  #: Checkpoints kept, the newest. None: all.
+  MAX_STEPS: ranges.NonNegative = UNSET  #: Optimizer steps.
+  RANDOM_SEED: ranges.NonNegative = 1234  #: Of weights, dropout and the order of the data.
+  SUMMARY_INTERVAL_STEPS: ranges.Positive = 100  #: Steps between log lines.
+  #: Steps between evaluations. 0: only after the last.
+  EVAL_INTERVAL_STEPS: ranges.NonNegative = 100
+  #: Steps between checkpoints. 0: only after the last.
+  CHECKPOINT_EVERY_N_STEPS: ranges.NonNegative = 5000
+  CHECKPOINT_MAX_TO_KEEP: ranges.Positive | None = 10  #: Checkpoints kept, the newest. None: all.
   #: SET/METRIC of the evaluation, as validation/log_pplx, by which the best checkpoint is kept too.
   BEST_CHECKPOINT_METRIC: str | None = None
   #: Which of its values is the best. None: min of log_pplx, max of others.
   BEST_CHECKPOINT_MODE: Literal["min", "max"] | None = None
   #: Evaluations in a row without a better one that end the run. None: it goes on to MAX_STEPS.
-  EARLY_STOPPING_PATIENCE: int | None = None
-  MAX_SKIPPED_STEPS_IN_A_ROW: int = 10  #: Abort after so many steps without a finite gradient.
+  EARLY_STOPPING_PATIENCE: ranges.Positive | None = None
+  #: Abort after so many steps without a finite gradient.
+  MAX_SKIPPED_STEPS_IN_A_ROW: ranges.Positive = 10
   #: Weights to start from: the folder of a run, or of a converted model. None: all are drawn.
   CHECKPOINT_RESTORE_PATH: str | None = None
-  CHECKPOINT_RESTORE_STEP: int | None = None  #: Its checkpoint. None: the newest.
+  CHECKPOINT_RESTORE_STEP: ranges.NonNegative | None = None  #: Its checkpoint. None: the newest.
   CHECKPOINT_INCLUDE_RULES: tuple[str, ...] = ("",)  #: Patterns of the weights to take.
   CHECKPOINT_IGNORE_RULES: tuple[str, ...] = ()  #: Patterns of those that are drawn all the same.
   USE_LORA: bool = False  #: Train low-rank adapters of linear maps, and nothing else.
-  LORA_RANK: int = 8  #: Their inner width.
-  LORA_ALPHA: float | None = None  #: They are scaled by LORA_ALPHA / LORA_RANK. None: by 1.
-  LORA_DROPOUT: float = 0.0  #: Dropout of what they are given.
+  LORA_RANK: ranges.Size = 8  #: Their inner width.
+  LORA_ALPHA: ranges.Factor | None = None  #: They are scaled by LORA_ALPHA / LORA_RANK. None: by 1.
+  LORA_DROPOUT: ranges.Probability = 0.0  #: Dropout of what they are given.
   LORA_BASE_QUANTIZATION: Literal["int8", "nf4"] | None = (
     None  #: How the matrices of the base are held (QLoRA). None: as they are computed with.
   )
@@ -215,7 +225,7 @@ class Experiment(Knobs):
     Raises:
       UserError: Knobs contradict each other.
     """
-    size = fdl.build(self.mesh()).axis("pipeline")
+    size = building.build(self.mesh()).axis("pipeline")
     stages = size if self.NUM_STAGES is None else self.NUM_STAGES
     if stages is None or size not in (None, stages):
       raise UserError(
@@ -367,13 +377,9 @@ class Experiment(Knobs):
       function, warmup = optimizers.linear_rampup_exponential_decay, self.LR_LRED_WARMUP
       start, end = self.LR_LRED_DECAY_START, self.LR_LRED_DECAY_END
       ratio = self.LR_LRED_MIN_RATIO
+    start, end = warmup + 1 if start is None else start, self.MAX_STEPS if end is None else end
     return fdl.Config(
-      function,
-      peak=peak,
-      warmup=warmup,
-      decay_start=warmup + 1 if start is None else start,
-      decay_end=self.MAX_STEPS if end is None else end,
-      min_ratio=ratio,
+      function, peak=peak, warmup=warmup, decay_start=start, decay_end=end, min_ratio=ratio
     )
 
   def mesh(self) -> fdl.Config[MeshSpec]:

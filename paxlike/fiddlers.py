@@ -14,7 +14,7 @@ import fiddle as fdl
 import jax.numpy as jnp
 from fiddle import daglish, selectors
 
-from paxlike import layers
+from paxlike import layers, ranges
 from paxlike.errors import UserError, did_you_mean
 from paxlike.trainer import Trainer
 
@@ -70,7 +70,7 @@ def _having(graph: fdl.Buildable, argument: str) -> Iterator[Any]:
       yield node
 
 
-def precision(graph: fdl.Buildable, dtype: str = "bfloat16"):
+def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
   """Makes every layer but routers compute in `dtype`. Weights, statistics, loss stay float32."""
   computing = (
     layers.Linear,
@@ -100,7 +100,7 @@ def attention(graph: fdl.Buildable, kernel: str = "auto"):
         node.kernel.max_segments = most
 
 
-def segments(graph: fdl.Buildable, most: int):
+def segments(graph: fdl.Buildable, most: ranges.Size):
   """Gives cudnn, where it computes attention, room for so many segments of a sequence."""
   if most < 1:
     raise UserError(f"MAX_SEGMENTS_PER_ROW={most}: a row has at least 1.")
@@ -148,9 +148,9 @@ def transformer_engine(graph: fdl.Buildable):
 
 def lora(
   graph: fdl.Buildable,
-  rank: int = 8,
-  alpha: float | None = None,
-  dropout: float = 0.0,
+  rank: ranges.Size = 8,
+  alpha: ranges.Factor | None = None,
+  dropout: ranges.Probability = 0.0,
   roles: Sequence[str] = LORA_ROLES["all"],
   base: str | None = None,
 ):
@@ -219,7 +219,7 @@ def decoding(graph: fdl.Buildable):
     node.dispatch = layers.dispatch.dropless
 
 
-def shrink(graph: fdl.Buildable, seq_len: int = 32):
+def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
   """Makes a model of any family so small that it trains and compiles within seconds on a CPU.
 
   Its parts and their order stay: windows are shorter than `seq_len`, grouped heads stay grouped,

@@ -8,10 +8,11 @@ path in its graph. Nothing heavy is imported here, so that `--help` and mistakes
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from absl import flags
 
+from paxlike import knob_types, ranges
 from paxlike.errors import UserError, did_you_mean
 from paxlike.usage import CHECKED, MODES
 
@@ -63,6 +64,7 @@ class Options:
     confirm: How many of the best plans are compiled; None: none.
     save: File to write the compiled step to.
     compiled_step: File of the step to train with.
+    traceback: Print the traceback of what ends the program too.
     help: Print usage.HELP and stop.
     fdl_help: Print the knobs of the experiment and stop.
     list: Print the registered experiments and stop.
@@ -109,6 +111,7 @@ class Options:
   confirm: int | None = None
   save: str | None = None
   compiled_step: str | None = None
+  traceback: bool = False
   help: bool = False
   fdl_help: bool = False
   list: bool = False
@@ -194,26 +197,31 @@ class _Bool(flags.BooleanParser):
       raise ValueError(f"expected true or false, got {argument!r}.") from None
 
 
-class _Int(flags.ArgumentParser):
-  """A whole number, at least `least`."""
+class _Number(flags.ArgumentParser):
+  """A number of a type that `knob_types` knows, with its range."""
 
-  syntactic_help = "a whole number"
+  syntactic_help = "a number"
 
-  def __init__(self, least: int):
+  def __init__(self, kind: Any):
     super().__init__()
-    self._least = least
+    self._kind = kind
 
-  def parse(self, argument: str | int) -> int:
-    try:
-      number = int(argument)
-    except ValueError:
-      raise ValueError(f"expected int, got {argument!r}.") from None
-    if number < self._least:
-      raise ValueError(f"expected at least {self._least}.")
-    return number
+  def parse(self, argument: str | int) -> Any:
+    return knob_types.convert(self._kind, argument, text=isinstance(argument, str))
 
 
-class _Step(_Int):
+class _Text(flags.ArgumentParser):
+  """A text that is not empty."""
+
+  syntactic_help = "a text"
+
+  def parse(self, argument: str) -> str:
+    if not argument:
+      raise ValueError("expected a text that is not empty.")
+    return argument
+
+
+class _Step(_Number):
   """The number of a checkpoint, or the word for the best."""
 
   def parse(self, argument: str | int) -> int | str:
@@ -238,27 +246,31 @@ _BOOLEANS = {
   "kernels": False,
   "json": False,
   "full": False,
+  "traceback": False,
   "enable_checkpoint_saving": True,
   "enable_summary_writer": True,
   "multiprocess_gpu": False,
 }
-_INTS = {
-  "slices": 1,
-  "global_batch": 1,
-  "confirm": 0,
-  "num_hosts": 1,
-  "host_idx": 0,
-  "heartbeat_timeout": 1,
-  "num_cpu_devices": 1,
-  "max_new_tokens": 1,
-  "top_k": 1,
-  "num_samples": 1,
-  "decode_rows": 1,
-  "decode_seed": 0,
+_COUNT = Annotated[int, ranges.Range(least=1, most=2**16)]
+_NUMBERS = {
+  "slices": _COUNT,
+  "global_batch": ranges.Size,
+  "confirm": Annotated[int, ranges.Range(least=0, most=1000)],
+  "num_hosts": _COUNT,
+  "host_idx": Annotated[int, ranges.Range(least=0, most=2**16)],
+  "heartbeat_timeout": Annotated[int, ranges.Range(least=1, most=10**6)],
+  "num_cpu_devices": Annotated[int, ranges.Range(least=1, most=1024)],
+  "max_new_tokens": ranges.Size,
+  "top_k": ranges.Size,
+  "num_samples": _COUNT,
+  "decode_rows": _COUNT,
+  "decode_seed": ranges.NonNegative,
+  "temperature": ranges.Temperature,
+  "top_p": ranges.Share,
+  "min_p": ranges.Share,
 }
-_FLOATS = ("temperature", "top_p", "min_p")
 _OF_PROCESSES = ("server_addr", "num_hosts", "host_idx")
-_SCALARS = ("mode", "step", *_STRINGS, *_BOOLEANS, *_INTS, *_FLOATS)
+_SCALARS = ("mode", "step", *_STRINGS, *_BOOLEANS, *_NUMBERS)
 
 
 def _define() -> flags.FlagValues:
@@ -273,14 +285,13 @@ def _define() -> flags.FlagValues:
     flag = flags.BooleanFlag(name, default, "")
     flag.parser = _Bool()
     flags.DEFINE_flag(flag, flag_values=values)
-  flags.DEFINE(_Step(0), "step", None, "", flag_values=values)
-  for name, least in _INTS.items():
-    flags.DEFINE(_Int(least), name, None, "", flag_values=values)
-  for name in _FLOATS:
-    flags.DEFINE_float(name, None, "", lower_bound=0, flag_values=values)
-  for name in ("fdl_set", "fiddler", "fdl_allow_modules", "prompt", "prompt_file", "stop"):
+  flags.DEFINE(_Step(ranges.NonNegative), "step", None, "", flag_values=values)
+  for name, kind in _NUMBERS.items():
+    flags.DEFINE(_Number(kind), name, None, "", flag_values=values)
+  for name in ("fdl_set", "fiddler", "fdl_allow_modules", "prompt", "prompt_file"):
     flags.DEFINE_multi_string(name, [], "", flag_values=values)
-  flags.DEFINE_multi_integer("stop_token", [], "", lower_bound=0, flag_values=values)
+  for name, parser in {"stop": _Text(), "stop_token": _Number(ranges.NonNegative)}.items():
+    flags.DEFINE_multi(parser, flags.ArgumentSerializer(), name, [], "", flag_values=values)
   return values
 
 

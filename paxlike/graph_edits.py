@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from fiddle import history
 
-from paxlike import graph_text, knob_types, symbols
+from paxlike import graph_text, graph_types, knob_types, symbols
 from paxlike.errors import UserError, did_you_mean
 
 _STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(-?\d+)\]|\[(?:'([^']*)'|"([^"]*)"|([^\]'"]+))\]""")
@@ -47,6 +47,10 @@ def set_path(graph: fdl.Buildable, path: str, text: str):
     shown += _spell_step(step, shown)
   key = _check_step(owner, steps[-1], shown, given)
   value = _read(text, _get(owner, key, None), _annotation(owner, key), given)
+  if isinstance(owner, fdl.Buildable):
+    declared = graph_types.annotations(fdl.get_callable(owner)).get(str(key), Any)
+    if (expected := graph_types.misfit(declared, value)) is not None:
+      raise UserError(f"{given}: expected {expected}.")
   with history.custom_location(lambda: history.Location("command line", 0, None)):
     for part, part_key in [(owner, key), *reversed(trail)]:
       if isinstance(part, tuple):
@@ -88,12 +92,35 @@ def call_fiddler(
     bound = signature.bind(graph, *args, **kwargs)
     _check_types(signature, bound.arguments)
   except (TypeError, knob_types.RefusedError) as error:
-    shown = signature.replace(parameters=list(signature.parameters.values())[1:])
-    raise UserError(f"{given}: {str(error).removesuffix('.')}; it is {name}{shown}.") from None
+    reason = str(error).removesuffix(".")
+    raise UserError(f"{given}: {reason}; it is {name}{_spelt(signature)}.") from None
   result = fiddler(graph, *args, **kwargs)
   if result is not None and not isinstance(result, fdl.Buildable):
     raise UserError(f"{given}: returned a {type(result).__name__}, neither a graph nor None.")
   return graph if result is None else result
+
+
+class _Spelt:
+  """The place of an annotation in a signature that is printed: the range in mathematical terms."""
+
+  def __init__(self, kind: Any):
+    self._text = knob_types.type_name(kind)
+
+  def __repr__(self) -> str:
+    return self._text
+
+
+def _spelt(signature: inspect.Signature) -> inspect.Signature:
+  """Returns what a fiddler takes besides the graph, for people to read."""
+  parameters = list(signature.parameters.values())[1:]
+  return signature.replace(
+    parameters=[
+      one.replace(annotation=_Spelt(one.annotation))
+      if knob_types.is_supported(one.annotation)
+      else one
+      for one in parameters
+    ]
+  )
 
 
 def _check_types(signature: inspect.Signature, values: Mapping[str, Any]):
@@ -163,11 +190,7 @@ def _annotation(owner: Any, key: str | int) -> Any:
   """Returns what text can give of the type an argument is annotated with; None if it is nothing."""
   if not isinstance(owner, fdl.Buildable):
     return None
-  target = fdl.get_callable(owner)
-  try:
-    hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
-  except (NameError, TypeError, AttributeError):
-    hints = {}
+  hints = graph_types.annotations(fdl.get_callable(owner))
   parameter = owner.__signature_info__.parameters.get(str(key))
   annotation = hints.get(str(key), getattr(parameter, "annotation", None))
   if typing.get_origin(annotation) not in (typing.Union, types.UnionType):

@@ -14,9 +14,7 @@ import typing
 from typing import Annotated, Any, Literal
 
 from paxlike.errors import did_you_mean
-
-# Marks a knob that holds the name of a dtype. Takes names, NumPy dtypes and jnp.bfloat16 alike.
-Dtype = Annotated[Any, "dtype"]
+from paxlike.ranges import Dtype, OneOf, Range
 
 DTYPES = (
   "bool",
@@ -87,11 +85,12 @@ def convert(kind: Any, value: Any, *, text: bool) -> Any:
     return _convert(kind, value.strip() if text else value, text)
   except _MismatchError:
     hint = did_you_mean(value, _choices(kind)) if isinstance(value, str) else ""
-    raise RefusedError(f"expected {_expectation(kind)}, got {value!r}.{hint}") from None
+    raise RefusedError(f"expected {expectation(kind, value)}, got {_short(value)}.{hint}") from None
 
 
 def is_supported(kind: Any) -> bool:
   """Returns whether a knob can have this type."""
+  kind, _ = _unranged(kind)
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if _is_dtype(kind) or kind in (int, float, bool, str, None, types.NoneType, tuple, list, dict):
     return True
@@ -105,7 +104,12 @@ def is_supported(kind: Any) -> bool:
 
 
 def type_name(kind: Any) -> str:
-  """Returns the type as it is written in an annotation."""
+  """Returns the type as it is written in an annotation, with its range: "int >= 1 | None"."""
+  kind, bounds = _unranged(kind)
+  if isinstance(bounds, Range):
+    return bounds.text(type_name(kind))
+  if isinstance(bounds, OneOf):
+    return f"Dtype in ({', '.join(bounds.names)})"
   if _is_dtype(kind):
     return "Dtype"
   if kind in (None, types.NoneType):
@@ -120,6 +124,26 @@ def type_name(kind: Any) -> str:
   if isinstance(origin, type):
     return f"{origin.__name__}[{', '.join(map(type_name, args))}]"
   return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def expectation(kind: Any, value: Any = None) -> str:
+  """Returns in words what a type takes: "an int of at least 1 or None".
+
+  Of bounds that only the number format gives, those that `value` is beyond.
+  """
+  kind, bounds = _unranged(kind)
+  if isinstance(bounds, Range):
+    is_too_large = _is_number(value) and float(value) > bounds.most
+    return bounds.phrase(type_name(kind), bounded=is_too_large)
+  if isinstance(bounds, OneOf):
+    return f"one of {', '.join(bounds.names)}"
+  if _is_dtype(kind):
+    return "a dtype such as bfloat16"
+  if _is_union(kind):
+    return " or ".join(expectation(arg, value) for arg in typing.get_args(kind))
+  if choices := _choices(kind):
+    return f"one of {', '.join(choices)}"
+  return type_name(kind)
 
 
 def spell(value: Any) -> str:
@@ -158,11 +182,35 @@ def _is_dtype(kind: Any) -> bool:
   return kind == Dtype
 
 
+def _unranged(kind: Any) -> tuple[Any, Range | OneOf | None]:
+  """Returns a type without its range, and the range if it has one."""
+  if typing.get_origin(kind) is not Annotated:
+    return kind, None
+  plain, *marks = typing.get_args(kind)
+  bounds = next((mark for mark in marks if isinstance(mark, Range | OneOf)), None)
+  return (Dtype if "dtype" in marks else plain), bounds
+
+
+def _short(value: Any) -> str:
+  """Returns how a value is shown, cut where it is long."""
+  try:
+    text = repr(value)
+  except ValueError:  # Python spells no int of more than 4300 digits.
+    return "an int of thousands of digits"
+  return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _is_union(kind: Any) -> bool:
   return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
 def _convert(kind: Any, value: Any, text: bool) -> Any:
+  kind, bounds = _unranged(kind)
+  if bounds is not None:
+    converted = _convert(kind, value, text)
+    if converted not in bounds:
+      raise _MismatchError
+    return converted
   origin = typing.get_origin(kind) or kind
   if _is_dtype(kind):
     return _dtype(value)
@@ -195,7 +243,8 @@ def _scalar(kind: type, value: Any, text: bool) -> Any:
       number = kind(value)
     except (ValueError, OverflowError):
       raise _MismatchError from None
-    if not isinstance(value, bool) and not math.isnan(number):
+    # A NaN is no number; ints may be too large for math.isnan.
+    if not isinstance(value, bool) and number == number:
       return number
   raise _MismatchError
 
@@ -203,6 +252,7 @@ def _scalar(kind: type, value: Any, text: bool) -> Any:
 def _union(kinds: tuple[Any, ...], value: Any, text: bool) -> Any:
   # Narrow types first: text is always a str, and an int is always a float.
   def breadth(kind: Any) -> int:
+    kind, _ = _unranged(kind)
     if kind is types.NoneType:
       return 0
     origin = typing.get_origin(kind) or kind
@@ -335,6 +385,9 @@ def _enclosed(text: str) -> bool:
 
 def _choices(kind: Any) -> list[str]:
   """Returns the names among which to look for the nearest to a wrong one."""
+  kind, bounds = _unranged(kind)
+  if isinstance(bounds, OneOf):
+    return list(bounds.names)
   if _is_dtype(kind):
     return list(DTYPES)
   if _is_union(kind):
@@ -346,11 +399,8 @@ def _choices(kind: Any) -> list[str]:
   return []
 
 
-def _expectation(kind: Any) -> str:
-  if _is_dtype(kind):
-    return "a dtype such as bfloat16"
-  if _is_union(kind):
-    return " or ".join(map(_expectation, typing.get_args(kind)))
-  if choices := _choices(kind):
-    return f"one of {', '.join(choices)}"
-  return type_name(kind)
+def _is_number(value: Any) -> bool:
+  try:
+    return not math.isnan(float(value))
+  except (TypeError, ValueError, OverflowError):
+    return False

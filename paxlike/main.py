@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike import cluster, flags, gpu_targets, memory, topology, tpu_targets, usage
+from paxlike import cluster, flags, gpu_targets, memory, topology, tpu_targets, unexpected, usage
 from paxlike.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -59,19 +59,19 @@ def main(argv: Sequence[str]) -> int:
   Returns the exit status: 1 if the run or a check failed, 2 for a user's mistake, 3 for a step that
   was only compiled or planned and does not fit into the memory of its devices.
   """
+  options = flags.Options()
   try:
     options = flags.parse(argv)
     if options.help:
       print(usage.HELP, end="")
       return 0
-    with _among_others():
-      return _dispatch(options)
-  except UserError as error:
+    with _among_others(), unexpected.explained(options) as stage:
+      return _dispatch(options, stage)
+  except (UserError, RunError) as error:
+    if options.traceback:
+      traceback.print_exception(error)
     print(f"paxlike: {error}", file=sys.stderr)
-    return 2
-  except RunError as error:
-    print(f"paxlike: {error}", file=sys.stderr)
-    return 1
+    return 2 if isinstance(error, UserError) else 1
   except KeyboardInterrupt as error:
     _interrupted.append(error)
     return 130
@@ -92,8 +92,9 @@ def _among_others():
     others.leave(failed=False)
 
 
-def _dispatch(options: flags.Options) -> int:
+def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
   set_up_jax(options)
+  stage.attempt = _attempt
   from paxlike import show
 
   if options.list:
@@ -125,7 +126,15 @@ def _dispatch(options: flags.Options) -> int:
     folder = options.job_log_dir if options.enable_checkpoint_saving else None
     found = checks.run(graph, built, folder=folder, full=options.full)
     return check_page.show(found, as_json=options.json)
-  return _run(options, experiment, graph)
+  return _run(options, experiment, graph, stage)
+
+
+def _attempt(options: flags.Options):
+  """Builds and checks what options describe, and nothing else."""
+  experiment = None if options.fdl_config is None else experiment_of(options)
+  trainer = built(graph_of(options, experiment))
+  if options.mode not in ("decode", "show"):
+    trainer.check(training=options.mode != "eval")
 
 
 def set_up_jax(options: flags.Options):
@@ -323,7 +332,9 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
   return 0 if plans.first is not None else 3
 
 
-def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) -> int:
+def _run(
+  options: flags.Options, experiment: "Experiment | None", graph: Any, stage: unexpected.Stage
+) -> int:
   from paxlike import aot, run_folder
   from paxlike.journal import Journal
 
@@ -334,6 +345,9 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
     trainer.check(training=options.mode == "train")
   if options.compiled_step is not None:
     trainer.compiled_step = aot.load_step(trainer, options.compiled_step)
+  elif options.mode == "train" and trainer.num_steps:
+    trainer.trace()
+  stage.ends()
   # A model that a run would start from can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
   if not is_new:
@@ -364,21 +378,14 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
 
 def built(graph: Any) -> Any:
   """Returns the trainer with the options of its devices; tells of those that JAX does not know."""
-  import fiddle as fdl
-
+  from paxlike import building
   from paxlike.scripts_gpu import xla_flags
 
   several = cluster.num_gpus() > 1 or "paxlike.distributed" in sys.modules
-  try:
-    # The mesh before the rest, of which stacks ask for devices.
-    topology.take_gpu_memory(fdl.build(graph.mesh).num_groups if several else 0)
-    trainer: Any = fdl.build(graph)
-  except UserError as error:
-    # Fiddle adds where in the graph it was, with all the arguments there.
-    raise UserError(str(error).split("\n\nFiddle context:")[0]) from error
-  trainer.compiler_options, dropped = xla_flags.options()
-  for name in dropped:
-    print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)
+  # The mesh before the rest, of which stacks ask for devices.
+  topology.take_gpu_memory(building.build(graph.mesh).num_groups if several else 0)
+  trainer: Any = building.build(graph)
+  trainer.compiler_options = xla_flags.joined(trainer.compiler_options)
   return trainer
 
 

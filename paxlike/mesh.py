@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from paxlike import topology
+from paxlike import ranges, topology
 from paxlike.configurable import configurable
 from paxlike.errors import UserError, did_you_mean
 
@@ -43,7 +43,7 @@ RULES: dict[str, tuple[str, ...]] = {
   "history": (),
 }
 
-MeshShape = Sequence[int] | Mapping[str, int]
+MeshShape = Sequence[ranges.AxisSize] | Mapping[str, ranges.AxisSize]
 Dims = tuple[str | None, ...]
 Device = Any  # jax.Device, which type checkers take for a variable.
 

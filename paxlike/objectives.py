@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.layers import lora
 from paxlike.layers.decoder import Batch, Decoder, context_of
@@ -67,8 +68,8 @@ class Dpo(Objective):
     label_smoothing: How probable it is that a preference is the wrong way round.
   """
 
-  beta: float = 0.1
-  label_smoothing: float = 0.0
+  beta: ranges.Factor = 0.1
+  label_smoothing: ranges.Smoothing = 0.0
   needs_reference = True
 
   def weight(self, batch: Batch) -> jax.Array:

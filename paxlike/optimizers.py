@@ -5,12 +5,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.layers.rounding import in_dtype
 
@@ -52,13 +53,13 @@ def everything(params: dict[str, Any]) -> dict[str, bool]:
 def adamw(
   *,
   learning_rate: Schedule,
-  b1: float,
-  b2: float,
-  eps: float,
-  weight_decay: float,
+  b1: ranges.Probability,
+  b2: ranges.Probability,
+  eps: ranges.Epsilon,
+  weight_decay: ranges.Weight,
   decayed: Callable[[dict[str, Any]], dict[str, bool]] = everything,
-  clip_norm: float | None,
-  moment_dtype: str = "float32",
+  clip_norm: ranges.PositiveFloat | None,
+  moment_dtype: Literal["float32", "bfloat16"] = "float32",
   over_data: bool = False,
   on_host: bool = False,
 ) -> Optimizer:
@@ -103,14 +104,19 @@ def _held_in(dtype: Any, adam: optax.GradientTransformation) -> optax.GradientTr
 
 
 @configurable
-def constant(*, peak: float) -> Schedule:
+def constant(*, peak: ranges.Weight) -> Schedule:
   """The same rate at every step."""
   return optax.constant_schedule(peak)
 
 
 @configurable
 def linear_rampup_cosine_decay(
-  *, peak: float, warmup: int, decay_start: int, decay_end: int, min_ratio: float
+  *,
+  peak: ranges.Weight,
+  warmup: ranges.NonNegative,
+  decay_start: ranges.NonNegative,
+  decay_end: ranges.NonNegative,
+  min_ratio: ranges.Fraction,
 ) -> Schedule:
   """From 0 to `peak` over `warmup` steps; from `decay_start` to `decay_end` down along a cosine.
 
@@ -122,7 +128,12 @@ def linear_rampup_cosine_decay(
 
 @configurable
 def linear_rampup_exponential_decay(
-  *, peak: float, warmup: int, decay_start: int, decay_end: int, min_ratio: float
+  *,
+  peak: ranges.Weight,
+  warmup: ranges.NonNegative,
+  decay_start: ranges.NonNegative,
+  decay_end: ranges.NonNegative,
+  min_ratio: ranges.Epsilon,
 ) -> Schedule:
   """From 0 to `peak` over `warmup` steps, then geometrically down to `min_ratio * peak`."""
   num_steps = max(decay_end - decay_start, 1)

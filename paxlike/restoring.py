@@ -17,7 +17,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from paxlike import mesh as mesh_lib
-from paxlike import run_folder
+from paxlike import ranges, run_folder
 from paxlike.checkpoint import Checkpoints
 from paxlike.configurable import configurable
 from paxlike.errors import UserError
@@ -45,7 +45,7 @@ class Restore:
   """
 
   path: str
-  step: int | None = None
+  step: ranges.NonNegative | None = None
   include: tuple[str, ...] = ("",)
   ignore: tuple[str, ...] = ()
 

@@ -2,10 +2,12 @@
 """Choosing the next token from logits."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
 
+from paxlike import knob_types, ranges
 from paxlike.errors import UserError
 
 
@@ -20,20 +22,17 @@ class Sampling:
     min_p: Only those with this share of the likeliest's probability (Nguyen et al., 2024).
   """
 
-  temperature: float = 0.0
-  top_k: int | None = None
-  top_p: float | None = None
-  min_p: float | None = None
+  temperature: ranges.Temperature = 0.0
+  top_k: ranges.Size | None = None
+  top_p: ranges.Share | None = None
+  min_p: ranges.Share | None = None
 
   def __post_init__(self):
-    if self.temperature < 0:
-      raise UserError(f"temperature={self.temperature} must not be negative.")
-    if self.top_k is not None and self.top_k < 1:
-      raise UserError(f"top_k={self.top_k} must be at least 1.")
-    for name in ("top_p", "min_p"):
-      value = getattr(self, name)
-      if value is not None and not 0 < value <= 1:
-        raise UserError(f"{name}={value} must be above 0 and at most 1.")
+    for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
+      try:
+        knob_types.convert(kind, value := getattr(self, name), text=False)
+      except knob_types.RefusedError as refusal:
+        raise UserError(f"{name}={value}: {refusal}") from None
 
   def draw(self, logits_BV: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (tokens_B, their log-probabilities_B without any limit), each by a key of its own."""

@@ -9,7 +9,17 @@ import fiddle as fdl
 import jax
 from jax.sharding import AbstractMesh
 
-from paxlike import config_file, fiddlers, flops, mesh, registry, tables, topology, train_state
+from paxlike import (
+  building,
+  config_file,
+  fiddlers,
+  flops,
+  mesh,
+  registry,
+  tables,
+  topology,
+  train_state,
+)
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.knobs import UNSET, spell
@@ -23,7 +33,7 @@ def experiments() -> str:
   for path, cls in registry.registered().items():
     model = cls().model()
     fiddlers.stack(model, scan=True)  # As many parameters in far fewer objects.
-    definition = Definition(fdl.build(model))
+    definition = Definition(building.build(model))
     summary = (cls.__doc__ or "").strip().split("\n")[0]
     rows.append((path.rpartition(".")[2], f"{definition.num_params:,}", summary))
   return tables.table(("experiment", "parameters", ""), rows, right=(1,))
@@ -46,7 +56,7 @@ def knob_help(cls: type[Experiment]) -> str:
 def everything(experiment: Experiment | None, graph: fdl.Config[Trainer]) -> str:
   """Returns the knobs, the flattened graph, and what follows from them."""
   parts = [] if experiment is None else [_knobs(experiment)]
-  parts += [config_file.describe(graph), _facts(fdl.build(graph))]
+  parts += [config_file.describe(graph), _facts(building.build(graph))]
   return "\n\n".join(parts)
 
 

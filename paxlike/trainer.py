@@ -5,12 +5,12 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from etils import epath
 
-from paxlike import decoding, flops, memory, mesh, pipelined, requirements
+from paxlike import decoding, flops, memory, mesh, preflight, ranges, requirements, train_state
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, check_keep, flatten
 from paxlike.configurable import configurable
@@ -71,21 +71,21 @@ class Trainer:
   mesh: mesh.MeshSpec
   train_data: Any
   eval_data: Mapping[str, EvalSet]
-  percore_batch_size: float
-  accumulation_steps: int
-  num_steps: int
-  seed: int
-  summary_every: int
-  eval_every: int
-  save_every: int
-  keep: int | None
-  max_skipped_in_a_row: int
+  percore_batch_size: ranges.Batch
+  accumulation_steps: ranges.Size
+  num_steps: ranges.NonNegative
+  seed: ranges.NonNegative
+  summary_every: ranges.Positive
+  eval_every: ranges.NonNegative
+  save_every: ranges.NonNegative
+  keep: ranges.Positive | None
+  max_skipped_in_a_row: ranges.Positive
   sample_prompt: str | None = None
   restore: Restore | None = None
   best: Criterion | None = None
   objective: Objective = dataclasses.field(default_factory=NextToken)
   trained: str = ""
-  weight_dtype: str = "float32"
+  weight_dtype: Literal["float32", "bfloat16"] = "float32"
   read_only: bool = False
   saving: bool = True
   compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, init=False)
@@ -97,16 +97,8 @@ class Trainer:
     Raises:
       UserError: The mesh, the batch or a data set cannot work.
     """
-    self.check_step(training=training)
-    if self.num_steps < 0 or self.summary_every < 1:
-      raise UserError("MAX_STEPS must not be negative, and SUMMARY_INTERVAL_STEPS at least 1.")
     check_keep(self.keep)
-    if self.restore is not None:
-      self.restore.check(self.definition)
-    if self.best is not None:
-      self.best.check(self.eval_data)
-    for data in self._datasets(training=training):
-      data.check()
+    preflight.check(self, training=training)
 
   def check_step(self, *, training: bool = True):
     """Finds whether there is something to train, and whether the devices can share a batch.
@@ -114,18 +106,7 @@ class Trainer:
     Raises:
       UserError: There is not, or they cannot.
     """
-    if training and self.train_data is None:
-      raise UserError("this experiment has no training data: it is for --mode=eval.")
-    if training and self.read_only:
-      raise UserError("hold() is for --mode=eval and --mode=decode: few bits cannot be trained.")
-    if training:
-      requirements.check_context(self.model, dict(self.devices.shape))
-    mesh.check_batch(
-      self.devices,
-      self.batch_size,
-      accumulation_steps=self.accumulation_steps,
-      microbatches=pipelined.check(self.definition, self.devices) if training else 1,
-    )
+    preflight.check_step(self, training=training)
 
   @functools.cached_property
   def definition(self) -> Definition:
@@ -172,17 +153,18 @@ class Trainer:
   @property
   def attention(self) -> list[str]:
     """What computes attention, by name."""
-    is_packed = any("segments" in data.no_rows() for data in self._datasets())
+    is_packed = any("segments" in data.no_rows() for data in self.datasets())
     return self.model.kernels(Place.on(self.devices), is_packed=is_packed)
 
   @property
   def data(self) -> Any:
     """The training data; without them the first evaluation data."""
-    if datasets := self._datasets():
+    if datasets := self.datasets():
       return datasets[0]
     raise UserError("this experiment has no data, neither train_data nor eval_data.")
 
-  def _datasets(self, *, training: bool = True) -> list[Any]:
+  def datasets(self, *, training: bool = True) -> list[Any]:
+    """Returns the training data, if there are any and they are wanted, and those of evaluation."""
     of_training = [self.train_data] if training and self.train_data is not None else []
     return of_training + [eval_set.dataset for eval_set in self.eval_data.values()]
 
@@ -372,8 +354,8 @@ class Trainer:
       journal.note(f"sample:\n{self._sample(state, self.sample_prompt)}")
     journal.status("finished" if finished else "stopped", step)
 
-  def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-    """Returns a step for arrays like these, which may be abstract, before it is compiled."""
+  @functools.cached_property
+  def _step(self) -> Any:
     step = make_train_step(
       self.definition,
       self.optimizer,
@@ -382,7 +364,26 @@ class Trainer:
       objective=self.objective,
       sources=self.train_data.sources,
     )
-    return jax.jit(step, donate_argnums=0).lower(state, batch)
+    return jax.jit(step, donate_argnums=0)
+
+  def abstract(self) -> tuple[Any, Any]:
+    """Returns the shapes, dtypes and shardings of the run's state and of its batches."""
+    state = train_state.abstract(
+      self.definition, self.optimizer, self.devices, with_reference=self.has_reference
+    )
+    return state, self.feed.abstract(self.train_data.no_rows())
+
+  def trace(self):
+    """Traces a step, so that what cannot be computed is found before anything is written.
+
+    JAX keeps the trace: `lower` does not trace again.
+    """
+    with jax.set_mesh(self.devices):
+      self._step.trace(*self.abstract())
+
+  def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+    """Returns a step for arrays like these, which may be abstract, before it is compiled."""
+    return self._step.lower(state, batch)
 
   def compile(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
     """Returns the program of a step, for arrays like these."""

@@ -50,7 +50,8 @@ What to do
   --compiled_step=FILE    train: with the step of that file, if it is the one that is needed
   --against=NAME          show: print the difference from this experiment
   --list, --fdl_help, --help
-                          all experiments; the knobs of one; this text
+                          all experiments; the knobs of one with their ranges; this text
+  --traceback             of what ends the program print the Python traceback too
 
 How to decode (eval and decode need no --fdl_config: the run's own config.json serves)
   --prompt=TEXT, --prompt_file=FILE

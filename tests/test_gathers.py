@@ -74,7 +74,7 @@ def test_evaluation_gathers_each_weight_once():
     options, _ = xla_flags.options()
     definition, devices = trainer.definition, trainer.devices
     with jax.set_mesh(devices):
-      state, batch = aot._abstract(trainer)
+      state, batch = trainer.abstract()
       measure = jax.jit(lambda p, b: evaluation.scores_of(definition, definition.prepare(p), b))
       text = measure.lower(state.params, batch).compile(compiler_options=options).as_text()
   finally:

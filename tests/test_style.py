@@ -20,7 +20,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 450, 80
 # Low to high: a file imports from lower rows, and, within its folder, from its own row. What shares
 # a row with a file of another name is no business of that file.
 RANKS: tuple[tuple[str, ...], ...] = (
-  ("__init__", "errors", "configurable", "chips", "networks"),
+  ("__init__", "errors", "configurable", "chips", "networks", "ranges"),
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
   ("topology", "cluster", "run_folder"),
   (
@@ -38,18 +38,19 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("layers", "data", "feed"),
   ("optimizers", "flops", "requirements", "relayout", "weight_rules", "sampling", "prompts"),
   ("objectives", "train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
-  ("journal", "best", "configuration", "model_sizes"),
+  ("journal", "best", "configuration", "model_sizes", "memory_check"),
   ("memory_model",),
   ("cost_model",),
   ("pipelined",),
-  ("train_step", "generate", "hugging_face", "restoring"),
+  ("train_step", "preflight", "generate", "hugging_face", "restoring"),
   ("decoding", "origin"),
   ("trainer",),
   ("aot",),
   ("planner",),
   ("knobs", "symbols", "fiddlers"),
   ("graph_data",),
-  ("graph_text",),
+  ("graph_text", "graph_types"),
+  ("building",),
   ("graph_edits",),
   ("config_file", "experiment"),
   ("registry",),
@@ -57,11 +58,13 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("scripts_gpu", "checks"),
   ("harness",),
   ("flags", "show", "check_page", "compile_page", "plan_page", "plot", "convert"),
+  ("unexpected",),
   ("main",),
 )
 FIDDLE = {
-  "config_file", "convert", "experiment", "experiments", "fiddlers", "flags", "graph_data",
-  "graph_edits", "graph_text", "harness", "knobs", "main", "scripts_gpu", "show", "symbols",
+  "building", "config_file", "convert", "experiment", "experiments", "fiddlers", "flags",
+  "graph_data", "graph_edits", "graph_text", "graph_types", "harness", "knobs", "main",
+  "scripts_gpu", "show", "symbols",
 }  # fmt: skip
 # Slow to import, so only functions that build a source from them may.
 LAZY = {"clu", "seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text"}

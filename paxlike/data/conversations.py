@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.data import chat, files, records, token_index
 from paxlike.data.chat import Message, Part
@@ -36,7 +37,7 @@ class Conversations(Corpus):
     *,
     path: str | None,
     tokenizer: Tokenizer,
-    vocab_size: int,
+    vocab_size: ranges.Size,
     template: str = "plain",
     vocab_path: str | None = None,
     knob: str = "DATA_PATH",
@@ -61,6 +62,10 @@ class Conversations(Corpus):
   @property
   def tokenizer(self) -> Tokenizer:
     return self._tokenizer
+
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
 
   def check(self):
     _ = self._files, self._template

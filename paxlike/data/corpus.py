@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.data.dataset import RowDataset
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizer import Tokenizer
+from paxlike.errors import UserError
 
 
 class Corpus(abc.ABC):
@@ -18,6 +20,11 @@ class Corpus(abc.ABC):
   @property
   def tokenizer(self) -> Tokenizer | None:
     """Turns text into the ids, and back; None where that is not known."""
+    return None
+
+  @property
+  def vocab_size(self) -> int | None:
+    """The number that ids are below, as far as that was given; None: it was not."""
     return None
 
   def check(self):  # noqa: B027 - a corpus without files has nothing to check.
@@ -39,11 +46,11 @@ class CorpusRows(RowDataset):
     self,
     *,
     corpus: Corpus,
-    seq_len: int,
-    seed: int = 0,
+    seq_len: ranges.Size,
+    seed: ranges.NonNegative = 0,
     shuffle: bool = True,
     packed: bool = True,
-    split: tuple[float, float] = (0.0, 1.0),
+    split: tuple[ranges.Fraction, ranges.Fraction] = (0.0, 1.0),
   ):
     """Makes rows of `seq_len` tokens.
 
@@ -68,7 +75,14 @@ class CorpusRows(RowDataset):
   def tokenizer(self) -> Tokenizer | None:
     return self.corpus.tokenizer
 
+  @property
+  def vocab_size(self) -> int | None:
+    return self.corpus.vocab_size
+
   def check(self):
+    first, last = self._split
+    if not first < last:
+      raise UserError(f"split={self._split} of the data is empty: see TRAIN_SHARE.")
     self.corpus.check()
 
   def fingerprint(self) -> str:

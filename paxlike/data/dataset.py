@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.data.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
@@ -48,13 +49,18 @@ class Dataset(abc.ABC):
       other.
   """
 
-  seq_len: int
+  seq_len: ranges.Size
   sources: tuple[str, ...] = ()
   packed: bool = False
 
   @property
   def tokenizer(self) -> Tokenizer | None:
     """Turns text into the ids, and back; None where there is no text."""
+    return None
+
+  @property
+  def vocab_size(self) -> int | None:
+    """The number that ids are below, as far as that was given; None: it was not."""
     return None
 
   def check(self):  # noqa: B027 - a source without files has nothing to check.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 from paxlike.data.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ class Mixture(RowDataset):
     *,
     sources: Mapping[str, RowDataset],
     weights: Mapping[str, float] | None = None,
-    seed: int = 0,
+    seed: ranges.NonNegative = 0,
   ):
     """Mixes rows of one length.
 
@@ -51,6 +52,10 @@ class Mixture(RowDataset):
   @property
   def tokenizer(self) -> Tokenizer | None:
     return self._datasets[0].tokenizer
+
+  @property
+  def vocab_size(self) -> int | None:
+    return max((one.vocab_size or 0 for one in self._datasets), default=0) or None
 
   def check(self):
     weights = self._weights
@@ -112,6 +117,7 @@ class Mixture(RowDataset):
 
   @functools.cached_property
   def _shares(self) -> tuple[float, ...]:
+    self.num_rows(0)
     weights = self._weights or dict(
       zip(self.sources, (one.num_rows(0) for one in self._datasets), strict=True)
     )

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import ranges, run_folder
 from paxlike.configurable import configurable
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 from paxlike.data.tokenizer import Tokenizer
@@ -33,10 +33,10 @@ class PreparedRows(RowDataset):
     *,
     path: str | None,
     split: str,
-    seq_len: int,
-    vocab_size: int,
+    seq_len: ranges.Size,
+    vocab_size: ranges.Size,
     tokenizer: Tokenizer | None = None,
-    seed: int = 0,
+    seed: ranges.NonNegative = 0,
     shuffle: bool = True,
   ):
     """Reads nothing yet.
@@ -61,6 +61,10 @@ class PreparedRows(RowDataset):
   @property
   def tokenizer(self) -> Tokenizer | None:
     return self._tokenizer
+
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
 
   def check(self):
     info = self._info

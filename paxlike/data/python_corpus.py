@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from typing import Any
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.data import token_index
 from paxlike.data.packing import PackedRows
@@ -26,7 +27,12 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 
 @configurable
 def dataset(
-  *, split: str, seq_len: int, vocab_size: int, seed: int = 0, shuffle: bool = True
+  *,
+  split: str,
+  seq_len: ranges.Size,
+  vocab_size: ranges.Size,
+  seed: ranges.NonNegative = 0,
+  shuffle: bool = True,
 ) -> PackedRows:
   """Returns a split of the corpus, "train" or "validation" (every twentieth file), packed."""
   corpus = SeqIOCorpus(task=SeqIOTask(register), split=split, vocab_size=vocab_size)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.data import token_index
 from paxlike.data.corpus import Corpus
@@ -90,8 +91,8 @@ class SeqIOCorpus(Corpus):
     *,
     task: SeqIOTask,
     split: str,
-    vocab_size: int,
-    bos_id: int | None = None,
+    vocab_size: ranges.Size,
+    bos_id: ranges.NonNegative | None = None,
     lengths: Mapping[str, int] | None = None,
   ):
     """Reads nothing yet.
@@ -107,6 +108,10 @@ class SeqIOCorpus(Corpus):
     self._task = task
     self._how = {"split": split, "bos_id": bos_id, "lengths": lengths}
     self._vocab_size = vocab_size
+
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
 
   def check(self):
     self._task.check(self._how["split"])

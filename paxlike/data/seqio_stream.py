@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.data import seqio_corpus
 from paxlike.data.dataset import Arrays, Batch, Dataset
@@ -26,10 +27,10 @@ class SeqIOStream(Dataset):
     *,
     task: SeqIOTask,
     task_split: str,
-    seq_len: int,
-    vocab_size: int,
-    bos_id: int = 0,
-    seed: int = 0,
+    seq_len: ranges.Size,
+    vocab_size: ranges.Size,
+    bos_id: ranges.NonNegative = 0,
+    seed: ranges.NonNegative = 0,
     shuffle: bool = True,
     packed: bool = True,
   ):
@@ -58,6 +59,10 @@ class SeqIOStream(Dataset):
   def tokenizer(self) -> Tokenizer | None:  # pyright: ignore[reportIncompatibleVariableOverride]
     """The task's, where that is known."""
     return self._task.tokenizer()
+
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
 
   def check(self):
     self._task.check(self._split)

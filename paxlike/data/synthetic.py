@@ -3,6 +3,7 @@
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 
@@ -11,10 +12,14 @@ from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 class RandomTokens(RowDataset):
   """Uniform random ids: nothing to learn, and no embedding row or page is favoured."""
 
-  def __init__(self, *, seq_len: int, vocab_size: int, seed: int):
+  def __init__(self, *, seq_len: ranges.Size, vocab_size: ranges.Size, seed: ranges.NonNegative):
     self.seq_len = seq_len
     self._vocab_size = vocab_size
     self._seed = seed
+
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
 
   def fingerprint(self) -> str:
     return f"random tokens: {self.seq_len} of {self._vocab_size}, seed {self._seed}"
@@ -35,8 +40,12 @@ class RandomTokens(RowDataset):
 class ConstantTokens(RowDataset):
   """Id 1 everywhere, as Pax's synthetic data: a model learns it at once, and its loss is 0."""
 
-  def __init__(self, *, seq_len: int):
+  def __init__(self, *, seq_len: ranges.Size):
     self.seq_len = seq_len
+
+  @property
+  def vocab_size(self) -> int:
+    return 2
 
   def fingerprint(self) -> str:
     return f"constant tokens: {self.seq_len}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.data import files, records, token_index
 from paxlike.data.corpus import Corpus
@@ -27,7 +28,7 @@ class TextFiles(Corpus):
     *,
     path: str | None,
     tokenizer: Tokenizer | None,
-    vocab_size: int,
+    vocab_size: ranges.Size,
     field: str = "text",
     knob: str = "DATA_PATH",
   ):
@@ -45,6 +46,10 @@ class TextFiles(Corpus):
     self._given_tokenizer = tokenizer
     self._vocab_size = vocab_size
     self._field = field
+
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
 
   def check(self):
     _ = self._files

@@ -5,7 +5,7 @@ from typing import Literal
 
 import fiddle as fdl
 
-from paxlike import evaluation, objectives
+from paxlike import evaluation, objectives, ranges
 from paxlike.data import (
   mixture,
   packing,
@@ -115,7 +115,7 @@ class Files(Tokenized):
 
   DATA_PATH: str | None = None  #: A file, a folder or a glob. Required.
   PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
-  TRAIN_SHARE: float = 0.9  #: The share of the documents (or of a single one) to train on.
+  TRAIN_SHARE: ranges.Share = 0.9  #: The share of the documents (or of a single one) to train on.
 
 
 class LocalText(Files):
@@ -163,7 +163,7 @@ class TextMixture(LocalText):
 
   DATA_PATHS: dict[str, str] = UNSET  #: Name of each source: a file, a folder or a glob.
   #: The share of each, in any unit. None: as much as there is of it.
-  MIXTURE_WEIGHTS: dict[str, float] | None = None
+  MIXTURE_WEIGHTS: dict[str, ranges.Weight] | None = None
 
   def train_data(self) -> fdl.Config[mixture.Mixture]:
     return fdl.Config(
@@ -247,8 +247,10 @@ class Jsonl(Files):
 class Preferences(Jsonl):
   """Pairs of answers to a prompt, of which one is preferred: direct preference optimization."""
 
-  DPO_BETA: float = 0.1  #: How dearly it is bought to leave the model that training began with.
-  DPO_LABEL_SMOOTHING: float = 0.0  #: How probable it is that a preference is the wrong way round.
+  #: How dearly it is bought to leave the model that training began with.
+  DPO_BETA: ranges.Factor = 0.1
+  #: How probable it is that a preference is the wrong way round.
+  DPO_LABEL_SMOOTHING: ranges.Smoothing = 0.0
 
   def objective(self) -> fdl.Config[objectives.Dpo]:
     return fdl.Config(objectives.Dpo, beta=self.DPO_BETA, label_smoothing=self.DPO_LABEL_SMOOTHING)

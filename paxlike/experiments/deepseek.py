@@ -10,7 +10,7 @@ import math
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers
+from paxlike import hugging_face, layers, ranges
 from paxlike.errors import UserError
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
@@ -24,23 +24,24 @@ class DeepSeek(Moe, Llama):
 
   VOCAB_SIZE = 129_280
   MAX_SEQ_LEN = 163_840
-  NUM_DENSE_LAYERS: int = 3  #: Layers at the start that have no experts.
+  NUM_DENSE_LAYERS: ranges.NonNegative = 3  #: Layers at the start that have no experts.
   DIMS_PER_HEAD = 128
-  DIMS_PER_ROPE_HEAD: int = 64  #: Width of the part of queries and keys that turns.
-  DIMS_PER_VALUE_HEAD: int = 128  #: Width of a head's value.
-  LATENT_DIMS: int = 512  #: Width of what keys and values are made of.
-  QUERY_LATENT_DIMS: int = 1536  #: Width of what queries are made of.
+  DIMS_PER_ROPE_HEAD: ranges.Size = 64  #: Width of the part of queries and keys that turns.
+  DIMS_PER_VALUE_HEAD: ranges.Size = 128  #: Width of a head's value.
+  LATENT_DIMS: ranges.Size = 512  #: Width of what keys and values are made of.
+  QUERY_LATENT_DIMS: ranges.Size = 1536  #: Width of what queries are made of.
   NUM_EXPERTS = 256
   NUM_EXPERTS_PER_TOKEN = 8
-  NUM_SHARED_EXPERTS: int = 1  #: Experts that every token sees.
-  NUM_EXPERT_GROUPS: int = 8  #: Equal parts of the experts.
-  NUM_EXPERT_GROUPS_PER_TOKEN: int = 4  #: Parts that a token's experts are of.
-  ROUTED_SCALE: float = 2.5  #: Sum of the weights of a token's experts.
-  ROUTER_BIAS_RATE: float = 0.001  #: By so much a step changes the bias of an expert's choice.
+  NUM_SHARED_EXPERTS: ranges.Size = 1  #: Experts that every token sees.
+  NUM_EXPERT_GROUPS: ranges.Size = 8  #: Equal parts of the experts.
+  NUM_EXPERT_GROUPS_PER_TOKEN: ranges.Size = 4  #: Parts that a token's experts are of.
+  ROUTED_SCALE: ranges.Factor = 2.5  #: Sum of the weights of a token's experts.
+  #: By so much a step changes the bias of an expert's choice.
+  ROUTER_BIAS_RATE: ranges.Fraction = 0.001
   BALANCE_LOSS_WEIGHT = 0.0
   NORM_EPSILON = 1e-6
-  ROPE_FACTOR: float | None = 40.0  #: By which YaRN divides slow rotary waves. None: not.
-  ROPE_ORIGINAL_LENGTH: int = 4096  #: The context that the rotary waves were made for.
+  ROPE_FACTOR: ranges.Stretch | None = 40.0  #: By which YaRN divides slow rotary waves. None: not.
+  ROPE_ORIGINAL_LENGTH: ranges.Size = 4096  #: The context that the rotary waves were made for.
 
   def stack(self) -> fdl.Partial[layers.Stack]:
     repeats = self.NUM_LAYERS - self.NUM_DENSE_LAYERS

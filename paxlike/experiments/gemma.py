@@ -11,7 +11,7 @@ import math
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers
+from paxlike import hugging_face, layers, ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.registry import register
@@ -76,10 +76,11 @@ class Gemma7B(datasets.Synthetic, Gemma):
 class Gemma2(Gemma):
   """The second generation: local and global layers in turn."""
 
-  WINDOW: int = 4096  #: Tokens that a token sees in a local layer, itself among them.
-  QUERY_SCALE_DIMS: int | None = None  #: Logits are over the root of it. None: DIMS_PER_HEAD.
-  ATTENTION_SOFT_CAP: float | None = 50.0  #: Bound of attention's logits.
-  LOGITS_SOFT_CAP: float | None = 30.0  #: Bound of the output's logits.
+  WINDOW: ranges.Positive = 4096  #: Tokens that a token sees in a local layer, itself among them.
+  #: Logits are over the root of it. None: DIMS_PER_HEAD.
+  QUERY_SCALE_DIMS: ranges.Size | None = None
+  ATTENTION_SOFT_CAP: ranges.Cap | None = 50.0  #: Bound of attention's logits.
+  LOGITS_SOFT_CAP: ranges.Cap | None = 30.0  #: Bound of the output's logits.
 
   def model(self) -> fdl.Config[layers.Decoder]:
     model = super().model()
@@ -178,8 +179,8 @@ class Gemma3(Gemma2):
 
   VOCAB_SIZE = 262_144
   ROPE_THETA = 1_000_000.0
-  LOCAL_ROPE_THETA: float = 10_000.0  #: ROPE_THETA of local layers.
-  ROPE_FACTOR: float | None = None  #: By which positions are divided in global layers.
+  LOCAL_ROPE_THETA: ranges.Base = 10_000.0  #: ROPE_THETA of local layers.
+  ROPE_FACTOR: ranges.Stretch | None = None  #: By which positions are divided in global layers.
   ATTENTION_SOFT_CAP = None
   LOGITS_SOFT_CAP = None
 

@@ -11,7 +11,7 @@ import math
 import fiddle as fdl
 import jax
 
-from paxlike import layers
+from paxlike import layers, ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.moe import Moe
 from paxlike.registry import register
@@ -26,8 +26,8 @@ class GLaM(Moe):
   MOE_DISPATCH = "capacity"
   CAPACITY_FACTOR = 1.0  # Two experts a token: Pax's factor of 2.0.
   INIT_STD = 1.0
-  RELATIVE_BUCKETS: int = 32  #: Relative positions that are told apart.
-  RELATIVE_DISTANCE: int = 128  #: Distance from which they are not.
+  RELATIVE_BUCKETS: ranges.Buckets = 32  #: Relative positions that are told apart.
+  RELATIVE_DISTANCE: ranges.Size = 128  #: Distance from which they are not.
 
   def model(self) -> fdl.Config[layers.Decoder]:
     model = super().model()

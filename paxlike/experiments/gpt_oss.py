@@ -6,7 +6,7 @@ import math
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers
+from paxlike import hugging_face, layers, ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
@@ -26,10 +26,10 @@ class GptOss(Moe, Llama):
   DIMS_PER_HEAD = 64
   NUM_EXPERTS_PER_TOKEN = 4
   BALANCE_LOSS_WEIGHT = 0.001
-  WINDOW: int = 128  #: Tokens that a token sees in a local layer, itself among them.
+  WINDOW: ranges.Positive = 128  #: Tokens that a token sees in a local layer, itself among them.
   ROPE_THETA = 150_000.0
-  ROPE_FACTOR: float = 32.0  #: By which YaRN divides slow rotary waves.
-  ROPE_ORIGINAL_LENGTH: int = 4096  #: The context that the rotary waves were made for.
+  ROPE_FACTOR: ranges.Stretch = 32.0  #: By which YaRN divides slow rotary waves.
+  ROPE_ORIGINAL_LENGTH: ranges.Size = 4096  #: The context that the rotary waves were made for.
 
   def pattern(self) -> list[fdl.Partial[layers.Block]]:
     local = self.block()

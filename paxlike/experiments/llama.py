@@ -10,7 +10,7 @@ import dataclasses
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers
+from paxlike import hugging_face, layers, ranges
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
 from paxlike.registry import register
@@ -20,9 +20,9 @@ from paxlike.weight_rules import Matrix, Same
 class Llama(Experiment):
   """The family, and the base of those that descend from it."""
 
-  NUM_KV_HEADS: int | None = None  #: Heads of keys and values. None: NUM_HEADS.
-  ROPE_THETA: float = 10_000.0  #: Base of the wave lengths of rotary positions.
-  NORM_EPSILON: float = 1e-5  #: Of the RMS norms.
+  NUM_KV_HEADS: ranges.Size | None = None  #: Heads of keys and values. None: NUM_HEADS.
+  ROPE_THETA: ranges.Base = 10_000.0  #: Base of the wave lengths of rotary positions.
+  NORM_EPSILON: ranges.Epsilon = 1e-5  #: Of the RMS norms.
   USE_TIED_EMBEDDING: bool = False  #: Project to logits by the embedding's table.
   ICI_MESH_SHAPE = (1, -1, 1)
   PERCORE_BATCH_SIZE = 1
@@ -207,8 +207,8 @@ class Llama3_70B(Llama3_8B):
 class Llama31(Llama):
   """Llama 3.1: rotary waves slowed for contexts of 131,072 tokens."""
 
-  ROPE_FACTOR: float = 8.0  #: By which the slowest rotary waves are slowed.
-  ROPE_ORIGINAL_LENGTH: int = 8192  #: The context that the rotary waves were made for.
+  ROPE_FACTOR: ranges.Stretch = 8.0  #: By which the slowest rotary waves are slowed.
+  ROPE_ORIGINAL_LENGTH: ranges.Size = 8192  #: The context that the rotary waves were made for.
 
   def rope(self) -> fdl.Partial[layers.Rope]:
     rope = super().rope()

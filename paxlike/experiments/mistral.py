@@ -8,7 +8,7 @@ import dataclasses
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers
+from paxlike import hugging_face, layers, ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
@@ -19,7 +19,8 @@ from paxlike.weight_rules import Matrix, PerExpert
 class Mistral(Llama):
   """The family."""
 
-  WINDOW: int | None = 4096  #: Tokens that a token sees, itself among them. None: all before it.
+  #: Tokens that a token sees, itself among them. None: all before it.
+  WINDOW: ranges.Positive | None = 4096
 
   def attention(self) -> fdl.Partial[layers.Attention]:
     attention = super().attention()

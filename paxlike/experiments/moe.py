@@ -5,20 +5,21 @@ from typing import Literal
 
 import fiddle as fdl
 
-from paxlike import layers
+from paxlike import layers, ranges
 from paxlike.experiment import Experiment
 
 
 class Moe(Experiment):
   """A mixin: `class Mixtral(Moe, Mistral)` has experts in every layer."""
 
-  NUM_EXPERTS: int = 8  #: Experts of a layer.
-  NUM_EXPERTS_PER_TOKEN: int = 2  #: Experts that a token sees.
-  EXPERT_DIMS: int | None = None  #: Width of an expert. None: HIDDEN_DIMS.
+  NUM_EXPERTS: ranges.Size = 8  #: Experts of a layer.
+  NUM_EXPERTS_PER_TOKEN: ranges.Size = 2  #: Experts that a token sees.
+  EXPERT_DIMS: ranges.Size | None = None  #: Width of an expert. None: HIDDEN_DIMS.
   MOE_DISPATCH: Literal["dropless", "capacity"] = "dropless"  #: How tokens come to experts.
-  CAPACITY_FACTOR: float = 2.0  #: Places of experts over those needed if all were used equally.
-  BALANCE_LOSS_WEIGHT: float = 0.01  #: Weight of the load-balancing loss of each layer.
-  ROUTER_Z_LOSS_WEIGHT: float = 0.0  #: Weight of the router's z-loss of each layer.
+  #: Places of experts over those needed if all were used equally.
+  CAPACITY_FACTOR: ranges.Capacity = 2.0
+  BALANCE_LOSS_WEIGHT: ranges.Weight = 0.01  #: Weight of the load-balancing loss of each layer.
+  ROUTER_Z_LOSS_WEIGHT: ranges.Weight = 0.0  #: Weight of the router's z-loss of each layer.
 
   def mlp(self) -> fdl.Partial:
     return fdl.Partial(

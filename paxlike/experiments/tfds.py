@@ -8,7 +8,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxlike import evaluation
+from paxlike import evaluation, ranges
 from paxlike.data import packing, seqio_stream, tasks
 from paxlike.data.examples import ExampleRows
 from paxlike.data.seqio_corpus import SeqIOCorpus
@@ -67,7 +67,7 @@ class PretrainingTask(Tfds, abc.ABC):
   """A task with a split to train on and one to look at now and then."""
 
   EVAL_SPLIT: str | None = "validation"  #: The split that is evaluated. None: none.
-  EVAL_BATCHES: int | None = 16  #: Of it so many batches. None: all.
+  EVAL_BATCHES: ranges.Positive | None = 16  #: Of it so many batches. None: all.
 
   def train_data(self) -> fdl.Config:
     return self.rows("train", shuffle=True)

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxlike import mesh
+from paxlike import mesh, ranges
 from paxlike.configurable import configurable
+from paxlike.errors import UserError
 from paxlike.layers import attention_kernels, module
 from paxlike.layers.attention_kernels import Demand
 from paxlike.layers.cache import KvCache, positions_in
@@ -25,11 +26,11 @@ class Attention(module.Module):
 
   def __init__(
     self,
-    dim: int,
+    dim: ranges.Size,
     *,
-    num_heads: int,
-    head_dim: int,
-    num_kv_heads: int | None = None,
+    num_heads: ranges.Size,
+    head_dim: ranges.Size,
+    num_kv_heads: ranges.Size | None = None,
     query: Callable[..., Linear],
     key: Callable[..., Linear],
     value: Callable[..., Linear],
@@ -38,10 +39,10 @@ class Attention(module.Module):
     qk_norm: Callable[..., Any] | None = None,
     relative_bias: Callable[[int], RelativeBias] | None = None,
     sinks: module.Initializer | None = None,
-    extra_logit: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    scale: float | None = None,
+    extra_logit: ranges.Finite | None = None,
+    window: ranges.Positive | None = None,
+    soft_cap: ranges.Cap | None = None,
+    scale: ranges.Finite | None = None,
     kernel: attention_kernels.Kernel = attention_kernels.xla,
   ):
     """Arguments that a layer has only if they are given:
@@ -68,6 +69,11 @@ class Attention(module.Module):
     self.num_heads = num_heads
     self.head_dim = head_dim
     self.num_kv_heads = num_kv_heads or num_heads
+    if num_heads % self.num_kv_heads:
+      raise UserError(
+        f"NUM_KV_HEADS={num_kv_heads} does not divide NUM_HEADS={num_heads}: each head of keys and"
+        " values serves the same number of query heads."
+      )
     self.window = window
     self.soft_cap = soft_cap
     self.scale = 1 / math.sqrt(head_dim) if scale is None else scale

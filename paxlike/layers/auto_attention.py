@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from paxlike import mesh, topology
+from paxlike import mesh, ranges, topology
 from paxlike.configurable import configurable
 from paxlike.layers.attention_kernels import Demand, Options, name_of, xla
 from paxlike.layers.chunked_attention import xla_chunked
@@ -41,7 +41,7 @@ def auto(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   *,
-  max_segments: int = MAX_SEGMENTS,
+  max_segments: ranges.Size = MAX_SEGMENTS,
   **options: Unpack[Options],
 ) -> jax.Array:
   """Attention by the kernel that `best` names; see `Kernel`. `max_segments` is cudnn's."""

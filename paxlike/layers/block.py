@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxlike import mesh
+from paxlike import mesh, ranges
 from paxlike.configurable import configurable
 from paxlike.layers.context import Context
 from paxlike.layers.dropout import Dropout
@@ -26,7 +26,7 @@ class Block(Module):
 
   def __init__(
     self,
-    dim: int,
+    dim: ranges.Size,
     *,
     norm: Callable[[int], Any],
     attention: Callable[[int], Any],

@@ -6,6 +6,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers.attention_kernels import Options, begins, refuse
@@ -23,7 +24,7 @@ def cudnn(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   *,
-  max_segments: int = MAX_SEGMENTS,
+  max_segments: ranges.Size = MAX_SEGMENTS,
   **options: Unpack[Options],
 ) -> jax.Array:
   """Attention in memory linear in the length, for float16 and bfloat16; see `Kernel`.

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paxlike import mesh
+from paxlike import mesh, ranges
 from paxlike.configurable import configurable
+from paxlike.errors import UserError
 from paxlike.layers import sums
 from paxlike.layers.auto_attention import Place, described, in_effect
 from paxlike.layers.block import Aux, by_token
@@ -38,16 +39,16 @@ class Decoder(Module):
   def __init__(
     self,
     *,
-    vocab_size: int,
-    dim: int,
+    vocab_size: ranges.Size,
+    dim: ranges.Size,
     embedding: Callable[[int, int], Embedding],
     stack: Callable[[int], Stack],
     norm: Callable[[int], Any],
     positions: Callable[[int], PositionEmbedding] | None = None,
     dropout: Callable[[], Dropout] | None = None,
     head: Callable[..., Linear] | None = None,
-    soft_cap: float | None = None,
-    loss_chunks: int = 4,
+    soft_cap: ranges.Cap | None = None,
+    loss_chunks: ranges.Size = 4,
   ):
     """Without `head` the embedding's table also projects to logits.
 
@@ -62,6 +63,29 @@ class Decoder(Module):
     self.stack = stack(dim)
     self.norm = norm(dim)
     self.head = None if head is None else head({"model": dim}, {"vocab": vocab_size})
+
+  def check_data(self, seq_len: int, num_ids: int | None):
+    """Finds whether the model knows every position and token id of data.
+
+    Args:
+      seq_len: Tokens of their sequences.
+      num_ids: The number that their ids are below; None: not known.
+
+    Raises:
+      UserError: It does not.
+    """
+    if num_ids is not None and num_ids > self.vocab_size:
+      raise UserError(
+        f"the data may have token ids up to {num_ids - 1}, but the model knows"
+        f" {self.vocab_size}: VOCAB_SIZE is for both, model.vocab_size for the model alone."
+      )
+    if self.positions is not None and seq_len > (
+      known := self.positions.table.get_value().shape[0]
+    ):
+      raise UserError(
+        f"the data have sequences of {seq_len} tokens, but the model knows {known} positions:"
+        " MAX_SEQ_LEN is for both."
+      )
 
   def kernels(self, place: Place, *, is_packed: bool = False) -> list[str]:
     """Returns what computes attention, as users call it, of sequences with segments or without."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from paxlike import mesh
+from paxlike import mesh, ranges
 from paxlike.configurable import configurable
 from paxlike.layers.experts import Experts
 from paxlike.layers.module import is_statistic
@@ -140,7 +140,7 @@ class Capacity:
     factor: Places over those needed if all experts were chosen equally often.
   """
 
-  factor: float = 2.0
+  factor: ranges.Capacity = 2.0
 
   def places(self, num_tokens: int, num_experts: int, num_chosen: int) -> int:
     """Returns C, a multiple of 4 as in Pax."""

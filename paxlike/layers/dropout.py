@@ -4,6 +4,7 @@
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.layers.context import Context
 from paxlike.layers.module import Module
@@ -13,7 +14,7 @@ from paxlike.layers.module import Module
 class Dropout(Module):
   """Zeroes a share `rate` of the elements and scales the rest; the identity without a key."""
 
-  def __init__(self, *, rate: float):
+  def __init__(self, *, rate: ranges.Probability):
     self.rate = rate
 
   def __call__(self, x: jax.Array, context: Context) -> jax.Array:

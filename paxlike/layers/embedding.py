@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.layers import module, sums
 from paxlike.layers.linear import matmul
@@ -17,13 +18,13 @@ class Embedding(module.Module):
 
   def __init__(
     self,
-    vocab_size: int,
-    dim: int,
+    vocab_size: ranges.Size,
+    dim: ranges.Size,
     *,
     init: module.Initializer,
-    scale: float = 1.0,
-    logits_scale: float = 1.0,
-    dtype: Any = jnp.float32,
+    scale: ranges.Finite = 1.0,
+    logits_scale: ranges.Finite = 1.0,
+    dtype: ranges.ComputeDtype = jnp.float32,
   ):
     """Multiplies embedded tokens by `scale`, and logits by `logits_scale`."""
     self.scale = scale
@@ -48,7 +49,14 @@ class Embedding(module.Module):
 class PositionEmbedding(module.Module):
   """A learned vector for each of `max_len` positions."""
 
-  def __init__(self, dim: int, *, max_len: int, init: module.Initializer, dtype: Any = jnp.float32):
+  def __init__(
+    self,
+    dim: ranges.Size,
+    *,
+    max_len: ranges.Size,
+    init: module.Initializer,
+    dtype: ranges.ComputeDtype = jnp.float32,
+  ):
     self.dtype = dtype
     self.table = self.weight({"position": max_len, "model": dim}, init=init, compute_dtype=dtype)
 

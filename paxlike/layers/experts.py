@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.layers import module, sums
 from paxlike.layers.grouped_matmul import Groups
@@ -27,14 +28,14 @@ class ExpertLinear(module.Module):
 
   def __init__(
     self,
-    num_experts: int,
+    num_experts: ranges.Size,
     inputs: Mapping[str, int],
     outputs: Mapping[str, int],
     *,
     role: str,
     use_bias: bool = False,
     init: module.Initializer = module.gaussian_fan_in,
-    dtype: Any = jnp.float32,
+    dtype: ranges.ComputeDtype = jnp.float32,
     dot: Callable[[], Dot] | None = None,
     scheme: Callable[..., Quantized] | None = None,
   ):
@@ -94,10 +95,10 @@ class Experts(module.Module):
 
   def __init__(
     self,
-    num_experts: int,
-    dim: int,
+    num_experts: ranges.Size,
+    dim: ranges.Size,
     *,
-    hidden_dim: int,
+    hidden_dim: ranges.Size,
     up: Callable[..., ExpertLinear],
     down: Callable[..., ExpertLinear],
     gate: Callable[..., ExpertLinear] | None = None,

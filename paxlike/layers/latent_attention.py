@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxlike import mesh
+from paxlike import mesh, ranges
 from paxlike.configurable import configurable
 from paxlike.layers import attention_kernels, module
 from paxlike.layers.attention_kernels import Demand
@@ -28,14 +28,14 @@ class LatentAttention(module.Module):
 
   def __init__(
     self,
-    dim: int,
+    dim: ranges.Size,
     *,
-    num_heads: int,
-    head_dim: int,
-    rope_dim: int,
-    value_dim: int,
-    rank: int,
-    query_rank: int,
+    num_heads: ranges.Size,
+    head_dim: ranges.Size,
+    rope_dim: ranges.Size,
+    value_dim: ranges.Size,
+    rank: ranges.Size,
+    query_rank: ranges.Size,
     query_down: Callable[..., Linear],
     query: Callable[..., Linear],
     latent: Callable[..., Linear],
@@ -43,7 +43,7 @@ class LatentAttention(module.Module):
     output: Callable[..., Linear],
     norm: Callable[..., Any],
     rope: Callable[[int], Rope],
-    scale: float | None = None,
+    scale: ranges.Finite | None = None,
     kernel: attention_kernels.Kernel = attention_kernels.xla,
   ):
     """Builds the layer.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxlike import mesh
+from paxlike import mesh, ranges
 from paxlike.configurable import configurable
 from paxlike.layers import module, sums
 from paxlike.layers.context import Context
@@ -38,7 +38,7 @@ class Linear(module.Module):
     role: str,
     use_bias: bool = False,
     init: module.Initializer = module.gaussian_fan_in,
-    dtype: Any = jnp.float32,
+    dtype: ranges.ComputeDtype = jnp.float32,
     dot: Callable[[], Dot] | None = None,
     lora: Callable[..., Lora] | None = None,
     scheme: Callable[..., Quantized] | None = None,

@@ -4,11 +4,11 @@
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.context import Context
@@ -33,11 +33,11 @@ class Lora(module.Module):
     outputs: Mapping[str, int],
     *,
     role: str,
-    rank: int,
-    scale: float = 1.0,
+    rank: ranges.Size,
+    scale: ranges.Finite = 1.0,
     dropout: Callable[[], Dropout] | None = None,
     init: module.Initializer = module.gaussian_fan_in,
-    dtype: Any = jnp.float32,
+    dtype: ranges.ComputeDtype = jnp.float32,
   ):
     self.num_inputs = len(inputs)
     self.scale = scale

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from paxlike import mesh
+from paxlike import mesh, ranges
 from paxlike.configurable import configurable
 from paxlike.layers.context import Context
 from paxlike.layers.linear import Linear
@@ -52,7 +52,7 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 @configurable
 def clamped_swiglu(
-  gate: jax.Array, up: jax.Array, *, alpha: float = 1.702, limit: float = 7.0
+  gate: jax.Array, up: jax.Array, *, alpha: ranges.Finite = 1.702, limit: ranges.PositiveFloat = 7.0
 ) -> jax.Array:
   """The activation of gpt-oss: both clamped, `up` shifted by 1."""
   gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
@@ -65,9 +65,9 @@ class Mlp(Module):
 
   def __init__(
     self,
-    dim: int,
+    dim: ranges.Size,
     *,
-    hidden_dim: int,
+    hidden_dim: ranges.Size,
     up: Callable[..., Linear],
     down: Callable[..., Linear],
     gate: Callable[..., Linear] | None = None,

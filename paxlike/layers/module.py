@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.layers.quantization import Quantized, Storage
 from paxlike.layers.rounding import Prepared, Rounded, Rounding
@@ -29,7 +30,9 @@ Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]
 
 
 @configurable
-def gaussian(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, std: float) -> jax.Array:
+def gaussian(
+  key: jax.Array, shape: tuple[int, ...], fan_in: int, *, std: ranges.Weight
+) -> jax.Array:
   """Draws from N(0, std^2)."""
   del fan_in
   return std * jax.random.normal(key, shape)
@@ -49,7 +52,9 @@ def zeros(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
 
 
 @configurable
-def constant(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, value: float) -> jax.Array:
+def constant(
+  key: jax.Array, shape: tuple[int, ...], fan_in: int, *, value: ranges.Finite
+) -> jax.Array:
   """Returns `value` everywhere."""
   del key, fan_in
   return jnp.full(shape, value, jnp.float32)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.context import Context
@@ -16,7 +17,7 @@ from paxlike.layers.dispatch import Dispatch, dropless
 from paxlike.layers.experts import Experts
 from paxlike.layers.linear import Linear
 from paxlike.layers.mlp import Mlp
-from paxlike.layers.routing import Choice, Routing, softmax_choice
+from paxlike.layers.routing import Choice, Routing, check_groups, softmax_choice
 
 
 @jax.custom_vjp
@@ -31,25 +32,31 @@ _with_gradient.defvjp(
 )
 
 
+def _groups(choice: Choice) -> dict[str, int]:
+  """Returns the arguments of a choice that are about groups of experts."""
+  given = getattr(choice, "keywords", {})
+  return {name: given[name] for name in ("num_groups", "num_chosen_groups") if name in given}
+
+
 @configurable
 class Moe(module.Module):
   """A feed-forward layer of which each token sees `num_chosen` of `num_experts` experts."""
 
   def __init__(
     self,
-    dim: int,
+    dim: ranges.Size,
     *,
-    num_experts: int,
-    num_chosen: int,
+    num_experts: ranges.Size,
+    num_chosen: ranges.Size,
     router: Callable[..., Linear],
     experts: Callable[[int, int], Experts],
     choice: Choice = softmax_choice,
-    bias_rate: float | None = None,
+    bias_rate: ranges.Fraction | None = None,
     shared: Callable[[int], Mlp] | None = None,
     dispatch: Dispatch = dropless,
-    balance_loss: float = 0.0,
-    balanced_choices: int | None = None,
-    z_loss: float = 0.0,
+    balance_loss: ranges.Weight = 0.0,
+    balanced_choices: ranges.Positive | None = None,
+    z_loss: ranges.Weight = 0.0,
   ):
     """Builds the layer.
 
@@ -68,6 +75,7 @@ class Moe(module.Module):
       balanced_choices: How many of a token's choices it counts; None: all.
       z_loss: Weight of the squared log-normaliser of the router (Zoph et al., 2022).
     """
+    check_groups(num_experts, num_chosen, **_groups(choice))
     self.num_experts = num_experts
     self.num_chosen = num_chosen
     self.choice = choice

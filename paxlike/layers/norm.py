@@ -2,11 +2,11 @@
 """Normalisation over a dim, its statistics in float32."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.layers import module
 
@@ -20,12 +20,12 @@ class LayerNorm(module.Module):
 
   def __init__(
     self,
-    dim: int,
+    dim: ranges.Size,
     *,
     over: str = "model",
-    epsilon: float = 1e-5,
-    offset: float = 0.0,
-    dtype: Any = jnp.float32,
+    epsilon: ranges.Epsilon = 1e-5,
+    offset: ranges.Finite = 0.0,
+    dtype: ranges.ComputeDtype = jnp.float32,
   ):
     self.epsilon = epsilon
     self.offset = offset
@@ -48,12 +48,12 @@ class RmsNorm(module.Module):
 
   def __init__(
     self,
-    dim: int,
+    dim: ranges.Size,
     *,
     over: str = "model",
-    epsilon: float = 1e-6,
-    offset: float = 0.0,
-    dtype: Any = jnp.float32,
+    epsilon: ranges.Epsilon = 1e-6,
+    offset: ranges.Finite = 0.0,
+    dtype: ranges.ComputeDtype = jnp.float32,
   ):
     self.epsilon = epsilon
     self.offset = offset

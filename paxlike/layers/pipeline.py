@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from paxlike import ranges
 from paxlike.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers import ring
@@ -31,9 +32,9 @@ class Pipeline:
   """
 
   schedule: str
-  stages: int
-  chunks: int = 1
-  microbatches: int
+  stages: ranges.Positive
+  chunks: ranges.Positive = 1
+  microbatches: ranges.Positive
   recompute: bool = True
 
   def __post_init__(self):

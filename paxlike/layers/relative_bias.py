@@ -6,7 +6,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
 from paxlike.configurable import configurable
+from paxlike.errors import UserError
 from paxlike.layers import module
 
 
@@ -16,13 +18,18 @@ class RelativeBias(module.Module):
 
   def __init__(
     self,
-    num_heads: int,
+    num_heads: ranges.Size,
     *,
-    num_buckets: int = 32,
-    max_distance: int = 128,
+    num_buckets: ranges.Buckets = 32,
+    max_distance: ranges.Size = 128,
     init: module.Initializer = module.zeros,
   ):
     """Distances from `max_distance` on share the last of `num_buckets` biases."""
+    if max_distance <= num_buckets // 2:
+      raise UserError(
+        f"RELATIVE_DISTANCE={max_distance} must be more than half of RELATIVE_BUCKETS="
+        f"{num_buckets}: so many distances have a bucket each."
+      )
     self.num_buckets = num_buckets
     self.max_distance = max_distance
     self.table = self.weight({"heads": num_heads, "position": num_buckets}, init=init)

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paxlike import ranges
 from paxlike.configurable import configurable
+from paxlike.errors import UserError
 from paxlike.layers.module import Module
 
 # Radians per token of each pair of dims -> the same for sequences longer than those trained on.
@@ -28,13 +30,18 @@ class Rope(Module):
 
   def __init__(
     self,
-    head_dim: int,
+    head_dim: ranges.Size,
     *,
-    theta: float = 10_000.0,
+    theta: ranges.Base = 10_000.0,
     scaling: Scaling | None = None,
-    magnitude: float = 1.0,
+    magnitude: ranges.Factor = 1.0,
     interleaved: bool = False,
   ):
+    if head_dim % 2:
+      raise UserError(
+        f"rotary positions turn pairs of dims, but a head has {head_dim}: make DIMS_PER_HEAD (of"
+        " latent attention DIMS_PER_ROPE_HEAD) even."
+      )
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None:
       frequencies = scaling(frequencies)
@@ -62,7 +69,7 @@ class Rope(Module):
 
 
 @configurable
-def linear(frequencies: np.ndarray, *, factor: float) -> np.ndarray:
+def linear(frequencies: np.ndarray, *, factor: ranges.Stretch) -> np.ndarray:
   """Position interpolation (Chen et al., 2023)."""
   return frequencies / factor
 
@@ -71,10 +78,10 @@ def linear(frequencies: np.ndarray, *, factor: float) -> np.ndarray:
 def llama3(
   frequencies: np.ndarray,
   *,
-  factor: float,
-  original_length: int,
-  low: float = 1.0,
-  high: float = 4.0,
+  factor: ranges.Stretch,
+  original_length: ranges.Size,
+  low: ranges.PositiveFloat = 1.0,
+  high: ranges.PositiveFloat = 4.0,
 ) -> np.ndarray:
   """The scaling of Llama 3.1: only waves that turn seldom within the original context are slowed.
 
@@ -85,6 +92,8 @@ def llama3(
     low: Turns within it up to which a wave is slowed wholly.
     high: Turns from which it is left.
   """
+  if high <= low:
+    raise UserError(f"rotary scaling of Llama 3.1: high={high} must be more than low={low}.")
   turns = original_length * frequencies / (2 * math.pi)
   kept = np.clip((turns - low) / (high - low), 0, 1)
   return frequencies * (kept + (1 - kept) / factor)
@@ -94,11 +103,11 @@ def llama3(
 def yarn(
   frequencies: np.ndarray,
   *,
-  theta: float,
-  factor: float,
-  original_length: int,
-  fast: float = 32.0,
-  slow: float = 1.0,
+  theta: ranges.Base,
+  factor: ranges.Stretch,
+  original_length: ranges.Size,
+  fast: ranges.PositiveFloat = 32.0,
+  slow: ranges.PositiveFloat = 1.0,
   truncate: bool = True,
 ) -> np.ndarray:
   """YaRN (Peng et al., 2023): interpolates slow waves, leaves fast ones, ramps between.

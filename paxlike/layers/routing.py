@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paxlike import ranges
 from paxlike.configurable import configurable
+from paxlike.errors import UserError
 
 
 class Routing(NamedTuple):
@@ -51,9 +53,9 @@ def sigmoid_choice(
   bias_E: jax.Array | None,
   num_chosen: int,
   *,
-  num_groups: int = 1,
-  num_chosen_groups: int = 1,
-  scale: float = 1.0,
+  num_groups: ranges.Size = 1,
+  num_chosen_groups: ranges.Size = 1,
+  scale: ranges.Factor = 1.0,
 ) -> Routing:
   """The choice of DeepSeek-V3: experts of the best groups, by sigmoid and a bias without gradient.
 
@@ -77,6 +79,36 @@ def sigmoid_choice(
   weights_BTK = _scores(experts_BTK, scores_BTE)
   weights_BTK = scale * weights_BTK / (weights_BTK.sum(-1, keepdims=True) + 1e-20)
   return Routing(experts_BTK, weights_BTK, scores_BTE, logits_BTE)
+
+
+def check_groups(
+  num_experts: int, num_chosen: int, *, num_groups: int = 1, num_chosen_groups: int = 1
+):
+  """Finds whether so many experts can be chosen; see `sigmoid_choice`.
+
+  Raises:
+    UserError: They cannot.
+  """
+  if num_chosen > num_experts:
+    raise UserError(f"NUM_EXPERTS_PER_TOKEN={num_chosen} is more than NUM_EXPERTS={num_experts}.")
+  if num_groups == 1:
+    return
+  if num_experts % num_groups or num_experts < 2 * num_groups:
+    raise UserError(
+      f"NUM_EXPERTS={num_experts} does not divide into NUM_EXPERT_GROUPS={num_groups} of at least"
+      " two experts, by whose scores groups are ranked."
+    )
+  if num_chosen_groups > num_groups:
+    raise UserError(
+      f"NUM_EXPERT_GROUPS_PER_TOKEN={num_chosen_groups} is more than"
+      f" NUM_EXPERT_GROUPS={num_groups}."
+    )
+  allowed = num_chosen_groups * num_experts // num_groups
+  if num_chosen > allowed:
+    raise UserError(
+      f"NUM_EXPERTS_PER_TOKEN={num_chosen}, but NUM_EXPERT_GROUPS_PER_TOKEN={num_chosen_groups}"
+      f" groups have {allowed} experts."
+    )
 
 
 def _scores(experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:

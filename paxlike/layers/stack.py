@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paxlike import topology
+from paxlike import ranges, topology
 from paxlike.configurable import configurable
 from paxlike.layers.block import Aux, Block
 from paxlike.layers.context import Context
@@ -35,10 +35,10 @@ class Stack(Module):
 
   def __init__(
     self,
-    dim: int,
+    dim: ranges.Size,
     *,
     pattern: Sequence[BlockFactory],
-    repeats: int,
+    repeats: ranges.Repeats,
     prologue: Sequence[BlockFactory] = (),
     epilogue: Sequence[BlockFactory] = (),
     scan: bool | None = None,

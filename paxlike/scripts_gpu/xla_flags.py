@@ -9,11 +9,14 @@ gives there is left out here.
 import functools
 import os
 import re
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from paxlike import topology
+from paxlike.errors import UserError
 
 Options = dict[str, Any]
 
@@ -55,6 +58,28 @@ def options() -> tuple[Options, list[str]]:
   wanted = _wanted(devices[0], len(devices))
   known = {name: value for name, value in wanted.items() if is_known(name, value, devices[0])}
   return known, sorted(wanted.keys() - known.keys())
+
+
+def joined(given: Mapping[str, Any]) -> Options:
+  """Returns our options and those that the user gives, `compiler_options` of the graph.
+
+  Says which of ours this version of JAX does not know.
+
+  Raises:
+    UserError: What compiles here does not know one of them, or not such a value.
+  """
+  for name, value in given.items():
+    shown = f"compiler_options={{{name}: {value}}}"
+    try:
+      known = is_known(name, value, topology.devices()[0])
+    except (RuntimeError, TypeError, ValueError) as error:
+      raise UserError(f"{shown}: {str(error).splitlines()[0]}.") from error
+    if not known:
+      raise UserError(f"{shown}: XLA has no such option for these devices.")
+  ours, dropped = options()
+  for name in dropped:
+    print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)
+  return ours | dict(given)
 
 
 def _wanted(device: Any, num_devices: int) -> Options:

@@ -8,7 +8,7 @@ import fiddle as fdl
 import jax
 import pytest
 
-from paxlike import aot, registry, topology
+from paxlike import registry, topology
 
 SIZES = {"NUM_LAYERS": 2, "MODEL_DIMS": 512, "HIDDEN_DIMS": 1408, "NUM_HEADS": 4}
 KNOBS = SIZES | {"USE_REPEATED_LAYER": True, "VOCAB_SIZE": 4096, "MAX_SEQ_LEN": 256}
@@ -20,7 +20,7 @@ def num_products(target: str, **knobs: Any) -> int:
   try:
     trainer: Any = fdl.build(registry.find("SyntheticLLaMA7B")(**KNOBS, **knobs).trainer())
     with jax.set_mesh(trainer.devices):
-      text = trainer.lower(*aot._abstract(trainer)).as_text()
+      text = trainer.lower(*trainer.abstract()).as_text()
   finally:
     topology.use(None)
   return len(re.findall(r"dot_general|call @_scaled_matmul", text))

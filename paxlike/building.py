@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds graphs: the only place that does, so that all are checked before and none of Fiddle's
+words follow what went wrong.
+"""
+
+from typing import Any
+
+import fiddle as fdl
+
+from paxlike import graph_types
+from paxlike.errors import UserError
+
+
+def build(graph: Any) -> Any:
+  """Returns what a graph describes.
+
+  Raises:
+    UserError: An argument is not of the type or range of its parameter; or what is built says so.
+  """
+  if not isinstance(graph, fdl.Buildable):
+    raise UserError(f"there is {graph!r} where a graph should be.")
+  graph_types.check(graph)
+  try:
+    return fdl.build(graph)
+  except Exception as error:
+    # Fiddle adds where in the graph it was, with all the arguments there.
+    raise plain(error) from error.__cause__
+
+
+def plain(error: BaseException) -> BaseException:
+  """Returns an exception as it was before Fiddle added to it, with its traceback."""
+  return getattr(error, "proxy_base_exception", error)
+
+
+def path_of(error: BaseException) -> str | None:
+  """Returns where in the graph Fiddle was when an exception that it added to was raised."""
+  message: str = getattr(error, "proxy_message", "")
+  _, found, rest = message.partition(" at <root>")
+  return rest.partition(" with positional arguments")[0].lstrip(".") if found else None

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place for exceptions that nobody foresaw while a run was built and checked.
+
+Nothing has been written by then. What went wrong is said in one line with the flag, the knob or the
+line of the user's code that is nearest to it; `--traceback` shows the rest. Once a run computes and
+writes, its exceptions are not caught: they are defects, and their tracebacks are needed.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+from paxlike import flags
+from paxlike.errors import RunError, UserError
+
+_PACKAGE = str(pathlib.Path(__file__).parent)
+_LIBRARIES = tuple({*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))})
+# Seconds for finding out which flag is to blame, by leaving out one after another.
+_PATIENCE = 10
+
+
+Attempt = Callable[[flags.Options], object]
+
+
+class Stage:
+  """How far a command line has come.
+
+  Attributes:
+    attempt: Builds and checks the same with other options; None: that is not possible yet.
+    is_over: Whether the run computes and writes.
+  """
+
+  def __init__(self):
+    self.attempt: Attempt | None = None
+    self.is_over = False
+
+  def ends(self):
+    """Leaves to others what is unexpected from now on."""
+    self.is_over = True
+
+
+@contextlib.contextmanager
+def explained(options: flags.Options) -> Iterator[Stage]:
+  """Context in which what is unexpected becomes one line, until the stage ends.
+
+  Raises:
+    UserError: A flag or the user's own code is to blame.
+    RunError: Neither is; or a running program found too little memory.
+  """
+  stage = Stage()
+  try:
+    yield stage
+  except (UserError, RunError):
+    raise
+  except Exception as error:
+    if stage.is_over and not _is_out_of_memory(error):
+      raise
+    raise _explained(error, options, None if stage.is_over else stage.attempt) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+  return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _explained(error: Exception, options: flags.Options, attempt: Attempt | None) -> Exception:
+  what, where = _summary(error), _of_user(error)
+  if _is_out_of_memory(error):
+    return RunError(
+      f"the devices have too little memory ({what}). Lower PERCORE_BATCH_SIZE, set"
+      " CHECKPOINT_POLICY=SAVE_NOTHING, or shard the model over more devices (ICI_MESH_SHAPE);"
+      " --mode=compile shows what a step takes."
+    )
+  if attempt is not None and (given := _to_blame(options, attempt)):
+    return UserError(f"{given}: {what}{f' ({where})' if where else ''}. --traceback shows more.")
+  if where:
+    return UserError(f"{where}: {what}. --traceback shows more.")
+  if isinstance(error, MemoryError):
+    return RunError(f"this machine has too little memory: {what}.")
+  knobs = _knobs_near(error)
+  near = f" near {', '.join(knobs[:5])}" if knobs else ""
+  return RunError(f"unexpected{near}: {what}. --traceback shows where.")
+
+
+def _summary(error: Exception) -> str:
+  lines = str(error).partition("\n\nFiddle context:")[0].strip().splitlines()
+  text = " ".join(map(str.strip, lines[:2])).rstrip(".")
+  return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def _of_user(error: Exception) -> str:
+  """Returns the innermost line of code that is neither ours nor a library's, or ""."""
+  for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    path = os.path.abspath(frame.filename)
+    is_ours = path.startswith((_PACKAGE, *_LIBRARIES)) or not os.path.isfile(path)
+    if not is_ours and not _is_entry(path):
+      return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+  return ""
+
+
+def _is_entry(path: str) -> bool:
+  """Whether a file is the program that was started, or a test, and so calls us."""
+  import __main__
+
+  mains = {os.path.abspath(getattr(__main__, "__file__", None) or ""), path}
+  return len(mains) == 1
+
+
+def _to_blame(options: flags.Options, attempt: Attempt) -> str:
+  """Returns the flags without any one of which it would have succeeded; "" if there are none."""
+  found, began = [], time.monotonic()
+  for field, prefix in (("knobs", "--fdl."), ("edits", "--fdl."), ("fiddlers", "--fiddler=")):
+    given = getattr(options, field)
+    for index, one in enumerate(given):
+      if time.monotonic() - began > _PATIENCE:
+        break
+      without = dataclasses.replace(options, **{field: given[:index] + given[index + 1 :]})
+      if _succeeds(attempt, without):
+        text = one if isinstance(one, str) else "=".join(one)
+        found.append(prefix + (text if len(text) <= 100 else f"{text[:100]}..."))
+  return " with ".join(found[-3:])
+
+
+def _succeeds(attempt: Attempt, options: flags.Options) -> bool:
+  outcome: list[BaseException] = []
+  try:
+    attempt(options)
+  except BaseException as error:
+    outcome.append(error)
+  if outcome and not isinstance(outcome[0], Exception):
+    raise outcome[0]
+  return not outcome
+
+
+def _knobs_near(error: Exception) -> list[str]:
+  """Returns the knobs that are read by the innermost method of an experiment on the way there."""
+  frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+  for frame in reversed(frames):
+    declared = getattr(type(frame.f_locals.get("self")), "_declared", {})
+    if knobs := [name for name in frame.f_code.co_names if name in declared]:
+      return knobs
+  return []

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of ranges: every number has one, and it holds however the number is given."""
+
+import inspect
+import math
+import typing
+from typing import Any
+
+import fiddle as fdl
+import pytest
+from fiddle import daglish
+
+from paxlike import building, config_file, graph_types, knob_types, ranges, registry
+from paxlike.errors import UserError
+from paxlike.experiments.gpt import Gpt3_52k
+
+EXPERIMENTS = registry.registered()
+every_experiment = pytest.mark.parametrize("cls", EXPERIMENTS.values(), ids=lambda c: c.__name__)
+
+
+def bare_numbers(kind: Any) -> bool:
+  """Whether a type has an int or float without a range in it."""
+  if typing.get_origin(kind) is typing.Annotated:
+    return False
+  return kind in (int, float) or any(map(bare_numbers, typing.get_args(kind)))
+
+
+@every_experiment
+def test_every_number_has_a_range(cls):
+  assert [name for name, knob in cls.knobs().items() if bare_numbers(knob.type)] == []
+
+
+@every_experiment
+def test_graphs_fit_their_annotations(cls):
+  graph = cls().trainer()
+  graph_types.check(graph)
+  # Sizes are bound in factories, whose other arguments the parent gives.
+  for node, _ in daglish.iterate(graph):
+    if isinstance(node, fdl.Buildable):
+      hints: Any = graph_types.annotations(fdl.get_callable(node))
+      numbers = [n for n, v in node.__arguments__.items() if type(v) in (int, float)]
+      assert [n for n in numbers if bare_numbers(hints.get(n, int))] == [], node
+
+
+# Knob, its path in the graph, values that are just within and values that are just not.
+LIMITS = [
+  ("NUM_HEADS", "model.stack.pattern[0].attention.num_heads", [1, 2**24], [0, -1, 2**24 + 1]),
+  ("INIT_STD", "model.embedding.init.std", [0.0, 0.5], [-1e-9, math.inf]),
+  ("LEARNING_RATE", "optimizer.learning_rate.peak", [0.0, 1.0], [-1e-9, 1e20, math.inf]),
+  ("ADAM_BETA2", "optimizer.b2", [0.0, 0.999], [1.0, 1.5, -0.1]),
+  ("ADAM_EPSILON", "optimizer.eps", [1e-30, 1.0], [0.0, 1e-50]),
+  ("CLIP_GRADIENT_NORM_TO_VALUE", "optimizer.clip_norm", [1e-3, None], [0.0, -1.0, math.inf]),
+  ("MAX_STEPS", "num_steps", [0, 2**31 - 1], [-1, 2**31]),
+  ("MAX_SKIPPED_STEPS_IN_A_ROW", "max_skipped_in_a_row", [1], [0]),
+  ("VOCAB_SIZE", "model.vocab_size", [1], [0, -3]),
+  ("PERCORE_BATCH_SIZE", "percore_batch_size", [0.5], [0.0, -1.0, math.inf]),
+  ("ICI_MESH_SHAPE", "mesh.ici", [(-1, 1, 1), {"data": 2}], [(0, 1, 1), (-2, 1, 1), {"data": 0}]),
+]
+
+
+@pytest.mark.parametrize(("knob", "path", "good", "bad"), LIMITS, ids=[row[0] for row in LIMITS])
+def test_a_range_holds_however_a_value_is_given(knob, path, good, bad):
+  for value in good:
+    text = knob_types.spell(value)
+    assert getattr(Gpt3_52k(**{knob: value}), knob) == value
+    assert getattr(Gpt3_52k().set(knob, text, source="command line"), knob) == value
+    type("Good", (Gpt3_52k,), {knob: value, "__module__": __name__})
+    config_file.set_path(Gpt3_52k().trainer(), path, text)
+  for value in bad:
+    text = knob_types.spell(value)
+    with pytest.raises(UserError, match=f"^{knob}=.*expected .*"):
+      Gpt3_52k(**{knob: value})
+    with pytest.raises(UserError, match=rf"^--fdl\.{knob}=.*expected .*"):
+      Gpt3_52k().set(knob, text, source="command line")
+    with pytest.raises(UserError, match=f"{knob} = .*expected .*"):
+      type("Bad", (Gpt3_52k,), {knob: value, "__module__": __name__})
+    graph = Gpt3_52k().trainer()
+    with pytest.raises(UserError, match=r"^--fdl\..*expected .*"):
+      config_file.set_path(graph, path, text)
+    owner, _, name = path.rpartition(".")
+    part = eval(f"graph.{owner}" if owner else "graph", {"graph": graph})
+    setattr(part, name, value)
+    from_file = config_file.load(config_file.dump(graph))
+    with pytest.raises(UserError) as error:
+      building.build(from_file)
+    assert str(error.value).startswith(f"{path}=") and "expected " in str(error.value)
+
+
+@pytest.mark.parametrize("name", [n for n in vars(ranges) if n[0].isupper()])
+def test_a_phrase_and_a_condition_say_the_bounds(name):
+  kind = getattr(ranges, name)
+  marks = typing.get_args(kind)[1:]
+  bounds = next((mark for mark in marks if isinstance(mark, ranges.Range)), None)
+  if bounds is None:
+    return
+  plain = typing.get_args(kind)[0]
+  for number in (math.nan, math.inf, -math.inf):
+    assert number not in bounds
+  shown = knob_types.type_name(kind)
+  assert plain.__name__ in shown
+  for bound in (bounds.least, bounds.above, bounds.most, bounds.below):
+    if math.isfinite(bound) and abs(bound) not in (ranges.INT32, ranges.FLOAT32):
+      assert f"{bound:.15g}" in shown
+      assert f"{bound:.15g}" in bounds.phrase(plain.__name__, bounded=True)
+
+
+@pytest.mark.parametrize(
+  ("kind", "value", "says"),
+  [
+    (ranges.Depth, 0, "expected an int of at least 1, got 0."),
+    (ranges.Depth, 5000, "expected an int from 1 to 1024, got 5000."),
+    (ranges.Probability, 2.0, "expected a float of at least 0 and below 1, got 2.0."),
+    (ranges.PositiveFloat, 0.0, "expected a finite float above 0, got 0.0."),
+    (ranges.AxisSize, 0, "expected an int of at least 1, or -1, got 0."),
+    (ranges.Positive | None, -1, "expected an int of at least 1 or None, got -1."),
+    (ranges.ComputeDtype, "int4", "expected one of bfloat16, float16, float32, got 'int4'."),
+    (ranges.Smoothing, "a", "expected a float of at least 0 and below 0.5, got 'a'."),
+  ],
+)
+def test_what_is_expected_is_said_in_words(kind, value, says):
+  with pytest.raises(knob_types.RefusedError) as error:
+    knob_types.convert(kind, value, text=isinstance(value, str))
+  assert str(error.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+  ("edit", "says"),
+  [
+    (lambda graph: delattr(graph.model, "dim"), "model has no dim"),
+    (lambda graph: setattr(graph.model, "norm", 3), "model.norm=3: expected a function or a layer"),
+    (lambda graph: setattr(graph, "mesh", None), "mesh=None: expected MeshSpec"),
+    (lambda graph: setattr(graph, "keep", True), "keep=True: expected an int"),
+    (lambda graph: setattr(graph, "weight_dtype", "int8"), "weight_dtype='int8': expected one of"),
+    (lambda graph: setattr(graph.model.stack, "pattern", 1), "model.stack.pattern=1: expected a"),
+  ],
+)
+def test_a_graph_is_checked_before_it_is_built(edit, says):
+  graph = Gpt3_52k().trainer()
+  edit(graph)
+  with pytest.raises(UserError) as error:
+    building.build(graph)
+  assert str(error.value).startswith(says)
+
+
+def test_experiments_of_users_may_declare_plain_numbers():
+  class Mine(Gpt3_52k):
+    NUM_LAYERS: int = 2
+    GROUPS: int = 0
+    RATE: float = -1.0
+
+  assert Mine(GROUPS=-5).GROUPS == -5
+  building.build(Mine().trainer())
+
+
+@pytest.mark.parametrize("cls", [Gpt3_52k, EXPERIMENTS["paxlike.experiments.deepseek.DeepSeekV3"]])
+def test_help_has_the_range_of_each_knob(cls):
+  from paxlike import show
+
+  text = show.knob_help(cls)
+  assert "1 <= int <= 1024; declared in Experiment" in text
+  assert text.count("declared in") == len(cls.knobs())
+  assert inspect.cleandoc(text)

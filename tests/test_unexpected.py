@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nobody foresaw while a run is built and checked ends in one line that names what is near."""
+
+import re
+
+import pytest
+from program import TINY, run
+
+from paxlike import flags, optimizers, unexpected
+from paxlike.errors import RunError, UserError
+
+MINE = """
+from paxlike.experiments.gpt import Gpt3_52k
+
+class Mine(Gpt3_52k):
+  GROUPS: int = 1
+
+  def model(self):
+    model = super().model()
+    model.dim = model.dim // self.GROUPS
+    return model
+
+class Broken(Gpt3_52k):
+  def model(self):
+    return {}["nothing"]
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+  (tmp_path / "mine_to_break.py").write_text(MINE)
+  monkeypatch.syspath_prepend(tmp_path)
+  return tmp_path
+
+
+def answer(capsys, folder, *given) -> tuple[int, str]:
+  status = run(*given, f"--job_log_dir={folder / 'run'}")
+  assert not (folder / "run").exists()
+  return status, capsys.readouterr().err
+
+
+def test_the_knob_is_found(capsys, mine):
+  flags = ("--fdl_config=mine_to_break.Mine", "--fdl.MODEL_DIMS=32", "--fdl.GROUPS=0")
+  status, err = answer(capsys, mine, *flags)
+  assert status == 2
+  assert re.fullmatch(
+    r"paxlike: --fdl\.GROUPS=0: ZeroDivisionError: .*mine_to_break\.py, line 9, in model\).*\n", err
+  )
+  status, err = answer(capsys, mine, *flags, "--traceback")
+  assert status == 2 and "Traceback (most recent call last)" in err
+  assert err.splitlines()[-1].startswith("paxlike: --fdl.GROUPS=0: ")
+
+
+def test_the_line_of_the_user_is_found(capsys, mine):
+  status, err = answer(capsys, mine, "--fdl_config=mine_to_break.Broken", "--fdl.NUM_LAYERS=1")
+  assert status == 2 and err.count("\n") == 1
+  assert "mine_to_break.py, line 14, in model: KeyError: 'nothing'" in err
+
+
+def test_our_own_defects_name_the_knobs_near_them(capsys, tmp_path, monkeypatch):
+  monkeypatch.setattr(optimizers, "adamw", None)
+  status, err = answer(capsys, tmp_path, *TINY)
+  assert (status, err.count("\n")) == (1, 1)
+  assert err.startswith("paxlike: unexpected near ADAM_BETA1, ")
+
+
+def test_pipelines_are_refused_without_the_words_of_fiddle(capsys, tmp_path):
+  mesh = ("--fdl.ICI_MESH_SHAPE={pipeline: 2, data: -1}", "--fdl.NUM_LAYERS=3")
+  for more in ((), ("--fdl.NUM_MICROBATCHES=3", "--fdl.PIPELINE_SCHEDULE=circular")):
+    status, err = answer(capsys, tmp_path, *TINY, *mesh, *more)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert "Fiddle" not in err and "NUM_" in err
+
+
+def test_a_running_program_keeps_its_tracebacks():
+  with pytest.raises(KeyError), unexpected.explained(flags.Options()) as stage:
+    stage.ends()
+    raise KeyError("a defect")
+  with (
+    pytest.raises(RunError, match=r"too little memory.*PERCORE_BATCH_SIZE"),
+    unexpected.explained(flags.Options()) as stage,
+  ):
+    stage.ends()
+    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
+  with pytest.raises(UserError, match=r"^as it is$"), unexpected.explained(flags.Options()):
+    raise UserError("as it is")
+
+
+@pytest.mark.parametrize(
+  ("given", "says"),
+  [
+    (["--fdl.model.vocab_size=10"], ["ids up to 63", "model knows 10", "VOCAB_SIZE"]),
+    (["--fdl.train_data.seq_len=99"], ["99 tokens", "16 positions", "MAX_SEQ_LEN"]),
+    (["--fdl.MODEL_DIMS=16777216"], ["training state takes", "MODEL_DIMS"]),
+    (["--fdl.compiler_options={xla_nothing: 1}"], ["xla_nothing", "no such option"]),
+    (["--fdl.NUM_HEADS=0"], ["--fdl.NUM_HEADS=0: expected an int of at least 1"]),
+    (["--fdl.FPROP_DTYPE=int4"], ["--fdl.FPROP_DTYPE=int4: expected one of bfloat16"]),
+    (["--fdl.model.norm=none"], ["model.norm", "expected a function or a layer"]),
+  ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(capsys, tmp_path, given, says):
+  status, err = answer(capsys, tmp_path, *TINY, *given)
+  assert (status, err.count("\n")) == (2, 1), err
+  for words in says:
+    assert words in err
+
+
+@pytest.mark.parametrize(
+  ("name", "given", "says"),
+  [
+    ("Mixtral8x7B", {"NUM_EXPERTS_PER_TOKEN": 9}, "more than NUM_EXPERTS=8"),
+    ("Mixtral8x7B", {"DIMS_PER_HEAD": 3}, "DIMS_PER_HEAD"),
+    ("Mixtral8x7B", {"NUM_KV_HEADS": 5}, "NUM_KV_HEADS=5 does not divide NUM_HEADS=32"),
+    ("DeepSeekV3", {"NUM_EXPERT_GROUPS": 3}, "NUM_EXPERT_GROUPS=3"),
+    ("DeepSeekV3", {"NUM_EXPERT_GROUPS_PER_TOKEN": 9}, "more than NUM_EXPERT_GROUPS=8"),
+    ("DeepSeekV3", {"NUM_EXPERTS_PER_TOKEN": 200}, "groups have 128 experts"),
+    ("SyntheticGLaM126M64E", {"RELATIVE_DISTANCE": 16}, "RELATIVE_DISTANCE=16"),
+  ],
+)
+def test_knobs_that_do_not_go_together(capsys, tmp_path, name, given, says):
+  knobs = {"NUM_LAYERS": 4, **given}
+  flags = [f"--fdl.{knob}={value}" for knob, value in knobs.items()]
+  status, err = answer(capsys, tmp_path, f"--fdl_config={name}", *flags)
+  assert (status, err.count("\n")) == (2, 1), err
+  assert says in err
