@@ -3,12 +3,16 @@
 
 import contextlib
 import errno
+import fcntl
+import glob
 import importlib.util
 import os
 import pathlib
 import shutil
+import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -177,17 +181,86 @@ def write(path: epath.Path, text: str):
 def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
   """Context that gives a folder to fill, which becomes `folder` at its end: whole, or not at all.
 
+  It is filled in `.NAME.PID` beside `folder`, which is removed in the end, or by the next call for
+  the same `folder` if its process was killed.
+
   Raises:
     UserError: `folder` holds something already, or cannot be written; `flag` named it.
   """
-  if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-    raise UserError(f"--{flag}={folder} is there already: name a new folder.")
-  building = folder.with_name(f".{folder.name}.{os.getpid()}")
+  target = pathlib.Path(os.path.abspath(folder))
+  if target.is_symlink():
+    raise UserError(f"--{flag}={folder} is a link: name a new folder.")
+  missing = [parent for parent in target.parents if not os.path.lexists(parent)]
   try:
-    building.mkdir(parents=True)
-    yield building
-    building.rename(folder)
+    if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
+      raise UserError(f"--{flag}={folder} is there already: name a new folder.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
+      _remove_abandoned(left)
+    building = target.with_name(f".{target.name}.{os.getpid()}")
+    if os.path.lexists(building):  # That of a process with this number on another machine.
+      building = target.with_name(f".{target.name}.{uuid.uuid4().int}")
+    with _locked(building):
+      content = building / _CONTENT
+      content.mkdir()
+      yield content
+      content.rename(target)
   except OSError as error:
     raise UserError(f"--{flag}={folder} cannot be written: {reason(error)}.") from error
   finally:
+    for parent in missing:
+      with contextlib.suppress(OSError):
+        parent.rmdir()  # Unless something is in it.
+
+
+_LOCK, _CONTENT = "lock", "content"
+_BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+def _host() -> list[str]:
+  """Returns names of this machine: its own, and that of its running system, which containers share."""
+  with contextlib.suppress(OSError):
+    return [socket.gethostname(), _BOOT.read_text().strip()]
+  return [socket.gethostname()]
+
+
+@contextlib.contextmanager
+def _locked(building: pathlib.Path) -> Iterator[None]:
+  """Context that has a new folder, in which a lock says that the process that fills it lives.
+
+  The system frees the lock when the process ends, however that does; a process number alone could
+  be that of another process by then. Where the file system has no locks, the folder is never taken
+  for abandoned.
+  """
+  building.mkdir()
+  try:
+    lock = os.open(building / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC)
+    try:
+      with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(lock, "\n".join(_host()).encode())  # Locked first: who reads it tries the lock.
+      yield
+    finally:
+      os.close(lock)
+  finally:
+    _remove(building)
+
+
+def _remove_abandoned(building: pathlib.Path):
+  """Removes what a killed process of this machine left; leaves what may be another's."""
+  number = building.name.rpartition(".")[2]
+  with contextlib.suppress(OSError, ValueError), open(building / _LOCK, "r+") as lock:
+    own = number.isdecimal() and set(os.listdir(building)) <= {_LOCK, _CONTENT}
+    # Other machines may not see our locks, nor we theirs.
+    if own and set(lock.read().split("\n")) & set(_host()):
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      _remove(building)
+
+
+def _remove(building: pathlib.Path):
+  """Removes a folder, in which threads of a write that was given up may still make files."""
+  for _ in range(20):
     shutil.rmtree(building, ignore_errors=True)
+    if not os.path.lexists(building):
+      return
+    time.sleep(0.05)
