@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from paxlike import gpu_targets, tpu_targets
 from paxlike.errors import UserError, one_line
@@ -27,8 +27,7 @@ that `paxlike --mode=decode --job_log_dir=DIR` needs.
 """
 
 
-class _Stopped(KeyboardInterrupt):
-  """SIGTERM, or the end of the terminal."""
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> int:
@@ -58,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
   except MemoryError:
     return _refused("the memory of this process does not suffice.")
   except KeyboardInterrupt as error:
-    return 128 + (signal.SIGTERM if isinstance(error, _Stopped) else signal.SIGINT)
+    return 128 + (error.args[0] if error.args else signal.SIGINT)
 
 
 def _refused(error: object) -> int:
@@ -80,19 +79,30 @@ def _set_up():
   # Orbax logs what it also raises, with all its stack; asyncio what it need not.
   for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  # Where writing fails, Orbax abandons what it has not begun, and TensorStore tells of the others
-  # to an event loop that is gone by then.
+  # Where writing fails, Orbax abandons what it has not begun.
   warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
-  sys.unraisablehook = lambda error: None
-  for number in (signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, _stop)
+  sys.unraisablehook = _report_unraisable
+  for number in _STOPPING:
+    if signal.getsignal(number) != signal.SIG_IGN:  # As nohup has it.
+      signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: FrameType | None):
-  del number, frame
-  for other in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+  del frame
+  for other in _STOPPING:
     signal.signal(other, signal.SIG_IGN)  # While what was written is removed.
-  raise _Stopped
+  raise KeyboardInterrupt(number)
+
+
+def _report_unraisable(error: Any):
+  if isinstance(error.exc_value, KeyboardInterrupt):
+    # It came in a callback, which cannot pass it on. It comes again when that has ended.
+    number = error.exc_value.args[0]
+    signal.signal(signal.SIGALRM, lambda *_: _stop(number, None))
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+  # When a write fails, TensorStore tells of the others to an event loop that is gone by then.
+  elif str(error.exc_value) != "Event loop is closed":
+    sys.__unraisablehook__(error)
 
 
 def _run(argv: Sequence[str]) -> int:
