@@ -58,6 +58,8 @@ def run(argv: Sequence[str]) -> int:
     return _refused("the memory of this process does not suffice.")
   except KeyboardInterrupt as error:
     return 128 + (error.args[0] if error.args else signal.SIGINT)
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _refused(error: object) -> int:
@@ -88,18 +90,26 @@ def _set_up():
 
 
 def _stop(number: int, frame: FrameType | None):
-  del frame
+  """Ends the command by a KeyboardInterrupt, which has the signal's number."""
+  place = frame
+  while place is not None:
+    if place.f_code.co_filename.startswith("<frozen importlib"):
+      _stop_soon(number)  # Libraries in C++ abort when what they import is interrupted.
+      return
+    place = place.f_back
   for other in _STOPPING:
     signal.signal(other, signal.SIG_IGN)  # While what was written is removed.
   raise KeyboardInterrupt(number)
 
 
+def _stop_soon(number: int):
+  signal.signal(signal.SIGALRM, lambda _, frame: _stop(number, frame))
+  signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+
 def _report_unraisable(error: Any):
   if isinstance(error.exc_value, KeyboardInterrupt):
-    # It came in a callback, which cannot pass it on. It comes again when that has ended.
-    number = error.exc_value.args[0]
-    signal.signal(signal.SIGALRM, lambda *_: _stop(number, None))
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    _stop_soon(error.exc_value.args[0])  # It came in a callback, which cannot pass it on.
   # When a write fails, TensorStore tells of the others to an event loop that is gone by then.
   elif str(error.exc_value) != "Event loop is closed":
     sys.__unraisablehook__(error)
