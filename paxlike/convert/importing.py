@@ -133,7 +133,9 @@ class Source:
     return graph
 
   def _check(self, tokenizer: pathlib.Path):
-    size = fdl.build(self._graph(tokenizer.parent).train_data.corpus.tokenizer).vocab_size
+    built = fdl.build(self._graph(tokenizer.parent).train_data.corpus.tokenizer)
+    size = built.vocab_size
+    _ = built.eos_id, built.bos_id  # They are in files of their own.
     if size > self._knobs["VOCAB_SIZE"]:
       raise UserError(
         f"{tokenizer} has {size} ids, but the model knows {self._knobs['VOCAB_SIZE']}: it is the"

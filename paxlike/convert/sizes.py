@@ -62,8 +62,10 @@ def describing(config: pathlib.Path) -> Iterator[None]:
   """
   try:
     yield
-  except UserError:
-    raise
+  except UserError as error:
+    if config.name in str(error):
+      raise
+    raise UserError(f"{config}: {error}") from None
   except Exception as error:
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
     raise UserError(f"{config}: no model can be made of it: {said.rstrip('.')}.") from error

@@ -104,7 +104,7 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
       raise UserError(f"{index} is damaged: weight_map is no mapping to names of files.")
     for name in sorted(set(names.values())):
-      if pathlib.PurePosixPath(name).name != name:
+      if pathlib.PurePosixPath(name).name != name or name == "..":
         raise UserError(f"{index} is damaged: {name!r} is no name of a file in its folder.")
     files = sorted(path / name for name in set(names.values()))
   else:

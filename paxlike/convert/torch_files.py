@@ -15,7 +15,7 @@ from paxlike.errors import UserError
 
 _LOCAL_HEADER = 30  # Bytes of the header in front of each entry of a zip file, but for its texts.
 _LISTING = "data.pkl"
-_LISTING_BYTES = 8_000_000  # The longest listing that is read: one of 50,000 tensors.
+_LISTING_BYTES = 4_000_000  # The longest listing that is read: one of 25,000 tensors.
 _ENCRYPTED = 1  # Bit of an entry's flags.
 
 

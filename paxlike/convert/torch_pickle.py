@@ -28,7 +28,7 @@ _STORAGES: dict[str, Any] = {
   "ByteStorage": np.uint8,
   "BoolStorage": np.bool_,
 }
-_MAX_INSTRUCTIONS = 2_000_000  # Of 50,000 tensors.
+_MAX_INSTRUCTIONS = 1_000_000  # Of 25,000 tensors.
 
 
 class Storage(NamedTuple):
