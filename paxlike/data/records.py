@@ -16,7 +16,8 @@ SUFFIXES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz", ".parquet", ".arrow
 
 LINE_BYTES = 2**26  # The longest record of JSON lines that is read.
 # A small packed file may stand for more text than there is time for.
-_UNPACKED_BYTES, _MAX_RATIO = 2**30, 500
+_UNPACKED_BYTES, _MAX_RATIO = 2**26, 500
+_EMPTY_LINES = 1_000_000
 
 # Where a record stands, for people; and the record.
 Placed = tuple[str, Mapping[str, Any]]
@@ -61,7 +62,7 @@ def _unpacked(name: str, file: BinaryIO) -> Iterator[BinaryIO]:
 
 def _json_lines(lines: BinaryIO, name: str, size: int) -> Iterator[Placed]:
   """Yields the records of the lines that a file of `size` bytes stands for."""
-  unpacked = number = 0
+  unpacked = number = empty = 0
   while line := lines.readline(LINE_BYTES + 1):
     number += 1
     unpacked += len(line)
@@ -75,6 +76,9 @@ def _json_lines(lines: BinaryIO, name: str, size: int) -> Iterator[Placed]:
         " yourself if it is meant."
       )
     if line.isspace():
+      empty += 1
+      if empty > _EMPTY_LINES:
+        raise UserError(f"{name}:{number}: more than {_EMPTY_LINES:,} lines are empty.")
       continue
     record = input_files.parse_json(line.strip(), place=f"{name}:{number}", strict=False)
     if not isinstance(record, dict):

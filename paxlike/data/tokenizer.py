@@ -7,6 +7,8 @@ import functools
 import hashlib
 import os
 import pathlib
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -121,6 +123,25 @@ def _library(what: str) -> Iterator[None]:
     raise UserError(f"{what}: {said.rstrip('.')}.") from error
 
 
+@contextlib.contextmanager
+def _without_stacks() -> Iterator[None]:
+  """Context of calls in which a library may break down, and print where in itself that was.
+
+  What the process has printed meanwhile is printed at the end, if nothing was raised.
+  """
+  with tempfile.TemporaryFile() as printed:
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    os.dup2(printed.fileno(), 2)
+    try:
+      yield
+    finally:
+      os.dup2(stderr, 2)
+      os.close(stderr)
+    printed.seek(0)
+    os.write(2, printed.read())
+
+
 class _FileTokenizer(Tokenizer):
   """A tokenizer in a file of its own (VOCAB_PATH), which is read when first needed."""
 
@@ -135,7 +156,7 @@ class _FileTokenizer(Tokenizer):
       raise UserError(f"VOCAB_PATH={self._path}: no such file.")
     path = pathlib.Path(self._path)
     content = input_files.read(path, limit=TOKENIZER_BYTES)
-    with _library(f"VOCAB_PATH={path} is {self.kind}"):
+    with _library(f"VOCAB_PATH={path} is {self.kind}"), _without_stacks():
       model, size = self._load(content)
       if not 0 < size < _MAX_IDS:
         raise UserError(f"VOCAB_PATH={path} is {self.kind}: it has {size} ids.")
@@ -204,6 +225,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
     import tokenizers
 
     model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    model.encode("a", add_special_tokens=True)  # A template of special tokens may lack one.
     return model, 1 + max(model.get_vocab(with_added_tokens=True).values(), default=-1)
 
   @functools.cached_property
