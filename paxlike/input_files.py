@@ -194,4 +194,3 @@ def _refuse_outside(path: pathlib.Path, folder: pathlib.Path, descriptor: int):
   ]
   if not any(target.is_relative_to(place) for place in places):
     raise UserError(f"{path} is outside of {folder}, at {target}: copy the file into the folder.")
-

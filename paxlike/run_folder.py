@@ -181,7 +181,7 @@ def write(path: epath.Path, text: str):
 def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
   """Context that gives a folder to fill, which becomes `folder` at its end: whole, or not at all.
 
-  It is filled in `.NAME.PID` beside `folder`, which is removed in the end, or by the next call for
+  It is filled in `.NAME.DIGITS` beside it, which is removed in the end, or by the next call for
   the same `folder` if its process was killed.
 
   Raises:
@@ -197,9 +197,8 @@ def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
       _remove_abandoned(left)
-    building = target.with_name(f".{target.name}.{os.getpid()}")
-    if os.path.lexists(building):  # That of a process with this number on another machine.
-      building = target.with_name(f".{target.name}.{uuid.uuid4().int}")
+    # By chance: processes of several machines, or containers, may have the same number.
+    building = target.with_name(f".{target.name}.{uuid.uuid4().int % 10**12}")
     with _locked(building):
       content = building / _CONTENT
       content.mkdir()
@@ -217,44 +216,64 @@ _LOCK, _CONTENT = "lock", "content"
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
-def _host() -> list[str]:
-  """Returns names of this machine: its own, and that of its running system, which containers share."""
+def _host() -> set[str]:
+  """Returns names of this machine: its own, and its running system's, which containers share."""
   with contextlib.suppress(OSError):
-    return [socket.gethostname(), _BOOT.read_text().strip()]
-  return [socket.gethostname()]
+    return {socket.gethostname(), _BOOT.read_text().strip()}
+  return {socket.gethostname()}
 
 
 @contextlib.contextmanager
 def _locked(building: pathlib.Path) -> Iterator[None]:
-  """Context that has a new folder, in which a lock says that the process that fills it lives.
+  """Context that has a folder of a new name, whose lock says that the process that fills it lives.
 
   The system frees the lock when the process ends, however that does; a process number alone could
   be that of another process by then. Where the file system has no locks, the folder is never taken
   for abandoned.
   """
+  lock = None
+  try:
+    while lock is None:
+      lock = _new_lock(building)
+    yield
+  finally:
+    if lock is not None:
+      os.close(lock)
+    _remove(building)
+
+
+def _new_lock(building: pathlib.Path) -> int | None:
+  """Makes a folder and takes its lock; None if another took it for abandoned in between."""
   building.mkdir()
   try:
     lock = os.open(building / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC)
-    try:
-      with contextlib.suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(lock, "\n".join(_host()).encode())  # Locked first: who reads it tries the lock.
-      yield
-    finally:
-      os.close(lock)
-  finally:
-    _remove(building)
+    with contextlib.suppress(OSError):
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      os.write(lock, "\n".join(_host()).encode())  # Locked first: who reads it tries the lock.
+    if os.path.samestat(os.stat(building / _LOCK), os.fstat(lock)):
+      return lock
+  except FileNotFoundError:
+    pass
+  return None
 
 
 def _remove_abandoned(building: pathlib.Path):
   """Removes what a killed process of this machine left; leaves what may be another's."""
-  number = building.name.rpartition(".")[2]
-  with contextlib.suppress(OSError, ValueError), open(building / _LOCK, "r+") as lock:
-    own = number.isdecimal() and set(os.listdir(building)) <= {_LOCK, _CONTENT}
-    # Other machines may not see our locks, nor we theirs.
-    if own and set(lock.read().split("\n")) & set(_host()):
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      _remove(building)
+  if not building.name.rpartition(".")[2].isdecimal():
+    return
+  with contextlib.suppress(OSError, ValueError):
+    inside = set(os.listdir(building))
+    if not inside:
+      building.rmdir()
+    elif inside <= {_LOCK, _CONTENT} and _LOCK in inside:
+      with open(building / _LOCK, "r+") as lock:
+        names = set(lock.read().split())
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if names & _host():  # Other machines may not see our locks, nor we theirs.
+          _remove(building)
+        elif not names:  # Its process ended, or makes another, before it wrote anything.
+          os.unlink(building / _LOCK)
+          building.rmdir()
 
 
 def _remove(building: pathlib.Path):

@@ -60,39 +60,24 @@ class Format(NamedTuple):
 def torch_file(path: pathlib.Path, arrays: dict[str, np.ndarray], *, compressed: bool = False):
   """Writes arrays as `torch.save` does, without torch."""
 
-  class Storage(NamedTuple):
-    key: str
-    size: int
-
-  class Pickler(pickle._Pickler):  # pyright: ignore[reportAttributeAccessIssue]
-    def persistent_id(self, obj: Any) -> Any:
-      if isinstance(obj, Storage):
-        return ("storage", _Global("torch", "FloatStorage"), obj.key, "cpu", obj.size)
-      return None
-
-    def save(self, obj: Any, save_persistent_id: bool = True):
-      if isinstance(obj, _Global):
-        self.write(f"c{obj.module}\n{obj.name}\n".encode())
-      elif isinstance(obj, _Call):
-        self.save(obj.function)
-        self.save(obj.arguments)
-        self.write(b"R")
-      else:
-        super().save(obj, save_persistent_id)
-
   rebuild = _Global("torch._utils", "_rebuild_tensor_v2")
   listed = {}
   for number, (name, array) in enumerate(arrays.items()):
     strides = tuple(stride // array.itemsize for stride in array.strides)
-    arguments = (Storage(str(number), array.size), 0, array.shape, strides, False, {})
+    arguments = (_Storage(str(number), array.size), 0, array.shape, strides, False, {})
     listed[name] = _Call(rebuild, arguments)
   content = io.BytesIO()
-  Pickler(content, 2).dump(listed)
+  _Pickler(content, 2).dump(listed)
   method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
   with zipfile.ZipFile(path, "w", method) as archive:
     archive.writestr("archive/data.pkl", content.getvalue())
     for number, array in enumerate(arrays.values()):
       archive.writestr(f"archive/data/{number}", array.astype(np.float32).tobytes())
+
+
+class _Storage(NamedTuple):
+  key: str
+  size: int
 
 
 class _Global(NamedTuple):
@@ -105,6 +90,26 @@ class _Call:
     self.function, self.arguments = function, arguments
 
 
+_Python: Any = vars(pickle)["_Pickler"]  # That in C can write no names of what is not there.
+
+
+class _Pickler(_Python):
+  def persistent_id(self, obj: Any) -> Any:
+    if isinstance(obj, _Storage):
+      return ("storage", _Global("torch", "FloatStorage"), obj.key, "cpu", obj.size)
+    return None
+
+  def save(self, obj: Any, save_persistent_id: bool = True):
+    if isinstance(obj, _Global):
+      self.write(f"c{obj.module}\n{obj.name}\n".encode())
+    elif isinstance(obj, _Call):
+      self.save(obj.function)
+      self.save(obj.arguments)
+      self.write(b"R")
+    else:
+      super().save(obj, save_persistent_id)
+
+
 def write_meta(folder: pathlib.Path):
   """Writes a small model as Meta does."""
   tiny = tiny_llama
@@ -113,8 +118,9 @@ def write_meta(folder: pathlib.Path):
   inner |= {"attention.wo": (16, 16), "feed_forward.w1": (24, 16), "feed_forward.w2": (16, 24)}
   inner |= {"feed_forward.w3": (24, 16), "attention_norm": (16,), "ffn_norm": (16,)}
   outer = {"tok_embeddings.weight": (64, 16), "norm.weight": (16,), "output.weight": (64, 16)}
+  layers: dict[str, tuple[int, ...]]
   layers = {f"layers.{i}.{n}.weight": s for i in range(tiny.LAYERS) for n, s in inner.items()}
-  torch_file(folder / "consolidated.00.pth", tiny.values(outer | layers))
+  torch_file(folder / "consolidated.00.pth", tiny.values({**outer, **layers}))
   params = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5}
   (folder / "params.json").write_text(json.dumps({**params, "rope_theta": 5e5}))
 
@@ -170,9 +176,9 @@ def write_records(folder: pathlib.Path):
 
 def _convert(kind: str, folder: pathlib.Path):
   """Runs paxlike-convert without writing, and raises the UserError of which it prints a line."""
-  with contextlib.redirect_stderr(io.StringIO()) as errors:
-    with contextlib.redirect_stdout(io.StringIO()):
-      status = run([f"--from={kind}", f"--path={folder}", "--to=unused", "--dry_run"])
+  errors, out = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(out):
+    status = run([f"--from={kind}", f"--path={folder}", "--to=unused", "--dry_run"])
   said = errors.getvalue()
   if status:
     assert status == 2 and said.startswith("paxlike-convert: ") and said.count("\n") == 1, said

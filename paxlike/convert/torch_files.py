@@ -82,9 +82,7 @@ def _spec(tensor: Tensor) -> TensorSpec:
   return TensorSpec(tensor.shape, tensor.storage.dtype)
 
 
-def _offset(
-  tensor: Tensor, root: str, places: dict[str, zipfile.ZipInfo], stream: BinaryIO
-) -> int:
+def _offset(tensor: Tensor, root: str, places: dict[str, zipfile.ZipInfo], stream: BinaryIO) -> int:
   """Returns where a tensor begins in the file.
 
   Raises:

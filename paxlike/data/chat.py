@@ -136,9 +136,7 @@ def _rendered(
   """Renders each message as what it adds to the text of those before it."""
 
   def render(messages: Sequence[Message], *, asks: bool) -> str:
-    return template.render(
-      {"messages": [*messages], "add_generation_prompt": asks, **markers}
-    )
+    return template.render({"messages": [*messages], "add_generation_prompt": asks, **markers})
 
   text, parts = "", []
   for number, message in enumerate(messages, 1):

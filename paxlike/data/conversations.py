@@ -78,7 +78,11 @@ class Conversations(Corpus):
   @functools.cached_property
   def _index(self) -> TokenIndex:
     template = self._template
-    how = template.args[0].source if isinstance(template, functools.partial) else inspect.getsource(chat)
+    how = (
+      template.args[0].source
+      if isinstance(template, functools.partial)
+      else inspect.getsource(chat)
+    )
     stamps = files.stamps(self._files, knob=self._knob)
     kind = type(self).__name__
     key = json.dumps([kind, stamps, self._template_name, how, self._tokenizer.fingerprint()])
@@ -148,9 +152,13 @@ def conversation(asked: Any, answered: Any) -> list[Any]:
 
 
 def _are_messages(messages: Any) -> bool:
-  return bool(messages) and isinstance(messages, list) and all(
-    isinstance(message, Mapping)
-    and isinstance(message.get("role"), str)
-    and isinstance(message.get("content"), str)
-    for message in messages
+  return (
+    bool(messages)
+    and isinstance(messages, list)
+    and all(
+      isinstance(message, Mapping)
+      and isinstance(message.get("role"), str)
+      and isinstance(message.get("content"), str)
+      for message in messages
+    )
   )

@@ -301,7 +301,14 @@ def test_a_cache_of_hugging_face_is_read_through_its_links(tmp_path, capfd):
 @pytest.mark.slow
 def test_attacks_on_memory_are_refused_in_a_gigabyte(tmp_path):
   attacks = {"hf": HUGGING_FACE, "meta": META}
-  names = ("pth_bomb", "pth_listing_bomb", "pth_memory", "header_long", "header_lists", "header_deep")
+  names = (
+    "pth_bomb",
+    "pth_listing_bomb",
+    "pth_memory",
+    "header_long",
+    "header_lists",
+    "header_deep",
+  )
   names += ("tokenizer_long", "config_long", "vocabulary", "experts", "layers_10_to_30")
   folders = []
   for name in names:
@@ -330,7 +337,12 @@ def test_attacks_on_memory_are_refused_in_a_gigabyte(tmp_path):
 
 
 def test_a_pickle_cannot_call_or_make_anything_else():
-  for instructions in (b"cos\nsystem\n.", b"ctorch._utils\n_rebuild_tensor_v2\n)R.", b"N)R.", b"(b."):
+  for instructions in (
+    b"cos\nsystem\n.",
+    b"ctorch._utils\n_rebuild_tensor_v2\n)R.",
+    b"N)R.",
+    b"(b.",
+  ):
     with pytest.raises(UserError):
       torch_pickle.load(b"\x80\x02" + instructions)
 

@@ -26,22 +26,24 @@ def folder(tmp_path, monkeypatch):
   return tmp_path
 
 
-def start(*flags, to="made", before=(), **options):
+def start(*flags, to="made", before=(), stdout=subprocess.PIPE):
   # As for a user: nothing says that there are no accelerators.
   environ = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
   command = [*before, sys.executable, "-m", "paxlike.convert.main", *flags, f"--to={to}"]
-  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-  return subprocess.Popen(command, text=True, env=environ, **pipes)
+  return subprocess.Popen(command, text=True, env=environ, stdout=stdout, stderr=subprocess.PIPE)
 
 
-def started(folder, **options):
-  """Returns a conversion that is writing, its folder, and does not see Ctrl-C of pytest's shell."""
-  process = start("--from=hf", "--path=theirs", **options)
+def started(folder, *, fills=False):
+  """Returns a conversion that has made its folder, and has begun to fill it; and the folder."""
+  before = set(folder.glob(".made.*"))
+  process = start("--from=hf", "--path=theirs")
   end = time.monotonic() + 60
-  while not (found := list(folder.glob(f".made.{process.pid}"))):
+  while not (found := set(folder.glob(".made.*")) - before) or (
+    fills and not list(found.copy().pop().glob("content/checkpoints"))
+  ):
     assert process.poll() is None and time.monotonic() < end
-    time.sleep(0.005)
-  return process, found[0]
+    time.sleep(0.002)
+  return process, found.pop()
 
 
 def names(folder):
@@ -78,7 +80,7 @@ def test_what_a_killed_one_left_is_removed_by_the_next_but_not_what_another_writ
   killed, left = started(folder)
   killed.kill()
   killed.communicate()
-  stopped, living = started(folder)
+  stopped, living = started(folder, fills=True)
   assert not left.exists()
   stopped.send_signal(signal.SIGSTOP)
   foreign = folder / ".made.1234567"

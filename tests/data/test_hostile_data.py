@@ -60,7 +60,9 @@ def test_a_template_that_does_not_end_is_ended(folder, monkeypatch):
     rendered(folder, LOOP)
 
 
-@pytest.mark.parametrize("told", ["[]", '{"chat_template": 5}', '{"chat_template": [1]}', "{" * 9999])
+@pytest.mark.parametrize(
+  "told", ["[]", '{"chat_template": 5}', '{"chat_template": [1]}', "{" * 9999]
+)
 def test_a_template_that_is_none_is_said(folder, told):
   (folder / "tokenizer_config.json").write_text(told)
   with pytest.raises(UserError):
@@ -127,7 +129,7 @@ def test_200_kilobytes_of_2_gigabytes_are_refused_in_a_gigabyte(tmp_path):
 )
 def test_lines_that_are_none_are_named(tmp_path, line):
   (tmp_path / "a.jsonl").write_text(f'{{"text": "a"}}\n{line}\n')
-  with pytest.raises(UserError, match="a.jsonl:2"):
+  with pytest.raises(UserError, match=r"a\.jsonl:2"):
     list(records.read(str(tmp_path / "a.jsonl"), ["text"]))
 
 
