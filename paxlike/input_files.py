@@ -138,7 +138,8 @@ def parse_json(text: bytes, *, place: str, strict: bool = True) -> Any:
   Raises:
     UserError: It is none, is nested too deep, or holds more lists and mappings than any file has.
   """
-  if text.count(b"[") + text.count(b"{") > _MAX_CONTAINERS:
+  longer = len(text) > _MAX_CONTAINERS
+  if longer and text.count(b"[") + text.count(b"{") > _MAX_CONTAINERS:
     raise UserError(f"{place} holds more than {_MAX_CONTAINERS:,} lists and mappings.")
   try:
     if not strict:
