@@ -13,6 +13,16 @@ class RunError(RuntimeError):
   """The run failed through nobody's input. `paxlike` prints the message and exits with 1."""
 
 
+def one_line(error: object, *, limit: int = 2000) -> str:
+  """Returns a message for a terminal: what others' files put into it cannot break or steer that."""
+  text = "".join(char if char.isprintable() else _escaped(char) for char in str(error))
+  return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _escaped(char: str) -> str:
+  return char.encode("unicode_escape").decode()
+
+
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
   """Returns " Did you mean X?" for the candidate nearest to `name`, or "" if none is near."""
   near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)

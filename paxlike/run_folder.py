@@ -3,12 +3,16 @@
 
 import contextlib
 import errno
+import fcntl
+import glob
 import importlib.util
 import os
 import pathlib
 import shutil
+import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -184,17 +188,105 @@ def write(path: epath.Path, text: str):
 def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
   """Context that gives a folder to fill, which becomes `folder` at its end: whole, or not at all.
 
+  It is filled in `.NAME.DIGITS` beside it, which is removed in the end, or by the next call for
+  the same `folder` if its process was killed.
+
   Raises:
     UserError: `folder` holds something already, or cannot be written; `flag` named it.
   """
-  if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-    raise UserError(f"--{flag}={folder} is there already: name a new folder.")
-  building = folder.with_name(f".{folder.name}.{os.getpid()}")
+  target = pathlib.Path(os.path.abspath(folder))
+  if target.is_symlink():
+    raise UserError(f"--{flag}={folder} is a link: name a new folder.")
+  missing = [parent for parent in target.parents if not os.path.lexists(parent)]
   try:
-    building.mkdir(parents=True)
-    yield building
-    building.rename(folder)
+    if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
+      raise UserError(f"--{flag}={folder} is there already: name a new folder.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
+      _remove_abandoned(left)
+    # By chance: processes of several machines, or containers, may have the same number.
+    building = target.with_name(f".{target.name}.{uuid.uuid4().int % 10**12}")
+    with _locked(building):
+      content = building / _CONTENT
+      content.mkdir()
+      yield content
+      content.rename(target)
   except OSError as error:
     raise UserError(f"--{flag}={folder} cannot be written: {reason(error)}.") from error
   finally:
+    for parent in missing:
+      with contextlib.suppress(OSError):
+        parent.rmdir()  # Unless something is in it.
+
+
+_LOCK, _CONTENT = "lock", "content"
+_BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+def _host() -> set[str]:
+  """Returns names of this machine: its own, and its running system's, which containers share."""
+  with contextlib.suppress(OSError):
+    return {socket.gethostname(), _BOOT.read_text().strip()}
+  return {socket.gethostname()}
+
+
+@contextlib.contextmanager
+def _locked(building: pathlib.Path) -> Iterator[None]:
+  """Context that has a folder of a new name, whose lock says that the process that fills it lives.
+
+  The system frees the lock when the process ends, however that does; a process number alone could
+  be that of another process by then. Where the file system has no locks, the folder is never taken
+  for abandoned.
+  """
+  lock = None
+  try:
+    while lock is None:
+      lock = _new_lock(building)
+    yield
+  finally:
+    if lock is not None:
+      os.close(lock)
+    _remove(building)
+
+
+def _new_lock(building: pathlib.Path) -> int | None:
+  """Makes a folder and takes its lock; None if another took it for abandoned in between."""
+  building.mkdir()
+  try:
+    lock = os.open(building / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      os.write(lock, "\n".join(_host()).encode())  # Locked first: who reads it tries the lock.
+    if os.path.samestat(os.stat(building / _LOCK), os.fstat(lock)):
+      return lock
+  except FileNotFoundError:
+    pass
+  return None
+
+
+def _remove_abandoned(building: pathlib.Path):
+  """Removes what a killed process of this machine left; leaves what may be another's."""
+  if not building.name.rpartition(".")[2].isdecimal():
+    return
+  with contextlib.suppress(OSError, ValueError):
+    inside = set(os.listdir(building))
+    if not inside:
+      building.rmdir()
+    elif inside <= {_LOCK, _CONTENT} and _LOCK in inside:
+      with open(building / _LOCK, "r+") as lock:
+        names = set(lock.read().split())
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if names & _host():  # Other machines may not see our locks, nor we theirs.
+          _remove(building)
+        elif not names:  # Its process ended, or makes another, before it wrote anything.
+          os.unlink(building / _LOCK)
+          building.rmdir()
+
+
+def _remove(building: pathlib.Path):
+  """Removes a folder, in which threads of a write that was given up may still make files."""
+  for _ in range(20):
     shutil.rmtree(building, ignore_errors=True)
+    if not os.path.lexists(building):
+      return
+    time.sleep(0.05)

@@ -22,7 +22,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 450, 80
 RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors", "configurable", "chips", "networks", "ranges"),
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
-  ("topology", "cluster", "run_folder"),
+  ("topology", "cluster", "run_folder", "input_files"),
   (
     "mesh",
     "kernels",

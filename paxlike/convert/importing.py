@@ -2,20 +2,20 @@
 """Checkpoints of others to a folder that paxlike decodes, evaluates and restores from."""
 
 import pathlib
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, Self
 
 import fiddle as fdl
 import numpy as np
 
-from paxlike import config_file, fiddlers, registry, run_folder
-from paxlike.convert import matching, streaming
+from paxlike import config_file, fiddlers, input_files, registry, run_folder
+from paxlike.convert import matching, sizes, streaming
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized
 from paxlike.convert.tensors import TensorFolder, TensorSpec, read_json
 from paxlike.data import chat
+from paxlike.data.tokenizer import TOKENIZER_BYTES
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
@@ -63,12 +63,18 @@ class Source:
     Raises:
       UserError: No family fits, or tensors, configuration and tokenizer do not agree.
     """
-    self._experiment, self.family = _family(normalized(config), path)
-    self._knobs = self.family.read(normalized(config))
-    self._tensors = _Named(tensors, self.family.prefix)
-    self._tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
-    self.matches = matching.match(Definition(self._model()), self.family)
-    matching.check(self.matches, self._tensors.specs, self.family, self._knobs)
+    for name in tokenizer_files(path):
+      input_files.check(path / name, folder=path, limit=TOKENIZER_BYTES)
+    with sizes.describing(path / "config.json"):
+      self._experiment, self.family = _family(normalized(config), path)
+      self._knobs = self.family.read(normalized(config))
+      self._tensors = _Named(tensors, self.family.prefix)
+      self._tokenizer = next(
+        (path / name for name in TOKENIZERS if input_files.is_there(path / name)), None
+      )
+      sizes.check(self._knobs, self.family, self._tensors.specs)
+      self.matches = matching.match(Definition(self._model()), self.family)
+      matching.check(self.matches, self._tensors.specs, self.family, self._knobs)
     if self._tokenizer is not None:
       self._check(self._tokenizer)
 
@@ -127,7 +133,9 @@ class Source:
     return graph
 
   def _check(self, tokenizer: pathlib.Path):
-    size = fdl.build(self._graph(tokenizer.parent).train_data.corpus.tokenizer).vocab_size
+    built = fdl.build(self._graph(tokenizer.parent).train_data.corpus.tokenizer)
+    size = built.vocab_size
+    _ = built.eos_id, built.bos_id  # They are in files of their own.
     if size > self._knobs["VOCAB_SIZE"]:
       raise UserError(
         f"{tokenizer} has {size} ids, but the model knows {self._knobs['VOCAB_SIZE']}: it is the"
@@ -135,11 +143,19 @@ class Source:
       )
 
 
+def tokenizer_files(folder: pathlib.Path) -> list[str]:
+  """Returns the names of tokenizers' files that are there."""
+  return [name for name in (*TOKENIZERS, *chat.FILES) if input_files.is_there(folder / name)]
+
+
 def copy_tokenizer(source: pathlib.Path, to: pathlib.Path):
-  """Copies what is there of tokenizers' files."""
-  for name in (*TOKENIZERS, *chat.FILES):
-    if (source / name).exists():
-      shutil.copyfile(source / name, to / name)
+  """Copies what is there of tokenizers' files.
+
+  Raises:
+    UserError: One is no file, too large, or a link to outside of `source`.
+  """
+  for name in tokenizer_files(source):
+    input_files.copy(source / name, to / name, limit=TOKENIZER_BYTES, folder=source)
 
 
 def _weight(match: Match, tensors: Tensors) -> np.ndarray:
@@ -148,10 +164,12 @@ def _weight(match: Match, tensors: Tensors) -> np.ndarray:
 
 def _fp8_block(config: dict[str, Any]) -> int:
   """Returns the side of the blocks that share a scale, if the model is stored in FP8."""
-  sides = (config.get("quantization_config") or {}).get("weight_block_size") or [128, 128]
-  if sides[0] != sides[1]:
-    raise UserError(f"config.json: weight_block_size={sides} is not square.")
-  return sides[0]
+  told = config.get("quantization_config")
+  sides = (told.get("weight_block_size") if isinstance(told, dict) else None) or [128, 128]
+  match sides:
+    case [int(rows), int(columns)] if rows == columns and 0 < rows < 2**16:
+      return rows
+  raise UserError(f"config.json: weight_block_size={sides} is not the size of a square.")
 
 
 def _family(config: dict[str, Any], path: pathlib.Path) -> tuple[type[Experiment], Family]:

@@ -2,12 +2,18 @@
 """`paxlike-convert --from=hf --path=SOURCE --to=DIR`, and the way back by `--from=paxlike`."""
 
 import argparse
+import logging
+import os
 import pathlib
+import signal
 import sys
+import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
 
-from paxlike.errors import UserError
+from paxlike import gpu_targets, tpu_targets
+from paxlike.errors import UserError, one_line
 
 if TYPE_CHECKING:
   from paxlike.convert.adapters import Adapter
@@ -21,13 +27,95 @@ that `paxlike --mode=decode --job_log_dir=DIR` needs.
 """
 
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def main() -> int:
   """Entry point of the `paxlike-convert` command. Returns the exit status."""
-  return run(sys.argv[1:])
+  _set_up()
+  status = run(sys.argv[1:])
+  if status > 128:
+    # Threads of a write that was given up may go on, and Python would wait for them.
+    os._exit(status)
+  return status
 
 
 def run(argv: Sequence[str]) -> int:
   """Runs a command line. Returns the exit status: 0, or 2 for a user's mistake."""
+  try:
+    status = _run(argv)
+    sys.stdout.flush()
+    return status
+  except UserError as error:
+    return _refused(error)
+  except BrokenPipeError:
+    # Who read the output has read enough. Python would complain when it flushes at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+  except OSError as error:
+    return _refused(f"{error.filename or 'a file or the output'}: {error.strerror or error}.")
+  except MemoryError:
+    return _refused("the memory of this process does not suffice.")
+  except KeyboardInterrupt as error:
+    return 128 + (error.args[0] if error.args else signal.SIGINT)
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _refused(error: object) -> int:
+  print(f"paxlike-convert: {one_line(error)}", file=sys.stderr)
+  return 2
+
+
+def _set_up():
+  """Sets what JAX and its libraries read when they are imported, and how signals end the command.
+
+  A conversion computes on CPUs alone. What drives accelerators would be loaded for nothing, and
+  complain of what it lacks.
+  """
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+  gpu_targets.leave_out()
+  tpu_targets.settle()
+  # Orbax logs what it also raises, with all its stack; asyncio what it need not.
+  for name in ("absl", "asyncio"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  # Where writing fails, Orbax abandons what it has not begun.
+  warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
+  sys.unraisablehook = _report_unraisable
+  for number in _STOPPING:
+    if signal.getsignal(number) != signal.SIG_IGN:  # As nohup has it.
+      signal.signal(number, _stop)
+
+
+def _stop(number: int, frame: FrameType | None):
+  """Ends the command by a KeyboardInterrupt, which has the signal's number."""
+  place = frame
+  while place is not None:
+    if place.f_code.co_filename.startswith("<frozen importlib"):
+      _stop_soon(number)  # Libraries in C++ abort when what they import is interrupted.
+      return
+    place = place.f_back
+  for other in _STOPPING:
+    signal.signal(other, signal.SIG_IGN)  # While what was written is removed.
+  raise KeyboardInterrupt(number)
+
+
+def _stop_soon(number: int):
+  signal.signal(signal.SIGALRM, lambda _, frame: _stop(number, frame))
+  signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+
+def _report_unraisable(error: Any):
+  if isinstance(error.exc_value, KeyboardInterrupt):
+    _stop_soon(error.exc_value.args[0])  # It came in a callback, which cannot pass it on.
+  # When a write fails, TensorStore tells of the others to an event loop that is gone by then.
+  elif str(error.exc_value) != "Event loop is closed":
+    sys.__unraisablehook__(error)
+
+
+def _run(argv: Sequence[str]) -> int:
   parser = argparse.ArgumentParser(prog="paxlike-convert", description=_HELP)
   parser.add_argument(
     "--from", dest="source", choices=("hf", "meta", "peft", "paxlike"), required=True
@@ -49,24 +137,18 @@ def run(argv: Sequence[str]) -> int:
   )
   parser.add_argument("--dry_run", action="store_true", help="print what goes where, write nothing")
   options = parser.parse_args(argv)
-  try:
-    source = _open(options)
-    if options.dry_run:
-      print(source.table())
-    elif options.adapter:
-      from paxlike.convert import adapters
+  source = _open(options)
+  if options.dry_run:
+    print(source.table())
+  elif options.adapter:
+    from paxlike.convert import adapters
 
-      adapters.export(cast("Run", source), options.to, dtype=options.dtype)
-      print(f"{options.to}: an adapter for PEFT in {options.dtype}")
-    else:
-      source.convert(options.to, dtype=options.dtype)
-      print(f"{options.to}: {len(source.matches)} weights in {options.dtype}")
-    return 0
-  except UserError as error:
-    print(f"paxlike-convert: {error}", file=sys.stderr)
-    return 2
-  except KeyboardInterrupt:
-    return 130
+    adapters.export(cast("Run", source), options.to, dtype=options.dtype)
+    print(f"{options.to}: an adapter for PEFT in {options.dtype}")
+  else:
+    source.convert(options.to, dtype=options.dtype)
+    print(f"{options.to}: {len(source.matches)} weights in {options.dtype}")
+  return 0
 
 
 def _open(options: argparse.Namespace) -> "Source | Run | Adapter":

@@ -52,13 +52,17 @@ class MetaFolder:
     self._parts = [TorchFile(file) for file in files]
     names = self._parts[0].specs.keys()
     for file, part in zip(files, self._parts, strict=True):
-      if part.specs.keys() != names:
+      # Parts of a tensor differ in nothing: they are of one size.
+      if part.specs != self._parts[0].specs:
         raise UserError(f"{file} and {files[0]} hold other weights.")
     try:
       self._dim, self._heads = int(params["dim"]), int(params["n_heads"])
       self._kv_heads = int(params.get("n_kv_heads") or self._heads)
       num_layers, epsilon = int(params["n_layers"]), float(params["norm_eps"])
-    except (KeyError, TypeError, ValueError) as error:
+      positions = _positions(params)
+      if min(self._dim, self._heads, self._kv_heads, num_layers) < 1:
+        raise ValueError("a size is less than 1")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
       raise UserError(f"{path / 'params.json'} is damaged: {error!r}.") from None
     self._theirs: dict[str, tuple[str, int | None]] = {}
     self.specs: dict[str, TensorSpec] = {}
@@ -77,8 +81,12 @@ class MetaFolder:
       "vocab_size": self._rows("model.embed_tokens.weight"),
       "intermediate_size": self._rows("model.layers.0.mlp.gate_proj.weight"),
       "tie_word_embeddings": "lm_head.weight" not in self.specs,
-      **_positions(params),
+      **positions,
     }
+    for name, heads in (("q", self._heads), ("k", self._kv_heads)):
+      for ours, spec in self.specs.items():
+        if ours.endswith(f"{name}_proj.weight") and spec.shape[0] % (2 * heads):
+          raise UserError(f"missing: {ours} has {spec.shape[0]} rows, no pairs of {heads} heads.")
 
   def read(self, name: str) -> np.ndarray:
     """Returns a tensor as Hugging Face has it."""
@@ -91,6 +99,8 @@ class MetaFolder:
 
   def _place(self, name: str) -> tuple[str, int | None]:
     """Returns the name at Hugging Face, and the dim along which the files hold parts."""
+    if not 1 <= len(self._parts[0].specs[name].shape) <= 2:
+      raise UserError(f"misshapen: {name} is neither a matrix nor a vector.")
     match = _LAYER.fullmatch(name)
     if match is not None and match[2] in _INNER:
       ours, dim = _INNER[match[2]]
@@ -106,7 +116,9 @@ class MetaFolder:
     shape, dtype = self._parts[0].specs[name]
     if dim is None:
       return TensorSpec(shape, dtype)
-    size = sum(part.specs[name].shape[dim] for part in self._parts)
+    if len(shape) != 2:
+      raise UserError(f"misshapen: {name} is no matrix.")
+    size = shape[dim] * len(self._parts)
     return TensorSpec((*shape[:dim], size, *shape[dim + 1 :]), dtype)
 
   def _rows(self, name: str) -> int:

@@ -43,11 +43,15 @@ class Dequantized:
     for name, spec in tensors.specs.items():
       if name.endswith("_blocks") and spec.dtype == np.uint8:
         stem = name.removesuffix("_blocks")
+        if len(spec.shape) < 3 or 2 * spec.shape[-1] != _FP4_BLOCK:
+          raise UserError(f"{name} is {list(spec.shape)}, which is no shape of MXFP4.")
         self._check(f"{stem}_scales", spec.shape[:-1])
         *outer, F, groups, _ = spec.shape
         shape = (*outer, groups * _FP4_BLOCK, F)
         self.specs[stem] = TensorSpec(shape, np.dtype(ml_dtypes.bfloat16))
       elif spec.dtype == ml_dtypes.float8_e4m3fn:
+        if len(spec.shape) != 2:
+          raise UserError(f"{name} is {list(spec.shape)}: only matrices are read in FP8.")
         self._check(name + _FP8_SCALE, tuple(math.ceil(size / block) for size in spec.shape))
         self.specs[name] = TensorSpec(spec.shape, np.dtype(np.float32))
       elif not (self._is_scale(name, _FP8_SCALE, "") or self._is_scale(name, "_scales", "_blocks")):
@@ -82,6 +86,8 @@ class Dequantized:
     spec = self._tensors.specs.get(scales)
     if spec is None:
       raise UserError(f"the tensors are quantised, but {scales} is missing.")
+    if scales.endswith("_scales") and spec.dtype != np.uint8:
+      raise UserError(f"{scales} is of {spec.dtype}, not of exponents in uint8.")
     if spec.shape != shape:
       raise UserError(f"{scales} is {list(spec.shape)}, not {list(shape)}.")
 

@@ -2,7 +2,9 @@
 """Writing a checkpoint of paxlike an array at a time."""
 
 import contextlib
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ def write(
     layout: Where the names have each layer.
 
   Raises:
-    OSError, ValueError: It failed.
+    OSError: It failed.
   """
   import orbax.checkpoint as ocp
   from orbax.checkpoint import v1
@@ -50,13 +52,27 @@ def write(
       shapes[name] = jax.ShapeDtypeStruct(value.shape, dtype)
       waiting[name] = value
       if sum(array.nbytes for array in waiting.values()) >= _STREAM_BYTES:
-        partial.save(path, waiting)
+        with _failing():
+          partial.save(path, waiting)
         waiting = {}
       del value
-    if waiting:
-      partial.save(path, waiting)
-    partial.finalize(path)
+    with _failing():
+      if waiting:
+        partial.save(path, waiting)
+      partial.finalize(path)
   with contextlib.closing(ocp.JsonCheckpointHandler()) as handler:
     for item, value in (("metadata", metadata_of(shapes, layout)), ("train_input", {})):
       (path / item).mkdir()
       handler.save(path / item, args=ocp.args.JsonSave(value))
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+  """Context of a write, whose errors become the OSErrors that they stand for."""
+  try:
+    yield
+  except (ValueError, RuntimeError) as error:
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code is None:
+      raise OSError(str(error)) from error
+    raise OSError(int(code[1]), os.strerror(int(code[1]))) from error

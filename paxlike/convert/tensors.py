@@ -6,6 +6,7 @@ The library of that name cannot read FP8 into NumPy, and writes a file only from
 
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from paxlike import input_files
 from paxlike.errors import UserError
 
 _DTYPES: dict[str, Any] = {
@@ -33,6 +35,8 @@ _DTYPES: dict[str, Any] = {
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _PART_BYTES = 16_000_000
 _INDEX = "model.safetensors.index.json"
+_HEADER_BYTES = 32_000_000  # The longest header that is read: one of 200,000 tensors.
+_MAX_DIMS = 32
 
 
 class TensorSpec(NamedTuple):
@@ -42,10 +46,24 @@ class TensorSpec(NamedTuple):
   dtype: np.dtype
 
 
-class _Place(NamedTuple):
+class Extent(NamedTuple):
+  """Where a tensor is: its first byte in a file, which must be the one that was read before."""
+
   file: pathlib.Path
+  identity: input_files.Identity
   offset: int
   spec: TensorSpec
+
+  def read(self) -> np.ndarray:
+    """Returns the tensor, mapped from its file: its bytes are read as they are used."""
+    shape, dtype = self.spec
+    if not math.prod(shape):
+      return np.zeros(shape, dtype)
+    with input_files.opened(self.file) as stream:
+      if input_files.identity(stream) != self.identity:
+        raise UserError(f"{self.file} has changed while it was read.")
+      raw = np.memmap(stream, np.uint8, "r", self.offset, (_bytes(self.spec),))
+    return np.asarray(raw).view(dtype).reshape(shape)
 
 
 class TensorFolder:
@@ -59,36 +77,36 @@ class TensorFolder:
     """Reads the headers.
 
     Raises:
-      UserError: There is no such file, or one is damaged.
+      UserError: There is no such file, one is damaged, or it is outside of the folder.
     """
-    self._places: dict[str, _Place] = {}
+    self._extents: dict[str, Extent] = {}
+    folder = path if os.path.isdir(path) else path.parent
     for file in _files(path):
-      for name, place in _header(file).items():
-        if name in self._places:
-          raise UserError(f"{name} is in {self._places[name].file} and in {file}.")
-        self._places[name] = place
-    self.specs = {name: place.spec for name, place in self._places.items()}
+      for name, extent in _header(file, folder).items():
+        if name in self._extents:
+          raise UserError(f"{name} is in {self._extents[name].file} and in {file}.")
+        self._extents[name] = extent
+    self.specs = {name: extent.spec for name, extent in self._extents.items()}
 
   def read(self, name: str) -> np.ndarray:
-    """Returns a tensor, mapped from its file: its bytes are read as they are used."""
-    file, offset, (shape, dtype) = self._places[name]
-    if not math.prod(shape):
-      return np.zeros(shape, dtype)
-    raw = np.memmap(file, np.uint8, "r", offset, (math.prod(shape) * dtype.itemsize,))
-    return np.asarray(raw).view(dtype).reshape(shape)
+    """Returns a tensor, mapped from its file."""
+    return self._extents[name].read()
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
-  if path.is_file():
-    return [path]
-  if not path.is_dir():
+  if not input_files.is_there(path):
     raise UserError(f"--path={path}: no such file or folder.")
-  if (path / _INDEX).exists():
-    try:
-      names = set(json.loads((path / _INDEX).read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-      raise UserError(f"{path / _INDEX} is damaged: {error}.") from None
-    files = sorted(path / name for name in names)
+  if not os.path.isdir(path):
+    return [path]
+  index = path / _INDEX
+  if input_files.is_there(index):
+    names = input_files.read_json(index, folder=path).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+      raise UserError(f"{index} is damaged: weight_map is no mapping to names of files.")
+    for name in sorted(set(names.values())):
+      if pathlib.PurePosixPath(name).name != name or name == "..":
+        raise UserError(f"{index} is damaged: {name!r} is no name of a file in its folder.")
+    files = sorted(path / name for name in set(names.values()))
   else:
     files = sorted(path.glob("*.safetensors"))
   if not files:
@@ -96,48 +114,68 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
   return files
 
 
-def _header(file: pathlib.Path) -> dict[str, _Place]:
-  try:
-    with file.open("rb") as stream:
-      size = int.from_bytes(stream.read(8), "little")
-      length = file.stat().st_size
-      if not 2 <= size <= min(length - 8, 100_000_000):
-        raise UserError(f"{file} is damaged: no header. Is it cut short, or no safetensors file?")
-      entries = json.loads(stream.read(size))
-    places = {}
-    for name, entry in entries.items():
-      if name != "__metadata__":
-        spec = TensorSpec(tuple(entry["shape"]), np.dtype(_DTYPES[entry["dtype"]]))
-        begin, end = entry["data_offsets"]
-        if end - begin != math.prod(spec.shape) * spec.dtype.itemsize:
-          raise UserError(f"{file} is damaged: {name} has not the size of its shape.")
-        if end > length - 8 - size:
-          raise UserError(f"{file} is cut short: {name} ends after the file's end.")
-        places[name] = _Place(file, 8 + size + begin, spec)
-    return places
-  except OSError as error:
-    raise UserError(f"{file} cannot be read: {error.strerror}.") from None
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
-    if isinstance(error, UserError):
-      raise
-    raise UserError(f"{file} is damaged: its header holds {error}.") from None
+def _header(file: pathlib.Path, folder: pathlib.Path) -> dict[str, Extent]:
+  """Returns the tensors of a file. As the format has it, they fill it without gap or overlap."""
+  with input_files.opened(file, folder=folder) as stream:
+    identity = input_files.identity(stream)
+    size = int.from_bytes(stream.read(8), "little")
+    if not 2 <= size <= identity.size - 8:
+      raise UserError(f"{file} is damaged: no header. Is it cut short, or no safetensors file?")
+    if size > _HEADER_BYTES:
+      raise UserError(f"{file} has a header of {size:,} bytes; at most {_HEADER_BYTES:,} are read.")
+    entries = input_files.parse_json(stream.read(size), place=f"the header of {file}")
+  if not isinstance(entries, dict):
+    raise UserError(f"{file} is damaged: its header is no mapping.")
+  entries.pop("__metadata__", None)
+  start, end = 8 + size, 0
+  extents = {}
+  placed = [(name, *_entry(file, name, entry)) for name, entry in entries.items()]
+  for name, spec, begin in sorted(placed, key=lambda one: (one[2], _bytes(one[1]))):
+    if begin != end:
+      what = "overlaps the tensor before it" if begin < end else "leaves a gap before it"
+      raise UserError(f"{file} is damaged: {name} {what}.")
+    end += _bytes(spec)
+    extents[name] = Extent(file, identity, start + begin, spec)
+  if start + end > identity.size:
+    raise UserError(f"{file} is cut short: {start + end:,} bytes are due, {identity.size:,} there.")
+  if start + end < identity.size:
+    raise UserError(f"{file} is damaged: more follows after its last tensor.")
+  return extents
+
+
+def _entry(file: pathlib.Path, name: str, entry: Any) -> tuple[TensorSpec, int]:
+  """Returns what a header says of a tensor: its spec, and where it begins."""
+  if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+    raise UserError(f"{file} is damaged: {name} has not just dtype, shape and data_offsets.")
+  dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+  if not isinstance(dtype, str) or dtype not in _DTYPES:
+    raise UserError(f"{file}: {name} is of dtype {dtype!r}; known are {', '.join(_DTYPES)}.")
+  if not is_shape(shape):
+    raise UserError(f"{file} is damaged: {name} has no shape.")
+  if not (is_shape(offsets) and len(offsets) == 2):
+    raise UserError(f"{file} is damaged: {name} has no place in the file.")
+  spec = TensorSpec(tuple(shape), np.dtype(_DTYPES[dtype]))
+  if offsets[1] - offsets[0] != _bytes(spec):
+    raise UserError(f"{file} is damaged: {name} has not the size of its shape.")
+  return spec, offsets[0]
+
+
+def is_shape(value: Any) -> bool:
+  """Returns whether a value is a list or tuple of sizes, or of places in a file."""
+  return (
+    isinstance(value, list | tuple)
+    and len(value) <= _MAX_DIMS
+    and all(type(size) is int and 0 <= size < 2**63 for size in value)
+  )
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """Returns the mapping in a JSON file.
+  """Returns the mapping in a JSON file, which must not be outside of its folder.
 
   Raises:
     UserError: There is none.
   """
-  try:
-    config = json.loads(path.read_text())
-  except OSError as error:
-    raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-  except ValueError as error:
-    raise UserError(f"{path} is no JSON: {error}.") from None
-  if not isinstance(config, dict):
-    raise UserError(f"{path} holds no mapping.")
-  return config
+  return input_files.read_json(path, folder=path.parent)
 
 
 def write(

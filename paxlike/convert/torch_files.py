@@ -1,39 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of files that `torch.save` wrote, read without torch, and no code in them run."""
 
-import math
 import pathlib
-import pickle
 import zipfile
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO
 
-import ml_dtypes
 import numpy as np
 
-from paxlike.convert.tensors import TensorSpec
+from paxlike import input_files
+from paxlike.convert import torch_pickle
+from paxlike.convert.tensors import Extent, TensorSpec
+from paxlike.convert.torch_pickle import Tensor
 from paxlike.errors import UserError
 
-_STORAGES: dict[str, Any] = {
-  "DoubleStorage": np.float64,
-  "FloatStorage": np.float32,
-  "HalfStorage": np.float16,
-  "BFloat16Storage": ml_dtypes.bfloat16,
-  "LongStorage": np.int64,
-  "IntStorage": np.int32,
-  "BoolStorage": np.bool_,
-}
 _LOCAL_HEADER = 30  # Bytes of the header in front of each entry of a zip file, but for its texts.
-
-
-class _Storage(NamedTuple):
-  key: str
-  dtype: np.dtype
-
-
-class _Tensor(NamedTuple):
-  storage: _Storage
-  first: int
-  shape: tuple[int, ...]
+_LISTING = "data.pkl"
+_LISTING_BYTES = 4_000_000  # The longest listing that is read: one of 25,000 tensors.
+_ENCRYPTED = 1  # Bit of an entry's flags.
 
 
 class TorchFile:
@@ -47,68 +30,85 @@ class TorchFile:
     """Reads names and places.
 
     Raises:
-      UserError: The file is missing or damaged, or holds more than weights.
+      UserError: The file is missing, damaged or outside of its folder, or holds more than weights.
     """
-    self._path = path
-    try:
-      with zipfile.ZipFile(path) as archive:
-        (listing,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
-        with archive.open(listing) as stream:
-          loaded = _Unpickler(stream).load()
-        self._root = listing.removesuffix("data.pkl")
-        self._offsets = {info.filename: self._offset(info) for info in archive.infolist()}
-    except FileNotFoundError:
-      raise UserError(f"{path}: no such file.") from None
-    except (zipfile.BadZipFile, ValueError, EOFError, pickle.UnpicklingError) as error:
-      if isinstance(error, UserError):
-        raise
-      raise UserError(f"{path} is damaged, or no file of torch.save: {error}.") from None
-    if not isinstance(loaded, dict) or not all(isinstance(v, _Tensor) for v in loaded.values()):
-      raise UserError(f"{path} holds more than named weights.")
-    self._tensors: dict[str, _Tensor] = loaded
-    self.specs = {n: TensorSpec(t.shape, t.storage.dtype) for n, t in self._tensors.items()}
+    with input_files.opened(path, folder=path.parent) as stream:
+      try:
+        with zipfile.ZipFile(stream) as archive:
+          entries = archive.infolist()
+          content, root = _listing(archive)
+      except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, UserError):
+          raise UserError(f"{path} {error}.") from None
+        raise UserError(f"{path} is damaged, or no file of torch.save: {error}.") from None
+      try:
+        loaded = torch_pickle.load(content)
+        named = _named(loaded)
+        places = {info.filename: info for info in entries}
+        identity = input_files.identity(stream)
+        self._extents = {
+          name: Extent(path, identity, _offset(tensor, root, places, stream), _spec(tensor))
+          for name, tensor in named.items()
+        }
+      except UserError as error:
+        raise UserError(f"{path} {error}.") from None
+    self.specs = {name: extent.spec for name, extent in self._extents.items()}
 
   def read(self, name: str) -> np.ndarray:
     """Returns a tensor, mapped from the file."""
-    storage, first, shape = self._tensors[name]
-    begin = self._offsets[f"{self._root}data/{storage.key}"] + first * storage.dtype.itemsize
-    size = math.prod(shape) * storage.dtype.itemsize
-    if begin + size > self._path.stat().st_size:
-      raise UserError(f"{self._path} is cut short: {name} ends after the file's end.")
-    raw = np.memmap(self._path, np.uint8, "r", begin, (size,))
-    return np.asarray(raw).view(storage.dtype).reshape(shape)
-
-  def _offset(self, info: zipfile.ZipInfo) -> int:
-    if info.compress_type != zipfile.ZIP_STORED:
-      raise UserError(f"{self._path}: {info.filename} is compressed, which torch.save never does.")
-    with self._path.open("rb") as stream:
-      stream.seek(info.header_offset)
-      header = stream.read(_LOCAL_HEADER)
-    texts = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return info.header_offset + _LOCAL_HEADER + texts
+    return self._extents[name].read()
 
 
-class _Unpickler(pickle.Unpickler):
-  """Knows names of storages and how tensors are made of them, and refuses all other names."""
-
-  def find_class(self, module: str, name: str) -> Any:
-    if (module, name) == ("collections", "OrderedDict"):
-      return dict
-    if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-      return _rebuild
-    if module == "torch" and name in _STORAGES:
-      return np.dtype(_STORAGES[name])
-    raise UserError(f"a file of weights wants {module}.{name}: it holds more than weights.")
-
-  def persistent_load(self, pid: Any) -> _Storage:
-    _, dtype, key, *_ = pid
-    return _Storage(str(key), dtype)
+def _listing(archive: zipfile.ZipFile) -> tuple[bytes, str]:
+  """Returns the pickle that lists the weights, and what the names of entries begin with."""
+  found = [info for info in archive.infolist() if info.filename.endswith(_LISTING)]
+  if len(found) != 1:
+    raise UserError(f"is no file of torch.save: {len(found)} entries of it are a {_LISTING}")
+  _check(found[0])
+  if found[0].file_size > _LISTING_BYTES:
+    raise UserError(f"lists its weights in more than {_LISTING_BYTES:,} bytes")
+  return archive.read(found[0]), found[0].filename.removesuffix(_LISTING)
 
 
-def _rebuild(
-  storage: _Storage, first: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
-) -> _Tensor:
-  dense = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-  if any(size > 1 and a != b for size, a, b in zip(shape, strides, dense, strict=True)):
-    raise UserError("a file of weights holds a tensor that is a view of another.")
-  return _Tensor(storage, first, tuple(shape))
+def _named(loaded: Any) -> dict[str, Tensor]:
+  if not isinstance(loaded, dict) or not all(
+    isinstance(key, str) and isinstance(value, Tensor) for key, value in loaded.items()
+  ):
+    raise UserError("holds more than named weights")
+  return loaded
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+  return TensorSpec(tensor.shape, tensor.storage.dtype)
+
+
+def _offset(tensor: Tensor, root: str, places: dict[str, zipfile.ZipInfo], stream: BinaryIO) -> int:
+  """Returns where a tensor begins in the file.
+
+  Raises:
+    UserError: It is not all in the entry of its storage.
+  """
+  key, dtype, size = tensor.storage
+  info = places.get(f"{root}data/{key}")
+  if info is None:
+    raise UserError(f"is damaged: it lacks the storage {key}")
+  _check(info)
+  if info.file_size != size * dtype.itemsize:
+    raise UserError(f"is damaged: the storage {key} has not the size that is said of it")
+  stream.seek(info.header_offset)
+  header = stream.read(_LOCAL_HEADER)
+  if len(header) < _LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
+    raise UserError(f"is damaged: no entry begins where the storage {key} should")
+  texts = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+  begin = info.header_offset + _LOCAL_HEADER + texts
+  if begin + info.file_size > input_files.identity(stream).size:
+    raise UserError(f"is cut short: the storage {key} ends after the file's end")
+  return begin + tensor.first * dtype.itemsize
+
+
+def _check(info: zipfile.ZipInfo):
+  """Refuses an entry that is not as it is: a small one could stand for more than memory holds."""
+  if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+    raise UserError(f"has {info.filename} compressed, which torch.save never does")
+  if info.flag_bits & _ENCRYPTED:
+    raise UserError(f"has {info.filename} encrypted")

@@ -2,11 +2,12 @@
 """How messages become text: templates by name, or the tokenizer's own."""
 
 import functools
-import json
-import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from paxlike.data import own_template
+from paxlike.data.own_template import OwnTemplate
 from paxlike.errors import UserError
 
 # {"role": "system" | "user" | "assistant" ..., "content": text}.
@@ -27,8 +28,7 @@ class Part(NamedTuple):
   ends: bool = False
 
 
-# Beside a tokenizer of Hugging Face: how it is set up, and its template where that is by itself.
-FILES = ("tokenizer_config.json", "chat_template.jinja")
+FILES = own_template.FILES
 
 Template = Callable[[Sequence[Message]], list[Part]]
 
@@ -123,40 +123,28 @@ def template(name: str, *, vocab_path: str | None) -> Template:
   """
   if name != "tokenizer":
     return TEMPLATES[name]
-  config, own = (os.path.join(os.path.dirname(vocab_path or ""), file) for file in FILES)
-  told, source = {}, None
-  try:
-    if os.path.exists(config):
-      with open(config, encoding="utf-8") as file:
-        told = json.load(file)
-      source = told.get("chat_template")
-    if os.path.exists(own):
-      with open(own, encoding="utf-8") as file:
-        source = file.read()
-  except (OSError, ValueError, AttributeError) as error:
-    raise UserError(f"CHAT_TEMPLATE=tokenizer: {config} cannot be read: {error}.") from None
-  if not source:
-    raise UserError(f"CHAT_TEMPLATE=tokenizer: there is none in {config}, nor in {own}.")
-  if isinstance(source, list):  # Several by name.
-    source = {one["name"]: one["template"] for one in source}["default"]
-  markers = {key: _text_of(told.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
-  return functools.partial(_rendered, source, markers)
+  folder = pathlib.Path(vocab_path or "").parent
+  source, file, markers = own_template.read(folder)
+  own = OwnTemplate(source, file=file)
+  own.check()
+  return functools.partial(_rendered, own, markers)
 
 
-def _text_of(token: Any) -> str:
-  return token["content"] if isinstance(token, dict) else token or ""
-
-
-def _rendered(source: str, markers: Mapping[str, str], messages: Sequence[Message]) -> list[Part]:
+def _rendered(
+  template: OwnTemplate, markers: Mapping[str, str], messages: Sequence[Message]
+) -> list[Part]:
   """Renders each message as what it adds to the text of those before it."""
-  render = _compiled(source)
+
+  def render(messages: Sequence[Message], *, asks: bool) -> str:
+    return template.render({"messages": [*messages], "add_generation_prompt": asks, **markers})
+
   text, parts = "", []
   for number, message in enumerate(messages, 1):
     if message["role"] == "system" and number < len(messages):
       continue  # Many templates refuse it alone.
-    whole = render(messages=messages[:number], add_generation_prompt=False, **markers)
+    whole = render(messages[:number], asks=False)
     if message["role"] == "assistant":
-      asked = render(messages=messages[: number - 1], add_generation_prompt=True, **markers)
+      asked = render(messages[: number - 1], asks=True)
       parts.append(Part(_added(text, asked), False))
       text = asked
     parts.append(Part(_added(text, whole), message["role"] == "assistant"))
@@ -171,29 +159,3 @@ def _added(before: str, after: str) -> str:
       " the model is to say. Take a template by name."
     )
   return after[len(before) :]
-
-
-@functools.cache
-def _compiled(source: str) -> Callable[..., str]:
-  import jinja2.sandbox
-
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-  )
-
-  def refuse(message: str):
-    raise UserError(f"CHAT_TEMPLATE=tokenizer: {message}")
-
-  environment.globals["raise_exception"] = refuse
-
-  def render(**values: Any) -> str:
-    try:
-      return template.render(values)
-    except jinja2.TemplateError as error:
-      raise UserError(f"CHAT_TEMPLATE=tokenizer: {error}.") from None
-
-  try:
-    template = environment.from_string(source)
-  except jinja2.TemplateError as error:
-    raise UserError(f"CHAT_TEMPLATE=tokenizer: {error}.") from None
-  return render

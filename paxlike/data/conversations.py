@@ -85,7 +85,11 @@ class Conversations(Corpus):
   @functools.cached_property
   def _index(self) -> TokenIndex:
     template = self._template
-    how = template.args[0] if isinstance(template, functools.partial) else inspect.getsource(chat)
+    how = (
+      template.args[0].source
+      if isinstance(template, functools.partial)
+      else inspect.getsource(chat)
+    )
     stamps = files.stamps(self._files, knob=self._knob)
     kind = type(self).__name__
     key = json.dumps([kind, stamps, self._template_name, how, self._tokenizer.fingerprint()])
@@ -114,7 +118,8 @@ class Conversations(Corpus):
     """
     found: Any = record.get("messages")
     if found is None and "instruction" in record:
-      asked = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+      said = [text for text in (record["instruction"], record.get("input")) if text]
+      asked = "\n\n".join(said) if all(isinstance(text, str) for text in said) else None
       found = conversation(asked, record.get("output"))
     elif found is None:
       found = conversation(record.get("prompt"), record.get("completion"))
@@ -154,9 +159,13 @@ def conversation(asked: Any, answered: Any) -> list[Any]:
 
 
 def _are_messages(messages: Any) -> bool:
-  return bool(messages) and all(
-    isinstance(message, Mapping)
-    and isinstance(message.get("role"), str)
-    and isinstance(message.get("content"), str)
-    for message in messages
+  return (
+    bool(messages)
+    and isinstance(messages, list)
+    and all(
+      isinstance(message, Mapping)
+      and isinstance(message.get("role"), str)
+      and isinstance(message.get("content"), str)
+      for message in messages
+    )
   )

@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 
 from paxlike.data import fetch, files, records, tasks, tfds_writer
@@ -102,7 +103,7 @@ def _unpacked(archive: pathlib.Path) -> list[pathlib.Path]:
     with zipfile.ZipFile(archive) as packed:
       names = [name for name in packed.namelist() if name.endswith(records.SUFFIXES)]
       return [pathlib.Path(packed.extract(name, archive.with_suffix(""))) for name in names]
-  except zipfile.BadZipFile as error:
+  except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
     raise UserError(f"{archive} is damaged ({error}): remove it.") from error
 
 

@@ -70,5 +70,5 @@ def _append(url: str, part: pathlib.Path, progress: Callable[[int], object]):
         file.write(chunk)
         got += len(chunk)
         progress(len(chunk))
-    if expected is not None and got < int(expected):
+    if expected is not None and expected.isdecimal() and got < int(expected):
       raise ConnectionError(f"{got} of {expected} bytes came")

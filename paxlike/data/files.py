@@ -4,7 +4,7 @@
 import glob
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paxlike.errors import UserError
 
@@ -19,8 +19,7 @@ def find(path: str | None, suffixes: tuple[str, ...], *, knob: str) -> list[str]
     raise UserError(f"{knob} is not set: give --fdl.{knob}=, a file, a folder or a glob.")
   where = os.path.expanduser(path)
   if os.path.isdir(where):
-    found = glob.glob(os.path.join(glob.escape(where), "**", "*"), recursive=True)
-    files = [name for name in found if name.endswith(suffixes)]
+    files = [name for name in _below(where) if name.endswith(suffixes)]
   else:
     files = [where] if os.path.isfile(where) else glob.glob(where, recursive=True)
   files = sorted(name for name in files if os.path.isfile(name))
@@ -33,6 +32,19 @@ def find(path: str | None, suffixes: tuple[str, ...], *, knob: str) -> list[str]
     if not os.access(name, os.R_OK):
       raise UserError(f"{knob}: {name} cannot be read.")
   return files
+
+
+def _below(folder: str) -> Iterator[str]:
+  """Yields all that is in a folder and its sub-folders, each once: links may lead round."""
+  seen: set[tuple[int, int]] = set()
+  for path, folders, names in os.walk(folder, followlinks=True):
+    found = os.stat(path)
+    if (found.st_dev, found.st_ino) in seen:
+      folders.clear()
+      continue
+    seen.add((found.st_dev, found.st_ino))
+    folders[:] = sorted(name for name in folders if not name.startswith("."))
+    yield from (os.path.join(path, name) for name in names if not name.startswith("."))
 
 
 def stamps(files: Sequence[str], *, knob: str) -> list[tuple[str, int, int]]:

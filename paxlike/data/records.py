@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of records: JSON lines, packed or not, parquet and arrow."""
 
+import contextlib
 import gzip
 import io
-import json
+import pathlib
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO, cast
 
+from paxlike import input_files
 from paxlike.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz", ".parquet", ".arrow")
+
+LINE_BYTES = 2**26  # The longest record of JSON lines that is read.
+# A small packed file may stand for more text than there is time for.
+_UNPACKED_BYTES, _MAX_RATIO = 2**26, 500
+_EMPTY_LINES = 1_000_000
 
 # Where a record stands, for people; and the record.
 Placed = tuple[str, Mapping[str, Any]]
@@ -26,29 +34,53 @@ def read(name: str, fields: Iterable[str]) -> Iterator[Placed]:
     UserError: A line is no JSON object, or the file is none of its kind.
     OSError, EOFError, UnicodeDecodeError: It cannot be read, is cut short, or is no UTF-8.
   """
-  if name.endswith(".jsonl"):
-    with open(name, encoding="utf-8") as file:
-      yield from _json_lines(file, name)
-  elif name.endswith(".gz"):
-    with gzip.open(name, "rt", encoding="utf-8") as file:
-      yield from _json_lines(file, name)
-  elif name.endswith(".zst"):
-    import pyarrow  # Here: few users have such files. Unlike zstandard's, its reader sees a cut.
-
-    with pyarrow.input_stream(name, compression="zstd") as file:
-      yield from _json_lines(io.TextIOWrapper(file, encoding="utf-8"), name)
+  if name.endswith((".jsonl", ".gz", ".zst")):
+    with input_files.opened(pathlib.Path(name)) as file:
+      size = input_files.identity(file).size
+      try:
+        with _unpacked(name, file) as lines:
+          yield from _json_lines(lines, name, size)
+      except zlib.error as error:
+        raise UserError(f"{name} cannot be read: {error}.") from None
   else:
     yield from _columns(name, set(fields))
 
 
-def _json_lines(lines: Iterable[str], name: str) -> Iterator[Placed]:
-  for number, line in enumerate(lines, 1):
-    if not line.strip():
+@contextlib.contextmanager
+def _unpacked(name: str, file: BinaryIO) -> Iterator[BinaryIO]:
+  if name.endswith(".gz"):
+    with gzip.open(file) as unpacked:
+      yield cast(BinaryIO, unpacked)
+  elif name.endswith(".zst"):
+    import pyarrow  # Here: few users have such files. Unlike zstandard's, its reader sees a cut.
+
+    with pyarrow.input_stream(file, compression="zstd") as unpacked:
+      yield cast(BinaryIO, io.BufferedReader(cast(Any, unpacked), 1 << 20))
+  else:
+    yield file
+
+
+def _json_lines(lines: BinaryIO, name: str, size: int) -> Iterator[Placed]:
+  """Yields the records of the lines that a file of `size` bytes stands for."""
+  unpacked = number = empty = 0
+  while line := lines.readline(LINE_BYTES + 1):
+    number += 1
+    unpacked += len(line)
+    if len(line) > LINE_BYTES:
+      raise UserError(
+        f"{name}:{number}: a line of more than {LINE_BYTES:,} bytes: make several records of it."
+      )
+    if unpacked > _UNPACKED_BYTES and unpacked > _MAX_RATIO * size:
+      raise UserError(
+        f"{name} stands for more than {_MAX_RATIO} times its size, as no text does: unpack it"
+        " yourself if it is meant."
+      )
+    if line.isspace():
+      empty += 1
+      if empty > _EMPTY_LINES:
+        raise UserError(f"{name}:{number}: more than {_EMPTY_LINES:,} lines are empty.")
       continue
-    try:
-      record = json.loads(line)
-    except json.JSONDecodeError as error:
-      raise UserError(f"{name}:{number}: no JSON ({error.msg}).") from None
+    record = input_files.parse_json(line.strip(), place=f"{name}:{number}", strict=False)
     if not isinstance(record, dict):
       raise UserError(f"{name}:{number}: no JSON object.")
     yield f"{name}:{number}", record
@@ -64,7 +96,9 @@ def _columns(name: str, fields: set[str]) -> Iterator[Placed]:
       for record in batch.to_pylist():
         number += 1
         yield f"{name}, row {number}", record
-  except pyarrow.ArrowException as error:
+  except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
+    if isinstance(error, UserError):
+      raise
     kind = "parquet" if name.endswith(".parquet") else "arrow"
     raise UserError(f"{name} is no {kind} file: {error}") from error
 
@@ -91,5 +125,6 @@ def _arrow(name: str, fields: set[str]) -> Iterator[Any]:
     else:
       batches = iter(pyarrow.ipc.open_stream(source))
     for batch in batches:
+      batch.validate(full=True)  # Arrow follows the places in a file without looking at them.
       wanted = [column for column in batch.schema.names if column in fields]
       yield batch.select(wanted or batch.schema.names)

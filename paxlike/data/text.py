@@ -4,12 +4,13 @@
 import functools
 import json
 import os
+import pathlib
 import sys
 from collections.abc import Iterator
 
 import numpy as np
 
-from paxlike import ranges
+from paxlike import input_files, ranges
 from paxlike.configurable import configurable
 from paxlike.data import files, records, token_index
 from paxlike.data.corpus import Corpus
@@ -17,6 +18,9 @@ from paxlike.data.tokenizer import CharacterTokenizer, Tokenizer
 from paxlike.errors import UserError
 
 SUFFIXES = (".txt", *records.SUFFIXES)
+
+
+TEXT_BYTES = 2**32  # The longest .txt file, which is one document and in memory as a whole.
 
 
 @configurable
@@ -103,8 +107,7 @@ def read(name: str, field: str) -> Iterator[str]:
     OSError, EOFError, UnicodeDecodeError: See there.
   """
   if name.endswith(".txt"):
-    with open(name, encoding="utf-8", newline="") as file:
-      yield file.read()
+    yield input_files.read_text(pathlib.Path(name), limit=TEXT_BYTES)
     return
   for place, record in records.read(name, [field]):
     text = record.get(field, ())

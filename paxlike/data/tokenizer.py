@@ -2,15 +2,19 @@
 """Turning text into token ids and back."""
 
 import abc
+import contextlib
 import functools
 import hashlib
-import json
 import os
-from collections.abc import Sequence
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from paxlike import input_files
 from paxlike.configurable import configurable
 from paxlike.errors import UserError
 
@@ -99,27 +103,78 @@ class CharacterTokenizer(Tokenizer):
     )
 
 
+TOKENIZER_BYTES = 256_000_000  # The largest file of a tokenizer that is read.
+_MAX_IDS = 2**31  # Of int32.
+
+
+@contextlib.contextmanager
+def _library(what: str) -> Iterator[None]:
+  """Context of calls of a library, whose errors have no type of their own.
+
+  Raises:
+    UserError: It failed; the message begins with `what`.
+  """
+  try:
+    yield
+  except UserError:
+    raise
+  except BaseException as error:
+    # What a library in Rust raises when it breaks down is no Exception.
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+      raise
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    raise UserError(f"{what}: {said.rstrip('.')}.") from error
+
+
+@contextlib.contextmanager
+def _without_stacks() -> Iterator[None]:
+  """Context of calls in which a library may break down, and print where in itself that was.
+
+  What the process has printed meanwhile is printed at the end, if nothing was raised.
+  """
+  with tempfile.TemporaryFile() as printed:
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    os.dup2(printed.fileno(), 2)
+    try:
+      yield
+    finally:
+      os.dup2(stderr, 2)
+      os.close(stderr)
+    printed.seek(0)
+    os.write(2, printed.read())
+
+
 class _FileTokenizer(Tokenizer):
   """A tokenizer in a file of its own (VOCAB_PATH), which is read when first needed."""
+
+  kind: str
 
   def __init__(self, path: str | os.PathLike[str]):
     self._path = os.fspath(path)
 
   @functools.cached_property
   def _model(self) -> Any:
-    if not os.path.isfile(self._path):
+    if not os.path.lexists(self._path):
       raise UserError(f"VOCAB_PATH={self._path}: no such file.")
-    return self._load()
+    path = pathlib.Path(self._path)
+    content = input_files.read(path, limit=TOKENIZER_BYTES)
+    with _library(f"VOCAB_PATH={path} is {self.kind}"), _without_stacks():
+      model, size = self._load(content)
+      if not 0 < size < _MAX_IDS:
+        raise UserError(f"VOCAB_PATH={path} is {self.kind}: it has {size} ids.")
+    return model
 
   @abc.abstractmethod
-  def _load(self) -> Any:
-    """Returns what is in the file, or raises a UserError."""
+  def _load(self, content: bytes) -> tuple[Any, int]:
+    """Returns what is in the file, and how many ids it has; or raises the library's error."""
 
   def encode(self, text: str) -> np.ndarray:
     return self.encode_all([text])[0]
 
   def decode(self, ids: np.ndarray) -> str:
-    return self._model.decode([int(i) for i in ids if i < self.vocab_size])
+    with _library(f"VOCAB_PATH={self._path} cannot decode"):
+      return self._model.decode([int(i) for i in ids if i < self.vocab_size])
 
 
 def _without_surrogates(texts: Sequence[str]) -> list[str]:
@@ -131,13 +186,15 @@ def _without_surrogates(texts: Sequence[str]) -> list[str]:
 class SentencePieceTokenizer(_FileTokenizer):
   """A SentencePiece model (Kudo and Richardson, 2018)."""
 
-  def _load(self) -> Any:
+  kind = "no SentencePiece model"
+
+  def _load(self, content: bytes) -> Any:
     import sentencepiece
 
-    try:
-      return sentencepiece.SentencePieceProcessor(model_file=self._path)
-    except (RuntimeError, OSError) as error:
-      raise UserError(f"VOCAB_PATH={self._path} is no SentencePiece model.") from error
+    if not content:
+      raise UserError(f"VOCAB_PATH={self._path} is empty.")  # For the library it is a model.
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    return model, model.vocab_size()
 
   @property
   def vocab_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -152,10 +209,9 @@ class SentencePieceTokenizer(_FileTokenizer):
     return self._model.bos_id() if self._model.bos_id() >= 0 else None
 
   def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-    return [
-      np.array(ids, np.int32)
-      for ids in self._model.encode(_without_surrogates(texts), num_threads=1)
-    ]
+    with _library(f"VOCAB_PATH={self._path} cannot encode"):
+      encoded = self._model.encode(_without_surrogates(texts), num_threads=1)
+    return [np.array(ids, np.int32) for ids in encoded]
 
   def fingerprint(self) -> str:
     return f"sentencepiece {hashlib.sha256(self._model.serialized_model_proto()).hexdigest()}"
@@ -168,13 +224,14 @@ class HuggingFaceTokenizer(_FileTokenizer):
   What ends a document is said by the `tokenizer_config.json` beside it.
   """
 
-  def _load(self) -> Any:
+  kind = "no tokenizer.json"
+
+  def _load(self, content: bytes) -> Any:
     import tokenizers
 
-    try:
-      return tokenizers.Tokenizer.from_file(self._path)
-    except Exception as error:  # The library raises nothing more special.
-      raise UserError(f"VOCAB_PATH={self._path} is no tokenizer.json: {error}.") from error
+    model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    model.encode("a", add_special_tokens=True)  # A template of special tokens may lack one.
+    return model, 1 + max(model.get_vocab(with_added_tokens=True).values(), default=-1)
 
   @functools.cached_property
   def vocab_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -182,24 +239,24 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
   @functools.cached_property
   def eos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-    path = os.path.join(os.path.dirname(self._path), "tokenizer_config.json")
-    if not os.path.exists(path):
+    path = pathlib.Path(self._path).with_name("tokenizer_config.json")
+    if not input_files.is_there(path):
       return None
-    try:
-      with open(path, encoding="utf-8") as stream:
-        token = json.load(stream).get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
-      raise UserError(f"{path} cannot be read: {error}.") from error
+    token = input_files.read_json(path).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str | None):
+      raise UserError(f"{path}: eos_token is no text.")
     return None if token is None else self._model.token_to_id(token)
 
   @functools.cached_property
   def bos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-    first = self._model.encode("", add_special_tokens=True).ids[:1]
+    with _library(f"VOCAB_PATH={self._path} cannot encode"):
+      first = self._model.encode("", add_special_tokens=True).ids[:1]
     return first[0] if first and first[0] != self.eos_id else None
 
   def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-    encoded = self._model.encode_batch(_without_surrogates(texts), add_special_tokens=False)
+    with _library(f"VOCAB_PATH={self._path} cannot encode"):
+      encoded = self._model.encode_batch(_without_surrogates(texts), add_special_tokens=False)
     return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
   def fingerprint(self) -> str:

@@ -72,7 +72,7 @@ def test_what_was_finished_is_not_written_again(tmp_path):
   for number, file in enumerate(files):
     file.write_bytes(lines([f"text {number}"]))
   files[2].write_bytes(b"{")
-  with pytest.raises(UserError, match=r"2\.jsonl:1: no JSON"):
+  with pytest.raises(UserError, match=r"2\.jsonl:1 is no JSON"):
     tfds_writer.write(SCHEMA, files, tmp_path)
   assert not (tmp_path / "texts" / "1.0.0").exists()
   shards = sorted((tmp_path / "texts").glob("*/*tfrecord-0000[01]*"))
@@ -90,7 +90,7 @@ def test_what_was_finished_is_not_written_again(tmp_path):
   ("name", "content", "says"),
   [
     ("a.jsonl", b'{"txt": "a"}', r"a\.jsonl:1: no text in field text\. It has: txt\."),
-    ("a.jsonl", b"[", r"a\.jsonl:1: no JSON"),
+    ("a.jsonl", b"[", r"a\.jsonl:1 is no JSON"),
     ("a-test.jsonl", lines(["a"]), r"has no split test, only train, validation"),
     ("a.jsonl.gz", gzip.compress(lines(["a"]), mtime=0)[:-4], r"a\.jsonl\.gz cannot be read"),
     ("a.txt", b"text", r"a\.txt is none of"),

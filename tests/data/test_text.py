@@ -179,10 +179,10 @@ def test_making_and_checking_write_nothing(tmp_path, cache):
 @pytest.mark.parametrize(
   "name, content, message",
   [
-    ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"{path}:3: no JSON \(Expecting value\)"),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"{path}:3 is no JSON: Expecting value"),
     ("a.jsonl", b'{"text": "a"}\n["text"]\n', r"{path}:2: no JSON object"),
-    ("a.jsonl", b'{"text": "\xff"}\n', r"{path} cannot be read: 'utf-8' codec"),
-    ("a.txt", b"\xff", r"{path} cannot be read: 'utf-8' codec"),
+    ("a.jsonl", b'{"text": "\xff"}\n', r"{path}:1 is no text in UTF-8: invalid start byte at 10"),
+    ("a.txt", b"\xff", r"{path} is no text in UTF-8: invalid start byte at 0"),
     ("a.jsonl.zst", b"junk", r"{path} cannot be read: .*ZSTD"),
     ("a.parquet", b"junk", r"{path} is no parquet file"),
     ("a.parquet", b"", r"{path} is no parquet file"),

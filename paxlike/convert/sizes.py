@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes in a configuration, held against the tensors before a model of them is built."""
+
+import contextlib
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from paxlike.convert.tensors import TensorSpec
+from paxlike.errors import UserError
+from paxlike.hugging_face import Family
+from paxlike.weight_rules import PerExpert
+
+# Dims of weights: no tensor is so large without saying so, and no count larger than its tensors.
+_DIMS = ("VOCAB_SIZE", "MODEL_DIMS", "HIDDEN_DIMS", "EXPERT_DIMS", "LATENT_DIMS")
+_MORE_DIMS = ("QUERY_LATENT_DIMS", "NUM_EXPERTS", "NUM_HEADS", "NUM_KV_HEADS", "DIMS_PER_HEAD")
+_ROPE_DIMS = ("DIMS_PER_ROPE_HEAD", "DIMS_PER_VALUE_HEAD")
+_MOST = {"NUM_LAYERS": 2_000, "NUM_HEADS": 2**16, "DIMS_PER_HEAD": 2**16, "NUM_EXPERTS": 2**16}
+_MOST_OF_ALL = 2**31 - 1
+_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
+
+
+def check(knobs: Mapping[str, Any], family: Family, found: Mapping[str, TensorSpec]):
+  """Compares the sizes that a configuration sets with those of the tensors that are there.
+
+  Args:
+    knobs: What `family.read` made of the configuration.
+    family: Has their names in it.
+    found: The tensors by name.
+
+  Raises:
+    UserError: The model would be larger than what the tensors can hold.
+  """
+  keys = {knob: key for key, knob in family.knobs.items()}
+  layers = {match[1] for name in found if (match := _NUMBER.search(name))}
+  largest = max((size for spec in found.values() for size in spec.shape), default=0)
+  limits = dict.fromkeys((*_DIMS, *_MORE_DIMS, *_ROPE_DIMS), largest)
+  limits |= {"NUM_LAYERS": len(layers), "NUM_DENSE_LAYERS": len(layers)}
+  num_layers = knobs.get("NUM_LAYERS")
+  if any(isinstance(rule, PerExpert) for rule in family.rules.values()) and num_layers:
+    sparse = num_layers - (knobs.get("NUM_DENSE_LAYERS") or 0)
+    limits["NUM_EXPERTS"] = len(found) // max(sparse, 1)
+  for knob, value in knobs.items():
+    if type(value) is not int:
+      continue
+    limit = limits.get(knob, _MOST_OF_ALL)
+    if abs(value) > min(limit, _MOST.get(knob, _MOST_OF_ALL)):
+      there = f"{len(layers)} layers" if "LAYERS" in knob else f"sizes up to {largest}"
+      raise UserError(
+        f"config.json: {keys.get(knob, knob)} is {value}, but the tensors are {len(found)}, of"
+        f" {there}."
+      )
+
+
+@contextlib.contextmanager
+def describing(config: pathlib.Path) -> Iterator[None]:
+  """Context of making a model of a configuration, which others may have written anyhow.
+
+  Raises:
+    UserError: None can be made of it.
+  """
+  try:
+    yield
+  except UserError as error:
+    if config.name in str(error):
+      raise
+    raise UserError(f"{config}: {error}") from None
+  except Exception as error:
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    raise UserError(f"{config}: no model can be made of it: {said.rstrip('.')}.") from error

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program that renders a tokenizer's own chat template, in a process of its own.
+
+A template is a program of others: this process has little memory and time, and the calls that a
+template can make are those of Jinja's sandbox. It reads lines of JSON and answers each by one: the
+template's source first, then the values of one rendering after another.
+"""
+
+import json
+import resource
+import sys
+from typing import Any
+
+MEMORY_BYTES = 2**30
+SECONDS = 10  # Of computing, for one answer.
+TEXT_CHARACTERS = 2**24
+
+
+def main():
+  """Answers until the input ends."""
+  resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  template: Any = None
+  for line in sys.stdin:
+    _allow(SECONDS)
+    answer: dict[str, Any]
+    try:
+      if template is None:
+        template = _compiled(json.loads(line))
+        answer = {"text": ""}
+      else:
+        answer = {"text": _rendered(template, json.loads(line))}
+    except BaseException as error:  # A template can fail in any way.
+      said = str(error).strip() or type(error).__name__
+      answer = {"error": said[:1000]}
+    print(json.dumps(answer), flush=True)
+
+
+def _allow(seconds: int):
+  """Ends this process when it has computed for so long from now on."""
+  used = resource.getrusage(resource.RUSAGE_SELF)
+  until = int(used.ru_utime + used.ru_stime) + 1 + seconds
+  resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _compiled(source: str) -> Any:
+  import jinja2.sandbox
+
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+  )
+
+  def refuse(message: str):
+    raise ValueError(message)
+
+  environment.globals["raise_exception"] = refuse
+  return environment.from_string(source)
+
+
+def _rendered(template: Any, values: dict[str, Any]) -> str:
+  text = template.render(values)
+  if len(text) > TEXT_CHARACTERS:
+    raise ValueError(f"it makes a text of {len(text):,} characters")
+  return text
+
+
+if __name__ == "__main__":
+  main()

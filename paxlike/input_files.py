@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading files that others made: regular files only, of bounded size, inside their folder.
+
+A pipe, device or socket in the place of a file would block or never end, a link or name can lead
+to the user's own files, and a small file can stand for more than the memory holds.
+"""
+
+import collections
+import contextlib
+import json
+import math
+import os
+import pathlib
+import stat
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from paxlike.errors import UserError
+
+JSON_BYTES = 64_000_000  # The longest JSON that is read: an index of 500,000 tensors.
+_MAX_CONTAINERS = 2_000_000  # Lists and mappings in it, of which each costs 60 bytes and more.
+_KINDS = {
+  stat.S_IFDIR: "a folder",
+  stat.S_IFIFO: "a pipe",
+  stat.S_IFSOCK: "a socket",
+  stat.S_IFCHR: "a device",
+  stat.S_IFBLK: "a device",
+}
+# Of a folder in the cache of huggingface_hub; its files are links to PARENT/blobs.
+_CACHED = ("models--", "datasets--")
+
+
+class Identity(NamedTuple):
+  """By which a file is known to be the one that was read before."""
+
+  device: int
+  inode: int
+  size: int
+  changed_ns: int
+
+
+@contextlib.contextmanager
+def opened(path: pathlib.Path, *, folder: pathlib.Path | None = None) -> Iterator[BinaryIO]:
+  """Context that gives a regular file, open for reading.
+
+  Args:
+    path: The file, or a link to it.
+    folder: Where the file must be, after all links; or in the cache of huggingface_hub that the
+      folder belongs to. None: anywhere, because the user named the file itself.
+
+  Raises:
+    UserError: There is no such file, it is none, it is elsewhere, or reading it fails.
+  """
+  try:
+    # Asked before: opening a device can do something. Asked again after: it may have changed.
+    _refuse_other_kinds(path, os.stat(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+      _refuse_other_kinds(path, os.fstat(descriptor))
+      if folder is not None:
+        _refuse_outside(path, folder, descriptor)
+      yield file
+  except OSError as error:
+    raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+  except ValueError as error:
+    if "null byte" not in str(error):
+      raise
+    raise UserError(f"{str(path)!r} is no name of a file.") from None
+
+
+def check(path: pathlib.Path, *, folder: pathlib.Path | None = None, limit: int | None = None):
+  """Opens a file, and refuses one of more than `limit` bytes; arguments and errors of `opened`."""
+  with opened(path, folder=folder) as file:
+    _refuse_larger(path, os.fstat(file.fileno()).st_size, limit)
+
+
+def identity(file: BinaryIO) -> Identity:
+  """Returns which file an open one is."""
+  found = os.fstat(file.fileno())
+  return Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def is_there(path: pathlib.Path) -> bool:
+  """Returns whether there is anything of that name, if only a link that leads nowhere."""
+  return os.path.lexists(path)
+
+
+def read(path: pathlib.Path, *, limit: int, folder: pathlib.Path | None = None) -> bytes:
+  """Returns the content of a file of at most `limit` bytes; arguments and errors of `opened`."""
+  with opened(path, folder=folder) as file:
+    _refuse_larger(path, os.fstat(file.fileno()).st_size, limit)
+    content = file.read(limit + 1)  # It may have grown.
+    _refuse_larger(path, len(content), limit)
+    return content
+
+
+def read_text(path: pathlib.Path, *, limit: int, folder: pathlib.Path | None = None) -> str:
+  """Returns the text of a file in UTF-8; as `read`."""
+  try:
+    return read(path, limit=limit, folder=folder).decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise UserError(f"{path} is no text in UTF-8: {error.reason} at {error.start}.") from None
+
+
+def copy(path: pathlib.Path, to: pathlib.Path, *, limit: int, folder: pathlib.Path):
+  """Copies a file of at most `limit` bytes; arguments and errors of `opened`.
+
+  Raises:
+    OSError: `to` cannot be written.
+  """
+  content = read(path, limit=limit, folder=folder)
+  to.write_bytes(content)
+
+
+def read_json(
+  path: pathlib.Path, *, limit: int = JSON_BYTES, folder: pathlib.Path | None = None
+) -> dict[str, Any]:
+  """Returns the mapping in a JSON file.
+
+  Raises:
+    UserError: There is none; or as `opened` and `parse_json`.
+  """
+  value = parse_json(read(path, limit=limit, folder=folder), place=str(path))
+  if not isinstance(value, dict):
+    raise UserError(f"{path} holds no mapping.")
+  return value
+
+
+def parse_json(text: bytes, *, place: str, strict: bool = True) -> Any:
+  """Returns what a JSON text in UTF-8 says.
+
+  Args:
+    text: The JSON.
+    place: Where it stands, for people.
+    strict: Whether keys that are there twice, of which the last counts, and numbers that are not
+      finite are refused.
+
+  Raises:
+    UserError: It is none, is nested too deep, or holds more lists and mappings than any file has.
+  """
+  longer = len(text) > _MAX_CONTAINERS
+  if longer and text.count(b"[") + text.count(b"{") > _MAX_CONTAINERS:
+    raise UserError(f"{place} holds more than {_MAX_CONTAINERS:,} lists and mappings.")
+  try:
+    if not strict:
+      return json.loads(text.decode("utf-8"))
+    return json.loads(
+      text.decode("utf-8"), object_pairs_hook=_mapping, parse_float=_finite, parse_constant=_finite
+    )
+  except RecursionError:
+    raise UserError(f"{place} is nested too deep.") from None
+  except UnicodeDecodeError as error:
+    raise UserError(f"{place} is no text in UTF-8: {error.reason} at {error.start}.") from None
+  except ValueError as error:
+    raise UserError(f"{place} is no JSON: {error}.") from None
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  result = dict(pairs)
+  if len(result) != len(pairs):
+    ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+    raise ValueError(f"{twice!r} is there twice")
+  return result
+
+
+def _finite(text: str) -> float:
+  value = float(text)
+  if not math.isfinite(value):
+    raise ValueError(f"{text} is no finite number")
+  return value
+
+
+def _refuse_other_kinds(path: pathlib.Path, found: os.stat_result):
+  if not stat.S_ISREG(found.st_mode):
+    kind = _KINDS.get(stat.S_IFMT(found.st_mode), "of another kind")
+    raise UserError(f"{path} is {kind}, no file.")
+
+
+def _refuse_larger(path: pathlib.Path, size: int, limit: int | None):
+  if limit is not None and size > limit:
+    raise UserError(f"{path} has {size:,} bytes; of such a file at most {limit:,} are read.")
+
+
+def _refuse_outside(path: pathlib.Path, folder: pathlib.Path, descriptor: int):
+  target = pathlib.Path(os.path.realpath(path))
+  root = pathlib.Path(os.path.realpath(folder))
+  if not os.path.samestat(os.stat(target), os.fstat(descriptor)):
+    raise UserError(f"{path} changed while it was opened.")
+  # A cache has the files of all revisions in one place: REPOSITORY/snapshots/REVISION/FILE is a
+  # link to REPOSITORY/blobs/HASH. `blobs` is not resolved: were it a link itself, no file is in it.
+  places = [root] + [
+    parent.parent / "blobs"
+    for parent in root.parents
+    if parent.name == "snapshots" and parent.parent.name.startswith(_CACHED)
+  ]
+  if not any(target.is_relative_to(place) for place in places):
+    raise UserError(f"{path} is outside of {folder}, at {target}: copy the file into the folder.")

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paxlike-convert` as a process: what it prints, and what is left however it ends."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny_llama
+
+from paxlike import run_folder
+from paxlike.convert.main import run
+from paxlike.errors import UserError, one_line
+
+SUMMARY = "made: 21 weights in float32\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  """The working directory, which has a model."""
+  tiny_llama.write(tmp_path / "theirs")
+  monkeypatch.chdir(tmp_path)
+  return tmp_path
+
+
+def start(*flags, to="made", before=(), stdout=subprocess.PIPE):
+  # As for a user: nothing says that there are no accelerators.
+  environ = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+  command = [*before, sys.executable, "-m", "paxlike.convert.main", *flags, f"--to={to}"]
+  return subprocess.Popen(command, text=True, env=environ, stdout=stdout, stderr=subprocess.PIPE)
+
+
+def started(folder, *, fills=False):
+  """Returns a conversion that has made its folder, and has begun to fill it; and the folder."""
+  before = set(folder.glob(".made.*"))
+  process = start("--from=hf", "--path=theirs")
+  end = time.monotonic() + 60
+  while not (found := set(folder.glob(".made.*")) - before) or (
+    fills and not list(found.copy().pop().glob("content/checkpoints"))
+  ):
+    assert process.poll() is None and time.monotonic() < end
+    time.sleep(0.002)
+  return process, found.pop()
+
+
+def names(folder):
+  return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_it_prints_one_line_and_takes_relative_paths(folder):
+  for flags, to in (
+    (("--from=hf", "--path=theirs"), "made"),
+    (("--from=paxlike", "--path=made"), "back"),
+  ):
+    process = start(*flags, to=to)
+    out, error = process.communicate()
+    assert (process.returncode, error) == (0, "")
+    assert out == SUMMARY.replace("made", to)
+  assert names(folder) == ["back", "made", "theirs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_nothing_is_left(folder, number):
+  if signal.getsignal(number) is signal.SIG_IGN:
+    pytest.skip("ignored here, and so by what is started")
+  process, _ = started(folder)
+  process.send_signal(number)
+  assert process.communicate() == ("", "")
+  assert process.returncode == 128 + number
+  assert names(folder) == ["theirs"]
+
+
+@pytest.mark.slow
+def test_what_a_killed_one_left_is_removed_by_the_next_but_not_what_another_writes(folder, capfd):
+  killed, left = started(folder)
+  killed.kill()
+  killed.communicate()
+  stopped, living = started(folder, fills=True)
+  assert not left.exists()
+  stopped.send_signal(signal.SIGSTOP)
+  foreign = folder / ".made.1234567"
+  foreign.mkdir()
+  (foreign / "lock").write_text("another machine")
+  mine = folder / ".made.notes"
+  mine.mkdir()
+  assert run(["--from=hf", "--path=theirs", "--to=made"]) == 0
+  assert capfd.readouterr().out == SUMMARY
+  assert foreign.exists() and mine.exists() and living.exists()
+  stopped.send_signal(signal.SIGCONT)
+  _, error = stopped.communicate()
+  assert stopped.returncode == 2 and error.count("\n") == 1 and "--to=made cannot be" in error
+  assert names(folder) == [".made.1234567", ".made.notes", "made", "theirs"]
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more_is_said_and_nothing_is_left(folder):
+  limited = ("bash", "-c", 'ulimit -f 5; exec "$@"', "-")  # Of 1024 bytes.
+  process = start("--from=hf", "--path=theirs", to="new/made", before=limited)
+  _, error = process.communicate()
+  assert process.returncode == 2
+  assert error == "paxlike-convert: --to=new/made cannot be written: File too large.\n"
+  assert names(folder) == ["theirs"]
+
+
+@pytest.mark.slow
+def test_who_reads_the_output_may_stop(folder):
+  reader, writer = os.pipe()
+  os.close(reader)
+  process = start("--from=hf", "--path=theirs", "--dry_run", stdout=writer)
+  os.close(writer)
+  _, error = process.communicate()
+  assert (process.returncode, error) == (0, "")
+
+
+@pytest.mark.parametrize("to", ["there", "link", "dangling", "/", "."])
+def test_a_folder_that_is_there_is_never_written_nor_removed(folder, to):
+  (folder / "there").mkdir()
+  (folder / "there" / "mine").touch()
+  (folder / "link").symlink_to("there")
+  (folder / "dangling").symlink_to("nowhere")
+  before = names(folder)
+  with (
+    pytest.raises(UserError, match=f"--to={to} is "),
+    run_folder.built(pathlib.Path(to), flag="to"),
+  ):
+    pass
+  assert names(folder) == before and os.path.exists("/etc")
+
+
+def test_folders_made_on_the_way_are_removed_when_it_fails(folder):
+  with (
+    pytest.raises(UserError, match="--to=a/b/c cannot be written"),
+    run_folder.built(pathlib.Path("a/b/c"), flag="to") as made,
+  ):
+    (made / "file").touch()
+    raise OSError("no more")
+  assert names(folder) == ["theirs"]
+
+
+def test_a_message_is_one_line_whatever_files_say():
+  assert one_line("a\nb\x1b[2J\u202e\tc") == r"a\nb\x1b[2J\u202e\tc"
+  assert len(one_line("x" * 10**6)) < 3000
