@@ -74,14 +74,15 @@ class Checkpoints:
     Raises:
       UserError: None would be kept.
     """
-    check_keep(keep)
+    committing.check_keep(keep)
     import orbax.checkpoint as ocp  # Here: it takes most of a second, and not every mode needs it.
 
     self._ocp = ocp
     self._directory = run_folder.absolute(directory)  # Orbax reads no relative path.
     self._keep, self._preserved, self._check_owner = keep, preserved, check_owner
     self._damaged: set[int] = set()  # What `restore_latest_valid` has passed over.
-    self._surplus: list[int] = []  # What goes when the checkpoint being saved is whole.
+    self._surplus: list[epath.Path] = []  # What goes when the checkpoint being saved is whole.
+    self._opened: dict[int, Checksums | None] = {}  # Verified but for its arrays, by step.
     self._manager: Any = None
     self._failed = False  # Whether it has been said that one could not be written.
 
@@ -127,34 +128,13 @@ class Checkpoints:
       step_format_fixed_length=8,
       cleanup_tmp_directories=True,
       temporary_path_class=committing.path_class(
-        self._directory, before=self._check_owner, after=self._succeed
+        self._directory,
+        before=self._check_owner,
+        after=lambda newest: committing.replace(self._surplus, newest),
       ),
     )
     registry = committing.handlers(jax.process_index())
     return self._ocp.CheckpointManager(self._directory, options=options, handler_registry=registry)
-
-  def _succeed(self, newest: epath.Path):
-    """Removes the checkpoints that `newest` is in place of, if it is what was written."""
-    if not self._surplus:
-      return
-    try:
-      if (written := checksums.read(newest)) is not None:
-        written.verify(arrays=None)
-    except (Damaged, *run_folder.failures()) as error:
-      reason = run_folder.reason(error)
-      print(f"paxlike: {reason}. Older checkpoints stay.", file=sys.stderr)
-      return
-    for path in map(self.path, self._surplus):
-      if path.exists():
-        committing.remove(path)
-
-  def _superseded(self, step: int) -> list[int]:
-    """Returns the checkpoints that need not stay beside that of `step`."""
-    if self._keep is None:
-      return []
-    older = [other for other in self.steps() if other < step]
-    staying = {*older[len(older) - self._keep + 1 :], self._preserved()}
-    return [other for other in older if other not in staying]
 
   def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints, oldest first."""
@@ -207,7 +187,9 @@ class Checkpoints:
     try:
       self._manager = self._manager or self._open(step)
       self._manager.wait_until_finished()
-      self._surplus = self._superseded(step)
+      older = [other for other in self.steps() if other < step]
+      surplus = committing.superseded(older, keep=self._keep, preserved=self._preserved())
+      self._surplus = [self.path(other) for other in surplus]
       taken = self._manager.save(
         step,
         args=save.Composite(
@@ -379,8 +361,11 @@ class Checkpoints:
       partial_restore=True,
     )
     with self._reading(step), contextlib.closing(self._ocp.PyTreeCheckpointHandler()) as handler:
-      if (sums := checksums.read(self.path(step))) is not None:
-        sums.verify(arrays=())
+      if step not in self._opened:
+        self._opened[step] = checksums.read(self.path(step))
+        if (sums := self._opened[step]) is not None:
+          sums.verify(arrays=())
+      if (sums := self._opened[step]) is not None:
         sums.verify(arrays=[name])
       return handler.restore(self.path(step) / "state", args=args)[name]
 
@@ -447,15 +432,6 @@ def metadata_of(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     "versions": {"jax": jax.__version__, "orbax": ocp.__version__},
     "checksums": True,
   }
-
-
-def check_keep(keep: int | None):
-  """Raises a UserError if no checkpoint would be kept: Orbax would delete each once written."""
-  if keep is not None and keep < 1:
-    raise UserError(
-      f"CHECKPOINT_MAX_TO_KEEP={keep} would delete every checkpoint. It must be at least 1, or None"
-      " to keep all; --enable_checkpoint_saving=False writes none."
-    )
 
 
 def _everywhere(here: bool) -> bool:

@@ -244,25 +244,29 @@ def write(folder: epath.Path, *, to_come: Mapping[str, bytes] | None = None):
 
 
 class Checksums:
-  """The checksums of a checkpoint, and whether its files still have them."""
+  """The checksums of a checkpoint, and whether its files still have them.
+
+  Attributes:
+    files: By name in the folder of the checkpoint.
+  """
 
   def __init__(self, folder: epath.Path, files: Mapping[str, File]):
     self._folder = folder
-    self._files = files
+    self.files = files
 
   @property
   def num_bytes(self) -> int:
     """The size of all files."""
-    return sum(file.size for file in self._files.values())
+    return sum(file.size for file in self.files.values())
 
   @property
   def arrays(self) -> set[str]:
     """The names of arrays with chunks of their own."""
-    return {p.array for file in self._files.values() for p in file.pieces if p.array is not None}
+    return {p.array for file in self.files.values() for p in file.pieces if p.array is not None}
 
   def check(self, name: str, data: bytes):
     """Raises `Damaged` if these are not the bytes of a file that is of no array."""
-    file = self._files.get(name)
+    file = self.files.get(name)
     if file is None or file.size != len(data):
       raise self._damaged(name, None)
     if file.crc32c is None and digest(data) != file.pieces[0].digest:
@@ -303,7 +307,7 @@ class Checksums:
     there = _files(self._folder)
     remote = run_folder.is_remote(self._folder)
     result = []
-    for name, file in sorted(self._files.items()):
+    for name, file in sorted(self.files.items()):
       size, crc32c = there.get(name, (None, None))
       if size is None:
         raise self._damaged(name, None, "is missing")
@@ -312,9 +316,11 @@ class Checksums:
       among = [piece for piece in file.pieces if _is_of(piece, arrays)]
       if file.crc32c is None:
         result += [(name, piece) for piece in among]
-      elif among or not file.pieces:
-        if (crc32c if remote else _crc32c(self._folder / name)) != file.crc32c:
-          raise self._damaged(name, ", ".join(p.array for p in file.pieces if p.array) or None)
+        continue
+      if (among or not file.pieces) and file.crc32c != (
+        crc32c if remote else _crc32c(self._folder / name)
+      ):
+        raise self._damaged(name, ", ".join(p.array for p in file.pieces if p.array) or None)
     return result
 
   def _verify_piece(self, name: str, piece: Piece):

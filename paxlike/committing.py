@@ -5,13 +5,15 @@ Orbax calls them behind the training loop: the future's in every process once it
 arrays, `finalize` in process 0 once all have.
 """
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from etils import epath
 
 from paxlike import checksums, run_folder
+from paxlike.errors import UserError
 
 
 class _Measuring:
@@ -100,7 +102,44 @@ def path_class(
   return Committing
 
 
-def remove(folder: epath.Path):
+def check_keep(keep: int | None):
+  """Raises a UserError if no checkpoint would be kept: Orbax would delete each once written."""
+  if keep is not None and keep < 1:
+    raise UserError(
+      f"CHECKPOINT_MAX_TO_KEEP={keep} would delete every checkpoint. It must be at least 1, or None"
+      " to keep all; --enable_checkpoint_saving=False writes none."
+    )
+
+
+def superseded(older: Sequence[int], *, keep: int | None, preserved: int | None) -> list[int]:
+  """Returns which of the `older` steps need not stay beside a new one, of `keep` in all."""
+  if keep is None:
+    return []
+  staying = {*older[len(older) - min(keep - 1, len(older)) :], preserved}
+  return [step for step in older if step not in staying]
+
+
+def replace(surplus: Sequence[epath.Path], newest: epath.Path):
+  """Removes the checkpoints that `newest` is in place of, if that is what was written.
+
+  Raises:
+    OSError: It failed.
+  """
+  if not surplus:
+    return
+  try:
+    if (written := checksums.read(newest)) is not None:
+      written.verify(arrays=None)
+  except (UserError, *run_folder.failures()) as error:
+    reason = run_folder.reason(error)
+    print(f"paxlike: {reason}. Older checkpoints stay.", file=sys.stderr)
+    return
+  for path in surplus:
+    if path.exists():
+      _remove(path)
+
+
+def _remove(folder: epath.Path):
   """Removes a checkpoint, which is none as soon as that begins.
 
   Raises:

@@ -12,7 +12,8 @@ from etils import epath
 
 from paxlike import decoding, flops, memory, mesh, pipelined, requirements
 from paxlike.best import Best, Criterion
-from paxlike.checkpoint import Checkpoints, check_keep, flatten
+from paxlike.checkpoint import Checkpoints, flatten
+from paxlike.committing import check_keep
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import EvalSet, Evaluator, Result
 from paxlike.feed import Feed

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from paxlike import checksums
 from paxlike.checkpoint import metadata_of
 from paxlike.layers.layout import Layout
 
@@ -60,3 +61,4 @@ def write(
     for item, value in (("metadata", metadata_of(shapes, layout)), ("train_input", {})):
       (path / item).mkdir()
       handler.save(path / item, args=ocp.args.JsonSave(value))
+  checksums.write(path)
