@@ -324,7 +324,7 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
 
 
 def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) -> int:
-  from paxlike import aot, run_folder
+  from paxlike import aot, ownership, run_folder
   from paxlike.journal import Journal
 
   assert options.job_log_dir is not None
@@ -334,16 +334,27 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
     trainer.check(training=options.mode == "train")
   if options.compiled_step is not None:
     trainer.compiled_step = aot.load_step(trainer, options.compiled_step)
+  read = _decoding(options) if options.mode == "decode" else ([], None)
   # A model that a run would start from can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
-  if not is_new:
-    folder = run_folder.existing(options.job_log_dir)
-  else:
-    folder = run_folder.create(options.job_log_dir)
-  others = sys.modules.get("paxlike.distributed")
-  if others and options.mode == "train" and trainer.saving:
-    others.check_shared(folder)
-  with Journal(folder, write_summaries=options.enable_summary_writer) as journal:
+  with contextlib.ExitStack() as stack:
+    if not is_new:
+      folder = run_folder.existing(options.job_log_dir)
+    else:
+      folder = stack.enter_context(run_folder.entered(options.job_log_dir))
+    others = sys.modules.get("paxlike.distributed")
+    if others and options.mode == "train" and trainer.saving:
+      others.check_shared(folder)
+    # What evaluates and decodes writes files of its own, as a whole.
+    owned = options.mode == "train"
+    owner = stack.enter_context(ownership.owned(folder)) if owned else contextlib.nullcontext()
+    journal = stack.enter_context(
+      Journal(
+        folder,
+        write_summaries=options.enable_summary_writer,
+        check_owner=getattr(owner, "check", lambda: None),
+      )
+    )
     if options.mode != "train":
       of = " of prompts" if options.mode == "decode" else ""
       journal.note(f"attention{of}: {', '.join(trainer.attention)}")
@@ -352,7 +363,7 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
     elif options.mode == "eval":
       trainer.evaluate(folder, journal, step=_step(options, folder))
     elif options.mode == "decode":
-      prompts, how = _decoding(options)
+      prompts, how = read
       trainer.decode(folder, journal, prompts, step=_step(options, folder), options=how)
     else:
       with run_folder.reading(folder / "config.json"):

@@ -98,6 +98,33 @@ def _reaching(what: str) -> Iterator[None]:
     raise UserError(f"{what}: {reason(error)}.") from error
 
 
+@contextlib.contextmanager
+def entered(path: str) -> Iterator[epath.Path]:
+  """Context with the folder of a run, made if missing, after trying to write in it.
+
+  Folders that were made for it and are empty at the end are removed: a run that was refused leaves
+  nothing.
+
+  Raises:
+    UserError: It cannot be made or written in.
+  """
+  made = _missing(path)
+  try:
+    yield create(path)
+  finally:
+    for parent in made:
+      with contextlib.suppress(OSError):
+        os.rmdir(parent)
+
+
+def _missing(path: str) -> list[epath.Path]:
+  """Returns the folder and those above it that are not there, the lowest first."""
+  folder = absolute(path)
+  if is_remote(path):
+    return []
+  return [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
+
+
 def create(path: str) -> epath.Path:
   """Returns the folder, made if missing, after trying to write in it.
 
@@ -114,7 +141,7 @@ def create(path: str) -> epath.Path:
       trial.write_bytes(b"")
       trial.unlink()
     return folder
-  missing = [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
+  missing = _missing(path)
   try:
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):

@@ -39,6 +39,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("layers", "data", "feed"),
   (
     "committing",
+    "ownership",
     "optimizers",
     "flops",
     "requirements",
