@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -282,14 +283,20 @@ def is_running(folder: epath.Path) -> bool:
   with run_folder.reading(path):
     if not path.exists():
       return False
-    status = json.loads(path.read_text())
-  if status["state"] != "running":
+    data = path.read_bytes()
+  try:
+    status = json.loads(data)
+    state, host, pid = status["state"], status["host"], int(status["pid"])
+  except (ValueError, KeyError, TypeError) as error:
+    print(f"paxlike: {path} is damaged ({run_folder.reason(error)}): skipped", file=sys.stderr)
     return False
-  if status["host"] != socket.gethostname():
+  if state != "running":
+    return False
+  if host != socket.gethostname():
     return True
   try:
-    os.kill(status["pid"], 0)
-  except ProcessLookupError:
+    os.kill(pid, 0)
+  except (ProcessLookupError, OverflowError):
     return False
   except PermissionError:
     pass

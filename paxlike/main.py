@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike import cluster, flags, gpu_targets, memory, topology, tpu_targets, usage
+from paxlike import cluster, console, flags, gpu_targets, memory, topology, tpu_targets, usage
 from paxlike.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ _interrupted: list[BaseException] = []
 
 def run():
   """Entry point of the `paxlike` command."""
+  console.outlive_readers()
   sys.unraisablehook = _report_unraisable
   # Where reading or writing a checkpoint fails, Orbax abandons what it has not begun.
   warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
@@ -324,7 +325,7 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
 
 
 def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) -> int:
-  from paxlike import aot, ownership, run_folder
+  from paxlike import aot, decode_options, ownership, run_folder
   from paxlike.journal import Journal
 
   assert options.job_log_dir is not None
@@ -334,7 +335,7 @@ def _run(options: flags.Options, experiment: "Experiment | None", graph: Any) ->
     trainer.check(training=options.mode == "train")
   if options.compiled_step is not None:
     trainer.compiled_step = aot.load_step(trainer, options.compiled_step)
-  read = _decoding(options) if options.mode == "decode" else ([], None)
+  read = decode_options.read(options) if options.mode == "decode" else ([], None)
   # A model that a run would start from can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
   with contextlib.ExitStack() as stack:
@@ -398,30 +399,6 @@ def _step(options: flags.Options, folder: Any) -> int | None:
   from paxlike import best
 
   return best.step_of(folder) if options.step == "best" else options.step
-
-
-def _decoding(options: flags.Options) -> tuple[list[str], Any]:
-  """Returns the prompts, and how they are to be continued."""
-  from paxlike import decoding, prompts
-  from paxlike.sampling import Sampling
-
-  def given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-  limits = given(top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
-  how = decoding.Options(
-    sampling=Sampling(**given(temperature=options.temperature), **limits),
-    stop=options.stop,
-    stop_tokens=options.stop_token,
-    **given(
-      max_new_tokens=options.max_new_tokens,
-      num_samples=options.num_samples,
-      num_rows=options.decode_rows,
-      seed=options.decode_seed,
-    ),
-  )
-  read = [text for name in options.prompt_file for text in prompts.read(name)]
-  return [*options.prompt, *read], how
 
 
 def _files(experiment: "Experiment | None", graph: Any) -> dict[str, str]:

@@ -4,6 +4,7 @@
 import contextlib
 import errno
 import importlib.util
+import io
 import os
 import pathlib
 import shutil
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from typing import TextIO
 
 from etils import epath
 
@@ -198,6 +200,30 @@ def write(path: epath.Path, text: str):
   except OSError:
     temporary.unlink(missing_ok=True)
     raise
+
+
+@contextlib.contextmanager
+def replacing(path: epath.Path) -> Iterator[TextIO]:
+  """Context with a file to write to, which becomes `path` at its end; an error leaves the old one.
+
+  Raises:
+    OSError: It failed; what was there is still there.
+  """
+  if is_remote(path):
+    text = io.StringIO()
+    yield text
+    path.write_bytes(text.getvalue().encode())
+    return
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_name(f".{path.name}.{os.getpid()}")
+  try:
+    with open(temporary, "w") as file:
+      yield file
+    temporary.replace(path)
+  finally:
+    temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+      os.rmdir(path.parent)  # If it was made for nothing.
 
 
 @contextlib.contextmanager

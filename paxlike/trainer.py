@@ -106,6 +106,16 @@ class Trainer:
       self.best.check(self.eval_data)
     for data in self._datasets(training=training):
       data.check()
+    if training and self.sample_prompt is not None:
+      self.check_prompts([self.sample_prompt])
+
+  def check_prompts(self, prompts: Sequence[str]):
+    """Finds whether the model can continue `prompts`.
+
+    Raises:
+      UserError: It cannot.
+    """
+    decoding.check(prompts, self.model, self.data.tokenizer, max_len=self.data.seq_len)
 
   def check_step(self, *, training: bool = True):
     """Finds whether there is something to train, and whether the devices can share a batch.
@@ -314,6 +324,7 @@ class Trainer:
     Raises:
       UserError: There is no such checkpoint, it is of another experiment, or has no tokenizer.
     """
+    self.check_prompts(prompts)
     with jax.set_mesh(self.devices):
       step, params = self._origin(folder).params(step)
       texts = self._decoding(params, options)

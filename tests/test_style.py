@@ -67,6 +67,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("scripts_gpu", "checks"),
   ("harness",),
   ("flags", "show", "check_page", "compile_page", "plan_page", "plot", "verify", "convert"),
+  ("decode_options",),
   ("main",),
 )
 FIDDLE = {
