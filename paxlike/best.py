@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping
 
 import jax
@@ -60,13 +61,16 @@ class Best:
   def __init__(self, folder: epath.Path, criterion: Criterion | None):
     """Reads what was found by the same criterion before; with none, nothing is ever best.
 
-    Raises:
-      UserError: What the folder says is damaged.
+    If what the folder says is damaged, that is printed, and nothing was found.
     """
     self._path = folder / FILE
     self._criterion = criterion
     self._values: dict[int, float] = {}
-    told = _read(self._path)
+    told = None
+    try:
+      told = _read(self._path)
+    except UserError as error:
+      print(f"paxlike: {error}", file=sys.stderr)
     if told is not None and criterion is not None and told[0].metric == criterion.metric:
       self._values = told[1]
 
@@ -128,10 +132,10 @@ def _read(path: epath.Path) -> tuple[Criterion, dict[int, float]] | None:
   if not path.exists():
     return None
   try:
-    told = json.loads(path.read_text())
+    told = json.loads(path.read_bytes())
     values = {int(step): float(value) for step, value in told["values"]}
     return Criterion(metric=told["metric"], lowest=told["lowest"]), values
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise UserError(
-      f"{path} is damaged ({error!r}): remove it, and no checkpoint is best."
+      f"{path} is damaged ({run_folder.reason(error)}): which checkpoint was best is not known."
     ) from error

@@ -2,15 +2,16 @@
 """Checkpoints: saved asynchronously and whole or not at all, restored onto any mesh and layout.
 
 A training state is saved as a flat dict of arrays under dotted names. `checkpoint_00000100` holds
-100 completed updates: `state`, `metadata` (the names, shapes and dtypes; the layout) and
-`train_input` (the position in the data).
+100 completed updates: `state`, `metadata` (the names, shapes and dtypes; the layout),
+`train_input` (the position in the data), and the checksums of all of it.
 """
 
 import contextlib
 import dataclasses
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -19,8 +20,9 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from paxlike import relayout, run_folder
-from paxlike.errors import UserError
+from paxlike import checksums, committing, relayout, run_folder
+from paxlike.checksums import Checksums, Damaged
+from paxlike.errors import RunError, UserError
 from paxlike.layers.layout import Layout
 
 Flat = dict[str, Any]
@@ -28,22 +30,6 @@ Flat = dict[str, Any]
 # How reading damaged files, and writing on a full disk, fail in Orbax, TensorStore and JSON.
 _UNWRITABLE = (OSError, ValueError, RuntimeError)
 _FAILED = (*_UNWRITABLE, KeyError, TypeError)
-
-
-class _Damaged(UserError):
-  """A checkpoint cannot be read."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Preserved:
-  """Orbax's interface of what says which checkpoints stay: that of one step."""
-
-  step: Callable[[], int | None]
-
-  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-    del context
-    step = self.step()
-    return [checkpoint.step == step for checkpoint in checkpoints]
 
 
 class Restored(NamedTuple):
@@ -78,25 +64,25 @@ class Checkpoints:
     *,
     keep: int | None,
     preserved: Callable[[], int | None] = lambda: None,
+    check_owner: Callable[[], None] = lambda: None,
   ):
     """When one is saved the `keep` newest stay, None keeps all, and that of step `preserved()`.
+
+    An older one goes only when the new one has been verified. `check_owner` raises if this process
+    may write no more.
 
     Raises:
       UserError: None would be kept.
     """
-    check_keep(keep)
+    committing.check_keep(keep)
     import orbax.checkpoint as ocp  # Here: it takes most of a second, and not every mode needs it.
 
     self._ocp = ocp
     self._directory = run_folder.absolute(directory)  # Orbax reads no relative path.
-    managers = ocp.checkpoint_managers
-    kept = [managers.LatestN(keep), _Preserved(preserved)]
-    self._options = ocp.CheckpointManagerOptions(
-      preservation_policy=managers.AnyPreservationPolicy(kept),
-      step_prefix="checkpoint",
-      step_format_fixed_length=8,
-      cleanup_tmp_directories=True,
-    )
+    self._keep, self._preserved, self._check_owner = keep, preserved, check_owner
+    self._damaged: set[int] = set()  # What `restore_latest_valid` has passed over.
+    self._surplus: list[epath.Path] = []  # What goes when the checkpoint being saved is whole.
+    self._opened: dict[int, Checksums | None] = {}  # Verified but for its arrays, by step.
     self._manager: Any = None
     self._failed = False  # Whether it has been said that one could not be written.
 
@@ -109,6 +95,8 @@ class Checkpoints:
     try:
       self._manager.close()
     except _unwritable() as error:
+      if kind is None and isinstance(error, UserError | RunError):
+        raise
       if kind is None:
         raise self._unwritable(error) from error
       # What ends the run matters more, and must not be hidden.
@@ -118,19 +106,35 @@ class Checkpoints:
   def _open(self, step: int) -> Any:
     """Returns the manager, made by the first save: it removes unfinished saves, as no reader may.
 
-    Checkpoints from `step` on could not be read, or the run would have gone on from them. They are
-    moved aside, since Orbax saves nothing older than the newest.
+    Checkpoints from `step` on that were found damaged are moved aside, since Orbax saves nothing
+    older than the newest.
+
+    Raises:
+      UserError: One of them is not damaged.
     """
+    newer = [other for other in self.steps() if other >= step]
+    if whole := [str(other) for other in newer if other not in self._damaged]:
+      raise UserError(
+        f"{self._directory} holds checkpoint {', '.join(whole)}, which this run has not read: it"
+        f" cannot save {step} after it."
+      )
     if jax.process_index() == 0:
-      for path in (self.path(newer) for newer in self.steps() if newer >= step):
+      for path in map(self.path, newer):
         path.rename(self._directory / f"damaged_{path.name}_{time.time_ns()}")
     if jax.process_count() > 1:
       multihost_utils.sync_global_devices("damaged checkpoints are moved aside")
-    return self._ocp.CheckpointManager(
-      self._directory,
-      options=self._options,
-      item_names=("state", "metadata", "train_input"),
+    options = self._ocp.CheckpointManagerOptions(
+      step_prefix="checkpoint",
+      step_format_fixed_length=8,
+      cleanup_tmp_directories=True,
+      temporary_path_class=committing.path_class(
+        self._directory,
+        before=self._check_owner,
+        after=lambda newest: committing.replace(self._surplus, newest),
+      ),
     )
+    registry = committing.handlers(jax.process_index())
+    return self._ocp.CheckpointManager(self._directory, options=options, handler_registry=registry)
 
   def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints, oldest first."""
@@ -179,8 +183,13 @@ class Checkpoints:
     """
     save = self._ocp.args
     metadata = metadata_of(state, layout)
+    self._check_owner()
     try:
       self._manager = self._manager or self._open(step)
+      self._manager.wait_until_finished()
+      older = [other for other in self.steps() if other < step]
+      surplus = committing.superseded(older, keep=self._keep, preserved=self._preserved())
+      self._surplus = [self.path(other) for other in surplus]
       taken = self._manager.save(
         step,
         args=save.Composite(
@@ -189,6 +198,8 @@ class Checkpoints:
           train_input=save.JsonSave(train_input),
         ),
       )
+    except (UserError, RunError):
+      raise
     except _unwritable() as error:
       raise self._unwritable(error) from error
     assert taken, f"checkpoint {step} is not newer than {self.latest()}"
@@ -204,6 +215,8 @@ class Checkpoints:
     try:
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
+    except (UserError, RunError):
+      raise
     except _unwritable() as error:
       raise self._unwritable(error) from error
 
@@ -238,18 +251,28 @@ class Checkpoints:
       UserError: The names, shapes or dtypes differ: it is of another experiment. Or it is damaged.
     """
     ocp = self._ocp
+    with self._reading(step):
+      sums = checksums.read(self.path(step))
+      if sums is not None:
+        sums.verify(arrays=())
+      elif jax.process_index() == 0:
+        print(f"paxlike: {self.path(step)} has no checksums: not verified.", file=sys.stderr)
     metadata, saved_layout, lacking = self.check(step, target, layout=layout, partial=partial)
     zeros = {n: target[n] for n in lacking}
     target = {n: leaf for n, leaf in target.items() if n not in lacking}
     with self._reading(step):
-      train_input = self._read_json(step, "train_input")
+      train_input = self._read_json(step, "train_input", sums)
     source = relayout.in_layout(target, layout, saved_layout)
     arguments = ocp.args.PyTreeRestore(
       source,
       restore_args=ocp.checkpoint_utils.construct_restore_args(source),
       partial_restore=True,  # Of what it should not hold, `check` has told.
     )
-    with self._reading(step), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+    with (
+      self._reading(step),
+      _verifying(sums, source),
+      contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler,
+    ):
       state = handler.restore(self.path(step) / "state", args=arguments)
     state = relayout.converted(state, saved_layout, target, layout)
     state |= {n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in zeros.items()}
@@ -271,7 +294,7 @@ class Checkpoints:
       UserError: It cannot give `target`: see `restore`.
     """
     with self._reading(step):
-      metadata = self._read_json(step, "metadata")
+      metadata = self._metadata(step)
       saved_layout = Layout(**metadata["layout"])
       tensors = {
         name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
@@ -302,13 +325,14 @@ class Checkpoints:
       reason = f"{self.path(step)} is damaged (another process cannot read its part)."
       try:
         restored = self.restore(step, target, layout=layout)
-      except _Damaged as error:
+      except Damaged as error:
         reason = str(error)
       if restored is not None and _everywhere(True):
         return step, restored
       if restored is None:
         _everywhere(False)
       del restored  # Before the next one is read: there may be no room for two.
+      self._damaged.add(step)
       print(f"paxlike: {reason}", file=sys.stderr)
     if steps:
       raise UserError(
@@ -323,7 +347,7 @@ class Checkpoints:
       UserError: It is damaged.
     """
     with self._reading(step):
-      return Layout(**self._read_json(step, "metadata")["layout"])
+      return Layout(**self._metadata(step)["layout"])
 
   def read(self, step: int, name: str) -> np.ndarray:
     """Returns one array under the name that it is stored by.
@@ -337,24 +361,65 @@ class Checkpoints:
       partial_restore=True,
     )
     with self._reading(step), contextlib.closing(self._ocp.PyTreeCheckpointHandler()) as handler:
+      if step not in self._opened:
+        self._opened[step] = checksums.read(self.path(step))
+        if (sums := self._opened[step]) is not None:
+          sums.verify(arrays=())
+      if (sums := self._opened[step]) is not None:
+        sums.verify(arrays=[name])
       return handler.restore(self.path(step) / "state", args=args)[name]
+
+  def verify(self, step: int) -> int | None:
+    """Returns how many bytes of a checkpoint are as they were written; None: it has no checksums.
+
+    Raises:
+      UserError: Not all of them are.
+    """
+    with self._reading(step):
+      self._metadata(step)
+      sums = checksums.read(self.path(step))
+      if sums is None:
+        return None
+      sums.verify(arrays=None)
+      return sums.num_bytes
 
   @contextlib.contextmanager
   def _reading(self, step: int) -> Iterator[None]:
-    """Context that turns whatever reading a damaged checkpoint raises into `_Damaged`."""
+    """Context that turns whatever reading a damaged checkpoint raises into `Damaged`."""
     try:
       yield
+    except Damaged:
+      raise
     except Exception as error:
       # For a data file cut short, Orbax raises Exception itself.
       known = (*_FAILED, *run_folder.failures())
       if type(error) is not Exception and not isinstance(error, known):
         raise
       reason = run_folder.reason(error.__cause__ or error)
-      raise _Damaged(f"{self.path(step)} is damaged ({reason}).") from error
+      raise checksums.damaged(self.path(step), reason) from error
 
-  def _read_json(self, step: int, item: str) -> dict[str, Any]:
-    with contextlib.closing(self._ocp.JsonCheckpointHandler()) as handler:
-      return dict(handler.restore(self.path(step) / item))
+  def _metadata(self, step: int) -> dict[str, Any]:
+    """Returns what a checkpoint says of its arrays."""
+    sums = checksums.read(self.path(step))
+    metadata = self._read_json(step, "metadata", sums)
+    if metadata.get("checksums") and sums is None:
+      raise checksums.damaged(self.path(step), f"{checksums.FILE} is missing")
+    return metadata
+
+  def _read_json(self, step: int, item: str, sums: Checksums | None) -> dict[str, Any]:
+    data = (self.path(step) / item / "metadata").read_bytes()
+    if sums is not None:
+      sums.check(f"{item}/metadata", data)
+    return dict(json.loads(data))
+
+
+def _verifying(
+  sums: Checksums | None, arrays: Collection[str]
+) -> contextlib.AbstractContextManager[None]:
+  """Returns a context beside which arrays are verified; processes share the work."""
+  if sums is None:
+    return contextlib.nullcontext()
+  return sums.verifying(arrays=arrays, index=jax.process_index(), count=jax.process_count())
 
 
 def metadata_of(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
@@ -365,16 +430,8 @@ def metadata_of(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     "layout": dataclasses.asdict(layout),
     "tensors": {name: [list(x.shape), str(x.dtype)] for name, x in state.items()},
     "versions": {"jax": jax.__version__, "orbax": ocp.__version__},
+    "checksums": True,
   }
-
-
-def check_keep(keep: int | None):
-  """Raises a UserError if no checkpoint would be kept: Orbax would delete each once written."""
-  if keep is not None and keep < 1:
-    raise UserError(
-      f"CHECKPOINT_MAX_TO_KEEP={keep} would delete every checkpoint. It must be at least 1, or None"
-      " to keep all; --enable_checkpoint_saving=False writes none."
-    )
 
 
 def _everywhere(here: bool) -> bool:

@@ -1,9 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people see of a run: plain lines, and a progress bar where there is a terminal."""
 
+import errno
+import os
 import shutil
 import sys
 import time
+from typing import Any
+
+
+class Outliving:
+  """A text stream that, once nobody reads it any more, takes what is written and drops it."""
+
+  def __init__(self, stream: Any):
+    self._stream = stream
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
+
+  def write(self, text: str) -> int:
+    """Writes text."""
+    return self._attempt(self._stream.write, text) or len(text)
+
+  def flush(self):
+    """Writes what is held back."""
+    self._attempt(self._stream.flush)
+
+  def _attempt(self, action: Any, *arguments: str) -> Any:
+    try:
+      return action(*arguments)
+    except OSError as error:
+      if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone.
+        raise
+      nowhere = os.open(os.devnull, os.O_WRONLY)
+      os.dup2(nowhere, self._stream.fileno())
+      os.close(nowhere)
+      return None
+
+
+def outlive_readers():
+  """Lets the program go on where the reader of its output or errors ends, as `head` does."""
+  for name in ("stdout", "stderr"):
+    if getattr(sys, name) is not None:
+      setattr(sys, name, Outliving(getattr(sys, name)))
 
 
 class Console:

@@ -91,13 +91,7 @@ class Decoding:
     Raises:
       UserError: The tokenizer has ids that the model does not know, or there is none.
     """
-    if tokenizer is None:
-      raise UserError("this experiment's data have no tokenizer, so it cannot decode text.")
-    model: Any = definition.module
-    if tokenizer.vocab_size > model.vocab_size:
-      raise UserError(
-        f"the tokenizer has {tokenizer.vocab_size} ids, but the model knows {model.vocab_size}."
-      )
+    check([], definition.module, tokenizer, max_len=max_len)
     self._tokenizer = tokenizer
     self._max_len = max_len
     self.options = options
@@ -129,14 +123,8 @@ class Decoding:
         yield self._result(text, requests[text.request].tokens)
 
   def _request(self, prompt: str, *, seed: int) -> Request:
-    prefix = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-    tokens = np.array([*prefix, *map(int, self._tokenizer.encode(prompt))], np.int32)
+    tokens = _tokens_of(prompt, self._tokenizer, max_len=self._max_len)
     left = self._max_len - len(tokens)
-    if left < 1:
-      raise UserError(
-        f"a prompt of {len(tokens)} tokens leaves no room in sequences of {self._max_len}"
-        f" (MAX_SEQ_LEN): {prompt[:60]!r}..."
-      )
     return Request(tokens=tokens, max_new_tokens=min(self.options.max_new_tokens, left), seed=seed)
 
   def _result(self, text: Text, prompt_tokens: np.ndarray) -> Result:
@@ -158,6 +146,33 @@ class Decoding:
     )
 
 
+def check(prompts: Sequence[str], model: Any, tokenizer: Any, *, max_len: int):
+  """Finds whether prompts can be continued, before anything is read or written.
+
+  Raises:
+    UserError: There is no tokenizer, it has ids that the model does not know, or one is too long.
+  """
+  if tokenizer is None:
+    raise UserError("this experiment's data have no tokenizer, so it cannot decode text.")
+  if tokenizer.vocab_size > model.vocab_size:
+    raise UserError(
+      f"the tokenizer has {tokenizer.vocab_size} ids, but the model knows {model.vocab_size}."
+    )
+  for prompt in prompts:
+    _tokens_of(prompt, tokenizer, max_len=max_len)
+
+
+def _tokens_of(prompt: str, tokenizer: Any, *, max_len: int) -> np.ndarray:
+  prefix = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+  tokens = np.array([*prefix, *map(int, tokenizer.encode(prompt))], np.int32)
+  if len(tokens) >= max_len:
+    raise UserError(
+      f"a prompt of {len(tokens)} tokens leaves no room in sequences of {max_len}"
+      f" (MAX_SEQ_LEN): {prompt[:60]!r}..."
+    )
+  return tokens
+
+
 def tell(decoding: Decoding, prompts: Sequence[str], journal: Journal, path: epath.Path):
   """Continues prompts, prints the texts and writes them to `path`, a line of JSON each.
 
@@ -170,21 +185,17 @@ def tell(decoding: Decoding, prompts: Sequence[str], journal: Journal, path: epa
   shown = 0
   if single:
     journal.piece(prompts[0])
-  with run_folder.writing(path.parent):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-      for result in decoding.run(prompts):
-        prompt = prompts[result.prompt]
-        if single:
-          end = max(shown, len(result.text) - (0 if result.ended_by else held_back))
-          journal.piece(result.text[shown:end])
-          shown = end
-        if result.ended_by:
-          file.write(json.dumps(dataclasses.asdict(result) | {"prompt": prompt}) + "\n")
-          if not single:
-            journal.note(
-              f"--- {prompt!r}, sample {result.sample} ({result.ended_by})\n{result.text}"
-            )
+  with run_folder.writing(path.parent), run_folder.replacing(path) as file:
+    for result in decoding.run(prompts):
+      prompt = prompts[result.prompt]
+      if single:
+        end = max(shown, len(result.text) - (0 if result.ended_by else held_back))
+        journal.piece(result.text[shown:end])
+        shown = end
+      if result.ended_by:
+        file.write(json.dumps(dataclasses.asdict(result) | {"prompt": prompt}) + "\n")
+        if not single:
+          journal.note(f"--- {prompt!r}, sample {result.sample} ({result.ended_by})\n{result.text}")
   if single:
     journal.piece("\n")
   speed = decoding.speed

@@ -97,6 +97,18 @@ def check_shared(folder: epath.Path):
     )
 
 
+def agree(refusal: UserError | None):
+  """Raises in all processes what process 0 refuses the job with, if it does.
+
+  Raises:
+    UserError: It does.
+  """
+  said = np.frombuffer(str(refusal or "").encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
+  first = bytes(multihost_utils.broadcast_one_to_all(said)).decode(errors="ignore").strip()
+  if first:
+    raise UserError(first)
+
+
 def _failures(action: Callable[[], object]) -> dict[int, str]:
   """Does something in all processes. Returns why it failed, by process: the same in all of them."""
   reason = ""

@@ -8,8 +8,9 @@ import json
 import os
 import resource
 import socket
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import jax
@@ -17,7 +18,7 @@ from etils import epath
 
 from paxlike import chips, flops, metrics, run_folder
 from paxlike.console import Console
-from paxlike.errors import UserError
+from paxlike.errors import RunError, UserError
 from paxlike.evaluation import Result
 from paxlike.meter import TOKENS_OF, Reading
 
@@ -40,9 +41,18 @@ class Journal:
 
   Attributes:
     skipped_in_a_row: The last so many steps had no finite gradient.
+    check_owner: As given.
   """
 
-  def __init__(self, folder: epath.Path, *, write_summaries: bool = True):
+  def __init__(
+    self,
+    folder: epath.Path,
+    *,
+    write_summaries: bool = True,
+    check_owner: Callable[[], None] = lambda: None,
+  ):
+    """`check_owner` raises if this process may write no more."""
+    self.check_owner = check_owner
     self.skipped_in_a_row = 0
     self._folder = folder
     self._main = jax.process_index() == 0
@@ -60,8 +70,11 @@ class Journal:
     self._is_out_of_reach = False  # Whether the object store has refused to write.
     self._resumed_at: int | None = None
 
-  def start(self, summary: Summary, files: Mapping[str, str], *, step: int, num_steps: int):
-    """Opens the files and prints what will run, `step` updates being done already."""
+  def start(self, summary: Summary, files: Mapping[str, str | None], *, step: int, num_steps: int):
+    """Opens the files and prints what will run, `step` updates being done already.
+
+    `files` are written; those that are None are removed.
+    """
     self._summary = summary
     self._num_steps = num_steps
     if not self._main:
@@ -69,7 +82,10 @@ class Journal:
     self._resumed_at = step
     with self._writing():
       for name, text in files.items():
-        run_folder.write(self._folder / name, text)
+        if text is None:
+          (self._folder / name).unlink(missing_ok=True)
+        else:
+          run_folder.write(self._folder / name, text)
       if self._write_summaries:
         self._jsonl = metrics.open_writer(self._folder, step=step)
         self._board("train")  # No step is to wait for it.
@@ -220,17 +236,19 @@ class Journal:
     self._console.close()
     if kind is not None and self._status is not None and not self._is_out_of_reach:
       # What failed may be writing; that is then known already.
-      with contextlib.suppress(UserError):
+      with contextlib.suppress(UserError, RunError):
         self.status("failed", self._status)
-    if self._is_out_of_reach:
+    if self._is_out_of_reach or not self._writers():
       return  # A store's client would try for minutes to upload what is left.
-    with self._writing() if kind is None else contextlib.suppress(*run_folder.failures()):
+    allowed = (*run_folder.failures(), UserError, RunError)
+    with self._writing() if kind is None else contextlib.suppress(*allowed), self._writing():
       for writer in self._writers():
         writer.close()
 
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:
     """Context of writing in the folder, which notes whether a store refuses it."""
+    self.check_owner()
     try:
       with run_folder.writing(self._folder):
         yield
@@ -265,14 +283,20 @@ def is_running(folder: epath.Path) -> bool:
   with run_folder.reading(path):
     if not path.exists():
       return False
-    status = json.loads(path.read_text())
-  if status["state"] != "running":
+    data = path.read_bytes()
+  try:
+    status = json.loads(data)
+    state, host, pid = status["state"], status["host"], int(status["pid"])
+  except (ValueError, KeyError, TypeError) as error:
+    print(f"paxlike: {path} is damaged ({run_folder.reason(error)}): skipped", file=sys.stderr)
     return False
-  if status["host"] != socket.gethostname():
+  if state != "running":
+    return False
+  if host != socket.gethostname():
     return True
   try:
-    os.kill(status["pid"], 0)
-  except ProcessLookupError:
+    os.kill(pid, 0)
+  except (ProcessLookupError, OverflowError):
     return False
   except PermissionError:
     pass

@@ -12,7 +12,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike import cluster, flags, gpu_targets, memory, topology, tpu_targets, unexpected, usage
+from paxlike import (
+  cluster,
+  console,
+  flags,
+  gpu_targets,
+  memory,
+  topology,
+  tpu_targets,
+  unexpected,
+  usage,
+)
 from paxlike.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -26,6 +36,7 @@ _interrupted: list[BaseException] = []
 
 def run():
   """Entry point of the `paxlike` command."""
+  console.outlive_readers()
   sys.unraisablehook = _report_unraisable
   # Where reading or writing a checkpoint fails, Orbax abandons what it has not begun.
   warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
@@ -335,7 +346,7 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
 def _run(
   options: flags.Options, experiment: "Experiment | None", graph: Any, stage: unexpected.Stage
 ) -> int:
-  from paxlike import aot, run_folder
+  from paxlike import aot, decode_options, ownership, run_folder
   from paxlike.journal import Journal
 
   assert options.job_log_dir is not None
@@ -347,17 +358,28 @@ def _run(
     trainer.compiled_step = aot.load_step(trainer, options.compiled_step)
   elif options.mode == "train" and trainer.num_steps:
     trainer.trace()
+  read = decode_options.read(options) if options.mode == "decode" else ([], None)
   stage.ends()
   # A model that a run would start from can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
-  if not is_new:
-    folder = run_folder.existing(options.job_log_dir)
-  else:
-    folder = run_folder.create(options.job_log_dir)
-  others = sys.modules.get("paxlike.distributed")
-  if others and options.mode == "train" and trainer.saving:
-    others.check_shared(folder)
-  with Journal(folder, write_summaries=options.enable_summary_writer) as journal:
+  with contextlib.ExitStack() as stack:
+    if not is_new:
+      folder = run_folder.existing(options.job_log_dir)
+    else:
+      folder = stack.enter_context(run_folder.entered(options.job_log_dir))
+    others = sys.modules.get("paxlike.distributed")
+    if others and options.mode == "train" and trainer.saving:
+      others.check_shared(folder)
+    # What evaluates and decodes writes files of its own, as a whole.
+    owned = options.mode == "train"
+    owner = stack.enter_context(ownership.owned(folder)) if owned else contextlib.nullcontext()
+    journal = stack.enter_context(
+      Journal(
+        folder,
+        write_summaries=options.enable_summary_writer,
+        check_owner=getattr(owner, "check", lambda: None),
+      )
+    )
     if options.mode != "train":
       of = " of prompts" if options.mode == "decode" else ""
       journal.note(f"attention{of}: {', '.join(trainer.attention)}")
@@ -366,7 +388,7 @@ def _run(
     elif options.mode == "eval":
       trainer.evaluate(folder, journal, step=_step(options, folder))
     elif options.mode == "decode":
-      prompts, how = _decoding(options)
+      prompts, how = read
       trainer.decode(folder, journal, prompts, step=_step(options, folder), options=how)
     else:
       with run_folder.reading(folder / "config.json"):
@@ -394,30 +416,6 @@ def _step(options: flags.Options, folder: Any) -> int | None:
   from paxlike import best
 
   return best.step_of(folder) if options.step == "best" else options.step
-
-
-def _decoding(options: flags.Options) -> tuple[list[str], Any]:
-  """Returns the prompts, and how they are to be continued."""
-  from paxlike import decoding, prompts
-  from paxlike.sampling import Sampling
-
-  def given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-  limits = given(top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
-  how = decoding.Options(
-    sampling=Sampling(**given(temperature=options.temperature), **limits),
-    stop=options.stop,
-    stop_tokens=options.stop_token,
-    **given(
-      max_new_tokens=options.max_new_tokens,
-      num_samples=options.num_samples,
-      num_rows=options.decode_rows,
-      seed=options.decode_seed,
-    ),
-  )
-  read = [text for name in options.prompt_file for text in prompts.read(name)]
-  return [*options.prompt, *read], how
 
 
 def _files(experiment: "Experiment | None", graph: Any) -> dict[str, str]:

@@ -49,12 +49,26 @@ def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def read(path: epath.Path) -> Iterator[dict[str, Any]]:
-  """Yields the records of one file; a last line cut short by a kill is not one."""
-  for line in path.read_text().splitlines():
+  """Yields the records of one file, and says which lines are none.
+
+  A last line cut short by a kill is none, and no news.
+  """
+  lines = path.read_bytes().splitlines(keepends=True)
+  damaged = []
+  for number, line in enumerate(lines, 1):
     try:
-      yield json.loads(line)
-    except json.JSONDecodeError:
-      return
+      record = json.loads(line)
+      known = type(record["updates"]) is int
+      if not known or not all(isinstance(record.get(key, ""), str) for key in ("kind", "set")):
+        raise TypeError
+    except (ValueError, KeyError, TypeError):
+      if number < len(lines) or line.endswith(b"\n"):
+        damaged.append(number)
+      continue
+    yield record
+  if damaged:
+    first = f"line {damaged[0]}{f' and {len(damaged) - 1} more' if damaged[1:] else ''}"
+    print(f"paxlike: {path} is damaged ({first}): skipped", file=sys.stderr)
 
 
 def open_writer(folder: epath.Path, *, step: int) -> "JsonlWriter | PartsWriter":

@@ -38,16 +38,16 @@ class Origin:
   seed: int
   restore: Restore | None
 
-  def checkpoints(
-    self, *, keep: int | None = None, preserved: Callable[[], int | None] = lambda: None
-  ) -> Checkpoints:
-    """Returns those of the run; see `Checkpoints` for which stay when one is saved."""
-    return Checkpoints(self.folder / "checkpoints", keep=keep, preserved=preserved)
+  def checkpoints(self, *, keep: int | None = None, **given: Callable[[], Any]) -> Checkpoints:
+    """Returns those of the run; see `Checkpoints` for what else may be given."""
+    return Checkpoints(self.folder / "checkpoints", keep=keep, **given)
 
   def state(
     self, saved: Checkpoints, optimizer: Optimizer, journal: Journal
-  ) -> tuple[TrainState, dict[str, Any] | None, dict[str, str]]:
+  ) -> tuple[TrainState, dict[str, Any] | None, dict[str, str | None]]:
     """Returns the state to go on from, that of the data, and files that tell where it is from.
+
+    A file that is None is to be removed: a start that failed may have left it.
 
     Raises:
       UserError: The checkpoints, or the weights to start from, are damaged or of another model.
@@ -61,11 +61,9 @@ class Origin:
       journal.note(f"resuming from checkpoint {step}")
       state = dataclasses.replace(unflatten(target, restored.state), frozen=self._frozen())
       return state, restored.train_input, {}
-    given, files = {}, {}
-    if self.restore is None:
-      if jax.process_index() == 0:  # A start that failed may have left it.
-        (self.folder / PROVENANCE).unlink(missing_ok=True)
-    else:
+    given: Params = {}
+    files: dict[str, str | None] = {PROVENANCE: None}
+    if self.restore is not None:
       given, files[PROVENANCE], lost = self.restore.load(self.definition, self.devices)
       num_weights = len(self.definition.weights) - len(self.definition.statistics)
       journal.note(f"{len(given)} of {num_weights} weights: {self.restore.path}")

@@ -164,7 +164,8 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def _curve(records: Iterable[dict[str, Any]], key: str) -> Curve:
-  points = [(record["updates"], record[key]) for record in records if record.get(key) is not None]
+  found = [(record["updates"], record.get(key)) for record in records]
+  points = [(updates, value) for updates, value in found if isinstance(value, int | float)]
   return Curve([updates for updates, _ in points], [value for _, value in points])
 
 

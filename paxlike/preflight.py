@@ -24,6 +24,8 @@ def check(trainer: Any, *, training: bool):
   for data in trainer.datasets(training=training):
     trainer.model.check_data(data.seq_len, data.vocab_size)
     data.check()
+  if training and trainer.sample_prompt is not None:
+    trainer.check_prompts([trainer.sample_prompt])
 
 
 def check_step(trainer: Any, *, training: bool):

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import glob
 import importlib.util
+import io
 import os
 import pathlib
 import shutil
@@ -15,6 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from typing import TextIO
 
 from etils import epath
 
@@ -102,6 +104,33 @@ def _reaching(what: str) -> Iterator[None]:
     raise UserError(f"{what}: {reason(error)}.") from error
 
 
+@contextlib.contextmanager
+def entered(path: str) -> Iterator[epath.Path]:
+  """Context with the folder of a run, made if missing, after trying to write in it.
+
+  Folders that were made for it and are empty at the end are removed: a run that was refused leaves
+  nothing.
+
+  Raises:
+    UserError: It cannot be made or written in.
+  """
+  made = _missing(path)
+  try:
+    yield create(path)
+  finally:
+    for parent in made:
+      with contextlib.suppress(OSError):
+        os.rmdir(parent)
+
+
+def _missing(path: str) -> list[epath.Path]:
+  """Returns the folder and those above it that are not there, the lowest first."""
+  folder = absolute(path)
+  if is_remote(path):
+    return []
+  return [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
+
+
 def create(path: str) -> epath.Path:
   """Returns the folder, made if missing, after trying to write in it.
 
@@ -118,7 +147,7 @@ def create(path: str) -> epath.Path:
       trial.write_bytes(b"")
       trial.unlink()
     return folder
-  missing = [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
+  missing = _missing(path)
   try:
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -182,6 +211,30 @@ def write(path: epath.Path, text: str):
   except OSError:
     temporary.unlink(missing_ok=True)
     raise
+
+
+@contextlib.contextmanager
+def replacing(path: epath.Path) -> Iterator[TextIO]:
+  """Context with a file to write to, which becomes `path` at its end; an error leaves the old one.
+
+  Raises:
+    OSError: It failed; what was there is still there.
+  """
+  if is_remote(path):
+    text = io.StringIO()
+    yield text
+    path.write_bytes(text.getvalue().encode())
+    return
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_name(f".{path.name}.{os.getpid()}")
+  try:
+    with open(temporary, "w") as file:
+      yield file
+    temporary.replace(path)
+  finally:
+    temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+      os.rmdir(path.parent)  # If it was made for nothing.
 
 
 @contextlib.contextmanager

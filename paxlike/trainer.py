@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -12,7 +13,8 @@ from etils import epath
 
 from paxlike import decoding, flops, memory, mesh, preflight, ranges, requirements, train_state
 from paxlike.best import Best, Criterion
-from paxlike.checkpoint import Checkpoints, check_keep, flatten
+from paxlike.checkpoint import Checkpoints, flatten
+from paxlike.committing import check_keep
 from paxlike.configurable import configurable
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import EvalSet, Evaluator, Result
@@ -99,6 +101,14 @@ class Trainer:
     """
     check_keep(self.keep)
     preflight.check(self, training=training)
+
+  def check_prompts(self, prompts: Sequence[str]):
+    """Finds whether the model can continue `prompts`.
+
+    Raises:
+      UserError: It cannot.
+    """
+    decoding.check(prompts, self.model, self.data.tokenizer, max_len=self.data.seq_len)
 
   def check_step(self, *, training: bool = True):
     """Finds whether there is something to train, and whether the devices can share a batch.
@@ -195,7 +205,9 @@ class Trainer:
     best = Best(folder, self.best)
     with (
       jax.set_mesh(self.devices),
-      self._origin(folder).checkpoints(keep=self.keep, preserved=lambda: best.step) as saved,
+      self._origin(folder).checkpoints(
+        keep=self.keep, preserved=lambda: best.step, check_owner=journal.check_owner
+      ) as saved,
       StopSignal() as stop,
     ):
       state, data_state, origin = self._origin(folder).state(saved, self.optimizer, journal)
@@ -203,13 +215,16 @@ class Trainer:
       best.forget(after=start)
       if self.has_reference:
         state = dataclasses.replace(state, reference=self._origin(folder).reference(state))
-      journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
-      if best.lacks(start) and _due(start - 1, self.eval_every):
-        # The run was stopped before it.
-        best.evaluated(self._evaluate(state.weights, start, journal), start)
       train_step = None
       meter = Meter(depth=self.feed.steps_in_flight)
-      with self._batches(data_state) as batches:
+      with self._batches(data_state, updates=start) as batches:
+        # Whatever may refuse the run comes before the first that it writes.
+        first = [next(batches)] if start < self.num_steps else []
+        batches = itertools.chain(first, batches)
+        journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
+        if best.lacks(start) and _due(start - 1, self.eval_every):
+          # The run was stopped before it.
+          best.evaluated(self._evaluate(state.weights, start, journal), start)
         for step in range(start, self.num_steps):
           if best.is_hopeless:
             journal.note(f"ends early: checkpoint {best.step} stays the best")
@@ -292,6 +307,7 @@ class Trainer:
     Raises:
       UserError: There is no such checkpoint, it is of another experiment, or has no tokenizer.
     """
+    self.check_prompts(prompts)
     with jax.set_mesh(self.devices):
       step, params = self._origin(folder).params(step)
       texts = self._decoding(params, options)
@@ -391,8 +407,9 @@ class Trainer:
       return self.compiled_step
     return self.lower(state, batch).compile(compiler_options=dict(self.compiler_options))
 
-  def _batches(self, state: dict[str, Any] | None) -> Any:
-    return self.train_data.batches(self.batch_size, rows=self.feed.rows, state=state)
+  def _batches(self, state: dict[str, Any] | None, *, updates: int) -> Any:
+    rows = self.feed.rows
+    return self.train_data.batches(self.batch_size, rows=rows, state=state, updates=updates)
 
   def _log(self, readings: Iterable[Reading], journal: Journal):
     for reading in readings:

@@ -8,6 +8,7 @@ See cloud.google.com/storage/docs/request-preconditions for the conditions.
 
 import functools
 import http.server
+import json
 import re
 import sys
 import urllib.parse
@@ -16,6 +17,7 @@ from gcp_storage_emulator import exceptions, server, storage
 from gcp_storage_emulator.handlers import buckets
 
 _OBJECT = re.compile(r"(?:/download|/upload)?/storage/v1/b/([^/]+)/o(?:/([^/]+))?")
+_NAME = re.compile(rb'"name": ("[^"]*")')
 
 
 class Handler(server.RequestHandler):
@@ -33,6 +35,10 @@ class Handler(server.RequestHandler):
     if match is None:
       return 0
     name = match[2] or self._query().get("name", [""])[0]
+    if not name and int(self.headers.get("Content-Length", 0)):
+      # A multipart upload names it in its body.
+      said = _NAME.search(self.rfile.peek())
+      name = json.loads(said[1]) if said else ""
     try:
       return int(self.storage.get_file_obj(match[1], urllib.parse.unquote(name))["generation"])
     except exceptions.NotFound:

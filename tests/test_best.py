@@ -8,7 +8,7 @@ import shutil
 import pytest
 from program import TEXT, curve, run
 
-from paxlike.best import Best, Criterion
+from paxlike.best import Best, Criterion, step_of
 from paxlike.checkpoint import Checkpoints
 from paxlike.errors import UserError
 from paxlike.evaluation import Result
@@ -98,7 +98,7 @@ def test_what_is_no_number_is_never_the_best(tmp_path):
     assert best.step == 2
 
 
-def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path):
+def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path, capsys):
   criterion = Criterion(metric="held/acc", lowest=False, patience=2)
   best = Best(tmp_path, criterion)
   for step, value in ((1, 0.1), (2, 0.3), (3, 0.9), (4, 0.2), (5, 0.2)):
@@ -113,4 +113,6 @@ def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path):
   for text in ("{", '{"metric": "held/acc", "lowest": false, "values": [3]}'):
     (tmp_path / "best.json").write_text(text)
     with pytest.raises(UserError, match=r"best\.json is damaged"):
-      Best(tmp_path, criterion)
+      step_of(tmp_path)
+    assert Best(tmp_path, criterion).step is None
+    assert "best.json is damaged" in capsys.readouterr().err

@@ -168,6 +168,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(saved, capsys, item, damag
     saved.restore(2, target_of(arrays()), layout=FLAT)
   gc.collect()
   with Checkpoints(folder.parent, keep=3) as resumed:
+    with pytest.raises(UserError, match="checkpoint 2, which this run has not read"):
+      save(resumed, 2, arrays(3))
+    assert saved.steps() == [1, 2]
+    resumed.restore_latest_valid(target_of(arrays()), layout=FLAT)
     save(resumed, 2, arrays(3))
   again = saved.restore(2, target_of(arrays()), layout=FLAT)
   assert_bitwise(again.state, arrays(3))
@@ -179,6 +183,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_saves_before_the_damaged(sa
     save(saved, step)
   (saved.path(5) / "metadata" / "metadata").write_text("{")
   with Checkpoints(saved.path(5).parent, keep=3) as resumed:
+    resumed.restore_latest_valid(target_of(arrays()), layout=FLAT)
     save(resumed, 3, arrays(3))
     save(resumed, 5, arrays(5))
     assert resumed.steps() == [1, 3, 5]

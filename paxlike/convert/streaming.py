@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from paxlike import checksums
 from paxlike.checkpoint import metadata_of
 from paxlike.layers.layout import Layout
 
@@ -64,6 +65,8 @@ def write(
     for item, value in (("metadata", metadata_of(shapes, layout)), ("train_input", {})):
       (path / item).mkdir()
       handler.save(path / item, args=ocp.args.JsonSave(value))
+  with _failing():
+    checksums.write(path)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ The position in the data is (epoch, row): it says exactly what comes next, on an
 import abc
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -19,6 +19,8 @@ from paxlike.errors import UserError
 Arrays = dict[str, np.ndarray]
 # The number of rows of an epoch that never ends.
 ENDLESS = 2**62
+# More than a batch has: a place beyond so many for each update is none that a run has reached.
+_MOST_ROWS = 2**22
 
 
 class Batch(NamedTuple):
@@ -86,6 +88,7 @@ class Dataset(abc.ABC):
     *,
     rows: np.ndarray | None = None,
     state: dict[str, Any] | None = None,
+    updates: int | None = None,
     repeat: bool = True,
     prefetch: int = 2,
   ) -> "Batches":
@@ -95,24 +98,44 @@ class Dataset(abc.ABC):
       batch_size: Rows of a global batch.
       rows: The rows of each batch that this host loads, sorted, in [0, batch_size). None: all.
       state: Of the batch after which to go on; None: from the start.
+      updates: How many batches led to `state`, if that is known.
       repeat: Whether to go on into the next epoch for ever, or to end after this one, the last
         batch filled up with rows without weight.
       prefetch: Batches prepared ahead, by a thread.
 
     Raises:
-      UserError: `state` is of other data, or there is no row.
+      UserError: `state` is of other data or no place in them, or there is no row.
     """
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
-    fingerprint = self.fingerprint()
-    if state is not None and state["fingerprint"] != fingerprint:
+    epoch, position = (0, 0) if state is None else self._place(state, updates, repeat)
+    self._check_not_empty()
+    return Batches(self._generate(batch_size, rows, epoch, position, repeat), prefetch=prefetch)
+
+  def _place(self, state: Mapping[str, Any], updates: int | None, repeat: bool) -> tuple[int, int]:
+    """Returns the epoch and row that a state names, if the data have them."""
+    names = ("epoch", "position", "fingerprint")
+    epoch, position, fingerprint = (state.get(name) for name in names)
+    if isinstance(fingerprint, str) and fingerprint != self.fingerprint():
       raise UserError(
         "the checkpoint was made with other training data (or another tokenizer, packing, seed or"
         " MAX_SEQ_LEN), so it cannot go on where it was. Train with the old data, or take its"
         " weights into a new --job_log_dir."
       )
-    epoch, position = (state["epoch"], state["position"]) if state else (0, 0)
-    self._check_not_empty()
-    return Batches(self._generate(batch_size, rows, epoch, position, repeat), prefetch=prefetch)
+    most = 2**62 if updates is None else updates * _MOST_ROWS
+    wrong = f"train_input of the checkpoint is damaged: {epoch=}, {position=} is no place in data"
+    if not isinstance(fingerprint, str) or type(epoch) is not int or type(position) is not int:
+      raise UserError(f"{wrong}.")
+    if epoch < 0 or position < 0 or epoch > most or position > most:
+      raise UserError(f"{wrong} after {updates} updates.")
+    num_rows = self._num_rows_of(epoch)
+    if repeat and num_rows is not None and position >= max(num_rows, 1):
+      raise UserError(f"{wrong} of {num_rows} sequences.")
+    return epoch, position
+
+  def _num_rows_of(self, epoch: int) -> int | None:
+    """Returns the number of rows of an epoch; None: a stream cannot tell."""
+    del epoch
+    return None
 
   def _check_not_empty(self):  # noqa: B027 - a stream cannot tell.
     """Raises UserError if there is no row."""
@@ -134,6 +157,9 @@ class RowDataset(Dataset):
   @abc.abstractmethod
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     """Returns the rows of these numbers, int64 [n] in [0, num_rows), as arrays [n, T]."""
+
+  def _num_rows_of(self, epoch: int) -> int | None:
+    return self.num_rows(epoch)
 
   def _check_not_empty(self):
     if self.num_rows(0) == 0:

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of checkpoints: of every chunk of every array, and of every other file.
+
+`checksums/process_N.json` has those of the array data that process N wrote, `checksums.json` those
+of all other files, these included, and its own in its last line. On an object store they are the
+store's CRC32C of each object, which it gives without a download.
+"""
+
+import base64
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from paxlike import run_folder
+from paxlike.errors import UserError
+
+FILE, FOLDER = "checksums.json", "checksums"
+
+_LANES = 8192
+_ROW = 8 * _LANES
+_BLOCK = 16 * _ROW  # Stays in a core's cache.
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+class Damaged(UserError):
+  """A checkpoint is not what was written."""
+
+
+class Piece(NamedTuple):
+  """A range of bytes of a file.
+
+  Attributes:
+    offset: Of its first byte.
+    length: In bytes.
+    digest: Of its bytes; None on an object store, which has one of the file.
+    array: What the bytes are a chunk of; None: of no array, or of several.
+  """
+
+  offset: int
+  length: int
+  digest: str | None
+  array: str | None
+
+
+class File(NamedTuple):
+  """A file as it was written.
+
+  Attributes:
+    size: In bytes.
+    pieces: All of it.
+    crc32c: The object store's, in Base64.
+  """
+
+  size: int
+  pieces: tuple[Piece, ...]
+  crc32c: str | None = None
+
+
+def digest(data: bytes | memoryview) -> str:
+  """Returns a 64-bit checksum of bytes, in hexadecimal."""
+  return _digest([memoryview(data)])
+
+
+def _digest(blocks: Iterable[memoryview]) -> str:
+  """Returns the checksum of blocks, all but the last of which are whole rows of 64 KiB.
+
+  Fletcher's sums modulo 2^64 of rows of 8,192 words, hashed with what is left by BLAKE2b: in NumPy
+  as fast as a CRC-32 in hardware, which Python's zlib need not have. A change within one row
+  always changes it.
+  """
+  sums, tail, length = None, b"", 0
+  for block in blocks:
+    length += len(block)
+    whole = len(block) - len(block) % _ROW
+    if whole and sums is None:
+      sums = np.zeros((2, _LANES), np.uint64)
+    for row in np.frombuffer(block[:whole], "<u8").reshape(-1, _LANES):
+      sums[0] += row
+      sums[1] += sums[0]
+    tail = bytes(block[whole:])
+  hashed = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=8)
+  if sums is not None:
+    hashed.update(sums.astype("<u8").tobytes())
+  hashed.update(tail)
+  return hashed.hexdigest()
+
+
+def _blocks(path: epath.Path, offset: int, length: int) -> Iterator[memoryview]:
+  """Yields a range of a file, in one buffer; less than all of it if the file is shorter."""
+  buffer = memoryview(bytearray(min(_BLOCK, max(length, 1))))
+  with open(path, "rb", buffering=0) if not run_folder.is_remote(path) else path.open("rb") as file:
+    file.seek(offset)
+    while length:
+      block = buffer[: min(length, len(buffer))]
+      filled = 0
+      while filled < len(block):
+        count: Any = file.readinto(block[filled:])  # pyright: ignore[reportAttributeAccessIssue]
+        if not count:
+          break
+        filled += count
+      if not filled:
+        return
+      yield block[:filled]
+      length -= filled
+
+
+def _files(folder: epath.Path) -> dict[str, tuple[int, str | None]]:
+  """Returns the name, size and CRC32C, if a store has that, of every file in a folder."""
+  if not run_folder.is_remote(folder):
+    paths = (p for p in pathlib.Path(folder).rglob("*") if p.is_file())
+    return {p.relative_to(folder).as_posix(): (p.stat().st_size, None) for p in paths}
+  import fsspec
+
+  store, root = fsspec.core.url_to_fs(os.fspath(folder))
+  store.invalidate_cache()
+  found = store.find(root, detail=True)
+  return {
+    name.removeprefix(root).lstrip("/"): (info["size"], info.get("crc32c"))
+    for name, info in found.items()
+  }
+
+
+def _chunks(state: epath.Path) -> dict[str, list[Piece]]:
+  """Returns where an OCDBT database has chunks of arrays, by file, without their checksums.
+
+  Raises:
+    ValueError: Its index cannot be read.
+  """
+  import tensorstore as ts
+
+  place = os.fspath(state)
+  spec = f"{place}/" if run_folder.is_remote(state) else {"driver": "file", "path": f"{place}/"}
+  base = ts.KvStore.open(spec).result()
+  found: dict[str, list[Piece]] = {}
+  nodes = [version["root"]["location"] for version in ts.ocdbt.dump(base).result()["versions"]]
+  for location in (nodes := nodes[-1:]):  # Those that a node leads to are appended.
+    for entry in ts.ocdbt.dump(base, location).result()["entries"]:
+      if "location" in entry:
+        nodes.append(entry["location"])
+      elif "indirect_value" in entry:
+        _, within, file, offset, length = entry["indirect_value"].split(":")
+        array = entry["key"].decode().rpartition("/")[0]
+        piece = Piece(int(offset), int(length), None, array)
+        found.setdefault(f"{within}{file}", []).append(piece)
+  return found
+
+
+def _measured(path: epath.Path, size: int, chunks: Iterable[Piece]) -> File:
+  """Returns a local file with the checksums of its chunks and of what lies between."""
+  pieces, end = [], 0
+  for chunk in [*sorted(chunks), Piece(size, 0, None, None)]:
+    if chunk.offset > end:
+      pieces.append(Piece(end, chunk.offset - end, None, None))
+    if chunk.offset >= end and chunk.length:  # Equal chunks may be stored once.
+      pieces.append(chunk)
+    end = max(end, chunk.offset + chunk.length)
+  measured = [p._replace(digest=_digest(_blocks(path, p.offset, p.length))) for p in pieces]
+  return File(size, tuple(measured))
+
+
+def _measure(
+  folder: epath.Path, names: Mapping[str, tuple[int, str | None]], chunks: Mapping[str, list[Piece]]
+) -> dict[str, File]:
+  result = {}
+  for name, (size, crc32c) in names.items():
+    within = chunks.get(name, [])
+    if crc32c is None:
+      result[name] = _measured(folder / name, size, within)
+    else:
+      result[name] = File(size, tuple(sorted(within)), crc32c)
+  return result
+
+
+def _text(files: Mapping[str, File]) -> str:
+  """Returns what a file of checksums says; its last line is the checksum of the others."""
+  said = json.dumps({"version": 1, "files": files}) + "\n"
+  return f"{said}{digest(said.encode())}\n"
+
+
+def _parsed(data: bytes) -> dict[str, File]:
+  said, _, last = data.removesuffix(b"\n").rpartition(b"\n")
+  if digest(said + b"\n").encode() != last or not data.endswith(b"\n"):
+    raise ValueError("its own checksum is wrong")
+  files = json.loads(said)["files"]
+  return {
+    name: File(size, tuple(Piece(*piece) for piece in pieces), crc32c)
+    for name, (size, pieces, crc32c) in files.items()
+  }
+
+
+def write_of_process(state: epath.Path, index: int):
+  """Writes the checksums of the array data in `state` that process `index` has written.
+
+  Raises:
+    OSError, ValueError: It failed.
+  """
+  own = f"state/ocdbt.process_{index}"
+  step = state.parent
+  if not (step / own / "manifest.ocdbt").exists():  # No shard is this process's to write.
+    return
+  chunks = {f"{own}/{name}": pieces for name, pieces in _chunks(step / own).items()}
+  names = {f"{own}/{name}": what for name, what in _files(step / own).items()}
+  folder = step / FOLDER
+  folder.mkdir(parents=True, exist_ok=True)
+  measured = _measure(step, {name: names[name] for name in chunks}, chunks)
+  (folder / f"process_{index}.json").write_text(_text(measured))
+
+
+def write(folder: epath.Path, *, to_come: Mapping[str, bytes] | None = None):
+  """Writes the checksums of all files of a checkpoint that processes have not written theirs of.
+
+  Args:
+    folder: The checkpoint's.
+    to_come: Name -> content of files that will be there before it is complete.
+
+  Raises:
+    OSError, ValueError: It failed.
+  """
+  found = _files(folder)
+  covered = {
+    name
+    for path in found
+    if path.startswith(f"{FOLDER}/")
+    for name in _parsed((folder / path).read_bytes())
+  }
+  names = {name: what for name, what in found.items() if name not in covered and name != FILE}
+  # What OCDBT has merged of all processes, it finds in their files: those are covered, or here.
+  chunks = {}
+  if any(name.startswith("state/") and "/d/" in name for name in names):
+    chunks = {f"state/{name}": pieces for name, pieces in _chunks(folder / "state").items()}
+  files = _measure(folder, names, chunks)
+  for name, content in (to_come or {}).items():
+    whole = Piece(0, len(content), digest(content), None)
+    files[name] = File(len(content), (whole,))
+  (folder / FILE).write_text(_text(files))
+
+
+class Checksums:
+  """The checksums of a checkpoint, and whether its files still have them.
+
+  Attributes:
+    files: By name in the folder of the checkpoint.
+  """
+
+  def __init__(self, folder: epath.Path, files: Mapping[str, File]):
+    self._folder = folder
+    self.files = files
+
+  @property
+  def num_bytes(self) -> int:
+    """The size of all files."""
+    return sum(file.size for file in self.files.values())
+
+  @property
+  def arrays(self) -> set[str]:
+    """The names of arrays with chunks of their own."""
+    return {p.array for file in self.files.values() for p in file.pieces if p.array is not None}
+
+  def check(self, name: str, data: bytes):
+    """Raises `Damaged` if these are not the bytes of a file that is of no array."""
+    file = self.files.get(name)
+    if file is None or file.size != len(data):
+      raise self._damaged(name, None)
+    if file.crc32c is None and digest(data) != file.pieces[0].digest:
+      raise self._damaged(name, None)
+
+  def verify(self, *, arrays: Collection[str] | None):
+    """Verifies the chunks of `arrays`, or all that is of none; None: everything.
+
+    Raises:
+      Damaged: A file is not as it was written.
+      OSError: It cannot be read.
+    """
+    with self.verifying(arrays=arrays):
+      pass
+
+  @contextlib.contextmanager
+  def verifying(
+    self, *, arrays: Collection[str] | None, index: int = 0, count: int = 1
+  ) -> Iterator[None]:
+    """Context beside which the `index`-th of `count` parts is verified, in threads.
+
+    What they find is raised before what the context raises.
+    """
+    pieces = self._pieces(arrays)[index::count]
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+      work = [threads.submit(self._verify_piece, name, piece) for name, piece in pieces]
+      try:
+        yield
+      finally:
+        try:
+          for done in work:
+            done.result()
+        finally:
+          threads.shutdown(cancel_futures=True)
+
+  def _pieces(self, arrays: Collection[str] | None) -> list[tuple[str, Piece]]:
+    """Returns the pieces to verify, by name of the file, after a look at the sizes of all."""
+    there = _files(self._folder)
+    remote = run_folder.is_remote(self._folder)
+    result = []
+    for name, file in sorted(self.files.items()):
+      size, crc32c = there.get(name, (None, None))
+      if size is None:
+        raise self._damaged(name, None, "is missing")
+      if size != file.size:
+        raise self._damaged(name, None, f"has {size} bytes, not {file.size}")
+      among = [piece for piece in file.pieces if _is_of(piece, arrays)]
+      if file.crc32c is None:
+        result += [(name, piece) for piece in among]
+        continue
+      if (among or not file.pieces) and file.crc32c != (
+        crc32c if remote else _crc32c(self._folder / name)
+      ):
+        raise self._damaged(name, ", ".join(p.array for p in file.pieces if p.array) or None)
+    return result
+
+  def _verify_piece(self, name: str, piece: Piece):
+    blocks = _blocks(self._folder / name, piece.offset, piece.length)
+    if _digest(blocks) != piece.digest:
+      raise self._damaged(name, piece.array)
+
+  def _damaged(self, name: str, array: str | None, how: str = "") -> Damaged:
+    what = f"{name}{f' {how}' if how else ''}{f', array {array}' if array else ''}"
+    return damaged(self._folder, what)
+
+
+def _is_of(piece: Piece, arrays: Collection[str] | None) -> bool:
+  if arrays is None:
+    return True
+  return piece.array in arrays if arrays else piece.array is None
+
+
+def damaged(folder: epath.Path, what: str) -> Damaged:
+  """Returns the error that a checkpoint is damaged, and where."""
+  return Damaged(f"{folder} is damaged ({what}).")
+
+
+def read(folder: epath.Path) -> Checksums | None:
+  """Returns the checksums of a checkpoint; None if it was written without.
+
+  Raises:
+    Damaged: They are not as they were written.
+    OSError: They cannot be read.
+  """
+  if not (folder / FILE).exists():
+    return None
+  name = FILE
+  try:
+    files = _parsed((folder / FILE).read_bytes())
+    for name in sorted(files):
+      if name.startswith(f"{FOLDER}/"):
+        files = files | _parsed((folder / name).read_bytes())
+  except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+    raise damaged(folder, f"{name}: {run_folder.reason(error)}") from error
+  return Checksums(folder, files)
+
+
+def _crc32c(path: epath.Path) -> str:
+  """Returns the CRC32C of a local copy of an object, as stores state it.
+
+  Raises:
+    UserError: What computes it is not installed.
+  """
+  try:
+    import google_crc32c
+  except ImportError:
+    raise UserError(
+      f"{path} has the checksum of an object store: to verify it, pip install 'paxlike[gcs]'."
+    ) from None
+  value = 0
+  for block in _blocks(path, 0, path.stat().length):
+    value = google_crc32c.extend(value, bytes(block))
+  return base64.b64encode(value.to_bytes(4, "big")).decode()

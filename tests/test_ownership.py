@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from etils import epath
+from two_runs import two_runs
+
+from paxlike import ownership
+from paxlike.errors import RunError, UserError
+from paxlike.ownership import Owner, Ownership
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  monkeypatch.setattr(ownership, "SILENCE", 0.6)
+  monkeypatch.setattr(ownership, "BEAT", 0.05)
+  return epath.Path(tmp_path)
+
+
+def claim(folder, number, **said):
+  owner = Owner.here()._replace(**said)
+  (folder / f"owner_{number:08d}.json").write_text(json.dumps(owner._asdict()))
+  return owner
+
+
+def names(folder):
+  return sorted(path.name for path in folder.iterdir())
+
+
+def take(folder):
+  owner = Ownership(folder)
+  owner.check()
+  return owner
+
+
+def test_one_of_many_that_start_together_owns_the_folder(folder):
+  outcomes = []
+
+  def attempt():
+    try:
+      outcomes.append(Ownership(folder))
+    except UserError as error:
+      outcomes.append(str(error))
+
+  threads = [threading.Thread(target=attempt) for _ in range(16)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  (owner,) = [one for one in outcomes if isinstance(one, Ownership)]
+  for said in outcomes:
+    assert said is owner or f"is in use: process {os.getpid()} on " in said
+  owner.release()
+
+
+def test_who_ends_in_good_order_leaves_the_folder_to_the_next(folder):
+  for number in (1, 2, 3, 4):
+    take(folder).release()
+    assert names(folder)[-1] == f"owner_{number:08d}.json"
+  assert len(names(folder)) == 2
+  before = {path: path.read_bytes() for path in folder.iterdir()}
+  Ownership(folder).release()  # It was refused before it wrote anything.
+  assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_process_that_is_gone_owns_nothing(folder):
+  gone = subprocess.Popen([sys.executable, "-c", ""])
+  gone.wait()
+  claim(folder, 1, pid=gone.pid)
+  take(folder).release()
+  # Another process has its number by now.
+  claim(folder, 3, started="1")
+  began = time.monotonic()
+  take(folder).release()
+  assert time.monotonic() - began < ownership.SILENCE
+  claim(folder, 5)
+  with pytest.raises(UserError, match="is in use"):
+    Ownership(folder)
+
+
+def test_an_owner_elsewhere_is_watched_and_replaced_by_one(folder, capsys):
+  claim(folder, 1, host="elsewhere", machine="elsewhere", pid=7)
+  test_one_of_many_that_start_together_owns_the_folder(folder)
+  assert "was written by process 7 on elsewhere" in capsys.readouterr().err
+  ends = threading.Event()
+
+  def beat():
+    number = 0
+    while not ends.wait(0.05):
+      number += 1
+      claim(folder, 9, host="elsewhere", machine="elsewhere", pid=7, beat=number)
+
+  thread = threading.Thread(target=beat)
+  thread.start()
+  try:
+    time.sleep(0.2)
+    with pytest.raises(UserError, match="is in use: process 7 on elsewhere"):
+      Ownership(folder)
+  finally:
+    ends.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 3}'])
+def test_a_damaged_file_is_an_owner_that_gives_no_sign(folder, text):
+  (folder / "owner_00000001.json").write_text(text)
+  take(folder).release()
+  assert names(folder)[-1] == "owner_00000002.json"
+
+
+def test_who_was_suspended_and_replaced_writes_no_more(folder):
+  owner = take(folder)
+  claim(folder, 2, host="elsewhere", pid=7)
+  owner._beaten = -1e9  # As after a long sleep of all its threads.
+  with pytest.raises(RunError, match="was taken over by process 7 on elsewhere"):
+    owner.check()
+  before = (folder / "owner_00000002.json").read_bytes()
+  owner.release()
+  assert (folder / "owner_00000002.json").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder_lose_nothing(tmp_path):
+  assert two_runs(tmp_path, times=2, seed=0) == []
