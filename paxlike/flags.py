@@ -88,6 +88,7 @@ class Options:
     num_hosts: Number of processes.
     host_idx: Index of this process.
     heartbeat_timeout: Seconds without a sign after which a process counts as gone.
+    join_timeout: Seconds that the processes have to come together.
     tfds_data_dir: Folder of TFDS data sets.
     num_cpu_devices: Number of fake CPU devices to run on.
   """
@@ -134,6 +135,7 @@ class Options:
   num_hosts: int | None = None
   host_idx: int | None = None
   heartbeat_timeout: int | None = None
+  join_timeout: int | None = None
   tfds_data_dir: str | None = None
   num_cpu_devices: int | None = None
 
@@ -182,6 +184,22 @@ def parse(argv: Sequence[str]) -> Options:
   if not options.help:
     _check(options)
   return options
+
+
+def shared(options: Options) -> dict[str, str]:
+  """Returns the flags, with their text, that all processes of a job must have been given alike.
+
+  Paths may differ from machine to machine.
+  """
+  names = ("mode", "fdl_config", "enable_checkpoint_saving", "step", "num_cpu_devices", *_DECODE)
+  told = {f"--{name}": str(getattr(options, name)) for name in names if name != "prompt_file"}
+  paths = ("PATH", "DIR", ".path")
+  for path, text in (*options.knobs, *options.edits):
+    if not path.endswith(paths):
+      told[f"--fdl.{path}"] = text
+  if options.fiddlers:
+    told["--fiddler"] = ", ".join(options.fiddlers)
+  return {name: text for name, text in told.items() if text not in ("None", "()")}
 
 
 class _Bool(flags.BooleanParser):
@@ -249,6 +267,7 @@ _INTS = {
   "num_hosts": 1,
   "host_idx": 0,
   "heartbeat_timeout": 1,
+  "join_timeout": 1,
   "num_cpu_devices": 1,
   "max_new_tokens": 1,
   "top_k": 1,

@@ -18,6 +18,7 @@ from paxlike.errors import UserError
 Arrays = dict[str, np.ndarray]
 # The number of rows of an epoch that never ends.
 ENDLESS = 2**62
+_PATIENCE = 10  # Seconds.
 
 
 class Batch(NamedTuple):
@@ -190,7 +191,7 @@ class Batches(Iterator[Batch]):
     """Ends the thread; there is no next batch then."""
     self._closed.set()
     self._drain()  # Lets a thread go on that waits for room.
-    self._thread.join()
+    self._thread.join(_PATIENCE)  # It may be stuck, and ends with the process then.
     self._drain()
     self._queue.put(None)
 
