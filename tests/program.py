@@ -42,14 +42,20 @@ def run(*flags: str) -> int:
 
 
 def start(
-  *flags: str, cwd: pathlib.Path | None = None, file_blocks: int | None = None
+  *flags: str,
+  cwd: pathlib.Path | None = None,
+  file_blocks: int | None = None,
+  fault: pathlib.Path | None = None,
 ) -> subprocess.Popen:
   """Starts the program in a process of its own, on one device.
 
-  `file_blocks` is the size that no file may exceed, in blocks of the shell's `ulimit -f`.
+  `file_blocks` is the size that no file may exceed, in blocks of the shell's `ulimit -f`; `fault`
+  is a file that says where it gets stuck (faulty.py).
   """
   limit = "" if file_blocks is None else f"ulimit -f {file_blocks}; "
-  command = [sys.executable, "-m", "paxlike.main", *flags]
+  script = str(pathlib.Path(__file__).parent / "faulty.py")
+  what = ["-m", "paxlike.main"] if fault is None else [script, str(fault)]
+  command = [sys.executable, *what, *flags]
   return subprocess.Popen(
     ["bash", "-c", f'{limit}exec "$@"', "paxlike", *command],
     cwd=cwd,
