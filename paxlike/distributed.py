@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,6 +72,9 @@ def initialize(
   except (ValueError, RuntimeError, OSError) as error:
     where = f"this is {group.index} of {group.count}, {group.address}"
     raise TemporaryError(f"could not join the other processes ({where}): {error}") from error
+  if threading.current_thread() is threading.main_thread():
+    # JAX would note it for itself; until a run begins, nothing is lost by ending at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
   if group.count > 1 and group.index == 0:
     _hold(int(group.address.rpartition(":")[2]), met.links.values())
 

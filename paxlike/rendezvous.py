@@ -149,6 +149,19 @@ class _Host:
 
   def wait(self) -> Met:
     """Returns when all have come."""
+    try:
+      self._wait()
+    finally:
+      for link in self._unknown:
+        link.close()
+    hosts = {index: hello["host"] for index, (_, hello) in self._members.items()}
+    hosts[0] = self._mine["host"]
+    links = {index: link for index, (link, _) in self._members.items()}
+    for link in links.values():
+      link.send({"go": [self._mine["host"], self._mine["pid"]]})
+    return Met(links, hosts, (self._mine["host"], self._mine["pid"]))
+
+  def _wait(self):
     said = signed = self._began
     with self._listen() as listener:
       while missing := self._missing():
@@ -166,14 +179,6 @@ class _Host:
           for link, _ in self._members.values():
             link.send({"missing": missing})
         self._step(listener)
-    hosts = {index: hello["host"] for index, (_, hello) in self._members.items()}
-    hosts[0] = self._mine["host"]
-    for link in self._unknown:
-      link.close()
-    links = {index: link for index, (link, _) in self._members.items()}
-    for link in links.values():
-      link.send({"go": [self._mine["host"], self._mine["pid"]]})
-    return Met(links, hosts, (self._mine["host"], self._mine["pid"]))
 
   def _missing(self) -> list[int]:
     return [index for index in range(1, self._group.count) if index not in self._members]
@@ -260,6 +265,7 @@ class _Host:
     elif differs := _difference(hello, self._mine):
       line = f"{where} was started otherwise than process 0: {differs}."
       link.send({"end": line, "status": 2})
+      link.close()
       self._end(line, status=2)
       raise UserError(line)
     else:
@@ -313,7 +319,7 @@ def _join(group: cluster.Group, mine: dict[str, Any], *, timeout: float, every: 
         f"waiting for process 0 of {group.count} at {group.address}, for {now - began:.0f} s:"
         f" {reason}"
       )
-    time.sleep(0.5)
+    time.sleep(0.2)
 
 
 def _talk(link: Link, group: cluster.Group, mine: dict[str, Any]) -> Met | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python stacks of this process: on a signal, in files, and where no Python code runs at all."""
+"""The Python stacks of this process: on a signal, in files, and where no Python code runs."""
 
 import contextlib
 import ctypes
@@ -11,13 +11,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from etils import epath
 
 _ERRORS = 2  # The file of standard error, also where a test has put another in its place.
 _KEPT = 20  # Files of a process that are kept of those written periodically.
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy")
+_PROGRAM = b"paxlike"  # How lines of C begin; C keeps the address.
 _END_SECONDS = 10  # Between the warning of the switch and the end.
 
 
@@ -83,12 +84,20 @@ def of_main_thread(*, limit: int = 6) -> str:
 
 def is_debugged() -> bool:
   """Returns whether the main thread is in a debugger, so that a person decides when it goes on."""
+  return any(name.split(".")[0] in _DEBUGGERS for name in _modules())
+
+
+def waits_for_others() -> bool:
+  """Returns whether the main thread is in a call that waits until all processes have made it."""
+  return any("multihost" in name for name in _modules())
+
+
+def _modules() -> Iterator[str]:
+  """Yields the modules of the functions that the main thread is in, innermost first."""
   frame = sys._current_frames().get(threading.main_thread().ident or 0)
   while frame is not None:
-    if frame.f_globals.get("__name__", "").split(".")[0] in _DEBUGGERS:
-      return True
+    yield frame.f_globals.get("__name__") or ""
     frame = frame.f_back
-  return False
 
 
 class _Event(ctypes.Structure):
@@ -122,12 +131,11 @@ class Switch:
   def __init__(self):
     self._libc = ctypes.CDLL(None)
     self._line = ctypes.create_string_buffer(2048)
-    self._program = ctypes.c_char_p(b"paxlike")
     self._timers: list[ctypes.c_void_p] = []
     self._fires = float("inf")
     if not sys.platform.startswith("linux") or not hasattr(self._libc, "timer_create"):
       return  # Without it, nothing watches the watch.
-    ctypes.c_char_p.in_dll(self._libc, "program_invocation_short_name").value = self._program.value
+    ctypes.c_char_p.in_dll(self._libc, "program_invocation_short_name").value = _PROGRAM
     functions = (("warnx", ctypes.addressof(self._line)), (None, 0), ("alarm", _END_SECONDS))
     for name, value in functions:
       function = name and ctypes.cast(getattr(self._libc, name), ctypes.c_void_p).value

@@ -218,7 +218,10 @@ class Watch(threading.Thread):
       self._switch.disarm()
     else:
       left = max(limit - self._age, 0.0) + max(10.0, 2 * self._poll)
-      line = f"{self._named(self._index)} is stuck: {now}. Its stacks follow; it ends with SIGALRM."
+      line = (
+        f"{self._named(self._index)} is stuck: no Python code runs (last seen {now}), as where a"
+      )
+      line += " C function keeps the interpreter's lock. Its stacks follow; it ends by SIGALRM."
       self._switch.arm(left, line)
     if self._stop.is_set() and self._next is None:
       with self._decided:
@@ -243,6 +246,7 @@ class Watch(threading.Thread):
       "what": str(now),
       "age": self._age,
       "over": self._is_over,
+      "waits": self._is_over and stacks.waits_for_others(),
       "state": self._state,
       "reason": self._reason,
       "stop": self._stop.is_set(),
@@ -310,7 +314,8 @@ class Watch(threading.Thread):
     stuck = {i: one for i, one in behind.items() if one["over"]}
     if not stuck:
       return None
-    index = max(stuck, key=lambda i: stuck[i]["age"])
+    # Of those in the same phase, one that waits for the others is not the first.
+    index = max(stuck, key=lambda i: (not stuck[i].get("waits"), stuck[i]["age"]))
     one = stuck[index]
     of_all = len(behind) == self._count > 1
     asked = " and was asked to stop" if self._stop.is_set() else ""

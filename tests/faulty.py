@@ -22,7 +22,9 @@ def get_stuck(fault: pathlib.Path):
     words = fault.read_text().split() if fault.exists() else [""]
     if words[:1] == [kind]:
       if words[-1] == "locked":
-        ctypes.PyDLL(None).sleep(10_000)
+        lock = ctypes.create_string_buffer(64)  # Of zeros: a mutex, which no signal interrupts.
+        for _ in range(2):
+          ctypes.PyDLL(None).pthread_mutex_lock(lock)
       threading.Event().wait()
 
   progress.enter = entering
