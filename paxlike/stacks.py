@@ -3,6 +3,7 @@
 
 import contextlib
 import ctypes
+import datetime
 import faulthandler
 import os
 import signal
@@ -63,7 +64,8 @@ def write(folder: epath.Path, index: int, content: str, *, keep: int | None = No
   stacks = folder / "stacks"
   stacks.mkdir(parents=True, exist_ok=True)
   name = f"process_{index:05d}_"
-  path = stacks / f"{name}{time.strftime('%Y%m%dT%H%M%S')}.txt"
+  now = datetime.datetime.now()
+  path = stacks / f"{name}{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}.txt"
   path.write_text(content)
   if keep is not None:
     for old in sorted(stacks.glob(f"{name}*"))[:-keep]:

@@ -7,8 +7,8 @@ Each fault is that of one process: killed or suspended, at the start or later; S
 data, an evaluation, a save or a compilation; never there; there twice. The table says how many jobs
 ended in time, how many in each of whose processes a `paxlike:` line named the culprit, of how many
 `status.json` was right, and how many were resumed from the newest checkpoint. At the end the losses
-of all steps are compared with those of a job without faults. Ends with status 1 if anything is not
-as it should be.
+of all steps are compared with those of a job without faults. A process that gets stuck may be so
+for five seconds (faulty.py). Ends with status 1 if anything is not as it should be.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
+import faulty
 from program import TEXT, curve, start
 
 from paxlike.checkpoint import Checkpoints
@@ -38,12 +39,11 @@ ABORTS = re.compile(r"Check failure stack trace|Fatal Python error|terminate cal
 
 
 class Times(NamedTuple):
-  """Seconds of the time-outs of a job, and how much longer a slow machine may take."""
+  """Seconds of the time-outs of a job, and how much longer the machine may take."""
 
-  heartbeat: int = 10
-  stall: int = 20
-  join: int = 30
-  slack: int = 60
+  heartbeat: int
+  join: int
+  slack: int
 
 
 class Ended(NamedTuple):
@@ -83,7 +83,6 @@ class Job:
       "--fdl.CHECKPOINT_MAX_TO_KEEP=3",
       "--fdl.EVAL_INTERVAL_STEPS=5",
       f"--fdl.DATA_PATH={folder}/a.txt",
-      f"--fdl.STALL_TIMEOUT={times.stall}",
       f"--heartbeat_timeout={times.heartbeat}",
       f"--join_timeout={times.join}",
       f"--server_addr=localhost:{free_port()}",
@@ -122,6 +121,16 @@ class Job:
     """What status.json says."""
     path = self.folder / "status.json"
     return json.loads(path.read_text())["state"] if path.exists() else None
+
+  def turned_away(self, index: int, second: subprocess.Popen, newest: int) -> subprocess.Popen:
+    """Returns which of two processes of one index is not of the job: the later one to come."""
+    while self.newest() <= newest and second.poll() is None:
+      if self.processes[index].poll() is not None:
+        self.processes[index], second = second, self.processes[index]
+        self._logs[index], self._logs[-1] = self._logs[-1], self._logs[index]
+        break
+      time.sleep(0.1)
+    return second
 
   def wait_for_steps(self, *, more_than: int, seconds: float) -> bool:
     """Returns whether a checkpoint comes that is newer than one, before any process ends."""
@@ -176,12 +185,12 @@ def _harm(
     job.faults[victim].write_text(kind)
   elif kind == "twice":
     time.sleep(rng.uniform(0, 3))
-    second = job.another(victim, log=job.count)
+    second = job.turned_away(victim, job.another(victim, log=job.count), newest)
   elif at_start:
     time.sleep(rng.uniform(0, 8))
   if kind not in ("never", "compile") and not at_start:
-    if not job.wait_for_steps(more_than=newest, seconds=120 + times.slack):
-      return Ended(False, False, False, False, 0, f"no step: {job.log(0)[-500:]}")
+    if not job.wait_for_steps(more_than=newest, seconds=300 + times.slack):
+      return Ended(False, False, False, False, 0, f"no step: {job.log(0)[-2000:]}")
     time.sleep(rng.uniform(0, 2))
   if kind not in ("compile", "never"):
     began = time.monotonic()
@@ -194,7 +203,7 @@ def _harm(
     process.send_signal(numbers.get(kind, signal.SIGTERM))
   waits = [i for i in job.processes if i != victim or kind not in ("kill", "stop")]
   seconds = {"kill": 5, "stop": times.heartbeat, "never": times.join, "twice": times.join}
-  in_time = job.wait(waits, seconds=seconds.get(kind, times.stall) + times.slack)
+  in_time = job.wait(waits, seconds=seconds.get(kind, faulty.LIMIT) + times.slack)
   if second is not None:
     deadline = time.monotonic() + times.join + times.slack
     while second.poll() is None and time.monotonic() < deadline:
@@ -306,7 +315,11 @@ def main() -> int:
   parser.add_argument("--processes", default="2,4")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--kinds", default=",".join(KINDS))
+  parser.add_argument("--heartbeat", type=int, default=10, help="--heartbeat_timeout")
+  parser.add_argument("--join", type=int, default=30, help="--join_timeout")
+  parser.add_argument("--slack", type=int, default=60, help="seconds more in which jobs must end")
   options = parser.parse_args()
+  times = Times(options.heartbeat, options.join, options.slack)
   counts = [int(text) for text in options.processes.split(",")]
   names = options.kinds.split(",")
   wrong = False
@@ -316,7 +329,7 @@ def main() -> int:
     kinds = [names[i % len(names)] for i in range(share)]
     rng.shuffle(kinds)
     with tempfile.TemporaryDirectory() as name:
-      found, same = campaign(pathlib.Path(name), count=count, kinds=kinds, rng=rng, times=Times())
+      found, same = campaign(pathlib.Path(name), count=count, kinds=kinds, rng=rng, times=times)
     print(f"\n{count} processes, seed {options.seed}:\n\n{table(found)}\n")
     print(f"losses of all steps are{'' if same else ' NOT'} those of a job without faults, bitwise")
     every = [one for some in found.values() for one in some]
