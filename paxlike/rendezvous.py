@@ -228,7 +228,9 @@ class _Host:
     for one in ready:
       if one is listener:
         self._unknown[Link(listener.accept()[0])] = now
-      elif one in known:
+        continue
+      assert isinstance(one, Link)
+      if one in known:
         one.receive()
         if one.closed:  # It has ended before the others have come, and may come again.
           one.close()

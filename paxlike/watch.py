@@ -23,6 +23,7 @@ from paxlike import ending, progress, stacks
 from paxlike.rendezvous import Link, Met
 
 _GRACE = 20.0  # Seconds, or three steps, that a process asked to stop has to the end of its step.
+_GRACE_TO_COMPILE = 300.0  # Seconds, where it is compiling meanwhile.
 _FAILED_AFTER = 2.0  # Seconds after which a failed process ends the others, which may fail too.
 _LINGER = 3.0  # Seconds in which the others read the verdict.
 _LEFT = 2**62  # The count of phases of a process that waits for nothing any more.
@@ -170,12 +171,10 @@ class Watch(threading.Thread):
     """Waits for messages and signals, a poll at most."""
     links = {link: index for index, link in self._links.items() if not link.closed}
     ready = select.select([self._wake, *links], [], [], self._poll)[0]
-    for one in ready:
-      if one is self._wake:
-        self._obey(self._wake.recv(4096))
-        continue
-      index = links[one]
-      for message in one.receive():
+    if self._wake in ready:
+      self._obey(self._wake.recv(4096))
+    for link, index in links.items():
+      for message in link.receive() if link in ready else ():
         self._take(index, message)
 
   def _obey(self, signals: bytes):
@@ -236,7 +235,8 @@ class Watch(threading.Thread):
     limit = progress.OWN.limit(kind, given)
     if not self._stop.is_set() or self._is_stopping or kind in progress.MOVES_BYTES:
       return limit
-    grace = max(_GRACE, 3 * progress.OWN.typical("step"))
+    is_compiling = kind in ("compile", "eval_compile")
+    grace = _GRACE_TO_COMPILE if is_compiling else max(_GRACE, 3 * progress.OWN.typical("step"))
     return grace if limit is None else min(limit, grace)
 
   def _report(self) -> dict[str, Any]:
@@ -281,8 +281,8 @@ class Watch(threading.Thread):
     working = {i: m.report for i, m in self._members.items() if m.report["state"] == ""}
     if self._stop.is_set() and self._agreed is None and working:
       promised = [one.get("next") for one in working.values()]
-      if None not in promised:
-        self._agree(max(promised))
+      if all(step is not None for step in promised):
+        self._agree(max(step for step in promised if step is not None))
     return self._find_stuck(working)
 
   def _look(self, index: int, link: Link, tick: float) -> ending.Verdict | None:

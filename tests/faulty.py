@@ -26,6 +26,7 @@ def get_stuck(fault: pathlib.Path):
     enter(kind, of)
     words = fault.read_text().split() if fault.exists() else [""]
     if words[:1] == [kind]:
+      watch._GRACE = GRACE
       if words[-1] != "patient":
         progress.OWN.limit = lambda kind, given: LIMIT
       if words[-1] == "locked":
@@ -36,7 +37,6 @@ def get_stuck(fault: pathlib.Path):
       threading.Event().wait()
 
   progress.enter = entering
-  watch._GRACE = GRACE
 
 
 if __name__ == "__main__":
