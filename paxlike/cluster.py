@@ -19,6 +19,8 @@ _NO_GPU = ("", "-1", "nodevfiles", "none", "void")  # Where CUDA stops reading s
 # Which of a node's GPUs a process may open; the first variable that is set counts.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
+_GIVE = "Where no cluster tells, give --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
+
 
 class Group(NamedTuple):
   """The processes of a job, as one of them sees them.
@@ -144,6 +146,26 @@ def num_tpu_processes() -> int:
       " the only one."
     ) from None
   return 1
+
+
+def found_by_jax() -> Group:
+  """Returns the group of a slice of TPUs, or several, as JAX's detectors find it.
+
+  Raises:
+    UserError: They do not.
+  """
+  from jax._src import clusters
+
+  unset = (None, None, None, None, None)
+  with gke_answers():
+    try:
+      found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*unset, 300)
+    except (ValueError, RuntimeError, OSError) as error:
+      raise UserError(f"could not find the other processes: {error} {_GIVE}") from error
+  address, count, index, devices = found
+  if address is None or count is None or index is None:
+    raise UserError(f"could not find the other processes. {_GIVE}")
+  return Group(address, count, index, None if devices is None else tuple(devices))
 
 
 @contextlib.contextmanager

@@ -5,65 +5,126 @@ import contextlib
 import ctypes
 import math
 import os
+import platform
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
-from jax._src import distributed as jax_distributed  # Its key-value store has no public name.
 from jax.experimental import multihost_utils
 
-from paxlike import cluster, run_folder
-from paxlike.errors import UserError
+from paxlike import __version__, cluster, rendezvous, run_folder, watch
+from paxlike.errors import TemporaryError, UserError
 
-_FOLDER, _VERDICT = "paxlike/process", "paxlike/gone"
-_LEFT, _FAILED = "left", "failed"
 _LONGEST = 600  # Bytes of the reason of a failure.
+_NEVER = 10**6  # Seconds after which JAX would end the process; the watch ends it long before.
+_HELD_SECONDS = 10
 
-_watch: "Watch | None" = None
+_kept: list[Any] = []  # What C code calls.
+_holder: "subprocess.Popen[bytes] | None" = None
 
 
-def initialize(group: cluster.Group | None, *, timeout: float):
+def initialize(
+  group: cluster.Group | None,
+  *,
+  timeout: float,
+  join_timeout: float = 300,
+  told: Mapping[str, str] | None = None,
+):
   """Joins the other processes; from then on this one ends when another is gone.
 
   Args:
     group: The processes; None: JAX finds out (TPUs).
     timeout: Seconds without a sign after which a process counts as gone.
+    join_timeout: Seconds that the others have to come.
+    told: Flags that must be the same in all processes, by name.
 
   Raises:
-    UserError: It is not known who the others are, or they do not come.
+    UserError: It is not known who the others are, or one of them was started otherwise.
+    TemporaryError: They do not come.
   """
-  later = 2 * math.ceil(timeout) + 40  # JAX names no process, and may see half of it as over.
+  group = cluster.found_by_jax() if group is None else group
+  if not 0 <= group.index < group.count:
+    raise UserError(f"process {group.index} of {group.count}: indices count from 0.")
+  if group.count > 1:
+    versions = {"paxlike": __version__, "JAX": jax.__version__, "Python": platform.python_version()}
+    met = rendezvous.meet(group, {**versions, **(told or {})}, timeout=join_timeout)
+    watch.start(met, index=group.index, count=group.count, timeout=timeout)
+    _watch_aborts()
   try:
-    if group is None:
-      with cluster.gke_answers():
-        jax.distributed.initialize(heartbeat_timeout_seconds=later)
-    else:
-      jax.distributed.initialize(
-        group.address,
-        group.count,
-        group.index,
-        local_device_ids=group.devices,
-        cluster_detection_method="deactivate",
-        heartbeat_timeout_seconds=later,
-      )
+    jax.distributed.initialize(
+      group.address,
+      group.count,
+      group.index,
+      local_device_ids=group.devices,
+      cluster_detection_method="deactivate",
+      initialization_timeout=math.ceil(max(60.0, timeout)),
+      heartbeat_timeout_seconds=_NEVER,
+      shutdown_timeout_seconds=math.ceil(timeout),
+    )
   except (ValueError, RuntimeError, OSError) as error:
-    where = "" if group is None else f" (this is {group.index} of {group.count}, {group.address})"
-    raise UserError(
-      f"could not join the other processes{where}: {error} Where no cluster tells, give"
-      " --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
-    ) from error
-  # Which asks for no device: the share of their memory is not said yet.
-  if (jax_distributed.global_state.num_processes or 1) > 1:
-    global _watch
-    _watch = Watch(timeout=timeout)
-    _watch.start()
+    where = f"this is {group.index} of {group.count}, {group.address}"
+    raise TemporaryError(f"could not join the other processes ({where}): {error}") from error
+  if threading.current_thread() is threading.main_thread():
+    # JAX would note it for itself; until a run begins, nothing is lost by ending at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  if group.count > 1 and group.index == 0:
+    _hold(int(group.address.rpartition(":")[2]), met.links.values())
+
+
+def _hold(port: int, links: Any):
+  """Has a process of its own keep the connections of JAX's service a while after this process.
+
+  JAX's clients abort, without a name and with a stack of C++, as soon as they lose the connection
+  to process 0. So the watch of each, whose connection does end with this process, has time to say
+  which process is gone.
+  """
+  global _holder
+  ours = {link.fileno() for link in links}
+  held = []
+  for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+    number = int(name)
+    if number not in ours and _is_accepted(number, port):
+      held.append(number)
+  _holder = subprocess.Popen(
+    ["sh", "-c", f"cat; sleep {_HELD_SECONDS}"],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+    pass_fds=held,
+    start_new_session=True,
+  )
+
+
+def _is_accepted(number: int, port: int) -> bool:
+  """Returns whether a file of this process is a connection that has come in at a port."""
+  try:
+    with socket.socket(fileno=os.dup(number)) as one:
+      one.getpeername()
+      return one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port
+  except OSError:
+    return False
+
+
+def _watch_aborts():
+  """Lets the watch speak first where JAX aborts: most often it has lost process 0."""
+  libc = ctypes.CDLL(None)
+
+  def aborted(number: int):
+    time.sleep(3)  # The watch ends the process meanwhile, if it is that.
+    print("paxlike: JAX aborts; its reason stands above.", file=sys.stderr, flush=True)
+    libc.signal(number, 0)  # As if this function had not been there.
+
+  handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
+  _kept.append(handler)
+  libc.signal(signal.SIGABRT, handler)
 
 
 def check_shared(folder: epath.Path):
@@ -122,112 +183,16 @@ def _failures(action: Callable[[], object]) -> dict[int, str]:
   return {index: text for index, text in enumerate(reasons) if text}
 
 
-def leave(*, failed: bool):
+def leave(*, failed: bool, reason: str = ""):
   """Tells the other processes, if there are any, that the work of this one has ended."""
-  if _watch is not None:
-    _watch.leave(_FAILED if failed else _LEFT)
+  if (own := watch.current()) is not None and not own.is_alone:
+    own.leave(failed=failed, reason=reason)
+  if not failed and _holder is not None:
+    _holder.kill()
+    _holder.wait()
 
 
 def wait_for_watch():
   """Lets the process end by the name of the one that is gone, if that is why something failed."""
-  if _watch is not None:
-    _watch.join(2 * _watch.timeout)
-
-
-class Watch(threading.Thread):
-  """Gives a sign of this process, and ends it when another gives none: the main thread may hang.
-
-  Process 0, where all signs meet, looks after the others, and they ask it. JAX aborts the others as
-  soon as its process 0 is gone, and does not say so: that is said on the way.
-  """
-
-  def __init__(self, *, timeout: float):
-    super().__init__(daemon=True, name="watch")
-    self.timeout = timeout
-    self._interval = min(5.0, timeout / 4)
-    state: Any = jax_distributed.global_state
-    self._client, self._address = state.client, state.coordinator_address
-    self._index, self._count = state.process_id, state.num_processes
-    self._host = socket.gethostname()
-    self._seen: dict[int, tuple[str, float]] = {}
-    self._ends = threading.Event()
-    self._say("0")
-    # Kept, so that it is there when it is called.
-    self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: self._aborted())
-    ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
-
-  def leave(self, state: str):
-    """Gives the last sign."""
-    self._ends.set()
-    try:
-      self._say(state)
-      if state == _FAILED and self._index == 0:
-        self._tell(f"process 0 of {self._count} (on {self._host}) has failed")
-    except RuntimeError:
-      pass  # Process 0 has left already.
-
-  def run(self):
-    """Goes on until this process leaves or another is gone."""
-    number = 0
-    while not self._ends.wait(self._interval):
-      number += 1
-      try:
-        self._say(str(number))
-        gone = self._look() if self._index == 0 else self._ask()
-      except RuntimeError:
-        continue  # Process 0 does not answer: if it stays so, JAX aborts.
-      if gone is not None and not self._ends.is_set():
-        if self._index == 0:
-          self._tell(gone)
-        self._end(gone)
-
-  def _say(self, state: str):
-    key, value = f"{_FOLDER}/{self._index}", f"{state} {self._host}"
-    self._client.key_value_set(key, value, allow_overwrite=True)
-
-  def _tell(self, gone: str):
-    """Says to the others which process is gone, and stays until they have asked."""
-    self._client.key_value_set(_VERDICT, gone, allow_overwrite=True)
-    time.sleep(2 * self._interval)
-
-  def _ask(self) -> str | None:
-    """Returns what process 0 has found."""
-    try:
-      return self._client.key_value_try_get(_VERDICT)
-    except RuntimeError as error:
-      if "NOT_FOUND" in str(error):
-        return None
-      raise
-
-  def _look(self) -> str | None:
-    """Returns which process is gone, if one is."""
-    now = time.monotonic()
-    for key, value in self._client.key_value_dir_get(_FOLDER):
-      index, (state, host) = int(key.rsplit("/")[-1]), value.split(" ", 1)
-      name = f"process {index} of {self._count} (on {host})"
-      last, since = self._seen.get(index, ("", now))
-      if state == _FAILED:
-        return f"{name} has failed"
-      if state != last:
-        self._seen[index] = (state, now)
-      elif state != _LEFT and now - since > self.timeout:
-        return f"{name} has given no sign for {now - since:.0f} s"
-    return None
-
-  def _aborted(self):
-    if self._ends.is_set():
-      return
-    host, _, port = self._address.rpartition(":")
-    try:
-      socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except OSError:
-      self._end(f"process 0 of {self._count} (at {host}:{port}) is gone")
-
-  def _end(self, gone: str) -> NoReturn:
-    print(
-      f"paxlike: {gone}, so process {self._index} (on {self._host}) ends too. Started again, the"
-      " job goes on from its newest checkpoint.",
-      file=sys.stderr,
-      flush=True,
-    )
-    os._exit(1)
+  if (own := watch.current()) is not None and not own.is_alone:
+    own.join(2 * own.timeout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two exceptions that end a run in one line."""
+"""The exceptions that end a run in one line."""
 
 import difflib
 from collections.abc import Iterable
@@ -11,6 +11,10 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
   """The run failed through nobody's input. `paxlike` prints the message and exits with 1."""
+
+
+class TemporaryError(RunError):
+  """The same, but started again the run may succeed. `paxlike` exits with 75 (EX_TEMPFAIL)."""
 
 
 def one_line(error: object, *, limit: int = 2000) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from paxlike import ranges
+from paxlike import progress, ranges
 from paxlike.configurable import configurable
 from paxlike.feed import Feed
 from paxlike.layers.decoder import Batch, context_of
@@ -157,6 +157,7 @@ class Evaluator:
     self._eval_set = eval_set
     self._feed = feed
     self._batch_size = batch_size
+    self._is_compiled = False
 
     def measure(params: Params, batch: Batch) -> Sums:
       scores = scores_of(definition, definition.prepare(params), batch)
@@ -169,9 +170,9 @@ class Evaluator:
 
     self._measure = jax.jit(measure, compiler_options=dict(compiler_options or {}))
 
-  def run(self, params: Params) -> Result:
-    """Returns every metric over one pass."""
-    measured = list(self._measured(params))
+  def run(self, params: Params, *, name: str = "") -> Result:
+    """Returns every metric over one pass; `name` is that of the set, for who watches it."""
+    measured = list(self._measured(params, name))
     if not measured:
       raise ValueError("an evaluation set without a batch")
     batches, numbers = zip(*measured, strict=True)
@@ -180,14 +181,19 @@ class Evaluator:
     )
     return result(sums, None if numbers[0] is None else np.concatenate(numbers))
 
-  def _measured(self, params: Params) -> Iterator[tuple[Sums, np.ndarray | None]]:
+  def _measured(self, params: Params, name: str) -> Iterator[tuple[Sums, np.ndarray | None]]:
     dataset = self._eval_set.dataset
     in_flight: collections.deque[Sums] = collections.deque()
+    progress.enter("eval", f"{name}, batch 0")
     with dataset.batches(self._batch_size, rows=self._feed.rows, repeat=False) as batches:
       for index, batch in enumerate(batches):
         if index == self._eval_set.num_batches:
           break
+        if not self._is_compiled:
+          progress.enter("eval_compile", name)
         sums = self._measure(params, self._feed.put(batch.arrays))
+        self._is_compiled = True
+        progress.enter("eval", f"{name}, batch {index}")
         in_flight.append(sums)
         if len(in_flight) > self._feed.steps_in_flight:
           jax.block_until_ready(in_flight.popleft())

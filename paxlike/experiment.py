@@ -125,6 +125,12 @@ class Experiment(Knobs):
   EARLY_STOPPING_PATIENCE: ranges.Positive | None = None
   #: Abort after so many steps without a finite gradient.
   MAX_SKIPPED_STEPS_IN_A_ROW: ranges.Positive = 10
+  #: Seconds without progress after which the job ends with status 75, so that a launcher starts it
+  #: again. None: from the times so far, at least 60, and no limit while compiling. 0: none.
+  STALL_TIMEOUT: ranges.Seconds | None = None
+  #: Seconds between two writings of all threads' stacks into the run's folder. None: only of a
+  #: stall, and on SIGUSR1.
+  STACK_TRACE_INTERVAL: ranges.Interval | None = None
   #: Weights to start from: the folder of a run, or of a converted model. None: all are drawn.
   CHECKPOINT_RESTORE_PATH: str | None = None
   CHECKPOINT_RESTORE_STEP: ranges.NonNegative | None = None  #: Its checkpoint. None: the newest.
@@ -164,6 +170,8 @@ class Experiment(Knobs):
       best=self.best(),
       objective=self.objective(),
       weight_dtype=self.WEIGHT_DTYPE,
+      stall_timeout=self.STALL_TIMEOUT,
+      stack_interval=self.STACK_TRACE_INTERVAL,
     )
     fiddlers.precision(graph, self.FPROP_DTYPE)
     if quantization := self.quantization():

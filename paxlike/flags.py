@@ -90,6 +90,7 @@ class Options:
     num_hosts: Number of processes.
     host_idx: Index of this process.
     heartbeat_timeout: Seconds without a sign after which a process counts as gone.
+    join_timeout: Seconds that the processes have to come together.
     tfds_data_dir: Folder of TFDS data sets.
     num_cpu_devices: Number of fake CPU devices to run on.
   """
@@ -137,6 +138,7 @@ class Options:
   num_hosts: int | None = None
   host_idx: int | None = None
   heartbeat_timeout: int | None = None
+  join_timeout: int | None = None
   tfds_data_dir: str | None = None
   num_cpu_devices: int | None = None
 
@@ -185,6 +187,22 @@ def parse(argv: Sequence[str]) -> Options:
   if not options.help:
     _check(options)
   return options
+
+
+def shared(options: Options) -> dict[str, str]:
+  """Returns the flags, with their text, that all processes of a job must have been given alike.
+
+  Paths may differ from machine to machine.
+  """
+  names = ("mode", "fdl_config", "enable_checkpoint_saving", "step", "num_cpu_devices", *_DECODE)
+  told = {f"--{name}": str(getattr(options, name)) for name in names if name != "prompt_file"}
+  paths = ("PATH", "DIR", ".path")
+  for path, text in (*options.knobs, *options.edits):
+    if not path.endswith(paths):
+      told[f"--fdl.{path}"] = text
+  if options.fiddlers:
+    told["--fiddler"] = ", ".join(options.fiddlers)
+  return {name: text for name, text in told.items() if text not in ("None", "()")}
 
 
 class _Bool(flags.BooleanParser):
@@ -259,6 +277,7 @@ _NUMBERS = {
   "num_hosts": _COUNT,
   "host_idx": Annotated[int, ranges.Range(least=0, most=2**16)],
   "heartbeat_timeout": Annotated[int, ranges.Range(least=1, most=10**6)],
+  "join_timeout": Annotated[int, ranges.Range(least=1, most=10**6)],
   "num_cpu_devices": Annotated[int, ranges.Range(least=1, most=1024)],
   "max_new_tokens": ranges.Size,
   "top_k": ranges.Size,

@@ -16,7 +16,7 @@ from typing import Any, Self
 import jax
 from etils import epath
 
-from paxlike import chips, flops, metrics, run_folder
+from paxlike import chips, ending, flops, metrics, run_folder
 from paxlike.console import Console
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import Result
@@ -218,7 +218,7 @@ class Journal:
     All metrics so far are then written too: a run resumed from this step does not make them again.
     """
     self._status = step
-    if self._main:
+    if self._main and not ending.is_over.is_set():
       now = {"state": state, "step": step, "num_steps": self._num_steps, "time": time.time()}
       now |= {"host": socket.gethostname(), "pid": os.getpid()}
       with self._writing():

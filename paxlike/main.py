@@ -23,11 +23,12 @@ from paxlike import (
   unexpected,
   usage,
 )
-from paxlike.errors import RunError, UserError
+from paxlike.errors import RunError, TemporaryError, UserError
 
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
 
+_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: a launcher shall start the job again.
 _PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # By which users name a folder of compiled programs.
 # Kept with their frames until the process ends: XLA may still compile, and would crash without what
 # they hold.
@@ -47,7 +48,7 @@ def run():
     status = main(sys.argv)
   finally:
     alone = "paxlike.distributed" not in sys.modules
-    if status == 130 or (status in (1, 2, 3) and not alone):
+    if status == 130 or (status in (1, 2, 3, _TEMPORARY) and not alone):
       # JAX would wait for the other processes, which end by themselves; and `_interrupted` must not
       # be freed.
       if sys.exc_info()[1] is not None:
@@ -68,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
   """Runs a command line.
 
   Returns the exit status: 1 if the run or a check failed, 2 for a user's mistake, 3 for a step that
-  was only compiled or planned and does not fit into the memory of its devices.
+  was only compiled or planned and does not fit into the memory of its devices, 75 if another start
+  may help.
   """
   options = flags.Options()
   try:
@@ -82,7 +84,9 @@ def main(argv: Sequence[str]) -> int:
     if options.traceback:
       traceback.print_exception(error)
     print(f"paxlike: {error}", file=sys.stderr)
-    return 2 if isinstance(error, UserError) else 1
+    if isinstance(error, UserError):
+      return 2
+    return _TEMPORARY if isinstance(error, TemporaryError) else 1
   except KeyboardInterrupt as error:
     _interrupted.append(error)
     return 130
@@ -97,7 +101,7 @@ def _among_others():
     if others := sys.modules.get("paxlike.distributed"):
       if not isinstance(error, UserError | RunError | KeyboardInterrupt):
         others.wait_for_watch()  # What failed may have needed a process that is gone.
-      others.leave(failed=True)
+      others.leave(failed=True, reason=(str(error) or repr(error)).splitlines()[0][:300])
     raise
   if others := sys.modules.get("paxlike.distributed"):
     others.leave(failed=False)
@@ -212,8 +216,12 @@ def _join(options: flags.Options):
   if joins:
     from paxlike import distributed
 
-    timeout = 60 if options.heartbeat_timeout is None else options.heartbeat_timeout
-    distributed.initialize(group, timeout=timeout)
+    distributed.initialize(
+      group,
+      timeout=60 if options.heartbeat_timeout is None else options.heartbeat_timeout,
+      join_timeout=300 if options.join_timeout is None else options.join_timeout,
+      told=flags.shared(options),
+    )
     has_gpus = cluster.num_gpus() and environ.get("JAX_PLATFORMS") != "cpu"
     several_nodes = group is not None and cluster.local(environ)[1] < group.count
     if has_gpus and several_nodes and _PROGRAMS not in environ:

@@ -111,6 +111,9 @@ Capacity = Annotated[float, Range(above=0, most=1024)]
 Stretch = Annotated[float, Range(least=1, most=1e6)]
 # Divides logits; 0 takes the likeliest token.
 Temperature = Annotated[float, Range(least=1e-3, most=1e3, also=(0,))]
+# A limit of time that may be none, and the time between two events.
+Seconds = Annotated[float, Range(least=0, most=1e9)]
+Interval = Annotated[float, Range(least=1, most=1e9)]
 Fraction = Annotated[float, Range(least=0, most=1)]
 Share = Annotated[float, Range(above=0, most=1)]
 Probability = Annotated[float, Range(least=0, below=1)]

@@ -9,12 +9,14 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
+from paxlike import watch
+
 
 class StopSignal:
   """Context in which SIGTERM and Ctrl-C are noted instead of obeyed; a second Ctrl-C is obeyed.
 
-  Several processes stop after the same step, whichever of them gets the signal: JAX notes SIGTERM,
-  and lets them agree.
+  Several processes stop after the same step, whichever of them gets the signal: their watches agree
+  on it. A process that does not get to the end of its step is ended by its watch.
 
   Attributes:
     number: The signal received, None so far.
@@ -24,29 +26,40 @@ class StopSignal:
     self.number: int | None = None
     self._previous: dict[int, object] = {}
     self._is_interrupted = False
-    self._others = jax.process_count() > 1
+    self._watch = watch.current()
+    # Processes that somebody else than `paxlike.distributed` has joined have JAX's service agree.
+    self._by_jax = jax.process_count() > 1 and (self._watch is None or self._watch.is_alone)
 
   def requested(self, step: int) -> bool:
     """Returns whether the run shall save and end after this step."""
-    if self._others and multihost_utils.reached_preemption_sync_point(step):
-      self.number = signal.SIGTERM
-    return self.number is not None
+    if self._by_jax:
+      if multihost_utils.reached_preemption_sync_point(step):
+        self.number = signal.SIGTERM
+      return self.number is not None
+    if self.number is not None and self._watch is not None:
+      self._watch.ask_to_stop()  # Also where the signal's number has not come to it.
+    stops = self.number is not None if self._watch is None else self._watch.stops_after(step)
+    if stops and self.number is None:
+      self.number = signal.SIGTERM  # Another process got it.
+    return stops
 
   def __enter__(self) -> Self:
-    for number in (signal.SIGINT,) if self._others else (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGINT,) if self._by_jax else (signal.SIGTERM, signal.SIGINT):
       self._previous[number] = signal.signal(number, self._note)
     return self
 
   def __exit__(self, *unused: object):
     for number, handler in self._previous.items():
-      signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+      # JAX's handler of SIGTERM, which Python does not know, is not put back.
+      known = signal.SIG_DFL if handler is None else handler
+      signal.signal(number, known)  # pyright: ignore[reportArgumentType]
 
   def _note(self, number: int, frame: FrameType | None):
     del frame
     if number == signal.SIGINT and self._is_interrupted:
       raise KeyboardInterrupt
     self._is_interrupted = number == signal.SIGINT
-    if self._others:
+    if self._by_jax:
       os.kill(os.getpid(), signal.SIGTERM)
     else:
       self.number = number

@@ -11,7 +11,18 @@ from typing import Any, Literal
 import jax
 from etils import epath
 
-from paxlike import decoding, flops, memory, mesh, preflight, ranges, requirements, train_state
+from paxlike import (
+  decoding,
+  flops,
+  memory,
+  mesh,
+  preflight,
+  progress,
+  ranges,
+  requirements,
+  train_state,
+  watch,
+)
 from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, flatten
 from paxlike.committing import check_keep
@@ -61,6 +72,8 @@ class Trainer:
     objective: What a step makes smaller.
     trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
     weight_dtype: What weights are held in between steps; bfloat16 is rounded by chance.
+    stall_timeout: Seconds without progress that end the job; None: derived; 0: no limit.
+    stack_interval: Seconds between two writings of all stacks; None: none.
     read_only: Whether nothing will be trained; weights that have a scheme are then held by it.
     saving: Whether checkpoints are written.
     compiler_options: XLA's, for the step, evaluation and decoding. Set after building: options that
@@ -88,6 +101,8 @@ class Trainer:
   objective: Objective = dataclasses.field(default_factory=NextToken)
   trained: str = ""
   weight_dtype: Literal["float32", "bfloat16"] = "float32"
+  stall_timeout: ranges.Seconds | None = None
+  stack_interval: ranges.Interval | None = None
   read_only: bool = False
   saving: bool = True
   compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, init=False)
@@ -205,11 +220,13 @@ class Trainer:
     best = Best(folder, self.best)
     with (
       jax.set_mesh(self.devices),
+      self._watched(folder),
       self._origin(folder).checkpoints(
         keep=self.keep, preserved=lambda: best.step, check_owner=journal.check_owner
       ) as saved,
       StopSignal() as stop,
     ):
+      progress.enter("restore")
       state, data_state, origin = self._origin(folder).state(saved, self.optimizer, journal)
       start = int(state.step)
       best.forget(after=start)
@@ -229,15 +246,20 @@ class Trainer:
           if best.is_hopeless:
             journal.note(f"ends early: checkpoint {best.step} stays the best")
             break
+          progress.enter("data", step)
           batch = next(batches)
+          progress.enter("dispatch", step)
           arrays = self.feed.put(batch.arrays)
           if train_step is None:
+            progress.enter("compile")
             began = time.perf_counter()
             train_step = self.compile(state, arrays)
             if self.compiled_step is None:
               journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
             memory.return_freed_heap()
+            progress.enter("dispatch", step)
           state, metrics = train_step(state, arrays)
+          progress.enter("step", step)
           self._log(meter.add(step, metrics), journal)
 
           stopping = stop.requested(step)
@@ -257,7 +279,9 @@ class Trainer:
           if stopping:
             break
       self._log(meter.flush(), journal)
+      progress.enter("save", int(state.step))
       saved.wait()
+      progress.enter("end")
       self._finish(state, journal, start=start, early=best.is_hopeless)
       return stop.number or 0
 
@@ -269,7 +293,8 @@ class Trainer:
     """
     if not self.eval_data:
       raise UserError("this experiment has no evaluation data (eval_data).")
-    with jax.set_mesh(self.devices):
+    with jax.set_mesh(self.devices), self._watched(folder):
+      progress.enter("restore")
       step, params = self._origin(folder).params(step)
       self._evaluate(params, step, journal)
       return step
@@ -314,6 +339,9 @@ class Trainer:
       path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
       decoding.tell(texts, prompts, journal, path)
 
+  def _watched(self, folder: epath.Path) -> Any:
+    return watch.over(watch.Limits(folder, self.stall_timeout, self.stack_interval))
+
   def _decoding(self, params: Params, options: decoding.Options) -> decoding.Decoding:
     return decoding.Decoding(
       self.definition,
@@ -337,7 +365,7 @@ class Trainer:
     """Evaluates weights on each eval set, and tells of it."""
     results = {}
     for name, evaluator in self._evaluators.items():
-      results[name] = evaluator.run(params)
+      results[name] = evaluator.run(params, name=name)
       journal.evaluated(name, updates, results[name])
     return results
 
@@ -360,6 +388,7 @@ class Trainer:
     return prompt + last.text
 
   def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):
+    progress.enter("save", int(state.step))
     changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
     saved.save(int(state.step), changing, layout=layout_of(self.model), train_input=data_state)
 

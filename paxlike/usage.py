@@ -72,6 +72,7 @@ How to run
                           process I of N, which meet at process 0; Slurm, Open MPI, Kubernetes and
                           TPUs tell of themselves (--multiprocess_gpu: it is an error if none does)
   --heartbeat_timeout=60  seconds without a sign after which a process counts as gone
+  --join_timeout=300      seconds that the processes have to come together
 
 Examples
   paxlike --list

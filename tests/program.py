@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running the program on a model so small that nothing but compilation takes time."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -42,22 +43,31 @@ def run(*flags: str) -> int:
 
 
 def start(
-  *flags: str, cwd: pathlib.Path | None = None, file_blocks: int | None = None
+  *flags: str,
+  cwd: pathlib.Path | None = None,
+  file_blocks: int | None = None,
+  fault: pathlib.Path | None = None,
+  log: pathlib.Path | None = None,
 ) -> subprocess.Popen:
   """Starts the program in a process of its own, on one device.
 
-  `file_blocks` is the size that no file may exceed, in blocks of the shell's `ulimit -f`.
+  `file_blocks` is the size that no file may exceed, in blocks of the shell's `ulimit -f`; `fault`
+  is a file that says where it gets stuck (faulty.py); `log` takes what it prints.
   """
   limit = "" if file_blocks is None else f"ulimit -f {file_blocks}; "
-  command = [sys.executable, "-m", "paxlike.main", *flags]
-  return subprocess.Popen(
-    ["bash", "-c", f'{limit}exec "$@"', "paxlike", *command],
-    cwd=cwd,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent.parent)},
-  )
+  script = str(pathlib.Path(__file__).parent / "faulty.py")
+  what = ["-m", "paxlike.main"] if fault is None else [script, str(fault)]
+  command = [sys.executable, *what, *flags]
+  with contextlib.ExitStack() as stack:
+    out = subprocess.PIPE if log is None else stack.enter_context(log.open("w"))
+    return subprocess.Popen(
+      ["bash", "-c", f'{limit}exec "$@"', "paxlike", *command],
+      cwd=cwd,
+      stdout=out,
+      stderr=out if log is None else subprocess.STDOUT,
+      text=True,
+      env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent.parent)},
+    )
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:

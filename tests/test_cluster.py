@@ -115,7 +115,7 @@ def test_a_process_takes_the_gpus_that_the_docs_say(name):
 
 def test_processes_that_flags_name_split_gpus_as_those_that_are_found(monkeypatch):
   joined: list[Group] = []
-  monkeypatch.setattr(distributed, "initialize", lambda group, timeout: joined.append(group))
+  monkeypatch.setattr(distributed, "initialize", lambda group, **named: joined.append(group))
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)
   for name, value in SLURM.items():
     monkeypatch.setenv(name, value)

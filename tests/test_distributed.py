@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes that talk over loopback are the devices of one process, and end together."""
 
+import json
 import pathlib
 import socket
 import subprocess
@@ -25,16 +26,28 @@ def free_port() -> int:
     return probe.getsockname()[1]
 
 
-def job(count: int, folder: pathlib.Path, *flags: str, model=TINY) -> list[subprocess.Popen]:
-  """Starts processes of one device each, which share a batch of four rows."""
+def job(
+  count: int,
+  folder: pathlib.Path,
+  *flags: str,
+  model=TINY,
+  only: int | None = None,
+  fault: pathlib.Path | None = None,
+) -> list[subprocess.Popen]:
+  """Starts processes of one device each, which share a batch of four rows.
+
+  `only` is the only one that is started, if given; the last one gets stuck where `fault` says so.
+  """
   together = (f"--server_addr=localhost:{free_port()}", f"--num_hosts={count}")
   mesh = ("--fdl.ICI_MESH_SHAPE=[1,1,1]", f"--fdl.DCN_MESH_SHAPE=[1,{count},1]")
   rows = f"--fdl.PERCORE_BATCH_SIZE={4 / count}"
   # A rate that does not depend on the number of steps.
   model = [flag for flag in model if "LR_COS" not in flag] + ["--fdl.LR_SCHEDULE=constant"]
+  flags = (*model, *together, *mesh, rows, f"--job_log_dir={folder}", *flags)
   return [
-    start(*model, *together, *mesh, rows, f"--host_idx={index}", f"--job_log_dir={folder}", *flags)
+    start(*flags, f"--host_idx={index}", fault=fault if index == count - 1 else None)
     for index in range(count)
+    if only in (None, index)
   ]
 
 
@@ -81,9 +94,11 @@ def test_a_killed_process_ends_the_others_by_its_name_and_the_job_resumes(tmp_pa
   until_saved(tmp_path / "run", processes)
   processes[victim].kill()
   status, _, err = finish(processes[1 - victim])
-  assert status == 1
-  assert f"paxlike: process {victim} of 2 (" in err
-  assert f"so process {1 - victim} (" in err
+  assert status == 75
+  assert f"paxlike: process {victim} of 2 (" in err and "has ended without a word" in err
+  assert f"so process {1 - victim} of 2 (" in err
+  assert "Check failure stack trace" not in err
+  assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "lost"
   processes[victim].communicate()
   saved = Checkpoints(tmp_path / "run" / "checkpoints", keep=None).steps()[-1]
   out = succeed(job(2, tmp_path / "run", f"--fdl.MAX_STEPS={saved + 3}"))
@@ -102,6 +117,29 @@ def test_processes_stop_after_the_same_step_if_one_is_asked_to(tmp_path):
   assert [finish(process)[0] for process in processes] == [143, 143]
   last = curve(tmp_path)[-1][0]
   assert Checkpoints(tmp_path / "checkpoints", keep=None).steps()[-1] == last
+
+
+@pytest.mark.slow
+def test_who_does_not_come_is_named(tmp_path):
+  status, _, err = finish(job(2, tmp_path / "run", "--join_timeout=2", only=0)[0])
+  assert status == 75
+  assert "paxlike: process 1 of 2 did not come in 2 s" in err and err.count("\n") == 1
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_process_asleep_in_its_data_ends_all_by_its_name(tmp_path):
+  fault = tmp_path / "fault"
+  processes = job(2, tmp_path / "run", *LONG, fault=fault)
+  until_saved(tmp_path / "run", processes)
+  fault.write_text("data")
+  for index, process in enumerate(processes):
+    status, _, err = finish(process)
+    assert status == 75
+    assert "paxlike: process 1 of 2 (" in err and "is stuck: waiting for data of step" in err
+    assert len([*(tmp_path / "run" / "stacks").glob(f"process_{index:05d}_*.txt")]) == 1
+  told = json.loads((tmp_path / "run" / "status.json").read_text())
+  assert told["state"] == "stalled" and "process 1 of 2" in told["reason"]
 
 
 @pytest.mark.slow
@@ -243,7 +281,7 @@ def test_processes_of_gpus_keep_programs_only_where_all_see_them(
   monkeypatch, gpus, nodes, folder, kept
 ):
   """Else one of them finds what the others wait for it to measure."""
-  monkeypatch.setattr(distributed, "initialize", lambda group, timeout: None)
+  monkeypatch.setattr(distributed, "initialize", lambda group, **named: None)
   monkeypatch.setattr(cluster, "num_gpus", lambda: gpus)
   monkeypatch.delenv("JAX_PLATFORMS")
   monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")

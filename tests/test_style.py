@@ -23,6 +23,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors", "configurable", "chips", "networks", "ranges"),
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
   ("topology", "cluster", "run_folder", "input_files"),
+  ("progress", "stacks", "rendezvous", "ending"),
+  ("watch",),
   (
     "mesh",
     "kernels",

@@ -21,6 +21,7 @@ Arrays = dict[str, np.ndarray]
 ENDLESS = 2**62
 # More than a batch has: a place beyond so many for each update is none that a run has reached.
 _MOST_ROWS = 2**22
+_PATIENCE = 10  # Seconds.
 
 
 class Batch(NamedTuple):
@@ -222,7 +223,7 @@ class Batches(Iterator[Batch]):
     """Ends the thread; there is no next batch then."""
     self._closed.set()
     self._drain()  # Lets a thread go on that waits for room.
-    self._thread.join()
+    self._thread.join(_PATIENCE)  # It may be stuck, and ends with the process then.
     self._drain()
     self._queue.put(None)
 

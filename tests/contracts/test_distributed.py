@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX means by the arguments of joining processes, and by those of its key-value store.
+"""What JAX means by the arguments of joining processes, and what its client does without process 0.
 
 Callee: jax/_src/distributed.py and the extension module of jaxlib, JAX 0.10.2 and 0.12.0.
 - `State.initialize`: `local_device_ids` become `jax_cuda_visible_devices` (and ROCm's): numbers
@@ -8,23 +8,25 @@ Callee: jax/_src/distributed.py and the extension module of jaxlib, JAX 0.10.2 a
   not given is not looked for; otherwise a missing `local_device_ids` becomes the process's own
   number on its node. The coordinator listens on [::] at the port of its address.
   `heartbeat_timeout_seconds` is an int.
-- `key_value_set` raises ALREADY_EXISTS unless `allow_overwrite`; `key_value_try_get` raises
-  NOT_FOUND, `key_value_dir_get` gives [] where there is nothing; it gives whole keys, and those of
-  folder a/b are not those of a/bc. All errors are RuntimeErrors.
+- The client prints "Check failure stack trace" and aborts as soon as its connection to the service
+  ends. `missed_heartbeat_callback` would be asked first, but its argument cannot be made a Python
+  object: std::bad_cast ends the process. As long as another process holds the service's end of the
+  connection, nothing happens.
+- `create_preemption_sync_manager` takes SIGTERM for itself; `reached_preemption_sync_point` is then
+  what asks for it.
 """
 
-import contextlib
 import inspect
 import socket
-import types
+import subprocess
+import sys
 from typing import Any
 
 import jax
 import pytest
 from jax._src import distributed as jax_distributed
-from jax._src import lib
 
-from paxlike import cluster, distributed
+from paxlike import cluster, distributed, rendezvous
 
 
 def _any(module: Any) -> Any:
@@ -32,55 +34,58 @@ def _any(module: Any) -> Any:
   return module
 
 
-@pytest.fixture
-def client():
-  """Of a real service, in this process."""
+_CLIENT = """
+import os, signal, sys, time
+from jax._src import lib
+from paxlike import distributed
+index, port = int(sys.argv[1]), int(sys.argv[2])
+if index == 0:
+  service = lib._jax.get_distributed_runtime_service(
+    f"[::]:{port}", 2, heartbeat_timeout=100000, shutdown_timeout=10
+  )
+client = lib._jax.get_distributed_runtime_client(
+  f"localhost:{port}", index, init_timeout=60, use_compression=True, heartbeat_timeout=100000
+)
+client.connect()
+client.wait_at_barrier("both are there", 60000)
+if index == 0:
+  if sys.argv[3] == "held":
+    distributed._hold(port, [])
+  os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(5)
+print("still there", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", ["held", "not"])
+def test_a_client_lives_on_while_somebody_holds_its_connection(held):
   with socket.socket() as probe:
     probe.bind(("localhost", 0))
     port = probe.getsockname()[1]
-  library: Any = lib
-  service = library._jax.get_distributed_runtime_service(
-    f"[::]:{port}", 1, heartbeat_timeout=100, shutdown_timeout=10
-  )
-  one = library._jax.get_distributed_runtime_client(
-    f"localhost:{port}", 0, init_timeout=20, use_compression=True, heartbeat_timeout=100
-  )
-  one.connect()
-  yield one
-  with contextlib.suppress(RuntimeError):
-    one.shutdown()
-  service.shutdown()
-
-
-def test_the_store_overwrites_only_when_told(client):
-  client.key_value_set("a/b/0", "first")
-  with pytest.raises(RuntimeError, match="ALREADY_EXISTS"):
-    client.key_value_set("a/b/0", "second")
-  client.key_value_set("a/b/0", "third", allow_overwrite=True)
-  client.key_value_set("a/bc", "of no folder a/b")
-  assert client.key_value_try_get("a/b/0") == "third"
-  assert client.key_value_dir_get("a/b") == [("a/b/0", "third")]
-  assert client.key_value_dir_get("none") == []
-  with pytest.raises(RuntimeError, match="NOT_FOUND"):
-    client.key_value_try_get("none")
-
-
-def test_a_watch_reads_its_signs_from_a_real_store(client, monkeypatch):
-  monkeypatch.setattr(jax_distributed.global_state, "client", client)
-  monkeypatch.setattr(jax_distributed.global_state, "coordinator_address", "localhost:1")
-  libc = types.SimpleNamespace(signal=lambda *arguments: None)  # Or this process would be changed.
-  monkeypatch.setattr(distributed.ctypes, "CDLL", lambda name: libc)
-  watch = distributed.Watch(timeout=60.0)
-  assert watch._look() is None and watch._ask() is None
-  client.key_value_set("paxlike/process/1", "failed elsewhere", allow_overwrite=True)
-  assert watch._look() == "process 1 of 1 (on elsewhere) has failed"
-  client.key_value_set("paxlike/gone", "process 1", allow_overwrite=True)
-  assert watch._ask() == "process 1"
+  both = [
+    subprocess.Popen(
+      [sys.executable, "-c", _CLIENT, str(index), str(port), held],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for index in range(2)
+  ]
+  (_, _), (out, err) = (process.communicate(timeout=120) for process in both)
+  assert (out == "still there\n") is (held == "held"), err
+  assert ("Check failure stack trace" in err) is (held == "not")
 
 
 @pytest.mark.parametrize("devices", [None, (2, 3)])
 def test_what_initialize_is_given(monkeypatch, devices):
   bound: dict[str, Any] = {}
+  met = rendezvous.Met({}, {}, ("a", 1))
+  monkeypatch.setattr(rendezvous, "meet", lambda group, told, timeout: met)
+  monkeypatch.setattr(distributed.watch, "start", lambda met, **named: None)
+  monkeypatch.setattr(distributed, "_watch_aborts", lambda: None)
+  monkeypatch.setattr(distributed.signal, "signal", lambda number, handler: None)
   signature = inspect.signature(jax.distributed.initialize)
 
   def initialize(*arguments, **named):
@@ -88,8 +93,14 @@ def test_what_initialize_is_given(monkeypatch, devices):
 
   monkeypatch.setattr(jax.distributed, "initialize", initialize)
   distributed.initialize(cluster.Group("[::1]:8476", 4, 2, devices), timeout=7.5)
-  later = bound.pop("heartbeat_timeout_seconds")
-  assert type(later) is int and later > 2 * 7.5
+  seconds = {name: bound.pop(name) for name in [*bound] if name.endswith(("timeout", "_seconds"))}
+  assert seconds.keys() == {
+    "initialization_timeout",
+    "heartbeat_timeout_seconds",
+    "shutdown_timeout_seconds",
+  }
+  assert all(type(one) is int for one in seconds.values())
+  assert seconds["heartbeat_timeout_seconds"] > 10**5
   assert bound == {
     "coordinator_address": "[::1]:8476",
     "num_processes": 4,

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes, here threads, that meet, or are told in one line why they do not."""
+
+import concurrent.futures
+import socket
+
+import pytest
+
+from paxlike import cluster, flags, rendezvous
+from paxlike.errors import TemporaryError, UserError
+
+
+def free_port() -> int:
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    return probe.getsockname()[1]
+
+
+def links(group: cluster.Group, told: dict[str, str], *, timeout: float = 20) -> list[int]:
+  """Returns with whom a process is connected after they have met."""
+  met = rendezvous.meet(group, told, timeout=timeout, every=0.5)
+  for link in met.links.values():
+    link.close()
+  return sorted(met.links)
+
+
+def together(*members: tuple[int, int, dict[str, str]], timeout: float = 3) -> list:
+  """Returns what becomes of processes (index, count, flags) that come to one place."""
+  port = free_port()
+
+  def one(member: tuple[int, int, dict[str, str]]):
+    index, count, told = member
+    try:
+      return links(cluster.Group(f"localhost:{port}", count, index), told, timeout=timeout)
+    except (UserError, TemporaryError) as error:
+      return error
+
+  with concurrent.futures.ThreadPoolExecutor(len(members)) as pool:
+    return list(pool.map(one, members))
+
+
+def test_all_meet_at_process_0():
+  told = {"--fdl.A": "1"}
+  assert together((2, 3, told), (0, 3, told), (1, 3, told)) == [[0], [1, 2], [0]]
+
+
+def test_who_does_not_come_is_named(capfd):
+  zero, two = together((0, 4, {}), (2, 4, {}), timeout=2)
+  for error in (zero, two):
+    assert type(error) is TemporaryError
+    assert "processes 1, 3 of 4 did not come in 2 s" in str(error)
+  assert "paxlike: waiting for processes 1, 3 of 4, for " in capfd.readouterr().err
+  (alone,) = together((1, 2, {}), timeout=1)
+  assert type(alone) is TemporaryError
+  assert "process 0 of 2 did not come in 1 s" in str(alone)
+  assert "paxlike: waiting for process 0 of 2 at localhost" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("count", "told", "reason"),
+  [
+    (3, {"--fdl.A": "1"}, "it is one of 3 processes, process 0 one of 2"),
+    (2, {"--fdl.A": "2"}, "--fdl.A=2 there, --fdl.A=1 here"),
+    (2, {}, "no --fdl.A there, --fdl.A=1 here"),
+    (2, {"--fdl.A": "1", "--fdl.B": "3"}, "--fdl.B=3 there, no --fdl.B here"),
+  ],
+)
+def test_who_was_started_otherwise_is_named(count, told, reason):
+  for error in together((0, 2, {"--fdl.A": "1"}), (1, count, told)):
+    assert type(error) is UserError
+    assert str(error).startswith("process 1 (on ") and reason in str(error)
+
+
+def test_who_comes_twice_is_turned_away_and_the_others_meet():
+  """Of the two, one is turned away as long as the job waits for process 2."""
+  port = free_port()
+  group = cluster.Group(f"localhost:{port}", 3, 0)
+
+  def come(index: int):
+    try:
+      return links(group._replace(index=index), {})
+    except UserError as error:
+      return str(error)
+
+  with concurrent.futures.ThreadPoolExecutor(5) as pool:
+    first = [pool.submit(come, index) for index in (0, 1, 1)]
+    refused = next(concurrent.futures.as_completed(first)).result()
+    assert "comes twice: process 1 of 3 is there already" in refused and "--host_idx" in refused
+    assert "process 0 " in come(0)
+    assert come(2) == [0]
+    met = [future.result() for future in first]
+  assert sorted(x for x in met if isinstance(x, list)) == [[0], [1, 2]]
+
+
+def test_strangers_are_not_taken_for_processes():
+  """A scan of ports, say, or a client of another protocol; they do not end the wait."""
+  port = free_port()
+  group = cluster.Group(f"localhost:{port}", 2, 0)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    host = pool.submit(links, group, {})
+    for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"index": 1}\n', b"\xff\n"):
+      while True:
+        try:
+          with socket.create_connection(("localhost", port)) as stranger:
+            stranger.sendall(text)
+          break
+        except ConnectionRefusedError:
+          pass
+    assert links(group._replace(index=1), {}) == [0]
+    assert host.result() == [1]
+
+
+def test_a_port_of_another_program_is_said():
+  with socket.create_server(("", 0)) as other:
+    address = f"localhost:{other.getsockname()[1]}"
+    with pytest.raises(TemporaryError, match="is in use, for 1 s"):
+      rendezvous.meet(cluster.Group(address, 2, 0), {}, timeout=1)
+  for address in ("localhost", ":1", "a:b", "a:0", "a:70000"):
+    with pytest.raises(UserError, match="expected HOST:PORT"):
+      rendezvous.meet(cluster.Group(address, 2, 1), {}, timeout=1)
+
+
+def test_flags_that_may_differ_are_not_compared():
+  own = ["--host_idx=1", "--server_addr=a:1", "--num_hosts=2", "--job_log_dir=/here"]
+  same = ["paxlike", "--exp=A", "--fdl.B=1", "--fdl.DATA_PATH=/x"]
+  told = flags.shared(flags.parse([*same, *own]))
+  assert told["--fdl.B"] == "1" and told["--fdl_config"] == "A"
+  assert not [name for name in told if "PATH" in name or name in ("--host_idx", "--server_addr")]

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job of which a process is stuck, lost or has failed ends, and says because of whom."""
+
+import contextlib
+import json
+import pathlib
+import signal
+import socket
+import time
+
+import pytest
+from etils import epath
+from program import TEXT, finish, start
+
+from paxlike import ending, progress, rendezvous, stacks, watch
+
+
+@pytest.fixture
+def times(monkeypatch):
+  """The phases of a process that has entered none; time goes as the test says."""
+  now = [0.0]
+  monkeypatch.setattr(time, "monotonic", lambda: now[0])
+  own = progress.Progress()
+
+  def go(kind: str, seconds: float):
+    own.enter(kind)
+    now[0] += seconds
+
+  return own, go
+
+
+def test_a_limit_follows_from_the_times_so_far(times):
+  own, go = times
+  assert own.limit("step", None) == progress.UNMEASURED
+  for _ in range(3):
+    go("data", 0.01)
+    go("step", 2.0)
+  go("data", 0)
+  assert own.limit("step", None) == progress.FLOOR
+  assert own.limit("data", None) == progress.FLOOR
+  for _ in range(9):
+    go("data", 0.01)
+    go("step", 10.0)
+  go("data", 0)
+  assert own.limit("step", None) == 200
+  go("data", 100)  # As at the end of an epoch.
+  go("step", 0)
+  assert own.limit("data", None) == pytest.approx(300)
+  for _ in range(4):
+    go("save", 0.1)
+  assert own.limit("save", None) == progress.FLOOR_OF_BYTES
+
+
+@pytest.mark.parametrize("kind", progress.KINDS)
+def test_a_limit_that_is_given_holds_for_all(times, kind):
+  own, _ = times
+  assert own.limit(kind, 7.0) == 7
+  assert own.limit(kind, 0.0) is None
+  assert (own.limit(kind, None) is None) == (kind in ("start", "compile", "eval_compile", "end"))
+
+
+def connection() -> tuple[socket.socket, socket.socket]:
+  with socket.create_server(("localhost", 0)) as server:
+    there = socket.create_connection(server.getsockname())
+    return server.accept()[0], there
+
+
+@pytest.fixture
+def job(monkeypatch):
+  """Gives watches of a job, connected and without their threads; ends the links afterwards."""
+  watches: list[watch.Watch] = []
+  monkeypatch.setattr(progress, "OWN", progress.Progress())
+
+  def make(count: int, **options) -> list[watch.Watch]:
+    pairs = [connection() for _ in range(count - 1)]
+    hosts = {index: f"host{index}" for index in range(count)}
+    links = {index + 1: rendezvous.Link(pair[0]) for index, pair in enumerate(pairs)}
+    leader = ("host0", 1)
+    found = [watch.Watch(rendezvous.Met(links, hosts, leader), count=count, **options)]
+    for index, pair in enumerate(pairs, 1):
+      met = rendezvous.Met({0: rendezvous.Link(pair[1])}, hosts, leader)
+      found.append(watch.Watch(met, index=index, count=count, **options))
+    watches.extend(found)
+    return found
+
+  yield make
+  for one in watches:
+    for link in one._links.values():
+      link.close()
+    one._wake.close()
+    one._waker.close()
+
+
+def report(number: int, *, age: float = 0.0, over: bool = False, **more) -> dict:
+  base = {"number": number, "what": f"phase {number}", "age": age, "over": over, "state": ""}
+  return base | more
+
+
+def judged(hub: watch.Watch, *reports: dict, tick: float = 0.1) -> ending.Verdict | None:
+  """What process 0 finds when processes report; the first report is its own."""
+  for index, one in enumerate(reports[1:], 1):
+    hub._take(index, one)
+  return hub._judge(reports[0], tick)
+
+
+def test_who_is_behind_is_stuck_and_not_who_waits_for_it(job):
+  hub, *_ = job(3)
+  long = {"age": 99.0, "over": True}
+  verdict = judged(hub, report(8, **long), report(7, **long), report(8, **long))
+  assert verdict == ("stalled", 1, "process 1 of 3 (on host1) is stuck: phase 7, for 99 s")
+  # The others are past their limits, but it is not: it may compile.
+  assert judged(hub, report(8, **long), report(7), report(8, **long)) is None
+  # All in one phase: the one that is longest in it, unless it waits for the others.
+  verdict = judged(hub, report(8, age=9, over=True), report(8, **long), report(8, age=7, over=True))
+  assert verdict is not None and verdict.index == 1 and verdict.why.endswith("as are all others")
+  verdict = judged(hub, report(8, age=9, over=True), report(8, waits=True, **long), report(9))
+  assert verdict is not None and verdict.index == 0
+  # Who has left is not waited for.
+  left = report(2, state="left", **long)
+  assert judged(hub, report(8), left, report(8)) is None
+
+
+def test_a_process_without_a_sign_is_lost_and_one_that_ends_at_once(job):
+  hub, one, _ = job(3, timeout=10)
+  assert judged(hub, report(1), report(1), report(1)) is None
+  hub._take(2, report(1))
+  verdict = hub._judge(report(1), 11)
+  assert verdict is not None and verdict.kind == "lost" and verdict.status == 75
+  assert "process 1 of 3 (on host1) has given no sign for 11 s" in verdict.why
+  for member in hub._members.values():
+    member.silent = 0
+  one._links[0].close()
+  for message in hub._links[1].receive():
+    hub._take(1, message)
+  verdict = hub._judge(report(1), 0.1)
+  assert verdict is not None and verdict.index == 1 and "has ended without a word" in verdict.why
+
+
+def test_others_find_themselves_that_process_0_is_gone(job):
+  hub, one = job(2, timeout=10)
+  assert one._judge(report(1), 1) is None
+  hub._send(report(1, stop=False, reason=""))
+  for message in one._links[0].receive():
+    one._take(0, message)
+  verdict = one._judge(report(1), 11)
+  assert verdict is not None and "process 0 of 2 (on host0) has given no sign" in verdict.why
+  hub._links[1].close()
+  one._links[0].receive()
+  verdict = one._judge(report(1), 0)
+  assert verdict is not None and verdict.index == 0
+
+
+def test_a_failure_ends_the_others_a_little_later(job):
+  """They may fail of the same, and say so themselves."""
+  hub, _ = job(2)
+  failed = report(1, state="failed", reason="no such file")
+  assert judged(hub, report(1), failed) is None
+  verdict = hub._judge(report(1), 3)
+  assert verdict == ("failed", 1, "process 1 of 2 (on host1) has failed: no such file")
+  assert verdict.status == 1
+
+
+def test_all_stop_after_the_last_of_the_steps_that_were_promised(job):
+  hub, one = job(2)
+  assert not hub.stops_after(4) and not one.stops_after(5)
+  one._stop.set()
+  one._observe(0.1)
+  hub._take(1, one._report())
+  hub._observe(0.1)
+  assert (hub._next, one._next) == (5, 6)
+  assert hub._judge(hub._report(), 0.1) is None
+  hub._send(hub._report())
+  for message in one._links[0].receive():
+    one._take(0, message)
+  assert [hub.stops_after(5), hub.stops_after(6), one.stops_after(6)] == [False, True, True]
+
+
+def test_who_was_suspended_is_not_stuck(job):
+  """The watch was so too: a tick counts two polls at most, however long it took."""
+  (alone,) = job(1)
+  alone._limits = watch.Limits(stall_timeout=30.0)
+  progress.OWN.enter("step", 1)
+  for _ in range(3):
+    alone._observe(2 * alone._poll)
+  assert not alone._is_over and alone._age < 30
+  alone._observe(31.0)
+  assert alone._is_over
+  progress.OWN.enter("data", 2)
+  alone._observe(1.0)
+  assert not alone._is_over
+
+
+def test_a_debugger_does_not_count_as_stuck(monkeypatch):
+  assert not stacks.is_debugged()
+  monkeypatch.setitem(globals(), "__name__", "pdb")
+  assert stacks.is_debugged()
+
+
+@pytest.mark.parametrize(
+  ("before", "leader", "after"),
+  [
+    ({"state": "running", "host": "a", "pid": 1}, ("a", 1), "lost"),
+    ({"state": "running", "host": "a", "pid": 1}, None, "lost"),
+    ({"state": "running", "host": "a", "pid": 2}, ("a", 1), "running"),
+    ({"state": "finished", "host": "a", "pid": 1}, ("a", 1), "finished"),
+  ],
+)
+def test_the_status_of_another_attempt_is_left_alone(tmp_path, monkeypatch, before, leader, after):
+  monkeypatch.setattr(ending.is_over, "set", lambda: None)
+  path = tmp_path / "status.json"
+  verdict = ending.Verdict("lost", 1, "process 1 is gone")
+  ending.write_status(epath.Path(tmp_path), verdict, leader)
+  assert not path.exists()
+  path.write_text(json.dumps(before))
+  ending.write_status(epath.Path(tmp_path), verdict, leader)
+  assert json.loads(path.read_text())["state"] == after
+
+
+def test_files_of_stacks_are_bounded_and_say_where_the_process_was(tmp_path):
+  folder = epath.Path(tmp_path)
+  (tmp_path / "stacks").mkdir()
+  for number in range(30):
+    (tmp_path / "stacks" / f"process_00003_2020{number:02d}.txt").write_text("")
+  stacks.write_periodic(folder, 3, stacks.text(["why: asked"]))
+  files = sorted(path.name for path in (tmp_path / "stacks").iterdir())
+  assert len(files) == 20
+  text = (tmp_path / "stacks" / files[-1]).read_text()
+  assert text.startswith("why: asked") and "test_watch.py" in text
+
+
+SHORT = ("--fdl.MAX_STEPS=100000", "--fdl.EVAL_INTERVAL_STEPS=0", "--fdl.LR_SCHEDULE=constant")
+
+
+def until_still(folder: pathlib.Path):
+  """Returns when a run writes nothing any more."""
+  size, metrics = -1, folder / "run" / "metrics.jsonl"
+  while size != (size := metrics.stat().st_size):
+    time.sleep(2)
+
+
+@contextlib.contextmanager
+def stuck(folder: pathlib.Path, words: str, *flags: str):
+  """Gives a process once it is to get stuck in its second step or later; kills what is left."""
+  (folder / "a.txt").write_text(" ".join(map(str, range(500))))
+  text = [flag for flag in TEXT if "LR_COS" not in flag]
+  flags = (*text, *SHORT, f"--fdl.DATA_PATH={folder}/a.txt", f"--job_log_dir={folder}/run", *flags)
+  process = start(*flags, fault=folder / "fault")
+  metrics = folder / "run" / "metrics.jsonl"
+  while not metrics.exists() or not metrics.read_text():
+    assert process.poll() is None, finish(process)
+    time.sleep(0.05)
+  (folder / "fault").write_text(words)
+  try:
+    yield process
+  finally:
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_a_process_asleep_in_its_data_ends_and_says_so(tmp_path):
+  with stuck(tmp_path, "data") as process:
+    process.send_signal(signal.SIGUSR1)  # Stacks now; it changes nothing else.
+    status, _, err = finish(process)
+  assert status == 75
+  assert "paxlike: this process (on " in err and ") is stuck: waiting for data of step " in err
+  assert "paxlike: wrote the stacks of all threads: " in err and "Current thread" in err
+  written = sorted((tmp_path / "run" / "stacks").iterdir())
+  assert len(written) == 2
+  assert "why: asked for by SIGUSR1" in written[0].read_text()
+  text = written[1].read_text()
+  assert "now: waiting for data of step" in text and "faulty.py" in text
+  told = json.loads((tmp_path / "run" / "status.json").read_text())
+  assert told["state"] == "stalled" and "waiting for data" in told["reason"]
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_process_that_is_stuck(tmp_path):
+  with stuck(tmp_path, "data patient", "--fdl.STALL_TIMEOUT=0") as process:
+    until_still(tmp_path)
+    process.terminate()
+    status, _, err = finish(process)
+  assert status == 75
+  assert "is stuck and was asked to stop: waiting for data of step " in err
+
+
+@pytest.mark.slow
+def test_a_process_that_keeps_the_interpreters_lock_ends_all_the_same(tmp_path):
+  with stuck(tmp_path, "data locked") as process:
+    status, _, err = finish(process)
+  assert status == -signal.SIGALRM
+  assert "paxlike: this process (on " in err and "no Python code runs" in err
+  assert "Current thread" in err and "faulty.py" in err
