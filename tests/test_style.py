@@ -24,6 +24,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
   ("topology", "cluster", "run_folder"),
   (
+    "hugging_face_keys",
     "mesh",
     "kernels",
     "collectives",
@@ -35,7 +36,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     "console",
     "memory",
   ),
-  ("layers", "data", "feed"),
+  ("layers", "data", "feed", "hugging_face_rope"),
   ("optimizers", "flops", "requirements", "relayout", "weight_rules", "sampling", "prompts"),
   ("objectives", "train_state", "metrics", "checkpoint", "profiling", "meter", "evaluation"),
   ("journal", "best", "configuration", "model_sizes"),

@@ -19,7 +19,7 @@ from paxlike.data import chat
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
-from paxlike.hugging_face import Family, normalized
+from paxlike.hugging_face import Family, Wrapper
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 
@@ -49,6 +49,20 @@ class _Named:
     return self._tensors.read(name.removeprefix(self._added))
 
 
+class _Part:
+  """Those tensors of a model of text and images that are of its text part."""
+
+  def __init__(self, tensors: Tensors, wrapper: Wrapper):
+    self._tensors = tensors
+    self._names = {
+      name: theirs for theirs in tensors.specs if (name := wrapper.name(theirs)) is not None
+    }
+    self.specs = {name: tensors.specs[theirs] for name, theirs in self._names.items()}
+
+  def read(self, name: str) -> np.ndarray:
+    return self._tensors.read(self._names[name])
+
+
 class Source:
   """A model of others: what it is, and where its weights are.
 
@@ -63,8 +77,14 @@ class Source:
     Raises:
       UserError: No family fits, or tensors, configuration and tokenizer do not agree.
     """
-    self._experiment, self.family = _family(normalized(config), path)
-    self._knobs = self.family.read(normalized(config))
+    self._experiment, self.family = _family(config, path)
+    try:
+      wrapper = self.family.wrapper
+      if wrapper is not None and config["model_type"] == wrapper.model_type:
+        config, tensors = wrapper.text(config), _Part(tensors, wrapper)
+      self._knobs = self.family.read(config)
+    except UserError as error:
+      raise UserError(f"{path / 'config.json'}: {error}") from None
     self._tensors = _Named(tensors, self.family.prefix)
     self._tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
     self.matches = matching.match(Definition(self._model()), self.family)
@@ -154,23 +174,18 @@ def _fp8_block(config: dict[str, Any]) -> int:
   return sides[0]
 
 
-def _family(config: dict[str, Any], path: pathlib.Path) -> tuple[type[Experiment], Family]:
+def _family(config: Mapping[str, Any], path: pathlib.Path) -> tuple[type[Experiment], Family]:
   """Returns the experiment that a configuration is of, and what it says of Hugging Face."""
   bases = {base for cls in registry.registered().values() for base in cls.__mro__}
-  families = {
-    base: family
-    for base in bases
-    if "hugging_face" in vars(base) and (family := base.hugging_face()) is not None
-  }
-  fitting = {base: f for base, f in families.items() if not f.mismatch(config)}
-  if fitting:
-    ((base, family),) = fitting.items()
-    return base, family
-  same = [f for f in families.values() if f.model_type == config.get("model_type")]
-  if same:
-    reasons = "; ".join(sorted({family.mismatch(config) for family in same}))
-    raise UserError(f"{path / 'config.json'} is of no family that paxlike has: {reasons}.")
-  known = ", ".join(sorted({family.model_type for family in families.values()}))
+  families: dict[str, tuple[type[Experiment], Family]] = {}
+  for base in bases:
+    if "hugging_face" in vars(base) and (family := base.hugging_face()) is not None:
+      families[family.model_type] = base, family
+      if family.wrapper is not None:
+        families[family.wrapper.model_type] = base, family
+  kind = config.get("model_type")
+  if kind in families:
+    return families[kind]
   raise UserError(
-    f"{path / 'config.json'}: model_type is {config.get('model_type')!r}; paxlike has {known}."
+    f"{path / 'config.json'}: model_type is {kind!r}; paxlike has {', '.join(sorted(families))}."
   )
