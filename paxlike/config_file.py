@@ -26,7 +26,7 @@ import numpy as np
 from etils import epath
 from fiddle import history
 
-from paxlike import graph_text, knob_types, symbols
+from paxlike import graph_text, knob_types, run_folder, symbols
 from paxlike.errors import UserError
 from paxlike.graph_edits import call_fiddler, set_path
 from paxlike.graph_text import describe, difference
@@ -54,7 +54,7 @@ def dump(graph: Any) -> str:
 def read(path: epath.PathLike, *, allow_modules: Iterable[str] | None = ()) -> Any:
   """Returns the graph in a file, local or on a bucket; the rest is as of `load`."""
   try:
-    text = epath.Path(path).read_text()
+    text = run_folder.with_own_paths(epath.Path(path).read_text(), epath.Path(path).parent)
   except (OSError, UnicodeDecodeError) as error:
     reason = getattr(error, "strerror", None) or error
     raise UserError(f"the config file {path} cannot be read: {reason}.") from None

@@ -26,12 +26,14 @@ class Wrapper:
   Attributes:
     model_type: Of the configuration, which has the text part's in `text_config`.
     neutral: Keys without effect on text.
+    fixed: Keys of the text part that must have this value, as the whole model reads them not.
     renamed: Beginnings of tensors' names -> what they are in the text model by itself.
     dropped: Pattern (`re`) of the tensors of the other parts.
   """
 
   model_type: str
   neutral: frozenset[str]
+  fixed: Mapping[str, Any]
   renamed: Mapping[str, str]
   dropped: str
 
@@ -53,6 +55,9 @@ class Wrapper:
       fits = key in keys.FIXED and keys.is_one_of(value, keys.FIXED[key])
       if not known and not fits and keys.is_set(value):
         raise UserError(_unknown(key, value))
+    for key, wanted in self.fixed.items():
+      if not keys.is_one_of(text.get(key), wanted):
+        raise UserError(f"text_config.{key} is {text[key]!r}, not {keys.spell(wanted)}.")
     dtype = config.get("dtype") or config.get("torch_dtype")
     return {**({"torch_dtype": dtype} if dtype else {}), **text}
 

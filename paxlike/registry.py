@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from etils import epath
 
+from paxlike import run_folder
 from paxlike.errors import UserError, did_you_mean
 from paxlike.experiment import Experiment
 from paxlike.knobs import spell
@@ -54,11 +55,29 @@ def find(name: str) -> type[Experiment]:
   raise UserError(f"no experiment {name}.{hint or ' --list shows all of them.'}")
 
 
+def with_data(family: type[Experiment], mixin: str) -> type[Experiment]:
+  """Returns the experiment of a family with a data mixin of `experiments/datasets.py`, by name.
+
+  Raises:
+    UserError: There is no such mixin.
+  """
+  datasets = importlib.import_module("paxlike.experiments.datasets")
+  if mixin not in datasets.__all__:
+    raise UserError(f"no data mixin {mixin}.{did_you_mean(mixin, datasets.__all__)}")
+  bases = (getattr(datasets, mixin), family)
+  return type(family.__name__, bases, {"_data": mixin, "__module__": family.__module__})
+
+
 def dump(experiment: Experiment) -> str:
   """Returns the JSON from which `load` makes the same experiment: its class and what was set."""
   cls = type(experiment)
+  data = vars(cls).get("_data")
+  if data is not None:
+    cls = cls.__bases__[1]
   knobs = {name: spell(setting.value) for name, setting in experiment.settings().items()}
   saved = {"experiment": f"{cls.__module__}.{cls.__qualname__}", "knobs": knobs}
+  if data is not None:
+    saved["data"] = data
   return json.dumps(saved, indent=2) + "\n"
 
 
@@ -70,13 +89,14 @@ def load(path: epath.PathLike) -> Experiment:
   """
   path = epath.Path(path)
   try:
-    saved = json.loads(path.read_text())
+    saved = json.loads(run_folder.with_own_paths(path.read_text(), path.parent))
     name, knobs = str(saved["experiment"]), dict(saved["knobs"])
+    data = str(saved.get("data", ""))
   except OSError as error:
     raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
   except (ValueError, KeyError, TypeError) as error:
     raise UserError(f"{path} is damaged: {error}.") from None
-  experiment = find(name)()
+  experiment = (with_data(find(name), data) if data else find(name))()
   for knob, text in knobs.items():
     experiment.set(knob, text, source=path.name)
   return experiment

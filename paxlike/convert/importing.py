@@ -2,39 +2,28 @@
 """Checkpoints of others to a folder that paxlike decodes, evaluates and restores from."""
 
 import pathlib
-import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import fiddle as fdl
 import numpy as np
 
-from paxlike import config_file, fiddlers, registry, run_folder
-from paxlike.convert import matching, streaming
+from paxlike import config_file, registry, run_folder
+from paxlike.convert import matching, streaming, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
-from paxlike.convert.quantized import Dequantized
-from paxlike.convert.tensors import TensorFolder, TensorSpec, read_json
-from paxlike.data import chat
+from paxlike.convert.quantized import Dequantized, Tensors
+from paxlike.convert.tensors import TensorFolder, read_json
+from paxlike.convert.torch_folder import TorchFolder
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
-from paxlike.experiments import datasets
 from paxlike.hugging_face import Family, Wrapper
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 
-# File -> the knob TOKENIZER for it; the first that is there is taken.
-TOKENIZERS = {"tokenizer.model": "sentencepiece", "tokenizer.json": "huggingface"}
-
-
-class Tensors(Protocol):
-  """Tensors by name."""
-
-  specs: dict[str, TensorSpec]
-
-  def read(self, name: str) -> np.ndarray:
-    """Returns a tensor."""
-    ...
+# The dtype to compute in, by the one declared: the range of float16 is too small for many models.
+_COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+_QUANTIZED = ("fp8", "mxfp4")
 
 
 class _Named:
@@ -69,6 +58,8 @@ class Source:
   Attributes:
     matches: A match for every weight.
     family: Says what the names mean.
+    compute: In what dtype it is to compute.
+    reason: Why in this one.
   """
 
   def __init__(self, path: pathlib.Path, config: Mapping[str, Any], tensors: Tensors):
@@ -78,15 +69,20 @@ class Source:
       UserError: No family fits, or tensors, configuration and tokenizer do not agree.
     """
     self._experiment, self.family = _family(config, path)
+    self._config = dict(config)
     try:
       wrapper = self.family.wrapper
       if wrapper is not None and config["model_type"] == wrapper.model_type:
         config, tensors = wrapper.text(config), _Part(tensors, wrapper)
       self._knobs = self.family.read(config)
+      _check_quantization(config.get("quantization_config"))
     except UserError as error:
       raise UserError(f"{path / 'config.json'}: {error}") from None
     self._tensors = _Named(tensors, self.family.prefix)
-    self._tokenizer = next((path / name for name in TOKENIZERS if (path / name).exists()), None)
+    self._tokenizer = next(
+      (path / name for name in tokens.TOKENIZERS if (path / name).exists()), None
+    )
+    self.compute, self.reason = _compute_dtype(config, tensors)
     self.matches = matching.match(Definition(self._model()), self.family)
     matching.check(self.matches, self._tensors.specs, self.family, self._knobs)
     if self._tokenizer is not None:
@@ -100,7 +96,10 @@ class Source:
       UserError: A file is missing or damaged; or as above.
     """
     config = read_json(path / "config.json")
-    return cls(path, config, Dequantized(TensorFolder(path), block=_fp8_block(config)))
+    has_safetensors = path.is_file() or any(path.glob("*.safetensors"))
+    is_older = not has_safetensors and TorchFolder.is_at(path)
+    tensors = TorchFolder(path) if is_older else TensorFolder(path)
+    return cls(path, config, Dequantized(tensors, block=_fp8_block(config)))
 
   @classmethod
   def meta(cls, path: pathlib.Path) -> Self:
@@ -118,48 +117,79 @@ class Source:
 
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must not hold anything yet."""
+    self._check_copies()
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(self._model())
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       if self._tokenizer is not None:
-        copy_tokenizer(self._tokenizer.parent, folder)
-      graph = self._graph(to.absolute())
+        tokens.bring(self._tokenizer.parent, self._config, folder)
+      experiment = self._with_data(run_folder.OWN)
+      graph = experiment.trainer()
       (folder / "config.json").write_text(config_file.dump(graph))
       (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
-      (folder / "experiment.json").write_text(registry.dump(self._experiment(**self._knobs)))
+      (folder / "experiment.json").write_text(registry.dump(experiment))
 
   def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
     for match in self.matches:
       yield f"params.{match.ours}", _weight(match, self._tensors)
 
   def _model(self) -> Any:
-    return fdl.build(self._graph(None).model)
+    return fdl.build(self._with_data(None).trainer().model)
 
-  def _graph(self, folder: pathlib.Path | None) -> fdl.Config:
-    """Returns the graph of an experiment that has the weights, and the tokenizer in `folder`."""
-    knobs: dict[str, Any] = dict(self._knobs)
-    mixin: type[Experiment] = datasets.Synthetic
+  def _with_data(self, folder: str | None) -> Experiment:
+    """Returns an experiment that has the weights, and the tokenizer in `folder`.
+
+    Where there is a tokenizer, it evaluates all of any text; else on random tokens.
+    """
+    knobs: dict[str, Any] = {
+      **self._knobs,
+      "FPROP_DTYPE": self.compute,
+      "USE_REPEATED_LAYER": False,
+    }
+    mixin = "Synthetic"
     if folder is not None and self._tokenizer is not None:
-      mixin, name = datasets.LocalText, self._tokenizer.name
-      knobs |= {"TOKENIZER": TOKENIZERS[name], "VOCAB_PATH": str(folder / name)}
-    graph = type(self._experiment.__name__, (mixin, self._experiment), {})(**knobs).trainer()
-    fiddlers.stack(graph, scan=False)
-    return graph
+      mixin, name = "LocalText", self._tokenizer.name
+      knobs |= {"TOKENIZER": tokens.TOKENIZERS[name], "VOCAB_PATH": folder + name}
+      knobs["TRAIN_SHARE"] = 0.0
+    return registry.with_data(self._experiment, mixin)(**knobs)
 
   def _check(self, tokenizer: pathlib.Path):
-    size = fdl.build(self._graph(tokenizer.parent).train_data.corpus.tokenizer).vocab_size
+    graph: Any = self._with_data(f"{tokenizer.parent}/").trainer()
+    size = fdl.build(graph.train_data.corpus.tokenizer).vocab_size
     if size > self._knobs["VOCAB_SIZE"]:
       raise UserError(
         f"{tokenizer} has {size} ids, but the model knows {self._knobs['VOCAB_SIZE']}: it is the"
         " tokenizer of another model."
       )
 
+  def _check_copies(self):
+    """Raises a UserError if a tensor that is to be a copy of another is none."""
+    read = {name for match in self.matches for name in match.theirs}
+    for name, other in self.family.copies.items():
+      if name not in self._tensors.specs or name in read:
+        continue
+      one, two = self._tensors.read(name), self._tensors.read(other)
+      if one.shape != two.shape or one.tobytes() != two.tobytes():
+        raise UserError(f"tie_word_embeddings is set, but {name} is not a copy of {other}.")
 
-def copy_tokenizer(source: pathlib.Path, to: pathlib.Path):
-  """Copies what is there of tokenizers' files."""
-  for name in (*TOKENIZERS, *chat.FILES):
-    if (source / name).exists():
-      shutil.copyfile(source / name, to / name)
+
+def _check_quantization(told: Any):
+  """Raises a UserError if weights are quantized in a way that is not known."""
+  method = told.get("quant_method") if isinstance(told, Mapping) else told
+  if told is not None and method not in _QUANTIZED:
+    known = " and ".join(_QUANTIZED)
+    raise UserError(f"quantization_config.quant_method is {method!r}; paxlike reads {known}.")
+
+
+def _compute_dtype(config: Mapping[str, Any], tensors: Tensors) -> tuple[str, str]:
+  """Returns the dtype to compute in, and why: the one declared, or else that of the weights."""
+  declared = config.get("dtype") or config.get("torch_dtype")
+  if declared in _COMPUTE:
+    compute = _COMPUTE[declared]
+    return compute, "as declared" if compute == declared else f"{declared} is declared"
+  first = next(iter(tensors.specs.values()), None)
+  stored = "bfloat16" if first is None else first.dtype.name
+  return _COMPUTE.get(stored, "bfloat16"), f"none is declared, and weights are {stored}"
 
 
 def _weight(match: Match, tensors: Tensors) -> np.ndarray:

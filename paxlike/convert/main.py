@@ -15,9 +15,9 @@ if TYPE_CHECKING:
   from paxlike.convert.importing import Source
 
 _HELP = """\
-Converts models of Hugging Face (safetensors), and LLaMA as Meta gives it away (.pth), for paxlike,
-and checkpoints of paxlike for Hugging Face, a tensor at a time. What is made for paxlike is all
-that `paxlike --mode=decode --job_log_dir=DIR` needs.
+Converts models of Hugging Face (safetensors or .bin), and LLaMA as Meta gives it away (.pth), for
+paxlike, and checkpoints of paxlike for Hugging Face, a tensor at a time. What is made for paxlike
+is all that `paxlike --mode=decode --job_log_dir=DIR` needs.
 """
 
 
@@ -54,6 +54,9 @@ def run(argv: Sequence[str]) -> int:
     else:
       source.convert(options.to, dtype=options.dtype)
       print(f"{options.to}: {len(source.matches)} weights in {options.dtype}")
+      if options.source in ("hf", "meta"):
+        source = cast("Source", source)
+        print(f"computes in {source.compute} ({source.reason}): --fdl.FPROP_DTYPE changes that")
     return 0
   except UserError as error:
     print(f"paxlike-convert: {error}", file=sys.stderr)

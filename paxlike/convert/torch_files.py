@@ -20,6 +20,9 @@ _STORAGES: dict[str, Any] = {
   "BFloat16Storage": ml_dtypes.bfloat16,
   "LongStorage": np.int64,
   "IntStorage": np.int32,
+  "ShortStorage": np.int16,
+  "CharStorage": np.int8,
+  "ByteStorage": np.uint8,
   "BoolStorage": np.bool_,
 }
 _LOCAL_HEADER = 30  # Bytes of the header in front of each entry of a zip file, but for its texts.
@@ -88,12 +91,16 @@ class TorchFile:
     return info.header_offset + _LOCAL_HEADER + texts
 
 
+class _Named(dict[str, Any]):
+  """What stands for `collections.OrderedDict`, which torch gives attributes."""
+
+
 class _Unpickler(pickle.Unpickler):
   """Knows names of storages and how tensors are made of them, and refuses all other names."""
 
   def find_class(self, module: str, name: str) -> Any:
     if (module, name) == ("collections", "OrderedDict"):
-      return dict
+      return _Named
     if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
       return _rebuild
     if module == "torch" and name in _STORAGES:

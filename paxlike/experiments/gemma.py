@@ -201,6 +201,7 @@ _GEMMA3_WITH_IMAGES = hugging_face.Wrapper(
     {"vision_config", "mm_tokens_per_image", "image_token_index", "image_token_id"}
     | {"boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"}
   ),
+  fixed={"final_logit_softcapping": None},
   # As published, and as transformers saves it since 4.52.
   renamed={"language_model.": "", "model.language_model.": "model."},
   dropped=r"(model\.)?(vision_tower|multi_modal_projector)\..*",

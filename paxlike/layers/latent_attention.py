@@ -72,11 +72,13 @@ class LatentAttention(module.Module):
     self.scale = 1 / math.sqrt(head_dim + rope_dim) if scale is None else scale
     self.kernel = kernel
     heads = {"heads": num_heads, "head": head_dim + rope_dim}
-    self.query_down = self.query_norm = None
-    if query_down is not None and query_rank is not None:
+    if query_down is None or query_rank is None:
+      self.query_down, self.query_norm = None, None
+      self.query = query({"model": dim}, heads)
+    else:
       self.query_down = query_down({"model": dim}, {"rank": query_rank})
       self.query_norm = norm(query_rank, over="rank")
-    self.query = query({"model": dim} if query_rank is None else {"rank": query_rank}, heads)
+      self.query = query({"rank": query_rank}, heads)
     self.latent = latent({"model": dim}, {"rank": rank + rope_dim})
     self.latent_norm = norm(rank, over="rank")
     self.key_value = key_value({"rank": rank}, {"heads": num_heads, "head": head_dim + value_dim})

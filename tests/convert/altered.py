@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -414,7 +414,7 @@ def _forward(text: str) -> Any:
 
   model: Any = config_file.load(text)
   fiddlers.precision(model, "float32")
-  definition = Definition(fdl.build(model))
+  definition = Definition(cast(Any, fdl.build(model)))
   return jax.jit(functools.partial(forward, definition))
 
 
@@ -431,7 +431,7 @@ def conversion(folder: pathlib.Path) -> np.ndarray:
   params = {
     name.removeprefix("params."): np.asarray(value, np.float32) for name, value in source._weights()
   }
-  run = _forward(config_file.dump(source._graph(None).model))
+  run = _forward(config_file.dump(source._with_data(None).trainer().model))
   return np.asarray(run(params, {"inputs": TOKENS})[0])
 
 
