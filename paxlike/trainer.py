@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from paxlike import decoding, flops, memory, mesh, pipelined, requirements
@@ -171,6 +172,11 @@ class Trainer:
     """What computes attention, by name."""
     is_packed = any("segments" in data.no_rows() for data in self._datasets())
     return self.model.kernels(Place.on(self.devices), is_packed=is_packed)
+
+  @property
+  def compute_dtype(self) -> str:
+    """In what layers compute, but for routers, statistics and the loss."""
+    return str(jnp.dtype(self.model.embedding.dtype))
 
   @property
   def data(self) -> Any:

@@ -53,6 +53,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("graph_edits",),
   ("config_file", "experiment"),
   ("registry",),
+  ("saved_experiment",),
   ("experiments",),
   ("scripts_gpu", "checks"),
   ("harness",),

@@ -58,8 +58,6 @@ class Source:
   Attributes:
     matches: A match for every weight.
     family: Says what the names mean.
-    compute: In what dtype it is to compute.
-    reason: Why in this one.
   """
 
   def __init__(self, path: pathlib.Path, config: Mapping[str, Any], tensors: Tensors):
@@ -82,7 +80,7 @@ class Source:
     self._tokenizer = next(
       (path / name for name in tokens.TOKENIZERS if (path / name).exists()), None
     )
-    self.compute, self.reason = _compute_dtype(config, tensors)
+    self._compute, self._reason = _compute_dtype(config, tensors)
     self.matches = matching.match(Definition(self._model()), self.family)
     matching.check(self.matches, self._tensors.specs, self.family, self._knobs)
     if self._tokenizer is not None:
@@ -115,6 +113,13 @@ class Source:
     """Returns a line for each weight: its name and shape, and where it comes from."""
     return matching.table(self.matches, "<-")
 
+  def notes(self) -> list[str]:
+    """Returns what is to be known of the converted model, a line each."""
+    lines = [f"computes in {self._compute} ({self._reason}): --fdl.FPROP_DTYPE changes that"]
+    if self._tokenizer is None:
+      lines.append("has no tokenizer, so that it neither decodes nor evaluates text")
+    return lines
+
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must not hold anything yet."""
     self._check_copies()
@@ -143,7 +148,7 @@ class Source:
     """
     knobs: dict[str, Any] = {
       **self._knobs,
-      "FPROP_DTYPE": self.compute,
+      "FPROP_DTYPE": self._compute,
       "USE_REPEATED_LAYER": False,
     }
     mixin = "Synthetic"

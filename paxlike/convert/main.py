@@ -54,9 +54,8 @@ def run(argv: Sequence[str]) -> int:
     else:
       source.convert(options.to, dtype=options.dtype)
       print(f"{options.to}: {len(source.matches)} weights in {options.dtype}")
-      if options.source in ("hf", "meta"):
-        source = cast("Source", source)
-        print(f"computes in {source.compute} ({source.reason}): --fdl.FPROP_DTYPE changes that")
+      for line in cast("Source", source).notes() if options.source in ("hf", "meta") else ():
+        print(line)
     return 0
   except UserError as error:
     print(f"paxlike-convert: {error}", file=sys.stderr)

@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from paxlike.errors import UserError
 
 
-def find(path: str | None, suffixes: tuple[str, ...], *, knob: str) -> list[str]:
+def find(
+  path: str | None, suffixes: tuple[str, ...], *, knob: str, any_single: bool = False
+) -> list[str]:
   """Returns the files, sorted; of a folder those with one of `suffixes`, which all must have.
+
+  With `any_single`, a file that is named itself may have any other suffix.
 
   Raises:
     UserError: There is none, one is of another kind or cannot be read; it names `knob`.
@@ -22,7 +26,9 @@ def find(path: str | None, suffixes: tuple[str, ...], *, knob: str) -> list[str]
     found = glob.glob(os.path.join(glob.escape(where), "**", "*"), recursive=True)
     files = [name for name in found if name.endswith(suffixes)]
   else:
-    files = [where] if os.path.isfile(where) else glob.glob(where, recursive=True)
+    is_single = os.path.isfile(where)
+    files = [where] if is_single else glob.glob(where, recursive=True)
+    suffixes = ("",) if is_single and any_single else suffixes
   files = sorted(name for name in files if os.path.isfile(name))
   if not files:
     what = "holds no" if os.path.isdir(where) else "matches no"

@@ -18,7 +18,7 @@ SUFFIXES = (".txt", *records.SUFFIXES)
 
 
 class TextFiles(Corpus):
-  """Documents in files: a .txt file is one, and so is a record of any other."""
+  """Documents in files: the records of some kinds of files; any other file is one, as it is."""
 
   def __init__(
     self,
@@ -60,7 +60,7 @@ class TextFiles(Corpus):
 
   @functools.cached_property
   def _files(self) -> list[str]:
-    return files.find(self._path, SUFFIXES, knob=self._knob)
+    return files.find(self._path, SUFFIXES, knob=self._knob, any_single=True)
 
   def index(self) -> token_index.TokenIndex:
     return self._index
@@ -95,7 +95,7 @@ def read(name: str, field: str) -> Iterator[str]:
     UserError: A record lacks the field, or see `records.read`.
     OSError, EOFError, UnicodeDecodeError: See there.
   """
-  if name.endswith(".txt"):
+  if not name.endswith(records.SUFFIXES):
     with open(name, encoding="utf-8", newline="") as file:
       yield file.read()
     return
