@@ -52,7 +52,10 @@ _VISION = {
 }
 # Family -> (configuration class of transformers, what is small or unlike its defaults).
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
-  "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}),
+  "gpt2": (
+    "GPT2Config",
+    {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 96},
+  ),
   "llama": ("LlamaConfig", {}),
   "mistral": ("MistralConfig", {"sliding_window": 6}),
   "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -282,7 +285,7 @@ def base(family: str) -> dict[str, Any]:
   import transformers
 
   name, options = BASES[family]
-  small = {} if "text_config" in options else _SMALL
+  small = {} if "text_config" in options or family == "gpt2" else _SMALL
   config = getattr(transformers, name)(**{**small, **options})
   return json.loads(json.dumps(config.to_dict()))
 
