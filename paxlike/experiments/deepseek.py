@@ -94,6 +94,17 @@ class DeepSeek(Moe, Llama):
     return self.yarn_magnitude() if self.ROPE_SCALING == "yarn" else 1.0
 
   def mlp(self) -> fdl.Partial:
+    groups, chosen = self.NUM_EXPERT_GROUPS, self.NUM_EXPERT_GROUPS_PER_TOKEN
+    if groups < 1 or self.NUM_EXPERTS % groups or not 1 <= chosen <= groups:
+      raise UserError(
+        f"NUM_EXPERT_GROUPS={groups} must divide NUM_EXPERTS={self.NUM_EXPERTS}, and be at least"
+        f" NUM_EXPERT_GROUPS_PER_TOKEN={chosen}."
+      )
+    if (among := chosen * self.NUM_EXPERTS // groups) < self.NUM_EXPERTS_PER_TOKEN:
+      raise UserError(
+        f"NUM_EXPERTS_PER_TOKEN={self.NUM_EXPERTS_PER_TOKEN} are more than the {among} experts of"
+        f" NUM_EXPERT_GROUPS_PER_TOKEN={chosen} groups."
+      )
     moe = super().mlp()
     moe.choice = fdl.Partial(
       layers.routing.sigmoid_choice,
