@@ -98,7 +98,7 @@ def read_data(path: epath.PathLike) -> Any:
 def _text(path: epath.PathLike) -> str:
   try:
     run_folder.check_ends(path)
-    return epath.Path(path).read_text()
+    return run_folder.with_own_paths(epath.Path(path).read_text(), epath.Path(path).parent)
   except (OSError, UnicodeDecodeError) as error:
     reason = getattr(error, "strerror", None) or error
     raise UserError(f"the config file {path} cannot be read: {reason}.") from None

@@ -95,7 +95,7 @@ class Decoding:
     self._tokenizer = tokenizer
     self._max_len = max_len
     self.options = options
-    ends = {tokenizer.eos_id, tokenizer.bos_id, *options.stop_tokens} - {None}
+    ends = {tokenizer.eos_id, tokenizer.bos_id, *tokenizer.end_ids, *options.stop_tokens} - {None}
     self._make = lambda rows, room: Generator(
       definition,
       params,

@@ -364,7 +364,7 @@ def _check(options: Options):
     return
   if options.fdl_config and options.fdl_config_file:
     raise UserError("give --fdl_config or --fdl_config_file, not both.")
-  of_the_run = options.mode in ("eval", "decode") and options.job_log_dir and not options.knobs
+  of_the_run = options.mode in ("eval", "decode") and options.job_log_dir
   if not options.fdl_config and not options.fdl_config_file and not of_the_run:
     raise UserError("which experiment? Give --fdl_config=NAME; --list shows the names.")
   if options.fdl_config_file and options.knobs:

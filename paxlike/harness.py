@@ -114,7 +114,8 @@ class PaxlikeLM(TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    return self.eot_token_id if self._tokens.bos_id is None else self._tokens.bos_id
+    prefix = self._tokens.prefix_id
+    return self.eot_token_id if prefix is None else prefix
 
   @property
   def tokenizer_name(self) -> str:

@@ -1,16 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Hugging Face calls a family of models: its configuration and the names of its weights."""
+"""What Hugging Face calls a family of models: its configuration and the names of its weights.
+
+Each key of a configuration is read, known to be without effect on logits, or must have the value
+for which our model is right; with any other key or value a conversion is refused.
+"""
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from paxlike import hugging_face_keys as keys
+from paxlike import hugging_face_rope
 from paxlike.errors import UserError
+from paxlike.hugging_face_rope import Rope
 from paxlike.weight_rules import Rules
 
-_ABSENT = object()
-_ROPE_TYPE = "rope_scaling.rope_type"
+_PATTERN = "sliding_window_pattern"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrapper:
+  """A model of text and images, of which the text part is taken.
+
+  Attributes:
+    model_type: Of the configuration, which has the text part's in `text_config`.
+    neutral: Keys without effect on text.
+    fixed: Keys of the text part that must have this value, as the whole model reads them not.
+    renamed: Beginnings of tensors' names -> what they are in the text model by itself.
+    dropped: Pattern (`re`) of the tensors of the other parts.
+  """
+
+  model_type: str
+  neutral: frozenset[str]
+  fixed: Mapping[str, Any]
+  renamed: Mapping[str, str]
+  dropped: str
+
+  def text(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of the text part.
+
+    Raises:
+      UserError: There is none, or a key is not known.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+      raise UserError(f"a {self.model_type} model lacks text_config.")
+    # Embeddings are tied unless said otherwise.
+    tied = {part.get("tie_word_embeddings", True) for part in (config, text)}
+    if len(tied) > 1:
+      raise UserError("tie_word_embeddings is another in text_config: which one holds is unclear.")
+    for key, value in config.items():
+      known = key in keys.NEUTRAL | self.neutral | {"text_config", "tie_word_embeddings"}
+      fits = key in keys.FIXED and keys.is_one_of(value, keys.FIXED[key])
+      if not known and not fits and keys.is_set(value):
+        raise UserError(_unknown(key, value))
+    for key, wanted in self.fixed.items():
+      if not keys.is_one_of(text.get(key), wanted):
+        raise UserError(f"text_config.{key} is {text[key]!r}, not {keys.spell(wanted)}.")
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return {**({"torch_dtype": dtype} if dtype else {}), **text}
+
+  def name(self, tensor: str) -> str | None:
+    """Returns the name of a tensor in the text model by itself; None: it is of another part."""
+    if re.fullmatch(self.dropped, tensor):
+      return None
+    for theirs, ours in self.renamed.items():
+      if tensor.startswith(theirs):
+        return ours + tensor.removeprefix(theirs)
+    return tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,117 +78,146 @@ class Family:
   Attributes:
     model_type: Of the configuration.
     architecture: Class of transformers that has the weights.
-    knobs: Key of the configuration -> knob; "a.b" is key b of the mapping a.
-    defaults: What absent keys mean; of those without it none may be absent.
-    fixed: Keys that must have this value; absent, or None, they have it if `defaults` has no other.
-    layer_types: Kinds of attention of the layers, over and over; none: all are alike.
-    rope_types: The ways in which rotary positions may be scaled; None: not.
+    knobs: Key of the configuration -> knob.
+    defaults: What absent keys mean to transformers; of those read without it none may be absent.
+    nullable: Keys that may be null, which is None of their knobs.
+    fixed: Keys that must have this value, or one of a tuple; absent, they have it, if `defaults`
+      has no other. They are written with the first.
+    neutral: Keys without effect on logits, beside those of every family.
+    equal: Key -> another whose value it must have, if it is there.
+    aliases: Key -> its name in `knobs`.
+    layer_types: Kinds of attention of the layers, over and over; none: it has no such key.
+    rope: Its rotary positions, if it has any.
     rules: Where each weight stands.
+    without: Name of a weight -> the rules that hold in models that lack it.
     prefix: Begins the names of tensors, if they were not saved without the outermost module.
     ignored: Patterns (`re`) of tensors that may be there, and hold nothing that is needed; `{KNOB}`
       stands for its value.
+    copies: Tensor that may be there though it is not read -> the one that it must be a copy of.
+    wrapper: Of models that have a model of this family as a part.
   """
 
   model_type: str
   architecture: str
   knobs: Mapping[str, str]
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  nullable: frozenset[str] = frozenset()
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  neutral: frozenset[str] = frozenset()
+  equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   layer_types: tuple[str, ...] = ()
-  rope_types: tuple[str | None, ...] = (None,)
+  rope: Rope | None = None
   rules: Rules
+  without: Mapping[str, Rules] = dataclasses.field(default_factory=dict)
   prefix: str = ""
   ignored: tuple[str, ...] = ()
-
-  def mismatch(self, config: Mapping[str, Any]) -> str:
-    """Returns why `config` is none of this family, "" if it is one."""
-    if config.get("model_type") != self.model_type:
-      return f"model_type is {config.get('model_type')}"
-    rope_type = _get(config, _ROPE_TYPE)
-    for key, value in self.fixed.items():
-      if key.startswith("rope_scaling.") and rope_type is _ABSENT:
-        continue
-      found = _get(config, key)
-      found = self.defaults.get(key, _ABSENT) if found is _ABSENT else found
-      if found is not _ABSENT and found != value:
-        return f"{key} is {found!r}, not {value!r}"
-    types = config.get("layer_types")
-    if types is not None and types != self._layer_types(len(types)):
-      return f"layer_types is {types}"
-    if (None if rope_type is _ABSENT else rope_type) not in self.rope_types:
-      return f"{_ROPE_TYPE} is {'absent' if rope_type is _ABSENT else rope_type}"
-    return ""
+  copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  wrapper: Wrapper | None = None
 
   def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the knobs that `config` sets.
 
     Raises:
-      UserError: A key is absent.
+      UserError: A key is absent, is not known, or has a value for which ours is another model.
     """
+    config = self._renamed(config)
+    self._check(config)
     values = {}
     for key, knob in self.knobs.items():
-      values[knob] = _get(config, key)
-      if values[knob] is _ABSENT:
-        if key not in self.defaults:
-          raise UserError(f"config.json of a {self.model_type} model lacks {key}.")
-        values[knob] = self.defaults[key]
-    return values
+      if key not in config and key not in self.defaults:
+        raise UserError(f"a {self.model_type} model lacks {key}.")
+      values[knob] = config.get(key, self.defaults.get(key))
+      if values[knob] is None and key in config and key not in self.nullable:
+        raise UserError(f"{key} is null.")
+    self._check_layers(config)
+    return values | ({} if self.rope is None else self.rope.read(config))
 
   def write(self, values: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     """Returns the `config.json` of a model with these knobs, its weights in `dtype`."""
     config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-    pairs = {key: values[knob] for key, knob in self.knobs.items()}
-    scaled = pairs.get("rope_scaling.factor") is not None
-    pairs |= {**self.fixed, _ROPE_TYPE: self.rope_types[-1], "torch_dtype": dtype}
+    config |= {key: values[knob] for key, knob in self.knobs.items()}
+    for key, wanted in self.fixed.items():
+      config[key] = wanted[0] if isinstance(wanted, tuple) else wanted
+    if self.rope is not None:
+      config |= self.rope.write(values)
     if self.layer_types:
-      pairs["layer_types"] = self._layer_types(values["NUM_LAYERS"])
-    for key, value in pairs.items():
-      if key.startswith("rope_scaling.") and not scaled:
-        continue
-      *outer, last = key.split(".")
-      place = config
-      for part in outer:
-        place = place.setdefault(part, {})
-      place[last] = value
-    return config
+      config["layer_types"] = self._layer_types(values["NUM_LAYERS"])
+    return {**config, "torch_dtype": dtype}
+
+  def rules_of(self, weights: Iterable[str]) -> Rules:
+    """Returns the rules for a model that has weights of these names, `{}` for the layer."""
+    there = set(weights)
+    rules = dict(self.rules)
+    for name, others in self.without.items():
+      rules |= {} if name in there else others
+    return rules
 
   def is_ignored(self, name: str, values: Mapping[str, Any]) -> bool:
     """Returns whether a tensor of a model with these knobs may be left aside."""
+    if name in self.copies:
+      return True
     return any(re.fullmatch(_with_knobs(pattern, values), name) for pattern in self.ignored)
 
+  def _renamed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with one name for each key."""
+    config = dict(config)
+    for alias, key in self.aliases.items():
+      if alias in config:
+        value = config.pop(alias)
+        if config.setdefault(key, value) != value:
+          raise UserError(f"{alias}={value!r} and {key}={config[key]!r} say two things.")
+    return config
+
+  def _check(self, config: Mapping[str, Any]):
+    """Raises a UserError for keys that are not known, and values that are not right."""
+    fixed = keys.FIXED | dict(self.fixed)
+    for key in self.knobs:
+      fixed.pop(key, None)
+    for key, wanted in fixed.items():
+      if key not in config and key not in self.defaults:
+        continue
+      found = config.get(key, self.defaults.get(key))
+      if not keys.is_one_of(found, wanted):
+        absent = "" if key in config else " (as it is absent)"
+        raise UserError(f"{key} is {found!r}{absent}, not {keys.spell(wanted)}.")
+    for key, other in self.equal.items():
+      if config.get(key) is not None and config[key] != config.get(other):
+        raise UserError(f"{key}={config[key]!r} is not {other}={config.get(other)!r}.")
+    known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
+    if self.rope is not None:
+      known |= hugging_face_rope.KEYS
+    if self.layer_types:
+      known |= {"layer_types", _PATTERN, f"_{_PATTERN}"}
+    for key, value in config.items():
+      if key not in known and keys.is_set(value):
+        raise UserError(_unknown(key, value))
+
+  def _check_layers(self, config: Mapping[str, Any]):
+    """Raises a UserError if the layers have not the kinds of attention that ours have."""
+    if not self.layer_types:
+      return
+    if config.get("layer_types") is not None:
+      count = config.get("num_hidden_layers", self.defaults.get("num_hidden_layers"))
+      if config["layer_types"] != self._layer_types(count):
+        raise UserError(f"layer_types is {config['layer_types']}: paxlike has no such order.")
+      return
+    for key in (_PATTERN, f"_{_PATTERN}"):
+      if config.get(key) not in (None, len(self.layer_types)):
+        raise UserError(f"{key} is {config[key]!r}, not {len(self.layer_types)}.")
+
   def _layer_types(self, num_layers: int) -> list[str]:
-    kinds = self.layer_types or ("full_attention",)
-    return [kinds[layer % len(kinds)] for layer in range(num_layers)]
+    return [self.layer_types[layer % len(self.layer_types)] for layer in range(num_layers)]
+
+
+def _unknown(key: str, value: Any) -> str:
+  shown = repr(value)
+  shown = shown if len(shown) < 80 else f"{shown[:77]}..."
+  return (
+    f"{key}={shown} is not known to paxlike, so the model might be another one. If it has no"
+    f" effect, take it out of config.json."
+  )
 
 
 def _with_knobs(pattern: str, values: Mapping[str, Any]) -> str:
   return re.sub(r"\{([A-Z_]+)\}", lambda match: str(values[match[1]]), pattern)
-
-
-def _get(config: Mapping[str, Any], key: str) -> Any:
-  value: Any = config
-  for part in key.split("."):
-    value = value.get(part) if isinstance(value, Mapping) else None
-  return _ABSENT if value is None else value
-
-
-def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a configuration as transformers 4 wrote it; 5 keeps all about RoPE in one mapping."""
-  config = dict(config)
-  if "num_local_experts" in config:
-    config.setdefault("num_experts", config["num_local_experts"])
-  rope = config.pop("rope_parameters", None)
-  if rope is None:
-    scaling = config.get("rope_scaling")
-    if isinstance(scaling, dict) and "type" in scaling:
-      config["rope_scaling"] = {"rope_type": scaling["type"], **scaling}
-    return config
-  if not isinstance(rope, dict):
-    raise UserError("config.json: rope_parameters is no mapping.")
-  if "full_attention" in rope:
-    config["rope_local_base_freq"] = rope["sliding_attention"].get("rope_theta")
-    rope = rope["full_attention"]
-  config["rope_theta"] = rope.get("rope_theta")
-  if rope.get("rope_type", "default") != "default":
-    config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-  return config

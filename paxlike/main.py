@@ -115,7 +115,7 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
   if options.list:
     print(show.experiments())
     return 0
-  experiment = None if options.fdl_config is None else experiment_of(options)
+  experiment = experiment_of(options) if options.fdl_config or _has_own_knobs(options) else None
   if options.fdl_help:
     assert experiment is not None
     print(show.knob_help(type(experiment)))
@@ -259,13 +259,20 @@ def experiment_of(options: flags.Options) -> "Experiment":
   Raises:
     UserError: There is no such experiment or knob, or a value is wrong.
   """
-  from paxlike import registry
+  from paxlike import registry, run_folder, saved_experiment
 
-  assert options.fdl_config is not None
+  if options.fdl_config is None:
+    assert options.job_log_dir is not None
+    return saved_experiment.read(run_folder.existing(options.job_log_dir), options.knobs)
   experiment = registry.find(options.fdl_config)()
   for name, text in options.knobs:
     experiment.set(name, text, source="command line")
   return experiment
+
+
+def _has_own_knobs(options: flags.Options) -> bool:
+  """Returns whether the command line changes knobs of the run that its folder describes."""
+  return bool(options.knobs) and options.fdl_config_file is None
 
 
 def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
@@ -274,7 +281,7 @@ def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
   Raises:
     UserError: The experiment never reads a knob that was set, or an edit is wrong.
   """
-  from paxlike import config_file, fiddlers, run_folder
+  from paxlike import config_file, fiddlers, run_folder, saved_experiment
   from paxlike.errors import did_you_mean
 
   if experiment is None:
@@ -286,7 +293,10 @@ def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
       graph = config_file.read(path, allow_modules=options.fdl_allow_modules)
   else:
     graph = experiment.trainer()
+    given = experiment.settings()
     for name in experiment.unread():
+      if given[name].source == saved_experiment.FILE:
+        continue
       hint = did_you_mean(name, experiment.read_names())
       raise UserError(f"{name} has no effect: {type(experiment).__name__} never reads it.{hint}")
   if options.mode == "decode":
@@ -391,6 +401,7 @@ def _run(
     if options.mode != "train":
       of = " of prompts" if options.mode == "decode" else ""
       journal.note(f"attention{of}: {', '.join(trainer.attention)}")
+      journal.note(f"computes in {trainer.compute_dtype}")
     if options.mode == "eval" and options.continuous:
       trainer.follow(folder, journal)
     elif options.mode == "eval":

@@ -64,11 +64,29 @@ def _registered(name: str) -> type[Experiment] | None:
   return None
 
 
+def with_data(family: type[Experiment], mixin: str) -> type[Experiment]:
+  """Returns the experiment of a family with a data mixin of `experiments/datasets.py`, by name.
+
+  Raises:
+    UserError: There is no such mixin.
+  """
+  datasets = importlib.import_module("paxlike.experiments.datasets")
+  if mixin not in datasets.__all__:
+    raise UserError(f"no data mixin {mixin}.{did_you_mean(mixin, datasets.__all__)}")
+  bases = (getattr(datasets, mixin), family)
+  return type(family.__name__, bases, {"_data": mixin, "__module__": family.__module__})
+
+
 def dump(experiment: Experiment) -> str:
   """Returns the JSON from which `load` makes the same experiment: its class and what was set."""
   cls = type(experiment)
+  data = vars(cls).get("_data")
+  if data is not None:
+    cls = cls.__bases__[1]
   knobs = {name: spell(setting.value) for name, setting in experiment.settings().items()}
   saved = {"experiment": f"{cls.__module__}.{cls.__qualname__}", "knobs": knobs}
+  if data is not None:
+    saved["data"] = data
   return json.dumps(saved, indent=2) + "\n"
 
 
@@ -86,8 +104,9 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
   path = epath.Path(path)
   try:
     run_folder.check_ends(path)
-    saved = json.loads(path.read_text())
+    saved = json.loads(run_folder.with_own_paths(path.read_text(), path.parent))
     name, knobs = str(saved["experiment"]), dict(saved["knobs"])
+    data = str(saved.get("data", ""))
     if not all(isinstance(text, str) for text in knobs.values()):
       raise ValueError("the values of knobs are no texts")
   except OSError as error:
@@ -101,7 +120,8 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
       f"{path} is of the experiment {name}, which is not part of paxlike. Only if you trust it:"
       f" --fdl_allow_modules={module or name}"
     )
-  experiment = (found or find(name))()
+  family = found or find(name)
+  experiment = (with_data(family, data) if data else family)()
   for knob, text in knobs.items():
     experiment.set(knob, text, source=path.name)
   return experiment

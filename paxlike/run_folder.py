@@ -7,6 +7,7 @@ import fcntl
 import glob
 import importlib.util
 import io
+import json
 import os
 import pathlib
 import shutil
@@ -27,6 +28,17 @@ def absolute(path: str | os.PathLike[str]) -> epath.Path:
   """Returns a path that means the same from every working directory; on a bucket it is as given."""
   text = os.fspath(path)
   return epath.Path(text if "://" in text else os.path.abspath(os.path.expanduser(text)))
+
+
+# Begins paths in the files of a run that mean its own folder, wherever that is moved.
+OWN = "{run}/"
+
+
+def with_own_paths(text: str, folder: str | os.PathLike[str]) -> str:
+  """Returns the JSON of a file in `folder`, with the paths in it that begin with `OWN` resolved."""
+  if OWN not in text:
+    return text
+  return text.replace(f'"{OWN}', json.dumps(f"{absolute(folder)}/")[:-1])
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:

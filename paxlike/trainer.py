@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from paxlike import (
@@ -180,6 +181,11 @@ class Trainer:
     """What computes attention, by name."""
     is_packed = any("segments" in data.no_rows() for data in self.datasets())
     return self.model.kernels(Place.on(self.devices), is_packed=is_packed)
+
+  @property
+  def compute_dtype(self) -> str:
+    """In what layers compute, but for routers, statistics and the loss."""
+    return str(jnp.dtype(self.model.embedding.dtype))
 
   @property
   def data(self) -> Any:

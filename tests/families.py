@@ -28,6 +28,12 @@ COMMON = {
   "bos_token_id": 1,
   "eos_token_id": 2,
 }
+YARN = {
+  "rope_type": "yarn",
+  "factor": 4.0,
+  "original_max_position_embeddings": 16,
+  "rope_theta": 10_000.0,
+}
 LLAMA3_SCALING = {
   "rope_type": "llama3",
   "factor": 8.0,
@@ -45,6 +51,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
   "llama31": (
     "LlamaConfig",
     {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 500_000.0}},
+  ),
+  "llama_with_biases": (
+    "LlamaConfig",
+    {
+      "attention_bias": True,
+      "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+    },
   ),
   "mistral": ("MistralConfig", {"sliding_window": 6}),
   "mistral_without_window": ("MistralConfig", {"sliding_window": None}),
@@ -121,6 +134,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "num_mtp_layers": 0,
     },
   ),
+  "deepseek_v3_without_query_latent": (
+    "DeepseekV3Config",
+    {
+      "first_k_dense_replace": 1,
+      "qk_nope_head_dim": 16,
+      "head_dim": 8,
+      "num_key_value_heads": 4,
+      "qk_rope_head_dim": 8,
+      "v_head_dim": 16,
+      "kv_lora_rank": 20,
+      "q_lora_rank": None,
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 4,
+      "num_experts_per_tok": 2,
+      "n_group": 1,
+      "topk_group": 1,
+      "num_mtp_layers": 0,
+    },
+  ),
   "gpt_oss": (
     "GptOssConfig",
     {
@@ -140,6 +172,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     },
   ),
   "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+  "qwen3_with_biases": ("Qwen3Config", {"attention_bias": True, "rope_parameters": YARN}),
 }
 
 
@@ -150,7 +183,10 @@ def save_random(name: str, folder: pathlib.Path) -> Any:
 
   config_class, options = FAMILIES[name]
   torch.manual_seed(0)
-  config = getattr(transformers, config_class)(**{**COMMON, **options})
+  # What GPT-2 has not would be saved as keys that nobody knows.
+  foreign = ("intermediate_size", "num_key_value_heads", "head_dim") if name == "gpt2" else ()
+  common = {key: value for key, value in COMMON.items() if key not in foreign}
+  config = getattr(transformers, config_class)(**{**common, **options})
   config._attn_implementation = "eager"
   model = transformers.AutoModelForCausalLM.from_config(config).eval()
   with torch.no_grad():

@@ -31,7 +31,7 @@ def trainer(tmp_path) -> Trainer:
   data: Any = types.SimpleNamespace(seq_len=SEQ_LEN, tokenizer=Tokenizer())
   unused: dict[str, Any] = dict.fromkeys(("optimizer", "keep"))
   counts = ("num_steps", "seed", "summary_every", "eval_every", "save_every")
-  return Trainer(
+  trainer = Trainer(
     **unused,
     **dict.fromkeys(counts, 1),
     model=cast("Decoder", tiny().module),
@@ -41,8 +41,10 @@ def trainer(tmp_path) -> Trainer:
     percore_batch_size=8,
     accumulation_steps=1,
     max_skipped_in_a_row=1,
-    compiler_options={"xla_dump_to": str(tmp_path / "dump"), "xla_dump_hlo_as_text": True},
   )
+  dump = {"xla_dump_to": str(tmp_path / "dump"), "xla_dump_hlo_as_text": True}
+  trainer.compiler_options = dump
+  return trainer
 
 
 def dumped(folder: pathlib.Path) -> set[str]:

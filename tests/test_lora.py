@@ -56,7 +56,7 @@ def size_of(folder: pathlib.Path, step: int) -> int:
 
 def saved(folder, step):
   with Checkpoints(folder / "checkpoints", keep=None) as checkpoints:
-    return list(checkpoints._read_json(step, "metadata")["tensors"])
+    return list(checkpoints._metadata(step)["tensors"])
 
 
 def test_a_checkpoint_has_the_adapters_alone_and_resumes_bitwise(base, tmp_path, capsys):

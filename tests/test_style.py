@@ -26,6 +26,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("progress", "stacks", "rendezvous", "ending"),
   ("watch",),
   (
+    "hugging_face_keys",
     "mesh",
     "kernels",
     "collectives",
@@ -38,7 +39,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     "console",
     "memory",
   ),
-  ("layers", "data", "feed"),
+  ("layers", "data", "feed", "hugging_face_rope"),
   (
     "committing",
     "ownership",
@@ -67,6 +68,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("graph_edits",),
   ("config_file", "experiment"),
   ("registry",),
+  ("saved_experiment",),
   ("experiments",),
   ("scripts_gpu", "checks"),
   ("harness",),

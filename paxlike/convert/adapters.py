@@ -11,9 +11,8 @@ import fiddle as fdl
 import numpy as np
 
 from paxlike import config_file, fiddlers, layers, registry, run_folder
-from paxlike.convert import matching, streaming, tensors
+from paxlike.convert import matching, streaming, tensors, tokens
 from paxlike.convert.exporting import Run, adapted, family_of
-from paxlike.convert.importing import copy_tokenizer
 from paxlike.convert.matching import Match
 from paxlike.convert.stored import adapter_of
 from paxlike.convert.tensors import TensorFolder, TensorSpec, read_json
@@ -178,10 +177,14 @@ class Adapter:
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(definition.module)
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
-      copy_tokenizer(base, folder)
-      (folder / "config.json").write_text(config_file.dump(graph))
+      tokens.copy(base, folder)
+
+      def own(text: str) -> str:
+        return text.replace(f'"{base}/tokenizer', f'"{run_folder.OWN}tokenizer')
+
+      (folder / "config.json").write_text(own(config_file.dump(graph)))
       (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
-      (folder / "experiment.json").write_text(registry.dump(experiment))
+      (folder / "experiment.json").write_text(own(registry.dump(experiment)))
       (folder / PROVENANCE).write_text(
         restore.provenance(restore.saved.find(None), [], definition.frozen)
       )

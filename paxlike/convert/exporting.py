@@ -11,8 +11,7 @@ import numpy as np
 from etils import epath
 
 from paxlike import fiddlers, registry, run_folder
-from paxlike.convert import matching, tensors
-from paxlike.convert.importing import copy_tokenizer
+from paxlike.convert import matching, tensors, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
 from paxlike.convert.tensors import TensorSpec
@@ -97,8 +96,8 @@ class Run:
     with run_folder.built(to, flag="to") as folder:
       tensors.write(folder, specs, value)
       config = config_of(self.experiment, dtype=dtype)
+      config |= tokens.take(self.experiment, self.path, folder)
       (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-      copy_tokenizer(self.path, folder)
 
   def _weight(self, match: Match) -> np.ndarray:
     value = self._weights.read(match.ours)

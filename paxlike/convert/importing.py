@@ -3,38 +3,28 @@
 
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import fiddle as fdl
 import numpy as np
 
-from paxlike import config_file, fiddlers, input_files, registry, run_folder
-from paxlike.convert import matching, sizes, streaming
+from paxlike import config_file, input_files, registry, run_folder
+from paxlike.convert import matching, sizes, streaming, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
-from paxlike.convert.quantized import Dequantized
-from paxlike.convert.tensors import TensorFolder, TensorSpec, read_json
-from paxlike.data import chat
+from paxlike.convert.quantized import Dequantized, Tensors
+from paxlike.convert.tensors import TensorFolder, read_json
+from paxlike.convert.torch_folder import TorchFolder
 from paxlike.data.tokenizer import TOKENIZER_BYTES
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
-from paxlike.experiments import datasets
-from paxlike.hugging_face import Family, normalized
+from paxlike.hugging_face import Family, Wrapper
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 
-# File -> the knob TOKENIZER for it; the first that is there is taken.
-TOKENIZERS = {"tokenizer.model": "sentencepiece", "tokenizer.json": "huggingface"}
-
-
-class Tensors(Protocol):
-  """Tensors by name."""
-
-  specs: dict[str, TensorSpec]
-
-  def read(self, name: str) -> np.ndarray:
-    """Returns a tensor."""
-    ...
+# The dtype to compute in, by the one declared: the range of float16 is too small for many models.
+_COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+_QUANTIZED = ("fp8", "mxfp4")
 
 
 class _Named:
@@ -47,6 +37,20 @@ class _Named:
 
   def read(self, name: str) -> np.ndarray:
     return self._tensors.read(name.removeprefix(self._added))
+
+
+class _Part:
+  """Those tensors of a model of text and images that are of its text part."""
+
+  def __init__(self, tensors: Tensors, wrapper: Wrapper):
+    self._tensors = tensors
+    self._names = {
+      name: theirs for theirs in tensors.specs if (name := wrapper.name(theirs)) is not None
+    }
+    self.specs = {name: tensors.specs[theirs] for name, theirs in self._names.items()}
+
+  def read(self, name: str) -> np.ndarray:
+    return self._tensors.read(self._names[name])
 
 
 class Source:
@@ -63,15 +67,21 @@ class Source:
     Raises:
       UserError: No family fits, or tensors, configuration and tokenizer do not agree.
     """
-    for name in tokenizer_files(path):
+    for name in tokens.files(path):
       input_files.check(path / name, folder=path, limit=TOKENIZER_BYTES)
+    self._config = dict(config)
     with sizes.describing(path / "config.json"):
-      self._experiment, self.family = _family(normalized(config), path)
-      self._knobs = self.family.read(normalized(config))
+      self._experiment, self.family = _family(config, path)
+      wrapper = self.family.wrapper
+      if wrapper is not None and config["model_type"] == wrapper.model_type:
+        config, tensors = wrapper.text(config), _Part(tensors, wrapper)
+      self._knobs = self.family.read(config)
+      _check_quantization(config.get("quantization_config"))
       self._tensors = _Named(tensors, self.family.prefix)
       self._tokenizer = next(
-        (path / name for name in TOKENIZERS if input_files.is_there(path / name)), None
+        (path / name for name in tokens.TOKENIZERS if input_files.is_there(path / name)), None
       )
+      self._compute, self._reason = _compute_dtype(config, tensors)
       sizes.check(self._knobs, self.family, self._tensors.specs)
       self.matches = matching.match(Definition(self._model()), self.family)
       matching.check(self.matches, self._tensors.specs, self.family, self._knobs)
@@ -86,7 +96,10 @@ class Source:
       UserError: A file is missing or damaged; or as above.
     """
     config = read_json(path / "config.json")
-    return cls(path, config, Dequantized(TensorFolder(path), block=_fp8_block(config)))
+    has_safetensors = path.is_file() or any(path.glob("*.safetensors"))
+    is_older = not has_safetensors and TorchFolder.is_at(path)
+    tensors = TorchFolder(path) if is_older else TensorFolder(path)
+    return cls(path, config, Dequantized(tensors, block=_fp8_block(config)))
 
   @classmethod
   def meta(cls, path: pathlib.Path) -> Self:
@@ -102,38 +115,54 @@ class Source:
     """Returns a line for each weight: its name and shape, and where it comes from."""
     return matching.table(self.matches, "<-")
 
+  def notes(self) -> list[str]:
+    """Returns what is to be known of the converted model, a line each."""
+    lines = [f"computes in {self._compute} ({self._reason}): --fdl.FPROP_DTYPE changes that"]
+    if self._tokenizer is None:
+      lines.append("has no tokenizer, so that it neither decodes nor evaluates text")
+    return lines
+
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must not hold anything yet."""
+    self._check_copies()
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(self._model())
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       if self._tokenizer is not None:
-        copy_tokenizer(self._tokenizer.parent, folder)
-      graph = self._graph(to.absolute())
+        tokens.bring(self._tokenizer.parent, self._config, folder)
+      experiment = self._with_data(run_folder.OWN)
+      graph = experiment.trainer()
       (folder / "config.json").write_text(config_file.dump(graph))
       (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
-      (folder / "experiment.json").write_text(registry.dump(self._experiment(**self._knobs)))
+      (folder / "experiment.json").write_text(registry.dump(experiment))
 
   def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
     for match in self.matches:
       yield f"params.{match.ours}", _weight(match, self._tensors)
 
   def _model(self) -> Any:
-    return fdl.build(self._graph(None).model)
+    return fdl.build(self._with_data(None).trainer().model)
 
-  def _graph(self, folder: pathlib.Path | None) -> fdl.Config:
-    """Returns the graph of an experiment that has the weights, and the tokenizer in `folder`."""
-    knobs: dict[str, Any] = dict(self._knobs)
-    mixin: type[Experiment] = datasets.Synthetic
+  def _with_data(self, folder: str | None) -> Experiment:
+    """Returns an experiment that has the weights, and the tokenizer in `folder`.
+
+    Where there is a tokenizer, it evaluates all of any text; else on random tokens.
+    """
+    knobs: dict[str, Any] = {
+      **self._knobs,
+      "FPROP_DTYPE": self._compute,
+      "USE_REPEATED_LAYER": False,
+    }
+    mixin = "Synthetic"
     if folder is not None and self._tokenizer is not None:
-      mixin, name = datasets.LocalText, self._tokenizer.name
-      knobs |= {"TOKENIZER": TOKENIZERS[name], "VOCAB_PATH": str(folder / name)}
-    graph = type(self._experiment.__name__, (mixin, self._experiment), {})(**knobs).trainer()
-    fiddlers.stack(graph, scan=False)
-    return graph
+      mixin, name = "LocalText", self._tokenizer.name
+      knobs |= {"TOKENIZER": tokens.TOKENIZERS[name], "VOCAB_PATH": folder + name}
+      knobs["TRAIN_SHARE"] = 0.0
+    return registry.with_data(self._experiment, mixin)(**knobs)
 
   def _check(self, tokenizer: pathlib.Path):
-    built = fdl.build(self._graph(tokenizer.parent).train_data.corpus.tokenizer)
+    graph: Any = self._with_data(f"{tokenizer.parent}/").trainer()
+    built = fdl.build(graph.train_data.corpus.tokenizer)
     size = built.vocab_size
     _ = built.eos_id, built.bos_id  # They are in files of their own.
     if size > self._knobs["VOCAB_SIZE"]:
@@ -142,20 +171,34 @@ class Source:
         " tokenizer of another model."
       )
 
+  def _check_copies(self):
+    """Raises a UserError if a tensor that is to be a copy of another is none."""
+    read = {name for match in self.matches for name in match.theirs}
+    for name, other in self.family.copies.items():
+      if name not in self._tensors.specs or name in read:
+        continue
+      one, two = self._tensors.read(name), self._tensors.read(other)
+      if one.shape != two.shape or one.tobytes() != two.tobytes():
+        raise UserError(f"tie_word_embeddings is set, but {name} is not a copy of {other}.")
 
-def tokenizer_files(folder: pathlib.Path) -> list[str]:
-  """Returns the names of tokenizers' files that are there."""
-  return [name for name in (*TOKENIZERS, *chat.FILES) if input_files.is_there(folder / name)]
+
+def _check_quantization(told: Any):
+  """Raises a UserError if weights are quantized in a way that is not known."""
+  method = told.get("quant_method") if isinstance(told, Mapping) else told
+  if told is not None and method not in _QUANTIZED:
+    known = " and ".join(_QUANTIZED)
+    raise UserError(f"quantization_config.quant_method is {method!r}; paxlike reads {known}.")
 
 
-def copy_tokenizer(source: pathlib.Path, to: pathlib.Path):
-  """Copies what is there of tokenizers' files.
-
-  Raises:
-    UserError: One is no file, too large, or a link to outside of `source`.
-  """
-  for name in tokenizer_files(source):
-    input_files.copy(source / name, to / name, limit=TOKENIZER_BYTES, folder=source)
+def _compute_dtype(config: Mapping[str, Any], tensors: Tensors) -> tuple[str, str]:
+  """Returns the dtype to compute in, and why: the one declared, or else that of the weights."""
+  declared = config.get("dtype") or config.get("torch_dtype")
+  if declared in _COMPUTE:
+    compute = _COMPUTE[declared]
+    return compute, "as declared" if compute == declared else f"{declared} is declared"
+  first = next(iter(tensors.specs.values()), None)
+  stored = "bfloat16" if first is None else first.dtype.name
+  return _COMPUTE.get(stored, "bfloat16"), f"none is declared, and weights are {stored}"
 
 
 def _weight(match: Match, tensors: Tensors) -> np.ndarray:
@@ -172,23 +215,18 @@ def _fp8_block(config: dict[str, Any]) -> int:
   raise UserError(f"config.json: weight_block_size={sides} is not the size of a square.")
 
 
-def _family(config: dict[str, Any], path: pathlib.Path) -> tuple[type[Experiment], Family]:
+def _family(config: Mapping[str, Any], path: pathlib.Path) -> tuple[type[Experiment], Family]:
   """Returns the experiment that a configuration is of, and what it says of Hugging Face."""
   bases = {base for cls in registry.registered().values() for base in cls.__mro__}
-  families = {
-    base: family
-    for base in bases
-    if "hugging_face" in vars(base) and (family := base.hugging_face()) is not None
-  }
-  fitting = {base: f for base, f in families.items() if not f.mismatch(config)}
-  if fitting:
-    ((base, family),) = fitting.items()
-    return base, family
-  same = [f for f in families.values() if f.model_type == config.get("model_type")]
-  if same:
-    reasons = "; ".join(sorted({family.mismatch(config) for family in same}))
-    raise UserError(f"{path / 'config.json'} is of no family that paxlike has: {reasons}.")
-  known = ", ".join(sorted({family.model_type for family in families.values()}))
+  families: dict[str, tuple[type[Experiment], Family]] = {}
+  for base in bases:
+    if "hugging_face" in vars(base) and (family := base.hugging_face()) is not None:
+      families[family.model_type] = base, family
+      if family.wrapper is not None:
+        families[family.wrapper.model_type] = base, family
+  kind = config.get("model_type")
+  if kind in families:
+    return families[kind]
   raise UserError(
-    f"{path / 'config.json'}: model_type is {config.get('model_type')!r}; paxlike has {known}."
+    f"{path / 'config.json'}: model_type is {kind!r}; paxlike has {', '.join(sorted(families))}."
   )

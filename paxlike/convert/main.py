@@ -21,9 +21,9 @@ if TYPE_CHECKING:
   from paxlike.convert.importing import Source
 
 _HELP = """\
-Converts models of Hugging Face (safetensors), and LLaMA as Meta gives it away (.pth), for paxlike,
-and checkpoints of paxlike for Hugging Face, a tensor at a time. What is made for paxlike is all
-that `paxlike --mode=decode --job_log_dir=DIR` needs.
+Converts models of Hugging Face (safetensors or .bin), and LLaMA as Meta gives it away (.pth), for
+paxlike, and checkpoints of paxlike for Hugging Face, a tensor at a time. What is made for paxlike
+is all that `paxlike --mode=decode --job_log_dir=DIR` needs.
 """
 
 
@@ -148,6 +148,8 @@ def _run(argv: Sequence[str]) -> int:
   else:
     source.convert(options.to, dtype=options.dtype)
     print(f"{options.to}: {len(source.matches)} weights in {options.dtype}")
+    for line in cast("Source", source).notes() if options.source in ("hf", "meta") else ():
+      print(line)
   return 0
 
 

@@ -36,13 +36,15 @@ def match(definition: Definition, family: Family) -> list[Match]:
   """
   layout = layout_of(definition.module)
   assert not layout.scanned
-  matches = []
+  places = {}
   for name, spec in definition.weights.items():
-    if spec.statistic:
-      continue
-    location = layout.locate(name)
-    template, layer = (location.template, location.layers[0]) if location else (name, 0)
-    rule = family.rules.get(template)
+    if not spec.statistic:
+      location = layout.locate(name)
+      places[name] = (location.template, location.layers[0]) if location else (name, 0)
+  rules = family.rules_of(template for template, _ in places.values())
+  matches = []
+  for name, (template, layer) in places.items():
+    spec, rule = definition.weights[name], rules.get(template)
     if rule is None:
       raise UserError(f"{family.architecture} of Hugging Face has no place for {name}.")
     matches.append(Match(name, spec.shape, rule, rule.names(layer, spec.shape)))

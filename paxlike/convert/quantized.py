@@ -2,11 +2,12 @@
 """Quantised tensors of published checkpoints, seen as the tensors that they stand for."""
 
 import math
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
 
-from paxlike.convert.tensors import TensorFolder, TensorSpec
+from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
 
 _FP8_SCALE = "_scale_inv"
@@ -14,6 +15,16 @@ _FP8_SCALE = "_scale_inv"
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _FP4_VALUES = np.concatenate([_FP4, -_FP4]).astype(ml_dtypes.bfloat16)
 _FP4_BLOCK = 32
+
+
+class Tensors(Protocol):
+  """Tensors by name."""
+
+  specs: dict[str, TensorSpec]
+
+  def read(self, name: str) -> np.ndarray:
+    """Returns a tensor."""
+    ...
 
 
 class Dequantized:
@@ -27,7 +38,7 @@ class Dequantized:
     specs: Name -> shape and dtype of each tensor.
   """
 
-  def __init__(self, tensors: TensorFolder, *, block: int = 128):
+  def __init__(self, tensors: Tensors, *, block: int = 128):
     """Reads no tensor.
 
     Args:

@@ -9,8 +9,12 @@ from collections.abc import Iterator, Sequence
 from paxlike.errors import UserError
 
 
-def find(path: str | None, suffixes: tuple[str, ...], *, knob: str) -> list[str]:
+def find(
+  path: str | None, suffixes: tuple[str, ...], *, knob: str, any_single: bool = False
+) -> list[str]:
   """Returns the files, sorted; of a folder those with one of `suffixes`, which all must have.
+
+  With `any_single`, a file that is named itself may have any other suffix.
 
   Raises:
     UserError: There is none, one is of another kind or cannot be read; it names `knob`.
@@ -21,7 +25,9 @@ def find(path: str | None, suffixes: tuple[str, ...], *, knob: str) -> list[str]
   if os.path.isdir(where):
     files = [name for name in _below(where) if name.endswith(suffixes)]
   else:
-    files = [where] if os.path.isfile(where) else glob.glob(where, recursive=True)
+    is_single = os.path.isfile(where)
+    files = [where] if is_single else glob.glob(where, recursive=True)
+    suffixes = ("",) if is_single and any_single else suffixes
   files = sorted(name for name in files if os.path.isfile(name))
   if not files:
     what = "holds no" if os.path.isdir(where) else "matches no"

@@ -25,7 +25,7 @@ TEXT_BYTES = 2**32  # The longest .txt file, which is one document and in memory
 
 @configurable
 class TextFiles(Corpus):
-  """Documents in files: a .txt file is one, and so is a record of any other."""
+  """Documents in files: the records of some kinds of files; any other file is one, as it is."""
 
   def __init__(
     self,
@@ -71,7 +71,7 @@ class TextFiles(Corpus):
 
   @functools.cached_property
   def _files(self) -> list[str]:
-    return files.find(self._path, SUFFIXES, knob=self._knob)
+    return files.find(self._path, SUFFIXES, knob=self._knob, any_single=True)
 
   def index(self) -> token_index.TokenIndex:
     return self._index
@@ -106,7 +106,7 @@ def read(name: str, field: str) -> Iterator[str]:
     UserError: A record lacks the field, or see `records.read`.
     OSError, EOFError, UnicodeDecodeError: See there.
   """
-  if name.endswith(".txt"):
+  if not name.endswith(records.SUFFIXES):
     yield input_files.read_text(pathlib.Path(name), limit=TEXT_BYTES)
     return
   for place, record in records.read(name, [field]):

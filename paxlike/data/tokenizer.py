@@ -16,6 +16,7 @@ import numpy as np
 
 from paxlike import input_files
 from paxlike.configurable import configurable
+from paxlike.data import token_settings
 from paxlike.errors import UserError
 
 
@@ -25,12 +26,19 @@ class Tokenizer(abc.ABC):
   Attributes:
     vocab_size: Ids are below it.
     eos_id: Ends a document; None if there is no such id.
-    bos_id: Starts a document; None if there is no such id.
+    bos_id: Starts a document; None if documents start without.
+    prefix_id: Stands before a text of which the first token is judged too.
+    end_ids: Ids that end a text that a model writes, beside eos_id.
   """
 
   vocab_size: int
   eos_id: int | None = None
   bos_id: int | None = None
+  end_ids: tuple[int, ...] = ()
+
+  @property
+  def prefix_id(self) -> int | None:
+    return self.eos_id if self.bos_id is None else self.bos_id
 
   @abc.abstractmethod
   def encode(self, text: str) -> np.ndarray:
@@ -152,6 +160,24 @@ class _FileTokenizer(Tokenizer):
 
   def __init__(self, path: str | os.PathLike[str]):
     self._path = os.fspath(path)
+    self._settings = token_settings.TokenSettings(path)
+
+  @property
+  def end_ids(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    return self._settings.ids("eos_token_id")
+
+  @property
+  def prefix_id(self) -> int | None:
+    # The BOS that is declared, also where texts do not begin with it.
+    named = self._settings.token("bos_token")
+    found = None if named is None else self._id_of(named)
+    if found is None:
+      found = next(iter(self._settings.ids("bos_token_id")), None)
+    return super().prefix_id if found is None else found
+
+  @abc.abstractmethod
+  def _id_of(self, token: str) -> int | None:
+    """Returns the id of a token's text; None if there is none."""
 
   @functools.cached_property
   def _model(self) -> Any:
@@ -206,7 +232,13 @@ class SentencePieceTokenizer(_FileTokenizer):
 
   @property
   def bos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-    return self._model.bos_id() if self._model.bos_id() >= 0 else None
+    if self._model.bos_id() < 0 or self._settings.adds_bos is False:
+      return None
+    return self._model.bos_id()
+
+  def _id_of(self, token: str) -> int | None:
+    found = self._model.piece_to_id(token)
+    return None if found == self._model.unk_id() else found
 
   def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
     with _library(f"VOCAB_PATH={self._path} cannot encode"):
@@ -221,7 +253,7 @@ class SentencePieceTokenizer(_FileTokenizer):
 class HuggingFaceTokenizer(_FileTokenizer):
   """A `tokenizer.json` of Hugging Face.
 
-  What ends a document is said by the `tokenizer_config.json` beside it.
+  What begins and ends a document is said by the files of its settings beside it.
   """
 
   kind = "no tokenizer.json"
@@ -239,20 +271,28 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
   @functools.cached_property
   def eos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-    path = pathlib.Path(self._path).with_name("tokenizer_config.json")
-    if not input_files.is_there(path):
-      return None
-    token = input_files.read_json(path).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str | None):
-      raise UserError(f"{path}: eos_token is no text.")
-    return None if token is None else self._model.token_to_id(token)
+    token = self._settings.token("eos_token")
+    if token is not None:
+      return self._model.token_to_id(token)
+    return next(iter(self._settings.ids("eos_token_id")), None)
 
   @functools.cached_property
   def bos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    adds = self._settings.adds_bos
+    token = self._settings.token("bos_token")
+    if adds is not None:
+      return self._id_of(token) if adds and token is not None else None
     with _library(f"VOCAB_PATH={self._path} cannot encode"):
       first = self._model.encode("", add_special_tokens=True).ids[:1]
-    return first[0] if first and first[0] != self.eos_id else None
+    if first and first[0] != self.eos_id:
+      return first[0]
+    if self._settings.has_tokenizer_config:
+      return None
+    # No file says how texts begin, so that they begin as the model's own configuration says.
+    return next((i for i in self._settings.ids("bos_token_id") if i != self.eos_id), None)
+
+  def _id_of(self, token: str) -> int | None:
+    return self._model.token_to_id(token)
 
   def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
     with _library(f"VOCAB_PATH={self._path} cannot encode"):

@@ -119,7 +119,7 @@ class Files(Tokenized):
 
 
 class LocalText(Files):
-  """Text files: .txt, .jsonl (.zst, .gz), .parquet or .arrow."""
+  """Text files: .txt, .jsonl (.zst, .gz), .parquet or .arrow; a single one with any name."""
 
   DATA_FIELD: str = "text"  #: The field of their records that holds the text.
 

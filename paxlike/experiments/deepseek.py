@@ -15,6 +15,7 @@ from paxlike.errors import UserError
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
+from paxlike.hugging_face_rope import Rope
 from paxlike.registry import register
 from paxlike.weight_rules import Matrix, PerExpert, Same
 
@@ -29,7 +30,8 @@ class DeepSeek(Moe, Llama):
   DIMS_PER_ROPE_HEAD: ranges.Size = 64  #: Width of the part of queries and keys that turns.
   DIMS_PER_VALUE_HEAD: ranges.Size = 128  #: Width of a head's value.
   LATENT_DIMS: ranges.Size = 512  #: Width of what keys and values are made of.
-  QUERY_LATENT_DIMS: ranges.Size = 1536  #: Width of what queries are made of.
+  #: Width of what queries are made of. None: of the input.
+  QUERY_LATENT_DIMS: ranges.Size | None = 1536
   NUM_EXPERTS = 256
   NUM_EXPERTS_PER_TOKEN = 8
   NUM_SHARED_EXPERTS: ranges.Size = 1  #: Experts that every token sees.
@@ -40,8 +42,9 @@ class DeepSeek(Moe, Llama):
   ROUTER_BIAS_RATE: ranges.Fraction = 0.001
   BALANCE_LOSS_WEIGHT = 0.0
   NORM_EPSILON = 1e-6
-  ROPE_FACTOR: ranges.Stretch | None = 40.0  #: By which YaRN divides slow rotary waves. None: not.
-  ROPE_ORIGINAL_LENGTH: ranges.Size = 4096  #: The context that the rotary waves were made for.
+  ROPE_SCALING = "yarn"
+  ROPE_FACTOR = 40.0
+  ROPE_ORIGINAL_LENGTH = 4096
 
   def stack(self) -> fdl.Partial[layers.Stack]:
     repeats = self.NUM_LAYERS - self.NUM_DENSE_LAYERS
@@ -73,7 +76,7 @@ class DeepSeek(Moe, Llama):
       rank=self.LATENT_DIMS,
       query_rank=self.QUERY_LATENT_DIMS,
       query=self.linear("query"),
-      query_down=self.linear("query_down"),
+      query_down=None if self.QUERY_LATENT_DIMS is None else self.linear("query_down"),
       latent=self.linear("latent"),
       key_value=self.linear("key_value"),
       output=self.linear("output"),
@@ -85,21 +88,25 @@ class DeepSeek(Moe, Llama):
   def rope(self) -> fdl.Partial[layers.Rope]:
     rope = super().rope()
     rope.interleaved = True
-    if self.ROPE_FACTOR is not None:
-      rope.scaling = fdl.Partial(
-        layers.rope.yarn,
-        theta=self.ROPE_THETA,
-        factor=self.ROPE_FACTOR,
-        original_length=self.ROPE_ORIGINAL_LENGTH,
-      )
+    rope.magnitude = 1.0
     return rope
 
   def _rope_magnitude(self) -> float:
     """YaRN's, which here is a factor of whole queries and keys."""
-    factor = self.ROPE_FACTOR
-    return 1.0 if factor is None or factor <= 1 else 0.1 * math.log(factor) + 1
+    return self.yarn_magnitude() if self.ROPE_SCALING == "yarn" else 1.0
 
   def mlp(self) -> fdl.Partial:
+    groups, chosen = self.NUM_EXPERT_GROUPS, self.NUM_EXPERT_GROUPS_PER_TOKEN
+    if groups < 1 or self.NUM_EXPERTS % groups or not 1 <= chosen <= groups:
+      raise UserError(
+        f"NUM_EXPERT_GROUPS={groups} must divide NUM_EXPERTS={self.NUM_EXPERTS}, and be at least"
+        f" NUM_EXPERT_GROUPS_PER_TOKEN={chosen}."
+      )
+    if (among := chosen * self.NUM_EXPERTS // groups) < self.NUM_EXPERTS_PER_TOKEN:
+      raise UserError(
+        f"NUM_EXPERTS_PER_TOKEN={self.NUM_EXPERTS_PER_TOKEN} are more than the {among} experts of"
+        f" NUM_EXPERT_GROUPS_PER_TOKEN={chosen} groups."
+      )
     moe = super().mlp()
     moe.choice = fdl.Partial(
       layers.routing.sigmoid_choice,
@@ -139,7 +146,7 @@ class DeepSeek(Moe, Llama):
       model_type="deepseek_v3",
       architecture="DeepseekV3ForCausalLM",
       knobs={
-        **{key: knob for key, knob in family.knobs.items() if key != "head_dim"},
+        **{k: v for k, v in family.knobs.items() if k not in ("head_dim", "attention_bias")},
         "first_k_dense_replace": "NUM_DENSE_LAYERS",
         "qk_nope_head_dim": "DIMS_PER_HEAD",
         "qk_rope_head_dim": "DIMS_PER_ROPE_HEAD",
@@ -153,27 +160,46 @@ class DeepSeek(Moe, Llama):
         "n_group": "NUM_EXPERT_GROUPS",
         "topk_group": "NUM_EXPERT_GROUPS_PER_TOKEN",
         "routed_scaling_factor": "ROUTED_SCALE",
-        "rope_scaling.factor": "ROPE_FACTOR",
-        "rope_scaling.original_max_position_embeddings": "ROPE_ORIGINAL_LENGTH",
       },
       defaults={
         **family.defaults,
-        "rope_scaling.factor": None,
-        "rope_scaling.original_max_position_embeddings": 4096,
-        "rope_scaling.mscale": 0.0,
-        "rope_scaling.mscale_all_dim": 0.0,
+        "num_key_value_heads": 128,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
       },
+      nullable=frozenset({"num_key_value_heads", "q_lora_rank"}),
       fixed={
         **family.fixed,
         "norm_topk_prob": True,
         "rope_interleave": True,
-        "rope_scaling.mscale": 1.0,
-        "rope_scaling.mscale_all_dim": 1.0,
-        "rope_scaling.beta_fast": 32.0,
-        "rope_scaling.beta_slow": 1.0,
+        "moe_layer_freq": 1,  # These three stand in the published configuration.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
       },
-      rope_types=(None, "yarn"),
+      neutral=frozenset(
+        {"num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim", "ep_size", "seq_aux"}
+        | {"aux_loss_alpha", "router_aux_loss_coef"}
+      ),
+      equal={"head_dim": "qk_rope_head_dim"},
+      aliases={"num_local_experts": "n_routed_experts"},
+      rope=Rope(types=("default", "yarn"), fixed={"mscale": 1.0, "mscale_all_dim": 1.0}),
       rules=rules,
+      without={
+        "stack.{}.attention.query_down.w": {
+          "stack.{}.attention.query.w": Matrix(f"{attention}.q_proj.weight")
+        }
+      },
       # The module that predicts more tokens follows the last layer.
       ignored=(*family.ignored, r"model\.layers\.{NUM_LAYERS}\..*"),
     )

@@ -11,9 +11,10 @@ import math
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers, ranges
+from paxlike import hugging_face, hugging_face_keys, layers, ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
+from paxlike.hugging_face_rope import Rope
 from paxlike.registry import register
 from paxlike.weight_rules import Same
 
@@ -47,8 +48,17 @@ class Gemma(Llama):
       family,
       model_type="gemma",
       architecture="GemmaForCausalLM",
-      defaults={**family.defaults, "head_dim": 256, "tie_word_embeddings": True},
-      fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+      defaults={
+        **family.defaults,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+      },
+      # Versions of transformers differ in which of the two they read.
+      fixed={
+        "hidden_act": hugging_face_keys.GELU_TANH,
+        "hidden_activation": (*hugging_face_keys.GELU_TANH, None),
+      },
     )
 
 
@@ -124,11 +134,14 @@ class Gemma2(Gemma):
       },
       defaults={
         **family.defaults,
+        "num_key_value_heads": 4,
         "sliding_window": 4096,
         "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
       },
+      nullable=family.nullable | {"attn_logit_softcapping", "final_logit_softcapping"},
+      fixed={**family.fixed, "hidden_activation": hugging_face_keys.GELU_TANH},
       layer_types=("sliding_attention", "full_attention"),
       rules={
         **family.rules,
@@ -174,13 +187,34 @@ class Gemma2_27B(datasets.Synthetic, Gemma2):
   QUERY_SCALE_DIMS = 144
 
 
+# What the configurations of Gemma 3 4B to 27B leave out.
+_GEMMA3_SIZES = {
+  "vocab_size": 262_208,
+  "hidden_size": 2304,
+  "intermediate_size": 9216,
+  "num_hidden_layers": 26,
+  "num_attention_heads": 8,
+  "max_position_embeddings": 131_072,
+}
+_GEMMA3_WITH_IMAGES = hugging_face.Wrapper(
+  model_type="gemma3",
+  neutral=frozenset(
+    {"vision_config", "mm_tokens_per_image", "image_token_index", "image_token_id"}
+    | {"boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"}
+  ),
+  fixed={"final_logit_softcapping": None},
+  # As published, and as transformers saves it since 4.52.
+  renamed={"language_model.": "", "model.language_model.": "model."},
+  dropped=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
+)
+
+
 class Gemma3(Gemma2):
   """The third generation, its text models: five local layers to a global one."""
 
   VOCAB_SIZE = 262_144
   ROPE_THETA = 1_000_000.0
   LOCAL_ROPE_THETA: ranges.Base = 10_000.0  #: ROPE_THETA of local layers.
-  ROPE_FACTOR: ranges.Stretch | None = None  #: By which positions are divided in global layers.
   ATTENTION_SOFT_CAP = None
   LOGITS_SOFT_CAP = None
 
@@ -197,12 +231,6 @@ class Gemma3(Gemma2):
     attention.qk_norm = self.norm()
     return attention
 
-  def rope(self) -> fdl.Partial[layers.Rope]:
-    rope = super().rope()
-    if self.ROPE_FACTOR is not None:
-      rope.scaling = fdl.Partial(layers.rope.linear, factor=self.ROPE_FACTOR)
-    return rope
-
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
@@ -210,19 +238,16 @@ class Gemma3(Gemma2):
       family,
       model_type="gemma3_text",
       architecture="Gemma3ForCausalLM",
-      knobs={
-        **family.knobs,
-        "rope_local_base_freq": "LOCAL_ROPE_THETA",
-        "rope_scaling.factor": "ROPE_FACTOR",
-      },
+      knobs={key: knob for key, knob in family.knobs.items() if key != "attn_logit_softcapping"},
       layer_types=(*["sliding_attention"] * 5, "full_attention"),
       defaults={
         **family.defaults,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "rope_scaling.factor": None,
+        **_GEMMA3_SIZES,
+        "final_logit_softcapping": None,
       },
-      rope_types=(None, "linear"),
+      fixed={**family.fixed, "attn_logit_softcapping": None},
+      rope=Rope(theta=1_000_000.0, local_theta=10_000.0),
+      wrapper=_GEMMA3_WITH_IMAGES,
     )
 
 

@@ -7,7 +7,7 @@ output projection. Adam with betas .9 / .95, weight decay .1 on every parameter,
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers
+from paxlike import hugging_face, hugging_face_keys, layers
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
 from paxlike.registry import register
@@ -71,17 +71,24 @@ class Gpt(Experiment):
         "n_head": "NUM_HEADS",
       },
       defaults={"n_inner": None},
+      nullable=frozenset({"n_inner"}),
       fixed={
-        "activation_function": "gelu_new",
+        "activation_function": ("gelu_new", *hugging_face_keys.GELU_TANH),
         "layer_norm_epsilon": 1e-5,
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "tie_word_embeddings": True,
       },
+      neutral=frozenset(
+        {"resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn", "n_ctx"}
+        | {"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"}
+        | {"summary_first_dropout"}
+      ),
       rules=rules,
       prefix="transformer.",
       # Masks, and the embedding's table once more.
-      ignored=(r".*\.attn\.(masked_)?bias", r"lm_head\.weight"),
+      ignored=(r".*\.attn\.(masked_)?bias",),
+      copies={"lm_head.weight": "transformer.wte.weight"},
     )
 
 

@@ -2,7 +2,6 @@
 """gpt-oss (OpenAI, 2025): experts with biases, attention sinks, a window in every other layer."""
 
 import dataclasses
-import math
 
 import fiddle as fdl
 
@@ -10,8 +9,17 @@ from paxlike import hugging_face, layers, ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
+from paxlike.hugging_face_rope import Rope
 from paxlike.registry import register
 from paxlike.weight_rules import Interleaved, Matrix, Same
+
+# The rotary positions of configurations that say nothing of them.
+_YARN = {
+  "rope_type": "yarn",
+  "factor": 32.0,
+  "original_max_position_embeddings": 4096,
+  "truncate": False,
+}
 
 
 class GptOss(Moe, Llama):
@@ -28,8 +36,9 @@ class GptOss(Moe, Llama):
   BALANCE_LOSS_WEIGHT = 0.001
   WINDOW: ranges.Positive = 128  #: Tokens that a token sees in a local layer, itself among them.
   ROPE_THETA = 150_000.0
-  ROPE_FACTOR: ranges.Stretch = 32.0  #: By which YaRN divides slow rotary waves.
-  ROPE_ORIGINAL_LENGTH: ranges.Size = 4096  #: The context that the rotary waves were made for.
+  ROPE_SCALING = "yarn"
+  ROPE_FACTOR = 32.0
+  ROPE_ORIGINAL_LENGTH = 4096
 
   def pattern(self) -> list[fdl.Partial[layers.Block]]:
     local = self.block()
@@ -43,14 +52,8 @@ class GptOss(Moe, Llama):
 
   def rope(self) -> fdl.Partial[layers.Rope]:
     rope = super().rope()
-    rope.magnitude = 0.1 * math.log(self.ROPE_FACTOR) + 1
-    rope.scaling = fdl.Partial(
-      layers.rope.yarn,
-      theta=self.ROPE_THETA,
-      factor=self.ROPE_FACTOR,
-      original_length=self.ROPE_ORIGINAL_LENGTH,
-      truncate=False,
-    )
+    if self.ROPE_FACTOR is not None and self.ROPE_SCALING == "yarn":
+      rope.scaling.truncate = False
     return rope
 
   def linear(self, role: str) -> fdl.Partial[layers.Linear]:
@@ -73,8 +76,6 @@ class GptOss(Moe, Llama):
     family = super().hugging_face()
     at = "model.layers.{}"
     rules = dict(family.rules)
-    for role, name in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
-      rules[f"stack.{{}}.attention.{role}.b"] = Same(f"{at}.self_attn.{name}_proj.bias", ndim=1)
     for index, role in enumerate(("gate", "up")):
       fused = f"{at}.mlp.experts.gate_up_proj"
       rules[f"stack.{{}}.mlp.experts.{role}.w"] = Interleaved(fused, index=index)
@@ -91,25 +92,34 @@ class GptOss(Moe, Llama):
       model_type="gpt_oss",
       architecture="GptOssForCausalLM",
       knobs={
-        **family.knobs,
+        **{key: knob for key, knob in family.knobs.items() if key != "attention_bias"},
         "num_local_experts": "NUM_EXPERTS",
         "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
         "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
         "sliding_window": "WINDOW",
-        "rope_scaling.factor": "ROPE_FACTOR",
-        "rope_scaling.original_max_position_embeddings": "ROPE_ORIGINAL_LENGTH",
       },
-      defaults={**family.defaults, "rope_scaling.truncate": True},
+      defaults={
+        **family.defaults,
+        "num_local_experts": 128,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "router_aux_loss_coef": 0.001,
+        "attention_bias": True,
+      },
       fixed={
+        **family.fixed,
         "attention_bias": True,
         "swiglu_limit": 7.0,
         "swiglu_alpha": 1.702,
-        "rope_scaling.beta_fast": 32.0,
-        "rope_scaling.beta_slow": 1.0,
-        "rope_scaling.truncate": False,
       },
+      neutral=frozenset({"initial_context_length"}),  # Published, not read.
+      equal={"experts_per_token": "num_experts_per_tok"},
+      aliases={"num_experts": "num_local_experts"},
       layer_types=("sliding_attention", "full_attention"),
-      rope_types=("yarn",),
+      rope=Rope(theta=150_000.0, fixed={"truncate": False}, absent=_YARN),
       rules=rules,
     )
 

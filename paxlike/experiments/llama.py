@@ -6,13 +6,16 @@ projection of its own. The sizes train on synthetic tokens until a data mixin gi
 `class MyLlama(datasets.LocalText, Llama2_7B)`.
 """
 
-import dataclasses
+import math
+from typing import Literal
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers, ranges
+from paxlike import hugging_face, hugging_face_keys, layers, ranges
+from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
+from paxlike.hugging_face_rope import Rope
 from paxlike.registry import register
 from paxlike.weight_rules import Matrix, Same
 
@@ -22,6 +25,13 @@ class Llama(Experiment):
 
   NUM_KV_HEADS: ranges.Size | None = None  #: Heads of keys and values. None: NUM_HEADS.
   ROPE_THETA: ranges.Base = 10_000.0  #: Base of the wave lengths of rotary positions.
+  #: How rotary waves are slowed for contexts longer than those trained on, if ROPE_FACTOR is given.
+  ROPE_SCALING: Literal["linear", "llama3", "yarn"] = "linear"
+  #: By how much they, or the slowest, are slowed. None: none.
+  ROPE_FACTOR: ranges.Stretch | None = None
+  #: The context that they were made for: llama3, yarn.
+  ROPE_ORIGINAL_LENGTH: ranges.Size | None = None
+  USE_ATTENTION_BIAS: bool = False  #: Biases of the linear maps of attention.
   NORM_EPSILON: ranges.Epsilon = 1e-5  #: Of the RMS norms.
   USE_TIED_EMBEDDING: bool = False  #: Project to logits by the embedding's table.
   ICI_MESH_SHAPE = (1, -1, 1)
@@ -47,8 +57,39 @@ class Llama(Experiment):
     return attention
 
   def rope(self) -> fdl.Partial[layers.Rope]:
-    """The rotary positions."""
-    return fdl.Partial(layers.Rope, theta=self.ROPE_THETA)
+    """The rotary positions.
+
+    Raises:
+      UserError: They are to be scaled, but not from which context.
+    """
+    rope = fdl.Partial(layers.Rope, theta=self.ROPE_THETA)
+    kind, factor, length = self.ROPE_SCALING, self.ROPE_FACTOR, self.ROPE_ORIGINAL_LENGTH
+    if factor is None:
+      return rope
+    if kind == "linear":
+      rope.scaling = fdl.Partial(layers.rope.linear, factor=factor)
+      return rope
+    if length is None:
+      raise UserError(f"ROPE_SCALING={kind} needs ROPE_ORIGINAL_LENGTH.")
+    if kind == "llama3":
+      rope.scaling = fdl.Partial(layers.rope.llama3, factor=factor, original_length=length)
+      return rope
+    rope.scaling = fdl.Partial(
+      layers.rope.yarn, theta=self.ROPE_THETA, factor=factor, original_length=length
+    )
+    rope.magnitude = self.yarn_magnitude()
+    return rope
+
+  def yarn_magnitude(self) -> float:
+    """YaRN's factor of rotated queries and keys."""
+    factor = self.ROPE_FACTOR
+    return 1.0 if factor is None or factor <= 1 else 0.1 * math.log(factor) + 1
+
+  def linear(self, role: str) -> fdl.Partial[layers.Linear]:
+    linear = super().linear(role)
+    if self.USE_ATTENTION_BIAS and role in ("query", "key", "value", "output"):
+      linear.use_bias = True
+    return linear
 
   def mlp(self) -> fdl.Partial[layers.Mlp]:
     mlp = super().mlp()
@@ -72,21 +113,19 @@ class Llama(Experiment):
         "num_key_value_heads": "NUM_KV_HEADS",
         "head_dim": "DIMS_PER_HEAD",
         "rms_norm_eps": "NORM_EPSILON",
-        "rope_theta": "ROPE_THETA",
         "tie_word_embeddings": "USE_TIED_EMBEDDING",
+        "attention_bias": "USE_ATTENTION_BIAS",
       },
       defaults={
         "num_key_value_heads": None,
         "head_dim": None,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
-      },
-      fixed={
-        "hidden_act": "silu",
         "attention_bias": False,
-        "mlp_bias": False,
       },
+      nullable=frozenset({"num_key_value_heads", "head_dim"}),
+      fixed={"hidden_act": hugging_face_keys.SILU, "mlp_bias": False},
+      rope=Rope(),
       rules={
         "embedding.table": Same("model.embed_tokens.weight"),
         "stack.{}.attention_norm.scale": Same(f"{at}.input_layernorm.weight"),
@@ -94,6 +133,10 @@ class Llama(Experiment):
         "stack.{}.attention.key.w": Matrix(f"{at}.self_attn.k_proj.weight"),
         "stack.{}.attention.value.w": Matrix(f"{at}.self_attn.v_proj.weight"),
         "stack.{}.attention.output.w": Matrix(f"{at}.self_attn.o_proj.weight", inputs=2),
+        "stack.{}.attention.query.b": Same(f"{at}.self_attn.q_proj.bias", ndim=1),
+        "stack.{}.attention.key.b": Same(f"{at}.self_attn.k_proj.bias", ndim=1),
+        "stack.{}.attention.value.b": Same(f"{at}.self_attn.v_proj.bias", ndim=1),
+        "stack.{}.attention.output.b": Same(f"{at}.self_attn.o_proj.bias", ndim=1),
         "stack.{}.attention.query_norm.scale": Same(f"{at}.self_attn.q_norm.weight"),
         "stack.{}.attention.key_norm.scale": Same(f"{at}.self_attn.k_norm.weight"),
         "stack.{}.mlp_norm.scale": Same(f"{at}.post_attention_layernorm.weight"),
@@ -103,7 +146,7 @@ class Llama(Experiment):
         "norm.scale": Same("model.norm.weight"),
         "head.w": Matrix("lm_head.weight"),
       },
-      ignored=(r"lm_head\.weight",),
+      copies={"lm_head.weight": "model.embed_tokens.weight"},
     )
 
 
@@ -207,30 +250,9 @@ class Llama3_70B(Llama3_8B):
 class Llama31(Llama):
   """Llama 3.1: rotary waves slowed for contexts of 131,072 tokens."""
 
-  ROPE_FACTOR: ranges.Stretch = 8.0  #: By which the slowest rotary waves are slowed.
-  ROPE_ORIGINAL_LENGTH: ranges.Size = 8192  #: The context that the rotary waves were made for.
-
-  def rope(self) -> fdl.Partial[layers.Rope]:
-    rope = super().rope()
-    rope.scaling = fdl.Partial(
-      layers.rope.llama3, factor=self.ROPE_FACTOR, original_length=self.ROPE_ORIGINAL_LENGTH
-    )
-    return rope
-
-  @classmethod
-  def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
-    knobs = {
-      "rope_scaling.factor": "ROPE_FACTOR",
-      "rope_scaling.original_max_position_embeddings": "ROPE_ORIGINAL_LENGTH",
-    }
-    fixed = {"rope_scaling.low_freq_factor": 1.0, "rope_scaling.high_freq_factor": 4.0}
-    return dataclasses.replace(
-      family,
-      knobs={**family.knobs, **knobs},
-      fixed={**family.fixed, **fixed},
-      rope_types=("llama3",),
-    )
+  ROPE_SCALING = "llama3"
+  ROPE_FACTOR = 8.0
+  ROPE_ORIGINAL_LENGTH = 8192
 
 
 @register

@@ -12,6 +12,7 @@ from paxlike import hugging_face, layers, ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
+from paxlike.hugging_face_rope import Rope
 from paxlike.registry import register
 from paxlike.weight_rules import Matrix, PerExpert
 
@@ -34,9 +35,12 @@ class Mistral(Llama):
       family,
       model_type="mistral",
       architecture="MistralForCausalLM",
-      knobs={**family.knobs, "sliding_window": "WINDOW"},
-      defaults={**family.defaults, "sliding_window": None},
-      fixed={"hidden_act": "silu"},
+      knobs={
+        **{key: knob for key, knob in family.knobs.items() if key != "attention_bias"},
+        "sliding_window": "WINDOW",
+      },
+      defaults={**family.defaults, "num_key_value_heads": 8, "sliding_window": 4096},
+      nullable=family.nullable | {"sliding_window"},
     )
 
 
@@ -76,6 +80,17 @@ class Mixtral(Moe, Mistral):
         "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
         "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
       },
+      defaults={
+        **family.defaults,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+      },
+      neutral=frozenset({"router_jitter_noise"}),  # Only of training.
+      aliases={"num_experts": "num_local_experts"},
+      rope=Rope(theta=1_000_000.0),
       rules={
         **family.rules,
         "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),

@@ -34,7 +34,15 @@ class Qwen3(Llama):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(family, model_type="qwen3", architecture="Qwen3ForCausalLM")
+    return dataclasses.replace(
+      family,
+      model_type="qwen3",
+      architecture="Qwen3ForCausalLM",
+      defaults={**family.defaults, "num_key_value_heads": 32, "head_dim": 128},
+      neutral=frozenset({"sliding_window", "max_window_layers"}),  # As there is no window.
+      fixed={**family.fixed, "use_sliding_window": False},
+      layer_types=("full_attention",),
+    )
 
 
 @register
@@ -119,14 +127,24 @@ class Qwen3Moe(Moe, Qwen3):
         "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
         "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
       },
-      defaults={**family.defaults, "norm_topk_prob": False},
+      defaults={
+        **family.defaults,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "router_aux_loss_coef": 0.001,
+      },
       fixed={
         **family.fixed,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "use_sliding_window": False,
+        "mlp_only_layers": ([], None),
       },
+      aliases={"num_local_experts": "num_experts"},
+      layer_types=(),
       rules={
         **family.rules,
         "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),

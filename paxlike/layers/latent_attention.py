@@ -35,8 +35,8 @@ class LatentAttention(module.Module):
     rope_dim: ranges.Size,
     value_dim: ranges.Size,
     rank: ranges.Size,
-    query_rank: ranges.Size,
-    query_down: Callable[..., Linear],
+    query_rank: ranges.Size | None,
+    query_down: Callable[..., Linear] | None,
     query: Callable[..., Linear],
     latent: Callable[..., Linear],
     key_value: Callable[..., Linear],
@@ -55,9 +55,9 @@ class LatentAttention(module.Module):
       rope_dim: Width of the keys' part that turns.
       value_dim: Width of a head's value.
       rank: Width of the latent vector.
-      query_rank: Width of the queries' latent vector.
-      query_down: Of D to the queries' latent.
-      query: Of that to N x (head_dim + rope_dim).
+      query_rank: Width of the queries' latent vector; None: there is none.
+      query_down: Of D to the queries' latent; None if there is none.
+      query: Of that, or of D, to N x (head_dim + rope_dim).
       latent: Of D to the latent and the part that turns.
       key_value: Of the latent to N x (head_dim + value_dim).
       output: Of N x value_dim to D.
@@ -74,9 +74,13 @@ class LatentAttention(module.Module):
     self.scale = 1 / math.sqrt(head_dim + rope_dim) if scale is None else scale
     self.kernel = kernel
     heads = {"heads": num_heads, "head": head_dim + rope_dim}
-    self.query_down = query_down({"model": dim}, {"rank": query_rank})
-    self.query_norm = norm(query_rank, over="rank")
-    self.query = query({"rank": query_rank}, heads)
+    if query_down is None or query_rank is None:
+      self.query_down, self.query_norm = None, None
+      self.query = query({"model": dim}, heads)
+    else:
+      self.query_down = query_down({"model": dim}, {"rank": query_rank})
+      self.query_norm = norm(query_rank, over="rank")
+      self.query = query({"rank": query_rank}, heads)
     self.latent = latent({"model": dim}, {"rank": rank + rope_dim})
     self.latent_norm = norm(rank, over="rank")
     self.key_value = key_value({"rank": rank}, {"heads": num_heads, "head": head_dim + value_dim})
@@ -111,8 +115,9 @@ class LatentAttention(module.Module):
     return self.output(y_BTNH, context), cache
 
   def _queries(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-    latent_BTC = self.query_norm(self.query_down(x_BTD, context))
-    q_BTNH = self.query(latent_BTC, context)
+    if self.query_down is not None and self.query_norm is not None:
+      x_BTD = self.query_norm(self.query_down(x_BTD, context))
+    q_BTNH = self.query(x_BTD, context)
     q_BTNH = mesh.constrain(q_BTNH, "batch", "time", "heads", None)
     q_BTNH, turned_BTNR = jnp.split(q_BTNH, [self.head_dim], axis=-1)
     return q_BTNH, self.rope(turned_BTNR, context.positions_BT)

@@ -62,7 +62,7 @@ MISTAKES = {
   "another_activation": ({"config": {**CONFIG, "hidden_act": "relu"}}, "hidden_act is 'relu'"),
   "another_rope": (
     {"config": {**CONFIG, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}},
-    "rope_scaling.rope_type is dynamic",
+    "rope_type is 'dynamic'",
   ),
   "no_size": (
     {"config": {k: v for k, v in CONFIG.items() if k != "hidden_size"}},

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family computes what Hugging Face's model of the same weights computes."""
 
+import collections
+import json
+import re
+
 import numpy as np
 import pytest
-from families import FAMILIES, converted, logits, save_random
+import tiny_llama
+from families import COMMON, FAMILIES, config_of, converted, logits, save_random
 from test_generate import assert_teacher_forcing, prompts
 
 from paxlike import generate
+from paxlike.convert.importing import Source
 from paxlike.convert.main import run
 from paxlike.convert.tensors import TensorFolder
+from paxlike.errors import UserError
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -67,6 +74,86 @@ def test_a_gpt2_saved_without_its_head_is_the_same(tmp_path):
   assert whole[1].keys() == inner[1].keys()
   for name, value in whole[1].items():
     np.testing.assert_array_equal(value, inner[1][name])
+
+
+@pytest.mark.slow
+def test_the_text_part_of_a_model_with_images_is_taken_in_either_layout(tmp_path):
+  import torch
+  import transformers
+
+  options = FAMILIES["gemma3"][1] | {"rope_parameters": None}
+  vision = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+  }
+  config = transformers.Gemma3Config(
+    text_config={**COMMON, **options}, vision_config=vision, mm_tokens_per_image=1
+  )
+  torch.manual_seed(0)
+  theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+  theirs.save_pretrained(tmp_path / "theirs")
+  saved = TensorFolder(tmp_path / "theirs")
+  arrays = {name: saved.read(name) for name in saved.specs}
+  text = {re.sub(r"^(model\.language_model|language_model\.model)", "", n): n for n in arrays}
+  tokens = np.random.default_rng(0).integers(3, 96, (2, 24)).astype(np.int32)
+  with torch.no_grad():
+    expected = theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+  for layout in ("language_model.model", "model.language_model"):
+    folder = tmp_path / layout
+    renamed = {layout + n if n.startswith(".") else n: arrays[old] for n, old in text.items()}
+    assert any(name.startswith(layout) for name in renamed)
+    tiny_llama.write(folder, renamed, config_of(tmp_path / "theirs"))
+    got = logits(*converted(folder, folder / "ours"), tokens)
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_weights_of_torch_are_those_of_safetensors(tmp_path, shards):
+  import torch
+
+  tiny_llama.write(tmp_path / "safe")
+  bins = tmp_path / "bins"
+  bins.mkdir()
+  (bins / "config.json").write_text((tmp_path / "safe" / "config.json").read_text())
+  named = [(n, torch.tensor(v)) for n, v in tiny_llama.values(tiny_llama.shapes()).items()]
+  places = {}
+  for shard in range(shards):
+    file = "pytorch_model.bin" if shards == 1 else f"pytorch_model-{shard}.bin"
+    part = collections.OrderedDict(named[shard::shards])
+    part._metadata = {}  # pyright: ignore[reportAttributeAccessIssue] - As torch's modules have it.
+    torch.save(part, bins / file)
+    places |= dict.fromkeys(part, file)
+  if shards > 1:
+    index = {"weight_map": places}
+    (bins / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+  one, two = Source.hugging_face(tmp_path / "safe"), Source.hugging_face(bins)
+  for (name, value), (other, same) in zip(one._weights(), two._weights(), strict=True):
+    assert name == other
+    np.testing.assert_array_equal(value, same)
+
+
+def test_an_index_of_torch_names_files_of_its_folder(tmp_path):
+  tiny_llama.write(tmp_path / "theirs")
+  (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "outside")
+  index = {"weight_map": {"model.norm.weight": "../outside"}}
+  (tmp_path / "theirs" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+  with pytest.raises(UserError, match=r"names '\.\./outside', which is not in its folder"):
+    Source.hugging_face(tmp_path / "theirs")
+
+
+def test_a_head_that_should_be_tied_and_is_not_is_refused(tmp_path, capsys):
+  tied = {**tiny_llama.CONFIG, "tie_word_embeddings": True}
+  tiny_llama.write(tmp_path / "theirs", config=tied)
+  assert run(["--from=hf", f"--path={tmp_path / 'theirs'}", f"--to={tmp_path / 'ours'}"]) == 2
+  assert "lm_head.weight is not a copy of model.embed_tokens.weight" in capsys.readouterr().err
+  arrays = tiny_llama.values(tiny_llama.shapes())
+  arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+  tiny_llama.write(tmp_path / "theirs", arrays, tied)
+  assert run(["--from=hf", f"--path={tmp_path / 'theirs'}", f"--to={tmp_path / 'ours'}"]) == 0
 
 
 def test_the_golden_logits_of_stories260k(shared_data, tmp_path):

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configurations that `altered.py` tries: small ones of each family, a key of each changed."""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+ABSENT: Any = ("absent",)
+_SMALL = {
+  "vocab_size": 96,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 3,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 16,
+  "max_position_embeddings": 64,
+  "pad_token_id": 0,
+  "bos_token_id": 1,
+  "eos_token_id": 2,
+}
+_DEEPSEEK = {
+  "first_k_dense_replace": 1,
+  "qk_nope_head_dim": 16,
+  "head_dim": 8,
+  "num_key_value_heads": 4,
+  "qk_rope_head_dim": 8,
+  "v_head_dim": 12,
+  "kv_lora_rank": 20,
+  "q_lora_rank": 24,
+  "moe_intermediate_size": 24,
+  "n_routed_experts": 8,
+  "num_experts_per_tok": 3,
+  "n_group": 4,
+  "topk_group": 2,
+}
+_YARN = {
+  "rope_type": "yarn",
+  "factor": 4.0,
+  "original_max_position_embeddings": 16,
+  "rope_theta": 10_000.0,
+}
+_GEMMA3 = {"sliding_window": 6, "query_pre_attn_scalar": 24, "num_hidden_layers": 7}
+_VISION = {
+  "hidden_size": 16,
+  "intermediate_size": 16,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 2,
+  "image_size": 16,
+  "patch_size": 8,
+}
+# Family -> (configuration class of transformers, what is small or unlike its defaults).
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
+  "gpt2": (
+    "GPT2Config",
+    {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 96},
+  ),
+  "llama": ("LlamaConfig", {}),
+  "mistral": ("MistralConfig", {"sliding_window": 6}),
+  "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+  "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
+  "gemma2": ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
+  "gemma3": ("Gemma3TextConfig", _GEMMA3),
+  "gemma3 with images": (
+    "Gemma3Config",
+    {"text_config": _SMALL | _GEMMA3, "vision_config": _VISION, "mm_tokens_per_image": 1},
+  ),
+  "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+  "qwen3_moe": (
+    "Qwen3MoeConfig",
+    {
+      "num_experts": 6,
+      "num_experts_per_tok": 3,
+      "moe_intermediate_size": 24,
+      "norm_topk_prob": True,
+    },
+  ),
+  "deepseek_v3": (
+    "DeepseekV3Config",
+    {
+      **_DEEPSEEK,
+      "num_mtp_layers": 0,
+      "rope_parameters": {
+        **_YARN,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+      },
+    },
+  ),
+  "gpt_oss": (
+    "GptOssConfig",
+    {
+      "num_local_experts": 4,
+      "num_experts_per_tok": 2,
+      "sliding_window": 6,
+      "intermediate_size": 64,
+      "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
+  ),
+}
+_ACTIVATIONS = [
+  "gelu",
+  "gelu_new",
+  "gelu_pytorch_tanh",
+  "gelu_fast",
+  "gelu_accurate",
+  "silu",
+  "swish",
+  "relu",
+  "quick_gelu",
+]
+_ROPES = [
+  {"rope_type": "default", "rope_theta": 500.0},
+  {"rope_type": "default"},
+  {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+  {"type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+  {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0},
+  {**_YARN},
+  {**_YARN, "factor": None},
+  {**_YARN, "attention_factor": 1.5},
+  {**_YARN, "beta_fast": 8.0},
+  {**_YARN, "beta_slow": 2.0},
+  {**_YARN, "truncate": False},
+  {**_YARN, "truncate": True, "beta_fast": 32, "beta_slow": 1},
+  {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+  {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+  {**_YARN, "mscale_all_dim": 1.0},
+  {**_YARN, "partial_rotary_factor": 0.5},
+  {k: v for k, v in _YARN.items() if k != "original_max_position_embeddings"},
+  {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500_000.0,
+  },
+  {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500_000.0,
+  },
+  {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10_000.0,
+  },
+  {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 10_000.0},
+  {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+  {"rope_type": "default", "rope_theta": 10_000.0, "mystery": 3},
+]
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+# Key -> what it is set to; of others the type of the value decides.
+_VALUES: dict[str, list[Any]] = {
+  "vocab_size": [64, 101],
+  "hidden_size": [16, 64],
+  "n_embd": [16, 64],
+  "intermediate_size": [32],
+  "n_inner": [24, 128],
+  "moe_intermediate_size": [16],
+  "num_hidden_layers": [2, 8],
+  "n_layer": [1, 4],
+  "num_attention_heads": [2, 8],
+  "n_head": [2, 8],
+  "num_key_value_heads": [1, 2, 4],
+  "head_dim": [8, 32],
+  "max_position_embeddings": [32, 128],
+  "n_positions": [32, 128],
+  "hidden_act": _ACTIVATIONS,
+  "hidden_activation": _ACTIVATIONS,
+  "activation_function": _ACTIVATIONS,
+  "rms_norm_eps": [1e-2, 1e-5],
+  "layer_norm_epsilon": [1e-2, 1e-6],
+  "rope_theta": [10_000.0, 500.0],
+  "rope_parameters": _ROPES,
+  "rope_scaling": _ROPES,
+  "sliding_window": [1, 3, 100],
+  "layer_types": [[_FULL] * 3, [_LOCAL] * 3, [_FULL, _LOCAL] * 4, [_LOCAL, _FULL] * 4, []],
+  "sliding_window_pattern": [1, 2, 3, 6],
+  "_sliding_window_pattern": [2, 6],
+  "final_logit_softcapping": [1.0, 30.0],
+  "attn_logit_softcapping": [0.5, 50.0],
+  "query_pre_attn_scalar": [4, 64],
+  "use_bidirectional_attention": [True, False],
+  "bos_token_id": [5, 2],
+  "eos_token_id": [5, [2, 7]],
+  "pad_token_id": [5, 3],
+  "num_local_experts": [3, 8],
+  "num_experts": [3, 8],
+  "num_experts_per_tok": [1, 3],
+  "n_routed_experts": [4, 16],
+  "n_shared_experts": [2],
+  "n_group": [1, 2],
+  "topk_group": [1, 4],
+  "routed_scaling_factor": [1.0, 3.0],
+  "first_k_dense_replace": [0, 2, 3],
+  "q_lora_rank": [None, 12],
+  "kv_lora_rank": [12],
+  "qk_rope_head_dim": [4, 16],
+  "qk_nope_head_dim": [8],
+  "qk_head_dim": [12],
+  "v_head_dim": [16],
+  "mlp_only_layers": [[1], [0, 1, 2]],
+  "decoder_sparse_step": [2, 3],
+  "max_window_layers": [0, 1, 28],
+  "swiglu_alpha": [1.0],
+  "swiglu_limit": [0.5],
+  "router_jitter_noise": [0.5],
+  "num_nextn_predict_layers": [1],
+  "id2label": [{"0": "a", "1": "b", "2": "c"}],
+  "label2id": [{"a": 0}],
+  "architectures": [["SomethingElse"]],
+  "problem_type": ["regression"],
+  "dtype": ["bfloat16", "float16"],
+  "torch_dtype": ["bfloat16"],
+  "transformers_version": ["4.30.0"],
+  "_name_or_path": ["/somewhere"],
+  "initializer_range": [0.05],
+  "summary_type": ["mean"],
+  "summary_activation": ["tanh"],
+  "text_config": [],
+  "vision_config": [],
+  "model_type": [],
+}
+# What configurations have beside the keys of the class today: older names, tools' own, and keys
+# that nobody knows.
+_MORE: dict[str, list[Any]] = {
+  "rope_theta": _VALUES["rope_theta"],
+  "rope_scaling": _ROPES,
+  "rope_local_base_freq": [500.0],
+  "partial_rotary_factor": [0.5, 1.0],
+  "original_max_position_embeddings": [16],
+  "sliding_window_pattern": _VALUES["sliding_window_pattern"],
+  "hidden_activation": _ACTIVATIONS,
+  "hidden_act": _ACTIVATIONS,
+  "torch_dtype": ["bfloat16"],
+  "attention_bias": [True, False],
+  "mlp_bias": [True, False],
+  "head_dim": [8, 32],
+  "num_experts": [3],
+  "num_local_experts": [3],
+  "use_sliding_window": [True],
+  "sliding_window": [3],
+  "layer_types": _VALUES["layer_types"],
+  "attn_logit_softcapping": [0.5],
+  "final_logit_softcapping": [1.0],
+  "cache_implementation": ["hybrid"],
+  "quantization_config": [{"quant_method": "gptq", "bits": 4}],
+  "auto_map": [{"AutoConfig": "configuration_x.XConfig"}],
+  "do_sample": [True],
+  "temperature": [0.5],
+  "unsloth_version": ["2025.1"],
+  "per_layer_config": [{"0": {"intermediate_size": 64}}],
+  "mystery": [1, None],
+}
+
+
+# Keys of rotary positions as transformers 4 wrote them: without `rope_parameters`.
+_LEGACY = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+
+
+class Case(NamedTuple):
+  """One altered key; `value` may be `ABSENT`, and `key` "a.b" of the mapping a."""
+
+  family: str
+  key: str
+  value: Any
+
+  def __str__(self) -> str:
+    return f"{self.family}: {self.key} = {'absent' if self.value is ABSENT else self.value}"
+
+
+@functools.cache
+def base(family: str) -> dict[str, Any]:
+  """Returns the configuration that is altered, as transformers saves it."""
+  import transformers
+
+  name, options = BASES[family]
+  small = {} if "text_config" in options or family == "gpt2" else _SMALL
+  config = getattr(transformers, name)(**{**small, **options})
+  return json.loads(json.dumps(config.to_dict()))
+
+
+def cases(family: str) -> Iterator[Case]:
+  """Yields the cases of a family: every key of the class, absent, null, and set to others."""
+  config = base(family)
+  yield Case(family, "", None)
+  yield from _cases(family, "", config, _MORE)
+  if "text_config" in config:
+    yield from _cases(family, "text_config.", config["text_config"], _MORE)
+  ropes = config.get("rope_parameters") or {}
+  for kind, rope in ropes.items():
+    if isinstance(rope, dict):
+      for value in [*_ROPES, {}, None]:
+        yield Case(family, f"rope_parameters.{kind}", value)
+
+
+def _cases(
+  family: str, prefix: str, config: Mapping[str, Any], more: Mapping[str, list[Any]]
+) -> Iterator[Case]:
+  for key, now in config.items():
+    if key in ("model_type", "text_config"):
+      continue
+    others = _VALUES.get(key, _others(now))
+    for value in [ABSENT, None, *others]:
+      if value != now:
+        yield Case(family, prefix + key, value)
+  for key, values in more.items():
+    for value in values if key not in config else ():
+      yield Case(family, prefix + key, value)
+
+
+def _others(now: Any) -> list[Any]:
+  if isinstance(now, bool):
+    return [not now]
+  if isinstance(now, int | float):
+    return [now + 1, now * 2 + 0.5] if isinstance(now, float) else [now + 1]
+  return [True, 1] if now is None else ["other"] if isinstance(now, str) else []
+
+
+def altered(case: Case) -> dict[str, Any]:
+  """Returns the configuration of a case."""
+  config = json.loads(json.dumps(base(case.family)))
+  *outer, last = case.key.split(".")
+  place = config
+  for part in outer:
+    place = place[part]
+  if last in _LEGACY and last not in place:
+    rope = place.pop("rope_parameters", None) or {}
+    if "full_attention" in rope:
+      place["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+      rope = rope["full_attention"]
+    place["rope_theta"] = rope.get("rope_theta", 10_000.0)
+    if rope.get("rope_type", "default") != "default":
+      place["rope_scaling"] = rope
+  if case.value is ABSENT:
+    place.pop(last, None)
+  elif last:
+    place[last] = case.value
+  return config
