@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import urllib.parse
+from typing import Any
 
 from gcp_storage_emulator import exceptions, server, storage
 from gcp_storage_emulator.handlers import buckets
