@@ -229,7 +229,10 @@ def _read(text: str, present: Any, annotation: Any, given: str) -> Any:
   if callable(present):
     shown = graph_text.value_text(present)
     raise UserError(f"{given}: that is {shown}, which no text can give; use --fiddler.")
-  return knob_types.guess(text)
+  try:
+    return knob_types.guess(text)
+  except knob_types.RefusedError as refusal:
+    raise UserError(f"{given}: {refusal}") from None
 
 
 def _kind_of(present: Any) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 from paxlike import knob_types
 from paxlike.errors import UserError
 
+_GIVEN_BY_PARENTS = ("role", "over")
 _LITERALS = (bool, int, float, str, bytes, types.NoneType)
 
 
@@ -41,7 +42,7 @@ def check(graph: Any):
       shown = f"{path}.{name}" if path else name
       if (expected := misfit(hints.get(name, Any), value)) is not None:
         raise UserError(f"{shown}={_short(value)}: expected {expected}.")
-    if type(node) is fdl.Config and (missing := _missing(node)):
+    if missing := _missing(node):
       raise UserError(f"{path or 'the graph'} has no {missing}, without which it cannot be built.")
 
 
@@ -112,12 +113,17 @@ def _nodes(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, fdl.Bui
 
 
 def _missing(node: fdl.Buildable) -> str | None:
-  """Returns the first argument without which a part cannot be made."""
+  """Returns the first argument without which a part cannot be made.
+
+  Of a factory, parents give what is positional, and a few others by name.
+  """
   given = node.__arguments__
   positional = sum(isinstance(name, int) for name in given)
   for index, (name, parameter) in enumerate(node.__signature_info__.parameters.items()):
     is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     is_given = name in given or index < positional
+    if type(node) is not fdl.Config:
+      is_given |= parameter.kind is not parameter.KEYWORD_ONLY or name in _GIVEN_BY_PARENTS
     if is_one and not is_given and parameter.default is parameter.empty:
       return name
   return None

@@ -58,6 +58,7 @@ _DTYPE_ALIASES = {
 }
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
 _PAIRS = {"[": "]", "(": ")", "{": "}"}
+_MOST_BRACKETS = 50
 # A quoted string, or one character.
 _TOKEN = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
 
@@ -81,6 +82,8 @@ def convert(kind: Any, value: Any, *, text: bool) -> Any:
   Raises:
     RefusedError: It is not one.
   """
+  if text:
+    _check_depth(value)
   try:
     return _convert(kind, value.strip() if text else value, text)
   except _MismatchError:
@@ -161,7 +164,12 @@ def spell(value: Any) -> str:
 
 
 def guess(text: str) -> Any:
-  """Returns what text of unknown type seems to be: a literal, else a str."""
+  """Returns what text of unknown type seems to be: a literal, else a str.
+
+  Raises:
+    RefusedError: Its brackets are nested too deeply.
+  """
+  _check_depth(text)
   text = text.strip()
   kinds = (types.NoneType, int, bool, float, str)
   kind = {"[": list, "(": list, "{": dict}.get(text[:1])
@@ -169,6 +177,15 @@ def guess(text: str) -> Any:
     return _union(kinds, text, True) if kind is None else _convert(kind, text, True)
   except _MismatchError:
     return text
+
+
+def _check_depth(text: str):
+  depth = most = 0
+  for character in text:
+    depth += (character in _PAIRS) - (character in _PAIRS.values())
+    most = max(most, depth)
+  if most > _MOST_BRACKETS:
+    raise RefusedError(f"expected at most {_MOST_BRACKETS} brackets within each other.")
 
 
 def _spell_part(value: Any) -> str:

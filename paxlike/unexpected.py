@@ -113,16 +113,16 @@ def _is_entry(path: str) -> bool:
 def _to_blame(options: flags.Options, attempt: Attempt) -> str:
   """Returns the flags without any one of which it would have succeeded; "" if there are none."""
   found, began = [], time.monotonic()
-  for field, prefix in (("knobs", "--fdl."), ("edits", "--fdl."), ("fiddlers", "--fiddler=")):
+  for field, prefix in (("edits", "--fdl."), ("fiddlers", "--fiddler="), ("knobs", "--fdl.")):
     given = getattr(options, field)
-    for index, one in enumerate(given):
+    for index, one in reversed(list(enumerate(given))):
       if time.monotonic() - began > _PATIENCE:
         break
       without = dataclasses.replace(options, **{field: given[:index] + given[index + 1 :]})
       if _succeeds(attempt, without):
         text = one if isinstance(one, str) else "=".join(one)
         found.append(prefix + (text if len(text) <= 100 else f"{text[:100]}..."))
-  return " with ".join(found[-3:])
+  return " with ".join(found[:3])
 
 
 def _succeeds(attempt: Attempt, options: flags.Options) -> bool:

@@ -38,6 +38,7 @@ def of(inputs: Any, *, examples: int) -> Callable[[Callable[[Any], None]], Any]:
   )
 
   def decorate(test: Callable[[Any], None]) -> Any:
-    return pytest.mark.fuzz(settings(hypothesis.given(given=inputs)(test)))
+    tried = settings(hypothesis.given(given=inputs)(test))
+    return pytest.mark.slow(pytest.mark.fuzz(tried))
 
   return decorate

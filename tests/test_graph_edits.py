@@ -187,6 +187,13 @@ def test_positional_arguments_go_by_index():
   assert graph == fdl.Config(optax.chain, fdl.Config(optax.clip, 2.0), 4)
 
 
+def test_brackets_nested_deeply_are_refused():
+  graph = fdl.Config(dict, a=1)
+  for text in ("[" * 800 + "]" * 800, "{a:" * 500 + "1" + "}" * 500, "[" * 3000):
+    with pytest.raises(UserError, match=r"expected at most 50 brackets"):
+      graph_edits.set_path(graph, "b", text)
+
+
 def test_open_ended_functions_take_any_name():
   graph = fdl.Config(dict, a=1)
   graph_edits.set_path(graph, "b", "[1, x]")

@@ -22,6 +22,7 @@ SMALL = (
   "--fdl.VOCAB_SIZE=512",
   "--fdl.MAX_SEQ_LEN=256",
 )
+MIXTRAL = ("--fdl_config=Mixtral8x7B", "--fdl.NUM_LAYERS=4", "--fdl.NUM_KV_HEADS=4")
 PLAN = (*SMALL, "--mode=plan")
 
 
@@ -57,7 +58,7 @@ def test_the_page(capsys):
     (("--topology=v5e-16",), 32, SMALL),
     (("--topology=h100-16",), 64, SMALL),
     (("--topology=gb200-8",), 16, SMALL),
-    (("--topology=h100-8",), 16, ("--fdl_config=Mixtral8x7B", "--fdl.NUM_LAYERS=4", *SMALL[2:])),
+    (("--topology=h100-8",), 16, (*MIXTRAL, *SMALL[2:])),
   ],
 )
 def test_every_plan_is_one_that_the_experiment_takes(topology_flags, batch, model, capsys):
@@ -131,7 +132,7 @@ def test_what_fits_nowhere_is_a_verdict_with_the_nearest(capsys):
   [
     (("--mode=plan",), "knows too little of cpu: give a --topology"),
     (("--mode=plan", "--topology=v5e-5"), "there is no such slice"),
-    (("--mode=plan", "--topology=v5e-16", "--global_batch=0"), "expected at least 1"),
+    (("--mode=plan", "--topology=v5e-16", "--global_batch=0"), "expected an int of at least 1"),
     (("--mode=plan", "--topology=v5e-64", "--global_batch=1"), "share a batch of 1 sequences"),
     (("--mode=plan", "--topology=v5e-4", "--fdl.NUM_STAGES=2"), "--mode=plan chooses NUM_STAGES"),
     (("--mode=compile", "--confirm=1"), "--confirm goes with --mode=plan"),

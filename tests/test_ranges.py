@@ -128,6 +128,7 @@ def test_what_is_expected_is_said_in_words(kind, value, says):
   [
     (lambda graph: delattr(graph.model, "dim"), "model has no dim"),
     (lambda graph: setattr(graph.model, "norm", 3), "model.norm=3: expected a function or a layer"),
+    (lambda graph: delattr(graph.model.embedding.init, "std"), "model.embedding.init has no std"),
     (lambda graph: setattr(graph, "mesh", None), "mesh=None: expected MeshSpec"),
     (lambda graph: setattr(graph, "keep", True), "keep=True: expected an int"),
     (lambda graph: setattr(graph, "weight_dtype", "int8"), "weight_dtype='int8': expected one of"),

@@ -217,6 +217,7 @@ def test_config_files(given):
   check("config files", [f"--fdl_config_file={path}", "--job_log_dir={run}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
 def test_bases_run(name):
   answer = command_lines.run([*base(name), "--job_log_dir={run}"])
