@@ -7,6 +7,9 @@ prints JSON lines and a table. Beside each save and restore a file of as many by
 synced, and read: the speed of the disk below. What is read has been dropped from the page cache as
 far as posix_fadvise does that; a disk may have a cache of its own. GB are 10^9 bytes of arrays.
 
+The checksums are also made anew and verified alone, of what is in the page cache: their share is in
+CPU-seconds of the same run, that of making them of a save, and that of verifying of a restore.
+
 Then steps are taken alone, and beside a save until it is complete. Seconds are of the clock and
 CPU-seconds of all threads; on a machine that others use too the former mean little.
 
@@ -30,8 +33,9 @@ import experiments
 import jax
 import numpy as np
 import step as step_lib
+from etils import epath
 
-from paxlike import train_state
+from paxlike import checksums, train_state
 from paxlike.checkpoint import Checkpoints, Flat, flatten
 from paxlike.layers.stack import layout_of
 from paxlike.trainer import Trainer
@@ -170,6 +174,22 @@ def speeds(run: Run, times: Times, folder: pathlib.Path, *, repeats: int):
     forget(plain.parent)
     times.time("plain read", lambda: read(plain, num_bytes))
     plain.unlink()
+    times.time("checksums made", lambda: make_checksums(run.path))
+    times.time("checksums verified", lambda: verify_checksums(run.path))
+
+
+def make_checksums(path: pathlib.Path):
+  """Makes all checksums of a checkpoint again."""
+  folder = epath.Path(path)
+  checksums.write_of_process(folder / "state", 0)
+  checksums.write(folder)
+
+
+def verify_checksums(path: pathlib.Path):
+  """Verifies all files of a checkpoint."""
+  sums = checksums.read(epath.Path(path))
+  assert sums is not None
+  sums.verify(arrays=None)
 
 
 def delays(run: Run, times: Times, *, repeats: int):
@@ -199,6 +219,12 @@ def report(times: Times, num_bytes: int, facts: dict[str, Any]):
     print(json.dumps(values))
     rows.append(f"| {case} | {count} | {took.seconds:.3f} | {took.cpu_seconds:.3f} | {speed} |")
   print("\n".join(["", *rows]))
+  for part, whole in (
+    ("checksums made", "save, complete"),
+    ("checksums verified", "restore"),
+  ):
+    share = times.median(part).cpu_seconds / times.median(whole).cpu_seconds
+    print(f"{part}: {share:.1%} of the CPU-seconds of '{whole}'")
 
 
 def main():

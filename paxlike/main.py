@@ -60,8 +60,10 @@ def run():
 
 
 def _report_unraisable(error: Any):
-  # When a write fails, TensorStore tells of the others to an event loop that is gone by then.
-  if str(error.exc_value) != "Event loop is closed":
+  # When a write fails, TensorStore tells of the others to an event loop that is gone by then; when
+  # a read fails, Orbax drops the others.
+  dropped = "orbax" in getattr(getattr(error.object, "cr_code", None), "co_filename", "")
+  if str(error.exc_value) != "Event loop is closed" and not dropped:
     sys.__unraisablehook__(error)
 
 

@@ -97,7 +97,8 @@ class Run:
       return "loaded"
     if any((found[1].state[name] != array).any() for name, array in state(1).items()):
       return "loaded something else"
-    lines = said.getvalue().splitlines()
+    # Orbax's coroutines may be collected meanwhile, and complain; the program drops that.
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("paxlike: ")]
     match = _NAME.search(lines[0]) if len(lines) == 1 else None
     name = path.relative_to(self._newer).as_posix()
     if match is None or match.groups() != (name, self.array_at(path, bit)):
