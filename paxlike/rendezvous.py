@@ -308,7 +308,7 @@ def _join(group: cluster.Group, mine: dict[str, Any], *, timeout: float, every: 
       if met is not None:
         return met
       link.close()
-      reason = "what listens there is no job that waits for its processes"
+      reason = "a job that has begun already, or another program, listens there"
     now = time.monotonic()
     if now - began > timeout:
       raise TemporaryError(

@@ -74,7 +74,7 @@ class Watch(threading.Thread):
     self._age, self._number, self._bytes, self._is_over = 0.0, -1, 0, False
     self._since_stacks = 0.0
     self._state, self._reason = "", ""  # "", left or failed.
-    self._stop = threading.Event()  # Somebody asks the job to stop.
+    self._asked = threading.Event()  # Somebody asks the job to stop.
     self._decided = threading.Condition()
     self._boundary: int | None = None  # The last step at whose end this process could stop.
     self._next: int | None = None  # The step at whose end it promises to ask what is agreed.
@@ -123,7 +123,7 @@ class Watch(threading.Thread):
 
   def ask_to_stop(self):
     """Asks the job to stop: all processes after the same step."""
-    self._stop.set()
+    self._asked.set()
     self._stir()
 
   def stops_after(self, step: int) -> bool:
@@ -134,7 +134,7 @@ class Watch(threading.Thread):
     """
     with self._decided:
       self._boundary = step
-      if self.is_alone and self._stop.is_set():
+      if self.is_alone and self._asked.is_set():
         self._agreed = step
       while self._next is not None and step >= self._next and self._agreed is None:
         self._decided.wait()  # The watch ends the process if nobody decides.
@@ -180,7 +180,7 @@ class Watch(threading.Thread):
   def _obey(self, signals: bytes):
     """Does what signals ask for, also where the main thread does not get to it."""
     if {signal.SIGTERM, signal.SIGINT} & set(signals):
-      self._stop.set()
+      self._asked.set()
     if signal.SIGUSR1 in signals and (path := self._write_stacks("asked for by SIGUSR1")):
       _say(f"wrote the stacks of all threads: {path}")
 
@@ -191,7 +191,7 @@ class Watch(threading.Thread):
     if verdict := message.get("verdict"):
       self._end(ending.Verdict(**verdict), told=True)
     if message.get("stop"):
-      self._stop.set()
+      self._asked.set()
     if "agreed" in message and message["agreed"] is not None:
       self._agree(message["agreed"])
     if "number" in message:
@@ -222,7 +222,7 @@ class Watch(threading.Thread):
       )
       line += " C function keeps the interpreter's lock. Its stacks follow; it ends by SIGALRM."
       self._switch.arm(left, line)
-    if self._stop.is_set() and self._next is None:
+    if self._asked.is_set() and self._next is None:
       with self._decided:
         self._next = -1 if self._boundary is None else self._boundary + 1
     if (interval := self._limits.stack_interval) is not None:
@@ -233,7 +233,7 @@ class Watch(threading.Thread):
 
   def _limit(self, kind: str, given: float | None) -> float | None:
     limit = progress.OWN.limit(kind, given)
-    if not self._stop.is_set() or self._is_stopping or kind in progress.MOVES_BYTES:
+    if not self._asked.is_set() or self._is_stopping or kind in progress.MOVES_BYTES:
       return limit
     is_compiling = kind in ("compile", "eval_compile")
     grace = _GRACE_TO_COMPILE if is_compiling else max(_GRACE, 3 * progress.OWN.typical("step"))
@@ -249,7 +249,7 @@ class Watch(threading.Thread):
       "waits": self._is_over and stacks.waits_for_others(),
       "state": self._state,
       "reason": self._reason,
-      "stop": self._stop.is_set(),
+      "stop": self._asked.is_set(),
       "next": self._next,
     }
 
@@ -279,7 +279,7 @@ class Watch(threading.Thread):
     if self._index:
       return None
     working = {i: m.report for i, m in self._members.items() if m.report["state"] == ""}
-    if self._stop.is_set() and self._agreed is None and working:
+    if self._asked.is_set() and self._agreed is None and working:
       promised = [one.get("next") for one in working.values()]
       if all(step is not None for step in promised):
         self._agree(max(step for step in promised if step is not None))
@@ -318,7 +318,7 @@ class Watch(threading.Thread):
     index = max(stuck, key=lambda i: (not stuck[i].get("waits"), stuck[i]["age"]))
     one = stuck[index]
     of_all = len(behind) == self._count > 1
-    asked = " and was asked to stop" if self._stop.is_set() else ""
+    asked = " and was asked to stop" if self._asked.is_set() else ""
     why = f"{self._named(index)} is stuck{asked}: {one['what']}, for {one['age']:.0f} s"
     why += ", as are all others" if of_all else ""
     return ending.Verdict("stalled", index, why)

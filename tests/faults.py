@@ -123,13 +123,17 @@ class Job:
     return json.loads(path.read_text())["state"] if path.exists() else None
 
   def turned_away(self, index: int, second: subprocess.Popen, newest: int) -> subprocess.Popen:
-    """Returns which of two processes of one index is not of the job: the later one to come."""
+    """Returns which of two processes of one index is not of the job: the later one to come.
+
+    That one is turned away, or finds the job begun; the other connects to its peers by Gloo.
+    """
     while self.newest() <= newest and second.poll() is None:
       if self.processes[index].poll() is not None:
-        self.processes[index], second = second, self.processes[index]
-        self._logs[index], self._logs[-1] = self._logs[-1], self._logs[index]
         break
       time.sleep(0.1)
+    if "[Gloo]" not in self.log(index):
+      self.processes[index], second = second, self.processes[index]
+      self._logs[index], self._logs[-1] = self._logs[-1], self._logs[index]
     return second
 
   def wait_for_steps(self, *, more_than: int, seconds: float) -> bool:
