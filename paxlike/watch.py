@@ -106,7 +106,9 @@ class Watch(threading.Thread):
     self._closed.set()
     self._stir()
     self.join()
-    self._switch.disarm()
+    self._switch.close()
+    self._wake.close()
+    self._waker.close()
 
   def leave(self, *, failed: bool, reason: str = ""):
     """Says to the others that the work of this process has ended."""

@@ -89,6 +89,7 @@ def job(monkeypatch):
       link.close()
     one._wake.close()
     one._waker.close()
+    one._switch.close()
 
 
 def report(number: int, *, age: float = 0.0, over: bool = False, **more) -> dict:
