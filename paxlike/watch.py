@@ -8,7 +8,6 @@ nothing goes on, for whom the others wait. Where process 0 is gone, each finds t
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -19,8 +18,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from paxlike import ending, progress, stacks
-from paxlike.rendezvous import Link, Met
+from paxlike import ending, progress, rendezvous, stacks
 
 _GRACE = 20.0  # Seconds, or three steps, that a process asked to stop has to the end of its step.
 _GRACE_TO_COMPILE = 300.0  # Seconds, where it is compiling meanwhile.
@@ -56,7 +54,7 @@ class Watch(threading.Thread):
   """The watch of this process."""
 
   def __init__(
-    self, met: Met | None = None, *, index: int = 0, count: int = 1, timeout: float = 60
+    self, met: rendezvous.Met | None = None, *, index: int = 0, count: int = 1, timeout: float = 60
   ):
     """For process `index` of `count`; without a sign for `timeout` seconds one is gone."""
     super().__init__(daemon=True, name="watch")
@@ -172,11 +170,11 @@ class Watch(threading.Thread):
   def _hear(self):
     """Waits for messages and signals, a poll at most."""
     links = {link: index for index, link in self._links.items() if not link.closed}
-    ready = select.select([self._wake, *links], [], [], self._poll)[0]
-    if self._wake in ready:
+    can_read = rendezvous.ready([self._wake, *links], self._poll)
+    if self._wake in can_read:
       self._obey(self._wake.recv(4096))
     for link, index in links.items():
-      for message in link.receive() if link in ready else ():
+      for message in link.receive() if link in can_read else ():
         self._take(index, message)
 
   def _obey(self, signals: bytes):
@@ -287,7 +285,7 @@ class Watch(threading.Thread):
         self._agree(max(step for step in promised if step is not None))
     return self._find_stuck(working)
 
-  def _look(self, index: int, link: Link, tick: float) -> ending.Verdict | None:
+  def _look(self, index: int, link: rendezvous.Link, tick: float) -> ending.Verdict | None:
     """Returns why the job ends, if that is because of process `index`."""
     member = self._members[index]
     state, name = member.report["state"], self._named(index)
@@ -353,7 +351,7 @@ class Watch(threading.Thread):
         open_links = [link for link in self._links.values() if not link.closed]
         if not open_links:
           break
-        for link in select.select(open_links, [], [], 0.2)[0]:
+        for link in rendezvous.ready(open_links, 0.2):
           link.receive()
     stacks.exit_at_once(verdict.status)
     raise AssertionError("the process has ended")
@@ -411,7 +409,7 @@ def current() -> Watch | None:
   return _current
 
 
-def start(met: Met, *, index: int, count: int, timeout: float) -> Watch:
+def start(met: rendezvous.Met, *, index: int, count: int, timeout: float) -> Watch:
   """Starts the watch of one of several processes; it goes on until the process ends."""
   global _current
   _current = Watch(met, index=index, count=count, timeout=timeout)
