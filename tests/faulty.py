@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program, which gets stuck where a file says so: `python tests/faulty.py FILE flags...`.
 
-FILE.stuck is there as soon as it sleeps. FILE holds a kind of phase (`paxlike.progress.KINDS`), and the program sleeps when it next enters
-such a phase. From then on, and not before, since the machine may be busy, five seconds without
-progress are too many; `KIND patient` leaves the limit as it is, and `KIND locked` has the program
-keep the interpreter's lock meanwhile. Asked to stop, it has three seconds.
+FILE holds a kind of phase (`paxlike.progress.KINDS`), and the program sleeps when it next enters
+such a phase; FILE.stuck is there from then on. From then on, and not before, since the machine may
+be busy, five seconds without progress are too many; `KIND patient` leaves the limit as it is, and
+`KIND locked` has the program keep the interpreter's lock meanwhile. Asked to stop while it is
+stuck, it has three seconds.
 """
 
 import ctypes
