@@ -195,4 +195,4 @@ def leave(*, failed: bool, reason: str = ""):
 def wait_for_watch():
   """Lets the process end by the name of the one that is gone, if that is why something failed."""
   if (own := watch.current()) is not None and not own.is_alone:
-    own.join(2 * own.timeout)
+    own.join(1.25 * own.timeout)

@@ -14,7 +14,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from paxlike import cluster
@@ -121,6 +121,15 @@ def meet(
   return _join(group, mine, timeout=timeout, every=every)
 
 
+def ready(files: Iterable[Any], seconds: float) -> set[Any]:
+  """Returns which of some sockets and links can be read, as soon as one can or after a while."""
+  poll = select.poll()  # `select.select` takes no file of a number above 1023.
+  by_number = {one.fileno(): one for one in files}
+  for number in by_number:
+    poll.register(number, select.POLLIN)
+  return {by_number[number] for number, _ in poll.poll(1000 * seconds)}
+
+
 def named(indices: list[int], count: int) -> str:
   """Returns "process 1 of 4" or "processes 1, 3 of 4"."""
   some = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
@@ -223,9 +232,9 @@ class _Host:
   def _step(self, listener: socket.socket):
     """Takes what comes within half a second."""
     known = {link: index for index, (link, _) in self._members.items()}
-    ready = select.select([listener, *self._unknown, *known], [], [], 0.5)[0]
+    can_read = ready([listener, *self._unknown, *known], 0.5)
     now = time.monotonic()
-    for one in ready:
+    for one in can_read:
       if one is listener:
         self._unknown[Link(listener.accept()[0])] = now
         continue
@@ -308,7 +317,7 @@ def _join(group: cluster.Group, mine: dict[str, Any], *, timeout: float, every: 
       if met is not None:
         return met
       link.close()
-      reason = "what listens there is no job that waits for its processes"
+      reason = "a job that has begun already, or another program, listens there"
     now = time.monotonic()
     if now - began > timeout:
       raise TemporaryError(

@@ -157,6 +157,13 @@ class Switch:
     if self._fires < float("inf"):
       self._set(None)
 
+  def close(self):
+    """Gives the timers back."""
+    self.disarm()
+    for timer in self._timers:
+      self._libc.timer_delete(timer)
+    self._timers.clear()
+
   def _set(self, seconds: float | None):
     """Sets the timers one second apart; None: they rest."""
     for delay, timer in enumerate(self._timers):

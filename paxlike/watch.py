@@ -8,7 +8,6 @@ nothing goes on, for whom the others wait. Where process 0 is gone, each finds t
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -19,8 +18,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from paxlike import ending, progress, stacks
-from paxlike.rendezvous import Link, Met
+from paxlike import ending, progress, rendezvous, stacks
 
 _GRACE = 20.0  # Seconds, or three steps, that a process asked to stop has to the end of its step.
 _GRACE_TO_COMPILE = 300.0  # Seconds, where it is compiling meanwhile.
@@ -56,7 +54,7 @@ class Watch(threading.Thread):
   """The watch of this process."""
 
   def __init__(
-    self, met: Met | None = None, *, index: int = 0, count: int = 1, timeout: float = 60
+    self, met: rendezvous.Met | None = None, *, index: int = 0, count: int = 1, timeout: float = 60
   ):
     """For process `index` of `count`; without a sign for `timeout` seconds one is gone."""
     super().__init__(daemon=True, name="watch")
@@ -74,7 +72,7 @@ class Watch(threading.Thread):
     self._age, self._number, self._bytes, self._is_over = 0.0, -1, 0, False
     self._since_stacks = 0.0
     self._state, self._reason = "", ""  # "", left or failed.
-    self._stop = threading.Event()  # Somebody asks the job to stop.
+    self._asked = threading.Event()  # Somebody asks the job to stop.
     self._decided = threading.Condition()
     self._boundary: int | None = None  # The last step at whose end this process could stop.
     self._next: int | None = None  # The step at whose end it promises to ask what is agreed.
@@ -106,7 +104,9 @@ class Watch(threading.Thread):
     self._closed.set()
     self._stir()
     self.join()
-    self._switch.disarm()
+    self._switch.close()
+    self._wake.close()
+    self._waker.close()
 
   def leave(self, *, failed: bool, reason: str = ""):
     """Says to the others that the work of this process has ended."""
@@ -123,7 +123,7 @@ class Watch(threading.Thread):
 
   def ask_to_stop(self):
     """Asks the job to stop: all processes after the same step."""
-    self._stop.set()
+    self._asked.set()
     self._stir()
 
   def stops_after(self, step: int) -> bool:
@@ -134,7 +134,7 @@ class Watch(threading.Thread):
     """
     with self._decided:
       self._boundary = step
-      if self.is_alone and self._stop.is_set():
+      if self.is_alone and self._asked.is_set():
         self._agreed = step
       while self._next is not None and step >= self._next and self._agreed is None:
         self._decided.wait()  # The watch ends the process if nobody decides.
@@ -170,17 +170,17 @@ class Watch(threading.Thread):
   def _hear(self):
     """Waits for messages and signals, a poll at most."""
     links = {link: index for index, link in self._links.items() if not link.closed}
-    ready = select.select([self._wake, *links], [], [], self._poll)[0]
-    if self._wake in ready:
+    can_read = rendezvous.ready([self._wake, *links], self._poll)
+    if self._wake in can_read:
       self._obey(self._wake.recv(4096))
     for link, index in links.items():
-      for message in link.receive() if link in ready else ():
+      for message in link.receive() if link in can_read else ():
         self._take(index, message)
 
   def _obey(self, signals: bytes):
     """Does what signals ask for, also where the main thread does not get to it."""
     if {signal.SIGTERM, signal.SIGINT} & set(signals):
-      self._stop.set()
+      self._asked.set()
     if signal.SIGUSR1 in signals and (path := self._write_stacks("asked for by SIGUSR1")):
       _say(f"wrote the stacks of all threads: {path}")
 
@@ -191,7 +191,7 @@ class Watch(threading.Thread):
     if verdict := message.get("verdict"):
       self._end(ending.Verdict(**verdict), told=True)
     if message.get("stop"):
-      self._stop.set()
+      self._asked.set()
     if "agreed" in message and message["agreed"] is not None:
       self._agree(message["agreed"])
     if "number" in message:
@@ -222,7 +222,7 @@ class Watch(threading.Thread):
       )
       line += " C function keeps the interpreter's lock. Its stacks follow; it ends by SIGALRM."
       self._switch.arm(left, line)
-    if self._stop.is_set() and self._next is None:
+    if self._asked.is_set() and self._next is None:
       with self._decided:
         self._next = -1 if self._boundary is None else self._boundary + 1
     if (interval := self._limits.stack_interval) is not None:
@@ -233,7 +233,7 @@ class Watch(threading.Thread):
 
   def _limit(self, kind: str, given: float | None) -> float | None:
     limit = progress.OWN.limit(kind, given)
-    if not self._stop.is_set() or self._is_stopping or kind in progress.MOVES_BYTES:
+    if not self._asked.is_set() or self._is_stopping or kind in progress.MOVES_BYTES:
       return limit
     is_compiling = kind in ("compile", "eval_compile")
     grace = _GRACE_TO_COMPILE if is_compiling else max(_GRACE, 3 * progress.OWN.typical("step"))
@@ -249,7 +249,7 @@ class Watch(threading.Thread):
       "waits": self._is_over and stacks.waits_for_others(),
       "state": self._state,
       "reason": self._reason,
-      "stop": self._stop.is_set(),
+      "stop": self._asked.is_set(),
       "next": self._next,
     }
 
@@ -279,13 +279,13 @@ class Watch(threading.Thread):
     if self._index:
       return None
     working = {i: m.report for i, m in self._members.items() if m.report["state"] == ""}
-    if self._stop.is_set() and self._agreed is None and working:
+    if self._asked.is_set() and self._agreed is None and working:
       promised = [one.get("next") for one in working.values()]
       if all(step is not None for step in promised):
         self._agree(max(step for step in promised if step is not None))
     return self._find_stuck(working)
 
-  def _look(self, index: int, link: Link, tick: float) -> ending.Verdict | None:
+  def _look(self, index: int, link: rendezvous.Link, tick: float) -> ending.Verdict | None:
     """Returns why the job ends, if that is because of process `index`."""
     member = self._members[index]
     state, name = member.report["state"], self._named(index)
@@ -318,7 +318,7 @@ class Watch(threading.Thread):
     index = max(stuck, key=lambda i: (not stuck[i].get("waits"), stuck[i]["age"]))
     one = stuck[index]
     of_all = len(behind) == self._count > 1
-    asked = " and was asked to stop" if self._stop.is_set() else ""
+    asked = " and was asked to stop" if self._asked.is_set() else ""
     why = f"{self._named(index)} is stuck{asked}: {one['what']}, for {one['age']:.0f} s"
     why += ", as are all others" if of_all else ""
     return ending.Verdict("stalled", index, why)
@@ -351,7 +351,7 @@ class Watch(threading.Thread):
         open_links = [link for link in self._links.values() if not link.closed]
         if not open_links:
           break
-        for link in select.select(open_links, [], [], 0.2)[0]:
+        for link in rendezvous.ready(open_links, 0.2):
           link.receive()
     stacks.exit_at_once(verdict.status)
     raise AssertionError("the process has ended")
@@ -409,7 +409,7 @@ def current() -> Watch | None:
   return _current
 
 
-def start(met: Met, *, index: int, count: int, timeout: float) -> Watch:
+def start(met: rendezvous.Met, *, index: int, count: int, timeout: float) -> Watch:
   """Starts the watch of one of several processes; it goes on until the process ends."""
   global _current
   _current = Watch(met, index=index, count=count, timeout=timeout)

@@ -2,9 +2,10 @@
 """The program, which gets stuck where a file says so: `python tests/faulty.py FILE flags...`.
 
 FILE holds a kind of phase (`paxlike.progress.KINDS`), and the program sleeps when it next enters
-such a phase. From then on, and not before, since the machine may be busy, five seconds without
-progress are too many; `KIND patient` leaves the limit as it is, and `KIND locked` has the program
-keep the interpreter's lock meanwhile. Asked to stop, it has three seconds.
+such a phase; FILE.stuck is there from then on. From then on, and not before, since the machine may
+be busy, five seconds without progress are too many; `KIND patient` leaves the limit as it is, and
+`KIND locked` has the program keep the interpreter's lock meanwhile. Asked to stop while it is
+stuck, it has three seconds.
 """
 
 import ctypes
@@ -26,6 +27,7 @@ def get_stuck(fault: pathlib.Path):
     enter(kind, of)
     words = fault.read_text().split() if fault.exists() else [""]
     if words[:1] == [kind]:
+      fault.with_name(f"{fault.name}.stuck").touch()
       watch._GRACE = GRACE
       if words[-1] != "patient":
         progress.OWN.limit = lambda kind, given: LIMIT

@@ -2,6 +2,8 @@
 """Processes, here threads, that meet, or are told in one line why they do not."""
 
 import concurrent.futures
+import fcntl
+import resource
 import socket
 
 import pytest
@@ -108,6 +110,21 @@ def test_strangers_are_not_taken_for_processes():
           pass
     assert links(group._replace(index=1), {}) == [0]
     assert host.result() == [1]
+
+
+def test_files_of_large_numbers_can_be_waited_for():
+  """As those of process 0 of a thousand."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  if hard < 2048:
+    pytest.skip("the system allows too few files")
+  resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+  one, other = socket.socketpair()
+  high = socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD, 1500))
+  with one, other, high:
+    assert rendezvous.ready([high], 0) == set()
+    other.send(b"x")
+    assert rendezvous.ready([high], 1) == {high}
+  resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_port_of_another_program_is_said():

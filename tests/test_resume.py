@@ -97,9 +97,9 @@ def test_gradients_that_stay_infinite_end_the_run_with_a_report(tmp_path, capsys
 def test_a_stop_during_an_evaluation_loses_no_step(tmp_path, text, monkeypatch):
   evaluate = Evaluator.run
 
-  def stopped(*arguments):
+  def stopped(*arguments, **named):
     signal.raise_signal(signal.SIGTERM)
-    return evaluate(*arguments)
+    return evaluate(*arguments, **named)
 
   monkeypatch.setattr(Evaluator, "run", stopped)
   every = ("--fdl.EVAL_INTERVAL_STEPS=2", "--fdl.CHECKPOINT_EVERY_N_STEPS=100")

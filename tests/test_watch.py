@@ -89,6 +89,7 @@ def job(monkeypatch):
       link.close()
     one._wake.close()
     one._waker.close()
+    one._switch.close()
 
 
 def report(number: int, *, age: float = 0.0, over: bool = False, **more) -> dict:
@@ -163,7 +164,7 @@ def test_a_failure_ends_the_others_a_little_later(job):
 def test_all_stop_after_the_last_of_the_steps_that_were_promised(job):
   hub, one = job(2)
   assert not hub.stops_after(4) and not one.stops_after(5)
-  one._stop.set()
+  one._asked.set()
   one._observe(0.1)
   hub._take(1, one._report())
   hub._observe(0.1)
@@ -188,6 +189,12 @@ def test_who_was_suspended_is_not_stuck(job):
   progress.OWN.enter("data", 2)
   alone._observe(1.0)
   assert not alone._is_over
+
+
+def test_work_that_is_watched_can_be_left(tmp_path):
+  with watch.over(watch.Limits(epath.Path(tmp_path), None, None)) as one:
+    assert watch.current() is one and one.is_alive()
+  assert watch.current() is None and not one.is_alive()
 
 
 def test_a_debugger_does_not_count_as_stuck(monkeypatch):
