@@ -117,7 +117,9 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
   if options.list:
     print(show.experiments())
     return 0
-  experiment = experiment_of(options) if options.fdl_config or _has_own_knobs(options) else None
+  # Knobs without an experiment are those of the run in the folder.
+  is_named = options.fdl_config or (options.knobs and not options.fdl_config_file)
+  experiment = experiment_of(options) if is_named else None
   if options.fdl_help:
     assert experiment is not None
     print(show.knob_help(type(experiment)))
@@ -270,11 +272,6 @@ def experiment_of(options: flags.Options) -> "Experiment":
   for name, text in options.knobs:
     experiment.set(name, text, source="command line")
   return experiment
-
-
-def _has_own_knobs(options: flags.Options) -> bool:
-  """Returns whether the command line changes knobs of the run that its folder describes."""
-  return bool(options.knobs) and options.fdl_config_file is None
 
 
 def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:

@@ -17,7 +17,7 @@ from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
 from paxlike.hugging_face_rope import Rope
 from paxlike.registry import register
-from paxlike.weight_rules import Matrix, PerExpert, Same
+from paxlike.weight_rules import Matrix, PerExpert, Rules, Same
 
 
 class DeepSeek(Moe, Llama):
@@ -96,17 +96,7 @@ class DeepSeek(Moe, Llama):
     return self.yarn_magnitude() if self.ROPE_SCALING == "yarn" else 1.0
 
   def mlp(self) -> fdl.Partial:
-    groups, chosen = self.NUM_EXPERT_GROUPS, self.NUM_EXPERT_GROUPS_PER_TOKEN
-    if groups < 1 or self.NUM_EXPERTS % groups or not 1 <= chosen <= groups:
-      raise UserError(
-        f"NUM_EXPERT_GROUPS={groups} must divide NUM_EXPERTS={self.NUM_EXPERTS}, and be at least"
-        f" NUM_EXPERT_GROUPS_PER_TOKEN={chosen}."
-      )
-    if (among := chosen * self.NUM_EXPERTS // groups) < self.NUM_EXPERTS_PER_TOKEN:
-      raise UserError(
-        f"NUM_EXPERTS_PER_TOKEN={self.NUM_EXPERTS_PER_TOKEN} are more than the {among} experts of"
-        f" NUM_EXPERT_GROUPS_PER_TOKEN={chosen} groups."
-      )
+    self._check_groups()
     moe = super().mlp()
     moe.choice = fdl.Partial(
       layers.routing.sigmoid_choice,
@@ -119,28 +109,24 @@ class DeepSeek(Moe, Llama):
     moe.shared.hidden_dim = self.NUM_SHARED_EXPERTS * moe.experts.hidden_dim
     return moe
 
+  def _check_groups(self):
+    """Raises a UserError if a token cannot have its experts of so few groups."""
+    groups, chosen = self.NUM_EXPERT_GROUPS, self.NUM_EXPERT_GROUPS_PER_TOKEN
+    if groups < 1 or self.NUM_EXPERTS % groups or not 1 <= chosen <= groups:
+      raise UserError(
+        f"NUM_EXPERT_GROUPS={groups} must divide NUM_EXPERTS={self.NUM_EXPERTS}, and be at least"
+        f" NUM_EXPERT_GROUPS_PER_TOKEN={chosen}."
+      )
+    if (among := chosen * self.NUM_EXPERTS // groups) < self.NUM_EXPERTS_PER_TOKEN:
+      raise UserError(
+        f"NUM_EXPERTS_PER_TOKEN={self.NUM_EXPERTS_PER_TOKEN} are more than the {among} experts of"
+        f" NUM_EXPERT_GROUPS_PER_TOKEN={chosen} groups."
+      )
+
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    at, names = "model.layers.{}", ("gate", "up", "down")
-    attention = f"{at}.self_attn"
-    rules = dict(family.rules)
-    for name in ("query", "key", "value"):
-      del rules[f"stack.{{}}.attention.{name}.w"]
-    for name in names:
-      expert, shared = f"{at}.mlp.experts.{{expert}}.{name}", f"{at}.mlp.shared_experts.{name}"
-      rules[f"stack.{{}}.mlp.experts.{name}.w"] = PerExpert(f"{expert}_proj.weight")
-      rules[f"stack.{{}}.mlp.shared.{name}.w"] = Matrix(f"{shared}_proj.weight")
-    rules |= {
-      "stack.{}.attention.query_down.w": Matrix(f"{attention}.q_a_proj.weight"),
-      "stack.{}.attention.query_norm.scale": Same(f"{attention}.q_a_layernorm.weight"),
-      "stack.{}.attention.query.w": Matrix(f"{attention}.q_b_proj.weight"),
-      "stack.{}.attention.latent.w": Matrix(f"{attention}.kv_a_proj_with_mqa.weight"),
-      "stack.{}.attention.latent_norm.scale": Same(f"{attention}.kv_a_layernorm.weight"),
-      "stack.{}.attention.key_value.w": Matrix(f"{attention}.kv_b_proj.weight"),
-      "stack.{}.mlp.router.w": Matrix(f"{at}.mlp.gate.weight"),
-      "stack.{}.mlp.router_bias": Same(f"{at}.mlp.gate.e_score_correction_bias"),
-    }
+    attention = "model.layers.{}.self_attn"
     return dataclasses.replace(
       family,
       model_type="deepseek_v3",
@@ -194,7 +180,7 @@ class DeepSeek(Moe, Llama):
       equal={"head_dim": "qk_rope_head_dim"},
       aliases={"num_local_experts": "n_routed_experts"},
       rope=Rope(types=("default", "yarn"), fixed={"mscale": 1.0, "mscale_all_dim": 1.0}),
-      rules=rules,
+      rules=_rules(family.rules),
       without={
         "stack.{}.attention.query_down.w": {
           "stack.{}.attention.query.w": Matrix(f"{attention}.q_proj.weight")
@@ -203,6 +189,30 @@ class DeepSeek(Moe, Llama):
       # The module that predicts more tokens follows the last layer.
       ignored=(*family.ignored, r"model\.layers\.{NUM_LAYERS}\..*"),
     )
+
+
+def _rules(of_llama: Rules) -> Rules:
+  """Returns where each weight stands."""
+  at, names = "model.layers.{}", ("gate", "up", "down")
+  attention = f"{at}.self_attn"
+  rules = dict(of_llama)
+  for name in ("query", "key", "value"):
+    del rules[f"stack.{{}}.attention.{name}.w"]
+  for name in names:
+    expert, shared = f"{at}.mlp.experts.{{expert}}.{name}", f"{at}.mlp.shared_experts.{name}"
+    rules[f"stack.{{}}.mlp.experts.{name}.w"] = PerExpert(f"{expert}_proj.weight")
+    rules[f"stack.{{}}.mlp.shared.{name}.w"] = Matrix(f"{shared}_proj.weight")
+  rules |= {
+    "stack.{}.attention.query_down.w": Matrix(f"{attention}.q_a_proj.weight"),
+    "stack.{}.attention.query_norm.scale": Same(f"{attention}.q_a_layernorm.weight"),
+    "stack.{}.attention.query.w": Matrix(f"{attention}.q_b_proj.weight"),
+    "stack.{}.attention.latent.w": Matrix(f"{attention}.kv_a_proj_with_mqa.weight"),
+    "stack.{}.attention.latent_norm.scale": Same(f"{attention}.kv_a_layernorm.weight"),
+    "stack.{}.attention.key_value.w": Matrix(f"{attention}.kv_b_proj.weight"),
+    "stack.{}.mlp.router.w": Matrix(f"{at}.mlp.gate.weight"),
+    "stack.{}.mlp.router_bias": Same(f"{at}.mlp.gate.e_score_correction_bias"),
+  }
+  return rules
 
 
 @register

@@ -176,6 +176,15 @@ def test_making_and_checking_write_nothing(tmp_path, cache):
   assert not cache.exists()
 
 
+def test_a_single_file_may_have_any_name_and_those_of_a_glob_not(tmp_path):
+  path = tmp_path / "NOTES.md"
+  path.write_text("text")
+  index = TextFiles(path=str(path), tokenizer=ByteTokenizer(), vocab_size=257).index()
+  assert ByteTokenizer().decode(index.tokens) == "text"
+  with pytest.raises(UserError, match=r"NOTES\.md is none of \.txt, \.jsonl, \.jsonl\.zst"):
+    TextFiles(path=str(tmp_path / "*.md"), tokenizer=ByteTokenizer(), vocab_size=257).check()
+
+
 @pytest.mark.parametrize(
   "name, content, message",
   [
@@ -188,7 +197,7 @@ def test_making_and_checking_write_nothing(tmp_path, cache):
     ("a.parquet", b"", r"{path} is no parquet file"),
     ("a.txt", b"", r"DATA_PATH={path} holds no text"),
     ("a.jsonl", b"\n", r"DATA_PATH={path} holds no text"),
-    ("a.md", b"text", r"{path} is none of \.txt, \.jsonl, \.jsonl\.zst"),
+    ("a.md", b"\xff", r"{path} cannot be read: 'utf-8' codec"),
   ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path, name, content, message):
