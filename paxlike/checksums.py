@@ -64,7 +64,7 @@ class File(NamedTuple):
   crc32c: str | None = None
 
 
-def digest(data: bytes | memoryview) -> str:
+def digest(data: bytes | bytearray | memoryview) -> str:
   """Returns a 64-bit checksum of bytes, in hexadecimal."""
   return _digest([memoryview(data)])
 
@@ -80,8 +80,8 @@ def _digest(blocks: Iterable[memoryview]) -> str:
   for block in blocks:
     length += len(block)
     whole = len(block) - len(block) % _ROW
-    if whole and sums is None:
-      sums = np.zeros((2, _LANES), np.uint64)
+    if sums is None:
+      sums = np.zeros((2, _LANES if whole else 0), np.uint64)
     for row in np.frombuffer(block[:whole], "<u8").reshape(-1, _LANES):
       sums[0] += row
       sums[1] += sums[0]
