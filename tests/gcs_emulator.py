@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import urllib.parse
+from typing import Any
 
 from gcp_storage_emulator import exceptions, server, storage
 from gcp_storage_emulator.handlers import buckets
@@ -37,7 +38,8 @@ class Handler(server.RequestHandler):
     name = match[2] or self._query().get("name", [""])[0]
     if not name and int(self.headers.get("Content-Length", 0)):
       # A multipart upload names it in its body.
-      said = _NAME.search(self.rfile.peek())
+      body: Any = self.rfile
+      said = _NAME.search(body.peek())
       name = json.loads(said[1]) if said else ""
     try:
       return int(self.storage.get_file_obj(match[1], urllib.parse.unquote(name))["generation"])
