@@ -21,9 +21,10 @@ from gcsfs.retry import HttpError
 from program import TEXT, curve, finish, start
 from tensorboardX.proto import event_pb2
 
-from paxlike import growing, metrics, run_folder
-from paxlike.errors import UserError
+from paxlike import growing, metrics, ownership, run_folder
+from paxlike.errors import RunError, UserError
 from paxlike.journal import Journal
+from paxlike.ownership import Owner, Ownership
 
 
 class Store:
@@ -245,3 +246,37 @@ def test_an_object_is_replaced_seldom_and_loses_nothing(tmp_path, monkeypatch):
   assert len(seen) == 100 / growing.SECONDS
   file.sync()
   assert path.read_bytes() == b"x" * 100
+
+
+def test_one_process_owns_a_folder_on_a_bucket(store, monkeypatch):
+  monkeypatch.setattr(ownership, "SILENCE", 2.0)
+  folder = epath.Path("gs://bucket/run")
+  first = Owner.here()._replace(host="elsewhere", machine="elsewhere", pid=7)
+  assert ownership._create(folder, 1, first)
+  assert not ownership._create(folder, 1, Owner.here())
+  owner = Ownership(folder)  # After the other has given no sign.
+  owner.check()
+  with pytest.raises(UserError, match="is in use"):
+    Ownership(folder)
+  assert ownership._create(folder, 3, first)
+  owner._beaten = -1e9
+  with pytest.raises(RunError, match="was taken over by process 7 on elsewhere"):
+    owner.check()
+  owner.release()
+  assert store.names("run/") == [f"run/owner_{number:08d}.json" for number in (1, 2, 3)]
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_on_a_bucket_is_passed_over(store, text):
+  own = (f"--fdl.DATA_PATH={text}", "--fdl.NUM_LAYERS=1", "--job_log_dir=gs://bucket/run")
+  own += ("--fdl.CHECKPOINT_EVERY_N_STEPS=2",)
+  done(start(*TEXT, *own, "--fdl.MAX_STEPS=4"))
+  prefix = "run/checkpoints/checkpoint_00000004/"
+  name = max(store.names(prefix), key=lambda name: len(store.read(name)))
+  data = bytearray(store.read(name))
+  data[0] ^= 1
+  epath.Path(f"gs://bucket/{name}").write_bytes(bytes(data))
+  status, out, err = finish(start(*TEXT, *own, "--fdl.MAX_STEPS=6"))
+  assert status == 0, err
+  assert "resuming from checkpoint 2" in out
+  assert f"is damaged ({name.removeprefix(prefix)}, array " in err
