@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
+import altered_cases
 import numpy as np
-from altered_cases import BASES, Case, altered, cases
 
 TOKENS = np.random.default_rng(0).integers(3, 60, (2, 24)).astype(np.int32)
 TOLERANCE = 2e-4
@@ -112,13 +112,13 @@ def conversion(folder: pathlib.Path) -> np.ndarray:
   return np.asarray(run(params, {"inputs": TOKENS})[0])
 
 
-def judge(case: Case) -> Verdict:
+def judge(case: altered_cases.Case) -> Verdict:
   """Returns what comes of a case."""
   from paxlike.errors import UserError
 
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
-    config = altered(case)
+    config = altered_cases.altered(case)
     expected = truth(folder, config)
     if expected is None:
       return Verdict("none")
@@ -144,10 +144,10 @@ def main(families: list[str]) -> int:
   transformers.logging.set_verbosity(logging.CRITICAL)
   transformers.utils.logging.disable_progress_bar()
   counts: dict[str, collections.Counter[str]] = {}
-  for family in families or list(BASES):
+  for family in families or list(altered_cases.BASES):
     counts[family] = collections.Counter()
     began = time.perf_counter()
-    for case in cases(family):
+    for case in altered_cases.cases(family):
       verdict = judge(case)
       counts[family][verdict.kind] += 1
       if verdict.kind in ("wrong", "crash") or "-v" in sys.argv:

@@ -6,12 +6,14 @@ All cases take minutes: `python benchmarks/altered_configurations.py`.
 
 import json
 
-import altered_configurations
 import pytest
-from altered_cases import ABSENT, BASES, Case, altered, base, cases
 
+from benchmarks import altered_configurations
 from paxlike import registry
 from paxlike.hugging_face import Family
+
+cases = altered_configurations.altered_cases
+ABSENT = cases.ABSENT
 
 # What was silently another model once, and what is near to it.
 SELECTED = [
@@ -43,7 +45,7 @@ SELECTED = [
 @pytest.mark.filterwarnings("ignore")  # Those of transformers.
 @pytest.mark.parametrize("case", SELECTED, ids=lambda case: ".".join(map(str, case))[:60])
 def test_an_altered_configuration_is_converted_rightly_or_refused(case):
-  verdict = altered_configurations.judge(Case(*case))
+  verdict = altered_configurations.judge(cases.Case(*case))
   assert verdict.kind in ("match", "refused"), verdict
 
 
@@ -57,10 +59,10 @@ def families() -> dict[str, Family]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", cases.BASES)
 def test_every_key_of_transformers_is_known(name):
   """As transformers writes them: what is said by a new version is not refused as unknown."""
-  config = json.loads(json.dumps(base(name)))
+  config = json.loads(json.dumps(cases.base(name)))
   known = families()
   if "text_config" in config:
     (config,) = [f.wrapper.text(config) for f in known.values() if f.wrapper is not None]
@@ -69,6 +71,6 @@ def test_every_key_of_transformers_is_known(name):
 
 @pytest.mark.slow
 def test_there_are_hundreds_of_cases():
-  assert all(sum(1 for _ in cases(name)) > 100 for name in BASES)
-  absent = altered(Case("llama", "rms_norm_eps", ABSENT))
-  assert "rms_norm_eps" not in absent and "rms_norm_eps" in base("llama")
+  assert all(sum(1 for _ in cases.cases(name)) > 100 for name in cases.BASES)
+  absent = cases.altered(cases.Case("llama", "rms_norm_eps", ABSENT))
+  assert "rms_norm_eps" not in absent and "rms_norm_eps" in cases.base("llama")
