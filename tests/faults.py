@@ -97,6 +97,8 @@ class Job:
 
   def start(self, *, without: int | None = None):
     """Starts all processes, or all but one."""
+    for log in self._logs:
+      log.unlink(missing_ok=True)
     for fault in self.faults:
       fault.unlink(missing_ok=True)
       fault.with_name(f"{fault.name}.stuck").unlink(missing_ok=True)
