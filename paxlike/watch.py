@@ -22,6 +22,7 @@ from paxlike import ending, progress, rendezvous, stacks
 
 _GRACE = 20.0  # Seconds, or three steps, that a process asked to stop has to the end of its step.
 _GRACE_TO_COMPILE = 300.0  # Seconds, where it is compiling meanwhile.
+_BEYOND = 10.0  # Seconds after which the switch acts where the watch does not.
 _FAILED_AFTER = 2.0  # Seconds after which a failed process ends the others, which may fail too.
 _LINGER = 3.0  # Seconds in which the others read the verdict.
 _LEFT = 2**62  # The count of phases of a process that waits for nothing any more.
@@ -216,7 +217,7 @@ class Watch(threading.Thread):
     if limit is None or self._state:
       self._switch.disarm()
     else:
-      left = max(limit - self._age, 0.0) + max(10.0, 2 * self._poll)
+      left = max(limit - self._age, 0.0) + _BEYOND
       line = (
         f"{self._named(self._index)} is stuck: no Python code runs (last seen {now}), as where a"
       )

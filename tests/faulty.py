@@ -2,10 +2,10 @@
 """The program, which gets stuck where a file says so: `python tests/faulty.py FILE flags...`.
 
 FILE holds a kind of phase (`paxlike.progress.KINDS`), and the program sleeps when it next enters
-such a phase; FILE.stuck is there from then on. From then on, and not before, since the machine may
-be busy, five seconds without progress are too many; `KIND patient` leaves the limit as it is, and
-`KIND locked` has the program keep the interpreter's lock meanwhile. Asked to stop while it is
-stuck, it has three seconds.
+such a phase, as FILE.stuck then says. From then on, and not before, since the machine may be busy,
+five seconds without progress are too many. `KIND patient` leaves the limit as it is; `KIND locked`
+has the program keep the interpreter's lock meanwhile. Asked to stop while it is stuck, it has three
+seconds.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from paxlike import main, progress, watch
+from paxlike import main, progress, stacks, watch
 
 LIMIT, GRACE = 5.0, 3.0  # Seconds.
 
@@ -39,6 +39,7 @@ def get_stuck(fault: pathlib.Path):
       threading.Event().wait()
 
   progress.enter = entering
+  watch._BEYOND, stacks._END_SECONDS = 3.0, 3
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ if index == 0:
   if sys.argv[3] == "held":
     distributed._hold(port, [])
   os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(5)
+time.sleep(2)
 print("still there", flush=True)
 os._exit(0)
 """
