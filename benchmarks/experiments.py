@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paxlike import flags, main
+from paxlike import flags, main, starting
 
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
@@ -19,7 +19,7 @@ def build(name: str, arguments: Sequence[str]) -> tuple["Experiment", "Trainer"]
   """
   # The mode asks for no folder.
   options = flags.parse(["benchmark", f"--fdl_config={name}", "--mode=compile", *arguments])
-  main.set_up_jax(options)
+  starting.set_up_jax(options)
   experiment = main.experiment_of(options)
   trainer = main.built(main.graph_of(options, experiment))
   trainer.check()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from paxlike import chips, collectives, flops, kernels, memory, mesh, saved_step
+from paxlike import chips, collectives, flops, kernels, memory, mesh, preflight, saved_step
 from paxlike.errors import UserError
 from paxlike.layers.remat import Remat
 from paxlike.layers.stack import Stack
@@ -104,7 +104,7 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
     UserError: There is nothing to train, the devices cannot share a batch, or the file has no
       folder.
   """
-  trainer.check_step()
+  preflight.check_step(trainer, training=True)
   if save is not None:
     saved_step.check(save)
   devices = trainer.devices

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from paxlike.errors import RunError
+
 # Begins the names of the metrics that count the tokens of each source of the data.
 TOKENS_OF = "tokens/"
 
@@ -26,6 +28,19 @@ class Reading(NamedTuple):
   values: dict[str, float]
   weight: float
   seconds: float | None
+
+
+def check_finite(reading: Reading, skipped: int, *, most: int):
+  """Raises a RunError if the last `most` steps, of which `skipped` is the count, were skipped."""
+  if skipped < most:
+    return
+  values = reading.values
+  raise RunError(
+    f"the last {skipped} steps, up to step {reading.step}, had a loss or gradient that is not"
+    f" finite (loss {values['loss']}, gradient norm {values['grad_norm']}). Their updates were"
+    " dropped. Lower LEARNING_RATE, look at the data, or set FPROP_DTYPE=float32; older checkpoints"
+    " are intact."
+  )
 
 
 class Meter:

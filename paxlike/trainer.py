@@ -28,15 +28,15 @@ from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, flatten
 from paxlike.committing import check_keep
 from paxlike.configurable import configurable
-from paxlike.errors import RunError, UserError
+from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet, Evaluator, Result
 from paxlike.feed import Feed
-from paxlike.journal import Journal, Summary, is_running
+from paxlike.journal import Journal, Summary
 from paxlike.layers.auto_attention import Place
 from paxlike.layers.decoder import Batch, Decoder
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
-from paxlike.meter import Meter, Reading
+from paxlike.meter import Meter, Reading, check_finite
 from paxlike.objectives import NextToken, Objective, shares_base
 from paxlike.optimizers import Optimizer
 from paxlike.origin import Origin
@@ -126,14 +126,6 @@ class Trainer:
     """
     decoding.check(prompts, self.model, self.data.tokenizer, max_len=self.data.seq_len)
 
-  def check_step(self, *, training: bool = True):
-    """Finds whether there is something to train, and whether the devices can share a batch.
-
-    Raises:
-      UserError: There is not, or they cannot.
-    """
-    preflight.check_step(self, training=training)
-
   @functools.cached_property
   def definition(self) -> Definition:
     """The model as weight specs and a pure function."""
@@ -146,7 +138,8 @@ class Trainer:
     """Whether a step needs a second set of weights, those that the run began with."""
     return self.objective.needs_reference and not shares_base(self.definition)
 
-  def _origin(self, folder: epath.Path) -> Origin:
+  def origin(self, folder: epath.Path) -> Origin:
+    """Returns where the state and the weights of a run in `folder` come from."""
     return Origin(
       folder=folder,
       definition=self.definition,
@@ -227,17 +220,17 @@ class Trainer:
     with (
       jax.set_mesh(self.devices),
       self._watched(folder),
-      self._origin(folder).checkpoints(
+      self.origin(folder).checkpoints(
         keep=self.keep, preserved=lambda: best.step, check_owner=journal.check_owner
       ) as saved,
       StopSignal() as stop,
     ):
       progress.enter("restore")
-      state, data_state, origin = self._origin(folder).state(saved, self.optimizer, journal)
+      state, data_state, origin = self.origin(folder).state(saved, self.optimizer, journal)
       start = int(state.step)
       best.forget(after=start)
       if self.has_reference:
-        state = dataclasses.replace(state, reference=self._origin(folder).reference(state))
+        state = dataclasses.replace(state, reference=self.origin(folder).reference(state))
       train_step = None
       meter = Meter(depth=self.feed.steps_in_flight)
       with self._batches(data_state, updates=start) as batches:
@@ -258,11 +251,7 @@ class Trainer:
           arrays = self.feed.put(batch.arrays)
           if train_step is None:
             progress.enter("compile")
-            began = time.perf_counter()
-            train_step = self.compile(state, arrays)
-            if self.compiled_step is None:
-              journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
-            memory.return_freed_heap()
+            train_step = self._compile_first(state, arrays, journal)
             progress.enter("dispatch", step)
           state, metrics = train_step(state, arrays)
           progress.enter("step", step)
@@ -301,28 +290,9 @@ class Trainer:
       raise UserError("this experiment has no evaluation data (eval_data).")
     with jax.set_mesh(self.devices), self._watched(folder):
       progress.enter("restore")
-      step, params = self._origin(folder).params(step)
+      step, params = self.origin(folder).params(step)
       self._evaluate(params, step, journal)
       return step
-
-  def follow(self, folder: epath.Path, journal: Journal, *, poll_seconds: float = 5):
-    """Evaluates each checkpoint of a running job as it comes, until the job ends.
-
-    Raises:
-      UserError: There is nothing to evaluate, or it is of another experiment.
-    """
-    evaluated: int | None = None
-    while True:
-      # Asked first, so that a checkpoint that the job leaves at its end is not missed.
-      running = is_running(folder)
-      latest = self._origin(folder).checkpoints().latest()
-      if latest is not None and latest != evaluated:
-        evaluated = self.evaluate(folder, journal, step=latest)
-      elif not running:
-        journal.note("the job has ended")
-        return
-      else:
-        time.sleep(poll_seconds)
 
   def decode(
     self,
@@ -340,7 +310,7 @@ class Trainer:
     """
     self.check_prompts(prompts)
     with jax.set_mesh(self.devices):
-      step, params = self._origin(folder).params(step)
+      step, params = self.origin(folder).params(step)
       texts = self._decoding(params, options)
       path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
       decoding.tell(texts, prompts, journal, path)
@@ -365,7 +335,7 @@ class Trainer:
       UserError: There is no such checkpoint, or it is of another experiment.
     """
     with jax.set_mesh(self.devices):
-      return self._origin(epath.Path(folder)).params(step)[1]
+      return self.origin(epath.Path(folder)).params(step)[1]
 
   def _evaluate(self, params: Params, updates: int, journal: Journal) -> dict[str, Result]:
     """Evaluates weights on each eval set, and tells of it."""
@@ -442,6 +412,16 @@ class Trainer:
       return self.compiled_step
     return self.lower(state, batch).compile(compiler_options=dict(self.compiler_options))
 
+  def _compile_first(
+    self, state: TrainState, batch: Batch, journal: Journal
+  ) -> jax.stages.Compiled:
+    began = time.perf_counter()
+    program = self.compile(state, batch)
+    if self.compiled_step is None:
+      journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
+    memory.return_freed_heap()
+    return program
+
   def _batches(self, state: dict[str, Any] | None, *, updates: int) -> Any:
     rows = self.feed.rows
     return self.train_data.batches(self.batch_size, rows=rows, state=state, updates=updates)
@@ -449,13 +429,7 @@ class Trainer:
   def _log(self, readings: Iterable[Reading], journal: Journal):
     for reading in readings:
       journal.step(reading, due=_due(reading.step, self.summary_every))
-      if journal.skipped_in_a_row >= self.max_skipped_in_a_row:
-        raise RunError(
-          f"the last {journal.skipped_in_a_row} steps, up to step {reading.step}, had a loss or"
-          f" gradient that is not finite (loss {reading.values['loss']}, gradient norm"
-          f" {reading.values['grad_norm']}). Their updates were dropped. Lower LEARNING_RATE, look"
-          " at the data, or set FPROP_DTYPE=float32; older checkpoints are intact."
-        )
+      check_finite(reading, journal.skipped_in_a_row, most=self.max_skipped_in_a_row)
 
   @property
   def _summary(self) -> Summary:

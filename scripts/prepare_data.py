@@ -22,7 +22,8 @@ from paxlike import flags, run_folder
 from paxlike.data import prepared
 from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
-from paxlike.main import experiment_of, graph_of, set_up_jax
+from paxlike.main import experiment_of, graph_of
+from paxlike.starting import set_up_jax
 
 
 def main(argv: Sequence[str]) -> int:

@@ -87,7 +87,7 @@ def test_every_mix_passes(capsys, monkeypatch, tmp_path, mix):
   flags = (f"--fdl_config={name}", shape, f"--job_log_dir={tmp_path / 'run'}")
   if mix != "data":
     # XLA for CPUs ends the process at sums of bfloat16 over devices, unless it starts with a flag
-    # that `main.set_up_jax` sets.
+    # that `starting.set_up_jax` sets.
     flags += ("--fdl.FPROP_DTYPE=float32",)
   status, page = checked(capsys, *flags)
   verdicts = {check["name"]: check["verdict"] for check in page["checks"]}

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from paxlike import cluster, distributed, flags, main
+from paxlike import cluster, distributed, flags, starting
 from paxlike.cluster import Group
 from paxlike.errors import UserError
 
@@ -121,7 +121,7 @@ def test_processes_that_flags_name_split_gpus_as_those_that_are_found(monkeypatc
     monkeypatch.setenv(name, value)
   named = ["--server_addr=a:1", "--num_hosts=16", "--host_idx=9"]
   for more in (named, [], [*named, "--num_cpu_devices=1"]):
-    main._join(flags.parse(["paxlike", "--fdl_config=A", "--job_log_dir=b", *more]))
+    starting.join(flags.parse(["paxlike", "--fdl_config=A", "--job_log_dir=b", *more]))
   assert [group.devices for group in joined] == [(1,), (1,), None]
 
 

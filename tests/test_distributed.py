@@ -15,7 +15,7 @@ import pytest
 from etils import epath
 from program import TEXT, TINY, curve, finish, start
 
-from paxlike import cluster, distributed, flags, main
+from paxlike import cluster, distributed, flags, starting
 from paxlike.checkpoint import Checkpoints
 from paxlike.errors import UserError
 
@@ -291,6 +291,6 @@ def test_processes_of_gpus_keep_programs_only_where_all_see_them(
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
   set_to = {"jax_enable_compilation_cache": True}
   monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
-  main._keep_programs()
-  main._join(flags.Options(server_addr="localhost:1", num_hosts=2 * nodes, host_idx=0))
+  starting.keep_programs()
+  starting.join(flags.Options(server_addr="localhost:1", num_hosts=2 * nodes, host_idx=0))
   assert set_to["jax_enable_compilation_cache"] is kept

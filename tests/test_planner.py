@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from program import run
 
-from paxlike import chips, flags, main, planner, topology
+from paxlike import chips, flags, main, planner, preflight, starting, topology
 from paxlike.mesh import AXES
 
 # Four layers, wide enough for tensor 4.
@@ -38,7 +38,7 @@ def trainer(command: str) -> Any:
   words = shlex.split(command)
   assert words[0] == "paxlike"
   options = flags.parse(words)
-  main.set_up_jax(options)
+  starting.set_up_jax(options)
   return main.built(main.graph_of(options, main.experiment_of(options)))
 
 
@@ -77,7 +77,7 @@ def test_every_plan_is_one_that_the_experiment_takes(topology_flags, batch, mode
     for plan in facts["plans"]:
       assert plan["predicted_bytes"]["total"] < planner.ROOM * facts["bytes_of_device"]
       made = trainer(plan["command"])
-      made.check_step()
+      preflight.check_step(made, training=True)
       assert made.batch_size == batch
       sizes = [plan["mesh"]["ici"].get(a, 1) * plan["mesh"]["dcn"].get(a, 1) for a in AXES]
       assert list(made.devices.shape.values()) == sizes

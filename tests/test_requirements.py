@@ -4,7 +4,7 @@
 import fiddle as fdl
 import pytest
 
-from paxlike import registry, topology
+from paxlike import preflight, registry, topology
 from paxlike.errors import UserError
 
 
@@ -12,7 +12,7 @@ def check(where, knobs):
   graph = registry.find("Gpt3_52k")(**knobs).trainer()
   topology.use(where)
   try:
-    fdl.build(graph).check_step()
+    preflight.check_step(fdl.build(graph), training=True)
   finally:
     topology.use(None)
 

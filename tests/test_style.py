@@ -59,6 +59,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("train_step", "preflight", "generate", "hugging_face", "restoring"),
   ("decoding", "origin"),
   ("trainer",),
+  ("following",),
   ("aot",),
   ("planner",),
   ("knobs", "symbols", "fiddlers"),
@@ -73,7 +74,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("scripts_gpu", "checks"),
   ("harness",),
   ("flags", "show", "check_page", "compile_page", "plan_page", "plot", "verify", "convert"),
-  ("unexpected", "decode_options"),
+  ("unexpected", "decode_options", "starting"),
   ("main",),
 )
 FIDDLE = {

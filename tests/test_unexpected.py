@@ -92,7 +92,6 @@ def test_a_running_program_keeps_its_tracebacks():
     (["--fdl.model.vocab_size=10"], ["ids up to 63", "model knows 10", "VOCAB_SIZE"]),
     (["--fdl.train_data.seq_len=99"], ["99 tokens", "16 positions", "MAX_SEQ_LEN"]),
     (["--fdl.MODEL_DIMS=16777216"], ["training state takes", "MODEL_DIMS"]),
-    (["--fdl.compiler_options={xla_nothing: 1}"], ["xla_nothing", "no such option"]),
     (["--fdl.NUM_HEADS=0"], ["--fdl.NUM_HEADS=0: expected an int of at least 1"]),
     (["--fdl.FPROP_DTYPE=int4"], ["--fdl.FPROP_DTYPE=int4: expected one of bfloat16"]),
     (["--fdl.model.norm=none"], ["model.norm", "expected a function or a layer"]),

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from paxlike import preflight
 from paxlike.checks import (
   attention,
   bandwidth,
@@ -34,7 +35,7 @@ def run(
       full, the data cannot be read.
   """
   trainer = build(graph)
-  trainer.check_step()
+  preflight.check_step(trainer, training=True)
   if full:
     step.batch_of(trainer, full=True)  # What cannot be read is no failure of the machine.
   devices = trainer.devices

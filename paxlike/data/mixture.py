@@ -91,7 +91,7 @@ class Mixture(RowDataset):
 
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     del epoch
-    places = [self._place(int(number)) for number in numbers]
+    places = [self._row(int(number)) for number in numbers]
     found = [self._datasets[source].rows(at, np.array([row])) for source, at, row in places]
     for (source, *_), row in zip(places, found, strict=True):
       if row.keys() != found[0].keys():
@@ -105,7 +105,7 @@ class Mixture(RowDataset):
   def no_rows(self) -> Arrays:
     return self._datasets[0].no_rows() | {"source": np.zeros((0, 1), np.int32)}
 
-  def _place(self, number: int) -> tuple[int, int, int]:
+  def _row(self, number: int) -> tuple[int, int, int]:
     """Returns (source, its epoch, its row) of a row of the mixture."""
     sources, ranks = self._block(number // _BLOCK)
     source, rank = int(sources[number % _BLOCK]), int(ranks[number % _BLOCK])

@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 from paxlike import input_files
+from paxlike.errors import UserError
 
 _TOKENIZER = "tokenizer_config.json"
 _SPECIAL = "special_tokens_map.json"
@@ -34,12 +35,18 @@ class TokenSettings:
     return bool(self._told(_TOKENIZER))
 
   def token(self, name: str) -> str | None:
-    """Returns the text of `bos_token` or `eos_token`; None: it is not named."""
+    """Returns the text of `bos_token` or `eos_token`; None: it is not named.
+
+    Raises:
+      UserError: It is named by something that is no text.
+    """
     for file in (_TOKENIZER, _SPECIAL):
       found = self._told(file).get(name)
       found = found.get("content") if isinstance(found, dict) else found
       if isinstance(found, str):
         return found
+      if found is not None:
+        raise UserError(f"{os.path.join(self._folder, file)}: {name} is no text.")
     return None
 
   def ids(self, name: str) -> tuple[int, ...]:

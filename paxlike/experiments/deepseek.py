@@ -96,7 +96,6 @@ class DeepSeek(Moe, Llama):
     return self.yarn_magnitude() if self.ROPE_SCALING == "yarn" else 1.0
 
   def mlp(self) -> fdl.Partial:
-    self._check_groups()
     moe = super().mlp()
     moe.choice = fdl.Partial(
       layers.routing.sigmoid_choice,
@@ -108,20 +107,6 @@ class DeepSeek(Moe, Llama):
     moe.shared = super(Moe, self).mlp()
     moe.shared.hidden_dim = self.NUM_SHARED_EXPERTS * moe.experts.hidden_dim
     return moe
-
-  def _check_groups(self):
-    """Raises a UserError if a token cannot have its experts of so few groups."""
-    groups, chosen = self.NUM_EXPERT_GROUPS, self.NUM_EXPERT_GROUPS_PER_TOKEN
-    if groups < 1 or self.NUM_EXPERTS % groups or not 1 <= chosen <= groups:
-      raise UserError(
-        f"NUM_EXPERT_GROUPS={groups} must divide NUM_EXPERTS={self.NUM_EXPERTS}, and be at least"
-        f" NUM_EXPERT_GROUPS_PER_TOKEN={chosen}."
-      )
-    if (among := chosen * self.NUM_EXPERTS // groups) < self.NUM_EXPERTS_PER_TOKEN:
-      raise UserError(
-        f"NUM_EXPERTS_PER_TOKEN={self.NUM_EXPERTS_PER_TOKEN} are more than the {among} experts of"
-        f" NUM_EXPERT_GROUPS_PER_TOKEN={chosen} groups."
-      )
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:

@@ -9,14 +9,11 @@ gives there is left out here.
 import functools
 import os
 import re
-import sys
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from paxlike import topology
-from paxlike.errors import UserError
 
 Options = dict[str, Any]
 
@@ -60,28 +57,6 @@ def options() -> tuple[Options, list[str]]:
   return known, sorted(wanted.keys() - known.keys())
 
 
-def joined(given: Mapping[str, Any]) -> Options:
-  """Returns our options and those that the user gives, `compiler_options` of the graph.
-
-  Says which of ours this version of JAX does not know.
-
-  Raises:
-    UserError: What compiles here does not know one of them, or not such a value.
-  """
-  for name, value in given.items():
-    shown = f"compiler_options={{{name}: {value}}}"
-    try:
-      known = is_known(name, value, topology.devices()[0])
-    except (RuntimeError, TypeError, ValueError) as error:
-      raise UserError(f"{shown}: {str(error).splitlines()[0]}.") from error
-    if not known:
-      raise UserError(f"{shown}: XLA has no such option for these devices.")
-  ours, dropped = options()
-  for name in dropped:
-    print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)
-  return ours | dict(given)
-
-
 def _wanted(device: Any, num_devices: int) -> Options:
   """Returns the options for devices like this one that the user gives no value of."""
   if device.platform in ("gpu", "cuda"):
@@ -103,10 +78,16 @@ def is_known(name: str, value: Any, device: Any) -> bool:
   # Any platform knows the options for GPUs; those for TPUs only libtpu.
   where = jax.sharding.SingleDeviceSharding(device) if device.platform == "tpu" else None
   lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "int32", sharding=where))
+  config: Any = jax.config
+  kept = config.jax_enable_compilation_cache
+  # JAX cannot read what it kept of devices that are not here.
+  config.update("jax_enable_compilation_cache", False)
   try:
     lowered.compile(compiler_options={name: value})
   except jax.errors.JaxRuntimeError as error:
     if "No such compile option" not in str(error):
       raise
     return False
+  finally:
+    config.update("jax_enable_compilation_cache", kept)
   return True

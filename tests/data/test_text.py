@@ -197,7 +197,7 @@ def test_a_single_file_may_have_any_name_and_those_of_a_glob_not(tmp_path):
     ("a.parquet", b"", r"{path} is no parquet file"),
     ("a.txt", b"", r"DATA_PATH={path} holds no text"),
     ("a.jsonl", b"\n", r"DATA_PATH={path} holds no text"),
-    ("a.md", b"\xff", r"{path} cannot be read: 'utf-8' codec"),
+    ("a.md", b"\xff", r"{path} is no text in UTF-8: invalid start byte at 0"),
   ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path, name, content, message):

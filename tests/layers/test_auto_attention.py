@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxlike import fiddlers, layers, registry, topology
+from paxlike import fiddlers, layers, preflight, registry, topology
 from paxlike.errors import UserError
 from paxlike.layers import auto_attention, cudnn
 from paxlike.layers.attention_kernels import Demand
@@ -25,7 +25,7 @@ def trainer(name, **knobs):
 
 def kernels_of(name, **knobs):
   made = trainer(name, **knobs)
-  made.check_step()
+  preflight.check_step(made, training=True)
   return made.attention
 
 

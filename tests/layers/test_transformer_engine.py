@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxlike import fiddlers, layers, registry
+from paxlike import fiddlers, layers, preflight, registry
 from paxlike.errors import UserError
 from paxlike.layers import Fp8, Linear, TransformerEngine
 from paxlike.layers.module import Definition
@@ -61,7 +61,8 @@ def test_it_multiplies_as_exactly_as_we_do(in_plain_jax):
 def test_without_it_one_line_says_so(monkeypatch, h200):
   with pytest.raises(UserError, match=r"ENABLE_TE.*cannot be loaded"):
     monkeypatch.setitem(sys.modules, "transformer_engine.jax.dense", None)
-    fdl.build(registry.find("Gpt3_52k")(ENABLE_TE=True).trainer()).check_step()
+    trainer = fdl.build(registry.find("Gpt3_52k")(ENABLE_TE=True).trainer())
+    preflight.check_step(trainer, training=True)
 
 
 @pytest.mark.parametrize(("kind", "fp8"), [(None, False), ("fp8", True)])

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous evaluation: of each checkpoint of a job that runs elsewhere."""
+
+import time
+
+from etils import epath
+
+from paxlike.journal import Journal, is_running
+from paxlike.trainer import Trainer
+
+
+def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_seconds: float = 5):
+  """Evaluates each checkpoint in `folder` as it comes, until the job that writes there ends.
+
+  Raises:
+    UserError: There is nothing to evaluate, or it is of another experiment.
+  """
+  evaluated: int | None = None
+  while True:
+    # Asked first, so that a checkpoint that the job leaves at its end is not missed.
+    running = is_running(folder)
+    latest = trainer.origin(folder).checkpoints().latest()
+    if latest is not None and latest != evaluated:
+      evaluated = trainer.evaluate(folder, journal, step=latest)
+    elif not running:
+      journal.note("the job has ended")
+      return
+    else:
+      time.sleep(poll_seconds)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be settled before JAX is first used: its platform, caches, logs and other processes."""
+
+import logging
+import os
+from typing import Any
+
+from paxlike import cluster, flags, gpu_targets, memory, topology, tpu_targets
+from paxlike.errors import UserError
+
+_PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # By which users name a folder of compiled programs.
+
+
+def set_up_jax(options: flags.Options):
+  """Sets what JAX, TensorFlow and TFDS read when they are first used."""
+  # JAX and its libraries are imported here, after the flags have been found good.
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  # Orbax and gcsfs log each error that they also raise, with all its stack; asyncio those that it
+  # need not.
+  for name in ("absl", "asyncio", "gcsfs"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  if options.tfds_data_dir:
+    os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
+  topology.check_gpu_share()
+  if not os.path.exists("/dev/nvidiactl"):
+    # What compiles for GPUs may be installed where there is none: JAX would log that as an error.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+  if options.topology is not None and tpu_targets.are_named(options.topology):
+    gpu_targets.leave_out()
+  if not tpu_targets.are_here():
+    tpu_targets.settle()
+    if options.topology is None and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+      memory.keep_heap()
+  if options.num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
+    # XLA for CPUs ends the process when it makes some sums of bfloat16 over devices float32: those
+    # of gradients of jax.shard_map. It needs not do so, they are summed well as they are.
+    theirs = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"--xla_disable_hlo_passes=all-reduce-promotion {theirs}".strip()
+  keep_programs()
+  import jax
+
+  if options.topology is not None:
+    jax.config.update("jax_platforms", "cpu")
+  topology.use(options.topology, slices=options.slices or 1)
+  if options.num_cpu_devices is not None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.num_cpu_devices)
+    # XLA's threads: where there are few, those that wait in different collectives lock each other.
+    os.environ.setdefault("NPROC", str(8 * options.num_cpu_devices))
+  join(options)
+
+
+def join(options: flags.Options):
+  """Joins the other processes of the job, if options or the cluster tell of any."""
+  if options.topology is not None:
+    return
+  on_cpu = {} if options.num_cpu_devices is None else {"JAX_PLATFORMS": "cpu"}
+  environ = os.environ | on_cpu
+  given: Any = (options.server_addr, options.num_hosts, options.host_idx)
+  is_told = None not in given
+  if is_told:
+    group = cluster.Group(*given, devices=cluster.own_gpus(environ))
+  else:
+    group = cluster.found(environ)
+  of_tpus = tpu_targets.are_here() and not is_told
+  if options.multiprocess_gpu and group is None and not of_tpus:
+    raise UserError(
+      "--multiprocess_gpu: no cluster tells of other processes (Slurm, Open MPI, Kubernetes, TPUs):"
+      " give --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
+    )
+  if group is None and of_tpus:
+    joins = options.multiprocess_gpu or cluster.num_tpu_processes() > 1
+  else:
+    joins = group is not None and group.count > 1
+  if joins:
+    from paxlike import distributed
+
+    distributed.initialize(
+      group,
+      timeout=60 if options.heartbeat_timeout is None else options.heartbeat_timeout,
+      join_timeout=300 if options.join_timeout is None else options.join_timeout,
+      told=flags.shared(options),
+    )
+    has_gpus = cluster.num_gpus() and environ.get("JAX_PLATFORMS") != "cpu"
+    several_nodes = group is not None and cluster.local(environ)[1] < group.count
+    if has_gpus and several_nodes and _PROGRAMS not in environ:
+      _keep_no_programs()
+
+
+def _keep_no_programs():
+  """Has JAX compile all programs anew: on GPUs of several nodes, each process waits for all others.
+
+  They share the measuring of matmuls (`xla_gpu_shard_autotuning`, on by default; XLA's pull
+  requests 14968 and 22164). JAX writes the cache from process 0 alone (jax/_src/compiler.py): with
+  disks of their own, process 0 would find after a restart what the others wait for it to measure. A
+  folder that the user names is taken to be one that all processes share.
+  """
+  import jax
+
+  jax.config.update("jax_enable_compilation_cache", False)
+
+
+def keep_programs():
+  """Lets what was compiled once be read from the cache folder, unless the user says otherwise."""
+  # Also the many small ones, which together take as long as the step on a small machine.
+  os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+  import jax
+
+  from paxlike.data import token_index
+
+  if _PROGRAMS not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", str(token_index.cache_folder() / "xla"))
