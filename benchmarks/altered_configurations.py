@@ -11,6 +11,7 @@ has no such model, there is nothing to compare with.
 import collections
 import functools
 import json
+import os
 import pathlib
 import sys
 import tempfile
@@ -141,6 +142,8 @@ def main(families: list[str]) -> int:
 
   import transformers
 
+  # Compiling takes most time. Read when JAX first compiles.
+  os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
   transformers.logging.set_verbosity(logging.CRITICAL)
   transformers.utils.logging.disable_progress_bar()
   counts: dict[str, collections.Counter[str]] = {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A key of a configuration that is altered changes the conversion alike, or is refused.
 
-All cases take minutes: `python benchmarks/altered_configurations.py`.
+All cases take ten minutes: `python benchmarks/altered_configurations.py`.
 """
 
 import json
