@@ -106,7 +106,13 @@ def _hold(port: int, links: Any):
 def _is_accepted(number: int, port: int) -> bool:
   """Returns whether a file of this process is a connection that has come in at a port."""
   try:
-    with socket.socket(fileno=os.dup(number)) as one:
+    copy = os.dup(number)
+    try:
+      one = socket.socket(fileno=copy)
+    except OSError:
+      os.close(copy)
+      return False
+    with one:
       one.getpeername()
       return one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port
   except OSError:
