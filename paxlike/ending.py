@@ -15,8 +15,10 @@ from paxlike import run_folder
 TEMPORARY = 75
 _PATIENCE = 10.0  # Seconds for a file of a job that ends: its folder may be what is stuck.
 
-#: Set once the job ends: `status.json` must not say afterwards that it runs.
+#: Set once the job ends by a verdict, after which nobody else writes `status.json`.
 is_over = threading.Event()
+#: Held by who looks at `is_over` and writes.
+status_lock = threading.Lock()
 
 
 class Verdict(NamedTuple):
@@ -57,7 +59,7 @@ def in_time(action: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 def write_status(
   folder: epath.Path, verdict: Verdict, leader: tuple[str, int] | None, *, wait: float = 0.0
 ):
-  """Says in `status.json` how the job has ended, unless it says so already.
+  """Says in `status.json` how the job has ended, unless it has finished or stopped.
 
   Args:
     folder: The run's.
@@ -69,15 +71,17 @@ def write_status(
   is_over.set()
   time.sleep(wait)
   path = folder / "status.json"
-  if not path.exists():
-    return
-  try:
-    status = json.loads(path.read_text())
-  except ValueError:
-    return
-  if not isinstance(status, dict) or status.get("state") != "running":
-    return
-  if leader is not None and (status.get("host"), status.get("pid")) != tuple(leader):
-    return
-  now = {"state": verdict.kind, "reason": verdict.why, "time": time.time()}
-  run_folder.write(path, json.dumps(status | now) + "\n")
+  with status_lock:
+    if not path.exists():
+      return
+    try:
+      status = json.loads(path.read_text())
+    except ValueError:
+      return
+    # This process may have failed because of the one that the verdict names.
+    if not isinstance(status, dict) or status.get("state") not in ("running", "failed"):
+      return
+    if leader is not None and (status.get("host"), status.get("pid")) != tuple(leader):
+      return
+    now = {"state": verdict.kind, "reason": verdict.why, "time": time.time()}
+    run_folder.write(path, json.dumps(status | now) + "\n")

@@ -12,7 +12,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +19,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from paxlike import config_file, evaluation, fiddlers
+from paxlike import building, config_file, evaluation, fiddlers
 from paxlike.data.corpus import Corpus
 from paxlike.data.examples import ExampleRows
 from paxlike.data.token_index import TokenIndex
@@ -94,7 +93,7 @@ class PaxlikeLM(TemplateLM):
     fiddlers.decoding(graph)
     if dtype is not None:
       fiddlers.precision(graph, dtype)
-    self._trainer: Trainer = fdl.build(graph)
+    self._trainer: Trainer = building.build(graph)
     self._trainer.compiler_options, _ = xla_flags.options()
     self.batch_size = self._trainer.batch_size if batch_size == "auto" else int(batch_size)
     self._params = self._trainer.load(folder, step=None if step is None else int(step))

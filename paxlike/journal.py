@@ -218,13 +218,16 @@ class Journal:
     All metrics so far are then written too: a run resumed from this step does not make them again.
     """
     self._status = step
-    if self._main and not ending.is_over.is_set():
-      now = {"state": state, "step": step, "num_steps": self._num_steps, "time": time.time()}
-      now |= {"host": socket.gethostname(), "pid": os.getpid()}
-      with self._writing():
-        run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
-        for writer in self._writers():
-          writer.sync()
+    if not self._main:
+      return
+    now = {"state": state, "step": step, "num_steps": self._num_steps, "time": time.time()}
+    now |= {"host": socket.gethostname(), "pid": os.getpid()}
+    with self._writing():
+      with ending.status_lock:
+        if not ending.is_over.is_set():
+          run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
+      for writer in self._writers():
+        writer.sync()
 
   def _writers(self) -> list[Any]:
     return [*self._boards.values(), *([] if self._jsonl is None else [self._jsonl])]

@@ -79,7 +79,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
 )
 FIDDLE = {
   "building", "config_file", "convert", "experiment", "experiments", "fiddlers", "flags",
-  "graph_data", "graph_edits", "graph_text", "graph_types", "harness", "knobs", "main",
+  "graph_data", "graph_edits", "graph_text", "graph_types", "knobs", "main",
   "scripts_gpu", "show", "symbols",
 }  # fmt: skip
 # Slow to import, so only functions that build a source from them may.
@@ -214,6 +214,11 @@ def test_data_and_layers_are_strangers():
 def test_fiddle_stops_at_the_door(path):
   names = {name.split(".")[0] for name in imports(tree(path))}
   assert "fiddle" not in names or unit_of(path) in FIDDLE
+
+
+@every_module
+def test_graphs_are_built_in_one_place(path):
+  assert "fdl.build(" not in path.read_text() or unit_of(path) == "building"
 
 
 @every_module

@@ -10,7 +10,7 @@ from typing import Any, cast
 import fiddle as fdl
 import numpy as np
 
-from paxlike import config_file, fiddlers, layers, registry, run_folder
+from paxlike import building, config_file, fiddlers, layers, registry, run_folder
 from paxlike.convert import matching, streaming, tensors, tokens
 from paxlike.convert.exporting import Run, adapted, family_of
 from paxlike.convert.matching import Match
@@ -117,7 +117,7 @@ class Adapter:
     self._tensors = TensorFolder(path / _TENSORS)
     self._graph: Any = config_file.read(base / "config.json", allow_modules=allow_modules)
     fiddlers.stack(self._graph, scan=False)
-    plain = Definition(cast(Any, fdl.build(self._graph.model)))
+    plain = Definition(cast(Any, building.build(self._graph.model)))
     self._experiment = registry.load(base / "experiment.json", allow_modules=allow_modules)
     matches = matching.match(plain, family_of(self._experiment))
     self._roles = sorted(
@@ -129,7 +129,7 @@ class Adapter:
       self._graph, rank=self._rank, alpha=self._alpha, dropout=self._dropout, roles=self._roles
     )
     self._definition = Definition(
-      cast(Any, fdl.build(self._graph.model)), trained=self._graph.trained
+      cast(Any, building.build(self._graph.model)), trained=self._graph.trained
     )
     self.matches = adapted(matches, self._definition)
     self._check()
@@ -172,7 +172,7 @@ class Adapter:
     for name, value in knobs.items():
       experiment.set(name, str(value), source=_CONFIG)
     definition = self._definition
-    restore: Restore = fdl.build(graph.restore)
+    restore: Restore = building.build(graph.restore)
     restore.check(definition)
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(definition.module)

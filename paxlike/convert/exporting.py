@@ -6,11 +6,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import fiddle as fdl
 import numpy as np
 from etils import epath
 
-from paxlike import fiddlers, registry, run_folder
+from paxlike import building, fiddlers, registry, run_folder
 from paxlike.convert import matching, tensors, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
@@ -47,12 +46,12 @@ class Run:
     )
     model = experiment.model()
     fiddlers.stack(model, scan=False)
-    definition = Definition(fdl.build(model))
+    definition = Definition(building.build(model))
     unrolled = layout_of(definition.module)
     self.matches = matching.match(definition, family_of(experiment))
     self.adapters = Stored(path / "checkpoints", step, unrolled)
     experiment.adapt(model)
-    self.adapted = adapted(self.matches, Definition(fdl.build(model)))
+    self.adapted = adapted(self.matches, Definition(building.build(model)))
     alpha = experiment.LORA_ALPHA
     self.lora_scale = 1.0 if alpha is None else alpha / experiment.LORA_RANK
     self._weights: Weights = self.adapters

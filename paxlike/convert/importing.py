@@ -5,10 +5,9 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-import fiddle as fdl
 import numpy as np
 
-from paxlike import config_file, input_files, registry, run_folder
+from paxlike import building, config_file, input_files, registry, run_folder
 from paxlike.convert import matching, sizes, streaming, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
@@ -141,7 +140,7 @@ class Source:
       yield f"params.{match.ours}", _weight(match, self._tensors)
 
   def _model(self) -> Any:
-    return fdl.build(self._with_data(None).trainer().model)
+    return building.build(self._with_data(None).trainer().model)
 
   def _with_data(self, folder: str | None) -> Experiment:
     """Returns an experiment that has the weights, and the tokenizer in `folder`.
@@ -162,7 +161,7 @@ class Source:
 
   def _check(self, tokenizer: pathlib.Path):
     graph: Any = self._with_data(f"{tokenizer.parent}/").trainer()
-    built = fdl.build(graph.train_data.corpus.tokenizer)
+    built = building.build(graph.train_data.corpus.tokenizer)
     size = built.vocab_size
     _ = built.eos_id, built.bos_id  # They are in files of their own.
     if size > self._knobs["VOCAB_SIZE"]:

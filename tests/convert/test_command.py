@@ -15,7 +15,11 @@ from paxlike import run_folder
 from paxlike.convert.main import run
 from paxlike.errors import UserError, one_line
 
-SUMMARY = "made: 21 weights in float32\n"
+SUMMARY = """\
+made: 21 weights in float32
+computes in float32 (none is declared, and weights are float32): --fdl.FPROP_DTYPE changes that
+has no tokenizer, so that it neither decodes nor evaluates text
+"""
 
 
 @pytest.fixture
