@@ -16,6 +16,7 @@ Fiddle's tags and the history of values are not saved.
 """
 
 import abc
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -64,7 +65,9 @@ def dump(graph: Any) -> str:
 
 def read(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Any:
   """Returns the graph in a file, local or on a bucket; the rest is as of `load`."""
-  return load(_text(path), allow_modules=allow_modules)
+  text = _text(path)
+  with _named_in_errors(path):
+    return load(text, allow_modules=allow_modules)
 
 
 def load(text: str, *, allow_modules: Iterable[str] = ()) -> Any:
@@ -92,7 +95,17 @@ def read_data(path: epath.PathLike) -> Any:
   Raises:
     UserError: It cannot be read, or is no graph that paxlike saved.
   """
-  return _root(_parsed(_text(path)), _LoadData())
+  text = _text(path)
+  with _named_in_errors(path):
+    return _root(_parsed(text), _LoadData())
+
+
+@contextlib.contextmanager
+def _named_in_errors(path: epath.PathLike) -> Iterator[None]:
+  try:
+    yield
+  except UserError as error:
+    raise UserError(f"{path}: {error}") from error
 
 
 def _text(path: epath.PathLike) -> str:

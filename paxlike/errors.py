@@ -19,7 +19,8 @@ class TemporaryError(RunError):
 
 def one_line(error: object, *, limit: int = 2000) -> str:
   """Returns a message for a terminal: what others' files put into it cannot break or steer that."""
-  text = "".join(char if char.isprintable() else _escaped(char) for char in str(error))
+  text = " ".join(line.strip() for line in str(error).splitlines())
+  text = "".join(char if char.isprintable() else _escaped(char) for char in text)
   return text if len(text) <= limit else f"{text[:limit]}..."
 
 

@@ -20,7 +20,7 @@ from paxlike import (
   unexpected,
   usage,
 )
-from paxlike.errors import RunError, TemporaryError, UserError
+from paxlike.errors import RunError, TemporaryError, UserError, one_line
 
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
   except (UserError, RunError) as error:
     if options.traceback:
       traceback.print_exception(error)
-    print(f"paxlike: {error}", file=sys.stderr)
+    print(f"paxlike: {one_line(error)}", file=sys.stderr)
     if isinstance(error, UserError):
       return 2
     return _TEMPORARY if isinstance(error, TemporaryError) else 1

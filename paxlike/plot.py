@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from etils import epath
 
 from paxlike import metrics, run_folder
-from paxlike.errors import UserError
+from paxlike.errors import UserError, one_line
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
     runs = [read(path, name=name) for path, name in zip(options.runs, names, strict=True)]
     save(draw(runs), output)
   except UserError as error:
-    print(f"paxlike-plot: {error}", file=sys.stderr)
+    print(f"paxlike-plot: {one_line(error)}", file=sys.stderr)
     return 2
   print(output)
   return 0

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from paxlike import run_folder, tables
-from paxlike.errors import UserError
+from paxlike.errors import UserError, one_line
 
 _HELP = """\
 Verifies every checkpoint in DIR, the folder of a run or of its checkpoints, or the one checkpoint
@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
   try:
     return max([_verify(path) for path in options.folders])
   except UserError as error:
-    print(f"paxlike-verify: {error}", file=sys.stderr)
+    print(f"paxlike-verify: {one_line(error)}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:
     return 130
@@ -54,7 +54,7 @@ def _verify(path: str) -> int:
     try:
       size = saved.verify(one)
     except UserError as error:
-      print(error)
+      print(one_line(error))
       damaged = 1
       continue
     found = "was written without checksums" if size is None else f"is whole, {tables.nbytes(size)}"

@@ -23,9 +23,10 @@ from paxlike.checkpoint import Checkpoints
 def kill_and_resume(folder: pathlib.Path, *, kills: int, seed: int) -> list[str]:
   """Returns what went wrong."""
   # Long enough not to end between two kills.
-  flags = (*TINY, f"--fdl.MAX_STEPS={200 + 100 * kills}", "--fdl.CHECKPOINT_EVERY_N_STEPS=5")
+  flags = (*TINY, f"--fdl.MAX_STEPS={200 + 40 * kills}", "--fdl.CHECKPOINT_EVERY_N_STEPS=5")
   flags += ("--fdl.CHECKPOINT_MAX_TO_KEEP=3",)
-  status, _, err = finish(start(*flags, f"--job_log_dir={folder / 'alone'}"))
+  alone = start(*flags, f"--job_log_dir={folder / 'alone'}", "--enable_checkpoint_saving=false")
+  status, _, err = finish(alone, timeout=3600)
   if status:
     return [f"the run left alone failed: {err}"]
   rng = random.Random(seed)

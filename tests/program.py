@@ -70,9 +70,9 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen, *, timeout: float = 300) -> tuple[int, str, str]:
   """Waits for a process; returns its status, output and errors."""
-  out, err = process.communicate(timeout=300)
+  out, err = process.communicate(timeout=timeout)
   return process.returncode, out, err
 
 

@@ -163,8 +163,13 @@ def _read_elsewhere(request: Mapping[str, Any], folder: pathlib.Path):
       raise UserError(line.removeprefix(_ERROR).strip())
     if process.returncode != 0:
       log.seek(0)
-      last = "".join(log.readlines()[-20:])
-      raise UserError(f"reading the SeqIO task of {request['function']} failed:\n{last}")
+      lines = log.readlines()
+      last = next((line.strip() for line in reversed(lines) if line.strip()), "no word of why")
+      error = UserError(
+        f"reading the SeqIO task of {request['function']} failed: {last}. --traceback shows more."
+      )
+      error.add_note("".join(lines[-40:]))
+      raise error
 
 
 def report(text: str):
