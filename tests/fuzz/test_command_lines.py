@@ -13,46 +13,16 @@ import pytest
 from command_lines import BASES, base
 from hypothesis import strategies
 
-from paxlike import config_file, fiddlers, flags, knob_types, ranges, registry
+from paxlike import config_file, fiddlers, flags, knob_types, ranges, registry, usage
 
 # Of no type in particular: what people mistype, and what parsers trip over.
 ODD = (
   *("", "0", "-1", "1", "2", "3", "7", "1e20", "nan", "inf", "-inf", "-0.0", "1e-50", "1.5", "0.5"),
   *("2147483648", "none", "None", "true", "false", "x", "x y", "[]", "[1,1]", "[1,1,1]", "{}"),
-  *(
-    "{a: 1}",
-    "[",
-    "]",
-    "{",
-    "'",
-    '"',
-    "'a",
-    "[1,",
-    "\x00",
-    "é\u202e",
-    "=",
-    "==",
-    "-",
-    "--",
-    ",",
-    ".",
-  ),
+  *("[1,", "[", "]", "{", "{a: 1}", "'", '"', "'a", "\x00", "é\u202e", "=", "==", "-", "--", ","),
   *("9" * 5000, "1" * 400, "[" * 3000, "[" * 800 + "]" * 800, "{a:" * 500 + "1" + "}" * 500, " "),
-  *(
-    "bfloat16",
-    "float64",
-    "int8",
-    "complex64",
-    "bool",
-    "0x10",
-    "1_0",
-    "../..",
-    "/",
-    "~",
-    "*",
-    "%s",
-  ),
-)
+  *("bfloat16", "float64", "int8", "complex64", "bool", "1_0", "0x10", "../..", "/", "~", "*"),
+)  # fmt: skip
 # They would reach out to other processes, or set up this one anew.
 LEFT_OUT = {"server_addr", "num_cpu_devices", "multiprocess_gpu"}
 
@@ -103,7 +73,7 @@ def knobs(draw: Any) -> list[str]:
   for _ in range(draw(strategies.integers(1, 3))):
     knob = draw(strategies.sampled_from(list(registry.find(name).knobs().values())))
     given.append(f"--fdl.{knob.name}={draw(texts(knob.type))}")
-  modes = strategies.sampled_from(["train", "train", "show"])
+  modes = strategies.sampled_from(["train", "train", "compile", "show"])
   return [*base(name), *given, f"--mode={draw(modes)}", "--job_log_dir={run}"]
 
 
@@ -141,7 +111,7 @@ def other_flags(draw: Any) -> list[str]:
     given.append(f"--{name}={draw(texts(kind))}")
   more = ["--stop=", "--stop_token=-1", "--prompt=", "--prompt=a", "--prompt_file=/", "--nothing"]
   given += draw(strategies.lists(strategies.sampled_from(more), max_size=2))
-  mode = draw(strategies.sampled_from(["train", "eval", "decode", "show"]))
+  mode = draw(strategies.sampled_from([*usage.MODES, "train"]))
   folder = draw(strategies.sampled_from(["--job_log_dir={run}", "--job_log_dir=", "--traceback"]))
   return [*base("Synthetic126M"), f"--mode={mode}", folder, *given]
 
