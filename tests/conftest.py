@@ -80,3 +80,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
   path = tmp_path_factory.mktemp("text") / "corpus.txt"
   path.write_text("".join(f"{i} bottles of beer on the wall. " for i in range(60)))
   return path
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter):
+  """Prints what each campaign of odd inputs counted."""
+  if tried := sys.modules.get("campaign"):
+    for name, counts in tried.COUNTS.items():
+      shown = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+      terminalreporter.write_line(f"{name}: {sum(counts.values())} inputs: {shown}")

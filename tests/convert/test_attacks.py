@@ -2,15 +2,18 @@
 """Folders made to harm: `paxlike-convert` refuses each in one line, in little time and memory."""
 
 import json
+import math
 import os
 import pathlib
 import pickle
+import random
 import socket
 import struct
 import subprocess
 import sys
 import zipfile
 
+import campaign
 import damaged_files
 import numpy as np
 import pytest
@@ -347,8 +350,13 @@ def test_a_pickle_cannot_call_or_make_anything_else():
       torch_pickle.load(b"\x80\x02" + instructions)
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", damaged_files.FORMATS)
 def test_damaged_files_are_read_or_refused(tmp_path, name, capfd):
-  counts = damaged_files.campaign(name, tmp_path / "damaged", count=20, seed=0)
+  # Of all formats together as many as there are inputs of the other campaigns.
+  count = math.ceil(campaign.EXAMPLES / len(damaged_files.FORMATS)) or 20
+  seed = random.randrange(2**32) if campaign.EXAMPLES else 0
+  counts = damaged_files.campaign(name, tmp_path / "damaged", count=count, seed=seed)
+  campaign.COUNTS[name].update(counts)
   assert counts["refused"] > 5
   assert "Traceback" not in capfd.readouterr().err
