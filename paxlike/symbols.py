@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ml_dtypes
@@ -130,7 +130,7 @@ def check(name: str, *, allow_modules: Iterable[str] = ()):
       f" Only if you trust it: --fdl_allow_modules={module}"
     )
   if within(module, _CONFIGURABLE):
-    _import(module)
+    _import(module, importlib.import_module)
   if name not in configurable.names():
     raise UserError(
       f"a config file cannot use {module}.{symbol}: paxlike has none, or not for graphs (not marked"
@@ -150,7 +150,8 @@ def resolve(name: str, *, allow_modules: Iterable[str] = ()) -> Any:
   """
   check(name, allow_modules=allow_modules)
   module_name, symbol = name.split(":")
-  module = _import(module_name)
+  allowed = within(module_name, allow_modules)
+  module = _import(module_name, import_module if allowed else importlib.import_module)
   if module_name in _LISTED:
     value = getattr(module, symbol, None)
     value = value if callable(value) else None
@@ -162,15 +163,18 @@ def resolve(name: str, *, allow_modules: Iterable[str] = ()) -> Any:
 
 
 def import_module(name: str) -> types.ModuleType:
-  """Imports a module that the user named or allowed; those of the working directory count."""
+  """Imports a module that the user named or allowed; those of the working directory count.
+
+  That folder comes last, and stays: what paxlike imports later must not be found there first.
+  """
   if os.getcwd() not in sys.path and not within(name, ["paxlike"]):
-    sys.path.insert(0, os.getcwd())
+    sys.path.append(os.getcwd())
   return importlib.import_module(name)
 
 
-def _import(name: str) -> types.ModuleType:
+def _import(name: str, importing: Callable[[str], types.ModuleType]) -> types.ModuleType:
   try:
-    return import_module(name)
+    return importing(name)
   except ModuleNotFoundError as error:
     if not within(name, [error.name or ""]):
       raise

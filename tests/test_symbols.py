@@ -113,6 +113,28 @@ def test_checking_imports_nothing():
   assert "this" not in sys.modules
 
 
+@pytest.mark.parametrize("module", symbols._LISTED)
+def test_a_name_of_the_list_makes_no_folder_importable(module, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  before = [*sys.path]
+  symbols.resolve(f"{module}:{min(symbols._LISTED[module])}", allow_modules=["elsewhere"])
+  assert sys.path == before
+
+
+def test_an_allowed_module_of_the_working_directory_hides_none_that_is_installed(
+  tmp_path, monkeypatch
+):
+  for name in ("tabnanny", "of_the_user"):
+    (tmp_path / f"{name}.py").write_text("def check(): pass\n")
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  for name in ("tabnanny", "of_the_user"):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    found = symbols.resolve(f"{name}:check", allow_modules=[name])
+    assert (found.__code__.co_argcount == 0) == (name == "of_the_user")
+    monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.mark.parametrize(
   ("value", "text"),
   [
