@@ -82,7 +82,8 @@ class Checkpoints:
     self._keep, self._preserved, self._check_owner = keep, preserved, check_owner
     self._damaged: set[int] = set()  # What `restore_latest_valid` has passed over.
     self._surplus: list[epath.Path] = []  # What goes when the checkpoint being saved is whole.
-    self._opened: dict[int, Checksums | None] = {}  # Verified but for its arrays, by step.
+    # By step; of these all is verified but the arrays.
+    self._opened: dict[int, tuple[dict[str, Any], Checksums | None]] = {}
     self._manager: Any = None
     self._failed = False  # Whether it has been said that one could not be written.
 
@@ -237,7 +238,7 @@ class Checkpoints:
   ) -> Restored:
     """Returns checkpoint `step` with the shardings of `target`, converted to `layout`.
 
-    What layers noticed in earlier steps is zeros if the checkpoint is of layers that did not.
+    Non-trainable state that the checkpoint lacks is zeros.
     Orbax's handlers are called themselves: its checkpointers make processes wait for each other,
     which one that cannot read its part would not do.
 
@@ -252,28 +253,23 @@ class Checkpoints:
     """
     ocp = self._ocp
     with self._reading(step):
-      sums = checksums.read(self.path(step))
+      _, sums = self._described(step)
       if sums is not None:
         sums.verify(arrays=())
       elif jax.process_index() == 0:
         print(f"paxlike: {self.path(step)} has no checksums: not verified.", file=sys.stderr)
+      train_input = self._read_json(step, "train_input", sums)
     metadata, saved_layout, lacking = self.check(step, target, layout=layout, partial=partial)
     zeros = {n: target[n] for n in lacking}
     target = {n: leaf for n, leaf in target.items() if n not in lacking}
-    with self._reading(step):
-      train_input = self._read_json(step, "train_input", sums)
     source = relayout.in_layout(target, layout, saved_layout)
     arguments = ocp.args.PyTreeRestore(
       source,
       restore_args=ocp.checkpoint_utils.construct_restore_args(source),
-      partial_restore=True,  # Of what it should not hold, `check` has told.
+      partial_restore=True,  # `check` has refused surplus arrays already.
     )
-    with (
-      self._reading(step),
-      _verifying(sums, source),
-      contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler,
-    ):
-      state = handler.restore(self.path(step) / "state", args=arguments)
+    with self._reading(step), _verifying(sums, source):
+      state = self._arrays(step, arguments)
     state = relayout.converted(state, saved_layout, target, layout)
     state |= {n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in zeros.items()}
     return Restored(state, metadata, train_input)
@@ -286,7 +282,7 @@ class Checkpoints:
     layout: Layout,
     partial: bool = False,
   ) -> tuple[dict[str, Any], Layout, set[str]]:
-    """Returns the metadata of a checkpoint, its layout, and what layers noticed that it lacks.
+    """Returns the metadata of a checkpoint, its layout, and the non-trainable state that it lacks.
 
     It reads no array.
 
@@ -294,7 +290,7 @@ class Checkpoints:
       UserError: It cannot give `target`: see `restore`.
     """
     with self._reading(step):
-      metadata = self._metadata(step)
+      metadata, _ = self._described(step)
       saved_layout = Layout(**metadata["layout"])
       tensors = {
         name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
@@ -347,7 +343,7 @@ class Checkpoints:
       UserError: It is damaged.
     """
     with self._reading(step):
-      return Layout(**self._metadata(step)["layout"])
+      return Layout(**self._described(step)[0]["layout"])
 
   def read(self, step: int, name: str) -> np.ndarray:
     """Returns one array under the name that it is stored by.
@@ -355,19 +351,19 @@ class Checkpoints:
     Raises:
       UserError: It is not there, or damaged.
     """
-    args = self._ocp.args.PyTreeRestore(
-      {name: 0},
-      restore_args={name: self._ocp.RestoreArgs(restore_type=np.ndarray)},
-      partial_restore=True,
-    )
-    with self._reading(step), contextlib.closing(self._ocp.PyTreeCheckpointHandler()) as handler:
+    how = {name: self._ocp.RestoreArgs(restore_type=np.ndarray)}
+    args = self._ocp.args.PyTreeRestore({name: 0}, restore_args=how, partial_restore=True)
+    with self._reading(step):
       if step not in self._opened:
-        self._opened[step] = checksums.read(self.path(step))
-        if (sums := self._opened[step]) is not None:
+        self._opened[step] = self._described(step)
+        if (sums := self._opened[step][1]) is not None:
           sums.verify(arrays=())
-      if (sums := self._opened[step]) is not None:
+      metadata, sums = self._opened[step]
+      if name not in metadata["tensors"]:
+        raise UserError(f"{self.path(step)} holds no array {name}.")
+      if sums is not None:
         sums.verify(arrays=[name])
-      return handler.restore(self.path(step) / "state", args=args)[name]
+      return self._arrays(step, args)[name]
 
   def verify(self, step: int) -> int | None:
     """Returns how many bytes of a checkpoint are as they were written; None: it has no checksums.
@@ -376,8 +372,7 @@ class Checkpoints:
       UserError: Not all of them are.
     """
     with self._reading(step):
-      self._metadata(step)
-      sums = checksums.read(self.path(step))
+      _, sums = self._described(step)
       if sums is None:
         return None
       sums.verify(arrays=None)
@@ -388,7 +383,7 @@ class Checkpoints:
     """Context that turns whatever reading a damaged checkpoint raises into `Damaged`."""
     try:
       yield
-    except Damaged:
+    except UserError:
       raise
     except Exception as error:
       # For a data file cut short, Orbax raises Exception itself.
@@ -398,13 +393,22 @@ class Checkpoints:
       reason = run_folder.reason(error.__cause__ or error)
       raise checksums.damaged(self.path(step), reason) from error
 
-  def _metadata(self, step: int) -> dict[str, Any]:
-    """Returns what a checkpoint says of its arrays."""
+  def _arrays(self, step: int, arguments: Any) -> Flat:
+    """Returns arrays of a checkpoint."""
+    with contextlib.closing(self._ocp.PyTreeCheckpointHandler()) as handler:
+      found = handler.restore(self.path(step) / "state", args=arguments)
+    for name, array in found.items():
+      if not isinstance(array, jax.Array | np.ndarray):  # Orbax returns what it was asked with.
+        raise ValueError(f"array {name} is missing")
+    return found
+
+  def _described(self, step: int) -> tuple[dict[str, Any], Checksums | None]:
+    """Returns the metadata of a checkpoint, and its checksums if it was written with them."""
     sums = checksums.read(self.path(step))
     metadata = self._read_json(step, "metadata", sums)
     if metadata.get("checksums") and sums is None:
       raise checksums.damaged(self.path(step), f"{checksums.FILE} is missing")
-    return metadata
+    return metadata, None if sums is None else sums.among(metadata["tensors"])
 
   def _read_json(self, step: int, item: str, sums: Checksums | None) -> dict[str, Any]:
     data = (self.path(step) / item / "metadata").read_bytes()

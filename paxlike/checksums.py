@@ -109,6 +109,16 @@ def _files(folder: epath.Path) -> dict[str, tuple[int, str | None]]:
   }
 
 
+def _array_of(key: str) -> str | None:
+  """Returns the array of a chunk.
+
+  Names of arrays have dots. Chunks are `NAME/0.1` in Zarr 2 and `NAME/c/0/1` in Zarr 3, which the
+  converter writes.
+  """
+  name, found, _ = key.partition("/")
+  return name if found else None
+
+
 def _chunks(state: epath.Path) -> dict[str, list[Piece]]:
   """Returns where an OCDBT database has chunks of arrays, by file, without their checksums.
 
@@ -128,21 +138,27 @@ def _chunks(state: epath.Path) -> dict[str, list[Piece]]:
         nodes.append(entry["location"])
       elif "indirect_value" in entry:
         _, within, file, offset, length = entry["indirect_value"].split(":")
-        array = entry["key"].decode().rpartition("/")[0]
-        piece = Piece(int(offset), int(length), None, array)
+        piece = Piece(int(offset), int(length), None, _array_of(entry["key"].decode()))
         found.setdefault(f"{within}{file}", []).append(piece)
   return found
 
 
 def _measured(path: epath.Path, size: int, chunks: Iterable[Piece]) -> File:
   """Returns a local file with the checksums of its chunks and of what lies between."""
-  pieces, end = [], 0
+  pieces: list[Piece] = []
+  end = 0
   for chunk in [*sorted(chunks), Piece(size, 0, None, None)]:
     if chunk.offset > end:
       pieces.append(Piece(end, chunk.offset - end, None, None))
-    if chunk.offset >= end and chunk.length:  # Equal chunks may be stored once.
+      end = chunk.offset
+    length = chunk.offset + chunk.length - end
+    if chunk.offset == end and length:
       pieces.append(chunk)
-    end = max(end, chunk.offset + chunk.length)
+    elif length > 0 or chunk.length:  # Equal chunks may be stored once.
+      last = pieces[-1]
+      array = last.array if chunk.array == last.array else None
+      pieces[-1] = last._replace(length=last.length + max(length, 0), array=array)
+    end += max(length, 0)
   measured = [p._replace(digest=_digest(_blocks(path, p.offset, p.length))) for p in pieces]
   return File(size, tuple(measured))
 
@@ -172,9 +188,14 @@ def _parsed(data: bytes) -> dict[str, File]:
     raise ValueError("its own checksum is wrong")
   files = json.loads(said)["files"]
   return {
-    name: File(size, tuple(Piece(*piece) for piece in pieces), crc32c)
+    name: File(size, tuple(_piece(*piece) for piece in pieces), crc32c)
     for name, (size, pieces, crc32c) in files.items()
   }
+
+
+def _piece(offset: int, length: int, digest: str | None, array: str | None) -> Piece:
+  # Of converted checkpoints, earlier versions wrote `NAME/c/0` for the array.
+  return Piece(offset, length, digest, array and _array_of(f"{array}/"))
 
 
 def write_of_process(state: epath.Path, index: int):
@@ -196,7 +217,7 @@ def write_of_process(state: epath.Path, index: int):
 
 
 def write(folder: epath.Path, *, to_come: Mapping[str, bytes] | None = None):
-  """Writes the checksums of all files of a checkpoint that processes have not written theirs of.
+  """Writes the checksums of all files that no process's own checksums cover.
 
   Args:
     folder: The checkpoint's.
@@ -213,7 +234,7 @@ def write(folder: epath.Path, *, to_come: Mapping[str, bytes] | None = None):
     for name in _parsed((folder / path).read_bytes())
   }
   names = {name: what for name, what in found.items() if name not in covered and name != FILE}
-  # What OCDBT has merged of all processes, it finds in their files: those are covered, or here.
+  # OCDBT's merged index points into the processes' files; each is covered, or measured here.
   chunks = {}
   if any(name.startswith("state/") and "/d/" in name for name in names):
     chunks = {f"state/{name}": pieces for name, pieces in _chunks(folder / "state").items()}
@@ -240,10 +261,21 @@ class Checksums:
     """The size of all files."""
     return sum(file.size for file in self.files.values())
 
-  @property
-  def arrays(self) -> set[str]:
-    """The names of arrays with chunks of their own."""
-    return {p.array for file in self.files.values() for p in file.pieces if p.array is not None}
+  def among(self, arrays: Collection[str]) -> "Checksums":
+    """Returns these, with chunks of anything but `arrays` as bytes of no array.
+
+    So whatever is verified with the arrays of a checkpoint is all of it: no byte is left out
+    because it has the name of something that nobody reads.
+    """
+
+    def known(piece: Piece) -> Piece:
+      return piece if piece.array in arrays else piece._replace(array=None)
+
+    files = {
+      name: file._replace(pieces=tuple(map(known, file.pieces)))
+      for name, file in self.files.items()
+    }
+    return Checksums(self._folder, files)
 
   def check(self, name: str, data: bytes):
     """Raises `Damaged` if these are not the bytes of a file that is of no array."""
@@ -254,7 +286,10 @@ class Checksums:
       raise self._damaged(name, None)
 
   def verify(self, *, arrays: Collection[str] | None):
-    """Verifies the chunks of `arrays`, or all that is of none; None: everything.
+    """Compares bytes with their checksums.
+
+    Args:
+      arrays: Verify their chunks. Empty: whatever belongs to no array. None: everything.
 
     Raises:
       Damaged: A file is not as it was written.
@@ -267,7 +302,7 @@ class Checksums:
   def verifying(
     self, *, arrays: Collection[str] | None, index: int = 0, count: int = 1
   ) -> Iterator[None]:
-    """Context beside which the `index`-th of `count` parts is verified, in threads.
+    """Context beside which the `index`-th of `count` parts of `verify` is done, in threads.
 
     What they find is raised before what the context raises.
     """

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flips single bits of a checkpoint, over all of its files, and tries to go on from it each time.
 
-    python tests/flip_bits.py [--flips=1000] [--seed=0]
+    python tests/flip_bits.py [--flips=1000] [--seed=0] [--converted]
 
 A run has two checkpoints; a bit of the newer is flipped, and whatever would resume from it must say
-which file and array is damaged and take the older. Prints a table by kind of file. Ends with
-status 1 if one does not.
+which file and array is damaged and take the older. With --converted the checkpoint is one that the
+converter writes: what reads its arrays, together or one by one, must say the same. Prints a table
+by kind of file. Ends with status 1 if a flip has another outcome.
 """
 
 import argparse
@@ -28,6 +29,8 @@ import numpy as np
 
 from paxlike import checksums
 from paxlike.checkpoint import Checkpoints
+from paxlike.convert import streaming
+from paxlike.errors import UserError
 from paxlike.layers.layout import Layout
 
 LAYOUT = Layout(scanned=False, repeats=0)
@@ -45,26 +48,28 @@ def state(seed: int) -> dict[str, jax.Array]:
 
 def kind(name: str) -> str:
   """Returns what a file of a checkpoint is, without what differs between checkpoints."""
+  name = re.sub(r"process_0?[0-9a-f]{32}", "process_N", name)
   name = re.sub(r"[0-9a-f]{32}", "*", name)
   return re.sub(r"process_\d+", "process_N", name)
 
 
-class Run:
-  """A run with checkpoints 1 and 2, the newer of which is damaged again and again."""
+def target(arrays: dict[str, jax.Array]) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns what to ask a checkpoint for, on one device."""
+  where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for n, x in arrays.items()}
 
-  def __init__(self, folder: pathlib.Path):
-    with Checkpoints(folder, keep=None) as saved:
-      for step in (1, 2):
-        saved.save(step, state(step), layout=LAYOUT, train_input={"position": step})
-        saved.wait()
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    self._target = {
-      n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for n, x in state(1).items()
-    }
-    self._directory = folder
-    self._newer = pathlib.Path(saved.path(2))
-    self.files = sorted(path for path in self._newer.rglob("*") if path.is_file())
-    sums = checksums.read(saved.path(2))
+
+class Saved:
+  """A checkpoint that is damaged again and again."""
+
+  expected: str  # The outcome of a flip.
+
+  def __init__(self, folder: pathlib.Path, step: int):
+    self.directory = folder
+    self.folder = pathlib.Path(Checkpoints(folder, keep=None).path(step))
+    found = (path for path in self.folder.rglob("*") if path.is_file())
+    self.files = sorted(path for path in found if path.stat().st_size)
+    sums = checksums.read(Checkpoints(folder, keep=None).path(step))
     assert sums is not None
     self._pieces = {name: file.pieces for name, file in sums.files.items()}
 
@@ -82,16 +87,39 @@ class Run:
 
   def array_at(self, path: pathlib.Path, bit: int) -> str | None:
     """Returns the array of which the byte of a bit is."""
-    pieces = self._pieces.get(path.relative_to(self._newer).as_posix(), ())
+    pieces = self._pieces.get(path.relative_to(self.folder).as_posix(), ())
     found = [p.array for p in pieces if p.offset <= bit // 8 < p.offset + p.length]
     return found[0] if found else None
 
+  def names(self, message: str, path: pathlib.Path, bit: int) -> bool:
+    """Returns whether a message names the damaged file and array."""
+    match = _NAME.search(message)
+    name = path.relative_to(self.folder).as_posix()
+    return match is not None and match.groups() == (name, self.array_at(path, bit))
+
   def outcome(self, path: pathlib.Path, bit: int) -> str:
-    """Flips a bit and resumes; returns "fell back", or what else happened."""
+    """Flips a bit and reads; returns `expected`, or what else happened."""
+    raise NotImplementedError
+
+
+class Run(Saved):
+  """A run with checkpoints 1 and 2, the newer of which is damaged."""
+
+  expected = "fell back"
+
+  def __init__(self, folder: pathlib.Path):
+    with Checkpoints(folder, keep=None) as saved:
+      for step in (1, 2):
+        saved.save(step, state(step), layout=LAYOUT, train_input={"position": step})
+        saved.wait()
+    super().__init__(folder, 2)
+
+  def outcome(self, path: pathlib.Path, bit: int) -> str:
+    """Flips a bit and resumes."""
     said = io.StringIO()
     with self.flipped(path, bit), contextlib.redirect_stderr(said):
-      found = Checkpoints(self._directory, keep=None).restore_latest_valid(
-        self._target, layout=LAYOUT
+      found = Checkpoints(self.directory, keep=None).restore_latest_valid(
+        target(state(1)), layout=LAYOUT
       )
     if found is None or found[0] != 1:
       return "loaded"
@@ -99,22 +127,63 @@ class Run:
       return "loaded something else"
     # Orbax's coroutines may be collected meanwhile, and complain; the program drops that.
     lines = [line for line in said.getvalue().splitlines() if line.startswith("paxlike: ")]
-    match = _NAME.search(lines[0]) if len(lines) == 1 else None
-    name = path.relative_to(self._newer).as_posix()
-    if match is None or match.groups() != (name, self.array_at(path, bit)):
+    if len(lines) != 1 or not self.names(lines[0], path, bit):
       return f"not named: {lines}"
-    return "fell back"
+    return self.expected
 
 
-def flip(folder: pathlib.Path, *, flips: int, seed: int) -> dict[str, collections.Counter[str]]:
+def weights() -> dict[str, jax.Array]:
+  """Returns arrays as of a model."""
+  return {
+    name: array.astype(jnp.float32)
+    for name, array in state(1).items()
+    if name.startswith("params.")
+  }
+
+
+class Converted(Saved):
+  """A checkpoint as of a model that was converted."""
+
+  expected = "refused"
+
+  def __init__(self, folder: pathlib.Path):
+    arrays = ((name, np.asarray(array)) for name, array in weights().items())
+    streaming.write(folder, arrays, dtype=np.float32, layout=LAYOUT)
+    super().__init__(folder, 0)
+
+  def outcome(self, path: pathlib.Path, bit: int) -> str:
+    """Flips a bit, and reads the arrays together and one by one."""
+    wanted = target(weights())
+
+    def together():
+      Checkpoints(self.directory, keep=None).restore(0, wanted, layout=LAYOUT, partial=True)
+
+    def one_by_one():
+      saved = Checkpoints(self.directory, keep=None)
+      for name in wanted:
+        saved.read(0, name)
+
+    with self.flipped(path, bit):
+      for read in (together, one_by_one):
+        try:
+          read()
+        except UserError as error:
+          if not self.names(str(error), path, bit):
+            return f"not named: {error}"
+        else:
+          return f"loaded {read.__name__}"
+    return self.expected
+
+
+def flip(saved: Saved, *, flips: int, seed: int) -> dict[str, collections.Counter[str]]:
   """Returns what happened, by kind of file."""
-  run, rng = Run(folder), random.Random(seed)
+  rng = random.Random(seed)
   table: dict[str, collections.Counter[str]] = {}
   for number in range(flips):
-    path = run.files[number % len(run.files)]  # Each as often: most are small.
+    path = saved.files[number % len(saved.files)]  # Each as often: most are small.
     bit = rng.randrange(8 * path.stat().st_size)
-    name = kind(path.relative_to(run._newer).as_posix())
-    table.setdefault(name, collections.Counter())[run.outcome(path, bit)] += 1
+    name = kind(path.relative_to(saved.folder).as_posix())
+    table.setdefault(name, collections.Counter())[saved.outcome(path, bit)] += 1
   return table
 
 
@@ -123,16 +192,20 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--flips", type=int, default=1000)
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--converted", action="store_true")
   options = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
-    table = flip(pathlib.Path(folder), flips=options.flips, seed=options.seed)
-  print("| file | flips | fell back, file and array named | other |\n|---|---:|---:|---|")
+    path = pathlib.Path(folder) / "checkpoints"
+    saved = Converted(path) if options.converted else Run(path)
+    table = flip(saved, flips=options.flips, seed=options.seed)
+  done = f"{saved.expected}, file and array named"
+  print(f"| file | flips | {done} | other |\n|---|---:|---:|---|")
   other = 0
   for name, counts in sorted(table.items()):
-    fell_back = counts.pop("fell back", 0)
+    expected = counts.pop(saved.expected, 0)
     other += counts.total()
-    print(f"| {name} | {fell_back + counts.total()} | {fell_back} | {dict(counts) or ''} |")
-  print(f"\n{options.flips} flips, {options.flips - other} fell back, {other} did not")
+    print(f"| {name} | {expected + counts.total()} | {expected} | {dict(counts) or ''} |")
+  print(f"\n{options.flips} flips, {options.flips - other} {saved.expected}, {other} not")
   return bool(other)
 
 

@@ -6,7 +6,8 @@ import shutil
 
 import jax
 import pytest
-from flip_bits import LAYOUT, flip, state
+from etils import epath
+from flip_bits import LAYOUT, Converted, Run, flip, state, weights
 
 from paxlike import checksums, committing, verify
 from paxlike.checkpoint import Checkpoints
@@ -47,10 +48,93 @@ def largest(folder):
   return max(files, key=lambda path: path.stat().st_size)
 
 
-def test_any_bit_of_any_file_is_noticed_and_named(tmp_path):
-  table = flip(tmp_path, flips=60, seed=1)
-  assert {outcome for counts in table.values() for outcome in counts} == {"fell back"}
+@pytest.mark.parametrize("kind", [Run, Converted])
+def test_any_bit_of_any_file_is_noticed_and_named(tmp_path, kind):
+  saved = kind(tmp_path / "checkpoints")
+  table = flip(saved, flips=60, seed=1)
+  assert {outcome for counts in table.values() for outcome in counts} == {saved.expected}
   assert {"commit_success.txt", "checksums.json", "_CHECKPOINT_METADATA"} < table.keys()
+
+
+@pytest.mark.parametrize("kind", [Run, Converted])
+def test_every_large_array_has_chunks_of_its_name(tmp_path, kind):
+  saved = kind(tmp_path / "checkpoints")
+  sums = checksums.read(epath.Path(saved.folder))
+  assert sums is not None
+  found = {p.array for file in sums.files.values() for p in file.pieces} - {None}
+  expected = weights() if kind is Converted else state(1)
+  assert found == expected.keys() - {"params.small", "step"}
+
+
+def rewritten(sums, change_piece):
+  """Returns checksums of which every piece is changed."""
+  return {
+    name: file._replace(pieces=tuple(map(change_piece, file.pieces)))
+    for name, file in sums.files.items()
+  }
+
+
+@pytest.mark.parametrize("wrong", ["{}/c/0", "unknown", ""])
+def test_chunks_of_a_name_that_is_not_known_are_verified_all_the_same(tmp_path, wrong):
+  saved = Converted(tmp_path / "checkpoints")
+  folder = epath.Path(saved.folder)
+  sums = checksums.read(folder)
+  assert sums is not None
+  # As an earlier version named them, and as nobody did.
+  files = rewritten(
+    sums, lambda p: p._replace(array=None if p.array is None else wrong.format(p.array))
+  )
+  (folder / checksums.FILE).write_text(checksums._text(files))
+  reader = Checkpoints(saved.directory, keep=None)
+  assert (reader.read(0, "params.a") == weights()["params.a"]).all()
+  name, piece = next(
+    (name, p) for name, f in sums.files.items() for p in f.pieces if p.array == "params.a"
+  )
+  change(saved.folder / name, piece.offset + piece.length // 2)
+  with pytest.raises(UserError, match=f"is damaged .{name}"):
+    Checkpoints(saved.directory, keep=None).read(0, "params.a")
+
+
+def test_bytes_of_several_arrays_are_of_none(tmp_path):
+  (tmp_path / "file").write_bytes(bytes(range(100)))
+  chunks = [
+    (10, 20, "a"),
+    (10, 20, "b"),
+    (40, 10, "a"),
+    (45, 20, "b"),
+    (70, 10, "c"),
+    (70, 10, "c"),
+  ]
+  pieces = [checksums.Piece(offset, length, None, array) for offset, length, array in chunks]
+  measured = checksums._measured(epath.Path(tmp_path / "file"), 100, pieces)
+  assert [(p.offset, p.length, p.array) for p in measured.pieces] == [
+    (0, 10, None),
+    (10, 20, None),
+    (30, 10, None),
+    (40, 25, None),
+    (65, 5, None),
+    (70, 10, "c"),
+    (80, 20, None),
+  ]
+
+
+def test_an_array_that_is_not_there_is_refused(tmp_path):
+  saved = saved_in(tmp_path, steps=(1,))
+  with pytest.raises(UserError, match=r"checkpoint_00000001 holds no array params\.d\.$"):
+    saved.read(1, "params.d")
+  (saved.path(1) / checksums.FILE).unlink()
+  path = saved.path(1) / "metadata" / "metadata"
+  said = json.loads(path.read_text())
+  said["tensors"]["params.d"] = said["tensors"]["params.a"]
+  del said["checksums"]
+  path.write_text(json.dumps(said))
+  wanted = target() | {"params.d": target()["params.a"]}
+  for read in (
+    lambda: saved.restore(1, wanted, layout=LAYOUT),
+    lambda: Checkpoints(tmp_path, keep=None).read(1, "params.d"),
+  ):
+    with pytest.raises(UserError, match=r"is damaged \(array params\.d is missing\)"):
+      read()
 
 
 def test_an_edited_list_of_tensors_is_damage_and_not_another_experiment(tmp_path, capsys):
@@ -69,6 +153,7 @@ def test_without_checksums_a_checkpoint_loads_if_it_was_written_so(tmp_path, cap
   (saved.path(2) / checksums.FILE).unlink()
   with pytest.raises(UserError, match=r"checksums\.json is missing"):
     saved.restore(2, target(), layout=LAYOUT)
+  assert capsys.readouterr().err == ""
   path = saved.path(2) / "metadata" / "metadata"
   said = json.loads(path.read_text())
   del said["checksums"]
