@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import socket
 import sys
 import threading
@@ -22,12 +23,14 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from paxlike import run_folder
-from paxlike.errors import RunError, UserError
+from paxlike.errors import RunError, UserError, one_line
 
 BEAT = 5.0
-# Seconds for which an owner on another host gives no sign, after which it counts as dead.
+# Seconds after which an owner that cannot be looked up, and gives no sign, counts as dead.
 SILENCE = 30.0
 _PREFIX = "owner_"
+_NAME = re.compile(rf"{_PREFIX}([0-9]+)\.json")
+_PROC = pathlib.Path("/proc")
 _SIZE = 512  # Bytes of the file: always as many, so that each write replaces all of it.
 
 
@@ -59,6 +62,9 @@ class Owner(NamedTuple):
     return f"process {self.pid} on {self.host}"
 
 
+_TYPES = (str, str, int, str, int, bool)
+
+
 def _machine() -> str:
   try:
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -68,18 +74,16 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-  """Returns when a process started, None if there is none, "" if that cannot be told."""
+  """Returns when a process started, None if there is none, "" if that is not known."""
   try:
-    state, *fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     return None if state in "ZX" else fields[18]
-  except FileNotFoundError:
-    if pathlib.Path("/proc/self/stat").exists():
-      return None
   except OSError:
-    return ""
+    pass
+  # Where /proc is mounted with hidepid, it has no process of another user.
   try:
     os.kill(pid, 0)
-  except ProcessLookupError:
+  except (ProcessLookupError, OverflowError):
     return None
   except PermissionError:
     pass
@@ -100,20 +104,21 @@ def _numbers(folder: epath.Path) -> list[int]:
     names = [name.rpartition("/")[2] for name in store.glob(f"{root}/{_PREFIX}*")]
   else:
     names = os.listdir(folder)
-  numbers = (name.removeprefix(_PREFIX).removesuffix(".json") for name in names)
-  return sorted(int(number) for number in numbers if number.isdigit())
+  return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
 def _read(folder: epath.Path, number: int) -> tuple[Owner | None, bytes]:
-  """Returns an owner, None if its file does not tell (yet), and what the file holds."""
-  data = b""
+  """Returns an owner, None if its file does not say (yet), and what the file holds."""
   try:
-    data = _path(folder, number).read_bytes()
-    return Owner(**json.loads(data)), data
+    data = run_folder.read_bytes(_path(folder, number))
   except FileNotFoundError:
     return None, b""
-  except (ValueError, TypeError):
+  try:
+    owner = Owner(**json.loads(data))
+  except (ValueError, TypeError, RecursionError):
     return None, data
+  known = all(type(value) is kind for value, kind in zip(owner, _TYPES, strict=True))
+  return owner if known and owner.pid > 0 else None, data
 
 
 def _create(folder: epath.Path, number: int, owner: Owner) -> bool:
@@ -148,13 +153,20 @@ def _data(owner: Owner) -> bytes:
 
 
 def _lives(folder: epath.Path, number: int) -> Owner | None:
-  """Returns the owner of a number if it lives; one on another host is watched for `SILENCE`."""
+  """Returns the owner of a number if it lives.
+
+  One on another host, and one whose start this process may not see, is watched for `SILENCE`.
+  """
   owner, before = _read(folder, number)
   if owner is not None and owner.released:
     return None
   if owner is not None and owner.machine == _machine():
-    return owner if _started(owner.pid) in (owner.started, "") else None
-  name = str(owner or "a process")
+    started = _started(owner.pid)
+    if started is None:
+      return None
+    if started and owner.started:
+      return owner if started == owner.started else None
+  name = one_line(owner or "a process", limit=200)
   print(
     f"paxlike: {folder} was written by {name}: waiting up to {SILENCE:.0f} s for a sign of it",
     file=sys.stderr,
@@ -211,8 +223,8 @@ class Ownership:
       self._look()  # This process was suspended, and its thread too.
     if self._lost is not None:
       raise RunError(
-        f"{self._folder} was taken over by {self._lost}, since this process had given no sign for"
-        f" {SILENCE:.0f} s: it ends, and writes nothing more."
+        f"{self._folder} was taken over by {self._lost}, which did not find this process alive: it"
+        " ends, and writes nothing more."
       )
     if not self._used:
       self._used = True

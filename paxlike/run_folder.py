@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import socket
 import sys
@@ -204,7 +205,22 @@ def check_ends(path: epath.PathLike):
   """Raises OSError if a path is a pipe or a device, which might be read for ever."""
   local = os.fspath(path)
   if os.path.exists(local) and not os.path.isfile(local) and not os.path.isdir(local):
-    raise OSError(errno.EINVAL, "it is a pipe or a device, no file", local)
+    name = os.path.basename(local)
+    raise OSError(errno.EINVAL, f"{name} is a pipe or a device, no file", local)
+
+
+def read_bytes(path: epath.PathLike) -> bytes:
+  """Returns what a file of a run holds.
+
+  Raises:
+    OSError: It cannot be read; a pipe or a device is not waited for.
+  """
+  check_ends(path)
+  try:
+    return epath.Path(path).read_bytes()
+  except IsADirectoryError as error:
+    name = os.path.basename(os.fspath(path))
+    raise IsADirectoryError(error.errno, f"{name} is a folder, no file") from None
 
 
 def write(path: epath.Path, text: str):
@@ -285,6 +301,7 @@ def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
 
 
 _LOCK, _CONTENT = "lock", "content"
+_ABANDONED = re.compile(r"\.[0-9]+$")
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -331,7 +348,7 @@ def _new_lock(building: pathlib.Path) -> int | None:
 
 def _remove_abandoned(building: pathlib.Path):
   """Removes what a killed process of this machine left; leaves what may be another's."""
-  if not building.name.rpartition(".")[2].isdecimal():
+  if not _ABANDONED.search(building.name) or building.is_symlink():
     return
   with contextlib.suppress(OSError, ValueError):
     inside = set(os.listdir(building))

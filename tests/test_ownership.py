@@ -106,11 +106,38 @@ def test_an_owner_elsewhere_is_watched_and_replaced_by_one(folder, capsys):
     thread.join()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 3}'])
+def test_an_owner_whose_start_may_not_be_seen_is_watched(folder, monkeypatch, tmp_path):
+  monkeypatch.setattr(ownership, "_PROC", tmp_path / "hidepid")
+
+  def refuse(pid, number):
+    raise PermissionError
+
+  monkeypatch.setattr(os, "kill", refuse)
+  owner = take(folder)
+  with pytest.raises(UserError, match=f"is in use: process {os.getpid()} on "):
+    Ownership(folder)
+  owner.release()
+  claim(folder, 7)  # It gives no sign.
+  take(folder).release()
+
+  def find_none(pid, number):
+    raise ProcessLookupError
+
+  monkeypatch.setattr(os, "kill", find_none)
+  claim(folder, 9)
+  began = time.monotonic()
+  take(folder).release()
+  assert time.monotonic() - began < ownership.SILENCE
+
+
+@pytest.mark.parametrize(
+  "text", ["", "{", "[]", '{"host": 3}', "[" * 200_000, '{"host": [], "machine": 1}']
+)
 def test_a_damaged_file_is_an_owner_that_gives_no_sign(folder, text):
   (folder / "owner_00000001.json").write_text(text)
+  (folder / "owner_².json").write_text(text)
   take(folder).release()
-  assert names(folder)[-1] == "owner_00000002.json"
+  assert names(folder)[-2] == "owner_00000002.json"
 
 
 def test_who_was_suspended_and_replaced_writes_no_more(folder):

@@ -87,7 +87,7 @@ def test_a_file_names_what_the_user_allows(trap, tmp_path):
 def test_a_pipe_is_not_waited_for(tmp_path):
   os.mkfifo(tmp_path / "experiment.json")
   for read in (registry.load, config_file.read, config_file.read_data):
-    with pytest.raises(UserError, match="it is a pipe or a device"):
+    with pytest.raises(UserError, match="is a pipe or a device"):
       read(tmp_path / "experiment.json")
 
 

@@ -173,7 +173,7 @@ def test_a_file_that_does_not_serve_is_told(step, change, says, tmp_path, capsys
 def test_a_pipe_is_not_waited_for(tmp_path, capsys):
   os.mkfifo(tmp_path / "pipe")
   assert run(*STEPS, f"--compiled_step={tmp_path}/pipe", f"--job_log_dir={tmp_path}/run") == 2
-  assert "it is a pipe or a device" in capsys.readouterr().err
+  assert "is a pipe or a device" in capsys.readouterr().err
 
 
 def of_no_function(*args):
