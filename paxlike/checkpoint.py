@@ -324,6 +324,7 @@ class Checkpoints:
       except Damaged as error:
         reason = str(error)
       if restored is not None and _everywhere(True):
+        committing.check_older(self.path(other) for other in steps if other < step)
         return step, restored
       if restored is None:
         _everywhere(False)
@@ -411,7 +412,7 @@ class Checkpoints:
     return metadata, None if sums is None else sums.among(metadata["tensors"])
 
   def _read_json(self, step: int, item: str, sums: Checksums | None) -> dict[str, Any]:
-    data = (self.path(step) / item / "metadata").read_bytes()
+    data = run_folder.read_bytes(self.path(step) / item / "metadata")
     if sums is not None:
       sums.check(f"{item}/metadata", data)
     return dict(json.loads(data))

@@ -96,8 +96,10 @@ def _blocks(path: epath.Path, offset: int, length: int) -> Iterator[memoryview]:
 def _files(folder: epath.Path) -> dict[str, tuple[int, str | None]]:
   """Returns the name, size and CRC32C, if a store has that, of every file in a folder."""
   if not run_folder.is_remote(folder):
-    paths = (p for p in pathlib.Path(folder).rglob("*") if p.is_file())
-    return {p.relative_to(folder).as_posix(): (p.stat().st_size, None) for p in paths}
+    paths = [path for path in pathlib.Path(folder).rglob("*") if not path.is_dir()]
+    for path in paths:
+      run_folder.check_ends(path)
+    return {p.relative_to(folder).as_posix(): (p.stat().st_size, None) for p in paths if p.exists()}
   import fsspec
 
   store, root = fsspec.core.url_to_fs(os.fspath(folder))
@@ -231,7 +233,7 @@ def write(folder: epath.Path, *, to_come: Mapping[str, bytes] | None = None):
     name
     for path in found
     if path.startswith(f"{FOLDER}/")
-    for name in _parsed((folder / path).read_bytes())
+    for name in _parsed(run_folder.read_bytes(folder / path))
   }
   names = {name: what for name, what in found.items() if name not in covered and name != FILE}
   # OCDBT's merged index points into the processes' files; each is covered, or measured here.
@@ -368,14 +370,15 @@ def read(folder: epath.Path) -> Checksums | None:
     OSError: They cannot be read.
   """
   if not (folder / FILE).exists():
+    _files(folder)  # No reader shall wait for a pipe among them.
     return None
   name = FILE
   try:
-    files = _parsed((folder / FILE).read_bytes())
+    files = _parsed(run_folder.read_bytes(folder / FILE))
     for name in sorted(files):
       if name.startswith(f"{FOLDER}/"):
-        files = files | _parsed((folder / name).read_bytes())
-  except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+        files = files | _parsed(run_folder.read_bytes(folder / name))
+  except (ValueError, KeyError, TypeError, RecursionError, FileNotFoundError) as error:
     raise damaged(folder, f"{name}: {run_folder.reason(error)}") from error
   return Checksums(folder, files)
 

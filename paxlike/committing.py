@@ -7,7 +7,7 @@ arrays, `finalize` in process 0 once all have.
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from etils import epath
@@ -17,7 +17,10 @@ from paxlike.errors import UserError
 
 
 class _Measuring:
-  """A future of Orbax: its result, wanted when the arrays are written, is that it has checksums."""
+  """A future for Orbax.
+
+  Orbax calls `result` once the arrays are written; it then writes their checksums.
+  """
 
   def __init__(self, write: Callable[[], None]):
     self._write = write
@@ -78,7 +81,7 @@ def path_class(
 
     @classmethod
     def from_final(cls, final_path: epath.Path, **given: Any) -> Any:
-      """Returns where to write; items are part of a folder that is no checkpoint yet."""
+      """Returns where to write; the items lie in a folder that becomes a checkpoint as a whole."""
       if final_path.parent != directory:
         return atomicity.CommitFileTemporaryPath.from_final(final_path, **given)
       return super().from_final(final_path, **given)
@@ -102,6 +105,13 @@ def path_class(
   return Committing
 
 
+def check_older(folders: Iterable[epath.Path]):
+  """Raises a UserError if Orbax, when it saves, would wait for a pipe in an older checkpoint."""
+  for folder in folders:
+    with run_folder.reading(folder):
+      run_folder.check_ends(folder / "_CHECKPOINT_METADATA")
+
+
 def check_keep(keep: int | None):
   """Raises a UserError if no checkpoint would be kept: Orbax would delete each once written."""
   if keep is not None and keep < 1:
@@ -120,7 +130,7 @@ def superseded(older: Sequence[int], *, keep: int | None, preserved: int | None)
 
 
 def replace(surplus: Sequence[epath.Path], newest: epath.Path):
-  """Removes the checkpoints that `newest` is in place of, if that is what was written.
+  """Verifies `newest`, then removes the checkpoints that it replaces.
 
   Raises:
     OSError: It failed.
@@ -140,7 +150,7 @@ def replace(surplus: Sequence[epath.Path], newest: epath.Path):
 
 
 def _remove(folder: epath.Path):
-  """Removes a checkpoint, which is none as soon as that begins.
+  """Removes a checkpoint; no reader finds it once that has begun.
 
   Raises:
     OSError: It failed.

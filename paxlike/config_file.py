@@ -110,8 +110,8 @@ def _named_in_errors(path: epath.PathLike) -> Iterator[None]:
 
 def _text(path: epath.PathLike) -> str:
   try:
-    run_folder.check_ends(path)
-    return run_folder.with_own_paths(epath.Path(path).read_text(), epath.Path(path).parent)
+    text = run_folder.read_bytes(path).decode()
+    return run_folder.with_own_paths(text, epath.Path(path).parent)
   except (OSError, UnicodeDecodeError) as error:
     reason = getattr(error, "strerror", None) or error
     raise UserError(f"the config file {path} cannot be read: {reason}.") from None

@@ -75,8 +75,8 @@ def write_status(
     if not path.exists():
       return
     try:
-      status = json.loads(path.read_text())
-    except ValueError:
+      status = json.loads(run_folder.read_bytes(path))
+    except (ValueError, RecursionError):
       return
     # This process may have failed because of the one that the verdict names.
     if not isinstance(status, dict) or status.get("state") not in ("running", "failed"):

@@ -70,18 +70,29 @@ class Journal:
     self._is_out_of_reach = False  # Whether the object store has refused to write.
     self._resumed_at: int | None = None
 
+  def is_past(self, step: int, *, num_steps: int) -> bool:
+    """Returns whether the newest checkpoint is beyond the last step, and prints that.
+
+    Nothing is to be trained then, and what the folder says of the run stays true.
+    """
+    if step > num_steps:
+      self.note(f"nothing to train: checkpoint {step} is there, and the run ends at {num_steps}")
+    return step > num_steps
+
   def start(self, summary: Summary, files: Mapping[str, str | None], *, step: int, num_steps: int):
     """Opens the files and prints what will run, `step` updates being done already.
 
-    `files` are written; those that are None are removed.
+    `files` are written unless no step is left; those that are None are removed.
     """
     self._summary = summary
     self._num_steps = num_steps
     if not self._main:
       return
     self._resumed_at = step
+    if self._write_summaries:
+      metrics.check(self._folder)
     with self._writing():
-      for name, text in files.items():
+      for name, text in files.items() if step < num_steps or not step else ():
         if text is None:
           (self._folder / name).unlink(missing_ok=True)
         else:
@@ -286,11 +297,11 @@ def is_running(folder: epath.Path) -> bool:
   with run_folder.reading(path):
     if not path.exists():
       return False
-    data = path.read_bytes()
+    data = run_folder.read_bytes(path)
   try:
     status = json.loads(data)
     state, host, pid = status["state"], status["host"], int(status["pid"])
-  except (ValueError, KeyError, TypeError) as error:
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
     print(f"paxlike: {path} is damaged ({run_folder.reason(error)}): skipped", file=sys.stderr)
     return False
   if state != "running":

@@ -15,6 +15,7 @@ from typing import Any
 from etils import epath
 
 from paxlike import run_folder
+from paxlike.errors import UserError
 from paxlike.growing import MAX_BYTES, GrowingFile
 
 _PREFIX = "object:"  # Of file names that tensorboardX passes to `_Objects`.
@@ -29,6 +30,14 @@ def files(folder: epath.Path) -> list[epath.Path]:
   single = folder / "metrics.jsonl"
   parts = sorted(folder.glob("metrics/part-*.jsonl"))
   return [single, *parts] if single.exists() else parts
+
+
+def check(folder: epath.Path):
+  """Raises UserError if something in the place of a file of records is none, such as a folder."""
+  for path in [] if run_folder.is_remote(folder) else files(folder):
+    if not os.path.isfile(path):  # To etils a pipe is a file.
+      kind = "a folder" if os.path.isdir(path) else "a pipe or a device"
+      raise UserError(f"{path} is {kind}, where the run keeps its metrics: move it away.")
 
 
 def records(folder: epath.Path) -> Iterator[dict[str, Any]]:
@@ -53,7 +62,7 @@ def read(path: epath.Path) -> Iterator[dict[str, Any]]:
 
   A last line cut short by a kill is none, and no news.
   """
-  lines = path.read_bytes().splitlines(keepends=True)
+  lines = run_folder.read_bytes(path).splitlines(keepends=True)
   damaged = []
   for number, line in enumerate(lines, 1):
     try:
@@ -61,7 +70,7 @@ def read(path: epath.Path) -> Iterator[dict[str, Any]]:
       known = type(record["updates"]) is int
       if not known or not all(isinstance(record.get(key, ""), str) for key in ("kind", "set")):
         raise TypeError
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
       if number < len(lines) or line.endswith(b"\n"):
         damaged.append(number)
       continue
@@ -96,9 +105,7 @@ class JsonlWriter:
     Parts that an object store has held are merged into the file and removed.
     """
     kept = "".join(_line(r) for r in records(path.parent) if r["updates"] <= step)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(kept)
-    temporary.replace(path)
+    run_folder.write(path, kept)
     for part in path.parent.glob("metrics/part-*.jsonl"):
       part.unlink(missing_ok=True)
     with contextlib.suppress(OSError):

@@ -103,8 +103,8 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
   """
   path = epath.Path(path)
   try:
-    run_folder.check_ends(path)
-    saved = json.loads(run_folder.with_own_paths(path.read_text(), path.parent))
+    text = run_folder.read_bytes(path).decode()
+    saved = json.loads(run_folder.with_own_paths(text, path.parent))
     name, knobs = str(saved["experiment"]), dict(saved["knobs"])
     data = str(saved.get("data", ""))
     if not all(isinstance(text, str) for text in knobs.values()):

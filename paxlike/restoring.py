@@ -194,14 +194,14 @@ def began_with(folder: epath.Path, *, given: Restore | None) -> Restore | None:
   if not file.exists():
     return None
   try:
-    told = json.loads(file.read_text())
+    told = json.loads(run_folder.read_bytes(file))
     restore = Restore(
       path=told["path"],
       step=told["step"],
       include=tuple(told["include"]),
       ignore=tuple(told["ignore"]),
     )
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
     raise UserError(
       f"{file}, which tells what the run began with, is damaged: {error!r}."
     ) from error

@@ -228,6 +228,8 @@ class Trainer:
       progress.enter("restore")
       state, data_state, origin = self.origin(folder).state(saved, self.optimizer, journal)
       start = int(state.step)
+      if journal.is_past(start, num_steps=self.num_steps):
+        return 0
       best.forget(after=start)
       if self.has_reference:
         state = dataclasses.replace(state, reference=self.origin(folder).reference(state))
@@ -235,8 +237,7 @@ class Trainer:
       meter = Meter(depth=self.feed.steps_in_flight)
       with self._batches(data_state, updates=start) as batches:
         # Whatever may refuse the run comes before the first that it writes.
-        first = [next(batches)] if start < self.num_steps else []
-        batches = itertools.chain(first, batches)
+        batches = itertools.chain([next(batches)] if start < self.num_steps else [], batches)
         journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
         if best.lacks(start) and _due(start - 1, self.eval_every):
           # The run was stopped before it.

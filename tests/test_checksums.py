@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 import json
+import os
 import pathlib
 import shutil
 
@@ -135,6 +136,31 @@ def test_an_array_that_is_not_there_is_refused(tmp_path):
   ):
     with pytest.raises(UserError, match=r"is damaged \(array params\.d is missing\)"):
       read()
+
+
+PLACES = ("metadata/metadata", "train_input/metadata", "state/_METADATA", "_CHECKPOINT_METADATA")
+
+
+@pytest.mark.parametrize("place", [*PLACES, "checksums.json", "checksums/process_0.json"])
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(tmp_path, capsys, place, has_checksums):
+  saved = saved_in(tmp_path, steps=(1, 2))
+  (saved.path(2) / place).unlink()
+  if not has_checksums:
+    (saved.path(2) / checksums.FILE).unlink(missing_ok=True)
+  os.mkfifo(saved.path(2) / place)
+  found = saved.restore_latest_valid(target(), layout=LAYOUT)
+  assert found is not None and found[0] == 1
+  assert "00000002 is damaged" in capsys.readouterr().err
+  assert verify.run([str(tmp_path)]) == 1
+
+
+def test_a_pipe_in_an_older_checkpoint_ends_a_run_before_it_saves(tmp_path):
+  saved = saved_in(tmp_path, steps=(1, 2))
+  (saved.path(1) / "_CHECKPOINT_METADATA").unlink()
+  os.mkfifo(saved.path(1) / "_CHECKPOINT_METADATA")
+  with pytest.raises(UserError, match="00000001 cannot be read: _CHECKPOINT_METADATA is a pipe"):
+    saved.restore_latest_valid(target(), layout=LAYOUT)
 
 
 def test_an_edited_list_of_tensors_is_damage_and_not_another_experiment(tmp_path, capsys):

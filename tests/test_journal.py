@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import errno
 import json
+import os
 import re
 
 import jax
@@ -22,8 +23,8 @@ LINE = re.compile(
 
 
 @pytest.fixture
-def journal(tmp_path):
-  summary = Summary(
+def summary():
+  return Summary(
     num_trained=10,
     num_params=10,
     batch_size=4,
@@ -32,6 +33,10 @@ def journal(tmp_path):
     flops=TrainingFlops(full=5e9, causal=4e9),
     attention="xla",
   )
+
+
+@pytest.fixture
+def journal(summary, tmp_path):
   with Journal(epath.Path(tmp_path)) as journal:
     journal.start(summary, {"config.txt": "text"}, step=0, num_steps=4)
     yield journal
@@ -92,6 +97,41 @@ def test_a_full_disk_is_named_in_one_line(journal, tmp_path, monkeypatch):
   with pytest.raises(UserError, match=f"{tmp_path} cannot be written: No space left") as error:
     journal.step(reading(3), due=True)
   assert len(str(error.value).splitlines()) == 1
+
+
+def files_of(folder):
+  return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("place", ["metrics.jsonl", "metrics/part-00000000.jsonl"])
+@pytest.mark.parametrize(("make", "says"), [(os.mkfifo, "a pipe or"), (os.mkdir, "a folder")])
+def test_what_is_no_file_of_records_is_refused_before_anything_is_written(
+  summary, tmp_path, place, make, says
+):
+  (tmp_path / place).parent.mkdir(exist_ok=True)
+  make(tmp_path / place)
+  (tmp_path / "config.txt").write_text("before")
+  refused = pytest.raises(UserError, match=rf"/{place} is {says}.*move it away")
+  with refused, Journal(epath.Path(tmp_path)) as journal:
+    journal.start(summary, {"config.txt": "text"}, step=0, num_steps=4)
+  assert files_of(tmp_path) == {"config.txt": b"before"}
+
+
+def test_a_run_without_steps_left_keeps_what_its_folder_says(summary, tmp_path, capsys):
+  (tmp_path / "config.txt").write_text("before")
+  with Journal(epath.Path(tmp_path)) as journal:
+    assert journal.is_past(4, num_steps=3)
+    assert not journal.is_past(4, num_steps=4)
+    assert files_of(tmp_path) == {"config.txt": b"before"}
+    journal.start(summary, {"config.txt": "text"}, step=4, num_steps=4)
+  assert files_of(tmp_path)["config.txt"] == b"before"
+  assert capsys.readouterr().out.startswith("nothing to train: checkpoint 4 is there")
+
+
+def test_a_pipe_in_the_place_of_status_is_not_waited_for(tmp_path):
+  os.mkfifo(tmp_path / "status.json")
+  with pytest.raises(UserError, match=r"status\.json is a pipe or a device"):
+    is_running(epath.Path(tmp_path))
 
 
 def test_skipped_steps_are_counted_in_a_row(journal):

@@ -140,6 +140,14 @@ def test_a_damaged_file_is_an_owner_that_gives_no_sign(folder, text):
   assert names(folder)[-2] == "owner_00000002.json"
 
 
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(folder):
+  os.mkfifo(folder / "owner_00000005.json")
+  refused = pytest.raises(UserError, match=r"owner_00000005\.json is a pipe or a device")
+  with refused, ownership.owned(folder):
+    pass
+  assert names(folder) == ["owner_00000005.json"]
+
+
 def test_who_was_suspended_and_replaced_writes_no_more(folder):
   owner = take(folder)
   claim(folder, 2, host="elsewhere", pid=7)

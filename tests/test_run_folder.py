@@ -70,6 +70,16 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_alone(tmp_path):
   assert os.listdir(tmp_path) == ["taken"]
 
 
+def test_only_what_a_killed_process_left_is_removed(tmp_path):
+  victim = tmp_path / "victim"
+  victim.mkdir()
+  (tmp_path / ".out.123").symlink_to(victim)
+  (tmp_path / ".out.²").mkdir()
+  with run_folder.built(tmp_path / "out", flag="out") as building:
+    (building / "file").touch()
+  assert sorted(os.listdir(tmp_path)) == sorted([".out.123", ".out.²", "out", "victim"])
+
+
 def test_a_file_is_replaced_as_a_whole(tmp_path):
   folder = run_folder.create(str(tmp_path))
   for text in ("one", "two"):
