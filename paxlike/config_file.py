@@ -29,7 +29,7 @@ from etils import epath
 from fiddle import history
 
 from paxlike import graph_text, knob_types, run_folder, symbols
-from paxlike.errors import UserError
+from paxlike.errors import UserError, one_line
 from paxlike.graph_data import Part, Symbol
 from paxlike.graph_edits import call_fiddler, set_path
 from paxlike.graph_text import describe, difference
@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 _VERSION = 1
+_ROOT = "paxlike.trainer:Trainer"
+_MAX_VALUES = 100_000  # In a graph; those of the package have less than 2,000.
 _BUILDABLES: dict[str, type[fdl.Buildable]] = {
   "config": fdl.Config,
   "partial": fdl.Partial,
@@ -64,10 +66,20 @@ def dump(graph: Any) -> str:
 
 
 def read(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Any:
-  """Returns the graph in a file, local or on a bucket; the rest is as of `load`."""
+  """Returns the graph of a run in a file, local or on a bucket; the rest is as of `load`.
+
+  Raises:
+    UserError: Also if its root is another than a trainer, and not of `allow_modules` either.
+  """
   text = _text(path)
+  allow_modules = tuple(filter(None, allow_modules))
   with _named_in_errors(path):
-    return load(text, allow_modules=allow_modules)
+    graph = load(text, allow_modules=allow_modules)
+    name = symbols.name_of(fdl.get_callable(graph)) if isinstance(graph, fdl.Config) else ""
+    if name != _ROOT and not symbols.within(name.partition(":")[0], allow_modules):
+      found = symbols.shortened(name) if name else type(graph).__name__
+      raise UserError(f"there is a {found} where a Trainer should be.")
+    return graph
 
 
 def load(text: str, *, allow_modules: Iterable[str] = ()) -> Any:
@@ -240,10 +252,15 @@ def _names(node: Any) -> Iterator[str]:
 
 
 class _Read(abc.ABC):
-  """One pass over JSON."""
+  """One pass over JSON.
+
+  What a graph holds in several places counts as often: comparing, hashing and printing take as
+  long as for that many values, and a few lines can hold one list in 2**40 places.
+  """
 
   def __init__(self):
-    self._by_id: dict[int, Any] = {}
+    self._by_id: dict[int, tuple[Any, int]] = {}  # With what each counts.
+    self._count = 0
 
   @abc.abstractmethod
   def _symbol(self, name: str, path: str) -> Any:
@@ -254,13 +271,17 @@ class _Read(abc.ABC):
     """Returns what stands for a `Buildable` of this kind."""
 
   def value(self, node: Any, path: str) -> Any:
+    before = self._count
+    self._add(1 + (len(node) // 64 if isinstance(node, str) else 0))
     if node is None or isinstance(node, bool | int | float | str):
       return node
     if not isinstance(node, dict):
       raise _corrupt(path)
     match node:
       case {"same_as": int(number), **rest} if number in self._by_id and not rest:
-        return self._by_id[number]
+        value, count = self._by_id[number]
+        self._add(count)
+        return value
       case {"float": str(text), **rest} if text in ("inf", "-inf", "nan") and not rest:
         return float(text)
       case {"dtype": str(name), **rest} if name in knob_types.DTYPES and not rest:
@@ -268,18 +289,18 @@ class _Read(abc.ABC):
       case {"symbol": str(name), **rest} if not rest:
         return self._symbol(name, path)
       case {"list": list(items), **rest} if rest.keys() <= {"id"}:
-        return self._keep(rest, self._list(items, path))
+        return self._keep(rest, self._list(items, path), before)
       case {"tuple": list(items), **rest} if rest.keys() <= {"id"}:
-        return self._keep(rest, tuple(self._list(items, path)))
+        return self._keep(rest, tuple(self._list(items, path)), before)
       case {"set": list(items), **rest} if rest.keys() <= {"id"}:
-        return self._keep(rest, _hashed(set, self._list(items, path), path))
+        return self._keep(rest, _hashed(set, self._list(items, path), path), before)
       case {"frozenset": list(items), **rest} if rest.keys() <= {"id"}:
-        return self._keep(rest, _hashed(frozenset, self._list(items, path), path))
+        return self._keep(rest, _hashed(frozenset, self._list(items, path), path), before)
       case {"dict": list(items), **rest} if rest.keys() <= {"id"}:
-        return self._keep(rest, self._dict(items, path))
+        return self._keep(rest, self._dict(items, path), before)
     for kind in _BUILDABLES:
       if kind in node and node.keys() <= {kind, "positional", "arguments", "id"}:
-        return self._keep(node, self._buildable(kind, node, path))
+        return self._keep(node, self._buildable(kind, node, path), before)
     raise _corrupt(path)
 
   def _list(self, items: list[Any], path: str) -> list[Any]:
@@ -288,7 +309,10 @@ class _Read(abc.ABC):
   def _dict(self, items: list[Any], path: str) -> dict[Any, Any]:
     if not all(isinstance(item, list) and len(item) == 2 for item in items):
       raise _corrupt(path)
-    pairs = [(self.value(key, path), self.value(item, f"{path}[{key!r}]")) for key, item in items]
+    pairs = [
+      (self.value(key, path), self.value(item, f"{path}[{one_line(repr(key), limit=100)}]"))
+      for key, item in items
+    ]
     return _hashed(dict, pairs, path)
 
   def _buildable(self, kind: str, node: dict[str, Any], path: str) -> Any:
@@ -297,17 +321,27 @@ class _Read(abc.ABC):
     if not all(isinstance(part, shape) for shape, part in shapes.items()):
       raise _corrupt(path)
     args = self._list(positional, path)
-    kwargs = {name: self.value(v, f"{path}.{name}") for name, v in named.items()}
+    kwargs = {
+      name: self.value(v, f"{path}.{one_line(name, limit=100)}") for name, v in named.items()
+    }
     return self._part(kind, node[kind], args, kwargs, path)
 
-  def _keep(self, node: dict[str, Any], value: Any) -> Any:
+  def _add(self, count: int):
+    self._count += count
+    if self._count > _MAX_VALUES:
+      raise UserError(
+        f"the config file holds more than {_MAX_VALUES:,} values, each counted in every place where"
+        " it stands."
+      )
+
+  def _keep(self, node: dict[str, Any], value: Any, before: int) -> Any:
     if isinstance(node.get("id"), int):
-      self._by_id[node["id"]] = value
+      self._by_id[node["id"]] = value, self._count - before
     return value
 
 
 class _Load(_Read):
-  """Of JSON whose names have been checked: the graph."""
+  """Reads JSON whose names were checked, into a graph."""
 
   def __init__(self, allow_modules: tuple[str, ...]):
     super().__init__()
@@ -333,7 +367,7 @@ class _Load(_Read):
 
 
 class _LoadData(_Read):
-  """Of any JSON: what it says, as data."""
+  """Reads any JSON, into data."""
 
   def _symbol(self, name: str, path: str) -> Symbol:
     if not symbols.is_name(name):

@@ -52,7 +52,7 @@ def value_text(value: Any) -> str:
   value = graph_data.of(value)
   if isinstance(value, Part):
     arguments = [
-      value_text(item) if isinstance(name, int) else f"{name}={value_text(item)}"
+      value_text(item) if isinstance(name, int) else f"{_spelt(name)}={value_text(item)}"
       for name, item in value.arguments.items()
     ]
     return f"{value.kind}({', '.join([value_text(value.target), *arguments])})"
@@ -82,7 +82,12 @@ def _children(value: Any) -> list[tuple[str, Any]]:
 
 
 def _step(name: str | int) -> str:
-  return f"[{name}]" if isinstance(name, int) else f".{name}"
+  return f"[{name}]" if isinstance(name, int) else f".{_spelt(name)}"
+
+
+def _spelt(name: str) -> str:
+  """Returns the name of an argument, which a file may have filled with a terminal's escapes."""
+  return name if name.isprintable() else repr(name)
 
 
 def _in_order(value: fdl.Buildable) -> list[str | int]:

@@ -46,7 +46,7 @@ def find(name: str) -> type[Experiment]:
   if found is not None:
     return found
   if "." in name:
-    return _import(name)
+    return _import(name, f"--fdl_config={name}")
   hint = did_you_mean(name, [path.rpartition(".")[2] for path in registered()])
   raise UserError(f"no experiment {name}.{hint or ' --list shows all of them.'}")
 
@@ -120,23 +120,26 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
       f"{path} is of the experiment {name}, which is not part of paxlike. Only if you trust it:"
       f" --fdl_allow_modules={module or name}"
     )
-  family = found or find(name)
-  experiment = (with_data(family, data) if data else family)()
-  for knob, text in knobs.items():
-    experiment.set(knob, text, source=path.name)
+  try:
+    family = found or _import(name, f"the experiment {name}")
+    experiment = (with_data(family, data) if data else family)()
+    for knob, text in knobs.items():
+      experiment.set(knob, text, source=path.name)
+  except UserError as error:
+    raise UserError(f"{path}: {error}") from error
   return experiment
 
 
-def _import(path: str) -> type[Experiment]:
+def _import(path: str, given: str) -> type[Experiment]:
   module_name, _, class_name = path.rpartition(".")
   try:
     module = symbols.import_module(module_name)
   except ModuleNotFoundError as error:
     if error.name and (module_name + ".").startswith(error.name + "."):
       raise UserError(
-        f"--fdl_config={path}: no module {error.name} in {os.getcwd()} or among the installed."
+        f"{given}: no module {error.name} in {os.getcwd()} or among the installed."
       ) from None
-    raise UserError(f"--fdl_config={path}: importing {module_name} failed: {error}.") from error
+    raise UserError(f"{given}: importing {module_name} failed: {error}.") from error
   found = getattr(module, class_name, None)
   if found is None:
     classes = [
@@ -145,7 +148,7 @@ def _import(path: str) -> type[Experiment]:
     hint = (
       did_you_mean(class_name, classes) or f" It has: {', '.join(classes) or 'no experiments'}."
     )
-    raise UserError(f"--fdl_config={path}: {module_name} has no {class_name}.{hint}")
+    raise UserError(f"{given}: {module_name} has no {class_name}.{hint}")
   if not (isinstance(found, type) and issubclass(found, Experiment)):
-    raise UserError(f"--fdl_config={path} is no subclass of paxlike.experiment.Experiment.")
+    raise UserError(f"{given} is no subclass of paxlike.experiment.Experiment.")
   return found

@@ -17,6 +17,7 @@ import pytest
 from paxlike import config_file, graph_data, layers
 from paxlike.errors import UserError
 from paxlike.layers import attention_kernels, stack
+from paxlike.trainer import Trainer
 
 
 class Mine:
@@ -344,6 +345,55 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(text):
     assert isinstance(loaded, list)
 
 
+def doubled(kind: str, last: Any, *, levels: int = 44) -> Any:
+  """Returns a collection that holds another twice, which holds ..."""
+  value = {kind: [last], "id": 1}
+  for number in range(1, levels):
+    value = {kind: [value, {"same_as": number}], "id": number + 1}
+  return value
+
+
+@pytest.mark.parametrize(
+  "value",
+  [
+    doubled("list", 1),
+    doubled("list", {"config": "builtins:dict"}),
+    {"set": [doubled("tuple", 1)]},
+    {"dict": [[doubled("tuple", 1), 1]]},
+    doubled("list", "x" * 64_000, levels=9),
+  ],
+  ids=["list", "graph", "set", "key", "text"],
+)
+def test_a_few_lines_that_stand_for_a_million_values_are_refused(value, tmp_path):
+  text = saved({"config": "builtins:dict", "arguments": {"x": value}})
+  (tmp_path / "config.json").write_text(text)
+  for read, source in ((config_file.load, text), (config_file.read_data, tmp_path / "config.json")):
+    with pytest.raises(UserError, match="holds more than 100,000 values"):
+      read(source)
+
+
+@pytest.mark.parametrize(
+  ("root", "found"),
+  [
+    ({"config": "builtins:dict"}, "dict"),
+    ({"config": "optax:adam"}, "optax.adam"),
+    ({"symbol": "paxlike.trainer:Trainer"}, "type"),
+    ({"partial": "paxlike.trainer:Trainer"}, "Partial"),
+    ({"list": []}, "list"),
+    (None, "NoneType"),
+    (3, "int"),
+  ],
+  ids=str,
+)
+def test_the_root_of_a_run_is_a_trainer(tmp_path, root, found):
+  path = tmp_path / "config.json"
+  path.write_text(saved(root))
+  with pytest.raises(UserError, match=f"config.json: there is a {found} where a Trainer should be"):
+    config_file.read(path)
+  path.write_text(saved({"config": f"{__name__}:Mine"}))
+  assert config_file.read(path, allow_modules=iter([__name__])) == fdl.Config(Mine)
+
+
 def walk(data: Any):
   """Yields all that a graph as data holds."""
   yield data
@@ -383,8 +433,9 @@ def test_a_graph_from_a_file_differs_as_the_graph_does(tmp_path):
 
 def test_files_are_read_or_refused_by_name(tmp_path):
   path = tmp_path / "config.json"
-  path.write_text(config_file.dump(transformer()))
-  assert config_file.read(str(path)) == transformer()
+  graph = fdl.Config(Trainer, model=transformer())
+  path.write_text(config_file.dump(graph))
+  assert config_file.read(str(path)) == graph
   with pytest.raises(UserError, match=r"nowhere\.json cannot be read: No such file"):
     config_file.read(tmp_path / "nowhere.json")
   path.write_bytes(b"\xff\xfe\x00")

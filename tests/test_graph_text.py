@@ -2,6 +2,7 @@
 """Laws of graphs as text."""
 
 import copy
+import json
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 from paxlike import config_file, graph_text
+from paxlike.errors import UserError
 
 
 def make(a: Any = 1, b: Any = 2.5, *, c: Any = None):
@@ -136,3 +138,26 @@ def test_the_order_is_that_of_the_signature():
 
 def test_the_front_reexports():
   assert config_file.describe is graph_text.describe
+
+
+def saved(graph):
+  return json.dumps({"paxlike_graph": 1, "graph": graph})
+
+
+def test_what_a_file_names_does_not_steer_a_terminal(tmp_path):
+  name = "\x1b]0;x\x07\n"
+  path = tmp_path / "config.json"
+  path.write_text(saved({"config": "builtins:dict", "arguments": {name: {"list": [1, {"x": 1}]}}}))
+  with pytest.raises(UserError) as error:
+    config_file.read_data(path)
+  assert str(error.value).isprintable()
+  part = {"config": "builtins:dict", "arguments": {name: 2}}
+  path.write_text(saved({"config": "builtins:dict", "arguments": {name: 1, "y": part}}))
+  data, graph = config_file.read_data(path), config_file.load(path.read_text())
+  for text in (
+    config_file.describe(graph),
+    config_file.difference(data, fdl.Config(dict)),
+    config_file.difference(fdl.Config(dict), data),
+  ):
+    assert "'\\x1b]0;x\\x07\\n'" in text
+    assert all(line.isprintable() for line in text.splitlines())

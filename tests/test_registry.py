@@ -75,6 +75,24 @@ def test_a_file_names_only_experiments_of_the_package(trap, tmp_path, name):
   assert str(tmp_path) not in sys.path
 
 
+@pytest.mark.parametrize(
+  ("name", "knobs", "says"),
+  [
+    ("paxlike.experiments..x", {}, "the experiment paxlike.experiments..x: no module"),
+    ("paxlike.experiments.gpt.Nothing", {}, "paxlike.experiments.gpt has no Nothing"),
+    ("paxlike.experiments.gpt.datasets", {}, "gpt.datasets is no subclass"),
+    ("Synthetic126M", {"NO_SUCH": "1"}, "NO_SUCH"),
+    ("Synthetic126M", {"NUM_LAYERS": "x"}, "NUM_LAYERS='x': expected"),
+  ],
+)
+def test_a_mistake_in_a_file_is_blamed_on_the_file(tmp_path, name, knobs, says):
+  path = experiment_file(tmp_path, name, knobs)
+  with pytest.raises(UserError) as error:
+    registry.load(path)
+  assert str(error.value).startswith(f"{path}: ") and says in str(error.value)
+  assert "--fdl_config" not in str(error.value)
+
+
 def test_a_file_names_what_the_user_allows(trap, tmp_path):
   path = experiment_file(tmp_path, "trap_experiments.Mine", {"NUM_LAYERS": "3"})
   found = registry.load(path, allow_modules=["trap_experiments"])
