@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from paxlike import checksums, committing, relayout, run_folder
 from paxlike.checksums import Checksums, Damaged
-from paxlike.errors import RunError, UserError
+from paxlike.errors import RunError, UserError, one_line
 from paxlike.layers.layout import Layout
 
 Flat = dict[str, Any]
@@ -139,13 +139,12 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints, oldest first."""
-    prefix = "checkpoint_"
     complete = self._ocp.utils.is_checkpoint_finalized
     with run_folder.reading(self._directory):
       if not self._directory.exists():
         return []
-      found = {p.name.removeprefix(prefix): p for p in self._directory.glob(f"{prefix}*")}
-      return sorted(int(step) for step, p in found.items() if step.isdigit() and complete(p))
+      found = ((committing.step_of(p.name), p) for p in self._directory.glob("checkpoint_*"))
+      return sorted(step for step, p in found if step is not None and complete(p))
 
   def latest(self) -> int | None:
     """Returns the newest step, None if there is none."""
@@ -330,7 +329,7 @@ class Checkpoints:
         _everywhere(False)
       del restored  # Before the next one is read: there may be no room for two.
       self._damaged.add(step)
-      print(f"paxlike: {reason}", file=sys.stderr)
+      print(f"paxlike: {one_line(reason)}", file=sys.stderr)
     if steps:
       raise UserError(
         f"no checkpoint in {self._directory} can be read; move it away to start anew."

@@ -5,6 +5,7 @@ Orbax calls them behind the training loop: the future's in every process once it
 arrays, `finalize` in process 0 once all have.
 """
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,8 @@ from etils import epath
 
 from paxlike import checksums, run_folder
 from paxlike.errors import UserError
+
+_FOLDER = re.compile(r"checkpoint_([0-9]{8}|[1-9][0-9]{8,})")
 
 
 class _Measuring:
@@ -103,6 +106,12 @@ def path_class(
       after(final)
 
   return Committing
+
+
+def step_of(name: str) -> int | None:
+  """Returns the step whose checkpoint has a folder of this name, None if it is of none."""
+  match = _FOLDER.fullmatch(name)
+  return int(match[1]) if match else None
 
 
 def check_older(folders: Iterable[epath.Path]):

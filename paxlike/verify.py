@@ -5,18 +5,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from paxlike import run_folder, tables
+from paxlike import console, run_folder, tables
 from paxlike.errors import UserError, one_line
 
 _HELP = """\
 Verifies every checkpoint in DIR, the folder of a run or of its checkpoints, or the one checkpoint
 that DIR is: every file against the checksum that was made when it was written. Prints a line for
-each. Exits with 0 if all are whole, 1 if one is damaged, 2 if there is none.
+each. A checkpoint that was written without checksums, by an earlier version, cannot be verified and
+counts as whole; one that its run removes meanwhile does not count. All DIRs are looked at. Exits
+with 1 if a checkpoint is damaged; else with 2 if there is none in one of the DIRs, or it cannot be
+read; else with 0.
 """
 
 
 def main() -> int:
   """Entry point of the `paxlike-verify` command. Returns the exit status."""
+  console.outlive_readers()
   return run(sys.argv[1:])
 
 
@@ -25,23 +29,31 @@ def run(argv: Sequence[str]) -> int:
   parser = argparse.ArgumentParser(prog="paxlike-verify", description=_HELP)
   parser.add_argument("folders", nargs="+", metavar="DIR")
   options = parser.parse_args(argv)
+  statuses = {0}
   try:
-    return max([_verify(path) for path in options.folders])
-  except UserError as error:
-    print(f"paxlike-verify: {one_line(error)}", file=sys.stderr)
-    return 2
+    for path in options.folders:
+      try:
+        statuses.add(_verify(path))
+      except UserError as error:
+        print(f"paxlike-verify: {one_line(error)}", file=sys.stderr)
+        statuses.add(2)
   except KeyboardInterrupt:
     return 130
+  return 1 if 1 in statuses else max(statuses)
 
 
 def _verify(path: str) -> int:
-  """Verifies the checkpoints in a folder. Returns 1 if one is damaged, else 0."""
+  """Verifies the checkpoints in a folder. Returns 1 if one is damaged, else 0.
+
+  Raises:
+    UserError: There is none, or the folder cannot be read.
+  """
   # Here, after the flags have been found good; without devices, which only take time.
+  from paxlike import committing
   from paxlike.checkpoint import Checkpoints
 
   folder = run_folder.absolute(path)
-  wanted = folder.name.removeprefix("checkpoint_")
-  step = int(wanted) if wanted != folder.name and wanted.isdigit() else None
+  step = committing.step_of(folder.name)
   directory = folder.parent if step is not None else folder
   if step is None and (folder / "checkpoints").exists():
     directory = folder / "checkpoints"
@@ -54,6 +66,9 @@ def _verify(path: str) -> int:
     try:
       size = saved.verify(one)
     except UserError as error:
+      if one not in saved.steps():
+        print(f"{saved.path(one)} was removed meanwhile")
+        continue
       print(one_line(error))
       damaged = 1
       continue

@@ -255,6 +255,46 @@ def test_the_command_says_of_each_checkpoint_whether_it_is_whole(tmp_path, capsy
   assert "no checkpoint 1" in capsys.readouterr().err
 
 
+def test_the_command_looks_at_every_folder(tmp_path, capsys):
+  saved = saved_in(tmp_path / "run" / "checkpoints", steps=(1,))
+  (tmp_path / "empty").mkdir()
+  (tmp_path / "run" / "checkpoints" / "checkpoint_²").mkdir()
+  folders = [str(tmp_path / name) for name in ("nowhere", "empty", "run")]
+  assert verify.run(folders) == 2
+  out, err = capsys.readouterr()
+  assert "00000001 is whole" in out and "nowhere" in err and "empty" in err
+  change(largest(saved.path(1)))
+  assert verify.run(folders) == 1
+  assert "00000001 is damaged" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_damaged(tmp_path, monkeypatch, capsys):
+  saved_in(tmp_path, steps=(1, 2))
+  listed = Checkpoints.steps
+
+  def steps(self):
+    found = listed(self)
+    shutil.rmtree(self.path(1), ignore_errors=True)
+    return found
+
+  monkeypatch.setattr(Checkpoints, "steps", steps)
+  assert verify.run([str(tmp_path)]) == 0
+  first, second = capsys.readouterr().out.splitlines()
+  assert "00000001 was removed meanwhile" in first and "00000002 is whole" in second
+
+
+def test_what_only_looks_like_a_checkpoint_prevents_nothing(tmp_path):
+  saved_in(tmp_path, steps=(1,))
+  for name in ("checkpoint_²", "checkpoint_1", "checkpoint_99999999999999999999"):
+    (tmp_path / name).mkdir()
+  (tmp_path / "checkpoint_00000009").touch()
+  with Checkpoints(tmp_path, keep=None) as saved:
+    found = saved.restore_latest_valid(target(), layout=LAYOUT)
+    assert found is not None and found[0] == 1
+    saved.save(2, state(2), layout=LAYOUT, train_input={})
+  assert saved.steps() == [1, 2]
+
+
 @pytest.mark.parametrize(
   "place",
   [{"position": -1}, {"position": 2**50}, {"position": 1.5}, {"epoch": -1}, {"epoch": None}],
