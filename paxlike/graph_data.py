@@ -47,7 +47,7 @@ class Part:
   defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def __eq__(self, other: object) -> bool:
-    """Returns whether both say the same, be it that one says a default."""
+    """Returns whether both say the same; an argument set to its default equals one not set."""
     if not isinstance(other, Part) or (self.kind, self.target) != (other.kind, other.target):
       return False
     defaults = self.defaults or other.defaults

@@ -59,7 +59,7 @@ def annotations(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def misfit(annotation: Any, value: Any) -> str | None:
-  """Returns what is expected instead of `value`; None if it fits, or nobody can tell."""
+  """Returns what is expected instead of `value`; None if it fits, or that is not known."""
   if annotation is Any or isinstance(value, fdl.Buildable | os.PathLike):
     return None
   value = value.item() if isinstance(value, np.generic) else value
@@ -115,7 +115,7 @@ def _nodes(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, fdl.Bui
 def _missing(node: fdl.Buildable) -> str | None:
   """Returns the first argument without which a part cannot be made.
 
-  Of a factory, parents give what is positional, and a few others by name.
+  For a `Partial`, the parent passes the positional arguments and some by name.
   """
   given = node.__arguments__
   positional = sum(isinstance(name, int) for name in given)

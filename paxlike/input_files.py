@@ -31,7 +31,7 @@ _CACHED = ("models--", "datasets--")
 
 
 class Identity(NamedTuple):
-  """By which a file is known to be the one that was read before."""
+  """Identifies a file, to notice that it was replaced or changed."""
 
   device: int
   inode: int

@@ -69,7 +69,7 @@ def failures() -> tuple[type[Exception], ...]:
 def reason(error: BaseException) -> str:
   """Returns in one line what an error says."""
   text = getattr(error, "strerror", None) or str(error).strip() or repr(error)
-  # Of a store's error 404, clients tell nothing but the URL.
+  # Of a store's error 404, clients report nothing but the URL.
   found = "not found: " if isinstance(error, FileNotFoundError) and error.errno is None else ""
   return found + text.splitlines()[0].rstrip(".")[:600]
 

@@ -39,7 +39,7 @@ _COMPILED = [
   "host_callbacks",
   "executable_devices",
 ]
-# What is told of a difference in what has no words of its own.
+# Messages for header fields whose values mean nothing to a person.
 _SAID = {
   "arrays": "its step takes other arrays",
   "program": "its step computes something else",
@@ -50,7 +50,7 @@ _SAID = {
 def _header(
   lowered: jax.stages.Lowered, devices: jax.sharding.Mesh, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns what a step is compiled for, by the words in which a difference is told."""
+  """Returns what a step is compiled for, by the names that messages use."""
   every = devices.devices.flat
   names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
   flags = sorted({flag for name in names for flag in os.environ.get(name, "").split()})
@@ -141,9 +141,9 @@ def load(
     raise UserError(f"--compiled_step={path} is damaged.")
   for name, wanted in _header(lowered, devices, options).items():
     if found.get(name) != wanted:
-      told = f"it was compiled for {name} {_shown(found.get(name))}, and here it is {wanted}"
+      text = f"it was compiled for {name} {_shown(found.get(name))}, and here it is {wanted}"
       raise UserError(
-        f"--compiled_step={path} does not serve this run: {_SAID.get(name, told)}. Give the flags"
+        f"--compiled_step={path} does not serve this run: {_SAID.get(name, text)}. Give the flags"
         " that it was compiled with, or compile it anew."
       )
   try:

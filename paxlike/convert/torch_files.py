@@ -107,7 +107,7 @@ def _offset(tensor: Tensor, root: str, places: dict[str, zipfile.ZipInfo], strea
 
 
 def _check(info: zipfile.ZipInfo):
-  """Refuses an entry that is not as it is: a small one could stand for more than memory holds."""
+  """Refuses a compressed or encrypted entry: a small one could unpack to more than memory holds."""
   if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
     raise UserError(f"has {info.filename} compressed, which torch.save never does")
   if info.flag_bits & _ENCRYPTED:
