@@ -190,6 +190,11 @@ def init_params(
   return params
 
 
+def trace_init(definition: Definition, mesh: Mesh):
+  """Traces `init_params`; raises what the initialisers of the weights raise."""
+  jax.eval_shape(lambda: init_params(definition, mesh, seed=0))
+
+
 @functools.cache
 def _drawer(
   init: Any, shape: tuple[int, ...], fan_in: int, dtype: Any, stacked: bool, where: NamedSharding

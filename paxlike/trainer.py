@@ -396,11 +396,9 @@ class Trainer:
     return state, self.feed.abstract(self.train_data.no_rows())
 
   def trace(self):
-    """Traces a step, so that what cannot be computed is found before anything is written.
-
-    JAX keeps the trace: `lower` does not trace again.
-    """
+    """Traces initialisation and a step, and so finds what cannot be computed; JAX keeps both."""
     with jax.set_mesh(self.devices):
+      train_state.trace_init(self.definition, self.devices)
       self._step.trace(*self.abstract())
 
   def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:

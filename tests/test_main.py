@@ -181,6 +181,19 @@ def test_a_config_file_runs_no_command_and_writes_no_file(capsys, tmp_path, wher
     assert not trace.exists()
 
 
+def test_an_initialiser_that_cannot_be_called_so_is_found_before_anything_is_written(
+  capsys, tmp_path
+):
+  saved = json.loads(config_file.dump(registry.find("Gpt3_52k")(MAX_STEPS=1).trainer()))
+  embedding = saved["graph"]["arguments"]["model"]["arguments"]["embedding"]
+  embedding["arguments"]["init"] = {"symbol": "paxlike.layers.mlp:swiglu"}
+  bad = tmp_path / "config.json"
+  bad.write_text(json.dumps(saved))
+  assert run(f"--fdl_config_file={bad}", f"--job_log_dir={tmp_path / 'run'}") in (1, 2)
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "swiglu() takes 2" in line and not (tmp_path / "run").exists()
+
+
 def test_the_gpu_names_of_pax_work(capsys):
   assert run("--fdl_config=paxlike.scripts_gpu.configs.Synthetic126M", "--mode=show") == 0
   assert "125,262,336" in capsys.readouterr().out
