@@ -158,6 +158,7 @@ def check(prompts: Sequence[str], model: Any, tokenizer: Any, *, max_len: int):
     raise UserError(
       f"the tokenizer has {tokenizer.vocab_size} ids, but the model knows {model.vocab_size}."
     )
+  tokenizer.check(model.vocab_size)
   for prompt in prompts:
     _tokens_of(prompt, tokenizer, max_len=max_len)
 

@@ -100,6 +100,7 @@ class PaxlikeLM(TemplateLM):
     if self._trainer.data.tokenizer is None:
       raise UserError(f"the data of {folder} have no tokenizer.")
     self._tokens: Tokenizer = self._trainer.data.tokenizer
+    self._tokens.check(self._trainer.model.vocab_size)
 
   @property
   def max_length(self) -> int:

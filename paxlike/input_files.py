@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from paxlike.errors import UserError
 
 JSON_BYTES = 64_000_000  # The longest JSON that is read: an index of 500,000 tensors.
+BOM = "\ufeff"  # Begins some texts in UTF-8, and is none of their characters.
 _MAX_CONTAINERS = 2_000_000  # Lists and mappings in it, of which each costs 60 bytes and more.
 _KINDS = {
   stat.S_IFDIR: "a folder",
@@ -78,6 +79,11 @@ def identity(file: BinaryIO) -> Identity:
   """Returns which file an open one is."""
   found = os.fstat(file.fileno())
   return Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def kind(found: os.stat_result) -> str:
+  """Returns what something is that is no file."""
+  return _KINDS.get(stat.S_IFMT(found.st_mode), "of another kind")
 
 
 def is_there(path: pathlib.Path) -> bool:
@@ -141,6 +147,8 @@ def parse_json(text: bytes, *, place: str, strict: bool = True) -> Any:
   longer = len(text) > _MAX_CONTAINERS
   if longer and text.count(b"[") + text.count(b"{") > _MAX_CONTAINERS:
     raise UserError(f"{place} holds more than {_MAX_CONTAINERS:,} lists and mappings.")
+  if text.startswith(BOM.encode()):
+    raise UserError(f"{place} begins with a byte order mark: save it in UTF-8 without one.")
   try:
     if not strict:
       return json.loads(text.decode("utf-8"))
@@ -172,8 +180,7 @@ def _finite(text: str) -> float:
 
 def _refuse_other_kinds(path: pathlib.Path, found: os.stat_result):
   if not stat.S_ISREG(found.st_mode):
-    kind = _KINDS.get(stat.S_IFMT(found.st_mode), "of another kind")
-    raise UserError(f"{path} is {kind}, no file.")
+    raise UserError(f"{path} is {kind(found)}, no file.")
 
 
 def _refuse_larger(path: pathlib.Path, size: int, limit: int | None):

@@ -77,9 +77,15 @@ class Source:
       self._knobs = self.family.read(config)
       _check_quantization(config.get("quantization_config"))
       self._tensors = _Named(tensors, self.family.prefix)
-      self._tokenizer = next(
-        (path / name for name in tokens.TOKENIZERS if input_files.is_there(path / name)), None
-      )
+      self._tokenizer = tokens.find(path)
+      self._ids: dict[str, Any] = {}
+      if self._tokenizer is not None:
+        self._ids = tokens.ids(
+          self._config,
+          model_type=self.family.model_type,
+          vocab_size=self._knobs["VOCAB_SIZE"],
+          place=str(path / "config.json"),
+        )
       self._compute, self._reason = _compute_dtype(config, tensors)
       sizes.check(self._knobs, self.family, self._tensors.specs)
       self.matches = matching.match(Definition(self._model()), self.family)
@@ -108,7 +114,8 @@ class Source:
       UserError: A file is missing or damaged; or as above.
     """
     folder = MetaFolder(path)
-    return cls(path, folder.config, folder)
+    # Its generations have different ids, which the tokenizer alone knows.
+    return cls(path, {**folder.config, "bos_token_id": None, "eos_token_id": None}, folder)
 
   def table(self) -> str:
     """Returns a line for each weight: its name and shape, and where it comes from."""
@@ -128,7 +135,7 @@ class Source:
       layout = layout_of(self._model())
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       if self._tokenizer is not None:
-        tokens.bring(self._tokenizer.parent, self._config, folder)
+        tokens.bring(self._tokenizer.parent, self._ids, folder)
       experiment = self._with_data(run_folder.OWN)
       graph = experiment.trainer()
       (folder / "config.json").write_text(config_file.dump(graph))
@@ -163,12 +170,12 @@ class Source:
     graph: Any = self._with_data(f"{tokenizer.parent}/").trainer()
     built = building.build(graph.train_data.corpus.tokenizer)
     size = built.vocab_size
-    _ = built.eos_id, built.bos_id  # They are in files of their own.
     if size > self._knobs["VOCAB_SIZE"]:
       raise UserError(
         f"{tokenizer} has {size} ids, but the model knows {self._knobs['VOCAB_SIZE']}: it is the"
-        " tokenizer of another model."
+        " tokenizer of another model, or the settings beside it add tokens that this one lacks."
       )
+    built.check(self._knobs["VOCAB_SIZE"])
 
   def _check_copies(self):
     """Raises a UserError if a tensor that is to be a copy of another is none."""

@@ -148,9 +148,18 @@ def _run(argv: Sequence[str]) -> int:
   else:
     source.convert(options.to, dtype=options.dtype)
     print(f"{options.to}: {len(source.matches)} weights in {options.dtype}")
-    for line in cast("Source", source).notes() if options.source in ("hf", "meta") else ():
+    for line in _notes(options, source):
       print(line)
   return 0
+
+
+def _notes(options: argparse.Namespace, source: "Source | Run | Adapter") -> list[str]:
+  """Returns what is to be known of what was written, a line each."""
+  if options.source in ("hf", "meta"):
+    return cast("Source", source).notes()
+  from paxlike.convert import tokens
+
+  return tokens.notes(options.to) if options.source == "paxlike" else []
 
 
 def _open(options: argparse.Namespace) -> "Source | Run | Adapter":

@@ -8,55 +8,84 @@ take neither its normalization nor its white space as they are.
 import json
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from paxlike.data import token_settings
+from paxlike import input_files
+from paxlike.data import token_settings, tokenizer
+from paxlike.data.token_settings import AddedToken
+from paxlike.data.tokenizer import SentencePieceTokenizer
 
-_UNIGRAM, _BPE = 1, 2  # Of ModelProto.TrainerSpec.ModelType.
+_UNIGRAM, _BPE, _WORD = 1, 2, 3  # Of ModelProto.TrainerSpec.ModelType.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # Of ModelProto.SentencePiece.Type.
 _SPACE = "\u2581"
 _CONFIG = "tokenizer_config.json"
 
 
-def write(model: pathlib.Path, *, max_len: int):
-  """Writes `tokenizer.json` and, if it is not there, `tokenizer_config.json` beside a model.
+def unfit(model: pathlib.Path) -> str | None:
+  """Returns what Hugging Face has no counterpart of in a SentencePiece model; None: nothing."""
+  proto = _read(model)
+  spec = proto.trainer_spec
+  if spec.model_type not in (_UNIGRAM, _BPE):
+    return "a model of words" if spec.model_type == _WORD else "a model of characters"
+  if spec.treat_whitespace_as_suffix and token_settings.TokenSettings(model).added():
+    return "treat_whitespace_as_suffix beside added tokens"
+  return None
 
-  Nothing is written for models of words and characters, which Hugging Face does not have.
+
+def write(model: pathlib.Path, *, max_len: int):
+  """Writes `tokenizer.json` and `tokenizer_config.json` beside a model, if it is not `unfit`.
 
   Args:
-    model: A SentencePiece model.
+    model: A SentencePiece model; the settings beside it hold, but for their `tokenizer_class`.
     max_len: The longest sequence, for `tokenizer_config.json`.
   """
-  from sentencepiece import sentencepiece_model_pb2
-
-  proto: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
-  proto.ParseFromString(model.read_bytes())
-  if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE):
+  if unfit(model):
     return
+  proto = _read(model)
   settings = token_settings.TokenSettings(model)
   pieces = {piece.piece: number for number, piece in enumerate(proto.pieces)}
   spec = proto.trainer_spec
-  bos = _named(proto, spec.bos_id)
-  adds_bos = bos is not None and settings.adds_bos is not False
-  _tokenizer(proto, pieces, bos if adds_bos else None).save(str(model.with_name("tokenizer.json")))
+  bos = settings.token("bos_token") or _named(proto, spec.bos_id)
+  adds_bos = SentencePieceTokenizer(model).bos_id is not None
+  result = _tokenizer(proto, pieces, settings.added(), legacy=settings.is_legacy)
+  if adds_bos:
+    from tokenizers import processors
+
+    result.post_processor = processors.TemplateProcessing(
+      single=f"{bos} $A",
+      pair=f"{bos} $A {bos}:1 $B:1",
+      special_tokens=[(bos, result.token_to_id(bos))],
+    )
+  result.save(str(model.with_name("tokenizer.json")))
   config = model.with_name(_CONFIG)
-  if config.exists():
-    return
   names = {
     "bos_token": bos,
     "eos_token": _named(proto, spec.eos_id),
     "unk_token": _named(proto, spec.unk_id),
     "pad_token": _named(proto, spec.pad_id),
   }
-  told = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
+  content = {
     **{name: token for name, token in names.items() if token is not None},
     "add_bos_token": adds_bos,
     "add_eos_token": False,
     "clean_up_tokenization_spaces": False,
     "model_max_length": max_len,
   }
-  config.write_text(json.dumps(told, indent=2) + "\n")
+  if config.exists():
+    content = input_files.read_json(config)
+    content.pop("auto_map", None)
+  # Another class would take the file's vocabulary and split texts by rules of its own.
+  content["tokenizer_class"] = "PreTrainedTokenizerFast"
+  config.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _read(model: pathlib.Path) -> Any:
+  from sentencepiece import sentencepiece_model_pb2
+
+  proto: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+  proto.ParseFromString(model.read_bytes())
+  return proto
 
 
 def _user_defined(proto: Any) -> list[str]:
@@ -67,24 +96,38 @@ def _named(proto: Any, number: int) -> str | None:
   return proto.pieces[number].piece if 0 <= number < len(proto.pieces) else None
 
 
-def _tokenizer(proto: Any, pieces: dict[str, int], bos: str | None) -> Any:
-  """Returns the tokenizer, which begins texts with `bos`, if that is given."""
+def _tokenizer(
+  proto: Any, pieces: dict[str, int], added: Sequence[AddedToken], *, legacy: bool
+) -> Any:
+  """Returns the tokenizer, which begins no text with BOS yet."""
   import tokenizers
-  from tokenizers import AddedToken, Regex, pre_tokenizers, processors
+  from tokenizers import Regex, pre_tokenizers
 
   result: Any = tokenizers.Tokenizer(_model(proto, pieces))
-  result.normalizer = _normalizer(proto)
+  spec = proto.normalizer_spec
+  # Without added tokens there is one text, which a step of normalization can begin.
+  first = bool(added) and not legacy
+  result.normalizer = _normalizer(proto, first=first)
   result.decoder = _decoder(proto)
+  # Control pieces are found in texts if no settings say which tokens are.
   special = [piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)]
-  result.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+  tokens = added or [AddedToken(text) for text in special]
+  tokenizer.add(result, [token._replace(normalized=False) for token in tokens])
+  steps = []
+  if first and spec.add_dummy_prefix and spec.remove_extra_whitespaces:
+    steps.append(pre_tokenizers.Metaspace(_SPACE, "first", split=False))
+  elif first and spec.add_dummy_prefix:
+    # The first replaces nothing, as no " " is left, and so it prepends one whatever follows.
+    steps += [
+      pre_tokenizers.Metaspace(" ", "first", split=False),
+      pre_tokenizers.Metaspace(_SPACE, "never", split=False),
+    ]
   if whole := _user_defined(proto):
     # Found before anything is joined, the longest first, and joined with nothing.
     pattern = "|".join(re.escape(text) for text in sorted(whole, key=len, reverse=True))
-    result.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-  if bos is not None:
-    result.post_processor = processors.TemplateProcessing(
-      single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, pieces[bos])]
-    )
+    steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+  if steps:
+    result.pre_tokenizer = pre_tokenizers.Sequence(steps)
   return result
 
 
@@ -118,23 +161,48 @@ def _merges(proto: Any, pieces: dict[str, int]) -> list[tuple[str, str]]:
   return [pair for *_, pair in sorted(found)]
 
 
-def _normalizer(proto: Any) -> Any:
+def _normalizer(proto: Any, *, first: bool) -> Any:
+  """Returns the steps before a text is split.
+
+  Args:
+    proto: The model.
+    first: Whether a later step begins the first text with a space, and no text behind an added
+      token; else these begin each.
+  """
   from tokenizers import Regex, normalizers
 
   spec, steps = proto.normalizer_spec, []
   if spec.precompiled_charsmap:
+    # `Precompiled` takes both together for one character, and drops the second.
+    steps.append(normalizers.Replace("\r\n", _normalized(proto, "\r") + _normalized(proto, "\n")))
     steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
   if spec.remove_extra_whitespaces:
-    steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-  if spec.add_dummy_prefix:
+    outer = " +$" if first else "^ +| +$"
+    steps += [normalizers.Replace(Regex(outer), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+  if spec.add_dummy_prefix and proto.trainer_spec.treat_whitespace_as_suffix:
+    steps.append(normalizers.Replace(Regex(r"(?<=[\s\S])\z"), _SPACE))
+  elif spec.add_dummy_prefix and not first:
     steps.append(normalizers.Prepend(_SPACE))
   return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+
+
+def _normalized(proto: Any, text: str) -> str:
+  """Returns what the map of characters makes of a text."""
+  import sentencepiece
+
+  normalizer = sentencepiece.SentencePieceNormalizer(
+    model_proto=proto.SerializeToString(),
+    add_dummy_prefix=False,
+    escape_whitespaces=False,
+    remove_extra_whitespaces=False,
+  )
+  return normalizer.normalize(text)
 
 
 def _decoder(proto: Any) -> Any:
   from tokenizers import decoders
 
   steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-  if proto.normalizer_spec.add_dummy_prefix:
+  if proto.normalizer_spec.add_dummy_prefix and not proto.trainer_spec.treat_whitespace_as_suffix:
     steps.append(decoders.Strip(" ", 1, 0))
   return decoders.Sequence(steps)

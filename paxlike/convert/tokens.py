@@ -7,26 +7,77 @@ The ids that begin and end texts stand in `generation_config.json` on both sides
 import json
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from paxlike import input_files
 from paxlike.convert import sentencepiece_json
 from paxlike.convert.tensors import read_json
 from paxlike.data import chat, token_settings
-from paxlike.data.tokenizer import TOKENIZER_BYTES, Tokenizer
+from paxlike.data.tokenizer import (
+  TOKENIZER_BYTES,
+  HuggingFaceTokenizer,
+  SentencePieceTokenizer,
+)
 from paxlike.experiment import Experiment
 
-# File -> the knob TOKENIZER for it; the first that is there is taken.
-TOKENIZERS = {"tokenizer.model": "sentencepiece", "tokenizer.json": "huggingface"}
+# File -> the knob TOKENIZER for it; the first that is there is taken, as by transformers.
+TOKENIZERS = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}
 _GENERATION = "generation_config.json"
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_KINDS = {"huggingface": HuggingFaceTokenizer, "sentencepiece": SentencePieceTokenizer}
+# Family -> what transformers takes for ids that `config.json` lacks, in the order of IDS.
+DEFAULT_IDS: Mapping[str, Sequence[int]] = {
+  "deepseek_v3": (0, 1),
+  "gemma": (2, 1, 0),
+  "gemma2": (2, 1, 0),
+  "gemma3_text": (2, 1, 0),
+  "gpt2": (50256, 50256),
+  "llama": (1, 2),
+  "mistral": (1, 2),
+  "mixtral": (1, 2),
+}
+
+
+def find(folder: pathlib.Path) -> pathlib.Path | None:
+  """Returns the tokenizer's own file in a folder, of which settings lie beside."""
+  return next((folder / name for name in TOKENIZERS if input_files.is_there(folder / name)), None)
 
 
 def files(folder: pathlib.Path) -> list[str]:
-  """Returns the names of tokenizers' files that are there, each once."""
-  names = dict.fromkeys((*TOKENIZERS, *chat.FILES, *token_settings.FILES))
-  return [name for name in names if input_files.is_there(folder / name)]
+  """Returns the names of a tokenizer's files that are there, each once."""
+  own = find(folder)
+  names = dict.fromkeys((*chat.FILES, *token_settings.FILES))
+  there = [name for name in names if input_files.is_there(folder / name)]
+  return there if own is None else [own.name, *there]
+
+
+def ids(
+  config: Mapping[str, Any], *, model_type: str, vocab_size: int, place: str = "config.json"
+) -> dict[str, Any]:
+  """Returns the ids of tokens that a `config.json` of transformers declares.
+
+  Args:
+    config: The configuration.
+    model_type: The family, by which ids that are absent have a default.
+    vocab_size: Ids that the model knows; a default that is no such id is none.
+    place: Where the configuration stands, for people.
+
+  Raises:
+    UserError: One is no id, or not below `vocab_size`.
+  """
+  text = config.get("text_config")
+  declared = {**(text if isinstance(text, Mapping) else {}), **config}
+  token_settings.check_ids(declared, vocab_size, place=place)
+  found: dict[str, Any] = {
+    name: number
+    for name, number in zip(IDS, DEFAULT_IDS.get(model_type, ()), strict=False)
+    if name not in declared and number < vocab_size
+  }
+  for name in IDS:
+    if several := token_settings.ids_of(declared, name, place=place):
+      found[name] = list(several) if isinstance(declared[name], list) else several[0]
+  return found
 
 
 def copy(source: pathlib.Path, to: pathlib.Path):
@@ -35,17 +86,20 @@ def copy(source: pathlib.Path, to: pathlib.Path):
   Raises:
     UserError: One is no file, too large, or a link to outside of `source`.
   """
-  for name in files(source):
-    input_files.copy(source / name, to / name, limit=TOKENIZER_BYTES, folder=source)
+  _copy(source, to, {*TOKENIZERS, *files(source)})
 
 
-def bring(source: pathlib.Path, config: Mapping[str, Any], to: pathlib.Path):
-  """Copies the same of a model of Hugging Face, with the ids that its `config.json` declares."""
-  copy(source, to)
-  if not (to / _GENERATION).exists():
-    ids = {name: config[name] for name in _IDS if config.get(name) is not None}
-    if ids:
-      _write(to / _GENERATION, ids)
+def bring(source: pathlib.Path, ids: Mapping[str, Any], to: pathlib.Path):
+  """Like `copy` for the tokenizer that is used, and writes the ids of `config.json`."""
+  _copy(source, to, files(source))
+  if ids and not (to / _GENERATION).exists():
+    _write(to / _GENERATION, ids)
+
+
+def _copy(source: pathlib.Path, to: pathlib.Path, names: Collection[str]):
+  for name in names:
+    if input_files.is_there(source / name):
+      input_files.copy(source / name, to / name, limit=TOKENIZER_BYTES, folder=source)
 
 
 def folder_of(experiment: Experiment) -> tuple[pathlib.Path, str] | None:
@@ -67,35 +121,40 @@ def take(experiment: Experiment, run: pathlib.Path, to: pathlib.Path) -> dict[st
   found = folder_of(experiment)
   if found is None:
     copy(run, to)
+    own = find(to)
   else:
     path, name = found
-    copy(path.parent, to)
-    shutil.copyfile(path, to / name)
-  if (to / "tokenizer.model").exists() and not (to / "tokenizer.json").exists():
-    sentencepiece_json.write(to / "tokenizer.model", max_len=_length(experiment))
-  ids = {}
+    own = to / name
+    _copy(path.parent, to, set(files(path.parent)) - set(TOKENIZERS))
+    shutil.copyfile(path, own)
+  if own is None:
+    return {}
+  tokenizer = _KINDS[TOKENIZERS[own.name]](own)
+  declared = {"bos_token_id": tokenizer.prefix_id, "eos_token_id": tokenizer.eos_id}
+  if own.name == "tokenizer.model":
+    sentencepiece_json.write(own, max_len=_length(experiment))
   if (to / _GENERATION).exists():
-    ids = {n: v for n, v in read_json(to / _GENERATION).items() if n in _IDS and v is not None}
-  elif tokenizer := _open(to):
-    told = {"bos_token_id": tokenizer.prefix_id, "eos_token_id": tokenizer.eos_id}
-    ids = {name: value for name, value in told.items() if value is not None}
-    _write(to / _GENERATION, ids)
-  return ids
+    content = read_json(to / _GENERATION)
+    return {name: content[name] for name in IDS if content.get(name) is not None}
+  declared = {name: value for name, value in declared.items() if value is not None}
+  _write(to / _GENERATION, declared)
+  return declared
 
 
-def _open(folder: pathlib.Path) -> Tokenizer | None:
-  from paxlike.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
-
-  if (folder / "tokenizer.model").exists():
-    return SentencePieceTokenizer(folder / "tokenizer.model")
-  if (folder / "tokenizer.json").exists():
-    return HuggingFaceTokenizer(folder / "tokenizer.json")
-  return None
+def notes(folder: pathlib.Path) -> list[str]:
+  """Returns what is to be known of the tokenizer in a folder that `take` wrote, a line each."""
+  model = folder / "tokenizer.model"
+  if not model.exists() or (why := sentencepiece_json.unfit(model)) is None:
+    return []
+  return [
+    f"has no tokenizer.json, as Hugging Face has nothing like {why}: use tokenizer.model with the"
+    " library sentencepiece, because transformers would tokenize otherwise"
+  ]
 
 
 def _length(experiment: Experiment) -> int:
   return experiment.values()["MAX_SEQ_LEN"].value
 
 
-def _write(path: pathlib.Path, told: Mapping[str, Any]):
-  path.write_text(json.dumps(told, indent=2) + "\n")
+def _write(path: pathlib.Path, content: Mapping[str, Any]):
+  path.write_text(json.dumps(content, indent=2) + "\n")

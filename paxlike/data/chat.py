@@ -124,19 +124,20 @@ def template(name: str, *, vocab_path: str | None) -> Template:
   if name != "tokenizer":
     return TEMPLATES[name]
   folder = pathlib.Path(vocab_path or "").parent
-  source, file, markers = own_template.read(folder)
+  source, file, tokens = own_template.read(folder)
   own = OwnTemplate(source, file=file)
   own.check()
-  return functools.partial(_rendered, own, markers)
+  return functools.partial(_rendered, own, tokens)
 
 
 def _rendered(
-  template: OwnTemplate, markers: Mapping[str, str], messages: Sequence[Message]
+  template: OwnTemplate, tokens: Mapping[str, str], messages: Sequence[Message]
 ) -> list[Part]:
   """Renders each message as what it adds to the text of those before it."""
 
   def render(messages: Sequence[Message], *, asks: bool) -> str:
-    return template.render({"messages": [*messages], "add_generation_prompt": asks, **markers})
+    values = {"messages": [*messages], "tools": None, "documents": None, **tokens}
+    return template.render(values | {"add_generation_prompt": asks})
 
   text, parts = "", []
   for number, message in enumerate(messages, 1):
@@ -155,7 +156,7 @@ def _rendered(
 def _added(before: str, after: str) -> str:
   if not after.startswith(before):
     raise UserError(
-      "CHAT_TEMPLATE=tokenizer: the template changes what came before, so it cannot be told what"
-      " the model is to say. Take a template by name."
+      "CHAT_TEMPLATE=tokenizer: with a further message the template changes the text of earlier"
+      " ones, so which text the model is to learn is unknown. Take a template by name."
     )
   return after[len(before) :]

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 
+from paxlike import input_files
 from paxlike.errors import UserError
 
 
@@ -30,6 +31,9 @@ def find(
     suffixes = ("",) if is_single and any_single else suffixes
   files = sorted(name for name in files if os.path.isfile(name))
   if not files:
+    if os.path.exists(where) and not os.path.isdir(where):
+      kind = input_files.kind(os.stat(where))
+      raise UserError(f"{knob}={path} is {kind}, no file: write what it gives into one.")
     what = "holds no" if os.path.isdir(where) else "matches no"
     raise UserError(f"{knob}={path} {what} file; wanted: {', '.join(suffixes)}.")
   for name in files:

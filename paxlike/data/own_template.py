@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paxlike import input_files
-from paxlike.data import template_worker
+from paxlike.data import template_worker, tokenizer_classes
+from paxlike.data.token_settings import TokenSettings
 from paxlike.errors import UserError
 
 # Beside a tokenizer of Hugging Face: how it is set up, and its template where that is by itself.
@@ -21,14 +22,14 @@ _TEMPLATE_BYTES = 1_000_000
 
 
 def read(folder: pathlib.Path) -> tuple[str, pathlib.Path, dict[str, str]]:
-  """Returns a template's source, the file it is in, and the texts of the markers it knows by name.
+  """Returns a template's source, the file it is in, and bos, eos, pad and other tokens by name.
 
   Raises:
     UserError: There is none.
   """
   config, own = (folder / name for name in FILES)
-  told = input_files.read_json(config) if input_files.is_there(config) else {}
-  source, file = told.get("chat_template"), config
+  content = input_files.read_json(config) if input_files.is_there(config) else {}
+  source, file = content.get("chat_template"), config
   if input_files.is_there(own):
     source, file = input_files.read_text(own, limit=_TEMPLATE_BYTES), own
   if not source:
@@ -38,13 +39,8 @@ def read(folder: pathlib.Path) -> tuple[str, pathlib.Path, dict[str, str]]:
     source = named.get("default")
   if not isinstance(source, str):
     raise UserError(f"CHAT_TEMPLATE=tokenizer: {file} has no template that is a text.")
-  markers = {key: _text_of(told.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
-  return source, file, markers
-
-
-def _text_of(token: Any) -> str:
-  token = token.get("content") if isinstance(token, dict) else token
-  return token if isinstance(token, str) else ""
+  settings = TokenSettings(config)
+  return source, file, settings.roles(tokenizer_classes.tokens(settings))
 
 
 class OwnTemplate:
@@ -67,7 +63,7 @@ class OwnTemplate:
     """Returns the text.
 
     Raises:
-      UserError: The template fails, does not end, or makes too much of it.
+      UserError: The template fails, does not end, or its output is too long.
     """
     return self._ask(self._process, values)
 

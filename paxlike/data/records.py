@@ -75,7 +75,9 @@ def _json_lines(lines: BinaryIO, name: str, size: int) -> Iterator[Placed]:
         f"{name} stands for more than {_MAX_RATIO} times its size, as no text does: unpack it"
         " yourself if it is meant."
       )
-    if line.isspace():
+    if number == 1:
+      line = line.removeprefix(input_files.BOM.encode())
+    if not line.strip():
       empty += 1
       if empty > _EMPTY_LINES:
         raise UserError(f"{name}:{number}: more than {_EMPTY_LINES:,} lines are empty.")

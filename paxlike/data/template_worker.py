@@ -6,6 +6,7 @@ template can make are those of Jinja's sandbox. It reads lines of JSON and answe
 template's source first, then the values of one rendering after another.
 """
 
+import datetime
 import json
 import resource
 import sys
@@ -44,17 +45,48 @@ def _allow(seconds: int):
 
 
 def _compiled(source: str) -> Any:
+  """Returns a template with what those of transformers may use."""
+  import jinja2.ext
+  import jinja2.nodes
   import jinja2.sandbox
 
+  class Generation(jinja2.ext.Extension):
+    """`{% generation %}`, which marks what a model says: here that is text like any other."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      return jinja2.nodes.Scope(body, lineno=line)
+
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+  )
+  environment.filters["tojson"] = _to_json
+  environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+  return environment.from_string(source)
+
+
+def _to_json(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | str | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  # Jinja's own sorts keys, and escapes what HTML would take for tags.
+  return json.dumps(
+    value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
   )
 
-  def refuse(message: str):
-    raise ValueError(message)
 
-  environment.globals["raise_exception"] = refuse
-  return environment.from_string(source)
+def _refuse(message: str):
+  raise ValueError(message)
+
+
+def _now(form: str) -> str:
+  return datetime.datetime.now().strftime(form)
 
 
 def _rendered(template: Any, values: dict[str, Any]) -> str:

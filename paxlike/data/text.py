@@ -107,7 +107,8 @@ def read(name: str, field: str) -> Iterator[str]:
     OSError, EOFError, UnicodeDecodeError: See there.
   """
   if not name.endswith(records.SUFFIXES):
-    yield input_files.read_text(pathlib.Path(name), limit=TEXT_BYTES)
+    text = input_files.read_text(pathlib.Path(name), limit=TEXT_BYTES)
+    yield text.removeprefix(input_files.BOM)
     return
   for place, record in records.read(name, [field]):
     text = record.get(field, ())

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of Hugging Face beside a tokenizer say of the tokens that begin and end texts."""
+"""What the files of Hugging Face beside a tokenizer say of its tokens."""
 
 import os
 import pathlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from paxlike import input_files
 from paxlike.errors import UserError
@@ -11,8 +12,44 @@ from paxlike.errors import UserError
 _TOKENIZER = "tokenizer_config.json"
 _SPECIAL = "special_tokens_map.json"
 _GENERATION = "generation_config.json"
+_ADDED = "added_tokens.json"
 # What travels with a tokenizer, beside its own file and its chat template.
-FILES = (_TOKENIZER, _SPECIAL, _GENERATION, "added_tokens.json")
+FILES = (_TOKENIZER, _SPECIAL, _GENERATION, _ADDED)
+
+_DECODER = "added_tokens_decoder"
+_EXTRA = ("extra_special_tokens", "additional_special_tokens")  # The first that is not empty holds.
+_ROLES = (
+  "bos_token",
+  "eos_token",
+  "unk_token",
+  "sep_token",
+  "pad_token",
+  "cls_token",
+  "mask_token",
+)
+_NO_ID = -1  # What some configurations have instead of null.
+
+
+class AddedToken(NamedTuple):
+  """A token beside those of the tokenizer's own file.
+
+  Attributes:
+    text: What it stands for; it is found before the text is split any further.
+    id: The id that is declared; None: the next that is free, if the vocabulary lacks it.
+    special: Whether decoding leaves it out.
+    lstrip: Whether it includes white space before it.
+    rstrip: Whether it includes white space after it.
+    single_word: Whether it is none within a word.
+    normalized: Whether it is found in the text after normalization.
+  """
+
+  text: str
+  id: int | None = None
+  special: bool = True
+  lstrip: bool = False
+  rstrip: bool = False
+  single_word: bool = False
+  normalized: bool = False
 
 
 class TokenSettings:
@@ -21,49 +58,192 @@ class TokenSettings:
   def __init__(self, tokenizer: str | os.PathLike[str]):
     """`tokenizer` is the path of its file; settings lie in the same folder, or there are none."""
     self._folder = os.path.dirname(os.fspath(tokenizer))
-    self._read: dict[str, dict[str, Any]] = {}
+    self._contents: dict[str, dict[str, Any]] = {}
 
   @property
   def adds_bos(self) -> bool | None:
     """Whether texts begin with BOS; None: nothing is said."""
-    said = self._told(_TOKENIZER).get("add_bos_token")
-    return said if isinstance(said, bool) else None
+    found = self._content(_TOKENIZER).get("add_bos_token")
+    return found if isinstance(found, bool) else None
+
+  @property
+  def adds_prefix_space(self) -> bool:
+    """Whether a space stands before each text, for those classes of transformers that ask this."""
+    return bool(self._content(_TOKENIZER).get("add_prefix_space"))
+
+  @property
+  def is_legacy(self) -> bool:
+    """Whether text after an added token begins as a text does, with a space."""
+    return bool(self._content(_TOKENIZER).get("legacy"))
+
+  @property
+  def splits_special(self) -> bool:
+    """Whether special tokens are not found in texts."""
+    return bool(self._content(_TOKENIZER).get("split_special_tokens"))
+
+  @property
+  def tokenizer_class(self) -> str:
+    """The class of transformers; "": none is named."""
+    found = self._content(_TOKENIZER).get("tokenizer_class")
+    return found.removesuffix("Fast") if isinstance(found, str) else ""
 
   @property
   def has_tokenizer_config(self) -> bool:
     """Whether there is a `tokenizer_config.json`."""
-    return bool(self._told(_TOKENIZER))
+    return bool(self._content(_TOKENIZER))
 
-  def token(self, name: str) -> str | None:
-    """Returns the text of `bos_token` or `eos_token`; None: it is not named.
+  def path(self, file: str) -> str:
+    """Returns the path of one of FILES."""
+    return os.path.join(self._folder, file)
+
+  def token(self, role: str) -> str | None:
+    """Returns the text of `bos_token` or another role; None: it is not named.
 
     Raises:
       UserError: It is named by something that is no text.
     """
-    for file in (_TOKENIZER, _SPECIAL):
-      found = self._told(file).get(name)
-      found = found.get("content") if isinstance(found, dict) else found
-      if isinstance(found, str):
-        return found
-      if found is not None:
-        raise UserError(f"{os.path.join(self._folder, file)}: {name} is no text.")
-    return None
+    return self.roles().get(role)
+
+  def roles(self, defaults: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the text of each token that has a role, `bos_token` and the like.
+
+    Args:
+      defaults: Those of roles that no file names.
+
+    Raises:
+      UserError: A role is given to something that is no text.
+    """
+    return {role: token.text for role, token in self._roles(defaults or {}).items()}
+
+  def added(self, defaults: Mapping[str, str] | None = None) -> list[AddedToken]:
+    """Returns the tokens of all files, each once, in the order in which transformers adds them.
+
+    Args:
+      defaults: Texts of roles that no file names.
+
+    Raises:
+      UserError: A file declares what is no token.
+    """
+    roles, extra = self._roles(defaults or {}), self._extra()
+    found = {token.text: token for token in sorted(self._declared(), key=lambda one: one.id or 0)}
+    for token in (*roles.values(), *extra):
+      found.setdefault(token.text, token)
+    for token in roles.values():
+      found[token.text] = found[token.text]._replace(special=True)
+    return [token for token in found.values() if token.text]
 
   def ids(self, name: str) -> tuple[int, ...]:
-    """Returns the ids of `bos_token_id` or `eos_token_id`, of which there may be several."""
-    return ids_of(self._told(_GENERATION), name)
+    """Returns the ids of `bos_token_id` or `eos_token_id`, of which there may be several.
 
-  def _told(self, name: str) -> dict[str, Any]:
-    if name not in self._read:
-      self._read[name] = _settings(os.path.join(self._folder, name))
-    return self._read[name]
+    Raises:
+      UserError: One is no id.
+    """
+    return ids_of(self._content(_GENERATION), name, place=self.path(_GENERATION))
+
+  def check_ids(self, vocab_size: int):
+    """Raises UserError if `generation_config.json` has an id that is not below `vocab_size`."""
+    check_ids(self._content(_GENERATION), vocab_size, place=self.path(_GENERATION))
+
+  def _content(self, name: str) -> dict[str, Any]:
+    if name not in self._contents:
+      self._contents[name] = _settings(self.path(name))
+    return self._contents[name]
+
+  def _merged(self) -> dict[str, Any]:
+    """Returns `tokenizer_config.json`; if it is an older one, completed by other files."""
+    config = self._content(_TOKENIZER)
+    return config if _DECODER in config else config | self._content(_SPECIAL)
+
+  def _roles(self, defaults: Mapping[str, str]) -> dict[str, AddedToken]:
+    merged = {**defaults, **self._merged()}
+    named = merged.get(_EXTRA[0])
+    own: dict[str, Any] = {role: merged.get(role) for role in _ROLES}
+    # `image_token` and the like, beside switches such as `add_bos_token`.
+    own |= {
+      name: token
+      for name, token in merged.items()
+      if name.endswith("_token") and not name.startswith("add_") and isinstance(token, str | dict)
+    }
+    own |= named if isinstance(named, dict) else {}
+    return {name: self._token(token, name) for name, token in own.items() if token is not None}
+
+  def _extra(self) -> list[AddedToken]:
+    merged = self._merged()
+    found = next((merged[name] for name in _EXTRA if merged.get(name)), [])
+    if not isinstance(found, list | dict):
+      raise UserError(f"{self.path(_TOKENIZER)}: {_EXTRA[0]} is no list.")
+    return [] if isinstance(found, dict) else [self._token(one, _EXTRA[0]) for one in found]
+
+  def _declared(self) -> list[AddedToken]:
+    """Returns the tokens that are declared with an id."""
+    config = self._content(_TOKENIZER)
+    if _DECODER in config:
+      found = config[_DECODER]
+      place = f"{self.path(_TOKENIZER)}: {_DECODER}"
+      if not isinstance(found, dict):
+        raise UserError(f"{place} is no mapping.")
+      return [
+        self._token(token, _DECODER)._replace(id=_number(number, place))
+        for number, token in found.items()
+      ]
+    special = {token.text for token in (*self._roles({}).values(), *self._extra())}
+    return [
+      AddedToken(
+        text,
+        _number(number, self.path(_ADDED)),
+        special=text in special,
+        normalized=text not in special,
+      )
+      for text, number in self._content(_ADDED).items()
+    ]
+
+  def _token(self, token: Any, name: str) -> AddedToken:
+    if isinstance(token, str):
+      return AddedToken(token)
+    if isinstance(token, dict) and isinstance(token.get("content"), str):
+      flags = {key: token[key] for key in AddedToken._fields[2:] if key in token}
+      if all(isinstance(flag, bool) for flag in flags.values()):
+        special = flags.get("special", name != _DECODER)
+        return AddedToken(
+          token["content"], **({"special": special, "normalized": not special} | flags)
+        )
+    raise UserError(f"{self.path(_TOKENIZER)}: {name} is no text.")
 
 
-def ids_of(config: dict[str, Any], name: str) -> tuple[int, ...]:
-  """Returns the ids that a configuration has under a name: none, one, or a list of them."""
+def ids_of(config: Mapping[str, Any], name: str, *, place: str) -> tuple[int, ...]:
+  """Returns the ids that a configuration has under a name: none, one, or a list of them.
+
+  Args:
+    config: The configuration.
+    name: As `eos_token_id`; null and -1 are none.
+    place: Where the configuration stands, for people.
+
+  Raises:
+    UserError: One is no id.
+  """
   found = config.get(name)
   found = found if isinstance(found, list) else [found]
-  return tuple(token for token in found if isinstance(token, int) and not isinstance(token, bool))
+  return tuple(_number(one, f"{place}: {name}") for one in found if one not in (None, _NO_ID))
+
+
+def check_ids(config: Mapping[str, Any], vocab_size: int, *, place: str):
+  """Raises UserError if a configuration has an id of a token that is not below `vocab_size`."""
+  for role in _ROLES:
+    for number in ids_of(config, f"{role}_id", place=place):
+      if number >= vocab_size:
+        raise UserError(
+          f"{place}: {role}_id is {number}, but the model's ids are 0 to {vocab_size - 1}:"
+          " correct or remove it."
+        )
+
+
+def _number(value: Any, place: str) -> int:
+  """Returns an id, or the text of one."""
+  if isinstance(value, str) and value.isdecimal() and place.endswith(_DECODER):
+    value = int(value)
+  if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    return value
+  raise UserError(f"{place} has {value!r}, which is no id of a token.")
 
 
 def _settings(path: str) -> dict[str, Any]:

@@ -5,18 +5,19 @@ import abc
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from paxlike import input_files
 from paxlike.configurable import configurable
-from paxlike.data import token_settings
+from paxlike.data import pieces, token_settings, tokenizer_classes
 from paxlike.errors import UserError
 
 
@@ -50,14 +51,15 @@ class Tokenizer(abc.ABC):
 
   @abc.abstractmethod
   def fingerprint(self) -> str:
-    """Returns a text that is another for a tokenizer that encodes otherwise."""
+    """Returns an identifier that changes with the encoding."""
 
   def check(self, vocab_size: int):
     """Raises UserError if its file is missing or damaged, or the model knows too few ids."""
     if self.vocab_size > vocab_size:
       raise UserError(
         f"VOCAB_SIZE={vocab_size}, but the tokenizer has {self.vocab_size} ids: set"
-        f" --fdl.VOCAB_SIZE={self.vocab_size}."
+        f" --fdl.VOCAB_SIZE={self.vocab_size} for a new model; for weights that are there, set"
+        " TOKENIZER and VOCAB_PATH to their own tokenizer."
       )
 
   def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -136,7 +138,7 @@ def _library(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_stacks() -> Iterator[None]:
-  """Context of calls in which a library may break down, and print where in itself that was.
+  """Context of calls in which a library may break down, and print its native stack.
 
   What the process has printed meanwhile is printed at the end, if nothing was raised.
   """
@@ -162,6 +164,11 @@ class _FileTokenizer(Tokenizer):
     self._path = os.fspath(path)
     self._settings = token_settings.TokenSettings(path)
 
+  def check(self, vocab_size: int):
+    super().check(vocab_size)
+    self._settings.check_ids(vocab_size)
+    _ = self.bos_id, self.eos_id, self.prefix_id, self.end_ids
+
   @property
   def end_ids(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
     return self._settings.ids("eos_token_id")
@@ -169,11 +176,20 @@ class _FileTokenizer(Tokenizer):
   @property
   def prefix_id(self) -> int | None:
     # The BOS that is declared, also where texts do not begin with it.
-    named = self._settings.token("bos_token")
-    found = None if named is None else self._id_of(named)
+    found = self._id_in_role("bos_token")
     if found is None:
       found = next(iter(self._settings.ids("bos_token_id")), None)
     return super().prefix_id if found is None else found
+
+  def _id_in_role(self, role: str) -> int | None:
+    """Returns the id of the token that settings name, `bos_token` or `eos_token`."""
+    named = self._settings.roles(self._defaults).get(role)
+    return None if named is None else self._id_of(named)
+
+  @property
+  def _defaults(self) -> Mapping[str, str]:
+    """Role -> text of tokens where the settings name none."""
+    return {}
 
   @abc.abstractmethod
   def _id_of(self, token: str) -> int | None:
@@ -214,39 +230,53 @@ class SentencePieceTokenizer(_FileTokenizer):
 
   kind = "no SentencePiece model"
 
-  def _load(self, content: bytes) -> Any:
-    import sentencepiece
-
+  def _load(self, content: bytes) -> tuple[pieces.Pieces, int]:
     if not content:
       raise UserError(f"VOCAB_PATH={self._path} is empty.")  # For the library it is a model.
-    model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    return model, model.vocab_size()
+    settings = self._settings
+    model = pieces.Pieces(
+      content,
+      settings.added(),
+      finds=not settings.splits_special,
+      legacy=settings.is_legacy,
+      place=f"VOCAB_PATH={self._path}",
+    )
+    return model, model.size
 
   @property
   def vocab_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-    return self._model.vocab_size()
+    return self._model.size
 
-  @property
+  @functools.cached_property
   def eos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-    return self._model.eos_id() if self._model.eos_id() >= 0 else None
+    found = self._id_in_role("eos_token")
+    if found is None and self._model.model.eos_id() >= 0:
+      return self._model.model.eos_id()
+    return next(iter(self.end_ids), None) if found is None else found
 
-  @property
+  @functools.cached_property
   def bos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-    if self._model.bos_id() < 0 or self._settings.adds_bos is False:
+    own = self._model.model.bos_id()
+    if self._settings.adds_bos is False or (own < 0 and not self._settings.adds_bos):
       return None
-    return self._model.bos_id()
+    named = self._id_in_role("bos_token")
+    return named if named is not None or own < 0 else own
 
   def _id_of(self, token: str) -> int | None:
-    found = self._model.piece_to_id(token)
-    return None if found == self._model.unk_id() else found
+    return self._model.id_of(token)
 
   def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
     with _library(f"VOCAB_PATH={self._path} cannot encode"):
-      encoded = self._model.encode(_without_surrogates(texts), num_threads=1)
+      encoded = self._model.encode(_without_surrogates(texts))
     return [np.array(ids, np.int32) for ids in encoded]
 
   def fingerprint(self) -> str:
-    return f"sentencepiece {hashlib.sha256(self._model.serialized_model_proto()).hexdigest()}"
+    content = self._model.model.serialized_model_proto()
+    if self._model.ids:
+      settings = self._settings
+      how = (self._model.added, settings.is_legacy, settings.splits_special)
+      content += repr(how).encode()
+    return f"sentencepiece {hashlib.sha256(content).hexdigest()}"
 
 
 @configurable
@@ -258,12 +288,24 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
   kind = "no tokenizer.json"
 
-  def _load(self, content: bytes) -> Any:
+  def _load(self, content: bytes) -> tuple[Any, int]:
     import tokenizers
 
-    model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    model: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    model.no_truncation()  # Of the batches that its maker had.
+    model.no_padding()
+    model.encode_special_tokens = self._settings.splits_special
+    tokenizer_classes.apply(model, self._settings)
+    added = self._settings.added(self._defaults)
+    add(model, added)
+    ids = {token.text: model.token_to_id(token.text) for token in added}
+    pieces.check_ids(added, ids, place=f"VOCAB_PATH={self._path}")
     model.encode("a", add_special_tokens=True)  # A template of special tokens may lack one.
     return model, 1 + max(model.get_vocab(with_added_tokens=True).values(), default=-1)
+
+  @property
+  def _defaults(self) -> Mapping[str, str]:
+    return tokenizer_classes.tokens(self._settings)
 
   @functools.cached_property
   def vocab_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -271,25 +313,29 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
   @functools.cached_property
   def eos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-    token = self._settings.token("eos_token")
-    if token is not None:
-      return self._model.token_to_id(token)
-    return next(iter(self._settings.ids("eos_token_id")), None)
+    found = self._id_in_role("eos_token")
+    return next(iter(self.end_ids), None) if found is None else found
 
   @functools.cached_property
   def bos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
     adds = self._settings.adds_bos
-    token = self._settings.token("bos_token")
     if adds is not None:
-      return self._id_of(token) if adds and token is not None else None
-    with _library(f"VOCAB_PATH={self._path} cannot encode"):
-      first = self._model.encode("", add_special_tokens=True).ids[:1]
-    if first and first[0] != self.eos_id:
-      return first[0]
-    if self._settings.has_tokenizer_config:
-      return None
+      return self._id_in_role("bos_token") if adds else None
+    found = self._template_start()
+    if found is not None or self._settings.has_tokenizer_config:
+      return found
     # No file says how texts begin, so that they begin as the model's own configuration says.
     return next((i for i in self._settings.ids("bos_token_id") if i != self.eos_id), None)
+
+  def _template_start(self) -> int | None:
+    """Returns the id that the template of special tokens puts before a text."""
+    known = itertools.islice(self._model.get_vocab(with_added_tokens=False), 100)
+    for text in ("a", *known):
+      with _library(f"VOCAB_PATH={self._path} cannot encode"):
+        found = self._model.encode(text, add_special_tokens=True)
+      if 0 in found.special_tokens_mask:  # A tokenizer of words gives nothing for others.
+        return found.ids[0] if found.special_tokens_mask[0] else None
+    return None
 
   def _id_of(self, token: str) -> int | None:
     return self._model.token_to_id(token)
@@ -301,3 +347,24 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
   def fingerprint(self) -> str:
     return f"tokenizer.json {hashlib.sha256(self._model.to_str().encode()).hexdigest()}"
+
+
+def add(model: Any, added: Sequence[token_settings.AddedToken]):
+  """Adds tokens to a `tokenizers.Tokenizer`, with the next ids where its vocabulary lacks them."""
+  import tokenizers
+
+  there = {token.content for token in model.get_added_tokens_decoder().values()}
+  model.add_tokens(
+    [
+      tokenizers.AddedToken(
+        token.text,
+        special=token.special,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        single_word=token.single_word,
+        normalized=token.normalized,
+      )
+      for token in added
+      if token.text not in there
+    ]
+  )

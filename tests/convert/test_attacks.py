@@ -110,6 +110,11 @@ def pth(content, **options):
   return attack
 
 
+def only_sentencepiece(folder, content):
+  (folder / "tokenizer.json").unlink()
+  (folder / "tokenizer.model").write_bytes(content)
+
+
 def bomb(folder):
   arrays = {"tok_embeddings.weight": np.zeros((30_000_000,), np.float32)}
   damaged_files.torch_file(folder / "consolidated.00.pth", arrays, compressed=True)
@@ -209,11 +214,15 @@ HUGGING_FACE = {
       '"unk_token": "a"}, "added_tokens": []}'),
     "4294967296 ids",
   ),
+  "byte_order_mark": (
+    lambda f: (f / "config.json").write_text("{}", encoding="utf-8-sig"),
+    "config.json begins with a byte order mark: save it in UTF-8 without one",
+  ),
   "tokenizer_junk": (
-    lambda f: (f / "tokenizer.model").write_bytes(b"\x0a\x05" + b"x" * 99),
+    lambda f: only_sentencepiece(f, b"\x0a\x05" + b"x" * 99),
     "no SentencePiece model",
   ),
-  "tokenizer_empty": (text("tokenizer.model", ""), "is empty"),
+  "tokenizer_empty": (lambda f: only_sentencepiece(f, b""), "is empty"),
   "eos_no_text": (text("tokenizer_config.json", '{"eos_token": [1]}'), "eos_token is no text"),
 }  # fmt: skip
 META = {

@@ -129,7 +129,7 @@ def _byte_level_tokenizer(size):
 
 @pytest.mark.slow
 def test_a_model_with_a_tokenizer_json_is_converted_and_decodes(tmp_path):
-  write(tmp_path / "theirs")
+  write(tmp_path / "theirs", config={**CONFIG, "eos_token_id": None})
   _byte_level_tokenizer(VOCAB - 1).save(str(tmp_path / "theirs" / "tokenizer.json"))
   assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
   flags = ("--mode=decode", f"--job_log_dir={tmp_path / 'ours'}", "--max_new_tokens=3")

@@ -10,6 +10,7 @@ import tiny_llama
 import tokenizers
 from program import run as paxlike
 
+from paxlike.convert import sentencepiece_json, tokens
 from paxlike.convert.main import run
 from paxlike.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 
@@ -22,6 +23,7 @@ TEXTS = [
   "日本語",
   "emoji 😀👩‍👧",
   "▁under",
+  "\r\n",
   "x" * 40,
   *(f"{a} and {b} are {a + b}, so they say" for a in range(9) for b in range(9)),
 ]
@@ -75,6 +77,35 @@ def test_what_is_said_of_tokens_goes_in_and_out(tmp_path):
   assert (back["eos_token_id"], back["bos_token_id"]) == ([1, 2], 0)
 
 
+@pytest.mark.slow
+def test_ids_that_are_absent_are_those_of_transformers():
+  import transformers
+
+  for kind in tokens.DEFAULT_IDS:
+    config = transformers.AutoConfig.for_model(kind)
+    expected = {name: getattr(config, name) for name in tokens.IDS}
+    got = tokens.ids({}, model_type=kind, vocab_size=10**6)
+    assert got == {name: number for name, number in expected.items() if number is not None}
+    assert tokens.ids(dict.fromkeys(expected), model_type=kind, vocab_size=10**6) == {}
+    assert tokens.ids({}, model_type=kind, vocab_size=0) == {}
+
+
+@pytest.mark.parametrize("number", [60, 10**30, -5, "2"])
+def test_an_id_that_the_model_lacks_is_refused(tmp_path, capsys, number):
+  for name in ("config", "generation_config"):
+    source = tmp_path / name
+    tiny_llama.write(source)
+    words().save(str(source / "tokenizer.json"))
+    write_json(source / f"{name}.json", {**tiny_llama.CONFIG, "eos_token_id": number})
+    config = json.loads((source / "config.json").read_text())
+    write_json(source / "config.json", {**config, "vocab_size": tiny_llama.VOCAB})
+    number = tiny_llama.VOCAB if number == 60 else number
+    write_json(source / f"{name}.json", {**tiny_llama.CONFIG, "eos_token_id": number})
+    assert run(["--from=hf", f"--path={source}", f"--to={tmp_path / 'ours'}"]) == 2
+    assert f"{name}.json: eos_token_id" in capsys.readouterr().err
+  assert not (tmp_path / "ours").exists()
+
+
 def test_ids_of_the_configuration_alone_are_kept(tmp_path):
   ours = converted(tmp_path, {"eos_token_id": [1, 2], "bos_token_id": 0})
   tokenizer = HuggingFaceTokenizer(ours / "tokenizer.json")
@@ -114,11 +145,148 @@ def test_sentencepiece_begins_texts_unless_told_otherwise(tmp_path):
   assert (tokenizer.bos_id, tokenizer.prefix_id) == (None, 1)
 
 
+IM = {"<|im_start|>": 60, "<|im_end|>": 61}
+FLAGS = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+DECODER = {str(i): {"content": text, "special": True, **FLAGS} for text, i in IM.items()}
+TALK = "t3 t4 <|im_start|>t5 t6<|im_end|> t7 </s>"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {"config": {"added_tokens_decoder": DECODER, "eos_token": "<|im_end|>"}},
+    {"added": IM},
+    {"added": IM, "special": {"eos_token": "<|im_end|>", "additional_special_tokens": ["<s>"]}},
+    {"config": {"additional_special_tokens": list(IM)}},
+    {"config": {"extra_special_tokens": {"image_token": "<|im_start|>"}}},
+    {"config": {"eos_token": "<|im_end|>", "image_token": "<|im_start|>"}},
+    {"special": {"eos_token": "<|im_end|>"}},
+    {"config": {"eos_token": "</s>", "split_special_tokens": True}},
+    {"config": {"eos_token": "</s>", "bos_token": "<s>"}},
+  ],
+)
+def test_tokens_of_the_settings_are_added_as_by_transformers(tmp_path, settings):
+  import transformers
+
+  words().save(str(tmp_path / "tokenizer.json"))
+  config = {"tokenizer_class": "PreTrainedTokenizerFast", **settings.get("config", {})}
+  write_json(tmp_path / "tokenizer_config.json", config)
+  for name, key in (("added_tokens", "added"), ("special_tokens_map", "special")):
+    if key in settings:
+      write_json(tmp_path / f"{name}.json", settings[key])
+  ours = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  assert ours.encode(TALK).tolist() == theirs.encode(TALK, add_special_tokens=False)
+  assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {"tokenizer_class": "Qwen2Tokenizer"},
+    {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True},
+    {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True},
+  ],
+)
+def test_a_class_changes_texts_as_in_transformers(tmp_path, settings):
+  import transformers
+
+  alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()  # pyright: ignore
+  made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+  made.save(str(tmp_path / "tokenizer.json"))
+  write_json(tmp_path / "tokenizer_config.json", settings)
+  ours = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  for text in ("e\u0301 a  b", "", "1 2\n"):
+    assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False)
+  assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
+
+
+def large(folder, **config):
+  """Writes a tiny model of 400 ids."""
+  sizes = {
+    n: (400, *s[1:]) if s[0] == tiny_llama.VOCAB else s for n, s in tiny_llama.shapes().items()
+  }
+  config = {**tiny_llama.CONFIG, "vocab_size": 400, **config}
+  tiny_llama.write(folder, tiny_llama.values(sizes), config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_chat_model_has_the_tokenizer_of_transformers_in_and_out(tmp_path, both, legacy):
+  import transformers
+
+  theirs = tmp_path / "theirs"
+  large(theirs)
+  options = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 390}
+  options |= {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
+  model = sentencepiece(theirs / "tokenizer.model", hard_vocab_limit=False, **options)
+  size = model.vocab_size()
+  write_json(theirs / "added_tokens.json", {text: size + i for i, text in enumerate(IM)})
+  config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>", "legacy": legacy}
+  write_json(theirs / "tokenizer_config.json", {**config, "tokenizer_class": "LlamaTokenizer"})
+  if both:
+    # The older file lacks the added tokens; it is not read.
+    sentencepiece_json.write(theirs / "tokenizer.model", max_len=32)
+    (theirs / "tokenizer.model").write_bytes(b"tiktoken")
+  ours, back = tmp_path / "ours", tmp_path / "back"
+  assert run(["--from=hf", f"--path={theirs}", f"--to={ours}"]) == 0
+  assert run(["--from=paxlike", f"--path={ours}", f"--to={back}"]) == 0
+  tokenizer = (
+    HuggingFaceTokenizer(ours / "tokenizer.json")
+    if both
+    else SentencePieceTokenizer(ours / "tokenizer.model")
+  )
+  assert (tokenizer.bos_id, tokenizer.eos_id) == (1, size + 1)
+  assert (ours / "tokenizer.model").exists() != both
+  exported = transformers.AutoTokenizer.from_pretrained(back)
+  original = transformers.AutoTokenizer.from_pretrained(theirs)
+  assert exported.eos_token_id == original.eos_token_id == size + 1
+  for text in (f"{first}hello world<|im_end|>they <s>say" for first in ("", "<|im_start|>")):
+    ids = tokenizer.encode(text).tolist()
+    assert ids == exported.encode(text, add_special_tokens=False)
+    assert ids == original.encode(text, add_special_tokens=False)
+  for text in ("<|im_end|> they say", "a  b </s>", "", "<s> "):
+    assert tokenizer.encode(text).tolist() == exported.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.slow
+def test_an_export_has_no_file_of_another_tokenizer(tmp_path):
+  source = tmp_path / "theirs"
+  large(source)
+  model = sentencepiece(
+    source / "tokenizer.model", model_type="bpe", vocab_size=390, hard_vocab_limit=False
+  )
+  assert run(["--from=hf", f"--path={source}", f"--to={tmp_path / 'ours'}"]) == 0
+  words().save(str(tmp_path / "ours" / "tokenizer.json"))
+  assert run(["--from=paxlike", f"--path={tmp_path / 'ours'}", f"--to={tmp_path / 'back'}"]) == 0
+  got = HuggingFaceTokenizer(tmp_path / "back" / "tokenizer.json")
+  assert got.encode("hello they say").tolist() == model.encode("hello they say")
+
+
+@pytest.mark.parametrize("kind", ["word", "char"])
+def test_a_model_without_counterpart_is_said(tmp_path, capsys, kind):
+  source = tmp_path / "theirs"
+  large(source)
+  sentencepiece(source / "tokenizer.model", model_type=kind, vocab_size=50, hard_vocab_limit=False)
+  assert run(["--from=hf", f"--path={source}", f"--to={tmp_path / 'ours'}"]) == 0
+  capsys.readouterr()
+  assert run(["--from=paxlike", f"--path={tmp_path / 'ours'}", f"--to={tmp_path / 'back'}"]) == 0
+  assert "has no tokenizer.json, as Hugging Face has nothing like" in capsys.readouterr().out
+  assert not (tmp_path / "back" / "tokenizer.json").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "options",
   [
     {"model_type": "bpe"},
+    {"model_type": "bpe", "treat_whitespace_as_suffix": True},
+    {"model_type": "unigram", "remove_extra_whitespaces": False},
     {
       "model_type": "bpe",
       "byte_fallback": True,
@@ -134,11 +302,7 @@ def test_transformers_tokenizes_an_export_as_sentencepiece_does(tmp_path, option
   import transformers
 
   ours = tmp_path / "ours"
-  tiny_llama.write(tmp_path / "theirs", config={**tiny_llama.CONFIG, "vocab_size": 400})
-  arrays = tiny_llama.values(
-    {n: (400, *s[1:]) if s[0] == tiny_llama.VOCAB else s for n, s in tiny_llama.shapes().items()}
-  )
-  tiny_llama.write(tmp_path / "theirs", arrays, {**tiny_llama.CONFIG, "vocab_size": 400})
+  large(tmp_path / "theirs")
   path = tmp_path / "theirs" / "tokenizer.model"
   expected = sentencepiece(path, vocab_size=390, hard_vocab_limit=False, **options)
   assert run(["--from=hf", f"--path={tmp_path / 'theirs'}", f"--to={ours}"]) == 0
@@ -158,7 +322,8 @@ def test_transformers_tokenizes_an_export_as_sentencepiece_does(tmp_path, option
 def test_a_folder_that_was_moved_evaluates_any_text_and_decodes(tmp_path, capsys):
   text = tmp_path / "README"  # No suffix of text files.
   text.write_text(" ".join(f"t{3 + i % 50}" for i in range(200)))
-  ours = converted(tmp_path, {"torch_dtype": "float32"}).rename(tmp_path / "moved")
+  config = {"torch_dtype": "float32", "bos_token_id": None, "eos_token_id": None}
+  ours = converted(tmp_path, config).rename(tmp_path / "moved")
   flags = (f"--job_log_dir={ours}",)
   assert paxlike("--mode=eval", *flags, f"--fdl.DATA_PATH={text}") == 0
   said = capsys.readouterr().out

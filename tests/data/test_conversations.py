@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from paxlike.data import chat
+from paxlike.data import chat, own_template
 from paxlike.data.conversations import Conversations
 from paxlike.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from paxlike.errors import UserError
@@ -185,6 +185,36 @@ def test_the_own_template_makes_what_transformers_makes(tmp_path, own):
   assert weights.sum() == len(ours.encode("Hello!<|im_end|>\nSee you.<|im_end|>\n"))
 
 
+@pytest.mark.slow
+def test_templates_have_what_transformers_gives_them(tmp_path, own):
+  import transformers
+
+  (tmp_path / "tokenizer_config.json").write_text(
+    json.dumps(
+      {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "extra_special_tokens": {"image_token": "<img>"},
+      }
+    )
+  )
+  (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+  talk = [{"role": "user", "content": "é<>&'"}, {"role": "assistant", "content": "a"}]
+  sources = (
+    "{{ messages | tojson }}{{ messages | tojson(indent=2) }}",
+    "{% if tools is none and documents is none %}none{% endif %}",
+    "{{ eos_token }}{{ image_token }}{% if bos_token is defined %}wrong{% endif %}",
+    "{{ strftime_now('%Y') }}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+  )
+  for source in sources:
+    (tmp_path / "chat_template.jinja").write_text(source)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text, file, tokens = own_template.read(tmp_path)
+    values = {"messages": talk, "tools": None, "documents": None, **tokens}
+    expected = theirs.apply_chat_template(talk, tokenize=False)
+    assert own_template.OwnTemplate(text, file=file).render(values) == expected
+
+
 def test_a_template_in_a_file_of_its_own_is_read(tmp_path, own):
   source = (
     "{% for m in messages %}{% if m.content == 'stop' %}{% break %}{% endif %}"
@@ -200,7 +230,7 @@ def test_templates_that_cannot_be_used_are_said(tmp_path, own):
   config = tmp_path / "tokenizer_config.json"
   options = {"tokenizer": HuggingFaceTokenizer(own), "template": "tokenizer", "vocab_path": own}
   for source, says in (
-    ("{{ messages | length }}", "changes what came before"),
+    ("{{ messages | length }}", "changes the text of earlier ones"),
     ("{{ raise_exception('No system here') }}", "No system here"),
     ("{% if %}", "CHAT_TEMPLATE=tokenizer: "),
     ("{{ messages[0].role.what.who }}", "CHAT_TEMPLATE=tokenizer: .*what"),

@@ -219,13 +219,22 @@ def test_cut_file_is_refused(tmp_path, kind):
   assert len(documents(make(path))) == 10_000
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+  content = "first" if name == "a.txt" else '{"text": "first"}\n'
+  (tmp_path / name).write_text(content, encoding="utf-8-sig")
+  assert make(tmp_path / name).index().tokens.tolist() == [*b"first"]
+
+
 def test_what_is_wrong_with_the_path_is_said(tmp_path):
   (tmp_path / "empty").mkdir()
+  os.mkfifo(tmp_path / "pipe")
   for path, message in [
     (None, "DATA_PATH is not set"),
     ("", "DATA_PATH is not set"),
     (tmp_path / "empty", f"DATA_PATH={tmp_path}/empty holds no file; wanted: .txt"),
     (tmp_path / "missing", f"DATA_PATH={tmp_path}/missing matches no file"),
+    (tmp_path / "pipe", f"DATA_PATH={tmp_path}/pipe is a pipe, no file"),
     (tmp_path / "*.txt", f"DATA_PATH={tmp_path}/[*].txt matches no file"),
   ]:
     with pytest.raises(UserError, match=message):
@@ -264,7 +273,7 @@ def test_check_finds_a_bad_model_file(tmp_path):
 def test_text_shorter_than_a_row_is_refused(tmp_path):
   path = write(tmp_path, "jsonl", ["a"])
   dataset = PackedRows(corpus=TextFiles(path=str(path), tokenizer=None, vocab_size=1), seq_len=4)
-  with pytest.raises(UserError, match="shorter than one row"):
+  with pytest.raises(UserError, match="make no row: that takes 2 tokens"):
     dataset.batches(1)
 
 

@@ -195,3 +195,106 @@ def test_a_bad_tokenizer_json_is_named(tmp_path, content):
     path.write_text(content)
   with pytest.raises(UserError, match=f"VOCAB_PATH={path}"):
     HuggingFaceTokenizer(path).check(1000)
+
+
+def test_truncation_and_padding_of_its_maker_are_not_applied(byte_level, tmp_path):
+  import tokenizers
+
+  model = tokenizers.Tokenizer.from_str(byte_level._model.to_str())
+  model.enable_truncation(2)
+  model.enable_padding(pad_id=0, length=9)
+  model.save(str(tmp_path / "tokenizer.json"))
+  got = HuggingFaceTokenizer(tmp_path / "tokenizer.json").encode_all(["the cat sat", "the"])
+  expected = byte_level.encode_all(["the cat sat", "the"])
+  assert [ids.tolist() for ids in got] == [ids.tolist() for ids in expected]
+
+
+@pytest.mark.parametrize(
+  ("template", "bos"),
+  [("$A </s>", None), ("<s> $A </s>", 0), ("</s> $A", 1), ("$A", None)],
+)
+def test_what_a_template_puts_behind_a_text_is_no_bos(byte_level, tmp_path, template, bos):
+  import tokenizers
+
+  model = tokenizers.Tokenizer.from_str(byte_level._model.to_str())
+  model.post_processor = tokenizers.processors.TemplateProcessing(  # pyright: ignore
+    single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+  )
+  model.save(str(tmp_path / "tokenizer.json"))
+  assert HuggingFaceTokenizer(tmp_path / "tokenizer.json").bos_id == bos
+
+
+@pytest.mark.parametrize(
+  ("generation", "said"),
+  [
+    ({"eos_token_id": 300}, "eos_token_id is 300, but the model's ids are 0 to 299"),
+    ({"eos_token_id": [1, 10**30]}, "but the model's ids are 0 to 299"),
+    ({"bos_token_id": -5}, "bos_token_id has -5, which is no id"),
+    ({"eos_token_id": "2"}, "eos_token_id has '2', which is no id"),
+    ({"pad_token_id": 301}, "pad_token_id is 301"),
+  ],
+)
+def test_an_id_that_the_model_lacks_is_named(byte_level, tmp_path, generation, said):
+  (tmp_path / "tokenizer.json").write_text(byte_level._model.to_str())
+  (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+  with pytest.raises(UserError, match=f"^{tmp_path}/generation_config.json: .*{said}"):
+    HuggingFaceTokenizer(tmp_path / "tokenizer.json").check(300)
+
+
+def test_switches_are_no_tokens(byte_level, tmp_path):
+  (tmp_path / "tokenizer.json").write_text(byte_level._model.to_str())
+  config = {"bos_token": "<s>", "add_bos_token": "false", "add_eos_token": 0, "some_token": 1}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+  tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+  assert (tokenizer.vocab_size, tokenizer.bos_id) == (byte_level.vocab_size, 0)
+
+
+def test_minus_one_is_no_id(byte_level, tmp_path):
+  (tmp_path / "tokenizer.json").write_text(byte_level._model.to_str())
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": -1, "pad_token_id": null}')
+  tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+  tokenizer.check(300)
+  assert (tokenizer.eos_id, tokenizer.end_ids) == (None, ())
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_settings_add_tokens_to_pieces(model_file, tmp_path, legacy):
+  path = tmp_path / "tokenizer.model"
+  path.write_bytes(model_file.read_bytes())
+  plain = SentencePieceTokenizer(path)
+  size = plain.vocab_size
+  (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im|>": size + 1, "<x>": size}))
+  (tmp_path / "tokenizer_config.json").write_text(
+    json.dumps({"eos_token": "<|im|>", "bos_token": "<s>", "legacy": legacy})
+  )
+  tokenizer = SentencePieceTokenizer(path)
+  assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (size + 2, size + 1, 1)
+  text = "<s>the cat<|im|> sat<x>on"
+  expected = [[1], plain.encode("the cat"), [size + 1], plain.encode(" sat"), [size]]
+  expected = np.concatenate([*expected, plain.encode("on")])
+  np.testing.assert_array_equal(tokenizer.encode(text), expected)
+  assert tokenizer.decode(expected) == "the cat sat<x>on"
+  assert tokenizer.fingerprint() != plain.fingerprint()
+
+
+@pytest.mark.parametrize(
+  ("settings", "said"),
+  [
+    ({"added_tokens_decoder": {"9999": {"content": "<x>"}}}, "'<x>' as 9999, but its id is"),
+    ({"added_tokens_decoder": {"-1": {"content": "<x>"}}}, "'-1', which is no id of a token"),
+    ({"added_tokens_decoder": []}, "added_tokens_decoder is no mapping"),
+    ({"extra_special_tokens": 5}, "extra_special_tokens is no list"),
+    ({"additional_special_tokens": [5]}, "is no text"),
+    ({"eos_token": 5}, "eos_token is no text"),
+  ],
+)
+def test_a_token_that_cannot_be_added_is_named(byte_level, model_file, tmp_path, settings, said):
+  (tmp_path / "tokenizer.json").write_text(byte_level._model.to_str())
+  (tmp_path / "tokenizer.model").write_bytes(model_file.read_bytes())
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+  for tokenizer in (
+    HuggingFaceTokenizer(tmp_path / "tokenizer.json"),
+    SentencePieceTokenizer(tmp_path / "tokenizer.model"),
+  ):
+    with pytest.raises(UserError, match=said):
+      tokenizer.check(10**5)

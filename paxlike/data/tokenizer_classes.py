@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tokenizer's class in transformers adds to its `tokenizer.json`.
+
+Every other step of the file holds: it is what a model was trained with.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from paxlike.data.token_settings import TokenSettings
+
+_END = "<|endoftext|>"
+# Class -> the tokens that it has where the settings name none.
+_TOKENS: Mapping[str, Mapping[str, str]] = {
+  "GPT2Tokenizer": {"unk_token": _END, "bos_token": _END, "eos_token": _END},
+  "GemmaTokenizer": {
+    "unk_token": "<unk>",
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "pad_token": "<pad>",
+    "mask_token": "<mask>",
+  },
+  "Qwen2Tokenizer": {"unk_token": _END, "eos_token": _END, "pad_token": _END},
+}
+
+
+def tokens(settings: TokenSettings) -> Mapping[str, str]:
+  """Returns role -> text of the tokens that a class has where the settings name none."""
+  return _TOKENS.get(settings.tokenizer_class, {})
+
+
+def apply(model: Any, settings: TokenSettings):
+  """Sets what the class of a `tokenizers.Tokenizer` in transformers does to every text."""
+  from tokenizers import normalizers, pre_tokenizers
+
+  name = settings.tokenizer_class
+  if name == "Qwen2Tokenizer" and model.normalizer is None:
+    model.normalizer = normalizers.NFC()
+  if name in ("GPT2Tokenizer", "Qwen2Tokenizer") and settings.adds_prefix_space:
+    step = model.pre_tokenizer
+    for one in step if isinstance(step, pre_tokenizers.Sequence) else (step,):
+      if isinstance(one, pre_tokenizers.ByteLevel):
+        one.add_prefix_space = True
