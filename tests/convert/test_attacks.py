@@ -176,7 +176,7 @@ HUGGING_FACE = {
   "shape_of_truths": (entry(NORM, shape=[True]), "has no shape"),
   "dtype_unknown": (entry(NORM, dtype="U1"), "is of dtype 'U1'"),
   "dtype_list": (entry(NORM, dtype=[]), "is of dtype []"),
-  "name_of_lines": (header(lambda e: e.update({"a\n\x1b[2J": e.pop(NORM)})), r"a\n\x1b[2J"),
+  "name_of_lines": (header(lambda e: e.update({"a\n\x1b[2J": e.pop(NORM)})), r"a \x1b[2J"),
   "layers_10_to_7": (edit(num_hidden_layers=10**7), "num_hidden_layers is 10000000"),
   "layers_10_to_30": (edit(num_hidden_layers=10**30), "num_hidden_layers is 1"),
   "layers_negative": (edit(num_hidden_layers=-1), "config.json"),
