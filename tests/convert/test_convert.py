@@ -26,6 +26,22 @@ def stored(folder, name):
     return saved.read(0, f"params.{name}")
 
 
+@pytest.mark.parametrize(
+  ("declared", "said"),
+  [
+    ("bfloat16", "computes in bfloat16 (as declared)"),
+    ("auto", "computes in float32 (none is declared, and weights are float32)"),
+    ("float8", "computes in float32 ('float8' is declared, and weights are float32)"),
+    ({}, "computes in float32 (none is declared, and weights are float32)"),
+    ({"a": 1}, "computes in float32 ({'a': 1} is declared, and weights are float32)"),
+  ],
+)
+def test_the_dtype_of_a_conversion_and_why_are_printed(tmp_path, capsys, declared, said):
+  write(tmp_path / "theirs", config={**CONFIG, "torch_dtype": declared})
+  assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+  assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_are_converted_in_the_dtype_asked_for(tmp_path, dtype):
   write(tmp_path / "theirs")
@@ -61,6 +77,7 @@ MISTAKES = {
     {"arrays": values(shapes() | {GATE: (20, DIM)})},
     f"misshapen: {GATE} is [20, 16], not [24, 16]",
   ),
+  "no_name_of_a_family": ({"config": {**CONFIG, "model_type": ["llama"]}}, "is ['llama']; paxlike"),
   "another_family": ({"config": {**CONFIG, "model_type": "mamba"}}, "model_type is 'mamba'"),
   "another_activation": ({"config": {**CONFIG, "hidden_act": "relu"}}, "hidden_act is 'relu'"),
   "another_rope": (
