@@ -171,7 +171,7 @@ HUGGING_FACE = {
   "shape_of_truths": (entry(NORM, shape=[True]), "has no shape"),
   "dtype_unknown": (entry(NORM, dtype="U1"), "is of dtype 'U1'"),
   "dtype_list": (entry(NORM, dtype=[]), "is of dtype []"),
-  "name_of_lines": (header(lambda e: e.update({"a\n\x1b[2J": e.pop(NORM)})), r"a\n\x1b[2J"),
+  "name_of_lines": (header(lambda e: e.update({"a\n\x1b[2J": e.pop(NORM)})), r"a \x1b[2J"),
   "layers_10_to_7": (edit(num_hidden_layers=10**7), "num_hidden_layers is 10000000"),
   "layers_10_to_30": (edit(num_hidden_layers=10**30), "num_hidden_layers is 1"),
   "layers_negative": (edit(num_hidden_layers=-1), "config.json"),
@@ -233,10 +233,10 @@ META = {
   "pth_pipe": (replaced("consolidated.00.pth", os.mkfifo), "is a pipe, no file"),
   "pth_no_zip": (text("consolidated.00.pth", "x" * 1000), "no file of torch.save"),
   "params_pipe": (replaced("params.json", os.mkfifo), "is a pipe, no file"),
-  "params_zero": (text("params.json", '{"dim": 16, "n_heads": 0}'), "is damaged"),
+  "params_zero": (text("params.json", '{"dim": 16, "n_heads": 0}'), "lacks n_layers"),
   "params_layers": (
     text("params.json", '{"dim":16,"n_layers":100000000,"n_heads":4,"n_kv_heads":2,"norm_eps":1}'),
-    "num_hidden_layers is 100000000",
+    "n_layers: expected an int",
   ),
 }
 
