@@ -37,8 +37,9 @@ class Declared:
     """
     for key, value in given.items():
       if key in self.fixed and keys.is_set(value) and not keys.is_one_of(value, self.fixed[key]):
-        expected = keys.spell(self.fixed[key])
-        raise UserError(f"{place}: paxlike has no {key}={_short(value)}; expected {expected}.")
+        wanted = self.fixed[key]
+        expected = "" if wanted is None else f"; expected {keys.spell(wanted)}"
+        raise UserError(f"{place}: paxlike has no {key}={_short(value)}{expected}.")
       known = key in self.kinds or key in self.fixed or key in self.neutral
       if not known and keys.is_set(value):
         raise UserError(

@@ -151,23 +151,30 @@ def _check_config(experiment: Experiment):
   """Raises a UserError if the `config.json` written for a model is that of another one."""
   family = family_of(experiment)
   base = next(cls for cls in type(experiment).__mro__ if "hugging_face" in vars(cls))
+  model = experiment.model()
+
+  def first_difference(**more: Any) -> str | None:
+    return model_graph.difference(base(**knobs, **more).model(), model)
+
   try:
     knobs = family.read(config_of(experiment, dtype="float32"))
-    model = base(**knobs).model()
+    line = first_difference()
   except UserError as error:
     raise UserError(f"{family.architecture} of Hugging Face has no such model: {error}") from None
-  line = model_graph.difference(model, experiment.model())
   if line is None:
     return
   lost = line
-  for name, setting in experiment.values().items():
-    if name in base.knobs() and name not in knobs and setting.value != base.knobs()[name].default:
-      try:
-        other = base(**knobs, **{name: setting.value}).model()
-      except UserError:
-        continue  # It needs other knobs, too.
-      if model_graph.difference(other, experiment.model()) != line:
-        lost = f"{name}={setting.value} ({line})"
+  for name, knob in base.knobs().items():
+    value = experiment.values()[name].value
+    if name in knobs or value == knob.default:
+      continue
+    try:
+      is_cause = first_difference(**{name: value}) != line
+    except UserError:
+      continue  # It needs another knob, which is tried too.
+    if is_cause:
+      lost = f"{name}={value} ({line})"
+      break
   raise UserError(f"{family.architecture} of Hugging Face has no place for {lost}.")
 
 

@@ -2,12 +2,13 @@
 """What is exported is the model of the run, or nothing."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
 from paxlike import building, config_file, fiddlers, registry
-from paxlike.convert import streaming
+from paxlike.convert import exporting, model_graph, streaming
 from paxlike.convert.main import run
 from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.gemma import Gemma, Gemma2, Gemma3
@@ -152,6 +153,19 @@ def test_knobs_that_leave_logits_alone_are_exported(tmp_path, family):
   experiment = experiment_of(family, **{k: v for k, v in knobs.items() if k in family.knobs()})
   write(tmp_path / "run", experiment)
   assert export(tmp_path / "run", "--dry_run") == 0
+
+
+@pytest.mark.slow
+def test_every_registered_experiment_has_a_configuration_at_hugging_face():
+  classes = [cls for cls in registry.registered().values() if cls.hugging_face() is not None]
+  assert len(classes) > 50
+  for cls in classes:
+    experiment = cls()
+    graph: Any = experiment.trainer()
+    model = experiment.model()
+    experiment.adapt(model)
+    assert model_graph.difference(model, graph.model) is None, cls
+    exporting._check_config(experiment)
 
 
 @pytest.mark.parametrize(
