@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations that `altered.py` tries: small ones of each family, a key of each changed."""
+"""What `altered_configurations.py` tries: a small model of each family, one of its keys changed."""
 
 import functools
 import json
@@ -157,6 +157,7 @@ _ROPES = [
   {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 10_000.0},
   {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
   {"rope_type": "default", "rope_theta": 10_000.0, "mystery": 3},
+  {},
 ]
 # Of the same, one of each type, for families that share what reads them.
 _SOME_ROPES = [_ROPES[i] for i in (0, 2, 3, 4, 5, 8, 17, 21)]

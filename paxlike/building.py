@@ -30,10 +30,3 @@ def build(graph: Any) -> Any:
 def plain(error: BaseException) -> BaseException:
   """Returns an exception as it was before Fiddle added to it, with its traceback."""
   return getattr(error, "proxy_base_exception", error)
-
-
-def path_of(error: BaseException) -> str | None:
-  """Returns where in the graph Fiddle was when an exception that it added to was raised."""
-  message: str = getattr(error, "proxy_message", "")
-  _, found, rest = message.partition(" at <root>")
-  return rest.partition(" with positional arguments")[0].lstrip(".") if found else None

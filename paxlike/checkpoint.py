@@ -233,7 +233,7 @@ class Checkpoints:
     target: Mapping[str, jax.ShapeDtypeStruct],
     *,
     layout: Layout,
-    partial: bool = False,
+    unread: relayout.Unread | None = None,
   ) -> Restored:
     """Returns checkpoint `step` with the shardings of `target`, converted to `layout`.
 
@@ -245,7 +245,8 @@ class Checkpoints:
       step: Which checkpoint.
       target: Name -> shape, dtype and sharding of each array.
       layout: The layout of `target`.
-      partial: Whether the checkpoint may hold more than `target`, which is then not read.
+      unread: Which arrays of the checkpoint `target` may lack, any float dtype being right then.
+        None: none.
 
     Raises:
       UserError: The names, shapes or dtypes differ: it is of another experiment. Or it is damaged.
@@ -258,7 +259,7 @@ class Checkpoints:
       elif jax.process_index() == 0:
         print(f"paxlike: {self.path(step)} has no checksums: not verified.", file=sys.stderr)
       train_input = self._read_json(step, "train_input", sums)
-    metadata, saved_layout, lacking = self.check(step, target, layout=layout, partial=partial)
+    metadata, saved_layout, lacking = self.check(step, target, layout=layout, unread=unread)
     zeros = {n: target[n] for n in lacking}
     target = {n: leaf for n, leaf in target.items() if n not in lacking}
     source = relayout.in_layout(target, layout, saved_layout)
@@ -279,7 +280,7 @@ class Checkpoints:
     target: Mapping[str, jax.ShapeDtypeStruct],
     *,
     layout: Layout,
-    partial: bool = False,
+    unread: relayout.Unread | None = None,
   ) -> tuple[dict[str, Any], Layout, set[str]]:
     """Returns the metadata of a checkpoint, its layout, and the non-trainable state that it lacks.
 
@@ -295,12 +296,12 @@ class Checkpoints:
         name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
         for name, (shape, dtype) in metadata["tensors"].items()
       }
-    if not partial and all(name.startswith("params.") for name in tensors):
+    if unread is None and all(name.startswith("params.") for name in tensors):
       raise UserError(
         f"{self.path(step)} holds weights and no training state: begin a run in a new folder, with"
         f" --fdl.CHECKPOINT_RESTORE_PATH={self._directory.parent}"
       )
-    if differences := relayout.differences(tensors, saved_layout, target, layout, partial=partial):
+    if differences := relayout.differences(tensors, saved_layout, target, layout, unread=unread):
       shown = "; ".join(differences[:5])
       more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
       raise UserError(f"{self.path(step)} is of another experiment: {shown}{more}.")

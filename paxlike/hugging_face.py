@@ -26,7 +26,7 @@ class Wrapper:
   Attributes:
     model_type: Of the configuration, which has the text part's in `text_config`.
     neutral: Keys without effect on text.
-    fixed: Keys of the text part that must have this value, as the whole model reads them not.
+    fixed: Keys of the text part that must have this value, because the wrapper ignores them.
     renamed: Beginnings of tensors' names -> what they are in the text model by itself.
     dropped: Pattern (`re`) of the tensors of the other parts.
   """
@@ -79,10 +79,11 @@ class Family:
     model_type: Of the configuration.
     architecture: Class of transformers that has the weights.
     knobs: Key of the configuration -> knob.
-    defaults: What absent keys mean to transformers; of those read without it none may be absent.
+    defaults: What absent keys mean to transformers. A key in `knobs` without a default must be
+      present.
     nullable: Keys that may be null, which is None of their knobs.
-    fixed: Keys that must have this value, or one of a tuple; absent, they have it, if `defaults`
-      has no other. They are written with the first.
+    fixed: Keys that must have this value, or one of a tuple; an absent key means this value unless
+      `defaults` names another. They are written with the first.
     neutral: Keys without effect on logits, beside those of every family.
     equal: Key -> another whose value it must have, if it is there.
     aliases: Key -> its name in `knobs`.
@@ -90,7 +91,7 @@ class Family:
     rope: Its rotary positions, if it has any.
     rules: Where each weight stands.
     without: Name of a weight -> the rules that hold in models that lack it.
-    prefix: Begins the names of tensors, if they were not saved without the outermost module.
+    prefix: Prefix of tensor names; it may be missing.
     ignored: Patterns (`re`) of tensors that may be there, and hold nothing that is needed; `{KNOB}`
       stands for its value.
     copies: Tensor that may be there though it is not read -> the one that it must be a copy of.

@@ -109,10 +109,16 @@ class Rope:
       new = new.get("full_attention") or {}
     if new and old and dict(new) != dict(old):
       raise UserError(f"rope_parameters={dict(new)} and rope_scaling={dict(old)} say two things.")
-    return dict(new or old or self.absent), local
+    if old or new is None:
+      return dict(old or self.absent), local
+    return dict(new), local  # Empty, it stands for no scaling, as transformers has it.
 
   def _check(self, rope: Mapping[str, Any]) -> str:
-    """Returns the kind of scaling; a UserError names what is not as ours is."""
+    """Returns the kind of scaling.
+
+    Raises:
+      UserError: The family lacks it, or a key has a value that makes it another one than ours.
+    """
     kind = _kind(rope)
     if kind not in self.types:
       raise UserError(f"rope_type is {kind!r}; paxlike has {', '.join(self.types)} here.")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from paxlike import train_state
+from paxlike import relayout, train_state
 from paxlike.checkpoint import Checkpoints, flatten, unflatten
 from paxlike.errors import UserError
 from paxlike.journal import Journal
@@ -101,17 +101,24 @@ class Origin:
     are weights to start from.
 
     Raises:
-      UserError: There is no such checkpoint, or it is of another model.
+      UserError: There is no such checkpoint, or it is of another model: it lacks weights, or holds
+        some that this one does not have.
     """
     saved = self.checkpoints()
     if step in (None, 0) and self.restore is not None and not saved.steps():
-      given = self.restore.load(self.definition, self.devices, for_compute=True).params
-      return 0, self._completed(given)
+      taken = self.restore.load(self.definition, self.devices, for_compute=True, complete=True)
+      return 0, self._completed(taken.params)
     step = saved.find(step)
     changing, _, noticed = train_state.split(self.definition, self.definition.weights)
     names = [*changing, *noticed]
     params, _ = read_params(
-      saved, step, self.definition, self.devices, names=names, for_compute=True
+      saved,
+      step,
+      self.definition,
+      self.devices,
+      names=names,
+      for_compute=True,
+      unread=relayout.all_but_weights,
     )
     return step, params | self._frozen()
 

@@ -2,7 +2,7 @@
 """The same state under another layout: compared, described and converted array by array."""
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,20 @@ Flat = dict[str, Any]
 
 # How the names of arrays begin that a state may have or lack: what layers noticed in earlier steps.
 _OPTIONAL = "extra."
+
+# Says of an array of a checkpoint, by name, whether it may stay unread: "params.norm.scale".
+Unread = Callable[[str], bool]
+
+
+def anything(name: str) -> bool:
+  """An `Unread`: whatever the target does not want."""
+  del name
+  return True
+
+
+def all_but_weights(name: str) -> bool:
+  """An `Unread`: the rest of a training state, where the target is a whole model."""
+  return not name.startswith("params.")
 
 
 def _by_layer(flat: Mapping[str, Any], layout: Layout) -> dict[tuple[str, int], tuple[Any, Any]]:
@@ -37,12 +51,13 @@ def differences(
   target: Mapping[str, Any],
   layout: Layout,
   *,
-  partial: bool,
+  unread: Unread | None,
 ) -> list[str]:
   """Returns a line for each layer's weight that only one has, or in another shape or dtype.
 
   What layers noticed in earlier steps is no weight, and may differ.
-  If `partial`, what the target does not want is no difference, nor is another float dtype.
+  What the target does not want is no difference if `unread` allows it. Another float dtype is none
+  unless `unread` is None.
   """
   have, want = _by_layer(saved, saved_layout), _by_layer(target, layout)
   lines = []
@@ -51,11 +66,11 @@ def differences(
     if name.startswith(_OPTIONAL):
       continue
     if key not in want:
-      if not partial:
+      if unread is None or not unread(name):
         lines.append(f"{name}: only in the checkpoint")
     elif key not in have:
       lines.append(f"{name}: not in the checkpoint")
-    elif not _fits(have[key], want[key], any_float=partial):
+    elif not _fits(have[key], want[key], any_float=unread is not None):
       (shape, dtype), (wanted_shape, wanted_dtype) = have[key], want[key]
       lines.append(
         f"{name}: {dtype}{list(shape)} in the checkpoint,"

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from paxlike import mesh as mesh_lib
-from paxlike import ranges, run_folder
+from paxlike import ranges, relayout, run_folder
 from paxlike.checkpoint import Checkpoints
 from paxlike.configurable import configurable
 from paxlike.errors import UserError
@@ -74,7 +74,8 @@ class Restore:
         for name, spec in definition.weights.items()
         if name in chosen
       }
-      self.saved.check(step, weights, layout=layout_of(definition.module), partial=True)
+      layout = layout_of(definition.module)
+      self.saved.check(step, weights, layout=layout, unread=relayout.anything)
 
   def load(
     self,
@@ -83,6 +84,7 @@ class Restore:
     *,
     among: Collection[str] | None = None,
     for_compute: bool = False,
+    complete: bool = False,
   ) -> "Taken":
     """Returns the weights that are taken.
 
@@ -91,15 +93,23 @@ class Restore:
       mesh: Where they go.
       among: Of which weights; None: of all.
       for_compute: See `read_params`.
+      complete: Whether the model must have every weight of the checkpoint that the rules take. One
+        that is trained next may have fewer on purpose.
 
     Raises:
-      UserError: The checkpoint lacks one, has it in another shape, or is damaged.
+      UserError: The checkpoint lacks one, has it in another shape, holds more, or is damaged.
     """
     step = _agreed(self.saved.find(self.step))
     names = [name for name in self._chosen(definition) if among is None or name in among]
     with self._telling():
       params, lost = read_params(
-        self.saved, step, definition, mesh, names=names, for_compute=for_compute
+        self.saved,
+        step,
+        definition,
+        mesh,
+        names=names,
+        for_compute=for_compute,
+        unread=self._may_stay_unread if complete else relayout.anything,
       )
     others = [name for name in definition.weights if name not in names]
     return Taken(params, self.provenance(step, others, list(params)), lost)
@@ -148,7 +158,7 @@ class Restore:
     layers = [name]
     if location is not None:
       layers = [location.template.format(f"layers.{layer}") for layer in location.layers]
-    taken = {self._matches(layer) for layer in layers}
+    taken = {self.matches(layer) for layer in layers}
     if len(taken) == 2:
       raise UserError(
         f"the rules of CHECKPOINT_RESTORE_PATH take some layers of {name} and not others: set"
@@ -156,7 +166,13 @@ class Restore:
       )
     return True in taken
 
-  def _matches(self, name: str) -> bool:
+  def _may_stay_unread(self, name: str) -> bool:
+    part, _, weight = name.partition(".")
+    return part != "params" or not self.matches(weight)
+
+  def matches(self, name: str) -> bool:
+    """Returns whether the rules take a weight of this name."""
+
     def any_of(patterns: tuple[str, ...]) -> bool:
       return any(re.search(pattern, name) for pattern in patterns)
 
@@ -230,6 +246,7 @@ def read_params(
   *,
   names: list[str] | None = None,
   for_compute: bool = False,
+  unread: relayout.Unread,
 ) -> tuple[Params, float | None]:
   """Returns weights of a checkpoint, whatever the mesh, layout and float dtype it was written with.
 
@@ -244,25 +261,31 @@ def read_params(
     names: Which weights; None: all.
     for_compute: Whether to read them in the dtypes that layers compute with, or in those of a
       training state.
+    unread: Which arrays of the checkpoint may stay unread.
 
   Raises:
-    UserError: One is missing, has another shape, or is damaged.
+    UserError: One is missing, has another shape, or is damaged; or one stays unread that may not.
   """
   specs = {
     name: definition.weights[name] for name in (definition.weights if names is None else names)
   }
   layout = layout_of(definition.module)
 
-  def read(names: Sequence[str]) -> Params:
-    wanted = {}
+  def wanted(names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    arrays = {}
     for name in names:
       spec = specs[name]
       where = mesh_lib.sharding(mesh, spec.dims, spec.shape)
       for_layers = for_compute and not spec.is_quantized
       dtype = spec.compute_dtype if for_layers else spec.stored_dtype
       part = "extra" if spec.statistic else "params"
-      wanted[f"{part}.{name}"] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
-    flat = saved.restore(step, wanted, layout=layout, partial=True).state
+      arrays[f"{part}.{name}"] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
+    return arrays
+
+  saved.check(step, wanted(specs), layout=layout, unread=unread)
+
+  def read(names: Sequence[str]) -> Params:
+    flat = saved.restore(step, wanted(names), layout=layout, unread=relayout.anything).state
     return {name.partition(".")[2]: value for name, value in flat.items()}
 
   stored_as = saved.layout(step)

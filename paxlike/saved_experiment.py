@@ -8,6 +8,7 @@ from etils import epath
 from paxlike import config_file, registry
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
+from paxlike.graph_data import Part
 
 FILE = "experiment.json"
 
@@ -24,8 +25,7 @@ def read(folder: epath.Path, knobs: Sequence[tuple[str, str]]) -> Experiment:
   if not (folder / FILE).exists():
     raise UserError(f"{given} needs {folder / FILE}, which is not there: {advice}.")
   experiment = registry.load(folder / FILE)
-  saved = config_file.read(folder / "config.json")
-  if config_file.difference(experiment.trainer(), saved):
+  if config_file.difference(experiment.trainer(), graph(folder)):
     raise UserError(
       f"{given}: {folder / 'config.json'} is not what the knobs of {FILE} make: {advice}."
     )
@@ -33,3 +33,16 @@ def read(folder: epath.Path, knobs: Sequence[tuple[str, str]]) -> Experiment:
   for name, text in knobs:
     experiment.set(name, text, source="command line")
   return experiment
+
+
+def graph(folder: epath.PathLike) -> Part:
+  """Returns the root graph of a run or of a converted model, as data: it imports nothing.
+
+  Raises:
+    UserError: It cannot be read, or is no graph of a run.
+  """
+  path = epath.Path(folder) / "config.json"
+  found = config_file.read_data(path)
+  if not isinstance(found, Part) or "model" not in found.arguments:
+    raise UserError(f"{path} is damaged: it is no graph of a run.")
+  return found

@@ -57,6 +57,11 @@ def read(experiment, **changed):
     (Gemma3, {"rope_local_base_freq": 5.0}, "LOCAL_ROPE_THETA", 5.0),
     (Gemma3, {"rope_parameters": {"sliding_attention": {"rope_theta": 5.0}}}, "ROPE_THETA", 1e6),
     (GptOss, {}, "ROPE_FACTOR", 32.0),
+    (GptOss, {"rope_scaling": {}}, "ROPE_FACTOR", 32.0),
+    (GptOss, {"rope_parameters": None}, "ROPE_FACTOR", 32.0),
+    (GptOss, {"rope_parameters": {}}, "ROPE_FACTOR", None),
+    (GptOss, {"rope_parameters": {}}, "ROPE_THETA", 150_000.0),
+    (Llama, {"rope_parameters": {}, "rope_scaling": YARN}, "ROPE_SCALING", "yarn"),
     (DeepSeek, {"q_lora_rank": None}, "QUERY_LATENT_DIMS", None),
     # What is without effect.
     (Llama, {"_name_or_path": "x", "temperature": 0.5, "mystery": None}, "NUM_LAYERS", 2),

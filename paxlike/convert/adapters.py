@@ -3,26 +3,75 @@
 
 import json
 import math
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import fiddle as fdl
 import numpy as np
+from fiddle import daglish
 
-from paxlike import building, config_file, fiddlers, layers, registry, run_folder
+from paxlike import building, config_file, fiddlers, layers, ranges, registry, run_folder
 from paxlike.convert import matching, streaming, tensors, tokens
+from paxlike.convert.declared import Declared
 from paxlike.convert.exporting import Run, adapted, family_of
 from paxlike.convert.matching import Match
 from paxlike.convert.stored import adapter_of
 from paxlike.convert.tensors import TensorFolder, TensorSpec, read_json
 from paxlike.errors import UserError
+from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 from paxlike.restoring import PROVENANCE, Restore
 from paxlike.weight_rules import Matrix
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# The keys of PEFT's `LoraConfig`.
+_DECLARED = Declared(
+  kinds={
+    "r": ranges.Size,
+    "lora_alpha": ranges.Factor,
+    "lora_dropout": ranges.Probability,
+    "use_rslora": bool,
+  },
+  defaults={"lora_dropout": 0.0, "use_rslora": False},
+  fixed={
+    "bias": "none",
+    "ensure_weight_tying": False,
+    "fan_in_fan_out": False,
+    # Others change the weights of the base, too.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "lora_bias": False,
+    "use_bdlora": False,
+    "use_dora": False,
+    "use_qalora": False,
+    # No value of these leaves it plain LoRA.
+    "alora_invocation_tokens": None,
+    "alpha_pattern": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_to_transform": None,
+    "megatron_config": None,
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "rank_pattern": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "velora_config": None,
+  },
+  neutral=frozenset(
+    # Where it is from, and how it is loaded.
+    {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version"}
+    | {"revision", "runtime_config", "task_type", "merge_weights"}
+    # Which maps are adapted: those of which there are tensors.
+    | {"exclude_modules", "layers_pattern", "target_modules"}
+    # How adapters are drawn, and what belongs to a fixed key.
+    | {"corda_config", "eva_config", "loftq_config", "lora_ga_config", "megatron_core"}
+    | {"qalora_group_size"}
+  ),
+)
 
 
 def _names(match: Match) -> tuple[str, ...]:
@@ -108,12 +157,16 @@ class Adapter:
       UserError: It is none, has what paxlike lacks, or is for another base.
     """
     config = read_json(path / _CONFIG)
-    _refuse(config, path)
+    if config.get("peft_type") != "LORA":
+      raise UserError(
+        f"{path / _CONFIG} is no LoRA adapter: peft_type {config.get('peft_type')!r}."
+      )
+    declared = _DECLARED.read(config, place=str(path / _CONFIG))
     self._base = base
-    self._rank = int(config["r"])
-    root = math.sqrt(self._rank) if config.get("use_rslora") else self._rank
-    self._alpha = self._rank * config["lora_alpha"] / root
-    self._dropout = float(config.get("lora_dropout") or 0)
+    self._rank: int = declared["r"]
+    root = math.sqrt(self._rank) if declared["use_rslora"] else self._rank
+    self._alpha = self._rank * declared["lora_alpha"] / root
+    self._dropout: float = declared["lora_dropout"]
     self._tensors = TensorFolder(path / _TENSORS)
     self._graph: Any = config_file.read(base / "config.json", allow_modules=allow_modules)
     fiddlers.stack(self._graph, scan=False)
@@ -158,8 +211,8 @@ class Adapter:
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must not hold anything yet."""
     graph: Any = self._graph
-    base = self._base.absolute()
-    graph.restore = fdl.Config(Restore, path=str(base), ignore=(layers.lora.WEIGHTS,))
+    base = os.fspath(run_folder.absolute(self._base))
+    graph.restore = fdl.Config(Restore, path=base, ignore=(layers.lora.WEIGHTS,))
     experiment = self._experiment
     knobs = {
       "USE_LORA": True,
@@ -167,24 +220,21 @@ class Adapter:
       "LORA_ALPHA": self._alpha,
       "LORA_DROPOUT": self._dropout,
       "LORA_TARGET_LAYERS": ",".join(self._roles),
-      "CHECKPOINT_RESTORE_PATH": str(base),
+      "CHECKPOINT_RESTORE_PATH": base,
     }
     for name, value in knobs.items():
-      experiment.set(name, str(value), source=_CONFIG)
+      experiment.set(name, value, source=_CONFIG)
+    _own_tokenizer(graph, experiment, base)
     definition = self._definition
     restore: Restore = building.build(graph.restore)
     restore.check(definition)
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(definition.module)
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
-      tokens.copy(base, folder)
-
-      def own(text: str) -> str:
-        return text.replace(f'"{base}/tokenizer', f'"{run_folder.OWN}tokenizer')
-
-      (folder / "config.json").write_text(own(config_file.dump(graph)))
+      tokens.copy(pathlib.Path(base), folder)
+      (folder / "config.json").write_text(config_file.dump(graph))
       (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
-      (folder / "experiment.json").write_text(own(registry.dump(experiment)))
+      (folder / "experiment.json").write_text(registry.dump(experiment))
       (folder / PROVENANCE).write_text(
         restore.provenance(restore.saved.find(None), [], definition.frozen)
       )
@@ -195,13 +245,13 @@ class Adapter:
       yield f"params.{ours}", self._tensors.read(theirs).T.reshape(shape)
 
 
-def _refuse(config: dict[str, Any], path: pathlib.Path):
-  """Raises a UserError for what is no plain LoRA."""
-  if config.get("peft_type") != "LORA" or "r" not in config or "lora_alpha" not in config:
-    raise UserError(f"{path / _CONFIG} is no LoRA adapter: peft_type {config.get('peft_type')}.")
-  plain = {"bias": "none"}
-  more = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-  for key in ("bias", *more):
-    value = config.get(key)
-    if value and value != plain.get(key):
-      raise UserError(f"{path / _CONFIG}: paxlike has no {key}={value}.")
+def _own_tokenizer(graph: Any, experiment: Experiment, base: str):
+  """Makes paths to the tokenizer in the folder `base` paths to its copy in the adapter's folder."""
+  own = {f"{base}/{name}": run_folder.OWN + name for name in tokens.TOKENIZERS}
+  for node, _ in daglish.iterate(graph):
+    for name, value in list(node.__arguments__.items()) if isinstance(node, fdl.Buildable) else ():
+      if isinstance(value, str) and value in own:
+        setattr(node, str(name), own[value])
+  for name, setting in experiment.settings().items():
+    if isinstance(setting.value, str) and setting.value in own:
+      experiment.set(name, own[setting.value], source=_CONFIG)

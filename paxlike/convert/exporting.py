@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from paxlike import building, fiddlers, registry, run_folder
-from paxlike.convert import matching, tensors, tokens
+from paxlike import building, fiddlers, registry, run_folder, saved_experiment
+from paxlike.convert import matching, model_graph, tensors, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
 from paxlike.convert.tensors import TensorSpec
@@ -38,7 +38,8 @@ class Run:
     """Reads what the run was; its experiment is paxlike's, or of an allowed module.
 
     Raises:
-      UserError: There is no such checkpoint, or Hugging Face has no such model.
+      UserError: There is no such checkpoint, Hugging Face has no such model, or the run was another
+        one than its knobs say.
     """
     self.path = path
     self.experiment = experiment = registry.load(
@@ -51,21 +52,33 @@ class Run:
     self.matches = matching.match(definition, family_of(experiment))
     self.adapters = Stored(path / "checkpoints", step, unrolled)
     experiment.adapt(model)
-    self.adapted = adapted(self.matches, Definition(building.build(model)))
+    _check_edits(path, model)
+    _check_config(experiment)
+    definition = Definition(building.build(model))
+    self.adapted = adapted(self.matches, definition)
     alpha = experiment.LORA_ALPHA
     self.lora_scale = 1.0 if alpha is None else alpha / experiment.LORA_RANK
     self._weights: Weights = self.adapters
+    shapes = {match.ours: match.shape for match in self.matches}
     if self.adapted:
       base = self._restore()
       scales = {match.ours: self.lora_scale for match in self.adapted}
       stored = Stored(pathlib.Path(base.folder), base.step, unrolled)
+      stored.check(shapes)
       self._weights = Merged(stored, self.adapters, scales=scales)
+      names = [name for match in self.adapted for name in adapter_of(match.ours)]
+      shapes = {name: definition.weights[name].shape for name in names}
+    self.adapters.check(shapes)
 
   def _restore(self) -> Restore:
     """Returns where the base of the adapters is."""
     restore = began_with(epath.Path(self.path), given=None)
-    if restore is None:
-      raise UserError(f"{self.path} has adapters of weights that were drawn: nothing to merge.")
+    drawn = [m.ours for m in self.matches if restore is None or not restore.matches(m.ours)]
+    if restore is None or drawn:
+      raise UserError(
+        f"{self.path} has adapters of weights that were drawn ({drawn[0]}): they are in no"
+        " checkpoint, so that there is nothing to merge."
+      )
     return restore
 
   def table(self) -> str:
@@ -125,15 +138,56 @@ def family_of(experiment: Experiment) -> Family:
   return family
 
 
+def _check_edits(run: pathlib.Path, model: Any):
+  """Raises a UserError if a run had another model than `model`, which its knobs make."""
+  if line := model_graph.difference(model, saved_experiment.graph(run).arguments["model"]):
+    raise UserError(
+      f"{run / 'config.json'} has {line}, as the knobs of {saved_experiment.FILE} make it: a model"
+      " with edits of its graph cannot be converted; set knobs instead."
+    )
+
+
+def _check_config(experiment: Experiment):
+  """Raises a UserError if the `config.json` written for a model is that of another one."""
+  family = family_of(experiment)
+  base = next(cls for cls in type(experiment).__mro__ if "hugging_face" in vars(cls))
+  model = experiment.model()
+
+  def first_difference(**more: Any) -> str | None:
+    return model_graph.difference(base(**knobs, **more).model(), model)
+
+  try:
+    knobs = family.read(config_of(experiment, dtype="float32"))
+    line = first_difference()
+  except UserError as error:
+    raise UserError(f"{family.architecture} of Hugging Face has no such model: {error}") from None
+  if line is None:
+    return
+  lost = line
+  for name, knob in base.knobs().items():
+    value = experiment.values()[name].value
+    if name in knobs or value == knob.default:
+      continue
+    try:
+      is_cause = first_difference(**{name: value}) != line
+    except UserError:
+      continue  # It needs another knob, which is tried too.
+    if is_cause:
+      lost = f"{name}={value} ({line})"
+      break
+  raise UserError(f"{family.architecture} of Hugging Face has no place for {lost}.")
+
+
 def config_of(experiment: Experiment, *, dtype: str) -> dict[str, Any]:
   """Returns the `config.json` of Hugging Face for an experiment's model, its weights in `dtype`."""
   values = {name: setting.value for name, setting in experiment.values().items()}
+  head_dim = values["DIMS_PER_HEAD"] or values["MODEL_DIMS"] // values["NUM_HEADS"]
   derived = {
     "NUM_KV_HEADS": values["NUM_HEADS"],
-    "DIMS_PER_HEAD": values["MODEL_DIMS"] // values["NUM_HEADS"],
+    "DIMS_PER_HEAD": head_dim,
     "HIDDEN_DIMS": 4 * values["MODEL_DIMS"],
-    "EXPERT_DIMS": values["HIDDEN_DIMS"],
-    "QUERY_SCALE_DIMS": values["DIMS_PER_HEAD"],
+    "EXPERT_DIMS": values["HIDDEN_DIMS"] or 4 * values["MODEL_DIMS"],
+    "QUERY_SCALE_DIMS": head_dim,
   }
   complete = {name: derived.get(name) if v is None else v for name, v in values.items()}
   return family_of(experiment).write(complete, dtype=dtype)

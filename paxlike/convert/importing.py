@@ -71,11 +71,12 @@ class Source:
     self._config = dict(config)
     with sizes.describing(path / "config.json"):
       self._experiment, self.family = _family(config, path)
+      _check_quantization(config.get("quantization_config"))
       wrapper = self.family.wrapper
       if wrapper is not None and config["model_type"] == wrapper.model_type:
         config, tensors = wrapper.text(config), _Part(tensors, wrapper)
+        _check_quantization(config.get("quantization_config"))
       self._knobs = self.family.read(config)
-      _check_quantization(config.get("quantization_config"))
       self._tensors = _Named(tensors, self.family.prefix)
       self._tokenizer = tokens.find(path)
       self._ids: dict[str, Any] = {}
@@ -91,7 +92,7 @@ class Source:
       self.matches = matching.match(Definition(self._model()), self.family)
       matching.check(self.matches, self._tensors.specs, self.family, self._knobs)
     if self._tokenizer is not None:
-      self._check(self._tokenizer)
+      self._check_tokenizer(self._tokenizer)
 
   @classmethod
   def hugging_face(cls, path: pathlib.Path) -> Self:
@@ -166,7 +167,7 @@ class Source:
       knobs["TRAIN_SHARE"] = 0.0
     return registry.with_data(self._experiment, mixin)(**knobs)
 
-  def _check(self, tokenizer: pathlib.Path):
+  def _check_tokenizer(self, tokenizer: pathlib.Path):
     graph: Any = self._with_data(f"{tokenizer.parent}/").trainer()
     built = building.build(graph.train_data.corpus.tokenizer)
     size = built.vocab_size
@@ -199,12 +200,13 @@ def _check_quantization(told: Any):
 def _compute_dtype(config: Mapping[str, Any], tensors: Tensors) -> tuple[str, str]:
   """Returns the dtype to compute in, and why: the one declared, or else that of the weights."""
   declared = config.get("dtype") or config.get("torch_dtype")
-  if declared in _COMPUTE:
+  if isinstance(declared, str) and declared in _COMPUTE:
     compute = _COMPUTE[declared]
     return compute, "as declared" if compute == declared else f"{declared} is declared"
   first = next(iter(tensors.specs.values()), None)
   stored = "bfloat16" if first is None else first.dtype.name
-  return _COMPUTE.get(stored, "bfloat16"), f"none is declared, and weights are {stored}"
+  said = "none is declared" if not declared or declared == "auto" else f"{declared!r} is declared"
+  return _COMPUTE.get(stored, "bfloat16"), f"{said}, and weights are {stored}"
 
 
 def _weight(match: Match, tensors: Tensors) -> np.ndarray:
@@ -231,7 +233,7 @@ def _family(config: Mapping[str, Any], path: pathlib.Path) -> tuple[type[Experim
       if family.wrapper is not None:
         families[family.wrapper.model_type] = base, family
   kind = config.get("model_type")
-  if kind in families:
+  if isinstance(kind, str) and kind in families:
     return families[kind]
   raise UserError(
     f"{path / 'config.json'}: model_type is {kind!r}; paxlike has {', '.join(sorted(families))}."

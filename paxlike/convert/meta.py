@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from paxlike import ranges
+from paxlike.convert.declared import Declared
 from paxlike.convert.tensors import TensorSpec, read_json
 from paxlike.convert.torch_files import TorchFile
 from paxlike.errors import UserError
@@ -28,6 +30,32 @@ _INNER = {
   "attention_norm": ("input_layernorm", None),
   "ffn_norm": ("post_attention_layernorm", None),
 }
+# The keys of `params.json`.
+_DECLARED = Declared(
+  kinds={
+    "dim": ranges.Size,
+    "n_layers": ranges.Depth,
+    "n_heads": ranges.Size,
+    "n_kv_heads": ranges.Size,
+    "norm_eps": ranges.Epsilon,
+    "vocab_size": int,
+    "rope_theta": ranges.Base,
+    "use_scaled_rope": bool,
+    "rope_scale_factor": ranges.Stretch,
+    "rope_scaling_factor": ranges.Stretch,  # The same in versions of Meta's code.
+  },
+  defaults={
+    "n_kv_heads": None,
+    "vocab_size": -1,  # That of the tokenizer.
+    "rope_theta": 10_000.0,
+    "use_scaled_rope": False,
+    "rope_scale_factor": None,
+    "rope_scaling_factor": None,
+  },
+  fixed={"rope_high_freq_factor": 4.0, "use_qk_norm": False},
+  # The tensors have the width of the feed-forward layer; the rest is of the program that runs them.
+  neutral=frozenset({"ffn_dim_multiplier", "multiple_of", "max_batch_size", "max_seq_len"}),
+)
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 
 
@@ -55,15 +83,10 @@ class MetaFolder:
       # Parts of a tensor differ in nothing: they are of one size.
       if part.specs != self._parts[0].specs:
         raise UserError(f"{file} and {files[0]} hold other weights.")
-    try:
-      self._dim, self._heads = int(params["dim"]), int(params["n_heads"])
-      self._kv_heads = int(params.get("n_kv_heads") or self._heads)
-      num_layers, epsilon = int(params["n_layers"]), float(params["norm_eps"])
-      positions = _positions(params)
-      if min(self._dim, self._heads, self._kv_heads, num_layers) < 1:
-        raise ValueError("a size is less than 1")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-      raise UserError(f"{path / 'params.json'} is damaged: {error!r}.") from None
+    declared = _DECLARED.read(params, place=str(path / "params.json"))
+    self._dim, self._heads = declared["dim"], declared["n_heads"]
+    self._kv_heads: int = declared["n_kv_heads"] or self._heads
+    positions = _positions(declared)
     self._theirs: dict[str, tuple[str, int | None]] = {}
     self.specs: dict[str, TensorSpec] = {}
     for name in names:
@@ -74,15 +97,20 @@ class MetaFolder:
     self.config = {
       "model_type": "llama",
       "hidden_size": self._dim,
-      "num_hidden_layers": num_layers,
+      "num_hidden_layers": declared["n_layers"],
       "num_attention_heads": self._heads,
       "num_key_value_heads": self._kv_heads,
-      "rms_norm_eps": epsilon,
+      "rms_norm_eps": declared["norm_eps"],
       "vocab_size": self._rows("model.embed_tokens.weight"),
       "intermediate_size": self._rows("model.layers.0.mlp.gate_proj.weight"),
       "tie_word_embeddings": "lm_head.weight" not in self.specs,
       **positions,
     }
+    if declared["vocab_size"] not in (-1, self.config["vocab_size"]):
+      raise UserError(
+        f"{path / 'params.json'}: vocab_size is {declared['vocab_size']}, but the embedding has"
+        f" {self.config['vocab_size']} ids."
+      )
     for name, heads in (("q", self._heads), ("k", self._kv_heads)):
       for ours, spec in self.specs.items():
         if ours.endswith(f"{name}_proj.weight") and spec.shape[0] % (2 * heads):
@@ -133,15 +161,24 @@ def _halves(w_FD: np.ndarray, num_heads: int) -> np.ndarray:
   return pairs.swapaxes(1, 2).reshape(w_FD.shape)
 
 
-def _positions(params: dict[str, Any]) -> dict[str, Any]:
-  """Returns what follows from the generation: LLaMA 2, Llama 3, or 3.1 with its longer context."""
-  theta = float(params.get("rope_theta") or 10_000.0)
-  if not params.get("use_scaled_rope"):
+def _positions(declared: dict[str, Any]) -> dict[str, Any]:
+  """Returns what follows from the generation: LLaMA 2, Llama 3, or 3.1 with its longer context.
+
+  Raises:
+    UserError: The factor of scaled positions is unclear.
+  """
+  theta = declared["rope_theta"]
+  factors = {declared["rope_scale_factor"], declared["rope_scaling_factor"]} - {None}
+  if not declared["use_scaled_rope"]:
+    if factors:
+      raise UserError("params.json: rope_scale_factor needs use_scaled_rope.")
     length = 8192 if theta > 10_000 else 4096
     return {"rope_theta": theta, "max_position_embeddings": length}
+  if len(factors) > 1:
+    raise UserError("params.json: rope_scale_factor and rope_scaling_factor say two things.")
   scaling = {
     "rope_type": "llama3",
-    "factor": 8.0,
+    "factor": factors.pop() if factors else 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,

@@ -2,10 +2,13 @@
 """The weights of a checkpoint of paxlike, one layer of one at a time."""
 
 import pathlib
+from collections.abc import Mapping
 from typing import Protocol
 
+import jax
 import numpy as np
 
+from paxlike import relayout
 from paxlike.checkpoint import Checkpoints
 from paxlike.errors import UserError
 from paxlike.layers.layout import Layout
@@ -37,6 +40,15 @@ class Stored:
     self._layout = self._saved.layout(self._step)
     self._unrolled = unrolled
     self._held = ("", np.zeros(0))  # The array read last.
+
+  def check(self, shapes: Mapping[str, tuple[int, ...]]):
+    """Finds whether the weights of the checkpoint are those of `shapes`, by name.
+
+    Raises:
+      UserError: One is missing, has another shape, or is in the checkpoint alone.
+    """
+    target = {f"params.{n}": jax.ShapeDtypeStruct(s, np.float32) for n, s in shapes.items()}
+    self._saved.check(self._step, target, layout=self._unrolled, unread=relayout.all_but_weights)
 
   def array_of(self, name: str) -> str:
     return self._place(name)[0]

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
@@ -245,8 +245,3 @@ def _write_tensor(stream: BinaryIO, tensor: np.ndarray, spec: TensorSpec):
 
 def _bytes(spec: TensorSpec) -> int:
   return math.prod(spec.shape) * spec.dtype.itemsize
-
-
-def total_bytes(specs: Iterable[TensorSpec]) -> int:
-  """Returns the bytes of all."""
-  return sum(map(_bytes, specs))

@@ -93,6 +93,7 @@ class GptOss(Moe, Llama):
       architecture="GptOssForCausalLM",
       knobs={
         **{key: knob for key, knob in family.knobs.items() if key != "attention_bias"},
+        "intermediate_size": "EXPERT_DIMS",
         "num_local_experts": "NUM_EXPERTS",
         "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
         "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",

@@ -76,6 +76,7 @@ class Mixtral(Moe, Mistral):
       architecture="MixtralForCausalLM",
       knobs={
         **family.knobs,
+        "intermediate_size": "EXPERT_DIMS",
         "num_local_experts": "NUM_EXPERTS",
         "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
         "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",

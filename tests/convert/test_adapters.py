@@ -146,7 +146,7 @@ def test_an_adapter_of_peft_is_the_same_here(base, tmp_path, rslora):
   [
     ({"peft_type": "IA3"}, "is no LoRA adapter"),
     ({"use_dora": True}, "has no use_dora=True"),
-    ({"bias": "all"}, "has no bias=all"),
+    ({"bias": "all"}, "has no bias='all'"),
     ({"r": 5}, r"lora_A.weight is [4, 32], but [5, 32] is due"),
   ],
 )

@@ -32,12 +32,14 @@ SELECTED = [
   ("gemma3", "attn_logit_softcapping", 0.5),
   ("gemma3", "rope_parameters.sliding_attention", {"rope_type": "linear", "factor": 4.0}),
   ("gemma3 with images", "text_config.final_logit_softcapping", 1.0),
+  ("gemma3 with images", "quantization_config", {"quant_method": "gptq", "bits": 4}),
   ("qwen3", "use_sliding_window", True),
   ("qwen3_moe", "mlp_only_layers", [1]),
   ("deepseek_v3", "topk_group", 1),
   ("deepseek_v3", "q_lora_rank", None),
   ("gpt_oss", "swiglu_limit", 0.5),
   ("gpt_oss", "rope_parameters", None),
+  ("gpt_oss", "rope_parameters", {}),
 ]
 
 

@@ -242,10 +242,10 @@ META = {
   "pth_pipe": (replaced("consolidated.00.pth", os.mkfifo), "is a pipe, no file"),
   "pth_no_zip": (text("consolidated.00.pth", "x" * 1000), "no file of torch.save"),
   "params_pipe": (replaced("params.json", os.mkfifo), "is a pipe, no file"),
-  "params_zero": (text("params.json", '{"dim": 16, "n_heads": 0}'), "is damaged"),
+  "params_zero": (text("params.json", '{"dim": 16, "n_heads": 0}'), "lacks n_layers"),
   "params_layers": (
     text("params.json", '{"dim":16,"n_layers":100000000,"n_heads":4,"n_kv_heads":2,"norm_eps":1}'),
-    "num_hidden_layers is 100000000",
+    "n_layers: expected an int",
   ),
 }
 

@@ -3,15 +3,18 @@
 
 import json
 
+import fiddle as fdl
 import ml_dtypes
 import numpy as np
 import pytest
 from program import run as paxlike
 from tiny_llama import CONFIG, DIM, VOCAB, shapes, values, write
 
+from paxlike import building, config_file, restoring
 from paxlike.checkpoint import Checkpoints
 from paxlike.convert.main import run
 from paxlike.convert.tensors import TensorFolder
+from paxlike.errors import UserError
 
 
 def convert(source, to, *more, kind="hf"):
@@ -21,6 +24,22 @@ def convert(source, to, *more, kind="hf"):
 def stored(folder, name):
   with Checkpoints(folder / "checkpoints", keep=None) as saved:
     return saved.read(0, f"params.{name}")
+
+
+@pytest.mark.parametrize(
+  ("declared", "said"),
+  [
+    ("bfloat16", "computes in bfloat16 (as declared)"),
+    ("auto", "computes in float32 (none is declared, and weights are float32)"),
+    ("float8", "computes in float32 ('float8' is declared, and weights are float32)"),
+    ({}, "computes in float32 (none is declared, and weights are float32)"),
+    ({"a": 1}, "computes in float32 ({'a': 1} is declared, and weights are float32)"),
+  ],
+)
+def test_the_dtype_of_a_conversion_and_why_are_printed(tmp_path, capsys, declared, said):
+  write(tmp_path / "theirs", config={**CONFIG, "torch_dtype": declared})
+  assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+  assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -58,6 +77,7 @@ MISTAKES = {
     {"arrays": values(shapes() | {GATE: (20, DIM)})},
     f"misshapen: {GATE} is [20, 16], not [24, 16]",
   ),
+  "no_name_of_a_family": ({"config": {**CONFIG, "model_type": ["llama"]}}, "is ['llama']; paxlike"),
   "another_family": ({"config": {**CONFIG, "model_type": "mamba"}}, "model_type is 'mamba'"),
   "another_activation": ({"config": {**CONFIG, "hidden_act": "relu"}}, "hidden_act is 'relu'"),
   "another_rope": (
@@ -147,6 +167,43 @@ def test_decoding_with_the_experiment_of_another_family_is_said(tmp_path, capsys
   assert paxlike("--mode=decode", *flags, "--prompt=a") == 2
   error = capsys.readouterr().err
   assert "is of another experiment" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("mode", ["eval", "decode"])
+@pytest.mark.parametrize(
+  ("knob", "unread"),
+  [
+    ("NUM_LAYERS=1", "params.stack.layers.1.attention.key.w: only in the checkpoint;"),
+    ("USE_TIED_EMBEDDING=True", "params.head.w: only in the checkpoint."),
+  ],
+)
+def test_weights_that_nothing_reads_are_refused(tmp_path, capsys, mode, knob, unread):
+  write(tmp_path / "theirs")
+  _byte_level_tokenizer(VOCAB - 1).save(str(tmp_path / "theirs" / "tokenizer.json"))
+  assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+  flags = [f"--mode={mode}", f"--job_log_dir={tmp_path / 'ours'}"]
+  if mode == "decode":
+    flags += ["--prompt=t1 t2", "--max_new_tokens=1"]
+  else:
+    (tmp_path / "text.txt").write_text("t1 t2 t3")
+    flags += [f"--fdl.DATA_PATH={tmp_path / 'text.txt'}"]
+  capsys.readouterr()
+  assert paxlike(*flags, f"--fdl.{knob}") == 2
+  error = capsys.readouterr().err
+  assert unread in error and error.count("\n") == 1
+  assert ("; and 4 more." in error) == knob.startswith("NUM_LAYERS")
+
+
+def test_weights_to_start_from_are_all_read_unless_rules_leave_them_out(tmp_path):
+  write(tmp_path / "theirs")
+  assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+  graph = config_file.read(tmp_path / "ours" / "config.json")
+  graph.model.stack.repeats = 1
+  graph.restore = fdl.Config(restoring.Restore, path=str(tmp_path / "ours"))
+  with pytest.raises(UserError, match=r"layers\.1\.attention\.key\.w: only in the checkpoint"):
+    building.build(graph).load(tmp_path / "new")
+  graph.restore.ignore = (r"layers\.1\.",)
+  assert "stack.layers.0.attention.key.w" in building.build(graph).load(tmp_path / "new")
 
 
 @pytest.mark.slow

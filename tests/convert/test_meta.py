@@ -76,12 +76,51 @@ def test_it_is_the_model_that_hugging_face_has(tmp_path, parts, rows, dtype):
 
 
 def test_generations_differ_in_their_positions():
-  positions = meta._positions
+  def positions(given):
+    required = {"dim": 16, "n_layers": 1, "n_heads": 4, "norm_eps": 1e-5}
+    return meta._positions(meta._DECLARED.read(required | given, place="params.json"))
+
   assert positions({})["max_position_embeddings"] == 4096
   assert positions({"rope_theta": 5e5})["max_position_embeddings"] == 8192
   longer = positions({"rope_theta": 5e5, "use_scaled_rope": True})
   assert longer["max_position_embeddings"] == 131_072
   assert longer["rope_scaling"]["rope_type"] == "llama3"
+  assert longer["rope_scaling"]["factor"] == 8.0
+  longer = positions({"use_scaled_rope": True, "rope_scale_factor": 32})
+  assert longer["rope_scaling"]["factor"] == 32.0
+
+
+REFUSED = {
+  "mystery": (1, "mystery=1 is not known to paxlike"),
+  "moe": ({"num_experts": 8}, "moe={'num_experts': 8} is not known to paxlike"),
+  "use_qk_norm": (True, "paxlike has no use_qk_norm=True; expected False"),
+  "rope_high_freq_factor": (2.0, "paxlike has no rope_high_freq_factor=2.0"),
+  "rope_scale_factor": (32, "rope_scale_factor needs use_scaled_rope"),
+  "vocab_size": (7, "vocab_size is 7, but the embedding has 64 ids"),
+  "use_scaled_rope": ("false", "use_scaled_rope: expected bool, got 'false'"),
+  "dim": (16.9, "dim: expected an int"),
+  "n_heads": (0, "n_heads: expected an int of at least 1, got 0"),
+  "n_kv_heads": (3, "no pairs of 3 heads"),
+  "n_layers": (None, "params.json lacks n_layers"),
+  "norm_eps": ("1e-5", "norm_eps: expected a float"),
+  "rope_theta": (0, "rope_theta: expected a float above 1"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_that_makes_another_model_is_refused(tmp_path, capsys, key):
+  value, said = REFUSED[key]
+  save(tmp_path / "meta", parts=1, params={key: value})
+  assert run(["--from=meta", f"--path={tmp_path / 'meta'}", f"--to={tmp_path / 'ours'}"]) == 2
+  error = capsys.readouterr().err
+  assert said in error and error.count("\n") == 1
+  assert not (tmp_path / "ours").exists()
+
+
+def test_keys_without_effect_are_left_out(tmp_path):
+  given = {"multiple_of": 256, "ffn_dim_multiplier": 1.3, "vocab_size": -1, "use_qk_norm": False}
+  save(tmp_path / "meta", parts=1, params=given)
+  assert run(["--from=meta", f"--path={tmp_path / 'meta'}", "--to=x", "--dry_run"]) == 0
 
 
 class Code:
