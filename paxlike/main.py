@@ -150,6 +150,8 @@ def _attempt(options: flags.Options):
   trainer = built(graph_of(options, experiment))
   if options.mode not in ("decode", "show"):
     trainer.check(training=options.mode != "eval")
+  if options.mode == "train" and trainer.num_steps:
+    trainer.trace()
 
 
 def experiment_of(options: flags.Options) -> "Experiment":
