@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
   was only compiled or planned and does not fit into the memory of its devices, 75 if another start
   may help.
   """
-  options = flags.Options()
+  options = flags.Options(traceback="--traceback" in argv)
   try:
     options = flags.parse(argv)
     if options.help:
@@ -128,7 +128,7 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
     if options.against:
       from paxlike import registry
 
-      other = registry.find(options.against)().trainer()
+      other = registry.find(options.against, flag="against")().trainer()
       print(show.difference(graph, other, name=options.against))
     else:
       print(show.everything(experiment, graph))
@@ -265,7 +265,7 @@ def _run(
 
   assert options.job_log_dir is not None
   trainer = built(graph)
-  trainer.saving = options.enable_checkpoint_saving
+  trainer.saving = trainer.saving and options.enable_checkpoint_saving
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
   if options.compiled_step is not None:

@@ -37,7 +37,13 @@ def check_step(trainer: Any, *, training: bool):
   if training and trainer.train_data is None:
     raise UserError("this experiment has no training data: it is for --mode=eval.")
   if training and trainer.read_only:
-    raise UserError("hold() is for --mode=eval and --mode=decode: few bits cannot be trained.")
+    raise UserError(
+      "hold() is for --mode=eval and --mode=decode: weight-only quantized weights cannot be trained."
+    )
+  if training and not trainer.definition.num_trained:
+    raise UserError(
+      f"trained={trainer.trained!r} is in the name of no weight: nothing would be trained."
+    )
   if training:
     requirements.check_context(trainer.model, dict(trainer.devices.shape))
   mesh.check_batch(

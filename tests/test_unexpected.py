@@ -57,7 +57,8 @@ def test_the_knob_is_found(capsys, mine):
   status, err = answer(capsys, mine, *flags)
   assert status == 2
   assert re.fullmatch(
-    r"paxlike: --fdl\.GROUPS=0: ZeroDivisionError: .*mine_to_break\.py, line 12, in model\).*\n", err
+    r"paxlike: --fdl\.GROUPS=0: ZeroDivisionError: .*mine_to_break\.py, line 12, in model\).*\n",
+    err,
   )
   status, err = answer(capsys, mine, *flags, "--traceback")
   assert status == 2 and "Traceback (most recent call last)" in err
@@ -74,7 +75,9 @@ def test_flags_that_are_not_to_blame_are_not_blamed(capsys, mine, monkeypatch):
   given = ("--fdl.VOCAB_SIZE=64", "--fdl.MAX_SEQ_LEN=16", "--fdl.MAX_STEPS=3")
   status, err = answer(capsys, mine, "--fdl_config=mine_to_break.BrokenInTheTrace", *given)
   assert (status, err.count("\n")) == (2, 1)
-  assert re.match(r"paxlike: \S+mine_to_break\.py, line 21, in __call__: RuntimeError: my", err), err
+  assert re.match(r"paxlike: \S+mine_to_break\.py, line 21, in __call__: RuntimeError: my", err), (
+    err
+  )
 
   monkeypatch.setattr(show, "everything", None)
   status, err = answer(capsys, mine, *TINY, *given, "--mode=show")
