@@ -75,9 +75,12 @@ def main(argv: Sequence[str]) -> int:
     options = flags.parse(argv)
     if options.help:
       print(usage.HELP, end="")
-      return 0
+      return _with_output(0)
     with _among_others(), unexpected.explained(options) as stage:
-      return _dispatch(options, stage)
+      status = _dispatch(options, stage)
+      prints_only = options.list or options.fdl_help
+      writes_files = options.mode in ("train", "eval", "decode") and not prints_only
+      return status if writes_files else _with_output(status)
   except (UserError, RunError) as error:
     if options.traceback:
       traceback.print_exception(error)
@@ -88,6 +91,11 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt as error:
     _interrupted.append(error)
     return 130
+
+
+def _with_output(status: int) -> int:
+  """Returns the status of a program whose output is all that it gives: 1 if that was lost."""
+  return 1 if console.output_is_lost() else status
 
 
 @contextlib.contextmanager
@@ -210,7 +218,8 @@ def _compile(options: flags.Options, trainer: Any) -> int:
 
   if options.kernels:
     aot.check_kernels(trainer)
-  program = aot.compile_step(trainer, save=options.save)
+  with console.mentioned("tracing and compiling the step"):
+    program = aot.compile_step(trainer, save=options.save)
   if options.json:
     print(json.dumps(compile_page.facts(trainer, program, with_kernels=options.kernels)))
   else:
@@ -271,7 +280,8 @@ def _run(
   if options.compiled_step is not None:
     trainer.compiled_step = aot.load_step(trainer, options.compiled_step)
   elif options.mode == "train" and trainer.num_steps:
-    trainer.trace()
+    with console.mentioned("tracing the step"):
+      trainer.trace()
   read = decode_options.read(options) if options.mode == "decode" else ([], None)
   stage.ends()
   # A model that a run would start from can be evaluated in a new folder.

@@ -38,7 +38,8 @@ def check_step(trainer: Any, *, training: bool):
     raise UserError("this experiment has no training data: it is for --mode=eval.")
   if training and trainer.read_only:
     raise UserError(
-      "hold() is for --mode=eval and --mode=decode: weight-only quantized weights cannot be trained."
+      "hold() is for --mode=eval and --mode=decode: weight-only quantized weights cannot be"
+      " trained."
     )
   if training and not trainer.definition.num_trained:
     raise UserError(
