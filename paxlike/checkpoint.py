@@ -143,7 +143,8 @@ class Checkpoints:
     with run_folder.reading(self._directory):
       if not self._directory.exists():
         return []
-      found = {p.name.removeprefix(prefix): p for p in self._directory.glob(f"{prefix}*")}
+      paths = run_folder.beginning_with(self._directory, prefix)
+      found = {path.name.removeprefix(prefix): path for path in paths}
       return sorted(int(step) for step, p in found.items() if step.isdigit() and complete(p))
 
   def latest(self) -> int | None:
@@ -222,9 +223,13 @@ class Checkpoints:
 
   def _unwritable(self, error: BaseException) -> UserError:
     self._failed = True
+    intact = ""
+    with contextlib.suppress(UserError):  # The store may be out of reach.
+      intact = " Older checkpoints are intact." if self.steps() else ""
+    reason = run_folder.reason(error)
     return UserError(
-      f"a checkpoint could not be written in {self._directory}: {run_folder.reason(error)}. Older"
-      f" checkpoints are intact. {run_folder.advice(error)}"
+      f"a checkpoint could not be written in {self._directory}: {reason}.{intact}"
+      f" {run_folder.advice(error)}"
     )
 
   def restore(

@@ -177,6 +177,10 @@ def check(
 def _tokens_of(prompt: str, tokenizer: Any, *, max_len: int) -> np.ndarray:
   prefix = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
   tokens = np.array([*prefix, *map(int, tokenizer.encode(prompt))], np.int32)
+  if not len(tokens):
+    raise UserError(
+      f"a prompt has no tokens: {prompt!r}; this tokenizer has none that begins a text."
+    )
   if len(tokens) >= max_len:
     raise UserError(
       f"a prompt of {len(tokens)} tokens leaves no room in sequences of {max_len}"

@@ -27,8 +27,13 @@ def files(folder: epath.Path) -> list[epath.Path]:
   later ones in the parts.
   """
   single = folder / "metrics.jsonl"
-  parts = sorted(folder.glob("metrics/part-*.jsonl"))
+  parts = _parts(folder)
   return [single, *parts] if single.exists() else parts
+
+
+def _parts(folder: epath.Path) -> list[epath.Path]:
+  found = run_folder.beginning_with(folder / "metrics", "part-")
+  return [path for path in found if path.name.endswith(".jsonl")]
 
 
 def records(folder: epath.Path) -> Iterator[dict[str, Any]]:
@@ -99,7 +104,7 @@ class JsonlWriter:
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(kept)
     temporary.replace(path)
-    for part in path.parent.glob("metrics/part-*.jsonl"):
+    for part in _parts(path.parent):
       part.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
       os.rmdir(path.parent / "metrics")  # What else is there is not the run's.
