@@ -72,7 +72,7 @@ class Trainer:
     best: By what the best checkpoint is known; None: there is none.
     objective: What a step makes smaller.
     trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
-    weight_dtype: What weights are held in between steps; to bfloat16 with stochastic rounding.
+    weight_dtype: What weights are held in between steps; bfloat16 with stochastic rounding.
     stall_timeout: Seconds without progress that end the job; None: derived; 0: no limit.
     stack_interval: Seconds between two writings of all stacks; None: none.
     read_only: Whether nothing will be trained; weights that have a scheme are then held by it.

@@ -164,7 +164,7 @@ class RowDataset(Dataset):
 
   def _check_not_empty(self):
     if self.num_rows(0) == 0:
-      raise UserError("the data are shorter than one row of MAX_SEQ_LEN tokens.")
+      raise UserError("the data are shorter than one sequence of MAX_SEQ_LEN tokens.")
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool

@@ -174,7 +174,9 @@ def write(
   for split, rows in splits.items():
     count = rows.num_rows(0)
     if not count:
-      raise UserError(f"{split} is shorter than one row of MAX_SEQ_LEN={first.seq_len} tokens.")
+      raise UserError(
+        f"{split} is shorter than one sequence of MAX_SEQ_LEN={first.seq_len} tokens."
+      )
     if count == ENDLESS:
       raise UserError(f"{split} never ends: prepare what it is made of.")
     columns = _columns(rows, vocab_size)

@@ -264,7 +264,7 @@ def test_check_finds_a_bad_model_file(tmp_path):
 def test_text_shorter_than_a_row_is_refused(tmp_path):
   path = write(tmp_path, "jsonl", ["a"])
   dataset = PackedRows(corpus=TextFiles(path=str(path), tokenizer=None, vocab_size=1), seq_len=4)
-  with pytest.raises(UserError, match="shorter than one row"):
+  with pytest.raises(UserError, match="shorter than one sequence"):
     dataset.batches(1)
 
 
