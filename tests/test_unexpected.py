@@ -142,14 +142,19 @@ def test_a_running_program_keeps_its_tracebacks():
     (["--fdl.MODEL_DIMS=16777216"], ["training state takes", "MODEL_DIMS"]),
     (["--fdl.NUM_HEADS=0"], ["--fdl.NUM_HEADS=0: expected an int of at least 1"]),
     (["--fdl.FPROP_DTYPE=int4"], ["--fdl.FPROP_DTYPE=int4: expected one of bfloat16"]),
+    (["--fdl.trained=nothing_like_this"], ["trained='nothing_like_this'", "no weight"]),
+    (["--fdl.trained=("], ["--fdl.trained=(", "unterminated subpattern"]),
+    (["--fdl.ICI_MESH_SHAPE=x"], ["expected a list whose items are each an int of at least 1"]),
+    (["--fdl.=3"], ["--fdl.=3: the name of a knob or a path is missing"]),
+    (["--fdl_config=..", "--traceback"], ["--fdl_config=..: expected NAME"]),
     (["--fdl.model.norm=none"], ["model.norm", "expected a function or a layer"]),
   ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(capsys, tmp_path, given, says):
   status, err = answer(capsys, tmp_path, *TINY, *given)
-  assert (status, err.count("\n")) == (2, 1), err
+  assert status == 2 and (err.count("\n") == 1 or "--traceback" in given), err
   for words in says:
-    assert words in err
+    assert words in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
