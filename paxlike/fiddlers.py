@@ -161,6 +161,8 @@ def lora(
   adapter = fdl.Partial(layers.Lora, rank=rank, scale=1.0 if alpha is None else alpha / rank)
   if dropout:
     adapter.dropout = fdl.Partial(layers.Dropout, rate=dropout)
+  if not roles:
+    raise UserError("roles: expected at least one role of linear maps.")
   adapted = list(select(graph, layers.Linear, *roles))
   there = {getattr(node, "role", None) for node in select(graph, layers.Linear)} - {None}
   absent = [role for role in roles if role not in there]

@@ -25,7 +25,10 @@ def check(trainer: Any, *, training: bool):
     trainer.model.check_data(data.seq_len, data.vocab_size)
     data.check()
   if training and trainer.sample_prompt is not None:
-    trainer.check_prompts([trainer.sample_prompt])
+    try:
+      trainer.check_prompts([trainer.sample_prompt])
+    except UserError as error:
+      raise UserError(f"SAMPLE_PROMPT (sample_prompt): {error}") from None
 
 
 def check_step(trainer: Any, *, training: bool):
@@ -35,7 +38,7 @@ def check_step(trainer: Any, *, training: bool):
     UserError: There is not, or they cannot.
   """
   if training and trainer.train_data is None:
-    raise UserError("this experiment has no training data: it is for --mode=eval.")
+    raise UserError("this experiment has no training data (train_data): it is for --mode=eval.")
   if training and trainer.read_only:
     raise UserError(
       "hold() is for --mode=eval and --mode=decode: weight-only quantized weights cannot be"

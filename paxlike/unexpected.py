@@ -102,6 +102,8 @@ def _summary(error: Exception) -> str:
 
 def _of_user(error: Exception) -> str:
   """Returns the innermost line of code that is neither ours nor a library's, or ""."""
+  if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
+    return f"{error.filename}, line {error.lineno}"  # It has not run.
   for frame in reversed(traceback.extract_tb(error.__traceback__)):
     path = os.path.abspath(frame.filename)
     is_ours = path.startswith((_PACKAGE, *_LIBRARIES)) or not os.path.isfile(path)

@@ -105,6 +105,13 @@ def test_flags_each_of_which_is_to_blame_are_said_to_be():
       raise failure
 
 
+def test_a_file_that_is_no_python_is_named(capsys, mine):
+  (mine / "no_python.py").write_text("x = 1\nclass Mine(\n")
+  status, err = answer(capsys, mine, "--fdl_config=no_python.Mine", "--fdl.NUM_LAYERS=1")
+  assert (status, err.count("\n")) == (2, 1)
+  assert re.match(r"paxlike: \S+no_python\.py, line 2: SyntaxError: ", err), err
+
+
 def test_our_own_defects_name_the_knobs_near_them(capsys, tmp_path, monkeypatch):
   monkeypatch.setattr(optimizers, "adamw", None)
   status, err = answer(capsys, tmp_path, *TINY)
