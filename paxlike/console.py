@@ -86,7 +86,7 @@ def output_is_lost() -> bool:
 
 
 @contextlib.contextmanager
-def mentioned(what: str, *, after: float = 10) -> Iterator[None]:
+def mentioned(what: str, *, after: float = 20) -> Iterator[None]:
   """Context of work that is named on standard error if it takes more than so many seconds."""
   timer = threading.Timer(after, print, (f"paxlike: {what} ...",), {"file": sys.stderr})
   timer.daemon = True

@@ -164,7 +164,8 @@ def lora(
   if not roles:
     raise UserError("roles: expected at least one role of linear maps.")
   adapted = list(select(graph, layers.Linear, *roles))
-  there = {getattr(node, "role", None) for node in select(graph, layers.Linear)} - {None}
+  linears = select(graph, layers.Linear)
+  there: set[str] = {role for node in linears if (role := getattr(node, "role", None))}
   absent = [role for role in roles if role not in there]
   # A group may name roles that this model does not have.
   if absent and (not adapted or tuple(roles) not in map(tuple, LORA_ROLES.values())):

@@ -121,9 +121,7 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
   if options.list:
     print(show.experiments())
     return 0
-  # Knobs without an experiment are those of the run in the folder.
-  is_named = options.fdl_config or (options.knobs and not options.fdl_config_file)
-  experiment = experiment_of(options) if is_named else None
+  experiment = _experiment_if_named(options)
   if options.fdl_help:
     assert experiment is not None
     print(show.knob_help(type(experiment)))
@@ -154,12 +152,18 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
 
 def _attempt(options: flags.Options):
   """Builds and checks what options describe, and nothing else."""
-  experiment = None if options.fdl_config is None else experiment_of(options)
+  experiment = _experiment_if_named(options)
   trainer = built(graph_of(options, experiment))
   if options.mode not in ("decode", "show"):
     trainer.check(training=options.mode != "eval")
   if options.mode == "train" and trainer.num_steps:
     trainer.trace()
+
+
+def _experiment_if_named(options: flags.Options) -> "Experiment | None":
+  # Knobs without an experiment are those of the run in the folder.
+  is_named = options.fdl_config or (options.knobs and not options.fdl_config_file)
+  return experiment_of(options) if is_named else None
 
 
 def experiment_of(options: flags.Options) -> "Experiment":
@@ -218,8 +222,7 @@ def _compile(options: flags.Options, trainer: Any) -> int:
 
   if options.kernels:
     aot.check_kernels(trainer)
-  with console.mentioned("tracing and compiling the step"):
-    program = aot.compile_step(trainer, save=options.save)
+  program = aot.compile_step(trainer, save=options.save)
   if options.json:
     print(json.dumps(compile_page.facts(trainer, program, with_kernels=options.kernels)))
   else:

@@ -140,7 +140,7 @@ def _to_blame(options: flags.Options, attempt: Attempt, failure: type[Exception]
   return found[:3]
 
 
-def _failure(attempt: Attempt, options: flags.Options) -> type[Exception] | None:
+def _failure(attempt: Attempt, options: flags.Options) -> type[BaseException] | None:
   """Returns by what kind of exception an attempt fails, None if it succeeds; prints nothing."""
   nowhere = io.StringIO()
   outcome: list[BaseException] = []
