@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds graphs: the only place that does, so that all are checked before and none of Fiddle's
-words follow what went wrong.
+"""Builds graphs: the only place that does, so that every graph is checked first, and error messages
+carry none of Fiddle's context.
 """
 
 from typing import Any

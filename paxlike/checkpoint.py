@@ -141,9 +141,8 @@ class Checkpoints:
     """Returns the steps of all complete checkpoints, oldest first."""
     complete = self._ocp.utils.is_checkpoint_finalized
     with run_folder.reading(self._directory):
-      if not self._directory.exists():
-        return []
-      found = ((committing.step_of(p.name), p) for p in self._directory.glob("checkpoint_*"))
+      paths = run_folder.beginning_with(self._directory, "checkpoint_")
+      found = ((committing.step_of(p.name), p) for p in paths)
       return sorted(step for step, p in found if step is not None and complete(p))
 
   def latest(self) -> int | None:
@@ -222,9 +221,13 @@ class Checkpoints:
 
   def _unwritable(self, error: BaseException) -> UserError:
     self._failed = True
+    intact = ""
+    with contextlib.suppress(UserError):  # The store may be out of reach.
+      intact = " Older checkpoints are intact." if self.steps() else ""
+    reason = run_folder.reason(error)
     return UserError(
-      f"a checkpoint could not be written in {self._directory}: {run_folder.reason(error)}. Older"
-      f" checkpoints are intact. {run_folder.advice(error)}"
+      f"a checkpoint could not be written in {self._directory}: {reason}.{intact}"
+      f" {run_folder.advice(error)}"
     )
 
   def restore(

@@ -11,10 +11,9 @@ _Value = TypeVar("_Value", bound=Any)
 def configurable(value: _Value) -> _Value:
   """Lets config files name a class or function of this package, or the members of an enum.
 
-  A config file may come from anybody, and may call what is marked with any arguments that are
-  literals or marked themselves. So the marked thing must do no harm then: it computes, or reads
-  files whose paths it is given; it writes no file that an argument names, imports no module that
-  an argument names, and starts no process but one that runs this package.
+  A config file may come from anybody. A marked callable must be harmless for any arguments: it
+  computes, or reads files whose paths it is given; it writes no file and imports no module that an
+  argument names, and starts no process but one that runs this package.
   """
   name = f"{value.__module__}:{value.__qualname__}"
   _NAMES.add(name)

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people see of a run: plain lines, and a progress bar where there is a terminal."""
 
+import contextlib
 import errno
 import os
 import shutil
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
 class Outliving:
-  """A text stream that, once nobody reads it any more, takes what is written and drops it."""
+  """A text stream that, once it takes nothing more, drops what is written.
+
+  Attributes:
+    is_lost: Whether something was dropped though there is a reader: the disk is full, say.
+  """
 
   def __init__(self, stream: Any):
     self._stream = stream
+    self.is_lost = False
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._stream, name)
@@ -30,26 +38,70 @@ class Outliving:
     try:
       return action(*arguments)
     except OSError as error:
-      if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone.
-        raise
       nowhere = os.open(os.devnull, os.O_WRONLY)
       os.dup2(nowhere, self._stream.fileno())
       os.close(nowhere)
+      # EPIPE: its reader has ended; EIO: the terminal is gone. Nobody reads that anyway.
+      if error.errno not in (errno.EPIPE, errno.EIO):
+        self.is_lost = True
+        if self is sys.stdout:
+          reason = error.strerror or error
+          print(f"paxlike: standard output takes no more ({reason}): dropped", file=sys.stderr)
       return None
 
 
 def outlive_readers():
-  """Lets the program go on where the reader of its output or errors ends, as `head` does."""
+  """Lets the program go on where its output or errors are closed, full, or read no more."""
+  for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+    if getattr(sys, name) is None:
+      setattr(sys, name, _opened_nowhere(descriptor))
   for name in ("stdout", "stderr"):
-    if getattr(sys, name) is not None:
-      setattr(sys, name, Outliving(getattr(sys, name)))
+    stream: Any = getattr(sys, name)
+    if hasattr(stream, "reconfigure"):
+      stream.reconfigure(errors="backslashreplace")  # The encoding may lack a sign of ours.
+    setattr(sys, name, Outliving(stream))
+
+
+def _opened_nowhere(descriptor: int) -> Any:
+  """Returns a stream of the null device under the number of a stream that is closed.
+
+  Without it, that number would be the one of the next file that is opened, and what libraries write
+  to standard output or errors would be in that file.
+  """
+  try:
+    os.fstat(descriptor)
+  except OSError:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != descriptor:
+      os.dup2(nowhere, descriptor)
+      os.close(nowhere)
+    os.set_inheritable(descriptor, True)
+  return open(os.devnull, "r" if descriptor == 0 else "w")
+
+
+def output_is_lost() -> bool:
+  """Returns whether something of standard output could not be written."""
+  sys.stdout.flush()
+  return getattr(sys.stdout, "is_lost", False)
+
+
+@contextlib.contextmanager
+def mentioned(what: str, *, after: float = 20) -> Iterator[None]:
+  """Context of work that is named on standard error if it takes more than so many seconds."""
+  timer = threading.Timer(after, print, (f"paxlike: {what} ...",), {"file": sys.stderr})
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
 
 
 class Console:
   """Lines on standard output, and under them on a terminal a bar on standard error."""
 
   def __init__(self):
-    self._terminal = sys.stderr.isatty()
+    self._terminal = sys.stderr is not None and sys.stderr.isatty()
     self._bar = ""
     self._drawn = 0.0
 

@@ -91,7 +91,7 @@ class Decoding:
     Raises:
       UserError: The tokenizer has ids that the model does not know, or there is none.
     """
-    check([], definition.module, tokenizer, max_len=max_len)
+    check([], definition.module, tokenizer, max_len=max_len, stop_tokens=options.stop_tokens)
     self._tokenizer = tokenizer
     self._max_len = max_len
     self.options = options
@@ -146,11 +146,19 @@ class Decoding:
     )
 
 
-def check(prompts: Sequence[str], model: Any, tokenizer: Any, *, max_len: int):
+def check(
+  prompts: Sequence[str],
+  model: Any,
+  tokenizer: Any,
+  *,
+  max_len: int,
+  stop_tokens: Sequence[int] = (),
+):
   """Finds whether prompts can be continued, before anything is read or written.
 
   Raises:
-    UserError: There is no tokenizer, it has ids that the model does not know, or one is too long.
+    UserError: There is no tokenizer, it or a stop token has ids that the model does not know, or a
+      prompt is too long.
   """
   if tokenizer is None:
     raise UserError("this experiment's data have no tokenizer, so it cannot decode text.")
@@ -159,6 +167,10 @@ def check(prompts: Sequence[str], model: Any, tokenizer: Any, *, max_len: int):
       f"the tokenizer has {tokenizer.vocab_size} ids, but the model knows {model.vocab_size}."
     )
   tokenizer.check(model.vocab_size)
+  if unknown := [token for token in stop_tokens if token >= model.vocab_size]:
+    raise UserError(
+      f"--stop_token={unknown[0]}: the model knows the ids below {model.vocab_size} (VOCAB_SIZE)."
+    )
   for prompt in prompts:
     _tokens_of(prompt, tokenizer, max_len=max_len)
 
@@ -166,6 +178,10 @@ def check(prompts: Sequence[str], model: Any, tokenizer: Any, *, max_len: int):
 def _tokens_of(prompt: str, tokenizer: Any, *, max_len: int) -> np.ndarray:
   prefix = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
   tokens = np.array([*prefix, *map(int, tokenizer.encode(prompt))], np.int32)
+  if not len(tokens):
+    raise UserError(
+      f"a prompt has no tokens: {prompt!r}; this tokenizer has none that begins a text."
+    )
   if len(tokens) >= max_len:
     raise UserError(
       f"a prompt of {len(tokens)} tokens leaves no room in sequences of {max_len}"

@@ -10,7 +10,10 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-  """The run failed through nobody's input. `paxlike` prints the message and exits with 1."""
+  """The run failed, and no flag or file of the user is to blame.
+
+  `paxlike` prints the message and exits with 1.
+  """
 
 
 class TemporaryError(RunError):

@@ -38,7 +38,7 @@ class Experiment(Knobs):
 
   # How it is computed.
   FPROP_DTYPE: ranges.ComputeDtype = "bfloat16"  #: Compute dtype.
-  #: What weights are held in between steps; bfloat16 rounds by chance.
+  #: What weights are held in between steps; bfloat16 with stochastic rounding.
   WEIGHT_DTYPE: Literal["float32", "bfloat16"] = "float32"
   #: Multiply in 8 bits in the linear maps and experts of blocks: fp8 with the scales of what is
   #: multiplied, fp8_delayed with those of the last steps, mxfp8 (no experts); int8. None: no.
@@ -97,7 +97,7 @@ class Experiment(Knobs):
   ADAM_BETA1: ranges.Probability = 0.9  #: Decay of the mean of gradients.
   ADAM_BETA2: ranges.Probability = 0.95  #: Decay of the mean of squared gradients.
   ADAM_EPSILON: ranges.Epsilon = 1e-8  #: Added outside the root.
-  #: What the means are held in; bfloat16 rounds by chance.
+  #: What the means are held in; bfloat16 with stochastic rounding.
   ADAM_MOMENT_DTYPE: Literal["float32", "bfloat16"] = "float32"
   #: Cut the optimizer's state over the mesh axis data too (ZeRO-1).
   SHARD_OPTIMIZER_OVER_DATA: bool = False

@@ -161,9 +161,18 @@ def lora(
   adapter = fdl.Partial(layers.Lora, rank=rank, scale=1.0 if alpha is None else alpha / rank)
   if dropout:
     adapter.dropout = fdl.Partial(layers.Dropout, rate=dropout)
+  if not roles:
+    raise UserError("roles: expected at least one role of linear maps.")
   adapted = list(select(graph, layers.Linear, *roles))
-  if not adapted:
-    raise UserError(f"no linear map has one of the roles {', '.join(roles)}.")
+  linears = select(graph, layers.Linear)
+  there: set[str] = {role for node in linears if (role := getattr(node, "role", None))}
+  absent = [role for role in roles if role not in there]
+  # A group may name roles that this model does not have.
+  if absent and (not adapted or tuple(roles) not in map(tuple, LORA_ROLES.values())):
+    raise UserError(
+      f"LORA_TARGET_LAYERS (roles): no linear map has the role {' or '.join(map(repr, absent))};"
+      f" expected {', '.join(LORA_ROLES)}, or some of {', '.join(sorted(there))}."
+    )
   for node in adapted:
     node.lora = copy.deepcopy(adapter)
     node.lora.dtype = getattr(node, "dtype", jnp.float32)

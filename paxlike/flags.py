@@ -20,7 +20,10 @@ _DECODE = (
   *("prompt", "prompt_file", "max_new_tokens", "num_samples", "stop", "stop_token", "decode_rows"),
   *("temperature", "top_k", "top_p", "min_p", "decode_seed"),
 )
-# Flags without effect in any other mode.
+# Those that are about draws, of which there are none at temperature 0.
+_OF_DRAWS = ("top_k", "top_p", "min_p", "decode_seed")
+# Flags without effect in any other mode. Those of `--help`'s "How to run" go with all, so that
+# --mode=show or compile can be added to the command of a run.
 _ONLY_IN = {
   "against": ("show",),
   "topology": ("show", "compile", "plan"),
@@ -299,7 +302,7 @@ def _define() -> flags.FlagValues:
   values.set_gnu_getopt(True)
   flags.DEFINE_string("mode", "train", "", flag_values=values)
   for name in (*_STRINGS, "exp"):
-    flags.DEFINE_string(name, None, "", flag_values=values)
+    flags.DEFINE(_Text(), name, None, "", flag_values=values)
   for name, default in {**_BOOLEANS, "help": False, "h": False}.items():
     flag = flags.BooleanFlag(name, default, "")
     flag.parser = _Bool()
@@ -307,9 +310,10 @@ def _define() -> flags.FlagValues:
   flags.DEFINE(_Step(ranges.NonNegative), "step", None, "", flag_values=values)
   for name, kind in _NUMBERS.items():
     flags.DEFINE(_Number(kind), name, None, "", flag_values=values)
-  for name in ("fdl_set", "fiddler", "fdl_allow_modules", "prompt", "prompt_file"):
+  for name in ("fdl_set", "prompt"):
     flags.DEFINE_multi_string(name, [], "", flag_values=values)
-  for name, parser in {"stop": _Text(), "stop_token": _Number(ranges.NonNegative)}.items():
+  texts = dict.fromkeys(("fiddler", "fdl_allow_modules", "prompt_file", "stop"), _Text())
+  for name, parser in {**texts, "stop_token": _Number(ranges.NonNegative)}.items():
     flags.DEFINE_multi(parser, flags.ArgumentSerializer(), name, [], "", flag_values=values)
   return values
 
@@ -323,6 +327,7 @@ def _rewrite(args: Sequence[str]) -> list[str]:
       rewritten += [arg, *remaining]
     elif match := _FDL.fullmatch(arg):
       assignment = match[1]
+      _check_name(assignment, "--fdl.")
       if not _ASSIGNMENT.fullmatch(assignment):
         value = next(remaining, None)
         if value is None or value.startswith("--"):
@@ -334,12 +339,22 @@ def _rewrite(args: Sequence[str]) -> list[str]:
   return rewritten
 
 
+def _check_name(assignment: str, prefix: str):
+  """Raises a UserError if nothing stands before the "="."""
+  if assignment.partition("=")[0].strip() in ("", "."):
+    shown = assignment if len(assignment) <= 100 else f"{assignment[:100]}..."
+    raise UserError(
+      f"{prefix}{shown}: the name of a knob or a path is missing: {prefix}NAME=VALUE."
+    )
+
+
 def _split_by_case(
   assignments: Sequence[str],
 ) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
   """Returns the (KNOB, text) and the (path, text) among assignments."""
   knobs, edits = [], []
   for assignment in assignments:
+    _check_name(assignment, "--fdl_set=")
     match = _ASSIGNMENT.fullmatch(assignment)
     if not match:
       raise UserError(f"--fdl_set={assignment}: expected PATH=VALUE.")
@@ -386,6 +401,21 @@ def _check(options: Options):
       raise UserError(f"--{name} goes with {mode}, not --mode={options.mode}.")
   if options.slices is not None and options.topology is None:
     raise UserError(f"--slices={options.slices} goes with --topology=NAME.")
+  if options.topology is not None and options.num_cpu_devices is not None:
+    raise UserError(
+      f"--topology={options.topology} and --num_cpu_devices={options.num_cpu_devices} name"
+      " different devices: leave one out."
+    )
+  if options.continuous and options.step is not None:
+    raise UserError(
+      f"--continuous evaluates all checkpoints, --step={options.step} one: leave one out."
+    )
+  for name in _OF_DRAWS:
+    if getattr(options, name) is not None and not options.temperature:
+      raise UserError(
+        f"--{name}={getattr(options, name)} goes with a --temperature above 0: 0, the default,"
+        " takes the likeliest token."
+      )
   if options.mode == "plan" and options.fdl_config is None:
     raise UserError("--mode=plan sets knobs, which a file has no more: give --fdl_config=NAME.")
   if options.mode == "decode" and not options.prompt and not options.prompt_file:

@@ -17,7 +17,7 @@ def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_secon
   """
   evaluated: int | None = None
   while True:
-    # Asked first, so that a checkpoint that the job leaves at its end is not missed.
+    # Before the checkpoints are listed: the job may save its last one and end in between.
     running = is_running(folder)
     latest = trainer.origin(folder).checkpoints().latest()
     if latest is not None and latest != evaluated:

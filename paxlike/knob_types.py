@@ -143,10 +143,24 @@ def expectation(kind: Any, value: Any = None) -> str:
   if _is_dtype(kind):
     return "a dtype such as bfloat16"
   if _is_union(kind):
-    return " or ".join(expectation(arg, value) for arg in typing.get_args(kind))
+    words = [expectation(arg, value) for arg in typing.get_args(kind)]
+    return ("; or " if any("whose" in one for one in words) else " or ").join(words)
   if choices := _choices(kind):
     return f"one of {', '.join(choices)}"
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if origin is dict:
+    return f"a mapping {{name: value, ...}} whose values are each {_each(args[1])}"
+  if origin is list or (origin is tuple and args[1:] == (...,)):
+    return f"a list whose items are each {_each(args[0])}"
+  if origin is tuple:
+    return f"a list of {len(args)} items: {', '.join(map(_each, args))}"
   return type_name(kind)
+
+
+def _each(kind: Any) -> str:
+  """Returns an expectation with an article."""
+  words = expectation(kind)
+  return f"{'an' if words[0] in 'aeiou' else 'a'} {words}" if words.isidentifier() else words
 
 
 def spell(value: Any) -> str:

@@ -70,14 +70,17 @@ def main(argv: Sequence[str]) -> int:
   was only compiled or planned and does not fit into the memory of its devices, 75 if another start
   may help.
   """
-  options = flags.Options()
+  options = flags.Options(traceback="--traceback" in argv)
   try:
     options = flags.parse(argv)
     if options.help:
       print(usage.HELP, end="")
-      return 0
+      return _with_output(0)
     with _among_others(), unexpected.explained(options) as stage:
-      return _dispatch(options, stage)
+      status = _dispatch(options, stage)
+      prints_only = options.list or options.fdl_help
+      writes_files = options.mode in ("train", "eval", "decode") and not prints_only
+      return status if writes_files else _with_output(status)
   except (UserError, RunError) as error:
     if options.traceback:
       traceback.print_exception(error)
@@ -88,6 +91,11 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt as error:
     _interrupted.append(error)
     return 130
+
+
+def _with_output(status: int) -> int:
+  """Returns the status of a program whose output is all that it gives: 1 if that was lost."""
+  return 1 if console.output_is_lost() else status
 
 
 @contextlib.contextmanager
@@ -113,9 +121,7 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
   if options.list:
     print(show.experiments())
     return 0
-  # Knobs without an experiment are those of the run in the folder.
-  is_named = options.fdl_config or (options.knobs and not options.fdl_config_file)
-  experiment = experiment_of(options) if is_named else None
+  experiment = _experiment_if_named(options)
   if options.fdl_help:
     assert experiment is not None
     print(show.knob_help(type(experiment)))
@@ -128,7 +134,7 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
     if options.against:
       from paxlike import registry
 
-      other = registry.find(options.against)().trainer()
+      other = registry.find(options.against, flag="against")().trainer()
       print(show.difference(graph, other, name=options.against))
     else:
       print(show.everything(experiment, graph))
@@ -146,10 +152,18 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
 
 def _attempt(options: flags.Options):
   """Builds and checks what options describe, and nothing else."""
-  experiment = None if options.fdl_config is None else experiment_of(options)
+  experiment = _experiment_if_named(options)
   trainer = built(graph_of(options, experiment))
   if options.mode not in ("decode", "show"):
     trainer.check(training=options.mode != "eval")
+  if options.mode == "train" and trainer.num_steps:
+    trainer.trace()
+
+
+def _experiment_if_named(options: flags.Options) -> "Experiment | None":
+  # Knobs without an experiment are those of the run in the folder.
+  is_named = options.fdl_config or (options.knobs and not options.fdl_config_file)
+  return experiment_of(options) if is_named else None
 
 
 def experiment_of(options: flags.Options) -> "Experiment":
@@ -263,13 +277,14 @@ def _run(
 
   assert options.job_log_dir is not None
   trainer = built(graph)
-  trainer.saving = options.enable_checkpoint_saving
+  trainer.saving = trainer.saving and options.enable_checkpoint_saving
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
   if options.compiled_step is not None:
     trainer.compiled_step = aot.load_step(trainer, options.compiled_step)
   elif options.mode == "train" and trainer.num_steps:
-    trainer.trace()
+    with console.mentioned("tracing the step"):
+      trainer.trace()
   read = decode_options.read(options) if options.mode == "decode" else ([], None)
   stage.ends()
   # A model that a run would start from can be evaluated in a new folder.

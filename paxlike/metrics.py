@@ -28,7 +28,7 @@ def files(folder: epath.Path) -> list[epath.Path]:
   later ones in the parts.
   """
   single = folder / "metrics.jsonl"
-  parts = sorted(folder.glob("metrics/part-*.jsonl"))
+  parts = _parts(folder)
   return [single, *parts] if single.exists() else parts
 
 
@@ -38,6 +38,11 @@ def check(folder: epath.Path):
     if not os.path.isfile(path):  # To etils a pipe is a file.
       kind = "a folder" if os.path.isdir(path) else "a pipe or a device"
       raise UserError(f"{path} is {kind}, where the run keeps its metrics: move it away.")
+
+
+def _parts(folder: epath.Path) -> list[epath.Path]:
+  found = run_folder.beginning_with(folder / "metrics", "part-")
+  return [path for path in found if path.name.endswith(".jsonl")]
 
 
 def records(folder: epath.Path) -> Iterator[dict[str, Any]]:
@@ -106,7 +111,7 @@ class JsonlWriter:
     """
     kept = "".join(_line(r) for r in records(path.parent) if r["updates"] <= step)
     run_folder.write(path, kept)
-    for part in path.parent.glob("metrics/part-*.jsonl"):
+    for part in _parts(path.parent):
       part.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
       os.rmdir(path.parent / "metrics")  # What else is there is not the run's.

@@ -73,7 +73,7 @@ def adamw(
     weight_decay: Decoupled.
     decayed: Marks the parameters that decay.
     clip_norm: Largest norm of all gradients together; None does not clip.
-    moment_dtype: What both means are held in; bfloat16 is rounded by chance.
+    moment_dtype: What both means are held in; bfloat16 with stochastic rounding.
     over_data: See `Optimizer`, as for the next.
     on_host: See there.
   """

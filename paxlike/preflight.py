@@ -25,7 +25,10 @@ def check(trainer: Any, *, training: bool):
     trainer.model.check_data(data.seq_len, data.vocab_size)
     data.check()
   if training and trainer.sample_prompt is not None:
-    trainer.check_prompts([trainer.sample_prompt])
+    try:
+      trainer.check_prompts([trainer.sample_prompt])
+    except UserError as error:
+      raise UserError(f"SAMPLE_PROMPT (sample_prompt): {error}") from None
 
 
 def check_step(trainer: Any, *, training: bool):
@@ -35,9 +38,16 @@ def check_step(trainer: Any, *, training: bool):
     UserError: There is not, or they cannot.
   """
   if training and trainer.train_data is None:
-    raise UserError("this experiment has no training data: it is for --mode=eval.")
+    raise UserError("this experiment has no training data (train_data): it is for --mode=eval.")
   if training and trainer.read_only:
-    raise UserError("hold() is for --mode=eval and --mode=decode: few bits cannot be trained.")
+    raise UserError(
+      "hold() is for --mode=eval and --mode=decode: weight-only quantized weights cannot be"
+      " trained."
+    )
+  if training and not trainer.definition.num_trained:
+    raise UserError(
+      f"trained={trainer.trained!r} is in the name of no weight: nothing would be trained."
+    )
   if training:
     requirements.check_context(trainer.model, dict(trainer.devices.shape))
   mesh.check_batch(

@@ -34,24 +34,26 @@ def registered() -> dict[str, type[Experiment]]:
   return dict(_REGISTRY)
 
 
-def find(name: str) -> type[Experiment]:
-  """Returns the experiment that `name` means.
+def find(name: str, *, flag: str = "fdl_config") -> type[Experiment]:
+  """Returns the experiment that `name`, the value of a flag, means.
 
   A full path also finds classes outside the package; the working directory is importable.
 
   Raises:
     UserError: Nothing, or more than one experiment, has this name; or its module does not import.
   """
-  found = _registered(name)
+  found = _registered(name, flag)
   if found is not None:
     return found
   if "." in name:
-    return _import(name, f"--fdl_config={name}")
+    if not all(part.isidentifier() for part in name.split(".")):
+      raise UserError(f"--{flag}={name}: expected NAME or MODULE.NAME of an experiment.")
+    return _import(name, f"--{flag}={name}")
   hint = did_you_mean(name, [path.rpartition(".")[2] for path in registered()])
-  raise UserError(f"no experiment {name}.{hint or ' --list shows all of them.'}")
+  raise UserError(f"--{flag}: no experiment {name}.{hint or ' --list shows all of them.'}")
 
 
-def _registered(name: str) -> type[Experiment] | None:
+def _registered(name: str, flag: str) -> type[Experiment] | None:
   """Returns the experiment of the package that has this name, if one has."""
   known = registered()
   matches = [path for path in known if path == name or path.endswith(f".{name}")]
@@ -60,7 +62,7 @@ def _registered(name: str) -> type[Experiment] | None:
   if len(matches) == 1:
     return known[matches[0]]
   if matches:
-    raise UserError(f"--fdl_config={name} is ambiguous: {', '.join(sorted(matches))}.")
+    raise UserError(f"--{flag}={name} is ambiguous: {', '.join(sorted(matches))}.")
   return None
 
 
@@ -114,7 +116,7 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
   except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise UserError(f"{path} is damaged: {error}.") from None
   module = name.rpartition(".")[0]
-  found = _registered(name)
+  found = _registered(name, "fdl_config")
   if found is None and not symbols.within(module, [*_PACKAGES, *filter(None, allow_modules)]):
     raise UserError(
       f"{path} is of the experiment {name}, which is not part of paxlike. Only if you trust it:"

@@ -55,7 +55,10 @@ class Restore:
     Raises:
       UserError: There is no such checkpoint, a pattern is none, or nothing is to be taken.
     """
-    step = self.saved.find(self.step)
+    try:
+      step = self.saved.find(self.step)
+    except UserError as error:
+      raise UserError(f"CHECKPOINT_RESTORE_PATH={self.path}: {error}") from None
     for knob, patterns in (("INCLUDE", self.include), ("IGNORE", self.ignore)):
       for pattern in patterns:
         try:

@@ -83,6 +83,29 @@ def advice(error: BaseException) -> str:
   return "Mend that or set another --job_log_dir; the same command resumes the run."
 
 
+def beginning_with(folder: epath.Path, prefix: str) -> list[epath.Path]:
+  """Returns what in a folder has names that begin so, sorted; nothing if there is no folder."""
+  if is_remote(folder):
+    return sorted(folder.glob(f"{prefix}*"))
+  # `epath.Path.glob` would take the name of the folder itself for a pattern.
+  try:
+    return sorted(folder / name for name in os.listdir(folder) if name.startswith(prefix))
+  except (FileNotFoundError, NotADirectoryError):
+    return []
+
+
+def check_name(path: str | os.PathLike[str], *, flag: str):
+  """Raises a UserError if checkpoints in a folder, which `flag` named, could not be found again.
+
+  Orbax takes the names of folders for patterns.
+  """
+  if signs := sorted(set(os.fspath(absolute(path))) & set("*?[")):
+    raise UserError(
+      f"--{flag}={path}: no checkpoint can be written in a folder with {' or '.join(signs)} in its"
+      f" path, {absolute(path)}."
+    )
+
+
 def existing(path: str) -> epath.Path:
   """Returns the folder of a run that there is.
 
@@ -151,6 +174,7 @@ def create(path: str) -> epath.Path:
     UserError: It cannot be made or written in. Folders that were made for it are removed.
   """
   _check_store(path)
+  check_name(path, flag="job_log_dir")
   folder = absolute(path)
   if is_remote(path):
     # A store has no folders that could be made, and says only of an object whether it takes it.
@@ -197,8 +221,16 @@ def writing(folder: epath.Path) -> Iterator[None]:
     yield
   except failures() as error:
     raise UserError(
-      f"{folder} cannot be written: {reason(error)}. Its checkpoints are intact. {advice(error)}"
+      f"{folder} cannot be written: {reason(error)}.{_intact(folder)} {advice(error)}"
     ) from error
+
+
+def _intact(folder: epath.Path) -> str:
+  """Returns the sentence that checkpoints of a run are intact; "" if none is known of."""
+  with contextlib.suppress(*failures()):
+    if beginning_with(folder / "checkpoints", "checkpoint_"):
+      return " Its checkpoints are intact."
+  return ""
 
 
 def check_ends(path: epath.PathLike):

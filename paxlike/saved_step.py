@@ -95,10 +95,24 @@ def _digest(contents: bytes) -> str:
 
 
 def check(path: str):
-  """Raises UserError unless the folder of the file is there: before, not after, compiling."""
-  folder = epath.Path(path).parent
-  if not folder.is_dir():
-    raise UserError(f"--save={path}: there is no folder {folder}.")
+  """Raises UserError if the file cannot be written: before, not after, compiling."""
+  file = epath.Path(path)
+  try:
+    if file.is_dir():
+      raise UserError(f"--save={path} is a folder: name a file in it.")
+    run_folder.check_ends(file)  # A device would be replaced by the file.
+    if not file.parent.is_dir():
+      raise UserError(f"--save={path}: there is no folder {file.parent}.")
+    if not run_folder.is_remote(file):
+      _part(file).write_bytes(b"")
+      _part(file).unlink()
+  except OSError as error:
+    raise UserError(f"--save={path}: {error.strerror or error}.") from None
+
+
+def _part(file: epath.Path) -> epath.Path:
+  """Returns where a file is written before it is whole."""
+  return file.with_name(file.name + ".part")
 
 
 def save(
@@ -116,12 +130,13 @@ def save(
   payload = _serialized(step)
   header = _header(lowered, devices, options) | {"payload": _digest(payload)}
   file = epath.Path(path)
-  part = file.with_name(file.name + ".part")
+  part = _part(file)
   try:
     part.write_bytes(json.dumps(header).encode() + b"\n" + payload)
     part.replace(file)
   except OSError as error:
-    part.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+      part.unlink()
     raise UserError(f"--save={path}: {error.strerror or error}.") from None
 
 

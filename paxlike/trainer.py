@@ -72,7 +72,7 @@ class Trainer:
     best: By what the best checkpoint is known; None: there is none.
     objective: What a step makes smaller.
     trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
-    weight_dtype: What weights are held in between steps; bfloat16 is rounded by chance.
+    weight_dtype: What weights are held in between steps; bfloat16 with stochastic rounding.
     stall_timeout: Seconds without progress that end the job; None: derived; 0: no limit.
     stack_interval: Seconds between two writings of all stacks; None: none.
     read_only: Whether nothing will be trained; weights that have a scheme are then held by it.
@@ -118,13 +118,14 @@ class Trainer:
     check_keep(self.keep)
     preflight.check(self, training=training)
 
-  def check_prompts(self, prompts: Sequence[str]):
-    """Finds whether the model can continue `prompts`.
+  def check_prompts(self, prompts: Sequence[str], *, stop_tokens: Sequence[int] = ()):
+    """Finds whether the model can continue `prompts`, and knows the ids of `stop_tokens`.
 
     Raises:
       UserError: It cannot.
     """
-    decoding.check(prompts, self.model, self.data.tokenizer, max_len=self.data.seq_len)
+    how: Any = {"max_len": self.data.seq_len, "stop_tokens": stop_tokens}
+    decoding.check(prompts, self.model, self.data.tokenizer, **how)
 
   @functools.cached_property
   def definition(self) -> Definition:
@@ -236,8 +237,9 @@ class Trainer:
       train_step = None
       meter = Meter(depth=self.feed.steps_in_flight)
       with self._batches(data_state, updates=start) as batches:
-        # Whatever may refuse the run comes before the first that it writes.
-        batches = itertools.chain([next(batches)] if start < self.num_steps else [], batches)
+        # All checks come before the first write.
+        first = [next(batches)] if start < self.num_steps else []
+        batches = itertools.chain(first, batches)
         journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
         if best.lacks(start) and _due(start - 1, self.eval_every):
           # The run was stopped before it.
@@ -309,7 +311,7 @@ class Trainer:
     Raises:
       UserError: There is no such checkpoint, it is of another experiment, or has no tokenizer.
     """
-    self.check_prompts(prompts)
+    self.check_prompts(prompts, stop_tokens=options.stop_tokens)
     with jax.set_mesh(self.devices):
       step, params = self.origin(folder).params(step)
       texts = self._decoding(params, options)

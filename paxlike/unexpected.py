@@ -2,12 +2,14 @@
 """The one place for exceptions that nobody foresaw while a run was built and checked.
 
 Nothing has been written by then. What went wrong is said in one line with the flag, the knob or the
-line of the user's code that is nearest to it; `--traceback` shows the rest. Once a run computes and
+line of the user's code that is nearest to it; `--traceback` shows the rest. A flag is blamed only
+if the same fails again with all flags, and succeeds without that one. Once a run computes and
 writes, its exceptions are not caught: they are defects, and their tracebacks are needed.
 """
 
 import contextlib
 import dataclasses
+import io
 import os
 import pathlib
 import sysconfig
@@ -20,8 +22,9 @@ from paxlike.errors import RunError, UserError
 
 _PACKAGE = str(pathlib.Path(__file__).parent)
 _LIBRARIES = tuple({*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))})
-# Seconds for finding out which flag is to blame, by leaving out one after another.
-_PATIENCE = 10
+# Seconds for finding out which flag is to blame, by leaving out one after another. What took longer
+# to fail is not tried again.
+_PATIENCE = 15
 
 
 Attempt = Callable[[flags.Options], object]
@@ -40,7 +43,7 @@ class Stage:
     self.is_over = False
 
   def ends(self):
-    """Leaves to others what is unexpected from now on."""
+    """From now on exceptions are not caught."""
     self.is_over = True
 
 
@@ -53,6 +56,7 @@ def explained(options: flags.Options) -> Iterator[Stage]:
     RunError: Neither is; or a running program found too little memory.
   """
   stage = Stage()
+  began = time.monotonic()
   try:
     yield stage
   except (UserError, RunError):
@@ -60,7 +64,8 @@ def explained(options: flags.Options) -> Iterator[Stage]:
   except Exception as error:
     if stage.is_over and not _is_out_of_memory(error):
       raise
-    raise _explained(error, options, None if stage.is_over else stage.attempt) from error
+    too_late = stage.is_over or time.monotonic() - began > 2 * _PATIENCE
+    raise _explained(error, options, None if too_late else stage.attempt) from error
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -75,8 +80,11 @@ def _explained(error: Exception, options: flags.Options, attempt: Attempt | None
       " CHECKPOINT_POLICY=SAVE_NOTHING, or shard the model over more devices (ICI_MESH_SHAPE);"
       " --mode=compile shows what a step takes."
     )
-  if attempt is not None and (given := _to_blame(options, attempt)):
-    return UserError(f"{given}: {what}{f' ({where})' if where else ''}. --traceback shows more.")
+  if attempt is not None and (given := _to_blame(options, attempt, type(error))):
+    each = " Without any one of these flags it would have succeeded." if len(given) > 1 else ""
+    return UserError(
+      f"{', '.join(given)}: {what}{f' ({where})' if where else ''}.{each} --traceback shows more."
+    )
   if where:
     return UserError(f"{where}: {what}. --traceback shows more.")
   if isinstance(error, MemoryError):
@@ -94,6 +102,8 @@ def _summary(error: Exception) -> str:
 
 def _of_user(error: Exception) -> str:
   """Returns the innermost line of code that is neither ours nor a library's, or ""."""
+  if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
+    return f"{error.filename}, line {error.lineno}"  # It has not run.
   for frame in reversed(traceback.extract_tb(error.__traceback__)):
     path = os.path.abspath(frame.filename)
     is_ours = path.startswith((_PACKAGE, *_LIBRARIES)) or not os.path.isfile(path)
@@ -110,8 +120,13 @@ def _is_entry(path: str) -> bool:
   return len(mains) == 1
 
 
-def _to_blame(options: flags.Options, attempt: Attempt) -> str:
-  """Returns the flags without any one of which it would have succeeded; "" if there are none."""
+def _to_blame(options: flags.Options, attempt: Attempt, failure: type[Exception]) -> list[str]:
+  """Returns up to three flags without any one of which it would have succeeded.
+
+  None is found where the attempt itself succeeds or fails otherwise: then the cause is elsewhere.
+  """
+  if _failure(attempt, options) is not failure:
+    return []
   found, began = [], time.monotonic()
   for field, prefix in (("edits", "--fdl."), ("fiddlers", "--fiddler="), ("knobs", "--fdl.")):
     given = getattr(options, field)
@@ -119,21 +134,24 @@ def _to_blame(options: flags.Options, attempt: Attempt) -> str:
       if time.monotonic() - began > _PATIENCE:
         break
       without = dataclasses.replace(options, **{field: given[:index] + given[index + 1 :]})
-      if _succeeds(attempt, without):
+      if _failure(attempt, without) is None:
         text = one if isinstance(one, str) else "=".join(one)
         found.append(prefix + (text if len(text) <= 100 else f"{text[:100]}..."))
-  return " with ".join(found[:3])
+  return found[:3]
 
 
-def _succeeds(attempt: Attempt, options: flags.Options) -> bool:
+def _failure(attempt: Attempt, options: flags.Options) -> type[BaseException] | None:
+  """Returns by what kind of exception an attempt fails, None if it succeeds; prints nothing."""
+  nowhere = io.StringIO()
   outcome: list[BaseException] = []
   try:
-    attempt(options)
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+      attempt(options)
   except BaseException as error:
     outcome.append(error)
   if outcome and not isinstance(outcome[0], Exception):
     raise outcome[0]
-  return not outcome
+  return type(outcome[0]) if outcome else None
 
 
 def _knobs_near(error: Exception) -> list[str]:

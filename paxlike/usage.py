@@ -36,7 +36,7 @@ What to do
                           how to spread it over such devices
   --job_log_dir=DIR       a local folder, or gs://... (pip install 'paxlike[gcs]')
   --step=N|best           eval, decode: this checkpoint rather than the newest
-  --continuous            eval: follow a running job until it ends
+  --continuous            eval: all checkpoints of a running job until it ends
   --topology=h200-1       show, compile, plan: for so many GPUs (a100, h100, h200, b200, b300,
                           gb200), or a slice of TPUs (v5e-256, v5p-128, v6e-256, v7x-128), instead
                           of the devices here
@@ -60,7 +60,8 @@ How to decode (eval and decode need no --fdl_config: the run's own config.json s
   --max_new_tokens=256, --num_samples=1, --stop=TEXT, --stop_token=ID
                           texts for each prompt, and where they end; --stop... are repeatable
   --temperature=0, --top_k=K, --top_p=P, --min_p=P, --decode_seed=0
-                          how tokens are chosen; temperature 0 takes the likeliest
+                          how tokens are chosen; temperature 0 takes the likeliest, the others are
+                          for draws, at a temperature above 0
   --decode_rows=64        texts that are decoded together
 
 How to run

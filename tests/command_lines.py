@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import tempfile
 import time
@@ -127,9 +128,42 @@ def files() -> pathlib.Path:
   (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall. " for i in range(99)))
   chat = [{"prompt": f"{i}?", "completion": f"{i}."} for i in range(60)]
   (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chat))
+  (folder / "empty.txt").write_text("")
+  os.mkfifo(folder / "pipe")  # Into which nobody writes.
   pairs = [{"prompt": f"{i}", "chosen": "b", "rejected": "c"} for i in range(60)]
   (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in pairs))
   return folder
+
+
+def given_names(flags: list[str]) -> list[str]:
+  """Returns what a refusal may call these flags by: flag, knob, path, or the last part of one."""
+  names = []
+  for flag in flags:
+    name, _, value = flag.removeprefix("--").partition("=")
+    if name == "fiddler":
+      names += [value.partition("(")[0], f"--{name}"]
+    elif name.startswith("fdl."):
+      path = name.removeprefix("fdl.")
+      parts = [part for part in re.split(r"[.\[\]]", path) if part.isidentifier()]
+      names += [f"--{name}", path, *parts[-1:]]
+    else:
+      names.append(f"--{name}")
+  return [name for name in names if name]
+
+
+def blamed_wrongly(flags: list[str], answer: "Answer") -> str:
+  """Returns the first flag that is blamed and yet, left out, changes nothing; "" if there is none.
+
+  Only what `unexpected` answers is looked at: it blames flags that it has not understood.
+  """
+  message = answer.err.strip().splitlines()[-1].removeprefix("paxlike: ") if answer.err else ""
+  if answer.status != 2 or "--traceback shows more" not in message:
+    return ""
+  for flag in flags:
+    if message.startswith(flag[:80]):
+      rest = run([other for other in flags if other != flag])
+      return flag if rest.status != 0 and rest.err.partition(": ")[2] == message else ""
+  return ""
 
 
 def base(name: str) -> list[str]:
@@ -163,7 +197,10 @@ def run(flags: list[str], *, traced: bool = True) -> Answer:
         topology.use(None)
     seconds = time.process_time() - began
     written = tuple(sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob("*")))
-  return Answer(status=status, err=err.getvalue(), written=written, seconds=seconds)
+  printed = err.getvalue()
+  if status is not None and "--traceback" in flags:  # Which was asked for.
+    printed = "".join(printed.rpartition("paxlike: ")[1:])
+  return Answer(status=status, err=printed, written=written, seconds=seconds)
 
 
 @functools.cache

@@ -48,11 +48,13 @@ def start(
   file_blocks: int | None = None,
   fault: pathlib.Path | None = None,
   log: pathlib.Path | None = None,
+  redirected: str = "",
 ) -> subprocess.Popen:
   """Starts the program in a process of its own, on one device.
 
   `file_blocks` is the size that no file may exceed, in blocks of the shell's `ulimit -f`; `fault`
-  is a file that says where it gets stuck (faulty.py); `log` takes what it prints.
+  is a file that says where it gets stuck (faulty.py); `log` takes what it prints; `redirected` is
+  bash for other streams.
   """
   limit = "" if file_blocks is None else f"ulimit -f {file_blocks}; "
   script = str(pathlib.Path(__file__).parent / "faulty.py")
@@ -61,7 +63,7 @@ def start(
   with contextlib.ExitStack() as stack:
     out = subprocess.PIPE if log is None else stack.enter_context(log.open("w"))
     return subprocess.Popen(
-      ["bash", "-c", f'{limit}exec "$@"', "paxlike", *command],
+      ["bash", "-c", f'{limit}exec "$@" {redirected}', "paxlike", *command],
       cwd=cwd,
       stdout=out,
       stderr=out if log is None else subprocess.STDOUT,

@@ -232,6 +232,22 @@ def test_a_full_disk_is_told_and_older_checkpoints_stay(tmp_path, small_files, t
   assert_bitwise(checkpoints.restore(1, target_of(arrays()), layout=FLAT).state, arrays())
 
 
+def test_of_no_older_checkpoint_nothing_is_said(tmp_path, small_files):
+  with pytest.raises(UserError) as caught, Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+    checkpoints.save(2, large(2), layout=FLAT, train_input={})
+    checkpoints.wait()
+  assert "could not be written" in str(caught.value) and "intact" not in str(caught.value)
+
+
+def test_a_folder_may_be_renamed_to_what_looks_like_a_pattern(tmp_path):
+  with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+    save(checkpoints, 1)
+  (tmp_path / "c").rename(tmp_path / "c[1]")
+  renamed = Checkpoints(tmp_path / "c[1]", keep=1)
+  assert_bitwise(renamed.restore(1, target_of(arrays()), layout=FLAT).state, arrays())
+  assert renamed.steps() == [1]
+
+
 def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path, small_files, capfd):
   with pytest.raises(KeyError, match="the cause"), Checkpoints(tmp_path / "c", keep=1) as saving:
     saving.save(1, large(1), layout=FLAT, train_input={})

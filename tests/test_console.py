@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import pathlib
+import subprocess
 import sys
 import time
 
 import pytest
 
+from paxlike import console as console_module
 from paxlike.console import Console
 
 ERASE = "\r\033[K"
@@ -64,3 +67,53 @@ def test_the_bar_is_drawn_ten_times_a_second_at_most(on_terminal, capsys, monkey
     on_terminal.progress(done, 1000, "x")
   # Every seventh of a 64th of a second is more than 0.1 s after the one before.
   assert capsys.readouterr().err.count("/1000") == 15
+
+
+# What a program prints, and a file that it then opens.
+PROGRAM = """
+import os, sys
+from paxlike import console
+console.outlive_readers()
+with open("file", "w") as file:
+  console.Console().line("a line \u00b1")
+  os.write(2, b"a library's words")
+  print("an error", file=sys.stderr)
+  file.write(f"{file.fileno()} {sys.stdin.read()!r} {console.output_is_lost()}")
+"""
+
+
+@pytest.mark.parametrize(
+  ("streams", "says", "lost"),
+  [
+    (">/dev/full </dev/null", "paxlike: standard output takes no more", True),
+    (">/dev/full 2>/dev/full </dev/null", "", True),
+    (">&- </dev/null", "an error", False),
+    ("2>&- </dev/null", "a line", False),
+    ("<&-", "a line", False),
+    (">&- 2>&- <&-", "", False),
+    ("</dev/null PYTHONIOENCODING=ascii", "a line \\xb1", False),
+  ],
+)
+def test_a_program_goes_on_without_its_console(tmp_path, streams, says, lost):
+  streams, _, encoding = streams.partition(" PYTHONIOENCODING=")
+  variables = {"PYTHONIOENCODING": encoding or "utf-8"}
+  ended = subprocess.run(
+    ["bash", "-c", f'exec "$@" {streams}', "bash", sys.executable, "-c", PROGRAM],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    env={"PYTHONPATH": str(pathlib.Path(__file__).parent.parent), **variables},
+  )
+  assert ended.returncode == 0, ended.stderr
+  assert says in ended.stdout + ended.stderr
+  number, read, was_lost = (tmp_path / "file").read_text().split()
+  assert int(number) > 2 and read == "''" and was_lost == str(lost)
+
+
+def test_work_is_named_only_if_it_takes_long(capsys):
+  with console_module.mentioned("nothing", after=600):
+    pass
+  with console_module.mentioned("tracing", after=0):
+    while not (err := capsys.readouterr().err):
+      time.sleep(0.01)
+  assert err == "paxlike: tracing ...\n"

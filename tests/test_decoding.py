@@ -2,6 +2,7 @@
 """Texts in, texts out: the laws of `Decoding` and of what is told of it."""
 
 import json
+import os
 import string
 import types
 from typing import Any, cast
@@ -148,5 +149,38 @@ def test_a_line_without_a_prompt_is_named(tmp_path, line):
   (tmp_path / "b.jsonl").write_text('{"prompt": "fine"}\n' + line)
   with pytest.raises(UserError, match=r"b\.jsonl: line 2 has no text"):
     prompts.read(tmp_path / "b.jsonl")
-  with pytest.raises(UserError, match="cannot be read"):
-    prompts.read(tmp_path / "nowhere.txt")
+
+
+@pytest.mark.parametrize(
+  ("name", "says"),
+  [
+    ("nowhere.txt", "nowhere.txt cannot be read: No such file"),
+    ("empty.txt", "empty.txt has no prompts"),
+    ("empty.jsonl", "empty.jsonl has no prompts"),
+    ("blank.txt", "blank.txt has no prompts"),
+    ("pipe", "pipe is a pipe, no file"),  # It would be waited for.
+    (".", "is a folder, no file"),
+    ("bytes.txt", "bytes.txt is no text in UTF-8"),
+  ],
+)
+def test_a_file_without_prompts_is_refused(tmp_path, name, says):
+  os.mkfifo(tmp_path / "pipe")
+  for empty, content in (("empty.txt", b""), ("empty.jsonl", b""), ("blank.txt", b"\n\n")):
+    (tmp_path / empty).write_bytes(content)
+  (tmp_path / "bytes.txt").write_bytes(b"\xff")
+  with pytest.raises(UserError, match=f"^--prompt_file={tmp_path}.*{says}"):
+    prompts.read(tmp_path / name)
+
+
+def test_prompts_come_through_a_pipe_that_is_open():
+  reader, writer = os.pipe()
+  os.write(writer, b"one\ntwo\n")
+  os.close(writer)
+  assert prompts.read(f"/dev/fd/{reader}") == ["one", "two"]
+  os.close(reader)
+
+
+def test_a_stop_token_is_an_id_that_the_model_knows(model):
+  make(model, stop_tokens=(95,))
+  with pytest.raises(UserError, match=r"--stop_token=99999: the model knows the ids below 96"):
+    make(model, stop_tokens=(95, 99999))

@@ -287,4 +287,4 @@ def test_what_the_pile_taught_is_asked_by_lambada(tmp_path, capsys, monkeypatch)
   assert scores[0]["acc_strict"] == scores[1]["acc_strict"]
   assert scores[0]["log_pplx"] == pytest.approx(scores[1]["log_pplx"], rel=1e-5)
   assert run("--fdl_config=LambadaGLaM126M64E", *flags) == 2
-  assert "has no training data: it is for --mode=eval" in capsys.readouterr().err
+  assert "has no training data (train_data): it is for" in capsys.readouterr().err

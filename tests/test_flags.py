@@ -123,6 +123,12 @@ def test_values_may_be_empty_negative_or_hold_signs():
     ("--exp=A --job_log_dir=D --against=B", "--against goes with --mode=show"),
     ("--exp=A --job_log_dir", "job_log_dir"),
     ("--list --mode=x", "--mode=x"),
+    ("--exp=A --job_log_dir=D --fdl.=3", "--fdl.=3: the name of a knob or a path is missing"),
+    ("--exp=A --job_log_dir=D '--fdl. =3'", "the name of a knob or a path is missing"),
+    ("--exp=A --job_log_dir=D --fdl_set==3", "--fdl_set==3: the name of a knob or a path is"),
+    ("--exp=A --mode=eval --job_log_dir=D --continuous --step=7", "--step=7 one: leave one out"),
+    ("--exp=A --mode=eval --job_log_dir=D --continuous --step=best", "--step=best one"),
+    ("--exp=A --mode=show --topology=h200-1 --num_cpu_devices=2", "--num_cpu_devices=2 name"),
   ],
 )
 def test_mistakes_end_in_one_line_that_names_them(line, message):
@@ -130,6 +136,23 @@ def test_mistakes_end_in_one_line_that_names_them(line, message):
     parse(line)
   assert message in str(error.value)
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "name", [*flags._STRINGS, "exp", "fiddler", "fdl_allow_modules", "prompt_file"]
+)
+def test_an_empty_value_is_refused(name):
+  with pytest.raises(UserError, match=f"--{name}=: expected a text that is not empty"):
+    parse(f"--{name}=")
+
+
+@pytest.mark.parametrize("flag", ["--top_k=3", "--top_p=0.5", "--min_p=0.5", "--decode_seed=3"])
+def test_flags_of_draws_need_draws(flag):
+  decode = f"--job_log_dir=D --mode=decode --prompt=a {flag}"
+  for temperature in ("", "--temperature=0"):
+    with pytest.raises(UserError, match=f"{flag} goes with a --temperature above 0"):
+      parse(f"{decode} {temperature}")
+  parse(f"{decode} --temperature=1")
 
 
 def test_what_needs_no_folder():

@@ -56,7 +56,7 @@ def size_of(folder: pathlib.Path, step: int) -> int:
 
 def saved(folder, step):
   with Checkpoints(folder / "checkpoints", keep=None) as checkpoints:
-    return list(checkpoints._metadata(step)["tensors"])
+    return list(checkpoints._described(step)[0]["tensors"])
 
 
 def test_a_checkpoint_has_the_adapters_alone_and_resumes_bitwise(base, tmp_path, capsys):
@@ -174,8 +174,10 @@ def test_experts_of_a_base_in_few_bits_are_the_same_on_any_mesh():
 def test_knobs_of_adapters_need_adapters(tmp_path, capsys):
   assert train(tmp_path / "run", LORA_RANK=4) == 2
   assert "LORA_RANK has no effect" in capsys.readouterr().err
-  assert train(tmp_path / "run", USE_LORA=True, LORA_TARGET_LAYERS="quary") == 2
-  assert "no linear map has one of the roles quary" in capsys.readouterr().err
+  for targets, unknown in (("quary", "'quary'"), ("query,kye", "'kye'"), ("none", "'none'")):
+    assert train(tmp_path / "run", USE_LORA=True, LORA_TARGET_LAYERS=targets) == 2
+    err = capsys.readouterr().err
+    assert "LORA_TARGET_LAYERS" in err and f"no linear map has the role {unknown};" in err
   assert not (tmp_path / "run").exists()
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from program import TINY, curve, finish, run, start
 
-from paxlike import chips, config_file, main, registry, topology
+from paxlike import chips, config_file, main, registry, topology, trainer
 
 SMALL = "--fdl_config=Synthetic126M"
 
@@ -121,6 +121,16 @@ def test_devices_that_are_named_have_the_memory_of_theirs(monkeypatch):
   finally:
     topology.use(None)
   assert not any(os.environ[name] for name in chips.SHARE_NAMES)
+
+
+def test_either_the_graph_or_a_flag_keeps_checkpoints_from_being_written(tmp_path, monkeypatch):
+  seen = []
+  monkeypatch.setattr(trainer.Trainer, "trace", lambda self: None)
+  monkeypatch.setattr(trainer.Trainer, "train", lambda self, *a, **k: seen.append(self.saving))
+  flags = (*TINY, "--fdl.MAX_STEPS=1", f"--job_log_dir={tmp_path / 'run'}")
+  for more in ((), ("--fdl.saving=false",), ("--enable_checkpoint_saving=false",)):
+    assert run(*flags, *more) == 0
+  assert seen == [True, False, False]
 
 
 def test_fdl_help(capsys):

@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 
 import pytest
-from program import TEXT, curve, run, start
+from program import TEXT, curve, finish, run, start
 
 from paxlike import plot
 
@@ -97,3 +97,12 @@ def test_a_run_outlives_who_reads_its_output(tmp_path, text, reader):
   process.stderr.close()
   assert process.wait(timeout=300) == 0
   assert len(curve(pathlib.Path(tmp_path))) == 20
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_output_and_errors(tmp_path, text):
+  command = flags(tmp_path, text, "--fdl.MAX_STEPS=2")
+  assert finish(start(*command, redirected=">/dev/full 2>&-"))[0] == 0
+  assert len(curve(pathlib.Path(tmp_path))) == 2
+  ended = finish(start(*command[:-3], "--mode=show", redirected=">/dev/full"))
+  assert ended[0] == 1 and ended[2].count("\n") == 1 and "standard output takes no more" in ended[2]

@@ -30,6 +30,9 @@ def test_every_registered_short_name_is_unique():
     ("paxlike.experiments.gpt.Synthetic127M", "Did you mean Synthetic126M?"),
     ("no_such_module.Gpt", "no module no_such_module"),
     ("os.getcwd", "no subclass of paxlike.experiment.Experiment"),
+    *(
+      (name, f"--fdl_config={name}: expected NAME or") for name in ("..", ".", ".Gpt3_52k", "a b.C")
+    ),
   ],
 )
 def test_mistakes_are_named(name, says):

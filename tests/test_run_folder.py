@@ -27,6 +27,27 @@ def test_a_folder_that_cannot_be_is_named_and_nothing_is_left(tmp_path, monkeypa
   assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.parametrize("path", ["x[1]", "a*/run", "what?"])
+def test_a_folder_that_orbax_would_take_for_a_pattern_is_refused(tmp_path, monkeypatch, path):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(UserError, match=r"^--job_log_dir=\S+: no checkpoint can be written"):
+    run_folder.create(path)
+  assert os.listdir(tmp_path) == []
+  (tmp_path / "inner[1]").mkdir()
+  monkeypatch.chdir(tmp_path / "inner[1]")
+  with pytest.raises(UserError, match=r"inner\[1\]/run\.$"):
+    run_folder.create("run")
+
+
+def test_what_is_said_of_checkpoints_is_true(tmp_path):
+  folder = epath.Path(tmp_path / "run[1]")
+  for said in (False, True):
+    with pytest.raises(UserError, match="cannot be written") as caught, run_folder.writing(folder):
+      raise OSError(errno.ENOSPC, "No space left on device")
+    assert ("checkpoints are intact" in str(caught.value)) == said
+    (folder / "checkpoints" / "checkpoint_00000001").mkdir(parents=True, exist_ok=True)
+
+
 def test_folders_that_were_there_stay_though_empty(tmp_path, monkeypatch):
   def full(**unused):
     raise OSError(errno.ENOSPC, "No space left on device")

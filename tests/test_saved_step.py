@@ -227,8 +227,20 @@ def test_what_cannot_be_written_is_told(tmp_path, capsys):
   assert f"there is no folder {tmp_path}/missing" in capsys.readouterr().err
   (tmp_path / "step.bin").mkdir()
   assert run(*STEPS, "--mode=compile", f"--save={tmp_path}/step.bin") == 2
-  assert "step.bin is a directory" in capsys.readouterr().err
-  assert [file.name for file in tmp_path.iterdir()] == ["step.bin"]
+  assert "step.bin is a folder" in capsys.readouterr().err
+  os.mkfifo(tmp_path / "pipe")
+  for name, says in (
+    (".", "is a folder"),
+    ("/", "is a folder"),
+    ("", "not empty"),
+    ("a" * 300, ""),
+  ):
+    assert run(*STEPS, "--mode=compile", f"--save={name}") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"paxlike: --save={name}") and says in err and err.count("\n") == 1
+  assert run(*STEPS, "--mode=compile", f"--save={tmp_path}/pipe") == 2
+  assert "it is a pipe or a device" in capsys.readouterr().err
+  assert {file.name for file in tmp_path.iterdir()} == {"pipe", "step.bin"}
 
 
 def test_the_flags_go_with_their_modes(capsys):

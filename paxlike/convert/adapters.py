@@ -228,6 +228,7 @@ class Adapter:
     definition = self._definition
     restore: Restore = building.build(graph.restore)
     restore.check(definition)
+    run_folder.check_name(to, flag="to")
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(definition.module)
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)

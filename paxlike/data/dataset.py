@@ -164,7 +164,9 @@ class RowDataset(Dataset):
 
   def _check_not_empty(self):
     if self.num_rows(0) == 0:
-      raise UserError("the data make no row: that takes 2 tokens, one to read and one to predict.")
+      raise UserError(
+        "the data make no sequence: that takes at least 2 tokens."
+      )
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool

@@ -86,7 +86,7 @@ class Mixture(RowDataset):
   def num_rows(self, epoch: int) -> int:
     for name, dataset in zip(self.sources, self._datasets, strict=True):
       if dataset.num_rows(0) == 0:
-        raise UserError(f"{name} of the mixture makes no row: that takes 2 tokens.")
+        raise UserError(f"{name} of the mixture makes no sequence: that takes at least 2 tokens.")
     return ENDLESS
 
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:

@@ -174,7 +174,9 @@ def write(
   for split, rows in splits.items():
     count = rows.num_rows(0)
     if not count:
-      raise UserError(f"{split} makes no row: that takes 2 tokens, one to read and one to predict.")
+      raise UserError(
+        f"{split} makes no sequence: that takes at least 2 tokens."
+      )
     if count == ENDLESS:
       raise UserError(f"{split} never ends: prepare what it is made of.")
     columns = _columns(rows, vocab_size)

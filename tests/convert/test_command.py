@@ -135,6 +135,12 @@ def test_a_folder_that_is_there_is_never_written_nor_removed(folder, to):
   assert names(folder) == before and os.path.exists("/etc")
 
 
+def test_a_checkpoint_that_could_not_be_read_is_not_written(folder, capsys):
+  assert run(["--from=hf", "--path=theirs", "--to=made[1]"]) == 2
+  assert "--to=made[1]: no checkpoint can be written in a folder with [" in capsys.readouterr().err
+  assert names(folder) == ["theirs"]
+
+
 def test_folders_made_on_the_way_are_removed_when_it_fails(folder):
   with (
     pytest.raises(UserError, match="--to=a/b/c cannot be written"),

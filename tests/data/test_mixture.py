@@ -110,7 +110,7 @@ def test_what_does_not_mix_is_said(tmp_path):
   texts = {name: PackedRows(corpus=characters(tmp_path, name), seq_len=2) for name in two}
   with pytest.raises(UserError, match="need one tokenizer"):
     Mixture(sources=texts).check()
-  with pytest.raises(UserError, match="a of the mixture makes no row"):
+  with pytest.raises(UserError, match="a of the mixture makes no sequence"):
     Mixture(sources={"a": Numbered(0)}, weights={"a": 1}).batches(2)
   packed = Numbered(5, segments=np.ones((1, 2)))
   with pytest.raises(UserError, match="do not mix"):

@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_said(text, tmp_path):
   (folder / "train-00001-of-00003.array_record").unlink()
   with pytest.raises(UserError, match=r"train-00001-of-00003\.array_record is missing"):
     opened(folder).check()
-  with pytest.raises(UserError, match="empty makes no row"):
+  with pytest.raises(UserError, match="empty makes no sequence"):
     written(tmp_path / "none", empty=PackedRows(corpus=text, seq_len=32, split=(0, 0)))
 
 

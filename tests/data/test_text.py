@@ -273,7 +273,7 @@ def test_check_finds_a_bad_model_file(tmp_path):
 def test_text_shorter_than_a_row_is_refused(tmp_path):
   path = write(tmp_path, "jsonl", ["a"])
   dataset = PackedRows(corpus=TextFiles(path=str(path), tokenizer=None, vocab_size=1), seq_len=4)
-  with pytest.raises(UserError, match="make no row: that takes 2 tokens"):
+  with pytest.raises(UserError, match="make no sequence: that takes at least 2 tokens"):
     dataset.batches(1)
 
 

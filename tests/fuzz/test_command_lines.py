@@ -106,12 +106,25 @@ def other_flags(draw: Any) -> list[str]:
   """Flags that are not about the experiment."""
   names = [name for name in flags._SCALARS if name not in LEFT_OUT]
   given = []
-  for name in draw(strategies.lists(strategies.sampled_from(names), min_size=1, max_size=4)):
+  chosen = draw(strategies.lists(strategies.sampled_from(names), max_size=3))
+  for name in chosen:
     kind = flags._NUMBERS.get(name, str)
     given.append(f"--{name}={draw(texts(kind))}")
-  more = ["--stop=", "--stop_token=-1", "--prompt=", "--prompt=a", "--prompt_file=/", "--nothing"]
-  given += draw(strategies.lists(strategies.sampled_from(more), max_size=2))
-  mode = draw(strategies.sampled_from([*usage.MODES, "train"]))
+  more = [
+    "--stop=",
+    "--stop_token=-1",
+    "--stop_token=99999",
+    "--prompt=",
+    "--prompt=a",
+    "--nothing",
+  ]
+  more += [f"--prompt_file={command_lines.files()}/{name}" for name in ("pipe", "empty.txt", "")]
+  more += ["--save=.", "--fdl_config=..", "--job_log_dir={run}[1]", "--fdl.=3", "--step=best"]
+  more += ["--fdl.trained=nothing_like_this", "--fiddler=", "--continuous"]
+  given += draw(strategies.lists(strategies.sampled_from(more), max_size=1))
+  # Half of the flags in a mode that they are for: elsewhere their values do not matter.
+  fitting = [mode for name in chosen for mode in flags._ONLY_IN.get(name, ())]
+  mode = draw(strategies.sampled_from(fitting or ["show"]) | strategies.sampled_from(usage.MODES))
   folder = draw(strategies.sampled_from(["--job_log_dir={run}", "--job_log_dir=", "--traceback"]))
   return [*base("Synthetic126M"), f"--mode={mode}", folder, *given]
 
@@ -158,26 +171,48 @@ def config_files(draw: Any) -> str:
   return json.dumps(config)
 
 
-def check(name: str, given: list[str]):
+def check(name: str, given: list[str], *, changed: list[str] | None = None):
+  """Runs a command line and looks at its answer.
+
+  Args:
+    name: The campaign.
+    given: The command line.
+    changed: What of it is more than its base, which alone would run; None: not known.
+  """
   answer = command_lines.run(given)
+  fault = answer.fault
+  if not fault and answer.status == 2:
+    names = command_lines.given_names(given if changed is None else changed)
+    named = any(word in answer.err for word in names)
+    fault = "" if named or changed is None else "names nothing given"
+    fault = fault or ("wrong blame" if command_lines.blamed_wrongly(given, answer) else "")
+  empty = [flag for flag in given if flag.endswith("=") and not flag.startswith("--fdl.")]
+  if not fault and answer.status == 0 and set(empty) - {"--prompt="}:
+    fault = "empty value without effect"
   what = {0: "ran", 1: "failed", 2: "refused", 3: "too large"}
-  campaign.COUNTS[name][answer.fault or what[answer.status or 0]] += 1
-  assert not answer.fault, f"{answer.fault}: {given}\n{answer.err[-3000:]}"
+  campaign.COUNTS[name][fault or what[answer.status or 0]] += 1
+  assert not fault, f"{fault}: {given}\n{answer.err[-3000:]}"
+
+
+def changes(given: list[str]) -> list[str]:
+  """Returns what a command line has beside the flags of its base."""
+  name = given[0].removeprefix("--fdl_config=")
+  return [flag for flag in given[len(base(name)) :] if flag != "--job_log_dir={run}"]
 
 
 @campaign.of(knobs(), examples=60)
 def test_knobs(given):
-  check("knobs", given)
+  check("knobs", given, changed=changes(given))
 
 
 @campaign.of(edits(), examples=40)
 def test_edits_of_the_graph(given):
-  check("edits", given)
+  check("edits", given, changed=changes(given))
 
 
 @campaign.of(other_flags(), examples=60)
 def test_flags(given):
-  check("flags", given)
+  check("flags", given, changed=given)
 
 
 @campaign.of(config_files(), examples=40)
