@@ -156,7 +156,8 @@ class Converted(Saved):
     wanted = target(weights())
 
     def together():
-      Checkpoints(self.directory, keep=None).restore(0, wanted, layout=LAYOUT, unread=lambda _: False)
+      saved = Checkpoints(self.directory, keep=None)
+      saved.restore(0, wanted, layout=LAYOUT, unread=lambda _: False)
 
     def one_by_one():
       saved = Checkpoints(self.directory, keep=None)

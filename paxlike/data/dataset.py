@@ -164,9 +164,7 @@ class RowDataset(Dataset):
 
   def _check_not_empty(self):
     if self.num_rows(0) == 0:
-      raise UserError(
-        "the data make no sequence: that takes at least 2 tokens."
-      )
+      raise UserError("the data make no sequence: that takes at least 2 tokens.")
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool

@@ -174,9 +174,7 @@ def write(
   for split, rows in splits.items():
     count = rows.num_rows(0)
     if not count:
-      raise UserError(
-        f"{split} makes no sequence: that takes at least 2 tokens."
-      )
+      raise UserError(f"{split} makes no sequence: that takes at least 2 tokens.")
     if count == ENDLESS:
       raise UserError(f"{split} never ends: prepare what it is made of.")
     columns = _columns(rows, vocab_size)
