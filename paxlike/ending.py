@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a job ends that somebody else ends, and what its folder says of that afterwards."""
+"""Why the watch ends a job."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from paxlike import run_folder
+from paxlike.errors import RunError, UserError, one_line
 
 #: EX_TEMPFAIL of sysexits.h: started again, the same command may succeed.
 TEMPORARY = 75
@@ -36,8 +38,39 @@ class Verdict(NamedTuple):
 
   @property
   def status(self) -> int:
-    """With which the other processes, and one that is stuck, exit."""
+    """Exit status of the other processes, and of a stuck one."""
     return 1 if self.kind == "failed" else TEMPORARY
+
+
+def reason(error: BaseException) -> str:
+  """Returns in one line why a process fails, for the others."""
+  if isinstance(error, KeyboardInterrupt):
+    return "interrupted (Ctrl-C)"
+  text = one_line(error, limit=300)
+  if isinstance(error, UserError | RunError) and text:
+    return text.rstrip(".")
+  return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_of_jax(error: BaseException | None) -> bool:
+  """Returns whether an error is, or follows from, one that JAX has met in running a program.
+
+  In a job of several processes the reason may be that another one is gone.
+  """
+  if "jax" not in sys.modules:
+    return False
+  import jax
+
+  while error is not None:
+    if isinstance(error, jax.errors.JaxRuntimeError):
+      return True
+    error = error.__cause__ or error.__context__
+  return False
+
+
+def is_timeout(reason: str) -> bool:
+  """Returns whether JAX has waited for another process in vain."""
+  return "DEADLINE_EXCEEDED" in reason or "timed out" in reason.lower()
 
 
 def in_time(action: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

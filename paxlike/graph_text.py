@@ -3,6 +3,7 @@
 
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -37,6 +38,20 @@ def describe(graph: fdl.Buildable) -> str:
     f"{text:<{width}}  # {line.source}" if line.source else text
     for text, line in zip(texts, lines, strict=True)
   )
+
+
+def values(graph: fdl.Buildable) -> dict[str, str]:
+  """Returns the values of a graph as text, by their paths in it.
+
+  Names of files are left out: they may differ from machine to machine.
+  """
+  found = {line.path or "(graph)": line.text for line in _lines(graph, "", "", {})}
+  return {name: text for name, text in found.items() if not _is_of_files(name, text)}
+
+
+def _is_of_files(name: str, text: str) -> bool:
+  last = re.split(r"[.\[]", name)[-1]
+  return last in ("path", "folder", "file", "files") or (text[:1] in "'\"[(" and "/" in text)
 
 
 def difference(a: Any, b: Any) -> str:

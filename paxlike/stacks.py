@@ -13,8 +13,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from etils import epath
+if TYPE_CHECKING:
+  from etils import epath
 
 _ERRORS = 2  # The file of standard error, also where a test has put another in its place.
 _KEPT = 20  # Files of a process that are kept of those written periodically.
@@ -22,17 +24,22 @@ _DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy")
 _PROGRAM = b"paxlike"  # How lines of C begin; C keeps the address.
 _END_SECONDS = 10  # Between the warning of the switch and the end.
 
+_prints_on_signal = False
+
 
 @contextlib.contextmanager
 def on_signal():
   """Context in which SIGUSR1 prints the stacks of all threads, and the run goes on.
 
   C code prints them, so that it works whatever holds the interpreter's lock. Python's handler does
-  nothing, but has the number of the signal written to the file of `signal.set_wakeup_fd`.
+  nothing, but has the number of the signal written to the file of `signal.set_wakeup_fd`. Within
+  another such context, and in other threads than the main one, nothing changes.
   """
-  if threading.current_thread() is not threading.main_thread():
+  global _prints_on_signal
+  if _prints_on_signal or threading.current_thread() is not threading.main_thread():
     yield
     return
+  _prints_on_signal = True
   previous = signal.signal(signal.SIGUSR1, lambda *unused: None)
   faulthandler.register(signal.SIGUSR1, file=_ERRORS, all_threads=True, chain=True)
   try:
@@ -40,6 +47,7 @@ def on_signal():
   finally:
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, previous)
+    _prints_on_signal = False
 
 
 def text(heading: Iterable[str]) -> str:
@@ -52,30 +60,33 @@ def text(heading: Iterable[str]) -> str:
     return file.read()
 
 
-def write(folder: epath.Path, index: int, content: str, *, keep: int | None = None) -> epath.Path:
+def write(folder: "epath.Path", index: int, content: str) -> "epath.Path":
   """Writes stacks of process `index` into the folder of a run; returns the file.
 
   Args:
     folder: The run's.
     index: The process.
     content: What `text` has returned.
-    keep: At most so many files of the process stay, the newest; None: all.
   """
-  stacks = folder / "stacks"
-  stacks.mkdir(parents=True, exist_ok=True)
-  name = f"process_{index:05d}_"
-  now = datetime.datetime.now()
-  path = stacks / f"{name}{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}.txt"
-  path.write_text(content)
-  if keep is not None:
-    for old in sorted(stacks.glob(f"{name}*"))[:-keep]:
-      old.unlink(missing_ok=True)
+  return _write(folder, f"process_{index:05d}", content)
+
+
+def write_periodic(folder: "epath.Path", index: int, content: str) -> "epath.Path":
+  """Does as `write`, in a file of another name; only the newest of these stay."""
+  name = f"periodic_{index:05d}"
+  path = _write(folder, name, content)
+  for old in sorted(path.parent.glob(f"{name}_*"))[:-_KEPT]:
+    old.unlink(missing_ok=True)
   return path
 
 
-def write_periodic(folder: epath.Path, index: int, content: str):
-  """Writes stacks as `write` does; the oldest of the process go."""
-  write(folder, index, content, keep=_KEPT)
+def _write(folder: "epath.Path", name: str, content: str) -> "epath.Path":
+  stacks = folder / "stacks"
+  stacks.mkdir(parents=True, exist_ok=True)
+  now = datetime.datetime.now()
+  path = stacks / f"{name}_{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}.txt"
+  path.write_text(content)
+  return path
 
 
 def of_main_thread(*, limit: int = 6) -> str:

@@ -219,13 +219,12 @@ class Trainer:
     best = Best(folder, self.best)
     with (
       jax.set_mesh(self.devices),
-      self._watched(folder),
+      self.watched(folder),
       self.origin(folder).checkpoints(
         keep=self.keep, preserved=lambda: best.step, check_owner=journal.check_owner
       ) as saved,
       StopSignal() as stop,
     ):
-      progress.enter("restore")
       state, data_state, origin = self.origin(folder).state(saved, self.optimizer, journal)
       start = int(state.step)
       best.forget(after=start)
@@ -233,7 +232,8 @@ class Trainer:
         state = dataclasses.replace(state, reference=self.origin(folder).reference(state))
       train_step = None
       meter = Meter(depth=self.feed.steps_in_flight)
-      with self._batches(data_state, updates=start) as batches:
+      progress.enter("data", start)
+      with self._batches(data_state, updates=start) as batches, watch.reporting():
         # Whatever may refuse the run comes before the first that it writes.
         first = [next(batches)] if start < self.num_steps else []
         batches = itertools.chain(first, batches)
@@ -288,8 +288,7 @@ class Trainer:
     """
     if not self.eval_data:
       raise UserError("this experiment has no evaluation data (eval_data).")
-    with jax.set_mesh(self.devices), self._watched(folder):
-      progress.enter("restore")
+    with jax.set_mesh(self.devices), self.watched(folder):
       step, params = self.origin(folder).params(step)
       self._evaluate(params, step, journal)
       return step
@@ -309,13 +308,14 @@ class Trainer:
       UserError: There is no such checkpoint, it is of another experiment, or has no tokenizer.
     """
     self.check_prompts(prompts)
-    with jax.set_mesh(self.devices):
+    with jax.set_mesh(self.devices), self.watched(folder):
       step, params = self.origin(folder).params(step)
       texts = self._decoding(params, options)
       path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
       decoding.tell(texts, prompts, journal, path)
 
-  def _watched(self, folder: epath.Path) -> Any:
+  def watched(self, folder: epath.Path | None = None) -> Any:
+    """Returns the context of work in which the run must make progress."""
     return watch.over(watch.Limits(folder, self.stall_timeout, self.stack_interval))
 
   def _decoding(self, params: Params, options: decoding.Options) -> decoding.Decoding:
