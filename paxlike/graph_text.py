@@ -46,12 +46,15 @@ def values(graph: fdl.Buildable) -> dict[str, str]:
   Names of files are left out: they may differ from machine to machine.
   """
   found = {line.path or "(graph)": line.text for line in _lines(graph, "", "", {})}
-  return {name: text for name, text in found.items() if not _is_of_files(name, text)}
+  return {
+    name: re.sub(r" at 0x[0-9a-f]+", "", text)
+    for name, text in found.items()
+    if not _is_of_files(name, text)
+  }
 
 
 def _is_of_files(name: str, text: str) -> bool:
-  last = re.split(r"[.\[]", name)[-1]
-  return last in ("path", "folder", "file", "files") or (text[:1] in "'\"[(" and "/" in text)
+  return name.rpartition(".")[2] == "path" or (text[:1] in "'\"[(" and "/" in text)
 
 
 def difference(a: Any, b: Any) -> str:
@@ -81,6 +84,9 @@ def value_text(value: Any) -> str:
     return f"[{', '.join(map(value_text, value))}]"
   if type(value) is tuple:
     return f"({', '.join(map(value_text, value))}{',' * (len(value) == 1)})"
+  if type(value) in (set, frozenset) and value:  # Else in the order of this process.
+    items = f"{{{', '.join(sorted(map(value_text, value)))}}}"
+    return items if type(value) is set else f"frozenset({items})"
   return symbols.short_name(value) if symbols.is_symbol(value) else repr(value)
 
 

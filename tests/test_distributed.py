@@ -126,7 +126,7 @@ def test_a_job_is_alone_in_its_folder_and_stops_after_the_same_step_everywhere(t
 def test_who_does_not_come_is_named(tmp_path):
   status, _, err = finish(job(2, tmp_path / "run", "--join_timeout=2", only=0)[0])
   assert status == 75
-  assert "paxlike: process 1 of 2 did not come in 2 s" in err and err.count("\n") == 1
+  assert "paxlike: process 1 of 2 did not connect to localhost:" in err and err.count("\n") == 1
   assert not (tmp_path / "run").exists()
 
 
@@ -275,6 +275,15 @@ def test_a_folder_that_process_0_cannot_write_in_is_refused(tmp_path, monkeypatc
   monkeypatch.setattr(distributed, "multihost_utils", same)
   with pytest.raises(UserError, match="missing cannot be written: No such file or directory"):
     distributed.check_shared(epath.Path(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("flag", ["--list", "--fdl_help", "--mode=show", "--mode=compile"])
+def test_what_only_prints_joins_nobody(monkeypatch, flag):
+  joined = []
+  monkeypatch.setattr(distributed, "initialize", lambda group, **named: joined.append(group))
+  own = ("--server_addr=localhost:1", "--num_hosts=2", "--host_idx=1")
+  starting.join(flags.parse(["paxlike", "--fdl_config=Gpt3_52k", *own, flag]))
+  assert bool(joined) is (flag == "--mode=compile")
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ import pathlib
 import signal
 import socket
 import time
+from typing import Any
 
 import jax
 import pytest
 from etils import epath
 from program import TEXT, finish, start
 
-from paxlike import ending, progress, rendezvous, stacks, watch
+from paxlike import ending, main, progress, rendezvous, stacks, watch
 from paxlike.errors import UserError
 
 
@@ -194,7 +195,10 @@ def test_a_failure_ends_the_others_a_little_later(job):
 
 
 def test_a_failure_of_jax_may_be_that_of_another_process(job):
-  lost = {"state": "failing", "reason": "JaxRuntimeError: connection closed by peer"}
+  lost: dict[str, Any] = {
+    "state": "failing",
+    "reason": "JaxRuntimeError: connection closed by peer",
+  }
   hub, *_ = job(3, timeout=10)
   # No sign since of process 2: it may be gone.
   assert judged(hub, report(5), report(5, **lost), report(5)) is None
@@ -222,7 +226,10 @@ def test_a_failure_of_jax_may_be_that_of_another_process(job):
   assert not hub._may_fail.is_set()
   # A process that JAX has waited for in vain is the stuck one.
   hub, *_ = job(3, timeout=100)
-  late = {"state": "failing", "reason": "JaxRuntimeError: DEADLINE_EXCEEDED: GetKeyValue()"}
+  late: dict[str, Any] = {
+    "state": "failing",
+    "reason": "JaxRuntimeError: DEADLINE_EXCEEDED: GetKeyValue()",
+  }
   assert judged(hub, report(5, **late), report(4), report(5), tick=9) is None
   verdict = judged(hub, report(5, **late), report(4, age=60, over=True), report(5, **late))
   assert verdict is not None and (verdict.kind, verdict.index) == ("stalled", 1)
@@ -230,7 +237,7 @@ def test_a_failure_of_jax_may_be_that_of_another_process(job):
 
 def test_where_jax_fails_in_all_processes_each_may_say_so(job):
   hub, one = job(2)
-  same = {"state": "failing", "reason": "JaxRuntimeError: out of memory"}
+  same: dict[str, Any] = {"state": "failing", "reason": "JaxRuntimeError: out of memory"}
   assert judged(hub, report(5, **same), report(5, **same)) is None
   for message in one._links[0].receive():
     one._take(0, message)
@@ -316,6 +323,26 @@ def test_work_that_is_watched_can_be_left(tmp_path):
   with watch.over(watch.Limits(epath.Path(tmp_path), None, None)) as one:
     assert watch.current() is one and one.is_alive()
   assert watch.current() is None and not one.is_alive()
+
+
+def test_work_within_watched_work_leaves_its_folder_and_not_its_limits(tmp_path):
+  signals = [signal.getsignal(signal.SIGUSR1)]
+  with watch.over(watch.Limits(stall_timeout=7.0)) as one:
+    signals.append(signal.getsignal(signal.SIGUSR1))
+    with watch.over(watch.Limits(epath.Path(tmp_path), 0.0, None)) as inner:
+      assert one is inner and one._limits.stall_timeout == 0
+    assert one._limits == (epath.Path(tmp_path), 7.0, None)
+    assert signal.getsignal(signal.SIGUSR1) is signals[1]
+    signal.raise_signal(signal.SIGUSR1)  # It would end the process if nothing printed the stacks.
+  assert signal.getsignal(signal.SIGUSR1) is signals[0]
+
+
+def test_sigusr1_prints_stacks_from_the_start_of_the_program(monkeypatch, capfd):
+  monkeypatch.setattr(main, "main", lambda argv: signal.raise_signal(signal.SIGUSR1) or 0)
+  with pytest.raises(SystemExit) as ended:
+    main.run()
+  assert ended.value.code == 0
+  assert "Current thread" in capfd.readouterr().err
 
 
 def test_a_debugger_does_not_count_as_stuck(monkeypatch):
