@@ -170,6 +170,18 @@ def test_a_process_that_fails_is_named_before_its_time_is_up(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_exception_in_a_save_is_named_and_not_what_jax_says_of_it_elsewhere(tmp_path):
+  fault = tmp_path / "fault"
+  processes = job(2, tmp_path / "run", *LONG, fault=fault)
+  until_saved(tmp_path / "run", processes)
+  fault.write_text("save raises")
+  (first, _, err), (second, _, own) = map(finish, processes)
+  assert (first, second) == (1, 1)
+  assert "has failed: RuntimeError: disk quota exceeded; so process 0 of 2 (" in err
+  assert "could not be written" not in err and "Traceback" not in err and "Traceback" in own
+
+
+@pytest.mark.slow
 def test_experts_train_in_bfloat16_on_several_cpu_devices(tmp_path):
   flags = (
     "--fdl_config=Mixtral8x7B",

@@ -7,6 +7,8 @@ import json
 import pathlib
 import signal
 import socket
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -448,3 +450,28 @@ def test_a_process_that_keeps_the_interpreters_lock_ends_all_the_same(tmp_path):
   assert status == -signal.SIGALRM
   assert "paxlike: this process (on " in err and "no Python code runs" in err
   assert "Current thread" in err and "faulty.py" in err
+
+
+_ALIVE = """
+import time
+from paxlike import stacks
+switch = stacks.Switch()
+with stacks.on_signal():
+  for _ in range(50):
+    switch.arm(0.5, "it is stuck")
+    time.sleep(0.1)
+switch.close()
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_printed_for_a_process_that_was_suspended():
+  process = subprocess.Popen(
+    [sys.executable, "-c", _ALIVE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  )
+  time.sleep(1)
+  process.send_signal(signal.SIGSTOP)
+  time.sleep(1)
+  process.send_signal(signal.SIGCONT)
+  assert finish(process) == (0, "done\n", "")
