@@ -2,6 +2,7 @@
 """Why the watch ends a job."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -15,6 +16,11 @@ from paxlike.errors import RunError, UserError, one_line
 
 #: EX_TEMPFAIL of sysexits.h: started again, the same command may succeed.
 TEMPORARY = 75
+# How messages of a failed `absl::Status` begin.
+_STATUS = re.compile(
+  "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|RESOURCE_EXHAUSTED"
+  "|UNAVAILABLE|UNKNOWN): "
+)
 _PATIENCE = 10.0  # Seconds for a file of a job that ends: its folder may be what is stuck.
 
 #: Set once the job ends by a verdict, after which nobody else writes `status.json`.
@@ -62,10 +68,22 @@ def is_of_jax(error: BaseException | None) -> bool:
   import jax
 
   while error is not None:
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    if isinstance(error, jax.errors.JaxRuntimeError) or _is_status(error):
       return True
     error = error.__cause__ or error.__context__
   return False
+
+
+def _is_status(error: BaseException) -> bool:
+  """Returns whether an error is one of XLA's that its C++ has raised as a ValueError.
+
+  As it does where an array that could not be computed is read (`ArrayImpl.__array__`).
+  """
+  trace = error.__traceback__
+  while trace is not None and trace.tb_next is not None:
+    trace = trace.tb_next
+  raised_in = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+  return raised_in.startswith("jax") and _STATUS.match(str(error)) is not None
 
 
 def is_timeout(reason: str) -> bool:

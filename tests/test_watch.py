@@ -257,15 +257,26 @@ def test_what_has_failed_is_said_with_its_kind(job):
     (NotImplementedError(), "NotImplementedError"),
   ):
     assert ending.reason(error) == words
-  try:
+
+
+@pytest.mark.parametrize(
+  ("module", "kind", "text", "is_of_jax"),
+  [
+    ("any", jax.errors.JaxRuntimeError, "INTERNAL: Gloo AllGather failed", True),
+    ("jax.experimental.multihost_utils", ValueError, "UNKNOWN: Gloo AllGather failed", True),
+    ("jax._src.array", ValueError, "shapes do not match", False),
+    ("orbax.checkpoint", ValueError, "UNAVAILABLE: Error writing: No space left", False),
+  ],
+)
+def test_errors_of_jax_are_found_behind_others(job, module, kind, text, is_of_jax):
+  with pytest.raises(UserError) as found:
     try:
-      raise jax.errors.JaxRuntimeError("INTERNAL: Gloo AllGather failed")
-    except RuntimeError as error:
+      exec("raise kind(text)", {"__name__": module, "kind": kind, "text": text})
+    except kind as error:
       raise UserError("could not be read") from error
-  except UserError as error:
-    (_, other) = job(2)
-    other.fail(error)
-  assert other._state == "failing"
+  (_, one) = job(2)
+  one.fail(found.value)
+  assert one._state == ("failing" if is_of_jax else "failed")
 
 
 def test_processes_compare_what_they_are_given_and_wait_for_each_other(job):
