@@ -47,6 +47,22 @@ class Verdict(NamedTuple):
     """Exit status of the other processes, and of a stuck one."""
     return 1 if self.kind == "failed" else TEMPORARY
 
+  def line(self, *, of: str | None, stacks: epath.Path | None = None, calls: str = "") -> str:
+    """Returns what a process prints that ends so.
+
+    Args:
+      of: What lines call this process; None: the job ends because of it.
+      stacks: The file of its stacks.
+      calls: The innermost of its main thread.
+    """
+    line = self.why if of is None else f"{self.why}; so {of} ends too"
+    line += f" (status {self.status})"
+    if self.status == TEMPORARY:
+      line += ". Started again, the job goes on from its newest checkpoint"
+    if stacks is not None:
+      line += f". Stacks: {stacks}"
+    return f"{line}. The main thread of this process is in:\n{calls}" if calls else f"{line}."
+
 
 def reason(error: BaseException) -> str:
   """Returns in one line why a process fails, for the others."""

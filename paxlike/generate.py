@@ -141,6 +141,7 @@ class Generator:
         and a row that has ended idles for longer.
       compiler_options: XLA's.
     """
+    progress.enter("decode_compile")
     self.speed = Speed()
     self._definition = definition
     self._module: Any = definition.module

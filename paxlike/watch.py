@@ -344,8 +344,11 @@ class Watch(threading.Thread):
       self._may_fail.set()
     if self._may_fail.is_set() or self._state == "failed":
       return None  # It ends by itself, and prints why.
-    path = self._write_stacks(verdict.why) if verdict.kind == "stalled" else None
-    _say(self._line(verdict, path))
+    path, calls = None, ""
+    if verdict.kind == "stalled":
+      path, calls = self._write_stacks(verdict.why), stacks.of_main_thread()
+    of = None if verdict.index == self._index else self._members.named(self._index)
+    _say(verdict.line(of=of, stacks=path, calls=calls))
     leader = None if self._met is None else self._met.leader
     if self._limits.folder is not None:
       first = self._index == (1 if verdict.index == 0 and not self.is_alone else 0)
@@ -363,20 +366,6 @@ class Watch(threading.Thread):
           link.receive()
     stacks.exit_at_once(verdict.status)
     raise AssertionError("the process has ended")
-
-  def _line(self, verdict: ending.Verdict, path: epath.Path | None) -> str:
-    line = verdict.why
-    if verdict.index != self._index:
-      line += f"; so {self._members.named(self._index)} ends too"
-    line += f" (status {verdict.status})"
-    if verdict.status == ending.TEMPORARY:
-      line += ". Started again, the job goes on from its newest checkpoint"
-    if path is not None:
-      line += f". Stacks: {path}"
-    if verdict.kind == "stalled" and (calls := stacks.of_main_thread()):
-      line += f". The main thread of this process is in:\n{calls}"
-      return line
-    return f"{line}."
 
   def _write_stacks(self, why: str, *, periodic: bool = False) -> epath.Path | None:
     """Writes the stacks into the folder of the run, if there is one and it takes them."""

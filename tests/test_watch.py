@@ -7,17 +7,14 @@ import json
 import pathlib
 import signal
 import socket
-import subprocess
-import sys
 import time
 from typing import Any
 
-import jax
 import pytest
 from etils import epath
 from program import TEXT, finish, start
 
-from paxlike import ending, main, progress, rendezvous, stacks, watch
+from paxlike import ending, progress, rendezvous, stacks, watch
 from paxlike.errors import UserError
 
 
@@ -237,6 +234,21 @@ def test_a_failure_of_jax_may_be_that_of_another_process(job):
   assert verdict is not None and (verdict.kind, verdict.index) == ("stalled", 1)
 
 
+def test_a_failed_process_that_waits_for_others_that_have_ended_ends_too(job, monkeypatch, capsys):
+  """As where it waits for them in a save."""
+  ended = []
+  monkeypatch.setattr(stacks, "exit_at_once", ended.append)
+  hub, one = job(2)
+  one.fail(UserError("no such file"))
+  one._end_if_abandoned(30)
+  assert not ended
+  hub._links[1].close()
+  one._links[0].receive()
+  one._end_if_abandoned(1)
+  assert ended == [1]
+  assert capsys.readouterr().err == "paxlike: process 1 of 2 (on host1) has failed: no such file.\n"
+
+
 def test_where_jax_fails_in_all_processes_each_may_say_so(job):
   hub, one = job(2)
   same: dict[str, Any] = {"state": "failing", "reason": "JaxRuntimeError: out of memory"}
@@ -257,26 +269,6 @@ def test_what_has_failed_is_said_with_its_kind(job):
     (NotImplementedError(), "NotImplementedError"),
   ):
     assert ending.reason(error) == words
-
-
-@pytest.mark.parametrize(
-  ("module", "kind", "text", "is_of_jax"),
-  [
-    ("any", jax.errors.JaxRuntimeError, "INTERNAL: Gloo AllGather failed", True),
-    ("jax.experimental.multihost_utils", ValueError, "UNKNOWN: Gloo AllGather failed", True),
-    ("jax._src.array", ValueError, "shapes do not match", False),
-    ("orbax.checkpoint", ValueError, "UNAVAILABLE: Error writing: No space left", False),
-  ],
-)
-def test_errors_of_jax_are_found_behind_others(job, module, kind, text, is_of_jax):
-  with pytest.raises(UserError) as found:
-    try:
-      exec("raise kind(text)", {"__name__": module, "kind": kind, "text": text})
-    except kind as error:
-      raise UserError("could not be read") from error
-  (_, one) = job(2)
-  one.fail(found.value)
-  assert one._state == ("failing" if is_of_jax else "failed")
 
 
 def test_processes_compare_what_they_are_given_and_wait_for_each_other(job):
@@ -350,54 +342,6 @@ def test_work_within_watched_work_leaves_its_folder_and_not_its_limits(tmp_path)
   assert signal.getsignal(signal.SIGUSR1) is signals[0]
 
 
-def test_sigusr1_prints_stacks_from_the_start_of_the_program(monkeypatch, capfd):
-  monkeypatch.setattr(main, "main", lambda argv: signal.raise_signal(signal.SIGUSR1) or 0)
-  with pytest.raises(SystemExit) as ended:
-    main.run()
-  assert ended.value.code == 0
-  assert "Current thread" in capfd.readouterr().err
-
-
-def test_a_debugger_does_not_count_as_stuck(monkeypatch):
-  assert not stacks.is_debugged()
-  monkeypatch.setitem(globals(), "__name__", "pdb")
-  assert stacks.is_debugged()
-
-
-@pytest.mark.parametrize(
-  ("before", "leader", "after"),
-  [
-    ({"state": "running", "host": "a", "pid": 1}, ("a", 1), "lost"),
-    ({"state": "running", "host": "a", "pid": 1}, None, "lost"),
-    ({"state": "running", "host": "a", "pid": 2}, ("a", 1), "running"),
-    ({"state": "finished", "host": "a", "pid": 1}, ("a", 1), "finished"),
-  ],
-)
-def test_the_status_of_another_attempt_is_left_alone(tmp_path, monkeypatch, before, leader, after):
-  monkeypatch.setattr(ending.is_over, "set", lambda: None)
-  path = tmp_path / "status.json"
-  verdict = ending.Verdict("lost", 1, "process 1 is gone")
-  ending.write_status(epath.Path(tmp_path), verdict, leader)
-  assert not path.exists()
-  path.write_text(json.dumps(before))
-  ending.write_status(epath.Path(tmp_path), verdict, leader)
-  assert json.loads(path.read_text())["state"] == after
-
-
-def test_files_of_stacks_are_bounded_and_say_where_the_process_was(tmp_path):
-  folder = epath.Path(tmp_path)
-  (tmp_path / "stacks").mkdir()
-  for number in range(30):
-    (tmp_path / "stacks" / f"periodic_00003_2020{number:02d}.txt").write_text("")
-  stall = stacks.write(folder, 3, "why: stuck")
-  stacks.write_periodic(folder, 3, stacks.text(["why: asked"]))
-  assert stall.read_text() == "why: stuck"
-  files = sorted(path.name for path in (tmp_path / "stacks").glob("periodic_*"))
-  assert len(files) == 20
-  text = (tmp_path / "stacks" / files[-1]).read_text()
-  assert text.startswith("why: asked") and "test_watch.py" in text
-
-
 SHORT = ("--fdl.MAX_STEPS=100000", "--fdl.EVAL_INTERVAL_STEPS=0", "--fdl.LR_SCHEDULE=constant")
 
 
@@ -461,28 +405,3 @@ def test_a_process_that_keeps_the_interpreters_lock_ends_all_the_same(tmp_path):
   assert status == -signal.SIGALRM
   assert "paxlike: this process (on " in err and "no Python code runs" in err
   assert "Current thread" in err and "faulty.py" in err
-
-
-_ALIVE = """
-import time
-from paxlike import stacks
-switch = stacks.Switch()
-with stacks.on_signal():
-  for _ in range(50):
-    switch.arm(0.5, "it is stuck")
-    time.sleep(0.1)
-switch.close()
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_nothing_is_printed_for_a_process_that_was_suspended():
-  process = subprocess.Popen(
-    [sys.executable, "-c", _ALIVE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-  )
-  time.sleep(1)
-  process.send_signal(signal.SIGSTOP)
-  time.sleep(1)
-  process.send_signal(signal.SIGCONT)
-  assert finish(process) == (0, "done\n", "")
