@@ -20,16 +20,12 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from paxlike import checksums, committing, relayout, run_folder
+from paxlike import checksums, committing, ending, relayout, run_folder
 from paxlike.checksums import Checksums, Damaged
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.layers.layout import Layout
 
 Flat = dict[str, Any]
-
-# How reading damaged files, and writing on a full disk, fail in Orbax, TensorStore and JSON.
-_UNWRITABLE = (OSError, ValueError, RuntimeError)
-_FAILED = (*_UNWRITABLE, KeyError, TypeError)
 
 
 class Restored(NamedTuple):
@@ -85,7 +81,6 @@ class Checkpoints:
     # By step; of these all is verified but the arrays.
     self._opened: dict[int, tuple[dict[str, Any], Checksums | None]] = {}
     self._manager: Any = None
-    self._failed = False  # Whether it has been said that one could not be written.
 
   def __enter__(self) -> Self:
     return self
@@ -94,15 +89,14 @@ class Checkpoints:
     if self._manager is None:
       return
     try:
-      self._manager.close()
-    except _unwritable() as error:
-      if kind is None and isinstance(error, UserError | RunError):
-        raise
+      with self._writing():
+        self._manager.close()
+    except committing.failures() as error:
       if kind is None:
-        raise self._unwritable(error) from error
+        raise
       # What ends the run matters more, and must not be hidden.
-      if not self._failed:
-        print(f"paxlike: {self._unwritable(error)}", file=sys.stderr)
+      if isinstance(error, UserError | RunError) and not issubclass(kind, committing.Unwritable):
+        print(f"paxlike: {error}", file=sys.stderr)
 
   def _open(self, step: int) -> Any:
     """Returns the manager, made by the first save: it removes unfinished saves, as no reader may.
@@ -183,7 +177,7 @@ class Checkpoints:
     save = self._ocp.args
     metadata = metadata_of(state, layout)
     self._check_owner()
-    try:
+    with self._writing():
       self._manager = self._manager or self._open(step)
       self._manager.wait_until_finished()
       older = [other for other in self.steps() if other < step]
@@ -197,11 +191,10 @@ class Checkpoints:
           train_input=save.JsonSave(train_input),
         ),
       )
-    except (UserError, RunError):
-      raise
-    except _unwritable() as error:
-      raise self._unwritable(error) from error
     assert taken, f"checkpoint {step} is not newer than {self.latest()}"
+
+  def _writing(self) -> contextlib.AbstractContextManager[None]:
+    return committing.writing(self._directory, steps=self.steps)
 
   def wait(self):
     """Returns when everything is written.
@@ -211,24 +204,9 @@ class Checkpoints:
     """
     if self._manager is None:
       return
-    try:
+    with self._writing():
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
-    except (UserError, RunError):
-      raise
-    except _unwritable() as error:
-      raise self._unwritable(error) from error
-
-  def _unwritable(self, error: BaseException) -> UserError:
-    self._failed = True
-    intact = ""
-    with contextlib.suppress(UserError):  # The store may be out of reach.
-      intact = " Older checkpoints are intact." if self.steps() else ""
-    reason = run_folder.reason(error)
-    return UserError(
-      f"a checkpoint could not be written in {self._directory}: {reason}.{intact}"
-      f" {run_folder.advice(error)}"
-    )
 
   def restore(
     self,
@@ -391,8 +369,9 @@ class Checkpoints:
       raise
     except Exception as error:
       # For a data file cut short, Orbax raises Exception itself.
-      known = (*_FAILED, *run_folder.failures())
-      if type(error) is not Exception and not isinstance(error, known):
+      known = (*committing.failures(), KeyError, TypeError)  # The last two of JSON.
+      is_foreseen = type(error) is Exception or isinstance(error, known)
+      if not is_foreseen or ending.is_of_jax(error):
         raise
       reason = run_folder.reason(error.__cause__ or error)
       raise checksums.damaged(self.path(step), reason) from error
@@ -447,7 +426,3 @@ def _everywhere(here: bool) -> bool:
   if jax.process_count() == 1:
     return here
   return bool(np.all(multihost_utils.process_allgather(np.array(here))))
-
-
-def _unwritable() -> tuple[type[Exception], ...]:
-  return (*_UNWRITABLE, *run_folder.failures())

@@ -5,18 +5,52 @@ Orbax calls them behind the training loop: the future's in every process once it
 arrays, `finalize` in process 0 once all have.
 """
 
+import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from etils import epath
 
-from paxlike import checksums, run_folder
-from paxlike.errors import UserError
+from paxlike import checksums, ending, run_folder
+from paxlike.errors import RunError, UserError
 
 _FOLDER = re.compile(r"checkpoint_([0-9]{8}|[1-9][0-9]{8,})")
+
+
+class Unwritable(UserError):
+  """A checkpoint could not be written."""
+
+
+@contextlib.contextmanager
+def writing(directory: epath.Path, *, steps: Callable[[], Sequence[int]]) -> Iterator[None]:
+  """Context of writing checkpoints, in which errors of Orbax and the store become `Unwritable`.
+
+  Errors of JAX's programs do not: there, another process may be gone. `steps` returns those of the
+  checkpoints that are there.
+  """
+  try:
+    yield
+  except (UserError, RunError):
+    raise
+  except failures() as error:
+    if ending.is_of_jax(error):
+      raise
+    intact = ""
+    with contextlib.suppress(UserError):  # The store may be out of reach.
+      intact = " Older checkpoints are intact." if steps() else ""
+    reason = run_folder.reason(error)
+    raise Unwritable(
+      f"a checkpoint could not be written in {directory}: {reason}.{intact}"
+      f" {run_folder.advice(error)}"
+    ) from error
+
+
+def failures() -> tuple[type[Exception], ...]:
+  """Returns the errors by which Orbax and TensorStore fail to read or write."""
+  return (OSError, ValueError, RuntimeError, *run_folder.failures())
 
 
 class _Measuring:

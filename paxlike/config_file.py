@@ -32,7 +32,7 @@ from paxlike import graph_text, knob_types, run_folder, symbols
 from paxlike.errors import UserError, one_line
 from paxlike.graph_data import Part, Symbol
 from paxlike.graph_edits import call_fiddler, set_path
-from paxlike.graph_text import describe, difference
+from paxlike.graph_text import describe, difference, values
 
 __all__ = [
   "call_fiddler",
@@ -43,6 +43,7 @@ __all__ = [
   "read",
   "read_data",
   "set_path",
+  "values",
 ]
 
 _VERSION = 1

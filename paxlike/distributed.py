@@ -3,6 +3,8 @@
 
 import contextlib
 import ctypes
+import hashlib
+import json
 import math
 import os
 import platform
@@ -24,6 +26,7 @@ from paxlike import __version__, cluster, rendezvous, run_folder, watch
 from paxlike.errors import TemporaryError, UserError
 
 _LONGEST = 600  # Bytes of the reason of a failure.
+_LONGEST_GRAPH = 2**19  # Characters; of a longer one processes compare digests.
 _NEVER = 10**6  # Seconds after which JAX would end the process; the watch ends it long before.
 _HELD_SECONDS = 10
 
@@ -36,7 +39,7 @@ def initialize(
   *,
   timeout: float,
   join_timeout: float = 300,
-  told: Mapping[str, str] | None = None,
+  flags: Mapping[str, str] | None = None,
 ):
   """Joins the other processes; from then on this one ends when another is gone.
 
@@ -44,10 +47,10 @@ def initialize(
     group: The processes; None: JAX finds out (TPUs).
     timeout: Seconds without a sign after which a process counts as gone.
     join_timeout: Seconds that the others have to come.
-    told: Flags that must be the same in all processes, by name.
+    flags: Those that must be the same in all processes, by name.
 
   Raises:
-    UserError: It is not known who the others are, or one of them was started otherwise.
+    UserError: It is not known who the others are, or one was given other flags than process 0.
     TemporaryError: They do not come.
   """
   group = cluster.found_by_jax() if group is None else group
@@ -55,7 +58,7 @@ def initialize(
     raise UserError(f"process {group.index} of {group.count}: indices count from 0.")
   if group.count > 1:
     versions = {"paxlike": __version__, "JAX": jax.__version__, "Python": platform.python_version()}
-    met = rendezvous.meet(group, {**versions, **(told or {})}, timeout=join_timeout)
+    met = rendezvous.meet(group, {**versions, **(flags or {})}, timeout=join_timeout)
     watch.start(met, index=group.index, count=group.count, timeout=timeout)
     _watch_aborts()
   try:
@@ -189,16 +192,36 @@ def _failures(action: Callable[[], object]) -> dict[int, str]:
   return {index: text for index, text in enumerate(reasons) if text}
 
 
-def leave(*, failed: bool, reason: str = ""):
-  """Tells the other processes, if there are any, that the work of this one has ended."""
+def compare(values: Mapping[str, str] | None = None):
+  """Returns when all processes have called this with the same values, if there are others.
+
+  Unlike JAX's collectives, it waits as long as the watch of no process objects.
+
+  Raises:
+    UserError: Another process has given other values than process 0; in all of them.
+  """
   if (own := watch.current()) is not None and not own.is_alone:
-    own.leave(failed=failed, reason=reason)
-  if not failed and _holder is not None:
+    given = dict(values or {})
+    if len(text := json.dumps(given)) > _LONGEST_GRAPH:
+      given = {"digest": hashlib.sha256(text.encode()).hexdigest()}
+    own.compare(given)
+
+
+def leave():
+  """Reports to the other processes, if there are any, that the work of this one is done."""
+  if (own := watch.current()) is not None and not own.is_alone:
+    own.leave()
+  if _holder is not None:
     _holder.kill()
     _holder.wait()
 
 
-def wait_for_watch():
-  """Lets the process end by the name of the one that is gone, if that is why something failed."""
+def fail(error: BaseException):
+  """Reports to the other processes that this one fails; returns when it may end and print why.
+
+  Where JAX has failed because another process is lost, stuck or has failed, it does not return: the
+  watch ends this process by the name of that one.
+  """
   if (own := watch.current()) is not None and not own.is_alone:
-    own.join(1.25 * own.timeout)
+    own.fail(error)
+    own.wait_for_others()

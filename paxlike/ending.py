@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a job ends that somebody else ends, and what its folder says of that afterwards."""
+"""Why the watch ends a job."""
 
 import json
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,9 +12,15 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from paxlike import run_folder
+from paxlike.errors import RunError, UserError, one_line
 
 #: EX_TEMPFAIL of sysexits.h: started again, the same command may succeed.
 TEMPORARY = 75
+# How messages of a failed `absl::Status` begin.
+_STATUS = re.compile(
+  "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|RESOURCE_EXHAUSTED"
+  "|UNAVAILABLE|UNKNOWN): "
+)
 _PATIENCE = 10.0  # Seconds for a file of a job that ends: its folder may be what is stuck.
 
 #: Set once the job ends by a verdict, after which nobody else writes `status.json`.
@@ -36,8 +44,67 @@ class Verdict(NamedTuple):
 
   @property
   def status(self) -> int:
-    """With which the other processes, and one that is stuck, exit."""
+    """Exit status of the other processes, and of a stuck one."""
     return 1 if self.kind == "failed" else TEMPORARY
+
+  def line(self, *, of: str | None, stacks: epath.Path | None = None, calls: str = "") -> str:
+    """Returns what a process prints that ends so.
+
+    Args:
+      of: What lines call this process; None: the job ends because of it.
+      stacks: The file of its stacks.
+      calls: The innermost of its main thread.
+    """
+    line = self.why if of is None else f"{self.why}; so {of} ends too"
+    line += f" (status {self.status})"
+    if self.status == TEMPORARY:
+      line += ". Started again, the job goes on from its newest checkpoint"
+    if stacks is not None:
+      line += f". Stacks: {stacks}"
+    return f"{line}. The main thread of this process is in:\n{calls}" if calls else f"{line}."
+
+
+def reason(error: BaseException) -> str:
+  """Returns in one line why a process fails, for the others."""
+  if isinstance(error, KeyboardInterrupt):
+    return "interrupted (Ctrl-C)"
+  text = one_line(error, limit=300)
+  if isinstance(error, UserError | RunError) and text:
+    return text.rstrip(".")
+  return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_of_jax(error: BaseException | None) -> bool:
+  """Returns whether an error is, or follows from, one that JAX has met in running a program.
+
+  In a job of several processes the reason may be that another one is gone.
+  """
+  if "jax" not in sys.modules:
+    return False
+  import jax
+
+  while error is not None:
+    if isinstance(error, jax.errors.JaxRuntimeError) or _is_status(error):
+      return True
+    error = error.__cause__ or error.__context__
+  return False
+
+
+def _is_status(error: BaseException) -> bool:
+  """Returns whether an error is one of XLA's that its C++ has raised as a ValueError.
+
+  As it does where an array that could not be computed is read (`ArrayImpl.__array__`).
+  """
+  trace = error.__traceback__
+  while trace is not None and trace.tb_next is not None:
+    trace = trace.tb_next
+  raised_in = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+  return raised_in.startswith("jax") and _STATUS.match(str(error)) is not None
+
+
+def is_timeout(reason: str) -> bool:
+  """Returns whether JAX has waited for another process in vain."""
+  return "DEADLINE_EXCEEDED" in reason or "timed out" in reason.lower()
 
 
 def in_time(action: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

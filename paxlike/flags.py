@@ -198,14 +198,14 @@ def shared(options: Options) -> dict[str, str]:
   Paths may differ from machine to machine.
   """
   names = ("mode", "fdl_config", "enable_checkpoint_saving", "step", "num_cpu_devices", *_DECODE)
-  told = {f"--{name}": str(getattr(options, name)) for name in names if name != "prompt_file"}
+  given = {f"--{name}": str(getattr(options, name)) for name in names if name != "prompt_file"}
   paths = ("PATH", "DIR", ".path")
   for path, text in (*options.knobs, *options.edits):
     if not path.endswith(paths):
-      told[f"--fdl.{path}"] = text
+      given[f"--fdl.{path}"] = text
   if options.fiddlers:
-    told["--fiddler"] = ", ".join(options.fiddlers)
-  return {name: text for name, text in told.items() if text not in ("None", "()")}
+    given["--fiddler"] = ", ".join(options.fiddlers)
+  return {name: text for name, text in given.items() if text not in ("None", "()")}
 
 
 class _Bool(flags.BooleanParser):

@@ -5,6 +5,7 @@ import time
 
 from etils import epath
 
+from paxlike import progress
 from paxlike.journal import Journal, is_running
 from paxlike.trainer import Trainer
 
@@ -26,4 +27,6 @@ def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_secon
       journal.note("the job has ended")
       return
     else:
+      if progress.OWN.now.kind != "poll":  # Once: processes may not look equally often.
+        progress.enter("poll")
       time.sleep(poll_seconds)

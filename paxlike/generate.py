@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxlike import mesh
+from paxlike import mesh, progress
 from paxlike.errors import UserError
 from paxlike.layers.context import Context
 from paxlike.layers.module import Definition, Params
@@ -141,6 +141,7 @@ class Generator:
         and a row that has ended idles for longer.
       compiler_options: XLA's.
     """
+    progress.enter("decode_compile")
     self.speed = Speed()
     self._definition = definition
     self._module: Any = definition.module
@@ -208,6 +209,7 @@ class Generator:
     arrays = (tokens, positions, rows, left, seeds)
     self._grow(longest)
     compiled = self._compiled_for(self._prefill, self._params, self._rows, *arrays, donate=(1,))
+    progress.enter("decode")
     began = time.perf_counter()
     self._rows, drawn = compiled(self._params, self._rows, *arrays)
     drawn = jax.device_get(drawn)
@@ -225,6 +227,7 @@ class Generator:
     active = np.zeros(self._num_rows, bool)
     active[list(texts)] = True
     compiled = self._compiled_for(self._decode, self._params, self._rows, active, donate=(1,))
+    progress.enter("decode")
     began = time.perf_counter()
     self._rows, drawn = compiled(self._params, self._rows, active)
     tokens, log_probabilities, left = jax.device_get(drawn)
@@ -264,6 +267,7 @@ class Generator:
     kinds = tuple((jnp.shape(x), getattr(x, "sharding", None)) for x in leaves)
     key = (function.__name__, self._room, kinds)
     if key not in self._compiled:
+      progress.enter("decode_compile")
       lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
       self._compiled[key] = lowered.compile(compiler_options=self._compiler_options)
     return self._compiled[key]

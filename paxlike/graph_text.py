@@ -3,6 +3,7 @@
 
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -39,6 +40,23 @@ def describe(graph: fdl.Buildable) -> str:
   )
 
 
+def values(graph: fdl.Buildable) -> dict[str, str]:
+  """Returns the values of a graph as text, by their paths in it.
+
+  Names of files are left out: they may differ from machine to machine.
+  """
+  found = {line.path or "(graph)": line.text for line in _lines(graph, "", "", {})}
+  return {
+    name: re.sub(r" at 0x[0-9a-f]+", "", text)
+    for name, text in found.items()
+    if not _is_of_files(name, text)
+  }
+
+
+def _is_of_files(name: str, text: str) -> bool:
+  return name.rpartition(".")[2] == "path" or (text[:1] in "'\"[(" and "/" in text)
+
+
 def difference(a: Any, b: Any) -> str:
   """Returns the assignments that turn graph `a` into graph `b`, one a line; "" if they are equal.
 
@@ -66,6 +84,9 @@ def value_text(value: Any) -> str:
     return f"[{', '.join(map(value_text, value))}]"
   if type(value) is tuple:
     return f"({', '.join(map(value_text, value))}{',' * (len(value) == 1)})"
+  if type(value) in (set, frozenset) and value:  # Else in the order of this process.
+    items = f"{{{', '.join(sorted(map(value_text, value)))}}}"
+    return items if type(value) is set else f"frozenset({items})"
   return symbols.short_name(value) if symbols.is_symbol(value) else repr(value)
 
 

@@ -15,6 +15,7 @@ from paxlike import (
   cluster,
   console,
   flags,
+  stacks,
   starting,
   topology,
   unexpected,
@@ -41,7 +42,8 @@ def run():
   warnings.filterwarnings("ignore", "Error .* persistent compilation cache entry")
   status = 1
   try:
-    status = main(sys.argv)
+    with stacks.on_signal():
+      status = main(sys.argv)
   finally:
     alone = "paxlike.distributed" not in sys.modules
     if status == 130 or (status in (1, 2, 3, _TEMPORARY) and not alone):
@@ -105,12 +107,10 @@ def _among_others():
     yield
   except BaseException as error:
     if others := sys.modules.get("paxlike.distributed"):
-      if not isinstance(error, UserError | RunError | KeyboardInterrupt):
-        others.wait_for_watch()  # What failed may have needed a process that is gone.
-      others.leave(failed=True, reason=(str(error) or repr(error)).splitlines()[0][:300])
+      others.fail(error)
     raise
   if others := sys.modules.get("paxlike.distributed"):
-    others.leave(failed=False)
+    others.leave()
 
 
 def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
@@ -147,7 +147,9 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
     folder = options.job_log_dir if options.enable_checkpoint_saving else None
     found = checks.run(graph, built, folder=folder, full=options.full)
     return check_page.show(found, as_json=options.json)
-  return _run(options, experiment, graph, stage)
+  trainer = built(graph)
+  with trainer.watched():
+    return _run(options, experiment, graph, trainer, stage)
 
 
 def _attempt(options: flags.Options):
@@ -270,13 +272,29 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
 
 
 def _run(
-  options: flags.Options, experiment: "Experiment | None", graph: Any, stage: unexpected.Stage
+  options: flags.Options,
+  experiment: "Experiment | None",
+  graph: Any,
+  trainer: Any,
+  stage: unexpected.Stage,
 ) -> int:
-  from paxlike import aot, decode_options, following, ownership, run_folder
+  from paxlike import (
+    aot,
+    config_file,
+    decode_options,
+    following,
+    ownership,
+    progress,
+    run_folder,
+  )
   from paxlike.journal import Journal
 
   assert options.job_log_dir is not None
-  trainer = built(graph)
+  others = sys.modules.get("paxlike.distributed")
+  progress.enter("compare")
+  if others:
+    others.compare(config_file.values(graph))
+  progress.enter("check")
   trainer.saving = trainer.saving and options.enable_checkpoint_saving
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
@@ -286,6 +304,9 @@ def _run(
     with console.mentioned("tracing the step"):
       trainer.trace()
   read = decode_options.read(options) if options.mode == "decode" else ([], None)
+  progress.enter("meet")
+  if others:
+    others.compare()
   stage.ends()
   # A model that a run would start from can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
@@ -294,7 +315,6 @@ def _run(
       folder = run_folder.existing(options.job_log_dir)
     else:
       folder = stack.enter_context(run_folder.entered(options.job_log_dir))
-    others = sys.modules.get("paxlike.distributed")
     if others and options.mode == "train" and trainer.saving:
       others.check_shared(folder)
     # What evaluates and decodes writes files of its own, as a whole.

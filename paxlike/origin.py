@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from paxlike import relayout, train_state
+from paxlike import progress, relayout, train_state
 from paxlike.checkpoint import Checkpoints, flatten, unflatten
 from paxlike.errors import UserError
 from paxlike.journal import Journal
@@ -52,6 +52,7 @@ class Origin:
     Raises:
       UserError: The checkpoints, or the weights to start from, are damaged or of another model.
     """
+    progress.enter("restore")
     target = train_state.abstract(self.definition, optimizer, self.devices)
     target = dataclasses.replace(target, frozen={})
     layout = layout_of(self.definition.module)
@@ -74,6 +75,7 @@ class Origin:
         )
     if len(given) + len(self.definition.statistics) < len(self.definition.weights):
       journal.note("initialising the weights")
+    progress.enter("init")
     state = train_state.create(
       self.definition, optimizer, self.devices, seed=self.seed, given=given
     )
@@ -104,6 +106,7 @@ class Origin:
       UserError: There is no such checkpoint, or it is of another model: it lacks weights, or holds
         some that this one does not have.
     """
+    progress.enter("restore")
     saved = self.checkpoints()
     if step in (None, 0) and self.restore is not None and not saved.steps():
       taken = self.restore.load(self.definition, self.devices, for_compute=True, complete=True)
@@ -137,6 +140,7 @@ class Origin:
     return self._completed(given, names)
 
   def _completed(self, given: Params, names: list[str] | None = None) -> Params:
+    progress.enter("init")
     return train_state.init_params(
       self.definition, self.devices, seed=self.seed, given=given, names=names
     )

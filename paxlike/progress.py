@@ -2,7 +2,7 @@
 """What this process does at the moment, for the watch that finds whether it goes on.
 
 The loop says what it enters; that costs less than a microsecond. All processes of a job enter the
-same phases in the same order, so that one whose count is smaller is one that others wait for.
+same phases in the same order: the process with the smallest count is the one the others wait for.
 """
 
 import collections
@@ -13,18 +13,29 @@ from typing import NamedTuple
 #: What each kind of phase is called; `of` is a step or a name.
 KINDS = {
   "start": "starting",
+  "check": "checking the run and its data",
+  "compare": "comparing its graph with that of process 0",
+  "meet": "waiting until all have checked the run",
+  "poll": "waiting for a checkpoint",
   "restore": "restoring its state",
+  "init": "initialising its state",
   "compile": "compiling the step",
   "data": "waiting for data of step {of}",
   "dispatch": "dispatching step {of}",
   "step": "waiting for step {of} on its devices",
   "eval_compile": "compiling the evaluation of {of}",
   "eval": "evaluating {of}",
+  "decode_compile": "compiling the decoding",
+  "decode": "decoding",
   "save": "saving checkpoint {of}",
   "end": "ending",
 }
+#: Kinds that compile.
+COMPILES = ("init", "compile", "eval_compile", "decode_compile")
 # Kinds that may take any time as long as nobody sets a limit.
-_UNLIMITED = ("start", "compile", "eval_compile", "end")
+_UNLIMITED = ("start", "check", "compare", "meet", *COMPILES, "end")
+# Kinds that may take any time: what they wait for is another job.
+_NEVER_STUCK = ("poll",)
 #: Kinds in which bytes read and written count as progress.
 MOVES_BYTES = ("restore", "save")
 
@@ -66,6 +77,8 @@ class Progress:
     kept = {kind: collections.deque[float](maxlen=_KEPT) for kind in KINDS}
     self._times: dict[str, collections.deque[float]] = kept
     self._longest = dict.fromkeys(KINDS, 0.0)
+    self._last_step: float | None = None
+    self._between_steps = collections.deque[float](maxlen=_KEPT)
 
   def enter(self, kind: str, of: object = ""):
     """Says what begins now."""
@@ -74,17 +87,23 @@ class Progress:
     self._times[last.kind].append(seconds)
     if seconds > self._longest[last.kind]:
       self._longest[last.kind] = seconds
+    if kind == "step":
+      if self._last_step is not None:
+        self._between_steps.append(now - self._last_step)
+      self._last_step = now
     self._recent.append(last)
     self.now = Phase(kind, of, last.number + 1, now)
 
   def limit(self, kind: str, given: float | None) -> float | None:
-    """Returns after how many seconds in one phase of a kind nothing goes on; None: it may last.
+    """Returns the seconds without progress after which a phase counts as stuck; None: no limit.
 
     Args:
       kind: A key of KINDS.
       given: STALL_TIMEOUT: seconds for all kinds; 0: no limit; None: it follows from the median and
         the longest time of the kind so far.
     """
+    if kind in _NEVER_STUCK:
+      return None
     if given is not None:
       return given or None
     if kind in _UNLIMITED:
@@ -95,16 +114,26 @@ class Progress:
     floor = FLOOR_OF_BYTES if kind in MOVES_BYTES else FLOOR
     return max(floor, _MEDIANS * statistics.median(times), _LONGEST * self._longest[kind])
 
-  def typical(self, kind: str) -> float:
-    """Returns the median seconds of a kind, 0 if there was none."""
-    times = list(self._times[kind])
-    return statistics.median(times) if times else 0.0
+  def step_seconds(self) -> float | None:
+    """Returns the median seconds from one step to the next, None before the second."""
+    times = list(self._between_steps)
+    return statistics.median(times) if times else None
 
   def recent(self) -> list[str]:
     """Returns the last phases with their seconds, oldest first."""
     phases = [*self._recent, self.now]
     ends = [phase.since for phase in phases[1:]] + [time.monotonic()]
     return [f"{end - one.since:10.3f} s  {one}" for one, end in zip(phases, ends, strict=True)]
+
+
+def bytes_moved() -> int:
+  """Returns how many bytes this process has read and written by system calls, 0 if unknown."""
+  try:
+    with open("/proc/self/io") as file:
+      counts = dict(line.split(": ") for line in file)
+  except OSError:
+    return 0
+  return int(counts["rchar"]) + int(counts["wchar"])
 
 
 #: That of this process.

@@ -18,19 +18,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from paxlike import cluster
-from paxlike.errors import TemporaryError, UserError
+from paxlike.errors import TemporaryError, UserError, one_line
 
 _LONGEST = 2**20  # Bytes of a line.
 _PATIENCE = 10.0  # Seconds in which who has connected says who it is.
+_MOST_STRANGERS = 10  # That are printed.
 _ALIVE = 5.0  # Seconds between two signs of process 0 while it waits.
 
 
 class Met(NamedTuple):
-  """The processes, all there.
+  """The processes, all there. Process 0 knows all; the others know process 0 and themselves.
 
   Attributes:
     links: To process 0, or from it to each other process.
-    hosts: The name of the machine of each process; of others than process 0, only there.
+    hosts: The name of the machine of each process that this one knows.
     leader: Host and process id of process 0.
   """
 
@@ -78,7 +79,7 @@ class Link:
     for line in lines:
       try:
         message = json.loads(line)
-      except ValueError:
+      except (ValueError, RecursionError):
         message = None
       if not isinstance(message, dict):
         self.closed = True
@@ -94,25 +95,25 @@ class Link:
 
 
 def meet(
-  group: cluster.Group, told: Mapping[str, str], *, timeout: float, every: float = 30.0
+  group: cluster.Group, flags: Mapping[str, str], *, timeout: float, every: float = 30.0
 ) -> Met:
   """Returns when all processes of the group are there.
 
   Args:
     group: The processes.
-    told: What must be the same in all of them: versions, flags.
+    flags: What must be the same in all of them: versions too.
     timeout: Seconds that they have.
     every: Seconds between two lines about who is missing.
 
   Raises:
-    UserError: Another process has this one's index, or was told something else.
+    UserError: Another process has this one's index, or was given other flags than process 0.
     TemporaryError: Some do not come.
   """
   mine = {
     "paxlike": 1,
     "index": group.index,
     "count": group.count,
-    "told": dict(told),
+    "flags": dict(flags),
     "host": socket.gethostname(),
     "pid": os.getpid(),
   }
@@ -155,6 +156,7 @@ class _Host:
     self._began = time.monotonic()
     self._members: dict[int, tuple[Link, dict[str, Any]]] = {}
     self._unknown: dict[Link, float] = {}  # They have connected and not said who they are.
+    self._said: set[str] = set()  # What is wrong with who is turned away: each is printed once.
 
   def wait(self) -> Met:
     """Returns when all have come."""
@@ -176,8 +178,8 @@ class _Host:
       while missing := self._missing():
         now = time.monotonic()
         if now - self._began > self._timeout:
-          line = f"{named(missing, self._group.count)} did not come in {self._timeout:.0f} s"
-          line += f" to {self._group.address} (--join_timeout)."
+          line = f"{named(missing, self._group.count)} did not connect to {self._group.address}"
+          line += f" within {self._timeout:.0f} s (--join_timeout)."
           self._end(line, status=75)
           raise TemporaryError(line)
         if now - said > self._every:
@@ -224,8 +226,8 @@ class _Host:
       try:
         link.send(self._mine)
         for message in link.receive():
-          if "end" in message:
-            raise UserError(message["end"])
+          if isinstance(line := message.get("end"), str):
+            raise UserError(line)
       finally:
         link.close()
 
@@ -257,24 +259,23 @@ class _Host:
     """Takes a process in, or says why not.
 
     Raises:
-      UserError: It was told something else than this one.
+      UserError: It was given other flags than this one.
     """
-    kinds = {"index": int, "count": int, "told": dict, "host": str, "pid": int}
-    if any(not isinstance(hello.get(name), kind) for name, kind in kinds.items()):
-      link.close()
+    if not _is_hello(hello):
+      self._turn_away(link, f"what has connected to {self._group.address} is no process of a job")
       return
     index, count = hello["index"], self._group.count
     where = f"process {index} (on {hello['host']}, pid {hello['pid']})"
     there = {0: self._mine} | {other: said for other, (_, said) in self._members.items()}
-    if index in there:
+    if not 0 <= index < count:
+      line = f"{where} is not of this job: {_difference(hello, self._mine)}."
+      self._turn_away(link, f"a process with another index than 0 to {count - 1} came", line)
+    elif index in there:
       first = f"on {there[index]['host']}, pid {there[index]['pid']}"
       line = f"{where} comes twice: process {index} of {count} is there already ({first})."
-      line += " Give each process an index of its own (--host_idx)."
-      _say(f"{line} The second is turned away.")
-      link.send({"end": line, "status": 2})
-      link.close()
+      self._turn_away(link, line, f"{line} Give each process an index of its own (--host_idx).")
     elif differs := _difference(hello, self._mine):
-      line = f"{where} was started otherwise than process 0: {differs}."
+      line = f"{where} was given other flags than process 0: {differs}."
       link.send({"end": line, "status": 2})
       link.close()
       self._end(line, status=2)
@@ -282,10 +283,28 @@ class _Host:
     else:
       self._members[index] = (link, hello)
 
+  def _turn_away(self, link: Link, why: str, line: str = ""):
+    """Ends one connection, with a line for the other side if that speaks our language."""
+    if line:
+      link.send({"end": line, "status": 2})
+    link.close()
+    if why not in self._said and len(self._said) < _MOST_STRANGERS:
+      self._said.add(why)
+      _say(f"{why}. It is turned away.")
+
   def _end(self, line: str, *, status: int):
     for link, _ in self._members.values():
       link.send({"end": line, "status": status})
       link.close()
+
+
+def _is_hello(message: dict[str, Any]) -> bool:
+  """Returns whether a message is what a process of a job begins with."""
+  kinds = {"index": int, "count": int, "flags": dict, "host": str, "pid": int}
+  if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
+    return False
+  is_plain = one_line(message["host"], limit=100) == message["host"]
+  return is_plain and all(isinstance(text, str) for text in message["flags"].values())
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -294,11 +313,16 @@ def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     return f"it is one of {theirs['count']} processes, process 0 one of {ours['count']}"
   if not 0 < theirs["index"] < ours["count"]:
     return f"there are {ours['count']} processes"
-  there, here = theirs["told"], ours["told"]
-  for name in [*here, *there]:
-    if there.get(name) != here.get(name):
-      said = [f"{name}={one[name]}"[:200] if name in one else f"no {name}" for one in (there, here)]
-      return f"{said[0]} there, {said[1]} here"
+  return difference(theirs["flags"], ours["flags"])
+
+
+def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+  """Returns the first value in which two mappings differ, in words; "" if they do not."""
+  for name in [*ours, *theirs]:
+    if theirs.get(name) != ours.get(name):
+      both = (theirs, ours)
+      said = [f"{name}={one[name]}" if name in one else f"no {name}" for one in both]
+      return f"{one_line(said[0], limit=200)} there, {one_line(said[1], limit=200)} here"
   return ""
 
 
@@ -321,7 +345,7 @@ def _join(group: cluster.Group, mine: dict[str, Any], *, timeout: float, every: 
     now = time.monotonic()
     if now - began > timeout:
       raise TemporaryError(
-        f"process 0 of {group.count} did not come in {timeout:.0f} s to {group.address}"
+        f"process 0 of {group.count} did not answer at {group.address} within {timeout:.0f} s"
         f" (--join_timeout): {reason}. This is process {group.index}."
       )
     if now - said > every:
@@ -340,10 +364,11 @@ def _talk(link: Link, group: cluster.Group, mine: dict[str, Any]) -> Met | None:
   while not link.closed and time.monotonic() - heard < 4 * _ALIVE:
     for message in link.receive():
       heard = time.monotonic()
-      if "go" in message:
-        leader, pid = message["go"]
-        return Met({0: link}, {0: leader, group.index: mine["host"]}, (leader, pid))
-      if "end" in message:
-        link.close()
-        raise (UserError if message["status"] == 2 else TemporaryError)(message["end"])
+      match message:
+        case {"go": [str(leader), int(pid)]}:
+          hosts = {0: one_line(leader), group.index: mine["host"]}
+          return Met({0: link}, hosts, (leader, pid))
+        case {"end": str(line), "status": int(status)}:
+          link.close()
+          raise (UserError if status == 2 else TemporaryError)(line)
   return None

@@ -51,21 +51,22 @@ def set_up_jax(options: flags.Options):
 
 
 def join(options: flags.Options):
-  """Joins the other processes of the job, if options or the cluster tell of any."""
-  if options.topology is not None:
+  """Joins the other processes of the job, if options or the cluster name any and it needs them."""
+  needs_none = options.list or options.fdl_help or options.mode == "show"
+  if options.topology is not None or needs_none:
     return
   on_cpu = {} if options.num_cpu_devices is None else {"JAX_PLATFORMS": "cpu"}
   environ = os.environ | on_cpu
   given: Any = (options.server_addr, options.num_hosts, options.host_idx)
-  is_told = None not in given
-  if is_told:
+  is_given = None not in given
+  if is_given:
     group = cluster.Group(*given, devices=cluster.own_gpus(environ))
   else:
     group = cluster.found(environ)
-  of_tpus = tpu_targets.are_here() and not is_told
+  of_tpus = tpu_targets.are_here() and not is_given
   if options.multiprocess_gpu and group is None and not of_tpus:
     raise UserError(
-      "--multiprocess_gpu: no cluster tells of other processes (Slurm, Open MPI, Kubernetes, TPUs):"
+      "--multiprocess_gpu: no cluster names other processes (Slurm, Open MPI, Kubernetes, TPUs):"
       " give --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
     )
   if group is None and of_tpus:
@@ -79,7 +80,7 @@ def join(options: flags.Options):
       group,
       timeout=60 if options.heartbeat_timeout is None else options.heartbeat_timeout,
       join_timeout=300 if options.join_timeout is None else options.join_timeout,
-      told=flags.shared(options),
+      flags=flags.shared(options),
     )
     has_gpus = cluster.num_gpus() and environ.get("JAX_PLATFORMS") != "cpu"
     several_nodes = group is not None and cluster.local(environ)[1] < group.count

@@ -220,13 +220,12 @@ class Trainer:
     best = Best(folder, self.best)
     with (
       jax.set_mesh(self.devices),
-      self._watched(folder),
+      self.watched(folder),
       self.origin(folder).checkpoints(
         keep=self.keep, preserved=lambda: best.step, check_owner=journal.check_owner
       ) as saved,
       StopSignal() as stop,
     ):
-      progress.enter("restore")
       state, data_state, origin = self.origin(folder).state(saved, self.optimizer, journal)
       start = int(state.step)
       if journal.is_past(start, num_steps=self.num_steps):
@@ -236,7 +235,8 @@ class Trainer:
         state = dataclasses.replace(state, reference=self.origin(folder).reference(state))
       train_step = None
       meter = Meter(depth=self.feed.steps_in_flight)
-      with self._batches(data_state, updates=start) as batches:
+      progress.enter("data", start)
+      with self._batches(data_state, updates=start) as batches, watch.reporting():
         # All checks come before the first write.
         first = [next(batches)] if start < self.num_steps else []
         batches = itertools.chain(first, batches)
@@ -291,8 +291,7 @@ class Trainer:
     """
     if not self.eval_data:
       raise UserError("this experiment has no evaluation data (eval_data).")
-    with jax.set_mesh(self.devices), self._watched(folder):
-      progress.enter("restore")
+    with jax.set_mesh(self.devices), self.watched(folder):
       step, params = self.origin(folder).params(step)
       self._evaluate(params, step, journal)
       return step
@@ -312,13 +311,14 @@ class Trainer:
       UserError: There is no such checkpoint, it is of another experiment, or has no tokenizer.
     """
     self.check_prompts(prompts, stop_tokens=options.stop_tokens)
-    with jax.set_mesh(self.devices):
+    with jax.set_mesh(self.devices), self.watched(folder):
       step, params = self.origin(folder).params(step)
       texts = self._decoding(params, options)
       path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
       decoding.tell(texts, prompts, journal, path)
 
-  def _watched(self, folder: epath.Path) -> Any:
+  def watched(self, folder: epath.Path | None = None) -> Any:
+    """Returns the context of work in which the run must make progress."""
     return watch.over(watch.Limits(folder, self.stall_timeout, self.stack_interval))
 
   def _decoding(self, params: Params, options: decoding.Options) -> decoding.Decoding:

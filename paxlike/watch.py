@@ -2,8 +2,9 @@
 """Ends a job of which a process is stuck, lost or has failed, with a line that names it.
 
 A thread of each process looks every second or more often at the phase that its main thread is in
-(`progress`). The processes of a job report theirs to process 0, which finds who is gone and, where
-nothing goes on, for whom the others wait. Where process 0 is gone, each finds that itself.
+(`progress`). The processes of a job report theirs to process 0, which finds which of them is gone
+or, where nothing goes on, for which the others wait (`members`). If process 0 is gone, every other
+process detects that by itself.
 """
 
 import contextlib
@@ -13,19 +14,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from etils import epath
 
-from paxlike import ending, progress, rendezvous, stacks
+from paxlike import ending, members, progress, rendezvous, stacks
+from paxlike.errors import UserError
 
 _GRACE = 20.0  # Seconds, or three steps, that a process asked to stop has to the end of its step.
-_GRACE_TO_COMPILE = 300.0  # Seconds, where it is compiling meanwhile.
+_GRACE_TO_COMPILE = 300.0  # Seconds, where it is compiling or no step has been timed yet.
 _BEYOND = 10.0  # Seconds after which the switch acts where the watch does not.
-_FAILED_AFTER = 2.0  # Seconds after which a failed process ends the others, which may fail too.
 _LINGER = 3.0  # Seconds in which the others read the verdict.
-_LEFT = 2**62  # The count of phases of a process that waits for nothing any more.
 
 
 class Limits(NamedTuple):
@@ -42,28 +42,19 @@ class Limits(NamedTuple):
   stack_interval: float | None = None
 
 
-class _Member:
-  """What process 0 knows of another, or of itself."""
-
-  def __init__(self):
-    self.report: dict[str, Any] = {"number": 0, "state": "", "what": "starting", "over": False}
-    self.silent = 0.0
-    self.failed = 0.0
-
-
 class Watch(threading.Thread):
   """The watch of this process."""
 
   def __init__(
     self, met: rendezvous.Met | None = None, *, index: int = 0, count: int = 1, timeout: float = 60
   ):
-    """For process `index` of `count`; without a sign for `timeout` seconds one is gone."""
+    """Of process `index`. A process that sends nothing for `timeout` seconds counts as gone."""
     super().__init__(daemon=True, name="watch")
     self.timeout = timeout
     self._met, self._index, self._count = met, index, count
-    self._host = socket.gethostname()
     self._links = {} if met is None else met.links
-    self._members = {i: _Member() for i in range(count if index == 0 else 1)}
+    hosts = {index: socket.gethostname()} if met is None else met.hosts
+    self._members = members.Members(hosts, index=index, count=count, timeout=timeout)
     self._poll = min(1.0, timeout / 4)
     self._every = min(5.0, timeout / 4)
     self._limits = Limits()
@@ -72,7 +63,11 @@ class Watch(threading.Thread):
     self._switch = stacks.Switch()
     self._age, self._number, self._bytes, self._is_over = 0.0, -1, 0, False
     self._since_stacks = 0.0
-    self._state, self._reason = "", ""  # "", left or failed.
+    self._state, self._reason = "", ""  # See `members.Member.state`.
+    self._since_failed = 0.0
+    self._may_fail = threading.Event()  # Set once no other process is why JAX has failed in this.
+    self._given: tuple[int, Mapping[str, str]] = (0, {})
+    self._sent, self._compared = 0, (0, "")
     self._asked = threading.Event()  # Somebody asks the job to stop.
     self._decided = threading.Condition()
     self._boundary: int | None = None  # The last step at whose end this process could stop.
@@ -93,12 +88,12 @@ class Watch(threading.Thread):
 
   @contextlib.contextmanager
   def over(self, limits: Limits) -> Iterator[None]:
-    """Context of the work that is watched: from now on it must go on."""
-    self._limits, self._age = limits, 0.0
+    """Context of work that must make progress. Within another such context its limits hold."""
+    before, self._limits, self._age = self._limits, limits, 0.0
     try:
       yield
     finally:
-      self._limits = Limits(folder=limits.folder)
+      self._limits = before._replace(folder=limits.folder or before.folder)
 
   def close(self):
     """Ends the watch of a process that is alone."""
@@ -109,18 +104,50 @@ class Watch(threading.Thread):
     self._wake.close()
     self._waker.close()
 
-  def leave(self, *, failed: bool, reason: str = ""):
-    """Says to the others that the work of this process has ended."""
-    self._state, self._reason = "failed" if failed else "left", reason
+  def leave(self):
+    """Reports to the other processes that the work of this one is done."""
+    self._state = "left"
     self._stir()
-    if failed and self._links:
-      # The others read it before JAX notices anything.
-      self._wait_for_end(2 * _FAILED_AFTER if self._index == 0 else _FAILED_AFTER / 4)
 
-  def _wait_for_end(self, seconds: float):
+  def fail(self, error: BaseException):
+    """Reports to the other processes that this one fails; the first error counts."""
+    if not self._state:
+      self._reason = ending.reason(error)
+      self._state = "failing" if ending.is_of_jax(error) else "failed"
+      self._stir()
+
+  def wait_for_others(self):
+    """Returns when a process that fails may end and print why.
+
+    Where another one is lost or has failed, the watch ends this process by the name of that.
+    """
+    if self._state == "failing":
+      self._may_fail.wait(1.25 * self.timeout)
+      self._state = "failed"
+      self._stir()
+    # The others read it before their JAX notices anything.
+    seconds = members.FAILED_AFTER * (2 if self._index == 0 else 0.25)
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not all(x.closed for x in self._links.values()):
+    while time.monotonic() < deadline and not self._is_abandoned():
       time.sleep(0.05)
+
+  def _is_abandoned(self) -> bool:
+    return all(link.closed for link in self._links.values())
+
+  def compare(self, given: Mapping[str, str]):
+    """Returns when all processes have called this, with the same.
+
+    Raises:
+      UserError: A process has given something else than process 0; in all of them.
+    """
+    times = self._given[0] + 1
+    self._given = (times, given)
+    self._stir()
+    with self._decided:
+      while self._compared[0] < times:
+        self._decided.wait()  # The watch ends the process if another does not come.
+    if differs := self._compared[1]:
+      raise UserError(f"{differs}. Start all with the same configuration and code.")
 
   def ask_to_stop(self):
     """Asks the job to stop: all processes after the same step."""
@@ -128,10 +155,10 @@ class Watch(threading.Thread):
     self._stir()
 
   def stops_after(self, step: int) -> bool:
-    """Returns whether all processes stop after this step; each asks at the end of each one.
+    """Returns whether all processes stop after this step; each calls this at the end of each one.
 
-    A process promises to ask here at the end of the step after that in which it hears that somebody
-    wants to stop. All stop after the last of the steps that were promised.
+    On hearing of a stop, a process promises to call this at the end of the next step. All stop
+    after the latest promised step.
     """
     with self._decided:
       self._boundary = step
@@ -160,6 +187,8 @@ class Watch(threading.Thread):
       tick, last = min(now - last, 2 * self._poll), now
       self._observe(tick)
       since_report += tick
+      if self._given[0] > self._sent:
+        self._give()
       report = self._report()
       signs = (report["over"], report["state"], report["stop"], report["next"], self._agreed)
       if self._links and (signs != shown or since_report >= self._every):
@@ -167,6 +196,7 @@ class Watch(threading.Thread):
         self._send(report)
       if verdict := self._judge(report, tick):
         self._end(verdict)
+      self._end_if_abandoned(tick)
 
   def _hear(self):
     """Waits for messages and signals, a poll at most."""
@@ -187,25 +217,24 @@ class Watch(threading.Thread):
 
   def _take(self, index: int, message: dict[str, Any]):
     """Takes a message of process `index`."""
-    member = self._members[index]
-    member.silent = 0.0
+    self._members.take(index, message)
     if verdict := message.get("verdict"):
-      self._end(ending.Verdict(**verdict), told=True)
+      self._end(ending.Verdict(**verdict), forward=False)
+    if message.get("all_fail"):
+      self._may_fail.set()
     if message.get("stop"):
       self._asked.set()
-    if "agreed" in message and message["agreed"] is not None:
+    if message.get("agreed") is not None:
       self._agree(message["agreed"])
-    if "number" in message:
-      member.report = message
-    elif "state" in message:
-      member.report |= message
+    if "compared" in message:
+      self._settle(message["round"], message["compared"])
 
   def _observe(self, tick: float):
     """Finds for how long the phase of this process has gone on without progress."""
     now, given = progress.OWN.now, self._limits.stall_timeout
     moved = False
     if now.kind in progress.MOVES_BYTES:
-      moved = (count := _bytes_moved()) - self._bytes > 2**20
+      moved = (count := progress.bytes_moved()) - self._bytes > 2**20
       if moved or now.number != self._number:
         self._bytes = count
     self._age = 0.0 if moved or now.number != self._number else self._age + tick
@@ -217,12 +246,9 @@ class Watch(threading.Thread):
     if limit is None or self._state:
       self._switch.disarm()
     else:
-      left = max(limit - self._age, 0.0) + _BEYOND
-      line = (
-        f"{self._named(self._index)} is stuck: no Python code runs (last seen {now}), as where a"
-      )
-      line += " C function keeps the interpreter's lock. Its stacks follow; it ends by SIGALRM."
-      self._switch.arm(left, line)
+      line = f"{self._members.named(self._index)} is stuck: no Python code runs (last seen {now}),"
+      line += " as where a C function keeps the interpreter's lock. Its stacks follow; it ends by"
+      self._switch.arm(max(limit - self._age, 0.0) + _BEYOND, f"{line} SIGALRM.")
     if self._asked.is_set() and self._next is None:
       with self._decided:
         self._next = -1 if self._boundary is None else self._boundary + 1
@@ -236,14 +262,14 @@ class Watch(threading.Thread):
     limit = progress.OWN.limit(kind, given)
     if not self._asked.is_set() or self._is_stopping or kind in progress.MOVES_BYTES:
       return limit
-    is_compiling = kind in ("compile", "eval_compile")
-    grace = _GRACE_TO_COMPILE if is_compiling else max(_GRACE, 3 * progress.OWN.typical("step"))
+    step = None if kind in progress.COMPILES else progress.OWN.step_seconds()
+    grace = _GRACE_TO_COMPILE if step is None else max(_GRACE, 3 * step)
     return grace if limit is None else min(limit, grace)
 
   def _report(self) -> dict[str, Any]:
     now = progress.OWN.now
     return {
-      "number": _LEFT if self._state == "left" else now.number,
+      "number": members.LEFT if self._state == "left" else now.number,
       "what": str(now),
       "age": self._age,
       "over": self._is_over,
@@ -259,86 +285,70 @@ class Watch(threading.Thread):
       self._links[0].send(report)
       return
     names = ("stop", "state", "reason")
-    message = {name: report[name] for name in names} | {"agreed": self._agreed}
-    for link in self._links.values():
-      link.send(message)
+    self._send_all({name: report[name] for name in names} | {"agreed": self._agreed})
 
   def _agree(self, step: int):
     with self._decided:
       self._agreed = step
       self._decided.notify_all()
 
-  # What process 0 finds, and the others of process 0.
+  def _give(self):
+    """Passes on what the main thread wants to be compared."""
+    times, given = self._given
+    self._sent = times
+    message = {"round": times, "given": dict(given)}
+    if self._index:
+      self._links[0].send(message)
+    else:
+      self._members.take(0, message)
+
+  def _settle(self, times: int, differs: str):
+    with self._decided:
+      self._compared = (times, differs)
+      self._decided.notify_all()
 
   def _judge(self, report: dict[str, Any], tick: float) -> ending.Verdict | None:
-    """Returns why the job ends, if it does."""
-    if self._index == 0:
-      self._members[0].report = report
-    for index, link in self._links.items():
-      if found := self._look(index, link, tick):
-        return found
-    if self._index:
-      return None
-    working = {i: m.report for i, m in self._members.items() if m.report["state"] == ""}
-    if self._asked.is_set() and self._agreed is None and working:
-      promised = [one.get("next") for one in working.values()]
-      if all(step is not None for step in promised):
-        self._agree(max(step for step in promised if step is not None))
-    return self._find_stuck(working)
-
-  def _look(self, index: int, link: rendezvous.Link, tick: float) -> ending.Verdict | None:
-    """Returns why the job ends, if that is because of process `index`."""
-    member = self._members[index]
-    state, name = member.report["state"], self._named(index)
-    member.silent += tick
-    if state == "left" and link.closed:
-      return None
-    if state == "failed":
-      member.failed += tick
-      if member.failed > _FAILED_AFTER:
-        reason = member.report.get("reason")
-        why = f"{name} has failed{f': {reason}' if reason else ''}"
-        return ending.Verdict("failed", index, why)
-    elif link.closed:
-      return ending.Verdict("lost", index, f"{name} has ended without a word: it was killed")
-    elif member.silent > self.timeout:
-      why = f"{name} has given no sign for {member.silent:.0f} s (--heartbeat_timeout)"
-      return ending.Verdict("lost", index, why)
+    """Returns why the job ends, if it does; process 0 also decides what others wait for."""
+    closed = {index for index, link in self._links.items() if link.closed}
+    found = self._members.judge(report, tick, closed=closed)
+    if found is not None or self._index:
+      return found
+    step = self._members.last_promised()
+    if self._asked.is_set() and self._agreed is None and step is not None:
+      self._agree(step)
+    times = self._compared[0] + 1
+    if self._sent == times and (differs := self._members.compared(times)) is not None:
+      self._send_all({"round": times, "compared": differs})
+      self._settle(times, differs)
+    if not self._may_fail.is_set() and self._members.all_fail():
+      self._send_all({"all_fail": True})
+      self._may_fail.set()
     return None
 
-  def _find_stuck(self, working: dict[int, dict[str, Any]]) -> ending.Verdict | None:
-    """Returns for which process the others wait, if it makes no progress itself."""
-    if not working:
-      return None
-    least = min(one["number"] for one in working.values())
-    behind = {i: one for i, one in working.items() if one["number"] == least}
-    stuck = {i: one for i, one in behind.items() if one["over"]}
-    if not stuck:
-      return None
-    # Of those in the same phase, one that waits for the others is not the first.
-    index = max(stuck, key=lambda i: (not stuck[i].get("waits"), stuck[i]["age"]))
-    one = stuck[index]
-    of_all = len(behind) == self._count > 1
-    asked = " and was asked to stop" if self._asked.is_set() else ""
-    why = f"{self._named(index)} is stuck{asked}: {one['what']}, for {one['age']:.0f} s"
-    why += ", as are all others" if of_all else ""
-    return ending.Verdict("stalled", index, why)
-
-  def _named(self, index: int) -> str:
-    if self.is_alone:
-      return f"this process (on {self._host})"
-    host = self._met.hosts.get(index, "?") if self._met else self._host
-    return f"process {index} of {self._count} (on {host})"
-
-  def _end(self, verdict: ending.Verdict, *, told: bool = False) -> None:
-    """Tells the others, writes what there is to know, and ends the process."""
-    if self._state == "failed":
-      return None  # It ends by itself, and says why.
+  def _send_all(self, message: Mapping[str, Any]):
     for link in self._links.values():
-      if not told:
-        link.send({"verdict": verdict._asdict()})
-    path = self._write_stacks(verdict.why) if verdict.kind == "stalled" else None
-    _say(self._line(verdict, path))
+      link.send(message)
+
+  def _end_if_abandoned(self, tick: float):
+    """Ends a failed process that does not end, as where it waits for processes that have ended."""
+    self._since_failed += tick if self._state == "failed" else 0.0
+    if self._links and self._since_failed > _GRACE and self._is_abandoned():
+      _say(f"{self._members.named(self._index)} has failed: {self._reason}.")
+      stacks.exit_at_once(1)
+
+  def _end(self, verdict: ending.Verdict, *, forward: bool = True) -> None:
+    """Ends the process, after it has written why and sent that to the others."""
+    if forward:
+      self._send_all({"verdict": verdict._asdict()})
+    if verdict.kind == "failed" and verdict.index == self._index:
+      self._may_fail.set()
+    if self._may_fail.is_set() or self._state == "failed":
+      return None  # It ends by itself, and prints why.
+    path, calls = None, ""
+    if verdict.kind == "stalled":
+      path, calls = self._write_stacks(verdict.why), stacks.of_main_thread()
+    of = None if verdict.index == self._index else self._members.named(self._index)
+    _say(verdict.line(of=of, stacks=path, calls=calls))
     leader = None if self._met is None else self._met.leader
     if self._limits.folder is not None:
       first = self._index == (1 if verdict.index == 0 and not self.is_alone else 0)
@@ -357,27 +367,14 @@ class Watch(threading.Thread):
     stacks.exit_at_once(verdict.status)
     raise AssertionError("the process has ended")
 
-  def _line(self, verdict: ending.Verdict, path: epath.Path | None) -> str:
-    line = verdict.why
-    if verdict.index != self._index:
-      line += f"; so {self._named(self._index)} ends too"
-    line += f" (status {verdict.status})"
-    if verdict.status == ending.TEMPORARY:
-      line += ". Started again, the job goes on from its newest checkpoint"
-    if path is not None:
-      line += f". Stacks: {path}"
-    if verdict.kind == "stalled" and (calls := stacks.of_main_thread()):
-      line += f". The main thread of this process is in:\n{calls}"
-      return line
-    return f"{line}."
-
   def _write_stacks(self, why: str, *, periodic: bool = False) -> epath.Path | None:
     """Writes the stacks into the folder of the run, if there is one and it takes them."""
     folder = self._limits.folder
     if folder is None:
       return None
+    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
     heading = [
-      f"{self._named(self._index)}, pid {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
+      f"{self._members.named(self._index)}, pid {os.getpid()}, {now}",
       f"why: {why}",
       f"now: {progress.OWN.now}, without progress for {self._age:.1f} s",
       "the last phases of this process:",
@@ -385,16 +382,6 @@ class Watch(threading.Thread):
     ]
     write = stacks.write_periodic if periodic else stacks.write
     return ending.in_time(write, folder, self._index, stacks.text(heading))
-
-
-def _bytes_moved() -> int:
-  """Returns how many bytes this process has read and written by system calls, 0 if unknown."""
-  try:
-    with open("/proc/self/io") as file:
-      counts = dict(line.split(": ") for line in file)
-  except OSError:
-    return 0
-  return int(counts["rchar"]) + int(counts["wchar"])
 
 
 def _say(text: str):
@@ -420,7 +407,7 @@ def start(met: rendezvous.Met, *, index: int, count: int, timeout: float) -> Wat
 
 @contextlib.contextmanager
 def over(limits: Limits) -> Iterator[Watch]:
-  """Context of work that must go on; gives the watch, which is made for it where there is none."""
+  """Context of work that must make progress; gives the watch, made here if there is none yet."""
   global _current
   made = None
   if _current is None:
@@ -439,3 +426,14 @@ def over(limits: Limits) -> Iterator[Watch]:
     if made is not None:
       made.close()
       _current = None
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+  """Context whose exceptions the other processes hear of before anything is waited for."""
+  try:
+    yield
+  except BaseException as error:
+    if _current is not None and not _current.is_alone:
+      _current.fail(error)
+    raise

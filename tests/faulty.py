@@ -4,8 +4,8 @@
 FILE holds a kind of phase (`paxlike.progress.KINDS`), and the program sleeps when it next enters
 such a phase, as FILE.stuck then says. From then on, and not before, since the machine may be busy,
 five seconds without progress are too many. `KIND patient` leaves the limit as it is; `KIND locked`
-has the program keep the interpreter's lock meanwhile. Asked to stop while it is stuck, it has three
-seconds.
+has the program keep the interpreter's lock meanwhile; `KIND raises` fails instead. Asked to stop
+while it is stuck, it has three seconds.
 """
 
 import ctypes
@@ -28,6 +28,8 @@ def get_stuck(fault: pathlib.Path):
     words = fault.read_text().split() if fault.exists() else [""]
     if words[:1] == [kind]:
       fault.with_name(f"{fault.name}.stuck").touch()
+      if words[-1] == "raises":
+        raise RuntimeError("disk quota exceeded")
       watch._GRACE = GRACE
       if words[-1] != "patient":
         progress.OWN.limit = lambda kind, given: LIMIT

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import errno
+import functools
 import gc
 import pathlib
 import resource
@@ -11,7 +13,7 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from models import adamw, batch, tiny
 
-from paxlike import relayout, train_state
+from paxlike import committing, relayout, train_state
 from paxlike.checkpoint import Checkpoints, flatten, unflatten
 from paxlike.errors import UserError
 from paxlike.layers.layout import Layout
@@ -355,3 +357,14 @@ def test_restores_onto_another_mesh_and_layout(tmp_path, scan):
   assert_bitwise(got, expected)
   where = NamedSharding(one, PartitionSpec())
   assert all(value.sharding.is_equivalent_to(where, value.ndim) for value in restored.values())
+
+
+def test_only_what_writing_raises_is_no_write(tmp_path):
+  """JAX's errors are not: there, another process may be gone."""
+  writing = functools.partial(committing.writing, tmp_path, steps=list)
+  with pytest.raises(committing.Unwritable, match="No space left"), writing():
+    raise OSError(errno.ENOSPC, "No space left on device")
+  for error in (jax.errors.JaxRuntimeError("INTERNAL: Gloo AllGather failed"), UserError("no")):
+    with pytest.raises(type(error)) as found, writing():
+      raise error
+    assert found.value is error

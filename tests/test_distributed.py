@@ -126,7 +126,7 @@ def test_a_job_is_alone_in_its_folder_and_stops_after_the_same_step_everywhere(t
 def test_who_does_not_come_is_named(tmp_path):
   status, _, err = finish(job(2, tmp_path / "run", "--join_timeout=2", only=0)[0])
   assert status == 75
-  assert "paxlike: process 1 of 2 did not come in 2 s" in err and err.count("\n") == 1
+  assert "paxlike: process 1 of 2 did not connect to localhost:" in err and err.count("\n") == 1
   assert not (tmp_path / "run").exists()
 
 
@@ -167,6 +167,18 @@ def test_a_process_that_fails_is_named_before_its_time_is_up(tmp_path):
   assert (first, second) == (1, 2)
   assert "process 1 of 2 (" in err and "has failed" in err
   assert "missing" in own
+
+
+@pytest.mark.slow
+def test_an_exception_in_a_save_is_named_and_not_what_jax_says_of_it_elsewhere(tmp_path):
+  fault = tmp_path / "fault"
+  processes = job(2, tmp_path / "run", *LONG, fault=fault)
+  until_saved(tmp_path / "run", processes)
+  fault.write_text("save raises")
+  (first, _, err), (second, _, own) = map(finish, processes)
+  assert (first, second) == (1, 1)
+  assert "has failed: RuntimeError: disk quota exceeded; so process 0 of 2 (" in err
+  assert "could not be written" not in err and "Traceback" not in err and "Traceback" in own
 
 
 @pytest.mark.slow
@@ -275,6 +287,15 @@ def test_a_folder_that_process_0_cannot_write_in_is_refused(tmp_path, monkeypatc
   monkeypatch.setattr(distributed, "multihost_utils", same)
   with pytest.raises(UserError, match="missing cannot be written: No such file or directory"):
     distributed.check_shared(epath.Path(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("flag", ["--list", "--fdl_help", "--mode=show", "--mode=compile"])
+def test_what_only_prints_joins_nobody(monkeypatch, flag):
+  joined = []
+  monkeypatch.setattr(distributed, "initialize", lambda group, **named: joined.append(group))
+  own = ("--server_addr=localhost:1", "--num_hosts=2", "--host_idx=1")
+  starting.join(flags.parse(["paxlike", "--fdl_config=Gpt3_52k", *own, flag]))
+  assert bool(joined) is (flag == "--mode=compile")
 
 
 @pytest.mark.parametrize(

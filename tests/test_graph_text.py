@@ -130,6 +130,18 @@ def test_a_description_changes_with_every_value():
   assert len(texts) == len(NAMES)
 
 
+def test_values_are_the_same_in_all_processes_and_name_no_files():
+  class Plain:
+    pass
+
+  letters = frozenset("abcdefgh")
+  graph = fdl.Config(make, a=fdl.Config(other, a="/data/x"), b=Plain(), c=letters)
+  values = graph_text.values(graph)
+  assert list(values) == ["(graph)", "a", "b", "c"]
+  assert "0x" not in values["b"]
+  assert values["c"] == "frozenset({'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'})"
+
+
 def test_the_order_is_that_of_the_signature():
   graph = fdl.Config(make, c=1, a=2)
   paths = [line.split(" = ")[0] for line in graph_text.describe(graph).splitlines()]

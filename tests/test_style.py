@@ -24,6 +24,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
   ("topology", "cluster", "run_folder", "input_files"),
   ("progress", "stacks", "rendezvous", "ending"),
+  ("members",),
   ("watch",),
   (
     "hugging_face_keys",

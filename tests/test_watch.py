@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job of which a process is stuck, lost or has failed ends, and says because of whom."""
 
+import concurrent.futures
 import contextlib
 import json
 import pathlib
 import signal
 import socket
 import time
+from typing import Any
 
 import pytest
 from etils import epath
 from program import TEXT, finish, start
 
 from paxlike import ending, progress, rendezvous, stacks, watch
+from paxlike.errors import UserError
 
 
 @pytest.fixture
@@ -51,12 +54,40 @@ def test_a_limit_follows_from_the_times_so_far(times):
   assert own.limit("save", None) == progress.FLOOR_OF_BYTES
 
 
+def test_who_is_asked_to_stop_has_three_whole_steps(times, monkeypatch):
+  """Not three times that for which the devices are waited for; as much as to compile at first."""
+  own, go = times
+  monkeypatch.setattr(progress, "OWN", own)
+  one = watch.Watch()
+  one._asked.set()
+
+  def grace() -> float | None:
+    return one._limit("data", 1000.0)
+
+  go("data", 23)
+  go("step", 0.1)
+  assert grace() == 300
+  for _ in range(3):
+    go("data", 23)
+    go("step", 0.1)
+  assert grace() == pytest.approx(3 * 23.1)
+  for _ in range(9):
+    go("data", 0.1)
+    go("step", 0.1)
+  assert grace() == 20
+  assert one._limit("compile", None) == one._limit("init", None) == 300
+  one._switch.close()
+  one._wake.close()
+  one._waker.close()
+
+
 @pytest.mark.parametrize("kind", progress.KINDS)
 def test_a_limit_that_is_given_holds_for_all(times, kind):
   own, _ = times
-  assert own.limit(kind, 7.0) == 7
+  assert own.limit(kind, 7.0) == (None if kind == "poll" else 7)
   assert own.limit(kind, 0.0) is None
-  assert (own.limit(kind, None) is None) == (kind in ("start", "compile", "eval_compile", "end"))
+  limited = ("restore", "data", "dispatch", "step", "eval", "decode", "save")
+  assert (own.limit(kind, None) is None) == (kind not in limited)
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
@@ -128,8 +159,7 @@ def test_a_process_without_a_sign_is_lost_and_one_that_ends_at_once(job):
   verdict = hub._judge(report(1), 11)
   assert verdict is not None and verdict.kind == "lost" and verdict.status == 75
   assert "process 1 of 3 (on host1) has given no sign for 11 s" in verdict.why
-  for member in hub._members.values():
-    member.silent = 0
+  hub._members[1].silent = hub._members[2].silent = 0
   one._links[0].close()
   for message in hub._links[1].receive():
     hub._take(1, message)
@@ -154,11 +184,114 @@ def test_others_find_themselves_that_process_0_is_gone(job):
 def test_a_failure_ends_the_others_a_little_later(job):
   """They may fail of the same, and say so themselves."""
   hub, _ = job(2)
-  failed = report(1, state="failed", reason="no such file")
-  assert judged(hub, report(1), failed) is None
-  verdict = hub._judge(report(1), 3)
-  assert verdict == ("failed", 1, "process 1 of 2 (on host1) has failed: no such file")
+  stuck = report(1, age=99, over=True)
+  failed = report(1, state="failed", reason="KeyError: 'bad record'")
+  assert judged(hub, stuck, failed) is None
+  hub._links[1].closed = True  # It has ended.
+  verdict = hub._judge(stuck, 3)
+  assert verdict == ("failed", 1, "process 1 of 2 (on host1) has failed: KeyError: 'bad record'")
   assert verdict.status == 1
+
+
+def test_a_failure_of_jax_may_be_that_of_another_process(job):
+  lost: dict[str, Any] = {
+    "state": "failing",
+    "reason": "JaxRuntimeError: connection closed by peer",
+  }
+  hub, *_ = job(3, timeout=10)
+  # No sign since of process 2: it may be gone.
+  assert judged(hub, report(5), report(5, **lost), report(5)) is None
+  stuck = report(5, age=99, over=True)
+  assert hub._judge(stuck, 4) is None
+  hub._take(1, report(5, **lost))
+  verdict = hub._judge(stuck, 7)
+  assert verdict is not None and (verdict.kind, verdict.index) == ("lost", 2)
+  # All others are there, so it is that process itself; also where it is process 0.
+  hub, *_ = job(3, timeout=100)
+  assert judged(hub, report(5), report(5, **lost), report(5)) is None
+  assert hub._judge(stuck, 4) is None
+  hub._take(2, report(5))
+  verdict = hub._judge(stuck, 0.1)
+  assert verdict is not None and (verdict.kind, verdict.index) == ("failed", 1)
+  hub, *_ = job(3, timeout=100)
+  assert judged(hub, report(5, **lost), report(5), report(5)) is None
+  verdict = judged(hub, report(5, **lost), report(5), report(5), tick=3)
+  assert verdict is not None and (verdict.kind, verdict.index) == ("failed", 0)
+  # One has failed of itself: what JAX says in the others follows from it.
+  hub, *_ = job(3, timeout=100)
+  failed = report(5, state="failed", reason="no such file")
+  verdict = judged(hub, report(5, **lost), report(5, **lost), failed, tick=3)
+  assert verdict is not None and (verdict.kind, verdict.index) == ("failed", 2)
+  assert not hub._may_fail.is_set()
+  # A process that JAX has waited for in vain is the stuck one.
+  hub, *_ = job(3, timeout=100)
+  late: dict[str, Any] = {
+    "state": "failing",
+    "reason": "JaxRuntimeError: DEADLINE_EXCEEDED: GetKeyValue()",
+  }
+  assert judged(hub, report(5, **late), report(4), report(5), tick=9) is None
+  verdict = judged(hub, report(5, **late), report(4, age=60, over=True), report(5, **late))
+  assert verdict is not None and (verdict.kind, verdict.index) == ("stalled", 1)
+
+
+def test_a_failed_process_that_waits_for_others_that_have_ended_ends_too(job, monkeypatch, capsys):
+  """As where it waits for them in a save."""
+  ended = []
+  monkeypatch.setattr(stacks, "exit_at_once", ended.append)
+  hub, one = job(2)
+  one.fail(UserError("no such file"))
+  one._end_if_abandoned(30)
+  assert not ended
+  hub._links[1].close()
+  one._links[0].receive()
+  one._end_if_abandoned(1)
+  assert ended == [1]
+  assert capsys.readouterr().err == "paxlike: process 1 of 2 (on host1) has failed: no such file.\n"
+
+
+def test_where_jax_fails_in_all_processes_each_may_say_so(job):
+  hub, one = job(2)
+  same: dict[str, Any] = {"state": "failing", "reason": "JaxRuntimeError: out of memory"}
+  assert judged(hub, report(5, **same), report(5, **same)) is None
+  for message in one._links[0].receive():
+    one._take(0, message)
+  assert hub._may_fail.is_set() and one._may_fail.is_set()
+
+
+def test_what_has_failed_is_said_with_its_kind(job):
+  (_, one) = job(2)
+  one.fail(KeyError("bad record"))
+  one.fail(UserError("what followed from it"))
+  assert (one._state, one._reason) == ("failed", "KeyError: 'bad record'")
+  for error, words in (
+    (UserError("no such file."), "no such file"),
+    (KeyboardInterrupt(), "interrupted (Ctrl-C)"),
+    (NotImplementedError(), "NotImplementedError"),
+  ):
+    assert ending.reason(error) == words
+
+
+def test_processes_compare_what_they_are_given_and_wait_for_each_other(job):
+  """With their threads, as all three main threads wait."""
+  watches = job(3)
+  for one in watches:
+    one.start()
+  with concurrent.futures.ThreadPoolExecutor(3) as pool:
+    for given in ([{"a": "1"}] * 3, [{}] * 3):
+      list(pool.map(lambda one, values: one.compare(values), watches, given))
+
+    def differs(one: watch.Watch, values: dict[str, str]) -> str:
+      with pytest.raises(UserError) as found:
+        one.compare(values)
+      return str(found.value)
+
+    said = set(pool.map(differs, watches, [{"a": "1"}, {"a": "1"}, {"a": "2", "b": "\x1b[31m"}]))
+  (line,) = said
+  assert line.startswith("process 2 of 3 (on host2) has another graph than process 0: a=2 there")
+  for one in watches:
+    one._closed.set()
+    one._stir()
+    one.join()
 
 
 def test_all_stop_after_the_last_of_the_steps_that_were_promised(job):
@@ -197,42 +330,16 @@ def test_work_that_is_watched_can_be_left(tmp_path):
   assert watch.current() is None and not one.is_alive()
 
 
-def test_a_debugger_does_not_count_as_stuck(monkeypatch):
-  assert not stacks.is_debugged()
-  monkeypatch.setitem(globals(), "__name__", "pdb")
-  assert stacks.is_debugged()
-
-
-@pytest.mark.parametrize(
-  ("before", "leader", "after"),
-  [
-    ({"state": "running", "host": "a", "pid": 1}, ("a", 1), "lost"),
-    ({"state": "running", "host": "a", "pid": 1}, None, "lost"),
-    ({"state": "running", "host": "a", "pid": 2}, ("a", 1), "running"),
-    ({"state": "finished", "host": "a", "pid": 1}, ("a", 1), "finished"),
-  ],
-)
-def test_the_status_of_another_attempt_is_left_alone(tmp_path, monkeypatch, before, leader, after):
-  monkeypatch.setattr(ending.is_over, "set", lambda: None)
-  path = tmp_path / "status.json"
-  verdict = ending.Verdict("lost", 1, "process 1 is gone")
-  ending.write_status(epath.Path(tmp_path), verdict, leader)
-  assert not path.exists()
-  path.write_text(json.dumps(before))
-  ending.write_status(epath.Path(tmp_path), verdict, leader)
-  assert json.loads(path.read_text())["state"] == after
-
-
-def test_files_of_stacks_are_bounded_and_say_where_the_process_was(tmp_path):
-  folder = epath.Path(tmp_path)
-  (tmp_path / "stacks").mkdir()
-  for number in range(30):
-    (tmp_path / "stacks" / f"process_00003_2020{number:02d}.txt").write_text("")
-  stacks.write_periodic(folder, 3, stacks.text(["why: asked"]))
-  files = sorted(path.name for path in (tmp_path / "stacks").iterdir())
-  assert len(files) == 20
-  text = (tmp_path / "stacks" / files[-1]).read_text()
-  assert text.startswith("why: asked") and "test_watch.py" in text
+def test_work_within_watched_work_leaves_its_folder_and_not_its_limits(tmp_path):
+  signals = [signal.getsignal(signal.SIGUSR1)]
+  with watch.over(watch.Limits(stall_timeout=7.0)) as one:
+    signals.append(signal.getsignal(signal.SIGUSR1))
+    with watch.over(watch.Limits(epath.Path(tmp_path), 0.0, None)) as inner:
+      assert one is inner and one._limits.stall_timeout == 0
+    assert one._limits == (epath.Path(tmp_path), 7.0, None)
+    assert signal.getsignal(signal.SIGUSR1) is signals[1]
+    signal.raise_signal(signal.SIGUSR1)  # It would end the process if nothing printed the stacks.
+  assert signal.getsignal(signal.SIGUSR1) is signals[0]
 
 
 SHORT = ("--fdl.MAX_STEPS=100000", "--fdl.EVAL_INTERVAL_STEPS=0", "--fdl.LR_SCHEDULE=constant")

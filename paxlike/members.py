@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a job, as the watch of one of them knows them, and what follows for the job.
+
+Process 0 knows all; the others know process 0 and themselves. Nothing here waits, sends or reads a
+clock.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from paxlike import ending, rendezvous
+
+LEFT = 2**62  # The count of phases of a process that waits for nothing any more.
+FAILED_AFTER = 2.0  # Seconds after which a failed process ends the others, which may fail too.
+
+
+class Member:
+  """One process.
+
+  Attributes:
+    report: The last one; see `watch.Watch`.
+    silent: Seconds since its last message.
+    failed: Seconds since it reported that it fails.
+    given: How many times it has given something to be compared, and what it gave last.
+  """
+
+  def __init__(self):
+    self.report: dict[str, Any] = {"number": 0, "state": "", "what": "starting", "over": False}
+    self.silent = 0.0
+    self.failed = 0.0
+    self.given: tuple[int, Mapping[str, str]] = (0, {})
+
+  @property
+  def state(self) -> str:
+    """What it does: nothing said if it works, `failing`, `failed` or `left`.
+
+    It is `failing` where JAX has failed, which may be the fault of another process.
+    """
+    return self.report["state"]
+
+  @property
+  def reason(self) -> str:
+    """Why it fails."""
+    return self.report.get("reason") or "unknown"
+
+
+class Members:
+  """The processes that process `index` of `count` knows of."""
+
+  def __init__(self, hosts: Mapping[int, str], *, index: int, count: int, timeout: float):
+    """A process that sends nothing for `timeout` seconds counts as gone."""
+    self._hosts, self._index, self._count, self._timeout = hosts, index, count, timeout
+    self._known = {i: Member() for i in range(count if index == 0 else 1)}
+
+  def __getitem__(self, index: int) -> Member:
+    return self._known[index]
+
+  def named(self, index: int) -> str:
+    """Returns what lines call a process."""
+    host = self._hosts.get(index, "?")
+    if self._count == 1:
+      return f"this process (on {host})"
+    return f"process {index} of {self._count} (on {host})"
+
+  def take(self, index: int, message: dict[str, Any]):
+    """Takes a message of process `index`."""
+    member = self._known[index]
+    member.silent = 0.0
+    if "number" in message:
+      member.report = message
+    elif "state" in message:
+      member.report |= message
+    elif "given" in message:
+      member.given = (message["round"], message["given"])
+
+  def judge(
+    self, report: dict[str, Any], tick: float, *, closed: Collection[int] = ()
+  ) -> ending.Verdict | None:
+    """Returns why the job ends, if it does.
+
+    Args:
+      report: That of this process.
+      tick: Seconds since the last call.
+      closed: Processes whose connection has ended.
+    """
+    if self._index == 0:
+      self._known[0].report = report
+    for index, member in self._known.items():
+      member.silent += 0 if index == self._index else tick
+      member.failed += tick if member.state in ("failing", "failed") else 0
+    for index, member in self._known.items():
+      if index != self._index and (found := self._lost(index, member, index in closed)):
+        return found
+    for index, member in self._known.items():
+      if self._is_failure(index, member, index in closed):
+        return ending.Verdict("failed", index, f"{self.named(index)} has failed: {member.reason}")
+    return None if self._index else self._stuck()
+
+  def _lost(self, index: int, member: Member, is_closed: bool) -> ending.Verdict | None:
+    if member.state == "failed" or (member.state == "left" and is_closed):
+      return None
+    if is_closed and member.state != "failing":
+      why = f"{self.named(index)} has ended without a word: it was killed"
+      return ending.Verdict("lost", index, why)
+    if member.silent > self._timeout and not is_closed:
+      why = f"{self.named(index)} has given no sign for {member.silent:.0f} s (--heartbeat_timeout)"
+      return ending.Verdict("lost", index, why)
+    return None
+
+  def _is_failure(self, index: int, member: Member, is_closed: bool) -> bool:
+    """Returns whether a process fails because of itself.
+
+    Where its JAX has failed that is so once all at work have given a sign since: none is lost. If
+    it has waited for another in vain, it may be that that one is stuck.
+    """
+    if member.state == "failed":
+      return index != self._index and member.failed > FAILED_AFTER
+    if member.state != "failing" or self._index:
+      return False
+    if is_closed:
+      return True
+    others = [one for i, one in self._known.items() if one.state in ("", "failed")]
+    return (
+      member.failed > FAILED_AFTER
+      and not ending.is_timeout(member.reason)
+      and not self.all_fail()
+      and all(one.state == "" and one.silent < member.failed for one in others)
+    )
+
+  def all_fail(self) -> bool:
+    """Returns whether JAX has failed in all processes that have not left."""
+    return {member.state for member in self._known.values()} - {"left"} == {"failing"}
+
+  def _stuck(self) -> ending.Verdict | None:
+    """Returns for which process the others wait, if it makes no progress itself."""
+    failed = [one for one in self._known.values() if one.state in ("failing", "failed")]
+    working = {i: one.report for i, one in self._known.items() if one.state == ""}
+    if not working or not all(ending.is_timeout(one.reason) for one in failed):
+      return None
+    least = min(one["number"] for one in working.values())
+    behind = {i: one for i, one in working.items() if one["number"] == least}
+    stuck = {i: one for i, one in behind.items() if one["over"]}
+    if not stuck:
+      return None
+    # Of those in the same phase, one that waits for the others is not the first.
+    index = max(stuck, key=lambda i: (not stuck[i].get("waits"), stuck[i]["age"]))
+    one = stuck[index]
+    asked = " and was asked to stop" if one.get("stop") else ""
+    why = f"{self.named(index)} is stuck{asked}: {one['what']}, for {one['age']:.0f} s"
+    why += ", as are all others" if len(behind) == self._count > 1 else ""
+    return ending.Verdict("stalled", index, why)
+
+  def last_promised(self) -> int | None:
+    """Returns the latest step after which a process has promised to ask whether all stop.
+
+    None: not all have promised.
+    """
+    steps = [m.report.get("next") for m in self._known.values() if m.state == ""]
+    if not steps or None in steps:
+      return None
+    return max(step for step in steps if step is not None)
+
+  def compared(self, times: int) -> str | None:
+    """Returns how a process differs from process 0 in what all have given for the n-th time.
+
+    "": all are the same; None: not all have given it.
+    """
+    if any(member.given[0] < times for member in self._known.values()):
+      return None
+    for index, member in self._known.items():
+      if differs := rendezvous.difference(member.given[1], self._known[0].given[1]):
+        return f"{self.named(index)} has another graph than process 0: {differs}"
+    return ""
