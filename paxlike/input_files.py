@@ -108,7 +108,7 @@ def read_text(path: pathlib.Path, *, limit: int, folder: pathlib.Path | None = N
     raise UserError(f"{path} is no text in UTF-8: {error.reason} at {error.start}.") from None
 
 
-def copy(path: pathlib.Path, to: pathlib.Path, *, limit: int, folder: pathlib.Path):
+def copy(path: pathlib.Path, to: pathlib.Path, *, limit: int, folder: pathlib.Path | None):
   """Copies a file of at most `limit` bytes; arguments and errors of `opened`.
 
   Raises:

@@ -271,25 +271,13 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
   return 0 if plans.first is not None else 3
 
 
-def _run(
-  options: flags.Options,
-  experiment: "Experiment | None",
-  graph: Any,
-  trainer: Any,
-  stage: unexpected.Stage,
-) -> int:
-  from paxlike import (
-    aot,
-    config_file,
-    decode_options,
-    following,
-    ownership,
-    progress,
-    run_folder,
-  )
-  from paxlike.journal import Journal
+def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any]:
+  """Checks all that may refuse a run, together with the other processes; writes nothing.
 
-  assert options.job_log_dir is not None
+  Returns the prompts and how to decode, for --mode=decode.
+  """
+  from paxlike import aot, config_file, decode_options, progress
+
   others = sys.modules.get("paxlike.distributed")
   progress.enter("compare")
   if others:
@@ -303,10 +291,25 @@ def _run(
   elif options.mode == "train" and trainer.num_steps:
     with console.mentioned("tracing the step"):
       trainer.trace()
-  read = decode_options.read(options) if options.mode == "decode" else ([], None)
+  decoding = decode_options.read(options) if options.mode == "decode" else ([], None)
   progress.enter("meet")
   if others:
     others.compare()
+  return decoding
+
+
+def _run(
+  options: flags.Options,
+  experiment: "Experiment | None",
+  graph: Any,
+  trainer: Any,
+  stage: unexpected.Stage,
+) -> int:
+  from paxlike import following, ownership, run_folder
+  from paxlike.journal import Journal
+
+  assert options.job_log_dir is not None
+  prompts, how = _check(options, graph, trainer)
   stage.ends()
   # A model that a run would start from can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
@@ -315,6 +318,7 @@ def _run(
       folder = run_folder.existing(options.job_log_dir)
     else:
       folder = stack.enter_context(run_folder.entered(options.job_log_dir))
+    others = sys.modules.get("paxlike.distributed")
     if others and options.mode == "train" and trainer.saving:
       others.check_shared(folder)
     # What evaluates and decodes writes files of its own, as a whole.
@@ -336,7 +340,6 @@ def _run(
     elif options.mode == "eval":
       trainer.evaluate(folder, journal, step=_step(options, folder))
     elif options.mode == "decode":
-      prompts, how = read
       trainer.decode(folder, journal, prompts, step=_step(options, folder), options=how)
     else:
       with run_folder.reading(folder / "config.json"):

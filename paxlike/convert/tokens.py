@@ -6,7 +6,6 @@ The ids that begin and end texts stand in `generation_config.json` on both sides
 
 import json
 import pathlib
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -126,7 +125,9 @@ def take(experiment: Experiment, run: pathlib.Path, to: pathlib.Path) -> dict[st
     path, name = found
     own = to / name
     _copy(path.parent, to, set(files(path.parent)) - set(TOKENIZERS))
-    shutil.copyfile(path, own)
+    # The folder may be another's: its links must not lead to what an export would publish.
+    inside = run if path.absolute().is_relative_to(run.absolute()) else None
+    input_files.copy(path, own, limit=TOKENIZER_BYTES, folder=inside)
   if own is None:
     return {}
   tokenizer = _KINDS[TOKENIZERS[own.name]](own)

@@ -254,6 +254,14 @@ def test_a_chat_model_has_the_tokenizer_of_transformers_in_and_out(tmp_path, bot
     assert tokenizer.encode(text).tolist() == exported.encode(text, add_special_tokens=False)
 
 
+def test_an_export_follows_no_link_out_of_the_run(tmp_path, capsys):
+  folder = converted(tmp_path)
+  (folder / "tokenizer.json").rename(tmp_path / "secret.json")
+  (folder / "tokenizer.json").symlink_to(tmp_path / "secret.json")
+  assert run(["--from=paxlike", f"--path={folder}", f"--to={tmp_path / 'back'}"]) == 2
+  assert "secret.json" in capsys.readouterr().err and not (tmp_path / "back").exists()
+
+
 @pytest.mark.slow
 def test_an_export_has_no_file_of_another_tokenizer(tmp_path):
   source = tmp_path / "theirs"
