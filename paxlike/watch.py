@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from paxlike import ending, members, progress, rendezvous, stacks
+from paxlike import ending, members, progress, rendezvous, stacks, watchdog
 from paxlike.errors import UserError
 
 _GRACE = 20.0  # Seconds, or three steps, that a process asked to stop has to the end of its step.
 _GRACE_TO_COMPILE = 300.0  # Seconds, where it is compiling or no step has been timed yet.
-_BEYOND = 10.0  # Seconds after which the switch acts where the watch does not.
+_BEYOND = 10.0  # Seconds after which the watchdog acts where the watch does not.
 _LINGER = 3.0  # Seconds in which the others read the verdict.
 
 
@@ -60,7 +60,7 @@ class Watch(threading.Thread):
     self._limits = Limits()
     self._wake, self._waker = socket.socketpair()
     self._waker.setblocking(False)
-    self._switch = stacks.Switch()
+    self._watchdog = watchdog.Watchdog()
     self._age, self._number, self._bytes, self._is_over = 0.0, -1, 0, False
     self._since_stacks = 0.0
     self._state, self._reason = "", ""  # See `members.Member.state`.
@@ -100,7 +100,7 @@ class Watch(threading.Thread):
     self._closed.set()
     self._stir()
     self.join()
-    self._switch.close()
+    self._watchdog.close()
     self._wake.close()
     self._waker.close()
 
@@ -244,11 +244,11 @@ class Watch(threading.Thread):
       not self._state and limit is not None and self._age > limit and not stacks.is_debugged()
     )
     if limit is None or self._state:
-      self._switch.disarm()
+      self._watchdog.disarm()
     else:
       line = f"{self._members.named(self._index)} is stuck: no Python code runs (last seen {now}),"
       line += " as where a C function keeps the interpreter's lock. Its stacks follow; it ends by"
-      self._switch.arm(max(limit - self._age, 0.0) + _BEYOND, f"{line} SIGALRM.")
+      self._watchdog.arm(max(limit - self._age, 0.0) + _BEYOND, f"{line} SIGALRM.")
     if self._asked.is_set() and self._next is None:
       with self._decided:
         self._next = -1 if self._boundary is None else self._boundary + 1
@@ -355,7 +355,7 @@ class Watch(threading.Thread):
       ending.in_time(
         ending.write_status, self._limits.folder, verdict, leader, wait=0.0 if first else 1.0
       )
-    self._switch.disarm()
+    self._watchdog.disarm()
     if self._index == 0:
       deadline = time.monotonic() + _LINGER
       while self._links and time.monotonic() < deadline:

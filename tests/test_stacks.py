@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks: on a signal, in files, and where no Python code runs."""
+"""Stacks: on a signal, and in files."""
 
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 from etils import epath
-from program import finish
 
 from paxlike import main, stacks
 
@@ -39,28 +35,3 @@ def test_files_of_stacks_are_bounded_and_say_where_the_process_was(tmp_path):
   assert len(files) == 20
   text = (tmp_path / "stacks" / files[-1]).read_text()
   assert text.startswith("why: asked") and "test_stacks.py" in text
-
-
-_ALIVE = """
-import time
-from paxlike import stacks
-switch = stacks.Switch()
-with stacks.on_signal():
-  for _ in range(50):
-    switch.arm(0.5, "it is stuck")
-    time.sleep(0.1)
-switch.close()
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_nothing_is_printed_for_a_process_that_was_suspended():
-  process = subprocess.Popen(
-    [sys.executable, "-c", _ALIVE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-  )
-  time.sleep(1)
-  process.send_signal(signal.SIGSTOP)
-  time.sleep(1)
-  process.send_signal(signal.SIGCONT)
-  assert finish(process) == (0, "done\n", "")

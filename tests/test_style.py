@@ -23,7 +23,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors", "configurable", "chips", "networks", "ranges"),
   ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
   ("topology", "cluster", "run_folder", "input_files"),
-  ("progress", "stacks", "rendezvous", "ending"),
+  ("progress", "stacks", "watchdog", "rendezvous", "ending"),
   ("members",),
   ("watch",),
   (

@@ -76,7 +76,7 @@ def test_who_is_asked_to_stop_has_three_whole_steps(times, monkeypatch):
     go("step", 0.1)
   assert grace() == 20
   assert one._limit("compile", None) == one._limit("init", None) == 300
-  one._switch.close()
+  one._watchdog.close()
   one._wake.close()
   one._waker.close()
 
@@ -120,7 +120,7 @@ def job(monkeypatch):
       link.close()
     one._wake.close()
     one._waker.close()
-    one._switch.close()
+    one._watchdog.close()
 
 
 def report(number: int, *, age: float = 0.0, over: bool = False, **more) -> dict:

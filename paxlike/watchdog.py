@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A watchdog: a small process that ends this one if its watch stops, as where no Python code runs.
+
+A library that never gives the interpreter's lock back stops the watch too. The watchdog prints a
+line, sends SIGUSR1 (`stacks.on_signal` prints the stacks) and, ten seconds later, SIGALRM. It
+imports the standard library alone, so that it starts in milliseconds.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_POLL = 0.2  # Seconds.
+_LEFT_AFTER_PAUSE = 5.0  # Seconds in which a process that was suspended runs Python code again.
+_END_SECONDS = 10.0  # Between SIGUSR1 and SIGALRM.
+
+
+class Watchdog:
+  """The watchdog of this process, started when it is first armed."""
+
+  def __init__(self):
+    self._process: subprocess.Popen[bytes] | None = None
+    self._is_armed = False
+
+  def arm(self, seconds: float, line: str):
+    """Has the process end after `seconds`, with a line, unless this is called again before."""
+    self._is_armed = True
+    if self._process is None:
+      command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+      # In a session of its own: Ctrl-C is for this process.
+      self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    self._send([seconds, line])
+
+  def disarm(self):
+    """Lets the process go on however long no Python code runs."""
+    if self._is_armed:
+      self._is_armed = False
+      self._send(None)
+
+  def close(self):
+    """Ends the watchdog."""
+    if self._process is not None:
+      with contextlib.suppress(OSError):
+        self._process.communicate()
+      self._process = None
+
+  def _send(self, what: list[float | str] | None):
+    process = self._process
+    assert process is not None and process.stdin is not None
+    # Without a watchdog, nothing watches the watch; the run goes on.
+    with contextlib.suppress(OSError):
+      process.stdin.write(json.dumps(what).encode() + b"\n")
+      process.stdin.flush()
+
+
+def main(pid: int):
+  """Is the watchdog of process `pid`, which writes to the standard input, until that is closed."""
+  received, line, left = b"", "", float("inf")
+  is_ending = False
+  last = time.monotonic()
+  while True:
+    if select.select([0], [], [], _POLL)[0]:
+      data = os.read(0, 2**16)
+      if not data:
+        return
+      *messages, received = (received + data).split(b"\n")
+      if messages:
+        left, line = json.loads(messages[-1]) or (float("inf"), "")
+        is_ending = False
+    now = time.monotonic()
+    # What was suspended together with this process was not stuck.
+    tick, last = min(now - last, 2 * _POLL), now
+    if _is_suspended(pid):
+      left = max(left, _LEFT_AFTER_PAUSE)
+      continue
+    left -= tick
+    if left > 0:
+      continue
+    if is_ending:
+      os.kill(pid, signal.SIGALRM)
+      return
+    print(f"paxlike: {line}", file=sys.stderr, flush=True)
+    os.kill(pid, signal.SIGUSR1)
+    is_ending, left = True, _END_SECONDS
+
+
+def _is_suspended(pid: int) -> bool:
+  """Returns whether a process is stopped by a signal or a debugger, as far as /proc says."""
+  try:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+      return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+  except OSError:
+    return False
+
+
+if __name__ == "__main__":
+  with contextlib.suppress(ProcessLookupError, KeyboardInterrupt):
+    main(int(sys.argv[1]))
