@@ -89,7 +89,7 @@ class Checkpoints:
     if self._manager is None:
       return
     try:
-      with self._writing():
+      with committing.writing(self._directory):
         self._manager.close()
     except committing.failures() as error:
       if kind is None:
@@ -177,7 +177,7 @@ class Checkpoints:
     save = self._ocp.args
     metadata = metadata_of(state, layout)
     self._check_owner()
-    with self._writing():
+    with committing.writing(self._directory):
       self._manager = self._manager or self._open(step)
       self._manager.wait_until_finished()
       older = [other for other in self.steps() if other < step]
@@ -193,9 +193,6 @@ class Checkpoints:
       )
     assert taken, f"checkpoint {step} is not newer than {self.latest()}"
 
-  def _writing(self) -> contextlib.AbstractContextManager[None]:
-    return committing.writing(self._directory, steps=self.steps)
-
   def wait(self):
     """Returns when everything is written.
 
@@ -204,7 +201,7 @@ class Checkpoints:
     """
     if self._manager is None:
       return
-    with self._writing():
+    with committing.writing(self._directory):
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
 

@@ -25,11 +25,10 @@ class Unwritable(UserError):
 
 
 @contextlib.contextmanager
-def writing(directory: epath.Path, *, steps: Callable[[], Sequence[int]]) -> Iterator[None]:
+def writing(directory: epath.Path) -> Iterator[None]:
   """Context of writing checkpoints, in which errors of Orbax and the store become `Unwritable`.
 
-  Errors of JAX's programs do not: there, another process may be gone. `steps` returns those of the
-  checkpoints that are there.
+  Errors of JAX's programs do not: there, another process may be gone.
   """
   try:
     yield
@@ -38,9 +37,7 @@ def writing(directory: epath.Path, *, steps: Callable[[], Sequence[int]]) -> Ite
   except failures() as error:
     if ending.is_of_jax(error):
       raise
-    intact = ""
-    with contextlib.suppress(UserError):  # The store may be out of reach.
-      intact = " Older checkpoints are intact." if steps() else ""
+    intact = " Older checkpoints are intact." if run_folder.has_checkpoints(directory) else ""
     reason = run_folder.reason(error)
     raise Unwritable(
       f"a checkpoint could not be written in {directory}: {reason}.{intact}"

@@ -220,17 +220,21 @@ def writing(folder: epath.Path) -> Iterator[None]:
   try:
     yield
   except failures() as error:
+    intact = " Its checkpoints are intact." if has_checkpoints(folder / "checkpoints") else ""
     raise UserError(
-      f"{folder} cannot be written: {reason(error)}.{_intact(folder)} {advice(error)}"
+      f"{folder} cannot be written: {reason(error)}.{intact} {advice(error)}"
     ) from error
 
 
-def _intact(folder: epath.Path) -> str:
-  """Returns the sentence that checkpoints of a run are intact; "" if none is known of."""
+def has_checkpoints(directory: epath.Path) -> bool:
+  """Returns whether names in a local directory are those of whole checkpoints.
+
+  A store is not asked: where something has just failed, it may be out of reach for minutes.
+  """
   with contextlib.suppress(*failures()):
-    if beginning_with(folder / "checkpoints", "checkpoint_"):
-      return " Its checkpoints are intact."
-  return ""
+    if not is_remote(directory):
+      return any("." not in path.name for path in beginning_with(directory, "checkpoint_"))
+  return False
 
 
 def check_ends(path: epath.PathLike):

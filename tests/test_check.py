@@ -165,6 +165,7 @@ def test_a_broken_gradient_and_a_broken_update_on_the_mesh_are_named(capsys, mon
   assert failed == [f"{step_of}: gradients", f"{step_of}: update"]
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_in_float32_keeps_none_from_the_other(capsys, monkeypatch, only):
   only(step)
   both = step._both

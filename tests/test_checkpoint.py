@@ -361,7 +361,7 @@ def test_restores_onto_another_mesh_and_layout(tmp_path, scan):
 
 def test_only_what_writing_raises_is_no_write(tmp_path):
   """JAX's errors are not: there, another process may be gone."""
-  writing = functools.partial(committing.writing, tmp_path, steps=list)
+  writing = functools.partial(committing.writing, tmp_path)
   with pytest.raises(committing.Unwritable, match="No space left"), writing():
     raise OSError(errno.ENOSPC, "No space left on device")
   for error in (jax.errors.JaxRuntimeError("INTERNAL: Gloo AllGather failed"), UserError("no")):

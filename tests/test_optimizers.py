@@ -68,6 +68,7 @@ def test_moments_in_fewer_bits_are_right_on_average():
   np.testing.assert_allclose(means[1], means[0], rtol=0.005)
 
 
+@pytest.mark.slow
 def test_weights_in_fewer_bits_move_as_far():
   """Each update is below half of the last bit of bfloat16."""
   optimizer = adamw(peak=1e-4, weight_decay=0.0, eps=1e-8)

@@ -56,9 +56,9 @@ def test_the_page(capsys):
   ("topology_flags", "batch", "model"),
   [
     (("--topology=v5e-16",), 32, SMALL),
-    (("--topology=h100-16",), 64, SMALL),
-    (("--topology=gb200-8",), 16, SMALL),
-    (("--topology=h100-8",), 16, (*MIXTRAL, *SMALL[2:])),
+    pytest.param(("--topology=h100-16",), 64, SMALL, marks=pytest.mark.slow),
+    pytest.param(("--topology=gb200-8",), 16, SMALL, marks=pytest.mark.slow),
+    pytest.param(("--topology=h100-8",), 16, (*MIXTRAL, *SMALL[2:]), marks=pytest.mark.slow),
   ],
 )
 def test_every_plan_is_one_that_the_experiment_takes(topology_flags, batch, model, capsys):

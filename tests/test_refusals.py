@@ -64,7 +64,7 @@ def test_a_refused_start_changes_nothing(tmp_path, text, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [b"", b"\xff\xfe{\n", b"[3]\n", b'{"a":\n'])
+@pytest.mark.parametrize("damage", [b"", b"[3]\n", b'\xff\xfe{\n{"a":\n'])
 def test_damaged_side_files_refuse_no_run(tmp_path, text, damage, capsys):
   more = ("--fdl.BEST_CHECKPOINT_METRIC=validation/log_pplx", "--fdl.EVAL_INTERVAL_STEPS=1")
   more += ("--fdl.CHECKPOINT_EVERY_N_STEPS=1",)

@@ -92,6 +92,7 @@ def test_the_loss_in_chunks_is_the_loss_of_the_logits(length):
     np.testing.assert_allclose(chunk_gradients[name], gradient, atol=2e-4, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", LENGTHS)
 def test_what_is_made_of_logits_in_chunks_has_every_token_once(length):
   definition = tiny()

@@ -47,6 +47,7 @@ def test_placed_is_plain_for_each_expert(name):
       check(got, expected, dot=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[4, 7, 5], [0, 10, 2]])
 def test_sorted_is_plain_for_each_expert_whatever_rows_of_none_hold(name, sizes):
   used = sum(sizes)

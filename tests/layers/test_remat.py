@@ -26,6 +26,7 @@ def num_products(target: str, **knobs: Any) -> int:
   return len(re.findall(r"dot_general|call @_scaled_matmul", text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["SAVE_DOT_ONLY", "SAVE_DOT_WITH_NO_BATCH_DIM"])
 @pytest.mark.parametrize(
   ("target", "quantization"),
