@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from paxlike import main, progress, stacks, watch
+from paxlike import main, progress, watch
 
 LIMIT, GRACE = 5.0, 3.0  # Seconds.
 
@@ -41,7 +41,7 @@ def get_stuck(fault: pathlib.Path):
       threading.Event().wait()
 
   progress.enter = entering
-  watch._BEYOND, stacks._END_SECONDS = 3.0, 3
+  watch._BEYOND = 3.0
 
 
 if __name__ == "__main__":

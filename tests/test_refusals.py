@@ -80,7 +80,7 @@ def test_damaged_side_files_refuse_no_run(tmp_path, text, damage, capsys):
   out, err = capsys.readouterr()
   assert "resuming from checkpoint 2" in out
   assert "best.json is damaged" in err and "Traceback" not in err
-  assert ("metrics.jsonl is damaged (line 2): skipped" in err) == bool(damage)
+  assert ("metrics.jsonl is damaged (line 2" in err) == bool(damage)
   assert [updates for updates, _ in curve(tmp_path)] == [1, 2, 3]
   assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
 
