@@ -36,10 +36,6 @@ test-quick: style
 fuzz: $(DEV)
 	PAXLIKE_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q -m fuzz tests
 
-# So many new inputs for each campaign of those marked fuzz, wherever they stand: about an hour.
-fuzz: $(DEV)
-	PAXLIKE_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q -m fuzz tests
-
 lint: style
 	$(BIN)/pyright
 

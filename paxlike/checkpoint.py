@@ -78,7 +78,6 @@ class Checkpoints:
     self._keep, self._preserved, self._check_owner = keep, preserved, check_owner
     self._damaged: set[int] = set()  # What `restore_latest_valid` has passed over.
     self._surplus: list[epath.Path] = []  # What goes when the checkpoint being saved is whole.
-    # By step; of these all is verified but the arrays.
     self._opened: dict[int, tuple[dict[str, Any], Checksums | None]] = {}
     self._manager: Any = None
 
@@ -96,7 +95,7 @@ class Checkpoints:
         raise
       # What ends the run matters more, and must not be hidden.
       if isinstance(error, UserError | RunError) and not issubclass(kind, committing.Unwritable):
-        print(f"paxlike: {error}", file=sys.stderr)
+        print(f"paxlike: {one_line(error)}", file=sys.stderr)
 
   def _open(self, step: int) -> Any:
     """Returns the manager, made by the first save: it removes unfinished saves, as no reader may.
@@ -232,9 +231,7 @@ class Checkpoints:
     ocp = self._ocp
     with self._reading(step):
       _, sums = self._described(step)
-      if sums is not None:
-        sums.verify(arrays=())
-      elif jax.process_index() == 0:
+      if sums is None and jax.process_index() == 0:
         print(f"paxlike: {self.path(step)} has no checksums: not verified.", file=sys.stderr)
       train_input = self._read_json(step, "train_input", sums)
     metadata, saved_layout, lacking = self.check(step, target, layout=layout, unread=unread)
@@ -333,11 +330,7 @@ class Checkpoints:
     how = {name: self._ocp.RestoreArgs(restore_type=np.ndarray)}
     args = self._ocp.args.PyTreeRestore({name: 0}, restore_args=how, partial_restore=True)
     with self._reading(step):
-      if step not in self._opened:
-        self._opened[step] = self._described(step)
-        if (sums := self._opened[step][1]) is not None:
-          sums.verify(arrays=())
-      metadata, sums = self._opened[step]
+      metadata, sums = self._described(step)
       if name not in metadata["tensors"]:
         raise UserError(f"{self.path(step)} holds no array {name}.")
       if sums is not None:
@@ -383,12 +376,20 @@ class Checkpoints:
     return found
 
   def _described(self, step: int) -> tuple[dict[str, Any], Checksums | None]:
-    """Returns the metadata of a checkpoint, and its checksums if it was written with them."""
-    sums = checksums.read(self.path(step))
-    metadata = self._read_json(step, "metadata", sums)
-    if metadata.get("checksums") and sums is None:
-      raise checksums.damaged(self.path(step), f"{checksums.FILE} is missing")
-    return metadata, None if sums is None else sums.among(metadata["tensors"])
+    """Returns the metadata of a checkpoint, and its checksums if it was written with them.
+
+    All of it but the arrays is verified when it is first read here.
+    """
+    if step not in self._opened:
+      sums = checksums.read(self.path(step))
+      metadata = self._read_json(step, "metadata", sums)
+      if metadata.get("checksums") and sums is None:
+        raise checksums.damaged(self.path(step), f"{checksums.FILE} is missing")
+      if sums is not None:
+        sums = sums.among(metadata["tensors"])
+        sums.verify(arrays=())
+      self._opened[step] = metadata, sums
+    return self._opened[step]
 
   def _read_json(self, step: int, item: str, sums: Checksums | None) -> dict[str, Any]:
     data = run_folder.read_bytes(self.path(step) / item / "metadata")

@@ -195,7 +195,7 @@ def _failures(action: Callable[[], object]) -> dict[int, str]:
 def compare(values: Mapping[str, str] | None = None):
   """Returns when all processes have called this with the same values, if there are others.
 
-  Unlike JAX's collectives, it waits as long as the watch of no process objects.
+  JAX's collectives give up after 30 seconds; this waits until the watch of a process ends the job.
 
   Raises:
     UserError: Another process has given other values than process 0; in all of them.

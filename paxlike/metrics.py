@@ -35,9 +35,12 @@ def files(folder: epath.Path) -> list[epath.Path]:
 def check(folder: epath.Path):
   """Raises UserError if something in the place of a file of records is none, such as a folder."""
   for path in [] if run_folder.is_remote(folder) else files(folder):
-    if not os.path.isfile(path):  # To etils a pipe is a file.
-      kind = "a folder" if os.path.isdir(path) else "a pipe or a device"
-      raise UserError(f"{path} is {kind}, where the run keeps its metrics: move it away.")
+    try:
+      run_folder.check_file(path)
+    except OSError as error:
+      raise UserError(
+        f"{path}: {error.strerror}. The run keeps its metrics there: move it away."
+      ) from None
 
 
 def _parts(folder: epath.Path) -> list[epath.Path]:

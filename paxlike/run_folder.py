@@ -245,18 +245,21 @@ def check_ends(path: epath.PathLike):
     raise OSError(errno.EINVAL, f"{name} is a pipe or a device, no file", local)
 
 
+def check_file(path: epath.PathLike):
+  """Does as `check_ends`, and raises OSError for a folder too."""
+  check_ends(path)
+  if os.path.isdir(local := os.fspath(path)):
+    raise IsADirectoryError(errno.EISDIR, f"{os.path.basename(local)} is a folder, no file", local)
+
+
 def read_bytes(path: epath.PathLike) -> bytes:
   """Returns what a file of a run holds.
 
   Raises:
     OSError: It cannot be read; a pipe or a device is not waited for.
   """
-  check_ends(path)
-  try:
-    return epath.Path(path).read_bytes()
-  except IsADirectoryError as error:
-    name = os.path.basename(os.fspath(path))
-    raise IsADirectoryError(error.errno, f"{name} is a folder, no file") from None
+  check_file(path)
+  return epath.Path(path).read_bytes()
 
 
 def write(path: epath.Path, text: str):

@@ -25,15 +25,18 @@ class Watchdog:
 
   def __init__(self):
     self._process: subprocess.Popen[bytes] | None = None
-    self._is_armed = False
+    self._is_started = self._is_armed = False
 
   def arm(self, seconds: float, line: str):
     """Has the process end after `seconds`, with a line, unless this is called again before."""
     self._is_armed = True
-    if self._process is None:
+    if not self._is_started:
+      self._is_started = True
       command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
-      # In a session of its own: Ctrl-C is for this process.
-      self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+      # Where no process can be started, nothing watches the watch, and the run goes on.
+      with contextlib.suppress(OSError):
+        # In a session of its own: Ctrl-C is for this process.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     self._send([seconds, line])
 
   def disarm(self):
@@ -50,12 +53,11 @@ class Watchdog:
       self._process = None
 
   def _send(self, what: list[float | str] | None):
-    process = self._process
-    assert process is not None and process.stdin is not None
-    # Without a watchdog, nothing watches the watch; the run goes on.
-    with contextlib.suppress(OSError):
-      process.stdin.write(json.dumps(what).encode() + b"\n")
-      process.stdin.flush()
+    if self._process is None or self._process.stdin is None:
+      return
+    with contextlib.suppress(OSError):  # It may have been killed.
+      self._process.stdin.write(json.dumps(what).encode() + b"\n")
+      self._process.stdin.flush()
 
 
 def main(pid: int):

@@ -131,7 +131,7 @@ def test_an_array_that_is_not_there_is_refused(tmp_path):
   path.write_text(json.dumps(said))
   wanted = target() | {"params.d": target()["params.a"]}
   for read in (
-    lambda: saved.restore(1, wanted, layout=LAYOUT),
+    lambda: Checkpoints(tmp_path, keep=None).restore(1, wanted, layout=LAYOUT),
     lambda: Checkpoints(tmp_path, keep=None).read(1, "params.d"),
   ):
     with pytest.raises(UserError, match=r"is damaged \(array params\.d is missing\)"):

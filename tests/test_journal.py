@@ -111,7 +111,7 @@ def test_what_is_no_file_of_records_is_refused_before_anything_is_written(
   (tmp_path / place).parent.mkdir(exist_ok=True)
   make(tmp_path / place)
   (tmp_path / "config.txt").write_text("before")
-  refused = pytest.raises(UserError, match=rf"/{place} is {says}.*move it away")
+  refused = pytest.raises(UserError, match=rf"/{place}: .* is {says}.*move it away")
   with refused, Journal(epath.Path(tmp_path)) as journal:
     journal.start(summary, {"config.txt": "text"}, step=0, num_steps=4)
   assert files_of(tmp_path) == {"config.txt": b"before"}

@@ -115,9 +115,8 @@ class Files(Tokenized):
 
   DATA_PATH: str | None = None  #: A file, a folder or a glob. Required.
   PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
-  TRAIN_SHARE: ranges.Fraction = (
-    0.9  #: The share of the documents (or of a single one) to train on.
-  )
+  #: The share of the documents (or of a single one) to train on.
+  TRAIN_SHARE: ranges.Fraction = 0.9
 
 
 class LocalText(Files):

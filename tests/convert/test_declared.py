@@ -79,7 +79,8 @@ def test_an_adapter_that_is_no_plain_one_is_refused(base, tmp_path, capsys, chan
 
 @pytest.mark.slow
 def test_every_key_of_peft_is_known():
-  peft = pytest.importorskip("peft")
+  import peft  # Which imports torch: not for the quick tests.
+
   declared = adapters._DECLARED
   known = declared.kinds.keys() | declared.fixed.keys() | declared.neutral
   assert {field.name for field in dataclasses.fields(peft.LoraConfig)} <= known
