@@ -368,6 +368,7 @@ for path in paths:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_folder_and_leave_nothing(tmp_path):
   with socket.socket() as probe:
     probe.bind(("localhost", 0))

@@ -138,6 +138,7 @@ def test_experts_together_notice_what_those_of_one_device_do(mix, num_rows):
     np.testing.assert_allclose(got.extra[name], seen, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_not_remembered():
   definition, optimizer = shrunk(DENSE, QUANTIZATION="fp8_delayed"), adamw()
   good = batch(8)

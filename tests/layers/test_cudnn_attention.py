@@ -42,10 +42,10 @@ def program(kernel, *, length=256, packed=False, kv_heads=4, query_width=64, **o
   [
     {},
     {"packed": True},
-    {"kv_heads": 2},
+    pytest.param({"kv_heads": 2}, marks=pytest.mark.slow),
     {"window": 32},
     {"packed": True, "kv_heads": 1, "window": 32},
-    {"packed": True, "query_width": 96},
+    pytest.param({"packed": True, "query_width": 96}, marks=pytest.mark.slow),
     {"length": 255},
     {"length": 255, "packed": True},
   ],
