@@ -240,7 +240,7 @@ def main():
   try:
     with (
       jax.set_mesh(trainer.devices),
-      trainer.train_data.batches(trainer.batch_size) as batches,
+      trainer.data.batches(trainer.batch_size) as batches,
     ):
       run = Run(trainer, batches, folder)
       with run.saved:

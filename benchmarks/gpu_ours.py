@@ -67,7 +67,7 @@ class Run:
     self._state: Any = train_state.create(
       trainer.definition, trainer.optimizer, trainer.devices, seed=trainer.seed
     )
-    with trainer.train_data.batches(trainer.batch_size, rows=trainer.feed.rows) as batches:
+    with trainer.data.batches(trainer.batch_size, rows=trainer.feed.rows) as batches:
       some = itertools.islice(batches, gpu_timing.BATCHES)
       self._batches = itertools.cycle([trainer.feed.put(batch.arrays) for batch in some])
     self._metrics: dict[str, Any] = {}

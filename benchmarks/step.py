@@ -132,7 +132,7 @@ def measure(name: str, arguments: list[str], *, num_steps: int, against_plain: b
   import jax
 
   experiment, trainer = experiments.build(name, arguments)
-  data = trainer.train_data.batches(trainer.batch_size, rows=trainer.feed.rows, state=None)
+  data = trainer.data.batches(trainer.batch_size, rows=trainer.feed.rows, state=None)
   with jax.set_mesh(trainer.devices), data as batches:
     step = Step(trainer, batches)
     first_loss = step()

@@ -104,7 +104,7 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
     UserError: There is nothing to train, the devices cannot share a batch, or the file has no
       folder.
   """
-  preflight.check_step(trainer, training=True)
+  preflight.check_setup(trainer, training=True)
   if save is not None:
     saved_step.check(save)
   devices = trainer.devices

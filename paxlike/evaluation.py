@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from paxlike import progress, ranges
 from paxlike.configurable import configurable
+from paxlike.data.dataset import Dataset
 from paxlike.feed import Feed
 from paxlike.layers.decoder import Batch, context_of
 from paxlike.layers.loss import cross_entropy
@@ -104,12 +105,12 @@ class EvalSet:
   """One data set to evaluate on.
 
   Attributes:
-    dataset: A `data.dataset.Dataset`.
+    dataset: The data.
     metrics: What is computed of each batch.
-    num_batches: At most so many; None: all.
+    num_batches: At most so many; None: all, unless the data never end.
   """
 
-  dataset: Any
+  dataset: Dataset
   metrics: tuple[Metrics, ...] = (language_model,)
   num_batches: ranges.Positive | None = None
 

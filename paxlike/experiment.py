@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import fiddle as fdl
 
-from paxlike import building, fiddlers, hugging_face, layers, optimizers, ranges
+from paxlike import building, fiddlers, graph_types, hugging_face, layers, optimizers, ranges
 from paxlike.best import Criterion
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet
@@ -233,7 +233,8 @@ class Experiment(Knobs):
     Raises:
       UserError: Knobs contradict each other.
     """
-    size = building.build(self.mesh()).axis("pipeline")
+    mesh = building.build(self.mesh(), source=f"what {type(self).__name__}.mesh() returns")
+    size = mesh.axis("pipeline")
     stages = size if self.NUM_STAGES is None else self.NUM_STAGES
     if stages is None or size not in (None, stages):
       raise UserError(
@@ -281,8 +282,17 @@ class Experiment(Knobs):
     )
 
   def stack(self) -> fdl.Partial[layers.Stack]:
-    """The layers: the pattern over and over, and at the end as much of it as is left."""
-    pattern = self.pattern()
+    """The layers: the pattern over and over, and at the end as much of it as is left.
+
+    Raises:
+      UserError: The pattern is no list of layers.
+    """
+    pattern: Any = self.pattern()
+    if not isinstance(pattern, list | tuple) or not pattern:
+      raise UserError(
+        f"what {type(self).__name__}.pattern() returns is {graph_types.shown(pattern)}: expected a"
+        " list of a layer or more."
+      )
     repeats, rest = divmod(self.NUM_LAYERS, len(pattern))
     stack = fdl.Partial(layers.Stack, pattern=pattern, repeats=repeats)
     if rest:

@@ -6,6 +6,7 @@ fiddlers, config files, and methods of experiments.
 """
 
 import collections.abc
+import enum
 import functools
 import inspect
 import os
@@ -17,11 +18,13 @@ from typing import Any
 import fiddle as fdl
 import numpy as np
 
-from paxlike import knob_types
+from paxlike import knob_types, symbols
 from paxlike.errors import UserError
 
 _GIVEN_BY_PARENTS = ("role", "over")
 _LITERALS = (bool, int, float, str, bytes, types.NoneType)
+# What a knob's annotation may mean.
+_MADE_OF_LITERALS = (*_LITERALS, tuple, list, dict, enum.Enum, np.generic, np.dtype)
 
 
 def check(graph: Any):
@@ -39,9 +42,9 @@ def check(graph: Any):
     for name, value in node.__arguments__.items():
       if not isinstance(name, str):
         continue
-      shown = f"{path}.{name}" if path else name
+      place = f"{path}.{name}" if path else name
       if (expected := misfit(hints.get(name, Any), value)) is not None:
-        raise UserError(f"{shown}={_short(value)}: expected {expected}.")
+        raise UserError(f"{place}={shown(value)}: expected {expected}.")
     if missing := _missing(node):
       raise UserError(f"{path or 'the graph'} has no {missing}, without which it cannot be built.")
 
@@ -59,9 +62,15 @@ def annotations(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def misfit(annotation: Any, value: Any) -> str | None:
-  """Returns what is expected instead of `value`; None if it fits, or that is not known."""
-  if annotation is Any or isinstance(value, fdl.Buildable | os.PathLike):
+  """Returns what is expected instead of `value`; None if it fits, or that is not known.
+
+  A nested graph stands for what it makes.
+  """
+  if annotation is Any or isinstance(value, os.PathLike):
     return None
+  if isinstance(value, fdl.Buildable):
+    made = _made(value)
+    return None if made is None else _misfit_made(annotation, made)
   value = value.item() if isinstance(value, np.generic) else value
   if knob_types.is_supported(annotation) and annotation not in (tuple, list, dict):
     try:
@@ -81,6 +90,42 @@ def misfit(annotation: Any, value: Any) -> str | None:
     if getattr(annotation, "_is_protocol", False):
       return None if callable(value) else "a function or a layer"
     return None if isinstance(value, annotation) else annotation.__name__
+  return None
+
+
+def _made(graph: fdl.Buildable) -> type | None:
+  """Returns the class of what a nested graph makes, as far as that is known."""
+  if isinstance(graph, fdl.Partial):
+    return functools.partial
+  target = fdl.get_callable(graph)
+  made = target if isinstance(target, type) else annotations(target).get("return")
+  is_known = isinstance(made, type) and typing.get_origin(made) is None
+  if not is_known or made in (Any, object) or getattr(made, "_is_protocol", False):
+    return None
+  return made
+
+
+def _misfit_made(annotation: Any, made: type) -> str | None:
+  """Returns what is expected instead of an instance of a class; as `misfit`."""
+  origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+  if annotation is Any:
+    return None
+  if origin in (typing.Union, types.UnionType):
+    found = [_misfit_made(arg, made) for arg in args]
+    return None if None in found else " or ".join(filter(None, found))
+  is_protocol = isinstance(annotation, type) and getattr(annotation, "_is_protocol", False)
+  if origin is collections.abc.Callable or is_protocol:
+    is_called = any("__call__" in vars(base) for base in made.__mro__)
+    return None if is_called else "a function or a layer"
+  if origin in (collections.abc.Sequence, collections.abc.Mapping):
+    words = "a list" if origin is collections.abc.Sequence else "a dict"
+    return None if issubclass(made, origin) else words
+  if knob_types.is_supported(annotation):
+    return None if issubclass(made, _MADE_OF_LITERALS) else knob_types.expectation(annotation)
+  if isinstance(annotation, type) and origin is None:
+    # A function may return a subclass of what it says.
+    fits = issubclass(made, annotation) or issubclass(annotation, made)
+    return None if fits else annotation.__name__
   return None
 
 
@@ -129,6 +174,22 @@ def _missing(node: fdl.Buildable) -> str | None:
   return None
 
 
-def _short(value: Any) -> str:
-  text = repr(value)
+def shown(value: Any) -> str:
+  """Returns literals as they are written and of all else the type, cut to a line."""
+  text = _shown(value)
   return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _shown(value: Any) -> str:
+  if isinstance(value, fdl.Buildable):
+    return f"{type(value).__name__}[{symbols.short_name(fdl.get_callable(value))}]"
+  if type(value) in (list, tuple):
+    text = ", ".join(map(_shown, value))
+    return f"[{text}]" if isinstance(value, list) else f"({text})"
+  if type(value) is dict:
+    return f"{{{', '.join(f'{_shown(key)}: {_shown(item)}' for key, item in value.items())}}}"
+  if isinstance(value, (*_LITERALS, enum.Enum, np.generic, np.dtype)):
+    return repr(value)
+  if symbols.is_symbol(value):
+    return symbols.short_name(value)
+  return f"a {type(value).__name__}"

@@ -414,6 +414,17 @@ def _enclosed(text: str) -> bool:
   return False
 
 
+def choices(kind: Any) -> list[Any]:
+  """Returns the values of the bool and of the Literals in a type."""
+  kind, _ = _unranged(kind)
+  if kind is bool:
+    return [True, False]
+  args = typing.get_args(kind)
+  if _is_union(kind):
+    return [value for arg in args for value in choices(arg)]
+  return list(args) if typing.get_origin(kind) is Literal else []
+
+
 def _choices(kind: Any) -> list[str]:
   """Returns the names among which to look for the nearest to a wrong one."""
   kind, bounds = _unranged(kind)

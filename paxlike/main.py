@@ -27,8 +27,8 @@ if TYPE_CHECKING:
   from paxlike.experiment import Experiment
 
 _TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: a launcher shall start the job again.
-# Kept with their frames until the process ends: XLA may still compile, and would crash without what
-# they hold.
+# Exceptions whose frames must live on until the process ends: XLA may still compile, and would
+# crash without what they hold.
 _interrupted: list[BaseException] = []
 
 
@@ -58,8 +58,8 @@ def run():
 
 
 def _report_unraisable(error: Any):
-  # When a write fails, TensorStore tells of the others to an event loop that is gone by then; when
-  # a read fails, Orbax drops the others.
+  # When a write fails, TensorStore tells of the other writes to an event loop that is closed by
+  # then; when a read fails, Orbax drops the coroutines of the other reads, which says Python.
   dropped = "orbax" in getattr(getattr(error.object, "cr_code", None), "co_filename", "")
   if str(error.exc_value) != "Event loop is closed" and not dropped:
     sys.__unraisablehook__(error)
@@ -134,7 +134,7 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
     if options.against:
       from paxlike import registry
 
-      other = registry.find(options.against, flag="against")().trainer()
+      other = _graph(registry.find(options.against, flag="against")())
       print(show.difference(graph, other, name=options.against))
     else:
       print(show.everything(experiment, graph))
@@ -192,7 +192,6 @@ def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
     UserError: The experiment never reads a knob that was set, or an edit is wrong.
   """
   from paxlike import config_file, fiddlers, run_folder, saved_experiment
-  from paxlike.errors import did_you_mean
 
   if experiment is None:
     path = options.fdl_config_file
@@ -202,13 +201,12 @@ def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
     with run_folder.reading(path):
       graph = config_file.read(path, allow_modules=options.fdl_allow_modules)
   else:
-    graph = experiment.trainer()
+    graph = _graph(experiment)
     given = experiment.settings()
     for name in experiment.unread():
-      if given[name].source == saved_experiment.FILE:
-        continue
-      hint = did_you_mean(name, experiment.read_names())
-      raise UserError(f"{name} has no effect: {type(experiment).__name__} never reads it.{hint}")
+      if given[name].source != saved_experiment.FILE:
+        which = _enabling(experiment, name)
+        raise UserError(f"{name} has no effect with the other knobs as they are{which}.")
   if options.mode == "decode":
     fiddlers.decoding(graph)
   for text in options.fiddlers:
@@ -216,6 +214,33 @@ def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
   for path, text in options.edits:
     config_file.set_path(graph, path, text)
   return graph
+
+
+def _graph(experiment: "Experiment") -> Any:
+  from paxlike import building
+  from paxlike.trainer import Trainer
+
+  graph = experiment.trainer()
+  source = f"what {type(experiment).__name__}.trainer() returns"
+  building.check_kind(graph, Trainer, source=source)
+  return graph
+
+
+def _enabling(experiment: "Experiment", name: str) -> str:
+  """Returns in words a choice of another knob with which knob `name` is read, if there is one."""
+  from paxlike import knob_types
+
+  for other, knob in type(experiment).knobs().items():
+    choices = knob_types.choices(knob.type) if other in experiment.read_names() else []
+    for choice in choices:
+      one = type(experiment)()
+      settings = {n: setting.value for n, setting in experiment.settings().items()}
+      for given, value in {**settings, other: choice}.items():
+        one.set(given, value, source="trial")
+      unexpected.failure(one.trainer)  # It may have read the knob all the same.
+      if name in one.read_names():
+        return f": {other}={knob_types.spell(choice)} would give it one"
+  return ""
 
 
 def _compile(options: flags.Options, trainer: Any) -> int:
@@ -310,7 +335,7 @@ def _run(
 
   assert options.job_log_dir is not None
   prompts, how = _check(options, graph, trainer)
-  stage.ends()
+  stage.is_over = True
   # A model that a run would start from can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
   with contextlib.ExitStack() as stack:
@@ -356,7 +381,8 @@ def built(graph: Any) -> Any:
 
   several = cluster.num_gpus() > 1 or "paxlike.distributed" in sys.modules
   # The mesh before the rest, of which stacks ask for devices.
-  topology.take_gpu_memory(building.build(graph.mesh).num_groups if several else 0)
+  mesh = building.build(graph.mesh, source="mesh") if several else None
+  topology.take_gpu_memory(0 if mesh is None else mesh.num_groups)
   trainer: Any = building.build(graph)
   trainer.compiler_options, dropped = xla_flags.options()
   for name in dropped:
@@ -382,7 +408,7 @@ def _files(experiment: "Experiment | None", graph: Any) -> dict[str, str]:
 
 
 def _tell_changes(path: Any, graph: Any, journal: Any):
-  """Prints how the graph differs from that with which the run began, if it has."""
+  """Prints what has changed in the graph since the run began, if anything has."""
   from paxlike import config_file
 
   if not path.exists():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be settled before JAX is first used: its platform, caches, logs and other processes."""
+"""What must be done before JAX is first used: set its platform, caches and logs, and join the other
+processes of the job.
+"""
 
 import logging
 import os
@@ -12,18 +14,23 @@ _PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # By which users name a folder of compi
 
 
 def set_up_jax(options: flags.Options):
-  """Sets what JAX, TensorFlow and TFDS read when they are first used."""
+  """Sets what JAX, TensorFlow and TFDS read when they are first used, and joins other processes.
+
+  Raises:
+    UserError: Options or the environment are wrong.
+    TemporaryError: The other processes do not come.
+  """
   # JAX and its libraries are imported here, after the flags have been found good.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  # Orbax and gcsfs log each error that they also raise, with all its stack; asyncio those that it
-  # need not.
+  # Orbax and gcsfs log each error that they also raise, with its stack; asyncio logs errors that
+  # nobody awaits any more.
   for name in ("absl", "asyncio", "gcsfs"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
   topology.check_gpu_share()
   if not os.path.exists("/dev/nvidiactl"):
-    # What compiles for GPUs may be installed where there is none: JAX would log that as an error.
+    # JAX's plugin for GPUs may be installed where there is none: JAX would log that as an error.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   if options.topology is not None and tpu_targets.are_named(options.topology):
     gpu_targets.leave_out()
@@ -32,8 +39,8 @@ def set_up_jax(options: flags.Options):
     if options.topology is None and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
       memory.keep_heap()
   if options.num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
-    # XLA for CPUs ends the process when it makes some sums of bfloat16 over devices float32: those
-    # of gradients of jax.shard_map. It needs not do so, they are summed well as they are.
+    # XLA:CPU crashes when it promotes bfloat16 all-reduces from gradients of jax.shard_map to
+    # float32. The pass is not needed.
     theirs = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_disable_hlo_passes=all-reduce-promotion {theirs}".strip()
   keep_programs()
@@ -45,15 +52,21 @@ def set_up_jax(options: flags.Options):
   if options.num_cpu_devices is not None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.num_cpu_devices)
-    # XLA's threads: where there are few, those that wait in different collectives lock each other.
+    # The number of XLA's threads: where there are few, all may wait in different collectives, and
+    # none is left to finish one.
     os.environ.setdefault("NPROC", str(8 * options.num_cpu_devices))
   join(options)
 
 
 def join(options: flags.Options):
-  """Joins the other processes of the job, if options or the cluster name any and it needs them."""
-  needs_none = options.list or options.fdl_help or options.mode == "show"
-  if options.topology is not None or needs_none:
+  """Joins the other processes of the job, if options or the cluster name any and it needs them.
+
+  Raises:
+    UserError: Nothing names the processes that `--multiprocess_gpu` asks for, or an option differs.
+    TemporaryError: They do not come.
+  """
+  alone = options.list or options.fdl_help or options.mode == "show"
+  if options.topology is not None or alone:
     return
   on_cpu = {} if options.num_cpu_devices is None else {"JAX_PLATFORMS": "cpu"}
   environ = os.environ | on_cpu
@@ -92,9 +105,10 @@ def _keep_no_programs():
   """Has JAX compile all programs anew: on GPUs of several nodes, each process waits for all others.
 
   They share the measuring of matmuls (`xla_gpu_shard_autotuning`, on by default; XLA's pull
-  requests 14968 and 22164). JAX writes the cache from process 0 alone (jax/_src/compiler.py): with
-  disks of their own, process 0 would find after a restart what the others wait for it to measure. A
-  folder that the user names is taken to be one that all processes share.
+  requests 14968 and 22164), and only process 0 writes the cache (jax/_src/compiler.py). Where each
+  node has a disk of its own, after a restart process 0 reads the program from its cache and
+  measures nothing, and the others wait for its measurements. A folder that the user names is taken
+  to be one that all processes share.
   """
   import jax
 
@@ -102,8 +116,8 @@ def _keep_no_programs():
 
 
 def keep_programs():
-  """Lets what was compiled once be read from the cache folder, unless the user says otherwise."""
-  # Also the many small ones, which together take as long as the step on a small machine.
+  """Has JAX keep compiled programs in the cache folder, unless the user names another."""
+  # Also the many small programs, which together take as long as the step on a small machine.
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
   import jax
 

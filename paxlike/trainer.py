@@ -28,6 +28,7 @@ from paxlike.best import Best, Criterion
 from paxlike.checkpoint import Checkpoints, flatten
 from paxlike.committing import check_keep
 from paxlike.configurable import configurable
+from paxlike.data.dataset import Dataset
 from paxlike.errors import UserError
 from paxlike.evaluation import EvalSet, Evaluator, Result
 from paxlike.feed import Feed
@@ -56,8 +57,8 @@ class Trainer:
     model: Its weights abstract.
     optimizer: With its schedule.
     mesh: The shape of the device mesh.
-    train_data: A `data.dataset.Dataset`; None if the experiment only evaluates.
-    eval_data: Data sets to evaluate, by name.
+    train_data: None if the experiment only evaluates.
+    eval_data: Data sets to evaluate, by name, which is also that of folders.
     percore_batch_size: Sequences a device and optimizer step.
     accumulation_steps: Parts of the batch computed one after another.
     num_steps: Optimizer steps of the run.
@@ -85,7 +86,7 @@ class Trainer:
   model: Decoder
   optimizer: Optimizer
   mesh: mesh.MeshSpec
-  train_data: Any
+  train_data: Dataset | None
   eval_data: Mapping[str, EvalSet]
   percore_batch_size: ranges.Batch
   accumulation_steps: ranges.Size
@@ -386,7 +387,7 @@ class Trainer:
       seed=self.seed,
       num_microbatches=self.accumulation_steps,
       objective=self.objective,
-      sources=self.train_data.sources,
+      sources=self.data.sources,
     )
     return jax.jit(step, donate_argnums=0)
 
@@ -395,7 +396,7 @@ class Trainer:
     state = train_state.abstract(
       self.definition, self.optimizer, self.devices, with_reference=self.has_reference
     )
-    return state, self.feed.abstract(self.train_data.no_rows())
+    return state, self.feed.abstract(self.data.no_rows())
 
   def trace(self):
     """Traces initialisation and a step, and so finds what cannot be computed; JAX keeps both."""
@@ -424,8 +425,7 @@ class Trainer:
     return program
 
   def _batches(self, state: dict[str, Any] | None, *, updates: int) -> Any:
-    rows = self.feed.rows
-    return self.train_data.batches(self.batch_size, rows=rows, state=state, updates=updates)
+    return self.data.batches(self.batch_size, rows=self.feed.rows, state=state, updates=updates)
 
   def _log(self, readings: Iterable[Reading], journal: Journal):
     for reading in readings:

@@ -123,7 +123,7 @@ def strings_and_callables(annotation: Any) -> tuple[bool, bool]:
   parts = [strings_and_callables(part) for part in typing.get_args(annotation) if part is not ...]
   origin = typing.get_origin(annotation)
   if origin is not None and issubclass_of_mapping(origin):
-    parts = parts[1:]  # Keys are names of dims and of data sets.
+    parts = parts[1:]  # Keys are names of dims, and of data sets, which `preflight` checks.
   return any(one for one, _ in parts), any(two for _, two in parts)
 
 

@@ -61,7 +61,7 @@ def test_the_names_of_metrics_are_known_whatever_they_read():
     total = sum(batch[name].sum(-1) for name in read) + scores.loss_BT.sum(-1)
     return {"of_all": (total, total)}
 
-  one = EvalSet(dataset=None, metrics=(of_all, evaluation.language_model))
+  one = EvalSet(dataset=Rows(), metrics=(of_all, evaluation.language_model))
   assert set(one.names) == {"of_all", "log_pplx", "fraction_of_correct_next_step_preds"}
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program as its users see it: what works, and what their mistakes are answered with."""
 
+import contextlib
 import json
 import os
 
 import pytest
 from program import TINY, curve, finish, run, start
 
-from paxlike import chips, config_file, main, registry, topology, trainer
+from paxlike import chips, config_file, main, preflight, registry, topology, trainer
+from paxlike.errors import UserError
 
 SMALL = "--fdl_config=Synthetic126M"
 
@@ -40,7 +42,15 @@ def refused(capsys, folder, *flags) -> str:
       [SMALL, "--fdl.NUM_HEADS=3", "--fdl.DIMS_PER_HEAD=None", "--fdl.MODEL_DIMS=256"],
       ["MODEL_DIMS=256", "NUM_HEADS=3", "DIMS_PER_HEAD"],
     ),
-    ([SMALL, "--fdl.LR_LRED_WARMUP=3"], ["LR_LRED_WARMUP", "no effect"]),
+    (
+      [SMALL, "--fdl.LR_LRED_WARMUP=3"],
+      ["LR_LRED_WARMUP has no effect with", "LR_SCHEDULE=linear_rampup_exponential_decay would"],
+    ),
+    ([SMALL, "--fdl.LORA_RANK=3"], ["LORA_RANK has no effect", "USE_LORA=True would give it one."]),
+    (
+      [SMALL, "--fdl.EARLY_STOPPING_PATIENCE=3"],
+      ["has no effect with the other knobs as they are."],
+    ),
     ([SMALL, "--fdl.PERCORE_BATCH_SIZE=0.3"], ["PERCORE_BATCH_SIZE=0.3 x 8 devices"]),
     ([SMALL, "--fdl.GRADIENT_ACCUMULATION_STEPS=3"], ["GRADIENT_ACCUMULATION_STEPS=3"]),
     (["--fdl_config=Text126M"], ["DATA_PATH"]),
@@ -189,6 +199,43 @@ def test_a_config_file_runs_no_command_and_writes_no_file(capsys, tmp_path, wher
     (line,) = capsys.readouterr().err.splitlines()
     assert name.replace(":", ".") in line or "absolute" in line
     assert not trace.exists()
+
+
+NAMES = {
+  "validation": True, "c4_en-3.0.1": True, "Прозa": True, "...": True, ".": False, "..": False,
+  "": False, "../../pwned/x": False, "a/b": False, "a\\b": False, "a b": False, "a\n": False,
+  "\ud800": False, "x" * 201: False, "/tmp": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_eval_sets_are_names_of_folders_in_that_of_the_run(
+  capsys, tmp_path, monkeypatch, name
+):
+  monkeypatch.setattr(trainer.Trainer, "trace", lambda self: None)
+  monkeypatch.setattr(trainer.Trainer, "train", lambda self, *a, **k: 0)
+  saved = json.loads(config_file.dump(registry.find("Gpt3_52k")(MAX_STEPS=1).trainer()))
+  arguments = saved["graph"]["arguments"]
+  eval_set = {"dataset": arguments["train_data"], "num_batches": 1}
+  eval_set = {"config": "paxlike.evaluation:EvalSet", "arguments": eval_set}
+  arguments["eval_data"] = {"dict": [[name, eval_set]]}
+  file, folder = tmp_path / "config.json", tmp_path / "a" / "run"
+  file.write_text(json.dumps(saved))
+  for mode in ("train", "eval"):
+    status = run(f"--fdl_config_file={file}", f"--job_log_dir={folder}", f"--mode={mode}")
+    if not NAMES[name]:
+      (line,) = capsys.readouterr().err.splitlines()
+      assert status == 2 and line.startswith("paxlike: eval_data has a set named ")
+      assert not folder.parent.exists()
+    elif mode == "train":
+      assert status == 0
+
+
+def test_names_of_registered_eval_sets_are_such():
+  for cls in registry.registered().values():
+    with contextlib.suppress(UserError):  # Those that need a path, of which others have the data.
+      for name in cls().eval_data():
+        assert preflight._NAME.fullmatch(name)
 
 
 def test_an_initialiser_that_cannot_be_called_so_is_found_before_anything_is_written(

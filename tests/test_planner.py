@@ -77,7 +77,7 @@ def test_every_plan_is_one_that_the_experiment_takes(topology_flags, batch, mode
     for plan in facts["plans"]:
       assert plan["predicted_bytes"]["total"] < planner.ROOM * facts["bytes_of_device"]
       made = trainer(plan["command"])
-      preflight.check_step(made, training=True)
+      preflight.check_setup(made, training=True)
       assert made.batch_size == batch
       sizes = [plan["mesh"]["ici"].get(a, 1) * plan["mesh"]["dcn"].get(a, 1) for a in AXES]
       assert list(made.devices.shape.values()) == sizes

@@ -11,6 +11,7 @@ import pytest
 from fiddle import daglish
 
 from paxlike import building, config_file, graph_types, knob_types, ranges, registry
+from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
 from paxlike.experiments.gpt import Gpt3_52k
 
@@ -133,6 +134,26 @@ def test_what_is_expected_is_said_in_words(kind, value, says):
     (lambda graph: setattr(graph, "keep", True), "keep=True: expected an int"),
     (lambda graph: setattr(graph, "weight_dtype", "int8"), "weight_dtype='int8': expected one of"),
     (lambda graph: setattr(graph.model.stack, "pattern", 1), "model.stack.pattern=1: expected a"),
+    (lambda graph: setattr(graph.model.stack, "pattern", []), "pattern=[] of a Stack: expected"),
+    (lambda graph: setattr(graph, "mesh", graph.model), "mesh=Config[Decoder]: expected MeshSpec"),
+    (
+      lambda graph: setattr(graph, "mesh", fdl.cast(fdl.Partial, graph.mesh)),
+      "mesh=Partial[MeshSpec]: expected MeshSpec",
+    ),
+    (lambda graph: setattr(graph, "keep", graph.mesh), "keep=Config[MeshSpec]: expected an int"),
+    (lambda graph: setattr(graph, "restore", graph.mesh), "restore=Config[MeshSpec]: expected Res"),
+    (
+      lambda graph: setattr(graph.model, "norm", graph.mesh),
+      "model.norm=Config[MeshSpec]: expected a function or a layer",
+    ),
+    (
+      lambda graph: setattr(graph, "eval_data", graph.mesh),
+      "eval_data=Config[MeshSpec]: expected a dict",
+    ),
+    (
+      lambda graph: setattr(graph, "train_data", {"a": [graph.mesh, len]}),
+      "train_data={'a': [Config[MeshSpec], len]}: expected Dataset or None",
+    ),
   ],
 )
 def test_a_graph_is_checked_before_it_is_built(edit, says):
@@ -141,6 +162,28 @@ def test_a_graph_is_checked_before_it_is_built(edit, says):
   with pytest.raises(UserError) as error:
     building.build(graph)
   assert str(error.value).startswith(says)
+
+
+def says_any() -> Any: ...
+
+
+def says_object() -> object: ...
+
+
+def says_base() -> RowDataset: ...
+
+
+@pytest.mark.parametrize("function", [says_any, says_object, says_base, lambda: None])
+def test_what_a_function_may_make_fits(function):
+  graph = Gpt3_52k().trainer()
+  graph.train_data = graph.model.norm = fdl.Config(function)
+  if function is says_base:
+    graph.model.norm = graph.model.stack.pattern[0].norm
+  else:
+    graph.mesh = fdl.Config(function)
+  graph_types.check(graph)
+  kind = type("Kind", (RowDataset,), {})
+  assert graph_types.misfit(kind, fdl.Config(function)) is None
 
 
 def test_experiments_of_users_may_declare_plain_numbers():

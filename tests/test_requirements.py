@@ -12,7 +12,7 @@ def check(where, knobs):
   graph = registry.find("Gpt3_52k")(**knobs).trainer()
   topology.use(where)
   try:
-    preflight.check_step(fdl.build(graph), training=True)
+    preflight.check_setup(fdl.build(graph), training=True)
   finally:
     topology.use(None)
 

@@ -2,6 +2,7 @@
 """What nobody foresaw while a run is built and checked ends in one line that names what is near."""
 
 import re
+import sys
 
 import pytest
 from program import TINY, run
@@ -37,6 +38,45 @@ class BrokenInTheTrace(Gpt3_52k):
     block.norm = fdl.Partial(BrokenNorm)
     return block
 """
+
+# Of methods that return or do what they must not, with what is said of it; status 2, one line.
+BROKEN_METHODS = {
+  "def pattern(self): return []": "Mine.pattern() returns is []: expected a list of a layer",
+  "def pattern(self): pass": "Mine.pattern() returns is None",
+  "def pattern(self): yield self.block()": "Mine.pattern() returns is a generator",
+  "def dropout(self): pass": "to_break.py, class Mine: unexpected TypeError: Mine.dropout() takes",
+  "def __init__(self, a): pass": "to_break.py, class Mine: unexpected TypeError: Mine.__init__()",
+  "def optimizer(self): return fdl.Config(optax.sgd, learning_rate=0.1)": (
+    "optimizer=Config[optax.sgd]: expected Optimizer"
+  ),
+  "def objective(self): return fdl.Config(dict)": "objective=Config[dict]: expected Objective",
+  "def train_data(self): return [1, 2]": "train_data=[1, 2]: expected Dataset or None",
+  "def train_data(self): return '/x'": "train_data='/x': expected Dataset or None",
+  "def eval_data(self): return {'a': self.train_data()}": (
+    "eval_data={'a': Config[RandomTokens]}: expected EvalSet at each place"
+  ),
+  "def eval_data(self): return {'a': self.eval_set(self.train_data())}": (
+    "the eval set a never ends: give its EvalSet num_batches, as by"
+  ),
+  "def eval_data(self): return {3: self.eval_set(self.train_data(), num_batches=1)}": (
+    "eval_data has a set named 3: expected up to 200 letters"
+  ),
+  "def mesh(self): pass": "Mine.mesh() returns is None: expected an fdl.Config",
+  "def trainer(self): super().trainer()": "Mine.trainer() returns is None: expected an fdl.Config",
+  "def trainer(self): return {}": "Mine.trainer() returns is {}: expected an fdl.Config of Trainer",
+  "def trainer(self): return self.model()": (
+    "Mine.trainer() returns is Config[Decoder]: expected an fdl.Config of Trainer"
+  ),
+  "def trainer(self): return fdl.build(super().trainer())": "Mine.trainer() returns is a Trainer",
+  "def mlp(self): return super().mlp().foo": (
+    "line 5, in mlp: AttributeError: No parameter 'foo' has been set on Partial[Mlp]"
+  ),
+  "def block(self): return [super().block()]": "pattern=[[Partial[Block]]]: expected a function",
+  "def mlp(self): sys.exit()": "line 5, in mlp: sys.exit() was called",
+  "def train_data(self): sys.exit(5)": "line 5, in train_data: sys.exit(5) was called",
+  "def trainer(self): raise SystemExit('bye')": "line 5, in trainer: sys.exit('bye') was called",
+  "sys.exit()": "line 5, in Mine: sys.exit() was called",
+}
 
 
 @pytest.fixture
@@ -105,6 +145,27 @@ def test_flags_each_of_which_is_to_blame_are_said_to_be():
       raise failure
 
 
+@pytest.mark.parametrize("method", BROKEN_METHODS)
+def test_what_a_method_of_the_user_does_wrong_is_said_with_its_place(capsys, mine, method):
+  imports = "import fiddle as fdl, optax, sys\nfrom paxlike.experiments.gpt import Gpt3_52k\n\n"
+  module = f"to_break_{list(BROKEN_METHODS).index(method)}"
+  (mine / f"{module}.py").write_text(f"{imports}class Mine(Gpt3_52k):\n  {method}\n")
+  name = f"--fdl_config={module}.Mine"
+  status, err = answer(capsys, mine, name, "--fdl.MAX_STEPS=1", "--fdl.MAX_SEQ_LEN=16")
+  assert (status, err.count("\n")) == (2, 1), err
+  said = BROKEN_METHODS[method].replace("to_break", module)
+  assert said in err and "<" not in err and "MAX_" not in err
+
+
+def test_arguments_that_a_module_of_the_user_parses_itself_end_in_its_line(capsys, mine):
+  (mine / "parses.py").write_text(
+    "import argparse\nargparse.ArgumentParser(usage='x').parse_args()"
+  )
+  status, err = answer(capsys, mine, "--fdl_config=parses.Mine", "--fdl.NUM_LAYERS=1")
+  assert status == 2
+  assert re.search(r"parses\.py, line 2, in <module>: sys\.exit\(2\) was called", err), err
+
+
 def test_a_file_that_is_no_python_is_named(capsys, mine):
   (mine / "no_python.py").write_text("x = 1\nclass Mine(\n")
   status, err = answer(capsys, mine, "--fdl_config=no_python.Mine", "--fdl.NUM_LAYERS=1")
@@ -129,14 +190,20 @@ def test_pipelines_are_refused_without_the_words_of_fiddle(capsys, tmp_path):
 
 def test_a_running_program_keeps_its_tracebacks():
   with pytest.raises(KeyError), unexpected.explained(flags.Options()) as stage:
-    stage.ends()
+    stage.is_over = True
     raise KeyError("a defect")
   with (
     pytest.raises(RunError, match=r"too little memory.*PERCORE_BATCH_SIZE"),
     unexpected.explained(flags.Options()) as stage,
   ):
-    stage.ends()
+    stage.is_over = True
     raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
+  with (
+    pytest.raises(UserError, match=r"line \d+.*sys\.exit\(0\) was called"),
+    unexpected.explained(flags.Options()) as stage,
+  ):
+    stage.is_over = True
+    sys.exit(0)
   with pytest.raises(UserError, match=r"^as it is$"), unexpected.explained(flags.Options()):
     raise UserError("as it is")
 

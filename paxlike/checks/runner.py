@@ -35,7 +35,7 @@ def run(
       full, the data cannot be read.
   """
   trainer = build(graph)
-  preflight.check_step(trainer, training=True)
+  preflight.check_setup(trainer, training=True)
   if full:
     step.batch_of(trainer, full=True)  # What cannot be read is no failure of the machine.
   devices = trainer.devices

@@ -80,7 +80,7 @@ def batch_of(trainer: Trainer, *, full: bool) -> dict[str, np.ndarray]:
   Raises:
     UserError: The data cannot be read.
   """
-  size, data = trainer.batch_size, trainer.train_data
+  size, data = trainer.batch_size, trainer.data
   if full:
     data.check()
     with data.batches(size, rows=np.arange(size), state=None) as batches:

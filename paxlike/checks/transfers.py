@@ -66,7 +66,7 @@ def _fed(label: str, trainer: Trainer) -> Check:
   feed, random = trainer.feed, np.random.default_rng(0)
   arrays = {
     name: random.integers(0, 2, (len(feed.rows), *x.shape[1:])).astype(x.dtype)
-    for name, x in trainer.train_data.no_rows().items()
+    for name, x in trainer.data.no_rows().items()
   }
   if "segments" in arrays:  # Random ones would be more than a sequence may have.
     arrays["segments"] = np.ones_like(arrays["segments"])

@@ -48,12 +48,14 @@ class Dataset(abc.ABC):
     seq_len: T.
     sources: The names of what it is made of, in the order in which `source` counts them; none if it
       is of one piece.
+    is_endless: Whether an epoch never ends: it has `ENDLESS` rows.
     packed: Whether rows have `segments` and `positions`, that documents of one row do not see each
       other.
   """
 
   seq_len: ranges.Size
   sources: tuple[str, ...] = ()
+  is_endless: bool = False
   packed: bool = False
 
   @property

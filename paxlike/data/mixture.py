@@ -26,6 +26,8 @@ class Mixture(RowDataset):
   where each row is from.
   """
 
+  is_endless = True
+
   def __init__(
     self,
     *,

@@ -12,6 +12,8 @@ from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 class RandomTokens(RowDataset):
   """Uniform random ids: nothing to learn, and no embedding row or page is favoured."""
 
+  is_endless = True
+
   def __init__(self, *, seq_len: ranges.Size, vocab_size: ranges.Size, seed: ranges.NonNegative):
     self.seq_len = seq_len
     self._vocab_size = vocab_size
@@ -39,6 +41,8 @@ class RandomTokens(RowDataset):
 @configurable
 class ConstantTokens(RowDataset):
   """Id 1 everywhere, as Pax's synthetic data: a model learns it at once, and its loss is 0."""
+
+  is_endless = True
 
   def __init__(self, *, seq_len: ranges.Size):
     self.seq_len = seq_len

@@ -11,6 +11,7 @@ from flax import nnx
 
 from paxlike import ranges, topology
 from paxlike.configurable import configurable
+from paxlike.errors import UserError
 from paxlike.layers.block import Aux, Block
 from paxlike.layers.context import Context
 from paxlike.layers.layout import Layout
@@ -50,8 +51,10 @@ class Stack(Module):
     Unrolled is faster on one; on many, scanning keeps the program small.
 
     Raises:
-      UserError: The stages cannot share the repeats.
+      UserError: The pattern is empty, or the stages cannot share the repeats.
     """
+    if not pattern:
+      raise UserError("pattern=[] of a Stack: expected a list of a layer or more.")
     scan = len(topology.devices()) > 1 if scan is None else scan
     self.remat = remat
     self.pipeline = pipeline

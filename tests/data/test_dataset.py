@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The position in the data: exact after any step, on any number of hosts."""
 
+import importlib
+import inspect
 import json
+import pkgutil
 import threading
 
 import numpy as np
 import pytest
 
+import paxlike.data
 from paxlike.data.dataset import Arrays, Batch, Batches, RowDataset
 from paxlike.errors import UserError
 
@@ -55,6 +59,14 @@ def assert_equal(one: list[Batch], other: list[Batch]):
     for name, array in left.arrays.items():
       assert array.dtype == right.arrays[name].dtype
       np.testing.assert_array_equal(array, right.arrays[name])
+
+
+def test_data_that_never_end_are_known_before_they_are_read():
+  for module in pkgutil.iter_modules(paxlike.data.__path__, "paxlike.data."):
+    importlib.import_module(module.name)
+  kinds = [kind for kind in RowDataset.__subclasses__() if kind.__module__.startswith("paxlike.")]
+  endless = {kind for kind in kinds if "ENDLESS" in inspect.getsource(kind.num_rows)}
+  assert endless == {kind for kind in kinds if kind.is_endless} != set()
 
 
 def test_batches_are_the_rows_in_order_through_all_epochs():

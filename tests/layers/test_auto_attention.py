@@ -25,7 +25,7 @@ def trainer(name, **knobs):
 
 def kernels_of(name, **knobs):
   made = trainer(name, **knobs)
-  preflight.check_step(made, training=True)
+  preflight.check_setup(made, training=True)
   return made.attention
 
 

@@ -62,7 +62,7 @@ def test_without_it_one_line_says_so(monkeypatch, h200):
   with pytest.raises(UserError, match=r"ENABLE_TE.*cannot be loaded"):
     monkeypatch.setitem(sys.modules, "transformer_engine.jax.dense", None)
     trainer = fdl.build(registry.find("Gpt3_52k")(ENABLE_TE=True).trainer())
-    preflight.check_step(trainer, training=True)
+    preflight.check_setup(trainer, training=True)
 
 
 @pytest.mark.parametrize(("kind", "fp8"), [(None, False), ("fp8", True)])
