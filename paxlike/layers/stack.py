@@ -11,6 +11,7 @@ from flax import nnx
 
 from paxlike import ranges, topology
 from paxlike.configurable import configurable
+from paxlike.errors import UserError
 from paxlike.layers.block import Aux, Block
 from paxlike.layers.context import Context
 from paxlike.layers.layout import Layout
@@ -50,8 +51,10 @@ class Stack(Module):
     Unrolled is faster on one; on many, scanning keeps the program small.
 
     Raises:
-      UserError: The stages cannot share the repeats.
+      UserError: There is no layer, or the stages cannot share the repeats.
     """
+    if not (prologue or epilogue or (pattern and repeats)):
+      raise UserError(f"model.stack.{repeats=} makes a model of no layers: at least 1 is needed.")
     scan = len(topology.devices()) > 1 if scan is None else scan
     self.remat = remat
     self.pipeline = pipeline
