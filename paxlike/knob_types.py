@@ -275,9 +275,9 @@ def _scalar(kind: type, value: Any, text: bool) -> Any:
     return value
   if kind is bool and text and value.lower() in _BOOLS:
     return _BOOLS[value.lower()]
-  # NumPy's scalars are numbers too.
-  is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
-  if kind in (int, float) and (text or is_number):
+  # NumPy's scalars are of these too.
+  numeric: Any = numbers.Integral if kind is int else numbers.Real
+  if kind in (int, float) and (text or isinstance(value, numeric)):
     try:
       number = kind(value)
     except (ValueError, OverflowError):
