@@ -30,7 +30,7 @@ class Criterion:
     patience: Evaluations in a row without a better one that end the run; None: nothing does.
   """
 
-  metric: str
+  metric: ranges.Name
   lowest: bool
   patience: ranges.Positive | None = None
 
@@ -58,13 +58,15 @@ class Criterion:
 class Best:
   """What a run knows of its best checkpoint; kept in its folder, so that a resumed run does too."""
 
-  def __init__(self, folder: epath.Path, criterion: Criterion | None):
+  def __init__(self, folder: epath.Path, criterion: Criterion | None, *, saving: bool = True):
     """Reads what was found by the same criterion before; with none, nothing is ever best.
 
-    If what the folder says is damaged, that is printed, and nothing was found.
+    Unless `saving` nothing is written, for no checkpoint is the best. If what the folder says is
+    damaged, that is printed, and nothing was found.
     """
     self._path = folder / FILE
     self._criterion = criterion
+    self._saving = saving
     self._values: dict[int, float] = {}
     told = None
     try:
@@ -100,7 +102,7 @@ class Best:
     if self._criterion is None:
       return False
     self._values[step] = self._criterion.value(results)
-    if jax.process_index() == 0:
+    if self._saving and jax.process_index() == 0:
       values = list(self._values.items())
       how = {"metric": self._criterion.metric, "lowest": self._criterion.lowest}
       told = {**how, "step": self.step, "values": values}

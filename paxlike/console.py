@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people see of a run: plain lines, and a progress bar where there is a terminal."""
 
+import argparse
 import contextlib
 import errno
 import os
@@ -9,7 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
+
+from paxlike.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+  """Reads the flags of a command; a mistake in them is a UserError."""
+
+  def error(self, message: str) -> NoReturn:
+    raise UserError(f"{message}. --help lists the flags.")
+
+
+def path(text: str) -> str:
+  """Returns the path that a flag gives: "" would be the working directory."""
+  if not text.strip():
+    raise argparse.ArgumentTypeError("expected a path that is not empty")
+  return text
 
 
 class Outliving:

@@ -5,6 +5,7 @@ A family overrides the methods that differ; a recipe sets knobs. A value derived
 computed in the method that uses it, so that subclass, mixin and command line all reach it.
 """
 
+import itertools
 from typing import Any, Literal
 
 import fiddle as fdl
@@ -80,7 +81,7 @@ class Experiment(Knobs):
   GRADIENT_ACCUMULATION_STEPS: ranges.Size = 1
 
   # Optimizer.
-  LEARNING_RATE: ranges.Weight = UNSET  #: The schedule's peak.
+  LEARNING_RATE: ranges.Rate = UNSET  #: The schedule's peak.
   LR_SCHEDULE: Literal[  #: Its form.
     "linear_rampup_cosine_decay", "linear_rampup_exponential_decay", "constant"
   ] = "linear_rampup_cosine_decay"
@@ -118,7 +119,7 @@ class Experiment(Knobs):
   CHECKPOINT_EVERY_N_STEPS: ranges.NonNegative = 5000
   CHECKPOINT_MAX_TO_KEEP: ranges.Positive | None = 10  #: Checkpoints kept, the newest. None: all.
   #: SET/METRIC of the evaluation, as validation/log_pplx, by which the best checkpoint is kept too.
-  BEST_CHECKPOINT_METRIC: str | None = None
+  BEST_CHECKPOINT_METRIC: ranges.Name | None = None
   #: Which of its values is the best. None: min of log_pplx, max of others.
   BEST_CHECKPOINT_MODE: Literal["min", "max"] | None = None
   #: Evaluations in a row without a better one that end the run. None: it goes on to MAX_STEPS.
@@ -132,7 +133,7 @@ class Experiment(Knobs):
   #: stall, and on SIGUSR1.
   STACK_TRACE_INTERVAL: ranges.Interval | None = None
   #: Weights to start from: the folder of a run, or of a converted model. None: all are drawn.
-  CHECKPOINT_RESTORE_PATH: str | None = None
+  CHECKPOINT_RESTORE_PATH: ranges.Path | None = None
   CHECKPOINT_RESTORE_STEP: ranges.NonNegative | None = None  #: Its checkpoint. None: the newest.
   CHECKPOINT_INCLUDE_RULES: tuple[str, ...] = ("",)  #: Patterns of the weights to take.
   CHECKPOINT_IGNORE_RULES: tuple[str, ...] = ()  #: Patterns of those that are drawn all the same.
@@ -144,7 +145,7 @@ class Experiment(Knobs):
     None  #: How the matrices of the base are held (QLoRA). None: as they are computed with.
   )
   #: all, attention or mlp, or the roles of linear maps: query,up.
-  LORA_TARGET_LAYERS: str = "all"
+  LORA_TARGET_LAYERS: ranges.Name = "all"
   SAMPLE_PROMPT: str | None = None  #: Text that the trained model continues. None: no sample.
 
   def trainer(self) -> fdl.Config[Trainer]:
@@ -383,19 +384,33 @@ class Experiment(Knobs):
     )
 
   def schedule(self) -> fdl.Config:
-    """The learning rate over steps."""
+    """The learning rate over steps.
+
+    Raises:
+      UserError: It is to fall before it has risen, or to end before it falls.
+    """
     peak = self.LEARNING_RATE
     if self.LR_SCHEDULE == "constant":
       return fdl.Config(optimizers.constant, peak=peak)
     if self.LR_SCHEDULE == "linear_rampup_cosine_decay":
-      function, warmup = optimizers.linear_rampup_cosine_decay, self.LR_COS_WARMUP
+      function, prefix, warmup = optimizers.linear_rampup_cosine_decay, "COS", self.LR_COS_WARMUP
       start, end = self.LR_COS_DECAY_START, self.LR_COS_DECAY_END
       ratio = self.LR_COS_MIN_RATIO
     else:
-      function, warmup = optimizers.linear_rampup_exponential_decay, self.LR_LRED_WARMUP
+      function, prefix = optimizers.linear_rampup_exponential_decay, "LRED"
+      warmup, ratio = self.LR_LRED_WARMUP, self.LR_LRED_MIN_RATIO
       start, end = self.LR_LRED_DECAY_START, self.LR_LRED_DECAY_END
-      ratio = self.LR_LRED_MIN_RATIO
-    start, end = warmup + 1 if start is None else start, self.MAX_STEPS if end is None else end
+    steps = [("WARMUP", warmup), ("DECAY_START", start), ("DECAY_END", end)]
+    given = [(f"LR_{prefix}_{name}", step) for name, step in steps if step is not None]
+    for (name, step), (later, sooner) in itertools.pairwise(given):
+      if sooner < step:
+        raise UserError(
+          f"{later}={sooner} is below {name}={step}: the learning rate rises for WARMUP steps, and"
+          " falls from DECAY_START to DECAY_END. Change one of them."
+        )
+    if end is None:
+      end = max(self.MAX_STEPS, start or 0)
+    start = min(warmup + 1, ranges.INT32) if start is None else start
     return fdl.Config(
       function, peak=peak, warmup=warmup, decay_start=start, decay_end=end, min_ratio=ratio
     )

@@ -41,7 +41,9 @@ _ONLY_IN = {
 }
 
 _ASSIGNMENT = re.compile(r"((?:[^=\[]|\[[^\]]*\])+)=(.*)", re.DOTALL)
-_FDL = re.compile(r"--?fdl\.(.+)", re.DOTALL)
+_FDL = re.compile(r"--?fdl\.(.*)", re.DOTALL)
+# What absl takes of itself: more flags from a file, and flags that need not be known.
+_OF_ABSL = re.compile(r"--?(flagfile|undefok)(=.*)?", re.DOTALL)
 _KNOB = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
@@ -325,6 +327,8 @@ def _rewrite(args: Sequence[str]) -> list[str]:
   for arg in remaining:
     if arg == "--":
       rewritten += [arg, *remaining]
+    elif match := _OF_ABSL.fullmatch(arg):
+      raise UserError(f"unknown flag --{match[1]}. --help lists the flags.")
     elif match := _FDL.fullmatch(arg):
       assignment = match[1]
       _check_name(assignment, "--fdl.")
@@ -375,6 +379,10 @@ def _check(options: Options):
   if options.mode not in MODES:
     hint = did_you_mean(options.mode, MODES)
     raise UserError(f"--mode={options.mode}: expected one of {', '.join(MODES)}.{hint}")
+  for name, modes in _ONLY_IN.items():
+    if getattr(options, name) not in (None, False, ()) and options.mode not in modes:
+      mode = " or ".join(f"--mode={mode}" for mode in modes if mode in MODES)
+      raise UserError(f"--{name} goes with {mode}, not --mode={options.mode}.")
   if options.list:
     return
   if options.fdl_config and options.fdl_config_file:
@@ -395,10 +403,6 @@ def _check(options: Options):
       "--fdl_allow_modules is about a graph from a file, that of --fdl_config_file=FILE or of a"
       f" run: leave it out, or --fdl_config={options.fdl_config}."
     )
-  for name, modes in _ONLY_IN.items():
-    if getattr(options, name) not in (None, False, ()) and options.mode not in modes:
-      mode = " or ".join(f"--mode={mode}" for mode in modes if mode in MODES)
-      raise UserError(f"--{name} goes with {mode}, not --mode={options.mode}.")
   if options.slices is not None and options.topology is None:
     raise UserError(f"--slices={options.slices} goes with --topology=NAME.")
   if options.topology is not None and options.num_cpu_devices is not None:

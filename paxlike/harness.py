@@ -9,15 +9,25 @@ is the harness's own program, which knows paxlike then. DIR is the folder of a r
 
 import collections
 import json
+import pathlib
+import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+try:
+  from lm_eval.api.model import TemplateLM
+  from lm_eval.api.registry import register_model
+  from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+  if __name__ != "__main__":
+    raise
+  print(f"paxlike.harness: {error}: pip install 'paxlike[lm_eval]'.", file=sys.stderr)
+  sys.exit(2)
 
 from paxlike import building, config_file, evaluation, fiddlers
 from paxlike.data.corpus import Corpus
@@ -25,7 +35,7 @@ from paxlike.data.examples import ExampleRows
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizer import Tokenizer
 from paxlike.decoding import Decoding, Options
-from paxlike.errors import UserError
+from paxlike.errors import UserError, one_line
 from paxlike.evaluation import EvalSet, Evaluator, Scores, Sums
 from paxlike.feed import Feed
 from paxlike.layers.decoder import Batch
@@ -219,7 +229,21 @@ def _options(asked: dict[str, Any], *, num_rows: int) -> Options:
   )
 
 
-if __name__ == "__main__":
+def main() -> int:
+  """Runs the harness's own program. Returns the exit status: 2 for a user's mistake."""
   from lm_eval.__main__ import cli_evaluate
 
-  cli_evaluate()
+  try:
+    cli_evaluate()
+  except ValueError as error:
+    # The harness raises no other for what it is given.
+    raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    if not isinstance(error, UserError) and "lm_eval" not in raised_in.parts:
+      raise
+    print(f"paxlike.harness: {one_line(error)}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

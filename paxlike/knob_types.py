@@ -8,13 +8,14 @@ strings are accepted too.
 import ast
 import enum
 import math
+import numbers
 import re
 import types
 import typing
 from typing import Annotated, Any, Literal
 
 from paxlike.errors import did_you_mean
-from paxlike.ranges import Dtype, OneOf, Range
+from paxlike.ranges import Dtype, OneOf, Range, Text
 
 DTYPES = (
   "bool",
@@ -113,6 +114,8 @@ def type_name(kind: Any) -> str:
     return bounds.text(type_name(kind))
   if isinstance(bounds, OneOf):
     return f"Dtype in ({', '.join(bounds.names)})"
+  if isinstance(bounds, Text):
+    return "non-empty str"
   if _is_dtype(kind):
     return "Dtype"
   if kind in (None, types.NoneType):
@@ -140,6 +143,8 @@ def expectation(kind: Any, value: Any = None) -> str:
     return bounds.phrase(type_name(kind), bounded=is_too_large)
   if isinstance(bounds, OneOf):
     return f"one of {', '.join(bounds.names)}"
+  if isinstance(bounds, Text):
+    return bounds.phrase
   if _is_dtype(kind):
     return "a dtype such as bfloat16"
   if _is_union(kind):
@@ -149,7 +154,8 @@ def expectation(kind: Any, value: Any = None) -> str:
     return f"one of {', '.join(choices)}"
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin is dict:
-    return f"a mapping {{name: value, ...}} whose values are each {_each(args[1])}"
+    names = "" if args[0] is str else f"names are each {_each(args[0])} and whose "
+    return f"a mapping {{name: value, ...}} whose {names}values are each {_each(args[1])}"
   if origin is list or (origin is tuple and args[1:] == (...,)):
     return f"a list whose items are each {_each(args[0])}"
   if origin is tuple:
@@ -213,12 +219,12 @@ def _is_dtype(kind: Any) -> bool:
   return kind == Dtype
 
 
-def _unranged(kind: Any) -> tuple[Any, Range | OneOf | None]:
+def _unranged(kind: Any) -> tuple[Any, Range | OneOf | Text | None]:
   """Returns a type without its range, and the range if it has one."""
   if typing.get_origin(kind) is not Annotated:
     return kind, None
   plain, *marks = typing.get_args(kind)
-  bounds = next((mark for mark in marks if isinstance(mark, Range | OneOf)), None)
+  bounds = next((mark for mark in marks if isinstance(mark, Range | OneOf | Text)), None)
   return (Dtype if "dtype" in marks else plain), bounds
 
 
@@ -269,7 +275,9 @@ def _scalar(kind: type, value: Any, text: bool) -> Any:
     return value
   if kind is bool and text and value.lower() in _BOOLS:
     return _BOOLS[value.lower()]
-  if kind in (int, float) and (text or isinstance(value, int | kind)):
+  # NumPy's scalars are of these too.
+  numeric: Any = numbers.Integral if kind is int else numbers.Real
+  if kind in (int, float) and (text or isinstance(value, numeric)):
     try:
       number = kind(value)
     except (ValueError, OverflowError):

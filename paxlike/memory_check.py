@@ -36,10 +36,13 @@ def check(devices: jax.sharding.Mesh, state: Any, batch: Any, *, parts: int):
   width = getattr(table, "shape", (0,))[-1]
   activation = 2 * math.prod(batch["inputs"].shape) * width // parts // devices.size
   if state_bytes + activation > memory:
+    weights = {**state.params, **state.frozen}
+    largest = max(weights, key=lambda name: math.prod(weights[name].shape))
     raise UserError(
       f"a device has {tables.nbytes(memory)}, but the training state takes"
       f" {tables.nbytes(state_bytes)} of each, and every activation of a batch"
-      f" {tables.nbytes(activation)}: make the model (MODEL_DIMS, NUM_LAYERS, VOCAB_SIZE ...) or"
+      f" {tables.nbytes(activation)}: make the model (MODEL_DIMS, NUM_LAYERS, VOCAB_SIZE"
+      f" ...; its largest weight is {largest}, {' x '.join(map(str, weights[largest].shape))}) or"
       " the batch (PERCORE_BATCH_SIZE, MAX_SEQ_LEN) smaller, or shard it over more devices."
     )
 

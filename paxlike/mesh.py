@@ -335,10 +335,14 @@ def check_batch(mesh: Mesh, size: int, *, accumulation_steps: int = 1, microbatc
   shards = batch_shards(mesh)
   parts = shards * accumulation_steps * microbatches
   if size % parts:
-    cuts = f" and GRADIENT_ACCUMULATION_STEPS in {accumulation_steps}"
-    if microbatches > 1:
-      cuts = f"{cuts.replace(' and', ',')} and NUM_MICROBATCHES in {microbatches}"
+    cuts = {
+      "ICI_MESH_SHAPE (data x fsdp x expert)": shards,
+      "GRADIENT_ACCUMULATION_STEPS": accumulation_steps,
+      "NUM_MICROBATCHES": microbatches,
+    }
+    cuts = {knob: count for knob, count in cuts.items() if count > 1}
     raise UserError(
-      f"a global batch of {size} sequences does not divide into {parts} parts: the mesh cuts it in"
-      f" {shards} (data x fsdp x expert),{cuts}. Change PERCORE_BATCH_SIZE."
+      f"a global batch of {size} sequences does not divide into {parts} parts:"
+      f" {', '.join(f'{knob} cuts it in {count}' for knob, count in cuts.items())}. Change"
+      f" {'one of these' if len(cuts) > 1 else 'this'}, or PERCORE_BATCH_SIZE."
     )

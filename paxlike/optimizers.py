@@ -13,6 +13,7 @@ import optax
 
 from paxlike import ranges
 from paxlike.configurable import configurable
+from paxlike.errors import UserError
 from paxlike.layers.rounding import in_dtype
 
 # Completed updates -> learning rate.
@@ -104,7 +105,7 @@ def _held_in(dtype: Any, adam: optax.GradientTransformation) -> optax.GradientTr
 
 
 @configurable
-def constant(*, peak: ranges.Weight) -> Schedule:
+def constant(*, peak: ranges.Rate) -> Schedule:
   """The same rate at every step."""
   return optax.constant_schedule(peak)
 
@@ -112,7 +113,7 @@ def constant(*, peak: ranges.Weight) -> Schedule:
 @configurable
 def linear_rampup_cosine_decay(
   *,
-  peak: ranges.Weight,
+  peak: ranges.Rate,
   warmup: ranges.NonNegative,
   decay_start: ranges.NonNegative,
   decay_end: ranges.NonNegative,
@@ -121,31 +122,51 @@ def linear_rampup_cosine_decay(
   """From 0 to `peak` over `warmup` steps; from `decay_start` to `decay_end` down along a cosine.
 
   Ends at, and stays at, `min_ratio * peak`. Step 0 has rate 0.
+
+  Raises:
+    UserError: It falls before it has risen, or ends before it falls.
   """
   decay = optax.cosine_decay_schedule(peak, max(decay_end - decay_start, 1), alpha=min_ratio)
-  return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=decay_start)
+  return _after_rampup(decay, peak, warmup, decay_start, decay_end)
 
 
 @configurable
 def linear_rampup_exponential_decay(
   *,
-  peak: ranges.Weight,
+  peak: ranges.Rate,
   warmup: ranges.NonNegative,
   decay_start: ranges.NonNegative,
   decay_end: ranges.NonNegative,
   min_ratio: ranges.Epsilon,
 ) -> Schedule:
-  """From 0 to `peak` over `warmup` steps, then geometrically down to `min_ratio * peak`."""
+  """From 0 to `peak` over `warmup` steps, then geometrically down to `min_ratio * peak`.
+
+  Raises:
+    UserError: It falls before it has risen, or ends before it falls.
+  """
   num_steps = max(decay_end - decay_start, 1)
 
   def decay(count: jax.typing.ArrayLike) -> jax.Array:
     return peak * jnp.exp(math.log(min_ratio) * jnp.minimum(count / num_steps, 1.0))
 
-  return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=decay_start)
+  return _after_rampup(decay, peak, warmup, decay_start, decay_end)
 
 
-def _after_rampup(decay: Schedule, *, peak: float, warmup: int, decay_start: int) -> Schedule:
+def _after_rampup(
+  decay: Schedule, peak: float, warmup: int, decay_start: int, decay_end: int
+) -> Schedule:
+  if decay_start < warmup:
+    raise UserError(
+      f"the learning rate's {decay_start=} is below its {warmup=}: it cannot fall before it has"
+      " risen. Change one of them."
+    )
+  # The end of a run that is over in the warmup comes before the start.
+  if warmup < decay_end < decay_start:
+    raise UserError(
+      f"the learning rate's {decay_end=} is below its {decay_start=}: it cannot end to fall before"
+      " it begins. Change one of them."
+    )
   return optax.join_schedules(
     [optax.linear_schedule(0, peak, warmup), optax.constant_schedule(peak), decay],
-    [warmup, max(decay_start, warmup)],
+    [warmup, decay_start],
   )

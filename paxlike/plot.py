@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the curves of runs: `paxlike-plot RUN... [--output=FILE.png]`."""
 
-import argparse
 import io
 import itertools
 import os
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
-from paxlike import metrics, run_folder
+from paxlike import console, metrics, run_folder
 from paxlike.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -52,17 +51,24 @@ def main() -> int:
 
 def run(argv: Sequence[str]) -> int:
   """Runs a command line. Returns the exit status: 0, or 2 for a user's mistake."""
-  parser = argparse.ArgumentParser(
+  parser = console.Parser(
     prog="paxlike-plot", description="Draws loss and throughput of one or several runs."
   )
-  parser.add_argument("runs", nargs="+", metavar="RUN", help="the --job_log_dir of a run")
-  parser.add_argument("--output", metavar="FILE.png", help="default: RUN/curves.png, or curves.png")
-  options = parser.parse_args(argv)
-  single = len(options.runs) == 1
-  output = options.output or (
-    f"{options.runs[0].rstrip('/')}/curves.png" if single else "curves.png"
+  parser.add_argument(
+    "runs", nargs="+", metavar="RUN", type=console.path, help="the --job_log_dir of a run"
+  )
+  parser.add_argument(
+    "--output",
+    metavar="FILE.png",
+    type=console.path,
+    help="default: RUN/curves.png, or curves.png",
   )
   try:
+    options = parser.parse_args(argv)
+    single = len(options.runs) == 1
+    output = options.output or (
+      f"{options.runs[0].rstrip('/')}/curves.png" if single else "curves.png"
+    )
     names = _names(options.runs)
     runs = [read(path, name=name) for path, name in zip(options.runs, names, strict=True)]
     save(draw(runs), output)

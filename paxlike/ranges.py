@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of numbers, declared once in the annotation of a knob or an argument.
+"""Ranges of numbers and texts, declared once in the annotation of a knob or an argument.
 
     NUM_LAYERS: ranges.Depth = 12
     def __init__(self, *, rate: ranges.Probability): ...
@@ -14,45 +14,40 @@ from typing import Annotated, Any
 
 INT32 = 2**31 - 1
 FLOAT32 = 3.4028234e38
+TINY = 1e-30  # In float32 a smaller number may be 0, which is not positive.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-  """The numbers between bounds.
+  """The numbers between bounds, which are of them.
+
+  There are no open bounds: programs hold floats as float32, in which a number just inside of one
+  may be the bound itself.
 
   Attributes:
     least: The smallest.
-    above: Instead of `least`, a bound that is not one of them itself.
     most: The largest.
-    below: Instead of `most`, a bound that is not one of them itself.
     also: Numbers outside of the bounds that mean something else, such as -1.
   """
 
   least: float = -math.inf
-  above: float = -math.inf
   most: float = math.inf
-  below: float = math.inf
   also: tuple[int, ...] = ()
 
   def __contains__(self, number: float) -> bool:
-    inside = self.least <= number <= self.most and self.above < number < self.below
-    return inside or number in self.also
+    return self.least <= number <= self.most or number in self.also
 
   def text(self, kind: str) -> str:
-    """Returns the range as a condition on a `kind`: "int >= 1", "0 <= float < 1"."""
+    """Returns the range as a condition on a `kind`: "int >= 1", "0 <= float <= 1"."""
     lower = f"{self.least:.15g} <= " if math.isfinite(self.least) else ""
-    lower = f"{self.above:.15g} < " if math.isfinite(self.above) else lower
     upper = f" <= {self.most:.15g}" if math.isfinite(self.most) else ""
-    upper = f" < {self.below:.15g}" if math.isfinite(self.below) else upper
     if self.most in (INT32, FLOAT32):
-      bound, is_open = (self.above, True) if math.isfinite(self.above) else (self.least, False)
-      lower, upper = "", f" {'>' if is_open else '>='} {bound:.15g}"
-      upper = "" if bound == -FLOAT32 else upper
+      lower, upper = "", "" if self.least == -FLOAT32 else f" >= {self.least:.15g}"
     or_one_of = "".join(f" or {number}" for number in self.also)
     return f"{lower}{kind}{upper}{or_one_of}"
 
   def phrase(self, kind: str, *, bounded: bool = False) -> str:
-    """Returns what is expected, in words: "an int of at least 1", "a finite float above 0".
+    """Returns what is expected, in words: "an int of at least 1", "a float from 0 to 1".
 
     Large upper bounds, which are there against slips, are spelt only if `bounded`.
     """
@@ -62,15 +57,10 @@ class Range:
     shown = math.isfinite(self.most) and (bounded or self.most < 1000)
     if math.isfinite(self.least) and self.least != -FLOAT32:
       words.append(f"from {self.least:.15g}" if shown else f"of at least {self.least:.15g}")
-    if math.isfinite(self.above):
-      words.append(f"above {self.above:.15g}")
     if shown:
       words.append(f"{'to' if words and 'from' in words[0] else 'of at most'} {self.most:.15g}")
-    if math.isfinite(self.below):
-      words.append(f"below {self.below:.15g}")
-    joined = " ".join(words) if shown and "from" in words[0] else " and ".join(words)
     or_one_of = "".join(f", or {number}" for number in self.also)
-    return f"{'an' if kind == 'int' else 'a'} {kind} {joined}".rstrip() + or_one_of
+    return f"{'an' if kind == 'int' else 'a'} {kind} {' '.join(words)}".rstrip() + or_one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +72,20 @@ class OneOf:
   def __contains__(self, name: Any) -> bool:
     return name in self.names
 
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+  """Texts that are not empty: "" as a path would be the working directory."""
+
+  phrase: str
+
+  def __contains__(self, text: str) -> bool:
+    return bool(text.strip())
+
+
+# Of a file or a folder, a glob or a URL; and of what else has a name: a field, a split, a metric.
+Path = Annotated[str, Text("a path that is not empty")]
+Name = Annotated[str, Text("a name that is not empty")]
 
 # Marks the name of a dtype. Takes names, NumPy dtypes and jnp.bfloat16 alike.
 Dtype = Annotated[Any, "dtype"]
@@ -99,31 +103,34 @@ Repeats = Annotated[int, Range(least=0, most=1024)]
 AxisSize = Annotated[int, Range(least=1, most=2**20, also=(-1,))]
 
 Finite = Annotated[float, Range(least=-FLOAT32, most=FLOAT32)]
-PositiveFloat = Annotated[float, Range(above=0, most=FLOAT32)]
+PositiveFloat = Annotated[float, Range(least=TINY, most=FLOAT32)]
 NonNegativeFloat = Annotated[float, Range(least=0, most=FLOAT32)]
-# Weights of losses, rates and scales: beyond them everything overflows in a few steps.
+# Weights of losses and scales: beyond them everything overflows in a few steps.
 Weight = Annotated[float, Range(least=0, most=1000)]
-Factor = Annotated[float, Range(above=0, most=1e6)]
+Factor = Annotated[float, Range(least=TINY, most=1e6)]
+# Of learning; 0 trains nothing.
+Rate = Annotated[float, Range(least=TINY, most=1000, also=(0,))]
 # Sequences of a device; each is made in Python.
-Batch = Annotated[float, Range(above=0, most=2**16)]
+Batch = Annotated[float, Range(least=1e-6, most=2**16)]
 # Places of experts, in memory, over those needed.
-Capacity = Annotated[float, Range(above=0, most=1024)]
+Capacity = Annotated[float, Range(least=1e-6, most=1024)]
 Stretch = Annotated[float, Range(least=1, most=1e6)]
 # Divides logits; 0 takes the likeliest token.
 Temperature = Annotated[float, Range(least=1e-3, most=1e3, also=(0,))]
-# A limit of time that may be none, and the time between two events.
-Seconds = Annotated[float, Range(least=0, most=1e9)]
+# A limit of time, of which 0 is none, and the time between two events.
+Seconds = Annotated[float, Range(least=1, most=1e9, also=(0,))]
 Interval = Annotated[float, Range(least=1, most=1e9)]
 Fraction = Annotated[float, Range(least=0, most=1)]
-Share = Annotated[float, Range(above=0, most=1)]
-Probability = Annotated[float, Range(least=0, below=1)]
+Share = Annotated[float, Range(least=TINY, most=1)]
+# Of what is dropped, and of what a mean keeps: 1 divides by 0.
+Probability = Annotated[float, Range(least=0, most=0.9999999)]
 # How probable it is that a preference is the wrong way round: above 1/2 it would be the right one.
-Smoothing = Annotated[float, Range(least=0, below=0.5)]
+Smoothing = Annotated[float, Range(least=0, most=0.4999999)]
 # Of the wave lengths of rotary positions.
-Base = Annotated[float, Range(above=1, most=1e15)]
+Base = Annotated[float, Range(least=1.0001, most=1e15)]
 # Of logits: x becomes cap * tanh(x / cap).
 Cap = Annotated[float, Range(least=1e-3, most=1e6)]
 # Of distances: half of them are of one distance each.
 Buckets = Annotated[int, Range(least=2, most=2**16)]
-# In float32 a smaller one would be zero, and 0 / 0 no number.
-Epsilon = Annotated[float, Range(least=1e-30, most=1)]
+# Added to what divides: 0 / 0 is no number.
+Epsilon = Annotated[float, Range(least=TINY, most=1)]

@@ -44,7 +44,7 @@ class Restore:
     ignore: Patterns of those that are drawn anew all the same.
   """
 
-  path: str
+  path: ranges.Path
   step: ranges.NonNegative | None = None
   include: tuple[str, ...] = ("",)
   ignore: tuple[str, ...] = ()

@@ -218,7 +218,7 @@ class Trainer:
       UserError: The checkpoint is of another experiment, or cannot be written.
       RunError: The loss is no longer finite.
     """
-    best = Best(folder, self.best)
+    best = Best(folder, self.best, saving=self.saving)
     with (
       jax.set_mesh(self.devices),
       self.watched(folder),

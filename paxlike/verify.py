@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifies the checkpoints of runs: `paxlike-verify DIR...`."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -26,20 +25,27 @@ def main() -> int:
 
 def run(argv: Sequence[str]) -> int:
   """Runs a command line. Returns the exit status."""
-  parser = argparse.ArgumentParser(prog="paxlike-verify", description=_HELP)
-  parser.add_argument("folders", nargs="+", metavar="DIR")
-  options = parser.parse_args(argv)
+  parser = console.Parser(prog="paxlike-verify", description=_HELP)
+  parser.add_argument("folders", nargs="+", metavar="DIR", type=console.path)
+  try:
+    folders = parser.parse_args(argv).folders
+  except UserError as error:
+    return _refused(error)
   statuses = {0}
   try:
-    for path in options.folders:
+    for path in folders:
       try:
         statuses.add(_verify(path))
       except UserError as error:
-        print(f"paxlike-verify: {one_line(error)}", file=sys.stderr)
-        statuses.add(2)
+        statuses.add(_refused(error))
   except KeyboardInterrupt:
     return 130
   return 1 if 1 in statuses else max(statuses)
+
+
+def _refused(error: UserError) -> int:
+  print(f"paxlike-verify: {one_line(error)}", file=sys.stderr)
+  return 2
 
 
 def _verify(path: str) -> int:

@@ -8,7 +8,6 @@ Flags but --to and --shards are those of paxlike: any experiment will do, and it
 data are tokenized, cut and packed. Its evaluation sets become splits of their own.
 """
 
-import argparse
 import os
 import pathlib
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 import fiddle as fdl
 import tqdm
 
-from paxlike import flags, run_folder
+from paxlike import console, flags, run_folder
 from paxlike.data import prepared
 from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
@@ -28,11 +27,11 @@ from paxlike.starting import set_up_jax
 
 def main(argv: Sequence[str]) -> int:
   """Runs a command line. Returns the exit status: 2 for a user's mistake."""
-  parser = argparse.ArgumentParser(os.path.basename(argv[0]), allow_abbrev=False)
-  parser.add_argument("--to", required=True, type=pathlib.Path, help="the folder to make")
+  parser = console.Parser(os.path.basename(argv[0]), allow_abbrev=False)
+  parser.add_argument("--to", required=True, type=console.path, help="the folder to make")
   parser.add_argument("--shards", type=int, default=8, help="files of a split (%(default)s)")
-  own, others = parser.parse_known_args(argv[1:])
   try:
+    own, others = parser.parse_known_args(argv[1:])
     if own.shards < 1:
       raise UserError(f"--shards={own.shards} must be at least 1.")
     options = flags.parse([argv[0], *others, "--mode=show"])
@@ -50,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
       rows.check()
     total = sum(rows.num_rows(0) for rows in splits.values())
     with (
-      run_folder.built(own.to, flag="to") as folder,
+      run_folder.built(pathlib.Path(own.to), flag="to") as folder,
       tqdm.tqdm(total=total, unit="row", disable=None) as bar,
     ):
       prepared.write(

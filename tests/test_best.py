@@ -98,6 +98,14 @@ def test_what_is_no_number_is_never_the_best(tmp_path):
     assert best.step == 2
 
 
+def test_a_run_without_checkpoints_says_of_none_that_it_is_the_best(tmp_path):
+  best = Best(tmp_path, Criterion(metric="held/acc", lowest=False, patience=1), saving=False)
+  assert best.evaluated(found(0.5), 1) and not best.evaluated(found(0.1), 2)
+  assert best.is_hopeless
+  with pytest.raises(UserError, match="knows no best checkpoint"):
+    step_of(tmp_path)
+
+
 def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path, capsys):
   criterion = Criterion(metric="held/acc", lowest=False, patience=2)
   best = Best(tmp_path, criterion)

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from paxlike import console as console_module
+from paxlike import plot, verify
 from paxlike.console import Console
+from paxlike.convert import main as convert
 
 ERASE = "\r\033[K"
 
@@ -117,3 +119,23 @@ def test_work_is_named_only_if_it_takes_long(capsys):
     while not (err := capsys.readouterr().err):
       time.sleep(0.01)
   assert err == "paxlike: tracing ...\n"
+
+
+COMMANDS = {
+  "paxlike-convert": (convert.run, ["--from=hf", "--path=", "--to=x"]),
+  "paxlike-plot": (plot.run, [""]),
+  "paxlike-verify": (verify.run, [""]),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_mistake_in_the_flags_of_a_command_is_one_line(name, capsys):
+  run, empty = COMMANDS[name]
+  for given, says in (
+    ([], "are required: "),
+    (["--what"], ""),
+    (empty, "a path that is not empty"),
+  ):
+    assert run(given) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"{name}: ") and says in err and err.count("\n") == 1

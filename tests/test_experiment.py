@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from fiddle import selectors
 
-from paxlike import config_file, fiddlers, layers, registry, topology
+from paxlike import building, config_file, fiddlers, layers, registry, topology
 from paxlike.convert.exporting import config_of
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
@@ -165,9 +165,44 @@ def test_derived_values_follow_their_knobs():
   assert graph.optimizer.learning_rate.decay_end == 90
 
 
+@every_experiment
+@pytest.mark.parametrize(
+  "schedule", ["linear_rampup_cosine_decay", "linear_rampup_exponential_decay"]
+)
+def test_its_schedule_takes_any_number_of_steps(cls, schedule):
+  for steps in (0, 1, 3, 2**31 - 1):
+    building.build(cls(LR_SCHEDULE=schedule, MAX_STEPS=steps).schedule())
+  most = cls(LR_SCHEDULE=schedule, LR_COS_DECAY_START=None, LR_COS_DECAY_END=None)
+  most.set("LR_COS_WARMUP", 2**31 - 1, source="").set("LR_LRED_WARMUP", 2**31 - 1, source="")
+  building.build(most.schedule())
+
+
+@pytest.mark.parametrize(
+  ("schedule", "kind"),
+  [("linear_rampup_cosine_decay", "COS"), ("linear_rampup_exponential_decay", "LRED")],
+)
+@pytest.mark.parametrize(
+  ("given", "later", "sooner"),
+  [
+    ({"WARMUP": 0, "DECAY_START": 5, "DECAY_END": 2}, "DECAY_END=2", "DECAY_START=5"),
+    ({"WARMUP": 7, "DECAY_START": 5, "DECAY_END": None}, "DECAY_START=5", "WARMUP=7"),
+    ({"WARMUP": 7, "DECAY_START": None, "DECAY_END": 5}, "DECAY_END=5", "WARMUP=7"),
+  ],
+)
+def test_a_schedule_that_contradicts_itself_is_refused(schedule, kind, given, later, sooner):
+  knobs: dict[str, Any] = {f"LR_{kind}_{name}": value for name, value in given.items()}
+  experiment = registry.find("Synthetic126M")(LR_SCHEDULE=schedule, **knobs)
+  with pytest.raises(UserError, match=f"^LR_{kind}_{later} is below LR_{kind}_{sooner}: "):
+    experiment.schedule()
+
+
 def test_zero_is_zero_and_not_a_default():
   experiment = registry.find("Synthetic126M")(
-    ADAM_BETA1=0.0, WEIGHT_DECAY=0.0, CLIP_GRADIENT_NORM_TO_VALUE=None, LR_COS_DECAY_START=0
+    ADAM_BETA1=0.0,
+    WEIGHT_DECAY=0.0,
+    CLIP_GRADIENT_NORM_TO_VALUE=None,
+    LR_COS_WARMUP=0,
+    LR_COS_DECAY_START=0,
   )
   optimizer = experiment.trainer().optimizer
   assert (optimizer.b1, optimizer.weight_decay, optimizer.clip_norm) == (0.0, 0.0, None)

@@ -2,6 +2,9 @@
 """The harness finds in our model what it finds in Hugging Face's of the same weights."""
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -153,3 +156,34 @@ def test_both_backends_answer_alike(models, tasks, tmp_path, monkeypatch):
   assert found["results"]["sums"]["acc,none"] == expected["results"]["sums"]["acc,none"]
   for metric in ("bits_per_byte,none", "word_perplexity,none"):
     assert found["results"]["text"][metric] == pytest.approx(expected["results"]["text"][metric])
+
+
+@pytest.mark.parametrize(
+  ("given", "says"),
+  [
+    ([], "No tasks specified"),
+    (["--tasks", "no_such_task"], "no_such_task"),
+    (["--tasks", "arc_easy", "--model_args", "folder=/nowhere"], "/nowhere/config.json"),
+  ],
+)
+def test_a_mistake_is_one_line(given, says, monkeypatch, capsys):
+  from paxlike import harness
+
+  monkeypatch.setattr("sys.argv", ["harness", "--model", "paxlike", *given])
+  assert harness.main() == 2
+  last = capsys.readouterr().err.splitlines()[-1]
+  assert last.startswith("paxlike.harness: ") and says in last
+
+
+def test_without_the_harness_the_extra_is_named(tmp_path):
+  (tmp_path / "lm_eval").mkdir()
+  (tmp_path / "lm_eval" / "__init__.py").write_text("raise ImportError('no lm_eval')")
+  path = os.pathsep.join([str(tmp_path), *sys.path])
+  ended = subprocess.run(
+    [sys.executable, "-m", "paxlike.harness"],
+    env={**os.environ, "PYTHONPATH": path},
+    capture_output=True,
+    text=True,
+  )
+  assert ended.returncode == 2
+  assert ended.stderr == "paxlike.harness: no lm_eval: pip install 'paxlike[lm_eval]'.\n"

@@ -164,6 +164,18 @@ def test_values_of_another_type_are_refused(name, value):
     Recipe(**{name: value})
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint16, np.int64, np.float16, np.float32, np.float64])
+def test_scalars_of_numpy_are_kept_as_those_of_python(kind):
+  is_whole = issubclass(kind, np.integer)
+  numbers: Any = {"NUM_LAYERS": kind(2)} if is_whole else {"RATE": kind(0.3)}
+  for name, value in (*numbers.items(), ("RATE", kind(2))):
+    held = getattr(Recipe(**{name: value}), name)
+    assert held == value and type(held) is (int if name == "NUM_LAYERS" else float)
+  for value in (np.float32(2), np.bool_(True), np.zeros(1, int)):
+    with pytest.raises(UserError, match="NUM_LAYERS"):
+      Recipe(NUM_LAYERS=value)
+
+
 @pytest.mark.parametrize(
   "dtype", [jnp.bfloat16, jnp.dtype("bfloat16"), np.dtype("bfloat16"), "bfloat16"]
 )

@@ -91,3 +91,17 @@ def test_batch_arithmetic():
     mesh.global_batch_size(percore=4, num_devices=8, accumulation_steps=5)
   with pytest.raises(UserError, match="not a whole number"):
     mesh.global_batch_size(percore=0.3, num_devices=8)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize("microbatches", [1, 5])
+def test_a_batch_that_cannot_be_cut_names_what_cuts_it_and_nothing_else(
+  accumulation_steps, microbatches
+):
+  built = MeshSpec(ici=(8, 1, 1)).build(jax.devices())
+  with pytest.raises(UserError) as error:
+    mesh.check_batch(built, 4, accumulation_steps=accumulation_steps, microbatches=microbatches)
+  said = str(error.value)
+  assert ",," not in said and "ICI_MESH_SHAPE (data x fsdp x expert) cuts it in 8" in said
+  assert ("GRADIENT_ACCUMULATION_STEPS" in said) == (accumulation_steps > 1)
+  assert ("NUM_MICROBATCHES" in said) == (microbatches > 1)

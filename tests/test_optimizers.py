@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import functools
+import typing
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from models import adamw, batch, tiny
 
-from paxlike import optimizers, train_state
+from paxlike import optimizers, ranges, train_state
+from paxlike.errors import UserError
 from paxlike.mesh import MeshSpec
 from paxlike.train_step import make_train_step
 
@@ -114,6 +116,36 @@ def test_schedules_pass_through_their_corners(schedule, middle):
     (1000, 0.2),
   ]:
     assert float(rate(step)) == pytest.approx(expected, rel=1e-5), step
+
+
+@pytest.mark.parametrize("beta", ["b1", "b2"])
+def test_the_slowest_decay_of_a_mean_moves_weights_as_far(beta):
+  slowest = typing.get_args(ranges.Probability)[1].most
+  given = {"b1": 0.9, "b2": 0.99, beta: slowest}
+  optimizer = optimizers.adamw(
+    learning_rate=optimizers.constant(peak=1.0), eps=1e-8, weight_decay=0.0, clip_norm=None, **given
+  )
+  params = {"a.w": jnp.zeros(3)}
+  state, update = optimizer.transform.init(params), jax.jit(optimizer.transform.update)
+  for _ in range(5):
+    updates, state = update({"a.w": jnp.ones(3)}, state, params)
+    np.testing.assert_allclose(updates["a.w"], -1.0, rtol=0.2)
+
+
+@pytest.mark.parametrize(
+  "schedule",
+  [optimizers.linear_rampup_cosine_decay, optimizers.linear_rampup_exponential_decay],
+)
+@pytest.mark.parametrize(
+  ("changed", "says"),
+  [
+    ({"decay_start": 9}, "decay_start=9 is below its warmup=10"),
+    ({"decay_end": 19}, "decay_end=19 is below its decay_start=20"),
+  ],
+)
+def test_a_schedule_that_contradicts_itself_is_refused(schedule, changed, says):
+  with pytest.raises(UserError, match=says):
+    schedule(**SHAPE | changed)
 
 
 def test_a_schedule_without_room_to_decay_is_still_finite():

@@ -160,5 +160,5 @@ def test_knobs_that_cannot_be_say_so(knobs, message):
 
 def test_a_batch_that_stages_cannot_share_says_so():
   built = MeshSpec(ici={"pipeline": 2, "data": 4}).build(jax.devices())
-  with pytest.raises(UserError, match=r"16 parts: .* and NUM_MICROBATCHES in 4"):
+  with pytest.raises(UserError, match=r"16 parts: .* in 4, NUM_MICROBATCHES cuts it in 4\. "):
     mesh.check_batch(built, 24, microbatches=4)

@@ -7,6 +7,7 @@ import typing
 from typing import Any
 
 import fiddle as fdl
+import numpy as np
 import pytest
 from fiddle import daglish
 
@@ -19,16 +20,37 @@ EXPERIMENTS = registry.registered()
 every_experiment = pytest.mark.parametrize("cls", EXPERIMENTS.values(), ids=lambda c: c.__name__)
 
 
-def bare_numbers(kind: Any) -> bool:
-  """Whether a type has an int or float without a range in it."""
+def bare(kind: Any, *plain: type) -> bool:
+  """Whether a type has one of these without a range in it."""
   if typing.get_origin(kind) is typing.Annotated:
     return False
-  return kind in (int, float) or any(map(bare_numbers, typing.get_args(kind)))
+  return kind in plain or any(bare(arg, *plain) for arg in typing.get_args(kind))
 
 
 @every_experiment
 def test_every_number_has_a_range(cls):
-  assert [name for name, knob in cls.knobs().items() if bare_numbers(knob.type)] == []
+  assert [name for name, knob in cls.knobs().items() if bare(knob.type, int, float)] == []
+
+
+@every_experiment
+def test_every_path_and_name_is_not_empty(cls):
+  """What may be: what a model continues, and patterns, of which "" finds all. Axes are known."""
+  found = {name for name, knob in cls.knobs().items() if bare(knob.type, str)}
+  rules = {"CHECKPOINT_INCLUDE_RULES", "CHECKPOINT_IGNORE_RULES"}
+  assert found == {"SAMPLE_PROMPT", *rules, "ICI_MESH_SHAPE", "DCN_MESH_SHAPE"}
+
+
+FLOATS = [name for name, kind in vars(ranges).items() if typing.get_args(kind)[:1] == (float,)]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_float32_keeps_floats_apart_from_the_bounds_that_they_exclude(name):
+  """Programs would compute 1 of 0.99999999999, and 0 of 1e-46."""
+  bounds = typing.get_args(getattr(ranges, name))[1]
+  for number in (bounds.least, bounds.most):
+    held = np.float32(number)
+    assert number == 0 or abs(held) >= np.finfo(np.float32).tiny
+    assert all((number < one) == (held < one) for one in (0, 0.5, 1))
 
 
 @every_experiment
@@ -40,17 +62,23 @@ def test_graphs_fit_their_annotations(cls):
     if isinstance(node, fdl.Buildable):
       hints: Any = graph_types.annotations(fdl.get_callable(node))
       numbers = [n for n, v in node.__arguments__.items() if type(v) in (int, float)]
-      assert [n for n in numbers if bare_numbers(hints.get(n, int))] == [], node
+      assert [n for n in numbers if bare(hints.get(n, int), int, float)] == [], node
 
 
 # Knob, its path in the graph, values that are just within and values that are just not.
 LIMITS = [
   ("NUM_HEADS", "model.stack.pattern[0].attention.num_heads", [1, 2**24], [0, -1, 2**24 + 1]),
   ("INIT_STD", "model.embedding.init.std", [0.0, 0.5], [-1e-9, math.inf]),
-  ("LEARNING_RATE", "optimizer.learning_rate.peak", [0.0, 1.0], [-1e-9, 1e20, math.inf]),
-  ("ADAM_BETA2", "optimizer.b2", [0.0, 0.999], [1.0, 1.5, -0.1]),
+  ("LEARNING_RATE", "optimizer.learning_rate.peak", [0.0, 1.0], [-1e-9, 1e-46, 1e20, math.inf]),
+  ("ADAM_BETA2", "optimizer.b2", [0.0, 0.999], [1.0, 0.99999999999, 1.5, -0.1]),
   ("ADAM_EPSILON", "optimizer.eps", [1e-30, 1.0], [0.0, 1e-50]),
-  ("CLIP_GRADIENT_NORM_TO_VALUE", "optimizer.clip_norm", [1e-3, None], [0.0, -1.0, math.inf]),
+  (
+    "CLIP_GRADIENT_NORM_TO_VALUE",
+    "optimizer.clip_norm",
+    [1e-3, None],
+    [0.0, 1e-46, -1.0, math.inf],
+  ),
+  ("STALL_TIMEOUT", "stall_timeout", [0.0, 1.0, None], [0.5, 1e-300, -1.0]),
   ("MAX_STEPS", "num_steps", [0, 2**31 - 1], [-1, 2**31]),
   ("MAX_SKIPPED_STEPS_IN_A_ROW", "max_skipped_in_a_row", [1], [0]),
   ("VOCAB_SIZE", "model.vocab_size", [1], [0, -3]),
@@ -99,7 +127,7 @@ def test_a_phrase_and_a_condition_say_the_bounds(name):
     assert number not in bounds
   shown = knob_types.type_name(kind)
   assert plain.__name__ in shown
-  for bound in (bounds.least, bounds.above, bounds.most, bounds.below):
+  for bound in (bounds.least, bounds.most):
     if math.isfinite(bound) and abs(bound) not in (ranges.INT32, ranges.FLOAT32):
       assert f"{bound:.15g}" in shown
       assert f"{bound:.15g}" in bounds.phrase(plain.__name__, bounded=True)
@@ -110,12 +138,14 @@ def test_a_phrase_and_a_condition_say_the_bounds(name):
   [
     (ranges.Depth, 0, "expected an int of at least 1, got 0."),
     (ranges.Depth, 5000, "expected an int from 1 to 1024, got 5000."),
-    (ranges.Probability, 2.0, "expected a float of at least 0 and below 1, got 2.0."),
-    (ranges.PositiveFloat, 0.0, "expected a finite float above 0, got 0.0."),
+    (ranges.Probability, 2.0, "expected a float from 0 to 0.9999999, got 2.0."),
+    (ranges.PositiveFloat, 0.0, "expected a finite float of at least 1e-30, got 0.0."),
     (ranges.AxisSize, 0, "expected an int of at least 1, or -1, got 0."),
     (ranges.Positive | None, -1, "expected an int of at least 1 or None, got -1."),
     (ranges.ComputeDtype, "int4", "expected one of bfloat16, float16, float32, got 'int4'."),
-    (ranges.Smoothing, "a", "expected a float of at least 0 and below 0.5, got 'a'."),
+    (ranges.Smoothing, "a", "expected a float from 0 to 0.4999999, got 'a'."),
+    (ranges.Path | None, "", "expected a path that is not empty or None, got ''."),
+    (dict[ranges.Name, ranges.Path], "{a: ''}", "expected a mapping {name: value, ...} whose"),
   ],
 )
 def test_what_is_expected_is_said_in_words(kind, value, says):

@@ -213,7 +213,12 @@ def test_a_running_program_keeps_its_tracebacks():
   [
     (["--fdl.model.vocab_size=10"], ["ids up to 63", "model knows 10", "VOCAB_SIZE"]),
     (["--fdl.train_data.seq_len=99"], ["99 tokens", "16 positions", "MAX_SEQ_LEN"]),
-    (["--fdl.MODEL_DIMS=16777216"], ["training state takes", "MODEL_DIMS"]),
+    (["--fdl.MODEL_DIMS=16777216"], ["training state takes", "embedding.table, 64 x 16777216)"]),
+    (
+      ["--fdl.NUM_HEADS=16777216"],
+      ["training state takes", ".attention.key.w, ", " x 16777216 x "],
+    ),
+    (["--fdl.model.stack.repeats=0"], ["model.stack.repeats=0", "no layers"]),
     (["--fdl.NUM_HEADS=0"], ["--fdl.NUM_HEADS=0: expected an int of at least 1"]),
     (["--fdl.FPROP_DTYPE=int4"], ["--fdl.FPROP_DTYPE=int4: expected one of bfloat16"]),
     (["--fdl.trained=nothing_like_this"], ["trained='nothing_like_this'", "no weight"]),

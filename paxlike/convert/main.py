@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
-from paxlike import gpu_targets, tpu_targets
+from paxlike import console, gpu_targets, tpu_targets
 from paxlike.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -116,13 +116,13 @@ def _report_unraisable(error: Any):
 
 
 def _run(argv: Sequence[str]) -> int:
-  parser = argparse.ArgumentParser(prog="paxlike-convert", description=_HELP)
+  parser = console.Parser(prog="paxlike-convert", description=_HELP)
   parser.add_argument(
     "--from", dest="source", choices=("hf", "meta", "peft", "paxlike"), required=True
   )
-  parser.add_argument("--path", type=pathlib.Path, required=True, help="what is converted")
-  parser.add_argument("--to", type=pathlib.Path, required=True, metavar="DIR", help="a new folder")
-  parser.add_argument("--base", type=pathlib.Path, metavar="DIR", help="from peft: what is adapted")
+  parser.add_argument("--path", type=_path, required=True, help="what is converted")
+  parser.add_argument("--to", type=_path, required=True, metavar="DIR", help="a new folder")
+  parser.add_argument("--base", type=_path, metavar="DIR", help="from peft: what is adapted")
   parser.add_argument(
     "--adapter", action="store_true", help="from paxlike: the LoRA adapters, for PEFT"
   )
@@ -151,6 +151,10 @@ def _run(argv: Sequence[str]) -> int:
     for line in _notes(options, source):
       print(line)
   return 0
+
+
+def _path(text: str) -> pathlib.Path:
+  return pathlib.Path(console.path(text))
 
 
 def _notes(options: argparse.Namespace, source: "Source | Run | Adapter") -> list[str]:

@@ -35,11 +35,11 @@ class Conversations(Corpus):
   def __init__(
     self,
     *,
-    path: str | None,
+    path: ranges.Path | None,
     tokenizer: Tokenizer,
     vocab_size: ranges.Size,
     template: str = "plain",
-    vocab_path: str | None = None,
+    vocab_path: ranges.Path | None = None,
     knob: str = "DATA_PATH",
   ):
     """Reads nothing yet.
@@ -66,6 +66,10 @@ class Conversations(Corpus):
   @property
   def vocab_size(self) -> int:
     return self._vocab_size
+
+  @property
+  def named(self) -> str:
+    return f"{self._knob}={self._path}"
 
   def check(self):
     _ = self._files, self._template

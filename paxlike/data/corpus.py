@@ -27,6 +27,11 @@ class Corpus(abc.ABC):
     """The number that ids are below, as far as that was given; None: it was not."""
     return None
 
+  @property
+  def named(self) -> str:
+    """What messages call it."""
+    return "the data"
+
   def check(self):  # noqa: B027 - a corpus without files has nothing to check.
     """Finds what is wrong, as far as that is cheap; writes nothing.
 
@@ -78,6 +83,12 @@ class CorpusRows(RowDataset):
   @property
   def vocab_size(self) -> int | None:
     return self.corpus.vocab_size
+
+  @property
+  def named(self) -> str:
+    first, last = self._split
+    part = "" if (first, last) == (0, 1) else f", from {first:g} to {last:g} of it (TRAIN_SHARE)"
+    return f"{self.corpus.named}{part}"
 
   def check(self):
     first, last = self._split

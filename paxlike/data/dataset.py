@@ -68,6 +68,11 @@ class Dataset(abc.ABC):
     """The number that ids are below, as far as that was given; None: it was not."""
     return None
 
+  @property
+  def named(self) -> str:
+    """What messages call it: where it is from, and which part of that it is."""
+    return "the data"
+
   def check(self):  # noqa: B027 - a source without files has nothing to check.
     """Finds what is wrong, as far as that is cheap; writes nothing.
 
@@ -166,7 +171,7 @@ class RowDataset(Dataset):
 
   def _check_not_empty(self):
     if self.num_rows(0) == 0:
-      raise UserError("the data make no sequence: that takes at least 2 tokens.")
+      raise UserError(f"no sequence in {self.named}: that takes at least 2 tokens.")
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the programs scripts/download_*.py do: raw files, fetched or given, to a TFDS data set."""
 
-import argparse
 import dataclasses
 import os
 import pathlib
@@ -10,6 +9,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 
+from paxlike import console
 from paxlike.data import fetch, files, records, tasks, tfds_writer
 from paxlike.data.tfds_writer import Schema
 from paxlike.errors import UserError
@@ -33,7 +33,11 @@ class Download:
 def main(download: Download, argv: Sequence[str]) -> int:
   """Runs a command line. Returns the exit status: 2 for a user's mistake, or without network."""
   script = os.path.basename(argv[0])
-  options = _parser(download, script).parse_args(argv[1:])
+  try:
+    options = _parser(download, script).parse_args(argv[1:])
+  except UserError as error:
+    print(f"{script}: {error}", file=sys.stderr)
+    return 2
   root = pathlib.Path(options.tfds_data_dir).expanduser()
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   try:
@@ -61,14 +65,15 @@ def main(download: Download, argv: Sequence[str]) -> int:
   return 0
 
 
-def _parser(download: Download, script: str) -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
+def _parser(download: Download, script: str) -> console.Parser:
+  parser = console.Parser(
     script, description=f"Makes the TFDS data set {download.schema.name}.", allow_abbrev=False
   )
   parser.add_argument(
     "--from",
     dest="source",
     metavar="PATH",
+    type=console.path,
     action="append",
     help=f"files, folders or globs of {', '.join(records.SUFFIXES)}, instead of the network; may"
     " be repeated",
@@ -76,6 +81,7 @@ def _parser(download: Download, script: str) -> argparse.ArgumentParser:
   parser.add_argument(
     "--tfds_data_dir",
     metavar="DIR",
+    type=console.path,
     default=os.fspath(tasks.tfds_data_dir()),
     help="where TFDS keeps its data sets (%(default)s)",
   )

@@ -41,7 +41,12 @@ class Mixture(RowDataset):
       sources: By name.
       weights: The share of rows of each, in any unit. None: as many as each has.
       seed: Of the order.
+
+    Raises:
+      UserError: There is no source.
     """
+    if not sources:
+      raise UserError("a mixture of nothing: name its sources, as --fdl.DATA_PATHS={NAME: PATH}.")
     self.seq_len = max((one.seq_len for one in sources.values()), default=0)
     self.sources = tuple(sources)
     self._datasets = list(sources.values())
@@ -61,8 +66,6 @@ class Mixture(RowDataset):
 
   def check(self):
     weights = self._weights
-    if not self.sources:
-      raise UserError("a mixture of nothing: name its sources, as DATA_PATHS does.")
     if weights is not None:
       if weights.keys() != set(self.sources):
         names = f"{', '.join(weights)}, but the sources are {', '.join(self.sources)}"
@@ -88,7 +91,9 @@ class Mixture(RowDataset):
   def num_rows(self, epoch: int) -> int:
     for name, dataset in zip(self.sources, self._datasets, strict=True):
       if dataset.num_rows(0) == 0:
-        raise UserError(f"{name} of the mixture makes no sequence: that takes at least 2 tokens.")
+        raise UserError(
+          f"{name} of the mixture: no sequence in {dataset.named}: that takes at least 2 tokens."
+        )
     return ENDLESS
 
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:

@@ -31,8 +31,8 @@ class PreparedRows(RowDataset):
   def __init__(
     self,
     *,
-    path: str | None,
-    split: str,
+    path: ranges.Path | None,
+    split: ranges.Name,
     seq_len: ranges.Size,
     vocab_size: ranges.Size,
     tokenizer: Tokenizer | None = None,
@@ -65,6 +65,10 @@ class PreparedRows(RowDataset):
   @property
   def vocab_size(self) -> int:
     return self._vocab_size
+
+  @property
+  def named(self) -> str:
+    return f"DATA_PATH={self._path}, split {self._split}"
 
   def check(self):
     info = self._info
@@ -174,7 +178,7 @@ def write(
   for split, rows in splits.items():
     count = rows.num_rows(0)
     if not count:
-      raise UserError(f"{split} makes no sequence: that takes at least 2 tokens.")
+      raise UserError(f"{split}: no sequence in {rows.named}: that takes at least 2 tokens.")
     if count == ENDLESS:
       raise UserError(f"{split} never ends: prepare what it is made of.")
     columns = _columns(rows, vocab_size)

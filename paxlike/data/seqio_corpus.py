@@ -90,7 +90,7 @@ class SeqIOCorpus(Corpus):
     self,
     *,
     task: SeqIOTask,
-    split: str,
+    split: ranges.Name,
     vocab_size: ranges.Size,
     bos_id: ranges.NonNegative | None = None,
     lengths: Mapping[str, int] | None = None,
@@ -112,6 +112,10 @@ class SeqIOCorpus(Corpus):
   @property
   def vocab_size(self) -> int:
     return self._vocab_size
+
+  @property
+  def named(self) -> str:
+    return f"the split {self._how['split']} of the task"
 
   def check(self):
     self._task.check(self._how["split"])

@@ -26,7 +26,7 @@ class SeqIOStream(Dataset):
     self,
     *,
     task: SeqIOTask,
-    task_split: str,
+    task_split: ranges.Name,
     seq_len: ranges.Size,
     vocab_size: ranges.Size,
     bos_id: ranges.NonNegative = 0,

@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import ranges, run_folder
 from paxlike.configurable import configurable
 from paxlike.data.seqio_corpus import SeqIOTask
 from paxlike.data.tokenizer import SentencePieceTokenizer, Tokenizer
@@ -25,7 +25,9 @@ SHUFFLE_BUFFER_SIZE = 100_000
 class TfdsTask(SeqIOTask):
   """One of these tasks, with the files that it reads."""
 
-  def __init__(self, register: Callable[..., str], *, tfds_name: str, vocab_path: str | None):
+  def __init__(
+    self, register: Callable[..., str], *, tfds_name: ranges.Name, vocab_path: ranges.Path | None
+  ):
     """Reads nothing yet.
 
     Args:

@@ -30,10 +30,10 @@ class TextFiles(Corpus):
   def __init__(
     self,
     *,
-    path: str | None,
+    path: ranges.Path | None,
     tokenizer: Tokenizer | None,
     vocab_size: ranges.Size,
-    field: str = "text",
+    field: ranges.Name = "text",
     knob: str = "DATA_PATH",
   ):
     """Reads nothing yet.
@@ -54,6 +54,10 @@ class TextFiles(Corpus):
   @property
   def vocab_size(self) -> int:
     return self._vocab_size
+
+  @property
+  def named(self) -> str:
+    return f"{self._knob}={self._path}"
 
   def check(self):
     _ = self._files

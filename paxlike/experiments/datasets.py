@@ -64,7 +64,8 @@ class Tokenized(Experiment):
 
   #: How text becomes ids.
   TOKENIZER: Literal["byte", "character", "sentencepiece", "huggingface"] = "byte"
-  VOCAB_PATH: str | None = None  #: A SentencePiece model, or a tokenizer.json of Hugging Face.
+  #: A SentencePiece model, or a tokenizer.json of Hugging Face.
+  VOCAB_PATH: ranges.Path | None = None
 
   def tokenizer(self) -> fdl.Config[tokenizer.Tokenizer] | None:
     """How text becomes ids; None: a token for each character that occurs."""
@@ -85,8 +86,8 @@ class Tokenized(Experiment):
 class Prepared(Tokenized):
   """Rows that scripts/prepare_data.py made, with the tokenizer and MAX_SEQ_LEN of then."""
 
-  DATA_PATH: str | None = None  #: Their folder. Required.
-  EVAL_SPLIT: str | None = "validation"  #: The split that is evaluated. None: none.
+  DATA_PATH: ranges.Path | None = None  #: Their folder. Required.
+  EVAL_SPLIT: ranges.Name | None = "validation"  #: The split that is evaluated. None: none.
 
   def train_data(self) -> fdl.Config:
     return self.rows("train", shuffle=True)
@@ -113,7 +114,7 @@ class Prepared(Tokenized):
 class Files(Tokenized):
   """Files of the user, and a tokenizer for them."""
 
-  DATA_PATH: str | None = None  #: A file, a folder or a glob. Required.
+  DATA_PATH: ranges.Path | None = None  #: A file, a folder or a glob. Required.
   PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
   #: The share of the documents (or of a single one) to train on.
   TRAIN_SHARE: ranges.Fraction = 0.9
@@ -122,7 +123,7 @@ class Files(Tokenized):
 class LocalText(Files):
   """Text files: .txt, .jsonl (.zst, .gz), .parquet or .arrow; a single one with any name."""
 
-  DATA_FIELD: str = "text"  #: The field of their records that holds the text.
+  DATA_FIELD: ranges.Name = "text"  #: The field of their records that holds the text.
 
   def train_data(self) -> fdl.Config:
     return self.text_data(split=(0.0, self.TRAIN_SHARE), shuffle=True)
@@ -162,9 +163,10 @@ class LocalText(Files):
 class TextMixture(LocalText):
   """Several of what `LocalText` has one of, drawn from by weight."""
 
-  DATA_PATHS: dict[str, str] = UNSET  #: Name of each source: a file, a folder or a glob.
+  #: Name of each source: a file, a folder or a glob.
+  DATA_PATHS: dict[ranges.Name, ranges.Path] = UNSET
   #: The share of each, in any unit. None: as much as there is of it.
-  MIXTURE_WEIGHTS: dict[str, ranges.Weight] | None = None
+  MIXTURE_WEIGHTS: dict[ranges.Name, ranges.Weight] | None = None
 
   def train_data(self) -> fdl.Config[mixture.Mixture]:
     return fdl.Config(
@@ -199,7 +201,7 @@ class Jsonl(Files):
   CHAT_TEMPLATE: Literal["plain", "alpaca", "chatml", "gemma", "llama2", "llama3", "tokenizer"] = (
     "plain"
   )
-  EVAL_DATA_PATH: str | None = None  #: Files to evaluate on. None: what TRAIN_SHARE leaves.
+  EVAL_DATA_PATH: ranges.Path | None = None  #: Files to evaluate on. None: what TRAIN_SHARE leaves.
 
   def train_data(self) -> fdl.Config:
     split, packed = self.train_split(), self.PACKED_INPUT

@@ -21,8 +21,9 @@ from paxlike.knobs import UNSET
 class Tfds(Experiment):
   """SeqIO tasks of `data/tasks.py`, over data sets of TFDS."""
 
-  TFDS_NAME: str = UNSET  #: name:version under --tfds_data_dir, or a folder that TFDS wrote.
-  VOCAB_PATH: str | None = None  #: A SentencePiece model. None: what $VOCAB_PATH says.
+  #: name:version under --tfds_data_dir, or a folder that TFDS wrote.
+  TFDS_NAME: ranges.Name = UNSET
+  VOCAB_PATH: ranges.Path | None = None  #: A SentencePiece model. None: what $VOCAB_PATH says.
 
   def task(self, register: Callable[..., str]) -> fdl.Config[tasks.TfdsTask]:
     """The task that `register` adds."""
@@ -66,7 +67,7 @@ _ANSWER_LENGTH = 64
 class PretrainingTask(Tfds, abc.ABC):
   """A task with a split to train on and one to look at now and then."""
 
-  EVAL_SPLIT: str | None = "validation"  #: The split that is evaluated. None: none.
+  EVAL_SPLIT: ranges.Name | None = "validation"  #: The split that is evaluated. None: none.
   EVAL_BATCHES: ranges.Positive | None = 16  #: Of it so many batches. None: all.
 
   def train_data(self) -> fdl.Config:

@@ -51,10 +51,12 @@ class Stack(Module):
     Unrolled is faster on one; on many, scanning keeps the program small.
 
     Raises:
-      UserError: The pattern is empty, or the stages cannot share the repeats.
+      UserError: There is no layer, or the stages cannot share the repeats.
     """
     if not pattern:
       raise UserError("pattern=[] of a Stack: expected a list of a layer or more.")
+    if not (repeats or prologue or epilogue):
+      raise UserError(f"model.stack.{repeats=} makes a model of no layers: at least 1 is needed.")
     scan = len(topology.devices()) > 1 if scan is None else scan
     self.remat = remat
     self.pipeline = pipeline

@@ -52,7 +52,7 @@ def write(folder, **changed):
     ({"r": True}, "r: expected an int"),
     ({"r": None}, "lacks r"),
     ({"lora_alpha": None}, "lacks lora_alpha"),
-    ({"lora_alpha": "8"}, "lora_alpha: expected a float above 0, got '8'"),
+    ({"lora_alpha": "8"}, "lora_alpha: expected a float of at least 1e-30, got '8'"),
     ({"lora_alpha": 1e300}, "lora_alpha: expected a float"),
     ({"lora_dropout": 2}, "lora_dropout: expected a float"),
     ({"use_rslora": "false"}, "use_rslora: expected bool"),

@@ -272,9 +272,13 @@ def test_check_finds_a_bad_model_file(tmp_path):
 
 def test_text_shorter_than_a_row_is_refused(tmp_path):
   path = write(tmp_path, "jsonl", ["a"])
-  dataset = PackedRows(corpus=TextFiles(path=str(path), tokenizer=None, vocab_size=1), seq_len=4)
-  with pytest.raises(UserError, match="make no sequence: that takes at least 2 tokens"):
-    dataset.batches(1)
+  corpus = TextFiles(path=str(path), tokenizer=None, vocab_size=1)
+  for split, part in (((0.0, 1.0), ""), ((0.0, 1e-9), ", from 0 to 1e-09 of it (TRAIN_SHARE)")):
+    dataset = PackedRows(corpus=corpus, seq_len=4, split=split)
+    with pytest.raises(UserError) as error:
+      dataset.batches(1)
+    wanted = "that takes at least 2 tokens."
+    assert str(error.value) == f"no sequence in DATA_PATH={path}{part}: {wanted}"
 
 
 @pytest.fixture
