@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types a knob can have: how a value or its command-line text becomes one, and back.
+"""The types a knob can have: how a value or its command-line text becomes one.
 
 Text needs no inner quotes: `bfloat16`, `[8,1,1]` or `8,1,1`, `{data: 2, fsdp: 4}`, `none`. Quoted
 strings are accepted too.
 """
 
-import ast
 import enum
 import math
 import numbers
-import re
 import types
 import typing
 from typing import Annotated, Any, Literal
 
 from paxlike.errors import did_you_mean
+from paxlike.knob_text import MismatchError, RefusedError, check_depth, is_enclosed, split, unquoted
 from paxlike.ranges import Dtype, OneOf, Range, Text
 
 DTYPES = (
@@ -58,18 +57,6 @@ _DTYPE_ALIASES = {
   "f64": "float64",
 }
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
-_PAIRS = {"[": "]", "(": ")", "{": "}"}
-_MOST_BRACKETS = 50
-# A quoted string, or one character.
-_TOKEN = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
-
-
-class RefusedError(ValueError):
-  """A value is not of a type; the message says what was expected, what was given, what is near."""
-
-
-class _MismatchError(Exception):
-  """A value is not of a type, but another member of a union may still take it."""
 
 
 def convert(kind: Any, value: Any, *, text: bool) -> Any:
@@ -84,10 +71,10 @@ def convert(kind: Any, value: Any, *, text: bool) -> Any:
     RefusedError: It is not one.
   """
   if text:
-    _check_depth(value)
+    check_depth(value)
   try:
     return _convert(kind, value.strip() if text else value, text)
-  except _MismatchError:
+  except MismatchError:
     hint = did_you_mean(value, _choices(kind)) if isinstance(value, str) else ""
     raise RefusedError(f"expected {expectation(kind, value)}, got {_short(value)}.{hint}") from None
 
@@ -169,50 +156,20 @@ def _each(kind: Any) -> str:
   return f"{'an' if words[0] in 'aeiou' else 'a'} {words}" if words.isidentifier() else words
 
 
-def spell(value: Any) -> str:
-  """Returns the text that sets a knob to `value` on the command line."""
-  if isinstance(value, enum.Enum):
-    return value.name
-  if isinstance(value, tuple | list):
-    return f"[{','.join(map(_spell_part, value))}]"
-  if isinstance(value, dict):
-    parts = (f"{_spell_part(key)}: {_spell_part(item)}" for key, item in value.items())
-    return f"{{{', '.join(parts)}}}"
-  text = str(value)
-  needs_quotes = text != text.strip() or text.lower() == "none" or _quoted(text)
-  return repr(text) if isinstance(value, str) and needs_quotes else text
-
-
 def guess(text: str) -> Any:
   """Returns what text of unknown type seems to be: a literal, else a str.
 
   Raises:
     RefusedError: Its brackets are nested too deeply.
   """
-  _check_depth(text)
+  check_depth(text)
   text = text.strip()
   kinds = (types.NoneType, int, bool, float, str)
   kind = {"[": list, "(": list, "{": dict}.get(text[:1])
   try:
     return _union(kinds, text, True) if kind is None else _convert(kind, text, True)
-  except _MismatchError:
+  except MismatchError:
     return text
-
-
-def _check_depth(text: str):
-  depth = most = 0
-  for character in text:
-    depth += (character in _PAIRS) - (character in _PAIRS.values())
-    most = max(most, depth)
-  if most > _MOST_BRACKETS:
-    raise RefusedError(f"expected at most {_MOST_BRACKETS} brackets within each other.")
-
-
-def _spell_part(value: Any) -> str:
-  plain = spell(value)
-  if isinstance(value, str) and (not value or set(value) & set(",:[](){}'\"")):
-    return repr(value)
-  return plain
 
 
 def _is_dtype(kind: Any) -> bool:
@@ -246,7 +203,7 @@ def _convert(kind: Any, value: Any, text: bool) -> Any:
   if bounds is not None:
     converted = _convert(kind, value, text)
     if converted not in bounds:
-      raise _MismatchError
+      raise MismatchError
     return converted
   origin = typing.get_origin(kind) or kind
   if _is_dtype(kind):
@@ -264,13 +221,13 @@ def _convert(kind: Any, value: Any, text: bool) -> Any:
   if kind in (None, types.NoneType):
     if value is None or (text and value.lower() == "none"):
       return None
-    raise _MismatchError
+    raise MismatchError
   return _scalar(kind, value, text)
 
 
 def _scalar(kind: type, value: Any, text: bool) -> Any:
   if kind is str and isinstance(value, str):
-    return _unquoted(value) if text else value
+    return unquoted(value) if text else value
   if kind is bool and isinstance(value, bool):
     return value
   if kind is bool and text and value.lower() in _BOOLS:
@@ -281,11 +238,11 @@ def _scalar(kind: type, value: Any, text: bool) -> Any:
     try:
       number = kind(value)
     except (ValueError, OverflowError):
-      raise _MismatchError from None
+      raise MismatchError from None
     # A NaN is no number; ints may be too large for math.isnan.
     if not isinstance(value, bool) and number == number:
       return number
-  raise _MismatchError
+  raise MismatchError
 
 
 def _union(kinds: tuple[Any, ...], value: Any, text: bool) -> Any:
@@ -300,75 +257,75 @@ def _union(kinds: tuple[Any, ...], value: Any, text: bool) -> Any:
   for kind in sorted(kinds, key=breadth):
     try:
       return _convert(kind, value, text)
-    except _MismatchError:
+    except MismatchError:
       pass
-  raise _MismatchError
+  raise MismatchError
 
 
 def _sequence(origin: type, kinds: tuple[Any, ...], value: Any, text: bool) -> Any:
   if text:
     if not value or value[0] == "{":
-      raise _MismatchError
-    items = _split(value[1:-1] if value[0] in "[(" and _enclosed(value) else value)
+      raise MismatchError
+    items = split(value[1:-1] if value[0] in "[(" and is_enclosed(value) else value)
   elif isinstance(value, tuple | list):
     items = list(value)
   else:
-    raise _MismatchError
+    raise MismatchError
   if not kinds:
     return origin(guess(item) if text else item for item in items)
   if origin is list or kinds[1:] == (...,):
     kinds = kinds[:1] * len(items)
   if len(kinds) != len(items):
-    raise _MismatchError
+    raise MismatchError
   return origin(_convert(kind, item, text) for kind, item in zip(kinds, items, strict=True))
 
 
 def _mapping(kinds: tuple[Any, ...], value: Any, text: bool) -> dict[Any, Any]:
   if text:
-    if not (value.startswith("{") and _enclosed(value)):
-      raise _MismatchError
+    if not (value.startswith("{") and is_enclosed(value)):
+      raise MismatchError
     pairs = []
-    for item in _split(value[1:-1]):
-      key, *rest = _split(item, separator=":")
+    for item in split(value[1:-1]):
+      key, *rest = split(item, separator=":")
       if len(rest) != 1:
-        raise _MismatchError
+        raise MismatchError
       pairs.append((key, rest[0]))
   elif isinstance(value, dict):
     pairs = list(value.items())
   else:
-    raise _MismatchError
+    raise MismatchError
   if kinds:
     pairs = [(_convert(kinds[0], k, text), _convert(kinds[1], v, text)) for k, v in pairs]
   elif text:
     pairs = [(guess(k), guess(v)) for k, v in pairs]
   if len(dict(pairs)) != len(pairs):
-    raise _MismatchError
+    raise MismatchError
   return dict(pairs)
 
 
 def _literal(choices: tuple[Any, ...], value: Any, text: bool) -> Any:
   for choice in choices:
-    if text and str(choice).lower() == _unquoted(value).lower():
+    if text and str(choice).lower() == unquoted(value).lower():
       return choice
     if not text and choice == value and type(choice) is type(value):
       return choice
-  raise _MismatchError
+  raise MismatchError
 
 
 def _enum(kind: type[enum.Enum], value: Any) -> enum.Enum:
   if isinstance(value, kind):
     return value
   if isinstance(value, str):
-    name = _unquoted(value).removeprefix(f"{kind.__name__}.")
+    name = unquoted(value).removeprefix(f"{kind.__name__}.")
     for member in kind.__members__:
       if member.lower() == name.lower():
         return kind[member]
-  raise _MismatchError
+  raise MismatchError
 
 
 def _dtype(value: Any) -> str:
   if isinstance(value, str):
-    name = _unquoted(value).lower().rpartition(".")[2]
+    name = unquoted(value).lower().rpartition(".")[2]
   elif isinstance(value, type):
     # jnp.bfloat16 carries its dtype; NumPy's scalar types are named after theirs.
     name = getattr(getattr(value, "dtype", None), "name", value.__name__)
@@ -376,50 +333,8 @@ def _dtype(value: Any) -> str:
     name = getattr(value, "name", None)
   name = _DTYPE_ALIASES.get(name, name) if isinstance(name, str) else None
   if name not in DTYPES:
-    raise _MismatchError
+    raise MismatchError
   return name
-
-
-def _quoted(text: str) -> bool:
-  return len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
-
-
-def _unquoted(text: str) -> str:
-  if not _quoted(text):
-    return text
-  try:
-    return str(ast.literal_eval(text))
-  except (ValueError, SyntaxError):
-    return text[1:-1]
-
-
-def _split(text: str, separator: str = ",") -> list[str]:
-  """Splits at separators outside of quotes and brackets; a last, empty part is dropped."""
-  parts, closing = [""], []
-  for token in _TOKEN.findall(text):
-    if token in _PAIRS:
-      closing.append(_PAIRS[token])
-    elif token in _PAIRS.values() and (not closing or token != closing.pop()):
-      raise _MismatchError
-    elif token == separator and not closing:
-      parts.append("")
-      continue
-    parts[-1] += token
-  if closing:
-    raise _MismatchError
-  parts = [part.strip() for part in parts]
-  return parts if parts[-1] else parts[:-1]
-
-
-def _enclosed(text: str) -> bool:
-  """Returns whether the first bracket of `text` closes at its end."""
-  depth = 0
-  tokens = _TOKEN.findall(text)
-  for index, token in enumerate(tokens):
-    depth += (token in _PAIRS) - (token in _PAIRS.values())
-    if depth == 0:
-      return index == len(tokens) - 1 and token == _PAIRS[text[0]]
-  return False
 
 
 def choices(kind: Any) -> list[Any]:

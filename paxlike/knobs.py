@@ -29,7 +29,8 @@ from typing import Any, Self
 
 from paxlike import knob_types
 from paxlike.errors import UserError, did_you_mean
-from paxlike.knob_types import Dtype, spell
+from paxlike.knob_text import spell
+from paxlike.knob_types import Dtype
 
 __all__ = ["UNSET", "Dtype", "Knob", "Knobs", "Setting", "spell"]
 

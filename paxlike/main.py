@@ -228,7 +228,7 @@ def _graph(experiment: "Experiment") -> Any:
 
 def _enabling(experiment: "Experiment", name: str) -> str:
   """Returns in words a choice of another knob with which knob `name` is read, if there is one."""
-  from paxlike import knob_types
+  from paxlike import knob_text, knob_types
 
   for other, knob in type(experiment).knobs().items():
     choices = knob_types.choices(knob.type) if other in experiment.read_names() else []
@@ -239,7 +239,7 @@ def _enabling(experiment: "Experiment", name: str) -> str:
         one.set(given, value, source="trial")
       unexpected.failure(one.trainer)  # It may have read the knob all the same.
       if name in one.read_names():
-        return f": {other}={knob_types.spell(choice)} would give it one"
+        return f": {other}={knob_text.spell(choice)} would give it one"
   return ""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paxlike import planner, tables
-from paxlike.knob_types import spell
+from paxlike.knob_text import spell
 from paxlike.mesh import AXES
 from paxlike.planner import Plan, Plans
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional, Union
 import numpy as np
 import pytest
 
-from paxlike import knob_types
+from paxlike import knob_text, knob_types
 from paxlike.knob_types import Dtype
 
 
@@ -133,7 +133,7 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_spelling_is_undone_by_reading(value):
   kind = type(value) | None
-  assert knob_types.convert(kind, knob_types.spell(value), text=True) == value
+  assert knob_types.convert(kind, knob_text.spell(value), text=True) == value
 
 
 def test_python_values_are_not_parsed():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fiddle import daglish
 
-from paxlike import building, config_file, graph_types, knob_types, ranges, registry
+from paxlike import building, config_file, graph_types, knob_text, knob_types, ranges, registry
 from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
 from paxlike.experiments.gpt import Gpt3_52k
@@ -90,13 +90,13 @@ LIMITS = [
 @pytest.mark.parametrize(("knob", "path", "good", "bad"), LIMITS, ids=[row[0] for row in LIMITS])
 def test_a_range_holds_however_a_value_is_given(knob, path, good, bad):
   for value in good:
-    text = knob_types.spell(value)
+    text = knob_text.spell(value)
     assert getattr(Gpt3_52k(**{knob: value}), knob) == value
     assert getattr(Gpt3_52k().set(knob, text, source="command line"), knob) == value
     type("Good", (Gpt3_52k,), {knob: value, "__module__": __name__})
     config_file.set_path(Gpt3_52k().trainer(), path, text)
   for value in bad:
-    text = knob_types.spell(value)
+    text = knob_text.spell(value)
     with pytest.raises(UserError, match=f"^{knob}=.*expected .*"):
       Gpt3_52k(**{knob: value})
     with pytest.raises(UserError, match=rf"^--fdl\.{knob}=.*expected .*"):

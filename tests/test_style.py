@@ -21,7 +21,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 450, 80
 # a row with a file of another name is no business of that file.
 RANKS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors", "configurable", "chips", "networks", "ranges"),
-  ("gpu_targets", "tpu_targets", "usage", "program_text", "tables"),
+  ("gpu_targets", "tpu_targets", "usage", "program_text", "tables", "knob_text"),
   ("topology", "cluster", "run_folder", "input_files"),
   ("progress", "stacks", "watchdog", "rendezvous", "ending"),
   ("members",),

@@ -157,7 +157,10 @@ def test_what_a_method_of_the_user_does_wrong_is_said_with_its_place(capsys, min
   assert said in err and "<" not in err and "MAX_" not in err
 
 
-def test_arguments_that_a_module_of_the_user_parses_itself_end_in_its_line(capsys, mine):
+def test_arguments_that_a_module_of_the_user_parses_itself_end_in_its_line(
+  capsys, mine, monkeypatch
+):
+  monkeypatch.setattr(sys, "argv", ["paxlike", "--fdl_config=parses.Mine"])
   (mine / "parses.py").write_text(
     "import argparse\nargparse.ArgumentParser(usage='x').parse_args()"
   )
