@@ -97,8 +97,9 @@ NonNegative = Annotated[int, Range(least=0, most=INT32)]
 # Of one dim of a tensor: 16 million. What is larger is a slip, and would hang before it fails.
 Size = Annotated[int, Range(least=1, most=2**24)]
 # Layers, each of which becomes Python objects.
-Depth = Annotated[int, Range(least=1, most=1024)]
-Repeats = Annotated[int, Range(least=0, most=1024)]
+MOST_LAYERS = 1024
+Depth = Annotated[int, Range(least=1, most=MOST_LAYERS)]
+Repeats = Annotated[int, Range(least=0, most=MOST_LAYERS)]
 # Of a mesh: -1 fills an axis.
 AxisSize = Annotated[int, Range(least=1, most=2**20, also=(-1,))]
 

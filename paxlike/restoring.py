@@ -196,10 +196,15 @@ class Taken(NamedTuple):
   lost: float | None
 
 
-def began_with(folder: epath.Path, *, given: Restore | None) -> Restore | None:
+def began_with(
+  folder: epath.Path, *, given: Restore | None, flag: str = "--fdl.CHECKPOINT_RESTORE_PATH"
+) -> Restore | None:
   """Returns where the weights of the run in `folder` are from; None if all were drawn.
 
-  `given` says where that is now, if it is no longer where it was.
+  Args:
+    folder: Of the run.
+    given: Where that is now, if it is no longer where it was.
+    flag: What the user says that by.
 
   Raises:
     UserError: It is gone, or the folder does not tell.
@@ -208,7 +213,7 @@ def began_with(folder: epath.Path, *, given: Restore | None) -> Restore | None:
   if not file.exists() and given is not None:
     raise UserError(
       f"{folder} does not tell what its run began with. If that was {given.path}, its file"
-      f" {PROVENANCE} is missing; if not, leave CHECKPOINT_RESTORE_PATH out."
+      f" {PROVENANCE} is missing; if not, leave {flag} out."
     )
   if not file.exists():
     return None
@@ -230,7 +235,7 @@ def began_with(folder: epath.Path, *, given: Restore | None) -> Restore | None:
       return place
   raise UserError(
     f"checkpoint {restore.step} of {restore.path} is gone, and with it the weights that the run in"
-    f" {folder} began with: say by --fdl.CHECKPOINT_RESTORE_PATH where it is."
+    f" {folder} began with: say by {flag} where it is."
   )
 
 

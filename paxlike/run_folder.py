@@ -304,6 +304,19 @@ def replacing(path: epath.Path) -> Iterator[TextIO]:
       os.rmdir(path.parent)  # If it was made for nothing.
 
 
+def check_new(folder: pathlib.Path, *, flag: str):
+  """Raises a UserError if `folder`, which `flag` named, is a link or holds something already."""
+  target = pathlib.Path(os.path.abspath(folder))
+  if target.is_symlink():
+    raise UserError(f"--{flag}={folder} is a link: name a new folder.")
+  try:
+    is_empty = os.path.isdir(target) and not os.listdir(target)
+  except OSError as error:
+    raise UserError(f"--{flag}={folder} cannot be written: {reason(error)}.") from error
+  if os.path.lexists(target) and not is_empty:
+    raise UserError(f"--{flag}={folder} is there already: name a new folder.")
+
+
 @contextlib.contextmanager
 def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
   """Context that gives a folder to fill, which becomes `folder` at its end: whole, or not at all.
@@ -314,13 +327,10 @@ def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
   Raises:
     UserError: `folder` holds something already, or cannot be written; `flag` named it.
   """
+  check_new(folder, flag=flag)
   target = pathlib.Path(os.path.abspath(folder))
-  if target.is_symlink():
-    raise UserError(f"--{flag}={folder} is a link: name a new folder.")
   missing = [parent for parent in target.parents if not os.path.lexists(parent)]
   try:
-    if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
-      raise UserError(f"--{flag}={folder} is there already: name a new folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
       _remove_abandoned(left)

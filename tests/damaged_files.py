@@ -71,6 +71,7 @@ def torch_file(path: pathlib.Path, arrays: dict[str, np.ndarray], *, compressed:
   method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
   with zipfile.ZipFile(path, "w", method) as archive:
     archive.writestr("archive/data.pkl", content.getvalue())
+    archive.writestr("archive/version", "3\n")
     for number, array in enumerate(arrays.values()):
       archive.writestr(f"archive/data/{number}", array.astype(np.float32).tobytes())
 

@@ -98,44 +98,57 @@ def _parts(match: Match, rank: int) -> list[tuple[str, str, tuple[int, int]]]:
   return list(zip(_names(match), adapter_of(match.ours), shapes, strict=True))
 
 
-def export(run: Run, to: pathlib.Path, *, dtype: str):
-  """Writes the adapters of a run as a folder of PEFT.
+class Trained:
+  """The adapters of a run, to be written as a folder of PEFT.
 
-  Raises:
-    UserError: The run has none, PEFT cannot have them, or the folder cannot be written.
+  Attributes:
+    matches: The weights that have one.
   """
-  if not run.adapted:
-    raise UserError(f"{run.path} has no adapters: it was not trained with USE_LORA.")
-  experiment = run.experiment
-  specs: dict[str, TensorSpec] = {}
-  sources: dict[str, str] = {}
-  for match in run.adapted:
-    for theirs, ours, shape in _parts(match, experiment.LORA_RANK):
-      specs[theirs] = TensorSpec(shape, np.dtype(dtype))
-      sources[theirs] = ours
 
-  def value(name: str) -> np.ndarray:
-    weight = run.adapters.read(sources[name])
-    is_a = ".lora_A." in name
-    flat = weight.reshape(-1, weight.shape[-1]) if is_a else weight.reshape(len(weight), -1)
-    return flat.T
+  def __init__(self, run: Run):
+    """Finds a place for each and reads none.
 
-  modules = sorted({match.theirs[0].split(".")[-2] for match in run.adapted})
-  config = {
-    "peft_type": "LORA",
-    "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": experiment.CHECKPOINT_RESTORE_PATH,
-    "r": experiment.LORA_RANK,
-    "lora_alpha": experiment.LORA_RANK * run.lora_scale,
-    "lora_dropout": experiment.LORA_DROPOUT,
-    "target_modules": modules,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-  }
-  with run_folder.built(to, flag="to") as folder:
-    tensors.write_file(folder / _TENSORS, specs, value)
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    Raises:
+      UserError: The run has none, or PEFT cannot have them.
+    """
+    if not run.adapted:
+      raise UserError(f"{run.path} has no adapters: it was not trained with USE_LORA.")
+    self.matches = run.adapted
+    self._run = run
+    rank = run.experiment.LORA_RANK
+    self._parts = [part for match in run.adapted for part in _parts(match, rank)]
+
+  def table(self) -> str:
+    """Returns a line for each weight of an adapter: its name, PEFT's shape, and where it goes."""
+    return "\n".join(f"{ours} {list(shape)} -> {theirs}" for theirs, ours, shape in self._parts)
+
+  def convert(self, to: pathlib.Path, *, dtype: str):
+    """Writes the folder `to`, which must not hold anything yet."""
+    experiment = self._run.experiment
+    specs = {theirs: TensorSpec(shape, np.dtype(dtype)) for theirs, _, shape in self._parts}
+    sources = {theirs: ours for theirs, ours, _ in self._parts}
+
+    def value(name: str) -> np.ndarray:
+      weight = self._run.adapters.read(sources[name])
+      is_a = ".lora_A." in name
+      flat = weight.reshape(-1, weight.shape[-1]) if is_a else weight.reshape(len(weight), -1)
+      return flat.T
+
+    config = {
+      "peft_type": "LORA",
+      "task_type": "CAUSAL_LM",
+      "base_model_name_or_path": experiment.CHECKPOINT_RESTORE_PATH,
+      "r": experiment.LORA_RANK,
+      "lora_alpha": experiment.LORA_RANK * self._run.lora_scale,
+      "lora_dropout": experiment.LORA_DROPOUT,
+      "target_modules": sorted({match.theirs[0].split(".")[-2] for match in self.matches}),
+      "bias": "none",
+      "fan_in_fan_out": False,
+      "inference_mode": True,
+    }
+    with run_folder.built(to, flag="to") as folder:
+      tensors.write_file(folder / _TENSORS, specs, value)
+      (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 class Adapter:
@@ -228,7 +241,6 @@ class Adapter:
     definition = self._definition
     restore: Restore = building.build(graph.restore)
     restore.check(definition)
-    run_folder.check_name(to, flag="to")
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(definition.module)
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)

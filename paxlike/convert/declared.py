@@ -16,8 +16,8 @@ class Declared:
 
   Attributes:
     kinds: Key that is read -> its type, with its range.
-    defaults: What absent keys mean; a key in `kinds` without a default must be present. Null is
-      absent.
+    defaults: What absent keys mean; a key in `kinds` without a default must be present. A key
+      that is null counts as absent, unlike in a `config.json`, where null is a value.
     fixed: Key -> the value, or a tuple of those, with which ours is the same model. Null, and an
       empty list or mapping, are always right.
     neutral: Keys without effect.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of paxlike to a folder as Hugging Face has them."""
 
+import functools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -34,12 +35,25 @@ class Run:
     lora_scale: Of what adapters add.
   """
 
-  def __init__(self, path: pathlib.Path, *, step: int | None, allow_modules: Sequence[str] = ()):
+  def __init__(
+    self,
+    path: pathlib.Path,
+    *,
+    step: int | None,
+    base: pathlib.Path | None = None,
+    allow_modules: Sequence[str] = (),
+  ):
     """Reads what the run was; its experiment is paxlike's, or of an allowed module.
 
+    Args:
+      path: The run's folder.
+      step: Of the checkpoint; None: the newest.
+      base: Where what its adapters are for is now, if it is no longer where it was.
+      allow_modules: Modules outside of paxlike that its files may use.
+
     Raises:
-      UserError: There is no such checkpoint, Hugging Face has no such model, or the run was another
-        one than its knobs say.
+      UserError: There is no such checkpoint, Hugging Face has no such model, the run was another
+        one than its knobs say, or a base is given that it does not need.
     """
     self.path = path
     self.experiment = experiment = registry.load(
@@ -61,18 +75,21 @@ class Run:
     self._weights: Weights = self.adapters
     shapes = {match.ours: match.shape for match in self.matches}
     if self.adapted:
-      base = self._restore()
+      restore = self._restore(base)
       scales = {match.ours: self.lora_scale for match in self.adapted}
-      stored = Stored(pathlib.Path(base.folder), base.step, unrolled)
+      stored = Stored(pathlib.Path(restore.folder), restore.step, unrolled)
       stored.check(shapes)
       self._weights = Merged(stored, self.adapters, scales=scales)
       names = [name for match in self.adapted for name in adapter_of(match.ours)]
       shapes = {name: definition.weights[name].shape for name in names}
+    elif base is not None:
+      raise UserError(f"{path} has no adapters, and so needs no base: leave --base out.")
     self.adapters.check(shapes)
 
-  def _restore(self) -> Restore:
-    """Returns where the base of the adapters is."""
-    restore = began_with(epath.Path(self.path), given=None)
+  def _restore(self, base: pathlib.Path | None) -> Restore:
+    """Returns where the base of the adapters is; `base` is where the user says that it is."""
+    given = None if base is None else Restore(path=str(base))
+    restore = began_with(epath.Path(self.path), given=given, flag="--base")
     drawn = [m.ours for m in self.matches if restore is None or not restore.matches(m.ours)]
     if restore is None or drawn:
       raise UserError(
@@ -80,6 +97,11 @@ class Run:
         " checkpoint, so that there is nothing to merge."
       )
     return restore
+
+  @functools.cached_property
+  def tokenizer(self) -> tuple[pathlib.Path, str] | None:
+    """As of `tokens.file_of`, which refuses one that is gone; adapters go without."""
+    return tokens.file_of(self.experiment)
 
   def table(self) -> str:
     """Returns a line for each weight: its name and shape, and where it goes."""
@@ -102,13 +124,15 @@ class Run:
         return match.rule.save(self._weight(match))[index]
       tensor = np.empty(specs[name].shape, dtype)
       for match, index in owners[name]:
-        tensor[match.rule.part(match.shape)] = match.rule.save(self._weight(match))[index]
+        part = match.rule.save(self._weight(match))[index]
+        tensor[match.rule.part(match.shape)] = tensors.cast(name, part, specs[name].dtype)
       return tensor
 
+    tokenizer = self.tokenizer
     with run_folder.built(to, flag="to") as folder:
       tensors.write(folder, specs, value)
       config = config_of(self.experiment, dtype=dtype)
-      config |= tokens.take(self.experiment, self.path, folder)
+      config |= tokens.take(self.experiment, tokenizer, self.path, folder)
       (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
   def _weight(self, match: Match) -> np.ndarray:
@@ -163,7 +187,7 @@ def _check_config(experiment: Experiment):
     raise UserError(f"{family.architecture} of Hugging Face has no such model: {error}") from None
   if line is None:
     return
-  lost = line
+  said = line
   for name, knob in base.knobs().items():
     value = experiment.values()[name].value
     if name in knobs or value == knob.default:
@@ -173,9 +197,9 @@ def _check_config(experiment: Experiment):
     except UserError:
       continue  # It needs another knob, which is tried too.
     if is_cause:
-      lost = f"{name}={value} ({line})"
+      said = f"{name}={value} ({line})"
       break
-  raise UserError(f"{family.architecture} of Hugging Face has no place for {lost}.")
+  raise UserError(f"{family.architecture} of Hugging Face has no place for {said}.")
 
 
 def config_of(experiment: Experiment, *, dtype: str) -> dict[str, Any]:

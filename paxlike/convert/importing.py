@@ -102,8 +102,7 @@ class Source:
       UserError: A file is missing or damaged; or as above.
     """
     config = read_json(path / "config.json")
-    has_safetensors = path.is_file() or any(path.glob("*.safetensors"))
-    is_older = not has_safetensors and TorchFolder.is_at(path)
+    is_older = not TensorFolder.is_at(path) and TorchFolder.is_at(path)
     tensors = TorchFolder(path) if is_older else TensorFolder(path)
     return cls(path, config, Dequantized(tensors, block=_fp8_block(config)))
 
@@ -126,13 +125,12 @@ class Source:
     """Returns what is to be known of the converted model, a line each."""
     lines = [f"computes in {self._compute} ({self._reason}): --fdl.FPROP_DTYPE changes that"]
     if self._tokenizer is None:
-      lines.append("has no tokenizer, so that it neither decodes nor evaluates text")
+      lines.append(tokens.NONE)
     return lines
 
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must not hold anything yet."""
     self._check_copies()
-    run_folder.check_name(to, flag="to")
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(self._model())
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
@@ -180,7 +178,7 @@ class Source:
     built.check(self._knobs["VOCAB_SIZE"])
 
   def _check_copies(self):
-    """Raises a UserError if a tensor that is to be a copy of another is none."""
+    """Raises a UserError if two tensors are there that the configuration ties, and differ."""
     read = {name for match in self.matches for name in match.theirs}
     for name, other in self.family.copies.items():
       if name not in self._tensors.specs or name in read:

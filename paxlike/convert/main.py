@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
-from paxlike import console, gpu_targets, tpu_targets
+from paxlike import console, gpu_targets, run_folder, tpu_targets
 from paxlike.errors import UserError, one_line
 
 if TYPE_CHECKING:
-  from paxlike.convert.adapters import Adapter
+  from paxlike.convert.adapters import Adapter, Trained
   from paxlike.convert.exporting import Run
   from paxlike.convert.importing import Source
 
@@ -122,7 +122,7 @@ def _run(argv: Sequence[str]) -> int:
   )
   parser.add_argument("--path", type=_path, required=True, help="what is converted")
   parser.add_argument("--to", type=_path, required=True, metavar="DIR", help="a new folder")
-  parser.add_argument("--base", type=_path, metavar="DIR", help="from peft: what is adapted")
+  parser.add_argument("--base", type=_path, metavar="DIR", help="what adapters are for")
   parser.add_argument(
     "--adapter", action="store_true", help="from paxlike: the LoRA adapters, for PEFT"
   )
@@ -137,19 +137,16 @@ def _run(argv: Sequence[str]) -> int:
   )
   parser.add_argument("--dry_run", action="store_true", help="print what goes where, write nothing")
   options = parser.parse_args(argv)
+  _check(options)
   source = _open(options)
   if options.dry_run:
     print(source.table())
-  elif options.adapter:
-    from paxlike.convert import adapters
-
-    adapters.export(cast("Run", source), options.to, dtype=options.dtype)
-    print(f"{options.to}: an adapter for PEFT in {options.dtype}")
-  else:
-    source.convert(options.to, dtype=options.dtype)
-    print(f"{options.to}: {len(source.matches)} weights in {options.dtype}")
-    for line in _notes(options, source):
-      print(line)
+    return 0
+  source.convert(options.to, dtype=options.dtype)
+  what = "an adapter for PEFT" if options.adapter else f"{len(source.matches)} weights"
+  print(f"{options.to}: {what} in {options.dtype}")
+  for line in _notes(options, source):
+    print(line)
   return 0
 
 
@@ -157,29 +154,49 @@ def _path(text: str) -> pathlib.Path:
   return pathlib.Path(console.path(text))
 
 
-def _notes(options: argparse.Namespace, source: "Source | Run | Adapter") -> list[str]:
+def _check(options: argparse.Namespace):
+  """Raises a UserError if flags do not go together, or nothing can be written at --to."""
+  for name, flag, sources in (
+    ("adapter", "--adapter", ("paxlike",)),
+    ("base", "--base", ("paxlike", "peft")),
+    ("step", "--step", ("paxlike",)),
+    ("fdl_allow_modules", "--fdl_allow_modules", ("paxlike", "peft")),
+  ):
+    if getattr(options, name) not in (None, False, ()) and options.source not in sources:
+      raise UserError(f"{flag} goes with --from={' or --from='.join(sources)}: leave it out.")
+  if options.source == "peft" and options.base is None:
+    raise UserError("--from=peft needs --base=DIR, a run or converted model.")
+  run_folder.check_new(options.to, flag="to")
+  if options.source != "paxlike":
+    run_folder.check_name(options.to, flag="to")
+
+
+def _notes(options: argparse.Namespace, source: "Source | Run | Adapter | Trained") -> list[str]:
   """Returns what is to be known of what was written, a line each."""
   if options.source in ("hf", "meta"):
     return cast("Source", source).notes()
   from paxlike.convert import tokens
 
-  return tokens.notes(options.to) if options.source == "paxlike" else []
+  return tokens.notes(options.to) if options.source == "paxlike" and not options.adapter else []
 
 
-def _open(options: argparse.Namespace) -> "Source | Run | Adapter":
+def _open(options: argparse.Namespace) -> "Source | Run | Adapter | Trained":
   # Imported here, after the flags have been found good.
-  if options.adapter and options.source != "paxlike":
-    raise UserError("--adapter is what --from=paxlike can write.")
-  if (options.base is not None) != (options.source == "peft"):
-    raise UserError("--from=peft needs --base=DIR, a run or converted model; no other has it.")
   if options.source == "peft":
     from paxlike.convert.adapters import Adapter
 
     return Adapter(options.path, base=options.base, allow_modules=options.fdl_allow_modules)
   if options.source == "paxlike":
+    from paxlike.convert.adapters import Trained
     from paxlike.convert.exporting import Run
 
-    return Run(options.path, step=options.step, allow_modules=options.fdl_allow_modules)
+    run = Run(
+      options.path, step=options.step, base=options.base, allow_modules=options.fdl_allow_modules
+    )
+    if options.adapter:
+      return Trained(run)
+    _ = run.tokenizer  # Or it is refused.
+    return run
   from paxlike.convert.importing import Source
 
   return (

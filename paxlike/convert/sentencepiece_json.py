@@ -8,16 +8,17 @@ take neither its normalization nor its white space as they are.
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from paxlike import input_files
-from paxlike.data import token_settings, tokenizer
+from paxlike.data import token_settings, tokenizer, tokenizer_classes
 from paxlike.data.token_settings import AddedToken
 from paxlike.data.tokenizer import SentencePieceTokenizer
 
 _UNIGRAM, _BPE, _WORD = 1, 2, 3  # Of ModelProto.TrainerSpec.ModelType.
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # Of ModelProto.SentencePiece.Type.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # Of SentencePiece.Type.
+_BYTE_NAME = ("<", "0", "x", "[0-9A-F]", "[0-9A-F]", ">")  # In regular expressions.
 _SPACE = "\u2581"
 _CONFIG = "tokenizer_config.json"
 
@@ -28,9 +29,24 @@ def unfit(model: pathlib.Path) -> str | None:
   spec = proto.trainer_spec
   if spec.model_type not in (_UNIGRAM, _BPE):
     return "a model of words" if spec.model_type == _WORD else "a model of characters"
-  if spec.treat_whitespace_as_suffix and token_settings.TokenSettings(model).added():
+  settings = token_settings.TokenSettings(model)
+  if spec.treat_whitespace_as_suffix and settings.added(tokenizer_classes.tokens(settings)):
     return "treat_whitespace_as_suffix beside added tokens"
+  if spec.model_type == _BPE and any(piece.type == _UNUSED for piece in proto.pieces):
+    return "unused pieces, which are joined and then split again"
+  if _finds_whole(proto) and _has_bytes(proto) and _byte_cut(proto) is None:
+    return "pieces that overlap with the names of its bytes"
   return None
+
+
+def limit(model: pathlib.Path) -> str | None:
+  """Returns in what transformers differs with what `write` makes of a model; None: in nothing."""
+  if not _read(model).normalizer_spec.precompiled_charsmap:
+    return None
+  return (
+    "tokenizer.json can lose a combining mark, and whatever else is one character with the one"
+    " before it, as the library tokenizers normalizes both together: sentencepiece keeps it"
+  )
 
 
 def write(model: pathlib.Path, *, max_len: int):
@@ -44,30 +60,40 @@ def write(model: pathlib.Path, *, max_len: int):
     return
   proto = _read(model)
   settings = token_settings.TokenSettings(model)
-  pieces = {piece.piece: number for number, piece in enumerate(proto.pieces)}
   spec = proto.trainer_spec
-  bos = settings.token("bos_token") or _named(proto, spec.bos_id)
-  adds_bos = SentencePieceTokenizer(model).bos_id is not None
-  result = _tokenizer(proto, pieces, settings.added(), legacy=settings.is_legacy)
-  if adds_bos:
-    from tokenizers import processors
-
-    result.post_processor = processors.TemplateProcessing(
-      single=f"{bos} $A",
-      pair=f"{bos} $A {bos}:1 $B:1",
-      special_tokens=[(bos, result.token_to_id(bos))],
-    )
-  result.save(str(model.with_name("tokenizer.json")))
-  config = model.with_name(_CONFIG)
-  names = {
-    "bos_token": bos,
+  named = {
+    "bos_token": _named(proto, spec.bos_id),
     "eos_token": _named(proto, spec.eos_id),
     "unk_token": _named(proto, spec.unk_id),
     "pad_token": _named(proto, spec.pad_id),
   }
+  own = {role: token for role, token in named.items() if token is not None}
+  by_class = tokenizer_classes.tokens(settings)
+  names = {**own, **by_class}
+  if found := settings.added(by_class):
+    tokens = settings.added(names)
+  else:
+    # Control pieces are found in texts if no settings say which tokens are.
+    special = [piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)]
+    tokens = [AddedToken(text) for text in special]
+  result = _tokenizer(proto, tokens, first=bool(found) and not settings.is_legacy)
+  ids = SentencePieceTokenizer(model)
+  roles = {**own, **settings.roles(names)}
+  bos = [] if ids.bos_id is None else [(roles["bos_token"], ids.bos_id)]
+  eos = [(roles["eos_token"], ids.eos_id)] if settings.adds_eos and "eos_token" in roles else []
+  if bos or eos:
+    from tokenizers import processors
+
+    before, after = ([text for text, _ in ends] for ends in (bos, eos))
+    single = [*before, "$A", *after]
+    second = [f"{part}:1" for part in (*before, "$B", *after)]
+    result.post_processor = processors.TemplateProcessing(
+      single=single, pair=[*single, *second], special_tokens=[*bos, *eos]
+    )
+  result.save(str(model.with_name("tokenizer.json")))
+  config = model.with_name(_CONFIG)
   content = {
-    **{name: token for name, token in names.items() if token is not None},
-    "add_bos_token": adds_bos,
+    "add_bos_token": bool(bos),
     "add_eos_token": False,
     "clean_up_tokenization_spaces": False,
     "model_max_length": max_len,
@@ -76,7 +102,7 @@ def write(model: pathlib.Path, *, max_len: int):
     content = input_files.read_json(config)
     content.pop("auto_map", None)
   # Another class would take the file's vocabulary and split texts by rules of its own.
-  content["tokenizer_class"] = "PreTrainedTokenizerFast"
+  content = {**names, **content, "tokenizer_class": "PreTrainedTokenizerFast"}
   config.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -92,32 +118,57 @@ def _user_defined(proto: Any) -> list[str]:
   return [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
 
 
+def _finds_whole(proto: Any) -> bool:
+  """Returns whether the tokenizer finds any piece that a text has, and not what is joined alone."""
+  return proto.trainer_spec.model_type == _UNIGRAM or bool(_user_defined(proto))
+
+
+def _has_bytes(proto: Any) -> bool:
+  return any(piece.type == _BYTE for piece in proto.pieces)
+
+
+def _byte_cut(proto: Any) -> str | None:
+  """Returns a pattern of where the name of a byte in a text is cut, so that it is no byte.
+
+  None: each place of a name is within another piece, too.
+  """
+  others = [piece.piece for piece in proto.pieces if piece.type != _BYTE]
+  for place in range(1, len(_BYTE_NAME)):
+    last, after = _BYTE_NAME[place - 1], "".join(_BYTE_NAME[place:])
+    across = re.compile(last + _BYTE_NAME[place])
+    if not any(across.search(text) for text in others):
+      before = "".join(_BYTE_NAME[: place - 1])
+      return (f"(?<={before})" if before else "") + f"{last}(?={after})"
+  return None
+
+
 def _named(proto: Any, number: int) -> str | None:
   return proto.pieces[number].piece if 0 <= number < len(proto.pieces) else None
 
 
-def _tokenizer(
-  proto: Any, pieces: dict[str, int], added: Sequence[AddedToken], *, legacy: bool
-) -> Any:
-  """Returns the tokenizer, which begins no text with BOS yet."""
+def _tokenizer(proto: Any, tokens: Sequence[AddedToken], *, first: bool) -> Any:
+  """Returns the tokenizer, which begins no text with BOS yet.
+
+  Args:
+    proto: The model.
+    tokens: What is found in texts before they are split.
+    first: Whether the first text between these alone begins with a space. Where there are none,
+      there is one text, which a step of normalization can begin.
+  """
   import tokenizers
   from tokenizers import Regex, pre_tokenizers
 
-  result: Any = tokenizers.Tokenizer(_model(proto, pieces))
+  result: Any = tokenizers.Tokenizer(_model(proto, {token.text for token in tokens}))
   spec = proto.normalizer_spec
-  # Without added tokens there is one text, which a step of normalization can begin.
-  first = bool(added) and not legacy
   result.normalizer = _normalizer(proto, first=first)
   result.decoder = _decoder(proto)
-  # Control pieces are found in texts if no settings say which tokens are.
-  special = [piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)]
-  tokens = added or [AddedToken(text) for text in special]
   tokenizer.add(result, [token._replace(normalized=False) for token in tokens])
   steps = []
   if first and spec.add_dummy_prefix and spec.remove_extra_whitespaces:
     steps.append(pre_tokenizers.Metaspace(_SPACE, "first", split=False))
   elif first and spec.add_dummy_prefix:
-    # The first replaces nothing, as no " " is left, and so it prepends one whatever follows.
+    # Metaspace prepends nothing where its sign is there already: " " never is, so that the first
+    # step always prepends one, which the second replaces.
     steps += [
       pre_tokenizers.Metaspace(" ", "first", split=False),
       pre_tokenizers.Metaspace(_SPACE, "never", split=False),
@@ -126,22 +177,38 @@ def _tokenizer(
     # Found before anything is joined, the longest first, and joined with nothing.
     pattern = "|".join(re.escape(text) for text in sorted(whole, key=len, reverse=True))
     steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+  if _finds_whole(proto) and _has_bytes(proto) and (cut := _byte_cut(proto)):
+    steps.append(pre_tokenizers.Split(Regex(cut), "merged_with_previous"))
   if steps:
     result.pre_tokenizer = pre_tokenizers.Sequence(steps)
   return result
 
 
-def _model(proto: Any, pieces: dict[str, int]) -> Any:
+def _model(proto: Any, tokens: Collection[str]) -> Any:
+  """Returns the pieces and how they are joined; `tokens` are found before."""
   from tokenizers import models
 
+  # No normalized text has a " ", and so none has such a piece that is not found before.
+  hidden = [
+    piece.type in (_UNKNOWN, _CONTROL, _UNUSED) and piece.piece not in tokens
+    for piece in proto.pieces
+  ]
+  texts = [
+    f"{piece.piece} " if hides else piece.piece
+    for hides, piece in zip(hidden, proto.pieces, strict=True)
+  ]
   byte_fallback = proto.trainer_spec.byte_fallback
   if proto.trainer_spec.model_type == _UNIGRAM:
-    scored = [(piece.piece, piece.score) for piece in proto.pieces]
+    scores = (
+      0.0 if hides else piece.score for hides, piece in zip(hidden, proto.pieces, strict=True)
+    )
+    scored = list(zip(texts, scores, strict=True))
     return models.Unigram(scored, proto.trainer_spec.unk_id, byte_fallback)
+  pieces = {text: number for number, text in enumerate(texts)}
   return models.BPE(
     pieces,
     _merges(proto, pieces),
-    unk_token=_named(proto, proto.trainer_spec.unk_id),
+    unk_token=texts[proto.trainer_spec.unk_id],
     fuse_unk=True,
     byte_fallback=byte_fallback,
     ignore_merges=bool(_user_defined(proto)),
@@ -152,7 +219,7 @@ def _merges(proto: Any, pieces: dict[str, int]) -> list[tuple[str, str]]:
   """Returns the pairs that are joined, the best piece's first: SentencePiece scores the result."""
   found = []
   for number, piece in enumerate(proto.pieces):
-    if piece.type in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+    if piece.type in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE):
       continue
     text = piece.piece
     pairs = [(text[:i], text[i:]) for i in range(1, len(text))]

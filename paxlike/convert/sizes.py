@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from paxlike import ranges
 from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
 from paxlike.hugging_face import Family
@@ -16,7 +17,12 @@ from paxlike.weight_rules import PerExpert
 _DIMS = ("VOCAB_SIZE", "MODEL_DIMS", "HIDDEN_DIMS", "EXPERT_DIMS", "LATENT_DIMS")
 _MORE_DIMS = ("QUERY_LATENT_DIMS", "NUM_EXPERTS", "NUM_HEADS", "NUM_KV_HEADS", "DIMS_PER_HEAD")
 _ROPE_DIMS = ("DIMS_PER_ROPE_HEAD", "DIMS_PER_VALUE_HEAD")
-_MOST = {"NUM_LAYERS": 2_000, "NUM_HEADS": 2**16, "DIMS_PER_HEAD": 2**16, "NUM_EXPERTS": 2**16}
+_MOST = {
+  "NUM_LAYERS": ranges.MOST_LAYERS,
+  "NUM_HEADS": 2**16,
+  "DIMS_PER_HEAD": 2**16,
+  "NUM_EXPERTS": 2**16,
+}
 _MOST_OF_ALL = 2**31 - 1
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -44,12 +50,14 @@ def check(knobs: Mapping[str, Any], family: Family, found: Mapping[str, TensorSp
   for knob, value in knobs.items():
     if type(value) is not int:
       continue
+    key, most = keys.get(knob, knob), _MOST.get(knob, _MOST_OF_ALL)
     limit = limits.get(knob, _MOST_OF_ALL)
-    if abs(value) > min(limit, _MOST.get(knob, _MOST_OF_ALL)):
+    if most < abs(value) <= limit:
+      raise UserError(f"config.json: {key} is {value}; paxlike makes models of at most {most}.")
+    if abs(value) > limit:
       there = f"{len(layers)} layers" if "LAYERS" in knob else f"sizes up to {largest}"
       raise UserError(
-        f"config.json: {keys.get(knob, knob)} is {value}, but the tensors are {len(found)}, of"
-        f" {there}."
+        f"config.json: {key} is {value}, but the tensors are {len(found)}, of {there}."
       )
 
 

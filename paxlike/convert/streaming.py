@@ -13,6 +13,7 @@ from etils import epath
 
 from paxlike import checksums
 from paxlike.checkpoint import metadata_of
+from paxlike.convert import tensors
 from paxlike.layers.layout import Layout
 
 # Arrays of so many bytes are written together where a checkpoint is made of a stream of them.
@@ -36,6 +37,7 @@ def write(
 
   Raises:
     OSError: It failed.
+    UserError: A number is beyond the range of `dtype`.
   """
   import orbax.checkpoint as ocp
   from orbax.checkpoint import v1
@@ -50,6 +52,7 @@ def write(
   context.memory.deepcopy_host_arrays = False
   with context:
     for name, value in arrays:
+      tensors.check_range(name.removeprefix("params."), value, np.dtype(dtype))
       shapes[name] = jax.ShapeDtypeStruct(value.shape, dtype)
       waiting[name] = value
       if sum(array.nbytes for array in waiting.values()) >= _STREAM_BYTES:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
@@ -34,7 +34,7 @@ _DTYPES: dict[str, Any] = {
 }
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _PART_BYTES = 16_000_000
-_INDEX = "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADER_BYTES = 32_000_000  # The longest header that is read: one of 200,000 tensors.
 _MAX_DIMS = 32
 
@@ -88,6 +88,11 @@ class TensorFolder:
         self._extents[name] = extent
     self.specs = {name: extent.spec for name, extent in self._extents.items()}
 
+  @staticmethod
+  def is_at(path: pathlib.Path) -> bool:
+    """Returns whether a folder has weights in files of the names that transformers looks for."""
+    return any(input_files.is_there(path / name) for name in (_SINGLE, _INDEX))
+
   def read(self, name: str) -> np.ndarray:
     """Returns a tensor, mapped from its file."""
     return self._extents[name].read()
@@ -98,6 +103,9 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     raise UserError(f"--path={path}: no such file or folder.")
   if not os.path.isdir(path):
     return [path]
+  # As transformers has it: an index beside the whole model is left over from an older one.
+  if input_files.is_there(path / _SINGLE):
+    return [path / _SINGLE]
   index = path / _INDEX
   if input_files.is_there(index):
     names = input_files.read_json(index, folder=path).get("weight_map")
@@ -193,6 +201,9 @@ def write(
     value: Returns a tensor by name, whose dtype may be another; each is asked for once, in the
       order of `specs`.
     shard_bytes: Files hold so much, unless a single tensor is larger.
+
+  Raises:
+    UserError: A number is beyond the range of the dtype in which it is to be written.
   """
   shards: list[list[str]] = [[]]
   filled = 0
@@ -205,7 +216,7 @@ def write(
     filled += size
   total, files = len(shards), {}
   for number, names in enumerate(shards, 1):
-    file = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+    file = _SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
     write_file(folder / file, {name: specs[name] for name in names}, value)
     files |= dict.fromkeys(names, file)
   if total > 1:
@@ -217,7 +228,7 @@ def write(
 def write_file(
   file: pathlib.Path, specs: Mapping[str, TensorSpec], value: Callable[[str], np.ndarray]
 ):
-  """Writes tensors into one file; arguments as of `write`."""
+  """Writes tensors into one file; arguments and errors as of `write`."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   begin = 0
   for name, spec in specs.items():
@@ -230,17 +241,46 @@ def write_file(
   with file.open("wb") as stream:
     stream.write(len(text).to_bytes(8, "little") + text)
     for name, spec in specs.items():
-      _write_tensor(stream, value(name), spec)  # No name keeps it while the next one is made.
+      # No name keeps the tensor while the next one is made.
+      _write_tensor(stream, name, value(name), spec)
 
 
-def _write_tensor(stream: BinaryIO, tensor: np.ndarray, spec: TensorSpec):
-  """Writes a tensor, converted a part at a time: it may be a view in another order or dtype."""
+def _write_tensor(stream: BinaryIO, name: str, tensor: np.ndarray, spec: TensorSpec):
   assert tensor.shape == spec.shape
-  rows: Any = tensor.reshape(1) if tensor.ndim == 0 else tensor
-  step = max(1, _PART_BYTES * len(rows) // max(_bytes(spec), 1))
-  for first in range(0, len(rows), step):
-    part = np.ascontiguousarray(rows[first : first + step], dtype=spec.dtype)
+  for part in _converted(name, tensor, spec.dtype):
     stream.write(part.view(np.uint8).data)
+
+
+def _converted(name: str, tensor: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
+  """Yields a tensor a part at a time: it may be a view in another order or dtype."""
+  rows: Any = tensor.reshape(1) if tensor.ndim == 0 else tensor
+  step = max(1, _PART_BYTES * len(rows) // max(tensor.size * dtype.itemsize, 1))
+  for first in range(0, len(rows), step):
+    yield np.ascontiguousarray(cast(name, rows[first : first + step], dtype))
+
+
+def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+  """Returns numbers of a tensor in a dtype.
+
+  Raises:
+    UserError: A finite one becomes infinite.
+  """
+  with np.errstate(over="ignore"):
+    result = values.astype(dtype, copy=False)
+  infinite = np.isinf(result) if not np.can_cast(values.dtype, dtype) else None
+  if infinite is not None and len(lost := values[infinite & np.isfinite(values)]):
+    raise UserError(
+      f"{name} has {float(lost[0]):g}, which is beyond the range of --dtype={dtype}: take one of a"
+      " larger range."
+    )
+  return result
+
+
+def check_range(name: str, tensor: np.ndarray, dtype: np.dtype):
+  """Raises a UserError if a finite number of a tensor becomes infinite in a dtype."""
+  if not np.can_cast(tensor.dtype, dtype):
+    for _ in _converted(name, tensor, dtype):
+      pass
 
 
 def _bytes(spec: TensorSpec) -> int:

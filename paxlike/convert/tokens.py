@@ -18,10 +18,12 @@ from paxlike.data.tokenizer import (
   HuggingFaceTokenizer,
   SentencePieceTokenizer,
 )
+from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 
 # File -> the knob TOKENIZER for it; the first that is there is taken, as by transformers.
 TOKENIZERS = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}
+NONE = "has no tokenizer, so that it neither decodes nor evaluates text"
 _GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _KINDS = {"huggingface": HuggingFaceTokenizer, "sentencepiece": SentencePieceTokenizer}
@@ -48,7 +50,12 @@ def files(folder: pathlib.Path) -> list[str]:
   own = find(folder)
   names = dict.fromkeys((*chat.FILES, *token_settings.FILES))
   there = [name for name in names if input_files.is_there(folder / name)]
+  there += sorted(f"{chat.MORE_TEMPLATES}/{file.name}" for file in _more_templates(folder))
   return there if own is None else [own.name, *there]
+
+
+def _more_templates(folder: pathlib.Path) -> list[pathlib.Path]:
+  return list((folder / chat.MORE_TEMPLATES).glob("*.jinja"))
 
 
 def ids(
@@ -98,26 +105,42 @@ def bring(source: pathlib.Path, ids: Mapping[str, Any], to: pathlib.Path):
 def _copy(source: pathlib.Path, to: pathlib.Path, names: Collection[str]):
   for name in names:
     if input_files.is_there(source / name):
+      (to / name).parent.mkdir(exist_ok=True)
       input_files.copy(source / name, to / name, limit=TOKENIZER_BYTES, folder=source)
 
 
-def folder_of(experiment: Experiment) -> tuple[pathlib.Path, str] | None:
-  """Returns where the tokenizer of an experiment is, and what its file is called elsewhere.
+def file_of(experiment: Experiment) -> tuple[pathlib.Path, str] | None:
+  """Returns the file of an experiment's tokenizer, and its name in a folder of transformers.
 
-  None: the experiment has none in a file, or the file is gone.
+  None: the experiment names no file of a tokenizer.
+
+  Raises:
+    UserError: The file is gone.
   """
   settings = experiment.values()
   kind = settings["TOKENIZER"].value if "TOKENIZER" in settings else "sentencepiece"
   path = settings["VOCAB_PATH"].value if "VOCAB_PATH" in settings else None
   names = {kind: name for name, kind in TOKENIZERS.items()}
-  if path is None or kind not in names or not pathlib.Path(path).is_file():
+  if path is None or kind not in names:
     return None
+  if not pathlib.Path(path).exists():
+    raise UserError(
+      f"VOCAB_PATH={path}: no such file, so that the run's tokenizer cannot be exported: put it"
+      " there, or call paxlike-convert in the folder to which a relative path belongs."
+    )
   return pathlib.Path(path), names[kind]
 
 
-def take(experiment: Experiment, run: pathlib.Path, to: pathlib.Path) -> dict[str, Any]:
-  """Writes the tokenizer of a run for transformers, and returns the ids for its `config.json`."""
-  found = folder_of(experiment)
+def take(
+  experiment: Experiment,
+  found: tuple[pathlib.Path, str] | None,
+  run: pathlib.Path,
+  to: pathlib.Path,
+) -> dict[str, Any]:
+  """Writes the tokenizer of a run for transformers, and returns the ids for its `config.json`.
+
+  `found` is as by `file_of`.
+  """
   if found is None:
     copy(run, to)
     own = find(to)
@@ -144,9 +167,14 @@ def take(experiment: Experiment, run: pathlib.Path, to: pathlib.Path) -> dict[st
 
 def notes(folder: pathlib.Path) -> list[str]:
   """Returns what is to be known of the tokenizer in a folder that `take` wrote, a line each."""
+  if find(folder) is None:
+    return [NONE]
   model = folder / "tokenizer.model"
-  if not model.exists() or (why := sentencepiece_json.unfit(model)) is None:
+  if not model.exists():
     return []
+  if (why := sentencepiece_json.unfit(model)) is None:
+    limit = sentencepiece_json.limit(model)
+    return [] if limit is None else [limit]
   return [
     f"has no tokenizer.json, as Hugging Face has nothing like {why}: use tokenizer.model with the"
     " library sentencepiece, because transformers would tokenize otherwise"

@@ -47,7 +47,7 @@ class TorchFolder:
 
 
 def _names(path: pathlib.Path) -> list[str]:
-  if not (path / _INDEX).exists():
+  if (path / _SINGLE).exists():
     return [_SINGLE]
   listed = read_json(path / _INDEX).get("weight_map")
   if not isinstance(listed, dict) or not listed:

@@ -28,7 +28,7 @@ class Part(NamedTuple):
   ends: bool = False
 
 
-FILES = own_template.FILES
+FILES, MORE_TEMPLATES = own_template.FILES, own_template.MORE
 
 Template = Callable[[Sequence[Message]], list[Part]]
 
@@ -123,8 +123,7 @@ def template(name: str, *, vocab_path: str | None) -> Template:
   """
   if name != "tokenizer":
     return TEMPLATES[name]
-  folder = pathlib.Path(vocab_path or "").parent
-  source, file, tokens = own_template.read(folder)
+  source, file, tokens = own_template.read(pathlib.Path(vocab_path or "tokenizer.json"))
   own = OwnTemplate(source, file=file)
   own.check()
   return functools.partial(_rendered, own, tokens)

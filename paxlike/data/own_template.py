@@ -18,16 +18,19 @@ from paxlike.errors import UserError
 
 # Beside a tokenizer of Hugging Face: how it is set up, and its template where that is by itself.
 FILES = ("tokenizer_config.json", "chat_template.jinja")
+MORE = "additional_chat_templates"  # A folder of those that have a name, NAME.jinja.
 _TEMPLATE_BYTES = 1_000_000
 
 
-def read(folder: pathlib.Path) -> tuple[str, pathlib.Path, dict[str, str]]:
+def read(tokenizer: pathlib.Path) -> tuple[str, pathlib.Path, dict[str, str]]:
   """Returns a template's source, the file it is in, and bos, eos, pad and other tokens by name.
+
+  `tokenizer` is the file beside which it is.
 
   Raises:
     UserError: There is none.
   """
-  config, own = (folder / name for name in FILES)
+  config, own = (tokenizer.with_name(name) for name in FILES)
   content = input_files.read_json(config) if input_files.is_there(config) else {}
   source, file = content.get("chat_template"), config
   if input_files.is_there(own):
@@ -39,7 +42,7 @@ def read(folder: pathlib.Path) -> tuple[str, pathlib.Path, dict[str, str]]:
     source = named.get("default")
   if not isinstance(source, str):
     raise UserError(f"CHAT_TEMPLATE=tokenizer: {file} has no template that is a text.")
-  settings = TokenSettings(config)
+  settings = TokenSettings(tokenizer)
   return source, file, settings.roles(tokenizer_classes.tokens(settings))
 
 

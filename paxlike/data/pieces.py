@@ -88,7 +88,8 @@ class Pieces:
     return ids + self._encode_between(text[end:], begins=not end)
 
   def _encode_between(self, text: str, *, begins: bool) -> list[int]:
-    # Where a model begins texts with one space whatever they have, one that is there is kept.
+    # A model that trims white space and then begins with one space: a text that begins with white
+    # space keeps one if the model adds it, and none if it does not.
     begins = begins or (self._trims and text[:1].isspace())
     return (self.model if begins else self._inner).encode(text)
 

@@ -27,6 +27,7 @@ _ROLES = (
   "cls_token",
   "mask_token",
 )
+TOKENIZER_BYTES = 256_000_000  # The largest file of a tokenizer that is read.
 _NO_ID = -1  # What some configurations have instead of null.
 
 
@@ -53,10 +54,15 @@ class AddedToken(NamedTuple):
 
 
 class TokenSettings:
-  """The settings beside the file of a tokenizer; each file is read when first needed."""
+  """The settings beside the file of a tokenizer; each file is read when first needed.
+
+  Attributes:
+    file: The tokenizer's.
+  """
 
   def __init__(self, tokenizer: str | os.PathLike[str]):
     """`tokenizer` is the path of its file; settings lie in the same folder, or there are none."""
+    self.file = pathlib.Path(tokenizer)
     self._folder = os.path.dirname(os.fspath(tokenizer))
     self._contents: dict[str, dict[str, Any]] = {}
 
@@ -65,6 +71,11 @@ class TokenSettings:
     """Whether texts begin with BOS; None: nothing is said."""
     found = self._content(_TOKENIZER).get("add_bos_token")
     return found if isinstance(found, bool) else None
+
+  @property
+  def adds_eos(self) -> bool:
+    """Whether texts end with EOS."""
+    return self._content(_TOKENIZER).get("add_eos_token") is True
 
   @property
   def adds_prefix_space(self) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from paxlike import input_files
 from paxlike.configurable import configurable
 from paxlike.data import pieces, token_settings, tokenizer_classes
+from paxlike.data.token_settings import TOKENIZER_BYTES
 from paxlike.errors import UserError
 
 
@@ -113,7 +114,6 @@ class CharacterTokenizer(Tokenizer):
     )
 
 
-TOKENIZER_BYTES = 256_000_000  # The largest file of a tokenizer that is read.
 _MAX_IDS = 2**31  # Of int32.
 
 
@@ -186,10 +186,25 @@ class _FileTokenizer(Tokenizer):
     named = self._settings.roles(self._defaults).get(role)
     return None if named is None else self._id_of(named)
 
-  @property
+  @functools.cached_property
   def _defaults(self) -> Mapping[str, str]:
     """Role -> text of tokens where the settings name none."""
-    return {}
+    return tokenizer_classes.tokens(self._settings)
+
+  def _bos_asked_for(self, own: int | None) -> int:
+    """Returns the BOS of settings that have texts begin with it; if they name none, the file's own.
+
+    Raises:
+      UserError: There is none either.
+    """
+    named = self._id_in_role("bos_token")
+    found = own if named is None else named
+    if found is None:
+      raise UserError(
+        f"{self._settings.path(token_settings.FILES[0])}: add_bos_token is true, but no bos_token"
+        " is named: name it there, or set add_bos_token to false."
+      )
+    return found
 
   @abc.abstractmethod
   def _id_of(self, token: str) -> int | None:
@@ -236,7 +251,7 @@ class SentencePieceTokenizer(_FileTokenizer):
     settings = self._settings
     model = pieces.Pieces(
       content,
-      settings.added(),
+      settings.added(self._defaults),
       finds=not settings.splits_special,
       legacy=settings.is_legacy,
       place=f"VOCAB_PATH={self._path}",
@@ -259,8 +274,7 @@ class SentencePieceTokenizer(_FileTokenizer):
     own = self._model.model.bos_id()
     if self._settings.adds_bos is False or (own < 0 and not self._settings.adds_bos):
       return None
-    named = self._id_in_role("bos_token")
-    return named if named is not None or own < 0 else own
+    return self._bos_asked_for(own if own >= 0 else None)
 
   def _id_of(self, token: str) -> int | None:
     return self._model.id_of(token)
@@ -303,10 +317,6 @@ class HuggingFaceTokenizer(_FileTokenizer):
     model.encode("a", add_special_tokens=True)  # A template of special tokens may lack one.
     return model, 1 + max(model.get_vocab(with_added_tokens=True).values(), default=-1)
 
-  @property
-  def _defaults(self) -> Mapping[str, str]:
-    return tokenizer_classes.tokens(self._settings)
-
   @functools.cached_property
   def vocab_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
     return 1 + max(self._model.get_vocab(with_added_tokens=True).values())
@@ -319,9 +329,11 @@ class HuggingFaceTokenizer(_FileTokenizer):
   @functools.cached_property
   def bos_id(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
     adds = self._settings.adds_bos
-    if adds is not None:
-      return self._id_in_role("bos_token") if adds else None
+    if adds is False:
+      return None
     found = self._template_start()
+    if adds:
+      return self._bos_asked_for(found)
     if found is not None or self._settings.has_tokenizer_config:
       return found
     # No file says how texts begin, so that they begin as the model's own configuration says.

@@ -7,7 +7,8 @@ Every other step of the file holds: it is what a model was trained with.
 from collections.abc import Mapping
 from typing import Any
 
-from paxlike.data.token_settings import TokenSettings
+from paxlike import input_files
+from paxlike.data.token_settings import TOKENIZER_BYTES, TokenSettings
 
 _END = "<|endoftext|>"
 # Class -> the tokens that it has where the settings name none.
@@ -20,13 +21,25 @@ _TOKENS: Mapping[str, Mapping[str, str]] = {
     "pad_token": "<pad>",
     "mask_token": "<mask>",
   },
+  "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
   "Qwen2Tokenizer": {"unk_token": _END, "eos_token": _END, "pad_token": _END},
 }
 
 
 def tokens(settings: TokenSettings) -> Mapping[str, str]:
-  """Returns role -> text of the tokens that a class has where the settings name none."""
-  return _TOKENS.get(settings.tokenizer_class, {})
+  """Returns role -> text of the tokens that a class has where the settings name none.
+
+  Raises:
+    UserError: The tokenizer's file cannot be read.
+  """
+  name = settings.tokenizer_class
+  # Transformers passes over this class if the file is of another kind.
+  is_other = (
+    name == "LlamaTokenizer"
+    and input_files.is_there(settings.file)
+    and b'"ByteLevel"' in input_files.read(settings.file, limit=TOKENIZER_BYTES)
+  )
+  return {} if is_other else _TOKENS.get(name, {})
 
 
 def apply(model: Any, settings: TokenSettings):

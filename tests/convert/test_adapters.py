@@ -91,6 +91,25 @@ def test_a_trained_adapter_is_the_same_for_peft_and_merged(base, tuned, tmp_path
   np.testing.assert_allclose(logits(*imported(tmp_path / "back"), TOKENS), ours, atol=1e-5)
 
 
+def test_a_base_that_was_moved_is_named_by_a_flag(base, tuned, tmp_path, capsys):
+  plain = [f"--path={tuned}", f"--to={tmp_path / 'out'}"]
+  assert run(["--from=paxlike", "--adapter", "--dry_run", *plain]) == 0
+  table = capsys.readouterr().out
+  assert table.count("\n") == table.count(".lora_") > 0
+  moved = (base / "ours").rename(tmp_path / "moved")
+  try:
+    assert run(["--from=paxlike", *plain]) == 2
+    error = capsys.readouterr().err
+    assert "say by --base where it is" in error and error.count("\n") == 1
+    assert run(["--from=paxlike", *plain, f"--base={moved}"]) == 0
+    assert (
+      run(["--from=paxlike", f"--path={moved}", f"--to={tmp_path / 'no'}", f"--base={moved}"]) == 2
+    )
+    assert "needs no base: leave --base out" in capsys.readouterr().err
+  finally:
+    moved.rename(base / "ours")
+
+
 def test_what_experts_compute_with_is_not_adapted(tmp_path):
   save_random("mixtral", tmp_path / "theirs")
   converted(tmp_path / "theirs", tmp_path / "base")
@@ -171,6 +190,7 @@ def test_flags_that_do_not_fit_are_refused(base, tmp_path, capsys):
     ["--from=hf", f"--path={base / 'theirs'}", f"--base={base / 'ours'}"],
     ["--from=hf", f"--path={base / 'theirs'}", "--adapter"],
     ["--from=paxlike", f"--path={base / 'ours'}", "--adapter"],
+    ["--from=paxlike", f"--path={base / 'ours'}", "--adapter", "--dry_run"],
   ):
     assert run([*flags, f"--to={tmp_path / 'out'}"]) == 2
     assert capsys.readouterr().err.startswith("paxlike-convert: ")

@@ -43,7 +43,17 @@ def text(name, content):
 
 
 def index(*names):
-  return text(INDEX, json.dumps({"weight_map": dict(enumerate(names))}))
+  return indexed(text(INDEX, json.dumps({"weight_map": dict(enumerate(names))})))
+
+
+def indexed(attack):
+  """An attack by the index, which counts where there is no whole model."""
+
+  def alone(folder):
+    attack(folder)
+    (folder / "model.safetensors").unlink()
+
+  return alone
 
 
 def header(change):
@@ -120,13 +130,23 @@ def bomb(folder):
   damaged_files.torch_file(folder / "consolidated.00.pth", arrays, compressed=True)
 
 
+DEEP = {"num_hidden_layers": 1900}
+
+
+def deep(layers):
+  """A weight of each layer."""
+  return {
+    f"model.layers.{i}.input_layernorm.weight": np.ones(64, np.float32) for i in range(layers)
+  }
+
+
 HUGGING_FACE = {
   "index_up": (index("../x.safetensors"), "no name of a file in its folder"),
   "index_absolute": (index("/etc/passwd"), "no name of a file in its folder"),
   "index_dots": (index(".."), "no name of a file in its folder"),
   "index_null_byte": (index("a\0b"), "no name of a file"),
   "index_numbers": (index(1, 2), "weight_map is no mapping to names"),
-  "index_list": (text(INDEX, '{"weight_map": [1]}'), "weight_map is no mapping to names"),
+  "index_list": (indexed(text(INDEX, '{"weight_map": [1]}')), "weight_map is no mapping to names"),
   "index_folder": (index("sub"), "cannot be read"),
   "weights_outside": (moved_out("model.safetensors"), "copy the file into the folder"),
   "config_outside": (moved_out("config.json"), "copy the file into the folder"),
@@ -142,7 +162,7 @@ HUGGING_FACE = {
   "link_to_nothing": (replaced("tokenizer.json", link("nothing")), "No such file"),
   "config_pipe": (replaced("config.json", os.mkfifo), "is a pipe, no file"),
   "weights_pipe": (replaced("model.safetensors", os.mkfifo), "is a pipe, no file"),
-  "index_pipe": (replaced(INDEX, os.mkfifo), "is a pipe, no file"),
+  "index_pipe": (indexed(replaced(INDEX, os.mkfifo)), "is a pipe, no file"),
   "tokenizer_pipe": (replaced("tokenizer.json", os.mkfifo), "is a pipe, no file"),
   "template_pipe": (replaced("chat_template.jinja", os.mkfifo), "is a pipe, no file"),
   "config_device": (replaced("config.json", link("/dev/zero")), "is a device, no file"),
@@ -179,6 +199,10 @@ HUGGING_FACE = {
   "name_of_lines": (header(lambda e: e.update({"a\n\x1b[2J": e.pop(NORM)})), r"a \x1b[2J"),
   "layers_10_to_7": (edit(num_hidden_layers=10**7), "num_hidden_layers is 10000000"),
   "layers_10_to_30": (edit(num_hidden_layers=10**30), "num_hidden_layers is 1"),
+  "layers_too_deep": (
+    lambda folder: tiny_llama.write(folder, deep(1900), {**tiny_llama.CONFIG, **DEEP}),
+    "num_hidden_layers is 1900; paxlike makes models of at most 1024",
+  ),
   "layers_negative": (edit(num_hidden_layers=-1), "config.json"),
   "vocabulary": (edit(vocab_size=HUGE), f"vocab_size is {HUGE}"),
   "hidden": (edit(hidden_size=HUGE), f"hidden_size is {HUGE}"),

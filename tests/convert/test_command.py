@@ -15,11 +15,11 @@ from paxlike import run_folder
 from paxlike.convert.main import run
 from paxlike.errors import UserError, one_line
 
-SUMMARY = """\
+NO_TOKENIZER = "has no tokenizer, so that it neither decodes nor evaluates text\n"
+SUMMARY = f"""\
 made: 21 weights in float32
 computes in float32 (none is declared, and weights are float32): --fdl.FPROP_DTYPE changes that
-has no tokenizer, so that it neither decodes nor evaluates text
-"""
+{NO_TOKENIZER}"""
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def names(folder):
 def test_it_prints_one_line_and_takes_relative_paths(folder):
   for flags, to, expected in (
     (("--from=hf", "--path=theirs"), "made", SUMMARY),
-    (("--from=paxlike", "--path=made"), "back", "back: 21 weights in float32\n"),
+    (("--from=paxlike", "--path=made"), "back", f"back: 21 weights in float32\n{NO_TOKENIZER}"),
   ):
     process = start(*flags, to=to)
     assert process.communicate() == (expected, "")
@@ -135,9 +135,27 @@ def test_a_folder_that_is_there_is_never_written_nor_removed(folder, to):
   assert names(folder) == before and os.path.exists("/etc")
 
 
-def test_a_checkpoint_that_could_not_be_read_is_not_written(folder, capsys):
-  assert run(["--from=hf", "--path=theirs", "--to=made[1]"]) == 2
-  assert "--to=made[1]: no checkpoint can be written in a folder with [" in capsys.readouterr().err
+@pytest.mark.parametrize("more", [(), ("--dry_run",)])
+@pytest.mark.parametrize(
+  ("flags", "to", "said"),
+  [
+    (("--from=hf",), "made[1]", "--to=made[1]: no checkpoint can be written in a folder with ["),
+    (("--from=hf",), "theirs", "--to=theirs is there already"),
+    (("--from=hf", "--step=7"), "made", "--step goes with --from=paxlike: "),
+    (
+      ("--from=hf", "--fdl_allow_modules=x"),
+      "made",
+      "--fdl_allow_modules goes with --from=paxlike",
+    ),
+    (("--from=meta", "--base=x"), "made", "--base goes with --from=paxlike or --from=peft"),
+    (("--from=peft", "--adapter", "--base=x"), "made", "--adapter goes with --from=paxlike: "),
+    (("--from=peft",), "made", "--from=peft needs --base=DIR"),
+  ],
+)
+def test_a_command_line_that_cannot_be_is_refused(folder, capsys, flags, to, said, more):
+  assert run([*flags, "--path=theirs", f"--to={to}", *more]) == 2
+  out, error = capsys.readouterr()
+  assert said in error and error.count("\n") == 1 and not out
   assert names(folder) == ["theirs"]
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers and what is said of tokens, in and out; a converted folder needs no other file."""
 
-import io
 import json
 
 import numpy as np
@@ -9,47 +8,13 @@ import pytest
 import tiny_llama
 import tokenizers
 from program import run as paxlike
+from tiny_tokenizers import large, sentencepiece, words, write_json
 
 from paxlike.convert import sentencepiece_json, tokens
 from paxlike.convert.main import run
 from paxlike.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 
-TEXTS = [
-  "",
-  "hello world",
-  "  lead, two  spaces ",
-  "new\nlines\n\n\ttabs",
-  "Straße café ﬁ ① Å",
-  "日本語",
-  "emoji 😀👩‍👧",
-  "▁under",
-  "\r\n",
-  "x" * 40,
-  *(f"{a} and {b} are {a + b}, so they say" for a in range(9) for b in range(9)),
-]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-
-
-def words(size=60):
-  vocabulary = {"<s>": 0, "</s>": 1, "<end>": 2} | {f"t{index}": index for index in range(3, size)}
-  made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))
-  made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # pyright: ignore
-  return made
-
-
-def sentencepiece(path, **options):
-  import sentencepiece as library
-
-  model = io.BytesIO()
-  library.SentencePieceTrainer.train(
-    sentence_iterator=iter(TEXTS * 4), model_writer=model, minloglevel=2, **options
-  )
-  path.write_bytes(model.getvalue())
-  return library.SentencePieceProcessor(model_file=str(path))
-
-
-def write_json(path, told):
-  path.write_text(json.dumps(told))
 
 
 def converted(tmp_path, config=None, **files):
@@ -122,6 +87,10 @@ def test_ids_of_the_configuration_alone_are_kept(tmp_path):
     (False, {"bos_token": "<s>", "eos_token": "</s>"}, None, 0),
     (False, {"eos_token": "</s>"}, None, 1),
     (False, None, None, None),
+    (True, {"add_bos_token": True}, 0, 0),
+    (False, {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}, 0, 0),
+    (True, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}, 0, 0),
+    (False, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, None, 0),
   ],
 )
 def test_bos_is_as_the_tokenizer_and_its_settings_say(tmp_path, adds, told, bos, prefix):
@@ -135,6 +104,18 @@ def test_bos_is_as_the_tokenizer_and_its_settings_say(tmp_path, adds, told, bos,
     write_json(tmp_path / "tokenizer_config.json", told)
   tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
   assert (tokenizer.bos_id, tokenizer.prefix_id) == (bos, prefix)
+
+
+@pytest.mark.parametrize("told", [{}, {"bos_token": None, "tokenizer_class": "LlamaTokenizer"}])
+def test_a_bos_that_is_asked_for_and_not_named_is_refused(tmp_path, capsys, told):
+  source = tmp_path / "theirs"
+  tiny_llama.write(source)
+  words().save(str(source / "tokenizer.json"))
+  write_json(source / "tokenizer_config.json", {"add_bos_token": True, **told})
+  assert run(["--from=hf", f"--path={source}", f"--to={tmp_path / 'ours'}"]) == 2
+  error = capsys.readouterr().err
+  assert "tokenizer_config.json: add_bos_token is true, but no bos_token is named" in error
+  assert error.count("\n") == 1 and not (tmp_path / "ours").exists()
 
 
 def test_sentencepiece_begins_texts_unless_told_otherwise(tmp_path):
@@ -188,6 +169,7 @@ def test_tokens_of_the_settings_are_added_as_by_transformers(tmp_path, settings)
     {"tokenizer_class": "Qwen2Tokenizer"},
     {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True},
     {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True},
+    {"tokenizer_class": "LlamaTokenizer"},  # Which transformers passes over.
   ],
 )
 def test_a_class_changes_texts_as_in_transformers(tmp_path, settings):
@@ -203,15 +185,6 @@ def test_a_class_changes_texts_as_in_transformers(tmp_path, settings):
   for text in ("e\u0301 a  b", "", "1 2\n"):
     assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False)
   assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
-
-
-def large(folder, **config):
-  """Writes a tiny model of 400 ids."""
-  sizes = {
-    n: (400, *s[1:]) if s[0] == tiny_llama.VOCAB else s for n, s in tiny_llama.shapes().items()
-  }
-  config = {**tiny_llama.CONFIG, "vocab_size": 400, **config}
-  tiny_llama.write(folder, tiny_llama.values(sizes), config)
 
 
 @pytest.mark.slow
@@ -254,76 +227,45 @@ def test_a_chat_model_has_the_tokenizer_of_transformers_in_and_out(tmp_path, bot
     assert tokenizer.encode(text).tolist() == exported.encode(text, add_special_tokens=False)
 
 
+def test_a_tokenizer_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
+  """As is a path that is relative to another folder."""
+  folder = converted(tmp_path)
+  path = tmp_path / "vocabularies" / "own.json"
+  path.parent.mkdir()
+  (folder / "tokenizer.json").rename(path)
+  file = folder / "experiment.json"
+  file.write_text(file.read_text().replace("{run}/tokenizer.json", "vocabularies/own.json"))
+  for flags in ((), ("--dry_run",)):
+    capsys.readouterr()
+    assert run(["--from=paxlike", f"--path={folder}", f"--to={tmp_path / 'back'}", *flags]) == 2
+    error = capsys.readouterr().err
+    assert "VOCAB_PATH=vocabularies/own.json: no such file" in error and error.count("\n") == 1
+    assert not (tmp_path / "back").exists()
+  monkeypatch.chdir(tmp_path)
+  assert run(["--from=paxlike", f"--path={folder}", "--to=back"]) == 0
+  assert (tmp_path / "back" / "tokenizer.json").read_bytes() == path.read_bytes()
+
+
+def test_templates_with_names_travel(tmp_path, capsys):
+  source = tmp_path / "theirs"
+  more = source / "additional_chat_templates"
+  more.mkdir(parents=True)
+  (more / "tool_use.jinja").write_text(TEMPLATE)
+  ours = converted(tmp_path)
+  assert run(["--from=paxlike", f"--path={ours}", f"--to={tmp_path / 'back'}"]) == 0
+  for folder in (ours, tmp_path / "back"):
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == TEMPLATE
+  (more / "other.jinja").symlink_to("/etc/passwd")
+  assert run(["--from=hf", f"--path={source}", f"--to={tmp_path / 'out'}"]) == 2
+  assert "other.jinja is outside of" in capsys.readouterr().err
+
+
 def test_an_export_follows_no_link_out_of_the_run(tmp_path, capsys):
   folder = converted(tmp_path)
   (folder / "tokenizer.json").rename(tmp_path / "secret.json")
   (folder / "tokenizer.json").symlink_to(tmp_path / "secret.json")
   assert run(["--from=paxlike", f"--path={folder}", f"--to={tmp_path / 'back'}"]) == 2
   assert "secret.json" in capsys.readouterr().err and not (tmp_path / "back").exists()
-
-
-@pytest.mark.slow
-def test_an_export_has_no_file_of_another_tokenizer(tmp_path):
-  source = tmp_path / "theirs"
-  large(source)
-  model = sentencepiece(
-    source / "tokenizer.model", model_type="bpe", vocab_size=390, hard_vocab_limit=False
-  )
-  assert run(["--from=hf", f"--path={source}", f"--to={tmp_path / 'ours'}"]) == 0
-  words().save(str(tmp_path / "ours" / "tokenizer.json"))
-  assert run(["--from=paxlike", f"--path={tmp_path / 'ours'}", f"--to={tmp_path / 'back'}"]) == 0
-  got = HuggingFaceTokenizer(tmp_path / "back" / "tokenizer.json")
-  assert got.encode("hello they say").tolist() == model.encode("hello they say")
-
-
-@pytest.mark.parametrize("kind", ["word", "char"])
-def test_a_model_without_counterpart_is_said(tmp_path, capsys, kind):
-  source = tmp_path / "theirs"
-  large(source)
-  sentencepiece(source / "tokenizer.model", model_type=kind, vocab_size=50, hard_vocab_limit=False)
-  assert run(["--from=hf", f"--path={source}", f"--to={tmp_path / 'ours'}"]) == 0
-  capsys.readouterr()
-  assert run(["--from=paxlike", f"--path={tmp_path / 'ours'}", f"--to={tmp_path / 'back'}"]) == 0
-  assert "has no tokenizer.json, as Hugging Face has nothing like" in capsys.readouterr().out
-  assert not (tmp_path / "back" / "tokenizer.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "options",
-  [
-    {"model_type": "bpe"},
-    {"model_type": "bpe", "treat_whitespace_as_suffix": True},
-    {"model_type": "unigram", "remove_extra_whitespaces": False},
-    {
-      "model_type": "bpe",
-      "byte_fallback": True,
-      "normalization_rule_name": "identity",
-      "remove_extra_whitespaces": False,
-    },
-    {"model_type": "bpe", "user_defined_symbols": ["<x>", "he"], "add_dummy_prefix": False},
-    {"model_type": "unigram", "byte_fallback": True},
-    {"model_type": "unigram", "bos_id": -1},
-  ],
-)
-def test_transformers_tokenizes_an_export_as_sentencepiece_does(tmp_path, options):
-  import transformers
-
-  ours = tmp_path / "ours"
-  large(tmp_path / "theirs")
-  path = tmp_path / "theirs" / "tokenizer.model"
-  expected = sentencepiece(path, vocab_size=390, hard_vocab_limit=False, **options)
-  assert run(["--from=hf", f"--path={tmp_path / 'theirs'}", f"--to={ours}"]) == 0
-  assert run(["--from=paxlike", f"--path={ours}", f"--to={tmp_path / 'back'}"]) == 0
-  got = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-  bos = [] if expected.bos_id() < 0 else [expected.bos_id()]
-  for text in TEXTS:
-    ids = expected.encode(text)
-    assert got.encode(text, add_special_tokens=False) == ids
-    assert got.encode(text) == [*bos, *ids]
-    if expected.unk_id() not in ids:
-      assert got.decode(ids) == expected.decode(ids)
-  assert got.eos_token_id == expected.eos_id()
 
 
 @pytest.mark.slow

@@ -209,7 +209,7 @@ def test_templates_have_what_transformers_gives_them(tmp_path, own):
   for source in sources:
     (tmp_path / "chat_template.jinja").write_text(source)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    text, file, tokens = own_template.read(tmp_path)
+    text, file, tokens = own_template.read(tmp_path / "tokenizer.json")
     values = {"messages": talk, "tools": None, "documents": None, **tokens}
     expected = theirs.apply_chat_template(talk, tokenize=False)
     assert own_template.OwnTemplate(text, file=file).render(values) == expected
