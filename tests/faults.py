@@ -305,7 +305,7 @@ def campaign(
     job.folder = folder / where
     job._flags[-1] = f"--job_log_dir={job.folder}"
     job.start()
-    ended = job.wait(list(job.processes), seconds=120 + 2 * last)
+    ended = job.wait(list(job.processes), seconds=600 + 20 * last)
     codes = [process.poll() for process in job.processes.values()]
     job.end()
     if not ended or any(codes):

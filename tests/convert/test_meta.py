@@ -103,7 +103,7 @@ REFUSED = {
   "n_kv_heads": (3, "no pairs of 3 heads"),
   "n_layers": (None, "params.json lacks n_layers"),
   "norm_eps": ("1e-5", "norm_eps: expected a float"),
-  "rope_theta": (0, "rope_theta: expected a float above 1"),
+  "rope_theta": (0, "rope_theta: expected a float of at least 1.0001"),
 }
 
 
