@@ -96,7 +96,7 @@ class Watch(threading.Thread):
     try:
       yield
     finally:
-      self._limits = before._replace(folder=limits.folder or before.folder)
+      self._limits = before._replace(folder=self._limits.folder or before.folder)
 
   def close(self):
     """Ends the watch of a process that is alone."""

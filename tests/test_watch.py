@@ -338,6 +338,9 @@ def test_work_within_watched_work_leaves_its_folder_and_not_its_limits(tmp_path)
       assert one is inner and one._limits.stall_timeout == 0
     assert one._limits == (epath.Path(tmp_path), 7.0, None)
     assert signal.getsignal(signal.SIGUSR1) is signals[1]
+    with one.over(watch.Limits(stall_timeout=3.0)), one.over(watch.Limits(epath.Path("inner"))):
+      pass
+    assert one._limits == (epath.Path("inner"), 7.0, None)  # For the status of a job that fails.
     signal.raise_signal(signal.SIGUSR1)  # It would end the process if nothing printed the stacks.
   assert signal.getsignal(signal.SIGUSR1) is signals[0]
 
