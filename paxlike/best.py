@@ -137,7 +137,7 @@ def _read(path: epath.Path) -> tuple[Criterion, dict[int, float]] | None:
     told = json.loads(run_folder.read_bytes(path))
     values = {int(step): float(value) for step, value in told["values"]}
     return Criterion(metric=told["metric"], lowest=told["lowest"]), values
-  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+  except (OSError, *run_folder.MALFORMED) as error:
     raise UserError(
       f"{path} is damaged ({run_folder.reason(error)}): which checkpoint was best is not known."
     ) from error

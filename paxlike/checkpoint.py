@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -77,7 +77,7 @@ class Checkpoints:
     self._directory = run_folder.absolute(directory)  # Orbax reads no relative path.
     self._keep, self._preserved, self._check_owner = keep, preserved, check_owner
     self._damaged: set[int] = set()  # What `restore_latest_valid` has passed over.
-    self._surplus: list[epath.Path] = []  # What goes when the checkpoint being saved is whole.
+    self._not_kept: list[epath.Path] = []  # What goes when the checkpoint being saved is whole.
     self._opened: dict[int, tuple[dict[str, Any], Checksums | None]] = {}
     self._manager: Any = None
 
@@ -124,7 +124,7 @@ class Checkpoints:
       temporary_path_class=committing.path_class(
         self._directory,
         before=self._check_owner,
-        after=lambda newest: committing.replace(self._surplus, newest),
+        after=lambda newest: committing.remove_after(newest, self._not_kept),
       ),
     )
     registry = committing.handlers(jax.process_index())
@@ -180,8 +180,8 @@ class Checkpoints:
       self._manager = self._manager or self._open(step)
       self._manager.wait_until_finished()
       older = [other for other in self.steps() if other < step]
-      surplus = committing.superseded(older, keep=self._keep, preserved=self._preserved())
-      self._surplus = [self.path(other) for other in surplus]
+      not_kept = committing.not_kept(older, keep=self._keep, preserved=self._preserved())
+      self._not_kept = [self.path(other) for other in not_kept]
       taken = self._manager.save(
         step,
         args=save.Composite(
@@ -234,6 +234,9 @@ class Checkpoints:
       if sums is None and jax.process_index() == 0:
         print(f"paxlike: {self.path(step)} has no checksums: not verified.", file=sys.stderr)
       train_input = self._read_json(step, "train_input", sums)
+      for name in ("epoch", "position"):
+        if not relayout.is_size(train_input.get(name, 0)):
+          raise ValueError(f"train_input/metadata: no place in data is {name} {train_input[name]}")
     metadata, saved_layout, lacking = self.check(step, target, layout=layout, unread=unread)
     zeros = {n: target[n] for n in lacking}
     target = {n: leaf for n, leaf in target.items() if n not in lacking}
@@ -266,11 +269,8 @@ class Checkpoints:
     """
     with self._reading(step):
       metadata, _ = self._described(step)
-      saved_layout = Layout(**metadata["layout"])
-      tensors = {
-        name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-        for name, (shape, dtype) in metadata["tensors"].items()
-      }
+      saved_layout = relayout.layout_in(metadata)
+      tensors = {name: relayout.tensor_of(*listed) for name, listed in metadata["tensors"].items()}
     if unread is None and all(name.startswith("params.") for name in tensors):
       raise UserError(
         f"{self.path(step)} holds weights and no training state: begin a run in a new folder, with"
@@ -290,7 +290,7 @@ class Checkpoints:
     Raises:
       UserError: There are checkpoints but none can be read, or one is of another experiment.
     """
-    steps = self.steps()
+    steps = agreed(self.steps)
     for step in reversed(steps):
       restored = None
       reason = f"{self.path(step)} is damaged (another process cannot read its part)."
@@ -298,11 +298,9 @@ class Checkpoints:
         restored = self.restore(step, target, layout=layout)
       except Damaged as error:
         reason = str(error)
-      if restored is not None and _everywhere(True):
+      if everywhere(restored is not None) and restored is not None:
         committing.check_older(self.path(other) for other in steps if other < step)
         return step, restored
-      if restored is None:
-        _everywhere(False)
       del restored  # Before the next one is read: there may be no room for two.
       self._damaged.add(step)
       print(f"paxlike: {one_line(reason)}", file=sys.stderr)
@@ -319,7 +317,7 @@ class Checkpoints:
       UserError: It is damaged.
     """
     with self._reading(step):
-      return Layout(**self._described(step)[0]["layout"])
+      return relayout.layout_in(self._described(step)[0])
 
   def read(self, step: int, name: str) -> np.ndarray:
     """Returns one array under the name that it is stored by.
@@ -383,6 +381,8 @@ class Checkpoints:
     if step not in self._opened:
       sums = checksums.read(self.path(step))
       metadata = self._read_json(step, "metadata", sums)
+      if not isinstance(metadata.get("tensors"), dict):
+        raise ValueError("metadata/metadata lists no tensors")
       if metadata.get("checksums") and sums is None:
         raise checksums.damaged(self.path(step), f"{checksums.FILE} is missing")
       if sums is not None:
@@ -394,8 +394,11 @@ class Checkpoints:
   def _read_json(self, step: int, item: str, sums: Checksums | None) -> dict[str, Any]:
     data = run_folder.read_bytes(self.path(step) / item / "metadata")
     if sums is not None:
-      sums.check(f"{item}/metadata", data)
-    return dict(json.loads(data))
+      sums.verify_file(f"{item}/metadata", data)
+    found = json.loads(data)
+    if not isinstance(found, dict):
+      raise ValueError(f"{item}/metadata is no object of JSON")
+    return found
 
 
 def _verifying(
@@ -419,8 +422,23 @@ def metadata_of(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
   }
 
 
-def _everywhere(here: bool) -> bool:
-  """Returns whether it is so in all processes: they must all go on from the same checkpoint."""
+def everywhere(here: bool) -> bool:
+  """Returns whether it is so in all processes; each must call this."""
   if jax.process_count() == 1:
     return here
   return bool(np.all(multihost_utils.process_allgather(np.array(here))))
+
+
+def agreed(find: Callable[[], Sequence[int]]) -> list[int]:
+  """Returns in all processes the steps that process 0 finds; each must call this.
+
+  A run may save and delete checkpoints meanwhile: others would find other ones.
+  """
+  if jax.process_count() == 1:
+    return list(find())
+  found = np.array(find() if jax.process_index() == 0 else [], np.int32)
+  (size,) = multihost_utils.broadcast_one_to_all(np.array([found.size], np.int32))
+  if not size:
+    return []
+  padded = found if found.size else np.zeros(size, np.int32)
+  return [int(step) for step in multihost_utils.broadcast_one_to_all(padded)]

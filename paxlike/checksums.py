@@ -279,7 +279,7 @@ class Checksums:
     }
     return Checksums(self._folder, files)
 
-  def check(self, name: str, data: bytes):
+  def verify_file(self, name: str, data: bytes):
     """Raises `Damaged` if these are not the bytes of a file that is of no array."""
     file = self.files.get(name)
     if file is None or file.size != len(data):
@@ -378,7 +378,7 @@ def read(folder: epath.Path) -> Checksums | None:
     for name in sorted(files):
       if name.startswith(f"{FOLDER}/"):
         files = files | _parsed(run_folder.read_bytes(folder / name))
-  except (ValueError, KeyError, TypeError, RecursionError, FileNotFoundError) as error:
+  except (*run_folder.MALFORMED, FileNotFoundError) as error:
     raise damaged(folder, f"{name}: {run_folder.reason(error)}") from error
   return Checksums(folder, files)
 

@@ -161,21 +161,21 @@ def check_keep(keep: int | None):
     )
 
 
-def superseded(older: Sequence[int], *, keep: int | None, preserved: int | None) -> list[int]:
-  """Returns which of the `older` steps need not stay beside a new one, of `keep` in all."""
+def not_kept(older: Sequence[int], *, keep: int | None, preserved: int | None) -> list[int]:
+  """Returns which of the `older` steps go where `keep` stay, a new one among them."""
   if keep is None:
     return []
   staying = {*older[len(older) - min(keep - 1, len(older)) :], preserved}
   return [step for step in older if step not in staying]
 
 
-def replace(surplus: Sequence[epath.Path], newest: epath.Path):
-  """Verifies `newest`, then removes the checkpoints that it replaces.
+def remove_after(newest: epath.Path, folders: Sequence[epath.Path]):
+  """Removes older checkpoints once `newest` is verified; if that is damaged they stay.
 
   Raises:
     OSError: It failed.
   """
-  if not surplus:
+  if not folders:
     return
   try:
     if (written := checksums.read(newest)) is not None:
@@ -184,7 +184,7 @@ def replace(surplus: Sequence[epath.Path], newest: epath.Path):
     reason = run_folder.reason(error)
     print(f"paxlike: {reason}. Older checkpoints stay.", file=sys.stderr)
     return
-  for path in surplus:
+  for path in folders:
     if path.exists():
       _remove(path)
 

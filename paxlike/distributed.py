@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from paxlike import __version__, cluster, rendezvous, run_folder, watch
+from paxlike import __version__, cluster, rendezvous, run_folder, stacks, watch
 from paxlike.errors import TemporaryError, UserError
 
 _LONGEST = 600  # Bytes of the reason of a failure.
@@ -75,9 +74,7 @@ def initialize(
   except (ValueError, RuntimeError, OSError) as error:
     where = f"this is {group.index} of {group.count}, {group.address}"
     raise TemporaryError(f"could not join the other processes ({where}): {error}") from error
-  if threading.current_thread() is threading.main_thread():
-    # JAX would note it for itself; until a run begins, nothing is lost by ending at once.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  stacks.obey_sigterm()  # JAX would note it for itself.
   if group.count > 1 and group.index == 0:
     _hold(int(group.address.rpartition(":")[2]), met.links.values())
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why the watch ends a job."""
 
+import contextlib
 import json
 import re
 import sys
@@ -107,19 +108,20 @@ def is_timeout(reason: str) -> bool:
   return "DEADLINE_EXCEEDED" in reason or "timed out" in reason.lower()
 
 
-def in_time(action: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def in_time(action: Callable[[], Any], *, seconds: float = _PATIENCE) -> Any:
   """Does something that writes, in a thread; returns its result, None if it fails or takes long."""
   results: list[Any] = []
 
   def act():
     try:
-      results.append(action(*arguments, **named))
+      results.append(action())
     except run_folder.failures():
       pass  # The job ends all the same, and its line is on the console.
 
   thread = threading.Thread(target=act, daemon=True)
-  thread.start()
-  thread.join(_PATIENCE)
+  with contextlib.suppress(RuntimeError):  # There may be no room for a thread.
+    thread.start()
+    thread.join(seconds)
   return results[0] if results else None
 
 
@@ -143,7 +145,7 @@ def write_status(
       return
     try:
       status = json.loads(run_folder.read_bytes(path))
-    except (ValueError, RecursionError):
+    except run_folder.MALFORMED:
       return
     # This process may have failed because of the one that the verdict names.
     if not isinstance(status, dict) or status.get("state") not in ("running", "failed"):

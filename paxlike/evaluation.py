@@ -35,6 +35,10 @@ class Scores(NamedTuple):
   preferred_BT: jax.Array | None
 
 
+class Stopped(Exception):
+  """An evaluation was asked to stop between two batches."""
+
+
 # Name -> (sum_B, weight_B) of each row; the metric is the sums' total over the weights'.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 Metrics = Callable[[Scores, Batch], Sums]
@@ -171,9 +175,20 @@ class Evaluator:
 
     self._measure = jax.jit(measure, compiler_options=dict(compiler_options or {}))
 
-  def run(self, params: Params, *, name: str = "") -> Result:
-    """Returns every metric over one pass; `name` is that of the set, for who watches it."""
-    measured = list(self._measured(params, name))
+  def run(
+    self, params: Params, *, name: str = "", stops: Callable[[], bool] = lambda: False
+  ) -> Result:
+    """Returns every metric over one pass.
+
+    Args:
+      params: The weights.
+      name: That of the set, for who watches it.
+      stops: Asked after each batch whether to stop.
+
+    Raises:
+      Stopped: `stops` said so.
+    """
+    measured = list(self._measured(params, name, stops))
     if not measured:
       raise ValueError("an evaluation set without a batch")
     batches, numbers = zip(*measured, strict=True)
@@ -182,7 +197,9 @@ class Evaluator:
     )
     return result(sums, None if numbers[0] is None else np.concatenate(numbers))
 
-  def _measured(self, params: Params, name: str) -> Iterator[tuple[Sums, np.ndarray | None]]:
+  def _measured(
+    self, params: Params, name: str, stops: Callable[[], bool]
+  ) -> Iterator[tuple[Sums, np.ndarray | None]]:
     dataset = self._eval_set.dataset
     in_flight: collections.deque[Sums] = collections.deque()
     progress.enter("eval", f"{name}, batch 0")
@@ -199,6 +216,8 @@ class Evaluator:
         if len(in_flight) > self._feed.steps_in_flight:
           jax.block_until_ready(in_flight.popleft())
         yield sums, batch.numbers
+        if stops():
+          raise Stopped
 
 
 def result(sums: dict[str, tuple[np.ndarray, np.ndarray]], numbers: np.ndarray | None) -> Result:

@@ -6,7 +6,9 @@ import time
 from etils import epath
 
 from paxlike import progress
+from paxlike.checkpoint import agreed
 from paxlike.journal import Journal, is_running
+from paxlike.ownership import Observer
 from paxlike.trainer import Trainer
 
 
@@ -16,17 +18,23 @@ def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_secon
   Raises:
     UserError: There is nothing to evaluate, or it is of another experiment.
   """
+  saved = trainer.origin(folder).checkpoints()
+  owner = Observer(folder)
+
+  def look() -> list[int]:
+    # Whether it runs before the checkpoints: the job may save its last one and end in between.
+    running = is_running(folder, owner)
+    return [running, *saved.steps()[-1:]]
+
   evaluated: int | None = None
   while True:
-    # Before the checkpoints are listed: the job may save its last one and end in between.
-    running = is_running(folder)
-    latest = trainer.origin(folder).checkpoints().latest()
-    if latest is not None and latest != evaluated:
-      evaluated = trainer.evaluate(folder, journal, step=latest)
+    running, *latest = agreed(look)
+    if latest and latest[0] != evaluated:
+      evaluated = trainer.evaluate(folder, journal, step=None)
     elif not running:
       journal.note("the job has ended")
       return
     else:
-      if progress.OWN.now.kind != "poll":  # Once: processes may not look equally often.
+      if progress.OWN.now.kind != "poll":  # One phase, however long it takes.
         progress.enter("poll")
       time.sleep(poll_seconds)

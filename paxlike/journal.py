@@ -16,7 +16,7 @@ from typing import Any, Self
 import jax
 from etils import epath
 
-from paxlike import chips, ending, flops, metrics, run_folder
+from paxlike import chips, ending, flops, metrics, ownership, run_folder
 from paxlike.console import Console
 from paxlike.errors import RunError, UserError
 from paxlike.evaluation import Result
@@ -291,8 +291,14 @@ class Journal:
     return self._boards[part]
 
 
-def is_running(folder: epath.Path) -> bool:
-  """Returns whether the job that writes in `folder` goes on, as far as can be told from here."""
+def is_running(folder: epath.Path, owner: ownership.Observer | None = None) -> bool:
+  """Returns whether the job that writes in `folder` goes on, as far as can be told from here.
+
+  `owner` is asked whether it lives; who asks often keeps one, which then hears signs of it.
+
+  Raises:
+    UserError: The folder cannot be read.
+  """
   path = folder / "status.json"
   with run_folder.reading(path):
     if not path.exists():
@@ -300,21 +306,17 @@ def is_running(folder: epath.Path) -> bool:
     data = run_folder.read_bytes(path)
   try:
     status = json.loads(data)
-    state, host, pid = status["state"], status["host"], int(status["pid"])
-  except (ValueError, KeyError, TypeError, RecursionError) as error:
+    state, host, pid = status["state"], status["host"], status["pid"]
+    if type(pid) is not int or pid <= 0:
+      raise ValueError(f"no process has number {pid!r}")
+  except run_folder.MALFORMED as error:
     print(f"paxlike: {path} is damaged ({run_folder.reason(error)}): skipped", file=sys.stderr)
     return False
   if state != "running":
     return False
-  if host != socket.gethostname():
-    return True
-  try:
-    os.kill(pid, 0)
-  except (ProcessLookupError, OverflowError):
-    return False
-  except PermissionError:
-    pass
-  return True
+  with run_folder.reading(folder):
+    lives = (owner or ownership.Observer(folder)).lives()
+  return host == socket.gethostname() and ownership.is_there(pid) if lives is None else lives
 
 
 def _memory() -> dict[str, int]:

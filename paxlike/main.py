@@ -41,6 +41,7 @@ def run():
   # Where the disk is full a line for each would hide what the run itself says of that.
   warnings.filterwarnings("ignore", "Error .* persistent compilation cache entry")
   status = 1
+  stacks.obey_sigterm()
   try:
     with stacks.on_signal():
       status = main(sys.argv)

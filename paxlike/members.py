@@ -32,7 +32,7 @@ class Member:
 
   @property
   def state(self) -> str:
-    """What it does: nothing said if it works, `failing`, `failed` or `left`.
+    """`failing`, `failed`, `left`, or "" while it works.
 
     It is `failing` where JAX has failed, which may be the fault of another process.
     """
@@ -110,8 +110,9 @@ class Members:
   def _is_failure(self, index: int, member: Member, is_closed: bool) -> bool:
     """Returns whether a process fails because of itself.
 
-    Where its JAX has failed that is so once all at work have given a sign since: none is lost. If
-    it has waited for another in vain, it may be that that one is stuck.
+    If JAX has failed in it, a lost process may be why: it is to blame only once every process at
+    work has been heard of since. If JAX has waited for another process in vain, that one may be
+    stuck: then it is not to blame.
     """
     if member.state == "failed":
       return index != self._index and member.failed > FAILED_AFTER
@@ -151,14 +152,14 @@ class Members:
     return ending.Verdict("stalled", index, why)
 
   def last_promised(self) -> int | None:
-    """Returns the latest step after which a process has promised to ask whether all stop.
+    """Returns the latest place at which a process has promised to ask whether all stop.
 
     None: not all have promised.
     """
-    steps = [m.report.get("next") for m in self._known.values() if m.state == ""]
-    if not steps or None in steps:
+    places = [m.report.get("next") for m in self._known.values() if m.state == ""]
+    if not places or None in places:
       return None
-    return max(step for step in steps if step is not None)
+    return max(place for place in places if place is not None)
 
   def compared(self, times: int) -> str | None:
     """Returns how a process differs from process 0 in what all have given for the n-th time.

@@ -7,6 +7,7 @@ On an object store the lines are in `metrics/part-00000000.jsonl` and so on.
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from paxlike import run_folder
 from paxlike.errors import UserError
 from paxlike.growing import MAX_BYTES, GrowingFile
 
+_PART = re.compile(r"part-[0-9]+\.jsonl")
 _PREFIX = "object:"  # Of file names that tensorboardX passes to `_Objects`.
 
 
@@ -45,7 +47,7 @@ def check(folder: epath.Path):
 
 def _parts(folder: epath.Path) -> list[epath.Path]:
   found = run_folder.beginning_with(folder / "metrics", "part-")
-  return [path for path in found if path.name.endswith(".jsonl")]
+  return [path for path in found if _PART.fullmatch(path.name)]
 
 
 def records(folder: epath.Path) -> Iterator[dict[str, Any]]:
@@ -78,7 +80,7 @@ def read(path: epath.Path) -> Iterator[dict[str, Any]]:
       known = type(record["updates"]) is int
       if not known or not all(isinstance(record.get(key, ""), str) for key in ("kind", "set")):
         raise TypeError
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except run_folder.MALFORMED:
       if number < len(lines) or line.endswith(b"\n"):
         damaged.append(number)
       continue

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from etils import epath
 
 from paxlike import progress, relayout, train_state
-from paxlike.checkpoint import Checkpoints, flatten, unflatten
+from paxlike.checkpoint import Checkpoints, agreed, flatten, unflatten
 from paxlike.errors import UserError
 from paxlike.journal import Journal
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.optimizers import Optimizer
-from paxlike.restoring import PROVENANCE, Restore, began_with, read_params
+from paxlike.restoring import PROVENANCE, Restore, began_with, read_found, read_params
 from paxlike.train_state import TrainState
 
 
@@ -108,20 +108,23 @@ class Origin:
     """
     progress.enter("restore")
     saved = self.checkpoints()
-    if step in (None, 0) and self.restore is not None and not saved.steps():
+    if step in (None, 0) and self.restore is not None and not agreed(saved.steps):
       taken = self.restore.load(self.definition, self.devices, for_compute=True, complete=True)
       return 0, self._completed(taken.params)
-    step = saved.find(step)
     changing, _, noticed = train_state.split(self.definition, self.definition.weights)
     names = [*changing, *noticed]
-    params, _ = read_params(
+    step, (params, _) = read_found(
       saved,
       step,
-      self.definition,
-      self.devices,
-      names=names,
-      for_compute=True,
-      unread=relayout.all_but_weights,
+      lambda step: read_params(
+        saved,
+        step,
+        self.definition,
+        self.devices,
+        names=names,
+        for_compute=True,
+        unread=relayout.all_but_weights,
+      ),
     )
     return step, params | self._frozen()
 

@@ -44,6 +44,8 @@ class Owner(NamedTuple):
     started: When, in the kernel's count: another process may get the same pid.
     beat: Goes up while it lives.
     released: Whether it has left in good order.
+    folder: The folder as that machine knows it, whatever its path; "": not known. A copy of the
+      folder, with this file in it, is another one.
   """
 
   host: str
@@ -52,17 +54,20 @@ class Owner(NamedTuple):
   started: str
   beat: int = 0
   released: bool = False
+  folder: str = ""
 
   @classmethod
-  def here(cls) -> "Owner":
+  def here(cls, folder: epath.Path) -> "Owner":
     """Returns this process."""
-    return cls(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or "")
+    pid = os.getpid()
+    started = _started(pid) or ""
+    return cls(socket.gethostname(), _machine(), pid, started, folder=_identity(folder))
 
   def __str__(self) -> str:
     return f"process {self.pid} on {self.host}"
 
 
-_TYPES = (str, str, int, str, int, bool)
+_TYPES = (str, str, int, str, int, bool, str)
 
 
 def _machine() -> str:
@@ -71,6 +76,17 @@ def _machine() -> str:
     return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
   except OSError:
     return socket.gethostname()
+
+
+def _identity(folder: epath.Path) -> str:
+  """Returns what tells a folder from a copy of it on this machine, "" if that is not known."""
+  if run_folder.is_remote(folder):
+    return os.fspath(folder)
+  try:
+    found = os.stat(folder)
+  except OSError:
+    return ""
+  return f"{found.st_dev}:{found.st_ino}"
 
 
 def _started(pid: int) -> str | None:
@@ -88,6 +104,11 @@ def _started(pid: int) -> str | None:
   except PermissionError:
     pass
   return ""
+
+
+def is_there(pid: int) -> bool:
+  """Returns whether there is a process of this number."""
+  return _started(pid) is not None
 
 
 def _path(folder: epath.Path, number: int) -> epath.Path:
@@ -115,7 +136,7 @@ def _read(folder: epath.Path, number: int) -> tuple[Owner | None, bytes]:
     return None, b""
   try:
     owner = Owner(**json.loads(data))
-  except (ValueError, TypeError, RecursionError):
+  except run_folder.MALFORMED:
     return None, data
   known = all(type(value) is kind for value, kind in zip(owner, _TYPES, strict=True))
   return owner if known and owner.pid > 0 else None, data
@@ -129,10 +150,14 @@ def _create(folder: epath.Path, number: int, owner: Owner) -> bool:
       file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
       return False
-    with os.fdopen(file, "wb") as file:
-      file.write(_data(owner))
-      file.flush()
-      os.fsync(file.fileno())
+    try:
+      with os.fdopen(file, "wb") as file:
+        file.write(_data(owner))
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError:
+      path.unlink(missing_ok=True)  # The next start would wait for a sign of it.
+      raise
     return True
   import fsspec
 
@@ -152,20 +177,56 @@ def _data(owner: Owner) -> bytes:
   return (json.dumps(owner._asdict()) + "\n").encode().rjust(_SIZE)
 
 
-def _lives(folder: epath.Path, number: int) -> Owner | None:
-  """Returns the owner of a number if it lives.
+def _looked_up(owner: Owner | None, folder: epath.Path) -> bool | None:
+  """Returns whether an owner lives, None if only signs of it can tell.
 
-  One on another host, and one whose start this process may not see, is watched for `SILENCE`.
+  Such is one on another host, one whose start this process may not see, and one of a folder that
+  this one is a copy of.
   """
-  owner, before = _read(folder, number)
-  if owner is not None and owner.released:
+  if owner is None:
     return None
-  if owner is not None and owner.machine == _machine():
-    started = _started(owner.pid)
-    if started is None:
+  if owner.released:
+    return False
+  if owner.machine != _machine():
+    return None
+  started = _started(owner.pid)
+  if started is None:
+    return False
+  here = _identity(folder)
+  if not started or not owner.started or (owner.folder and here and owner.folder != here):
+    return None
+  return started == owner.started
+
+
+class Observer:
+  """Finds for others whether the owner of a folder lives, and never waits for a sign of it."""
+
+  def __init__(self, folder: epath.Path):
+    self._folder = folder
+    self._seen: tuple[int, bytes] | None = None
+    self._since = 0.0
+
+  def lives(self) -> bool | None:
+    """Returns whether it lives, as far as is known by now; None if there is no owner.
+
+    Raises:
+      OSError, and what else a store raises: The folder cannot be read.
+    """
+    number = max(_numbers(self._folder), default=0)
+    if not number:
       return None
-    if started and owner.started:
-      return owner if started == owner.started else None
+    owner, data = _read(self._folder, number)
+    if (number, data) != self._seen:
+      self._seen, self._since = (number, data), _clock()
+    lives = _looked_up(owner, self._folder)
+    return _clock() - self._since < SILENCE if lives is None else lives
+
+
+def _lives(folder: epath.Path, number: int) -> Owner | None:
+  """Returns the owner of a number if it lives; where only signs can tell it waits for one."""
+  owner, before = _read(folder, number)
+  if (lives := _looked_up(owner, folder)) is not None:
+    return owner if lives else None
   name = one_line(owner or "a process", limit=200)
   print(
     f"paxlike: {folder} was written by {name}: waiting up to {SILENCE:.0f} s for a sign of it",
@@ -193,7 +254,7 @@ class Ownership:
       UserError: Another process has it.
     """
     self._folder = folder
-    self._me = Owner.here()
+    self._me = Owner.here(folder)
     self._used = False
     self._lost: Owner | None = None
     self._ends = threading.Event()
@@ -217,8 +278,20 @@ class Ownership:
     """Called before anything is written in the folder.
 
     Raises:
-      RunError: Another process has taken over: nothing more may be written.
+      RunError: Another process has taken over, or the folder is gone: nothing more may be written.
+      UserError: The folder cannot be reached.
     """
+    try:
+      with run_folder.writing(self._folder):
+        self._check()
+    except UserError as error:
+      if not isinstance(error.__cause__, FileNotFoundError):
+        raise
+      raise RunError(
+        f"{self._folder} is gone: it was moved or removed while this run wrote in it."
+      ) from error
+
+  def _check(self):
     if self._lost is None and _clock() - self._beaten > SILENCE / 2:
       self._look()  # This process was suspended, and its thread too.
     if self._lost is not None:
@@ -228,7 +301,8 @@ class Ownership:
       )
     if not self._used:
       self._used = True
-      # The file before this one stays: who lists the folder meanwhile must find one.
+      # A listing of the folder that began before this owner's file was made may lack that, and
+      # must have an owner: so the file before it stays.
       for number in _numbers(self._folder):
         if number < self._number - 1:
           _path(self._folder, number).unlink(missing_ok=True)

@@ -144,7 +144,7 @@ def save(figure: "Figure", output: str):
     except run_folder.failures() as error:
       raise UserError(f"{output} cannot be written: {run_folder.reason(error)}.") from error
     return
-  temporary = path.with_name(f".{path.name}.{os.getpid()}")
+  temporary = path.with_name(run_folder.unique(path.name))
   try:
     with temporary.open("wb") as file:
       figure.savefig(file, format="png")

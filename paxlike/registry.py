@@ -113,7 +113,7 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
       raise ValueError("the values of knobs are no texts")
   except OSError as error:
     raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
-  except (ValueError, KeyError, TypeError, RecursionError) as error:
+  except run_folder.MALFORMED as error:
     raise UserError(f"{path} is damaged: {error}.") from None
   module = name.rpartition(".")[0]
   found = _registered(name, "fdl_config")

@@ -2,6 +2,7 @@
 """The same state under another layout: compared, described and converted array by array."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -165,3 +166,36 @@ def converted(
     result[name] = jax.device_put(value, target[name].sharding)
     del value, values
   return result
+
+
+def layout_in(metadata: Mapping[str, Any]) -> Layout:
+  """Returns the layout that the metadata of a checkpoint name.
+
+  Raises:
+    ValueError, TypeError, KeyError: It is none.
+  """
+  layout = Layout(**metadata["layout"])
+  scanned, *counts = dataclasses.astuple(layout)
+  known = type(scanned) is bool and all(is_size(n) and n < 2**20 for n in counts)
+  if not known or not layout.stages or not layout.chunks or (layout.repeats and not layout.pattern):
+    raise ValueError(f"metadata/metadata: no stack has the layout {metadata['layout']}")
+  return layout
+
+
+def tensor_of(shape: object, dtype: object) -> jax.ShapeDtypeStruct:
+  """Returns what the metadata of a checkpoint say of an array.
+
+  Raises:
+    ValueError, TypeError: That can be said of none.
+  """
+  if not isinstance(shape, list) or not all(map(is_size, shape)) or not isinstance(dtype, str):
+    raise ValueError(f"metadata/metadata: no array has shape {shape} and dtype {dtype}")
+  known = jnp.dtype(dtype)
+  if not jnp.issubdtype(known, jnp.number) and not jnp.issubdtype(known, jnp.bool_):
+    raise ValueError(f"metadata/metadata: no array has dtype {dtype}")
+  return jax.ShapeDtypeStruct(tuple(shape), known)
+
+
+def is_size(value: object) -> bool:
+  """Returns whether a value from JSON is a number of elements."""
+  return type(value) is int and 0 <= value < 2**63

@@ -8,17 +8,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
 from paxlike import mesh as mesh_lib
 from paxlike import ranges, relayout, run_folder
-from paxlike.checkpoint import Checkpoints
+from paxlike.checkpoint import Checkpoints, agreed, everywhere
+from paxlike.checksums import Damaged
 from paxlike.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers import quantization
@@ -27,6 +27,7 @@ from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 
 PROVENANCE = "restored_from.json"
+_Read = TypeVar("_Read")
 
 
 @configurable
@@ -102,17 +103,21 @@ class Restore:
     Raises:
       UserError: The checkpoint lacks one, has it in another shape, holds more, or is damaged.
     """
-    step = _agreed(self.saved.find(self.step))
     names = [name for name in self._chosen(definition) if among is None or name in among]
+    saved = self.saved
     with self._telling():
-      params, lost = read_params(
-        self.saved,
-        step,
-        definition,
-        mesh,
-        names=names,
-        for_compute=for_compute,
-        unread=self._may_stay_unread if complete else relayout.anything,
+      step, (params, lost) = read_found(
+        saved,
+        self.step,
+        lambda step: read_params(
+          saved,
+          step,
+          definition,
+          mesh,
+          names=names,
+          for_compute=for_compute,
+          unread=self._may_stay_unread if complete else relayout.anything,
+        ),
       )
     others = [name for name in definition.weights if name not in names]
     return Taken(params, self.provenance(step, others, list(params)), lost)
@@ -225,7 +230,11 @@ def began_with(
       include=tuple(told["include"]),
       ignore=tuple(told["ignore"]),
     )
-  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    if not isinstance(restore.path, str) or type(restore.step) is not int:
+      raise ValueError("it names no checkpoint")
+    for pattern in (*restore.include, *restore.ignore):
+      re.compile(pattern)
+  except (OSError, re.error, *run_folder.MALFORMED) as error:
     raise UserError(
       f"{file}, which tells what the run began with, is damaged: {error!r}."
     ) from error
@@ -239,11 +248,29 @@ def began_with(
   )
 
 
-def _agreed(step: int) -> int:
-  """Returns what process 0 found: the newest checkpoint may be another by now."""
-  if jax.process_count() == 1:
-    return step
-  return int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+def read_found(
+  saved: Checkpoints, step: int | None, read: Callable[[int], _Read]
+) -> tuple[int, _Read]:
+  """Returns a step and what `read` gives for it, the same step in all processes.
+
+  Step None is the newest; if its run removes that one while it is read, the newest by then.
+
+  Raises:
+    UserError: There is no such checkpoint, it is damaged, or was removed while it was read.
+  """
+  while True:
+    (found,) = agreed(lambda: [saved.find(step)])
+    error, result = None, []
+    try:
+      result = [read(found)]
+    except Damaged as raised:
+      error = raised
+    if everywhere(error is None):
+      return found, result[0]
+    if found in agreed(saved.steps):
+      raise error or Damaged(f"{saved.path(found)}: another process cannot read its part.")
+    if step is not None:
+      raise UserError(f"{saved.path(found)} was removed while it was read.")
 
 
 def read_params(

@@ -66,6 +66,10 @@ def failures() -> tuple[type[Exception], ...]:
   )
 
 
+#: What reading a damaged file of JSON raises: it is none, or holds values of other types.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
 def reason(error: BaseException) -> str:
   """Returns in one line what an error says."""
   text = getattr(error, "strerror", None) or str(error).strip() or repr(error)
@@ -79,8 +83,8 @@ def advice(error: BaseException) -> str:
   text = str(error).lower()
   full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
   if full or "no space left" in text or "quota exceeded" in text:
-    return "Make room there or set another --job_log_dir; the same command resumes the run."
-  return "Mend that or set another --job_log_dir; the same command resumes the run."
+    return "Make room there or set another --job_log_dir; then give the same command again."
+  return "Mend that or set another --job_log_dir; then give the same command again."
 
 
 def beginning_with(folder: epath.Path, prefix: str) -> list[epath.Path]:
@@ -181,14 +185,14 @@ def create(path: str) -> epath.Path:
     # A bucket in which the run may not delete is refused, and keeps the object.
     trial = folder / f".paxlike-{uuid.uuid4().hex}"
     with _reaching(f"--job_log_dir={path} cannot be written"):
-      trial.write_bytes(b"")
+      trial.write_bytes(b"trial")
       trial.unlink()
     return folder
   missing = _missing(path)
   try:
     os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-      pass
+    with tempfile.TemporaryFile(dir=folder) as trial:
+      trial.write(b"trial")
   except OSError as error:
     for parent in missing:
       with contextlib.suppress(OSError):
@@ -262,6 +266,14 @@ def read_bytes(path: epath.PathLike) -> bytes:
   return epath.Path(path).read_bytes()
 
 
+def unique(name: str) -> str:
+  """Returns `.NAME.DIGITS` for a file or folder that becomes NAME: no other process takes that.
+
+  The digits are drawn: processes of several machines, or containers, may have the same number.
+  """
+  return f".{name}.{uuid.uuid4().int % 10**12}"
+
+
 def write(path: epath.Path, text: str):
   """Writes a file so that a reader sees all of the old text or all of the new.
 
@@ -271,7 +283,7 @@ def write(path: epath.Path, text: str):
   if is_remote(path):
     path.write_bytes(text.encode())  # Stores replace an object as a whole.
     return
-  temporary = path.with_name(f".{path.name}.{os.getpid()}")
+  temporary = path.with_name(unique(path.name))
   try:
     temporary.write_text(text)
     temporary.replace(path)
@@ -293,7 +305,7 @@ def replacing(path: epath.Path) -> Iterator[TextIO]:
     path.write_bytes(text.getvalue().encode())
     return
   path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_name(f".{path.name}.{os.getpid()}")
+  temporary = path.with_name(unique(path.name))
   try:
     with open(temporary, "w") as file:
       yield file
@@ -334,8 +346,7 @@ def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
       _remove_abandoned(left)
-    # By chance: processes of several machines, or containers, may have the same number.
-    building = target.with_name(f".{target.name}.{uuid.uuid4().int % 10**12}")
+    building = target.with_name(unique(target.name))
     with _locked(building):
       content = building / _CONTENT
       content.mkdir()

@@ -15,8 +15,8 @@ from paxlike import watch
 class StopSignal:
   """Context in which SIGTERM and Ctrl-C are noted instead of obeyed; a second Ctrl-C is obeyed.
 
-  Several processes stop after the same step, whichever of them gets the signal: their watches agree
-  on it. A process that does not get to the end of its step is ended by its watch.
+  Several processes stop at the same place, whichever of them gets the signal: their watches agree
+  on it. A process that does not get to the next such place is ended by its watch.
 
   Attributes:
     number: The signal received, None so far.
@@ -24,21 +24,26 @@ class StopSignal:
 
   def __init__(self):
     self.number: int | None = None
+    self._times = 0  # How often `requested` was called.
     self._previous: dict[int, object] = {}
     self._is_interrupted = False
     self._watch = watch.current()
     # Processes that somebody else than `paxlike.distributed` has joined have JAX's service agree.
     self._by_jax = jax.process_count() > 1 and (self._watch is None or self._watch.is_alone)
 
-  def requested(self, step: int) -> bool:
-    """Returns whether the run shall save and end after this step."""
+  def requested(self) -> bool:
+    """Returns whether the run shall save and end here.
+
+    All processes call this as often, after the same steps and batches of an evaluation.
+    """
+    self._times += 1
     if self._by_jax:
-      if multihost_utils.reached_preemption_sync_point(step):
+      if multihost_utils.reached_preemption_sync_point(self._times):
         self.number = signal.SIGTERM
       return self.number is not None
     if self.number is not None and self._watch is not None:
       self._watch.ask_to_stop()  # Also where the signal's number has not come to it.
-    stops = self.number is not None if self._watch is None else self._watch.stops_after(step)
+    stops = self.number is not None if self._watch is None else self._watch.stops_here(self._times)
     if stops and self.number is None:
       self.number = signal.SIGTERM  # Another process got it.
     return stops

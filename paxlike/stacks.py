@@ -11,13 +11,14 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
   from etils import epath
 
 _ERRORS = 2  # The file of standard error, also where a test has put another in its place.
 _KEPT = 20  # Files of a process that are kept of those written periodically.
+_FLUSH_SECONDS = 2.0
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy")
 
 _prints_on_signal = False
@@ -48,12 +49,19 @@ def on_signal():
 
 def text(heading: Iterable[str]) -> str:
   """Returns the stacks of all threads under a heading."""
-  with tempfile.TemporaryFile("w+") as file:
+  with _in_memory() as file:
     file.write("".join(f"{line}\n" for line in heading) + "\n")
     file.flush()
     faulthandler.dump_traceback(file, all_threads=True)
     file.seek(0)
     return file.read()
+
+
+def _in_memory() -> TextIO:
+  """Returns a file that the disk need have no room for, where the system has such files."""
+  if not hasattr(os, "memfd_create"):
+    return tempfile.TemporaryFile("w+", errors="backslashreplace")
+  return open(os.memfd_create("stacks"), "w+", errors="backslashreplace")
 
 
 def write(folder: "epath.Path", index: int, content: str) -> "epath.Path":
@@ -71,7 +79,9 @@ def write_periodic(folder: "epath.Path", index: int, content: str) -> "epath.Pat
   """Does as `write`, in a file of another name; only the newest of these stay."""
   name = f"periodic_{index:05d}"
   path = _write(folder, name, content)
-  for old in sorted(path.parent.glob(f"{name}_*"))[:-_KEPT]:
+  others = [file for file in path.parent.glob(f"{name}_*") if file != path]
+  # By when they were written, and never this one: clocks may go back.
+  for old in sorted(others, key=lambda file: file.stat().mtime)[: 1 - _KEPT]:
     old.unlink(missing_ok=True)
   return path
 
@@ -79,10 +89,15 @@ def write_periodic(folder: "epath.Path", index: int, content: str) -> "epath.Pat
 def _write(folder: "epath.Path", name: str, content: str) -> "epath.Path":
   stacks = folder / "stacks"
   stacks.mkdir(parents=True, exist_ok=True)
-  now = datetime.datetime.now()
+  now = datetime.datetime.now(datetime.UTC)
   path = stacks / f"{name}_{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}.txt"
   path.write_text(content)
   return path
+
+
+def is_printing() -> bool:
+  """Returns whether the main thread is writing to the console, whose reader may take nothing."""
+  return next(_modules(), "") == "paxlike.console"
 
 
 def of_main_thread(*, limit: int = 6) -> str:
@@ -109,10 +124,27 @@ def _modules() -> Iterator[str]:
     frame = frame.f_back
 
 
+def obey_sigterm():
+  """Has SIGTERM end this process, which loses nothing by it, with what shells call status 143.
+
+  For the first process of a container by a handler: the kernel drops signals to it without one.
+  """
+  if threading.current_thread() is threading.main_thread():
+    by_handler = os.getpid() == 1
+    handler = (lambda *unused: os._exit(128 + signal.SIGTERM)) if by_handler else signal.SIG_DFL
+    signal.signal(signal.SIGTERM, handler)
+
+
 def exit_at_once(status: int):
-  """Ends the process without waiting for any thread."""
-  with contextlib.suppress(OSError, ValueError):
-    sys.stdout.flush()
-  with contextlib.suppress(OSError, ValueError):
-    sys.stderr.flush()
+  """Ends the process without waiting for any thread, nor for a reader that takes no output."""
+
+  def flush():
+    for stream in (sys.stdout, sys.stderr):
+      with contextlib.suppress(OSError, ValueError):
+        stream.flush()
+
+  with contextlib.suppress(RuntimeError):  # There may be no room for a thread.
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(_FLUSH_SECONDS)
   os._exit(status)

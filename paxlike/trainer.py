@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run: restore or initialise, the loop, and when to log, evaluate and save."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -30,7 +31,7 @@ from paxlike.committing import check_keep
 from paxlike.configurable import configurable
 from paxlike.data.dataset import Dataset
 from paxlike.errors import UserError
-from paxlike.evaluation import EvalSet, Evaluator, Result
+from paxlike.evaluation import EvalSet, Evaluator, Result, Stopped
 from paxlike.feed import Feed
 from paxlike.journal import Journal, Summary
 from paxlike.layers.auto_attention import Place
@@ -237,14 +238,14 @@ class Trainer:
       train_step = None
       meter = Meter(depth=self.feed.steps_in_flight)
       progress.enter("data", start)
-      with self._batches(data_state, updates=start) as batches, watch.reporting():
+      given: Any = {"rows": self.feed.rows, "state": data_state, "updates": start}
+      with self.data.batches(self.batch_size, **given) as batches, watch.reporting():
         # All checks come before the first write.
         first = [next(batches)] if start < self.num_steps else []
         batches = itertools.chain(first, batches)
         journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
-        if best.lacks(start) and _due(start - 1, self.eval_every):
-          # The run was stopped before it.
-          best.evaluated(self._evaluate(state.weights, start, journal), start)
+        if best.lacks(start) and _due(start - 1, self.eval_every):  # It was stopped before it.
+          self._judge(best, state.weights, start, journal, stop)
         for step in range(start, self.num_steps):
           if best.is_hopeless:
             journal.note(f"ends early: checkpoint {best.step} stays the best")
@@ -261,7 +262,7 @@ class Trainer:
           progress.enter("step", step)
           self._log(meter.add(step, metrics), journal)
 
-          stopping = stop.requested(step)
+          stopping = stop.requested()
           ending = stopping or step + 1 == self.num_steps
           save = self.saving and (ending or _due(step, self.save_every))
           evaluate = not stopping and (ending or _due(step, self.eval_every))
@@ -271,10 +272,9 @@ class Trainer:
           if save:
             self._save(saved, state, batch.state)
             journal.status("running", step + 1)
-          if evaluate:
-            results = self._evaluate(state.weights, step + 1, journal)
-            if (best.evaluated(results, step + 1) or best.is_hopeless) and self.saving and not save:
-              self._save(saved, state, batch.state)
+          is_due = evaluate and self._judge(best, state.weights, step + 1, journal, stop)
+          if is_due and self.saving and not save:
+            self._save(saved, state, batch.state)
           if stopping:
             break
       self._log(meter.flush(), journal)
@@ -314,9 +314,8 @@ class Trainer:
     self.check_prompts(prompts, stop_tokens=options.stop_tokens)
     with jax.set_mesh(self.devices), self.watched(folder):
       step, params = self.origin(folder).params(step)
-      texts = self._decoding(params, options)
       path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
-      decoding.tell(texts, prompts, journal, path)
+      decoding.tell(self._decoding(params, options), prompts, journal, path)
 
   def watched(self, folder: epath.Path | None = None) -> Any:
     """Returns the context of work in which the run must make progress."""
@@ -341,12 +340,19 @@ class Trainer:
     with jax.set_mesh(self.devices):
       return self.origin(epath.Path(folder)).params(step)[1]
 
-  def _evaluate(self, params: Params, updates: int, journal: Journal) -> dict[str, Result]:
-    """Evaluates weights on each eval set, and tells of it."""
+  def _judge(self, best: Best, params: Params, at: int, journal: Journal, stop: StopSignal) -> bool:
+    """Evaluates weights, unless stopped; returns whether they must be saved for what that found."""
+    with contextlib.suppress(Stopped):  # The run stops after its next step.
+      results = self._evaluate(params, at, journal, stops=stop.requested)
+      return best.evaluated(results, at) or best.is_hopeless
+    return False
+
+  def _evaluate(self, params: Params, step: int, journal: Journal, **how: Any) -> dict[str, Result]:
+    """Evaluates weights on each eval set as `Evaluator.run` does, and tells of it."""
     results = {}
     for name, evaluator in self._evaluators.items():
-      results[name] = evaluator.run(params, name=name)
-      journal.evaluated(name, updates, results[name])
+      results[name] = evaluator.run(params, name=name, **how)
+      journal.evaluated(name, step, results[name])
     return results
 
   @functools.cached_property
@@ -362,11 +368,6 @@ class Trainer:
       for name, eval_set in self.eval_data.items()
     }
 
-  def _sample(self, state: TrainState, prompt: str) -> str:
-    how = decoding.Options(max_new_tokens=200, sampling=Sampling(temperature=0.8), seed=self.seed)
-    *_, last = self._decoding(state.weights, how).run([prompt])
-    return prompt + last.text
-
   def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):
     progress.enter("save", int(state.step))
     changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
@@ -376,7 +377,9 @@ class Trainer:
     step = int(state.step)
     finished = early or step == self.num_steps
     if finished and step > start and self.sample_prompt is not None:
-      journal.note(f"sample:\n{self._sample(state, self.sample_prompt)}")
+      how = decoding.Options(max_new_tokens=200, sampling=Sampling(temperature=0.8), seed=self.seed)
+      *_, last = self._decoding(state.weights, how).run([self.sample_prompt])
+      journal.note(f"sample:\n{self.sample_prompt}{last.text}")
     journal.status("finished" if finished else "stopped", step)
 
   @functools.cached_property
@@ -423,9 +426,6 @@ class Trainer:
       journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
     memory.return_freed_heap()
     return program
-
-  def _batches(self, state: dict[str, Any] | None, *, updates: int) -> Any:
-    return self.data.batches(self.batch_size, rows=self.feed.rows, state=state, updates=updates)
 
   def _log(self, readings: Iterable[Reading], journal: Journal):
     for reading in readings:

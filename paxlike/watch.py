@@ -8,6 +8,7 @@ process detects that by itself.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ _GRACE = 20.0  # Seconds, or three steps, that a process asked to stop has to th
 _GRACE_TO_COMPILE = 300.0  # Seconds, where it is compiling or no step has been timed yet.
 _BEYOND = 10.0  # Seconds after which the watchdog acts where the watch does not.
 _LINGER = 3.0  # Seconds in which the others read the verdict.
+_SAY_SECONDS = 2.0  # For a line: its reader may take nothing.
+_PRINTS = "waiting for a reader of its output"
 
 
 class Limits(NamedTuple):
@@ -65,15 +68,15 @@ class Watch(threading.Thread):
     self._since_stacks = 0.0
     self._state, self._reason = "", ""  # See `members.Member.state`.
     self._since_failed = 0.0
-    self._may_fail = threading.Event()  # Set once no other process is why JAX has failed in this.
+    self._is_to_blame = threading.Event()  # Set once JAX has failed in this by no other process.
     self._given: tuple[int, Mapping[str, str]] = (0, {})
     self._sent, self._compared = 0, (0, "")
     self._asked = threading.Event()  # Somebody asks the job to stop.
     self._decided = threading.Condition()
-    self._boundary: int | None = None  # The last step at whose end this process could stop.
-    self._next: int | None = None  # The step at whose end it promises to ask what is agreed.
+    self._boundary: int | None = None  # The last place at which this process could stop.
+    self._next: int | None = None  # The place at which it promises to ask what is agreed.
     self._agreed: int | None = None
-    self._is_stopping = False  # Whether it has reached the step after which all stop.
+    self._is_stopping = False  # Whether it has reached the place at which all stop.
     self._closed = threading.Event()
 
   @property
@@ -93,7 +96,7 @@ class Watch(threading.Thread):
     try:
       yield
     finally:
-      self._limits = before._replace(folder=limits.folder or before.folder)
+      self._limits = before._replace(folder=self._limits.folder or before.folder)
 
   def close(self):
     """Ends the watch of a process that is alone."""
@@ -122,7 +125,7 @@ class Watch(threading.Thread):
     Where another one is lost or has failed, the watch ends this process by the name of that.
     """
     if self._state == "failing":
-      self._may_fail.wait(1.25 * self.timeout)
+      self._is_to_blame.wait(1.25 * self.timeout)
       self._state = "failed"
       self._stir()
     # The others read it before their JAX notices anything.
@@ -150,23 +153,23 @@ class Watch(threading.Thread):
       raise UserError(f"{differs}. Start all with the same configuration and code.")
 
   def ask_to_stop(self):
-    """Asks the job to stop: all processes after the same step."""
+    """Asks the job to stop: all processes at the same place."""
     self._asked.set()
     self._stir()
 
-  def stops_after(self, step: int) -> bool:
-    """Returns whether all processes stop after this step; each calls this at the end of each one.
+  def stops_here(self, place: int) -> bool:
+    """Returns whether all processes stop at this place: each calls this at each, by its number.
 
-    On hearing of a stop, a process promises to call this at the end of the next step. All stop
-    after the latest promised step.
+    On hearing of a stop, a process promises to call this at the next place. All stop at the latest
+    promised place.
     """
     with self._decided:
-      self._boundary = step
+      self._boundary = place
       if self.is_alone and self._asked.is_set():
-        self._agreed = step
-      while self._next is not None and step >= self._next and self._agreed is None:
+        self._agreed = place
+      while self._next is not None and place >= self._next and self._agreed is None:
         self._decided.wait()  # The watch ends the process if nobody decides.
-      self._is_stopping = self._agreed is not None and step >= self._agreed
+      self._is_stopping = self._agreed is not None and place >= self._agreed
     return self._is_stopping
 
   def _stir(self):
@@ -179,7 +182,7 @@ class Watch(threading.Thread):
     """Goes on until the process ends, or the watch is closed."""
     last = time.monotonic()
     since_report = self._every
-    shown: Any = None
+    sent: Any = None  # What of the last report the others had to know at once.
     while not self._closed.is_set():
       self._hear()
       now = time.monotonic()
@@ -190,9 +193,9 @@ class Watch(threading.Thread):
       if self._given[0] > self._sent:
         self._give()
       report = self._report()
-      signs = (report["over"], report["state"], report["stop"], report["next"], self._agreed)
-      if self._links and (signs != shown or since_report >= self._every):
-        shown, since_report = signs, 0.0
+      urgent = (report["over"], report["state"], report["stop"], report["next"], self._agreed)
+      if self._links and (urgent != sent or since_report >= self._every):
+        sent, since_report = urgent, 0.0
         self._send(report)
       if verdict := self._judge(report, tick):
         self._end(verdict)
@@ -221,7 +224,7 @@ class Watch(threading.Thread):
     if verdict := message.get("verdict"):
       self._end(ending.Verdict(**verdict), forward=False)
     if message.get("all_fail"):
-      self._may_fail.set()
+      self._is_to_blame.set()
     if message.get("stop"):
       self._asked.set()
     if message.get("agreed") is not None:
@@ -270,7 +273,7 @@ class Watch(threading.Thread):
     now = progress.OWN.now
     return {
       "number": members.LEFT if self._state == "left" else now.number,
-      "what": str(now),
+      "what": _PRINTS if self._is_over and stacks.is_printing() else str(now),
       "age": self._age,
       "over": self._is_over,
       "waits": self._is_over and stacks.waits_for_others(),
@@ -287,9 +290,9 @@ class Watch(threading.Thread):
     names = ("stop", "state", "reason")
     self._send_all({name: report[name] for name in names} | {"agreed": self._agreed})
 
-  def _agree(self, step: int):
+  def _agree(self, place: int):
     with self._decided:
-      self._agreed = step
+      self._agreed = place
       self._decided.notify_all()
 
   def _give(self):
@@ -313,16 +316,16 @@ class Watch(threading.Thread):
     found = self._members.judge(report, tick, closed=closed)
     if found is not None or self._index:
       return found
-    step = self._members.last_promised()
-    if self._asked.is_set() and self._agreed is None and step is not None:
-      self._agree(step)
+    place = self._members.last_promised()
+    if self._asked.is_set() and self._agreed is None and place is not None:
+      self._agree(place)
     times = self._compared[0] + 1
     if self._sent == times and (differs := self._members.compared(times)) is not None:
       self._send_all({"round": times, "compared": differs})
       self._settle(times, differs)
-    if not self._may_fail.is_set() and self._members.all_fail():
+    if not self._is_to_blame.is_set() and self._members.all_fail():
       self._send_all({"all_fail": True})
-      self._may_fail.set()
+      self._is_to_blame.set()
     return None
 
   def _send_all(self, message: Mapping[str, Any]):
@@ -341,20 +344,19 @@ class Watch(threading.Thread):
     if forward:
       self._send_all({"verdict": verdict._asdict()})
     if verdict.kind == "failed" and verdict.index == self._index:
-      self._may_fail.set()
-    if self._may_fail.is_set() or self._state == "failed":
+      self._is_to_blame.set()
+    if self._is_to_blame.is_set() or self._state == "failed":
       return None  # It ends by itself, and prints why.
     path, calls = None, ""
     if verdict.kind == "stalled":
       path, calls = self._write_stacks(verdict.why), stacks.of_main_thread()
+    leader = None if self._met is None else self._met.leader
+    if (folder := self._limits.folder) is not None:
+      first = self._index == (1 if verdict.index == 0 and not self.is_alone else 0)
+      wait = 0.0 if first else 1.0
+      ending.in_time(lambda: ending.write_status(folder, verdict, leader, wait=wait))
     of = None if verdict.index == self._index else self._members.named(self._index)
     _say(verdict.line(of=of, stacks=path, calls=calls))
-    leader = None if self._met is None else self._met.leader
-    if self._limits.folder is not None:
-      first = self._index == (1 if verdict.index == 0 and not self.is_alone else 0)
-      ending.in_time(
-        ending.write_status, self._limits.folder, verdict, leader, wait=0.0 if first else 1.0
-      )
     self._watchdog.disarm()
     if self._index == 0:
       deadline = time.monotonic() + _LINGER
@@ -381,12 +383,13 @@ class Watch(threading.Thread):
       *progress.OWN.recent(),
     ]
     write = stacks.write_periodic if periodic else stacks.write
-    return ending.in_time(write, folder, self._index, stacks.text(heading))
+    return ending.in_time(lambda: write(folder, self._index, stacks.text(heading)))
 
 
 def _say(text: str):
-  with contextlib.suppress(OSError, ValueError):
-    print(f"paxlike: {text}", file=sys.stderr, flush=True)
+  """Prints a line, unless nobody reads it."""
+  say = functools.partial(print, f"paxlike: {text}", file=sys.stderr, flush=True)
+  ending.in_time(say, seconds=_SAY_SECONDS)
 
 
 _current: Watch | None = None

@@ -118,7 +118,9 @@ def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path, capsys
   assert again.step == 2 and not again.is_hopeless
   other = Best(tmp_path, Criterion(metric="held/other", lowest=False))
   assert other.step is None
-  for text in ("{", '{"metric": "held/acc", "lowest": false, "values": [3]}'):
+  values = ("[3]", "[[1e999, 1.0]]", "[[1, 1e999, 2]]", "3", "null", "[[[], {}]]", "[[1, []]]")
+  told = [f'{{"metric": "held/acc", "lowest": false, "values": {one}}}' for one in values]
+  for text in ("{", "[]", "3", *told):
     (tmp_path / "best.json").write_text(text)
     with pytest.raises(UserError, match=r"best\.json is damaged"):
       step_of(tmp_path)

@@ -2,6 +2,7 @@
 import errno
 import functools
 import gc
+import json
 import pathlib
 import resource
 
@@ -19,6 +20,7 @@ from paxlike.errors import UserError
 from paxlike.layers.layout import Layout
 from paxlike.layers.stack import layout_of
 from paxlike.mesh import MeshSpec
+from paxlike.restoring import read_found
 from paxlike.train_step import make_train_step
 
 FLAT = Layout(scanned=False, repeats=0)
@@ -178,6 +180,81 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(saved, capsys, item, damag
   again = saved.restore(2, target_of(arrays()), layout=FLAT)
   assert_bitwise(again.state, arrays(3))
   assert len(list(folder.parent.glob("damaged_checkpoint_00000002*"))) == 1
+
+
+def _in_tensors(change):
+  return lambda metadata: metadata["tensors"].update({"params.a.w": change})
+
+
+NO_DESCRIPTIONS = {
+  **{f"tensors {value}": {"tensors": value} for value in ([], None, "x", {"a": 3}, {"a": []})},
+  **{
+    f"shape {shape}": _in_tensors([shape, "float32"]) for shape in ([-1, 2], [2**70], [1.5, 2], 3)
+  },
+  **{f"dtype {dtype}": _in_tensors([[8, 4], dtype]) for dtype in ("O", "no", None, ["f4"], "S3")},
+  **{
+    f"layout {name}={value}": {"layout": {"scanned": False, "repeats": 0, name: value}}
+    for name, value in (("scanned", 3), ("repeats", 10**30), ("chunks", 0), ("prologue", None))
+  },
+}
+
+
+def without_checksums(folder, damage=None):
+  """Makes a checkpoint one of an earlier version; `damage` changes its metadata."""
+  (folder / "checksums.json").unlink()
+  (folder / "checksums").rmtree()
+  file = folder / "metadata" / "metadata"
+  metadata = json.loads(file.read_text())
+  del metadata["checksums"]
+  if callable(damage):
+    damage(metadata)
+  file.write_text(json.dumps(metadata | ({} if callable(damage) else damage or {})))
+
+
+@pytest.mark.parametrize("damage", NO_DESCRIPTIONS.values(), ids=NO_DESCRIPTIONS)
+def test_without_checksums_too_a_damaged_description_is_passed_over(saved, damage):
+  save(saved, 1)
+  save(saved, 2)
+  without_checksums(saved.path(1))
+  without_checksums(saved.path(2), damage)
+  found = saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
+  assert found is not None and found[0] == 1
+
+
+@pytest.mark.parametrize("place", [{"position": -1}, {"epoch": 10**30}, {"epoch": 1.5}, [["a", 1]]])
+def test_without_checksums_too_a_damaged_place_is_passed_over(saved, place):
+  save(saved, 1)
+  save(saved, 2)
+  without_checksums(saved.path(2))
+  (saved.path(2) / "train_input" / "metadata").write_text(json.dumps(place))
+  found = saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
+  assert found is not None and found[0] == 1
+
+
+def test_what_its_run_removes_while_it_is_read_is_not_damaged(saved):
+  for step in (1, 2):
+    save(saved, step)
+
+  def read(step):
+    if step == 1:
+      saved.path(1).rmtree()
+      save(saved, 3)
+    return saved.verify(step)
+
+  with pytest.raises(UserError, match="checkpoint_00000001 was removed while it was read"):
+    read_found(saved, 1, read)
+
+  def read_newest(step):
+    if step == 3:
+      save(saved, 4)
+      saved.path(3).rmtree()
+    return saved.verify(step)
+
+  assert read_found(saved, None, read_newest)[0] == 4
+  largest = max(saved.path(4).glob("state/d/*"), key=lambda path: path.stat().length)
+  largest.write_bytes(b"")
+  with pytest.raises(UserError, match="checkpoint_00000004 is damaged"):
+    read_found(saved, None, saved.verify)
 
 
 def test_a_run_that_goes_on_from_an_older_checkpoint_saves_before_the_damaged(saved):

@@ -211,14 +211,14 @@ def test_only_what_is_read_is_verified(tmp_path):
 
 
 def test_an_older_checkpoint_goes_only_when_the_newer_one_is_whole(tmp_path, monkeypatch, capsys):
-  replace = committing.replace
+  remove = committing.remove_after
 
-  def after_damage(surplus, newest):
-    if surplus:
+  def after_damage(newest, folders):
+    if folders:
       change(largest(newest))
-    replace(surplus, newest)
+    remove(newest, folders)
 
-  monkeypatch.setattr(committing, "replace", after_damage)
+  monkeypatch.setattr(committing, "remove_after", after_damage)
   saved = saved_in(tmp_path, steps=(1, 2), keep=1)
   assert saved.steps() == [1, 2]
   assert "checkpoint_00000002 is damaged" in capsys.readouterr().err

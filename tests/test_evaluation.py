@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import signal
 
 import fiddle as fdl
 import jax
@@ -10,7 +11,8 @@ import sentencepiece
 from models import SEQ_LEN, VOCAB, tiny
 from program import curve, finish, run, start
 
-from paxlike import evaluation, registry, train_state
+from paxlike import evaluation, progress, registry, train_state
+from paxlike.checkpoint import Checkpoints
 from paxlike.data import tfds_writer
 from paxlike.data.corpus import Corpus
 from paxlike.data.dataset import RowDataset
@@ -131,6 +133,24 @@ def test_continuous_evaluation_follows_a_job_and_ends_with_it(flags, tmp_path):
   assert status == 0, err
   assert "after 1500 updates" in out
   assert out.rstrip().endswith("the job has ended")
+
+
+@pytest.mark.slow
+def test_a_stop_ends_an_evaluation_after_its_batch(flags, tmp_path, monkeypatch):
+  enter, batches = progress.enter, []
+
+  def entering(kind, of=""):
+    enter(kind, of)
+    if kind == "eval":
+      batches.append(of)
+      signal.raise_signal(signal.SIGTERM)
+
+  monkeypatch.setattr(progress, "enter", entering)
+  assert run(*flags, "--fdl.EVAL_INTERVAL_STEPS=1") == 143
+  assert batches == ["validation, batch 0"] * 2  # Before it is read, and while it is computed.
+  assert not (tmp_path / "run" / "eval_out").exists()
+  assert Checkpoints(tmp_path / "run" / "checkpoints", keep=None).steps() == [2]
+  assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "stopped"
 
 
 def likelihoods(logits, ids):

@@ -3,12 +3,13 @@ import errno
 import json
 import os
 import re
+import socket
 
 import jax
 import pytest
 from etils import epath
 
-from paxlike import metrics
+from paxlike import metrics, ownership
 from paxlike.errors import UserError
 from paxlike.evaluation import Result
 from paxlike.flops import TrainingFlops
@@ -149,6 +150,25 @@ def test_status_tells_whether_the_job_goes_on(journal, tmp_path):
   journal.status("finished", 4)
   assert not is_running(folder)
   assert not is_running(folder / "elsewhere")
+
+
+def test_a_job_goes_on_as_long_as_the_owner_of_its_folder_lives(tmp_path):
+  folder = epath.Path(tmp_path)
+  told = {"state": "running", "host": "elsewhere", "pid": 1}
+  (tmp_path / "status.json").write_text(json.dumps(told))
+  assert not is_running(folder)
+  owner = ownership.Ownership(folder)
+  owner.check()
+  assert is_running(folder)
+  owner.release()
+  assert not is_running(folder)
+
+
+@pytest.mark.parametrize("pid", ["1e999", "NaN", "[]", "null", "true", "-1", "1.5", "1" + "0" * 99])
+def test_a_damaged_process_in_status_is_none(tmp_path, pid):
+  text = f'{{"state": "running", "host": {json.dumps(socket.gethostname())}, "pid": {pid}}}'
+  (tmp_path / "status.json").write_text(text)
+  assert not is_running(epath.Path(tmp_path))
 
 
 def test_evaluations_are_files_too(journal, tmp_path):

@@ -251,9 +251,9 @@ def test_an_object_is_replaced_seldom_and_loses_nothing(tmp_path, monkeypatch):
 def test_one_process_owns_a_folder_on_a_bucket(store, monkeypatch):
   monkeypatch.setattr(ownership, "SILENCE", 2.0)
   folder = epath.Path("gs://bucket/run")
-  first = Owner.here()._replace(host="elsewhere", machine="elsewhere", pid=7)
+  first = Owner.here(folder)._replace(host="elsewhere", machine="elsewhere", pid=7)
   assert ownership._create(folder, 1, first)
-  assert not ownership._create(folder, 1, Owner.here())
+  assert not ownership._create(folder, 1, Owner.here(folder))
   owner = Ownership(folder)  # After the other has given no sign.
   owner.check()
   with pytest.raises(UserError, match="is in use"):

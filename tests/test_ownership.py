@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def claim(folder, number, **said):
-  owner = Owner.here()._replace(**said)
+  owner = Owner.here(folder)._replace(**said)
   (folder / f"owner_{number:08d}.json").write_text(json.dumps(owner._asdict()))
   return owner
 
@@ -146,6 +146,57 @@ def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(folder):
   with refused, ownership.owned(folder):
     pass
   assert names(folder) == ["owner_00000005.json"]
+
+
+def test_a_copy_of_the_folder_of_a_live_run_is_nobodys(folder, tmp_path):
+  owner = take(folder)
+  (tmp_path / "copy").mkdir()
+  copy = epath.Path(tmp_path / "copy")
+  (copy / "owner_00000001.json").write_bytes((folder / "owner_00000001.json").read_bytes())
+  take(copy).release()
+  with pytest.raises(UserError, match="is in use"):
+    Ownership(folder)
+  owner.release()
+
+
+def test_a_folder_in_which_no_owner_can_be_written_has_none(folder, monkeypatch):
+  def full(file):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(os, "fsync", full)
+  refused = pytest.raises(UserError, match="cannot be written: No space left")
+  with refused, ownership.owned(folder):
+    pass
+  assert names(folder) == []
+
+
+def test_a_folder_that_is_gone_ends_the_run_in_one_line(tmp_path):
+  folder = epath.Path(tmp_path / "run")
+  folder.mkdir()
+  owner = take(folder)
+  folder.rmtree()
+  owner._beaten = -1e9
+  with pytest.raises(RunError, match=f"{folder} is gone: it was moved or removed"):
+    owner.check()
+  owner.release()
+
+
+def test_others_see_whether_the_owner_lives_and_wait_for_no_sign(folder):
+  observer = ownership.Observer(folder)
+  assert observer.lives() is None
+  owner = take(folder)
+  assert observer.lives()
+  owner.release()
+  assert not observer.lives()
+  claim(folder, 2, started="1")  # As after a kill, in a container of its own.
+  assert not observer.lives()
+  claim(folder, 3, machine="elsewhere")
+  for beat in range(3):
+    time.sleep(0.4)
+    claim(folder, 3, machine="elsewhere", beat=beat)
+    assert observer.lives()
+  time.sleep(0.7)
+  assert not observer.lives()
 
 
 def test_who_was_suspended_and_replaced_writes_no_more(folder):

@@ -101,6 +101,20 @@ def test_only_what_a_killed_process_left_is_removed(tmp_path):
   assert sorted(os.listdir(tmp_path)) == sorted([".out.123", ".out.²", "out", "victim"])
 
 
+def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
+  """As two containers, in each of which the process has the number 1."""
+  monkeypatch.setattr(os, "getpid", lambda: 1)
+  path = epath.Path(tmp_path / "decode.jsonl")
+  with run_folder.replacing(path) as first:
+    first.write("first")
+    with run_folder.replacing(path) as second:
+      second.write("second")
+      run_folder.write(path, "third")
+    assert path.read_text() == "second"
+  assert path.read_text() == "first"
+  assert os.listdir(tmp_path) == ["decode.jsonl"]
+
+
 def test_a_file_is_replaced_as_a_whole(tmp_path):
   folder = run_folder.create(str(tmp_path))
   for text in ("one", "two"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from etils import epath
-from program import TEXT, finish, start
+from program import TEXT, TINY, finish, start
 
 from paxlike import ending, progress, rendezvous, stacks, watch
 from paxlike.errors import UserError
@@ -222,7 +222,7 @@ def test_a_failure_of_jax_may_be_that_of_another_process(job):
   failed = report(5, state="failed", reason="no such file")
   verdict = judged(hub, report(5, **lost), report(5, **lost), failed, tick=3)
   assert verdict is not None and (verdict.kind, verdict.index) == ("failed", 2)
-  assert not hub._may_fail.is_set()
+  assert not hub._is_to_blame.is_set()
   # A process that JAX has waited for in vain is the stuck one.
   hub, *_ = job(3, timeout=100)
   late: dict[str, Any] = {
@@ -255,7 +255,7 @@ def test_where_jax_fails_in_all_processes_each_may_say_so(job):
   assert judged(hub, report(5, **same), report(5, **same)) is None
   for message in one._links[0].receive():
     one._take(0, message)
-  assert hub._may_fail.is_set() and one._may_fail.is_set()
+  assert hub._is_to_blame.is_set() and one._is_to_blame.is_set()
 
 
 def test_what_has_failed_is_said_with_its_kind(job):
@@ -294,9 +294,9 @@ def test_processes_compare_what_they_are_given_and_wait_for_each_other(job):
     one.join()
 
 
-def test_all_stop_after_the_last_of_the_steps_that_were_promised(job):
+def test_all_stop_at_the_last_of_the_places_that_were_promised(job):
   hub, one = job(2)
-  assert not hub.stops_after(4) and not one.stops_after(5)
+  assert not hub.stops_here(4) and not one.stops_here(5)
   one._asked.set()
   one._observe(0.1)
   hub._take(1, one._report())
@@ -306,7 +306,7 @@ def test_all_stop_after_the_last_of_the_steps_that_were_promised(job):
   hub._send(hub._report())
   for message in one._links[0].receive():
     one._take(0, message)
-  assert [hub.stops_after(5), hub.stops_after(6), one.stops_after(6)] == [False, True, True]
+  assert [hub.stops_here(5), hub.stops_here(6), one.stops_here(6)] == [False, True, True]
 
 
 def test_who_was_suspended_is_not_stuck(job):
@@ -331,13 +331,16 @@ def test_work_that_is_watched_can_be_left(tmp_path):
 
 
 def test_work_within_watched_work_leaves_its_folder_and_not_its_limits(tmp_path):
-  signals = [signal.getsignal(signal.SIGUSR1)]
+  signals, other = [signal.getsignal(signal.SIGUSR1)], epath.Path(tmp_path / "other")
   with watch.over(watch.Limits(stall_timeout=7.0)) as one:
     signals.append(signal.getsignal(signal.SIGUSR1))
     with watch.over(watch.Limits(epath.Path(tmp_path), 0.0, None)) as inner:
       assert one is inner and one._limits.stall_timeout == 0
     assert one._limits == (epath.Path(tmp_path), 7.0, None)
     assert signal.getsignal(signal.SIGUSR1) is signals[1]
+    with one.over(watch.Limits(stall_timeout=3.0)), one.over(watch.Limits(other)):
+      pass
+    assert one._limits == (other, 7.0, None)  # For the status of a job that fails.
     signal.raise_signal(signal.SIGUSR1)  # It would end the process if nothing printed the stacks.
   assert signal.getsignal(signal.SIGUSR1) is signals[0]
 
@@ -405,3 +408,14 @@ def test_a_process_that_keeps_the_interpreters_lock_ends_all_the_same(tmp_path):
   assert status == -signal.SIGALRM
   assert "paxlike: this process (on " in err and "no Python code runs" in err
   assert "Current thread" in err and "faulty.py" in err
+
+
+@pytest.mark.slow
+def test_output_that_nobody_reads_ends_a_run_as_stuck(tmp_path):
+  """As `less` that shows its first page: what is said of it waits for nobody."""
+  steps = ("--fdl.MAX_STEPS=100000", "--fdl.STALL_TIMEOUT=40", f"--job_log_dir={tmp_path}/run")
+  process = start(*TINY, *steps, redirected="2>&1")
+  assert process.wait(200) == 75
+  told = json.loads((tmp_path / "run" / "status.json").read_text())
+  assert told["state"] == "stalled" and "waiting for a reader of its output" in told["reason"]
+  process.communicate()
