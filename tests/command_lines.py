@@ -136,7 +136,10 @@ def files() -> pathlib.Path:
 
 
 def given_names(flags: list[str]) -> list[str]:
-  """Returns what a refusal may call these flags by: flag, knob, path, or the last part of one."""
+  """Returns what a refusal may call these flags by: flag, knob, path, its last part, or a value.
+
+  An edit of what a knob gives may be called by that knob, with the new value.
+  """
   names = []
   for flag in flags:
     name, _, value = flag.removeprefix("--").partition("=")
@@ -145,7 +148,7 @@ def given_names(flags: list[str]) -> list[str]:
     elif name.startswith("fdl."):
       path = name.removeprefix("fdl.")
       parts = [part for part in re.split(r"[.\[\]]", path) if part.isidentifier()]
-      names += [f"--{name}", path, *parts[-1:]]
+      names += [f"--{name}", path, *parts[-1:], f"={value} "]
     else:
       names.append(f"--{name}")
   return [name for name in names if name]

@@ -185,7 +185,7 @@ def check(name: str, given: list[str], *, changed: list[str] | None = None):
     named = any(word in answer.err for word in names)
     fault = "" if named or changed is None else "names nothing given"
     fault = fault or ("wrong blame" if command_lines.blamed_wrongly(given, answer) else "")
-  empty = [flag for flag in given if flag.endswith("=") and not flag.startswith("--fdl.")]
+  empty = [flag for flag in given if flag[:6] != "--fdl." and flag.partition("=")[1:] == ("=", "")]
   if not fault and answer.status == 0 and set(empty) - {"--prompt="}:
     fault = "empty value without effect"
   what = {0: "ran", 1: "failed", 2: "refused", 3: "too large"}

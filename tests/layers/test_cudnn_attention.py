@@ -47,7 +47,7 @@ def program(kernel, *, length=256, packed=False, kv_heads=4, query_width=64, **o
     {"packed": True, "kv_heads": 1, "window": 32},
     pytest.param({"packed": True, "query_width": 96}, marks=pytest.mark.slow),
     {"length": 255},
-    {"length": 255, "packed": True},
+    pytest.param({"length": 255, "packed": True}, marks=pytest.mark.slow),
   ],
   ids=[
     "plain",
