@@ -141,7 +141,7 @@ def transformer_engine(graph: fdl.Buildable):
     dot = getattr(node, "dot", None)
     made = None if dot is None else fdl.get_callable(dot)
     if made not in (None, layers.Fp8, layers.TransformerEngine):
-      raise UserError("ENABLE_TE goes with QUANTIZATION=fp8 or none.")
+      raise UserError("ENABLE_TE (transformer_engine) goes with QUANTIZATION=fp8 or none.")
     if made is not layers.TransformerEngine:
       node.dot = fdl.Partial(layers.TransformerEngine, fp8=dot is not None)
 

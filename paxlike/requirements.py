@@ -29,6 +29,7 @@ class _Requirement(NamedTuple):
 
 _AUTO = "take auto (for a saved model --fiddler='attention(kernel=\"auto\")')"
 _NONE = "take QUANTIZATION=none"
+_TE = "ENABLE_TE (transformer_engine)"
 
 
 # Of kernels for attention, and of `Dot`s.
@@ -52,7 +53,7 @@ _REQUIREMENTS: dict[Any, _Requirement] = {
     "QUANTIZATION=mxfp8", topology.has_mxfp8, "NVIDIA GPUs from Blackwell on", "take fp8"
   ),
   layers.TransformerEngine: _Requirement(
-    "ENABLE_TE", topology.has_transformer_engine, "an NVIDIA GPU from Ampere on", "leave it out"
+    _TE, topology.has_transformer_engine, "an NVIDIA GPU from Ampere on", "leave it out"
   ),
 }
 
@@ -72,7 +73,7 @@ def check(model: Decoder, devices: Sequence[Any]):
       )
   if layers.TransformerEngine in parts:
     if len(devices) > 1:
-      raise UserError(f"ENABLE_TE is for one GPU, and here are {len(devices)}.")
+      raise UserError(f"{_TE} is for one GPU, and here are {len(devices)}.")
     layers.transformer_engine.load()
 
 

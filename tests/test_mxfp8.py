@@ -162,6 +162,7 @@ def b200(request):
 COLLECTIVE = re.compile(r" = (\S.*?) ((?:all-|reduce-scatter)[a-z-]*)\(")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("b200", [8], indirect=True)
 @pytest.mark.parametrize(
   ("names", "mix"), [(DENSE[0], MIXES[0]), (DENSE[0], MIXES[1]), (DENSE[1], MIXES[1])]

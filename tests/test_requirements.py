@@ -28,8 +28,8 @@ def check(where, knobs):
     ("a100-1", {"USE_FP8": True, "ENABLE_TE": True}, r"=fp8 .*needs NVIDIA GPUs from Ada on"),
     ("a100-1", {"QUANTIZATION": "fp8_delayed"}, r"=fp8_delayed .* A100: take QUANTIZATION=none"),
     ("h200-1", {"QUANTIZATION": "mxfp8"}, r"mxfp8 needs .* Blackwell on.*: take fp8"),
-    (None, {"ENABLE_TE": True}, r"ENABLE_TE needs an NVIDIA GPU .* is cpu"),
-    ("h200-8", {"ENABLE_TE": True}, r"ENABLE_TE is for one GPU, and here are 8"),
+    (None, {"ENABLE_TE": True}, r"ENABLE_TE \(transformer_engine\) needs an NVIDIA GPU .* is cpu"),
+    ("h200-8", {"ENABLE_TE": True}, r"ENABLE_TE .*is for one GPU, and here are 8"),
   ],
 )  # fmt: skip
 def test_what_devices_lack_is_refused(where, knobs, says):

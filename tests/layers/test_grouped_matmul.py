@@ -106,6 +106,7 @@ def test_devices_that_share_the_dims_of_a_matrix_are_one(names):
     np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
 def test_a_gpu_multiplies_each_row_with_one_matrix(h200, dtype):
   M, E, D, F = 4096, 8, 512, 1024

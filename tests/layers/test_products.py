@@ -36,6 +36,7 @@ def arrays(*shapes):
   return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
+@pytest.mark.slow
 def test_placed_is_plain_for_each_expert(name):
   x, w, dy = arrays((3, 16, 8), (3, 8, 5), (3, 16, 5))
   w *= jnp.array([1.0, 100.0, 0.01])[:, None, None]
