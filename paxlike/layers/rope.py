@@ -39,8 +39,8 @@ class Rope(Module):
   ):
     if head_dim % 2:
       raise UserError(
-        f"rotary positions turn pairs of dims, but a head has {head_dim}: make DIMS_PER_HEAD (of"
-        " latent attention DIMS_PER_ROPE_HEAD) even."
+        f"rotary positions turn pairs of dims, but a head has {head_dim}: make DIMS_PER_HEAD"
+        " (head_dim; of latent attention DIMS_PER_ROPE_HEAD, rope_dim) even."
       )
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None:
