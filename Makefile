@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make train` trains a small model on this machine, `make test` checks everything, `make fuzz` tries odd inputs. All set up
-# .venv from a bare python3 first; nothing is set up twice.
+# .venv from a bare python3 first; nothing is set up twice. `make docs` builds the pages into site/.
 
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.set-up-to-run
 DEV := $(VENV)/.set-up-to-develop
+DOCS := $(VENV)/.set-up-to-write
 DIR ?= runs/tiny_python
 # TensorFlow Text, which SeqIO needs, has no wheels for 3.14.
 PROBE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -16,7 +17,7 @@ FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 unexport PYTHONDONTWRITEBYTECODE
 
 EXAMPLES ?= 2000
-.PHONY: train test test-quick fuzz lint style clean
+.PHONY: train test test-quick fuzz lint style docs clean
 
 train: $(RUN)
 	$(BIN)/paxlike --fdl_config=TinyPython --job_log_dir="$(DIR)"
@@ -35,6 +36,10 @@ test-quick: style
 # So many new inputs for each campaign of those marked fuzz, wherever they stand: about an hour.
 fuzz: $(DEV)
 	PAXLIKE_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q -m fuzz tests
+
+# Strict: a warning, as of a link that leads nowhere, is an error.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: style
 	$(BIN)/pyright
@@ -65,5 +70,10 @@ $(DEV): $(RUN)
 	@$(call INSTALL,dev)
 	@touch $@
 
+$(DOCS): $(RUN)
+	@echo "setting up what the pages need"
+	@$(call INSTALL,docs)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache

@@ -86,11 +86,12 @@ def _forward(text: str) -> Any:
   import fiddle as fdl
   import jax
 
-  from paxlike import config_file, fiddlers
+  from paxlike import fiddlers
+  from paxlike.config import graph_file
   from paxlike.layers.decoder import forward
   from paxlike.layers.module import Definition
 
-  model: Any = config_file.load(text)
+  model: Any = graph_file.load(text)
   fiddlers.precision(model, "float32")
   definition = Definition(cast(Any, fdl.build(model)))
   return jax.jit(functools.partial(forward, definition))
@@ -102,14 +103,14 @@ def conversion(folder: pathlib.Path) -> np.ndarray:
   Raises:
     UserError: It is refused.
   """
-  from paxlike import config_file
+  from paxlike.config import graph_file
   from paxlike.convert.importing import Source
 
   source = Source.hugging_face(folder)
   params = {
     name.removeprefix("params."): np.asarray(value, np.float32) for name, value in source._weights()
   }
-  run = _forward(config_file.dump(source._with_data(None).trainer().model))
+  run = _forward(graph_file.dump(source._with_data(None).trainer().model))
   return np.asarray(run(params, {"inputs": TOKENS})[0])
 
 

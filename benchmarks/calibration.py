@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts by `paxlike.cost_model` the step times that others published, and tells the errors.
+"""Predicts by `paxlike.planning.cost_model` the published step times, and prints the errors.
 
   python benchmarks/calibration.py
 
@@ -37,12 +37,14 @@ os.environ.update(JAX_PLATFORMS="cpu", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
 
 import fiddle as fdl
 
-from paxlike import cost_model, model_sizes, registry, tables
-from paxlike.configuration import Configuration
-from paxlike.layers.pipeline import Pipeline
+from paxlike import registry
+from paxlike.devices.mesh import AXES
+from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.remat import Remat
-from paxlike.mesh import AXES
-from paxlike.model_sizes import ModelSizes
+from paxlike.planning import cost_model, model_sizes
+from paxlike.planning.model_sizes import ModelSizes
+from paxlike.planning.parallel_config import Configuration
+from paxlike.telemetry import tables
 
 NOTHING, DOTS = Remat.SAVE_NOTHING, Remat.SAVE_DOT_WITH_NO_BATCH_DIM
 EVERYTHING = Remat.SAVE_EVERYTHING

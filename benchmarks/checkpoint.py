@@ -35,10 +35,11 @@ import numpy as np
 import step as step_lib
 from etils import epath
 
-from paxlike import checksums, train_state
-from paxlike.checkpoint import Checkpoints, Flat, flatten
+from paxlike.checkpoints import checksums
+from paxlike.checkpoints.checkpoint import Checkpoints, Flat, flatten
 from paxlike.layers.stack import layout_of
-from paxlike.trainer import Trainer
+from paxlike.training import train_state
+from paxlike.training.trainer import Trainer
 
 DEFAULT = (
   "Synthetic126M",

@@ -31,8 +31,8 @@ import datasets
 import numpy as np
 
 from paxlike.data.packing import PackedRows
-from paxlike.data.text import TextFiles
-from paxlike.data.tokenizer import (
+from paxlike.data.text.text_files import TextFiles
+from paxlike.data.tokenizers.tokenizer import (
   ByteTokenizer,
   CharacterTokenizer,
   SentencePieceTokenizer,

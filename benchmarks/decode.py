@@ -22,9 +22,10 @@ import numpy as np
 import torch
 import transformers
 
-from paxlike import config_file, fiddlers
+from paxlike import fiddlers
+from paxlike.config import graph_file
 from paxlike.convert.main import run as convert
-from paxlike.generate import Generator, Request
+from paxlike.inference.generate import Generator, Request
 
 
 def main():
@@ -83,7 +84,7 @@ def ours(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable
   with tempfile.TemporaryDirectory() as scratch:
     converted = pathlib.Path(scratch) / "model"
     assert convert(["--from=hf", f"--path={folder}", f"--to={converted}"]) == 0
-    graph = config_file.read(converted / "config.json")
+    graph = graph_file.read(converted / "config.json")
     fiddlers.precision(graph, "float32")
     trainer: Any = fdl.build(graph)
     params = trainer.load(converted)

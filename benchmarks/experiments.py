@@ -4,11 +4,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paxlike import flags, main, starting
+from paxlike import main
+from paxlike.cli import flags, starting
 
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
-  from paxlike.trainer import Trainer
+  from paxlike.training.trainer import Trainer
 
 
 def build(name: str, arguments: Sequence[str]) -> tuple["Experiment", "Trainer"]:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 
-from paxlike.data import python_corpus
+from paxlike.data.seqio import python_corpus
 from paxlike.experiments import datasets
 from paxlike.experiments.tiny import TinyPython
 

@@ -19,7 +19,7 @@ def arguments(knobs: dict[str, Any]) -> list[str]:
 
 def facts(name: str, knobs: dict[str, Any]) -> dict[str, Any]:
   """Returns sizes, optimizer and FLOPs of an experiment, as a peer needs them."""
-  from paxlike import flops
+  from paxlike.layers import flops
 
   experiment, trainer = experiments.build(name, arguments(knobs))
   read: Any = experiment
@@ -58,7 +58,7 @@ def tell():
   models = {name: facts(one["experiment"], one["flags"]) for name, one in asked.items()}
   import jax
 
-  from paxlike import chips
+  from paxlike.devices import chips
 
   device = jax.devices()[0]
   chip = chips.find(device.device_kind)

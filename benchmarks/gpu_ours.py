@@ -13,10 +13,11 @@ import gpu_experiment
 import gpu_timing
 import jax
 
-from paxlike import aot, chips, kernels, train_state
+from paxlike.compilation import aot, hlo_kernels
+from paxlike.devices import chips, xla_flags
 from paxlike.layers.module import Definition
-from paxlike.scripts_gpu import xla_flags
-from paxlike.trainer import Trainer
+from paxlike.training import train_state
+from paxlike.training.trainer import Trainer
 
 
 def main():
@@ -107,8 +108,8 @@ def contents(
   chip = program.chip
   if not gpu or not isinstance(chip, chips.Chip) or not chip.bandwidth:
     return {}, ["no GPU that is known: the program was not read"] * gpu
-  found = kernels.kernels(text, chip)
-  groups = dict(kernels.grouped(found, "group"))
+  found = hlo_kernels.kernels(text, chip)
+  groups = dict(hlo_kernels.grouped(found, "group"))
   launches = {name: total.count for name, total in groups.items()}
   warnings = []
   if "__cudnn$fmha" not in text:
@@ -119,11 +120,11 @@ def contents(
   if "matmul tf32" in launches:
     worst = next(kernel for kernel in found if kernel.group == "matmul tf32")
     warnings.append(f"{launches['matmul tf32']} float32 products: {worst.kind} {worst.source}")
-  return {"launches": launches, "roofline_seconds": kernels.total(found).seconds}, warnings
+  return {"launches": launches, "roofline_seconds": hlo_kernels.total(found).seconds}, warnings
 
 
 def not_in_8_bits(
-  groups: Mapping[str, kernels.Kernel], tokens: int, definition: Definition
+  groups: Mapping[str, hlo_kernels.Kernel], tokens: int, definition: Definition
 ) -> float:
   """Returns the share of the FLOPs of blocks' products that a GPU does not do in FP8.
 

@@ -13,7 +13,7 @@ import gpu_timing
 import jax
 import jax.numpy as jnp
 
-from paxlike.scripts_gpu import xla_flags
+from paxlike.devices import xla_flags
 
 
 def main():

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxlike import layers, train_state
+from paxlike import layers
+from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.module import Definition, Module
-from paxlike.mesh import MeshSpec
+from paxlike.training import train_state
 
 
 def main():

@@ -17,9 +17,10 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 import fiddle as fdl
 import jax
 
-from paxlike import aot, registry
-from paxlike.layers.schedules import Schedule
-from paxlike.trainer import Trainer
+from paxlike import registry
+from paxlike.compilation import aot
+from paxlike.layers.pipeline.schedules import Schedule
+from paxlike.training.trainer import Trainer
 
 STAGES = 4
 # Schedule, groups of layers a stage, whether a group is computed again from its input.

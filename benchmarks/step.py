@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
   from paxlike.experiment import Experiment
   from paxlike.layers.decoder import Batch
-  from paxlike.trainer import Trainer
+  from paxlike.training.trainer import Trainer
 
 WARM_UP_STEPS = 3
 
@@ -74,7 +74,8 @@ class Step:
   """
 
   def __init__(self, trainer: "Trainer", batches: Iterator[Any]):
-    from paxlike import memory, train_state
+    from paxlike.devices import malloc
+    from paxlike.training import train_state
 
     self._feed, self._batches = trainer.feed, batches
     self.state = train_state.create(
@@ -85,7 +86,7 @@ class Step:
     started = time.perf_counter()
     self._program = trainer.compile(self.state, batch)
     self.compile_seconds = time.perf_counter() - started
-    memory.return_freed_heap()  # As the trainer does.
+    malloc.return_freed_heap()  # As the trainer does.
 
   def __call__(self) -> float:
     """Takes one step on a fresh batch, waits for it, and returns the loss."""

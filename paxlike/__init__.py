@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains language models from one experiment class."""
 
+import importlib
 import importlib.util
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 # With gcsfs, paths on gs:// need no TensorFlow: epath would import it wherever it is installed, for
 # ten seconds in each process. epath asks once, so that this must come before its first path.
@@ -15,3 +17,56 @@ if "fsspec.config" in sys.modules:  # Then it has read the environment already.
   sys.modules["fsspec.config"].conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+  from paxlike import errors, layers
+  from paxlike.api.model import Model, load
+  from paxlike.api.run import Run, train
+  from paxlike.errors import RunError, UserError
+  from paxlike.experiment import Experiment
+  from paxlike.experiments import datasets
+  from paxlike.registry import register
+  from paxlike.telemetry.callbacks import Callback
+
+__all__ = [
+  "Callback",
+  "Experiment",
+  "Model",
+  "Run",
+  "RunError",
+  "UserError",
+  "datasets",
+  "errors",
+  "layers",
+  "load",
+  "register",
+  "train",
+]
+# Name -> the module that has it, or is it; imported when the name is first asked for: JAX takes a
+# second.
+_PLACES = {
+  "Callback": "paxlike.telemetry.callbacks",
+  "Experiment": "paxlike.experiment",
+  "Model": "paxlike.api.model",
+  "Run": "paxlike.api.run",
+  "RunError": "paxlike.errors",
+  "UserError": "paxlike.errors",
+  "datasets": "paxlike.experiments.datasets",
+  "errors": "paxlike.errors",
+  "layers": "paxlike.layers",
+  "load": "paxlike.api.model",
+  "register": "paxlike.registry",
+  "train": "paxlike.api.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _PLACES:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  module = importlib.import_module(_PLACES[name])
+  globals()[name] = value = getattr(module, name, module)
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions that end a run in one line."""
+"""Exceptions that end a run with a one-line message."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(ValueError):
-  """Bad input. `paxlike` prints its message as one line, without a traceback, and exits with 2."""
+  """Invalid input. `paxlike` prints the message in one line without a traceback and exits 2."""
 
 
 class RunError(RuntimeError):
-  """The run failed, and no flag or file of the user is to blame.
+  """The run failed for another reason than the user's flags or files.
 
   `paxlike` prints the message and exits with 1.
   """
 
 
 class TemporaryError(RunError):
-  """The same, but started again the run may succeed. `paxlike` exits with 75 (EX_TEMPFAIL)."""
+  """A failure after which the same command may succeed. `paxlike` exits with 75 (EX_TEMPFAIL)."""
 
 
 def one_line(error: object, *, limit: int = 2000) -> str:
-  """Returns a message for a terminal: what others' files put into it cannot break or steer that."""
+  """Returns a message for a terminal, with control characters escaped: it may quote files."""
   text = " ".join(line.strip() for line in str(error).splitlines())
   text = "".join(char if char.isprintable() else _escaped(char) for char in text)
   return text if len(text) <= limit else f"{text[:limit]}..."

@@ -10,16 +10,20 @@ from typing import Any, Literal
 
 import fiddle as fdl
 
-from paxlike import building, fiddlers, graph_types, hugging_face, layers, optimizers, ranges
-from paxlike.best import Criterion
+from paxlike import fiddlers, layers
+from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.warm_start import Restore
+from paxlike.config import building, graph_types, ranges
+from paxlike.config.knobs import UNSET, Knobs
+from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
-from paxlike.evaluation import EvalSet
-from paxlike.knobs import UNSET, Knobs
 from paxlike.layers.remat import Policy
-from paxlike.mesh import MeshSpec
-from paxlike.objectives import NextToken, Objective
-from paxlike.restoring import Restore
-from paxlike.trainer import Trainer
+from paxlike.telemetry.callbacks import Callback
+from paxlike.training import optimizers
+from paxlike.training.best_checkpoint import Criterion
+from paxlike.training.evaluation import EvalSet
+from paxlike.training.objectives import NextToken, Objective
+from paxlike.training.trainer import Trainer
 
 
 class Experiment(Knobs):
@@ -111,6 +115,8 @@ class Experiment(Knobs):
 
   # Run.
   MAX_STEPS: ranges.NonNegative = UNSET  #: Optimizer steps.
+  #: Instead of MAX_STEPS: how often the run goes through its training data. None: MAX_STEPS holds.
+  NUM_EPOCHS: ranges.PositiveFloat | None = None
   RANDOM_SEED: ranges.NonNegative = 1234  #: Of weights, dropout and the order of the data.
   SUMMARY_INTERVAL_STEPS: ranges.Positive = 100  #: Steps between log lines.
   #: Steps between evaluations. 0: only after the last.
@@ -159,7 +165,7 @@ class Experiment(Knobs):
       eval_data=self.eval_data(),
       percore_batch_size=self.PERCORE_BATCH_SIZE,
       accumulation_steps=self.GRADIENT_ACCUMULATION_STEPS,
-      num_steps=self.MAX_STEPS,
+      num_steps=self.max_steps(),
       seed=self.RANDOM_SEED,
       summary_every=self.SUMMARY_INTERVAL_STEPS,
       eval_every=self.EVAL_INTERVAL_STEPS,
@@ -190,6 +196,13 @@ class Experiment(Knobs):
     if pipeline := self.pipeline():
       fiddlers.pipeline(graph, pipeline)
     return graph
+
+  def max_steps(self) -> int:
+    """Optimizer steps; of NUM_EPOCHS they are not known before `cli.epochs` has counted them."""
+    if self.NUM_EPOCHS is None:
+      return self.MAX_STEPS
+    steps = self.values()["MAX_STEPS"].value
+    return 1 if steps is UNSET else steps
 
   def quantization(self) -> str | None:
     """In what linear maps multiply, where not in the compute dtype.
@@ -256,6 +269,13 @@ class Experiment(Knobs):
       microbatches=stages if count is None else count,
       recompute=self.PIPELINE_RECOMPUTE,
     )
+
+  def callbacks(self) -> list[Callback]:
+    """What is called while a run trains. They are no part of the graph, nor of `config.json`.
+
+    This is called more than once: what a callback opens, its `on_start` opens.
+    """
+    return []
 
   def objective(self) -> fdl.Config[Objective]:
     """What training makes small."""
@@ -405,11 +425,12 @@ class Experiment(Knobs):
     for (name, step), (later, sooner) in itertools.pairwise(given):
       if sooner < step:
         raise UserError(
-          f"{later}={sooner} is below {name}={step}: the learning rate rises for WARMUP steps, and"
-          " falls from DECAY_START to DECAY_END. Change one of them."
+          f"{later}={sooner} is below {name}={step}: the learning rate rises for"
+          f" LR_{prefix}_WARMUP steps, and falls from LR_{prefix}_DECAY_START to"
+          f" LR_{prefix}_DECAY_END. Change one of them."
         )
     if end is None:
-      end = max(self.MAX_STEPS, start or 0)
+      end = max(self.max_steps(), start or 0)
     start = min(warmup + 1, ranges.INT32) if start is None else start
     return fdl.Config(
       function, peak=peak, warmup=warmup, decay_start=start, decay_end=end, min_ratio=ratio

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits of a whole graph, by type and by role, never by path.
+"""Fiddlers: edits of a whole graph, by type and role, never by path.
 
-Each takes the root graph and changes it in place; `--fiddler=precision(dtype="float32")` applies
-one from the command line. Experiments apply theirs in a fixed order: precision, quantize,
+Each takes the root graph and edits it in place; `--fiddler=precision(dtype="float32")` applies one
+from the command line. Experiments apply them in a fixed order: precision, quantize,
 transformer_engine, lora, attention, segments, remat, stack.
 """
 
@@ -14,22 +14,23 @@ import fiddle as fdl
 import jax.numpy as jnp
 from fiddle import daglish, selectors
 
-from paxlike import layers, ranges
+from paxlike import layers
+from paxlike.config import ranges
 from paxlike.errors import UserError, did_you_mean
-from paxlike.trainer import Trainer
+from paxlike.training.trainer import Trainer
 
 _ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value")
 _MLP = ("up", "gate", "down")
 _BLOCK = _ATTENTION + _MLP
 _KERNELS = {
   "auto": fdl.Partial(layers.auto),
-  "xla": layers.attention_kernels.xla,
+  "xla": layers.xla,
   "xla_chunked": layers.xla_chunked,
   "cudnn": fdl.Partial(layers.cudnn),
   "splash": layers.splash,
   "tokamax": layers.tokamax,
-  "ring": layers.context_attention.ring,
-  "gathered": layers.context_attention.gathered,
+  "ring": layers.ring,
+  "gathered": layers.gathered,
 }
 _DOTS = {
   "fp8": layers.Fp8,
@@ -37,20 +38,20 @@ _DOTS = {
   "mxfp8": layers.MxFp8,
   "int8": layers.Int8,
 }
-# What `hold` names; a base under adapters has int8 in blocks of 64.
+# Schemes of `hold`. The base under LoRA uses int8 in blocks of 64 instead of columns.
 _SCHEMES = {
-  "int8": layers.quantization.int8_columns,
-  "int4": layers.quantization.int4,
-  "nf4": layers.quantization.nf4,
+  "int8": layers.weight_only.int8_columns,
+  "int4": layers.weight_only.int4,
+  "nf4": layers.weight_only.nf4,
 }
-# What LORA_TARGET_LAYERS names.
+# Values of LORA_TARGET_LAYERS.
 LORA_ROLES = {"all": _BLOCK, "attention": _ATTENTION, "mlp": _MLP}
 
 
 def select(graph: fdl.Buildable, kind: Callable[..., Any], *roles: str) -> Iterator[Any]:
-  """Yields every node of `graph` that makes a `kind`, with one of `roles` if any are given.
+  """Yields every node of `graph` that builds a `kind`, with one of `roles` if any are given.
 
-  A function is the kind of what calls it.
+  If `kind` is a function, yields the nodes that call it.
   """
   for node in selectors.select(graph, kind, check_nonempty=False):
     if not roles or getattr(node, "role", None) in roles:
@@ -64,14 +65,14 @@ def _matrices(graph: fdl.Buildable) -> Iterator[Any]:
 
 
 def _having(graph: fdl.Buildable, argument: str) -> Iterator[Any]:
-  """Yields every node of `graph` to which `argument` is given."""
+  """Yields every node of `graph` that sets `argument`."""
   for node, _ in daglish.iterate(graph):
     if isinstance(node, fdl.Buildable) and argument in node.__arguments__:
       yield node
 
 
 def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
-  """Makes every layer but routers compute in `dtype`. Weights, statistics, loss stay float32."""
+  """Sets the compute dtype of all layers but routers; weights, statistics and loss stay float32."""
   computing = (
     layers.Linear,
     layers.Lora,
@@ -88,7 +89,7 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
 
 
 def attention(graph: fdl.Buildable, kernel: str = "auto"):
-  """Names what computes attention: a key of `_KERNELS`; `auto` chooses when devices are known."""
+  """Sets the attention kernel, a key of `_KERNELS`; `auto` chooses by the devices."""
   if kernel not in _KERNELS:
     hint = did_you_mean(kernel, _KERNELS) or f" One of {', '.join(_KERNELS)}."
     raise UserError(f"no attention kernel {kernel}.{hint}")
@@ -101,15 +102,15 @@ def attention(graph: fdl.Buildable, kernel: str = "auto"):
 
 
 def segments(graph: fdl.Buildable, most: ranges.Size):
-  """Gives cudnn, where it computes attention, room for so many segments of a sequence."""
+  """Sets the maximum number of segments per sequence of cuDNN attention."""
   if most < 1:
-    raise UserError(f"MAX_SEGMENTS_PER_ROW={most}: a row has at least 1.")
+    raise UserError(f"MAX_SEGMENTS_PER_ROW={most}: a sequence has at least 1.")
   for kernel in (*select(graph, layers.auto), *select(graph, layers.cudnn)):
     kernel.max_segments = most
 
 
 def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
-  """Sets what the backward pass of a block finds saved: a name of `layers.Remat`."""
+  """Sets which activations of a block are saved for the backward pass: a name of `layers.Remat`."""
   if policy not in layers.Remat.__members__:
     hint = did_you_mean(policy, layers.Remat.__members__)
     raise UserError(
@@ -120,9 +121,9 @@ def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
 
 
 def quantize(graph: fdl.Buildable, kind: str = "fp8"):
-  """Makes the linear maps and experts of blocks multiply in few bits: a key of `_DOTS`.
+  """Quantizes the matmuls of linear maps and experts of blocks: a key of `_DOTS`.
 
-  In mxfp8 the linear maps only: there are no block-scaled matmuls of experts.
+  With mxfp8 linear maps only: there is no block-scaled grouped matmul.
   """
   if kind not in _DOTS:
     hint = did_you_mean(kind, _DOTS) or f" One of {', '.join(_DOTS)}."
@@ -132,16 +133,16 @@ def quantize(graph: fdl.Buildable, kind: str = "fp8"):
 
 
 def transformer_engine(graph: fdl.Buildable):
-  """Makes the linear maps of blocks multiply by NVIDIA's Transformer Engine, in fp8 if they did.
+  """Uses NVIDIA's Transformer Engine for the linear maps of blocks, in fp8 if they use fp8.
 
   Raises:
-    UserError: They multiply otherwise.
+    UserError: They use another quantization.
   """
   for node in select(graph, layers.Linear, *_BLOCK):
     dot = getattr(node, "dot", None)
     made = None if dot is None else fdl.get_callable(dot)
     if made not in (None, layers.Fp8, layers.TransformerEngine):
-      raise UserError("ENABLE_TE (transformer_engine) goes with QUANTIZATION=fp8 or none.")
+      raise UserError("ENABLE_TE (transformer_engine) requires QUANTIZATION=fp8 or none.")
     if made is not layers.TransformerEngine:
       node.dot = fdl.Partial(layers.TransformerEngine, fp8=dot is not None)
 
@@ -154,9 +155,9 @@ def lora(
   roles: Sequence[str] = LORA_ROLES["all"],
   base: str | None = None,
 ):
-  """Adapts the linear maps of these roles, and trains nothing else; alpha None scales by 1.
+  """Adds LoRA to the linear maps of these roles, and trains only that; alpha None: scale 1.
 
-  `base` is the scheme by which the linear maps and experts of the blocks are held: int8 or nf4.
+  `base`, int8 or nf4, is the weight-only quantization of the blocks' linear maps and experts.
   """
   adapter = fdl.Partial(layers.Lora, rank=rank, scale=1.0 if alpha is None else alpha / rank)
   if dropout:
@@ -167,7 +168,7 @@ def lora(
   linears = select(graph, layers.Linear)
   there: set[str] = {role for node in linears if (role := getattr(node, "role", None))}
   absent = [role for role in roles if role not in there]
-  # A group may name roles that this model does not have.
+  # A key of LORA_ROLES may include roles that this model does not have.
   if absent and (not adapted or tuple(roles) not in map(tuple, LORA_ROLES.values())):
     raise UserError(
       f"LORA_TARGET_LAYERS (roles): no linear map has the role {' or '.join(map(repr, absent))};"
@@ -180,20 +181,20 @@ def lora(
     if base not in (schemes := ("int8", "nf4")):
       raise UserError(f"no scheme {base} for the base.{did_you_mean(base, schemes)}")
     for node in _matrices(graph):
-      node.scheme = getattr(layers.quantization, base)
+      node.scheme = getattr(layers.weight_only, base)
   for node in select(graph, Trainer):
     node.trained = layers.lora.WEIGHTS
 
 
 def hold(graph: fdl.Buildable, scheme: str = "int8"):
-  """Holds the linear maps and experts of blocks in few bits, to evaluate or decode.
+  """Weight-only quantizes the linear maps and experts of blocks, for evaluation or decoding.
 
-  int8 has a scale for each of their outputs (of each head, where these are summed), int4 and nf4
-  one for 128 and 64 numbers. The products are in the compute dtype.
+  int8 has one scale per output (per head, if heads are summed), int4 and nf4 one per 128 and 64
+  weights. Matmuls are in the compute dtype.
   """
   if scheme not in _SCHEMES:
     hint = did_you_mean(scheme, _SCHEMES) or f" One of {', '.join(_SCHEMES)}."
-    raise UserError(f"no scheme {scheme} to hold weights by.{hint}")
+    raise UserError(f"no weight-only quantization {scheme}.{hint}")
   for node in _matrices(graph):
     node.scheme, node.dot = _SCHEMES[scheme], None
   for node in select(graph, Trainer):
@@ -201,7 +202,7 @@ def hold(graph: fdl.Buildable, scheme: str = "int8"):
 
 
 def stack(graph: fdl.Buildable, scan: bool | None = True):
-  """Scans over repeated blocks, or unrolls them; None: as suits the number of devices."""
+  """Scans over repeated blocks, or unrolls them; None: chosen by the number of devices."""
   for node in select(graph, layers.Stack):
     node.scan = scan
     if scan is False:
@@ -209,30 +210,30 @@ def stack(graph: fdl.Buildable, scan: bool | None = True):
 
 
 def pipeline(graph: fdl.Buildable, stages: fdl.Config[layers.Pipeline]):
-  """Spreads repeated blocks over the stages of a pipeline."""
+  """Splits repeated blocks into the stages of a pipeline."""
   for node in select(graph, layers.Stack):
     node.scan, node.pipeline = True, stages
 
 
 def cut_sequences(graph: fdl.Buildable):
-  """Cuts what is between attention and feed-forward along time, over the mesh axis tensor too."""
+  """Sequence parallelism: shards activations between attention and MLP in time over axis tensor."""
   for kind in (layers.Block, layers.Linear):
     for node in select(graph, kind):
       node.time = "sequence"
 
 
 def decoding(graph: fdl.Buildable):
-  """Fits a model to decode: a scan would copy caches at every token; experts serve all tokens."""
+  """Prepares a model for decoding: unrolled, since a scan copies caches per token; dropless MoE."""
   stack(graph, scan=False)
   for node in select(graph, layers.Moe):
     node.dispatch = layers.dispatch.dropless
 
 
 def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
-  """Makes a model of any family so small that it trains and compiles within seconds on a CPU.
+  """Shrinks a model of any family so that it compiles and trains within seconds on a CPU.
 
-  Its parts and their order stay: windows are shorter than `seq_len`, grouped heads stay grouped,
-  and the pattern of layers is repeated twice, or once for each group of a pipeline.
+  The structure stays: windows are shorter than `seq_len`, grouped heads stay grouped, and the
+  layer pattern is repeated twice, or once per pipeline chunk.
   """
   vocab_size = 96
   for node in select(graph, layers.Decoder):

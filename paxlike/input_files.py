@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading files that others made: regular files only, of bounded size, inside their folder.
+"""Safe reading of untrusted files: only regular files, of bounded size, within their folder.
 
-A pipe, device or socket in the place of a file would block or never end, a link or name can lead
-to the user's own files, and a small file can stand for more than the memory holds.
+A pipe, device or socket in place of a file could block or never end, a link or name could lead to
+the user's private files, and a small file could expand beyond memory.
 """
 
 import collections
@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from paxlike.errors import UserError
 
-JSON_BYTES = 64_000_000  # The longest JSON that is read: an index of 500,000 tensors.
-BOM = "\ufeff"  # Begins some texts in UTF-8, and is none of their characters.
-_MAX_CONTAINERS = 2_000_000  # Lists and mappings in it, of which each costs 60 bytes and more.
+JSON_BYTES = 64_000_000  # Default limit of JSON files: an index of 500,000 tensors.
+BOM = "\ufeff"  # The byte order mark that begins some UTF-8 files.
+_MAX_CONTAINERS = 2_000_000  # Lists and mappings in JSON; each takes at least 60 bytes of memory.
 _KINDS = {
   stat.S_IFDIR: "a folder",
   stat.S_IFIFO: "a pipe",
@@ -27,12 +27,12 @@ _KINDS = {
   stat.S_IFCHR: "a device",
   stat.S_IFBLK: "a device",
 }
-# Of a folder in the cache of huggingface_hub; its files are links to PARENT/blobs.
+# Prefixes of repositories in the cache of huggingface_hub; their files are links to blobs/.
 _CACHED = ("models--", "datasets--")
 
 
 class Identity(NamedTuple):
-  """Identifies a file, to notice that it was replaced or changed."""
+  """Identifies a file, to detect that it was replaced or changed."""
 
   device: int
   inode: int
@@ -42,18 +42,19 @@ class Identity(NamedTuple):
 
 @contextlib.contextmanager
 def opened(path: pathlib.Path, *, folder: pathlib.Path | None = None) -> Iterator[BinaryIO]:
-  """Context that gives a regular file, open for reading.
+  """Context that yields a regular file, open for reading.
 
   Args:
     path: The file, or a link to it.
-    folder: Where the file must be, after all links; or in the cache of huggingface_hub that the
-      folder belongs to. None: anywhere, because the user named the file itself.
+    folder: The folder that must contain the file with all links resolved; a file in the same
+      huggingface_hub cache is also allowed. None: anywhere, because the user named the file.
 
   Raises:
-    UserError: There is no such file, it is none, it is elsewhere, or reading it fails.
+    UserError: There is no such file, it is not a regular file, it is outside of the folder, or
+      reading fails.
   """
   try:
-    # Asked before: opening a device can do something. Asked again after: it may have changed.
+    # Checked before opening, which may have an effect on a device, and after, against a race.
     _refuse_other_kinds(path, os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
@@ -66,28 +67,28 @@ def opened(path: pathlib.Path, *, folder: pathlib.Path | None = None) -> Iterato
   except ValueError as error:
     if "null byte" not in str(error):
       raise
-    raise UserError(f"{str(path)!r} is no name of a file.") from None
+    raise UserError(f"{str(path)!r} is not a valid file name.") from None
 
 
 def check(path: pathlib.Path, *, folder: pathlib.Path | None = None, limit: int | None = None):
-  """Opens a file, and refuses one of more than `limit` bytes; arguments and errors of `opened`."""
+  """Refuses what `opened` refuses, and files of more than `limit` bytes."""
   with opened(path, folder=folder) as file:
     _refuse_larger(path, os.fstat(file.fileno()).st_size, limit)
 
 
 def identity(file: BinaryIO) -> Identity:
-  """Returns which file an open one is."""
+  """Returns the identity of an open file."""
   found = os.fstat(file.fileno())
   return Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def kind(found: os.stat_result) -> str:
-  """Returns what something is that is no file."""
+  """Returns the kind of something that is not a regular file."""
   return _KINDS.get(stat.S_IFMT(found.st_mode), "of another kind")
 
 
 def is_there(path: pathlib.Path) -> bool:
-  """Returns whether there is anything of that name, if only a link that leads nowhere."""
+  """Returns whether a path exists, even as a broken link."""
   return os.path.lexists(path)
 
 
@@ -101,11 +102,11 @@ def read(path: pathlib.Path, *, limit: int, folder: pathlib.Path | None = None) 
 
 
 def read_text(path: pathlib.Path, *, limit: int, folder: pathlib.Path | None = None) -> str:
-  """Returns the text of a file in UTF-8; as `read`."""
+  """Returns the text of a UTF-8 file; arguments and errors of `read`."""
   try:
     return read(path, limit=limit, folder=folder).decode("utf-8")
   except UnicodeDecodeError as error:
-    raise UserError(f"{path} is no text in UTF-8: {error.reason} at {error.start}.") from None
+    raise UserError(f"{path} is not UTF-8 text: {error.reason} at {error.start}.") from None
 
 
 def copy(path: pathlib.Path, to: pathlib.Path, *, limit: int, folder: pathlib.Path | None):
@@ -124,29 +125,28 @@ def read_json(
   """Returns the mapping in a JSON file.
 
   Raises:
-    UserError: There is none; or as `opened` and `parse_json`.
+    UserError: It is not a mapping; or as `opened` and `parse_json`.
   """
   value = parse_json(read(path, limit=limit, folder=folder), place=str(path))
   if not isinstance(value, dict):
-    raise UserError(f"{path} holds no mapping.")
+    raise UserError(f"{path} is not a JSON mapping.")
   return value
 
 
 def parse_json(text: bytes, *, place: str, strict: bool = True) -> Any:
-  """Returns what a JSON text in UTF-8 says.
+  """Returns the value of a JSON text.
 
   Args:
-    text: The JSON.
-    place: Where it stands, for people.
-    strict: Whether keys that are there twice, of which the last counts, and numbers that are not
-      finite are refused.
+    text: The JSON, in UTF-8.
+    place: Its origin, for errors.
+    strict: Whether to refuse duplicate keys (otherwise the last is used) and non-finite numbers.
 
   Raises:
-    UserError: It is none, is nested too deep, or holds more lists and mappings than any file has.
+    UserError: It is invalid, nested too deeply, or has too many lists and mappings.
   """
   longer = len(text) > _MAX_CONTAINERS
   if longer and text.count(b"[") + text.count(b"{") > _MAX_CONTAINERS:
-    raise UserError(f"{place} holds more than {_MAX_CONTAINERS:,} lists and mappings.")
+    raise UserError(f"{place} has more than {_MAX_CONTAINERS:,} lists and mappings.")
   if text.startswith(BOM.encode()):
     raise UserError(f"{place} begins with a byte order mark: save it in UTF-8 without one.")
   try:
@@ -156,45 +156,45 @@ def parse_json(text: bytes, *, place: str, strict: bool = True) -> Any:
       text.decode("utf-8"), object_pairs_hook=_mapping, parse_float=_finite, parse_constant=_finite
     )
   except RecursionError:
-    raise UserError(f"{place} is nested too deep.") from None
+    raise UserError(f"{place} is nested too deeply.") from None
   except UnicodeDecodeError as error:
-    raise UserError(f"{place} is no text in UTF-8: {error.reason} at {error.start}.") from None
+    raise UserError(f"{place} is not UTF-8 text: {error.reason} at {error.start}.") from None
   except ValueError as error:
-    raise UserError(f"{place} is no JSON: {error}.") from None
+    raise UserError(f"{place} is not JSON: {error}.") from None
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   result = dict(pairs)
   if len(result) != len(pairs):
     ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
-    raise ValueError(f"{twice!r} is there twice")
+    raise ValueError(f"duplicate key {twice!r}")
   return result
 
 
 def _finite(text: str) -> float:
   value = float(text)
   if not math.isfinite(value):
-    raise ValueError(f"{text} is no finite number")
+    raise ValueError(f"{text} is not a finite number")
   return value
 
 
 def _refuse_other_kinds(path: pathlib.Path, found: os.stat_result):
   if not stat.S_ISREG(found.st_mode):
-    raise UserError(f"{path} is {kind(found)}, no file.")
+    raise UserError(f"{path} is {kind(found)}, not a file.")
 
 
 def _refuse_larger(path: pathlib.Path, size: int, limit: int | None):
   if limit is not None and size > limit:
-    raise UserError(f"{path} has {size:,} bytes; of such a file at most {limit:,} are read.")
+    raise UserError(f"{path} has {size:,} bytes; the limit for such a file is {limit:,}.")
 
 
 def _refuse_outside(path: pathlib.Path, folder: pathlib.Path, descriptor: int):
   target = pathlib.Path(os.path.realpath(path))
   root = pathlib.Path(os.path.realpath(folder))
   if not os.path.samestat(os.stat(target), os.fstat(descriptor)):
-    raise UserError(f"{path} changed while it was opened.")
-  # A cache has the files of all revisions in one place: REPOSITORY/snapshots/REVISION/FILE is a
-  # link to REPOSITORY/blobs/HASH. `blobs` is not resolved: were it a link itself, no file is in it.
+    raise UserError(f"{path} changed while it was being opened.")
+  # In a huggingface_hub cache REPOSITORY/snapshots/REVISION/FILE is a link to
+  # REPOSITORY/blobs/HASH. `blobs` is not resolved: if it is a link itself, its files are refused.
   places = [root] + [
     parent.parent / "blobs"
     for parent in root.parents

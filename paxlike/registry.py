@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds experiments: by short name, by a unique dotted suffix, or by full path."""
+"""Registry of experiments: found by short name, by a unique dotted suffix, or by full path."""
 
 import importlib
 import json
 import os
+import pathlib
 import pkgutil
 from collections.abc import Iterable
 from typing import TypeVar
 
 from etils import epath
 
-from paxlike import run_folder, symbols
+from paxlike import run_folder
+from paxlike.config import allowed_symbols, local_experiments
+from paxlike.config.knobs import spell
 from paxlike.errors import UserError, did_you_mean
 from paxlike.experiment import Experiment
-from paxlike.knobs import spell
 
 _PACKAGES = ("paxlike.experiments", "paxlike.scripts_gpu")
+PACKAGE = pathlib.Path(__file__).parent
 _REGISTRY: dict[str, type[Experiment]] = {}
 _Class = TypeVar("_Class", bound=type[Experiment])
 
 
 def register(cls: _Class) -> _Class:
-  """Decorates a complete experiment, so that its name alone finds it."""
+  """Registers a complete experiment, so that it is found by its name alone (decorator)."""
   _REGISTRY[f"{cls.__module__}.{cls.__qualname__}"] = cls
   return cls
 
 
 def registered() -> dict[str, type[Experiment]]:
-  """Returns all experiments of the package, full path -> class, in the order of their files."""
+  """Returns full path -> class of all registered experiments, in the order of their files."""
   for package in _PACKAGES:
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
       importlib.import_module(f"{package}.{module.name}")
@@ -35,12 +38,12 @@ def registered() -> dict[str, type[Experiment]]:
 
 
 def find(name: str, *, flag: str = "fdl_config") -> type[Experiment]:
-  """Returns the experiment that `name`, the value of a flag, means.
+  """Returns the experiment of a name, the value of `flag`.
 
-  A full path also finds classes outside the package; the working directory is importable.
+  A full path also finds classes outside of the package; the working directory is importable.
 
   Raises:
-    UserError: Nothing, or more than one experiment, has this name; or its module does not import.
+    UserError: The name is unknown or ambiguous, or its module cannot be imported.
   """
   found = _registered(name, flag)
   if found is not None:
@@ -49,12 +52,16 @@ def find(name: str, *, flag: str = "fdl_config") -> type[Experiment]:
     if not all(part.isidentifier() for part in name.split(".")):
       raise UserError(f"--{flag}={name}: expected NAME or MODULE.NAME of an experiment.")
     return _import(name, f"--{flag}={name}")
+  local = [one.name for one in local_experiments.find()]
+  near = [one for one in local if name in one.split(".")]
   hint = did_you_mean(name, [path.rpartition(".")[2] for path in registered()])
+  if near:
+    hint = f" Did you mean {near[0]}?"
   raise UserError(f"--{flag}: no experiment {name}.{hint or ' --list shows all of them.'}")
 
 
 def _registered(name: str, flag: str) -> type[Experiment] | None:
-  """Returns the experiment of the package that has this name, if one has."""
+  """Returns the registered experiment of a name; None if there is none."""
   known = registered()
   matches = [path for path in known if path == name or path.endswith(f".{name}")]
   if name in known:
@@ -80,7 +87,7 @@ def with_data(family: type[Experiment], mixin: str) -> type[Experiment]:
 
 
 def dump(experiment: Experiment) -> str:
-  """Returns the JSON from which `load` makes the same experiment: its class and what was set."""
+  """Returns an experiment's class and the knobs that were set, as JSON for `load`."""
   cls = type(experiment)
   data = vars(cls).get("_data")
   if data is not None:
@@ -93,15 +100,15 @@ def dump(experiment: Experiment) -> str:
 
 
 def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experiment:
-  """Returns the experiment that a file describes.
+  """Returns the experiment saved in a file.
 
   Args:
     path: The file.
-    allow_modules: Modules, besides paxlike's, whose experiment it may be. No other is imported.
+    allow_modules: Modules besides paxlike's that may define the experiment; no other is imported.
 
   Raises:
-    UserError: There is no such file, it is damaged, or there is no such experiment any more; or it
-      is of a module that is not allowed.
+    UserError: The file is missing or damaged, or its experiment no longer exists or is of a module
+      that is not allowed.
   """
   path = epath.Path(path)
   try:
@@ -110,20 +117,21 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
     name, knobs = str(saved["experiment"]), dict(saved["knobs"])
     data = str(saved.get("data", ""))
     if not all(isinstance(text, str) for text in knobs.values()):
-      raise ValueError("the values of knobs are no texts")
+      raise ValueError("the values of knobs are not strings")
   except OSError as error:
     raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
   except run_folder.MALFORMED as error:
     raise UserError(f"{path} is damaged: {error}.") from None
   module = name.rpartition(".")[0]
   found = _registered(name, "fdl_config")
-  if found is None and not symbols.within(module, [*_PACKAGES, *filter(None, allow_modules)]):
-    raise UserError(
-      f"{path} is of the experiment {name}, which is not part of paxlike. Only if you trust it:"
-      f" --fdl_allow_modules={module or name}"
-    )
+  if found is None and not allowed_symbols.within(
+    module, [*_PACKAGES, *filter(None, allow_modules)]
+  ):
+    advice = allowed_symbols.advice([module or name], given=allow_modules, folder=path.parent)
+    raise UserError(f"{path} is of the experiment {name}, which is not part of paxlike. {advice}")
   try:
-    family = found or _import(name, f"the experiment {name}")
+    with allowed_symbols.copies(path.parent):
+      family = found or _import(name, f"the experiment {name}")
     experiment = (with_data(family, data) if data else family)()
     for knob, text in knobs.items():
       experiment.set(knob, text, source=path.name)
@@ -135,11 +143,11 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
 def _import(path: str, given: str) -> type[Experiment]:
   module_name, _, class_name = path.rpartition(".")
   try:
-    module = symbols.import_module(module_name)
+    module = allowed_symbols.import_module(module_name)
   except ModuleNotFoundError as error:
     if error.name and (module_name + ".").startswith(error.name + "."):
       raise UserError(
-        f"{given}: no module {error.name} in {os.getcwd()} or among the installed."
+        f"{given}: no module {error.name}, neither in {os.getcwd()} nor installed."
       ) from None
     raise UserError(f"{given}: importing {module_name} failed: {error}.") from error
   found = getattr(module, class_name, None)
@@ -152,5 +160,5 @@ def _import(path: str, given: str) -> type[Experiment]:
     )
     raise UserError(f"{given}: {module_name} has no {class_name}.{hint}")
   if not (isinstance(found, type) and issubclass(found, Experiment)):
-    raise UserError(f"{given} is no subclass of paxlike.experiment.Experiment.")
+    raise UserError(f"{given} is not a subclass of paxlike.experiment.Experiment.")
   return found

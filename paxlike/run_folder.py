@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run (`--job_log_dir`), local or on a bucket."""
+"""The folder of a run (`--job_log_dir`), local or on a bucket: atomic writing, paths, errors."""
 
 import contextlib
 import errno
@@ -26,17 +26,17 @@ from paxlike.errors import UserError
 
 
 def absolute(path: str | os.PathLike[str]) -> epath.Path:
-  """Returns a path that means the same from every working directory; on a bucket it is as given."""
+  """Returns an absolute path; a path on a bucket is returned as given."""
   text = os.fspath(path)
   return epath.Path(text if "://" in text else os.path.abspath(os.path.expanduser(text)))
 
 
-# Begins paths in the files of a run that mean its own folder, wherever that is moved.
+# Prefix of paths relative to the run's folder, in files of the run.
 OWN = "{run}/"
 
 
 def with_own_paths(text: str, folder: str | os.PathLike[str]) -> str:
-  """Returns the JSON of a file in `folder`, with the paths in it that begin with `OWN` resolved."""
+  """Returns the JSON of a file in `folder` with its paths that begin with `OWN` resolved."""
   if OWN not in text:
     return text
   return text.replace(f'"{OWN}', json.dumps(f"{absolute(folder)}/")[:-1])
@@ -48,7 +48,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def failures() -> tuple[type[Exception], ...]:
-  """Returns the errors by which reading and writing fail: also those of the store in use."""
+  """Returns the exceptions of failed reads and writes, including those of the store in use."""
   if "gcsfs" not in sys.modules:
     return (OSError,)
   import aiohttp
@@ -66,32 +66,32 @@ def failures() -> tuple[type[Exception], ...]:
   )
 
 
-#: What reading a damaged file of JSON raises: it is none, or holds values of other types.
+#: Exceptions of reading a damaged JSON file: invalid JSON, or values of other types.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def reason(error: BaseException) -> str:
-  """Returns in one line what an error says."""
+  """Returns an error's message in one line."""
   text = getattr(error, "strerror", None) or str(error).strip() or repr(error)
-  # Of a store's error 404, clients report nothing but the URL.
+  # For a store's error 404, clients report only the URL.
   found = "not found: " if isinstance(error, FileNotFoundError) and error.errno is None else ""
   return found + text.splitlines()[0].rstrip(".")[:600]
 
 
 def advice(error: BaseException) -> str:
-  """Returns what to do where a run could not write."""
+  """Returns what the user can do after a failed write."""
   text = str(error).lower()
   full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
   if full or "no space left" in text or "quota exceeded" in text:
-    return "Make room there or set another --job_log_dir; then give the same command again."
-  return "Mend that or set another --job_log_dir; then give the same command again."
+    return "Free space there or set another --job_log_dir, and run the same command again."
+  return "Fix that or set another --job_log_dir, and run the same command again."
 
 
 def beginning_with(folder: epath.Path, prefix: str) -> list[epath.Path]:
-  """Returns what in a folder has names that begin so, sorted; nothing if there is no folder."""
+  """Returns the paths in a folder whose names begin with `prefix`, sorted; [] without a folder."""
   if is_remote(folder):
     return sorted(folder.glob(f"{prefix}*"))
-  # `epath.Path.glob` would take the name of the folder itself for a pattern.
+  # `epath.Path.glob` would interpret the folder's own name as a pattern.
   try:
     return sorted(folder / name for name in os.listdir(folder) if name.startswith(prefix))
   except (FileNotFoundError, NotADirectoryError):
@@ -99,22 +99,19 @@ def beginning_with(folder: epath.Path, prefix: str) -> list[epath.Path]:
 
 
 def check_name(path: str | os.PathLike[str], *, flag: str):
-  """Raises a UserError if checkpoints in a folder, which `flag` named, could not be found again.
-
-  Orbax takes the names of folders for patterns.
-  """
+  """Raises a UserError if a path, set by `flag`, has glob characters, which Orbax interprets."""
   if signs := sorted(set(os.fspath(absolute(path))) & set("*?[")):
     raise UserError(
-      f"--{flag}={path}: no checkpoint can be written in a folder with {' or '.join(signs)} in its"
+      f"--{flag}={path}: checkpoints cannot be written in a folder with {' or '.join(signs)} in its"
       f" path, {absolute(path)}."
     )
 
 
 def existing(path: str) -> epath.Path:
-  """Returns the folder of a run that there is.
+  """Returns the folder of an existing run.
 
   Raises:
-    UserError: There is none, or its store cannot be reached.
+    UserError: It does not exist, or its store cannot be reached.
   """
   _check_store(path)
   folder = epath.Path(path)
@@ -126,7 +123,7 @@ def existing(path: str) -> epath.Path:
 
 
 def _check_store(path: str):
-  """Raises a UserError if a path is of no store that is known, or its client is not installed."""
+  """Raises a UserError if a path's store is unknown or its client is not installed."""
   if path.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
     raise UserError(f"--job_log_dir={path}: gcsfs is missing: pip install 'paxlike[gcs]'.")
   try:
@@ -137,7 +134,7 @@ def _check_store(path: str):
 
 @contextlib.contextmanager
 def _reaching(what: str) -> Iterator[None]:
-  """Context of first asking a store. Whatever it raises becomes a UserError that begins so."""
+  """Context of the first access to a store; errors become a UserError that begins with `what`."""
   try:
     yield
   except (ImportError, NotImplementedError, ValueError, *failures()) as error:
@@ -146,13 +143,12 @@ def _reaching(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def entered(path: str) -> Iterator[epath.Path]:
-  """Context with the folder of a run, made if missing, after trying to write in it.
+  """Context with the folder of a run, created if missing and checked to be writable.
 
-  Folders that were made for it and are empty at the end are removed: a run that was refused leaves
-  nothing.
+  At the end, created folders that are empty are removed: a refused run leaves nothing behind.
 
   Raises:
-    UserError: It cannot be made or written in.
+    UserError: It cannot be created or written.
   """
   made = _missing(path)
   try:
@@ -164,7 +160,7 @@ def entered(path: str) -> Iterator[epath.Path]:
 
 
 def _missing(path: str) -> list[epath.Path]:
-  """Returns the folder and those above it that are not there, the lowest first."""
+  """Returns the folder and its parents that do not exist, the deepest first."""
   folder = absolute(path)
   if is_remote(path):
     return []
@@ -172,17 +168,17 @@ def _missing(path: str) -> list[epath.Path]:
 
 
 def create(path: str) -> epath.Path:
-  """Returns the folder, made if missing, after trying to write in it.
+  """Returns the folder, created if missing and checked to be writable.
 
   Raises:
-    UserError: It cannot be made or written in. Folders that were made for it are removed.
+    UserError: It cannot be created or written; created folders are removed again.
   """
   _check_store(path)
   check_name(path, flag="job_log_dir")
   folder = absolute(path)
   if is_remote(path):
-    # A store has no folders that could be made, and says only of an object whether it takes it.
-    # A bucket in which the run may not delete is refused, and keeps the object.
+    # A store has no folders, so write and delete a trial object. A bucket without permission to
+    # delete is refused, and keeps the object.
     trial = folder / f".paxlike-{uuid.uuid4().hex}"
     with _reaching(f"--job_log_dir={path} cannot be written"):
       trial.write_bytes(b"trial")
@@ -203,10 +199,10 @@ def create(path: str) -> epath.Path:
 
 @contextlib.contextmanager
 def reading(path: epath.PathLike) -> Iterator[None]:
-  """Context of reading what a run has written.
+  """Context of reading a run's files.
 
   Raises:
-    UserError: It failed; the store may be out of reach.
+    UserError: It failed, for example because the store is unreachable.
   """
   try:
     yield
@@ -216,10 +212,10 @@ def reading(path: epath.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(folder: epath.Path) -> Iterator[None]:
-  """Context of writing in the folder of a run that goes on.
+  """Context of writing in the folder of a run in progress.
 
   Raises:
-    UserError: It failed; the disk may be full, or the store out of reach.
+    UserError: It failed, for example because the disk is full or the store unreachable.
   """
   try:
     yield
@@ -231,9 +227,9 @@ def writing(folder: epath.Path) -> Iterator[None]:
 
 
 def has_checkpoints(directory: epath.Path) -> bool:
-  """Returns whether names in a local directory are those of whole checkpoints.
+  """Returns whether a local directory has committed checkpoints, by their names.
 
-  A store is not asked: where something has just failed, it may be out of reach for minutes.
+  False for a store: after a failure, asking it may take minutes.
   """
   with contextlib.suppress(*failures()):
     if not is_remote(directory):
@@ -242,50 +238,52 @@ def has_checkpoints(directory: epath.Path) -> bool:
 
 
 def check_ends(path: epath.PathLike):
-  """Raises OSError if a path is a pipe or a device, which might be read for ever."""
+  """Raises OSError if a path is a pipe or a device, where a read may never end."""
   local = os.fspath(path)
   if os.path.exists(local) and not os.path.isfile(local) and not os.path.isdir(local):
     name = os.path.basename(local)
-    raise OSError(errno.EINVAL, f"{name} is a pipe or a device, no file", local)
+    raise OSError(errno.EINVAL, f"{name} is a pipe or a device, not a file", local)
 
 
 def check_file(path: epath.PathLike):
-  """Does as `check_ends`, and raises OSError for a folder too."""
+  """Same as `check_ends`, and raises OSError for a folder too."""
   check_ends(path)
   if os.path.isdir(local := os.fspath(path)):
-    raise IsADirectoryError(errno.EISDIR, f"{os.path.basename(local)} is a folder, no file", local)
+    name = os.path.basename(local)
+    raise IsADirectoryError(errno.EISDIR, f"{name} is a folder, not a file", local)
 
 
 def read_bytes(path: epath.PathLike) -> bytes:
-  """Returns what a file of a run holds.
+  """Returns the content of a run's file.
 
   Raises:
-    OSError: It cannot be read; a pipe or a device is not waited for.
+    OSError: It cannot be read, or is a pipe or a device.
   """
   check_file(path)
   return epath.Path(path).read_bytes()
 
 
 def unique(name: str) -> str:
-  """Returns `.NAME.DIGITS` for a file or folder that becomes NAME: no other process takes that.
+  """Returns `.NAME.DIGITS`, a unique temporary name of a file or folder that becomes NAME.
 
-  The digits are drawn: processes of several machines, or containers, may have the same number.
+  The digits are random: process ids are not unique across machines or containers.
   """
   return f".{name}.{uuid.uuid4().int % 10**12}"
 
 
-def write(path: epath.Path, text: str):
-  """Writes a file so that a reader sees all of the old text or all of the new.
+def write(path: epath.Path, text: str | bytes):
+  """Writes a file atomically: a reader sees either the old or the new content.
 
   Raises:
-    OSError: It failed; the old text is still there.
+    OSError: It failed; the old content is unchanged.
   """
+  content = text.encode() if isinstance(text, str) else text
   if is_remote(path):
-    path.write_bytes(text.encode())  # Stores replace an object as a whole.
+    path.write_bytes(content)  # Stores replace an object as a whole.
     return
   temporary = path.with_name(unique(path.name))
   try:
-    temporary.write_text(text)
+    temporary.write_bytes(content)
     temporary.replace(path)
   except OSError:
     temporary.unlink(missing_ok=True)
@@ -294,10 +292,10 @@ def write(path: epath.Path, text: str):
 
 @contextlib.contextmanager
 def replacing(path: epath.Path) -> Iterator[TextIO]:
-  """Context with a file to write to, which becomes `path` at its end; an error leaves the old one.
+  """Context with a file to write, which replaces `path` atomically at the end.
 
   Raises:
-    OSError: It failed; what was there is still there.
+    OSError: It failed; `path` is unchanged, as after any exception in the context.
   """
   if is_remote(path):
     text = io.StringIO()
@@ -313,11 +311,11 @@ def replacing(path: epath.Path) -> Iterator[TextIO]:
   finally:
     temporary.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-      os.rmdir(path.parent)  # If it was made for nothing.
+      os.rmdir(path.parent)  # If it is empty.
 
 
 def check_new(folder: pathlib.Path, *, flag: str):
-  """Raises a UserError if `folder`, which `flag` named, is a link or holds something already."""
+  """Raises a UserError if `folder`, set by `flag`, is a link or a non-empty folder."""
   target = pathlib.Path(os.path.abspath(folder))
   if target.is_symlink():
     raise UserError(f"--{flag}={folder} is a link: name a new folder.")
@@ -326,18 +324,18 @@ def check_new(folder: pathlib.Path, *, flag: str):
   except OSError as error:
     raise UserError(f"--{flag}={folder} cannot be written: {reason(error)}.") from error
   if os.path.lexists(target) and not is_empty:
-    raise UserError(f"--{flag}={folder} is there already: name a new folder.")
+    raise UserError(f"--{flag}={folder} already exists: name a new folder.")
 
 
 @contextlib.contextmanager
 def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
-  """Context that gives a folder to fill, which becomes `folder` at its end: whole, or not at all.
+  """Context that yields a folder to fill, which atomically becomes `folder` at the end.
 
-  It is filled in `.NAME.DIGITS` beside it, which is removed in the end, or by the next call for
-  the same `folder` if its process was killed.
+  It is filled in `.NAME.DIGITS` beside it, which is removed at the end, or by the next call for
+  the same `folder` if the process was killed.
 
   Raises:
-    UserError: `folder` holds something already, or cannot be written; `flag` named it.
+    UserError: `folder`, set by `flag`, is not empty or cannot be written.
   """
   check_new(folder, flag=flag)
   target = pathlib.Path(os.path.abspath(folder))
@@ -357,7 +355,7 @@ def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
   finally:
     for parent in missing:
       with contextlib.suppress(OSError):
-        parent.rmdir()  # Unless something is in it.
+        parent.rmdir()  # Only if empty.
 
 
 _LOCK, _CONTENT = "lock", "content"
@@ -366,7 +364,7 @@ _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 def _host() -> set[str]:
-  """Returns names of this machine: its own, and its running system's, which containers share."""
+  """Returns this machine's host name, and its boot id, which containers share."""
   with contextlib.suppress(OSError):
     return {socket.gethostname(), _BOOT.read_text().strip()}
   return {socket.gethostname()}
@@ -374,11 +372,10 @@ def _host() -> set[str]:
 
 @contextlib.contextmanager
 def _locked(building: pathlib.Path) -> Iterator[None]:
-  """Context that has a folder of a new name, whose lock says that the process that fills it lives.
+  """Context with a new folder and a lock in it, held while the process that fills it is alive.
 
-  The system frees the lock when the process ends, however that does; a process number alone could
-  be that of another process by then. Where the file system has no locks, the folder is never taken
-  for abandoned.
+  The system releases the lock however the process ends; a process id could have been reused. On a
+  file system without locks, the folder is never considered abandoned.
   """
   lock = None
   try:
@@ -392,13 +389,13 @@ def _locked(building: pathlib.Path) -> Iterator[None]:
 
 
 def _new_lock(building: pathlib.Path) -> int | None:
-  """Makes a folder and takes its lock; None if another took it for abandoned in between."""
+  """Creates a folder and locks it; None if another process meanwhile removed it as abandoned."""
   building.mkdir()
   try:
     lock = os.open(building / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC)
     with contextlib.suppress(OSError):
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      os.write(lock, "\n".join(_host()).encode())  # Locked first: who reads it tries the lock.
+      os.write(lock, "\n".join(_host()).encode())  # After locking: readers then try the lock.
     if os.path.samestat(os.stat(building / _LOCK), os.fstat(lock)):
       return lock
   except FileNotFoundError:
@@ -407,7 +404,7 @@ def _new_lock(building: pathlib.Path) -> int | None:
 
 
 def _remove_abandoned(building: pathlib.Path):
-  """Removes what a killed process of this machine left; leaves what may be another's."""
+  """Removes the folder of a killed process of this machine, not one of other machines."""
   if not _ABANDONED.search(building.name) or building.is_symlink():
     return
   with contextlib.suppress(OSError, ValueError):
@@ -418,15 +415,15 @@ def _remove_abandoned(building: pathlib.Path):
       with open(building / _LOCK, "r+") as lock:
         names = set(lock.read().split())
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if names & _host():  # Other machines may not see our locks, nor we theirs.
+        if names & _host():  # Locks may not work between machines.
           _remove(building)
-        elif not names:  # Its process ended, or makes another, before it wrote anything.
+        elif not names:  # Its process ended, or retries, before writing anything.
           os.unlink(building / _LOCK)
           building.rmdir()
 
 
 def _remove(building: pathlib.Path):
-  """Removes a folder, in which threads of a write that was given up may still make files."""
+  """Removes a folder; retries, since threads of an aborted write may still create files in it."""
   for _ in range(20):
     shutil.rmtree(building, ignore_errors=True)
     if not os.path.lexists(building):

@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiment of a run or of a converted model, for commands that name only its folder."""
+"""Reads the experiment of a run or a converted model from its folder."""
 
 from collections.abc import Sequence
 
 from etils import epath
 
-from paxlike import config_file, registry
+from paxlike import registry
+from paxlike.config import graph_file
+from paxlike.config.graph_data import Part
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
-from paxlike.graph_data import Part
 
 FILE = "experiment.json"
 
 
-def read(folder: epath.Path, knobs: Sequence[tuple[str, str]]) -> Experiment:
-  """Returns the experiment of a run, with other values of knobs as the command line gives them.
+def read(
+  folder: epath.Path, knobs: Sequence[tuple[str, str]], *, allow_modules: Sequence[str] = ()
+) -> Experiment:
+  """Returns the experiment of a run, with `knobs` of the command line set.
+
+  Args:
+    folder: Of the run.
+    knobs: Name and text of each.
+    allow_modules: Modules outside of paxlike that the run may use.
 
   Raises:
-    UserError: The folder does not say what its experiment was, or the run was more than its knobs:
-      its graph was edited.
+    UserError: The folder has no experiment, or the run's graph was edited beyond its knobs.
   """
-  given = f"--fdl.{knobs[0][0]}={knobs[0][1]}"
-  advice = "give --fdl_config=NAME and what the run began with"
+  given = f"--fdl.{knobs[0][0]}={knobs[0][1]}" if knobs else "--fdl_help"
+  advice = "set --fdl_config=NAME and the flags that the run was started with"
   if not (folder / FILE).exists():
-    raise UserError(f"{given} needs {folder / FILE}, which is not there: {advice}.")
-  experiment = registry.load(folder / FILE)
-  if config_file.difference(experiment.trainer(), graph(folder)):
+    raise UserError(f"{given} needs {folder / FILE}, which is missing: {advice}.")
+  experiment = registry.load(folder / FILE, allow_modules=allow_modules)
+  if graph_file.difference(experiment.trainer(), graph(folder)):
     raise UserError(
-      f"{given}: {folder / 'config.json'} is not what the knobs of {FILE} make: {advice}."
+      f"{given}: {folder / 'config.json'} differs from the graph of the knobs in {FILE}: {advice}."
     )
   experiment.reset_reads()
   for name, text in knobs:
@@ -36,13 +43,13 @@ def read(folder: epath.Path, knobs: Sequence[tuple[str, str]]) -> Experiment:
 
 
 def graph(folder: epath.PathLike) -> Part:
-  """Returns the root graph of a run or of a converted model, as data: it imports nothing.
+  """Returns the root graph of a run or a converted model as data; imports nothing.
 
   Raises:
-    UserError: It cannot be read, or is no graph of a run.
+    UserError: It cannot be read, or is not the graph of a run.
   """
   path = epath.Path(folder) / "config.json"
-  found = config_file.read_data(path)
+  found = graph_file.read_data(path)
   if not isinstance(found, Part) or "model" not in found.arguments:
-    raise UserError(f"{path} is damaged: it is no graph of a run.")
+    raise UserError(f"{path} is damaged: it is not the graph of a run.")
   return found

@@ -6,8 +6,8 @@ The test split, which has no labels, is left out.
 
 import sys
 
-from paxlike.data.download import Download, main
-from paxlike.data.tfds_writer import Schema
+from paxlike.cli.download import Download, main
+from paxlike.data.seqio.tfds_writer import Schema
 
 BOOLQ = Download(
   schema=Schema(

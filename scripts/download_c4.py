@@ -3,8 +3,8 @@
 
 import sys
 
-from paxlike.data.download import Download, main
-from paxlike.data.tfds_writer import Schema
+from paxlike.cli.download import Download, main
+from paxlike.data.seqio.tfds_writer import Schema
 
 _URL = "https://huggingface.co/datasets/allenai/c4/resolve/main/en/"
 _FILES = [f"c4-train.{number:05d}-of-01024.json.gz" for number in range(1024)]

@@ -3,8 +3,8 @@
 
 import sys
 
-from paxlike.data.download import Download, main
-from paxlike.data.tfds_writer import Schema
+from paxlike.cli.download import Download, main
+from paxlike.data.seqio.tfds_writer import Schema
 
 _URL = "https://github.com/cybertronai/bflm/raw/master/lambada_test.jsonl"
 

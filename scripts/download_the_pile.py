@@ -7,8 +7,8 @@ copyright claims, in the same 30 training files; whoever has the whole gives --f
 
 import sys
 
-from paxlike.data.download import Download, main
-from paxlike.data.tfds_writer import Schema
+from paxlike.cli.download import Download, main
+from paxlike.data.seqio.tfds_writer import Schema
 
 _URL = "https://huggingface.co/datasets/monology/pile-uncopyrighted/resolve/main/"
 _FILES = [f"train/{number:02d}.jsonl.zst" for number in range(30)]

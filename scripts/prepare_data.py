@@ -17,12 +17,14 @@ from typing import Any
 import fiddle as fdl
 import tqdm
 
-from paxlike import console, flags, run_folder
+from paxlike import run_folder
+from paxlike.cli import flags
+from paxlike.cli.starting import set_up_jax
 from paxlike.data import prepared
 from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
 from paxlike.main import experiment_of, graph_of
-from paxlike.starting import set_up_jax
+from paxlike.telemetry import console
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from paxlike import topology
+from paxlike.devices import topology
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 _SCRATCH = pathlib.Path(tempfile.mkdtemp(prefix="paxlike-tests-"))
@@ -76,7 +76,7 @@ def h200():
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """A text of 110 rows of 16 tokens to train on, and some to validate on."""
+  """A text of 110 training sequences of 16 tokens, and some for validation."""
   path = tmp_path_factory.mktemp("text") / "corpus.txt"
   path.write_text("".join(f"{i} bottles of beer on the wall. " for i in range(60)))
   return path
@@ -84,7 +84,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter):
   """Prints what each campaign of odd inputs counted."""
-  if tried := sys.modules.get("campaign"):
+  if tried := sys.modules.get("helpers.campaign"):
     for name, counts in tried.COUNTS.items():
       shown = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
       terminalreporter.write_line(f"{name}: {sum(counts.values())} inputs: {shown}")

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import pytest
 from fiddle import selectors
 
-from paxlike import building, config_file, fiddlers, layers, registry, topology
+from paxlike import fiddlers, layers, registry
+from paxlike.config import building, graph_file
 from paxlike.convert.exporting import config_of
+from paxlike.devices import topology
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
@@ -40,7 +42,7 @@ def num_params(experiment: Experiment) -> int:
 @every_experiment
 def test_it_builds_and_its_graph_survives_a_file(cls):
   graph = cls().trainer()
-  assert config_file.load(config_file.dump(graph)) == graph
+  assert graph_file.load(graph_file.dump(graph)) == graph
   assert fdl.build(graph).definition.num_params > 0
 
 

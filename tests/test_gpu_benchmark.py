@@ -4,19 +4,20 @@
 import json
 import math
 import os
-import pathlib
 import subprocess
 import sys
 from typing import Any
 
 import fiddle as fdl
 import pytest
+from helpers.sources import REPOSITORY
 
 from benchmarks import gpu_ours, gpu_suites
-from paxlike import aot, fiddlers, layers, registry
-from paxlike.scripts_gpu import xla_flags
+from paxlike import fiddlers, layers, registry
+from paxlike.compilation import aot
+from paxlike.devices import xla_flags
 
-SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "gpu.py"
+SCRIPT = REPOSITORY / "benchmarks" / "gpu.py"
 
 
 def run(*flags: str) -> subprocess.CompletedProcess:

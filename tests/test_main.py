@@ -4,12 +4,20 @@
 import contextlib
 import json
 import os
+import re
+import shlex
+from typing import Any
 
+import fiddle as fdl
 import pytest
-from program import TINY, curve, finish, run, start
+from helpers.program import TINY, curve, finish, run, start
 
-from paxlike import chips, config_file, main, preflight, registry, topology, trainer
+from paxlike import main, registry
+from paxlike.config import graph_file
+from paxlike.devices import chips, topology
 from paxlike.errors import UserError
+from paxlike.training import preflight, trainer
+from paxlike.training.evaluation import EvalSet
 
 SMALL = "--fdl_config=Synthetic126M"
 
@@ -49,8 +57,17 @@ def refused(capsys, folder, *flags) -> str:
     ([SMALL, "--fdl.LORA_RANK=3"], ["LORA_RANK has no effect", "USE_LORA=True would give it one."]),
     (
       [SMALL, "--fdl.EARLY_STOPPING_PATIENCE=3"],
-      ["has no effect with the other knobs as they are."],
+      ["has no effect with the other knobs as they are: BEST_CHECKPOINT_METRIC=... would"],
     ),
+    (
+      [SMALL, "--fdl.CHECKPOINT_RESTORE_STEP=3"],
+      ["_STEP has no effect with", "as they are: CHECKPOINT_RESTORE_PATH=... would give it one."],
+    ),
+    (
+      ["--fdl_config=Pile126M", "--fdl.EVAL_SPLIT=None", "--fdl.EVAL_BATCHES=3"],
+      ["EVAL_BATCHES has no effect", "EVAL_SPLIT=validation would give it one."],
+    ),
+    ([SMALL, "--fdl.NUM_MICROBATCHES=3"], ["has no effect with the other knobs as they are."]),
     ([SMALL, "--fdl.PERCORE_BATCH_SIZE=0.3"], ["PERCORE_BATCH_SIZE=0.3 x 8 devices"]),
     ([SMALL, "--fdl.GRADIENT_ACCUMULATION_STEPS=3"], ["GRADIENT_ACCUMULATION_STEPS=3"]),
     (["--fdl_config=Text126M"], ["DATA_PATH"]),
@@ -163,14 +180,14 @@ def test_a_run_leaves_what_it_promises_and_its_config_runs_again(capsys, tmp_pat
   assert json.loads((first / "status.json").read_text())["state"] == "finished"
   assert run(f"--fdl_config_file={first / 'config.json'}", f"--job_log_dir={again}") == 0
   assert curve(again) == curve(first)
-  assert config_file.read(again / "config.json") == config_file.read(first / "config.json")
+  assert graph_file.read(again / "config.json") == graph_file.read(first / "config.json")
 
 
 def test_a_config_file_from_elsewhere_runs_no_code(capsys, tmp_path):
   assert run(*TINY, "--fdl.MAX_STEPS=0", f"--job_log_dir={tmp_path / 'good'}") == 0
   text = (tmp_path / "good" / "config.json").read_text()
   bad = tmp_path / "bad.json"
-  bad.write_text(text.replace("paxlike.layers.norm:LayerNorm", "os:system"))
+  bad.write_text(text.replace("paxlike.layers:LayerNorm", "os:system"))
   assert bad.read_text() != text
   capsys.readouterr()
   line = refused(capsys, tmp_path / "run", f"--fdl_config_file={bad}")
@@ -186,7 +203,7 @@ def test_a_config_file_runs_no_command_and_writes_no_file(capsys, tmp_path, wher
   request = {"function": "os:system", "arguments": {"command": f"touch {trace}"}, "vocab_size": 1}
   path = {"config": "paxlike.run_folder:absolute", "arguments": {"path": str(trace)}}
   for name, arguments in {
-    "paxlike.data.seqio_corpus:main": {"argv": {"list": ["x", json.dumps(request), "/tmp"]}},
+    "paxlike.data.seqio.corpus:main": {"argv": {"list": ["x", json.dumps(request), "/tmp"]}},
     "paxlike.run_folder:write": {"path": path, "text": "x"},
   }.items():
     graph = {"config": name, "arguments": arguments}
@@ -203,8 +220,9 @@ def test_a_config_file_runs_no_command_and_writes_no_file(capsys, tmp_path, wher
 
 NAMES = {
   "validation": True, "c4_en-3.0.1": True, "Прозa": True, "...": True, ".": False, "..": False,
-  "": False, "../../pwned/x": False, "a/b": False, "a\\b": False, "a b": False, "a\n": False,
-  "\ud800": False, "x" * 201: False, "/tmp": False,
+  "": False, "../../pwned/x": False, "a/b": False, "a\\b": False, "a b": True, "a\n": False,
+  "\ud800": False, "x" * 201: False, "/tmp": False, "train[:1%]+b, 'c' (d)": True, " a": False,
+  "a\0b": False, "a\x7fb": False, "x" * 200: True, "я" * 101: False, "a\u00a0": False, 3: False,
 }  # fmt: skip
 
 
@@ -214,10 +232,10 @@ def test_names_of_eval_sets_are_names_of_folders_in_that_of_the_run(
 ):
   monkeypatch.setattr(trainer.Trainer, "trace", lambda self: None)
   monkeypatch.setattr(trainer.Trainer, "train", lambda self, *a, **k: 0)
-  saved = json.loads(config_file.dump(registry.find("Gpt3_52k")(MAX_STEPS=1).trainer()))
+  saved = json.loads(graph_file.dump(registry.find("Gpt3_52k")(MAX_STEPS=1).trainer()))
   arguments = saved["graph"]["arguments"]
   eval_set = {"dataset": arguments["train_data"], "num_batches": 1}
-  eval_set = {"config": "paxlike.evaluation:EvalSet", "arguments": eval_set}
+  eval_set = {"config": "paxlike.training:EvalSet", "arguments": eval_set}
   arguments["eval_data"] = {"dict": [[name, eval_set]]}
   file, folder = tmp_path / "config.json", tmp_path / "a" / "run"
   file.write_text(json.dumps(saved))
@@ -231,19 +249,32 @@ def test_names_of_eval_sets_are_names_of_folders_in_that_of_the_run(
       assert status == 0
 
 
+@pytest.mark.parametrize("name", ["validation", "train[:1%]", "a b, c", "7", 'say "a"', "a=b"])
+def test_the_flag_that_an_endless_eval_set_asks_for_is_one(capsys, tmp_path, monkeypatch, name):
+  graph: Any = registry.find("Gpt3_52k")(MAX_STEPS=1, PERCORE_BATCH_SIZE=1).trainer()
+  graph.eval_data = {name: fdl.Config(EvalSet, dataset=graph.train_data)}
+  (tmp_path / "config.json").write_text(graph_file.dump(graph))
+  flags = [f"--fdl_config_file={tmp_path / 'config.json'}", f"--job_log_dir={tmp_path / 'run'}"]
+  monkeypatch.setattr(trainer.Trainer, "trace", lambda self: None)
+  monkeypatch.setattr(trainer.Trainer, "train", lambda self, *a, **k: 0)
+  line = refused(capsys, tmp_path / "run", *flags[:1])
+  hint = shlex.split(re.search(r"as by (.*)\.$", line)[1])  # pyright: ignore[reportOptionalSubscript]
+  assert len(hint) == 1 and run(*flags, *hint) == 0
+
+
 def test_names_of_registered_eval_sets_are_such():
   for cls in registry.registered().values():
     with contextlib.suppress(UserError):  # Those that need a path, of which others have the data.
       for name in cls().eval_data():
-        assert preflight._NAME.fullmatch(name)
+        preflight.check_name(name)
 
 
 def test_an_initialiser_that_cannot_be_called_so_is_found_before_anything_is_written(
   capsys, tmp_path
 ):
-  saved = json.loads(config_file.dump(registry.find("Gpt3_52k")(MAX_STEPS=1).trainer()))
+  saved = json.loads(graph_file.dump(registry.find("Gpt3_52k")(MAX_STEPS=1).trainer()))
   embedding = saved["graph"]["arguments"]["model"]["arguments"]["embedding"]
-  embedding["arguments"]["init"] = {"symbol": "paxlike.layers.mlp:swiglu"}
+  embedding["arguments"]["init"] = {"symbol": "paxlike.layers:swiglu"}
   bad = tmp_path / "config.json"
   bad.write_text(json.dumps(saved))
   assert run(f"--fdl_config_file={bad}", f"--job_log_dir={tmp_path / 'run'}") in (1, 2)

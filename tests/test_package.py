@@ -11,8 +11,8 @@ import venv
 import zipfile
 
 import pytest
+from helpers.sources import REPOSITORY
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 TINY = [
   "--fdl_config=Synthetic126M",
   "--fdl.NUM_LAYERS=1",
@@ -84,7 +84,7 @@ def package_files() -> list[str]:
   return [
     path.relative_to(REPOSITORY).as_posix()
     for path in (REPOSITORY / "paxlike").rglob("*")
-    if path.is_file() and path.suffix in (".py", ".sh")
+    if path.is_file() and path.suffix in (".py", ".sh", ".typed")
   ]
 
 
@@ -95,7 +95,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     commands = archive.read(entry_points).decode()
   assert names == set(package_files())
   assert "paxlike = paxlike.main:run" in commands
-  assert "paxlike-plot = paxlike.plot:main" in commands
+  assert "paxlike-plot = paxlike.cli.plot:main" in commands
 
 
 def test_installed_wheel_is_the_one_that_runs(installed, tmp_path):

@@ -12,15 +12,15 @@ import fiddle as fdl
 import jax
 import numpy as np
 import pytest
-from models import adamw, batch
-from test_families import shrunk
-from test_quantized_training import distance
-from test_train_step import assert_same, one_device, steps
+from helpers.shrunk import shrunk
+from helpers.steps import assert_same, distance, one_device, steps
+from helpers.tiny_model import adamw, batch
 
-from paxlike import mesh, train_state
+from paxlike.devices import mesh
+from paxlike.devices.mesh import MeshSpec
 from paxlike.layers import Pipeline
 from paxlike.layers.stack import layout_of
-from paxlike.mesh import MeshSpec
+from paxlike.training import train_state
 
 # Sizes of axes, of all that are not named 1. Devices come in neighbouring eights.
 MIXES: tuple[dict[str, int], ...] = (

@@ -3,15 +3,15 @@
 
 import importlib.util
 import json
-import pathlib
 import re
 
 import pytest
-from program import run
+from helpers.program import run
+from helpers.sources import REPOSITORY
 
 from paxlike import registry
 
-_PATH = pathlib.Path(__file__).parent.parent / "benchmarks" / "recipes.py"
+_PATH = REPOSITORY / "benchmarks" / "recipes.py"
 
 
 def recipes() -> list[tuple[str, str, int]]:

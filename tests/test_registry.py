@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from paxlike import config_file, registry
+from paxlike import registry
+from paxlike.config import graph_file
 from paxlike.errors import UserError
 from paxlike.experiments import gpt
 
@@ -29,7 +30,7 @@ def test_every_registered_short_name_is_unique():
     ("Synthetic126", "Did you mean Synthetic126M?"),
     ("paxlike.experiments.gpt.Synthetic127M", "Did you mean Synthetic126M?"),
     ("no_such_module.Gpt", "no module no_such_module"),
-    ("os.getcwd", "no subclass of paxlike.experiment.Experiment"),
+    ("os.getcwd", "not a subclass of paxlike.experiment.Experiment"),
     *(
       (name, f"--fdl_config={name}: expected NAME or") for name in ("..", ".", ".Gpt3_52k", "a b.C")
     ),
@@ -83,7 +84,7 @@ def test_a_file_names_only_experiments_of_the_package(trap, tmp_path, name):
   [
     ("paxlike.experiments..x", {}, "the experiment paxlike.experiments..x: no module"),
     ("paxlike.experiments.gpt.Nothing", {}, "paxlike.experiments.gpt has no Nothing"),
-    ("paxlike.experiments.gpt.datasets", {}, "gpt.datasets is no subclass"),
+    ("paxlike.experiments.gpt.datasets", {}, "gpt.datasets is not a subclass"),
     ("Synthetic126M", {"NO_SUCH": "1"}, "NO_SUCH"),
     ("Synthetic126M", {"NUM_LAYERS": "x"}, "NUM_LAYERS='x': expected"),
   ],
@@ -107,7 +108,7 @@ def test_a_file_names_what_the_user_allows(trap, tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
   os.mkfifo(tmp_path / "experiment.json")
-  for read in (registry.load, config_file.read, config_file.read_data):
+  for read in (registry.load, graph_file.read, graph_file.read_data):
     with pytest.raises(UserError, match="is a pipe or a device"):
       read(tmp_path / "experiment.json")
 

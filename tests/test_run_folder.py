@@ -30,7 +30,7 @@ def test_a_folder_that_cannot_be_is_named_and_nothing_is_left(tmp_path, monkeypa
 @pytest.mark.parametrize("path", ["x[1]", "a*/run", "what?"])
 def test_a_folder_that_orbax_would_take_for_a_pattern_is_refused(tmp_path, monkeypatch, path):
   monkeypatch.chdir(tmp_path)
-  with pytest.raises(UserError, match=r"^--job_log_dir=\S+: no checkpoint can be written"):
+  with pytest.raises(UserError, match=r"^--job_log_dir=\S+: checkpoints cannot be written"):
     run_folder.create(path)
   assert os.listdir(tmp_path) == []
   (tmp_path / "inner[1]").mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the machine that a run would use: are its kernels, collectives and disks right?"""
+"""Checks of a machine before a run: correctness and speed of kernels, collectives and disks."""
 
 from paxlike.checks.check import ABSENT, FAIL, PASS, REFUSED, Check
 from paxlike.checks.runner import run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention kernels on the mesh, in value and gradients, against `xla` in float32 on one device."""
+"""Attention kernels on the mesh against `xla` in float32 on one device: outputs and gradients."""
 
 import functools
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxlike import layers, mesh, topology
+from paxlike import layers
 from paxlike.checks.check import (
   Check,
   compared,
@@ -19,23 +19,24 @@ from paxlike.checks.check import (
   placed,
   tolerance,
 )
+from paxlike.devices import mesh, topology
 
 ITEM = "attention"
 _DIMS: mesh.Dims = ("batch", "time", "heads", None)
 
 
 class Case(NamedTuple):
-  """Arguments of a kernel.
+  """A test case of a kernel.
 
   Attributes:
-    name: Of the case.
-    batch: Sequences; None: as many as the mesh shards a batch into.
-    num_heads, num_kv_heads: Of queries, and of keys and values.
+    name: Its label.
+    batch: Sequences; None: the number of batch shards.
+    num_heads, num_kv_heads: N and K.
     is_packed: Whether sequences have segments.
-    num_segments: How many, about.
-    window: Whether tokens see the last few alone.
-    soft_cap: Of logits.
-    odd: Whether the length is.
+    num_segments: The approximate number of segments.
+    window: Whether attention has a sliding window.
+    soft_cap: The soft cap of logits.
+    odd: Whether T is odd.
     narrow_values: Whether values are narrower than keys.
   """
 
@@ -57,7 +58,7 @@ CASES = (
   Case("MHA, packed, window, soft cap", None, 4, 4, is_packed=True, window=True, soft_cap=5.0),
   Case("MHA, narrow values", 2, 4, 4, narrow_values=True),
 )
-# Where devices are fast enough.
+# Only on accelerators.
 MORE_CASES = (
   Case("MHA", 1, 4, 4),
   Case("MHA, packed", 2, 4, 4, is_packed=True),
@@ -70,7 +71,7 @@ MORE_CASES = (
 
 
 class _Inputs(NamedTuple):
-  """Float32 arrays that bfloat16 holds exactly; dy weighs the outputs, segments may be None."""
+  """float32 arrays that are exact in bfloat16; dy is the cotangent."""
 
   q_BTNH: np.ndarray
   k_BSKH: np.ndarray
@@ -80,7 +81,7 @@ class _Inputs(NamedTuple):
 
 
 def kernels(devices: jax.sharding.Mesh) -> Iterator[Check]:
-  """Yields a check for each kernel that the devices have, dtype and case."""
+  """Yields a check per kernel that the devices support, dtype and case."""
   device, on_cpu = devices.devices.flat[0], is_cpu(devices)
   dtypes = (jnp.float32,) if on_cpu else (jnp.bfloat16, jnp.float32)
   for case in CASES if on_cpu else (*CASES, *MORE_CASES):
@@ -90,7 +91,7 @@ def kernels(devices: jax.sharding.Mesh) -> Iterator[Check]:
     for name, kernel in _available(device, devices, case).items():
       for dtype in dtypes:
         if jnp.dtype(dtype).itemsize == 4 and name in ("cudnn", "tokamax", "splash") and not on_cpu:
-          continue  # They are for training in 16 bits.
+          continue  # 16-bit kernels.
         label = f"{name}: B {len(inputs.q_BTNH)}, {case.name}"
         label += "" if on_cpu else f", {jnp.dtype(dtype).name}"
         run = functools.partial(_on_mesh, kernel, inputs, options, devices, dtype)
@@ -105,11 +106,11 @@ def kernels(devices: jax.sharding.Mesh) -> Iterator[Check]:
 
 
 def _available(device: Any, devices: jax.sharding.Mesh, case: Case) -> dict[str, Any]:
-  """Returns the kernels of the devices by name."""
+  """Returns name -> kernel for the kernels that the devices support."""
   found: dict[str, Any] = {"xla_chunked": layers.xla_chunked}
   on_cpu, is_first = device.platform == "cpu", case == CASES[0]
   if not on_cpu or (devices.size > 1 and is_first):
-    found = {"xla": layers.attention_kernels.xla, **found}
+    found = {"xla": layers.xla, **found}
   if topology.has_cudnn_attention(device):
     room = max(64, 2 * case.num_segments)
     found["cudnn"] = functools.partial(layers.cudnn, max_segments=room)
@@ -120,14 +121,14 @@ def _available(device: Any, devices: jax.sharding.Mesh, case: Case) -> dict[str,
   elif on_cpu and devices.size == 1 and is_first:
     found["splash, interpreted"] = functools.partial(layers.splash, interpret=True)
   if devices.shape["context"] > 1:
-    found["ring"] = layers.context_attention.ring
-    found["gathered"] = layers.context_attention.gathered
+    found["ring"] = layers.ring
+    found["gathered"] = layers.gathered
   return found
 
 
 def _inputs(case: Case, devices: jax.sharding.Mesh) -> _Inputs:
   random = np.random.default_rng(0)
-  # Longer than what `xla_chunked` holds logits of at a time.
+  # Longer than a chunk of `xla_chunked`.
   length, width = (288, 16) if is_cpu(devices) else (1024, 128)
   length -= 13 * case.odd
   B = max(2, mesh.batch_shards(devices)) if case.batch is None else case.batch
@@ -175,7 +176,7 @@ def _outputs(kernel: Any, options: dict[str, Any], inputs: _Inputs) -> dict[str,
 
 def _reference(inputs: _Inputs, options: dict[str, Any]) -> dict[str, np.ndarray]:
   with jax.default_matmul_precision("highest"):
-    run = jax.jit(functools.partial(_outputs, layers.attention_kernels.xla, options))
+    run = jax.jit(functools.partial(_outputs, layers.xla, options))
     return jax.device_get(run(jax.device_put(inputs, jax.local_devices()[0])))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives along each axis of the mesh: are their results right, and how fast are they?"""
+"""Correctness and bandwidth of the collectives over each mesh axis."""
 
 import functools
 import time
@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from paxlike import tables
 from paxlike.checks.check import FAIL, PASS, Check, fetched, guarded, is_cpu
-from paxlike.mesh import AXES
-from paxlike.trainer import Trainer
+from paxlike.devices.mesh import AXES
+from paxlike.telemetry import tables
+from paxlike.training.trainer import Trainer
 
 ITEM = "collectives"
 _REPEATS = 5
 
 
 def collectives(trainer: Trainer) -> Iterator[Check]:
-  """Yields a check for each kind of collective and axis longer than 1."""
+  """Yields a check per kind of collective and axis longer than 1."""
   devices = trainer.devices
   ici, dcn = trainer.mesh.sizes(devices.size)
   for axis in AXES:
@@ -56,8 +56,8 @@ def _permute(x: jax.Array, axis: str, size: int) -> tuple[jax.Array, jax.Array]:
   return got, _numbers(_start(before, x.size), x.size)
 
 
-# By name: the collective with its exact result, and how many times its operand a device sends, by
-# the algorithm that sends least.
+# Name -> (the collective with its exact result, the multiple of its operand that a device sends at
+# the least).
 KINDS: dict[str, tuple[Callable[..., Any], Callable[[int], float]]] = {
   "all-gather": (_all_gather, lambda n: n - 1),
   "reduce-scatter": (_reduce_scatter, lambda n: (n - 1) / n),
@@ -67,29 +67,25 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[int], float]]] = {
 
 
 def _start(block: Any, size: int) -> Any:
-  """Returns where a block of so many numbers starts, or a small number that is congruent to it.
-
-  Over a long axis int32 does not hold the place itself.
-  """
+  """Returns the start of a block of `size` numbers modulo 251, as int32 may overflow otherwise."""
   return block % 251 * (size % 251)
 
 
 def _numbers(start: Any, count: int) -> jax.Array:
-  """Returns small whole numbers, whose sums float32 holds exactly."""
+  """Returns small integers, whose sums are exact in float32."""
   return ((start + jnp.arange(count)) % 251).astype(jnp.float32)
 
 
 def per_device(kind: str, size: int, *, most: int) -> int:
-  """Returns how many numbers a device has for a collective over an axis of `size` devices.
+  """Returns the operand size per device, in numbers, for a collective over `size` devices.
 
-  `most` are those of what is communicated and, of an all-gather, of its result: it would else grow
-  with the axis.
+  `most` bounds the operand and, for an all-gather, the result.
   """
   return most // size if kind == "all-gather" else most // size * size
 
 
 def programs(kind: str, axis: str, devices: Any, count: int) -> tuple[Callable[..., Any], ...]:
-  """Returns three functions, to be compiled: () -> x, x -> the result, x -> how much is wrong."""
+  """Returns three jitted functions: () -> x, x -> result, x -> number of wrong entries."""
   size = devices.shape[axis]
   collective, _ = KINDS[kind]
 
@@ -119,7 +115,7 @@ def _check(label: str, kind: str, axis: str, devices: jax.sharding.Mesh) -> Chec
   jax.block_until_ready(run(x))
   began = time.perf_counter()
   for _ in range(_REPEATS):
-    # One at a time: fake devices that are in different collectives wait for each other.
+    # One at a time: fake CPU devices in different collectives can deadlock.
     jax.block_until_ready(run(x))
   seconds = (time.perf_counter() - began) / _REPEATS
   _, share = KINDS[kind]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of one check, and how arrays are compared for it."""
+"""The result of a check, and the comparison of arrays."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ from paxlike.errors import RunError, UserError
 
 PASS, FAIL, REFUSED, ABSENT = "pass", "FAIL", "refused", "not here"
 
-# What JAX, XLA, Triton and Mosaic raise for a program that they cannot trace, compile or run;
+# Exceptions of JAX, XLA, Triton and Mosaic for programs that they cannot trace, compile or run;
 # `JaxRuntimeError` and `NotImplementedError` are RuntimeErrors.
 _FAILURES = (RuntimeError, ValueError, TypeError, ArithmeticError, OSError)
 
@@ -24,10 +24,11 @@ class Check:
   """The result of one check.
 
   Attributes:
-    item: The group that it belongs to, such as "attention".
+    item: The group of the check, such as "attention".
     name: What was checked.
-    verdict: PASS, FAIL, REFUSED (the kernel says that it cannot) or ABSENT (nothing to check).
-    figures: What was measured, by name; a name with a slash is a unit ("GB/s").
+    verdict: PASS, FAIL, REFUSED (the kernel does not support the case) or ABSENT (nothing to
+      check).
+    figures: Name -> measured value; a name with a slash is a unit ("GB/s").
     detail: One line for people.
   """
 
@@ -46,10 +47,10 @@ def compared(
   tolerance: float,
   detail: str = "",
 ) -> Check:
-  """Returns the check that arrays are right: their largest errors, and the scale of each.
+  """Returns the check of the largest error and the scale of arrays.
 
-  Rounding changes the scale far less than single numbers: a quarter of the tolerance is allowed.
-  An error that is not a number is too large.
+  Rounding changes the scale far less than single numbers, so its limit is a quarter of the
+  tolerance. NaN errors fail.
   """
   errors = {what: largest_error(got[what], x) for what, x in expected.items()}
   scales = {what: abs(scale([(got[what], x)]) - 1) for what, x in expected.items()}
@@ -72,13 +73,13 @@ def compared(
 def guarded(
   item: str, name: str, function: Callable[[], Check], *, may_refuse: bool = False
 ) -> Check:
-  """Returns what `function` does; if it raises, a check that failed, so that others go on.
+  """Returns the result of `function`, or a failed check if it raises.
 
   Args:
-    item: Group of the check that failed.
-    name: Name of the check that failed.
-    function: Does the check.
-    may_refuse: Whether a UserError is a refusal, which is no failure.
+    item: Group of the failed check.
+    name: Name of the failed check.
+    function: Runs the check.
+    may_refuse: Whether a UserError gives REFUSED instead of FAIL.
   """
   return all_guarded(item, name, lambda: [function()], may_refuse=may_refuse)[0]
 
@@ -86,7 +87,7 @@ def guarded(
 def all_guarded(
   item: str, name: str, function: Callable[[], list[Check]], *, may_refuse: bool = False
 ) -> list[Check]:
-  """Returns the same of a function that does several checks."""
+  """Like `guarded`, for a function that returns several checks."""
   try:
     return function()
   except UserError as error:
@@ -102,7 +103,7 @@ def _line(error: BaseException) -> str:
 
 
 def largest_error(got: Any, expected: Any) -> float:
-  """Returns the largest difference of two arrays over the largest number of `expected`."""
+  """Returns the largest absolute difference, relative to the largest absolute value expected."""
   got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
   if got.shape != expected.shape:
     return float("inf")
@@ -112,10 +113,10 @@ def largest_error(got: Any, expected: Any) -> float:
 
 
 def scale(pairs: Iterable[tuple[Any, Any]]) -> float:
-  """Returns by which factor arrays are longer, along those that are expected; 1 if these are 0.
+  """Returns the least-squares factor from expected arrays to actual ones; 1 if all are 0.
 
   Args:
-    pairs: Of an array and what it is expected to be.
+    pairs: (actual, expected) arrays.
   """
   along = square = 0.0
   for got, expected in pairs:
@@ -126,17 +127,17 @@ def scale(pairs: Iterable[tuple[Any, Any]]) -> float:
 
 
 def tolerance(dtype: Any, *, roundings: int = 2) -> float:
-  """Returns the error that rounding explains, relative to the largest number of an array.
+  """Returns the error that rounding explains, relative to the largest value of an array.
 
-  Sums are float32 in every dtype. In bfloat16 what is multiplied and the result are rounded, so
-  many times one after another; in float32 sums in another order count more.
+  Sums are float32 in every dtype. In bfloat16, errors come from `roundings` consecutive roundings
+  of operands and results; in float32, from the order of sums.
   """
   dtype = jnp.dtype(dtype)
   return (roundings if dtype.itemsize == 2 else 64) * float(jnp.finfo(dtype).eps)
 
 
 def placed(array: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
-  """Returns a global array of what all processes have."""
+  """Returns a global array from a NumPy array that is the same in all processes."""
   return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
 
@@ -148,5 +149,5 @@ def fetched(tree: Any) -> Any:
 
 
 def is_cpu(devices: jax.sharding.Mesh) -> bool:
-  """Returns whether a mesh is of CPUs, where small sizes are enough."""
+  """Returns whether a mesh is of CPUs, on which checks use small sizes."""
   return devices.devices.flat[0].platform == "cpu"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far apart two training steps are, and how far rounding alone may bring them."""
+"""The comparison of two training steps, with limits for rounding errors."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -12,15 +12,15 @@ ITEM = "training step"
 
 
 class Limits(NamedTuple):
-  """What rounding explains.
+  """Limits of rounding errors.
 
   Attributes:
-    loss: Of the error of the loss, relative to it.
-    gradient: Of the norm of each gradient's error, relative to that of the gradient.
-    total: Of the norm of all gradients, and of their scale: what a factor in all of them changes.
-    floor: A gradient counts as no smaller than this share of the root mean square of all: some, as
-      those of the biases of keys, are zero but for rounding.
-    note: A line about these limits.
+    loss: Relative error of the loss.
+    gradient: Norm of a gradient's error, relative to the gradient's norm.
+    total: Relative error of the global gradient norm, and of the common scale of all gradients.
+    floor: Least size of a gradient in relative errors, as a fraction of the root mean square of all
+      gradients: some, as those of key biases, are zero except for rounding.
+    note: A remark on these limits.
   """
 
   loss: float
@@ -30,8 +30,8 @@ class Limits(NamedTuple):
   note: str = ""
 
 
-# In float32 sums are in another order; in fewer bits, what is multiplied is rounded too. The limits
-# of gradients are then raised to twice what rounding changes on one device, at most to a half.
+# float32 steps differ by the order of sums; in fewer bits, operands are rounded too. The limits of
+# gradients are then raised to twice the rounding error on one device, at most to 0.5.
 FLOAT32 = Limits(loss=2e-4, gradient=2e-4, total=2e-4, floor=1e-2)
 ROUNDED = Limits(loss=5e-3, gradient=0.03, total=0.01, floor=0.1)
 ROUTED = Limits(
@@ -39,12 +39,12 @@ ROUTED = Limits(
   gradient=0.2,
   total=0.03,
   floor=0.1,
-  note="coarse, as rounding has routers choose other experts",
+  note="coarse, as rounding makes routers choose other experts",
 )
-# Of what the optimizer makes of the same gradients. Weights and moments in bfloat16 are rounded
-# stochastically: where float32 differs in its last bit, a number may be rounded the other way.
+# Limit for the optimizer's update. bfloat16 weights and moments use stochastic rounding: a
+# difference in the last float32 bit may round a number the other way.
 UPDATE = 1e-3
-# Gradients as small, relative to the root mean square of all, are zero but for rounding.
+# Gradients below this, relative to the root mean square of all, are zero except for rounding.
 _ZERO = 1e-4
 
 
@@ -52,11 +52,11 @@ class Step(NamedTuple):
   """The results of a step.
 
   Attributes:
-    loss: Its value.
-    norm: That of all gradients together, as the step reports it.
-    gradients: By the name of a weight, layer by layer.
-    state: What layers update themselves, such as the biases of routers, in the same way.
-    update: The error of each array that the optimizer changed, by name.
+    loss: The loss.
+    norm: The global gradient norm that the step reports.
+    gradients: Unrolled weight name -> gradient.
+    state: Unrolled name -> non-trainable state, such as router biases.
+    update: Name -> error of each array that the optimizer changed.
   """
 
   loss: float
@@ -75,15 +75,15 @@ def compare(
   *,
   may_be_same: bool = False,
 ) -> list[Check]:
-  """Returns the checks that loss, norm, every gradient and the update are right.
+  """Returns the checks of loss, norm, all gradients and the update.
 
   Args:
-    label: What the names of the checks begin with.
-    got: On the mesh.
-    expected: On one device.
-    limits: What rounding explains.
-    exact: On one device in float32, where the others are in fewer bits.
-    may_be_same: Whether equal bits mean that both were the same program.
+    label: Prefix of the names of the checks.
+    got: The step on the mesh.
+    expected: The step on one device.
+    limits: The limits of rounding errors.
+    exact: The float32 step on one device, if the others are in fewer bits.
+    may_be_same: Whether equal bits mean that both ran the same program.
   """
   total = limits.total
   if exact is not None:
@@ -121,8 +121,8 @@ def _gradients(name: str, got: Step, expected: Step, limits: Limits, exact: Step
   errors, off = _errors(got, expected, limits.floor), abs(_scale(got, expected) - 1)
   allowed = dict.fromkeys(errors, limits.gradient)
   if exact is not None:
-    # Two steps that are rounded differently may be twice as far apart as each is from float32. Half
-    # of a gradient is never explained by rounding.
+    # Two steps that round differently may differ by twice the distance of each from float32. An
+    # error of half a gradient is never rounding.
     rounding = _errors(expected, exact, limits.floor)
     allowed = {n: min(max(limits.gradient, 2 * error), 0.5) for n, error in rounding.items()}
   wrong = [n for n, error in errors.items() if not error <= allowed[n]]
@@ -134,7 +134,7 @@ def _gradients(name: str, got: Step, expected: Step, limits: Limits, exact: Step
   detail += f" ({len(wrong)} wrong)" if wrong else ""
   if not off <= limits.total:
     detail += f"; together they are off by {off:.2g}, more than {limits.total:.2g}"
-  detail += f"; {len(zero)} more are zero but for rounding" if zero else ""
+  detail += f"; {len(zero)} more are zero except for rounding" if zero else ""
   detail += f"; {limits.note}" if limits.note else ""
   return Check(
     item=ITEM,
@@ -146,7 +146,7 @@ def _gradients(name: str, got: Step, expected: Step, limits: Limits, exact: Step
 
 
 def _errors(got: Step, expected: Step, floor: float) -> dict[str, float]:
-  """Returns the norm of the difference of each gradient, relative to that of `expected`."""
+  """Returns the norm of each gradient's difference, relative to the expected gradient's norm."""
   mean = _root_mean_square(expected)
   return {
     name: float(np.linalg.norm(got.gradients.get(name, np.nan) - exact))
@@ -156,14 +156,14 @@ def _errors(got: Step, expected: Step, floor: float) -> dict[str, float]:
 
 
 def _scale(got: Step, expected: Step) -> float:
-  """Returns the scale of all gradients together, which rounding hardly changes."""
+  """Returns the common scale of all gradients, which rounding hardly changes."""
   return scale(
     (got.gradients.get(name, np.nan), exact) for name, exact in expected.gradients.items()
   )
 
 
 def _zeros(step: Step) -> set[str]:
-  """Returns the names of the gradients that are zero but for rounding."""
+  """Returns the names of the gradients that are zero except for rounding."""
   least = _ZERO * _root_mean_square(step)
   return {n for n, g in step.gradients.items() if np.linalg.norm(g) <= least * g.size**0.5}
 
@@ -174,7 +174,7 @@ def _root_mean_square(step: Step) -> float:
 
 
 def _update(name: str, got: Step, expected: Step) -> Check:
-  """Returns the check of what the optimizer made of the gradients, and layers of what they saw."""
+  """Returns the check of the optimizer's update and of non-trainable state."""
   errors = dict(got.update)
   for n, array in expected.state.items():
     errors[n] = largest_error(got.state[n], array) if n in got.state else float("nan")

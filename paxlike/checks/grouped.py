@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls, which experts are made of, against `ragged_dot` and against NumPy."""
+"""Grouped matmuls of experts against `ragged_dot` and NumPy."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxlike.checks.check import Check, compared, guarded, is_cpu, tolerance
-from paxlike.layers import grouped_matmul
+from paxlike.layers.moe import grouped_matmul
 
 ITEM = "grouped matmuls"
 
@@ -17,7 +17,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def matmuls(devices: jax.sharding.Mesh) -> Iterator[Check]:
-  """Yields checks on one device, with empty groups and tokens of no group."""
+  """Yields checks on one device, with empty groups and tokens in no group."""
   on_cpu = is_cpu(devices)
   dtype: Any = jnp.float32 if on_cpu else jnp.bfloat16
   sizes = np.array([0, 29, 1, 0, 40, 7] if on_cpu else [0, 300, 1, 0, 517, 70, 128, 0], np.int32)
@@ -60,27 +60,27 @@ def _ragged(given: Arrays, sizes: np.ndarray) -> Arrays:
 
 
 def _pulled_back(product: Any, given: Arrays, sizes: np.ndarray) -> Arrays:
-  """Returns a product and its gradients, of the tokens that are in a group."""
+  """Returns a grouped matmul and its gradients, for tokens that are in a group."""
   used = int(sizes.sum())
 
   @jax.jit
   def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
-    y, back = jax.vjp(product, x, w)
-    dx, dw = back(dy)
+    y, vjp = jax.vjp(product, x, w)
+    dx, dw = vjp(dy)
     return {"value": y[:used], "dx": dx[:used], "dw": dw}
 
-  # On an accelerator float32 would else be multiplied in fewer bits.
+  # Accelerators multiply float32 in fewer bits by default.
   with jax.default_matmul_precision("highest"):
     return jax.device_get(run(*jax.device_put(list(given.values()), jax.local_devices()[0])))
 
 
 def dense(given: Arrays, sizes: np.ndarray, *, dy_of_dw: np.ndarray | None = None) -> Arrays:
-  """Returns a product and its gradients, by a loop of matmuls in float64.
+  """Returns a grouped matmul and its gradients, by a loop of matmuls in float64.
 
   Args:
-    given: Tokens x, the matrices w of groups, and the gradient dy of the product.
-    sizes: Of groups of tokens, one after another.
-    dy_of_dw: What takes the place of dy in dw, if that is rounded in another way.
+    given: Tokens x, the matrices w of the groups, and the cotangent dy.
+    sizes: Tokens per group; groups are consecutive.
+    dy_of_dw: The cotangent for dw, if it is quantized differently.
   """
   x, w, dy = (given[name].astype(np.float64) for name in ("x", "w", "dy"))
   dy_of_dw = dy if dy_of_dw is None else dy_of_dw.astype(np.float64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices and the mesh as they were found."""
+"""A description of the devices and the mesh."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import jax
 import jaxlib.version
 
-from paxlike import tables
 from paxlike.checks.check import PASS, Check
-from paxlike.trainer import Trainer
+from paxlike.telemetry import tables
+from paxlike.training.trainer import Trainer
 
 ITEM = "devices"
 
 
 def found(trainer: Trainer) -> Iterator[Check]:
-  """Yields what there is; nothing of it can fail, as a mesh that does not fit was refused."""
+  """Yields rows that describe devices, versions and mesh; they always pass."""
   devices = trainer.devices
   kinds = Counter(device.device_kind for device in devices.devices.flat)
   count = jax.process_count()

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All checks, one after another."""
+"""Runs all checks."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from paxlike import preflight
 from paxlike.checks import (
   attention,
   bandwidth,
@@ -17,27 +16,28 @@ from paxlike.checks import (
   transfers,
 )
 from paxlike.checks.check import Check
+from paxlike.training import preflight
 
 
 def run(
   graph: Any, build: trainers.Build, *, folder: str | None = None, full: bool = False
 ) -> Iterator[Check]:
-  """Yields the result of each check as soon as it is there. Call it in all processes.
+  """Yields the result of each check when it is done. Call it in all processes.
 
   Args:
     graph: The root graph of an experiment.
-    build: Returns the trainer of such a graph, as `main.built`.
-    folder: Where a checkpoint is tried; None: nowhere.
-    full: Whether the step is that of the whole experiment, rather than of a small model like it.
+    build: Builds the trainer of a graph, as `main.built`.
+    folder: The run's folder for the checkpoint check; None: skip it.
+    full: Whether to check the step of the experiment itself instead of a shrunk model.
 
   Raises:
-    UserError: The mesh does not fit the devices or the batch, the folder cannot be written, or, in
-      full, the data cannot be read.
+    UserError: The mesh does not fit the devices or the batch, the folder cannot be written, or,
+      with `full`, the data cannot be read.
   """
   trainer = build(graph)
   preflight.check_setup(trainer, training=True)
   if full:
-    step.batch_of(trainer, full=True)  # What cannot be read is no failure of the machine.
+    step.batch_of(trainer, full=True)  # Unreadable data are an error, not a failed check.
   devices = trainer.devices
   with storage.folder(folder) as own:
     yield from hardware.found(trainer)

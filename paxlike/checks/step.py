@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step of an experiment on the mesh against the same step on one device.
 
-The gradients are those that the optimizer is given, of every weight and layer. In float32 also what
-it makes of them is compared, with an update by the same optimizer on one device.
+It compares the gradients that the optimizer receives, per weight and layer. In float32 it also
+compares the optimizer's update with the same update on one device.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from paxlike import fiddlers, layers, train_state
-from paxlike.checkpoint import flatten
+from paxlike import fiddlers, layers
+from paxlike.checkpoints.checkpoint import flatten
 from paxlike.checks.check import ABSENT, Check, all_guarded, fetched
 from paxlike.checks.differences import FLOAT32, ITEM, ROUNDED, ROUTED, Step, compare
 from paxlike.checks.trainers import (
@@ -28,20 +28,21 @@ from paxlike.checks.trainers import (
   on_one_device,
   trained,
 )
-from paxlike.feed import Feed
+from paxlike.devices.batch_placement import Feed
 from paxlike.layers import module
-from paxlike.layers.auto_attention import Place
-from paxlike.layers.rounding import in_dtype
+from paxlike.layers.attention.auto import Place
+from paxlike.layers.precision.rounding import in_dtype
 from paxlike.layers.stack import layout_of
-from paxlike.optimizers import Optimizer
-from paxlike.trainer import Trainer
+from paxlike.training import train_state
+from paxlike.training.optimizers import Optimizer
+from paxlike.training.trainer import Trainer
 
 
 def steps(graph: Any, build: Build, *, full: bool) -> Iterator[Check]:
-  """Yields checks in float32 and, where they differ, in the experiment's own dtype."""
+  """Yields checks in float32 and, if it is another, in the experiment's own dtype."""
   size = "full size" if full else "shrunk"
   own = trained(graph, build, full=full)
-  exact: Step | None = None  # That on one device in float32; None also where it fails.
+  exact: Step | None = None  # The float32 step on one device; None if it failed.
 
   def check(label: str, graph: Any, is_exact: bool) -> list[Check]:
     nonlocal exact
@@ -59,12 +60,12 @@ def steps(graph: Any, build: Build, *, full: bool) -> Iterator[Check]:
     label = f"own dtype, {size}"
     yield from all_guarded(ITEM, label, functools.partial(check, label, graph, is_exact=False))
   if not full and (lost := not_sharded(graph, build, own)):
-    detail = f"sharded in full size, and not here: {', '.join(lost)}; --full compares that"
+    detail = f"sharded in the full model only: {', '.join(lost)}; --full compares them"
     yield Check(item=ITEM, name="sharding of the small model", verdict=ABSENT, detail=detail)
 
 
 def _both(graph: Any, build: Build, is_exact: bool, full: bool) -> tuple[Step, Step]:
-  """Returns the step on the mesh, and the one on one device."""
+  """Returns the step on the mesh, and the step on one device."""
   trainer = trained(graph, build, full=full)
   alone = on_one_device(trainer, graph, build, full=full)
   data = batch_of(trainer, full=full)
@@ -75,7 +76,7 @@ def _both(graph: Any, build: Build, is_exact: bool, full: bool) -> tuple[Step, S
 
 
 def batch_of(trainer: Trainer, *, full: bool) -> dict[str, np.ndarray]:
-  """Returns a whole batch: of the data if in full, else random tokens of the same form.
+  """Returns a global batch: of the data if `full`, else random tokens of the same form.
 
   Raises:
     UserError: The data cannot be read.
@@ -111,9 +112,9 @@ def step_of(
   *,
   with_update: bool = False,
 ) -> Step:
-  """Runs the compiled step of a trainer, once, from its first weights.
+  """Runs the compiled step of a trainer once, from initial weights.
 
-  `with_update` also finds the errors of what the optimizer does.
+  `with_update` also computes the errors of the optimizer's update.
   """
   own = trainer.optimizer
   trainer = dataclasses.replace(trainer, optimizer=recording(own))
@@ -144,7 +145,7 @@ def step_of(
 
 
 def _draw_adapters(trainer: Trainer):
-  """Has LoRA's second factors drawn too: as zeros they would leave the first without a gradient."""
+  """Initializes LoRA's b matrices with noise: with zeros, the a matrices would get no gradient."""
   small = functools.partial(layers.gaussian, std=0.1)
   for name, spec in trainer.definition.weights.items():
     if re.search(layers.lora.WEIGHTS, name) and spec.init is module.zeros:
@@ -152,7 +153,7 @@ def _draw_adapters(trainer: Trainer):
 
 
 def _by_layer(trainer: Trainer, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
-  """Returns arrays by the names that they have where no layers are stacked."""
+  """Returns arrays by their names in the unrolled layout."""
   layout = layout_of(trainer.definition.module)
   by_layer: dict[str, np.ndarray] = {}
   for name, array in arrays.items():
@@ -167,7 +168,7 @@ def _by_layer(trainer: Trainer, arrays: dict[str, Any]) -> dict[str, np.ndarray]
 def _errors_of_update(
   trainer: Trainer, optimizer: Optimizer, old: Any, gradients: Any, got: tuple[Any, Any]
 ) -> dict[str, float]:
-  """Returns how far new weights and moments are from those by the same gradients on one device.
+  """Returns the errors of new weights and moments against the same update on one device.
 
   A weight's error is relative to its change.
   """
@@ -200,17 +201,17 @@ def _errors_of_update(
 
 
 def first_state(trainer: Trainer, devices: jax.sharding.Mesh) -> Any:
-  """Returns the state before the first step, of weights that are drawn."""
+  """Returns the initial state, with newly initialized weights."""
   state = train_state.create(trainer.definition, trainer.optimizer, devices, seed=trainer.seed)
   if trainer.has_reference:
-    # Arrays of their own, as the step is given the others to reuse.
+    # Copies, because the step donates the state's arrays.
     reference = jax.tree.map(jnp.copy, trainer.definition.prepare(state.weights))
     state = dataclasses.replace(state, reference=reference)
   return state
 
 
 def recording(optimizer: Optimizer) -> Optimizer:
-  """Returns an optimizer that also keeps the gradients that it is given."""
+  """Returns an optimizer that also stores its incoming gradients in its state."""
   inner = optimizer.transform
 
   def init(params: Any) -> Any:

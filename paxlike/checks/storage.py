@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint saved in the folder of a run and restored, bit by bit."""
+"""A checkpoint saved to a run's folder, restored, and compared bit by bit."""
 
 import contextlib
 import os
@@ -14,27 +14,28 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from paxlike import run_folder, tables
-from paxlike.checkpoint import Checkpoints, flatten
+from paxlike import run_folder
+from paxlike.checkpoints.checkpoint import Checkpoints, flatten
 from paxlike.checks import step
 from paxlike.checks.check import ABSENT, FAIL, PASS, Check, guarded
 from paxlike.errors import UserError
 from paxlike.layers.stack import layout_of
-from paxlike.trainer import Trainer
+from paxlike.telemetry import tables
+from paxlike.training.trainer import Trainer
 
 ITEM = "checkpoint"
-# Of fewer bytes, the time to save is that of opening and renaming files.
+# Below this size, opening and renaming files dominates the time to save.
 _SMALL = 2**26
 
 
 @contextlib.contextmanager
 def folder(path: str | None) -> Iterator[epath.Path | None]:
-  """Context of a new folder within that of a run, which is removed at the end, whatever happens.
+  """Context of a temporary folder within a run's folder, always removed at the end.
 
-  A run's folder that was made for it is removed too. SIGTERM interrupts as Ctrl-C does.
+  The run's folder is removed too if it did not exist before. SIGTERM interrupts like Ctrl-C.
 
   Raises:
-    UserError: It cannot be made or written, or processes do not see the same one.
+    UserError: It cannot be created or written, or is not shared by all processes.
   """
   if path is None:
     yield None
@@ -50,9 +51,11 @@ def folder(path: str | None) -> Iterator[epath.Path | None]:
   try:
     with _handled(signal.default_int_handler, signal.SIGTERM):
       if jax.process_count() > 1:
-        from paxlike import distributed  # Imported only in one of several processes: see `main`.
+        from paxlike.processes import (
+          multiprocess,  # Imported only in one of several processes: see `main`.
+        )
 
-        distributed.check_shared(parent)
+        multiprocess.check_shared(parent)
       yield own
   finally:
     if removes:
@@ -80,9 +83,9 @@ def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 
 
 def _remove(own: epath.Path, made: list[epath.Path]):
-  """Removes a folder, and the empty ones that were made for it.
+  """Removes a folder, and the empty parent folders that were created for it.
 
-  Where saving failed, Orbax's threads may still write: it is looked at again after each removal.
+  After a failed save, Orbax's threads may still write, so it retries.
   """
   for seconds in (0, 0.2, 0.5, 1, 3):
     time.sleep(seconds)
@@ -98,7 +101,7 @@ def _remove(own: epath.Path, made: list[epath.Path]):
 
 
 def saved(trainer: Trainer, own: epath.Path | None) -> Iterator[Check]:
-  """Yields the check of the training state of the experiment, after its first initialization."""
+  """Yields the check of a checkpoint of the experiment's initial training state."""
   label = "saved and restored"
   if own is None:
     detail = "--job_log_dir=DIR, with checkpoint saving enabled, tries its disk"
@@ -118,7 +121,7 @@ def _saved(label: str, trainer: Trainer, own: epath.Path) -> Check:
         checkpoints.save(0, arrays, layout=layout, train_input={})
         checkpoints.wait()
       except UserError as error:
-        # Its own advice is for a run that would be resumed.
+        # The original message's advice is about resuming a run.
         reason = run_folder.reason(error.__cause__ or error)
         raise UserError(f"{own.parent} cannot be written: {reason}.") from error
       saving = time.perf_counter() - began

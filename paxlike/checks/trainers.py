@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainers whose steps are compared: of small models, on a mesh and on one device."""
+"""The trainers whose steps are compared: usually shrunk models, on the mesh and on one device."""
 
 import copy
 import math
@@ -10,15 +10,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from paxlike import fiddlers, layers, mesh, optimizers
+from paxlike import fiddlers, layers
 from paxlike.checks.check import is_cpu
-from paxlike.mesh import MeshSpec
-from paxlike.optimizers import Optimizer
-from paxlike.trainer import Trainer
+from paxlike.devices import mesh
+from paxlike.devices.mesh import MeshSpec
+from paxlike.training import optimizers
+from paxlike.training.optimizers import Optimizer
+from paxlike.training.trainer import Trainer
 
 Build = Callable[[Any], Trainer]
 
-# For programs that run once, and are small: of a CPU's, most of the time would be compilation.
+# For small programs that run once on CPUs, where compilation would take most of the time.
 _QUICKLY_COMPILED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # The sizes that `fiddlers.shrink` sets and a mesh axis shards.
 _SHARDED = (
@@ -36,10 +38,10 @@ _SHARDED = (
 def trained(
   graph: Any, build: Build, *, full: bool, edit: Callable[[Any], None] = lambda graph: None
 ) -> Trainer:
-  """Returns the trainer of a graph; unless in full, that of a small model with a small batch.
+  """Returns the trainer of a graph; unless `full`, of a shrunk model with a small batch.
 
-  Its learning rate is constant: after a warm-up from 0, the first update would be none. `edit`
-  changes the graph once it is that of the small model.
+  The learning rate is constant, as a warm-up from 0 would make the first update zero. `edit` is
+  applied after shrinking.
   """
   graph = copy.deepcopy(graph)
   if hasattr(graph.optimizer, "learning_rate"):
@@ -60,7 +62,7 @@ def trained(
 
 
 def _shrink(graph: Any, build: Build):
-  """Makes a model small, with dims that the mesh shards wherever it shards the large ones."""
+  """Shrinks a model but keeps its dims divisible by the mesh axes that shard the large model."""
   large = [
     (node, name, axis, size)
     for kind, name, axis in _SHARDED
@@ -70,7 +72,7 @@ def _shrink(graph: Any, build: Build):
   fiddlers.shrink(graph)
   for kind in (layers.Linear, layers.ExpertLinear):
     for node in fiddlers.select(graph, kind):
-      # With weights as small as those of large models, attention would hardly depend on its keys.
+      # With the small initial weights of large models, attention hardly depends on its keys.
       node.init = layers.gaussian_fan_in
   axes = build(graph).devices.shape
   if 32 % (shards := 2 * axes["context"] * axes["tensor"]):
@@ -84,7 +86,7 @@ def _shrink(graph: Any, build: Build):
 
 
 def not_sharded(graph: Any, build: Build, small: Trainer) -> list[str]:
-  """Returns the dims of weights that the mesh shards in the full model and not in the small one."""
+  """Returns the dims of weights that the mesh shards in the full model but not in the small one."""
   of_large, of_small = _sharded_dims(build(graph)), _sharded_dims(small)
   lost = {
     f"{dim} over {axis}"
@@ -95,7 +97,7 @@ def not_sharded(graph: Any, build: Build, small: Trainer) -> list[str]:
 
 
 def _sharded_dims(trainer: Trainer) -> dict[str, set[tuple[str, str]]]:
-  """Returns the (dim, axis) by which each weight is sharded."""
+  """Returns weight name -> the set of (dim, mesh axis) that shard it."""
   sizes = trainer.devices.shape
 
   def axes_of(spec: Any) -> list[tuple[str, ...]]:
@@ -108,10 +110,10 @@ def _sharded_dims(trainer: Trainer) -> dict[str, set[tuple[str, str]]]:
 
 
 def on_one_device(trainer: Trainer, graph: Any, build: Build, *, full: bool) -> Trainer:
-  """Returns a trainer of the model of `trainer` without a mesh: plain attention, no pipeline.
+  """Returns a trainer of the same model on one device: xla attention, no pipeline.
 
-  A small model is unrolled too. The microbatches of a pipeline are accumulated, as the losses of
-  routers depend on them. It leaves the weights as they are.
+  A small model is unrolled too. Pipeline microbatches become gradient accumulation, as router
+  losses depend on the microbatches. Its optimizer makes no updates.
   """
 
   def simplify(graph: Any):
@@ -143,7 +145,7 @@ def is_rounded(trainer: Trainer) -> bool:
 
 
 def in_float32(graph: Any) -> Any:
-  """Returns a copy of a graph that computes in float32, with kernels that can."""
+  """Returns a copy of a graph that computes in float32, with kernels that support it."""
   graph = copy.deepcopy(graph)
   fiddlers.precision(graph, "float32")
   for kind in (layers.Linear, layers.ExpertLinear):
@@ -153,6 +155,6 @@ def in_float32(graph: Any) -> Any:
     for node in fiddlers.select(graph, kind):
       kernel = getattr(node, "kernel", None)
       made = getattr(kernel, "__fn_or_cls__", kernel)
-      if made in (layers.cudnn, layers.tokamax):  # They are for 16 bits.
+      if made in (layers.cudnn, layers.tokamax):  # 16-bit kernels.
         fiddlers.attention(graph, "auto")
   return graph

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between hosts and devices: offloaded arrays, and batches of training data."""
+"""Copies between hosts and devices: offloaded arrays and training batches."""
 
 import time
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from paxlike import tables
 from paxlike.checks.check import ABSENT, FAIL, PASS, Check, guarded, is_cpu
-from paxlike.trainer import Trainer
+from paxlike.telemetry import tables
+from paxlike.training.trainer import Trainer
 
 OFFLOAD, INPUT = "host offload", "input"
 _REPEATS = 5
 
 
 def offload(devices: jax.sharding.Mesh) -> Iterator[Check]:
-  """Yields the check of a copy to pinned memory of the host and back, in compiled programs."""
+  """Yields the check of a copy to pinned host memory and back, in compiled programs."""
   label = "device to pinned host and back"
   if is_cpu(devices):
     detail = "a CPU's memory is the host's"
@@ -57,7 +57,7 @@ def _offloaded(label: str, device: Any) -> Check:
 
 
 def input_rate(trainer: Trainer) -> Iterator[Check]:
-  """Yields the check of batches of the experiment's shape on their way to the devices."""
+  """Yields the check of the transfer of the experiment's batches to the devices."""
   label = f"{trainer.batch_size} sequences of {trainer.data.seq_len}"
   yield guarded(INPUT, label, lambda: _fed(label, trainer))
 
@@ -68,7 +68,7 @@ def _fed(label: str, trainer: Trainer) -> Check:
     name: random.integers(0, 2, (len(feed.rows), *x.shape[1:])).astype(x.dtype)
     for name, x in trainer.data.no_rows().items()
   }
-  if "segments" in arrays:  # Random ones would be more than a sequence may have.
+  if "segments" in arrays:  # Random ids would exceed the limit on segments per sequence.
     arrays["segments"] = np.ones_like(arrays["segments"])
   put = jax.block_until_ready(feed.put(arrays))
   equal = all(_holds(x, arrays[name], feed.rows) for name, x in put.items())
@@ -88,12 +88,12 @@ def _fed(label: str, trainer: Trainer) -> Check:
 
 
 def _holds(x: jax.Array, loaded: np.ndarray, indices: np.ndarray) -> bool:
-  """Returns whether each shard of a batch here is what this process loaded of it.
+  """Returns whether this process's shards of a batch equal the sequences that it loaded.
 
   Args:
     x: The global batch.
     loaded: The sequences that this process loaded.
-    indices: Where they are in the global batch, sorted.
+    indices: Their indexes in the global batch, sorted.
   """
 
   def expected(index: tuple[slice, ...]) -> np.ndarray:

@@ -12,7 +12,10 @@ import fiddle as fdl
 import numpy as np
 from fiddle import daglish
 
-from paxlike import building, config_file, fiddlers, layers, ranges, registry, run_folder
+from paxlike import fiddlers, layers, registry, run_folder
+from paxlike.checkpoints.hf_rules import Matrix
+from paxlike.checkpoints.warm_start import PROVENANCE, Restore
+from paxlike.config import building, graph_file, ranges
 from paxlike.convert import matching, streaming, tensors, tokens
 from paxlike.convert.declared import Declared
 from paxlike.convert.exporting import Run, adapted, family_of
@@ -23,8 +26,6 @@ from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
-from paxlike.restoring import PROVENANCE, Restore
-from paxlike.weight_rules import Matrix
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # The keys of PEFT's `LoraConfig`.
@@ -137,7 +138,7 @@ class Trained:
     config = {
       "peft_type": "LORA",
       "task_type": "CAUSAL_LM",
-      "base_model_name_or_path": experiment.CHECKPOINT_RESTORE_PATH,
+      "base_model_name_or_path": self._run.base,
       "r": experiment.LORA_RANK,
       "lora_alpha": experiment.LORA_RANK * self._run.lora_scale,
       "lora_dropout": experiment.LORA_DROPOUT,
@@ -181,7 +182,7 @@ class Adapter:
     self._alpha = self._rank * declared["lora_alpha"] / root
     self._dropout: float = declared["lora_dropout"]
     self._tensors = TensorFolder(path / _TENSORS)
-    self._graph: Any = config_file.read(base / "config.json", allow_modules=allow_modules)
+    self._graph: Any = graph_file.read(base / "config.json", allow_modules=allow_modules)
     fiddlers.stack(self._graph, scan=False)
     plain = Definition(cast(Any, building.build(self._graph.model)))
     self._experiment = registry.load(base / "experiment.json", allow_modules=allow_modules)
@@ -245,8 +246,8 @@ class Adapter:
       layout = layout_of(definition.module)
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       tokens.copy(pathlib.Path(base), folder)
-      (folder / "config.json").write_text(config_file.dump(graph))
-      (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
+      (folder / "config.json").write_text(graph_file.dump(graph))
+      (folder / "config.txt").write_text(graph_file.describe(graph) + "\n")
       (folder / "experiment.json").write_text(registry.dump(experiment))
       (folder / PROVENANCE).write_text(
         restore.provenance(restore.saved.find(None), [], definition.frozen)

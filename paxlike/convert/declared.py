@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from paxlike import hugging_face_keys as keys
-from paxlike import knob_types
+from paxlike.checkpoints import hf_keys as keys
+from paxlike.config import knob_types
 from paxlike.errors import UserError
 
 

@@ -3,24 +3,27 @@
 
 import functools
 import json
+import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from paxlike import building, fiddlers, registry, run_folder, saved_experiment
+from paxlike import fiddlers, input_files, registry, run_folder, saved_experiment
+from paxlike.checkpoints.hf_family import Family
+from paxlike.checkpoints.warm_start import PROVENANCE, Restore, began_with
+from paxlike.config import building
 from paxlike.convert import matching, model_graph, tensors, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
 from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
-from paxlike.hugging_face import Family
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
-from paxlike.restoring import Restore, began_with
 
 
 class Run:
@@ -33,6 +36,7 @@ class Run:
     adapted: Those among them that have an adapter.
     adapters: The run's own checkpoint, in which the adapters are.
     lora_scale: Of what adapters add.
+    base: What the adapters are for: the folder that is given, or the one that the run names.
   """
 
   def __init__(
@@ -41,6 +45,7 @@ class Run:
     *,
     step: int | None,
     base: pathlib.Path | None = None,
+    merges: bool = True,
     allow_modules: Sequence[str] = (),
   ):
     """Reads what the run was; its experiment is paxlike's, or of an allowed module.
@@ -49,6 +54,7 @@ class Run:
       path: The run's folder.
       step: Of the checkpoint; None: the newest.
       base: Where what its adapters are for is now, if it is no longer where it was.
+      merges: Whether adapters are merged into the base. If not, the base may be gone.
       allow_modules: Modules outside of paxlike that its files may use.
 
     Raises:
@@ -66,20 +72,26 @@ class Run:
     self.matches = matching.match(definition, family_of(experiment))
     self.adapters = Stored(path / "checkpoints", step, unrolled)
     experiment.adapt(model)
-    _check_edits(path, model)
     _check_config(experiment)
+    _check_edits(path, model)
     definition = Definition(building.build(model))
     self.adapted = adapted(self.matches, definition)
     alpha = experiment.LORA_ALPHA
     self.lora_scale = 1.0 if alpha is None else alpha / experiment.LORA_RANK
+    self.base = experiment.CHECKPOINT_RESTORE_PATH
+    if base is not None:
+      self.base = os.fspath(run_folder.absolute(base))
     self._weights: Weights = self.adapters
     shapes = {match.ours: match.shape for match in self.matches}
     if self.adapted:
-      restore = self._restore(base)
-      scales = {match.ours: self.lora_scale for match in self.adapted}
-      stored = Stored(pathlib.Path(restore.folder), restore.step, unrolled)
-      stored.check(shapes)
-      self._weights = Merged(stored, self.adapters, scales=scales)
+      if merges or base is not None:
+        restore = self._restore(base)
+        scales = {match.ours: self.lora_scale for match in self.adapted}
+        stored = Stored(pathlib.Path(restore.folder), restore.step, unrolled)
+        stored.check(shapes)
+        self._weights = Merged(stored, self.adapters, scales=scales)
+      else:
+        self._check_drawn(self._recorded())
       names = [name for match in self.adapted for name in adapter_of(match.ours)]
       shapes = {name: definition.weights[name].shape for name in names}
     elif base is not None:
@@ -90,13 +102,35 @@ class Run:
     """Returns where the base of the adapters is; `base` is where the user says that it is."""
     given = None if base is None else Restore(path=str(base))
     restore = began_with(epath.Path(self.path), given=given, flag="--base")
+    self._check_drawn(restore)
+    assert restore is not None
+    return restore
+
+  def _recorded(self) -> Restore | None:
+    """Returns where the base of the adapters was; None if its weights were drawn."""
+    file = self.path / PROVENANCE
+    if not input_files.is_there(file):
+      return None
+    told = input_files.read_json(file)
+    try:
+      restore = Restore(
+        path=told["path"], include=tuple(told["include"]), ignore=tuple(told["ignore"])
+      )
+      restore.matches(self.matches[0].ours)
+    except (KeyError, TypeError, re.error) as error:
+      raise UserError(
+        f"{file}, which tells what the run began with, is damaged: {error!r}."
+      ) from None
+    return restore
+
+  def _check_drawn(self, restore: Restore | None):
+    """Raises a UserError unless all that the adapters are for was restored."""
     drawn = [m.ours for m in self.matches if restore is None or not restore.matches(m.ours)]
-    if restore is None or drawn:
+    if drawn:
       raise UserError(
         f"{self.path} has adapters of weights that were drawn ({drawn[0]}): they are in no"
-        " checkpoint, so that there is nothing to merge."
+        " checkpoint, so that there is no base."
       )
-    return restore
 
   @functools.cached_property
   def tokenizer(self) -> tuple[pathlib.Path, str] | None:

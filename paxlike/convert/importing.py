@@ -7,17 +7,18 @@ from typing import Any, Self
 
 import numpy as np
 
-from paxlike import building, config_file, input_files, registry, run_folder
+from paxlike import input_files, registry, run_folder
+from paxlike.checkpoints.hf_family import Family, Wrapper
+from paxlike.config import building, graph_file
 from paxlike.convert import matching, sizes, streaming, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized, Tensors
 from paxlike.convert.tensors import TensorFolder, read_json
 from paxlike.convert.torch_folder import TorchFolder
-from paxlike.data.tokenizer import TOKENIZER_BYTES
+from paxlike.data.tokenizers.tokenizer import TOKENIZER_BYTES
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
-from paxlike.hugging_face import Family, Wrapper
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 
@@ -128,6 +129,12 @@ class Source:
       lines.append(tokens.NONE)
     return lines
 
+  @property
+  def dtype(self) -> str:
+    """That of the tensors, if it is one and has 16 bits; else float32, which holds them all."""
+    dtypes = {spec.dtype.name for spec in self._tensors.specs.values()}
+    return dtypes.pop() if dtypes in ({"bfloat16"}, {"float16"}) else "float32"
+
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must not hold anything yet."""
     self._check_copies()
@@ -138,8 +145,8 @@ class Source:
         tokens.bring(self._tokenizer.parent, self._ids, folder)
       experiment = self._with_data(run_folder.OWN)
       graph = experiment.trainer()
-      (folder / "config.json").write_text(config_file.dump(graph))
-      (folder / "config.txt").write_text(config_file.describe(graph) + "\n")
+      (folder / "config.json").write_text(graph_file.dump(graph))
+      (folder / "config.txt").write_text(graph_file.describe(graph) + "\n")
       (folder / "experiment.json").write_text(registry.dump(experiment))
 
   def _weights(self) -> Iterator[tuple[str, np.ndarray]]:

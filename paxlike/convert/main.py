@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
-from paxlike import console, gpu_targets, run_folder, tpu_targets
+from paxlike import run_folder
+from paxlike.devices import gpu_targets, tpu_targets
 from paxlike.errors import UserError, one_line
+from paxlike.telemetry import console
 
 if TYPE_CHECKING:
   from paxlike.convert.adapters import Adapter, Trained
@@ -162,7 +164,9 @@ def _check(options: argparse.Namespace):
     ("step", "--step", ("paxlike",)),
     ("fdl_allow_modules", "--fdl_allow_modules", ("paxlike", "peft")),
   ):
-    if getattr(options, name) not in (None, False, ()) and options.source not in sources:
+    value = getattr(options, name)
+    is_given = value is not False and value not in (None, ())  # 0 is given, and equal to False.
+    if is_given and options.source not in sources:
       raise UserError(f"{flag} goes with --from={' or --from='.join(sources)}: leave it out.")
   if options.source == "peft" and options.base is None:
     raise UserError("--from=peft needs --base=DIR, a run or converted model.")
@@ -191,7 +195,11 @@ def _open(options: argparse.Namespace) -> "Source | Run | Adapter | Trained":
     from paxlike.convert.exporting import Run
 
     run = Run(
-      options.path, step=options.step, base=options.base, allow_modules=options.fdl_allow_modules
+      options.path,
+      step=options.step,
+      base=options.base,
+      merges=not options.adapter,
+      allow_modules=options.fdl_allow_modules,
     )
     if options.adapter:
       return Trained(run)

@@ -4,12 +4,12 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from paxlike.checkpoints.hf_family import Family
+from paxlike.checkpoints.hf_rules import Rule
 from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
-from paxlike.hugging_face import Family
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
-from paxlike.weight_rules import Rule
 
 
 class Match(NamedTuple):

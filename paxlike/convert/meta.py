@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paxlike import ranges
+from paxlike.config import ranges
 from paxlike.convert.declared import Declared
 from paxlike.convert.tensors import TensorSpec, read_json
 from paxlike.convert.torch_files import TorchFile

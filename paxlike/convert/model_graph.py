@@ -3,8 +3,8 @@
 
 from typing import Any
 
-from paxlike import graph_data, graph_text
-from paxlike.graph_data import Part
+from paxlike.config import graph_data, graph_text
+from paxlike.config.graph_data import Part
 
 # Arguments of paxlike's layers that do not change the function that weights compute.
 _WITHOUT_EFFECT = frozenset(
@@ -58,7 +58,7 @@ class _Logits:
     return type(value)(self.of(item) for item in value)
 
   def _part(self, part: Part) -> Part:
-    if not str(part.target).startswith("paxlike.layers."):
+    if not str(part.target).startswith("paxlike.layers:"):
       arguments = {name: self.of(item) for name, item in part.arguments.items()}
       return Part(part.kind, part.target, arguments, part.defaults)
     arguments = {}

@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from paxlike import input_files
-from paxlike.data import token_settings, tokenizer, tokenizer_classes
-from paxlike.data.token_settings import AddedToken
-from paxlike.data.tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers import token_settings, tokenizer, tokenizer_classes
+from paxlike.data.tokenizers.token_settings import AddedToken
+from paxlike.data.tokenizers.tokenizer import SentencePieceTokenizer
 
 _UNIGRAM, _BPE, _WORD = 1, 2, 3  # Of ModelProto.TrainerSpec.ModelType.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # Of SentencePiece.Type.
@@ -69,10 +69,9 @@ def write(model: pathlib.Path, *, max_len: int):
   }
   own = {role: token for role, token in named.items() if token is not None}
   by_class = tokenizer_classes.tokens(settings)
-  names = {**own, **by_class}
-  if found := settings.added(by_class):
-    tokens = settings.added(names)
-  else:
+  tokens = found = settings.added(by_class)
+  names = by_class if found else own
+  if not found:
     # Control pieces are found in texts if no settings say which tokens are.
     special = [piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)]
     tokens = [AddedToken(text) for text in special]
@@ -244,7 +243,9 @@ def _normalizer(proto: Any, *, first: bool) -> Any:
     steps.append(normalizers.Replace("\r\n", _normalized(proto, "\r") + _normalized(proto, "\n")))
     steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
   if spec.remove_extra_whitespaces:
-    outer = " +$" if first else "^ +| +$"
+    # A text between added tokens keeps a space that it begins with, if the first begins with one.
+    inner = first and spec.add_dummy_prefix
+    outer = f"[ {_SPACE}]+$" if inner else f"^ +|[ {_SPACE}]+$"
     steps += [normalizers.Replace(Regex(outer), ""), normalizers.Replace(Regex(" {2,}"), " ")]
   if spec.add_dummy_prefix and proto.trainer_spec.treat_whitespace_as_suffix:
     steps.append(normalizers.Replace(Regex(r"(?<=[\s\S])\z"), _SPACE))

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paxlike import ranges
+from paxlike.checkpoints.hf_family import Family
+from paxlike.checkpoints.hf_rules import PerExpert
+from paxlike.config import ranges
 from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
-from paxlike.hugging_face import Family
-from paxlike.weight_rules import PerExpert
 
 # Dims of weights: no tensor is so large without saying so, and no count larger than its tensors.
 _DIMS = ("VOCAB_SIZE", "MODEL_DIMS", "HIDDEN_DIMS", "EXPERT_DIMS", "LATENT_DIMS")

@@ -8,10 +8,10 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from paxlike import relayout
-from paxlike.checkpoint import Checkpoints
+from paxlike.checkpoints import layout_conversion
+from paxlike.checkpoints.checkpoint import Checkpoints
 from paxlike.errors import UserError
-from paxlike.layers.layout import Layout
+from paxlike.layers.stack_layout import Layout
 
 
 class Weights(Protocol):
@@ -48,7 +48,9 @@ class Stored:
       UserError: One is missing, has another shape, or is in the checkpoint alone.
     """
     target = {f"params.{n}": jax.ShapeDtypeStruct(s, np.float32) for n, s in shapes.items()}
-    self._saved.check(self._step, target, layout=self._unrolled, unread=relayout.all_but_weights)
+    self._saved.check(
+      self._step, target, layout=self._unrolled, unread=layout_conversion.all_but_weights
+    )
 
   def array_of(self, name: str) -> str:
     return self._place(name)[0]

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from etils import epath
 
-from paxlike import checksums
-from paxlike.checkpoint import metadata_of
+from paxlike.checkpoints import checksums
+from paxlike.checkpoints.checkpoint import metadata_of
 from paxlike.convert import tensors
-from paxlike.layers.layout import Layout
+from paxlike.layers.stack_layout import Layout
 
 # Arrays of so many bytes are written together where a checkpoint is made of a stream of them.
 _STREAM_BYTES = 100_000_000

@@ -12,12 +12,14 @@ from typing import Any
 from paxlike import input_files
 from paxlike.convert import sentencepiece_json
 from paxlike.convert.tensors import read_json
-from paxlike.data import chat, token_settings
-from paxlike.data.tokenizer import (
+from paxlike.data.tokenizers import token_settings
+from paxlike.data.tokenizers import tokenizer as tokenizer_lib
+from paxlike.data.tokenizers.tokenizer import (
   TOKENIZER_BYTES,
   HuggingFaceTokenizer,
   SentencePieceTokenizer,
 )
+from paxlike.data.tuning import chat, jinja_templates
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 
@@ -115,7 +117,7 @@ def file_of(experiment: Experiment) -> tuple[pathlib.Path, str] | None:
   None: the experiment names no file of a tokenizer.
 
   Raises:
-    UserError: The file is gone.
+    UserError: The file is gone, or is a folder.
   """
   settings = experiment.values()
   kind = settings["TOKENIZER"].value if "TOKENIZER" in settings else "sentencepiece"
@@ -128,6 +130,7 @@ def file_of(experiment: Experiment) -> tuple[pathlib.Path, str] | None:
       f"VOCAB_PATH={path}: no such file, so that the run's tokenizer cannot be exported: put it"
       " there, or call paxlike-convert in the folder to which a relative path belongs."
     )
+  token_settings.check_file(path)
   return pathlib.Path(path), names[kind]
 
 
@@ -154,15 +157,42 @@ def take(
   if own is None:
     return {}
   tokenizer = _KINDS[TOKENIZERS[own.name]](own)
-  declared = {"bos_token_id": tokenizer.prefix_id, "eos_token_id": tokenizer.eos_id}
   if own.name == "tokenizer.model":
     sentencepiece_json.write(own, max_len=_length(experiment))
-  if (to / _GENERATION).exists():
-    content = read_json(to / _GENERATION)
-    return {name: content[name] for name in IDS if content.get(name) is not None}
-  declared = {name: value for name, value in declared.items() if value is not None}
-  _write(to / _GENERATION, declared)
-  return declared
+  file = to / _GENERATION
+  content = read_json(file) if file.exists() else {}
+  declared = {"bos_token_id": tokenizer.prefix_id, "eos_token_id": tokenizer.eos_id}
+  missing = {n: v for n, v in declared.items() if v is not None and content.get(n) is None}
+  ended = _with_chat(experiment, own, tokenizer)
+  merged = content | missing
+  ends = [*token_settings.ids_of(merged, "eos_token_id", place=str(file))]
+  ends += [number for number in ended if number not in ends]
+  if ends != [*token_settings.ids_of(merged, "eos_token_id", place=str(file))]:
+    merged["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+  if merged != content or not content:
+    _write(file, merged)
+  return {name: merged[name] for name in IDS if merged.get(name) is not None}
+
+
+def _with_chat(
+  experiment: Experiment, own: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer
+) -> Sequence[int]:
+  """Writes the template that a run was trained with, and returns the ids that end its answers."""
+  values = experiment.values()
+  if "CHAT_TEMPLATE" not in values:
+    return ()
+  name = values["CHAT_TEMPLATE"].value
+  template = chat.template(name, vocab_path=str(own))
+  if name == "tokenizer":
+    return chat.turn_end(template, tokenizer).ids
+  bos, eos = (
+    "" if number is None else tokenizer.text_of(number)
+    for number in (tokenizer.bos_id, tokenizer.eos_id)
+  )
+  path = own.parent / chat.FILES[1]
+  path.write_text(jinja_templates.source(name, bos=bos, eos=eos))
+  ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+  return (*chat.turn_end(template, tokenizer).ids, *ends)
 
 
 def notes(folder: pathlib.Path) -> list[str]:

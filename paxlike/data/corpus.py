@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of corpora, documents as token ids, and of what cuts them into rows."""
+"""The interface of corpora (documents as token ids) and of data sets made from one."""
 
 import abc
 import functools
@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from paxlike import ranges
+from paxlike.config import ranges
 from paxlike.data.dataset import RowDataset
 from paxlike.data.token_index import TokenIndex
-from paxlike.data.tokenizer import Tokenizer
+from paxlike.data.tokenizers.tokenizer import Tokenizer
+from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.errors import UserError
 
 
@@ -19,33 +20,38 @@ class Corpus(abc.ABC):
 
   @property
   def tokenizer(self) -> Tokenizer | None:
-    """Turns text into the ids, and back; None where that is not known."""
+    """The tokenizer; None if it is unknown."""
+    return None
+
+  @property
+  def dialogue(self) -> Dialogue | None:
+    """As of `Dataset`."""
     return None
 
   @property
   def vocab_size(self) -> int | None:
-    """The number that ids are below, as far as that was given; None: it was not."""
+    """The exclusive upper bound of ids; None if it was not given."""
     return None
 
   @property
   def named(self) -> str:
-    """What messages call it."""
+    """Its name in messages."""
     return "the data"
 
   def check(self):  # noqa: B027 - a corpus without files has nothing to check.
-    """Finds what is wrong, as far as that is cheap; writes nothing.
+    """Checks paths and options; cheap, and writes nothing.
 
     Raises:
-      UserError: A path is missing, say.
+      UserError: A path is missing, for example.
     """
 
   @abc.abstractmethod
   def index(self) -> TokenIndex:
-    """Returns the documents; may take long the first time."""
+    """Returns the documents; slow the first time, then cached."""
 
 
 class CorpusRows(RowDataset):
-  """Rows made of the documents of a corpus, by a plan for each epoch."""
+  """Sequences made from the documents of a corpus, by one plan per epoch."""
 
   def __init__(
     self,
@@ -57,15 +63,15 @@ class CorpusRows(RowDataset):
     packed: bool = True,
     split: tuple[ranges.Fraction, ranges.Fraction] = (0.0, 1.0),
   ):
-    """Makes rows of `seq_len` tokens.
+    """Reads nothing yet.
 
     Args:
       corpus: The documents.
       seq_len: T.
-      seed: Of the order.
-      shuffle: Whether to change the order in every epoch; or the same order each time.
+      seed: Of the shuffle.
+      shuffle: Whether to shuffle anew in every epoch.
       packed: See `Dataset`.
-      split: The part of the corpus to use, as shares between 0 and 1.
+      split: (first, last) of the corpus to use, as fractions between 0 and 1.
     """
     self.seq_len = seq_len
     self.corpus = corpus
@@ -73,12 +79,16 @@ class CorpusRows(RowDataset):
     self._shuffle = shuffle
     self.packed = packed
     self._split = split
-    # Where a batch runs on into the next epoch, two are needed.
+    # A batch that spans two epochs needs both plans.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
 
   @property
   def tokenizer(self) -> Tokenizer | None:
     return self.corpus.tokenizer
+
+  @property
+  def dialogue(self) -> Dialogue | None:
+    return self.corpus.dialogue
 
   @property
   def vocab_size(self) -> int | None:
@@ -87,13 +97,13 @@ class CorpusRows(RowDataset):
   @property
   def named(self) -> str:
     first, last = self._split
-    part = "" if (first, last) == (0, 1) else f", from {first:g} to {last:g} of it (TRAIN_SHARE)"
-    return f"{self.corpus.named}{part}"
+    share = "" if (first, last) == (0, 1) else f", fraction {first:g} to {last:g} (TRAIN_SHARE)"
+    return f"{self.corpus.named}{share}"
 
   def check(self):
     first, last = self._split
     if not first < last:
-      raise UserError(f"split={self._split} of the data is empty: see TRAIN_SHARE.")
+      raise UserError(f"split={self._split} of the data is empty: change TRAIN_SHARE.")
     self.corpus.check()
 
   def fingerprint(self) -> str:
@@ -106,7 +116,7 @@ class CorpusRows(RowDataset):
 
   @abc.abstractmethod
   def _make_plan(self, epoch: int) -> Any:
-    """Returns what says which tokens each row of an epoch has."""
+    """Returns the plan of an epoch: which tokens each sequence has."""
 
   def _random(self, epoch: int) -> np.random.Generator:
     counter = [0, 0, 0, epoch]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of data sets: rows in an order fixed in advance, and batches cut from it.
+"""The interface of data sets: sequences in a deterministic order, grouped into batches.
 
-The position in the data is (epoch, row): it says exactly what comes next, on any number of hosts.
+The position (epoch, index of the next sequence) determines all later batches, on any number of
+hosts.
 """
 
 import abc
@@ -12,28 +13,29 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from paxlike import ranges
-from paxlike.data.tokenizer import Tokenizer
+from paxlike.config import ranges
+from paxlike.data.tokenizers.tokenizer import Tokenizer
+from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.errors import UserError
 
 Arrays = dict[str, np.ndarray]
-# The number of rows of an epoch that never ends.
+# `num_rows` of an epoch that never ends.
 ENDLESS = 2**62
-# More than a batch has: a place beyond so many for each update is none that a run has reached.
-_MOST_ROWS = 2**22
-_PATIENCE = 10  # Seconds.
+# An upper bound of the batch size: a larger position per update means a damaged checkpoint.
+_MAX_BATCH_SIZE = 2**22
+_JOIN_SECONDS = 10
 
 
 class Batch(NamedTuple):
-  """One batch, or a host's rows of it.
+  """One global batch, or a host's share of it.
 
   Attributes:
-    arrays: int32 `inputs` and `targets`, float32 `weights`, and if packed int32 `segments` and
-      `positions`; where targets have `alternatives`, those, int32; all [rows, T]. Of several
-      sources, int32 `source` [rows, 1].
+    arrays: int32 `inputs` and `targets`, float32 `weights`; if packed int32 `segments` and
+      `positions`; int32 `alternatives` if the data has them; all [B, T]. Of a mixture, int32
+      `source` [B, 1].
     state: Resumes after this batch; plain JSON.
-    numbers: int64 [batch size], the number of every host's every row in the epoch, -1 where a row
-      only fills up; None where nobody asks.
+    numbers: int64 [batch size], the index in the epoch of each sequence of the global batch, -1 for
+      padding; None unless sequences are reordered.
   """
 
   arrays: Arrays
@@ -42,15 +44,14 @@ class Batch(NamedTuple):
 
 
 class Dataset(abc.ABC):
-  """A source of batches of rows of `seq_len` tokens.
+  """A source of batches of sequences of `seq_len` tokens.
 
   Attributes:
     seq_len: T.
-    sources: The names of what it is made of, in the order in which `source` counts them; none if it
-      is of one piece.
-    is_endless: Whether an epoch never ends: it has `ENDLESS` rows.
-    packed: Whether rows have `segments` and `positions`, that documents of one row do not see each
-      other.
+    sources: Names of a mixture's sources, in the order of the ids in `source`; else empty.
+    is_endless: Whether an epoch never ends: it has `ENDLESS` sequences.
+    packed: Whether sequences have `segments` and `positions`, so that attention does not cross
+      documents.
   """
 
   seq_len: ranges.Size
@@ -60,35 +61,40 @@ class Dataset(abc.ABC):
 
   @property
   def tokenizer(self) -> Tokenizer | None:
-    """Turns text into the ids, and back; None where there is no text."""
+    """The tokenizer; None if the data is not text."""
+    return None
+
+  @property
+  def dialogue(self) -> Dialogue | None:
+    """Makes prompts of conversations; None where answers are not learnt."""
     return None
 
   @property
   def vocab_size(self) -> int | None:
-    """The number that ids are below, as far as that was given; None: it was not."""
+    """The exclusive upper bound of ids; None if it was not given."""
     return None
 
   @property
   def named(self) -> str:
-    """What messages call it: where it is from, and which part of that it is."""
+    """Its name in messages: the source and the split."""
     return "the data"
 
   def check(self):  # noqa: B027 - a source without files has nothing to check.
-    """Finds what is wrong, as far as that is cheap; writes nothing.
+    """Checks paths and options; cheap, and writes nothing.
 
     Raises:
-      UserError: A path is missing, say.
+      UserError: A path is missing, for example.
     """
 
   def no_rows(self) -> Arrays:
-    """Returns what batches to train on have, [0, T] each; reads no data."""
+    """Returns an empty training batch, arrays [0, T]; reads no data."""
     names = ("inputs", "targets", *(("segments", "positions") if self.packed else ()))
     arrays: Arrays = {name: np.zeros((0, self.seq_len), np.int32) for name in names}
     return arrays | {"weights": np.zeros((0, self.seq_len), np.float32)}
 
   @abc.abstractmethod
   def fingerprint(self) -> str:
-    """Returns a text that is another for data of other content or order."""
+    """Returns an identifier that changes with the content and the order of the data."""
 
   def batches(
     self,
@@ -103,16 +109,17 @@ class Dataset(abc.ABC):
     """Returns an iterator of batches.
 
     Args:
-      batch_size: Rows of a global batch.
-      rows: The rows of each batch that this host loads, sorted, in [0, batch_size). None: all.
-      state: Of the batch after which to go on; None: from the start.
-      updates: How many batches led to `state`, if that is known.
-      repeat: Whether to go on into the next epoch for ever, or to end after this one, the last
-        batch filled up with rows without weight.
-      prefetch: Batches prepared ahead, by a thread.
+      batch_size: Sequences of a global batch.
+      rows: Indices in each global batch that this host loads, sorted, in [0, batch_size). None:
+        all.
+      state: `state` of the batch to resume after; None: from the start.
+      updates: Number of batches up to `state`, if known; bounds a plausible position.
+      repeat: Whether to repeat epochs for ever. Else the iterator ends with this epoch, and the
+        last batch is padded with sequences of weight 0.
+      prefetch: Batches that a thread prepares ahead.
 
     Raises:
-      UserError: `state` is of other data or no place in them, or there is no row.
+      UserError: `state` is of other data or damaged, or the data is empty.
     """
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     epoch, position = (0, 0) if state is None else self._place(state, updates, repeat)
@@ -120,58 +127,64 @@ class Dataset(abc.ABC):
     return Batches(self._generate(batch_size, rows, epoch, position, repeat), prefetch=prefetch)
 
   def _place(self, state: Mapping[str, Any], updates: int | None, repeat: bool) -> tuple[int, int]:
-    """Returns the epoch and row that a state names, if the data have them."""
+    """Returns the (epoch, position) of a state, after checking both."""
     names = ("epoch", "position", "fingerprint")
     epoch, position, fingerprint = (state.get(name) for name in names)
     if isinstance(fingerprint, str) and fingerprint != self.fingerprint():
       raise UserError(
         "the checkpoint was made with other training data (or another tokenizer, packing, seed or"
-        " MAX_SEQ_LEN), so it cannot go on where it was. Train with the old data, or take its"
-        " weights into a new --job_log_dir."
+        " MAX_SEQ_LEN), so its data position is not valid here. Resume with the old data, or start"
+        " from its weights in a new --job_log_dir (--fdl.CHECKPOINT_RESTORE_PATH)."
       )
-    most = 2**62 if updates is None else updates * _MOST_ROWS
-    wrong = f"train_input of the checkpoint is damaged: {epoch=}, {position=} is no place in data"
+    most = 2**62 if updates is None else updates * _MAX_BATCH_SIZE
+    wrong = f"train_input of the checkpoint is damaged: {epoch=}, {position=} is not a position"
     if not isinstance(fingerprint, str) or type(epoch) is not int or type(position) is not int:
       raise UserError(f"{wrong}.")
     if epoch < 0 or position < 0 or epoch > most or position > most:
-      raise UserError(f"{wrong} after {updates} updates.")
+      raise UserError(f"{wrong} that {updates} updates can reach.")
     num_rows = self._num_rows_of(epoch)
     if repeat and num_rows is not None and position >= max(num_rows, 1):
-      raise UserError(f"{wrong} of {num_rows} sequences.")
+      raise UserError(f"{wrong} in {num_rows} sequences.")
     return epoch, position
 
   def _num_rows_of(self, epoch: int) -> int | None:
-    """Returns the number of rows of an epoch; None: a stream cannot tell."""
+    """Returns the number of sequences of an epoch; None if unknown, as of a stream."""
     del epoch
     return None
 
-  def _check_not_empty(self):  # noqa: B027 - a stream cannot tell.
-    """Raises UserError if there is no row."""
+  @property
+  def epoch_rows(self) -> int | None:
+    """The number of sequences of the first epoch; None if it is endless or not known."""
+    found = self._num_rows_of(0)
+    return None if found is None or found >= ENDLESS else found
+
+  def _check_not_empty(self):  # noqa: B027 - a stream does not know its length.
+    """Raises UserError if there is no sequence."""
 
   @abc.abstractmethod
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
   ) -> Iterator[Batch]:
-    """Yields what `batches` promises, from row `position` of `epoch` on."""
+    """Yields the batches of `batches`, starting at sequence `position` of `epoch`."""
 
 
 class RowDataset(Dataset):
-  """Rows that are found by (epoch, number), each without those before it."""
+  """Sequences with random access by (epoch, index)."""
 
   @abc.abstractmethod
   def num_rows(self, epoch: int) -> int:
-    """Returns the number of rows of an epoch."""
+    """Returns the number of sequences of an epoch."""
 
   @abc.abstractmethod
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
-    """Returns the rows of these numbers, int64 [n] in [0, num_rows), as arrays [n, T]."""
+    """Returns the sequences at `numbers`, int64 [n] in [0, num_rows), as arrays [n, T]."""
 
   def _num_rows_of(self, epoch: int) -> int | None:
     return self.num_rows(epoch)
 
   def _check_not_empty(self):
     if self.num_rows(0) == 0:
-      raise UserError(f"no sequence in {self.named}: that takes at least 2 tokens.")
+      raise UserError(f"{self.named} has no sequence: one needs at least 2 tokens.")
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
@@ -203,7 +216,7 @@ def _without_weight(arrays: Arrays) -> Arrays:
 
 
 class Batches(Iterator[Batch]):
-  """Batches prepared ahead by a thread, which `close` ends."""
+  """Batches prefetched by a thread, which `close` ends."""
 
   def __init__(self, source: Iterator[Batch], *, prefetch: int):
     self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(max(prefetch, 1))
@@ -227,10 +240,10 @@ class Batches(Iterator[Batch]):
     self.close()
 
   def close(self):
-    """Ends the thread; there is no next batch then."""
+    """Ends the thread; the iterator is exhausted then."""
     self._closed.set()
-    self._drain()  # Lets a thread go on that waits for room.
-    self._thread.join(_PATIENCE)  # It may be stuck, and ends with the process then.
+    self._drain()  # Unblocks a thread that waits for space in the queue.
+    self._thread.join(_JOIN_SECONDS)  # A thread that hangs ends with the process (daemon).
     self._drain()
     self._queue.put(None)
 
@@ -244,7 +257,7 @@ class Batches(Iterator[Batch]):
       for batch in source:
         if not self._put(batch):
           return
-    except BaseException as error:  # Raised again where the batch is wanted.
+    except BaseException as error:  # Raised again by `__next__`.
       last = error
     self._put(last)
 

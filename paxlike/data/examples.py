@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of whole examples: for fine-tuning and evaluation, where an answer belongs to its question.
+"""Sequences of whole examples, for fine-tuning and evaluation: no example is split.
 
-An example is a document of a corpus. Its first token is only input and its last only target:
-one of n tokens fills n - 1 places of a row. The column `weights` says which tokens are targets, all
-where it is missing.
+An example is a document of a corpus. Its first token is only an input and its last only a target,
+so n tokens take n - 1 positions of a sequence. The corpus column `weights` is the loss mask;
+without it every token is a target.
 """
 
 import bisect
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paxlike.configurable import configurable
+from paxlike.config.configurable import configurable
 from paxlike.data.corpus import CorpusRows
 from paxlike.data.dataset import Arrays, Batch
 from paxlike.errors import UserError
 
 
 class Plan(NamedTuple):
-  """The rows of one epoch.
+  """The sequences of one epoch.
 
   Attributes:
-    examples: Numbers of the examples, one row's after another's.
-    starts: int64 [rows + 1]; row i has examples[starts[i] : starts[i + 1]].
+    examples: Example indices, concatenated over sequences.
+    starts: int64 [sequences + 1]; sequence i has examples[starts[i] : starts[i + 1]].
   """
 
   examples: np.ndarray
@@ -33,11 +33,11 @@ class Plan(NamedTuple):
 
 @configurable
 class ExampleRows(CorpusRows):
-  """Rows of whole documents: one a row or, packed, as many as fit.
+  """Sequences of whole documents: one per sequence or, if packed, as many as fit.
 
-  What an example has beyond `seq_len` is left out; a split is of examples. One pass without
-  repetition goes from the longest row to the shortest, each batch only as long as its longest row,
-  rounded up to one of a few lengths: short examples do not pay for long ones.
+  Examples are truncated to `seq_len`. `split` selects examples. A single pass (`repeat=False`) is
+  sorted by length, longest first, and each batch is padded only to its longest sequence, rounded
+  up to one of a few lengths, so that short examples cost less.
   """
 
   def fingerprint(self) -> str:
@@ -45,7 +45,7 @@ class ExampleRows(CorpusRows):
 
   def _check_not_empty(self):
     if self.num_rows(0) == 0:
-      raise UserError("the data hold no example of two tokens or more.")
+      raise UserError("the data has no example of two or more tokens.")
 
   def num_rows(self, epoch: int) -> int:
     return len(self._plan(epoch).starts) - 1
@@ -81,7 +81,7 @@ class ExampleRows(CorpusRows):
 
   @functools.cached_property
   def _sizes(self) -> np.ndarray:
-    """The places that each example fills."""
+    """The number of positions that each example takes."""
     return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len)
 
   def _make_plan(self, epoch: int) -> Plan:
@@ -112,15 +112,15 @@ class ExampleRows(CorpusRows):
       numbers = np.full(batch_size, -1)
       numbers[: len(order) - first] = order[first : first + batch_size]
       length = _rounded_up(int(sizes[order[first]]), self.seq_len)
-      fills_up = numbers[rows] < 0
-      arrays = self._rows(epoch, np.where(fills_up, order[first], numbers[rows]), length)
-      arrays["weights"][fills_up] = 0
+      is_padding = numbers[rows] < 0
+      arrays = self._rows(epoch, np.where(is_padding, order[first], numbers[rows]), length)
+      arrays["weights"][is_padding] = 0
       state = {"epoch": epoch, "position": first + batch_size, "fingerprint": fingerprint}
       yield Batch(arrays, state, numbers)
 
 
 def _rounded_up(size: int, limit: int) -> int:
-  """Returns the next of 64, 96, 128, 192, 256, ..., of which few programs have to be compiled."""
+  """Returns the next of 64, 96, 128, 192, 256, ...: few lengths mean few compilations."""
   length = 64
   while length < size:
     length = length * 3 // 2 if length & (length - 1) == 0 else length * 4 // 3
@@ -128,9 +128,9 @@ def _rounded_up(size: int, limit: int) -> int:
 
 
 def _packed(sizes: np.ndarray, limit: int) -> list[Any]:
-  """Returns rows, lists of indexes into `sizes`, by best fit among the rows last begun."""
+  """Returns sequences as lists of indices into `sizes`: best fit among the newest 256 open ones."""
   rows: list[list[int]] = []
-  open_rows: list[tuple[int, int]] = []  # (room left, row), sorted.
+  open_rows: list[tuple[int, int]] = []  # (free positions, sequence), sorted.
   for index, size in enumerate(sizes.tolist()):
     at = bisect.bisect_left(open_rows, (size, -1))
     if at < len(open_rows):
@@ -142,5 +142,5 @@ def _packed(sizes: np.ndarray, limit: int) -> list[Any]:
     if room > size:
       bisect.insort(open_rows, (room - size, row))
     if len(open_rows) > 256:
-      open_rows.pop(0)  # The one with the least room.
+      open_rows.pop(0)  # The fullest.
   return rows

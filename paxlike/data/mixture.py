@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several data sets, drawn from by weight."""
+"""Weighted mixtures of data sets."""
 
 import functools
 import json
@@ -8,10 +8,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from paxlike import ranges
-from paxlike.configurable import configurable
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
-from paxlike.data.tokenizer import Tokenizer
+from paxlike.data.tokenizers.tokenizer import Tokenizer
+from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.errors import UserError
 
 _BLOCK = 1024
@@ -19,11 +20,10 @@ _BLOCK = 1024
 
 @configurable
 class Mixture(RowDataset):
-  """Rows of several data sets; each goes through its own epochs, and the mixture never ends.
+  """Sequences of several data sets in fixed proportions; endless, each source repeats its epochs.
 
-  Of any number of rows from the start, a source has its share to within one row for each block of
-  1024 begun; within a block they come in random order. Batches say by `source`, int32 [rows, 1],
-  where each row is from.
+  Up to every multiple of 1024 sequences each source has its share, rounded; the order within a
+  block of 1024 is random. Batches have `source`, int32 [B, 1], the source of each sequence.
   """
 
   is_endless = True
@@ -35,30 +35,34 @@ class Mixture(RowDataset):
     weights: Mapping[str, float] | None = None,
     seed: ranges.NonNegative = 0,
   ):
-    """Mixes rows of one length.
+    """Mixes data sets of one `seq_len`.
 
     Args:
       sources: By name.
-      weights: The share of rows of each, in any unit. None: as many as each has.
+      weights: Relative number of sequences of each source. None: the source's size.
       seed: Of the order.
 
     Raises:
       UserError: There is no source.
     """
     if not sources:
-      raise UserError("a mixture of nothing: name its sources, as --fdl.DATA_PATHS={NAME: PATH}.")
+      raise UserError("a mixture needs a source: set --fdl.DATA_PATHS={NAME: PATH}.")
     self.seq_len = max((one.seq_len for one in sources.values()), default=0)
     self.sources = tuple(sources)
     self._datasets = list(sources.values())
     self._weights = weights
     self._seed = seed
-    # The rows of each source up to the end of each of its epochs.
+    # Of each source, the cumulative number of sequences at the end of each epoch.
     self._ends = [[0] for _ in sources]
     self._block = functools.lru_cache(maxsize=4)(self._make_block)
 
   @property
   def tokenizer(self) -> Tokenizer | None:
     return self._datasets[0].tokenizer
+
+  @property
+  def dialogue(self) -> Dialogue | None:
+    return self._datasets[0].dialogue
 
   @property
   def vocab_size(self) -> int | None:
@@ -69,18 +73,19 @@ class Mixture(RowDataset):
     if weights is not None:
       if weights.keys() != set(self.sources):
         names = f"{', '.join(weights)}, but the sources are {', '.join(self.sources)}"
-        raise UserError(f"MIXTURE_WEIGHTS is of {names}.")
+        raise UserError(f"MIXTURE_WEIGHTS names {names}.")
       if not all(0 < weight < math.inf for weight in weights.values()):
-        raise UserError(f"MIXTURE_WEIGHTS={dict(weights)}: each must be more than 0.")
+        raise UserError(f"MIXTURE_WEIGHTS={dict(weights)}: each must be positive and finite.")
     for dataset in self._datasets:
       dataset.check()
     tokenizers = [one.tokenizer for one in self._datasets]
     if len({one and one.fingerprint() for one in tokenizers}) > 1:
       raise UserError(
-        "the sources of a mixture need one tokenizer: TOKENIZER=character makes one of each text."
+        "the sources of a mixture must share a tokenizer, but TOKENIZER=character makes one per"
+        " source: set another TOKENIZER."
       )
     if any(one.seq_len != self.seq_len for one in self._datasets):
-      raise UserError("the sources of a mixture need rows of one length.")
+      raise UserError("the sources of a mixture must have the same seq_len.")
 
   def fingerprint(self) -> str:
     parts = {
@@ -92,7 +97,7 @@ class Mixture(RowDataset):
     for name, dataset in zip(self.sources, self._datasets, strict=True):
       if dataset.num_rows(0) == 0:
         raise UserError(
-          f"{name} of the mixture: no sequence in {dataset.named}: that takes at least 2 tokens."
+          f"{name} of the mixture: {dataset.named} has no sequence: one needs at least 2 tokens."
         )
     return ENDLESS
 
@@ -103,7 +108,7 @@ class Mixture(RowDataset):
     for (source, *_), row in zip(places, found, strict=True):
       if row.keys() != found[0].keys():
         raise UserError(
-          f"{self.sources[source]} and {self.sources[places[0][0]]} do not mix: one has"
+          f"{self.sources[source]} and {self.sources[places[0][0]]} do not mix: one has the arrays"
           f" {', '.join(row)}, the other {', '.join(found[0])}. Pack both, or neither."
         )
     arrays = {name: np.concatenate([row[name] for row in found]) for name in found[0]}
@@ -113,7 +118,7 @@ class Mixture(RowDataset):
     return self._datasets[0].no_rows() | {"source": np.zeros((0, 1), np.int32)}
 
   def _row(self, number: int) -> tuple[int, int, int]:
-    """Returns (source, its epoch, its row) of a row of the mixture."""
+    """Returns (source, epoch, index in that epoch) of sequence `number` of the mixture."""
     sources, ranks = self._block(number // _BLOCK)
     source, rank = int(sources[number % _BLOCK]), int(ranks[number % _BLOCK])
     ends = self._ends[source]
@@ -131,7 +136,7 @@ class Mixture(RowDataset):
     return tuple(weights[name] / sum(weights.values()) for name in self.sources)
 
   def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, of each row of a block, its source and how many that had before."""
+    """Returns the source of each sequence of a block, and its rank among that source's."""
     before, after = (self._counts(number * _BLOCK) for number in (block, block + 1))
     sources = np.repeat(np.arange(len(self.sources)), after - before)
     ranks = np.concatenate([np.arange(*span) for span in zip(before, after, strict=True)])
@@ -140,6 +145,6 @@ class Mixture(RowDataset):
     return sources[order], ranks[order]
 
   def _counts(self, num_rows: int) -> np.ndarray:
-    """Returns how many of the first rows are from each source."""
+    """Returns how many of the first `num_rows` sequences are from each source."""
     bounds = np.append(np.cumsum(self._shares)[:-1], 1.0)
     return np.diff(np.floor(bounds * num_rows).astype(np.int64), prepend=0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts documents into rows of equal length, by a plan that finds any row without those before it.
+"""Splits the concatenated documents into sequences of equal length, with random access.
 
-In each epoch the documents stand in another order, with BOS before and EOS after each where the
-tokenizer has them. This stream is cut into rows, from another place in every epoch, and the rows
-are shuffled once more.
+Each epoch shuffles the documents and concatenates them into one stream, with BOS before and EOS
+after each document if the tokenizer has them. The stream is rotated by a random offset, split into
+sequences, and the sequences are shuffled.
 """
 
 import functools
@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paxlike.configurable import configurable
+from paxlike.config.configurable import configurable
 from paxlike.data.corpus import CorpusRows
 from paxlike.data.dataset import Arrays
 from paxlike.data.token_index import TokenIndex
 
 
 class _Plan(NamedTuple):
-  """The stream of one epoch, in pieces: documents, of which one may be torn and at both ends.
+  """The stream of one epoch as pieces: documents, one of which the rotation may split in two.
 
   Attributes:
-    begins: int64 [pieces + 1], where each begins in the stream, and the stream's length.
-    offsets: int64 [pieces]; at place i of the stream there is token i + offset.
-    torn: Whether the first piece has no beginning, and the last no end.
-    rows: Which cut of the stream is row i.
+    begins: int64 [pieces + 1]; where each piece begins in the stream, then the stream's length.
+    offsets: int64 [pieces]; stream position i of a piece is corpus token i + offset.
+    torn: Whether a document is split: the first piece is its tail and the last piece its head.
+    rows: int64 [sequences]; sequence i begins at stream position rows[i] * seq_len.
   """
 
   begins: np.ndarray
@@ -33,15 +33,15 @@ class _Plan(NamedTuple):
   rows: np.ndarray
 
 
-class _Parts(NamedTuple):
-  """What rows are made of, in their order.
+class _Segments(NamedTuple):
+  """The segments of a batch of sequences, in order: the overlap of a piece and a sequence each.
 
   Attributes:
-    row: Which row each part is of.
-    number: int32, its number there.
-    column: int32, where it begins there.
-    piece: Of which piece of the stream it is.
-    lengths: Columns up to the next part, or the end of the row.
+    row: The segment's sequence.
+    number: int32, its index in the sequence.
+    column: int32, its first position in the sequence.
+    piece: Its piece of the stream.
+    lengths: Positions up to the next segment or the end of the sequence.
   """
 
   row: np.ndarray
@@ -51,18 +51,18 @@ class _Parts(NamedTuple):
   lengths: np.ndarray
 
   def spread(self, values: np.ndarray) -> np.ndarray:
-    """Returns a value of each part, for all its columns; of all rows, one after the other."""
+    """Repeats one value per segment over its positions; flattened over sequences."""
     return np.repeat(values, self.lengths)
 
 
 @configurable
 class PackedRows(CorpusRows):
-  """Rows cut from the stream of all documents.
+  """Sequences split from the stream of all documents.
 
-  Every token but the stream's first is the target of one row; the last row is filled up with zeros,
-  without weight. If packed, no token is predicted from another document; otherwise documents run on
-  into each other. Of a split, documents at its ends are cut. Unshuffled, every epoch is cut at the
-  same places.
+  Every token but the stream's first is a target exactly once; the last sequence is padded with
+  zeros of weight 0. If packed, segments separate the documents, and a document's first token is no
+  target; otherwise documents are concatenated without segments. `split` selects tokens, so it may
+  truncate the documents at its ends. Unshuffled, every epoch is split at the same positions.
   """
 
   def num_rows(self, epoch: int) -> int:
@@ -73,7 +73,7 @@ class PackedRows(CorpusRows):
     first_B = plan.rows[numbers] * self.seq_len
     columns = np.arange(self.seq_len + 1)
     shape = len(first_B), len(columns)
-    parts = _parts(plan, first_B, len(columns))
+    parts = _segments(plan, first_B, len(columns))
     inside = columns < (plan.begins[-1] - first_B)[:, None]
     tokens = self._tokens(plan, first_B, parts).reshape(shape) * inside
     weights = inside[:, 1:].astype(np.float32)
@@ -86,10 +86,10 @@ class PackedRows(CorpusRows):
       arrays["positions"] = positions[:, :-1] * inside[:, :-1]
     return arrays
 
-  def _tokens(self, plan: _Plan, first_B: np.ndarray, parts: _Parts) -> np.ndarray:
-    """Returns int32, the tokens of all rows, one after the other."""
+  def _tokens(self, plan: _Plan, first_B: np.ndarray, parts: _Segments) -> np.ndarray:
+    """Returns int32 tokens, flattened over sequences."""
     width = self.seq_len + 1
-    # Where the stream's beginning would be, if this were one row.
+    # Stream position minus position in the flattened batch.
     shift = first_B[parts.row] - parts.row * width
     places = np.arange(len(first_B) * width)
     places += parts.spread(plan.offsets[parts.piece] + shift)
@@ -113,7 +113,7 @@ class PackedRows(CorpusRows):
 
   @functools.cached_property
   def _documents(self) -> TokenIndex:
-    """The documents within the split; one that the split cuts is shortened."""
+    """The documents within the split, truncated at its ends."""
     tokens, offsets, _ = self._index
     first, last = (int(share * offsets[-1]) for share in self._split)
     bounds = np.clip(offsets, first, last)
@@ -131,7 +131,7 @@ class PackedRows(CorpusRows):
     size = int(lengths.sum())
     offsets = offsets[order] - (bos is not None)
     rotation = int(random.integers(size)) if self._shuffle and size else 0
-    # What is before the place to begin at comes last.
+    # Rotate: what precedes the offset moves to the end.
     ends = np.cumsum(lengths)
     number = int(np.searchsorted(ends, rotation, side="right"))
     torn = rotation - int(ends[number] - lengths[number]) if size else 0
@@ -147,8 +147,8 @@ class PackedRows(CorpusRows):
     return _Plan(begins, offsets - begins[:-1], bool(torn), rows)
 
 
-def _parts(plan: _Plan, first_B: np.ndarray, width: int) -> _Parts:
-  """Returns the parts of rows of `width` columns that begin at these places of the stream."""
+def _segments(plan: _Plan, first_B: np.ndarray, width: int) -> _Segments:
+  """Returns the segments of sequences of `width` tokens from stream positions `first_B`."""
   last_B = np.minimum(first_B + width, plan.begins[-1]) - 1
   first_piece, last_piece = np.searchsorted(plan.begins, [first_B, last_B], side="right") - 1
   counts = last_piece - first_piece + 1
@@ -157,4 +157,4 @@ def _parts(plan: _Plan, first_B: np.ndarray, width: int) -> _Parts:
   piece = first_piece[row] + number
   column = np.maximum(plan.begins[piece] - first_B[row], 0)
   lengths = np.diff(row * width + column, append=len(first_B) * width)
-  return _Parts(row, number.astype(np.int32), column.astype(np.int32), piece, lengths)
+  return _Segments(row, number.astype(np.int32), column.astype(np.int32), piece, lengths)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in files of ArrayRecord, found by number without an index in memory; read through Grain.
+"""Tokenized sequences in ArrayRecord files, read with random access through Grain.
 
-A folder holds `<split>-00000-of-00008.array_record`, a row a record, and `prepared.json`, which
-says what is in a record.
+A folder holds `<split>-00000-of-00008.array_record`, one sequence per record, and `prepared.json`,
+which describes the record format.
 """
 
 import functools
@@ -14,10 +14,11 @@ from typing import Any, cast
 import numpy as np
 from etils import epath
 
-from paxlike import ranges, run_folder
-from paxlike.configurable import configurable
+from paxlike import run_folder
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
-from paxlike.data.tokenizer import Tokenizer
+from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
 INFO = "prepared.json"
@@ -26,7 +27,7 @@ _CHUNK = 256
 
 @configurable
 class PreparedRows(RowDataset):
-  """A split of a folder that `write` made. Shuffled, every epoch has an order of its own."""
+  """A split of a folder that `write` made. If shuffled, every epoch has its own order."""
 
   def __init__(
     self,
@@ -44,11 +45,11 @@ class PreparedRows(RowDataset):
     Args:
       path: The folder.
       split: Its split.
-      seq_len: T, as it was prepared with.
-      vocab_size: Ids that the model knows.
-      tokenizer: The one that it was prepared with; None where no text is wanted.
-      seed: Of the order.
-      shuffle: Whether to go through the rows in random order.
+      seq_len: T; must equal the prepared one.
+      vocab_size: The model's vocabulary size.
+      tokenizer: The tokenizer it was prepared with; None if no text is needed.
+      seed: Of the shuffle.
+      shuffle: Whether to shuffle the sequences.
     """
     self.seq_len = seq_len
     self._path = path
@@ -77,12 +78,12 @@ class PreparedRows(RowDataset):
       raise UserError(f"DATA_PATH={self._path} has no split {self._split}: it has {there}.")
     if missing := [name for name in self._files if not epath.Path(name).exists()]:
       raise UserError(f"DATA_PATH: {missing[0]} is missing.")
-    for knob, given, had in (
+    for knob, given, prepared in (
       ("MAX_SEQ_LEN", self.seq_len, info["seq_len"]),
       ("VOCAB_SIZE", self._vocab_size, info["vocab_size"]),
     ):
-      if given < had or (knob == "MAX_SEQ_LEN" and given != had):
-        raise UserError(f"{knob}={given}, but DATA_PATH={self._path} was prepared with {had}.")
+      if given < prepared or (knob == "MAX_SEQ_LEN" and given != prepared):
+        raise UserError(f"{knob}={given}, but DATA_PATH={self._path} was prepared with {prepared}.")
     if self._tokenizer is not None and self._tokenizer.fingerprint() != info["tokenizer"]:
       raise UserError(
         f"DATA_PATH={self._path} was prepared with another tokenizer: set TOKENIZER, and VOCAB_PATH"
@@ -116,13 +117,15 @@ class PreparedRows(RowDataset):
   @functools.cached_property
   def _info(self) -> dict[str, Any]:
     if not self._path:
-      raise UserError("DATA_PATH is not set: give --fdl.DATA_PATH=, of scripts/prepare_data.py.")
+      raise UserError(
+        "DATA_PATH is not set: give --fdl.DATA_PATH=, a folder made by scripts/prepare_data.py."
+      )
     file = run_folder.absolute(self._path) / INFO
     try:
       return json.loads(file.read_text())
     except (OSError, ValueError) as error:
       raise UserError(
-        f"DATA_PATH={self._path} is no folder of scripts/prepare_data.py: {file} cannot be read"
+        f"DATA_PATH={self._path} was not made by scripts/prepare_data.py: {file} cannot be read"
         f" ({error})."
       ) from error
 
@@ -133,8 +136,8 @@ class PreparedRows(RowDataset):
 
   @functools.cached_property
   def _records(self) -> Any:
-    """The records of all epochs, one after another."""
-    import grain  # Here: 2 seconds, which only this needs.
+    """The records of all epochs, concatenated."""
+    import grain  # Takes 2 seconds, so only here.
 
     files: Any = grain.sources.ArrayRecordDataSource(self._files)
     records = cast(Any, grain.MapDataset.source(files))
@@ -151,17 +154,17 @@ def write(
   num_shards: int = 8,
   progress: Callable[[int], object] = lambda num_rows: None,
 ):
-  """Writes the rows of the first epoch of data sets, by the name of the split that they become.
+  """Writes the first epoch of each data set as the split of its name.
 
   Args:
-    folder: Exists, and is empty.
-    splits: Rows of one length.
-    vocab_size: Ids are below it.
-    num_shards: Files of a split.
-    progress: Told of rows as they are written.
+    folder: An existing, empty folder.
+    splits: Split -> data set; all of one `seq_len`.
+    vocab_size: Exclusive upper bound of ids.
+    num_shards: Files per split.
+    progress: Called with the number of sequences just written.
 
   Raises:
-    UserError: A split has no row, or never ends.
+    UserError: A split is empty or endless.
     OSError: The folder cannot be written.
   """
   first = next(iter(splits.values()))
@@ -178,23 +181,23 @@ def write(
   for split, rows in splits.items():
     count = rows.num_rows(0)
     if not count:
-      raise UserError(f"{split}: no sequence in {rows.named}: that takes at least 2 tokens.")
+      raise UserError(f"{split}: {rows.named} has no sequence: one needs at least 2 tokens.")
     if count == ENDLESS:
-      raise UserError(f"{split} never ends: prepare what it is made of.")
+      raise UserError(f"{split} is endless, such as a mixture: prepare each of its sources.")
     columns = _columns(rows, vocab_size)
     shards = min(num_shards, count)
     names = [f"{split}-{number:05d}-of-{shards:05d}.array_record" for number in range(shards)]
     bounds = [count * number // shards for number in range(shards + 1)]
     for number, name in enumerate(names):
-      part = range(bounds[number], bounds[number + 1])
-      _write_shard(folder / name, rows, part, columns, progress)
+      shard = range(bounds[number], bounds[number + 1])
+      _write_shard(folder / name, rows, shard, columns, progress)
     info["columns"][split] = columns
     info["splits"][split], info["files"][split] = count, names
   (folder / INFO).write_text(json.dumps(info, indent=2) + "\n")
 
 
 def _columns(rows: RowDataset, vocab_size: int) -> dict[str, tuple[str, str]]:
-  """Returns the dtype that each array is stored in, and its own."""
+  """Returns array -> (dtype on disk, dtype in a batch)."""
   ids = "uint16" if vocab_size <= 2**16 else "uint32"
   places = "uint16" if rows.seq_len < 2**16 else "uint32"
   stored = {"weights": "uint8", "segments": places, "positions": places}
@@ -211,7 +214,7 @@ def _write_shard(
 ):
   from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
-  # A record by itself, so that one is read without its neighbours.
+  # One record per group: reading one does not decompress its neighbours.
   writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
   try:
     for first in range(0, len(numbers), _CHUNK):

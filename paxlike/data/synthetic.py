@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens made up on the spot, to measure speed with."""
+"""Synthetic tokens, for benchmarks."""
 
 import numpy as np
 
-from paxlike import ranges
-from paxlike.configurable import configurable
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 
 
 @configurable
 class RandomTokens(RowDataset):
-  """Uniform random ids: nothing to learn, and no embedding row or page is favoured."""
+  """Uniform random ids: nothing to learn, and memory accesses are spread over the embedding."""
 
   is_endless = True
 
@@ -32,7 +32,7 @@ class RandomTokens(RowDataset):
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     tokens = np.empty((len(numbers), self.seq_len + 1), np.int32)
     for row, number in zip(tokens, numbers, strict=True):
-      # A counter-based generator: any row is made without those before it.
+      # A counter-based generator gives random access.
       bits = np.random.Philox(key=self._seed % 2**64, counter=[0, 0, number, epoch])
       row[:] = np.random.Generator(bits).integers(0, self._vocab_size, len(row), np.int32)
     return _from_tokens(tokens)
@@ -40,7 +40,7 @@ class RandomTokens(RowDataset):
 
 @configurable
 class ConstantTokens(RowDataset):
-  """Id 1 everywhere, as Pax's synthetic data: a model learns it at once, and its loss is 0."""
+  """Id 1 everywhere, as in Pax's synthetic data: the loss soon is 0."""
 
   is_endless = True
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents as token ids in one flat file: made once, kept in the user's cache folder."""
+"""Documents as token ids in one flat memory-mapped file, cached in the user's cache folder."""
 
 import contextlib
 import fcntl
@@ -14,18 +14,18 @@ import numpy as np
 
 from paxlike.errors import UserError
 
-# The ids of a document, int32 [n], or with more that is known of each of them: see `TokenIndex`.
+# int32 ids [n], or "tokens" and further columns [n] by name: see `TokenIndex`.
 Document = np.ndarray | Mapping[str, np.ndarray]
 
 
 class TokenIndex(NamedTuple):
-  """Documents one after another.
+  """Concatenated documents.
 
   Attributes:
-    tokens: uint16 or uint32, mapped from disk.
+    tokens: uint16 or uint32, memory-mapped.
     offsets: int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]].
-    columns: What else is known of each token. `weights`: uint8, whether it counts as a target;
-      `alternatives`: ids, what could be in its place.
+    columns: Further values per token. `weights`: uint8 loss mask; `alternatives`: ids of the
+      wrong answer, for multiple choice.
   """
 
   tokens: np.ndarray
@@ -61,9 +61,9 @@ def _writing(folder: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def built_once(folder: pathlib.Path) -> Iterator[pathlib.Path | None]:
-  """Yields None if `folder` exists, else an empty folder that becomes it if the context ends well.
+  """Yields None if `folder` exists, else an empty folder that is renamed to it without an error.
 
-  Of several processes one builds and the others wait; a killed build leaves nothing that counts.
+  One process builds while the others wait for its lock; an interrupted build is discarded.
 
   Raises:
     UserError: The cache cannot be written.
@@ -92,9 +92,9 @@ def cached(key: str, documents: Callable[[], Iterable[Document]], *, vocab_size:
   """Returns the index of `documents`, from the cache if it was made before.
 
   Args:
-    key: A text that is another for other documents or another tokenizer.
-    documents: Called only where the index has to be made.
-    vocab_size: Ids are below it.
+    key: Identifies the documents and the tokenizer.
+    documents: Called only on a cache miss.
+    vocab_size: Exclusive upper bound of ids.
 
   Raises:
     UserError: The cache cannot be read or written.
@@ -134,7 +134,7 @@ def read(folder: pathlib.Path, *, vocab_size: int) -> TokenIndex:
 def _mapped(path: pathlib.Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:
   size = path.stat().st_size
   if size != num_tokens * dtype.itemsize:
-    raise ValueError(f"{size} bytes of {path.name} where {num_tokens} tokens are due")
+    raise ValueError(f"{path.name} has {size} bytes, which is not {num_tokens} tokens")
   # An empty file cannot be mapped.
   return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
 

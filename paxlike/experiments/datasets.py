@@ -5,24 +5,21 @@ from typing import Literal
 
 import fiddle as fdl
 
-from paxlike import evaluation, objectives, ranges
-from paxlike.data import (
-  mixture,
-  packing,
-  preferences,
-  synthetic,
-  text,
-  tokenizer,
-)
-from paxlike.data.conversations import Conversations
+from paxlike.config import ranges
+from paxlike.config.knobs import UNSET
+from paxlike.data import mixture, packing, synthetic
 from paxlike.data.examples import ExampleRows
-from paxlike.data.preferences import PairRows
 from paxlike.data.prepared import PreparedRows
+from paxlike.data.text import text_files
+from paxlike.data.tokenizers import tokenizer
+from paxlike.data.tuning import preferences
+from paxlike.data.tuning.conversations import Conversations
+from paxlike.data.tuning.preferences import PairRows
 from paxlike.errors import UserError
-from paxlike.evaluation import EvalSet
 from paxlike.experiment import Experiment
 from paxlike.experiments.tfds import C4, BoolQ, Lambada, Pile, PretrainingTask, Tfds
-from paxlike.knobs import UNSET
+from paxlike.training import evaluation, objectives
+from paxlike.training.evaluation import EvalSet
 
 __all__ = [
   "C4",
@@ -148,10 +145,10 @@ class LocalText(Files):
       split=split,
     )
 
-  def corpus(self, path: str | None = None) -> fdl.Config[text.TextFiles]:
+  def corpus(self, path: str | None = None) -> fdl.Config[text_files.TextFiles]:
     """The text."""
     return fdl.Config(
-      text.TextFiles,
+      text_files.TextFiles,
       path=self.DATA_PATH if path is None else path,
       field=self.DATA_FIELD,
       tokenizer=self.tokenizer(),

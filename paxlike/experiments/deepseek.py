@@ -10,14 +10,16 @@ import math
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers, ranges
+from paxlike import layers
+from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rules import Matrix, PerExpert, Rules, Same
+from paxlike.config import ranges
 from paxlike.errors import UserError
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
-from paxlike.hugging_face_rope import Rope
 from paxlike.registry import register
-from paxlike.weight_rules import Matrix, PerExpert, Rules, Same
 
 
 class DeepSeek(Moe, Llama):
@@ -53,7 +55,7 @@ class DeepSeek(Moe, Llama):
         f"NUM_LAYERS={self.NUM_LAYERS} must be more than NUM_DENSE_LAYERS={self.NUM_DENSE_LAYERS}."
       )
     dense = self.block()
-    dense.mlp = super(Moe, self).mlp()
+    dense.mlp = self.dense_mlp()
     return fdl.Partial(
       layers.Stack,
       prologue=[dense] * self.NUM_DENSE_LAYERS,
@@ -104,7 +106,7 @@ class DeepSeek(Moe, Llama):
       scale=self.ROUTED_SCALE,
     )
     moe.bias_rate = self.ROUTER_BIAS_RATE
-    moe.shared = super(Moe, self).mlp()
+    moe.shared = self.dense_mlp()
     moe.shared.hidden_dim = self.NUM_SHARED_EXPERTS * moe.experts.hidden_dim
     return moe
 

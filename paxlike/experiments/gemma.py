@@ -11,12 +11,15 @@ import math
 
 import fiddle as fdl
 
-from paxlike import hugging_face, hugging_face_keys, layers, ranges
+from paxlike import layers
+from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints import hf_keys
+from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rules import Same
+from paxlike.config import ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
-from paxlike.hugging_face_rope import Rope
 from paxlike.registry import register
-from paxlike.weight_rules import Same
 
 
 class Gemma(Llama):
@@ -56,8 +59,8 @@ class Gemma(Llama):
       },
       # Versions of transformers differ in which of the two they read.
       fixed={
-        "hidden_act": hugging_face_keys.GELU_TANH,
-        "hidden_activation": (*hugging_face_keys.GELU_TANH, None),
+        "hidden_act": hf_keys.GELU_TANH,
+        "hidden_activation": (*hf_keys.GELU_TANH, None),
       },
     )
 
@@ -141,7 +144,7 @@ class Gemma2(Gemma):
         "final_logit_softcapping": 30.0,
       },
       nullable=family.nullable | {"attn_logit_softcapping", "final_logit_softcapping"},
-      fixed={**family.fixed, "hidden_activation": hugging_face_keys.GELU_TANH},
+      fixed={**family.fixed, "hidden_activation": hf_keys.GELU_TANH},
       layer_types=("sliding_attention", "full_attention"),
       rules={
         **family.rules,

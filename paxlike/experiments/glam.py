@@ -11,7 +11,8 @@ import math
 import fiddle as fdl
 import jax
 
-from paxlike import layers, ranges
+from paxlike import layers
+from paxlike.config import ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.moe import Moe
 from paxlike.registry import register
@@ -37,7 +38,7 @@ class GLaM(Moe):
 
   def pattern(self) -> list[fdl.Partial[layers.Block]]:
     dense = self.block()
-    dense.mlp = super(Moe, self).mlp()
+    dense.mlp = self.dense_mlp()
     dense.mlp.gate = self.linear("gate")
     dense.mlp.activation = layers.geglu
     return [self.block(), dense]

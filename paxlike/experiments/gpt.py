@@ -7,11 +7,13 @@ output projection. Adam with betas .9 / .95, weight decay .1 on every parameter,
 
 import fiddle as fdl
 
-from paxlike import hugging_face, hugging_face_keys, layers
+from paxlike import layers
+from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints import hf_keys
+from paxlike.checkpoints.hf_rules import Fused, Matrix, Same, Shifted
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
 from paxlike.registry import register
-from paxlike.weight_rules import Fused, Matrix, Same, Shifted
 
 
 class Gpt(Experiment):
@@ -73,7 +75,7 @@ class Gpt(Experiment):
       defaults={"n_inner": None},
       nullable=frozenset({"n_inner"}),
       fixed={
-        "activation_function": ("gelu_new", *hugging_face_keys.GELU_TANH),
+        "activation_function": ("gelu_new", *hf_keys.GELU_TANH),
         "layer_norm_epsilon": 1e-5,
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,

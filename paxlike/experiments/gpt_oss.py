@@ -5,13 +5,15 @@ import dataclasses
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers, ranges
+from paxlike import layers
+from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rules import Interleaved, Matrix, Same
+from paxlike.config import ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
-from paxlike.hugging_face_rope import Rope
 from paxlike.registry import register
-from paxlike.weight_rules import Interleaved, Matrix, Same
 
 # The rotary positions of configurations that say nothing of them.
 _YARN = {

@@ -11,13 +11,16 @@ from typing import Literal
 
 import fiddle as fdl
 
-from paxlike import hugging_face, hugging_face_keys, layers, ranges
+from paxlike import layers
+from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints import hf_keys
+from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rules import Matrix, Same
+from paxlike.config import ranges
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
-from paxlike.hugging_face_rope import Rope
 from paxlike.registry import register
-from paxlike.weight_rules import Matrix, Same
 
 
 class Llama(Experiment):
@@ -124,7 +127,7 @@ class Llama(Experiment):
         "attention_bias": False,
       },
       nullable=frozenset({"num_key_value_heads", "head_dim"}),
-      fixed={"hidden_act": hugging_face_keys.SILU, "mlp_bias": False},
+      fixed={"hidden_act": hf_keys.SILU, "mlp_bias": False},
       rope=Rope(),
       rules={
         "embedding.table": Same("model.embed_tokens.weight"),

@@ -5,7 +5,8 @@ from typing import Literal
 
 import fiddle as fdl
 
-from paxlike import layers, ranges
+from paxlike import layers
+from paxlike.config import ranges
 from paxlike.experiment import Experiment
 
 
@@ -27,11 +28,15 @@ class Moe(Experiment):
       num_experts=self.NUM_EXPERTS,
       num_chosen=self.NUM_EXPERTS_PER_TOKEN,
       router=self.router(),
-      experts=self.experts(super().mlp()),
+      experts=self.experts(self.dense_mlp()),
       dispatch=self.dispatch(),
       balance_loss=self.BALANCE_LOSS_WEIGHT,
       z_loss=self.ROUTER_Z_LOSS_WEIGHT,
     )
+
+  def dense_mlp(self) -> fdl.Partial[layers.Mlp]:
+    """The feed-forward layer of the family without experts."""
+    return super().mlp()
 
   def experts(self, dense: fdl.Partial[layers.Mlp]) -> fdl.Partial[layers.Experts]:
     """Experts that are made as the `dense` layer is."""

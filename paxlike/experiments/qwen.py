@@ -8,12 +8,13 @@ import dataclasses
 
 import fiddle as fdl
 
-from paxlike import hugging_face, layers
+from paxlike import layers
+from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_rules import Matrix, PerExpert
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
 from paxlike.registry import register
-from paxlike.weight_rules import Matrix, PerExpert
 
 
 class Qwen3(Llama):

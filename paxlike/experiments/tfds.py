@@ -8,18 +8,20 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxlike import evaluation, ranges
-from paxlike.data import packing, seqio_stream, tasks
+from paxlike.config import ranges
+from paxlike.config.knobs import UNSET
+from paxlike.data import packing
 from paxlike.data.examples import ExampleRows
-from paxlike.data.seqio_corpus import SeqIOCorpus
+from paxlike.data.seqio import stream, tasks
+from paxlike.data.seqio.corpus import SeqIOCorpus
 from paxlike.errors import UserError
-from paxlike.evaluation import EvalSet
 from paxlike.experiment import Experiment
-from paxlike.knobs import UNSET
+from paxlike.training import evaluation
+from paxlike.training.evaluation import EvalSet
 
 
 class Tfds(Experiment):
-  """SeqIO tasks of `data/tasks.py`, over data sets of TFDS."""
+  """SeqIO tasks of `data/seqio/tasks.py`, over data sets of TFDS."""
 
   #: name:version under --tfds_data_dir, or a folder that TFDS wrote.
   TFDS_NAME: ranges.Name = UNSET
@@ -97,7 +99,7 @@ class Pile(PretrainingTask):
     """A split, each piece a row."""
     if self.USE_STREAMING:
       return fdl.Config(
-        seqio_stream.SeqIOStream,
+        stream.SeqIOStream,
         task=self.task(tasks.the_pile_lm),
         task_split=split,
         seq_len=self.MAX_SEQ_LEN,

@@ -3,11 +3,11 @@
 
 import fiddle as fdl
 
-from paxlike.data import python_corpus
-from paxlike.evaluation import EvalSet
+from paxlike.data.seqio import python_corpus
 from paxlike.experiments import datasets
 from paxlike.experiments.gpt import Gpt
 from paxlike.registry import register
+from paxlike.training.evaluation import EvalSet
 
 
 @register

@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that models are made of: plain modules, usable without any configuration."""
+"""The modules that models are made of: plain Python, usable without any configuration.
 
-from paxlike.layers import (
-  attention_kernels,
-  context_attention,
-  dispatch,
-  lora,
-  quantization,
-  rope,
-  routing,
-  transformer_engine,
-)
-from paxlike.layers.attention import Attention
-from paxlike.layers.auto_attention import auto
+Suffixes of tensors name their dims, as in `x_BTD`; docs/legend.md lists the letters.
+"""
+
+from paxlike.layers import lora
+from paxlike.layers.attention import rope
+from paxlike.layers.attention.attention import Attention
+from paxlike.layers.attention.auto import auto
+from paxlike.layers.attention.cache import KvCache, LatentCache
+from paxlike.layers.attention.chunked import xla_chunked
+from paxlike.layers.attention.context_parallel import gathered, ring
+from paxlike.layers.attention.cudnn import cudnn
+from paxlike.layers.attention.kernels import xla
+from paxlike.layers.attention.latent_attention import LatentAttention
+from paxlike.layers.attention.relative_bias import RelativeBias
+from paxlike.layers.attention.rope import Rope
+from paxlike.layers.attention.splash import splash
+from paxlike.layers.attention.tokamax import tokamax
 from paxlike.layers.block import Block
-from paxlike.layers.cache import KvCache, LatentCache
-from paxlike.layers.chunked_attention import xla_chunked
-from paxlike.layers.context import Context
-from paxlike.layers.cudnn_attention import cudnn
+from paxlike.layers.call_context import Context
 from paxlike.layers.decoder import Decoder
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
-from paxlike.layers.experts import ExpertLinear, Experts
-from paxlike.layers.fp8 import DelayedFp8, Fp8
-from paxlike.layers.int8 import Int8
-from paxlike.layers.latent_attention import LatentAttention
 from paxlike.layers.linear import Linear
 from paxlike.layers.lora import Lora
 from paxlike.layers.loss import cross_entropy
@@ -38,17 +36,18 @@ from paxlike.layers.module import (
   gaussian_fan_in,
   zeros,
 )
-from paxlike.layers.moe import Moe
-from paxlike.layers.mxfp8 import MxFp8
+from paxlike.layers.moe import dispatch, routing
+from paxlike.layers.moe.experts import ExpertLinear, Experts
+from paxlike.layers.moe.moe import Moe
 from paxlike.layers.norm import LayerNorm, RmsNorm
-from paxlike.layers.pipeline import Pipeline
-from paxlike.layers.relative_bias import RelativeBias
+from paxlike.layers.pipeline.spec import Pipeline
+from paxlike.layers.precision import transformer_engine, weight_only
+from paxlike.layers.precision.fp8 import DelayedFp8, Fp8
+from paxlike.layers.precision.int8 import Int8
+from paxlike.layers.precision.mxfp8 import MxFp8
+from paxlike.layers.precision.transformer_engine import TransformerEngine
 from paxlike.layers.remat import Remat
-from paxlike.layers.rope import Rope
-from paxlike.layers.splash_attention import splash
 from paxlike.layers.stack import Stack
-from paxlike.layers.tokamax_attention import tokamax
-from paxlike.layers.transformer_engine import TransformerEngine
 
 __all__ = [
   "Attention",
@@ -82,25 +81,26 @@ __all__ = [
   "Rope",
   "Stack",
   "TransformerEngine",
-  "attention_kernels",
   "auto",
   "clamped_swiglu",
   "constant",
-  "context_attention",
   "cross_entropy",
   "cudnn",
   "dispatch",
+  "gathered",
   "gaussian",
   "gaussian_fan_in",
   "geglu",
   "lora",
-  "quantization",
+  "ring",
   "rope",
   "routing",
   "splash",
   "swiglu",
   "tokamax",
   "transformer_engine",
+  "weight_only",
+  "xla",
   "xla_chunked",
   "zeros",
 ]

@@ -7,22 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxlike import mesh, ranges
-from paxlike.configurable import configurable
-from paxlike.layers.context import Context
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.devices import mesh
+from paxlike.layers.auxiliary import Aux
+from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.mlp import Mlp
 from paxlike.layers.module import Module
-from paxlike.layers.moe import Moe
-
-# Sums over layers of what a layer reports besides its output: scalars named `..._loss`, which are
-# added to the loss, and metrics as [sum, weight].
-Aux = dict[str, jax.Array]
+from paxlike.layers.moe.moe import Moe
 
 
 @configurable
 class Block(Module):
-  """Attention and feed-forward, each after a norm and around a residual connection (pre-LN)."""
+  """Attention and feed-forward, each with a pre-norm and a residual connection (pre-LN)."""
 
   def __init__(
     self,
@@ -35,11 +33,11 @@ class Block(Module):
     dropout: Callable[[], Dropout] | None = None,
     time: str = "time",
   ):
-    """`post_norm` norms what attention and feed-forward add, `dropout` drops of it.
+    """`post_norm` and `dropout` apply to the outputs of attention and feed-forward.
 
-    `time` is what T is called outside attention and feed-forward: as `sequence` it is cut over
-    tensor, too, and so are norms and all that is saved of them (Korthikanti et al., 2022,
-    arXiv:2205.05198).
+    `time` is the dim name of T outside attention and feed-forward. "sequence" is sharded over the
+    tensor axis too, and with it norms and their residuals (sequence parallelism; Korthikanti et
+    al., 2022, arXiv:2205.05198).
     """
     self.time = time
     self.attention_norm = norm(dim)
@@ -53,7 +51,7 @@ class Block(Module):
   def __call__(
     self, x_BTD: jax.Array, context: Context, cache: Any = None
   ) -> tuple[jax.Array, Any, Aux]:
-    """Returns (x_BTD, the attention's cache with these tokens, what the layers report)."""
+    """Returns (x_BTD, the updated KV cache, the layers' Aux)."""
     y_BTD, cache = self.attention(self._normed(self.attention_norm, x_BTD), context, cache)
     if self.attention_post_norm is not None:
       y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)
@@ -76,9 +74,9 @@ class Block(Module):
 def by_token(
   function: Callable[..., jax.Array], *arrays_BTD: jax.Array, time: str = "time"
 ) -> jax.Array:
-  """Applies a function of [..., D] to tokens as the rows of one matrix, if time is not sharded.
+  """Applies a function of [..., D] to [B*T, D], or to [B, T, D] if `time` is sharded.
 
-  Of an array of three dims, XLA for GPUs changes the order in memory from layer to layer.
+  With three dims, XLA for GPUs changes the memory layout from layer to layer.
   """
   if mesh.is_sharded(time):
     return function(*arrays_BTD)

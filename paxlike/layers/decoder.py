@@ -8,19 +8,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paxlike import mesh, ranges
-from paxlike.configurable import configurable
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.devices import mesh
 from paxlike.errors import UserError
-from paxlike.layers import sums
-from paxlike.layers.auto_attention import Place, described, in_effect
-from paxlike.layers.block import Aux, by_token
-from paxlike.layers.context import Context
-from paxlike.layers.cudnn_attention import MAX_SEGMENTS, cudnn
+from paxlike.layers.attention.auto import Place, described, in_effect
+from paxlike.layers.attention.cudnn import MAX_SEGMENTS, cudnn
+from paxlike.layers.auxiliary import Aux
+from paxlike.layers.block import by_token
+from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
 from paxlike.layers.loss import Shards, cross_entropy, gathered, sum_over_chunks
 from paxlike.layers.module import Definition, Module, Params
+from paxlike.layers.precision import float32_sums
 from paxlike.layers.stack import Caches, Stack
 
 # [B, T]: int32 `inputs` and `targets`, float32 `weights`; if packed int32 `segments`, `positions`.
@@ -33,7 +35,8 @@ class Decoder(Module):
 
   Attributes:
     vocab_size: V, the number of token ids.
-    loss_chunks: Parts of the sequence whose logits are held one after another.
+    loss_chunks: The loss is computed over this many chunks of the sequence, to bound the memory of
+      the logits.
   """
 
   def __init__(
@@ -50,9 +53,9 @@ class Decoder(Module):
     soft_cap: ranges.Cap | None = None,
     loss_chunks: ranges.Size = 4,
   ):
-    """Without `head` the embedding's table also projects to logits.
+    """Without `head`, the embedding table also projects to logits (tied embeddings).
 
-    With `soft_cap` logits x become soft_cap * tanh(x / soft_cap).
+    With `soft_cap`, logits x become soft_cap * tanh(x / soft_cap).
     """
     self.soft_cap = soft_cap
     self.loss_chunks = loss_chunks
@@ -65,30 +68,30 @@ class Decoder(Module):
     self.head = None if head is None else head({"model": dim}, {"vocab": vocab_size})
 
   def check_data(self, seq_len: int, num_ids: int | None):
-    """Finds whether the model knows every position and token id of data.
+    """Checks that the vocabulary and the position table cover the data.
 
     Args:
-      seq_len: Tokens of their sequences.
-      num_ids: The number that their ids are below; None: not known.
+      seq_len: Tokens per sequence.
+      num_ids: Upper bound (exclusive) of the token ids; None: unknown.
 
     Raises:
-      UserError: It does not.
+      UserError: They do not.
     """
     if num_ids is not None and num_ids > self.vocab_size:
       raise UserError(
-        f"the data may have token ids up to {num_ids - 1}, but the model knows"
-        f" {self.vocab_size}: VOCAB_SIZE is for both, model.vocab_size for the model alone."
+        f"the data have token ids up to {num_ids - 1}, but the model has a vocabulary of"
+        f" {self.vocab_size}: VOCAB_SIZE sets both, model.vocab_size the model alone."
       )
     if self.positions is not None and seq_len > (
-      known := self.positions.table.get_value().shape[0]
+      max_len := self.positions.table.get_value().shape[0]
     ):
       raise UserError(
-        f"the data have sequences of {seq_len} tokens, but the model knows {known} positions:"
-        " MAX_SEQ_LEN is for both."
+        f"the data have sequences of {seq_len} tokens, but the model has {max_len} positions:"
+        " MAX_SEQ_LEN sets both."
       )
 
   def kernels(self, place: Place, *, is_packed: bool = False) -> list[str]:
-    """Returns what computes attention, as users call it, of sequences with segments or without."""
+    """Returns the names of the attention kernels in use, for packed sequences or unpacked ones."""
     found = set()
     for module in self._attention:
       demand = module.demand(is_packed=is_packed)
@@ -96,7 +99,7 @@ class Decoder(Module):
     return sorted(found)
 
   def max_segments(self, place: Place) -> int | None:
-    """Returns the most segments of a sequence that attention has room for; None: any number."""
+    """Returns the largest number of segments per sequence that attention supports; None: any."""
     limits = []
     for module in self._attention:
       if in_effect(module.kernel, module.demand(is_packed=True), place) is cudnn:
@@ -111,7 +114,7 @@ class Decoder(Module):
   def hidden(
     self, tokens_BT: jax.Array, context: Context, caches: Caches | None = None
   ) -> tuple[jax.Array, Caches | None, Aux]:
-    """Returns (x_BTD before the output projection, the caches, what the layers report)."""
+    """Returns (x_BTD before the output projection, the updated caches, the layers' Aux)."""
     x_BTD = self.embed(tokens_BT, context)
     x_BTD, caches, aux = self.stack(x_BTD, context.fold(1), caches)
     return by_token(self.norm, x_BTD), caches, aux
@@ -120,29 +123,24 @@ class Decoder(Module):
     """Returns x_BTD before the first layer."""
     x_BTD = self.embedding(tokens_BT)
     if self.positions is not None:
-      x_BTD = sums.add(x_BTD, self.positions(tokens_BT.shape[1], context.positions_BT))
+      x_BTD = float32_sums.add(x_BTD, self.positions(tokens_BT.shape[1], context.positions_BT))
     x_BTD = mesh.constrain(x_BTD, "batch", "time", None)
     return x_BTD if self.dropout is None else self.dropout(x_BTD, context.fold(0))
 
   def logits(self, x: jax.Array) -> jax.Array:
-    """Returns [..., V] in the compute dtype for what `hidden` gives, [..., D]."""
+    """Returns logits [..., V] in the compute dtype for final hidden states [..., D]."""
     return _logits(self.embedding if self.head is None else self.head, x, self.soft_cap)
 
   def __call__(self, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
-    """Returns (logits_BTV in the compute dtype, what the layers report)."""
+    """Returns (logits_BTV in the compute dtype, the layers' Aux)."""
     x_BTD, _, aux = self.hidden(tokens_BT, context)
     return mesh.constrain(self.logits(x_BTD), "batch", "time", "vocab"), aux
 
-  def loss(self, batch: Batch, context: Context) -> tuple[jax.Array, Aux]:
-    """Returns (the weighted sum of cross-entropies in nats, what the layers report)."""
-    x_BTD, _, aux = self.hidden(batch["inputs"], context)
-    return self.token_loss(x_BTD, batch["targets"], batch["weights"]), aux
-
   def token_loss(self, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
-    """Returns the weighted sum of cross-entropies, in nats, for what `hidden` gives.
+    """Returns the weighted sum of cross-entropies, in nats, for final hidden states x_BTD.
 
-    The logits never exist as a whole: they are made, and turned into gradients, a part of the
-    sequence at a time.
+    The full logits never exist: logits and their gradients are computed one chunk of the sequence
+    at a time.
     """
     graph, weights = nnx.split(_gathered(self.embedding if self.head is None else self.head))
     shards = Shards.of(targets_BT.shape)
@@ -159,14 +157,14 @@ class Decoder(Module):
     return sum_over_chunks(chunk_loss, weights, *chunks, shards.axes)
 
   def map_logits(self, function: Callable[..., Any], x_BTD: jax.Array, arrays: Any) -> Any:
-    """Returns function(logits_BTV, arrays), made a part of the sequence at a time.
+    """Returns function(logits_BTV, arrays), computed one chunk of the sequence at a time.
 
-    No logits are kept for a gradient.
+    The backward pass recomputes the logits.
 
     Args:
-      function: Of such a part; all leaves of what it takes and returns are [B, T, ...].
-      x_BTD: What `hidden` gives.
-      arrays: A pytree.
+      function: Called on each chunk; all leaves of its arguments and result are [B, T, ...].
+      x_BTD: The final hidden states.
+      arrays: A pytree of [B, T, ...].
     """
 
     head = _gathered(self.embedding if self.head is None else self.head)
@@ -185,14 +183,14 @@ class Decoder(Module):
 
 
 def _gathered(head: Embedding | Linear) -> Embedding | Linear:
-  """Returns a head whose weights are all-gathered once, not once for each chunk of a sequence."""
+  """Returns the head with its weights all-gathered once instead of once per chunk."""
   graph, weights = nnx.split(head)
 
-  def whole(param: nnx.Variable) -> Any:
+  def gather(param: nnx.Variable) -> Any:
     w = param.get_value()
     return gathered(w, param.dims) if isinstance(w, jax.Array) else w
 
-  flat = [(path, whole(param)) for path, param in nnx.to_flat_state(weights)]
+  flat = [(path, gather(param)) for path, param in nnx.to_flat_state(weights)]
   return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
@@ -202,12 +200,12 @@ def _logits(head: Embedding | Linear, x: jax.Array, soft_cap: float | None) -> j
 
 
 def context_of(batch: Batch, dropout: jax.Array | None = None) -> Context:
-  """Returns what layers may need to know of a batch."""
+  """Returns the context of a batch."""
   return Context(
     segments_BT=batch.get("segments"), positions_BT=batch.get("positions"), dropout=dropout
   )
 
 
 def forward(definition: Definition, params: Params, batch: Batch) -> tuple[jax.Array, Aux]:
-  """Returns (logits_BTV, what the layers report) of a batch."""
+  """Returns (logits_BTV, the layers' Aux) of a batch."""
   return definition.bind(params)(batch["inputs"], context_of(batch))

@@ -4,15 +4,15 @@
 import jax
 import jax.numpy as jnp
 
-from paxlike import ranges
-from paxlike.configurable import configurable
-from paxlike.layers.context import Context
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.layers.call_context import Context
 from paxlike.layers.module import Module
 
 
 @configurable
 class Dropout(Module):
-  """Zeroes a share `rate` of the elements and scales the rest; the identity without a key."""
+  """Zeroes elements with probability `rate` and scales the rest; the identity without a key."""
 
   def __init__(self, *, rate: ranges.Probability):
     self.rate = rate

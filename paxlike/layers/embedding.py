@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that turn token ids and positions into vectors."""
+"""Token and position embeddings."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from paxlike import ranges
-from paxlike.configurable import configurable
-from paxlike.layers import module, sums
-from paxlike.layers.linear import matmul
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.layers import module
+from paxlike.layers.linear import as_matrix
+from paxlike.layers.precision import float32_sums
+from paxlike.layers.precision.matmul import matmul
 
 
 @configurable
@@ -36,12 +38,15 @@ class Embedding(module.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Returns [..., D] for int32 tokens [...]; ids must lie in [0, vocab_size)."""
-    x: Any = sums.lookup(self.table[...].astype(self.dtype), tokens, ("vocab", "model"))
+    x: Any = float32_sums.lookup(self.table[...].astype(self.dtype), tokens, ("vocab", "model"))
     return x if self.scale == 1 else x * jnp.asarray(self.scale, self.dtype)
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits [..., V] for x [..., D]."""
-    logits = matmul(x.astype(self.dtype), self.table[...].astype(self.dtype).T)
+    table_DV = self.table[...].astype(self.dtype).T
+    tokens = as_matrix(x.astype(self.dtype))
+    logits: Any = matmul(tokens, table_DV) if tokens.ndim == 2 else jnp.dot(tokens, table_DV)
+    logits = logits.reshape(*x.shape[:-1], -1)
     return logits if self.logits_scale == 1 else logits * self.logits_scale
 
 
@@ -61,8 +66,8 @@ class PositionEmbedding(module.Module):
     self.table = self.weight({"position": max_len, "model": dim}, init=init, compute_dtype=dtype)
 
   def __call__(self, num_tokens: int, positions_BT: jax.Array | None) -> jax.Array:
-    """Returns [T, D] for positions counted from 0, or [B, T, D] for explicit ones."""
+    """Returns [T, D] for positions 0 to T - 1, or [B, T, D] for explicit ones."""
     table = self.table[...].astype(self.dtype)
     if positions_BT is None:
       return table[:num_tokens]
-    return sums.lookup(table, positions_BT, ("position", "model"))
+    return float32_sums.lookup(table, positions_BT, ("position", "model"))

@@ -1,33 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear maps between named dims."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from paxlike import mesh, ranges
-from paxlike.configurable import configurable
-from paxlike.layers import module, sums
-from paxlike.layers.context import Context
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.devices import mesh
+from paxlike.layers import module
+from paxlike.layers.call_context import Context
 from paxlike.layers.lora import Lora
-from paxlike.layers.products import Dim, Dot, Plain
-from paxlike.layers.quantization import Int8, Quantized, Storage
+from paxlike.layers.precision import float32_sums
+from paxlike.layers.precision.matmul import Dim, Dot, Plain, matmul
+from paxlike.layers.precision.rounding import dense
+from paxlike.layers.precision.weight_only import Int8, Quantized, Storage
 from paxlike.layers.remat import named
-from paxlike.layers.rounding import whole
-
-_EXACT = Plain().exact
 
 
 @configurable
 class Linear(module.Module):
-  """y = x w + b, summing over the trailing dims of x that `inputs` names.
+  """y = x w + b, contracting the trailing dims of x that `inputs` names.
 
   Attributes:
-    role: What the map is for ("query", "up", "head" ...): fiddlers select by it.
-    dtype: The dtype of the product; the weights stay float32.
+    role: What the map is for ("query", "up", "head" ...); fiddlers select by it.
+    dtype: The dtype of the matmul; the weights stay float32.
   """
 
   def __init__(
@@ -42,12 +41,22 @@ class Linear(module.Module):
     dot: Callable[[], Dot] | None = None,
     lora: Callable[..., Lora] | None = None,
     scheme: Callable[..., Quantized] | None = None,
-    time: str = "time",
+    time: mesh.Dim = "time",
   ):
-    """`dot` multiplies x with w in few bits; `time` is what T is called around it.
+    """Builds the layer.
 
-    `lora` adapts the map, whose own weights are then not trained. Where weights are only read, they
-    are held by a `scheme`, a function of `quantization`.
+    Args:
+      inputs: Name -> size of the contracted dims.
+      outputs: Name -> size of the output dims.
+      role: See the class.
+      use_bias: Whether to add b.
+      init: Of w.
+      dtype: See the class.
+      dot: A low-precision matmul.
+      lora: Adapts the map, whose own weights are then frozen.
+      scheme: Weight-only quantization (a function of `weight_only`) of a weight that is never
+        trained.
+      time: The dim name of T in the input: "time" or "sequence".
     """
     self.role = role
     self.time = time
@@ -68,42 +77,52 @@ class Linear(module.Module):
     self.lora = None if lora is None else lora(inputs, outputs, role=role)
 
   def __call__(self, x: jax.Array, context: Context | None = None) -> jax.Array:
-    """Returns [..., *outputs] for x [..., *inputs]; only an adapter's dropout needs the context."""
+    """Returns [..., *outputs] for x [..., *inputs]; only a LoRA's dropout needs the context."""
     w = self.w.get_value()
     leading = x.shape[: x.ndim - self.num_inputs]
-    outputs = self._outputs
     x = x.astype(self.dtype).reshape(*leading, -1)
-    # What is held in few bits is made whole again for the gradient, rather than kept till then.
-    y = jax.checkpoint(self._product)(x, w) if isinstance(w, Quantized) else self._product(x, w)
+    tokens = as_matrix(x, self.time)
+    y: Any
+    if isinstance(w, Quantized):
+      # The backward pass dequantizes again instead of keeping the dense weight.
+      y = jax.checkpoint(self._weight_only)(tokens, w)
+    elif self.dot is not None:
+      y = self._quantized(tokens, w)
+    else:
+      w = w.astype(self.dtype).reshape(x.shape[-1], -1)
+      y = matmul(tokens, w, *self._plain.sizes) if tokens.ndim == 2 else jnp.dot(tokens, w)
+    y = y.reshape(*leading, -1)
     if self.lora is not None:
       y += self.lora(x, context)
-    y = y.reshape(*leading, *outputs)
-    return named(y if self.b is None else sums.add(y, self.b[...]), self.role)
+    y = y.reshape(*leading, *self._outputs)
+    return named(y if self.b is None else float32_sums.add(y, self.b[...]), self.role)
 
-  def _product(self, x: jax.Array, w: Any) -> jax.Array:
-    rows = x.shape[-1]
-    if isinstance(w, Int8) and self.dot is None and w.reads_less(x.size // rows):
-      return w.product(x.reshape(-1, rows)).reshape(*x.shape[:-1], -1)
-    dense = whole(w, self.dtype)
-    if self.dot is None:
-      return matmul(x, dense.reshape(rows, -1), self._plain.exact, self.time)
-    rounded = None if self.w.rounding is None else self.w.rounding.of(w, dense).matrix(rows)
-    dot = functools.partial(self.dot, self._plain, rounded=rounded)
-    return matmul(x, dense.reshape(rows, -1), dot, self.time)
+  def _quantized(self, x: jax.Array, w: Any) -> jax.Array:
+    """Returns x w, both operands quantized by `dot`."""
+    dense_w = dense(w, self.dtype)
+    inputs = x.shape[-1]
+    rounded = None if self.w.rounding is None else self.w.rounding.of(w, dense_w).matrix(inputs)
+    assert self.dot is not None
+    return self.dot(self._plain, x, dense_w.reshape(inputs, -1), rounded=rounded)
+
+  def _weight_only(self, x: jax.Array, w: Quantized) -> jax.Array:
+    """Returns x w for a weight-only quantized w."""
+    inputs = x.shape[-1]
+    if self.dot is not None:
+      return self._quantized(x, w)
+    if isinstance(w, Int8) and w.reads_less(x.size // inputs):
+      return w.product(x.reshape(-1, inputs)).reshape(*x.shape[:-1], -1)
+    return self._plain.exact(x, dense(w, self.dtype).reshape(inputs, -1))
 
   def matrix(self) -> jax.Array:
-    """Returns [*inputs, *outputs] in the compute dtype: all that x is multiplied with."""
-    w = whole(self.w.get_value(), self.dtype)
+    """Returns the effective weight [*inputs, *outputs] in the compute dtype, LoRA included."""
+    w = dense(self.w.get_value(), self.dtype)
     return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
 
 
-def matmul(
-  x: jax.Array, w: jax.Array, dot: Callable[..., jax.Array] = _EXACT, time: str = "time"
-) -> jax.Array:
-  """Returns x [..., D] times w [D, F], as one product of matrices if the mesh does not cut `time`.
+def as_matrix(x: jax.Array, time: mesh.Dim = "time") -> jax.Array:
+  """Returns x [..., D] as [M, D], or unchanged if the mesh shards the dim named `time`.
 
   XLA's CPU and GPU libraries are fastest on plain matrices, and gradients need fewer transposes.
   """
-  if mesh.is_sharded(time):
-    return dot(x, w)
-  return dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
+  return x if mesh.is_sharded(time) else x.reshape(-1, x.shape[-1])

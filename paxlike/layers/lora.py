@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from paxlike import ranges
-from paxlike.configurable import configurable
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
 from paxlike.layers import module
-from paxlike.layers.context import Context
+from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
 
-# What the names of an adapter's weights have in common.
+# A pattern that matches the names of LoRA weights.
 WEIGHTS = r"(^|\.)lora\."
 
 
 @configurable
 class Lora(module.Module):
-  """What is added to a linear map: x a b, through `rank` dims.
+  """The low-rank update scale * x a b that a linear map adds to its output.
 
   Attributes:
-    scale: Of what is added.
-    dtype: As of `Linear`.
+    scale: Factor of the update (alpha / rank).
+    dtype: The dtype of the matmuls.
   """
 
   def __init__(
@@ -44,21 +44,21 @@ class Lora(module.Module):
     self.dtype = dtype
     self.dropout = None if dropout is None else dropout()
     self._key = zlib.crc32(role.encode())
-    through = {"adapter": rank}
+    low_rank = {"adapter": rank}
     self.a = self.weight(
-      {**inputs, **through}, init=init, fan_in=tuple(inputs), compute_dtype=dtype
+      {**inputs, **low_rank}, init=init, fan_in=tuple(inputs), compute_dtype=dtype
     )
-    self.b = self.weight({**through, **outputs}, init=module.zeros, compute_dtype=dtype)
+    self.b = self.weight({**low_rank, **outputs}, init=module.zeros, compute_dtype=dtype)
 
   def __call__(self, x: jax.Array, context: Context | None) -> jax.Array:
-    """Returns [..., F] for x [..., D], inputs and outputs each as one dim."""
+    """Returns [..., F] for x [..., D], inputs and outputs each joined to one dim."""
     if self.dropout is not None and context is not None:
       x = self.dropout(x, context.fold(self._key))
     a_DR, b_RF = self._matrices()
     return (x.astype(self.dtype) @ a_DR) @ b_RF * self.scale
 
   def matrix(self) -> jax.Array:
-    """Returns what may be added to the map's own matrix instead, [D, F] in the compute dtype."""
+    """Returns scale * a b, the update to merge into the weight: [D, F] in the compute dtype."""
     a_DR, b_RF = self._matrices()
     return a_DR @ b_RF * self.scale
 

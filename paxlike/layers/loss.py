@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses over a vocabulary, in float32 whatever the logits are."""
+"""Cross-entropy in float32, and its sum over chunks of a sequence that bounds memory."""
 
 import functools
 import math
@@ -11,21 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from paxlike import mesh
+from paxlike.devices import mesh
 
 
 @jax.custom_vjp
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
   """Returns -log softmax(logits)[targets] in nats, float32 [...], for logits [..., V].
 
-  The gradient is made in one pass over the logits, in their dtype.
+  The gradient takes one pass over the logits and has their dtype.
   """
   return _entropy_forward(logits, targets)[0]
 
 
 def _entropy_forward(logits, targets):
   if mesh.is_sharded("vocab"):
-    # No device has all logits of a token to choose from.
+    # No device has all logits of a token, so a gather would all-gather them.
     is_target = targets[..., None] == jnp.arange(logits.shape[-1])
     chosen = jnp.where(is_target, logits, jnp.zeros((), logits.dtype)).sum(-1)
   else:
@@ -37,7 +37,7 @@ def _entropy_forward(logits, targets):
 def _entropy_backward(saved, cotangent):
   logits, targets, normalizer = saved
   softmax = jnp.exp(logits.astype(jnp.float32) - normalizer[..., None])
-  # Compared, not scattered: a scatter would be a pass of its own.
+  # A comparison fuses with the softmax; a scatter would be a separate pass.
   is_target = targets[..., None] == jnp.arange(logits.shape[-1])
   return ((softmax - is_target) * cotangent[..., None]).astype(logits.dtype), None
 
@@ -46,7 +46,7 @@ cross_entropy.defvjp(_entropy_forward, _entropy_backward)
 
 
 class Shards(NamedTuple):
-  """How the mesh shards [B, T]: over `axes`, into `batch` times `time` parts."""
+  """How the mesh shards [B, T]: over `axes`, into `batch` x `time` shards."""
 
   batch: int
   time: int
@@ -64,8 +64,8 @@ class Shards(NamedTuple):
   def chunks(self, x: jax.Array, count: int) -> jax.Array:
     """Returns [B, T, ...] as [chunks, shards, B / batch, T / time / chunks, ...].
 
-    What chunks do not divide is filled up with zeros. Where nothing is sharded, there is no dim of
-    shards.
+    A shard's T is padded with zeros to a multiple of the chunks. The dim of shards is absent where
+    nothing is sharded.
     """
     B, T, *rest = x.shape
     length = T // self.time
@@ -80,9 +80,9 @@ class Shards(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gathered(w: jax.Array, dims: mesh.Dims) -> jax.Array:
-  """Returns w, all-gathered over the axes that shard the batch; its gradient is scattered again.
+  """Returns w, all-gathered over fsdp; the gradient is reduce-scattered.
 
-  `dims` are those of w.
+  `dims` are the dim names of w.
   """
   return mesh.constrain(w, *(None if dim == "model" else dim for dim in dims))
 
@@ -102,17 +102,17 @@ def sum_over_chunks(
 ) -> jax.Array:
   """Returns the sum of loss(weights, x[i], constants[i]) over the leading dim.
 
-  The gradient of each chunk is formed together with its loss, so that nothing as large as a chunk's
-  logits outlives it, and no logits are computed twice.
+  The gradient of each chunk is computed together with its loss, so that a chunk's logits are freed
+  before the next chunk and never recomputed.
 
   Args:
     loss: Returns a float32 scalar.
     weights: A pytree; differentiated.
     x: [chunks, ...]; differentiated.
     constants: A pytree of [chunks, ...].
-    axes: Of the mesh. If there are any, x and constants are [chunks, shards, ...], sharded over
-      them, and `loss` takes one shard. Devices then sum the gradients of weights over their own
-      shard, and over all shards once, after the last chunk.
+    axes: Mesh axes. If there are any, x and constants are [chunks, shards, ...], sharded over
+      them, and `loss` takes one shard. Weight gradients accumulate per shard, and are all-reduced
+      once after the last chunk.
   """
 
   def add(total, chunk):
@@ -136,13 +136,12 @@ def _chunks_forward(loss, weights, x, constants, axes):
     return (total + value.sum(), gradient), dx
 
   def zeros(w: jax.Array) -> jax.Array:
-    whole = jnp.zeros((*shards, *w.shape), jnp.float32)
-    others = [PartitionSpec.UNCONSTRAINED] * w.ndim
-    where = PartitionSpec(axes, *others)
-    return jax.lax.with_sharding_constraint(whole, where) if axes else whole
+    total = jnp.zeros((*shards, *w.shape), jnp.float32)
+    spec = PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * w.ndim)
+    return jax.lax.with_sharding_constraint(total, spec) if axes else total
 
   def summed(gradient: jax.Array, w: jax.Array) -> jax.Array:
-    gradient = gradient.astype(w.dtype)  # As devices sum the gradients of other weights.
+    gradient = gradient.astype(w.dtype)  # All-reduced in the dtype of other weights' gradients.
     return jax.lax.reduce(gradient, np.zeros((), w.dtype), jax.lax.add, (0,)) if axes else gradient
 
   (total, dw), dx = jax.lax.scan(add, (jnp.zeros(()), jax.tree.map(zeros, weights)), (x, constants))

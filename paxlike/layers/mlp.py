@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward part of a block."""
+"""The feed-forward layer of a block."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from paxlike import mesh, ranges
-from paxlike.configurable import configurable
-from paxlike.layers.context import Context
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.devices import mesh
+from paxlike.layers.auxiliary import Aux, none
+from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
 from paxlike.layers.module import Module
 
-# Of `up` alone, or of (gate, up).
+# up -> hidden, or (gate, up) -> hidden.
 Activation = Callable[..., jax.Array]
 
 
 @configurable
 @jax.custom_vjp
 def gelu(x: jax.Array) -> jax.Array:
-  """GELU by tanh (Hendrycks and Gimpel, 2016).
+  """GELU, tanh approximation (Hendrycks and Gimpel, 2016).
 
-  Its gradient keeps x alone, apart from the forward pass: only then can cuBLAS, which has GELU as
-  the end of a product, also write x.
+  x is the only residual. XLA can then use cuBLAS's GELU epilogue, which also writes x.
   """
   return jax.nn.gelu(x)
 
@@ -54,14 +55,14 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 def clamped_swiglu(
   gate: jax.Array, up: jax.Array, *, alpha: ranges.Finite = 1.702, limit: ranges.PositiveFloat = 7.0
 ) -> jax.Array:
-  """The activation of gpt-oss: both clamped, `up` shifted by 1."""
+  """The activation of gpt-oss: gate and up are clamped, `up` shifted by 1."""
   gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
   return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 
 
 @configurable
 class Mlp(Module):
-  """Two linear maps around an activation, of (gate, up) if there is a `gate`."""
+  """down(activation(up(x))), or down(activation(gate(x), up(x))) if there is a `gate`."""
 
   def __init__(
     self,
@@ -78,12 +79,10 @@ class Mlp(Module):
     self.gate = None if gate is None else gate({"model": dim}, {"ffn": hidden_dim})
     self.down = down({"ffn": hidden_dim}, {"model": dim})
 
-  def __call__(
-    self, x_BTD: jax.Array, context: Context | None = None
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (y_BTD, nothing to report)."""
+  def __call__(self, x_BTD: jax.Array, context: Context | None = None) -> tuple[jax.Array, Aux]:
+    """Returns (y_BTD, an empty Aux)."""
     y_BTF = mesh.constrain(self.up(x_BTD, context), "batch", "time", "ffn")
     if self.gate is None:
-      return self.down(self.activation(y_BTF), context), {}
+      return self.down(self.activation(y_BTF), context), none()
     gate_BTF = mesh.constrain(self.gate(x_BTD, context), "batch", "time", "ffn")
-    return self.down(self.activation(gate_BTF, y_BTF), context), {}
+    return self.down(self.activation(gate_BTF, y_BTF), context), none()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of every layer, and the step from a module to a pure function of a dict of arrays.
+"""The base class of layers, and `Definition`, which makes a pure function of a module tree.
 
-Modules are definitions: building one allocates nothing. Its weights are shapes with named dims, and
-`Definition` turns the finished tree into the specs of its weights and a way to bind arrays to them.
+Modules are definitions: building one allocates nothing. A weight is a shape with named dims.
+`Definition` splits the tree into flat weight names with their specs, and binds arrays to them.
 """
 
 import inspect
@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paxlike import ranges
-from paxlike.configurable import configurable
-from paxlike.layers.quantization import Quantized, Storage
-from paxlike.layers.rounding import Prepared, Rounded, Rounding
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.layers.precision.rounding import Prepared, Rounded, Rounding
+from paxlike.layers.precision.weight_only import Quantized, Storage
 
 T = TypeVar("T")
 Params = dict[str, jax.Array]
@@ -61,16 +61,16 @@ def constant(
 
 
 def follow_sign(weight: jax.Array, gradient: jax.Array, *, rate: float) -> jax.Array:
-  """An update by a step of the same size for all entries, against the gradient."""
+  """Returns weight - rate * sign(gradient)."""
   return weight - rate * jnp.sign(gradient)
 
 
 class Module(nnx.Module):
-  """A layer: sub-layers and weights made in `__init__`, arithmetic in `__call__`."""
+  """A layer: `__init__` declares sub-layers and weights, `__call__` computes."""
 
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
-    # NNX's metaclass hides the constructor's signature, without which Fiddle accepts any argument.
+    # NNX's metaclass hides the constructor's signature; without one, Fiddle accepts any argument.
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     cls.__signature__ = inspect.Signature(parameters)
 
@@ -89,15 +89,15 @@ class Module(nnx.Module):
     """Declares a float32 weight.
 
     Args:
-      dims: Name -> size of each dim, in order: shape, fan and sharding follow from the names.
-      init: How to draw it.
-      fan_in: The dims that a product with this weight sums over.
-      compute_dtype: What the layer casts it to; `Definition.prepare` does so ahead of time.
-      update: How a step changes a weight that is not the optimizer's; None: it is.
-      storage: What is held of the weight where it is only read.
-      rounding: What is made of it once a step, to multiply with.
-      statistic: Whether it is no weight but what a layer noticed in earlier steps. Its gradient is
-        what it notices in this one, the largest of those of the parts of a batch.
+      dims: Name -> size of each dim, in order; they give shape, fan-in and sharding.
+      init: The initializer.
+      fan_in: The dims that a matmul with this weight contracts.
+      compute_dtype: What the layer casts it to; `Definition.prepare` casts once per step.
+      update: The update rule of a weight that the optimizer does not train; None: it trains it.
+      storage: The weight-only quantization, applied where the weight is never trained.
+      rounding: The quantization for low-precision matmuls, applied once per step.
+      statistic: Whether this is non-trainable state (an amax history). Its gradient is this step's
+        new value; microbatches combine by maximum.
     """
     shape = jax.ShapeDtypeStruct(tuple(dims.values()), jnp.float32)
     fan = math.prod(dims[dim] for dim in fan_in)
@@ -114,26 +114,26 @@ class Module(nnx.Module):
     )
 
   def statistic(self, dims: Mapping[str, int], *, update: Update) -> nnx.Param:
-    """Declares what a layer remembers of earlier steps, zeros at first: see `weight`."""
+    """Declares non-trainable state, initialized to zeros; see `weight`."""
     return self.weight(dims, init=zeros, update=update, statistic=True)
 
 
 def is_statistic(path: Any, param: Any) -> bool:
-  """Picks from NNX's states what is no weight but a statistic."""
+  """An NNX filter for non-trainable state."""
   del path
   return param.statistic
 
 
 class WeightSpec(NamedTuple):
-  """What is known of a weight before it has a value.
+  """The static description of a weight.
 
   Attributes:
-    shape, dtype: Of the weight, between steps.
+    shape, dtype: Of the stored weight.
     dims: Names of its dims.
-    init, fan_in: How it is drawn.
+    init, fan_in: Its initializer and that initializer's fan-in.
     compute_dtype, update, storage, rounding, statistic: See `Module.weight`.
-    changes: Whether steps change it.
-    is_quantized: Whether it is held in few bits.
+    changes: Whether training steps change it.
+    is_quantized: Whether it is stored weight-only quantized.
   """
 
   shape: tuple[int, ...]
@@ -151,27 +151,27 @@ class WeightSpec(NamedTuple):
 
   @property
   def trained(self) -> bool:
-    """Whether an optimizer changes it, and not its own update."""
+    """Whether the optimizer trains it (a weight with an `update` rule is not)."""
     return self.changes and self.update is None
 
   @property
   def stored_dtype(self) -> Any:
-    """The dtype that it is held in: frozen weights need no more than is computed.
+    """The storage dtype; frozen weights are stored in their compute dtype.
 
-    Of a quantized weight, the dtype that it is quantized from.
+    For a quantized weight, the dtype before quantization.
     """
     return self.dtype if self.changes or self.is_quantized else self.compute_dtype
 
   def stored(self, weight: jax.Array) -> Any:
-    """Returns what is held of a weight in `stored_dtype`."""
+    """Returns the stored form of a weight in `stored_dtype`: quantized if `is_quantized`."""
     return self.storage(weight) if self.storage is not None and self.is_quantized else weight
 
 
 class Definition:
-  """A module tree split once into flat, dotted weight names and everything that is not a weight.
+  """A module tree split into its weights, by flat dotted name, and its NNX graph definition.
 
   Attributes:
-    module: The tree itself, its weights abstract.
+    module: The module tree, with abstract weights.
     weights: Name -> spec, such as "stack.layers.3.attention.query.w".
   """
 
@@ -183,10 +183,13 @@ class Definition:
     dtype: Any = jnp.float32,
     read_only: bool = False,
   ):
-    """`trained` is a pattern (`re.search`) of the names of weights that steps change.
+    """Splits a module.
 
-    `dtype` is what an optimizer's weights are held in between steps. If `read_only` there will be
-    no steps: every weight that has a storage is held by it.
+    Args:
+      module: The tree.
+      trained: A pattern (`re.search`) for the names of the trained weights.
+      dtype: The storage dtype of trained weights.
+      read_only: Whether nothing is trained; every weight with a `storage` is then quantized.
     """
     self.module = module
     self._graph, state = nnx.split(module)
@@ -214,42 +217,42 @@ class Definition:
 
   @property
   def num_params(self) -> int:
-    """The number of scalars in the weights, without those that no gradient is for."""
+    """The parameter count, without non-trainable state and other weights with an `update` rule."""
     return sum(math.prod(spec.shape) for spec in self.weights.values() if spec.update is None)
 
   @property
   def num_trained(self) -> int:
-    """The number of scalars in the weights that an optimizer trains."""
+    """The parameter count of the weights that the optimizer trains."""
     return sum(math.prod(spec.shape) for spec in self.optimized(self.weights).values())
 
   @property
   def num_quantized(self) -> int:
-    """The number of scalars in the weights that are held in few bits."""
+    """The parameter count of the weights that are stored quantized."""
     return sum(math.prod(spec.shape) for spec in self.weights.values() if spec.is_quantized)
 
   @property
   def statistics(self) -> list[str]:
-    """The names of what is no weight but remembered of earlier steps."""
+    """The names of non-trainable state."""
     return [name for name, spec in self.weights.items() if spec.statistic]
 
   @property
   def frozen(self) -> list[str]:
-    """The names of the weights that no step changes."""
+    """The names of the frozen weights."""
     return [name for name, spec in self.weights.items() if not spec.changes]
 
   def optimized(self, values: Mapping[str, T]) -> dict[str, T]:
-    """Returns what of `values`, by weight, is of those that an optimizer trains."""
+    """Returns the entries of `values` whose weights the optimizer trains."""
     return {name: v for name, v in values.items() if self.weights[name].trained}
 
   def prepare(self, params: Mapping[str, jax.Array]) -> Params:
-    """Returns `params` in the dtypes that the layers compute with: once a step, not once a use."""
+    """Returns `params` cast to their compute dtypes: once per step instead of once per use."""
     return {
       name: w if isinstance(w, Quantized) else w.astype(self.weights[name].compute_dtype)
       for name, w in params.items()
     }
 
   def rounded(self, prepared: Mapping[str, jax.Array]) -> dict[str, Rounded]:
-    """Returns what layers multiply with in the place of weights: once a step, not once a use."""
+    """Returns the quantized weights of low-precision matmuls: once per step, not per use."""
     given = {name: self.weights[name].rounding for name in prepared}
     return {
       name: rounding(prepared[name])
@@ -260,10 +263,10 @@ class Definition:
   def bind(self, params: Mapping[str, Any], rounded: Mapping[str, Rounded] | None = None) -> Any:
     """Returns the module with `params` as its weights. Free inside a traced function.
 
-    What is not `rounded` already, layers round themselves.
+    Layers quantize those weights themselves that are not in `rounded`.
     """
     values = dict(params)
-    for name, small in (rounded or {}).items():
-      values[name] = Prepared(values[name], small)
+    for name, quantized in (rounded or {}).items():
+      values[name] = Prepared(values[name], quantized)
     flat = [(self._paths[name], value) for name, value in values.items()]
     return nnx.merge(self._graph, nnx.from_flat_state(flat))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalisation over a dim, its statistics in float32."""
+"""Normalisation over the last dim, with statistics in float32."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from paxlike import ranges
-from paxlike.configurable import configurable
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
 from paxlike.layers import module
 
 
@@ -15,7 +15,7 @@ from paxlike.layers import module
 class LayerNorm(module.Module):
   """Layer normalisation (Ba et al., 2016).
 
-  The scale is what is stored plus `offset`: with 1, weight decay pulls it towards 1.
+  The scale is the stored weight plus `offset`; with offset 1, weight decay pulls it towards 1.
   """
 
   def __init__(
@@ -61,7 +61,7 @@ class RmsNorm(module.Module):
     self.scale = self.weight({over: dim}, init=_ones_less(offset))
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns x [..., dim] over its root mean square, scaled, in `dtype`."""
+    """Returns x [..., dim] divided by its root mean square, scaled, in `dtype`."""
     x = x.astype(jnp.float32)
     y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
     return (y * (self.offset + self.scale[...])).astype(self.dtype)

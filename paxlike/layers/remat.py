@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backward pass of a layer finds saved; the rest it computes again (Chen et al., 2016)."""
+"""Rematerialization policies: which activations are saved for the backward pass."""
 
 import enum
 from typing import Any, Literal
@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from paxlike.configurable import configurable
+from paxlike.config.configurable import configurable
 
 _QKV = ("query", "key", "value")
 _TO_HOST = ("device", "pinned_host")
@@ -27,9 +27,9 @@ Policy = Literal[
 
 @configurable
 class Remat(enum.Enum):
-  """Policies, by the names of Pax. Those of projections save what linear maps of a role give.
+  """Remat policies (Chen et al., 2016) by their Pax names.
 
-  What OFFLOAD_... saves goes to the memory of the host, and comes back.
+  Policies of projections save the outputs of linear maps by role. OFFLOAD_... saves to host memory.
   """
 
   SAVE_EVERYTHING = "everything_saveable"
@@ -43,7 +43,7 @@ class Remat(enum.Enum):
 
   @property
   def policy(self) -> Any:
-    """What `jax.checkpoint` takes."""
+    """The `policy` argument of `jax.checkpoint`."""
     policies = jax.checkpoint_policies
     match self:
       case Remat.SAVE_QKV_PROJ:
@@ -65,5 +65,5 @@ class Remat(enum.Enum):
 
 
 def named(x: jax.Array, role: str) -> jax.Array:
-  """Returns x under a name that policies know it by."""
+  """Returns x, named `role` for the remat policies."""
   return checkpoint_name(x, role)

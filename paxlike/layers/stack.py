@@ -9,18 +9,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paxlike import ranges, topology
-from paxlike.configurable import configurable
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.devices import topology
 from paxlike.errors import UserError
-from paxlike.layers.block import Aux, Block
-from paxlike.layers.context import Context
-from paxlike.layers.layout import Layout
+from paxlike.layers.auxiliary import Aux, add, none
+from paxlike.layers.block import Block
+from paxlike.layers.call_context import Context
 from paxlike.layers.module import Module
-from paxlike.layers.pipeline import Pipeline, forward, split_rows
+from paxlike.layers.pipeline.spec import Pipeline, forward, split_microbatches
 from paxlike.layers.remat import Remat
+from paxlike.layers.stack_layout import Layout
 
 BlockFactory = Callable[[int], Block]
-# Part of the stack -> the caches of its layers; those of a pattern stacked as its weights are.
+# Section of the stack -> the caches of its layers; the pattern's are stacked like its weights.
 Caches = dict[str, list[Any]]
 
 
@@ -29,9 +31,9 @@ class Stack(Module):
   """`prologue + pattern * repeats + epilogue` blocks, one after the other.
 
   Attributes:
-    layout: Where each layer's weights are found.
-    remat: Applied block by block.
-    pipeline: How repeats are spread over stages; prologue and epilogue are all stages'.
+    layout: The mapping from layers to weight names.
+    remat: Applied to each block.
+    pipeline: How repeats are split over stages; prologue and epilogue are replicated on all stages.
   """
 
   def __init__(
@@ -46,12 +48,12 @@ class Stack(Module):
     remat: Remat = Remat.SAVE_EVERYTHING,
     pipeline: Pipeline | None = None,
   ):
-    """Scans over the repeats if `scan`; None: if programs are for more than one device.
+    """Scans over the repeats if `scan`; None: if there is more than one device.
 
-    Unrolled is faster on one; on many, scanning keeps the program small.
+    An unrolled stack is faster on one device; on many, scanning keeps the program small.
 
     Raises:
-      UserError: There is no layer, or the stages cannot share the repeats.
+      UserError: There is no layer, or the stages do not divide the repeats.
     """
     if not pattern:
       raise UserError("pattern=[] of a Stack: expected a list of a layer or more.")
@@ -80,7 +82,7 @@ class Stack(Module):
   def __call__(
     self, x_BTD: jax.Array, context: Context, caches: Caches | None = None
   ) -> tuple[jax.Array, Caches | None, Aux]:
-    """Returns (x_BTD, the caches with these tokens, what the layers report)."""
+    """Returns (x_BTD, the updated caches, the layers' Aux)."""
     given = caches or {}
     new: Caches = {}
     if not self.layout.scanned:
@@ -91,7 +93,9 @@ class Stack(Module):
     if self.pipeline is not None and divides and caches is None:
       x_BTD, repeated = self._pipelined(x_BTD, context, self.pipeline)
     else:
-      x_BTD, new["pattern"], repeated = self._in_order(x_BTD, context, given.get("pattern"))
+      indexes = jnp.arange(self.layout.repeats)
+      blocks, cached = self._in_layer_order(), given.get("pattern")
+      x_BTD, new["pattern"], repeated = self._scan(blocks, indexes, x_BTD, context, cached)
     x_BTD, new["epilogue"], after = self.after(x_BTD, context, given.get("epilogue"))
     return x_BTD, new if caches else None, add(add(before, repeated), after)
 
@@ -109,11 +113,11 @@ class Stack(Module):
     return self._run(self.epilogue, x_BTD, context, caches, first)
 
   def chunk(self, x_BTD: jax.Array, context: Context, place: jax.Array) -> tuple[jax.Array, Aux]:
-    """Runs the repeats of a place of the pipeline, to whose weights the stack is bound."""
+    """Runs the repeats of virtual stage `place`; the stack is bound to that stage's weights."""
     return self._at(self.pattern, x_BTD, context, place)
 
   def empty_caches(self, batch: int, length: int, dtype: Any) -> Caches:
-    """Returns the caches of all layers, for rows of up to `length` tokens."""
+    """Returns empty caches of all layers, for `batch` sequences of up to `length` tokens."""
     repeats = self.layout.repeats
     caches = {
       part: [block.attention.empty_cache(batch, length, dtype) for block in blocks]
@@ -124,7 +128,7 @@ class Stack(Module):
     return caches
 
   def grown_caches(self, caches: Caches, length: int) -> Caches:
-    """Returns the caches with room for rows of up to `length` tokens."""
+    """Returns the caches, enlarged to sequences of up to `length` tokens."""
     return {
       part: [
         cache.grown(block.attention.num_slots(length))
@@ -148,38 +152,28 @@ class Stack(Module):
     *,
     is_looped: bool = False,
   ) -> tuple[jax.Array, list[Any], Aux]:
-    total: Aux = {}
+    """Runs blocks one after another; `first` is the index of the first among all layers."""
+    total = none()
     new: list[Any] = []
     for offset, block in enumerate(blocks):
-      graph, weights = nnx.split(block)
-
-      def apply(weights, x_BTD, context, cache, graph=graph):
-        return nnx.merge(graph, weights)(x_BTD, context, cache)
-
+      apply: Any = block
       if self.remat is not Remat.SAVE_EVERYTHING:
-        apply = jax.checkpoint(
-          apply,
-          policy=self.remat.policy,
-          # A loop over layers keeps XLA from merging the recomputation away.
-          prevent_cse=not is_looped,
-        )
+        # Inside a scan over layers, XLA cannot CSE the recomputation with the forward pass.
+        apply = jax.checkpoint(block, policy=self.remat.policy, prevent_cse=not is_looped)
       cache = None if caches is None else caches[offset]
-      x_BTD, cache, aux = apply(weights, x_BTD, context.fold(first + offset), cache)
+      x_BTD, cache, aux = apply(x_BTD, context.fold(first + offset), cache)
       total = add(total, aux)
       new.append(cache)
     return x_BTD, new, total
 
-  def _in_order(
-    self, x_BTD: jax.Array, context: Context, caches: list[Any] | None
-  ) -> tuple[jax.Array, list[Any], Aux]:
-    """Runs the repeats one after another, wherever they are."""
-    graph, weights = nnx.split(self.pattern)
+  def _in_layer_order(self) -> Sequence[Block]:
+    """Returns the pattern with its repeats in layer order instead of pipeline order."""
     order = self.layout.order
-    if order != tuple(range(len(order))):
-      places = jnp.argsort(jnp.array(order))
-      weights = jax.tree.map(lambda w: w[places], weights)
-    pattern = nnx.merge(graph, weights)
-    return self._scan(pattern, jnp.arange(len(order)), x_BTD, context, caches)
+    if order == tuple(range(len(order))):
+      return self.pattern
+    graph, weights = nnx.split(self.pattern)
+    indexes = jnp.argsort(jnp.array(order))
+    return nnx.merge(graph, jax.tree.map(lambda w: w[indexes], weights))
 
   def _scan(
     self,
@@ -191,7 +185,7 @@ class Stack(Module):
     *,
     unroll: bool = False,
   ) -> tuple[jax.Array, list[Any], Aux]:
-    """Runs blocks whose weights are [repeats, ...], and which repeats they are."""
+    """Runs blocks whose weights are [repeats, ...]; `indexes` are the numbers of these repeats."""
     graph, weights = nnx.split(pattern)
 
     def repeat(x_BTD, xs):
@@ -203,7 +197,7 @@ class Stack(Module):
 
     if unroll:
       assert caches is None
-      total: Aux = {}
+      total = none()
       for number in range(len(indexes)):
         xs = jax.tree.map(lambda x, number=number: x[number], (weights, indexes))
         x_BTD, (_, aux) = repeat(x_BTD, (*xs, None))
@@ -215,11 +209,11 @@ class Stack(Module):
   def _at(
     self, pattern: Sequence[Block], x_BTD: jax.Array, context: Context, place: jax.Array
   ) -> tuple[jax.Array, Aux]:
-    """Runs blocks that have the weights of a place of the pipeline."""
+    """Runs blocks that are bound to the weights of virtual stage `place`."""
     assert self.pipeline is not None
     count = self.layout.repeats // self.pipeline.num_places
     indexes = place * count + jnp.arange(count)
-    # What a loop would save to go back has copies of the weights in it.
+    # The residuals of a scan would include copies of the weights.
     unroll = not self.pipeline.recompute
     x_BTD, _, aux = self._scan(pattern, indexes, x_BTD, context, None, unroll=unroll)
     return x_BTD, aux
@@ -227,20 +221,20 @@ class Stack(Module):
   def _pipelined(
     self, x_BTD: jax.Array, context: Context, pipeline: Pipeline
   ) -> tuple[jax.Array, Aux]:
-    """Sends the rows through the stages, without a loss; losses of layers are means."""
+    """Runs the pipeline's forward pass; auxiliary losses are averaged over microbatches."""
     count = pipeline.microbatches
     keys = context.dropout
     if keys is not None:
       keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(count))
     arrays = dataclasses.replace(context, dropout=None)
-    contexts = dataclasses.replace(split_rows(arrays, count), dropout=keys)
+    contexts = dataclasses.replace(split_microbatches(arrays, count), dropout=keys)
     graph, weights = nnx.split(self.pattern)
 
     def chunk(weights, x_BTD, context, place):
       return self._at(nnx.merge(graph, weights), x_BTD, context, place)
 
-    x_MBTD, aux = forward(pipeline, chunk, weights, split_rows(x_BTD, count), contexts)
-    return x_MBTD.swapaxes(0, 1).reshape(x_BTD.shape), mean_losses(aux, count)
+    x_MBTD, aux = forward(pipeline, chunk, weights, split_microbatches(x_BTD, count), contexts)
+    return x_MBTD.swapaxes(0, 1).reshape(x_BTD.shape), aux.averaged(count)
 
 
 def _stacked(block: Block, repeats: int) -> Block:
@@ -250,17 +244,6 @@ def _stacked(block: Block, repeats: int) -> Block:
     param.set_value(jax.ShapeDtypeStruct((repeats, *shape.shape), shape.dtype))
     param.set_metadata("dims", ("layer", *param.dims))
   return block
-
-
-def add(a: Aux, b: Aux) -> Aux:
-  """Returns the sums of what layers report."""
-  zero = jnp.zeros(())
-  return {name: a.get(name, zero) + b.get(name, zero) for name in {**a, **b}}
-
-
-def mean_losses(aux: Aux, count: int) -> Aux:
-  """Returns sums over parts of a batch with losses of layers as means."""
-  return {name: value / count if name.endswith("_loss") else value for name, value in aux.items()}
 
 
 def layout_of(module: Any) -> Layout:

@@ -31,9 +31,10 @@ else
   TUNING=()
 fi
 if [ "${LR_SCHEDULE}" = linear_rampup_cosine_decay ]; then
+  LR_COS_WARMUP="${LR_COS_WARMUP:-500}"
   TUNING+=(
-    --fdl.LR_COS_WARMUP="${LR_COS_WARMUP:-500}"
-    --fdl.LR_COS_DECAY_START="${LR_COS_DECAY_START:-501}"
+    --fdl.LR_COS_WARMUP="${LR_COS_WARMUP}"
+    --fdl.LR_COS_DECAY_START="${LR_COS_DECAY_START:-$((LR_COS_WARMUP + 1))}"
     --fdl.LR_COS_DECAY_END="${LR_COS_DECAY_END:-300000}"
   )
 fi

@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxlike.layers import attention_kernels, cudnn, cudnn_attention
+from paxlike.layers import cudnn
+from paxlike.layers.attention import cudnn as cudnn_attention
+from paxlike.layers.attention import kernels
 
 library = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
 SIGNATURE = inspect.signature(library._dot_product_attention)
@@ -91,7 +93,7 @@ def test_each_token_attends_within_its_segment(
   bounds = [np.sort(random.choice(np.arange(1, T), count - 1, replace=False)) for count in counts]
   segments = np.stack([np.searchsorted(bound, np.arange(T), "right") for bound in bounds])
   options = {"scale": 0.3, "segments_BT": jnp.array(segments, jnp.int32), "window": window}
-  expected = attention_kernels.xla(*(x.astype(jnp.float32) for x in (q, k, v)), **options)
+  expected = kernels.xla(*(x.astype(jnp.float32) for x in (q, k, v)), **options)
   monkeypatch.setattr(library, "_dot_product_attention", kernel_of_cudnn)
   if most == 1:  # Then there is nothing to pack.
     monkeypatch.setattr(library, "_dot_product_attention", whole_sequences)
@@ -106,7 +108,7 @@ def whole_sequences(*args):
   assert told["mask_type"] is library.MaskType.CAUSAL and not told["q_offsets"].size
   q, k, v = (told[name] for name in ("query", "key", "value"))
   window = told["sliding_window_length"]
-  return attention_kernels.xla(q, k, v, scale=told["scale"], segments_BT=None, window=window)
+  return kernels.xla(q, k, v, scale=told["scale"], segments_BT=None, window=window)
 
 
 def test_offsets_are_those_of_the_docstring():

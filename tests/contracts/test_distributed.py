@@ -26,7 +26,7 @@ import jax
 import pytest
 from jax._src import distributed as jax_distributed
 
-from paxlike import cluster, distributed, rendezvous
+from paxlike.processes import cluster, multiprocess, rendezvous
 
 
 def _any(module: Any) -> Any:
@@ -37,7 +37,7 @@ def _any(module: Any) -> Any:
 _CLIENT = """
 import os, signal, sys, time
 from jax._src import lib
-from paxlike import distributed
+from paxlike.processes import multiprocess
 index, port = int(sys.argv[1]), int(sys.argv[2])
 if index == 0:
   service = lib._jax.get_distributed_runtime_service(
@@ -50,7 +50,7 @@ client.connect()
 client.wait_at_barrier("both are there", 60000)
 if index == 0:
   if sys.argv[3] == "held":
-    distributed._hold(port, [])
+    multiprocess._hold(port, [])
   os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(2)
 print("still there", flush=True)
@@ -83,16 +83,16 @@ def test_what_initialize_is_given(monkeypatch, devices):
   bound: dict[str, Any] = {}
   met = rendezvous.Met({}, {}, ("a", 1))
   monkeypatch.setattr(rendezvous, "meet", lambda group, told, timeout: met)
-  monkeypatch.setattr(distributed.watch, "start", lambda met, **named: None)
-  monkeypatch.setattr(distributed, "_watch_aborts", lambda: None)
-  monkeypatch.setattr(distributed.signal, "signal", lambda number, handler: None)
+  monkeypatch.setattr(multiprocess.watch, "start", lambda met, **named: None)
+  monkeypatch.setattr(multiprocess, "_watch_aborts", lambda: None)
+  monkeypatch.setattr(multiprocess.signal, "signal", lambda number, handler: None)
   signature = inspect.signature(jax.distributed.initialize)
 
   def initialize(*arguments, **named):
     bound.update(signature.bind(*arguments, **named).arguments)
 
   monkeypatch.setattr(jax.distributed, "initialize", initialize)
-  distributed.initialize(cluster.Group("[::1]:8476", 4, 2, devices), timeout=7.5)
+  multiprocess.initialize(cluster.Group("[::1]:8476", 4, 2, devices), timeout=7.5)
   seconds = {name: bound.pop(name) for name in [*bound] if name.endswith(("timeout", "_seconds"))}
   assert seconds.keys() == {
     "initialization_timeout",

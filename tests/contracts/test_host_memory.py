@@ -17,15 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.tiny_model import adamw
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from models import adamw
 
-from paxlike import topology, train_state
+from paxlike.devices import topology
+from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
 from paxlike.layers import Linear
 from paxlike.layers.module import Definition
 from paxlike.layers.remat import Remat, named
-from paxlike.mesh import MeshSpec
+from paxlike.training import train_state
 
 
 @pytest.fixture(params=["h100-1", "v5e-1"])

@@ -19,8 +19,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint._src.path import atomicity, atomicity_defaults
 
-from paxlike.checkpoint import Checkpoints
-from paxlike.layers.layout import Layout
+from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.layers.stack_layout import Layout
 
 FLAT = Layout(scanned=False, repeats=0)
 
@@ -40,6 +40,20 @@ def test_a_folder_that_was_not_renamed_is_no_checkpoint(tmp_path):
     assert path.name == "checkpoint_00000001" and ocp.utils.is_checkpoint_finalized(path)
     path.rename(f"{path}.orbax-checkpoint-tmp")
     assert saved.steps() == []
+
+
+def test_a_folder_of_a_step_that_no_state_can_count_is_no_checkpoint(tmp_path):
+  """Orbax would take it for the newest, and save nothing older."""
+  for name in ("checkpoint_3000000000", "checkpoint_" + "9" * 200):
+    (tmp_path / name).mkdir()
+  with Checkpoints(tmp_path, keep=None) as saved:
+    saved.path(2**31 - 1).mkdir()
+    assert saved.steps() == [2**31 - 1]
+    saved.path(2**31 - 1).rmdir()
+    for step in (1, 2):
+      saved.save(step, {"w": jax.numpy.arange(8.0)}, layout=FLAT, train_input={})
+    saved.wait()
+    assert saved.steps() == [1, 2]
 
 
 def test_process_0_is_primary_and_all_take_part():

@@ -16,8 +16,8 @@ import os
 import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
-from paxlike import cluster
 from paxlike.errors import UserError
+from paxlike.processes import cluster
 
 GCE = {
   "agent-worker-number": "1",

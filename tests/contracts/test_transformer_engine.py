@@ -25,8 +25,9 @@ import numpy as np
 import pytest
 
 from paxlike.errors import UserError
-from paxlike.layers import TransformerEngine, transformer_engine
-from paxlike.layers.products import Plain
+from paxlike.layers import TransformerEngine
+from paxlike.layers.precision import transformer_engine
+from paxlike.layers.precision.matmul import Plain
 
 # Names and defaults of the callee's parameters, in order; `_NOOP` stands for its own objects.
 _NOOP = "noop"

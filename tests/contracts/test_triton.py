@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import triton
 
-from paxlike.layers import grouped_kernels
+from paxlike.layers.moe import grouped_matmul_triton
 
 
 def equations(jaxpr):
@@ -38,9 +38,9 @@ def traced(transposed):
   x = jnp.ones((300, 70), jnp.bfloat16)
   sizes = jnp.array([100, 50, 130], jnp.int32)
   if transposed:
-    function, second = grouped_kernels.multiply_transposed, jnp.ones((300, 90), x.dtype)
+    function, second = grouped_matmul_triton.multiply_transposed, jnp.ones((300, 90), x.dtype)
   else:
-    function, second = grouped_kernels.multiply, jnp.ones((3, 70, 90), x.dtype)
+    function, second = grouped_matmul_triton.multiply, jnp.ones((3, 70, 90), x.dtype)
   return list(equations(jax.make_jaxpr(lambda: function(x, second, sizes, x.dtype))().jaxpr))
 
 

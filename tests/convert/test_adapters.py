@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from families import COMMON, converted, imported, logits, save_random
-from program import run as train
+from helpers.hf_models import COMMON, converted, imported, logits, save_random
+from helpers.program import run as train
 
 from paxlike.convert.main import run
 from paxlike.convert.tensors import TensorFolder
@@ -102,10 +102,25 @@ def test_a_base_that_was_moved_is_named_by_a_flag(base, tuned, tmp_path, capsys)
     error = capsys.readouterr().err
     assert "say by --base where it is" in error and error.count("\n") == 1
     assert run(["--from=paxlike", *plain, f"--base={moved}"]) == 0
+    for name, flags, named in (("a", [], base / "ours"), ("b", [f"--base={moved}"], moved)):
+      adapter = ["--from=paxlike", "--adapter", f"--path={tuned}", f"--to={tmp_path / name}"]
+      assert run([*adapter, *flags]) == 0
+      config = json.loads((tmp_path / name / "adapter_config.json").read_text())
+      assert config["base_model_name_or_path"] == str(named)
+    assert run([*adapter[:-1], f"--to={tmp_path / 'c'}", f"--base={tmp_path / 'nowhere'}"]) == 2
     assert (
       run(["--from=paxlike", f"--path={moved}", f"--to={tmp_path / 'no'}", f"--base={moved}"]) == 2
     )
     assert "needs no base: leave --base out" in capsys.readouterr().err
+    again = ["--from=paxlike", f"--path={tuned}", f"--to={tmp_path / 'again'}"]
+    assert run([*again, f"--base={tuned}"]) == 2
+    assert f"--base={tuned} has no checkpoint 0, which the run in" in capsys.readouterr().err
+    converted(base / "theirs", tmp_path / "copy")
+    assert run([*again, "--dry_run", f"--base={tmp_path / 'copy'}"]) == 0
+    save_random("llama", tmp_path / "others", seed=5)
+    converted(tmp_path / "others", tmp_path / "other")
+    assert run([*again, f"--base={tmp_path / 'other'}"]) == 2
+    assert "is not the one that the run in" in capsys.readouterr().err
   finally:
     moved.rename(base / "ours")
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import altered_configurations
 from paxlike import registry
-from paxlike.hugging_face import Family
+from paxlike.checkpoints.hf_family import Family
 
 cases = altered_configurations.altered_cases
 ABSENT = cases.ABSENT

@@ -13,12 +13,10 @@ import subprocess
 import sys
 import zipfile
 
-import campaign
-import damaged_files
 import numpy as np
 import pytest
-import tiny_llama
-from damaged_files import write_meta, write_tokenizer
+from helpers import campaign, damaged_files, tiny_llama
+from helpers.damaged_files import write_meta, write_tokenizer
 
 from paxlike.convert import torch_pickle
 from paxlike.convert.main import run
@@ -144,7 +142,7 @@ HUGGING_FACE = {
   "index_up": (index("../x.safetensors"), "no name of a file in its folder"),
   "index_absolute": (index("/etc/passwd"), "no name of a file in its folder"),
   "index_dots": (index(".."), "no name of a file in its folder"),
-  "index_null_byte": (index("a\0b"), "no name of a file"),
+  "index_null_byte": (index("a\0b"), "not a valid file name"),
   "index_numbers": (index(1, 2), "weight_map is no mapping to names"),
   "index_list": (indexed(text(INDEX, '{"weight_map": [1]}')), "weight_map is no mapping to names"),
   "index_folder": (index("sub"), "cannot be read"),
@@ -160,15 +158,15 @@ HUGGING_FACE = {
   ),
   "link_to_itself": (replaced("config.json", link("config.json")), "cannot be read"),
   "link_to_nothing": (replaced("tokenizer.json", link("nothing")), "No such file"),
-  "config_pipe": (replaced("config.json", os.mkfifo), "is a pipe, no file"),
-  "weights_pipe": (replaced("model.safetensors", os.mkfifo), "is a pipe, no file"),
-  "index_pipe": (indexed(replaced(INDEX, os.mkfifo)), "is a pipe, no file"),
-  "tokenizer_pipe": (replaced("tokenizer.json", os.mkfifo), "is a pipe, no file"),
-  "template_pipe": (replaced("chat_template.jinja", os.mkfifo), "is a pipe, no file"),
-  "config_device": (replaced("config.json", link("/dev/zero")), "is a device, no file"),
-  "weights_socket": (replaced("model.safetensors", bound_socket), "is a socket, no file"),
-  "config_folder": (replaced("config.json", os.mkdir), "is a folder, no file"),
-  "weights_folder": (replaced("model.safetensors", os.mkdir), "is a folder, no file"),
+  "config_pipe": (replaced("config.json", os.mkfifo), "is a pipe, not a file"),
+  "weights_pipe": (replaced("model.safetensors", os.mkfifo), "is a pipe, not a file"),
+  "index_pipe": (indexed(replaced(INDEX, os.mkfifo)), "is a pipe, not a file"),
+  "tokenizer_pipe": (replaced("tokenizer.json", os.mkfifo), "is a pipe, not a file"),
+  "template_pipe": (replaced("chat_template.jinja", os.mkfifo), "is a pipe, not a file"),
+  "config_device": (replaced("config.json", link("/dev/zero")), "is a device, not a file"),
+  "weights_socket": (replaced("model.safetensors", bound_socket), "is a socket, not a file"),
+  "config_folder": (replaced("config.json", os.mkdir), "is a folder, not a file"),
+  "weights_folder": (replaced("model.safetensors", os.mkdir), "is a folder, not a file"),
   "header_2_to_60": (
     lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}"),
     "no header",
@@ -181,8 +179,8 @@ HUGGING_FACE = {
   "header_deep": (header(lambda _: b"[" * 1_000_000), "nested too deep"),
   "header_lists": (header(lambda _: b"[" + b"[]," * 3_000_000 + b"0]"), "lists and mappings"),
   "header_list": (header(lambda _: b"[1]"), "its header is no mapping"),
-  "header_twice": (header(lambda _: b'{"a": {}, "a": {}}'), "'a' is there twice"),
-  "header_not_utf8": (header(lambda _: b'{"\xff": 1}'), "no text in UTF-8"),
+  "header_twice": (header(lambda _: b'{"a": {}, "a": {}}'), "duplicate key 'a'"),
+  "header_not_utf8": (header(lambda _: b'{"\xff": 1}'), "not UTF-8 text"),
   "negative_offsets": (entry(NORM, data_offsets=[-64, 0]), "has no place in the file"),
   "offsets_of_other_bytes": (entry(NORM, data_offsets=[0, 64]), "overlaps the tensor before it"),
   "offsets_behind": (entry(NORM, data_offsets=[10**9, 10**9 + 64]), "leaves a gap"),
@@ -221,18 +219,18 @@ HUGGING_FACE = {
     "num_local_experts is 100000000",
   ),
   "config_deep": (text("config.json", '{"a":' * 100_000), "nested too deep"),
-  "config_nan": (edit(rms_norm_eps=float("nan")), "NaN is no finite number"),
-  "config_infinity": (text("config.json", '{"rope_theta": 1e999}'), "no finite number"),
-  "config_digits": (text("config.json", '{"a": ' + "1" * 10**6 + "}"), "is no JSON"),
-  "config_twice": (text("config.json", '{"a": 1, "a": 2}'), "'a' is there twice"),
-  "config_list": (text("config.json", "[]"), "holds no mapping"),
-  "config_long": (lambda f: os.truncate(f / "config.json", 10**12), "of such a file at most"),
+  "config_nan": (edit(rms_norm_eps=float("nan")), "NaN is not a finite number"),
+  "config_infinity": (text("config.json", '{"rope_theta": 1e999}'), "not a finite number"),
+  "config_digits": (text("config.json", '{"a": ' + "1" * 10**6 + "}"), "is not JSON"),
+  "config_twice": (text("config.json", '{"a": 1, "a": 2}'), "duplicate key 'a'"),
+  "config_list": (text("config.json", "[]"), "is not a JSON mapping"),
+  "config_long": (lambda f: os.truncate(f / "config.json", 10**12), "the limit for such a file"),
   "config_types": (edit(hidden_size=[16], rope_scaling=5, quantization_config=3), "config.json"),
   "tokenizer_long": (
     lambda f: os.truncate(f / "tokenizer.json", 10**12),
-    "of such a file at most",
+    "the limit for such a file",
   ),
-  "tokenizer_deep": (text("tokenizer.json", "[" * 10**6), "is no tokenizer.json"),
+  "tokenizer_deep": (text("tokenizer.json", "[" * 10**6), "is not a tokenizer.json"),
   "tokenizer_huge_id": (
     text("tokenizer.json", '{"model": {"type": "WordLevel", "vocab": {"a": 4294967295}, '
       '"unk_token": "a"}, "added_tokens": []}'),
@@ -244,10 +242,10 @@ HUGGING_FACE = {
   ),
   "tokenizer_junk": (
     lambda f: only_sentencepiece(f, b"\x0a\x05" + b"x" * 99),
-    "no SentencePiece model",
+    "not a SentencePiece model",
   ),
   "tokenizer_empty": (lambda f: only_sentencepiece(f, b""), "is empty"),
-  "eos_no_text": (text("tokenizer_config.json", '{"eos_token": [1]}'), "eos_token is no text"),
+  "eos_no_text": (text("tokenizer_config.json", '{"eos_token": [1]}'), "eos_token is not a string"),
 }  # fmt: skip
 META = {
   "pth_bomb": (bomb, "compressed, which torch.save never does"),
@@ -263,9 +261,9 @@ META = {
   "pth_instructions": (pth(b"\x80\x02" + b")" * 2_000_000), "more than 1,000,000 instructions"),
   "pth_many": (pth(b"\x80\x02" + b"N0" * 10), "more than weights"),
   "pth_outside": (moved_out("consolidated.00.pth"), "copy the file into the folder"),
-  "pth_pipe": (replaced("consolidated.00.pth", os.mkfifo), "is a pipe, no file"),
+  "pth_pipe": (replaced("consolidated.00.pth", os.mkfifo), "is a pipe, not a file"),
   "pth_no_zip": (text("consolidated.00.pth", "x" * 1000), "no file of torch.save"),
-  "params_pipe": (replaced("params.json", os.mkfifo), "is a pipe, no file"),
+  "params_pipe": (replaced("params.json", os.mkfifo), "is a pipe, not a file"),
   "params_zero": (text("params.json", '{"dim": 16, "n_heads": 0}'), "lacks n_layers"),
   "params_layers": (
     text("params.json", '{"dim":16,"n_layers":100000000,"n_heads":4,"n_kv_heads":2,"norm_eps":1}'),

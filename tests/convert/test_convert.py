@@ -7,11 +7,12 @@ import fiddle as fdl
 import ml_dtypes
 import numpy as np
 import pytest
-from program import run as paxlike
-from tiny_llama import CONFIG, DIM, VOCAB, shapes, values, write
+from helpers.program import run as paxlike
+from helpers.tiny_llama import CONFIG, DIM, VOCAB, shapes, values, write
 
-from paxlike import building, config_file, restoring
-from paxlike.checkpoint import Checkpoints
+from paxlike.checkpoints import warm_start
+from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.config import building, graph_file
 from paxlike.convert.main import run
 from paxlike.convert.tensors import TensorFolder
 from paxlike.errors import UserError
@@ -125,7 +126,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path, capsys):
   (tmp_path / "ours").mkdir()
   (tmp_path / "ours" / "mine.txt").write_text("mine")
   assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
-  assert "is there already" in capsys.readouterr().err
+  assert "already exists" in capsys.readouterr().err
   assert [path.name for path in (tmp_path / "ours").iterdir()] == ["mine.txt"]
 
 
@@ -197,9 +198,9 @@ def test_weights_that_nothing_reads_are_refused(tmp_path, capsys, mode, knob, un
 def test_weights_to_start_from_are_all_read_unless_rules_leave_them_out(tmp_path):
   write(tmp_path / "theirs")
   assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
-  graph = config_file.read(tmp_path / "ours" / "config.json")
+  graph = graph_file.read(tmp_path / "ours" / "config.json")
   graph.model.stack.repeats = 1
-  graph.restore = fdl.Config(restoring.Restore, path=str(tmp_path / "ours"))
+  graph.restore = fdl.Config(warm_start.Restore, path=str(tmp_path / "ours"))
   with pytest.raises(UserError, match=r"layers\.1\.attention\.key\.w: only in the checkpoint"):
     building.build(graph).load(tmp_path / "new")
   graph.restore.ignore = (r"layers\.1\.",)

@@ -7,11 +7,12 @@ import shutil
 
 import numpy as np
 import pytest
-import tiny_llama
 import tokenizers
-from tiny_llama import DIM, LAYERS, VOCAB
+from helpers import tiny_llama
+from helpers.tiny_llama import DIM, LAYERS, VOCAB
 
-from paxlike import config_file, registry
+from paxlike import registry
+from paxlike.config import graph_file
 from paxlike.convert import adapters
 from paxlike.convert.main import run
 from paxlike.convert.tensors import TensorSpec, write_file
@@ -98,7 +99,7 @@ def test_the_tokenizer_of_an_adapter_is_its_own(base, tmp_path, monkeypatch, giv
   shutil.move(tmp_path / "ours", tmp_path / "moved")
   path = str(tmp_path / "moved" / "tokenizer.json")
   experiment = registry.load(tmp_path / "moved" / "experiment.json")
-  graph = config_file.read(tmp_path / "moved" / "config.json")
+  graph = graph_file.read(tmp_path / "moved" / "config.json")
   assert experiment.values()["VOCAB_PATH"].value == path
   assert graph.train_data.corpus.tokenizer.path == path
   assert "tokenizer.json" not in graph.restore.path

@@ -2,12 +2,12 @@
 """A SentencePiece model is the same tokenizer in transformers."""
 
 import pytest
-from tiny_tokenizers import TEXTS, large, sentencepiece, words, write_json
+from helpers.tiny_tokenizers import TEXTS, large, sentencepiece, words, write_json
 
 from paxlike.convert import sentencepiece_json, tokens
 from paxlike.convert.main import run
-from paxlike.data import chat
-from paxlike.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from paxlike.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from paxlike.data.tuning import chat
 
 ENDED = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
 
@@ -90,6 +90,25 @@ def test_a_control_piece_that_no_settings_name_is_text(tmp_path, options):
   for text in ("<ctl>", "they <ctl> say", "he<ctl>he"):
     ids = SentencePieceTokenizer(model).encode(text).tolist()
     assert theirs.encode(text).tolist() == ids and 3 not in ids
+
+
+@pytest.mark.parametrize("named", [("bos_token", "eos_token"), ("bos_token", "unk_token"), ()])
+@pytest.mark.parametrize("prefix", [True, False])
+def test_names_and_white_space_of_a_text_are_what_they_are_in_the_run(tmp_path, named, prefix):
+  model = tmp_path / "tokenizer.model"
+  options = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
+  options |= {"add_dummy_prefix": prefix, "vocab_size": 390, "hard_vocab_limit": False}
+  sentencepiece(model, **options)
+  names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+  if named:
+    settings = {"add_bos_token": True, **{name: names[name] for name in named}}
+    write_json(tmp_path / "tokenizer_config.json", settings)
+  sentencepiece_json.write(model, max_len=32)
+  ours = SentencePieceTokenizer(model)
+  theirs = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+  texts = ("they </s> say", " hello", "  hello  they ", "\u2581", "so\u00e9\u2581")
+  for text in (*texts, *(("see <unk> here", "they <s>say") if named else ())):
+    assert theirs.encode(text).tolist() == ours.encode(text).tolist(), text
 
 
 @pytest.mark.parametrize(("rule", "loses"), [("identity", False), ("nmt_nfkc", True)])

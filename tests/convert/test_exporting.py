@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paxlike import building, config_file, fiddlers, registry
+from paxlike import fiddlers, registry
+from paxlike.config import building, graph_file
 from paxlike.convert import exporting, model_graph, streaming
 from paxlike.convert.main import run
 from paxlike.experiments.deepseek import DeepSeek
@@ -77,7 +78,7 @@ def write(folder, experiment, graph=None):
   weights = ((f"params.{n}", np.zeros(w.shape, np.float32)) for n, w in definition.weights.items())
   layout = layout_of(definition.module)
   streaming.write(folder / "checkpoints", weights, dtype=np.dtype("float32"), layout=layout)
-  (folder / "config.json").write_text(config_file.dump(graph))
+  (folder / "config.json").write_text(graph_file.dump(graph))
   (folder / "experiment.json").write_text(registry.dump(experiment))
 
 
@@ -109,7 +110,7 @@ def assert_refused(folder, capsys, *said):
 def test_a_run_with_an_edited_model_is_refused(tmp_path, capsys, path, value, line):
   experiment = experiment_of(Llama)
   graph = experiment.trainer()
-  config_file.set_path(graph, path, value)
+  graph_file.set_path(graph, path, value)
   write(tmp_path / "run", experiment, graph)
   assert_refused(tmp_path / "run", capsys, line, str(tmp_path / "run" / "config.json"))
 
@@ -124,7 +125,7 @@ def test_edits_that_leave_logits_alone_are_exported(tmp_path):
     "model.stack.pattern[0].attention.query.init.std": "0.5",
     "num_steps": "7",
   }.items():
-    config_file.set_path(graph, path, value)
+    graph_file.set_path(graph, path, value)
   fiddlers.quantize(graph, "int8")
   fiddlers.remat(graph, "SAVE_NOTHING")
   fiddlers.attention(graph, "splash")
@@ -228,5 +229,5 @@ def test_weights_that_are_not_those_of_the_model_are_refused(tmp_path, capsys, k
   (name,) = knob
   other = experiment.set(name, knob[name], source="test")
   (tmp_path / "run" / "experiment.json").write_text(registry.dump(other))
-  (tmp_path / "run" / "config.json").write_text(config_file.dump(other.trainer()))
+  (tmp_path / "run" / "config.json").write_text(graph_file.dump(other.trainer()))
   assert_refused(tmp_path / "run", capsys, said)

@@ -7,9 +7,9 @@ import zipfile
 
 import numpy as np
 import pytest
-from tiny_llama import CONFIG, DIM, HEADS, KV_HEADS, shapes, values, write
+from helpers.tiny_llama import CONFIG, DIM, HEADS, KV_HEADS, shapes, values, write
 
-from paxlike.checkpoint import Checkpoints
+from paxlike.checkpoints.checkpoint import Checkpoints
 from paxlike.convert import meta
 from paxlike.convert.main import run
 from paxlike.convert.torch_files import TorchFile

@@ -7,15 +7,15 @@ import re
 
 import numpy as np
 import pytest
-import tiny_llama
-from families import COMMON, FAMILIES, config_of, converted, logits, save_random
-from test_generate import assert_teacher_forcing, prompts
+from helpers import tiny_llama
+from helpers.hf_models import COMMON, FAMILIES, config_of, converted, logits, save_random
+from helpers.teacher_forcing import assert_teacher_forcing, prompts
 
-from paxlike import generate
 from paxlike.convert.importing import Source
 from paxlike.convert.main import run
 from paxlike.convert.tensors import TensorFolder
 from paxlike.errors import UserError
+from paxlike.inference import generate
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -7,8 +7,8 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-import tiny_llama
-from damaged_files import torch_file
+from helpers import tiny_llama
+from helpers.damaged_files import torch_file
 
 from paxlike.convert import quantized, tensors
 from paxlike.convert.importing import Source

@@ -5,14 +5,14 @@ import json
 
 import numpy as np
 import pytest
-import tiny_llama
 import tokenizers
-from program import run as paxlike
-from tiny_tokenizers import large, sentencepiece, words, write_json
+from helpers import tiny_llama
+from helpers.program import run as paxlike
+from helpers.tiny_tokenizers import large, sentencepiece, words, write_json
 
 from paxlike.convert import sentencepiece_json, tokens
 from paxlike.convert.main import run
-from paxlike.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from paxlike.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -114,7 +114,7 @@ def test_a_bos_that_is_asked_for_and_not_named_is_refused(tmp_path, capsys, told
   write_json(source / "tokenizer_config.json", {"add_bos_token": True, **told})
   assert run(["--from=hf", f"--path={source}", f"--to={tmp_path / 'ours'}"]) == 2
   error = capsys.readouterr().err
-  assert "tokenizer_config.json: add_bos_token is true, but no bos_token is named" in error
+  assert "tokenizer_config.json: add_bos_token is true, but there is no bos_token" in error
   assert error.count("\n") == 1 and not (tmp_path / "ours").exists()
 
 
@@ -242,6 +242,10 @@ def test_a_tokenizer_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
     assert "VOCAB_PATH=vocabularies/own.json: no such file" in error and error.count("\n") == 1
     assert not (tmp_path / "back").exists()
   monkeypatch.chdir(tmp_path)
+  file.write_text(file.read_text().replace("vocabularies/own.json", "vocabularies"))
+  assert run(["--from=paxlike", f"--path={folder}", "--to=back"]) == 2
+  assert "VOCAB_PATH=vocabularies is a folder: give" in capsys.readouterr().err
+  file.write_text(file.read_text().replace('"vocabularies"', '"vocabularies/own.json"'))
   assert run(["--from=paxlike", f"--path={folder}", "--to=back"]) == 0
   assert (tmp_path / "back" / "tokenizer.json").read_bytes() == path.read_bytes()
 

@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
     "class Model(gpt.Synthetic126M): pass\n"
   )
   graph = {
-    "config": "paxlike.trainer:Trainer",
+    "config": "paxlike.training:Trainer",
     "arguments": {"model": {"config": "trap_run:Model"}},
   }
   path = tmp_path / "run"
@@ -59,7 +59,7 @@ def test_a_converter_imports_what_the_user_allows(folder, capsys):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_harness_builds_nothing_that_a_run_names(folder):
-  harness = pytest.importorskip("paxlike.harness")
+  harness = pytest.importorskip("paxlike.cli.harness")
   with pytest.raises(UserError, match="--fdl_allow_modules=trap_run"):
     harness.PaxlikeLM(folder=str(folder))
   assert not (folder.parent / "trace").exists()

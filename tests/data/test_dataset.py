@@ -146,7 +146,7 @@ def test_state_of_other_data_is_refused():
 
 @pytest.mark.parametrize("repeat", [True, False])
 def test_data_shorter_than_a_row_are_refused(repeat):
-  with pytest.raises(UserError, match="no sequence in the data: that takes at least 2 tokens"):
+  with pytest.raises(UserError, match="the data has no sequence: one needs at least 2 tokens"):
     Numbered(num_rows=0).batches(2, repeat=repeat)
 
 

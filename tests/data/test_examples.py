@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from rows import assert_described
+from helpers.rows import assert_described
 
 from paxlike.data.corpus import Corpus
 from paxlike.data.examples import ExampleRows

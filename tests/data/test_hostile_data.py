@@ -10,16 +10,17 @@ import sys
 
 import pyarrow
 import pytest
-from damaged_files import TALK, within, write_tokenizer
+from helpers.damaged_files import TALK, within, write_tokenizer
 
-from paxlike.data import chat, files, records, template_worker, text
+from paxlike.data.text import files, records, text_files
+from paxlike.data.tuning import chat, template_worker
 from paxlike.errors import UserError
 
 TEMPLATES = {
   "division": ("{{ 1/0 }}", "division by zero"),
   "memory": ("{{ 'a' * 10**10 }}", "MemoryError"),
   "format": ("{{ '%10000000000s' % 1 }}", "MemoryError"),
-  "long_text": ("{{ 'a' * (2**24 + 1) }}", "makes a text of 16,777,217 characters"),
+  "long_text": ("{{ 'a' * (2**24 + 1) }}", "its output has 16,777,217 characters"),
   "range": ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
   "attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "is unsafe|is undefined"),
   "globals": ("{{ cycler.__init__.__globals__.os.system('true') }}", "is unsafe|is undefined"),
@@ -56,7 +57,7 @@ def test_a_template_that_does_not_end_is_ended(folder, monkeypatch):
     pathlib.Path(template_worker.__file__).read_text().replace("SECONDS = 10", "SECONDS = 0")
   )
   monkeypatch.setattr(template_worker, "__file__", str(folder / "worker.py"))
-  with within(20), pytest.raises(UserError, match="computes for more than"):
+  with within(20), pytest.raises(UserError, match="takes more than"):
     rendered(folder, LOOP)
 
 
@@ -86,7 +87,7 @@ def packed(path, pieces):
 def test_a_line_without_end_is_said_to_be_too_long(tmp_path, name, monkeypatch):
   monkeypatch.setattr(records, "LINE_BYTES", 10**6)
   packed(tmp_path / name, [b'{"text": "a"}\n', *[b"a" * 10**6] * 3])
-  with pytest.raises(UserError, match=rf"{name}:2: a line of more than 1,000,000 bytes: make sev"):
+  with pytest.raises(UserError, match=rf"{name}:2: a line of more than 1,000,000 bytes: split it"):
     list(records.read(str(tmp_path / name), ["text"]))
 
 
@@ -108,7 +109,7 @@ def test_200_kilobytes_of_2_gigabytes_are_refused_in_a_gigabyte(tmp_path):
   assert os.path.getsize(tmp_path / "a.jsonl.zst") < 250_000
   program = (
     "import resource, sys, pyarrow\n"
-    "from paxlike.data import records\n"
+    "from paxlike.data.text import records\n"
     "from paxlike.errors import UserError\n"
     "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
     "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2)\n"
@@ -136,8 +137,8 @@ def test_lines_that_are_none_are_named(tmp_path, line):
 def test_a_text_of_more_than_memory_is_refused_before_it_is_read(tmp_path):
   (tmp_path / "a.txt").touch()
   os.truncate(tmp_path / "a.txt", 10**13)
-  with pytest.raises(UserError, match="of such a file at most 4,294,967,296 are read"):
-    list(text.read(str(tmp_path / "a.txt"), "text"))
+  with pytest.raises(UserError, match="the limit for such a file is 4,294,967,296"):
+    list(text_files.read(str(tmp_path / "a.txt"), "text"))
 
 
 def test_links_that_lead_round_end(tmp_path):

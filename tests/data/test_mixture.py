@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
-from program import TINY, curve, run
-from rows import assert_described
+from helpers.program import TINY, curve, run
+from helpers.rows import assert_described
 
 from paxlike.data.dataset import Arrays, RowDataset
 from paxlike.data.mixture import Mixture
 from paxlike.data.packing import PackedRows
-from paxlike.data.text import TextFiles
+from paxlike.data.text.text_files import TextFiles
 from paxlike.errors import UserError
 
 
@@ -101,16 +101,16 @@ def characters(tmp_path, name):
 
 def test_what_does_not_mix_is_said(tmp_path):
   two = {"a": Numbered(5), "b": Numbered(5)}
-  with pytest.raises(UserError, match="a mixture of nothing"):
+  with pytest.raises(UserError, match="a mixture needs a source"):
     Mixture(sources={})
-  with pytest.raises(UserError, match="MIXTURE_WEIGHTS is of a, but the sources are a, b"):
+  with pytest.raises(UserError, match="MIXTURE_WEIGHTS names a, but the sources are a, b"):
     Mixture(sources=two, weights={"a": 1}).check()
-  with pytest.raises(UserError, match="each must be more than 0"):
+  with pytest.raises(UserError, match="each must be positive"):
     Mixture(sources=two, weights={"a": 1, "b": 0}).check()
   texts = {name: PackedRows(corpus=characters(tmp_path, name), seq_len=2) for name in two}
-  with pytest.raises(UserError, match="need one tokenizer"):
+  with pytest.raises(UserError, match="must share a tokenizer"):
     Mixture(sources=texts).check()
-  with pytest.raises(UserError, match="a of the mixture: no sequence in the data"):
+  with pytest.raises(UserError, match="a of the mixture: the data has no sequence"):
     Mixture(sources={"a": Numbered(0)}, weights={"a": 1}).batches(2)
   packed = Numbered(5, segments=np.ones((1, 2)))
   with pytest.raises(UserError, match="do not mix"):

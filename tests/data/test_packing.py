@@ -10,7 +10,7 @@ from paxlike.data.corpus import Corpus
 from paxlike.data.dataset import Arrays
 from paxlike.data.packing import PackedRows
 from paxlike.data.token_index import TokenIndex
-from paxlike.data.tokenizer import Tokenizer
+from paxlike.data.tokenizers.tokenizer import Tokenizer
 
 BOS, EOS = 1000, 1001
 

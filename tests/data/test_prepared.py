@@ -2,26 +2,24 @@
 """Prepared rows are those that were prepared, each once an epoch, found by number."""
 
 import json
-import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from program import TINY, curve, run
-from rows import assert_described
+from helpers.program import TINY, curve, run
+from helpers.rows import assert_described
+from helpers.sources import REPOSITORY
 
 from paxlike.data import prepared
 from paxlike.data.examples import ExampleRows
 from paxlike.data.mixture import Mixture
 from paxlike.data.packing import PackedRows
-from paxlike.data.preferences import PairRows, Preferences
 from paxlike.data.prepared import PreparedRows
-from paxlike.data.text import TextFiles
-from paxlike.data.tokenizer import ByteTokenizer, CharacterTokenizer
+from paxlike.data.text.text_files import TextFiles
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
+from paxlike.data.tuning.preferences import PairRows, Preferences
 from paxlike.errors import UserError
-
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -96,12 +94,12 @@ def test_what_does_not_fit_is_said(text, tmp_path):
   ):
     with pytest.raises(UserError, match=says):
       opened(folder, **options).check()
-  with pytest.raises(UserError, match=r"no folder of scripts/prepare_data\.py"):
+  with pytest.raises(UserError, match=r"was not made by scripts/prepare_data\.py"):
     opened(tmp_path).check()
   (folder / "train-00001-of-00003.array_record").unlink()
   with pytest.raises(UserError, match=r"train-00001-of-00003\.array_record is missing"):
     opened(folder).check()
-  with pytest.raises(UserError, match=r"empty: no sequence in .* from 0 to 0 of it"):
+  with pytest.raises(UserError, match=r"empty: .*, fraction 0 to 0 .* has no sequence"):
     written(tmp_path / "none", empty=PackedRows(corpus=text, seq_len=32, split=(0, 0)))
 
 
@@ -119,7 +117,7 @@ def test_splits_may_differ_in_what_is_known_of_their_rows(text, tmp_path):
 
 def test_what_never_ends_is_not_prepared(text, tmp_path):
   mixture = Mixture(sources={"a": PackedRows(corpus=text, seq_len=32)})
-  with pytest.raises(UserError, match="train never ends"):
+  with pytest.raises(UserError, match="train is endless"):
     written(tmp_path / "rows", train=mixture)
 
 
@@ -144,7 +142,7 @@ def test_a_run_on_what_the_script_made_goes_on_from_any_step(text, tmp_path):
   assert done.returncode == 0, done.stderr
   assert "train" in done.stdout and "validation" in done.stdout
   again = prepare(*data, *flags, f"--to={folder}")
-  assert again.returncode == 2 and "is there already" in again.stderr
+  assert again.returncode == 2 and "already exists" in again.stderr
   wrong = prepare(*data, "--fdl.MAX_SEQ_LENGTH=3", f"--to={tmp_path}/other")
   assert wrong.returncode == 2 and "MAX_SEQ_LEN" in wrong.stderr and "Traceback" not in wrong.stderr
   assert not (tmp_path / "other").exists()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import numpy as np
 import pytest
-from rows import assert_described
+from helpers.rows import assert_described
 
 from paxlike.data.synthetic import ConstantTokens, RandomTokens
 

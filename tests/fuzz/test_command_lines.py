@@ -7,13 +7,14 @@ import math
 import typing
 from typing import Any
 
-import campaign
-import command_lines
 import pytest
-from command_lines import BASES, base
+from helpers import campaign, command_lines
+from helpers.command_lines import BASES, base
 from hypothesis import strategies
 
-from paxlike import config_file, fiddlers, flags, knob_types, ranges, registry, usage
+from paxlike import fiddlers, registry
+from paxlike.cli import flags, usage
+from paxlike.config import graph_file, knob_types, ranges
 
 # Of no type in particular: what people mistype, and what parsers trip over.
 ODD = (
@@ -81,7 +82,7 @@ def paths(name: str) -> list[str]:
   """Returns the path of every value in the graph of a base."""
   options = flags.parse(["paxlike", *base(name), "--mode=show"])
   graph = command_lines.main.graph_of(options, command_lines.main.experiment_of(options))
-  return [line.partition(" = ")[0] for line in config_file.describe(graph).splitlines()]
+  return [line.partition(" = ")[0] for line in graph_file.describe(graph).splitlines()]
 
 
 @strategies.composite
@@ -133,13 +134,13 @@ def saved(name: str) -> str:
   """Returns the config.json of a base."""
   options = flags.parse(["paxlike", *base(name), "--mode=show"])
   graph = command_lines.main.graph_of(options, command_lines.main.experiment_of(options))
-  return config_file.dump(graph)
+  return graph_file.dump(graph)
 
 
 ODD_JSON = (
   *(None, True, 0, -1, 3, 1e20, 1e-50, "", "x", [], {}, {"list": []}, {"float": "nan"}, 2**70),
   *({"float": "inf"}, {"dtype": "int4"}, {"tuple": [1]}, {"same_as": 1}, {"config": "x"}),
-  {"symbol": "paxlike.layers.mlp:swiglu"},
+  {"symbol": "paxlike.layers:swiglu"},
 )
 
 

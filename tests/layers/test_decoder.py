@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import VOCAB, batch, tiny
+from helpers.tiny_model import VOCAB, batch, tiny
 
-from paxlike import train_state
+from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.decoder import context_of, forward
 from paxlike.layers.loss import cross_entropy, sum_over_chunks
-from paxlike.mesh import MeshSpec
+from paxlike.training import train_state
+from paxlike.training.objectives import NextToken
 
 
 def params_of(definition):
@@ -60,7 +61,7 @@ def test_logits_equal_numpy():
   params = params_of(definition)
   data = batch(2)
   logits, aux = jax.jit(functools.partial(forward, definition))(params, data)
-  assert aux == {}
+  assert aux == ({}, {})
   np.testing.assert_allclose(logits, reference(params, data["inputs"]), atol=1e-4)
 
 
@@ -82,7 +83,7 @@ def test_the_loss_in_chunks_is_the_loss_of_the_logits(length):
     return (cross_entropy(logits, data["targets"]) * data["weights"]).sum()
 
   def chunked(params):
-    return definition.bind(params).loss(data, context_of(data))[0]
+    return NextToken().total(definition.bind(params), None, data, None)[0]
 
   expected, gradients = jax.jit(jax.value_and_grad(whole))(params)
   got, chunk_gradients = jax.jit(jax.value_and_grad(chunked))(params)
@@ -109,7 +110,7 @@ def test_a_step_never_holds_the_logits_of_all_tokens(length):
   definition = tiny()
   params, data = params_of(definition), cut(batch(8), length)
   program = jax.make_jaxpr(
-    jax.grad(lambda params: definition.bind(params).loss(data, context_of(data))[0])
+    jax.grad(lambda params: NextToken().total(definition.bind(params), None, data, None)[0])
   )(params)
   of_logits = [shape for shape in shapes(program.jaxpr) if shape[-1:] == (VOCAB,) and shape[0] == 8]
   assert 0 < max(map(math.prod, of_logits)) <= 8 * 4 * VOCAB
@@ -152,5 +153,5 @@ def test_an_untrained_model_knows_nothing():
   data = batch(4)
   mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
   params = train_state.init_params(definition, mesh, seed=0)
-  total, _ = definition.bind(params).loss(data, context_of(data))
+  total, _ = NextToken().total(definition.bind(params), None, data, None)
   assert abs(float(total) / data["weights"].sum() - np.log(VOCAB)) < 0.3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paxlike import layers
-from paxlike.layers.context import Context
+from paxlike.layers.call_context import Context
 
 RANK, SCALE = 3, 1.5
 

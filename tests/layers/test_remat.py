@@ -8,7 +8,8 @@ import fiddle as fdl
 import jax
 import pytest
 
-from paxlike import registry, topology
+from paxlike import registry
+from paxlike.devices import topology
 
 SIZES = {"NUM_LAYERS": 2, "MODEL_DIMS": 512, "HIDDEN_DIMS": 1408, "NUM_HEADS": 4}
 KNOBS = SIZES | {"USE_REPEATED_LAYER": True, "VOCAB_SIZE": 4096, "MAX_SEQ_LEN": 256}

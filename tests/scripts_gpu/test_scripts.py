@@ -3,18 +3,18 @@
 
 import json
 import os
-import pathlib
 import socket
 import subprocess
 import sys
 
 import pytest
 import sentencepiece
+from helpers.sources import REPOSITORY
 
-from paxlike.data import tfds_writer
-from paxlike.data.tfds_writer import Schema
+from paxlike.data.seqio import tfds_writer
+from paxlike.data.seqio.tfds_writer import Schema
 
-SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "paxlike" / "scripts_gpu"
+SCRIPTS = REPOSITORY / "paxlike" / "scripts_gpu"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # TensorFlow's own.
 
 MODEL = {

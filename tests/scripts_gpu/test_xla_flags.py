@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paxlike import topology
-from paxlike.scripts_gpu import xla_flags
+from paxlike.devices import topology, xla_flags
 
 
 @pytest.fixture

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained model from Python: it generates, evaluates, gives logits and is exported."""
+
+import copy
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from etils import epath
+
+from paxlike import launch, run_folder
+from paxlike.cli import flags, starting, unexpected
+from paxlike.errors import UserError
+
+if TYPE_CHECKING:
+  from paxlike.inference.decoding import Decoding, Options
+  from paxlike.training.trainer import Trainer
+
+
+def load(
+  folder: str | os.PathLike[str],
+  step: "int | Literal['best'] | None" = None,
+  *,
+  allow_modules: Sequence[str] = (),
+  **knobs: Any,
+) -> "Model":
+  """Returns the model in a folder: of a run, of `paxlike-convert`, or as Hugging Face has it.
+
+  A folder of Hugging Face is converted when it is first loaded, into the folder `converted` of the
+  cache ($PAXLIKE_CACHE), and again when a file in it has changed.
+
+  Args:
+    folder: The folder.
+    step: Which checkpoint of a run; None: the newest; "best": by BEST_CHECKPOINT_METRIC.
+    allow_modules: Modules outside of paxlike that the files of a run may use, and so import: the
+      one of your experiment, say. Name only what you trust.
+    **knobs: Other values of its experiment's knobs: DATA_PATH="my.txt" to evaluate on, say.
+
+  Raises:
+    UserError: The folder holds no model, uses modules that are not allowed, or a knob is wrong.
+  """
+  names = tuple(allow_modules)
+  options = flags.Options(mode="eval", knobs=launch.as_texts(knobs), fdl_allow_modules=names)
+  with launch.among_others(leave=False), unexpected.explained(options, entry=True):
+    starting.set_up_jax(options)
+    launch.leave_at_exit()
+    path = _run_in(os.fspath(folder))
+    options = dataclasses.replace(options, job_log_dir=os.fspath(path))
+    graph = launch.graph_of(options, launch.experiment_if_named(options))
+    return Model(path, graph, step=step, allow_modules=names)
+
+
+def _run_in(folder: str) -> epath.Path:
+  """Returns the folder of a run or of a converted model, where `folder` is, or for it."""
+  path = run_folder.existing(os.fspath(run_folder.absolute(folder)))
+  config = path / "config.json"
+  with run_folder.reading(config):
+    if not config.exists():
+      raise UserError(f"{path} holds no model: it has no config.json.")
+    data = run_folder.read_bytes(config)
+  try:
+    is_theirs = "model_type" in json.loads(data)
+  except run_folder.MALFORMED as error:
+    raise UserError(f"{config} is damaged: {run_folder.reason(error)}.") from error
+  if not is_theirs:
+    return path
+  import jax
+
+  from paxlike.convert import cached
+
+  if jax.process_count() > 1:
+    raise UserError(f"{path}: several processes need one copy: convert it by paxlike-convert.")
+  return epath.Path(cached.converted(pathlib.Path(path)))
+
+
+class Model:
+  """A model with the weights of one checkpoint.
+
+  Attributes:
+    folder: Of its run.
+    step: The checkpoint: updates that its weights have had.
+    tokenizer: Turns text into ids and back; None where its data have none.
+  """
+
+  def __init__(
+    self,
+    folder: epath.Path,
+    graph: Any,
+    *,
+    step: "int | Literal['best'] | None" = None,
+    allow_modules: Sequence[str] = (),
+  ):
+    """`graph` is the root graph of the run in `folder`; `allow_modules` is as of `load`.
+
+    Raises:
+      UserError: There is no such checkpoint, or it is of another model.
+    """
+    import jax
+
+    from paxlike import fiddlers
+    from paxlike.training import best_checkpoint
+
+    number = best_checkpoint.step_of(folder) if step == "best" else step
+    self.folder = folder
+    self._graph = graph
+    self._allow_modules = tuple(allow_modules)
+    decoding = copy.deepcopy(graph)
+    fiddlers.decoding(decoding)
+    self._decoder: Trainer = launch.built(decoding)
+    with jax.set_mesh(self._decoder.devices):
+      self.step, self._params = self._decoder.origin(folder).params(number)
+    self.tokenizer: Any = self._decoder.data.tokenizer
+    self._decoding: Decoding | None = None
+
+  def __repr__(self) -> str:
+    count = self._decoder.definition.num_params
+    return f"<Model {self.folder}, checkpoint {self.step}: {count:,} parameters>"
+
+  def generate(
+    self,
+    prompts: Any,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    stop: str | Sequence[str] = (),
+    seed: int = 0,
+  ) -> Any:
+    """Returns what follows a prompt, or each of several: a text for a text, ids for ids.
+
+    A text ends where the model ends it (EOS), before a text of `stop`, after `max_new_tokens`, or
+    where the sequence of the model ends. Before the ids of a text comes the id that begins texts,
+    if the tokenizer has one; ids are taken as they are.
+
+    Args:
+      prompts: A text, a list of texts, ids, or a list of lists of ids.
+      max_new_tokens: At most so many.
+      temperature: 0 takes the likeliest token, 1 draws by the model's probabilities.
+      top_k: Only so many of the likeliest tokens.
+      top_p: Only the likeliest that together have this probability.
+      min_p: Only those with this share of the likeliest's probability.
+      stop: Texts before which a text ends.
+      seed: Of the draws.
+
+    Raises:
+      UserError: A prompt is empty, too long or no prompt; or there is no tokenizer for a text.
+    """
+    import jax
+
+    from paxlike.inference import decoding
+    from paxlike.inference.sampling import Sampling
+
+    given, is_one = _prompts(prompts, vocab_size=self._decoder.model.vocab_size)
+    options = decoding.Options(
+      max_new_tokens=max_new_tokens,
+      sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+      stop=(stop,) if isinstance(stop, str) else tuple(stop),
+      seed=seed,
+    )
+    if options.stop and self.tokenizer is None:
+      raise UserError(f"stop: {decoding.NO_TOKENIZER}")
+    found: list[Any] = [None] * len(given)
+    with jax.set_mesh(self._decoder.devices):
+      for result in self._decoding_with(options).run(given):
+        is_text = isinstance(given[result.prompt], str)
+        found[result.prompt] = result.text if is_text else result.tokens
+    return found[0] if is_one else found
+
+  def _decoding_with(self, options: "Options") -> "Decoding":
+    """Returns what continues prompts; as long as tokens are drawn alike, with its programs."""
+    from paxlike.inference import decoding
+
+    if self._decoding is None or self._decoding.options.sampling != options.sampling:
+      self._decoding = decoding.Decoding(
+        self._decoder.definition,
+        self._params,
+        self.tokenizer,
+        max_len=self._decoder.data.seq_len,
+        options=options,
+        compiler_options=self._decoder.compiler_options,
+      )
+    self._decoding.options = options
+    return self._decoding
+
+  def logits(self, tokens: Any) -> np.ndarray:
+    """Returns float32 [B, T, V], the logits of the token after each of `tokens`.
+
+    Args:
+      tokens: int [B, T], each row one document. T is at most the model's longest sequence.
+
+    Raises:
+      UserError: They have another shape, or ids that the model does not know.
+    """
+    import jax
+
+    tokens_BT = _ids(tokens, vocab_size=self._decoder.model.vocab_size, what="tokens")
+    most = self._decoder.data.seq_len
+    if tokens_BT.ndim != 2 or not tokens_BT.size or tokens_BT.shape[1] > most:
+      raise UserError(f"tokens are {list(tokens_BT.shape)}: expected [B, T], T at most {most}.")
+    with jax.set_mesh(self._decoder.devices):
+      return np.asarray(self._forward(self._params, tokens_BT))
+
+  @functools.cached_property
+  def _forward(self) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    from paxlike.layers import decoder
+
+    definition = self._decoder.definition
+
+    def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
+      logits_BTV, _ = decoder.forward(definition, definition.prepare(params), {"inputs": tokens_BT})
+      return logits_BTV.astype(jnp.float32)
+
+    return jax.jit(forward, compiler_options=dict(self._decoder.compiler_options))
+
+  def evaluate(self) -> dict[str, dict[str, float]]:
+    """Returns the metrics of each eval set, by name, as `--mode=eval` finds them; writes nothing.
+
+    `<metric>_stderr` is a standard error; `num_predictions` and `num_examples` are what was
+    evaluated.
+
+    Raises:
+      UserError: The experiment has no evaluation data, or they are missing.
+    """
+    import jax
+
+    trainer, params = self._evaluator
+    evaluators = trainer.evaluators  # Or it is refused.
+    trainer.check(training=False)
+    with jax.set_mesh(trainer.devices):
+      return {name: one.run(params, name=name).values for name, one in evaluators.items()}
+
+  @functools.cached_property
+  def _evaluator(self) -> "tuple[Trainer, Any]":
+    """The trainer as it evaluates, and its weights: the same arrays if their layout is."""
+    import jax
+
+    from paxlike.layers.stack import layout_of
+
+    trainer: Trainer = launch.built(self._graph)
+    if layout_of(trainer.model) == layout_of(self._decoder.model):
+      return trainer, self._params
+    with jax.set_mesh(trainer.devices):
+      return trainer, trainer.origin(self.folder).params(self.step)[1]
+
+  def export(
+    self,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+  ):
+    """Writes a new folder as Hugging Face has it, tokenizer and all: `paxlike-convert` does so.
+
+    Raises:
+      UserError: Hugging Face has no such model, or the folder holds something already.
+    """
+    from paxlike.convert import exporting
+
+    path = pathlib.Path(self.folder)
+    source = exporting.Run(path, step=self.step, allow_modules=self._allow_modules)
+    source.convert(pathlib.Path(folder), dtype=dtype)
+
+
+def _prompts(prompts: Any, *, vocab_size: int) -> tuple[list[Any], bool]:
+  """Returns prompts as a list, and whether there was only one, not in a list."""
+  if isinstance(prompts, str):
+    return [prompts], True
+  listed = list(prompts)
+  if listed and all(isinstance(one, str) for one in listed):
+    return listed, False
+  is_one = bool(listed) and np.ndim(listed[0]) == 0
+  rows = [listed] if is_one else listed
+  return [_ids(row, vocab_size=vocab_size, what="a prompt").tolist() for row in rows], is_one
+
+
+def _ids(tokens: Any, *, vocab_size: int, what: str) -> np.ndarray:
+  """Returns ids as an array of int32.
+
+  Raises:
+    UserError: They are none of the model.
+  """
+  try:
+    array = np.asarray(tokens)
+  except ValueError as error:
+    raise UserError(f"{what}: expected ids of one length, got {tokens!r:.100}.") from error
+  if array.size and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= vocab_size):
+    raise UserError(f"{what}: expected ids from 0 to {vocab_size - 1}, got {tokens!r:.100}.")
+  return array.astype(np.int32)

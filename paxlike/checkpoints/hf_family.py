@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model family in Hugging Face's terms: its `config.json` and the names of its weights.
+
+Each configuration key is either read, known to have no effect on logits, or required to have the
+value that paxlike implements; any other key or value is refused.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from paxlike.checkpoints import hf_keys as keys
+from paxlike.checkpoints import hf_rope
+from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rules import Rules
+from paxlike.errors import UserError
+
+_PATTERN = "sliding_window_pattern"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrapper:
+  """A multimodal model, of which only the text model is converted.
+
+  Attributes:
+    model_type: Of the configuration; the text model's configuration is its `text_config`.
+    neutral: Keys without effect on text.
+    fixed: Keys of `text_config` that must have this value, because the wrapper ignores them.
+    renamed: Prefix of tensor names -> prefix in the standalone text model.
+    dropped: Pattern (`re`) of tensors outside the text model.
+  """
+
+  model_type: str
+  neutral: frozenset[str]
+  fixed: Mapping[str, Any]
+  renamed: Mapping[str, str]
+  dropped: str
+
+  def text(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of the text model.
+
+    Raises:
+      UserError: It is missing, or a key is unknown.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+      raise UserError(f"a {self.model_type} model lacks text_config.")
+    # Embeddings are tied by default.
+    tied = {part.get("tie_word_embeddings", True) for part in (config, text)}
+    if len(tied) > 1:
+      raise UserError("tie_word_embeddings differs in text_config: which one is right is unclear.")
+    for key, value in config.items():
+      known = key in keys.NEUTRAL | self.neutral | {"text_config", "tie_word_embeddings"}
+      fits = key in keys.FIXED and keys.is_one_of(value, keys.FIXED[key])
+      if not known and not fits and keys.is_set(value):
+        raise UserError(_unknown(key, value))
+    for key, wanted in self.fixed.items():
+      if not keys.is_one_of(text.get(key), wanted):
+        raise UserError(f"text_config.{key} is {text[key]!r}, not {keys.spell(wanted)}.")
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return {**({"torch_dtype": dtype} if dtype else {}), **text}
+
+  def name(self, tensor: str) -> str | None:
+    """Returns a tensor's name in the standalone text model; None if it is not part of that."""
+    if re.fullmatch(self.dropped, tensor):
+      return None
+    for theirs, ours in self.renamed.items():
+      if tensor.startswith(theirs):
+        return ours + tensor.removeprefix(theirs)
+    return tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+  """A family's `config.json` and safetensors files, for both directions.
+
+  Attributes:
+    model_type: Of the configuration.
+    architecture: The class in transformers.
+    knobs: Configuration key -> knob.
+    defaults: Values of absent keys in transformers. A key in `knobs` without a default is required.
+    nullable: Keys that may be null; their knobs are None then.
+    fixed: Keys that must have this value, or one of a tuple; an absent key means this value unless
+      `defaults` has another. The first is written.
+    neutral: Keys without effect on logits, besides those of every family.
+    equal: Key -> another key whose value it must have, if present.
+    aliases: Key -> its name in `knobs`.
+    layer_types: Kinds of attention of the layers, repeated; empty: there is no such key.
+    rope: Rotary position embedding, if any.
+    rules: Weight -> its tensors.
+    without: Name of a weight -> rules for models that lack it.
+    prefix: Optional prefix of tensor names.
+    ignored: Patterns (`re`) of tensors that may be present and are not needed; `{KNOB}` stands for
+      the knob's value.
+    copies: Tensor that may be present and is not read -> the tensor that it must equal.
+    wrapper: The multimodal model that contains a model of this family.
+  """
+
+  model_type: str
+  architecture: str
+  knobs: Mapping[str, str]
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  nullable: frozenset[str] = frozenset()
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  neutral: frozenset[str] = frozenset()
+  equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  layer_types: tuple[str, ...] = ()
+  rope: Rope | None = None
+  rules: Rules
+  without: Mapping[str, Rules] = dataclasses.field(default_factory=dict)
+  prefix: str = ""
+  ignored: tuple[str, ...] = ()
+  copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  wrapper: Wrapper | None = None
+
+  def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the knobs that `config` sets.
+
+    Raises:
+      UserError: A key is missing or unknown, or has a value that paxlike does not implement.
+    """
+    config = self._renamed(config)
+    self._check(config)
+    values = {}
+    for key, knob in self.knobs.items():
+      if key not in config and key not in self.defaults:
+        raise UserError(f"a {self.model_type} model lacks {key}.")
+      values[knob] = config.get(key, self.defaults.get(key))
+      if values[knob] is None and key in config and key not in self.nullable:
+        raise UserError(f"{key} is null.")
+    self._check_layers(config)
+    return values | ({} if self.rope is None else self.rope.read(config))
+
+  def write(self, values: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
+    """Returns the `config.json` of a model with these knobs, its weights in `dtype`."""
+    config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+    config |= {key: values[knob] for key, knob in self.knobs.items()}
+    for key, wanted in self.fixed.items():
+      config[key] = wanted[0] if isinstance(wanted, tuple) else wanted
+    if self.rope is not None:
+      config |= self.rope.write(values)
+    if self.layer_types:
+      config["layer_types"] = self._layer_types(values["NUM_LAYERS"])
+    return {**config, "torch_dtype": dtype}
+
+  def rules_of(self, weights: Iterable[str]) -> Rules:
+    """Returns the rules for a model that has weights of these names, `{}` for the layer."""
+    there = set(weights)
+    rules = dict(self.rules)
+    for name, others in self.without.items():
+      rules |= {} if name in there else others
+    return rules
+
+  def is_ignored(self, name: str, values: Mapping[str, Any]) -> bool:
+    """Returns whether a tensor of a model with these knobs is ignored."""
+    if name in self.copies:
+      return True
+    return any(re.fullmatch(_with_knobs(pattern, values), name) for pattern in self.ignored)
+
+  def _renamed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with aliases resolved."""
+    config = dict(config)
+    for alias, key in self.aliases.items():
+      if alias in config:
+        value = config.pop(alias)
+        if config.setdefault(key, value) != value:
+          raise UserError(f"{alias}={value!r} and {key}={config[key]!r} contradict each other.")
+    return config
+
+  def _check(self, config: Mapping[str, Any]):
+    """Raises a UserError for unknown keys and unsupported values."""
+    fixed = keys.FIXED | dict(self.fixed)
+    for key in self.knobs:
+      fixed.pop(key, None)
+    for key, wanted in fixed.items():
+      if key not in config and key not in self.defaults:
+        continue
+      found = config.get(key, self.defaults.get(key))
+      if not keys.is_one_of(found, wanted):
+        absent = "" if key in config else " (its default)"
+        raise UserError(f"{key} is {found!r}{absent}, not {keys.spell(wanted)}.")
+    for key, other in self.equal.items():
+      if config.get(key) is not None and config[key] != config.get(other):
+        raise UserError(f"{key}={config[key]!r} is not {other}={config.get(other)!r}.")
+    known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
+    if self.rope is not None:
+      known |= hf_rope.KEYS
+    if self.layer_types:
+      known |= {"layer_types", _PATTERN, f"_{_PATTERN}"}
+    for key, value in config.items():
+      if key not in known and keys.is_set(value):
+        raise UserError(_unknown(key, value))
+
+  def _check_layers(self, config: Mapping[str, Any]):
+    """Raises a UserError if the layers' kinds of attention differ from the family's."""
+    if not self.layer_types:
+      return
+    if config.get("layer_types") is not None:
+      count = config.get("num_hidden_layers", self.defaults.get("num_hidden_layers"))
+      if config["layer_types"] != self._layer_types(count):
+        raise UserError(f"layer_types is {config['layer_types']}: paxlike does not support it.")
+      return
+    for key in (_PATTERN, f"_{_PATTERN}"):
+      if config.get(key) not in (None, len(self.layer_types)):
+        raise UserError(f"{key} is {config[key]!r}, not {len(self.layer_types)}.")
+
+  def _layer_types(self, num_layers: int) -> list[str]:
+    return [self.layer_types[layer % len(self.layer_types)] for layer in range(num_layers)]
+
+
+def _unknown(key: str, value: Any) -> str:
+  shown = repr(value)
+  shown = shown if len(shown) < 80 else f"{shown[:77]}..."
+  return (
+    f"{key}={shown} is unknown to paxlike, so the model may differ. If it has no effect, remove it"
+    f" from config.json."
+  )
+
+
+def _with_knobs(pattern: str, values: Mapping[str, Any]) -> str:
+  return re.sub(r"\{([A-Z_]+)\}", lambda match: str(values[match[1]]), pattern)

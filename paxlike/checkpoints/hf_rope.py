@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embeddings in Hugging Face's `config.json`, old and new format.
+
+transformers 5 writes `rope_parameters`, for Gemma 3 one per kind of attention; 4 wrote
+`rope_theta`, `rope_scaling` and, for Gemma 3, `rope_local_base_freq`. Both formats are read; the
+old one, which both versions read, is written.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from paxlike.checkpoints.hf_keys import is_one_of, spell
+from paxlike.errors import UserError
+
+KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"})
+_LENGTH = "original_max_position_embeddings"
+# By type: further keys and the value that paxlike implements, or a tuple of such values.
+_FIXED: dict[str, dict[str, Any]] = {
+  "default": {},
+  "linear": {},
+  "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+  "yarn": {
+    "attention_factor": None,
+    "beta_fast": (None, 32.0),
+    "beta_slow": (None, 1.0),
+    "mscale": None,
+    "mscale_all_dim": None,
+    "truncate": (None, True),
+  },
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+  """The rotary position embedding of a family.
+
+  Attributes:
+    theta: Default of ROPE_THETA.
+    local_theta: Default of LOCAL_ROPE_THETA; None in families without it.
+    types: The supported kinds of scaling.
+    fixed: Key -> value that differs from other families', for YaRN scaling.
+    absent: Default of `rope_parameters` if no scaling is given.
+  """
+
+  theta: float = 10_000.0
+  local_theta: float | None = None
+  types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the knobs that a configuration sets.
+
+    Raises:
+      UserError: It is unsupported, or contradicts itself.
+    """
+    rope, local = self._mappings(config)
+    kind = self._check(rope)
+    knobs: dict[str, Any] = {"ROPE_THETA": _theta(rope, config, "rope_theta", self.theta)}
+    if self.local_theta is not None:
+      if (local_kind := _kind(local)) != "default":
+        raise UserError(f"rope_parameters: type {local_kind} of local layers is not supported.")
+      self._check(local)
+      theta = _theta(local, config, "rope_local_base_freq", self.local_theta)
+      knobs["LOCAL_ROPE_THETA"] = theta
+    knobs["ROPE_FACTOR"] = None
+    if kind != "default":
+      if rope.get("factor") is None:
+        raise UserError(f"rope_parameters of type {kind} lacks factor.")
+      knobs |= {"ROPE_SCALING": kind, "ROPE_FACTOR": rope["factor"]}
+    if kind in ("llama3", "yarn"):
+      length = rope.get(_LENGTH)
+      if length is None:
+        length = config.get("max_position_embeddings")
+      knobs["ROPE_ORIGINAL_LENGTH"] = length
+    return knobs
+
+  def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration keys of a model with these knobs."""
+    config: dict[str, Any] = {"rope_theta": values["ROPE_THETA"]}
+    if self.local_theta is not None:
+      config["rope_local_base_freq"] = values["LOCAL_ROPE_THETA"]
+    if values["ROPE_FACTOR"] is None:
+      if self.absent:
+        config["rope_scaling"] = {"rope_type": "default"}
+      return config
+    kind = values["ROPE_SCALING"]
+    rope = {"rope_type": kind, "factor": values["ROPE_FACTOR"]}
+    if kind in ("llama3", "yarn"):
+      rope[_LENGTH] = values["ROPE_ORIGINAL_LENGTH"]
+    fixed = self._fixed(kind)
+    if kind == "yarn":
+      fixed |= {"beta_fast": 32.0, "beta_slow": 1.0}
+    rope |= {key: value for key, value in fixed.items() if not isinstance(value, tuple | None)}
+    return {**config, "rope_scaling": rope}
+
+  def _mappings(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the settings of all (or global) layers, and those of local layers."""
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    for key, value in (("rope_parameters", new), ("rope_scaling", old)):
+      if value is not None and not isinstance(value, Mapping):
+        raise UserError(f"{key} is not a mapping: {value!r}.")
+    local: dict[str, Any] = {}
+    if self.local_theta is not None and new is not None:
+      if strange := new.keys() - {"full_attention", "sliding_attention"}:
+        raise UserError(f"rope_parameters has {min(strange)!r}, an unknown kind of attention.")
+      local = dict(new.get("sliding_attention") or {})
+      new = new.get("full_attention") or {}
+    if new and old and dict(new) != dict(old):
+      raise UserError(
+        f"rope_parameters={dict(new)} and rope_scaling={dict(old)} contradict each other."
+      )
+    if old or new is None:
+      return dict(old or self.absent), local
+    return dict(new), local  # Empty means no scaling, as in transformers.
+
+  def _check(self, rope: Mapping[str, Any]) -> str:
+    """Returns the kind of scaling.
+
+    Raises:
+      UserError: The family does not support it, or a key has an unsupported value.
+    """
+    kind = _kind(rope)
+    if kind not in self.types:
+      raise UserError(f"rope_type is {kind!r}; paxlike supports {', '.join(self.types)} here.")
+    known = {"rope_type", "type", "rope_theta"}
+    if kind != "default":
+      known |= {"factor", _LENGTH} if kind in ("llama3", "yarn") else {"factor"}
+    fixed = {"partial_rotary_factor": (None, 1.0), **self._fixed(kind)}
+    for key, wanted in fixed.items():
+      if not is_one_of(rope.get(key), wanted):
+        found = repr(rope[key]) if key in rope else "absent"
+        raise UserError(f"{key} of rope_parameters is {found}, not {spell(wanted)}.")
+    for key, value in rope.items():
+      if key not in known and key not in fixed and value is not None:
+        raise UserError(f"{key}={value!r} of rope_parameters is unknown.")
+    return kind
+
+  def _fixed(self, kind: str) -> dict[str, Any]:
+    return {**_FIXED[kind], **(self.fixed if kind == "yarn" else {})}
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+  kinds = {str(rope[key]) for key in ("rope_type", "type") if rope.get(key) is not None}
+  if len(kinds) > 1:
+    raise UserError(
+      f"rope_type={rope['rope_type']!r} and type={rope['type']!r} contradict each other."
+    )
+  return kinds.pop() if kinds else "default"
+
+
+def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], key: str, default: float) -> float:
+  given = {value for value in (rope.get("rope_theta"), config.get(key)) if value is not None}
+  if len(given) > 1:
+    raise UserError(f"{key}={config[key]!r} and rope_parameters contradict each other.")
+  return given.pop() if given else default

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that convert weights to and from Hugging Face tensors, one rule for both directions.
+
+A family maps the names of its weights, `{}` for the layer, to rules with Hugging Face's tensor
+names:
+
+    {"stack.{}.attention.query.w": Matrix("model.layers.{}.self_attn.q_proj.weight"), ...}
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+  """The same tensor, its trailing dims flattened to `ndim` dims; None: not reshaped.
+
+  Attributes:
+    name: Hugging Face's tensor name, `{}` for the layer.
+  """
+
+  name: str
+  ndim: int | None = None
+
+  def part(self, shape: Shape) -> Any:
+    """Returns the slice of the tensor that a weight of `shape` occupies."""
+    del shape
+    return ...
+
+  def names(self, layer: int, shape: Shape) -> list[str]:
+    """Returns the names of the tensors of one weight of `shape`."""
+    del shape
+    return [self.name.format(layer)]
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    """Returns the shape of each of these tensors."""
+    if self.ndim is None:
+      return [shape]
+    return [(*shape[: self.ndim - 1], math.prod(shape[self.ndim - 1 :]))]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    """Returns the weight from its tensors."""
+    return tensors[0].reshape(shape)
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    """Returns the tensors of a weight, or its slice of them."""
+    return [weight.reshape(self.their_shapes(weight.shape)[0])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted(Same):
+  """The same tensor minus 1: norm scales around 0 instead of 1."""
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return tensors[0].astype(np.float32) - 1
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return [weight.astype(np.float32) + 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix(Same):
+  """A linear map.
+
+  Attributes:
+    inputs: Number of leading dims of our weight that are contracted.
+    transposed: Whether the tensor is [outputs, inputs]; else [inputs, outputs].
+  """
+
+  inputs: int = 1
+  transposed: bool = True
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    flat = math.prod(shape[: self.inputs]), math.prod(shape[self.inputs :])
+    return [flat[::-1] if self.transposed else flat]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return (tensors[0].T if self.transposed else tensors[0]).reshape(shape)
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    flat = weight.reshape(math.prod(weight.shape[: self.inputs]), -1)
+    return [flat.T if self.transposed else flat]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Same):
+  """Slice `index` of `of` equal contiguous slices of a tensor along its last dim."""
+
+  index: int = 0
+  of: int = 2
+
+  def part(self, shape: Shape) -> Any:
+    size = super().their_shapes(shape)[0][-1]
+    return (..., slice(self.index * size, (self.index + 1) * size))
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    *outer, last = super().their_shapes(shape)[0]
+    return [(*outer, self.of * last)]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return tensors[0][self.part(shape)].reshape(shape)
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return [weight.reshape(super().their_shapes(weight.shape)[0])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interleaved(Fused):
+  """Every `of`-th entry along the last dim, starting at `index`."""
+
+  def part(self, shape: Shape) -> Any:
+    return (..., slice(self.index, None, self.of))
+
+
+@dataclasses.dataclass(frozen=True)
+class PerExpert(Same):
+  """Linear maps of experts, stored as one [outputs, inputs] each; `{expert}` is the index."""
+
+  def names(self, layer: int, shape: Shape) -> list[str]:
+    return [self.name.format(layer, expert=expert) for expert in range(shape[0])]
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    return [(shape[2], shape[1])] * shape[0]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return np.stack([tensor.T for tensor in tensors])
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return [expert.T for expert in weight]
+
+
+Rule = Same
+Rules = dict[str, Rule]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: flags, and what a person reads or types."""

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `--mode=compile` prints of a step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from paxlike.compilation import aot, hlo_kernels
+from paxlike.telemetry import tables
+from paxlike.training.trainer import Trainer
+
+
+def text(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> str:
+  """Returns the page that a person reads."""
+  parts = [tables.table(("", ""), _rows(trainer, program))]
+  if found := program.collectives():
+    header = ("sent by each device", "times", "collectives of a step")
+    rows = [
+      (tables.nbytes(one.nbytes), f"{one.count:,}", f"{one.kind} over {' x '.join(one.axes)}")
+      for one in found
+    ]
+    parts.append(tables.table(header, rows, right=range(2)))
+    header = ("asynchronous", "synchronous", "sent synchronously", "collectives of the program")
+    parts.append(tables.table(header, _overlap(program), right=range(3)))
+  if with_kernels and program.step is not None:
+    header = ("ms", "launches", "GB", "TFLOP", "roofline of each device")
+    parts.append(tables.table(header, _kernels(program), right=range(4)))
+  return "\n\n".join(parts)
+
+
+def facts(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> dict[str, Any]:
+  """Returns the same for programs to read: bytes and FLOPs are numbers, times in seconds."""
+  found = program.kernels() if with_kernels and program.step is not None else []
+  return {
+    "parameters": trainer.definition.num_params,
+    "device_kind": _kind(program),
+    "num_devices": program.devices.size,
+    "mesh": dict(program.devices.shape),
+    "attention": trainer.attention,
+    "sequences_per_step": trainer.batch_size,
+    "tokens_per_step": program.tokens,
+    "flops_per_step": program.flops,
+    "ideal_seconds": program.ideal_seconds,
+    "compile_seconds": program.seconds,
+    "bytes_per_device": program.held._asdict(),
+    "bytes_of_device": program.room,
+    "fits": program.fits,
+    "advice": [] if program.fits else aot.advice(trainer, program),
+    "collectives": [one._asdict() for one in program.collectives()],
+    "overlap": [one._asdict() for one in program.overlap()],
+    **({"kernels": [one._asdict() for one in found]} if with_kernels else {}),
+  }
+
+
+def _overlap(program: aot.Program) -> Iterator[tuple[str, ...]]:
+  for one in program.overlap():
+    where = "in loops" if one.in_loop else "outside"
+    nbytes = tables.nbytes(one.synchronous_nbytes)
+    yield str(one.asynchronous), str(one.synchronous), nbytes, f"{one.kind} {where}"
+
+
+def _kind(program: aot.Program) -> str:
+  return program.devices.devices.flat[0].device_kind
+
+
+def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
+  devices = program.devices
+  axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
+  yield "parameters", f"{trainer.definition.num_params:,}"
+  yield "devices", f"{devices.size} x {_kind(program)}{f': {axes}' if axes else ''}"
+  yield "a step", f"{trainer.batch_size:,} sequences = {program.tokens:,} tokens"
+  yield "attention", ", ".join(trainer.attention)
+  yield "FLOPs of a step", f"{program.flops:.4g}{_at_least(program)}"
+  yield "compiled in", f"{program.seconds:.1f} s"
+  held, room = program.held, program.room
+  yield "memory per device: arguments", tables.nbytes(held.arguments)
+  yield "memory per device: temporaries", tables.nbytes(held.temporaries)
+  if program.communicators:
+    beside = "" if program.share is None else f": XLA_PYTHON_CLIENT_MEM_FRACTION={program.share:g}"
+    yield "communicators of NCCL", f"{program.communicators}{beside}"
+  peak = tables.nbytes(held.peak)
+  if room is None:
+    yield "memory per device: peak", peak
+  elif program.fits:
+    left = tables.nbytes(room - held.peak)
+    yield "memory per device: peak", f"{peak} of {tables.nbytes(room)}: fits, {left} are left"
+  else:
+    yield "memory per device: peak", f"{peak} of {tables.nbytes(room)}: does not fit"
+    for line in aot.advice(trainer, program):
+      yield "what helps", line
+
+
+def _at_least(program: aot.Program) -> str:
+  if program.chip is None or program.ideal_seconds is None:
+    return ""
+  rate = program.chip.flops / 1e12
+  return f", at least {program.ideal_seconds:.4g} s at {rate:g} TFLOP/s of each device"
+
+
+def _kernels(program: aot.Program, *, most: int = 30) -> Iterator[tuple[str, ...]]:
+  """Yields the kernels of a step by group, then the `most` expensive ones, as rows of a table."""
+  found = program.kernels()
+
+  def row(name: str, one: hlo_kernels.Kernel) -> tuple[str, ...]:
+    sizes = (one.seconds * 1e3, one.nbytes / 1e9, one.flops / 1e12)
+    milliseconds, gigabytes, teraflop = (f"{size:.3f}" for size in sizes)
+    return milliseconds, f"{one.count:,}", gigabytes, teraflop, name
+
+  every = hlo_kernels.total(found)
+  speed = program.tokens / program.devices.size / every.seconds
+  yield row(f"all: at most {speed:,.0f} tokens/s/device", every)
+  for name, one in hlo_kernels.grouped(found, "group"):
+    yield row(name, one)
+  yield ("", "", "", "", "")
+  for name, one in hlo_kernels.grouped(found, "kind")[:most]:
+    yield row(f"{one.group}: {name}", one)

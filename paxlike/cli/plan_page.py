@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `--mode=plan` prints."""
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paxlike.config.knob_text import spell
+from paxlike.devices.mesh import AXES
+from paxlike.planning import planner
+from paxlike.planning.planner import Plan, Plans
+from paxlike.telemetry import tables
+
+# Plan -> the command line that runs it.
+Command = Callable[[Plan], str]
+_SHOWN = 8
+
+
+def text(plans: Plans, command: Command) -> str:
+  """Returns the page that a person reads."""
+  parts = [tables.table(("", ""), _facts(plans))]
+  shown = plans.best[:_SHOWN] or (plans.nearest,)
+  is_confirmed = any(plan.compiled is not None for plan in shown)
+  header = ["mesh", "parts", "schedule", "remat", "GB", "s", "MFU", "tokens/s", "bound by"]
+  if is_confirmed:
+    header.insert(5, "GB compiled")
+  numbers = [place for place, name in enumerate(header) if name in _RIGHT]
+  rows = [_row(plans, plan, is_confirmed=is_confirmed) for plan in shown]
+  if not plans.best:
+    parts.append("nothing fits; the nearest, as if it did:")
+  parts.append(tables.table(header, rows, right=numbers))
+  if plans.first is not None:
+    parts.append(f"the best:\n  {command(plans.first)}")
+  parts.append(
+    "The best of each mesh; sizes in brackets are across slices or nodes, parts are those of the"
+    "\nbatch, one after another, and MFU counts attention over all pairs of tokens. GB of a device"
+    f"\nand s are predicted, from {plans.machine.achieved:.0%} of what data sheets say; what takes"
+    f" more than\n{planner.ROOM:.0%} of the memory for programs is left out. --confirm=K compiles"
+    " the best K."
+  )
+  return "\n\n".join(parts)
+
+
+_RIGHT = ("parts", "GB", "GB compiled", "s", "MFU", "tokens/s")
+
+
+def facts(plans: Plans, command: Command) -> dict[str, Any]:
+  """Returns the same for programs to read: bytes and FLOPs are numbers, times in seconds."""
+  model = plans.model
+  return {
+    "parameters": model.num_params,
+    "device_kind": plans.device_kind,
+    "num_devices": plans.num_devices,
+    "bytes_of_device": plans.machine.chip.room,
+    "achieved": plans.machine.achieved,
+    "sequences_per_step": plans.batch,
+    "tokens_per_step": plans.batch * model.seq_len,
+    "flops_per_step": plans.batch * model.seq_len * model.flops.full,
+    "considered": plans.considered,
+    "fitting": plans.fitting,
+    "plans": [_told(plans, plan, command) for plan in plans.best],
+    "nearest": None if plans.best else _told(plans, plans.nearest, command),
+  }
+
+
+def flags(plan: Plan, given: dict[str, Any]) -> Iterator[str]:
+  """Yields the flags that choose a plan, but for the values that knobs have already."""
+  for name, value in plan.how.knobs.items():
+    if value != given.get(name):
+      yield shlex.quote(f"--fdl.{name}={spell(value)}")
+
+
+def _facts(plans: Plans) -> Iterator[tuple[str, str]]:
+  tokens = plans.batch * plans.model.seq_len
+  room = tables.nbytes(plans.machine.chip.room)
+  yield "parameters", f"{plans.model.num_params:,}"
+  yield "devices", f"{plans.num_devices} x {plans.device_kind}, {room} each for programs"
+  yield "a step", f"{plans.batch:,} sequences = {tokens:,} tokens"
+  yield "FLOPs of a step", f"{tokens * plans.model.flops.full:.4g}"
+  yield "configurations", f"{plans.considered:,}, of which {plans.fitting:,} fit"
+
+
+def _row(plans: Plans, plan: Plan, *, is_confirmed: bool) -> tuple[str, ...]:
+  how, pipeline = plan.how, plan.how.pipeline
+  schedule = ""
+  if pipeline is not None:
+    chunks = f" x {pipeline.chunks}" if pipeline.chunks > 1 else ""
+    schedule = f"{pipeline.schedule}{chunks}{', recompute' if pipeline.recompute else ''}"
+  compiled = []
+  if is_confirmed:
+    held = plan.compiled
+    told = "" if held is None else f"{held.peak / 1e9:.2f}"
+    compiled = [told if plan.fits else f"{told}: too much"]
+  return (
+    _mesh(plan),
+    str(how.microbatches),
+    schedule,
+    how.remat.name,
+    f"{plan.memory.total / 1e9:.2f}",
+    *compiled,
+    f"{plan.times.total:.3f}",
+    f"{100 * plans.mfu(plan):.1f} %",
+    f"{plans.tokens_per_second(plan):,.0f}",
+    _bound(plan),
+  )
+
+
+def _mesh(plan: Plan) -> str:
+  told = []
+  for axis, inner, outer in zip(AXES, plan.how.ici, plan.how.dcn, strict=True):
+    if inner * outer > 1:
+      within = f" {inner}" if inner > 1 else ""
+      told.append(f"{axis}{within}{f' ({outer})' if outer > 1 else ''}")
+  return ", ".join(told) or "one device"
+
+
+def _bound(plan: Plan) -> str:
+  part = plan.times.bound
+  seconds = plan.times.parts[part]
+  return f"{part} {seconds / plan.times.total:.0%}"
+
+
+def _told(plans: Plans, plan: Plan, command: Command) -> dict[str, Any]:
+  how = plan.how
+  return {
+    "mesh": {"ici": _named(how.ici), "dcn": _named(how.dcn)},
+    "microbatches": how.microbatches,
+    "knobs": how.knobs,
+    "command": command(plan),
+    "predicted_bytes": {**dataclasses.asdict(plan.memory), "total": plan.memory.total},
+    "compiled_bytes": None if plan.compiled is None else plan.compiled._asdict(),
+    "fits": plan.fits,
+    "seconds": {**plan.times.parts, "total": plan.times.total},
+    "bound_by": plan.times.bound,
+    "mfu_full": plans.mfu(plan),
+    "mfu_causal": plans.mfu(plan, causal=True),
+    "tokens_per_second": plans.tokens_per_second(plan),
+  }
+
+
+def _named(sizes: tuple[int, ...]) -> dict[str, int]:
+  return {axis: size for axis, size in zip(AXES, sizes, strict=True) if size > 1}

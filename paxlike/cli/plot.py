@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the curves of runs: `paxlike-plot RUN... [--output=FILE.png]`."""
+
+import io
+import itertools
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from etils import epath
+
+from paxlike import run_folder
+from paxlike.errors import UserError, one_line
+from paxlike.telemetry import console, metric_files
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+
+INK, FAINT = "#333333", "#dddddd"
+MEAN_FROM = 50  # Values; the mean is over a 25th of them.
+
+
+class Curve(NamedTuple):
+  """One number over updates; what is missing or not finite is left out."""
+
+  updates: list[int]
+  values: list[float]
+
+
+class Run(NamedTuple):
+  """What is drawn of one run.
+
+  Attributes:
+    name: Tells it from the other runs.
+    loss: In training.
+    eval_losses: By eval set.
+    tokens_per_second: In training, of all devices.
+  """
+
+  name: str
+  loss: Curve
+  eval_losses: dict[str, Curve]
+  tokens_per_second: Curve
+
+
+def main() -> int:
+  """Entry point of the `paxlike-plot` command. Returns the exit status."""
+  return run(sys.argv[1:])
+
+
+def run(argv: Sequence[str]) -> int:
+  """Runs a command line. Returns the exit status: 0, or 2 for a user's mistake."""
+  parser = console.Parser(
+    prog="paxlike-plot", description="Draws loss and throughput of one or several runs."
+  )
+  parser.add_argument(
+    "runs",
+    nargs="+",
+    metavar="RUN",
+    type=console.path,
+    help="the --job_log_dir of a run, or a folder of several",
+  )
+  parser.add_argument(
+    "--output",
+    metavar="FILE.png",
+    type=console.path,
+    help="default: RUN/curves.png, or curves.png",
+  )
+  try:
+    options = parser.parse_args(argv)
+    single = len(options.runs) == 1
+    output = options.output or (
+      f"{options.runs[0].rstrip('/')}/curves.png" if single else "curves.png"
+    )
+    paths = [path for given in options.runs for path in _within(given)]
+    names = _names(paths)
+    runs = [read(path, name=name) for path, name in zip(paths, names, strict=True)]
+    save(draw(runs), output)
+  except UserError as error:
+    print(f"paxlike-plot: {one_line(error)}", file=sys.stderr)
+    return 2
+  print(output)
+  return 0
+
+
+def _within(path: str) -> list[str]:
+  """Returns a run's folder itself; of another folder the runs in it that have a record."""
+  folder = epath.Path(path)
+  with run_folder.reading(path):
+    if metric_files.files(folder) or not folder.is_dir():
+      return [path]
+    inner = [child for child in sorted(folder.iterdir()) if child.is_dir()]
+    runs = [child for child in inner if metric_files.files(child)]
+    runs = [run_ for run_ in runs if next(iter(metric_files.records(run_)), None) is not None]
+  return [os.fspath(run_) for run_ in runs] or [path]
+
+
+def read(path: str, *, name: str) -> Run:
+  """Reads the metrics of the run in folder `path`.
+
+  Raises:
+    UserError: The folder holds none.
+  """
+  folder = epath.Path(path)
+  with run_folder.reading(path):
+    files = metric_files.files(folder)
+    records = list(metric_files.records(folder))
+  if not files:
+    names = "metrics.jsonl or metrics/part-*.jsonl"
+    raise UserError(f"{path} is no folder of a run: it has no {names}.")
+  train = [record for record in records if record.get("kind") == "train"]
+  evals: dict[str, list[dict[str, Any]]] = {}
+  for record in records:
+    if record.get("kind") == "eval":
+      evals.setdefault(record["set"], []).append(record)
+  found = Run(
+    name,
+    _curve(train, "loss"),
+    {set_: _curve(rows, "loss") for set_, rows in sorted(evals.items())},
+    _curve(train, "tokens_per_second"),
+  )
+  if not any(curve.values for curve in (found.loss, *found.eval_losses.values())):
+    raise UserError(f"{files[-1]} holds no loss yet.")
+  return found
+
+
+def draw(runs: Sequence[Run]) -> "Figure":
+  """Draws the curves: a colour for each run; of a single one, a colour for each curve.
+
+  Raises:
+    UserError: matplotlib is not installed.
+  """
+  try:
+    import matplotlib.figure
+  except ImportError:
+    raise UserError("matplotlib is missing: pip install 'paxlike[plot]'.") from None
+  # Figures made without pyplot are drawn by Agg, whatever MPLBACKEND says, and need no display.
+  figure = matplotlib.figure.Figure(dpi=120, layout="constrained")
+  if len(runs) == 1:
+    _draw_one(figure, runs[0])
+  else:
+    _draw_several(figure, runs)
+  if any(len(run_.loss.values) >= MEAN_FROM for run_ in runs):
+    figure.axes[0].set_title("full lines: running means", loc="right", fontsize=9, color=INK)
+  return figure
+
+
+def save(figure: "Figure", output: str):
+  """Writes a PNG file, whole or not at all.
+
+  Raises:
+    UserError: It cannot be written.
+  """
+  path = epath.Path(output)
+  if run_folder.is_remote(output):
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    try:
+      path.write_bytes(picture.getvalue())
+    except run_folder.failures() as error:
+      raise UserError(f"{output} cannot be written: {run_folder.reason(error)}.") from error
+    return
+  temporary = path.with_name(run_folder.unique(path.name))
+  try:
+    with temporary.open("wb") as file:
+      figure.savefig(file, format="png")
+    temporary.replace(path)
+  except OSError as error:
+    temporary.unlink(missing_ok=True)
+    raise UserError(f"{output} cannot be written: {error.strerror or error}.") from None
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+  """What tells the paths apart: the shortest ends that do, without what all of them end with."""
+  parts = [(path if "://" in path else os.path.abspath(path)).split("/") for path in paths]
+  parts = [[part for part in path if part] for path in parts]
+  if len(paths) == 1:
+    return [os.path.normpath(paths[0])]
+  while len({path[-1] for path in parts}) == 1 and min(map(len, parts)) > 1:
+    parts = [path[:-1] for path in parts]
+  for count in range(1, max(map(len, parts)) + 1):
+    names = ["/".join(path[-count:]) for path in parts]
+    if len(set(names)) == len(names):
+      return names
+  raise UserError("the same run is given twice.")
+
+
+def _curve(records: Iterable[dict[str, Any]], key: str) -> Curve:
+  found = [(record["updates"], record.get(key)) for record in records]
+  points = [(updates, value) for updates, value in found if isinstance(value, int | float)]
+  return Curve([updates for updates, _ in points], [value for _, value in points])
+
+
+def _draw_one(figure: "Figure", run_: Run):
+  figure.set_size_inches(10, 7.5)
+  loss, speed = figure.subplots(2, sharex=True, height_ratios=[2, 1])
+  colors = _colors(2 + len(run_.eval_losses))
+  _draw_training(loss, run_.loss, colors[0], label="train", raw=True)
+  for number, (name, curve) in enumerate(run_.eval_losses.items()):
+    _draw_eval(loss, curve, colors[1 + number], number, label=name)
+  _draw_training(speed, run_.tokens_per_second, colors[0], label=None, raw=True)
+  _frame(loss, "loss")
+  _frame_speed(speed)
+  loss.legend(title="loss at the end", frameon=False, labelcolor=INK)
+  loss.set_title(run_.name, color=INK)
+
+
+def _draw_several(figure: "Figure", runs: Sequence[Run]):
+  sets = sorted({name for run_ in runs for name in run_.eval_losses})
+  figure.set_size_inches(13, 10 if sets else 7.5)
+  panels = figure.subplots(
+    3 if sets else 2, sharex=True, height_ratios=[3, 3, 2][-2 - bool(sets) :]
+  )
+  loss, speed = panels[0], panels[-1]
+  raw = len(runs) <= 3  # More would hide the means.
+  for run_, color in zip(runs, _colors(len(runs)), strict=True):
+    _draw_training(loss, run_.loss, color, label=run_.name, raw=raw)
+    for name, curve in run_.eval_losses.items():
+      _draw_eval(panels[1], curve, color, sets.index(name), label=None)
+    _draw_training(speed, run_.tokens_per_second, color, label=None, raw=raw)
+  _frame(loss, "training loss")
+  handles, labels = loss.get_legend_handles_labels()
+  outside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
+  loss.legend(handles, labels, title="loss at the end", labelcolor=INK, **outside)
+  if sets:
+    _frame(panels[1], "evaluation loss")
+    for number, name in enumerate(sets):
+      _draw_eval(panels[1], Curve([], []), INK, number, label=name)
+    panels[1].legend(labelcolor=INK, **outside)
+  _frame_speed(speed)
+  loss.set_title(f"{len(runs)} runs", color=INK)
+
+
+def _colors(count: int) -> list[Any]:
+  import matplotlib
+
+  if count <= 10:
+    return list(matplotlib.color_sequences["tab10"][:count])
+  return [matplotlib.colormaps["turbo"](0.05 + 0.9 * i / (count - 1)) for i in range(count)]
+
+
+def _draw_training(axes: "Axes", curve: Curve, color: Any, *, label: str | None, raw: bool):
+  mean = _running_mean(curve)
+  if label is not None and curve.values:
+    label = f"{label}  {mean.values[-1]:.3f}"
+  if raw and mean != curve:
+    axes.plot(*curve, color=color, linewidth=0.7, alpha=0.35)
+  marker = "o" if len(curve.values) == 1 else None  # One point makes no line.
+  axes.plot(*mean, color=color, linewidth=1.6, marker=marker, label=label)
+
+
+def _draw_eval(axes: "Axes", curve: Curve, color: Any, number: int, *, label: str | None):
+  if label is not None and curve.values:
+    label = f"{label}  {curve.values[-1]:.3f}"
+  style = {"linestyle": "--", "linewidth": 1.2, "marker": "osD^v"[number % 5], "markersize": 4.5}
+  axes.plot(*curve, color=color, label=label, **style)
+
+
+def _running_mean(curve: Curve) -> Curve:
+  """The mean of the values around each."""
+  num_values = len(curve.values)
+  half = num_values // MEAN_FROM
+  sums = [0.0, *itertools.accumulate(curve.values)]
+  means = []
+  for place, value in enumerate(curve.values):
+    # At the start as far on both sides, so that the steep descent is not bent. At the end, where a
+    # curve is flat, not: the last mean is that of many values.
+    before, after = min(half, place), min(half, place, num_values - 1 - place)
+    mean = (sums[place + after + 1] - sums[place - before]) / (before + after + 1)
+    means.append(mean if before else value)
+  return Curve(curve.updates, means)
+
+
+def _frame(axes: "Axes", label: str):
+  axes.set_ylabel(label, color=INK)
+  axes.grid(color=FAINT, linewidth=0.6)
+  axes.set_axisbelow(True)
+  axes.tick_params(colors=INK)
+  for side in ("top", "right"):
+    axes.spines[side].set_visible(False)
+
+
+def _frame_speed(axes: "Axes"):
+  import matplotlib.ticker
+
+  _frame(axes, "tokens per second")
+  axes.set_ylim(bottom=0)
+  axes.set_xlim(left=0)
+  axes.set_xlabel("updates", color=INK)
+  axes.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+  axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+  axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `--mode=show`, `--fdl_help` and `--list` print."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import fiddle as fdl
+import jax
+from jax.sharding import AbstractMesh
+
+from paxlike import fiddlers, registry
+from paxlike.config import building, graph_file, local_experiments
+from paxlike.config.knobs import UNSET, spell
+from paxlike.devices import mesh, topology
+from paxlike.errors import UserError
+from paxlike.experiment import Experiment
+from paxlike.layers import flops
+from paxlike.layers.module import Definition
+from paxlike.telemetry import tables
+from paxlike.training import train_state
+from paxlike.training.trainer import Trainer
+
+
+def experiments() -> str:
+  """Returns a table of all registered experiments."""
+  rows = []
+  for path, cls in registry.registered().items():
+    model = cls().model()
+    fiddlers.stack(model, scan=True)  # As many parameters in far fewer objects.
+    definition = Definition(building.build(model))
+    summary = (cls.__doc__ or "").strip().split("\n")[0]
+    rows.append((path.rpartition(".")[2], f"{definition.num_params:,}", summary))
+  text = tables.table(("experiment", "parameters", ""), rows, right=(1,))
+  local = [(found.name, found.doc) for found in local_experiments.find()]
+  if local:
+    text += f"\n\n{tables.table(('of this folder (read, not imported)', ''), local)}"
+  return text
+
+
+def knob_help(cls: type[Experiment]) -> str:
+  """Returns the knobs of an experiment with their documentation."""
+  lines = [f"{cls.__name__}: {(cls.__doc__ or '').strip()}", ""]
+  for name, knob in cls.knobs().items():
+    default = "required" if knob.default is UNSET else spell(knob.default)
+    lines += [
+      f"  --fdl.{name}={default}",
+      f"      {knob.doc}",
+      f"      {knob.type_name}; declared in {knob.declared_in.__name__},"
+      f" set in {knob.set_in.__name__}",
+    ]
+  return "\n".join(lines)
+
+
+def everything(experiment: Experiment | None, graph: fdl.Config[Trainer]) -> str:
+  """Returns the knobs, the flattened graph, and what follows from them."""
+  parts = [] if experiment is None else [_knobs(experiment)]
+  parts += [graph_file.describe(graph), _facts(building.build(graph))]
+  return "\n\n".join(parts)
+
+
+def difference(graph: Any, other: Any, *, name: str) -> str:
+  """Returns what turns the experiment `name`, whose graph is `other`, into `graph`."""
+  return graph_file.difference(other, graph) or f"No difference from {name}."
+
+
+def _knobs(experiment: Experiment) -> str:
+  rows = []
+  for name, setting in experiment.values().items():
+    knob = experiment.knobs()[name]
+    declared = knob.declared_in.__dict__.get(name, UNSET)
+    rows.append(
+      (
+        name,
+        "(unset)" if setting.value is UNSET else spell(setting.value),
+        "choice" if knob.type_name.startswith("Literal") else knob.type_name,
+        "(unset)" if declared is UNSET else spell(declared),
+        knob.declared_in.__name__,
+        setting.source,
+      )
+    )
+  return tables.table(("knob", "value", "type", "default", "declared in", "set by"), rows)
+
+
+def _facts(trainer: Trainer) -> str:
+  definition = trainer.definition
+  sizes, note = _axis_sizes(trainer.mesh)
+  num_devices = math.prod(sizes.values())
+  batch = mesh.global_batch_size(
+    percore=trainer.percore_batch_size,
+    num_devices=num_devices,
+    accumulation_steps=trainer.accumulation_steps,
+  )
+  seq_len = trainer.data.seq_len
+  counted = flops.per_token(definition, seq_len)
+  axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+  active = flops.active_params(definition)
+  of_them = "" if active == definition.num_params else f", {active:,} of them for each token"
+  has_frozen = definition.num_trained < definition.num_params
+  rows = [
+    ("parameters", f"{definition.num_params:,}{of_them}"),
+    *([("trained parameters", f"{definition.num_trained:,}")] if has_frozen else []),
+    ("FLOPs a token", f"{counted.causal:.4g} (causal attention), {counted.full:.4g} (full)"),
+    ("global batch", f"{batch:,} sequences = {batch * seq_len:,} tokens"),
+    ("mesh", f"{num_devices} devices: {axes}{note}"),
+    *_memory(trainer, sizes),
+    *(("left whole", line) for line in _undivided(definition, sizes)),
+  ]
+  return tables.table(("", ""), rows)
+
+
+def _axis_sizes(spec: mesh.MeshSpec) -> tuple[dict[str, int], str]:
+  """Returns the mesh that the experiment asks for, and whether this machine lacks its devices."""
+  devices = topology.devices()
+  here = len(devices)
+  try:
+    ici, dcn = spec.sizes(here, slices=mesh.num_slices(devices))
+    note = ""
+  except UserError:
+    ici, dcn = spec.sizes(None)
+    note = f" (here: {here})"
+  return {axis: ici[axis] * dcn[axis] for axis in mesh.AXES}, note
+
+
+def _memory(trainer: Trainer, sizes: dict[str, int]) -> Iterator[tuple[str, str]]:
+  """Yields the bytes of the training state, or of what is only read, in all and on one device."""
+  axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
+  devices = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types)
+  state = train_state.abstract(
+    trainer.definition, trainer.optimizer, devices, with_reference=trainer.has_reference
+  )
+  parts = {
+    "trained parameters": state.params,
+    "frozen parameters": state.frozen,
+    "reference parameters": state.reference,
+    "optimizer state": state.opt_state,
+  }
+  if trainer.read_only:
+    parts = {"parameters": [state.params, state.frozen]}
+  for name, part in parts.items():
+    leaves = jax.tree.leaves(part)
+    if not leaves:
+      continue
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    one = sum(
+      math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
+    yield f"memory of {name}", f"{tables.nbytes(one)} per device ({tables.nbytes(whole)} in all)"
+
+
+def _undivided(definition: Definition, sizes: dict[str, int]) -> list[str]:
+  """Returns the dims that an axis of the mesh should shard but does not divide."""
+  found = set()
+  for spec in definition.weights.values():
+    for dim, size in zip(spec.dims, spec.shape, strict=True):
+      shards = math.prod(sizes[axis] for axis in mesh.RULES[dim])
+      if size % shards:
+        axes = " x ".join(f"{a} {sizes[a]}" for a in mesh.RULES[dim] if sizes[a] > 1)
+        found.add(f"{dim} {size:,} is not divided by {axes}")
+  return sorted(found)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be done before JAX is first used: set its platform, caches and logs, and join the other
+processes of the job.
+
+Where Python calls paxlike, JAX may have started: what it would no longer read is left out then.
+"""
+
+import logging
+import os
+import sys
+from typing import Any
+
+from paxlike.cli import flags
+from paxlike.devices import gpu_targets, malloc, topology, tpu_targets
+from paxlike.errors import UserError
+from paxlike.processes import cluster
+
+_PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # By which users name a folder of compiled programs.
+_LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"  # And what is worth keeping.
+
+
+def set_up_jax(options: flags.Options):
+  """Sets what JAX, TensorFlow and TFDS read when they are first used, and joins other processes.
+
+  Raises:
+    UserError: Options or the environment are wrong.
+    TemporaryError: The other processes do not come.
+  """
+  # JAX and its libraries are imported here, after the flags have been found good.
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  # Orbax and gcsfs log each error that they also raise, with its stack; asyncio logs errors that
+  # nobody awaits any more.
+  for name in ("absl", "asyncio", "gcsfs"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  if options.tfds_data_dir:
+    os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
+  topology.check_gpu_share()
+  if not os.path.exists("/dev/nvidiactl"):
+    # JAX's plugin for GPUs may be installed where there is none: JAX would log that as an error.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+  if options.topology is not None and tpu_targets.are_named(options.topology):
+    gpu_targets.leave_out()
+  if not tpu_targets.are_here():
+    tpu_targets.settle()
+    has_gpu = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+    if options.topology is None and not has_gpu and not has_started():
+      malloc.keep_heap()
+  if options.num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
+    # XLA:CPU crashes when it promotes bfloat16 all-reduces from gradients of jax.shard_map to
+    # float32. The pass is not needed.
+    theirs, ours = os.environ.get("XLA_FLAGS", ""), "--xla_disable_hlo_passes=all-reduce-promotion"
+    if ours not in theirs.split():
+      os.environ["XLA_FLAGS"] = f"{ours} {theirs}".strip()
+  keep_programs()
+  import jax
+
+  if options.topology is not None:
+    jax.config.update("jax_platforms", "cpu")
+  topology.use(options.topology, slices=options.slices or 1)
+  if options.num_cpu_devices is not None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.num_cpu_devices)
+    # The number of XLA's threads: where there are few, all may wait in different collectives, and
+    # none is left to finish one.
+    os.environ.setdefault("NPROC", str(8 * options.num_cpu_devices))
+  join(options)
+
+
+def has_started() -> bool:
+  """Returns whether this process has devices of JAX already."""
+  bridge = sys.modules.get("jax._src.xla_bridge")
+  return bridge is not None and bridge.backends_are_initialized()
+
+
+def join(options: flags.Options):
+  """Joins the other processes of the job, if options or the cluster name any and it needs them.
+
+  A process that has joined them goes on.
+
+  Raises:
+    UserError: Nothing names the processes that `--multiprocess_gpu` asks for, or an option differs;
+      or JAX has started without the others.
+    TemporaryError: They do not come.
+  """
+  import jax
+
+  alone = options.list or options.fdl_help or options.mode == "show"
+  if options.topology is not None or alone or jax.distributed.is_initialized():
+    return
+  on_cpu = {} if options.num_cpu_devices is None else {"JAX_PLATFORMS": "cpu"}
+  environ = os.environ | on_cpu
+  given: Any = (options.server_addr, options.num_hosts, options.host_idx)
+  is_given = None not in given
+  if is_given:
+    group = cluster.Group(*given, devices=cluster.own_gpus(environ))
+  else:
+    group = cluster.found(environ)
+  of_tpus = tpu_targets.are_here() and not is_given
+  if options.multiprocess_gpu and group is None and not of_tpus:
+    raise UserError(
+      "--multiprocess_gpu: no cluster names other processes (Slurm, Open MPI, Kubernetes, TPUs):"
+      " give --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
+    )
+  if group is None and of_tpus:
+    joins = options.multiprocess_gpu or cluster.num_tpu_processes() > 1
+  else:
+    joins = group is not None and group.count > 1
+  if joins and has_started():
+    raise UserError(
+      "the cluster names other processes, but JAX has started in this one alone: call paxlike.train"
+      " or paxlike.load before anything asks JAX for its devices."
+    )
+  if joins:
+    from paxlike.processes import multiprocess
+
+    multiprocess.initialize(
+      group,
+      timeout=60 if options.heartbeat_timeout is None else options.heartbeat_timeout,
+      join_timeout=300 if options.join_timeout is None else options.join_timeout,
+      flags=flags.shared(options),
+    )
+    has_gpus = cluster.num_gpus() and environ.get("JAX_PLATFORMS") != "cpu"
+    several_nodes = group is not None and cluster.local(environ)[1] < group.count
+    if has_gpus and several_nodes and _PROGRAMS not in environ:
+      _keep_no_programs()
+
+
+def _keep_no_programs():
+  """Has JAX compile all programs anew: on GPUs of several nodes, each process waits for all others.
+
+  They share the measuring of matmuls (`xla_gpu_shard_autotuning`, on by default; XLA's pull
+  requests 14968 and 22164), and only process 0 writes the cache (jax/_src/compiler.py). Where each
+  node has a disk of its own, after a restart process 0 reads the program from its cache and
+  measures nothing, and the others wait for its measurements. A folder that the user names is taken
+  to be one that all processes share.
+  """
+  import jax
+
+  jax.config.update("jax_enable_compilation_cache", False)
+
+
+def keep_programs():
+  """Has JAX keep compiled programs in the cache folder, unless the user names another."""
+  import jax
+
+  from paxlike.data import token_index
+
+  if _PROGRAMS not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", str(token_index.cache_folder() / "xla"))
+  if _LEAST not in os.environ:
+    # Also the many small programs, which together take as long as the step on a small machine.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place for exceptions that nobody foresaw while a run was built and checked.
+
+Nothing has been written by then. What went wrong is said in one line with the flag, the knob or the
+line of the user's code that is nearest to it; `--traceback` shows the rest. A flag is blamed only
+if the same command fails again, and succeeds without that flag. Once a run computes and writes,
+its exceptions are not caught: they are defects, and their tracebacks are needed. But `sys.exit` in
+the user's code is always explained: by its status a run would seem finished that is not.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+
+from paxlike import user_code
+from paxlike.cli import flags
+from paxlike.errors import RunError, UserError
+
+# Seconds for finding out which flag is to blame, by leaving out one after another. What took longer
+# to fail is not tried again.
+_PATIENCE = 15
+Attempt = Callable[[flags.Options], object]
+
+
+@dataclasses.dataclass
+class Stage:
+  """The part of a program in which a run is built and checked.
+
+  Attributes:
+    attempt: Builds and checks the same with other options; None: that is not possible yet.
+    is_over: Whether that part has ended, and the run computes and writes.
+    entry: See `user_code.line_of`.
+  """
+
+  attempt: Attempt | None = None
+  is_over: bool = False
+  entry: bool = False
+
+
+@contextlib.contextmanager
+def explained(options: flags.Options, *, entry: bool = False) -> Iterator[Stage]:
+  """Context in which what is unexpected becomes one line, until the stage ends.
+
+  `entry` says whether the program that was started is code of the user.
+
+  Raises:
+    UserError: A flag or the user's own code is to blame, or has called `sys.exit`.
+    RunError: Neither is; or a running program found too little memory.
+  """
+  stage = Stage(entry=entry)
+  began = time.monotonic()
+  try:
+    yield stage
+  except RunError:
+    raise
+  except UserError as error:
+    too_late = stage.is_over or time.monotonic() - began > 2 * _PATIENCE
+    if too_late or stage.attempt is None or not (given := _unnamed(error, options, stage.attempt)):
+      raise
+    raise UserError(f"{', '.join(given)}: {error}") from error
+  except (Exception, SystemExit) as error:
+    if stage.is_over and not (_is_out_of_memory(error) or isinstance(error, SystemExit)):
+      raise
+    too_late = stage.is_over or time.monotonic() - began > 2 * _PATIENCE
+    stage = dataclasses.replace(stage, attempt=None if too_late else stage.attempt)
+    raise _explained(error, options, stage) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+  return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _explained(error: BaseException, options: flags.Options, stage: Stage) -> Exception:
+  """Returns what to raise instead; `attempt` is None where it is too early or too late for one."""
+  what, where = user_code.summary(error), user_code.line_of(error, entry=stage.entry)
+  if _is_out_of_memory(error):
+    return RunError(
+      f"the devices have too little memory ({what}). Lower PERCORE_BATCH_SIZE, set"
+      " CHECKPOINT_POLICY=SAVE_NOTHING, or shard the model over more devices (ICI_MESH_SHAPE);"
+      " --mode=compile shows what a step takes."
+    )
+  if stage.attempt is not None and (given := _to_blame(options, stage.attempt, error)):
+    each = " Without any one of these flags it would have succeeded." if len(given) > 1 else ""
+    return UserError(
+      f"{', '.join(given)}: {what}{f' ({where})' if where else ''}.{each} --traceback shows more."
+    )
+  if where:
+    return UserError(f"{where}: {what}. --traceback shows more.")
+  if isinstance(error, MemoryError):
+    return RunError(f"this machine has too little memory: {what}.")
+  if experiment := _experiment_of_user(options):
+    return UserError(f"{experiment}: unexpected {what}. --traceback shows where.")
+  knobs = _knobs_near(error)
+  near = f" near {', '.join(knobs[:5])}" if knobs else ""
+  return RunError(f"unexpected{near}: {what}. --traceback shows where.")
+
+
+def _unnamed(error: UserError, options: flags.Options, attempt: Attempt) -> list[str]:
+  """Returns the edits of the graph that an error is about but speaks of by their knobs only."""
+  text, paths = str(error), [path for path, _ in options.edits]
+  names = [name for path in paths for name in re.findall(r"[A-Za-z_]\w*", path)[-1:]]
+  if not names or any(re.search(rf"\b{name}\b", text) for name in names):
+    return []
+  return _to_blame(options, attempt, error, kinds=("edits",), alone=False)
+
+
+def _experiment_of_user(options: flags.Options) -> str:
+  """Returns the file and the class of the experiment if it is none of ours, or ""."""
+  module, _, name = (options.fdl_config or "").rpartition(".")
+  file = getattr(sys.modules.get(module), "__file__", None)
+  return "" if file is None or user_code.is_ours(file) else f"{file}, class {name}"
+
+
+def _to_blame(
+  options: flags.Options,
+  attempt: Attempt,
+  error: BaseException,
+  kinds: Iterable[str] = ("edits", "fiddlers", "knobs"),
+  *,
+  alone: bool = True,
+) -> list[str]:
+  """Returns up to three flags of some kinds without any one of which it would have succeeded.
+
+  An attempt with all flags that succeeds, or fails otherwise, clears every flag of blame. Unless
+  the flag `alone` must be wrong, it is enough that without it there would be another error.
+  """
+  if type(failure(functools.partial(attempt, options))) is not type(error):
+    return []
+  found, began = [], time.monotonic()
+  for field in kinds:
+    given, prefix = getattr(options, field), "--fiddler=" if field == "fiddlers" else "--fdl."
+    for one in reversed(dict.fromkeys(given)):
+      if time.monotonic() - began > _PATIENCE:
+        break
+      others = tuple(other for other in given if not _sets_the_same(other, one))
+      without = dataclasses.replace(options, **{field: others})
+      other = failure(functools.partial(attempt, without))
+      if other is None or not (alone or str(other) == str(error)):
+        text = one if isinstance(one, str) else "=".join(one)
+        found.append(prefix + (text if len(text) <= 100 else f"{text[:100]}..."))
+  return found[:3]
+
+
+def _sets_the_same(other: str | tuple[str, str], one: str | tuple[str, str]) -> bool:
+  return other == one if isinstance(one, str) else other[0] == one[0]
+
+
+def failure(attempt: Callable[[], object]) -> BaseException | None:
+  """Returns the exception by which an attempt fails, None if it succeeds; prints nothing."""
+  nowhere = io.StringIO()
+  outcome: list[BaseException] = []
+  try:
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+      attempt()
+  except BaseException as error:
+    outcome.append(error)
+  if outcome and not isinstance(outcome[0], Exception | SystemExit):
+    raise outcome[0]
+  return outcome[0] if outcome else None
+
+
+def _knobs_near(error: BaseException) -> list[str]:
+  """Returns the knobs that are read by the innermost method of an experiment on the way there."""
+  frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+  for frame in reversed(frames):
+    declared = getattr(type(frame.f_locals.get("self")), "_declared", {})
+    if knobs := [name for name in frame.f_code.co_names if name in declared]:
+      return knobs
+  return []

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A roofline estimate of the kernels of a program that XLA compiled for a GPU.
+
+It parses the optimised HLO text, in which every launch is one instruction, and multiplies by the
+trip counts of loops. A kernel takes the larger of bytes / bandwidth and FLOPs / rate, plus a
+launch; overlap is not modelled. Differences below 5 % are noise.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from paxlike.compilation.hlo_text import COLLECTIVES, Instruction, Shape, computations
+from paxlike.devices.chips import Chip, Rates
+
+# Instructions without a kernel: names of values, and -done halves of asynchronous instructions.
+_FREE = {
+  *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id"),
+  *("copy-done", "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done"),
+  *("opt-barrier", "replica-id"),
+}
+_BRANCHES = ("while", "call", "conditional", "async-start")
+
+
+class Kernel(NamedTuple):
+  """The kernel of one instruction.
+
+  Attributes:
+    group: matmul, matmul fp8, matmul int8, matmul tf32, attention, transpose (including copies to
+      another layout), communication, or memory (all other memory-bound kernels).
+    kind: Its label in tables.
+    count: Launches per run of the program.
+    nbytes: Bytes read and written per launch.
+    flops: FLOPs per launch.
+    seconds: Roofline time per launch.
+    source: The `op_name` that JAX gave the operation.
+  """
+
+  group: str
+  kind: str
+  count: int
+  nbytes: float
+  flops: float
+  seconds: float
+  source: str
+
+
+class _Work(NamedTuple):
+  """The work of a kernel; `rate` is the achieved fraction of the chip's FLOP/s, 0: memory-bound."""
+
+  group: str
+  kind: str
+  nbytes: float
+  flops: float = 0.0
+  rate: float = 0.0
+
+
+def kernels(program: str, chip: Chip, rates: Rates | None = None) -> list[Kernel]:
+  """Returns the kernels of a compiled program, in order.
+
+  Args:
+    program: The HLO text, `compiled.as_text()`.
+    chip: The chip it was compiled for.
+    rates: The assumed achieved rates.
+  """
+  return list(_Reader(program, chip, rates or Rates()).kernels("", 1))
+
+
+class _Reader:
+  def __init__(self, program: str, chip: Chip, rates: Rates):
+    self._computations = computations(program)
+    self._chip = chip
+    self._rates = rates
+
+  def kernels(self, computation: str, count: int) -> Iterator[Kernel]:
+    """Yields the kernels of a computation that runs `count` times."""
+    shapes: dict[str, list[Shape]] = {}
+    for one in self._computations.get(computation, ()):
+      shapes[one.name] = one.outputs
+      if one.operation in _FREE:
+        continue
+      if one.operation in _BRANCHES:
+        for called in one.called:
+          yield from self.kernels(called, count * one.times(self._computations))
+        continue
+      operands = [shape for name in one.operands for shape in shapes.get(name, ())]
+      work = self._work(one, operands)
+      seconds = max(
+        work.nbytes / (self._chip.bandwidth * self._rates.bandwidth),
+        work.flops / (self._chip.flops * work.rate) if work.rate else 0.0,
+      )
+      source = re.search(r'op_name="([^"]*)"', one.attributes)
+      yield Kernel(
+        work.group,
+        work.kind,
+        count,
+        work.nbytes,
+        work.flops,
+        seconds + self._rates.launch,
+        source[1] if source else "",
+      )
+
+  def _work(self, one: Instruction, operands: Sequence[Shape]) -> _Work:
+    moved = sum(shape.nbytes for shape in (*operands, *one.outputs))
+    if one.target.startswith("__cublas"):
+      return self._matmul(one, operands)
+    if one.target == "__cudnn$blockScaledDot":
+      return self._block_scaled(one, operands, moved)
+    groups = re.search(r"/groups_(\d+)_of_(\d+)/grouped_matmul/", one.attributes)
+    if groups and one.target.endswith("triton"):
+      return self._grouped_matmul(one, operands, moved, int(groups[1]) / int(groups[2]))
+    if "fmha" in one.target:
+      return self._attention(one, operands, moved)
+    if one.operation.startswith(COLLECTIVES):
+      return _Work("communication", one.operation.removesuffix("-start"), moved)
+    if one.operation.startswith("copy"):
+      return _Work("transpose" if _is_transpose(one, operands) else "memory", "copy", moved)
+    body = self._computations.get(one.called[0], []) if one.called else []
+    if not body:
+      return _Work("memory", one.target or one.operation, moved)
+    nbytes = _fusion_bytes(body, operands, one.outputs)
+    group, name = "memory", re.sub(r"[.0-9]+$", "", one.name)
+    shapes = {inner.name: inner.outputs for inner in body}
+    for inner in body:
+      used = [shape for name in inner.operands for shape in shapes[name]]
+      # XLA wraps a matmul that reads or writes slices into a fusion. Triton matmuls are fusions
+      # that may convert their operands.
+      if inner.target.startswith("__cublas"):
+        return self._matmul(inner, used)
+      if inner.operation == "dot":
+        return self._matmul(inner, used)._replace(nbytes=nbytes)
+      if _is_transpose(inner, used):
+        group = "transpose"
+    return _Work(group, name, nbytes)
+
+  def _matmul(self, one: Instruction, operands: Sequence[Shape]) -> _Work:
+    a, b, output = operands[0], operands[1], one.outputs[0]
+    contracted = re.search(
+      r'(?:"lhs_contracting_dimensions":\s*\["?|lhs_contracting_dims=\{)(\d+)', one.attributes
+    )
+    depth = a.dims[int(contracted[1])] if contracted else a.dims[-1]
+    group, rate = self._class("f8" if "$f8" in one.target else a.dtype)
+    epilogue = re.search(r'"epilogue":\s*"([A-Z_]+)"', one.attributes)
+    kind = f"{'x'.join(map(str, output.dims))} over {depth}, {a.dtype} to {output.dtype}"
+    if one.operation == "dot":
+      kind += ", Triton"
+    if epilogue and epilogue[1] != "DEFAULT":
+      kind += f", {epilogue[1]}"
+    # The third operand is a bias or an accumulator; for FP8, a scale.
+    nbytes = a.nbytes + b.nbytes + output.nbytes
+    nbytes += sum(shape.nbytes for shape in operands[2:3])
+    return _Work(group, kind, nbytes, 2.0 * math.prod(output.dims) * depth, rate)
+
+  def _block_scaled(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
+    (*_, depth), output = operands[0].dims, one.outputs[0]
+    group, rate = self._class("f8")
+    kind = f"{'x'.join(map(str, output.dims))} over {depth}, MXFP8 to {output.dtype}"
+    return _Work(group, kind, moved, 2.0 * math.prod(output.dims) * depth, rate)
+
+  def _grouped_matmul(
+    self, one: Instruction, operands: Sequence[Shape], moved: float, share: float
+  ) -> _Work:
+    """Counts a kernel of `grouped_matmul_triton`; `share` of the rows are in a group on average."""
+    rows, output = operands[-2], one.outputs[0]
+    # These kernels multiply FP8 operands in bfloat16.
+    group, rate = self._class("bf16" if rows.dtype.startswith("f8") else rows.dtype)
+    kind = f"grouped {'x'.join(map(str, output.dims))} of {'x'.join(map(str, rows.dims))}"
+    flops = 2.0 * math.prod(rows.dims) * share * output.dims[-1]
+    return _Work(group, f"{kind}, {rows.dtype} to {output.dtype}, Triton", moved, flops, rate)
+
+  def _class(self, dtype: str) -> tuple[str, float]:
+    """Returns the group and the rate of matmuls in a dtype."""
+    return {
+      "f8": ("matmul fp8", self._rates.matmul_8_bits),
+      "s8": ("matmul int8", self._rates.matmul_8_bits),
+      "f32": ("matmul tf32", self._rates.matmul_tf32),
+    }.get(dtype, ("matmul", self._rates.matmul))
+
+  def _attention(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
+    batch, *middle, head_dim = operands[0].dims
+    heads, tokens = sorted(middle)
+    is_backward = "Backward" in one.target
+    window = re.search(r'"sliding_window_length":\s*(\d+)', one.attributes)
+    seen = min(int(window[1]) if window and int(window[1]) else tokens, tokens)
+    pairs = batch * heads * seen * (tokens - seen / 2)  # Causal pairs.
+    if "CAUSAL" not in one.attributes:
+      pairs = batch * heads * tokens * tokens
+    rate = (self._rates.attention_backward if is_backward else self._rates.attention)[head_dim > 64]
+    # Two matmuls forward; five backward, one of them recomputes the logits.
+    return _Work(
+      "attention", one.target, moved, 2 * (5 if is_backward else 2) * pairs * head_dim, rate
+    )
+
+
+def _fusion_bytes(
+  body: Sequence[Instruction], operands: Sequence[Shape], outputs: Sequence[Shape]
+) -> float:
+  """Returns the bytes that a fusion reads and writes; of sliced or updated arrays, the slices."""
+  operations = {one.operation for one in body}
+  written = sum(shape.nbytes for shape in outputs)
+  largest = max((shape.nbytes for shape in outputs), default=0)
+  if "dynamic-update-slice" in operations:
+    parts = [shape.nbytes for shape in operands if shape.nbytes < largest / 2]
+    return 2 * sum(parts) if parts else written
+  if operations & {"dynamic-slice", "gather"}:
+    return written + sum(min(shape.nbytes, 2 * largest) for shape in operands)
+  return written + sum(shape.nbytes for shape in operands)
+
+
+def _is_transpose(one: Instruction, operands: Sequence[Shape]) -> bool:
+  """Returns whether an instruction changes the memory layout of an array."""
+  if one.operation == "transpose":
+    return True
+  before = [shape.layout for shape in operands]
+  return one.operation.startswith("copy") and before != [one.outputs[0].layout]
+
+
+def grouped(found: Sequence[Kernel], field: str) -> list[tuple[str, Kernel]]:
+  """Returns kernels summed by the value of `field`, longest total time first."""
+  rows: dict[str, list[Kernel]] = {}
+  for kernel in found:
+    rows.setdefault(getattr(kernel, field), []).append(kernel)
+  sums = {value: total(kernels) for value, kernels in rows.items()}
+  return sorted(sums.items(), key=lambda row: -row[1].seconds)
+
+
+def total(found: Sequence[Kernel]) -> Kernel:
+  """Returns the sum of kernels over a run of the program."""
+
+  def add(field: str) -> Any:
+    return sum(kernel.count * getattr(kernel, field) for kernel in found)
+
+  last = found[-1]
+  launches = sum(kernel.count for kernel in found)
+  return Kernel(
+    last.group, last.kind, launches, add("nbytes"), add("flops"), add("seconds"), last.source
+  )

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parser of compiled HLO text, `compiled.as_text()`."""
+
+import math
+import re
+from typing import NamedTuple
+
+# XLA's name of an element type -> bits.
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32}
+_BITS |= {"s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
+_BITS |= {"c64": 64, "c128": 128, "s2": 2, "u2": 2, "f4e2m1fn": 4, "f8e8m0fnu": 8}
+_BITS |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e4m3fnuz", "f8e5m2", "f8e5m2fnuz", "f8e3m4"), 8)
+_NO_ARRAYS = ("token", "opaque")
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
+COLLECTIVES += ("collective-permute", "collective-broadcast")
+
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[0-9,]*)?")
+_HEAD = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
+_LINE = re.compile(
+  r"\s+(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)(?=\s[\w\-]+\()|[^\s(]\S*) ([\w\-]+)\(([^)]*)\)(.*)"
+)
+_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+class Shape(NamedTuple):
+  """An array's dtype and shape, with its layout in XLA's notation."""
+
+  dtype: str
+  dims: tuple[int, ...]
+  layout: str = ""
+
+  @property
+  def nbytes(self) -> int:
+    """The size in bytes."""
+    return math.prod(self.dims) * _BITS[self.dtype] // 8
+
+
+class Instruction(NamedTuple):
+  """One HLO instruction.
+
+  Attributes:
+    name, operation: As in the text.
+    outputs: Its output arrays.
+    operands: Names of the instructions that it takes outputs of.
+    literal: The text between the parentheses; the value of a constant.
+    attributes: The rest of the line.
+  """
+
+  name: str
+  operation: str
+  outputs: list[Shape]
+  operands: list[str]
+  literal: str
+  attributes: str
+
+  @property
+  def called(self) -> list[str]:
+    """The computations that it calls, all branches of a conditional included."""
+    branches = _BRANCHES.search(self.attributes)
+    of_them = re.findall(r"%([\w.\-]+)", branches[1]) if branches else []
+    return _CALLED.findall(self.attributes) + of_them
+
+  @property
+  def target(self) -> str:
+    """The target of a custom call; empty for other operations."""
+    match = re.search(r'custom_call_target="([^"]+)"', self.attributes)
+    return match[1] if match else ""
+
+  def times(self, found: "Computations") -> int:
+    """Returns how often it runs what it calls: the trip count of a loop, else 1."""
+    if self.operation != "while":
+      return 1
+    if match := re.search(r'known_trip_count":\{"n":"(\d+)"', self.attributes):
+      return int(match[1])
+    # JAX's scans count from 0 up to a constant.
+    condition = re.search(r"condition=%([\w.\-]+)", self.attributes)
+    lines = found.get(condition[1], []) if condition else []
+    limits = [one.literal for one in lines if one.operation == "constant"]
+    return max((int(limit) for limit in limits if limit.isdecimal()), default=1)
+
+
+Computations = dict[str, list[Instruction]]
+
+
+def computations(program: str) -> Computations:
+  """Returns computation name -> instructions; the entry computation has the name ""."""
+  found: Computations = {}
+  current: list[Instruction] = []
+  for line in program.splitlines():
+    if head := _HEAD.match(line):
+      current = found["" if head[1] else head[2]] = []
+    elif match := _LINE.match(re.sub(r"/\*[^*]*\*/", "", line)):
+      name, outputs, operation, operands, attributes = match.groups()
+      names = re.findall(r"%([\w.\-]+)", operands)
+      current.append(Instruction(name, operation, _shapes(outputs), names, operands, attributes))
+  return found
+
+
+def _shapes(text: str) -> list[Shape]:
+  return [
+    Shape(dtype, tuple(int(size) for size in dims.split(",") if size), layout)
+    for dtype, dims, layout in _SHAPE.findall(text)
+    if dtype not in _NO_ARRAYS
+  ]

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds graphs; nothing else does, so that every graph is checked first, and error messages are
+free of Fiddle's context.
+"""
+
+from typing import Any
+
+import fiddle as fdl
+
+from paxlike.config import graph_types
+from paxlike.errors import UserError
+
+
+def build(graph: Any, *, source: str = "the graph") -> Any:
+  """Returns the object that a graph describes.
+
+  Args:
+    graph: Root of the graph.
+    source: Its origin, for errors.
+
+  Raises:
+    UserError: It is not a graph, an argument is not of the type or range of its parameter, or a
+      constructor refuses its arguments.
+  """
+  check_kind(graph, object, source=source)
+  graph_types.check(graph)
+  try:
+    return fdl.build(graph)
+  except Exception as error:
+    # Fiddle appends the node and all its arguments to the message.
+    raise plain(error) from error.__cause__
+
+
+def check_kind(graph: Any, kind: type, *, source: str):
+  """Raises a UserError that names `source` unless this is a graph that builds a `kind`."""
+  expected = graph_types.misfit(kind, graph)
+  if not isinstance(graph, fdl.Buildable) or expected is not None:
+    of = "" if kind is object else f" of {kind.__name__}"
+    raise UserError(f"{source} is {graph_types.shown(graph)}: expected an fdl.Config{of}.")
+
+
+def plain(error: BaseException) -> BaseException:
+  """Returns an exception without Fiddle's additions, with its traceback."""
+  return getattr(error, "proxy_base_exception", error)

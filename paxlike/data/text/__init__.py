@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's text files and record formats."""

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates: messages to text, by a built-in template or the tokenizer's own."""
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paxlike.data.tokenizers.tokenizer import Tokenizer
+from paxlike.data.tuning import own_template
+from paxlike.data.tuning.own_template import OwnTemplate
+from paxlike.errors import UserError
+
+# {"role": "system" | "user" | "assistant" ..., "content": text}.
+Message = Mapping[str, str]
+
+
+class Part(NamedTuple):
+  """A span of a rendered conversation.
+
+  Attributes:
+    text: Its text; may be "" if `ends`.
+    learnt: Whether its tokens are targets of the loss.
+    ends: Whether EOS follows.
+  """
+
+  text: str
+  learnt: bool
+  ends: bool = False
+
+
+FILES, MORE_TEMPLATES = own_template.FILES, own_template.MORE
+
+Template = Callable[[Sequence[Message]], list[Part]]
+
+
+def plain(messages: Sequence[Message]) -> list[Part]:
+  """The contents, without roles."""
+  return [_said(message["content"], message, ends=True) for message in messages]
+
+
+def alpaca(messages: Sequence[Message]) -> list[Part]:
+  """Stanford Alpaca's format."""
+  headings = {"user": "### Instruction:\n", "assistant": "### Response:\n"}
+  parts = []
+  for message in messages:
+    parts.append(Part(headings.get(message["role"], ""), False))
+    parts.append(_said(message["content"], message, ends=True))
+    if message["role"] != "assistant":
+      parts.append(Part("\n\n", False))
+  return parts
+
+
+def chatml(messages: Sequence[Message]) -> list[Part]:
+  """OpenAI's ChatML, as used by Qwen."""
+  return _marked(messages, "<|im_start|>{role}\n", "<|im_end|>", after="\n")
+
+
+def llama3(messages: Sequence[Message]) -> list[Part]:
+  """Llama 3's format."""
+  return _marked(messages, "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")
+
+
+def gemma(messages: Sequence[Message]) -> list[Part]:
+  """Gemma's format; it has no system role, so a system message is prepended to the user's."""
+  renamed: list[Message] = [
+    {**message, "role": {"assistant": "model"}.get(message["role"], message["role"])}
+    for message in _with_system_in_user(messages, "{system}\n\n{user}")
+  ]
+  return _marked(renamed, "<start_of_turn>{role}\n", "<end_of_turn>", after="\n", says="model")
+
+
+def llama2(messages: Sequence[Message]) -> list[Part]:
+  """LLaMA 2's format."""
+  parts = []
+  for message in _with_system_in_user(messages, "<<SYS>>\n{system}\n<</SYS>>\n\n{user}"):
+    if message["role"] == "assistant":
+      parts.append(_said(message["content"], message, ends=True))
+    else:
+      parts.append(Part(f"[INST] {message['content']} [/INST]", False))
+  return parts
+
+
+def _said(text: str, message: Message, *, ends: bool = False) -> Part:
+  learnt = message["role"] == "assistant"
+  return Part(text, learnt, ends and learnt)
+
+
+def _marked(
+  messages: Sequence[Message],
+  before: str,
+  end: str,
+  *,
+  after: str = "",
+  says: str = "assistant",
+) -> list[Part]:
+  parts = []
+  for message in messages:
+    parts.append(Part(before.format(role=message["role"]), False))
+    parts.append(Part(message["content"] + end, message["role"] == says))
+    if after:
+      parts.append(Part(after, False))
+  return parts
+
+
+def _with_system_in_user(messages: Sequence[Message], form: str) -> list[Message]:
+  if len(messages) < 2 or messages[0]["role"] != "system":
+    return list(messages)
+  system, user, *rest = messages
+  text = form.format(system=system["content"], user=user["content"])
+  return [{**user, "content": text}, *rest]
+
+
+def are_messages(messages: Any) -> bool:
+  """Whether a value of JSON is a list of messages, one at least."""
+  return (
+    bool(messages)
+    and isinstance(messages, list)
+    and all(
+      isinstance(message, Mapping)
+      and isinstance(message.get("role"), str)
+      and isinstance(message.get("content"), str)
+      for message in messages
+    )
+  )
+
+
+TEMPLATES: dict[str, Template] = {
+  template.__name__: template for template in (alpaca, chatml, gemma, llama2, llama3, plain)
+}
+
+
+def template(name: str, *, vocab_path: str | None) -> Template:
+  """Returns a template by name; "tokenizer" is the one in the folder of the tokenizer.
+
+  Raises:
+    UserError: The tokenizer has no template.
+  """
+  if name != "tokenizer":
+    return TEMPLATES[name]
+  source, file, tokens = own_template.read(pathlib.Path(vocab_path or "tokenizer.json"))
+  own = OwnTemplate(source, file=file)
+  own.check()
+  return functools.partial(_rendered, own, tokens)
+
+
+def render(template: Template, messages: Sequence[Message], *, asks: bool) -> str:
+  """Returns the text of messages, without what begins a document.
+
+  Args:
+    template: As by `template`.
+    messages: What was said.
+    asks: Whether what begins an answer follows.
+
+  Raises:
+    UserError: The tokenizer's own template refuses them.
+  """
+  if isinstance(template, functools.partial):
+    own, tokens = template.args
+    return _render(own, tokens, messages, asks=asks)
+  if not asks:
+    return "".join(part.text for part in template(messages))
+  parts = template([*messages, {"role": "assistant", "content": ""}])
+  answer = max(number for number, part in enumerate(parts) if part.learnt)
+  return "".join(part.text for part in parts[:answer])
+
+
+class TurnEnd(NamedTuple):
+  """What ends an answer.
+
+  Attributes:
+    ids: Tokens.
+    texts: Texts that are more than a token.
+  """
+
+  ids: tuple[int, ...]
+  texts: tuple[str, ...]
+
+
+def turn_end(template: Template, tokenizer: Tokenizer) -> TurnEnd:
+  """Returns what ends an answer by a template, beside the ids that end any text.
+
+  Raises:
+    UserError: The tokenizer's own template refuses a question and an answer.
+  """
+  said = "answer"
+  talk: list[Message] = [
+    {"role": "user", "content": "question"},
+    {"role": "assistant", "content": said},
+  ]
+  lines = render(template, talk, asks=False).rpartition(said)[2].strip().splitlines()
+  if not lines:
+    return TurnEnd((), ())
+  ids = [int(number) for number in tokenizer.encode(lines[0])]
+  if ids and (len(ids) == 1 or not tokenizer.decode(np.array(ids[:1]))):
+    return TurnEnd((ids[0],), ())
+  return TurnEnd((), (lines[0],))
+
+
+def _render(
+  template: OwnTemplate, tokens: Mapping[str, str], messages: Sequence[Message], *, asks: bool
+) -> str:
+  values = {"messages": [*messages], "tools": None, "documents": None, **tokens}
+  return template.render(values | {"add_generation_prompt": asks})
+
+
+def _rendered(
+  template: OwnTemplate, tokens: Mapping[str, str], messages: Sequence[Message]
+) -> list[Part]:
+  """Returns the spans of a conversation: the text that each message adds to the previous ones."""
+  text, parts = "", []
+  for number, message in enumerate(messages, 1):
+    if message["role"] == "system" and number < len(messages):
+      continue  # Many templates reject a system message alone.
+    whole = _render(template, tokens, messages[:number], asks=False)
+    if message["role"] == "assistant":
+      asked = _render(template, tokens, messages[: number - 1], asks=True)
+      parts.append(Part(_added(text, asked), False))
+      text = asked
+    parts.append(Part(_added(text, whole), message["role"] == "assistant"))
+    text = whole
+  return parts
+
+
+def _added(before: str, after: str) -> str:
+  if not after.startswith(before):
+    raise UserError(
+      "CHAT_TEMPLATE=tokenizer: a further message changes the rendered text of earlier ones, so the"
+      " loss mask is unknown. Set CHAT_TEMPLATE to a built-in template."
+    )
+  return after[len(before) :]

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations as prompts: the tokens after which a model says what comes next."""
+
+import functools
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from paxlike import input_files
+from paxlike.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
+from paxlike.data.tuning import chat, own_template
+from paxlike.data.tuning.chat import Message
+from paxlike.errors import UserError
+
+
+class Dialogue:
+  """Makes prompts of messages, by the template that answers were learnt with."""
+
+  def __init__(self, name: str, tokenizer: Tokenizer, *, vocab_path: str | None):
+    """Reads nothing yet; the arguments are those of `chat.template`."""
+    self._name = name
+    self._tokenizer = tokenizer
+    self._vocab_path = vocab_path
+
+  @functools.cached_property
+  def _template(self) -> chat.Template:
+    return chat.template(self._name, vocab_path=self._vocab_path)
+
+  @functools.cached_property
+  def turn_end(self) -> chat.TurnEnd:
+    """What ends an answer, beside the ids that end any text."""
+    return chat.turn_end(self._template, self._tokenizer)
+
+  def tokens(self, messages: Sequence[Message]) -> np.ndarray:
+    """Returns int32 ids: what was said, and what begins an answer.
+
+    Raises:
+      UserError: The tokenizer's own template refuses the messages.
+    """
+    text = chat.render(self._template, messages, asks=True)
+    ids = self._tokenizer.encode(text)
+    # A tokenizer's own template has BOS where the model wants it.
+    bos = None if self._name == "tokenizer" else self._tokenizer.bos_id
+    return ids if bos is None else np.concatenate([np.array([bos], np.int32), ids])
+
+
+def beside(tokenizer: Tokenizer | None) -> Dialogue | None:
+  """Returns the dialogue by the template beside a tokenizer; None if there is none."""
+  if not isinstance(tokenizer, FileTokenizer):
+    return None
+  path = os.fspath(tokenizer.path)
+  try:
+    own_template.read(tokenizer.path)
+  except UserError:
+    if any(input_files.is_there(tokenizer.path.parent / name) for name in own_template.FILES[1:]):
+      raise
+    return None
+  return Dialogue("tokenizer", tokenizer, vocab_path=path)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placement of host batches on devices as sharded global arrays."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from paxlike.devices import mesh
+from paxlike.errors import UserError
+
+
+class Feed:
+  """The sequences of each global batch that this host loads, and their sharding."""
+
+  def __init__(
+    self,
+    devices: jax.sharding.Mesh,
+    *,
+    batch_size: int,
+    seq_len: int,
+    max_segments: int | None = None,
+  ):
+    """For batches of `batch_size` x `seq_len` tokens on the mesh `devices`.
+
+    `max_segments` is the largest number of segments per sequence; None: any.
+    """
+    self._devices = devices
+    self._max_segments = max_segments
+    self._shape = (batch_size, seq_len)
+
+  @functools.cached_property
+  def rows(self) -> np.ndarray:
+    """The indexes in the global batch of this host's sequences, sorted; from the sharding."""
+    where = mesh.sharding(self._devices, ("batch", "time"), self._shape)
+    indexes = where.addressable_devices_indices_map(self._shape).values()
+    every = np.arange(self._shape[0])
+    return np.unique(np.concatenate([every[index[0]] for index in indexes if index is not None]))
+
+  @property
+  def steps_in_flight(self) -> int:
+    """The number of steps that may run asynchronously while another is dispatched."""
+    devices = self._devices.devices
+    # CPU devices share one thread pool: two concurrent steps with collectives can deadlock.
+    return 0 if devices.size > 1 and devices.flat[0].platform == "cpu" else 2
+
+  def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns global arrays, given this host's sequences; other hosts contribute theirs.
+
+    Raises:
+      UserError: A sequence has too many segments.
+    """
+    if self._max_segments is not None and "segments" in arrays:
+      segments = arrays["segments"]
+      most = 1 + (segments[:, 1:] != segments[:, :-1]).sum(1).max(initial=0)
+      if most > self._max_segments:
+        raise UserError(
+          f"a sequence has {most} documents, but MAX_SEGMENTS_PER_ROW={self._max_segments}. Raise"
+          " it, or set ATTENTION_KERNEL=xla_chunked."
+        )
+    return {name: self._put(array) for name, array in arrays.items()}
+
+  def abstract(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes, dtypes and shardings that `put` would return for a host's arrays."""
+
+    def one(array: np.ndarray) -> jax.ShapeDtypeStruct:
+      shape = (self._shape[0], *array.shape[1:])
+      where = mesh.sharding(self._devices, ("batch", "time"), shape)
+      return jax.ShapeDtypeStruct(shape, array.dtype, sharding=where)
+
+    return {name: one(array) for name, array in arrays.items()}
+
+  def _put(self, array: np.ndarray) -> jax.Array:
+    shape = (self._shape[0], *array.shape[1:])
+    where = mesh.sharding(self._devices, ("batch", "time"), shape)
+    if jax.process_count() == 1:
+      return jax.device_put(array, where)
+
+    def part(index: Any) -> np.ndarray:
+      wanted = np.arange(shape[0])[index[0]]
+      return array[np.searchsorted(self.rows, wanted)][(slice(None), *index[1:])]
+
+    return jax.make_array_from_callback(shape, where, part)

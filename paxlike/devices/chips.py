@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sheets of accelerators, the memory that programs may use, and achieved rates of kernels."""
+
+import dataclasses
+import math
+import os
+
+# Environment variables for the fraction of a GPU's memory that JAX preallocates; either works.
+SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# Our default; JAX's is 0.75. The rest is for CUDA, its libraries and NCCL.
+_SHARE = "0.92"
+# Bytes outside of JAX's allocation: CUDA and its libraries take about one GB (a guess), each NCCL
+# communicator up to 0.7 GB (544 and 688 MB on A100s, github.com/NVIDIA/nccl/issues/964).
+_LIBRARIES, _COMMUNICATOR = 1_000_000_000, 700_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """The data sheet of one device.
+
+  Attributes:
+    flops: Peak dense bf16 FLOP/s.
+    memory: Bytes; 0: unknown. For TPUs, the bytes that programs may use.
+    bandwidth: Memory bandwidth in bytes/s; 0: unknown.
+    is_gpu: Whether it is a GPU.
+  """
+
+  flops: float
+  memory: int = 0
+  bandwidth: float = 0
+  is_gpu: bool = False
+
+  @property
+  def room(self) -> int:
+    """Bytes that programs may use; 0: unknown."""
+    return int(gpu_share() * self.memory) if self.is_gpu else self.memory
+
+  def room_beside(self, communicators: int) -> int:
+    """Returns the bytes that programs may use next to this many NCCL communicators; 0: unknown."""
+    if not self.is_gpu or not communicators:
+      return self.room
+    return min(self.room, self.memory - _LIBRARIES - communicators * _COMMUNICATOR)
+
+  def share_beside(self, communicators: int) -> float:
+    """Returns `room_beside` as a fraction of a GPU's memory, for JAX's environment variable."""
+    room = self.room_beside(communicators)
+    return gpu_share() if room == self.room else math.floor(100 * room / self.memory) / 100
+
+
+def gpu_share() -> float:
+  """Returns the fraction of a GPU's memory for programs: the user's setting, or our default.
+
+  Raises:
+    ValueError: The user's setting is not a number.
+  """
+  return float(next(filter(None, map(os.environ.get, SHARE_NAMES)), _SHARE))
+
+
+# The parts of 16, 95 and 32 GiB that the compiler lets programs use.
+_V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
+_V7X = int(94.74 * 2**30)  # Of 96 GiB, half of a chip's.
+_A100_40GB = Chip(312e12, 42_331_013_120, 1.555e12, is_gpu=True)
+
+# Keyed by a substring of JAX's `device_kind`, more specific names first. FLOP/s of GPUs are those
+# of SXM modules. For Blackwell, memory and bandwidth are from XLA's device descriptions, and FLOP/s
+# are half of the sparse FLOP/s in NVIDIA's sheets of HGX B200, HGX B300, GB200 and GB300 NVL72. FP8
+# has twice the FLOP/s, and so has int8 except on B300 (0.125e15). GH200 is the HBM3 version, with
+# the memory that its driver reports.
+CHIPS = {
+  "GB300": Chip(2500e12, 297_021_079_552, 7.928e12, is_gpu=True),
+  "GB200": Chip(2500e12, 197_897_748_480, 7.928e12, is_gpu=True),
+  "B300": Chip(2250e12, 297_021_865_984, 7.936e12, is_gpu=True),
+  "B200": Chip(2250e12, 191_514_411_008, 7.672e12, is_gpu=True),
+  "GH200": Chip(989.5e12, 102_005_473_280, 4.0e12, is_gpu=True),
+  "H200": Chip(989.5e12, 151_397_597_184, 4.8e12, is_gpu=True),
+  "H100": Chip(989.5e12, 85_028_765_696, 3.35e12, is_gpu=True),
+  "A100-SXM4-40GB": _A100_40GB,
+  "A100-PCIE-40GB": _A100_40GB,
+  "A100": Chip(312e12, 85_094_105_088, 2.039e12, is_gpu=True),
+  "TPU v4": Chip(275e12),
+  "TPU v5 lite": Chip(197e12, _V5E, 0.819e12),
+  "TPU v5e": Chip(197e12, _V5E, 0.819e12),
+  "TPU v5p": Chip(459e12, _V5P, 2.765e12),
+  "TPU v5": Chip(459e12, _V5P, 2.765e12),
+  "TPU v6": Chip(918e12, _V6E, 1.638e12),
+  # One JAX device is half of a chip (docs.cloud.google.com/tpu/docs/tpu7x).
+  "TPU7x": Chip(1153.5e12, _V7X, 3.69e12),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+  """Assumed achieved rates of kernels on a GPU, as fractions of the peak.
+
+  They are guesses from published measurements of matmuls and of cuDNN attention with heads of 64
+  and 128, not measured here.
+  """
+
+  matmul: float = 0.71
+  matmul_8_bits: float = 1.26  # Of the bf16 peak; that of FP8 and int8 is twice as high.
+  matmul_tf32: float = 0.40
+  attention: tuple[float, float] = (0.45, 0.60)
+  attention_backward: tuple[float, float] = (0.35, 0.48)
+  bandwidth: float = 0.9
+  launch: float = 2e-6  # Seconds, not a fraction.
+
+
+def name(device_kind: str) -> str | None:
+  """Returns the key in `CHIPS` of a JAX `device_kind`; None if unknown (CPUs)."""
+  return next((name for name in CHIPS if name.lower() in device_kind.lower()), None)
+
+
+def find(device_kind: str) -> Chip | None:
+  """Returns the chip of a JAX `device_kind`; None if unknown (CPUs)."""
+  known = name(device_kind)
+  return None if known is None else CHIPS[known]

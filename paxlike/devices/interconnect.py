@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interconnects: a fast network within a slice or node, a slower one between them.
+
+Rates are data sheet bandwidths in one direction. TPUs: cloud.google.com/tpu/docs/v5e, v5p and v6e
+(half of the bidirectional rate; of the slow network, a chip's share). GPUs: NVLink of the SXM
+modules, and one InfiniBand port per GPU of NVIDIA's DGX or of a GB200 NVL72 rack.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+  """The interconnect of a kind of device.
+
+  Attributes:
+    fast: Bytes/s that a device sends over all its links of the fast network.
+    slow: Bytes/s that it sends over the slow network.
+    names: Names of the fast and the slow network.
+    dims: Dims of the fast network's torus; 0: a switch with the full rate between any two devices.
+    closed_from: Slice size in devices from which the torus has wraparound links; smaller slices
+      have half the rate.
+    layers_gathered: Layers whose weights or gradients are all-gathered at once: 1.5 without
+      prefetch (a layer and half of its gradients), 3 where the next layer is prefetched (GPUs).
+    sums_whole: Whether XLA all-reduces sharded gradients instead of reduce-scattering (TPUs).
+    beside_products: Whether XLA overlaps a matmul with the all-reduce of its output (TPUs; Wang et
+      al., 2023, doi 10.1145/3567955.3567959).
+    across_nodes: Whether NVLink joins all nodes of a rack.
+  """
+
+  fast: float
+  slow: float
+  names: tuple[str, str]
+  dims: int = 0
+  closed_from: int = 1
+  layers_gathered: float = 3
+  sums_whole: bool = False
+  beside_products: bool = False
+  across_nodes: bool = False
+
+
+_GPU, _TPU = ("NVLink", "InfiniBand"), ("ICI", "DCN")
+
+# Keyed by a substring of JAX's `device_kind`, more specific names first.
+NETWORKS = {
+  "GB200": Network(900e9, 50e9, _GPU, across_nodes=True),
+  "B300": Network(900e9, 100e9, _GPU),
+  "B200": Network(900e9, 50e9, _GPU),
+  "H200": Network(450e9, 50e9, _GPU),
+  "H100": Network(450e9, 50e9, _GPU),
+  "A100": Network(300e9, 25e9, _GPU),
+  "TPU v5 lite": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True, True),
+  "TPU v5e": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True, True),
+  "TPU v5": Network(600e9, 6.25e9, _TPU, 3, 64, 1.5, True, True),
+  "TPU v6": Network(400e9, 12.5e9, _TPU, 2, 256, 1.5, True, True),
+  # Half of a chip's rate (docs.cloud.google.com/tpu/docs/tpu7x), without the link between halves.
+  "TPU7x": Network(300e9, 6.25e9, _TPU, 3, 128, 1.5, True, True),
+}
+
+
+class Group(NamedTuple):
+  """A group of devices along mesh axes: `inner` devices in each of `outer` slices or nodes.
+
+  Attributes:
+    inner: Size of the axes within a slice or node.
+    outer: Size of the axes across slices or nodes.
+    within: The number of all devices of a slice or node.
+  """
+
+  inner: int
+  outer: int
+  within: int
+
+  @property
+  def size(self) -> int:
+    """The number of devices of the group."""
+    return self.inner * self.outer
+
+
+def find(device_kind: str) -> Network | None:
+  """Returns the network of a JAX `device_kind`; None if unknown."""
+  kind = device_kind.lower()
+  return next((one for name, one in NETWORKS.items() if name.lower() in kind), None)
+
+
+def rate(network: Network, group: Group) -> float:
+  """Returns the bytes/s at which a device of a group sends within its slice or node.
+
+  In a torus, an axis of n of N devices has log n / log N of the links.
+  """
+  if not network.dims or group.inner == 1:
+    return network.fast
+  links = math.log(group.inner) / math.log(group.within)
+  return network.fast * links * (1 if group.within >= network.closed_from else 0.5)
+
+
+def gather(network: Network, group: Group, nbytes: float) -> float:
+  """Returns the seconds of an all-gather or a reduce-scatter over a group.
+
+  It assumes that both networks work concurrently, and that a slice or node receives through the
+  ports of all its devices in the group.
+
+  Args:
+    network: The interconnect.
+    group: The devices.
+    nbytes: Bytes of the full array.
+  """
+  inside = nbytes * (group.size - 1) / group.size / rate(network, group)
+  across = nbytes * (group.outer - 1) / group.outer / group.inner / network.slow
+  return max(inside if group.inner > 1 else 0.0, across)
+
+
+def reduce(network: Network, group: Group, nbytes: float) -> float:
+  """Returns the seconds of an all-reduce: a reduce-scatter and an all-gather."""
+  return 2 * gather(network, group, nbytes)
+
+
+def exchange(network: Network, group: Group, nbytes: float) -> float:
+  """Returns the seconds of an all-to-all of `nbytes` per device."""
+  inside = nbytes * (group.inner - 1) / group.size / rate(network, group)
+  return max(inside, nbytes * (group.outer - 1) / group.outer / network.slow)
+
+
+def send(network: Network, group: Group, nbytes: float) -> float:
+  """Returns the seconds of a collective-permute of `nbytes` per device."""
+  if group.size == 1:
+    return 0.0
+  return nbytes / (network.slow if group.outer > 1 else rate(network, group))

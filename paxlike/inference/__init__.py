@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding: prompts, sampling, and generation with a KV cache."""

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation in the terminal: lines of the user, answers of the model as they grow."""
+
+import sys
+from collections.abc import Callable, Iterator
+
+import jax
+
+from paxlike.data.tuning.chat import Message
+from paxlike.errors import UserError
+from paxlike.inference.decoding import Decoding, stream
+from paxlike.processes import progress
+
+HELP = "Each line is a message. /reset forgets the conversation; Ctrl-D ends it."
+_PROMPT = "> "
+EXAMPLE: list[list[Message]] = [[{"role": "user", "content": "Hello"}]]
+
+
+def check():
+  """Raises a UserError if several processes would have to read one terminal."""
+  if jax.process_count() > 1:
+    raise UserError("--chat is for one process: start only one.")
+
+
+def hold(decoding: Decoding, show: Callable[[str], object], lines: Iterator[str] | None = None):
+  """Answers one line after another until they end.
+
+  Args:
+    decoding: The model, with a dialogue.
+    show: Takes each piece of what is printed.
+    lines: What the user says; None: what is typed.
+  """
+  show(f"{HELP}\n")
+  said: list[Message] = []
+  for line in _typed(show) if lines is None else lines:
+    if line.strip() == "/reset":
+      said = []
+      show("(a new conversation)\n")
+      continue
+    if not line.strip():
+      continue
+    talk = [*said, {"role": "user", "content": line}]
+    try:
+      answer = stream(decoding.run([talk], at_full_length=True), decoding.options, show)
+    except UserError as error:
+      show(f"{error} /reset begins a new conversation.\n")
+      continue
+    show("\n")
+    said = [*talk, {"role": "assistant", "content": answer.strip()}]
+  show("\n")
+
+
+def _typed(show: Callable[[str], object]) -> Iterator[str]:
+  """Yields lines of standard input until it ends."""
+  while True:
+    progress.enter("listen")
+    show(_PROMPT)
+    line = sys.stdin.readline()
+    if not line:
+      return
+    yield line.rstrip("\n")

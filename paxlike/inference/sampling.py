@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling of the next token from logits."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.config import knob_types, ranges
+from paxlike.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+  """Sampling options; the limits are applied in this order.
+
+  Attributes:
+    temperature: Divides the logits; 0 is greedy.
+    top_k: Only the k most likely tokens.
+    top_p: Only the most likely tokens with this total probability (Holtzman et al., 2020).
+    min_p: Only tokens with this share of the largest probability (Nguyen et al., 2024).
+  """
+
+  temperature: ranges.Temperature = 0.0
+  top_k: ranges.Size | None = None
+  top_p: ranges.Share | None = None
+  min_p: ranges.Share | None = None
+
+  def __post_init__(self):
+    for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
+      try:
+        knob_types.convert(kind, value := getattr(self, name), text=False)
+      except knob_types.RefusedError as refusal:
+        raise UserError(f"{name}={value}: {refusal}") from None
+
+  def draw(self, logits_BV: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (tokens_B, their unlimited log-probabilities_B); keys_B has one key per sequence."""
+    logits_BV = logits_BV.astype(jnp.float32)
+    if self.temperature == 0:
+      tokens_B = logits_BV.argmax(-1)
+    else:
+      allowed_BV = self.limit(logits_BV / self.temperature)
+      tokens_B = jax.vmap(jax.random.categorical)(keys_B, allowed_BV)
+    chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
+    return tokens_B.astype(jnp.int32), chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+
+  def limit(self, logits_BV: jax.Array) -> jax.Array:
+    """Returns the logits, with -inf for tokens that may not be sampled."""
+    if self.top_k is not None and self.top_k < logits_BV.shape[-1]:
+      least = jax.lax.top_k(logits_BV, self.top_k)[0][:, -1:]
+      logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
+    if self.top_p is not None:
+      ordered = jnp.sort(logits_BV, axis=-1, descending=True)
+      before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+      before = jnp.pad(before[:, :-1], ((0, 0), (1, 0)))
+      least = jnp.where(before < self.top_p, ordered, jnp.inf).min(-1, keepdims=True)
+      logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
+    if self.min_p is not None:
+      least = logits_BV.max(-1, keepdims=True) + jnp.log(self.min_p)
+      logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
+    return logits_BV

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run in this process: experiment -> graph -> trainer -> checks -> folder -> the mode.
+
+The command (`main`) and Python (`paxlike.train`, `paxlike.load`) both go this way.
+"""
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paxlike.cli import flags, unexpected
+from paxlike.config import knob_text
+from paxlike.devices import topology
+from paxlike.errors import TemporaryError, UserError
+from paxlike.processes import cluster
+from paxlike.telemetry import console
+
+if TYPE_CHECKING:
+  from paxlike.experiment import Experiment
+  from paxlike.telemetry.callbacks import Callback
+
+_PATIENCE = 5  # Seconds of trying which other knob would give one an effect.
+
+TEMPORARY = 75  #: EX_TEMPFAIL of sysexits.h: a launcher shall start the job again.
+
+# What has ended the work of this process in a job of several.
+_failures: list[BaseException] = []
+
+
+def status_of(error: BaseException) -> int:
+  """Returns the exit status of a process that an exception ends."""
+  if isinstance(error, UserError):
+    return 2
+  return TEMPORARY if isinstance(error, TemporaryError) else 1
+
+
+#: Makes the experiment that options name; None where they name a graph or a run.
+Make = Callable[[flags.Options], "Experiment | None"]
+
+
+@contextlib.contextmanager
+def among_others(*, leave: bool) -> Iterator[None]:
+  """Context of the work of one of several processes: the others are told if it fails.
+
+  At its end they are told that this process is done, if it is to `leave` them.
+  """
+  try:
+    yield
+  except BaseException as error:
+    if others := sys.modules.get("paxlike.processes.multiprocess"):
+      _failures.append(error)
+      others.fail(error)
+    raise
+  if leave and (others := sys.modules.get("paxlike.processes.multiprocess")):
+    others.leave()
+
+
+@functools.cache
+def leave_at_exit():
+  """Has a script, as it ends, report to the other processes of its job, if there are any."""
+  if others := sys.modules.get("paxlike.processes.multiprocess"):
+    atexit.register(_leave, others)
+
+
+def _leave(others: Any):
+  if not _failures:
+    others.leave()
+    return
+  # The others have ended by themselves: JAX would wait for them.
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status_of(_failures[0]))
+
+
+def as_texts(knobs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+  """Returns knobs that Python gives as a command line would."""
+  return tuple((n, v if isinstance(v, str) else knob_text.spell(v)) for n, v in knobs.items())
+
+
+def experiment_if_named(options: flags.Options) -> "Experiment | None":
+  """Returns the experiment that options name; None: they name the file of a graph, or a run."""
+  # Knobs without an experiment are those of the run in the folder.
+  about_knobs = options.knobs or options.fdl_help
+  is_named = options.fdl_config or (about_knobs and not options.fdl_config_file)
+  return experiment_of(options) if is_named else None
+
+
+def experiment_of(options: flags.Options) -> "Experiment":
+  """Returns the experiment that options name, its knobs set.
+
+  Raises:
+    UserError: There is no such experiment or knob, or a value is wrong.
+  """
+  from paxlike import registry, run_folder, saved_experiment
+
+  if options.fdl_config is None:
+    assert options.job_log_dir is not None
+    folder, modules = run_folder.existing(options.job_log_dir), options.fdl_allow_modules
+    return saved_experiment.read(folder, options.knobs, allow_modules=modules)
+  experiment = registry.find(options.fdl_config)()
+  for name, text in options.knobs:
+    experiment.set(name, text, source="command line")
+  return experiment
+
+
+def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
+  """Returns the root graph of an experiment, or of a file, with the edits of the options.
+
+  Raises:
+    UserError: The experiment never reads a knob that was set, or an edit is wrong.
+  """
+  from paxlike import fiddlers, run_folder, saved_experiment
+  from paxlike.cli import hints
+  from paxlike.config import graph_file
+
+  if experiment is None:
+    path = options.fdl_config_file
+    if path is None:
+      assert options.job_log_dir is not None
+      path = run_folder.existing(options.job_log_dir) / "config.json"
+    with run_folder.reading(path):
+      graph = graph_file.read(path, allow_modules=options.fdl_allow_modules)
+  else:
+    graph = root_graph(experiment)
+    _callbacks(experiment)  # They may read knobs, too.
+    given = experiment.settings()
+    for name in experiment.unread():
+      if given[name].source != saved_experiment.FILE:
+        which = _enabling(experiment, name)
+        raise UserError(f"{name} has no effect with the other knobs as they are{which}.")
+  if options.mode == "decode":
+    fiddlers.decoding(graph)
+  for text in options.fiddlers:
+    graph = graph_file.call_fiddler(graph, text, fiddlers.FIDDLERS)
+  for path, text in options.edits:
+    with hints.of_edit(experiment, path, text):
+      graph_file.set_path(graph, path, text)
+  return graph
+
+
+def root_graph(experiment: "Experiment") -> Any:
+  """Returns the root graph of an experiment.
+
+  Raises:
+    UserError: It makes something else than a trainer's.
+  """
+  from paxlike.config import building
+  from paxlike.training.trainer import Trainer
+
+  graph = experiment.trainer()
+  source = f"what {type(experiment).__name__}.trainer() returns"
+  building.check_kind(graph, Trainer, source=source)
+  return graph
+
+
+def _enabling(experiment: "Experiment", name: str) -> str:
+  """Returns in words a choice of another knob with which knob `name` is read, if there is one."""
+  began = time.monotonic()
+  values = experiment.values()
+  for other, knob in type(experiment).knobs().items():
+    is_read = other in experiment.read_names()
+    for choice in knob.trials(values[other].value) if is_read else ():
+      if time.monotonic() - began > _PATIENCE:
+        return ""
+      one = type(experiment)()
+      settings = {n: setting.value for n, setting in experiment.settings().items()}
+      for given, value in {**settings, other: choice}.items():
+        one.set(given, value, source="trial")
+      unexpected.failure(one.trainer)  # It may have read the knob all the same.
+      if name in one.read_names():
+        return f": {other}={knob_text.spell(choice)} would give it one"
+  return ""
+
+
+def built(graph: Any) -> Any:
+  """Returns the trainer with the options of its devices; tells of those that JAX does not know."""
+  from paxlike.config import building
+  from paxlike.devices import xla_flags
+
+  several = cluster.num_gpus() > 1 or "paxlike.processes.multiprocess" in sys.modules
+  # The mesh before the rest, of which stacks ask for devices.
+  mesh = building.build(graph.mesh, source="mesh") if several else None
+  topology.take_gpu_memory(0 if mesh is None else mesh.num_groups)
+  trainer: Any = building.build(graph)
+  trainer.compiler_options, dropped = xla_flags.options()
+  for name in dropped:
+    print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)
+  return trainer
+
+
+def attempt(options: flags.Options, *, make: Make):
+  """Builds and checks what options describe, and nothing else."""
+  experiment = make(options)
+  trainer = built(graph_of(options, experiment))
+  if options.mode not in ("decode", "show"):
+    trainer.check(training=options.mode != "eval")
+  if options.mode == "train" and trainer.num_steps:
+    trainer.trace()
+
+
+def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any]:
+  """Checks all that may refuse a run, together with the other processes; writes nothing.
+
+  Returns the prompts and how to decode, for --mode=decode.
+  """
+  from paxlike.cli import decode_options
+  from paxlike.compilation import aot
+  from paxlike.config import graph_file
+  from paxlike.processes import progress
+
+  others = sys.modules.get("paxlike.processes.multiprocess")
+  progress.enter("compare")
+  if others:
+    others.compare(graph_file.values(graph))
+  progress.enter("check")
+  trainer.saving = trainer.saving and options.enable_checkpoint_saving
+  if options.mode != "decode":
+    trainer.check(training=options.mode == "train")
+  if options.compiled_step is not None:
+    trainer.compiled_step = aot.load_step(trainer, options.compiled_step)
+  elif options.mode == "train" and trainer.num_steps:
+    with console.mentioned("tracing the step"):
+      trainer.trace()
+  decoding = decode_options.read(options) if options.mode == "decode" else ([], None)
+  progress.enter("meet")
+  if others:
+    others.compare()
+  return decoding
+
+
+def run(
+  options: flags.Options,
+  experiment: "Experiment | None",
+  graph: Any,
+  stage: unexpected.Stage,
+  callbacks: "Sequence[Callback]" = (),
+) -> int:
+  """Trains, evaluates or decodes. Returns the exit status: 128 + the signal that ended training.
+
+  Training calls those `callbacks` and the experiment's.
+
+  Raises:
+    UserError: Something refuses the run; nothing has been written then.
+    RunError: It failed.
+  """
+  trainer = built(graph)
+  if console.in_notebook() and trainer.stall_timeout is None:
+    trainer.stall_timeout = 0  # The process is the user's.
+  if options.mode == "train" and experiment is not None:
+    callbacks = (*_callbacks(experiment), *callbacks)
+  with trainer.watched():
+    return _run(options, experiment, graph, trainer, stage, callbacks)
+
+
+def _callbacks(experiment: "Experiment") -> "list[Callback]":
+  from paxlike.telemetry import callbacks
+
+  source = f"what {type(experiment).__name__}.callbacks() returns"
+  return callbacks.check(experiment.callbacks(), source=source)
+
+
+def _run(
+  options: flags.Options,
+  experiment: "Experiment | None",
+  graph: Any,
+  trainer: Any,
+  stage: unexpected.Stage,
+  callbacks: "Sequence[Callback]",
+) -> int:
+  from paxlike import run_folder
+  from paxlike.processes import ownership
+  from paxlike.telemetry.run_log import Journal
+  from paxlike.training import following
+
+  assert options.job_log_dir is not None
+  prompts, how = _check(options, graph, trainer)
+  stage.is_over = True
+  # A model that a run would start from can be evaluated in a new folder.
+  is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
+  with contextlib.ExitStack() as stack:
+    if not is_new:
+      folder = run_folder.existing(options.job_log_dir)
+    else:
+      folder = stack.enter_context(run_folder.entered(options.job_log_dir))
+    others = sys.modules.get("paxlike.processes.multiprocess")
+    if others and options.mode == "train" and trainer.saving:
+      others.check_shared(folder)
+    # What evaluates and decodes writes files of its own, as a whole.
+    owned = options.mode == "train"
+    owner = stack.enter_context(ownership.owned(folder)) if owned else contextlib.nullcontext()
+    journal = stack.enter_context(
+      Journal(
+        folder,
+        write_summaries=options.enable_summary_writer,
+        check_owner=getattr(owner, "check", lambda: None),
+        callbacks=callbacks,
+      )
+    )
+    if options.mode != "train":
+      of = " of prompts" if options.mode == "decode" else ""
+      journal.note(f"attention{of}: {', '.join(trainer.attention)}")
+      journal.note(f"computes in {trainer.compute_dtype}")
+    if options.mode == "eval" and options.continuous:
+      following.follow(trainer, folder, journal)
+    elif options.mode == "eval":
+      trainer.evaluate(folder, journal, step=_step(options, folder))
+    elif options.mode == "decode":
+      trainer.decode(folder, journal, prompts, step=_step(options, folder), options=how)
+    else:
+      from paxlike.cli import hints, run_files
+
+      with run_folder.reading(folder / "config.json"):
+        _tell_changes(folder / "config.json", graph, journal)
+      stopped_by = trainer.train(folder, journal, files=run_files.of(experiment, graph))
+      if stopped_by:
+        journal.note(f"{hints.stopped(stopped_by)}{hints.saved(options.job_log_dir)}")
+      return 128 + stopped_by if stopped_by else 0
+  return 0
+
+
+def _step(options: flags.Options, folder: Any) -> int | None:
+  """Returns the checkpoint that the options name; None for the newest."""
+  from paxlike.training import best_checkpoint
+
+  return best_checkpoint.step_of(folder) if options.step == "best" else options.step
+
+
+def _tell_changes(path: Any, graph: Any, journal: Any):
+  """Prints what has changed in the graph since the run began, if anything has."""
+  from paxlike.cli import run_files
+  from paxlike.config import graph_file
+
+  if not path.exists():
+    return
+  try:
+    before = graph_file.read_data(path)
+  except UserError as error:
+    journal.note(f"cannot be compared with how the run began: {error}")
+    return
+  if changes := run_files.changes(before, graph, folder=path.parent):
+    journal.note(f"changed since the run began:\n{changes}")

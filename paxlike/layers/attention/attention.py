@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head (Vaswani et al., 2017) and grouped-query attention (Ainslie et al., 2023)."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.devices import mesh
+from paxlike.errors import UserError
+from paxlike.layers import module
+from paxlike.layers.attention import kernels
+from paxlike.layers.attention.cache import KvCache, positions_in
+from paxlike.layers.attention.kernels import Demand
+from paxlike.layers.attention.relative_bias import RelativeBias
+from paxlike.layers.attention.rope import Rope
+from paxlike.layers.call_context import Context
+from paxlike.layers.linear import Linear
+
+
+@configurable
+class Attention(module.Module):
+  """Causal self-attention over [B, T, D]."""
+
+  def __init__(
+    self,
+    dim: ranges.Size,
+    *,
+    num_heads: ranges.Size,
+    head_dim: ranges.Size,
+    num_kv_heads: ranges.Size | None = None,
+    query: Callable[..., Linear],
+    key: Callable[..., Linear],
+    value: Callable[..., Linear],
+    output: Callable[..., Linear],
+    rope: Callable[[int], Rope] | None = None,
+    qk_norm: Callable[..., Any] | None = None,
+    relative_bias: Callable[[int], RelativeBias] | None = None,
+    sinks: module.Initializer | None = None,
+    extra_logit: ranges.Finite | None = None,
+    window: ranges.Positive | None = None,
+    soft_cap: ranges.Cap | None = None,
+    scale: ranges.Finite | None = None,
+    kernel: kernels.Kernel = kernels.xla,
+  ):
+    """Builds the layer.
+
+    Args:
+      dim: D.
+      num_heads: N.
+      head_dim: H.
+      num_kv_heads: K; None: N.
+      query: D -> N x H.
+      key: D -> K x H.
+      value: D -> K x H.
+      output: N x H -> D.
+      rope: Rotary embedding of queries and keys.
+      qk_norm: Applied to each head's query and key.
+      relative_bias: Bias of the logits by distance; called with N.
+      sinks: Initializer of a trained attention sink per head: the logit of a key without a value
+        (StreamingLLM; gpt-oss).
+      extra_logit: A constant attention sink, the same in all heads.
+      window: A token attends to itself and the `window - 1` tokens before it.
+      soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
+      scale: Factor of the logits; None: 1 / sqrt(H).
+      kernel: The attention kernel.
+    """
+    self.num_heads = num_heads
+    self.head_dim = head_dim
+    self.num_kv_heads = num_kv_heads or num_heads
+    if num_heads % self.num_kv_heads:
+      raise UserError(
+        f"NUM_KV_HEADS={num_kv_heads} does not divide NUM_HEADS={num_heads}: each KV head serves"
+        " the same number of query heads."
+      )
+    self.window = window
+    self.soft_cap = soft_cap
+    self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    self.kernel = kernel
+    heads = {"heads": num_heads, "head": head_dim}
+    kv_heads = {"kv_heads": self.num_kv_heads, "head": head_dim}
+    self.query = query({"model": dim}, heads)
+    self.key = key({"model": dim}, kv_heads)
+    self.value = value({"model": dim}, kv_heads)
+    self.output = output(heads, {"model": dim})
+    self.rope = None if rope is None else rope(head_dim)
+    self.query_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
+    self.key_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
+    self.extra_logit = extra_logit
+    self.relative_bias = None if relative_bias is None else relative_bias(num_heads)
+    self.sinks = None if sinks is None else self.weight({"heads": num_heads}, init=sinks)
+
+  def __call__(
+    self, x_BTD: jax.Array, context: Context, cache: KvCache | None = None
+  ) -> tuple[jax.Array, KvCache | None]:
+    """Returns (y_BTD, the updated cache).
+
+    With a cache, T > 1 is a prefill of empty sequences; T == 1 attends to the cache.
+    """
+    q_BTNH = mesh.constrain(self.query(x_BTD, context), "batch", "time", "heads", None)
+    k_BTKH = mesh.constrain(self.key(x_BTD, context), "batch", "time", "kv_heads", None)
+    v_BTKH = mesh.constrain(self.value(x_BTD, context), "batch", "time", "kv_heads", None)
+    if self.query_norm is not None and self.key_norm is not None:
+      q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+    if self.rope is not None:
+      q_BTNH = self.rope(q_BTNH, context.positions_BT)
+      k_BTKH = self.rope(k_BTKH, context.positions_BT)
+    if cache is not None:
+      assert context.positions_BT is not None
+      cache = cache.write(k_BTKH, v_BTKH, context.positions_BT)
+      if x_BTD.shape[1] == 1:
+        y_BNH = self._attend_to(cache, q_BTNH[:, 0], context.positions_BT)
+        return self.output(y_BNH[:, None].astype(q_BTNH.dtype)), cache
+    y_BTNH = self.kernel(
+      q_BTNH,
+      k_BTKH,
+      v_BTKH,
+      scale=self.scale,
+      segments_BT=context.segments_BT,
+      window=self.window,
+      soft_cap=self.soft_cap,
+      sinks_N=self._sinks(),
+      bias_NTS=self._bias(x_BTD.shape[1]),
+    )
+    return self.output(y_BTNH, context), cache
+
+  def _attend_to(self, cache: KvCache, q_BNH: jax.Array, positions_B1: jax.Array) -> jax.Array:
+    # Slots hold at most `window` tokens, so no window mask is needed.
+    cached_BS = positions_in(cache.num_slots, positions_B1)
+    bias_BNS = None
+    if self.relative_bias is not None:
+      bias_BNS = self.relative_bias(positions_B1 - cached_BS).swapaxes(0, 1)
+    return kernels.cached(
+      q_BNH,
+      cache.k_BKHS,
+      cache.v_BKSH,
+      cached_BS >= 0,
+      scale=self.scale,
+      soft_cap=self.soft_cap,
+      sinks_N=self._sinks(),
+      bias_BNS=bias_BNS,
+    )
+
+  def _bias(self, num_tokens: int) -> jax.Array | None:
+    if self.relative_bias is None:
+      return None
+    return self.relative_bias(jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens))
+
+  def _sinks(self) -> jax.Array | None:
+    if self.extra_logit is not None:
+      return jnp.full(self.num_heads, self.extra_logit)
+    return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+
+  def demand(self, *, is_packed: bool) -> Demand:
+    """Returns the requirements on the kernel, for packed sequences or unpacked ones."""
+    given = {
+      "soft_cap": self.soft_cap,
+      "sinks_N": self.sinks if self.extra_logit is None else self.extra_logit,
+      "bias_NTS": self.relative_bias,
+    }
+    return Demand(
+      dtype=self.query.dtype,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_kv_heads,
+      width=self.head_dim,
+      value_width=self.head_dim,
+      is_packed=is_packed,
+      extras=tuple(name for name, value in given.items() if value is not None),
+    )
+
+  def empty_cache(self, batch: int, length: int, dtype: Any) -> KvCache:
+    """Returns an empty cache for `batch` sequences of up to `length` tokens."""
+    slots = self.num_slots(length)
+    return KvCache.empty(batch, slots, self.num_kv_heads, self.head_dim, self.head_dim, dtype)
+
+  def num_slots(self, length: int) -> int:
+    """Returns the cache slots that a sequence of `length` tokens needs."""
+    return length if self.window is None else min(self.window, length)
+
+  def score_flops(self, num_tokens: int) -> tuple[float, float]:
+    """Returns the forward FLOPs per token of logits and weighted values: (full, causal).
+
+    Full counts all pairs of tokens within the window, causal those that the causal mask leaves.
+    """
+    seen = num_tokens if self.window is None else min(self.window, num_tokens)
+    full = 4 * seen * self.num_heads * self.head_dim
+    return full, full * (1 - seen / (2 * num_tokens))

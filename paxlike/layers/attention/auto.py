@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of an attention kernel by devices, dtypes and options."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.devices import mesh, topology
+from paxlike.layers.attention.chunked import xla_chunked
+from paxlike.layers.attention.context_parallel import gathered, ring
+from paxlike.layers.attention.cudnn import COUNTS_KEY_HEADS, MAX_SEGMENTS, cudnn, has_widths
+from paxlike.layers.attention.kernels import Demand, Options, name_of, xla
+from paxlike.layers.attention.splash import splash
+
+_EXTRAS = ("soft_cap", "sinks_N", "bias_NTS")
+
+
+class Place(NamedTuple):
+  """The hardware that attention runs on.
+
+  Attributes:
+    device: Any device of the mesh; all are of one kind.
+    context: Size of the mesh axis `context`.
+  """
+
+  device: Any
+  context: int = 1
+
+  @classmethod
+  def on(cls, devices: jax.sharding.Mesh) -> "Place":
+    """Returns the place for programs on a mesh."""
+    return cls(devices.devices.flat[0], devices.shape["context"])
+
+
+@configurable
+def auto(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  *,
+  max_segments: ranges.Size = MAX_SEGMENTS,
+  **options: Unpack[Options],
+) -> jax.Array:
+  """Attention by the kernel that `best` returns; see `Kernel`. `max_segments` is for cudnn."""
+  demand = Demand(
+    dtype=q_BTNH.dtype,
+    num_heads=q_BTNH.shape[2],
+    num_kv_heads=k_BSKH.shape[2],
+    width=q_BTNH.shape[3],
+    value_width=v_BSKH.shape[3],
+    is_packed=options["segments_BT"] is not None,
+    extras=tuple(name for name in _EXTRAS if options.get(name) is not None),
+  )
+  place = Place(topology.devices()[0], mesh.sizes_here(mesh.AXES).get("context", 1))
+  kernel = best(demand, place)
+  if kernel is cudnn:
+    return cudnn(q_BTNH, k_BSKH, v_BSKH, max_segments=max_segments, **options)
+  return kernel(q_BTNH, k_BSKH, v_BSKH, **options)
+
+
+def best(demand: Demand, place: Place) -> Callable[..., jax.Array]:
+  """Returns the kernel that `auto` uses.
+
+  ring if sequences are sharded (context > 1); else cudnn on NVIDIA GPUs, splash on TPUs and xla on
+  CPUs. xla_chunked where that kernel does not support the demand.
+  """
+  device = place.device
+  biased = "bias_NTS" in demand.extras
+  if place.context > 1 and not biased:
+    return ring
+  if topology.has_cudnn_attention(device):
+    return cudnn if _suits_cudnn(demand, device) else xla_chunked
+  if topology.has_splash_attention(device):
+    return xla_chunked if biased else splash
+  return xla if device.platform == "cpu" else xla_chunked
+
+
+def _suits_cudnn(demand: Demand, device: Any) -> bool:
+  if demand.extras or demand.dtype not in (jnp.bfloat16, jnp.float16):
+    return False
+  if not has_widths(demand.width, demand.value_width):
+    return False
+  is_simple = not demand.is_packed and demand.width == demand.value_width <= 128
+  return is_simple or topology.has_packed_cudnn_attention(device)
+
+
+def in_effect(kernel: Any, demand: Demand, place: Place) -> Any:
+  """Returns the kernel that runs if a model is configured with `kernel`; see `best`."""
+  kernel = getattr(kernel, "func", kernel)
+  if kernel is auto:
+    return best(demand, place)
+  return xla_chunked if kernel in (ring, gathered) and place.context == 1 else kernel
+
+
+def described(kernel: Any, demand: Demand) -> str:
+  """Returns the user-facing name of a kernel, with a note where it repeats keys."""
+  name = name_of(kernel)
+  is_grouped = demand.num_heads != demand.num_kv_heads
+  if kernel is not cudnn or not demand.is_packed or not is_grouped or COUNTS_KEY_HEADS:
+    return name
+  return f"{name} (packed keys repeated for each query head: JAX before 0.12 misplaces them)"

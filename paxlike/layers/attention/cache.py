@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV caches for incremental decoding.
+
+The token at position p is in slot p modulo S, so a layer with a window needs only `window` slots.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.devices import mesh
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KvCache:
+  """The cache of one attention layer.
+
+  The order of dims lets the matmuls of a query with keys and values run without a transpose.
+  """
+
+  k_BKHS: jax.Array
+  v_BKSH: jax.Array
+
+  @classmethod
+  def empty(
+    cls, batch: int, slots: int, heads: int, key_dim: int, value_dim: int, dtype: Any
+  ) -> "KvCache":
+    """Returns a cache without tokens."""
+
+    def zeros(*shape: int) -> jax.Array:
+      return mesh.constrain(jnp.zeros(shape, dtype), "batch", "kv_heads", None, None)
+
+    return cls(
+      k_BKHS=zeros(batch, heads, key_dim, slots), v_BKSH=zeros(batch, heads, slots, value_dim)
+    )
+
+  @property
+  def num_slots(self) -> int:
+    """S, the capacity in tokens."""
+    return self.v_BKSH.shape[-2]
+
+  def grown(self, num_slots: int) -> "KvCache":
+    """Returns the cache with more slots; valid only while no slot has been overwritten."""
+    more = num_slots - self.num_slots
+    none = [(0, 0)] * (self.v_BKSH.ndim - 2)
+    return KvCache(
+      k_BKHS=jnp.pad(self.k_BKHS, [*none, (0, 0), (0, more)]),
+      v_BKSH=jnp.pad(self.v_BKSH, [*none, (0, more), (0, 0)]),
+    )
+
+  def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "KvCache":
+    """Returns the cache with new tokens written; tokens at position -1 are padding and skipped."""
+    slots_BT = _slots(positions_BT, self.num_slots)
+    rows_B1 = jnp.arange(len(slots_BT))[:, None]
+    k_BTKH, v_BTKH = k_BTKH.astype(self.k_BKHS.dtype), v_BTKH.astype(self.v_BKSH.dtype)
+    return KvCache(
+      k_BKHS=self.k_BKHS.at[rows_B1, :, :, slots_BT].set(k_BTKH, mode="drop"),
+      v_BKSH=self.v_BKSH.at[rows_B1, :, slots_BT].set(v_BTKH, mode="drop"),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentCache:
+  """The cache of one latent attention layer: a vector of C numbers per token for all heads."""
+
+  latents_BCS: jax.Array
+
+  @classmethod
+  def empty(cls, batch: int, slots: int, dim: int, dtype: Any) -> "LatentCache":
+    """Returns a cache without tokens."""
+    zeros = jnp.zeros((batch, dim, slots), dtype)
+    return cls(latents_BCS=mesh.constrain(zeros, "batch", None, None))
+
+  @property
+  def num_slots(self) -> int:
+    """S, the capacity in tokens."""
+    return self.latents_BCS.shape[-1]
+
+  def grown(self, num_slots: int) -> "LatentCache":
+    """See `KvCache.grown`."""
+    none = [(0, 0)] * (self.latents_BCS.ndim - 1)
+    more = num_slots - self.num_slots
+    return LatentCache(latents_BCS=jnp.pad(self.latents_BCS, [*none, (0, more)]))
+
+  def write(self, latents_BTC: jax.Array, positions_BT: jax.Array) -> "LatentCache":
+    """See `KvCache.write`."""
+    slots_BT = _slots(positions_BT, self.num_slots)
+    rows_B1 = jnp.arange(len(slots_BT))[:, None]
+    latents_BTC = latents_BTC.astype(self.latents_BCS.dtype)
+    latents_BCS = self.latents_BCS.at[rows_B1, :, slots_BT].set(latents_BTC, mode="drop")
+    return LatentCache(latents_BCS=latents_BCS)
+
+
+def positions_in(num_slots: int, positions_B1: jax.Array) -> jax.Array:
+  """Returns [B, S], the position of the token in each slot after `positions_B1` are written.
+
+  Empty slots have negative positions.
+  """
+  return positions_B1 - (positions_B1 - jnp.arange(num_slots)) % num_slots
+
+
+def _slots(positions_BT: jax.Array, num_slots: int) -> jax.Array:
+  """Returns the slots to write tokens to; out of bounds for tokens that are not written."""
+  # Of several new tokens for a slot, only the last is written.
+  last_B1 = positions_BT.max(axis=1, keepdims=True)
+  kept = (positions_BT >= 0) & (positions_BT > last_B1 - num_slots)
+  return jnp.where(kept, positions_BT % num_slots, num_slots)

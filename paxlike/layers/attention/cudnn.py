@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with cuDNN's fused kernels, on NVIDIA GPUs."""
+
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.errors import UserError
+from paxlike.layers.attention.kernels import Options, begins, refuse
+from paxlike.layers.attention.sharded_kernel import per_device
+
+MAX_SEGMENTS = 64  # The default number of segments per sequence.
+# Earlier versions of JAX multiply the offsets of packed keys by the number of query heads (JAX pull
+# request 39521), which is right only if N == K.
+COUNTS_KEY_HEADS = jax.__version_info__ >= (0, 12)
+
+
+@configurable
+def cudnn(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  *,
+  max_segments: ranges.Size = MAX_SEGMENTS,
+  **options: Unpack[Options],
+) -> jax.Array:
+  """Flash attention for float16 and bfloat16: memory linear in T; see `Kernel`.
+
+  Segments are runs of equal ids, at most `max_segments` per sequence; the output of a sequence with
+  more is NaN, so packing must keep to the limit. With K < N, packed keys are repeated where JAX
+  would misplace them (`COUNTS_KEY_HEADS`); packed values narrower than the keys are padded.
+
+  Raises:
+    UserError: There is a soft cap, sinks or a bias, or cuDNN does not support the dtype or widths.
+  """
+  refuse("cudnn", options, "soft_cap", "sinks_N", "bias_NTS")
+  if (dtype := q_BTNH.dtype) not in (jnp.bfloat16, jnp.float16):
+    raise UserError(f"ATTENTION_KERNEL=cudnn is for bfloat16 and float16, not FPROP_DTYPE={dtype}.")
+  width, value_width = q_BTNH.shape[-1], v_BSKH.shape[-1]
+  if not has_widths(width, value_width):
+    raise UserError(
+      f"ATTENTION_KERNEL=cudnn: heads of {width} with values of {value_width}; it supports"
+      " multiples of 8 up to 256, and values no wider than keys."
+    )
+
+  def local(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    return _attend(q, k, v, segments_BT, options, max_segments)
+
+  # JAX's partitioner rejects fewer KV heads than shards and sharded T, and it has no gradient for
+  # odd T.
+  return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", block=2)
+
+
+def has_widths(width: int, value_width: int) -> bool:
+  """Returns whether cuDNN supports these widths of keys and values."""
+  return value_width <= width <= 256 and width % 8 == value_width % 8 == 0
+
+
+def _attend(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segments_BT: jax.Array | None,
+  options: Options,
+  max_segments: int,
+) -> jax.Array:
+  # The public function takes a dense mask only, with which cuDNN is slow.
+  from jax._src.cudnn import fused_attention_stablehlo as library
+
+  mask, width = library.MaskType.CAUSAL, v_BSKH.shape[-1]
+  packing: dict[str, Any] = {}
+  fits_B = None
+  if segments_BT is not None:
+    lengths, offsets, fits_B = runs(segments_BT, max_segments)
+    if max_segments > 1:  # With 1, every sequence that is not NaN is a single segment.
+      mask = library.MaskType.PADDING_CAUSAL
+      packing = {"q_seqlen": lengths, "kv_seqlen": lengths}
+      packing |= {"q_offsets": offsets, "kv_offsets": offsets}
+      k_BSKH, v_BSKH = with_one_stride(q_BTNH, k_BSKH, v_BSKH)
+  try:
+    y_BTNH: Any = library.dot_product_attention(
+      q_BTNH,
+      k_BSKH,
+      v_BSKH,
+      scale=options["scale"],
+      mask_type=mask,
+      sliding_window_length=options.get("window"),
+      qkv_layout="BTNH",
+      **packing,
+    )
+  except (RuntimeError, NotImplementedError) as error:
+    raise UserError(f"ATTENTION_KERNEL=cudnn: {error} Take xla_chunked.") from None
+  y_BTNH = y_BTNH[..., :width]
+  if fits_B is None:
+    return y_BTNH
+  return jnp.where(fits_B[:, None, None, None], y_BTNH, jnp.nan)
+
+
+def runs(segments_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the runs of equal segment ids of each sequence, in JAX's format.
+
+  Returns:
+    int32 [B, most], the lengths of the first `most` runs. int32 [B, most + 1], their first tokens,
+    without the end of the last: JAX concatenates all non-negative entries over the batch. Both are
+    padded with -1. bool [B], whether a sequence has at most `most` runs.
+  """
+  T = segments_BT.shape[1]
+  begins_BT = begins(segments_BT)
+  starts = jnp.sort(jnp.where(begins_BT, jnp.arange(T), T), axis=1)[:, : most + 1]
+  starts = jnp.pad(starts, ((0, 0), (0, most + 1 - starts.shape[1])), constant_values=T)
+  lengths = jnp.diff(starts, axis=1)
+  exists = lengths > 0
+  lengths = jnp.where(exists, lengths, -1).astype(jnp.int32)
+  offsets = jnp.where(exists, starts[:, :-1], -1).astype(jnp.int32)
+  offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
+  return lengths, offsets, begins_BT.sum(1) <= most
+
+
+def with_one_stride(
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns keys and values for which JAX computes correct offsets of packed runs.
+
+  JAX uses one token stride for keys and values, so values are padded to the width of keys. Where it
+  uses the queries' stride (not `COUNTS_KEY_HEADS`), K heads are repeated to N.
+  """
+  rest = q_BTNH.shape[-1] - v_BSKH.shape[-1]
+  v_BSKH = jnp.pad(v_BSKH, [(0, 0)] * 3 + [(0, rest)])
+  N, K = q_BTNH.shape[2], k_BSKH.shape[2]
+  if N == K or COUNTS_KEY_HEADS:
+    return k_BSKH, v_BSKH
+  return jnp.repeat(k_BSKH, N // K, axis=2), jnp.repeat(v_BSKH, N // K, axis=2)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention (MLA; DeepSeek-V2, DeepSeek-AI, 2024)."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.devices import mesh
+from paxlike.layers import module
+from paxlike.layers.attention import kernels
+from paxlike.layers.attention.cache import LatentCache, positions_in
+from paxlike.layers.attention.kernels import Demand
+from paxlike.layers.attention.rope import Rope
+from paxlike.layers.call_context import Context
+from paxlike.layers.linear import Linear
+
+
+@configurable
+class LatentAttention(module.Module):
+  """Causal self-attention over [B, T, D] that caches latent vectors instead of keys and values.
+
+  A key concatenates an up-projection of the token's latent vector and a rotary key shared by all
+  heads. Decoding absorbs the up-projection into the query, so it never materializes keys. C is the
+  rank of the latent vector, R the width of the rotary key.
+  """
+
+  def __init__(
+    self,
+    dim: ranges.Size,
+    *,
+    num_heads: ranges.Size,
+    head_dim: ranges.Size,
+    rope_dim: ranges.Size,
+    value_dim: ranges.Size,
+    rank: ranges.Size,
+    query_rank: ranges.Size | None,
+    query_down: Callable[..., Linear] | None,
+    query: Callable[..., Linear],
+    latent: Callable[..., Linear],
+    key_value: Callable[..., Linear],
+    output: Callable[..., Linear],
+    norm: Callable[..., Any],
+    rope: Callable[[int], Rope],
+    scale: ranges.Finite | None = None,
+    kernel: kernels.Kernel = kernels.xla,
+  ):
+    """Builds the layer.
+
+    Args:
+      dim: D.
+      num_heads: N.
+      head_dim: Width of a head without its rotary dims.
+      rope_dim: Width of the rotary dims.
+      value_dim: Width of a head's value.
+      rank: Width of the latent vector.
+      query_rank: Width of the queries' latent vector; None: queries are projected from D.
+      query_down: D -> query_rank; None if there is no query latent.
+      query: query_rank (or D) -> N x (head_dim + rope_dim).
+      latent: D -> rank + rope_dim.
+      key_value: rank -> N x (head_dim + value_dim).
+      output: N x value_dim -> D.
+      norm: Applied to the latents.
+      rope: Applied to the rotary dims of queries and keys.
+      scale: Factor of the logits; None: 1 / sqrt(head_dim + rope_dim).
+      kernel: The attention kernel.
+    """
+    self.num_heads = num_heads
+    self.head_dim = head_dim
+    self.value_dim = value_dim
+    self.rank = rank
+    self.rope_dim = rope_dim
+    self.scale = 1 / math.sqrt(head_dim + rope_dim) if scale is None else scale
+    self.kernel = kernel
+    heads = {"heads": num_heads, "head": head_dim + rope_dim}
+    if query_down is None or query_rank is None:
+      self.query_down, self.query_norm = None, None
+      self.query = query({"model": dim}, heads)
+    else:
+      self.query_down = query_down({"model": dim}, {"rank": query_rank})
+      self.query_norm = norm(query_rank, over="rank")
+      self.query = query({"rank": query_rank}, heads)
+    self.latent = latent({"model": dim}, {"rank": rank + rope_dim})
+    self.latent_norm = norm(rank, over="rank")
+    self.key_value = key_value({"rank": rank}, {"heads": num_heads, "head": head_dim + value_dim})
+    self.output = output({"heads": num_heads, "head": value_dim}, {"model": dim})
+    self.rope = rope(rope_dim)
+
+  def __call__(
+    self, x_BTD: jax.Array, context: Context, cache: LatentCache | None = None
+  ) -> tuple[jax.Array, LatentCache | None]:
+    """Returns (y_BTD, the updated cache); see `Attention`."""
+    positions_BT = context.positions_BT
+    q_BTNH, turned_BTNR = self._queries(x_BTD, context)
+    latent_BTC, key_BTR = jnp.split(self.latent(x_BTD, context), [self.rank], axis=-1)
+    latent_BTC = self.latent_norm(latent_BTC)
+    key_BT1R = self.rope(key_BTR[:, :, None], positions_BT)
+    if cache is not None:
+      assert positions_BT is not None
+      cached_BTC = jnp.concatenate([latent_BTC, key_BT1R[:, :, 0]], axis=-1)
+      cache = cache.write(cached_BTC, positions_BT)
+      if x_BTD.shape[1] == 1:
+        y_BNH = self._attend_to(cache, q_BTNH[:, 0], turned_BTNR[:, 0], positions_BT)
+        return self.output(y_BNH[:, None]), cache
+    k_BTNH, v_BTNH = jnp.split(self.key_value(latent_BTC, context), [self.head_dim], axis=-1)
+    key_BTNR = jnp.broadcast_to(key_BT1R, (*k_BTNH.shape[:3], self.rope_dim))
+    y_BTNH = self.kernel(
+      jnp.concatenate([q_BTNH, turned_BTNR], axis=-1),
+      jnp.concatenate([k_BTNH, key_BTNR], axis=-1),
+      v_BTNH,
+      scale=self.scale,
+      segments_BT=context.segments_BT,
+    )
+    return self.output(y_BTNH, context), cache
+
+  def _queries(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    if self.query_down is not None and self.query_norm is not None:
+      x_BTD = self.query_norm(self.query_down(x_BTD, context))
+    q_BTNH = self.query(x_BTD, context)
+    q_BTNH = mesh.constrain(q_BTNH, "batch", "time", "heads", None)
+    q_BTNH, turned_BTNR = jnp.split(q_BTNH, [self.head_dim], axis=-1)
+    return q_BTNH, self.rope(turned_BTNR, context.positions_BT)
+
+  def _attend_to(
+    self, cache: LatentCache, q_BNH: jax.Array, turned_BNR: jax.Array, positions_B1: jax.Array
+  ) -> jax.Array:
+    w_CNH = self.key_value.matrix().astype(q_BNH.dtype)
+    to_key_CNH, to_value_CNH = jnp.split(w_CNH, [self.head_dim], axis=-1)
+    q_BNC = jnp.einsum("BNH,CNH->BNC", q_BNH, to_key_CNH)
+    latents_BCS = cache.latents_BCS
+    # One KV head: the latent is both key and value.
+    y_BNC = kernels.cached(
+      jnp.concatenate([q_BNC, turned_BNR], axis=-1),
+      latents_BCS[:, None],
+      latents_BCS[:, None, : self.rank].swapaxes(2, 3),
+      positions_in(cache.num_slots, positions_B1) >= 0,
+      scale=self.scale,
+    )
+    return jnp.einsum("BNC,CNH->BNH", y_BNC.astype(q_BNH.dtype), to_value_CNH)
+
+  def demand(self, *, is_packed: bool) -> Demand:
+    """See `Attention.demand`."""
+    return Demand(
+      dtype=self.query.dtype,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_heads,
+      width=self.head_dim + self.rope_dim,
+      value_width=self.value_dim,
+      is_packed=is_packed,
+      extras=(),
+    )
+
+  def empty_cache(self, batch: int, length: int, dtype: Any) -> LatentCache:
+    """Returns an empty cache for `batch` sequences of up to `length` tokens."""
+    return LatentCache.empty(batch, length, self.rank + self.rope_dim, dtype)
+
+  def num_slots(self, length: int) -> int:
+    """Returns the cache slots that a sequence of `length` tokens needs."""
+    return length
+
+  def score_flops(self, num_tokens: int) -> tuple[float, float]:
+    """See `Attention.score_flops`."""
+    full = 2 * num_tokens * self.num_heads * (self.head_dim + self.rope_dim + self.value_dim)
+    return full, full / 2

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs of a forward pass besides activations: segments, positions and the dropout key."""
+
+import dataclasses
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+  """Passed down unchanged from the model's root to every layer.
+
+  Attributes:
+    segments_BT: int32; documents packed into one sequence are numbered from 1, padding is 0. None:
+      each sequence is one document.
+    positions_BT: int32, the position of each token in its document. None: 0 to T - 1.
+    dropout: The key for this layer's dropout; None disables dropout.
+  """
+
+  segments_BT: jax.Array | None = None
+  positions_BT: jax.Array | None = None
+  dropout: jax.Array | None = None
+
+  def fold(self, index: int | jax.Array) -> "Context":
+    """Returns the context with `index` folded into the dropout key."""
+    if self.dropout is None:
+      return self
+    return dataclasses.replace(self, dropout=jax.random.fold_in(self.dropout, index))

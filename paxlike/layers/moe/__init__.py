@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts: routing, dispatch, experts and their grouped matmuls."""

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batched feed-forward layers, one per expert."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.layers import module
+from paxlike.layers.mlp import Activation
+from paxlike.layers.moe.grouped_matmul import Groups
+from paxlike.layers.precision import float32_sums
+from paxlike.layers.precision.matmul import Dot, Placed, Product, Sorted
+from paxlike.layers.precision.rounding import dense
+from paxlike.layers.precision.weight_only import Quantized, Storage
+
+
+@configurable
+class ExpertLinear(module.Module):
+  """A linear map per expert.
+
+  Attributes:
+    role: See `Linear`.
+    dtype: See `Linear`.
+  """
+
+  def __init__(
+    self,
+    num_experts: ranges.Size,
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    *,
+    role: str,
+    use_bias: bool = False,
+    init: module.Initializer = module.gaussian_fan_in,
+    dtype: ranges.ComputeDtype = jnp.float32,
+    dot: Callable[[], Dot] | None = None,
+    scheme: Callable[..., Quantized] | None = None,
+  ):
+    """For `dot` and `scheme` see `Linear`."""
+    self.role = role
+    self.dtype = dtype
+    self.dot = None if dot is None else dot()
+    experts = {"experts": num_experts}
+    self.w = self.weight(
+      {**experts, **inputs, **outputs},
+      init=init,
+      fan_in=tuple(inputs),
+      compute_dtype=dtype,
+      storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
+      rounding=None if self.dot is None else self.dot.rounding(len(inputs), len(outputs)),
+    )
+    (dim,), (output,) = inputs, outputs
+    self._dims, self._total = (dim, output), num_experts
+    bias = {**experts, **outputs}
+    self.b = self.weight(bias, init=module.zeros, compute_dtype=dtype) if use_bias else None
+
+  def sorted(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Returns [M, F] for tokens sorted by expert, `sizes_E` tokens for each expert."""
+    y_MF = self._product(Sorted(Groups(sizes_E, *self._dims, self._total)), x_MD)
+    if self.b is not None:
+      bias_EF = self.b[...].astype(jnp.float32)  # Its gradient is then summed in float32.
+      bias_MF = jnp.repeat(bias_EF, sizes_E, axis=0, total_repeat_length=len(x_MD))
+      y_MF += bias_MF.astype(self.dtype)
+    return y_MF
+
+  def placed(self, x_ECD: jax.Array) -> jax.Array:
+    """Returns [E, C, F] for C capacity slots per expert."""
+    y_ECF = self._product(Placed(), x_ECD)
+    return y_ECF if self.b is None else float32_sums.add(y_ECF, self.b[...][:, None])
+
+  def _product(self, product: Product, x: jax.Array) -> jax.Array:
+    w, x = self.w.get_value(), x.astype(self.dtype)
+    if isinstance(w, Quantized):  # The backward pass dequantizes again, as in `Linear`.
+      return jax.checkpoint(self._multiply)(product, x, w)
+    return self._multiply(product, x, w)
+
+  def _multiply(self, product: Product, x: jax.Array, w: Any) -> jax.Array:
+    w_EDF = dense(w, self.dtype)
+    if self.dot is None:
+      return product.exact(x, w_EDF)
+    return self.dot(product, x, w_EDF, self.w.rounding.of(w, w_EDF))
+
+  @property
+  def num_experts(self) -> int:
+    """The number of experts; inside `shard_map`, of this device's."""
+    return len(jax.tree.leaves(self.w.get_value())[0])  # Works for quantized weights too.
+
+
+@configurable
+class Experts(module.Module):
+  """A feed-forward layer per expert; see `Mlp`."""
+
+  def __init__(
+    self,
+    num_experts: ranges.Size,
+    dim: ranges.Size,
+    *,
+    hidden_dim: ranges.Size,
+    up: Callable[..., ExpertLinear],
+    down: Callable[..., ExpertLinear],
+    gate: Callable[..., ExpertLinear] | None = None,
+    activation: Activation,
+  ):
+    self.activation = activation
+    model, ffn = {"model": dim}, {"ffn": hidden_dim}
+    self.up = up(num_experts, model, ffn)
+    self.gate = None if gate is None else gate(num_experts, model, ffn)
+    self.down = down(num_experts, ffn, model)
+
+  def __call__(self, x: jax.Array, apply: Callable[[ExpertLinear, jax.Array], jax.Array]):
+    """Returns the experts' outputs; `apply` calls `ExpertLinear.sorted` or `.placed` on x."""
+    up = apply(self.up, x)
+    if self.gate is None:
+      return apply(self.down, self.activation(up))
+    return apply(self.down, self.activation(apply(self.gate, x), up))

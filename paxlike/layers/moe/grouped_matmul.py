@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped (ragged) matmul: tokens sorted by group, times one matrix per group.
+
+`jax.lax.ragged_dot` is one kernel on TPUs. On GPUs and CPUs, XLA multiplies every row with every
+matrix instead; so NVIDIA GPUs get Triton kernels, and on CPUs a loop runs over blocks of rows, each
+a plain matmul.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from paxlike.devices import mesh, topology
+
+_LARGEST_BLOCK = 256
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["sizes_E"],
+  meta_fields=["inputs", "outputs", "total"],
+)
+@dataclasses.dataclass(frozen=True)
+class Groups:
+  """The groups of the rows.
+
+  Attributes:
+    sizes_E: int32, the number of rows of each group; groups are consecutive.
+    inputs: The dim name of D, which decides its sharding.
+    outputs: The dim name of F.
+    total: The number of groups on all devices, if groups are sharded.
+  """
+
+  sizes_E: jax.Array
+  inputs: str | None = None
+  outputs: str | None = None
+  total: int | None = None
+
+
+@jax.custom_vjp
+def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups) -> jax.Array:
+  """Returns [M, F]: each row of x times the matrix of its group.
+
+  Args:
+    x_MD: Rows sorted by group.
+    w_EDF: A matrix per group, of the same dtype.
+    groups: The groups; results for rows beyond the last group are unspecified but finite.
+  """
+  return outputs(x_MD, w_EDF, groups, x_MD.dtype)
+
+
+def _forward(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
+  return grouped_matmul(x_MD, w_EDF, groups), (x_MD, w_EDF, groups)
+
+
+def _backward(saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+  x_MD, w_EDF, groups = saved
+  dx_MD = to_inputs(dy_MF, w_EDF, groups, x_MD.dtype)
+  return dx_MD, to_weights(x_MD, dy_MF, groups, w_EDF.dtype), None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def outputs(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups, dtype: Any) -> jax.Array:
+  """Returns y [M, F] in `dtype`; not differentiable."""
+  if _has_kernels():
+    from paxlike.layers.moe import grouped_matmul_triton
+
+    kernel = functools.partial(grouped_matmul_triton.multiply, dtype=dtype)
+    return _per_device("MD,EDF->MF", kernel, x_MD, w_EDF, groups)
+  return _without_kernels(x_MD, w_EDF, groups.sizes_E, dtype)
+
+
+def to_inputs(dy_MF: jax.Array, w_EDF: jax.Array, groups: Groups, dtype: Any) -> jax.Array:
+  """Returns the gradient of x, [M, D]."""
+  if _has_kernels():
+    from paxlike.layers.moe import grouped_matmul_triton
+
+    kernel = functools.partial(grouped_matmul_triton.multiply, dtype=dtype, transposed=True)
+    return _per_device("MF,EDF->MD", kernel, dy_MF, w_EDF, groups)
+  return _without_kernels(mask_unused(dy_MF, groups), w_EDF.swapaxes(1, 2), groups.sizes_E, dtype)
+
+
+def to_weights(x_MD: jax.Array, dy_MF: jax.Array, groups: Groups, dtype: Any) -> jax.Array:
+  """Returns the gradient of w, [E, D, F]."""
+  if _has_kernels():
+    from paxlike.layers.moe import grouped_matmul_triton
+
+    kernel = functools.partial(grouped_matmul_triton.multiply_transposed, dtype=dtype)
+    return _per_device("MD,MF->EDF", kernel, x_MD, dy_MF, groups)
+  return jax.lax.platform_dependent(
+    x_MD,
+    mask_unused(dy_MF, groups),
+    groups.sizes_E,
+    cpu=functools.partial(_multiply_transposed_blocks, dtype=dtype),
+    default=functools.partial(_ragged_transposed, dtype=dtype),
+  )
+
+
+def mask_unused(x_MD: jax.Array, groups: Groups) -> jax.Array:
+  """Returns x with zeros in rows that are in no group, which must not contribute to gradients."""
+  used_M = jnp.arange(len(x_MD)) < groups.sizes_E.sum()
+  return jnp.where(used_M[:, None], x_MD, jnp.zeros((), x_MD.dtype))
+
+
+def _has_kernels() -> bool:
+  """Whether the target devices, all of one kind, run Triton kernels."""
+  return topology.has_triton(topology.devices()[0])
+
+
+def _per_device(
+  form: str, kernel: Callable[..., jax.Array], a: jax.Array, b: jax.Array, groups: Groups
+) -> jax.Array:
+  """Calls a kernel, which XLA cannot partition, on each device's shard of D and F; all-reduces."""
+  here = len(groups.sizes_E)
+
+  def named(a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    with jax.named_scope(
+      f"groups_{here}_of_{groups.total or here}"
+    ):  # For `paxlike.compilation.hlo_kernels`.
+      return kernel(a, b, sizes_E)
+
+  sizes = mesh.sizes_here(mesh.AXES)
+  if not sizes:
+    return named(a, b, groups.sizes_E)
+  *operands, result = form.replace("->", ",").split(",")
+  lengths = dict(zip("".join(operands), (*a.shape, *b.shape), strict=True))
+  spec = mesh.partition((groups.inputs, groups.outputs), (lengths["D"], lengths["F"]), sizes)
+  axis_of = dict(zip("DF", spec, strict=True))
+  *of_operands, of_result = (
+    PartitionSpec(*map(axis_of.get, letters)) for letters in (*operands, result)
+  )
+  summed = tuple(sorted(mesh.axes_of(spec) - mesh.axes_of(of_result)))
+
+  def local(a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    y = named(a, b, sizes_E)
+    return jax.lax.psum(y, summed) if summed else y
+
+  on_all = mesh.on_each_device(local, (*of_operands, PartitionSpec()), of_result)
+  return on_all(a, b, groups.sizes_E)
+
+
+def _without_kernels(
+  x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dtype: Any
+) -> jax.Array:
+  return jax.lax.platform_dependent(
+    x_MD,
+    w_EDF,
+    sizes_E,
+    cpu=functools.partial(_multiply_blocks, dtype=dtype),
+    default=functools.partial(jax.lax.ragged_dot, preferred_element_type=dtype),
+  )
+
+
+def _ragged_transposed(
+  x_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, *, dtype: Any
+) -> jax.Array:
+  dims = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+  )
+  return jax.lax.ragged_dot_general(x_MD, dy_MF, sizes_E, dims, preferred_element_type=dtype)
+
+
+def _block_size(num_rows: int, num_groups: int) -> int:
+  """A quarter of a mean group: large enough to be efficient, small enough to pad little."""
+  return min(_LARGEST_BLOCK, max(8, num_rows // num_groups // 4))
+
+
+def _multiply_blocks(
+  x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, dtype: Any
+) -> jax.Array:
+  (M, _), (E, _, F) = x_MD.shape, w_EDF.shape
+  size = _block_size(M, E)
+  blocks_E = -(-sizes_E // size)
+  last_blocks_E = jnp.cumsum(blocks_E)
+  starts_E = jnp.cumsum(sizes_E) - sizes_E
+  x_MD = jnp.pad(x_MD, ((0, size), (0, 0)))
+
+  def block(i: jax.Array, y_MF: jax.Array) -> jax.Array:
+    e = jnp.searchsorted(last_blocks_E, i, side="right")
+    first = starts_E[e] + (i - last_blocks_E[e] + blocks_E[e]) * size
+    x = jax.lax.dynamic_slice_in_dim(x_MD, first, size)
+    y = jnp.dot(x, w_EDF[e], preferred_element_type=dtype)
+    # The last block of a group reaches into the next group, which then writes its own rows.
+    return jax.lax.dynamic_update_slice_in_dim(y_MF, y, first, 0)
+
+  return jax.lax.fori_loop(0, last_blocks_E[-1], block, jnp.zeros((M + size, F), dtype))[:M]
+
+
+def _multiply_transposed_blocks(
+  x_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, *, dtype: Any
+) -> jax.Array:
+  (M, D), F, E = x_MD.shape, dy_MF.shape[1], len(sizes_E)
+  size = _block_size(M, E)
+  x_MD, dy_MF = (jnp.pad(rows, ((0, size), (0, 0))) for rows in (x_MD, dy_MF))
+  ends_E = jnp.cumsum(sizes_E)
+
+  def group(e: jax.Array, dw_EDF: jax.Array) -> jax.Array:
+    def block(i: jax.Array, dw_DF: jax.Array) -> jax.Array:
+      first = ends_E[e] - sizes_E[e] + i * size
+      own = (first + jnp.arange(size) < ends_E[e])[:, None]
+      x = jax.lax.dynamic_slice_in_dim(x_MD, first, size)
+      x = jnp.where(own, x, jnp.zeros((), x.dtype))
+      dy = jax.lax.dynamic_slice_in_dim(dy_MF, first, size)
+      return dw_DF + jnp.dot(x.T, dy, preferred_element_type=dtype)
+
+    zero = jnp.zeros((D, F), dtype)
+    return dw_EDF.at[e].set(jax.lax.fori_loop(0, -(-sizes_E[e] // size), block, zero))
+
+  return jax.lax.fori_loop(0, E, group, jnp.zeros((E, D, F), dtype))

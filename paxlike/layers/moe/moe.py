@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts (Shazeer et al., 2017)."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.layers import module
+from paxlike.layers.auxiliary import Aux
+from paxlike.layers.call_context import Context
+from paxlike.layers.linear import Linear
+from paxlike.layers.mlp import Mlp
+from paxlike.layers.moe.dispatch import Dispatch, dropless
+from paxlike.layers.moe.experts import Experts
+from paxlike.layers.moe.routing import Choice, Routing, check_groups, softmax_choice
+
+
+@jax.custom_vjp
+def _with_gradient(y: jax.Array, weight: jax.Array, gradient: jax.Array) -> jax.Array:
+  """Returns y, and makes `gradient` the gradient of `weight`, regardless of the loss."""
+  del weight, gradient
+  return y
+
+
+_with_gradient.defvjp(
+  lambda y, weight, gradient: (y, gradient), lambda gradient, dy: (dy, gradient, None)
+)
+
+
+def _groups(choice: Choice) -> dict[str, int]:
+  """Returns the expert-group arguments of a choice."""
+  given = getattr(choice, "keywords", {})
+  return {name: given[name] for name in ("num_groups", "num_chosen_groups") if name in given}
+
+
+@configurable
+class Moe(module.Module):
+  """A feed-forward layer that routes each token to `num_chosen` of `num_experts` experts."""
+
+  def __init__(
+    self,
+    dim: ranges.Size,
+    *,
+    num_experts: ranges.Size,
+    num_chosen: ranges.Size,
+    router: Callable[..., Linear],
+    experts: Callable[[int, int], Experts],
+    choice: Choice = softmax_choice,
+    bias_rate: ranges.Fraction | None = None,
+    shared: Callable[[int], Mlp] | None = None,
+    dispatch: Dispatch = dropless,
+    balance_loss: ranges.Weight = 0.0,
+    balanced_choices: ranges.Positive | None = None,
+    z_loss: ranges.Weight = 0.0,
+  ):
+    """Builds the layer.
+
+    Args:
+      dim: D.
+      num_experts: E.
+      num_chosen: K, the top-k.
+      router: D -> E, in float32.
+      experts: Called with (E, D).
+      choice: Chooses a token's experts from the router's logits.
+      bias_rate: Step size of the router bias, raised for experts below the mean load and lowered
+        for those above it (auxiliary-loss-free balancing; Wang et al., 2024); None: no bias.
+      shared: A shared expert that every token passes through.
+      dispatch: Moves tokens to their experts and back.
+      balance_loss: Weight of the load-balancing loss (Fedus et al., 2021), which is 1 for uniform
+        routing.
+      balanced_choices: How many of a token's top choices that loss counts; None: all.
+      z_loss: Weight of the router z-loss, the squared logsumexp of the logits (Zoph et al., 2022).
+    """
+    check_groups(num_experts, num_chosen, **_groups(choice))
+    self.num_experts = num_experts
+    self.num_chosen = num_chosen
+    self.choice = choice
+    self.dispatch = dispatch
+    self.balance_loss = balance_loss
+    self.balanced_choices = balanced_choices
+    self.z_loss = z_loss
+    self.router = router({"model": dim}, {"experts": num_experts})
+    self.router_bias = None if bias_rate is None else self._bias(num_experts, bias_rate)
+    self.experts = experts(num_experts, dim)
+    self.shared = None if shared is None else shared(dim)
+
+  def __call__(self, x_BTD: jax.Array, context: Context | None = None) -> tuple[jax.Array, Aux]:
+    """Returns (y_BTD, losses and metrics)."""
+    bias_E = None if self.router_bias is None else self.router_bias[...]
+    routing = self.choice(self.router(x_BTD), bias_E, self.num_chosen)
+    y_BTD, metrics = self.dispatch(self.experts, x_BTD, routing)
+    if bias_E is not None:
+      load_E = jnp.bincount(routing.experts_BTK.reshape(-1), length=self.num_experts)
+      y_BTD = _with_gradient(y_BTD, bias_E, load_E - load_E.mean())
+    if self.shared is not None:
+      y_BTD += self.shared(x_BTD, context)[0]
+    return y_BTD, Aux(self._losses(routing), metrics)
+
+  def _bias(self, num_experts: int, rate: float) -> nnx.Param:
+    update = functools.partial(module.follow_sign, rate=rate)
+    return self.weight({"experts": num_experts}, init=module.zeros, update=update)
+
+  def _losses(self, routing: Routing) -> dict[str, jax.Array]:
+    losses = {}
+    if self.balance_loss:
+      counted_BTK = routing.experts_BTK[..., : self.balanced_choices]
+      chosen_E = jax.nn.one_hot(counted_BTK, self.num_experts).mean((0, 1, 2))
+      mean_E = routing.probabilities_BTE.mean((0, 1))
+      losses["balance_loss"] = self.balance_loss * self.num_experts * (chosen_E * mean_E).sum()
+    if self.z_loss:
+      normalizer = jax.nn.logsumexp(routing.logits_BTE, axis=-1)
+      losses["z_loss"] = self.z_loss * jnp.square(normalizer).mean()
+    return losses
+
+  @property
+  def expert_flops(self) -> float:
+    """Forward FLOPs of the experts per token."""
+    experts = self.experts
+    layers = [layer for layer in (experts.gate, experts.up, experts.down) if layer is not None]
+    weights = sum(math.prod(layer.w.get_value().shape) for layer in layers)
+    return 2 * weights * self.num_chosen / self.num_experts

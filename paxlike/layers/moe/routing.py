@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Top-k choices of experts from a router's logits."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.errors import UserError
+
+
+class Routing(NamedTuple):
+  """The routing of tokens to experts.
+
+  Attributes:
+    experts_BTK: int32, the experts of each token, first choice first.
+    weights_BTK: float32, the weights of their outputs.
+    probabilities_BTE: float32, the router's probabilities or scores.
+    logits_BTE: float32.
+  """
+
+  experts_BTK: jax.Array
+  weights_BTK: jax.Array
+  probabilities_BTE: jax.Array
+  logits_BTE: jax.Array
+
+
+# (logits_BTE, the router's bias_E if it has one, K) -> Routing.
+Choice = Callable[[jax.Array, jax.Array | None, int], Routing]
+
+
+@configurable
+def softmax_choice(
+  logits_BTE: jax.Array, bias_E: jax.Array | None, num_chosen: int, *, normalized: bool = True
+) -> Routing:
+  """Top-k of the softmax; weights are the probabilities, scaled to sum to 1 if `normalized`."""
+  assert bias_E is None
+  probabilities_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+  experts_BTK = jax.lax.top_k(jax.lax.stop_gradient(probabilities_BTE), num_chosen)[1]
+  weights_BTK = _scores(experts_BTK, probabilities_BTE)
+  if normalized:
+    weights_BTK /= weights_BTK.sum(-1, keepdims=True)
+  return Routing(experts_BTK, weights_BTK, probabilities_BTE, logits_BTE)
+
+
+@configurable
+def sigmoid_choice(
+  logits_BTE: jax.Array,
+  bias_E: jax.Array | None,
+  num_chosen: int,
+  *,
+  num_groups: ranges.Size = 1,
+  num_chosen_groups: ranges.Size = 1,
+  scale: ranges.Factor = 1.0,
+) -> Routing:
+  """The choice of DeepSeek-V3: group-limited top-k of sigmoid scores plus a bias.
+
+  Args:
+    logits_BTE: The router's logits.
+    bias_E: Added to the scores for the choice only, not for the weights; gets no gradient.
+    num_chosen: K.
+    num_groups: Equal groups of experts, ranked by the sum of their two best scores.
+    num_chosen_groups: The number of best groups that experts are chosen from.
+    scale: The sum of a token's weights.
+  """
+  scores_BTE = jax.nn.sigmoid(logits_BTE)
+  ranks_BTE = scores_BTE if bias_E is None else scores_BTE + jax.lax.stop_gradient(bias_E)
+  if num_groups > 1:
+    grouped = ranks_BTE.reshape(*ranks_BTE.shape[:-1], num_groups, -1)
+    best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+    chosen = jax.lax.top_k(best, num_chosen_groups)[1]
+    allowed = jax.nn.one_hot(chosen, num_groups, dtype=bool).any(-2)
+    ranks_BTE = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranks_BTE.shape)
+  experts_BTK = jax.lax.top_k(ranks_BTE, num_chosen)[1]
+  weights_BTK = _scores(experts_BTK, scores_BTE)
+  weights_BTK = scale * weights_BTK / (weights_BTK.sum(-1, keepdims=True) + 1e-20)
+  return Routing(experts_BTK, weights_BTK, scores_BTE, logits_BTE)
+
+
+def check_groups(
+  num_experts: int, num_chosen: int, *, num_groups: int = 1, num_chosen_groups: int = 1
+):
+  """Checks that `num_chosen` experts can be chosen; see `sigmoid_choice`.
+
+  Raises:
+    UserError: They cannot.
+  """
+  if num_chosen > num_experts:
+    raise UserError(f"NUM_EXPERTS_PER_TOKEN={num_chosen} is more than NUM_EXPERTS={num_experts}.")
+  if num_groups == 1:
+    return
+  if num_experts % num_groups or num_experts < 2 * num_groups:
+    raise UserError(
+      f"NUM_EXPERTS={num_experts} does not divide into NUM_EXPERT_GROUPS={num_groups} of at least"
+      " two experts, by whose scores groups are ranked."
+    )
+  if num_chosen_groups > num_groups:
+    raise UserError(
+      f"NUM_EXPERT_GROUPS_PER_TOKEN={num_chosen_groups} is more than"
+      f" NUM_EXPERT_GROUPS={num_groups}."
+    )
+  allowed = num_chosen_groups * num_experts // num_groups
+  if num_chosen > allowed:
+    raise UserError(
+      f"NUM_EXPERTS_PER_TOKEN={num_chosen}, but NUM_EXPERT_GROUPS_PER_TOKEN={num_chosen_groups}"
+      f" groups have {allowed} experts."
+    )
+
+
+def _scores(experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:
+  """Returns the scores of the chosen experts, float32 [B, T, K].
+
+  It compares indexes instead of gathering: XLA aborts on a scatter, the gradient of a gather, in a
+  pipeline stage whose tokens and heads are sharded.
+  """
+  return _compared(scores_BTE.shape[-1], experts_BTK, scores_BTE)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _compared(num_experts: int, experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:
+  return jnp.where(_is_one(experts_BTK, num_experts), scores_BTE[..., None, :], 0).sum(-1)
+
+
+def _compared_forward(num_experts: int, experts_BTK: jax.Array, scores_BTE: jax.Array) -> Any:
+  return _compared(num_experts, experts_BTK, scores_BTE), experts_BTK
+
+
+def _compared_backward(num_experts: int, experts_BTK: jax.Array, dy_BTK: jax.Array) -> Any:
+  return None, jnp.where(_is_one(experts_BTK, num_experts), dy_BTK[..., None], 0).sum(-2)
+
+
+def _is_one(experts_BTK: jax.Array, num_experts: int) -> jax.Array:
+  return experts_BTK[..., None] == jnp.arange(num_experts)
+
+
+_compared.defvjp(_compared_forward, _compared_backward)

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The executor of all pipeline schedules.
+
+Each index of the mesh axis `pipeline` is a stage. A scan over ticks looks up in the schedule's
+table what its stage runs: a forward chunk, a backward chunk, or both. The vjp of a chunk is taken
+inside its backward tick, and gradients accumulate in the scan's carry. The scan itself is not
+differentiated, so stored activations are bounded by the schedule's slots, not by the number of
+microbatches. All other mesh axes are left to the compiler (partially manual `shard_map`). An idle
+stage computes values that are discarded.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from paxlike.layers.pipeline import stage_shift
+from paxlike.layers.pipeline.jaxpr_dependence import depends_on_inputs
+from paxlike.layers.pipeline.schedules import Half, Phase
+from paxlike.layers.pipeline.spec import Pipeline
+
+
+class StageArrays(NamedTuple):
+  """Arrays of a model, by their sharding over stages.
+
+  Attributes:
+    common: A pytree replicated on all stages.
+    stacked: A pytree of [layers, ...], sharded over stages; a stage's chunks are adjacent.
+  """
+
+  common: Any
+  stacked: Any
+
+
+class Model(Protocol):
+  """The model that the executor runs. Weights are those of a chunk; constants get no gradient."""
+
+  def chunk(
+    self,
+    weights: StageArrays,
+    constants: StageArrays,
+    x: jax.Array,
+    microbatch: Any,
+    place: jax.Array,
+  ) -> tuple[jax.Array, Any]:
+    """Returns (x after the layers of virtual stage `place`, their Aux); place 0 ignores x."""
+    ...
+
+  def loss(
+    self,
+    weights: Any,
+    constants: Any,
+    x: jax.Array,
+    microbatch: Any,
+    shard: Callable[[jax.Array], jax.Array],
+  ) -> jax.Array:
+    """Returns the loss of this stage's shard of a microbatch's tokens.
+
+    Args:
+      weights: The common weights.
+      constants: The common constants.
+      x: [b, T / S, D], the final activations of the shard.
+      microbatch: All tokens, [b, T, ...].
+      shard: Returns the shard [b, T / S, ...] of an array [b, T, ...].
+    """
+    ...
+
+  def combine(self, total: StageArrays, new: StageArrays) -> StageArrays:
+    """Returns the accumulated float32 gradients after adding those of one more chunk."""
+    ...
+
+  def reports(self, reports: Any) -> Any:
+    """Returns the cotangents of the layers' Aux."""
+    ...
+
+
+class _State(NamedTuple):
+  """The scan's carry on a stage."""
+
+  up: jax.Array  # Activations received from the previous stage, [b, T, D].
+  down: jax.Array  # Their cotangent, received from the next stage.
+  slots: Any  # Residuals: a pytree of [slots, ...].
+  loss: jax.Array
+  reports: Any
+  gradients: StageArrays
+
+
+def gradients(
+  pipeline: Pipeline,
+  model: Model,
+  weights: StageArrays,
+  constants: StageArrays,
+  microbatches: Any,
+  hidden: jax.ShapeDtypeStruct,
+) -> tuple[jax.Array, Any, StageArrays]:
+  """Returns (sum of losses, sum of Aux, gradients of the sum) over the microbatches.
+
+  Args:
+    pipeline: Its `plan` is the schedule.
+    model: The model.
+    weights: Differentiated.
+    constants: Not differentiated.
+    microbatches: A pytree of [M, ...].
+    hidden: Shape and dtype of the activations, [b, T, D].
+
+  Returns:
+    Gradients of common weights have a leading dim S; the caller reduces over it.
+  """
+
+  def on_stage(
+    weights: StageArrays, constants: StageArrays, microbatches: Any
+  ) -> tuple[Any, Any, Any, Any]:
+    stage = _Stage(pipeline, model, weights, constants, microbatches)
+    state = stage.start(hidden)
+    for phase in pipeline.plan.phases(keeps_first=not pipeline.recompute):
+      state, _ = jax.lax.scan(lambda state, row: (stage.tick(state, row), None), state, phase)
+    loss, reports = jax.lax.psum((state.loss, state.reports), stage_shift.AXIS)
+    common = jax.tree.map(lambda g: g[None], state.gradients.common)
+    return loss, reports, common, state.gradients.stacked
+
+  sharded, replicated = PartitionSpec(stage_shift.AXIS), PartitionSpec()
+  specs: Any = StageArrays(replicated, sharded)
+  loss, reports, *totals = stage_shift.on_stages(
+    on_stage,
+    in_specs=(specs, specs, replicated),
+    out_specs=(replicated, replicated, sharded, sharded),
+  )(weights, constants, microbatches)
+  return loss, reports, StageArrays(*totals)
+
+
+class _Stage:
+  """One stage, inside `shard_map`."""
+
+  def __init__(
+    self,
+    pipeline: Pipeline,
+    model: Model,
+    weights: StageArrays,
+    constants: StageArrays,
+    microbatches: Any,
+  ):
+    self._pipeline = pipeline
+    self._model = model
+    self._weights = weights
+    self._constants = constants
+    self._microbatches = microbatches
+    self._index = jax.lax.axis_index(stage_shift.AXIS)
+
+  def start(self, hidden: jax.ShapeDtypeStruct) -> _State:
+    """Returns the state before the first tick."""
+    x = jnp.zeros(hidden.shape, hidden.dtype)
+    num_slots = self._pipeline.plan.num_slots(keeps_first=not self._pipeline.recompute)
+    (_, reports), kept = jax.eval_shape(
+      lambda: self._forward(x, stage_shift.take(self._microbatches, 0), 0)
+    )
+    return _State(
+      up=x,
+      down=x,
+      slots=jax.tree.map(lambda leaf: jnp.zeros((num_slots, *leaf.shape), leaf.dtype), kept),
+      loss=jnp.zeros(()),
+      reports=stage_shift.zeros(reports),
+      gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._weights),
+    )
+
+  def tick(self, state: _State, row: Phase) -> _State:
+    """Returns the state after a tick."""
+    S = self._pipeline.stages
+    up, down = state.up, state.down
+    if row.forward is not None:
+      state, y = self._forward_tick(state, row.forward)
+      up = stage_shift.upwards(y, S)
+    if row.backward is not None:
+      if row.forward is not None:
+        slots, down = stage_shift.after(
+          (state.slots, down), up, row.forward.microbatch[self._index]
+        )
+        state = state._replace(slots=slots, down=down)
+      state, dx = self._backward_tick(state, row.backward)
+      down = stage_shift.downwards(dx, S)
+    return state._replace(up=up, down=down)
+
+  def _forward_tick(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
+    """Runs a forward chunk."""
+    m, chunk, slot = (values[self._index] for values in half)
+    microbatch = stage_shift.take(self._microbatches, jnp.maximum(m, 0))
+    (y, reports), kept = self._forward(state.up, microbatch, chunk)
+    slots = jax.tree.map(lambda old, new: stage_shift.put(old, new, slot), state.slots, kept)
+    reports = jax.tree.map(jnp.add, state.reports, stage_shift.where(m >= 0, reports))
+    return state._replace(slots=slots, reports=reports), y
+
+  def _backward_tick(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
+    """Runs a backward chunk."""
+    m, chunk, slot = (values[self._index] for values in half)
+    microbatch = stage_shift.take(self._microbatches, jnp.maximum(m, 0))
+    kept = stage_shift.take(state.slots, jnp.maximum(slot, 0))
+    y, reports, vjp = self._restored_vjp(kept, state.up, microbatch, chunk)
+    state, dy = self._loss(state, y, half)
+    is_final = (self._index == self._pipeline.stages - 1) & (chunk == self._pipeline.chunks - 1)
+    new, dx = vjp((jnp.where(is_final, dy, state.down), self._model.reports(reports)))
+    old = StageArrays(state.gradients.common, self._of_chunk(state.gradients.stacked, chunk))
+    total = self._model.combine(old, stage_shift.where(m >= 0, new))
+    stacked = jax.tree.map(
+      lambda whole, part: self._with_chunk(whole, part, chunk),
+      state.gradients.stacked,
+      total.stacked,
+    )
+    return state._replace(gradients=StageArrays(total.common, stacked)), dx
+
+  def _loss(self, state: _State, y: jax.Array, half: Half) -> tuple[_State, jax.Array]:
+    """Returns the cotangent of the last stage's output y, zeros if that is not the model's output.
+
+    The output projection and the loss are split over all stages, each with a shard of the tokens.
+    """
+    S, last = self._pipeline.stages, self._pipeline.stages - 1
+    m = half.microbatch[last]
+    microbatch = stage_shift.take(self._microbatches, jnp.maximum(m, 0))
+
+    def work(loss: jax.Array, common: Any) -> tuple[jax.Array, Any, jax.Array]:
+      # All stages but the last contribute zeros, so this scatters the last stage's tokens.
+      own = _by_stage(stage_shift.where(self._index == last, y), S)
+      x = jax.lax.psum_scatter(own, stage_shift.AXIS, scatter_dimension=2)
+
+      def of_share(common: Any, x: jax.Array) -> jax.Array:
+        constants = self._constants.common
+        return self._model.loss(common, constants, x, microbatch, self._token_shard)
+
+      value, (new, dx) = jax.value_and_grad(of_share, (0, 1))(self._weights.common, x)
+      total = self._model.combine(StageArrays(common, {}), StageArrays(new, {})).common
+      dy = jax.lax.all_gather(dx, stage_shift.AXIS, axis=2)
+      return loss + value, total, dy.reshape(y.shape[0], -1, y.shape[2])[:, : y.shape[1]]
+
+    def rest(loss: jax.Array, common: Any) -> tuple[jax.Array, Any, jax.Array]:
+      return loss, common, jnp.zeros_like(y)
+
+    is_final = (m >= 0) & (half.chunk[last] == self._pipeline.chunks - 1)
+    # The branches contain collectives, so all stages must take the same one.
+    loss, common, dy = jax.lax.cond(is_final, work, rest, state.loss, state.gradients.common)
+    return state._replace(loss=loss, gradients=state.gradients._replace(common=common)), dy
+
+  def _token_shard(self, x: jax.Array) -> jax.Array:
+    """Returns tokens s, s + S, ... of [b, T, ...] for stage s; T is padded with zeros."""
+    return _by_stage(x, self._pipeline.stages)[:, :, self._index]
+
+  def _run(
+    self, weights: StageArrays, x: jax.Array, microbatch: Any, chunk: jax.Array | int
+  ) -> tuple[jax.Array, Any]:
+    stacked = self._of_chunk(self._constants.stacked, chunk)
+    place = chunk * self._pipeline.stages + self._index
+    constants = StageArrays(self._constants.common, stacked)
+    return self._model.chunk(weights, constants, x, microbatch, place)
+
+  def _vjp(self, x: jax.Array, microbatch: Any, chunk: jax.Array | int) -> tuple[Any, Any]:
+    weights = self._weights_of(chunk)
+    return jax.vjp(lambda weights, x: self._run(weights, x, microbatch, chunk), weights, x)
+
+  def _forward(self, x: jax.Array, microbatch: Any, chunk: jax.Array | int) -> tuple[Any, Any]:
+    """Returns ((y, Aux), residuals)."""
+    if self._pipeline.recompute:
+      return self._run(self._weights_of(chunk), x, microbatch, chunk), x
+    output, vjp = self._vjp(x, microbatch, chunk)
+    depends = self._depends(x, microbatch, chunk)
+    leaves = jax.tree.leaves(vjp)
+    kept = [leaf for leaf, is_kept in zip(leaves, depends, strict=True) if is_kept]
+    return output, (kept, output[0])
+
+  def _restored_vjp(
+    self, kept: Any, x: jax.Array, microbatch: Any, chunk: jax.Array
+  ) -> tuple[jax.Array, Any, Callable[[Any], Any]]:
+    """Returns (y, an Aux of the right structure, the vjp) from residuals; x only gives a shape."""
+    if self._pipeline.recompute:
+      (y, reports), vjp = self._vjp(kept, microbatch, chunk)
+      return y, reports, vjp
+    # Only leaves of the vjp that do not depend on x are used; XLA removes the rest.
+    (_, reports), vjp = self._vjp(x, microbatch, chunk)
+    leaves, tree = jax.tree.flatten(vjp)
+    stored, y = kept
+    depends = self._depends(x, microbatch, chunk)
+    given = iter(stored)
+    leaves = [next(given) if d else leaf for d, leaf in zip(depends, leaves, strict=True)]
+    return y, reports, jax.tree.unflatten(tree, leaves)
+
+  def _depends(self, x: jax.Array, microbatch: Any, chunk: jax.Array | int) -> list[bool]:
+    """Whether each leaf of the vjp depends on x, rather than on weights alone."""
+    program = jax.make_jaxpr(lambda x: jax.tree.leaves(self._vjp(x, microbatch, chunk)[1]))(x)
+    return depends_on_inputs(program.jaxpr)
+
+  def _weights_of(self, chunk: jax.Array | int) -> StageArrays:
+    return StageArrays(self._weights.common, self._of_chunk(self._weights.stacked, chunk))
+
+  def _of_chunk(self, stacked: Any, chunk: jax.Array | int) -> Any:
+    """Returns the slice of a chunk from a pytree of [layers, ...]."""
+    if self._pipeline.chunks == 1:
+      return stacked
+    return jax.tree.map(
+      lambda w: stage_shift.take(stage_shift.by_chunk(w, self._pipeline.chunks), chunk), stacked
+    )
+
+  def _with_chunk(self, stacked: jax.Array, part: jax.Array, chunk: jax.Array) -> jax.Array:
+    if self._pipeline.chunks == 1:
+      return part
+    by_chunk = stage_shift.by_chunk(stacked, self._pipeline.chunks)
+    return jax.lax.dynamic_update_index_in_dim(by_chunk, part, chunk, 0).reshape(stacked.shape)
+
+
+def _by_stage(x: jax.Array, num_stages: int) -> jax.Array:
+  length = -(-x.shape[1] // num_stages) * num_stages
+  x = jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+  return x.reshape(x.shape[0], length // num_stages, num_stages, *x.shape[2:])

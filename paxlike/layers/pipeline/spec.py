@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a pipeline, and its forward pass without a loss."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.errors import UserError
+from paxlike.layers.pipeline import stage_shift
+from paxlike.layers.pipeline.schedules import Half, Schedule
+from paxlike.layers.stack_layout import Layout
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipeline:
+  """How the layers of a stack are split over pipeline stages.
+
+  Attributes:
+    schedule: One of `schedules.SCHEDULES`.
+    stages: S, the size of the mesh axis `pipeline`.
+    chunks: Groups of layers per stage; chunk c of stage s is virtual stage ("place") c * S + s.
+    microbatches: M, the number of microbatches that a batch is split into.
+    recompute: Whether a stage stores only the input of a chunk and recomputes the chunk in the
+      backward pass; otherwise it stores what the layers' remat policy saves.
+  """
+
+  schedule: str
+  stages: ranges.Positive
+  chunks: ranges.Positive = 1
+  microbatches: ranges.Positive
+  recompute: bool = True
+
+  def __post_init__(self):
+    counts = {"NUM_MICROBATCHES": self.microbatches, "NUM_VIRTUAL_STAGES": self.chunks}
+    for knob, count in counts.items():
+      if count < 1:
+        raise UserError(f"{knob}={count} must be at least 1.")
+    several = self.schedule in ("circular", "interleaved_1f1b")
+    if several != (self.chunks > 1):
+      raise UserError(
+        f"PIPELINE_SCHEDULE={self.schedule} has {'more than one chunk' if several else 'one chunk'}"
+        f" of layers per stage, but NUM_VIRTUAL_STAGES={self.chunks}."
+      )
+    if self.chunks > 1 and self.microbatches % self.stages:
+      raise UserError(
+        f"NUM_MICROBATCHES={self.microbatches} is not a multiple of NUM_STAGES={self.stages}, which"
+        f" PIPELINE_SCHEDULE={self.schedule} needs."
+      )
+
+  def spread(self, layout: Layout) -> Layout:
+    """Returns the layout of a stack whose repeats are split over the stages.
+
+    Raises:
+      UserError: The stages do not divide the repeats.
+    """
+    assert layout.scanned
+    if layout.repeats % self.num_places:
+      raise UserError(
+        f"NUM_STAGES={self.stages} x NUM_VIRTUAL_STAGES={self.chunks} does not divide"
+        f" {layout.repeats} repeats of {layout.pattern} layers: change NUM_LAYERS or the stages."
+      )
+    if self.chunks == 1:
+      return layout
+    return dataclasses.replace(layout, stages=self.stages, chunks=self.chunks)
+
+  @property
+  def num_places(self) -> int:
+    """The number of virtual stages, S * chunks."""
+    return self.stages * self.chunks
+
+  @property
+  def plan(self) -> Schedule:
+    """The schedule of a training step."""
+    return Schedule(
+      name=self.schedule,
+      stages=self.stages,
+      chunks=self.chunks,
+      microbatches=self.microbatches,
+    )
+
+
+def forward(
+  pipeline: Pipeline,
+  chunk: Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
+  stacked: Any,
+  x: jax.Array,
+  microbatches: Any,
+) -> tuple[jax.Array, Any]:
+  """Returns (outputs [M, b, T, D], the sum of Aux) of the forward pass; differentiable.
+
+  Args:
+    pipeline: The pipeline; forward chunks run in the order of gpipe or circular.
+    chunk: (weights of a chunk, x, microbatch, place) -> (x, Aux).
+    stacked: The weights, [layers, ...].
+    x: [M, b, T, D].
+    microbatches: A pytree of [M, ...].
+  """
+  S, v = pipeline.stages, pipeline.chunks
+  name = "gpipe" if v == 1 else "circular"
+  plan = dataclasses.replace(pipeline.plan, name=name, microbatches=len(x))
+  row = next(iter(plan.phases(keeps_first=True))).forward
+
+  def on_stage(stacked: Any, x: jax.Array, microbatches: Any) -> tuple[jax.Array, Any]:
+    index = jax.lax.axis_index(stage_shift.AXIS)
+
+    def tick(carry: Any, half: Half) -> Any:
+      up, out, total = carry
+      m, c = half.microbatch[index], half.chunk[index]
+      at = jnp.maximum(m, 0)
+      place = c * S + index
+      weights = jax.tree.map(lambda w: stage_shift.take(stage_shift.by_chunk(w, v), c), stacked)
+      given = jnp.where(place == 0, x[at], up)
+      y, reports = chunk(weights, given, stage_shift.take(microbatches, at), place)
+      is_final = (m >= 0) & (place == S * v - 1)
+      out = stage_shift.put(out, y, jnp.where(is_final, at, -1))
+      up = stage_shift.upwards(y, S)
+      return (up, out, jax.tree.map(jnp.add, total, stage_shift.where(m >= 0, reports))), None
+
+    def first() -> tuple[jax.Array, Any]:
+      weights = jax.tree.map(lambda w: stage_shift.by_chunk(w, v)[0], stacked)
+      return chunk(weights, x[0], stage_shift.take(microbatches, 0), index)
+
+    _, reports = jax.eval_shape(first)
+    start = (jnp.zeros_like(x[0]), jnp.zeros_like(x), stage_shift.zeros(reports))
+    (_, out, total), _ = jax.lax.scan(tick, start, row)
+    return out[None], jax.tree.map(lambda leaf: leaf[None], total)
+
+  sharded, replicated = PartitionSpec(stage_shift.AXIS), PartitionSpec()
+  out, total = stage_shift.on_stages(
+    on_stage, in_specs=(sharded, replicated, replicated), out_specs=(sharded, sharded)
+  )(stacked, x, microbatches)
+  return out[-1], jax.tree.map(lambda leaf: leaf.sum(0), total)
+
+
+def split_microbatches(tree: Any, count: int) -> Any:
+  """Returns a pytree of [B, ...] as `count` microbatches, [count, B / count, ...].
+
+  Microbatch i takes sequences i, i + count, ..., so that each device's shard of it comes from that
+  device's own sequences.
+  """
+  return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), tree)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bias addition and table lookup whose weight gradients are summed in float32.
+
+JAX would sum them in the compute dtype; in bfloat16, addends below 1/512 of a sum are lost.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from paxlike.devices import mesh
+
+
+@jax.custom_vjp
+def add(x: jax.Array, b: jax.Array) -> jax.Array:
+  """Returns x + b in the dtype of x, for a b that is broadcast to x."""
+  return x + b.astype(x.dtype)
+
+
+def _add_backward(b: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+  sizes = (1,) * (dy.ndim - b.ndim) + b.shape
+  axes = [axis for axis, size in enumerate(sizes) if size != dy.shape[axis]]
+  return dy, dy.astype(jnp.float32).sum(axes).reshape(b.shape).astype(b.dtype)
+
+
+add.defvjp(lambda x, b: (add(x, b), b), _add_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def lookup(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
+  """Returns table[ids], [..., D], for a table [V, D] and int32 ids [B], [B, T] or [T] in [0, V).
+
+  `dims` are the dim names of the table.
+  """
+  if mesh.in_stage():
+    return _on_devices(_local_lookup, table, ids, dims, gives_table=False)
+  return table[ids]
+
+
+def _lookup_backward(dims: mesh.Dims, saved: Any, dy: jax.Array) -> tuple[jax.Array, None]:
+  table, ids = saved
+  if mesh.in_stage():
+    total = _on_devices(_local_sum, table, ids, dims, dy, gives_table=True)
+  else:
+    total = jnp.zeros(table.shape, jnp.float32).at[ids].add(dy.astype(jnp.float32))
+  return total.astype(table.dtype), None
+
+
+lookup.defvjp(lambda table, ids, dims: (lookup(table, ids, dims), (table, ids)), _lookup_backward)
+
+
+def _on_devices(
+  function: Any, table: jax.Array, ids: jax.Array, dims: mesh.Dims, *others: Any, gives_table: bool
+) -> jax.Array:
+  """Calls a function on each device's shards: XLA cannot partition gathers in a pipeline stage."""
+  sizes = mesh.sizes_here(mesh.AXES)
+  if not sizes:
+    return function(table, ids, *others, (), (), ())
+  of_table = mesh.partition(dims, table.shape, sizes)
+  of_ids = mesh.partition(("batch", "time")[: ids.ndim], ids.shape, sizes)
+  of_output = PartitionSpec(*of_ids, None)
+  axes = (mesh.axes_of(PartitionSpec(entry)) for entry in of_table)
+  sharding_axes = (*map(tuple, axes), tuple(mesh.axes_of(of_ids)))
+  on_all = mesh.on_each_device(
+    lambda *arrays: function(*arrays, *sharding_axes),
+    (of_table, of_ids, *(of_output for _ in others)),
+    of_table if gives_table else of_output,
+  )
+  return on_all(table, ids, *others)
+
+
+def _local_ids(ids: jax.Array, num_ids: int, axes: tuple[str, ...]) -> jax.Array:
+  """Returns ids relative to this device's shard of the table, of `num_ids` entries."""
+  return ids - jax.lax.axis_index(axes) * num_ids if axes else ids
+
+
+def _local_lookup(table: Any, ids: Any, of_vocab: Any, of_model: Any, of_ids: Any) -> jax.Array:
+  del of_ids
+  own = _local_ids(ids, len(table), of_vocab)
+  table = jax.lax.all_gather(table, of_model, axis=1, tiled=True) if of_model else table
+  is_here = (own >= 0) & (own < len(table))
+  x = jnp.where(is_here[..., None], table[jnp.where(is_here, own, 0)], jnp.zeros((), table.dtype))
+  return jax.lax.psum(x, of_vocab) if of_vocab else x
+
+
+def _local_sum(
+  table: Any, ids: Any, dy: Any, of_vocab: Any, of_model: Any, of_ids: Any
+) -> jax.Array:
+  own = _local_ids(ids, len(table), of_vocab)
+  own = jnp.where(own < 0, len(table), own)  # Negative indexes would count from the end.
+  zeros = jnp.zeros((len(table), dy.shape[-1]), jnp.float32)
+  total = zeros.at[own].add(dy.astype(jnp.float32), mode="drop")
+  if rest := tuple(axis for axis in of_ids if axis not in of_model):
+    total = jax.lax.psum(total, rest)
+  if not of_model:
+    return total
+  if set(of_model) <= set(of_ids):
+    return jax.lax.psum_scatter(total, of_model, scatter_dimension=1, tiled=True)
+  size = table.shape[1]
+  return jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index(of_model) * size, size, 1)

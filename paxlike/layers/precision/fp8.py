@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matmuls in 8-bit floating point (Micikevicius et al., 2022, arXiv:2209.05433).
+
+Operands are e4m3, cotangents e5m2. Each is scaled by a power of two that maps its amax (largest
+absolute value) to the top of the format. Sums are float32; results have the dtypes of the operands.
+The residuals of the backward pass are the FP8 operands.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.config.configurable import configurable
+from paxlike.layers import module
+from paxlike.layers.precision.matmul import Product
+from paxlike.layers.precision.rounding import Rounded, Rounding
+
+_OPERAND, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+@configurable
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+  """A `Dot` with current scaling: scales come from the amax of the operands themselves."""
+
+  def rounding(self, num_inputs: int, num_outputs: int) -> Rounding:
+    return Rounding(_rounded_weight, tuple(range(-num_inputs - num_outputs, 0)))
+
+  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded) -> jax.Array:
+    return _multiply(product, x, w, rounded, None)
+
+
+@configurable
+class DelayedFp8(module.Module):
+  """A `Dot` with delayed scaling: scales of activations and gradients come from amax histories.
+
+  The producer of an operand can then quantize it in the same kernel, whereas `Fp8` needs the amax
+  of the whole array first. Values above the amax of the history saturate. With an empty history, in
+  the first step, scales are 1.
+  """
+
+  def __init__(self, history: int = 16):
+    """`history` is the length of the amax histories, in steps."""
+    self.inputs = self.statistic({"history": history}, update=_append)
+    self.gradients = self.statistic({"history": history}, update=_append)
+
+  def rounding(self, num_inputs: int, num_outputs: int) -> Rounding:
+    return Fp8().rounding(num_inputs, num_outputs)
+
+  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded) -> jax.Array:
+    return _multiply(product, x, w, rounded, _AmaxHistory(self.inputs[...], self.gradients[...]))
+
+
+class _AmaxHistory(NamedTuple):
+  """The amax of the last steps, newest first, float32; their "gradient" holds this step's amax."""
+
+  inputs: jax.Array
+  gradients: jax.Array
+
+
+def _append(history: jax.Array, newest: jax.Array) -> jax.Array:
+  return jnp.concatenate([newest[..., :1], history[..., :-1]], -1)
+
+
+@jax.custom_vjp
+def _multiply(
+  product: Product, x: jax.Array, w: jax.Array, rounded_w: Rounded, history: _AmaxHistory | None
+) -> jax.Array:
+  return _forward(product, x, w, rounded_w, history)[0]
+
+
+def _forward(product, x, w, rounded_w, history):
+  x = product.mask_unused(x)
+  x8 = rounded(x, _OPERAND, None if history is None else history.inputs)
+  y = product.outputs(x8.values, rounded_w.values, _wide(x))
+  y = _scaled(y, x8.scale * product.broadcast_scale(rounded_w.scale, y), x.dtype)
+  # Keeps XLA from fusing a GELU epilogue that also writes x, which cuBLAS lacks in FP8.
+  y = jax.lax.optimization_barrier(y)
+  amax_x = None if history is None else _amax(x)
+  return y, (product, x8, rounded_w, history, amax_x, jnp.zeros((), w.dtype))
+
+
+def _backward(saved, dy):
+  product, x8, rounded_w, history, amax_x, like_w = saved
+  dy = product.mask_unused(dy)
+  dy8 = rounded(dy, _GRADIENT, None if history is None else history.gradients)
+  dx = product.to_inputs(dy8.values, rounded_w.values, _wide(dy))
+  dx = _scaled(dx, dy8.scale * product.broadcast_scale(rounded_w.scale, dy), dy.dtype)
+  dw = product.to_weights(x8.values, dy8.values, _wide(like_w))
+  dw = _scaled(dw, x8.scale * dy8.scale, like_w.dtype)
+  if history is None:
+    return None, dx, dw, None, None
+  newest = (amax_x, _amax(dy))
+  found = (jnp.zeros_like(old).at[0].set(new) for old, new in zip(history, newest, strict=True))
+  return None, dx, dw, None, _AmaxHistory(*found)
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def rounded(x: jax.Array, dtype: Any, history: jax.Array | None = None) -> Rounded:
+  """Returns x quantized to an 8-bit dtype with a scalar scale.
+
+  The scale comes from an amax history if there is one, else from the amax of x.
+  """
+  if history is None:
+    scale = _scale(_amax(x), dtype)
+    return Rounded((x.astype(jnp.float32) / scale).astype(dtype), scale)
+  scale = jnp.where(history.max() > 0, _scale(history.max(), dtype), 1)
+  top = float(jnp.finfo(dtype).max)
+  return Rounded(jnp.clip(x.astype(jnp.float32) / scale, -top, top).astype(dtype), scale)
+
+
+def _rounded_weight(w: jax.Array, axes: tuple[int, ...]) -> Rounded:
+  scale = _scale(jnp.abs(w).max(axes, keepdims=True).astype(jnp.float32), _OPERAND)
+  return Rounded((w.astype(jnp.float32) / scale).astype(_OPERAND), scale)
+
+
+def _amax(x: jax.Array) -> jax.Array:
+  return jnp.abs(x).max().astype(jnp.float32)
+
+
+def _scale(largest: jax.Array, dtype: Any) -> jax.Array:
+  _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
+  return jnp.ldexp(jnp.float32(1), exponent)
+
+
+def _wide(x: jax.Array) -> Any:
+  # Unscaled sums overflow float16.
+  return jnp.float32 if x.dtype == jnp.float16 else x.dtype
+
+
+def _scaled(y: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+  # XLA passes a scale of this form, a scalar power of two, to cuBLAS.
+  scale = scale.reshape(()) if scale.size == 1 else scale
+  return (y * scale.astype(y.dtype)).astype(dtype)

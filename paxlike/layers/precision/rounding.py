@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized arrays with their scales, and stochastic rounding."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.layers.precision.weight_only import Quantized
+
+
+class Rounded(NamedTuple):
+  """A quantized array: 8-bit `values` times a float32 `scale` that broadcasts to them."""
+
+  values: jax.Array
+  scale: jax.Array
+
+  def matrix(self, rows: int) -> "Rounded":
+    """Returns a weight reshaped to [rows, columns]."""
+    return Rounded(self.values.reshape(rows, -1), self.scale.reshape(1, -1))
+
+
+class Prepared(NamedTuple):
+  """A weight and its quantized form; matmuls read `rounded`, gradients go to `dense`."""
+
+  dense: jax.Array
+  rounded: Rounded
+
+
+def dense(w: Any, dtype: Any) -> jax.Array:
+  """Returns a weight as a dense array, dequantized if it is quantized."""
+  if isinstance(w, Quantized):
+    return w.dequantized(dtype)
+  return (w.dense if isinstance(w, Prepared) else w).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+  """How to quantize a weight, once per step.
+
+  Attributes:
+    function: (weight, axes) -> the quantized weight.
+    axes: The dims that share a scale, negative, since layers may be stacked in a leading dim.
+  """
+
+  function: Callable[[jax.Array, tuple[int, ...]], Rounded]
+  axes: tuple[int, ...]
+
+  def __call__(self, w: jax.Array) -> Rounded:
+    return self.function(jax.lax.stop_gradient(w), self.axes)
+
+  def of(self, w: Any, dense: jax.Array) -> Rounded:
+    """Returns the quantized weight: the one prepared for this step, else `dense` quantized now."""
+    return w.rounded if isinstance(w, Prepared) else self(dense)
+
+
+def stochastic_round(x: jax.Array) -> jax.Array:
+  """Returns float32 x stochastically rounded to whole numbers.
+
+  The random bits are a hash of each number, as bfloat16, and its index. So no key is needed, and
+  nearly all numbers round alike when devices sum in another order.
+  """
+  coarse = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+  return jnp.floor(x + (hashed(coarse) >> 8).astype(jnp.float32) * 2.0**-24)
+
+
+def in_dtype(x: jax.Array, dtype: Any, *, draw: jax.Array) -> jax.Array:
+  """Returns float32 x in `dtype`; to bfloat16 with stochastic rounding, keyed by `draw`.
+
+  Repeated small updates, below half of the last bit, are then not lost.
+  """
+  if dtype != jnp.bfloat16:
+    return x.astype(dtype)
+  bits: Any = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  upper = (bits + (hashed(bits ^ hashed(draw)) >> 16)) & jnp.uint32(0xFFFF0000)
+  rounded = jax.lax.bitcast_convert_type(jnp.where(jnp.isfinite(x), upper, bits), jnp.float32)
+  return rounded.astype(dtype)
+
+
+def hashed(bits: jax.Array) -> jax.Array:
+  """Returns pseudo-random uint32 bits: a hash of each unsigned number and its index.
+
+  The finalizer is that of MurmurHash3 (Appleby, 2011).
+  """
+  place = jnp.zeros(bits.shape, jnp.uint32)
+  for axis in range(bits.ndim):
+    stride = math.prod(bits.shape[axis + 1 :]) * 0x9E3779B1 % 2**32
+    place += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride)
+  bits = bits.astype(jnp.uint32) ^ place
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+    bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+  return bits ^ (bits >> 16)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mapping between layer indexes and the names of weights.
+
+The same parameters have two layouts. Unrolled, layer 3 owns `stack.layers.3.*`. Scanned, a stack is
+a prologue, a repeated pattern of blocks and an epilogue; `stack.pattern.0.*` then holds the first
+block of every repeat, stacked along a leading dim.
+"""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+_NAME = re.compile(
+  r"^(?P<head>.*?(?:^|\.)stack)\.(?P<part>layers|prologue|pattern|epilogue)\.(?P<index>\d+)\."
+)
+
+
+class Location(NamedTuple):
+  """A parsed weight name: the template shared by all layers, and the layers that it holds."""
+
+  template: str  # Such as "stack.{}.attention.query.w".
+  layers: tuple[int, ...]
+  stacked: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """The layout of a stack of `prologue + pattern * repeats + epilogue` layers.
+
+  In an interleaved pipeline, chunk c of stage s is virtual stage c * stages + s; the chunks of a
+  stage are adjacent in the leading dim.
+  """
+
+  scanned: bool
+  prologue: int = 0
+  pattern: int = 1
+  repeats: int
+  epilogue: int = 0
+  stages: int = 1
+  chunks: int = 1
+
+  @property
+  def order(self) -> tuple[int, ...]:
+    """The repeat at each index of the leading dim."""
+    size = self.repeats // (self.stages * self.chunks)
+    return tuple(
+      (chunk * self.stages + stage) * size + repeat
+      for stage in range(self.stages)
+      for chunk in range(self.chunks)
+      for repeat in range(size)
+    )
+
+  def locate(self, name: str) -> Location | None:
+    """Returns the location of `name`, or None if it is not a weight of a stack."""
+    match = _NAME.match(name)
+    if match is None:
+      return None
+    template = f"{match['head']}.{{}}.{name[match.end() :]}"
+    index = int(match["index"])
+    if match["part"] == "pattern":
+      first = self.prologue + index
+      layers = tuple(first + repeat * self.pattern for repeat in self.order)
+      return Location(template, layers, stacked=True)
+    if match["part"] == "epilogue":
+      index += self.prologue + self.pattern * self.repeats
+    return Location(template, (index,), stacked=False)
+
+  def place(self, template: str, layer: int) -> tuple[str, int | None]:
+    """Returns the name that holds `layer` of `template`, and its index in a leading dim, if any."""
+    if not self.scanned:
+      return template.format(f"layers.{layer}"), None
+    if layer < self.prologue:
+      return template.format(f"prologue.{layer}"), None
+    repeat, position = divmod(layer - self.prologue, self.pattern)
+    if repeat < self.repeats:
+      return template.format(f"pattern.{position}"), self.order.index(repeat)
+    last = layer - self.prologue - self.pattern * self.repeats
+    return template.format(f"epilogue.{last}"), None

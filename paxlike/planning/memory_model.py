@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of the peak memory of a device in a training step, from model sizes.
+
+The training state is counted exactly. Temporaries are the saved activations (bytes per token from
+traces of `jax.vjp`) and the working set of one layer's backward pass, whose constants are fitted to
+compiled programs for v5e-256 (their peaks are in `docs/results.md`) and for 64 GPUs.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+from paxlike.devices import mesh
+from paxlike.devices.interconnect import Network
+from paxlike.layers.pipeline.spec import Pipeline
+from paxlike.layers.remat import Remat
+from paxlike.planning.model_sizes import ModelSizes, Weight
+from paxlike.planning.parallel_config import Configuration
+
+# The dims that tensor parallelism shards.
+_CUT = {dim for dim, axes in mesh.RULES.items() if "tensor" in axes}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+  """Bytes per device.
+
+  Attributes:
+    weights: Stored weights.
+    optimizer: Optimizer state.
+    batch: Tokens and their weights.
+    copies: Weights in the compute dtype, and gradients.
+    gathered: All-gathered weights of the layers in flight.
+    activations: Residuals that the forward pass saves for the backward pass.
+    working: Temporaries of a layer's backward pass.
+    logits: Logits of a chunk, with the output projection and its gradient.
+  """
+
+  weights: float
+  optimizer: float
+  batch: float
+  copies: float
+  gathered: float
+  activations: float
+  working: float
+  logits: float
+
+  @property
+  def arguments(self) -> float:
+    """The training state and the batch."""
+    return self.weights + self.optimizer + self.batch
+
+  @property
+  def total(self) -> float:
+    """The peak: layers and logits are not live at the same time."""
+    temporaries = max(self.gathered + self.working, self.logits)
+    return self.arguments + self.copies + self.activations + temporaries
+
+
+def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
+  """Returns the memory of a device."""
+  sizes = how.sizes
+  tokens = how.rows * model.seq_len
+  here = {weight: weight.per_device(sizes) for weight in set(model.weights)}
+  gathered, head = _gathered(model, how)
+  working = tokens * _working(model, how)
+  saved = _saved(model, how)
+  layers = model.num_layers
+  if how.pipeline is None:
+    activations = tokens * saved * layers
+  else:
+    stages, chunks = how.pipeline.stages, how.pipeline.chunks
+    of_chunk = layers / stages / chunks
+    slots = _num_slots(how.pipeline)
+    dim = model.dim / how.residual_cut
+    kept = 2 * dim if how.pipeline.recompute else 2 * dim + saved * of_chunk
+    # Besides the slots: the received activations and cotangents, and the current chunk's residuals.
+    activations = tokens * (slots * kept + 4 * dim + saved * of_chunk)
+  return Memory(
+    weights=sum(here[weight] * weight.held for weight in model.weights),
+    optimizer=_optimizer(model, sizes),
+    batch=12 * how.batch * model.seq_len / _shards(sizes),
+    copies=sum(here[w] * _copies(w, how) for w in model.weights)
+    + (sum(here[w] * w.computed for w in model.weights) if model.reference else 0),
+    gathered=network.layers_gathered * gathered,
+    activations=activations,
+    working=working,
+    logits=_logits(model, how, head),
+  )
+
+
+@functools.cache
+def _num_slots(pipeline: Pipeline) -> int:
+  return pipeline.plan.num_slots(keeps_first=not pipeline.recompute)
+
+
+def _shards(sizes: Mapping[str, int]) -> int:
+  return math.prod(sizes[axis] for axis in mesh.RULES["batch"])
+
+
+def _optimizer(model: ModelSizes, sizes: Mapping[str, int]) -> float:
+  total = 0.0
+  for weight in model.weights:
+    here = weight.per_device(sizes)
+    if model.over_data:
+      spec = mesh.spread(mesh.partition(weight.dims, weight.shape, sizes), weight.shape, sizes)
+      here = weight.size // math.prod(sizes[axis] for axis in mesh.axes_of(spec))
+    total += weight.trained * model.moments * here
+  return total
+
+
+def _copies(weight: Weight, how: Configuration) -> float:
+  """Returns bytes per parameter of the compute-dtype copy, gradient and accumulated gradient."""
+  copy = weight.computed if weight.held != weight.computed else 0
+  if not weight.trained:
+    return copy if weight.held > weight.computed else 0
+  is_summed = how.accumulation > 1 or how.pipeline is not None
+  return copy + weight.computed + (4 if is_summed else 0)
+
+
+def _gathered(model: ModelSizes, how: Configuration) -> tuple[float, float]:
+  """Returns the bytes of a layer's all-gathered weights, and of the output projection."""
+  sizes = how.sizes
+  looped = [weight for weight in model.in_stack if weight.layers > 0]
+  layer = 0.0
+  for weight in looped or model.in_stack:
+    if "fsdp" in weight.axes(sizes):
+      size = weight.per_device(sizes, "fsdp", "pipeline")
+      layer += weight.computed * size / (weight.layers if looped else model.num_layers)
+  head = model.head.computed * model.head.per_device(sizes, "fsdp")
+  return layer, head
+
+
+def _saved(model: ModelSizes, how: Configuration) -> float:
+  """Returns the bytes of residuals per token of a layer, an average over layers."""
+  sizes, dim = how.sizes, model.dim / how.residual_cut
+  # Policies that save matmuls omit expert matmuls.
+  everything = how.remat is Remat.SAVE_EVERYTHING
+  inputs, outputs = widths(model, sizes, routed=everything)
+  if how.remat is Remat.SAVE_NOTHING:
+    return 2 * dim
+  if not everything:
+    return 2 * (dim + outputs)
+  # Each norm saves two float32 arrays, in addition to the residual stream and matmul operands.
+  activation = 2 * (model.mlp_factor - 1) * ffn(model, sizes)
+  scores = 0 if model.fused_attention else 6 * model.seq_len * _heads(model, sizes)
+  return 20 * dim + 2 * (inputs + outputs) + activation + scores
+
+
+def _working(model: ModelSizes, how: Configuration) -> float:
+  """Returns the bytes of temporaries per token of a layer's backward pass."""
+  sizes = how.sizes
+  scores = 0 if model.fused_attention else 10 * model.seq_len * _heads(model, sizes)
+  wide = 4 * ffn(model, sizes)
+  if model.moe_layers and model.capacity is None:
+    # Tokens are all-gathered over `expert` and repeated for each choice; sorting copies them.
+    wide = sizes["expert"] * (5 * wide + 4 * model.num_chosen * model.dim)
+  return 2 * (wide + 4 * model.dim) + scores
+
+
+def widths(
+  model: ModelSizes, sizes: Mapping[str, int], *, routed: bool = True
+) -> tuple[float, float]:
+  """Returns the widths per device of a layer's matmul operands and of its saved matmul outputs.
+
+  Both are averages over layers. Without `routed`, outputs of expert matmuls do not count as saved.
+  """
+  inputs = outputs = 0.0
+  for weight in model.in_stack:
+    if not weight.share:
+      continue
+    times = max(1, weight.layers)
+    tensor = sizes["tensor"] if "tensor" in weight.axes(sizes) else 1
+    # "head" is the last dim of weights whose "heads" are sharded.
+    into, out = (1, tensor) if weight.dims[-1] in (*_CUT, "head") else (tensor, 1)
+    inputs += times * weight.inputs / into
+    if not weight.is_last and (routed or not weight.is_routed):
+      outputs += times * weight.outputs / out
+  return inputs / model.num_layers, outputs / model.num_layers
+
+
+def ffn(model: ModelSizes, sizes: Mapping[str, int]) -> float:
+  """Returns F per device, an average over layers."""
+  found = 0.0
+  for weight in model.in_stack:
+    if weight.share and weight.dims[-1] == "model" and "ffn" in weight.dims:
+      tensor = sizes["tensor"] if "tensor" in weight.axes(sizes) else 1
+      found += max(1, weight.layers) * weight.inputs / tensor
+  return found / model.num_layers
+
+
+def _heads(model: ModelSizes, sizes: Mapping[str, int]) -> float:
+  return model.heads / model.num_layers / sizes["tensor"]
+
+
+def _logits(model: ModelSizes, how: Configuration, head: float) -> float:
+  """Returns the bytes of a chunk's logits, and of the output projection with its gradient."""
+  sizes = how.sizes
+  tensor = sizes["tensor"] if "tensor" in model.head.axes(sizes) else 1
+  rows = how.rows / (1 if how.pipeline is None else how.pipeline.stages)
+  logits = rows * model.seq_len / model.loss_chunks * model.vocab / tensor
+  # The projection, its accumulated float32 gradient, and the chunk's gradient.
+  return 8 * logits + 4 * head

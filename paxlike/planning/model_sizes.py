@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a model and of its training state, as inputs of the cost and memory models."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from paxlike.devices import mesh, topology
+from paxlike.layers import flops
+from paxlike.layers.attention.attention import Attention
+from paxlike.layers.attention.auto import Place
+from paxlike.layers.attention.latent_attention import LatentAttention
+from paxlike.layers.linear import Linear
+from paxlike.layers.lora import Lora
+from paxlike.layers.module import Definition
+from paxlike.layers.moe.dispatch import Capacity
+from paxlike.layers.moe.experts import ExpertLinear
+from paxlike.layers.moe.moe import Moe
+from paxlike.layers.stack import Stack
+from paxlike.training import train_state
+from paxlike.training.optimizers import Optimizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weight:
+  """A weight, or the stacked weights of all repeats of a layer.
+
+  Attributes:
+    dims: Names of its dims, keys of `mesh.RULES`.
+    shape: Their sizes.
+    layers: The number of stacked repeats; 0: outside of the stack, -1: in a layer without repeats.
+    inputs: Input width of its matmul; 0 if it has none.
+    outputs: Output width of its matmul.
+    share: The fraction of it that one token uses: top-k / E for experts, 0 for lookup tables.
+    held: Bytes per number in storage.
+    computed: Bytes per number in the compute dtype.
+    trained: Whether the optimizer trains it.
+    in_8_bits: Whether its matmuls run in FP8 or INT8.
+    is_last: Whether its output only goes into a residual sum, so that remat need not recompute it.
+  """
+
+  dims: tuple[str, ...]
+  shape: tuple[int, ...]
+  layers: int = 0
+  inputs: int = 0
+  outputs: int = 0
+  share: float = 0.0
+  held: float = 4
+  computed: int = 2
+  trained: bool = True
+  in_8_bits: bool = False
+  is_last: bool = False
+
+  @property
+  def size(self) -> int:
+    """Its number of elements."""
+    return math.prod(self.shape)
+
+  @property
+  def flops(self) -> float:
+    """Forward FLOPs per token over all its layers."""
+    return 2 * self.size * self.share
+
+  @property
+  def is_routed(self) -> bool:
+    """Whether it is a matrix of routed experts."""
+    return bool(self.share) and "experts" in self.dims and self.dims[-1] != "experts"
+
+  def axes(self, sizes: Mapping[str, int]) -> set[str]:
+    """Returns the axes that shard it on a mesh with these axis `sizes`."""
+    return _axes(self.dims, self.shape, tuple(sizes.items()))
+
+  def per_device(self, sizes: Mapping[str, int], *without: str) -> int:
+    """Returns its number of elements per device, all-gathered over the axes `without`."""
+    axes = self.axes(sizes) - set(without)
+    return self.size // math.prod(sizes[axis] for axis in axes)
+
+
+@functools.cache
+def _axes(dims: mesh.Dims, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> set[str]:
+  return mesh.axes_of(mesh.partition(dims, shape, dict(sizes)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+  """The sizes of a decoder and its training state.
+
+  Attributes:
+    weights: All weights.
+    num_layers: L.
+    repeats: How often a scan repeats the pattern of layers; 0: there is no scan.
+    dim: D, the width of the residual stream.
+    vocab: V.
+    seq_len: T.
+    loss_chunks: Chunks of a sequence over which the loss is computed.
+    heads: Attention heads, summed over layers.
+    least_heads: The smallest N of any layer.
+    scores: Forward FLOPs per token of logits and weighted values: (full, causal).
+    mlp_factor: Arrays of width F that the activation reads and writes; 3 if gated.
+    moe_layers: The number of layers with experts.
+    num_experts: E; 1: no experts.
+    num_chosen: Top-k.
+    capacity: Expert slots per token (top-k x capacity factor); None: dropless.
+    moments: Bytes of optimizer state per trained parameter.
+    over_data: Whether the optimizer state is sharded over the axis `data` too (ZeRO-1).
+    cuts_sequences: Whether the residual stream is sharded over `tensor` too (sequence parallelism).
+    reference: Whether a reference model doubles the weights.
+    fused_attention: Whether a fused kernel computes attention without materializing logits.
+    flops: Training FLOPs per token; see `flops.TrainingFlops`.
+  """
+
+  weights: tuple[Weight, ...]
+  num_layers: int
+  repeats: int
+  dim: int
+  vocab: int
+  seq_len: int
+  loss_chunks: int = 4
+  heads: int
+  least_heads: int
+  scores: tuple[float, float]
+  mlp_factor: int
+  moe_layers: int = 0
+  num_experts: int = 1
+  num_chosen: int = 1
+  capacity: float | None = None
+  moments: float = 8.0
+  over_data: bool = False
+  cuts_sequences: bool = False
+  reference: bool = False
+  fused_attention: bool = True
+  flops: flops.TrainingFlops
+
+  @property
+  def num_params(self) -> int:
+    """The parameter count."""
+    return sum(weight.size for weight in self.weights)
+
+  @property
+  def in_stack(self) -> tuple[Weight, ...]:
+    """The weights of the stack."""
+    return tuple(weight for weight in self.weights if weight.layers)
+
+  @property
+  def outside(self) -> tuple[Weight, ...]:
+    """The weights of embeddings, the last norm and the output projection."""
+    return tuple(weight for weight in self.weights if not weight.layers)
+
+  @property
+  def head(self) -> Weight:
+    """The output projection."""
+    return next(weight for weight in self.outside if weight.share)
+
+
+def of_definition(
+  definition: Definition, optimizer: Optimizer, *, seq_len: int, with_reference: bool = False
+) -> ModelSizes:
+  """Returns the sizes of a decoder that `optimizer` trains on sequences of `seq_len` tokens."""
+  decoder: Any = definition.module
+  stack: Stack = decoder.stack
+  repeats = stack.layout.repeats if stack.layout.scanned else 0
+  modules: dict[str, Any] = {
+    ".".join(map(str, path)): module for path, module in nnx.iter_modules(decoder)
+  }
+  heads, scores = [], [0.0, 0.0]
+  moes, gated = [], []
+  for name, module in modules.items():
+    times = repeats if ".pattern." in f".{name}." else 1
+    if isinstance(module, Attention | LatentAttention):
+      heads += [module.num_heads] * times
+      of_layer = module.score_flops(seq_len)
+      scores = [total + times * one for total, one in zip(scores, of_layer, strict=True)]
+    if isinstance(module, Moe):
+      moes += [module] * times
+    if hasattr(module, "activation"):
+      gated.append(getattr(module, "gate", None) is not None)
+  first = moes[0] if moes else None
+  placed = isinstance(getattr(first, "dispatch", None), Capacity)
+  return ModelSizes(
+    weights=tuple(_weight(definition, modules, name, repeats) for name in definition.weights),
+    num_layers=len(heads),
+    repeats=repeats,
+    dim=decoder.embedding.table.get_value().shape[-1],
+    vocab=decoder.vocab_size,
+    seq_len=seq_len,
+    loss_chunks=decoder.loss_chunks,
+    heads=sum(heads),
+    least_heads=min(heads),
+    scores=(scores[0], scores[1]),
+    mlp_factor=3 if any(gated) else 2,
+    moe_layers=len(moes),
+    num_experts=first.num_experts if first else 1,
+    num_chosen=first.num_chosen if first else 1,
+    capacity=first.num_chosen * first.dispatch.factor if first and placed else None,
+    moments=_moments(definition, optimizer),
+    over_data=optimizer.over_data,
+    cuts_sequences=any(getattr(m, "time", "time") != "time" for m in modules.values()),
+    reference=with_reference,
+    fused_attention="xla" not in decoder.kernels(Place(topology.devices()[0])),
+    flops=flops.per_token(definition, seq_len),
+  )
+
+
+def _weight(definition: Definition, modules: Mapping[str, Any], name: str, repeats: int) -> Weight:
+  spec = definition.weights[name]
+  owner, _, own = name.rpartition(".")
+  module, role = modules.get(owner), getattr(modules.get(owner), "role", "")
+  layers = repeats if "layer" in spec.dims else -1 if ".stack." in f".{name}" else 0
+  experts = spec.shape[spec.dims.index("experts")] if "experts" in spec.dims else 1
+  in_moe = isinstance(module, ExpertLinear)
+  shape = spec.shape[("layer" in spec.dims) + in_moe :]
+  inputs, outputs, share = 0, 0, 0.0
+  if isinstance(module, Linear) and own == "w":
+    inputs, share = math.prod(shape[: module.num_inputs]), 1.0
+  elif in_moe and own == "w":
+    moe: Any = modules[owner.rpartition(".experts.")[0]]
+    inputs, share = shape[0], moe.num_chosen / experts
+  elif isinstance(module, Lora) and own in ("a", "b"):
+    inputs, share = spec.fan_in if own == "a" else shape[0], 1.0
+  elif own == "table" and owner == "embedding" and "head" not in modules:
+    inputs, share = shape[1], 1.0
+  if inputs:
+    times = share * experts if in_moe else 1
+    outputs = int(times * math.prod(shape)) // inputs
+    inputs = int(times * inputs)
+  held = jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
+  nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
+  return Weight(
+    dims=spec.dims,
+    shape=spec.shape,
+    layers=layers,
+    inputs=inputs,
+    outputs=outputs,
+    share=share,
+    held=nbytes / math.prod(spec.shape),
+    computed=jnp.dtype(spec.compute_dtype).itemsize,
+    trained=spec.trained,
+    in_8_bits=getattr(module, "dot", None) is not None,
+    is_last=role == "down" and not in_moe,
+  )
+
+
+def _moments(definition: Definition, optimizer: Optimizer) -> float:
+  """Returns the bytes of optimizer state per trained parameter."""
+  shapes: Any = {
+    name: jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype)
+    for name, spec in definition.weights.items()
+  }
+  params, _, _ = train_state.split(definition, shapes)
+  state = jax.eval_shape(optimizer.transform.init, definition.optimized(params))
+  arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+  nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
+  return nbytes / max(1, definition.num_trained)

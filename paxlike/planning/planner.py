@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searches for the fastest parallel configuration that fits in memory.
+
+It tries all meshes whose axes divide the dims that they shard, with each remat policy, number of
+microbatches and pipeline. `memory_model` drops those that do not fit, `cost_model` ranks the rest,
+and the best of each mesh is kept. Not tried are:
+
+- the axis context; tensor and expert across slices or nodes, whose networks are too slow;
+- gpipe and circular, which take as long as 1f1b and interleaved_1f1b and never use less memory;
+- gradient accumulation together with a pipeline, which has microbatches of its own;
+- more accumulation than a mesh and policy need to fit, which only takes longer.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from paxlike.compilation import aot
+from paxlike.devices import interconnect, mesh
+from paxlike.devices.mesh import AXES
+from paxlike.errors import UserError
+from paxlike.layers.pipeline.spec import Pipeline
+from paxlike.layers.remat import Remat
+from paxlike.planning import cost_model, memory_model, model_sizes
+from paxlike.planning.cost_model import Machine, Times
+from paxlike.planning.memory_model import Memory
+from paxlike.planning.model_sizes import ModelSizes
+from paxlike.planning.parallel_config import Configuration
+from paxlike.training import requirements
+from paxlike.training.objectives import NextToken
+from paxlike.training.trainer import Trainer
+
+# The fraction of a device's usable memory that predictions may take: they are up to 10 % too low.
+ROOM = 0.9
+# Knobs that a plan sets, and users do not.
+CHOSEN = (
+  "ICI_MESH_SHAPE",
+  "DCN_MESH_SHAPE",
+  "CHECKPOINT_POLICY",
+  "GRADIENT_ACCUMULATION_STEPS",
+  "NUM_STAGES",
+  "NUM_VIRTUAL_STAGES",
+  "CIRCULAR_REPEAT",
+  "NUM_MICROBATCHES",
+  "PIPELINE_SCHEDULE",
+  "PIPELINE_RECOMPUTE",
+)
+# SAVE_DOT_ONLY is left out: with fused attention it saves the same as the second policy.
+_REMATS = (Remat.SAVE_EVERYTHING, Remat.SAVE_DOT_WITH_NO_BATCH_DIM, Remat.SAVE_NOTHING)
+_ACROSS = ("pipeline", "data", "fsdp")
+_MOST_MICROBATCHES = 32  # Per stage; bubbles are then below 3 %.
+
+# Knobs -> the experiment's trainer with these knobs.
+Build = Callable[[Mapping[str, Any]], Trainer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """A configuration with its predicted memory and time, and its compiled memory if compiled."""
+
+  how: Configuration
+  memory: Memory
+  times: Times
+  compiled: aot.Held | None = None
+  fits: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plans:
+  """The result of a search.
+
+  Attributes:
+    model: The model's sizes.
+    machine: The hardware.
+    device_kind: JAX's name of it.
+    num_devices: The number of devices.
+    batch: The global batch, in sequences.
+    considered: The number of configurations tried.
+    fitting: The number of those that fit.
+    best: The best configuration of each mesh, fastest first.
+    nearest: The configuration with the least memory.
+  """
+
+  model: ModelSizes
+  machine: Machine
+  device_kind: str
+  num_devices: int
+  batch: int
+  considered: int
+  fitting: int
+  best: tuple[Plan, ...]
+  nearest: Plan
+
+  @property
+  def first(self) -> Plan | None:
+    """The fastest plan, without those whose compiled program does not fit."""
+    return next((plan for plan in self.best if plan.fits), None)
+
+  def mfu(self, plan: Plan, *, causal: bool = False) -> float:
+    """Returns the model FLOPs utilization; full attention unless `causal`."""
+    flops = self.model.flops.causal if causal else self.model.flops.full
+    rate = self.batch * self.model.seq_len * flops / plan.times.total
+    return rate / self.num_devices / self.machine.chip.flops
+
+  def tokens_per_second(self, plan: Plan) -> float:
+    """Returns the training throughput of all devices in tokens per second."""
+    return self.batch * self.model.seq_len / plan.times.total
+
+
+def find(build: Build, devices: list[Any], *, batch: int | None = None) -> Plans:
+  """Ranks the parallel configurations of an experiment.
+
+  Args:
+    build: Builds the experiment's trainer.
+    devices: The devices, which need not be attached.
+    batch: The global batch in sequences; None: the experiment's.
+
+  Raises:
+    UserError: The devices' data sheet is unknown, or no mesh divides the batch.
+  """
+  kind = devices[0].device_kind
+  machine = cost_model.machine(kind)
+  if machine is None:
+    raise UserError(
+      f"--mode=plan has no data sheet of {kind}: give a --topology such as v5e-256 or h100-64."
+    )
+  within = _within(devices)
+  shape = (within, len(devices) // within)
+  trainer = build(_plain(shape))
+  requirements.check(trainer.model, devices)
+  if trainer.train_data is None:
+    raise UserError("this experiment has no training data: there is nothing to plan.")
+  if batch is None:
+    batch = mesh.global_batch_size(percore=trainer.percore_batch_size, num_devices=len(devices))
+  model = model_sizes.of_definition(
+    trainer.definition,
+    trainer.optimizer,
+    seq_len=trainer.data.seq_len,
+    with_reference=trainer.has_reference,
+  )
+  if not isinstance(trainer.objective, NextToken):
+    model = dataclasses.replace(model, repeats=0)
+  return rank(model, machine, shape, kind, batch)
+
+
+def rank(
+  model: ModelSizes, machine: Machine, shape: tuple[int, int], kind: str, batch: int
+) -> Plans:
+  """Ranks the parallel configurations of a model; `shape` is (devices per slice or node, slices).
+
+  Raises:
+    UserError: No mesh divides the batch.
+  """
+  room = ROOM * machine.chip.room
+  best: list[Plan] = []
+  nearest: Plan | None = None
+  considered = fitting = 0
+  for ici, dcn in meshes(model, shape):
+    found: Plan | None = None
+    for series in configurations(model, ici, dcn, batch):
+      for how in series:
+        considered += 1
+        memory = memory_model.of(model, how, machine.network)
+        if nearest is None or memory.total < nearest.memory.total:
+          nearest = Plan(how, memory, Times(), fits=False)
+        if memory.total > room:
+          continue
+        fitting += 1
+        plan = Plan(how, memory, cost_model.of(model, how, machine))
+        if found is None or _order(plan) < _order(found):
+          found = plan
+        break
+    best += [found] if found is not None else []
+  if nearest is None:
+    raise UserError(
+      f"no mesh of {math.prod(shape)} devices divides a batch of {batch} sequences: data x fsdp x"
+      " expert must divide it, and heads and layers limit tensor and pipeline."
+      " Change --global_batch."
+    )
+  nearest = dataclasses.replace(nearest, times=cost_model.of(model, nearest.how, machine))
+  return Plans(
+    model=model,
+    machine=machine,
+    device_kind=kind,
+    num_devices=math.prod(shape),
+    batch=batch,
+    considered=considered,
+    fitting=fitting,
+    best=tuple(sorted(best, key=_order)),
+    nearest=nearest,
+  )
+
+
+def confirmed(plans: Plans, build: Build, count: int) -> Plans:
+  """Compiles the best `count` plans, which takes minutes, and returns plans with their memory."""
+  best = list(plans.best)
+  for place, plan in enumerate(best[:count]):
+    program = aot.compile_step(build(plan.how.knobs))
+    best[place] = dataclasses.replace(plan, compiled=program.held, fits=program.fits)
+    del program
+    jax.clear_caches()
+  return dataclasses.replace(plans, best=tuple(best))
+
+
+def _order(plan: Plan) -> tuple[float, float]:
+  return plan.times.total, plan.memory.total
+
+
+def _within(devices: list[Any]) -> int:
+  """Returns the number of devices within a slice or a node of GPUs."""
+  slices = {getattr(device, "slice_index", None) for device in devices}
+  network = interconnect.find(devices[0].device_kind)
+  if devices[0].platform == "tpu" or (network is not None and network.across_nodes):
+    return len(devices) // len(slices)
+  nodes = {device.process_index for device in devices}
+  return len(devices) // max(len(slices), len(nodes))
+
+
+def _plain(shape: tuple[int, int]) -> dict[str, Any]:
+  """Returns the knobs of a pure fsdp mesh, which any model supports."""
+  ici, dcn = (tuple(size if axis == "fsdp" else 1 for axis in AXES) for size in shape)
+  knobs = Configuration(ici=ici, dcn=dcn, batch=math.prod(shape)).knobs
+  return {name: value for name, value in knobs.items() if name != "PERCORE_BATCH_SIZE"}
+
+
+def meshes(
+  model: ModelSizes, shape: tuple[int, int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+  """Yields (ICI, DCN) axis sizes that divide the dims that they shard."""
+  axes = [axis for axis in AXES if axis != "context"]
+  across = list(_factored(shape[1], _ACROSS))
+  for ici in _factored(shape[0], axes):
+    for dcn in across:
+      sizes = {axis: ici.get(axis, 1) * dcn.get(axis, 1) for axis in AXES}
+      if _allows(model, sizes):
+        yield tuple(ici.get(axis, 1) for axis in AXES), tuple(dcn.get(axis, 1) for axis in AXES)
+
+
+def _factored(size: int, axes: Iterable[str]) -> Iterator[dict[str, int]]:
+  """Yields every way to give each axis a factor of a size."""
+  first, *rest = axes
+  if not rest:
+    yield {first: size}
+    return
+  for factor in divisors(size):
+    for others in _factored(size // factor, rest):
+      yield {first: factor, **others}
+
+
+def divisors(number: int) -> list[int]:
+  """Returns the divisors of a number in ascending order."""
+  small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+  return sorted({*small, *(number // n for n in small)})
+
+
+def _allows(model: ModelSizes, sizes: Mapping[str, int]) -> bool:
+  """Returns whether the axis sizes divide the model's dims that they shard."""
+  tensor, fsdp, expert = sizes["tensor"], sizes["fsdp"], sizes["expert"]
+  stages = sizes["pipeline"]
+  wide = [
+    size
+    for weight in model.in_stack
+    for dim, size in zip(weight.dims, weight.shape, strict=True)
+    if dim == "ffn"
+  ]
+  return (
+    model.least_heads % tensor == 0
+    and all(size % tensor == 0 for size in wide)
+    and model.dim % fsdp == 0
+    and model.num_experts % expert == 0
+    and (stages == 1 or (model.repeats > 0 and model.repeats % stages == 0))
+  )
+
+
+def configurations(
+  model: ModelSizes, ici: tuple[int, ...], dcn: tuple[int, ...], batch: int
+) -> Iterator[Iterator[Configuration]]:
+  """Yields series of configurations of a mesh; the first of a series that fits is its fastest."""
+  base = Configuration(ici=ici, dcn=dcn, batch=batch, residual_over_tensor=model.cuts_sequences)
+  shards = math.prod(base.sizes[axis] for axis in mesh.RULES["batch"])
+  if batch % shards:
+    return
+  parts, stages = divisors(batch // shards), base.sizes["pipeline"]
+  for remat in _REMATS:
+    if stages == 1:
+      yield (dataclasses.replace(base, remat=remat, accumulation=count) for count in parts)
+      continue
+    for pipeline in _pipelines(model, stages, parts):
+      yield iter((dataclasses.replace(base, remat=remat, pipeline=pipeline),))
+
+
+def _pipelines(model: ModelSizes, stages: int, parts: list[int]) -> Iterator[Pipeline]:
+  for chunks, count, recompute in itertools.product(
+    divisors(model.repeats // stages), parts, (False, True)
+  ):
+    if chunks > 1 and count % stages:
+      continue
+    if stages <= count <= _MOST_MICROBATCHES * stages:
+      yield Pipeline(
+        schedule="1f1b" if chunks == 1 else "interleaved_1f1b",
+        stages=stages,
+        chunks=chunks,
+        microbatches=count,
+        recompute=recompute,
+      )

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends a job if a process is stalled, lost or has failed, with a line that names the process.
+
+A thread of each process checks the phase of its main thread (`progress`) at least once a second.
+The processes send heartbeats with their phase to process 0, which finds a lost process or, in a
+stall, the process that the others wait for (`members`). Every process detects a lost process 0 by
+itself.
+"""
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from paxlike.errors import UserError
+from paxlike.processes import ending, members, progress, rendezvous, stacks, watchdog
+
+_GRACE = 20.0  # Seconds, or three steps if longer, for a process to reach a sync point and stop.
+_GRACE_TO_COMPILE = 300.0  # The same while compiling, or if no step has been timed yet.
+_BEYOND = 10.0  # Seconds after the limit at which the watchdog acts if the watch did not.
+_LINGER = 3.0  # Seconds for the other processes to read the verdict.
+_SAY_SECONDS = 2.0  # Time-out for printing a line.
+_PRINTS = "waiting for a reader of its output"
+
+
+class Limits(NamedTuple):
+  """Options of a run's watch.
+
+  Attributes:
+    folder: The run's, for stacks and `status.json`.
+    stall_timeout: See `progress.Progress.limit`.
+    stack_interval: Seconds between periodic writes of stacks; None: no such writes.
+  """
+
+  folder: epath.Path | None = None
+  stall_timeout: float | None = 0.0
+  stack_interval: float | None = None
+
+
+class Watch(threading.Thread):
+  """The watch of this process."""
+
+  def __init__(
+    self, met: rendezvous.Met | None = None, *, index: int = 0, count: int = 1, timeout: float = 60
+  ):
+    """Of process `index` of `count`; `timeout` is that of heartbeats, in seconds."""
+    super().__init__(daemon=True, name="watch")
+    self.timeout = timeout
+    self._met, self._index, self._count = met, index, count
+    self._links = {} if met is None else met.links
+    hosts = {index: socket.gethostname()} if met is None else met.hosts
+    self._members = members.Members(hosts, index=index, count=count, timeout=timeout)
+    self._poll = min(1.0, timeout / 4)
+    self._every = min(5.0, timeout / 4)
+    self._limits = Limits()
+    self._wake, self._waker = socket.socketpair()
+    self._waker.setblocking(False)
+    self._watchdog = watchdog.Watchdog()
+    self._age, self._number, self._bytes, self._is_over = 0.0, -1, 0, False
+    self._since_stacks = 0.0
+    self._state, self._reason = "", ""  # See `members.Member.state`.
+    self._since_failed = 0.0
+    self._is_to_blame = threading.Event()  # Set if no other process caused this one's failure.
+    self._given: tuple[int, Mapping[str, str]] = (0, {})
+    self._sent, self._compared = 0, (0, "")
+    self._asked = threading.Event()  # Set when the job is asked to stop.
+    self._decided = threading.Condition()
+    self._boundary: int | None = None  # The last sync point that this process has passed.
+    self._next: int | None = None  # The sync point at which it promises to wait for a decision.
+    self._agreed: int | None = None  # The sync point at which all stop.
+    self._is_stopping = False  # Whether it has reached that.
+    self._closed = threading.Event()
+
+  @property
+  def is_alone(self) -> bool:
+    """Whether this is the only process."""
+    return self._count == 1
+
+  @property
+  def wakeup(self) -> int:
+    """The file descriptor for `signal.set_wakeup_fd`."""
+    return self._waker.fileno()
+
+  @contextlib.contextmanager
+  def over(self, limits: Limits) -> Iterator[None]:
+    """Context of work that must make progress; `limits` override those of an outer context."""
+    before, self._limits, self._age = self._limits, limits, 0.0
+    try:
+      yield
+    finally:
+      self._limits = before._replace(folder=self._limits.folder or before.folder)
+
+  def close(self):
+    """Ends the watch of a single process."""
+    self._closed.set()
+    self._stir()
+    self.join()
+    self._watchdog.close()
+    self._wake.close()
+    self._waker.close()
+
+  def leave(self):
+    """Reports to the other processes that this one's work is done."""
+    self._state = "left"
+    self._stir()
+
+  def fail(self, error: BaseException):
+    """Reports this process's failure to the others; only the first call counts."""
+    if not self._state:
+      self._reason = ending.reason(error)
+      self._state = "failing" if ending.is_of_jax(error) else "failed"
+      self._stir()
+
+  def wait_for_others(self):
+    """Returns when a failing process may end and print why.
+
+    If another process is lost or has failed, the watch ends this one and names that process.
+    """
+    if self._state == "failing":
+      self._is_to_blame.wait(1.25 * self.timeout)
+      self._state = "failed"
+      self._stir()
+    # Time for the others to read the report before JAX fails there.
+    seconds = members.FAILED_AFTER * (2 if self._index == 0 else 0.25)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not self._is_abandoned():
+      time.sleep(0.05)
+
+  def _is_abandoned(self) -> bool:
+    return all(link.closed for link in self._links.values())
+
+  def compare(self, given: Mapping[str, str]):
+    """A barrier that compares values between processes.
+
+    Raises:
+      UserError: A process has other values than process 0; raised in all processes.
+    """
+    times = self._given[0] + 1
+    self._given = (times, given)
+    self._stir()
+    with self._decided:
+      while self._compared[0] < times:
+        self._decided.wait()  # The watch ends the process if another one never arrives.
+    if differs := self._compared[1]:
+      raise UserError(f"{differs}. Start all processes with the same configuration and code.")
+
+  def ask_to_stop(self):
+    """Asks all processes to stop at the same sync point."""
+    self._asked.set()
+    self._stir()
+
+  def stops_here(self, place: int) -> bool:
+    """Returns whether all processes stop at sync point `place`; each calls this at each point.
+
+    When a stop is requested, a process promises to wait at its next sync point. All stop at the
+    latest of the promised points.
+    """
+    with self._decided:
+      self._boundary = place
+      if self.is_alone and self._asked.is_set():
+        self._agreed = place
+      while self._next is not None and place >= self._next and self._agreed is None:
+        self._decided.wait()  # The watch ends the process if nobody decides.
+      self._is_stopping = self._agreed is not None and place >= self._agreed
+    return self._is_stopping
+
+  def _stir(self):
+    with contextlib.suppress(OSError):
+      self._waker.send(b"\0")
+
+  # The methods below run in the watch's thread.
+
+  def run(self):
+    """Runs until the process ends or the watch is closed."""
+    last = time.monotonic()
+    since_report = self._every
+    sent: Any = None  # The urgent values of the last report; a change is sent at once.
+    while not self._closed.is_set():
+      self._hear()
+      now = time.monotonic()
+      # Time while the process was suspended does not count as a stall.
+      tick, last = min(now - last, 2 * self._poll), now
+      self._observe(tick)
+      since_report += tick
+      if self._given[0] > self._sent:
+        self._give()
+      report = self._report()
+      urgent = (report["over"], report["state"], report["stop"], report["next"], self._agreed)
+      if self._links and (urgent != sent or since_report >= self._every):
+        sent, since_report = urgent, 0.0
+        self._send(report)
+      if verdict := self._judge(report, tick):
+        self._end(verdict)
+      self._end_if_abandoned(tick)
+
+  def _hear(self):
+    """Handles messages and signals; waits for at most one poll interval."""
+    links = {link: index for index, link in self._links.items() if not link.closed}
+    can_read = rendezvous.ready([self._wake, *links], self._poll)
+    if self._wake in can_read:
+      self._obey(self._wake.recv(4096))
+    for link, index in links.items():
+      for message in link.receive() if link in can_read else ():
+        self._take(index, message)
+
+  def _obey(self, signals: bytes):
+    """Handles signals, even while the main thread is blocked."""
+    if {signal.SIGTERM, signal.SIGINT} & set(signals):
+      self._asked.set()
+    if signal.SIGUSR1 in signals and (path := self._write_stacks("asked for by SIGUSR1")):
+      _say(f"wrote the stacks of all threads: {path}")
+
+  def _take(self, index: int, message: dict[str, Any]):
+    """Handles a message of process `index`."""
+    self._members.take(index, message)
+    if verdict := message.get("verdict"):
+      self._end(ending.Verdict(**verdict), forward=False)
+    if message.get("all_fail"):
+      self._is_to_blame.set()
+    if message.get("stop"):
+      self._asked.set()
+    if message.get("agreed") is not None:
+      self._agree(message["agreed"])
+    if "compared" in message:
+      self._settle(message["round"], message["compared"])
+
+  def _observe(self, tick: float):
+    """Measures how long this process's phase has been without progress."""
+    now, given = progress.OWN.now, self._limits.stall_timeout
+    moved = False
+    if now.kind in progress.MOVES_BYTES:
+      moved = (count := progress.bytes_moved()) - self._bytes > 2**20
+      if moved or now.number != self._number:
+        self._bytes = count
+    self._age = 0.0 if moved or now.number != self._number else self._age + tick
+    self._number = now.number
+    limit = self._limit(now.kind, given)
+    self._is_over = (
+      not self._state and limit is not None and self._age > limit and not stacks.is_debugged()
+    )
+    if limit is None or self._state:
+      self._watchdog.disarm()
+    else:
+      line = f"{self._members.named(self._index)} is stuck: no Python code runs (last seen {now}),"
+      line += " probably a C function holds the GIL. Its stacks follow; it ends by"
+      self._watchdog.arm(max(limit - self._age, 0.0) + _BEYOND, f"{line} SIGALRM.")
+    if self._asked.is_set() and self._next is None:
+      with self._decided:
+        self._next = -1 if self._boundary is None else self._boundary + 1
+    if (interval := self._limits.stack_interval) is not None:
+      self._since_stacks += tick
+      if self._since_stacks >= interval:
+        self._since_stacks = 0.0
+        self._write_stacks("written periodically (STACK_TRACE_INTERVAL)", periodic=True)
+
+  def _limit(self, kind: str, given: float | None) -> float | None:
+    limit = progress.OWN.limit(kind, given)
+    if not self._asked.is_set() or self._is_stopping or kind in progress.MOVES_BYTES:
+      return limit
+    step = None if kind in progress.COMPILES else progress.OWN.step_seconds()
+    grace = _GRACE_TO_COMPILE if step is None else max(_GRACE, 3 * step)
+    return grace if limit is None else min(limit, grace)
+
+  def _report(self) -> dict[str, Any]:
+    now = progress.OWN.now
+    return {
+      "number": members.LEFT if self._state == "left" else now.number,
+      "what": _PRINTS if self._is_over and stacks.is_printing() else str(now),
+      "age": self._age,
+      "over": self._is_over,
+      "waits": self._is_over and stacks.waits_for_others(),
+      "state": self._state,
+      "reason": self._reason,
+      "stop": self._asked.is_set(),
+      "next": self._next,
+    }
+
+  def _send(self, report: dict[str, Any]):
+    if self._index:
+      self._links[0].send(report)
+      return
+    names = ("stop", "state", "reason")
+    self._send_all({name: report[name] for name in names} | {"agreed": self._agreed})
+
+  def _agree(self, place: int):
+    with self._decided:
+      self._agreed = place
+      self._decided.notify_all()
+
+  def _give(self):
+    """Sends the values that the main thread compares."""
+    times, given = self._given
+    self._sent = times
+    message = {"round": times, "given": dict(given)}
+    if self._index:
+      self._links[0].send(message)
+    else:
+      self._members.take(0, message)
+
+  def _settle(self, times: int, differs: str):
+    with self._decided:
+      self._compared = (times, differs)
+      self._decided.notify_all()
+
+  def _judge(self, report: dict[str, Any], tick: float) -> ending.Verdict | None:
+    """Returns the verdict, if any; process 0 also decides on stops and comparisons."""
+    closed = {index for index, link in self._links.items() if link.closed}
+    found = self._members.judge(report, tick, closed=closed)
+    if found is not None or self._index:
+      return found
+    place = self._members.last_promised()
+    if self._asked.is_set() and self._agreed is None and place is not None:
+      self._agree(place)
+    times = self._compared[0] + 1
+    if self._sent == times and (differs := self._members.compared(times)) is not None:
+      self._send_all({"round": times, "compared": differs})
+      self._settle(times, differs)
+    if not self._is_to_blame.is_set() and self._members.all_fail():
+      self._send_all({"all_fail": True})
+      self._is_to_blame.set()
+    return None
+
+  def _send_all(self, message: Mapping[str, Any]):
+    for link in self._links.values():
+      link.send(message)
+
+  def _end_if_abandoned(self, tick: float):
+    """Ends a failed process that hangs, for example waiting for processes that have ended."""
+    self._since_failed += tick if self._state == "failed" else 0.0
+    if self._links and self._since_failed > _GRACE and self._is_abandoned():
+      _say(f"{self._members.named(self._index)} has failed: {self._reason}.")
+      stacks.exit_at_once(1)
+
+  def _end(self, verdict: ending.Verdict, *, forward: bool = True) -> None:
+    """Sends the verdict to the other processes, reports it, and ends this process."""
+    if forward:
+      self._send_all({"verdict": verdict._asdict()})
+    if verdict.kind == "failed" and verdict.index == self._index:
+      self._is_to_blame.set()
+    if self._is_to_blame.is_set() or self._state == "failed":
+      return None  # It ends on its own, and prints why.
+    path, calls = None, ""
+    if verdict.kind == "stalled":
+      path, calls = self._write_stacks(verdict.why), stacks.of_main_thread()
+    leader = (socket.gethostname(), os.getpid()) if self._met is None else self._met.leader
+    if (folder := self._limits.folder) is not None:
+      first = self._index == (1 if verdict.index == 0 and not self.is_alone else 0)
+      wait = 0.0 if first else 1.0
+      ending.in_time(lambda: ending.write_status(folder, verdict, leader, wait=wait))
+    of = None if verdict.index == self._index else self._members.named(self._index)
+    _say(verdict.line(of=of, trains=folder in ending.trained, stacks=path, calls=calls))
+    self._watchdog.disarm()
+    if self._index == 0:
+      deadline = time.monotonic() + _LINGER
+      while self._links and time.monotonic() < deadline:
+        open_links = [link for link in self._links.values() if not link.closed]
+        if not open_links:
+          break
+        for link in rendezvous.ready(open_links, 0.2):
+          link.receive()
+    stacks.exit_at_once(verdict.status)
+    raise AssertionError("the process has ended")
+
+  def _write_stacks(self, why: str, *, periodic: bool = False) -> epath.Path | None:
+    """Writes the stacks into the run's folder; returns the file, None without one or on failure."""
+    folder = self._limits.folder
+    if folder is None:
+      return None
+    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    heading = [
+      f"{self._members.named(self._index)}, pid {os.getpid()}, {now}",
+      f"why: {why}",
+      f"now: {progress.OWN.now}, without progress for {self._age:.1f} s",
+      "the last phases of this process:",
+      *progress.OWN.recent(),
+    ]
+    write = stacks.write_periodic if periodic else stacks.write
+    return ending.in_time(lambda: write(folder, self._index, stacks.text(heading)))
+
+
+def _say(text: str):
+  """Prints a line, with a time-out in case stderr blocks."""
+  say = functools.partial(print, f"paxlike: {text}", file=sys.stderr, flush=True)
+  ending.in_time(say, seconds=_SAY_SECONDS)
+
+
+_current: Watch | None = None
+
+
+def current() -> Watch | None:
+  """Returns the watch of this process, if there is one."""
+  return _current
+
+
+def start(met: rendezvous.Met, *, index: int, count: int, timeout: float) -> Watch:
+  """Starts the watch of one of several processes; it runs until the process ends."""
+  global _current
+  _current = Watch(met, index=index, count=count, timeout=timeout)
+  _current.start()
+  return _current
+
+
+@contextlib.contextmanager
+def over(limits: Limits) -> Iterator[Watch]:
+  """Context of work that must make progress; yields the watch, created if there is none."""
+  global _current
+  made = None
+  if _current is None:
+    made = _current = Watch()
+    made.start()
+  is_main = threading.current_thread() is threading.main_thread()
+  try:
+    with _current.over(limits), stacks.on_signal():
+      before = is_main and signal.set_wakeup_fd(_current.wakeup, warn_on_full_buffer=False)
+      try:
+        yield _current
+      finally:
+        if is_main:
+          signal.set_wakeup_fd(before)
+  finally:
+    if made is not None:
+      made.close()
+      _current = None
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+  """Context whose exceptions are reported to the other processes at once."""
+  try:
+    yield
+  except BaseException as error:
+    if _current is not None and not _current.is_alone:
+      _current.fail(error)
+    raise

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of metrics: `metrics.jsonl`, a line for each record, and TensorBoard's.
+
+On an object store the lines are in `metrics/part-00000000.jsonl` and so on.
+"""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from paxlike import run_folder
+from paxlike.errors import UserError
+from paxlike.telemetry.growing import MAX_BYTES, GrowingFile
+
+_PART = re.compile(r"part-[0-9]+\.jsonl")
+_PREFIX = "object:"  # Of file names that tensorboardX passes to `_Objects`.
+
+
+def files(folder: epath.Path) -> list[epath.Path]:
+  """Returns the files of records in the folder of a run, oldest first.
+
+  A run that began on a disk and went on on an object store has records in `metrics.jsonl`, and
+  later ones in the parts.
+  """
+  single = folder / "metrics.jsonl"
+  parts = _parts(folder)
+  return [single, *parts] if single.exists() else parts
+
+
+def check(folder: epath.Path):
+  """Raises UserError if something in the place of a file of records is none, such as a folder."""
+  for path in [] if run_folder.is_remote(folder) else files(folder):
+    try:
+      run_folder.check_file(path)
+    except OSError as error:
+      raise UserError(
+        f"{path}: {error.strerror}. The run keeps its metrics there: move it away."
+      ) from None
+
+
+def _parts(folder: epath.Path) -> list[epath.Path]:
+  found = run_folder.beginning_with(folder / "metrics", "part-")
+  return [path for path in found if _PART.fullmatch(path.name)]
+
+
+def records(folder: epath.Path) -> Iterator[dict[str, Any]]:
+  """Yields the records of the run in `folder`.
+
+  Parts may have been merged into `metrics.jsonl` and not removed: of what is in both, that file's.
+  """
+  merged: set[tuple[Any, ...]] = set()
+  for path in files(folder):
+    found = list(read(path))
+    yield from (record for record in found if _key(record) not in merged)
+    if path.name == "metrics.jsonl":
+      merged.update(map(_key, found))
+
+
+def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+  return record.get("kind"), record.get("set"), record["updates"]
+
+
+def read(path: epath.Path) -> Iterator[dict[str, Any]]:
+  """Yields the records of one file, and says which lines are none.
+
+  A last line cut short by a kill is none, and no news.
+  """
+  lines = run_folder.read_bytes(path).splitlines(keepends=True)
+  damaged = []
+  for number, line in enumerate(lines, 1):
+    try:
+      record = json.loads(line)
+      known = type(record["updates"]) is int
+      if not known or not all(isinstance(record.get(key, ""), str) for key in ("kind", "set")):
+        raise TypeError
+    except run_folder.MALFORMED:
+      if number < len(lines) or line.endswith(b"\n"):
+        damaged.append(number)
+      continue
+    yield record
+  if damaged:
+    first = f"line {damaged[0]}{f' and {len(damaged) - 1} more' if damaged[1:] else ''}"
+    print(f"paxlike: {path} is damaged ({first}): skipped", file=sys.stderr)
+
+
+def open_writer(folder: epath.Path, *, step: int) -> "JsonlWriter | PartsWriter":
+  """Returns what writes records of the run in `folder`, resumed after `step` updates."""
+  if run_folder.is_remote(folder):
+    return PartsWriter(folder, step=step)
+  return JsonlWriter(folder / "metrics.jsonl", step=step)
+
+
+def clean(record: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a record as JSON can have it: numbers that are not finite become None."""
+  return {
+    key: None if isinstance(value, float) and value - value != 0 else value
+    for key, value in record.items()
+  }
+
+
+def _line(record: Mapping[str, Any]) -> str:
+  return f"{json.dumps(clean(record))}\n"
+
+
+class JsonlWriter:
+  """Appends records to a file, each at once."""
+
+  def __init__(self, path: epath.Path, *, step: int):
+    """Drops records of steps that the run, resumed after `step` updates, will do again.
+
+    Parts that an object store has held are merged into the file and removed.
+    """
+    kept = "".join(_line(r) for r in records(path.parent) if r["updates"] <= step)
+    run_folder.write(path, kept)
+    for part in _parts(path.parent):
+      part.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+      os.rmdir(path.parent / "metrics")  # What else is there is not the run's.
+    self._file = path.open("a")
+
+  def write(self, record: Mapping[str, Any]):
+    """Appends one record; numbers that are not finite become null."""
+    self._file.write(_line(record))
+    self._file.flush()
+
+  def sync(self):
+    """Does nothing: each record is written at once."""
+
+  def close(self):
+    """Closes the file."""
+    self._file.close()
+
+
+class PartsWriter:
+  """Writes records to objects of at most about `MAX_BYTES`, the last of which grows."""
+
+  def __init__(self, folder: epath.Path, *, step: int):
+    """Drops records of steps that the run, resumed after `step` updates, will do again."""
+    self._folder = folder / "metrics"
+    last, kept = -1, b""
+    for path in files(folder):
+      found = list(read(path))
+      lines = [_line(record) for record in found if record["updates"] <= step]
+      kept = "".join(lines).encode()
+      if len(lines) < len(found):
+        path.write_bytes(kept)
+      if path.parent == self._folder:
+        last = int(path.stem.removeprefix("part-"))
+    if last < 0 or len(kept) >= MAX_BYTES:
+      last, kept = last + 1, b""
+    self._number = last
+    self._file = GrowingFile(self._path(), kept)
+
+  def _path(self) -> epath.Path:
+    return self._folder / f"part-{self._number:08d}.jsonl"
+
+  def write(self, record: Mapping[str, Any]):
+    """Appends one record; it is uploaded at once or by a later `write` or `sync`."""
+    if self._file.size >= MAX_BYTES:
+      self._file.close()
+      self._number += 1
+      self._file = GrowingFile(self._path())
+    self._file.write(_line(record).encode())
+    self._file.flush()
+
+  def sync(self):
+    """Uploads all records."""
+    self._file.sync()
+
+  def close(self):
+    """Uploads all records."""
+    self._file.close()
+
+
+class _Objects:
+  """Opens event files on object stores; tensorboardX's own way uploads each event anew."""
+
+  opened: GrowingFile
+
+  def open(self, name: str) -> GrowingFile:
+    self.opened = GrowingFile(epath.Path(name.removeprefix(_PREFIX)))
+    return self.opened
+
+
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+  """Context in which a package seems not to be installed, unless it is imported already."""
+  hidden = name not in sys.modules
+  modules: dict[str, Any] = sys.modules
+  if hidden:
+    modules[name] = None
+  try:
+    yield
+  finally:
+    if hidden:
+      del modules[name]
+
+
+class TensorBoardWriter:
+  """Writes scalars under one folder of `summaries/`, which is made with the first of them."""
+
+  def __init__(self, directory: epath.Path, *, first: int | None = None):
+    """TensorBoard hides what earlier files hold of step `first` and later ones."""
+    self._directory = directory
+    self._first = first
+    self._events: Any = None
+    self._object: GrowingFile | None = None  # What `_events` writes to, on an object store.
+
+  def write(self, step: int, scalars: Mapping[str, float]):
+    """Adds `scalars` at `step`."""
+    # Here: an evaluation or a test may never write.
+    with _without("torch"):  # It imports that for seconds where it is installed, and needs it not.
+      from tensorboardX import summary
+      from tensorboardX.proto import event_pb2
+
+    proto: Any = event_pb2
+    now = time.time()
+    if self._events is None:
+      self._events = self._open()
+      if self._first is not None:
+        session = proto.SessionLog(status=proto.SessionLog.START)
+        start = proto.Event(wall_time=now, step=self._first, session_log=session)
+        self._events.write_event(start)
+        self._first = None  # TensorBoard hides nothing again where the next file begins.
+    for name, value in scalars.items():
+      scalar = summary.scalar(name, value)
+      self._events.write_event(proto.Event(wall_time=now, step=step, summary=scalar))
+    self._events.flush()
+    if self._object is not None and self._object.size >= MAX_BYTES:
+      self.close()
+      self._events = None
+
+  def _open(self) -> Any:
+    """Begins a file, and returns what writes to it."""
+    with _without("torch"):
+      from tensorboardX import event_file_writer, record_writer
+
+    prefix = str(self._directory / "events")
+    remote = run_folder.is_remote(self._directory)
+    objects = _Objects()
+    if remote:
+      record_writer.register_writer_factory(_PREFIX.rstrip(":"), objects)
+      prefix = _PREFIX + prefix
+    else:
+      self._directory.mkdir(parents=True, exist_ok=True)
+    # Not SummaryWriter, whose thread fails on its own where the disk is full.
+    events = event_file_writer.EventsWriter(prefix, filename_suffix=f".{time.time_ns()}")
+    self._object = objects.opened if remote else None
+    return events
+
+  def sync(self):
+    """Uploads all events, on an object store."""
+    if self._object is not None:
+      self._object.sync()
+
+  def close(self):
+    """Closes the file."""
+    if self._events is not None:
+      self._events.close()

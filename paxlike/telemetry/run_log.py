@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run tells of itself: to the console, to files of metrics, and in `status.json`."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+from etils import epath
+
+from paxlike import run_folder
+from paxlike.devices import chips
+from paxlike.errors import RunError, UserError, one_line
+from paxlike.layers import flops
+from paxlike.processes import ending, ownership
+from paxlike.telemetry import metric_files
+from paxlike.telemetry.callbacks import Callback, Callbacks
+from paxlike.telemetry.console import Console
+from paxlike.telemetry.meter import TOKENS_OF, Reading
+
+_REWARDS = ("reward_margin", "reward_accuracy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+  """What there is to know about a run before its first step."""
+
+  num_params: int
+  num_trained: int
+  batch_size: int
+  seq_len: int
+  epoch_rows: int | None = None
+  devices: jax.sharding.Mesh
+  flops: flops.TrainingFlops
+  attention: str
+
+
+class Journal:
+  """Tells of one run in `folder`. Only process 0 writes and prints.
+
+  Attributes:
+    skipped_in_a_row: The last so many steps had no finite gradient.
+    check_owner: As given.
+  """
+
+  def __init__(
+    self,
+    folder: epath.Path,
+    *,
+    write_summaries: bool = True,
+    check_owner: Callable[[], None] = lambda: None,
+    callbacks: Sequence[Callback] = (),
+  ):
+    """`check_owner` raises if this process may write no more; callbacks are told of all."""
+    self.check_owner = check_owner
+    self.skipped_in_a_row = 0
+    self._folder = folder
+    self._main = jax.process_index() == 0
+    self._write_summaries = write_summaries and self._main
+    self._console = Console()
+    self._callbacks = Callbacks(callbacks if self._main else ())
+    self._saved: collections.deque[tuple[int, epath.Path]] = collections.deque()  # Not told of yet.
+    self._state: str | None = None
+    self._jsonl: metric_files.JsonlWriter | metric_files.PartsWriter | None = None
+    self._boards: dict[str, metric_files.TensorBoardWriter] = {}
+    self._num_steps = 0
+    self._times: list[float] = []
+    self._tokens: collections.Counter[str] = collections.Counter()  # By source, since last told.
+    self._skipped = 0
+    self._status: int | None = None  # The updates last told of in status.json.
+    self._began = time.perf_counter()
+    self._told = False
+    self._is_out_of_reach = False  # Whether the object store has refused to write.
+    self._resumed_at: int | None = None
+
+  def is_past(self, step: int, *, num_steps: int) -> bool:
+    """Returns whether the newest checkpoint is beyond the last step, and prints that.
+
+    Nothing is to be trained then, and what the folder says of the run stays true.
+    """
+    if step > num_steps:
+      self.note(
+        f"nothing to train: checkpoint {step} is there, and the run ends at {num_steps}; to go on,"
+        " raise MAX_STEPS (or NUM_EPOCHS)"
+      )
+    return step > num_steps
+
+  def start(
+    self,
+    summary: Summary,
+    files: Mapping[str, str | bytes | None],
+    *,
+    step: int,
+    num_steps: int,
+  ):
+    """Opens the files and prints what will run, `step` updates being done already.
+
+    `files` are written unless no step is left; those that are None are removed.
+    """
+    self._summary = summary
+    self._num_steps = num_steps
+    if not self._main:
+      return
+    self._resumed_at = step
+    if self._write_summaries:
+      metric_files.check(self._folder)
+    with self._writing():
+      for name, text in files.items() if step < num_steps or not step else ():
+        if text is None:
+          (self._folder / name).unlink(missing_ok=True)
+        else:
+          if "/" in name and not run_folder.is_remote(self._folder):
+            (self._folder / name).parent.mkdir(exist_ok=True, parents=True)
+          run_folder.write(self._folder / name, text)
+      if self._write_summaries:
+        self._jsonl = metric_files.open_writer(self._folder, step=step)
+        self._board("train")  # No step is to wait for it.
+    self.status("running", step)
+    self._callbacks.call("on_start", step, self._folder)
+    devices = summary.devices
+    axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
+    kind = devices.devices.flat[0].device_kind
+    tokens = summary.batch_size * summary.seq_len
+    has_frozen = summary.num_trained < summary.num_params
+    trained = f", {summary.num_trained:,} of them trained" if has_frozen else ""
+    self.note(
+      f"parameters: {summary.num_params:,}{trained}\n"
+      f"devices:    {devices.size} x {kind}{f' ({axes})' if axes else ''}\n"
+      f"batch:      {summary.batch_size} sequences x {summary.seq_len} tokens = {tokens:,} tokens\n"
+      f"{self._epochs()}"
+      f"FLOPs:      {summary.flops.causal:.4g} a token (causal attention),"
+      f" {summary.flops.full:.4g} (full)\n"
+      f"attention:  {summary.attention}\n"
+      f"folder:     {self._folder}"
+    )
+    if step and step == num_steps:
+      self.note(
+        f"nothing to train: the run has ended after its {step} steps; to go on, raise MAX_STEPS (or"
+        f" NUM_EPOCHS), as by --fdl.MAX_STEPS={2 * step}"
+      )
+
+  def _epochs(self) -> str:
+    """Returns the line of the header on epochs; none where their length is not known."""
+    rows = self._summary.epoch_rows
+    if not rows:
+      return ""
+    steps = rows / self._summary.batch_size
+    tokens = rows * self._summary.seq_len
+    return (
+      f"epoch:      {rows:,} sequences = {steps:,.4g} steps = {tokens:,} tokens;"
+      f" {self._num_steps:,} steps = {self._num_steps / steps:,.4g} epochs\n"
+    )
+
+  def saved(self, step: int, checkpoint: epath.Path):
+    """Takes note of a checkpoint that is whole; may be called in any thread."""
+    self._saved.append((step, checkpoint))
+
+  def _tell_saved(self):
+    while self._saved:
+      self._callbacks.call("on_save", *self._saved.popleft())
+
+  def note(self, text: str):
+    """Prints a remark."""
+    if self._main:
+      self._console.line(text)
+
+  def piece(self, text: str):
+    """Prints a part of a line."""
+    if self._main:
+      self._console.line(text, end="")
+
+  def step(self, reading: Reading, *, due: bool):
+    """Takes note of a completed step, and tells of it if `due`."""
+    skipped = reading.values["skipped"] > 0
+    self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+    self._skipped += skipped
+    if reading.seconds is not None:
+      self._times.append(reading.seconds)
+    for name, value in reading.values.items():
+      if name.startswith(TOKENS_OF):
+        self._tokens[name] += round(value)
+    if not self._main:
+      return
+    done = reading.step + 1
+    self._console.progress(done, self._num_steps, f"loss {reading.values['loss']:.4f}")
+    self._callbacks.call("on_step", done, dict(reading.values))
+    if due or done == self._num_steps:
+      self._tell(reading)
+    self._tell_saved()
+
+  def _tell(self, reading: Reading):
+    seconds = sum(self._times) / len(self._times) if self._times else None
+    self._times.clear()
+    values = reading.values | self._tokens
+    self._tokens.clear()
+    loss = values.pop("loss")
+    skipped = values.pop("skipped")
+    speed = {} if seconds is None else self._speed(seconds)
+    line = [f"completed step: {reading.step}"]
+    if seconds is None:
+      since = time.perf_counter() - self._began
+      cause = "with evaluation and saving" if self._told else "start and compilation"
+      line.append(f"seconds: {since:.3f} ({cause})")
+    else:
+      line += [
+        f"seconds: {seconds:.3f}",
+        f"TFLOP/s/device: {speed['tflops_per_second_per_device_causal']:.3f}",
+        f"Tokens/s/device: {speed['tokens_per_second_per_device']:.3f}",
+      ]
+    line += [f"total_weights: {reading.weight:.0f}", f"loss: {loss:.3f}"]
+    line.append(f"learning_rate: {values['learning_rate']:.2e}")
+    # What preference optimization is judged by.
+    line += [f"{name}: {values[name]:.3f}" for name in _REWARDS if name in values]
+    if skipped:
+      line.append("skipped: not finite")
+    self._console.line(", ".join(line))
+    self._told, self._began = True, time.perf_counter()
+    record = {
+      "kind": "train",
+      "step": reading.step,
+      "updates": reading.step + 1,
+      "time": time.time(),
+      "loss": loss,
+      **values,
+      "total_weights": reading.weight,
+      "skipped_steps": self._skipped,
+      **speed,
+      **_memory(),
+    }
+    self._record("train", record)
+
+  def _speed(self, seconds: float) -> dict[str, float]:
+    summary = self._summary
+    num_devices = summary.devices.size
+    tokens = summary.batch_size * summary.seq_len / seconds
+    chip = chips.find(summary.devices.devices.flat[0].device_kind)
+    values = {
+      "seconds_per_step": seconds,
+      "tokens_per_second": tokens,
+      "tokens_per_second_per_device": tokens / num_devices,
+    }
+    for name, count in (("causal", summary.flops.causal), ("full", summary.flops.full)):
+      rate = tokens / num_devices * count
+      values[f"tflops_per_second_per_device_{name}"] = rate / 1e12
+      if chip is not None:
+        values[f"mfu_{name}"] = rate / chip.flops
+    return values
+
+  def evaluated(
+    self,
+    name: str,
+    updates: int,
+    values: Mapping[str, float],
+    records: Sequence[Mapping[str, Any]] = (),
+  ):
+    """Logs the metrics of eval set `name` after so many updates, and a record of each example."""
+    if not self._main:
+      return
+    listed = ", ".join(
+      f"{key}: {value:.4f}" + (f" ± {values[error]:.4f}" if error in values else "")
+      for key, value in values.items()
+      for error in [f"{key}_stderr"]
+      if not key.endswith("_stderr")
+    )
+    self._console.line(f"evaluated {name} after {updates} updates: {listed}")
+    record = {"kind": "eval", "set": name, "updates": updates, "step": updates, "time": time.time()}
+    self._record(f"eval_{name}", record | dict(values) | {"loss": values.get("log_pplx")})
+    path = _result_of(self._folder, name, updates)
+    text = json.dumps({"checkpoint": updates, **values}, indent=2)
+    with self._writing():
+      path.parent.mkdir(parents=True, exist_ok=True)
+      if records:
+        lines = "".join(f"{json.dumps(one)}\n" for one in records)
+        run_folder.write(path.with_suffix(".jsonl"), lines)
+      run_folder.write(path, text + "\n")
+    self._callbacks.call("on_eval", updates, name, dict(values))
+
+  def status(self, state: str, step: int):
+    """Says in `status.json` whether the run goes on, for those that follow it.
+
+    All metrics so far are then written too: a run resumed from this step does not make them again.
+    """
+    self._status, self._state = step, state
+    if not self._main:
+      return
+    now = {"state": state, "step": step, "num_steps": self._num_steps, "time": time.time()}
+    now |= {"host": socket.gethostname(), "pid": os.getpid()}
+    with self._writing():
+      with ending.status_lock:
+        if not ending.is_over.is_set():
+          run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
+      for writer in self._writers():
+        writer.sync()
+    self._tell_saved()
+
+  def _writers(self) -> list[Any]:
+    return [*self._boards.values(), *([] if self._jsonl is None else [self._jsonl])]
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, *unused: object):
+    self._console.close()
+    if kind is not None and self._status is not None and not self._is_out_of_reach:
+      # What failed may be writing; that is then known already.
+      with contextlib.suppress(UserError, RunError):
+        self.status("failed", self._status)
+    with contextlib.ExitStack() as stack:
+      stack.callback(self._end, kind)
+      if self._is_out_of_reach or not self._writers():
+        return  # A store's client would try for minutes to upload what is left.
+      allowed = (*run_folder.failures(), UserError, RunError)
+      stack.enter_context(self._writing() if kind is None else contextlib.suppress(*allowed))
+      stack.enter_context(self._writing())
+      for writer in self._writers():
+        writer.close()
+
+  def _end(self, kind: type[BaseException] | None):
+    if self._state is None:
+      return
+    try:
+      self._callbacks.call("on_end", "failed" if kind else self._state)
+    except (UserError, RunError) as error:
+      if kind is None:
+        raise
+      # What ends the run matters more, and must not be hidden.
+      print(f"paxlike: {one_line(error)}", file=sys.stderr)
+
+  @contextlib.contextmanager
+  def _writing(self) -> Iterator[None]:
+    """Context of writing in the folder, which notes whether a store refuses it."""
+    self.check_owner()
+    try:
+      with run_folder.writing(self._folder):
+        yield
+    except UserError:
+      self._is_out_of_reach = run_folder.is_remote(self._folder)
+      raise
+
+  def _record(self, part: str, record: dict[str, Any]):
+    self._callbacks.call("on_record", metric_files.clean(record))
+    if not self._write_summaries:
+      return
+    hidden = ("kind", "set", "step", "updates", "time")
+    scalars = {key: value for key, value in record.items() if key not in hidden}
+    with self._writing():
+      if self._jsonl is not None:
+        self._jsonl.write(record)
+      told = {key: value for key, value in scalars.items() if value is not None}
+      self._board(part).write(record["step"], told)
+
+  def _board(self, part: str) -> metric_files.TensorBoardWriter:
+    """Returns what writes a part for TensorBoard; made when first asked for, which takes long."""
+    if part not in self._boards:
+      directory = self._folder / "summaries" / part
+      # A training record of step N, counted from 0, tells of N + 1 updates.
+      first = None if self._resumed_at is None else self._resumed_at + (part != "train")
+      self._boards[part] = metric_files.TensorBoardWriter(directory, first=first)
+    return self._boards[part]
+
+
+def _result_of(folder: epath.Path, name: str, updates: int) -> epath.Path:
+  """Returns the file with what was found on an eval set after so many updates."""
+  return folder / "eval_out" / name / f"eval_{updates:08d}.json"
+
+
+def lacks_evaluation(folder: epath.Path, names: Iterable[str], updates: int) -> bool:
+  """Returns whether nothing was found on one of the eval sets `names` after so many updates."""
+  with run_folder.reading(folder):
+    return not all(_result_of(folder, name, updates).exists() for name in names)
+
+
+def is_running(folder: epath.Path, owner: ownership.Observer | None = None) -> bool:
+  """Returns whether the job that writes in `folder` goes on, as far as can be told from here.
+
+  `owner` is asked whether it lives; who asks often keeps one, which then hears signs of it.
+
+  Raises:
+    UserError: The folder cannot be read.
+  """
+  path = folder / "status.json"
+  with run_folder.reading(path):
+    if not path.exists():
+      return False
+    data = run_folder.read_bytes(path)
+  try:
+    status = json.loads(data)
+    state, host, pid = status["state"], status["host"], status["pid"]
+    if type(pid) is not int or pid <= 0:
+      raise ValueError(f"no process has number {pid!r}")
+  except run_folder.MALFORMED as error:
+    print(f"paxlike: {path} is damaged ({run_folder.reason(error)}): skipped", file=sys.stderr)
+    return False
+  if state != "running":
+    return False
+  with run_folder.reading(folder):
+    lives = (owner or ownership.Observer(folder)).lives()
+  return host == socket.gethostname() and ownership.is_there(pid) if lives is None else lives
+
+
+def _memory() -> dict[str, int]:
+  """Returns the largest memory used so far: the device's if it tells, and the process's."""
+  used = {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+  stats = jax.local_devices()[0].memory_stats()
+  if stats and "peak_bytes_in_use" in stats:
+    used["peak_device_bytes"] = stats["peak_bytes_in_use"]
+  return used

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous evaluation: of each checkpoint of a job that runs elsewhere."""
+
+import time
+
+from etils import epath
+
+from paxlike.checkpoints.checkpoint import agreed
+from paxlike.processes import progress
+from paxlike.processes.ownership import Observer
+from paxlike.telemetry.run_log import Journal, is_running
+from paxlike.training.trainer import Trainer
+
+
+def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_seconds: float = 5):
+  """Evaluates each checkpoint in `folder` as it comes, until the job that writes there ends.
+
+  Raises:
+    UserError: There is nothing to evaluate, or it is of another experiment.
+  """
+  saved = trainer.origin(folder).checkpoints()
+  owner = Observer(folder)
+
+  def look() -> list[int]:
+    # Whether it runs before the checkpoints: the job may save its last one and end in between.
+    running = is_running(folder, owner)
+    return [running, *saved.steps()[-1:]]
+
+  evaluated: int | None = None
+  while True:
+    running, *latest = agreed(look)
+    if latest and latest[0] != evaluated:
+      evaluated = trainer.evaluate(folder, journal, step=None)
+    elif not running:
+      journal.note("the job has ended")
+      return
+    else:
+      if progress.OWN.now.kind != "poll":  # All polls in a row are one phase.
+        progress.enter("poll")
+      time.sleep(poll_seconds)

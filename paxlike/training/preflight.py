@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a run, found before anything is computed or written."""
+
+import os
+import re
+import shlex
+import unicodedata
+from typing import Any
+
+from etils import epath
+
+from paxlike import run_folder
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer
+from paxlike.devices import mesh
+from paxlike.errors import UserError
+from paxlike.training import memory_check, pipeline_loss, requirements
+
+_MOST_BYTES = 200  # Of the name of an eval set: of 255 of a file's name.
+
+
+def check(trainer: Any, *, training: bool):
+  """Checks a `Trainer`, its devices and its data.
+
+  Raises:
+    UserError: The mesh, the batch or a data set cannot work, an eval set has no name for a folder
+      or no end, or a device has too little memory.
+  """
+  check_setup(trainer, training=training)
+  for name in trainer.eval_data:
+    check_name(name)
+  if training:
+    state, batch = trainer.abstract()
+    memory_check.check(trainer.devices, state, batch, parts=trainer.accumulation_steps)
+  # What is only evaluated may have weights of its own, and no need of those that it began with.
+  if trainer.restore is not None and (training or trainer.restore.saved.steps()):
+    trainer.restore.check(trainer.definition)
+    _check_tokenizer(trainer, training=training)
+  if trainer.best is not None:
+    trainer.best.check(trainer.eval_data)
+  for data in trainer.datasets(training=training):
+    trainer.model.check_data(data.seq_len, data.vocab_size)
+    data.check()
+  for name, eval_set in trainer.eval_data.items():
+    if eval_set.num_batches is None and eval_set.dataset.is_endless:
+      raise UserError(
+        f"the eval set {name} never ends: give its EvalSet num_batches, as by"
+        f" {_edit(name, 'num_batches=16')}."
+      )
+  if training and trainer.sample_prompt is not None:
+    try:
+      trainer.check_prompts([trainer.sample_prompt])
+    except UserError as error:
+      raise UserError(f"SAMPLE_PROMPT (sample_prompt): {error}") from None
+
+
+def _check_tokenizer(trainer: Any, *, training: bool):
+  """Raises a UserError if bytes are given to an embedding that was trained with a tokenizer."""
+  found = _tokenizer_of(trainer.restore.folder.parent)
+  if found is None or not trainer.restore.matches("embedding.table"):
+    return
+  kind, path = found
+  for data in trainer.datasets(training=training):
+    if isinstance(data.tokenizer, ByteTokenizer):
+      raise UserError(
+        f"TOKENIZER=byte, but the model of CHECKPOINT_RESTORE_PATH={trainer.restore.path} has a"
+        f" tokenizer: give --fdl.TOKENIZER={kind} --fdl.VOCAB_PATH={shlex.quote(path)}"
+      )
+
+
+def _tokenizer_of(folder: epath.Path) -> tuple[str, str] | None:
+  """Returns TOKENIZER and VOCAB_PATH of the run or converted model in a folder, if it has them."""
+  if run_folder.is_remote(folder):
+    return None
+  for place in (folder, folder / "tokenizer"):
+    for kind, suffix in (("huggingface", "tokenizer.json"), ("sentencepiece", ".model")):
+      names = sorted(name.name for name in run_folder.beginning_with(place, ""))
+      if name := next((name for name in names if name.endswith(suffix)), None):
+        return kind, os.fspath(place / name)
+  return None
+
+
+def check_name(name: object):
+  """Checks the name of an eval set: `eval_out` and `summaries` have folders of this name.
+
+  Raises:
+    UserError: It is no text, or no folder can have it, or only one that people would mistake.
+  """
+  if not isinstance(name, str):
+    expected = "a text"
+  elif name.strip() != name or name in ("", ".", "..") or set(name) & set("/\\"):
+    expected = "the name of a folder, without / and \\ and without white space at either end"
+  elif any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+    expected = "a name without control characters"
+  elif len(name.encode()) > _MOST_BYTES:
+    expected = f"a name of at most {_MOST_BYTES} bytes"
+  else:
+    return
+  raise UserError(
+    f"eval_data has a set named {name!r:.300}: expected {expected}, since its results go to a"
+    " folder of this name. Names are keys of eval_data() and of DATA_PATHS, or EVAL_SPLIT."
+  )
+
+
+def _edit(name: str, argument: str) -> str:
+  """Returns the flag, for a shell, that sets an argument of the eval set of this name."""
+  is_plain = re.fullmatch(r"[\w.-]*[^\W\d][\w.-]*", name) is not None
+  quoted = repr(name) if '"' in name else f'"{name}"'
+  flag = f"--fdl.eval_data[{name if is_plain else quoted}].{argument}"
+  return flag if is_plain else shlex.quote(flag)
+
+
+def check_setup(trainer: Any, *, training: bool):
+  """Checks what needs neither data nor memory: model, mesh and batch.
+
+  Raises:
+    UserError: There is nothing to train, or the devices cannot share a batch.
+  """
+  if training and trainer.train_data is None:
+    raise UserError("this experiment has no training data (train_data): it is for --mode=eval.")
+  if training and trainer.read_only:
+    raise UserError(
+      "hold() is for --mode=eval and --mode=decode: weight-only quantized weights cannot be"
+      " trained."
+    )
+  if training and not trainer.definition.num_trained:
+    raise UserError(
+      f"trained={trainer.trained!r} is in the name of no weight: nothing would be trained."
+    )
+  if training:
+    requirements.check_context(trainer.model, dict(trainer.devices.shape))
+  mesh.check_batch(
+    trainer.devices,
+    trainer.batch_size,
+    accumulation_steps=trainer.accumulation_steps,
+    microbatches=pipeline_loss.check(trainer.definition, trainer.devices) if training else 1,
+  )

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model requires of the devices that it is going to run on."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from paxlike import layers
+from paxlike.devices import topology
+from paxlike.errors import UserError
+from paxlike.layers.decoder import Decoder
+
+
+class _Requirement(NamedTuple):
+  """What devices must have for a part of a model.
+
+  Attributes:
+    knob: What chooses that part.
+    has: Whether a device has it.
+    needed: The devices that have it.
+    instead: What to choose on others.
+  """
+
+  knob: str
+  has: Callable[[Any], bool]
+  needed: str
+  instead: str
+
+
+_AUTO = "take auto (for a saved model --fiddler='attention(kernel=\"auto\")')"
+_NONE = "take QUANTIZATION=none"
+_TE = "ENABLE_TE (transformer_engine)"
+
+
+# Of kernels for attention, and of `Dot`s.
+_REQUIREMENTS: dict[Any, _Requirement] = {
+  layers.cudnn: _Requirement(
+    "ATTENTION_KERNEL=cudnn", topology.has_cudnn_attention, "NVIDIA GPUs from Ampere on", _AUTO
+  ),
+  layers.splash: _Requirement(
+    "ATTENTION_KERNEL=splash", topology.has_splash_attention, "TPUs", _AUTO
+  ),
+  layers.tokamax: _Requirement(
+    "ATTENTION_KERNEL=tokamax", topology.has_tokamax_attention, "NVIDIA GPUs from Hopper on", _AUTO
+  ),
+  layers.Fp8: _Requirement(
+    "QUANTIZATION=fp8 (or USE_FP8)", topology.has_fp8, "NVIDIA GPUs from Ada on", _NONE
+  ),
+  layers.DelayedFp8: _Requirement(
+    "QUANTIZATION=fp8_delayed", topology.has_fp8, "NVIDIA GPUs from Ada on", _NONE
+  ),
+  layers.MxFp8: _Requirement(
+    "QUANTIZATION=mxfp8", topology.has_mxfp8, "NVIDIA GPUs from Blackwell on", "take fp8"
+  ),
+  layers.TransformerEngine: _Requirement(
+    _TE, topology.has_transformer_engine, "an NVIDIA GPU from Ampere on", "leave it out"
+  ),
+}
+
+
+def check(model: Decoder, devices: Sequence[Any]):
+  """Checks that devices have what a model names.
+
+  Raises:
+    UserError: They lack it; or Transformer Engine is not installed, or there are several GPUs.
+  """
+  parts = set(_parts(model))
+  for part, requirement in _REQUIREMENTS.items():
+    if part in parts and not requirement.has(devices[0]):
+      raise UserError(
+        f"{requirement.knob} needs {requirement.needed}, but the device is"
+        f" {devices[0].device_kind}: {requirement.instead}."
+      )
+  if layers.TransformerEngine in parts:
+    if len(devices) > 1:
+      raise UserError(f"{_TE} is for one GPU, and here are {len(devices)}.")
+    layers.transformer_engine.load()
+
+
+def check_context(model: Decoder, sizes: dict[str, int]):
+  """Checks that a kernel for shared sequences has a mesh on which they are shared.
+
+  Raises:
+    UserError: The mesh has no axis context.
+  """
+  parts = set(_parts(model))
+  for kernel in (layers.ring, layers.gathered):
+    if kernel in parts and sizes["context"] == 1:
+      axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+      raise UserError(
+        f"ATTENTION_KERNEL={kernel.__name__} needs a mesh whose axis context is longer than 1, but"
+        f" that of ICI_MESH_SHAPE x DCN_MESH_SHAPE is {axes or 'one device'}: give it one, or take"
+        " auto."
+      )
+
+
+def _parts(model: Decoder) -> Iterator[Any]:
+  """Yields the kernels of a model and the types of its `Dot`s; for TE in fp8 also Fp8."""
+  for _, module in nnx.iter_modules(model):
+    if hasattr(module, "demand"):
+      kernel: Any = getattr(module, "kernel", None)
+      yield getattr(kernel, "func", kernel)
+    dot: Any = getattr(module, "dot", None)
+    yield type(dot)
+    if isinstance(dot, layers.TransformerEngine) and dot.fp8:
+      yield layers.Fp8

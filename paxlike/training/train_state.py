@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training state: its shapes, its shardings and its initialization."""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from paxlike.devices import mesh as mesh_lib
+from paxlike.errors import UserError
+from paxlike.layers import module
+from paxlike.layers.module import Definition, Params
+from paxlike.layers.stack import layout_of
+from paxlike.training.optimizers import Optimizer
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+  """The state that a step takes, donates and returns.
+
+  Attributes:
+    step: int32, completed steps.
+    params: Trained weights, in the definition's storage dtype.
+    frozen: Frozen weights, in their compute dtypes or quantized; not in checkpoints.
+    reference: The initial weights in their compute dtypes, if the objective needs a reference
+      model; not in checkpoints.
+    extra: Non-trainable state of layers (amax histories).
+    opt_state: The optimizer's state.
+    skipped: int32, the steps among `step` whose update was skipped because it was not finite.
+  """
+
+  step: jax.Array
+  params: Params
+  frozen: Params
+  reference: Params
+  extra: dict[str, jax.Array]
+  opt_state: Any
+  skipped: jax.Array
+
+  @property
+  def weights(self) -> Params:
+    """All weights that a model is bound to."""
+    return self.params | self.frozen | self.extra
+
+
+def abstract(
+  definition: Definition,
+  optimizer: Optimizer,
+  mesh: Mesh | AbstractMesh,
+  *,
+  with_reference: bool = False,
+) -> Any:
+  """Returns a TrainState of shapes, dtypes and shardings."""
+  weights: Any = {
+    name: jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
+    for name, spec in definition.weights.items()
+  }
+  params, frozen, extra = split(definition, weights)
+  count: Any = jax.ShapeDtypeStruct((), jnp.int32)
+  state = TrainState(
+    step=count,
+    params=params,
+    frozen=frozen,
+    reference=jax.eval_shape(definition.prepare, weights) if with_reference else {},
+    extra=extra,
+    opt_state=jax.eval_shape(optimizer.transform.init, definition.optimized(params)),
+    skipped=count,
+  )
+
+  def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    # Optimizer moments are dicts keyed by parameter name, and are sharded like the parameters.
+    keys = [getattr(key, "key", None) for key in path]
+    spec = next((definition.weights[key] for key in keys if key in definition.weights), None)
+    partition = PartitionSpec()
+    if spec is not None and len(spec.shape) == len(leaf.shape):
+      partition = mesh_lib.partition(spec.dims, leaf.shape, mesh.shape)
+      if optimizer.over_data and path[0].name == "opt_state":
+        partition = mesh_lib.spread(partition, leaf.shape, mesh.shape)
+    sharding = NamedSharding(mesh, partition)
+    if optimizer.on_host and path[0].name == "opt_state" and leaf.shape:
+      sharding = sharding.with_memory_kind("pinned_host")
+      if sharding.memory_kind is None:  # JAX drops memory kinds for GPUs that are not attached.
+        raise UserError(
+          "OPTIMIZER_ON_HOST: JAX cannot compile for the host memory of GPUs that are not attached."
+          " Leave it out, or compile on a machine that has the GPUs."
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+  return jax.tree_util.tree_map_with_path(place, state)
+
+
+def kept_in_place(definition: Definition, optimizer: Optimizer, state: TrainState) -> TrainState:
+  """Constrains a new state, inside a traced function, to the shardings of the old state."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or (mesh.size == 1 and not optimizer.on_host):
+    return state
+  target = abstract(definition, optimizer, mesh)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+  on_device = jax.tree.map(lambda sharding: sharding.with_memory_kind("device"), shardings)
+  unchanged = {"frozen": {}, "reference": {}}
+  changing = dataclasses.replace(state, **unchanged)
+  changing = jax.lax.with_sharding_constraint(changing, dataclasses.replace(on_device, **unchanged))
+  if optimizer.on_host:
+    opt_state = jax.device_put(changing.opt_state, shardings.opt_state)
+    changing = dataclasses.replace(changing, opt_state=opt_state)
+  return dataclasses.replace(changing, frozen=state.frozen, reference=state.reference)
+
+
+def create(
+  definition: Definition,
+  optimizer: Optimizer,
+  mesh: Mesh,
+  *,
+  seed: int,
+  given: Mapping[str, jax.Array] | None = None,
+) -> TrainState:
+  """Returns the state before the first step, each array created with its sharding.
+
+  Weights in `given` are used as they are; the others are initialized.
+  """
+  target = abstract(definition, optimizer, mesh)
+  weights = init_params(definition, mesh, seed=seed, given=given)
+  params, frozen, extra = split(definition, weights)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+  init = jax.jit(optimizer.transform.init, out_shardings=shardings.opt_state)
+  zero = functools.partial(jnp.zeros, (), jnp.int32, device=target.step.sharding)
+  return TrainState(
+    step=zero(),
+    params=params,
+    frozen=frozen,
+    reference={},
+    extra=extra,
+    opt_state=init(definition.optimized(params)),
+    skipped=zero(),
+  )
+
+
+def split(
+  definition: Definition, weights: Mapping[str, T]
+) -> tuple[dict[str, T], dict[str, T], dict[str, T]]:
+  """Returns (trained weights, frozen weights, non-trainable state)."""
+  parts: tuple[dict[str, T], ...] = ({}, {}, {})
+  for name, weight in weights.items():
+    spec = definition.weights[name]
+    parts[2 if spec.statistic else 0 if spec.changes else 1][name] = weight
+  return parts[0], parts[1], parts[2]
+
+
+def init_params(
+  definition: Definition,
+  mesh: Mesh,
+  *,
+  seed: int,
+  given: Mapping[str, jax.Array] | None = None,
+  names: Collection[str] | None = None,
+) -> Params:
+  """Initializes the weights that are not `given`, each with a key from (seed, name, layer).
+
+  Initial weights are then the same in every layout and on every mesh, and adding a weight changes
+  no other. `names` selects weights; None: all.
+  """
+  root = jax.random.key(seed)
+  layout = layout_of(definition.module)
+  params: Params = {}
+  for name in definition.weights if names is None else names:
+    spec = definition.weights[name]
+    if given and name in given:
+      params[name] = given[name]
+      continue
+    location = layout.locate(name)
+    template, layers = (location.template, location.layers) if location else (name, (0,))
+    key = jax.random.fold_in(root, zlib.crc32(template.encode()))
+    draw = _drawer(
+      _hashable(spec.init),
+      spec.shape,
+      spec.fan_in,
+      spec.stored_dtype,
+      location is not None and location.stacked,
+      mesh_lib.sharding(mesh, spec.dims, spec.shape),
+    )
+    params[name] = spec.stored(draw(key, jnp.array(layers)))
+  return params
+
+
+def trace_init(definition: Definition, mesh: Mesh):
+  """Traces `init_params`, so that errors of the initializers appear early."""
+  jax.eval_shape(lambda: init_params(definition, mesh, seed=0))
+
+
+@functools.cache
+def _drawer(
+  init: Any, shape: tuple[int, ...], fan_in: int, dtype: Any, stacked: bool, where: NamedSharding
+):
+  """Returns the compiled initializer, shared by all weights with equal arguments."""
+  function, keywords = init
+
+  def one(key: jax.Array, layer: jax.Array) -> jax.Array:
+    per_layer = shape[1:] if stacked else shape
+    drawn = function(jax.random.fold_in(key, layer), per_layer, fan_in, **dict(keywords))
+    return drawn.astype(dtype)
+
+  def draw(key: jax.Array, layers: jax.Array) -> jax.Array:
+    return jax.vmap(one, (None, 0))(key, layers) if stacked else one(key, layers[0])
+
+  return jax.jit(draw, out_shardings=where)
+
+
+def _hashable(init: module.Initializer) -> tuple[Any, tuple[tuple[str, Any], ...]]:
+  """Returns a hashable form of an initializer; `functools.partial` compares by identity."""
+  if isinstance(init, functools.partial) and not init.args:
+    return init.func, tuple(sorted(init.keywords.items()))
+  return init, ()

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+import errno
+import functools
+import gc
+import json
+import pathlib
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from helpers.tiny_model import adamw, batch, tiny
+from jax.sharding import NamedSharding, PartitionSpec
+
+from paxlike.checkpoints import committing, layout_conversion
+from paxlike.checkpoints.checkpoint import Checkpoints, flatten, unflatten
+from paxlike.checkpoints.warm_start import read_found
+from paxlike.devices.mesh import MeshSpec
+from paxlike.errors import UserError
+from paxlike.layers.stack import layout_of
+from paxlike.layers.stack_layout import Layout
+from paxlike.training import train_state
+from paxlike.training.train_step import make_train_step
+
+FLAT = Layout(scanned=False, repeats=0)
+
+
+@pytest.fixture
+def saved(tmp_path):
+  with Checkpoints(tmp_path / "checkpoints", keep=3) as checkpoints:
+    yield checkpoints
+
+
+def arrays(seed=0):
+  random = np.random.default_rng(seed)
+  values = random.normal(size=(8, 4))
+  return {
+    # Too large to be kept with the names.
+    "params.table": jnp.array(random.normal(size=(300, 40)), jnp.float32),
+    "params.a.w": jnp.array(values, jnp.float32),
+    "params.b.w": jnp.array(values, jnp.bfloat16),
+    "extra.scale": jnp.array(values, jnp.float8_e4m3fn),
+    "opt_state.bits": jnp.array(random.integers(0, 2**32, 5), jnp.uint32),
+    "step": jnp.int32(7),
+  }
+
+
+def target_of(state, sharding=None):
+  sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for n, x in state.items()}
+
+
+def save(checkpoints, step, state=None, layout=FLAT):
+  checkpoints.save(step, state or arrays(), layout=layout, train_input={"position": step})
+  checkpoints.wait()
+
+
+def assert_bitwise(got, expected):
+  assert got.keys() == expected.keys()
+  for name, value in expected.items():
+    assert got[name].dtype == value.dtype, name
+    assert np.asarray(got[name]).tobytes() == np.asarray(value).tobytes(), name
+
+
+def test_what_is_saved_comes_back_bitwise(saved):
+  save(saved, 5)
+  restored = saved.restore(5, target_of(arrays()), layout=FLAT)
+  assert_bitwise(restored.state, arrays())
+  assert restored.train_input == {"position": 5}
+  assert saved.path(5).name == "checkpoint_00000005"
+  assert {p.name for p in saved.path(5).iterdir()} >= {"state", "metadata", "train_input"}
+
+
+def test_a_relative_folder_is_read_too(saved, monkeypatch):
+  state = arrays()
+  save(saved, 7, state)
+  monkeypatch.chdir(saved.path(7).parent.parent)
+  relative = Checkpoints("checkpoints", keep=None)
+  assert_bitwise(relative.restore(7, target_of(state), layout=FLAT).state, state)
+  assert Checkpoints("gs://bucket/run", keep=None).path(7) == epath.Path(
+    "gs://bucket/run/checkpoint_00000007"
+  )
+
+
+def test_arrays_may_be_donated_right_after_save(saved):
+  state = {"w": jnp.arange(1_000_000, dtype=jnp.float32)}
+  overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+  saved.save(1, state, layout=FLAT, train_input={})
+  overwrite(state["w"]).block_until_ready()
+  saved.wait()
+  shapes = {"w": jax.ShapeDtypeStruct((1_000_000,), jnp.float32)}
+  restored = saved.restore(1, target_of(shapes), layout=FLAT)
+  np.testing.assert_array_equal(restored.state["w"], np.arange(1_000_000))
+
+
+def test_a_part_can_be_restored(saved):
+  save(saved, 1)
+  wanted = {"params.a.w": target_of(arrays())["params.a.w"]}
+  got = saved.restore(1, wanted, layout=FLAT, unread=layout_conversion.anything).state
+  assert_bitwise(got, {"params.a.w": arrays()["params.a.w"]})
+
+
+def test_another_experiment_is_refused_with_the_differences(saved):
+  save(saved, 1)
+  target = target_of(arrays())
+  del target["params.a.w"]
+  target["params.new.w"] = jax.ShapeDtypeStruct((2,), jnp.float32)
+  target["params.b.w"] = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+  target["opt_state.bits"] = jax.ShapeDtypeStruct((6,), jnp.uint32)
+  for restore in (
+    lambda: saved.restore(1, target, layout=FLAT),
+    lambda: saved.restore_latest_valid(target, layout=FLAT),
+  ):
+    with pytest.raises(UserError) as error:
+      restore()
+    start, _, differences = str(error.value).partition(" is of another experiment: ")
+    assert start.endswith("checkpoint_00000001")
+    assert differences.split("; ") == [
+      "opt_state.bits: uint32[5] in the checkpoint, uint32[6] in this experiment",
+      "params.a.w: only in the checkpoint",
+      "params.b.w: bfloat16[8, 4] in the checkpoint, float32[8, 4] in this experiment",
+      "params.new.w: not in the checkpoint.",
+    ]
+  assert saved.steps() == [1]
+
+
+def test_what_layers_noticed_may_be_new_gone_or_of_another_shape(saved):
+  save(saved, 1)
+  target = target_of(arrays())
+  del target["extra.scale"]
+  where = target["params.a.w"].sharding
+  target["extra.new"] = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=where)
+  state = saved.restore(1, target, layout=FLAT).state
+  assert state.keys() == target.keys()
+  np.testing.assert_array_equal(state["extra.new"], np.zeros(3))
+  np.testing.assert_array_equal(state["params.a.w"], arrays()["params.a.w"])
+  like = target_of(arrays())
+  like["extra.scale"] = jax.ShapeDtypeStruct((9,), jnp.float32, sharding=where)
+  np.testing.assert_array_equal(saved.restore(1, like, layout=FLAT).state["extra.scale"], 0)
+
+
+def test_the_newest_are_kept(saved):
+  for step in range(1, 6):
+    save(saved, step)
+  assert saved.steps() == [3, 4, 5]
+  assert saved.latest() == 5
+
+
+def cut(path):
+  path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+# Orbax leaves coroutines behind that fail when they are collected: here, and in no later test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("item", ["state", "metadata", "train_input"])
+@pytest.mark.parametrize("damage", [cut, pathlib.Path.unlink])
+def test_a_damaged_checkpoint_is_passed_over_and_kept(saved, capsys, item, damage):
+  for step in (1, 2):
+    save(saved, step, arrays(step))
+  folder = saved.path(2)
+  found = pathlib.Path(folder / item).rglob("*")
+  files = [p for p in found if p.is_file() and p.name != "commit_success.txt"]
+  damage(max(files, key=lambda path: path.stat().st_size))
+  step, restored = saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
+  assert step == 1
+  assert_bitwise(restored.state, arrays(1))
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) == 1, lines
+  assert "checkpoint_00000002 is damaged" in lines[0]
+  with pytest.raises(UserError, match="checkpoint_00000002 is damaged"):
+    saved.restore(2, target_of(arrays()), layout=FLAT)
+  gc.collect()
+  with Checkpoints(folder.parent, keep=3) as resumed:
+    with pytest.raises(UserError, match="checkpoint 2, which this run did not restore"):
+      save(resumed, 2, arrays(3))
+    assert saved.steps() == [1, 2]
+    resumed.restore_latest_valid(target_of(arrays()), layout=FLAT)
+    save(resumed, 2, arrays(3))
+  again = saved.restore(2, target_of(arrays()), layout=FLAT)
+  assert_bitwise(again.state, arrays(3))
+  assert len(list(folder.parent.glob("damaged_checkpoint_00000002*"))) == 1
+
+
+def _in_tensors(change):
+  return lambda metadata: metadata["tensors"].update({"params.a.w": change})
+
+
+NO_DESCRIPTIONS = {
+  **{f"tensors {value}": {"tensors": value} for value in ([], None, "x", {"a": 3}, {"a": []})},
+  **{
+    f"shape {shape}": _in_tensors([shape, "float32"]) for shape in ([-1, 2], [2**70], [1.5, 2], 3)
+  },
+  **{f"dtype {dtype}": _in_tensors([[8, 4], dtype]) for dtype in ("O", "no", None, ["f4"], "S3")},
+  **{
+    f"layout {name}={value}": {"layout": {"scanned": False, "repeats": 0, name: value}}
+    for name, value in (("scanned", 3), ("repeats", 10**30), ("chunks", 0), ("prologue", None))
+  },
+}
+
+
+def without_checksums(folder, damage=None):
+  """Makes a checkpoint one of an earlier version; `damage` changes its metadata."""
+  (folder / "checksums.json").unlink()
+  (folder / "checksums").rmtree()
+  file = folder / "metadata" / "metadata"
+  metadata = json.loads(file.read_text())
+  del metadata["checksums"]
+  if callable(damage):
+    damage(metadata)
+  file.write_text(json.dumps(metadata | ({} if callable(damage) else damage or {})))
+
+
+@pytest.mark.parametrize("damage", NO_DESCRIPTIONS.values(), ids=NO_DESCRIPTIONS)
+def test_without_checksums_too_a_damaged_description_is_passed_over(saved, damage):
+  save(saved, 1)
+  save(saved, 2)
+  without_checksums(saved.path(1))
+  without_checksums(saved.path(2), damage)
+  found = saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
+  assert found is not None and found[0] == 1
+
+
+@pytest.mark.parametrize("place", [{"position": -1}, {"epoch": 10**30}, {"epoch": 1.5}, [["a", 1]]])
+def test_without_checksums_too_a_damaged_place_is_passed_over(saved, place):
+  save(saved, 1)
+  save(saved, 2)
+  without_checksums(saved.path(2))
+  (saved.path(2) / "train_input" / "metadata").write_text(json.dumps(place))
+  found = saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
+  assert found is not None and found[0] == 1
+
+
+def test_what_its_run_removes_while_it_is_read_is_not_damaged(saved):
+  for step in (1, 2):
+    save(saved, step)
+
+  def read(step):
+    if step == 1:
+      saved.path(1).rmtree()
+      save(saved, 3)
+    return saved.verify(step)
+
+  with pytest.raises(UserError, match="checkpoint_00000001 was removed while it was being read"):
+    read_found(saved, 1, read)
+
+  def read_newest(step):
+    if step == 3:
+      save(saved, 4)
+      saved.path(3).rmtree()
+    return saved.verify(step)
+
+  assert read_found(saved, None, read_newest)[0] == 4
+  largest = max(saved.path(4).glob("state/d/*"), key=lambda path: path.stat().length)
+  largest.write_bytes(b"")
+  with pytest.raises(UserError, match="checkpoint_00000004 is damaged"):
+    read_found(saved, None, saved.verify)
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_saves_before_the_damaged(saved):
+  for step in (1, 5):
+    save(saved, step)
+  (saved.path(5) / "metadata" / "metadata").write_text("{")
+  with Checkpoints(saved.path(5).parent, keep=3) as resumed:
+    resumed.restore_latest_valid(target_of(arrays()), layout=FLAT)
+    save(resumed, 3, arrays(3))
+    save(resumed, 5, arrays(5))
+    assert resumed.steps() == [1, 3, 5]
+  assert_bitwise(saved.restore(5, target_of(arrays()), layout=FLAT).state, arrays(5))
+
+
+def test_if_all_are_damaged_nothing_is_overwritten(saved):
+  save(saved, 1)
+  (saved.path(1) / "metadata" / "metadata").write_text("{")
+  with pytest.raises(UserError, match=r"no checkpoint in .* can be read"):
+    saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
+  assert saved.steps() == [1]
+
+
+def test_keeping_none_is_refused(tmp_path):
+  with pytest.raises(UserError, match="CHECKPOINT_MAX_TO_KEEP=0"):
+    Checkpoints(tmp_path / "c", keep=0)
+
+
+@pytest.fixture
+def small_files():
+  """No file can grow beyond 100 kB, as on a disk that fills up."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+  yield
+  resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def large(seed):
+  bits = np.random.default_rng(seed).integers(0, 2**32, 100_000, dtype=np.uint32)
+  return {"w": jnp.array(bits)}
+
+
+@pytest.mark.parametrize("told_by", ["wait", "save", "end"])
+def test_a_full_disk_is_told_and_older_checkpoints_stay(tmp_path, small_files, told_by):
+  checkpoints = Checkpoints(tmp_path / "c", keep=1)
+  told = pytest.raises(UserError, match=r"could not be written in .*Older checkpoints are intact")
+  with told, checkpoints:
+    save(checkpoints, 1)
+    checkpoints.save(2, large(2), layout=FLAT, train_input={})
+    if told_by == "wait":
+      checkpoints.wait()
+    elif told_by == "save":
+      checkpoints.save(3, arrays(), layout=FLAT, train_input={})
+  assert checkpoints.steps() == [1]
+  assert_bitwise(checkpoints.restore(1, target_of(arrays()), layout=FLAT).state, arrays())
+
+
+def test_of_no_older_checkpoint_nothing_is_said(tmp_path, small_files):
+  with pytest.raises(UserError) as caught, Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+    checkpoints.save(2, large(2), layout=FLAT, train_input={})
+    checkpoints.wait()
+  assert "could not be written" in str(caught.value) and "intact" not in str(caught.value)
+
+
+def test_a_folder_may_be_renamed_to_what_looks_like_a_pattern(tmp_path):
+  with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+    save(checkpoints, 1)
+  (tmp_path / "c").rename(tmp_path / "c[1]")
+  renamed = Checkpoints(tmp_path / "c[1]", keep=1)
+  assert_bitwise(renamed.restore(1, target_of(arrays()), layout=FLAT).state, arrays())
+  assert renamed.steps() == [1]
+
+
+def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path, small_files, capfd):
+  with pytest.raises(KeyError, match="the cause"), Checkpoints(tmp_path / "c", keep=1) as saving:
+    saving.save(1, large(1), layout=FLAT, train_input={})
+    raise KeyError("the cause")
+  assert "paxlike: a checkpoint could not be written" in capfd.readouterr().err
+
+
+def test_what_json_cannot_hold_is_no_full_disk(saved):
+  with pytest.raises(TypeError, match="not JSON serializable"):
+    saved.save(1, arrays(), layout=FLAT, train_input={"position": object()})
+    saved.wait()
+  assert saved.steps() == []
+
+
+def test_a_save_that_was_killed_is_not_seen(tmp_path):
+  directory = tmp_path / "checkpoints"
+  with Checkpoints(directory, keep=3) as checkpoints:
+    save(checkpoints, 1)
+  # What Orbax leaves when it is killed on the way.
+  half = directory / "checkpoint_00000002.orbax-checkpoint-tmp"
+  (half / "state").mkdir(parents=True)
+  with Checkpoints(directory, keep=3) as checkpoints:
+    assert checkpoints.steps() == [1]
+    # What a reader sees may be the save of a job that runs.
+    assert checkpoints.restore_latest_valid(target_of(arrays()), layout=FLAT) is not None
+    assert half.exists()
+    save(checkpoints, 2)
+    assert checkpoints.steps() == [1, 2]
+  assert not half.exists()
+
+
+def test_reading_makes_no_folder(tmp_path):
+  with Checkpoints(tmp_path / "none", keep=3) as checkpoints:
+    assert checkpoints.steps() == []
+    assert checkpoints.restore_latest_valid(target_of(arrays()), layout=FLAT) is None
+  assert not (tmp_path / "none").exists()
+
+
+def test_a_stack_in_three_parts_is_converted_both_ways(tmp_path):
+  """Layer 0 is the prologue, 1 to 4 a pattern of two blocks twice, 5 the epilogue."""
+  scanned = Layout(scanned=True, prologue=1, pattern=2, repeats=2, epilogue=1)
+  layers = np.arange(6 * 3, dtype=np.float32).reshape(6, 3)
+  prefix = "opt_state.1.mu.stack"
+  unrolled = {f"{prefix}.layers.{i}.w": jnp.array(layer) for i, layer in enumerate(layers)}
+  stacked = {
+    f"{prefix}.prologue.0.w": jnp.array(layers[0]),
+    f"{prefix}.pattern.0.w": jnp.array(layers[[1, 3]]),
+    f"{prefix}.pattern.1.w": jnp.array(layers[[2, 4]]),
+    f"{prefix}.epilogue.0.w": jnp.array(layers[5]),
+  }
+  flat = Layout(scanned=False, prologue=1, pattern=2, repeats=2, epilogue=1)
+  where = NamedSharding(MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1]), PartitionSpec())
+  kinds = [(unrolled, flat), (stacked, scanned)]
+  for number, ((first, layout), (second, other)) in enumerate([kinds, kinds[::-1]]):
+    with Checkpoints(tmp_path / str(number), keep=None) as checkpoints:
+      save(checkpoints, 1, first, layout)
+      got = checkpoints.restore(1, target_of(second, where), layout=other).state
+    assert_bitwise(got, second)
+
+
+def test_flatten_names_every_leaf_and_unflatten_inverts():
+  definition = tiny()
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  state = train_state.abstract(definition, adamw(), mesh)
+  flat = flatten(state)
+  assert "params.stack.layers.1.attention.query.w" in flat
+  assert any(name.endswith("mu.stack.layers.1.attention.query.w") for name in flat)
+  assert jax.tree.structure(unflatten(state, flat)) == jax.tree.structure(state)
+  assert len(flat) == len(jax.tree.leaves(state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_restores_onto_another_mesh_and_layout(tmp_path, scan):
+  """A trained state, moments and all, moves from 8 devices to one and to the other layout."""
+  optimizer = adamw()
+
+  def trained(definition, mesh):
+    step = jax.jit(make_train_step(definition, optimizer, seed=0))
+    return step(train_state.create(definition, optimizer, mesh, seed=0), batch())[0]
+
+  first, second = tiny(scan=scan, num_layers=3), tiny(scan=not scan, num_layers=3)
+  eight = MeshSpec(ici=(2, 2, 2)).build()
+  with jax.set_mesh(eight), Checkpoints(tmp_path / "c", keep=None) as checkpoints:
+    state = trained(first, eight)
+    save(checkpoints, 1, flatten(state), layout_of(first.module))
+  one = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  target = train_state.abstract(second, optimizer, one)
+  with jax.set_mesh(one), Checkpoints(tmp_path / "c", keep=None) as checkpoints:
+    restored = checkpoints.restore(1, flatten(target), layout=layout_of(second.module)).state
+  assert all(value.sharding.mesh == one for value in restored.values())
+
+  def by_layer(flat, layout):
+    result = {}
+    for name, value in flat.items():
+      location = layout.locate(name)
+      for index, layer in enumerate(location.layers if location else (0,)):
+        stacked = location is not None and location.stacked
+        template = location.template if location else name
+        result[template, layer] = np.asarray(value[index] if stacked else value)
+    return result
+
+  got = by_layer(restored, layout_of(second.module))
+  expected = by_layer(flatten(state), layout_of(first.module))
+  assert_bitwise(got, expected)
+  where = NamedSharding(one, PartitionSpec())
+  assert all(value.sharding.is_equivalent_to(where, value.ndim) for value in restored.values())
+
+
+def test_only_what_writing_raises_is_no_write(tmp_path):
+  """JAX's errors are not: there, another process may be gone."""
+  writing = functools.partial(committing.writing, tmp_path)
+  with pytest.raises(committing.Unwritable, match="No space left"), writing():
+    raise OSError(errno.ENOSPC, "No space left on device")
+  for error in (jax.errors.JaxRuntimeError("INTERNAL: Gloo AllGather failed"), UserError("no")):
+    with pytest.raises(type(error)) as found, writing():
+      raise error
+    assert found.value is error

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A configuration is read as transformers reads it, or refused by the name of a key."""
+
+import pytest
+
+from paxlike.errors import UserError
+from paxlike.experiments.deepseek import DeepSeek
+from paxlike.experiments.gemma import Gemma2, Gemma3
+from paxlike.experiments.gpt import Gpt
+from paxlike.experiments.gpt_oss import GptOss
+from paxlike.experiments.llama import Llama
+from paxlike.experiments.mistral import Mistral, Mixtral
+from paxlike.experiments.qwen import Qwen3, Qwen3Moe
+
+FAMILIES = [DeepSeek, Gemma2, Gemma3, Gpt, GptOss, Llama, Mistral, Mixtral, Qwen3, Qwen3Moe]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def read(experiment, **changed):
+  """Reads what `experiment` writes of itself, changed; ... is left out."""
+  family = experiment.hugging_face()
+  sizes = {name: 8 for name, knob in family.knobs.items() if knob.endswith(("DIMS", "SIZE"))}
+  given = {
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    **sizes,
+  }
+  fixed = {k: v[0] if isinstance(v, tuple) else v for k, v in family.fixed.items()}
+  config = {k: v for k, v in given.items() if k in family.knobs} | fixed | changed
+  return family.read({key: value for key, value in config.items() if value is not ...})
+
+
+@pytest.mark.parametrize(
+  ("experiment", "changed", "knob", "value"),
+  [
+    (Llama, {}, "NORM_EPSILON", 1e-6),
+    (Llama, {"hidden_act": "swish"}, "ROPE_FACTOR", None),
+    (Gpt, {"activation_function": "gelu_pytorch_tanh"}, "HIDDEN_DIMS", 8),
+    (Gemma3, {"hidden_activation": "gelu_new"}, "WINDOW", 4096),
+    # Null is not absent.
+    (Mistral, {}, "WINDOW", 4096),
+    (Mistral, {"sliding_window": None}, "WINDOW", None),
+    (Mixtral, {}, "WINDOW", None),
+    (Gemma2, {}, "ATTENTION_SOFT_CAP", 50.0),
+    (Gemma2, {"attn_logit_softcapping": None}, "ATTENTION_SOFT_CAP", None),
+    (Qwen3Moe, {"num_local_experts": 16}, "NUM_EXPERTS", 16),
+    # Rotary positions, as transformers 4 and 5 write them.
+    (Llama, {"rope_theta": 500.0}, "ROPE_THETA", 500.0),
+    (Llama, {"rope_parameters": {"rope_theta": 500.0}}, "ROPE_THETA", 500.0),
+    (Llama, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "ROPE_FACTOR", 2.0),
+    (Llama, {"rope_parameters": YARN}, "ROPE_SCALING", "yarn"),
+    (Llama, {"rope_scaling": {**YARN, "beta_fast": 32}}, "ROPE_ORIGINAL_LENGTH", 32),
+    (Gemma3, {"rope_local_base_freq": 5.0}, "LOCAL_ROPE_THETA", 5.0),
+    (Gemma3, {"rope_parameters": {"sliding_attention": {"rope_theta": 5.0}}}, "ROPE_THETA", 1e6),
+    (GptOss, {}, "ROPE_FACTOR", 32.0),
+    (GptOss, {"rope_scaling": {}}, "ROPE_FACTOR", 32.0),
+    (GptOss, {"rope_parameters": None}, "ROPE_FACTOR", 32.0),
+    (GptOss, {"rope_parameters": {}}, "ROPE_FACTOR", None),
+    (GptOss, {"rope_parameters": {}}, "ROPE_THETA", 150_000.0),
+    (Llama, {"rope_parameters": {}, "rope_scaling": YARN}, "ROPE_SCALING", "yarn"),
+    (DeepSeek, {"q_lora_rank": None}, "QUERY_LATENT_DIMS", None),
+    # What is without effect.
+    (Llama, {"_name_or_path": "x", "temperature": 0.5, "mystery": None}, "NUM_LAYERS", 2),
+    (Gemma3, {"sliding_window_pattern": 6}, "NUM_LAYERS", 2),
+  ],
+)
+def test_what_is_said_is_read(experiment, changed, knob, value):
+  assert read(experiment, **changed)[knob] == value
+
+
+@pytest.mark.parametrize(
+  ("experiment", "changed", "reason"),
+  [
+    (Llama, {"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu' or 'swish'"),
+    (Llama, {"hidden_size": ...}, "a llama model lacks hidden_size"),
+    (Llama, {"hidden_size": None}, "hidden_size is null"),
+    (Llama, {"mystery": 1}, "mystery=1 is unknown to paxlike"),
+    (Llama, {"mlp_bias": True}, "mlp_bias is True, not False"),
+    (Llama, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+    (Llama, {"rope_scaling": {**YARN, "beta_fast": 8}}, "beta_fast of rope_parameters is 8"),
+    (Llama, {"rope_scaling": {**YARN, "mystery": 8}}, "mystery=8 of rope_parameters"),
+    (
+      Llama,
+      {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1.0}},
+      "contradict each",
+    ),
+    (Qwen3, {"use_sliding_window": True}, "use_sliding_window is True"),
+    (Qwen3, {"layer_types": ["sliding_attention"] * 2}, "layer_types is"),
+    (Gemma3, {"sliding_window_pattern": 2}, "sliding_window_pattern is 2, not 6"),
+    (Gemma3, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    (Gemma3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    (Gemma3, {"rope_parameters": {"sliding_attention": YARN}}, "yarn of local layers"),
+    (Gemma3, {"rope_parameters": YARN}, "an unknown kind of attention"),
+    # Absent, these mean another model than ours.
+    (Qwen3Moe, {"norm_topk_prob": ...}, "norm_topk_prob is False (its default), not True"),
+    (GptOss, {"rope_scaling": YARN}, "truncate of rope_parameters is absent, not False"),
+    (DeepSeek, {"rope_scaling": YARN}, "mscale of rope_parameters is absent, not 1.0"),
+    (DeepSeek, {"head_dim": 32, "qk_rope_head_dim": 8}, "head_dim=32 is not qk_rope_head_dim=8"),
+  ],
+)
+def test_what_would_be_another_model_is_refused(experiment, changed, reason):
+  with pytest.raises(UserError) as refusal:
+    read(experiment, **changed)
+  assert reason in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("experiment", FAMILIES)
+def test_what_is_written_is_read_again(experiment):
+  values = read(experiment) | {"ROPE_ORIGINAL_LENGTH": 64}
+  values.setdefault("ROPE_SCALING", "yarn")
+  written = experiment.hugging_face().write(values, dtype="float32")
+  again = experiment.hugging_face().read(written)
+  assert again == {knob: value for knob, value in values.items() if knob in again}

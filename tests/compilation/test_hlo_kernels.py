@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from a compiled program is what was asked of the compiler."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from paxlike import layers
+from paxlike.compilation import hlo_kernels
+from paxlike.devices import chips, topology
+from paxlike.layers.precision import weight_only
+
+H200 = chips.CHIPS["H200"]
+
+
+def compiled(function, *shapes, dtype=jnp.bfloat16, **options):
+  """The kernels of a function of arrays."""
+  where = SingleDeviceSharding(topology.devices()[0])
+  arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape in shapes]
+  options = {"xla_gpu_enable_triton_gemm": False, **options}
+  program = jax.jit(function).lower(*arrays).compile(compiler_options=options).as_text()
+  return hlo_kernels.kernels(program or "", H200)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_a_product_has_the_flops_and_bytes_of_its_matrices(h200, triton):
+  sizes = (4096, 1024), (1024, 8192)
+  found = compiled(jnp.dot, *sizes, xla_gpu_enable_triton_gemm=triton)
+  (product,) = [one for one in found if one.group == "matmul"]
+  assert product.count == 1
+  assert product.flops == 2 * 4096 * 1024 * 8192
+  assert product.nbytes == 2 * (4096 * 1024 + 1024 * 8192 + 4096 * 8192)
+  assert product.seconds == pytest.approx(product.flops / (989.5e12 * 0.71) + 2e-6)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "group"),
+  [
+    (jnp.float8_e4m3fn, "matmul fp8"),
+    (jnp.int8, "matmul int8"),
+    (jnp.float32, "matmul tf32"),
+    (jnp.bfloat16, "matmul"),
+  ],
+)
+def test_products_are_told_apart_by_dtype(h200, dtype, group):
+  def product(x, w):
+    dims = (((1,), (1,)), ((), ()))
+    out = {jnp.float32: jnp.float32, jnp.int8: jnp.int32}.get(dtype, jnp.bfloat16)
+    return jax.lax.dot_general(x, w, dims, preferred_element_type=out)
+
+  found = compiled(product, (512, 256), (1024, 256), dtype=dtype)
+  assert [one.flops for one in found if one.group == group] == [2 * 512 * 256 * 1024]
+
+
+@pytest.mark.parametrize("scheme", [weight_only.int8_columns, weight_only.int4])
+def test_a_weight_that_is_held_in_few_bits_is_read_in_them(h200, scheme):
+  def place(array):
+    where = SingleDeviceSharding(topology.devices()[0])
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+
+  w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 8192), (8, 4096)))
+  held = jax.tree.map(place, jax.eval_shape(lambda w: scheme(w, axis=-2), w))
+  program = jax.jit(lambda held, x: held.product(x)).lower(held, place(x)).compile().as_text()
+  found = hlo_kernels.kernels(program or "", H200)
+  assert [one.group for one in found] == ["matmul", "memory"]
+  assert hlo_kernels.total(found).nbytes < 0.55 * 2 * w.size
+
+
+def test_a_loop_counts_as_often_as_it_runs(h200):
+  def function(x, w):
+    return jax.lax.fori_loop(0, 50, lambda _, y: jnp.tanh(y @ w), x)
+
+  found = compiled(function, (512, 512), (512, 512))
+  total = hlo_kernels.total([one for one in found if one.group == "matmul"])
+  assert total.count == 50
+  assert total.flops == 50 * 2 * 512**3
+
+
+@pytest.mark.parametrize(
+  ("window", "pairs"), [(None, 1024 * 1024 / 2), (256, 256 * 1024 - 256 * 256 / 2)]
+)
+def test_attention_counts_the_pairs_that_are_seen(h200, window, pairs):
+  def value(q):
+    return layers.cudnn(q, q, q, scale=1.0, segments_BT=None, window=window).sum()
+
+  found = compiled(jax.grad(value), (2, 1024, 4, 64))
+  forward, backward = [one.flops for one in found if one.group == "attention"]
+  assert forward == 4 * pairs * 2 * 4 * 64
+  assert backward == 10 * pairs * 2 * 4 * 64
+
+
+def test_transposes_are_told_from_what_keeps_its_order(h200):
+  (moved,) = compiled(lambda x: jnp.tanh(x.T).copy(), (4096, 2048))
+  assert moved.group == "transpose"
+  (kept,) = compiled(jnp.tanh, (4096, 2048))
+  assert kept.group == "memory"
+  for one in (moved, kept):
+    assert one.nbytes == 2 * 2 * 4096 * 2048
+    assert one.seconds == pytest.approx(one.nbytes / (0.9 * 4.8e12) + 2e-6)
+
+
+def test_sums_are_ordered_by_time():
+  one = hlo_kernels.Kernel("matmul", "a", 3, 10.0, 5.0, 1.0, "x")
+  other = hlo_kernels.Kernel("memory", "b", 1, 7.0, 0.0, 4.0, "y")
+  names, sums = zip(*hlo_kernels.grouped([one, other, one], "group"), strict=True)
+  assert names == ("matmul", "memory")
+  assert (sums[0].count, sums[0].nbytes, sums[0].flops, sums[0].seconds) == (6, 60, 30, 6)
+
+
+def test_no_copy_is_taken_for_the_grouped_product_that_it_is_named_after():
+  program = """HloModule program, is_scheduled=true
+
+ENTRY %main (x: bf16[8,4]) -> bf16[8,4] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  ROOT %copy = bf16[8,4]{0,1} copy(%x), metadata={op_name="f/groups_1_of_2/grouped_matmul/call"}
+}
+"""
+  (copy,) = hlo_kernels.kernels(program, H200)
+  assert (copy.group, copy.flops) == ("transpose", 0)

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of knobs."""
+
+import enum
+import subprocess
+import sys
+import types
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxlike.config import knob_types, knobs
+from paxlike.config.knobs import UNSET, Dtype
+from paxlike.errors import UserError
+
+
+class Policy(enum.Enum):
+  NOTHING = 1
+  EVERYTHING = 2
+
+
+class Base(knobs.Knobs):
+  #: Transformer blocks,
+  #: all alike.
+  NUM_LAYERS: int = 12
+  RATE: float = 1  #: The peak.
+  FLAG: bool = False
+  NAME: str = "base"
+  DTYPE: Dtype = jnp.bfloat16
+  POLICY: Policy = Policy.EVERYTHING
+  SHAPE: tuple[int, ...] = (-1, 1, 1)
+  WORDS: tuple[str, ...] = ()
+  SIZES: dict[str, int] = {}
+  NORM: Literal["rms", "layer"] = "rms"
+  WIDTH: int | None = None
+  PATH: str | None = None
+  MESH: tuple[int, ...] | dict[str, int] = (1,)
+  NEEDED: int = UNSET  #: Of each recipe.
+  CHOICE: Literal[  #: Spans lines.
+    "a",
+    "b",
+  ] = "a"
+
+
+class Recipe(Base):
+  NUM_LAYERS = 24
+  SHAPE = [8, 1, 1]  # pyright: ignore[reportAssignmentType]
+
+
+def from_text(name: str, text: str) -> Any:
+  return getattr(Recipe().set(name, text, source="command line"), name)
+
+
+@pytest.mark.parametrize(
+  ("name", "text", "value"),
+  [
+    ("NUM_LAYERS", "4", 4),
+    ("NUM_LAYERS", "0", 0),
+    ("NUM_LAYERS", "1_000", 1000),
+    ("RATE", "6e-4", 6e-4),
+    ("RATE", "3", 3.0),
+    ("FLAG", "true", True),
+    ("FLAG", "False", False),
+    ("FLAG", "1", True),
+    ("FLAG", "0", False),
+    ("NAME", "bare words", "bare words"),
+    ("NAME", '"quoted"', "quoted"),
+    ("NAME", "", ""),
+    ("NAME", "4", "4"),
+    ("DTYPE", "float8_e4m3fn", "float8_e4m3fn"),
+    ("DTYPE", '"bfloat16"', "bfloat16"),
+    ("DTYPE", "jnp.float32", "float32"),
+    ("DTYPE", "bf16", "bfloat16"),
+    ("POLICY", "NOTHING", Policy.NOTHING),
+    ("POLICY", "nothing", Policy.NOTHING),
+    ("POLICY", "Policy.NOTHING", Policy.NOTHING),
+    ("SHAPE", "[8,1,1]", (8, 1, 1)),
+    ("SHAPE", "8,1,1", (8, 1, 1)),
+    ("SHAPE", "( 8, 1 )", (8, 1)),
+    ("SHAPE", "[]", ()),
+    ("SHAPE", "-1", (-1,)),
+    ("WORDS", "a,b", ("a", "b")),
+    ("WORDS", "['a,b', c]", ("a,b", "c")),
+    ("SIZES", "{data: 2, fsdp: 4}", {"data": 2, "fsdp": 4}),
+    ("SIZES", '{"data":2}', {"data": 2}),
+    ("SIZES", "{}", {}),
+    ("NORM", "layer", "layer"),
+    ("WIDTH", "None", None),
+    ("WIDTH", "none", None),
+    ("WIDTH", "0", 0),
+    ("PATH", "None", None),
+    ("PATH", "'None'", "None"),
+    ("PATH", "/a/b=c", "/a/b=c"),
+    ("MESH", "[2,4]", (2, 4)),
+    ("MESH", "{data: 2}", {"data": 2}),
+  ],
+)
+def test_text_becomes_a_value_of_the_type(name, text, value):
+  found = from_text(name, text)
+  assert found == value
+  assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+  ("name", "text", "message"),
+  [
+    ("NUM_LAYERS", "four", "--fdl.NUM_LAYERS=four: expected int, got 'four'."),
+    ("NUM_LAYERS", "4.0", "--fdl.NUM_LAYERS=4.0: expected int, got '4.0'."),
+    ("NUM_LAYERS", "true", "expected int"),
+    ("NUM_LAYERS", "none", "expected int"),
+    ("NUM_LAYERS", "", "expected int, got ''."),
+    ("RATE", "nan", "expected float"),
+    ("FLAG", "yes", "expected bool"),
+    ("FLAG", "2", "expected bool"),
+    (
+      "DTYPE",
+      "bflot16",
+      "expected a dtype such as bfloat16, got 'bflot16'. Did you mean bfloat16?",
+    ),
+    ("DTYPE", "str", "expected a dtype"),
+    ("POLICY", "NOTHIN", "one of NOTHING, EVERYTHING, got 'NOTHIN'. Did you mean NOTHING?"),
+    ("SHAPE", "[8,one,1]", r"expected a list whose items are each an int, got '[8,one,1]'."),
+    ("SHAPE", "[8,1", "expected a list"),
+    ("SHAPE", "8,1]", "expected a list"),
+    ("SHAPE", "", "expected a list"),
+    ("SHAPE", "{8: 1}", "expected a list"),
+    ("SIZES", "data: 2", "expected a mapping {name: value, ...} whose values are each an int"),
+    ("SIZES", "{data}", "expected a mapping"),
+    ("SIZES", "{data: x}", "expected a mapping"),
+    ("SIZES", "{data: 1, data: 2}", "expected a mapping"),
+    ("NORM", "rmss", "expected one of rms, layer, got 'rmss'. Did you mean rms?"),
+    ("WIDTH", "x", "expected int or None, got 'x'."),
+  ],
+)
+def test_text_of_another_type_is_refused_by_name(name, text, message):
+  with pytest.raises(UserError) as error:
+    from_text(name, text)
+  assert message in str(error.value)
+  assert f"--fdl.{name}={text}" in str(error.value)
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [
+    ("NUM_LAYERS", True),
+    ("NUM_LAYERS", 4.0),
+    ("NUM_LAYERS", None),
+    ("FLAG", 1),
+    ("RATE", False),
+    ("NAME", 3),
+    ("SHAPE", (1, "2")),
+    ("SHAPE", 8),
+    ("SIZES", [1]),
+    ("POLICY", 1),
+    ("DTYPE", np.zeros(3)),
+    ("DTYPE", float),
+  ],
+)
+def test_values_of_another_type_are_refused(name, value):
+  with pytest.raises(UserError, match=name):
+    Recipe(**{name: value})
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint16, np.int64, np.float16, np.float32, np.float64])
+def test_scalars_of_numpy_are_kept_as_those_of_python(kind):
+  is_whole = issubclass(kind, np.integer)
+  numbers: Any = {"NUM_LAYERS": kind(2)} if is_whole else {"RATE": kind(0.3)}
+  for name, value in (*numbers.items(), ("RATE", kind(2))):
+    held = getattr(Recipe(**{name: value}), name)
+    assert held == value and type(held) is (int if name == "NUM_LAYERS" else float)
+  for value in (np.float32(2), np.bool_(True), np.zeros(1, int)):
+    with pytest.raises(UserError, match="NUM_LAYERS"):
+      Recipe(NUM_LAYERS=value)
+
+
+@pytest.mark.parametrize(
+  "dtype", [jnp.bfloat16, jnp.dtype("bfloat16"), np.dtype("bfloat16"), "bfloat16"]
+)
+def test_dtypes_are_kept_by_name(dtype):
+  assert Recipe(DTYPE=dtype).DTYPE == "bfloat16"
+  assert type("Sub", (Base,), {"DTYPE": dtype}).DTYPE == "bfloat16"
+
+
+def test_every_dtype_name_exists():
+  for name in knob_types.DTYPES:
+    assert jnp.dtype(name).name == name
+
+
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [
+    ("NAME", "None"),
+    ("NAME", "'quoted'"),
+    ("NAME", " spaced "),
+    ("PATH", "none"),
+    ("PATH", None),
+    ("WORDS", ("a,b", "c:d", "it's", '"', "", "none", "[x]", "back\\slash'\"")),
+    ("SIZES", {"a b": 1, "c,d": -2}),
+    ("SHAPE", ()),
+    ("RATE", 1e-30),
+    ("RATE", float("inf")),
+    ("POLICY", Policy.NOTHING),
+    ("MESH", {"data": -1}),
+    ("FLAG", True),
+  ],
+)
+def test_spelling_a_value_and_reading_it_back_is_the_identity(name, value):
+  assert from_text(name, knobs.spell(value)) == value
+
+
+def test_every_default_can_be_spelt():
+  defaults = {name: knob.default for name, knob in Recipe.knobs().items()}
+  spelt = {name: value for name, value in defaults.items() if value is not UNSET}
+  assert len(spelt) > 10
+  for name, value in spelt.items():
+    assert from_text(name, knobs.spell(value)) == value
+
+
+def test_an_unknown_knob_names_the_nearest():
+  with pytest.raises(UserError, match=r"no knob NUM_LAYER in Recipe\. Did you mean NUM_LAYERS\?"):
+    Recipe().set("NUM_LAYER", "2", source="command line")
+  with pytest.raises(UserError, match="Did you mean NUM_LAYERS"):
+    Recipe(num_layers=2)
+  with pytest.raises(UserError, match="NUM_LAYER"):
+    Recipe().NUM_LAYER = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+  ("body", "message"),
+  [
+    ({"NUM_LAYER": 3}, "class Bad assigns NUM_LAYER.*Did you mean NUM_LAYERS"),
+    ({"COLOUR": 3}, "class Bad assigns COLOUR.*Annotate it"),
+    ({"NUM_LAYERS": "4"}, "class Bad: NUM_LAYERS = '4': expected int"),
+    ({"NUM_LAYERS": None}, "expected int"),
+    ({"NUM_LAYERS": property(lambda self: 4)}, "expected int"),
+    ({"NUM_LAYERS": lambda self: 4}, "expected int"),
+    ({"__annotations__": {"NEW": object}, "NEW": 1}, "NEW: object.* a knob is an int"),
+    ({"__annotations__": {"NEW": "Nowhere"}, "NEW": 1}, "Nowhere"),
+    ({"__annotations__": {"NEW": int}, "NEW": "x"}, "expected int"),
+    ({"__annotations__": {"NUM_LAYERS": str}}, "expected str"),
+  ],
+)
+def test_a_class_with_a_wrong_knob_cannot_be_made(body, message):
+  with pytest.raises(UserError, match=message):
+    type("Bad", (Recipe,), {"__module__": __name__, **body})
+
+
+def test_lower_case_and_private_attributes_are_not_knobs():
+  class Free(Base):
+    helper = object()
+    _PRIVATE = object()
+
+  assert Free.knobs().keys() == Base.knobs().keys()
+
+
+def test_a_redeclared_knob_takes_the_new_type():
+  class Float(Base):
+    NUM_LAYERS: float = 1.5
+    WIDTH: float | None
+    FLAG: bool | None = None
+
+  assert Float.NUM_LAYERS == 1.5
+  assert Float(WIDTH=0.5).WIDTH == 0.5
+  assert Float.knobs()["NUM_LAYERS"].declared_in is Float
+  assert list(Float.knobs()) == list(Base.knobs())
+  with pytest.raises(UserError, match=r"class Bad: RATE = 1\.0: expected int"):
+    type("Bad", (Base,), {"__annotations__": {"RATE": int}})
+
+
+def test_mixins_of_every_kind_reach_the_recipe():
+  class Data(Base):
+    PATH = "/pile"
+    SPLIT: str = "train"
+
+  class Plain:
+    NUM_LAYERS = 2
+    DTYPE = np.float32
+
+  class Both(Plain, Data, Recipe):
+    pass
+
+  both = Both()
+  assert (both.PATH, both.SPLIT, both.NUM_LAYERS, both.DTYPE) == ("/pile", "train", 2, "float32")
+  assert both.SHAPE == (8, 1, 1)
+  with pytest.raises(UserError, match="Typo assigns NUM_LAYER,"):
+    type("Bad", (type("Typo", (), {"NUM_LAYER": 2}), Recipe), {})
+
+
+def test_annotations_may_be_text():
+  source = (
+    "from __future__ import annotations\n"
+    "import typing\n"
+    "from paxlike.config import knobs\n"
+    "if typing.TYPE_CHECKING:\n  import nowhere\n"
+    "class Late(knobs.Knobs):\n"
+    "  other: nowhere.Thing\n"
+    "  SIZE: int | None = None\n"
+    "  KIND: knobs.Dtype = 'float32'\n"
+  )
+  module = types.ModuleType("late_module")
+  sys.modules["late_module"] = module
+  try:
+    exec(source, vars(module))
+  finally:
+    del sys.modules["late_module"]
+  assert module.Late.knobs()["SIZE"].type_name == "int | None"
+  assert module.Late(SIZE="3", KIND=jnp.bfloat16).KIND == "bfloat16"
+
+
+def test_knobs_say_who_declared_and_who_set_them():
+  found = Recipe.knobs()
+  assert list(found)[:3] == ["NUM_LAYERS", "RATE", "FLAG"]
+  assert (found["NUM_LAYERS"].declared_in, found["NUM_LAYERS"].set_in) == (Base, Recipe)
+  assert (found["RATE"].declared_in, found["RATE"].set_in) == (Base, Base)
+  assert found["NUM_LAYERS"].default == 24
+  assert found["SHAPE"].default == Recipe.SHAPE == (8, 1, 1)
+  assert found["NEEDED"].default is UNSET
+  assert found["MESH"].type_name == "tuple[int, ...] | dict[str, int]"
+  values = Recipe(NAME="x").set("FLAG", "1", source="command line").values()
+  assert list(values) == list(found)
+  assert values["NAME"] == ("x", "constructor")
+  assert values["FLAG"] == (True, "command line")
+  assert values["RATE"] == (1.0, "class Base")
+  assert values["NUM_LAYERS"] == (24, "subclass Recipe")
+
+
+def test_docs_come_from_the_declaration():
+  found = Recipe.knobs()
+  assert found["NUM_LAYERS"].doc == "Transformer blocks, all alike."
+  assert found["RATE"].doc == "The peak."
+  assert found["CHOICE"].doc == "Spans lines."
+  assert found["NEEDED"].doc == "Of each recipe."
+  assert found["FLAG"].doc == ""
+  namespace: dict[str, Any] = {"Base": Base, "__name__": "nowhere"}
+  exec("class Typed(Base):\n  NEW: int = 1  #: Lost.\n", namespace)
+  assert namespace["Typed"].knobs()["NEW"].doc == ""
+
+
+def test_instance_reads_are_recorded_and_nothing_else_is():
+  recipe = Recipe(NAME="x", FLAG=True).set("WIDTH", "3", source="command line")
+  assert Recipe.NUM_LAYERS == 24
+  recipe.values()
+  repr(recipe)
+  assert recipe.read_names() == set()
+  assert recipe.unread() == ["NAME", "FLAG", "WIDTH"]
+  assert recipe.NAME == "x"
+  assert recipe.NUM_LAYERS == 24
+  assert recipe.read_names() == {"NAME", "NUM_LAYERS"}
+  assert recipe.unread() == ["FLAG", "WIDTH"]
+  recipe.reset_reads()
+  assert recipe.unread() == ["NAME", "FLAG", "WIDTH"]
+
+
+def test_reads_through_methods_and_super_count():
+  class Sized(Recipe):
+    def width(self):
+      return self.WIDTH or 8
+
+  class Wider(Sized):
+    def width(self):
+      return 2 * super().width()
+
+  wider = Wider(WIDTH=3)
+  assert wider.width() == 6
+  assert wider.unread() == []
+
+
+def test_instances_and_classes_do_not_share_values():
+  first, second = Recipe(NUM_LAYERS=1), Recipe()
+  first.SIZES["data"] = 2
+  assert (first.NUM_LAYERS, second.NUM_LAYERS, Recipe.NUM_LAYERS) == (1, 24, 24)
+  assert first.SIZES == second.SIZES == Recipe.SIZES == {}
+
+
+def test_a_refused_value_leaves_the_old_one():
+  recipe = Recipe(NUM_LAYERS=3)
+  with pytest.raises(UserError):
+    recipe.set("NUM_LAYERS", "x", source="command line")
+  assert recipe.values()["NUM_LAYERS"] == (3, "constructor")
+
+
+def test_a_knob_without_a_value_asks_for_one():
+  with pytest.raises(UserError, match=r"Recipe has no NEEDED: set it .* --fdl\.NEEDED="):
+    _ = Recipe().NEEDED
+  assert Recipe(NEEDED=3).NEEDED == 3
+
+
+def test_a_constructor_that_forgets_ours_still_works():
+  class Own(Recipe):
+    def __init__(self):
+      self.helper = 1
+      self.NUM_LAYERS = 5
+
+  assert Own().NUM_LAYERS == 5
+  assert Own().unread() == ["NUM_LAYERS"]
+
+
+def test_importing_knobs_is_light():
+  code = "import sys, paxlike.config.knobs; print({'jax', 'numpy', 'fiddle'} & {*sys.modules})"
+  result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert result.stdout.strip() == "set()"

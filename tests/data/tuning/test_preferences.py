@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of answers, in each of the forms that they come in."""
+
+import json
+
+import numpy as np
+import pytest
+
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer
+from paxlike.data.tuning.preferences import PairRows, Preferences
+from paxlike.errors import UserError
+
+USER = [{"role": "user", "content": "one and one is"}]
+TWO, THREE = ([{"role": "assistant", "content": text}] for text in (" two", " three"))
+
+
+def corpus(tmp_path, *rows):
+  path = tmp_path / "pairs.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return Preferences(path=str(path), tokenizer=ByteTokenizer(), vocab_size=300)
+
+
+@pytest.mark.parametrize(
+  "row",
+  [
+    {"prompt": "one and one is", "chosen": " two", "rejected": " three"},
+    {"prompt": USER, "chosen": TWO, "rejected": THREE},
+    {"chosen": USER + TWO, "rejected": USER + THREE, "prompt": None},
+    {"chosen": USER + TWO, "rejected": USER + THREE, "prompt": "one and one is"},
+    {"chosen": USER + TWO, "rejected": USER + THREE, "prompt": USER},
+    {"chosen": TWO, "rejected": THREE, "prompt": "one and one is"},
+  ],
+)
+def test_a_row_has_the_preferred_answer_first(tmp_path, row):
+  rows = PairRows(corpus=corpus(tmp_path, row), seq_len=64, shuffle=False)
+  assert rows.num_rows(0) == 1
+  arrays = rows.rows(0, np.array([0]))
+  for segment, text in ((1, "one and one is two"), (2, "one and one is three")):
+    here = arrays["segments"][0] == segment
+    targets = arrays["targets"][0][here]
+    assert ByteTokenizer().decode(targets) == text[1:]  # The first byte is only input.
+    learnt = targets[arrays["weights"][0][here] > 0]
+    assert ByteTokenizer().decode(learnt) == text.removeprefix("one and one is")
+    assert arrays["positions"][0][here].tolist() == list(range(here.sum()))
+
+
+def test_each_answer_has_half_a_row_and_pairs_stay_together(tmp_path):
+  pairs = [{"prompt": str(i % 10), "chosen": "a" * i, "rejected": "b" * 9} for i in range(2, 60)]
+  rows = PairRows(corpus=corpus(tmp_path, *pairs), seq_len=40, seed=1, split=(0.5, 1))
+  assert rows.num_rows(0) == 29
+  seen = set()
+  for number in range(29):
+    arrays = rows.rows(0, np.array([number]))
+    counts = np.bincount(arrays["segments"][0], minlength=3)[1:]
+    chosen = arrays["inputs"][0][arrays["segments"][0] == 1]
+    rejected = arrays["inputs"][0][arrays["segments"][0] == 2]
+    assert counts.max() <= 20 and chosen[0] == rejected[0]
+    assert ord("b") not in chosen and ord("a") not in rejected
+    seen.add(tuple(chosen))
+  assert len(seen) > 5
+  assert rows.fingerprint() != PairRows(corpus=corpus(tmp_path, *pairs), seq_len=40).fingerprint()
+
+
+def test_what_is_no_pair_is_said(tmp_path):
+  for row, says in (
+    ({"prompt": "a", "chosen": "b"}, "needs a role and a content"),
+    (
+      {"chosen": "b", "rejected": "c"},
+      "no prompt, nor messages in chosen and rejected. It has: chosen",
+    ),
+    ({"chosen": [{"role": "user"}], "rejected": TWO}, "needs a role and a content"),
+  ):
+    with pytest.raises(UserError, match=says):
+      corpus(tmp_path, row).index()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import subprocess
+import sys
+
+import pytest
+
+from paxlike.devices import malloc
+
+# Faults of the second of two equal blocks that another thread allocates, fills and frees.
+SCRIPT = """
+import ctypes, resource, threading
+from paxlike.devices import malloc
+malloc.keep_heap()
+c = ctypes.CDLL(None)
+c.malloc.restype = ctypes.c_void_p
+c.free.argtypes = [ctypes.c_void_p]
+def fill():
+  block = c.malloc(100 << 20)
+  ctypes.memset(block, 1, 100 << 20)
+  c.free(block)
+def run():
+  for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    fill()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+  print(faults)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+
+
+def second_faults(**variables: str) -> int:
+  environment = {key: value for key, value in os.environ.items() if key != "MALLOC_ARENA_MAX"}
+  output = subprocess.run(
+    [sys.executable, "-c", SCRIPT],
+    env=environment | variables | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"},
+    stdout=subprocess.PIPE,
+    text=True,
+    check=True,
+  )
+  return int(output.stdout)
+
+
+@pytest.mark.skipif(malloc._function("mallopt") is None, reason="needs glibc")
+def test_what_is_freed_is_used_again_unless_the_user_decides():
+  num_pages = (100 << 20) // os.sysconf("SC_PAGE_SIZE")
+  assert second_faults() < num_pages / 100
+  assert second_faults(MALLOC_ARENA_MAX="8") > num_pages / 2
+
+
+# What stays resident of large blocks that were freed while small ones between them were not.
+PINNED = """
+import ctypes, time
+from paxlike.devices import malloc
+c = ctypes.CDLL(None)
+c.malloc.restype = ctypes.c_void_p
+c.free.argtypes = [ctypes.c_void_p]
+def resident():
+  with open("/proc/self/statm") as file:
+    return int(file.read().split()[1])
+before = resident()
+large = []
+for _ in range(1000):
+  large.append(c.malloc(100_000))
+  ctypes.memset(large[-1], 1, 100_000)
+  c.malloc(32)
+for block in large:
+  c.free(block)
+kept = resident() - before
+with malloc.trimmed():
+  deadline = time.monotonic() + 30
+  while resident() - before > kept / 10 and time.monotonic() < deadline:
+    time.sleep(0.1)
+print(kept, resident() - before)
+"""
+
+
+@pytest.mark.skipif(malloc._function("malloc_trim") is None, reason="needs glibc")
+def test_what_was_freed_goes_back_to_the_system():
+  environment = {key: value for key, value in os.environ.items() if "MALLOC" not in key}
+  output = subprocess.check_output([sys.executable, "-c", PINNED], env=environment)
+  kept, left = map(int, output.split())
+  assert kept > 10_000
+  assert left < kept / 10

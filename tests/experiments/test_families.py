@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of every family of models, each tried on one of its sizes, shrunk."""
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+from helpers.shrunk import ONE_OF_EACH, shrunk
+from helpers.steps import assert_same, one_device, steps
+from helpers.teacher_forcing import assert_teacher_forcing, prompts
+from helpers.tiny_model import SEQ_LEN, batch
+
+from paxlike import fiddlers, registry
+from paxlike.devices.mesh import MeshSpec
+from paxlike.inference import generate
+from paxlike.layers.module import Definition
+from paxlike.training import train_state
+
+pytestmark = pytest.mark.slow
+every_family = pytest.mark.parametrize("name", ONE_OF_EACH)
+
+
+@every_family
+def test_scanned_and_sharded_equal_one_device(name):
+  data = batch(8)
+  expected = one_device(shrunk(name), data)
+  for value in expected[0].values():
+    assert np.all(np.isfinite(value))
+  spec = MeshSpec(ici={"fsdp": 2, "expert": 2, "tensor": 2})
+  assert_same(steps(shrunk(name, scan=True), spec, data), expected)
+
+
+@every_family
+def test_bfloat16_is_close_to_float32(name):
+  data = batch(8)
+  exact = one_device(shrunk(name, scan=True), data, num_steps=1)[1]["loss"]
+  rough = one_device(shrunk(name, scan=True, dtype="bfloat16"), data, num_steps=1)[1]["loss"]
+  np.testing.assert_allclose(rough[0] / rough[1], exact[0] / exact[1], rtol=0.02)
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}])
+def test_sorted_tokens_equal_one_device_on_any_mesh(mesh):
+  data = batch(8)
+  expected = one_device(shrunk("Mixtral8x7B"), data)
+  devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+  assert_same(steps(shrunk("Mixtral8x7B"), MeshSpec(ici=mesh), data, devices=devices), expected)
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}])
+def test_experts_with_capacity_equal_one_device_on_any_mesh(mesh):
+  # So few places that tokens are dropped.
+  knobs = {"MOE_DISPATCH": "capacity", "CAPACITY_FACTOR": 0.5}
+  data = batch(8)
+  expected = one_device(shrunk("Mixtral8x7B", **knobs), data)
+  dropped, total = expected[1]["dropped_fraction"]
+  assert 0.1 < dropped / total < 0.9
+  assert total == 2 * 2 * 8 * SEQ_LEN
+  count = int(np.prod(list(mesh.values())))
+  definition = shrunk("Mixtral8x7B", **knobs)
+  got = steps(definition, MeshSpec(ici=mesh), data, devices=jax.devices()[:count])
+  assert_same(got, expected)
+
+
+def test_biases_of_routers_follow_the_load():
+  definition = shrunk("DeepSeekV3")
+  names = [name for name in definition.weights if name.endswith("router_bias")]
+  assert len(names) == 2
+  assert definition.optimized(definition.weights).keys().isdisjoint(names)
+  params = one_device(definition, batch(8), num_steps=1)[2].params
+  for name in names:
+    bias = np.asarray(params[name])
+    # Some were chosen more often than others, and none as often as all on average.
+    np.testing.assert_allclose(np.abs(bias[bias != 0]), 0.001, rtol=1e-6)
+    assert bias.min() < 0 < bias.max()
+
+
+def test_cached_decode_with_relative_positions_equals_teacher_forcing(monkeypatch):
+  """The families that Hugging Face has are tried on its weights in convert/test_parity.py."""
+  monkeypatch.setattr(generate, "_LEAST_ROOM", 4)
+  graph = registry.find("SyntheticGLaM126M64E")().trainer()
+  for edit in (fiddlers.shrink, fiddlers.decoding):
+    edit(graph)
+  fiddlers.precision(graph, "float32")
+  definition = Definition(fdl.build(graph).model)
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  params = train_state.init_params(definition, mesh, seed=0)
+  keys = jax.random.split(jax.random.key(0), len(params))
+  # Relative biases would be zero.
+  params = {
+    name: value + 0.1 * jax.random.normal(key, value.shape)
+    for key, (name, value) in zip(keys, params.items(), strict=True)
+  }
+  given = prompts(9, 2, 13)
+  texts = generate.generate(definition, params, given, max_new_tokens=12, num_rows=2)
+  assert_teacher_forcing(definition, params, given, texts)
+
+
+def test_enough_places_serve_as_many_as_sorting():
+  data = batch(8)
+  sorted_ = one_device(shrunk("Mixtral8x7B"), data)
+  placed = one_device(shrunk("Mixtral8x7B", MOE_DISPATCH="capacity", CAPACITY_FACTOR=2.0), data)
+  assert placed[1].pop("dropped_fraction")[0] == 0
+  assert_same(placed, sorted_)

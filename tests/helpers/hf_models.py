@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny model of Hugging Face for every family, and the paxlike model that is made of it."""
+
+import functools
+import json
+import pathlib
+from typing import Any
+
+import fiddle as fdl
+import jax
+import numpy as np
+
+from paxlike import fiddlers
+from paxlike.config import graph_file
+from paxlike.convert.main import run
+from paxlike.layers.decoder import forward
+from paxlike.layers.module import Definition
+
+COMMON = {
+  "vocab_size": 96,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 3,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 16,
+  "max_position_embeddings": 64,
+  "pad_token_id": 0,
+  "bos_token_id": 1,
+  "eos_token_id": 2,
+}
+YARN = {
+  "rope_type": "yarn",
+  "factor": 4.0,
+  "original_max_position_embeddings": 16,
+  "rope_theta": 10_000.0,
+}
+LLAMA3_SCALING = {
+  "rope_type": "llama3",
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 16,
+}
+# Name -> (configuration class of transformers, what differs from COMMON). Windows are shorter than
+# the texts that they are tried on.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+  "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}),
+  "llama": ("LlamaConfig", {}),
+  "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+  "llama_one_head_each": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 8}),
+  "llama31": (
+    "LlamaConfig",
+    {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 500_000.0}},
+  ),
+  "llama_with_biases": (
+    "LlamaConfig",
+    {
+      "attention_bias": True,
+      "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+    },
+  ),
+  "mistral": ("MistralConfig", {"sliding_window": 6}),
+  "mistral_without_window": ("MistralConfig", {"sliding_window": None}),
+  "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
+  "gemma2": ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
+  "gemma3": (
+    "Gemma3TextConfig",
+    {
+      "sliding_window": 6,
+      "query_pre_attn_scalar": 24,
+      "num_hidden_layers": 8,
+      "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+      },
+    },
+  ),
+  "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+  "qwen3_moe": (
+    "Qwen3MoeConfig",
+    {
+      "num_experts": 6,
+      "num_experts_per_tok": 3,
+      "moe_intermediate_size": 24,
+      "norm_topk_prob": True,
+    },
+  ),
+  "deepseek_v3": (
+    "DeepseekV3Config",
+    {
+      "first_k_dense_replace": 1,
+      "qk_nope_head_dim": 16,
+      "head_dim": 8,  # transformers derives its rotary waves from it.
+      "num_key_value_heads": 4,
+      "qk_rope_head_dim": 8,
+      "v_head_dim": 12,
+      "kv_lora_rank": 20,
+      "q_lora_rank": 24,
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 8,
+      "num_experts_per_tok": 3,
+      "n_group": 4,
+      "topk_group": 2,
+      "num_mtp_layers": 0,
+      "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 10_000.0,
+      },
+    },
+  ),
+  "deepseek_v3_without_yarn": (
+    "DeepseekV3Config",
+    {
+      "first_k_dense_replace": 2,
+      "qk_nope_head_dim": 16,
+      "head_dim": 8,  # transformers derives its rotary waves from it.
+      "num_key_value_heads": 4,
+      "qk_rope_head_dim": 8,
+      "v_head_dim": 16,
+      "kv_lora_rank": 20,
+      "q_lora_rank": 24,
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 8,
+      "num_experts_per_tok": 3,
+      "n_shared_experts": 2,
+      "n_group": 1,
+      "topk_group": 1,
+      "num_mtp_layers": 0,
+    },
+  ),
+  "deepseek_v3_without_query_latent": (
+    "DeepseekV3Config",
+    {
+      "first_k_dense_replace": 1,
+      "qk_nope_head_dim": 16,
+      "head_dim": 8,
+      "num_key_value_heads": 4,
+      "qk_rope_head_dim": 8,
+      "v_head_dim": 16,
+      "kv_lora_rank": 20,
+      "q_lora_rank": None,
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 4,
+      "num_experts_per_tok": 2,
+      "n_group": 1,
+      "topk_group": 1,
+      "num_mtp_layers": 0,
+    },
+  ),
+  "gpt_oss": (
+    "GptOssConfig",
+    {
+      "num_local_experts": 4,
+      "num_experts_per_tok": 2,
+      "sliding_window": 6,
+      "intermediate_size": 64,
+      "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 150_000.0,
+      },
+    },
+  ),
+  "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+  "qwen3_with_biases": ("Qwen3Config", {"attention_bias": True, "rope_parameters": YARN}),
+}
+
+
+def save_random(name: str, folder: pathlib.Path, *, seed: int = 0) -> Any:
+  """Saves a random model of a family as Hugging Face does, and returns it."""
+  import torch
+  import transformers
+
+  config_class, options = FAMILIES[name]
+  torch.manual_seed(seed)
+  # What GPT-2 has not would be saved as keys that nobody knows.
+  foreign = ("intermediate_size", "num_key_value_heads", "head_dim") if name == "gpt2" else ()
+  common = {key: value for key, value in COMMON.items() if key not in foreign}
+  config = getattr(transformers, config_class)(**{**common, **options})
+  config._attn_implementation = "eager"
+  model = transformers.AutoModelForCausalLM.from_config(config).eval()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      # As drawn, norms are all the same and biases are nothing.
+      parameter.add_(0.1 * torch.randn_like(parameter))
+  model.save_pretrained(folder)
+  return model
+
+
+def converted(source: pathlib.Path, folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
+  """Converts a model of Hugging Face and returns what paxlike makes of it."""
+  assert run(["--from=hf", f"--path={source}", f"--to={folder}"]) == 0
+  return imported(folder)
+
+
+def imported(folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
+  """Returns the model and the weights of a folder that `paxlike-convert` made."""
+  graph = graph_file.read(folder / "config.json")
+  fiddlers.precision(graph, "float32")
+  trainer: Any = fdl.build(graph)
+  trainer.devices = trainer.mesh.build(jax.devices()[:1])
+  return trainer.definition, trainer.load(folder)
+
+
+def logits(definition: Definition, params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
+  """Returns [B, T, V]."""
+  return np.asarray(jax.jit(functools.partial(forward, definition))(params, {"inputs": tokens})[0])
+
+
+def config_of(folder: pathlib.Path) -> dict[str, Any]:
+  """Returns the configuration of a model of Hugging Face."""
+  return json.loads((folder / "config.json").read_text())

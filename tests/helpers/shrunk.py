@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family of models, each in one of its sizes, shrunk."""
+
+from typing import Any
+
+import fiddle as fdl
+
+from paxlike import fiddlers, registry
+from paxlike.layers import Stack
+from paxlike.layers.module import Definition
+
+ONE_OF_EACH = (
+  "Synthetic126M",
+  "SyntheticLLaMA70B",
+  "Llama31_8B",
+  "Mistral7B",
+  "Mixtral8x7B",
+  "Gemma2B",
+  "Gemma2_2B",
+  "Gemma3_1B",
+  "Qwen3_8B",
+  "Qwen3_30B_A3B",
+  "GptOss20B",
+  "SyntheticGLaM126M64E",
+  "DeepSeekV3",
+)
+
+
+def shrunk(
+  name: str,
+  *,
+  scan: bool = False,
+  dtype: str = "float32",
+  remat: str = "SAVE_EVERYTHING",
+  repeats: int = 2,
+  pipeline: fdl.Config | None = None,
+  **knobs: Any,
+) -> Definition:
+  graph = registry.find(name)(**knobs).trainer()
+  fiddlers.shrink(graph)
+  for stack in fiddlers.select(graph, Stack):
+    stack.repeats = repeats
+  fiddlers.stack(graph, scan=scan)
+  if pipeline is not None:
+    fiddlers.pipeline(graph, pipeline)
+  fiddlers.precision(graph, dtype)
+  fiddlers.remat(graph, remat)
+  return fdl.build(graph).definition

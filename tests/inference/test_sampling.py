@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxlike.errors import UserError
+from paxlike.inference.sampling import Sampling
+
+PROBABILITIES = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
+LOGITS = jnp.log(jnp.array(PROBABILITIES))[None]
+
+
+@pytest.mark.parametrize(
+  ("sampling", "allowed"),
+  [
+    (Sampling(temperature=1.0), 5),
+    (Sampling(temperature=1.0, top_k=2), 2),
+    (Sampling(temperature=1.0, top_k=9), 5),
+    # The set of the likeliest that together have at least this probability.
+    (Sampling(temperature=1.0, top_p=0.4), 1),
+    (Sampling(temperature=1.0, top_p=0.41), 2),
+    (Sampling(temperature=1.0, top_p=0.84), 3),
+    (Sampling(temperature=1.0, top_p=1.0), 5),
+    (Sampling(temperature=1.0, min_p=0.3), 3),
+    (Sampling(temperature=1.0, top_k=4, top_p=0.9, min_p=0.5), 2),
+  ],
+)
+def test_limits_leave_the_likeliest(sampling, allowed):
+  left = np.asarray(jnp.isfinite(sampling.limit(LOGITS)))[0]
+  assert left.tolist() == [True] * allowed + [False] * (5 - allowed)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_distribution(temperature):
+  keys = jax.random.split(jax.random.key(0), 20_000)
+  logits = jnp.repeat(LOGITS, len(keys), 0)
+  tokens, log_probabilities = Sampling(temperature=temperature).draw(logits, keys)
+  expected = PROBABILITIES ** (1 / temperature)
+  shares = np.bincount(tokens, minlength=5) / len(keys)
+  np.testing.assert_allclose(shares, expected / expected.sum(), atol=0.015)
+  # The model's own, whatever the temperature.
+  np.testing.assert_allclose(np.exp(log_probabilities), PROBABILITIES[tokens], rtol=1e-5)
+
+
+def test_temperature_zero_takes_the_likeliest():
+  tokens, _ = Sampling().draw(LOGITS, jax.random.split(jax.random.key(0), 1))
+  assert tokens.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+  "options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0}]
+)
+def test_nonsense_is_refused(options):
+  with pytest.raises(UserError, match=next(iter(options))):
+    Sampling(**options)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary waves and relative positions are those of transformers."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxlike.layers import Definition, RelativeBias, Rope
+from paxlike.layers.attention import rope
+
+YARN = {"factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
+CASES = {
+  "default": ({}, None),
+  "linear": ({"factor": 4.0}, functools.partial(rope.linear, factor=4.0)),
+  "llama3": (
+    {
+      "factor": 8.0,
+      "low_freq_factor": 1.0,
+      "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 64,
+    },
+    functools.partial(rope.llama3, factor=8.0, original_length=64),
+  ),
+  "yarn": (YARN, functools.partial(rope.yarn, theta=1e4, factor=16.0, original_length=64)),
+  "yarn_untruncated": (
+    YARN | {"truncate": False},
+    functools.partial(rope.yarn, theta=1e4, factor=16.0, original_length=64, truncate=False),
+  ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_scaled_frequencies_are_those_of_transformers(name):
+  import transformers
+  from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+  options, scaling = CASES[name]
+  kind = name.split("_")[0]
+  config = transformers.LlamaConfig(
+    hidden_size=64,
+    num_attention_heads=2,
+    max_position_embeddings=1024,
+    rope_parameters={"rope_type": kind, "rope_theta": 1e4, **options},
+  )
+  if kind == "default":
+    expected = 1e4 ** (-np.arange(0, 32, 2) / 32)
+  else:
+    expected = ROPE_INIT_FUNCTIONS[kind](config, "cpu")[0].numpy()
+  np.testing.assert_allclose(Rope(32, theta=1e4, scaling=scaling).frequencies, expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_products_depend_on_distance_alone(interleaved):
+  random = np.random.default_rng(0)
+  q, k = random.normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
+  turn = Rope(16, interleaved=interleaved)
+
+  def product(query_at, key_at):
+    turned = [turn(x, jnp.array([[p]])) for x, p in ((q, query_at), (k, key_at))]
+    return float((turned[0] * turned[1]).sum())
+
+  assert product(7, 3) == pytest.approx(product(104, 100), rel=1e-4)
+  assert product(0, 0) == pytest.approx(float((q * k).sum()), rel=1e-5)
+  assert product(7, 3) != pytest.approx(product(7, 4), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_distances_share_biases_as_in_t5():
+  import torch
+  from transformers.models.t5.modeling_t5 import T5Attention
+
+  distances = np.arange(0, 300)
+  buckets = T5Attention._relative_position_bucket(
+    torch.tensor(-distances), bidirectional=False, num_buckets=32, max_distance=128
+  )
+  definition = Definition(RelativeBias(2))
+  table = np.arange(64, dtype=np.float32).reshape(2, 32)
+  got = definition.bind({"table": jnp.array(table)})(jnp.array(distances))
+  np.testing.assert_array_equal(got, table[:, buckets.numpy()])

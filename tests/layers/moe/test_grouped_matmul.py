@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of `grouped_matmul`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from paxlike.compilation import hlo_kernels
+from paxlike.devices import chips, topology
+from paxlike.devices.mesh import MeshSpec
+from paxlike.layers.moe import grouped_matmul_triton
+from paxlike.layers.moe.grouped_matmul import Groups, grouped_matmul, outputs, to_inputs, to_weights
+
+SIZES = {
+  "even": [10, 10, 10, 10],
+  "uneven": [1, 25, 0, 14],
+  "none_but_one": [0, 0, 40, 0],
+  "fewer_than_rows": [3, 0, 9, 5],
+  "none": [0, 0, 0, 0],
+}
+
+
+@pytest.fixture(params=["blocks", "kernels"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+  """Products are those of CPUs, or those of GPUs, interpreted."""
+  if request.param == "kernels":
+    monkeypatch.setattr(topology, "has_triton", lambda device: True)
+    for name in ("multiply", "multiply_transposed"):
+      kernel = functools.partial(getattr(grouped_matmul_triton, name), interpret=True)
+      monkeypatch.setattr(grouped_matmul_triton, name, kernel)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_product_and_gradients_equal_a_matrix_for_each_row(sizes):
+  keys = jax.random.split(jax.random.key(0), 3)
+  x = jax.random.normal(keys[0], (40, 6))
+  w = jax.random.normal(keys[1], (4, 6, 5))
+  dy = jax.random.normal(keys[2], (40, 5))
+  groups = np.repeat(np.arange(4), sizes)
+  used = (np.arange(40) < len(groups))[:, None]
+  groups = np.resize(np.append(groups, 0), 40) * used[:, 0]
+
+  def by_group(x, w):
+    return jnp.where(used, grouped_matmul(x, w, Groups(jnp.array(sizes, jnp.int32))), 0)
+
+  def by_row(x, w):
+    return jnp.where(used, jnp.einsum("md,mdf->mf", x, w[groups]), 0)
+
+  got, got_vjp = jax.vjp(by_group, x, w)
+  expected, expected_vjp = jax.vjp(by_row, x, w)
+  for a, b in zip((got, *got_vjp(dy)), (expected, *expected_vjp(dy)), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.usefixtures("way")
+def test_garbage_in_rows_of_no_group_reaches_no_gradient():
+  groups = Groups(jnp.array([3, 2], jnp.int32))
+  w = jax.random.normal(jax.random.key(0), (2, 4, 4))
+  x = jnp.ones((8, 4))
+  dy = jnp.ones((8, 4)).at[5:].set(jnp.nan)
+  dx, dw, _ = jax.vjp(grouped_matmul, x, w, groups)[1](dy)
+  assert np.all(np.isfinite(dx[:5])) and np.all(np.isfinite(dw))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+  ("sizes", "num_inputs"), [([700, 0, 5, 300], 150), ([0, 1300, 0, 0], 256)], ids=str
+)
+def test_tiles_cover_all_rows_and_columns(sizes, num_inputs):
+  M, F = 1300, 530
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = (M, num_inputs), (4, num_inputs, F), (M, F)
+  x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+  groups = Groups(jnp.array(sizes, jnp.int32))
+  y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, groups), x, w)
+  dx, dw = back(dy)
+  end = 0
+  for e, size in enumerate(sizes):
+    first, end = end, end + size
+    rows = slice(first, end)
+    np.testing.assert_allclose(y[rows], x[rows] @ w[e], atol=1e-3)
+    np.testing.assert_allclose(dx[rows], dy[rows] @ w[e].T, atol=1e-3)
+    np.testing.assert_allclose(dw[e], x[rows].T @ dy[rows], atol=1e-3)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("names", [("model", "ffn"), ("ffn", "model")], ids=str)
+def test_devices_that_share_the_dims_of_a_matrix_are_one(names):
+  sizes = jnp.array([100, 0, 180, 10], jnp.int32)
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = (300, 24), (4, 24, 16), (300, 16)
+  x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+  def product(x, w, dy):
+    y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, Groups(sizes, *names)), x, w)
+    return y[:290], *back(dy.at[290:].set(0))
+
+  expected = jax.jit(product)(x, w, dy)
+  with jax.set_mesh(MeshSpec(ici={"fsdp": 2, "tensor": 4}).build()):
+    got = jax.jit(product)(x, w, dy)
+  for a, b in zip(got, expected, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
+def test_a_gpu_multiplies_each_row_with_one_matrix(h200, dtype):
+  M, E, D, F = 4096, 8, 512, 1024
+  where = SingleDeviceSharding(topology.devices()[0])
+  sums = jnp.int32 if dtype == jnp.int8 else jnp.bfloat16
+
+  def array(*shape, dtype=dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+  def products(x, w, dy, sizes):
+    groups = Groups(sizes)
+    forward, backward = outputs(x, w, groups, sums), to_inputs(dy, w, groups, sums)
+    return forward, backward, to_weights(x, dy, groups, sums)
+
+  of_gradient = jnp.float8_e5m2 if dtype == jnp.float8_e4m3fn else dtype
+  arrays = array(M, D), array(E, D, F), array(M, F, dtype=of_gradient), array(E, dtype=jnp.int32)
+  text = jax.jit(products).lower(*arrays).compile().as_text()
+  found = hlo_kernels.kernels(text or "", chips.CHIPS["H200"])
+  flops = [one.flops for one in found if one.group.startswith("matmul")]
+  assert flops == [2 * M * D * F] * 3
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_a_gpu_loads_what_weights_gradients_need_while_it_multiplies(h200, dtype, tmp_path):
+  where = SingleDeviceSharding(topology.devices()[0])
+  shapes = ((4096, 512), dtype), ((4096, 1024), dtype), ((8,), jnp.int32)
+  arrays = [jax.ShapeDtypeStruct(*shape, sharding=where) for shape in shapes]
+  sums = jnp.int32 if dtype == jnp.int8 else dtype
+  lowered = jax.jit(lambda x, dy, sizes: to_weights(x, dy, Groups(sizes), sums)).lower(*arrays)
+  jax.config.update("jax_enable_compilation_cache", False)
+  try:
+    lowered.compile(compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True})
+  finally:
+    jax.config.update("jax_enable_compilation_cache", True)
+  texts = [path.read_text() for path in tmp_path.glob("*.ptx")]
+  [kernel] = [text for text in texts if ".entry grouped_matmul" in text]
+  assert "cp.async" in kernel and "st.shared.b8" not in kernel
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.int8])
+def test_kernels_are_given_no_array_that_pallas_counts_wrongly(dtype):
+  """Those of 2 to 4 GiB in 8 bits it would count in 32, with a sign."""
+  M, E, D, F = 2**18, 2, 2**13 + 2**12, 256
+
+  def array(*shape, dtype=dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  sizes, sums = array(E, dtype=jnp.int32), jnp.int32 if dtype == jnp.int8 else jnp.bfloat16
+  calls = (
+    (grouped_matmul_triton.multiply, (array(M, D), array(E, D, F), sizes)),
+    (grouped_matmul_triton.multiply_transposed, (array(M, D), array(M, F), sizes)),
+  )
+  for kernel, arrays in calls:
+    program = jax.make_jaxpr(functools.partial(kernel, dtype=sums))(*arrays)
+    (call,) = [one for one in program.eqns if one.primitive.name == "pallas_call"]
+    given = [operand.aval for operand in call.invars]
+    assert max(array.size for array in given) == M * D
+    assert not [array for array in given if array.itemsize == 1 and 2**31 < array.size <= 2**32]

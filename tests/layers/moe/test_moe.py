@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts against loops over tokens."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxlike import layers
+from paxlike.devices.mesh import MeshSpec, sharding
+from paxlike.layers.moe.dispatch import Capacity, dropless
+from paxlike.layers.moe.routing import sigmoid_choice, softmax_choice
+from paxlike.training import train_state
+
+B, T, D, E, K, F = 3, 10, 8, 4, 2, 6
+
+
+def build(**options):
+  linear = functools.partial(layers.Linear, role="router")
+  expert = functools.partial(layers.ExpertLinear, role="expert", use_bias=True)
+  experts = functools.partial(
+    layers.Experts, hidden_dim=F, up=expert, gate=expert, down=expert, activation=layers.swiglu
+  )
+  defaults = {"num_experts": E, "num_chosen": K, "router": linear, "experts": experts}
+  definition = layers.Definition(layers.Moe(D, **(defaults | options)))
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  params = train_state.init_params(definition, mesh, seed=0)
+  keys = jax.random.split(jax.random.key(1), len(params))
+  # Biases would all be zero.
+  params = {
+    name: value + 0.1 * jax.random.normal(key, value.shape)
+    for key, (name, value) in zip(keys, params.items(), strict=True)
+  }
+  return definition, params
+
+
+def silu(x):
+  return x / (1 + np.exp(-x))
+
+
+def reference(params, x_BTD, *, places=None):
+  """Returns (y_BTD, dropped choices), one token, one choice, one expert at a time."""
+  w = {name: np.asarray(value, np.float64) for name, value in params.items()}
+  x_BTD = np.asarray(x_BTD, np.float64)
+  y_BTD, dropped = np.zeros_like(x_BTD), 0
+  for row in range(len(x_BTD)):
+    logits_TE = x_BTD[row] @ w["router.w"]
+    shares_TE = np.exp(logits_TE) / np.exp(logits_TE).sum(1, keepdims=True)
+    chosen_TK = np.argsort(-shares_TE, axis=1)[:, :K]
+    used = np.zeros(E, int)
+    for k in range(K):
+      for t in range(x_BTD.shape[1]):
+        e = chosen_TK[t, k]
+        used[e] += 1
+        if places is not None and used[e] > places:
+          dropped += 1
+          continue
+        up, gate = (
+          x_BTD[row, t] @ w[f"experts.{name}.w"][e] + w[f"experts.{name}.b"][e]
+          for name in ("up", "gate")
+        )
+        y = (silu(gate) * up) @ w["experts.down.w"][e] + w["experts.down.b"][e]
+        y_BTD[row, t] += shares_TE[t, e] / shares_TE[t, chosen_TK[t]].sum() * y
+  return y_BTD, dropped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [None, 0.4, 1.0, 4.0])
+def test_output_is_that_of_a_loop_over_tokens(factor):
+  dispatch = dropless if factor is None else Capacity(factor=factor)
+  places = None if factor is None else Capacity(factor=factor).places(T, E, K)
+  definition, params = build(dispatch=dispatch)
+  x_BTD = 2 * jax.random.normal(jax.random.key(2), (B, T, D))
+  y_BTD, report = definition.bind(params)(x_BTD)
+  expected, dropped = reference(params, x_BTD, places=places)
+  np.testing.assert_allclose(y_BTD, expected, atol=1e-5)
+  if factor is not None:
+    assert tuple(report["dropped_fraction"]) == (dropped, B * T * K)
+  assert (dropped > 0) == (factor == 0.4)
+
+
+@pytest.mark.parametrize(("factor", "places"), [(1.0, 8), (0.4, 4), (1.3, 8), (1.7, 12)])
+def test_places_are_a_multiple_of_four(factor, places):
+  assert Capacity(factor=factor).places(T, E, K) == places
+
+
+@pytest.mark.slow
+def test_the_balance_loss_is_least_where_all_are_chosen_alike():
+  definition, params = build(balance_loss=0.5, z_loss=0.25)
+  x_BTD = jax.random.normal(jax.random.key(2), (B, T, D))
+  even = params | {"router.w": params["router.w"] * 0}
+  one = params | {"router.w": np.zeros((D, E)) + np.array([9, 0, 0, 0.0])}
+  reports = [definition.bind(p)(abs(x_BTD))[1] for p in (even, one)]
+  # With equal logits the first K are chosen, but all are as likely.
+  assert reports[0]["balance_loss"] == pytest.approx(0.5)
+  assert reports[1]["balance_loss"] > 0.9
+  assert reports[0]["z_loss"] == pytest.approx(0.25 * np.log(E) ** 2)
+
+
+@pytest.mark.slow
+def test_the_balance_loss_may_count_first_choices_only():
+  definition, params = build(balance_loss=1.0, balanced_choices=1)
+  x_BTD = jax.random.normal(jax.random.key(2), (B, T, D))
+  loss = definition.bind(params)(x_BTD)[1]["balance_loss"]
+  logits = np.asarray(x_BTD) @ np.asarray(params["router.w"])
+  shares = np.asarray(jax.nn.softmax(logits))
+  first = np.bincount(logits.argmax(-1).ravel(), minlength=E) / (B * T)
+  assert loss == pytest.approx(E * (first * shares.mean((0, 1))).sum(), rel=1e-5)
+
+
+def test_weights_of_choices():
+  logits = jax.random.normal(jax.random.key(0), (1, 5, E))
+  free = softmax_choice(logits, None, K, normalized=False)
+  np.testing.assert_allclose(free.weights_BTK, np.sort(jax.nn.softmax(logits))[..., : -K - 1 : -1])
+  np.testing.assert_allclose(softmax_choice(logits, None, K).weights_BTK.sum(-1), 1, rtol=1e-6)
+  scaled = sigmoid_choice(logits, None, K, scale=2.5)
+  np.testing.assert_allclose(scaled.weights_BTK.sum(-1), 2.5, rtol=1e-6)
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights():
+  logits = jax.random.normal(jax.random.key(0), (1, 5, E))
+  bias = jnp.array([0, 0, 0, 9.0])
+  chosen = sigmoid_choice(logits, bias, E, scale=1.0)
+  assert (chosen.experts_BTK[..., 0] == 3).all()
+  scores = jnp.take_along_axis(jax.nn.sigmoid(logits), chosen.experts_BTK, -1)
+  np.testing.assert_allclose(chosen.weights_BTK, scores / scores.sum(-1, keepdims=True), rtol=1e-5)
+
+
+def test_experts_are_chosen_from_the_best_groups():
+  logits = jnp.array([[[5, -5, 1, 1.2, 0.9, 0.8]]])
+  # The best expert stands in the group whose two best are worst together.
+  chosen = sigmoid_choice(logits, None, 2, num_groups=3, num_chosen_groups=1)
+  assert sorted(np.asarray(chosen.experts_BTK).ravel()) == [2, 3]
+
+
+def test_tokens_reach_the_experts_of_other_devices_by_all_to_all():
+  definition, params = build(dispatch=Capacity(factor=1.0))
+  x_BTD = jax.random.normal(jax.random.key(2), (4, T, D))
+  mesh = MeshSpec(ici={"expert": 4}).build(jax.devices()[:4])
+
+  def forward(params, x_BTD):
+    return definition.bind(params)(x_BTD)[0]
+
+  with jax.set_mesh(mesh):
+    specs = {name: sharding(mesh, w.dims, w.shape) for name, w in definition.weights.items()}
+    rows = sharding(mesh, ("batch", None, None), x_BTD.shape)
+    params, x_BTD = jax.device_put((params, x_BTD), (specs, rows))
+    compiled = jax.jit(forward).lower(params, x_BTD).compile()
+  assert "all-to-all" in (compiled.as_text() or "")

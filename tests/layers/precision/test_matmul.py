@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products for experts: each row with its expert's weights, as if it were alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxlike.layers import Fp8, Int8
+from paxlike.layers.moe.grouped_matmul import Groups
+from paxlike.layers.precision.matmul import Placed, Plain, Sorted
+
+DOTS = {"exact": None, "fp8": Fp8(), "int8": Int8()}
+
+
+def multiply(dot, product, x, w):
+  if dot is None:
+    return product.exact(x, w)
+  return dot(product, x, w, dot.rounding(1, 1)(w))
+
+
+def check(got, expected, *, dot):
+  """FP8 has one scale for all rows; rounding by chance draws anew for another place."""
+  largest = np.abs(expected).max()
+  tolerance = {"exact": 1e-6, "fp8": 0.05, "int8": 0.03}[dot]
+  np.testing.assert_allclose(got, expected, atol=tolerance * largest)
+
+
+@pytest.fixture(params=DOTS)
+def name(request):
+  return request.param
+
+
+def arrays(*shapes):
+  keys = jax.random.split(jax.random.key(0), len(shapes))
+  return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.slow
+def test_placed_is_plain_for_each_expert(name):
+  x, w, dy = arrays((3, 16, 8), (3, 8, 5), (3, 16, 5))
+  w *= jnp.array([1.0, 100.0, 0.01])[:, None, None]
+  y, back = jax.vjp(lambda x, w: multiply(DOTS[name], Placed(), x, w), x, w)
+  dx, dw = back(dy)
+  for e in range(3):
+    alone, back = jax.vjp(lambda x, w: multiply(DOTS[name], Plain(), x, w), x[e], w[e])
+    for got, expected in zip((y[e], dx[e], dw[e]), (alone, *back(dy[e])), strict=True):
+      check(got, expected, dot=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [[4, 7, 5], [0, 10, 2]])
+def test_sorted_is_plain_for_each_expert_whatever_rows_of_none_hold(name, sizes):
+  used = sum(sizes)
+  x, w, dy = arrays((16, 8), (3, 8, 5), (16, 5))
+  w *= jnp.array([1.0, 100.0, 0.01])[:, None, None]
+  x, dy = (rows.at[used:].set(1e6) for rows in (x, dy))
+  product = Sorted(Groups(jnp.array(sizes, jnp.int32)))
+  y, back = jax.vjp(lambda x, w: multiply(DOTS[name], product, x, w), x, w)
+  dx, dw = back(dy)
+  ends = np.cumsum(sizes)
+  for e, (first, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+    if first == end:
+      assert np.all(np.asarray(dw[e]) == 0)
+      continue
+    rows = slice(first, end)
+    alone, back = jax.vjp(lambda x, w: multiply(DOTS[name], Plain(), x, w), x[rows], w[e])
+    for got, expected in zip((y[rows], dx[rows], dw[e]), (alone, *back(dy[rows])), strict=True):
+      check(got, expected, dot=name)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: what is printed of them is true."""
+
+import json
+import re
+import shlex
+from typing import Any
+
+import pytest
+from helpers.program import run
+
+from paxlike import main
+from paxlike.cli import flags, starting
+from paxlike.devices import chips, topology
+from paxlike.devices.mesh import AXES
+from paxlike.planning import planner
+from paxlike.training import preflight
+
+# Four layers, wide enough for tensor 4.
+SMALL = (
+  "--fdl_config=Scaled16B",
+  "--fdl.NUM_LAYERS=4",
+  "--fdl.MODEL_DIMS=256",
+  "--fdl.HIDDEN_DIMS=512",
+  "--fdl.NUM_HEADS=4",
+  "--fdl.VOCAB_SIZE=512",
+  "--fdl.MAX_SEQ_LEN=256",
+)
+MIXTRAL = ("--fdl_config=Mixtral8x7B", "--fdl.NUM_LAYERS=4", "--fdl.NUM_KV_HEADS=4")
+PLAN = (*SMALL, "--mode=plan")
+
+
+def planned(capsys: Any, *more: str) -> dict[str, Any]:
+  assert run(*more, "--json") == 0
+  captured = capsys.readouterr()
+  assert captured.err == ""
+  return json.loads(captured.out)
+
+
+def trainer(command: str) -> Any:
+  """The run that a printed command line starts."""
+  words = shlex.split(command)
+  assert words[0] == "paxlike"
+  options = flags.parse(words)
+  starting.set_up_jax(options)
+  return main.built(main.graph_of(options, main.experiment_of(options)))
+
+
+def test_the_page(capsys):
+  assert run(*PLAN, "--topology=v5e-16", "--slices=2", "--global_batch=64") == 0
+  out = capsys.readouterr().out
+  assert re.search(r"devices +32 x TPU v5 lite, 16.91 GB each", out)
+  assert re.search(r"a step +64 sequences = 16,384 tokens", out)
+  assert re.search(r"configurations +[\d,]+, of which [\d,]+ fit", out)
+  assert re.search(r"mesh +parts +schedule +remat +GB +s +MFU +tokens/s +bound by\n", out)
+  assert "the best:\n  paxlike --fdl_config=Scaled16B --fdl.NUM_LAYERS=4" in out
+
+
+@pytest.mark.parametrize(
+  ("topology_flags", "batch", "model"),
+  [
+    (("--topology=v5e-16",), 32, SMALL),
+    pytest.param(("--topology=h100-16",), 64, SMALL, marks=pytest.mark.slow),
+    pytest.param(("--topology=gb200-8",), 16, SMALL, marks=pytest.mark.slow),
+    pytest.param(("--topology=h100-8",), 16, (*MIXTRAL, *SMALL[2:]), marks=pytest.mark.slow),
+  ],
+)
+def test_every_plan_is_one_that_the_experiment_takes(topology_flags, batch, model, capsys):
+  facts = planned(capsys, *model, "--mode=plan", *topology_flags, f"--global_batch={batch}")
+  chip = chips.find(facts["device_kind"])
+  assert chip is not None and facts["bytes_of_device"] == chip.room
+  assert facts["fitting"] and facts["plans"]
+  seconds = [plan["seconds"]["total"] for plan in facts["plans"]]
+  assert seconds == sorted(seconds)
+  meshes = [json.dumps(plan["mesh"]) for plan in facts["plans"]]
+  assert len(set(meshes)) == len(meshes)
+  used = {axis for plan in facts["plans"] for axis in plan["mesh"]["ici"]}
+  assert used >= {"pipeline", "data", "fsdp", "tensor"}
+  assert ("expert" in used) == ("Mixtral8x7B" in model[0])
+  try:
+    for plan in facts["plans"]:
+      assert plan["predicted_bytes"]["total"] < planner.ROOM * facts["bytes_of_device"]
+      made = trainer(plan["command"])
+      preflight.check_setup(made, training=True)
+      assert made.batch_size == batch
+      sizes = [plan["mesh"]["ici"].get(a, 1) * plan["mesh"]["dcn"].get(a, 1) for a in AXES]
+      assert list(made.devices.shape.values()) == sizes
+      pipeline = made.model.stack.pipeline
+      parts = made.accumulation_steps * (1 if pipeline is None else pipeline.microbatches)
+      assert parts == plan["microbatches"]
+      assert made.model.stack.remat.name == plan["knobs"]["CHECKPOINT_POLICY"]
+  finally:
+    topology.use(None)
+
+
+@pytest.mark.slow
+def test_the_best_plan_compiles_and_holds_what_was_predicted(capsys):
+  wide = ("--fdl.MODEL_DIMS=1024", "--fdl.HIDDEN_DIMS=4096", "--fdl.VOCAB_SIZE=8192")
+  facts = planned(capsys, *PLAN, *wide, "--topology=h100-8", "--global_batch=32", "--confirm=1")
+  best, *others = facts["plans"]
+  assert best["fits"] and all(plan["compiled_bytes"] is None for plan in others)
+  predicted, compiled = best["predicted_bytes"], best["compiled_bytes"]
+  arguments = predicted["weights"] + predicted["optimizer"] + predicted["batch"]
+  assert compiled["arguments"] == pytest.approx(arguments, rel=0.02)
+  assert compiled["peak"] == pytest.approx(predicted["total"], rel=0.2)
+
+
+def test_what_the_user_sets_stays_set(capsys):
+  facts = planned(
+    capsys,
+    *PLAN,
+    "--topology=v5e-4",
+    "--fdl.PERCORE_BATCH_SIZE=2",
+    "--fdl.optimizer.b2=0.9",
+    "--fdl.QUANTIZATION=int8",
+  )
+  assert facts["sequences_per_step"] == 8
+  command = facts["plans"][0]["command"]
+  assert "--fdl.optimizer.b2=0.9" in command and "--fdl.QUANTIZATION=int8" in command
+  assert command.count("PERCORE_BATCH_SIZE=2") == 1
+
+
+def test_what_fits_nowhere_is_a_verdict_with_the_nearest(capsys):
+  big = ("--fdl_config=Scaled128B", "--mode=plan", "--topology=v5e-4", "--global_batch=4")
+  assert run(*big) == 3
+  out = capsys.readouterr().out
+  assert re.search(r"configurations +\d+, of which 0 fit", out)
+  assert "nothing fits; the nearest, as if it did:" in out and "the best:" not in out
+  assert run(*big, "--json") == 3
+  facts = json.loads(capsys.readouterr().out)
+  assert facts["plans"] == [] and facts["nearest"]["predicted_bytes"]["total"] > 16e9
+
+
+@pytest.mark.parametrize(
+  ("more", "says"),
+  [
+    (("--mode=plan",), "has no data sheet of cpu: give a --topology"),
+    (("--mode=plan", "--topology=v5e-5"), "there is no such slice"),
+    (("--mode=plan", "--topology=v5e-16", "--global_batch=0"), "expected an int of at least 1"),
+    (("--mode=plan", "--topology=v5e-64", "--global_batch=1"), "divides a batch of 1 sequences"),
+    (("--mode=plan", "--topology=v5e-4", "--fdl.NUM_STAGES=2"), "--mode=plan chooses NUM_STAGES"),
+    (("--mode=compile", "--confirm=1"), "--confirm goes with --mode=plan"),
+    (("--mode=compile", "--global_batch=8"), "--global_batch goes with --mode=plan"),
+  ],
+)
+def test_mistakes_are_said(more, says, capsys):
+  assert run(*SMALL, *more) == 2
+  err = capsys.readouterr().err
+  assert says in err and err.count("\n") == 1
+
+
+def test_a_file_has_no_knobs_to_set(capsys):
+  assert run("--fdl_config_file=x.json", "--mode=plan", "--topology=v5e-4") == 2
+  assert "give --fdl_config=NAME" in capsys.readouterr().err
+
+
+def test_all_of_a_rack_are_joined_by_the_fast_network(capsys):
+  facts = planned(capsys, *PLAN, "--topology=gb200-16", "--global_batch=64")
+  assert all(set(plan["mesh"]["dcn"].values()) <= {1} for plan in facts["plans"])

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+import errno
+import json
+import os
+import re
+import socket
+
+import jax
+import pytest
+from etils import epath
+
+from paxlike.devices.mesh import MeshSpec
+from paxlike.errors import UserError
+from paxlike.layers.flops import TrainingFlops
+from paxlike.processes import ownership
+from paxlike.telemetry import metric_files
+from paxlike.telemetry.meter import Reading
+from paxlike.telemetry.run_log import Journal, Summary, is_running
+
+LINE = re.compile(
+  r"completed step: (\d+), seconds: ([\d.]+), TFLOP/s/device: ([\d.]+),"
+  r" Tokens/s/device: ([\d.]+), total_weights: (\d+), loss: ([\d.]+)"
+)
+
+
+@pytest.fixture
+def summary():
+  return Summary(
+    num_trained=10,
+    num_params=10,
+    batch_size=4,
+    seq_len=250,
+    devices=MeshSpec(ici=(2, 1, 1)).build(jax.devices()[:2]),
+    flops=TrainingFlops(full=5e9, causal=4e9),
+    attention="xla",
+  )
+
+
+@pytest.fixture
+def journal(summary, tmp_path):
+  with Journal(epath.Path(tmp_path)) as journal:
+    journal.start(summary, {"config.txt": "text"}, step=0, num_steps=4)
+    yield journal
+
+
+def reading(step: int, *, seconds: float | None = 0.5, skipped: float = 0.0) -> Reading:
+  values = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": skipped}
+  return Reading(step, values, 900.0, seconds)
+
+
+def test_the_step_line_is_the_one_that_scripts_read(journal, capsys, tmp_path):
+  journal.step(reading(0, seconds=None), due=False)
+  journal.step(reading(1, seconds=0.4), due=False)
+  journal.step(reading(2, seconds=0.6), due=True)
+  (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("completed")]
+  match = LINE.match(line)
+  assert match is not None, line
+  # 1,000 tokens in 0.5 s on two devices; 4 GFLOPs a token with causal attention.
+  assert match.groups() == ("2", "0.500", "4.000", "1000.000", "900", "2.000")
+  (record,) = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  assert record["tokens_per_second"] == 2000
+  assert record["tflops_per_second_per_device_full"] == 5
+  assert record["tflops_per_second_per_device_causal"] == 4
+  assert "mfu_full" not in record  # The peak of a CPU is not known.
+
+
+def test_the_first_line_does_not_pass_compilation_off_as_speed(journal, capsys):
+  journal.step(reading(0, seconds=None), due=True)
+  line = capsys.readouterr().out.splitlines()[-1]
+  assert "(start and compilation)" in line
+  assert "TFLOP/s" not in line
+
+
+def test_nor_a_pause_for_compilation(journal, capsys):
+  for step in range(3):
+    journal.step(reading(step, seconds=None if step != 1 else 0.5), due=True)
+  lines = capsys.readouterr().out.splitlines()[-3:]
+  assert "(start and compilation)" in lines[0]
+  assert LINE.match(lines[1])
+  assert "(with evaluation and saving)" in lines[2]
+  assert "TFLOP/s" not in lines[2]
+
+
+def test_a_run_that_fails_says_so(tmp_path):
+  with pytest.raises(ZeroDivisionError), Journal(epath.Path(tmp_path)) as journal:
+    journal.status("running", 3)
+    _ = 1 / 0
+  status = json.loads((tmp_path / "status.json").read_text())
+  assert (status["state"], status["step"]) == ("failed", 3)
+  assert not is_running(epath.Path(tmp_path))
+
+
+def test_a_full_disk_is_named_in_one_line(journal, tmp_path, monkeypatch):
+  def full(*unused):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(metric_files.JsonlWriter, "write", full)
+  with pytest.raises(UserError, match=f"{tmp_path} cannot be written: No space left") as error:
+    journal.step(reading(3), due=True)
+  assert len(str(error.value).splitlines()) == 1
+
+
+def files_of(folder):
+  return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("place", ["metrics.jsonl", "metrics/part-00000000.jsonl"])
+@pytest.mark.parametrize(("make", "says"), [(os.mkfifo, "a pipe or"), (os.mkdir, "a folder")])
+def test_what_is_no_file_of_records_is_refused_before_anything_is_written(
+  summary, tmp_path, place, make, says
+):
+  (tmp_path / place).parent.mkdir(exist_ok=True)
+  make(tmp_path / place)
+  (tmp_path / "config.txt").write_text("before")
+  refused = pytest.raises(UserError, match=rf"/{place}: .* is {says}.*move it away")
+  with refused, Journal(epath.Path(tmp_path)) as journal:
+    journal.start(summary, {"config.txt": "text"}, step=0, num_steps=4)
+  assert files_of(tmp_path) == {"config.txt": b"before"}
+
+
+def test_a_run_without_steps_left_keeps_what_its_folder_says(summary, tmp_path, capsys):
+  (tmp_path / "config.txt").write_text("before")
+  with Journal(epath.Path(tmp_path)) as journal:
+    assert journal.is_past(4, num_steps=3)
+    assert not journal.is_past(4, num_steps=4)
+    assert files_of(tmp_path) == {"config.txt": b"before"}
+    journal.start(summary, {"config.txt": "text"}, step=4, num_steps=4)
+  assert files_of(tmp_path)["config.txt"] == b"before"
+  assert capsys.readouterr().out.startswith("nothing to train: checkpoint 4 is there")
+
+
+def test_a_pipe_in_the_place_of_status_is_not_waited_for(tmp_path):
+  os.mkfifo(tmp_path / "status.json")
+  with pytest.raises(UserError, match=r"status\.json is a pipe or a device"):
+    is_running(epath.Path(tmp_path))
+
+
+def test_skipped_steps_are_counted_in_a_row(journal):
+  for step, (skipped, expected) in enumerate([(1, 1), (1, 2), (0, 0), (1, 1)]):
+    journal.step(reading(step, skipped=float(skipped)), due=False)
+    assert journal.skipped_in_a_row == expected
+
+
+def test_status_tells_whether_the_job_goes_on(journal, tmp_path):
+  folder = epath.Path(tmp_path)
+  assert is_running(folder)
+  status = json.loads((tmp_path / "status.json").read_text())
+  (tmp_path / "status.json").write_text(json.dumps(status | {"pid": 2**22 + 1}))
+  assert not is_running(folder)
+  journal.status("finished", 4)
+  assert not is_running(folder)
+  assert not is_running(folder / "elsewhere")
+
+
+def test_a_job_goes_on_as_long_as_the_owner_of_its_folder_lives(tmp_path):
+  folder = epath.Path(tmp_path)
+  told = {"state": "running", "host": "elsewhere", "pid": 1}
+  (tmp_path / "status.json").write_text(json.dumps(told))
+  assert not is_running(folder)
+  owner = ownership.Ownership(folder)
+  owner.check()
+  assert is_running(folder)
+  owner.release()
+  assert not is_running(folder)
+
+
+@pytest.mark.parametrize("pid", ["1e999", "NaN", "[]", "null", "true", "-1", "1.5", "1" + "0" * 99])
+def test_a_damaged_process_in_status_is_none(tmp_path, pid):
+  text = f'{{"state": "running", "host": {json.dumps(socket.gethostname())}, "pid": {pid}}}'
+  (tmp_path / "status.json").write_text(text)
+  assert not is_running(epath.Path(tmp_path))
+
+
+def test_evaluations_are_files_too(journal, tmp_path):
+  journal.evaluated("held", 3, {"log_pplx": 1.5, "num_predictions": 10.0})
+  out = json.loads((tmp_path / "eval_out" / "held" / "eval_00000003.json").read_text())
+  assert out == {"checkpoint": 3, "log_pplx": 1.5, "num_predictions": 10.0}
+  assert (tmp_path / "summaries" / "eval_held").is_dir()

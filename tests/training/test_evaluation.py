@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import signal
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sentencepiece
+from helpers.program import curve, finish, run, start
+from helpers.rows import Rows
+from helpers.tiny_model import SEQ_LEN, VOCAB, tiny
+
+from paxlike import registry
+from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.data.corpus import Corpus
+from paxlike.data.examples import ExampleRows
+from paxlike.data.seqio import tfds_writer
+from paxlike.data.seqio.tfds_writer import Schema
+from paxlike.data.token_index import TokenIndex
+from paxlike.devices.batch_placement import Feed
+from paxlike.devices.mesh import MeshSpec
+from paxlike.layers.decoder import forward
+from paxlike.processes import progress
+from paxlike.training import evaluation, train_state
+from paxlike.training.evaluation import EvalSet, Evaluator
+
+
+def reference(params):
+  arrays = Rows().rows(0, np.arange(13))
+  logits = np.asarray(forward(tiny(), params, arrays)[0], np.float64)
+  log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  losses = -np.take_along_axis(log_probabilities, arrays["targets"][..., None], -1)[..., 0]
+  weights = arrays["weights"]
+  correct = logits.argmax(-1) == arrays["targets"]
+  return {
+    "log_pplx": (losses * weights).sum() / weights.sum(),
+    "fraction_of_correct_next_step_preds": (correct * weights).sum() / weights.sum(),
+    "num_predictions": weights.sum(),
+  }
+
+
+def test_the_names_of_metrics_are_known_whatever_they_read():
+  def of_all(scores, batch):
+    read = ("inputs", "targets", "alternatives", "segments", "positions", "weights")
+    total = sum(batch[name].sum(-1) for name in read) + scores.loss_BT.sum(-1)
+    return {"of_all": (total, total)}
+
+  one = EvalSet(dataset=Rows(), metrics=(of_all, evaluation.language_model))
+  assert set(one.names) == {"of_all", "log_pplx", "fraction_of_correct_next_step_preds"}
+
+
+@pytest.mark.parametrize(("batch_size", "ici"), [(4, (1, 1, 1)), (13, (1, 1, 1)), (8, (4, 1, 2))])
+def test_metrics_are_exact_for_any_batch_size_and_mesh(batch_size, ici):
+  built = MeshSpec(ici=ici).build(jax.devices()[: int(np.prod(ici))])
+
+  feed = Feed(built, batch_size=batch_size, seq_len=SEQ_LEN)
+  with jax.set_mesh(built):
+    params = train_state.init_params(tiny(), built, seed=1)
+    evaluator = Evaluator(tiny(), EvalSet(dataset=Rows()), feed, batch_size=batch_size)
+    got = evaluator.run(params).values
+  expected = reference(jax.device_get(params))
+  for name, value in expected.items():
+    assert got[name] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.fixture
+def flags(tmp_path):
+  path = tmp_path / "text.txt"
+  path.write_text("how much wood would a woodchuck chuck " * 200)
+  return (
+    "--fdl_config=ShakespeareChar",
+    f"--fdl.DATA_PATH={path}",
+    f"--job_log_dir={tmp_path / 'run'}",
+    "--fdl.NUM_LAYERS=1",
+    "--fdl.MODEL_DIMS=16",
+    "--fdl.PERCORE_BATCH_SIZE=1",
+    "--fdl.EVAL_INTERVAL_STEPS=2",
+    "--fdl.CHECKPOINT_EVERY_N_STEPS=2",
+    "--fdl.MAX_STEPS=4",
+  )
+
+
+@pytest.mark.slow
+def test_evaluation_of_a_checkpoint_equals_that_in_training(flags, tmp_path, capsys):
+  assert run(*flags) == 0
+  folder = tmp_path / "run"
+  during = dict(curve(folder, "eval"))
+  out = folder / "eval_out" / "validation"
+  for step, more in [(4, ()), (2, ("--step=2",))]:
+    (out / f"eval_{step:08d}.json").unlink()
+    capsys.readouterr()
+    assert run(*flags, "--mode=eval", *more) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("attention: xla\n")
+    assert f"evaluated validation after {step} updates" in told
+    result = json.loads((out / f"eval_{step:08d}.json").read_text())
+    assert result["log_pplx"] == pytest.approx(during[step], rel=1e-6)
+  assert run(*flags, "--mode=eval", "--step=3") == 2
+  assert "no checkpoint 3" in capsys.readouterr().err
+  assert dict(curve(folder, "eval")) == during
+
+
+@pytest.mark.slow
+def test_continuous_evaluation_follows_a_job_and_ends_with_it(flags, tmp_path):
+  steps = ("--fdl.MAX_STEPS=1500", "--fdl.CHECKPOINT_EVERY_N_STEPS=500")
+  steps += ("--fdl.EVAL_INTERVAL_STEPS=0",)
+  job = start(*flags, *steps)
+  status_file = tmp_path / "run" / "status.json"
+  while job.poll() is None and not status_file.exists():
+    pass
+  follower = start(*flags, *steps, "--mode=eval", "--continuous")
+  status, _, err = finish(job)
+  assert status == 0, err
+  status, out, err = finish(follower)
+  assert status == 0, err
+  assert "after 1500 updates" in out
+  assert out.rstrip().endswith("the job has ended")
+
+
+@pytest.mark.slow
+def test_a_stop_ends_an_evaluation_after_its_batch(flags, tmp_path, monkeypatch):
+  enter, batches = progress.enter, []
+
+  def entering(kind, of=""):
+    enter(kind, of)
+    if kind == "eval":
+      batches.append(of)
+      signal.raise_signal(signal.SIGTERM)
+
+  monkeypatch.setattr(progress, "enter", entering)
+  assert run(*flags, "--fdl.EVAL_INTERVAL_STEPS=1") == 143
+  assert batches == ["validation, batch 0"] * 2  # Before it is read, and while it is computed.
+  assert not (tmp_path / "run" / "eval_out").exists()
+  assert Checkpoints(tmp_path / "run" / "checkpoints", keep=None).steps() == [1]
+  assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "stopped"
+
+
+def likelihoods(logits, ids):
+  normal = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  return np.take_along_axis(normal, ids[..., None], -1)[..., 0]
+
+
+def test_answers_are_judged_as_their_definitions_say():
+  random = np.random.default_rng(0)
+  logits = random.normal(size=(200, 5, 6)).astype(np.float32)
+  targets, alternatives = random.integers(0, 6, (2, 200, 5)).astype(np.int32)
+  weights = (random.random((200, 5)) < 0.3).astype(np.float32)
+  weights[:3] = 0  # Rows that only fill up.
+  batch = {"targets": targets, "weights": weights, "alternatives": alternatives}
+  scores = evaluation.score(jnp.asarray(logits), jnp.asarray(targets), jnp.asarray(alternatives))
+  strict, weight_B = evaluation.acc_strict(scores, jax.tree.map(jnp.asarray, batch))["acc_strict"]
+  boolq, _ = evaluation.boolq_acc(scores, jax.tree.map(jnp.asarray, batch))["boolq_acc"]
+  better = likelihoods(logits, targets) > likelihoods(logits, alternatives)
+  for row in range(200):
+    places = np.flatnonzero(weights[row])
+    assert weight_B[row] == (len(places) > 0)
+    if len(places):
+      assert strict[row] == all(logits[row, p].argmax() == targets[row, p] for p in places)
+      assert boolq[row] == all(better[row, p] for p in places)
+    else:
+      assert strict[row] == boolq[row] == 0
+  assert 0 < strict.sum() < 197 and 0 < boolq.sum() < 197
+
+
+def test_standard_errors_are_those_of_samples():
+  one_B = np.ones(50)
+  right_B = (np.arange(50) % 3 == 0).astype(float)
+  lengths_B = 1.0 + np.arange(50) % 5
+  sums = {"acc": (right_B, one_B), "loss": (right_B * lengths_B, lengths_B)}
+  sums["num_predictions"] = (lengths_B, lengths_B)
+  values = evaluation.result(sums, np.arange(50)).values
+  assert values["acc"] == right_B.mean()
+  assert values["acc_stderr"] == pytest.approx(right_B.std(ddof=1) / np.sqrt(50))
+  # The jackknife, for a quotient of sums.
+  without = [
+    (right_B * lengths_B).sum() - right_B[i] * lengths_B[i] for i in range(50)
+  ] / (lengths_B.sum() - lengths_B)  # fmt: skip
+  jackknife = np.sqrt(49 / 50 * ((without - without.mean()) ** 2).sum())
+  assert values["loss_stderr"] == pytest.approx(jackknife, rel=0.05)
+
+
+class Packable(Corpus):
+  """Examples whose later half counts."""
+
+  def index(self):
+    random = np.random.default_rng(1)
+    lengths = random.integers(2, SEQ_LEN, 40)
+    offsets = np.append(0, np.cumsum(lengths))
+    tokens = random.integers(0, VOCAB, offsets[-1]).astype(np.uint16)
+    weights = np.concatenate([np.arange(n) >= n // 2 for n in lengths]).astype(np.uint8)
+    return TokenIndex(tokens, offsets, {"weights": weights})
+
+
+def test_packed_examples_have_the_loss_of_separate_ones():
+  built = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  feed = Feed(built, batch_size=4, seq_len=SEQ_LEN)
+  found = {}
+  with jax.set_mesh(built):
+    params = train_state.init_params(tiny(), built, seed=1)
+    for packed in (False, True):
+      rows = ExampleRows(corpus=Packable(), seq_len=SEQ_LEN, packed=packed)
+      evaluator = Evaluator(tiny(), EvalSet(dataset=rows), feed, batch_size=4)
+      found[packed] = evaluator.run(params).values
+  assert found[True]["num_examples"] < found[False]["num_examples"] == 40
+  for name in ("log_pplx", "num_predictions", "fraction_of_correct_next_step_preds"):
+    assert found[True][name] == pytest.approx(found[False][name], rel=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("says", "share"), [("the answer", 1.0), ("nothing", 0.0)])
+def test_lambada_of_one_who_knows_and_of_one_who_does_not(
+  shared_data, tmp_path, monkeypatch, says, share
+):
+  def known(definition, params, batch):
+    sure = jax.nn.one_hot(batch["targets"], 512) * (50 if says == "the answer" else 0)
+    return evaluation.score(sure, batch["targets"], None)
+
+  monkeypatch.setattr(evaluation, "scores_of", known)
+  monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+  text = {"text": (("text",), str)}
+  schema = Schema(name="my_lambada:1.0.0", splits=("test",), fields=text)
+  tfds_writer.write(schema, [shared_data / "lambada_test.jsonl"], tmp_path)
+  experiment = registry.find("Lambada126M")()
+  experiment.set("VOCAB_PATH", str(shared_data / "stories260K" / "tokenizer.model"), source="test")
+  experiment.set("VOCAB_SIZE", "512", source="test")
+  eval_set = fdl.build(experiment.eval_data()["lambada"])
+  built = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  with jax.set_mesh(built):
+    feed = Feed(built, batch_size=64, seq_len=2048)
+    result = Evaluator(tiny(), eval_set, feed, batch_size=64).run({})
+  assert result.values["acc_strict"] == share
+  assert result.values["num_examples"] == len(result.records) == 5153
+  assert [record["example"] for record in result.records] == list(range(5153))
+  if share == 0.0:
+    assert result.values["log_pplx"] == pytest.approx(np.log(512), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # TensorFlow's own.
+def test_what_the_pile_taught_is_asked_by_lambada(tmp_path, capsys, monkeypatch):
+  """The recipes as they are used, small: train, evaluate, and the same on another mesh."""
+  texts = [f"number {i} is {'very ' * (i % 5)}number {i}" for i in range(300)]
+  for name, split in (("the_pile", "train"), ("the_pile", "validation"), ("my_lambada", "test")):
+    (tmp_path / f"{name}-{split}.jsonl").write_text(
+      "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
+  for name, splits in (("the_pile", ("train", "validation")), ("my_lambada", ("test",))):
+    schema = Schema(name=f"{name}:1.0.0", splits=splits, fields={"text": (("text",), str)})
+    files = [tmp_path / f"{name}-{split}.jsonl" for split in splits]
+    tfds_writer.write(schema, files, tmp_path)
+  with (tmp_path / "pieces.model").open("wb") as model:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(texts),
+      model_writer=model,
+      vocab_size=60,
+      model_type="bpe",
+      minloglevel=2,
+    )
+  monkeypatch.setenv("VOCAB_PATH", str(tmp_path / "pieces.model"))
+  knobs = {
+    "VOCAB_SIZE": 60,
+    "NUM_LAYERS": 2,
+    "MODEL_DIMS": 16,
+    "HIDDEN_DIMS": 32,
+    "NUM_HEADS": 2,
+    "DIMS_PER_HEAD": 8,
+    "MAX_SEQ_LEN": 96,
+    "NUM_EXPERTS": 4,
+    "PERCORE_BATCH_SIZE": 1,
+    "FPROP_DTYPE": "float32",
+    "MAX_STEPS": 2,
+    "LR_COS_WARMUP": 1,
+    "LR_COS_DECAY_START": 2,
+  }
+  flags = [f"--fdl.{name}={value}" for name, value in knobs.items()]
+  flags += [f"--tfds_data_dir={tmp_path}", f"--job_log_dir={tmp_path / 'run'}"]
+  assert run("--fdl_config=PileGLaM126M64E", *flags) == 0
+  assert "evaluated validation after 2 updates" in capsys.readouterr().out
+  scores = []
+  for mesh in ("[1,-1,1]", "[2,2,2]"):
+    more = ("--mode=eval", f"--fdl.ICI_MESH_SHAPE={mesh}")
+    assert run("--fdl_config=LambadaGLaM126M64E", *flags, *more) == 0
+    assert "evaluated lambada after 2 updates: acc_strict: " in capsys.readouterr().out
+    out = tmp_path / "run" / "eval_out" / "lambada"
+    scores.append(json.loads((out / "eval_00000002.json").read_text()))
+    records = (out / "eval_00000002.jsonl").read_text().splitlines()
+    assert [json.loads(line)["example"] for line in records] == list(range(300))
+  assert scores[0]["num_examples"] == 300
+  assert scores[0]["acc_strict"] == scores[1]["acc_strict"]
+  assert scores[0]["log_pplx"] == pytest.approx(scores[1]["log_pplx"], rel=1e-5)
+  assert run("--fdl_config=LambadaGLaM126M64E", *flags) == 2
+  assert "has no training data (train_data): it is for" in capsys.readouterr().err
