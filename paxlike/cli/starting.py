@@ -11,12 +11,9 @@ import sys
 from typing import Any
 
 from paxlike.cli import flags
-from paxlike.devices import gpu_targets, malloc, topology, tpu_targets
+from paxlike.devices import gpu_targets, malloc, program_cache, topology, tpu_targets
 from paxlike.errors import UserError
 from paxlike.processes import cluster
-
-_PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # By which users name a folder of compiled programs.
-_LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"  # And what is worth keeping.
 
 
 def set_up_jax(options: flags.Options):
@@ -51,8 +48,11 @@ def set_up_jax(options: flags.Options):
     theirs, ours = os.environ.get("XLA_FLAGS", ""), "--xla_disable_hlo_passes=all-reduce-promotion"
     if ours not in theirs.split():
       os.environ["XLA_FLAGS"] = f"{ours} {theirs}".strip()
-  keep_programs()
   import jax
+
+  from paxlike.data import token_index
+
+  program_cache.enable(str(token_index.cache_folder() / "xla"))
 
   if options.topology is not None:
     jax.config.update("jax_platforms", "cpu")
@@ -121,32 +121,10 @@ def join(options: flags.Options):
     )
     has_gpus = cluster.num_gpus() and environ.get("JAX_PLATFORMS") != "cpu"
     several_nodes = group is not None and cluster.local(environ)[1] < group.count
-    if has_gpus and several_nodes and _PROGRAMS not in environ:
-      _keep_no_programs()
-
-
-def _keep_no_programs():
-  """Has JAX compile all programs anew: on GPUs of several nodes, each process waits for all others.
-
-  They share the measuring of matmuls (`xla_gpu_shard_autotuning`, on by default; XLA's pull
-  requests 14968 and 22164), and only process 0 writes the cache (jax/_src/compiler.py). Where each
-  node has a disk of its own, after a restart process 0 reads the program from its cache and
-  measures nothing, and the others wait for its measurements. A folder that the user names is taken
-  to be one that all processes share.
-  """
-  import jax
-
-  jax.config.update("jax_enable_compilation_cache", False)
-
-
-def keep_programs():
-  """Has JAX keep compiled programs in the cache folder, unless the user names another."""
-  import jax
-
-  from paxlike.data import token_index
-
-  if _PROGRAMS not in os.environ:
-    jax.config.update("jax_compilation_cache_dir", str(token_index.cache_folder() / "xla"))
-  if _LEAST not in os.environ:
-    # Also the many small programs, which together take as long as the step on a small machine.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if has_gpus and several_nodes and program_cache.FOLDER not in environ:
+      # GPUs share the measuring of matmuls (`xla_gpu_shard_autotuning`, on by default; XLA's pull
+      # requests 14968 and 22164), and only process 0 writes the cache (jax/_src/compiler.py). Where
+      # each node has a disk of its own, after a restart process 0 reads the program from its cache
+      # and measures nothing, and the others wait for its measurements. A folder that the user names
+      # is taken to be one that all processes share.
+      program_cache.disable()

@@ -12,7 +12,7 @@ import jax
 from paxlike.compilation import hlo_collectives as collectives
 from paxlike.compilation import hlo_kernels as kernels
 from paxlike.compilation import saved_step
-from paxlike.devices import chips, malloc, mesh
+from paxlike.devices import chips, malloc, mesh, program_cache
 from paxlike.errors import UserError
 from paxlike.layers import flops
 from paxlike.layers.remat import Remat
@@ -117,7 +117,7 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
   tokens = trainer.batch_size * trainer.data.seq_len
   began = time.perf_counter()
   try:
-    with jax.set_mesh(devices), malloc.trimmed():
+    with jax.set_mesh(devices), malloc.trimmed(), program_cache.usable(devices.devices.flat[0]):
       lowered = trainer.lower(state, batch)
       step = lowered.compile(compiler_options=dict(trainer.compiler_options))
     held = _held(step, devices.devices.flat[0].platform)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from paxlike.devices import topology
+from paxlike.devices import program_cache, topology
 
 Options = dict[str, Any]
 
@@ -78,16 +78,11 @@ def is_known(name: str, value: Any, device: Any) -> bool:
   # XLA on any platform knows the GPU options; only libtpu knows those for TPUs.
   where = jax.sharding.SingleDeviceSharding(device) if device.platform == "tpu" else None
   lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "int32", sharding=where))
-  config: Any = jax.config
-  kept = config.jax_enable_compilation_cache
-  # JAX cannot load cached programs of unattached devices.
-  config.update("jax_enable_compilation_cache", False)
   try:
-    lowered.compile(compiler_options={name: value})
+    with program_cache.usable(device):
+      lowered.compile(compiler_options={name: value})
   except jax.errors.JaxRuntimeError as error:
     if "No such compile option" not in str(error):
       raise
     return False
-  finally:
-    config.update("jax_enable_compilation_cache", kept)
   return True

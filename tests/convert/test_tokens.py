@@ -292,4 +292,4 @@ def test_a_folder_that_was_moved_evaluates_any_text_and_decodes(tmp_path, capsys
   (ours / "config.json").write_text(edited)
   capsys.readouterr()
   assert paxlike("--mode=eval", *flags, f"--fdl.DATA_PATH={text}") == 2
-  assert "is not what the knobs of experiment.json make" in capsys.readouterr().err
+  assert "differs from the graph of the knobs in experiment.json" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from paxlike.checkpoints import checkpoint
 from paxlike.checkpoints.checkpoint import Checkpoints
 from paxlike.cli import flags, starting
+from paxlike.devices import program_cache
 from paxlike.errors import UserError
 from paxlike.processes import cluster, multiprocess
 
@@ -78,7 +79,7 @@ def test_four_processes_train_as_one_does_and_two_and_one_resume_their_checkpoin
   np.testing.assert_allclose(found[8], expected[8], rtol=1e-5)
   for status, _, err in map(finish, job(2, several, "--mode=eval", "--step=3", model=text)):
     assert status == 2, err
-    assert err == f"paxlike: no checkpoint 3 in {several}/checkpoints; there is: 4, 6, 8.\n"
+    assert err == f"paxlike: no checkpoint 3 in {several}/checkpoints; available: 4, 6, 8.\n"
 
 
 LONG = ("--fdl.MAX_STEPS=100000", "--fdl.CHECKPOINT_EVERY_N_STEPS=20", "--heartbeat_timeout=4")
@@ -102,7 +103,7 @@ def test_a_killed_process_ends_the_others_by_its_name_and_the_job_resumes(tmp_pa
   status, _, err = finish(processes[1 - victim])
   assert status == 75
   assert f"paxlike: process {victim} of 2 (" in err and "was killed: its connection closed" in err
-  assert f"so process {1 - victim} of 2 (" in err
+  assert f"; process {1 - victim} of 2 (" in err
   assert "Check failure stack trace" not in err
   assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "lost"
   processes[victim].communicate()
@@ -183,7 +184,7 @@ def test_an_exception_in_a_save_is_named_and_not_what_jax_says_of_it_elsewhere(t
   fault.write_text("save raises")
   (first, _, err), (second, _, own) = map(finish, processes)
   assert (first, second) == (1, 1)
-  assert "has failed: RuntimeError: disk quota exceeded; so process 0 of 2 (" in err
+  assert "has failed: RuntimeError: disk quota exceeded; process 0 of 2 (" in err
   assert "could not be written" not in err and "Traceback" not in err and "Traceback" in own
 
 
@@ -345,6 +346,6 @@ def test_processes_of_gpus_keep_programs_only_where_all_see_them(
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
   set_to = {"jax_enable_compilation_cache": True}
   monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
-  starting.keep_programs()
+  program_cache.enable("/own")
   starting.join(flags.Options(server_addr="localhost:1", num_hosts=2 * nodes, host_idx=0))
   assert set_to["jax_enable_compilation_cache"] is kept

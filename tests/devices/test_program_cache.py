@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX's cache of compiled programs, beside programs for devices that are not attached."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from paxlike.devices import program_cache, topology, xla_flags
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """An empty cache that keeps every program."""
+  names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  before = [getattr(jax.config, name) for name in names]
+  for name, value in zip(names, (str(tmp_path), 0), strict=True):
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield tmp_path
+  for name, value in zip(names, before, strict=True):
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+def _compile(number: int):
+  jax.jit(lambda x: x * number).lower(jnp.float32(1)).compile()
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_only_programs_of_attached_devices_are_kept(folder, used_before):
+  """JAX decides at its first compilation whether it uses the cache, and keeps to it."""
+  if used_before:
+    _compile(2)
+  kept = set(folder.iterdir())
+  assert bool(kept) is used_before
+  topology.use("v5e-4")
+  try:
+    (device, *_) = topology.devices()
+    xla_flags.is_known.cache_clear()
+    assert xla_flags.is_known("xla_tpu_scoped_vmem_limit_kib", 1024, device)
+  finally:
+    topology.use(None)
+  assert set(folder.iterdir()) == kept
+  with program_cache.usable(jax.devices()[0]):
+    _compile(3)
+  assert set(folder.iterdir()) > kept
