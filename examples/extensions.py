@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a project adds to paxlike without editing it: each kind of thing once, and a run of all.
+"""Extends paxlike without editing it: one example of each kind, and an experiment with all of them.
 
     python examples/extensions.py runs/sums
 
-trains a small model on sums such as "12+7=19". What a graph holds has a name at the top level of a
-module, by which `config.json` finds it again; a command that reads that file needs
-`--fdl_allow_modules=examples.extensions`, and `paxlike.load` the same in `allow_modules`.
+trains a small model on sums such as "12+7=19". Whatever a graph refers to must be at the top level
+of a module, because `config.json` refers to it by name. A command that reads that file needs
+`--fdl_allow_modules=examples.extensions`, and `paxlike.load` needs the same in `allow_modules`.
 """
 
 import csv
@@ -33,7 +33,7 @@ from paxlike.training import evaluation, objectives, optimizers
 
 # A schedule: completed updates -> learning rate.
 def inverse_root(*, peak: float, warmup: int) -> optimizers.Schedule:
-  """Up to `peak` in `warmup` steps, and then down with the root of the number of steps."""
+  """Linear warmup to `peak` in `warmup` steps, then decay with the inverse square root of steps."""
 
   def rate(count: jax.typing.ArrayLike) -> jax.Array:
     step = jnp.asarray(count, jnp.float32) + 1
@@ -43,9 +43,9 @@ def inverse_root(*, peak: float, warmup: int) -> optimizers.Schedule:
 
 
 class WithLion(paxlike.Experiment):
-  """An optimizer: any transformation of optax, and the schedule that the log shows."""
+  """An optimizer: any optax transformation, and the schedule that the log shows."""
 
-  LION_WARMUP: int = 10  #: Steps in which the learning rate rises.
+  LION_WARMUP: int = 10  #: Warmup steps of the learning rate.
 
   def schedule(self) -> fdl.Config:
     return fdl.Config(inverse_root, peak=self.LEARNING_RATE, warmup=self.LION_WARMUP)
@@ -62,7 +62,7 @@ class WithLion(paxlike.Experiment):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabelSmoothing(objectives.Objective):
-  """An objective: cross-entropy with targets that have `share` of all other tokens."""
+  """An objective: cross-entropy with targets of which `share` is spread over all tokens."""
 
   share: float
 
@@ -81,23 +81,23 @@ class LabelSmoothing(objectives.Objective):
 
 
 class Smoothed(paxlike.Experiment):
-  """The experiments that are trained by it."""
+  """A mixin that trains with it."""
 
-  LABEL_SMOOTHING: float = 0.1  #: Share of the other tokens.
+  LABEL_SMOOTHING: float = 0.1  #: Share of a target that is spread over all tokens.
 
   def objective(self) -> fdl.Config[objectives.Objective]:
     return fdl.Config(LabelSmoothing, share=self.LABEL_SMOOTHING)
 
 
-# A metric: of each sequence a sum and a weight; what is reported is their quotient over all.
+# A metric: a sum and a weight for each sequence; the quotient of their totals is reported.
 def bits(scores: evaluation.Scores, batch: Batch) -> evaluation.Sums:
-  """The cross-entropy in bits a token."""
+  """The cross-entropy in bits per token."""
   weights_BT = batch["weights"]
   return {"bits": ((scores.loss_BT * weights_BT).sum(-1) / np.log(2), weights_BT.sum(-1))}
 
 
 class ScaledMlp(layers.Mlp):
-  """A layer variant: a feed-forward part whose output has a learnt scale for each dim."""
+  """A layer variant: a feed-forward layer whose output has a trainable scale for each dim."""
 
   def __init__(self, dim: int, *, initial: float = 0.1, **parts):
     super().__init__(dim, **parts)
@@ -110,7 +110,7 @@ class ScaledMlp(layers.Mlp):
 
 
 class ScaledLlama(Llama):
-  """The models that have it."""
+  """LLaMA with it."""
 
   def mlp(self) -> fdl.Partial[layers.Mlp]:
     mlp = super().mlp()
@@ -119,7 +119,7 @@ class ScaledLlama(Llama):
 
 
 class Sums(Corpus):
-  """A data source: documents as ids; what packs, shuffles and resumes them is paxlike's."""
+  """A data source: documents as ids; paxlike packs and shuffles them, and resumes in them."""
 
   def __init__(self, *, count: int, seed: int = 0):
     self.count, self.seed = count, seed
@@ -143,9 +143,9 @@ class Sums(Corpus):
 
 
 class SumsData(paxlike.Experiment):
-  """The mixin that has it."""
+  """A mixin that trains on it."""
 
-  NUM_SUMS: int = 10_000  #: To train on.
+  NUM_SUMS: int = 10_000  #: Sums in the training data.
 
   def train_data(self) -> fdl.Config:
     return self.sums(count=self.NUM_SUMS, seed=0)
@@ -161,7 +161,7 @@ class SumsData(paxlike.Experiment):
 
 
 class Stop(paxlike.Callback):
-  """A callback: it ends the run where the loss is above what it was at first."""
+  """A callback: ends the run if the loss exceeds twice its first value."""
 
   def on_start(self, step, folder):
     self.first = None
@@ -169,11 +169,11 @@ class Stop(paxlike.Callback):
   def on_step(self, step, metrics):
     self.first = metrics["loss"] if self.first is None else self.first
     if metrics["loss"] > 2 * self.first:
-      raise paxlike.RunError(f"the loss of step {step} is {metrics['loss']:.2f}: no better.")
+      raise paxlike.RunError(f"the loss of step {step} is {metrics['loss']:.2f}: it diverges.")
 
 
 class CsvTracker(paxlike.Callback):
-  """A tracker: the losses as a table for a spreadsheet."""
+  """A tracker: writes the losses as CSV."""
 
   def on_start(self, step, folder):
     self.file = (folder / "losses.csv").open("a")
@@ -187,7 +187,7 @@ class CsvTracker(paxlike.Callback):
 
 
 class TinySums(SumsData, WithLion, Smoothed, ScaledLlama):
-  """All of these in one experiment."""
+  """An experiment with all of these."""
 
   VOCAB_SIZE = 257
   NUM_LAYERS = 2

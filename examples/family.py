@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family of models with its rules of Hugging Face, outside of the package.
+"""A model family with its mapping to Hugging Face, outside the package.
 
-Once this module is imported, `paxlike.load(FOLDER)` takes a folder whose `config.json` says
+Once this module is imported, `paxlike.load(FOLDER)` reads a folder whose `config.json` has
 `"model_type": "parrot"`, and `Model.export` writes one.
 """
 
@@ -52,7 +52,7 @@ class Parrot(Llama):
 
 @paxlike.register
 class TinyParrot(paxlike.datasets.LocalText, Parrot):
-  """Small enough for a laptop; being registered, it has a name, and the family is known."""
+  """Small enough for a laptop; registering it makes the family known."""
 
   VOCAB_SIZE = 257
   NUM_LAYERS = 2

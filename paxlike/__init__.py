@@ -7,13 +7,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-# With gcsfs, paths on gs:// need no TensorFlow: epath would import it wherever it is installed, for
-# ten seconds in each process. epath asks once, so that this must come before its first path.
+# With gcsfs, paths on gs:// need no TensorFlow, whose import by epath takes ten seconds per process.
+# epath reads this variable once, so it must be set before the first path.
 if importlib.util.find_spec("gcsfs") is not None:
   os.environ.setdefault("EPATH_USE_TF", "0")
-# gcsfs never lists a folder again by default, and would not see what other processes write.
+# By default gcsfs caches folder listings forever and would not see what other processes write.
 os.environ.setdefault("FSSPEC_GCS", '{"use_listings_cache": false}')
-if "fsspec.config" in sys.modules:  # Then it has read the environment already.
+if "fsspec.config" in sys.modules:  # It has already read the environment.
   sys.modules["fsspec.config"].conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
 
 __version__ = "0.1.0"
@@ -42,8 +42,7 @@ __all__ = [
   "register",
   "train",
 ]
-# Name -> the module that has it, or is it; imported when the name is first asked for: JAX takes a
-# second.
+# Name -> the module that defines it, or is it. Imported on first use: importing JAX takes a second.
 _PLACES = {
   "Callback": "paxlike.telemetry.callbacks",
   "Experiment": "paxlike.experiment",

@@ -10,7 +10,7 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-  """The run failed for another reason than the user's flags or files.
+  """The run failed for a reason other than the user's flags or files.
 
   `paxlike` prints the message and exits with 1.
   """
@@ -21,7 +21,7 @@ class TemporaryError(RunError):
 
 
 def one_line(error: object, *, limit: int = 2000) -> str:
-  """Returns a message for a terminal, with control characters escaped: it may quote files."""
+  """Returns an error's message in one line; control characters, as of quoted files, are escaped."""
   text = " ".join(line.strip() for line in str(error).splitlines())
   text = "".join(char if char.isprintable() else _escaped(char) for char in text)
   return text if len(text) <= limit else f"{text[:limit]}..."

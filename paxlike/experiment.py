@@ -2,7 +2,7 @@
 """Experiment: the knobs of a run, and the methods that turn them into one Fiddle graph.
 
 A family overrides the methods that differ; a recipe sets knobs. A value derived from knobs is
-computed in the method that uses it, so that subclass, mixin and command line all reach it.
+computed in the method that uses it, so that subclasses, mixins and the command line can set them.
 """
 
 import itertools
@@ -30,129 +30,129 @@ class Experiment(Knobs):
   """A decoder-only language model, its data, optimizer, mesh and schedule of work."""
 
   # Model.
-  VOCAB_SIZE: ranges.Size = UNSET  #: Token ids that the model knows.
-  MAX_SEQ_LEN: ranges.Size = 2048  #: Tokens of a sequence.
-  NUM_LAYERS: ranges.Depth = UNSET  #: Transformer blocks.
+  VOCAB_SIZE: ranges.Size = UNSET  #: Number of token ids.
+  MAX_SEQ_LEN: ranges.Size = 2048  #: Tokens per sequence.
+  NUM_LAYERS: ranges.Depth = UNSET  #: Number of transformer blocks.
   MODEL_DIMS: ranges.Size = UNSET  #: Width of the residual stream.
   HIDDEN_DIMS: ranges.Size | None = None  #: Width of the feed-forward layer. None: 4 x MODEL_DIMS.
-  NUM_HEADS: ranges.Size = UNSET  #: Attention heads.
+  NUM_HEADS: ranges.Size = UNSET  #: Number of attention heads.
   DIMS_PER_HEAD: ranges.Size | None = None  #: Width of a head. None: MODEL_DIMS / NUM_HEADS.
   INIT_STD: ranges.Weight = 0.02  #: Standard deviation of initial weights.
-  DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of each block's two outputs.
-  EMBEDDING_DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of the embedded tokens.
+  DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of each block's attention and MLP outputs.
+  EMBEDDING_DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of the embeddings.
 
-  # How it is computed.
+  # Computation.
   FPROP_DTYPE: ranges.ComputeDtype = "bfloat16"  #: Compute dtype.
-  #: What weights are held in between steps; bfloat16 with stochastic rounding.
+  #: Storage dtype of trained weights; bfloat16 uses stochastic rounding.
   WEIGHT_DTYPE: Literal["float32", "bfloat16"] = "float32"
-  #: Multiply in 8 bits in the linear maps and experts of blocks: fp8 with the scales of what is
-  #: multiplied, fp8_delayed with those of the last steps, mxfp8 (no experts); int8. None: no.
+  #: 8-bit matmuls in the linear maps and experts of blocks: fp8 (current scaling), fp8_delayed
+  #: (delayed scaling), mxfp8 (block scaling, not in experts) or int8. None: compute dtype.
   QUANTIZATION: Literal["fp8", "fp8_delayed", "mxfp8", "int8"] | None = None
-  USE_FP8: bool = False  #: QUANTIZATION=fp8.
-  ENABLE_TE: bool = False  #: In linear maps of blocks multiply by NVIDIA's Transformer Engine.
-  USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: on more than one device.
-  #: What the backward pass finds saved; the rest is recomputed. OFFLOAD_...: in the host's memory.
+  USE_FP8: bool = False  #: Pax's name for QUANTIZATION=fp8.
+  ENABLE_TE: bool = False  #: Use NVIDIA's Transformer Engine in the linear maps of blocks.
+  USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: if there are several devices.
+  #: Activations saved for the backward pass; the rest is recomputed. OFFLOAD_...: in host memory.
   CHECKPOINT_POLICY: Policy = "SAVE_EVERYTHING"
-  #: What computes attention. auto: ring where the mesh axis context is longer than 1, else cudnn or
-  #: splash where they can, xla on CPUs, else xla_chunked.
+  #: Attention kernel. auto: ring if the mesh axis context is larger than 1, else cudnn or splash if
+  #: supported, xla on CPUs, else xla_chunked.
   ATTENTION_KERNEL: Literal[
     "auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax", "ring", "gathered"
   ] = "auto"
-  #: Documents of a packed row that the kernel cudnn has room for.
+  #: Maximum number of documents per packed sequence with cudnn attention.
   MAX_SEGMENTS_PER_ROW: ranges.Size = 64
-  #: Mesh [data, fsdp, tensor] within a slice or node, or {axis: size}; -1 fills.
+  #: Mesh within a slice or node: [data, fsdp, tensor] or {axis: size}; -1: all remaining devices.
   ICI_MESH_SHAPE: tuple[ranges.AxisSize, ...] | dict[str, ranges.AxisSize] = (-1, 1, 1)
-  #: Mesh across slices or nodes.
+  #: Mesh across slices or nodes, in the same form.
   DCN_MESH_SHAPE: tuple[ranges.AxisSize, ...] | dict[str, ranges.AxisSize] = (1, 1, 1)
-  #: Order of forwards and backwards where the mesh axis pipeline is longer than 1.
+  #: Pipeline schedule, if the mesh axis pipeline is larger than 1.
   PIPELINE_SCHEDULE: Literal["gpipe", "circular", "1f1b", "interleaved_1f1b"] = "1f1b"
-  NUM_STAGES: ranges.Positive | None = None  #: Stages of the pipeline. None: the size of that axis.
-  #: Groups of layers that a stage of circular and interleaved_1f1b holds.
+  NUM_STAGES: ranges.Positive | None = None  #: Pipeline stages. None: the size of that axis.
+  #: Chunks of layers per stage, for circular and interleaved_1f1b. None: 1.
   NUM_VIRTUAL_STAGES: ranges.Positive | None = None
-  CIRCULAR_REPEAT: ranges.Positive | None = None  #: Pax's name of NUM_VIRTUAL_STAGES.
-  #: Parts of a batch on their way at once. None: NUM_STAGES.
+  CIRCULAR_REPEAT: ranges.Positive | None = None  #: Pax's name for NUM_VIRTUAL_STAGES.
+  #: Pipeline microbatches per gradient-accumulation step. None: NUM_STAGES.
   NUM_MICROBATCHES: ranges.Positive | None = None
-  #: Keep of a group's forward only its input; else what CHECKPOINT_POLICY saves.
+  #: Save only each chunk's input for the backward pass; False: what CHECKPOINT_POLICY saves.
   PIPELINE_RECOMPUTE: bool = True
 
-  #: Cut norms and residuals along the sequence over the mesh axis tensor too.
+  #: Sequence parallelism: shard norms and residuals along the sequence over the mesh axis tensor.
   SHARD_SEQUENCE_OVER_TENSOR: bool = False
 
   # Batch.
-  #: Sequences a device and optimizer step; may be a fraction.
+  #: Sequences per device and optimizer step; may be fractional.
   PERCORE_BATCH_SIZE: ranges.Batch = UNSET
-  #: Parts of the batch that are computed one after another.
+  #: Number of microbatches that the batch is split into.
   GRADIENT_ACCUMULATION_STEPS: ranges.Size = 1
 
   # Optimizer.
-  LEARNING_RATE: ranges.Rate = UNSET  #: The schedule's peak.
-  LR_SCHEDULE: Literal[  #: Its form.
+  LEARNING_RATE: ranges.Rate = UNSET  #: Peak of the schedule.
+  LR_SCHEDULE: Literal[  #: Learning-rate schedule.
     "linear_rampup_cosine_decay", "linear_rampup_exponential_decay", "constant"
   ] = "linear_rampup_cosine_decay"
-  LR_COS_WARMUP: ranges.NonNegative = 4000  #: Steps of the cosine schedule's linear rise.
-  #: Step at which it starts to fall. None: LR_COS_WARMUP + 1.
+  LR_COS_WARMUP: ranges.NonNegative = 4000  #: Linear warmup steps of the cosine schedule.
+  #: Step at which its decay starts. None: LR_COS_WARMUP + 1.
   LR_COS_DECAY_START: ranges.NonNegative | None = None
-  #: Step from which it is constant. None: MAX_STEPS.
+  #: Step at which its decay ends. None: MAX_STEPS.
   LR_COS_DECAY_END: ranges.NonNegative | None = None
-  LR_COS_MIN_RATIO: ranges.Fraction = 0.1  #: Its last value as a share of the peak.
-  LR_LRED_WARMUP: ranges.NonNegative = 4000  #: The same of the exponential schedule.
+  LR_COS_MIN_RATIO: ranges.Fraction = 0.1  #: Final learning rate as a fraction of the peak.
+  LR_LRED_WARMUP: ranges.NonNegative = 4000  #: Warmup of the exponential schedule.
   LR_LRED_DECAY_START: ranges.NonNegative | None = None  #: None: LR_LRED_WARMUP + 1.
   LR_LRED_DECAY_END: ranges.NonNegative | None = None  #: None: MAX_STEPS.
-  LR_LRED_MIN_RATIO: ranges.Epsilon = 0.1  #: Its last value as a share of the peak.
-  ADAM_BETA1: ranges.Probability = 0.9  #: Decay of the mean of gradients.
-  ADAM_BETA2: ranges.Probability = 0.95  #: Decay of the mean of squared gradients.
-  ADAM_EPSILON: ranges.Epsilon = 1e-8  #: Added outside the root.
-  #: What the means are held in; bfloat16 with stochastic rounding.
+  LR_LRED_MIN_RATIO: ranges.Epsilon = 0.1  #: Final learning rate as a fraction of the peak.
+  ADAM_BETA1: ranges.Probability = 0.9  #: Decay rate of the first moment.
+  ADAM_BETA2: ranges.Probability = 0.95  #: Decay rate of the second moment.
+  ADAM_EPSILON: ranges.Epsilon = 1e-8  #: Added outside the square root.
+  #: Storage dtype of both moments; bfloat16 uses stochastic rounding.
   ADAM_MOMENT_DTYPE: Literal["float32", "bfloat16"] = "float32"
-  #: Cut the optimizer's state over the mesh axis data too (ZeRO-1).
+  #: Shard the optimizer state over the mesh axis data too (ZeRO-1).
   SHARD_OPTIMIZER_OVER_DATA: bool = False
-  #: Keep the optimizer's state in the memory of hosts, and bring it for each update.
+  #: Offload the optimizer state to host memory between updates.
   OPTIMIZER_ON_HOST: bool = False
   WEIGHT_DECAY: ranges.Weight = 0.1  #: Decoupled weight decay.
-  WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: What decays.
-  #: Largest global gradient norm. None: no clip.
+  WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: Decayed weights.
+  #: Maximum global gradient norm. None: no clipping.
   CLIP_GRADIENT_NORM_TO_VALUE: ranges.PositiveFloat | None = 1.0
 
   # Run.
   MAX_STEPS: ranges.NonNegative = UNSET  #: Optimizer steps.
-  #: Instead of MAX_STEPS: how often the run goes through its training data. None: MAX_STEPS holds.
+  #: Passes over the training data, instead of MAX_STEPS. None: MAX_STEPS applies.
   NUM_EPOCHS: ranges.PositiveFloat | None = None
-  RANDOM_SEED: ranges.NonNegative = 1234  #: Of weights, dropout and the order of the data.
+  RANDOM_SEED: ranges.NonNegative = 1234  #: Seed of weights, dropout and data order.
   SUMMARY_INTERVAL_STEPS: ranges.Positive = 100  #: Steps between log lines.
-  #: Steps between evaluations. 0: only after the last.
+  #: Steps between evaluations. 0: only after the last step.
   EVAL_INTERVAL_STEPS: ranges.NonNegative = 100
-  #: Steps between checkpoints. 0: only after the last.
+  #: Steps between checkpoints. 0: only after the last step.
   CHECKPOINT_EVERY_N_STEPS: ranges.NonNegative = 5000
-  CHECKPOINT_MAX_TO_KEEP: ranges.Positive | None = 10  #: Checkpoints kept, the newest. None: all.
-  #: SET/METRIC of the evaluation, as validation/log_pplx, by which the best checkpoint is kept too.
+  CHECKPOINT_MAX_TO_KEEP: ranges.Positive | None = 10  #: Newest checkpoints to keep. None: all.
+  #: Metric, such as validation/log_pplx (SET/METRIC), whose best checkpoint is also kept.
   BEST_CHECKPOINT_METRIC: ranges.Name | None = None
-  #: Which of its values is the best. None: min of log_pplx, max of others.
+  #: Whether its lowest or highest value is best. None: min for log_pplx, max for other metrics.
   BEST_CHECKPOINT_MODE: Literal["min", "max"] | None = None
-  #: Evaluations in a row without a better one that end the run. None: it goes on to MAX_STEPS.
+  #: Stop after this many evaluations in a row without improvement. None: never.
   EARLY_STOPPING_PATIENCE: ranges.Positive | None = None
-  #: Abort after so many steps without a finite gradient.
+  #: Abort after this many steps in a row whose loss or gradient is not finite.
   MAX_SKIPPED_STEPS_IN_A_ROW: ranges.Positive = 10
-  #: Seconds without progress after which the job ends with status 75, so that a launcher starts it
-  #: again. None: from the times so far, at least 60, and no limit while compiling. 0: none.
+  #: Seconds without progress after which the job exits with status 75, so that a launcher restarts
+  #: it. None: derived from durations so far, at least 60, no limit while compiling. 0: no limit.
   STALL_TIMEOUT: ranges.Seconds | None = None
-  #: Seconds between two writings of all threads' stacks into the run's folder. None: only of a
-  #: stall, and on SIGUSR1.
+  #: Seconds between dumps of all threads' stacks into the run's folder. None: only after a stall
+  #: and on SIGUSR1.
   STACK_TRACE_INTERVAL: ranges.Interval | None = None
-  #: Weights to start from: the folder of a run, or of a converted model. None: all are drawn.
+  #: Folder of a run or converted model to restore initial weights from. None: initialize all.
   CHECKPOINT_RESTORE_PATH: ranges.Path | None = None
-  CHECKPOINT_RESTORE_STEP: ranges.NonNegative | None = None  #: Its checkpoint. None: the newest.
-  CHECKPOINT_INCLUDE_RULES: tuple[str, ...] = ("",)  #: Patterns of the weights to take.
-  CHECKPOINT_IGNORE_RULES: tuple[str, ...] = ()  #: Patterns of those that are drawn all the same.
-  USE_LORA: bool = False  #: Train low-rank adapters of linear maps, and nothing else.
-  LORA_RANK: ranges.Size = 8  #: Their inner width.
-  LORA_ALPHA: ranges.Factor | None = None  #: They are scaled by LORA_ALPHA / LORA_RANK. None: by 1.
-  LORA_DROPOUT: ranges.Probability = 0.0  #: Dropout of what they are given.
+  CHECKPOINT_RESTORE_STEP: ranges.NonNegative | None = None  #: Its checkpoint's step. None: the newest.
+  CHECKPOINT_INCLUDE_RULES: tuple[str, ...] = ("",)  #: Patterns of weights to restore.
+  CHECKPOINT_IGNORE_RULES: tuple[str, ...] = ()  #: Patterns of weights to initialize anyway.
+  USE_LORA: bool = False  #: Train only LoRA adapters of linear maps.
+  LORA_RANK: ranges.Size = 8  #: Rank of the adapters.
+  LORA_ALPHA: ranges.Factor | None = None  #: Scale: LORA_ALPHA / LORA_RANK. None: 1.
+  LORA_DROPOUT: ranges.Probability = 0.0  #: Dropout of the adapters' inputs.
   LORA_BASE_QUANTIZATION: Literal["int8", "nf4"] | None = (
-    None  #: How the matrices of the base are held (QLoRA). None: as they are computed with.
+    None  #: Weight-only quantization of the base model's matrices (QLoRA). None: compute dtype.
   )
-  #: all, attention or mlp, or the roles of linear maps: query,up.
+  #: Linear maps to adapt: all, attention, mlp, or roles such as query,up.
   LORA_TARGET_LAYERS: ranges.Name = "all"
-  SAMPLE_PROMPT: str | None = None  #: Text that the trained model continues. None: no sample.
+  SAMPLE_PROMPT: str | None = None  #: Prompt that the trained model continues. None: no sample.
 
   def trainer(self) -> fdl.Config[Trainer]:
     """Returns the root graph: the only thing that is built, saved, printed and compared."""
@@ -198,17 +198,17 @@ class Experiment(Knobs):
     return graph
 
   def max_steps(self) -> int:
-    """Optimizer steps; of NUM_EPOCHS they are not known before `cli.epochs` has counted them."""
+    """Returns MAX_STEPS; with NUM_EPOCHS, 1 until `cli.epochs` has set MAX_STEPS."""
     if self.NUM_EPOCHS is None:
       return self.MAX_STEPS
     steps = self.values()["MAX_STEPS"].value
     return 1 if steps is UNSET else steps
 
   def quantization(self) -> str | None:
-    """In what linear maps multiply, where not in the compute dtype.
+    """Returns the quantization of matmuls, a value of QUANTIZATION.
 
     Raises:
-      UserError: Two knobs say two things.
+      UserError: USE_FP8 and QUANTIZATION contradict each other.
     """
     if not self.USE_FP8:
       return self.QUANTIZATION
@@ -217,7 +217,7 @@ class Experiment(Knobs):
     return self.QUANTIZATION or "fp8"
 
   def adapt(self, graph: fdl.Buildable):
-    """Adds the adapters, if there are to be any, to a model or all that it is part of."""
+    """Adds LoRA, if USE_LORA, to a graph that contains the model."""
     if self.USE_LORA:
       targets = self.LORA_TARGET_LAYERS
       fiddlers.lora(
@@ -230,7 +230,7 @@ class Experiment(Knobs):
       )
 
   def restore(self) -> fdl.Config[Restore] | None:
-    """The weights that a new run starts from, where they are not all drawn."""
+    """Returns the source of initial weights; None: all are initialized."""
     if self.CHECKPOINT_RESTORE_PATH is None:
       return None
     return fdl.Config(
@@ -242,7 +242,7 @@ class Experiment(Knobs):
     )
 
   def pipeline(self) -> fdl.Config[layers.Pipeline] | None:
-    """The stages that the layers are spread over, if there are several.
+    """Returns the pipeline of the layers; None if there is one stage.
 
     Raises:
       UserError: Knobs contradict each other.
@@ -259,7 +259,7 @@ class Experiment(Knobs):
       return None
     given = {self.NUM_VIRTUAL_STAGES, self.CIRCULAR_REPEAT} - {None}
     if len(given) > 1:
-      raise UserError("NUM_VIRTUAL_STAGES and CIRCULAR_REPEAT say two things: set one of them.")
+      raise UserError("NUM_VIRTUAL_STAGES and CIRCULAR_REPEAT differ: set only one of them.")
     count = self.NUM_MICROBATCHES
     return fdl.Config(
       layers.Pipeline,
@@ -271,18 +271,18 @@ class Experiment(Knobs):
     )
 
   def callbacks(self) -> list[Callback]:
-    """What is called while a run trains. They are no part of the graph, nor of `config.json`.
+    """Returns the callbacks of training, which are not part of the graph or `config.json`.
 
-    This is called more than once: what a callback opens, its `on_start` opens.
+    This is called more than once, so callbacks should open files in `on_start` only.
     """
     return []
 
   def objective(self) -> fdl.Config[Objective]:
-    """What training makes small."""
+    """Returns the training objective."""
     return fdl.Config(NextToken)
 
   def best(self) -> fdl.Config[Criterion] | None:
-    """By what the best checkpoint is known, if one is to be."""
+    """Returns the criterion of the best checkpoint; None without BEST_CHECKPOINT_METRIC."""
     metric = self.BEST_CHECKPOINT_METRIC
     if metric is None:
       return None
@@ -291,7 +291,7 @@ class Experiment(Knobs):
     return fdl.Config(Criterion, metric=metric, lowest=mode == "min", patience=patience)
 
   def model(self) -> fdl.Config[layers.Decoder]:
-    """The whole model; its output projection is the embedding's table."""
+    """Returns the model; its output projection is the embedding table."""
     return fdl.Config(
       layers.Decoder,
       vocab_size=self.VOCAB_SIZE,
@@ -303,16 +303,16 @@ class Experiment(Knobs):
     )
 
   def stack(self) -> fdl.Partial[layers.Stack]:
-    """The layers: the pattern over and over, and at the end as much of it as is left.
+    """Returns the layers: repeats of the pattern, then its first layers for the remainder.
 
     Raises:
-      UserError: The pattern is no list of layers.
+      UserError: The pattern is not a list of layers, or empty.
     """
     pattern: Any = self.pattern()
     if not isinstance(pattern, list | tuple) or not pattern:
       raise UserError(
         f"what {type(self).__name__}.pattern() returns is {graph_types.shown(pattern)}: expected a"
-        " list of a layer or more."
+        " list of at least one layer."
       )
     repeats, rest = divmod(self.NUM_LAYERS, len(pattern))
     stack = fdl.Partial(layers.Stack, pattern=pattern, repeats=repeats)
@@ -321,11 +321,11 @@ class Experiment(Knobs):
     return stack
 
   def pattern(self) -> list[fdl.Partial[layers.Block]]:
-    """The layers that repeat."""
+    """Returns the layers that are repeated."""
     return [self.block()]
 
   def block(self) -> fdl.Partial[layers.Block]:
-    """One layer."""
+    """Returns one layer."""
     return fdl.Partial(
       layers.Block,
       norm=self.norm(),
@@ -335,7 +335,7 @@ class Experiment(Knobs):
     )
 
   def attention(self) -> fdl.Partial[layers.Attention]:
-    """The attention of a block."""
+    """Returns the attention of a block."""
     return fdl.Partial(
       layers.Attention,
       num_heads=self.NUM_HEADS,
@@ -347,7 +347,7 @@ class Experiment(Knobs):
     )
 
   def mlp(self) -> fdl.Partial[layers.Mlp]:
-    """The feed-forward part of a block."""
+    """Returns the feed-forward layer of a block."""
     hidden = self.HIDDEN_DIMS
     return fdl.Partial(
       layers.Mlp,
@@ -357,26 +357,26 @@ class Experiment(Knobs):
     )
 
   def norm(self) -> fdl.Partial:
-    """Each block's norms and the last one."""
+    """Returns the norm of blocks and of the final output."""
     return fdl.Partial(layers.RmsNorm)
 
   def linear(self, role: str) -> fdl.Partial[layers.Linear]:
-    """A linear map of the blocks."""
+    """Returns a linear map of the blocks."""
     return fdl.Partial(layers.Linear, role=role, init=self.init())
 
   def init(self) -> fdl.Partial:
-    """How weights are drawn."""
+    """Returns the initializer of weights."""
     return fdl.Partial(layers.gaussian, std=self.INIT_STD)
 
   def dropout(self, rate: float) -> fdl.Partial[layers.Dropout] | None:
-    """A dropout layer, none for rate 0."""
+    """Returns a dropout layer; None for rate 0."""
     return fdl.Partial(layers.Dropout, rate=rate) if rate else None
 
   def head_dim(self) -> int:
-    """Width of a head.
+    """Returns the width of a head.
 
     Raises:
-      UserError: It is to be derived, and the heads do not divide the model's width.
+      UserError: DIMS_PER_HEAD is None, and NUM_HEADS does not divide MODEL_DIMS.
     """
     if self.DIMS_PER_HEAD is not None:
       return self.DIMS_PER_HEAD
@@ -388,7 +388,7 @@ class Experiment(Knobs):
     return self.MODEL_DIMS // self.NUM_HEADS
 
   def optimizer(self) -> fdl.Config[optimizers.Optimizer]:
-    """The optimizer with its schedule."""
+    """Returns the optimizer with its learning-rate schedule."""
     return fdl.Config(
       optimizers.adamw,
       learning_rate=self.schedule(),
@@ -404,10 +404,10 @@ class Experiment(Knobs):
     )
 
   def schedule(self) -> fdl.Config:
-    """The learning rate over steps.
+    """Returns the learning-rate schedule.
 
     Raises:
-      UserError: It is to fall before it has risen, or to end before it falls.
+      UserError: The decay starts before the end of the warmup, or ends before it starts.
     """
     peak = self.LEARNING_RATE
     if self.LR_SCHEDULE == "constant":
@@ -437,22 +437,22 @@ class Experiment(Knobs):
     )
 
   def mesh(self) -> fdl.Config[MeshSpec]:
-    """The device mesh."""
+    """Returns the shape of the device mesh."""
     return fdl.Config(MeshSpec, ici=self.ICI_MESH_SHAPE, dcn=self.DCN_MESH_SHAPE)
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family | None:
-    """How Hugging Face stores the family; None if it has no such thing."""
+    """Returns the conversion from and to Hugging Face; None if it has no such family."""
     return None
 
   def train_data(self) -> fdl.Config | None:
-    """The training data, a `data.Dataset`; None to evaluate only. A data mixin gives it."""
+    """Returns the training data, a `data.Dataset`; None to evaluate only. See `datasets`."""
     raise UserError(f"{type(self).__name__} has no training data: subclass a mixin of datasets.py.")
 
   def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
-    """What is evaluated, by name."""
+    """Returns the eval sets by name."""
     return {}
 
   def eval_set(self, dataset: fdl.Config, **options: Any) -> fdl.Config[EvalSet]:
-    """Evaluates `dataset` with the metrics of language models."""
+    """Returns an eval set with the metrics of language models."""
     return fdl.Config(EvalSet, dataset=dataset, **options)

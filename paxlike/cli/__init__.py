@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: flags, and what a person reads or types."""
+"""The command line: flags, `--help`, and the output of the modes and commands."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--mode=check` prints."""
+"""The output of `--mode=check`."""
 
 import itertools
 import json
@@ -18,9 +18,9 @@ from paxlike.telemetry import tables
 
 
 def show(found: Iterable[Check], *, as_json: bool) -> int:
-  """Prints checks as they come, in process 0; returns the exit status of all processes.
+  """Prints checks as they finish, in process 0; returns the exit status.
 
-  It is 1 if any check failed in any process.
+  In all processes it is 1 if a check failed in any of them.
   """
   began, results = time.perf_counter(), []
   prints = jax.process_index() == 0
@@ -42,13 +42,13 @@ def show(found: Iterable[Check], *, as_json: bool) -> int:
 
 
 def section(item: str, results: Iterable[Check]) -> str:
-  """Returns the lines of one item, under its name."""
+  """Returns the checks of one item as a table under its name."""
   rows = [(check.verdict, check.name, _figures(check), check.detail) for check in results]
   return f"{item}\n" + tables.table(("", "", "", ""), [("  " + row[0], *row[1:]) for row in rows])
 
 
 def summary(results: Sequence[Check], failed_by_process: Sequence[int], seconds: float) -> str:
-  """Returns the last lines: how many failed, and which."""
+  """Returns the last lines: which checks failed, and the count of each verdict."""
   counts = Counter(check.verdict for check in results)
   order = (checks.PASS, checks.FAIL, checks.REFUSED, checks.ABSENT)
   verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in order if counts[verdict])
@@ -65,7 +65,7 @@ def summary(results: Sequence[Check], failed_by_process: Sequence[int], seconds:
 def facts(
   results: Sequence[Check], failed_by_process: Sequence[int], seconds: float
 ) -> dict[str, Any]:
-  """Returns the same for programs to read; a figure that is not finite is null."""
+  """Returns the results for JSON; figures that are not finite become null."""
 
   def finite(figures: Any) -> dict[str, float | None]:
     return {name: float(x) if np.isfinite(x) else None for name, x in figures.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--mode=compile` prints of a step."""
+"""The output of `--mode=compile`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +10,10 @@ from paxlike.training.trainer import Trainer
 
 
 def text(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> str:
-  """Returns the page that a person reads."""
+  """Returns the report as text."""
   parts = [tables.table(("", ""), _rows(trainer, program))]
   if found := program.collectives():
-    header = ("sent by each device", "times", "collectives of a step")
+    header = ("sent by each device", "count", "collectives of a step")
     rows = [
       (tables.nbytes(one.nbytes), f"{one.count:,}", f"{one.kind} over {' x '.join(one.axes)}")
       for one in found
@@ -22,13 +22,13 @@ def text(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> str:
     header = ("asynchronous", "synchronous", "sent synchronously", "collectives of the program")
     parts.append(tables.table(header, _overlap(program), right=range(3)))
   if with_kernels and program.step is not None:
-    header = ("ms", "launches", "GB", "TFLOP", "roofline of each device")
+    header = ("ms", "launches", "GB", "TFLOP", "roofline per device")
     parts.append(tables.table(header, _kernels(program), right=range(4)))
   return "\n\n".join(parts)
 
 
 def facts(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> dict[str, Any]:
-  """Returns the same for programs to read: bytes and FLOPs are numbers, times in seconds."""
+  """Returns the report for JSON: sizes in bytes, times in seconds."""
   found = program.kernels() if with_kernels and program.step is not None else []
   return {
     "parameters": trainer.definition.num_params,
@@ -67,37 +67,37 @@ def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
   axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
   yield "parameters", f"{trainer.definition.num_params:,}"
   yield "devices", f"{devices.size} x {_kind(program)}{f': {axes}' if axes else ''}"
-  yield "a step", f"{trainer.batch_size:,} sequences = {program.tokens:,} tokens"
+  yield "global batch", f"{trainer.batch_size:,} sequences = {program.tokens:,} tokens"
   yield "attention", ", ".join(trainer.attention)
-  yield "FLOPs of a step", f"{program.flops:.4g}{_at_least(program)}"
-  yield "compiled in", f"{program.seconds:.1f} s"
+  yield "FLOPs per step", f"{program.flops:.4g}{_at_least(program)}"
+  yield "compile time", f"{program.seconds:.1f} s"
   held, room = program.held, program.room
   yield "memory per device: arguments", tables.nbytes(held.arguments)
   yield "memory per device: temporaries", tables.nbytes(held.temporaries)
   if program.communicators:
-    beside = "" if program.share is None else f": XLA_PYTHON_CLIENT_MEM_FRACTION={program.share:g}"
-    yield "communicators of NCCL", f"{program.communicators}{beside}"
+    share = "" if program.share is None else f": XLA_PYTHON_CLIENT_MEM_FRACTION={program.share:g}"
+    yield "NCCL communicators", f"{program.communicators}{share}"
   peak = tables.nbytes(held.peak)
   if room is None:
     yield "memory per device: peak", peak
   elif program.fits:
     left = tables.nbytes(room - held.peak)
-    yield "memory per device: peak", f"{peak} of {tables.nbytes(room)}: fits, {left} are left"
+    yield "memory per device: peak", f"{peak} of {tables.nbytes(room)}: fits, {left} left"
   else:
     yield "memory per device: peak", f"{peak} of {tables.nbytes(room)}: does not fit"
     for line in aot.advice(trainer, program):
-      yield "what helps", line
+      yield "to reduce it", line
 
 
 def _at_least(program: aot.Program) -> str:
   if program.chip is None or program.ideal_seconds is None:
     return ""
   rate = program.chip.flops / 1e12
-  return f", at least {program.ideal_seconds:.4g} s at {rate:g} TFLOP/s of each device"
+  return f", at least {program.ideal_seconds:.4g} s at {rate:g} TFLOP/s per device"
 
 
 def _kernels(program: aot.Program, *, most: int = 30) -> Iterator[tuple[str, ...]]:
-  """Yields the kernels of a step by group, then the `most` expensive ones, as rows of a table."""
+  """Yields table rows of kernels: the sum of each group, then the `most` expensive kinds."""
   found = program.kernels()
 
   def row(name: str, one: hlo_kernels.Kernel) -> tuple[str, ...]:

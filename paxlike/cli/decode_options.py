@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command line says of decoding."""
+"""The prompts and options of decoding, from the command line."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from paxlike.inference.sampling import Sampling
 
 
 def read(options: flags.Options) -> tuple[list[decoding.Prompt], decoding.Options]:
-  """Returns the prompts, and how they are to be continued.
+  """Returns the prompts and the decoding options.
 
   Raises:
-    UserError: A file of prompts cannot be read.
+    UserError: A prompt file cannot be read.
   """
 
   def given(**values: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs scripts/download_*.py do: raw files, fetched or given, to a TFDS data set."""
+"""The command line of scripts/download_*.py, which write TFDS datasets from raw files."""
 
 import dataclasses
 import os
@@ -18,12 +18,12 @@ from paxlike.telemetry import console
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Download:
-  """A data set, and where its files are.
+  """A dataset and its raw files.
 
   Attributes:
-    schema: The data set.
-    urls: URL -> name of the file as it is kept; a .zip is unpacked.
-    sha256: URL -> what its file must have, where that is known.
+    schema: The dataset.
+    urls: URL -> local name of the raw file; .zip files are unpacked.
+    sha256: URL -> the expected SHA-256 of its file, if known.
   """
 
   schema: Schema
@@ -32,7 +32,7 @@ class Download:
 
 
 def main(download: Download, argv: Sequence[str]) -> int:
-  """Runs a command line. Returns the exit status: 2 for a user's mistake, or without network."""
+  """Runs a command line; returns the exit status: 2 for a user error or without network."""
   script = os.path.basename(argv[0])
   try:
     options = _parser(download, script).parse_args(argv[1:])
@@ -44,7 +44,7 @@ def main(download: Download, argv: Sequence[str]) -> int:
   try:
     folder = root / download.schema.path
     if folder.exists():
-      raise UserError(f"{folder} is there already: remove it to make it anew.")
+      raise UserError(f"{folder} already exists: remove it to write it again.")
     if options.source:
       given = [files.find(path, records.SUFFIXES, knob="--from") for path in options.source]
       raw = [pathlib.Path(name) for names in given for name in names]
@@ -60,15 +60,15 @@ def main(download: Download, argv: Sequence[str]) -> int:
     print(f"{script}: {where} cannot be written: {error.strerror or error}.", file=sys.stderr)
     return 2
   except KeyboardInterrupt:
-    print(f"{script}: stopped; the same command goes on from here.", file=sys.stderr)
+    print(f"{script}: interrupted; run the same command to resume.", file=sys.stderr)
     return 130
-  print(f"{folder} has {download.schema.name}; read it with --tfds_data_dir={root}")
+  print(f"{folder} has {download.schema.name}; use it with --tfds_data_dir={root}")
   return 0
 
 
 def _parser(download: Download, script: str) -> console.Parser:
   parser = console.Parser(
-    script, description=f"Makes the TFDS data set {download.schema.name}.", allow_abbrev=False
+    script, description=f"Writes the TFDS dataset {download.schema.name}.", allow_abbrev=False
   )
   parser.add_argument(
     "--from",
@@ -76,21 +76,21 @@ def _parser(download: Download, script: str) -> console.Parser:
     metavar="PATH",
     type=console.path,
     action="append",
-    help=f"files, folders or globs of {', '.join(records.SUFFIXES)}, instead of the network; may"
-    " be repeated",
+    help=f"files, folders or globs of {', '.join(records.SUFFIXES)} to read instead of"
+    " downloading; repeatable",
   )
   parser.add_argument(
     "--tfds_data_dir",
     metavar="DIR",
     type=console.path,
     default=os.fspath(tasks.tfds_data_dir()),
-    help="where TFDS keeps its data sets (%(default)s)",
+    help="folder of TFDS datasets (%(default)s)",
   )
   return parser
 
 
 def _fetched(download: Download, root: pathlib.Path, script: str) -> list[pathlib.Path]:
-  """Fetches the files into `root`/downloads."""
+  """Downloads the files into `root`/downloads, and returns their paths."""
   folder = root / "downloads" / "paxlike" / download.schema.path
   fetched = []
   for url, name in download.urls.items():
@@ -99,13 +99,13 @@ def _fetched(download: Download, root: pathlib.Path, script: str) -> list[pathli
       with _bar(name, unit="B") as bar:
         fetch.fetch(url, to, sha256=download.sha256.get(url), progress=bar.update)
     except UserError as error:
-      raise UserError(f"{error} Or fetch it yourself, and give {script} --from=PATH.") from None
+      raise UserError(f"{error} Or download it yourself, and run {script} --from=PATH.") from None
     fetched += _unpacked(to) if name.endswith(".zip") else [to]
   return fetched
 
 
 def _unpacked(archive: pathlib.Path) -> list[pathlib.Path]:
-  """Unpacks the files of records that a zip has."""
+  """Unpacks the record files of a zip, and returns their paths."""
   try:
     with zipfile.ZipFile(archive) as packed:
       names = [name for name in packed.namelist() if name.endswith(records.SUFFIXES)]

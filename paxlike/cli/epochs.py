@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NUM_EPOCHS: as many steps as it takes to go through the training data so often."""
+"""NUM_EPOCHS: the length of a run in passes over the training data."""
 
 import math
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from paxlike.experiment import Experiment
 
 
 def resolve(experiment: Experiment, build: Callable[[], Any]):
-  """Sets MAX_STEPS to what NUM_EPOCHS means, and NUM_EPOCHS to None, if that is what holds.
+  """Converts NUM_EPOCHS to MAX_STEPS, and sets NUM_EPOCHS to None.
 
-  Of the two, the one that is set closer to the user holds: on the command line, in a subclass.
+  If both are set, the more specific one applies: that of the command line, or of the subclass.
 
   Args:
     experiment: Changed in place.
-    build: Returns its trainer, whose data and devices tell how long an epoch is.
+    build: Returns its trainer, whose data and devices determine the steps of an epoch.
 
   Raises:
-    UserError: Both are set in the same place, or the data have no length.
+    UserError: Both are set in the same place, or the length of the data is unknown.
   """
   values = experiment.values()
   epochs = values["NUM_EPOCHS"].value
@@ -38,7 +38,7 @@ def resolve(experiment: Experiment, build: Callable[[], Any]):
 
 
 def _rank(experiment: Experiment, name: str) -> int:
-  """Returns 0 for a knob of the command line, else how far up the class is that sets it."""
+  """Returns 0 for a knob of the command line, else 1 + the MRO index of the class that sets it."""
   if name in experiment.settings():
     return 0
   return 1 + type(experiment).__mro__.index(experiment.knobs()[name].set_in)
@@ -49,9 +49,9 @@ def _steps(trainer: Any, epochs: float) -> int:
   if data is None:
     raise UserError(f"NUM_EPOCHS={epochs:g}: this experiment has no training data.")
   data.check()
-  rows = data.epoch_rows
-  if rows is None:
+  sequences = data.epoch_rows
+  if sequences is None:
     raise UserError(
-      f"NUM_EPOCHS={epochs:g}: {data.named} have no end, or none that is known: set MAX_STEPS."
+      f"NUM_EPOCHS={epochs:g}: the length of {data.named} is unknown or infinite: set MAX_STEPS."
     )
-  return max(math.ceil(epochs * rows / trainer.batch_size), 1)
+  return max(math.ceil(epochs * sequences / trainer.batch_size), 1)

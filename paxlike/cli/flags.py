@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line, as text: which flags there are and what kind of thing each sets.
+"""The command-line flags, and their parsing.
 
-Case decides what `--fdl.PATH=VALUE` means: UPPER_CASE is a knob of the experiment, lower case a
-path in its graph. Nothing heavy is imported here, so that `--help` and mistakes answer at once.
+`--fdl.PATH=VALUE` sets a knob of the experiment if PATH is UPPER_CASE, and a value in its graph if
+it is lower_case. Imports are light, so that `--help` and errors print at once.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ _DECODE = (
   *("prompt", "prompt_file", "max_new_tokens", "num_samples", "stop", "stop_token", "decode_rows"),
   *("temperature", "top_k", "top_p", "min_p", "decode_seed"),
 )
-# Those that are about draws, of which there are none at temperature 0.
-_OF_DRAWS = ("top_k", "top_p", "min_p", "decode_seed")
-# Flags without effect in any other mode. Those of `--help`'s "How to run" go with all, so that
-# --mode=show or compile can be added to the command of a run.
+# Sampling flags, without effect at temperature 0.
+_SAMPLING = ("top_k", "top_p", "min_p", "decode_seed")
+# Flag -> the modes that use it. The flags under "How to run" in `--help` are accepted in all modes,
+# so that --mode=show or compile can be added to the command of a run.
 _ONLY_IN = {
   "against": ("show",),
   "topology": ("show", "compile", "plan"),
@@ -43,7 +43,7 @@ _ONLY_IN = {
 
 _ASSIGNMENT = re.compile(r"((?:[^=\[]|\[[^\]]*\])+)=(.*)", re.DOTALL)
 _FDL = re.compile(r"--?fdl\.(.*)", re.DOTALL)
-# What absl takes of itself: more flags from a file, and flags that need not be known.
+# Flags that absl itself defines: more flags from a file, and unknown flags to ignore.
 _OF_ABSL = re.compile(r"--?(flagfile|undefok)(=.*)?", re.DOTALL)
 _KNOB = re.compile(r"[A-Z][A-Z0-9_]*")
 
@@ -62,43 +62,40 @@ class Options:
     job_log_dir: Folder of the run; needed in train, eval and decode.
     against: Name of an experiment to compare with.
     topology: Name of the devices to compile for; None: those of this machine.
-    slices: As many such sets of TPUs.
+    slices: Number of TPU slices of that topology; None: 1.
     kernels: Print the kernels of the compiled step.
-    json: Print the results of check, compile or plan for programs to read.
-    full: Check the step of the whole experiment, not of a small model like it.
-    global_batch: Sequences of the step that is planned; None: those of the experiment.
-    confirm: How many of the best plans are compiled; None: none.
+    json: Print the results of check, compile or plan as JSON.
+    full: Check the step of the full-size model instead of a shrunk one.
+    global_batch: The global batch to plan for, in sequences; None: the experiment's.
+    confirm: Number of best plans to compile; None: 0.
     save: File to write the compiled step to.
-    compiled_step: File of the step to train with.
-    traceback: Print the traceback of what ends the program too.
+    compiled_step: File of the compiled step to train with.
+    traceback: Also print the traceback of the error that ends the program.
     help: Print usage.HELP and stop.
     fdl_help: Print the knobs of the experiment and stop.
     list: Print the registered experiments and stop.
-    step: The checkpoint to evaluate or decode with; None is the newest.
+    step: Step of the checkpoint to evaluate or decode with; None: the newest.
     continuous: Evaluate the checkpoints of a running job as they appear.
     chat: Hold a conversation in the terminal.
     prompt: Prompts to continue.
     prompt_file: Files of prompts.
-    max_new_tokens: See `decoding.Options`, as for the next nine; None: its default.
-    temperature: See there.
-    top_k: See there.
-    top_p: See there.
-    min_p: See there.
-    num_samples: See there.
-    stop: See there.
-    stop_token: See there.
-    decode_rows: See there.
-    decode_seed: See there.
+    max_new_tokens: Maximum length of a sample, as in `decoding.Options`; None: its default.
+    temperature, top_k, top_p, min_p: See `sampling.Sampling`; None: its default.
+    num_samples: Samples per prompt; None: the default of `decoding.Options`.
+    stop: Strings that end a sample.
+    stop_token: Token ids that end a sample.
+    decode_rows: Maximum number of decode slots; None: the default of `decoding.Options`.
+    decode_seed: Seed of sampling; None: the default of `decoding.Options`.
     fdl_allow_modules: Modules that a graph from a file may use besides paxlike's.
     enable_checkpoint_saving: Write checkpoints.
     enable_summary_writer: Write metrics files.
-    multiprocess_gpu: Initialise `jax.distributed`, with the next three where they are given.
+    multiprocess_gpu: Raise an error if neither flags nor the cluster give the job's processes.
     server_addr: HOST:PORT of process 0.
     num_hosts: Number of processes.
     host_idx: Index of this process.
-    heartbeat_timeout: Seconds without a sign after which a process counts as gone.
-    join_timeout: Seconds that the processes have to come together.
-    tfds_data_dir: Folder of TFDS data sets.
+    heartbeat_timeout: Seconds without a heartbeat after which a process counts as lost.
+    join_timeout: Seconds in which all processes must join.
+    tfds_data_dir: Folder of TFDS datasets.
     num_cpu_devices: Number of fake CPU devices to run on.
   """
 
@@ -172,7 +169,7 @@ def parse(argv: Sequence[str]) -> Options:
   except flags.Error as error:
     raise UserError(str(error).removeprefix("flag ").replace("\n", " ")) from None
   if rest:
-    hint = "" if rest[0].lower() not in ("true", "false") else " A true or false follows a '='."
+    hint = "" if rest[0].lower() not in ("true", "false") else " Give a bool as --flag=true."
     raise UserError(f"unexpected argument {rest[0]!r}: flags start with '--'.{hint}")
   given: dict[str, Any] = values.flag_values_dict()
   knobs, edits = _split_by_case(given["fdl_set"])
@@ -200,9 +197,9 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def shared(options: Options) -> dict[str, str]:
-  """Returns the flags, with their text, that all processes of a job must have been given alike.
+  """Returns flag -> text of the flags that must be equal in all processes of a job.
 
-  Paths may differ from machine to machine.
+  Flags with paths are left out: paths may differ between machines.
   """
   names = ("mode", "fdl_config", "enable_checkpoint_saving", "step", "num_cpu_devices", *_DECODE)
   given = {f"--{name}": str(getattr(options, name)) for name in names if name != "prompt_file"}
@@ -216,7 +213,7 @@ def shared(options: Options) -> dict[str, str]:
 
 
 class _Bool(flags.BooleanParser):
-  """As absl's, with a message in one line."""
+  """absl's parser with a one-line error message."""
 
   def parse(self, argument: str | int) -> bool:
     try:
@@ -226,7 +223,7 @@ class _Bool(flags.BooleanParser):
 
 
 class _Number(flags.ArgumentParser):
-  """A number of a type that `knob_types` knows, with its range."""
+  """A parser of numbers of a type with a range, by `knob_types`."""
 
   syntactic_help = "a number"
 
@@ -239,18 +236,18 @@ class _Number(flags.ArgumentParser):
 
 
 class _Text(flags.ArgumentParser):
-  """A text that is not empty."""
+  """A parser of non-empty text."""
 
   syntactic_help = "a text"
 
   def parse(self, argument: str) -> str:
     if not argument:
-      raise ValueError("expected a text that is not empty.")
+      raise ValueError("expected a non-empty text.")
     return argument
 
 
 class _Step(_Number):
-  """The number of a checkpoint, or the word for the best."""
+  """A parser of the step of a checkpoint, or "best"."""
 
   def parse(self, argument: str | int) -> int | str:
     return argument if argument == "best" else super().parse(argument)
@@ -299,12 +296,12 @@ _NUMBERS = {
   "top_p": ranges.Share,
   "min_p": ranges.Share,
 }
-_OF_PROCESSES = ("server_addr", "num_hosts", "host_idx")
+_PROCESSES = ("server_addr", "num_hosts", "host_idx")
 _SCALARS = ("mode", "step", *_STRINGS, *_BOOLEANS, *_NUMBERS)
 
 
 def _define() -> flags.FlagValues:
-  """Defines the flags on values of their own: libraries fill the global ones with theirs."""
+  """Defines the flags on their own FlagValues: the global ones have flags of libraries."""
   values = flags.FlagValues()
   # Flags may follow a stray argument, so that the error is about the argument.
   values.set_gnu_getopt(True)
@@ -350,7 +347,7 @@ def _rewrite(args: Sequence[str]) -> list[str]:
 
 
 def _check_name(assignment: str, prefix: str):
-  """Raises a UserError if nothing stands before the "="."""
+  """Raises a UserError if there is no name before the "="."""
   if assignment.partition("=")[0].strip() in ("", "."):
     shown = assignment if len(assignment) <= 100 else f"{assignment[:100]}..."
     raise UserError(
@@ -361,7 +358,7 @@ def _check_name(assignment: str, prefix: str):
 def _split_by_case(
   assignments: Sequence[str],
 ) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
-  """Returns the (KNOB, text) and the (path, text) among assignments."""
+  """Splits assignments into (KNOB, text) and (path, text) pairs."""
   knobs, edits = [], []
   for assignment in assignments:
     _check_name(assignment, "--fdl_set=")
@@ -373,7 +370,7 @@ def _split_by_case(
     if _KNOB.fullmatch(path):
       knobs.append((path, text))
     elif _KNOB.fullmatch(first):
-      raise UserError(f"--fdl.{path}: a knob has no parts; give all of --fdl.{first}=VALUE.")
+      raise UserError(f"--fdl.{path}: a knob cannot be set in part: give --fdl.{first}=VALUE.")
     elif first != first.lower():
       raise UserError(f"--fdl.{path}: knobs are UPPER_CASE, paths in the graph lower_case.")
     else:
@@ -402,15 +399,15 @@ def _check(options: Options):
   if options.fdl_config_file and options.knobs:
     name, text = options.knobs[0]
     raise UserError(
-      f"--fdl.{name}={text}: a graph from --fdl_config_file has no knobs any more; set its values"
-      " by their paths (--fdl.path.to=VALUE, --mode=show lists them)."
+      f"--fdl.{name}={text}: a graph from --fdl_config_file has no knobs; set its values by"
+      " their paths (--fdl.path.to=VALUE, --mode=show lists them)."
     )
   if options.fdl_config_file and options.fdl_help:
     raise UserError("--fdl_help lists the knobs of an experiment: give --fdl_config=NAME.")
   if options.fdl_allow_modules and options.fdl_config:
     raise UserError(
-      "--fdl_allow_modules is about a graph from a file, that of --fdl_config_file=FILE or of a"
-      f" run: leave it out, or --fdl_config={options.fdl_config}."
+      "--fdl_allow_modules only applies to a graph from a file, that of --fdl_config_file=FILE or"
+      f" of a run: leave it out, or --fdl_config={options.fdl_config}."
     )
   if options.slices is not None and options.topology is None:
     raise UserError(f"--slices={options.slices} goes with --topology=NAME.")
@@ -423,26 +420,28 @@ def _check(options: Options):
     raise UserError(
       f"--continuous evaluates all checkpoints, --step={options.step} one: leave one out."
     )
-  for name in _OF_DRAWS:
+  for name in _SAMPLING:
     if getattr(options, name) is not None and not options.temperature:
       raise UserError(
-        f"--{name}={getattr(options, name)} goes with a --temperature above 0: 0, the default,"
-        " takes the likeliest token."
+        f"--{name}={getattr(options, name)} needs a --temperature above 0: 0, the default, is"
+        " greedy decoding."
       )
   if options.mode == "plan" and options.fdl_config is None:
-    raise UserError("--mode=plan sets knobs, which a file has no more: give --fdl_config=NAME.")
+    raise UserError("--mode=plan sets knobs, and a graph file has none: give --fdl_config=NAME.")
   if options.chat and (options.prompt or options.prompt_file or options.num_samples):
-    raise UserError("--chat takes what you type: leave --prompt... and --num_samples out.")
+    raise UserError("--chat reads the terminal: leave out --prompt... and --num_samples.")
   has_prompts = options.prompt or options.prompt_file or options.chat
   if options.mode == "decode" and not has_prompts:
     raise UserError("--mode=decode needs --prompt=TEXT, --prompt_file=FILE or --chat.")
   if (options.host_idx or 0) >= (options.num_hosts or float("inf")):
     raise UserError(
-      f"--host_idx={options.host_idx} counts from 0: below --num_hosts={options.num_hosts}."
+      f"--host_idx={options.host_idx} counts from 0, so it must be below"
+      f" --num_hosts={options.num_hosts}."
     )
-  given = [name for name in _OF_PROCESSES if getattr(options, name) is not None]
-  if given and len(given) < len(_OF_PROCESSES):
-    raise UserError(f"--{given[0]} goes with {', '.join(f'--{n}' for n in _OF_PROCESSES)}: all.")
+  given = [name for name in _PROCESSES if getattr(options, name) is not None]
+  if given and len(given) < len(_PROCESSES):
+    missing = [f"--{name}" for name in _PROCESSES if name not in given]
+    raise UserError(f"--{given[0]} needs {' and '.join(missing)} too.")
   needs_folder = options.mode not in ("check", "show", "compile", "plan")
   if needs_folder and not options.job_log_dir and not options.fdl_help:
     raise UserError(f"--mode={options.mode} needs --job_log_dir=DIR, the folder of the run.")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of paxlike for EleutherAI's lm-evaluation-harness (Gao et al.), the extra `lm_eval`.
+"""paxlike models in EleutherAI's lm-evaluation-harness (Gao et al.); needs the extra `lm_eval`.
 
     python -m paxlike.cli.harness --model paxlike --model_args folder=DIR --tasks hellaswag
 
-is the harness's own program, which knows paxlike then. DIR is the folder of a run, or one that
-`paxlike-convert` made. From Python: `lm_eval.simple_evaluate(PaxlikeLM(folder="DIR"), ...)`.
+runs the harness's own program with the model `paxlike` registered. DIR is the folder of a run, or
+one that `paxlike-convert` wrote. From Python:
+`lm_eval.simple_evaluate(PaxlikeLM(folder="DIR"), ...)`.
 """
 
 import collections
@@ -47,7 +48,7 @@ from paxlike.training.trainer import Trainer
 
 # (texts, ids of the context, ids of the continuation).
 Encoded = tuple[Any, list[int], list[int]]
-# Arguments of a model, and what they may be; and those that the harness itself gives every model.
+# Argument of a model -> its type; and the arguments that the harness passes to every model.
 _ARGUMENTS: dict[str, Any] = {
   "folder": ranges.Path,
   "step": ranges.NonNegative | None,
@@ -59,16 +60,16 @@ _OF_THE_HARNESS = ("device", "max_batch_size", "trust_remote_code")
 
 
 def _log_likelihood(scores: Scores, batch: Batch) -> Sums:
-  """The sum over the tokens of an example, not their mean."""
+  """Returns the log-likelihood of each example: the sum over its tokens, not their mean."""
   total_B = -(scores.loss_BT * batch["weights"]).sum(-1)
   return {"log_likelihood": (total_B, jnp.ones_like(total_B))}
 
 
 class _Pairs(Corpus):
-  """Contexts with the continuations that are judged."""
+  """Contexts with the continuations to score."""
 
   def __init__(self, pairs: Sequence[Encoded], *, max_len: int):
-    """Of a pair too long, the first tokens are left out."""
+    """Truncates pairs on the left to `max_len` + 1 tokens."""
     self._documents = [([*context, *asked])[-max_len - 1 :] for _, context, asked in pairs]
     self._asked = [min(len(asked), max_len) for _, _, asked in pairs]
 
@@ -82,7 +83,7 @@ class _Pairs(Corpus):
 
 @register_model("paxlike")
 class PaxlikeLM(TemplateLM):
-  """A run's model, as the harness asks for it."""
+  """The model of a run, with the harness's interface."""
 
   def __init__(
     self,
@@ -96,13 +97,13 @@ class PaxlikeLM(TemplateLM):
     """Loads a checkpoint.
 
     Args:
-      folder: The run's; it must be given.
-      step: Which checkpoint; None: the newest.
-      batch_size: Examples that are judged together.
-      dtype: To compute in; None: as the run did.
-      fdl_allow_modules: Modules outside of paxlike that the run's graph may use, with colons
-        between them.
-      **others: What the harness gives every model, such as `device`; it is ignored.
+      folder: Folder of the run; required.
+      step: Step of the checkpoint; None: the newest.
+      batch_size: Examples per batch; "auto": as in training.
+      dtype: The compute dtype; None: the run's.
+      fdl_allow_modules: Modules outside of paxlike that the run's graph may use, separated by
+        colons.
+      **others: Arguments that the harness passes to every model, such as `device`; ignored.
 
     Raises:
       UserError: An argument is missing, unknown or wrong, there is no such run, or it has no
@@ -129,7 +130,7 @@ class PaxlikeLM(TemplateLM):
   def create_from_arg_obj(
     cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
   ) -> Self:
-    """As the harness's, which would raise a TypeError for what its own flags give, too."""
+    """Like the harness's, with a UserError for arguments that its own flags set too."""
     given = {name for name, value in (additional_config or {}).items() if value is not None}
     for name in sorted(given & arg_dict.keys()):
       raise UserError(f"--model_args: give --{name}={arg_dict[name]} instead of {name}.")
@@ -137,7 +138,7 @@ class PaxlikeLM(TemplateLM):
 
   @property
   def max_length(self) -> int:
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     return self._trainer.data.seq_len
 
   @property
@@ -152,7 +153,7 @@ class PaxlikeLM(TemplateLM):
 
   @property
   def tokenizer_name(self) -> str:
-    """Keeps answers of other tokenizers apart in the harness's cache."""
+    """Identifies the tokenizer in the harness's cache of answers."""
     return self._tokens.fingerprint()
 
   def tok_encode(
@@ -214,7 +215,7 @@ class PaxlikeLM(TemplateLM):
     answers = [""] * len(requests)
     for how, numbers in groups.items():
       options = _options(json.loads(how), num_rows=self.batch_size)
-      prompts = [self._cut(requests[n].args[0], options.max_new_tokens) for n in numbers]
+      prompts = [self._truncated(requests[n].args[0], options.max_new_tokens) for n in numbers]
       with jax.set_mesh(self._trainer.devices):
         decoding = Decoding(
           self._trainer.definition,
@@ -230,15 +231,15 @@ class PaxlikeLM(TemplateLM):
       self.cache_hook.add_partial("generate_until", request.args, answer)
     return answers
 
-  def _cut(self, prompt: str, max_new_tokens: int) -> str:
-    """Returns the end of a prompt that leaves room for an answer."""
+  def _truncated(self, prompt: str, max_new_tokens: int) -> str:
+    """Returns a prompt truncated on the left, to leave room for the new tokens."""
     ids = self._tokens.encode(prompt)
     room = self.max_length - max_new_tokens - 1
     return prompt if len(ids) <= room else self._tokens.decode(ids[-room:])
 
 
 def _check_names(others: Iterable[str]):
-  """Raises a UserError if an argument of a model is neither ours nor the harness's."""
+  """Raises a UserError if an argument of a model is neither paxlike's nor the harness's."""
   for name in others:
     if name not in _OF_THE_HARNESS:
       hint = did_you_mean(name, _ARGUMENTS) or f" There are {', '.join(_ARGUMENTS)}."
@@ -246,10 +247,10 @@ def _check_names(others: Iterable[str]):
 
 
 def _checked(name: str, value: Any) -> Any:
-  """Returns an argument of a model as what it may be."""
+  """Returns an argument of a model, converted to its type."""
   if name == "folder" and value is None:
     raise UserError("--model_args needs folder=DIR, the folder of a run or of a converted model.")
-  value = str(value) if name == "folder" else value  # The harness makes numbers of what it can.
+  value = str(value) if name == "folder" else value  # The harness parses numbers.
   try:
     return knob_types.convert(_ARGUMENTS[name], value, text=isinstance(value, str))
   except knob_types.RefusedError as refusal:
@@ -257,7 +258,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _options(asked: dict[str, Any], *, num_rows: int) -> Options:
-  """Returns what the harness's `gen_kwargs` ask for."""
+  """Returns the decoding options for the harness's `gen_kwargs`."""
   until = asked.get("until") or []
   sampling = Sampling()
   if asked.get("do_sample", True) and asked.get("temperature"):
@@ -272,13 +273,13 @@ def _options(asked: dict[str, Any], *, num_rows: int) -> Options:
 
 
 def main() -> int:
-  """Runs the harness's own program. Returns the exit status: 2 for a user's mistake."""
+  """Runs the harness's own program; returns the exit status, 2 for a user error."""
   from lm_eval.__main__ import cli_evaluate
 
   try:
     cli_evaluate()
   except ValueError as error:
-    # The harness raises no other for what it is given.
+    # The harness raises ValueError for invalid arguments.
     raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     if not isinstance(error, UserError) and "lm_eval" not in raised_in.parts:
       raise

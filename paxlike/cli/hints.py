@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an error advises: flags that work in the place of those that were given."""
+"""Hints in error messages: which flags to give instead."""
 
 import contextlib
 import difflib
@@ -15,7 +15,7 @@ from paxlike.errors import UserError
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
 
-# What other programs call it -> the flag here.
+# Name of a flag in other programs -> the flag here.
 _ELSEWHERE = {
   "batch_size": "--fdl.PERCORE_BATCH_SIZE",
   "config": "--fdl_config",
@@ -36,12 +36,12 @@ _NAMED = re.compile(r"--?(?:fdl_config|exp)(?:=(.*))?")
 
 
 def of_flag(name: str, argv: Sequence[str], known: Iterable[str]) -> str:
-  """Returns what to give instead of an unknown flag.
+  """Returns a hint for an unknown flag.
 
   Args:
-    name: Of the flag.
+    name: Name of the unknown flag.
     argv: The command line.
-    known: Names of flags.
+    known: Names of all flags.
   """
   key, known = name.lower(), list(known)
   if key not in _ELSEWHERE and (near := difflib.get_close_matches(key, known, n=1, cutoff=0.85)):
@@ -66,7 +66,7 @@ def of_flag(name: str, argv: Sequence[str], known: Iterable[str]) -> str:
 
 
 def _knobs(argv: Sequence[str]) -> list[str]:
-  """Returns the knobs of the experiment that a command line names, as far as that is one."""
+  """Returns the knobs of the experiment on a command line, else those of `Experiment`."""
   from paxlike import registry
   from paxlike.experiment import Experiment
 
@@ -80,7 +80,7 @@ def _knobs(argv: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def of_edit(experiment: "Experiment | None", path: str, text: str) -> Iterator[None]:
-  """Context of an edit of the graph, which names the knob if it fails and there is one."""
+  """Context of a graph edit: if it fails, the error suggests the knob of the same name, if any."""
   try:
     yield
   except UserError as error:
@@ -92,12 +92,12 @@ def of_edit(experiment: "Experiment | None", path: str, text: str) -> Iterator[N
 
 
 def stopped(number: int) -> str:
-  """Returns by which signal a run was stopped."""
+  """Returns a sentence that names the signal that stopped a run."""
   return f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}."
 
 
 def saved(folder: str | None) -> str:
-  """Returns what there is to go on from in the folder of a run that was stopped."""
+  """Returns a sentence about the checkpoint from which a stopped run resumes."""
   from paxlike import run_folder
 
   names = []
@@ -107,12 +107,12 @@ def saved(folder: str | None) -> str:
       names = [path.name for path in run_folder.beginning_with(inside, "checkpoint_")]
   steps = [int(name.removeprefix("checkpoint_")) for name in names if name[-1].isdigit()]
   if not steps:
-    return " No checkpoint was saved: the same command begins anew."
-  return f" Checkpoint {max(steps)} is saved in {folder}: the same command goes on from it."
+    return " No checkpoint was saved: the same command starts over."
+  return f" Checkpoint {max(steps)} is saved in {folder}: the same command resumes from it."
 
 
 def of_run(folder: str | None) -> str:
-  """Returns how to name the experiment of the run in a folder; "" if there is none."""
+  """Returns a hint to use the configuration of the run in a folder; "" if there is none."""
   from paxlike.config import allowed_symbols, graph_file
 
   path = os.path.join(folder or "", "config.json")
@@ -125,4 +125,4 @@ def of_run(folder: str | None) -> str:
     return ""
   more = f" --fdl_allow_modules={','.join(foreign)}" if foreign else ""
   trust = " if you trust these modules" if foreign else ""
-  return f" The one of the run there: --fdl_config_file={shlex.quote(path)}{more}{trust}."
+  return f" For that of the run there: --fdl_config_file={shlex.quote(path)}{more}{trust}."

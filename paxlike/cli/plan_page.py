@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--mode=plan` prints."""
+"""The output of `--mode=plan`."""
 
 import dataclasses
 import shlex
@@ -18,35 +18,35 @@ _SHOWN = 8
 
 
 def text(plans: Plans, command: Command) -> str:
-  """Returns the page that a person reads."""
+  """Returns the report as text."""
   parts = [tables.table(("", ""), _facts(plans))]
   shown = plans.best[:_SHOWN] or (plans.nearest,)
   is_confirmed = any(plan.compiled is not None for plan in shown)
-  header = ["mesh", "parts", "schedule", "remat", "GB", "s", "MFU", "tokens/s", "bound by"]
+  header = ["mesh", "microbatches", "schedule", "remat", "GB", "s", "MFU", "tokens/s", "bound by"]
   if is_confirmed:
     header.insert(5, "GB compiled")
   numbers = [place for place, name in enumerate(header) if name in _RIGHT]
   rows = [_row(plans, plan, is_confirmed=is_confirmed) for plan in shown]
   if not plans.best:
-    parts.append("nothing fits; the nearest, as if it did:")
+    parts.append("nothing fits; the configuration that needs the least memory:")
   parts.append(tables.table(header, rows, right=numbers))
   if plans.first is not None:
-    parts.append(f"the best:\n  {command(plans.first)}")
+    parts.append(f"fastest:\n  {command(plans.first)}")
   parts.append(
-    "The best of each mesh; sizes in brackets are across slices or nodes, parts are those of the"
-    "\nbatch, one after another, and MFU counts attention over all pairs of tokens. GB of a device"
-    f"\nand s are predicted, from {plans.machine.achieved:.0%} of what data sheets say; what takes"
-    f" more than\n{planner.ROOM:.0%} of the memory for programs is left out. --confirm=K compiles"
-    " the best K."
+    "The fastest configuration of each mesh. Sizes in parentheses are across slices or nodes; MFU"
+    "\ncounts full attention. GB per device and s per step are predicted, at"
+    f" {plans.machine.achieved:.0%} of data sheet rates;\nconfigurations that take more than"
+    f" {planner.ROOM:.0%} of the memory for programs are left out.\n--confirm=K compiles the best"
+    " K."
   )
   return "\n\n".join(parts)
 
 
-_RIGHT = ("parts", "GB", "GB compiled", "s", "MFU", "tokens/s")
+_RIGHT = ("microbatches", "GB", "GB compiled", "s", "MFU", "tokens/s")
 
 
 def facts(plans: Plans, command: Command) -> dict[str, Any]:
-  """Returns the same for programs to read: bytes and FLOPs are numbers, times in seconds."""
+  """Returns the report for JSON: sizes in bytes, times in seconds."""
   model = plans.model
   return {
     "parameters": model.num_params,
@@ -59,13 +59,13 @@ def facts(plans: Plans, command: Command) -> dict[str, Any]:
     "flops_per_step": plans.batch * model.seq_len * model.flops.full,
     "considered": plans.considered,
     "fitting": plans.fitting,
-    "plans": [_told(plans, plan, command) for plan in plans.best],
-    "nearest": None if plans.best else _told(plans, plans.nearest, command),
+    "plans": [_plan_facts(plans, plan, command) for plan in plans.best],
+    "nearest": None if plans.best else _plan_facts(plans, plans.nearest, command),
   }
 
 
 def flags(plan: Plan, given: dict[str, Any]) -> Iterator[str]:
-  """Yields the flags that choose a plan, but for the values that knobs have already."""
+  """Yields the flags that select a plan, except for knobs that already have its values."""
   for name, value in plan.how.knobs.items():
     if value != given.get(name):
       yield shlex.quote(f"--fdl.{name}={spell(value)}")
@@ -76,8 +76,8 @@ def _facts(plans: Plans) -> Iterator[tuple[str, str]]:
   room = tables.nbytes(plans.machine.chip.room)
   yield "parameters", f"{plans.model.num_params:,}"
   yield "devices", f"{plans.num_devices} x {plans.device_kind}, {room} each for programs"
-  yield "a step", f"{plans.batch:,} sequences = {tokens:,} tokens"
-  yield "FLOPs of a step", f"{tokens * plans.model.flops.full:.4g}"
+  yield "global batch", f"{plans.batch:,} sequences = {tokens:,} tokens"
+  yield "FLOPs per step", f"{tokens * plans.model.flops.full:.4g}"
   yield "configurations", f"{plans.considered:,}, of which {plans.fitting:,} fit"
 
 
@@ -90,8 +90,8 @@ def _row(plans: Plans, plan: Plan, *, is_confirmed: bool) -> tuple[str, ...]:
   compiled = []
   if is_confirmed:
     held = plan.compiled
-    told = "" if held is None else f"{held.peak / 1e9:.2f}"
-    compiled = [told if plan.fits else f"{told}: too much"]
+    peak = "" if held is None else f"{held.peak / 1e9:.2f}"
+    compiled = [peak if plan.fits else f"{peak}: does not fit"]
   return (
     _mesh(plan),
     str(how.microbatches),
@@ -107,12 +107,12 @@ def _row(plans: Plans, plan: Plan, *, is_confirmed: bool) -> tuple[str, ...]:
 
 
 def _mesh(plan: Plan) -> str:
-  told = []
+  axes = []
   for axis, inner, outer in zip(AXES, plan.how.ici, plan.how.dcn, strict=True):
     if inner * outer > 1:
       within = f" {inner}" if inner > 1 else ""
-      told.append(f"{axis}{within}{f' ({outer})' if outer > 1 else ''}")
-  return ", ".join(told) or "one device"
+      axes.append(f"{axis}{within}{f' ({outer})' if outer > 1 else ''}")
+  return ", ".join(axes) or "one device"
 
 
 def _bound(plan: Plan) -> str:
@@ -121,7 +121,7 @@ def _bound(plan: Plan) -> str:
   return f"{part} {seconds / plan.times.total:.0%}"
 
 
-def _told(plans: Plans, plan: Plan, command: Command) -> dict[str, Any]:
+def _plan_facts(plans: Plans, plan: Plan, command: Command) -> dict[str, Any]:
   how = plan.how
   return {
     "mesh": {"ici": _named(how.ici), "dcn": _named(how.dcn)},

@@ -2,9 +2,9 @@
 """Names of the functions, classes and enum members in a graph, and their resolution.
 
 A name is "module:qualified.name"; a `@configurable` value has a public name of that form. Resolving
-a name imports code and lets a graph call it, so only allowed names resolve: configurable ones, the
-table below of JAX, optax and dtypes, and definitions in modules that the user allows. Modules other
-than paxlike's are imported only after the name is found to be allowed.
+a name imports code and lets a graph call it, so only allowed names resolve: `@configurable` values,
+names of JAX, optax and dtypes in `_LISTED`, and definitions in modules that the user allows. Other
+modules than paxlike's are imported only once a name is known to be allowed.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _PACKAGES = _words("""
 """)
 
 _DTYPES = frozenset((*knob_types.DTYPES, "bool_"))
-# Public module -> names that graphs may use; all are harmless functions of numbers.
+# Public module -> names that graphs may use: types, dtypes, and functions without side effects.
 _LISTED: dict[str, frozenset[str]] = {
   "builtins": _words("bool complex dict float frozenset int list set str tuple"),
   "jax.nn": _words("""
@@ -120,7 +120,7 @@ def is_symbol(value: Any) -> bool:
 
 
 def foreign(names: Iterable[str]) -> list[str]:
-  """Returns the modules of names that are neither paxlike's nor on its list."""
+  """Returns the modules of names that are neither paxlike's nor in `_LISTED`."""
   modules = {old_names.current(name).partition(":")[0] for name in names if is_name(name)}
   return sorted(one for one in modules if one not in _LISTED and not within(one, ["paxlike"]))
 
@@ -136,7 +136,7 @@ def check(name: str, *, allow_modules: Iterable[str] = ()):
 
 
 def check_all(names: Iterable[str], *, allow_modules: Iterable[str] = ()):
-  """Raises UserError unless `resolve` takes all `names`; it names all modules to allow."""
+  """Raises UserError unless all `names` are allowed; the error has all modules to allow."""
   foreign: dict[str, str] = {}  # Module -> the first of its symbols.
   for name in names:
     module, symbol = _parsed(name)
@@ -147,8 +147,8 @@ def check_all(names: Iterable[str], *, allow_modules: Iterable[str] = ()):
   if foreign:
     what = ", ".join(f"{module}.{symbol}" for module, symbol in list(foreign.items())[:5])
     raise UserError(
-      f"the config file uses {what}, which is not part of paxlike or of its short list."
-      f" {advice(foreign, given=allow_modules)}"
+      f"the config file uses {what}, which is neither part of paxlike nor on its list of allowed"
+      f" names. {advice(foreign, given=allow_modules)}"
     )
 
 
@@ -167,7 +167,7 @@ def _is_foreign(module: str, symbol: str, allow_modules: Iterable[str]) -> bool:
 
 
 def _checked(name: str, allow_modules: Iterable[str]) -> tuple[str, str]:
-  """Returns the module and the symbol of a name that `resolve` takes."""
+  """Returns the module and the symbol of a name; raises UserError unless it is allowed."""
   module, symbol = _parsed(name)
   name = f"{module}:{symbol}"
   if within(module, allow_modules) or symbol in _LISTED.get(module, ()):
@@ -212,7 +212,7 @@ def resolve(name: str, *, allow_modules: Iterable[str] = ()) -> Any:
 def import_module(name: str) -> types.ModuleType:
   """Imports a module that the user named or allowed, also from the working directory.
 
-  That is appended to sys.path, so that its files cannot shadow what paxlike imports later.
+  The working directory is appended to sys.path, so that its files cannot shadow other modules.
   """
   if os.getcwd() not in sys.path and not within(name, ["paxlike"]):
     sys.path.append(os.getcwd())
@@ -228,7 +228,7 @@ def import_module(name: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def copies(run: str | os.PathLike[str]) -> Iterator[None]:
-  """Context in which modules that are found nowhere else are those that a run's folder keeps."""
+  """Context in which modules that are not found elsewhere are imported from a run's copies."""
   reset = _COPIES.set(os.path.join(os.path.abspath(run), CODE))
   try:
     yield
@@ -242,25 +242,25 @@ def advice(
   given: Iterable[str] = (),
   folder: str | os.PathLike[str] | None = None,
 ) -> str:
-  """Returns in words how to allow modules.
+  """Returns a sentence that says how to allow modules.
 
   Args:
-    modules: Those that are not allowed.
-    given: Those that are.
-    folder: Of the run that names them; None: that of `copies`.
+    modules: Modules that are not allowed yet.
+    given: Modules that are.
+    folder: Folder of the run that uses them; None: the one of the enclosing `copies`.
   """
   with contextlib.nullcontext() if folder is None else copies(folder):
     copied = dict.fromkeys(filter(None, map(_copied, modules)))
     gone = [name for name in modules if _copied(name) is None and not _is_found(name)]
   where = f" (a copy is in {', '.join(copied)})" if copied else ""
   if gone:
-    where += f", from the folder where {gone[0].partition('.')[0]} is"
+    where += f", in the folder that contains {gone[0].partition('.')[0]}"
   names = ",".join(dict.fromkeys(filter(None, [*modules, *given])))
   return f"Only if you trust it{where}: --fdl_allow_modules={names}"
 
 
 def _copied(name: str) -> str | None:
-  """Returns the folder of a run that has a module, if that is found nowhere else."""
+  """Returns the folder with a run's copy of a module; None if it is found elsewhere."""
   folder, top = _COPIES.get(), name.partition(".")[0]
   if folder is None or _is_found(name):
     return None

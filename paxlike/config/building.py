@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds graphs; nothing else does, so that every graph is checked first, and error messages are
-free of Fiddle's context.
+"""Builds graphs. No other code calls `fdl.build`, so every graph is checked before it is built, and
+errors come without Fiddle's additions.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ def build(graph: Any, *, source: str = "the graph") -> Any:
     source: Its origin, for errors.
 
   Raises:
-    UserError: It is not a graph, an argument is not of the type or range of its parameter, or a
-      constructor refuses its arguments.
+    UserError: It is not a graph, an argument does not have the type or range of its parameter, or a
+      constructor rejects its arguments.
   """
   check_kind(graph, object, source=source)
   graph_types.check(graph)
@@ -32,7 +32,7 @@ def build(graph: Any, *, source: str = "the graph") -> Any:
 
 
 def check_kind(graph: Any, kind: type, *, source: str):
-  """Raises a UserError that names `source` unless this is a graph that builds a `kind`."""
+  """Raises a UserError that names `source` unless `graph` builds a `kind`."""
   expected = graph_types.misfit(kind, graph)
   if not isinstance(graph, fdl.Buildable) or expected is not None:
     of = "" if kind is object else f" of {kind.__name__}"

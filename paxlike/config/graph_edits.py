@@ -197,7 +197,7 @@ def _annotation(owner: Any, key: str | int) -> Any:
     return annotation if knob_types.is_supported(annotation) else None
   members = [kind for kind in typing.get_args(annotation) if knob_types.is_supported(kind)]
   if bool in members and float in members:
-    # jax.typing.ArrayLike: a number that may be many things.
+    # jax.typing.ArrayLike: the text 1 is a number.
     members.remove(bool)
   return None if members in ([], [types.NoneType]) else typing.Union[tuple(members)]  # noqa: UP007
 
@@ -236,7 +236,7 @@ def _read(text: str, present: Any, annotation: Any, given: str) -> Any:
 
 
 def _kind_of(present: Any) -> Any:
-  """Returns the type to parse instead of a str or collection, which may become a mapping."""
+  """Returns the type of text that replaces a str or collection, which may become a mapping."""
   if isinstance(present, str):
     return str
   items = list(present.values() if isinstance(present, dict) else present)
@@ -255,7 +255,9 @@ def _convert(kind: Any, text: str, given: str) -> Any:
 
 
 def _dtype_like(value: Any) -> Callable[[str], Any] | None:
-  """Returns a function from a dtype's name to the kind of dtype of `value`; None if not a dtype."""
+  """Returns a function from a dtype's name to that dtype in the form of `value` (a str, a NumPy
+  dtype or a scalar type); None if `value` is no dtype.
+  """
   if isinstance(value, str):
     return str if value in knob_types.DTYPES else None
   try:

@@ -50,7 +50,7 @@ __all__ = [
 
 _VERSION = 1
 _ROOT = "paxlike.training:Trainer"
-_MAX_VALUES = 100_000  # In a graph; the package's graphs have less than 2,000.
+_MAX_VALUES = 100_000  # In a graph; the package's graphs have fewer than 2,000.
 _BUILDABLES: dict[str, type[fdl.Buildable]] = {
   "config": fdl.Config,
   "partial": fdl.Partial,
@@ -72,7 +72,7 @@ def read(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Any:
   """Returns the graph of a run from a file, local or on a bucket; see `load`.
 
   Raises:
-    UserError: As `load`; or the root is neither a trainer nor of `allow_modules`.
+    UserError: As in `load`, or the root is neither a Trainer nor defined in `allow_modules`.
   """
   text = _text(path)
   allow_modules = tuple(filter(None, allow_modules))
@@ -93,8 +93,8 @@ def load(text: str, *, allow_modules: Iterable[str] = ()) -> Any:
     allow_modules: Modules whose symbols it may use, besides the allowed ones.
 
   Raises:
-    UserError: It is not such JSON, or names a symbol that is not allowed. In that case only modules
-      of paxlike have been imported.
+    UserError: It is no such JSON, or names a symbol that is not allowed; then no modules other than
+      paxlike's have been imported.
   """
   saved = _parsed(text)
   allow_modules = tuple(filter(None, allow_modules))
@@ -261,8 +261,8 @@ def _names(node: Any) -> Iterator[str]:
 class _Read(abc.ABC):
   """One pass over JSON.
 
-  A shared value counts at every reference, because comparing, hashing and printing visit it there:
-  a few lines can reference one list 2**40 times.
+  A shared value counts at every reference, because comparing, hashing and printing visit it each
+  time: a few lines can reference one list 2**40 times.
   """
 
   def __init__(self):

@@ -81,7 +81,7 @@ def value_text(value: Any) -> str:
     return f"[{', '.join(map(value_text, value))}]"
   if type(value) is tuple:
     return f"({', '.join(map(value_text, value))}{',' * (len(value) == 1)})"
-  if type(value) in (set, frozenset) and value:  # Else in the order of this process.
+  if type(value) in (set, frozenset) and value:  # Their order differs between processes.
     items = f"{{{', '.join(sorted(map(value_text, value)))}}}"
     return items if type(value) is set else f"frozenset({items})"
   return allowed_symbols.short_name(value) if allowed_symbols.is_symbol(value) else repr(value)
@@ -114,7 +114,7 @@ def _in_order(value: fdl.Buildable) -> list[str | int]:
 
 
 def can_be_shared(value: Any) -> bool:
-  """Returns whether sharing a value is different from having a copy of it."""
+  """Returns whether sharing a value differs from copying it."""
   return (
     isinstance(value, fdl.Buildable | Part | dict | list | tuple | set | frozenset)
     and daglish.is_memoizable(value)
@@ -190,7 +190,7 @@ def _differences(
     elif first_a != path:
       return
   children_a, children_b = dict(_children(a)), dict(_children(b))
-  # Both have one target; a graph from a file does not know its defaults.
+  # Both have the same target; a graph read from a file has no defaults.
   defaults: dict[str, Any] = (isinstance(a, Part) and (a.defaults or b.defaults)) or {}
   for step, child in children_b.items():
     default = defaults.get(step[1:], _NOTHING)

@@ -105,7 +105,7 @@ def _made(graph: fdl.Buildable) -> type | None:
 
 
 def _misfit_made(annotation: Any, made: type) -> str | None:
-  """Returns what is expected instead of an instance of a class; as `misfit`."""
+  """Like `misfit`, for an instance of the class `made`."""
   origin, args = typing.get_origin(annotation), typing.get_args(annotation)
   if annotation is Any:
     return None
@@ -122,14 +122,14 @@ def _misfit_made(annotation: Any, made: type) -> str | None:
   if knob_types.is_supported(annotation):
     return None if issubclass(made, _MADE_OF_LITERALS) else knob_types.expectation(annotation)
   if isinstance(annotation, type) and origin is None:
-    # A function may return a subclass of what it says.
+    # A function may return a subclass of its return annotation.
     fits = issubclass(made, annotation) or issubclass(annotation, made)
     return None if fits else _instance_of(annotation)
   return None
 
 
 def _instance_of(cls: type) -> str:
-  """Returns the expectation of an annotation that is a class, with its module if paxlike's."""
+  """Returns the expectation for a class as annotation, with its module if it is paxlike's."""
   if allowed_symbols.within(cls.__module__, ["paxlike"]):
     return f"a (subclass of) {cls.__module__}.{cls.__qualname__}"
   return cls.__name__
@@ -147,7 +147,7 @@ def _misfit_collection(origin: Any, args: tuple[Any, ...], value: Any) -> str | 
 def nodes(
   value: Any, path: str = "", seen: set[int] | None = None
 ) -> Iterator[tuple[str, fdl.Buildable]]:
-  """Yields every part of a graph once, with its path, those that hold others first."""
+  """Yields (path, node) of every node of a graph once, parents before children."""
   seen = set() if seen is None else seen
   if isinstance(value, fdl.Buildable | list | tuple | dict):
     if id(value) in seen:

@@ -17,7 +17,7 @@ class RefusedError(ValueError):
 
 
 class MismatchError(Exception):
-  """A value is not of a type, but another member of a union may still take it."""
+  """A value is not of a type, but another member of a union may accept it."""
 
 
 def spell(value: Any) -> str:

@@ -129,7 +129,7 @@ def type_name(kind: Any) -> str:
 def expectation(kind: Any, value: Any = None) -> str:
   """Returns the accepted values of a type in words: "an int of at least 1 or None".
 
-  Bounds of the number format are included only if `value` exceeds them.
+  Large upper bounds are included only if `value` exceeds them.
   """
   kind, bounds = _unranged(kind)
   if isinstance(bounds, Range):
@@ -243,14 +243,14 @@ def _scalar(kind: type, value: Any, text: bool) -> Any:
     return value
   if kind is bool and text and value.lower() in _BOOLS:
     return _BOOLS[value.lower()]
-  # These include NumPy's scalars.
+  # These ABCs include NumPy's scalars.
   numeric: Any = numbers.Integral if kind is int else numbers.Real
   if kind in (int, float) and (text or isinstance(value, numeric)):
     try:
       number = kind(value)
     except (ValueError, OverflowError):
       raise MismatchError from None
-    # NaN is refused; math.isnan would fail for large ints.
+    # NaN is rejected; math.isnan would fail for large ints.
     if not isinstance(value, bool) and number == number:
       return number
   raise MismatchError

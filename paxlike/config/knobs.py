@@ -92,10 +92,10 @@ class Knob:
     return ""
 
   def trials(self, value: Any) -> list[Any]:
-    """Returns alternatives to `value`, to probe the knob's effect.
+    """Returns values to try instead of `value`, to find out whether the knob has an effect.
 
-    For bools and Literals, all values; for others only if `value` is None: the class's value, or
-    "..." as any text.
+    For bools and Literals, all values; for other types only if `value` is None: the class's value,
+    or "..." as a placeholder text.
     """
     found = knob_types.choices(self.type)
     if found or value is not None:

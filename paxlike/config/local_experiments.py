@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiments in modules of the working directory, found by their text: nothing is imported."""
+"""Finds the experiments in modules of the working directory by parsing: nothing is imported."""
 
 import ast
 import os
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _MOST_FILES, _MOST_BYTES = 300, 2_000_000
-# Names that begin so, or are one of these, are experiments of the package.
-_ROOTS = ("paxlike.experiment.", "paxlike.experiments.", "paxlike.scripts_gpu.")
-_FACE = ("paxlike.Experiment",)
+# Prefixes of the names of the package's experiments, and the name of their exported base class.
+_PREFIXES = ("paxlike.experiment.", "paxlike.experiments.", "paxlike.scripts_gpu.")
+_BASE = "paxlike.Experiment"
 
 
 class Found(NamedTuple):
-  """A class.
+  """An experiment.
 
   Attributes:
-    name: What --fdl_config takes.
+    name: Its dotted path, a value of --fdl_config.
     doc: The first line of its docstring.
   """
 
@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 
 def find(folder: str | os.PathLike[str] = ".") -> list[Found]:
-  """Returns the experiments of the modules in a folder, and of packages in it, by name."""
+  """Returns the experiments in the modules and packages of a folder, sorted by name."""
   modules = dict(_modules(pathlib.Path(folder)))
   names = {name: _imported(tree, name) for name, tree in modules.items()}
   classes = {
@@ -37,11 +37,11 @@ def find(folder: str | os.PathLike[str] = ".") -> list[Found]:
   }
 
   def is_experiment(path: str, seen: frozenset[str]) -> bool:
-    if path.startswith(_ROOTS) or path in _FACE:
+    if path.startswith(_PREFIXES) or path == _BASE:
       return True
     if path not in classes or path in seen:
       module, _, name = path.rpartition(".")
-      real = names.get(module, {}).get(name)  # It is imported there.
+      real = names.get(module, {}).get(name)  # The module imports it.
       return real is not None and real != path and is_experiment(real, seen | {path})
     module, node = classes[path]
     bases = [_resolved(base, names[module], module) for base in node.bases]
@@ -55,7 +55,7 @@ def find(folder: str | os.PathLike[str] = ".") -> list[Found]:
 
 
 def _modules(folder: pathlib.Path) -> Iterator[tuple[str, ast.Module]]:
-  """Yields name and syntax tree of modules, those with errors left out."""
+  """Yields (name, syntax tree) of each module that can be read and parsed."""
   files = sorted(folder.glob("*.py"))
   for package in sorted(folder.glob("*/__init__.py")):
     if package.parent.name != "paxlike":
@@ -73,7 +73,7 @@ def _modules(folder: pathlib.Path) -> Iterator[tuple[str, ast.Module]]:
 
 
 def _imported(tree: ast.Module, module: str) -> dict[str, str]:
-  """Returns local name -> full name of what a module imports and defines."""
+  """Returns local name -> full name of the imports and classes of a module."""
   classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
   found = {name: f"{module}.{name}" for name in classes}
   for node in ast.walk(tree):
@@ -90,7 +90,7 @@ def _imported(tree: ast.Module, module: str) -> dict[str, str]:
 
 
 def _resolved(base: ast.expr, names: dict[str, str], module: str) -> str:
-  """Returns the full name of a base class, "" for what is no name."""
+  """Returns the full name of a base class."""
   text = ast.unparse(base)
   first, dot, rest = text.partition(".")
   return f"{names.get(first, f'{module}.{first}')}{dot}{rest}"

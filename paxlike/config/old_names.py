@@ -5,7 +5,7 @@ Add an entry whenever a public name changes, and never remove one. tests/test_go
 with runs of older versions.
 """
 
-# 0.1 wrote modules ("paxlike.layers.norm:RmsNorm"). Current folder -> its old modules.
+# Version 0.1 saved names with modules ("paxlike.layers.norm:RmsNorm"). Folder -> its old modules.
 _OLD_MODULES = {
   "paxlike.checkpoints": "paxlike.restoring",
   "paxlike.data": """
@@ -47,6 +47,6 @@ _NAMES: dict[str, str] = {
 
 
 def current(name: str) -> str:
-  """Returns the current name for a name of any version."""
+  """Returns the current name for a name saved by any version."""
   module, colon, symbol = name.partition(":")
   return _NAMES.get(name) or f"{_FOLDERS.get(module, module)}{colon}{symbol}"

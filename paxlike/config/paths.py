@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths among the values of knobs and arguments: what is annotated with `ranges.Path`."""
+"""Paths in the values of knobs and arguments, recognized by the annotation `ranges.Path`."""
 
 import os
 import typing
@@ -12,7 +12,7 @@ from paxlike.config import ranges
 
 
 def changed(annotation: Any, value: Any, change: Callable[[str], str]) -> Any:
-  """Returns a value with `change` applied to every path in it, as its annotation says."""
+  """Returns a value with `change` applied to every path in it, according to its annotation."""
   if not _holds_paths(annotation):
     return value
   if isinstance(value, dict):

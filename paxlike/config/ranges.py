@@ -4,8 +4,8 @@
     NUM_LAYERS: ranges.Depth = 12
     def __init__(self, *, rate: ranges.Probability): ...
 
-`knob_types` checks and prints them. Plain Python calls are not checked: to a type checker these are
-int and float.
+`knob_types` checks and prints them. Plain Python calls are not checked; to type checkers, these are
+int, float and str.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ Positive = Annotated[int, Range(least=1, most=INT32)]
 NonNegative = Annotated[int, Range(least=0, most=INT32)]
 # One dim of a tensor, at most 16 million: a larger one is a mistake, and would hang before failing.
 Size = Annotated[int, Range(least=1, most=2**24)]
-# Layers, each of which is Python objects.
+# Numbers of layers; each layer is built as Python objects.
 MOST_LAYERS = 1024
 Depth = Annotated[int, Range(least=1, most=MOST_LAYERS)]
 Repeats = Annotated[int, Range(least=0, most=MOST_LAYERS)]
@@ -110,14 +110,14 @@ Weight = Annotated[float, Range(least=0, most=1000)]
 Factor = Annotated[float, Range(least=TINY, most=1e6)]
 # Learning rate; 0: no training.
 Rate = Annotated[float, Range(least=TINY, most=1000, also=(0,))]
-# Sequences per device; each is made in Python.
+# Sequences per device; each is assembled in Python.
 Batch = Annotated[float, Range(least=1e-6, most=2**16)]
 # Capacity factor of experts.
 Capacity = Annotated[float, Range(least=1e-6, most=1024)]
 Stretch = Annotated[float, Range(least=1, most=1e6)]
 # Sampling temperature; 0: greedy.
 Temperature = Annotated[float, Range(least=1e-3, most=1e3, also=(0,))]
-# Seconds: a time-out, 0: none. Interval: time between two events.
+# Seconds: a time-out; 0: none. Interval: seconds between two events.
 Seconds = Annotated[float, Range(least=1, most=1e9, also=(0,))]
 Interval = Annotated[float, Range(least=1, most=1e9)]
 Fraction = Annotated[float, Range(least=0, most=1)]
@@ -130,7 +130,7 @@ Smoothing = Annotated[float, Range(least=0, most=0.4999999)]
 Base = Annotated[float, Range(least=1.0001, most=1e15)]
 # Soft cap of logits: cap * tanh(x / cap).
 Cap = Annotated[float, Range(least=1e-3, most=1e6)]
-# Buckets of relative distances: half of them are of one distance each.
+# Buckets of relative distances: half of them hold a single distance each.
 Buckets = Annotated[int, Range(least=2, most=2**16)]
 # Added to divisors, against 0 / 0.
 Epsilon = Annotated[float, Range(least=TINY, most=1)]

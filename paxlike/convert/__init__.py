@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of others to paxlike and back, a tensor at a time."""
+"""Converts checkpoints between paxlike and Hugging Face, Meta and PEFT, a tensor at a time."""

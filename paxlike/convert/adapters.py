@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters as Hugging Face's PEFT has them, in and out."""
+"""Imports and exports LoRA adapters in the format of Hugging Face's PEFT."""
 
 import json
 import math
@@ -41,13 +41,13 @@ _DECLARED = Declared(
     "bias": "none",
     "ensure_weight_tying": False,
     "fan_in_fan_out": False,
-    # Others change the weights of the base, too.
+    # Other values also change the base weights.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     "lora_bias": False,
     "use_bdlora": False,
     "use_dora": False,
     "use_qalora": False,
-    # No value of these leaves it plain LoRA.
+    # With any value of these it is not plain LoRA.
     "alora_invocation_tokens": None,
     "alpha_pattern": None,
     "arrow_config": None,
@@ -63,12 +63,12 @@ _DECLARED = Declared(
     "velora_config": None,
   },
   neutral=frozenset(
-    # Where it is from, and how it is loaded.
+    # Origin and loading.
     {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version"}
     | {"revision", "runtime_config", "task_type", "merge_weights"}
-    # Which maps are adapted: those of which there are tensors.
+    # Which linear maps are adapted: the tensors show that.
     | {"exclude_modules", "layers_pattern", "target_modules"}
-    # How adapters are drawn, and what belongs to a fixed key.
+    # Initialization, and options of a key in `fixed`.
     | {"corda_config", "eva_config", "loftq_config", "lora_ga_config", "megatron_core"}
     | {"qalora_group_size"}
   ),
@@ -76,55 +76,55 @@ _DECLARED = Declared(
 
 
 def _names(match: Match) -> tuple[str, ...]:
-  """Returns PEFT's names of A [rank, inputs] and B [outputs, rank]; none if it is no matrix."""
+  """Returns PEFT's names of A [rank, inputs] and B [outputs, rank]; () if it is not a matrix."""
   if not isinstance(match.rule, Matrix):
     return ()
   module = f"base_model.model.{match.theirs[0].removesuffix('.weight')}"
   return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
-def _parts(match: Match, rank: int) -> list[tuple[str, str, tuple[int, int]]]:
-  """Returns (PEFT's name, ours, PEFT's shape) of both weights of an adapter.
+def _a_and_b(match: Match, rank: int) -> list[tuple[str, str, tuple[int, int]]]:
+  """Returns (PEFT's name, our name, PEFT's shape) of A and B of an adapter.
 
   Raises:
-    UserError: PEFT has no place for it.
+    UserError: PEFT cannot represent it.
   """
   if not isinstance(match.rule, Matrix) or not match.rule.transposed:
     raise UserError(
-      f"PEFT cannot adapt {match.ours} as paxlike does: Hugging Face stores {match.theirs[0]}"
-      " otherwise."
+      f"PEFT cannot represent the adapter of {match.ours}: Hugging Face stores {match.theirs[0]}"
+      " in another form."
     )
   inputs = math.prod(match.shape[: match.rule.inputs])
   shapes = (rank, inputs), (math.prod(match.shape) // inputs, rank)
   return list(zip(_names(match), adapter_of(match.ours), shapes, strict=True))
 
 
-class Trained:
-  """The adapters of a run, to be written as a folder of PEFT.
+class TrainedAdapters:
+  """The adapters of a run, which `convert` writes as a PEFT folder.
 
   Attributes:
-    matches: The weights that have one.
+    matches: The adapted weights.
   """
 
   def __init__(self, run: Run):
-    """Finds a place for each and reads none.
+    """Finds PEFT's name of each adapter; reads no weights.
 
     Raises:
-      UserError: The run has none, or PEFT cannot have them.
+      UserError: The run has no adapters, or PEFT cannot represent them.
     """
     if not run.adapted:
       raise UserError(f"{run.path} has no adapters: it was not trained with USE_LORA.")
     self.matches = run.adapted
     self._run = run
     rank = run.experiment.LORA_RANK
-    self._parts = [part for match in run.adapted for part in _parts(match, rank)]
+    self._parts = [part for match in run.adapted for part in _a_and_b(match, rank)]
 
   def table(self) -> str:
-    """Returns a line for each weight of an adapter: its name, PEFT's shape, and where it goes."""
+    """Returns a line for each weight of an adapter: its name, PEFT's shape and PEFT's name."""
     return "\n".join(f"{ours} {list(shape)} -> {theirs}" for theirs, ours, shape in self._parts)
 
   def convert(self, to: pathlib.Path, *, dtype: str):
-    """Writes the folder `to`, which must not hold anything yet."""
+    """Writes the folder `to`, which must be missing or empty."""
     experiment = self._run.experiment
     specs = {theirs: TensorSpec(shape, np.dtype(dtype)) for theirs, _, shape in self._parts}
     sources = {theirs: ours for theirs, ours, _ in self._parts}
@@ -152,28 +152,28 @@ class Trained:
       (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-class Adapter:
-  """An adapter of PEFT, for a base that paxlike has.
+class PeftAdapter:
+  """A PEFT adapter for a base model in paxlike's format.
 
   Attributes:
     matches: The adapted weights of the base.
   """
 
   def __init__(self, path: pathlib.Path, *, base: pathlib.Path, allow_modules: Sequence[str] = ()):
-    """Finds a place for every tensor and reads none.
+    """Finds the weight of every tensor; reads no tensors.
 
     Args:
       path: PEFT's folder.
       base: The folder of a run or of a converted model.
-      allow_modules: Modules outside of paxlike that its files may use.
+      allow_modules: Modules outside paxlike that the base's files may use.
 
     Raises:
-      UserError: It is none, has what paxlike lacks, or is for another base.
+      UserError: It is not a LoRA adapter, has an option that paxlike lacks, or needs another base.
     """
     config = read_json(path / _CONFIG)
     if config.get("peft_type") != "LORA":
       raise UserError(
-        f"{path / _CONFIG} is no LoRA adapter: peft_type {config.get('peft_type')!r}."
+        f"{path / _CONFIG} is not a LoRA adapter: peft_type {config.get('peft_type')!r}."
       )
     declared = _DECLARED.read(config, place=str(path / _CONFIG))
     self._base = base
@@ -191,7 +191,7 @@ class Adapter:
       {match.ours.split(".")[-2] for match in matches if self._tensors.specs.keys() & _names(match)}
     )
     if not self._roles:
-      raise UserError(f"the adapter is for no linear map of {base}.")
+      raise UserError(f"the adapter matches no linear map of {base}.")
     fiddlers.lora(
       self._graph, rank=self._rank, alpha=self._alpha, dropout=self._dropout, roles=self._roles
     )
@@ -210,10 +210,10 @@ class Adapter:
       raise UserError(f"{self._base} has no place for {', '.join(more[:5])} of the adapter.")
     for name, shape in wanted.items():
       if (found := there[name].shape) != shape:
-        raise UserError(f"{name} is {list(found)}, but {list(shape)} is due for {self._base}.")
+        raise UserError(f"{name} is {list(found)}, but {self._base} needs {list(shape)}.")
 
   def _all_parts(self) -> list[tuple[str, str, tuple[int, int]]]:
-    return [part for match in self.matches for part in _parts(match, self._rank)]
+    return [part for match in self.matches for part in _a_and_b(match, self._rank)]
 
   def table(self) -> str:
     """Returns a line for each adapted weight: its name and shape, and where its adapter is."""
@@ -223,7 +223,7 @@ class Adapter:
     )
 
   def convert(self, to: pathlib.Path, *, dtype: str):
-    """Writes the folder `to`, which must not hold anything yet."""
+    """Writes the folder `to`, which must be missing or empty."""
     graph: Any = self._graph
     base = os.fspath(run_folder.absolute(self._base))
     graph.restore = fdl.Config(Restore, path=base, ignore=(layers.lora.WEIGHTS,))
@@ -238,7 +238,7 @@ class Adapter:
     }
     for name, value in knobs.items():
       experiment.set(name, value, source=_CONFIG)
-    _own_tokenizer(graph, experiment, base)
+    _use_copied_tokenizer(graph, experiment, base)
     definition = self._definition
     restore: Restore = building.build(graph.restore)
     restore.check(definition)
@@ -259,8 +259,8 @@ class Adapter:
       yield f"params.{ours}", self._tensors.read(theirs).T.reshape(shape)
 
 
-def _own_tokenizer(graph: Any, experiment: Experiment, base: str):
-  """Makes paths to the tokenizer in the folder `base` paths to its copy in the adapter's folder."""
+def _use_copied_tokenizer(graph: Any, experiment: Experiment, base: str):
+  """Replaces the paths of tokenizer files in `base` by those of their copies."""
   own = {f"{base}/{name}": run_folder.OWN + name for name in tokens.TOKENIZERS}
   for node, _ in daglish.iterate(graph):
     for name, value in list(node.__arguments__.items()) if isinstance(node, fdl.Buildable) else ():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of Hugging Face, converted once and kept in the cache folder."""
+"""Hugging Face models, converted at the first use and kept in the cache folder."""
 
 import hashlib
 import os
@@ -12,24 +12,24 @@ from paxlike.data import token_index
 
 
 def converted(path: pathlib.Path) -> pathlib.Path:
-  """Returns a folder of the cache that holds the model of a folder of Hugging Face.
+  """Returns the cache folder of the converted model in a Hugging Face folder.
 
-  It is converted when it is asked for first, and again when a file of it has changed. The weights
-  keep their dtype, if it is one of bfloat16 and float16, and are else float32.
+  Converts it at the first use, and again after one of its files has changed. Weights of bfloat16 or
+  float16 keep their dtype; others become float32.
 
   Raises:
-    UserError: The model is none that paxlike has, or the cache folder cannot be written.
+    UserError: paxlike does not have the model, or the cache folder cannot be written.
   """
   to = token_index.cache_folder() / "converted" / f"{path.name}-{_fingerprint(path)}"
   if not to.is_dir():
     source = Source.hugging_face(path)
-    print(f"paxlike: converts {path} into {to}", file=sys.stderr)
+    print(f"paxlike: converting {path} into {to}", file=sys.stderr)
     source.convert(to, dtype=source.dtype)
   return to
 
 
 def _fingerprint(path: pathlib.Path) -> str:
-  """Returns digits that change with any file of a folder, with its place and with our version."""
+  """Returns a hash of a folder's path and files (name, size, time) and of paxlike's version."""
   found = sorted((entry.name, entry.stat()) for entry in os.scandir(path) if entry.is_file())
   parts = [__version__, os.path.realpath(path)]
   parts += [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a JSON file of others declares: every key is read, has no effect, or is refused."""
+"""Reads JSON files of other programs: every key is read, ignored as without effect, or refused."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from paxlike.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declared:
-  """The keys of a kind of file.
+  """The known keys of one kind of file.
 
   Attributes:
-    kinds: Key that is read -> its type, with its range.
-    defaults: What absent keys mean; a key in `kinds` without a default must be present. A key
-      that is null counts as absent, unlike in a `config.json`, where null is a value.
-    fixed: Key -> the value, or a tuple of those, with which ours is the same model. Null, and an
-      empty list or mapping, are always right.
+    kinds: Key to read -> its type, with its range.
+    defaults: Key -> its value if absent; a key in `kinds` without a default is required. Null
+      counts as absent, unlike in a `config.json`, where null is a value.
+    fixed: Key -> the only value, or tuple of values, that paxlike supports. Null and an empty list
+      or mapping are always accepted.
     neutral: Keys without effect.
   """
 
@@ -32,8 +32,8 @@ class Declared:
     """Returns the value of each key in `kinds`; `place` is the file's name.
 
     Raises:
-      UserError: A key is absent, is not known, or has a value that is of another type, is out of
-        range, or makes another model.
+      UserError: A required key is absent, a key is unknown, or a value has another type, is out of
+        range or is not supported.
     """
     for key, value in given.items():
       if key in self.fixed and keys.is_set(value) and not keys.is_one_of(value, self.fixed[key]):
@@ -43,8 +43,8 @@ class Declared:
       known = key in self.kinds or key in self.fixed or key in self.neutral
       if not known and keys.is_set(value):
         raise UserError(
-          f"{place}: {key}={_short(value)} is not known to paxlike, so the model might be another"
-          " one. If it has no effect, take it out."
+          f"{place}: {key}={_short(value)} is not known to paxlike, so the converted model"
+          " might differ. If it has no effect, remove it."
         )
     return {key: self._value(given, key, place) for key in self.kinds}
 

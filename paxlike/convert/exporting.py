@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of paxlike to a folder as Hugging Face has them."""
+"""Exports checkpoints of paxlike in the format of Hugging Face."""
 
 import functools
 import json
@@ -27,16 +27,16 @@ from paxlike.layers.stack import layout_of
 
 
 class Run:
-  """A checkpoint of a run (or of an import), to be written for Hugging Face.
+  """A checkpoint of a run or of an imported model, which `convert` writes for Hugging Face.
 
   Attributes:
     path: The run's folder.
-    experiment: What it was.
-    matches: A match for every weight, adapters merged into theirs.
-    adapted: Those among them that have an adapter.
-    adapters: The run's own checkpoint, in which the adapters are.
-    lora_scale: Of what adapters add.
-    base: What the adapters are for: the folder that is given, or the one that the run names.
+    experiment: The run's experiment.
+    matches: A match for every weight, without those of adapters.
+    adapted: The matches of weights that have an adapter.
+    adapters: The run's own checkpoint, which holds the adapters.
+    lora_scale: The scale of an adapter's output: alpha / rank.
+    base: The folder of the adapters' base model: the given one, else the one that the run names.
   """
 
   def __init__(
@@ -48,18 +48,18 @@ class Run:
     merges: bool = True,
     allow_modules: Sequence[str] = (),
   ):
-    """Reads what the run was; its experiment is paxlike's, or of an allowed module.
+    """Reads and checks the run's experiment, graph and checkpoint metadata; reads no weights.
 
     Args:
       path: The run's folder.
-      step: Of the checkpoint; None: the newest.
-      base: Where what its adapters are for is now, if it is no longer where it was.
-      merges: Whether adapters are merged into the base. If not, the base may be gone.
-      allow_modules: Modules outside of paxlike that its files may use.
+      step: The checkpoint's step; None: the newest.
+      base: The present folder of the adapters' base model, if it was moved.
+      merges: Whether to merge adapters into the base. If not, the base may be missing.
+      allow_modules: Modules outside paxlike that the run's files may use.
 
     Raises:
-      UserError: There is no such checkpoint, Hugging Face has no such model, the run was another
-        one than its knobs say, or a base is given that it does not need.
+      UserError: There is no such checkpoint, Hugging Face has no such model, the run's graph is not
+        the one that its knobs make, or `base` is given for a run without adapters.
     """
     self.path = path
     self.experiment = experiment = registry.load(
@@ -91,7 +91,7 @@ class Run:
         stored.check(shapes)
         self._weights = Merged(stored, self.adapters, scales=scales)
       else:
-        self._check_drawn(self._recorded())
+        self._check_restored(self._recorded_base())
       names = [name for match in self.adapted for name in adapter_of(match.ours)]
       shapes = {name: definition.weights[name].shape for name in names}
     elif base is not None:
@@ -99,53 +99,55 @@ class Run:
     self.adapters.check(shapes)
 
   def _restore(self, base: pathlib.Path | None) -> Restore:
-    """Returns where the base of the adapters is; `base` is where the user says that it is."""
+    """Returns the source of the base weights; `base` overrides the recorded folder."""
     given = None if base is None else Restore(path=str(base))
     restore = began_with(epath.Path(self.path), given=given, flag="--base")
-    self._check_drawn(restore)
+    self._check_restored(restore)
     assert restore is not None
     return restore
 
-  def _recorded(self) -> Restore | None:
-    """Returns where the base of the adapters was; None if its weights were drawn."""
+  def _recorded_base(self) -> Restore | None:
+    """Returns the recorded source of the base weights; None if they were initialized randomly."""
     file = self.path / PROVENANCE
     if not input_files.is_there(file):
       return None
-    told = input_files.read_json(file)
+    recorded = input_files.read_json(file)
     try:
       restore = Restore(
-        path=told["path"], include=tuple(told["include"]), ignore=tuple(told["ignore"])
+        path=recorded["path"],
+        include=tuple(recorded["include"]),
+        ignore=tuple(recorded["ignore"]),
       )
       restore.matches(self.matches[0].ours)
     except (KeyError, TypeError, re.error) as error:
       raise UserError(
-        f"{file}, which tells what the run began with, is damaged: {error!r}."
+        f"{file}, which names the source of the run's initial weights, is damaged: {error!r}."
       ) from None
     return restore
 
-  def _check_drawn(self, restore: Restore | None):
-    """Raises a UserError unless all that the adapters are for was restored."""
-    drawn = [m.ours for m in self.matches if restore is None or not restore.matches(m.ours)]
-    if drawn:
+  def _check_restored(self, restore: Restore | None):
+    """Raises a UserError unless all base weights were restored from a checkpoint."""
+    random = [m.ours for m in self.matches if restore is None or not restore.matches(m.ours)]
+    if random:
       raise UserError(
-        f"{self.path} has adapters of weights that were drawn ({drawn[0]}): they are in no"
-        " checkpoint, so that there is no base."
+        f"{self.path} has adapters of randomly initialized weights ({random[0]}), which are in no"
+        " checkpoint, so there is no base model."
       )
 
   @functools.cached_property
   def tokenizer(self) -> tuple[pathlib.Path, str] | None:
-    """As of `tokens.file_of`, which refuses one that is gone; adapters go without."""
+    """`tokens.file_of`, read late: exported adapters need no tokenizer, so it may be missing."""
     return tokens.file_of(self.experiment)
 
   def table(self) -> str:
-    """Returns a line for each weight: its name and shape, and where it goes."""
+    """Returns a line for each weight: its name, its shape and its tensors."""
     return matching.table(self.matches, "->")
 
   def convert(self, to: pathlib.Path, *, dtype: str):
-    """Writes the folder `to`, which must not hold anything yet."""
+    """Writes the folder `to`, which must be missing or empty."""
     specs: dict[str, TensorSpec] = {}
     owners: dict[str, list[tuple[Match, int]]] = {}
-    # What is stored in one array follows each other.
+    # Weights stored in one array are adjacent: each array is read once.
     for match in sorted(self.matches, key=lambda match: self._weights.array_of(match.ours)):
       shapes = match.rule.their_shapes(match.shape)
       for index, (name, shape) in enumerate(zip(match.theirs, shapes, strict=True)):
@@ -166,29 +168,29 @@ class Run:
     with run_folder.built(to, flag="to") as folder:
       tensors.write(folder, specs, value)
       config = config_of(self.experiment, dtype=dtype)
-      config |= tokens.take(self.experiment, tokenizer, self.path, folder)
+      config |= tokens.export_tokenizer(self.experiment, tokenizer, self.path, folder)
       (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
   def _weight(self, match: Match) -> np.ndarray:
     value = self._weights.read(match.ours)
     if value.shape != match.shape:
       raise UserError(
-        f"{match.ours} is {list(value.shape)} in the checkpoint, and {list(match.shape)} by"
+        f"{match.ours} is {list(value.shape)} in the checkpoint, but {list(match.shape)} by"
         f" {self.path / 'experiment.json'}."
       )
     return value
 
 
 def adapted(matches: Sequence[Match], definition: Definition) -> list[Match]:
-  """Returns the matches of weights for which a model has an adapter."""
+  """Returns the matches of weights that have an adapter."""
   return [match for match in matches if adapter_of(match.ours)[0] in definition.weights]
 
 
 def family_of(experiment: Experiment) -> Family:
-  """Returns what Hugging Face calls the family of an experiment.
+  """Returns the Hugging Face family of an experiment.
 
   Raises:
-    UserError: It has no such family.
+    UserError: There is none.
   """
   family = type(experiment).hugging_face()
   if family is None:
@@ -197,16 +199,16 @@ def family_of(experiment: Experiment) -> Family:
 
 
 def _check_edits(run: pathlib.Path, model: Any):
-  """Raises a UserError if a run had another model than `model`, which its knobs make."""
+  """Raises a UserError if a run's graph has another model than `model`, which its knobs make."""
   if line := model_graph.difference(model, saved_experiment.graph(run).arguments["model"]):
     raise UserError(
-      f"{run / 'config.json'} has {line}, as the knobs of {saved_experiment.FILE} make it: a model"
-      " with edits of its graph cannot be converted; set knobs instead."
+      f"{run / 'config.json'} has {line} as by the knobs of {saved_experiment.FILE}: a model whose"
+      " graph was edited cannot be converted; set knobs instead."
     )
 
 
 def _check_config(experiment: Experiment):
-  """Raises a UserError if the `config.json` written for a model is that of another one."""
+  """Raises a UserError if the `config.json` for a model would describe another model."""
   family = family_of(experiment)
   base = next(cls for cls in type(experiment).__mro__ if "hugging_face" in vars(cls))
   model = experiment.model()
@@ -221,7 +223,7 @@ def _check_config(experiment: Experiment):
     raise UserError(f"{family.architecture} of Hugging Face has no such model: {error}") from None
   if line is None:
     return
-  said = line
+  shown = line
   for name, knob in base.knobs().items():
     value = experiment.values()[name].value
     if name in knobs or value == knob.default:
@@ -229,11 +231,11 @@ def _check_config(experiment: Experiment):
     try:
       is_cause = first_difference(**{name: value}) != line
     except UserError:
-      continue  # It needs another knob, which is tried too.
+      continue  # Invalid without another knob, which is tried too.
     if is_cause:
-      said = f"{name}={value} ({line})"
+      shown = f"{name}={value} ({line})"
       break
-  raise UserError(f"{family.architecture} of Hugging Face has no place for {said}.")
+  raise UserError(f"{family.architecture} of Hugging Face has no place for {shown}.")
 
 
 def config_of(experiment: Experiment, *, dtype: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of others to a folder that paxlike decodes, evaluates and restores from."""
+"""Imports checkpoints of other programs as folders that paxlike evaluates and restores from."""
 
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -22,13 +22,13 @@ from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 
-# The dtype to compute in, by the one declared: the range of float16 is too small for many models.
+# Declared dtype -> compute dtype: the range of float16 is too small for many models.
 _COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 _QUANTIZED = ("fp8", "mxfp4")
 
 
-class _Named:
-  """Tensors whose names begin with a prefix, even if none does in the files."""
+class _WithPrefix:
+  """Tensors under names with a prefix, which is added if the files lack it."""
 
   def __init__(self, tensors: Tensors, prefix: str):
     self._tensors = tensors
@@ -39,8 +39,8 @@ class _Named:
     return self._tensors.read(name.removeprefix(self._added))
 
 
-class _Part:
-  """Those tensors of a model of text and images that are of its text part."""
+class _TextTensors:
+  """The tensors of the text model in a model of text and images."""
 
   def __init__(self, tensors: Tensors, wrapper: Wrapper):
     self._tensors = tensors
@@ -54,18 +54,18 @@ class _Part:
 
 
 class Source:
-  """A model of others: what it is, and where its weights are.
+  """A model of another program: its configuration and its tensors.
 
   Attributes:
     matches: A match for every weight.
-    family: Says what the names mean.
+    family: The Hugging Face family, which maps names.
   """
 
   def __init__(self, path: pathlib.Path, config: Mapping[str, Any], tensors: Tensors):
-    """Finds a place for every tensor and reads none.
+    """Finds the weight of every tensor; reads no tensors.
 
     Raises:
-      UserError: No family fits, or tensors, configuration and tokenizer do not agree.
+      UserError: The family is unknown, or tensors, configuration and tokenizer do not match.
     """
     for name in tokens.files(path):
       input_files.check(path / name, folder=path, limit=TOKENIZER_BYTES)
@@ -75,10 +75,10 @@ class Source:
       _check_quantization(config.get("quantization_config"))
       wrapper = self.family.wrapper
       if wrapper is not None and config["model_type"] == wrapper.model_type:
-        config, tensors = wrapper.text(config), _Part(tensors, wrapper)
+        config, tensors = wrapper.text(config), _TextTensors(tensors, wrapper)
         _check_quantization(config.get("quantization_config"))
       self._knobs = self.family.read(config)
-      self._tensors = _Named(tensors, self.family.prefix)
+      self._tensors = _WithPrefix(tensors, self.family.prefix)
       self._tokenizer = tokens.find(path)
       self._ids: dict[str, Any] = {}
       if self._tokenizer is not None:
@@ -97,10 +97,10 @@ class Source:
 
   @classmethod
   def hugging_face(cls, path: pathlib.Path) -> Self:
-    """Opens a folder as Hugging Face has it.
+    """Opens a Hugging Face folder.
 
     Raises:
-      UserError: A file is missing or damaged; or as above.
+      UserError: A file is missing or damaged; or as `__init__`.
     """
     config = read_json(path / "config.json")
     is_older = not TensorFolder.is_at(path) and TorchFolder.is_at(path)
@@ -112,18 +112,18 @@ class Source:
     """Opens a folder of Meta's LLaMA.
 
     Raises:
-      UserError: A file is missing or damaged; or as above.
+      UserError: A file is missing or damaged; or as `__init__`.
     """
     folder = MetaFolder(path)
-    # Its generations have different ids, which the tokenizer alone knows.
+    # Generations of LLaMA have different ids, and only the tokenizer knows them.
     return cls(path, {**folder.config, "bos_token_id": None, "eos_token_id": None}, folder)
 
   def table(self) -> str:
-    """Returns a line for each weight: its name and shape, and where it comes from."""
+    """Returns a line for each weight: its name, its shape and its tensors."""
     return matching.table(self.matches, "<-")
 
   def notes(self) -> list[str]:
-    """Returns what is to be known of the converted model, a line each."""
+    """Returns notes about the converted model for the user, one line each."""
     lines = [f"computes in {self._compute} ({self._reason}): --fdl.FPROP_DTYPE changes that"]
     if self._tokenizer is None:
       lines.append(tokens.NONE)
@@ -131,18 +131,18 @@ class Source:
 
   @property
   def dtype(self) -> str:
-    """That of the tensors, if it is one and has 16 bits; else float32, which holds them all."""
+    """bfloat16 or float16 if all tensors have that dtype; else float32."""
     dtypes = {spec.dtype.name for spec in self._tensors.specs.values()}
     return dtypes.pop() if dtypes in ({"bfloat16"}, {"float16"}) else "float32"
 
   def convert(self, to: pathlib.Path, *, dtype: str):
-    """Writes the folder `to`, which must not hold anything yet."""
+    """Writes the folder `to`, which must be missing or empty."""
     self._check_copies()
     with run_folder.built(to, flag="to") as folder:
       layout = layout_of(self._model())
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       if self._tokenizer is not None:
-        tokens.bring(self._tokenizer.parent, self._ids, folder)
+        tokens.import_tokenizer(self._tokenizer.parent, self._ids, folder)
       experiment = self._with_data(run_folder.OWN)
       graph = experiment.trainer()
       (folder / "config.json").write_text(graph_file.dump(graph))
@@ -157,9 +157,10 @@ class Source:
     return building.build(self._with_data(None).trainer().model)
 
   def _with_data(self, folder: str | None) -> Experiment:
-    """Returns an experiment that has the weights, and the tokenizer in `folder`.
+    """Returns the experiment with a data mixin.
 
-    Where there is a tokenizer, it evaluates all of any text; else on random tokens.
+    With a tokenizer (in `folder`) the data is the user's text, all of it for evaluation; else it is
+    random tokens.
     """
     knobs: dict[str, Any] = {
       **self._knobs,
@@ -179,13 +180,13 @@ class Source:
     size = built.vocab_size
     if size > self._knobs["VOCAB_SIZE"]:
       raise UserError(
-        f"{tokenizer} has {size} ids, but the model knows {self._knobs['VOCAB_SIZE']}: it is the"
+        f"{tokenizer} has {size} ids, but the model has {self._knobs['VOCAB_SIZE']}: it is the"
         " tokenizer of another model, or the settings beside it add tokens that this one lacks."
       )
     built.check(self._knobs["VOCAB_SIZE"])
 
   def _check_copies(self):
-    """Raises a UserError if two tensors are there that the configuration ties, and differ."""
+    """Raises a UserError if tensors that the configuration ties are both stored and differ."""
     read = {name for match in self.matches for name in match.theirs}
     for name, other in self.family.copies.items():
       if name not in self._tensors.specs or name in read:
@@ -195,24 +196,24 @@ class Source:
         raise UserError(f"tie_word_embeddings is set, but {name} is not a copy of {other}.")
 
 
-def _check_quantization(told: Any):
-  """Raises a UserError if weights are quantized in a way that is not known."""
-  method = told.get("quant_method") if isinstance(told, Mapping) else told
-  if told is not None and method not in _QUANTIZED:
+def _check_quantization(config: Any):
+  """Raises a UserError if the weights' quantization method is unknown; None: not quantized."""
+  method = config.get("quant_method") if isinstance(config, Mapping) else config
+  if config is not None and method not in _QUANTIZED:
     known = " and ".join(_QUANTIZED)
     raise UserError(f"quantization_config.quant_method is {method!r}; paxlike reads {known}.")
 
 
 def _compute_dtype(config: Mapping[str, Any], tensors: Tensors) -> tuple[str, str]:
-  """Returns the dtype to compute in, and why: the one declared, or else that of the weights."""
+  """Returns the compute dtype and the reason: the declared dtype, else that of the weights."""
   declared = config.get("dtype") or config.get("torch_dtype")
   if isinstance(declared, str) and declared in _COMPUTE:
     compute = _COMPUTE[declared]
     return compute, "as declared" if compute == declared else f"{declared} is declared"
   first = next(iter(tensors.specs.values()), None)
   stored = "bfloat16" if first is None else first.dtype.name
-  said = "none is declared" if not declared or declared == "auto" else f"{declared!r} is declared"
-  return _COMPUTE.get(stored, "bfloat16"), f"{said}, and weights are {stored}"
+  reason = "none is declared" if not declared or declared == "auto" else f"{declared!r} is declared"
+  return _COMPUTE.get(stored, "bfloat16"), f"{reason}, and weights are {stored}"
 
 
 def _weight(match: Match, tensors: Tensors) -> np.ndarray:
@@ -220,17 +221,18 @@ def _weight(match: Match, tensors: Tensors) -> np.ndarray:
 
 
 def _fp8_block(config: dict[str, Any]) -> int:
-  """Returns the side of the blocks that share a scale, if the model is stored in FP8."""
-  told = config.get("quantization_config")
-  sides = (told.get("weight_block_size") if isinstance(told, dict) else None) or [128, 128]
+  """Returns the side of the square blocks that share an FP8 scale; 128 if not declared."""
+  quantization = config.get("quantization_config")
+  sides = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+  sides = sides or [128, 128]
   match sides:
     case [int(rows), int(columns)] if rows == columns and 0 < rows < 2**16:
       return rows
-  raise UserError(f"config.json: weight_block_size={sides} is not the size of a square.")
+  raise UserError(f"config.json: weight_block_size={sides} is not square.")
 
 
 def _family(config: Mapping[str, Any], path: pathlib.Path) -> tuple[type[Experiment], Family]:
-  """Returns the experiment that a configuration is of, and what it says of Hugging Face."""
+  """Returns the experiment and the Hugging Face family of a configuration."""
   bases = {base for cls in registry.registered().values() for base in cls.__mro__}
   families: dict[str, tuple[type[Experiment], Family]] = {}
   for base in bases:

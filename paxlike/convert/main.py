@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paxlike-convert --from=hf --path=SOURCE --to=DIR`, and the way back by `--from=paxlike`."""
+"""`paxlike-convert --from=hf --path=SOURCE --to=DIR` imports, and `--from=paxlike` exports."""
 
 import argparse
 import logging
@@ -18,14 +18,14 @@ from paxlike.errors import UserError, one_line
 from paxlike.telemetry import console
 
 if TYPE_CHECKING:
-  from paxlike.convert.adapters import Adapter, Trained
+  from paxlike.convert.adapters import PeftAdapter, TrainedAdapters
   from paxlike.convert.exporting import Run
   from paxlike.convert.importing import Source
 
 _HELP = """\
-Converts models of Hugging Face (safetensors or .bin), and LLaMA as Meta gives it away (.pth), for
-paxlike, and checkpoints of paxlike for Hugging Face, a tensor at a time. What is made for paxlike
-is all that `paxlike --mode=decode --job_log_dir=DIR` needs.
+Converts Hugging Face models (safetensors or .bin), Meta's LLaMA (.pth) and PEFT adapters to
+paxlike, and checkpoints of paxlike to Hugging Face or PEFT, one tensor at a time. A folder made for
+paxlike is all that `paxlike --mode=decode --job_log_dir=DIR` needs.
 """
 
 
@@ -37,7 +37,7 @@ def main() -> int:
   _set_up()
   status = run(sys.argv[1:])
   if status > 128:
-    # Threads of a write that was given up may go on, and Python would wait for them.
+    # Threads of an interrupted write may still run, and Python would wait for them.
     os._exit(status)
   return status
 
@@ -51,13 +51,13 @@ def run(argv: Sequence[str]) -> int:
   except UserError as error:
     return _refused(error)
   except BrokenPipeError:
-    # Who read the output has read enough. Python would complain when it flushes at its end.
+    # The reader of the output is gone. Python would print an error when it flushes at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
   except OSError as error:
     return _refused(f"{error.filename or 'a file or the output'}: {error.strerror or error}.")
   except MemoryError:
-    return _refused("the memory of this process does not suffice.")
+    return _refused("out of memory.")
   except KeyboardInterrupt as error:
     return 128 + (error.args[0] if error.args else signal.SIGINT)
   finally:
@@ -70,37 +70,37 @@ def _refused(error: object) -> int:
 
 
 def _set_up():
-  """Sets what JAX and its libraries read when they are imported, and how signals end the command.
+  """Sets the environment variables that JAX and its libraries read, logging and signal handlers.
 
-  A conversion computes on CPUs alone. What drives accelerators would be loaded for nothing, and
-  complain of what it lacks.
+  A conversion computes on CPUs alone: plugins for accelerators would load for nothing, and print
+  warnings where there are none.
   """
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   gpu_targets.leave_out()
   tpu_targets.settle()
-  # Orbax logs what it also raises, with all its stack; asyncio what it need not.
+  # Orbax logs the errors that it raises, with tracebacks; asyncio logs errors of abandoned tasks.
   for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  # Where writing fails, Orbax abandons what it has not begun.
+  # After a failed write, Orbax abandons its pending coroutines.
   warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
   sys.unraisablehook = _report_unraisable
   for number in _STOPPING:
-    if signal.getsignal(number) != signal.SIG_IGN:  # As nohup has it.
+    if signal.getsignal(number) != signal.SIG_IGN:  # As nohup sets it.
       signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: FrameType | None):
-  """Ends the command by a KeyboardInterrupt, which has the signal's number."""
+  """Signal handler that ends the command by a KeyboardInterrupt with the signal's number."""
   place = frame
   while place is not None:
     if place.f_code.co_filename.startswith("<frozen importlib"):
-      _stop_soon(number)  # Libraries in C++ abort when what they import is interrupted.
+      _stop_soon(number)  # C++ libraries abort if an import of theirs is interrupted.
       return
     place = place.f_back
   for other in _STOPPING:
-    signal.signal(other, signal.SIG_IGN)  # While what was written is removed.
+    signal.signal(other, signal.SIG_IGN)  # So that the cleanup is not interrupted.
   raise KeyboardInterrupt(number)
 
 
@@ -111,8 +111,8 @@ def _stop_soon(number: int):
 
 def _report_unraisable(error: Any):
   if isinstance(error.exc_value, KeyboardInterrupt):
-    _stop_soon(error.exc_value.args[0])  # It came in a callback, which cannot pass it on.
-  # When a write fails, TensorStore tells of the others to an event loop that is gone by then.
+    _stop_soon(error.exc_value.args[0])  # Raised in a callback, which cannot propagate it.
+  # After a failed write, TensorStore reports its other writes to an event loop that is closed.
   elif str(error.exc_value) != "Event loop is closed":
     sys.__unraisablehook__(error)
 
@@ -122,22 +122,28 @@ def _run(argv: Sequence[str]) -> int:
   parser.add_argument(
     "--from", dest="source", choices=("hf", "meta", "peft", "paxlike"), required=True
   )
-  parser.add_argument("--path", type=_path, required=True, help="what is converted")
-  parser.add_argument("--to", type=_path, required=True, metavar="DIR", help="a new folder")
-  parser.add_argument("--base", type=_path, metavar="DIR", help="what adapters are for")
+  parser.add_argument("--path", type=_path, required=True, help="the folder or file to convert")
   parser.add_argument(
-    "--adapter", action="store_true", help="from paxlike: the LoRA adapters, for PEFT"
+    "--to", type=_path, required=True, metavar="DIR", help="the folder to write, new or empty"
   )
-  parser.add_argument("--step", type=int, help="from paxlike: this checkpoint, not the newest")
+  parser.add_argument("--base", type=_path, metavar="DIR", help="the base model of the adapters")
+  parser.add_argument(
+    "--adapter", action="store_true", help="from paxlike: write the LoRA adapters, for PEFT"
+  )
+  parser.add_argument(
+    "--step", type=int, help="from paxlike: the checkpoint's step (default: the newest)"
+  )
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
   parser.add_argument(
     "--fdl_allow_modules",
     type=lambda text: tuple(text.split(",")),
     default=(),
     metavar="A,B",
-    help="from paxlike and peft: modules outside of paxlike that the files of the run may use",
+    help="from paxlike and peft: modules outside paxlike that the files of the run may use",
   )
-  parser.add_argument("--dry_run", action="store_true", help="print what goes where, write nothing")
+  parser.add_argument(
+    "--dry_run", action="store_true", help="print which tensors each weight maps to; write nothing"
+  )
   options = parser.parse_args(argv)
   _check(options)
   source = _open(options)
@@ -175,8 +181,10 @@ def _check(options: argparse.Namespace):
     run_folder.check_name(options.to, flag="to")
 
 
-def _notes(options: argparse.Namespace, source: "Source | Run | Adapter | Trained") -> list[str]:
-  """Returns what is to be known of what was written, a line each."""
+def _notes(
+  options: argparse.Namespace, source: "Source | Run | PeftAdapter | TrainedAdapters"
+) -> list[str]:
+  """Returns notes about the written folder for the user, one line each."""
   if options.source in ("hf", "meta"):
     return cast("Source", source).notes()
   from paxlike.convert import tokens
@@ -184,14 +192,14 @@ def _notes(options: argparse.Namespace, source: "Source | Run | Adapter | Traine
   return tokens.notes(options.to) if options.source == "paxlike" and not options.adapter else []
 
 
-def _open(options: argparse.Namespace) -> "Source | Run | Adapter | Trained":
-  # Imported here, after the flags have been found good.
+def _open(options: argparse.Namespace) -> "Source | Run | PeftAdapter | TrainedAdapters":
+  # Imported here, after the flags were checked, because the imports are slow.
   if options.source == "peft":
-    from paxlike.convert.adapters import Adapter
+    from paxlike.convert.adapters import PeftAdapter
 
-    return Adapter(options.path, base=options.base, allow_modules=options.fdl_allow_modules)
+    return PeftAdapter(options.path, base=options.base, allow_modules=options.fdl_allow_modules)
   if options.source == "paxlike":
-    from paxlike.convert.adapters import Trained
+    from paxlike.convert.adapters import TrainedAdapters
     from paxlike.convert.exporting import Run
 
     run = Run(
@@ -202,8 +210,8 @@ def _open(options: argparse.Namespace) -> "Source | Run | Adapter | Trained":
       allow_modules=options.fdl_allow_modules,
     )
     if options.adapter:
-      return Trained(run)
-    _ = run.tokenizer  # Or it is refused.
+      return TrainedAdapters(run)
+    _ = run.tokenizer  # Raises if its file is missing.
     return run
   from paxlike.convert.importing import Source
 

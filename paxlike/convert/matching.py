@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds for each of our weights the tensors that hold it, and names what does not fit."""
+"""Matches paxlike's weights with the tensors that hold them, and reports mismatches."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ class Match(NamedTuple):
 
   Attributes:
     ours: The weight's name, as in a checkpoint of the unrolled layout.
-    shape: Of one layer.
-    rule: How the tensors make it up.
+    shape: The shape of one layer.
+    rule: How the tensors are converted to the weight and back.
     theirs: The names of the tensors.
   """
 
@@ -32,7 +32,7 @@ def match(definition: Definition, family: Family) -> list[Match]:
   """Returns a match for every weight and layer of an unrolled model.
 
   Raises:
-    UserError: The family says nothing of a weight.
+    UserError: The family has no rule for a weight.
   """
   layout = layout_of(definition.module)
   assert not layout.scanned
@@ -59,10 +59,10 @@ def table(matches: list[Match], arrow: str) -> str:
 def check(
   matches: list[Match], found: Mapping[str, TensorSpec], family: Family, knobs: Mapping[str, Any]
 ):
-  """Finds what is missing, too much or misshapen in a model with these knobs.
+  """Checks that the tensors are those of a model with these knobs.
 
   Raises:
-    UserError: Something is; all of it is named, up to a number.
+    UserError: A tensor is missing, unexpected or of another shape; names the first five.
   """
   wanted = {
     name: shape
@@ -72,10 +72,10 @@ def check(
   lines = [f"missing: {name}" for name in wanted if name not in found]
   for name, spec in found.items():
     if name not in wanted and not family.is_ignored(name, knobs):
-      lines.append(f"too much: {name}")
+      lines.append(f"unexpected: {name}")
     elif name in wanted and spec.shape != wanted[name]:
-      lines.append(f"misshapen: {name} is {list(spec.shape)}, not {list(wanted[name])}")
+      lines.append(f"wrong shape: {name} is {list(spec.shape)}, not {list(wanted[name])}")
   if lines:
     shown = "; ".join(lines[:5])
     more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
-    raise UserError(f"the tensors are not those of the configuration: {shown}{more}.")
+    raise UserError(f"the tensors do not match the configuration: {shown}{more}.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaMA as Meta gives it away (`consolidated.*.pth`), seen as a model of Hugging Face."""
+"""Reads Meta's LLaMA checkpoints (`consolidated.*.pth`) under Hugging Face's names."""
 
 import pathlib
 import re
@@ -13,7 +13,7 @@ from paxlike.convert.tensors import TensorSpec, read_json
 from paxlike.convert.torch_files import TorchFile
 from paxlike.errors import UserError
 
-# Their name -> (that of Hugging Face, the dim along which the files hold parts of it).
+# Meta's name -> (Hugging Face's name, the dim along which the files shard it; None: replicated).
 _OUTER = {
   "tok_embeddings.weight": ("model.embed_tokens.weight", 1),
   "norm.weight": ("model.norm.weight", None),
@@ -42,47 +42,47 @@ _DECLARED = Declared(
     "rope_theta": ranges.Base,
     "use_scaled_rope": bool,
     "rope_scale_factor": ranges.Stretch,
-    "rope_scaling_factor": ranges.Stretch,  # The same in versions of Meta's code.
+    "rope_scaling_factor": ranges.Stretch,  # The same in some versions of Meta's code.
   },
   defaults={
     "n_kv_heads": None,
-    "vocab_size": -1,  # That of the tokenizer.
+    "vocab_size": -1,  # The tokenizer's.
     "rope_theta": 10_000.0,
     "use_scaled_rope": False,
     "rope_scale_factor": None,
     "rope_scaling_factor": None,
   },
   fixed={"rope_high_freq_factor": 4.0, "use_qk_norm": False},
-  # The tensors have the width of the feed-forward layer; the rest is of the program that runs them.
+  # The tensors give the width of the feed-forward layer; the rest is for Meta's own program.
   neutral=frozenset({"ffn_dim_multiplier", "multiple_of", "max_batch_size", "max_seq_len"}),
 )
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 
 
 class MetaFolder:
-  """A folder of Meta's.
+  """A folder of Meta's LLaMA.
 
   Attributes:
-    config: What Hugging Face's `config.json` would say.
-    specs: Name at Hugging Face -> shape and dtype.
+    config: The equivalent `config.json` of Hugging Face.
+    specs: Hugging Face's name -> shape and dtype.
   """
 
   def __init__(self, path: pathlib.Path):
-    """Reads what the files hold, but no weights.
+    """Reads names and shapes, but no weights.
 
     Raises:
-      UserError: A file is missing or damaged, or the files are not parts of one model.
+      UserError: A file is missing or damaged, or the files are not shards of one model.
     """
     files = sorted(path.glob("consolidated.*.pth"))
     if not files:
       raise UserError(f"--path={path} holds no consolidated.*.pth.")
     params = read_json(path / "params.json")
-    self._parts = [TorchFile(file) for file in files]
-    names = self._parts[0].specs.keys()
-    for file, part in zip(files, self._parts, strict=True):
-      # Parts of a tensor differ in nothing: they are of one size.
-      if part.specs != self._parts[0].specs:
-        raise UserError(f"{file} and {files[0]} hold other weights.")
+    self._shards = [TorchFile(file) for file in files]
+    names = self._shards[0].specs.keys()
+    for file, shard in zip(files, self._shards, strict=True):
+      # All shards of a tensor have the same shape.
+      if shard.specs != self._shards[0].specs:
+        raise UserError(f"{file} and {files[0]} do not hold the same weights.")
     declared = _DECLARED.read(params, place=str(path / "params.json"))
     self._dim, self._heads = declared["dim"], declared["n_heads"]
     self._kv_heads: int = declared["n_kv_heads"] or self._heads
@@ -93,7 +93,7 @@ class MetaFolder:
       if name != "rope.freqs":
         ours, dim = self._place(name)
         self._theirs[ours] = (name, dim)
-        self.specs[ours] = self._whole(name, dim)
+        self.specs[ours] = self._full_spec(name, dim)
     self.config = {
       "model_type": "llama",
       "hidden_size": self._dim,
@@ -114,39 +114,41 @@ class MetaFolder:
     for name, heads in (("q", self._heads), ("k", self._kv_heads)):
       for ours, spec in self.specs.items():
         if ours.endswith(f"{name}_proj.weight") and spec.shape[0] % (2 * heads):
-          raise UserError(f"missing: {ours} has {spec.shape[0]} rows, no pairs of {heads} heads.")
+          raise UserError(
+            f"wrong shape: {ours} has {spec.shape[0]} rows, not a multiple of 2 x {heads} heads."
+          )
 
   def read(self, name: str) -> np.ndarray:
-    """Returns a tensor as Hugging Face has it."""
+    """Returns a tensor in Hugging Face's layout."""
     theirs, dim = self._theirs[name]
-    parts = [part.read(theirs) for part in self._parts]
-    whole = parts[0] if dim is None else np.concatenate(parts, axis=dim)
+    shards = [shard.read(theirs) for shard in self._shards]
+    full = shards[0] if dim is None else np.concatenate(shards, axis=dim)
     if name.endswith("q_proj.weight"):
-      return _halves(whole, self._heads)
-    return _halves(whole, self._kv_heads) if name.endswith("k_proj.weight") else whole
+      return _half_split(full, self._heads)
+    return _half_split(full, self._kv_heads) if name.endswith("k_proj.weight") else full
 
   def _place(self, name: str) -> tuple[str, int | None]:
-    """Returns the name at Hugging Face, and the dim along which the files hold parts."""
-    if not 1 <= len(self._parts[0].specs[name].shape) <= 2:
-      raise UserError(f"misshapen: {name} is neither a matrix nor a vector.")
+    """Returns Hugging Face's name, and the dim along which the files shard the tensor."""
+    if not 1 <= len(self._shards[0].specs[name].shape) <= 2:
+      raise UserError(f"wrong shape: {name} is neither a matrix nor a vector.")
     match = _LAYER.fullmatch(name)
     if match is not None and match[2] in _INNER:
       ours, dim = _INNER[match[2]]
       return f"model.layers.{match[1]}.{ours}.weight", dim
     if name not in _OUTER:
-      raise UserError(f"too much: {name} is no weight of LLaMA.")
+      raise UserError(f"unexpected: {name} is not a weight of LLaMA.")
     ours, dim = _OUTER[name]
-    columns = self._parts[0].specs[name].shape[-1]
-    # LLaMA 2 cuts the embedding's columns, Llama 3 its rows.
+    columns = self._shards[0].specs[name].shape[-1]
+    # LLaMA 2 shards the embedding's columns, Llama 3 its rows.
     return ours, 0 if name == "tok_embeddings.weight" and columns == self._dim else dim
 
-  def _whole(self, name: str, dim: int | None) -> TensorSpec:
-    shape, dtype = self._parts[0].specs[name]
+  def _full_spec(self, name: str, dim: int | None) -> TensorSpec:
+    shape, dtype = self._shards[0].specs[name]
     if dim is None:
       return TensorSpec(shape, dtype)
     if len(shape) != 2:
-      raise UserError(f"misshapen: {name} is no matrix.")
-    size = shape[dim] * len(self._parts)
+      raise UserError(f"wrong shape: {name} is not a matrix.")
+    size = shape[dim] * len(self._shards)
     return TensorSpec((*shape[:dim], size, *shape[dim + 1 :]), dtype)
 
   def _rows(self, name: str) -> int:
@@ -155,17 +157,17 @@ class MetaFolder:
     return self.specs[name].shape[0]
 
 
-def _halves(w_FD: np.ndarray, num_heads: int) -> np.ndarray:
-  """Returns a map to heads, rotary pairs next to each other in it, with the pairs in two halves."""
+def _half_split(w_FD: np.ndarray, num_heads: int) -> np.ndarray:
+  """Permutes the rows of each head from adjacent rotary pairs to half-split order."""
   pairs = w_FD.reshape(num_heads, -1, 2, w_FD.shape[1])
   return pairs.swapaxes(1, 2).reshape(w_FD.shape)
 
 
 def _positions(declared: dict[str, Any]) -> dict[str, Any]:
-  """Returns what follows from the generation: LLaMA 2, Llama 3, or 3.1 with its longer context.
+  """Returns the RoPE keys of the generation: LLaMA 2, Llama 3, or 3.1 with its longer context.
 
   Raises:
-    UserError: The factor of scaled positions is unclear.
+    UserError: The scaling factor has no effect, or has two values.
   """
   theta = declared["rope_theta"]
   factors = {declared["rope_scale_factor"], declared["rope_scaling_factor"]} - {None}
@@ -175,7 +177,7 @@ def _positions(declared: dict[str, Any]) -> dict[str, Any]:
     length = 8192 if theta > 10_000 else 4096
     return {"rope_theta": theta, "max_position_embeddings": length}
   if len(factors) > 1:
-    raise UserError("params.json: rope_scale_factor and rope_scaling_factor say two things.")
+    raise UserError("params.json: rope_scale_factor and rope_scaling_factor differ.")
   scaling = {
     "rope_type": "llama3",
     "factor": factors.pop() if factors else 8.0,

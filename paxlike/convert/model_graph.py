@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two graphs of a model give the same logits for the same weights."""
+"""Compares two graphs of a model by what affects the logits."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ _WITHOUT_EFFECT = frozenset(
   {
     # The precision and order of computation, and where it runs.
     *("dot", "dtype", "kernel", "loss_chunks", "pipeline", "remat", "scan", "scheme", "time"),
-    # Only training has them: what is drawn at first is replaced by the weights of the checkpoint.
+    # Training only; initial weights are replaced by those of the checkpoint.
     *("balance_loss", "balanced_choices", "dropout", "init", "z_loss"),
   }
 )
-# Arguments of which only matters whether they are given: then the layer has another weight.
+# Arguments of which only the presence matters: it adds a weight to the layer.
 _GIVEN_OR_NOT = frozenset({"bias_rate", "sinks"})
 
 
 def difference(a: Any, b: Any) -> str | None:
-  """Returns the first assignment that turns a model into another one; None if logits are the same.
+  """Returns the first difference between two models that affects logits; None if there is none.
 
   Args:
-    a: A graph of a model, or one as data.
-    b: Likewise.
+    a: The reference: a graph of a model, or the same as data (`graph_data`).
+    b: The model that is compared with it, likewise.
 
   Returns:
     A line such as "model.norm.epsilon = 0.5, not 1e-05".
@@ -37,13 +37,13 @@ def difference(a: Any, b: Any) -> str | None:
 
 
 class _Logits:
-  """One pass over a graph as data, which leaves out what has no effect on logits."""
+  """Copies a graph as data without what has no effect on logits."""
 
   def __init__(self):
     self._seen: dict[int, Any] = {}
 
   def of(self, value: Any) -> Any:
-    """Returns a value; what the graph holds in two places is again one object."""
+    """Returns the copy of a value; an object in two places of the graph stays one object."""
     if not isinstance(value, Part | dict | list | tuple):
       return value
     if id(value) not in self._seen:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised tensors of published checkpoints, seen as the tensors that they stand for."""
+"""Dequantizes the FP8 and MXFP4 tensors of published checkpoints."""
 
 import math
 from typing import Protocol
@@ -11,7 +11,7 @@ from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
 
 _FP8_SCALE = "_scale_inv"
-# The 16 values of FP4 (E2M1), by their code.
+# The values of FP4 (E2M1) by code; the fourth bit is the sign.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _FP4_VALUES = np.concatenate([_FP4, -_FP4]).astype(ml_dtypes.bfloat16)
 _FP4_BLOCK = 32
@@ -28,11 +28,11 @@ class Tensors(Protocol):
 
 
 class Dequantized:
-  """A folder of tensors, of which those in FP8 and MXFP4 are given as numbers.
+  """The tensors of a folder, with those in FP8 and MXFP4 dequantized.
 
-  DeepSeek stores FP8 (E4M3) matrices `X` beside `X_scale_inv`, a factor for each square block.
-  gpt-oss stores MXFP4 (OCP Microscaling Formats, 1.0): `X_blocks` [..., F, D / 32, 16] of two
-  values a byte, and `X_scales` [..., F, D / 32] of exponents, stand for X [..., D, F].
+  DeepSeek stores a matrix `X` in FP8 (E4M3) with `X_scale_inv`, a scale for each square block.
+  gpt-oss stores X [..., D, F] in MXFP4 (OCP Microscaling Formats, 1.0): `X_blocks`
+  [..., F, D / 32, 16] has two values a byte, and `X_scales` [..., F, D / 32] has exponents.
 
   Attributes:
     specs: Name -> shape and dtype of each tensor.
@@ -43,10 +43,10 @@ class Dequantized:
 
     Args:
       tensors: As stored.
-      block: Rows, and columns, that share a factor of FP8.
+      block: Side of the square blocks that share an FP8 scale.
 
     Raises:
-      UserError: A tensor and its scales do not fit.
+      UserError: A quantized tensor has an unsupported shape, or its scales do not match it.
     """
     self._tensors = tensors
     self._block = block
@@ -55,26 +55,26 @@ class Dequantized:
       if name.endswith("_blocks") and spec.dtype == np.uint8:
         stem = name.removesuffix("_blocks")
         if len(spec.shape) < 3 or 2 * spec.shape[-1] != _FP4_BLOCK:
-          raise UserError(f"{name} is {list(spec.shape)}, which is no shape of MXFP4.")
+          raise UserError(f"{name} is {list(spec.shape)}, which is not a shape of MXFP4.")
         self._check(f"{stem}_scales", spec.shape[:-1])
         *outer, F, groups, _ = spec.shape
         shape = (*outer, groups * _FP4_BLOCK, F)
         self.specs[stem] = TensorSpec(shape, np.dtype(ml_dtypes.bfloat16))
       elif spec.dtype == ml_dtypes.float8_e4m3fn:
         if len(spec.shape) != 2:
-          raise UserError(f"{name} is {list(spec.shape)}: only matrices are read in FP8.")
+          raise UserError(f"{name} is {list(spec.shape)}: FP8 is supported for matrices only.")
         self._check(name + _FP8_SCALE, tuple(math.ceil(size / block) for size in spec.shape))
         self.specs[name] = TensorSpec(spec.shape, np.dtype(np.float32))
       elif not (self._is_scale(name, _FP8_SCALE, "") or self._is_scale(name, "_scales", "_blocks")):
         self.specs[name] = spec
-    self._held = ("", np.zeros(0))  # What was read last: several weights may be parts of it.
+    self._last = ("", np.zeros(0))  # The last tensor read: several weights may be slices of it.
 
   def read(self, name: str) -> np.ndarray:
     """Returns a tensor."""
-    if name != self._held[0]:
-      self._held = ("", np.zeros(0))
-      self._held = (name, self._read(name))
-    return self._held[1]
+    if name != self._last[0]:
+      self._last = ("", np.zeros(0))
+      self._last = (name, self._read(name))
+    return self._last[1]
 
   def _read(self, name: str) -> np.ndarray:
     if name not in self._tensors.specs:
@@ -96,9 +96,9 @@ class Dequantized:
   def _check(self, scales: str, shape: tuple[int, ...]):
     spec = self._tensors.specs.get(scales)
     if spec is None:
-      raise UserError(f"the tensors are quantised, but {scales} is missing.")
+      raise UserError(f"the tensors are quantized, but {scales} is missing.")
     if scales.endswith("_scales") and spec.dtype != np.uint8:
-      raise UserError(f"{scales} is of {spec.dtype}, not of exponents in uint8.")
+      raise UserError(f"{scales} has dtype {spec.dtype}, but exponents are uint8.")
     if spec.shape != shape:
       raise UserError(f"{scales} is {list(spec.shape)}, not {list(shape)}.")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SentencePiece model as the `tokenizer.json` that Hugging Face reads: the same ids for a text.
+"""Exports a SentencePiece model as a `tokenizer.json` that gives the same ids.
 
-Left to itself, transformers makes a tokenizer out of `tokenizer.model` by rules of its own, which
-take neither its normalization nor its white space as they are.
+Without that file, transformers converts `tokenizer.model` itself, and changes its normalization and
+its handling of white space.
 """
 
 import json
@@ -23,8 +23,8 @@ _SPACE = "\u2581"
 _CONFIG = "tokenizer_config.json"
 
 
-def unfit(model: pathlib.Path) -> str | None:
-  """Returns what Hugging Face has no counterpart of in a SentencePiece model; None: nothing."""
+def unsupported(model: pathlib.Path) -> str | None:
+  """Returns the feature of a SentencePiece model that Hugging Face lacks; None if it lacks none."""
   proto = _read(model)
   spec = proto.trainer_spec
   if spec.model_type not in (_UNIGRAM, _BPE):
@@ -33,30 +33,30 @@ def unfit(model: pathlib.Path) -> str | None:
   if spec.treat_whitespace_as_suffix and settings.added(tokenizer_classes.tokens(settings)):
     return "treat_whitespace_as_suffix beside added tokens"
   if spec.model_type == _BPE and any(piece.type == _UNUSED for piece in proto.pieces):
-    return "unused pieces, which are joined and then split again"
-  if _finds_whole(proto) and _has_bytes(proto) and _byte_cut(proto) is None:
-    return "pieces that overlap with the names of its bytes"
+    return "unused pieces, which are merged and then split again"
+  if _matches_whole_pieces(proto) and _has_bytes(proto) and _byte_split(proto) is None:
+    return "pieces that overlap the names of byte pieces"
   return None
 
 
-def limit(model: pathlib.Path) -> str | None:
-  """Returns in what transformers differs with what `write` makes of a model; None: in nothing."""
+def difference(model: pathlib.Path) -> str | None:
+  """Returns how the exported `tokenizer.json` differs from a model; None if it does not."""
   if not _read(model).normalizer_spec.precompiled_charsmap:
     return None
   return (
-    "tokenizer.json can lose a combining mark, and whatever else is one character with the one"
-    " before it, as the library tokenizers normalizes both together: sentencepiece keeps it"
+    "tokenizer.json can lose a combining mark, or another character of the same grapheme, because"
+    " the library tokenizers normalizes a grapheme as a whole: sentencepiece keeps it"
   )
 
 
 def write(model: pathlib.Path, *, max_len: int):
-  """Writes `tokenizer.json` and `tokenizer_config.json` beside a model, if it is not `unfit`.
+  """Writes `tokenizer.json` and `tokenizer_config.json` beside a model, unless it is `unsupported`.
 
   Args:
-    model: A SentencePiece model; the settings beside it hold, but for their `tokenizer_class`.
+    model: A SentencePiece model; the settings beside it are kept, except for `tokenizer_class`.
     max_len: The longest sequence, for `tokenizer_config.json`.
   """
-  if unfit(model):
+  if unsupported(model):
     return
   proto = _read(model)
   settings = token_settings.TokenSettings(model)
@@ -72,7 +72,7 @@ def write(model: pathlib.Path, *, max_len: int):
   tokens = found = settings.added(by_class)
   names = by_class if found else own
   if not found:
-    # Control pieces are found in texts if no settings say which tokens are.
+    # Without settings that list added tokens, control pieces are recognized in texts.
     special = [piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)]
     tokens = [AddedToken(text) for text in special]
   result = _tokenizer(proto, tokens, first=bool(found) and not settings.is_legacy)
@@ -100,7 +100,7 @@ def write(model: pathlib.Path, *, max_len: int):
   if config.exists():
     content = input_files.read_json(config)
     content.pop("auto_map", None)
-  # Another class would take the file's vocabulary and split texts by rules of its own.
+  # Any other class would use the file's vocabulary with its own splitting rules.
   content = {**names, **content, "tokenizer_class": "PreTrainedTokenizerFast"}
   config.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -117,8 +117,8 @@ def _user_defined(proto: Any) -> list[str]:
   return [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
 
 
-def _finds_whole(proto: Any) -> bool:
-  """Returns whether the tokenizer finds any piece that a text has, and not what is joined alone."""
+def _matches_whole_pieces(proto: Any) -> bool:
+  """Returns whether pieces match texts directly, and not only as results of merges."""
   return proto.trainer_spec.model_type == _UNIGRAM or bool(_user_defined(proto))
 
 
@@ -126,10 +126,10 @@ def _has_bytes(proto: Any) -> bool:
   return any(piece.type == _BYTE for piece in proto.pieces)
 
 
-def _byte_cut(proto: Any) -> str | None:
-  """Returns a pattern of where the name of a byte in a text is cut, so that it is no byte.
+def _byte_split(proto: Any) -> str | None:
+  """Returns a regex that splits the names of byte pieces in texts, so that they match no piece.
 
-  None: each place of a name is within another piece, too.
+  None: wherever a name could be split, another piece spans the same characters.
   """
   others = [piece.piece for piece in proto.pieces if piece.type != _BYTE]
   for place in range(1, len(_BYTE_NAME)):
@@ -146,13 +146,14 @@ def _named(proto: Any, number: int) -> str | None:
 
 
 def _tokenizer(proto: Any, tokens: Sequence[AddedToken], *, first: bool) -> Any:
-  """Returns the tokenizer, which begins no text with BOS yet.
+  """Returns the tokenizer without its post-processor.
 
   Args:
     proto: The model.
-    tokens: What is found in texts before they are split.
-    first: Whether the first text between these alone begins with a space. Where there are none,
-      there is one text, which a step of normalization can begin.
+    tokens: The added tokens, which are matched before texts are split.
+    first: Whether only the beginning of the whole text gets the model's leading space, and text
+      after an added token does not. Without added tokens there is no difference, and the normalizer
+      adds the space.
   """
   import tokenizers
   from tokenizers import Regex, pre_tokenizers
@@ -166,28 +167,28 @@ def _tokenizer(proto: Any, tokens: Sequence[AddedToken], *, first: bool) -> Any:
   if first and spec.add_dummy_prefix and spec.remove_extra_whitespaces:
     steps.append(pre_tokenizers.Metaspace(_SPACE, "first", split=False))
   elif first and spec.add_dummy_prefix:
-    # Metaspace prepends nothing where its sign is there already: " " never is, so that the first
-    # step always prepends one, which the second replaces.
+    # Metaspace prepends nothing to a text that begins with its replacement character. Normalized
+    # texts never begin with " ", so the first step always prepends one, which the second replaces.
     steps += [
       pre_tokenizers.Metaspace(" ", "first", split=False),
       pre_tokenizers.Metaspace(_SPACE, "never", split=False),
     ]
   if whole := _user_defined(proto):
-    # Found before anything is joined, the longest first, and joined with nothing.
+    # Matched before any merge, the longest first, and never merged.
     pattern = "|".join(re.escape(text) for text in sorted(whole, key=len, reverse=True))
     steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-  if _finds_whole(proto) and _has_bytes(proto) and (cut := _byte_cut(proto)):
-    steps.append(pre_tokenizers.Split(Regex(cut), "merged_with_previous"))
+  if _matches_whole_pieces(proto) and _has_bytes(proto) and (pattern := _byte_split(proto)):
+    steps.append(pre_tokenizers.Split(Regex(pattern), "merged_with_previous"))
   if steps:
     result.pre_tokenizer = pre_tokenizers.Sequence(steps)
   return result
 
 
 def _model(proto: Any, tokens: Collection[str]) -> Any:
-  """Returns the pieces and how they are joined; `tokens` are found before."""
+  """Returns the pieces and their merges; `tokens` are the texts that are matched before."""
   from tokenizers import models
 
-  # No normalized text has a " ", and so none has such a piece that is not found before.
+  # No normalized text has a " ", so these pieces match only where `tokens` has them.
   hidden = [
     piece.type in (_UNKNOWN, _CONTROL, _UNUSED) and piece.piece not in tokens
     for piece in proto.pieces
@@ -215,7 +216,7 @@ def _model(proto: Any, tokens: Collection[str]) -> Any:
 
 
 def _merges(proto: Any, pieces: dict[str, int]) -> list[tuple[str, str]]:
-  """Returns the pairs that are joined, the best piece's first: SentencePiece scores the result."""
+  """Returns the merges, that of the best piece first: SentencePiece scores the result."""
   found = []
   for number, piece in enumerate(proto.pieces):
     if piece.type in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE):
@@ -228,22 +229,22 @@ def _merges(proto: Any, pieces: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _normalizer(proto: Any, *, first: bool) -> Any:
-  """Returns the steps before a text is split.
+  """Returns the normalizer.
 
   Args:
     proto: The model.
-    first: Whether a later step begins the first text with a space, and no text behind an added
-      token; else these begin each.
+    first: As in `_tokenizer`. If true, the pre-tokenizer adds the leading space; else the
+      normalizer adds it to every text.
   """
   from tokenizers import Regex, normalizers
 
   spec, steps = proto.normalizer_spec, []
   if spec.precompiled_charsmap:
-    # `Precompiled` takes both together for one character, and drops the second.
+    # `Precompiled` treats both as one grapheme, and drops the second.
     steps.append(normalizers.Replace("\r\n", _normalized(proto, "\r") + _normalized(proto, "\n")))
     steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
   if spec.remove_extra_whitespaces:
-    # A text between added tokens keeps a space that it begins with, if the first begins with one.
+    # Text after an added token keeps its own leading space, as it gets none from the model.
     inner = first and spec.add_dummy_prefix
     outer = f"[ {_SPACE}]+$" if inner else f"^ +|[ {_SPACE}]+$"
     steps += [normalizers.Replace(Regex(outer), ""), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -255,7 +256,7 @@ def _normalizer(proto: Any, *, first: bool) -> Any:
 
 
 def _normalized(proto: Any, text: str) -> str:
-  """Returns what the map of characters makes of a text."""
+  """Returns a text normalized by the character map alone."""
   import sentencepiece
 
   normalizer = sentencepiece.SentencePieceNormalizer(

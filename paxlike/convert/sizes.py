@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes in a configuration, held against the tensors before a model of them is built."""
+"""Compares the sizes in a configuration with the tensors, before the model is built."""
 
 import contextlib
 import pathlib
@@ -13,7 +13,7 @@ from paxlike.config import ranges
 from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
 
-# Dims of weights: no tensor is so large without saying so, and no count larger than its tensors.
+# Sizes that are dims of tensors, or divide one: the largest dim in the files bounds them.
 _DIMS = ("VOCAB_SIZE", "MODEL_DIMS", "HIDDEN_DIMS", "EXPERT_DIMS", "LATENT_DIMS")
 _MORE_DIMS = ("QUERY_LATENT_DIMS", "NUM_EXPERTS", "NUM_HEADS", "NUM_KV_HEADS", "DIMS_PER_HEAD")
 _ROPE_DIMS = ("DIMS_PER_ROPE_HEAD", "DIMS_PER_VALUE_HEAD")
@@ -28,15 +28,15 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 def check(knobs: Mapping[str, Any], family: Family, found: Mapping[str, TensorSpec]):
-  """Compares the sizes that a configuration sets with those of the tensors that are there.
+  """Compares the sizes in a configuration with those of the tensors.
 
   Args:
-    knobs: What `family.read` made of the configuration.
-    family: Has their names in it.
+    knobs: The configuration as knobs, from `family.read`.
+    family: Maps the knobs to the configuration's keys.
     found: The tensors by name.
 
   Raises:
-    UserError: The model would be larger than what the tensors can hold.
+    UserError: The model would be larger than the tensors.
   """
   keys = {knob: key for key, knob in family.knobs.items()}
   layers = {match[1] for name in found if (match := _NUMBER.search(name))}
@@ -57,16 +57,16 @@ def check(knobs: Mapping[str, Any], family: Family, found: Mapping[str, TensorSp
     if abs(value) > limit:
       there = f"{len(layers)} layers" if "LAYERS" in knob else f"sizes up to {largest}"
       raise UserError(
-        f"config.json: {key} is {value}, but the tensors are {len(found)}, of {there}."
+        f"config.json: {key} is {value}, but there are {len(found)} tensors, of {there}."
       )
 
 
 @contextlib.contextmanager
 def describing(config: pathlib.Path) -> Iterator[None]:
-  """Context of making a model of a configuration, which others may have written anyhow.
+  """Context for building a model from an untrusted configuration, which may raise any error.
 
   Raises:
-    UserError: None can be made of it.
+    UserError: The model cannot be built; names the configuration.
   """
   try:
     yield
@@ -76,4 +76,4 @@ def describing(config: pathlib.Path) -> Iterator[None]:
     raise UserError(f"{config}: {error}") from None
   except Exception as error:
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    raise UserError(f"{config}: no model can be made of it: {said.rstrip('.')}.") from error
+    raise UserError(f"{config}: no model can be built from it: {said.rstrip('.')}.") from error

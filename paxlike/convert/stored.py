@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a checkpoint of paxlike, one layer of one at a time."""
+"""Reads the weights of a checkpoint of paxlike, one layer of one weight at a time."""
 
 import pathlib
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ class Weights(Protocol):
   """Weights under the names of the unrolled layout."""
 
   def array_of(self, name: str) -> str:
-    """Returns a name common to the weights that are stored in one array."""
+    """Returns the name of the stored array that holds a weight."""
     ...
 
   def read(self, name: str) -> np.ndarray:
-    """Returns a weight; UserError if it is not there."""
+    """Returns a weight; UserError if it is missing."""
     ...
 
 
 class Stored:
-  """The weights of one checkpoint, in whatever layout it has them."""
+  """The weights of one checkpoint, stored in any layout."""
 
   def __init__(self, directory: pathlib.Path, step: int | None, unrolled: Layout):
-    """Opens a checkpoint in `directory`, None the newest; `unrolled` says what layers there are.
+    """Opens a checkpoint in `directory`, None: the newest; `unrolled` is the model's layout.
 
     Raises:
       UserError: There is none.
@@ -39,13 +39,13 @@ class Stored:
     self._step = self._saved.find(step)
     self._layout = self._saved.layout(self._step)
     self._unrolled = unrolled
-    self._held = ("", np.zeros(0))  # The array read last.
+    self._last = ("", np.zeros(0))  # The array read last.
 
   def check(self, shapes: Mapping[str, tuple[int, ...]]):
-    """Finds whether the weights of the checkpoint are those of `shapes`, by name.
+    """Compares the checkpoint's weights with `shapes`, name -> shape.
 
     Raises:
-      UserError: One is missing, has another shape, or is in the checkpoint alone.
+      UserError: A weight is missing, unexpected or of another shape.
     """
     target = {f"params.{n}": jax.ShapeDtypeStruct(s, np.float32) for n, s in shapes.items()}
     self._saved.check(
@@ -57,10 +57,10 @@ class Stored:
 
   def read(self, name: str) -> np.ndarray:
     array, index = self._place(name)
-    if array != self._held[0]:
-      self._held = ("", np.zeros(0))
-      self._held = (array, self._saved.read(self._step, f"params.{array}"))
-    return self._held[1] if index is None else self._held[1][index]
+    if array != self._last[0]:
+      self._last = ("", np.zeros(0))
+      self._last = (array, self._saved.read(self._step, f"params.{array}"))
+    return self._last[1] if index is None else self._last[1][index]
 
   def _place(self, name: str) -> tuple[str, int | None]:
     location = self._unrolled.locate(name)
@@ -70,10 +70,10 @@ class Stored:
 
 
 class Merged:
-  """The weights of a base, with those of a run's adapters added."""
+  """The weights of a base model, with a run's adapters merged into them."""
 
   def __init__(self, base: Weights, adapters: Stored, *, scales: dict[str, float]):
-    """`scales` is name of an adapted weight -> scale of what is added to it."""
+    """`scales`: name of an adapted weight -> scale of the product A B that is added to it."""
     self._base = base
     self._adapters = adapters
     self._scales = scales
@@ -93,6 +93,6 @@ class Merged:
 
 
 def adapter_of(name: str) -> tuple[str, str]:
-  """Returns the names of the two weights that adapt the weight `name` of a linear map."""
+  """Returns the names of the adapter weights A and B of the weight `name` of a linear map."""
   linear = name.removesuffix(".w")
   return f"{linear}.lora.a", f"{linear}.lora.b"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a checkpoint of paxlike an array at a time."""
+"""Writes a checkpoint of paxlike from a stream of arrays."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from paxlike.checkpoints.checkpoint import metadata_of
 from paxlike.convert import tensors
 from paxlike.layers.stack_layout import Layout
 
-# Arrays of so many bytes are written together where a checkpoint is made of a stream of them.
+# Arrays are buffered up to this size and written together.
 _STREAM_BYTES = 100_000_000
 
 
@@ -30,14 +30,14 @@ def write(
   """Writes checkpoint 0 from arrays that need not be in memory at once.
 
   Args:
-    directory: Of the checkpoints; must not be there.
+    directory: The folder of checkpoints; must not exist.
     arrays: (name, value), such as ("params.embedding.table", ...).
-    dtype: In which they are stored.
-    layout: Where the names have each layer.
+    dtype: The stored dtype.
+    layout: The layout of the layers in `arrays`.
 
   Raises:
-    OSError: It failed.
-    UserError: A number is beyond the range of `dtype`.
+    OSError: The write failed.
+    UserError: A value is beyond the range of `dtype`.
   """
   import orbax.checkpoint as ocp
   from orbax.checkpoint import v1
@@ -47,7 +47,7 @@ def write(
   shapes: dict[str, Any] = {}
   waiting: dict[str, np.ndarray] = {}
   context = v1.Context()
-  context.array.saving.storage_options.dtype = np.dtype(dtype)  # Converted on the way to the disk.
+  context.array.saving.storage_options.dtype = np.dtype(dtype)  # Cast while it is written.
   context.array.saving.storage_options.chunk_byte_size = 16_000_000
   context.memory.deepcopy_host_arrays = False
   with context:
@@ -56,11 +56,11 @@ def write(
       shapes[name] = jax.ShapeDtypeStruct(value.shape, dtype)
       waiting[name] = value
       if sum(array.nbytes for array in waiting.values()) >= _STREAM_BYTES:
-        with _failing():
+        with _os_errors():
           partial.save(path, waiting)
         waiting = {}
       del value
-    with _failing():
+    with _os_errors():
       if waiting:
         partial.save(path, waiting)
       partial.finalize(path)
@@ -68,13 +68,13 @@ def write(
     for item, value in (("metadata", metadata_of(shapes, layout)), ("train_input", {})):
       (path / item).mkdir()
       handler.save(path / item, args=ocp.args.JsonSave(value))
-  with _failing():
+  with _os_errors():
     checksums.write(path)
 
 
 @contextlib.contextmanager
-def _failing() -> Iterator[None]:
-  """Context of a write, whose errors become the OSErrors that they stand for."""
+def _os_errors() -> Iterator[None]:
+  """Context that converts errors of Orbax and TensorStore to OSErrors."""
   try:
     yield
   except (ValueError, RuntimeError) as error:

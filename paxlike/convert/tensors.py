@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of tensors in the safetensors format, read and written one tensor at a time.
+"""Reads and writes safetensors files, one tensor at a time.
 
-The library of that name cannot read FP8 into NumPy, and writes a file only from memory as a whole.
+The safetensors library cannot read FP8 into NumPy, and needs all of a file in memory to write it.
 """
 
 import json
@@ -33,21 +33,21 @@ _DTYPES: dict[str, Any] = {
   "BOOL": np.bool_,
 }
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
-_PART_BYTES = 16_000_000
+_CHUNK_BYTES = 16_000_000
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_HEADER_BYTES = 32_000_000  # The longest header that is read: one of 200,000 tensors.
+_HEADER_BYTES = 32_000_000  # The longest header that is read; enough for 200,000 tensors.
 _MAX_DIMS = 32
 
 
 class TensorSpec(NamedTuple):
-  """What is known of a tensor without reading it."""
+  """The shape and dtype of a tensor."""
 
   shape: tuple[int, ...]
   dtype: np.dtype
 
 
 class Extent(NamedTuple):
-  """Where a tensor is: its first byte in a file, which must be the one that was read before."""
+  """A tensor's place in a file; `identity` detects that the file has changed since."""
 
   file: pathlib.Path
   identity: input_files.Identity
@@ -55,7 +55,7 @@ class Extent(NamedTuple):
   spec: TensorSpec
 
   def read(self) -> np.ndarray:
-    """Returns the tensor, mapped from its file: its bytes are read as they are used."""
+    """Returns the tensor, memory-mapped from its file."""
     shape, dtype = self.spec
     if not math.prod(shape):
       return np.zeros(shape, dtype)
@@ -67,7 +67,7 @@ class Extent(NamedTuple):
 
 
 class TensorFolder:
-  """The tensors of a folder (or a file) by name; their values are read when asked for.
+  """The tensors of a folder (or a file) by name; values are read on demand.
 
   Attributes:
     specs: Name -> shape and dtype.
@@ -77,7 +77,7 @@ class TensorFolder:
     """Reads the headers.
 
     Raises:
-      UserError: There is no such file, one is damaged, or it is outside of the folder.
+      UserError: A file is missing, damaged or outside the folder.
     """
     self._extents: dict[str, Extent] = {}
     folder = path if os.path.isdir(path) else path.parent
@@ -90,11 +90,11 @@ class TensorFolder:
 
   @staticmethod
   def is_at(path: pathlib.Path) -> bool:
-    """Returns whether a folder has weights in files of the names that transformers looks for."""
+    """Returns whether a folder has safetensors files under the names that transformers reads."""
     return any(input_files.is_there(path / name) for name in (_SINGLE, _INDEX))
 
   def read(self, name: str) -> np.ndarray:
-    """Returns a tensor, mapped from its file."""
+    """Returns a tensor, memory-mapped from its file."""
     return self._extents[name].read()
 
 
@@ -103,17 +103,17 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     raise UserError(f"--path={path}: no such file or folder.")
   if not os.path.isdir(path):
     return [path]
-  # As transformers has it: an index beside the whole model is left over from an older one.
+  # As in transformers: an index beside a single file is left over from an older model.
   if input_files.is_there(path / _SINGLE):
     return [path / _SINGLE]
   index = path / _INDEX
   if input_files.is_there(index):
     names = input_files.read_json(index, folder=path).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-      raise UserError(f"{index} is damaged: weight_map is no mapping to names of files.")
+      raise UserError(f"{index} is damaged: weight_map is not a mapping to file names.")
     for name in sorted(set(names.values())):
       if pathlib.PurePosixPath(name).name != name or name == "..":
-        raise UserError(f"{index} is damaged: {name!r} is no name of a file in its folder.")
+        raise UserError(f"{index} is damaged: {name!r} is not the name of a file in its folder.")
     files = sorted(path / name for name in set(names.values()))
   else:
     files = sorted(path.glob("*.safetensors"))
@@ -123,17 +123,17 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _header(file: pathlib.Path, folder: pathlib.Path) -> dict[str, Extent]:
-  """Returns the tensors of a file. As the format has it, they fill it without gap or overlap."""
+  """Returns the tensors of a file, which must fill it without gap or overlap."""
   with input_files.opened(file, folder=folder) as stream:
     identity = input_files.identity(stream)
     size = int.from_bytes(stream.read(8), "little")
     if not 2 <= size <= identity.size - 8:
-      raise UserError(f"{file} is damaged: no header. Is it cut short, or no safetensors file?")
+      raise UserError(f"{file} is damaged: no header. Is it cut short, or not safetensors?")
     if size > _HEADER_BYTES:
       raise UserError(f"{file} has a header of {size:,} bytes; at most {_HEADER_BYTES:,} are read.")
     entries = input_files.parse_json(stream.read(size), place=f"the header of {file}")
   if not isinstance(entries, dict):
-    raise UserError(f"{file} is damaged: its header is no mapping.")
+    raise UserError(f"{file} is damaged: its header is not a mapping.")
   entries.pop("__metadata__", None)
   start, end = 8 + size, 0
   extents = {}
@@ -145,31 +145,31 @@ def _header(file: pathlib.Path, folder: pathlib.Path) -> dict[str, Extent]:
     end += _bytes(spec)
     extents[name] = Extent(file, identity, start + begin, spec)
   if start + end > identity.size:
-    raise UserError(f"{file} is cut short: {start + end:,} bytes are due, {identity.size:,} there.")
+    raise UserError(f"{file} is cut short: it has {identity.size:,} of {start + end:,} bytes.")
   if start + end < identity.size:
-    raise UserError(f"{file} is damaged: more follows after its last tensor.")
+    raise UserError(f"{file} is damaged: its last tensor is not at its end.")
   return extents
 
 
 def _entry(file: pathlib.Path, name: str, entry: Any) -> tuple[TensorSpec, int]:
-  """Returns what a header says of a tensor: its spec, and where it begins."""
+  """Returns the spec of a tensor and its offset after the header, from its entry in the header."""
   if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-    raise UserError(f"{file} is damaged: {name} has not just dtype, shape and data_offsets.")
+    raise UserError(f"{file} is damaged: {name} must have exactly dtype, shape and data_offsets.")
   dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
   if not isinstance(dtype, str) or dtype not in _DTYPES:
-    raise UserError(f"{file}: {name} is of dtype {dtype!r}; known are {', '.join(_DTYPES)}.")
+    raise UserError(f"{file}: {name} has dtype {dtype!r}; known are {', '.join(_DTYPES)}.")
   if not is_shape(shape):
-    raise UserError(f"{file} is damaged: {name} has no shape.")
+    raise UserError(f"{file} is damaged: {name} has an invalid shape.")
   if not (is_shape(offsets) and len(offsets) == 2):
-    raise UserError(f"{file} is damaged: {name} has no place in the file.")
+    raise UserError(f"{file} is damaged: {name} has invalid data_offsets.")
   spec = TensorSpec(tuple(shape), np.dtype(_DTYPES[dtype]))
   if offsets[1] - offsets[0] != _bytes(spec):
-    raise UserError(f"{file} is damaged: {name} has not the size of its shape.")
+    raise UserError(f"{file} is damaged: {name} does not have the size of its shape.")
   return spec, offsets[0]
 
 
 def is_shape(value: Any) -> bool:
-  """Returns whether a value is a list or tuple of sizes, or of places in a file."""
+  """Returns whether a value is a list or tuple of sizes or offsets."""
   return (
     isinstance(value, list | tuple)
     and len(value) <= _MAX_DIMS
@@ -178,10 +178,10 @@ def is_shape(value: Any) -> bool:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """Returns the mapping in a JSON file, which must not be outside of its folder.
+  """Returns the mapping in a JSON file, which must not be a link out of its folder.
 
   Raises:
-    UserError: There is none.
+    UserError: The file is missing, damaged or such a link.
   """
   return input_files.read_json(path, folder=path.parent)
 
@@ -196,14 +196,13 @@ def write(
   """Writes tensors into one file, or into several and an index, as Hugging Face does.
 
   Args:
-    folder: An empty one.
+    folder: An empty folder.
     specs: Name -> shape and dtype.
-    value: Returns a tensor by name, whose dtype may be another; each is asked for once, in the
-      order of `specs`.
-    shard_bytes: Files hold so much, unless a single tensor is larger.
+    value: Returns a tensor by name, in any dtype; called once for each, in the order of `specs`.
+    shard_bytes: The largest file, unless a single tensor is larger.
 
   Raises:
-    UserError: A number is beyond the range of the dtype in which it is to be written.
+    UserError: A value is beyond the range of the dtype in which it is written.
   """
   shards: list[list[str]] = [[]]
   filled = 0
@@ -228,7 +227,7 @@ def write(
 def write_file(
   file: pathlib.Path, specs: Mapping[str, TensorSpec], value: Callable[[str], np.ndarray]
 ):
-  """Writes tensors into one file; arguments and errors as of `write`."""
+  """Writes tensors into one file; arguments and errors as in `write`."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   begin = 0
   for name, spec in specs.items():
@@ -241,45 +240,45 @@ def write_file(
   with file.open("wb") as stream:
     stream.write(len(text).to_bytes(8, "little") + text)
     for name, spec in specs.items():
-      # No name keeps the tensor while the next one is made.
+      # Not bound to a name, so that it is freed before the next one is made.
       _write_tensor(stream, name, value(name), spec)
 
 
 def _write_tensor(stream: BinaryIO, name: str, tensor: np.ndarray, spec: TensorSpec):
   assert tensor.shape == spec.shape
-  for part in _converted(name, tensor, spec.dtype):
-    stream.write(part.view(np.uint8).data)
+  for chunk in _chunks(name, tensor, spec.dtype):
+    stream.write(chunk.view(np.uint8).data)
 
 
-def _converted(name: str, tensor: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
-  """Yields a tensor a part at a time: it may be a view in another order or dtype."""
+def _chunks(name: str, tensor: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
+  """Yields a tensor as contiguous chunks in `dtype`; it may be a strided view of another dtype."""
   rows: Any = tensor.reshape(1) if tensor.ndim == 0 else tensor
-  step = max(1, _PART_BYTES * len(rows) // max(tensor.size * dtype.itemsize, 1))
+  step = max(1, _CHUNK_BYTES * len(rows) // max(tensor.size * dtype.itemsize, 1))
   for first in range(0, len(rows), step):
     yield np.ascontiguousarray(cast(name, rows[first : first + step], dtype))
 
 
 def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-  """Returns numbers of a tensor in a dtype.
+  """Returns values of the tensor `name` in a dtype.
 
   Raises:
-    UserError: A finite one becomes infinite.
+    UserError: A finite value becomes infinite.
   """
   with np.errstate(over="ignore"):
     result = values.astype(dtype, copy=False)
   infinite = np.isinf(result) if not np.can_cast(values.dtype, dtype) else None
   if infinite is not None and len(lost := values[infinite & np.isfinite(values)]):
     raise UserError(
-      f"{name} has {float(lost[0]):g}, which is beyond the range of --dtype={dtype}: take one of a"
-      " larger range."
+      f"{name} has {float(lost[0]):g}, which is beyond the range of --dtype={dtype}: give a dtype"
+      " with a larger range."
     )
   return result
 
 
 def check_range(name: str, tensor: np.ndarray, dtype: np.dtype):
-  """Raises a UserError if a finite number of a tensor becomes infinite in a dtype."""
+  """Raises a UserError if a finite value of a tensor becomes infinite in a dtype."""
   if not np.can_cast(tensor.dtype, dtype):
-    for _ in _converted(name, tensor, dtype):
+    for _ in _chunks(name, tensor, dtype):
       pass
 
 

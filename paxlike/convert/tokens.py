@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers, and what a model's folder says of tokens, on their way in and out.
+"""Imports and exports tokenizers, their settings and the ids of special tokens.
 
-The ids that begin and end texts stand in `generation_config.json` on both sides.
+The ids that begin and end texts are in `generation_config.json`, in both formats.
 """
 
 import json
@@ -23,13 +23,13 @@ from paxlike.data.tuning import chat, jinja_templates
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 
-# File -> the knob TOKENIZER for it; the first that is there is taken, as by transformers.
+# File -> value of the knob TOKENIZER; the first file that exists is used, as in transformers.
 TOKENIZERS = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}
-NONE = "has no tokenizer, so that it neither decodes nor evaluates text"
+NONE = "has no tokenizer, so it can neither decode nor evaluate text"
 _GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _KINDS = {"huggingface": HuggingFaceTokenizer, "sentencepiece": SentencePieceTokenizer}
-# Family -> what transformers takes for ids that `config.json` lacks, in the order of IDS.
+# Family -> transformers' defaults for ids that `config.json` lacks, in the order of IDS.
 DEFAULT_IDS: Mapping[str, Sequence[int]] = {
   "deepseek_v3": (0, 1),
   "gemma": (2, 1, 0),
@@ -43,12 +43,12 @@ DEFAULT_IDS: Mapping[str, Sequence[int]] = {
 
 
 def find(folder: pathlib.Path) -> pathlib.Path | None:
-  """Returns the tokenizer's own file in a folder, of which settings lie beside."""
+  """Returns the path of the tokenizer in a folder, without its settings; None if there is none."""
   return next((folder / name for name in TOKENIZERS if input_files.is_there(folder / name)), None)
 
 
 def files(folder: pathlib.Path) -> list[str]:
-  """Returns the names of a tokenizer's files that are there, each once."""
+  """Returns the names of the tokenizer and its settings in a folder, each once."""
   own = find(folder)
   names = dict.fromkeys((*chat.FILES, *token_settings.FILES))
   there = [name for name in names if input_files.is_there(folder / name)]
@@ -67,12 +67,12 @@ def ids(
 
   Args:
     config: The configuration.
-    model_type: The family, by which ids that are absent have a default.
-    vocab_size: Ids that the model knows; a default that is no such id is none.
-    place: Where the configuration stands, for people.
+    model_type: The family, which gives absent ids their defaults.
+    vocab_size: The model's vocabulary size; defaults that are not below it are dropped.
+    place: The configuration's file, for errors.
 
   Raises:
-    UserError: One is no id, or not below `vocab_size`.
+    UserError: One is not an id, or not below `vocab_size`.
   """
   text = config.get("text_config")
   declared = {**(text if isinstance(text, Mapping) else {}), **config}
@@ -89,16 +89,16 @@ def ids(
 
 
 def copy(source: pathlib.Path, to: pathlib.Path):
-  """Copies what is there of tokenizers' files.
+  """Copies all tokenizers and settings in a folder.
 
   Raises:
-    UserError: One is no file, too large, or a link to outside of `source`.
+    UserError: One is not a regular file, is too large, or is a link out of `source`.
   """
   _copy(source, to, {*TOKENIZERS, *files(source)})
 
 
-def bring(source: pathlib.Path, ids: Mapping[str, Any], to: pathlib.Path):
-  """Like `copy` for the tokenizer that is used, and writes the ids of `config.json`."""
+def import_tokenizer(source: pathlib.Path, ids: Mapping[str, Any], to: pathlib.Path):
+  """Copies the tokenizer that is used and its settings, and writes `ids` if no file has any."""
   _copy(source, to, files(source))
   if ids and not (to / _GENERATION).exists():
     _write(to / _GENERATION, ids)
@@ -112,12 +112,12 @@ def _copy(source: pathlib.Path, to: pathlib.Path, names: Collection[str]):
 
 
 def file_of(experiment: Experiment) -> tuple[pathlib.Path, str] | None:
-  """Returns the file of an experiment's tokenizer, and its name in a folder of transformers.
+  """Returns the file of an experiment's tokenizer, and its name in a Hugging Face folder.
 
-  None: the experiment names no file of a tokenizer.
+  None: the experiment's tokenizer has no file.
 
   Raises:
-    UserError: The file is gone, or is a folder.
+    UserError: The file is missing, or is a folder.
   """
   settings = experiment.values()
   kind = settings["TOKENIZER"].value if "TOKENIZER" in settings else "sentencepiece"
@@ -127,14 +127,14 @@ def file_of(experiment: Experiment) -> tuple[pathlib.Path, str] | None:
     return None
   if not pathlib.Path(path).exists():
     raise UserError(
-      f"VOCAB_PATH={path}: no such file, so that the run's tokenizer cannot be exported: put it"
-      " there, or call paxlike-convert in the folder to which a relative path belongs."
+      f"VOCAB_PATH={path}: no such file, so the run's tokenizer cannot be exported: put it"
+      " there or, if the path is relative, run paxlike-convert in the folder it is relative to."
     )
   token_settings.check_file(path)
   return pathlib.Path(path), names[kind]
 
 
-def take(
+def export_tokenizer(
   experiment: Experiment,
   found: tuple[pathlib.Path, str] | None,
   run: pathlib.Path,
@@ -142,7 +142,7 @@ def take(
 ) -> dict[str, Any]:
   """Writes the tokenizer of a run for transformers, and returns the ids for its `config.json`.
 
-  `found` is as by `file_of`.
+  `found` is the result of `file_of`; None: the tokenizer in the run's folder, if any.
   """
   if found is None:
     copy(run, to)
@@ -151,7 +151,7 @@ def take(
     path, name = found
     own = to / name
     _copy(path.parent, to, set(files(path.parent)) - set(TOKENIZERS))
-    # The folder may be another's: its links must not lead to what an export would publish.
+    # The run may be of someone else: a link in it must not make the export include other files.
     inside = run if path.absolute().is_relative_to(run.absolute()) else None
     input_files.copy(path, own, limit=TOKENIZER_BYTES, folder=inside)
   if own is None:
@@ -163,7 +163,7 @@ def take(
   content = read_json(file) if file.exists() else {}
   declared = {"bos_token_id": tokenizer.prefix_id, "eos_token_id": tokenizer.eos_id}
   missing = {n: v for n, v in declared.items() if v is not None and content.get(n) is None}
-  ended = _with_chat(experiment, own, tokenizer)
+  ended = _write_template(experiment, own, tokenizer)
   merged = content | missing
   ends = [*token_settings.ids_of(merged, "eos_token_id", place=str(file))]
   ends += [number for number in ended if number not in ends]
@@ -174,10 +174,10 @@ def take(
   return {name: merged[name] for name in IDS if merged.get(name) is not None}
 
 
-def _with_chat(
+def _write_template(
   experiment: Experiment, own: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer
 ) -> Sequence[int]:
-  """Writes the template that a run was trained with, and returns the ids that end its answers."""
+  """Writes the chat template of a run, and returns the ids that end its answers."""
   values = experiment.values()
   if "CHAT_TEMPLATE" not in values:
     return ()
@@ -196,18 +196,18 @@ def _with_chat(
 
 
 def notes(folder: pathlib.Path) -> list[str]:
-  """Returns what is to be known of the tokenizer in a folder that `take` wrote, a line each."""
+  """Returns notes about the tokenizer that `export_tokenizer` wrote, one line each."""
   if find(folder) is None:
     return [NONE]
   model = folder / "tokenizer.model"
   if not model.exists():
     return []
-  if (why := sentencepiece_json.unfit(model)) is None:
-    limit = sentencepiece_json.limit(model)
-    return [] if limit is None else [limit]
+  if (why := sentencepiece_json.unsupported(model)) is None:
+    difference = sentencepiece_json.difference(model)
+    return [] if difference is None else [difference]
   return [
     f"has no tokenizer.json, as Hugging Face has nothing like {why}: use tokenizer.model with the"
-    " library sentencepiece, because transformers would tokenize otherwise"
+    " library sentencepiece, because transformers would tokenize differently"
   ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of files that `torch.save` wrote, read without torch, and no code in them run."""
+"""Reads tensors from files of `torch.save`, without torch and without running code in them."""
 
 import pathlib
 import zipfile
@@ -13,24 +13,24 @@ from paxlike.convert.tensors import Extent, TensorSpec
 from paxlike.convert.torch_pickle import Tensor
 from paxlike.errors import UserError
 
-_LOCAL_HEADER = 30  # Bytes of the header in front of each entry of a zip file, but for its texts.
+_LOCAL_HEADER = 30  # Bytes of a zip entry's header before its name and extra field.
 _LISTING = "data.pkl"
-_LISTING_BYTES = 4_000_000  # The longest listing that is read: one of 25,000 tensors.
+_LISTING_BYTES = 4_000_000  # The longest listing that is read; enough for 25,000 tensors.
 _ENCRYPTED = 1  # Bit of an entry's flags.
 
 
 class TorchFile:
-  """A file of weights; their values are read when asked for.
+  """A file of weights; values are read on demand.
 
   Attributes:
     specs: Name -> shape and dtype.
   """
 
   def __init__(self, path: pathlib.Path):
-    """Reads names and places.
+    """Reads names, shapes and offsets.
 
     Raises:
-      UserError: The file is missing, damaged or outside of its folder, or holds more than weights.
+      UserError: The file is missing, damaged or outside its folder, or holds more than weights.
     """
     with input_files.opened(path, folder=path.parent) as stream:
       try:
@@ -40,7 +40,7 @@ class TorchFile:
       except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, RuntimeError) as error:
         if isinstance(error, UserError):
           raise UserError(f"{path} {error}.") from None
-        raise UserError(f"{path} is damaged, or no file of torch.save: {error}.") from None
+        raise UserError(f"{path} is damaged, or not a file of torch.save: {error}.") from None
       try:
         loaded = torch_pickle.load(content)
         named = _named(loaded)
@@ -55,15 +55,15 @@ class TorchFile:
     self.specs = {name: extent.spec for name, extent in self._extents.items()}
 
   def read(self, name: str) -> np.ndarray:
-    """Returns a tensor, mapped from the file."""
+    """Returns a tensor, memory-mapped from the file."""
     return self._extents[name].read()
 
 
 def _listing(archive: zipfile.ZipFile) -> tuple[bytes, str]:
-  """Returns the pickle that lists the weights, and what the names of entries begin with."""
+  """Returns the pickle that lists the weights, and the prefix of the entries' names."""
   found = [info for info in archive.infolist() if info.filename.endswith(_LISTING)]
   if len(found) != 1:
-    raise UserError(f"is no file of torch.save: {len(found)} entries of it are a {_LISTING}")
+    raise UserError(f"is not a file of torch.save: it has {len(found)} entries named {_LISTING}")
   _check(found[0])
   if found[0].file_size > _LISTING_BYTES:
     raise UserError(f"lists its weights in more than {_LISTING_BYTES:,} bytes")
@@ -83,10 +83,10 @@ def _spec(tensor: Tensor) -> TensorSpec:
 
 
 def _offset(tensor: Tensor, root: str, places: dict[str, zipfile.ZipInfo], stream: BinaryIO) -> int:
-  """Returns where a tensor begins in the file.
+  """Returns the offset of a tensor in the file.
 
   Raises:
-    UserError: It is not all in the entry of its storage.
+    UserError: Its storage is missing, damaged or cut short.
   """
   key, dtype, size = tensor.storage
   info = places.get(f"{root}data/{key}")
@@ -94,7 +94,7 @@ def _offset(tensor: Tensor, root: str, places: dict[str, zipfile.ZipInfo], strea
     raise UserError(f"is damaged: it lacks the storage {key}")
   _check(info)
   if info.file_size != size * dtype.itemsize:
-    raise UserError(f"is damaged: the storage {key} has not the size that is said of it")
+    raise UserError(f"is damaged: the storage {key} does not have its declared size")
   stream.seek(info.header_offset)
   header = stream.read(_LOCAL_HEADER)
   if len(header) < _LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):

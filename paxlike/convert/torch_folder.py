@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a folder of `pytorch_model.bin`, as older models of Hugging Face have them."""
+"""Reads folders with `pytorch_model.bin`, the format of older Hugging Face models."""
 
 import pathlib
 
@@ -20,10 +20,10 @@ class TorchFolder:
   """
 
   def __init__(self, path: pathlib.Path):
-    """Reads names and places.
+    """Reads names, shapes and offsets.
 
     Raises:
-      UserError: A file is missing or damaged, holds more than weights, or is not in the folder.
+      UserError: A file is missing, damaged or outside the folder, or holds more than weights.
     """
     self._files: dict[str, TorchFile] = {}
     for name in _names(path):
@@ -42,7 +42,7 @@ class TorchFolder:
     return (path / _SINGLE).exists() or (path / _INDEX).exists()
 
   def read(self, name: str) -> np.ndarray:
-    """Returns a tensor, mapped from its file."""
+    """Returns a tensor, memory-mapped from its file."""
     return self._files[name].read(name)
 
 

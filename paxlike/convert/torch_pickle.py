@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pickle in a file of `torch.save`, read by a machine that can make weights and nothing else.
+"""A restricted unpickler for files of `torch.save`, which can build weights and nothing else.
 
-It knows the instructions that torch writes, and five names. Nothing is imported, called or
-allocated because a file says so: its memory and time are a multiple of the pickle's length.
+It supports only the opcodes and globals that torch writes. A file cannot make it import or call
+anything else, and its memory and time are bounded by a multiple of the pickle's length.
 """
 
 import io
@@ -28,11 +28,11 @@ _STORAGES: dict[str, Any] = {
   "ByteStorage": np.uint8,
   "BoolStorage": np.bool_,
 }
-_MAX_INSTRUCTIONS = 1_000_000  # Of 25,000 tensors.
+_MAX_INSTRUCTIONS = 1_000_000  # Enough for 25,000 tensors.
 
 
 class Storage(NamedTuple):
-  """An entry of the archive: its name, the dtype of its numbers, and how many there are."""
+  """An entry of the archive: its name, the dtype of its elements and their number."""
 
   key: str
   dtype: np.dtype
@@ -40,7 +40,7 @@ class Storage(NamedTuple):
 
 
 class Tensor(NamedTuple):
-  """A dense part of a storage: its first number, and the shape."""
+  """A contiguous slice of a storage: the index of its first element, and the shape."""
 
   storage: Storage
   first: int
@@ -55,10 +55,10 @@ _MARK = object()
 
 
 def load(content: bytes) -> Any:
-  """Returns what a pickle holds: mappings, lists, tuples, numbers, texts and `Tensor`s.
+  """Returns the value of a pickle: mappings, lists, tuples, numbers, strings and `Tensor`s.
 
   Raises:
-    UserError: It is damaged, or wants anything else.
+    UserError: It is damaged, or needs anything else.
   """
   machine = _Machine()
   try:
@@ -76,28 +76,28 @@ def load(content: bytes) -> Any:
 
 
 class _Machine:
-  """A stack and a memory, as pickle's."""
+  """Pickle's virtual machine: a stack and a memo."""
 
   def __init__(self):
     self._stack: list[Any] = []
-    self._memory: dict[int, Any] = {}
+    self._memo: dict[int, Any] = {}
 
   def pop(self) -> Any:
-    """Takes the top of the stack."""
+    """Pops the top of the stack."""
     if not self._stack or self._stack[-1] is _MARK:
       raise _Damaged("an instruction lacks its argument")
     return self._stack.pop()
 
   def step(self, name: str, argument: Any):
-    """Does one instruction."""
+    """Executes one instruction."""
     if name in _VALUES:
       self._stack.append(argument)
     elif name in _MAKERS:
       self._stack.append(_MAKERS[name]())
     elif name in ("BINPUT", "LONG_BINPUT"):
-      self._memory[argument] = self._top()
+      self._memo[argument] = self._top()
     elif name in ("BINGET", "LONG_BINGET"):
-      self._stack.append(self._memory[argument])
+      self._stack.append(self._memo[argument])
     elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
       taken = [self.pop() for _ in range(int(name[-1]))]
       self._stack.append(tuple(reversed(taken)))
@@ -112,7 +112,7 @@ class _Machine:
     return self._stack[-1]
 
   def _marked(self) -> list[Any]:
-    """Takes what is above the last mark, and the mark."""
+    """Pops the values above the last mark, and the mark."""
     taken = []
     while self._stack:
       value = self._stack.pop()
@@ -136,7 +136,7 @@ class _Machine:
   def _extend(self, values: list[Any]):
     target = self._top()
     if not isinstance(target, list):
-      raise _Damaged("something is appended to no list")
+      raise _Damaged("the target of an append is not a list")
     target.extend(values)
 
   def _set_item(self, argument: Any):
@@ -151,10 +151,10 @@ class _Machine:
   def _update(self, items: list[Any]):
     target = self._top()
     if not isinstance(target, dict) or len(items) % 2:
-      raise _Damaged("an item is set in no mapping")
+      raise _Damaged("the target of an item is not a mapping")
     for key, value in zip(items[::2], items[1::2], strict=True):
       if not isinstance(key, str | int):
-        raise _Damaged("a key is neither a text nor a number")
+        raise _Damaged("a key is neither a string nor an integer")
       target[key] = value
 
   def _global(self, argument: Any):
@@ -165,12 +165,12 @@ class _Machine:
     del argument
     name, module = self.pop(), self.pop()
     if not (isinstance(module, str) and isinstance(name, str)):
-      raise _Damaged("what is wanted has no name")
+      raise _Damaged("a global has no name")
     self._find(module, name)
 
   def _memoize(self, argument: Any):
     del argument
-    self._memory[len(self._memory)] = self._top()
+    self._memo[len(self._memo)] = self._top()
 
   def _find(self, module: str, name: str):
     if module == "torch" and name in _STORAGES:
@@ -178,7 +178,7 @@ class _Machine:
     elif (module, name) in _FUNCTIONS:
       self._stack.append(_FUNCTIONS[module, name])
     else:
-      raise UserError(f"holds more than weights: it wants {module}.{name}")
+      raise UserError(f"holds more than weights: it needs {module}.{name}")
 
   def _persistent(self, argument: Any):
     del argument
@@ -186,34 +186,34 @@ class _Machine:
       case ("storage", np.dtype() as dtype, str(key), _, int(size)) if 0 <= size < 2**63:
         self._stack.append(Storage(key, dtype, size))
       case _:
-        raise _Damaged("a storage has not its dtype, name and size")
+        raise _Damaged("a storage lacks its dtype, name or size")
 
   def _reduce(self, argument: Any):
     del argument
     arguments, function = self.pop(), self.pop()
     if not isinstance(arguments, tuple) or function not in _FUNCTIONS.values():
-      raise _Damaged("something is called that is no function")
+      raise _Damaged("a call of something that is not a function")
     self._stack.append(function(*arguments))
 
   def _build(self, argument: Any):
-    """Leaves out what `state_dict` says of its modules beside the weights."""
+    """Ignores the metadata that `state_dict` attaches to the mapping of weights."""
     del argument
     self.pop()
     if not isinstance(self._top(), dict):
-      raise _Damaged("something other than a mapping has a state")
+      raise _Damaged("the target of a state is not a mapping")
 
 
 def _mapping(*items: Any) -> dict[Any, Any]:
   if items not in ((), ([],)):
-    raise _Damaged("an OrderedDict is not made empty")
+    raise _Damaged("an OrderedDict is not created empty")
   return {}
 
 
 def _tensor(storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
   if not (isinstance(storage, Storage) and tensors.is_shape((first,))):
-    raise _Damaged("a tensor has no storage or no place in it")
+    raise _Damaged("a tensor has no storage or an invalid offset")
   if not (tensors.is_shape(shape) and tensors.is_shape(strides) and len(shape) == len(strides)):
-    raise _Damaged("a tensor has no shape")
+    raise _Damaged("a tensor has an invalid shape")
   dense = 1
   for size, stride in zip(reversed(shape), reversed(strides), strict=True):
     if size > 1 and stride != dense:
@@ -226,7 +226,7 @@ def _tensor(storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> Tens
 
 def _parameter(tensor: Any, *_: Any) -> Tensor:
   if not isinstance(tensor, Tensor):
-    raise _Damaged("a parameter is no tensor")
+    raise _Damaged("a parameter is not a tensor")
   return tensor
 
 

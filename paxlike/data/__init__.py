@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token data: tokenization, sequence packing, mixtures; every position can be resumed."""
+"""Token data: tokenization, sequence packing, mixtures; resumable from every position."""

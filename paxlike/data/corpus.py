@@ -25,7 +25,7 @@ class Corpus(abc.ABC):
 
   @property
   def dialogue(self) -> Dialogue | None:
-    """As of `Dataset`."""
+    """See `Dataset`."""
     return None
 
   @property

@@ -66,7 +66,7 @@ class Dataset(abc.ABC):
 
   @property
   def dialogue(self) -> Dialogue | None:
-    """Makes prompts of conversations; None where answers are not learnt."""
+    """Renders conversations as prompts; None unless the data are conversations."""
     return None
 
   @property
@@ -216,7 +216,7 @@ def _without_weight(arrays: Arrays) -> Arrays:
 
 
 class Batches(Iterator[Batch]):
-  """Batches prefetched by a thread, which `close` ends."""
+  """Batches prefetched by a thread; `close` stops it."""
 
   def __init__(self, source: Iterator[Batch], *, prefetch: int):
     self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(max(prefetch, 1))

@@ -142,5 +142,5 @@ def _packed(sizes: np.ndarray, limit: int) -> list[Any]:
     if room > size:
       bisect.insort(open_rows, (room - size, row))
     if len(open_rows) > 256:
-      open_rows.pop(0)  # The fullest.
+      open_rows.pop(0)  # The fullest one.
   return rows

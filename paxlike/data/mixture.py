@@ -40,7 +40,7 @@ class Mixture(RowDataset):
     Args:
       sources: By name.
       weights: Relative number of sequences of each source. None: the source's size.
-      seed: Of the order.
+      seed: The seed of the order.
 
     Raises:
       UserError: There is no source.

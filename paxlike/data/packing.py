@@ -60,8 +60,8 @@ class PackedRows(CorpusRows):
   """Sequences split from the stream of all documents.
 
   Every token but the stream's first is a target exactly once; the last sequence is padded with
-  zeros of weight 0. If packed, segments separate the documents, and a document's first token is no
-  target; otherwise documents are concatenated without segments. `split` selects tokens, so it may
+  zeros of weight 0. If packed, segments separate the documents, and a document's first token is not
+  a target; otherwise documents are concatenated without segments. `split` selects tokens, so it may
   truncate the documents at its ends. Unshuffled, every epoch is split at the same positions.
   """
 

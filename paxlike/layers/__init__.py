@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules that models are made of: plain Python, usable without any configuration.
+"""The layers of models: plain Python modules, usable without the configuration system.
 
-Suffixes of tensors name their dims, as in `x_BTD`; docs/legend.md lists the letters.
+A tensor's name ends in the letters of its dims, as in `x_BTD`; docs/legend.md lists them.
 """
 
 from paxlike.layers import lora

@@ -19,11 +19,11 @@ class Aux(NamedTuple):
   metrics: dict[str, jax.Array]
 
   def averaged(self, count: int) -> "Aux":
-    """Returns a sum over `count` microbatches with its losses divided by `count`."""
+    """Returns self, a sum over `count` microbatches, with the losses divided by `count`."""
     return self._replace(losses={name: value / count for name, value in self.losses.items()})
 
   def where(self, condition: jax.Array) -> "Aux":
-    """Returns self if a scalar condition holds, else zeros."""
+    """Returns self if the scalar `condition` is true, else zeros."""
     return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), self)
 
 

@@ -35,9 +35,9 @@ class Block(Module):
   ):
     """`post_norm` and `dropout` apply to the outputs of attention and feed-forward.
 
-    `time` is the dim name of T outside attention and feed-forward. "sequence" is sharded over the
-    tensor axis too, and with it norms and their residuals (sequence parallelism; Korthikanti et
-    al., 2022, arXiv:2205.05198).
+    `time` is the dim name of T outside attention and feed-forward. With "sequence", T is sharded
+    over the tensor axis too, and so are norms and their residuals (sequence parallelism;
+    Korthikanti et al., 2022, arXiv:2205.05198).
     """
     self.time = time
     self.attention_norm = norm(dim)
@@ -74,7 +74,7 @@ class Block(Module):
 def by_token(
   function: Callable[..., jax.Array], *arrays_BTD: jax.Array, time: str = "time"
 ) -> jax.Array:
-  """Applies a function of [..., D] to [B*T, D], or to [B, T, D] if `time` is sharded.
+  """Returns function(*arrays), applied to [B*T, D], or to [B, T, D] if `time` is sharded.
 
   With three dims, XLA for GPUs changes the memory layout from layer to layer.
   """

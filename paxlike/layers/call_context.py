@@ -9,7 +9,7 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-  """Passed down unchanged from the model's root to every layer.
+  """Inputs that the model passes down to every layer.
 
   Attributes:
     segments_BT: int32; documents packed into one sequence are numbered from 1, padding is 0. None:

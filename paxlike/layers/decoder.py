@@ -25,7 +25,8 @@ from paxlike.layers.module import Definition, Module, Params
 from paxlike.layers.precision import float32_sums
 from paxlike.layers.stack import Caches, Stack
 
-# [B, T]: int32 `inputs` and `targets`, float32 `weights`; if packed int32 `segments`, `positions`.
+# Name -> [B, T]: int32 `inputs` and `targets`, float32 `weights`; if packed, also int32 `segments`
+# and `positions`.
 Batch = dict[str, jax.Array]
 
 
@@ -91,7 +92,7 @@ class Decoder(Module):
       )
 
   def kernels(self, place: Place, *, is_packed: bool = False) -> list[str]:
-    """Returns the names of the attention kernels in use, for packed sequences or unpacked ones."""
+    """Returns the names of the attention kernels in use, for packed or unpacked sequences."""
     found = set()
     for module in self._attention:
       demand = module.demand(is_packed=is_packed)
@@ -139,12 +140,12 @@ class Decoder(Module):
   def token_loss(self, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
     """Returns the weighted sum of cross-entropies, in nats, for final hidden states x_BTD.
 
-    The full logits never exist: logits and their gradients are computed one chunk of the sequence
-    at a time.
+    The full logits are never materialized: logits and their gradients are computed one chunk of
+    the sequence at a time.
     """
     graph, weights = nnx.split(_gathered(self.embedding if self.head is None else self.head))
     shards = Shards.of(targets_BT.shape)
-    batch, time = (None, None) if shards.axes else ("batch", "time")  # A shard is on one device.
+    batch, time = (None, None) if shards.axes else ("batch", "time")  # Local within a shard.
 
     def chunk_loss(weights, x_BTD, constants):
       logits_BTV = _logits(nnx.merge(graph, weights), x_BTD, self.soft_cap)
@@ -200,7 +201,7 @@ def _logits(head: Embedding | Linear, x: jax.Array, soft_cap: float | None) -> j
 
 
 def context_of(batch: Batch, dropout: jax.Array | None = None) -> Context:
-  """Returns the context of a batch."""
+  """Returns the context of a batch; `dropout` is the dropout key."""
   return Context(
     segments_BT=batch.get("segments"), positions_BT=batch.get("positions"), dropout=dropout
   )

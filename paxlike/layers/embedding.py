@@ -28,7 +28,7 @@ class Embedding(module.Module):
     logits_scale: ranges.Finite = 1.0,
     dtype: ranges.ComputeDtype = jnp.float32,
   ):
-    """Multiplies embedded tokens by `scale`, and logits by `logits_scale`."""
+    """`scale` multiplies the embedded tokens, `logits_scale` the logits."""
     self.scale = scale
     self.logits_scale = logits_scale
     self.dtype = dtype

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model FLOPs: the one place that counts them.
+"""Model FLOPs of training.
 
 A multiplication and an addition are two FLOPs. A training step costs three times the forward pass,
-twice where the weights are frozen; recomputation is never counted. Attention is counted in two
-ways: `full` over all T x S pairs (as arXiv:2204.02311 appendix B), and `causal` over the half that
-a causal mask leaves.
+two times for frozen weights, which need no gradients; recomputation is never counted. Attention is
+counted in two ways: `full` over all T x S pairs (as arXiv:2204.02311 appendix B), and `causal` over
+the half that a causal mask keeps.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ class TrainingFlops:
   """FLOPs per token of one training step.
 
   Attributes:
-    full: Attention counts all pairs of tokens within the window.
-    causal: Attention counts the pairs that a causal mask leaves.
+    full: With attention over all pairs of tokens within the window.
+    causal: With attention over the pairs that the causal mask keeps.
   """
 
   full: float
@@ -37,7 +37,7 @@ class TrainingFlops:
 
 
 def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
-  """Counts the FLOPs of training `definition` on sequences of `seq_len` tokens."""
+  """Returns the FLOPs per token of training on sequences of `seq_len` tokens."""
   layout = layout_of(definition.module)
   weights = full = causal = 0
 
@@ -64,7 +64,7 @@ def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
 
 
 def active_params(definition: Definition) -> int:
-  """Returns the active parameters per token: of the experts, only the top-k chosen ones."""
+  """Returns the number of active parameters per token: of the experts, only the top-k."""
   count = definition.num_params
   for _, module in nnx.iter_modules(definition.module):
     if isinstance(module, Moe):

@@ -22,7 +22,7 @@ from paxlike.layers.remat import named
 
 @configurable
 class Linear(module.Module):
-  """y = x w + b, contracting the trailing dims of x that `inputs` names.
+  """A linear map y = x w + b that contracts the trailing dims of x, `inputs`.
 
   Attributes:
     role: What the map is for ("query", "up", "head" ...); fiddlers select by it.
@@ -50,12 +50,11 @@ class Linear(module.Module):
       outputs: Name -> size of the output dims.
       role: See the class.
       use_bias: Whether to add b.
-      init: Of w.
+      init: Initializer of w.
       dtype: See the class.
-      dot: A low-precision matmul.
-      lora: Adapts the map, whose own weights are then frozen.
-      scheme: Weight-only quantization (a function of `weight_only`) of a weight that is never
-        trained.
+      dot: Low-precision matmul; None: matmul in `dtype`.
+      lora: Low-rank adapter, trained while w and b are frozen.
+      scheme: Weight-only quantization of w (a function of `weight_only`), applied if w is frozen.
       time: The dim name of T in the input: "time" or "sequence".
     """
     self.role = role
@@ -77,7 +76,7 @@ class Linear(module.Module):
     self.lora = None if lora is None else lora(inputs, outputs, role=role)
 
   def __call__(self, x: jax.Array, context: Context | None = None) -> jax.Array:
-    """Returns [..., *outputs] for x [..., *inputs]; only a LoRA's dropout needs the context."""
+    """Returns [..., *outputs] for x [..., *inputs]; only LoRA dropout uses the context."""
     w = self.w.get_value()
     leading = x.shape[: x.ndim - self.num_inputs]
     x = x.astype(self.dtype).reshape(*leading, -1)
@@ -123,6 +122,7 @@ class Linear(module.Module):
 def as_matrix(x: jax.Array, time: mesh.Dim = "time") -> jax.Array:
   """Returns x [..., D] as [M, D], or unchanged if the mesh shards the dim named `time`.
 
-  XLA's CPU and GPU libraries are fastest on plain matrices, and gradients need fewer transposes.
+  XLA's matmul libraries for CPUs and GPUs are fastest on 2D operands, whose gradients also need
+  fewer transposes.
   """
   return x if mesh.is_sharded(time) else x.reshape(-1, x.shape[-1])

@@ -14,7 +14,7 @@ from paxlike.layers import module
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
 
-# A pattern that matches the names of LoRA weights.
+# A regular expression that matches the names of LoRA weights.
 WEIGHTS = r"(^|\.)lora\."
 
 
@@ -23,7 +23,7 @@ class Lora(module.Module):
   """The low-rank update scale * x a b that a linear map adds to its output.
 
   Attributes:
-    scale: Factor of the update (alpha / rank).
+    scale: Multiplier of the update (alpha / rank).
     dtype: The dtype of the matmuls.
   """
 
@@ -51,7 +51,7 @@ class Lora(module.Module):
     self.b = self.weight({**low_rank, **outputs}, init=module.zeros, compute_dtype=dtype)
 
   def __call__(self, x: jax.Array, context: Context | None) -> jax.Array:
-    """Returns [..., F] for x [..., D], inputs and outputs each joined to one dim."""
+    """Returns [..., F] for x [..., D], where D and F are the flattened inputs and outputs."""
     if self.dropout is not None and context is not None:
       x = self.dropout(x, context.fold(self._key))
     a_DR, b_RF = self._matrices()

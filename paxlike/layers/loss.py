@@ -64,8 +64,8 @@ class Shards(NamedTuple):
   def chunks(self, x: jax.Array, count: int) -> jax.Array:
     """Returns [B, T, ...] as [chunks, shards, B / batch, T / time / chunks, ...].
 
-    A shard's T is padded with zeros to a multiple of the chunks. The dim of shards is absent where
-    nothing is sharded.
+    T of a shard is padded with zeros to a multiple of the number of chunks. If nothing is sharded,
+    there is no dim of shards.
     """
     B, T, *rest = x.shape
     length = T // self.time
@@ -102,7 +102,7 @@ def sum_over_chunks(
 ) -> jax.Array:
   """Returns the sum of loss(weights, x[i], constants[i]) over the leading dim.
 
-  The gradient of each chunk is computed together with its loss, so that a chunk's logits are freed
+  The gradient of each chunk is computed together with its loss, so that the logits are freed
   before the next chunk and never recomputed.
 
   Args:

@@ -41,13 +41,13 @@ gelu.defvjp(_gelu_forward, _gelu_backward)
 
 @configurable
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """SiLU of the gate times up (Shazeer, 2020)."""
+  """silu(gate) * up (Shazeer, 2020)."""
   return jax.nn.silu(gate) * up
 
 
 @configurable
 def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """GELU (tanh) of the gate times up (Shazeer, 2020)."""
+  """gelu(gate) * up, with the tanh approximation (Shazeer, 2020)."""
   return jax.nn.gelu(gate) * up
 
 
@@ -55,7 +55,7 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 def clamped_swiglu(
   gate: jax.Array, up: jax.Array, *, alpha: ranges.Finite = 1.702, limit: ranges.PositiveFloat = 7.0
 ) -> jax.Array:
-  """The activation of gpt-oss: gate and up are clamped, `up` shifted by 1."""
+  """The activation of gpt-oss: SwiGLU with `gate` and `up` clamped, and 1 added to `up`."""
   gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
   return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 

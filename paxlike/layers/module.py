@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of layers, and `Definition`, which makes a pure function of a module tree.
+"""The base class of layers, and `Definition`, which separates a module tree from its weights.
 
-Modules are definitions: building one allocates nothing. A weight is a shape with named dims.
-`Definition` splits the tree into flat weight names with their specs, and binds arrays to them.
+Building a module allocates nothing: its weights are abstract shapes with named dims. `Definition`
+maps flat weight names to specs, and binds arrays to the tree.
 """
 
 import inspect
@@ -92,12 +92,12 @@ class Module(nnx.Module):
       dims: Name -> size of each dim, in order; they give shape, fan-in and sharding.
       init: The initializer.
       fan_in: The dims that a matmul with this weight contracts.
-      compute_dtype: What the layer casts it to; `Definition.prepare` casts once per step.
-      update: The update rule of a weight that the optimizer does not train; None: it trains it.
-      storage: The weight-only quantization, applied where the weight is never trained.
+      compute_dtype: The layer casts the weight to it; `Definition.prepare` does so once per step.
+      update: The update rule that replaces the optimizer; None: the optimizer trains the weight.
+      storage: The weight-only quantization, applied if the weight is frozen.
       rounding: The quantization for low-precision matmuls, applied once per step.
-      statistic: Whether this is non-trainable state (an amax history). Its gradient is this step's
-        new value; microbatches combine by maximum.
+      statistic: Whether this is non-trainable state (an amax history). Its "gradient" is this
+        step's new value, combined over microbatches by maximum.
     """
     shape = jax.ShapeDtypeStruct(tuple(dims.values()), jnp.float32)
     fan = math.prod(dims[dim] for dim in fan_in)
@@ -128,11 +128,12 @@ class WeightSpec(NamedTuple):
   """The static description of a weight.
 
   Attributes:
-    shape, dtype: Of the stored weight.
-    dims: Names of its dims.
-    init, fan_in: Its initializer and that initializer's fan-in.
+    shape: The shape.
+    dtype: The storage dtype if the weight is not frozen; see `stored_dtype`.
+    dims: The names of the dims.
+    init, fan_in: The initializer and its fan-in argument.
     compute_dtype, update, storage, rounding, statistic: See `Module.weight`.
-    changes: Whether training steps change it.
+    changes: Whether training steps change it; a weight that does not change is frozen.
     is_quantized: Whether it is stored weight-only quantized.
   """
 
@@ -168,7 +169,7 @@ class WeightSpec(NamedTuple):
 
 
 class Definition:
-  """A module tree split into its weights, by flat dotted name, and its NNX graph definition.
+  """A module tree, split into weights with flat dotted names and an NNX graph definition.
 
   Attributes:
     module: The module tree, with abstract weights.
@@ -187,7 +188,7 @@ class Definition:
 
     Args:
       module: The tree.
-      trained: A pattern (`re.search`) for the names of the trained weights.
+      trained: A regular expression (`re.search`) for the names of the trained weights.
       dtype: The storage dtype of trained weights.
       read_only: Whether nothing is trained; every weight with a `storage` is then quantized.
     """
@@ -245,14 +246,14 @@ class Definition:
     return {name: v for name, v in values.items() if self.weights[name].trained}
 
   def prepare(self, params: Mapping[str, jax.Array]) -> Params:
-    """Returns `params` cast to their compute dtypes: once per step instead of once per use."""
+    """Returns `params` cast to their compute dtypes, once per step instead of once per use."""
     return {
       name: w if isinstance(w, Quantized) else w.astype(self.weights[name].compute_dtype)
       for name, w in params.items()
     }
 
   def rounded(self, prepared: Mapping[str, jax.Array]) -> dict[str, Rounded]:
-    """Returns the quantized weights of low-precision matmuls: once per step, not per use."""
+    """Quantizes the weights of low-precision matmuls, once per step instead of once per use."""
     given = {name: self.weights[name].rounding for name in prepared}
     return {
       name: rounding(prepared[name])
@@ -261,9 +262,9 @@ class Definition:
     }
 
   def bind(self, params: Mapping[str, Any], rounded: Mapping[str, Rounded] | None = None) -> Any:
-    """Returns the module with `params` as its weights. Free inside a traced function.
+    """Returns the module with `params` as its weights; costs nothing in a compiled function.
 
-    Layers quantize those weights themselves that are not in `rounded`.
+    Layers with a low-precision matmul quantize weights that `rounded` lacks at every use.
     """
     values = dict(params)
     for name, quantized in (rounded or {}).items():

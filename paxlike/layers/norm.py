@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalisation over the last dim, with statistics in float32."""
+"""Normalization over the last dim, with statistics in float32."""
 
 import functools
 
@@ -13,7 +13,7 @@ from paxlike.layers import module
 
 @configurable
 class LayerNorm(module.Module):
-  """Layer normalisation (Ba et al., 2016).
+  """Layer normalization (Ba et al., 2016) over a dim named `over`.
 
   The scale is the stored weight plus `offset`; with offset 1, weight decay pulls it towards 1.
   """
@@ -30,11 +30,11 @@ class LayerNorm(module.Module):
     self.epsilon = epsilon
     self.offset = offset
     self.dtype = dtype
-    self.scale = self.weight({over: dim}, init=_ones_less(offset))
+    self.scale = self.weight({over: dim}, init=_one_minus(offset))
     self.bias = self.weight({over: dim}, init=module.zeros)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns x [..., dim], normalised, scaled and shifted, in `dtype`."""
+    """Returns x [..., dim], normalized, scaled and shifted, in `dtype`."""
     x = x.astype(jnp.float32)
     mean = x.mean(-1, keepdims=True)
     variance = jnp.square(x - mean).mean(-1, keepdims=True)
@@ -44,7 +44,7 @@ class LayerNorm(module.Module):
 
 @configurable
 class RmsNorm(module.Module):
-  """Root mean square normalisation (Zhang and Sennrich, 2019); `offset` as in LayerNorm."""
+  """Root mean square normalization (Zhang and Sennrich, 2019); see `LayerNorm`."""
 
   def __init__(
     self,
@@ -58,7 +58,7 @@ class RmsNorm(module.Module):
     self.epsilon = epsilon
     self.offset = offset
     self.dtype = dtype
-    self.scale = self.weight({over: dim}, init=_ones_less(offset))
+    self.scale = self.weight({over: dim}, init=_one_minus(offset))
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns x [..., dim] divided by its root mean square, scaled, in `dtype`."""
@@ -67,5 +67,5 @@ class RmsNorm(module.Module):
     return (y * (self.offset + self.scale[...])).astype(self.dtype)
 
 
-def _ones_less(offset: float) -> module.Initializer:
+def _one_minus(offset: float) -> module.Initializer:
   return functools.partial(module.constant, value=1.0 - offset)

@@ -29,7 +29,7 @@ Policy = Literal[
 class Remat(enum.Enum):
   """Remat policies (Chen et al., 2016) by their Pax names.
 
-  Policies of projections save the outputs of linear maps by role. OFFLOAD_... saves to host memory.
+  ..._PROJ policies save outputs of linear maps, selected by role; OFFLOAD_... saves to host memory.
   """
 
   SAVE_EVERYTHING = "everything_saveable"

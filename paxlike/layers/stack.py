@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stack of blocks, unrolled, scanned or pipelined: three layouts of the same parameters."""
+"""A stack of blocks: unrolled, scanned or pipelined, with the same parameters."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class Stack(Module):
     remat: Remat = Remat.SAVE_EVERYTHING,
     pipeline: Pipeline | None = None,
   ):
-    """Scans over the repeats if `scan`; None: if there is more than one device.
+    """Builds the layers; `scan` scans over the repeats, by default on more than one device.
 
     An unrolled stack is faster on one device; on many, scanning keeps the program small.
 
@@ -56,9 +56,9 @@ class Stack(Module):
       UserError: There is no layer, or the stages do not divide the repeats.
     """
     if not pattern:
-      raise UserError("pattern=[] of a Stack: expected a list of a layer or more.")
+      raise UserError("pattern=[] of a Stack: expected at least one layer.")
     if not (repeats or prologue or epilogue):
-      raise UserError(f"model.stack.{repeats=} makes a model of no layers: at least 1 is needed.")
+      raise UserError(f"model.stack.{repeats=} makes a model with no layers: at least 1 is needed.")
     scan = len(topology.devices()) > 1 if scan is None else scan
     self.remat = remat
     self.pipeline = pipeline
@@ -120,24 +120,24 @@ class Stack(Module):
     """Returns empty caches of all layers, for `batch` sequences of up to `length` tokens."""
     repeats = self.layout.repeats
     caches = {
-      part: [block.attention.empty_cache(batch, length, dtype) for block in blocks]
-      for part, blocks in self._parts().items()
+      section: [block.attention.empty_cache(batch, length, dtype) for block in blocks]
+      for section, blocks in self._sections().items()
     }
     if "pattern" in caches:
       caches["pattern"] = jax.tree.map(lambda x: jnp.repeat(x[None], repeats, 0), caches["pattern"])
     return caches
 
   def grown_caches(self, caches: Caches, length: int) -> Caches:
-    """Returns the caches, enlarged to sequences of up to `length` tokens."""
+    """Returns the caches with more slots, for sequences of up to `length` tokens."""
     return {
-      part: [
+      section: [
         cache.grown(block.attention.num_slots(length))
-        for block, cache in zip(blocks, caches[part], strict=True)
+        for block, cache in zip(blocks, caches[section], strict=True)
       ]
-      for part, blocks in self._parts().items()
+      for section, blocks in self._sections().items()
     }
 
-  def _parts(self) -> dict[str, Sequence[Any]]:
+  def _sections(self) -> dict[str, Sequence[Any]]:
     if not self.layout.scanned:
       return {"layers": self.layers}
     return {"prologue": self.prologue, "pattern": self.pattern, "epilogue": self.epilogue}
@@ -185,7 +185,7 @@ class Stack(Module):
     *,
     unroll: bool = False,
   ) -> tuple[jax.Array, list[Any], Aux]:
-    """Runs blocks whose weights are [repeats, ...]; `indexes` are the numbers of these repeats."""
+    """Runs blocks whose weights are [repeats, ...]; `indexes` [repeats] numbers the repeats."""
     graph, weights = nnx.split(pattern)
 
     def repeat(x_BTD, xs):
@@ -238,7 +238,7 @@ class Stack(Module):
 
 
 def _stacked(block: Block, repeats: int) -> Block:
-  """Gives every weight of an abstract block a leading dim."""
+  """Adds a leading dim `layer` to every weight of an abstract block, in place; returns it."""
   for _, param in nnx.to_flat_state(nnx.state(block)):
     shape = param.get_value()
     param.set_value(jax.ShapeDtypeStruct((repeats, *shape.shape), shape.dtype))
@@ -247,7 +247,7 @@ def _stacked(block: Block, repeats: int) -> Block:
 
 
 def layout_of(module: Any) -> Layout:
-  """Returns the layout of the stack inside `module`; the trivial one if it has none."""
+  """Returns the layout of the stack inside `module`; an empty layout if it has no stack."""
   for _, child in nnx.iter_modules(module):
     if isinstance(child, Stack):
       return child.layout

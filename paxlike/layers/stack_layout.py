@@ -16,9 +16,15 @@ _NAME = re.compile(
 
 
 class Location(NamedTuple):
-  """A parsed weight name: the template shared by all layers, and the layers that it holds."""
+  """A parsed weight name.
 
-  template: str  # Such as "stack.{}.attention.query.w".
+  Attributes:
+    template: The name with a placeholder for the layer, such as "stack.{}.attention.query.w".
+    layers: The indexes of the layers that the weight holds.
+    stacked: Whether the weight has a leading dim of layers.
+  """
+
+  template: str
   layers: tuple[int, ...]
   stacked: bool
 
@@ -66,7 +72,7 @@ class Layout:
     return Location(template, (index,), stacked=False)
 
   def place(self, template: str, layer: int) -> tuple[str, int | None]:
-    """Returns the name that holds `layer` of `template`, and its index in a leading dim, if any."""
+    """Returns (weight name, index in its leading dim or None) of `template` for `layer`."""
     if not self.scanned:
       return template.format(f"layers.{layer}"), None
     if layer < self.prologue:

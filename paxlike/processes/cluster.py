@@ -13,7 +13,7 @@ from paxlike.errors import UserError
 
 _PORTS = range(61440, 65536)  # A job's coordinator port is chosen by job number.
 _PORT = 8476
-# Set by GKE for several slices; JAX takes empty values as one slice.
+# Set by GKE for several slices; JAX interprets empty values as a single slice.
 _SLICES = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")
 _NO_GPU = ("", "-1", "nodevfiles", "none", "void")  # CUDA ignores the rest of a list after these.
 # Which of a node's GPUs are visible to a process; the first variable that is set is used.
@@ -126,7 +126,7 @@ def num_tpu_processes() -> int:
   """Returns the number of processes of this machine's TPU slice, as JAX's detectors report it.
 
   GKE has it in the environment, Compute Engine (queued resources) in its metadata server, which is
-  asked only on a TPU virtual machine.
+  queried only on a TPU virtual machine.
 
   Raises:
     UserError: The server does not answer, or not as JAX expects.
@@ -172,7 +172,7 @@ def found_by_jax() -> Group:
 def gke_answers() -> Iterator[None]:
   """Context of JAX's detection on GKE, with unset slice variables set to "".
 
-  For unset ones JAX would ask a metadata server, which pods may not be able to reach.
+  If they are unset, JAX queries a metadata server, which pods may not be able to reach.
   """
   from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
 

@@ -145,7 +145,7 @@ def write_status(
   Args:
     folder: The run's; nothing is written if this job does not train it.
     verdict: Why the job ends.
-    leader: Host and process id of process 0, which owns the file; another attempt's is left alone.
+    leader: Host and process id of process 0, which owns the file; that of a later attempt is kept.
     wait: Seconds to wait first, for another process to write it.
   """
   is_over.set()
@@ -160,7 +160,7 @@ def write_status(
       status = json.loads(run_folder.read_bytes(path))
     except run_folder.MALFORMED:
       return
-    # "failed" may be a consequence of the verdict's process.
+    # "failed" may be a consequence of the failure of `verdict.index`.
     if not isinstance(status, dict) or status.get("state") not in ("running", "failed"):
       return
     if (status.get("host"), status.get("pid")) != tuple(leader):

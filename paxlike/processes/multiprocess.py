@@ -26,7 +26,7 @@ from paxlike.errors import TemporaryError, UserError
 from paxlike.processes import cluster, rendezvous, stacks, watch
 
 _LONGEST = 600  # Bytes of a failure's reason.
-_LONGEST_GRAPH = 2**19  # Characters; of longer graphs, digests are compared.
+_LONGEST_GRAPH = 2**19  # Characters; for longer graphs, digests are compared.
 _NEVER = 10**6  # JAX's heartbeat time-out in seconds; the watch acts long before.
 _HELD_SECONDS = 10
 

@@ -209,7 +209,7 @@ class Observer:
     self._since = 0.0
 
   def lives(self) -> bool | None:
-    """Returns whether it is alive, as far as known by now; None if there is no owner.
+    """Returns whether the owner is alive, as far as known yet; None if there is no owner.
 
     Raises:
       OSError, and errors of a store: The folder cannot be read.
@@ -287,7 +287,7 @@ class Ownership:
         return last + 1
 
   def check(self):
-    """Must be called before anything is written in the folder.
+    """Checks that this process still owns the folder; must be called before every write there.
 
     Raises:
       RunError: Another process has taken over, or the folder or the owner file is missing: only

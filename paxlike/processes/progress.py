@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The current phase of this process, by which its watch detects a stall.
+"""The current phase of this process, from which its watch detects a stall.
 
 Entering a phase costs less than a microsecond. All processes of a job enter the same phases in the
 same order: the others wait for the process with the smallest phase count.
@@ -121,7 +121,7 @@ class Progress:
     return statistics.median(times) if times else None
 
   def recent(self) -> list[str]:
-    """Returns a line for each of the last phases with its seconds, oldest first."""
+    """Returns a line for each of the last phases with its duration, oldest first."""
     phases = [*self._recent, self.now]
     ends = [phase.since for phase in phases[1:]] + [time.monotonic()]
     return [f"{end - one.since:10.3f} s  {one}" for one, end in zip(phases, ends, strict=True)]

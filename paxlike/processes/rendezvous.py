@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendezvous of a job's processes at process 0, which checks that their flags match, before JAX's.
+"""Rendezvous of a job's processes at process 0, before JAX's own: checks that their flags match.
 
 Process 0 listens on the coordinator port until all processes have connected, then frees it for
 JAX's coordinator. The connections stay open for the heartbeats of `watch`. Messages are JSON lines.
@@ -105,7 +105,7 @@ def meet(
     every: Seconds between lines about missing processes.
 
   Raises:
-    UserError: Two processes have one index, or one has other flags than process 0.
+    UserError: Two processes have the same index, or one has other flags than process 0.
     TemporaryError: Some do not connect in time.
   """
   mine = {
@@ -231,7 +231,7 @@ class _Host:
         link.close()
 
   def _step(self, listener: socket.socket):
-    """Handles connections and messages of half a second."""
+    """Handles connections and messages for half a second."""
     known = {link: index for index, (link, _) in self._members.items()}
     can_read = ready([listener, *self._unknown, *known], 0.5)
     now = time.monotonic()

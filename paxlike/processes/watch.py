@@ -51,7 +51,7 @@ class Watch(threading.Thread):
   def __init__(
     self, met: rendezvous.Met | None = None, *, index: int = 0, count: int = 1, timeout: float = 60
   ):
-    """Of process `index` of `count`; `timeout` is that of heartbeats, in seconds."""
+    """Watches process `index` of `count`; `timeout` is the heartbeat time-out in seconds."""
     super().__init__(daemon=True, name="watch")
     self.timeout = timeout
     self._met, self._index, self._count = met, index, count
@@ -76,7 +76,7 @@ class Watch(threading.Thread):
     self._boundary: int | None = None  # The last sync point that this process has passed.
     self._next: int | None = None  # The sync point at which it promises to wait for a decision.
     self._agreed: int | None = None  # The sync point at which all stop.
-    self._is_stopping = False  # Whether it has reached that.
+    self._is_stopping = False  # Whether it has reached that sync point.
     self._closed = threading.Event()
 
   @property

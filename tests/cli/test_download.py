@@ -65,7 +65,7 @@ def test_files_of_every_kind_become_shards(tmp_path, capsys):
   assert done.returncode == 0
   assert len(list(folder.glob("*.tfrecord-*"))) == 4
   assert run(f"--from={raw}", f"--tfds_data_dir={tmp_path}") == 2
-  assert "is there already" in capsys.readouterr().err
+  assert "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -198,4 +198,4 @@ def test_scripts_tell_what_they_make(script):
   command = [sys.executable, str(SCRIPTS / script), "--help"]
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
-  assert "--from PATH" in done.stdout and "TFDS data set" in done.stdout
+  assert "--from PATH" in done.stdout and "TFDS dataset" in done.stdout

@@ -96,12 +96,12 @@ def test_values_may_be_empty_negative_or_hold_signs():
     ("--fdl_config_file=F --fdl_help", "--fdl_config=NAME"),
     ("--exp=A --job_log_dir=D --fdl_allow_modules=m", "--fdl_config_file"),
     ("--exp=A --job_log_dir=D stray", "unexpected argument 'stray'"),
-    ("--exp=A --job_log_dir=D --multiprocess_gpu False", "follows a '='"),
+    ("--exp=A --job_log_dir=D --multiprocess_gpu False", "Give a bool as --flag=true"),
     ("--exp=A --job_log_dir=D --fdl.FLAG", "--fdl.FLAG needs a value"),
     ("--exp=A --fdl.FLAG --job_log_dir=D", "--fdl.FLAG needs a value"),
     ("--exp=A --job_log_dir=D --fdl_set=FLAG", "--fdl_set=FLAG: expected PATH=VALUE"),
     ("--exp=A --job_log_dir=D --fdl.Num=3", "knobs are UPPER_CASE"),
-    ("--exp=A --job_log_dir=D --fdl.SHAPE[0]=3", "a knob has no parts"),
+    ("--exp=A --job_log_dir=D --fdl.SHAPE[0]=3", "a knob cannot be set in part"),
     ("--exp=A --job_log_dir=D --multiprocess_gpu=maybe", "expected true or false, got 'maybe'"),
     (
       "--exp=A --job_log_dir=D --mode=eval --step=x",
@@ -115,7 +115,7 @@ def test_values_may_be_empty_negative_or_hold_signs():
     ("--exp=A --job_log_dir=D --mode=decode --prompt=a --temperature=nan", "expected a float of"),
     ("--exp=A --job_log_dir=D --mode=decode --prompt=a --temperature=inf", "expected a float "),
     ("--exp=A --job_log_dir=D --mode=decode --prompt=a --top_p=2", "from 1e-30 to 1"),
-    ("--exp=A --job_log_dir=D --mode=decode --prompt=a --stop=", "expected a text that is not"),
+    ("--exp=A --job_log_dir=D --mode=decode --prompt=a --stop=", "expected a non-empty text"),
     ("--exp=A --job_log_dir=D --mode=decode --prompt=a --num_samples=1e9", "from 1 to 65536"),
     ("--exp=A --job_log_dir=D --num_hosts=2 --host_idx=2", "counts from 0"),
     ("--exp=A --job_log_dir=D --step=3", "--step goes with --mode=eval or --mode=decode, not"),
@@ -150,7 +150,7 @@ def test_mistakes_end_in_one_line_that_names_them(line, message):
   "name", [*flags._STRINGS, "exp", "fiddler", "fdl_allow_modules", "prompt_file"]
 )
 def test_an_empty_value_is_refused(name):
-  with pytest.raises(UserError, match=f"--{name}=: expected a text that is not empty"):
+  with pytest.raises(UserError, match=f"--{name}=: expected a non-empty text"):
     parse(f"--{name}=")
 
 
@@ -158,7 +158,7 @@ def test_an_empty_value_is_refused(name):
 def test_flags_of_draws_need_draws(flag):
   decode = f"--job_log_dir=D --mode=decode --prompt=a {flag}"
   for temperature in ("", "--temperature=0"):
-    with pytest.raises(UserError, match=f"{flag} goes with a --temperature above 0"):
+    with pytest.raises(UserError, match=f"{flag} needs a --temperature above 0"):
       parse(f"{decode} {temperature}")
   parse(f"{decode} --temperature=1")
 

@@ -145,7 +145,7 @@ def test_a_run_whose_base_was_moved_is_evaluated(tmp_path, lora):
   status, _, error = finish(start("--mode=eval", "--job_log_dir=run", cwd=tmp_path))
   assert (status == 0) is not lora, error
   if lora:
-    assert "say by --fdl.CHECKPOINT_RESTORE_PATH where it is" in error
+    assert "set --fdl.CHECKPOINT_RESTORE_PATH to its path" in error
     flags = ("--mode=eval", "--job_log_dir=run", "--fdl.CHECKPOINT_RESTORE_PATH=moved")
     status, _, error = finish(start(*flags, "--fdl_allow_modules=mine_based", cwd=tmp_path))
     assert status == 0, error

@@ -137,7 +137,7 @@ def fails(capsys, *arguments: str) -> str:
 
 def test_missing_or_empty_run_is_named(tmp_path, capsys):
   good = write_run(tmp_path / "good")
-  assert f"{tmp_path}/none is no folder of a run" in fails(capsys, good, f"{tmp_path}/none")
+  assert f"{tmp_path}/none is not the folder of a run" in fails(capsys, good, f"{tmp_path}/none")
   (tmp_path / "new").mkdir()
   assert "no metrics.jsonl" in fails(capsys, f"{tmp_path}/new")
   (tmp_path / "new" / "metrics.jsonl").write_text("")

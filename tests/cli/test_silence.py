@@ -26,7 +26,7 @@ def test_ctrl_c_says_what_was_saved_and_how_to_go_on(tmp_path):
   step = json.loads((tmp_path / "run" / "status.json").read_text())["step"]
   last = out.strip().splitlines()[-1]
   assert last == (
-    f"stopped by Ctrl-C. Checkpoint {step} is saved in run: the same command goes on from it."
+    f"stopped by Ctrl-C. Checkpoint {step} is saved in run: the same command resumes from it."
   )
 
 
@@ -65,7 +65,7 @@ def test_a_folder_of_runs_is_plotted_as_its_runs(tmp_path, capsys):
   assert plot._within(str(tmp_path)) == [str(tmp_path / "a"), str(tmp_path / "b")]
   capsys.readouterr()
   assert plot.run([str(tmp_path / "notes")]) == 2
-  assert "is no folder of a run" in capsys.readouterr().err
+  assert "is not the folder of a run" in capsys.readouterr().err
 
 
 def test_margins_of_preferences_are_on_the_line(tmp_path, capsys):

@@ -15,7 +15,7 @@ from paxlike import run_folder
 from paxlike.convert.main import run
 from paxlike.errors import UserError, one_line
 
-NO_TOKENIZER = "has no tokenizer, so that it neither decodes nor evaluates text\n"
+NO_TOKENIZER = "has no tokenizer, so it can neither decode nor evaluate text\n"
 SUMMARY = f"""\
 made: 21 weights in float32
 computes in float32 (none is declared, and weights are float32): --fdl.FPROP_DTYPE changes that

@@ -73,10 +73,10 @@ def without(name):
 NORM, GATE = "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
 MISTAKES = {
   "missing": ({"arrays": without(NORM)}, f"missing: {NORM}"),
-  "extra": ({"arrays": values(shapes() | {"extra.weight": (2,)})}, "too much: extra.weight"),
-  "misshapen": (
+  "extra": ({"arrays": values(shapes() | {"extra.weight": (2,)})}, "unexpected: extra.weight"),
+  "wrong shape": (
     {"arrays": values(shapes() | {GATE: (20, DIM)})},
-    f"misshapen: {GATE} is [20, 16], not [24, 16]",
+    f"wrong shape: {GATE} is [20, 16], not [24, 16]",
   ),
   "no_name_of_a_family": ({"config": {**CONFIG, "model_type": ["llama"]}}, "is ['llama']; paxlike"),
   "another_family": ({"config": {**CONFIG, "model_type": "mamba"}}, "model_type is 'mamba'"),
@@ -134,7 +134,7 @@ def test_a_tokenizer_of_another_model_is_said(tmp_path, capsys):
   write(tmp_path / "theirs")
   _byte_level_tokenizer(300).save(str(tmp_path / "theirs" / "tokenizer.json"))
   assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
-  assert f"ids, but the model knows {VOCAB}" in capsys.readouterr().err
+  assert f"ids, but the model has {VOCAB}" in capsys.readouterr().err
   assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 

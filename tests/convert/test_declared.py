@@ -57,7 +57,7 @@ def write(folder, **changed):
     ({"lora_alpha": 1e300}, "lora_alpha: expected a float"),
     ({"lora_dropout": 2}, "lora_dropout: expected a float"),
     ({"use_rslora": "false"}, "use_rslora: expected bool"),
-    ({"peft_type": ["LORA"]}, "is no LoRA adapter"),
+    ({"peft_type": ["LORA"]}, "is not a LoRA adapter"),
     ({"mystery": 1}, "mystery=1 is not known to paxlike"),
     ({"alora_invocation_tokens": [1, 2]}, "paxlike has no alora_invocation_tokens=[1, 2]"),
     ({"init_lora_weights": "pissa"}, "paxlike has no init_lora_weights='pissa'"),

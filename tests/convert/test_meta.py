@@ -100,7 +100,7 @@ REFUSED = {
   "use_scaled_rope": ("false", "use_scaled_rope: expected bool, got 'false'"),
   "dim": (16.9, "dim: expected an int"),
   "n_heads": (0, "n_heads: expected an int of at least 1, got 0"),
-  "n_kv_heads": (3, "no pairs of 3 heads"),
+  "n_kv_heads": (3, "not a multiple of 2 x 3 heads"),
   "n_layers": (None, "params.json lacks n_layers"),
   "norm_eps": ("1e-5", "norm_eps: expected a float"),
   "rope_theta": (0, "rope_theta: expected a float of at least 1.0001"),
@@ -136,7 +136,7 @@ def zipped(path, content, *, compression=zipfile.ZIP_STORED):
 @pytest.mark.parametrize(
   ("content", "said"),
   [
-    (pickle.dumps({"x": Code()}), "wants builtins.print"),
+    (pickle.dumps({"x": Code()}), "needs builtins.print"),
     (pickle.dumps([1, 2]), "more than named weights"),
     (pickle.dumps({"x": 1}), "more than named weights"),
     (b"\x80\x02", "damaged"),
@@ -152,5 +152,5 @@ def test_a_file_of_anything_else_is_refused_and_nothing_in_it_runs(tmp_path, cap
 
 def test_what_is_no_zip_file_is_said(tmp_path):
   (tmp_path / "a.pth").write_bytes(b"abc" * 100)
-  with pytest.raises(UserError, match="damaged, or no file of torch"):
+  with pytest.raises(UserError, match="damaged, or not a file of torch"):
     TorchFile(tmp_path / "a.pth")

@@ -76,9 +76,9 @@ BASES: dict[str, dict[str, Any]] = {
     "NUM_EXPERT_GROUPS": 2,
     "NUM_EXPERT_GROUPS_PER_TOKEN": 1,
   },
-  "command_lines.TinyJsonl": {"DATA_PATH": "{folder}/chat.jsonl"},
-  "command_lines.TinyPreferences": {"DATA_PATH": "{folder}/pairs.jsonl"},
-  "command_lines.TinyMixture": {"DATA_PATHS": "{{a: {folder}/text.txt}}"},
+  "helpers.command_lines.TinyJsonl": {"DATA_PATH": "{folder}/chat.jsonl"},
+  "helpers.command_lines.TinyPreferences": {"DATA_PATH": "{folder}/pairs.jsonl"},
+  "helpers.command_lines.TinyMixture": {"DATA_PATHS": "{{a: {folder}/text.txt}}"},
 }
 
 

@@ -50,10 +50,10 @@ def test_the_page(capsys):
   assert run(*PLAN, "--topology=v5e-16", "--slices=2", "--global_batch=64") == 0
   out = capsys.readouterr().out
   assert re.search(r"devices +32 x TPU v5 lite, 16.91 GB each", out)
-  assert re.search(r"a step +64 sequences = 16,384 tokens", out)
+  assert re.search(r"global batch +64 sequences = 16,384 tokens", out)
   assert re.search(r"configurations +[\d,]+, of which [\d,]+ fit", out)
-  assert re.search(r"mesh +parts +schedule +remat +GB +s +MFU +tokens/s +bound by\n", out)
-  assert "the best:\n  paxlike --fdl_config=Scaled16B --fdl.NUM_LAYERS=4" in out
+  assert re.search(r"mesh +microbatches +schedule +remat +GB +s +MFU +tokens/s +bound by\n", out)
+  assert "fastest:\n  paxlike --fdl_config=Scaled16B --fdl.NUM_LAYERS=4" in out
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_fits_nowhere_is_a_verdict_with_the_nearest(capsys):
   assert run(*big) == 3
   out = capsys.readouterr().out
   assert re.search(r"configurations +\d+, of which 0 fit", out)
-  assert "nothing fits; the nearest, as if it did:" in out and "the best:" not in out
+  assert "nothing fits; the configuration that needs the least" in out and "fastest:" not in out
   assert run(*big, "--json") == 3
   facts = json.loads(capsys.readouterr().out)
   assert facts["plans"] == [] and facts["nearest"]["predicted_bytes"]["total"] > 16e9

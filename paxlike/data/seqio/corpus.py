@@ -77,7 +77,7 @@ class SeqIOTask:
     return None
 
   def request(self) -> dict[str, Any]:
-    """Returns the description by which another process finds the task; plain JSON."""
+    """Returns a description from which another process registers the task; plain JSON."""
     function = f"{self._register.__module__}:{self._register.__qualname__}"
     return {"function": function, "arguments": dict(self.arguments())}
 
@@ -133,7 +133,7 @@ class SeqIOCorpus(Corpus):
   def _folder(self) -> pathlib.Path:
     """The folder of the index; built at the first use."""
     request = {"vocab_size": self._vocab_size, **self._how}
-    # The text that TinyPython reads depends on Python's version.
+    # The Python corpus depends on Python's version.
     made_of = [self._task.fingerprint(), self._task.code(), sys.version]
     key = f"{json.dumps(made_of)} {json.dumps(request)}"
     digest = hashlib.sha256(key.encode()).hexdigest()

@@ -33,7 +33,7 @@ class TfdsTask(SeqIOTask):
     """Reads nothing yet.
 
     Args:
-      register: Such as one of the functions below.
+      register: One of the functions below, for example.
       tfds_name: `name:1.0.0` or `name/config:1.0.0` under $TFDS_DATA_DIR, or a folder written by
         TFDS.
       vocab_path: A SentencePiece model.

@@ -22,7 +22,7 @@ from paxlike.errors import UserError
 SUFFIXES = (".txt", *records.SUFFIXES)
 
 
-TEXT_BYTES = 2**32  # The longest .txt file; it is one document and read into memory as a whole.
+TEXT_BYTES = 2**32  # The largest .txt file: it is one document, read into memory whole.
 
 
 @configurable

@@ -29,7 +29,7 @@ class Tokenizer(abc.ABC):
   Attributes:
     vocab_size: Exclusive upper bound of ids.
     eos_id: Ends a document; None if there is none.
-    bos_id: Begins a document; None if documents begin without.
+    bos_id: Begins a document; None if there is none.
     prefix_id: Precedes a text whose first token is scored too.
     end_ids: Ids besides eos_id at which generation stops.
   """
@@ -56,7 +56,7 @@ class Tokenizer(abc.ABC):
     """Returns an identifier that changes with the encoding."""
 
   def text_of(self, number: int) -> str:
-    """Returns the text by which a template names a token; "" if it has none."""
+    """Returns a token's text for use in a template; "" if it has none."""
     del number
     return ""
 
@@ -122,7 +122,7 @@ class CharacterTokenizer(Tokenizer):
     )
 
 
-_MAX_IDS = 2**31  # Of int32.
+_MAX_IDS = 2**31  # Ids are int32.
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Special tokens and steps that a tokenizer's class in transformers adds to `tokenizer.json`.
 
-The rest of `tokenizer.json` is used as it is: the model was trained with it.
+The rest of `tokenizer.json` is used unchanged: the model was trained with it.
 """
 
 from collections.abc import Mapping

@@ -114,7 +114,7 @@ def _with_system_in_user(messages: Sequence[Message], form: str) -> list[Message
 
 
 def are_messages(messages: Any) -> bool:
-  """Whether a value of JSON is a list of messages, one at least."""
+  """Returns whether a JSON value is a non-empty list of messages."""
   return (
     bool(messages)
     and isinstance(messages, list)
@@ -147,12 +147,12 @@ def template(name: str, *, vocab_path: str | None) -> Template:
 
 
 def render(template: Template, messages: Sequence[Message], *, asks: bool) -> str:
-  """Returns the text of messages, without what begins a document.
+  """Returns the text of messages, without BOS unless the template adds it.
 
   Args:
-    template: As by `template`.
-    messages: What was said.
-    asks: Whether what begins an answer follows.
+    template: A result of the function `template`.
+    messages: The messages.
+    asks: Whether to append the beginning of an answer.
 
   Raises:
     UserError: The tokenizer's own template refuses them.
@@ -168,11 +168,11 @@ def render(template: Template, messages: Sequence[Message], *, asks: bool) -> st
 
 
 class TurnEnd(NamedTuple):
-  """What ends an answer.
+  """The end of an answer.
 
   Attributes:
-    ids: Tokens.
-    texts: Texts that are more than a token.
+    ids: End tokens.
+    texts: End texts of more than one token.
   """
 
   ids: tuple[int, ...]
@@ -180,7 +180,7 @@ class TurnEnd(NamedTuple):
 
 
 def turn_end(template: Template, tokenizer: Tokenizer) -> TurnEnd:
-  """Returns what ends an answer by a template, beside the ids that end any text.
+  """Returns the end of an answer in a template, besides the ids that end any text.
 
   Raises:
     UserError: The tokenizer's own template refuses a question and an answer.

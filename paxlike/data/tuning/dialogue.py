@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as prompts: the tokens after which a model says what comes next."""
+"""Renders conversations as prompts."""
 
 import functools
 import os
@@ -15,10 +15,10 @@ from paxlike.errors import UserError
 
 
 class Dialogue:
-  """Makes prompts of messages, by the template that answers were learnt with."""
+  """Renders messages as prompts, by the chat template of training."""
 
   def __init__(self, name: str, tokenizer: Tokenizer, *, vocab_path: str | None):
-    """Reads nothing yet; the arguments are those of `chat.template`."""
+    """Reads nothing yet; see `chat.template` for `name` and `vocab_path`."""
     self._name = name
     self._tokenizer = tokenizer
     self._vocab_path = vocab_path
@@ -29,24 +29,24 @@ class Dialogue:
 
   @functools.cached_property
   def turn_end(self) -> chat.TurnEnd:
-    """What ends an answer, beside the ids that end any text."""
+    """The end of an answer, besides the ids that end any text."""
     return chat.turn_end(self._template, self._tokenizer)
 
   def tokens(self, messages: Sequence[Message]) -> np.ndarray:
-    """Returns int32 ids: what was said, and what begins an answer.
+    """Returns int32 ids [n] of the messages and of the beginning of an answer.
 
     Raises:
       UserError: The tokenizer's own template refuses the messages.
     """
     text = chat.render(self._template, messages, asks=True)
     ids = self._tokenizer.encode(text)
-    # A tokenizer's own template has BOS where the model wants it.
+    # A tokenizer's own template includes BOS if the model needs it.
     bos = None if self._name == "tokenizer" else self._tokenizer.bos_id
     return ids if bos is None else np.concatenate([np.array([bos], np.int32), ids])
 
 
 def beside(tokenizer: Tokenizer | None) -> Dialogue | None:
-  """Returns the dialogue by the template beside a tokenizer; None if there is none."""
+  """Returns a `Dialogue` with the template in a tokenizer's folder; None if it has none."""
   if not isinstance(tokenizer, FileTokenizer):
     return None
   path = os.fspath(tokenizer.path)

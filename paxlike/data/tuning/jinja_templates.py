@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The templates of `chat` in Jinja, as transformers and others read them beside a tokenizer."""
+"""The built-in templates of `chat` in Jinja, for export beside a tokenizer."""
 
 _SYSTEM_IN_USER = (
   "{% if messages|length > 1 and messages[0]['role'] == 'system' %}"
@@ -60,9 +60,9 @@ def source(name: str, *, bos: str, eos: str) -> str:
   """Returns the Jinja of a template of `chat.TEMPLATES`.
 
   Args:
-    name: Which.
-    bos: The text of the token that begins conversations; "": there is none.
-    eos: The text of the token that ends answers, where the template has none of its own.
+    name: The template.
+    bos: The text of the token that begins conversations; "" if there is none.
+    eos: The text of the token that ends answers in templates without a token for that.
   """
 
   def spelt(text: str) -> str:

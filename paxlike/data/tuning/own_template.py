@@ -74,7 +74,7 @@ class OwnTemplate:
 
   @functools.cached_property
   def _process(self) -> subprocess.Popen[str]:
-    # -P: the program's folder is not on sys.path, where a file could shadow a library.
+    # -P keeps the program's folder off sys.path, where a file could shadow a library.
     process = subprocess.Popen(
       [sys.executable, "-P", template_worker.__file__],
       stdin=subprocess.PIPE,

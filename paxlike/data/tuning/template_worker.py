@@ -18,7 +18,7 @@ TEXT_CHARACTERS = 2**24
 
 
 def main():
-  """Answers until the input ends."""
+  """Answers requests until stdin ends."""
   resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   template: Any = None

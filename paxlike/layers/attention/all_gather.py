@@ -32,7 +32,7 @@ def _gathered(keys: online_softmax.Keys) -> online_softmax.Keys:
 
 
 def _blocks(shard: online_softmax.Shard) -> online_softmax.Blocks:
-  """Returns the causal blocks of both chunks: 2C + 1 on any device."""
+  """Returns the causal blocks of the low and the high chunk: 2C + 1 on every device."""
   low, high = low_and_high(shard.num_devices)
   number = jnp.arange(2 * shard.num_devices + 1)
   is_low = number <= low

@@ -60,13 +60,13 @@ class Attention(module.Module):
       output: N x H -> D.
       rope: Rotary embedding of queries and keys.
       qk_norm: Applied to each head's query and key.
-      relative_bias: Bias of the logits by distance; called with N.
+      relative_bias: Position bias, added to the logits; called with N.
       sinks: Initializer of a trained attention sink per head: the logit of a key without a value
         (StreamingLLM; gpt-oss).
       extra_logit: A constant attention sink, the same in all heads.
       window: A token attends to itself and the `window - 1` tokens before it.
       soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
-      scale: Factor of the logits; None: 1 / sqrt(H).
+      scale: Multiplier of the logits; None: 1 / sqrt(H).
       kernel: The attention kernel.
     """
     self.num_heads = num_heads
@@ -99,7 +99,7 @@ class Attention(module.Module):
   ) -> tuple[jax.Array, KvCache | None]:
     """Returns (y_BTD, the updated cache).
 
-    With a cache, T > 1 is a prefill of empty sequences; T == 1 attends to the cache.
+    With a cache, T > 1 prefills an empty cache; T == 1 decodes a token, which attends to the cache.
     """
     q_BTNH = mesh.constrain(self.query(x_BTD, context), "batch", "time", "heads", None)
     k_BTKH = mesh.constrain(self.key(x_BTD, context), "batch", "time", "kv_heads", None)
@@ -156,7 +156,7 @@ class Attention(module.Module):
     return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
 
   def demand(self, *, is_packed: bool) -> Demand:
-    """Returns the requirements on the kernel, for packed sequences or unpacked ones."""
+    """Returns the requirements on the kernel, for packed or unpacked sequences."""
     given = {
       "soft_cap": self.soft_cap,
       "sinks_N": self.sinks if self.extra_logit is None else self.extra_logit,
@@ -178,13 +178,13 @@ class Attention(module.Module):
     return KvCache.empty(batch, slots, self.num_kv_heads, self.head_dim, self.head_dim, dtype)
 
   def num_slots(self, length: int) -> int:
-    """Returns the cache slots that a sequence of `length` tokens needs."""
+    """Returns the number of cache slots for a sequence of `length` tokens."""
     return length if self.window is None else min(self.window, length)
 
   def score_flops(self, num_tokens: int) -> tuple[float, float]:
     """Returns the forward FLOPs per token of logits and weighted values: (full, causal).
 
-    Full counts all pairs of tokens within the window, causal those that the causal mask leaves.
+    Full counts all pairs of tokens within the window, causal those that the causal mask keeps.
     """
     seen = num_tokens if self.window is None else min(self.window, num_tokens)
     full = 4 * seen * self.num_heads * self.head_dim

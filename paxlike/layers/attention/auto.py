@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of an attention kernel by devices, dtypes and options."""
+"""Selection of an attention kernel by device, dtype and options."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
   @classmethod
   def on(cls, devices: jax.sharding.Mesh) -> "Place":
-    """Returns the place for programs on a mesh."""
+    """Returns the hardware of a mesh."""
     return cls(devices.devices.flat[0], devices.shape["context"])
 
 
@@ -45,7 +45,7 @@ def auto(
   max_segments: ranges.Size = MAX_SEGMENTS,
   **options: Unpack[Options],
 ) -> jax.Array:
-  """Attention by the kernel that `best` returns; see `Kernel`. `max_segments` is for cudnn."""
+  """Attention with the kernel that `best` selects; see `Kernel`. `max_segments` is for cudnn."""
   demand = Demand(
     dtype=q_BTNH.dtype,
     num_heads=q_BTNH.shape[2],
@@ -66,7 +66,7 @@ def best(demand: Demand, place: Place) -> Callable[..., jax.Array]:
   """Returns the kernel that `auto` uses.
 
   ring if sequences are sharded (context > 1); else cudnn on NVIDIA GPUs, splash on TPUs and xla on
-  CPUs. xla_chunked where that kernel does not support the demand.
+  CPUs; xla_chunked if that kernel does not support the demand.
   """
   device = place.device
   biased = "bias_NTS" in demand.extras
@@ -89,7 +89,7 @@ def _suits_cudnn(demand: Demand, device: Any) -> bool:
 
 
 def in_effect(kernel: Any, demand: Demand, place: Place) -> Any:
-  """Returns the kernel that runs if a model is configured with `kernel`; see `best`."""
+  """Returns the kernel that a model configured with `kernel` runs; see `best`."""
   kernel = getattr(kernel, "func", kernel)
   if kernel is auto:
     return best(demand, place)
@@ -97,9 +97,9 @@ def in_effect(kernel: Any, demand: Demand, place: Place) -> Any:
 
 
 def described(kernel: Any, demand: Demand) -> str:
-  """Returns the user-facing name of a kernel, with a note where it repeats keys."""
+  """Returns the user-facing name of a kernel, with a note if it repeats KV heads."""
   name = name_of(kernel)
   is_grouped = demand.num_heads != demand.num_kv_heads
   if kernel is not cudnn or not demand.is_packed or not is_grouped or COUNTS_KEY_HEADS:
     return name
-  return f"{name} (packed keys repeated for each query head: JAX before 0.12 misplaces them)"
+  return f"{name} (KV heads repeated, because JAX before 0.12 miscomputes packed offsets)"

@@ -18,7 +18,7 @@ from paxlike.devices import mesh
 class KvCache:
   """The cache of one attention layer.
 
-  The order of dims lets the matmuls of a query with keys and values run without a transpose.
+  With this order of dims, the matmuls of a query with keys and values need no transpose.
   """
 
   k_BKHS: jax.Array
@@ -28,7 +28,7 @@ class KvCache:
   def empty(
     cls, batch: int, slots: int, heads: int, key_dim: int, value_dim: int, dtype: Any
   ) -> "KvCache":
-    """Returns a cache without tokens."""
+    """Returns an empty cache."""
 
     def zeros(*shape: int) -> jax.Array:
       return mesh.constrain(jnp.zeros(shape, dtype), "batch", "kv_heads", None, None)
@@ -52,26 +52,26 @@ class KvCache:
     )
 
   def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "KvCache":
-    """Returns the cache with new tokens written; tokens at position -1 are padding and skipped."""
+    """Returns the cache with new tokens; those at position -1 are padding and are skipped."""
     slots_BT = _slots(positions_BT, self.num_slots)
-    rows_B1 = jnp.arange(len(slots_BT))[:, None]
+    batch_B1 = jnp.arange(len(slots_BT))[:, None]
     k_BTKH, v_BTKH = k_BTKH.astype(self.k_BKHS.dtype), v_BTKH.astype(self.v_BKSH.dtype)
     return KvCache(
-      k_BKHS=self.k_BKHS.at[rows_B1, :, :, slots_BT].set(k_BTKH, mode="drop"),
-      v_BKSH=self.v_BKSH.at[rows_B1, :, slots_BT].set(v_BTKH, mode="drop"),
+      k_BKHS=self.k_BKHS.at[batch_B1, :, :, slots_BT].set(k_BTKH, mode="drop"),
+      v_BKSH=self.v_BKSH.at[batch_B1, :, slots_BT].set(v_BTKH, mode="drop"),
     )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentCache:
-  """The cache of one latent attention layer: a vector of C numbers per token for all heads."""
+  """The cache of one latent attention layer: per token, one vector of width C for all heads."""
 
   latents_BCS: jax.Array
 
   @classmethod
   def empty(cls, batch: int, slots: int, dim: int, dtype: Any) -> "LatentCache":
-    """Returns a cache without tokens."""
+    """Returns an empty cache."""
     zeros = jnp.zeros((batch, dim, slots), dtype)
     return cls(latents_BCS=mesh.constrain(zeros, "batch", None, None))
 
@@ -89,9 +89,9 @@ class LatentCache:
   def write(self, latents_BTC: jax.Array, positions_BT: jax.Array) -> "LatentCache":
     """See `KvCache.write`."""
     slots_BT = _slots(positions_BT, self.num_slots)
-    rows_B1 = jnp.arange(len(slots_BT))[:, None]
+    batch_B1 = jnp.arange(len(slots_BT))[:, None]
     latents_BTC = latents_BTC.astype(self.latents_BCS.dtype)
-    latents_BCS = self.latents_BCS.at[rows_B1, :, slots_BT].set(latents_BTC, mode="drop")
+    latents_BCS = self.latents_BCS.at[batch_B1, :, slots_BT].set(latents_BTC, mode="drop")
     return LatentCache(latents_BCS=latents_BCS)
 
 
@@ -104,8 +104,8 @@ def positions_in(num_slots: int, positions_B1: jax.Array) -> jax.Array:
 
 
 def _slots(positions_BT: jax.Array, num_slots: int) -> jax.Array:
-  """Returns the slots to write tokens to; out of bounds for tokens that are not written."""
-  # Of several new tokens for a slot, only the last is written.
+  """Returns the slot of each token; out of bounds for tokens to skip."""
+  # If several new tokens have the same slot, only the last is written.
   last_B1 = positions_BT.max(axis=1, keepdims=True)
   kept = (positions_BT >= 0) & (positions_BT > last_B1 - num_slots)
   return jnp.where(kept, positions_BT % num_slots, num_slots)

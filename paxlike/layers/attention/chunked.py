@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
-from paxlike.layers.attention.kernels import Options, first_seen, part
+from paxlike.layers.attention.kernels import Options, attend_slice, first_seen
 
-_CHUNK = 256  # Queries whose logits exist at a time.
+_CHUNK = 256  # Queries whose logits are materialized at a time.
 _SPANS = 8  # Spans of a sequence; each attends only to the keys up to its end.
 
 
@@ -21,8 +21,8 @@ def xla_chunked(
 ) -> jax.Array:
   """Attention as plain XLA operations; see `Kernel`. The backward pass recomputes the logits.
 
-  Materializes the logits of 256 queries at a time (Rabe and Staats, 2021), and skips most of what
-  the causal mask or the window hides.
+  Materializes the logits of 256 queries at a time (Rabe and Staats, 2021), and skips most of those
+  that the causal mask or the window hides.
   """
   length, window = q_BTNH.shape[1], options.get("window")
   size = math.ceil(length / math.ceil(length / _CHUNK))
@@ -38,14 +38,14 @@ def xla_chunked(
     def chunk(number: jax.Array) -> jax.Array:
       start = jnp.minimum(number * size, last)
       q = jax.lax.dynamic_slice_in_dim(q_BTNH, start, size, 1)
-      return part(
+      return attend_slice(
         q, k_BSKH[:, keys], v_BSKH[:, keys], first_query=start, first_key=first_key, **options
       )
 
     chunks = jax.lax.map(chunk, jnp.arange(first, end))
     return jnp.moveaxis(chunks, 0, 1).reshape(chunks.shape[1], -1, *chunks.shape[3:])
 
-  bounds = [num_chunks * part // _SPANS for part in range(_SPANS + 1)]
+  bounds = [num_chunks * number // _SPANS for number in range(_SPANS + 1)]
   spans = [span(first, end) for first, end in itertools.pairwise(bounds) if first < end]
   y_BTNH = jnp.concatenate(spans, axis=1)
   if num_chunks * size == length:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism: causal attention over sequences that are sharded over the axis `context`.
 
-Queries are permuted to zigzag order and the output back, so that each device computes equally many
-blocks, about half of its queries times all keys. Where a window is no longer than a device's shard,
-tokens keep their order and the device receives only the previous device's last keys.
+Queries are permuted to zigzag order and the output back, so that every device computes the same
+number of blocks, about half of its queries times all keys. If a window is no longer than a device's
+shard, tokens stay in sequence order and a device receives only the previous device's last keys.
 """
 
 import dataclasses
@@ -35,7 +35,9 @@ from paxlike.layers.attention.online_softmax import (
 from paxlike.layers.attention.sharded_kernel import repeated_keys
 from paxlike.layers.attention.zigzag import AXIS, CONTIGUOUS, ZIGZAG, Order
 
-_PIECE = 256  # The most queries whose logits, against one chunk of keys, exist at a time.
+_PIECE = (
+  256  # Maximum number of queries whose logits with a chunk of keys are materialized at once.
+)
 _QKV: mesh.Dims = ("batch", "time", "heads", None)
 
 
@@ -85,10 +87,10 @@ def _attention(
   v_BSKH: jax.Array,
   options: Options,
 ) -> jax.Array:
-  """Returns attention by a strategy, or by `window_halo` where the window is short enough.
+  """Returns attention by `strategy`, or by `window_halo` if the window is short enough.
 
   Raises:
-    UserError: There is a bias.
+    UserError: A bias is set.
   """
   name = kernels.name_of(kernel)
   kernels.refuse(name, options, "bias_NTS")
@@ -122,7 +124,7 @@ def _padded(x: jax.Array, count: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-  """The static arguments.
+  """The static arguments of the custom vjp.
 
   Attributes:
     strategy: The strategy.
@@ -176,7 +178,7 @@ _differentiable.defvjp(_forward, _backward, optimize_remat=True)
 
 
 def _shard_forward(plan: _Plan, given: _Inputs) -> tuple[jax.Array, jax.Array]:
-  """Returns (y_BTNH, lse [P, B, K, G, T] of its pieces) of a device's shard of the tokens."""
+  """Returns (y_BTNH, lse [P, B, K, G, T]) of a device's shard of the tokens."""
   shard = _shard(plan, given)
   accumulator = start(shard.queries, shard.keys.v.shape[-1], given.sinks_N)
   y, lse = finish(plan.strategy.forward(accumulator, shard))
@@ -186,7 +188,7 @@ def _shard_forward(plan: _Plan, given: _Inputs) -> tuple[jax.Array, jax.Array]:
 def _shard_backward(
   plan: _Plan, axes: set[str], given: _Inputs, y: jax.Array, lse: jax.Array, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-  """Returns gradients of q, k, v and sinks; `axes` shard batch and time."""
+  """Returns the gradients of q, k, v and sinks; `axes` are those that shard batch and time."""
   shard = _shard(plan, given)
   k_BSKH, v_BSKH, *_ = shard.keys
   K = k_BSKH.shape[2]

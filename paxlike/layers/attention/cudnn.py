@@ -12,9 +12,9 @@ from paxlike.errors import UserError
 from paxlike.layers.attention.kernels import Options, begins, refuse
 from paxlike.layers.attention.sharded_kernel import per_device
 
-MAX_SEGMENTS = 64  # The default number of segments per sequence.
-# Earlier versions of JAX multiply the offsets of packed keys by the number of query heads (JAX pull
-# request 39521), which is right only if N == K.
+MAX_SEGMENTS = 64  # The default limit on segments per sequence.
+# Whether JAX computes the offsets of packed keys with the number of KV heads. Earlier versions use
+# that of query heads (JAX pull request 39521), which is correct only if N == K.
 COUNTS_KEY_HEADS = jax.__version_info__ >= (0, 12)
 
 
@@ -30,11 +30,11 @@ def cudnn(
   """Flash attention for float16 and bfloat16: memory linear in T; see `Kernel`.
 
   Segments are runs of equal ids, at most `max_segments` per sequence; the output of a sequence with
-  more is NaN, so packing must keep to the limit. With K < N, packed keys are repeated where JAX
-  would misplace them (`COUNTS_KEY_HEADS`); packed values narrower than the keys are padded.
+  more is NaN, so packing must respect the limit. For packed sequences, KV heads are repeated where
+  JAX computes wrong offsets (`COUNTS_KEY_HEADS`), and values narrower than keys are padded.
 
   Raises:
-    UserError: There is a soft cap, sinks or a bias, or cuDNN does not support the dtype or widths.
+    UserError: A soft cap, sinks or a bias is set, or cuDNN does not support the dtype or widths.
   """
   refuse("cudnn", options, "soft_cap", "sinks_N", "bias_NTS")
   if (dtype := q_BTNH.dtype) not in (jnp.bfloat16, jnp.float16):
@@ -49,7 +49,7 @@ def cudnn(
   def local(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     return _attend(q, k, v, segments_BT, options, max_segments)
 
-  # JAX's partitioner rejects fewer KV heads than shards and sharded T, and it has no gradient for
+  # JAX's partitioner rejects fewer KV heads than shards and a sharded T; JAX has no gradient for
   # odd T.
   return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", block=2)
 
@@ -67,7 +67,7 @@ def _attend(
   options: Options,
   max_segments: int,
 ) -> jax.Array:
-  # The public function takes a dense mask only, with which cuDNN is slow.
+  # JAX's public function takes only a dense mask, with which cuDNN is slow.
   from jax._src.cudnn import fused_attention_stablehlo as library
 
   mask, width = library.MaskType.CAUSAL, v_BSKH.shape[-1]
@@ -92,7 +92,7 @@ def _attend(
       **packing,
     )
   except (RuntimeError, NotImplementedError) as error:
-    raise UserError(f"ATTENTION_KERNEL=cudnn: {error} Take xla_chunked.") from None
+    raise UserError(f"ATTENTION_KERNEL=cudnn: {error} Use xla_chunked.") from None
   y_BTNH = y_BTNH[..., :width]
   if fits_B is None:
     return y_BTNH
@@ -103,8 +103,8 @@ def runs(segments_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.A
   """Returns the runs of equal segment ids of each sequence, in JAX's format.
 
   Returns:
-    int32 [B, most], the lengths of the first `most` runs. int32 [B, most + 1], their first tokens,
-    without the end of the last: JAX concatenates all non-negative entries over the batch. Both are
+    int32 [B, most], the lengths of the first `most` runs. int32 [B, most + 1], their first tokens;
+    the last entry is -1, because JAX concatenates all non-negative entries over the batch. Both are
     padded with -1. bool [B], whether a sequence has at most `most` runs.
   """
   T = segments_BT.shape[1]
@@ -124,8 +124,8 @@ def with_one_stride(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns keys and values for which JAX computes correct offsets of packed runs.
 
-  JAX uses one token stride for keys and values, so values are padded to the width of keys. Where it
-  uses the queries' stride (not `COUNTS_KEY_HEADS`), K heads are repeated to N.
+  JAX uses one token stride for keys and values, so values are padded to the width of keys. If it
+  uses the queries' stride (not `COUNTS_KEY_HEADS`), KV heads are repeated to N.
   """
   rest = q_BTNH.shape[-1] - v_BSKH.shape[-1]
   v_BSKH = jnp.pad(v_BSKH, [(0, 0)] * 3 + [(0, rest)])

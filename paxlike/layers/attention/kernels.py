@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over q, k, v: every kernel has the signature of `Kernel`.
 
-A kernel honours every option or refuses it with an error, never ignores one.
+A kernel applies every option or raises an error; it never ignores one.
 """
 
 from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
@@ -15,18 +15,18 @@ from paxlike.errors import UserError
 
 # A sequence is split into spans of queries; each attends only to the keys up to its end, so more
 # spans waste less work above the causal diagonal.
-_SHORTEST_SPAN, _MOST_SPANS = 64, 8
+_MIN_SPAN, _MAX_SPANS = 64, 8
 
 
 class Options(TypedDict, total=False):
   """Options of attention.
 
   Attributes:
-    scale: Factor of the logits.
+    scale: Multiplier of the logits.
     segments_BT: int32; tokens attend only within their segment. None: one segment per sequence.
-    window: A token attends to itself and the `window - 1` tokens before it. None: to all before it.
+    window: A token attends to itself and the `window - 1` tokens before it. None: no limit.
     soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
-    sinks_N: Attention sinks: a logit per head of an additional key without a value.
+    sinks_N: Attention sinks: per head, the logit of an additional key without a value.
     bias_NTS: Added to the logits.
   """
 
@@ -65,7 +65,7 @@ class Demand(NamedTuple):
     width: H of queries and keys.
     value_width: H of values.
     is_packed: Whether there are segments.
-    extras: Those of soft_cap, sinks_N and bias_NTS in use; not every kernel supports them.
+    extras: The names among soft_cap, sinks_N and bias_NTS that are set; few kernels support all.
   """
 
   dtype: Any
@@ -78,10 +78,10 @@ class Demand(NamedTuple):
 
 
 def refuse(kernel: str, options: Options, *names: str):
-  """Raises a UserError if one of the named options, which the kernel does not support, is set."""
+  """Raises a UserError if one of the named options is set, which the kernel does not support."""
   for name in names:
     if options.get(name) is not None:
-      raise UserError(f"ATTENTION_KERNEL={kernel} has no {name}: take xla_chunked.")
+      raise UserError(f"ATTENTION_KERNEL={kernel} does not support {name}: use xla_chunked.")
 
 
 def begins(segments_BT: jax.Array) -> jax.Array:
@@ -108,10 +108,10 @@ def xla(
 ) -> jax.Array:
   """Attention as plain XLA operations, on any backend; materializes float32 T x S logits.
 
-  Where sequences are not sharded, it skips most of what the causal mask or the window hides.
+  If sequences are not sharded, it skips most logits that the causal mask or the window hides.
   """
   length, window = q_BTNH.shape[1], options.get("window")
-  num_spans = 1 if mesh.is_sharded("time") else min(max(length // _SHORTEST_SPAN, 1), _MOST_SPANS)
+  num_spans = 1 if mesh.is_sharded("time") else min(max(length // _MIN_SPAN, 1), _MAX_SPANS)
   spans = []
   for number in range(num_spans):
     first, end = (length * place // num_spans for place in (number, number + 1))
@@ -119,12 +119,14 @@ def xla(
     keys = slice(first_key, end)
     q = q_BTNH[:, first:end]
     spans.append(
-      part(q, k_BSKH[:, keys], v_BSKH[:, keys], first_query=first, first_key=first_key, **options)
+      attend_slice(
+        q, k_BSKH[:, keys], v_BSKH[:, keys], first_query=first, first_key=first_key, **options
+      )
     )
   return jnp.concatenate(spans, axis=1)
 
 
-def part(
+def attend_slice(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
@@ -138,9 +140,9 @@ def part(
   sinks_N: jax.Array | None = None,
   bias_NTS: jax.Array | None = None,
 ) -> jax.Array:
-  """Attention of a slice of the queries to a slice of the keys, as `xla` computes it.
+  """Returns attention of a slice of the queries to a slice of the keys.
 
-  The slices begin at `first_query` and `first_key`; the options describe full sequences.
+  The slices begin at `first_query` and `first_key`; array options cover the full sequences.
   """
   B, T, N, H = q_BTNH.shape
   K, S = k_BSKH.shape[2], k_BSKH.shape[1]

@@ -26,7 +26,7 @@ class LatentAttention(module.Module):
 
   A key concatenates an up-projection of the token's latent vector and a rotary key shared by all
   heads. Decoding absorbs the up-projection into the query, so it never materializes keys. C is the
-  rank of the latent vector, R the width of the rotary key.
+  width of the latent vector, R that of the rotary key.
   """
 
   def __init__(
@@ -55,9 +55,9 @@ class LatentAttention(module.Module):
       dim: D.
       num_heads: N.
       head_dim: Width of a head without its rotary dims.
-      rope_dim: Width of the rotary dims.
+      rope_dim: R.
       value_dim: Width of a head's value.
-      rank: Width of the latent vector.
+      rank: C.
       query_rank: Width of the queries' latent vector; None: queries are projected from D.
       query_down: D -> query_rank; None if there is no query latent.
       query: query_rank (or D) -> N x (head_dim + rope_dim).
@@ -66,7 +66,7 @@ class LatentAttention(module.Module):
       output: N x value_dim -> D.
       norm: Applied to the latents.
       rope: Applied to the rotary dims of queries and keys.
-      scale: Factor of the logits; None: 1 / sqrt(head_dim + rope_dim).
+      scale: Multiplier of the logits; None: 1 / sqrt(head_dim + rope_dim).
       kernel: The attention kernel.
     """
     self.num_heads = num_heads
@@ -95,7 +95,7 @@ class LatentAttention(module.Module):
   ) -> tuple[jax.Array, LatentCache | None]:
     """Returns (y_BTD, the updated cache); see `Attention`."""
     positions_BT = context.positions_BT
-    q_BTNH, turned_BTNR = self._queries(x_BTD, context)
+    q_BTNH, rotary_BTNR = self._queries(x_BTD, context)
     latent_BTC, key_BTR = jnp.split(self.latent(x_BTD, context), [self.rank], axis=-1)
     latent_BTC = self.latent_norm(latent_BTC)
     key_BT1R = self.rope(key_BTR[:, :, None], positions_BT)
@@ -104,12 +104,12 @@ class LatentAttention(module.Module):
       cached_BTC = jnp.concatenate([latent_BTC, key_BT1R[:, :, 0]], axis=-1)
       cache = cache.write(cached_BTC, positions_BT)
       if x_BTD.shape[1] == 1:
-        y_BNH = self._attend_to(cache, q_BTNH[:, 0], turned_BTNR[:, 0], positions_BT)
+        y_BNH = self._attend_to(cache, q_BTNH[:, 0], rotary_BTNR[:, 0], positions_BT)
         return self.output(y_BNH[:, None]), cache
     k_BTNH, v_BTNH = jnp.split(self.key_value(latent_BTC, context), [self.head_dim], axis=-1)
     key_BTNR = jnp.broadcast_to(key_BT1R, (*k_BTNH.shape[:3], self.rope_dim))
     y_BTNH = self.kernel(
-      jnp.concatenate([q_BTNH, turned_BTNR], axis=-1),
+      jnp.concatenate([q_BTNH, rotary_BTNR], axis=-1),
       jnp.concatenate([k_BTNH, key_BTNR], axis=-1),
       v_BTNH,
       scale=self.scale,
@@ -122,19 +122,19 @@ class LatentAttention(module.Module):
       x_BTD = self.query_norm(self.query_down(x_BTD, context))
     q_BTNH = self.query(x_BTD, context)
     q_BTNH = mesh.constrain(q_BTNH, "batch", "time", "heads", None)
-    q_BTNH, turned_BTNR = jnp.split(q_BTNH, [self.head_dim], axis=-1)
-    return q_BTNH, self.rope(turned_BTNR, context.positions_BT)
+    q_BTNH, rotary_BTNR = jnp.split(q_BTNH, [self.head_dim], axis=-1)
+    return q_BTNH, self.rope(rotary_BTNR, context.positions_BT)
 
   def _attend_to(
-    self, cache: LatentCache, q_BNH: jax.Array, turned_BNR: jax.Array, positions_B1: jax.Array
+    self, cache: LatentCache, q_BNH: jax.Array, rotary_BNR: jax.Array, positions_B1: jax.Array
   ) -> jax.Array:
     w_CNH = self.key_value.matrix().astype(q_BNH.dtype)
     to_key_CNH, to_value_CNH = jnp.split(w_CNH, [self.head_dim], axis=-1)
     q_BNC = jnp.einsum("BNH,CNH->BNC", q_BNH, to_key_CNH)
     latents_BCS = cache.latents_BCS
-    # One KV head: the latent is both key and value.
+    # Multi-query attention: the latent vector is the key and the value of one KV head.
     y_BNC = kernels.cached(
-      jnp.concatenate([q_BNC, turned_BNR], axis=-1),
+      jnp.concatenate([q_BNC, rotary_BNR], axis=-1),
       latents_BCS[:, None],
       latents_BCS[:, None, : self.rank].swapaxes(2, 3),
       positions_in(cache.num_slots, positions_B1) >= 0,
@@ -159,7 +159,7 @@ class LatentAttention(module.Module):
     return LatentCache.empty(batch, length, self.rank + self.rope_dim, dtype)
 
   def num_slots(self, length: int) -> int:
-    """Returns the cache slots that a sequence of `length` tokens needs."""
+    """Returns the number of cache slots for a sequence of `length` tokens."""
     return length
 
   def score_flops(self, num_tokens: int) -> tuple[float, float]:

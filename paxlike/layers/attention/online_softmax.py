@@ -2,9 +2,9 @@
 """Blockwise attention: an online softmax over blocks of queries and keys, in any order.
 
 Blocks are combined by running maxima and sums (Milakov and Gimelshein, arXiv:1805.02867); the
-backward pass recomputes the logits (Dao, arXiv:2307.08691). Letters beyond docs/legend.md: P pieces
-of T queries each, I blocks, G = N / K query heads per KV head. Statistics and sums are float32,
-matmuls take operands in the dtype of the inputs.
+backward pass recomputes the logits (Dao, arXiv:2307.08691). Letters: P pieces of T queries each, I
+blocks, G = N / K query heads per KV head. Maxima and sums are float32; operands of matmuls have the
+dtype of the inputs.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from paxlike.layers.pipeline.stage_shift import take
 
-_HIDDEN = -1e30
+_MASKED = -1e30
 
 
 class Mask(NamedTuple):
@@ -80,8 +80,8 @@ class Blocks:
   """The blocks to compute.
 
   Attributes:
-    pieces: int32 [I], the index of the piece of queries.
-    starts: int32 [I], the first key.
+    pieces: int32 [I], the index of each block's piece of queries.
+    starts: int32 [I], the first key of each block.
     span: The number of keys of a block.
   """
 
@@ -135,24 +135,27 @@ class Gradients(NamedTuple):
 
 
 def start(queries: Queries, value_dim: int, sinks_N: jax.Array | None) -> Accumulator:
-  """Returns the accumulator before any key."""
+  """Returns the initial accumulator."""
   *shape, _ = queries.q.shape
   y, none = jnp.zeros((*shape, value_dim), jnp.float32), jnp.zeros(shape, jnp.float32)
   if sinks_N is None:
-    return Accumulator(y, none + _HIDDEN, none)
+    return Accumulator(y, none + _MASKED, none)
   return Accumulator(y, none + sinks_N.reshape(*shape[2:4], 1), none + 1)
 
 
 def attend(
   accumulator: Accumulator, queries: Queries, keys: Keys, blocks: Blocks, mask: Mask
 ) -> Accumulator:
-  """Returns the accumulator after `blocks`; the first has a visible key for each query."""
+  """Returns the accumulator with `blocks` added.
+
+  The first block of a piece must have a visible key for each query.
+  """
 
   def add(accumulator: Accumulator, block: Blocks) -> tuple[Accumulator, None]:
     query, key = take(queries, block.pieces), _span(keys, block)
     old = take(accumulator, block.pieces)
     logits, visible = _logits(query, key, mask)
-    logits = jnp.where(visible, logits, _HIDDEN)
+    logits = jnp.where(visible, logits, _MASKED)
     maximum = jnp.maximum(old.maximum, logits.max(-1))
     weights, rescale = jnp.exp(logits - maximum[..., None]), jnp.exp(old.maximum - maximum)
     y = _einsum("BKGTS,BSKH->BKGTH", weights.astype(key.v.dtype), key.v)
@@ -184,13 +187,13 @@ def attend_backward(
   blocks: Blocks,
   mask: Mask,
 ) -> Gradients:
-  """Returns `gradients` plus those of `blocks`."""
+  """Returns `gradients` with those of `blocks` added."""
 
   def add(sums: Gradients, block: Blocks) -> tuple[Gradients, None]:
     query, key = take(queries, block.pieces), _span(keys, block)
     dy, lse, delta = take(inputs, block.pieces)
     logits, visible = _logits(query, key, mask)
-    weights = jnp.exp(jnp.where(visible, logits, _HIDDEN) - lse[..., None])
+    weights = jnp.exp(jnp.where(visible, logits, _MASKED) - lse[..., None])
     dlogits = _einsum("BKGTH,BSKH->BKGTS", dy, key.v) - delta[..., None]
     dlogits *= weights
     if mask.soft_cap is not None:
@@ -211,7 +214,7 @@ def attend_backward(
 
 
 def _logits(query: Queries, key: Keys, mask: Mask) -> tuple[jax.Array, jax.Array]:
-  """Returns (logits of a block [B, K, G, T, S], the mask of visible ones)."""
+  """Returns (logits of a block [B, K, G, T, S], a mask that is true where they are visible)."""
   logits = _einsum("BKGTH,BSKH->BKGTS", query.q, key.k)
   if mask.soft_cap is not None:
     logits = mask.soft_cap * jnp.tanh(logits / mask.soft_cap)

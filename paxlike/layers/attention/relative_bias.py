@@ -14,7 +14,7 @@ from paxlike.layers import module
 
 @configurable
 class RelativeBias(module.Module):
-  """One bucket per distance up to num_buckets / 2, then logarithmic buckets up to max_distance."""
+  """One bucket per distance below num_buckets / 2, then logarithmic buckets up to max_distance."""
 
   def __init__(
     self,
@@ -24,7 +24,7 @@ class RelativeBias(module.Module):
     max_distance: ranges.Size = 128,
     init: module.Initializer = module.zeros,
   ):
-    """Distances from `max_distance` on share the last bucket."""
+    """All distances of at least `max_distance` share the last bucket."""
     if max_distance <= num_buckets // 2:
       raise UserError(
         f"RELATIVE_DISTANCE={max_distance} must be more than half of RELATIVE_BUCKETS="
@@ -38,7 +38,7 @@ class RelativeBias(module.Module):
     """Returns [N, ...] for distances [...] to earlier tokens; negative distances count as 0."""
     distances = jnp.maximum(distances, 0)
     exact = self.num_buckets // 2
-    # log(exact) is where the coarse buckets begin, log(max_distance) where they end.
+    # Coarse buckets divide the range from log(exact) to log(max_distance) evenly.
     share = jnp.log(jnp.maximum(distances, 1) / exact) / math.log(self.max_distance / exact)
     coarse = exact + (share * (self.num_buckets - exact)).astype(jnp.int32)
     buckets = jnp.where(distances < exact, distances, jnp.minimum(coarse, self.num_buckets - 1))

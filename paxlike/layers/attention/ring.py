@@ -2,7 +2,7 @@
 """Ring attention: keys and values rotate around the axis `context` (Liu et al., arXiv:2310.01889).
 
 In zigzag order, the causal blocks of a device's queries with another device's keys are high queries
-x low keys, and either low x low (for a lower device) or high x high (for a higher device).
+x low keys, and either low x low (keys of a lower device) or high x high (of a higher device).
 """
 
 from typing import TypeVar
@@ -96,7 +96,7 @@ def _own_blocks(queries: online_softmax.Queries) -> online_softmax.Blocks:
 def _blocks(
   queries: online_softmax.Queries, distance: jax.Array | int, num_devices: int
 ) -> online_softmax.Blocks:
-  """Returns the blocks with the keys of the device `distance` places back in the ring."""
+  """Returns the blocks with the keys of the device `distance` steps back in the ring."""
   is_before = jax.lax.axis_index(AXIS) >= distance
   both = jnp.where(is_before, _LOW, _HIGH)
   return online_softmax.Blocks.of_halves(queries, jnp.stack([_HIGH, both]), jnp.stack([_LOW, both]))

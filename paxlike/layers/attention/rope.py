@@ -24,7 +24,7 @@ class Rope(Module):
   Attributes:
     theta: Base of the wavelengths.
     scaling: Changes the frequencies for longer contexts.
-    magnitude: Factor of the result, the "attention factor" of YaRN.
+    magnitude: Multiplier of the result (YaRN's "attention factor").
     interleaved: Whether x[2i] is paired with x[2i + 1] instead of x[i] with x[i + H/2].
   """
 
@@ -50,9 +50,9 @@ class Rope(Module):
     self.interleaved = interleaved
 
   def __call__(self, x_BTNH: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
-    """Returns x rotated, in its dtype; positions None are 0 to T - 1.
+    """Returns x rotated, in its dtype; without positions, they are 0 to T - 1.
 
-    Interleaved pairs come out as halves; the order of dims does not change dot products.
+    Interleaved pairs are returned as two halves: dot products do not depend on the order of dims.
     """
     if positions_BT is None:
       positions_BT = jnp.arange(x_BTNH.shape[1])[None]
@@ -70,7 +70,7 @@ class Rope(Module):
 
 @configurable(name="rope.linear")
 def linear(frequencies: np.ndarray, *, factor: ranges.Stretch) -> np.ndarray:
-  """Position interpolation (Chen et al., 2023)."""
+  """Position interpolation (Chen et al., 2023): divides all frequencies."""
   return frequencies / factor
 
 
@@ -89,7 +89,7 @@ def llama3(
     frequencies: Radians per token.
     factor: Divisor of the low frequencies.
     original_length: The context length before scaling.
-    low: Rotations within the original context up to which a frequency is divided fully.
+    low: Rotations within the original context up to which a frequency is divided by `factor`.
     high: Rotations from which a frequency is unchanged.
   """
   if high <= low:
@@ -118,7 +118,7 @@ def yarn(
     factor: Divisor of the low frequencies.
     original_length: The context length before scaling.
     fast: Rotations within the original context from which a frequency is unchanged (beta_fast).
-    slow: Rotations up to which it is divided fully (beta_slow).
+    slow: Rotations up to which it is divided by `factor` (beta_slow).
     truncate: Whether the ramp begins and ends at whole dims.
   """
   half = len(frequencies)

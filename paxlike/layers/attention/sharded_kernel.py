@@ -31,7 +31,7 @@ def per_device(
   """Calls `kernel` once on each device of the current mesh.
 
   Batch and heads stay sharded; T is all-gathered and padded to a multiple of `block`. KV heads are
-  repeated where heads have more shards than there are KV heads.
+  repeated until the number of head shards divides them.
 
   Args:
     kernel: (q_BTNH, k_BSKH, v_BSKH, **arrays) -> y_BTNH.
@@ -39,8 +39,8 @@ def per_device(
     k_BSKH: See `Kernel`.
     v_BSKH: See `Kernel`.
     options: See `Options`.
-    *names: The arrays among the options that the kernel takes; None where an option is not set.
-    block: The kernel needs a multiple of this many tokens.
+    *names: Names of the array options to pass to the kernel; an option that is not set is None.
+    block: The kernel requires a T that is a multiple of this.
   """
   sizes = mesh.sizes_here(mesh.AXES)
   arrays = {name: options.get(name) for name in names}
@@ -64,7 +64,7 @@ def per_device(
 def repeated_keys(
   num_heads: int, k_BSKH: jax.Array, v_BSKH: jax.Array, sizes: Mapping[str, int]
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns keys and values, their heads repeated so that the shards of the heads divide them."""
+  """Returns keys and values, with heads repeated until the number of head shards divides them."""
   K = k_BSKH.shape[2]
   spec = mesh.partition(("heads",), (num_heads,), sizes)
   shards = math.prod(sizes[axis] for axis in mesh.axes_of(spec))
@@ -75,12 +75,12 @@ def repeated_keys(
 
 
 def _spec(dims: mesh.Dims, x: jax.Array, sizes: Mapping[str, int]) -> PartitionSpec:
-  """Returns the PartitionSpec of a tensor, with T not sharded."""
+  """Returns the PartitionSpec of a tensor with T all-gathered."""
   return mesh.partition(tuple(None if dim == "time" else dim for dim in dims), x.shape, sizes)
 
 
 def _padded(x: jax.Array, dims: mesh.Dims, block: int) -> jax.Array:
-  """Pads T at the end, where the causal mask hides it: segment ids repeat, other tensors get 0."""
+  """Pads T at the end, where the causal mask hides it: with the last segment id, or with zeros."""
   sizes = zip(dims, x.shape, strict=True)
   widths = [(0, -size % block if dim == "time" else 0) for dim, size in sizes]
   return jnp.pad(x, widths, mode="edge" if dims == _DIMS["segments_BT"] else "constant")

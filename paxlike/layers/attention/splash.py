@@ -26,13 +26,13 @@ def splash(
 
   Skips blocks that the causal mask or the window hides, but not blocks between different segments.
   The block size is the largest power of two, up to 512, that divides T. `interpret` runs on any
-  backend, slowly: for tests.
+  backend, slowly, for tests.
 
   Raises:
-    UserError: There is a bias.
+    UserError: A bias is set.
   """
   refuse("splash", options, "bias_NTS")
-  # A slow import that only TPUs need.
+  # A slow import, needed only on TPUs.
   from jax.experimental.pallas.ops.tpu import splash_attention as library
 
   def local(
@@ -54,7 +54,7 @@ def splash(
 
 
 def _kernel(length: int, num_heads: int, options: Options, *, interpret: bool) -> Any:
-  """Returns the kernel of one sequence."""
+  """Returns the kernel for one sequence."""
   from jax.experimental.pallas.ops.tpu import splash_attention as library
 
   shape = (length, length)
@@ -81,5 +81,5 @@ def _kernel(length: int, num_heads: int, options: Options, *, interpret: bool) -
 
 
 def block_size(length: int) -> int:
-  """Returns the tokens of a block: the largest power of two, up to 512, that divides T."""
+  """Returns the block size: the largest power of two, up to 512, that divides `length`."""
   return math.gcd(length, _LARGEST_BLOCK)

@@ -27,17 +27,19 @@ def tokamax(
   """Flash attention (FlashAttention-3; Shah et al., 2024): memory linear in T; see `Kernel`.
 
   Segments are runs of equal ids. `implementation` is one of tokamax's: "mosaic_gpu" is for Hopper
-  and Blackwell; "xla", for tests, runs anywhere and materializes T x S logits.
+  and Blackwell; "xla", for tests, runs on any backend and materializes T x S logits.
 
   Raises:
-    UserError: tokamax is not installed, there are sinks, there are both a bias and a soft cap, or
-      the implementation does not support the inputs.
+    UserError: tokamax is not installed, sinks or both a bias and a soft cap are set, or the
+      implementation does not support the inputs.
   """
   refuse("tokamax", options, "sinks_N")
   window, soft_cap = options.get("window"), options.get("soft_cap")
   # tokamax applies the soft cap to logits + bias.
   if soft_cap is not None and options.get("bias_NTS") is not None:
-    raise UserError("ATTENTION_KERNEL=tokamax has no bias_NTS and soft_cap: take xla_chunked.")
+    raise UserError(
+      "ATTENTION_KERNEL=tokamax does not support bias_NTS with soft_cap: use xla_chunked."
+    )
   library, api = _library()
 
   def local(
@@ -65,7 +67,7 @@ def tokamax(
   try:
     return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", "bias_NTS")
   except NotImplementedError as error:
-    raise UserError(f"ATTENTION_KERNEL=tokamax: {error} Take xla_chunked.") from error
+    raise UserError(f"ATTENTION_KERNEL=tokamax: {error} Use xla_chunked.") from error
 
 
 def starts(segments_BT: jax.Array) -> jax.Array:
@@ -77,7 +79,7 @@ def starts(segments_BT: jax.Array) -> jax.Array:
 def _packed(implementation: Callable[..., jax.Array], starts_B1T: jax.Array) -> Any:
   """Returns the implementation with a segment mask.
 
-  tokamax's public function takes a T x S mask only; its kernels also take a first key per query.
+  tokamax's public function takes only a T x S mask; its kernels also take a first key per query.
   """
 
   def attend(*arrays: jax.Array, mask: Any, **options: Any) -> jax.Array:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism for sliding windows: each device receives the previous device's last keys.
 
-It applies where the window is no longer than a device's shard. Tokens stay in sequence order: with
-a window, all devices but the first have equal work.
+It applies if the window is no longer than a device's shard. Tokens stay in sequence order, in which
+a window gives all devices but the first equal work.
 """
 
 import jax
@@ -15,7 +15,7 @@ _NEVER = 2**30  # A key position that the causal mask hides from every query.
 
 
 def applies(mask: online_softmax.Mask, length: int) -> bool:
-  """Returns whether shards of `length` tokens need keys of the previous device only."""
+  """Returns whether shards of `length` tokens need keys only of the previous device."""
   return mask.window is not None and mask.window - 1 <= length
 
 

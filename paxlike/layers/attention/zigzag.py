@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token orders of sequences that are sharded over the mesh axis `context`.
 
-Zigzag order balances a causal mask: of 2C chunks of a sequence, device i of C holds chunk i, its
+Zigzag order balances a causal mask: of the 2C chunks of a sequence, device i of C has chunk i, its
 low chunk, followed by chunk 2C - 1 - i, its high chunk (Llama 3, arXiv:2407.21783, section 3.3.2).
 For use inside `shard_map`; arrays are a device's shard, [B, T, ...].
 """
@@ -61,14 +61,14 @@ def _positions(length: int, num_devices: int) -> jax.Array:
 
 
 def _holders(parity: int, num_devices: int) -> list[tuple[int, int]]:
-  """Returns (source, target) devices of all even (parity 0) or odd chunks, one per device."""
+  """Returns (source, target) devices for `ppermute` of the even (parity 0) or odd chunks."""
   last = 2 * num_devices - 1
   chunks = [2 * device + parity for device in range(num_devices)]
   return [(device, min(chunk, last - chunk)) for device, chunk in enumerate(chunks)]
 
 
 def _swapped(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns (low, high) chunks for (even, odd) ones, and vice versa."""
+  """Returns (low, high) chunks, given (even, odd) chunks, or vice versa."""
   is_even = jax.lax.axis_index(AXIS) % 2 == 0
   return jnp.where(is_even, one, other), jnp.where(is_even, other, one)
 

@@ -76,7 +76,7 @@ def test_cudnn_has_values_that_are_narrower_than_keys(h200, width, value_width, 
 
 def test_keys_that_are_repeated_are_told_of(h200, monkeypatch):
   gpu = topology.devices()[0]
-  for counts, says in ((True, "cudnn"), (False, "cudnn (packed keys repeated")):
+  for counts, says in ((True, "cudnn"), (False, "cudnn (KV heads repeated")):
     monkeypatch.setattr(auto_attention, "COUNTS_KEY_HEADS", counts)
     model = trainer("Llama3_8B").model
     assert model.kernels(Place(gpu)) == ["cudnn"]

@@ -46,7 +46,7 @@ def kernel(request, monkeypatch):
   if request.param == "tokamax":
     pytest.importorskip("tokamax")
   monkeypatch.setattr(chunked, "_CHUNK", 2)
-  monkeypatch.setattr(kernels, "_SHORTEST_SPAN", 2)
+  monkeypatch.setattr(kernels, "_MIN_SPAN", 2)
   return KERNELS[request.param]
 
 
@@ -86,7 +86,7 @@ def test_what_families_add_equals_numpy(kernel, names):
   options: Any = {theirs.get(name, name): value for name, value in given.items()}
   segments = np.array([[1, 1, 1, 1, 2, 2, 2], [1, 2, 2, 2, 2, 2, 0]], np.int32)
   if REFUSES.get(kernels.name_of(kernel), set()).intersection(names):
-    with pytest.raises(UserError, match="take xla_chunked"):
+    with pytest.raises(UserError, match="use xla_chunked"):
       kernel(q, k, v, scale=0.3, segments_BT=segments, **options)
     return
   got = kernel(q, k, v, scale=0.3, segments_BT=segments, **options)

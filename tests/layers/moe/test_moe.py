@@ -77,7 +77,7 @@ def test_output_is_that_of_a_loop_over_tokens(factor):
   expected, dropped = reference(params, x_BTD, places=places)
   np.testing.assert_allclose(y_BTD, expected, atol=1e-5)
   if factor is not None:
-    assert tuple(report["dropped_fraction"]) == (dropped, B * T * K)
+    assert tuple(report.metrics["dropped_fraction"]) == (dropped, B * T * K)
   assert (dropped > 0) == (factor == 0.4)
 
 
@@ -94,16 +94,16 @@ def test_the_balance_loss_is_least_where_all_are_chosen_alike():
   one = params | {"router.w": np.zeros((D, E)) + np.array([9, 0, 0, 0.0])}
   reports = [definition.bind(p)(abs(x_BTD))[1] for p in (even, one)]
   # With equal logits the first K are chosen, but all are as likely.
-  assert reports[0]["balance_loss"] == pytest.approx(0.5)
-  assert reports[1]["balance_loss"] > 0.9
-  assert reports[0]["z_loss"] == pytest.approx(0.25 * np.log(E) ** 2)
+  assert reports[0].losses["balance_loss"] == pytest.approx(0.5)
+  assert reports[1].losses["balance_loss"] > 0.9
+  assert reports[0].losses["z_loss"] == pytest.approx(0.25 * np.log(E) ** 2)
 
 
 @pytest.mark.slow
 def test_the_balance_loss_may_count_first_choices_only():
   definition, params = build(balance_loss=1.0, balanced_choices=1)
   x_BTD = jax.random.normal(jax.random.key(2), (B, T, D))
-  loss = definition.bind(params)(x_BTD)[1]["balance_loss"]
+  loss = definition.bind(params)(x_BTD)[1].losses["balance_loss"]
   logits = np.asarray(x_BTD) @ np.asarray(params["router.w"])
   shares = np.asarray(jax.nn.softmax(logits))
   first = np.bincount(logits.argmax(-1).ravel(), minlength=E) / (B * T)
