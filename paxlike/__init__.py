@@ -7,8 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-# With gcsfs, paths on gs:// need no TensorFlow, whose import by epath takes ten seconds per process.
-# epath reads this variable once, so it must be set before the first path.
+# With gcsfs, paths on gs:// need no TensorFlow, which epath would import for ten seconds in each
+# process. epath reads this variable once, so it must be set before the first path.
 if importlib.util.find_spec("gcsfs") is not None:
   os.environ.setdefault("EPATH_USE_TF", "0")
 # By default gcsfs caches folder listings forever and would not see what other processes write.

@@ -2,7 +2,7 @@
 """Experiment: the knobs of a run, and the methods that turn them into one Fiddle graph.
 
 A family overrides the methods that differ; a recipe sets knobs. A value derived from knobs is
-computed in the method that uses it, so that subclasses, mixins and the command line can set them.
+computed in the method that uses it, so that subclasses, mixins and the command line all affect it.
 """
 
 import itertools
@@ -66,7 +66,7 @@ class Experiment(Knobs):
   DCN_MESH_SHAPE: tuple[ranges.AxisSize, ...] | dict[str, ranges.AxisSize] = (1, 1, 1)
   #: Pipeline schedule, if the mesh axis pipeline is larger than 1.
   PIPELINE_SCHEDULE: Literal["gpipe", "circular", "1f1b", "interleaved_1f1b"] = "1f1b"
-  NUM_STAGES: ranges.Positive | None = None  #: Pipeline stages. None: the size of that axis.
+  NUM_STAGES: ranges.Positive | None = None  #: Pipeline stages. None: size of the axis pipeline.
   #: Chunks of layers per stage, for circular and interleaved_1f1b. None: 1.
   NUM_VIRTUAL_STAGES: ranges.Positive | None = None
   CIRCULAR_REPEAT: ranges.Positive | None = None  #: Pax's name for NUM_VIRTUAL_STAGES.
@@ -90,14 +90,16 @@ class Experiment(Knobs):
     "linear_rampup_cosine_decay", "linear_rampup_exponential_decay", "constant"
   ] = "linear_rampup_cosine_decay"
   LR_COS_WARMUP: ranges.NonNegative = 4000  #: Linear warmup steps of the cosine schedule.
-  #: Step at which its decay starts. None: LR_COS_WARMUP + 1.
+  #: Step at which the cosine decay starts. None: LR_COS_WARMUP + 1.
   LR_COS_DECAY_START: ranges.NonNegative | None = None
-  #: Step at which its decay ends. None: MAX_STEPS.
+  #: Step at which the cosine decay ends. None: MAX_STEPS.
   LR_COS_DECAY_END: ranges.NonNegative | None = None
   LR_COS_MIN_RATIO: ranges.Fraction = 0.1  #: Final learning rate as a fraction of the peak.
-  LR_LRED_WARMUP: ranges.NonNegative = 4000  #: Warmup of the exponential schedule.
-  LR_LRED_DECAY_START: ranges.NonNegative | None = None  #: None: LR_LRED_WARMUP + 1.
-  LR_LRED_DECAY_END: ranges.NonNegative | None = None  #: None: MAX_STEPS.
+  LR_LRED_WARMUP: ranges.NonNegative = 4000  #: Warmup steps of the exponential schedule.
+  #: Step at which the exponential decay starts. None: LR_LRED_WARMUP + 1.
+  LR_LRED_DECAY_START: ranges.NonNegative | None = None
+  #: Step at which the exponential decay ends. None: MAX_STEPS.
+  LR_LRED_DECAY_END: ranges.NonNegative | None = None
   LR_LRED_MIN_RATIO: ranges.Epsilon = 0.1  #: Final learning rate as a fraction of the peak.
   ADAM_BETA1: ranges.Probability = 0.9  #: Decay rate of the first moment.
   ADAM_BETA2: ranges.Probability = 0.95  #: Decay rate of the second moment.
@@ -109,7 +111,7 @@ class Experiment(Knobs):
   #: Offload the optimizer state to host memory between updates.
   OPTIMIZER_ON_HOST: bool = False
   WEIGHT_DECAY: ranges.Weight = 0.1  #: Decoupled weight decay.
-  WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: Decayed weights.
+  WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: Which weights decay.
   #: Maximum global gradient norm. None: no clipping.
   CLIP_GRADIENT_NORM_TO_VALUE: ranges.PositiveFloat | None = 1.0
 
@@ -140,7 +142,7 @@ class Experiment(Knobs):
   STACK_TRACE_INTERVAL: ranges.Interval | None = None
   #: Folder of a run or converted model to restore initial weights from. None: initialize all.
   CHECKPOINT_RESTORE_PATH: ranges.Path | None = None
-  CHECKPOINT_RESTORE_STEP: ranges.NonNegative | None = None  #: Its checkpoint's step. None: the newest.
+  CHECKPOINT_RESTORE_STEP: ranges.NonNegative | None = None  #: Its checkpoint. None: the newest.
   CHECKPOINT_INCLUDE_RULES: tuple[str, ...] = ("",)  #: Patterns of weights to restore.
   CHECKPOINT_IGNORE_RULES: tuple[str, ...] = ()  #: Patterns of weights to initialize anyway.
   USE_LORA: bool = False  #: Train only LoRA adapters of linear maps.
@@ -259,7 +261,7 @@ class Experiment(Knobs):
       return None
     given = {self.NUM_VIRTUAL_STAGES, self.CIRCULAR_REPEAT} - {None}
     if len(given) > 1:
-      raise UserError("NUM_VIRTUAL_STAGES and CIRCULAR_REPEAT differ: set only one of them.")
+      raise UserError("NUM_VIRTUAL_STAGES and CIRCULAR_REPEAT differ: set one of them.")
     count = self.NUM_MICROBATCHES
     return fdl.Config(
       layers.Pipeline,

@@ -3,7 +3,7 @@
 
 Each takes the root graph and edits it in place; `--fiddler=precision(dtype="float32")` applies one
 from the command line. Experiments apply them in a fixed order: precision, quantize,
-transformer_engine, lora, attention, segments, remat, stack.
+transformer_engine, lora, attention, segments, remat, cut_sequences, stack, pipeline.
 """
 
 import copy
@@ -89,7 +89,7 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
 
 
 def attention(graph: fdl.Buildable, kernel: str = "auto"):
-  """Sets the attention kernel, a key of `_KERNELS`; `auto` chooses by the devices."""
+  """Sets the attention kernel, a key of `_KERNELS`; `auto` depends on the devices."""
   if kernel not in _KERNELS:
     hint = did_you_mean(kernel, _KERNELS) or f" One of {', '.join(_KERNELS)}."
     raise UserError(f"no attention kernel {kernel}.{hint}")
@@ -110,7 +110,7 @@ def segments(graph: fdl.Buildable, most: ranges.Size):
 
 
 def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
-  """Sets which activations of a block are saved for the backward pass: a name of `layers.Remat`."""
+  """Sets the remat policy of blocks, a name in `layers.Remat`."""
   if policy not in layers.Remat.__members__:
     hint = did_you_mean(policy, layers.Remat.__members__)
     raise UserError(
@@ -216,7 +216,7 @@ def pipeline(graph: fdl.Buildable, stages: fdl.Config[layers.Pipeline]):
 
 
 def cut_sequences(graph: fdl.Buildable):
-  """Sequence parallelism: shards activations between attention and MLP in time over axis tensor."""
+  """Sequence parallelism: shards norms and residuals along time over axis tensor."""
   for kind in (layers.Block, layers.Linear):
     for node in select(graph, kind):
       node.time = "sequence"

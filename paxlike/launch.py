@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run in this process: experiment -> graph -> trainer -> checks -> folder -> the mode.
+"""Executes one run in this process: experiment -> graph -> trainer -> checks -> folder -> mode.
 
-The command (`main`) and Python (`paxlike.train`, `paxlike.load`) both go this way.
+Both the command (`main`) and the Python API (`paxlike.train`, `paxlike.load`) use it.
 """
 
 import atexit
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
   from paxlike.experiment import Experiment
   from paxlike.telemetry.callbacks import Callback
 
-_PATIENCE = 5  # Seconds of trying which other knob would give one an effect.
+_SEARCH_SECONDS = 5  # Time limit of `_enabling`.
 
-TEMPORARY = 75  #: EX_TEMPFAIL of sysexits.h: a launcher shall start the job again.
+TEMPORARY = 75  #: EX_TEMPFAIL of sysexits.h: a launcher should restart the job.
 
-# What has ended the work of this process in a job of several.
+# The exceptions that ended this process's work in a multi-process job.
 _failures: list[BaseException] = []
 
 
@@ -39,15 +39,15 @@ def status_of(error: BaseException) -> int:
   return TEMPORARY if isinstance(error, TemporaryError) else 1
 
 
-#: Makes the experiment that options name; None where they name a graph or a run.
+#: Returns the experiment that options name; None if they name a graph or a run.
 Make = Callable[[flags.Options], "Experiment | None"]
 
 
 @contextlib.contextmanager
-def among_others(*, leave: bool) -> Iterator[None]:
-  """Context of the work of one of several processes: the others are told if it fails.
+def reporting_failure(*, leave: bool) -> Iterator[None]:
+  """Context of this process's work, whose failure is reported to the other processes of its job.
 
-  At its end they are told that this process is done, if it is to `leave` them.
+  With `leave`, success is reported too.
   """
   try:
     yield
@@ -62,7 +62,7 @@ def among_others(*, leave: bool) -> Iterator[None]:
 
 @functools.cache
 def leave_at_exit():
-  """Has a script, as it ends, report to the other processes of its job, if there are any."""
+  """Makes this process report its exit to the other processes of its job, if there are any."""
   if others := sys.modules.get("paxlike.processes.multiprocess"):
     atexit.register(_leave, others)
 
@@ -71,27 +71,27 @@ def _leave(others: Any):
   if not _failures:
     others.leave()
     return
-  # The others have ended by themselves: JAX would wait for them.
+  # The other processes exit by themselves, and JAX would wait for them.
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status_of(_failures[0]))
 
 
 def as_texts(knobs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-  """Returns knobs that Python gives as a command line would."""
+  """Returns knobs given in Python as (name, text) pairs, as from a command line."""
   return tuple((n, v if isinstance(v, str) else knob_text.spell(v)) for n, v in knobs.items())
 
 
 def experiment_if_named(options: flags.Options) -> "Experiment | None":
-  """Returns the experiment that options name; None: they name the file of a graph, or a run."""
-  # Knobs without an experiment are those of the run in the folder.
+  """Returns the experiment that options name; None if they name a graph file or a run."""
+  # Knobs without an experiment apply to the experiment of the run's folder.
   about_knobs = options.knobs or options.fdl_help
   is_named = options.fdl_config or (about_knobs and not options.fdl_config_file)
   return experiment_of(options) if is_named else None
 
 
 def experiment_of(options: flags.Options) -> "Experiment":
-  """Returns the experiment that options name, its knobs set.
+  """Returns the experiment that options name, with its knobs set.
 
   Raises:
     UserError: There is no such experiment or knob, or a value is wrong.
@@ -109,7 +109,7 @@ def experiment_of(options: flags.Options) -> "Experiment":
 
 
 def graph_of(options: flags.Options, experiment: "Experiment | None") -> Any:
-  """Returns the root graph of an experiment, or of a file, with the edits of the options.
+  """Returns the root graph of an experiment or a file, with the edits of the options.
 
   Raises:
     UserError: The experiment never reads a knob that was set, or an edit is wrong.
@@ -147,7 +147,7 @@ def root_graph(experiment: "Experiment") -> Any:
   """Returns the root graph of an experiment.
 
   Raises:
-    UserError: It makes something else than a trainer's.
+    UserError: `trainer()` does not return a graph of `Trainer`.
   """
   from paxlike.config import building
   from paxlike.training.trainer import Trainer
@@ -159,31 +159,31 @@ def root_graph(experiment: "Experiment") -> Any:
 
 
 def _enabling(experiment: "Experiment", name: str) -> str:
-  """Returns in words a choice of another knob with which knob `name` is read, if there is one."""
+  """Returns, as the end of a message, a value of another knob that makes `name` take effect."""
   began = time.monotonic()
   values = experiment.values()
   for other, knob in type(experiment).knobs().items():
     is_read = other in experiment.read_names()
     for choice in knob.trials(values[other].value) if is_read else ():
-      if time.monotonic() - began > _PATIENCE:
+      if time.monotonic() - began > _SEARCH_SECONDS:
         return ""
       one = type(experiment)()
       settings = {n: setting.value for n, setting in experiment.settings().items()}
       for given, value in {**settings, other: choice}.items():
         one.set(given, value, source="trial")
-      unexpected.failure(one.trainer)  # It may have read the knob all the same.
+      unexpected.failure(one.trainer)  # Even if it fails, it may have read the knob.
       if name in one.read_names():
         return f": {other}={knob_text.spell(choice)} would give it one"
   return ""
 
 
 def built(graph: Any) -> Any:
-  """Returns the trainer with the options of its devices; tells of those that JAX does not know."""
+  """Returns the trainer with XLA options for its devices; prints those that JAX does not know."""
   from paxlike.config import building
   from paxlike.devices import xla_flags
 
   several = cluster.num_gpus() > 1 or "paxlike.processes.multiprocess" in sys.modules
-  # The mesh before the rest, of which stacks ask for devices.
+  # The mesh is built first: building stacks starts JAX's backend, which fixes the GPU memory.
   mesh = building.build(graph.mesh, source="mesh") if several else None
   topology.take_gpu_memory(0 if mesh is None else mesh.num_groups)
   trainer: Any = building.build(graph)
@@ -194,7 +194,7 @@ def built(graph: Any) -> Any:
 
 
 def attempt(options: flags.Options, *, make: Make):
-  """Builds and checks what options describe, and nothing else."""
+  """Builds and checks the run that options describe, without starting it."""
   experiment = make(options)
   trainer = built(graph_of(options, experiment))
   if options.mode not in ("decode", "show"):
@@ -204,9 +204,9 @@ def attempt(options: flags.Options, *, make: Make):
 
 
 def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any]:
-  """Checks all that may refuse a run, together with the other processes; writes nothing.
+  """Runs all checks, together with the other processes; writes nothing.
 
-  Returns the prompts and how to decode, for --mode=decode.
+  Returns (prompts, decoding options), for --mode=decode.
   """
   from paxlike.cli import decode_options
   from paxlike.compilation import aot
@@ -242,15 +242,15 @@ def run(
 ) -> int:
   """Trains, evaluates or decodes. Returns the exit status: 128 + the signal that ended training.
 
-  Training calls those `callbacks` and the experiment's.
+  Training calls the experiment's callbacks and `callbacks`.
 
   Raises:
-    UserError: Something refuses the run; nothing has been written then.
-    RunError: It failed.
+    UserError: A check failed, before anything was written, or the folder cannot be written.
+    RunError: The run failed.
   """
   trainer = built(graph)
   if console.in_notebook() and trainer.stall_timeout is None:
-    trainer.stall_timeout = 0  # The process is the user's.
+    trainer.stall_timeout = 0  # A stall must not end the user's kernel.
   if options.mode == "train" and experiment is not None:
     callbacks = (*_callbacks(experiment), *callbacks)
   with trainer.watched():
@@ -280,7 +280,7 @@ def _run(
   assert options.job_log_dir is not None
   prompts, how = _check(options, graph, trainer)
   stage.is_over = True
-  # A model that a run would start from can be evaluated in a new folder.
+  # The weights of CHECKPOINT_RESTORE_PATH can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
   with contextlib.ExitStack() as stack:
     if not is_new:
@@ -290,7 +290,7 @@ def _run(
     others = sys.modules.get("paxlike.processes.multiprocess")
     if others and options.mode == "train" and trainer.saving:
       others.check_shared(folder)
-    # What evaluates and decodes writes files of its own, as a whole.
+    # Only training needs ownership: evaluation and decoding write their own files, atomically.
     owned = options.mode == "train"
     owner = stack.enter_context(ownership.owned(folder)) if owned else contextlib.nullcontext()
     journal = stack.enter_context(
@@ -315,7 +315,7 @@ def _run(
       from paxlike.cli import hints, run_files
 
       with run_folder.reading(folder / "config.json"):
-        _tell_changes(folder / "config.json", graph, journal)
+        _print_changes(folder / "config.json", graph, journal)
       stopped_by = trainer.train(folder, journal, files=run_files.of(experiment, graph))
       if stopped_by:
         journal.note(f"{hints.stopped(stopped_by)}{hints.saved(options.job_log_dir)}")
@@ -330,7 +330,7 @@ def _step(options: flags.Options, folder: Any) -> int | None:
   return best_checkpoint.step_of(folder) if options.step == "best" else options.step
 
 
-def _tell_changes(path: Any, graph: Any, journal: Any):
+def _print_changes(path: Any, graph: Any, journal: Any):
   """Prints what has changed in the graph since the run began, if anything has."""
   from paxlike.cli import run_files
   from paxlike.config import graph_file
@@ -340,7 +340,7 @@ def _tell_changes(path: Any, graph: Any, journal: Any):
   try:
     before = graph_file.read_data(path)
   except UserError as error:
-    journal.note(f"cannot be compared with how the run began: {error}")
+    journal.note(f"changes since the run began are unknown: {error}")
     return
   if changes := run_files.changes(before, graph, folder=path.parent):
     journal.note(f"changed since the run began:\n{changes}")

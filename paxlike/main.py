@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program: flags -> experiment -> graph -> trainer -> the mode."""
+"""The `paxlike` command: flags -> experiment -> graph -> trainer -> mode."""
 
 import functools
 import json
@@ -22,8 +22,8 @@ from paxlike.telemetry import console
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
 
-# Exceptions whose frames must live on until the process ends: XLA may still compile, and would
-# crash without what they hold.
+# Exceptions whose frames must stay alive until the process exits: XLA may still be compiling, and
+# would crash if the objects that they refer to were freed.
 _interrupted: list[BaseException] = []
 
 
@@ -31,9 +31,9 @@ def run():
   """Entry point of the `paxlike` command."""
   console.outlive_readers()
   sys.unraisablehook = _report_unraisable
-  # Where reading or writing a checkpoint fails, Orbax abandons what it has not begun.
+  # If reading or writing a checkpoint fails, Orbax abandons coroutines that it has not started.
   warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
-  # Where the disk is full a line for each would hide what the run itself says of that.
+  # On a full disk, a warning per cache entry would hide the run's own message.
   warnings.filterwarnings("ignore", "Error .* persistent compilation cache entry")
   status = 1
   stacks.obey_sigterm()
@@ -43,8 +43,8 @@ def run():
   finally:
     alone = "paxlike.processes.multiprocess" not in sys.modules
     if status == 130 or (status in (1, 2, 3, launch.TEMPORARY) and not alone):
-      # JAX would wait for the other processes, which end by themselves; and `_interrupted` must not
-      # be freed.
+      # JAX would wait for the other processes, which exit by themselves; and `_interrupted` must
+      # not be freed.
       if sys.exc_info()[1] is not None:
         traceback.print_exc()
       sys.stdout.flush()
@@ -54,8 +54,8 @@ def run():
 
 
 def _report_unraisable(error: Any):
-  # When a write fails, TensorStore tells of the other writes to an event loop that is closed by
-  # then; when a read fails, Orbax drops the coroutines of the other reads, which says Python.
+  # When a write fails, TensorStore reports the other writes to an event loop that is already
+  # closed; when a read fails, Orbax drops the coroutines of the other reads, and Python warns.
   dropped = "orbax" in getattr(getattr(error.object, "cr_code", None), "co_filename", "")
   if str(error.exc_value) != "Event loop is closed" and not dropped:
     sys.__unraisablehook__(error)
@@ -64,9 +64,8 @@ def _report_unraisable(error: Any):
 def main(argv: Sequence[str]) -> int:
   """Runs a command line.
 
-  Returns the exit status: 1 if the run or a check failed, 2 for a user's mistake, 3 for a step that
-  was only compiled or planned and does not fit into the memory of its devices, 75 if another start
-  may help.
+  Returns the exit status: 1 if the run or a check failed, 2 for invalid input, 3 if --mode=compile
+  or --mode=plan finds that a step does not fit into device memory, 75 if a restart may help.
   """
   options = flags.Options(traceback="--traceback" in argv)
   try:
@@ -74,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if options.help:
       print(usage.HELP, end="")
       return _with_output(0)
-    with launch.among_others(leave=True), unexpected.explained(options) as stage:
+    with launch.reporting_failure(leave=True), unexpected.explained(options) as stage:
       status = _dispatch(options, stage)
       prints_only = options.list or options.fdl_help
       writes_files = options.mode in ("train", "eval", "decode") and not prints_only
@@ -94,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _with_output(status: int) -> int:
-  """Returns the status of a program whose output is all that it gives: 1 if that was lost."""
+  """Returns `status`, or 1 if standard output, the command's only result, was lost."""
   return 1 if console.output_is_lost() else status
 
 
@@ -139,7 +138,7 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
 
 
 def _compile(options: flags.Options, trainer: Any) -> int:
-  """Compiles the step and tells of it. Returns 3 if devices have too little memory for it."""
+  """Compiles the step and prints a report. Returns 3 if it does not fit into device memory."""
   from paxlike.cli import compile_page
   from paxlike.compilation import aot
 
@@ -156,7 +155,7 @@ def _compile(options: flags.Options, trainer: Any) -> int:
 
 
 def _plan(options: flags.Options, experiment: "Experiment") -> int:
-  """Tells how to spread the experiment over devices. Returns 3 if nothing fits."""
+  """Prints how to shard the experiment over devices. Returns 3 if nothing fits."""
   from paxlike.cli import plan_page
   from paxlike.planning import planner
 
@@ -174,7 +173,7 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
     words = [f"--fdl_config={options.fdl_config}", *own, "--mode=compile"]
     words += [] if options.topology is None else [f"--topology={options.topology}"]
     words += [] if options.slices is None else [f"--slices={options.slices}"]
-    # What the command line has set is set by the plan.
+    # A knob of the plan that the command line has set is not in `own`, so it is always listed.
     chosen = plan_page.flags(plan, {n: v for n, v in now.items() if n not in experiment.settings()})
     return " ".join(["paxlike", *map(shlex.quote, words), *chosen])
 
@@ -182,7 +181,7 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
     if name in planner.CHOSEN:
       raise UserError(f"--mode=plan chooses {name}: leave --fdl.{name} out.")
     if name == "OPTIMIZER_ON_HOST":
-      raise UserError(f"--mode=plan does not know what {name}={text} takes: leave it out.")
+      raise UserError(f"--mode=plan cannot estimate the memory of {name}={text}: leave it out.")
   topology.take_gpu_memory()  # The same for all plans.
   plans = planner.find(build, topology.devices(), batch=options.global_batch)
   plans = planner.confirmed(plans, build, options.confirm or 0)

@@ -24,7 +24,7 @@ _Class = TypeVar("_Class", bound=type[Experiment])
 
 
 def register(cls: _Class) -> _Class:
-  """Registers a complete experiment, so that it is found by its name alone (decorator)."""
+  """Decorator that registers a complete experiment, so that its name alone finds it."""
   _REGISTRY[f"{cls.__module__}.{cls.__qualname__}"] = cls
   return cls
 
@@ -38,7 +38,7 @@ def registered() -> dict[str, type[Experiment]]:
 
 
 def find(name: str, *, flag: str = "fdl_config") -> type[Experiment]:
-  """Returns the experiment of a name, the value of `flag`.
+  """Returns the experiment with a name, the value of `flag`.
 
   A full path also finds classes outside of the package; the working directory is importable.
 
@@ -61,7 +61,7 @@ def find(name: str, *, flag: str = "fdl_config") -> type[Experiment]:
 
 
 def _registered(name: str, flag: str) -> type[Experiment] | None:
-  """Returns the registered experiment of a name; None if there is none."""
+  """Returns the registered experiment with a name; None if there is none."""
   known = registered()
   matches = [path for path in known if path == name or path.endswith(f".{name}")]
   if name in known:

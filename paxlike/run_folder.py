@@ -24,6 +24,8 @@ from etils import epath
 
 from paxlike.errors import UserError
 
+MAX_BYTES = 64_000_000  #: Default size limit of a run's files; records of metrics have none.
+
 
 def absolute(path: str | os.PathLike[str]) -> epath.Path:
   """Returns an absolute path; a path on a bucket is returned as given."""
@@ -253,14 +255,18 @@ def check_file(path: epath.PathLike):
     raise IsADirectoryError(errno.EISDIR, f"{name} is a folder, not a file", local)
 
 
-def read_bytes(path: epath.PathLike) -> bytes:
-  """Returns the content of a run's file.
+def read_bytes(path: epath.PathLike, *, limit: int | None = MAX_BYTES) -> bytes:
+  """Returns the content of a run's file of at most `limit` bytes.
 
   Raises:
-    OSError: It cannot be read, or is a pipe or a device.
+    OSError: It cannot be read, is larger, or is a pipe or a device.
   """
   check_file(path)
-  return epath.Path(path).read_bytes()
+  file = epath.Path(path)
+  if limit is not None and (size := file.stat().length) > limit:
+    message = f"{file.name} has {size:,} bytes; the limit for such a file is {limit:,}"
+    raise OSError(errno.EFBIG, message, os.fspath(path))
+  return file.read_bytes()
 
 
 def unique(name: str) -> str:

@@ -20,8 +20,8 @@ def read(
   """Returns the experiment of a run, with `knobs` of the command line set.
 
   Args:
-    folder: Of the run.
-    knobs: Name and text of each.
+    folder: The run's folder.
+    knobs: (name, text) pairs.
     allow_modules: Modules outside of paxlike that the run may use.
 
   Raises:

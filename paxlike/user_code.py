@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an exception was raised in code of the user, and what it says, in one line."""
+"""Where in the user's code an exception was raised, and its message in one line."""
 
 import linecache
 import os
@@ -10,12 +10,12 @@ import traceback
 
 _PACKAGE = f"{pathlib.Path(__file__).parent}{os.sep}"
 _LIBRARIES = tuple({*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))})
-# A graph in a message of Fiddle's: `<Partial[Mlp(hidden_dim=64, ...)]>`.
+# A graph in a Fiddle error message: `<Partial[Mlp(hidden_dim=64, ...)]>`.
 _GRAPH = re.compile(r"<(\w+\[[\w.]+)\(.*\)\]>", re.DOTALL)
 
 
 def summary(error: BaseException) -> str:
-  """Returns the type and the message of an exception in one line, without a final stop."""
+  """Returns the type and the message of an exception in one line, without a final period."""
   if isinstance(error, SystemExit):
     return f"sys.exit({'' if error.code is None else repr(error.code)[:300]}) was called"
   text = _GRAPH.sub(r"\1]", str(error).partition("\n\nFiddle context:")[0])
@@ -25,18 +25,18 @@ def summary(error: BaseException) -> str:
 
 
 def line_of(error: BaseException, *, entry: bool) -> str:
-  """Returns the innermost line of code that is neither ours nor a library's, or "".
+  """Returns the innermost line of the user's code in a traceback, or "".
 
   Args:
     error: An exception that was raised.
-    entry: Whether the file of the program that was started counts as code of the user. It does
-      where that is a script that calls `paxlike.train`, not where it is a command.
+    entry: Whether `__main__` counts as the user's code: true for a script that calls
+      `paxlike.train`, false for a command.
   """
   if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
-    return f"{error.filename}, line {error.lineno}"  # It has not run.
+    return f"{error.filename}, line {error.lineno}"  # It has no frame.
   for frame in reversed(traceback.extract_tb(error.__traceback__)):
     path = os.path.abspath(frame.filename)
-    # The cells of a notebook are no files, but their lines are known.
+    # Notebook cells are not files, but `linecache` has their lines.
     exists = os.path.isfile(path) or frame.filename in linecache.cache
     is_ours = path.startswith((_PACKAGE, *_LIBRARIES)) or not exists
     if not is_ours and (entry or not _is_entry(path)):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python calls: `train` makes a run, `load` a model."""
+"""The Python API: `train` trains a run, `load` loads a model."""

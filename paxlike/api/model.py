@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained model from Python: it generates, evaluates, gives logits and is exported."""
+"""A trained model in Python: generation, evaluation, logits and export."""
 
 import copy
 import dataclasses
@@ -29,24 +29,24 @@ def load(
   allow_modules: Sequence[str] = (),
   **knobs: Any,
 ) -> "Model":
-  """Returns the model in a folder: of a run, of `paxlike-convert`, or as Hugging Face has it.
+  """Returns the model in the folder of a run, of `paxlike-convert`, or in Hugging Face's format.
 
-  A folder of Hugging Face is converted when it is first loaded, into the folder `converted` of the
-  cache ($PAXLIKE_CACHE), and again when a file in it has changed.
+  A Hugging Face folder is converted when it is first loaded, and again after its files have
+  changed, into the folder `converted` of the cache ($PAXLIKE_CACHE).
 
   Args:
     folder: The folder.
-    step: Which checkpoint of a run; None: the newest; "best": by BEST_CHECKPOINT_METRIC.
-    allow_modules: Modules outside of paxlike that the files of a run may use, and so import: the
-      one of your experiment, say. Name only what you trust.
-    **knobs: Other values of its experiment's knobs: DATA_PATH="my.txt" to evaluate on, say.
+    step: A run's checkpoint; None: the newest; "best": the best by BEST_CHECKPOINT_METRIC.
+    allow_modules: Modules outside of paxlike that the run's files may import, such as your
+      experiment's. Name only modules that you trust.
+    **knobs: Overrides of the experiment's knobs, such as DATA_PATH="my.txt" to evaluate on.
 
   Raises:
     UserError: The folder holds no model, uses modules that are not allowed, or a knob is wrong.
   """
   names = tuple(allow_modules)
   options = flags.Options(mode="eval", knobs=launch.as_texts(knobs), fdl_allow_modules=names)
-  with launch.among_others(leave=False), unexpected.explained(options, entry=True):
+  with launch.reporting_failure(leave=False), unexpected.explained(options, entry=True):
     starting.set_up_jax(options)
     launch.leave_at_exit()
     path = _run_in(os.fspath(folder))
@@ -56,7 +56,7 @@ def load(
 
 
 def _run_in(folder: str) -> epath.Path:
-  """Returns the folder of a run or of a converted model, where `folder` is, or for it."""
+  """Returns `folder`, or, if that is in Hugging Face's format, the folder of its conversion."""
   path = run_folder.existing(os.fspath(run_folder.absolute(folder)))
   config = path / "config.json"
   with run_folder.reading(config):
@@ -74,7 +74,7 @@ def _run_in(folder: str) -> epath.Path:
   from paxlike.convert import cached
 
   if jax.process_count() > 1:
-    raise UserError(f"{path}: several processes need one copy: convert it by paxlike-convert.")
+    raise UserError(f"{path}: several processes cannot convert it: run paxlike-convert first.")
   return epath.Path(cached.converted(pathlib.Path(path)))
 
 
@@ -82,9 +82,9 @@ class Model:
   """A model with the weights of one checkpoint.
 
   Attributes:
-    folder: Of its run.
-    step: The checkpoint: updates that its weights have had.
-    tokenizer: Turns text into ids and back; None where its data have none.
+    folder: The folder of its run.
+    step: The checkpoint's step: completed updates.
+    tokenizer: The tokenizer of its data; None if they have none.
   """
 
   def __init__(
@@ -95,7 +95,7 @@ class Model:
     step: "int | Literal['best'] | None" = None,
     allow_modules: Sequence[str] = (),
   ):
-    """`graph` is the root graph of the run in `folder`; `allow_modules` is as of `load`.
+    """`graph` is the root graph of the run in `folder`; for `allow_modules` see `load`.
 
     Raises:
       UserError: There is no such checkpoint, or it is of another model.
@@ -133,24 +133,24 @@ class Model:
     stop: str | Sequence[str] = (),
     seed: int = 0,
   ) -> Any:
-    """Returns what follows a prompt, or each of several: a text for a text, ids for ids.
+    """Returns the continuation of a prompt, or of each of several: text for text, ids for ids.
 
-    A text ends where the model ends it (EOS), before a text of `stop`, after `max_new_tokens`, or
-    where the sequence of the model ends. Before the ids of a text comes the id that begins texts,
-    if the tokenizer has one; ids are taken as they are.
+    A continuation ends at EOS, before a string of `stop`, after `max_new_tokens`, or at the model's
+    maximum sequence length. Text is prefixed with the tokenizer's BOS, if it has one; ids are used
+    unchanged.
 
     Args:
-      prompts: A text, a list of texts, ids, or a list of lists of ids.
-      max_new_tokens: At most so many.
-      temperature: 0 takes the likeliest token, 1 draws by the model's probabilities.
-      top_k: Only so many of the likeliest tokens.
-      top_p: Only the likeliest that together have this probability.
-      min_p: Only those with this share of the likeliest's probability.
-      stop: Texts before which a text ends.
-      seed: Of the draws.
+      prompts: A string, a list of strings, ids, or a list of lists of ids.
+      max_new_tokens: Maximum number of new tokens.
+      temperature: Divides the logits; 0 is greedy.
+      top_k: Only the k most likely tokens.
+      top_p: Only the most likely tokens with this total probability.
+      min_p: Only tokens with this share of the largest probability.
+      stop: Strings before which a continuation ends.
+      seed: Of the sampling.
 
     Raises:
-      UserError: A prompt is empty, too long or no prompt; or there is no tokenizer for a text.
+      UserError: A prompt is empty, too long or invalid, or is text without a tokenizer.
     """
     import jax
 
@@ -174,7 +174,7 @@ class Model:
     return found[0] if is_one else found
 
   def _decoding_with(self, options: "Options") -> "Decoding":
-    """Returns what continues prompts; as long as tokens are drawn alike, with its programs."""
+    """Returns the decoder, which is reused with its programs while the sampling is the same."""
     from paxlike.inference import decoding
 
     if self._decoding is None or self._decoding.options.sampling != options.sampling:
@@ -193,10 +193,10 @@ class Model:
     """Returns float32 [B, T, V], the logits of the token after each of `tokens`.
 
     Args:
-      tokens: int [B, T], each row one document. T is at most the model's longest sequence.
+      tokens: int [B, T], one document per sequence. T is at most the model's MAX_SEQ_LEN.
 
     Raises:
-      UserError: They have another shape, or ids that the model does not know.
+      UserError: They have another shape, or ids outside of the vocabulary.
     """
     import jax
 
@@ -223,25 +223,25 @@ class Model:
     return jax.jit(forward, compiler_options=dict(self._decoder.compiler_options))
 
   def evaluate(self) -> dict[str, dict[str, float]]:
-    """Returns the metrics of each eval set, by name, as `--mode=eval` finds them; writes nothing.
+    """Returns the metrics of each eval set by name, like `--mode=eval`; writes nothing.
 
-    `<metric>_stderr` is a standard error; `num_predictions` and `num_examples` are what was
-    evaluated.
+    `<metric>_stderr` is a standard error; `num_predictions` and `num_examples` count the evaluated
+    tokens and sequences.
 
     Raises:
-      UserError: The experiment has no evaluation data, or they are missing.
+      UserError: The experiment has no evaluation data, or its files are missing.
     """
     import jax
 
     trainer, params = self._evaluator
-    evaluators = trainer.evaluators  # Or it is refused.
+    evaluators = trainer.evaluators  # Raises if there is no evaluation data.
     trainer.check(training=False)
     with jax.set_mesh(trainer.devices):
       return {name: one.run(params, name=name).values for name, one in evaluators.items()}
 
   @functools.cached_property
   def _evaluator(self) -> "tuple[Trainer, Any]":
-    """The trainer as it evaluates, and its weights: the same arrays if their layout is."""
+    """The trainer for evaluation and its weights, shared with the decoder if layouts are equal."""
     import jax
 
     from paxlike.layers.stack import layout_of
@@ -258,10 +258,10 @@ class Model:
     *,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
   ):
-    """Writes a new folder as Hugging Face has it, tokenizer and all: `paxlike-convert` does so.
+    """Writes model and tokenizer to a new folder in Hugging Face's format, like `paxlike-convert`.
 
     Raises:
-      UserError: Hugging Face has no such model, or the folder holds something already.
+      UserError: Hugging Face has no such model, or the folder is not empty.
     """
     from paxlike.convert import exporting
 
@@ -271,7 +271,7 @@ class Model:
 
 
 def _prompts(prompts: Any, *, vocab_size: int) -> tuple[list[Any], bool]:
-  """Returns prompts as a list, and whether there was only one, not in a list."""
+  """Returns (list of prompts, whether `prompts` is a single one)."""
   if isinstance(prompts, str):
     return [prompts], True
   listed = list(prompts)
@@ -286,7 +286,7 @@ def _ids(tokens: Any, *, vocab_size: int, what: str) -> np.ndarray:
   """Returns ids as an array of int32.
 
   Raises:
-    UserError: They are none of the model.
+    UserError: They are not ids of the vocabulary.
   """
   try:
     array = np.asarray(tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from Python: `train` makes one, `Run` is what its folder holds."""
+"""Runs in Python: `train` trains one, `Run` reads its folder."""
 
 import functools
 import importlib.util
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Run:
-  """The run in a folder, which may go on elsewhere: everything is read when it is asked for.
+  """The run in a folder. Nothing is cached, because the run may be in progress elsewhere.
 
   Attributes:
-    folder: As given, or with the working directory of then before it.
+    folder: Its absolute path.
     allow_modules: See `load`.
   """
 
@@ -36,8 +36,8 @@ class Run:
 
     Args:
       folder: Local or on a bucket.
-      allow_modules: Modules outside of paxlike that the files of the run may use, and so import.
-      graph: The root graph of the run, from its experiment; None: `load` reads that file.
+      allow_modules: Modules outside of paxlike that the run's files may import.
+      graph: The root graph of the run; None: `load` reads it from the folder.
 
     Raises:
       UserError: There is no such folder.
@@ -52,9 +52,9 @@ class Run:
 
   @property
   def status(self) -> str | None:
-    """How the run is: running, finished, stopped, failed, lost or stalled; None: it never began.
+    """The run's state: running, finished, stopped, failed, lost or stalled; None: never started.
 
-    A run is lost whose process has ended without a word.
+    Lost: its process has exited without writing its state.
 
     Raises:
       UserError: `status.json` is damaged.
@@ -72,7 +72,7 @@ class Run:
 
   @property
   def steps(self) -> list[int]:
-    """The checkpoints that there are, oldest first, by the number of updates before each."""
+    """Steps of the existing checkpoints, oldest first."""
     from paxlike.checkpoints.checkpoint import Checkpoints
 
     return Checkpoints(self.folder / "checkpoints", keep=None).steps()
@@ -80,18 +80,18 @@ class Run:
   def records(self) -> list[dict[str, Any]]:
     """Returns the records of `metrics.jsonl`, oldest first.
 
-    Each has `kind` ("train" or "eval"), `step` (of training counted from 0; of an evaluation the
+    Each has `kind` ("train" or "eval"), `step` (for training counted from 0; for evaluation the
     same as `updates`), `updates` (completed optimizer steps), `time` (seconds since 1970) and
-    `loss`. Those of training also have `learning_rate`, `grad_norm`, `total_weights` and, but for
-    the first, `seconds_per_step` and what follows from it; those of an evaluation `set`, the name
-    of the eval set, and its metrics. A number that was not finite is None.
+    `loss`. Training records also have `learning_rate`, `grad_norm`, `total_weights` and, except the
+    first, `seconds_per_step` and values derived from it. Evaluation records also have `set`, the
+    name of the eval set, and its metrics. Numbers that were not finite are None.
     """
     from paxlike.telemetry import metric_files
 
     return list(metric_files.records(self.folder))
 
   def metrics(self) -> Any:
-    """Returns `records()` as a table of pandas, a row each; without pandas the list itself."""
+    """Returns `records()` as a pandas DataFrame; without pandas, the list itself."""
     records = self.records()
     if importlib.util.find_spec("pandas") is None:
       return records
@@ -100,10 +100,10 @@ class Run:
     return pandas.DataFrame.from_records(records)
 
   def load(self, step: "int | Literal['best'] | None" = None) -> "Model":
-    """Returns the model of a checkpoint; None: the newest. Best: by `BEST_CHECKPOINT_METRIC`.
+    """Returns the model of a checkpoint; None: the newest; "best": by BEST_CHECKPOINT_METRIC.
 
     Raises:
-      UserError: There is no such checkpoint; or see `load`.
+      UserError: There is no such checkpoint, or `paxlike.load` fails.
     """
     from paxlike.api import model
 
@@ -121,23 +121,24 @@ def train(
 ) -> Run:
   """Trains an experiment in a folder, as `paxlike --fdl_config=... --job_log_dir=...` does.
 
-  If the run is there already, it goes on from its newest checkpoint. Ctrl-C (or a notebook's stop
-  button) and SIGTERM save a checkpoint before they end this by KeyboardInterrupt and SystemExit.
-  Where data sets of TFDS are is what the variable TFDS_DATA_DIR says.
+  An existing run resumes from its newest checkpoint. Ctrl-C (or a notebook's stop button) and
+  SIGTERM save a checkpoint, then raise KeyboardInterrupt and SystemExit. The environment variable
+  TFDS_DATA_DIR is the folder of TFDS data sets.
 
   Args:
-    experiment: A class, an instance (which stays as it is) or a name as of `--fdl_config`.
-    folder: Of the run; it is made if missing.
-    callbacks: Called while it trains, after those of the experiment.
-    **knobs: Other values of its knobs, such as MAX_STEPS=200; a text is read as on the command
+    experiment: A class, an instance (not modified) or a name as for `--fdl_config`.
+    folder: The run's folder; created if missing.
+    callbacks: Called during training, after the experiment's callbacks.
+    **knobs: Overrides of its knobs, such as MAX_STEPS=200; strings are parsed as on the command
       line.
 
   Returns:
     The run.
 
   Raises:
-    UserError: The experiment, a knob, the data, the devices or the folder do not allow it.
-    RunError: It failed, as where the loss is no longer finite.
+    UserError: The experiment, a knob, the data or the folder is invalid, or does not fit the
+      devices.
+    RunError: Training failed, for example because the loss is not finite.
   """
   options = flags.Options(
     mode="train",
@@ -146,7 +147,7 @@ def train(
     job_log_dir=os.fspath(folder),
   )
   make = functools.partial(_make, experiment=experiment, knobs=knobs)
-  with launch.among_others(leave=False), unexpected.explained(options, entry=True) as stage:
+  with launch.reporting_failure(leave=False), unexpected.explained(options, entry=True) as stage:
     starting.set_up_jax(options)
     from paxlike.telemetry import callbacks as checking
 
@@ -158,17 +159,17 @@ def train(
     given = checking.check(callbacks, source="paxlike.train: callbacks")
     status = launch.run(options, made, graph, stage, given)
   if status == 128 + signal.SIGINT:
-    raise KeyboardInterrupt(f"the run in {folder} is saved; the same call goes on with it")
+    raise KeyboardInterrupt(f"the run in {folder} is saved; the same call resumes it")
   if status:
     raise SystemExit(status)
   return Run(folder, allow_modules=[type(made).__module__], graph=graph)
 
 
 def _name_of(experiment: "type[Experiment] | Experiment | str") -> str:
-  """Returns the name that finds an experiment, or its class, again.
+  """Returns the name by which the registry finds an experiment or its class.
 
   Raises:
-    UserError: It is none.
+    UserError: It is not an experiment.
   """
   if isinstance(experiment, str):
     return experiment
@@ -188,7 +189,7 @@ def _make(
   experiment: "type[Experiment] | Experiment | str",
   knobs: dict[str, Any],
 ) -> "Experiment":
-  """Returns the experiment with those of the knobs that options name."""
+  """Returns a copy of the experiment with the knobs set that `options` name."""
   from paxlike import registry
 
   if isinstance(experiment, str):

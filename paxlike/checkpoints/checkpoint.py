@@ -63,16 +63,16 @@ class Checkpoints:
     keep: int | None,
     preserved: Callable[[], int | None] = lambda: None,
     check_owner: Callable[[], None] = lambda: None,
-    on_whole: Callable[[int, epath.Path], None] = lambda step, path: None,
+    on_commit: Callable[[int, epath.Path], None] = lambda step, path: None,
   ):
     """Reads nothing yet.
 
     Args:
       directory: The folder of checkpoints.
-      keep: Number of newest checkpoints to keep, None: all; others go after a verified save.
-      preserved: Returns a further step that is kept.
-      check_owner: Raises if this process may not write any more.
-      on_whole: Called with each committed checkpoint, in a thread of process 0.
+      keep: Number of newest checkpoints to keep; others go after a verified save. None: all.
+      preserved: Returns another step to keep.
+      check_owner: Raises if this process may no longer write.
+      on_commit: Called with each committed checkpoint, in a thread of process 0.
 
     Raises:
       UserError: `keep` is below 1.
@@ -82,7 +82,7 @@ class Checkpoints:
 
     self._ocp, self._check_owner = ocp, check_owner
     self._directory = run_folder.absolute(directory)  # Orbax accepts no relative path.
-    self._keep, self._preserved, self._on_whole = keep, preserved, on_whole
+    self._keep, self._preserved, self._on_commit = keep, preserved, on_commit
     self._damaged: set[int] = set()  # Steps that `restore_latest_valid` has skipped.
     self._not_kept: list[epath.Path] = []  # Removed after the current save is committed.
     self._opened: dict[int, tuple[dict[str, Any], Checksums | None]] = {}
@@ -110,7 +110,7 @@ class Checkpoints:
     Damaged checkpoints from `step` on are renamed, since Orbax saves no step before the newest.
 
     Raises:
-      UserError: A checkpoint from `step` on is not known to be damaged.
+      UserError: A checkpoint from `step` on is undamaged.
     """
     newer = [other for other in self.steps() if other >= step]
     if whole := [str(other) for other in newer if other not in self._damaged]:
@@ -126,14 +126,14 @@ class Checkpoints:
     options = committing.options(
       self._directory,
       before=self._check_owner,
-      after=self._on_commit,
+      after=self._committed,
     )
     registry = committing.handlers(jax.process_index())
     return self._ocp.CheckpointManager(self._directory, options=options, handler_registry=registry)
 
-  def _on_commit(self, path: epath.Path):
+  def _committed(self, path: epath.Path):
     committing.remove_after(path, self._not_kept)
-    self._on_whole(committing.step_of(path.name) or 0, path)
+    self._on_commit(committing.step_of(path.name) or 0, path)
 
   def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints, oldest first."""

@@ -270,7 +270,7 @@ class Checksums:
   def among(self, arrays: Collection[str]) -> "Checksums":
     """Returns a copy in which chunks of arrays not in `arrays` count as bytes of no array.
 
-    So they are verified with the other files: no byte escapes because of an unknown array name.
+    They are then verified with the other files, so an unknown array name exempts no byte.
     """
 
     def known(piece: Piece) -> Piece:
@@ -294,7 +294,7 @@ class Checksums:
     """Compares bytes with their checksums.
 
     Args:
-      arrays: Arrays whose chunks are verified. Empty: all bytes of no array. None: everything.
+      arrays: Arrays whose chunks are verified. Empty: bytes of no array. None: everything.
 
     Raises:
       Damaged: A checksum differs.
@@ -307,7 +307,7 @@ class Checksums:
   def verifying(
     self, *, arrays: Collection[str] | None, index: int = 0, count: int = 1
   ) -> Iterator[None]:
-    """Context during which threads do share `index` of `count` of `verify`.
+    """Context during which threads verify share `index` of `count` of the bytes; see `verify`.
 
     Their errors take precedence over the context's.
     """

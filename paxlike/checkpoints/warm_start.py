@@ -93,7 +93,7 @@ class Restore:
     among: Collection[str] | None = None,
     for_compute: bool = False,
     complete: bool = False,
-  ) -> "Taken":
+  ) -> "Loaded":
     """Returns the restored weights.
 
     Args:
@@ -125,7 +125,7 @@ class Restore:
         ),
       )
     others = [name for name in definition.weights if name not in names]
-    return Taken(params, self.provenance(step, others, list(params)), lost)
+    return Loaded(params, self.provenance(step, others, list(params)), lost)
 
   @contextlib.contextmanager
   def _naming_knobs(self) -> Iterator[None]:
@@ -193,7 +193,7 @@ class Restore:
     return any_of(self.include) and not any_of(self.ignore)
 
 
-class Taken(NamedTuple):
+class Loaded(NamedTuple):
   """Restored weights.
 
   Attributes:

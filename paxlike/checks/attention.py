@@ -112,8 +112,8 @@ def _available(device: Any, devices: jax.sharding.Mesh, case: Case) -> dict[str,
   if not on_cpu or (devices.size > 1 and is_first):
     found = {"xla": layers.xla, **found}
   if topology.has_cudnn_attention(device):
-    room = max(64, 2 * case.num_segments)
-    found["cudnn"] = functools.partial(layers.cudnn, max_segments=room)
+    max_segments = max(64, 2 * case.num_segments)
+    found["cudnn"] = functools.partial(layers.cudnn, max_segments=max_segments)
   if topology.has_tokamax_attention(device):
     found["tokamax"] = layers.tokamax
   if topology.has_splash_attention(device):
@@ -128,7 +128,7 @@ def _available(device: Any, devices: jax.sharding.Mesh, case: Case) -> dict[str,
 
 def _inputs(case: Case, devices: jax.sharding.Mesh) -> _Inputs:
   random = np.random.default_rng(0)
-  # Longer than a chunk of `xla_chunked`.
+  # T is longer than a chunk of `xla_chunked`.
   length, width = (288, 16) if is_cpu(devices) else (1024, 128)
   length -= 13 * case.odd
   B = max(2, mesh.batch_shards(devices)) if case.batch is None else case.batch

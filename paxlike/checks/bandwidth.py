@@ -56,8 +56,8 @@ def _permute(x: jax.Array, axis: str, size: int) -> tuple[jax.Array, jax.Array]:
   return got, _numbers(_start(before, x.size), x.size)
 
 
-# Name -> (the collective with its exact result, the multiple of its operand that a device sends at
-# the least).
+# Name -> (function that returns its result and the exact result, number of devices -> least bytes
+# that a device sends per byte of the operand).
 KINDS: dict[str, tuple[Callable[..., Any], Callable[[int], float]]] = {
   "all-gather": (_all_gather, lambda n: n - 1),
   "reduce-scatter": (_reduce_scatter, lambda n: (n - 1) / n),
@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[int], float]]] = {
 
 
 def _start(block: Any, size: int) -> Any:
-  """Returns the start of a block of `size` numbers modulo 251, as int32 may overflow otherwise."""
+  """Returns the start of a block of `size` numbers modulo 251, because int32 could overflow."""
   return block % 251 * (size % 251)
 
 
@@ -124,6 +124,6 @@ def _check(label: str, kind: str, axis: str, devices: jax.sharding.Mesh) -> Chec
     name=label,
     verdict=FAIL if num_wrong else PASS,
     figures={"GB/s a device": share(size) * count * 4 / seconds / 1e9},
-    detail=f"{tables.nbytes(count * 4)} a device"
+    detail=f"{tables.nbytes(count * 4)} per device"
     + (f"; {num_wrong} numbers are wrong" if num_wrong else ""),
   )

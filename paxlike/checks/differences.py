@@ -19,8 +19,8 @@ class Limits(NamedTuple):
     gradient: Norm of a gradient's error, relative to the gradient's norm.
     total: Relative error of the global gradient norm, and of the common scale of all gradients.
     floor: Least size of a gradient in relative errors, as a fraction of the root mean square of all
-      gradients: some, as those of key biases, are zero except for rounding.
-    note: A remark on these limits.
+      gradients: some, such as those of key biases, are zero except for rounding.
+    note: A remark on these limits for the report.
   """
 
   loss: float
@@ -30,8 +30,8 @@ class Limits(NamedTuple):
   note: str = ""
 
 
-# float32 steps differ by the order of sums; in fewer bits, operands are rounded too. The limits of
-# gradients are then raised to twice the rounding error on one device, at most to 0.5.
+# float32 steps differ by the order of sums; in lower precision, operands are rounded too. The
+# limits of gradients are then raised to twice the rounding error on one device, at most to 0.5.
 FLOAT32 = Limits(loss=2e-4, gradient=2e-4, total=2e-4, floor=1e-2)
 ROUNDED = Limits(loss=5e-3, gradient=0.03, total=0.01, floor=0.1)
 ROUTED = Limits(
@@ -39,7 +39,7 @@ ROUTED = Limits(
   gradient=0.2,
   total=0.03,
   floor=0.1,
-  note="coarse, as rounding makes routers choose other experts",
+  note="wide limits, because rounding makes routers choose other experts",
 )
 # Limit for the optimizer's update. bfloat16 weights and moments use stochastic rounding: a
 # difference in the last float32 bit may round a number the other way.
@@ -82,8 +82,8 @@ def compare(
     got: The step on the mesh.
     expected: The step on one device.
     limits: The limits of rounding errors.
-    exact: The float32 step on one device, if the others are in fewer bits.
-    may_be_same: Whether equal bits mean that both ran the same program.
+    exact: The float32 step on one device, if the others have lower precision.
+    may_be_same: Whether bitwise equal results mean that both ran the same program.
   """
   total = limits.total
   if exact is not None:
@@ -133,7 +133,7 @@ def _gradients(name: str, got: Step, expected: Step, limits: Limits, exact: Step
   detail = f"worst of {len(named)} gradients: {worst}"
   detail += f" ({len(wrong)} wrong)" if wrong else ""
   if not off <= limits.total:
-    detail += f"; together they are off by {off:.2g}, more than {limits.total:.2g}"
+    detail += f"; their common scale is off by {off:.2g}, more than {limits.total:.2g}"
   detail += f"; {len(zero)} more are zero except for rounding" if zero else ""
   detail += f"; {limits.note}" if limits.note else ""
   return Check(

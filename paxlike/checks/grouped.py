@@ -42,34 +42,34 @@ def matmuls(devices: jax.sharding.Mesh) -> Iterator[Check]:
 
 
 def _ours(given: Arrays, sizes: np.ndarray, dtype: Any) -> Arrays:
-  def product(x: jax.Array, w: jax.Array) -> jax.Array:
+  def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     groups = grouped_matmul.Groups(jnp.asarray(sizes))
     return grouped_matmul.grouped_matmul(x, w, groups)
 
-  return _pulled_back(product, {name: x.astype(dtype) for name, x in given.items()}, sizes)
+  return _with_gradients(matmul, {name: x.astype(dtype) for name, x in given.items()}, sizes)
 
 
 def _ragged(given: Arrays, sizes: np.ndarray) -> Arrays:
   used = np.arange(len(given["x"]))[:, None] < sizes.sum()
   masked = given | {"dy": np.where(used, given["dy"], 0)}
 
-  def product(x: jax.Array, w: jax.Array) -> jax.Array:
+  def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot(x, w, jnp.asarray(sizes))
 
-  return _pulled_back(product, masked, sizes)
+  return _with_gradients(matmul, masked, sizes)
 
 
-def _pulled_back(product: Any, given: Arrays, sizes: np.ndarray) -> Arrays:
+def _with_gradients(matmul: Any, given: Arrays, sizes: np.ndarray) -> Arrays:
   """Returns a grouped matmul and its gradients, for tokens that are in a group."""
   used = int(sizes.sum())
 
   @jax.jit
   def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
-    y, vjp = jax.vjp(product, x, w)
+    y, vjp = jax.vjp(matmul, x, w)
     dx, dw = vjp(dy)
     return {"value": y[:used], "dx": dx[:used], "dw": dw}
 
-  # Accelerators multiply float32 in fewer bits by default.
+  # Accelerators multiply float32 in lower precision by default.
   with jax.default_matmul_precision("highest"):
     return jax.device_get(run(*jax.device_put(list(given.values()), jax.local_devices()[0])))
 

@@ -15,13 +15,13 @@ ITEM = "devices"
 
 
 def found(trainer: Trainer) -> Iterator[Check]:
-  """Yields rows that describe devices, versions and mesh; they always pass."""
+  """Yields checks that describe devices, versions and mesh; they always pass."""
   devices = trainer.devices
   kinds = Counter(device.device_kind for device in devices.devices.flat)
   count = jax.process_count()
   processes = f"{count} process{'es' if count > 1 else ''}"
   every = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-  yield _row("devices", f"{every}, {processes}")
+  yield _fact("devices", f"{every}, {processes}")
   device = devices.local_devices[0]
   facts = [f"platform {device.platform}"]
   if capability := getattr(device, "compute_capability", None):
@@ -30,9 +30,9 @@ def found(trainer: Trainer) -> Iterator[Check]:
     facts.append(f"slice {index}")
   memory = (device.memory_stats() or {}).get("bytes_limit")
   facts.append(f"memory {tables.nbytes(memory)}" if memory else "memory not reported")
-  yield _row("first of this process", ", ".join(facts))
+  yield _fact("first of this process", ", ".join(facts))
   version = " ".join(device.client.platform_version.split())
-  yield _row(
+  yield _fact(
     "versions", f"JAX {jax.__version__}, jaxlib {jaxlib.version.__version__}, plugin {version}"
   )
   ici, dcn = trainer.mesh.sizes(devices.size)
@@ -42,8 +42,8 @@ def found(trainer: Trainer) -> Iterator[Check]:
   text = " x ".join(axes) or "one device"
   if outer:
     text += f" (ICI {' x '.join(inner) or '1'}; DCN {' x '.join(outer)})"
-  yield _row("mesh", text)
+  yield _fact("mesh", text)
 
 
-def _row(name: str, detail: str) -> Check:
+def _fact(name: str, detail: str) -> Check:
   return Check(item=ITEM, name=name, verdict=PASS, detail=detail)

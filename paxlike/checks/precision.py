@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls in 8 bits against the same quantization in NumPy: scales, rounding, sums, gradients."""
+"""8-bit matmuls against the same quantization in NumPy: scales, rounding, sums, gradients."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

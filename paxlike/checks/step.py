@@ -39,7 +39,7 @@ from paxlike.training.trainer import Trainer
 
 
 def steps(graph: Any, build: Build, *, full: bool) -> Iterator[Check]:
-  """Yields checks in float32 and, if it is another, in the experiment's own dtype."""
+  """Yields checks in float32 and, if it differs, in the experiment's own dtype."""
   size = "full size" if full else "shrunk"
   own = trained(graph, build, full=full)
   exact: Step | None = None  # The float32 step on one device; None if it failed.
@@ -76,7 +76,7 @@ def _both(graph: Any, build: Build, is_exact: bool, full: bool) -> tuple[Step, S
 
 
 def batch_of(trainer: Trainer, *, full: bool) -> dict[str, np.ndarray]:
-  """Returns a global batch: of the data if `full`, else random tokens of the same form.
+  """Returns a global batch: of the data if `full`, else random tokens of the same shape.
 
   Raises:
     UserError: The data cannot be read.
@@ -96,7 +96,7 @@ def batch_of(trainer: Trainer, *, full: bool) -> dict[str, np.ndarray]:
   given |= {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
   given["weights"] = (random.random(shape) < 0.9).astype(np.float32)
   if "segments" in given:
-    # Two documents a sequence, as pairs of answers have them.
+    # Two segments per sequence, as in preference pairs.
     first = random.integers(length // 4, length // 2, (size, 1))
     places = np.arange(length)[None]
     given["segments"] = (1 + (places >= first)).astype(np.int32)

@@ -104,7 +104,7 @@ def saved(trainer: Trainer, own: epath.Path | None) -> Iterator[Check]:
   """Yields the check of a checkpoint of the experiment's initial training state."""
   label = "saved and restored"
   if own is None:
-    detail = "--job_log_dir=DIR, with checkpoint saving enabled, tries its disk"
+    detail = "give --job_log_dir=DIR, with checkpoint saving enabled, to check its disk"
     yield Check(item=ITEM, name=label, verdict=ABSENT, detail=detail)
     return
   yield guarded(ITEM, label, lambda: _saved(label, trainer, own))
@@ -136,10 +136,10 @@ def _saved(label: str, trainer: Trainer, own: epath.Path) -> Check:
   nbytes = sum(x.nbytes for x in arrays.values())
   detail = f"{len(arrays)} arrays, {tables.nbytes(nbytes)}"
   if wrong:
-    detail += f"; {len(wrong)} differ, as {wrong[0]}"
+    detail += f"; {len(wrong)} differ, such as {wrong[0]}"
   rates = {"GB/s saved": nbytes / saving / 1e9, "GB/s restored": nbytes / reading / 1e9}
   if nbytes < _SMALL:
-    detail += f", in {saving:.2g} s and {reading:.2g} s: too few to measure the disk"
+    detail += f", in {saving:.2g} s and {reading:.2g} s: too few bytes to measure the disk"
   verdict = FAIL if wrong else PASS
   return Check(
     item=ITEM, name=label, verdict=verdict, figures=rates if nbytes >= _SMALL else {}, detail=detail

@@ -52,7 +52,7 @@ def _offloaded(label: str, device: Any) -> Check:
     name=label,
     verdict=PASS if equal else FAIL,
     figures=rates,
-    detail=tables.nbytes(numbers.nbytes) + ("" if equal else "; what came back differs"),
+    detail=tables.nbytes(numbers.nbytes) + ("" if equal else "; the copy differs"),
   )
 
 
@@ -83,7 +83,7 @@ def _fed(label: str, trainer: Trainer) -> Check:
     verdict=PASS if equal else FAIL,
     figures={"GB/s a process": nbytes / seconds / 1e9},
     detail=f"{tables.nbytes(nbytes)} in {seconds * 1e3:.3g} ms"
-    + ("" if equal else "; devices hold other numbers"),
+    + ("" if equal else "; devices received other numbers"),
   )
 
 

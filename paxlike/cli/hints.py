@@ -125,4 +125,6 @@ def of_run(folder: str | None) -> str:
     return ""
   more = f" --fdl_allow_modules={','.join(foreign)}" if foreign else ""
   trust = " if you trust these modules" if foreign else ""
-  return f" For that of the run there: --fdl_config_file={shlex.quote(path)}{more}{trust}."
+  return (
+    f" For that of the run in --job_log_dir: --fdl_config_file={shlex.quote(path)}{more}{trust}."
+  )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the curves of runs: `paxlike-plot RUN... [--output=FILE.png]`."""
+"""Plots the curves of runs: `paxlike-plot RUN... [--output=FILE.png]`."""
 
 import io
 import itertools
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 INK, FAINT = "#333333", "#dddddd"
-MEAN_FROM = 50  # Values; the mean is over a 25th of them.
+MEAN_FROM = 50  # Least number of values for a running mean; its window is 1/25 of them.
 
 
 class Curve(NamedTuple):
-  """One number over updates; what is missing or not finite is left out."""
+  """A metric over updates, without missing or non-finite values."""
 
   updates: list[int]
   values: list[float]
 
 
 class Run(NamedTuple):
-  """What is drawn of one run.
+  """The curves of one run.
 
   Attributes:
-    name: Tells it from the other runs.
-    loss: In training.
-    eval_losses: By eval set.
-    tokens_per_second: In training, of all devices.
+    name: Its label.
+    loss: The training loss.
+    eval_losses: Eval set -> loss.
+    tokens_per_second: The training throughput of all devices.
   """
 
   name: str
@@ -51,9 +51,9 @@ def main() -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-  """Runs a command line. Returns the exit status: 0, or 2 for a user's mistake."""
+  """Runs a command line; returns the exit status: 0, or 2 for a user error."""
   parser = console.Parser(
-    prog="paxlike-plot", description="Draws loss and throughput of one or several runs."
+    prog="paxlike-plot", description="Plots the loss and throughput of one or several runs."
   )
   parser.add_argument(
     "runs",
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _within(path: str) -> list[str]:
-  """Returns a run's folder itself; of another folder the runs in it that have a record."""
+  """Returns the path itself if it is a run's folder, else those of the runs in it with records."""
   folder = epath.Path(path)
   with run_folder.reading(path):
     if metric_files.files(folder) or not folder.is_dir():
@@ -101,7 +101,7 @@ def read(path: str, *, name: str) -> Run:
   """Reads the metrics of the run in folder `path`.
 
   Raises:
-    UserError: The folder holds none.
+    UserError: There are none.
   """
   folder = epath.Path(path)
   with run_folder.reading(path):
@@ -109,7 +109,7 @@ def read(path: str, *, name: str) -> Run:
     records = list(metric_files.records(folder))
   if not files:
     names = "metrics.jsonl or metrics/part-*.jsonl"
-    raise UserError(f"{path} is no folder of a run: it has no {names}.")
+    raise UserError(f"{path} is not the folder of a run: it has no {names}.")
   train = [record for record in records if record.get("kind") == "train"]
   evals: dict[str, list[dict[str, Any]]] = {}
   for record in records:
@@ -122,12 +122,12 @@ def read(path: str, *, name: str) -> Run:
     _curve(train, "tokens_per_second"),
   )
   if not any(curve.values for curve in (found.loss, *found.eval_losses.values())):
-    raise UserError(f"{files[-1]} holds no loss yet.")
+    raise UserError(f"{files[-1]} has no loss yet.")
   return found
 
 
 def draw(runs: Sequence[Run]) -> "Figure":
-  """Draws the curves: a colour for each run; of a single one, a colour for each curve.
+  """Plots the curves, with a colour per run, or per curve if there is a single run.
 
   Raises:
     UserError: matplotlib is not installed.
@@ -136,19 +136,19 @@ def draw(runs: Sequence[Run]) -> "Figure":
     import matplotlib.figure
   except ImportError:
     raise UserError("matplotlib is missing: pip install 'paxlike[plot]'.") from None
-  # Figures made without pyplot are drawn by Agg, whatever MPLBACKEND says, and need no display.
+  # A figure made without pyplot uses Agg regardless of MPLBACKEND, and needs no display.
   figure = matplotlib.figure.Figure(dpi=120, layout="constrained")
   if len(runs) == 1:
     _draw_one(figure, runs[0])
   else:
     _draw_several(figure, runs)
   if any(len(run_.loss.values) >= MEAN_FROM for run_ in runs):
-    figure.axes[0].set_title("full lines: running means", loc="right", fontsize=9, color=INK)
+    figure.axes[0].set_title("solid lines: running means", loc="right", fontsize=9, color=INK)
   return figure
 
 
 def save(figure: "Figure", output: str):
-  """Writes a PNG file, whole or not at all.
+  """Writes a PNG file atomically.
 
   Raises:
     UserError: It cannot be written.
@@ -173,7 +173,7 @@ def save(figure: "Figure", output: str):
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-  """What tells the paths apart: the shortest ends that do, without what all of them end with."""
+  """Returns the shortest distinct suffixes of paths, without their common suffix."""
   parts = [(path if "://" in path else os.path.abspath(path)).split("/") for path in paths]
   parts = [[part for part in path if part] for path in parts]
   if len(paths) == 1:
@@ -247,7 +247,7 @@ def _draw_training(axes: "Axes", curve: Curve, color: Any, *, label: str | None,
     label = f"{label}  {mean.values[-1]:.3f}"
   if raw and mean != curve:
     axes.plot(*curve, color=color, linewidth=0.7, alpha=0.35)
-  marker = "o" if len(curve.values) == 1 else None  # One point makes no line.
+  marker = "o" if len(curve.values) == 1 else None  # A line of one point is invisible.
   axes.plot(*mean, color=color, linewidth=1.6, marker=marker, label=label)
 
 
@@ -259,14 +259,14 @@ def _draw_eval(axes: "Axes", curve: Curve, color: Any, number: int, *, label: st
 
 
 def _running_mean(curve: Curve) -> Curve:
-  """The mean of the values around each."""
+  """Returns the running mean of a curve."""
   num_values = len(curve.values)
   half = num_values // MEAN_FROM
   sums = [0.0, *itertools.accumulate(curve.values)]
   means = []
   for place, value in enumerate(curve.values):
-    # At the start as far on both sides, so that the steep descent is not bent. At the end, where a
-    # curve is flat, not: the last mean is that of many values.
+    # At the start the window is symmetric, so that the steep descent is not distorted. At the end,
+    # where curves are flat, it is not, so that the last mean is over many values.
     before, after = min(half, place), min(half, place, num_values - 1 - place)
     mean = (sums[place + after + 1] - sums[place - before]) / (before + after + 1)
     means.append(mean if before else value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's folder says of its configuration, so that the folder alone decodes and evaluates.
+"""Configuration files in a run's folder, with which the folder alone can be evaluated or decoded.
 
 Relative paths are made absolute; the tokenizer and the modules of the user are copied into the
 folder, so that it can be moved.
@@ -49,7 +49,7 @@ def portable(graph: Any, *, own: str = run_folder.OWN) -> Any:
 
   Args:
     graph: The graph of a run.
-    own: What stands for the run's folder, in which the tokenizer is.
+    own: Prefix for the run's folder in the path of the tokenizer's copy.
   """
   graph = copy.deepcopy(graph, {id(leaf): leaf for leaf in _leaves(graph)})
   change = _Change(graph, own)
@@ -64,7 +64,7 @@ def portable(graph: Any, *, own: str = run_folder.OWN) -> Any:
 
 
 def _leaves(graph: Any) -> Iterator[Any]:
-  """Yields functions and values of a graph, which a copy shares: some are known by identity."""
+  """Yields the functions and leaves of a graph; a copy shares them, as some compare by identity."""
   for _, node in graph_types.nodes(graph):
     yield fdl.get_callable(node)
     left = list(node.__arguments__.values())
@@ -79,12 +79,12 @@ def _leaves(graph: Any) -> Iterator[Any]:
 
 
 def changes(before: Any, graph: Any, *, folder: epath.Path) -> str:
-  """Returns what has changed in a graph since its run began; "" if nothing has.
+  """Returns the changes of a graph since its run began; "" if there are none.
 
   Args:
-    before: What the run's folder has, as data; older versions wrote paths as they were given.
-    graph: Of now.
-    folder: The run's.
+    before: The graph in the run's folder, as data; older versions saved paths as given.
+    graph: The current graph.
+    folder: The run's folder.
   """
   saved = portable(graph, own=f"{run_folder.absolute(folder)}/")
   found = [graph_file.difference(before, one) for one in (saved, graph)]
@@ -102,7 +102,7 @@ def _portable_experiment(experiment: Experiment, graph: Any) -> Experiment:
 
 
 class _Change:
-  """Makes paths absolute, and that of the tokenizer the one of its copy."""
+  """Makes paths absolute, and replaces the tokenizer's path by that of its copy."""
 
   def __init__(self, graph: Any, own: str):
     self._tokenizer = _tokenizer(graph)
@@ -115,7 +115,7 @@ class _Change:
 
 
 def _tokenizer(graph: Any) -> pathlib.Path | None:
-  """Returns the file of the first tokenizer of a graph that has one."""
+  """Returns the file of the first tokenizer in a graph that reads one; None if none does."""
   for _, node in graph_types.nodes(graph):
     target = fdl.get_callable(node)
     if isinstance(target, type) and issubclass(target, FileTokenizer):
@@ -126,19 +126,19 @@ def _tokenizer(graph: Any) -> pathlib.Path | None:
 
 
 def _tokenizer_files(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
-  """Yields name and content of a tokenizer's file, and of those beside it that belong to it."""
+  """Yields (name, content) of a tokenizer's file, and of its settings and chat templates."""
   beside = [path.parent / name for name in (*chat.FILES, *token_settings.FILES)]
   beside += sorted((path.parent / chat.MORE_TEMPLATES).glob("*.jinja"))
   for file in dict.fromkeys((path, *beside)):
     if input_files.is_there(file):
-      # What lies beside it may be another's: its links must not lead to what an export publishes.
+      # Untrusted neighbours: a link out of the folder must not get private files into an export.
       folder = None if file == path else path.parent
       content = input_files.read(file, limit=token_settings.TOKENIZER_BYTES, folder=folder)
       yield os.fspath(file.relative_to(path.parent)), content
 
 
 def _code(modules: Iterable[str]) -> dict[str, bytes]:
-  """Returns the source files of modules of the user, and of what these use beside them."""
+  """Returns path -> source of the user's modules and of the user's modules that they import."""
   files: dict[str, bytes] = {}
   seen, left = set(), [name for name in modules if not allowed_symbols.within(name, ["paxlike"])]
   while left:

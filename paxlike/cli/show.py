@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--mode=show`, `--fdl_help` and `--list` print."""
+"""The output of `--mode=show`, `--fdl_help` and `--list`."""
 
 import math
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ def experiments() -> str:
   rows = []
   for path, cls in registry.registered().items():
     model = cls().model()
-    fiddlers.stack(model, scan=True)  # As many parameters in far fewer objects.
+    fiddlers.stack(model, scan=True)  # The same parameter count with far fewer objects.
     definition = Definition(building.build(model))
     summary = (cls.__doc__ or "").strip().split("\n")[0]
     rows.append((path.rpartition(".")[2], f"{definition.num_params:,}", summary))
   text = tables.table(("experiment", "parameters", ""), rows, right=(1,))
   local = [(found.name, found.doc) for found in local_experiments.find()]
   if local:
-    text += f"\n\n{tables.table(('of this folder (read, not imported)', ''), local)}"
+    text += f"\n\n{tables.table(('in this folder (parsed, not imported)', ''), local)}"
   return text
 
 
@@ -53,14 +53,14 @@ def knob_help(cls: type[Experiment]) -> str:
 
 
 def everything(experiment: Experiment | None, graph: fdl.Config[Trainer]) -> str:
-  """Returns the knobs, the flattened graph, and what follows from them."""
+  """Returns the knobs, the flattened graph, and the sizes of model, batch, mesh and memory."""
   parts = [] if experiment is None else [_knobs(experiment)]
   parts += [graph_file.describe(graph), _facts(building.build(graph))]
   return "\n\n".join(parts)
 
 
 def difference(graph: Any, other: Any, *, name: str) -> str:
-  """Returns what turns the experiment `name`, whose graph is `other`, into `graph`."""
+  """Returns the assignments that turn `other`, the graph of experiment `name`, into `graph`."""
   return graph_file.difference(other, graph) or f"No difference from {name}."
 
 
@@ -95,22 +95,22 @@ def _facts(trainer: Trainer) -> str:
   counted = flops.per_token(definition, seq_len)
   axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
   active = flops.active_params(definition)
-  of_them = "" if active == definition.num_params else f", {active:,} of them for each token"
+  per_token = "" if active == definition.num_params else f", {active:,} active per token"
   has_frozen = definition.num_trained < definition.num_params
   rows = [
-    ("parameters", f"{definition.num_params:,}{of_them}"),
+    ("parameters", f"{definition.num_params:,}{per_token}"),
     *([("trained parameters", f"{definition.num_trained:,}")] if has_frozen else []),
-    ("FLOPs a token", f"{counted.causal:.4g} (causal attention), {counted.full:.4g} (full)"),
+    ("FLOPs per token", f"{counted.causal:.4g} (causal attention), {counted.full:.4g} (full)"),
     ("global batch", f"{batch:,} sequences = {batch * seq_len:,} tokens"),
     ("mesh", f"{num_devices} devices: {axes}{note}"),
     *_memory(trainer, sizes),
-    *(("left whole", line) for line in _undivided(definition, sizes)),
+    *(("not sharded", line) for line in _undivided(definition, sizes)),
   ]
   return tables.table(("", ""), rows)
 
 
 def _axis_sizes(spec: mesh.MeshSpec) -> tuple[dict[str, int], str]:
-  """Returns the mesh that the experiment asks for, and whether this machine lacks its devices."""
+  """Returns the axis sizes of the mesh, and a note if it does not fit this machine's devices."""
   devices = topology.devices()
   here = len(devices)
   try:
@@ -123,7 +123,7 @@ def _axis_sizes(spec: mesh.MeshSpec) -> tuple[dict[str, int], str]:
 
 
 def _memory(trainer: Trainer, sizes: dict[str, int]) -> Iterator[tuple[str, str]]:
-  """Yields the bytes of the training state, or of what is only read, in all and on one device."""
+  """Yields the memory of the training state, or of read-only parameters: per device, in total."""
   axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
   devices = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types)
   state = train_state.abstract(
@@ -145,16 +145,16 @@ def _memory(trainer: Trainer, sizes: dict[str, int]) -> Iterator[tuple[str, str]
     one = sum(
       math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
     )
-    yield f"memory of {name}", f"{tables.nbytes(one)} per device ({tables.nbytes(whole)} in all)"
+    yield f"memory of {name}", f"{tables.nbytes(one)} per device ({tables.nbytes(whole)} in total)"
 
 
 def _undivided(definition: Definition, sizes: dict[str, int]) -> list[str]:
-  """Returns the dims that an axis of the mesh should shard but does not divide."""
+  """Returns the dims that mesh axes should shard but do not divide."""
   found = set()
   for spec in definition.weights.values():
     for dim, size in zip(spec.dims, spec.shape, strict=True):
       shards = math.prod(sizes[axis] for axis in mesh.RULES[dim])
       if size % shards:
         axes = " x ".join(f"{a} {sizes[a]}" for a in mesh.RULES[dim] if sizes[a] > 1)
-        found.add(f"{dim} {size:,} is not divided by {axes}")
+        found.add(f"{dim} {size:,} is not divisible by {axes}")
   return sorted(found)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be done before JAX is first used: set its platform, caches and logs, and join the other
-processes of the job.
+"""Set-up before JAX is first used: its platform, caches and logs, and joining the job's processes.
 
-Where Python calls paxlike, JAX may have started: what it would no longer read is left out then.
+If Python code calls paxlike, JAX may already be initialized; settings that it would no longer read
+are then skipped.
 """
 
 import logging
@@ -17,23 +17,23 @@ from paxlike.processes import cluster
 
 
 def set_up_jax(options: flags.Options):
-  """Sets what JAX, TensorFlow and TFDS read when they are first used, and joins other processes.
+  """Configures JAX, TensorFlow and TFDS, and joins the other processes of the job.
 
   Raises:
     UserError: Options or the environment are wrong.
-    TemporaryError: The other processes do not come.
+    TemporaryError: Other processes do not join in time.
   """
-  # JAX and its libraries are imported here, after the flags have been found good.
+  # JAX and its libraries are imported here, after the flags have been checked.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  # Orbax and gcsfs log each error that they also raise, with its stack; asyncio logs errors that
-  # nobody awaits any more.
+  # Orbax and gcsfs log each error that they also raise, with its stack; asyncio logs errors of
+  # tasks that are no longer awaited.
   for name in ("absl", "asyncio", "gcsfs"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
   topology.check_gpu_share()
   if not os.path.exists("/dev/nvidiactl"):
-    # JAX's plugin for GPUs may be installed where there is none: JAX would log that as an error.
+    # Without GPUs, JAX would log an error if its GPU plugin is installed.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   if options.topology is not None and tpu_targets.are_named(options.topology):
     gpu_targets.leave_out()
@@ -60,27 +60,26 @@ def set_up_jax(options: flags.Options):
   if options.num_cpu_devices is not None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.num_cpu_devices)
-    # The number of XLA's threads: where there are few, all may wait in different collectives, and
-    # none is left to finish one.
+    # The number of XLA's threads: with too few, all may wait in different collectives, a deadlock.
     os.environ.setdefault("NPROC", str(8 * options.num_cpu_devices))
   join(options)
 
 
 def has_started() -> bool:
-  """Returns whether this process has devices of JAX already."""
+  """Returns whether JAX's backends are already initialized in this process."""
   bridge = sys.modules.get("jax._src.xla_bridge")
   return bridge is not None and bridge.backends_are_initialized()
 
 
 def join(options: flags.Options):
-  """Joins the other processes of the job, if options or the cluster name any and it needs them.
+  """Joins the other processes of the job, if there are any and the mode needs them.
 
-  A process that has joined them goes on.
+  Does nothing in a process that has already joined.
 
   Raises:
-    UserError: Nothing names the processes that `--multiprocess_gpu` asks for, or an option differs;
-      or JAX has started without the others.
-    TemporaryError: They do not come.
+    UserError: `--multiprocess_gpu` is set and no processes are found, a flag differs between
+      processes, or JAX is already initialized in this one alone.
+    TemporaryError: Other processes do not join in time.
   """
   import jax
 
@@ -98,7 +97,7 @@ def join(options: flags.Options):
   of_tpus = tpu_targets.are_here() and not is_given
   if options.multiprocess_gpu and group is None and not of_tpus:
     raise UserError(
-      "--multiprocess_gpu: no cluster names other processes (Slurm, Open MPI, Kubernetes, TPUs):"
+      "--multiprocess_gpu: found no cluster (Slurm, Open MPI, Kubernetes, TPUs):"
       " give --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
     )
   if group is None and of_tpus:
@@ -107,8 +106,8 @@ def join(options: flags.Options):
     joins = group is not None and group.count > 1
   if joins and has_started():
     raise UserError(
-      "the cluster names other processes, but JAX has started in this one alone: call paxlike.train"
-      " or paxlike.load before anything asks JAX for its devices."
+      "the cluster has other processes, but JAX has started in this one alone: call paxlike.train"
+      " or paxlike.load before anything uses JAX's devices."
     )
   if joins:
     from paxlike.processes import multiprocess
@@ -122,9 +121,9 @@ def join(options: flags.Options):
     has_gpus = cluster.num_gpus() and environ.get("JAX_PLATFORMS") != "cpu"
     several_nodes = group is not None and cluster.local(environ)[1] < group.count
     if has_gpus and several_nodes and program_cache.FOLDER not in environ:
-      # GPUs share the measuring of matmuls (`xla_gpu_shard_autotuning`, on by default; XLA's pull
-      # requests 14968 and 22164), and only process 0 writes the cache (jax/_src/compiler.py). Where
-      # each node has a disk of its own, after a restart process 0 reads the program from its cache
-      # and measures nothing, and the others wait for its measurements. A folder that the user names
-      # is taken to be one that all processes share.
+      # Processes share GPU autotuning (`xla_gpu_shard_autotuning`, on by default; XLA's pull
+      # requests 14968 and 22164), and only process 0 writes the cache (jax/_src/compiler.py). If
+      # each node has its own disk, then after a restart process 0 reads the program from its cache
+      # without autotuning, and the others wait for its results. A cache folder that the user sets
+      # is assumed to be shared by all processes.
       program_cache.disable()

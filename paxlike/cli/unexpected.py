@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place for exceptions that nobody foresaw while a run was built and checked.
+"""Turns unexpected exceptions while a run is built and checked into one-line errors.
 
-Nothing has been written by then. What went wrong is said in one line with the flag, the knob or the
-line of the user's code that is nearest to it; `--traceback` shows the rest. A flag is blamed only
-if the same command fails again, and succeeds without that flag. Once a run computes and writes,
-its exceptions are not caught: they are defects, and their tracebacks are needed. But `sys.exit` in
-the user's code is always explained: by its status a run would seem finished that is not.
+Nothing has been written at that point. The line has the error, and the flag, the knob or the line
+of the user's code that is most likely its cause; `--traceback` shows the rest. A flag is blamed
+only if the same command fails again, and succeeds without that flag. Once a run computes and
+writes, its exceptions are not caught: they are defects, and their tracebacks are needed. `sys.exit`
+in the user's code is always reported: with its status, an unfinished run could seem finished.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from paxlike import user_code
 from paxlike.cli import flags
 from paxlike.errors import RunError, UserError
 
-# Seconds for finding out which flag is to blame, by leaving out one after another. What took longer
-# to fail is not tried again.
+# Seconds for finding the flag to blame by leaving out one after another. A command that took more
+# than twice as long to fail is not retried.
 _PATIENCE = 15
 Attempt = Callable[[flags.Options], object]
 
@@ -33,8 +33,8 @@ class Stage:
   """The part of a program in which a run is built and checked.
 
   Attributes:
-    attempt: Builds and checks the same with other options; None: that is not possible yet.
-    is_over: Whether that part has ended, and the run computes and writes.
+    attempt: Builds and checks the run with other options; None: not possible yet.
+    is_over: Whether the run has begun to compute and write.
     entry: See `user_code.line_of`.
   """
 
@@ -45,13 +45,13 @@ class Stage:
 
 @contextlib.contextmanager
 def explained(options: flags.Options, *, entry: bool = False) -> Iterator[Stage]:
-  """Context in which what is unexpected becomes one line, until the stage ends.
+  """Context that turns unexpected exceptions into one-line errors, until `Stage.is_over`.
 
-  `entry` says whether the program that was started is code of the user.
+  `entry` is whether the program that was started is the user's code.
 
   Raises:
-    UserError: A flag or the user's own code is to blame, or has called `sys.exit`.
-    RunError: Neither is; or a running program found too little memory.
+    UserError: A flag or the user's code is to blame, or the user's code has called `sys.exit`.
+    RunError: Neither is to blame, or the devices ran out of memory.
   """
   stage = Stage(entry=entry)
   began = time.monotonic()
@@ -77,16 +77,16 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _explained(error: BaseException, options: flags.Options, stage: Stage) -> Exception:
-  """Returns what to raise instead; `attempt` is None where it is too early or too late for one."""
+  """Returns what to raise instead; `stage.attempt` is None if flags cannot be tried."""
   what, where = user_code.summary(error), user_code.line_of(error, entry=stage.entry)
   if _is_out_of_memory(error):
     return RunError(
       f"the devices have too little memory ({what}). Lower PERCORE_BATCH_SIZE, set"
       " CHECKPOINT_POLICY=SAVE_NOTHING, or shard the model over more devices (ICI_MESH_SHAPE);"
-      " --mode=compile shows what a step takes."
+      " --mode=compile shows the memory of a step."
     )
   if stage.attempt is not None and (given := _to_blame(options, stage.attempt, error)):
-    each = " Without any one of these flags it would have succeeded." if len(given) > 1 else ""
+    each = " Without any one of these flags it succeeds." if len(given) > 1 else ""
     return UserError(
       f"{', '.join(given)}: {what}{f' ({where})' if where else ''}.{each} --traceback shows more."
     )
@@ -102,7 +102,7 @@ def _explained(error: BaseException, options: flags.Options, stage: Stage) -> Ex
 
 
 def _unnamed(error: UserError, options: flags.Options, attempt: Attempt) -> list[str]:
-  """Returns the edits of the graph that an error is about but speaks of by their knobs only."""
+  """Returns the graph edits that cause an error whose message does not mention them."""
   text, paths = str(error), [path for path, _ in options.edits]
   names = [name for path in paths for name in re.findall(r"[A-Za-z_]\w*", path)[-1:]]
   if not names or any(re.search(rf"\b{name}\b", text) for name in names):
@@ -111,7 +111,7 @@ def _unnamed(error: UserError, options: flags.Options, attempt: Attempt) -> list
 
 
 def _experiment_of_user(options: flags.Options) -> str:
-  """Returns the file and the class of the experiment if it is none of ours, or ""."""
+  """Returns the file and the class of the experiment if it is the user's, else ""."""
   module, _, name = (options.fdl_config or "").rpartition(".")
   file = getattr(sys.modules.get(module), "__file__", None)
   return "" if file is None or user_code.is_ours(file) else f"{file}, class {name}"
@@ -125,10 +125,10 @@ def _to_blame(
   *,
   alone: bool = True,
 ) -> list[str]:
-  """Returns up to three flags of some kinds without any one of which it would have succeeded.
+  """Returns up to three flags such that leaving out any one of them avoids the error.
 
-  An attempt with all flags that succeeds, or fails otherwise, clears every flag of blame. Unless
-  the flag `alone` must be wrong, it is enough that without it there would be another error.
+  Returns none if an attempt with all flags succeeds, or fails with another type of error. If
+  `alone`, the attempt without a flag must succeed; otherwise it may fail with another error.
   """
   if type(failure(functools.partial(attempt, options))) is not type(error):
     return []
@@ -152,7 +152,7 @@ def _sets_the_same(other: str | tuple[str, str], one: str | tuple[str, str]) -> 
 
 
 def failure(attempt: Callable[[], object]) -> BaseException | None:
-  """Returns the exception by which an attempt fails, None if it succeeds; prints nothing."""
+  """Returns the exception that an attempt raises, None if it succeeds; hides its output."""
   nowhere = io.StringIO()
   outcome: list[BaseException] = []
   try:
@@ -166,7 +166,7 @@ def failure(attempt: Callable[[], object]) -> BaseException | None:
 
 
 def _knobs_near(error: BaseException) -> list[str]:
-  """Returns the knobs that are read by the innermost method of an experiment on the way there."""
+  """Returns the knobs that the innermost experiment method in the traceback reads."""
   frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
   for frame in reversed(frames):
     declared = getattr(type(frame.f_locals.get("self")), "_declared", {})

@@ -9,12 +9,11 @@ from paxlike.errors import UserError, one_line
 from paxlike.telemetry import console, tables
 
 _HELP = """\
-Verifies every checkpoint in DIR, the folder of a run or of its checkpoints, or the one checkpoint
-that DIR is: every file against the checksum that was made when it was written. Prints a line for
-each. A checkpoint that was written without checksums, by an earlier version, cannot be verified and
-counts as whole; one that its run removes meanwhile does not count. All DIRs are looked at. Exits
-with 1 if a checkpoint is damaged; else with 2 if there is none in one of the DIRs, or it cannot be
-read; else with 0.
+Verifies every file of checkpoints against the checksum that was computed when it was written. A DIR
+is the folder of a run, the folder of its checkpoints, or one checkpoint. Prints a line for each
+checkpoint. One without checksums, written by an earlier version, cannot be verified and counts as
+intact; one that its run removes in the meantime is skipped. All DIRs are verified. Exits with 1 if
+a checkpoint is damaged, else with 2 if a DIR has no checkpoint or cannot be read, else with 0.
 """
 
 
@@ -25,7 +24,7 @@ def main() -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-  """Runs a command line. Returns the exit status."""
+  """Runs a command line; returns the exit status."""
   parser = console.Parser(prog="paxlike-verify", description=_HELP)
   parser.add_argument("folders", nargs="+", metavar="DIR", type=console.path)
   try:
@@ -50,12 +49,12 @@ def _refused(error: UserError) -> int:
 
 
 def _verify(path: str) -> int:
-  """Verifies the checkpoints in a folder. Returns 1 if one is damaged, else 0.
+  """Verifies the checkpoints in a folder; returns 1 if one is damaged, else 0.
 
   Raises:
     UserError: There is none, or the folder cannot be read.
   """
-  # Here, after the flags have been found good; without devices, which only take time.
+  # Imported after the flags have been checked, because it takes time.
   from paxlike.checkpoints import committing
   from paxlike.checkpoints.checkpoint import Checkpoints
 
@@ -67,7 +66,7 @@ def _verify(path: str) -> int:
   saved = Checkpoints(directory, keep=None)
   steps = [saved.find(step)] if step is not None else saved.steps()
   if not steps:
-    saved.find(None)  # Raises, and says so.
+    saved.find(None)  # Raises a UserError.
   damaged = 0
   for one in steps:
     try:
@@ -79,7 +78,7 @@ def _verify(path: str) -> int:
       print(one_line(error))
       damaged = 1
       continue
-    found = "was written without checksums" if size is None else f"is whole, {tables.nbytes(size)}"
+    found = "was written without checksums" if size is None else f"is intact, {tables.nbytes(size)}"
     print(f"{saved.path(one)} {found}")
   return damaged
 

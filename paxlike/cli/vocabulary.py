@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a SentencePiece model: `paxlike-vocabulary --data=TEXTS --size=8000 --to=FILE.model`."""
+"""Trains a SentencePiece model: `paxlike-vocabulary --data=TEXTS --size=8000 --to=FILE.model`."""
 
 import argparse
 import io
@@ -16,13 +16,13 @@ from paxlike.errors import UserError, one_line
 from paxlike.telemetry import console
 
 _HELP = """\
-Learns a SentencePiece vocabulary from texts: .txt, .jsonl (.zst, .gz), .parquet or .arrow files, as
-DATA_PATH takes them. Decoding gives back every text as it was, tabs, newlines and spaces included;
-what is not in the vocabulary is written in bytes. Each digit is a token of its own. Only the sign
-U+2581, which the library uses for the space, becomes one.
+Trains a SentencePiece vocabulary on texts: .txt, .jsonl (.zst, .gz), .parquet or .arrow files, as
+in DATA_PATH. Encoding is lossless, including tabs, newlines and spaces: characters outside of the
+vocabulary become bytes. Each digit is its own token. The only exception is U+2581, which the
+library uses for the space: it is decoded to a space.
 """
-_CHARACTERS = 1000  # Of a sentence that is learnt from: the library leaves out longer ones.
-_SAMPLE = 5_000_000  # Sentences, drawn if there are more: 1 GB or so.
+_CHARACTERS = 1000  # Length of a training sentence: the library skips longer ones.
+_SAMPLE = 5_000_000  # Number of training sentences, sampled if there are more: about 1 GB.
 
 
 def main() -> int:
@@ -32,16 +32,16 @@ def main() -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-  """Runs a command line. Returns the exit status: 0, or 2 for a user's mistake."""
+  """Runs a command line; returns the exit status: 0, or 2 for a user error."""
   parser = console.Parser(prog="paxlike-vocabulary", description=_HELP)
   parser.add_argument(
-    "--data", type=console.path, required=True, help="a file, a folder or a glob, as DATA_PATH"
+    "--data", type=console.path, required=True, help="a file, folder or glob, as in DATA_PATH"
   )
-  parser.add_argument("--field", default="text", help="of records: what holds the text")
-  parser.add_argument("--size", type=int, required=True, help="tokens of the vocabulary")
+  parser.add_argument("--field", default="text", help="field of records that has the text")
+  parser.add_argument("--size", type=int, required=True, help="number of tokens")
   parser.add_argument("--kind", choices=("bpe", "unigram"), default="bpe")
   parser.add_argument(
-    "--to", type=console.path, required=True, metavar="FILE.model", help="a new file"
+    "--to", type=console.path, required=True, metavar="FILE.model", help="file to create"
   )
   try:
     print(_make(parser.parse_args(argv)))
@@ -64,25 +64,25 @@ def _make(options: argparse.Namespace) -> str:
   except run_folder.failures() as error:
     raise UserError(f"--to={options.to} cannot be written: {run_folder.reason(error)}.") from error
   return (
-    f"{to}: {options.size} tokens, learnt from {texts.characters:,} characters\n"
+    f"{to}: {options.size} tokens, trained on {texts.characters:,} characters\n"
     f"--fdl.TOKENIZER=sentencepiece --fdl.VOCAB_PATH={to} --fdl.VOCAB_SIZE={options.size}"
   )
 
 
 def _check(given: str, to: epath.Path):
-  """Raises a UserError if a file is there already, or is to have the name of a folder."""
+  """Raises a UserError if the file already exists, or does not end with .model."""
   if to.exists() or os.path.lexists(to):
-    raise UserError(f"--to={given} is there already: name a new file.")
+    raise UserError(f"--to={given} already exists: name a new file.")
   if not to.name.endswith(".model"):
     raise UserError(f"--to={given}: expected a name that ends with .model.")
 
 
 class _Texts:
-  """Sentences of all files; what goes wrong with a file is kept, as the library would lose it.
+  """The sentences of all files; stores the error of a file, which the library would discard.
 
   Attributes:
-    characters: So many were given.
-    error: What ended the sentences early.
+    characters: The number of characters yielded.
+    error: The error that ended the iteration early.
   """
 
   def __init__(self, path: str, field: str):
@@ -158,16 +158,16 @@ def _train(texts: _Texts, *, size: int, kind: str) -> bytes:
 
 def _refusal(said: str, size: int, characters: int) -> UserError:
   if not characters:
-    return UserError("--data holds no text.")
+    return UserError("--data has no text.")
   if most := re.search(r"Vocabulary size too high.* <= (\d+)", said):
     return UserError(
-      f"--size={size}: the texts give no more than {most[1]} tokens: take --size={most[1]}, or more"
-      " text."
+      f"--size={size}: the texts support at most {most[1]} tokens: set --size={most[1]}, or"
+      " give more text."
     )
   if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
     return UserError(
-      f"--size={size} is too small: bytes and the characters of the texts are {least[1]} tokens:"
-      f" take --size={int(least[1]) + 1} at least."
+      f"--size={size} is too small: bytes and the characters of the texts need {least[1]} tokens:"
+      f" set --size={int(least[1]) + 1} or more."
     )
   return UserError(f"--size={size}: {said.splitlines()[-1].rstrip('.')}.")
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps compiled ahead of time, and what the compiled program holds."""
+"""Ahead-of-time compilation of steps, and analysis of the compiled programs."""

@@ -164,8 +164,8 @@ def check_kernels(trainer: Trainer):
   chip = chips.find(device.device_kind)
   if device.platform == "tpu" or chip is None or not chip.bandwidth:
     raise UserError(
-      f"--kernels reads programs for NVIDIA's GPUs, not for {device.device_kind}: give a --topology"
-      " such as h200-1."
+      f"--kernels only reads programs for NVIDIA GPUs, not for {device.device_kind}: give a"
+      " --topology such as h200-1."
     )
 
 
@@ -179,7 +179,7 @@ def _held(step: jax.stages.Compiled, platform: str) -> Held:
 
 
 def _asked_for(message: str, arguments: int) -> Held | None:
-  """Returns the memory in the TPU compiler's out-of-memory error; None for other errors."""
+  """Returns the memory that a TPU compiler's out-of-memory error reports; None for other errors."""
   match = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available", message)
   if "RESOURCE_EXHAUSTED" not in message or match is None:
     return None
@@ -219,11 +219,11 @@ def advice(trainer: Trainer, program: Program) -> list[str]:
   whole = mesh.batch_shards(trainer.devices) * steps * microbatches
   sequences = trainer.batch_size // whole
   if sequences > 1:
-    parts = next(n for n in range(2, sequences + 1) if sequences % n == 0)
+    factor = next(n for n in range(2, sequences + 1) if sequences % n == 0)
     if stack.pipeline is None:
-      found.append(f"GRADIENT_ACCUMULATION_STEPS={steps * parts} (now {steps})")
+      found.append(f"GRADIENT_ACCUMULATION_STEPS={steps * factor} (now {steps})")
     else:
-      found.append(f"NUM_MICROBATCHES={microbatches * parts} (now {microbatches})")
+      found.append(f"NUM_MICROBATCHES={microbatches * factor} (now {microbatches})")
     share = max(0.0, (room - held.arguments) / max(1, held.peak - held.arguments))
     # Less than proportional: some temporaries do not shrink with the batch.
     most = math.floor(0.8 * share * trainer.percore_batch_size)

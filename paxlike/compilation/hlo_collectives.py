@@ -72,7 +72,7 @@ def instructions(program: str, mesh: Mesh) -> list[Instruction]:
     program: The HLO text, `compiled.as_text()`.
     mesh: The mesh it was compiled for.
   """
-  rows = []
+  found = []
   for kind, one, count, in_loop, is_async in _distinct(computations(program)):
     group = _group(one.attributes, mesh.size)
     if len(group) == 1:
@@ -83,8 +83,8 @@ def instructions(program: str, mesh: Mesh) -> list[Instruction]:
       sent *= len(group)  # Its result is one shard.
     elif kind == "all-reduce":
       sent *= 2
-    rows.append(Instruction(kind, _axes(group, mesh), count, count * sent, in_loop, is_async))
-  return rows
+    found.append(Instruction(kind, _axes(group, mesh), count, count * sent, in_loop, is_async))
+  return found
 
 
 def collectives(program: str, mesh: Mesh) -> list[Collective]:
@@ -93,8 +93,8 @@ def collectives(program: str, mesh: Mesh) -> list[Collective]:
   for one in instructions(program, mesh):
     count, nbytes = sums.get((one.kind, one.axes), (0, 0.0))
     sums[one.kind, one.axes] = count + one.count, nbytes + one.nbytes
-  rows = [Collective(*key, *values) for key, values in sums.items()]
-  return sorted(rows, key=lambda row: -row.nbytes)
+  found = [Collective(*key, *values) for key, values in sums.items()]
+  return sorted(found, key=lambda one: -one.nbytes)
 
 
 def overlap(program: str, mesh: Mesh) -> list[Overlap]:
@@ -107,7 +107,7 @@ def overlap(program: str, mesh: Mesh) -> list[Overlap]:
       sums[key] = Overlap(*key, begun + 1, waited, hidden + one.nbytes, exposed)
     else:
       sums[key] = Overlap(*key, begun, waited + 1, hidden, exposed + one.nbytes)
-  return sorted(sums.values(), key=lambda row: (not row.in_loop, row.kind))
+  return sorted(sums.values(), key=lambda one: (not one.in_loop, one.kind))
 
 
 _Found = tuple[str, hlo_text.Instruction, int, bool, bool]

@@ -161,13 +161,13 @@ class _Reader:
   def _grouped_matmul(
     self, one: Instruction, operands: Sequence[Shape], moved: float, share: float
   ) -> _Work:
-    """Counts a kernel of `grouped_matmul_triton`; `share` of the rows are in a group on average."""
-    rows, output = operands[-2], one.outputs[0]
+    """Returns the work of `grouped_matmul_triton` if `share` of the tokens are in a group."""
+    tokens, output = operands[-2], one.outputs[0]
     # These kernels multiply FP8 operands in bfloat16.
-    group, rate = self._class("bf16" if rows.dtype.startswith("f8") else rows.dtype)
-    kind = f"grouped {'x'.join(map(str, output.dims))} of {'x'.join(map(str, rows.dims))}"
-    flops = 2.0 * math.prod(rows.dims) * share * output.dims[-1]
-    return _Work(group, f"{kind}, {rows.dtype} to {output.dtype}, Triton", moved, flops, rate)
+    group, rate = self._class("bf16" if tokens.dtype.startswith("f8") else tokens.dtype)
+    kind = f"grouped {'x'.join(map(str, output.dims))} of {'x'.join(map(str, tokens.dims))}"
+    flops = 2.0 * math.prod(tokens.dims) * share * output.dims[-1]
+    return _Work(group, f"{kind}, {tokens.dtype} to {output.dtype}, Triton", moved, flops, rate)
 
   def _class(self, dtype: str) -> tuple[str, float]:
     """Returns the group and the rate of matmuls in a dtype."""
@@ -196,7 +196,7 @@ class _Reader:
 def _fusion_bytes(
   body: Sequence[Instruction], operands: Sequence[Shape], outputs: Sequence[Shape]
 ) -> float:
-  """Returns the bytes that a fusion reads and writes; of sliced or updated arrays, the slices."""
+  """Returns the bytes that a fusion reads and writes: of sliced or updated arrays, their slices."""
   operations = {one.operation for one in body}
   written = sum(shape.nbytes for shape in outputs)
   largest = max((shape.nbytes for shape in outputs), default=0)
@@ -218,11 +218,11 @@ def _is_transpose(one: Instruction, operands: Sequence[Shape]) -> bool:
 
 def grouped(found: Sequence[Kernel], field: str) -> list[tuple[str, Kernel]]:
   """Returns kernels summed by the value of `field`, longest total time first."""
-  rows: dict[str, list[Kernel]] = {}
+  groups: dict[str, list[Kernel]] = {}
   for kernel in found:
-    rows.setdefault(getattr(kernel, field), []).append(kernel)
-  sums = {value: total(kernels) for value, kernels in rows.items()}
-  return sorted(sums.items(), key=lambda row: -row[1].seconds)
+    groups.setdefault(getattr(kernel, field), []).append(kernel)
+  sums = {value: total(kernels) for value, kernels in groups.items()}
+  return sorted(sums.items(), key=lambda item: -item[1].seconds)
 
 
 def total(found: Sequence[Kernel]) -> Kernel:

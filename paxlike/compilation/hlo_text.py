@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
   Attributes:
     name, operation: As in the text.
     outputs: Its output arrays.
-    operands: Names of the instructions that it takes outputs of.
+    operands: Names of the instructions whose outputs it takes.
     literal: The text between the parentheses; the value of a constant.
     attributes: The rest of the line.
   """

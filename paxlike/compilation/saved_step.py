@@ -101,7 +101,7 @@ def check(path: str):
   try:
     if file.is_dir():
       raise UserError(f"--save={path} is a folder: name a file in it.")
-    run_folder.check_ends(file)  # A device would be replaced by the file.
+    run_folder.check_ends(file)  # A device file would be replaced.
     if not file.parent.is_dir():
       raise UserError(f"--save={path}: there is no folder {file.parent}.")
     if not run_folder.is_remote(file):
@@ -150,7 +150,7 @@ def load(
   """Returns the step of a file, after checking that it is the compiled form of `lowered`.
 
   Raises:
-    UserError: The file is missing, damaged, not a compiled step, or of another step.
+    UserError: The file is missing, damaged, not a compiled step, or does not match.
   """
   found, payload = _read(epath.Path(path))
   if found.get("payload") != _digest(payload):

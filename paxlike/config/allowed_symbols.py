@@ -146,6 +146,10 @@ def check_all(names: Iterable[str], *, allow_modules: Iterable[str] = ()):
       _checked(name, allow_modules)
   if foreign:
     what = ", ".join(f"{module}.{symbol}" for module, symbol in list(foreign.items())[:5])
+    if any(module.partition(".")[0] in sys.stdlib_module_names for module in foreign):
+      raise UserError(
+        f"the config file uses {what}: no graph of an experiment uses Python's standard library."
+      )
     raise UserError(
       f"the config file uses {what}, which is neither part of paxlike nor on its list of allowed"
       f" names. {advice(foreign, given=allow_modules)}"

@@ -202,8 +202,8 @@ def _check_edits(run: pathlib.Path, model: Any):
   """Raises a UserError if a run's graph has another model than `model`, which its knobs make."""
   if line := model_graph.difference(model, saved_experiment.graph(run).arguments["model"]):
     raise UserError(
-      f"{run / 'config.json'} has {line} as by the knobs of {saved_experiment.FILE}: a model whose"
-      " graph was edited cannot be converted; set knobs instead."
+      f"{run / 'config.json'} has {line} as set by the knobs of {saved_experiment.FILE}: a model"
+      " whose graph was edited cannot be converted; set knobs instead."
     )
 
 

@@ -157,7 +157,7 @@ def _entry(file: pathlib.Path, name: str, entry: Any) -> tuple[TensorSpec, int]:
     raise UserError(f"{file} is damaged: {name} must have exactly dtype, shape and data_offsets.")
   dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
   if not isinstance(dtype, str) or dtype not in _DTYPES:
-    raise UserError(f"{file}: {name} has dtype {dtype!r}; known are {', '.join(_DTYPES)}.")
+    raise UserError(f"{file}: {name} is of dtype {dtype!r}; known are {', '.join(_DTYPES)}.")
   if not is_shape(shape):
     raise UserError(f"{file} is damaged: {name} has an invalid shape.")
   if not (is_shape(offsets) and len(offsets) == 2):

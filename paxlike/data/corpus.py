@@ -69,7 +69,7 @@ class CorpusRows(RowDataset):
       corpus: The documents.
       seq_len: T.
       seed: Of the shuffle.
-      shuffle: Whether to shuffle anew in every epoch.
+      shuffle: Whether to reshuffle in every epoch.
       packed: See `Dataset`.
       split: (first, last) of the corpus to use, as fractions between 0 and 1.
     """

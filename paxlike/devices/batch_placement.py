@@ -23,7 +23,7 @@ class Feed:
     seq_len: int,
     max_segments: int | None = None,
   ):
-    """For batches of `batch_size` x `seq_len` tokens on the mesh `devices`.
+    """Places batches of `batch_size` x `seq_len` tokens on the mesh `devices`.
 
     `max_segments` is the largest number of segments per sequence; None: any.
     """
@@ -33,7 +33,7 @@ class Feed:
 
   @functools.cached_property
   def rows(self) -> np.ndarray:
-    """The indexes in the global batch of this host's sequences, sorted; from the sharding."""
+    """The sorted indexes, in the global batch, of the sequences that this host loads."""
     where = mesh.sharding(self._devices, ("batch", "time"), self._shape)
     indexes = where.addressable_devices_indices_map(self._shape).values()
     every = np.arange(self._shape[0])
@@ -41,7 +41,7 @@ class Feed:
 
   @property
   def steps_in_flight(self) -> int:
-    """The number of steps that may run asynchronously while another is dispatched."""
+    """The number of steps that may be in flight when another is dispatched."""
     devices = self._devices.devices
     # CPU devices share one thread pool: two concurrent steps with collectives can deadlock.
     return 0 if devices.size > 1 and devices.flat[0].platform == "cpu" else 2
@@ -63,7 +63,7 @@ class Feed:
     return {name: self._put(array) for name, array in arrays.items()}
 
   def abstract(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes, dtypes and shardings that `put` would return for a host's arrays."""
+    """Returns the shapes, dtypes and shardings of the arrays that `put` would return."""
 
     def one(array: np.ndarray) -> jax.ShapeDtypeStruct:
       shape = (self._shape[0], *array.shape[1:])

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sheets of accelerators, the memory that programs may use, and achieved rates of kernels."""
+"""Data sheets of accelerators, the memory available to programs, and achieved kernel rates."""
 
 import dataclasses
 import math
 import os
 
-# Environment variables for the fraction of a GPU's memory that JAX preallocates; either works.
+# Environment variables for the fraction of GPU memory that JAX preallocates; JAX reads either.
 SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-# Our default; JAX's is 0.75. The rest is for CUDA, its libraries and NCCL.
+# Our default; JAX's is 0.75. CUDA, its libraries and NCCL use the rest.
 _SHARE = "0.92"
 # Bytes outside of JAX's allocation: CUDA and its libraries take about one GB (a guess), each NCCL
 # communicator up to 0.7 GB (544 and 688 MB on A100s, github.com/NVIDIA/nccl/issues/964).
@@ -48,7 +48,7 @@ class Chip:
 
 
 def gpu_share() -> float:
-  """Returns the fraction of a GPU's memory for programs: the user's setting, or our default.
+  """Returns the fraction of GPU memory for programs: the user's setting or our default.
 
   Raises:
     ValueError: The user's setting is not a number.
@@ -56,16 +56,16 @@ def gpu_share() -> float:
   return float(next(filter(None, map(os.environ.get, SHARE_NAMES)), _SHARE))
 
 
-# The parts of 16, 95 and 32 GiB that the compiler lets programs use.
+# Of 16, 95 and 32 GiB, the bytes that the compiler lets programs use.
 _V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
 _V7X = int(94.74 * 2**30)  # Of 96 GiB, half of a chip's.
 _A100_40GB = Chip(312e12, 42_331_013_120, 1.555e12, is_gpu=True)
 
 # Keyed by a substring of JAX's `device_kind`, more specific names first. FLOP/s of GPUs are those
 # of SXM modules. For Blackwell, memory and bandwidth are from XLA's device descriptions, and FLOP/s
-# are half of the sparse FLOP/s in NVIDIA's sheets of HGX B200, HGX B300, GB200 and GB300 NVL72. FP8
-# has twice the FLOP/s, and so has int8 except on B300 (0.125e15). GH200 is the HBM3 version, with
-# the memory that its driver reports.
+# are half of the sparse FLOP/s in NVIDIA's sheets of HGX B200, HGX B300, GB200 and GB300 NVL72.
+# FP8 has twice the FLOP/s, and so has int8 except on B300 (0.125e15). GH200 is the HBM3 version,
+# with the memory that its driver reports.
 CHIPS = {
   "GB300": Chip(2500e12, 297_021_079_552, 7.928e12, is_gpu=True),
   "GB200": Chip(2500e12, 197_897_748_480, 7.928e12, is_gpu=True),
@@ -97,7 +97,7 @@ class Rates:
   """
 
   matmul: float = 0.71
-  matmul_8_bits: float = 1.26  # Of the bf16 peak; that of FP8 and int8 is twice as high.
+  matmul_8_bits: float = 1.26  # Of the bf16 peak; the FP8 and int8 peaks are twice as high.
   matmul_tf32: float = 0.40
   attention: tuple[float, float] = (0.45, 0.60)
   attention_backward: tuple[float, float] = (0.35, 0.48)
@@ -106,11 +106,11 @@ class Rates:
 
 
 def name(device_kind: str) -> str | None:
-  """Returns the key in `CHIPS` of a JAX `device_kind`; None if unknown (CPUs)."""
+  """Returns the key in `CHIPS` for a JAX `device_kind`; None if unknown (CPUs)."""
   return next((name for name in CHIPS if name.lower() in device_kind.lower()), None)
 
 
 def find(device_kind: str) -> Chip | None:
-  """Returns the chip of a JAX `device_kind`; None if unknown (CPUs)."""
+  """Returns the chip for a JAX `device_kind`; None if unknown (CPUs)."""
   known = name(device_kind)
   return None if known is None else CHIPS[known]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVIDIA GPU topologies for ahead-of-time compilation without GPUs.
 
-`_TARGET` is XLA's description of a GPU. Before JAX emits cuDNN calls it queries the GPU; those
+`_TARGET` is XLA's description of a GPU. JAX queries the GPU before it emits cuDNN calls; those
 queries are patched.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from paxlike.devices import chips
 from paxlike.errors import UserError
 
-# Fields of XLA's `GpuDeviceInfoProto`, by name of the GPU.
+# Fields of XLA's `GpuDeviceInfoProto` for each GPU architecture.
 _COMMON = {
   "threads_per_block_limit": 1024,
   "threads_per_warp": 32,
@@ -54,7 +54,7 @@ class Kind(NamedTuple):
     fields: Fields of XLA's `GpuDeviceInfoProto`.
     capability: The compute capability.
     node: GPUs per node; a node is one process.
-    rack: GPUs per rack, if NVLink joins all its nodes; None: NVLink joins a node only.
+    rack: GPUs per rack if NVLink connects its nodes; None: NVLink connects only GPUs of a node.
   """
 
   fields: dict[str, Any]
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
   rack: int | None = None
 
 
-#: By name.
+#: Name in --topology -> GPU model.
 KINDS = {
   "gb200": Kind(_GB200, (10, 0), node=4, rack=72),
   "b300": Kind(_B300, (10, 3)),
@@ -73,7 +73,7 @@ KINDS = {
   "a100": Kind(_AMPERE, (8, 0)),
 }
 
-# CUDA 13.0 with cuDNN 9.12, the least versions that JAX's wheels depend on.
+# CUDA 13.0 with cuDNN 9.12, the minimum versions that JAX's wheels require.
 _CUDNN = 91200
 _TARGET = """\
 gpu_device_info {{ {fields} cuda_compute_capability {{ {capability} }} name: "NVIDIA {name}"
@@ -87,7 +87,7 @@ runtime_version {{ major: 13 minor: 0 patch: 0 }} device_description_str: "NVIDI
 def leave_out():
   """Keeps JAX from loading its GPU plugin (0.3 GB) in a process that does not need it.
 
-  Call it before JAX's backend starts, which loads all installed plugins.
+  Call it before JAX's backend starts, because that loads all installed plugins.
   """
   for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
     nothing: Any = types.ModuleType(name)
@@ -110,12 +110,12 @@ def check(kind: str, count: int):
 
 
 def devices(kind: str, count: int) -> list[Any]:
-  """Returns `count` GPUs of a kind in `KINDS`, in nodes.
+  """Returns `count` GPUs of a kind in `KINDS`, grouped into nodes.
 
   Raises:
     UserError: JAX's CUDA plugin is not installed.
   """
-  _answer_for_cudnn(KINDS[kind].capability)
+  _patch_cudnn_queries(KINDS[kind].capability)
   return list(_gpus(kind.upper(), KINDS[kind], count))
 
 
@@ -153,8 +153,8 @@ def _gpus(name: str, kind: Kind, count: int) -> Any:
   return found.devices
 
 
-def _answer_for_cudnn(capability: tuple[int, int]):
-  """Patches the queries by which JAX checks a GPU before it emits cuDNN attention."""
+def _patch_cudnn_queries(capability: tuple[int, int]):
+  """Patches the GPU queries that JAX makes before it emits cuDNN attention."""
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
   class Versions:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interconnects: a fast network within a slice or node, a slower one between them.
 
-Rates are data sheet bandwidths in one direction. TPUs: cloud.google.com/tpu/docs/v5e, v5p and v6e
-(half of the bidirectional rate; of the slow network, a chip's share). GPUs: NVLink of the SXM
-modules, and one InfiniBand port per GPU of NVIDIA's DGX or of a GB200 NVL72 rack.
+Rates are one-directional bandwidths from data sheets. TPUs: cloud.google.com/tpu/docs/v5e, v5p and
+v6e (half of the bidirectional ICI rate, and a chip's share of the DCN rate). GPUs: NVLink of the
+SXM modules, and one InfiniBand port per GPU of NVIDIA's DGX or of a GB200 NVL72 rack.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ class Network:
   """The interconnect of a kind of device.
 
   Attributes:
-    fast: Bytes/s that a device sends over all its links of the fast network.
-    slow: Bytes/s that it sends over the slow network.
+    fast: Bytes/s that a device sends over all its links in the fast network.
+    slow: Bytes/s that a device sends over the slow network.
     names: Names of the fast and the slow network.
     dims: Dims of the fast network's torus; 0: a switch with the full rate between any two devices.
     closed_from: Slice size in devices from which the torus has wraparound links; smaller slices
       have half the rate.
-    layers_gathered: Layers whose weights or gradients are all-gathered at once: 1.5 without
-      prefetch (a layer and half of its gradients), 3 where the next layer is prefetched (GPUs).
+    layers_gathered: Layers whose all-gathered weights or full gradients are live at once: 1.5
+      without prefetch (a layer and half of its gradients), 3 with prefetch of a layer (GPUs).
     sums_whole: Whether XLA all-reduces sharded gradients instead of reduce-scattering (TPUs).
     beside_products: Whether XLA overlaps a matmul with the all-reduce of its output (TPUs; Wang et
       al., 2023, doi 10.1145/3567955.3567959).
-    across_nodes: Whether NVLink joins all nodes of a rack.
+    across_nodes: Whether NVLink connects all nodes of a rack.
   """
 
   fast: float
@@ -66,7 +66,7 @@ class Group(NamedTuple):
   Attributes:
     inner: Size of the axes within a slice or node.
     outer: Size of the axes across slices or nodes.
-    within: The number of all devices of a slice or node.
+    within: The number of devices of a whole slice or node.
   """
 
   inner: int
@@ -88,7 +88,7 @@ def find(device_kind: str) -> Network | None:
 def rate(network: Network, group: Group) -> float:
   """Returns the bytes/s at which a device of a group sends within its slice or node.
 
-  In a torus, an axis of n of N devices has log n / log N of the links.
+  In a torus of N devices, a group of n devices has the fraction log n / log N of the links.
   """
   if not network.dims or group.inner == 1:
     return network.fast
@@ -99,8 +99,8 @@ def rate(network: Network, group: Group) -> float:
 def gather(network: Network, group: Group, nbytes: float) -> float:
   """Returns the seconds of an all-gather or a reduce-scatter over a group.
 
-  It assumes that both networks work concurrently, and that a slice or node receives through the
-  ports of all its devices in the group.
+  It assumes that both networks transfer concurrently, and that a slice or node receives through
+  the ports of all its devices in the group.
 
   Args:
     network: The interconnect.

@@ -17,8 +17,8 @@ def keep_heap():
 
   A step allocates its temporaries as one block. By default, glibc returns the block to the system
   after each step, and page faults then cost an eighth of the time of a small step. All threads
-  share one arena, which makes the first compilation slower by a third. Call it before threads
-  start. No effect if the user sets MALLOC_ARENA_MAX.
+  then share one arena, which makes the first compilation a third slower. Call it before threads
+  start. No effect if the user has set MALLOC_ARENA_MAX.
   """
   mallopt = _function("mallopt")
   if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
@@ -30,7 +30,8 @@ def keep_heap():
 def return_freed_heap():
   """Returns freed memory to the system.
 
-  A compilation leaves hundreds of freed megabytes in the allocator, on top of the first step's.
+  A compilation leaves hundreds of megabytes of freed memory in the allocator, which would add to
+  the memory of the first step.
   """
   trim = _function("malloc_trim")
   if trim is not None:
@@ -39,7 +40,7 @@ def return_freed_heap():
 
 @contextlib.contextmanager
 def trimmed():
-  """Context that returns freed memory to the system each second, for compilations."""
+  """Returns a context that returns freed memory to the system every second, for compilations."""
   ended = threading.Event()
 
   def trim():

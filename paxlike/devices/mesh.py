@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device mesh, and the one table that maps the dims of tensors to its axes.
 
-A mesh has six axes, slow to fast. Each has an ICI size (within NVLink or a TPU slice) and a DCN
-size (across slices, or across processes where there are no slices); the mesh's size along an axis
-is their product.
+A mesh has six axes, in order from slow to fast interconnect. Each has an ICI size (within NVLink or
+a TPU slice) and a DCN size (across slices, or across processes if there are no slices); the size of
+an axis is their product.
 """
 
 import collections
@@ -47,17 +47,17 @@ RULES: dict[str, tuple[str, ...]] = {
 Dim = Annotated[str, ranges.OneOf(tuple(RULES))]
 MeshShape = Sequence[ranges.AxisSize] | Mapping[str, ranges.AxisSize]
 Dims = tuple[str | None, ...]
-Device = Any  # jax.Device, which type checkers take for a variable.
+Device = Any  # jax.Device, which type checkers consider a variable.
 
 
 def axis_sizes(shape: MeshShape, knob: str) -> dict[str, int]:
-  """Returns the size of every axis of a mesh shape in a knob's form.
+  """Returns the size of every axis, given the mesh shape in `knob`.
 
-  Three entries are (data, fsdp, tensor), four (pipeline, data, fsdp, tensor); a mapping names any.
+  3 entries are (data, fsdp, tensor), 4 are (pipeline, data, fsdp, tensor); a mapping names axes.
 
   Raises:
-    UserError: The shape has another length, names an unknown axis, or holds a size that is neither
-      positive nor the -1 that fills an axis with the remaining devices.
+    UserError: The shape has another length, names an unknown axis, or has a size that is neither
+      positive nor -1, which fills an axis with the remaining devices.
   """
   if isinstance(shape, Mapping):
     named: dict[str, int] = dict(shape)
@@ -81,10 +81,10 @@ def axis_sizes(shape: MeshShape, knob: str) -> dict[str, int]:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSpec:
-  """The shape of a mesh, independent of devices.
+  """The shape of a mesh, independent of the devices.
 
   Attributes:
-    ici: Sizes within a slice (or process): see `axis_sizes`. One may be -1.
+    ici: Sizes within a slice (or process); see `axis_sizes`. One may be -1.
     dcn: Sizes across slices (or processes). One may be -1 if none is in `ici`. If all are 1 and the
       devices are several TPU slices, the axis data spans them.
   """
@@ -93,7 +93,7 @@ class MeshSpec:
   dcn: MeshShape = (1, 1, 1)
 
   def axis(self, name: str) -> int | None:
-    """Returns the size of an axis; None if it is -1 in the shape."""
+    """Returns the size of an axis; None if it is given as -1."""
     sizes = (
       axis_sizes(self.ici, "ICI_MESH_SHAPE")[name],
       axis_sizes(self.dcn, "DCN_MESH_SHAPE")[name],
@@ -102,14 +102,14 @@ class MeshSpec:
 
   @property
   def num_groups(self) -> int:
-    """An estimate of the number of device groups with collectives: single axes and pairs."""
+    """An estimate of the number of communicators: one per axis and per pair of axes."""
     axes = sum(self.axis(name) != 1 for name in AXES)
     return axes * (axes + 1) // 2
 
   def sizes(
     self, num_devices: int | None, *, slices: int = 1
   ) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns (ICI, DCN) sizes by axis for `num_devices`; None keeps the shape's own count.
+    """Returns (ICI, DCN) sizes by axis for `num_devices`; None: as given, with -1 as 1.
 
     `slices` is the number of TPU slices.
 
@@ -147,21 +147,21 @@ class MeshSpec:
 
     spelt = spell(self.ici, "ICI_MESH_SHAPE")
     if dcn != axis_sizes(self.dcn, "DCN_MESH_SHAPE") and -1 not in dcn.values():
-      spelt += f" x {dcn['data']} slices (DCN_MESH_SHAPE says how else axes go across slices)"
+      spelt += f" x {dcn['data']} slices (DCN_MESH_SHAPE can put other axes across slices)"
     elif math.prod(dcn.values()) != 1:
       spelt += f" x {spell(self.dcn, 'DCN_MESH_SHAPE')}"
     needs = f"a multiple of {fixed} devices" if fills else f"{fixed} device{'s'[: fixed != 1]}"
     found = "1 device is" if num_devices == 1 else f"{num_devices} devices are"
     return (
-      f"{spelt} needs {needs}, but {found} here. Axes are (data, fsdp, tensor);"
-      " --fdl.ICI_MESH_SHAPE=[-1,1,1] fills an axis with whatever is here."
+      f"{spelt} needs {needs}, but {found} available. Axes are (data, fsdp, tensor);"
+      " --fdl.ICI_MESH_SHAPE=[-1,1,1] fills an axis with all available devices."
     )
 
   def build(self, devices: Sequence[Device] | None = None) -> Mesh:
-    """Returns the mesh over `devices` (by default all), keeping ICI neighbours together.
+    """Returns the mesh over `devices` (by default all), with ICI neighbours adjacent.
 
     Raises:
-      UserError: The shape does not fit the devices, or DCN_MESH_SHAPE the slices and processes.
+      UserError: The shape does not match the devices, or DCN_MESH_SHAPE the slices or processes.
     """
     devices = list(topology.devices() if devices is None else devices)
     ici, dcn = self.sizes(len(devices), slices=num_slices(devices))
@@ -189,7 +189,7 @@ def _hybrid_grid(
     if len(set(granules.values())) > 1:
       raise UserError(
         f"the {'processes' if by_process else 'slices'} have"
-        f" {', '.join(map(str, granules.values()))} devices: a mesh needs as many of each."
+        f" {', '.join(map(str, granules.values()))} devices: a mesh needs the same number in each."
       )
     return mesh_utils.create_hybrid_device_mesh(
       inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
@@ -198,7 +198,7 @@ def _hybrid_grid(
     raise UserError(
       f"DCN_MESH_SHAPE spans {math.prod(outer)} slices or processes, but there are {len(granules)}."
     )
-  # Fake CPU devices have no network: consecutive ones stand for a slice.
+  # Simulated CPU devices have no network: consecutive devices stand for a slice.
   grid = np.array(devices).reshape(outer + inner)
   rank = len(AXES)
   interleaved = [
@@ -211,7 +211,7 @@ def partition(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Par
   """Returns the PartitionSpec of a tensor of `shape` on a mesh with axis `sizes`.
 
   A dim is not sharded over an axis that does not divide it (vocabulary 50257 over tensor 2), or
-  that an earlier dim of the same tensor already uses.
+  that already shards an earlier dim of the same tensor.
   """
   used: set[str] = set()
   entries: list[str | tuple[str, ...] | None] = []
@@ -227,7 +227,7 @@ def partition(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Par
 
 
 def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-  """Returns a PartitionSpec that also shards the first possible dim over `data` (ZeRO-1)."""
+  """Returns `spec` with the first dim that `data` divides also sharded over `data` (ZeRO-1)."""
   if sizes["data"] == 1 or "data" in axes_of(spec):
     return spec
   entries = axes_by_dim(spec)
@@ -261,9 +261,9 @@ def constrain(x: jax.Array, *dims: str | None) -> jax.Array:
 
 
 def sizes_here(axes: Collection[str]) -> dict[str, int]:
-  """Returns axis -> size of the current mesh, or {} if it has none of `axes` longer than 1.
+  """Returns axis -> size of the current mesh; {} if there is none, or all of `axes` have size 1.
 
-  Manual axes, as `pipeline` inside a stage, have size 1.
+  Axes that are manual, such as `pipeline` inside a stage, are returned with size 1.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
@@ -280,8 +280,8 @@ def axes_left() -> Set[str]:
 def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
   """Returns `shard_map` of a function over all axes that are not manual yet.
 
-  Axes of size 1 are included: custom kernels are rejected while an axis is automatic, and XLA
-  aborts on gathers in a partially manual `shard_map`.
+  Axes of size 1 are included, because custom kernels are rejected while any axis is automatic, and
+  XLA aborts on gathers in a partially manual `shard_map`.
   """
   return jax.shard_map(
     function, in_specs=in_specs, out_specs=out_specs, axis_names=axes_left(), check_vma=False
@@ -301,15 +301,15 @@ def is_sharded(dim: str) -> bool:
 
 
 def global_batch_size(*, percore: float, num_devices: int, accumulation_steps: int = 1) -> int:
-  """Returns the sequences of one optimizer step over all devices, whatever the mesh.
+  """Returns the number of sequences of one optimizer step over all devices, for any mesh.
 
   Args:
-    percore: PERCORE_BATCH_SIZE; below 1 if several devices share a sequence (tensor parallelism).
-    num_devices: All devices of all processes.
-    accumulation_steps: Gradient-accumulation microbatches.
+    percore: PERCORE_BATCH_SIZE; less than 1 if devices share a sequence (tensor parallelism).
+    num_devices: The number of devices of all processes.
+    accumulation_steps: The number of gradient-accumulation microbatches.
 
   Raises:
-    UserError: The product does not divide into whole sequences.
+    UserError: That is not a whole number, or not a multiple of the microbatches.
   """
   batch = percore * num_devices
   size = round(batch)

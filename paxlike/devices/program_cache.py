@@ -1,41 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's persistent compilation cache: where it is, and when it must not be used."""
+"""JAX's persistent compilation cache: its folder, and when it must not be used."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
 
-FOLDER = "JAX_COMPILATION_CACHE_DIR"  #: The variable by which users name the folder.
-_LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"  # And what is worth caching.
+FOLDER = "JAX_COMPILATION_CACHE_DIR"  #: The environment variable for the folder.
+_MIN_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
 def enable(folder: str):
-  """Has JAX keep compiled programs in `folder`, unless the user names another."""
+  """Makes JAX cache compiled programs in `folder`, unless the user has set another."""
   import jax
 
   if FOLDER not in os.environ:
     jax.config.update("jax_compilation_cache_dir", folder)
-  if _LEAST not in os.environ:
-    # Also the many small programs, which together take as long as the step on a small machine.
+  if _MIN_SECONDS not in os.environ:
+    # Caches small programs too: on a small machine, all of them together take as long as the step.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def disable():
-  """Has JAX compile all programs anew from now on."""
+  """Disables the cache for all following compilations."""
   import jax
   from jax.experimental.compilation_cache import compilation_cache
 
   jax.config.update("jax_enable_compilation_cache", False)
-  # JAX decides at its first compilation whether it uses the cache, and keeps to it.
+  # JAX decides once, at its first compilation, whether to use the cache; this resets the decision.
   compilation_cache.reset_cache()
 
 
 @contextlib.contextmanager
 def usable(device: Any) -> Iterator[None]:
-  """Context of compilations for a device: without the cache if the device is not attached.
+  """Returns a context for compiling for `device`, without the cache if it is not attached.
 
-  JAX would write the program of an unattached device, and fail to load it the next time.
+  JAX would cache a program for an unattached device, and then fail to load it.
   """
   import jax
   from jax.experimental.compilation_cache import compilation_cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target devices of compilation: those of this machine, or an unattached named topology.
+"""The target devices of compilation: those of this machine, or of a named topology.
 
 XLA can compile for GPUs and TPUs that are not attached.
 """
@@ -50,7 +50,7 @@ def take_gpu_memory(communicators: int = 0):
 
 
 def _gpu_here() -> chips.Chip | None:
-  """Returns the first GPU of this machine by NVIDIA's driver, without starting JAX's backend."""
+  """Returns the first GPU that NVIDIA's driver lists, without starting JAX's backend."""
   for path in sorted(_DRIVER.glob("gpus/*/information")):
     for line in path.read_text().splitlines():
       key, _, model = line.partition(":")
@@ -83,9 +83,9 @@ def has_transformer_engine(device: Any) -> bool:
 
 
 def has_fp8(device: Any) -> bool:
-  """Returns whether fp8 matmuls are allowed on a device: all but NVIDIA GPUs before Ada.
+  """Returns whether FP8 matmuls are allowed on a device: all but NVIDIA GPUs before Ada.
 
-  On those, XLA would quantize and then multiply in bfloat16.
+  On earlier GPUs, XLA would quantize and then multiply in bfloat16.
   """
   capability = _capability(device)
   return capability == (0, 0) or capability >= (8, 9)
@@ -94,7 +94,8 @@ def has_fp8(device: Any) -> bool:
 def has_mxfp8(device: Any) -> bool:
   """Returns whether MXFP8 matmuls are allowed on a device: all but NVIDIA GPUs before Blackwell.
 
-  CPUs and TPUs emulate them. Older GPUs would too, slower than bfloat16, whereas fp8 is faster.
+  CPUs and TPUs emulate them. On earlier GPUs, emulation would be slower than bfloat16, and FP8 is
+  faster.
   """
   return _capability(device) == (0, 0) or multiplies_mxfp8(device)
 
@@ -122,12 +123,10 @@ def _capability(device: Any) -> tuple[int, int]:
 
 
 def use(name: str | None, *, slices: int = 1):
-  """Makes the devices of a topology, such as h200-1 or v5e-256, the target of compilation.
-
-  Programs for them can be compiled but not run. None: the devices of this machine again.
+  """Makes the devices of a topology the target of compilation; programs for them cannot run.
 
   Args:
-    name: A kind of device and a number.
+    name: A kind of device and a number, such as h200-1 or v5e-256; None: this machine's devices.
     slices: The number of TPU slices of this size.
 
   Raises:
@@ -141,13 +140,15 @@ def use(name: str | None, *, slices: int = 1):
   if kind in tpu_targets.KINDS:
     _named = tpu_targets.devices(kind, count, slices)
   elif slices > 1:
-    raise UserError(f"--slices={slices}: TPUs come in slices; name all GPUs, as {kind}-64.")
+    raise UserError(
+      f"--slices={slices}: only TPUs come in slices; give the number of all GPUs, as in {kind}-64."
+    )
   else:
     _named = gpu_targets.devices(kind, count)
 
 
 def parse(name: str) -> tuple[str, int]:
-  """Returns the kind of device and the number that follows it.
+  """Returns the kind of device and the number in a topology's name.
 
   Raises:
     UserError: There is no such topology.
@@ -158,7 +159,9 @@ def parse(name: str) -> tuple[str, int]:
     kind = name.lower().partition("-")[0]
     hint = "" if kind in kinds else did_you_mean(kind, kinds)
     known = ", ".join(f"{kind}-N" for kind in kinds)
-    raise UserError(f"--topology={name}: one of {known}, such as h100-64 or v5e-256.{hint}")
+    raise UserError(
+      f"--topology={name}: expected one of {known}, such as h100-64 or v5e-256.{hint}"
+    )
   kind, count = match[1], int(match[2])
   (tpu_targets if kind in tpu_targets.KINDS else gpu_targets).check(kind, count)
   return kind, count

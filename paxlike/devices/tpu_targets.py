@@ -15,12 +15,12 @@ class Kind(NamedTuple):
 
   Attributes:
     name: The compiler's name.
-    units: Units per chip in topology names: v5p and v7x count cores, two per chip. For JAX a v5p
-      chip is one device, a v7x chip two.
+    units: What a topology's name counts per chip: v5p and v7x count cores, two per chip. For JAX, a
+      v5p chip is one device and a v7x chip two.
     dims: Dims of the torus.
-    most: Chips of the largest slice.
-    has_one: Whether slices of one chip exist; other slices have four or more.
-    ring: Sides that are multiples of it may have wraparound links: 16 is the side of a v5e or v6e
+    most: Chips in the largest slice.
+    has_one: Whether one-chip slices exist; other slices have at least four chips.
+    ring: Sides that are multiples of this may have wraparound links: 16 is the side of a v5e or v6e
       pod, 4 that of the cubes of v5p and v7x.
   """
 
@@ -40,8 +40,8 @@ KINDS = {
 }
 
 
-# Lets several compile-only processes load libtpu, and keeps it from querying a metadata server.
-_ALONE = {
+# Lets several compile-only processes load libtpu, and keeps libtpu from querying a metadata server.
+_COMPILE_ONLY = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
@@ -55,18 +55,18 @@ def are_here() -> bool:
 
 
 def are_named(topology: str) -> bool:
-  """Returns whether a topology, such as v5e-256, is of TPUs."""
+  """Returns whether a topology, such as v5e-256, consists of TPUs."""
   return topology.partition("-")[0] in KINDS
 
 
 def settle():
   """Sets the environment variables that libtpu needs on machines without TPUs."""
-  for name, value in _ALONE.items():
+  for name, value in _COMPILE_ONLY.items():
     os.environ.setdefault(name, value)
 
 
 def check(kind: str, count: int):
-  """Raises UserError unless there is a slice of this name."""
+  """Raises UserError unless a slice of `count` units of this kind exists."""
   shape(kind, count)
 
 
@@ -74,21 +74,21 @@ def shape(kind: str, count: int) -> tuple[int, ...]:
   """Returns the sides of a slice's torus in chips: the most compact shape that exists.
 
   Raises:
-    UserError: There is no slice of this name.
+    UserError: There is no such slice.
   """
   one = KINDS[kind]
   chips, rest = divmod(count, one.units)
-  is_sold = not rest and (4 <= chips <= one.most or (chips == 1 and one.has_one))
-  found = list(_boxes(chips, one.dims)) if is_sold else []
+  exists = not rest and (4 <= chips <= one.most or (chips == 1 and one.has_one))
+  found = list(_boxes(chips, one.dims)) if exists else []
   if not found:
-    each = f", {one.units} for each chip" if one.units > 1 else ""
-    least = "one chip, or four" if one.has_one else "four chips"
+    counted = f" (counted as {one.units} each)" if one.units > 1 else ""
+    least = "1, or 4" if one.has_one else "4"
     raise UserError(
-      f"--topology={kind}-{count}: there is no such slice. {kind} counts up to"
-      f" {one.most * one.units:,}{each}: {least} and more in a box with sides of 2 or multiples of"
-      " 4; for more add --slices=N."
+      f"--topology={kind}-{count}: there is no such slice. A {kind} slice has {least} to"
+      f" {one.most:,} chips{counted}, in a box with sides of 2 or multiples of 4; add --slices=N"
+      " for more."
     )
-  # The most compact one. The compiler has 2x2x1, not 1x2x2.
+  # The compiler has 2x2x1, not 1x2x2.
   sides = min(found, key=lambda sides: sides[::-1])
   return sides[1:] + sides[:1] if sides[0] == 1 else sides
 
@@ -96,9 +96,9 @@ def shape(kind: str, count: int) -> tuple[int, ...]:
 def wrap(kind: str, sides: tuple[int, ...]) -> tuple[bool, bool, bool]:
   """Returns which dims of a slice have wraparound links.
 
-  Slices of whole cubes of 4x4x4 chips are 3D tori; smaller ones have no wraparound links
-  (cloud.google.com/tpu/docs/v5p-training; v7x is the same). A v5e or v6e pod is a 2D torus of 16x16
-  chips: only sides of 16 wrap around (jax-ml.github.io/scaling-book/tpus).
+  v5p and v7x slices of whole cubes of 4x4x4 chips are 3D tori; smaller slices have no wraparound
+  links (cloud.google.com/tpu/docs/v5p-training). A v5e or v6e pod is a 2D torus of 16x16 chips:
+  only sides of 16 wrap around (jax-ml.github.io/scaling-book/tpus).
   """
   one = KINDS[kind]
   closed = [side % one.ring == 0 for side in sides]
@@ -109,7 +109,7 @@ def wrap(kind: str, sides: tuple[int, ...]) -> tuple[bool, bool, bool]:
 
 
 def _boxes(chips: int, dims: int, least: int = 1) -> Iterator[tuple[int, ...]]:
-  """Yields boxes of this many chips, sides ascending; a side of 1 only occurs next to 1 and 2."""
+  """Yields boxes of `chips` chips, sides ascending; 1 occurs only with other sides of 1 or 2."""
   for side in range(least, chips + 1):
     if (side not in (1, 2) and side % 4) or chips % side:
       continue
@@ -123,7 +123,7 @@ def _boxes(chips: int, dims: int, least: int = 1) -> Iterator[tuple[int, ...]]:
 
 
 def devices(kind: str, count: int, slices: int) -> list[Any]:
-  """Returns the devices of slices of the sides `shape(kind, count)`, in hosts of up to four chips.
+  """Returns the devices of `slices` slices of shape `shape(kind, count)`, at most 4 chips a host.
 
   Raises:
     UserError: There is no such slice, or the TPU compiler is not installed.
@@ -132,7 +132,7 @@ def devices(kind: str, count: int, slices: int) -> list[Any]:
   from jax.experimental import topologies
 
   sides = shape(kind, count)
-  # Without it the compiler assumes no wraparound links.
+  # Without `wrap`, the compiler assumes that there are no wraparound links.
   options: dict[str, Any] = {"wrap": wrap(kind, sides)}
   if slices > 1:
     options["num_slices"] = slices

@@ -3,7 +3,7 @@
 
 They are passed per program instead of through XLA_FLAGS or LIBTPU_INIT_ARGS, where an unknown name
 aborts the process. Per-program options take precedence over both variables, so options that the
-user sets there are left out.
+user has set there are omitted.
 """
 
 import functools
@@ -18,7 +18,7 @@ from paxlike.devices import program_cache, topology
 Options = dict[str, Any]
 
 # GPUs.
-# XLA's Triton matmuls would replace cuBLAS, and lose FP8.
+# XLA's Triton matmuls would replace cuBLAS, without FP8.
 ONE_GPU: Options = {"xla_gpu_enable_triton_gemm": False}
 # Overlap communication with computation.
 SEVERAL_GPUS: Options = ONE_GPU | {
@@ -30,7 +30,7 @@ SEVERAL_GPUS: Options = ONE_GPU | {
 
 # TPUs, from MaxText's sets (benchmarks/xla_flags_library.py).
 # Overlap all-reduces with matmuls; either option alone has no effect. In the loops of
-# Scaled16BV5e256, synchronous all-reduces go from 11 to 4, and the peak from 9.28 to 8.90 GB.
+# Scaled16BV5e256, synchronous all-reduces go from 11 to 4, and peak memory from 9.28 to 8.90 GB.
 SEVERAL_TPUS: Options = {
   "xla_enable_async_all_reduce": True,
   "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
@@ -62,7 +62,7 @@ def _wanted(device: Any, num_devices: int) -> Options:
   if device.platform in ("gpu", "cuda"):
     ours = ONE_GPU if num_devices == 1 else SEVERAL_GPUS
   elif device.platform == "tpu" and num_devices > 1:
-    # Both names are the v5p's; "TPU v5 lite" is the v5e.
+    # Both names mean v5p; "TPU v5 lite" is v5e.
     is_v5p = device.device_kind in ("TPU v5", "TPU v5p")
     ours = SEVERAL_V5P if is_v5p else SEVERAL_TPUS
   else:
@@ -74,8 +74,8 @@ def _wanted(device: Any, num_devices: int) -> Options:
 
 @functools.cache
 def is_known(name: str, value: Any, device: Any) -> bool:
-  """Returns whether the compiler for a device has an option of this name."""
-  # XLA on any platform knows the GPU options; only libtpu knows those for TPUs.
+  """Returns whether the compiler for `device` has an option of this name."""
+  # XLA accepts the GPU options on any platform; only libtpu accepts those for TPUs.
   where = jax.sharding.SingleDeviceSharding(device) if device.platform == "tpu" else None
   lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "int32", sharding=where))
   try:

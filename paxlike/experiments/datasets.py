@@ -40,9 +40,9 @@ __all__ = [
 
 
 class Synthetic(Experiment):
-  """Tokens that need no file, to measure speed with."""
+  """Synthetic tokens, to measure speed without files."""
 
-  #: random: uniform ids. constant: id 1 everywhere, as in Pax, whose loss falls to 0.
+  #: random: uniform ids. constant: id 1 everywhere, as in Pax; the loss falls to 0.
   SYNTHETIC_TOKENS: Literal["random", "constant"] = "random"
 
   def train_data(self) -> fdl.Config:
@@ -57,15 +57,15 @@ class Synthetic(Experiment):
 
 
 class Tokenized(Experiment):
-  """A tokenizer that the user chooses."""
+  """Knobs that select a tokenizer."""
 
-  #: How text becomes ids.
+  #: Kind of tokenizer. character: one id per character of the data.
   TOKENIZER: Literal["byte", "character", "sentencepiece", "huggingface"] = "byte"
-  #: A SentencePiece model, or a tokenizer.json of Hugging Face.
+  #: File of the tokenizer: a SentencePiece model, or a tokenizer.json of Hugging Face.
   VOCAB_PATH: ranges.Path | None = None
 
   def tokenizer(self) -> fdl.Config[tokenizer.Tokenizer] | None:
-    """How text becomes ids; None: a token for each character that occurs."""
+    """Returns the tokenizer; None: one id per character of the data."""
     if self.TOKENIZER == "character":
       return None
     if self.TOKENIZER == "byte":
@@ -81,10 +81,10 @@ class Tokenized(Experiment):
 
 
 class Prepared(Tokenized):
-  """Rows that scripts/prepare_data.py made, with the tokenizer and MAX_SEQ_LEN of then."""
+  """Data prepared by scripts/prepare_data.py with the same tokenizer and MAX_SEQ_LEN."""
 
-  DATA_PATH: ranges.Path | None = None  #: Their folder. Required.
-  EVAL_SPLIT: ranges.Name | None = "validation"  #: The split that is evaluated. None: none.
+  DATA_PATH: ranges.Path | None = None  #: Folder of the prepared data. Required.
+  EVAL_SPLIT: ranges.Name | None = "validation"  #: Split to evaluate on. None: no evaluation.
 
   def train_data(self) -> fdl.Config:
     return self.rows("train", shuffle=True)
@@ -95,7 +95,7 @@ class Prepared(Tokenized):
     return {self.EVAL_SPLIT: self.eval_set(self.rows(self.EVAL_SPLIT, shuffle=False))}
 
   def rows(self, split: str, *, shuffle: bool) -> fdl.Config[PreparedRows]:
-    """A split."""
+    """Returns the sequences of a split."""
     return fdl.Config(
       PreparedRows,
       path=self.DATA_PATH,
@@ -109,18 +109,18 @@ class Prepared(Tokenized):
 
 
 class Files(Tokenized):
-  """Files of the user, and a tokenizer for them."""
+  """The user's files, with a tokenizer."""
 
   DATA_PATH: ranges.Path | None = None  #: A file, a folder or a glob. Required.
-  PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
-  #: The share of the documents (or of a single one) to train on.
+  PACKED_INPUT: bool = True  #: Separate the documents of a sequence by segment ids.
+  #: Fraction of the documents (or of a single one) to train on; the rest is evaluated on.
   TRAIN_SHARE: ranges.Fraction = 0.9
 
 
 class LocalText(Files):
-  """Text files: .txt, .jsonl (.zst, .gz), .parquet or .arrow; a single one with any name."""
+  """Text files: .txt, .jsonl (.zst, .gz), .parquet or .arrow; a single file may have any name."""
 
-  DATA_FIELD: ranges.Name = "text"  #: The field of their records that holds the text.
+  DATA_FIELD: ranges.Name = "text"  #: Field of records that holds the text.
 
   def train_data(self) -> fdl.Config:
     return self.text_data(split=(0.0, self.TRAIN_SHARE), shuffle=True)
@@ -134,7 +134,7 @@ class LocalText(Files):
   def text_data(
     self, *, split: tuple[float, float], shuffle: bool, path: str | None = None
   ) -> fdl.Config:
-    """A part of the text, that of DATA_PATH or of another path."""
+    """Returns the sequences of a part of the text in DATA_PATH, or in `path`."""
     return fdl.Config(
       packing.PackedRows,
       corpus=self.corpus(path),
@@ -146,7 +146,7 @@ class LocalText(Files):
     )
 
   def corpus(self, path: str | None = None) -> fdl.Config[text_files.TextFiles]:
-    """The text."""
+    """Returns the text in DATA_PATH, or in `path`."""
     return fdl.Config(
       text_files.TextFiles,
       path=self.DATA_PATH if path is None else path,
@@ -158,11 +158,11 @@ class LocalText(Files):
 
 
 class TextMixture(LocalText):
-  """Several of what `LocalText` has one of, drawn from by weight."""
+  """A mixture of several text sources, each like `LocalText`, sampled by weight."""
 
-  #: Name of each source: a file, a folder or a glob.
+  #: Name -> file, folder or glob of each source.
   DATA_PATHS: dict[ranges.Name, ranges.Path] = UNSET
-  #: The share of each, in any unit. None: as much as there is of it.
+  #: Relative number of sequences of each source. None: the source's size.
   MIXTURE_WEIGHTS: dict[ranges.Name, ranges.Weight] | None = None
 
   def train_data(self) -> fdl.Config[mixture.Mixture]:
@@ -174,7 +174,7 @@ class TextMixture(LocalText):
     )
 
   def sources(self) -> dict[str, fdl.Config]:
-    """What is trained on, by name: rows of any kind, but all packed or none."""
+    """Returns training data by name, of any kind, but either all or none packed."""
     split = (0.0, self.TRAIN_SHARE)
     return {
       name: self.text_data(split=split, shuffle=True, path=path)
@@ -192,20 +192,20 @@ class TextMixture(LocalText):
 
 
 class Jsonl(Files):
-  """Prompts with completions, and conversations, of which the answers are learnt."""
+  """Prompts with completions, or conversations; only answers are trained on."""
 
-  #: How messages become text; tokenizer: by the template beside VOCAB_PATH.
+  #: Chat template. tokenizer: the template beside VOCAB_PATH.
   CHAT_TEMPLATE: Literal["plain", "alpaca", "chatml", "gemma", "llama2", "llama3", "tokenizer"] = (
     "plain"
   )
-  EVAL_DATA_PATH: ranges.Path | None = None  #: Files to evaluate on. None: what TRAIN_SHARE leaves.
+  EVAL_DATA_PATH: ranges.Path | None = None  #: Files to evaluate on. None: the rest of DATA_PATH.
 
   def train_data(self) -> fdl.Config:
     split, packed = self.train_split(), self.PACKED_INPUT
     return self.conversations("DATA_PATH", split=split, shuffle=True, packed=packed)
 
   def train_split(self) -> tuple[float, float]:
-    """The part of DATA_PATH to train on."""
+    """Returns the part of DATA_PATH to train on, as a range of fractions."""
     return (0.0, self.TRAIN_SHARE if self.EVAL_DATA_PATH is None else 1.0)
 
   def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
@@ -220,10 +220,10 @@ class Jsonl(Files):
   def conversations(
     self, knob: str, *, split: tuple[float, float], shuffle: bool, packed: bool
   ) -> fdl.Config[ExampleRows]:
-    """A part of the conversations in the files that a knob names."""
+    """Returns the sequences of a part of the files that a knob names."""
     tokenizer = self.tokenizer()
     if tokenizer is None:
-      raise UserError("TOKENIZER=character is for text: take another for conversations.")
+      raise UserError("TOKENIZER=character is for plain text: use another one for conversations.")
     corpus = fdl.Config(
       Conversations,
       path=getattr(self, knob),
@@ -245,11 +245,11 @@ class Jsonl(Files):
 
 
 class Preferences(Jsonl):
-  """Pairs of answers to a prompt, of which one is preferred: direct preference optimization."""
+  """Direct preference optimization, on pairs of answers to a prompt."""
 
-  #: How dearly it is bought to leave the model that training began with.
+  #: Strength of the KL penalty towards the initial model (beta).
   DPO_BETA: ranges.Factor = 0.1
-  #: How probable it is that a preference is the wrong way round.
+  #: Assumed probability that a preference label is flipped.
   DPO_LABEL_SMOOTHING: ranges.Smoothing = 0.0
 
   def objective(self) -> fdl.Config[objectives.Dpo]:
@@ -267,7 +267,7 @@ class Preferences(Jsonl):
   def conversations(
     self, knob: str, *, split: tuple[float, float], shuffle: bool, packed: bool = True
   ) -> fdl.Config[ExampleRows]:
-    del packed  # The two answers of a row are told apart by segments.
+    del packed  # The two answers of a sequence are its segments.
     rows = super().conversations(knob, split=split, shuffle=shuffle, packed=True)
     fdl.update_callable(rows, PairRows)
     fdl.update_callable(rows.corpus, preferences.Preferences)

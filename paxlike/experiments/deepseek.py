@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3 (DeepSeek-AI, 2024): latent attention, a shared expert beside the routed ones, and a
+"""DeepSeek-V3 (DeepSeek-AI, 2024): latent attention, a shared expert besides the routed ones, and a
 router that is balanced by a bias instead of a loss. The first layers have no experts.
 
-Its module for predicting several tokens at once is left out.
+Its multi-token prediction module is omitted.
 """
 
 import dataclasses
@@ -27,20 +27,20 @@ class DeepSeek(Moe, Llama):
 
   VOCAB_SIZE = 129_280
   MAX_SEQ_LEN = 163_840
-  NUM_DENSE_LAYERS: ranges.NonNegative = 3  #: Layers at the start that have no experts.
+  NUM_DENSE_LAYERS: ranges.NonNegative = 3  #: First layers, without experts.
   DIMS_PER_HEAD = 128
-  DIMS_PER_ROPE_HEAD: ranges.Size = 64  #: Width of the part of queries and keys that turns.
+  DIMS_PER_ROPE_HEAD: ranges.Size = 64  #: Rotary dims of a head's query and key.
   DIMS_PER_VALUE_HEAD: ranges.Size = 128  #: Width of a head's value.
-  LATENT_DIMS: ranges.Size = 512  #: Width of what keys and values are made of.
-  #: Width of what queries are made of. None: of the input.
+  LATENT_DIMS: ranges.Size = 512  #: Rank of the latent of keys and values.
+  #: Rank of the latent of queries. None: queries have no latent.
   QUERY_LATENT_DIMS: ranges.Size | None = 1536
   NUM_EXPERTS = 256
   NUM_EXPERTS_PER_TOKEN = 8
-  NUM_SHARED_EXPERTS: ranges.Size = 1  #: Experts that every token sees.
-  NUM_EXPERT_GROUPS: ranges.Size = 8  #: Equal parts of the experts.
-  NUM_EXPERT_GROUPS_PER_TOKEN: ranges.Size = 4  #: Parts that a token's experts are of.
+  NUM_SHARED_EXPERTS: ranges.Size = 1  #: Experts that process every token.
+  NUM_EXPERT_GROUPS: ranges.Size = 8  #: Groups of experts.
+  NUM_EXPERT_GROUPS_PER_TOKEN: ranges.Size = 4  #: Groups that a token's experts are from.
   ROUTED_SCALE: ranges.Factor = 2.5  #: Sum of the weights of a token's experts.
-  #: By so much a step changes the bias of an expert's choice.
+  #: Change of an expert's router bias per step.
   ROUTER_BIAS_RATE: ranges.Fraction = 0.001
   BALANCE_LOSS_WEIGHT = 0.0
   NORM_EPSILON = 1e-6
@@ -94,7 +94,7 @@ class DeepSeek(Moe, Llama):
     return rope
 
   def _rope_magnitude(self) -> float:
-    """YaRN's, which here is a factor of whole queries and keys."""
+    """Returns YaRN's magnitude, which here scales whole queries and keys."""
     return self.yarn_magnitude() if self.ROPE_SCALING == "yarn" else 1.0
 
   def mlp(self) -> fdl.Partial:
@@ -156,7 +156,7 @@ class DeepSeek(Moe, Llama):
         **family.fixed,
         "norm_topk_prob": True,
         "rope_interleave": True,
-        "moe_layer_freq": 1,  # These three stand in the published configuration.
+        "moe_layer_freq": 1,  # These three are in the published configuration.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
       },
@@ -173,13 +173,13 @@ class DeepSeek(Moe, Llama):
           "stack.{}.attention.query.w": Matrix(f"{attention}.q_proj.weight")
         }
       },
-      # The module that predicts more tokens follows the last layer.
+      # The multi-token prediction module follows the last layer.
       ignored=(*family.ignored, r"model\.layers\.{NUM_LAYERS}\..*"),
     )
 
 
 def _rules(of_llama: Rules) -> Rules:
-  """Returns where each weight stands."""
+  """Returns the rule of each weight."""
   at, names = "model.layers.{}", ("gate", "up", "down")
   attention = f"{at}.self_attn"
   rules = dict(of_llama)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma (2024), Gemma 2 (2024) and the text models of Gemma 3 (2025), by the Gemma Team.
 
-LLaMA with heads of 256, a feed-forward gated by GELU, tied and scaled embeddings, and norms whose
-scale is stored minus 1. Gemma 2 alternates a window with full attention, norms what each layer
-adds, and caps logits; Gemma 3 norms queries and keys instead and has five windows to one.
+LLaMA with heads of 256, GeGLU, tied and scaled embeddings, and norms whose scale is stored minus 1.
+Gemma 2 alternates sliding-window and full attention, normalizes the outputs of attention and MLP,
+and soft-caps logits. Gemma 3 has QK-norm instead of soft caps, and five windows per full layer.
 """
 
 import dataclasses
@@ -87,13 +87,13 @@ class Gemma7B(datasets.Synthetic, Gemma):
 
 
 class Gemma2(Gemma):
-  """The second generation: local and global layers in turn."""
+  """Gemma 2: local and global layers alternate."""
 
-  WINDOW: ranges.Positive = 4096  #: Tokens that a token sees in a local layer, itself among them.
-  #: Logits are over the root of it. None: DIMS_PER_HEAD.
+  WINDOW: ranges.Positive = 4096  #: Attention window of local layers, including the current token.
+  #: Attention logits are divided by its square root. None: DIMS_PER_HEAD.
   QUERY_SCALE_DIMS: ranges.Size | None = None
-  ATTENTION_SOFT_CAP: ranges.Cap | None = 50.0  #: Bound of attention's logits.
-  LOGITS_SOFT_CAP: ranges.Cap | None = 30.0  #: Bound of the output's logits.
+  ATTENTION_SOFT_CAP: ranges.Cap | None = 50.0  #: Soft cap of attention logits.
+  LOGITS_SOFT_CAP: ranges.Cap | None = 30.0  #: Soft cap of output logits.
 
   def model(self) -> fdl.Config[layers.Decoder]:
     model = super().model()
@@ -109,7 +109,7 @@ class Gemma2(Gemma):
     return block
 
   def local_block(self) -> fdl.Partial[layers.Block]:
-    """A layer with a window."""
+    """Returns a layer with sliding-window attention."""
     block = self.block()
     block.attention.window = self.WINDOW
     return block
@@ -190,7 +190,7 @@ class Gemma2_27B(datasets.Synthetic, Gemma2):
   QUERY_SCALE_DIMS = 144
 
 
-# What the configurations of Gemma 3 4B to 27B leave out.
+# Keys that the configurations of Gemma 3 4B to 27B omit.
 _GEMMA3_SIZES = {
   "vocab_size": 262_208,
   "hidden_size": 2304,
@@ -213,7 +213,7 @@ _GEMMA3_WITH_IMAGES = hugging_face.Wrapper(
 
 
 class Gemma3(Gemma2):
-  """The third generation, its text models: five local layers to a global one."""
+  """Text models of Gemma 3: five local layers per global layer."""
 
   VOCAB_SIZE = 262_144
   ROPE_THETA = 1_000_000.0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLaM (Du et al., 2021) as Pax trained it on GPUs: 64 experts in every other layer.
 
-RMSNorm with epsilon 1e-6, no biases, T5's relative positions and an extra logit of 0 in attention,
-which does not scale its queries; dense layers gated by GELU, experts with ReLU; the embedding's
-table, drawn with deviation 1, is the output projection, its logits over sqrt(MODEL_DIMS).
+RMSNorm with epsilon 1e-6, no biases; attention with T5's relative bias, an extra logit of 0 and
+unscaled queries; dense layers with GeGLU, experts with ReLU; tied embeddings with a standard
+deviation of 1, and logits divided by sqrt(MODEL_DIMS).
 """
 
 import math
@@ -19,16 +19,16 @@ from paxlike.registry import register
 
 
 class GLaM(Moe):
-  """The family: sizes are left to subclasses."""
+  """The family; subclasses set the sizes."""
 
   VOCAB_SIZE = 50304
   MAX_SEQ_LEN = 2048
   NUM_EXPERTS = 64
   MOE_DISPATCH = "capacity"
-  CAPACITY_FACTOR = 1.0  # Two experts a token: Pax's factor of 2.0.
+  CAPACITY_FACTOR = 1.0  # With two experts per token, Pax's factor of 2.0.
   INIT_STD = 1.0
-  RELATIVE_BUCKETS: ranges.Buckets = 32  #: Relative positions that are told apart.
-  RELATIVE_DISTANCE: ranges.Size = 128  #: Distance from which they are not.
+  RELATIVE_BUCKETS: ranges.Buckets = 32  #: Buckets of relative positions.
+  RELATIVE_DISTANCE: ranges.Size = 128  #: Distance from which positions share a bucket.
 
   def model(self) -> fdl.Config[layers.Decoder]:
     model = super().model()
@@ -82,7 +82,7 @@ class GLaM126M64E(GLaM):
 
 
 class GLaM64B64E(GLaM):
-  """1,142,891,356,160 parameters. Pax's code has 1,024 tokens a sequence, its documents 2,048."""
+  """1,142,891,356,160 parameters. Pax's code has 1,024 tokens per sequence, its docs 2,048."""
 
   NUM_LAYERS = 64
   NUM_HEADS = 64
@@ -119,7 +119,7 @@ class PileGLaM64B64E(datasets.Pile, GLaM64B64E):
 class LambadaGLaM126M64E(datasets.Lambada, GLaM126M64E):
   """GLaM 126M/64E zero-shot on LAMBADA, from the run of `PileGLaM126M64E`."""
 
-  MOE_DISPATCH = "dropless"  # Short rows have places too few to tell what was learnt.
+  MOE_DISPATCH = "dropless"  # On short sequences, capacity would drop too many tokens.
 
 
 @register

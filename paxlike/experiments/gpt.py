@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-3 (Brown et al., 2020) as Pax trained it on GPUs, and MaxText's 52k miniature of it.
 
-Pre-LN LayerNorm with epsilon 1e-5, learned positions, biases, GELU (tanh), the embedding's table as
-output projection. Adam with betas .9 / .95, weight decay .1 on every parameter, clipping at 1.0.
+Pre-LN LayerNorm with epsilon 1e-5, learned positions, biases, GELU (tanh), tied embeddings. AdamW
+with betas .9 / .95, weight decay .1 on every parameter, clipping at 1.0.
 """
 
 import fiddle as fdl
@@ -17,7 +17,7 @@ from paxlike.registry import register
 
 
 class Gpt(Experiment):
-  """The family: sizes are left to subclasses."""
+  """The family; subclasses set the sizes."""
 
   VOCAB_SIZE = 50304
   MAX_SEQ_LEN = 2048
@@ -88,7 +88,7 @@ class Gpt(Experiment):
       ),
       rules=rules,
       prefix="transformer.",
-      # Masks, and the embedding's table once more.
+      # Masks, and a copy of the embedding table.
       ignored=(r".*\.attn\.(masked_)?bias",),
       copies={"lm_head.weight": "transformer.wte.weight"},
     )
@@ -209,12 +209,12 @@ class Text126M(datasets.LocalText, Gpt126M):
 
 @register
 class Prepared126M(datasets.Prepared, Gpt126M):
-  """GPT 126M on rows of scripts/prepare_data.py: --fdl.DATA_PATH=..."""
+  """GPT 126M on data of scripts/prepare_data.py: --fdl.DATA_PATH=..."""
 
 
 @register
 class Gpt3_6B(datasets.Synthetic, Gpt):
-  """MaxText's gpt3-6b. 5,588,736,000 parameters, its 16,384 positions among them."""
+  """MaxText's gpt3-6b. 5,588,736,000 parameters, including its 16,384 positions."""
 
   VOCAB_SIZE = 32768
   MAX_SEQ_LEN = 16384
@@ -227,7 +227,7 @@ class Gpt3_6B(datasets.Synthetic, Gpt):
 
 @register
 class Gpt3_22B(Gpt3_6B):
-  """MaxText's gpt3-22b. 22,049,107,968 parameters, its 16,384 positions among them."""
+  """MaxText's gpt3-22b. 22,049,107,968 parameters, including its 16,384 positions."""
 
   NUM_HEADS = 24
   MODEL_DIMS = 6144
@@ -235,7 +235,7 @@ class Gpt3_22B(Gpt3_6B):
 
 @register
 class Gpt3_52k(datasets.Synthetic, Gpt):
-  """MaxText's gpt3-52k: one layer, to try things on. 52,464 parameters."""
+  """MaxText's gpt3-52k: one layer, for experiments. 52,464 parameters."""
 
   VOCAB_SIZE = 1024
   NUM_LAYERS = 1

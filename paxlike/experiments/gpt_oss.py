@@ -15,7 +15,7 @@ from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
 from paxlike.registry import register
 
-# The rotary positions of configurations that say nothing of them.
+# Rotary positions of configurations that do not specify them.
 _YARN = {
   "rope_type": "yarn",
   "factor": 32.0,
@@ -36,7 +36,7 @@ class GptOss(Moe, Llama):
   DIMS_PER_HEAD = 64
   NUM_EXPERTS_PER_TOKEN = 4
   BALANCE_LOSS_WEIGHT = 0.001
-  WINDOW: ranges.Positive = 128  #: Tokens that a token sees in a local layer, itself among them.
+  WINDOW: ranges.Positive = 128  #: Attention window of local layers, including the current token.
   ROPE_THETA = 150_000.0
   ROPE_SCALING = "yarn"
   ROPE_FACTOR = 32.0
@@ -118,7 +118,7 @@ class GptOss(Moe, Llama):
         "swiglu_limit": 7.0,
         "swiglu_alpha": 1.702,
       },
-      neutral=frozenset({"initial_context_length"}),  # Published, not read.
+      neutral=frozenset({"initial_context_length"}),  # In the published configuration, but unused.
       equal={"experts_per_token": "num_experts_per_tok"},
       aliases={"num_experts": "num_local_experts"},
       layer_types=("sliding_attention", "full_attention"),

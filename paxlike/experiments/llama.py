@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLaMA 2 (Touvron et al., 2023) and Llama 3 (Grattafiori et al., 2024).
 
-Pre-RMSNorm, rotary positions, grouped queries, a feed-forward gated by SiLU, no biases, an output
-projection of its own. The sizes train on synthetic tokens until a data mixin gives them better:
+Pre-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases, untied embeddings. The
+registered sizes train on synthetic tokens; other data need a mixin:
 `class MyLlama(datasets.LocalText, Llama2_7B)`.
 """
 
@@ -24,19 +24,19 @@ from paxlike.registry import register
 
 
 class Llama(Experiment):
-  """The family, and the base of those that descend from it."""
+  """The family, and the base class of families derived from it."""
 
-  NUM_KV_HEADS: ranges.Size | None = None  #: Heads of keys and values. None: NUM_HEADS.
-  ROPE_THETA: ranges.Base = 10_000.0  #: Base of the wave lengths of rotary positions.
-  #: How rotary waves are slowed for contexts longer than those trained on, if ROPE_FACTOR is given.
+  NUM_KV_HEADS: ranges.Size | None = None  #: Number of KV heads. None: NUM_HEADS.
+  ROPE_THETA: ranges.Base = 10_000.0  #: Base of the wavelengths of rotary positions.
+  #: Scaling of rotary positions for longer contexts, if ROPE_FACTOR is set.
   ROPE_SCALING: Literal["linear", "llama3", "yarn"] = "linear"
-  #: By how much they, or the slowest, are slowed. None: none.
+  #: Divisor of rotary frequencies (llama3, yarn: of the low ones). None: no scaling.
   ROPE_FACTOR: ranges.Stretch | None = None
-  #: The context that they were made for: llama3, yarn.
+  #: Context length before scaling, for llama3 and yarn.
   ROPE_ORIGINAL_LENGTH: ranges.Size | None = None
-  USE_ATTENTION_BIAS: bool = False  #: Biases of the linear maps of attention.
-  NORM_EPSILON: ranges.Epsilon = 1e-5  #: Of the RMS norms.
-  USE_TIED_EMBEDDING: bool = False  #: Project to logits by the embedding's table.
+  USE_ATTENTION_BIAS: bool = False  #: Biases in the linear maps of attention.
+  NORM_EPSILON: ranges.Epsilon = 1e-5  #: Epsilon of RMSNorm.
+  USE_TIED_EMBEDDING: bool = False  #: Use the embedding table as output projection.
   ICI_MESH_SHAPE = (1, -1, 1)
   PERCORE_BATCH_SIZE = 1
   MAX_STEPS = 100
@@ -60,10 +60,10 @@ class Llama(Experiment):
     return attention
 
   def rope(self) -> fdl.Partial[layers.Rope]:
-    """The rotary positions.
+    """Returns the rotary positions.
 
     Raises:
-      UserError: They are to be scaled, but not from which context.
+      UserError: ROPE_SCALING needs ROPE_ORIGINAL_LENGTH, which is None.
     """
     rope = fdl.Partial(layers.Rope, theta=self.ROPE_THETA)
     kind, factor, length = self.ROPE_SCALING, self.ROPE_FACTOR, self.ROPE_ORIGINAL_LENGTH
@@ -84,7 +84,7 @@ class Llama(Experiment):
     return rope
 
   def yarn_magnitude(self) -> float:
-    """YaRN's factor of rotated queries and keys."""
+    """Returns the factor by which YaRN scales rotated queries and keys."""
     factor = self.ROPE_FACTOR
     return 1.0 if factor is None or factor <= 1 else 0.1 * math.log(factor) + 1
 
@@ -154,7 +154,7 @@ class Llama(Experiment):
 
 
 class Llama2_7B(Llama):
-  """LLaMA 2 7B. When trained, by Pax's optimizer for it."""
+  """LLaMA 2 7B, with Pax's optimizer settings."""
 
   VOCAB_SIZE = 32000
   MAX_SEQ_LEN = 4096
@@ -251,7 +251,7 @@ class Llama3_70B(Llama3_8B):
 
 
 class Llama31(Llama):
-  """Llama 3.1: rotary waves slowed for contexts of 131,072 tokens."""
+  """Llama 3.1: rotary positions scaled for contexts of 131,072 tokens."""
 
   ROPE_SCALING = "llama3"
   ROPE_FACTOR = 8.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistral 7B (Jiang et al., 2023) and Mixtral (Jiang et al., 2024).
 
-LLaMA with a sliding window; LLaMA with eight experts a layer, of which each token sees two.
+Mistral is LLaMA with sliding-window attention; Mixtral has eight experts per layer, two per token.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from paxlike.registry import register
 class Mistral(Llama):
   """The family."""
 
-  #: Tokens that a token sees, itself among them. None: all before it.
+  #: Attention window in tokens, including the current one. None: full attention.
   WINDOW: ranges.Positive | None = 4096
 
   def attention(self) -> fdl.Partial[layers.Attention]:
@@ -60,7 +60,7 @@ class Mistral7B(datasets.Synthetic, Mistral):
 
 
 class Mixtral(Moe, Mistral):
-  """The family with experts."""
+  """Mixtral: the family with experts."""
 
   VOCAB_SIZE = 32000
   MAX_SEQ_LEN = 32768
@@ -91,7 +91,7 @@ class Mixtral(Moe, Mistral):
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.001,
       },
-      neutral=frozenset({"router_jitter_noise"}),  # Only of training.
+      neutral=frozenset({"router_jitter_noise"}),  # For training only.
       aliases={"num_experts": "num_local_experts"},
       rope=Rope(theta=1_000_000.0),
       rules={
@@ -106,7 +106,7 @@ class Mixtral(Moe, Mistral):
 
 @register
 class Mixtral8x7B(datasets.Synthetic, Mixtral):
-  """Mixtral 8x7B. 46,702,792,704 parameters, 12,879,925,248 of them for each token."""
+  """Mixtral 8x7B. 46,702,792,704 parameters, 12,879,925,248 of them active per token."""
 
   NUM_LAYERS = 32
   MODEL_DIMS = 4096

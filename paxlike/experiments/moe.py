@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part that families with experts share: knobs, and a layer of experts made of them."""
+"""A mixin for families with experts: knobs and the mixture-of-experts layer."""
 
 from typing import Literal
 
@@ -13,11 +13,11 @@ from paxlike.experiment import Experiment
 class Moe(Experiment):
   """A mixin: `class Mixtral(Moe, Mistral)` has experts in every layer."""
 
-  NUM_EXPERTS: ranges.Size = 8  #: Experts of a layer.
-  NUM_EXPERTS_PER_TOKEN: ranges.Size = 2  #: Experts that a token sees.
+  NUM_EXPERTS: ranges.Size = 8  #: Experts per layer.
+  NUM_EXPERTS_PER_TOKEN: ranges.Size = 2  #: Experts per token.
   EXPERT_DIMS: ranges.Size | None = None  #: Width of an expert. None: HIDDEN_DIMS.
-  MOE_DISPATCH: Literal["dropless", "capacity"] = "dropless"  #: How tokens come to experts.
-  #: Places of experts over those needed if all were used equally.
+  MOE_DISPATCH: Literal["dropless", "capacity"] = "dropless"  #: How tokens are dispatched.
+  #: Slots of experts, relative to the number needed under a balanced load.
   CAPACITY_FACTOR: ranges.Capacity = 2.0
   BALANCE_LOSS_WEIGHT: ranges.Weight = 0.01  #: Weight of the load-balancing loss of each layer.
   ROUTER_Z_LOSS_WEIGHT: ranges.Weight = 0.0  #: Weight of the router's z-loss of each layer.
@@ -35,11 +35,11 @@ class Moe(Experiment):
     )
 
   def dense_mlp(self) -> fdl.Partial[layers.Mlp]:
-    """The feed-forward layer of the family without experts."""
+    """Returns the feed-forward layer of the family without experts."""
     return super().mlp()
 
   def experts(self, dense: fdl.Partial[layers.Mlp]) -> fdl.Partial[layers.Experts]:
-    """Experts that are made as the `dense` layer is."""
+    """Returns experts with the structure of the `dense` layer."""
     hidden = self.EXPERT_DIMS
     return fdl.Partial(
       layers.Experts,
@@ -51,15 +51,15 @@ class Moe(Experiment):
     )
 
   def router(self) -> fdl.Partial[layers.Linear]:
-    """The router, which is always computed in float32."""
+    """Returns the router, which always computes in float32."""
     return self.linear("router")
 
   def expert_linear(self, role: str) -> fdl.Partial[layers.ExpertLinear]:
-    """A linear map of the experts."""
+    """Returns a linear map of the experts."""
     return fdl.Partial(layers.ExpertLinear, role=role, init=self.init())
 
   def dispatch(self) -> fdl.Partial | object:
-    """How tokens come to their experts."""
+    """Returns the dispatch of tokens to experts."""
     if self.MOE_DISPATCH == "capacity":
       return fdl.Config(layers.dispatch.Capacity, factor=self.CAPACITY_FACTOR)
     return layers.dispatch.dropless

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3 (Yang et al., 2025): LLaMA with a norm on each head's query and key.
-
-The larger ones have experts.
-"""
+"""Qwen3 (Yang et al., 2025): LLaMA with QK-norm; the larger models have experts."""
 
 import dataclasses
 
@@ -40,7 +37,7 @@ class Qwen3(Llama):
       model_type="qwen3",
       architecture="Qwen3ForCausalLM",
       defaults={**family.defaults, "num_key_value_heads": 32, "head_dim": 128},
-      neutral=frozenset({"sliding_window", "max_window_layers"}),  # As there is no window.
+      neutral=frozenset({"sliding_window", "max_window_layers"}),  # There is no window.
       fixed={**family.fixed, "use_sliding_window": False},
       layer_types=("full_attention",),
     )
@@ -106,7 +103,7 @@ class Qwen3_32B(Qwen3_8B):
 
 
 class Qwen3Moe(Moe, Qwen3):
-  """The family with experts: 128 a layer, of which a token sees eight."""
+  """The family with experts: 128 per layer, eight per token."""
 
   NUM_KV_HEADS = 4
   NUM_EXPERTS = 128

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MaxText's default model, grown by its rule from 1.1 B parameters to a trillion.
+"""MaxText's default model, scaled by its rule from 1.1 B to a trillion parameters.
 
-Recipes for slices of TPUs follow those in its folders configs/v5e and configs/v5p; what they are
-published to reach is from its README. More slices share the batch with DCN_MESH_SHAPE=[N,1,1].
-`paxlike --fdl_config=Scaled16BV5e256 --mode=compile --topology=v5e-256` tells what a chip holds;
-benchmarks/recipes.py does so of all.
+The recipes for TPU slices follow MaxText's configs/v5e and configs/v5p; published speeds are from
+its README. DCN_MESH_SHAPE=[N,1,1] adds data parallelism over N slices.
+`paxlike --fdl_config=Scaled16BV5e256 --mode=compile --topology=v5e-256` prints the memory per chip;
+benchmarks/recipes.py does so for all recipes.
 """
 
 from paxlike.experiments import datasets
@@ -22,10 +22,10 @@ class Scaled(Llama):
 
 
 def sizes(scale: int) -> tuple[int, int, int, int]:
-  """Returns (NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS) at a power of 2.
+  """Returns (NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS) at a scale, a power of 2.
 
-  Of every three doublings the first widens heads and feed-forward, the second the model, and the
-  third, having doubled all three once more, the depth.
+  Of every three doublings of the scale, the first doubles NUM_HEADS and HIDDEN_DIMS, the second
+  MODEL_DIMS, the third NUM_LAYERS.
   """
   times, rest = divmod(scale.bit_length() - 1, 3)
   layers, model, ffn = 2**times, 2 ** (times + (rest > 1)), 2 ** (times + (rest > 0))
@@ -82,7 +82,7 @@ class Scaled1024B(datasets.Synthetic, Scaled):
 
 
 class V5e256(Scaled):
-  """One slice of TPUs: weights cut over all 256 chips, everything computed again backwards."""
+  """One slice of 256 chips: FSDP over all of them, full rematerialization."""
 
   ICI_MESH_SHAPE = (1, 256, 1)
   CHECKPOINT_POLICY = "SAVE_NOTHING"
@@ -90,30 +90,30 @@ class V5e256(Scaled):
 
 @register
 class Scaled16BV5e256(V5e256, Scaled16B):
-  """Scale 16 on v5e-256. MaxText publishes 120 TFLOP/s a chip, 61.1 % of its peak."""
+  """Scale 16 on v5e-256. MaxText publishes 120 TFLOP/s per chip, 61.1 % of its peak."""
 
   PERCORE_BATCH_SIZE = 6
 
 
 @register
 class Scaled32BV5e256(V5e256, Scaled32B):
-  """Scale 32 on v5e-256. MaxText publishes 132 TFLOP/s a chip, 66.9 % of its peak."""
+  """Scale 32 on v5e-256. MaxText publishes 132 TFLOP/s per chip, 66.9 % of its peak."""
 
   PERCORE_BATCH_SIZE = 4
 
 
 @register
 class Scaled64BV5e256(V5e256, Scaled64B):
-  """Scale 64 on v5e-256. MaxText publishes 118 TFLOP/s a chip, 59.9 % of its peak."""
+  """Scale 64 on v5e-256. MaxText publishes 118 TFLOP/s per chip, 59.9 % of its peak."""
 
   PERCORE_BATCH_SIZE = 2
 
 
 @register
 class Scaled128BV5e256(V5e256, Scaled128B):
-  """Scale 128 on v5e-256, in four parts a step: what --mode=plan finds best.
+  """Scale 128 on v5e-256, four microbatches per step: the best plan of --mode=plan.
 
-  MaxText publishes 110 TFLOP/s a chip, 56.1 % of its peak, for FSDP 16 x tensor 16.
+  MaxText publishes 110 TFLOP/s per chip, 56.1 % of its peak, for FSDP 16 x tensor 16.
   """
 
   ICI_MESH_SHAPE = (1, 64, 4)
@@ -122,7 +122,7 @@ class Scaled128BV5e256(V5e256, Scaled128B):
 
 
 class V5p(Scaled):
-  """Slices v5p-N of N/2 chips, with room to keep what products with weights give."""
+  """Slices v5p-N of N/2 chips, which have enough memory to save the outputs of linear maps."""
 
   ICI_MESH_SHAPE = (1, -1, 4)
   SHARD_SEQUENCE_OVER_TENSOR = True
@@ -131,21 +131,21 @@ class V5p(Scaled):
 
 @register
 class Scaled32BV5p128(V5p, Scaled32B):
-  """Scale 32 on v5p-128. MaxText publishes 328 TFLOP/s a chip, 71.5 % of its peak."""
+  """Scale 32 on v5p-128. MaxText publishes 328 TFLOP/s per chip, 71.5 % of its peak."""
 
   PERCORE_BATCH_SIZE = 6
 
 
 @register
 class Scaled64BV5p128(V5p, Scaled64B):
-  """Scale 64 on v5p-128. MaxText publishes 323 TFLOP/s a chip, 70.3 % of its peak."""
+  """Scale 64 on v5p-128. MaxText publishes 323 TFLOP/s per chip, 70.3 % of its peak."""
 
   PERCORE_BATCH_SIZE = 3
 
 
 @register
 class Scaled128BV5p256(V5p, Scaled128B):
-  """Scale 128 on v5p-256. MaxText publishes 315 TFLOP/s a chip, 68.7 % of its peak."""
+  """Scale 128 on v5p-256. MaxText publishes 315 TFLOP/s per chip, 68.7 % of its peak."""
 
   ICI_MESH_SHAPE = (1, -1, 8)
   PERCORE_BATCH_SIZE = 1
@@ -153,7 +153,7 @@ class Scaled128BV5p256(V5p, Scaled128B):
 
 @register
 class Scaled256BV5p1024(V5p, Scaled256B):
-  """Scale 256 on v5p-1024. MaxText publishes 316 TFLOP/s a chip, 68.8 % of its peak."""
+  """Scale 256 on v5p-1024. MaxText publishes 316 TFLOP/s per chip, 68.8 % of its peak."""
 
   ICI_MESH_SHAPE = (1, -1, 8)
   PERCORE_BATCH_SIZE = 1
@@ -161,7 +161,7 @@ class Scaled256BV5p1024(V5p, Scaled256B):
 
 @register
 class Scaled512BV5p1024(V5p, Scaled512B):
-  """Scale 512 on v5p-1024. MaxText publishes 294 TFLOP/s a chip, 64.0 % of its peak."""
+  """Scale 512 on v5p-1024. MaxText publishes 294 TFLOP/s per chip, 64.0 % of its peak."""
 
   ICI_MESH_SHAPE = (1, -1, 8)
   CHECKPOINT_POLICY = "SAVE_NOTHING"
@@ -170,7 +170,7 @@ class Scaled512BV5p1024(V5p, Scaled512B):
 
 @register
 class Scaled1024BV5p4096(V5p, Scaled1024B):
-  """Scale 1024 on v5p-4096. MaxText publishes 297 TFLOP/s a chip, 64.8 % of its peak."""
+  """Scale 1024 on v5p-4096. MaxText publishes 297 TFLOP/s per chip, 64.8 % of its peak."""
 
   ICI_MESH_SHAPE = (1, -1, 16)
   CHECKPOINT_POLICY = "SAVE_NOTHING"

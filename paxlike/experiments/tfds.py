@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data mixins over data sets of TFDS; `datasets` has them too."""
+"""Data mixins for TFDS data sets; `datasets` exports them too."""
 
 import abc
 import os
@@ -21,14 +21,14 @@ from paxlike.training.evaluation import EvalSet
 
 
 class Tfds(Experiment):
-  """SeqIO tasks of `data/seqio/tasks.py`, over data sets of TFDS."""
+  """Base of mixins with SeqIO tasks of `data/seqio/tasks.py` on TFDS data sets."""
 
   #: name:version under --tfds_data_dir, or a folder that TFDS wrote.
   TFDS_NAME: ranges.Name = UNSET
-  VOCAB_PATH: ranges.Path | None = None  #: A SentencePiece model. None: what $VOCAB_PATH says.
+  VOCAB_PATH: ranges.Path | None = None  #: A SentencePiece model. None: $VOCAB_PATH.
 
   def task(self, register: Callable[..., str]) -> fdl.Config[tasks.TfdsTask]:
-    """The task that `register` adds."""
+    """Returns the task that `register` adds."""
     vocab_path = self.VOCAB_PATH or os.environ.get("VOCAB_PATH")
     return fdl.Config(
       tasks.TfdsTask, register, tfds_name=self.TFDS_NAME, vocab_path=vocab_path or None
@@ -37,7 +37,7 @@ class Tfds(Experiment):
   def corpus(
     self, register: Callable[..., str], *, split: str, **options: Any
   ) -> fdl.Config[SeqIOCorpus]:
-    """A split of a task; `options` are those of `SeqIOCorpus`."""
+    """Returns a split of a task; `options` are those of `SeqIOCorpus`."""
     return fdl.Config(
       SeqIOCorpus, task=self.task(register), split=split, vocab_size=self.VOCAB_SIZE, **options
     )
@@ -45,7 +45,7 @@ class Tfds(Experiment):
   def examples(
     self, corpus: fdl.Config[SeqIOCorpus], *, shuffle: bool, packed: bool = False
   ) -> fdl.Config[ExampleRows]:
-    """Rows of whole examples."""
+    """Returns sequences of whole examples."""
     return fdl.Config(
       ExampleRows,
       corpus=corpus,
@@ -56,7 +56,7 @@ class Tfds(Experiment):
     )
 
   def question_lengths(self, *answers: str) -> Mapping[str, int]:
-    """What questions and answers are cut to."""
+    """Returns the lengths to which questions and answers are truncated."""
     if self.MAX_SEQ_LEN <= _ANSWER_LENGTH:
       raise UserError(f"MAX_SEQ_LEN={self.MAX_SEQ_LEN} leaves no room for questions.")
     lengths = {"inputs": self.MAX_SEQ_LEN - _ANSWER_LENGTH}
@@ -67,10 +67,10 @@ _ANSWER_LENGTH = 64
 
 
 class PretrainingTask(Tfds, abc.ABC):
-  """A task with a split to train on and one to look at now and then."""
+  """A task with a training split and an evaluation split."""
 
-  EVAL_SPLIT: ranges.Name | None = "validation"  #: The split that is evaluated. None: none.
-  EVAL_BATCHES: ranges.Positive | None = 16  #: Of it so many batches. None: all.
+  EVAL_SPLIT: ranges.Name | None = "validation"  #: Split to evaluate on. None: no evaluation.
+  EVAL_BATCHES: ranges.Positive | None = 16  #: Batches of it per evaluation. None: all.
 
   def train_data(self) -> fdl.Config:
     return self.rows("train", shuffle=True)
@@ -83,20 +83,20 @@ class PretrainingTask(Tfds, abc.ABC):
 
   @abc.abstractmethod
   def rows(self, split: str, *, shuffle: bool) -> fdl.Config:
-    """A split, as rows."""
+    """Returns the sequences of a split."""
 
 
 class Pile(PretrainingTask):
-  """The Pile (Gao et al., 2020): pieces of MAX_SEQ_LEN tokens, regardless of documents."""
+  """The Pile (Gao et al., 2020): chunks of MAX_SEQ_LEN tokens, across documents."""
 
   TFDS_NAME = "the_pile:1.0.0"
   EVAL_BATCHES = 1
-  #: Read as it is needed, by SeqIO and every host, and again up to its place after a restart;
-  #: rather than once into the cache folder, 2 bytes a token.
+  #: Stream through SeqIO on every host, rereading from the start after a restart, instead of
+  #: tokenizing once into the cache folder (2 bytes per token).
   USE_STREAMING: bool = False
 
   def rows(self, split: str, *, shuffle: bool) -> fdl.Config:
-    """A split, each piece a row."""
+    """Returns a split, one chunk per sequence."""
     if self.USE_STREAMING:
       return fdl.Config(
         stream.SeqIOStream,
@@ -114,13 +114,13 @@ class Pile(PretrainingTask):
 
 
 class C4(PretrainingTask):
-  """C4 (Raffel et al., 2020), the English part: rows cut from documents that end with EOS."""
+  """C4 (Raffel et al., 2020), English: sequences cut from documents that end with EOS."""
 
   TFDS_NAME = "c4/en:3.0.1"
-  PACKED_INPUT: bool = True  #: Keep the documents of one row apart, by segment ids.
+  PACKED_INPUT: bool = True  #: Separate the documents of a sequence by segment ids.
 
   def rows(self, split: str, *, shuffle: bool) -> fdl.Config[packing.PackedRows]:
-    """A split, cut into rows."""
+    """Returns a split, cut into sequences."""
     return fdl.Config(
       packing.PackedRows,
       corpus=self.corpus(tasks.c4, split=split),
@@ -132,7 +132,7 @@ class C4(PretrainingTask):
 
 
 class Lambada(Tfds):
-  """LAMBADA (Paperno et al., 2016), to evaluate only: `acc_strict` of the last word."""
+  """LAMBADA (Paperno et al., 2016), evaluation only: `acc_strict` of the last word."""
 
   TFDS_NAME = "my_lambada:1.0.0"
 
@@ -147,10 +147,10 @@ class Lambada(Tfds):
 
 
 class BoolQ(Tfds):
-  """BoolQ (Clark et al., 2019): yes or no, fine-tuned on the one word and evaluated on it."""
+  """BoolQ (Clark et al., 2019): fine-tuning and evaluation on one-word answers, yes or no."""
 
   TFDS_NAME = "super_glue/boolq:1.0.2"
-  PACKED_INPUT: bool = False  #: Several examples a row, told apart by segment ids.
+  PACKED_INPUT: bool = False  #: Pack several examples per sequence, with segment ids.
 
   def train_data(self) -> fdl.Config:
     return self.examples(self.questions("train"), shuffle=True, packed=self.PACKED_INPUT)
@@ -161,6 +161,6 @@ class BoolQ(Tfds):
     return {"boolq": self.eval_set(dataset, metrics=metrics)}
 
   def questions(self, split: str) -> fdl.Config[SeqIOCorpus]:
-    """A split, each example a question and its answer."""
+    """Returns a split; each example is a question and its answer."""
     lengths = self.question_lengths("targets", "alternatives")
     return self.corpus(tasks.boolq, split=split, bos_id=1, lengths=lengths)

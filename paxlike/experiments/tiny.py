@@ -12,10 +12,10 @@ from paxlike.training.evaluation import EvalSet
 
 @register
 class TinyPython(Gpt):
-  """A GPT of 2M parameters that learns Python from the standard library of the one running it.
+  """A GPT of 2M parameters, trained on the source code of Python's standard library.
 
-  Needs no file and no network: the library's sources become a TFDS data set, a SentencePiece
-  vocabulary of 4,096 pieces and a SeqIO task in the user's cache folder, once.
+  Needs no file and no network: on first use, the running Python's sources are converted to a TFDS
+  data set, a SentencePiece vocabulary of 4,096 pieces and a SeqIO task in the user's cache folder.
   """
 
   VOCAB_SIZE = 4096

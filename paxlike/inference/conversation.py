@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation in the terminal: lines of the user, answers of the model as they grow."""
+"""A conversation in the terminal: the user's lines, and the model's answers, streamed."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -17,18 +17,18 @@ EXAMPLE: list[list[Message]] = [[{"role": "user", "content": "Hello"}]]
 
 
 def check():
-  """Raises a UserError if several processes would have to read one terminal."""
+  """Raises a UserError if there are several processes, which cannot share a terminal."""
   if jax.process_count() > 1:
     raise UserError("--chat is for one process: start only one.")
 
 
 def hold(decoding: Decoding, show: Callable[[str], object], lines: Iterator[str] | None = None):
-  """Answers one line after another until they end.
+  """Answers each line until the lines end.
 
   Args:
     decoding: The model, with a dialogue.
-    show: Takes each piece of what is printed.
-    lines: What the user says; None: what is typed.
+    show: Prints a piece of text.
+    lines: The user's lines; None: standard input.
   """
   show(f"{HELP}\n")
   said: list[Message] = []

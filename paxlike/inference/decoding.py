@@ -262,9 +262,9 @@ def stream(results: Iterator[Result], options: Options, show: Callable[[str], ob
 
 
 def tell(decoding: Decoding, prompts: Sequence[Prompt], journal: Journal, path: epath.Path):
-  """Continues prompts, prints the texts and writes them to `path`, a line of JSON each.
+  """Continues prompts, prints the texts and writes them to `path` as JSON lines.
 
-  A single text is streamed; several are printed as each ends.
+  A single text is streamed; of several, each is printed when it ends.
   """
   single = len(prompts) * decoding.options.num_samples == 1
   with run_folder.writing(path.parent), run_folder.replacing(path) as file:

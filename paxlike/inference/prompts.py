@@ -64,7 +64,7 @@ def _prompt(line: str, place: str) -> Prompt:
       " 'messages'."
     )
   if not chat.are_messages(messages):
-    raise UserError(f"--prompt_file={place}: messages need a role and a content, both texts.")
+    raise UserError(f"--prompt_file={place}: messages need a role and a content, both strings.")
   if messages[-1]["role"] == "assistant":
     raise UserError(f"--prompt_file={place} ends with an answer: leave that out.")
   return messages

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: which way of spreading a model over devices fits, and which is the fastest."""
+"""Search for the fastest parallel configuration of a model that fits in memory."""

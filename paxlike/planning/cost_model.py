@@ -32,10 +32,10 @@ from paxlike.planning.model_sizes import ModelSizes, Weight
 from paxlike.planning.parallel_config import Configuration
 
 # Keyed by a substring of JAX's `device_kind`: the median over the published steps of the family in
-# benchmarks/calibration.py. It has none of v6e, which takes v5e's, nor of Blackwell, which takes
-# Hopper's.
+# benchmarks/calibration.py. There are none of v6e, which uses the value of v5e, and of Blackwell,
+# which uses that of Hopper.
 ACHIEVED = {"H200": 0.66, "H100": 0.66, "A100": 0.66, "TPU v5 lite": 0.79, "TPU v5e": 0.79}
-ACHIEVED |= {"B200": 0.66, "B300": 0.66}  # GB200 is a B200, too.
+ACHIEVED |= {"B200": 0.66, "B300": 0.66}  # "B200" also matches GB200.
 ACHIEVED |= {"TPU v5": 0.75, "TPU v6": 0.79}
 _OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
 
@@ -123,7 +123,7 @@ class _Step:
     self._model, self._how = model, how
     self._chip, self._network = machine.chip, machine.network
     self._sizes = how.sizes
-    self._tokens = how.rows * model.seq_len
+    self._tokens = how.sequences * model.seq_len
     self._stages = how.sizes["pipeline"]
 
   def times(self) -> Times:
@@ -142,7 +142,7 @@ class _Step:
     return every + Times(weights=self._reduced() if how.reduced_once else 0.0)
 
   def _layers(self, *, forward: bool) -> Times:
-    """Returns the time of a stage's layers in one direction for a microbatch."""
+    """Returns the time of a stage's layers in one direction, for a microbatch."""
     matmuls_again, attention_again, chunk_again = _recomputed(self._how)
     matmuls = self._matmuls(self._model.in_stack)
     scores, others = self._scores(), self._elementwise()
@@ -187,7 +187,7 @@ class _Step:
     model, tensor = self._model, self._sizes["tensor"]
     flops = model.scores[1 if model.fused_attention else 0] / tensor / self._stages
     nbytes = 0.0
-    if not model.fused_attention:  # Logits and softmax weights are each written and read.
+    if not model.fused_attention:  # Logits and softmax weights are both written and read.
       nbytes = 8 * model.seq_len * model.heads / tensor / self._stages
     return Times(
       compute=self._tokens * flops / self._chip.flops,
@@ -201,7 +201,7 @@ class _Step:
     ffn = memory_model.ffn(model, sizes)
     # RoPE reads and writes queries and keys.
     rotated = max(0.0, outputs - model.dim - (model.mlp_factor - 1) * ffn)
-    width = 10 * model.dim / self._how.residual_cut + 2 * rotated + model.mlp_factor * ffn
+    width = 10 * model.dim / self._how.residual_shards + 2 * rotated + model.mlp_factor * ffn
     nbytes = 2 * width * self._tokens * model.num_layers / self._stages
     return Times(memory=nbytes / self._chip.bandwidth)
 
@@ -224,7 +224,7 @@ class _Step:
     return Times(expert=2 * one * model.moe_layers / self._stages)
 
   def _exchanged(self) -> tuple[float, float]:
-    """Returns the seconds of communication that overlaps with a stage's layers: both passes."""
+    """Returns (forward, backward) seconds of communication that overlaps with a stage's layers."""
     gathered, reduced = self._gathers(self._model.in_stack)
     sent = 0.0
     if (pipeline := self._how.pipeline) is not None:
@@ -242,7 +242,7 @@ class _Step:
     return self._gathers(self._model.in_stack)[1]
 
   def _gathers(self, weights: tuple[Weight, ...]) -> tuple[float, float]:
-    """Returns the seconds of all-gathering weights once, and of reducing their gradients."""
+    """Returns the seconds of all-gathering weights once, and of reducing their gradients once."""
     how = self._how
     gathered = reduced = 0.0
     times = 2 if self._network.sums_whole and not how.reduced_once else 1

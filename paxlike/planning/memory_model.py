@@ -19,7 +19,7 @@ from paxlike.planning.model_sizes import ModelSizes, Weight
 from paxlike.planning.parallel_config import Configuration
 
 # The dims that tensor parallelism shards.
-_CUT = {dim for dim, axes in mesh.RULES.items() if "tensor" in axes}
+_TENSOR_DIMS = {dim for dim, axes in mesh.RULES.items() if "tensor" in axes}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Memory:
 def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
   """Returns the memory of a device."""
   sizes = how.sizes
-  tokens = how.rows * model.seq_len
+  tokens = how.sequences * model.seq_len
   here = {weight: weight.per_device(sizes) for weight in set(model.weights)}
   gathered, head = _gathered(model, how)
   working = tokens * _working(model, how)
@@ -73,7 +73,7 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
     stages, chunks = how.pipeline.stages, how.pipeline.chunks
     of_chunk = layers / stages / chunks
     slots = _num_slots(how.pipeline)
-    dim = model.dim / how.residual_cut
+    dim = model.dim / how.residual_shards
     kept = 2 * dim if how.pipeline.recompute else 2 * dim + saved * of_chunk
     # Besides the slots: the received activations and cotangents, and the current chunk's residuals.
     activations = tokens * (slots * kept + 4 * dim + saved * of_chunk)
@@ -134,7 +134,7 @@ def _gathered(model: ModelSizes, how: Configuration) -> tuple[float, float]:
 
 def _saved(model: ModelSizes, how: Configuration) -> float:
   """Returns the bytes of residuals per token of a layer, an average over layers."""
-  sizes, dim = how.sizes, model.dim / how.residual_cut
+  sizes, dim = how.sizes, model.dim / how.residual_shards
   # Policies that save matmuls omit expert matmuls.
   everything = how.remat is Remat.SAVE_EVERYTHING
   inputs, outputs = widths(model, sizes, routed=everything)
@@ -173,7 +173,7 @@ def widths(
     times = max(1, weight.layers)
     tensor = sizes["tensor"] if "tensor" in weight.axes(sizes) else 1
     # "head" is the last dim of weights whose "heads" are sharded.
-    into, out = (1, tensor) if weight.dims[-1] in (*_CUT, "head") else (tensor, 1)
+    into, out = (1, tensor) if weight.dims[-1] in (*_TENSOR_DIMS, "head") else (tensor, 1)
     inputs += times * weight.inputs / into
     if not weight.is_last and (routed or not weight.is_routed):
       outputs += times * weight.outputs / out
@@ -198,7 +198,7 @@ def _logits(model: ModelSizes, how: Configuration, head: float) -> float:
   """Returns the bytes of a chunk's logits, and of the output projection with its gradient."""
   sizes = how.sizes
   tensor = sizes["tensor"] if "tensor" in model.head.axes(sizes) else 1
-  rows = how.rows / (1 if how.pipeline is None else how.pipeline.stages)
-  logits = rows * model.seq_len / model.loss_chunks * model.vocab / tensor
+  sequences = how.sequences / (1 if how.pipeline is None else how.pipeline.stages)
+  logits = sequences * model.seq_len / model.loss_chunks * model.vocab / tensor
   # The projection, its accumulated float32 gradient, and the chunk's gradient.
   return 8 * logits + 4 * head

@@ -109,7 +109,7 @@ class ModelSizes:
     capacity: Expert slots per token (top-k x capacity factor); None: dropless.
     moments: Bytes of optimizer state per trained parameter.
     over_data: Whether the optimizer state is sharded over the axis `data` too (ZeRO-1).
-    cuts_sequences: Whether the residual stream is sharded over `tensor` too (sequence parallelism).
+    sequence_parallel: Whether the residual stream is sharded over `tensor` too.
     reference: Whether a reference model doubles the weights.
     fused_attention: Whether a fused kernel computes attention without materializing logits.
     flops: Training FLOPs per token; see `flops.TrainingFlops`.
@@ -132,7 +132,7 @@ class ModelSizes:
   capacity: float | None = None
   moments: float = 8.0
   over_data: bool = False
-  cuts_sequences: bool = False
+  sequence_parallel: bool = False
   reference: bool = False
   fused_attention: bool = True
   flops: flops.TrainingFlops
@@ -200,7 +200,7 @@ def of_definition(
     capacity=first.num_chosen * first.dispatch.factor if first and placed else None,
     moments=_moments(definition, optimizer),
     over_data=optimizer.over_data,
-    cuts_sequences=any(getattr(m, "time", "time") != "time" for m in modules.values()),
+    sequence_parallel=any(getattr(m, "time", "time") != "time" for m in modules.values()),
     reference=with_reference,
     fused_attention="xla" not in decoder.kernels(Place(topology.devices()[0])),
     flops=flops.per_token(definition, seq_len),

@@ -57,17 +57,17 @@ class Configuration:
 
   @property
   def microbatches(self) -> int:
-    """The number of microbatches, of gradient accumulation times pipeline."""
+    """The number of microbatches: of gradient accumulation, times those of the pipeline."""
     return self.accumulation * (1 if self.pipeline is None else self.pipeline.microbatches)
 
   @property
-  def rows(self) -> float:
-    """Sequences of a microbatch on each device."""
+  def sequences(self) -> float:
+    """Sequences of a microbatch per device."""
     shards = math.prod(self.sizes[axis] for axis in RULES["batch"])
     return self.batch / shards / self.microbatches
 
   @property
-  def residual_cut(self) -> int:
+  def residual_shards(self) -> int:
     """The number of shards of the residual stream along T over `tensor`."""
     return self.sizes["tensor"] if self.residual_over_tensor else 1
 

@@ -34,9 +34,9 @@ from paxlike.training import requirements
 from paxlike.training.objectives import NextToken
 from paxlike.training.trainer import Trainer
 
-# The fraction of a device's usable memory that predictions may take: they are up to 10 % too low.
+# The fraction of a device's usable memory for predicted peaks, which are up to 10 % too low.
 ROOM = 0.9
-# Knobs that a plan sets, and users do not.
+# Knobs that a plan sets and the command line must not.
 CHOSEN = (
   "ICI_MESH_SHAPE",
   "DCN_MESH_SHAPE",
@@ -280,22 +280,22 @@ def configurations(
   model: ModelSizes, ici: tuple[int, ...], dcn: tuple[int, ...], batch: int
 ) -> Iterator[Iterator[Configuration]]:
   """Yields series of configurations of a mesh; the first of a series that fits is its fastest."""
-  base = Configuration(ici=ici, dcn=dcn, batch=batch, residual_over_tensor=model.cuts_sequences)
+  base = Configuration(ici=ici, dcn=dcn, batch=batch, residual_over_tensor=model.sequence_parallel)
   shards = math.prod(base.sizes[axis] for axis in mesh.RULES["batch"])
   if batch % shards:
     return
-  parts, stages = divisors(batch // shards), base.sizes["pipeline"]
+  counts, stages = divisors(batch // shards), base.sizes["pipeline"]
   for remat in _REMATS:
     if stages == 1:
-      yield (dataclasses.replace(base, remat=remat, accumulation=count) for count in parts)
+      yield (dataclasses.replace(base, remat=remat, accumulation=count) for count in counts)
       continue
-    for pipeline in _pipelines(model, stages, parts):
+    for pipeline in _pipelines(model, stages, counts):
       yield iter((dataclasses.replace(base, remat=remat, pipeline=pipeline),))
 
 
-def _pipelines(model: ModelSizes, stages: int, parts: list[int]) -> Iterator[Pipeline]:
+def _pipelines(model: ModelSizes, stages: int, counts: list[int]) -> Iterator[Pipeline]:
   for chunks, count, recompute in itertools.product(
-    divisors(model.repeats // stages), parts, (False, True)
+    divisors(model.repeats // stages), counts, (False, True)
   ):
     if chunks > 1 and count % stages:
       continue

@@ -76,7 +76,7 @@ class Members:
   def judge(
     self, report: dict[str, Any], tick: float, *, closed: Collection[int] = ()
   ) -> ending.Verdict | None:
-    """Returns the verdict; None: the job goes on.
+    """Returns the verdict; None: the job continues.
 
     Args:
       report: This process's report.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# What the scripts here share; sourced by them.
+# Shared by the scripts of this folder, which source it.
 
 PYTHON="${PYTHON:-python3}"
-# Put before what the user's XLA_FLAGS say. Empty by itself: the program has its own (xla_flags.py).
+# Prepended to the user's XLA_FLAGS. Empty by default: paxlike sets its own options (xla_flags.py).
 BASE_XLA_FLAGS="${BASE_XLA_FLAGS:-}"
 export XLA_FLAGS="${BASE_XLA_FLAGS:+${BASE_XLA_FLAGS} }${XLA_FLAGS:-}"
 
@@ -10,17 +10,17 @@ for flag in ENABLE_TE:--fdl.ENABLE_TE=true ENABLE_FP8:--fdl.USE_FP8=true \
   NVTE_FUSED_ATTN:--fdl.ATTENTION_KERNEL=cudnn; do
   name="${flag%%:*}"
   if [ "${!name:-0}" != 0 ]; then
-    echo "$0: ${name} has no effect: give ${flag#*:}." >&2
+    echo "$0: ${name} has no effect: use ${flag#*:}." >&2
   fi
 done
 
-# Arguments by which a process of a Slurm job finds the others.
+# Prints the flags with which a process of a Slurm job finds the others.
 slurm_arguments() {
   echo "--multiprocess_gpu --server_addr=${SLURM_LAUNCH_NODE_IPADDR}:${PORT:-12345}" \
     "--num_hosts=${SLURM_NTASKS} --host_idx=${SLURM_PROCID}"
 }
 
-# Takes what the scripts of the Pile are given, in Pax's order, and sets FLAGS and LOG_DIR:
+# Parses the arguments of the Pile scripts, in Pax's order, and sets FLAGS and LOG_DIR:
 #   TFDS_DATA_DIR VOCAB_PATH [PREC] [NUM_GPUS] [PERCORE_BS] [LOGDIR] [FLAG...]
 read_arguments() {
   local tfds_data_dir="${1:?TFDS_DATA_DIR is the first argument}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU recipes of Pax, under the names that its users know, and some of MaxText.
+"""GPU recipes of Pax, under their names there, and some of MaxText.
 
-`Synthetic126M` and the others run on whatever is here; the classes named for a number of GPUs have
-meshes for that number, ICI within a node of eight and DCN across nodes. They are compiled for H100
-by benchmarks/recipes.py.
+`Synthetic126M` and others without a number of GPUs run on any devices. Those with a number have a
+mesh for it, ICI within nodes of eight GPUs and DCN across nodes; benchmarks/recipes.py compiles
+them for H100.
 """
 
 from paxlike.experiments.glam import SyntheticGLaM64B64E
@@ -28,7 +28,7 @@ __all__ = [
 
 @register
 class Synthetic126M64Gpus(Synthetic126M):
-  """GPT 126M on 64 GPUs, data parallel: 256 sequences a step."""
+  """GPT 126M on 64 GPUs, data parallel: 256 sequences per step."""
 
   ICI_MESH_SHAPE = (8, 1, 1)
   DCN_MESH_SHAPE = (8, 1, 1)
@@ -36,7 +36,7 @@ class Synthetic126M64Gpus(Synthetic126M):
 
 @register
 class Synthetic5B256Gpus(Synthetic5B):
-  """GPT 5B on 256 GPUs, FSDP: 2,048 sequences a step."""
+  """GPT 5B on 256 GPUs, FSDP: 2,048 sequences per step."""
 
   ICI_MESH_SHAPE = (1, 8, 1)
   DCN_MESH_SHAPE = (1, 32, 1)
@@ -44,7 +44,7 @@ class Synthetic5B256Gpus(Synthetic5B):
 
 @register
 class Synthetic175B256Gpus(Synthetic175B):
-  """GPT 175B on 256 GPUs, FSDP: 1,536 sequences a step."""
+  """GPT 175B on 256 GPUs, FSDP: 1,536 sequences per step."""
 
   ICI_MESH_SHAPE = (1, 8, 1)
   DCN_MESH_SHAPE = (1, 32, 1)
@@ -52,10 +52,10 @@ class Synthetic175B256Gpus(Synthetic175B):
 
 @register
 class Synthetic175B64Gpus(Synthetic175B):
-  """GPT 175B on 64 GPUs, through 8 stages of 8: 128 sequences a step, two at a time.
+  """GPT 175B on 64 GPUs, 8 pipeline stages x 8 tensor: 128 sequences per step in microbatches of 2.
 
-  174,615,846,912 parameters, as its vocabulary is that of the published run.
-  Published for JaxPP's fork of MaxText on 64 H100, with the same mesh and schedule: 10.98 s a step.
+  174,615,846,912 parameters, with the vocabulary of the published run.
+  Published for JaxPP's fork of MaxText on 64 H100, same mesh and schedule: 10.98 s per step.
   """
 
   VOCAB_SIZE = 51200
@@ -70,9 +70,9 @@ class Synthetic175B64Gpus(Synthetic175B):
 
 @register
 class SyntheticGLaM64B64E512Gpus(SyntheticGLaM64B64E):
-  """GLaM 64B/64E on 512 GPUs: 2,048 sequences a step; eight experts to a group of nodes.
+  """GLaM 64B/64E on 512 GPUs: 2,048 sequences per step; eight experts per group of eight nodes.
 
-  Pax cuts experts over 64 nodes as it does all weights, and so gathers all of a layer's.
+  Pax instead shards experts over 64 nodes like other weights, and all-gathers those of a layer.
   """
 
   ICI_MESH_SHAPE = {"tensor": 8}
@@ -83,9 +83,9 @@ class SyntheticGLaM64B64E512Gpus(SyntheticGLaM64B64E):
 
 @register
 class SyntheticLLaMA70B64Gpus(SyntheticLLaMA70B):
-  """LLaMA 2 70B on 64 GPUs, FSDP: 128 sequences of 4,096 tokens a step.
+  """LLaMA 2 70B on 64 GPUs, FSDP: 128 sequences of 4,096 tokens per step.
 
-  Published for MaxText on 64 H100: 6.999 s a step in BF16, 4.324 s in FP8.
+  Published for MaxText on 64 H100: 6.999 s per step in BF16, 4.324 s in FP8.
   """
 
   ICI_MESH_SHAPE = (1, 8, 1)
@@ -96,7 +96,7 @@ class SyntheticLLaMA70B64Gpus(SyntheticLLaMA70B):
 
 @register
 class SyntheticLLaMA7B16Gpus(SyntheticLLaMA7B):
-  """LLaMA 2 7B, all weights trained, on 16 GPUs, FSDP: 32 sequences of 4,096 tokens a step.
+  """LLaMA 2 7B, all weights trained, on 16 GPUs, FSDP: 32 sequences of 4,096 tokens per step.
 
   Published for Pax on 16 H100: 43.24 sequences/s in BF16, 53.69 with Transformer Engine.
   """
@@ -109,7 +109,7 @@ class SyntheticLLaMA7B16Gpus(SyntheticLLaMA7B):
 
 @register
 class SyntheticLLaMA7BLora16Gpus(SyntheticLLaMA7B16Gpus):
-  """LLaMA 2 7B, adapters of rank 32 trained, on 16 GPUs.
+  """LLaMA 2 7B, LoRA of rank 32, on 16 GPUs.
 
   Published for Pax on 16 H100: 43.8 sequences/s in BF16, 63.2 with Transformer Engine.
   """

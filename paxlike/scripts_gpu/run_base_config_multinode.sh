@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs any experiment, as one of the processes of a Slurm job (srun starts it once for each).
+# Runs any experiment, as one process of a Slurm job (srun starts it once per process).
 #   run_base_config_multinode.sh CONFIG [PREC] [NUM_GPUS] [LOGDIR] [TFDS_DATA_DIR|None] [VOCAB_PATH] [EXTRA_ARGS]
-# NUM_GPUS, those of one node, is taken for Pax's sake: the experiment's mesh says what it wants.
+# NUM_GPUS is accepted because Pax has it, and ignored: the experiment sets the mesh.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
@@ -16,7 +16,7 @@ EXTRA_ARGS="${7:-}"
 if [ "${TFDS_DATA_DIR}" != None ]; then
   EXTRA_ARGS="--tfds_data_dir=${TFDS_DATA_DIR} ${EXTRA_ARGS}"
 fi
-# shellcheck disable=SC2046,SC2086 # Several words are meant.
+# shellcheck disable=SC2046,SC2086 # Word splitting is intended.
 exec "${PYTHON}" -m paxlike.main \
   --job_log_dir="${LOG_DIR}" \
   --fdl_config="${CONFIG}" \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Fine-tunes LLaMA 2 on BoolQ, in full or by LoRA (USE_LORA=1), and evaluates it; EVAL_ONLY=1 only
-# evaluates. Everything is set by environment variables; arguments are given to paxlike.
+# evaluates. Environment variables set all options; arguments are passed to paxlike.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
@@ -39,7 +39,7 @@ if [ "${LR_SCHEDULE}" = linear_rampup_cosine_decay ]; then
   )
 fi
 if [ "${USE_MULTIPROCESS}" = 1 ]; then
-  # shellcheck disable=SC2207 # Several words are meant.
+  # shellcheck disable=SC2207 # Word splitting is intended.
   TUNING+=($(slurm_arguments))
 fi
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Trains GPT 126M on the Pile, on the GPUs of one node. What follows LOGDIR is given to paxlike.
+# Trains GPT 126M on the Pile, on the GPUs of one node. paxlike gets the arguments after LOGDIR.
 #   run_pile_singlenode.sh TFDS_DATA_DIR VOCAB_PATH [PREC] [NUM_GPUS] [PERCORE_BS] [LOGDIR] [FLAG...]
 set -euo pipefail
 source "$(dirname "$0")/common.sh"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user adds to a run's log: callbacks on the loop, and trackers."""
+"""Callbacks: the user's code that is called during training, such as experiment trackers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,32 +11,31 @@ from paxlike.errors import RunError, UserError
 
 
 class Callback:
-  """Base of what is called while a run trains: a subclass overrides the methods that it wants.
+  """Base class of callbacks; a subclass overrides the methods that it needs.
 
-  `step` is always the number of completed optimizer steps, as in the names of checkpoints. Of
-  several processes, process 0 alone calls callbacks. They run between steps, which the devices
-  compute meanwhile; a slow one holds up the run. What one raises ends the run, which can be resumed
-  then. A run that is resumed makes callbacks anew, and goes on from `step` of `on_start`: what a
-  tracker has of later steps comes again.
+  `step` is the number of completed optimizer steps, as in the names of checkpoints. Only process 0
+  calls callbacks. They run on the host while the devices compute; a slow one delays the run. An
+  exception ends the run, which can be resumed. A resumed run makes new callbacks and continues from
+  `step` of `on_start`, so that a tracker may receive later steps again.
   """
 
   def on_start(self, step: int, folder: epath.Path):
-    """The run begins, or goes on, in its folder; `config.json` and `experiment.json` are there."""
+    """Called when the run starts or resumes; `folder` has `config.json` and `experiment.json`."""
 
   def on_step(self, step: int, metrics: dict[str, float]):
-    """A step is complete. Metrics are read late: the devices may be a few steps ahead."""
+    """Called after each step. Metrics arrive late: the devices may be a few steps ahead."""
 
   def on_eval(self, step: int, name: str, metrics: dict[str, float]):
-    """The eval set `name` has been evaluated."""
+    """Called after each evaluation of the eval set `name`."""
 
   def on_save(self, step: int, folder: epath.Path):
-    """The checkpoint of `step` in `folder` is whole; that is noticed after a later step."""
+    """Called after a later step, once the checkpoint of `step` in `folder` is complete."""
 
   def on_record(self, record: dict[str, Any]):
-    """A record, as `metrics.jsonl` has it: see `Run.records`. What a tracker wants."""
+    """Called with each record of `metrics.jsonl`, see `Run.records`; meant for trackers."""
 
   def on_end(self, status: str):
-    """The run ends: "finished", "stopped" or "failed". Not called where the process is killed."""
+    """Called at the end with "finished", "stopped" or "failed", unless the process is killed."""
 
 
 class Callbacks:
@@ -46,10 +45,10 @@ class Callbacks:
     self._callbacks = tuple(callbacks)
 
   def call(self, method: str, *arguments: Any):
-    """Calls a method of all.
+    """Calls a method of every callback.
 
     Raises:
-      UserError: One failed; its line is named.
+      UserError: One failed; the message names the line.
     """
     for callback in self._callbacks:
       try:
@@ -61,7 +60,7 @@ class Callbacks:
         name = f"{type(callback).__name__}.{method}"
         what = f"{user_code.summary(error)} (in {name})"
         raise UserError(
-          f"{f'{where}: ' if where else ''}{what}. Started again, the run goes on from its newest"
+          f"{f'{where}: ' if where else ''}{what}. Run it again to resume from the newest"
           " checkpoint."
         ) from error
 
@@ -70,7 +69,7 @@ def check(callbacks: Any, *, source: str) -> list[Callback]:
   """Returns callbacks as a list.
 
   Raises:
-    UserError: They are none; `source` gave them.
+    UserError: They are not a list of callbacks; the message begins with `source`.
   """
   if not isinstance(callbacks, list | tuple):
     raise UserError(f"{source} is {callbacks!r:.100}: expected a list of paxlike.Callback.")

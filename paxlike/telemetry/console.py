@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people see of a run: plain lines, and a progress bar where there is a terminal."""
+"""Terminal output: lines, and a progress bar."""
 
 import argparse
 import contextlib
@@ -16,24 +16,24 @@ from paxlike.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-  """Reads the flags of a command; a mistake in them is a UserError."""
+  """An argument parser that raises a UserError for wrong flags."""
 
   def error(self, message: str) -> NoReturn:
     raise UserError(f"{message}. --help lists the flags.")
 
 
 def path(text: str) -> str:
-  """Returns the path that a flag gives: "" would be the working directory."""
+  """Returns a flag's path; refuses "", which would be the working directory."""
   if not text.strip():
     raise argparse.ArgumentTypeError("expected a path that is not empty")
   return text
 
 
-class Outliving:
-  """A text stream that, once it takes nothing more, drops what is written.
+class _Resilient:
+  """A text stream that drops its output after a failed write instead of raising.
 
   Attributes:
-    is_lost: Whether something was dropped though there is a reader: the disk is full, say.
+    is_lost: Whether output was lost although it had a reader, for example on a full disk.
   """
 
   def __init__(self, stream: Any):
@@ -48,7 +48,7 @@ class Outliving:
     return self._attempt(self._stream.write, text) or len(text)
 
   def flush(self):
-    """Writes what is held back."""
+    """Writes buffered text."""
     self._attempt(self._stream.flush)
 
   def _attempt(self, action: Any, *arguments: str) -> Any:
@@ -58,32 +58,32 @@ class Outliving:
       nowhere = os.open(os.devnull, os.O_WRONLY)
       os.dup2(nowhere, self._stream.fileno())
       os.close(nowhere)
-      # EPIPE: its reader has ended; EIO: the terminal is gone. Nobody reads that anyway.
+      # EPIPE: the reader has exited; EIO: the terminal is gone. Nobody would read the output.
       if error.errno not in (errno.EPIPE, errno.EIO):
         self.is_lost = True
         if self is sys.stdout:
           reason = error.strerror or error
-          print(f"paxlike: standard output takes no more ({reason}): dropped", file=sys.stderr)
+          print(f"paxlike: standard output cannot be written ({reason}): dropped", file=sys.stderr)
       return None
 
 
 def outlive_readers():
-  """Lets the program go on where its output or errors are closed, full, or read no more."""
+  """Lets the program continue if standard output or error is closed, full or no longer read."""
   for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
     if getattr(sys, name) is None:
       setattr(sys, name, _opened_nowhere(descriptor))
   for name in ("stdout", "stderr"):
     stream: Any = getattr(sys, name)
     if hasattr(stream, "reconfigure"):
-      stream.reconfigure(errors="backslashreplace")  # The encoding may lack a sign of ours.
-    setattr(sys, name, Outliving(stream))
+      stream.reconfigure(errors="backslashreplace")  # The encoding may lack a character.
+    setattr(sys, name, _Resilient(stream))
 
 
 def _opened_nowhere(descriptor: int) -> Any:
-  """Returns a stream of the null device under the number of a stream that is closed.
+  """Returns a null stream with the descriptor of a closed standard stream.
 
-  Without it, that number would be the one of the next file that is opened, and what libraries write
-  to standard output or errors would be in that file.
+  Otherwise the next opened file would get that descriptor, and libraries that write to the standard
+  stream would write into the file.
   """
   try:
     os.fstat(descriptor)
@@ -97,14 +97,14 @@ def _opened_nowhere(descriptor: int) -> Any:
 
 
 def output_is_lost() -> bool:
-  """Returns whether something of standard output could not be written."""
+  """Returns whether some standard output could not be written."""
   sys.stdout.flush()
   return getattr(sys.stdout, "is_lost", False)
 
 
 @contextlib.contextmanager
 def mentioned(what: str, *, after: float = 20) -> Iterator[None]:
-  """Context of work that is named on standard error if it takes more than so many seconds."""
+  """Context that prints `what` to standard error if it takes more than `after` seconds."""
   timer = threading.Timer(after, print, (f"paxlike: {what} ...",), {"file": sys.stderr})
   timer.daemon = True
   timer.start()
@@ -121,15 +121,15 @@ def in_notebook() -> bool:
 
 
 class Console:
-  """Lines on standard output, and under them on a terminal a bar on standard error.
+  """Prints lines to standard output and, in a terminal, a bar below them to standard error.
 
-  In a notebook the bar is on standard output: there, each change of stream begins a new block.
+  In a notebook the bar is on standard output, because each change of stream starts a new block.
   """
 
   def __init__(self):
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     self._stream = "stderr" if is_terminal else "stdout" if in_notebook() else None
-    # Notebooks know "\r", but do not erase lines.
+    # Notebooks support "\r", but not erasing a line.
     self._erases = is_terminal
     self._bar = ""
     self._drawn = 0.0
@@ -141,7 +141,7 @@ class Console:
     self._draw()
 
   def progress(self, done: int, total: int, text: str):
-    """Shows how far the run is; at most ten times a second."""
+    """Updates the bar, at most ten times a second."""
     if self._stream is None or (time.monotonic() - self._drawn < 0.1 and done < total):
       return
     self._drawn = time.monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the metrics of steps without ever making the device wait, and times the steps."""
+"""Reads the metrics of steps without making the devices wait, and times the steps."""
 
 import collections
 import time
@@ -10,7 +10,7 @@ import jax
 
 from paxlike.errors import RunError
 
-# Begins the names of the metrics that count the tokens of each source of the data.
+# Prefix of the metrics that count tokens per data source.
 TOKENS_OF = "tokens/"
 
 
@@ -19,9 +19,9 @@ class Reading(NamedTuple):
 
   Attributes:
     step: Counted from 0.
-    values: Every metric, its sum over its weight.
-    weight: Of the loss: the number of tokens that count.
-    seconds: Device time of the step; None where something else ran in between.
+    values: Each metric: its sum divided by its weight.
+    weight: Weight of the loss, such as the number of target tokens.
+    seconds: Device time of the step; None if something else ran in between.
   """
 
   step: int
@@ -31,7 +31,7 @@ class Reading(NamedTuple):
 
 
 def check_finite(reading: Reading, skipped: int, *, most: int):
-  """Raises a RunError if the last `most` steps, of which `skipped` is the count, were skipped."""
+  """Raises a RunError if the number of consecutive skipped steps, `skipped`, reaches `most`."""
   if skipped < most:
     return
   values = reading.values
@@ -56,7 +56,7 @@ class Meter:
     self._last: float | None = None
 
   def add(self, step: int, metrics: Any) -> Iterator[Reading]:
-    """Takes the metrics of a step just dispatched; yields the steps that are complete by now."""
+    """Adds the metrics of a dispatched step; yields completed steps."""
     for leaf in jax.tree.leaves(metrics):
       leaf.copy_to_host_async()
     self._pending.append((step, metrics))
@@ -64,12 +64,12 @@ class Meter:
       yield self._read()
 
   def flush(self) -> Iterator[Reading]:
-    """Waits for, and yields, all steps in flight."""
+    """Waits for all steps in flight, and yields them."""
     while self._pending:
       yield self._read()
 
   def pause(self):
-    """Says that something other than a step runs next, so that no step is timed across it."""
+    """Excludes work before the next step, such as an evaluation, from its time."""
     self._last = None
 
   def _read(self) -> Reading:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of metrics: `metrics.jsonl`, a line for each record, and TensorBoard's.
+"""Metric files: `metrics.jsonl`, one line per record, and TensorBoard event files.
 
 On an object store the lines are in `metrics/part-00000000.jsonl` and so on.
 """
@@ -20,14 +20,14 @@ from paxlike.errors import UserError
 from paxlike.telemetry.growing import MAX_BYTES, GrowingFile
 
 _PART = re.compile(r"part-[0-9]+\.jsonl")
-_PREFIX = "object:"  # Of file names that tensorboardX passes to `_Objects`.
+_PREFIX = "object:"  # Prefix of file names that tensorboardX passes to `_Objects`.
 
 
 def files(folder: epath.Path) -> list[epath.Path]:
-  """Returns the files of records in the folder of a run, oldest first.
+  """Returns the record files in a run's folder, oldest first.
 
-  A run that began on a disk and went on on an object store has records in `metrics.jsonl`, and
-  later ones in the parts.
+  A run that was started on a disk and continued on an object store has both `metrics.jsonl` and
+  parts with later records.
   """
   single = folder / "metrics.jsonl"
   parts = _parts(folder)
@@ -35,7 +35,7 @@ def files(folder: epath.Path) -> list[epath.Path]:
 
 
 def check(folder: epath.Path):
-  """Raises UserError if something in the place of a file of records is none, such as a folder."""
+  """Raises a UserError if something else, such as a folder, has the name of a record file."""
   for path in [] if run_folder.is_remote(folder) else files(folder):
     try:
       run_folder.check_file(path)
@@ -53,7 +53,7 @@ def _parts(folder: epath.Path) -> list[epath.Path]:
 def records(folder: epath.Path) -> Iterator[dict[str, Any]]:
   """Yields the records of the run in `folder`.
 
-  Parts may have been merged into `metrics.jsonl` and not removed: of what is in both, that file's.
+  Skips records of parts that were already merged into `metrics.jsonl`.
   """
   merged: set[tuple[Any, ...]] = set()
   for path in files(folder):
@@ -68,11 +68,11 @@ def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def read(path: epath.Path) -> Iterator[dict[str, Any]]:
-  """Yields the records of one file, and says which lines are none.
+  """Yields the records of one file, and prints which lines are damaged.
 
-  A last line cut short by a kill is none, and no news.
+  A last line truncated by a kill is skipped silently.
   """
-  lines = run_folder.read_bytes(path).splitlines(keepends=True)
+  lines = run_folder.read_bytes(path, limit=None).splitlines(keepends=True)
   damaged = []
   for number, line in enumerate(lines, 1):
     try:
@@ -91,14 +91,14 @@ def read(path: epath.Path) -> Iterator[dict[str, Any]]:
 
 
 def open_writer(folder: epath.Path, *, step: int) -> "JsonlWriter | PartsWriter":
-  """Returns what writes records of the run in `folder`, resumed after `step` updates."""
+  """Returns a writer of records for the run in `folder`, resumed after `step` updates."""
   if run_folder.is_remote(folder):
     return PartsWriter(folder, step=step)
   return JsonlWriter(folder / "metrics.jsonl", step=step)
 
 
 def clean(record: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a record as JSON can have it: numbers that are not finite become None."""
+  """Returns a record for JSON: numbers that are not finite become None."""
   return {
     key: None if isinstance(value, float) and value - value != 0 else value
     for key, value in record.items()
@@ -110,19 +110,19 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 class JsonlWriter:
-  """Appends records to a file, each at once."""
+  """Appends records to a file, unbuffered."""
 
   def __init__(self, path: epath.Path, *, step: int):
-    """Drops records of steps that the run, resumed after `step` updates, will do again.
+    """Drops records beyond `step` updates, which the resumed run will repeat.
 
-    Parts that an object store has held are merged into the file and removed.
+    Parts from an object store are merged into the file and removed.
     """
     kept = "".join(_line(r) for r in records(path.parent) if r["updates"] <= step)
     run_folder.write(path, kept)
     for part in _parts(path.parent):
       part.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-      os.rmdir(path.parent / "metrics")  # What else is there is not the run's.
+      os.rmdir(path.parent / "metrics")  # Only if empty: other files are not the run's.
     self._file = path.open("a")
 
   def write(self, record: Mapping[str, Any]):
@@ -142,7 +142,7 @@ class PartsWriter:
   """Writes records to objects of at most about `MAX_BYTES`, the last of which grows."""
 
   def __init__(self, folder: epath.Path, *, step: int):
-    """Drops records of steps that the run, resumed after `step` updates, will do again."""
+    """Drops records beyond `step` updates, which the resumed run will repeat."""
     self._folder = folder / "metrics"
     last, kept = -1, b""
     for path in files(folder):
@@ -180,7 +180,7 @@ class PartsWriter:
 
 
 class _Objects:
-  """Opens event files on object stores; tensorboardX's own way uploads each event anew."""
+  """Opens event files on object stores; tensorboardX itself would upload the file per event."""
 
   opened: GrowingFile
 
@@ -191,7 +191,7 @@ class _Objects:
 
 @contextlib.contextmanager
 def _without(name: str) -> Iterator[None]:
-  """Context in which a package seems not to be installed, unless it is imported already."""
+  """Context that hides an installed package from imports, unless it is already imported."""
   hidden = name not in sys.modules
   modules: dict[str, Any] = sys.modules
   if hidden:
@@ -204,10 +204,10 @@ def _without(name: str) -> Iterator[None]:
 
 
 class TensorBoardWriter:
-  """Writes scalars under one folder of `summaries/`, which is made with the first of them."""
+  """Writes scalars to a folder of `summaries/`, created by the first write."""
 
   def __init__(self, directory: epath.Path, *, first: int | None = None):
-    """TensorBoard hides what earlier files hold of step `first` and later ones."""
+    """Makes TensorBoard hide events of earlier files from step `first` on."""
     self._directory = directory
     self._first = first
     self._events: Any = None
@@ -215,8 +215,8 @@ class TensorBoardWriter:
 
   def write(self, step: int, scalars: Mapping[str, float]):
     """Adds `scalars` at `step`."""
-    # Here: an evaluation or a test may never write.
-    with _without("torch"):  # It imports that for seconds where it is installed, and needs it not.
+    # Imported here, because some runs never write.
+    with _without("torch"):  # tensorboardX imports torch if installed: seconds for nothing.
       from tensorboardX import summary
       from tensorboardX.proto import event_pb2
 
@@ -228,7 +228,7 @@ class TensorBoardWriter:
         session = proto.SessionLog(status=proto.SessionLog.START)
         start = proto.Event(wall_time=now, step=self._first, session_log=session)
         self._events.write_event(start)
-        self._first = None  # TensorBoard hides nothing again where the next file begins.
+        self._first = None  # The next file must not hide anything.
     for name, value in scalars.items():
       scalar = summary.scalar(name, value)
       self._events.write_event(proto.Event(wall_time=now, step=step, summary=scalar))
@@ -238,7 +238,7 @@ class TensorBoardWriter:
       self._events = None
 
   def _open(self) -> Any:
-    """Begins a file, and returns what writes to it."""
+    """Creates a file and returns its writer."""
     with _without("torch"):
       from tensorboardX import event_file_writer, record_writer
 
@@ -250,7 +250,7 @@ class TensorBoardWriter:
       prefix = _PREFIX + prefix
     else:
       self._directory.mkdir(parents=True, exist_ok=True)
-    # Not SummaryWriter, whose thread fails on its own where the disk is full.
+    # Not SummaryWriter, whose thread would fail unnoticed on a full disk.
     events = event_file_writer.EventsWriter(prefix, filename_suffix=f".{time.time_ns()}")
     self._object = objects.opened if remote else None
     return events

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells of itself: to the console, to files of metrics, and in `status.json`."""
+"""Logs a run to the console, metric files, callbacks and `status.json`."""
 
 import collections
 import contextlib
@@ -31,7 +31,7 @@ _REWARDS = ("reward_margin", "reward_accuracy")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-  """What there is to know about a run before its first step."""
+  """Facts about a run, printed before its first step."""
 
   num_params: int
   num_trained: int
@@ -44,10 +44,10 @@ class Summary:
 
 
 class Journal:
-  """Tells of one run in `folder`. Only process 0 writes and prints.
+  """The log of one run. Only process 0 writes and prints.
 
   Attributes:
-    skipped_in_a_row: The last so many steps had no finite gradient.
+    skipped_in_a_row: Number of last steps in a row that were skipped as not finite.
     check_owner: As given.
   """
 
@@ -59,7 +59,7 @@ class Journal:
     check_owner: Callable[[], None] = lambda: None,
     callbacks: Sequence[Callback] = (),
   ):
-    """`check_owner` raises if this process may write no more; callbacks are told of all."""
+    """`check_owner` raises if this process may no longer write; process 0 calls `callbacks`."""
     self.check_owner = check_owner
     self.skipped_in_a_row = 0
     self._folder = folder
@@ -67,28 +67,28 @@ class Journal:
     self._write_summaries = write_summaries and self._main
     self._console = Console()
     self._callbacks = Callbacks(callbacks if self._main else ())
-    self._saved: collections.deque[tuple[int, epath.Path]] = collections.deque()  # Not told of yet.
+    self._saved: collections.deque[tuple[int, epath.Path]] = collections.deque()  # For `on_save`.
     self._state: str | None = None
     self._jsonl: metric_files.JsonlWriter | metric_files.PartsWriter | None = None
     self._boards: dict[str, metric_files.TensorBoardWriter] = {}
     self._num_steps = 0
     self._times: list[float] = []
-    self._tokens: collections.Counter[str] = collections.Counter()  # By source, since last told.
+    self._tokens: collections.Counter[str] = collections.Counter()  # By source.
     self._skipped = 0
-    self._status: int | None = None  # The updates last told of in status.json.
+    self._status: int | None = None  # The step in status.json.
     self._began = time.perf_counter()
-    self._told = False
-    self._is_out_of_reach = False  # Whether the object store has refused to write.
+    self._has_logged = False
+    self._is_out_of_reach = False  # Whether a write to the object store has failed.
     self._resumed_at: int | None = None
 
   def is_past(self, step: int, *, num_steps: int) -> bool:
     """Returns whether the newest checkpoint is beyond the last step, and prints that.
 
-    Nothing is to be trained then, and what the folder says of the run stays true.
+    There is nothing to train then, and the folder stays as it is.
     """
     if step > num_steps:
       self.note(
-        f"nothing to train: checkpoint {step} is there, and the run ends at {num_steps}; to go on,"
+        f"nothing to train: checkpoint {step} is beyond the last step, {num_steps}; to continue,"
         " raise MAX_STEPS (or NUM_EPOCHS)"
       )
     return step > num_steps
@@ -101,9 +101,9 @@ class Journal:
     step: int,
     num_steps: int,
   ):
-    """Opens the files and prints what will run, `step` updates being done already.
+    """Opens the files and prints a summary of the run, of which `step` updates are complete.
 
-    `files` are written unless no step is left; those that are None are removed.
+    `files` are written unless no step is left; None: removed.
     """
     self._summary = summary
     self._num_steps = num_steps
@@ -122,7 +122,7 @@ class Journal:
           run_folder.write(self._folder / name, text)
       if self._write_summaries:
         self._jsonl = metric_files.open_writer(self._folder, step=step)
-        self._board("train")  # No step is to wait for it.
+        self._board("train")  # Opened now, so that no step waits for it.
     self.status("running", step)
     self._callbacks.call("on_start", step, self._folder)
     devices = summary.devices
@@ -136,19 +136,19 @@ class Journal:
       f"devices:    {devices.size} x {kind}{f' ({axes})' if axes else ''}\n"
       f"batch:      {summary.batch_size} sequences x {summary.seq_len} tokens = {tokens:,} tokens\n"
       f"{self._epochs()}"
-      f"FLOPs:      {summary.flops.causal:.4g} a token (causal attention),"
+      f"FLOPs:      {summary.flops.causal:.4g} per token (causal attention),"
       f" {summary.flops.full:.4g} (full)\n"
       f"attention:  {summary.attention}\n"
       f"folder:     {self._folder}"
     )
     if step and step == num_steps:
       self.note(
-        f"nothing to train: the run has ended after its {step} steps; to go on, raise MAX_STEPS (or"
+        f"nothing to train: all {step} steps are complete; to continue, raise MAX_STEPS (or"
         f" NUM_EPOCHS), as by --fdl.MAX_STEPS={2 * step}"
       )
 
   def _epochs(self) -> str:
-    """Returns the line of the header on epochs; none where their length is not known."""
+    """Returns the summary's line on epochs; "" if their length is unknown."""
     rows = self._summary.epoch_rows
     if not rows:
       return ""
@@ -160,15 +160,15 @@ class Journal:
     )
 
   def saved(self, step: int, checkpoint: epath.Path):
-    """Takes note of a checkpoint that is whole; may be called in any thread."""
+    """Records a complete checkpoint; may be called in any thread."""
     self._saved.append((step, checkpoint))
 
-  def _tell_saved(self):
+  def _call_on_save(self):
     while self._saved:
       self._callbacks.call("on_save", *self._saved.popleft())
 
   def note(self, text: str):
-    """Prints a remark."""
+    """Prints a line."""
     if self._main:
       self._console.line(text)
 
@@ -178,7 +178,7 @@ class Journal:
       self._console.line(text, end="")
 
   def step(self, reading: Reading, *, due: bool):
-    """Takes note of a completed step, and tells of it if `due`."""
+    """Records a completed step, and logs it if `due`."""
     skipped = reading.values["skipped"] > 0
     self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
     self._skipped += skipped
@@ -193,10 +193,10 @@ class Journal:
     self._console.progress(done, self._num_steps, f"loss {reading.values['loss']:.4f}")
     self._callbacks.call("on_step", done, dict(reading.values))
     if due or done == self._num_steps:
-      self._tell(reading)
-    self._tell_saved()
+      self._log(reading)
+    self._call_on_save()
 
-  def _tell(self, reading: Reading):
+  def _log(self, reading: Reading):
     seconds = sum(self._times) / len(self._times) if self._times else None
     self._times.clear()
     values = reading.values | self._tokens
@@ -207,7 +207,7 @@ class Journal:
     line = [f"completed step: {reading.step}"]
     if seconds is None:
       since = time.perf_counter() - self._began
-      cause = "with evaluation and saving" if self._told else "start and compilation"
+      cause = "with evaluation and saving" if self._has_logged else "start and compilation"
       line.append(f"seconds: {since:.3f} ({cause})")
     else:
       line += [
@@ -217,12 +217,12 @@ class Journal:
       ]
     line += [f"total_weights: {reading.weight:.0f}", f"loss: {loss:.3f}"]
     line.append(f"learning_rate: {values['learning_rate']:.2e}")
-    # What preference optimization is judged by.
+    # The main metrics of preference optimization.
     line += [f"{name}: {values[name]:.3f}" for name in _REWARDS if name in values]
     if skipped:
       line.append("skipped: not finite")
     self._console.line(", ".join(line))
-    self._told, self._began = True, time.perf_counter()
+    self._has_logged, self._began = True, time.perf_counter()
     record = {
       "kind": "train",
       "step": reading.step,
@@ -261,7 +261,7 @@ class Journal:
     values: Mapping[str, float],
     records: Sequence[Mapping[str, Any]] = (),
   ):
-    """Logs the metrics of eval set `name` after so many updates, and a record of each example."""
+    """Logs the metrics of eval set `name` after `updates` updates, and a record per example."""
     if not self._main:
       return
     listed = ", ".join(
@@ -284,9 +284,9 @@ class Journal:
     self._callbacks.call("on_eval", updates, name, dict(values))
 
   def status(self, state: str, step: int):
-    """Says in `status.json` whether the run goes on, for those that follow it.
+    """Writes the run's state to `status.json`, which continuous evaluation reads.
 
-    All metrics so far are then written too: a run resumed from this step does not make them again.
+    Metrics are flushed too, because a run resumed from this step does not repeat them.
     """
     self._status, self._state = step, state
     if not self._main:
@@ -299,7 +299,7 @@ class Journal:
           run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
       for writer in self._writers():
         writer.sync()
-    self._tell_saved()
+    self._call_on_save()
 
   def _writers(self) -> list[Any]:
     return [*self._boards.values(), *([] if self._jsonl is None else [self._jsonl])]
@@ -310,13 +310,13 @@ class Journal:
   def __exit__(self, kind: type[BaseException] | None, *unused: object):
     self._console.close()
     if kind is not None and self._status is not None and not self._is_out_of_reach:
-      # What failed may be writing; that is then known already.
+      # The failure may be that of writing, which is already reported.
       with contextlib.suppress(UserError, RunError):
         self.status("failed", self._status)
     with contextlib.ExitStack() as stack:
       stack.callback(self._end, kind)
       if self._is_out_of_reach or not self._writers():
-        return  # A store's client would try for minutes to upload what is left.
+        return  # A store's client would retry the last upload for minutes.
       allowed = (*run_folder.failures(), UserError, RunError)
       stack.enter_context(self._writing() if kind is None else contextlib.suppress(*allowed))
       stack.enter_context(self._writing())
@@ -331,12 +331,12 @@ class Journal:
     except (UserError, RunError) as error:
       if kind is None:
         raise
-      # What ends the run matters more, and must not be hidden.
+      # The exception in progress must not be hidden.
       print(f"paxlike: {one_line(error)}", file=sys.stderr)
 
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:
-    """Context of writing in the folder, which notes whether a store refuses it."""
+    """Context of writing in the folder, which records whether a store fails."""
     self.check_owner()
     try:
       with run_folder.writing(self._folder):
@@ -354,34 +354,34 @@ class Journal:
     with self._writing():
       if self._jsonl is not None:
         self._jsonl.write(record)
-      told = {key: value for key, value in scalars.items() if value is not None}
-      self._board(part).write(record["step"], told)
+      scalars = {key: value for key, value in scalars.items() if value is not None}
+      self._board(part).write(record["step"], scalars)
 
   def _board(self, part: str) -> metric_files.TensorBoardWriter:
-    """Returns what writes a part for TensorBoard; made when first asked for, which takes long."""
+    """Returns the TensorBoard writer of `part`; created on first use, because that is slow."""
     if part not in self._boards:
       directory = self._folder / "summaries" / part
-      # A training record of step N, counted from 0, tells of N + 1 updates.
+      # A training record of step N, counted from 0, is after N + 1 updates.
       first = None if self._resumed_at is None else self._resumed_at + (part != "train")
       self._boards[part] = metric_files.TensorBoardWriter(directory, first=first)
     return self._boards[part]
 
 
 def _result_of(folder: epath.Path, name: str, updates: int) -> epath.Path:
-  """Returns the file with what was found on an eval set after so many updates."""
+  """Returns the result file of an eval set after `updates` updates."""
   return folder / "eval_out" / name / f"eval_{updates:08d}.json"
 
 
 def lacks_evaluation(folder: epath.Path, names: Iterable[str], updates: int) -> bool:
-  """Returns whether nothing was found on one of the eval sets `names` after so many updates."""
+  """Returns whether one of the eval sets `names` has no result after `updates` updates."""
   with run_folder.reading(folder):
     return not all(_result_of(folder, name, updates).exists() for name in names)
 
 
 def is_running(folder: epath.Path, owner: ownership.Observer | None = None) -> bool:
-  """Returns whether the job that writes in `folder` goes on, as far as can be told from here.
+  """Returns whether the job that writes in `folder` is running, as far as is known here.
 
-  `owner` is asked whether it lives; who asks often keeps one, which then hears signs of it.
+  A caller that polls should pass the same `owner` each time, which observes heartbeats.
 
   Raises:
     UserError: The folder cannot be read.
@@ -407,7 +407,7 @@ def is_running(folder: epath.Path, owner: ownership.Observer | None = None) -> b
 
 
 def _memory() -> dict[str, int]:
-  """Returns the largest memory used so far: the device's if it tells, and the process's."""
+  """Returns the peak memory of the process and, if it reports that, of the device, in bytes."""
   used = {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
   stats = jax.local_devices()[0].memory_stats()
   if stats and "peak_bytes_in_use" in stats:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and amounts as people read them."""
+"""Formats tables and byte counts as text."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +16,7 @@ def nbytes(count: float) -> str:
 def table(
   header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()
 ) -> str:
-  """Returns rows in aligned columns, those of `right` to the right; no header if all are empty."""
+  """Returns rows in aligned columns, right-aligned if in `right`; an empty header is omitted."""
   rows = [header, *rows] if any(header) else list(rows)
   widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
   lines = []

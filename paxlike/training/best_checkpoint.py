@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best checkpoint of a run by a metric of its evaluation, and whether one may yet be better."""
+"""The best checkpoint of a run by an evaluation metric, and early stopping."""
 
 import dataclasses
 import json
@@ -24,12 +24,12 @@ FILE = "best.json"
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Criterion:
-  """By what checkpoints are compared.
+  """How checkpoints are compared.
 
   Attributes:
     metric: "SET/METRIC", such as "validation/log_pplx".
-    lowest: Whether less is better.
-    patience: Evaluations in a row without a better one that end the run; None: nothing does.
+    lowest: Whether lower is better.
+    patience: Evaluations in a row without improvement that end the run; None: no limit.
   """
 
   metric: ranges.Name
@@ -37,7 +37,7 @@ class Criterion:
   patience: ranges.Positive | None = None
 
   def check(self, eval_data: Mapping[str, EvalSet]):
-    """Raises a UserError if nothing in `eval_data` gives the metric, or no patience is left."""
+    """Raises a UserError if no eval set has the metric, or `patience` is below 1."""
     names = [f"{name}/{metric}" for name, one in eval_data.items() for metric in one.names]
     if self.metric not in names:
       hint = did_you_mean(self.metric, names) or f" There is: {', '.join(names) or 'none'}."
@@ -51,54 +51,54 @@ class Criterion:
     return results[name].values[metric]
 
   def best(self, values: Mapping[int, float]) -> int | None:
-    """Returns the step with the best value, of equals the first; one that is no number is none."""
+    """Returns the first step with the best value, ignoring NaN; None if there is none."""
     numbers = {step: value for step, value in values.items() if not math.isnan(value)}
     sign = 1 if self.lowest else -1
     return min(numbers, key=lambda step: sign * numbers[step], default=None)
 
 
 class Best:
-  """What a run knows of its best checkpoint; kept in its folder, so that a resumed run does too."""
+  """Tracks a run's best checkpoint, in a file in its folder so that a resumed run continues."""
 
   def __init__(self, folder: epath.Path, criterion: Criterion | None, *, saving: bool = True):
-    """Reads what was found by the same criterion before; with none, nothing is ever best.
+    """Reads earlier values of the same metric; without a criterion, no checkpoint is ever best.
 
-    A run that saves no checkpoints (`saving` is false) has no best one, so it writes no file. If
-    what the folder says is damaged, that is printed, and nothing was found.
+    A run that saves no checkpoints (`saving` is false) writes no file. A damaged file is reported
+    and ignored.
     """
     self._path = folder / FILE
     self._criterion = criterion
     self._saving = saving
     self._values: dict[int, float] = {}
-    told = None
+    recorded = None
     try:
-      told = _read(self._path)
+      recorded = _read(self._path)
     except UserError as error:
       print(f"paxlike: {error}", file=sys.stderr)
-    if told is not None and criterion is not None and told[0].metric == criterion.metric:
-      self._values = told[1]
+    if recorded is not None and criterion is not None and recorded[0].metric == criterion.metric:
+      self._values = recorded[1]
 
   def forget(self, *, after: int):
-    """Takes back what was found later than after so many updates, from where a run goes on."""
+    """Drops the values of steps beyond `after`, where a run is resumed."""
     self._values = {step: value for step, value in self._values.items() if step <= after}
 
   @property
   def step(self) -> int | None:
-    """The best checkpoint; None before the first evaluation."""
+    """Step of the best checkpoint; None before the first evaluation."""
     return None if self._criterion is None else self._criterion.best(self._values)
 
   @property
   def is_hopeless(self) -> bool:
-    """Whether so many evaluations were no better that the run is to end."""
+    """Whether the patience is exhausted, so that the run should end."""
     best, criterion = self.step, self._criterion
     if best is None or criterion is None or criterion.patience is None:
       return False
     return sum(step > best for step in self._values) >= criterion.patience
 
   def owes(self, step: int, names: Collection[str]) -> bool:
-    """Whether the eval sets `names` were not all evaluated after `step` updates.
+    """Returns whether an evaluation of the eval sets `names` after `step` updates is missing.
 
-    Each process must call this, and gets the same answer.
+    Each process must call this, and all get the same answer.
     """
 
     def lacking() -> list[int]:
@@ -108,46 +108,46 @@ class Best:
     return bool(agreed(lacking))
 
   def evaluated(self, results: Mapping[str, Result], step: int) -> bool:
-    """Takes note of an evaluation after `step` updates; returns whether it is the best so far."""
+    """Records an evaluation after `step` updates; returns whether it is the best so far."""
     if self._criterion is None:
       return False
     self._values[step] = self._criterion.value(results)
     if self._saving and jax.process_index() == 0:
       values = list(self._values.items())
       how = {"metric": self._criterion.metric, "lowest": self._criterion.lowest}
-      told = {**how, "step": self.step, "values": values}
+      record = {**how, "step": self.step, "values": values}
       with run_folder.writing(self._path.parent):
-        run_folder.write(self._path, json.dumps(told) + "\n")
+        run_folder.write(self._path, json.dumps(record) + "\n")
     return self.step == step
 
 
 def step_of(folder: epath.PathLike) -> int:
-  """Returns the best of the checkpoints that there are of the run in `folder`.
+  """Returns the step of the best existing checkpoint of the run in `folder`.
 
   Raises:
-    UserError: That is not known.
+    UserError: It is unknown, or no longer exists.
   """
   folder = epath.Path(folder)
-  told = _read(folder / FILE)
-  if told is None:
-    raise UserError(f"{folder} knows no best checkpoint: it ran without BEST_CHECKPOINT_METRIC.")
-  criterion, values = told
+  recorded = _read(folder / FILE)
+  if recorded is None:
+    raise UserError(f"{folder} records no best checkpoint: it ran without BEST_CHECKPOINT_METRIC.")
+  criterion, values = recorded
   there = Checkpoints(folder / "checkpoints", keep=None).steps()
   best = criterion.best({step: value for step, value in values.items() if step in there})
   if best is None:
-    raise UserError(f"{folder} has no checkpoint any more of those that {FILE} compares.")
+    raise UserError(f"{folder} no longer has any of the checkpoints that {FILE} compares.")
   return best
 
 
 def _read(path: epath.Path) -> tuple[Criterion, dict[int, float]] | None:
-  """Returns what a run compared its checkpoints by, and the values of each."""
+  """Returns a run's criterion and step -> value; None if it recorded none."""
   if not path.exists():
     return None
   try:
-    told = json.loads(run_folder.read_bytes(path))
-    values = {int(step): float(value) for step, value in told["values"]}
-    return Criterion(metric=told["metric"], lowest=told["lowest"]), values
+    record = json.loads(run_folder.read_bytes(path))
+    values = {int(step): float(value) for step, value in record["values"]}
+    return Criterion(metric=record["metric"], lowest=record["lowest"]), values
   except (OSError, *run_folder.MALFORMED) as error:
     raise UserError(
-      f"{path} is damaged ({run_folder.reason(error)}): which checkpoint was best is not known."
+      f"{path} is damaged ({run_folder.reason(error)}): which checkpoint was best is unknown."
     ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation: data sets, the metrics computed on them, and the pass that joins the two."""
+"""Evaluation: eval sets, their metrics, and the pass that computes them."""
 
 import collections
 import dataclasses
@@ -22,13 +22,13 @@ from paxlike.processes import progress
 
 
 class Scores(NamedTuple):
-  """What a model says of the targets of a batch, all [B, T].
+  """A model's scores of the targets of a batch, all [B, T].
 
   Attributes:
     loss_BT: float32, cross-entropy in nats.
-    correct_BT: bool, no token has a larger logit than the target.
-    preferred_BT: bool, the target is more probable than what the batch has in its place as
-      `alternatives`; None where there are none.
+    correct_BT: bool, the target has the largest logit.
+    preferred_BT: bool, the target is more probable than the token of `alternatives` at the same
+      position; None without alternatives.
   """
 
   loss_BT: jax.Array
@@ -40,17 +40,17 @@ class Stopped(Exception):
   """An evaluation was asked to stop between two batches."""
 
 
-# Name -> (sum_B, weight_B) of each row; the metric is the sums' total over the weights'.
+# Name -> (sum_B, weight_B) per sequence; the metric is sum_B.sum() / weight_B.sum().
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 Metrics = Callable[[Scores, Batch], Sums]
 
 
 @configurable
 def language_model(scores: Scores, batch: Batch) -> Sums:
-  """The metrics of Pax's language models, over the tokens that have weight.
+  """Pax's metrics of language models, over tokens weighted by `weights`.
 
-  `log_pplx` is the mean cross-entropy in nats; `fraction_of_correct_next_step_preds` the share of
-  tokens with the largest logit.
+  `log_pplx` is the mean cross-entropy in nats, `fraction_of_correct_next_step_preds` the fraction
+  of targets with the largest logit.
   """
   weights_BT = batch["weights"]
   weight_B = weights_BT.sum(-1)
@@ -62,20 +62,20 @@ def language_model(scores: Scores, batch: Batch) -> Sums:
 
 @configurable
 def acc_strict(scores: Scores, batch: Batch) -> Sums:
-  """LAMBADA's: the share of examples whose every target token has the largest logit."""
+  """LAMBADA accuracy: the fraction of examples whose targets all have the largest logit."""
   return {"acc_strict": _share_of_examples(scores.correct_BT, batch)}
 
 
 @configurable
 def boolq_acc(scores: Scores, batch: Batch) -> Sums:
-  """BoolQ's: the share of examples whose answer is more probable than the other one."""
+  """BoolQ accuracy: the fraction of examples whose answer is more probable than the other one."""
   assert scores.preferred_BT is not None, "the data have no alternatives"
   return {"boolq_acc": _share_of_examples(scores.preferred_BT, batch)}
 
 
 @configurable
 def preference_acc(scores: Scores, batch: Batch) -> Sums:
-  """The share of rows whose segment 1, the preferred answer, is more probable than segment 2."""
+  """Fraction of sequences whose segment 1, the preferred answer, is likelier than segment 2."""
   answers = [batch["weights"] * (batch["segments"] == part) for part in (1, 2)]
   chosen_B, rejected_B = ((scores.loss_BT * answer_BT).sum(-1) for answer_BT in answers)
   is_pair_B = (answers[0].any(-1) & answers[1].any(-1)).astype(jnp.float32)
@@ -90,14 +90,14 @@ def _share_of_examples(right_BT: jax.Array, batch: Batch) -> tuple[jax.Array, ja
 
 
 def score(logits: jax.Array, targets: jax.Array, alternatives: jax.Array | None) -> Scores:
-  """Returns what logits [..., V] say of targets [...]; of equal logits the first is the largest."""
+  """Returns the scores of targets [...] by logits [..., V]; ties go to the first token."""
   loss = cross_entropy(logits, targets)
   preferred = None if alternatives is None else loss < cross_entropy(logits, alternatives)
   return Scores(loss, logits.argmax(-1) == targets, preferred)
 
 
 def scores_of(definition: Definition, params: Params, batch: Batch) -> Scores:
-  """Returns what a model says of a batch; only a part of its logits exists at a time."""
+  """Returns the scores of a batch; only a chunk of the logits is in memory at a time."""
   model = definition.bind(params)
   x_BTD, _, _ = model.hidden(batch["inputs"], context_of(batch))
   arrays = (batch["targets"], batch.get("alternatives"))
@@ -111,8 +111,8 @@ class EvalSet:
 
   Attributes:
     dataset: The data.
-    metrics: What is computed of each batch.
-    num_batches: At most so many; None: all. Data that never end must be given a number.
+    metrics: Functions that compute the metrics of a batch.
+    num_batches: Maximum number of batches; None: all. Required for endless data.
   """
 
   dataset: Dataset
@@ -121,7 +121,7 @@ class EvalSet:
 
   @property
   def names(self) -> list[str]:
-    """The names of its metrics."""
+    """Names of the metrics."""
     numbers, truth = jnp.zeros((1, 1)), jnp.zeros((1, 1), bool)
     names = ("inputs", "targets", "alternatives", "segments", "positions")
     batch = dict.fromkeys(names, numbers.astype(jnp.int32)) | {"weights": numbers}
@@ -131,13 +131,14 @@ class EvalSet:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What an evaluation found.
+  """The result of an evaluation.
 
   Attributes:
-    values: Each metric, its standard error as `<metric>_stderr` if there are two rows or more, and
-      as `num_predictions` and `num_examples` the numbers of weighted tokens and of rows with any.
-    records: Of each row, the number that its data set gave it and its metrics; empty if it gave
-      none.
+    values: Each metric; its standard error, `<metric>_stderr`, if there are at least two sequences;
+      and the numbers of weighted tokens, `num_predictions`, and of sequences with any,
+      `num_examples`.
+    records: The number of each sequence in its data set, with its metrics; empty if the data set
+      does not number them.
   """
 
   values: dict[str, float]
@@ -145,7 +146,7 @@ class Result:
 
 
 class Evaluator:
-  """Computes the metrics of one eval set, with compiled programs for all its passes."""
+  """Computes the metrics of one eval set, with one compiled program for all passes."""
 
   def __init__(
     self,
@@ -156,7 +157,7 @@ class Evaluator:
     batch_size: int,
     compiler_options: Mapping[str, Any] | None = None,
   ):
-    """Evaluates in batches of `batch_size`, which `feed` brings onto the devices.
+    """`feed` places batches of `batch_size` sequences on the devices.
 
     `compiler_options` are XLA's.
     """
@@ -171,7 +172,7 @@ class Evaluator:
       sums: Sums = {"num_predictions": (weight_B, weight_B)}
       for metrics in eval_set.metrics:
         sums |= metrics(scores, batch)
-      # Every host reads all rows.
+      # Replicated, because every host reads all sequences.
       return jax.lax.with_sharding_constraint(sums, PartitionSpec())
 
     self._measure = jax.jit(measure, compiler_options=dict(compiler_options or {}))
@@ -179,19 +180,19 @@ class Evaluator:
   def run(
     self, params: Params, *, name: str = "", stops: Callable[[], bool] = lambda: False
   ) -> Result:
-    """Returns every metric over one pass.
+    """Returns the metrics of one pass.
 
     Args:
       params: The weights.
-      name: That of the set, for who watches it.
-      stops: Asked after each batch whether to stop.
+      name: Name of the eval set, for progress reports.
+      stops: Called after each batch; returns whether to stop.
 
     Raises:
-      Stopped: `stops` said so.
+      Stopped: `stops` returned true.
     """
     measured = list(self._measured(params, name, stops))
     if not measured:
-      raise ValueError("an evaluation set without a batch")
+      raise ValueError("the eval set has no batches")
     batches, numbers = zip(*measured, strict=True)
     sums = jax.tree.map(
       lambda *parts: np.concatenate(parts).astype(np.float64), *jax.device_get(batches)
@@ -222,7 +223,7 @@ class Evaluator:
 
 
 def result(sums: dict[str, tuple[np.ndarray, np.ndarray]], numbers: np.ndarray | None) -> Result:
-  """Returns what float64 sums [rows] and weights [rows], and the rows' numbers, come to."""
+  """Returns the result for float64 (sum_B, weight_B) by metric, and the sequences' numbers."""
   weight_B, _ = sums.pop("num_predictions")
   real_B = weight_B > 0
   values: dict[str, float] = {}
@@ -230,7 +231,7 @@ def result(sums: dict[str, tuple[np.ndarray, np.ndarray]], numbers: np.ndarray |
     total = max(weights_B.sum(), 1e-9)
     values[name] = float(sum_B.sum() / total)
     if (count := np.count_nonzero(weights_B)) > 1:
-      # Of a quotient of sums; where all weights are 1, the sample's standard error.
+      # Standard error of a ratio of sums; of the sample mean if all weights are 1.
       deviations_B = sum_B - values[name] * weights_B
       error = np.sqrt((deviations_B**2).sum() * count / (count - 1)) / total
       values[f"{name}_stderr"] = float(error)

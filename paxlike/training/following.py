@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous evaluation: of each checkpoint of a job that runs elsewhere."""
+"""Continuous evaluation of the checkpoints that another job writes."""
 
 import time
 
@@ -13,7 +13,7 @@ from paxlike.training.trainer import Trainer
 
 
 def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_seconds: float = 5):
-  """Evaluates each checkpoint in `folder` as it comes, until the job that writes there ends.
+  """Evaluates new checkpoints in `folder` until the job that writes them ends.
 
   Raises:
     UserError: There is nothing to evaluate, or it is of another experiment.
@@ -22,7 +22,7 @@ def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_secon
   owner = Observer(folder)
 
   def look() -> list[int]:
-    # Whether it runs before the checkpoints: the job may save its last one and end in between.
+    # Read before the checkpoints: in between, the job may save its last one and end.
     running = is_running(folder, owner)
     return [running, *saved.steps()[-1:]]
 
@@ -35,6 +35,6 @@ def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_secon
       journal.note("the job has ended")
       return
     else:
-      if progress.OWN.now.kind != "poll":  # All polls in a row are one phase.
+      if progress.OWN.now.kind != "poll":  # Consecutive polls are one phase.
         progress.enter("poll")
       time.sleep(poll_seconds)

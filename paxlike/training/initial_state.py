@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the state of a run comes from: its checkpoints, the weights it starts from, its seed."""
+"""Creates the state of a run from its checkpoints, or from restored weights and a seed."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,14 +24,14 @@ from paxlike.training.train_state import TrainState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-  """Makes the state of the run in `folder`.
+  """The source of a run's state and weights.
 
   Attributes:
-    folder: The run's.
+    folder: The run's folder.
     definition: Its model.
     devices: Its mesh.
-    seed: Of the weights that nobody gives.
-    restore: The weights that it starts from; None: all are drawn.
+    seed: Seed of weights that are not restored.
+    restore: Source of its initial weights; None: all are initialized.
   """
 
   folder: epath.Path
@@ -41,15 +41,15 @@ class Origin:
   restore: Restore | None
 
   def checkpoints(self, *, keep: int | None = None, **given: Callable[..., Any]) -> Checkpoints:
-    """Returns those of the run; see `Checkpoints` for what else may be given."""
+    """Returns the checkpoints of the run; `given` are arguments of `Checkpoints`."""
     return Checkpoints(self.folder / "checkpoints", keep=keep, **given)
 
   def state(
     self, saved: Checkpoints, optimizer: Optimizer, journal: Journal
   ) -> tuple[TrainState, dict[str, Any] | None, dict[str, str | None]]:
-    """Returns the state to go on from, that of the data, and files that tell where it is from.
+    """Returns the initial or latest state, that of the data, and files that record its origin.
 
-    A file that is None is to be removed: a start that failed may have left it.
+    Files map name -> text. None: to be removed, since a failed start may have left it.
 
     Raises:
       UserError: The checkpoints, or the weights to start from, are damaged or of another model.
@@ -70,14 +70,14 @@ class Origin:
     if self.restore is not None:
       given, files[PROVENANCE], lost = self.restore.load(self.definition, self.devices)
       num_weights = len(self.definition.weights) - len(self.definition.statistics)
-      journal.note(f"{len(given)} of {num_weights} weights: {self.restore.path}")
+      journal.note(f"restored {len(given)} of {num_weights} weights from {self.restore.path}")
       if lost is not None:
         share = self.definition.num_quantized / self.definition.num_params
         journal.note(
           f"quantized weights ({share:.1%} of all) are off by {lost:.2%} (root mean square)"
         )
     if len(given) + len(self.definition.statistics) < len(self.definition.weights):
-      journal.note("initialising the weights")
+      journal.note("initializing the weights")
     progress.enter("init")
     state = train_state.create(
       self.definition, optimizer, self.devices, seed=self.seed, given=given
@@ -85,13 +85,13 @@ class Origin:
     return state, None, files
 
   def reference(self, state: TrainState) -> Params:
-    """Returns all weights as they were before the first step, in the dtypes of the layers.
+    """Returns all weights as they were before the first step, in their compute dtypes.
 
     Raises:
-      UserError: What the run began with is gone or damaged.
+      UserError: The checkpoint that the run started from is missing or damaged.
     """
     if int(state.step) == 0:
-      # Arrays of their own, since steps give the others away.
+      # Copies, because steps donate the originals.
       return jax.tree.map(jnp.copy, self.definition.prepare(state.weights))
     base = began_with(self.folder, given=self.restore)
     given: Params = {}
@@ -100,10 +100,10 @@ class Origin:
     return self.definition.prepare(self._completed(given))
 
   def params(self, step: int | None) -> tuple[int, Params]:
-    """Returns a step and its weights, in the dtypes of the layers.
+    """Returns (step, its weights in their compute dtypes).
 
-    Step None is the newest checkpoint; in a run without any, 0, before the first update, if there
-    are weights to start from.
+    Step None is the newest checkpoint, or, in a run without checkpoints, step 0 with the weights
+    of `restore`.
 
     Raises:
       UserError: There is no such checkpoint, or it is of another model: it lacks weights, or holds
@@ -112,10 +112,10 @@ class Origin:
     progress.enter("restore")
     saved = self.checkpoints()
     if step in (None, 0) and self.restore is not None and not agreed(saved.steps):
-      taken = self.restore.load(self.definition, self.devices, for_compute=True, complete=True)
-      return 0, self._completed(taken.params)
-    changing, _, noticed = train_state.split(self.definition, self.definition.weights)
-    names = [*changing, *noticed]
+      loaded = self.restore.load(self.definition, self.devices, for_compute=True, complete=True)
+      return 0, self._completed(loaded.params)
+    trained, _, extra = train_state.split(self.definition, self.definition.weights)
+    names = [*trained, *extra]
     step, (params, _) = read_found(
       saved,
       step,
@@ -132,7 +132,7 @@ class Origin:
     return step, params | self._frozen()
 
   def _frozen(self) -> Params:
-    """Returns the weights that no step changes and no checkpoint of the run has."""
+    """Returns the frozen weights, which the run's checkpoints do not contain."""
     names = self.definition.frozen
     if not names:
       return {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether devices have memory for what a run holds at the least, before anything is written.
+"""Refuses runs that cannot fit into device memory, before anything is written.
 
-Only what certainly does not fit is refused: the training state and one activation. What a step
-takes in all, `--mode=compile` finds.
+Only a lower bound is checked: the training state and one activation. `--mode=compile` finds the
+memory of a whole step.
 """
 
 import math
@@ -20,13 +20,13 @@ def check(devices: jax.sharding.Mesh, state: Any, batch: Any, *, parts: int):
   """Checks the memory of one device.
 
   Args:
-    devices: That share the state and the batch.
+    devices: The mesh.
     state: A `TrainState` of shapes and shardings.
-    batch: The same of a batch.
-    parts: Of the batch, that are computed one after another.
+    batch: A batch of shapes and shardings.
+    parts: Number of gradient-accumulation microbatches.
 
   Raises:
-    UserError: It is too small.
+    UserError: A device has too little memory.
   """
   memory = _memory(list(devices.devices.flat))
   if memory is None:
@@ -41,7 +41,7 @@ def check(devices: jax.sharding.Mesh, state: Any, batch: Any, *, parts: int):
     largest = max(weights, key=lambda name: math.prod(weights[name].shape))
     raise UserError(
       f"a device has {tables.nbytes(memory)}, but the training state takes"
-      f" {tables.nbytes(state_bytes)} of each, and every activation of a batch"
+      f" {tables.nbytes(state_bytes)} per device, and one activation of a batch"
       f" {tables.nbytes(activation)}: make the model (MODEL_DIMS, NUM_LAYERS, VOCAB_SIZE"
       f" ...; its largest weight is {largest}, {' x '.join(map(str, weights[largest].shape))}) or"
       " the batch (PERCORE_BATCH_SIZE, MAX_SEQ_LEN) smaller, or shard it over more devices."
@@ -57,7 +57,7 @@ def _bytes_on_one(leaf: Any) -> int:
 
 
 def _memory(devices: list[Any]) -> int | None:
-  """Returns the bytes of a device; of CPUs, its share of this machine's; None: not known."""
+  """Returns the memory of a device in bytes, for CPUs its share of the host's; None: unknown."""
   if (chip := chips.find(devices[0].device_kind)) is not None:
     return chip.memory or None
   if devices[0].platform != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:

@@ -81,14 +81,14 @@ def adamw(
   clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
   transform = optax.chain(
     clip,
-    _held_in(jnp.dtype(moment_dtype), optax.scale_by_adam(b1=b1, b2=b2, eps=eps)),
+    _stored_in(jnp.dtype(moment_dtype), optax.scale_by_adam(b1=b1, b2=b2, eps=eps)),
     optax.add_decayed_weights(weight_decay, mask=decayed),
     optax.scale_by_learning_rate(learning_rate),
   )
   return Optimizer(transform, learning_rate, over_data, on_host)
 
 
-def _held_in(dtype: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+def _stored_in(dtype: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
   """Stores the moments of Adam in `dtype`; the arithmetic is float32."""
 
   def moments(state: Any, cast: Callable[[jax.Array], jax.Array]) -> Any:

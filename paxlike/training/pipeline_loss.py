@@ -32,7 +32,7 @@ def check(definition: Definition, devices: jax.sharding.Mesh) -> int:
   """Returns the number of pipeline microbatches; 1 without a pipeline.
 
   Raises:
-    UserError: The mesh has another number of stages.
+    UserError: The mesh has a different number of stages.
   """
   how, size = pipeline_of(definition), devices.shape["pipeline"]
   if how is None and size == 1:
@@ -40,8 +40,8 @@ def check(definition: Definition, devices: jax.sharding.Mesh) -> int:
   if how is None or how.stages != size:
     raise UserError(
       f"the mesh has {size} stages (axis pipeline), the model {1 if how is None else how.stages}:"
-      " set them by ICI_MESH_SHAPE, DCN_MESH_SHAPE and NUM_STAGES; USE_REPEATED_LAYER and the"
-      " fiddlers stack and decoding remove them."
+      " set them by ICI_MESH_SHAPE, DCN_MESH_SHAPE and NUM_STAGES; the fiddlers stack(scan=False)"
+      " and decoding remove those of the model."
     )
   return how.microbatches
 
@@ -73,7 +73,7 @@ def gradients(
     constants: The frozen weights, and the quantized weights of low-precision matmuls.
     part: Its sequences are split into M pipeline microbatches.
     loss_weight: Factor of the summed cross-entropy.
-    dropout: The key of the batch.
+    dropout: Dropout key of the step.
   """
   how = pipeline_of(definition)
   assert how is not None

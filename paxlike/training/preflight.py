@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a run, found before anything is computed or written."""
+"""Checks of a run before anything is computed or written."""
 
 import os
 import re
@@ -15,15 +15,15 @@ from paxlike.devices import mesh
 from paxlike.errors import UserError
 from paxlike.training import memory_check, pipeline_loss, requirements
 
-_MOST_BYTES = 200  # Of the name of an eval set: of 255 of a file's name.
+_MOST_BYTES = 200  # Limit of an eval set's name; file names are limited to 255.
 
 
 def check(trainer: Any, *, training: bool):
   """Checks a `Trainer`, its devices and its data.
 
   Raises:
-    UserError: The mesh, the batch or a data set cannot work, an eval set has no name for a folder
-      or no end, or a device has too little memory.
+    UserError: The mesh, the batch or a data set is invalid, an eval set is endless or its name
+      cannot be a folder's, or a device has too little memory.
   """
   check_setup(trainer, training=training)
   for name in trainer.eval_data:
@@ -31,7 +31,7 @@ def check(trainer: Any, *, training: bool):
   if training:
     state, batch = trainer.abstract()
     memory_check.check(trainer.devices, state, batch, parts=trainer.accumulation_steps)
-  # What is only evaluated may have weights of its own, and no need of those that it began with.
+  # A run with checkpoints of its own can be evaluated without the weights that it started from.
   if trainer.restore is not None and (training or trainer.restore.saved.steps()):
     trainer.restore.check(trainer.definition)
     _check_tokenizer(trainer, training=training)
@@ -43,7 +43,7 @@ def check(trainer: Any, *, training: bool):
   for name, eval_set in trainer.eval_data.items():
     if eval_set.num_batches is None and eval_set.dataset.is_endless:
       raise UserError(
-        f"the eval set {name} never ends: give its EvalSet num_batches, as by"
+        f"the eval set {name} never ends: set num_batches of its EvalSet, as by"
         f" {_edit(name, 'num_batches=16')}."
       )
   if training and trainer.sample_prompt is not None:
@@ -54,7 +54,7 @@ def check(trainer: Any, *, training: bool):
 
 
 def _check_tokenizer(trainer: Any, *, training: bool):
-  """Raises a UserError if bytes are given to an embedding that was trained with a tokenizer."""
+  """Raises a UserError if bytes are fed to a restored embedding that has another tokenizer."""
   found = _tokenizer_of(trainer.restore.folder.parent)
   if found is None or not trainer.restore.matches("embedding.table"):
     return
@@ -83,7 +83,7 @@ def check_name(name: object):
   """Checks the name of an eval set: `eval_out` and `summaries` have folders of this name.
 
   Raises:
-    UserError: It is no text, or no folder can have it, or only one that people would mistake.
+    UserError: It is not a string, or not a valid or readable folder name.
   """
   if not isinstance(name, str):
     expected = "a text"
@@ -110,10 +110,10 @@ def _edit(name: str, argument: str) -> str:
 
 
 def check_setup(trainer: Any, *, training: bool):
-  """Checks what needs neither data nor memory: model, mesh and batch.
+  """Checks model, mesh and batch size, without reading data.
 
   Raises:
-    UserError: There is nothing to train, or the devices cannot share a batch.
+    UserError: There is nothing to train, or the batch cannot be sharded over the devices.
   """
   if training and trainer.train_data is None:
     raise UserError("this experiment has no training data (train_data): it is for --mode=eval.")
@@ -123,9 +123,7 @@ def check_setup(trainer: Any, *, training: bool):
       " trained."
     )
   if training and not trainer.definition.num_trained:
-    raise UserError(
-      f"trained={trainer.trained!r} is in the name of no weight: nothing would be trained."
-    )
+    raise UserError(f"trained={trainer.trained!r} matches no weight: nothing would be trained.")
   if training:
     requirements.check_context(trainer.model, dict(trainer.devices.shape))
   mesh.check_batch(

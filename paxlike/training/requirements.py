@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model requires of the devices that it is going to run on."""
+"""Checks that devices support the parts of a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from paxlike.layers.decoder import Decoder
 
 
 class _Requirement(NamedTuple):
-  """What devices must have for a part of a model.
+  """The devices that support a part of a model.
 
   Attributes:
-    knob: What chooses that part.
-    has: Whether a device has it.
-    needed: The devices that have it.
-    instead: What to choose on others.
+    knob: The knob that selects the part.
+    has: Returns whether a device supports it.
+    needed: The devices that support it, in words.
+    instead: What to use on other devices.
   """
 
   knob: str
@@ -28,12 +28,12 @@ class _Requirement(NamedTuple):
   instead: str
 
 
-_AUTO = "take auto (for a saved model --fiddler='attention(kernel=\"auto\")')"
-_NONE = "take QUANTIZATION=none"
+_AUTO = "use auto (for a saved model --fiddler='attention(kernel=\"auto\")')"
+_NONE = "use QUANTIZATION=none"
 _TE = "ENABLE_TE (transformer_engine)"
 
 
-# Of kernels for attention, and of `Dot`s.
+# By attention kernel or type of `Dot`.
 _REQUIREMENTS: dict[Any, _Requirement] = {
   layers.cudnn: _Requirement(
     "ATTENTION_KERNEL=cudnn", topology.has_cudnn_attention, "NVIDIA GPUs from Ampere on", _AUTO
@@ -51,7 +51,7 @@ _REQUIREMENTS: dict[Any, _Requirement] = {
     "QUANTIZATION=fp8_delayed", topology.has_fp8, "NVIDIA GPUs from Ada on", _NONE
   ),
   layers.MxFp8: _Requirement(
-    "QUANTIZATION=mxfp8", topology.has_mxfp8, "NVIDIA GPUs from Blackwell on", "take fp8"
+    "QUANTIZATION=mxfp8", topology.has_mxfp8, "NVIDIA GPUs from Blackwell on", "use fp8"
   ),
   layers.TransformerEngine: _Requirement(
     _TE, topology.has_transformer_engine, "an NVIDIA GPU from Ampere on", "leave it out"
@@ -60,10 +60,10 @@ _REQUIREMENTS: dict[Any, _Requirement] = {
 
 
 def check(model: Decoder, devices: Sequence[Any]):
-  """Checks that devices have what a model names.
+  """Checks that devices support a model.
 
   Raises:
-    UserError: They lack it; or Transformer Engine is not installed, or there are several GPUs.
+    UserError: They do not; or Transformer Engine is not installed, or there are several GPUs.
   """
   parts = set(_parts(model))
   for part, requirement in _REQUIREMENTS.items():
@@ -74,24 +74,23 @@ def check(model: Decoder, devices: Sequence[Any]):
       )
   if layers.TransformerEngine in parts:
     if len(devices) > 1:
-      raise UserError(f"{_TE} is for one GPU, and here are {len(devices)}.")
+      raise UserError(f"{_TE} supports one GPU, but there are {len(devices)}.")
     layers.transformer_engine.load()
 
 
 def check_context(model: Decoder, sizes: dict[str, int]):
-  """Checks that a kernel for shared sequences has a mesh on which they are shared.
+  """Checks that a context-parallel kernel has a mesh with context parallelism.
 
   Raises:
-    UserError: The mesh has no axis context.
+    UserError: The mesh axis context has size 1.
   """
   parts = set(_parts(model))
   for kernel in (layers.ring, layers.gathered):
     if kernel in parts and sizes["context"] == 1:
       axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
       raise UserError(
-        f"ATTENTION_KERNEL={kernel.__name__} needs a mesh whose axis context is longer than 1, but"
-        f" that of ICI_MESH_SHAPE x DCN_MESH_SHAPE is {axes or 'one device'}: give it one, or take"
-        " auto."
+        f"ATTENTION_KERNEL={kernel.__name__} needs a mesh axis context larger than 1, but the mesh"
+        f" of ICI_MESH_SHAPE x DCN_MESH_SHAPE is {axes or 'one device'}: set the axis, or use auto."
       )
 
 

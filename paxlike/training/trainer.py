@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run: restore or initialise, the loop, and when to log, evaluate and save."""
+"""The trainer: restores or initializes a run, trains it, and logs, evaluates and saves."""
 
 import contextlib
 import dataclasses
@@ -48,36 +48,38 @@ from paxlike.training.train_step import make_train_step
 @configurable
 @dataclasses.dataclass(kw_only=True)
 class Trainer:
-  """Everything that one run is made of. Building it allocates and reads nothing.
+  """One run: its configuration, training, evaluation and decoding.
+
+  Building it allocates and reads nothing.
 
   Attributes:
-    model: Its weights abstract.
-    optimizer: With its schedule.
+    model: The model, with abstract weights.
+    optimizer: The optimizer with its schedule.
     mesh: The shape of the device mesh.
-    train_data: None if the experiment only evaluates.
-    eval_data: Data sets to evaluate, by name, which is also that of folders.
-    percore_batch_size: Sequences a device and optimizer step.
-    accumulation_steps: Parts of the batch computed one after another.
+    train_data: The training data; None to evaluate only.
+    eval_data: Eval sets by name; folders of results have the same names.
+    percore_batch_size: Sequences per device and optimizer step.
+    accumulation_steps: Gradient-accumulation microbatches per optimizer step.
     num_steps: Optimizer steps of the run.
-    seed: Of weights and dropout.
+    seed: Seed of weights and dropout.
     summary_every: Steps between log lines.
     eval_every: Steps between evaluations; 0: only after the last step.
     save_every: Steps between checkpoints; 0: only after the last step.
-    keep: Checkpoints kept; None: all.
-    max_skipped_in_a_row: Ends the run after so many steps without a finite gradient.
+    keep: Number of newest checkpoints to keep; None: all.
+    max_skipped_in_a_row: Number of consecutive non-finite steps that ends the run.
     sample_prompt: Text that the trained model continues at the end.
-    restore: Weights that a new run starts from; None: all are drawn.
-    best: By what the best checkpoint is known; None: there is none.
-    objective: What a step makes smaller.
-    trained: Pattern (`re.search`) of the weights that are trained; the others stay as they are.
-    weight_dtype: What weights are held in between steps; bfloat16 with stochastic rounding.
+    restore: Source of a new run's initial weights; None: all are initialized.
+    best: Criterion of the best checkpoint; None: none is kept.
+    objective: The training objective.
+    trained: Pattern (`re.search`) of the trained weights; the others are frozen.
+    weight_dtype: Storage dtype of trained weights; bfloat16 uses stochastic rounding.
     stall_timeout: Seconds without progress that end the job; None: derived; 0: no limit.
-    stack_interval: Seconds between two writings of all stacks; None: none.
-    read_only: Whether nothing will be trained; weights that have a scheme are then held by it.
+    stack_interval: Seconds between dumps of all threads' stacks; None: no dumps.
+    read_only: Whether nothing is trained, so that weights with a scheme are stored quantized.
     saving: Whether checkpoints are written.
-    compiler_options: XLA's, for the step, evaluation and decoding. Set after building: options that
-      write files are no business of a graph.
-    compiled_step: The program of a step, if there is one already. Set after building too.
+    compiler_options: XLA's, for the step, evaluation and decoding. Set after building, because
+      options that write files do not belong in a graph.
+    compiled_step: A step compiled ahead of time, also set after building; None: no such step.
   """
 
   model: Decoder
@@ -108,19 +110,19 @@ class Trainer:
   compiled_step: jax.stages.Compiled | None = dataclasses.field(default=None, init=False)
 
   def check(self, *, training: bool = True):
-    """Finds what is wrong with the run before anything is computed or written.
+    """Checks the run before anything is computed or written.
 
     Raises:
-      UserError: The mesh, the batch or a data set cannot work.
+      UserError: The mesh, the batch or a data set is invalid.
     """
     check_keep(self.keep)
     preflight.check(self, training=training)
 
   def check_prompts(self, prompts: Sequence[decoding.Prompt], *, stop_tokens: Sequence[int] = ()):
-    """Finds whether the model can continue `prompts`, and knows the ids of `stop_tokens`.
+    """Checks that the model can continue `prompts`, and that `stop_tokens` are in its vocabulary.
 
     Raises:
-      UserError: It cannot.
+      UserError: It cannot, or they are not.
     """
     how: Any = {"max_len": self.data.seq_len, "stop_tokens": stop_tokens}
     decoding.check(prompts, self.model, self.data.tokenizer, self._dialogue(prompts), **how)
@@ -134,11 +136,11 @@ class Trainer:
 
   @property
   def has_reference(self) -> bool:
-    """Whether a step needs a second set of weights, those that the run began with."""
+    """Whether a step needs a copy of the initial weights, as a reference model."""
     return self.objective.needs_reference and not shares_base(self.definition)
 
   def origin(self, folder: epath.Path) -> Origin:
-    """Returns where the state and the weights of a run in `folder` come from."""
+    """Returns the source of the state and weights of the run in `folder`."""
     return Origin(
       folder=folder,
       definition=self.definition,
@@ -149,7 +151,7 @@ class Trainer:
 
   @functools.cached_property
   def feed(self) -> Feed:
-    """The way of batches onto the devices."""
+    """Places batches on the devices."""
     return Feed(
       self.devices,
       batch_size=self.batch_size,
@@ -159,10 +161,10 @@ class Trainer:
 
   @functools.cached_property
   def devices(self) -> jax.sharding.Mesh:
-    """The mesh over this machine's devices.
+    """The device mesh.
 
     Raises:
-      UserError: They are not as many as it needs, or lack what the model names.
+      UserError: The number of devices does not fit the mesh, or they do not support the model.
     """
     devices = self.mesh.build()
     requirements.check(self.model, list(devices.devices.flat))
@@ -170,30 +172,30 @@ class Trainer:
 
   @property
   def attention(self) -> list[str]:
-    """What computes attention, by name."""
+    """Names of the attention kernels in use."""
     is_packed = any("segments" in data.no_rows() for data in self.datasets())
     return self.model.kernels(Place.on(self.devices), is_packed=is_packed)
 
   @property
   def compute_dtype(self) -> str:
-    """In what layers compute, but for routers, statistics and the loss."""
+    """Compute dtype of layers, except routers, statistics and the loss."""
     return str(jnp.dtype(self.model.embedding.dtype))
 
   @property
   def data(self) -> Any:
-    """The training data; without them the first evaluation data."""
+    """The training data, or else the data of the first eval set."""
     if datasets := self.datasets():
       return datasets[0]
     raise UserError("this experiment has no data, neither train_data nor eval_data.")
 
   def datasets(self, *, training: bool = True) -> list[Any]:
-    """Returns the training data, if there are any and they are wanted, and those of evaluation."""
+    """Returns the training data, if any and if `training`, and the data of all eval sets."""
     of_training = [self.train_data] if training and self.train_data is not None else []
     return of_training + [eval_set.dataset for eval_set in self.eval_data.values()]
 
   @property
   def batch_size(self) -> int:
-    """Sequences of one optimizer step, over all devices."""
+    """Sequences per optimizer step, over all devices."""
     return mesh.global_batch_size(
       percore=self.percore_batch_size,
       num_devices=self.devices.size,
@@ -204,9 +206,9 @@ class Trainer:
     """Trains from the newest checkpoint in `folder`, or from the start, to `num_steps`.
 
     Args:
-      folder: The run's; made if missing.
-      journal: Where progress is told.
-      files: Name -> text of files for the folder, written once the state is there.
+      folder: The run's folder; created if missing.
+      journal: Logs progress.
+      files: Name -> text of files for the folder, written after the state is restored.
 
     Returns:
       The signal that ended the run early, else 0.
@@ -239,7 +241,7 @@ class Trainer:
         batches = itertools.chain(first, batches)
         journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
         owed = self._evaluates_after(start) and best.owes(start, self.eval_data)
-        if owed:  # It was stopped before it, or in the middle.
+        if owed:  # The run was stopped before or during that evaluation.
           self._judge(best, state.weights, start, journal, stop)
         stopping = owed and stop.requested()
         for step in range(start, self.num_steps):
@@ -276,7 +278,7 @@ class Trainer:
       progress.enter("save", int(state.step))
       saved.wait()
       progress.enter("end")
-      self._finish(state, journal, best, anew=owed or int(state.step) > start)
+      self._finish(state, journal, best, has_progressed=owed or int(state.step) > start)
       return stop.number or 0
 
   def evaluate(self, folder: epath.Path, journal: Journal, *, step: int | None) -> int:
@@ -285,7 +287,7 @@ class Trainer:
     Raises:
       UserError: There is nothing to evaluate, or it is of another experiment.
     """
-    _ = self.evaluators  # Or it is refused.
+    _ = self.evaluators  # Raises if there is no evaluation data.
     with jax.set_mesh(self.devices), self.watched(folder):
       step, params = self.origin(folder).params(step)
       self._evaluate(params, step, journal)
@@ -300,9 +302,9 @@ class Trainer:
     step: int | None,
     options: decoding.Options,
   ):
-    """Continues `prompts` by checkpoint `step`, or the newest, and tells the texts.
+    """Continues `prompts` with checkpoint `step`, or the newest, and prints and saves the texts.
 
-    Without prompts it holds a conversation in the terminal.
+    Without prompts, holds a conversation in the terminal.
 
     Raises:
       UserError: There is no such checkpoint, it is of another experiment, or has no tokenizer.
@@ -320,7 +322,7 @@ class Trainer:
       decoding.tell(decoder, prompts, journal, path)
 
   def watched(self, folder: epath.Path | None = None) -> Any:
-    """Returns the context of work in which the run must make progress."""
+    """Returns a context in which the run is watched for progress."""
     return watch.over(watch.Limits(folder, self.stall_timeout, self.stack_interval))
 
   def _decoding(
@@ -354,7 +356,7 @@ class Trainer:
       keep=self.keep,
       preserved=lambda: best.step,
       check_owner=journal.check_owner,
-      on_whole=journal.saved,
+      on_commit=journal.saved,
     )
 
   def _evaluates_after(self, step: int) -> bool:
@@ -362,14 +364,14 @@ class Trainer:
     return bool(step and self.eval_data) and (at_end or _due(step - 1, self.eval_every))
 
   def _judge(self, best: Best, params: Params, at: int, journal: Journal, stop: StopSignal) -> bool:
-    """Evaluates weights, unless stopped; returns whether they must be saved for what that found."""
+    """Evaluates weights unless stopped; returns whether the result requires a checkpoint."""
     with contextlib.suppress(Stopped):
       results = self._evaluate(params, at, journal, stops=stop.requested)
       return best.evaluated(results, at) or best.is_hopeless
     return False
 
   def _evaluate(self, params: Params, step: int, journal: Journal, **how: Any) -> dict[str, Result]:
-    """Evaluates weights on each eval set as `Evaluator.run` does, and tells of it."""
+    """Evaluates weights on each eval set and logs the results; `how` is for `Evaluator.run`."""
     results = {}
     for name, evaluator in self.evaluators.items():
       results[name] = evaluator.run(params, name=name, **how)
@@ -378,10 +380,10 @@ class Trainer:
 
   @functools.cached_property
   def evaluators(self) -> dict[str, Evaluator]:
-    """What evaluates weights on each eval set, by its name.
+    """The evaluator of each eval set, by name.
 
     Raises:
-      UserError: There is none.
+      UserError: There is no eval set.
     """
     if not self.eval_data:
       raise UserError("this experiment has no evaluation data (eval_data).")
@@ -401,13 +403,13 @@ class Trainer:
     changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
     saved.save(int(state.step), changing, layout=layout_of(self.model), train_input=data_state)
 
-  def _finish(self, state: TrainState, journal: Journal, best: Best, *, anew: bool):
+  def _finish(self, state: TrainState, journal: Journal, best: Best, *, has_progressed: bool):
     step = int(state.step)
     owes = self._evaluates_after(step) and best.owes(step, self.eval_data)
     finished = best.is_hopeless or (step == self.num_steps and not owes)
     if best.is_hopeless and step < self.num_steps:
-      journal.note(f"ends early: checkpoint {best.step} stays the best")
-    if finished and anew and self.sample_prompt is not None:
+      journal.note(f"stopped early: checkpoint {best.step} is still the best")
+    if finished and has_progressed and self.sample_prompt is not None:
       how = decoding.Options(max_new_tokens=200, sampling=Sampling(temperature=0.8), seed=self.seed)
       *_, last = self._decoding(state.weights, how).run([self.sample_prompt])
       journal.note(f"sample:\n{self.sample_prompt}{last.text}")
@@ -433,17 +435,17 @@ class Trainer:
     return state, self.feed.abstract(self.data.no_rows())
 
   def trace(self):
-    """Traces initialisation and a step, and so finds what cannot be computed; JAX keeps both."""
+    """Traces initialization and a step, so that errors appear early; JAX caches both."""
     with jax.set_mesh(self.devices):
       train_state.trace_init(self.definition, self.devices)
       self._step.trace(*self.abstract())
 
   def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-    """Returns a step for arrays like these, which may be abstract, before it is compiled."""
+    """Returns the lowered step for arrays like these, which may be abstract."""
     return self._step.lower(state, batch)
 
   def compile(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
-    """Returns the program of a step, for arrays like these."""
+    """Returns the compiled step for arrays like these."""
     if self.compiled_step is not None:
       return self.compiled_step
     return self.lower(state, batch).compile(compiler_options=dict(self.compiler_options))
@@ -478,5 +480,5 @@ class Trainer:
 
 
 def _due(step: int, every: int) -> bool:
-  """Whether something is done after `step`, counted from 0, that is done every so many steps."""
+  """Returns whether an action of every `every` steps is due after `step`, counted from 0."""
   return every > 0 and (step + 1) % every == 0

@@ -112,7 +112,7 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(experiment, knobs, says, tmp
 @pytest.mark.parametrize(
   ("number", "raised", "says"),
   [
-    (signal.SIGINT, KeyboardInterrupt, "the same call goes on"),
+    (signal.SIGINT, KeyboardInterrupt, "the same call resumes"),
     (signal.SIGTERM, SystemExit, str(128 + signal.SIGTERM)),
   ],
 )

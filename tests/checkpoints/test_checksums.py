@@ -246,11 +246,11 @@ def test_a_save_that_may_not_be_written_any_more_is_none(tmp_path):
 def test_the_command_says_of_each_checkpoint_whether_it_is_whole(tmp_path, capsys):
   saved = saved_in(tmp_path / "checkpoints", steps=(1, 2))
   assert verify.run([str(tmp_path), str(saved.path(1))]) == 0
-  assert capsys.readouterr().out.count("is whole") == 3
+  assert capsys.readouterr().out.count("is intact") == 3
   change(largest(saved.path(2)))
   assert verify.run([str(tmp_path)]) == 1
   first, second = capsys.readouterr().out.splitlines()
-  assert "00000001 is whole" in first and "00000002 is damaged (state/" in second
+  assert "00000001 is intact" in first and "00000002 is damaged (state/" in second
   shutil.rmtree(saved.path(1))
   assert verify.run([str(saved.path(1))]) == 2
   assert "no checkpoint 1" in capsys.readouterr().err
@@ -263,7 +263,7 @@ def test_the_command_looks_at_every_folder(tmp_path, capsys):
   folders = [str(tmp_path / name) for name in ("nowhere", "empty", "run")]
   assert verify.run(folders) == 2
   out, err = capsys.readouterr()
-  assert "00000001 is whole" in out and "nowhere" in err and "empty" in err
+  assert "00000001 is intact" in out and "nowhere" in err and "empty" in err
   change(largest(saved.path(1)))
   assert verify.run(folders) == 1
   assert "00000001 is damaged" in capsys.readouterr().out
@@ -281,7 +281,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_damaged(tmp_path, mo
   monkeypatch.setattr(Checkpoints, "steps", steps)
   assert verify.run([str(tmp_path)]) == 0
   first, second = capsys.readouterr().out.splitlines()
-  assert "00000001 was removed meanwhile" in first and "00000002 is whole" in second
+  assert "00000001 was removed meanwhile" in first and "00000002 is intact" in second
 
 
 def test_what_only_looks_like_a_checkpoint_prevents_nothing(tmp_path):

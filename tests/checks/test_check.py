@@ -435,4 +435,4 @@ def test_no_checkpoint_is_saved_where_saving_is_disabled(capsys, tmp_path, only)
 
 def test_a_mesh_that_does_not_fit_is_a_mistake(capsys):
   assert run("--mode=check", "--fdl.ICI_MESH_SHAPE=[3,1,1]") == 2
-  assert "8 devices are here" in capsys.readouterr().err
+  assert "8 devices are available" in capsys.readouterr().err

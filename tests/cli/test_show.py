@@ -15,14 +15,14 @@ def test_memory_of_a_mesh_that_is_not_here():
   assert re.search(r"mesh +256 devices: fsdp 256 \(here: 8\)", text)
   assert "1,536 sequences = 3,145,728 tokens" in text
   # 4 bytes a parameter and 8 of Adam, over 256 devices, but for what 256 does not divide.
-  weights = r"memory of trained parameters +2\.7\d+ GB per device \(698\.4 GB in all\)"
+  weights = r"memory of trained parameters +2\.7\d+ GB per device \(698\.4 GB in total\)"
   assert re.search(weights, text)
-  assert re.search(r"memory of optimizer state +5\.5\d+ GB per device \(1\.397 TB in all\)", text)
+  assert re.search(r"memory of optimizer state +5\.5\d+ GB per device \(1\.397 TB in total\)", text)
 
 
 def test_dims_that_an_axis_does_not_divide_are_told():
   text = shown("Synthetic175B", ICI_MESH_SHAPE=(1, 4, 2))
-  assert "vocab 50,257 is not divided by tensor 2" in text
+  assert "vocab 50,257 is not divisible by tensor 2" in text
   assert "not divided" not in shown("Synthetic126M", ICI_MESH_SHAPE=(1, 4, 2))
 
 

@@ -42,7 +42,7 @@ class BrokenInTheTrace(Gpt3_52k):
 
 # Of methods that return or do what they must not, with what is said of it; status 2, one line.
 BROKEN_METHODS = {
-  "def pattern(self): return []": "Mine.pattern() returns is []: expected a list of a layer",
+  "def pattern(self): return []": "Mine.pattern() returns is []: expected a list of at least one",
   "def pattern(self): pass": "Mine.pattern() returns is None",
   "def pattern(self): yield self.block()": "Mine.pattern() returns is a generator",
   "def dropout(self): pass": "to_break.py, class Mine: unexpected TypeError: Mine.dropout() takes",
@@ -62,7 +62,7 @@ BROKEN_METHODS = {
     "paxlike.training.evaluation.EvalSet for"
   ),
   "def eval_data(self): return {'a': self.eval_set(self.train_data())}": (
-    "the eval set a never ends: give its EvalSet num_batches, as by"
+    "the eval set a never ends: set num_batches of its EvalSet, as by"
   ),
   "def eval_data(self): return {3: self.eval_set(self.train_data(), num_batches=1)}": (
     "eval_data has a set named 3: expected a text"
@@ -160,7 +160,7 @@ def test_flags_each_of_which_is_to_blame_are_said_to_be():
     stage.attempt = attempt
     attempt(options)
   assert str(caught.value).startswith("--fdl.B=2, --fdl.A=1: KeyError: 'both' (")
-  assert "). Without any one of these flags it would have succeeded." in str(caught.value)
+  assert "). Without any one of these flags it succeeds." in str(caught.value)
   # Neither what the attempt does not meet, nor what it meets otherwise.
   for failure in (OSError("full"), TypeError("another")):
     with pytest.raises(UserError, match=r"^(?!--fdl)"), unexpected.explained(options) as stage:

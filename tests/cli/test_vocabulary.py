@@ -58,7 +58,7 @@ def test_every_text_comes_back_as_it_was(texts, tmp_path, kind):
 def test_a_file_that_is_there_is_kept(texts, tmp_path, capsys):
   (tmp_path / "spm.model").write_text("mine")
   assert make(tmp_path, f"--data={texts}") == 2
-  assert "is there already" in capsys.readouterr().err
+  assert "already exists" in capsys.readouterr().err
   assert (tmp_path / "spm.model").read_text() == "mine"
 
 
@@ -67,8 +67,8 @@ def test_a_file_that_is_there_is_kept(texts, tmp_path, capsys):
   [
     (["--data=/nowhere"], 400, "--data=/nowhere matches no file"),
     (["--data={}", "--field=nothing"], 400, "set --field. It has: text, body"),
-    (["--data={}"], 1_000_000, "take --size="),
-    (["--data={}"], 100, "take --size="),
+    (["--data={}"], 1_000_000, "set --size="),
+    (["--data={}"], 100, "set --size="),
   ],
 )
 def test_what_cannot_be_made_is_said_in_a_line(texts, tmp_path, capfd, flags, size, says):
@@ -78,7 +78,7 @@ def test_what_cannot_be_made_is_said_in_a_line(texts, tmp_path, capfd, flags, si
   error = capfd.readouterr().err
   assert says in error and error.count("\n") == 1
   assert not (tmp_path / "spm.model").exists()
-  if "take" in says:
+  if "set --size" in says:
     (hint,) = [word.strip(",:.") for word in error.split() if word.startswith("--size=")][1:]
     assert vocabulary.run([hint, f"--to={tmp_path / 'spm.model'}", *flags]) == 0
 

@@ -347,6 +347,14 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(text):
     assert isinstance(loaded, list)
 
 
+def test_a_file_of_100_GB_is_refused_unread(tmp_path):
+  path = tmp_path / "config.json"
+  with path.open("wb") as file:
+    file.truncate(10**11)
+  with pytest.raises(UserError, match=r"config\.json.*100,000,000,000 bytes; the limit"):
+    graph_file.read(path)
+
+
 def doubled(kind: str, last: Any, *, levels: int = 44) -> Any:
   """Returns a collection that holds another twice, which holds ..."""
   value = {kind: [last], "id": 1}

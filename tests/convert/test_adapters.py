@@ -114,7 +114,7 @@ def test_a_base_that_was_moved_is_named_by_a_flag(base, tuned, tmp_path, capsys)
     assert "needs no base: leave --base out" in capsys.readouterr().err
     again = ["--from=paxlike", f"--path={tuned}", f"--to={tmp_path / 'again'}"]
     assert run([*again, f"--base={tuned}"]) == 2
-    assert f"--base={tuned} has no checkpoint 0, which the run in" in capsys.readouterr().err
+    assert f"--base={tuned} has no checkpoint 0, from which the run in" in capsys.readouterr().err
     converted(base / "theirs", tmp_path / "copy")
     assert run([*again, "--dry_run", f"--base={tmp_path / 'copy'}"]) == 0
     save_random("llama", tmp_path / "others", seed=5)

@@ -128,5 +128,5 @@ def test_a_compiler_that_is_missing_or_refuses_is_told(monkeypatch):
 
 
 def test_slices_are_of_tpus():
-  with pytest.raises(UserError, match="--slices=2: TPUs come in slices"):
+  with pytest.raises(UserError, match="--slices=2: only TPUs come in slices"):
     topology.use("h100-8", slices=2)

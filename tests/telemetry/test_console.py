@@ -87,7 +87,7 @@ with open("file", "w") as file:
 @pytest.mark.parametrize(
   ("streams", "says", "lost"),
   [
-    (">/dev/full </dev/null", "paxlike: standard output takes no more", True),
+    (">/dev/full </dev/null", "paxlike: standard output cannot be written", True),
     (">/dev/full 2>/dev/full </dev/null", "", True),
     (">&- </dev/null", "an error", False),
     ("2>&- </dev/null", "a line", False),

@@ -126,7 +126,7 @@ def test_a_run_without_steps_left_keeps_what_its_folder_says(summary, tmp_path, 
     assert files_of(tmp_path) == {"config.txt": b"before"}
     journal.start(summary, {"config.txt": "text"}, step=4, num_steps=4)
   assert files_of(tmp_path)["config.txt"] == b"before"
-  assert capsys.readouterr().out.startswith("nothing to train: checkpoint 4 is there")
+  assert capsys.readouterr().out.startswith("nothing to train: checkpoint 4 is beyond")
 
 
 def test_a_pipe_in_the_place_of_status_is_not_waited_for(tmp_path):

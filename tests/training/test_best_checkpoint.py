@@ -104,7 +104,7 @@ def test_a_run_without_checkpoints_says_of_none_that_it_is_the_best(tmp_path):
   best = Best(tmp_path, Criterion(metric="held/acc", lowest=False, patience=1), saving=False)
   assert best.evaluated(found(0.5), 1) and not best.evaluated(found(0.1), 2)
   assert best.is_hopeless
-  with pytest.raises(UserError, match="knows no best checkpoint"):
+  with pytest.raises(UserError, match="records no best checkpoint"):
     step_of(tmp_path)
 
 

@@ -207,4 +207,4 @@ def test_gpus_before_blackwell_are_refused(capsys):
   flags = ("--mode=compile", "--topology=h100-1", "--fdl.QUANTIZATION=mxfp8")
   assert run(*TINY, *flags) == 2
   error = capsys.readouterr().err
-  assert re.search(r"QUANTIZATION=mxfp8 needs .* Blackwell on, .* NVIDIA H100: take fp8", error)
+  assert re.search(r"QUANTIZATION=mxfp8 needs .* Blackwell on, .* NVIDIA H100: use fp8", error)

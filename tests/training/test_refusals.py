@@ -105,4 +105,4 @@ def test_a_run_goes_on_without_output_and_errors(tmp_path, text):
   assert finish(start(*command, redirected=">/dev/full 2>&-"))[0] == 0
   assert len(curve(pathlib.Path(tmp_path))) == 2
   ended = finish(start(*command[:-3], "--mode=show", redirected=">/dev/full"))
-  assert ended[0] == 1 and ended[2].count("\n") == 1 and "standard output takes no more" in ended[2]
+  assert ended[0] == 1 and ended[2].count("\n") == 1 and "output cannot be written" in ended[2]

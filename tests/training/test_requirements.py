@@ -22,16 +22,16 @@ def check(where, knobs):
 @pytest.mark.parametrize(
   ("where", "knobs", "says"),
   [
-    (None, {"ATTENTION_KERNEL": "cudnn"}, r"cudnn needs .* is cpu: take auto .*kernel=\"auto\""),
+    (None, {"ATTENTION_KERNEL": "cudnn"}, r"cudnn needs .* is cpu: use auto .*kernel=\"auto\""),
     (None, {"ATTENTION_KERNEL": "splash"}, r"splash needs TPUs, but the device is cpu"),
     ("h200-1", {"ATTENTION_KERNEL": "splash"}, r"splash needs TPUs, but the device is NVIDIA H200"),
     ("a100-1", {"ATTENTION_KERNEL": "tokamax"}, r"tokamax needs NVIDIA GPUs from Hopper on"),
     ("a100-1", {"USE_FP8": True}, r"QUANTIZATION=fp8 .*USE_FP8.* from Ada on.* is NVIDIA A100"),
     ("a100-1", {"USE_FP8": True, "ENABLE_TE": True}, r"=fp8 .*needs NVIDIA GPUs from Ada on"),
-    ("a100-1", {"QUANTIZATION": "fp8_delayed"}, r"=fp8_delayed .* A100: take QUANTIZATION=none"),
-    ("h200-1", {"QUANTIZATION": "mxfp8"}, r"mxfp8 needs .* Blackwell on.*: take fp8"),
+    ("a100-1", {"QUANTIZATION": "fp8_delayed"}, r"=fp8_delayed .* A100: use QUANTIZATION=none"),
+    ("h200-1", {"QUANTIZATION": "mxfp8"}, r"mxfp8 needs .* Blackwell on.*: use fp8"),
     (None, {"ENABLE_TE": True}, r"ENABLE_TE \(transformer_engine\) needs an NVIDIA GPU .* is cpu"),
-    ("h200-8", {"ENABLE_TE": True}, r"ENABLE_TE .*is for one GPU, and here are 8"),
+    ("h200-8", {"ENABLE_TE": True}, r"ENABLE_TE .*supports one GPU, but there are 8"),
   ],
 )  # fmt: skip
 def test_what_devices_lack_is_refused(where, knobs, says):

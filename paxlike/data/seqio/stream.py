@@ -43,7 +43,7 @@ class SeqIOStream(Dataset):
       vocab_size: The model's vocabulary size.
       bos_id: Begins the inputs of each example.
       seed: Of the shuffle.
-      shuffle: Whether to shuffle anew in every epoch.
+      shuffle: Whether to reshuffle in every epoch.
       packed: Whether a sequence holds as many examples as fit, or one.
     """
     self.seq_len = seq_len

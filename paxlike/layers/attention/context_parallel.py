@@ -35,9 +35,7 @@ from paxlike.layers.attention.online_softmax import (
 from paxlike.layers.attention.sharded_kernel import repeated_keys
 from paxlike.layers.attention.zigzag import AXIS, CONTIGUOUS, ZIGZAG, Order
 
-_PIECE = (
-  256  # Maximum number of queries whose logits with a chunk of keys are materialized at once.
-)
+_PIECE = 256  # Maximum queries whose logits with a chunk of keys are materialized at a time.
 _QKV: mesh.Dims = ("batch", "time", "heads", None)
 
 

@@ -30,8 +30,8 @@ def cudnn(
   """Flash attention for float16 and bfloat16: memory linear in T; see `Kernel`.
 
   Segments are runs of equal ids, at most `max_segments` per sequence; the output of a sequence with
-  more is NaN, so packing must respect the limit. For packed sequences, KV heads are repeated where
-  JAX computes wrong offsets (`COUNTS_KEY_HEADS`), and values narrower than keys are padded.
+  more is NaN, so packing must respect the limit. For packed sequences, KV heads are repeated if JAX
+  computes wrong offsets (not `COUNTS_KEY_HEADS`), and values narrower than keys are padded.
 
   Raises:
     UserError: A soft cap, sinks or a bias is set, or cuDNN does not support the dtype or widths.
@@ -49,8 +49,7 @@ def cudnn(
   def local(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     return _attend(q, k, v, segments_BT, options, max_segments)
 
-  # JAX's partitioner rejects fewer KV heads than shards and a sharded T; JAX has no gradient for
-  # odd T.
+  # JAX's partitioner rejects fewer KV heads than shards and a sharded T. Gradients need an even T.
   return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", block=2)
 
 
@@ -99,24 +98,24 @@ def _attend(
   return jnp.where(fits_B[:, None, None, None], y_BTNH, jnp.nan)
 
 
-def runs(segments_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def runs(segments_BT: jax.Array, max_runs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the runs of equal segment ids of each sequence, in JAX's format.
 
   Returns:
-    int32 [B, most], the lengths of the first `most` runs. int32 [B, most + 1], their first tokens;
-    the last entry is -1, because JAX concatenates all non-negative entries over the batch. Both are
-    padded with -1. bool [B], whether a sequence has at most `most` runs.
+    int32 [B, max_runs], the lengths of the first runs. int32 [B, max_runs + 1], their first tokens
+    without the end of the last run, because JAX concatenates all non-negative entries over the
+    batch. Both are padded with -1. bool [B], whether a sequence has at most `max_runs` runs.
   """
   T = segments_BT.shape[1]
   begins_BT = begins(segments_BT)
-  starts = jnp.sort(jnp.where(begins_BT, jnp.arange(T), T), axis=1)[:, : most + 1]
-  starts = jnp.pad(starts, ((0, 0), (0, most + 1 - starts.shape[1])), constant_values=T)
+  starts = jnp.sort(jnp.where(begins_BT, jnp.arange(T), T), axis=1)[:, : max_runs + 1]
+  starts = jnp.pad(starts, ((0, 0), (0, max_runs + 1 - starts.shape[1])), constant_values=T)
   lengths = jnp.diff(starts, axis=1)
   exists = lengths > 0
   lengths = jnp.where(exists, lengths, -1).astype(jnp.int32)
   offsets = jnp.where(exists, starts[:, :-1], -1).astype(jnp.int32)
   offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
-  return lengths, offsets, begins_BT.sum(1) <= most
+  return lengths, offsets, begins_BT.sum(1) <= max_runs
 
 
 def with_one_stride(

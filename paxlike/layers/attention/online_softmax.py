@@ -162,7 +162,7 @@ def attend(
     new = Accumulator(
       old.y * rescale[..., None] + y, maximum, old.total * rescale + weights.sum(-1)
     )
-    return jax.tree.map(lambda x, part: _put(x, part, block.pieces), accumulator, new), None
+    return jax.tree.map(lambda x, value: _put(x, value, block.pieces), accumulator, new), None
 
   return jax.lax.scan(add, accumulator, blocks)[0]
 
@@ -237,5 +237,5 @@ def _span(tree: Any, block: Blocks) -> Any:
   return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, block.starts, block.span, 1), tree)
 
 
-def _put(x: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-  return jax.lax.dynamic_update_index_in_dim(x, part, index, 0)
+def _put(x: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_update_index_in_dim(x, value, index, 0)

@@ -2,7 +2,7 @@
 """Dispatch of tokens to experts, with or without dropping.
 
 `dropless` sorts tokens by expert; `Capacity` gives each expert a fixed number of slots and drops
-tokens beyond them.
+the tokens that do not fit.
 """
 
 import dataclasses
@@ -42,16 +42,16 @@ def dropless(
   axes = {axis for dim in ("batch", "time") for axis in mesh.RULES[dim]}
   sizes = mesh.sizes_here(axes)
   if not sizes:
-    return _serve(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
+    return _apply_sorted(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
   split_experts = sizes["expert"] > 1 and num_experts % sizes["expert"] == 0
   tokens = mesh.partition(("batch", "time", None), x_BTD.shape, sizes)
   split_tokens = "expert" in mesh.axes_of(tokens)
-  # Inputs that are replicated along a manual axis get their cotangents divided by its size, which
-  # would falsify the amax of gradients.
-  same = {axis for axis in axes - mesh.axes_of(tokens) if sizes[axis] > 1}
-  manual = axes - (same - {"expert"} if split_experts else same)
+  # Axes along which inputs are replicated stay automatic: `shard_map` would divide cotangents by
+  # their size, and the amax of gradients would be wrong.
+  replicated = {axis for axis in axes - mesh.axes_of(tokens) if sizes[axis] > 1}
+  manual = axes - (replicated - {"expert"} if split_experts else replicated)
   if not manual:
-    return _serve(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
+    return _apply_sorted(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
 
   def local(weights, statistics, x_BTD, experts_BTK, weights_BTK):
     statistics = jax.tree.map(lambda s: _max_over_devices(s, tuple(sorted(manual))), statistics)
@@ -64,7 +64,7 @@ def dropless(
       first = jax.lax.axis_index("expert") * (num_experts // sizes["expert"])
     x_BTD, experts_BTK, weights_BTK = given
     experts = nnx.merge(graph, statistics, weights)
-    y_BTD = _serve(experts, x_BTD, experts_BTK - first, weights_BTK)
+    y_BTD = _apply_sorted(experts, x_BTD, experts_BTK - first, weights_BTK)
     if not split_experts:
       return y_BTD
     if split_tokens:
@@ -84,51 +84,51 @@ def dropless(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _max_over_devices(statistic: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """The identity on non-trainable state; its "gradients" combine over devices by maximum."""
+  """Returns non-trainable state; its "gradients" are combined over devices by maximum."""
   del axes
   return statistic
 
 
-# The division undoes the sum of the `shard_map` transpose.
+# The division cancels the sum in the transpose of `shard_map`.
 _max_over_devices.defvjp(
   lambda statistic, axes: (statistic, None),
   lambda axes, _, new: (jax.lax.pmax(new, axes) / jax.lax.axis_size(axes),),
 )
 
 
-def _serve(
+def _apply_sorted(
   experts: Experts, x_BTD: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array
 ) -> jax.Array:
-  """Returns the weighted sum over this device's experts, which are numbered from 0."""
+  """Returns the weighted sum of the outputs of this device's experts, numbered from 0."""
   num_experts, num_chosen = experts.up.num_experts, experts_BTK.shape[-1]
   here_BTK = (experts_BTK >= 0) & (experts_BTK < num_experts)
   chosen = jnp.where(here_BTK, experts_BTK, num_experts).reshape(-1)
   order = jnp.argsort(chosen, stable=True)
   inverse = jnp.argsort(order)
   sizes_E = jnp.bincount(chosen, length=num_experts).astype(jnp.int32)
-  x_MD: Any = _rows(x_BTD.reshape(-1, x_BTD.shape[-1]), order, inverse, num_chosen)
+  x_MD: Any = _permute(x_BTD.reshape(-1, x_BTD.shape[-1]), order, inverse, num_chosen)
   y_MD = experts(x_MD, lambda layer, x: layer.sorted(x, sizes_E))
-  y_MD: Any = _rows(y_MD, inverse, order, 1)
+  y_MD: Any = _permute(y_MD, inverse, order, 1)
   y_BTKD = jnp.where(here_BTK[..., None], y_MD.reshape(*experts_BTK.shape, -1), 0)
-  return _weighed(y_BTKD, weights_BTK)
+  return _weighted_sum(y_BTKD, weights_BTK)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _rows(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
-  """Returns x, each token repeated `copies` times, permuted; its gradient is a gather too."""
+def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
+  """Returns x with each token repeated `copies` times, permuted; the gradient is a gather too."""
   del inverse
   return x[order // copies]
 
 
-def _rows_forward(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> Any:
-  return _rows(x, order, inverse, copies), inverse
+def _permute_forward(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> Any:
+  return _permute(x, order, inverse, copies), inverse
 
 
-def _rows_backward(copies: int, inverse: jax.Array, dy: jax.Array) -> Any:
+def _permute_backward(copies: int, inverse: jax.Array, dy: jax.Array) -> Any:
   return dy[inverse].reshape(-1, copies, dy.shape[-1]).sum(1), None, None
 
 
-_rows.defvjp(_rows_forward, _rows_backward)
+_permute.defvjp(_permute_forward, _permute_backward)
 
 
 @configurable
@@ -137,16 +137,16 @@ class Capacity:
   """Gives every expert the same number of slots per sequence (GShard; Lepikhin et al., 2020).
 
   First choices get slots before second ones, earlier tokens before later ones. A dropped token
-  keeps only its residual connection. Each sequence is a group with slots of its own.
+  keeps only its residual connection. Each sequence is a group with its own slots.
 
   Attributes:
-    factor: The capacity factor: slots relative to those that uniform routing needs.
+    factor: The capacity factor, relative to the slots that uniform routing needs.
   """
 
   factor: ranges.Capacity = 2.0
 
   def places(self, num_tokens: int, num_experts: int, num_chosen: int) -> int:
-    """Returns C, a multiple of 4 as in Pax."""
+    """Returns C, the slots per expert, rounded up to a multiple of 4 as in Pax."""
     return 4 * math.ceil(num_tokens * num_chosen * self.factor / num_experts / 4)
 
   def __call__(
@@ -157,10 +157,10 @@ class Capacity:
     C = self.places(T, E, K)
     chosen_BKT = routing.experts_BTK.swapaxes(1, 2)
     is_chosen = jax.nn.one_hot(chosen_BKT.reshape(B, K * T), E, dtype=jnp.int32)
-    turn_BKT = (is_chosen * jnp.cumsum(is_chosen, axis=1)).sum(-1) - 1
-    turn_BTK = turn_BKT.reshape(B, K, T).swapaxes(1, 2)
-    kept_BTK = turn_BTK < C
-    slots_BM = jnp.where(kept_BTK, routing.experts_BTK * C + turn_BTK, E * C).reshape(B, T * K)
+    rank_BKT = (is_chosen * jnp.cumsum(is_chosen, axis=1)).sum(-1) - 1
+    rank_BTK = rank_BKT.reshape(B, K, T).swapaxes(1, 2)
+    kept_BTK = rank_BTK < C
+    slots_BM = jnp.where(kept_BTK, routing.experts_BTK * C + rank_BTK, E * C).reshape(B, T * K)
     x_BSD: Any = _put(E * C, slots_BM, jnp.repeat(x_BTD, K, axis=1))
     # From sharded sequences to sharded experts: an all-to-all over the expert axis.
     x_EBCD = x_BSD.reshape(B, E, C, D).swapaxes(0, 1)
@@ -170,42 +170,42 @@ class Capacity:
     y_BSD = mesh.constrain(y_EBCD.swapaxes(0, 1).reshape(B, E * C, -1), "batch", None, None)
     y_BMD: Any = _take(E * C, slots_BM, y_BSD)
     dropped = jnp.stack([(~kept_BTK).sum(), jnp.array(B * T * K)]).astype(jnp.float32)
-    y_BTD = _weighed(y_BMD.reshape(B, T, K, -1), routing.weights_BTK)
+    y_BTD = _weighted_sum(y_BMD.reshape(B, T, K, -1), routing.weights_BTK)
     return y_BTD, {"dropped_fraction": dropped}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _put(num_slots: int, slots_BM: jax.Array, x_BMD: jax.Array) -> jax.Array:
-  """Returns [B, S, D] with each sequence's tokens in their slots; tokens of slot S are dropped."""
+  """Returns [B, S, D] with each sequence's tokens in their slots; drops tokens of slot S."""
 
   def put(slots_M: jax.Array, x_MD: jax.Array) -> jax.Array:
-    places_SD = jnp.zeros((num_slots, x_MD.shape[-1]), x_MD.dtype)
-    return places_SD.at[slots_M].set(x_MD, mode="drop")
+    slots_SD = jnp.zeros((num_slots, x_MD.shape[-1]), x_MD.dtype)
+    return slots_SD.at[slots_M].set(x_MD, mode="drop")
 
-  return _of_each_row(put, slots_BM, x_BMD)
+  return _map_sequences(put, slots_BM, x_BMD)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _take(num_slots: int, slots_BM: jax.Array, y_BSD: jax.Array) -> jax.Array:
-  """Returns [B, M, D], the contents of the slots, zeros for slot S; the transpose of `_put`."""
+  """Returns [B, M, D], the contents of each token's slot, zeros for slot S; transpose of `_put`."""
   del num_slots
 
   def take(slots_M: jax.Array, y_SD: jax.Array) -> jax.Array:
     return y_SD.at[slots_M].get(mode="fill", fill_value=0)
 
-  return _of_each_row(take, slots_BM, y_BSD)
+  return _map_sequences(take, slots_BM, y_BSD)
 
 
-def _of_each_row(
+def _map_sequences(
   function: Callable[[jax.Array, jax.Array], jax.Array], slots_BM: jax.Array, x: jax.Array
 ) -> jax.Array:
-  """Maps `function` over sequences inside `shard_map`: XLA aborts on scatters it must partition."""
-  of_rows = jax.vmap(function)
+  """Maps `function` over sequences, in `shard_map` because XLA aborts on partitioned scatters."""
+  mapped = jax.vmap(function)
   sizes = mesh.sizes_here(mesh.AXES)
   if sizes:
-    rows = mesh.partition(("batch", None, None), x.shape, sizes)
-    of_rows = mesh.on_each_device(of_rows, (PartitionSpec(*rows[:2]), rows), rows)
-  return of_rows(slots_BM, x)
+    spec = mesh.partition(("batch", None, None), x.shape, sizes)
+    mapped = mesh.on_each_device(mapped, (PartitionSpec(*spec[:2]), spec), spec)
+  return mapped(slots_BM, x)
 
 
 _put.defvjp(
@@ -218,7 +218,7 @@ _take.defvjp(
 )
 
 
-def _weighed(y_BTKD: jax.Array, weights_BTK: jax.Array) -> jax.Array:
+def _weighted_sum(y_BTKD: jax.Array, weights_BTK: jax.Array) -> jax.Array:
   y_BTD = jnp.einsum(
     "BTKD,BTK->BTD", y_BTKD, weights_BTK.astype(y_BTKD.dtype), preferred_element_type=jnp.float32
   )

@@ -59,7 +59,7 @@ class ExpertLinear(module.Module):
     self.b = self.weight(bias, init=module.zeros, compute_dtype=dtype) if use_bias else None
 
   def sorted(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """Returns [M, F] for tokens sorted by expert, `sizes_E` tokens for each expert."""
+    """Returns [M, F] for tokens sorted by expert; `sizes_E` counts the tokens of each expert."""
     y_MF = self._product(Sorted(Groups(sizes_E, *self._dims, self._total)), x_MD)
     if self.b is not None:
       bias_EF = self.b[...].astype(jnp.float32)  # Its gradient is then summed in float32.
@@ -68,7 +68,7 @@ class ExpertLinear(module.Module):
     return y_MF
 
   def placed(self, x_ECD: jax.Array) -> jax.Array:
-    """Returns [E, C, F] for C capacity slots per expert."""
+    """Returns [E, C, F] for tokens in C capacity slots per expert."""
     y_ECF = self._product(Placed(), x_ECD)
     return y_ECF if self.b is None else float32_sums.add(y_ECF, self.b[...][:, None])
 
@@ -86,7 +86,7 @@ class ExpertLinear(module.Module):
 
   @property
   def num_experts(self) -> int:
-    """The number of experts; inside `shard_map`, of this device's."""
+    """The number of experts; inside `shard_map`, of this device's experts."""
     return len(jax.tree.leaves(self.w.get_value())[0])  # Works for quantized weights too.
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped (ragged) matmul: tokens sorted by group, times one matrix per group.
+"""Grouped (ragged) matmul: rows sorted by group, times one matrix per group.
 
-`jax.lax.ragged_dot` is one kernel on TPUs. On GPUs and CPUs, XLA multiplies every row with every
-matrix instead; so NVIDIA GPUs get Triton kernels, and on CPUs a loop runs over blocks of rows, each
-a plain matmul.
+`jax.lax.ragged_dot` is one kernel on TPUs. On GPUs and CPUs, XLA multiplies every row by every
+matrix instead; so NVIDIA GPUs run Triton kernels, and CPUs loop over blocks of rows, each a plain
+matmul.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _LARGEST_BLOCK = 256
 )
 @dataclasses.dataclass(frozen=True)
 class Groups:
-  """The groups of the rows.
+  """How the rows of a matrix are grouped.
 
   Attributes:
     sizes_E: int32, the number of rows of each group; groups are consecutive.
@@ -104,26 +104,25 @@ def to_weights(x_MD: jax.Array, dy_MF: jax.Array, groups: Groups, dtype: Any) ->
 
 
 def mask_unused(x_MD: jax.Array, groups: Groups) -> jax.Array:
-  """Returns x with zeros in rows that are in no group, which must not contribute to gradients."""
+  """Returns x with zeros in rows of no group, which must not contribute to gradients."""
   used_M = jnp.arange(len(x_MD)) < groups.sizes_E.sum()
   return jnp.where(used_M[:, None], x_MD, jnp.zeros((), x_MD.dtype))
 
 
 def _has_kernels() -> bool:
-  """Whether the target devices, all of one kind, run Triton kernels."""
+  """Returns whether the target devices, all of one kind, run Triton kernels."""
   return topology.has_triton(topology.devices()[0])
 
 
 def _per_device(
   form: str, kernel: Callable[..., jax.Array], a: jax.Array, b: jax.Array, groups: Groups
 ) -> jax.Array:
-  """Calls a kernel, which XLA cannot partition, on each device's shard of D and F; all-reduces."""
+  """Calls a kernel, which XLA cannot partition, on shards of D and F; all-reduces partial sums."""
   here = len(groups.sizes_E)
 
   def named(a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    with jax.named_scope(
-      f"groups_{here}_of_{groups.total or here}"
-    ):  # For `paxlike.compilation.hlo_kernels`.
+    # `paxlike.compilation.hlo_kernels` parses this name.
+    with jax.named_scope(f"groups_{here}_of_{groups.total or here}"):
       return kernel(a, b, sizes_E)
 
   sizes = mesh.sizes_here(mesh.AXES)
@@ -170,7 +169,7 @@ def _ragged_transposed(
 
 
 def _block_size(num_rows: int, num_groups: int) -> int:
-  """A quarter of a mean group: large enough to be efficient, small enough to pad little."""
+  """Returns a quarter of the mean group size: efficient, with little padding."""
   return min(_LARGEST_BLOCK, max(8, num_rows // num_groups // 4))
 
 
@@ -189,7 +188,7 @@ def _multiply_blocks(
     first = starts_E[e] + (i - last_blocks_E[e] + blocks_E[e]) * size
     x = jax.lax.dynamic_slice_in_dim(x_MD, first, size)
     y = jnp.dot(x, w_EDF[e], preferred_element_type=dtype)
-    # The last block of a group reaches into the next group, which then writes its own rows.
+    # The last block of a group overlaps the next group, which overwrites these rows later.
     return jax.lax.dynamic_update_slice_in_dim(y_MF, y, first, 0)
 
   return jax.lax.fori_loop(0, last_blocks_E[-1], block, jnp.zeros((M + size, F), dtype))[:M]

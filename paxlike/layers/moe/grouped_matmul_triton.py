@@ -16,12 +16,13 @@ from jax.experimental.pallas import triton
 
 # Tile sizes; the contracted dim is read 128 bytes at a time. Guesses for Hopper, not measured.
 _ROWS, _COLUMNS = 128, 256
-# This many row tiles pass over all column tiles before the next ones, to reuse them from L2 cache.
-_TOGETHER = 8
+# Row tiles per batch. A batch covers all column tiles before the next batch begins, to reuse them
+# from L2 cache.
+_ROW_TILES = 8
 
 
 class _Tiles(NamedTuple):
-  """Row tiles: group, first row and end row of each. Group E is of rows in no group."""
+  """Row tiles: group, first row and end row of each; group E holds the rows of no group."""
 
   groups: jax.Array
   firsts: jax.Array
@@ -37,14 +38,14 @@ def multiply(
   transposed: bool = False,
   interpret: bool = False,
 ) -> jax.Array:
-  """Returns [M, F] in `dtype`: each row times the matrix of its group, zeros for rows in no group.
+  """Returns [M, F] in `dtype`: each row times the matrix of its group, zeros for rows of no group.
 
   Args:
     x_MD: Rows sorted by group.
     w: [E, D, F]; [E, F, D] if `transposed`.
     sizes_E: int32, the number of rows of each group.
     dtype: Of the result.
-    transposed: The layout of `w`.
+    transposed: Whether `w` is transposed.
     interpret: Whether to run in the interpreter, without a GPU.
   """
   M, F = len(x_MD), w.shape[1 if transposed else 2]
@@ -66,8 +67,9 @@ def multiply_transposed(
   """Returns [E, D, F] in `dtype`: x.T @ dy for the rows of each group."""
   (_, D), F, E = x_MD.shape, dy_MF.shape[1], len(sizes_E)
   if x_MD.dtype == dy_MF.dtype == jnp.int8:
-    # Tensor cores need int8 operands contiguous along the contracted dim, here the rows. Triton
-    # would load synchronously and transpose byte by byte. In bfloat16, sums above 2**24 round.
+    # Tensor cores need int8 operands contiguous along the contracted dim, here the rows; Triton
+    # would load synchronously and transpose byte by byte. bfloat16 operands are summed in float32,
+    # which rounds sums above 2**24.
     x_MD, dy_MF = x_MD.astype(jnp.bfloat16), dy_MF.astype(jnp.bfloat16)
   grid = (pl.cdiv(F, _COLUMNS), pl.cdiv(D, _ROWS), E)
   ends_E = jnp.cumsum(sizes_E)
@@ -76,9 +78,9 @@ def multiply_transposed(
 
 
 def _addressed(x: jax.Array) -> jax.Array:
-  """Returns x, in bfloat16 if Pallas would index its entries with overflowing int32.
+  """Returns x, cast to bfloat16 if offsets would overflow: they are int32 up to 2**32 bytes.
 
-  int8 matmuls then accumulate in float32, where sums above 2**24 round.
+  int8 matmuls then accumulate in float32, which rounds sums above 2**24.
   """
   return x.astype(jnp.bfloat16) if x.itemsize == 1 and 2**31 < x.size <= 2**32 else x
 
@@ -97,7 +99,7 @@ def _call(
 
 
 def _tiles(sizes_E: jax.Array, num_rows: int) -> _Tiles:
-  """Returns the most tiles that any sizes can need; the last ones may begin beyond all rows."""
+  """Returns as many tiles as any group sizes may need; surplus tiles begin after the last row."""
   sizes = jnp.append(sizes_E, num_rows - sizes_E.sum()).astype(jnp.int32)
   ends, counts = jnp.cumsum(sizes), -(-sizes // _ROWS)
   tiles = jnp.arange(num_rows // _ROWS + len(sizes), dtype=jnp.int32)
@@ -120,12 +122,12 @@ def _multiply(
   transposed: bool,
 ):
   # The row tile and column tile of this program.
-  batch, place = jnp.divmod(pl.program_id(0), _TOGETHER * num_column_tiles)
-  together = jnp.minimum(_TOGETHER, num_row_tiles - batch * _TOGETHER)
-  row_tile = batch * _TOGETHER + place % together
+  batch, place = jnp.divmod(pl.program_id(0), _ROW_TILES * num_column_tiles)
+  batch_size = jnp.minimum(_ROW_TILES, num_row_tiles - batch * _ROW_TILES)
+  row_tile = batch * _ROW_TILES + place % batch_size
   group, end = groups[row_tile], ends[row_tile]
   rows = firsts[row_tile] + jnp.arange(_ROWS)
-  columns = place // together * _COLUMNS + jnp.arange(_COLUMNS)
+  columns = place // batch_size * _COLUMNS + jnp.arange(_COLUMNS)
   (_, D), (_, F) = x_MD.shape, y_MF.shape
   size = _depth(x_MD)
 
@@ -158,43 +160,44 @@ def _multiply_transposed(firsts: Any, ends: Any, x_MD: Any, dy_MF: Any, dw_EDF: 
   _store(dw_EDF, (group,), (ins, D), (outs, F), total)
 
 
-# Indices along a dim, and the end of those to read or write.
+# Indices along a dim, and the end of the valid ones.
 _Along = tuple[jax.Array, Any]
 
 
 def _load(array: Any, leading: tuple[Any, ...], rows: _Along, columns: _Along) -> jax.Array:
-  where, mask = _where(leading, rows, columns)
+  where, mask = _indexes_and_mask(leading, rows, columns)
   return triton.load(array.at[where], mask=mask, other=jnp.zeros((), array.dtype))
 
 
 def _store(array: Any, leading: tuple[Any, ...], rows: _Along, columns: _Along, values: jax.Array):
-  where, mask = _where(leading, rows, columns)
+  where, mask = _indexes_and_mask(leading, rows, columns)
   triton.store(array.at[where], values.astype(array.dtype), mask=mask)
 
 
-def _where(leading: tuple[Any, ...], rows: _Along, columns: _Along) -> Any:
+def _indexes_and_mask(leading: tuple[Any, ...], rows: _Along, columns: _Along) -> Any:
   (row, end), (column, width) = rows, columns
   mask = (row < end)[:, None] & (column < width)[None, :]
   return (*leading, row[:, None], column[None, :]), mask
 
 
 def _depth(x: Any) -> int:
+  """Returns the entries of the contracted dim per step."""
   return 128 // x.dtype.itemsize
 
 
 def _zeros(a: Any, b: Any) -> jax.Array:
-  return jnp.zeros((_ROWS, _COLUMNS), _sums(a, b))
+  return jnp.zeros((_ROWS, _COLUMNS), _sum_dtype(a, b))
 
 
-def _sums(a: Any, b: Any) -> Any:
+def _sum_dtype(a: Any, b: Any) -> Any:
   return jnp.int32 if a.dtype == b.dtype == jnp.int8 else jnp.float32
 
 
 def _dot(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
-  sums = _sums(a, b)
+  sums = _sum_dtype(a, b)
   if a.dtype != b.dtype or (a.dtype.itemsize == 1 and sums == jnp.float32):
-    # Through Pallas, Triton has no FP8 matmul, only a slower one in float16. bfloat16 represents
-    # every FP8 number exactly.
+    # Through Pallas, Triton multiplies FP8 in float16, which is slower. bfloat16 represents every
+    # FP8 number exactly.
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
   return jax.lax.dot_general(
     a,

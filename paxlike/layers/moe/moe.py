@@ -23,7 +23,7 @@ from paxlike.layers.moe.routing import Choice, Routing, check_groups, softmax_ch
 
 @jax.custom_vjp
 def _with_gradient(y: jax.Array, weight: jax.Array, gradient: jax.Array) -> jax.Array:
-  """Returns y, and makes `gradient` the gradient of `weight`, regardless of the loss."""
+  """Returns y; the gradient of `weight` becomes `gradient`, regardless of the loss."""
   del weight, gradient
   return y
 
@@ -66,7 +66,7 @@ class Moe(module.Module):
       num_experts: E.
       num_chosen: K, the top-k.
       router: D -> E, in float32.
-      experts: Called with (E, D).
+      experts: Builds the experts; called with (E, D).
       choice: Chooses a token's experts from the router's logits.
       bias_rate: Step size of the router bias, raised for experts below the mean load and lowered
         for those above it (auxiliary-loss-free balancing; Wang et al., 2024); None: no bias.
@@ -74,7 +74,7 @@ class Moe(module.Module):
       dispatch: Moves tokens to their experts and back.
       balance_loss: Weight of the load-balancing loss (Fedus et al., 2021), which is 1 for uniform
         routing.
-      balanced_choices: How many of a token's top choices that loss counts; None: all.
+      balanced_choices: The number of a token's top choices that this loss counts; None: all.
       z_loss: Weight of the router z-loss, the squared logsumexp of the logits (Zoph et al., 2022).
     """
     check_groups(num_experts, num_chosen, **_groups(choice))

@@ -63,8 +63,8 @@ def sigmoid_choice(
     logits_BTE: The router's logits.
     bias_E: Added to the scores for the choice only, not for the weights; gets no gradient.
     num_chosen: K.
-    num_groups: Equal groups of experts, ranked by the sum of their two best scores.
-    num_chosen_groups: The number of best groups that experts are chosen from.
+    num_groups: The number of equal groups of experts, ranked by the sum of their two best scores.
+    num_chosen_groups: The number of best groups from which experts are chosen.
     scale: The sum of a token's weights.
   """
   scores_BTE = jax.nn.sigmoid(logits_BTE)
@@ -95,8 +95,8 @@ def check_groups(
     return
   if num_experts % num_groups or num_experts < 2 * num_groups:
     raise UserError(
-      f"NUM_EXPERTS={num_experts} does not divide into NUM_EXPERT_GROUPS={num_groups} of at least"
-      " two experts, by whose scores groups are ranked."
+      f"NUM_EXPERTS={num_experts} does not divide into NUM_EXPERT_GROUPS={num_groups} groups of at"
+      " least two experts: a group is ranked by its two best scores."
     )
   if num_chosen_groups > num_groups:
     raise UserError(
@@ -107,34 +107,34 @@ def check_groups(
   if num_chosen > allowed:
     raise UserError(
       f"NUM_EXPERTS_PER_TOKEN={num_chosen}, but NUM_EXPERT_GROUPS_PER_TOKEN={num_chosen_groups}"
-      f" groups have {allowed} experts."
+      f" groups have only {allowed} experts."
     )
 
 
 def _scores(experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:
   """Returns the scores of the chosen experts, float32 [B, T, K].
 
-  It compares indexes instead of gathering: XLA aborts on a scatter, the gradient of a gather, in a
-  pipeline stage whose tokens and heads are sharded.
+  It compares indexes instead of gathering: in a pipeline stage whose tokens and heads are sharded,
+  XLA aborts on a scatter, the gradient of a gather.
   """
-  return _compared(scores_BTE.shape[-1], experts_BTK, scores_BTE)
+  return _select(scores_BTE.shape[-1], experts_BTK, scores_BTE)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _compared(num_experts: int, experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:
-  return jnp.where(_is_one(experts_BTK, num_experts), scores_BTE[..., None, :], 0).sum(-1)
+def _select(num_experts: int, experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:
+  return jnp.where(_is_expert(experts_BTK, num_experts), scores_BTE[..., None, :], 0).sum(-1)
 
 
-def _compared_forward(num_experts: int, experts_BTK: jax.Array, scores_BTE: jax.Array) -> Any:
-  return _compared(num_experts, experts_BTK, scores_BTE), experts_BTK
+def _select_forward(num_experts: int, experts_BTK: jax.Array, scores_BTE: jax.Array) -> Any:
+  return _select(num_experts, experts_BTK, scores_BTE), experts_BTK
 
 
-def _compared_backward(num_experts: int, experts_BTK: jax.Array, dy_BTK: jax.Array) -> Any:
-  return None, jnp.where(_is_one(experts_BTK, num_experts), dy_BTK[..., None], 0).sum(-2)
+def _select_backward(num_experts: int, experts_BTK: jax.Array, dy_BTK: jax.Array) -> Any:
+  return None, jnp.where(_is_expert(experts_BTK, num_experts), dy_BTK[..., None], 0).sum(-2)
 
 
-def _is_one(experts_BTK: jax.Array, num_experts: int) -> jax.Array:
+def _is_expert(experts_BTK: jax.Array, num_experts: int) -> jax.Array:
   return experts_BTK[..., None] == jnp.arange(num_experts)
 
 
-_compared.defvjp(_compared_forward, _compared_backward)
+_select.defvjp(_select_forward, _select_backward)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executor of all pipeline schedules.
 
-Each index of the mesh axis `pipeline` is a stage. A scan over ticks looks up in the schedule's
-table what its stage runs: a forward chunk, a backward chunk, or both. The vjp of a chunk is taken
-inside its backward tick, and gradients accumulate in the scan's carry. The scan itself is not
-differentiated, so stored activations are bounded by the schedule's slots, not by the number of
-microbatches. All other mesh axes are left to the compiler (partially manual `shard_map`). An idle
-stage computes values that are discarded.
+Each index of the mesh axis `pipeline` is a stage. A scan over ticks looks up in the schedule what
+the stage runs: a forward chunk, a backward chunk, or both. The vjp of a chunk is taken inside its
+backward tick, and gradients accumulate in the scan's carry. The scan itself is not differentiated,
+so the schedule's slots, not the number of microbatches, bound the stored activations. All other
+mesh axes are left to the compiler (partially manual `shard_map`). An idle stage computes values
+that are discarded.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class StageArrays(NamedTuple):
 
 
 class Model(Protocol):
-  """The model that the executor runs. Weights are those of a chunk; constants get no gradient."""
+  """The model that the executor runs. Constants get no gradient."""
 
   def chunk(
     self,
@@ -45,7 +45,10 @@ class Model(Protocol):
     microbatch: Any,
     place: jax.Array,
   ) -> tuple[jax.Array, Any]:
-    """Returns (x after the layers of virtual stage `place`, their Aux); place 0 ignores x."""
+    """Returns (x after the layers of virtual stage `place`, their Aux); place 0 ignores x.
+
+    The stacked weights and constants are those of the chunk.
+    """
     ...
 
   def loss(
@@ -80,7 +83,7 @@ class _State(NamedTuple):
   """The scan's carry on a stage."""
 
   up: jax.Array  # Activations received from the previous stage, [b, T, D].
-  down: jax.Array  # Their cotangent, received from the next stage.
+  down: jax.Array  # Cotangents received from the next stage, [b, T, D].
   slots: Any  # Residuals: a pytree of [slots, ...].
   loss: jax.Array
   reports: Any
@@ -115,7 +118,7 @@ def gradients(
     stage = _Stage(pipeline, model, weights, constants, microbatches)
     state = stage.start(hidden)
     for phase in pipeline.plan.phases(keeps_first=not pipeline.recompute):
-      state, _ = jax.lax.scan(lambda state, row: (stage.tick(state, row), None), state, phase)
+      state, _ = jax.lax.scan(lambda state, halves: (stage.tick(state, halves), None), state, phase)
     loss, reports = jax.lax.psum((state.loss, state.reports), stage_shift.AXIS)
     common = jax.tree.map(lambda g: g[None], state.gradients.common)
     return loss, reports, common, state.gradients.stacked
@@ -164,20 +167,20 @@ class _Stage:
       gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._weights),
     )
 
-  def tick(self, state: _State, row: Phase) -> _State:
-    """Returns the state after a tick."""
+  def tick(self, state: _State, halves: Phase) -> _State:
+    """Returns the state after a tick; `halves` are those of one tick."""
     S = self._pipeline.stages
     up, down = state.up, state.down
-    if row.forward is not None:
-      state, y = self._forward_tick(state, row.forward)
+    if halves.forward is not None:
+      state, y = self._forward_tick(state, halves.forward)
       up = stage_shift.upwards(y, S)
-    if row.backward is not None:
-      if row.forward is not None:
+    if halves.backward is not None:
+      if halves.forward is not None:
         slots, down = stage_shift.after(
-          (state.slots, down), up, row.forward.microbatch[self._index]
+          (state.slots, down), up, halves.forward.microbatch[self._index]
         )
         state = state._replace(slots=slots, down=down)
-      state, dx = self._backward_tick(state, row.backward)
+      state, dx = self._backward_tick(state, halves.backward)
       down = stage_shift.downwards(dx, S)
     return state._replace(up=up, down=down)
 
@@ -209,7 +212,7 @@ class _Stage:
     return state._replace(gradients=StageArrays(total.common, stacked)), dx
 
   def _loss(self, state: _State, y: jax.Array, half: Half) -> tuple[_State, jax.Array]:
-    """Returns the cotangent of the last stage's output y, zeros if that is not the model's output.
+    """Returns (state, the cotangent of the last stage's output y: 0 if y is not the model's).
 
     The output projection and the loss are split over all stages, each with a shard of the tokens.
     """
@@ -222,11 +225,11 @@ class _Stage:
       own = _by_stage(stage_shift.where(self._index == last, y), S)
       x = jax.lax.psum_scatter(own, stage_shift.AXIS, scatter_dimension=2)
 
-      def of_share(common: Any, x: jax.Array) -> jax.Array:
+      def shard_loss(common: Any, x: jax.Array) -> jax.Array:
         constants = self._constants.common
         return self._model.loss(common, constants, x, microbatch, self._token_shard)
 
-      value, (new, dx) = jax.value_and_grad(of_share, (0, 1))(self._weights.common, x)
+      value, (new, dx) = jax.value_and_grad(shard_loss, (0, 1))(self._weights.common, x)
       total = self._model.combine(StageArrays(common, {}), StageArrays(new, {})).common
       dy = jax.lax.all_gather(dx, stage_shift.AXIS, axis=2)
       return loss + value, total, dy.reshape(y.shape[0], -1, y.shape[2])[:, : y.shape[1]]
@@ -240,7 +243,7 @@ class _Stage:
     return state._replace(loss=loss, gradients=state.gradients._replace(common=common)), dy
 
   def _token_shard(self, x: jax.Array) -> jax.Array:
-    """Returns tokens s, s + S, ... of [b, T, ...] for stage s; T is padded with zeros."""
+    """Returns this stage's tokens s, s + S, ... of [b, T, ...]; T is padded with zeros."""
     return _by_stage(x, self._pipeline.stages)[:, :, self._index]
 
   def _run(
@@ -268,7 +271,7 @@ class _Stage:
   def _restored_vjp(
     self, kept: Any, x: jax.Array, microbatch: Any, chunk: jax.Array
   ) -> tuple[jax.Array, Any, Callable[[Any], Any]]:
-    """Returns (y, an Aux of the right structure, the vjp) from residuals; x only gives a shape."""
+    """Returns (y, an Aux, the vjp) from residuals; only the shapes of the Aux and of x matter."""
     if self._pipeline.recompute:
       (y, reports), vjp = self._vjp(kept, microbatch, chunk)
       return y, reports, vjp
@@ -282,7 +285,7 @@ class _Stage:
     return y, reports, jax.tree.unflatten(tree, leaves)
 
   def _depends(self, x: jax.Array, microbatch: Any, chunk: jax.Array | int) -> list[bool]:
-    """Whether each leaf of the vjp depends on x, rather than on weights alone."""
+    """Returns for each leaf of the vjp whether it depends on x, rather than on weights alone."""
     program = jax.make_jaxpr(lambda x: jax.tree.leaves(self._vjp(x, microbatch, chunk)[1]))(x)
     return depends_on_inputs(program.jaxpr)
 
@@ -290,7 +293,7 @@ class _Stage:
     return StageArrays(self._weights.common, self._of_chunk(self._weights.stacked, chunk))
 
   def _of_chunk(self, stacked: Any, chunk: jax.Array | int) -> Any:
-    """Returns the slice of a chunk from a pytree of [layers, ...]."""
+    """Returns a chunk's slice of a pytree of [layers, ...]."""
     if self._pipeline.chunks == 1:
       return stacked
     return jax.tree.map(

@@ -13,8 +13,8 @@ pipeline.
   finished its first forward; stored activations do not grow with the number of microbatches.
 - interleaved_1f1b (Narayanan et al., 2021, arXiv:2104.04473): 1f1b with v chunks per stage.
 
-The 1F1B schedules are the eager variants: stage s runs 2 (S - 1 - s) forwards ahead instead of
-S - 1 - s, and stores as many, so that each transfer can overlap with a tick of compute.
+The 1F1B schedules are the eager variants: stage s runs 2 (S - 1 - s) forwards ahead, not S - 1 - s,
+and stores as many, so that each transfer can overlap with a tick of compute.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ Item = tuple[int, int]  # (microbatch, chunk)
 
 
 class Half(NamedTuple):
-  """The work of all stages in one direction; int32 [ticks, S].
+  """The forward or the backward work of all stages; int32 [ticks, S].
 
   Attributes:
     microbatch: Its index; -1 where the stage is idle.
@@ -46,7 +46,7 @@ class Half(NamedTuple):
 
 
 class Phase(NamedTuple):
-  """Consecutive ticks that use the same halves; None: no stage uses the half."""
+  """Consecutive ticks in which the same halves are used; None: no stage uses that half."""
 
   forward: Half | None
   backward: Half | None
@@ -70,7 +70,7 @@ class Schedule:
 
   @property
   def _forwards(self) -> list[Item]:
-    """A stage's order of forwards: in rounds of S microbatches, chunk by chunk."""
+    """The order of a stage's forwards: in rounds of S microbatches, chunk by chunk."""
     if self.chunks == 1:
       return [(m, 0) for m in range(self.microbatches)]
     rounds = range(0, self.microbatches, self.stages)
@@ -80,7 +80,7 @@ class Schedule:
 
   @property
   def _backwards(self) -> tuple[int, list[Item]]:
-    """The tick of the last stage's first backward, and each stage's order of backwards."""
+    """The tick of the last stage's first backward, and the order of a stage's backwards."""
     forwards = self._forwards
     if self.name in ("gpipe", "circular"):
       return len(forwards) + self.stages - 1, forwards[::-1]
@@ -104,17 +104,17 @@ class Schedule:
 
   def _slots(self, stage: int, *, keeps_first: bool) -> tuple[list[int], list[int]]:
     """Returns the slots that a stage writes and reads in each tick; freed slots are reused."""
-    written, read, free, taken = [], [], [], {}
+    written, read, free, slot_of = [], [], [], {}
     for forward, backward in zip(*self._ticks, strict=True):
       slots = [-1, -1]
       for half, item in enumerate((forward[stage], backward[stage])):
         if item is None or (stage == 0 and item[1] == 0 and not keeps_first):
           continue
         if half == 0:
-          taken[item] = free.pop() if free else len(taken)
-          slots[0] = taken[item]
+          slot_of[item] = free.pop() if free else len(slot_of)
+          slots[0] = slot_of[item]
         else:
-          slots[1] = taken.pop(item)
+          slots[1] = slot_of.pop(item)
           free.append(slots[1])
       written.append(slots[0])
       read.append(slots[1])
@@ -150,13 +150,13 @@ class Schedule:
 
   @property
   def time(self) -> float:
-    """The time of a step, in units of one stage's forward; a backward takes twice as long."""
+    """The step time, in units of a stage's forward of a microbatch; a backward takes two units."""
     forward, backward = (sum(map(any, items)) for items in self._ticks)
     return (_FORWARD * forward + _BACKWARD * backward) / self.chunks
 
   @property
   def bubble(self) -> float:
-    """The bubble fraction: the fraction of the step time in which a stage is idle."""
+    """The bubble fraction: the fraction of a step in which a stage is idle."""
     return 1 - self.microbatches * (_FORWARD + _BACKWARD) / self.time
 
   def stored(self, stage: int) -> int:

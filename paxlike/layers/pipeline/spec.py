@@ -20,7 +20,7 @@ from paxlike.layers.stack_layout import Layout
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipeline:
-  """How the layers of a stack are split over pipeline stages.
+  """How the layers of a stack are split over pipeline stages, and their schedule.
 
   Attributes:
     schedule: One of `schedules.SCHEDULES`.
@@ -105,7 +105,7 @@ def forward(
   S, v = pipeline.stages, pipeline.chunks
   name = "gpipe" if v == 1 else "circular"
   plan = dataclasses.replace(pipeline.plan, name=name, microbatches=len(x))
-  row = next(iter(plan.phases(keeps_first=True))).forward
+  ticks = next(iter(plan.phases(keeps_first=True))).forward
 
   def on_stage(stacked: Any, x: jax.Array, microbatches: Any) -> tuple[jax.Array, Any]:
     index = jax.lax.axis_index(stage_shift.AXIS)
@@ -129,7 +129,7 @@ def forward(
 
     _, reports = jax.eval_shape(first)
     start = (jnp.zeros_like(x[0]), jnp.zeros_like(x), stage_shift.zeros(reports))
-    (_, out, total), _ = jax.lax.scan(tick, start, row)
+    (_, out, total), _ = jax.lax.scan(tick, start, ticks)
     return out[None], jax.tree.map(lambda leaf: leaf[None], total)
 
   sharded, replicated = PartitionSpec(stage_shift.AXIS), PartitionSpec()
@@ -142,7 +142,7 @@ def forward(
 def split_microbatches(tree: Any, count: int) -> Any:
   """Returns a pytree of [B, ...] as `count` microbatches, [count, B / count, ...].
 
-  Microbatch i takes sequences i, i + count, ..., so that each device's shard of it comes from that
-  device's own sequences.
+  Microbatch i has the sequences i, i + count, ..., so that each device already holds its shard of
+  every microbatch.
   """
   return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), tree)

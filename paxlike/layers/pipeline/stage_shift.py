@@ -16,12 +16,12 @@ def on_stages(function: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
 
 
 def zeros(like: Any) -> Any:
-  """Returns a pytree of zeros."""
+  """Returns a pytree of zeros with the shapes and dtypes of `like`."""
   return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
 
 
 def where(condition: jax.Array, tree: Any) -> Any:
-  """Returns the pytree if the condition holds, else zeros."""
+  """Returns the pytree if `condition` is true, else zeros."""
   return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
 
 
@@ -45,8 +45,8 @@ def by_chunk(stacked: jax.Array, chunks: int) -> jax.Array:
 def after(tree: Any, sent: jax.Array, microbatch: jax.Array) -> Any:
   """On CPUs, returns the pytree with a data dependence on `sent`; elsewhere unchanged.
 
-  XLA for CPUs runs independent loops concurrently and can match a collective of one with that of
-  another: JAX gives all collectives within `shard_map` the same channel.
+  XLA for CPUs runs independent loops concurrently and can match a collective of one loop with that
+  of another, because JAX gives all collectives within `shard_map` the same channel.
   """
 
   def wait(tree: Any) -> Any:
@@ -58,10 +58,10 @@ def after(tree: Any, sent: jax.Array, microbatch: jax.Array) -> Any:
 
 
 def upwards(x: jax.Array, num_stages: int) -> jax.Array:
-  """Sends x to the next stage, the last to the first; returns that of the previous stage."""
+  """Sends x to the next stage (the last to the first); returns the x of the previous stage."""
   return jax.lax.ppermute(x, AXIS, [(s, (s + 1) % num_stages) for s in range(num_stages)])
 
 
 def downwards(x: jax.Array, num_stages: int) -> jax.Array:
-  """Sends x to the previous stage; returns that of the next stage."""
+  """Sends x to the previous stage (the first to the last); returns the x of the next stage."""
   return jax.lax.ppermute(x, AXIS, [(s, (s - 1) % num_stages) for s in range(num_stages)])

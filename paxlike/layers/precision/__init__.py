@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls in 8 bits, weight-only quantization, rounding, and sums in float32."""
+"""8-bit matmuls, weight-only quantization, rounding, and sums in float32."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bias addition and table lookup whose weight gradients are summed in float32.
 
-JAX would sum them in the compute dtype; in bfloat16, addends below 1/512 of a sum are lost.
+JAX sums them in the compute dtype; in bfloat16, addends below 1/512 of a sum are lost.
 """
 
 import functools
@@ -55,7 +55,7 @@ lookup.defvjp(lambda table, ids, dims: (lookup(table, ids, dims), (table, ids)),
 def _on_devices(
   function: Any, table: jax.Array, ids: jax.Array, dims: mesh.Dims, *others: Any, gives_table: bool
 ) -> jax.Array:
-  """Calls a function on each device's shards: XLA cannot partition gathers in a pipeline stage."""
+  """Calls `function` on each device's shards; XLA cannot partition gathers in a pipeline stage."""
   sizes = mesh.sizes_here(mesh.AXES)
   if not sizes:
     return function(table, ids, *others, (), (), ())
@@ -73,7 +73,7 @@ def _on_devices(
 
 
 def _local_ids(ids: jax.Array, num_ids: int, axes: tuple[str, ...]) -> jax.Array:
-  """Returns ids relative to this device's shard of the table, of `num_ids` entries."""
+  """Returns ids relative to this device's shard of the table, which has `num_ids` entries."""
   return ids - jax.lax.axis_index(axes) * num_ids if axes else ids
 
 

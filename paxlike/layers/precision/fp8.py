@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls in 8-bit floating point (Micikevicius et al., 2022, arXiv:2209.05433).
 
-Operands are e4m3, cotangents e5m2. Each is scaled by a power of two that maps its amax (largest
-absolute value) to the top of the format. Sums are float32; results have the dtypes of the operands.
-The residuals of the backward pass are the FP8 operands.
+Operands are e4m3, cotangents e5m2. Each is scaled by a power of two that brings its amax (largest
+absolute value) within a factor of two of the format's maximum. Sums are float32; results have the
+dtypes of the operands. The residuals of the backward pass are the FP8 operands.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _OPERAND, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 @configurable
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-  """A `Dot` with current scaling: scales come from the amax of the operands themselves."""
+  """A `Dot` with current scaling: scales come from the current amax of each operand."""
 
   def rounding(self, num_inputs: int, num_outputs: int) -> Rounding:
     return Rounding(_rounded_weight, tuple(range(-num_inputs - num_outputs, 0)))
@@ -36,9 +36,9 @@ class Fp8:
 class DelayedFp8(module.Module):
   """A `Dot` with delayed scaling: scales of activations and gradients come from amax histories.
 
-  The producer of an operand can then quantize it in the same kernel, whereas `Fp8` needs the amax
-  of the whole array first. Values above the amax of the history saturate. With an empty history, in
-  the first step, scales are 1.
+  The kernel that produces an operand can then quantize it too, whereas `Fp8` needs the amax of the
+  whole array first. Values above the amax of the history saturate. In the first step, the history
+  is empty and scales are 1.
   """
 
   def __init__(self, history: int = 16):
@@ -54,7 +54,7 @@ class DelayedFp8(module.Module):
 
 
 class _AmaxHistory(NamedTuple):
-  """The amax of the last steps, newest first, float32; their "gradient" holds this step's amax."""
+  """The amax of recent steps, newest first, float32; the "gradient" holds this step's amax."""
 
   inputs: jax.Array
   gradients: jax.Array

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """INT8 matmuls with dynamic scales (as in AQT: github.com/google/aqt).
 
-Scales are per slice along the contracted dim: one per row of x, per column of w, and per row (for
-dx) or column (for dw) of the cotangent. Operands are rounded to nearest, cotangents stochastically,
-which keeps gradients unbiased. Sums are int32; results have the dtypes of the operands. The
-residuals of the backward pass are the INT8 operands.
+Each vector along the contracted dim has a scale: the rows of x, the columns of w, and the rows (for
+dx) or columns (for dw) of the cotangent. Operands are rounded to nearest, cotangents
+stochastically, which keeps gradients unbiased. Sums are int32; results have the dtypes of the
+operands. The residuals of the backward pass are the INT8 operands.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def _forward(product, x, w, rounded_w):
 
 def _backward(saved, dy):
   product, x8, rounded_w, like_w = saved
-  # A scale along the contracted dim cannot be factored out: multiply the cotangent with it first.
+  # Scales along the contracted dim cannot be factored out: multiply the cotangent by them first.
   wide = product.mask_unused(dy).astype(jnp.float32)
   dy8 = _stochastic(wide * product.broadcast_scale(rounded_w.scale, dy), _amax_of_rows)
   dx = product.to_inputs(dy8.values, rounded_w.values, jnp.int32) * dy8.scale

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of matmul that layers need, each with the matmuls of its gradients.
+"""The forms of matmul in layers, each with the matmuls of its gradients.
 
-A low-precision `Dot` is written once, against `Product`, for all of them.
+A low-precision `Dot` supports all of them through the protocol `Product`.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Product(Protocol):
     ...
 
   def mask_unused(self, x: jax.Array) -> jax.Array:
-    """Returns x, or dy, with zeros for tokens that no weight multiplies."""
+    """Returns x (or dy) with zeros for tokens that no weight multiplies."""
     ...
 
   def broadcast_scale(self, scale: jax.Array, y: jax.Array) -> jax.Array:
@@ -52,14 +52,18 @@ class Dot(Protocol):
   """A low-precision matmul, forward and backward."""
 
   def rounding(self, num_inputs: int, num_outputs: int) -> Rounding | None:
-    """Returns how to quantize a weight whose last dims are these many inputs and outputs.
+    """Returns how to quantize a weight [..., *inputs, *outputs] once per step.
 
     None: the weight is not quantized ahead of the matmuls.
+
+    Args:
+      num_inputs: The number of input dims.
+      num_outputs: The number of output dims.
     """
     ...
 
   def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Any) -> jax.Array:
-    """Returns x times the quantized w; its gradient goes to w (straight-through)."""
+    """Returns x times the quantized w; gradients go to w (straight-through estimator)."""
     ...
 
 
@@ -76,8 +80,8 @@ class Plain:
   """x [..., D] times w [D, F].
 
   Attributes:
-    in_dims: The dims that are joined to D; empty: unknown.
-    out_dims: The dims that are joined to F.
+    in_dims: The dims that are flattened to D; empty: unknown.
+    out_dims: The dims that are flattened to F.
   """
 
   in_dims: tuple[Dim, ...] = ()
@@ -85,7 +89,7 @@ class Plain:
 
   @property
   def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes of the dims that are joined to D, and to F."""
+    """The sizes of the dims that are flattened to D, and to F."""
     inputs, outputs = (tuple(dim.size for dim in dims) for dims in (self.in_dims, self.out_dims))
     return inputs, outputs
 
@@ -119,14 +123,14 @@ def matmul(
   inputs: tuple[int, ...] = (),
   outputs: tuple[int, ...] = (),
 ) -> Any:
-  """Returns x w [M, F]; `inputs` and `outputs` are the sizes of the dims joined to D and F."""
+  """Returns x w [M, F]; `inputs` and `outputs` are the sizes of the dims flattened to D and F."""
   return _forward(x_MD, w_DF, inputs, outputs)[0]
 
 
 def _forward(
   x_MD: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  # Not through `matmul`: remat policies do not see the dots inside a custom_vjp.
+  # Does not call `matmul`: remat policies do not see dots inside a custom_vjp.
   if _keeps_dims(inputs, outputs):
     y_MF = _over(x_MD.reshape(-1, *inputs), w_DF.reshape(*inputs, *outputs), 0)
   else:
@@ -162,8 +166,8 @@ matmul.defvjp(_forward, _backward)
 def _keeps_dims(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
   """Returns whether a dot keeps all dims of the weight: on TPUs, if there are more than two.
 
-  XLA for TPUs moves a reshape of w out of one of the two matmuls that need w under
-  rematerialization, and then all-gathers w in both shapes.
+  With remat, two matmuls read w; XLA for TPUs moves a reshape of w out of one of them, and then
+  all-gathers w in both shapes.
   """
   return len(inputs) + len(outputs) > 2 and topology.devices()[0].platform == "tpu"
 

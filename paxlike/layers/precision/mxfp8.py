@@ -2,14 +2,14 @@
 """Matmuls in MXFP8: e4m3 with a power-of-two scale per block of 32 along the contracted dim.
 
 The format is that of the OCP Microscaling specification, version 1.0. A scale is rounded up, to the
-smallest power of two with which a block's amax does not exceed 448: Mishra et al. (2025,
-arXiv:2506.08027) found that pre-training needs it, and NVIDIA's and JAX's own quantizations do the
+smallest power of two for which a block's scaled amax does not exceed 448: Mishra et al. (2025,
+arXiv:2506.08027) found that pre-training needs this, and NVIDIA's and JAX's own quantizers do the
 same. The specification's example rounds down and saturates.
 
 The operands of all three matmuls (forward, dx, dw) are quantized along their contracted dims, so
 weights, activations and cotangents are quantized twice each. NVIDIA GPUs from Blackwell on multiply
-the quantized operands (`jax.nn.scaled_matmul`, cuDNN). Elsewhere they are dequantized, exactly, and
-multiplied in float32. Contracted dims are padded with zeros to a multiple of 32.
+the quantized operands (`jax.nn.scaled_matmul`, cuDNN). Other devices dequantize them, exactly, and
+multiply in float32. Contracted dims are padded with zeros to a multiple of 32.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ _multiply.defvjp(_forward, _backward)
 def _dims(product: Plain, x: jax.Array, w_DF: jax.Array) -> tuple[tuple[Dim, ...], Dim, Dim]:
   """Returns the leading dims of x, D and F, with the names and sizes that decide their sharding.
 
-  Where D or F joins several dims, the mesh shards the first.
+  If D or F is several flattened dims, the mesh shards the first.
   """
   names = ("batch", "time")[: x.ndim - 1]
   rows = tuple(Dim(name, size) for name, size in zip(names, x.shape, strict=False))
@@ -120,7 +120,7 @@ class _Form(NamedTuple):
   def partition(self, sizes: Mapping[str, int]) -> tuple[PartitionSpec, PartitionSpec]:
     """Returns the PartitionSpecs of y and of the contracted dims.
 
-    The dim "model" is not sharded: weights are all-gathered over fsdp.
+    The dim "model" is not sharded, because weights are all-gathered over fsdp.
     """
     dims = (*self.rows, self.columns, *self.contracted)
     names = tuple(None if dim.name == "model" else dim.name for dim in dims)
@@ -143,8 +143,8 @@ def _matmul(a: jax.Array, b: jax.Array, form: _Form, dtype: Any) -> jax.Array:
   """Returns y in `dtype`; quantizes both operands along their last dims.
 
   On a mesh, each device multiplies its shards: XLA cannot partition the call, and JAX's own
-  partitioning rule all-gathers tokens, and activations over tensor, where partial sums could be
-  all-reduced. Weights are all-gathered in 8 bits, and their gradients reduce-scattered.
+  partitioning rule all-gathers tokens, and activations over tensor, instead of all-reducing partial
+  sums. Weights are all-gathered in 8 bits, and their gradients reduce-scattered.
   """
   in_blocks = quantized(a), quantized(b)
   sizes = mesh.sizes_here(mesh.AXES)
@@ -191,6 +191,6 @@ def _by_cudnn(a: Blocks, b: Blocks, dtype: Any) -> jax.Array:
 
 
 def _emulated(a: Blocks, b: Blocks, dtype: Any) -> jax.Array:
-  # XLA would simplify the conversions to fewer bits and back away.
+  # Without a barrier, XLA would remove the conversions to 8 bits and back.
   a, b = jax.lax.optimization_barrier((a, b))
   return (a.dequantized() @ b.dequantized().T).astype(dtype)

@@ -43,7 +43,7 @@ class Rounding:
 
   Attributes:
     function: (weight, axes) -> the quantized weight.
-    axes: The dims that share a scale, negative, since layers may be stacked in a leading dim.
+    axes: The dims that share a scale; negative, since layers may be stacked in a leading dim.
   """
 
   function: Callable[[jax.Array, tuple[int, ...]], Rounded]
@@ -53,7 +53,7 @@ class Rounding:
     return self.function(jax.lax.stop_gradient(w), self.axes)
 
   def of(self, w: Any, dense: jax.Array) -> Rounded:
-    """Returns the quantized weight: the one prepared for this step, else `dense` quantized now."""
+    """Returns the quantized weight: that of this step if w is `Prepared`, else from `dense`."""
     return w.rounded if isinstance(w, Prepared) else self(dense)
 
 
@@ -61,16 +61,16 @@ def stochastic_round(x: jax.Array) -> jax.Array:
   """Returns float32 x stochastically rounded to whole numbers.
 
   The random bits are a hash of each number, as bfloat16, and its index. So no key is needed, and
-  nearly all numbers round alike when devices sum in another order.
+  nearly all numbers still round the same way if devices sum them in another order.
   """
   coarse = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
   return jnp.floor(x + (hashed(coarse) >> 8).astype(jnp.float32) * 2.0**-24)
 
 
 def in_dtype(x: jax.Array, dtype: Any, *, draw: jax.Array) -> jax.Array:
-  """Returns float32 x in `dtype`; to bfloat16 with stochastic rounding, keyed by `draw`.
+  """Returns float32 x in `dtype`; to bfloat16 with stochastic rounding, seeded by `draw`.
 
-  Repeated small updates, below half of the last bit, are then not lost.
+  Rounding to nearest would lose repeated updates smaller than half of the last bit.
   """
   if dtype != jnp.bfloat16:
     return x.astype(dtype)

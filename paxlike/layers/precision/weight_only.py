@@ -20,8 +20,8 @@ from paxlike.errors import UserError
 
 _BLOCK = 64
 _INT4_BLOCK = 128
-# With fewer rows of x, XLA for GPUs materializes the dequantized weight.
-_LEAST_ROWS = 8
+# With fewer tokens, XLA for GPUs materializes the dequantized weight.
+_MIN_TOKENS = 8
 # The quantiles of a normal distribution, from appendix E of arXiv:2305.14314.
 _NF4 = (
   -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -65,25 +65,25 @@ class Int8(Quantized):
   def dequantized(self, dtype: Any) -> jax.Array:
     return self._scaled(self._numbers().astype(jnp.float32)).astype(dtype)
 
-  def reads_less(self, num_rows: int) -> bool:
-    """Whether `product` moves fewer bytes than dequantizing, for `num_rows` rows of x."""
-    return 2 * num_rows <= self.values.shape[self.axis] // self.scales.shape[self.axis]
+  def reads_less(self, num_tokens: int) -> bool:
+    """Returns whether `product` moves fewer bytes than dequantizing, for this many tokens."""
+    return 2 * num_tokens <= self.values.shape[self.axis] // self.scales.shape[self.axis]
 
   def product(self, x_MK: jax.Array) -> jax.Array:
-    """Returns x times the weight [K, F], its inputs and outputs joined, in the dtype of x.
+    """Returns x times the weight, flattened to [K, F], in the dtype of x.
 
-    Scales apply to the sums over each block instead of the weight, so GPUs read only int8 or int4.
+    Scales multiply the sums over each block, not the weight, so GPUs read only int8 or int4.
     """
-    num_rows, num_inputs = x_MK.shape
+    num_tokens, num_inputs = x_MK.shape
     numbers = self._numbers()
     num_blocks = num_inputs * self.scales.size // numbers.size
     numbers_GKF = numbers.reshape(num_blocks, num_inputs // num_blocks, -1).astype(x_MK.dtype)
     if num_blocks > 1:
-      x_MK = jnp.pad(x_MK, ((0, max(_LEAST_ROWS - num_rows, 0)), (0, 0)))
+      x_MK = jnp.pad(x_MK, ((0, max(_MIN_TOKENS - num_tokens, 0)), (0, 0)))
     x_MGK = x_MK.reshape(len(x_MK), num_blocks, -1)
     y_GMF = jnp.einsum("MGK,GKF->GMF", x_MGK, numbers_GKF, preferred_element_type=jnp.float32)
     y_MF = (y_GMF * self.scales.reshape(num_blocks, 1, -1)).sum(0)
-    return y_MF[:num_rows].astype(x_MK.dtype)
+    return y_MF[:num_tokens].astype(x_MK.dtype)
 
   def _numbers(self) -> jax.Array:
     return self.values
@@ -111,7 +111,7 @@ class Nf4(Quantized):
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-  """A quantization scheme, one of the functions below, with the dim that is split into blocks."""
+  """A quantization scheme (a function below), with the dim that is split into blocks."""
 
   scheme: Callable[..., Quantized]
   axis: int
@@ -159,7 +159,7 @@ def _integers(w: jax.Array, axis: int, size: int, dtype: Any) -> tuple[jax.Array
 def _check_pairs(w: jax.Array, name: str):
   if w.shape[-1] % 2:
     raise UserError(
-      f"{name} packs two numbers into a byte, but a weight is {list(w.shape)}: take int8."
+      f"{name} packs two numbers into a byte, but a weight is {list(w.shape)}: use int8."
     )
 
 

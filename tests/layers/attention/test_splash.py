@@ -97,7 +97,7 @@ def test_it_is_the_kernel_without_a_mask_in_memory(head_dim, kv_heads, packed, o
 
 def test_a_bias_is_refused():
   q = jnp.ones((1, 8, 4, 64), jnp.bfloat16)
-  with pytest.raises(UserError, match="splash has no bias"):
+  with pytest.raises(UserError, match="splash does not support bias"):
     splash(q, q, q, scale=1.0, segments_BT=None, bias_NTS=jnp.ones((4, 8, 8)))
 
 

@@ -89,8 +89,8 @@ def test_it_may_be_missing(monkeypatch):
 @pytest.mark.parametrize(
   ("options", "says"),
   [
-    ({"sinks_N": jnp.ones(4)}, "no sinks"),
-    ({"bias_NTS": jnp.ones((4, 8, 8)), "soft_cap": 2.0}, "no bias_NTS and soft_cap"),
+    ({"sinks_N": jnp.ones(4)}, "not support sinks"),
+    ({"bias_NTS": jnp.ones((4, 8, 8)), "soft_cap": 2.0}, "bias_NTS with soft_cap"),
   ],
 )
 def test_what_tokamax_has_not_is_refused(options, says):

@@ -75,7 +75,7 @@ def test_blocks_lie_along_the_inputs_whatever_stands_before():
   one = q.nf4(w[1, 2], axis=-2)
   np.testing.assert_array_equal(held.dequantized(jnp.float32)[1, 2], one.dequantized(jnp.float32))
   assert q.int8(w[..., :30, :], axis=-2).scales.shape == (3, 4, 15, 32)
-  with pytest.raises(UserError, match="take int8"):
+  with pytest.raises(UserError, match="use int8"):
     q.nf4(w[..., :31], axis=-2)
 
 
