@@ -94,7 +94,7 @@ def report(folder: pathlib.Path, name: str, flags: list[str]):
   files = (folder / "checkpoints").rglob("*")
   size = sum(path.stat().st_size for path in files if path.is_file())
   score = {"acc_strict": found["acc_strict"], "log_pplx": round(found["log_pplx"], 3)}
-  if off := re.search(r"quantized weights are off by ([\d.]+%)", done.stdout):
+  if off := re.search(r"quantized weights .* off by ([\d.]+%)", done.stdout):
     score["off"] = off[1]
   print(json.dumps({"way": name, **score, "checkpoint_bytes": size}), flush=True)
 

@@ -61,7 +61,7 @@ def main():
   parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32])
   options = parser.parse_args()
   jax.config.update("jax_num_cpu_devices", STAGES)
-  print("| schedule | groups a stage | bubble | stored groups, first to last stage |")
+  print("| schedule | groups per stage | bubble | stored groups, first to last stage |")
   print("|---|---:|---:|---|")
   cases = [("gpipe", 1), ("1f1b", 1)]
   cases += [(name, chunks) for chunks in (2, 3) for name in ("circular", "interleaved_1f1b")]
@@ -70,7 +70,7 @@ def main():
     stored = " ".join(str(plan.stored(stage)) for stage in range(8))
     print(f"| {name} | {chunks} | {plan.bubble:.2%} | {stored} |")
   counts = options.microbatches
-  print(f"\n| schedule | kept of a group | {' | '.join(f'{n} microbatches' for n in counts)} |")
+  print(f"\n| schedule | saved of a group | {' | '.join(f'{n} microbatches' for n in counts)} |")
   print(f"|---|---|{'---:|' * len(counts)}")
   for name, chunks, recompute in CASES:
     sizes = [temporary_bytes(name, chunks, n, recompute=recompute) / 2**20 for n in counts]

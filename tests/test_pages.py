@@ -152,6 +152,17 @@ def test_flags_knobs_and_experiments_in_the_text_exist(page):
       assert PLACEHOLDER.fullmatch(name) or registry.find(name), span
 
 
+@every_page
+def test_tests_and_modules_in_the_text_exist(page):
+  tests = REPOSITORY / "tests"
+  for file, name in re.findall(r"([\w/]+\.py)::(\w+)", page.read_text()):
+    source = (tests / file).read_text()
+    assert f"def {name}(" in source, f"{file}::{name}"
+  for span in pages.inline(page):
+    for module in re.findall(r"python3? -m ([\w.]+)", span):
+      check_module(module, [])
+
+
 def anchors(page: pathlib.Path) -> set[str]:
   """Returns what links may name in a page, as mkdocs makes it of the headings."""
   headings = re.findall(r"^#+ (.+)$", pages.outside(page), re.M)

@@ -232,7 +232,7 @@ def test_what_cannot_be_written_is_told(tmp_path, capsys):
   for name, says in (
     (".", "is a folder"),
     ("/", "is a folder"),
-    ("", "not empty"),
+    ("", "non-empty"),
     ("a" * 300, ""),
   ):
     assert run(*STEPS, "--mode=compile", f"--save={name}") == 2

@@ -65,7 +65,7 @@ large = []
 for _ in range(1000):
   large.append(c.malloc(100_000))
   ctypes.memset(large[-1], 1, 100_000)
-  c.malloc(32)
+  c.malloc(5_000)  # Larger than any chunk that Python has freed before.
 for block in large:
   c.free(block)
 kept = resident() - before

@@ -107,7 +107,7 @@ def check_groups(
   if num_chosen > allowed:
     raise UserError(
       f"NUM_EXPERTS_PER_TOKEN={num_chosen}, but NUM_EXPERT_GROUPS_PER_TOKEN={num_chosen_groups}"
-      f" groups have only {allowed} experts."
+      f" groups have {allowed} experts."
     )
 
 
