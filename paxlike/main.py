@@ -100,7 +100,7 @@ def _with_output(status: int) -> int:
 def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
   starting.set_up_jax(options)
   stage.attempt = functools.partial(launch.attempt, make=launch.experiment_if_named)
-  from paxlike.cli import epochs, show
+  from paxlike.cli import epochs, knob_page, show
 
   if options.list:
     print(show.experiments())
@@ -108,7 +108,7 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
   experiment = launch.experiment_if_named(options)
   if options.fdl_help:
     assert experiment is not None
-    print(show.knob_help(type(experiment)))
+    print(knob_page.help_text(type(experiment)))
     return 0
   if options.mode == "plan":
     assert experiment is not None
@@ -122,6 +122,9 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
 
       other = launch.root_graph(registry.find(options.against, flag="against")())
       print(show.difference(graph, other, name=options.against))
+    elif options.changed:
+      assert experiment is not None
+      print(show.changed(experiment, graph))
     else:
       print(show.everything(experiment, graph))
     return 0

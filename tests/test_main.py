@@ -107,9 +107,9 @@ def test_show_says_what_there_is_and_who_set_it(capsys):
   out = capsys.readouterr().out
   rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
   assert rows["NUM_LAYERS"][1] == "3"
-  assert rows["NUM_LAYERS"][-2:] == ["command", "line"]
-  assert rows["MODEL_DIMS"][-2:] == ["subclass", "Gpt126M"]
-  assert rows["VOCAB_SIZE"][-2:] == ["subclass", "Gpt"]
+  assert rows["NUM_LAYERS"][2:5] == ["12", "command", "line"]
+  assert rows["MODEL_DIMS"][2:5] == ["768", "subclass", "Gpt126M"]
+  assert rows["VOCAB_SIZE"][2:5] == ["50304", "subclass", "Gpt"]
   assert rows["optimizer.b2"][2] == "0.5"
   assert rows["model.vocab_size"][2] == "50304"
   for words in ("parameters", "FLOPs per", "global batch", "mesh", "memory of optimizer state"):
@@ -123,6 +123,17 @@ def test_against_prints_the_difference(capsys):
   assert "12" in out
   assert run(SMALL, "--mode=show", "--against=Synthetic126M") == 0
   assert "No difference" in capsys.readouterr().out
+
+
+def test_changed_prints_what_differs_from_the_family(capsys):
+  flags = ("--fdl_config=SyntheticLLaMA7B", "--mode=show", "--changed")
+  assert run(*flags) == 0
+  line = "No knob of SyntheticLLaMA7B differs from the default of its family.\n"
+  assert capsys.readouterr().out == line
+  assert run(*flags, "--fdl.NUM_LAYERS=3", "--fdl.INIT_STD=0.02", "--fdl.optimizer.b2=0.5") == 0
+  out = capsys.readouterr().out
+  assert re.findall(r"^  ([A-Z_]+) ", out, re.MULTILINE) == ["NUM_LAYERS"]
+  assert out.endswith("\n\ngraph.optimizer.b2 = 0.5  # was 0.99\n")
 
 
 def test_jax_may_take_most_of_a_gpu(monkeypatch):

@@ -22,7 +22,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("inference",),
   ("training",),
   ("fiddlers", "compilation"),
-  ("experiment", "planning"),
+  ("knob_groups", "planning"),
+  ("experiment",),
   ("registry",),
   ("saved_experiment", "experiments"),
   ("scripts_gpu", "checks", "convert"),
@@ -32,7 +33,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("main",),
 )
 FIDDLE = {
-  "cli", "config", "convert", "experiment", "experiments", "fiddlers", "main", "scripts_gpu",
+  "cli", "config", "convert", "experiment", "experiments", "fiddlers", "knob_groups", "main",
+  "scripts_gpu",
 }  # fmt: skip
 # Slow to import, so only functions that build a source from them may.
 LAZY = {"clu", "seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text"}

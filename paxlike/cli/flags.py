@@ -26,6 +26,7 @@ _SAMPLING = ("top_k", "top_p", "min_p", "decode_seed")
 # so that --mode=show or compile can be added to the command of a run.
 _ONLY_IN = {
   "against": ("show",),
+  "changed": ("show",),
   "topology": ("show", "compile", "plan"),
   "slices": ("show", "compile", "plan"),
   "kernels": ("compile",),
@@ -61,6 +62,7 @@ class Options:
     fiddlers: Calls such as "use_fp8(margin=1)", in the order given.
     job_log_dir: Folder of the run; needed in train, eval and decode.
     against: Name of an experiment to compare with.
+    changed: Print only the knobs that differ from the defaults of the experiment's family.
     topology: Name of the devices to compile for; None: those of this machine.
     slices: Number of TPU slices of that topology; None: 1.
     kernels: Print the kernels of the compiled step.
@@ -107,6 +109,7 @@ class Options:
   fiddlers: tuple[str, ...] = ()
   job_log_dir: str | None = None
   against: str | None = None
+  changed: bool = False
   topology: str | None = None
   slices: int | None = None
   kernels: bool = False
@@ -267,6 +270,7 @@ _STRINGS = (
 _BOOLEANS = {
   "fdl_help": False,
   "list": False,
+  "changed": False,
   "continuous": False,
   "chat": False,
   "kernels": False,
@@ -404,6 +408,13 @@ def _check(options: Options):
     )
   if options.fdl_config_file and options.fdl_help:
     raise UserError("--fdl_help lists the knobs of an experiment: give --fdl_config=NAME.")
+  if options.changed and options.fdl_config is None:
+    raise UserError("--changed compares knobs, and a graph file has none: give --fdl_config=NAME.")
+  if options.changed and options.against is not None:
+    raise UserError(
+      f"--changed compares with the family, --against={options.against} with another experiment:"
+      " leave one out."
+    )
   if options.fdl_allow_modules and options.fdl_config:
     raise UserError(
       "--fdl_allow_modules only applies to a graph from a file, that of --fdl_config_file=FILE or"

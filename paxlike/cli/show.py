@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of `--mode=show`, `--fdl_help` and `--list`."""
+"""The output of `--mode=show` and `--list`."""
 
 import math
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AbstractMesh
 
 from paxlike import fiddlers, registry
+from paxlike.cli import knob_page
 from paxlike.config import building, graph_file, local_experiments
-from paxlike.config.knobs import UNSET, spell
 from paxlike.devices import mesh, topology
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
@@ -38,48 +38,25 @@ def experiments() -> str:
   return text
 
 
-def knob_help(cls: type[Experiment]) -> str:
-  """Returns the knobs of an experiment with their documentation."""
-  lines = [f"{cls.__name__}: {(cls.__doc__ or '').strip()}", ""]
-  for name, knob in cls.knobs().items():
-    default = "required" if knob.default is UNSET else spell(knob.default)
-    lines += [
-      f"  --fdl.{name}={default}",
-      f"      {knob.doc}",
-      f"      {knob.type_name}; declared in {knob.declared_in.__name__},"
-      f" set in {knob.set_in.__name__}",
-    ]
-  return "\n".join(lines)
-
-
 def everything(experiment: Experiment | None, graph: fdl.Config[Trainer]) -> str:
   """Returns the knobs, the flattened graph, and the sizes of model, batch, mesh and memory."""
-  parts = [] if experiment is None else [_knobs(experiment)]
+  parts = [] if experiment is None else [knob_page.table(experiment)]
   parts += [graph_file.describe(graph), _facts(building.build(graph))]
   return "\n\n".join(parts)
+
+
+def changed(experiment: Experiment, graph: fdl.Config[Trainer]) -> str:
+  """Returns the knobs that differ from the family's defaults, and the edits of the graph."""
+  knobs = knob_page.table(experiment, changed=True)
+  edits = graph_file.difference(experiment.trainer(), graph)
+  return "\n\n".join(filter(None, (knobs, edits))) or (
+    f"No knob of {type(experiment).__name__} differs from the default of its family."
+  )
 
 
 def difference(graph: Any, other: Any, *, name: str) -> str:
   """Returns the assignments that turn `other`, the graph of experiment `name`, into `graph`."""
   return graph_file.difference(other, graph) or f"No difference from {name}."
-
-
-def _knobs(experiment: Experiment) -> str:
-  rows = []
-  for name, setting in experiment.values().items():
-    knob = experiment.knobs()[name]
-    declared = knob.declared_in.__dict__.get(name, UNSET)
-    rows.append(
-      (
-        name,
-        "(unset)" if setting.value is UNSET else spell(setting.value),
-        "choice" if knob.type_name.startswith("Literal") else knob.type_name,
-        "(unset)" if declared is UNSET else spell(declared),
-        knob.declared_in.__name__,
-        setting.source,
-      )
-    )
-  return tables.table(("knob", "value", "type", "default", "declared in", "set by"), rows)
 
 
 def _facts(trainer: Trainer) -> str:

@@ -49,6 +49,8 @@ What to do
   --save=FILE             compile: also write the compiled step to a file
   --compiled_step=FILE    train: load the compiled step from this file, which must match the run
   --against=NAME          show: print the difference from this experiment
+  --changed               show: print only the knobs that differ from the family's default: that of
+                          the nearest base class which is not registered (--list)
   --list, --fdl_help, --help
                           print all experiments; the knobs of one with their ranges; this text
   --traceback             also print the Python traceback of an error

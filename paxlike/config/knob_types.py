@@ -126,6 +126,15 @@ def type_name(kind: Any) -> str:
   return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
+def choices_or_name(kind: Any) -> str:
+  """Returns the choices of a Literal or an enum, "fp8 | int8 | None"; else `type_name`."""
+  plain, bounds = _unranged(kind)
+  if bounds is None and _is_union(plain):
+    return " | ".join(map(choices_or_name, typing.get_args(plain)))
+  is_any_dtype = bounds is None and _is_dtype(plain)  # Of too many to list.
+  return type_name(kind) if is_any_dtype else " | ".join(_choices(kind)) or type_name(kind)
+
+
 def expectation(kind: Any, value: Any = None) -> str:
   """Returns the accepted values of a type in words: "an int of at least 1 or None".
 

@@ -84,6 +84,12 @@ class Knob:
     return knob_types.type_name(self.type)
 
   @property
+  def group(self) -> builtins.type:
+    """The class that declares it first, whose docstring is the heading of its knobs."""
+    bases = reversed(self.declared_in.__mro__)
+    return next(base for base in bases if self.name in inspect.get_annotations(base))
+
+  @property
   def doc(self) -> str:
     """The text after `#:` beside or above the declaration, or "" if there is none."""
     for base in self.declared_in.__mro__:
@@ -117,12 +123,12 @@ class Knobs:
     UserError: There is no such knob, or a value is not of its type.
   """
 
-  # Name -> (type, class that declares it), in order of declaration, bases first.
+  # Name -> (type, class that declares it), in order of declaration: bases first, as listed.
   _declared: typing.ClassVar[dict[str, tuple[Any, type]]] = {}
 
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
-    cls._declared = {}
+    cls._declared = _in_order(cls.__bases__)
     for base in reversed(cls.__mro__):
       own = base.__dict__["_declared"] if base is not cls and issubclass(base, Knobs) else None
       for name, kind in _annotations(base).items() if own is None else ():
@@ -186,7 +192,7 @@ class Knobs:
 
   @classmethod
   def knobs(cls) -> dict[str, Knob]:
-    """Returns every knob by name, in order of declaration, bases first."""
+    """Returns every knob by name, in order of declaration: bases first, as listed."""
     return {
       name: Knob(
         name=name,
@@ -227,6 +233,20 @@ class Knobs:
   def _state(self, name: str, empty: type) -> Any:
     # Created on first use, so that subclasses need not call this constructor.
     return self.__dict__.setdefault(name, empty())
+
+
+def _in_order(bases: tuple[type, ...]) -> dict[str, Any]:
+  """Returns the names of the knobs of some bases as keys, in the order in which these are listed.
+
+  A knob of a base's base that is listed too has its place where that is listed.
+  """
+  return {
+    name: None
+    for base in bases
+    if issubclass(base, Knobs)
+    for name, (_, owner) in base._declared.items()
+    if owner is base or owner not in bases
+  }
 
 
 def _annotations(cls: type) -> dict[str, Any]:

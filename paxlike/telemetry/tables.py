@@ -16,11 +16,18 @@ def nbytes(count: float) -> str:
 def table(
   header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()
 ) -> str:
-  """Returns rows in aligned columns, right-aligned if in `right`; an empty header is omitted."""
+  """Returns rows in aligned columns, right-aligned if in `right`; an empty header is omitted.
+
+  A row that is a str is a heading: it is printed as it is.
+  """
   rows = [header, *rows] if any(header) else list(rows)
-  widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+  cells_of = [row for row in rows if not isinstance(row, str)]
+  widths = [max(len(row[column]) for row in cells_of) for column in range(len(header))]
   lines = []
   for row in rows:
+    if isinstance(row, str):
+      lines.append(row)
+      continue
     cells = [
       cell.rjust(width) if column in right else cell.ljust(width)
       for column, (cell, width) in enumerate(zip(row, widths, strict=True))

@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional, Union
 import numpy as np
 import pytest
 
-from paxlike.config import knob_text, knob_types
+from paxlike.config import knob_text, knob_types, ranges
 from paxlike.config.knob_types import Dtype
 
 
@@ -47,6 +47,22 @@ TYPES = {
 def test_supported_types_are_named_as_written(name):
   assert knob_types.is_supported(TYPES[name])
   assert knob_types.type_name(TYPES[name]) == name
+
+
+@pytest.mark.parametrize(
+  ("kind", "text"),
+  [
+    (Literal["a", 3] | None, "a | 3 | None"),
+    (Size | None, "SMALL | LARGE | None"),
+    (ranges.ComputeDtype, "bfloat16 | float16 | float32"),
+    (DTYPE_OR_NONE, "Dtype | None"),
+    (ranges.Size | None, "1 <= int <= 16777216 | None"),
+    (bool, "bool"),
+    (tuple[int, ...] | dict[str, int], "tuple[int, ...] | dict[str, int]"),
+  ],
+)
+def test_choices_are_written_out(kind, text):
+  assert knob_types.choices_or_name(kind) == text
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,26 @@ def test_a_redeclared_knob_takes_the_new_type():
     type("Bad", (Base,), {"__annotations__": {"RATE": int}})
 
 
+def test_knobs_of_bases_are_in_the_order_of_the_class_statement():
+  class First(knobs.Knobs):
+    ONE: int = 1
+
+  class Last(knobs.Knobs):
+    THREE: int = 3
+
+  class Second(Last):
+    TWO: int = 2
+
+  class All(First, Second, Last):
+    FOUR: int = 4
+    ONE: float = 1.5
+
+  found = All.knobs()
+  assert list(found) == ["ONE", "TWO", "THREE", "FOUR"]
+  assert [knob.group for knob in found.values()] == [First, Second, Last, All]
+  assert (found["ONE"].declared_in, found["ONE"].type) == (All, float)
+
+
 def test_mixins_of_every_kind_reach_the_recipe():
   class Data(Base):
     PATH = "/pile"

@@ -243,9 +243,9 @@ def test_experiments_of_users_may_declare_plain_numbers():
 
 @pytest.mark.parametrize("cls", [Gpt3_52k, EXPERIMENTS["paxlike.experiments.deepseek.DeepSeekV3"]])
 def test_help_has_the_range_of_each_knob(cls):
-  from paxlike.cli import show
+  from paxlike.cli import knob_page
 
-  text = show.knob_help(cls)
-  assert "1 <= int <= 1024; declared in Experiment" in text
-  assert text.count("declared in") == len(cls.knobs())
+  text = knob_page.help_text(cls)
+  assert "1 <= int <= 1024; set in " in text
+  assert text.count("\n  --fdl.") == len(cls.knobs())
   assert inspect.cleandoc(text)
