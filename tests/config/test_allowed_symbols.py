@@ -100,10 +100,16 @@ def test_only_what_a_module_defines_resolves(symbol):
 
 
 def test_permission_is_for_whole_names():
-  for allowed in ("o", "o.s", "os.path.x", ""):
-    with pytest.raises(UserError, match=r"--fdl_allow_modules=os\.path"):
-      allowed_symbols.check("os.path:join", allow_modules=[allowed])
-  allowed_symbols.check("os.path:join", allow_modules=["os"])
+  for allowed in ("m", "m.y", "my.layers.x", ""):
+    with pytest.raises(UserError, match=r"--fdl_allow_modules=my\.layers"):
+      allowed_symbols.check("my.layers:Scaled", allow_modules=[allowed])
+  allowed_symbols.check("my.layers:Scaled", allow_modules=["my"])
+
+
+def test_nobody_is_asked_to_allow_the_standard_library():
+  with pytest.raises(UserError, match=r"os\.path\.join: no graph") as refusal:
+    allowed_symbols.check("os.path:join")
+  assert "--fdl_allow_modules" not in str(refusal.value)
 
 
 def test_checking_imports_nothing():
