@@ -9,6 +9,10 @@ class UserError(ValueError):
   """Invalid input. `paxlike` prints the message in one line without a traceback and exits 2."""
 
 
+class ArgumentError(UserError):
+  """An invalid argument of a layer, in the message as `name=value`; see `knob_arguments.named`."""
+
+
 class RunError(RuntimeError):
   """The run failed for a reason other than the user's flags or files.
 

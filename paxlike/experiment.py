@@ -9,7 +9,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxlike import fiddlers
+from paxlike import fiddlers, layers
 from paxlike.checkpoints import hf_family as hugging_face
 from paxlike.errors import UserError
 from paxlike.knob_groups.checkpoint import CheckpointKnobs
@@ -71,7 +71,7 @@ class Experiment(
       fiddlers.transformer_engine(graph)
     self.adapt(graph)
     fiddlers.attention(graph, self.ATTENTION_KERNEL)
-    if self.ATTENTION_KERNEL in ("auto", "cudnn"):
+    if layers.KERNELS[self.ATTENTION_KERNEL].limits_segments:
       fiddlers.segments(graph, self.MAX_SEGMENTS_PER_ROW)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
     if self.SHARD_SEQUENCE_OVER_TENSOR:

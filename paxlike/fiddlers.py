@@ -22,16 +22,6 @@ from paxlike.training.trainer import Trainer
 _ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value")
 _MLP = ("up", "gate", "down")
 _BLOCK = _ATTENTION + _MLP
-_KERNELS = {
-  "auto": fdl.Partial(layers.auto),
-  "xla": layers.xla,
-  "xla_chunked": layers.xla_chunked,
-  "cudnn": fdl.Partial(layers.cudnn),
-  "splash": layers.splash,
-  "tokamax": layers.tokamax,
-  "ring": layers.ring,
-  "gathered": layers.gathered,
-}
 _DOTS = {
   "fp8": layers.Fp8,
   "fp8_delayed": layers.DelayedFp8,
@@ -88,16 +78,17 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
         node.dtype = jnp.dtype(dtype)
 
 
-def attention(graph: fdl.Buildable, kernel: str = "auto"):
-  """Sets the attention kernel, a key of `_KERNELS`; `auto` depends on the devices."""
-  if kernel not in _KERNELS:
-    hint = did_you_mean(kernel, _KERNELS) or f" One of {', '.join(_KERNELS)}."
+def attention(graph: fdl.Buildable, kernel: layers.KernelName = "auto"):
+  """Sets the attention kernel; `auto` depends on the devices."""
+  if kernel not in layers.KERNELS:
+    hint = did_you_mean(kernel, layers.KERNELS) or f" One of {', '.join(layers.KERNELS)}."
     raise UserError(f"no attention kernel {kernel}.{hint}")
+  entry = layers.KERNELS[kernel]
   for kind in (layers.Attention, layers.LatentAttention):
     for node in select(graph, kind):
       most = getattr(getattr(node, "kernel", None), "max_segments", None)
-      node.kernel = copy.deepcopy(_KERNELS[kernel])
-      if most is not None and isinstance(node.kernel, fdl.Partial):
+      node.kernel = fdl.Partial(entry.function) if entry.limits_segments else entry.function
+      if most is not None and entry.limits_segments:
         node.kernel.max_segments = most
 
 
@@ -105,8 +96,9 @@ def segments(graph: fdl.Buildable, most: ranges.Size):
   """Sets the maximum number of segments per sequence of cuDNN attention."""
   if most < 1:
     raise UserError(f"MAX_SEGMENTS_PER_ROW={most}: a sequence has at least 1.")
-  for kernel in (*select(graph, layers.auto), *select(graph, layers.cudnn)):
-    kernel.max_segments = most
+  for entry in layers.KERNELS.values():
+    for kernel in select(graph, entry.function) if entry.limits_segments else ():
+      kernel.max_segments = most
 
 
 def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):

@@ -105,7 +105,7 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
   if options.list:
     print(show.experiments())
     return 0
-  experiment = launch.experiment_if_named(options)
+  stage.experiment = experiment = launch.experiment_if_named(options)
   if options.fdl_help:
     assert experiment is not None
     print(knob_page.help_text(type(experiment)))

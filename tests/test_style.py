@@ -2,11 +2,14 @@
 """The style of the repository, as laws: sizes, names, headers, and who may import whom."""
 
 import ast
+import functools
 import pathlib
 import re
 
 import pytest
 from helpers.sources import MODULES, PACKAGE, REPOSITORY, SOURCES
+
+from paxlike import registry
 
 MAX_LINES, MAX_FUNCTION_LINES = 490, 80
 
@@ -102,6 +105,22 @@ def own_imports(path: pathlib.Path) -> set[str]:
   return names - {unit_of(path)}
 
 
+def knobs_in(root: ast.AST) -> list[str]:
+  """The knobs of any experiment that string literals name."""
+  words = [
+    word
+    for node in ast.walk(root)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    for word in re.findall(r"\b[A-Z][A-Z0-9_]+\b", node.value)
+  ]
+  return [word for word in words if word in all_knobs()]
+
+
+@functools.cache
+def all_knobs() -> frozenset[str]:
+  return frozenset(name for cls in registry.registered().values() for name in cls.knobs())
+
+
 def test_there_is_something_to_check():
   assert len(MODULES) > 20
   assert any(own_imports(path) for path in MODULES)
@@ -176,6 +195,12 @@ def test_fiddle_stops_at_the_door(path):
 
 
 @every_module
+def test_layers_name_no_knobs(path):
+  """Knobs belong to experiments: errors of layers name arguments; see `knob_arguments`."""
+  assert unit_of(path) != "layers" or not knobs_in(tree(path))
+
+
+@every_module
 def test_graphs_are_built_in_one_place(path):
   assert "fdl.build(" not in path.read_text() or path.name == "building.py"
 
@@ -199,6 +224,7 @@ def test_the_laws_have_teeth():
   assert units == {"layers", "main", "__init__"}
   on_loading = {name.split(".")[0] for name in imports_on_loading(offender)}
   assert {"fiddle", "seqio"} <= on_loading and not {"clu", "tensorflow"} & on_loading
+  assert knobs_in(ast.parse('f"NUM_HEADS={heads} is {N} of NUM_X"')) == ["NUM_HEADS"]
   with pytest.raises(AssertionError, match="relative"):
     imports(ast.parse("from . import layers"))
   for clause, offends in {

@@ -46,12 +46,13 @@ def load(
   """
   names = tuple(allow_modules)
   options = flags.Options(mode="eval", knobs=launch.as_texts(knobs), fdl_allow_modules=names)
-  with launch.reporting_failure(leave=False), unexpected.explained(options, entry=True):
+  with launch.reporting_failure(leave=False), unexpected.explained(options, entry=True) as stage:
     starting.set_up_jax(options)
     launch.leave_at_exit()
     path = _run_in(os.fspath(folder))
     options = dataclasses.replace(options, job_log_dir=os.fspath(path))
-    graph = launch.graph_of(options, launch.experiment_if_named(options))
+    stage.experiment = launch.experiment_if_named(options)
+    graph = launch.graph_of(options, stage.experiment)
     return Model(path, graph, step=step, allow_modules=names)
 
 

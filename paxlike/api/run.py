@@ -153,7 +153,7 @@ def train(
 
     launch.leave_at_exit()
     stage.attempt = functools.partial(launch.attempt, make=make)
-    made = make(options)
+    stage.experiment = made = make(options)
     epochs.resolve(made, lambda: launch.built(launch.graph_of(options, made)))
     graph = launch.graph_of(options, made)
     given = checking.check(callbacks, source="paxlike.train: callbacks")

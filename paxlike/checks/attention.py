@@ -19,7 +19,7 @@ from paxlike.checks.check import (
   placed,
   tolerance,
 )
-from paxlike.devices import mesh, topology
+from paxlike.devices import mesh
 
 ITEM = "attention"
 _DIMS: mesh.Dims = ("batch", "time", "heads", None)
@@ -90,8 +90,9 @@ def kernels(devices: jax.sharding.Mesh) -> Iterator[Check]:
     exact = functools.cache(lambda inputs=inputs, options=options: _reference(inputs, options))
     for name, kernel in _available(device, devices, case).items():
       for dtype in dtypes:
-        if jnp.dtype(dtype).itemsize == 4 and name in ("cudnn", "tokamax", "splash") and not on_cpu:
-          continue  # 16-bit kernels.
+        is_16_bit = name in layers.KERNELS and layers.KERNELS[name].is_16_bit
+        if jnp.dtype(dtype).itemsize == 4 and is_16_bit and not on_cpu:
+          continue
         label = f"{name}: B {len(inputs.q_BTNH)}, {case.name}"
         label += "" if on_cpu else f", {jnp.dtype(dtype).name}"
         run = functools.partial(_on_mesh, kernel, inputs, options, devices, dtype)
@@ -107,22 +108,18 @@ def kernels(devices: jax.sharding.Mesh) -> Iterator[Check]:
 
 def _available(device: Any, devices: jax.sharding.Mesh, case: Case) -> dict[str, Any]:
   """Returns name -> kernel for the kernels that the devices support."""
-  found: dict[str, Any] = {"xla_chunked": layers.xla_chunked}
   on_cpu, is_first = device.platform == "cpu", case == CASES[0]
-  if not on_cpu or (devices.size > 1 and is_first):
-    found = {"xla": layers.xla, **found}
-  if topology.has_cudnn_attention(device):
-    max_segments = max(64, 2 * case.num_segments)
-    found["cudnn"] = functools.partial(layers.cudnn, max_segments=max_segments)
-  if topology.has_tokamax_attention(device):
-    found["tokamax"] = layers.tokamax
-  if topology.has_splash_attention(device):
-    found["splash"] = layers.splash
-  elif on_cpu and devices.size == 1 and is_first:
+  found: dict[str, Any] = {}
+  for name, entry in layers.KERNELS.items():
+    is_usable = devices.shape["context"] > 1 or not entry.is_context_parallel
+    if name == "auto" or not is_usable or not entry.supports(device):
+      continue
+    most = {"max_segments": max(64, 2 * case.num_segments)} if entry.limits_segments else {}
+    found[name] = functools.partial(entry.function, **most)
+  if on_cpu and (devices.size == 1 or not is_first):
+    del found["xla"]  # The reference.
+  if on_cpu and devices.size == 1 and is_first:
     found["splash, interpreted"] = functools.partial(layers.splash, interpret=True)
-  if devices.shape["context"] > 1:
-    found["ring"] = layers.ring
-    found["gathered"] = layers.gathered
   return found
 
 

@@ -17,10 +17,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from paxlike import user_code
 from paxlike.cli import flags
-from paxlike.errors import RunError, UserError
+from paxlike.errors import ArgumentError, RunError, UserError
+
+if TYPE_CHECKING:
+  from paxlike.experiment import Experiment
 
 # Seconds for finding the flag to blame by leaving out one after another. A command that took more
 # than twice as long to fail is not retried.
@@ -34,11 +38,13 @@ class Stage:
 
   Attributes:
     attempt: Builds and checks the run with other options; None: not possible yet.
+    experiment: Whose knobs set the arguments of layers; None: unknown, or there is none.
     is_over: Whether the run has begun to compute and write.
     entry: See `user_code.line_of`.
   """
 
   attempt: Attempt | None = None
+  experiment: "Experiment | None" = None
   is_over: bool = False
   entry: bool = False
 
@@ -61,15 +67,27 @@ def explained(options: flags.Options, *, entry: bool = False) -> Iterator[Stage]
     raise
   except UserError as error:
     too_late = stage.is_over or time.monotonic() - began > 2 * _PATIENCE
-    if too_late or stage.attempt is None or not (given := _unnamed(error, options, stage.attempt)):
+    attempt = None if too_late else stage.attempt
+    given = [] if attempt is None else _unnamed(error, options, attempt)
+    text = _with_knobs(error, stage)
+    if not given and text == str(error):
       raise
-    raise UserError(f"{', '.join(given)}: {error}") from error
+    raise UserError(f"{', '.join(given)}: {text}" if given else text) from error
   except (Exception, SystemExit) as error:
     if stage.is_over and not (_is_out_of_memory(error) or isinstance(error, SystemExit)):
       raise
     too_late = stage.is_over or time.monotonic() - began > 2 * _PATIENCE
     stage = dataclasses.replace(stage, attempt=None if too_late else stage.attempt)
     raise _explained(error, options, stage) from error
+
+
+def _with_knobs(error: UserError, stage: Stage) -> str:
+  """Returns an error's message; that of a layer with the knobs that set the layer's arguments."""
+  if not isinstance(error, ArgumentError) or stage.experiment is None:
+    return str(error)
+  from paxlike.config import knob_arguments
+
+  return knob_arguments.named(stage.experiment, error)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

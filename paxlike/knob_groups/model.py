@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model's knobs, and the methods that return it, its layers and their parts."""
 
-from typing import Any, Literal
+from typing import Any
 
 import fiddle as fdl
 
@@ -30,9 +30,7 @@ class ModelKnobs(Knobs):
   CHECKPOINT_POLICY: Policy = "SAVE_EVERYTHING"
   #: Attention kernel. auto: ring if the mesh axis context is larger than 1, else cudnn or splash if
   #: supported, xla on CPUs, else xla_chunked.
-  ATTENTION_KERNEL: Literal[
-    "auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax", "ring", "gathered"
-  ] = "auto"
+  ATTENTION_KERNEL: layers.KernelName = "auto"
   #: Maximum number of documents per packed sequence with cudnn attention.
   MAX_SEGMENTS_PER_ROW: ranges.Size = 64
 

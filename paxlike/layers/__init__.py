@@ -12,6 +12,7 @@ from paxlike.layers.attention.cache import KvCache, LatentCache
 from paxlike.layers.attention.chunked import xla_chunked
 from paxlike.layers.attention.context_parallel import gathered, ring
 from paxlike.layers.attention.cudnn import cudnn
+from paxlike.layers.attention.kernel_table import KERNELS, KernelName
 from paxlike.layers.attention.kernels import xla
 from paxlike.layers.attention.latent_attention import LatentAttention
 from paxlike.layers.attention.relative_bias import RelativeBias
@@ -50,6 +51,7 @@ from paxlike.layers.remat import Remat
 from paxlike.layers.stack import Stack
 
 __all__ = [
+  "KERNELS",
   "Attention",
   "Block",
   "Context",
@@ -62,6 +64,7 @@ __all__ = [
   "Experts",
   "Fp8",
   "Int8",
+  "KernelName",
   "KvCache",
   "LatentAttention",
   "LatentCache",

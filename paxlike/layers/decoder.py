@@ -11,7 +11,7 @@ from flax import nnx
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
-from paxlike.errors import UserError
+from paxlike.errors import ArgumentError
 from paxlike.layers.attention.auto import Place, described, in_effect
 from paxlike.layers.attention.cudnn import MAX_SEGMENTS, cudnn
 from paxlike.layers.auxiliary import Aux
@@ -79,16 +79,16 @@ class Decoder(Module):
       UserError: They do not.
     """
     if num_ids is not None and num_ids > self.vocab_size:
-      raise UserError(
-        f"the data have token ids up to {num_ids - 1}, but the model has a vocabulary of"
-        f" {self.vocab_size}: VOCAB_SIZE sets both, model.vocab_size the model alone."
+      raise ArgumentError(
+        f"the data have token ids up to {num_ids - 1}: vocab_size={self.vocab_size} of the model"
+        f" must be at least {num_ids}."
       )
     if self.positions is not None and seq_len > (
       max_len := self.positions.table.get_value().shape[0]
     ):
-      raise UserError(
-        f"the data have sequences of {seq_len} tokens, but the model has {max_len} positions:"
-        " MAX_SEQ_LEN sets both."
+      raise ArgumentError(
+        f"the data have sequences of {seq_len} tokens: {max_len=} of the model's positions must be"
+        f" at least {seq_len}."
       )
 
   def kernels(self, place: Place, *, is_packed: bool = False) -> list[str]:

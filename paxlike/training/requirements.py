@@ -35,15 +35,12 @@ _TE = "ENABLE_TE (transformer_engine)"
 
 # By attention kernel or type of `Dot`.
 _REQUIREMENTS: dict[Any, _Requirement] = {
-  layers.cudnn: _Requirement(
-    "ATTENTION_KERNEL=cudnn", topology.has_cudnn_attention, "NVIDIA GPUs from Ampere on", _AUTO
-  ),
-  layers.splash: _Requirement(
-    "ATTENTION_KERNEL=splash", topology.has_splash_attention, "TPUs", _AUTO
-  ),
-  layers.tokamax: _Requirement(
-    "ATTENTION_KERNEL=tokamax", topology.has_tokamax_attention, "NVIDIA GPUs from Hopper on", _AUTO
-  ),
+  **{
+    kernel.function: _Requirement(
+      f"ATTENTION_KERNEL={name}", kernel.supports, kernel.devices, _AUTO
+    )
+    for name, kernel in layers.KERNELS.items()
+  },
   layers.Fp8: _Requirement(
     "QUANTIZATION=fp8 (or USE_FP8)", topology.has_fp8, "NVIDIA GPUs from Ada on", _NONE
   ),
@@ -75,7 +72,10 @@ def check(model: Decoder, devices: Sequence[Any]):
   if layers.TransformerEngine in parts:
     if len(devices) > 1:
       raise UserError(f"{_TE} supports one GPU, but there are {len(devices)}.")
-    layers.transformer_engine.load()
+    try:
+      layers.transformer_engine.load()
+    except UserError as error:
+      raise UserError(f"{_TE}: {error}") from error
 
 
 def check_context(model: Decoder, sizes: dict[str, int]):
@@ -85,11 +85,11 @@ def check_context(model: Decoder, sizes: dict[str, int]):
     UserError: The mesh axis context has size 1.
   """
   parts = set(_parts(model))
-  for kernel in (layers.ring, layers.gathered):
-    if kernel in parts and sizes["context"] == 1:
+  for name, kernel in layers.KERNELS.items():
+    if kernel.is_context_parallel and kernel.function in parts and sizes["context"] == 1:
       axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
       raise UserError(
-        f"ATTENTION_KERNEL={kernel.__name__} needs a mesh axis context larger than 1, but the mesh"
+        f"ATTENTION_KERNEL={name} needs a mesh axis context larger than 1, but the mesh"
         f" of ICI_MESH_SHAPE x DCN_MESH_SHAPE is {axes or 'one device'}: set the axis, or use auto."
       )
 

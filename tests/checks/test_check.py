@@ -135,7 +135,8 @@ def wrong_gradient(q, k, v, **options):
 )
 def test_a_broken_kernel_is_named(capsys, monkeypatch, only, kernel, wrong):
   only(attention)
-  monkeypatch.setattr(layers, "xla_chunked", kernel)
+  broken = layers.KERNELS["xla_chunked"]._replace(function=kernel)
+  monkeypatch.setitem(layers.KERNELS, "xla_chunked", broken)
   monkeypatch.setattr(attention, "CASES", attention.CASES[:1])
   status, page = checked(capsys, "--fdl.ICI_MESH_SHAPE=[8,1,1]")
   assert status == 1 and not page["passed"]

@@ -208,10 +208,34 @@ def test_our_own_defects_name_the_knobs_near_them(capsys, tmp_path, monkeypatch)
 
 def test_pipelines_are_refused_without_the_words_of_fiddle(capsys, tmp_path):
   mesh = ("--fdl.ICI_MESH_SHAPE={pipeline: 2, data: -1}", "--fdl.NUM_LAYERS=3")
-  for more in ((), ("--fdl.NUM_MICROBATCHES=3", "--fdl.PIPELINE_SCHEDULE=circular")):
+  circular = ("--fdl.PIPELINE_SCHEDULE=circular", "--fdl.NUM_LAYERS=4")
+  for more, says in {
+    (): "NUM_STAGES=2 x NUM_VIRTUAL_STAGES=1 does not divide NUM_LAYERS=3 of 1 layers",
+    circular: "PIPELINE_SCHEDULE=circular has more .*, but NUM_VIRTUAL_STAGES=1",
+    (*circular, "--fdl.CIRCULAR_REPEAT=2", "--fdl.NUM_MICROBATCHES=3"): (
+      "NUM_MICROBATCHES=3 is not a multiple of NUM_STAGES=2, which PIPELINE_SCHEDULE=circular"
+    ),
+  }.items():
     status, err = answer(capsys, tmp_path, *TINY, *mesh, *more)
     assert (status, err.count("\n")) == (2, 1), err
-    assert "Fiddle" not in err and "NUM_" in err
+    assert re.match(f"paxlike: {says}", err), err
+
+
+@pytest.mark.parametrize(
+  ("given", "says"),
+  [
+    (["--fdl.ATTENTION_KERNEL=ring"], "ATTENTION_KERNEL=ring does not support bias_NTS: use xla_"),
+    (["--fiddler=attention(ring)"], "kernel=ring (ATTENTION_KERNEL=auto) does not support bias"),
+  ],
+)
+def test_what_a_kernel_lacks_names_the_knob(capsys, tmp_path, given, says):
+  sizes = {"NUM_LAYERS": 2, "MODEL_DIMS": 32, "HIDDEN_DIMS": 32, "NUM_HEADS": 2, "NUM_EXPERTS": 4}
+  knobs = {**sizes, "VOCAB_SIZE": 64, "MAX_SEQ_LEN": 32, "ICI_MESH_SHAPE": "{context: -1}"}
+  flags = [f"--fdl.{knob}={value}" for knob, value in knobs.items()]
+  name = "--fdl_config=SyntheticGLaM126M64E"
+  status, err = answer(capsys, tmp_path, name, *flags, "--fdl.PERCORE_BATCH_SIZE=1", *given)
+  assert (status, err.count("\n")) == (2, 1), err
+  assert says in err
 
 
 def test_a_running_program_keeps_its_tracebacks():
@@ -237,8 +261,8 @@ def test_a_running_program_keeps_its_tracebacks():
 @pytest.mark.parametrize(
   ("given", "says"),
   [
-    (["--fdl.model.vocab_size=10"], ["ids up to 63", "a vocabulary of 10", "VOCAB_SIZE"]),
-    (["--fdl.train_data.seq_len=99"], ["99 tokens", "16 positions", "MAX_SEQ_LEN"]),
+    (["--fdl.model.vocab_size=10"], ["ids up to 63", "vocab_size=10 (VOCAB_SIZE=64) "]),
+    (["--fdl.train_data.seq_len=99"], ["99 tokens", "MAX_SEQ_LEN=16 of", "at least 99"]),
     (["--fdl.MODEL_DIMS=16777216"], ["training state takes", "embedding.table, 64 x 16777216)"]),
     (
       ["--fdl.NUM_HEADS=16777216"],
@@ -266,11 +290,16 @@ def test_what_cannot_work_is_refused_before_anything_is_written(capsys, tmp_path
   ("name", "given", "says"),
   [
     ("Mixtral8x7B", {"NUM_EXPERTS_PER_TOKEN": 9}, "more than NUM_EXPERTS=8"),
-    ("Mixtral8x7B", {"DIMS_PER_HEAD": 3}, "DIMS_PER_HEAD"),
+    ("Mixtral8x7B", {"DIMS_PER_HEAD": 3}, "DIMS_PER_HEAD=3 must be even"),
     ("Mixtral8x7B", {"NUM_KV_HEADS": 5}, "NUM_KV_HEADS=5 does not divide NUM_HEADS=32"),
     ("DeepSeekV3", {"NUM_EXPERT_GROUPS": 3}, "NUM_EXPERT_GROUPS=3"),
     ("DeepSeekV3", {"NUM_EXPERT_GROUPS_PER_TOKEN": 9}, "more than NUM_EXPERT_GROUPS=8"),
-    ("DeepSeekV3", {"NUM_EXPERTS_PER_TOKEN": 200}, "groups have 128 experts"),
+    (
+      "DeepSeekV3",
+      {"NUM_EXPERTS_PER_TOKEN": 200},
+      "NUM_EXPERT_GROUPS_PER_TOKEN=4 have only 128 experts",
+    ),
+    ("DeepSeekV3", {"DIMS_PER_ROPE_HEAD": 3}, "DIMS_PER_ROPE_HEAD=3 must be even"),
     ("SyntheticGLaM126M64E", {"RELATIVE_DISTANCE": 16}, "RELATIVE_DISTANCE=16"),
   ],
 )

@@ -20,7 +20,7 @@ import pytest
 from helpers.sources import MODULES, PACKAGE
 
 import paxlike
-from paxlike import fiddlers, registry
+from paxlike import fiddlers, layers, registry
 from paxlike.config import allowed_symbols, configurable, graph_file, old_names
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
@@ -176,7 +176,7 @@ def kinds() -> dict[str, Experiment]:
 
 EDITS = [
   *fiddlers.FIDDLERS,
-  *(f"attention({kernel})" for kernel in fiddlers._KERNELS),
+  *(f"attention({kernel})" for kernel in layers.KERNELS),
   *(f"quantize({kind})" for kind in fiddlers._DOTS),
   *(f"hold({scheme})" for scheme in fiddlers._SCHEMES),
   "lora(base=nf4, dropout=0.1)",

@@ -159,14 +159,14 @@ def test_weights_alone_need_not_be_stored():
   ("knobs", "message"),
   [
     ({"PIPELINE_SCHEDULE": "1f1b", "NUM_VIRTUAL_STAGES": 2}, "has one chunk"),
-    ({"PIPELINE_SCHEDULE": "circular"}, "NUM_VIRTUAL_STAGES=1"),
+    ({"PIPELINE_SCHEDULE": "circular"}, "chunks=1"),
     (
       {"PIPELINE_SCHEDULE": "circular", "CIRCULAR_REPEAT": 2, "NUM_MICROBATCHES": 3},
-      "NUM_MICROBATCHES=3 is not a multiple of NUM_STAGES=2",
+      "microbatches=3 is not a multiple of stages=2",
     ),
     ({"NUM_VIRTUAL_STAGES": 2, "CIRCULAR_REPEAT": 3}, "set one of them"),
     ({"NUM_STAGES": 4}, "NUM_STAGES=4, but"),
-    ({"NUM_LAYERS": 3}, "does not divide 3 repeats of 1 layers: change NUM_LAYERS"),
+    ({"NUM_LAYERS": 3}, "does not divide repeats=3 of 1 layers: change the layers"),
     ({"NUM_MICROBATCHES": 0}, "NUM_MICROBATCHES"),
   ],
 )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
-from paxlike.errors import UserError
+from paxlike.errors import ArgumentError
 from paxlike.layers import module
 from paxlike.layers.attention import kernels
 from paxlike.layers.attention.cache import KvCache, positions_in
@@ -73,9 +73,9 @@ class Attention(module.Module):
     self.head_dim = head_dim
     self.num_kv_heads = num_kv_heads or num_heads
     if num_heads % self.num_kv_heads:
-      raise UserError(
-        f"NUM_KV_HEADS={num_kv_heads} does not divide NUM_HEADS={num_heads}: each KV head serves"
-        " the same number of query heads."
+      raise ArgumentError(
+        f"{num_kv_heads=} does not divide {num_heads=}: each KV head serves the same number of"
+        " query heads."
       )
     self.window = window
     self.soft_cap = soft_cap

@@ -90,8 +90,7 @@ def _attention(
   Raises:
     UserError: A bias is set.
   """
-  name = kernels.name_of(kernel)
-  kernels.refuse(name, options, "bias_NTS")
+  kernels.refuse(kernel, options, "bias_NTS")
   sizes = mesh.sizes_here(mesh.AXES)
   num_devices = sizes.get(AXIS, 1)
   if num_devices == 1:

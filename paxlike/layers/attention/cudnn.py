@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.errors import UserError
+from paxlike.errors import ArgumentError
 from paxlike.layers.attention.kernels import Options, begins, refuse
 from paxlike.layers.attention.sharded_kernel import per_device
 
@@ -36,13 +36,13 @@ def cudnn(
   Raises:
     UserError: A soft cap, sinks or a bias is set, or cuDNN does not support the dtype or widths.
   """
-  refuse("cudnn", options, "soft_cap", "sinks_N", "bias_NTS")
+  refuse(cudnn, options, "soft_cap", "sinks_N", "bias_NTS")
   if (dtype := q_BTNH.dtype) not in (jnp.bfloat16, jnp.float16):
-    raise UserError(f"ATTENTION_KERNEL=cudnn is for bfloat16 and float16, not FPROP_DTYPE={dtype}.")
+    raise ArgumentError(f"kernel=cudnn is for bfloat16 and float16, not {dtype=!s}.")
   width, value_width = q_BTNH.shape[-1], v_BSKH.shape[-1]
   if not has_widths(width, value_width):
-    raise UserError(
-      f"ATTENTION_KERNEL=cudnn: heads of {width} with values of {value_width}; it supports"
+    raise ArgumentError(
+      f"kernel=cudnn: heads of {width} with values of {value_width}; it supports"
       " multiples of 8 up to 256, and values no wider than keys."
     )
 
@@ -91,7 +91,7 @@ def _attend(
       **packing,
     )
   except (RuntimeError, NotImplementedError) as error:
-    raise UserError(f"ATTENTION_KERNEL=cudnn: {error} Use xla_chunked.") from None
+    raise ArgumentError(f"kernel=cudnn: {error} Use xla_chunked.") from None
   y_BTNH = y_BTNH[..., :width]
   if fits_B is None:
     return y_BTNH

@@ -4,6 +4,7 @@
 A kernel applies every option or raises an error; it never ignores one.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
-from paxlike.errors import UserError
+from paxlike.errors import ArgumentError
 
 # A sequence is split into spans of queries; each attends only to the keys up to its end, so more
 # spans waste less work above the causal diagonal.
@@ -77,11 +78,11 @@ class Demand(NamedTuple):
   extras: tuple[str, ...]
 
 
-def refuse(kernel: str, options: Options, *names: str):
-  """Raises a UserError if one of the named options is set, which the kernel does not support."""
+def refuse(kernel: Callable[..., Any], options: Options, *names: str):
+  """Raises an ArgumentError if a named option is set, which the kernel does not support."""
   for name in names:
     if options.get(name) is not None:
-      raise UserError(f"ATTENTION_KERNEL={kernel} does not support {name}: use xla_chunked.")
+      raise ArgumentError(f"kernel={name_of(kernel)} does not support {name}: use xla_chunked.")
 
 
 def begins(segments_BT: jax.Array) -> jax.Array:

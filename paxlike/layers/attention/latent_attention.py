@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
+from paxlike.errors import ArgumentError
 from paxlike.layers import module
 from paxlike.layers.attention import kernels
 from paxlike.layers.attention.cache import LatentCache, positions_in
@@ -69,6 +70,8 @@ class LatentAttention(module.Module):
       scale: Multiplier of the logits; None: 1 / sqrt(head_dim + rope_dim).
       kernel: The attention kernel.
     """
+    if rope_dim % 2:
+      raise ArgumentError(f"{rope_dim=} must be even: rotary positions rotate pairs of dims.")
     self.num_heads = num_heads
     self.head_dim = head_dim
     self.value_dim = value_dim

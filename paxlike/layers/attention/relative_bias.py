@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.errors import UserError
+from paxlike.errors import ArgumentError
 from paxlike.layers import module
 
 
@@ -26,9 +26,9 @@ class RelativeBias(module.Module):
   ):
     """All distances of at least `max_distance` share the last bucket."""
     if max_distance <= num_buckets // 2:
-      raise UserError(
-        f"RELATIVE_DISTANCE={max_distance} must be more than half of RELATIVE_BUCKETS="
-        f"{num_buckets}: the first half of the buckets holds one distance each."
+      raise ArgumentError(
+        f"{max_distance=} must be more than half of {num_buckets=}: the first half of the buckets"
+        " holds one distance each."
       )
     self.num_buckets = num_buckets
     self.max_distance = max_distance

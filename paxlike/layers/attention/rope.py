@@ -10,7 +10,7 @@ import numpy as np
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.errors import UserError
+from paxlike.errors import ArgumentError, UserError
 from paxlike.layers.module import Module
 
 # Frequencies (radians per token) of each pair of dims -> frequencies for longer contexts.
@@ -38,10 +38,7 @@ class Rope(Module):
     interleaved: bool = False,
   ):
     if head_dim % 2:
-      raise UserError(
-        f"rotary positions rotate pairs of dims, but a head has {head_dim}: make DIMS_PER_HEAD"
-        " (head_dim; for latent attention DIMS_PER_ROPE_HEAD, rope_dim) even."
-      )
+      raise ArgumentError(f"{head_dim=} must be even: rotary positions rotate pairs of dims.")
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None:
       frequencies = scaling(frequencies)

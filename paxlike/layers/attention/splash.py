@@ -31,7 +31,7 @@ def splash(
   Raises:
     UserError: A bias is set.
   """
-  refuse("splash", options, "bias_NTS")
+  refuse(splash, options, "bias_NTS")
   # A slow import, needed only on TPUs.
   from jax.experimental.pallas.ops.tpu import splash_attention as library
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from paxlike.config.configurable import configurable
-from paxlike.errors import UserError
+from paxlike.errors import ArgumentError
 from paxlike.layers.attention.kernels import Options, begins, refuse
 from paxlike.layers.attention.sharded_kernel import per_device
 
@@ -33,13 +33,11 @@ def tokamax(
     UserError: tokamax is not installed, sinks or both a bias and a soft cap are set, or the
       implementation does not support the inputs.
   """
-  refuse("tokamax", options, "sinks_N")
+  refuse(tokamax, options, "sinks_N")
   window, soft_cap = options.get("window"), options.get("soft_cap")
   # tokamax applies the soft cap to logits + bias.
   if soft_cap is not None and options.get("bias_NTS") is not None:
-    raise UserError(
-      "ATTENTION_KERNEL=tokamax does not support bias_NTS with soft_cap: use xla_chunked."
-    )
+    raise ArgumentError("kernel=tokamax does not support bias_NTS with soft_cap: use xla_chunked.")
   library, api = _library()
 
   def local(
@@ -67,7 +65,7 @@ def tokamax(
   try:
     return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", "bias_NTS")
   except NotImplementedError as error:
-    raise UserError(f"ATTENTION_KERNEL=tokamax: {error} Use xla_chunked.") from error
+    raise ArgumentError(f"kernel=tokamax: {error} Use xla_chunked.") from error
 
 
 def starts(segments_BT: jax.Array) -> jax.Array:
@@ -93,8 +91,8 @@ def _library() -> tuple[Any, Any]:
     library = importlib.import_module("tokamax")
     api = importlib.import_module("tokamax._src.ops.attention.api")
   except ImportError as error:
-    raise UserError(
-      f"ATTENTION_KERNEL=tokamax needs tokamax: pip install 'paxlike[tokamax]' ({error})."
+    raise ArgumentError(
+      f"kernel=tokamax needs tokamax: pip install 'paxlike[tokamax]' ({error})."
     ) from None
   # Otherwise tokamax would parse its own flags from our command line.
   if not flags.FLAGS.is_parsed():

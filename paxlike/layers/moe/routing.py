@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.errors import UserError
+from paxlike.errors import ArgumentError
 
 
 class Routing(NamedTuple):
@@ -87,28 +87,22 @@ def check_groups(
   """Checks that `num_chosen` experts can be chosen; see `sigmoid_choice`.
 
   Raises:
-    UserError: They cannot.
+    ArgumentError: They cannot.
   """
   if num_chosen > num_experts:
-    raise UserError(f"NUM_EXPERTS_PER_TOKEN={num_chosen} is more than NUM_EXPERTS={num_experts}.")
+    raise ArgumentError(f"{num_chosen=} is more than {num_experts=}.")
   if num_groups == 1:
     return
   if num_experts % num_groups or num_experts < 2 * num_groups:
-    raise UserError(
-      f"NUM_EXPERTS={num_experts} does not divide into NUM_EXPERT_GROUPS={num_groups} groups of at"
-      " least two experts: a group is ranked by its two best scores."
+    raise ArgumentError(
+      f"{num_experts=} does not divide into {num_groups=} groups of at least two experts: a group"
+      " is ranked by its two best scores."
     )
   if num_chosen_groups > num_groups:
-    raise UserError(
-      f"NUM_EXPERT_GROUPS_PER_TOKEN={num_chosen_groups} is more than"
-      f" NUM_EXPERT_GROUPS={num_groups}."
-    )
+    raise ArgumentError(f"{num_chosen_groups=} is more than {num_groups=}.")
   allowed = num_chosen_groups * num_experts // num_groups
   if num_chosen > allowed:
-    raise UserError(
-      f"NUM_EXPERTS_PER_TOKEN={num_chosen}, but NUM_EXPERT_GROUPS_PER_TOKEN={num_chosen_groups}"
-      f" groups have {allowed} experts."
-    )
+    raise ArgumentError(f"{num_chosen=}, but {num_chosen_groups=} have only {allowed} experts.")
 
 
 def _scores(experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:

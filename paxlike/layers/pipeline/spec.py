@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.errors import UserError
+from paxlike.errors import ArgumentError
 from paxlike.layers.pipeline import stage_shift
 from paxlike.layers.pipeline.schedules import Half, Schedule
 from paxlike.layers.stack_layout import Layout
@@ -38,20 +38,19 @@ class Pipeline:
   recompute: bool = True
 
   def __post_init__(self):
-    counts = {"NUM_MICROBATCHES": self.microbatches, "NUM_VIRTUAL_STAGES": self.chunks}
-    for knob, count in counts.items():
-      if count < 1:
-        raise UserError(f"{knob}={count} must be at least 1.")
+    for name in ("microbatches", "chunks"):
+      if (count := getattr(self, name)) < 1:
+        raise ArgumentError(f"{name}={count} must be at least 1.")
     several = self.schedule in ("circular", "interleaved_1f1b")
     if several != (self.chunks > 1):
-      raise UserError(
-        f"PIPELINE_SCHEDULE={self.schedule} has {'more than one chunk' if several else 'one chunk'}"
-        f" of layers per stage, but NUM_VIRTUAL_STAGES={self.chunks}."
+      raise ArgumentError(
+        f"schedule={self.schedule} has {'more than one chunk' if several else 'one chunk'} of"
+        f" layers per stage, but chunks={self.chunks}."
       )
     if self.chunks > 1 and self.microbatches % self.stages:
-      raise UserError(
-        f"NUM_MICROBATCHES={self.microbatches} is not a multiple of NUM_STAGES={self.stages}, which"
-        f" PIPELINE_SCHEDULE={self.schedule} needs."
+      raise ArgumentError(
+        f"microbatches={self.microbatches} is not a multiple of stages={self.stages}, which"
+        f" schedule={self.schedule} needs."
       )
 
   def spread(self, layout: Layout) -> Layout:
@@ -62,9 +61,9 @@ class Pipeline:
     """
     assert layout.scanned
     if layout.repeats % self.num_places:
-      raise UserError(
-        f"NUM_STAGES={self.stages} x NUM_VIRTUAL_STAGES={self.chunks} does not divide"
-        f" {layout.repeats} repeats of {layout.pattern} layers: change NUM_LAYERS or the stages."
+      raise ArgumentError(
+        f"stages={self.stages} x chunks={self.chunks} does not divide repeats={layout.repeats} of"
+        f" {layout.pattern} layers: change the layers or the stages."
       )
     if self.chunks == 1:
       return layout

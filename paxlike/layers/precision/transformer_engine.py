@@ -56,6 +56,6 @@ def load() -> Any:
   except (ImportError, OSError, RuntimeError) as error:
     reason = str(error).strip().partition("\n")[0]
     raise UserError(
-      "ENABLE_TE (transformer_engine) needs Transformer Engine (pip install --no-build-isolation"
-      f" 'transformer_engine[jax]'), which cannot be loaded: {reason}"
+      "Transformer Engine (pip install --no-build-isolation 'transformer_engine[jax]') cannot be"
+      f" loaded: {reason}"
     ) from error

@@ -156,7 +156,7 @@ def test_it_works_within_a_stage_of_a_pipeline(kernel):
 def test_what_cannot_be_shared_is_refused(kernel):
   name = kernels.name_of(kernel)
   q, k, v, _ = inputs(length=20)
-  with pytest.raises(UserError, match=f"ATTENTION_KERNEL={name} does not support bias_NTS"):
+  with pytest.raises(UserError, match=f"kernel={name} does not support bias_NTS"):
     kernel(q, k, v, scale=1.0, segments_BT=None, bias_NTS=jnp.ones((4, 20, 20)))
 
 

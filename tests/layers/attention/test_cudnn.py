@@ -164,7 +164,11 @@ def test_what_cudnn_has_not_is_refused(options, says):
 
 @pytest.mark.parametrize(
   ("dtype", "head_dim", "says"),
-  [(jnp.float32, 64, "FPROP_DTYPE"), (jnp.bfloat16, 60, "heads of 60"), (jnp.bfloat16, 264, "264")],
+  [
+    (jnp.float32, 64, "dtype=float32"),
+    (jnp.bfloat16, 60, "heads of 60"),
+    (jnp.bfloat16, 264, "264"),
+  ],
 )
 def test_what_is_not_to_its_taste_is_refused(dtype, head_dim, says):
   q = jnp.ones((1, 8, 4, head_dim), dtype)

@@ -70,7 +70,7 @@ def test_eight_devices_equal_one(on_any_device):
 def test_what_the_device_has_not_is_said():
   pytest.importorskip("tokamax")
   q = jnp.ones((1, 8, 4, 64), jnp.bfloat16)
-  with pytest.raises(UserError, match=r"ATTENTION_KERNEL=tokamax: .*Use xla_chunked"):
+  with pytest.raises(UserError, match=r"kernel=tokamax: .*Use xla_chunked"):
     tokamax(q, q, q, scale=1.0, segments_BT=None)
 
 
