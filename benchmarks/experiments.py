@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from paxlike import main
 from paxlike.cli import flags, starting
+from paxlike.errors import UserError
 
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
@@ -20,6 +21,8 @@ def build(name: str, arguments: Sequence[str]) -> tuple["Experiment", "Trainer"]
   """
   # The mode asks for no folder.
   options = flags.parse(["benchmark", f"--fdl_config={name}", "--mode=compile", *arguments])
+  if options.topology is not None:
+    raise UserError("benchmarks run steps: leave --topology out.")
   starting.set_up_jax(options)
   experiment = main.experiment_of(options)
   trainer = main.built(main.graph_of(options, experiment))

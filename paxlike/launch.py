@@ -6,6 +6,7 @@ Both the command (`main`) and the Python API (`paxlike.train`, `paxlike.load`) u
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -181,16 +182,17 @@ def built(graph: Any) -> Any:
   """Returns the trainer with XLA options for its devices; prints those that JAX does not know."""
   from paxlike.config import building
   from paxlike.devices import xla_flags
+  from paxlike.training.execution import Execution
 
   several = cluster.num_gpus() > 1 or "paxlike.processes.multiprocess" in sys.modules
   # The mesh is built first: building stacks starts JAX's backend, which fixes the GPU memory.
   mesh = building.build(graph.mesh, source="mesh") if several else None
   topology.take_gpu_memory(0 if mesh is None else mesh.num_groups)
   trainer: Any = building.build(graph)
-  trainer.compiler_options, dropped = xla_flags.options()
+  compiler_options, dropped = xla_flags.options()
   for name in dropped:
     print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)
-  return trainer
+  return dataclasses.replace(trainer, execution=Execution(compiler_options=compiler_options))
 
 
 def attempt(options: flags.Options, *, make: Make):
@@ -203,10 +205,11 @@ def attempt(options: flags.Options, *, make: Make):
     trainer.trace()
 
 
-def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any]:
+def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any, Any]:
   """Runs all checks, together with the other processes; writes nothing.
 
-  Returns (prompts, decoding options), for --mode=decode.
+  Returns (trainer with the step of --compiled_step, prompts, decoding options); the latter two are
+  for --mode=decode.
   """
   from paxlike.cli import decode_options
   from paxlike.compilation import aot
@@ -218,19 +221,20 @@ def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any]:
   if others:
     others.compare(graph_file.values(graph))
   progress.enter("check")
-  trainer.saving = trainer.saving and options.enable_checkpoint_saving
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
   if options.compiled_step is not None:
-    trainer.compiled_step = aot.load_step(trainer, options.compiled_step)
+    compiled_step = aot.load_step(trainer, options.compiled_step)
+    execution = dataclasses.replace(trainer.execution, compiled_step=compiled_step)
+    trainer = dataclasses.replace(trainer, execution=execution)
   elif options.mode == "train" and trainer.num_steps:
     with console.mentioned("tracing the step"):
       trainer.trace()
-  decoding = decode_options.read(options) if options.mode == "decode" else ([], None)
+  prompts, how = decode_options.read(options) if options.mode == "decode" else ([], None)
   progress.enter("meet")
   if others:
     others.compare()
-  return decoding
+  return trainer, prompts, how
 
 
 def run(
@@ -249,8 +253,11 @@ def run(
     RunError: The run failed.
   """
   trainer = built(graph)
+  saving = trainer.saving and options.enable_checkpoint_saving
+  trainer = dataclasses.replace(trainer, saving=saving)
   if console.in_notebook() and trainer.stall_timeout is None:
-    trainer.stall_timeout = 0  # A stall must not end the user's kernel.
+    # A stall must not end the user's kernel.
+    trainer = dataclasses.replace(trainer, stall_timeout=0)
   if options.mode == "train" and experiment is not None:
     callbacks = (*_callbacks(experiment), *callbacks)
   with trainer.watched():
@@ -275,10 +282,10 @@ def _run(
   from paxlike import run_folder
   from paxlike.processes import ownership
   from paxlike.telemetry.run_log import Journal
-  from paxlike.training import following
+  from paxlike.training import decode, following
 
   assert options.job_log_dir is not None
-  prompts, how = _check(options, graph, trainer)
+  trainer, prompts, how = _check(options, graph, trainer)
   stage.is_over = True
   # The weights of CHECKPOINT_RESTORE_PATH can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
@@ -310,7 +317,8 @@ def _run(
     elif options.mode == "eval":
       trainer.evaluate(folder, journal, step=_step(options, folder))
     elif options.mode == "decode":
-      trainer.decode(folder, journal, prompts, step=_step(options, folder), options=how)
+      step = _step(options, folder)
+      decode.run(trainer, folder, journal, prompts, step=step, options=how)
     else:
       from paxlike.cli import hints, run_files
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `paxlike` command: flags -> experiment -> graph -> trainer -> mode."""
 
+import contextlib
 import functools
 import json
 import os
@@ -73,7 +74,14 @@ def main(argv: Sequence[str]) -> int:
     if options.help:
       print(usage.HELP, end="")
       return _with_output(0)
-    with launch.reporting_failure(leave=True), unexpected.explained(options) as stage:
+    with (
+      launch.reporting_failure(leave=True),
+      contextlib.ExitStack() as target,
+      unexpected.explained(options) as stage,
+    ):
+      starting.set_up_jax(options)
+      # It ends after `explained`, which may try other options for the same devices.
+      target.enter_context(topology.target(options.topology, slices=options.slices or 1))
       status = _dispatch(options, stage)
       prints_only = options.list or options.fdl_help
       writes_files = options.mode in ("train", "eval", "decode") and not prints_only
@@ -98,7 +106,6 @@ def _with_output(status: int) -> int:
 
 
 def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
-  starting.set_up_jax(options)
   stage.attempt = functools.partial(launch.attempt, make=launch.experiment_if_named)
   from paxlike.cli import epochs, knob_page, show
 

@@ -69,9 +69,8 @@ def shared_data() -> pathlib.Path:
 @pytest.fixture
 def h200():
   """Programs are made for one H200, which is not there."""
-  topology.use("h200-1")
-  yield
-  topology.use(None)
+  with topology.target("h200-1"):
+    yield
 
 
 @pytest.fixture(scope="session")

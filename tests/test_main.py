@@ -153,11 +153,8 @@ def test_jax_may_take_most_of_a_gpu(monkeypatch):
 def test_devices_that_are_named_have_the_memory_of_theirs(monkeypatch):
   for name in chips.SHARE_NAMES:
     monkeypatch.setenv(name, "")
-  topology.use("h200-8")
-  try:
+  with topology.target("h200-8"):
     topology.take_gpu_memory(15)
-  finally:
-    topology.use(None)
   assert not any(os.environ[name] for name in chips.SHARE_NAMES)
 
 

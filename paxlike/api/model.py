@@ -176,17 +176,10 @@ class Model:
 
   def _decoding_with(self, options: "Options") -> "Decoding":
     """Returns the decoder, which is reused with its programs while the sampling is the same."""
-    from paxlike.inference import decoding
+    from paxlike.training import decode
 
     if self._decoding is None or self._decoding.options.sampling != options.sampling:
-      self._decoding = decoding.Decoding(
-        self._decoder.definition,
-        self._params,
-        self.tokenizer,
-        max_len=self._decoder.data.seq_len,
-        options=options,
-        compiler_options=self._decoder.compiler_options,
-      )
+      self._decoding = decode.decoding_of(self._decoder, self._params, options)
     self._decoding.options = options
     return self._decoding
 
@@ -221,7 +214,7 @@ class Model:
       logits_BTV, _ = decoder.forward(definition, definition.prepare(params), {"inputs": tokens_BT})
       return logits_BTV.astype(jnp.float32)
 
-    return jax.jit(forward, compiler_options=dict(self._decoder.compiler_options))
+    return jax.jit(forward, compiler_options=dict(self._decoder.execution.compiler_options))
 
   def evaluate(self) -> dict[str, dict[str, float]]:
     """Returns the metrics of each eval set by name, like `--mode=eval`; writes nothing.

@@ -185,7 +185,7 @@ def _errors_of_update(
     return new, moments
 
   arguments = jax.device_put((old, gradients), jax.local_devices()[0])
-  compiled = jax.jit(update).lower(*arguments).compile(dict(trainer.compiler_options))
+  compiled = jax.jit(update).lower(*arguments).compile(dict(trainer.execution.compiler_options))
   new, moments = jax.device_get(compiled(*arguments))
 
   def error(a: Any, b: Any, of: Any) -> float:

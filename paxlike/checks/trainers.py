@@ -2,6 +2,7 @@
 """The trainers whose steps are compared: usually shrunk models, on the mesh and on one device."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from paxlike.checks.check import is_cpu
 from paxlike.devices import mesh
 from paxlike.devices.mesh import MeshSpec
 from paxlike.training import optimizers
+from paxlike.training.execution import Execution
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.trainer import Trainer
 
@@ -55,10 +57,11 @@ def trained(
   stack: Any = trainer.model.stack
   microbatches = 1 if stack.pipeline is None else stack.pipeline.microbatches
   shards = mesh.batch_shards(trainer.devices) * trainer.accumulation_steps * microbatches
-  trainer.percore_batch_size = 2 * shards / trainer.devices.size
+  execution = trainer.execution
   if is_cpu(trainer.devices):
-    trainer.compiler_options = _QUICKLY_COMPILED
-  return trainer
+    execution = Execution(compiler_options=_QUICKLY_COMPILED)
+  sequences = 2 * shards / trainer.devices.size
+  return dataclasses.replace(trainer, percore_batch_size=sequences, execution=execution)
 
 
 def _shrink(graph: Any, build: Build):
@@ -125,11 +128,14 @@ def on_one_device(trainer: Trainer, graph: Any, build: Build, *, full: bool) -> 
 
   alone = trained(graph, build, full=full, edit=simplify)
   stack: Any = trainer.model.stack
-  alone.percore_batch_size = trainer.batch_size
-  alone.accumulation_steps *= 1 if stack.pipeline is None else stack.pipeline.microbatches
-  alone.mesh = MeshSpec(ici=(1, 1, 1))
-  alone.optimizer = Optimizer(optax.set_to_zero(), alone.optimizer.learning_rate)
-  return alone
+  parts = 1 if stack.pipeline is None else stack.pipeline.microbatches
+  return dataclasses.replace(
+    alone,
+    percore_batch_size=trainer.batch_size,
+    accumulation_steps=parts * alone.accumulation_steps,
+    mesh=MeshSpec(ici=(1, 1, 1)),
+    optimizer=Optimizer(optax.set_to_zero(), alone.optimizer.learning_rate),
+  )
 
 
 def is_rounded(trainer: Trainer) -> bool:

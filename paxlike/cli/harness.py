@@ -9,6 +9,7 @@ one that `paxlike-convert` wrote. From Python:
 """
 
 import collections
+import dataclasses
 import json
 import pathlib
 import sys
@@ -32,18 +33,20 @@ except ImportError as error:
 
 from paxlike import fiddlers
 from paxlike.config import building, graph_file, knob_types, ranges
+from paxlike.data import token_index
 from paxlike.data.corpus import Corpus
 from paxlike.data.examples import ExampleRows
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
-from paxlike.devices import xla_flags
+from paxlike.devices import jax_setup, topology, xla_flags
 from paxlike.devices.batch_placement import Feed
 from paxlike.errors import UserError, did_you_mean, one_line
-from paxlike.inference.decoding import Decoding, Options
+from paxlike.inference.decoding import Options
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.decoder import Batch
-from paxlike.training import evaluation
+from paxlike.training import decode, evaluation
 from paxlike.training.evaluation import EvalSet, Evaluator, Scores, Sums
+from paxlike.training.execution import Execution
 from paxlike.training.trainer import Trainer
 
 # (texts, ids of the context, ids of the continuation).
@@ -111,14 +114,17 @@ class PaxlikeLM(TemplateLM):
     """
     super().__init__()
     _check_names(others)
+    # The harness has started threads by now.
+    jax_setup.set_up(keep_heap=False, cache_folder=token_index.cache_folder() / "xla")
     run, number = _checked("folder", folder), _checked("step", step)
     rows, compute_dtype = _checked("batch_size", batch_size), _checked("dtype", dtype)
     graph: Any = graph_file.read(f"{run}/config.json", allow_modules=fdl_allow_modules.split(":"))
     fiddlers.decoding(graph)
     if compute_dtype is not None:
       fiddlers.precision(graph, compute_dtype)
-    self._trainer: Trainer = building.build(graph)
-    self._trainer.compiler_options, _ = xla_flags.options()
+    topology.take_gpu_memory()
+    execution = Execution(compiler_options=xla_flags.options()[0])
+    self._trainer: Trainer = dataclasses.replace(building.build(graph), execution=execution)
     self.batch_size: int = self._trainer.batch_size if rows == "auto" else rows
     self._params = self._trainer.load(run, step=number)
     if self._trainer.data.tokenizer is None:
@@ -181,7 +187,7 @@ class PaxlikeLM(TemplateLM):
         EvalSet(dataset=rows, metrics=metrics),
         feed,
         batch_size=self.batch_size,
-        compiler_options=self._trainer.compiler_options,
+        compiler_options=self._trainer.execution.compiler_options,
       )
       records = evaluator.run(self._params).records
     found = [(record["log_likelihood"], record["acc_strict"] == 1.0) for record in records]
@@ -217,14 +223,7 @@ class PaxlikeLM(TemplateLM):
       options = _options(json.loads(how), num_rows=self.batch_size)
       prompts = [self._truncated(requests[n].args[0], options.max_new_tokens) for n in numbers]
       with jax.set_mesh(self._trainer.devices):
-        decoding = Decoding(
-          self._trainer.definition,
-          self._params,
-          self._tokens,
-          max_len=self.max_length,
-          options=options,
-          compiler_options=self._trainer.compiler_options,
-        )
+        decoding = decode.decoding_of(self._trainer, self._params, options)
         for result in decoding.run(prompts):
           answers[numbers[result.prompt]] = result.text
     for request, answer in zip(requests, answers, strict=True):

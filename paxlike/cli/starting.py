@@ -5,13 +5,11 @@ If Python code calls paxlike, JAX may already be initialized; settings that it w
 are then skipped.
 """
 
-import logging
 import os
-import sys
 from typing import Any
 
 from paxlike.cli import flags
-from paxlike.devices import gpu_targets, malloc, program_cache, topology, tpu_targets
+from paxlike.devices import jax_setup, program_cache, tpu_targets
 from paxlike.errors import UserError
 from paxlike.processes import cluster
 
@@ -19,56 +17,25 @@ from paxlike.processes import cluster
 def set_up_jax(options: flags.Options):
   """Configures JAX, TensorFlow and TFDS, and joins the other processes of the job.
 
+  The target devices of `options` are set by `topology.target`.
+
   Raises:
     UserError: Options or the environment are wrong.
     TemporaryError: Other processes do not join in time.
   """
-  # JAX and its libraries are imported here, after the flags have been checked.
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  # Orbax and gcsfs log each error that they also raise, with its stack; asyncio logs errors of
-  # tasks that are no longer awaited.
-  for name in ("absl", "asyncio", "gcsfs"):
-    logging.getLogger(name).setLevel(logging.CRITICAL)
-  if options.tfds_data_dir:
-    os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
-  topology.check_gpu_share()
-  if not os.path.exists("/dev/nvidiactl"):
-    # Without GPUs, JAX would log an error if its GPU plugin is installed.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-  if options.topology is not None and tpu_targets.are_named(options.topology):
-    gpu_targets.leave_out()
-  if not tpu_targets.are_here():
-    tpu_targets.settle()
-    has_gpu = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
-    if options.topology is None and not has_gpu and not has_started():
-      malloc.keep_heap()
-  if options.num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
-    # XLA:CPU crashes when it promotes bfloat16 all-reduces from gradients of jax.shard_map to
-    # float32. The pass is not needed.
-    theirs, ours = os.environ.get("XLA_FLAGS", ""), "--xla_disable_hlo_passes=all-reduce-promotion"
-    if ours not in theirs.split():
-      os.environ["XLA_FLAGS"] = f"{ours} {theirs}".strip()
-  import jax
-
   from paxlike.data import token_index
 
-  program_cache.enable(str(token_index.cache_folder() / "xla"))
-
-  if options.topology is not None:
-    jax.config.update("jax_platforms", "cpu")
-  topology.use(options.topology, slices=options.slices or 1)
-  if options.num_cpu_devices is not None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", options.num_cpu_devices)
-    # The number of XLA's threads: with too few, all may wait in different collectives, a deadlock.
-    os.environ.setdefault("NPROC", str(8 * options.num_cpu_devices))
+  if options.tfds_data_dir:
+    os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
+  target = options.topology
+  jax_setup.set_up(
+    platform=None if target is None else "cpu",
+    num_cpu_devices=options.num_cpu_devices,
+    gpu_plugin=target is None or not tpu_targets.are_named(target),
+    keep_heap=target is None,
+    cache_folder=token_index.cache_folder() / "xla",
+  )
   join(options)
-
-
-def has_started() -> bool:
-  """Returns whether JAX's backends are already initialized in this process."""
-  bridge = sys.modules.get("jax._src.xla_bridge")
-  return bridge is not None and bridge.backends_are_initialized()
 
 
 def join(options: flags.Options):
@@ -104,7 +71,7 @@ def join(options: flags.Options):
     joins = options.multiprocess_gpu or cluster.num_tpu_processes() > 1
   else:
     joins = group is not None and group.count > 1
-  if joins and has_started():
+  if joins and jax_setup.has_started():
     raise UserError(
       "the cluster has other processes, but JAX has started in this one alone: call paxlike.train"
       " or paxlike.load before anything uses JAX's devices."

@@ -119,7 +119,7 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
   try:
     with jax.set_mesh(devices), malloc.trimmed(), program_cache.usable(devices.devices.flat[0]):
       lowered = trainer.lower(state, batch)
-      step = lowered.compile(compiler_options=dict(trainer.compiler_options))
+      step = lowered.compile(compiler_options=dict(trainer.execution.compiler_options))
     held = _held(step, devices.devices.flat[0].platform)
   except jax.errors.JaxRuntimeError as error:
     step, held = None, _asked_for(str(error), _bytes_per_device((state, batch)))
@@ -127,7 +127,7 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
       raise
   seconds = time.perf_counter() - began
   if save is not None and step is not None:
-    saved_step.save(save, step, lowered, devices, trainer.compiler_options)
+    saved_step.save(save, step, lowered, devices, trainer.execution.compiler_options)
   program = Program(
     step=step,
     held=held,
@@ -151,7 +151,7 @@ def load_step(trainer: Trainer, path: str) -> jax.stages.Compiled:
   """
   with jax.set_mesh(trainer.devices):
     lowered = trainer.lower(*trainer.abstract())
-  return saved_step.load(path, lowered, trainer.devices, trainer.compiler_options)
+  return saved_step.load(path, lowered, trainer.devices, trainer.execution.compiler_options)
 
 
 def check_kernels(trainer: Trainer):

@@ -153,11 +153,13 @@ def _lines(value: Any, path: str, source: str, seen: dict[int, str]) -> Iterator
 
 
 def _defaults(value: fdl.Buildable) -> dict[str, Any]:
-  """Returns the defaults of the arguments that are not set."""
+  """Returns the defaults of the arguments that are not set, but for those that a factory makes."""
   return {
     name: parameter.default
     for name, parameter in value.__signature_info__.parameters.items()
-    if name not in value.__arguments__ and parameter.default is not inspect.Parameter.empty
+    if name not in value.__arguments__
+    and parameter.default is not inspect.Parameter.empty
+    and repr(parameter.default) != "<factory>"  # Of a dataclass.
   }
 
 

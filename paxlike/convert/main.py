@@ -2,7 +2,6 @@
 """`paxlike-convert --from=hf --path=SOURCE --to=DIR` imports, and `--from=paxlike` exports."""
 
 import argparse
-import logging
 import os
 import pathlib
 import signal
@@ -13,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from paxlike import run_folder
-from paxlike.devices import gpu_targets, tpu_targets
+from paxlike.devices import jax_setup, tpu_targets
 from paxlike.errors import UserError, one_line
 from paxlike.telemetry import console
 
@@ -77,12 +76,8 @@ def _set_up():
   """
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-  os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-  gpu_targets.leave_out()
-  tpu_targets.settle()
-  # Orbax logs the errors that it raises, with tracebacks; asyncio logs errors of abandoned tasks.
-  for name in ("absl", "asyncio"):
-    logging.getLogger(name).setLevel(logging.CRITICAL)
+  tpu_targets.settle()  # Also on machines with TPUs, which are not used.
+  jax_setup.set_up(gpu_plugin=False, keep_heap=False)
   # After a failed write, Orbax abandons its pending coroutines.
   warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
   sys.unraisablehook = _report_unraisable

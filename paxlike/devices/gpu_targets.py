@@ -2,11 +2,13 @@
 """NVIDIA GPU topologies for ahead-of-time compilation without GPUs.
 
 `_TARGET` is XLA's description of a GPU. JAX queries the GPU before it emits cuDNN calls; those
-queries are patched.
+queries are patched while such a GPU is the target.
 """
 
+import contextlib
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from paxlike.devices import chips
@@ -115,7 +117,6 @@ def devices(kind: str, count: int) -> list[Any]:
   Raises:
     UserError: JAX's CUDA plugin is not installed.
   """
-  _patch_cudnn_queries(KINDS[kind].capability)
   return list(_gpus(kind.upper(), KINDS[kind], count))
 
 
@@ -153,9 +154,12 @@ def _gpus(name: str, kind: Kind, count: int) -> Any:
   return found.devices
 
 
-def _patch_cudnn_queries(capability: tuple[int, int]):
-  """Patches the GPU queries that JAX makes before it emits cuDNN attention."""
+@contextlib.contextmanager
+def patched_cudnn_queries(kind: str) -> Iterator[None]:
+  """Context in which the GPU queries that JAX makes before it emits cuDNN attention are patched."""
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+  capability = KINDS[kind].capability
 
   class Versions:
     """Replaces the extension module of the CUDA plugin."""
@@ -167,7 +171,16 @@ def _patch_cudnn_queries(capability: tuple[int, int]):
   def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 
-  patched: Any = cudnn
-  patched.cuda_versions = Versions
-  patched.check_compute_capability = lambda least: capability >= version(least)
-  patched.is_cuda_compute_capability_equal = lambda other: capability == version(other)
+  patches = {
+    "cuda_versions": Versions,
+    "check_compute_capability": lambda least: capability >= version(least),
+    "is_cuda_compute_capability_equal": lambda other: capability == version(other),
+  }
+  before = {name: getattr(cudnn, name) for name in patches}
+  try:
+    for name, value in patches.items():
+      setattr(cudnn, name, value)
+    yield
+  finally:
+    for name, value in before.items():
+      setattr(cudnn, name, value)

@@ -4,17 +4,18 @@
 XLA can compile for GPUs and TPUs that are not attached.
 """
 
+import contextlib
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paxlike.devices import chips, gpu_targets, tpu_targets
 from paxlike.errors import UserError, did_you_mean
 
 _DRIVER = pathlib.Path("/proc/driver/nvidia")
-_named: Sequence[Any] | None = None
+_named: Sequence[Any] | None = None  # Set by `target` alone.
 
 
 def devices() -> list[Any]:
@@ -122,8 +123,11 @@ def _capability(device: Any) -> tuple[int, int]:
   return (0, 0) if capability is None else (int(capability[1]), int(capability[2]))
 
 
-def use(name: str | None, *, slices: int = 1):
-  """Makes the devices of a topology the target of compilation; programs for them cannot run.
+@contextlib.contextmanager
+def target(name: str | None, *, slices: int = 1) -> Iterator[None]:
+  """Context in which the devices of a topology are the target of compilation, for all threads.
+
+  Programs for them cannot run. Contexts may be nested; each restores the target before it.
 
   Args:
     name: A kind of device and a number, such as h200-1 or v5e-256; None: this machine's devices.
@@ -133,18 +137,26 @@ def use(name: str | None, *, slices: int = 1):
     UserError: There is no such topology, or the compiler for it is not installed.
   """
   global _named
-  _named = None
-  if name is None:
-    return
+  with contextlib.ExitStack() as stack:
+    found = None if name is None else _described(name, slices, stack)
+    before, _named = _named, found
+    try:
+      yield
+    finally:
+      _named = before
+
+
+def _described(name: str, slices: int, stack: contextlib.ExitStack) -> Sequence[Any]:
+  """Returns the devices of a topology, with the patches of JAX for them entered into `stack`."""
   kind, count = parse(name)
   if kind in tpu_targets.KINDS:
-    _named = tpu_targets.devices(kind, count, slices)
-  elif slices > 1:
+    return tpu_targets.devices(kind, count, slices)
+  if slices > 1:
     raise UserError(
       f"--slices={slices}: only TPUs come in slices; give the number of all GPUs, as in {kind}-64."
     )
-  else:
-    _named = gpu_targets.devices(kind, count)
+  stack.enter_context(gpu_targets.patched_cudnn_queries(kind))
+  return gpu_targets.devices(kind, count)
 
 
 def parse(name: str) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from paxlike import run_folder
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.devices import mesh
 from paxlike.errors import UserError
-from paxlike.training import memory_check, pipeline_loss, requirements
+from paxlike.training import decode, memory_check, pipeline_loss, requirements
 
 _MOST_BYTES = 200  # Limit of an eval set's name; file names are limited to 255.
 
@@ -48,7 +48,7 @@ def check(trainer: Any, *, training: bool):
       )
   if training and trainer.sample_prompt is not None:
     try:
-      trainer.check_prompts([trainer.sample_prompt])
+      decode.check(trainer, [trainer.sample_prompt])
     except UserError as error:
       raise UserError(f"SAMPLE_PROMPT (sample_prompt): {error}") from None
 

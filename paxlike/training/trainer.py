@@ -1,44 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: restores or initializes a run, trains it, and logs, evaluates and saves."""
+"""The trainer: one run as an immutable value."""
 
-import contextlib
 import dataclasses
 import functools
-import itertools
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from etils import epath
 
-from paxlike.checkpoints.checkpoint import Checkpoints, flatten
 from paxlike.checkpoints.committing import check_keep
 from paxlike.checkpoints.warm_start import Restore
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.dataset import Dataset
-from paxlike.data.tuning import dialogue
-from paxlike.data.tuning.dialogue import Dialogue
-from paxlike.devices import malloc, mesh
+from paxlike.devices import mesh
 from paxlike.devices.batch_placement import Feed
 from paxlike.errors import UserError
-from paxlike.inference import conversation, decoding
-from paxlike.inference.sampling import Sampling
-from paxlike.layers import flops
 from paxlike.layers.attention.auto import Place
 from paxlike.layers.decoder import Batch, Decoder
 from paxlike.layers.module import Definition, Params
-from paxlike.layers.stack import layout_of
-from paxlike.processes import progress, watch
-from paxlike.processes.signals import StopSignal
-from paxlike.telemetry.meter import Meter, Reading, check_finite
-from paxlike.telemetry.run_log import Journal, Summary
+from paxlike.processes import watch
+from paxlike.telemetry.run_log import Journal
 from paxlike.training import preflight, requirements, train_state
-from paxlike.training.best_checkpoint import Best, Criterion
-from paxlike.training.evaluation import EvalSet, Evaluator, Result, Stopped
+from paxlike.training.best_checkpoint import Criterion
+from paxlike.training.evaluation import EvalSet, Evaluator, Result
+from paxlike.training.execution import Execution
 from paxlike.training.initial_state import Origin
+from paxlike.training.loop import Loop
 from paxlike.training.objectives import NextToken, Objective, shares_base
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.train_state import TrainState
@@ -46,11 +36,11 @@ from paxlike.training.train_step import make_train_step
 
 
 @configurable
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
   """One run: its configuration, training, evaluation and decoding.
 
-  Building it allocates and reads nothing.
+  Building it allocates and reads nothing. It is immutable; `dataclasses.replace` makes a variant.
 
   Attributes:
     model: The model, with abstract weights.
@@ -77,9 +67,7 @@ class Trainer:
     stack_interval: Seconds between dumps of all threads' stacks; None: no dumps.
     read_only: Whether nothing is trained, so that weights with a scheme are stored quantized.
     saving: Whether checkpoints are written.
-    compiler_options: XLA's, for the step, evaluation and decoding. Set after building, because
-      options that write files do not belong in a graph.
-    compiled_step: A step compiled ahead of time, also set after building; None: no such step.
+    execution: Compiler options and compiled step; given after building, not by a graph.
   """
 
   model: Decoder
@@ -106,8 +94,7 @@ class Trainer:
   stack_interval: ranges.Interval | None = None
   read_only: bool = False
   saving: bool = True
-  compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, init=False)
-  compiled_step: jax.stages.Compiled | None = dataclasses.field(default=None, init=False)
+  execution: Execution = dataclasses.field(default_factory=Execution)
 
   def check(self, *, training: bool = True):
     """Checks the run before anything is computed or written.
@@ -117,15 +104,6 @@ class Trainer:
     """
     check_keep(self.keep)
     preflight.check(self, training=training)
-
-  def check_prompts(self, prompts: Sequence[decoding.Prompt], *, stop_tokens: Sequence[int] = ()):
-    """Checks that the model can continue `prompts`, and that `stop_tokens` are in its vocabulary.
-
-    Raises:
-      UserError: It cannot, or they are not.
-    """
-    how: Any = {"max_len": self.data.seq_len, "stop_tokens": stop_tokens}
-    decoding.check(prompts, self.model, self.data.tokenizer, self._dialogue(prompts), **how)
 
   @functools.cached_property
   def definition(self) -> Definition:
@@ -217,69 +195,8 @@ class Trainer:
       UserError: The checkpoint is of another experiment, or cannot be written.
       RunError: The loss is no longer finite.
     """
-    best = Best(folder, self.best, saving=self.saving)
-    with (
-      jax.set_mesh(self.devices),
-      self.watched(folder),
-      self._checkpoints(folder, best, journal) as saved,
-      StopSignal() as stop,
-    ):
-      state, data_state, origin = self.origin(folder).state(saved, self.optimizer, journal)
-      start = int(state.step)
-      if journal.is_past(start, num_steps=self.num_steps):
-        return 0
-      best.forget(after=start)
-      if self.has_reference:
-        state = dataclasses.replace(state, reference=self.origin(folder).reference(state))
-      train_step = None
-      meter = Meter(depth=self.feed.steps_in_flight)
-      progress.enter("data", start)
-      given: Any = {"rows": self.feed.rows, "state": data_state, "updates": start}
-      with self.data.batches(self.batch_size, **given) as batches, watch.reporting():
-        # All checks come before the first write.
-        first = [next(batches)] if start < self.num_steps else []
-        batches = itertools.chain(first, batches)
-        journal.start(self._summary, {**files, **origin}, step=start, num_steps=self.num_steps)
-        owed = self._evaluates_after(start) and best.owes(start, self.eval_data)
-        if owed:  # The run was stopped before or during that evaluation.
-          self._judge(best, state.weights, start, journal, stop)
-        stopping = owed and stop.requested()
-        for step in range(start, self.num_steps):
-          if stopping or best.is_hopeless:
-            break
-          progress.enter("data", step)
-          batch = next(batches)
-          progress.enter("dispatch", step)
-          arrays = self.feed.put(batch.arrays)
-          if train_step is None:
-            progress.enter("compile")
-            train_step = self._compile_first(state, arrays, journal)
-            progress.enter("dispatch", step)
-          state, metrics = train_step(state, arrays)
-          progress.enter("step", step)
-          self._log(meter.add(step, metrics), journal)
-
-          stopping = stop.requested()
-          ending = stopping or step + 1 == self.num_steps
-          save = self.saving and (ending or _due(step, self.save_every))
-          evaluate = not stopping and self._evaluates_after(step + 1)
-          if save or evaluate:
-            self._log(meter.flush(), journal)
-            meter.pause()
-          if save:
-            self._save(saved, state, batch.state)
-            journal.status("running", step + 1)
-          if evaluate:
-            keep = self._judge(best, state.weights, step + 1, journal, stop)
-            stopping = stop.requested()
-            if (keep or stopping) and self.saving and not save:
-              self._save(saved, state, batch.state)
-      self._log(meter.flush(), journal)
-      progress.enter("save", int(state.step))
-      saved.wait()
-      progress.enter("end")
-      self._finish(state, journal, best, has_progressed=owed or int(state.step) > start)
-      return stop.number or 0
+    with jax.set_mesh(self.devices), self.watched(folder):
+      return Loop(self, folder, journal).run(files)
 
   def evaluate(self, folder: epath.Path, journal: Journal, *, step: int | None) -> int:
     """Evaluates checkpoint `step`, or the newest, on every eval set. Returns its step.
@@ -290,57 +207,12 @@ class Trainer:
     _ = self.evaluators  # Raises if there is no evaluation data.
     with jax.set_mesh(self.devices), self.watched(folder):
       step, params = self.origin(folder).params(step)
-      self._evaluate(params, step, journal)
+      self.measure(params, step, journal)
       return step
-
-  def decode(
-    self,
-    folder: epath.Path,
-    journal: Journal,
-    prompts: Sequence[decoding.Prompt],
-    *,
-    step: int | None,
-    options: decoding.Options,
-  ):
-    """Continues `prompts` with checkpoint `step`, or the newest, and prints and saves the texts.
-
-    Without prompts, holds a conversation in the terminal.
-
-    Raises:
-      UserError: There is no such checkpoint, it is of another experiment, or has no tokenizer.
-    """
-    if not prompts:
-      conversation.check()
-    self.check_prompts(prompts or conversation.EXAMPLE, stop_tokens=options.stop_tokens)
-    with jax.set_mesh(self.devices), self.watched(folder):
-      step, params = self.origin(folder).params(step)
-      decoder = self._decoding(params, options, self._dialogue(prompts or conversation.EXAMPLE))
-      if not prompts:
-        conversation.hold(decoder, journal.piece)
-        return
-      path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
-      decoding.tell(decoder, prompts, journal, path)
 
   def watched(self, folder: epath.Path | None = None) -> Any:
     """Returns a context in which the run is watched for progress."""
     return watch.over(watch.Limits(folder, self.stall_timeout, self.stack_interval))
-
-  def _decoding(
-    self, params: Params, options: decoding.Options, dialogue: Dialogue | None = None
-  ) -> decoding.Decoding:
-    return decoding.Decoding(
-      self.definition,
-      params,
-      self.data.tokenizer,
-      max_len=self.data.seq_len,
-      options=options,
-      dialogue=dialogue,
-      compiler_options=self.compiler_options,
-    )
-
-  def _dialogue(self, prompts: Sequence[decoding.Prompt]) -> Dialogue | None:
-    has_talk = any(not isinstance(prompt, str) for prompt in prompts)
-    return self.data.dialogue or (dialogue.beside(self.data.tokenizer) if has_talk else None)
 
   def load(self, folder: epath.PathLike, *, step: int | None = None) -> Params:
     """Returns the weights of checkpoint `step`, or the newest, in the dtypes of the layers.
@@ -351,26 +223,7 @@ class Trainer:
     with jax.set_mesh(self.devices):
       return self.origin(epath.Path(folder)).params(step)[1]
 
-  def _checkpoints(self, folder: epath.Path, best: Best, journal: Journal) -> Checkpoints:
-    return self.origin(folder).checkpoints(
-      keep=self.keep,
-      preserved=lambda: best.step,
-      check_owner=journal.check_owner,
-      on_commit=journal.saved,
-    )
-
-  def _evaluates_after(self, step: int) -> bool:
-    at_end = step == self.num_steps
-    return bool(step and self.eval_data) and (at_end or _due(step - 1, self.eval_every))
-
-  def _judge(self, best: Best, params: Params, at: int, journal: Journal, stop: StopSignal) -> bool:
-    """Evaluates weights unless stopped; returns whether the result requires a checkpoint."""
-    with contextlib.suppress(Stopped):
-      results = self._evaluate(params, at, journal, stops=stop.requested)
-      return best.evaluated(results, at) or best.is_hopeless
-    return False
-
-  def _evaluate(self, params: Params, step: int, journal: Journal, **how: Any) -> dict[str, Result]:
+  def measure(self, params: Params, step: int, journal: Journal, **how: Any) -> dict[str, Result]:
     """Evaluates weights on each eval set and logs the results; `how` is for `Evaluator.run`."""
     results = {}
     for name, evaluator in self.evaluators.items():
@@ -393,27 +246,10 @@ class Trainer:
         eval_set,
         self.feed,
         batch_size=self.batch_size,
-        compiler_options=self.compiler_options,
+        compiler_options=self.execution.compiler_options,
       )
       for name, eval_set in self.eval_data.items()
     }
-
-  def _save(self, saved: Checkpoints, state: TrainState, data_state: dict[str, Any]):
-    progress.enter("save", int(state.step))
-    changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
-    saved.save(int(state.step), changing, layout=layout_of(self.model), train_input=data_state)
-
-  def _finish(self, state: TrainState, journal: Journal, best: Best, *, has_progressed: bool):
-    step = int(state.step)
-    owes = self._evaluates_after(step) and best.owes(step, self.eval_data)
-    finished = best.is_hopeless or (step == self.num_steps and not owes)
-    if best.is_hopeless and step < self.num_steps:
-      journal.note(f"stopped early: checkpoint {best.step} is still the best")
-    if finished and has_progressed and self.sample_prompt is not None:
-      how = decoding.Options(max_new_tokens=200, sampling=Sampling(temperature=0.8), seed=self.seed)
-      *_, last = self._decoding(state.weights, how).run([self.sample_prompt])
-      journal.note(f"sample:\n{self.sample_prompt}{last.text}")
-    journal.status("finished" if finished else "stopped", step)
 
   @functools.cached_property
   def _step(self) -> Any:
@@ -445,40 +281,8 @@ class Trainer:
     return self._step.lower(state, batch)
 
   def compile(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
-    """Returns the compiled step for arrays like these."""
-    if self.compiled_step is not None:
-      return self.compiled_step
-    return self.lower(state, batch).compile(compiler_options=dict(self.compiler_options))
-
-  def _compile_first(
-    self, state: TrainState, batch: Batch, journal: Journal
-  ) -> jax.stages.Compiled:
-    began = time.perf_counter()
-    program = self.compile(state, batch)
-    if self.compiled_step is None:
-      journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
-    malloc.return_freed_heap()
-    return program
-
-  def _log(self, readings: Iterable[Reading], journal: Journal):
-    for reading in readings:
-      journal.step(reading, due=_due(reading.step, self.summary_every))
-      check_finite(reading, journal.skipped_in_a_row, most=self.max_skipped_in_a_row)
-
-  @property
-  def _summary(self) -> Summary:
-    return Summary(
-      num_params=self.definition.num_params,
-      num_trained=self.definition.num_trained,
-      batch_size=self.batch_size,
-      seq_len=self.data.seq_len,
-      epoch_rows=self.data.epoch_rows,
-      devices=self.devices,
-      flops=flops.per_token(self.definition, self.data.seq_len),
-      attention=", ".join(self.attention),
-    )
-
-
-def _due(step: int, every: int) -> bool:
-  """Returns whether an action of every `every` steps is due after `step`, counted from 0."""
-  return every > 0 and (step + 1) % every == 0
+    """Returns the program of a step, for arrays like these."""
+    if self.execution.compiled_step is not None:
+      return self.execution.compiled_step
+    options = dict(self.execution.compiler_options)
+    return self.lower(state, batch).compile(compiler_options=options)

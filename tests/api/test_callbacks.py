@@ -9,7 +9,6 @@ import pytest
 
 import paxlike
 from paxlike import main
-from paxlike.devices import topology
 from paxlike.telemetry.console import Console
 
 
@@ -126,7 +125,6 @@ def test_the_command_calls_those_of_the_experiment(tmp_path, monkeypatch):
   log = tmp_path / "log.jsonl"
   flags = ("--fdl_config=logged_experiment.Mine", f"--fdl.LOG_NAME={log}")
   assert main.main(["", *flags, f"--job_log_dir={tmp_path / 'run'}"]) == 0
-  topology.use(None)
   told = [json.loads(line) for line in log.read_text().splitlines()]
   assert told == paxlike.Run(tmp_path / "run").records()
   assert "Log" not in (tmp_path / "run" / "config.json").read_text()

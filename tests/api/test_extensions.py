@@ -16,7 +16,6 @@ from helpers.sources import REPOSITORY
 import paxlike
 from examples import extensions
 from paxlike import main, registry
-from paxlike.devices import topology
 
 SMALL: dict[str, Any] = {
   "MAX_STEPS": 4,
@@ -99,7 +98,6 @@ def test_the_command_takes_them_where_their_module_is_allowed(run, capsys):
   assert main.main(["", *flags]) == 2
   assert f"--fdl_allow_modules={MODULE}" in capsys.readouterr().err
   assert main.main(["", *flags, f"--fdl_allow_modules={MODULE}"]) == 0
-  topology.use(None)
   with pytest.raises(paxlike.UserError, match=f"--fdl_allow_modules={MODULE}"):
     paxlike.load(run.folder)
   text = paxlike.load(run.folder, allow_modules=[MODULE]).generate("1+1=", max_new_tokens=2)

@@ -8,14 +8,12 @@ import pytest
 
 import paxlike
 from paxlike import main
-from paxlike.devices import topology
 
 
 def test_a_text_is_what_the_command_decodes(trained, model):
   text = model.generate("3 bottles", max_new_tokens=6)
   flags = ("--prompt=3 bottles", "--max_new_tokens=6", f"--job_log_dir={trained.folder}")
   assert main.main(["", "--mode=decode", *flags]) == 0
-  topology.use(None)
   (line,) = (trained.folder / "decode_out" / "decode_00000004.jsonl").read_text().splitlines()
   assert text == json.loads(line)["text"]
   assert len(text) == 6

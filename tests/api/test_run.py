@@ -17,7 +17,6 @@ from helpers.sources import REPOSITORY
 import paxlike
 from paxlike import main
 from paxlike.api import run
-from paxlike.devices import topology
 from paxlike.experiment import Experiment
 
 
@@ -39,7 +38,6 @@ def test_it_writes_what_the_command_writes(tmp_path, text):
   flags = [f"--fdl.{name}={value}" for name, value in knobs.items()]
   theirs = tmp_path / "command"
   assert main.main(["", "--fdl_config=Text126M", f"--job_log_dir={theirs}", *flags]) == 0
-  topology.use(None)
   assert files(tmp_path / "python") == files(theirs)
   for name in ("config.json", "experiment.json"):
     assert (tmp_path / "python" / name).read_text() == (theirs / name).read_text()

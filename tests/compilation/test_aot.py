@@ -9,11 +9,10 @@ import subprocess
 import sys
 from typing import Any
 
-import fiddle as fdl
 import pytest
 from helpers.program import TINY, run, start
 
-from paxlike import fiddlers, registry
+from paxlike import fiddlers, main, registry
 from paxlike.compilation import aot, hlo_kernels
 from paxlike.devices import chips, xla_flags
 
@@ -139,8 +138,7 @@ def test_every_product_of_a_block_is_in_8_bits_and_no_other(h200, name, kind, sc
   knobs = {"USE_REPEATED_LAYER": scan, "CHECKPOINT_POLICY": "SAVE_EVERYTHING"}
   graph = registry.find(name)(QUANTIZATION=kind, **knobs).trainer()
   fiddlers.shrink(graph)
-  trainer: Any = fdl.build(graph)
-  trainer.compiler_options, _ = xla_flags.options()
+  trainer = main.built(graph)
   program = aot.compile_step(trainer)
   flops = {group: one.flops for group, one in hlo_kernels.grouped(program.kernels(), "group")}
   sizes = {key: math.prod(spec.shape) for key, spec in trainer.definition.weights.items()}
@@ -205,8 +203,7 @@ def test_no_step_takes_longer_than_it_did(h200, name, knobs):
   for setting in f"{knobs} CHECKPOINT_POLICY=SAVE_EVERYTHING USE_REPEATED_LAYER=false".split():
     knob, _, text = setting.partition("=")
     experiment.set(knob, text, source="test")
-  trainer: Any = fdl.build(experiment.trainer())
-  trainer.compiler_options, _ = xla_flags.options()
+  trainer = main.built(experiment.trainer())
   program = aot.compile_step(trainer)
   assert not SUM_IN_BFLOAT16.search(program.text)
   found = program.kernels()

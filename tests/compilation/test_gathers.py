@@ -8,7 +8,7 @@ import fiddle as fdl
 import jax
 import pytest
 
-from paxlike import registry
+from paxlike import main, registry
 from paxlike.compilation import aot, hlo_collectives
 from paxlike.devices import topology, xla_flags
 from paxlike.training import evaluation
@@ -43,14 +43,10 @@ SIZES = {
 def test_weights_are_gathered_once_a_pass_and_gradients_scattered_once(target, knobs):
   parts = knobs.get("GRADIENT_ACCUMULATION_STEPS", 1)
   sizes = SIZES | {"PERCORE_BATCH_SIZE": parts}
-  topology.use(target)
-  try:
+  with topology.target(target):
     graph = registry.find("SyntheticLLaMA7B")(**sizes, **knobs).trainer()
-    trainer: Any = fdl.build(graph)
-    trainer.compiler_options, _ = xla_flags.options()
+    trainer = main.built(graph)
     program = aot.compile_step(trainer)
-  finally:
-    topology.use(None)
   # In bfloat16; of the embedding the tokens' vectors are exchanged, not the table. What is smaller
   # than a matrix is less than the tolerance.
   weights = {n: w for n, w in trainer.definition.weights.items() if not n.startswith("embedding")}
@@ -70,8 +66,7 @@ def test_weights_are_gathered_once_a_pass_and_gradients_scattered_once(target, k
 
 @pytest.mark.slow
 def test_evaluation_gathers_each_weight_once():
-  topology.use("h100-8")
-  try:
+  with topology.target("h100-8"):
     trainer: Any = fdl.build(registry.find("SyntheticLLaMA7B")(**SIZES).trainer())
     options, _ = xla_flags.options()
     definition, devices = trainer.definition, trainer.devices
@@ -79,8 +74,6 @@ def test_evaluation_gathers_each_weight_once():
       state, batch = trainer.abstract()
       measure = jax.jit(lambda p, b: evaluation.scores_of(definition, definition.prepare(p), b))
       text = measure.lower(state.params, batch).compile(compiler_options=options).as_text()
-  finally:
-    topology.use(None)
   sharded = [w for n, w in definition.weights.items() if "model" in w.dims and n[:5] != "embed"]
   nbytes = 2 * sum(math.prod(weight.shape) for weight in sharded)
   found = {one.kind: one.nbytes for one in hlo_collectives.collectives(text or "", devices)}

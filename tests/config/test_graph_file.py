@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from paxlike import layers
-from paxlike.config import graph_data, graph_file
+from paxlike.config import building, graph_data, graph_file
 from paxlike.errors import UserError
 from paxlike.layers import stack
 from paxlike.layers.attention import kernels
@@ -286,6 +286,20 @@ def test_nothing_else_resolves(name):
 def test_a_file_gives_a_trainer_no_program_and_no_options_of_its_compiler(arguments):
   with pytest.raises(UserError, match="does not match this version"):
     graph_file.load(saved({"config": "paxlike.training:Trainer", "arguments": arguments}))
+
+
+OPTIONS = {"dict": [["compiler_options", {"dict": [["xla_dump_to", "/tmp"]]}]]}
+
+
+def test_a_file_names_no_execution_and_a_graph_has_none():
+  of_trainer = {"config": "paxlike.training:Trainer"}
+  for name in ("paxlike.training:Execution", "paxlike.training.execution:Execution"):
+    node = {"config": name, "arguments": {}}
+    with pytest.raises(UserError, match=r"cannot use .*Execution"):
+      graph_file.load(saved(of_trainer | {"arguments": {"execution": node}}))
+  graph = graph_file.load(saved(of_trainer | {"arguments": {"execution": OPTIONS}}))
+  with pytest.raises(UserError, match=r"execution=.*: expected a \(subclass of\) .*Execution"):
+    building.build(graph)
 
 
 @pytest.mark.parametrize(

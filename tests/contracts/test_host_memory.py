@@ -33,9 +33,8 @@ from paxlike.training import train_state
 def device(request):
   if request.param == "v5e-1":
     pytest.importorskip("libtpu")
-  topology.use(request.param)
-  yield topology.devices()[0]
-  topology.use(None)
+  with topology.target(request.param):
+    yield topology.devices()[0]
 
 
 def test_this_machine_names_its_memories():

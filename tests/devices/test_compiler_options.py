@@ -14,8 +14,9 @@ from helpers.tiny_model import SEQ_LEN, tiny
 from paxlike.devices.mesh import MeshSpec
 from paxlike.inference import decoding
 from paxlike.layers.decoder import Decoder
-from paxlike.training import train_state
+from paxlike.training import decode, train_state
 from paxlike.training.evaluation import EvalSet
+from paxlike.training.execution import Execution
 from paxlike.training.trainer import Trainer
 
 
@@ -32,7 +33,8 @@ def trainer(tmp_path) -> Trainer:
   data: Any = types.SimpleNamespace(seq_len=SEQ_LEN, tokenizer=Tokenizer())
   unused: dict[str, Any] = dict.fromkeys(("optimizer", "keep"))
   counts = ("num_steps", "seed", "summary_every", "eval_every", "save_every")
-  trainer = Trainer(
+  dump = {"xla_dump_to": str(tmp_path / "dump"), "xla_dump_hlo_as_text": True}
+  return Trainer(
     **unused,
     **dict.fromkeys(counts, 1),
     model=cast("Decoder", tiny().module),
@@ -42,10 +44,8 @@ def trainer(tmp_path) -> Trainer:
     percore_batch_size=8,
     accumulation_steps=1,
     max_skipped_in_a_row=1,
+    execution=Execution(compiler_options=dump),
   )
-  dump = {"xla_dump_to": str(tmp_path / "dump"), "xla_dump_hlo_as_text": True}
-  trainer.compiler_options = dump
-  return trainer
 
 
 def dumped(folder: pathlib.Path) -> set[str]:
@@ -62,6 +62,6 @@ def test_evaluation_and_decoding_are_compiled_with_them(trainer, tmp_path, monke
       evaluator.run(params)
     assert dumped(tmp_path / "dump") == {"jit_measure"}
     options = decoding.Options(max_new_tokens=SEQ_LEN - 4)
-    list(trainer._decoding(params, options).run(["ab"]))
+    list(decode.decoding_of(trainer, params, options).run(["ab"]))
   programs = {"jit_measure", "jit_prepare", "jit__empty", "jit__prefill", "jit__decode"}
   assert dumped(tmp_path / "dump") == programs

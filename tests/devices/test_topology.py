@@ -8,6 +8,7 @@ import types
 
 import jax
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import topologies
 
 from paxlike.devices import chips, topology
@@ -29,8 +30,8 @@ from paxlike.errors import UserError
   ],
 )
 def test_what_is_no_topology_is_said(name, says):
-  with pytest.raises(UserError, match=says):
-    topology.use(name)
+  with pytest.raises(UserError, match=says), topology.target(name):
+    pass
   assert topology.devices() == jax.devices()
   assert topology.parse("B200-8") == ("b200", 8)
 
@@ -40,8 +41,29 @@ def test_what_compiles_for_gpus_may_be_missing(monkeypatch):
     raise RuntimeError("Unknown backend cuda")
 
   monkeypatch.setattr(topologies, "get_topology_desc", missing)
-  with pytest.raises(UserError, match=r"pip install 'paxlike\[cuda-aot\]'.*Unknown backend cuda"):
-    topology.use("h200-1")
+  says = r"pip install 'paxlike\[cuda-aot\]'.*Unknown backend cuda"
+  before = dict(vars(cudnn))
+  with pytest.raises(UserError, match=says), topology.target("h200-1"):
+    pass
+  assert vars(cudnn) == before
+
+
+def test_the_target_and_what_jax_asks_are_restored_also_after_an_error():
+  before, here = dict(vars(cudnn)), topology.devices()
+  with pytest.raises(ZeroDivisionError), topology.target("h200-2"):
+    assert (len(topology.devices()), cudnn.check_compute_capability("10.0")) == (2, False)
+    with topology.target("b200-8"):
+      assert (len(topology.devices()), cudnn.check_compute_capability("10.0")) == (8, True)
+      with topology.target(None):
+        assert topology.devices() == here
+    assert (len(topology.devices()), cudnn.check_compute_capability("10.0")) == (2, False)
+    with pytest.raises(UserError), topology.target("h200-12"):
+      pass
+    assert len(topology.devices()) == 2
+    assert vars(cudnn) != before
+    raise ZeroDivisionError
+  assert topology.devices() == here
+  assert vars(cudnn) == before
 
 
 @pytest.mark.parametrize(
@@ -81,15 +103,12 @@ def test_mxfp8_is_for_all_but_nvidias_gpus_before_blackwell(capability, has):
   [("h200-1", 1), ("a100-4", 4), ("h100-64", 64), ("b300-16", 16), ("b200-8", 8), ("gb200-72", 72)],
 )
 def test_devices_are_as_many_and_known(name, count):
-  topology.use(name)
-  try:
+  with topology.target(name):
     found = topology.devices()
     assert len(found) == count
     chip = chips.find(found[0].device_kind)
     assert chip is not None and chip.bandwidth and chip.memory
     assert MeshSpec(ici=(-1, 1, 1)).build().size == count
-  finally:
-    topology.use(None)
 
 
 def test_jax_takes_of_gpus_what_programs_are_said_to_have(monkeypatch):

@@ -69,11 +69,8 @@ def test_slices_are_closed_to_rings_where_links_are(name):
 
 def test_the_compiler_knows_of_the_links():
   """Over 64 chips without rings it gathers by an all-reduce, which sends twice as much."""
-  topology.use("v5p-128")
-  try:
+  with topology.target("v5p-128"):
     mesh = MeshSpec(ici=(1, 64, 1)).build()
-  finally:
-    topology.use(None)
   cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
   x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16", sharding=cut)
   program = jax.jit(lambda x: 2 * x, out_shardings=whole).lower(x).compile().as_text()
@@ -103,11 +100,8 @@ def test_there_are_no_others(name):
   ],
 )
 def test_chips_are_as_many_and_known(name, slices, count, kind):
-  topology.use(name, slices=slices)
-  try:
+  with topology.target(name, slices=slices):
     found = topology.devices()
-  finally:
-    topology.use(None)
   assert len(found) == count
   assert kind in found[0].device_kind
   assert {getattr(chip, "slice_index", 0) or 0 for chip in found} == set(range(slices))
@@ -120,13 +114,16 @@ def test_a_compiler_that_is_missing_or_refuses_is_told(monkeypatch):
     raise RuntimeError("not today")
 
   monkeypatch.setattr(topologies, "get_topology_desc", refuse)
-  with pytest.raises(UserError, match="--topology=v5e-4: the TPU compiler failed: not today"):
-    topology.use("v5e-4")
+  failed = pytest.raises(UserError, match="--topology=v5e-4: the TPU compiler failed: not today")
+  with failed, topology.target("v5e-4"):
+    pass
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(UserError, match=r"pip install 'paxlike\[tpu-aot\]' \(not today\)"):
-    topology.use("v5e-4")
+  missing = pytest.raises(UserError, match=r"pip install 'paxlike\[tpu-aot\]' \(not today\)")
+  with missing, topology.target("v5e-4"):
+    pass
 
 
 def test_slices_are_of_tpus():
-  with pytest.raises(UserError, match="--slices=2: only TPUs come in slices"):
-    topology.use("h100-8", slices=2)
+  refused = pytest.raises(UserError, match="--slices=2: only TPUs come in slices")
+  with refused, topology.target("h100-8", slices=2):
+    pass

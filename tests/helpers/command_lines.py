@@ -26,7 +26,6 @@ from unittest import mock
 import jax
 
 from paxlike import main, registry
-from paxlike.devices import topology
 from paxlike.experiments import datasets, gpt
 from paxlike.training import memory_check, trainer
 
@@ -198,8 +197,6 @@ def run(flags: list[str], *, traced: bool = True) -> Answer:
         status = 0
       except BaseException as error:
         err.write("".join(traceback.format_exception(error)))
-      finally:
-        topology.use(None)
     seconds = time.process_time() - began
     written = tuple(sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob("*")))
   printed = err.getvalue()

@@ -9,12 +9,14 @@ from typing import Any
 import fiddle as fdl
 import jax
 import numpy as np
+from etils import epath
 
 from paxlike import fiddlers
 from paxlike.config import graph_file
 from paxlike.convert.main import run
 from paxlike.layers.decoder import forward
 from paxlike.layers.module import Definition
+from paxlike.training.initial_state import Origin
 
 COMMON = {
   "vocab_size": 96,
@@ -209,8 +211,12 @@ def imported(folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
   graph = graph_file.read(folder / "config.json")
   fiddlers.precision(graph, "float32")
   trainer: Any = fdl.build(graph)
-  trainer.devices = trainer.mesh.build(jax.devices()[:1])
-  return trainer.definition, trainer.load(folder)
+  definition, devices = trainer.definition, trainer.mesh.build(jax.devices()[:1])
+  origin = Origin(
+    folder=epath.Path(folder), definition=definition, devices=devices, seed=0, restore=None
+  )
+  with jax.set_mesh(devices):
+    return definition, origin.params(None)[1]
 
 
 def logits(definition: Definition, params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:

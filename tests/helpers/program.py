@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 from helpers.sources import REPOSITORY
-from paxlike.devices import topology
 from paxlike.main import main
 
 TINY = (
@@ -37,10 +36,7 @@ TEXT = (
 
 def run(*flags: str) -> int:
   """Runs the program in this process, on its eight devices; returns the exit status."""
-  try:
-    return main(["paxlike", *flags])
-  finally:
-    topology.use(None)
+  return main(["paxlike", *flags])
 
 
 def start(

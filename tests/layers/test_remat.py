@@ -17,13 +17,10 @@ KNOBS = SIZES | {"USE_REPEATED_LAYER": True, "VOCAB_SIZE": 4096, "MAX_SEQ_LEN": 
 
 def num_products(target: str, **knobs: Any) -> int:
   """Returns how many products the program of a step has, the layers' counted once."""
-  topology.use(target)
-  try:
+  with topology.target(target):
     trainer: Any = fdl.build(registry.find("SyntheticLLaMA7B")(**KNOBS, **knobs).trainer())
     with jax.set_mesh(trainer.devices):
       text = trainer.lower(*trainer.abstract()).as_text()
-  finally:
-    topology.use(None)
   return len(re.findall(r"dot_general|call @_scaled_matmul", text))
 
 

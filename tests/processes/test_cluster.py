@@ -5,6 +5,7 @@ import pytest
 from helpers.sources import REPOSITORY
 
 from paxlike.cli import flags, starting
+from paxlike.devices import jax_setup
 from paxlike.errors import UserError
 from paxlike.processes import cluster, multiprocess
 from paxlike.processes.cluster import Group
@@ -116,7 +117,7 @@ def test_a_process_takes_the_gpus_that_the_docs_say(name):
 def test_processes_that_flags_name_split_gpus_as_those_that_are_found(monkeypatch):
   joined: list[Group] = []
   monkeypatch.setattr(multiprocess, "initialize", lambda group, **named: joined.append(group))
-  monkeypatch.setattr(starting, "has_started", lambda: False)
+  monkeypatch.setattr(jax_setup, "has_started", lambda: False)
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)
   for name, value in SLURM.items():
     monkeypatch.setenv(name, value)

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from paxlike.checkpoints import checkpoint
 from paxlike.checkpoints.checkpoint import Checkpoints
 from paxlike.cli import flags, starting
-from paxlike.devices import program_cache
+from paxlike.devices import jax_setup, program_cache
 from paxlike.errors import UserError
 from paxlike.processes import cluster, multiprocess
 
@@ -321,7 +321,7 @@ def test_what_process_0_does_not_find_is_refused_in_all_processes(tmp_path, monk
 def test_what_only_prints_joins_nobody(monkeypatch, flag):
   joined = []
   monkeypatch.setattr(multiprocess, "initialize", lambda group, **named: joined.append(group))
-  monkeypatch.setattr(starting, "has_started", lambda: False)
+  monkeypatch.setattr(jax_setup, "has_started", lambda: False)
   own = ("--server_addr=localhost:1", "--num_hosts=2", "--host_idx=1")
   starting.join(flags.parse(["paxlike", "--fdl_config=Gpt3_52k", *own, flag]))
   assert bool(joined) is (flag == "--mode=compile")
@@ -336,7 +336,7 @@ def test_processes_of_gpus_keep_programs_only_where_all_see_them(
 ):
   """Else one of them finds what the others wait for it to measure."""
   monkeypatch.setattr(multiprocess, "initialize", lambda group, **named: None)
-  monkeypatch.setattr(starting, "has_started", lambda: False)
+  monkeypatch.setattr(jax_setup, "has_started", lambda: False)
   monkeypatch.setattr(cluster, "num_gpus", lambda: gpus)
   monkeypatch.delenv("JAX_PLATFORMS")
   monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")

@@ -10,9 +10,8 @@ from paxlike.devices import topology, xla_flags
 
 @pytest.fixture
 def v5e() -> Iterator[None]:
-  topology.use("v5e-4")
-  yield
-  topology.use(None)
+  with topology.target("v5e-4"):
+    yield
 
 
 def test_cpus_have_none():
@@ -20,9 +19,8 @@ def test_cpus_have_none():
 
 
 def test_libtpu_takes_the_options_for_several_tpus(v5e, monkeypatch):
-  topology.use("v5p-8")
-  assert xla_flags.options() == (xla_flags.SEVERAL_V5P, [])
-  topology.use("v5e-4")
+  with topology.target("v5p-8"):
+    assert xla_flags.options() == (xla_flags.SEVERAL_V5P, [])
   assert xla_flags.options() == (xla_flags.SEVERAL_TPUS, [])
   unknown = {"xla_tpu_no_such_option": True}
   monkeypatch.setattr(xla_flags, "SEVERAL_TPUS", xla_flags.SEVERAL_TPUS | unknown)
@@ -31,11 +29,8 @@ def test_libtpu_takes_the_options_for_several_tpus(v5e, monkeypatch):
 
 
 def test_one_tpu_sends_nothing():
-  topology.use("v5e-1")
-  try:
+  with topology.target("v5e-1"):
     assert xla_flags.options() == ({}, [])
-  finally:
-    topology.use(None)
 
 
 @pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])

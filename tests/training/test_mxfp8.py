@@ -155,9 +155,8 @@ def test_sharded_matmuls_are_those_of_one_device(names, mix):
 @pytest.fixture
 def b200(request):
   """Programs are made for these B200s, which are not there."""
-  topology.use(f"b200-{request.param}")
-  yield
-  topology.use(None)
+  with topology.target(f"b200-{request.param}"):
+    yield
 
 
 COLLECTIVE = re.compile(r" = (\S.*?) ((?:all-|reduce-scatter)[a-z-]*)\(")

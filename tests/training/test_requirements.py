@@ -12,11 +12,8 @@ from paxlike.training import preflight
 
 def check(where, knobs):
   graph = registry.find("Gpt3_52k")(**knobs).trainer()
-  topology.use(where)
-  try:
+  with topology.target(where):
     preflight.check_setup(fdl.build(graph), training=True)
-  finally:
-    topology.use(None)
 
 
 @pytest.mark.parametrize(

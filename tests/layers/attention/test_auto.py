@@ -95,9 +95,9 @@ def test_it_is_a_ring_where_devices_share_sequences():
 def test_what_fills_the_mesh_is_counted(h200):
   mesh = {"ICI_MESH_SHAPE": {"context": -1}}
   assert kernels_of("Gpt3_52k", **mesh) == ["cudnn"]
-  topology.use("h200-2")
-  assert kernels_of("Gpt3_52k", **mesh) == ["ring"]
-  assert kernels_of("Gpt3_52k", ICI_MESH_SHAPE={"tensor": 2, "context": -1}) == ["cudnn"]
+  with topology.target("h200-2"):
+    assert kernels_of("Gpt3_52k", **mesh) == ["ring"]
+    assert kernels_of("Gpt3_52k", ICI_MESH_SHAPE={"tensor": 2, "context": -1}) == ["cudnn"]
 
 
 @pytest.mark.parametrize("kernel", ["ring", "gathered"])
@@ -152,12 +152,19 @@ def test_tokamax_is_taken_where_it_is_named(h200):
   assert trainer("Gemma2_2B", ATTENTION_KERNEL="tokamax").attention == ["tokamax"]
 
 
-@pytest.mark.parametrize("where", ["h200-1", "a100-1", "v5e-1", None])
+@pytest.fixture
+def target(request):
+  """Programs are made for these devices, which are not there."""
+  with topology.target(request.param):
+    yield
+
+
+@pytest.mark.usefixtures("target")
+@pytest.mark.parametrize("target", ["h200-1", "a100-1", "v5e-1", None], indirect=True)
 @pytest.mark.parametrize("name", ["Llama31_8B", "Gemma3_1B", "GptOss20B", "DeepSeekV3"])
-def test_the_kernels_that_are_told_are_those_that_are_traced(monkeypatch, name, where):
+def test_the_kernels_that_are_told_are_those_that_are_traced(monkeypatch, name):
   graph = registry.find(name)().trainer()
   fiddlers.shrink(graph)
-  topology.use(where)
   made = fdl.build(graph)
   definition = made.definition
   taken, best = [], auto_attention.best
@@ -175,5 +182,4 @@ def test_the_kernels_that_are_told_are_those_that_are_traced(monkeypatch, name, 
   jax.eval_shape(lambda p, b: forward(definition, definition.prepare(p), b), params, batch)
   monkeypatch.undo()
   told = made.model.kernels(Place(topology.devices()[0]), is_packed=True)
-  topology.use(None)
   assert told == sorted({auto_attention.described(*one) for one in taken})

@@ -72,8 +72,8 @@ def test_it_is_the_fused_kernel_without_a_mask_in_memory(h200, options):
 
 def program_on(sizes, *, kv_heads, length=256, packed=True):
   """The program of a gradient on a mesh, as text."""
-  topology.use(f"h200-{math.prod(sizes.values())}")
-  built = MeshSpec(ici=sizes).build()
+  with topology.target(f"h200-{math.prod(sizes.values())}"):
+    built = MeshSpec(ici=sizes).build()
 
   def array(dims, shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(built, dims, shape))

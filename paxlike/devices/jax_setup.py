@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Set-up before JAX is first used: its platform, caches, logs and memory."""
+
+import logging
+import os
+import sys
+
+from paxlike.devices import gpu_targets, malloc, program_cache, topology, tpu_targets
+
+
+def set_up(
+  *,
+  platform: str | None = None,
+  num_cpu_devices: int | None = None,
+  gpu_plugin: bool = True,
+  keep_heap: bool = True,
+  cache_folder: str | os.PathLike[str] | None = None,
+):
+  """Sets environment variables, loggers, the allocator and JAX's configuration.
+
+  Settings that JAX has already read have no effect. Variables that the user has set are kept.
+
+  Args:
+    platform: The only platform of JAX, such as "cpu"; None: JAX's choice.
+    num_cpu_devices: Number of CPU devices, with platform "cpu"; None: JAX's choice.
+    gpu_plugin: Whether JAX may load its GPU plugin (0.3 GB), which compilation for GPUs needs.
+    keep_heap: Whether to keep freed memory for later steps, where there are only CPUs.
+    cache_folder: Folder of JAX's compilation cache; None: no change.
+
+  Raises:
+    UserError: The environment variable for the GPU memory fraction is invalid.
+  """
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  # Orbax and gcsfs log each error that they also raise, with its stack; asyncio logs errors of
+  # tasks that are no longer awaited.
+  for name in ("absl", "asyncio", "gcsfs"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  if not os.path.exists("/dev/nvidiactl"):
+    # Without GPUs, JAX would log an error if its GPU plugin is installed.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+  if gpu_plugin:
+    topology.check_gpu_share()
+  else:
+    gpu_targets.leave_out()
+  if not tpu_targets.are_here():
+    tpu_targets.settle()
+    has_gpu = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+    if keep_heap and not has_gpu and not has_started():
+      malloc.keep_heap()
+  if num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
+    # XLA:CPU crashes when it promotes bfloat16 all-reduces from gradients of jax.shard_map to
+    # float32. The pass is not needed.
+    theirs, ours = os.environ.get("XLA_FLAGS", ""), "--xla_disable_hlo_passes=all-reduce-promotion"
+    if ours not in theirs.split():
+      os.environ["XLA_FLAGS"] = f"{ours} {theirs}".strip()
+  if num_cpu_devices is not None:
+    # The number of XLA's threads: with too few, all may wait in different collectives, a deadlock.
+    os.environ.setdefault("NPROC", str(8 * num_cpu_devices))
+  # From here on JAX is imported.
+  if cache_folder is not None:
+    program_cache.enable(os.fspath(cache_folder))
+  if platform is not None or num_cpu_devices is not None:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu" if num_cpu_devices is not None else platform)
+    if num_cpu_devices is not None:
+      jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+
+
+def has_started() -> bool:
+  """Returns whether JAX's backends are already initialized in this process."""
+  bridge = sys.modules.get("jax._src.xla_bridge")
+  return bridge is not None and bridge.backends_are_initialized()

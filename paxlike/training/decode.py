@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding with a trainer's model: of prompts, or as a conversation in the terminal."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from etils import epath
+
+from paxlike.data.tuning import dialogue
+from paxlike.data.tuning.dialogue import Dialogue
+from paxlike.inference import conversation, decoding
+from paxlike.layers.module import Params
+from paxlike.telemetry.run_log import Journal
+
+if TYPE_CHECKING:
+  from paxlike.training.trainer import Trainer
+
+
+def check(
+  trainer: "Trainer", prompts: Sequence[decoding.Prompt], *, stop_tokens: Sequence[int] = ()
+):
+  """Checks that the model can continue `prompts`, and that `stop_tokens` are in its vocabulary.
+
+  Raises:
+    UserError: It cannot, or they are not.
+  """
+  how: Any = {"max_len": trainer.data.seq_len, "stop_tokens": stop_tokens}
+  tokenizer, talk = trainer.data.tokenizer, _dialogue(trainer, prompts)
+  decoding.check(prompts, trainer.model, tokenizer, talk, **how)
+
+
+def run(
+  trainer: "Trainer",
+  folder: epath.Path,
+  journal: Journal,
+  prompts: Sequence[decoding.Prompt],
+  *,
+  step: int | None,
+  options: decoding.Options,
+):
+  """Continues `prompts` with checkpoint `step`, or the newest, and prints and saves the texts.
+
+  Without prompts, holds a conversation in the terminal.
+
+  Raises:
+    UserError: There is no such checkpoint, it is of another experiment, or has no tokenizer.
+  """
+  if not prompts:
+    conversation.check()
+  check(trainer, prompts or conversation.EXAMPLE, stop_tokens=options.stop_tokens)
+  with jax.set_mesh(trainer.devices), trainer.watched(folder):
+    step, params = trainer.origin(folder).params(step)
+    talk = _dialogue(trainer, prompts or conversation.EXAMPLE)
+    decoder = decoding_of(trainer, params, options, dialogue=talk)
+    if not prompts:
+      conversation.hold(decoder, journal.piece)
+      return
+    path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
+    decoding.tell(decoder, prompts, journal, path)
+
+
+def decoding_of(
+  trainer: "Trainer",
+  params: Params,
+  options: decoding.Options,
+  *,
+  dialogue: Dialogue | None = None,
+) -> decoding.Decoding:
+  """Returns a decoder of the trainer's model with weights `params`."""
+  return decoding.Decoding(
+    trainer.definition,
+    params,
+    trainer.data.tokenizer,
+    max_len=trainer.data.seq_len,
+    options=options,
+    dialogue=dialogue,
+    compiler_options=trainer.execution.compiler_options,
+  )
+
+
+def _dialogue(trainer: "Trainer", prompts: Sequence[decoding.Prompt]) -> Dialogue | None:
+  has_talk = any(not isinstance(prompt, str) for prompt in prompts)
+  own = trainer.data.dialogue
+  return own or (dialogue.beside(trainer.data.tokenizer) if has_talk else None)

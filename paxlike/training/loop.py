@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: restores or initializes a run, trains it, and logs, evaluates and saves."""
+
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+from etils import epath
+
+from paxlike.checkpoints.checkpoint import flatten
+from paxlike.devices import malloc
+from paxlike.inference import decoding
+from paxlike.inference.sampling import Sampling
+from paxlike.layers import flops
+from paxlike.layers.decoder import Batch
+from paxlike.layers.module import Params
+from paxlike.layers.stack import layout_of
+from paxlike.processes import progress, watch
+from paxlike.processes.signals import StopSignal
+from paxlike.telemetry.meter import Meter, Reading, check_finite
+from paxlike.telemetry.run_log import Journal, Summary
+from paxlike.training import decode
+from paxlike.training.best_checkpoint import Best
+from paxlike.training.evaluation import Stopped
+from paxlike.training.train_state import TrainState
+
+if TYPE_CHECKING:
+  from paxlike.training.trainer import Trainer
+
+
+class Loop:
+  """The training of one run in its folder."""
+
+  def __init__(self, trainer: "Trainer", folder: epath.Path, journal: Journal):
+    self._trainer = trainer
+    self._journal = journal
+    self._best = Best(folder, trainer.best, saving=trainer.saving)
+    self._origin = trainer.origin(folder)
+    self._saved = self._origin.checkpoints(
+      keep=trainer.keep,
+      preserved=lambda: self._best.step,
+      check_owner=journal.check_owner,
+      on_commit=journal.saved,
+    )
+    self._stop = StopSignal()
+    self._meter = Meter(depth=trainer.feed.steps_in_flight)
+    self._program: jax.stages.Compiled | None = None
+
+  def run(self, files: Mapping[str, Any]) -> int:
+    """Trains as `Trainer.train` does, in the context of its mesh."""
+    trainer, journal, best = self._trainer, self._journal, self._best
+    with self._saved, self._stop:
+      state, data_state, origin = self._origin.state(self._saved, trainer.optimizer, journal)
+      start = int(state.step)
+      if journal.is_past(start, num_steps=trainer.num_steps):
+        return 0
+      best.forget(after=start)
+      if trainer.has_reference:
+        state = dataclasses.replace(state, reference=self._origin.reference(state))
+      progress.enter("data", start)
+      given: Any = {"rows": trainer.feed.rows, "state": data_state, "updates": start}
+      with trainer.data.batches(trainer.batch_size, **given) as batches, watch.reporting():
+        # All checks come before the first write.
+        first = [next(batches)] if start < trainer.num_steps else []
+        batches = itertools.chain(first, batches)
+        journal.start(self._summary, {**files, **origin}, step=start, num_steps=trainer.num_steps)
+        owed = self._evaluates_after(start) and best.owes(start, trainer.eval_data)
+        if owed:  # The run was stopped before or during that evaluation.
+          self._judge(state.weights, start)
+        stopping = owed and self._stop.requested()
+        for step in range(start, trainer.num_steps):
+          if stopping or best.is_hopeless:
+            break
+          state, data_state = self._step(step, state, batches)
+          stopping = self._after(step, state, data_state)
+      self._log(self._meter.flush())
+      progress.enter("save", int(state.step))
+      self._saved.wait()
+      progress.enter("end")
+      self._finish(state, has_progressed=owed or int(state.step) > start)
+      return self._stop.number or 0
+
+  def _step(self, step: int, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, Any]:
+    """Dispatches a step; returns the new state and the state of the data."""
+    progress.enter("data", step)
+    batch = next(batches)
+    progress.enter("dispatch", step)
+    arrays = self._trainer.feed.put(batch.arrays)
+    if self._program is None:
+      progress.enter("compile")
+      self._program = self._compiled(state, arrays)
+      progress.enter("dispatch", step)
+    state, metrics = self._program(state, arrays)
+    progress.enter("step", step)
+    self._log(self._meter.add(step, metrics))
+    return state, batch.state
+
+  def _after(self, step: int, state: TrainState, data_state: dict[str, Any]) -> bool:
+    """Saves and evaluates if due after a step; returns whether the run is to stop."""
+    trainer = self._trainer
+    stopping = self._stop.requested()
+    ending = stopping or step + 1 == trainer.num_steps
+    save = trainer.saving and (ending or _due(step, trainer.save_every))
+    evaluate = not stopping and self._evaluates_after(step + 1)
+    if save or evaluate:
+      self._log(self._meter.flush())
+      self._meter.pause()
+    if save:
+      self._save(state, data_state)
+      self._journal.status("running", step + 1)
+    if evaluate:
+      keep = self._judge(state.weights, step + 1)
+      stopping = self._stop.requested()
+      if (keep or stopping) and trainer.saving and not save:
+        self._save(state, data_state)
+    return stopping
+
+  def _compiled(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+    began = time.perf_counter()
+    program = self._trainer.compile(state, batch)
+    if self._trainer.execution.compiled_step is None:
+      self._journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
+    malloc.return_freed_heap()
+    return program
+
+  def _log(self, readings: Iterable[Reading]):
+    for reading in readings:
+      self._journal.step(reading, due=_due(reading.step, self._trainer.summary_every))
+      most = self._trainer.max_skipped_in_a_row
+      check_finite(reading, self._journal.skipped_in_a_row, most=most)
+
+  def _save(self, state: TrainState, data_state: dict[str, Any]):
+    progress.enter("save", int(state.step))
+    changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
+    layout = layout_of(self._trainer.model)
+    self._saved.save(int(state.step), changing, layout=layout, train_input=data_state)
+
+  def _evaluates_after(self, step: int) -> bool:
+    trainer, at_end = self._trainer, step == self._trainer.num_steps
+    return bool(step and trainer.eval_data) and (at_end or _due(step - 1, trainer.eval_every))
+
+  def _judge(self, params: Params, at: int) -> bool:
+    """Evaluates weights unless stopped; returns whether the result requires a checkpoint."""
+    with contextlib.suppress(Stopped):
+      results = self._trainer.measure(params, at, self._journal, stops=self._stop.requested)
+      return self._best.evaluated(results, at) or self._best.is_hopeless
+    return False
+
+  def _finish(self, state: TrainState, *, has_progressed: bool):
+    trainer, journal, best, step = self._trainer, self._journal, self._best, int(state.step)
+    owes = self._evaluates_after(step) and best.owes(step, trainer.eval_data)
+    finished = best.is_hopeless or (step == trainer.num_steps and not owes)
+    if best.is_hopeless and step < trainer.num_steps:
+      journal.note(f"stopped early: checkpoint {best.step} is still the best")
+    if finished and has_progressed and trainer.sample_prompt is not None:
+      sampling, seed = Sampling(temperature=0.8), trainer.seed
+      how = decoding.Options(max_new_tokens=200, sampling=sampling, seed=seed)
+      *_, last = decode.decoding_of(trainer, state.weights, how).run([trainer.sample_prompt])
+      journal.note(f"sample:\n{trainer.sample_prompt}{last.text}")
+    journal.status("finished" if finished else "stopped", step)
+
+  @property
+  def _summary(self) -> Summary:
+    trainer = self._trainer
+    return Summary(
+      num_params=trainer.definition.num_params,
+      num_trained=trainer.definition.num_trained,
+      batch_size=trainer.batch_size,
+      seq_len=trainer.data.seq_len,
+      epoch_rows=trainer.data.epoch_rows,
+      devices=trainer.devices,
+      flops=flops.per_token(trainer.definition, trainer.data.seq_len),
+      attention=", ".join(trainer.attention),
+    )
+
+
+def _due(step: int, every: int) -> bool:
+  """Returns whether an action of every `every` steps is due after `step`, counted from 0."""
+  return every > 0 and (step + 1) % every == 0
