@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.config import allowed_symbols, local_experiments
 from paxlike.config.knobs import spell
 from paxlike.errors import UserError, did_you_mean
@@ -112,7 +112,7 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
   """
   path = epath.Path(path)
   try:
-    text = run_folder.read_bytes(path).decode()
+    text = file_io.read_bytes(path).decode()
     saved = json.loads(run_folder.with_own_paths(text, path.parent))
     name, knobs = str(saved["experiment"]), dict(saved["knobs"])
     data = str(saved.get("data", ""))
@@ -120,7 +120,7 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
       raise ValueError("the values of knobs are not strings")
   except OSError as error:
     raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
-  except run_folder.MALFORMED as error:
+  except file_io.MALFORMED as error:
     raise UserError(f"{path} is damaged: {error}.") from None
   module = name.rpartition(".")[0]
   found = _registered(name, "fdl_config")

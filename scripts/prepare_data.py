@@ -17,9 +17,9 @@ from typing import Any
 import fiddle as fdl
 import tqdm
 
-from paxlike import run_folder
 from paxlike.cli import flags
 from paxlike.cli.starting import set_up_jax
+from paxlike.convert import new_folder
 from paxlike.data import prepared
 from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
       rows.check()
     total = sum(rows.num_rows(0) for rows in splits.values())
     with (
-      run_folder.built(pathlib.Path(own.to), flag="to") as folder,
+      new_folder.built(pathlib.Path(own.to), flag="to") as folder,
       tqdm.tqdm(total=total, unit="row", disable=None) as bar,
     ):
       prepared.write(

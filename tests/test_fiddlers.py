@@ -66,4 +66,4 @@ def test_a_quantization_that_is_none_or_two_is_said(graph):
 
 def test_a_kernel_that_is_none_is_said(graph):
   with pytest.raises(UserError, match="Did you mean cudnn"):
-    fiddlers.attention(graph, "cudn")
+    fiddlers.attention(graph, "cudn")  # pyright: ignore[reportArgumentType]

@@ -211,10 +211,10 @@ def test_a_config_file_runs_no_command_and_writes_no_file(capsys, tmp_path, wher
   trace, folder = tmp_path / "trace", tmp_path / "theirs"
   folder.mkdir()
   request = {"function": "os:system", "arguments": {"command": f"touch {trace}"}, "vocab_size": 1}
-  path = {"config": "paxlike.run_folder:absolute", "arguments": {"path": str(trace)}}
+  path = {"config": "paxlike.file_io:absolute", "arguments": {"path": str(trace)}}
   for name, arguments in {
     "paxlike.data.seqio.corpus:main": {"argv": {"list": ["x", json.dumps(request), "/tmp"]}},
-    "paxlike.run_folder:write": {"path": path, "text": "x"},
+    "paxlike.file_io:write": {"path": path, "text": "x"},
   }.items():
     graph = {"config": name, "arguments": arguments}
     (folder / "config.json").write_text(json.dumps({"paxlike_graph": 1, "graph": graph}))

@@ -6,7 +6,8 @@ import tempfile
 import pytest
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
+from paxlike.convert import new_folder
 from paxlike.errors import UserError
 
 
@@ -87,7 +88,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_alone(tmp_path):
   (folder / "taken").mkdir()
   refused = pytest.raises(UserError, match=f"{tmp_path} cannot be written")
   with refused, run_folder.writing(folder):
-    run_folder.write(folder / "taken", "text")
+    file_io.write(folder / "taken", "text")
   assert os.listdir(tmp_path) == ["taken"]
 
 
@@ -96,7 +97,7 @@ def test_only_what_a_killed_process_left_is_removed(tmp_path):
   victim.mkdir()
   (tmp_path / ".out.123").symlink_to(victim)
   (tmp_path / ".out.²").mkdir()
-  with run_folder.built(tmp_path / "out", flag="out") as building:
+  with new_folder.built(tmp_path / "out", flag="out") as building:
     (building / "file").touch()
   assert sorted(os.listdir(tmp_path)) == sorted([".out.123", ".out.²", "out", "victim"])
 
@@ -105,11 +106,11 @@ def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
   """As two containers, in each of which the process has the number 1."""
   monkeypatch.setattr(os, "getpid", lambda: 1)
   path = epath.Path(tmp_path / "decode.jsonl")
-  with run_folder.replacing(path) as first:
+  with file_io.replacing(path) as first:
     first.write("first")
-    with run_folder.replacing(path) as second:
+    with file_io.replacing(path) as second:
       second.write("second")
-      run_folder.write(path, "third")
+      file_io.write(path, "third")
     assert path.read_text() == "second"
   assert path.read_text() == "first"
   assert os.listdir(tmp_path) == ["decode.jsonl"]
@@ -118,6 +119,6 @@ def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
 def test_a_file_is_replaced_as_a_whole(tmp_path):
   folder = run_folder.create(str(tmp_path))
   for text in ("one", "two"):
-    run_folder.write(folder / "status.json", text)
+    file_io.write(folder / "status.json", text)
     assert (folder / "status.json").read_text() == text
   assert os.listdir(tmp_path) == ["status.json"]

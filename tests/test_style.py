@@ -17,7 +17,8 @@ MAX_LINES, MAX_FUNCTION_LINES = 490, 80
 # imports from the floors below its own, and what shares a floor does not know each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors"),
-  ("run_folder", "input_files", "user_code"),
+  ("file_io", "input_files", "user_code"),
+  ("run_folder",),
   ("config", "processes"),
   ("devices",),
   ("data", "layers"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from etils import epath
 
-from paxlike import launch, run_folder
+from paxlike import file_io, launch, run_folder
 from paxlike.cli import flags, starting, unexpected
 from paxlike.errors import UserError
 
@@ -58,16 +58,16 @@ def load(
 
 def _run_in(folder: str) -> epath.Path:
   """Returns `folder`, or, if that is in Hugging Face's format, the folder of its conversion."""
-  path = run_folder.existing(os.fspath(run_folder.absolute(folder)))
+  path = run_folder.existing(os.fspath(file_io.absolute(folder)))
   config = path / "config.json"
   with run_folder.reading(config):
     if not config.exists():
       raise UserError(f"{path} holds no model: it has no config.json.")
-    data = run_folder.read_bytes(config)
+    data = file_io.read_bytes(config)
   try:
     is_theirs = "model_type" in json.loads(data)
-  except run_folder.MALFORMED as error:
-    raise UserError(f"{config} is damaged: {run_folder.reason(error)}.") from error
+  except file_io.MALFORMED as error:
+    raise UserError(f"{config} is damaged: {file_io.reason(error)}.") from error
   if not is_theirs:
     return path
   import jax

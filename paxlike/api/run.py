@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from etils import epath
 
-from paxlike import launch, run_folder
+from paxlike import file_io, launch, run_folder
 from paxlike.cli import epochs, flags, starting, unexpected
 from paxlike.errors import UserError
 
@@ -42,7 +42,7 @@ class Run:
     Raises:
       UserError: There is no such folder.
     """
-    self.folder: epath.Path = run_folder.absolute(folder)
+    self.folder: epath.Path = file_io.absolute(folder)
     run_folder.existing(os.fspath(self.folder))
     self.allow_modules = tuple(allow_modules)
     self._graph = graph
@@ -65,9 +65,9 @@ class Run:
     if not path.exists():
       return None
     try:
-      state = str(json.loads(run_folder.read_bytes(path))["state"])
-    except run_folder.MALFORMED as error:
-      raise UserError(f"{path} is damaged: {run_folder.reason(error)}.") from error
+      state = str(json.loads(file_io.read_bytes(path))["state"])
+    except file_io.MALFORMED as error:
+      raise UserError(f"{path} is damaged: {file_io.reason(error)}.") from error
     return "lost" if state == "running" and not run_log.is_running(self.folder) else state
 
   @property

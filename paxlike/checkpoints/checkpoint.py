@@ -20,7 +20,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.checkpoints import checksums, committing, layout_conversion
 from paxlike.checkpoints.checksums import Checksums, Damaged
 from paxlike.errors import RunError, UserError, one_line
@@ -81,7 +81,7 @@ class Checkpoints:
     import orbax.checkpoint as ocp  # Takes most of a second, and not every mode needs it.
 
     self._ocp, self._check_owner = ocp, check_owner
-    self._directory = run_folder.absolute(directory)  # Orbax accepts no relative path.
+    self._directory = file_io.absolute(directory)  # Orbax accepts no relative path.
     self._keep, self._preserved, self._on_commit = keep, preserved, on_commit
     self._damaged: set[int] = set()  # Steps that `restore_latest_valid` has skipped.
     self._not_kept: list[epath.Path] = []  # Removed after the current save is committed.
@@ -139,7 +139,7 @@ class Checkpoints:
     """Returns the steps of all complete checkpoints, oldest first."""
     complete = self._ocp.utils.is_checkpoint_finalized
     with run_folder.reading(self._directory):
-      paths = run_folder.beginning_with(self._directory, "checkpoint_")
+      paths = file_io.beginning_with(self._directory, "checkpoint_")
       found = ((committing.step_of(p.name), p) for p in paths)
       return sorted(step for step, p in found if step is not None and complete(p))
 
@@ -377,7 +377,7 @@ class Checkpoints:
       is_foreseen = type(error) is Exception or isinstance(error, known)
       if not is_foreseen or ending.is_of_jax(error):
         raise
-      reason = run_folder.reason(error.__cause__ or error)
+      reason = file_io.reason(error.__cause__ or error)
       raise checksums.damaged(self.path(step), reason) from error
 
   def _arrays(self, step: int, arguments: Any) -> Flat:
@@ -405,7 +405,7 @@ class Checkpoints:
     return self._opened[step]
 
   def _read_json(self, step: int, item: str, sums: Checksums | None) -> dict[str, Any]:
-    data = run_folder.read_bytes(self.path(step) / item / "metadata")
+    data = file_io.read_bytes(self.path(step) / item / "metadata")
     if sums is not None:
       sums.verify_file(f"{item}/metadata", data)
     found = json.loads(data)

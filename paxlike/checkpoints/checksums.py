@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import xxhash
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io
 from paxlike.errors import UserError
 
 FILE, FOLDER = "checksums.json", "checksums"
@@ -77,7 +77,7 @@ def _digest(blocks: Iterable[memoryview]) -> str:
 def _blocks(path: epath.Path, offset: int, length: int) -> Iterator[memoryview]:
   """Yields a range of a file in blocks, reusing one buffer; stops early if the file is shorter."""
   buffer = memoryview(bytearray(min(_BLOCK, max(length, 1))))
-  with open(path, "rb", buffering=0) if not run_folder.is_remote(path) else path.open("rb") as file:
+  with open(path, "rb", buffering=0) if not file_io.is_remote(path) else path.open("rb") as file:
     file.seek(offset)
     while length:
       block = buffer[: min(length, len(buffer))]
@@ -95,10 +95,10 @@ def _blocks(path: epath.Path, offset: int, length: int) -> Iterator[memoryview]:
 
 def _files(folder: epath.Path) -> dict[str, tuple[int, str | None]]:
   """Returns name -> (size, CRC32C on an object store) of every file in a folder."""
-  if not run_folder.is_remote(folder):
+  if not file_io.is_remote(folder):
     paths = [path for path in pathlib.Path(folder).rglob("*") if not path.is_dir()]
     for path in paths:
-      run_folder.check_ends(path)
+      file_io.check_ends(path)
     return {p.relative_to(folder).as_posix(): (p.stat().st_size, None) for p in paths if p.exists()}
   import fsspec
 
@@ -126,7 +126,7 @@ def _chunks(state: epath.Path) -> dict[str, list[Piece]]:
   import tensorstore as ts
 
   place = os.fspath(state)
-  spec = f"{place}/" if run_folder.is_remote(state) else {"driver": "file", "path": f"{place}/"}
+  spec = f"{place}/" if file_io.is_remote(state) else {"driver": "file", "path": f"{place}/"}
   base = ts.KvStore.open(spec).result()
   found: dict[str, list[Piece]] = {}
   nodes = [version["root"]["location"] for version in ts.ocdbt.dump(base).result()["versions"]]
@@ -229,7 +229,7 @@ def write(folder: epath.Path, *, to_come: Mapping[str, bytes] | None = None):
     name
     for path in found
     if path.startswith(f"{FOLDER}/")
-    for name in _parsed(run_folder.read_bytes(folder / path))
+    for name in _parsed(file_io.read_bytes(folder / path))
   }
   names = {name: what for name, what in found.items() if name not in covered and name != FILE}
   # OCDBT's merged index refers to the processes' files, which their manifests cover.
@@ -326,7 +326,7 @@ class Checksums:
   def _pieces(self, arrays: Collection[str] | None) -> list[tuple[str, Piece]]:
     """Returns the (file, piece) pairs to verify, after checking the sizes of all files."""
     there = _files(self._folder)
-    remote = run_folder.is_remote(self._folder)
+    remote = file_io.is_remote(self._folder)
     result = []
     for name, file in sorted(self.files.items()):
       size, crc32c = there.get(name, (None, None))
@@ -377,12 +377,12 @@ def read(folder: epath.Path) -> Checksums | None:
     return None
   name = FILE
   try:
-    files = _parsed(run_folder.read_bytes(folder / FILE))
+    files = _parsed(file_io.read_bytes(folder / FILE))
     for name in sorted(files):
       if name.startswith(f"{FOLDER}/"):
-        files = files | _parsed(run_folder.read_bytes(folder / name))
-  except (*run_folder.MALFORMED, FileNotFoundError) as error:
-    raise damaged(folder, f"{name}: {run_folder.reason(error)}") from error
+        files = files | _parsed(file_io.read_bytes(folder / name))
+  except (*file_io.MALFORMED, FileNotFoundError) as error:
+    raise damaged(folder, f"{name}: {file_io.reason(error)}") from error
   return Checksums(folder, files)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.checkpoints import checksums
 from paxlike.errors import RunError, UserError
 from paxlike.processes import ending
@@ -41,7 +41,7 @@ def writing(directory: epath.Path) -> Iterator[None]:
     if ending.is_of_jax(error):
       raise
     intact = " Older checkpoints are intact." if run_folder.has_checkpoints(directory) else ""
-    reason = run_folder.reason(error)
+    reason = file_io.reason(error)
     raise Unwritable(
       f"a checkpoint could not be written in {directory}: {reason}.{intact}"
       f" {run_folder.advice(error)}"
@@ -50,7 +50,7 @@ def writing(directory: epath.Path) -> Iterator[None]:
 
 def failures() -> tuple[type[Exception], ...]:
   """Returns the exceptions of failed reads and writes of Orbax and TensorStore."""
-  return (OSError, ValueError, RuntimeError, *run_folder.failures())
+  return (OSError, ValueError, RuntimeError, *file_io.failures())
 
 
 class _Measuring:
@@ -180,7 +180,7 @@ def check_older(folders: Iterable[epath.Path]):
   """Raises a UserError if an older checkpoint has a pipe in place of a file that Orbax reads."""
   for folder in folders:
     with run_folder.reading(folder):
-      run_folder.check_ends(folder / "_CHECKPOINT_METADATA")
+      file_io.check_ends(folder / "_CHECKPOINT_METADATA")
 
 
 def check_keep(keep: int | None):
@@ -211,8 +211,8 @@ def remove_after(newest: epath.Path, folders: Sequence[epath.Path]):
   try:
     if (written := checksums.read(newest)) is not None:
       written.verify(arrays=None)
-  except (UserError, *run_folder.failures()) as error:
-    reason = run_folder.reason(error)
+  except (UserError, *file_io.failures()) as error:
+    reason = file_io.reason(error)
     print(f"paxlike: {reason}. Older checkpoints are kept.", file=sys.stderr)
     return
   for path in folders:
@@ -229,7 +229,7 @@ def _remove(folder: epath.Path):
   import orbax.checkpoint as ocp
 
   atomicity = ocp.path.atomicity
-  if run_folder.is_remote(folder):
+  if file_io.is_remote(folder):
     (folder / atomicity.COMMIT_SUCCESS_FILE).unlink(missing_ok=True)
     folder.rmtree(missing_ok=True)
     return

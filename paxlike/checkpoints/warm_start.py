@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io
 from paxlike.checkpoints import layout_conversion
 from paxlike.checkpoints.checkpoint import Checkpoints, agreed, everywhere
 from paxlike.checkpoints.checksums import Damaged
@@ -153,7 +153,7 @@ class Restore:
   @property
   def folder(self) -> epath.Path:
     """The folder of checkpoints."""
-    folder = run_folder.absolute(self.path)
+    folder = file_io.absolute(self.path)
     inner = folder / "checkpoints"
     return inner if inner.exists() else folder
 
@@ -230,7 +230,7 @@ def began_with(
   if not file.exists():
     return None
   try:
-    record = json.loads(run_folder.read_bytes(file))
+    record = json.loads(file_io.read_bytes(file))
     restore = Restore(
       path=record["path"],
       step=record["step"],
@@ -241,7 +241,7 @@ def began_with(
       raise ValueError("it names no checkpoint")
     for pattern in (*restore.include, *restore.ignore):
       re.compile(pattern)
-  except (OSError, re.error, *run_folder.MALFORMED) as error:
+  except (OSError, re.error, *file_io.MALFORMED) as error:
     raise UserError(
       f"{file}, the record of the run's initial weights, is damaged: {error!r}."
     ) from error

@@ -14,7 +14,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.checkpoints.checkpoint import Checkpoints, flatten
 from paxlike.checks import step
 from paxlike.checks.check import ABSENT, FAIL, PASS, Check, guarded
@@ -40,10 +40,10 @@ def folder(path: str | None) -> Iterator[epath.Path | None]:
   if path is None:
     yield None
     return
-  parent, made = run_folder.absolute(path), []
+  parent, made = file_io.absolute(path), []
   own = parent / f"check_{_drawn_number()}"
   removes = jax.process_index() == 0
-  if run_folder.is_remote(path):
+  if file_io.is_remote(path):
     run_folder.create(path)
   elif removes:
     made = [place for place in (parent, *parent.parents) if not place.exists()]
@@ -89,7 +89,7 @@ def _remove(own: epath.Path, made: list[epath.Path]):
   """
   for seconds in (0, 0.2, 0.5, 1, 3):
     time.sleep(seconds)
-    with contextlib.suppress(*run_folder.failures()):
+    with contextlib.suppress(*file_io.failures()):
       if not own.exists():
         break
       own.rmtree()
@@ -122,7 +122,7 @@ def _saved(label: str, trainer: Trainer, own: epath.Path) -> Check:
         checkpoints.wait()
       except UserError as error:
         # The original message's advice is about resuming a run.
-        reason = run_folder.reason(error.__cause__ or error)
+        reason = file_io.reason(error.__cause__ or error)
         raise UserError(f"{own.parent} cannot be written: {reason}.") from error
       saving = time.perf_counter() - began
       target = {

@@ -98,13 +98,13 @@ def stopped(number: int) -> str:
 
 def saved(folder: str | None) -> str:
   """Returns a sentence about the checkpoint from which a stopped run resumes."""
-  from paxlike import run_folder
+  from paxlike import file_io
 
   names = []
   if folder is not None:
-    with contextlib.suppress(*run_folder.failures()):
-      inside = run_folder.absolute(folder) / "checkpoints"
-      names = [path.name for path in run_folder.beginning_with(inside, "checkpoint_")]
+    with contextlib.suppress(*file_io.failures()):
+      inside = file_io.absolute(folder) / "checkpoints"
+      names = [path.name for path in file_io.beginning_with(inside, "checkpoint_")]
   steps = [int(name.removeprefix("checkpoint_")) for name in names if name[-1].isdigit()]
   if not steps:
     return " No checkpoint was saved: the same command starts over."

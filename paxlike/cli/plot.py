@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.errors import UserError, one_line
 from paxlike.telemetry import console, metric_files
 
@@ -154,15 +154,15 @@ def save(figure: "Figure", output: str):
     UserError: It cannot be written.
   """
   path = epath.Path(output)
-  if run_folder.is_remote(output):
+  if file_io.is_remote(output):
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     try:
       path.write_bytes(picture.getvalue())
-    except run_folder.failures() as error:
-      raise UserError(f"{output} cannot be written: {run_folder.reason(error)}.") from error
+    except file_io.failures() as error:
+      raise UserError(f"{output} cannot be written: {file_io.reason(error)}.") from error
     return
-  temporary = path.with_name(run_folder.unique(path.name))
+  temporary = path.with_name(file_io.unique(path.name))
   try:
     with temporary.open("wb") as file:
       figure.savefig(file, format="png")

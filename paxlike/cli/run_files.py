@@ -16,7 +16,7 @@ from typing import Any
 import fiddle as fdl
 from etils import epath
 
-from paxlike import input_files, registry, run_folder
+from paxlike import file_io, input_files, registry, run_folder
 from paxlike.config import allowed_symbols, graph_file, graph_types, paths
 from paxlike.data.tokenizers import token_settings
 from paxlike.data.tokenizers.tokenizer import FileTokenizer
@@ -86,7 +86,7 @@ def changes(before: Any, graph: Any, *, folder: epath.Path) -> str:
     graph: The current graph.
     folder: The run's folder.
   """
-  saved = portable(graph, own=f"{run_folder.absolute(folder)}/")
+  saved = portable(graph, own=f"{file_io.absolute(folder)}/")
   found = [graph_file.difference(before, one) for one in (saved, graph)]
   return min(found, key=len)
 

@@ -4,7 +4,7 @@
 import sys
 from collections.abc import Sequence
 
-from paxlike import run_folder
+from paxlike import file_io
 from paxlike.errors import UserError, one_line
 from paxlike.telemetry import console, tables
 
@@ -58,7 +58,7 @@ def _verify(path: str) -> int:
   from paxlike.checkpoints import committing
   from paxlike.checkpoints.checkpoint import Checkpoints
 
-  folder = run_folder.absolute(path)
+  folder = file_io.absolute(path)
   step = committing.step_of(folder.name)
   directory = folder.parent if step is not None else folder
   if step is None and (folder / "checkpoints").exists():

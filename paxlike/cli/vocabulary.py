@@ -11,7 +11,7 @@ from typing import Any
 
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io
 from paxlike.errors import UserError, one_line
 from paxlike.telemetry import console
 
@@ -54,15 +54,15 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _make(options: argparse.Namespace) -> str:
-  to = run_folder.absolute(options.to)
+  to = file_io.absolute(options.to)
   _check(options.to, to)
   texts = _Texts(options.data, options.field)
   content = _train(texts, size=options.size, kind=options.kind)
   try:
     to.parent.mkdir(parents=True, exist_ok=True)
-    run_folder.write(to, content)
-  except run_folder.failures() as error:
-    raise UserError(f"--to={options.to} cannot be written: {run_folder.reason(error)}.") from error
+    file_io.write(to, content)
+  except file_io.failures() as error:
+    raise UserError(f"--to={options.to} cannot be written: {file_io.reason(error)}.") from error
   return (
     f"{to}: {options.size} tokens, trained on {texts.characters:,} characters\n"
     f"--fdl.TOKENIZER=sentencepiece --fdl.VOCAB_PATH={to} --fdl.VOCAB_SIZE={options.size}"

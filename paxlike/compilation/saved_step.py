@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io
 from paxlike.devices import chips
 from paxlike.errors import UserError
 
@@ -101,10 +101,10 @@ def check(path: str):
   try:
     if file.is_dir():
       raise UserError(f"--save={path} is a folder: name a file in it.")
-    run_folder.check_ends(file)  # A device file would be replaced.
+    file_io.check_ends(file)  # A device file would be replaced.
     if not file.parent.is_dir():
       raise UserError(f"--save={path}: there is no folder {file.parent}.")
-    if not run_folder.is_remote(file):
+    if not file_io.is_remote(file):
       _part(file).write_bytes(b"")
       _part(file).unlink()
   except OSError as error:
@@ -187,7 +187,7 @@ def _read(path: epath.Path) -> tuple[dict[str, Any], bytes]:
   """Returns the header and the payload of a file."""
   found = None
   try:
-    run_folder.check_ends(path)
+    file_io.check_ends(path)
     with path.open("rb") as file:
       line = file.readline(_MOST_HEADER)
       payload = file.read(_MOST_PAYLOAD)

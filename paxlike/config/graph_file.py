@@ -28,7 +28,7 @@ import numpy as np
 from etils import epath
 from fiddle import history
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.config import allowed_symbols, graph_text, knob_types, old_names
 from paxlike.config.graph_data import Part, Symbol
 from paxlike.config.graph_edits import call_fiddler, set_path
@@ -129,7 +129,7 @@ def _named_in_errors(path: epath.PathLike) -> Iterator[None]:
 
 def _text(path: epath.PathLike) -> str:
   try:
-    text = run_folder.read_bytes(path).decode()
+    text = file_io.read_bytes(path).decode()
     return run_folder.with_own_paths(text, epath.Path(path).parent)
   except (OSError, UnicodeDecodeError) as error:
     reason = getattr(error, "strerror", None) or error

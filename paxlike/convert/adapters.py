@@ -12,11 +12,11 @@ import fiddle as fdl
 import numpy as np
 from fiddle import daglish
 
-from paxlike import fiddlers, layers, registry, run_folder
+from paxlike import fiddlers, file_io, layers, registry, run_folder
 from paxlike.checkpoints.hf_rules import Matrix
 from paxlike.checkpoints.warm_start import PROVENANCE, Restore
 from paxlike.config import building, graph_file, ranges
-from paxlike.convert import matching, streaming, tensors, tokens
+from paxlike.convert import matching, new_folder, streaming, tensors, tokens
 from paxlike.convert.declared import Declared
 from paxlike.convert.exporting import Run, adapted, family_of
 from paxlike.convert.matching import Match
@@ -147,7 +147,7 @@ class TrainedAdapters:
       "fan_in_fan_out": False,
       "inference_mode": True,
     }
-    with run_folder.built(to, flag="to") as folder:
+    with new_folder.built(to, flag="to") as folder:
       tensors.write_file(folder / _TENSORS, specs, value)
       (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
@@ -225,7 +225,7 @@ class PeftAdapter:
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must be missing or empty."""
     graph: Any = self._graph
-    base = os.fspath(run_folder.absolute(self._base))
+    base = os.fspath(file_io.absolute(self._base))
     graph.restore = fdl.Config(Restore, path=base, ignore=(layers.lora.WEIGHTS,))
     experiment = self._experiment
     knobs = {
@@ -242,7 +242,7 @@ class PeftAdapter:
     definition = self._definition
     restore: Restore = building.build(graph.restore)
     restore.check(definition)
-    with run_folder.built(to, flag="to") as folder:
+    with new_folder.built(to, flag="to") as folder:
       layout = layout_of(definition.module)
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       tokens.copy(pathlib.Path(base), folder)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from paxlike import fiddlers, input_files, registry, run_folder, saved_experiment
+from paxlike import fiddlers, file_io, input_files, registry, saved_experiment
 from paxlike.checkpoints.hf_family import Family
 from paxlike.checkpoints.warm_start import PROVENANCE, Restore, began_with
 from paxlike.config import building
-from paxlike.convert import matching, model_graph, tensors, tokens
+from paxlike.convert import matching, model_graph, new_folder, tensors, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
 from paxlike.convert.tensors import TensorSpec
@@ -80,7 +80,7 @@ class Run:
     self.lora_scale = 1.0 if alpha is None else alpha / experiment.LORA_RANK
     self.base = experiment.CHECKPOINT_RESTORE_PATH
     if base is not None:
-      self.base = os.fspath(run_folder.absolute(base))
+      self.base = os.fspath(file_io.absolute(base))
     self._weights: Weights = self.adapters
     shapes = {match.ours: match.shape for match in self.matches}
     if self.adapted:
@@ -165,7 +165,7 @@ class Run:
       return tensor
 
     tokenizer = self.tokenizer
-    with run_folder.built(to, flag="to") as folder:
+    with new_folder.built(to, flag="to") as folder:
       tensors.write(folder, specs, value)
       config = config_of(self.experiment, dtype=dtype)
       config |= tokens.export_tokenizer(self.experiment, tokenizer, self.path, folder)

@@ -10,7 +10,7 @@ import numpy as np
 from paxlike import input_files, registry, run_folder
 from paxlike.checkpoints.hf_family import Family, Wrapper
 from paxlike.config import building, graph_file
-from paxlike.convert import matching, sizes, streaming, tokens
+from paxlike.convert import matching, new_folder, sizes, streaming, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized, Tensors
@@ -138,7 +138,7 @@ class Source:
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must be missing or empty."""
     self._check_copies()
-    with run_folder.built(to, flag="to") as folder:
+    with new_folder.built(to, flag="to") as folder:
       layout = layout_of(self._model())
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       if self._tokenizer is not None:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from paxlike import run_folder
+from paxlike.convert import new_folder
 from paxlike.devices import jax_setup, tpu_targets
 from paxlike.errors import UserError, one_line
 from paxlike.telemetry import console
@@ -171,7 +172,7 @@ def _check(options: argparse.Namespace):
       raise UserError(f"{flag} goes with --from={' or --from='.join(sources)}: leave it out.")
   if options.source == "peft" and options.base is None:
     raise UserError("--from=peft needs --base=DIR, a run or converted model.")
-  run_folder.check_new(options.to, flag="to")
+  new_folder.check_new(options.to, flag="to")
   if options.source != "paxlike":
     run_folder.check_name(options.to, flag="to")
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
@@ -120,7 +120,7 @@ class PreparedRows(RowDataset):
       raise UserError(
         "DATA_PATH is not set: give --fdl.DATA_PATH=, a folder made by scripts/prepare_data.py."
       )
-    file = run_folder.absolute(self._path) / INFO
+    file = file_io.absolute(self._path) / INFO
     try:
       return json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -132,7 +132,7 @@ class PreparedRows(RowDataset):
   @property
   def _files(self) -> list[str]:
     names = self._info["files"][self._split]
-    return [str(run_folder.absolute(self._path or "") / name) for name in names]
+    return [str(file_io.absolute(self._path or "") / name) for name in names]
 
   @functools.cached_property
   def _records(self) -> Any:

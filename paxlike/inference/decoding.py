@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.data.tuning.chat import Message
 from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.errors import UserError
@@ -267,7 +267,7 @@ def tell(decoding: Decoding, prompts: Sequence[Prompt], journal: Journal, path: 
   A single text is streamed; of several, each is printed when it ends.
   """
   single = len(prompts) * decoding.options.num_samples == 1
-  with run_folder.writing(path.parent), run_folder.replacing(path) as file:
+  with run_folder.writing(path.parent), file_io.replacing(path) as file:
 
     def noted(results: Iterator[Result]) -> Iterator[Result]:
       for result in results:

@@ -7,7 +7,7 @@ import pathlib
 
 from etils import epath
 
-from paxlike import input_files, run_folder
+from paxlike import file_io, input_files
 from paxlike.data.tuning import chat
 from paxlike.errors import UserError
 from paxlike.inference.decoding import Prompt
@@ -39,7 +39,7 @@ def read(name: epath.PathLike) -> list[Prompt]:
 
 def _text(name: str) -> str:
   try:
-    if run_folder.is_remote(name) or name.startswith(_OPEN):
+    if file_io.is_remote(name) or name.startswith(_OPEN):
       return epath.Path(name).read_text()
     return input_files.read_text(pathlib.Path(name).expanduser(), limit=_MOST_BYTES)
   except (OSError, UnicodeDecodeError) as error:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io
 from paxlike.errors import RunError, UserError, one_line
 
 #: EX_TEMPFAIL of sysexits.h: the same command may succeed if it is started again.
@@ -127,7 +127,7 @@ def in_time(action: Callable[[], Any], *, seconds: float = _WRITE_SECONDS) -> An
   def act():
     try:
       results.append(action())
-    except run_folder.failures():
+    except file_io.failures():
       pass  # The job ends anyway, and its line is on the console.
 
   thread = threading.Thread(target=act, daemon=True)
@@ -157,8 +157,8 @@ def write_status(
     if not path.exists():
       return
     try:
-      status = json.loads(run_folder.read_bytes(path))
-    except run_folder.MALFORMED:
+      status = json.loads(file_io.read_bytes(path))
+    except file_io.MALFORMED:
       return
     # "failed" may be a consequence of the failure of `verdict.index`.
     if not isinstance(status, dict) or status.get("state") not in ("running", "failed"):
@@ -166,4 +166,4 @@ def write_status(
     if (status.get("host"), status.get("pid")) != tuple(leader):
       return
     now = {"state": verdict.kind, "reason": verdict.why, "time": time.time()}
-    run_folder.write(path, json.dumps(status | now) + "\n")
+    file_io.write(path, json.dumps(status | now) + "\n")

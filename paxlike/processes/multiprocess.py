@@ -21,7 +21,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from paxlike import __version__, run_folder
+from paxlike import __version__, file_io
 from paxlike.errors import TemporaryError, UserError
 from paxlike.processes import cluster, rendezvous, stacks, watch
 
@@ -155,7 +155,7 @@ def check_shared(folder: epath.Path):
     blind = _failures(token.read_text)
   finally:
     if is_first:
-      with contextlib.suppress(*run_folder.failures()):
+      with contextlib.suppress(*file_io.failures()):
         token.unlink(missing_ok=True)
   if blind:
     raise UserError(
@@ -182,8 +182,8 @@ def _failures(action: Callable[[], object]) -> dict[int, str]:
   reason = ""
   try:
     action()
-  except run_folder.failures() as error:
-    reason = run_folder.reason(error)
+  except file_io.failures() as error:
+    reason = file_io.reason(error)
   said = np.frombuffer(reason.encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
   everyone = multihost_utils.process_allgather(said)
   reasons = [bytes(one).decode(errors="ignore").strip() for one in everyone]

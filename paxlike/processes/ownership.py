@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.errors import RunError, UserError, one_line
 
 BEAT = 5.0
@@ -79,7 +79,7 @@ def _machine() -> str:
 
 def _identity(folder: epath.Path) -> str:
   """Returns an identifier that differs for a copy of a folder on this machine; "" if unknown."""
-  if run_folder.is_remote(folder):
+  if file_io.is_remote(folder):
     return os.fspath(folder)
   try:
     found = os.stat(folder)
@@ -116,7 +116,7 @@ def _path(folder: epath.Path, number: int) -> epath.Path:
 
 def _numbers(folder: epath.Path) -> list[int]:
   """Returns the numbers of all owner files, the newest last."""
-  if run_folder.is_remote(folder):
+  if file_io.is_remote(folder):
     import fsspec
 
     store, root = fsspec.core.url_to_fs(os.fspath(folder))
@@ -134,12 +134,12 @@ def _read(folder: epath.Path, number: int) -> tuple[Owner | None, bytes | None]:
   missing.
   """
   try:
-    data = run_folder.read_bytes(_path(folder, number))
+    data = file_io.read_bytes(_path(folder, number))
   except FileNotFoundError:
     return None, None
   try:
     owner = Owner(**json.loads(data))
-  except run_folder.MALFORMED:
+  except file_io.MALFORMED:
     return None, data
   known = all(type(value) is kind for value, kind in zip(owner, _TYPES, strict=True))
   return owner if known and owner.pid > 0 else None, data
@@ -148,7 +148,7 @@ def _read(folder: epath.Path, number: int) -> tuple[Owner | None, bytes | None]:
 def _create(folder: epath.Path, number: int, owner: Owner) -> bool:
   """Creates the file of an owner exclusively; returns False if it already exists."""
   path = _path(folder, number)
-  if not run_folder.is_remote(folder):
+  if not file_io.is_remote(folder):
     try:
       file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
@@ -169,7 +169,7 @@ def _create(folder: epath.Path, number: int, owner: Owner) -> bool:
     store.pipe_file(name, _data(owner), mode="create")
   except FileExistsError:
     return False
-  except run_folder.failures() as error:
+  except file_io.failures() as error:
     if str(getattr(error, "code", "")) == "412":
       return False
     raise
@@ -313,7 +313,7 @@ class Ownership:
       )
     # Take the lease again, unless another run has it, so that `status.json` can be written.
     self._beaten = float("-inf")  # Forces `check` to look at the owner first.
-    with contextlib.suppress(*run_folder.failures()):
+    with contextlib.suppress(*file_io.failures()):
       _create(self._folder, self._number, self._me)
     return (
       f"{_path(self._folder, self._number)}, which keeps other runs out of the folder, was removed:"
@@ -322,7 +322,7 @@ class Ownership:
 
   def _check(self):
     path = _path(self._folder, self._number)
-    is_missing = not run_folder.is_remote(path) and not path.exists()
+    is_missing = not file_io.is_remote(path) and not path.exists()
     # After so long without a heartbeat, this process must have been suspended.
     if self._lost is None and (is_missing or _clock() - self._beaten > SILENCE / 2):
       self._look()
@@ -356,7 +356,7 @@ class Ownership:
 
   def _write(self):
     path = _path(self._folder, self._number)
-    if run_folder.is_remote(path):
+    if file_io.is_remote(path):
       path.write_bytes(_data(self._me))
       return
     file = os.open(path, os.O_WRONLY)
@@ -369,7 +369,7 @@ class Ownership:
   def _beat(self):
     while not self._ends.wait(min(BEAT, SILENCE / 4)) and self._lost is None:
       # Retried at the next beat; until then `check` looks itself.
-      with contextlib.suppress(*run_folder.failures()):
+      with contextlib.suppress(*file_io.failures()):
         self._look()
 
   def release(self):
@@ -381,7 +381,7 @@ class Ownership:
     self._thread.join()
     if self._lost is not None:
       return
-    with contextlib.suppress(*run_folder.failures()):  # Otherwise the lease expires.
+    with contextlib.suppress(*file_io.failures()):  # Otherwise the lease expires.
       if not self._used:
         _path(self._folder, self._number).unlink(missing_ok=True)
       elif max(_numbers(self._folder), default=0) == self._number:

@@ -15,7 +15,7 @@ from typing import Any
 
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io
 from paxlike.errors import UserError
 from paxlike.telemetry.growing import MAX_BYTES, GrowingFile
 
@@ -36,9 +36,9 @@ def files(folder: epath.Path) -> list[epath.Path]:
 
 def check(folder: epath.Path):
   """Raises a UserError if something else, such as a folder, has the name of a record file."""
-  for path in [] if run_folder.is_remote(folder) else files(folder):
+  for path in [] if file_io.is_remote(folder) else files(folder):
     try:
-      run_folder.check_file(path)
+      file_io.check_file(path)
     except OSError as error:
       raise UserError(
         f"{path}: {error.strerror}. The run keeps its metrics there: move it away."
@@ -46,7 +46,7 @@ def check(folder: epath.Path):
 
 
 def _parts(folder: epath.Path) -> list[epath.Path]:
-  found = run_folder.beginning_with(folder / "metrics", "part-")
+  found = file_io.beginning_with(folder / "metrics", "part-")
   return [path for path in found if _PART.fullmatch(path.name)]
 
 
@@ -72,7 +72,7 @@ def read(path: epath.Path) -> Iterator[dict[str, Any]]:
 
   A last line truncated by a kill is skipped silently.
   """
-  lines = run_folder.read_bytes(path, limit=None).splitlines(keepends=True)
+  lines = file_io.read_bytes(path, limit=None).splitlines(keepends=True)
   damaged = []
   for number, line in enumerate(lines, 1):
     try:
@@ -80,7 +80,7 @@ def read(path: epath.Path) -> Iterator[dict[str, Any]]:
       known = type(record["updates"]) is int
       if not known or not all(isinstance(record.get(key, ""), str) for key in ("kind", "set")):
         raise TypeError
-    except run_folder.MALFORMED:
+    except file_io.MALFORMED:
       if number < len(lines) or line.endswith(b"\n"):
         damaged.append(number)
       continue
@@ -92,7 +92,7 @@ def read(path: epath.Path) -> Iterator[dict[str, Any]]:
 
 def open_writer(folder: epath.Path, *, step: int) -> "JsonlWriter | PartsWriter":
   """Returns a writer of records for the run in `folder`, resumed after `step` updates."""
-  if run_folder.is_remote(folder):
+  if file_io.is_remote(folder):
     return PartsWriter(folder, step=step)
   return JsonlWriter(folder / "metrics.jsonl", step=step)
 
@@ -118,7 +118,7 @@ class JsonlWriter:
     Parts from an object store are merged into the file and removed.
     """
     kept = "".join(_line(r) for r in records(path.parent) if r["updates"] <= step)
-    run_folder.write(path, kept)
+    file_io.write(path, kept)
     for part in _parts(path.parent):
       part.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -243,7 +243,7 @@ class TensorBoardWriter:
       from tensorboardX import event_file_writer, record_writer
 
     prefix = str(self._directory / "events")
-    remote = run_folder.is_remote(self._directory)
+    remote = file_io.is_remote(self._directory)
     objects = _Objects()
     if remote:
       record_writer.register_writer_factory(_PREFIX.rstrip(":"), objects)

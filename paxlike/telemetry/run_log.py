@@ -16,7 +16,7 @@ from typing import Any, Self
 import jax
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.devices import chips
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.layers import flops
@@ -117,9 +117,9 @@ class Journal:
         if text is None:
           (self._folder / name).unlink(missing_ok=True)
         else:
-          if "/" in name and not run_folder.is_remote(self._folder):
+          if "/" in name and not file_io.is_remote(self._folder):
             (self._folder / name).parent.mkdir(exist_ok=True, parents=True)
-          run_folder.write(self._folder / name, text)
+          file_io.write(self._folder / name, text)
       if self._write_summaries:
         self._jsonl = metric_files.open_writer(self._folder, step=step)
         self._board("train")  # Opened now, so that no step waits for it.
@@ -279,8 +279,8 @@ class Journal:
       path.parent.mkdir(parents=True, exist_ok=True)
       if records:
         lines = "".join(f"{json.dumps(one)}\n" for one in records)
-        run_folder.write(path.with_suffix(".jsonl"), lines)
-      run_folder.write(path, text + "\n")
+        file_io.write(path.with_suffix(".jsonl"), lines)
+      file_io.write(path, text + "\n")
     self._callbacks.call("on_eval", updates, name, dict(values))
 
   def status(self, state: str, step: int):
@@ -296,7 +296,7 @@ class Journal:
     with self._writing():
       with ending.status_lock:
         if not ending.is_over.is_set():
-          run_folder.write(self._folder / "status.json", json.dumps(now) + "\n")
+          file_io.write(self._folder / "status.json", json.dumps(now) + "\n")
       for writer in self._writers():
         writer.sync()
     self._call_on_save()
@@ -317,7 +317,7 @@ class Journal:
       stack.callback(self._end, kind)
       if self._is_out_of_reach or not self._writers():
         return  # A store's client would retry the last upload for minutes.
-      allowed = (*run_folder.failures(), UserError, RunError)
+      allowed = (*file_io.failures(), UserError, RunError)
       stack.enter_context(self._writing() if kind is None else contextlib.suppress(*allowed))
       stack.enter_context(self._writing())
       for writer in self._writers():
@@ -342,7 +342,7 @@ class Journal:
       with run_folder.writing(self._folder):
         yield
     except UserError:
-      self._is_out_of_reach = run_folder.is_remote(self._folder)
+      self._is_out_of_reach = file_io.is_remote(self._folder)
       raise
 
   def _record(self, part: str, record: dict[str, Any]):
@@ -390,14 +390,14 @@ def is_running(folder: epath.Path, owner: ownership.Observer | None = None) -> b
   with run_folder.reading(path):
     if not path.exists():
       return False
-    data = run_folder.read_bytes(path)
+    data = file_io.read_bytes(path)
   try:
     status = json.loads(data)
     state, host, pid = status["state"], status["host"], status["pid"]
     if type(pid) is not int or pid <= 0:
       raise ValueError(f"no process has number {pid!r}")
-  except run_folder.MALFORMED as error:
-    print(f"paxlike: {path} is damaged ({run_folder.reason(error)}): skipped", file=sys.stderr)
+  except file_io.MALFORMED as error:
+    print(f"paxlike: {path} is damaged ({file_io.reason(error)}): skipped", file=sys.stderr)
     return False
   if state != "running":
     return False

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 import jax
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.checkpoints.checkpoint import Checkpoints, agreed
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
@@ -117,7 +117,7 @@ class Best:
       how = {"metric": self._criterion.metric, "lowest": self._criterion.lowest}
       record = {**how, "step": self.step, "values": values}
       with run_folder.writing(self._path.parent):
-        run_folder.write(self._path, json.dumps(record) + "\n")
+        file_io.write(self._path, json.dumps(record) + "\n")
     return self.step == step
 
 
@@ -144,10 +144,10 @@ def _read(path: epath.Path) -> tuple[Criterion, dict[int, float]] | None:
   if not path.exists():
     return None
   try:
-    record = json.loads(run_folder.read_bytes(path))
+    record = json.loads(file_io.read_bytes(path))
     values = {int(step): float(value) for step, value in record["values"]}
     return Criterion(metric=record["metric"], lowest=record["lowest"]), values
-  except (OSError, *run_folder.MALFORMED) as error:
+  except (OSError, *file_io.MALFORMED) as error:
     raise UserError(
-      f"{path} is damaged ({run_folder.reason(error)}): which checkpoint was best is unknown."
+      f"{path} is damaged ({file_io.reason(error)}): which checkpoint was best is unknown."
     ) from error

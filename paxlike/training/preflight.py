@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.devices import mesh
 from paxlike.errors import UserError
@@ -69,11 +69,11 @@ def _check_tokenizer(trainer: Any, *, training: bool):
 
 def _tokenizer_of(folder: epath.Path) -> tuple[str, str] | None:
   """Returns TOKENIZER and VOCAB_PATH of the run or converted model in a folder, if it has them."""
-  if run_folder.is_remote(folder):
+  if file_io.is_remote(folder):
     return None
   for place in (folder, folder / "tokenizer"):
     for kind, suffix in (("huggingface", "tokenizer.json"), ("sentencepiece", ".model")):
-      names = sorted(name.name for name in run_folder.beginning_with(place, ""))
+      names = sorted(name.name for name in file_io.beginning_with(place, ""))
       if name := next((name for name in names if name.endswith(suffix)), None):
         return kind, os.fspath(place / name)
   return None

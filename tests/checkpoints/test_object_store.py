@@ -21,7 +21,7 @@ from helpers.program import TEXT, curve, finish, start
 from helpers.sources import REPOSITORY
 from tensorboardX.proto import event_pb2
 
-from paxlike import run_folder
+from paxlike import file_io, run_folder
 from paxlike.errors import RunError, UserError
 from paxlike.processes import ownership
 from paxlike.processes.ownership import Owner, Ownership
@@ -186,7 +186,7 @@ def test_a_write_that_fails_is_an_error_and_not_tried_again(tmp_path, monkeypatc
     if len(uploads) == refused:
       raise OSError("out of reach")
 
-  monkeypatch.setattr(run_folder, "is_remote", lambda path: True)
+  monkeypatch.setattr(file_io, "is_remote", lambda path: True)
   monkeypatch.setattr(type(epath.Path(tmp_path)), "write_bytes", write_bytes)
   with pytest.raises(UserError, match="out of reach"), Journal(epath.Path(tmp_path)) as journal:
     for updates in (1, 2):
@@ -211,7 +211,7 @@ def test_records_are_in_few_objects_and_none_is_there_twice(tmp_path, monkeypatc
   (folder / "metrics").mkdir()
   (folder / "metrics.jsonl").write_text('{"updates": 1}\n{"updates": 2}\n')
   for first, steps in [(2, range(3, 41)), (25, range(26, 61))]:
-    monkeypatch.setattr(run_folder, "is_remote", lambda path: True)
+    monkeypatch.setattr(file_io, "is_remote", lambda path: True)
     writer = metric_files.open_writer(folder, step=first)
     for updates in steps:
       writer.write({"kind": "train", "updates": updates})

@@ -255,7 +255,7 @@ def test_an_allowed_module_is_imported(trap):
     "paxlike.convert.importing:copy_tokenizer",
     "paxlike.convert.main:run",
     "paxlike.cli.harness:PaxlikeLM",
-    "paxlike.run_folder:write",
+    "paxlike.file_io:write",
     "paxlike.devices.xla_flags:options",
     "paxlike.training.trainer:Trainer.train",
     "jax.nn:dot_product_attention",

@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from paxlike import run_folder
+from paxlike import file_io
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.seqio.corpus import SeqIOTask
@@ -110,7 +110,7 @@ def _feature_classes(node: Any) -> Iterator[str]:
 
 def tfds_data_dir() -> epath.Path:
   """Returns TFDS's data directory."""
-  return run_folder.absolute(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+  return file_io.absolute(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
 def tfds_folder(name: str) -> epath.Path:
@@ -119,7 +119,7 @@ def tfds_folder(name: str) -> epath.Path:
   Raises:
     UserError: There is no such data set.
   """
-  folder = run_folder.absolute(name)
+  folder = file_io.absolute(name)
   if (folder / _INFO).exists():
     return folder
   dataset, _, version = name.partition(":")

@@ -122,7 +122,7 @@ def test_a_kernel_that_is_named_keeps_the_room_for_segments(h200):
   """Also one that a graph names without: kernels of users, and saved ones."""
   graph = registry.find("Gpt3_52k")(MAX_SEGMENTS_PER_ROW=200).trainer()
   for kernel, limit in (("cudnn", 200), ("auto", 200), ("xla", None), ("auto", 64)):
-    fiddlers.attention(graph, kernel)
+    fiddlers.attention(graph, kernel)  # pyright: ignore[reportArgumentType]
     assert fdl.build(graph).model.max_segments(Place(topology.devices()[0])) == limit
   for kernel in (cudnn, auto_attention.auto, functools.partial(cudnn)):
     for node in fiddlers.select(graph, layers.Attention):
