@@ -45,7 +45,7 @@ class Decoder(Module):
     *,
     vocab_size: ranges.Size,
     dim: ranges.Size,
-    embedding: Callable[[int, int], Embedding],
+    embedding: Callable[[int, int, bool], Embedding],
     stack: Callable[[int], Stack],
     norm: Callable[[int], Any],
     positions: Callable[[int], PositionEmbedding] | None = None,
@@ -61,7 +61,7 @@ class Decoder(Module):
     self.soft_cap = soft_cap
     self.loss_chunks = loss_chunks
     self.vocab_size = vocab_size
-    self.embedding = embedding(vocab_size, dim)
+    self.embedding = embedding(vocab_size, dim, head is None)
     self.positions = None if positions is None else positions(dim)
     self.dropout = None if dropout is None else dropout()
     self.stack = stack(dim)

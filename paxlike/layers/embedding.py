@@ -22,18 +22,33 @@ class Embedding(module.Module):
     self,
     vocab_size: ranges.Size,
     dim: ranges.Size,
+    is_head: bool,
     *,
     init: module.Initializer,
     scale: ranges.Finite = 1.0,
     logits_scale: ranges.Finite = 1.0,
     dtype: ranges.ComputeDtype = jnp.float32,
   ):
-    """`scale` multiplies the embedded tokens, `logits_scale` the logits."""
+    """Builds the layer.
+
+    Args:
+      vocab_size: V.
+      dim: D.
+      is_head: Whether it also serves as the output projection; see `attend`.
+      init: The initializer.
+      scale: Multiplies the embedded tokens.
+      logits_scale: Multiplies the logits.
+      dtype: The compute dtype.
+    """
     self.scale = scale
     self.logits_scale = logits_scale
     self.dtype = dtype
     self.table = self.weight(
-      {"vocab": vocab_size, "model": dim}, init=init, fan_in=("model",), compute_dtype=dtype
+      {"vocab": vocab_size, "model": dim},
+      init=init,
+      fan_in=("model",),
+      matmul=module.Matmul(dim, vocab_size) if is_head else None,
+      compute_dtype=dtype,
     )
 
   def __call__(self, tokens: jax.Array) -> jax.Array:

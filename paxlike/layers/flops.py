@@ -9,15 +9,13 @@ the half that a causal mask keeps.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from flax import nnx
 
 from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.latent_attention import LatentAttention
-from paxlike.layers.decoder import Decoder
-from paxlike.layers.linear import Linear
-from paxlike.layers.lora import Lora
 from paxlike.layers.module import Definition
 from paxlike.layers.moe.moe import Moe
 from paxlike.layers.stack import layout_of
@@ -38,29 +36,27 @@ class TrainingFlops:
 
 def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
   """Returns the FLOPs per token of training on sequences of `seq_len` tokens."""
-  layout = layout_of(definition.module)
-  weights = full = causal = 0
-
-  def training(forward: float, *weight: Any) -> float:
-    return (3 if definition.weights[".".join(map(str, weight))].trained else 2) * forward
-
-  for path, module in nnx.iter_modules(definition.module):
-    if isinstance(module, Linear):
-      weights += training(2 * math.prod(module.w.get_value().shape), *path, "w")
-    if isinstance(module, Lora):
-      sizes = (math.prod(weight.get_value().shape) for weight in (module.a, module.b))
-      weights += training(2 * sum(sizes), *path, "a")
-    location = layout.locate(".".join(map(str, path)) + ".")
-    repeats = len(location.layers) if location and location.stacked else 1
-    if isinstance(module, Moe):
-      weights += training(module.expert_flops, *path, "experts", "up", "w")
-    if isinstance(module, Attention | LatentAttention):
-      scores = module.score_flops(seq_len)
-      full, causal = full + repeats * scores[0], causal + repeats * scores[1]
-    if isinstance(module, Decoder) and module.head is None:
-      size = math.prod(module.embedding.table.get_value().shape)
-      weights += training(2 * size, *path, "embedding", "table")
+  weights = sum((3 if spec.trained else 2) * spec.flops for spec in definition.weights.values())
+  full, causal = scores(definition, seq_len)
   return TrainingFlops(full=weights + 3 * full, causal=weights + 3 * causal)
+
+
+def scores(definition: Definition, seq_len: int) -> tuple[float, float]:
+  """Returns the forward FLOPs per token of logits and weighted values: (full, causal)."""
+  full = causal = 0
+  for module, count in modules(definition):
+    if isinstance(module, Attention | LatentAttention):
+      of_layer = module.score_flops(seq_len)
+      full, causal = full + count * of_layer[0], causal + count * of_layer[1]
+  return full, causal
+
+
+def modules(definition: Definition) -> Iterator[tuple[Any, int]]:
+  """Yields each module, and the number of layers that are stacked in it."""
+  layout = layout_of(definition.module)
+  for path, module in nnx.iter_modules(definition.module):
+    location = layout.locate(".".join(map(str, path)) + ".")
+    yield module, len(location.layers) if location and location.stacked else 1
 
 
 def active_params(definition: Definition) -> int:

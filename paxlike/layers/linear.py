@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear maps between named dims."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,10 +65,12 @@ class Linear(module.Module):
     self.num_inputs = len(inputs)
     self._outputs = tuple(outputs.values())
     self._plain = Plain(*(tuple(Dim(*dim) for dim in dims.items()) for dims in (inputs, outputs)))
+    sizes = (math.prod(dims.values()) for dims in (inputs, outputs))
     self.w = self.weight(
       {**inputs, **outputs},
       init=init,
       fan_in=tuple(inputs),
+      matmul=module.Matmul(*sizes, role=role, in_8_bits=dot is not None),
       compute_dtype=dtype,
       storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
       rounding=None if self.dot is None else self.dot.rounding(len(inputs), len(outputs)),

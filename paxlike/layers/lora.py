@@ -45,10 +45,20 @@ class Lora(module.Module):
     self.dropout = None if dropout is None else dropout()
     self._key = zlib.crc32(role.encode())
     low_rank = {"adapter": rank}
+    num_inputs, num_outputs = (math.prod(dims.values()) for dims in (inputs, outputs))
     self.a = self.weight(
-      {**inputs, **low_rank}, init=init, fan_in=tuple(inputs), compute_dtype=dtype
+      {**inputs, **low_rank},
+      init=init,
+      fan_in=tuple(inputs),
+      matmul=module.Matmul(num_inputs, rank),
+      compute_dtype=dtype,
     )
-    self.b = self.weight({**low_rank, **outputs}, init=module.zeros, compute_dtype=dtype)
+    self.b = self.weight(
+      {**low_rank, **outputs},
+      init=module.zeros,
+      matmul=module.Matmul(rank, num_outputs),
+      compute_dtype=dtype,
+    )
 
   def __call__(self, x: jax.Array, context: Context | None) -> jax.Array:
     """Returns [..., F] for x [..., D], where D and F are the flattened inputs and outputs."""

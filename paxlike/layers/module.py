@@ -60,6 +60,24 @@ def constant(
   return jnp.full(shape, value, jnp.float32)
 
 
+class Matmul(NamedTuple):
+  """The matmul of a layer's input and a weight.
+
+  Attributes:
+    inputs: The numbers per token that it reads: its contracted width, times top-k for experts.
+    outputs: The numbers per token that it writes.
+    share: The fraction of the weight that a token uses: top-k / E for experts.
+    role: The role of the linear map, if remat policies can save its output by it.
+    in_8_bits: Whether it runs in FP8 or INT8.
+  """
+
+  inputs: int
+  outputs: int
+  share: float = 1
+  role: str = ""
+  in_8_bits: bool = False
+
+
 def follow_sign(weight: jax.Array, gradient: jax.Array, *, rate: float) -> jax.Array:
   """Returns weight - rate * sign(gradient)."""
   return weight - rate * jnp.sign(gradient)
@@ -80,6 +98,7 @@ class Module(nnx.Module):
     *,
     init: Initializer,
     fan_in: Collection[str] = (),
+    matmul: Matmul | None = None,
     compute_dtype: Any = jnp.float32,
     update: Update | None = None,
     storage: Storage | None = None,
@@ -92,6 +111,7 @@ class Module(nnx.Module):
       dims: Name -> size of each dim, in order; they give shape, fan-in and sharding.
       init: The initializer.
       fan_in: The dims that a matmul with this weight contracts.
+      matmul: That matmul, for the counting of FLOPs and activations; None: there is none.
       compute_dtype: The layer casts the weight to it; `Definition.prepare` does so once per step.
       update: The update rule that replaces the optimizer; None: the optimizer trains the weight.
       storage: The weight-only quantization, applied if the weight is frozen.
@@ -106,6 +126,7 @@ class Module(nnx.Module):
       dims=tuple(dims),
       init=init,
       fan_in=fan,
+      matmul=matmul,
       compute_dtype=compute_dtype,
       update=update,
       storage=storage,
@@ -135,6 +156,7 @@ class WeightSpec(NamedTuple):
     compute_dtype, update, storage, rounding, statistic: See `Module.weight`.
     changes: Whether training steps change it; a weight that does not change is frozen.
     is_quantized: Whether it is stored weight-only quantized.
+    matmul: See `Module.weight`.
   """
 
   shape: tuple[int, ...]
@@ -149,6 +171,12 @@ class WeightSpec(NamedTuple):
   statistic: bool
   changes: bool
   is_quantized: bool
+  matmul: Matmul | None
+
+  @property
+  def flops(self) -> float:
+    """Forward FLOPs per token of its matmul, over all layers that are stacked in it."""
+    return 0 if self.matmul is None else 2 * math.prod(self.shape) * self.matmul.share
 
   @property
   def trained(self) -> bool:
@@ -214,6 +242,7 @@ class Definition:
         param.statistic,
         changes,
         param.storage is not None and (read_only or not changes),
+        param.matmul,
       )
 
   @property

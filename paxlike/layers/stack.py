@@ -70,7 +70,7 @@ class Stack(Module):
       epilogue=len(epilogue),
     )
     if pipeline is not None:
-      self.layout = pipeline.spread(self.layout)
+      self.layout = self.layout.in_pipeline(stages=pipeline.stages, chunks=pipeline.chunks)
     if scan:
       self.prologue = nnx.List([block(dim) for block in prologue])
       self.pattern = nnx.List([_stacked(block(dim), repeats) for block in pattern])

@@ -10,8 +10,10 @@ import dataclasses
 import re
 from typing import NamedTuple
 
+from paxlike.errors import ArgumentError
+
 _NAME = re.compile(
-  r"^(?P<head>.*?(?:^|\.)stack)\.(?P<part>layers|prologue|pattern|epilogue)\.(?P<index>\d+)\."
+  r"^(?P<head>.*?(?:^|\.)stack)\.(?P<section>layers|prologue|pattern|epilogue)\.(?P<index>\d+)\."
 )
 
 
@@ -21,12 +23,17 @@ class Location(NamedTuple):
   Attributes:
     template: The name with a placeholder for the layer, such as "stack.{}.attention.query.w".
     layers: The indexes of the layers that the weight holds.
-    stacked: Whether the weight has a leading dim of layers.
+    section: The section of the stack: "layers", or "prologue", "pattern" or "epilogue" if scanned.
   """
 
   template: str
   layers: tuple[int, ...]
-  stacked: bool
+  section: str
+
+  @property
+  def stacked(self) -> bool:
+    """Whether the weight has a leading dim of layers."""
+    return self.section == "pattern"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +52,22 @@ class Layout:
   stages: int = 1
   chunks: int = 1
 
+  def in_pipeline(self, *, stages: int, chunks: int) -> "Layout":
+    """Returns the layout of the same stack, its repeats split into `chunks` chunks per stage.
+
+    Raises:
+      UserError: The stages do not divide the repeats.
+    """
+    assert self.scanned
+    if self.repeats % (stages * chunks):
+      raise ArgumentError(
+        f"stages={stages} x chunks={chunks} does not divide repeats={self.repeats} of"
+        f" {self.pattern} layers: change the layers or the stages."
+      )
+    if chunks == 1:  # The order of layers is that of no pipeline.
+      return self
+    return dataclasses.replace(self, stages=stages, chunks=chunks)
+
   @property
   def order(self) -> tuple[int, ...]:
     """The repeat at each index of the leading dim."""
@@ -62,14 +85,14 @@ class Layout:
     if match is None:
       return None
     template = f"{match['head']}.{{}}.{name[match.end() :]}"
-    index = int(match["index"])
-    if match["part"] == "pattern":
+    index, section = int(match["index"]), match["section"]
+    if section == "pattern":
       first = self.prologue + index
       layers = tuple(first + repeat * self.pattern for repeat in self.order)
-      return Location(template, layers, stacked=True)
-    if match["part"] == "epilogue":
+      return Location(template, layers, section)
+    if section == "epilogue":
       index += self.prologue + self.pattern * self.repeats
-    return Location(template, (index,), stacked=False)
+    return Location(template, (index,), section)
 
   def place(self, template: str, layer: int) -> tuple[str, int | None]:
     """Returns (weight name, index in its leading dim or None) of `template` for `layer`."""

@@ -9,20 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from paxlike.devices import mesh, topology
 from paxlike.layers import flops
 from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.auto import Place
 from paxlike.layers.attention.latent_attention import LatentAttention
-from paxlike.layers.linear import Linear
-from paxlike.layers.lora import Lora
-from paxlike.layers.module import Definition
+from paxlike.layers.module import Definition, Matmul, WeightSpec
 from paxlike.layers.moe.dispatch import Capacity
-from paxlike.layers.moe.experts import ExpertLinear
 from paxlike.layers.moe.moe import Moe
 from paxlike.layers.stack import Stack
+from paxlike.layers.stack_layout import Location
 from paxlike.training import train_state
 from paxlike.training.optimizers import Optimizer
 
@@ -35,9 +32,8 @@ class Weight:
     dims: Names of its dims, keys of `mesh.RULES`.
     shape: Their sizes.
     layers: The number of stacked repeats; 0: outside of the stack, -1: in a layer without repeats.
-    inputs: Input width of its matmul; 0 if it has none.
-    outputs: Output width of its matmul.
-    share: The fraction of it that one token uses: top-k / E for experts, 0 for lookup tables.
+    inputs, outputs, share: See `module.Matmul`; 0 if it has none.
+    flops: Forward FLOPs per token over all its layers.
     held: Bytes per number in storage.
     computed: Bytes per number in the compute dtype.
     trained: Whether the optimizer trains it.
@@ -51,6 +47,7 @@ class Weight:
   inputs: int = 0
   outputs: int = 0
   share: float = 0.0
+  flops: float = 0.0
   held: float = 4
   computed: int = 2
   trained: bool = True
@@ -61,11 +58,6 @@ class Weight:
   def size(self) -> int:
     """Its number of elements."""
     return math.prod(self.shape)
-
-  @property
-  def flops(self) -> float:
-    """Forward FLOPs per token over all its layers."""
-    return 2 * self.size * self.share
 
   @property
   def is_routed(self) -> bool:
@@ -164,35 +156,29 @@ def of_definition(
   """Returns the sizes of a decoder that `optimizer` trains on sequences of `seq_len` tokens."""
   decoder: Any = definition.module
   stack: Stack = decoder.stack
-  repeats = stack.layout.repeats if stack.layout.scanned else 0
-  modules: dict[str, Any] = {
-    ".".join(map(str, path)): module for path, module in nnx.iter_modules(decoder)
-  }
-  heads, scores = [], [0.0, 0.0]
-  moes, gated = [], []
-  for name, module in modules.items():
-    times = repeats if ".pattern." in f".{name}." else 1
+  layout = stack.layout
+  heads, moes, gated, dims_of_time = [], [], [], set()
+  for module, count in flops.modules(definition):
     if isinstance(module, Attention | LatentAttention):
-      heads += [module.num_heads] * times
-      of_layer = module.score_flops(seq_len)
-      scores = [total + times * one for total, one in zip(scores, of_layer, strict=True)]
+      heads += [module.num_heads] * count
     if isinstance(module, Moe):
-      moes += [module] * times
+      moes += [module] * count
     if hasattr(module, "activation"):
       gated.append(getattr(module, "gate", None) is not None)
+    dims_of_time.add(getattr(module, "time", "time"))
   first = moes[0] if moes else None
   placed = isinstance(getattr(first, "dispatch", None), Capacity)
   return ModelSizes(
-    weights=tuple(_weight(definition, modules, name, repeats) for name in definition.weights),
+    weights=tuple(_weight(spec, layout.locate(n)) for n, spec in definition.weights.items()),
     num_layers=len(heads),
-    repeats=repeats,
+    repeats=layout.repeats if layout.scanned else 0,
     dim=decoder.embedding.table.get_value().shape[-1],
     vocab=decoder.vocab_size,
     seq_len=seq_len,
     loss_chunks=decoder.loss_chunks,
     heads=sum(heads),
     least_heads=min(heads),
-    scores=(scores[0], scores[1]),
+    scores=flops.scores(definition, seq_len),
     mlp_factor=3 if any(gated) else 2,
     moe_layers=len(moes),
     num_experts=first.num_experts if first else 1,
@@ -200,49 +186,33 @@ def of_definition(
     capacity=first.num_chosen * first.dispatch.factor if first and placed else None,
     moments=_moments(definition, optimizer),
     over_data=optimizer.over_data,
-    sequence_parallel=any(getattr(m, "time", "time") != "time" for m in modules.values()),
+    sequence_parallel=dims_of_time != {"time"},
     reference=with_reference,
     fused_attention="xla" not in decoder.kernels(Place(topology.devices()[0])),
     flops=flops.per_token(definition, seq_len),
   )
 
 
-def _weight(definition: Definition, modules: Mapping[str, Any], name: str, repeats: int) -> Weight:
-  spec = definition.weights[name]
-  owner, _, own = name.rpartition(".")
-  module, role = modules.get(owner), getattr(modules.get(owner), "role", "")
-  layers = repeats if "layer" in spec.dims else -1 if ".stack." in f".{name}" else 0
-  experts = spec.shape[spec.dims.index("experts")] if "experts" in spec.dims else 1
-  in_moe = isinstance(module, ExpertLinear)
-  shape = spec.shape[("layer" in spec.dims) + in_moe :]
-  inputs, outputs, share = 0, 0, 0.0
-  if isinstance(module, Linear) and own == "w":
-    inputs, share = math.prod(shape[: module.num_inputs]), 1.0
-  elif in_moe and own == "w":
-    moe: Any = modules[owner.rpartition(".experts.")[0]]
-    inputs, share = shape[0], moe.num_chosen / experts
-  elif isinstance(module, Lora) and own in ("a", "b"):
-    inputs, share = spec.fan_in if own == "a" else shape[0], 1.0
-  elif own == "table" and owner == "embedding" and "head" not in modules:
-    inputs, share = shape[1], 1.0
-  if inputs:
-    times = share * experts if in_moe else 1
-    outputs = int(times * math.prod(shape)) // inputs
-    inputs = int(times * inputs)
+def _weight(spec: WeightSpec, location: Location | None) -> Weight:
+  matmul = spec.matmul or Matmul(inputs=0, outputs=0, share=0.0)
+  layers = 0
+  if location is not None:
+    layers = len(location.layers) if location.stacked else -1
   held = jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
   nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
   return Weight(
     dims=spec.dims,
     shape=spec.shape,
     layers=layers,
-    inputs=inputs,
-    outputs=outputs,
-    share=share,
+    inputs=matmul.inputs,
+    outputs=matmul.outputs,
+    share=matmul.share,
+    flops=spec.flops,
     held=nbytes / math.prod(spec.shape),
     computed=jnp.dtype(spec.compute_dtype).itemsize,
     trained=spec.trained,
-    in_8_bits=getattr(module, "dot", None) is not None,
-    is_last=role == "down" and not in_moe,
+    in_8_bits=matmul.in_8_bits,
+    is_last=matmul.role == "down",
   )
 
 

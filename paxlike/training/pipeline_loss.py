@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,22 @@ from paxlike.devices import mesh
 from paxlike.errors import UserError
 from paxlike.layers.auxiliary import Aux, add
 from paxlike.layers.block import by_token
-from paxlike.layers.decoder import Batch, context_of
+from paxlike.layers.decoder import context_of
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.pipeline import executor
 from paxlike.layers.pipeline.executor import StageArrays
 from paxlike.layers.pipeline.spec import Pipeline, split_microbatches
-from paxlike.layers.stack import layout_of
-
-# Weights by name: trained weights, and non-trainable state.
-Differentiated = tuple[Params, Params]
+from paxlike.layers.stack import Stack
+from paxlike.training.gradients import Constants, Differentiated, Microbatch, Reported
 
 
 def pipeline_of(definition: Definition) -> Pipeline | None:
   """Returns the pipeline of a model, if it has one."""
-  return definition.module.stack.pipeline  # pyright: ignore[reportAttributeAccessIssue]
+  return _stack(definition).pipeline
+
+
+def _stack(definition: Definition) -> Stack:
+  return definition.module.stack  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check(definition: Definition, devices: jax.sharding.Mesh) -> int:
@@ -46,90 +48,87 @@ def check(definition: Definition, devices: jax.sharding.Mesh) -> int:
   return how.microbatches
 
 
-class Part(NamedTuple):
-  """Gradient-accumulation microbatch `index` of `count`."""
-
-  batch: Batch
-  index: int | jax.Array
-  count: int
-
-
 def gradients(
   definition: Definition,
   weights: Differentiated,
-  constants: tuple[Params, Mapping[str, Any]],
-  part: Part,
-  *,
-  loss_weight: jax.Array,
-  dropout: jax.Array,
-) -> tuple[jax.Array, Aux, Differentiated]:
-  """Returns (loss, Aux, gradients of the loss plus auxiliary losses) of a part of a batch.
+  constants: Constants,
+  microbatch: Microbatch,
+) -> tuple[Differentiated, Reported]:
+  """Returns (gradients of the loss plus auxiliary losses, losses and metrics) of a microbatch.
 
-  Auxiliary losses are means over the microbatches.
+  Its sequences are split into M pipeline microbatches, over which auxiliary losses are averaged.
 
   Args:
     definition: Of a `Decoder` with a pipeline.
     weights: Prepared weights.
-    constants: The frozen weights, and the quantized weights of low-precision matmuls.
-    part: Its sequences are split into M pipeline microbatches.
-    loss_weight: Factor of the summed cross-entropy.
-    dropout: Dropout key of the step.
+    constants: The reference model is not used.
+    microbatch: Of gradient accumulation.
   """
   how = pipeline_of(definition)
   assert how is not None
-  split = _Splitter(definition)
-  batches = split_microbatches(part.batch, how.microbatches)
+  batches = split_microbatches(microbatch.batch, how.microbatches)
   batches = {name: mesh.constrain(x, None, "batch", "time") for name, x in batches.items()}
   first = {name: x[0] for name, x in batches.items()}
-  numbers = part.index + part.count * jnp.arange(how.microbatches)
-  keys = jax.vmap(jax.random.fold_in, (None, 0))(dropout, numbers)
-  model = definition.bind({**constants[0], **weights[0], **weights[1]}, constants[1])
-  loss, reports, grads = executor.gradients(
+  numbers = microbatch.index + microbatch.count * jnp.arange(how.microbatches)
+  keys = jax.vmap(jax.random.fold_in, (None, 0))(microbatch.dropout, numbers)
+  locations = {name: _stack(definition).layout.locate(name) for name in definition.weights}
+  decoder = _Decoder(
+    definition=definition,
+    pipeline=how,
+    sections={name: location.section for name, location in locations.items() if location},
+    loss_weight=1 / microbatch.weight,
+    aux_weight=1 / (microbatch.count * how.microbatches),
+  )
+  model = decoder.bind(weights, constants)
+  loss, aux, grads = executor.gradients(
     how,
-    _Decoder(definition, how, loss_weight, 1 / (part.count * how.microbatches)),
-    StageArrays(*zip(*map(split, weights), strict=True)),
-    StageArrays(*zip(*map(split, constants), strict=True)),
+    decoder,
+    decoder.split(weights),
+    decoder.split(constants),
     (batches, keys),
     jax.eval_shape(lambda: model.embed(first["inputs"], context_of(first))),
   )
-  sums = {name: x.sum(0) for name, x in grads.common[0].items()} | grads.stacked[0]
-  largest = {name: x.max(0) for name, x in grads.common[1].items()} | grads.stacked[1]
-  return loss, reports.averaged(how.microbatches), (sums, largest)
+  trained = {name: x.sum(0) for name, x in grads.common.trained.items()}
+  extra = {name: x.max(0) for name, x in grads.common.extra.items()}
+  losses = aux.averaged(how.microbatches).averaged(microbatch.count).losses
+  return (
+    Differentiated(trained | grads.stacked.trained, extra | grads.stacked.extra),
+    {"loss": loss} | losses | aux.metrics,
+  )
 
 
-class _Splitter:
-  """Splits a dict keyed by weight name into common and stacked entries."""
-
-  def __init__(self, definition: Definition):
-    self._layout = layout_of(definition.module)
-
-  def __call__(self, values: Mapping[str, Any]) -> StageArrays:
-    arrays = StageArrays({}, {})
-    for name, value in values.items():
-      location = self._layout.locate(name)
-      stacked = location is not None and location.stacked
-      (arrays.stacked if stacked else arrays.common)[name] = value
-    return arrays
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Decoder:
-  """A decoder as an `executor.Model`.
+  """A decoder as an `executor.Model`; weights are `Differentiated`, constants `Constants`.
 
-  Weights are (trained, non-trainable state), constants (frozen, rounded), by name.
+  Attributes:
+    definition: The definition of the decoder.
+    pipeline: Its pipeline.
+    sections: Name -> section, of each weight of the stack; see `stack_layout.Location`.
+    loss_weight: Factor of the summed cross-entropy.
+    aux_weight: Factor of the auxiliary losses.
   """
 
   definition: Definition
   pipeline: Pipeline
+  sections: Mapping[str, str]
   loss_weight: jax.Array
   aux_weight: float
 
-  def _bind(self, *arrays: Any) -> Any:
-    named = [weights for trained, extra in arrays[::2] for weights in (trained, extra)]
-    named += [frozen for frozen, _ in arrays[1::2]]
-    rounded = [quantized for _, quantized in arrays[1::2]]
+  def split(self, weights: Differentiated | Constants) -> StageArrays:
+    """Separates the stacked weights from those that are common to all stages."""
+    make: Any = type(weights)
+    stacked = {name for name, section in self.sections.items() if section == "pattern"}
+    return StageArrays(
+      common=make(*({n: w for n, w in one.items() if n not in stacked} for one in weights)),
+      stacked=make(*({n: w for n, w in one.items() if n in stacked} for one in weights)),
+    )
+
+  def bind(self, weights: Differentiated, constants: Constants) -> Any:
+    """Returns the decoder with these weights; others are abstract."""
     unused = {n: jax.ShapeDtypeStruct(w.shape, w.dtype) for n, w in self.definition.weights.items()}
-    return self.definition.bind(_merged([unused, *named]), _merged(rounded))
+    params = unused | weights.trained | weights.extra | constants.frozen
+    return self.definition.bind(params, constants.rounded)
 
   def chunk(
     self,
@@ -141,8 +140,8 @@ class _Decoder:
   ) -> tuple[jax.Array, Aux]:
     batch, key = microbatch
     is_first, is_last = place == 0, place == self.pipeline.num_places - 1
-    common = tuple(_without_unused(is_first, is_last, arrays) for arrays in weights.common)
-    model = self._bind(common, constants.common, weights.stacked, constants.stacked)
+    used = weights._replace(common=self._without_unused(weights.common, is_first, is_last))
+    model = self.bind(_joined(used), _joined(constants))
     context = context_of(batch, key)
     first_BTD, _, before = model.stack.before(
       model.embed(batch["inputs"], context), context.fold(1)
@@ -155,51 +154,51 @@ class _Decoder:
   def loss(
     self,
     weights: Differentiated,
-    constants: Any,
+    constants: Constants,
     x: jax.Array,
     microbatch: Any,
     shard: Callable[[jax.Array], jax.Array],
   ) -> jax.Array:
     batch, _ = microbatch
-    model = self._bind(weights, constants)
+    model = self.bind(weights, constants)
     x_BTD = by_token(model.norm, x)
     loss = model.token_loss(x_BTD, shard(batch["targets"]), shard(batch["weights"]))
     return loss * self.loss_weight
 
-  def combine(self, total: StageArrays, new: StageArrays) -> StageArrays:
-    def pinned(name: str, value: jax.Array) -> jax.Array:
-      dims = self.definition.weights[name].dims
-      return mesh.constrain(value, *(None if dim == "layer" else dim for dim in dims))
+  def combine(self, total: Differentiated, new: Differentiated) -> Differentiated:
+    def combined(of: Any, total: Params, new: Params) -> Params:
+      return {n: self._pinned(n, of(x, new[n].astype(jnp.float32))) for n, x in total.items()}
 
-    def combined(old: Any, new: Any) -> Any:
-      sums, largest = (
-        {n: pinned(n, of(x, given[n].astype(jnp.float32))) for n, x in was.items()}
-        for of, was, given in zip((jnp.add, jnp.maximum), old, new, strict=True)
-      )
-      return sums, largest
+    trained = combined(jnp.add, total.trained, new.trained)
+    return Differentiated(trained, combined(jnp.maximum, total.extra, new.extra))
 
-    return StageArrays(*(combined(a, b) if a else a for a, b in zip(total, new, strict=True)))
+  def aux_cotangent(self, aux: Aux) -> Aux:
+    losses = jax.tree.map(lambda x: jnp.full_like(x, self.aux_weight), aux.losses)
+    return Aux(losses, jax.tree.map(jnp.zeros_like, aux.metrics))
 
-  def reports(self, reports: Aux) -> Aux:
-    losses = jax.tree.map(lambda x: jnp.full_like(x, self.aux_weight), reports.losses)
-    return Aux(losses, jax.tree.map(jnp.zeros_like, reports.metrics))
+  def _pinned(self, name: str, gradient: jax.Array) -> jax.Array:
+    """Returns a gradient, sharded as its weight over all axes but `pipeline`."""
+    dims = self.definition.weights[name].dims
+    return mesh.constrain(gradient, *(None if dim == "layer" else dim for dim in dims))
 
+  def _without_unused(
+    self, weights: Differentiated, is_first: jax.Array, is_last: jax.Array
+  ) -> Differentiated:
+    """Stops gradients of prologue and epilogue weights on stages that discard their outputs.
 
-def _without_unused(is_first: jax.Array, is_last: jax.Array, weights: Params) -> Params:
-  """Stops gradients of prologue and epilogue weights on virtual stages that discard their outputs.
+    Every virtual stage computes prologue and epilogue, and some layers' "gradients" (amax, expert
+    load) do not depend on whether the output is used.
+    """
+    is_used = {"prologue": is_first, "epilogue": is_last}
 
-  Every virtual stage computes prologue and epilogue, and some layers' "gradients" (amax, expert
-  load) do not depend on whether the output is used.
-  """
+    def stopped(name: str, w: jax.Array) -> jax.Array:
+      used = is_used.get(self.sections.get(name, ""))
+      return w if used is None else jnp.where(used, w, jax.lax.stop_gradient(w))
 
-  def stopped(name: str, w: Any) -> Any:
-    if ".prologue." not in name and ".epilogue." not in name:
-      return w
-    is_used = is_first if ".prologue." in name else is_last
-    return jax.tree.map(lambda x: jnp.where(is_used, x, jax.lax.stop_gradient(x)), w)
-
-  return {name: stopped(name, w) for name, w in weights.items()}
+    return Differentiated(*({n: stopped(n, w) for n, w in one.items()} for one in weights))
 
 
-def _merged(dicts: Any) -> dict[str, Any]:
-  return {name: value for one in dicts for name, value in one.items()}
+def _joined(arrays: StageArrays) -> Any:
+  """Returns the common and the stacked weights as one `Differentiated` or `Constants`."""
+  groups = zip(arrays.common, arrays.stacked, strict=True)
+  return type(arrays.common)(*(common | stacked for common, stacked in groups))

@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ import optax
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.pipeline.spec import split_microbatches
-from paxlike.layers.precision.rounding import Rounded, in_dtype
+from paxlike.layers.precision.rounding import in_dtype
 from paxlike.telemetry.meter import TOKENS_OF
 from paxlike.training import pipeline_loss
+from paxlike.training.gradients import Constants, Differentiated, Gradients, Microbatch, Reported
 from paxlike.training.objectives import NextToken, Objective, shares_base, without_adapters
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.train_state import TrainState, kept_in_place
@@ -23,38 +24,6 @@ from paxlike.training.train_state import TrainState, kept_in_place
 # Name -> (sum, weight): the value is sum / weight; pairs add up over steps and hosts.
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-
-
-class Constants(NamedTuple):
-  """Weights that a step does not differentiate."""
-
-  frozen: Params
-  reference: Params
-  rounded: dict[str, Rounded]
-
-
-class Part(NamedTuple):
-  """A gradient-accumulation microbatch.
-
-  Attributes:
-    batch: Its sequences.
-    index: Its index among the microbatches of the step.
-    count: The number of microbatches.
-    weight: The objective's weight of the whole batch, at least 1.
-    dropout: The dropout key of the step.
-  """
-
-  batch: Batch
-  index: int | jax.Array
-  count: int
-  weight: jax.Array
-  dropout: jax.Array
-
-
-# Weights by name: trained weights, and non-trainable state.
-Differentiated = tuple[Params, Params]
-Reported = dict[str, jax.Array]  # Scalars, or [sum, weight].
-Gradients = Callable[[Differentiated, Constants, Part], tuple[Differentiated, Reported]]
 
 
 def make_train_step(
@@ -81,11 +50,13 @@ def make_train_step(
       state = dataclasses.replace(state, opt_state=opt_state)
     weights, constants = _prepared(definition, state)
     dropout = jax.random.fold_in(jax.random.key(seed), state.step)
-    whole = Part(batch, 0, num_microbatches, jnp.maximum(weight, 1), dropout)
+    whole = Microbatch(batch, 0, 1, jnp.maximum(weight, 1), dropout)
     if num_microbatches == 1:
       (grads, new_extra), values = jax.tree.map(_float32, gradients(weights, constants, whole))
     else:
-      (grads, new_extra), values = _accumulated(gradients, weights, constants, whole)
+      (grads, new_extra), values = _accumulated(
+        gradients, weights, constants, whole, num_microbatches
+      )
     *new, norm = _updated(definition, optimizer, state, grads, new_extra)
     finite = _all_finite([norm, values["loss"], *new_extra.values()])
     old = [state.params, state.extra, state.opt_state]
@@ -115,56 +86,50 @@ def _gradients(definition: Definition, objective: Objective) -> Gradients:
   """Returns the gradient function of the loss of a microbatch."""
   # JAX differentiates other objectives through the pipeline's scan, which stores as much as gpipe.
   if type(objective) is NextToken and pipeline_loss.pipeline_of(definition) is not None:
-    return functools.partial(_gradients_in_stages, definition)
+    return functools.partial(pipeline_loss.gradients, definition)
   shared = shares_base(definition)
 
-  def loss(weights: Differentiated, constants: Constants, part: Part) -> tuple[Any, Reported]:
-    (prepared, extra), other = weights, None
-    params = prepared | constants.frozen | extra
-    model = definition.bind(params, constants.rounded)
+  def loss(
+    weights: Differentiated, constants: Constants, microbatch: Microbatch
+  ) -> tuple[Any, Reported]:
+    params = weights.trained | constants.frozen | weights.extra
+    model, other = definition.bind(params, constants.rounded), None
     if objective.needs_reference:
       before = without_adapters(params) if shared else constants.reference
-      other = definition.bind(jax.lax.stop_gradient(before | extra))
-    key = jax.random.fold_in(part.dropout, part.index)
-    value, aux = objective.total(model, other, part.batch, key)
-    losses = {"loss": value / part.weight} | aux.averaged(part.count).losses
+      other = definition.bind(jax.lax.stop_gradient(before | weights.extra))
+    key = jax.random.fold_in(microbatch.dropout, microbatch.index)
+    value, aux = objective.total(model, other, microbatch.batch, key)
+    losses = {"loss": value / microbatch.weight} | aux.averaged(microbatch.count).losses
     return sum(losses.values()), losses | aux.metrics
 
   return jax.grad(loss, has_aux=True)
 
 
-def _gradients_in_stages(
-  definition: Definition, weights: Differentiated, constants: Constants, part: Part
-) -> tuple[Differentiated, Reported]:
-  value, aux, grads = pipeline_loss.gradients(
-    definition,
-    weights,
-    (constants.frozen, constants.rounded),
-    pipeline_loss.Part(part.batch, part.index, part.count),
-    loss_weight=1 / part.weight,
-    dropout=part.dropout,
-  )
-  return grads, {"loss": value} | aux.averaged(part.count).losses | aux.metrics
-
-
 def _accumulated(
-  gradients: Gradients, weights: Differentiated, constants: Constants, whole: Part
+  gradients: Gradients,
+  weights: Differentiated,
+  constants: Constants,
+  whole: Microbatch,
+  count: int,
 ) -> tuple[Differentiated, Reported]:
-  """Returns gradients accumulated in float32 over microbatches, one microbatch in memory at a time.
+  """Returns gradients accumulated in float32 over `count` microbatches, one in memory at a time.
 
   Gradients, losses and metrics are summed; non-trainable state combines by maximum.
   """
 
   def of(index: Any, batch: Batch) -> tuple[Differentiated, Reported]:
-    part = whole._replace(batch=batch, index=index)
-    return jax.tree.map(_float32, gradients(weights, constants, part))
+    microbatch = whole._replace(batch=batch, index=index, count=count)
+    return jax.tree.map(_float32, gradients(weights, constants, microbatch))
 
-  def add(total: Any, microbatch: tuple[Any, Batch]) -> tuple[Any, None]:
-    ((grads, new_extra), values), ((new_grads, other_extra), new_values) = total, of(*microbatch)
-    grads, values = jax.tree.map(jnp.add, (grads, values), (new_grads, new_values))
-    return ((grads, jax.tree.map(jnp.maximum, new_extra, other_extra)), values), None
+  def add(total: Any, xs: tuple[Any, Batch]) -> tuple[Any, None]:
+    (grads, values), (new_grads, new_values) = total, of(*xs)
+    trained, values = jax.tree.map(
+      jnp.add, (grads.trained, values), (new_grads.trained, new_values)
+    )
+    extra = jax.tree.map(jnp.maximum, grads.extra, new_grads.extra)
+    return (Differentiated(trained, extra), values), None
 
-  microbatches = (jnp.arange(whole.count), split_microbatches(whole.batch, whole.count))
+  microbatches = (jnp.arange(count), split_microbatches(whole.batch, count))
   shapes = jax.eval_shape(of, *jax.tree.map(lambda x: x[0], microbatches))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   return jax.lax.scan(add, zeros, microbatches)[0]
@@ -179,7 +144,7 @@ def _prepared(definition: Definition, state: TrainState) -> tuple[Differentiated
   prepared, frozen = definition.prepare(state.params), definition.prepare(state.frozen)
   reference = definition.prepare(state.reference)
   rounded = definition.rounded(prepared | frozen)
-  return (prepared, state.extra), Constants(frozen, reference, rounded)
+  return Differentiated(prepared, state.extra), Constants(frozen, reference, rounded)
 
 
 def _updated(

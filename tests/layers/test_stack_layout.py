@@ -17,6 +17,7 @@ def test_locate_inverts_place(scanned):
     assert location.template == "params.stack.{}.mlp.up.w"
     assert location.layers[repeat or 0] == layer
     assert location.stacked == (repeat is not None)
+    assert location.section == name.split(".")[2]
     names.add((name, repeat))
   assert len(names) == 8
 

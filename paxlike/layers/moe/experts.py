@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batched feed-forward layers, one per expert."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ class ExpertLinear(module.Module):
     num_experts: ranges.Size,
     inputs: Mapping[str, int],
     outputs: Mapping[str, int],
+    num_chosen: ranges.Size,
     *,
     role: str,
     use_bias: bool = False,
@@ -40,15 +42,17 @@ class ExpertLinear(module.Module):
     dot: Callable[[], Dot] | None = None,
     scheme: Callable[..., Quantized] | None = None,
   ):
-    """For `dot` and `scheme` see `Linear`."""
+    """`num_chosen` is top-k; for `dot` and `scheme` see `Linear`."""
     self.role = role
     self.dtype = dtype
     self.dot = None if dot is None else dot()
     experts = {"experts": num_experts}
+    sizes = (num_chosen * math.prod(dims.values()) for dims in (inputs, outputs))
     self.w = self.weight(
       {**experts, **inputs, **outputs},
       init=init,
       fan_in=tuple(inputs),
+      matmul=module.Matmul(*sizes, share=num_chosen / num_experts, in_8_bits=dot is not None),
       compute_dtype=dtype,
       storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
       rounding=None if self.dot is None else self.dot.rounding(len(inputs), len(outputs)),
@@ -98,6 +102,7 @@ class Experts(module.Module):
     self,
     num_experts: ranges.Size,
     dim: ranges.Size,
+    num_chosen: ranges.Size,
     *,
     hidden_dim: ranges.Size,
     up: Callable[..., ExpertLinear],
@@ -107,9 +112,9 @@ class Experts(module.Module):
   ):
     self.activation = activation
     model, ffn = {"model": dim}, {"ffn": hidden_dim}
-    self.up = up(num_experts, model, ffn)
-    self.gate = None if gate is None else gate(num_experts, model, ffn)
-    self.down = down(num_experts, ffn, model)
+    self.up = up(num_experts, model, ffn, num_chosen)
+    self.gate = None if gate is None else gate(num_experts, model, ffn, num_chosen)
+    self.down = down(num_experts, ffn, model, num_chosen)
 
   def __call__(self, x: jax.Array, apply: Callable[[ExpertLinear, jax.Array], jax.Array]):
     """Returns the experts' outputs; `apply` calls `ExpertLinear.sorted` or `.placed` on x."""

@@ -2,7 +2,6 @@
 """Mixture of experts (Shazeer et al., 2017)."""
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -50,7 +49,7 @@ class Moe(module.Module):
     num_experts: ranges.Size,
     num_chosen: ranges.Size,
     router: Callable[..., Linear],
-    experts: Callable[[int, int], Experts],
+    experts: Callable[[int, int, int], Experts],
     choice: Choice = softmax_choice,
     bias_rate: ranges.Fraction | None = None,
     shared: Callable[[int], Mlp] | None = None,
@@ -66,7 +65,7 @@ class Moe(module.Module):
       num_experts: E.
       num_chosen: K, the top-k.
       router: D -> E, in float32.
-      experts: Builds the experts; called with (E, D).
+      experts: Builds the experts; called with (E, D, K).
       choice: Chooses a token's experts from the router's logits.
       bias_rate: Step size of the router bias, raised for experts below the mean load and lowered
         for those above it (auxiliary-loss-free balancing; Wang et al., 2024); None: no bias.
@@ -87,7 +86,7 @@ class Moe(module.Module):
     self.z_loss = z_loss
     self.router = router({"model": dim}, {"experts": num_experts})
     self.router_bias = None if bias_rate is None else self._bias(num_experts, bias_rate)
-    self.experts = experts(num_experts, dim)
+    self.experts = experts(num_experts, dim, num_chosen)
     self.shared = None if shared is None else shared(dim)
 
   def __call__(self, x_BTD: jax.Array, context: Context | None = None) -> tuple[jax.Array, Aux]:
@@ -117,11 +116,3 @@ class Moe(module.Module):
       normalizer = jax.nn.logsumexp(routing.logits_BTE, axis=-1)
       losses["z_loss"] = self.z_loss * jnp.square(normalizer).mean()
     return losses
-
-  @property
-  def expert_flops(self) -> float:
-    """Forward FLOPs of the experts per token."""
-    experts = self.experts
-    layers = [layer for layer in (experts.gate, experts.up, experts.down) if layer is not None]
-    weights = sum(math.prod(layer.w.get_value().shape) for layer in layers)
-    return 2 * weights * self.num_chosen / self.num_experts

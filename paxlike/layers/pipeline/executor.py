@@ -70,12 +70,12 @@ class Model(Protocol):
     """
     ...
 
-  def combine(self, total: StageArrays, new: StageArrays) -> StageArrays:
-    """Returns the accumulated float32 gradients after adding those of one more chunk."""
+  def combine(self, total: Any, new: Any) -> Any:
+    """Returns float32 gradients of common, or of stacked, weights after adding `new` ones."""
     ...
 
-  def reports(self, reports: Any) -> Any:
-    """Returns the cotangents of the layers' Aux."""
+  def aux_cotangent(self, aux: Any) -> Any:
+    """Returns the cotangent of a chunk's Aux."""
     ...
 
 
@@ -86,7 +86,7 @@ class _State(NamedTuple):
   down: jax.Array  # Cotangents received from the next stage, [b, T, D].
   slots: Any  # Residuals: a pytree of [slots, ...].
   loss: jax.Array
-  reports: Any
+  aux: Any
   gradients: StageArrays
 
 
@@ -119,18 +119,18 @@ def gradients(
     state = stage.start(hidden)
     for phase in pipeline.plan.phases(keeps_first=not pipeline.recompute):
       state, _ = jax.lax.scan(lambda state, halves: (stage.tick(state, halves), None), state, phase)
-    loss, reports = jax.lax.psum((state.loss, state.reports), stage_shift.AXIS)
+    loss, aux = jax.lax.psum((state.loss, state.aux), stage_shift.AXIS)
     common = jax.tree.map(lambda g: g[None], state.gradients.common)
-    return loss, reports, common, state.gradients.stacked
+    return loss, aux, common, state.gradients.stacked
 
   sharded, replicated = PartitionSpec(stage_shift.AXIS), PartitionSpec()
   specs: Any = StageArrays(replicated, sharded)
-  loss, reports, *totals = stage_shift.on_stages(
+  loss, aux, *totals = stage_shift.on_stages(
     on_stage,
     in_specs=(specs, specs, replicated),
     out_specs=(replicated, replicated, sharded, sharded),
   )(weights, constants, microbatches)
-  return loss, reports, StageArrays(*totals)
+  return loss, aux, StageArrays(*totals)
 
 
 class _Stage:
@@ -155,7 +155,7 @@ class _Stage:
     """Returns the state before the first tick."""
     x = jnp.zeros(hidden.shape, hidden.dtype)
     num_slots = self._pipeline.plan.num_slots(keeps_first=not self._pipeline.recompute)
-    (_, reports), kept = jax.eval_shape(
+    (_, aux), kept = jax.eval_shape(
       lambda: self._forward(x, stage_shift.take(self._microbatches, 0), 0)
     )
     return _State(
@@ -163,7 +163,7 @@ class _Stage:
       down=x,
       slots=jax.tree.map(lambda leaf: jnp.zeros((num_slots, *leaf.shape), leaf.dtype), kept),
       loss=jnp.zeros(()),
-      reports=stage_shift.zeros(reports),
+      aux=stage_shift.zeros(aux),
       gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._weights),
     )
 
@@ -188,28 +188,26 @@ class _Stage:
     """Runs a forward chunk."""
     m, chunk, slot = (values[self._index] for values in half)
     microbatch = stage_shift.take(self._microbatches, jnp.maximum(m, 0))
-    (y, reports), kept = self._forward(state.up, microbatch, chunk)
+    (y, aux), kept = self._forward(state.up, microbatch, chunk)
     slots = jax.tree.map(lambda old, new: stage_shift.put(old, new, slot), state.slots, kept)
-    reports = jax.tree.map(jnp.add, state.reports, stage_shift.where(m >= 0, reports))
-    return state._replace(slots=slots, reports=reports), y
+    aux = jax.tree.map(jnp.add, state.aux, stage_shift.where(m >= 0, aux))
+    return state._replace(slots=slots, aux=aux), y
 
   def _backward_tick(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
     """Runs a backward chunk."""
     m, chunk, slot = (values[self._index] for values in half)
     microbatch = stage_shift.take(self._microbatches, jnp.maximum(m, 0))
     kept = stage_shift.take(state.slots, jnp.maximum(slot, 0))
-    y, reports, vjp = self._restored_vjp(kept, state.up, microbatch, chunk)
+    y, aux, vjp = self._restored_vjp(kept, state.up, microbatch, chunk)
     state, dy = self._loss(state, y, half)
     is_final = (self._index == self._pipeline.stages - 1) & (chunk == self._pipeline.chunks - 1)
-    new, dx = vjp((jnp.where(is_final, dy, state.down), self._model.reports(reports)))
-    old = StageArrays(state.gradients.common, self._of_chunk(state.gradients.stacked, chunk))
-    total = self._model.combine(old, stage_shift.where(m >= 0, new))
-    stacked = jax.tree.map(
-      lambda whole, part: self._with_chunk(whole, part, chunk),
-      state.gradients.stacked,
-      total.stacked,
-    )
-    return state._replace(gradients=StageArrays(total.common, stacked)), dx
+    new, dx = vjp((jnp.where(is_final, dy, state.down), self._model.aux_cotangent(aux)))
+    new = stage_shift.where(m >= 0, new)
+    common, stacked = state.gradients
+    common = self._model.combine(common, new.common)
+    of_chunk = self._model.combine(self._of_chunk(stacked, chunk), new.stacked)
+    stacked = self._with_chunk(stacked, of_chunk, chunk)
+    return state._replace(gradients=StageArrays(common, stacked)), dx
 
   def _loss(self, state: _State, y: jax.Array, half: Half) -> tuple[_State, jax.Array]:
     """Returns (state, the cotangent of the last stage's output y: 0 if y is not the model's).
@@ -230,9 +228,9 @@ class _Stage:
         return self._model.loss(common, constants, x, microbatch, self._token_shard)
 
       value, (new, dx) = jax.value_and_grad(shard_loss, (0, 1))(self._weights.common, x)
-      total = self._model.combine(StageArrays(common, {}), StageArrays(new, {})).common
+      common = self._model.combine(common, new)
       dy = jax.lax.all_gather(dx, stage_shift.AXIS, axis=2)
-      return loss + value, total, dy.reshape(y.shape[0], -1, y.shape[2])[:, : y.shape[1]]
+      return loss + value, common, dy.reshape(y.shape[0], -1, y.shape[2])[:, : y.shape[1]]
 
     def rest(loss: jax.Array, common: Any) -> tuple[jax.Array, Any, jax.Array]:
       return loss, common, jnp.zeros_like(y)
@@ -273,16 +271,16 @@ class _Stage:
   ) -> tuple[jax.Array, Any, Callable[[Any], Any]]:
     """Returns (y, an Aux, the vjp) from residuals; only the shapes of the Aux and of x matter."""
     if self._pipeline.recompute:
-      (y, reports), vjp = self._vjp(kept, microbatch, chunk)
-      return y, reports, vjp
+      (y, aux), vjp = self._vjp(kept, microbatch, chunk)
+      return y, aux, vjp
     # Only leaves of the vjp that do not depend on x are used; XLA removes the rest.
-    (_, reports), vjp = self._vjp(x, microbatch, chunk)
+    (_, aux), vjp = self._vjp(x, microbatch, chunk)
     leaves, tree = jax.tree.flatten(vjp)
     stored, y = kept
     depends = self._depends(x, microbatch, chunk)
     given = iter(stored)
     leaves = [next(given) if d else leaf for d, leaf in zip(depends, leaves, strict=True)]
-    return y, reports, jax.tree.unflatten(tree, leaves)
+    return y, aux, jax.tree.unflatten(tree, leaves)
 
   def _depends(self, x: jax.Array, microbatch: Any, chunk: jax.Array | int) -> list[bool]:
     """Returns for each leaf of the vjp whether it depends on x, rather than on weights alone."""
@@ -300,11 +298,16 @@ class _Stage:
       lambda w: stage_shift.take(stage_shift.by_chunk(w, self._pipeline.chunks), chunk), stacked
     )
 
-  def _with_chunk(self, stacked: jax.Array, part: jax.Array, chunk: jax.Array) -> jax.Array:
+  def _with_chunk(self, stacked: Any, of_chunk: Any, chunk: jax.Array) -> Any:
+    """Returns a pytree of [layers, ...] with the slice of a chunk replaced."""
     if self._pipeline.chunks == 1:
-      return part
-    by_chunk = stage_shift.by_chunk(stacked, self._pipeline.chunks)
-    return jax.lax.dynamic_update_index_in_dim(by_chunk, part, chunk, 0).reshape(stacked.shape)
+      return of_chunk
+
+    def replaced(w: jax.Array, new: jax.Array) -> jax.Array:
+      by_chunk = stage_shift.by_chunk(w, self._pipeline.chunks)
+      return jax.lax.dynamic_update_index_in_dim(by_chunk, new, chunk, 0).reshape(w.shape)
+
+    return jax.tree.map(replaced, stacked, of_chunk)
 
 
 def _by_stage(x: jax.Array, num_stages: int) -> jax.Array:

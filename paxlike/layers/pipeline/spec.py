@@ -14,7 +14,6 @@ from paxlike.config.configurable import configurable
 from paxlike.errors import ArgumentError
 from paxlike.layers.pipeline import stage_shift
 from paxlike.layers.pipeline.schedules import Half, Schedule
-from paxlike.layers.stack_layout import Layout
 
 
 @configurable
@@ -52,22 +51,6 @@ class Pipeline:
         f"microbatches={self.microbatches} is not a multiple of stages={self.stages}, which"
         f" schedule={self.schedule} needs."
       )
-
-  def spread(self, layout: Layout) -> Layout:
-    """Returns the layout of a stack whose repeats are split over the stages.
-
-    Raises:
-      UserError: The stages do not divide the repeats.
-    """
-    assert layout.scanned
-    if layout.repeats % self.num_places:
-      raise ArgumentError(
-        f"stages={self.stages} x chunks={self.chunks} does not divide repeats={layout.repeats} of"
-        f" {layout.pattern} layers: change the layers or the stages."
-      )
-    if self.chunks == 1:
-      return layout
-    return dataclasses.replace(layout, stages=self.stages, chunks=self.chunks)
 
   @property
   def num_places(self) -> int:
@@ -116,18 +99,18 @@ def forward(
       place = c * S + index
       weights = jax.tree.map(lambda w: stage_shift.take(stage_shift.by_chunk(w, v), c), stacked)
       given = jnp.where(place == 0, x[at], up)
-      y, reports = chunk(weights, given, stage_shift.take(microbatches, at), place)
+      y, aux = chunk(weights, given, stage_shift.take(microbatches, at), place)
       is_final = (m >= 0) & (place == S * v - 1)
       out = stage_shift.put(out, y, jnp.where(is_final, at, -1))
       up = stage_shift.upwards(y, S)
-      return (up, out, jax.tree.map(jnp.add, total, stage_shift.where(m >= 0, reports))), None
+      return (up, out, jax.tree.map(jnp.add, total, stage_shift.where(m >= 0, aux))), None
 
     def first() -> tuple[jax.Array, Any]:
       weights = jax.tree.map(lambda w: stage_shift.by_chunk(w, v)[0], stacked)
       return chunk(weights, x[0], stage_shift.take(microbatches, 0), index)
 
-    _, reports = jax.eval_shape(first)
-    start = (jnp.zeros_like(x[0]), jnp.zeros_like(x), stage_shift.zeros(reports))
+    _, aux = jax.eval_shape(first)
+    start = (jnp.zeros_like(x[0]), jnp.zeros_like(x), stage_shift.zeros(aux))
     (_, out, total), _ = jax.lax.scan(tick, start, ticks)
     return out[None], jax.tree.map(lambda leaf: leaf[None], total)
 

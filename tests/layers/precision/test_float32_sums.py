@@ -53,7 +53,8 @@ def linear():
 
 
 def experts(apply, first):
-  layer = ExpertLinear(2, {"in": 2}, {"out": WIDTH}, role="up", use_bias=True, dtype=jnp.bfloat16)
+  sizes = (2, {"in": 2}, {"out": WIDTH}, 1)
+  layer = ExpertLinear(*sizes, role="up", use_bias=True, dtype=jnp.bfloat16)
   return layer, apply, np.stack([EXACT[:first].sum(0), EXACT[first:].sum(0)])
 
 

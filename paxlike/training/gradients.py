@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gradient function of a training step takes and returns."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from paxlike.layers.decoder import Batch
+from paxlike.layers.module import Params
+from paxlike.layers.precision.rounding import Rounded
+
+
+class Differentiated(NamedTuple):
+  """Weights that a step differentiates, or their gradients; by name.
+
+  Attributes:
+    trained: The trained weights.
+    extra: Non-trainable state, whose "gradient" is its new value.
+  """
+
+  trained: Params
+  extra: Params
+
+
+class Constants(NamedTuple):
+  """Weights that a step does not differentiate, by name.
+
+  Attributes:
+    frozen: The frozen weights.
+    reference: The weights of the reference model.
+    rounded: The quantized weights of low-precision matmuls.
+  """
+
+  frozen: Params
+  reference: Params
+  rounded: dict[str, Rounded]
+
+
+class Microbatch(NamedTuple):
+  """A gradient-accumulation microbatch.
+
+  Attributes:
+    batch: Its sequences.
+    index: Its index among the microbatches of the step.
+    count: The number of microbatches.
+    weight: The objective's weight of the whole batch, at least 1.
+    dropout: The dropout key of the step.
+  """
+
+  batch: Batch
+  index: int | jax.Array
+  count: int
+  weight: jax.Array
+  dropout: jax.Array
+
+
+Reported = dict[str, jax.Array]  # Scalars, or [sum, weight].
+Gradients = Callable[[Differentiated, Constants, Microbatch], tuple[Differentiated, Reported]]
