@@ -14,7 +14,7 @@ from paxlike.checks import grouped
 from paxlike.checks.check import ABSENT, Check, compared, guarded, is_cpu, tolerance
 from paxlike.devices import topology
 from paxlike.layers.moe.grouped_matmul import Groups
-from paxlike.layers.precision import matmul
+from paxlike.layers.precision.matmul import Plain
 from paxlike.layers.precision.rounding import stochastic_round
 
 ITEM = "8-bit matmuls"
@@ -73,9 +73,8 @@ def _ours(kind: Any, history: Arrays, sizes: np.ndarray, *arrays: np.ndarray) ->
       getattr(dot, name).set_value(largest)
     # A linear map has a single matrix.
     w = w[0] if len(sizes) == 1 else w
-    groups = Groups(jnp.asarray(sizes, jnp.int32))
-    shape = matmul.Plain() if len(sizes) == 1 else matmul.Sorted(groups)
-    return dot(shape, x, w, dot.rounding(1, 1)(w))
+    form = Plain() if len(sizes) == 1 else Groups(jnp.asarray(sizes, jnp.int32))
+    return dot(form, x, w)
 
   @jax.jit
   def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, Any]:

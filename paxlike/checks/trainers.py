@@ -141,12 +141,12 @@ def on_one_device(trainer: Trainer, graph: Any, build: Build, *, full: bool) -> 
 def is_rounded(trainer: Trainer) -> bool:
   """Returns whether a model computes in anything but float32."""
   definition = trainer.definition
-  if any(spec.rounding is not None for spec in definition.weights.values()):
-    return True
   abstract = {
     n: jax.ShapeDtypeStruct(s.shape, s.stored_dtype) for n, s in definition.weights.items()
   }
   prepared = jax.eval_shape(definition.prepare, abstract)
+  if jax.eval_shape(definition.rounded, prepared):
+    return True
   return any(x.dtype != jnp.float32 for x in jax.tree.leaves(prepared))
 
 

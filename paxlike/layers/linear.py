@@ -16,8 +16,7 @@ from paxlike.layers.call_context import Context
 from paxlike.layers.lora import Lora
 from paxlike.layers.precision import float32_sums
 from paxlike.layers.precision.matmul import Dim, Dot, Plain, matmul
-from paxlike.layers.precision.rounding import dense
-from paxlike.layers.precision.weight_only import Int8, Quantized, Storage
+from paxlike.layers.precision.weight_only import Int8Weight, Quantized, Storage, dense
 from paxlike.layers.remat import named
 
 
@@ -73,8 +72,9 @@ class Linear(module.Module):
       matmul=module.Matmul(*sizes, role=role, in_8_bits=dot is not None),
       compute_dtype=dtype,
       storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
-      rounding=None if self.dot is None else self.dot.rounding(len(inputs), len(outputs)),
     )
+    num_dims = len(inputs) + len(outputs)
+    self.w8: Any = None if self.dot is None else self.rounded("w", self.dot, num_dims=num_dims)
     self.b = self.weight(outputs, init=module.zeros, compute_dtype=dtype) if use_bias else None
     self.lora = None if lora is None else lora(inputs, outputs, role=role)
 
@@ -88,33 +88,29 @@ class Linear(module.Module):
     if isinstance(w, Quantized):
       # The backward pass dequantizes again instead of keeping the dense weight.
       y = jax.checkpoint(self._weight_only)(tokens, w)
-    elif self.dot is not None:
-      y = self._quantized(tokens, w)
     else:
       w = w.astype(self.dtype).reshape(x.shape[-1], -1)
-      y = matmul(tokens, w, *self._plain.sizes) if tokens.ndim == 2 else jnp.dot(tokens, w)
+      if self.dot is not None:
+        y = self.dot(self._plain, tokens, w, self.w8.get_value())
+      elif tokens.ndim == 2:
+        y = matmul(tokens, w, *self._plain.sizes)
+      else:
+        y = jnp.dot(tokens, w)
     y = y.reshape(*leading, -1)
     if self.lora is not None:
       y += self.lora(x, context)
     y = y.reshape(*leading, *self._outputs)
     return named(y if self.b is None else float32_sums.add(y, self.b[...]), self.role)
 
-  def _quantized(self, x: jax.Array, w: Any) -> jax.Array:
-    """Returns x w, both operands quantized by `dot`."""
-    dense_w = dense(w, self.dtype)
-    inputs = x.shape[-1]
-    rounded = None if self.w.rounding is None else self.w.rounding.of(w, dense_w).matrix(inputs)
-    assert self.dot is not None
-    return self.dot(self._plain, x, dense_w.reshape(inputs, -1), rounded=rounded)
-
   def _weight_only(self, x: jax.Array, w: Quantized) -> jax.Array:
     """Returns x w for a weight-only quantized w."""
     inputs = x.shape[-1]
-    if self.dot is not None:
-      return self._quantized(x, w)
-    if isinstance(w, Int8) and w.reads_less(x.size // inputs):
+    if self.dot is None and isinstance(w, Int8Weight) and w.reads_less(x.size // inputs):
       return w.product(x.reshape(-1, inputs)).reshape(*x.shape[:-1], -1)
-    return self._plain.exact(x, dense(w, self.dtype).reshape(inputs, -1))
+    w_DF = w.dequantized(self.dtype).reshape(inputs, -1)
+    if self.dot is not None:
+      return self.dot(self._plain, x, w_DF)
+    return matmul(x, w_DF, *self._plain.sizes) if x.ndim == 2 else jnp.dot(x, w_DF)
 
   def matrix(self) -> jax.Array:
     """Returns the effective weight [*inputs, *outputs] in the compute dtype, LoRA included."""

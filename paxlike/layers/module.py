@@ -17,7 +17,8 @@ from flax import nnx
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.layers.precision.rounding import Prepared, Rounded, Rounding
+from paxlike.layers.precision.matmul import Dot
+from paxlike.layers.precision.rounding import Rounded
 from paxlike.layers.precision.weight_only import Quantized, Storage
 
 T = TypeVar("T")
@@ -102,7 +103,6 @@ class Module(nnx.Module):
     compute_dtype: Any = jnp.float32,
     update: Update | None = None,
     storage: Storage | None = None,
-    rounding: Rounding | None = None,
     statistic: bool = False,
   ) -> nnx.Param:
     """Declares a float32 weight.
@@ -115,7 +115,6 @@ class Module(nnx.Module):
       compute_dtype: The layer casts the weight to it; `Definition.prepare` does so once per step.
       update: The update rule that replaces the optimizer; None: the optimizer trains the weight.
       storage: The weight-only quantization, applied if the weight is frozen.
-      rounding: The quantization for low-precision matmuls, applied once per step.
       statistic: Whether this is non-trainable state (an amax history). Its "gradient" is this
         step's new value, combined over microbatches by maximum.
     """
@@ -130,13 +129,26 @@ class Module(nnx.Module):
       compute_dtype=compute_dtype,
       update=update,
       storage=storage,
-      rounding=rounding,
       statistic=statistic,
     )
 
   def statistic(self, dims: Mapping[str, int], *, update: Update) -> nnx.Param:
     """Declares non-trainable state, initialized to zeros; see `weight`."""
     return self.weight(dims, init=zeros, update=update, statistic=True)
+
+  def rounded(self, weight: str, dot: Dot, *, num_dims: int) -> "RoundedWeight":
+    """Declares the quantized form of a weight, which `dot` reads.
+
+    Args:
+      weight: The name of the weight.
+      dot: Quantizes the weight as a matrix [D, F].
+      num_dims: How many of its last dims are joined to D and F.
+    """
+    return RoundedWeight(None, weight=weight, dot=dot, num_dims=num_dims, statistic=False)
+
+
+class RoundedWeight(nnx.Variable):
+  """A weight that `Definition.rounded` has quantized, once per step; None: each use quantizes."""
 
 
 def is_statistic(path: Any, param: Any) -> bool:
@@ -153,7 +165,7 @@ class WeightSpec(NamedTuple):
     dtype: The storage dtype if the weight is not frozen; see `stored_dtype`.
     dims: The names of the dims.
     init, fan_in: The initializer and its fan-in argument.
-    compute_dtype, update, storage, rounding, statistic: See `Module.weight`.
+    compute_dtype, update, storage, statistic: See `Module.weight`.
     changes: Whether training steps change it; a weight that does not change is frozen.
     is_quantized: Whether it is stored weight-only quantized.
     matmul: See `Module.weight`.
@@ -167,7 +179,6 @@ class WeightSpec(NamedTuple):
   compute_dtype: Any
   update: Update | None
   storage: Storage | None
-  rounding: Rounding | None
   statistic: bool
   changes: bool
   is_quantized: bool
@@ -221,7 +232,7 @@ class Definition:
       read_only: Whether nothing is trained; every weight with a `storage` is then quantized.
     """
     self.module = module
-    self._graph, state = nnx.split(module)
+    self._graph, state, rounded = nnx.split(module, nnx.Param, RoundedWeight)
     self._paths: dict[str, tuple[Any, ...]] = {}
     self.weights: dict[str, WeightSpec] = {}
     for path, param in nnx.to_flat_state(state):
@@ -238,12 +249,16 @@ class Definition:
         param.compute_dtype,
         param.update,
         param.storage,
-        param.rounding,
         param.statistic,
         changes,
         param.storage is not None and (read_only or not changes),
         param.matmul,
       )
+    # Name of a weight -> the path and the variable of its quantized form.
+    self._rounded: dict[str, tuple[tuple[Any, ...], Any]] = {
+      ".".join(map(str, (*path[:-1], variable.weight))): (path, variable)
+      for path, variable in nnx.to_flat_state(rounded)
+    }
 
   @property
   def num_params(self) -> int:
@@ -283,20 +298,21 @@ class Definition:
 
   def rounded(self, prepared: Mapping[str, jax.Array]) -> dict[str, Rounded]:
     """Quantizes the weights of low-precision matmuls, once per step instead of once per use."""
-    given = {name: self.weights[name].rounding for name in prepared}
-    return {
-      name: rounding(prepared[name])
-      for name, rounding in given.items()
-      if rounding is not None and not isinstance(prepared[name], Quantized)
-    }
+    rounded = {}
+    for name, (_, variable) in self._rounded.items():
+      if isinstance(w := prepared.get(name), Quantized | None):
+        continue
+      stacked = w.shape[: w.ndim - variable.num_dims]
+      matrices = w.reshape(*stacked, self.weights[name].fan_in, -1)
+      rounded[name] = variable.dot.quantized(jax.lax.stop_gradient(matrices))
+    return {name: w8 for name, w8 in rounded.items() if w8 is not None}
 
   def bind(self, params: Mapping[str, Any], rounded: Mapping[str, Rounded] | None = None) -> Any:
     """Returns the module with `params` as its weights; costs nothing in a compiled function.
 
     Layers with a low-precision matmul quantize weights that `rounded` lacks at every use.
     """
-    values = dict(params)
-    for name, quantized in (rounded or {}).items():
-      values[name] = Prepared(values[name], quantized)
-    flat = [(self._paths[name], value) for name, value in values.items()]
+    given = rounded or {}
+    flat = [(self._paths[name], value) for name, value in params.items()]
+    flat += [(path, given.get(name)) for name, (path, _) in self._rounded.items()]
     return nnx.merge(self._graph, nnx.from_flat_state(flat))

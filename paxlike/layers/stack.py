@@ -2,6 +2,7 @@
 """A stack of blocks: unrolled, scanned or pipelined, with the same parameters."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,16 +87,19 @@ class Stack(Module):
     given = caches or {}
     new: Caches = {}
     if not self.layout.scanned:
-      x_BTD, new["layers"], aux = self._run(self.layers, x_BTD, context, given.get("layers"))
+      layers = (self.layers, 0, given.get("layers"))
+      x_BTD, (new["layers"], aux) = self._run(x_BTD, layers, context=context)
       return x_BTD, new if caches else None, aux
     x_BTD, new["prologue"], before = self.before(x_BTD, context, given.get("prologue"))
     divides = self.pipeline is not None and len(x_BTD) % self.pipeline.microbatches == 0
     if self.pipeline is not None and divides and caches is None:
       x_BTD, repeated = self._pipelined(x_BTD, context, self.pipeline)
     else:
-      indexes = jnp.arange(self.layout.repeats)
-      blocks, cached = self._in_layer_order(), given.get("pattern")
-      x_BTD, new["pattern"], repeated = self._scan(blocks, indexes, x_BTD, context, cached)
+      graph, weights = nnx.split(self._in_layer_order())
+      run = functools.partial(self._run, context=context, graph=graph)
+      repeats = (weights, self._firsts(jnp.arange(self.layout.repeats)), given.get("pattern"))
+      x_BTD, (new["pattern"], each) = jax.lax.scan(run, x_BTD, repeats)
+      repeated = jax.tree.map(lambda values: values.sum(0), each)
     x_BTD, new["epilogue"], after = self.after(x_BTD, context, given.get("epilogue"))
     return x_BTD, new if caches else None, add(add(before, repeated), after)
 
@@ -103,18 +107,41 @@ class Stack(Module):
     self, x_BTD: jax.Array, context: Context, caches: list[Any] | None = None
   ) -> tuple[jax.Array, list[Any], Aux]:
     """Runs the prologue of a scanned stack."""
-    return self._run(self.prologue, x_BTD, context, caches)
+    x_BTD, (new, aux) = self._run(x_BTD, (self.prologue, 0, caches), context=context)
+    return x_BTD, new, aux
 
   def after(
     self, x_BTD: jax.Array, context: Context, caches: list[Any] | None = None
   ) -> tuple[jax.Array, list[Any], Aux]:
     """Runs the epilogue of a scanned stack."""
     first = self.layout.prologue + self.layout.pattern * self.layout.repeats
-    return self._run(self.epilogue, x_BTD, context, caches, first)
+    x_BTD, (new, aux) = self._run(x_BTD, (self.epilogue, first, caches), context=context)
+    return x_BTD, new, aux
 
-  def chunk(self, x_BTD: jax.Array, context: Context, place: jax.Array) -> tuple[jax.Array, Aux]:
-    """Runs the repeats of virtual stage `place`; the stack is bound to that stage's weights."""
-    return self._at(self.pattern, x_BTD, context, place)
+  def chunk(
+    self,
+    x_BTD: jax.Array,
+    context: Context,
+    place: jax.Array,
+    pattern: Sequence[Block] | None = None,
+  ) -> tuple[jax.Array, Aux]:
+    """Runs the repeats of virtual stage `place`, whose weights the stack, or `pattern`, has."""
+    assert self.pipeline is not None
+    count = self.layout.repeats // self.pipeline.num_places
+    graph, weights = nnx.split(self.pattern if pattern is None else pattern)
+    repeats = (weights, self._firsts(place * count + jnp.arange(count)), None)
+    if self.pipeline.recompute:
+      run = functools.partial(self._run, context=context, graph=graph)
+      x_BTD, (_, each) = jax.lax.scan(run, x_BTD, repeats)
+      return x_BTD, jax.tree.map(lambda values: values.sum(0), each)
+    # The residuals of a scan would include copies of the weights.
+    total = none()
+    for number in range(count):
+      weights, first, _ = jax.tree.map(lambda x, number=number: x[number], repeats)
+      blocks = nnx.merge(graph, weights)
+      x_BTD, (_, aux) = self._run(x_BTD, (blocks, first, None), context=context)
+      total = add(total, aux)
+    return x_BTD, total
 
   def empty_caches(self, batch: int, length: int, dtype: Any) -> Caches:
     """Returns empty caches of all layers, for `batch` sequences of up to `length` tokens."""
@@ -144,27 +171,43 @@ class Stack(Module):
 
   def _run(
     self,
-    blocks: Sequence[Block],
     x_BTD: jax.Array,
-    context: Context,
-    caches: list[Any] | None,
-    first: int | jax.Array = 0,
+    xs: tuple[Any, int | jax.Array, list[Any] | None],
     *,
-    is_looped: bool = False,
-  ) -> tuple[jax.Array, list[Any], Aux]:
-    """Runs blocks one after another; `first` is the index of the first among all layers."""
+    context: Context,
+    graph: nnx.GraphDef | None = None,
+  ) -> tuple[jax.Array, tuple[Any, Aux]]:
+    """Runs blocks one after another; the body of a scan if `graph` is given.
+
+    Args:
+      x_BTD: The input of the first block.
+      xs: The blocks, or their weights in a scan; the index of the first among all layers; their
+        caches.
+      context: Of the stack.
+      graph: The graph definition of the blocks.
+
+    Returns:
+      (x_BTD, (the updated caches, the sum of the blocks' Aux)).
+    """
+    blocks, first, caches = xs
+    if graph is not None:
+      blocks = nnx.merge(graph, blocks)
     total = none()
     new: list[Any] = []
     for offset, block in enumerate(blocks):
       apply: Any = block
       if self.remat is not Remat.SAVE_EVERYTHING:
         # Inside a scan over layers, XLA cannot CSE the recomputation with the forward pass.
-        apply = jax.checkpoint(block, policy=self.remat.policy, prevent_cse=not is_looped)
+        apply = jax.checkpoint(block, policy=self.remat.policy, prevent_cse=graph is None)
       cache = None if caches is None else caches[offset]
       x_BTD, cache, aux = apply(x_BTD, context.fold(first + offset), cache)
       total = add(total, aux)
       new.append(cache)
-    return x_BTD, new, total
+    return x_BTD, (new, total)
+
+  def _firsts(self, indexes: jax.Array) -> jax.Array:
+    """Returns the index among all layers of the first layer of each of these repeats."""
+    return self.layout.prologue + indexes * self.layout.pattern
 
   def _in_layer_order(self) -> Sequence[Block]:
     """Returns the pattern with its repeats in layer order instead of pipeline order."""
@@ -174,49 +217,6 @@ class Stack(Module):
     graph, weights = nnx.split(self.pattern)
     indexes = jnp.argsort(jnp.array(order))
     return nnx.merge(graph, jax.tree.map(lambda w: w[indexes], weights))
-
-  def _scan(
-    self,
-    pattern: Sequence[Block],
-    indexes: jax.Array,
-    x_BTD: jax.Array,
-    context: Context,
-    caches: list[Any] | None,
-    *,
-    unroll: bool = False,
-  ) -> tuple[jax.Array, list[Any], Aux]:
-    """Runs blocks whose weights are [repeats, ...]; `indexes` [repeats] numbers the repeats."""
-    graph, weights = nnx.split(pattern)
-
-    def repeat(x_BTD, xs):
-      weights, index, caches = xs
-      first = self.layout.prologue + index * self.layout.pattern
-      blocks = nnx.merge(graph, weights)
-      x_BTD, caches, aux = self._run(blocks, x_BTD, context, caches, first, is_looped=not unroll)
-      return x_BTD, (caches, aux)
-
-    if unroll:
-      assert caches is None
-      total = none()
-      for number in range(len(indexes)):
-        xs = jax.tree.map(lambda x, number=number: x[number], (weights, indexes))
-        x_BTD, (_, aux) = repeat(x_BTD, (*xs, None))
-        total = add(total, aux)
-      return x_BTD, [], total
-    x_BTD, (caches, aux) = jax.lax.scan(repeat, x_BTD, (weights, indexes, caches))
-    return x_BTD, caches, jax.tree.map(lambda values: values.sum(0), aux)
-
-  def _at(
-    self, pattern: Sequence[Block], x_BTD: jax.Array, context: Context, place: jax.Array
-  ) -> tuple[jax.Array, Aux]:
-    """Runs blocks that are bound to the weights of virtual stage `place`."""
-    assert self.pipeline is not None
-    count = self.layout.repeats // self.pipeline.num_places
-    indexes = place * count + jnp.arange(count)
-    # The residuals of a scan would include copies of the weights.
-    unroll = not self.pipeline.recompute
-    x_BTD, _, aux = self._scan(pattern, indexes, x_BTD, context, None, unroll=unroll)
-    return x_BTD, aux
 
   def _pipelined(
     self, x_BTD: jax.Array, context: Context, pipeline: Pipeline
@@ -231,7 +231,7 @@ class Stack(Module):
     graph, weights = nnx.split(self.pattern)
 
     def chunk(weights, x_BTD, context, place):
-      return self._at(nnx.merge(graph, weights), x_BTD, context, place)
+      return self.chunk(x_BTD, context, place, nnx.merge(graph, weights))
 
     x_MBTD, aux = forward(pipeline, chunk, weights, split_microbatches(x_BTD, count), contexts)
     return x_MBTD.swapaxes(0, 1).reshape(x_BTD.shape), aux.averaged(count)
@@ -239,7 +239,7 @@ class Stack(Module):
 
 def _stacked(block: Block, repeats: int) -> Block:
   """Adds a leading dim `layer` to every weight of an abstract block, in place; returns it."""
-  for _, param in nnx.to_flat_state(nnx.state(block)):
+  for _, param in nnx.to_flat_state(nnx.state(block, nnx.Param)):
     shape = param.get_value()
     param.set_value(jax.ShapeDtypeStruct((repeats, *shape.shape), shape.dtype))
     param.set_metadata("dims", ("layer", *param.dims))

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,26 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.mlp import Activation
-from paxlike.layers.moe.grouped_matmul import Groups
+from paxlike.layers.moe.grouped_matmul import Groups, grouped_matmul
 from paxlike.layers.precision import float32_sums
-from paxlike.layers.precision.matmul import Dot, Placed, Product, Sorted
-from paxlike.layers.precision.rounding import dense
+from paxlike.layers.precision.matmul import Dot
 from paxlike.layers.precision.weight_only import Quantized, Storage
+
+
+class Placed(NamedTuple):
+  """x [E, C, D] times w [E, D, F], a `Product`: C capacity slots per expert."""
+
+  def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum("ECD,EDF->ECF", x, w, preferred_element_type=dtype)
+
+  def to_inputs(self, dy: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum("ECF,EDF->ECD", dy, w, preferred_element_type=dtype)
+
+  def to_weights(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum("ECD,ECF->EDF", x, dy, preferred_element_type=dtype)
+
+  def broadcast_scale(self, scale: jax.Array, y: jax.Array) -> jax.Array:
+    return scale
 
 
 @configurable
@@ -55,8 +70,8 @@ class ExpertLinear(module.Module):
       matmul=module.Matmul(*sizes, share=num_chosen / num_experts, in_8_bits=dot is not None),
       compute_dtype=dtype,
       storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
-      rounding=None if self.dot is None else self.dot.rounding(len(inputs), len(outputs)),
     )
+    self.w8: Any = None if self.dot is None else self.rounded("w", self.dot, num_dims=2)
     (dim,), (output,) = inputs, outputs
     self._dims, self._total = (dim, output), num_experts
     bias = {**experts, **outputs}
@@ -64,7 +79,12 @@ class ExpertLinear(module.Module):
 
   def sorted(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Returns [M, F] for tokens sorted by expert; `sizes_E` counts the tokens of each expert."""
-    y_MF = self._product(Sorted(Groups(sizes_E, *self._dims, self._total)), x_MD)
+    groups = Groups(sizes_E, *self._dims, self._total)
+    if self.dot is None:
+      y_MF = self._product(groups, x_MD, self.w.get_value())
+    else:  # Tokens of no expert must not contribute to an amax, nor must their cotangents.
+      x_MD = groups.mask_unused(x_MD)
+      y_MF = groups.mask_unused(self._product(groups, x_MD, self.w.get_value()))
     if self.b is not None:
       bias_EF = self.b[...].astype(jnp.float32)  # Its gradient is then summed in float32.
       bias_MF = jnp.repeat(bias_EF, sizes_E, axis=0, total_repeat_length=len(x_MD))
@@ -73,20 +93,19 @@ class ExpertLinear(module.Module):
 
   def placed(self, x_ECD: jax.Array) -> jax.Array:
     """Returns [E, C, F] for tokens in C capacity slots per expert."""
-    y_ECF = self._product(Placed(), x_ECD)
+    y_ECF = self._product(Placed(), x_ECD, self.w.get_value())
     return y_ECF if self.b is None else float32_sums.add(y_ECF, self.b[...][:, None])
 
-  def _product(self, product: Product, x: jax.Array) -> jax.Array:
-    w, x = self.w.get_value(), x.astype(self.dtype)
+  def _product(self, product: Groups | Placed, x: jax.Array, w: Any) -> jax.Array:
     if isinstance(w, Quantized):  # The backward pass dequantizes again, as in `Linear`.
-      return jax.checkpoint(self._multiply)(product, x, w)
-    return self._multiply(product, x, w)
-
-  def _multiply(self, product: Product, x: jax.Array, w: Any) -> jax.Array:
-    w_EDF = dense(w, self.dtype)
-    if self.dot is None:
-      return product.exact(x, w_EDF)
-    return self.dot(product, x, w_EDF, self.w.rounding.of(w, w_EDF))
+      again = jax.checkpoint(lambda x, w: self._product(product, x, w.dequantized(self.dtype)))
+      return again(x, w)
+    x, w_EDF = x.astype(self.dtype), w.astype(self.dtype)
+    if self.dot is not None:
+      return self.dot(product, x, w_EDF, self.w8.get_value())
+    if isinstance(product, Groups):
+      return grouped_matmul(x, w_EDF, product)
+    return product.outputs(x, w_EDF, self.dtype)
 
   @property
   def num_experts(self) -> int:

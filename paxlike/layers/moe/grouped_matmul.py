@@ -23,23 +23,71 @@ _LARGEST_BLOCK = 256
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=["sizes_E"],
-  meta_fields=["inputs", "outputs", "total"],
+  meta_fields=["input_dim", "output_dim", "total"],
 )
 @dataclasses.dataclass(frozen=True)
 class Groups:
-  """How the rows of a matrix are grouped.
+  """Groups of the rows of x, a `Product`: x [M, D], sorted by group, times w [E, D, F].
 
   Attributes:
     sizes_E: int32, the number of rows of each group; groups are consecutive.
-    inputs: The dim name of D, which decides its sharding.
-    outputs: The dim name of F.
+    input_dim: The dim name of D, which decides its sharding.
+    output_dim: The dim name of F.
     total: The number of groups on all devices, if groups are sharded.
   """
 
   sizes_E: jax.Array
-  inputs: str | None = None
-  outputs: str | None = None
+  input_dim: str | None = None
+  output_dim: str | None = None
   total: int | None = None
+
+  def outputs(self, x_MD: jax.Array, w_EDF: jax.Array, dtype: Any) -> jax.Array:
+    """Returns y [M, F] in `dtype`; not differentiable."""
+    if _has_kernels():
+      from paxlike.layers.moe import grouped_matmul_triton
+
+      kernel = functools.partial(grouped_matmul_triton.multiply, dtype=dtype)
+      return _per_device("MD,EDF->MF", kernel, x_MD, w_EDF, self)
+    return jax.lax.platform_dependent(
+      x_MD,
+      w_EDF,
+      self.sizes_E,
+      cpu=functools.partial(_multiply_blocks, dtype=dtype),
+      default=functools.partial(jax.lax.ragged_dot, preferred_element_type=dtype),
+    )
+
+  def to_inputs(self, dy_MF: jax.Array, w_EDF: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the gradient of x, [M, D]."""
+    if _has_kernels():
+      from paxlike.layers.moe import grouped_matmul_triton
+
+      kernel = functools.partial(grouped_matmul_triton.multiply, dtype=dtype, transposed=True)
+      return _per_device("MF,EDF->MD", kernel, dy_MF, w_EDF, self)
+    return self.outputs(self.mask_unused(dy_MF), w_EDF.swapaxes(1, 2), dtype)
+
+  def to_weights(self, x_MD: jax.Array, dy_MF: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the gradient of w, [E, D, F]."""
+    if _has_kernels():
+      from paxlike.layers.moe import grouped_matmul_triton
+
+      kernel = functools.partial(grouped_matmul_triton.multiply_transposed, dtype=dtype)
+      return _per_device("MD,MF->EDF", kernel, x_MD, dy_MF, self)
+    return jax.lax.platform_dependent(
+      x_MD,
+      self.mask_unused(dy_MF),
+      self.sizes_E,
+      cpu=functools.partial(_multiply_transposed_blocks, dtype=dtype),
+      default=functools.partial(_ragged_transposed, dtype=dtype),
+    )
+
+  def broadcast_scale(self, scale: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the scale [E, 1, F] of a weight for each row of y."""
+    return jnp.repeat(scale[:, 0], self.sizes_E, axis=0, total_repeat_length=len(y))
+
+  def mask_unused(self, x_MD: jax.Array) -> jax.Array:
+    """Returns x with zeros in rows that are in no group, which must not contribute to gradients."""
+    used_M = jnp.arange(len(x_MD)) < self.sizes_E.sum()
+    return jnp.where(used_M[:, None], x_MD, jnp.zeros((), x_MD.dtype))
 
 
 @jax.custom_vjp
@@ -51,62 +99,20 @@ def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups) -> jax.Arr
     w_EDF: A matrix per group, of the same dtype.
     groups: The groups; results for rows beyond the last group are unspecified but finite.
   """
-  return outputs(x_MD, w_EDF, groups, x_MD.dtype)
+  return groups.outputs(x_MD, w_EDF, x_MD.dtype)
 
 
 def _forward(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
-  return grouped_matmul(x_MD, w_EDF, groups), (x_MD, w_EDF, groups)
+  return groups.outputs(x_MD, w_EDF, x_MD.dtype), (x_MD, w_EDF, groups)
 
 
 def _backward(saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
   x_MD, w_EDF, groups = saved
-  dx_MD = to_inputs(dy_MF, w_EDF, groups, x_MD.dtype)
-  return dx_MD, to_weights(x_MD, dy_MF, groups, w_EDF.dtype), None
+  dx_MD = groups.to_inputs(dy_MF, w_EDF, x_MD.dtype)
+  return dx_MD, groups.to_weights(x_MD, dy_MF, w_EDF.dtype), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
-
-
-def outputs(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups, dtype: Any) -> jax.Array:
-  """Returns y [M, F] in `dtype`; not differentiable."""
-  if _has_kernels():
-    from paxlike.layers.moe import grouped_matmul_triton
-
-    kernel = functools.partial(grouped_matmul_triton.multiply, dtype=dtype)
-    return _per_device("MD,EDF->MF", kernel, x_MD, w_EDF, groups)
-  return _without_kernels(x_MD, w_EDF, groups.sizes_E, dtype)
-
-
-def to_inputs(dy_MF: jax.Array, w_EDF: jax.Array, groups: Groups, dtype: Any) -> jax.Array:
-  """Returns the gradient of x, [M, D]."""
-  if _has_kernels():
-    from paxlike.layers.moe import grouped_matmul_triton
-
-    kernel = functools.partial(grouped_matmul_triton.multiply, dtype=dtype, transposed=True)
-    return _per_device("MF,EDF->MD", kernel, dy_MF, w_EDF, groups)
-  return _without_kernels(mask_unused(dy_MF, groups), w_EDF.swapaxes(1, 2), groups.sizes_E, dtype)
-
-
-def to_weights(x_MD: jax.Array, dy_MF: jax.Array, groups: Groups, dtype: Any) -> jax.Array:
-  """Returns the gradient of w, [E, D, F]."""
-  if _has_kernels():
-    from paxlike.layers.moe import grouped_matmul_triton
-
-    kernel = functools.partial(grouped_matmul_triton.multiply_transposed, dtype=dtype)
-    return _per_device("MD,MF->EDF", kernel, x_MD, dy_MF, groups)
-  return jax.lax.platform_dependent(
-    x_MD,
-    mask_unused(dy_MF, groups),
-    groups.sizes_E,
-    cpu=functools.partial(_multiply_transposed_blocks, dtype=dtype),
-    default=functools.partial(_ragged_transposed, dtype=dtype),
-  )
-
-
-def mask_unused(x_MD: jax.Array, groups: Groups) -> jax.Array:
-  """Returns x with zeros in rows of no group, which must not contribute to gradients."""
-  used_M = jnp.arange(len(x_MD)) < groups.sizes_E.sum()
-  return jnp.where(used_M[:, None], x_MD, jnp.zeros((), x_MD.dtype))
 
 
 def _has_kernels() -> bool:
@@ -130,7 +136,7 @@ def _per_device(
     return named(a, b, groups.sizes_E)
   *operands, result = form.replace("->", ",").split(",")
   lengths = dict(zip("".join(operands), (*a.shape, *b.shape), strict=True))
-  spec = mesh.partition((groups.inputs, groups.outputs), (lengths["D"], lengths["F"]), sizes)
+  spec = mesh.partition((groups.input_dim, groups.output_dim), (lengths["D"], lengths["F"]), sizes)
   axis_of = dict(zip("DF", spec, strict=True))
   *of_operands, of_result = (
     PartitionSpec(*map(axis_of.get, letters)) for letters in (*operands, result)
@@ -143,18 +149,6 @@ def _per_device(
 
   on_all = mesh.on_each_device(local, (*of_operands, PartitionSpec()), of_result)
   return on_all(a, b, groups.sizes_E)
-
-
-def _without_kernels(
-  x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dtype: Any
-) -> jax.Array:
-  return jax.lax.platform_dependent(
-    x_MD,
-    w_EDF,
-    sizes_E,
-    cpu=functools.partial(_multiply_blocks, dtype=dtype),
-    default=functools.partial(jax.lax.ragged_dot, preferred_element_type=dtype),
-  )
 
 
 def _ragged_transposed(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from paxlike.config.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.precision.matmul import Product
-from paxlike.layers.precision.rounding import Rounded, Rounding
+from paxlike.layers.precision.rounding import Rounded
 
 _OPERAND, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -25,11 +25,15 @@ _OPERAND, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 class Fp8:
   """A `Dot` with current scaling: scales come from the current amax of each operand."""
 
-  def rounding(self, num_inputs: int, num_outputs: int) -> Rounding:
-    return Rounding(_rounded_weight, tuple(range(-num_inputs - num_outputs, 0)))
+  @staticmethod
+  def quantized(w: jax.Array) -> Rounded:
+    scale = _scale(jnp.abs(w).max((-2, -1), keepdims=True).astype(jnp.float32), _OPERAND)
+    return Rounded((w.astype(jnp.float32) / scale).astype(_OPERAND), scale)
 
-  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded) -> jax.Array:
-    return _multiply(product, x, w, rounded, None)
+  def __call__(
+    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
+  ) -> jax.Array:
+    return _multiply(product, x, w, w8, None)
 
 
 @configurable
@@ -46,11 +50,13 @@ class DelayedFp8(module.Module):
     self.inputs = self.statistic({"history": history}, update=_append)
     self.gradients = self.statistic({"history": history}, update=_append)
 
-  def rounding(self, num_inputs: int, num_outputs: int) -> Rounding:
-    return Fp8().rounding(num_inputs, num_outputs)
+  def quantized(self, w: jax.Array) -> Rounded:
+    return Fp8.quantized(w)
 
-  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded) -> jax.Array:
-    return _multiply(product, x, w, rounded, _AmaxHistory(self.inputs[...], self.gradients[...]))
+  def __call__(
+    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
+  ) -> jax.Array:
+    return _multiply(product, x, w, w8, _AmaxHistory(self.inputs[...], self.gradients[...]))
 
 
 class _AmaxHistory(NamedTuple):
@@ -66,28 +72,27 @@ def _append(history: jax.Array, newest: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _multiply(
-  product: Product, x: jax.Array, w: jax.Array, rounded_w: Rounded, history: _AmaxHistory | None
+  product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None, history: _AmaxHistory | None
 ) -> jax.Array:
-  return _forward(product, x, w, rounded_w, history)[0]
+  return _forward(product, x, w, w8, history)[0]
 
 
-def _forward(product, x, w, rounded_w, history):
-  x = product.mask_unused(x)
+def _forward(product, x, w, w8, history):
+  w8 = Fp8.quantized(w) if w8 is None else w8
   x8 = rounded(x, _OPERAND, None if history is None else history.inputs)
-  y = product.outputs(x8.values, rounded_w.values, _wide(x))
-  y = _scaled(y, x8.scale * product.broadcast_scale(rounded_w.scale, y), x.dtype)
+  y = product.outputs(x8.values, w8.values, _wide(x))
+  y = _scaled(y, x8.scale * product.broadcast_scale(w8.scale, y), x.dtype)
   # Keeps XLA from fusing a GELU epilogue that also writes x, which cuBLAS lacks in FP8.
   y = jax.lax.optimization_barrier(y)
   amax_x = None if history is None else _amax(x)
-  return y, (product, x8, rounded_w, history, amax_x, jnp.zeros((), w.dtype))
+  return y, (product, x8, w8, history, amax_x, jnp.zeros((), w.dtype))
 
 
 def _backward(saved, dy):
-  product, x8, rounded_w, history, amax_x, like_w = saved
-  dy = product.mask_unused(dy)
+  product, x8, w8, history, amax_x, like_w = saved
   dy8 = rounded(dy, _GRADIENT, None if history is None else history.gradients)
-  dx = product.to_inputs(dy8.values, rounded_w.values, _wide(dy))
-  dx = _scaled(dx, dy8.scale * product.broadcast_scale(rounded_w.scale, dy), dy.dtype)
+  dx = product.to_inputs(dy8.values, w8.values, _wide(dy))
+  dx = _scaled(dx, dy8.scale * product.broadcast_scale(w8.scale, dy), dy.dtype)
   dw = product.to_weights(x8.values, dy8.values, _wide(like_w))
   dw = _scaled(dw, x8.scale * dy8.scale, like_w.dtype)
   if history is None:
@@ -111,11 +116,6 @@ def rounded(x: jax.Array, dtype: Any, history: jax.Array | None = None) -> Round
   scale = jnp.where(history.max() > 0, _scale(history.max(), dtype), 1)
   top = float(jnp.finfo(dtype).max)
   return Rounded(jnp.clip(x.astype(jnp.float32) / scale, -top, top).astype(dtype), scale)
-
-
-def _rounded_weight(w: jax.Array, axes: tuple[int, ...]) -> Rounded:
-  scale = _scale(jnp.abs(w).max(axes, keepdims=True).astype(jnp.float32), _OPERAND)
-  return Rounded((w.astype(jnp.float32) / scale).astype(_OPERAND), scale)
 
 
 def _amax(x: jax.Array) -> jax.Array:

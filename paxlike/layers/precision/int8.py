@@ -8,14 +8,13 @@ operands. The residuals of the backward pass are the INT8 operands.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
 from paxlike.layers.precision.matmul import Product
-from paxlike.layers.precision.rounding import Rounded, Rounding, stochastic_round
+from paxlike.layers.precision.rounding import Rounded, stochastic_round
 
 
 @configurable
@@ -23,32 +22,37 @@ from paxlike.layers.precision.rounding import Rounded, Rounding, stochastic_roun
 class Int8:
   """A `Dot` in INT8."""
 
-  def rounding(self, num_inputs: int, num_outputs: int) -> Rounding:
-    return Rounding(_nearest, tuple(range(-num_inputs - num_outputs, -num_outputs)))
+  def quantized(self, w: jax.Array) -> Rounded:
+    return _nearest(w, -2)
 
-  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded) -> jax.Array:
-    return _multiply(product, x, w, rounded)
+  def __call__(
+    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
+  ) -> jax.Array:
+    return _multiply(product, x, w, w8)
 
 
 @jax.custom_vjp
-def _multiply(product: Product, x: jax.Array, w: jax.Array, rounded_w: Rounded) -> jax.Array:
-  return _forward(product, x, w, rounded_w)[0]
+def _multiply(product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None) -> jax.Array:
+  return _forward(product, x, w, w8)[0]
 
 
-def _forward(product, x, w, rounded_w):
-  x8 = _nearest(x, (-1,))
-  y = product.outputs(x8.values, rounded_w.values, jnp.int32)
-  y = y * x8.scale * product.broadcast_scale(rounded_w.scale, y)
-  return y.astype(x.dtype), (product, x8, rounded_w, jnp.zeros((), w.dtype))
+def _forward(product, x, w, w8):
+  w8 = _nearest(w, -2) if w8 is None else w8
+  x8 = _nearest(x, -1)
+  y = product.outputs(x8.values, w8.values, jnp.int32)
+  y = y * x8.scale * product.broadcast_scale(w8.scale, y)
+  return y.astype(x.dtype), (product, x8, w8, jnp.zeros((), w.dtype))
 
 
 def _backward(saved, dy):
-  product, x8, rounded_w, like_w = saved
-  # Scales along the contracted dim cannot be factored out: multiply the cotangent by them first.
-  wide = product.mask_unused(dy).astype(jnp.float32)
-  dy8 = _stochastic(wide * product.broadcast_scale(rounded_w.scale, dy), _amax_of_rows)
-  dx = product.to_inputs(dy8.values, rounded_w.values, jnp.int32) * dy8.scale
-  dy8 = _stochastic(wide * x8.scale, product.column_amax)
+  product, x8, w8, like_w = saved
+  # A scale along the contracted dim cannot be factored out: multiply the cotangent by it first.
+  wide = dy.astype(jnp.float32)
+  to_dx = wide * product.broadcast_scale(w8.scale, dy)
+  dy8 = _stochastic(to_dx, jnp.abs(to_dx).max(-1, keepdims=True))
+  dx = product.to_inputs(dy8.values, w8.values, jnp.int32) * dy8.scale
+  to_dw = wide * x8.scale
+  dy8 = _stochastic(to_dw, _column_amax(to_dw, w8.values))
   dw = product.to_weights(x8.values, dy8.values, jnp.int32) * dy8.scale
   return None, dx.astype(dy.dtype), dw.astype(like_w.dtype), None
 
@@ -56,18 +60,21 @@ def _backward(saved, dy):
 _multiply.defvjp(_forward, _backward)
 
 
-def _nearest(x: jax.Array, axes: tuple[int, ...]) -> Rounded:
-  scale = _scale(jnp.abs(x).max(axes, keepdims=True))
+def _nearest(x: jax.Array, axis: int) -> Rounded:
+  scale = _scale(jnp.abs(x).max(axis, keepdims=True))
   return Rounded(jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8), scale)
 
 
-def _stochastic(x: jax.Array, largest: Any) -> Rounded:
-  scale = _scale(largest(x))
+def _stochastic(x: jax.Array, largest: jax.Array) -> Rounded:
+  scale = _scale(largest)
   return Rounded(stochastic_round(x / scale).astype(jnp.int8), scale)
 
 
-def _amax_of_rows(x: jax.Array) -> jax.Array:
-  return jnp.abs(x).max(-1, keepdims=True)
+def _column_amax(dy: jax.Array, w: jax.Array) -> jax.Array:
+  """Returns the amax over tokens of each column of dy, broadcastable to dy and to w."""
+  if dy.ndim == w.ndim == 3:  # [E, C, F] and [E, D, F].
+    return jnp.abs(dy).max(1, keepdims=True)
+  return jnp.abs(dy).max(tuple(range(dy.ndim - 1)))
 
 
 def _scale(largest: jax.Array) -> jax.Array:

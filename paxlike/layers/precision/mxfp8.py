@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh, topology
 from paxlike.layers.precision.matmul import Dim, Plain, Product
+from paxlike.layers.precision.rounding import Rounded
 
 BLOCK = 32
 _VALUES, _SCALES = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
@@ -37,10 +38,12 @@ _LARGEST, _EXPONENT, _LEAST, _BIAS = 0.875, 9, -126, 127
 class MxFp8:
   """A `Dot` for linear maps."""
 
-  def rounding(self, num_inputs: int, num_outputs: int) -> None:
+  def quantized(self, w: jax.Array) -> None:
     """Returns None: each matmul quantizes its operands along its own contracted dim."""
 
-  def __call__(self, product: Product, x: jax.Array, w: jax.Array, rounded: None) -> jax.Array:
+  def __call__(
+    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
+  ) -> jax.Array:
     assert isinstance(product, Plain)
     return _multiply(product, x, w)
 

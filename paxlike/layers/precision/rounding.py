@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized arrays with their scales, and stochastic rounding."""
 
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from paxlike.layers.precision.weight_only import Quantized
 
 
 class Rounded(NamedTuple):
@@ -17,44 +13,6 @@ class Rounded(NamedTuple):
 
   values: jax.Array
   scale: jax.Array
-
-  def matrix(self, rows: int) -> "Rounded":
-    """Returns a weight reshaped to [rows, columns]."""
-    return Rounded(self.values.reshape(rows, -1), self.scale.reshape(1, -1))
-
-
-class Prepared(NamedTuple):
-  """A weight and its quantized form; matmuls read `rounded`, gradients go to `dense`."""
-
-  dense: jax.Array
-  rounded: Rounded
-
-
-def dense(w: Any, dtype: Any) -> jax.Array:
-  """Returns a weight as a dense array, dequantized if it is quantized."""
-  if isinstance(w, Quantized):
-    return w.dequantized(dtype)
-  return (w.dense if isinstance(w, Prepared) else w).astype(dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rounding:
-  """How to quantize a weight, once per step.
-
-  Attributes:
-    function: (weight, axes) -> the quantized weight.
-    axes: The dims that share a scale; negative, since layers may be stacked in a leading dim.
-  """
-
-  function: Callable[[jax.Array, tuple[int, ...]], Rounded]
-  axes: tuple[int, ...]
-
-  def __call__(self, w: jax.Array) -> Rounded:
-    return self.function(jax.lax.stop_gradient(w), self.axes)
-
-  def of(self, w: Any, dense: jax.Array) -> Rounded:
-    """Returns the quantized weight: that of this step if w is `Prepared`, else from `dense`."""
-    return w.rounded if isinstance(w, Prepared) else self(dense)
 
 
 def stochastic_round(x: jax.Array) -> jax.Array:

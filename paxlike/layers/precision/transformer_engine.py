@@ -25,11 +25,11 @@ class TransformerEngine:
 
   fp8: bool = True
 
-  def rounding(self, num_inputs: int, num_outputs: int) -> None:
+  def quantized(self, w: jax.Array) -> None:
     """Returns None: Transformer Engine quantizes weights itself, in every matmul."""
 
   def __call__(
-    self, product: Product, x: jax.Array, w: jax.Array, rounded: Rounded | None
+    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
   ) -> jax.Array:
     assert isinstance(product, Plain)
     library = load()

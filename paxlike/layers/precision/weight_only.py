@@ -58,8 +58,13 @@ class Quantized(abc.ABC):
     return (blocks * jnp.expand_dims(self.scales, self.axis)).reshape(x.shape)
 
 
+def dense(w: Any, dtype: Any) -> jax.Array:
+  """Returns a weight as a dense array in `dtype`, dequantized if it is quantized."""
+  return w.dequantized(dtype) if isinstance(w, Quantized) else w.astype(dtype)
+
+
 @_pytree
-class Int8(Quantized):
+class Int8Weight(Quantized):
   """Integers from -127 to 127; `values` is int8 and has the weight's shape."""
 
   def dequantized(self, dtype: Any) -> jax.Array:
@@ -90,7 +95,7 @@ class Int8(Quantized):
 
 
 @_pytree
-class Int4(Int8):
+class Int4Weight(Int8Weight):
   """Integers from -7 to 7; `values` is int8 and packs two of them along the last dim."""
 
   def _numbers(self) -> jax.Array:
@@ -100,7 +105,7 @@ class Int4(Int8):
 
 
 @_pytree
-class Nf4(Quantized):
+class Nf4Weight(Quantized):
   """NF4: indexes of 16 quantiles; `values` is uint8 and packs two of them along the last dim."""
 
   def dequantized(self, dtype: Any) -> jax.Array:
@@ -126,19 +131,19 @@ def _stored(storage: Storage, w: jax.Array) -> Quantized:
 
 
 @configurable(name="weight_only.int8")
-def int8(w: jax.Array, *, axis: int) -> Int8:
+def int8(w: jax.Array, *, axis: int) -> Int8Weight:
   """Rounds to 255 levels with a scale per block of up to 64."""
-  return Int8(*_integers(w, axis, _BLOCK, jnp.int8), axis)
+  return Int8Weight(*_integers(w, axis, _BLOCK, jnp.int8), axis)
 
 
 @configurable(name="weight_only.int8_columns")
-def int8_columns(w: jax.Array, *, axis: int) -> Int8:
+def int8_columns(w: jax.Array, *, axis: int) -> Int8Weight:
   """Rounds to 255 levels with one scale along the whole dim (per output column)."""
-  return Int8(*_integers(w, axis, w.shape[axis], jnp.int8), axis)
+  return Int8Weight(*_integers(w, axis, w.shape[axis], jnp.int8), axis)
 
 
 @configurable(name="weight_only.int4")
-def int4(w: jax.Array, *, axis: int) -> Int4:
+def int4(w: jax.Array, *, axis: int) -> Int4Weight:
   """Rounds to 15 levels with a scale per block of up to 128.
 
   Raises:
@@ -147,7 +152,7 @@ def int4(w: jax.Array, *, axis: int) -> Int4:
   _check_pairs(w, "int4")
   numbers, scales = _integers(w, axis, _INT4_BLOCK, jnp.int4)
   pairs = numbers.reshape(*w.shape[:-1], -1, 2)
-  return Int4(jax.lax.bitcast_convert_type(pairs, jnp.int8), scales, axis)
+  return Int4Weight(jax.lax.bitcast_convert_type(pairs, jnp.int8), scales, axis)
 
 
 def _integers(w: jax.Array, axis: int, size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -164,7 +169,7 @@ def _check_pairs(w: jax.Array, name: str):
 
 
 @configurable(name="weight_only.nf4")
-def nf4(w: jax.Array, *, axis: int) -> Nf4:
+def nf4(w: jax.Array, *, axis: int) -> Nf4Weight:
   """Rounds to 16 quantiles of a normal distribution with a scale per block of up to 64.
 
   Raises:
@@ -175,7 +180,7 @@ def nf4(w: jax.Array, *, axis: int) -> Nf4:
   levels = jnp.array(_NF4)
   numbers = jnp.searchsorted((levels[1:] + levels[:-1]) / 2, blocks.reshape(w.shape))
   low, high = jnp.moveaxis(numbers.astype(jnp.uint8).reshape(*w.shape[:-1], -1, 2), -1, 0)
-  return Nf4(low | (high << 4), scales, axis)
+  return Nf4Weight(low | (high << 4), scales, axis)
 
 
 def _scaled_to_one(w: jax.Array, axis: int, most: int) -> tuple[jax.Array, jax.Array]:

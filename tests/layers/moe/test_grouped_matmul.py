@@ -13,7 +13,7 @@ from paxlike.compilation import hlo_kernels
 from paxlike.devices import chips, topology
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.moe import grouped_matmul_triton
-from paxlike.layers.moe.grouped_matmul import Groups, grouped_matmul, outputs, to_inputs, to_weights
+from paxlike.layers.moe.grouped_matmul import Groups, grouped_matmul
 
 SIZES = {
   "even": [10, 10, 10, 10],
@@ -119,8 +119,8 @@ def test_a_gpu_multiplies_each_row_with_one_matrix(h200, dtype):
 
   def products(x, w, dy, sizes):
     groups = Groups(sizes)
-    forward, backward = outputs(x, w, groups, sums), to_inputs(dy, w, groups, sums)
-    return forward, backward, to_weights(x, dy, groups, sums)
+    forward, backward = groups.outputs(x, w, sums), groups.to_inputs(dy, w, sums)
+    return forward, backward, groups.to_weights(x, dy, sums)
 
   of_gradient = jnp.float8_e5m2 if dtype == jnp.float8_e4m3fn else dtype
   arrays = array(M, D), array(E, D, F), array(M, F, dtype=of_gradient), array(E, dtype=jnp.int32)
@@ -136,7 +136,7 @@ def test_a_gpu_loads_what_weights_gradients_need_while_it_multiplies(h200, dtype
   shapes = ((4096, 512), dtype), ((4096, 1024), dtype), ((8,), jnp.int32)
   arrays = [jax.ShapeDtypeStruct(*shape, sharding=where) for shape in shapes]
   sums = jnp.int32 if dtype == jnp.int8 else dtype
-  lowered = jax.jit(lambda x, dy, sizes: to_weights(x, dy, Groups(sizes), sums)).lower(*arrays)
+  lowered = jax.jit(lambda x, dy, sizes: Groups(sizes).to_weights(x, dy, sums)).lower(*arrays)
   jax.config.update("jax_enable_compilation_cache", False)
   try:
     lowered.compile(compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True})

@@ -6,17 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxlike.layers import Fp8, Int8
-from paxlike.layers.moe.grouped_matmul import Groups
-from paxlike.layers.precision.matmul import Placed, Plain, Sorted
+from paxlike.layers import Definition, ExpertLinear, Fp8, Int8
+from paxlike.layers.moe.experts import Placed
+from paxlike.layers.precision.matmul import Plain
 
 DOTS = {"exact": None, "fp8": Fp8(), "int8": Int8()}
 
 
 def multiply(dot, product, x, w):
   if dot is None:
-    return product.exact(x, w)
-  return dot(product, x, w, dot.rounding(1, 1)(w))
+    return product.outputs(x, w, x.dtype)
+  return dot(product, x, w, dot.quantized(w))
 
 
 def check(got, expected, *, dot):
@@ -55,8 +55,15 @@ def test_sorted_is_plain_for_each_expert_whatever_rows_of_none_hold(name, sizes)
   x, w, dy = arrays((16, 8), (3, 8, 5), (16, 5))
   w *= jnp.array([1.0, 100.0, 0.01])[:, None, None]
   x, dy = (rows.at[used:].set(1e6) for rows in (x, dy))
-  product = Sorted(Groups(jnp.array(sizes, jnp.int32)))
-  y, back = jax.vjp(lambda x, w: multiply(DOTS[name], product, x, w), x, w)
+  definition = Definition(
+    ExpertLinear(3, {"model": 8}, {"ffn": 5}, 1, role="up", dot=DOTS[name] and (lambda: DOTS[name]))
+  )
+
+  def experts(x, w):
+    rounded = definition.rounded({"w": w})
+    return definition.bind({"w": w}, rounded).sorted(x, jnp.array(sizes, jnp.int32))
+
+  y, back = jax.vjp(experts, x, w)
   dx, dw = back(dy)
   ends = np.cumsum(sizes)
   for e, (first, end) in enumerate(zip(ends - sizes, ends, strict=True)):
