@@ -60,6 +60,13 @@ class WithLion(paxlike.Experiment):
     return fdl.Config(optimizers.Optimizer, transform=transform, learning_rate=rate)
 
 
+# Under a name, it is a choice of every experiment: --fdl.LR_SCHEDULE=inverse_root. There is also
+# `register_optimizer`, for --fdl.OPTIMIZER.
+@optimizers.register_schedule("inverse_root")
+def inverse_root_of(experiment: paxlike.Experiment) -> fdl.Config:
+  return fdl.Config(inverse_root, peak=experiment.LEARNING_RATE, warmup=experiment.LR_COS_WARMUP)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabelSmoothing(objectives.Objective):
   """An objective: cross-entropy with targets of which `share` is spread over all tokens."""

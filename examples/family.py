@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model family with its mapping to Hugging Face, outside the package.
 
-Once this module is imported, `paxlike.load(FOLDER)` reads a folder whose `config.json` has
-`"model_type": "parrot"`, and `Model.export` writes one.
+With this module allowed, a folder whose `config.json` has `"model_type": "parrot"` is read by
+
+    paxlike-convert --from=hf --path=FOLDER --to=DIR --fdl_allow_modules=examples.family
+    paxlike.load(FOLDER, allow_modules=["examples.family"])
+
+and `Model.export` writes one.
 """
 
 import paxlike

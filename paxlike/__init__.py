@@ -16,7 +16,7 @@ os.environ.setdefault("FSSPEC_GCS", '{"use_listings_cache": false}')
 if "fsspec.config" in sys.modules:  # It has already read the environment.
   sys.modules["fsspec.config"].conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
   from paxlike import errors, layers

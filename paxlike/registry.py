@@ -6,6 +6,8 @@ import json
 import os
 import pathlib
 import pkgutil
+import sys
+import types
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -57,6 +59,8 @@ def find(name: str, *, flag: str = "fdl_config") -> type[Experiment]:
   hint = did_you_mean(name, [path.rpartition(".")[2] for path in registered()])
   if near:
     hint = f" Did you mean {near[0]}?"
+  elif incomplete := _unregistered(name):
+    raise UserError(f"--{flag}: {_completions(incomplete, flag)}")
   raise UserError(f"--{flag}: no experiment {name}.{hint or ' --list shows all of them.'}")
 
 
@@ -71,6 +75,26 @@ def _registered(name: str, flag: str) -> type[Experiment] | None:
   if matches:
     raise UserError(f"--{flag}={name} is ambiguous: {', '.join(sorted(matches))}.")
   return None
+
+
+def _unregistered(name: str) -> type[Experiment] | None:
+  """Returns the family, model or data mixin of the package with a name; None if there is none."""
+  names = [one for one in sys.modules if allowed_symbols.within(one, _PACKAGES)]
+  found = (getattr(sys.modules[one], name, None) for one in names)
+  return next((cls for cls in found if isinstance(cls, type) and issubclass(cls, Experiment)), None)
+
+
+def _completions(cls: type[Experiment], flag: str) -> str:
+  """Returns a sentence that names the registered experiments nearest to an incomplete one."""
+  datasets = importlib.import_module("paxlike.experiments.datasets")
+  is_model = cls.train_data is Experiment.train_data
+  has, adds = ("a model without data", "a data mixin") if is_model else ("data alone", "a model")
+  derived = [one for one in registered().values() if issubclass(one, cls)]
+  direct = [one for one in derived if cls in one.__bases__] or derived
+  direct.sort(key=lambda one: not issubclass(one, datasets.Synthetic))  # These need no files.
+  names = " or ".join(f"--{flag}={one.__name__}" for one in direct[:3])
+  use = f"{names}, or " if names else ""
+  return f"{cls.__name__} is {has}: use {use}a class of yours that adds {adds} (docs/adding.md)."
 
 
 def with_data(family: type[Experiment], mixin: str) -> type[Experiment]:
@@ -132,24 +156,47 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
   try:
     with allowed_symbols.copies(path.parent):
       family = found or _import(name, f"the experiment {name}")
-    experiment = (with_data(family, data) if data else family)()
-    for knob, text in knobs.items():
-      experiment.set(knob, text, source=path.name)
+      experiment = (with_data(family, data) if data else family)()
+      for knob, text in knobs.items():
+        try:
+          experiment.set(knob, text, source=path.name)
+        except UserError:  # It may name what an allowed module registers, such as a schedule.
+          import_modules(allow_modules)
+          experiment.set(knob, text, source=path.name)
   except UserError as error:
     raise UserError(f"{path}: {error}") from error
   return experiment
 
 
-def _import(path: str, given: str) -> type[Experiment]:
-  module_name, _, class_name = path.rpartition(".")
+def import_modules(names: Iterable[str]) -> list[types.ModuleType]:
+  """Imports the modules of --fdl_allow_modules, which register experiments and so their families.
+
+  Raises:
+    UserError: One cannot be imported.
+  """
+  modules = []
+  for name in filter(None, names):
+    given = f"--fdl_allow_modules={name}"
+    if not all(part.isidentifier() for part in name.split(".")):
+      raise UserError(f"{given}: expected names of modules.")
+    modules.append(_module(name, given))
+  return modules
+
+
+def _module(name: str, given: str) -> types.ModuleType:
   try:
-    module = allowed_symbols.import_module(module_name)
+    return allowed_symbols.import_module(name)
   except ModuleNotFoundError as error:
-    if error.name and (module_name + ".").startswith(error.name + "."):
+    if error.name and (name + ".").startswith(error.name + "."):
       raise UserError(
         f"{given}: no module {error.name}, neither in {os.getcwd()} nor installed."
       ) from None
-    raise UserError(f"{given}: importing {module_name} failed: {error}.") from error
+    raise UserError(f"{given}: importing {name} failed: {error}.") from error
+
+
+def _import(path: str, given: str) -> type[Experiment]:
+  module_name, _, class_name = path.rpartition(".")
+  module = _module(module_name, given)
   found = getattr(module, class_name, None)
   if found is None:
     classes = [

@@ -42,6 +42,22 @@ def test_mistakes_are_named(name, says):
   assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+  ("name", "says"),
+  [
+    ("Llama2_7B", "Llama2_7B is a model without data: use --exp=SyntheticLLaMA7B or --exp=LLaMA7B"),
+    ("Gpt175B", "use --exp=Synthetic175B or --exp=Pile175B, or a class of yours that adds a data"),
+    ("GLaM", "use --exp=SyntheticGLaM126M64E or --exp=SyntheticGLaM64B64E or --exp="),
+    ("LocalText", "data alone: use --exp=Text126M or --exp=ShakespeareChar, or a class of yours"),
+    ("Jsonl", "Jsonl is data alone: use a class of yours that adds a model (docs/adding.md)."),
+  ],
+)
+def test_an_incomplete_experiment_names_those_that_complete_it(name, says):
+  with pytest.raises(UserError) as error:
+    registry.find(name, flag="exp")
+  assert says in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_module_that_fails_says_why(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))

@@ -38,7 +38,8 @@ def load(
     folder: The folder.
     step: A run's checkpoint; None: the newest; "best": the best by BEST_CHECKPOINT_METRIC.
     allow_modules: Modules outside of paxlike that the run's files may import, such as your
-      experiment's. Name only modules that you trust.
+      experiment's, or that register the family of a Hugging Face folder. Name only modules that you
+      trust.
     **knobs: Overrides of the experiment's knobs, such as DATA_PATH="my.txt" to evaluate on.
 
   Raises:
@@ -49,14 +50,14 @@ def load(
   with launch.reporting_failure(leave=False), unexpected.explained(options, entry=True) as stage:
     starting.set_up_jax(options)
     launch.leave_at_exit()
-    path = _run_in(os.fspath(folder))
+    path = _run_in(os.fspath(folder), names)
     options = dataclasses.replace(options, job_log_dir=os.fspath(path))
     stage.experiment = launch.experiment_if_named(options)
     graph = launch.graph_of(options, stage.experiment)
     return Model(path, graph, step=step, allow_modules=names)
 
 
-def _run_in(folder: str) -> epath.Path:
+def _run_in(folder: str, allow_modules: Sequence[str]) -> epath.Path:
   """Returns `folder`, or, if that is in Hugging Face's format, the folder of its conversion."""
   path = run_folder.existing(os.fspath(file_io.absolute(folder)))
   config = path / "config.json"
@@ -76,7 +77,7 @@ def _run_in(folder: str) -> epath.Path:
 
   if jax.process_count() > 1:
     raise UserError(f"{path}: several processes cannot convert it: run paxlike-convert first.")
-  return epath.Path(cached.converted(pathlib.Path(path)))
+  return epath.Path(cached.converted(pathlib.Path(path), allow_modules=allow_modules))
 
 
 class Model:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a SentencePiece model: `paxlike-vocabulary --data=TEXTS --size=8000 --to=FILE.model`."""
+"""Trains a SentencePiece model: `paxlike-vocabulary --data=TEXTS --size=8000`."""
 
 import argparse
 import io
@@ -41,7 +41,11 @@ def run(argv: Sequence[str]) -> int:
   parser.add_argument("--size", type=int, required=True, help="number of tokens")
   parser.add_argument("--kind", choices=("bpe", "unigram"), default="bpe")
   parser.add_argument(
-    "--to", type=console.path, required=True, metavar="FILE.model", help="file to create"
+    "--to",
+    type=console.path,
+    default="vocabulary.model",
+    metavar="FILE.model",
+    help="file to create (default: vocabulary.model)",
   )
   try:
     print(_make(parser.parse_args(argv)))

@@ -107,7 +107,7 @@ def type_name(kind: Any) -> str:
   if isinstance(bounds, Range):
     return bounds.text(type_name(kind))
   if isinstance(bounds, OneOf):
-    return f"Dtype in ({', '.join(bounds.names)})"
+    return f"{type_name(kind)} in ({', '.join(bounds.names)})"
   if isinstance(bounds, Text):
     return "non-empty str"
   if _is_dtype(kind):
@@ -220,6 +220,8 @@ def _is_union(kind: Any) -> bool:
 
 def _convert(kind: Any, value: Any, text: bool) -> Any:
   kind, bounds = _unranged(kind)
+  if isinstance(bounds, OneOf) and kind is str:
+    return _literal(tuple(bounds.names), value, text)
   if bounds is not None:
     converted = _convert(kind, value, text)
     if converted not in bounds:
@@ -358,8 +360,10 @@ def _dtype(value: Any) -> str:
 
 
 def choices(kind: Any) -> list[Any]:
-  """Returns the possible values of the bool and Literals in a type."""
-  kind, _ = _unranged(kind)
+  """Returns the possible values of the bool, Literals and registered names in a type."""
+  kind, bounds = _unranged(kind)
+  if isinstance(bounds, OneOf) and kind is str:
+    return list(bounds.names)
   if kind is bool:
     return [True, False]
   args = typing.get_args(kind)

@@ -10,6 +10,7 @@ int, float and str.
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Annotated, Any
 
 INT32 = 2**31 - 1
@@ -62,11 +63,11 @@ class Range:
     return f"{'an' if kind == 'int' else 'a'} {kind} {' '.join(words)}".rstrip() + or_one_of
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class OneOf:
-  """A choice of names, such as the dtypes to compute in."""
+  """A choice of names, such as the dtypes to compute in, or the keys of a registry."""
 
-  names: tuple[str, ...]
+  names: Collection[str]
 
   def __contains__(self, name: Any) -> bool:
     return name in self.names

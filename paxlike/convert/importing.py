@@ -243,6 +243,8 @@ def _family(config: Mapping[str, Any], path: pathlib.Path) -> tuple[type[Experim
   kind = config.get("model_type")
   if isinstance(kind, str) and kind in families:
     return families[kind]
+  known = ", ".join(sorted(families))
   raise UserError(
-    f"{path / 'config.json'}: model_type is {kind!r}; paxlike has {', '.join(sorted(families))}."
+    f"{path / 'config.json'}: model_type is {kind!r}; paxlike has {known}. For a family of yours,"
+    " name the module that registers an experiment of it by --fdl_allow_modules."
   )

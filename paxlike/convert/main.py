@@ -135,7 +135,8 @@ def _run(argv: Sequence[str]) -> int:
     type=lambda text: tuple(text.split(",")),
     default=(),
     metavar="A,B",
-    help="from paxlike and peft: modules outside paxlike that the files of the run may use",
+    help="modules outside paxlike that the files of a run may use, or (from hf) that register the"
+    " model's family",
   )
   parser.add_argument(
     "--dry_run", action="store_true", help="print which tensors each weight maps to; write nothing"
@@ -164,7 +165,7 @@ def _check(options: argparse.Namespace):
     ("adapter", "--adapter", ("paxlike",)),
     ("base", "--base", ("paxlike", "peft")),
     ("step", "--step", ("paxlike",)),
-    ("fdl_allow_modules", "--fdl_allow_modules", ("paxlike", "peft")),
+    ("fdl_allow_modules", "--fdl_allow_modules", ("paxlike", "peft", "hf")),
   ):
     value = getattr(options, name)
     is_given = value is not False and value not in (None, ())  # 0 is given, and equal to False.
@@ -209,11 +210,13 @@ def _open(options: argparse.Namespace) -> "Source | Run | PeftAdapter | TrainedA
       return TrainedAdapters(run)
     _ = run.tokenizer  # Raises if its file is missing.
     return run
+  from paxlike import registry
   from paxlike.convert.importing import Source
 
-  return (
-    Source.meta(options.path) if options.source == "meta" else Source.hugging_face(options.path)
-  )
+  if options.source == "meta":
+    return Source.meta(options.path)
+  registry.import_modules(options.fdl_allow_modules)
+  return Source.hugging_face(options.path)
 
 
 if __name__ == "__main__":

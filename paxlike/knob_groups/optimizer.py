@@ -17,9 +17,8 @@ class ScheduleKnobs(RunKnobs):
   """Schedule: the learning rate at each step."""
 
   LEARNING_RATE: ranges.Rate = UNSET  #: Peak of the schedule.
-  LR_SCHEDULE: Literal[  #: Learning-rate schedule.
-    "linear_rampup_cosine_decay", "linear_rampup_exponential_decay", "constant"
-  ] = "linear_rampup_cosine_decay"
+  #: Learning-rate schedule; others can be registered.
+  LR_SCHEDULE: optimizers.ScheduleName = "linear_rampup_cosine_decay"
   LR_COS_WARMUP: ranges.NonNegative = 4000  #: Linear warmup steps of the cosine schedule.
   #: Step at which the cosine decay starts. None: LR_COS_WARMUP + 1.
   LR_COS_DECAY_START: ranges.NonNegative | None = None
@@ -39,6 +38,8 @@ class ScheduleKnobs(RunKnobs):
     Raises:
       UserError: The decay starts before the end of the warmup, or ends before it starts.
     """
+    if make := optimizers.SCHEDULES.get(self.LR_SCHEDULE):
+      return make(self)
     peak = self.LEARNING_RATE
     if self.LR_SCHEDULE == "constant":
       return fdl.Config(optimizers.constant, peak=peak)
@@ -70,6 +71,7 @@ class ScheduleKnobs(RunKnobs):
 class OptimizerKnobs(ScheduleKnobs):
   """Optimizer: AdamW's moments, weight decay and gradient clipping."""
 
+  OPTIMIZER: optimizers.OptimizerName = "adamw"  #: Optimizer; others can be registered.
   ADAM_BETA1: ranges.Probability = 0.9  #: Decay rate of the first moment.
   ADAM_BETA2: ranges.Probability = 0.95  #: Decay rate of the second moment.
   ADAM_EPSILON: ranges.Epsilon = 1e-8  #: Added outside the square root.
@@ -86,6 +88,8 @@ class OptimizerKnobs(ScheduleKnobs):
 
   def optimizer(self) -> fdl.Config[optimizers.Optimizer]:
     """Returns the optimizer with its learning-rate schedule."""
+    if make := optimizers.OPTIMIZERS.get(self.OPTIMIZER):
+      return make(self)
     return fdl.Config(
       optimizers.adamw,
       learning_rate=self.schedule(),

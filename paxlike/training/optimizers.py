@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,53 @@ import optax
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
+from paxlike.errors import UserError
 from paxlike.layers.precision.rounding import in_dtype
 
 # Completed updates -> learning rate.
 Schedule = optax.Schedule
+
+# Value of LR_SCHEDULE or OPTIMIZER -> function that returns the graph for an experiment. None: the
+# experiment's method does, if no module registers the name.
+_Maker = TypeVar("_Maker", bound=Callable[[Any], Any])
+SCHEDULES: dict[str, Callable[[Any], Any] | None] = {
+  "linear_rampup_cosine_decay": None,
+  "linear_rampup_exponential_decay": None,
+  "constant": None,
+}
+OPTIMIZERS: dict[str, Callable[[Any], Any] | None] = {"adamw": None}
+ScheduleName = Annotated[str, ranges.OneOf(SCHEDULES.keys())]
+OptimizerName = Annotated[str, ranges.OneOf(OPTIMIZERS.keys())]
+
+
+def register_schedule(name: str) -> Callable[[_Maker], _Maker]:
+  """Decorator that makes `name` a value of LR_SCHEDULE.
+
+  The function returns the graph of the schedule for an experiment, whose knobs it may read:
+
+      @optimizers.register_schedule("inverse_root")
+      def inverse_root_of(experiment):
+        return fdl.Config(inverse_root, peak=experiment.LEARNING_RATE)
+
+  Raises:
+    UserError: The name is paxlike's, or registered by another module.
+  """
+  return functools.partial(_registered, SCHEDULES, name)
+
+
+def register_optimizer(name: str) -> Callable[[_Maker], _Maker]:
+  """Decorator that makes `name` a value of OPTIMIZER; see `register_schedule`.
+
+  The function returns the graph of an `Optimizer`, with `experiment.schedule()` as its schedule.
+  """
+  return functools.partial(_registered, OPTIMIZERS, name)
+
+
+def _registered(known: dict[str, Any], name: str, function: Any) -> Any:
+  if name in known and getattr(known[name], "__module__", "paxlike") != function.__module__:
+    raise UserError(f"{name!r} is already registered: {function.__qualname__} needs another name.")
+  known[name] = function
+  return function
 
 
 @configurable

@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -16,6 +17,7 @@ from helpers.sources import REPOSITORY
 import paxlike
 from examples import extensions
 from paxlike import main, registry
+from paxlike.convert import main as convert
 
 SMALL: dict[str, Any] = {
   "MAX_STEPS": 4,
@@ -43,6 +45,25 @@ def test_the_schedule_is_followed(run):
   rates = [record["learning_rate"] for record in of(run, "train")]
   expected = [1e-3 * min(step / 2, math.sqrt(2 / step)) for step in range(1, 5)]
   np.testing.assert_allclose(rates, expected, rtol=1e-6)
+
+
+def test_a_schedule_has_a_name_in_every_experiment(tmp_path, text):
+  knobs = {"LR_SCHEDULE": "inverse_root", "LR_COS_WARMUP": 2, "LEARNING_RATE": 1e-3}
+  knobs |= {"MODEL_DIMS": 16, "MAX_SEQ_LEN": 16, "MAX_STEPS": 3, "SUMMARY_INTERVAL_STEPS": 1}
+  made = paxlike.train("ShakespeareChar", tmp_path / "run", DATA_PATH=str(text), **knobs)
+  rates = [record["learning_rate"] for record in of(made, "train")]
+  expected = [1e-3 * min(step / 2, math.sqrt(2 / step)) for step in range(1, 4)]
+  np.testing.assert_allclose(rates, expected, rtol=1e-6)
+  # A process that has not imported the module does so, if it may.
+  load = f"paxlike.load({str(made.folder)!r}, allow_modules=[{MODULE!r}], LR_COS_WARMUP=3)"
+  command = f"import paxlike; print({load}._graph.optimizer.learning_rate.warmup)"
+  own = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+  said = subprocess.check_output([sys.executable, "-c", command], env=own, cwd=REPOSITORY)
+  assert said == b"3\n"
+  with pytest.raises(paxlike.UserError, match="LR_COS_DECAY_END has no effect"):
+    paxlike.train(
+      "ShakespeareChar", tmp_path / "a", DATA_PATH=str(text), LR_COS_DECAY_END=9, **knobs
+    )
 
 
 def test_the_optimizer_is_optax_s(run):
@@ -120,6 +141,43 @@ def test_a_family_is_known_once_it_is_registered(tmp_path, text, monkeypatch):
   loaded = paxlike.load(tmp_path / "theirs")
   np.testing.assert_allclose(loaded.logits(tokens), model.logits(tokens), atol=1e-5)
   assert registry.find("TinyParrot") is family.TinyParrot
+
+
+def test_a_family_is_imported_from_an_allowed_module(tmp_path, text, monkeypatch, capsys):
+  monkeypatch.setenv("PAXLIKE_CACHE", str(tmp_path / "cache"))
+  monkeypatch.setattr(registry, "_REGISTRY", dict(registry.registered()))
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  monkeypatch.delitem(sys.modules, "examples.family", raising=False)
+  monkeypatch.chdir(tmp_path)
+  shutil.copy(REPOSITORY / "examples" / "family.py", "parrots.py")
+  small = {"DATA_PATH": str(text), "MAX_STEPS": 1, "MODEL_DIMS": 16, "HIDDEN_DIMS": 32}
+  model = paxlike.train("parrots.TinyParrot", "run", FPROP_DTYPE="float32", **small).load()
+  model.export("theirs")
+  expected = model.logits([[1, 2, 3]])
+
+  def forget():
+    sys.modules.pop("parrots")
+    for name in [name for name in registry._REGISTRY if name.startswith("parrots.")]:
+      del registry._REGISTRY[name]
+
+  command = ["--from=hf", "--path=theirs", "--to=ours"]
+  forget()
+  with pytest.raises(paxlike.UserError, match=r"model_type is 'parrot'; .* --fdl_allow_modules\.$"):
+    paxlike.load("theirs")
+  assert convert.run(command) == 2
+  assert "--fdl_allow_modules." in capsys.readouterr().err
+  assert convert.run([*command, "--fdl_allow_modules=parots"]) == 2
+  assert "--fdl_allow_modules=parots: no module parots, neither" in capsys.readouterr().err
+  assert convert.run([*command, "--fdl_allow_modules=parrots"]) == 0
+  forget()
+  for folder in ("ours", "theirs"):
+    loaded = paxlike.load(folder, allow_modules=["parrots"])
+    np.testing.assert_allclose(loaded.logits([[1, 2, 3]]), expected, atol=1e-5)
+  (first,) = (tmp_path / "cache" / "converted").iterdir()
+  with open("parrots.py", "a") as file:
+    file.write("# The mapping was changed.\n")
+  assert paxlike.load("theirs", allow_modules=["parrots"]).folder.name != first.name
+  sys.modules.pop("parrots")
 
 
 @pytest.mark.slow

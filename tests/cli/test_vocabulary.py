@@ -62,6 +62,19 @@ def test_a_file_that_is_there_is_kept(texts, tmp_path, capsys):
   assert (tmp_path / "spm.model").read_text() == "mine"
 
 
+def test_without_a_name_it_is_written_into_the_working_directory(
+  texts, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  command = [f"--data={texts}", "--size=350"]
+  assert vocabulary.run(command) == 0
+  assert f"--fdl.VOCAB_PATH={tmp_path / 'vocabulary.model'} " in capsys.readouterr().out
+  made = (tmp_path / "vocabulary.model").read_bytes()
+  assert vocabulary.run([*command, "--kind=unigram"]) == 2
+  assert "--to=vocabulary.model already exists: name a new file" in capsys.readouterr().err
+  assert (tmp_path / "vocabulary.model").read_bytes() == made
+
+
 @pytest.mark.parametrize(
   ("flags", "size", "says"),
   [

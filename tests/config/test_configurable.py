@@ -21,7 +21,7 @@ from helpers.sources import MODULES, PACKAGE
 
 import paxlike
 from paxlike import fiddlers, layers, registry
-from paxlike.config import allowed_symbols, configurable, graph_file, old_names
+from paxlike.config import allowed_symbols, configurable, graph_file, knob_types, old_names
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets, gpt
@@ -201,13 +201,7 @@ def choices(cls: type[Experiment]) -> list[tuple[str, Any]]:
   """Each value of each knob that has a few."""
   found = []
   for name, knob in cls.knobs().items():
-    kind = typing.get_type_hints(knob.declared_in, include_extras=True)[name]
-    members = typing.get_args(kind) if typing.get_origin(kind) is not typing.Literal else [kind]
-    for member in (kind, *members):
-      if typing.get_origin(member) is typing.Literal:
-        found += [(name, choice) for choice in typing.get_args(member)]
-      elif member is bool:
-        found += [(name, True), (name, False)]
+    found += [(name, choice) for choice in knob_types.choices(knob.type)]
   return found
 
 

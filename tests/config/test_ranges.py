@@ -10,15 +10,22 @@ import fiddle as fdl
 import numpy as np
 import pytest
 from fiddle import daglish
+from helpers.declared import DECLARED, EXPERIMENTS, every_declaring_class, every_experiment
 
-from paxlike import registry
 from paxlike.config import building, graph_file, graph_types, knob_text, knob_types, ranges
 from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
 from paxlike.experiments.gpt import Gpt3_52k
 
-EXPERIMENTS = registry.registered()
-every_experiment = pytest.mark.parametrize("cls", EXPERIMENTS.values(), ids=lambda c: c.__name__)
+# Texts that may be empty: what a model continues, and patterns, of which "" finds all. Axes of a
+# mesh are known by name.
+ANY_TEXT = {
+  "SAMPLE_PROMPT",
+  "CHECKPOINT_INCLUDE_RULES",
+  "CHECKPOINT_IGNORE_RULES",
+  "ICI_MESH_SHAPE",
+  "DCN_MESH_SHAPE",
+}
 
 
 def bare(kind: Any, *plain: type) -> bool:
@@ -28,17 +35,22 @@ def bare(kind: Any, *plain: type) -> bool:
   return kind in plain or any(bare(arg, *plain) for arg in typing.get_args(kind))
 
 
-@every_experiment
-def test_every_number_has_a_range(cls):
-  assert [name for name, knob in cls.knobs().items() if bare(knob.type, int, float)] == []
+@every_declaring_class
+def test_every_number_has_a_range(owner):
+  found = [name for name, knob in DECLARED[owner].items() if bare(knob.type, int, float)]
+  assert not found, (
+    f"{owner.__name__} declares {found} as a bare int or float: use a type of"
+    " paxlike/config/ranges.py, such as ranges.Size or ranges.Factor"
+  )
 
 
-@every_experiment
-def test_every_path_and_name_is_not_empty(cls):
-  """What may be: what a model continues, and patterns, of which "" finds all. Axes are known."""
-  found = {name for name, knob in cls.knobs().items() if bare(knob.type, str)}
-  rules = {"CHECKPOINT_INCLUDE_RULES", "CHECKPOINT_IGNORE_RULES"}
-  assert found == {"SAMPLE_PROMPT", *rules, "ICI_MESH_SHAPE", "DCN_MESH_SHAPE"}
+@every_declaring_class
+def test_every_path_and_name_is_not_empty(owner):
+  found = {name for name, knob in DECLARED[owner].items() if bare(knob.type, str)} - ANY_TEXT
+  assert not found, (
+    f"{owner.__name__} declares {sorted(found)} as a bare str: use ranges.Path or ranges.Name, or"
+    ' add it to ANY_TEXT in this file if "" means something'
+  )
 
 
 FLOATS = [name for name, kind in vars(ranges).items() if typing.get_args(kind)[:1] == (float,)]
@@ -56,14 +68,23 @@ def test_float32_keeps_floats_apart_from_the_bounds_that_they_exclude(name):
 
 @every_experiment
 def test_graphs_fit_their_annotations(cls):
-  graph = cls().trainer()
-  graph_types.check(graph)
-  # Sizes are bound in factories, whose other arguments the parent gives.
-  for node, _ in daglish.iterate(graph):
-    if isinstance(node, fdl.Buildable):
-      hints: Any = graph_types.annotations(fdl.get_callable(node))
-      numbers = [n for n, v in node.__arguments__.items() if type(v) in (int, float)]
-      assert [n for n in numbers if bare(hints.get(n, int), int, float)] == [], node
+  graph_types.check(cls().trainer())
+
+
+def test_every_number_of_a_graph_has_a_range():
+  """Sizes are bound in factories, whose other arguments the parent gives."""
+  found = set()
+  for cls in EXPERIMENTS.values():
+    for node, _ in daglish.iterate(cls().trainer()):
+      if isinstance(node, fdl.Buildable):
+        function = fdl.get_callable(node)
+        hints: Any = graph_types.annotations(function)
+        for name, value in node.__arguments__.items():
+          if type(value) in (int, float) and bare(hints.get(name, int), int, float):
+            found.add(f"{function.__qualname__}({name})")
+  assert not found, (
+    f"{sorted(found)} have no range: annotate the arguments with types of paxlike/config/ranges.py"
+  )
 
 
 # Knob, its path in the graph, values that are just within and values that are just not.

@@ -144,10 +144,11 @@ def test_a_folder_that_is_there_is_never_written_nor_removed(folder, to):
     (("--from=hf", "--step=7"), "made", "--step goes with --from=paxlike: "),
     (("--from=hf", "--step=0"), "made", "--step goes with --from=paxlike: "),
     (
-      ("--from=hf", "--fdl_allow_modules=x"),
+      ("--from=meta", "--fdl_allow_modules=x"),
       "made",
-      "--fdl_allow_modules goes with --from=paxlike",
+      "--fdl_allow_modules goes with --from=paxlike or --from=peft or --from=hf: ",
     ),
+    (("--from=hf", "--fdl_allow_modules=a..b"), "made", "--fdl_allow_modules=a..b: expected names"),
     (("--from=meta", "--base=x"), "made", "--base goes with --from=paxlike or --from=peft"),
     (("--from=peft", "--adapter", "--base=x"), "made", "--adapter goes with --from=paxlike: "),
     (("--from=peft",), "made", "--from=peft needs --base=DIR"),

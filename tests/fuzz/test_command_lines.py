@@ -35,6 +35,8 @@ def edges(kind: Any) -> list[str]:
     found = edges(plain)
     if "dtype" in marks:
       found += knob_types.DTYPES
+    for choice in (mark for mark in marks if isinstance(mark, ranges.OneOf)):
+      found += choice.names
     for bounds in (mark for mark in marks if isinstance(mark, ranges.Range)):
       for end in filter(math.isfinite, (bounds.least, bounds.most)):
         steps = (-1, 0, 1) if plain is int else (-1e-9 * abs(end), 0, 1e-9 * abs(end))

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from helpers.tiny_model import adamw, batch, tiny
 
-from paxlike.config import ranges
+from paxlike.config import knob_types, ranges
 from paxlike.devices.mesh import MeshSpec
+from paxlike.errors import UserError
+from paxlike.experiments.gpt import Gpt3_52k
 from paxlike.training import optimizers, train_state
 from paxlike.training.train_step import make_train_step
 
@@ -49,6 +51,35 @@ def test_adamw_equals_numpy(clip_norm, decayed):
       params[name] = value - rate * (update + lost)
   for name, value in params.items():
     np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("register", "knob", "names"),
+  [
+    (optimizers.register_schedule, "LR_SCHEDULE", optimizers.SCHEDULES),
+    (optimizers.register_optimizer, "OPTIMIZER", optimizers.OPTIMIZERS),
+  ],
+)
+def test_a_registered_name_is_a_choice(monkeypatch, register, knob, names):
+  with pytest.raises(UserError, match=rf"^{knob}='mine': expected one of .*, got 'mine'\.$"):
+    Gpt3_52k(**{knob: "mine"})
+  monkeypatch.setitem(names, "mine", None)  # Removed after the test.
+  del names["mine"]
+  register("mine")(lambda experiment: experiment.LEARNING_RATE)
+  experiment = Gpt3_52k(LEARNING_RATE=0.5, **{knob: "MINE"})
+  made = experiment.schedule() if knob == "LR_SCHEDULE" else experiment.optimizer()
+  assert made == 0.5 and "ADAM_BETA1" not in experiment.read_names()
+  assert type("Own", (Gpt3_52k,), {knob: "mine"})().values()[knob].value == "mine"
+  assert "mine" in knob_types.choices(Gpt3_52k.knobs()[knob].type)
+
+
+def test_a_name_is_registered_once():
+  for register, name in (
+    (optimizers.register_schedule, "constant"),
+    (optimizers.register_optimizer, "adamw"),
+  ):
+    with pytest.raises(UserError, match=f"'{name}' is already registered: "):
+      register(name)(lambda experiment: experiment)
 
 
 def test_moments_in_fewer_bits_are_right_on_average():
