@@ -259,7 +259,9 @@ def run(
     # A stall must not end the user's kernel.
     trainer = dataclasses.replace(trainer, stall_timeout=0)
   if options.mode == "train" and experiment is not None:
-    callbacks = (*_callbacks(experiment), *callbacks)
+    from paxlike.telemetry import notebook
+
+    callbacks = (*_callbacks(experiment), *callbacks, *notebook.callbacks())
   with trainer.watched():
     return _run(options, experiment, graph, trainer, stage, callbacks)
 

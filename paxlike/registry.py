@@ -50,6 +50,8 @@ def find(name: str, *, flag: str = "fdl_config") -> type[Experiment]:
   found = _registered(name, flag)
   if found is not None:
     return found
+  if name.endswith(".py"):
+    raise UserError(f"--{flag}={name}: expected NAME or MODULE.NAME.{_in_file(name, flag)}")
   if "." in name:
     if not all(part.isidentifier() for part in name.split(".")):
       raise UserError(f"--{flag}={name}: expected NAME or MODULE.NAME of an experiment.")
@@ -97,6 +99,15 @@ def _completions(cls: type[Experiment], flag: str) -> str:
   return f"{cls.__name__} is {has}: use {use}a class of yours that adds {adds} (docs/adding.md)."
 
 
+def _in_file(name: str, flag: str) -> str:
+  """Returns a hint that names the experiments in a file; imports nothing."""
+  module = ".".join(pathlib.Path(name).with_suffix("").parts)
+  found = [one.name for one in local_experiments.find() if one.name.startswith(f"{module}.")]
+  if not found:
+    return f" {name} has no experiment."
+  return f" Did you mean {' or '.join(f'--{flag}={path}' for path in found)}?"
+
+
 def with_data(family: type[Experiment], mixin: str) -> type[Experiment]:
   """Returns the experiment of a family with a data mixin of `experiments/datasets.py`, by name.
 
@@ -135,24 +146,17 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
       that is not allowed.
   """
   path = epath.Path(path)
-  try:
-    text = file_io.read_bytes(path).decode()
-    saved = json.loads(run_folder.with_own_paths(text, path.parent))
-    name, knobs = str(saved["experiment"]), dict(saved["knobs"])
-    data = str(saved.get("data", ""))
-    if not all(isinstance(text, str) for text in knobs.values()):
-      raise ValueError("the values of knobs are not strings")
-  except OSError as error:
-    raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
-  except file_io.MALFORMED as error:
-    raise UserError(f"{path} is damaged: {error}.") from None
+  name, knobs, data = _saved(path)
+  found = _known(name)
   module = name.rpartition(".")[0]
-  found = _registered(name, "fdl_config")
   if found is None and not allowed_symbols.within(
     module, [*_PACKAGES, *filter(None, allow_modules)]
   ):
+    what = f"{path} is of the experiment {name}, which is not part of paxlike."
+    if module == "__main__":
+      raise UserError(f"{what} A script or notebook defined it: run its definition here first.")
     advice = allowed_symbols.advice([module or name], given=allow_modules, folder=path.parent)
-    raise UserError(f"{path} is of the experiment {name}, which is not part of paxlike. {advice}")
+    raise UserError(f"{what} {advice}")
   try:
     with allowed_symbols.copies(path.parent):
       family = found or _import(name, f"the experiment {name}")
@@ -166,6 +170,57 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
   except UserError as error:
     raise UserError(f"{path}: {error}") from error
   return experiment
+
+
+def foreign_module(path: epath.PathLike) -> str | None:
+  """Returns the module that `load` of this file imports only if it is allowed; None: none.
+
+  Raises:
+    UserError: The file is missing or damaged.
+  """
+  name, _, _ = _saved(epath.Path(path))
+  module = name.rpartition(".")[0]
+  is_ours = _known(name) is not None or allowed_symbols.within(module, _PACKAGES)
+  return None if is_ours or module == "__main__" else module or name
+
+
+def _saved(path: epath.Path) -> tuple[str, dict[str, str], str]:
+  """Returns the experiment, the knobs and the data mixin ("": none) that a file names.
+
+  Raises:
+    UserError: The file is missing or damaged.
+  """
+  try:
+    text = file_io.read_bytes(path).decode()
+    saved = json.loads(run_folder.with_own_paths(text, path.parent))
+    name, knobs = str(saved["experiment"]), dict(saved["knobs"])
+    if not all(isinstance(text, str) for text in knobs.values()):
+      raise ValueError("the values of knobs are not strings")
+    return name, knobs, str(saved.get("data", ""))
+  except OSError as error:
+    raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+  except file_io.MALFORMED as error:
+    raise UserError(f"{path} is damaged: {error}.") from None
+
+
+def _known(name: str) -> type[Experiment] | None:
+  """Returns the experiment if it is registered, or if this process has already defined its class.
+
+  Using it imports nothing, so it needs no permission.
+  """
+  if (found := _registered(name, "fdl_config")) is not None:
+    return found
+  classes: dict[type[Experiment], None] = {}
+  left: list[type[Experiment]] = [Experiment]
+  while left:
+    cls = left.pop(0)
+    left += [one for one in cls.__subclasses__() if one not in classes]
+    classes[cls] = None
+  same = [cls for cls in classes if f"{cls.__module__}.{cls.__qualname__}" == name]
+  same = [cls for cls in same if cls.__module__ in sys.modules]
+  # A class that was defined again may be alive.
+  bound = [c for c in same if getattr(sys.modules[c.__module__], c.__name__, None) is c]
+  return next(iter(bound or same[::-1]), None)
 
 
 def import_modules(names: Iterable[str]) -> list[types.ModuleType]:
@@ -200,7 +255,11 @@ def _import(path: str, given: str) -> type[Experiment]:
   found = getattr(module, class_name, None)
   if found is None:
     classes = [
-      n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Experiment)
+      name
+      for name, value in vars(module).items()
+      if isinstance(value, type)
+      and issubclass(value, Experiment)
+      and value.__module__ == module_name
     ]
     hint = (
       did_you_mean(class_name, classes) or f" It has: {', '.join(classes) or 'no experiments'}."

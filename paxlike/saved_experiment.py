@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from paxlike import registry
-from paxlike.config import graph_file
+from paxlike import file_io, registry, run_folder
+from paxlike.config import allowed_symbols, graph_file
 from paxlike.config.graph_data import Part
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
@@ -40,6 +40,22 @@ def read(
   for name, text in knobs:
     experiment.set(name, text, source="command line")
   return experiment
+
+
+def foreign_modules(folder: epath.PathLike) -> list[str]:
+  """Returns the modules outside of paxlike that the graph and the experiment of a run need.
+
+  Raises:
+    UserError: A file of the run is damaged.
+  """
+  folder = epath.Path(folder)
+  found: list[str] = []
+  with run_folder.reading(folder):
+    if (path := folder / "config.json").exists():
+      found += allowed_symbols.foreign(graph_file.names(file_io.read_bytes(path)))
+    if (path := folder / FILE).exists():
+      found += filter(None, [registry.foreign_module(path)])
+  return list(dict.fromkeys(found))
 
 
 def graph(folder: epath.PathLike) -> Part:

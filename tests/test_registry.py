@@ -58,6 +58,29 @@ def test_an_incomplete_experiment_names_those_that_complete_it(name, says):
   assert says in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+  ("name", "says"),
+  [
+    ("own_file.py", "Did you mean --fdl_config=own_file.A or --fdl_config=own_file.B?"),
+    ("own_folder/file.py", "Did you mean --fdl_config=own_folder.file.C?"),
+    ("none.py", "none.py has no experiment."),
+    ("own_file.NoSuch", "own_file has no NoSuch. It has: A, B."),
+  ],
+)
+def test_the_name_of_a_file_is_not_that_of_an_experiment(name, says, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+  first = "from paxlike.experiments.gpt import Gpt126M\nclass {}(Gpt126M): pass\n"
+  (tmp_path / "own_file.py").write_text(f"{first.format('A')}class B(A): pass\n")
+  (tmp_path / "own_folder").mkdir()
+  (tmp_path / "own_folder" / "__init__.py").touch()
+  (tmp_path / "own_folder" / "file.py").write_text(first.format("C"))
+  with pytest.raises(UserError) as error:
+    registry.find(name)
+  assert says in str(error.value)
+  sys.modules.pop("own_file", None)
+
+
 def test_a_module_that_fails_says_why(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))

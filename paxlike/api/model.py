@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trained model in Python: generation, evaluation, logits and export."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from etils import epath
 
 from paxlike import file_io, launch, run_folder
+from paxlike.api import keywords
 from paxlike.cli import flags, starting, unexpected
 from paxlike.errors import UserError
 
 if TYPE_CHECKING:
+  from paxlike.data.tuning.dialogue import Dialogue
   from paxlike.inference.decoding import Decoding, Options
   from paxlike.training.trainer import Trainer
 
@@ -47,7 +50,10 @@ def load(
   """
   names = tuple(allow_modules)
   options = flags.Options(mode="eval", knobs=launch.as_texts(knobs), fdl_allow_modules=names)
-  with launch.reporting_failure(leave=False), unexpected.explained(options, entry=True) as stage:
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(keywords.in_errors(folder))
+    stack.enter_context(launch.reporting_failure(leave=False))
+    stage = stack.enter_context(unexpected.explained(options, entry=True))
     starting.set_up_jax(options)
     launch.leave_at_exit()
     path = _run_in(os.fspath(folder), names)
@@ -123,6 +129,7 @@ class Model:
     count = self._decoder.definition.num_params
     return f"<Model {self.folder}, checkpoint {self.step}: {count:,} parameters>"
 
+  @keywords.in_errors()
   def generate(
     self,
     prompts: Any,
@@ -139,10 +146,11 @@ class Model:
 
     A continuation ends at EOS, before a string of `stop`, after `max_new_tokens`, or at the model's
     maximum sequence length. Text is prefixed with the tokenizer's BOS, if it has one; ids are used
-    unchanged.
+    unchanged. A conversation is rendered by the chat template and answered, as by `--mode=decode`.
 
     Args:
-      prompts: A string, a list of strings, ids, or a list of lists of ids.
+      prompts: A string, ids, or a conversation, which is `{"messages": messages}` or the messages:
+        a list of `{"role": "user", "content": "..."}`. Or a list of one of these kinds.
       max_new_tokens: Maximum number of new tokens.
       temperature: Divides the logits; 0 is greedy.
       top_k: Only the k most likely tokens.
@@ -152,12 +160,14 @@ class Model:
       seed: Of the sampling.
 
     Raises:
-      UserError: A prompt is empty, too long or invalid, or is text without a tokenizer.
+      UserError: A prompt is empty, too long or invalid, is text without a tokenizer, or a
+        conversation without a chat template.
     """
     import jax
 
     from paxlike.inference import decoding
     from paxlike.inference.sampling import Sampling
+    from paxlike.training import decode
 
     given, is_one = _prompts(prompts, vocab_size=self._decoder.model.vocab_size)
     options = decoding.Options(
@@ -169,21 +179,26 @@ class Model:
     if options.stop and self.tokenizer is None:
       raise UserError(f"stop: {decoding.NO_TOKENIZER}")
     found: list[Any] = [None] * len(given)
+    dialogue = decode.dialogue_for(self._decoder, given)
     with jax.set_mesh(self._decoder.devices):
-      for result in self._decoding_with(options).run(given):
-        is_text = isinstance(given[result.prompt], str)
+      for result in self._decoding_with(options, dialogue).run(given):
+        prompt = given[result.prompt]
+        is_text = isinstance(prompt, str) or decoding.is_talk(prompt)
         found[result.prompt] = result.text if is_text else result.tokens
     return found[0] if is_one else found
 
-  def _decoding_with(self, options: "Options") -> "Decoding":
-    """Returns the decoder, which is reused with its programs while the sampling is the same."""
+  def _decoding_with(self, options: "Options", dialogue: "Dialogue | None") -> "Decoding":
+    """Returns the decoder, reused with its programs while sampling and template are the same."""
     from paxlike.training import decode
 
-    if self._decoding is None or self._decoding.options.sampling != options.sampling:
-      self._decoding = decode.decoding_of(self._decoder, self._params, options)
-    self._decoding.options = options
-    return self._decoding
+    last = self._decoding
+    if last is None or (last.options.sampling, last.dialogue) != (options.sampling, dialogue):
+      last = decode.decoding_of(self._decoder, self._params, options, dialogue=dialogue)
+      self._decoding = last
+    last.use(options)
+    return last
 
+  @keywords.in_errors()
   def logits(self, tokens: Any) -> np.ndarray:
     """Returns float32 [B, T, V], the logits of the token after each of `tokens`.
 
@@ -217,6 +232,7 @@ class Model:
 
     return jax.jit(forward, compiler_options=dict(self._decoder.execution.compiler_options))
 
+  @keywords.in_errors()
   def evaluate(self) -> dict[str, dict[str, float]]:
     """Returns the metrics of each eval set by name, like `--mode=eval`; writes nothing.
 
@@ -261,20 +277,43 @@ class Model:
     from paxlike.convert import exporting
 
     path = pathlib.Path(self.folder)
-    source = exporting.Run(path, step=self.step, allow_modules=self._allow_modules)
-    source.convert(pathlib.Path(folder), dtype=dtype)
+    with keywords.in_errors(self.folder):
+      source = exporting.Run(path, step=self.step, allow_modules=self._allow_modules)
+      source.convert(pathlib.Path(folder), dtype=dtype)
 
 
 def _prompts(prompts: Any, *, vocab_size: int) -> tuple[list[Any], bool]:
   """Returns (list of prompts, whether `prompts` is a single one)."""
-  if isinstance(prompts, str):
-    return [prompts], True
+  if isinstance(prompts, str | Mapping):
+    return [_text_or_talk(prompts, "the prompt")], True
   listed = list(prompts)
   if listed and all(isinstance(one, str) for one in listed):
     return listed, False
+  if any(_is_message(one) for one in listed):
+    return [_text_or_talk(listed, "the prompt")], True
+  if any(isinstance(one, Mapping) or _is_talk(one) for one in listed):
+    return [_text_or_talk(one, f"prompt {number}") for number, one in enumerate(listed)], False
   is_one = bool(listed) and np.ndim(listed[0]) == 0
   rows = [listed] if is_one else listed
   return [_ids(row, vocab_size=vocab_size, what="a prompt").tolist() for row in rows], is_one
+
+
+def _text_or_talk(prompt: Any, place: str) -> Any:
+  """Returns a text, or the messages of a conversation; errors begin with `place`."""
+  from paxlike.inference import prompts
+
+  if isinstance(prompt, str):
+    return prompt
+  record = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+  return prompts.conversation(record, place)
+
+
+def _is_message(prompt: Any) -> bool:
+  return isinstance(prompt, Mapping) and ("role" in prompt or "content" in prompt)
+
+
+def _is_talk(prompt: Any) -> bool:
+  return isinstance(prompt, list | tuple) and any(isinstance(one, Mapping) for one in prompt)
 
 
 def _ids(tokens: Any, *, vocab_size: int, what: str) -> np.ndarray:

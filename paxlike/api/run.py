@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from etils import epath
 
 from paxlike import file_io, launch, run_folder
+from paxlike.api import keywords
 from paxlike.cli import epochs, flags, starting, unexpected
 from paxlike.errors import UserError
 
@@ -43,7 +44,8 @@ class Run:
       UserError: There is no such folder.
     """
     self.folder: epath.Path = file_io.absolute(folder)
-    run_folder.existing(os.fspath(self.folder))
+    with keywords.in_errors():
+      run_folder.existing(os.fspath(self.folder))
     self.allow_modules = tuple(allow_modules)
     self._graph = graph
 
@@ -109,9 +111,11 @@ class Run:
 
     if self._graph is None:
       return model.load(self.folder, step, allow_modules=self.allow_modules)
-    return model.Model(self.folder, self._graph, step=step, allow_modules=self.allow_modules)
+    with keywords.in_errors(self.folder):
+      return model.Model(self.folder, self._graph, step=step, allow_modules=self.allow_modules)
 
 
+@keywords.in_errors()
 def train(
   experiment: "type[Experiment] | Experiment | str",
   folder: str | os.PathLike[str],

@@ -189,10 +189,23 @@ def _write_template(
     "" if number is None else tokenizer.text_of(number)
     for number in (tokenizer.bos_id, tokenizer.eos_id)
   )
+  _remove_templates(own.parent)
   path = own.parent / chat.FILES[1]
   path.write_text(jinja_templates.source(name, bos=bos, eos=eos))
   ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
   return (*chat.turn_end(template, tokenizer).ids, *ends)
+
+
+def _remove_templates(folder: pathlib.Path):
+  """Removes all chat templates beside a tokenizer."""
+  settings = folder / chat.FILES[0]
+  content = read_json(settings) if settings.exists() else {}
+  if content.pop("chat_template", None) is not None:
+    _write(settings, content)
+  for file in (folder / chat.FILES[1], *_more_templates(folder)):
+    file.unlink(missing_ok=True)
+  if (more := folder / chat.MORE_TEMPLATES).is_dir():
+    more.rmdir()
 
 
 def notes(folder: pathlib.Path) -> list[str]:

@@ -118,7 +118,7 @@ class PreparedRows(RowDataset):
   def _info(self) -> dict[str, Any]:
     if not self._path:
       raise UserError(
-        "DATA_PATH is not set: give --fdl.DATA_PATH=, a folder made by scripts/prepare_data.py."
+        "DATA_PATH is not set: give --fdl.DATA_PATH=DIR (made by scripts/prepare_data.py)."
       )
     file = file_io.absolute(self._path) / INFO
     try:

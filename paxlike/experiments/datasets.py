@@ -76,7 +76,7 @@ class Tokenized(Experiment):
     }
     kind, file = kinds[self.TOKENIZER]
     if self.VOCAB_PATH is None:
-      raise UserError(f"TOKENIZER={self.TOKENIZER} needs --fdl.VOCAB_PATH=, {file}.")
+      raise UserError(f"TOKENIZER={self.TOKENIZER} needs --fdl.VOCAB_PATH=FILE ({file}).")
     return fdl.Config(kind, self.VOCAB_PATH)
 
 

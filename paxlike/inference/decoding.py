@@ -12,6 +12,7 @@ import numpy as np
 from etils import epath
 
 from paxlike import file_io, run_folder
+from paxlike.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
 from paxlike.data.tuning.chat import Message
 from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.errors import UserError
@@ -79,7 +80,8 @@ class Decoding:
   """Continues prompts with one model and its tokenizer.
 
   Attributes:
-    options: As given.
+    options: As given, with the stop strings of the chat template.
+    dialogue: As given.
     speed: Totals of the last `run`.
   """
 
@@ -115,11 +117,10 @@ class Decoding:
       ends |= {tokenizer.eos_id, tokenizer.bos_id, *tokenizer.end_ids} - {None}
     self._tokenizer = tokenizer
     self._max_len = max_len
-    self._dialogue = dialogue
+    self.dialogue = dialogue
     if dialogue is not None:
       ends |= {*dialogue.turn_end.ids}
-      options = dataclasses.replace(options, stop=(*options.stop, *dialogue.turn_end.texts))
-    self.options = options
+    self.use(options)
     # The last one is kept: `run` may be called again, and its programs are compiled.
     self._make = functools.lru_cache(maxsize=1)(
       lambda rows, room: Generator(
@@ -133,6 +134,11 @@ class Decoding:
       )
     )
     self.speed = Speed()
+
+  def use(self, options: Options):
+    """Sets the options of the next `run`; `sampling` and `stop_tokens` must be the same."""
+    texts = () if self.dialogue is None else self.dialogue.turn_end.texts
+    self.options = dataclasses.replace(options, stop=(*options.stop, *texts))
 
   def run(self, prompts: Sequence[Prompt], *, at_full_length: bool = False) -> Iterator[Result]:
     """Yields a result each time a text has grown; its last result has `ended_by` set.
@@ -160,7 +166,7 @@ class Decoding:
         yield self._result(text, requests[text.request].tokens)
 
   def _request(self, prompt: Prompt, *, seed: int) -> Request:
-    tokens = _tokens_of(prompt, self._tokenizer, self._dialogue, max_len=self._max_len)
+    tokens = _tokens_of(prompt, self._tokenizer, self.dialogue, max_len=self._max_len)
     left = self._max_len - len(tokens)
     return Request(tokens=tokens, max_new_tokens=min(self.options.max_new_tokens, left), seed=seed)
 
@@ -219,6 +225,21 @@ def check(
     _tokens_of(prompt, tokenizer, dialogue, max_len=max_len)
 
 
+def is_talk(prompt: Prompt) -> bool:
+  """Returns whether a prompt is a conversation."""
+  return len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _no_template(tokenizer: Tokenizer) -> str:
+  beside = ""
+  if isinstance(tokenizer, FileTokenizer):
+    beside = f", or put chat_template.jinja beside its tokenizer, in {tokenizer.path.parent}"
+  return (
+    "a conversation needs a chat template, and this run has none: set CHAT_TEMPLATE, a knob of"
+    f" experiments with datasets.Jsonl{beside}."
+  )
+
+
 def _tokens_of(
   prompt: Any, tokenizer: Any, dialogue: Dialogue | None, *, max_len: int
 ) -> np.ndarray:
@@ -228,13 +249,10 @@ def _tokens_of(
       raise UserError(NO_TOKENIZER)
     prefix = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     tokens = np.array([*prefix, *map(int, tokenizer.encode(prompt))], np.int32)
-  elif not (len(prompt) and isinstance(prompt[0], Mapping)):
+  elif not is_talk(prompt):
     tokens = np.array(prompt, np.int32)
   elif dialogue is None:
-    raise UserError(
-      "messages need a chat template: the run has no knob CHAT_TEMPLATE, and there is none beside"
-      " its tokenizer. Give texts as prompts."
-    )
+    raise UserError(NO_TOKENIZER if tokenizer is None else _no_template(tokenizer))
   else:
     shown = prompt[-1]["content"]
     tokens = dialogue.tokens(prompt).astype(np.int32)

@@ -4,6 +4,8 @@
 import json
 import os
 import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from etils import epath
 
@@ -55,16 +57,29 @@ def _prompt(line: str, place: str) -> Prompt:
   except (ValueError, RecursionError):
     record = None
   record = record if isinstance(record, dict) else {}
-  prompt, messages = record.get("prompt"), record.get("messages")
+  prompt = record.get("prompt")
   if isinstance(prompt, str):
     return prompt
-  if messages is None:
+  if record.get("messages") is None:
     raise UserError(
       f"--prompt_file={place} has no string in the field 'prompt', and no conversation in"
       " 'messages'."
     )
+  return conversation(record, f"--prompt_file={place}")
+
+
+def conversation(record: Mapping[str, Any], place: str) -> Sequence[chat.Message]:
+  """Returns the messages of `{"messages": [...]}`.
+
+  Raises:
+    UserError: They are none, or end with an answer; the error begins with `place`.
+  """
+  if "messages" not in record:
+    raise UserError(f"{place}: expected {{'messages': [...]}}, got {dict(record)!r:.100}.")
+  messages = record["messages"]
+  messages = list(messages) if isinstance(messages, tuple) else messages
   if not chat.are_messages(messages):
-    raise UserError(f"--prompt_file={place}: messages need a role and a content, both strings.")
+    raise UserError(f"{place}: messages need a role and a content, both strings.")
   if messages[-1]["role"] == "assistant":
-    raise UserError(f"--prompt_file={place} ends with an answer: leave that out.")
+    raise UserError(f"{place} ends with an answer: leave that out.")
   return messages

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from paxlike.data.tuning import dialogue
 from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.inference import conversation, decoding
 from paxlike.layers.module import Params
@@ -26,7 +25,7 @@ def check(
     UserError: It cannot, or they are not.
   """
   how: Any = {"max_len": trainer.data.seq_len, "stop_tokens": stop_tokens}
-  tokenizer, talk = trainer.data.tokenizer, _dialogue(trainer, prompts)
+  tokenizer, talk = trainer.data.tokenizer, dialogue_for(trainer, prompts)
   decoding.check(prompts, trainer.model, tokenizer, talk, **how)
 
 
@@ -51,7 +50,7 @@ def run(
   check(trainer, prompts or conversation.EXAMPLE, stop_tokens=options.stop_tokens)
   with jax.set_mesh(trainer.devices), trainer.watched(folder):
     step, params = trainer.origin(folder).params(step)
-    talk = _dialogue(trainer, prompts or conversation.EXAMPLE)
+    talk = dialogue_for(trainer, prompts or conversation.EXAMPLE)
     decoder = decoding_of(trainer, params, options, dialogue=talk)
     if not prompts:
       conversation.hold(decoder, journal.piece)
@@ -79,7 +78,7 @@ def decoding_of(
   )
 
 
-def _dialogue(trainer: "Trainer", prompts: Sequence[decoding.Prompt]) -> Dialogue | None:
-  has_talk = any(not isinstance(prompt, str) for prompt in prompts)
-  own = trainer.data.dialogue
-  return own or (dialogue.beside(trainer.data.tokenizer) if has_talk else None)
+def dialogue_for(trainer: "Trainer", prompts: Sequence[decoding.Prompt]) -> Dialogue | None:
+  """Returns what renders conversations: by the data's chat template, else the tokenizer's."""
+  has_talk = any(map(decoding.is_talk, prompts))
+  return trainer.data.dialogue or (trainer.tokenizer_dialogue if has_talk else None)

@@ -15,6 +15,8 @@ from paxlike.checkpoints.warm_start import Restore
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.dataset import Dataset
+from paxlike.data.tuning import dialogue
+from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.devices import mesh
 from paxlike.devices.batch_placement import Feed
 from paxlike.errors import UserError
@@ -213,6 +215,11 @@ class Trainer:
   def watched(self, folder: epath.Path | None = None) -> Any:
     """Returns a context in which the run is watched for progress."""
     return watch.over(watch.Limits(folder, self.stall_timeout, self.stack_interval))
+
+  @functools.cached_property
+  def tokenizer_dialogue(self) -> Dialogue | None:
+    """Renders conversations with the chat template beside the tokenizer; None without one."""
+    return dialogue.beside(self.data.tokenizer)
 
   def load(self, folder: epath.PathLike, *, step: int | None = None) -> Params:
     """Returns the weights of checkpoint `step`, or the newest, in the dtypes of the layers.

@@ -135,6 +135,7 @@ def notebook(monkeypatch):
   """This process is a notebook's kernel, as far as can be seen."""
   shell = types.SimpleNamespace(kernel=object())
   monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+  monkeypatch.setattr("paxlike.telemetry.notebook.callbacks", list)  # Nothing is drawn.
   monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
 
 

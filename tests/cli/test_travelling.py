@@ -91,6 +91,7 @@ def test_going_on_from_another_folder_changes_nothing(home, tmp_path, monkeypatc
 @slow
 def test_an_export_from_another_folder_has_the_tokenizer(home, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
+  monkeypatch.delitem(sys.modules, "mine_travels", raising=False)  # Not yet imported.
   flags = ["--from=paxlike", f"--path={home / 'run'}", "--to=back"]
   assert convert(flags) == 2
   error = capsys.readouterr().err.split()

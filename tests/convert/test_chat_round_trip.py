@@ -51,6 +51,10 @@ def test_what_a_chat_needs_survives_fine_tuning(at_home, tmp_path, template, lor
   assert (generation["eos_token_id"], generation["temperature"]) == (ends, 0.6)
   config = json.loads((back / "config.json").read_text())
   assert (config["eos_token_id"], config["bos_token_id"]) == (ends, 0)
+  settings = json.loads((back / "tokenizer_config.json").read_text())
+  assert ("chat_template" in settings) == (template == "tokenizer")  # There is one template.
+  assert (back / "chat_template.jinja").exists() == (template != "tokenizer")
+  assert settings["eos_token"] == "</s>"
   vocabulary = str(back / "tokenizer.json")
   talk = [{"role": "user", "content": "t6"}, {"role": "assistant", "content": "t7"}]
   theirs = chat.render(chat.template("tokenizer", vocab_path=vocabulary), talk, asks=False)

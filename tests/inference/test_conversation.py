@@ -106,4 +106,4 @@ def test_without_a_template_a_conversation_is_refused(tmp_path):
   assert convert(["--from=hf", f"--path={tmp_path / 'theirs'}", f"--to={tmp_path / 'ours'}"]) == 0
   flags = ("--job_log_dir=ours", "--mode=decode", "--chat")
   status, _, error = finish(start(*flags, cwd=tmp_path))
-  assert status == 2 and "messages need a chat template" in error
+  assert status == 2 and "set CHAT_TEMPLATE" in error and "chat_template.jinja beside" in error

@@ -65,8 +65,8 @@ class TfdsTask(SeqIOTask):
   def files(self) -> Sequence[epath.Path]:
     if not self._vocab_path:
       raise UserError(
-        "VOCAB_PATH is not set: give --fdl.VOCAB_PATH=, a SentencePiece model, or the environment"
-        " variable."
+        "VOCAB_PATH is not set: give --fdl.VOCAB_PATH=FILE (a SentencePiece model), or set the"
+        " environment variable VOCAB_PATH."
       )
     return tfds_folder(self._tfds_name) / _INFO, epath.Path(self._vocab_path).expanduser()
 

@@ -22,7 +22,7 @@ def find(
     UserError: There is no file, or one has another suffix or cannot be read; it names `knob`.
   """
   if not path:
-    raise UserError(f"{knob} is not set: give --fdl.{knob}=, a file, a folder or a glob.")
+    raise UserError(f"{knob} is not set: give --fdl.{knob}=PATH (a file, a folder or a glob).")
   where = os.path.expanduser(path)
   if os.path.isdir(where):
     files = [name for name in _below(where) if name.endswith(suffixes)]

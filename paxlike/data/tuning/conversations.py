@@ -66,7 +66,7 @@ class Conversations(Corpus):
   def tokenizer(self) -> Tokenizer:
     return self._tokenizer
 
-  @property
+  @functools.cached_property
   def dialogue(self) -> Dialogue:
     return Dialogue(self._template_name, self._tokenizer, vocab_path=self._vocab_path)
 

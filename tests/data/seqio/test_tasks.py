@@ -189,6 +189,8 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path, vocabulary, m
     assert "features.json names the class 'my_module." in check()
     with pytest.raises(UserError, match="names the class"):
       tasks.the_pile_lm(folder=str(features.parent), vocab_path=vocabulary)
-  assert "VOCAB_PATH is not set" in check(vocab_path=None)
+  unset = check(vocab_path=None)
+  assert "VOCAB_PATH is not set: give --fdl.VOCAB_PATH=FILE (a SentencePiece model)" in unset
+  assert unset.endswith("or set the environment variable VOCAB_PATH.")
   assert "VOCAB_PATH=/none: no such file" in check(vocab_path="/none")
   assert "VOCAB_PATH=/ is a folder: give the tokenizer's file." in check(vocab_path="/")

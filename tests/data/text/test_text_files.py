@@ -230,7 +230,7 @@ def test_what_is_wrong_with_the_path_is_said(tmp_path):
   (tmp_path / "empty").mkdir()
   os.mkfifo(tmp_path / "pipe")
   for path, message in [
-    (None, "DATA_PATH is not set"),
+    (None, "DATA_PATH is not set: give --fdl.DATA_PATH=PATH \\("),
     ("", "DATA_PATH is not set"),
     (tmp_path / "empty", f"DATA_PATH={tmp_path}/empty holds no file with a suffix of .txt"),
     (tmp_path / "missing", f"DATA_PATH={tmp_path}/missing matches no file"),
