@@ -323,9 +323,12 @@ def _run(
       decode.run(trainer, folder, journal, prompts, step=step, options=how)
     else:
       from paxlike.cli import hints, run_files
+      from paxlike.training import train_step
 
       with run_folder.reading(folder / "config.json"):
         _print_changes(folder / "config.json", graph, journal)
+      if note := train_step.note_on_memory(trainer.definition, trainer.objective):
+        journal.note(note)
       stopped_by = trainer.train(folder, journal, files=run_files.of(experiment, graph))
       if stopped_by:
         journal.note(f"{hints.stopped(stopped_by)}{hints.saved(options.job_log_dir)}")

@@ -325,6 +325,15 @@ class Checkpoints:
     with self._reading(step):
       return layout_conversion.layout_in(self._described(step)[0])
 
+  def has_training_state(self, step: int) -> bool:
+    """Returns whether a checkpoint has more than weights: a converted model has not.
+
+    Raises:
+      UserError: It is damaged.
+    """
+    with self._reading(step):
+      return any(name.startswith("opt_state.") for name in self._described(step)[0]["tensors"])
+
   def read(self, step: int, name: str) -> np.ndarray:
     """Returns one array by its stored name.
 

@@ -8,8 +8,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -193,6 +193,18 @@ class Restore:
     return any_of(self.include) and not any_of(self.ignore)
 
 
+class Derived(NamedTuple):
+  """A weight that is computed from other arrays of a training state.
+
+  Attributes:
+    inputs: Their shapes and dtypes, by their names in a checkpoint.
+    value: Returns the weight; takes the arrays in the order of `inputs`.
+  """
+
+  inputs: Mapping[str, jax.ShapeDtypeStruct]
+  value: Callable[[Mapping[str, Any]], Any]
+
+
 class Loaded(NamedTuple):
   """Restored weights.
 
@@ -302,6 +314,7 @@ def read_params(
   names: list[str] | None = None,
   for_compute: bool = False,
   unread: layout_conversion.Unread,
+  derived: Mapping[str, Derived] | None = None,
 ) -> tuple[Params, float | None]:
   """Returns weights of a checkpoint, converted from its mesh, layout and float dtypes.
 
@@ -316,6 +329,7 @@ def read_params(
     names: Which weights; None: all.
     for_compute: Whether to return compute dtypes; else those of a training state.
     unread: Which arrays of the checkpoint may stay unread.
+    derived: Weights that are computed from other arrays, which are read instead of them.
 
   Raises:
     UserError: A weight is missing, damaged or has another shape, or one stays unread that may not.
@@ -324,25 +338,33 @@ def read_params(
     name: definition.weights[name] for name in (definition.weights if names is None else names)
   }
   layout = layout_of(definition.module)
+  derived = derived or {}
+
+  def stored(name: str) -> tuple[str, jax.ShapeDtypeStruct]:
+    spec = specs[name]
+    where = mesh_lib.sharding(mesh, spec.dims, spec.shape)
+    for_layers = for_compute and not spec.is_quantized
+    dtype = spec.compute_dtype if for_layers else spec.stored_dtype
+    part = "extra" if spec.statistic else "params"
+    return f"{part}.{name}", jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
 
   def wanted(names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
     arrays = {}
     for name in names:
-      spec = specs[name]
-      where = mesh_lib.sharding(mesh, spec.dims, spec.shape)
-      for_layers = for_compute and not spec.is_quantized
-      dtype = spec.compute_dtype if for_layers else spec.stored_dtype
-      part = "extra" if spec.statistic else "params"
-      arrays[f"{part}.{name}"] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
+      arrays |= derived[name].inputs if name in derived else [stored(name)]
     return arrays
 
-  saved.check(step, wanted(specs), layout=layout, unread=unread)
+  saved.check(step, dict(map(stored, specs)) | wanted(derived), layout=layout, unread=unread)
 
   def read(names: Sequence[str]) -> Params:
     flat = saved.restore(
       step, wanted(names), layout=layout, unread=layout_conversion.anything
     ).state
-    return {name.partition(".")[2]: value for name, value in flat.items()}
+    params = {}
+    for name in names:
+      key, leaf = stored(name)
+      params[name] = _computed(derived[name], flat, leaf) if name in derived else flat[key]
+    return params
 
   stored_as = saved.layout(step)
 
@@ -360,3 +382,10 @@ def read_params(
       squares.append(weight_only.squares(weight, params[name]))
   lost, total = np.sum(jax.device_get(squares), axis=0) if squares else (0.0, 0.0)
   return params, math.sqrt(lost / total) if squares else None
+
+
+def _computed(
+  one: Derived, arrays: Mapping[str, jax.Array], leaf: jax.ShapeDtypeStruct
+) -> jax.Array:
+  value = one.value({name: arrays[name] for name in one.inputs})
+  return jax.device_put(value.astype(leaf.dtype), leaf.sharding)

@@ -8,7 +8,7 @@ compares the optimizer's update with the same update on one device.
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,10 +31,11 @@ from paxlike.checks.trainers import (
 from paxlike.devices.batch_placement import Feed
 from paxlike.layers import module
 from paxlike.layers.attention.auto import Place
+from paxlike.layers.module import WeightSpec
 from paxlike.layers.precision.rounding import in_dtype
 from paxlike.layers.stack import layout_of
 from paxlike.training import train_state
-from paxlike.training.optimizers import Optimizer
+from paxlike.training.optimizers import Optimizer, made
 from paxlike.training.trainer import Trainer
 
 
@@ -149,7 +150,7 @@ def _draw_adapters(trainer: Trainer):
   small = functools.partial(layers.gaussian, std=0.1)
   for name, spec in trainer.definition.weights.items():
     if re.search(layers.lora.WEIGHTS, name) and spec.init is module.zeros:
-      trainer.definition.weights[name] = spec._replace(init=small)
+      trainer.definition.weights[name] = dataclasses.replace(spec, init=small)
 
 
 def _by_layer(trainer: Trainer, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -172,7 +173,7 @@ def _errors_of_update(
 
   A weight's error is relative to its change.
   """
-  transform = optimizer.transform
+  transform = optimizer.made_for(trainer.definition)
 
   def update(old: Any, gradients: Any) -> tuple[Any, Any]:
     updates: Any
@@ -212,15 +213,18 @@ def first_state(trainer: Trainer, devices: jax.sharding.Mesh) -> Any:
 
 def recording(optimizer: Optimizer) -> Optimizer:
   """Returns an optimizer that also stores its incoming gradients in its state."""
-  inner = optimizer.transform
 
-  def init(params: Any) -> Any:
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params)
-    return {"gradients": zeros, "optimizer": inner.init(params)}
+  def transform(weights: Mapping[str, WeightSpec]) -> optax.GradientTransformation:
+    inner = made(optimizer.transform, weights)
 
-  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    new_updates, new = inner.update(updates, state["optimizer"], params)
-    return new_updates, {"gradients": updates, "optimizer": new}
+    def init(params: Any) -> Any:
+      zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params)
+      return {"gradients": zeros, "optimizer": inner.init(params)}
 
-  transform = optax.GradientTransformation(init, update)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+      new_updates, new = inner.update(updates, state["optimizer"], params)
+      return new_updates, {"gradients": updates, "optimizer": new}
+
+    return optax.GradientTransformation(init, update)
+
   return dataclasses.replace(optimizer, transform=transform)

@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from etils import epath
 
 from paxlike import fiddlers, file_io, input_files, registry, saved_experiment
 from paxlike.checkpoints.hf_family import Family
-from paxlike.checkpoints.warm_start import PROVENANCE, Restore, began_with
-from paxlike.config import building
+from paxlike.checkpoints.warm_start import PROVENANCE, Derived, Restore, began_with
+from paxlike.config import building, graph_file
 from paxlike.convert import matching, model_graph, new_folder, tensors, tokens
 from paxlike.convert.matching import Match
 from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
@@ -24,6 +24,7 @@ from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
+from paxlike.training import evaluated_weights
 
 
 class Run:
@@ -75,6 +76,7 @@ class Run:
     _check_config(experiment)
     _check_edits(path, model)
     definition = Definition(building.build(model))
+    self.adapters.derive(_derived(path, experiment, definition.module, allow_modules))
     self.adapted = adapted(self.matches, definition)
     alpha = experiment.LORA_ALPHA
     self.lora_scale = 1.0 if alpha is None else alpha / experiment.LORA_RANK
@@ -196,6 +198,20 @@ def family_of(experiment: Experiment) -> Family:
   if family is None:
     raise UserError(f"Hugging Face has no counterpart of {type(experiment).__name__}.")
   return family
+
+
+def _derived(
+  run: pathlib.Path, experiment: Experiment, module: Any, allow_modules: Sequence[str]
+) -> Mapping[str, Derived]:
+  """Returns how a run's optimizer computes the weights that it evaluates."""
+  saved = saved_experiment.graph(run).arguments
+  graph = experiment.optimizer()
+  if graph_file.difference(graph, saved["optimizer"]):  # The run's optimizer was edited.
+    graph = graph_file.read(run / "config.json", allow_modules=allow_modules).optimizer
+  definition = Definition(
+    module, trained=saved.get("trained", ""), dtype=saved.get("weight_dtype", "float32")
+  )
+  return evaluated_weights.derived(definition, building.build(graph))
 
 
 def _check_edits(run: pathlib.Path, model: Any):

@@ -10,6 +10,7 @@ import numpy as np
 
 from paxlike.checkpoints import layout_conversion
 from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.warm_start import Derived
 from paxlike.errors import UserError
 from paxlike.layers.stack_layout import Layout
 
@@ -39,7 +40,21 @@ class Stored:
     self._step = self._saved.find(step)
     self._layout = self._saved.layout(self._step)
     self._unrolled = unrolled
-    self._last = ("", np.zeros(0))  # The array read last.
+    self._derived: Mapping[str, Derived] = {}
+    self._read: dict[str, np.ndarray] = {}  # The arrays of the weight read last.
+
+  def derive(self, weights: Mapping[str, Derived]):
+    """Computes these weights from other arrays of a training state.
+
+    Raises:
+      UserError: It lacks some.
+    """
+    if self._saved.has_training_state(self._step):
+      self._derived = weights
+      inputs = {name: leaf for one in weights.values() for name, leaf in one.inputs.items()}
+      self._saved.check(
+        self._step, inputs, layout=self._unrolled, unread=layout_conversion.anything
+      )
 
   def check(self, shapes: Mapping[str, tuple[int, ...]]):
     """Compares the checkpoint's weights with `shapes`, name -> shape.
@@ -56,11 +71,18 @@ class Stored:
     return self._place(name)[0]
 
   def read(self, name: str) -> np.ndarray:
-    array, index = self._place(name)
-    if array != self._last[0]:
-      self._last = ("", np.zeros(0))
-      self._last = (array, self._saved.read(self._step, f"params.{array}"))
-    return self._last[1] if index is None else self._last[1][index]
+    one = self._derived.get(name)
+    names = [f"params.{name}"] if one is None else list(one.inputs)
+    places = {name: self._place(name) for name in names}
+    kept = {array for array, _ in places.values()}
+    self._read = {array: value for array, value in self._read.items() if array in kept}
+    arrays = {name: self._array(*place) for name, place in places.items()}
+    return np.asarray(arrays[names[0]] if one is None else one.value(arrays))
+
+  def _array(self, array: str, index: int | None) -> np.ndarray:
+    if array not in self._read:
+      self._read[array] = self._saved.read(self._step, array)
+    return self._read[array] if index is None else self._read[array][index]
 
   def _place(self, name: str) -> tuple[str, int | None]:
     location = self._unrolled.locate(name)

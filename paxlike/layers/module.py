@@ -5,6 +5,7 @@ Building a module allocates nothing: its weights are abstract shapes with named 
 maps flat weight names to specs, and binds arrays to the tree.
 """
 
+import dataclasses
 import inspect
 import math
 import re
@@ -125,6 +126,7 @@ class Module(nnx.Module):
       dims=tuple(dims),
       init=init,
       fan_in=fan,
+      contracted=tuple(fan_in),
       matmul=matmul,
       compute_dtype=compute_dtype,
       update=update,
@@ -157,13 +159,15 @@ def is_statistic(path: Any, param: Any) -> bool:
   return param.statistic
 
 
-class WeightSpec(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
   """The static description of a weight.
 
   Attributes:
     shape: The shape.
     dtype: The storage dtype if the weight is not frozen; see `stored_dtype`.
-    dims: The names of the dims.
+    dims: The names of the dims; "layer" comes first if the weight is stacked.
+    contracted: The dims that a matmul with it contracts, such as ("heads", "head"); may be empty.
     init, fan_in: The initializer and its fan-in argument.
     compute_dtype, update, storage, statistic: See `Module.weight`.
     changes: Whether training steps change it; a weight that does not change is frozen.
@@ -174,6 +178,7 @@ class WeightSpec(NamedTuple):
   shape: tuple[int, ...]
   dtype: Any
   dims: tuple[str, ...]
+  contracted: tuple[str, ...]
   init: Initializer
   fan_in: int
   compute_dtype: Any
@@ -188,6 +193,11 @@ class WeightSpec(NamedTuple):
   def flops(self) -> float:
     """Forward FLOPs per token of its matmul, over all layers that are stacked in it."""
     return 0 if self.matmul is None else 2 * math.prod(self.shape) * self.matmul.share
+
+  @property
+  def ndim(self) -> int:
+    """The number of dims."""
+    return len(self.dims)
 
   @property
   def trained(self) -> bool:
@@ -244,6 +254,7 @@ class Definition:
         value.shape,
         jnp.dtype(dtype) if param.update is None else value.dtype,
         param.dims,
+        param.contracted,
         param.init,
         param.fan_in,
         param.compute_dtype,

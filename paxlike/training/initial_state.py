@@ -17,7 +17,7 @@ from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.processes import ending, progress
 from paxlike.telemetry.run_log import Journal
-from paxlike.training import train_state
+from paxlike.training import evaluated_weights, train_state
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.train_state import TrainState
 
@@ -29,6 +29,7 @@ class Origin:
   Attributes:
     folder: The run's folder.
     definition: Its model.
+    optimizer: Its optimizer.
     devices: Its mesh.
     seed: Seed of weights that are not restored.
     restore: Source of its initial weights; None: all are initialized.
@@ -36,6 +37,7 @@ class Origin:
 
   folder: epath.Path
   definition: Definition
+  optimizer: Optimizer
   devices: jax.sharding.Mesh
   seed: int
   restore: Restore | None
@@ -45,7 +47,7 @@ class Origin:
     return Checkpoints(self.folder / "checkpoints", keep=keep, **given)
 
   def state(
-    self, saved: Checkpoints, optimizer: Optimizer, journal: Journal
+    self, saved: Checkpoints, journal: Journal
   ) -> tuple[TrainState, dict[str, Any] | None, dict[str, str | None]]:
     """Returns the initial or latest state, that of the data, and files that record its origin.
 
@@ -56,7 +58,7 @@ class Origin:
     """
     progress.enter("restore")
     ending.trained.add(self.folder)
-    target = train_state.abstract(self.definition, optimizer, self.devices)
+    target = train_state.abstract(self.definition, self.optimizer, self.devices)
     target = dataclasses.replace(target, frozen={})
     layout = layout_of(self.definition.module)
     found = saved.restore_latest_valid(flatten(target), layout=layout)
@@ -80,7 +82,7 @@ class Origin:
       journal.note("initializing the weights")
     progress.enter("init")
     state = train_state.create(
-      self.definition, optimizer, self.devices, seed=self.seed, given=given
+      self.definition, self.optimizer, self.devices, seed=self.seed, given=given
     )
     return state, None, files
 
@@ -100,7 +102,7 @@ class Origin:
     return self.definition.prepare(self._completed(given))
 
   def params(self, step: int | None) -> tuple[int, Params]:
-    """Returns (step, its weights in their compute dtypes).
+    """Returns (step, the weights that it evaluates, in their compute dtypes).
 
     Step None is the newest checkpoint, or, in a run without checkpoints, step 0 with the weights
     of `restore`.
@@ -116,6 +118,7 @@ class Origin:
       return 0, self._completed(loaded.params)
     trained, _, extra = train_state.split(self.definition, self.definition.weights)
     names = [*trained, *extra]
+    derived = evaluated_weights.derived(self.definition, self.optimizer, self.devices)
     step, (params, _) = read_found(
       saved,
       step,
@@ -127,6 +130,7 @@ class Origin:
         names=names,
         for_compute=True,
         unread=layout_conversion.all_but_weights,
+        derived=derived if derived and saved.has_training_state(step) else None,
       ),
     )
     return step, params | self._frozen()

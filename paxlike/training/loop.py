@@ -54,7 +54,7 @@ class Loop:
     """Trains as `Trainer.train` does, in the context of its mesh."""
     trainer, journal, best = self._trainer, self._journal, self._best
     with self._saved, self._stop:
-      state, data_state, origin = self._origin.state(self._saved, trainer.optimizer, journal)
+      state, data_state, origin = self._origin.state(self._saved, journal)
       start = int(state.step)
       if journal.is_past(start, num_steps=trainer.num_steps):
         return 0
@@ -70,7 +70,7 @@ class Loop:
         journal.start(self._summary, {**files, **origin}, step=start, num_steps=trainer.num_steps)
         owed = self._evaluates_after(start) and best.owes(start, trainer.eval_data)
         if owed:  # The run was stopped before or during that evaluation.
-          self._judge(state.weights, start)
+          self._judge(trainer.evaluated(state), start)
         stopping = owed and self._stop.requested()
         for step in range(start, trainer.num_steps):
           if stopping or best.is_hopeless:
@@ -113,7 +113,7 @@ class Loop:
       self._save(state, data_state)
       self._journal.status("running", step + 1)
     if evaluate:
-      keep = self._judge(state.weights, step + 1)
+      keep = self._judge(trainer.evaluated(state), step + 1)
       stopping = self._stop.requested()
       if (keep or stopping) and trainer.saving and not save:
         self._save(state, data_state)
@@ -159,7 +159,9 @@ class Loop:
     if finished and has_progressed and trainer.sample_prompt is not None:
       sampling, seed = Sampling(temperature=0.8), trainer.seed
       how = decoding.Options(max_new_tokens=200, sampling=sampling, seed=seed)
-      *_, last = decode.decoding_of(trainer, state.weights, how).run([trainer.sample_prompt])
+      *_, last = decode.decoding_of(trainer, trainer.evaluated(state), how).run(
+        [trainer.sample_prompt]
+      )
       journal.note(f"sample:\n{trainer.sample_prompt}{last.text}")
     journal.status("finished" if finished else "stopped", step)
 

@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import jax
@@ -14,10 +14,15 @@ import optax
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
+from paxlike.layers.module import Definition, Params, WeightSpec
 from paxlike.layers.precision.rounding import in_dtype
 
 # Completed updates -> learning rate.
 Schedule = optax.Schedule
+# Name -> spec of the trained weights. In a scanned stack, a spec has the leading dim "layer".
+Weights = Mapping[str, WeightSpec]
+# Gradients -> updates; one that depends on the dims of weights is a function of their specs.
+Transform = optax.GradientTransformation | Callable[[Weights], optax.GradientTransformation]
 
 # Value of LR_SCHEDULE or OPTIMIZER -> function that returns the graph for an experiment. None: the
 # experiment's method does, if no module registers the name.
@@ -68,29 +73,50 @@ class Optimizer:
   """An optax transformation, with its schedule for logging.
 
   Attributes:
-    transform: Gradients -> updates.
+    transform: Gradients -> updates, or a function that makes it for the specs of the weights.
     learning_rate: The schedule.
     over_data: Whether its state is sharded over the mesh axis `data` too, where weights are
       replicated (ZeRO-1; Rajbhandari et al., 2020, arXiv:1910.02054).
     on_host: Whether its state is offloaded to host memory between updates.
+    evaluated: (state, trained weights) -> the weights that evaluation, decoding and export use in
+      place of the trained ones, such as an average in the state; None: the trained ones.
   """
 
-  transform: optax.GradientTransformation
+  transform: Transform
   learning_rate: Schedule
   over_data: bool = False
   on_host: bool = False
+  evaluated: Callable[[Any, Params], Params] | None = None
+
+  def made_for(self, definition: Definition) -> optax.GradientTransformation:
+    """Returns the transformation for the trained weights of a model."""
+    return made(self.transform, definition.optimized(definition.weights))
+
+
+def made(transform: Transform, weights: Weights) -> optax.GradientTransformation:
+  """Returns a transformation for weights."""
+  is_made = isinstance(transform, optax.GradientTransformation)
+  return transform if is_made else transform(weights)
+
+
+def chain(*transforms: Transform) -> Transform:
+  """Returns `optax.chain` of transformations, any of which may depend on the dims of weights."""
+  return lambda weights: optax.chain(*(made(transform, weights) for transform in transforms))
 
 
 @configurable
-def matrices(params: dict[str, Any]) -> dict[str, bool]:
-  """Marks weight matrices and tables, not biases and norms."""
-  return {name: name.rsplit(".", 1)[-1] in ("w", "table") for name in params}
+def matrices(weights: Weights) -> dict[str, bool]:
+  """Marks weight matrices and tables, not biases, norms and adapters (LoRA)."""
+  return {
+    name: bool(spec.contracted or "position" in spec.dims) and "adapter" not in spec.dims
+    for name, spec in weights.items()
+  }
 
 
 @configurable
-def everything(params: dict[str, Any]) -> dict[str, bool]:
-  """Marks every parameter."""
-  return dict.fromkeys(params, True)
+def everything(weights: Weights) -> dict[str, bool]:
+  """Marks every weight."""
+  return dict.fromkeys(weights, True)
 
 
 @configurable
@@ -101,7 +127,7 @@ def adamw(
   b2: ranges.Probability,
   eps: ranges.Epsilon,
   weight_decay: ranges.Weight,
-  decayed: Callable[[dict[str, Any]], dict[str, bool]] = everything,
+  decayed: Callable[[Weights], dict[str, bool]] = everything,
   clip_norm: ranges.PositiveFloat | None,
   moment_dtype: Literal["float32", "bfloat16"] = "float32",
   over_data: bool = False,
@@ -115,17 +141,17 @@ def adamw(
     b2: Decay rate of the second moment.
     eps: Added outside the square root.
     weight_decay: Decoupled weight decay.
-    decayed: Returns the mask of decayed parameters.
+    decayed: Returns the mask of decayed weights, given their specs.
     clip_norm: Largest global norm of the gradients; None: no clipping.
     moment_dtype: Storage dtype of both moments; bfloat16 uses stochastic rounding.
     over_data: See `Optimizer`.
     on_host: See `Optimizer`.
   """
   clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-  transform = optax.chain(
+  transform = chain(
     clip,
     _stored_in(jnp.dtype(moment_dtype), optax.scale_by_adam(b1=b1, b2=b2, eps=eps)),
-    optax.add_decayed_weights(weight_decay, mask=decayed),
+    lambda weights: optax.add_decayed_weights(weight_decay, mask=decayed(weights)),
     optax.scale_by_learning_rate(learning_rate),
   )
   return Optimizer(transform, learning_rate, over_data, on_host)

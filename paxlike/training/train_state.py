@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from paxlike.devices import mesh as mesh_lib
 from paxlike.errors import UserError
 from paxlike.layers import module
-from paxlike.layers.module import Definition, Params
+from paxlike.layers.module import Definition, Params, WeightSpec
 from paxlike.layers.stack import layout_of
 from paxlike.training.optimizers import Optimizer
 
@@ -71,16 +71,14 @@ def abstract(
     frozen=frozen,
     reference=jax.eval_shape(definition.prepare, weights) if with_reference else {},
     extra=extra,
-    opt_state=jax.eval_shape(optimizer.transform.init, definition.optimized(params)),
+    opt_state=jax.eval_shape(optimizer.made_for(definition).init, definition.optimized(params)),
     skipped=count,
   )
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    # Optimizer moments are dicts keyed by parameter name, and are sharded like the parameters.
-    keys = [getattr(key, "key", None) for key in path]
-    spec = next((definition.weights[key] for key in keys if key in definition.weights), None)
+    spec = weight_of(definition, path, leaf.shape)
     partition = PartitionSpec()
-    if spec is not None and len(spec.shape) == len(leaf.shape):
+    if spec is not None:
       partition = mesh_lib.partition(spec.dims, leaf.shape, mesh.shape)
       if optimizer.over_data and path[0].name == "opt_state":
         partition = mesh_lib.spread(partition, leaf.shape, mesh.shape)
@@ -95,6 +93,18 @@ def abstract(
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
   return jax.tree_util.tree_map_with_path(place, state)
+
+
+def weight_of(
+  definition: Definition, path: tuple[Any, ...], shape: tuple[int, ...]
+) -> WeightSpec | None:
+  """Returns the weight like which an array of a state is sharded; None: it is replicated.
+
+  Optimizer moments are dicts keyed by weight name, and are sharded like the weights.
+  """
+  keys = [getattr(key, "key", None) for key in path]
+  spec = next((definition.weights[key] for key in keys if key in definition.weights), None)
+  return spec if spec is not None and len(spec.shape) == len(shape) else None
 
 
 def kept_in_place(definition: Definition, optimizer: Optimizer, state: TrainState) -> TrainState:
@@ -130,7 +140,7 @@ def create(
   weights = init_params(definition, mesh, seed=seed, given=given)
   params, frozen, extra = split(definition, weights)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-  init = jax.jit(optimizer.transform.init, out_shardings=shardings.opt_state)
+  init = jax.jit(optimizer.made_for(definition).init, out_shardings=shardings.opt_state)
   zero = functools.partial(jnp.zeros, (), jnp.int32, device=target.step.sharding)
   return TrainState(
     step=zero(),

@@ -42,6 +42,7 @@ def make_train_step(
   count the tokens from each of the data's `sources`.
   """
   gradients = _gradients(definition, objective)
+  transform = optimizer.made_for(definition)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     weight = objective.weight(batch)
@@ -57,7 +58,7 @@ def make_train_step(
       (grads, new_extra), values = _accumulated(
         gradients, weights, constants, whole, num_microbatches
       )
-    *new, norm = _updated(definition, optimizer, state, grads, new_extra)
+    *new, norm = _updated(definition, transform, state, grads, new_extra)
     finite = _all_finite([norm, values["loss"], *new_extra.values()])
     old = [state.params, state.extra, state.opt_state]
     params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
@@ -82,9 +83,22 @@ def make_train_step(
   return train_step
 
 
+def note_on_memory(definition: Definition, objective: Objective) -> str | None:
+  """Returns a line on a pipeline whose schedule does not bound the memory of activations.
+
+  JAX differentiates objectives other than `NextToken` through the scan over the pipeline.
+  """
+  how, name = pipeline_loss.pipeline_of(definition), type(objective).__name__
+  if how is None or "1f1b" not in how.schedule or type(objective) is NextToken:
+    return None
+  return (
+    f"PIPELINE_SCHEDULE={how.schedule}: the gradients of {name} store the activations of all"
+    f" {how.microbatches} microbatches, as gpipe does"
+  )
+
+
 def _gradients(definition: Definition, objective: Objective) -> Gradients:
   """Returns the gradient function of the loss of a microbatch."""
-  # JAX differentiates other objectives through the pipeline's scan, which stores as much as gpipe.
   if type(objective) is NextToken and pipeline_loss.pipeline_of(definition) is not None:
     return functools.partial(pipeline_loss.gradients, definition)
   shared = shares_base(definition)
@@ -148,11 +162,15 @@ def _prepared(definition: Definition, state: TrainState) -> tuple[Differentiated
 
 
 def _updated(
-  definition: Definition, optimizer: Optimizer, state: TrainState, grads: Params, new_extra: Params
+  definition: Definition,
+  transform: optax.GradientTransformation,
+  state: TrainState,
+  grads: Params,
+  new_extra: Params,
 ) -> tuple[Params, Params, Any, jax.Array]:
   """Returns (params, non-trainable state, optimizer state, the optimizer's gradient norm)."""
   trained_grads, params = definition.optimized(grads), definition.optimized(state.params)
-  updates, opt_state = optimizer.transform.update(trained_grads, state.opt_state, params)
+  updates, opt_state = transform.update(trained_grads, state.opt_state, params)
   new: Any = jax.tree.map(
     lambda w, update: in_dtype(w.astype(jnp.float32) + update, w.dtype, draw=state.step),
     params,

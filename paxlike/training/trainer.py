@@ -25,7 +25,7 @@ from paxlike.layers.decoder import Batch, Decoder
 from paxlike.layers.module import Definition, Params
 from paxlike.processes import watch
 from paxlike.telemetry.run_log import Journal
-from paxlike.training import preflight, requirements, train_state
+from paxlike.training import evaluated_weights, preflight, requirements, train_state
 from paxlike.training.best_checkpoint import Criterion
 from paxlike.training.evaluation import EvalSet, Evaluator, Result
 from paxlike.training.execution import Execution
@@ -124,6 +124,7 @@ class Trainer:
     return Origin(
       folder=folder,
       definition=self.definition,
+      optimizer=self.optimizer,
       devices=self.devices,
       seed=self.seed,
       restore=self.restore,
@@ -229,6 +230,10 @@ class Trainer:
     """
     with jax.set_mesh(self.devices):
       return self.origin(epath.Path(folder)).params(step)[1]
+
+  def evaluated(self, state: TrainState) -> Params:
+    """Returns the weights of a training state that evaluation uses."""
+    return evaluated_weights.of_state(self.definition, self.optimizer, state, self.devices)
 
   def measure(self, params: Params, step: int, journal: Journal, **how: Any) -> dict[str, Result]:
     """Evaluates weights on each eval set and logs the results; `how` is for `Evaluator.run`."""

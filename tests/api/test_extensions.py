@@ -10,14 +10,27 @@ import subprocess
 import sys
 from typing import Any
 
+import fiddle as fdl
+import jax
 import numpy as np
+import optax
 import pytest
 from helpers.sources import REPOSITORY
+from helpers.teacher_forcing import assert_teacher_forcing, prompts
 
 import paxlike
-from examples import extensions
-from paxlike import main, registry
+from examples import extensions, gated_llama
+from paxlike import fiddlers, layers, main, registry
+from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.config import building
 from paxlike.convert import main as convert
+from paxlike.convert import streaming
+from paxlike.devices.mesh import MeshSpec
+from paxlike.experiment import Experiment
+from paxlike.inference import generate
+from paxlike.layers.decoder import forward
+from paxlike.layers.module import Definition
+from paxlike.training import optimizers, train_state
 
 SMALL: dict[str, Any] = {
   "MAX_STEPS": 4,
@@ -29,6 +42,8 @@ SMALL: dict[str, Any] = {
 SMALL |= {"PERCORE_BATCH_SIZE": 1, "SUMMARY_INTERVAL_STEPS": 1, "FPROP_DTYPE": "float32"}
 SMALL |= {"CHECKPOINT_EVERY_N_STEPS": 2, "LION_WARMUP": 2, "LEARNING_RATE": 1e-3}
 MODULE = extensions.__name__
+GATED: dict[str, Any] = {name: value for name, value in SMALL.items() if name != "LION_WARMUP"}
+GATED |= {"CHECKPOINT_EVERY_N_STEPS": 1}
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +194,174 @@ def test_a_family_is_imported_from_an_allowed_module(tmp_path, text, monkeypatch
     file.write("# The mapping was changed.\n")
   assert paxlike.load("theirs", allow_modules=["parrots"]).folder.name != first.name
   sys.modules.pop("parrots")
+
+
+class Passing(layers.Attention):
+  """A variant that overrides nothing but the projection, which it passes on."""
+
+  def project(self, y_BTNH, x_BTD, context):
+    return super().project(y_BTNH, x_BTD, context)
+
+
+def definition_of(
+  kind: type, attention: type[Any] | None = None, *, scan: bool = False, **knobs
+) -> Definition:
+  model = kind(**{**GATED, **knobs}).model()
+  fiddlers.stack(model, scan=scan)
+  if attention is not None:
+    for node in fiddlers.select(model, layers.Attention):
+      fdl.update_callable(node, attention)
+  return Definition(building.build(model))
+
+
+def drawn(definition: Definition) -> dict[str, jax.Array]:
+  mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  return train_state.init_params(definition, mesh, seed=Experiment.RANDOM_SEED)
+
+
+def test_gated_attention_decodes_what_it_computes_in_training():
+  definition = definition_of(gated_llama.GatedSums, INIT_STD=0.3)
+  params, given = drawn(definition), prompts(5, 2)
+  texts = generate.generate(definition, params, given, max_new_tokens=6, num_rows=2)
+  assert_teacher_forcing(definition, params, given, texts)
+  gates = [name for name in params if name.endswith("attention.gate.w")]
+  open_gates = params | {name: 100.0 + 0 * params[name] for name in gates}
+  tokens: Any = {"inputs": given[0][None]}
+  gated, ungated = (forward(definition, p, tokens)[0] for p in (params, open_gates))
+  assert len(gates) == 2
+  assert not np.allclose(gated, ungated)
+
+
+def test_attention_without_a_projection_of_its_own_stays_as_it_is():
+  tokens: Any = {"inputs": prompts(7)[0][None]}
+  logits = []
+  for attention in (None, Passing):
+    definition = definition_of(gated_llama.AveragedSums, attention)
+    logits.append(np.asarray(forward(definition, drawn(definition), tokens)[0]))
+  np.testing.assert_array_equal(*logits)
+
+
+def test_muon_sees_the_matrices_of_all_layers():
+  """Each is updated as optax updates a matrix alone; all other weights are updated by AdamW."""
+  definition = definition_of(gated_llama.GatedSums, scan=True)
+  weights, random = definition.weights, np.random.default_rng(0)
+  params = {n: random.normal(size=w.shape).astype(np.float32) for n, w in weights.items()}
+  grads = {n: random.normal(size=w.shape).astype(np.float32) for n, w in weights.items()}
+  given: Any = {"learning_rate": optimizers.constant(peak=0.1), "weight_decay": 0.1}
+  transform = gated_llama.muon(**given).made_for(definition)
+  updates: Any = jax.jit(transform.update)(grads, transform.init(params), params)[0]
+  plain = optax.contrib.muon(**given)
+
+  @jax.jit
+  def alone(w: jax.Array, g: jax.Array) -> jax.Array:
+    updates: Any = plain.update([g], plain.init([w]), [w])[0]
+    return updates[0]
+
+  num_matrices = 0
+  for name, spec in weights.items():
+    sizes = [size for size, dim in zip(spec.shape, spec.dims, strict=True) if dim != "layer"]
+    inputs = math.prod(spec.shape[spec.dims.index(dim)] for dim in spec.contracted)
+    is_matrix = name.startswith("stack.") and name.endswith(".w")
+    shape = (inputs, -1) if is_matrix else (-1,)
+    count = math.prod(spec.shape) // math.prod(sizes)
+    num_matrices += count * is_matrix
+    w, g, update = (x[name].reshape(count, *shape) for x in (params, grads, updates))
+    expected = np.stack([alone(*of_layer) for of_layer in zip(w, g, strict=True)])
+    np.testing.assert_allclose(update, expected, rtol=1e-4, atol=1e-5)
+  assert num_matrices == 2 * 8
+
+
+def test_all_three_train_together(tmp_path):
+  how: Any = GATED | {"MAX_STEPS": 3}
+  run = paxlike.train(gated_llama.GatedSums, tmp_path / "run", **how)
+  losses = [record["loss"] for record in of(run, "train")]
+  assert losses[2] < losses[0]
+
+
+@pytest.fixture(scope="module")
+def average(tmp_path_factory) -> tuple[paxlike.Run, Any, Any]:
+  """A run with averaged weights, its last weights, and their average by hand."""
+  how = GATED | {"MAX_STEPS": 3, "CHECKPOINT_EVERY_N_STEPS": 1, "EMA_DECAY": 0.7}
+  how |= {"ICI_MESH_SHAPE": [8, 1, 1], "SHARD_OPTIMIZER_OVER_DATA": True}
+  how |= {"OPTIMIZER_ON_HOST": True, "USE_REPEATED_LAYER": True, "LR_COS_WARMUP": 0}
+  run = paxlike.train(gated_llama.AveragedSums, tmp_path_factory.mktemp("average") / "run", **how)
+  saved = Checkpoints(run.folder / "checkpoints", keep=None)
+  definition = definition_of(gated_llama.AveragedSums, scan=True)
+  mean = {name: np.asarray(w) for name, w in drawn(definition).items()}
+  raw: Any = None
+  for step in saved.steps():
+    raw = {name: saved.read(step, f"params.{name}") for name in mean}
+    mean = {name: 0.7 * mean[name] + 0.3 * raw[name] for name in mean}
+  return run, raw, mean
+
+
+def test_averaged_weights_are_loaded(average):
+  run, raw, mean = average
+  model = run.load()
+  scanned = model._evaluator[1]
+  assert scanned.keys() == mean.keys()
+  for name, w in scanned.items():
+    np.testing.assert_allclose(w, mean[name], rtol=1e-5, atol=1e-6)
+  assert not np.allclose(raw["head.w"], mean["head.w"], atol=1e-3)
+
+
+def test_averaged_weights_are_evaluated(average):
+  run, raw, mean = average
+  trainer, _ = run.load()._evaluator
+  with jax.set_mesh(trainer.devices):
+    by_hand, of_raw = (trainer.evaluators["sums"].run(w).values["log_pplx"] for w in (mean, raw))
+  assert abs(by_hand - of_raw) > 1e-3
+  (in_run,) = of(run, "eval")
+  flags = ["", "--mode=eval", f"--job_log_dir={run.folder}"]
+  assert main.main([*flags, f"--fdl_allow_modules={gated_llama.__name__},{MODULE}"]) == 0
+  after = of(run, "eval")[-1]
+  for found in (in_run, after, run.load().evaluate()["sums"]):
+    assert found["log_pplx"] == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_averaged_weights_give_the_logits_and_are_exported(average, tmp_path):
+  run, raw, mean = average
+  model, tokens = run.load(), np.array([[1, 2, 3, 4]])
+  definition = definition_of(gated_llama.AveragedSums, scan=True)
+  batch: Any = {"inputs": tokens}
+  by_hand, of_raw = (forward(definition, w, batch)[0] for w in (mean, raw))
+  np.testing.assert_allclose(model.logits(tokens), by_hand, atol=1e-4)
+  assert not np.allclose(by_hand, of_raw, atol=1e-2)
+  model.export(tmp_path / "theirs")
+  loaded = paxlike.load(tmp_path / "theirs")
+  np.testing.assert_allclose(loaded.logits(tokens), by_hand, atol=1e-4)
+
+
+def test_weights_without_an_optimizer_state_are_evaluated_as_they_are(average, tmp_path):
+  """Such are those of a converted model."""
+  run, raw, _ = average
+  for name in ("config.json", "experiment.json"):
+    (tmp_path / name).write_text((run.folder / name).read_text())
+  weights = ((f"params.{name}", w) for name, w in raw.items())
+  layout = Checkpoints(run.folder / "checkpoints", keep=None).layout(3)
+  streaming.write(tmp_path / "checkpoints", weights, dtype=np.dtype("float32"), layout=layout)
+  model = paxlike.load(tmp_path, allow_modules=[gated_llama.__name__, MODULE])
+  np.testing.assert_array_equal(model._params["head.w"], raw["head.w"])
+  model.export(tmp_path / "theirs")
+  found = paxlike.load(tmp_path / "theirs")._params["head.w"]
+  np.testing.assert_array_equal(found, raw["head.w"])
+
+
+def test_only_what_is_evaluated_is_read(average, run, monkeypatch):
+  wanted: list[str] = []
+  restore = Checkpoints.restore
+
+  def recorded(self, step, target, **how):
+    wanted.extend(target)
+    return restore(self, step, target, **how)
+
+  monkeypatch.setattr(Checkpoints, "restore", recorded)
+  averaged = average[0].load()
+  assert {name.rpartition("weights.")[0] for name in wanted} == {"opt_state.1."}
+  assert len(wanted) == len(averaged._params)
+  wanted.clear()
+  plain = run.load()
+  assert sorted(wanted) == sorted(f"params.{name}" for name in plain._params)
 
 
 @pytest.mark.slow

@@ -37,10 +37,11 @@ TEXT = {
 # What a graph may give a callable as, which what is marked calls: one of the list, as all there is.
 CALLED = {
   "activation", "attention", "choice", "decayed", "dispatch", "dot", "down", "dropout",
-  "embedding", "experts", "gate", "head", "init", "kernel", "key", "key_value", "latent",
-  "learning_rate", "lora", "metrics", "mlp", "norm", "output", "pattern", "epilogue", "prologue",
-  "positions", "post_norm", "qk_norm", "query", "query_down", "register", "relative_bias", "rope",
-  "router", "scaling", "scheme", "shared", "sinks", "stack", "up", "value",
+  "embedding", "evaluated", "experts", "gate", "head", "init", "kernel", "key", "key_value",
+  "latent", "learning_rate", "lora", "metrics", "mlp", "norm", "output", "pattern", "epilogue",
+  "prologue", "positions", "post_norm", "qk_norm", "query", "query_down", "register",
+  "relative_bias", "rope", "router", "scaling", "scheme", "shared", "sinks", "stack", "transform",
+  "up", "value",
 }  # fmt: skip
 # Who imports, runs or unpickles what a value names, and what that is where a file gives it.
 BY_NAME = {

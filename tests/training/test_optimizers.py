@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.tiny_model import adamw, batch, tiny
 
+from paxlike import layers
 from paxlike.config import knob_types, ranges
 from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
@@ -16,12 +17,15 @@ from paxlike.experiments.gpt import Gpt3_52k
 from paxlike.training import optimizers, train_state
 from paxlike.training.train_step import make_train_step
 
+LINEAR = layers.Definition(layers.Linear({"model": 3}, {"mlp": 4}, role="up", use_bias=True))
+WEIGHTS = {"a.w": LINEAR.weights["w"]}
+
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("decayed", [optimizers.everything, optimizers.matrices])
 def test_adamw_equals_numpy(clip_norm, decayed):
   random = np.random.default_rng(0)
-  params = {"a.w": random.normal(size=(3, 4)), "a.b": random.normal(size=4)}
+  params = {"w": random.normal(size=(3, 4)), "b": random.normal(size=4)}
   rate, b1, b2, eps, decay = 0.1, 0.9, 0.99, 1e-3, 0.05
   optimizer = optimizers.adamw(
     learning_rate=optimizers.constant(peak=rate),
@@ -32,13 +36,14 @@ def test_adamw_equals_numpy(clip_norm, decayed):
     decayed=decayed,
     clip_norm=clip_norm,
   )
+  transform = optimizer.made_for(LINEAR)
   ours = jax.tree.map(jnp.array, params)
-  state = optimizer.transform.init(ours)
+  state = transform.init(ours)
   mean: dict[str, Any] = dict.fromkeys(params, 0.0)
   square: dict[str, Any] = dict.fromkeys(params, 0.0)
   for step in range(1, 5):
     grads = {name: random.normal(size=value.shape) for name, value in params.items()}
-    updates, state = optimizer.transform.update(jax.tree.map(jnp.array, grads), state, ours)
+    updates, state = transform.update(jax.tree.map(jnp.array, grads), state, ours)
     ours = jax.tree.map(jnp.add, ours, updates)
     norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
     scale = 1.0 if clip_norm is None else min(1.0, clip_norm / norm)
@@ -47,7 +52,7 @@ def test_adamw_equals_numpy(clip_norm, decayed):
       mean[name] = b1 * mean[name] + (1 - b1) * g
       square[name] = b2 * square[name] + (1 - b2) * g**2
       update = mean[name] / (1 - b1**step) / (np.sqrt(square[name] / (1 - b2**step)) + eps)
-      lost = decay * value if decayed is optimizers.everything or name == "a.w" else 0.0
+      lost = decay * value if decayed is optimizers.everything or name == "w" else 0.0
       params[name] = value - rate * (update + lost)
   for name, value in params.items():
     np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5)
@@ -90,7 +95,7 @@ def test_moments_in_fewer_bits_are_right_on_average():
   grads = {"a.w": jnp.linspace(0.5, 2.0, 4000)}
   means = []
   for dtype in ("float32", "bfloat16"):
-    transform = make(moment_dtype=dtype).transform
+    transform = optimizers.made(make(moment_dtype=dtype).transform, WEIGHTS)
     state: Any = transform.init(params)
     update = jax.jit(lambda state, transform=transform: transform.update(grads, state, params)[1])
     for _ in range(300):
@@ -157,7 +162,8 @@ def test_the_slowest_decay_of_a_mean_moves_weights_as_far(beta):
     learning_rate=optimizers.constant(peak=1.0), eps=1e-8, weight_decay=0.0, clip_norm=None, **given
   )
   params = {"a.w": jnp.zeros(3)}
-  state, update = optimizer.transform.init(params), jax.jit(optimizer.transform.update)
+  transform = optimizers.made(optimizer.transform, WEIGHTS)
+  state, update = transform.init(params), jax.jit(transform.update)
   for _ in range(5):
     updates, state = update({"a.w": jnp.ones(3)}, state, params)
     np.testing.assert_allclose(updates["a.w"], -1.0, rtol=0.2)

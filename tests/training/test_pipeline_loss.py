@@ -24,7 +24,7 @@ from paxlike.layers.pipeline.jaxpr_dependence import depends_on_inputs
 from paxlike.layers.stack_layout import Layout
 from paxlike.training import train_state
 from paxlike.training.objectives import Dpo, NextToken
-from paxlike.training.train_step import make_train_step
+from paxlike.training.train_step import make_train_step, note_on_memory
 
 CHUNKS = {"gpipe": 1, "circular": 2, "1f1b": 1, "interleaved_1f1b": 2}
 
@@ -76,6 +76,15 @@ class Tripled(NextToken):
   def total(self, model, reference, batch, dropout):
     loss, aux = super().total(model, reference, batch, dropout)
     return 3 * loss, aux
+
+
+def test_a_schedule_that_does_not_bound_the_memory_of_an_objective_says_so():
+  one, staged = (tiny(num_layers=4, scan=True, pipeline=p) for p in (None, pipeline("1f1b")))
+  said = note_on_memory(staged, Tripled())
+  assert said is not None and "PIPELINE_SCHEDULE=1f1b" in said and "Tripled" in said
+  assert note_on_memory(staged, NextToken()) is None
+  assert note_on_memory(one, Tripled()) is None
+  assert note_on_memory(tiny(num_layers=4, scan=True, pipeline=pipeline("gpipe")), Dpo()) is None
 
 
 @pytest.mark.slow

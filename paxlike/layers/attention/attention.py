@@ -114,7 +114,7 @@ class Attention(module.Module):
       cache = cache.write(k_BTKH, v_BTKH, context.positions_BT)
       if x_BTD.shape[1] == 1:
         y_BNH = self._attend_to(cache, q_BTNH[:, 0], context.positions_BT)
-        return self.output(y_BNH[:, None].astype(q_BTNH.dtype)), cache
+        return self.project(y_BNH[:, None].astype(q_BTNH.dtype), x_BTD, context), cache
     y_BTNH = self.kernel(
       q_BTNH,
       k_BTKH,
@@ -126,7 +126,15 @@ class Attention(module.Module):
       sinks_N=self._sinks(),
       bias_NTS=self._bias(x_BTD.shape[1]),
     )
-    return self.output(y_BTNH, context), cache
+    return self.project(y_BTNH, x_BTD, context), cache
+
+  def project(self, y_BTNH: jax.Array, x_BTD: jax.Array, context: Context) -> jax.Array:
+    """Returns y_BTD for the outputs of the heads; a variant may gate or norm these by x_BTD.
+
+    Training, prefill and decoding with a cache (T == 1) all call it.
+    """
+    del x_BTD
+    return self.output(y_BTNH, context)
 
   def _attend_to(self, cache: KvCache, q_BNH: jax.Array, positions_B1: jax.Array) -> jax.Array:
     # Slots hold at most `window` tokens, so no window mask is needed.

@@ -108,7 +108,7 @@ class LatentAttention(module.Module):
       cache = cache.write(cached_BTC, positions_BT)
       if x_BTD.shape[1] == 1:
         y_BNH = self._attend_to(cache, q_BTNH[:, 0], rotary_BTNR[:, 0], positions_BT)
-        return self.output(y_BNH[:, None]), cache
+        return self.project(y_BNH[:, None], x_BTD, context), cache
     k_BTNH, v_BTNH = jnp.split(self.key_value(latent_BTC, context), [self.head_dim], axis=-1)
     key_BTNR = jnp.broadcast_to(key_BT1R, (*k_BTNH.shape[:3], self.rope_dim))
     y_BTNH = self.kernel(
@@ -118,7 +118,12 @@ class LatentAttention(module.Module):
       scale=self.scale,
       segments_BT=context.segments_BT,
     )
-    return self.output(y_BTNH, context), cache
+    return self.project(y_BTNH, x_BTD, context), cache
+
+  def project(self, y_BTNH: jax.Array, x_BTD: jax.Array, context: Context) -> jax.Array:
+    """See `Attention.project`."""
+    del x_BTD
+    return self.output(y_BTNH, context)
 
   def _queries(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
     if self.query_down is not None and self.query_norm is not None:
