@@ -213,7 +213,12 @@ def imported(folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
   trainer: Any = fdl.build(graph)
   definition, devices = trainer.definition, trainer.mesh.build(jax.devices()[:1])
   origin = Origin(
-    folder=epath.Path(folder), definition=definition, devices=devices, seed=0, restore=None
+    folder=epath.Path(folder),
+    definition=definition,
+    optimizer=trainer.optimizer,
+    devices=devices,
+    seed=0,
+    restore=None,
   )
   with jax.set_mesh(devices):
     return definition, origin.params(None)[1]
