@@ -26,7 +26,7 @@ from paxlike.training.trainer import Trainer
 
 
 class Experiment(
-  ModelKnobs,  # model(), of stack(), block(), attention(), mlp(), norm() and linear().
+  ModelKnobs,  # model(), and what it calls: stack(), pattern(), block(), attention(), mlp() ...
   PrecisionKnobs,
   ParallelismKnobs,  # mesh(), pipeline().
   BatchKnobs,
@@ -36,7 +36,7 @@ class Experiment(
   CheckpointKnobs,  # best().
   FineTuningKnobs,  # restore().
 ):
-  """A decoder-only language model, its data, optimizer, mesh and schedule of work."""
+  """A run of a decoder-only language model: the model, data, optimizer, mesh and run length."""
 
   def trainer(self) -> fdl.Config[Trainer]:
     """Returns the root graph: the only thing that is built, saved, printed and compared."""
@@ -75,7 +75,7 @@ class Experiment(
       fiddlers.segments(graph, self.MAX_SEGMENTS_PER_ROW)
     fiddlers.remat(graph, self.CHECKPOINT_POLICY)
     if self.SHARD_SEQUENCE_OVER_TENSOR:
-      fiddlers.cut_sequences(graph)
+      fiddlers.shard_sequences(graph)
     fiddlers.stack(graph, self.USE_REPEATED_LAYER)
     if pipeline := self.pipeline():
       fiddlers.pipeline(graph, pipeline)
@@ -106,5 +106,5 @@ class Experiment(
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family | None:
-    """Returns the conversion from and to Hugging Face; None if it has no such family."""
+    """Returns the conversion from and to Hugging Face; None if the family has none."""
     return None

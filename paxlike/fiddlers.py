@@ -3,7 +3,7 @@
 
 Each takes the root graph and edits it in place; `--fiddler=precision(dtype="float32")` applies one
 from the command line. Experiments apply them in a fixed order: precision, quantize,
-transformer_engine, lora, attention, segments, remat, cut_sequences, stack, pipeline.
+transformer_engine, lora, attention, segments, remat, shard_sequences, stack, pipeline.
 """
 
 import copy
@@ -113,9 +113,9 @@ def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
 
 
 def quantize(graph: fdl.Buildable, kind: str = "fp8"):
-  """Quantizes the matmuls of linear maps and experts of blocks: a key of `_DOTS`.
+  """Runs the matmuls of the blocks' linear maps and experts in 8 bits; `kind` is a key of `_DOTS`.
 
-  With mxfp8 linear maps only: there is no block-scaled grouped matmul.
+  mxfp8 applies to linear maps only, because there is no block-scaled grouped matmul for experts.
   """
   if kind not in _DOTS:
     hint = did_you_mean(kind, _DOTS) or f" One of {', '.join(_DOTS)}."
@@ -147,8 +147,9 @@ def lora(
   roles: Sequence[str] = LORA_ROLES["all"],
   base: str | None = None,
 ):
-  """Adds LoRA to the linear maps of these roles, and trains only that; alpha None: scale 1.
+  """Adds LoRA to the linear maps of these roles, and freezes all other weights.
 
+  The adapters' scale is alpha / rank, or 1 if alpha is None.
   `base`, int8 or nf4, is the weight-only quantization of the blocks' linear maps and experts.
   """
   adapter = fdl.Partial(layers.Lora, rank=rank, scale=1.0 if alpha is None else alpha / rank)
@@ -179,10 +180,10 @@ def lora(
 
 
 def hold(graph: fdl.Buildable, scheme: str = "int8"):
-  """Weight-only quantizes the linear maps and experts of blocks, for evaluation or decoding.
+  """Weight-only quantization of the blocks' linear maps and experts, to evaluate or decode.
 
-  int8 has one scale per output (per head, if heads are summed), int4 and nf4 one per 128 and 64
-  weights. Matmuls are in the compute dtype.
+  int8 has one scale per output (per head and output in a map that contracts heads); int4 has one
+  per 128 weights, nf4 one per 64. Matmuls are in the compute dtype.
   """
   if scheme not in _SCHEMES:
     hint = did_you_mean(scheme, _SCHEMES) or f" One of {', '.join(_SCHEMES)}."
@@ -207,7 +208,7 @@ def pipeline(graph: fdl.Buildable, stages: fdl.Config[layers.Pipeline]):
     node.scan, node.pipeline = True, stages
 
 
-def cut_sequences(graph: fdl.Buildable):
+def shard_sequences(graph: fdl.Buildable):
   """Sequence parallelism: shards norms and residuals along time over axis tensor."""
   for kind in (layers.Block, layers.Linear):
     for node in select(graph, kind):
@@ -262,7 +263,7 @@ FIDDLERS = {
   edit.__name__: edit
   for edit in (
     attention,
-    cut_sequences,
+    shard_sequences,
     decoding,
     hold,
     lora,

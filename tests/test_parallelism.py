@@ -223,7 +223,7 @@ def test_sequences_cut_over_tensor_are_one_device(name, mix):
   assert_same(got, expected(name))
 
 
-def test_stages_cut_sequences_over_tensor():
+def test_stages_shard_sequences_over_tensor():
   name, mix = "SyntheticLLaMA70B", {"pipeline": 2, "tensor": 4}
   got = through_stages(name, "1f1b", 1, mix, knobs={"SHARD_SEQUENCE_OVER_TENSOR": True})
   assert_same(got, in_four_parts(name))

@@ -102,7 +102,7 @@ class MeshSpec:
 
   @property
   def num_groups(self) -> int:
-    """An estimate of the number of communicators: one per axis and per pair of axes."""
+    """An estimate of the number of NCCL communicators: one per axis and per pair of axes."""
     axes = sum(self.axis(name) != 1 for name in AXES)
     return axes * (axes + 1) // 2
 
@@ -227,7 +227,7 @@ def partition(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Par
 
 
 def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-  """Returns `spec` with the first dim that `data` divides also sharded over `data` (ZeRO-1)."""
+  """Returns `spec`, also sharded over `data` along the first dim that it divides (ZeRO-1)."""
   if sizes["data"] == 1 or "data" in axes_of(spec):
     return spec
   entries = axes_by_dim(spec)

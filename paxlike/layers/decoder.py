@@ -76,7 +76,7 @@ class Decoder(Module):
       num_ids: Upper bound (exclusive) of the token ids; None: unknown.
 
     Raises:
-      UserError: They do not.
+      UserError: The vocabulary or the position table is too small.
     """
     if num_ids is not None and num_ids > self.vocab_size:
       raise ArgumentError(

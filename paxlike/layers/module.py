@@ -144,7 +144,7 @@ class Module(nnx.Module):
     Args:
       weight: The name of the weight.
       dot: Quantizes the weight as a matrix [D, F].
-      num_dims: How many of its last dims are joined to D and F.
+      num_dims: How many of its last dims are flattened to D and F; dims before them are stacked.
     """
     return RoundedWeight(None, weight=weight, dot=dot, num_dims=num_dims, statistic=False)
 
@@ -321,7 +321,7 @@ class Definition:
   def bind(self, params: Mapping[str, Any], rounded: Mapping[str, Rounded] | None = None) -> Any:
     """Returns the module with `params` as its weights; costs nothing in a compiled function.
 
-    Layers with a low-precision matmul quantize weights that `rounded` lacks at every use.
+    If `rounded` lacks the weight of a low-precision matmul, every use quantizes it again.
     """
     given = rounded or {}
     flat = [(self._paths[name], value) for name, value in params.items()]

@@ -125,7 +125,11 @@ class Stack(Module):
     place: jax.Array,
     pattern: Sequence[Block] | None = None,
   ) -> tuple[jax.Array, Aux]:
-    """Runs the repeats of virtual stage `place`, whose weights the stack, or `pattern`, has."""
+    """Runs the repeats of virtual stage `place`.
+
+    `pattern` holds the weights of these repeats only; None: the stack itself does, being bound to
+    them.
+    """
     assert self.pipeline is not None
     count = self.layout.repeats // self.pipeline.num_places
     graph, weights = nnx.split(self.pattern if pattern is None else pattern)
@@ -206,7 +210,7 @@ class Stack(Module):
     return x_BTD, (new, total)
 
   def _firsts(self, indexes: jax.Array) -> jax.Array:
-    """Returns the index among all layers of the first layer of each of these repeats."""
+    """Returns, for each of these repeats, the index of its first layer among all layers."""
     return self.layout.prologue + indexes * self.layout.pattern
 
   def _in_layer_order(self) -> Sequence[Block]:

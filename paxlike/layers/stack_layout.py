@@ -64,7 +64,7 @@ class Layout:
         f"stages={stages} x chunks={chunks} does not divide repeats={self.repeats} of"
         f" {self.pattern} layers: change the layers or the stages."
       )
-    if chunks == 1:  # The order of layers is that of no pipeline.
+    if chunks == 1:  # The leading dim is in layer order, as without a pipeline.
       return self
     return dataclasses.replace(self, stages=stages, chunks=chunks)
 

@@ -22,7 +22,7 @@ def check(
   """Checks that the model can continue `prompts`, and that `stop_tokens` are in its vocabulary.
 
   Raises:
-    UserError: It cannot, or they are not.
+    UserError: A prompt cannot be continued, or a stop token is not in the vocabulary.
   """
   how: Any = {"max_len": trainer.data.seq_len, "stop_tokens": stop_tokens}
   tokenizer, talk = trainer.data.tokenizer, dialogue_for(trainer, prompts)
@@ -79,6 +79,6 @@ def decoding_of(
 
 
 def dialogue_for(trainer: "Trainer", prompts: Sequence[decoding.Prompt]) -> Dialogue | None:
-  """Returns what renders conversations: by the data's chat template, else the tokenizer's."""
+  """Returns the renderer of conversations: the data's chat template, else the tokenizer's."""
   has_talk = any(map(decoding.is_talk, prompts))
   return trainer.data.dialogue or (trainer.tokenizer_dialogue if has_talk else None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the weights that an `Optimizer` evaluates in place of those that it trains."""
+"""Computes the weights to evaluate in place of the trained ones: see `Optimizer.evaluated`."""
 
 import functools
 from collections.abc import Mapping
@@ -23,9 +23,10 @@ from paxlike.training.train_state import TrainState
 def derived(
   definition: Definition, optimizer: Optimizer, mesh: Mesh | None = None
 ) -> dict[str, Derived]:
-  """Returns how each trained weight is computed from a training state; {}: it is used as it is.
+  """Returns how each weight to evaluate is computed from a training state.
 
-  A weight needs only the arrays that it depends on, so no others are read from a checkpoint.
+  {}: the trained weights themselves are evaluated. An entry names only the arrays that its weight
+  depends on, so that no others are read from a checkpoint.
 
   Args:
     definition: The model.
@@ -79,7 +80,7 @@ def _placed(
 
 
 def of_state(definition: Definition, optimizer: Optimizer, state: TrainState, mesh: Mesh) -> Params:
-  """Returns all weights that a training state evaluates."""
+  """Returns all weights of a training state, with those to evaluate in place of trained ones."""
   weights = state.weights
   if optimizer.evaluated is None:
     return weights

@@ -102,7 +102,7 @@ class Origin:
     return self.definition.prepare(self._completed(given))
 
   def params(self, step: int | None) -> tuple[int, Params]:
-    """Returns (step, the weights that it evaluates, in their compute dtypes).
+    """Returns (step, its weights for evaluation and decoding, in their compute dtypes).
 
     Step None is the newest checkpoint, or, in a run without checkpoints, step 0 with the weights
     of `restore`.

@@ -69,7 +69,7 @@ class Loop:
         batches = itertools.chain(first, batches)
         journal.start(self._summary, {**files, **origin}, step=start, num_steps=trainer.num_steps)
         owed = self._evaluates_after(start) and best.owes(start, trainer.eval_data)
-        if owed:  # The run was stopped before or during that evaluation.
+        if owed:  # The run was stopped before or during the evaluation at step `start`.
           self._judge(trainer.evaluated(state), start)
         stopping = owed and self._stop.requested()
         for step in range(start, trainer.num_steps):

@@ -21,11 +21,12 @@ from paxlike.layers.precision.rounding import in_dtype
 Schedule = optax.Schedule
 # Name -> spec of the trained weights. In a scanned stack, a spec has the leading dim "layer".
 Weights = Mapping[str, WeightSpec]
-# Gradients -> updates; one that depends on the dims of weights is a function of their specs.
+# An optax transformation or, if it depends on the dims of weights, a function of their specs that
+# returns one.
 Transform = optax.GradientTransformation | Callable[[Weights], optax.GradientTransformation]
 
-# Value of LR_SCHEDULE or OPTIMIZER -> function that returns the graph for an experiment. None: the
-# experiment's method does, if no module registers the name.
+# Value of LR_SCHEDULE or OPTIMIZER -> function of an experiment that returns the graph. None: built
+# in, unless a module registers the name; `schedule()` or `optimizer()` makes the graph itself.
 _Maker = TypeVar("_Maker", bound=Callable[[Any], Any])
 SCHEDULES: dict[str, Callable[[Any], Any] | None] = {
   "linear_rampup_cosine_decay": None,

@@ -59,10 +59,10 @@ def gradients(
   Its sequences are split into M pipeline microbatches, over which auxiliary losses are averaged.
 
   Args:
-    definition: Of a `Decoder` with a pipeline.
-    weights: Prepared weights.
-    constants: The reference model is not used.
-    microbatch: Of gradient accumulation.
+    definition: The definition of a `Decoder` with a pipeline.
+    weights: The weights to differentiate, after `Definition.prepare`.
+    constants: The other weights; those of the reference model are not used.
+    microbatch: A gradient-accumulation microbatch.
   """
   how = pipeline_of(definition)
   assert how is not None

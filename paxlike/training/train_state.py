@@ -98,9 +98,10 @@ def abstract(
 def weight_of(
   definition: Definition, path: tuple[Any, ...], shape: tuple[int, ...]
 ) -> WeightSpec | None:
-  """Returns the weight like which an array of a state is sharded; None: it is replicated.
+  """Returns the spec of the weight whose sharding an array of a state has; None: replicated.
 
-  Optimizer moments are dicts keyed by weight name, and are sharded like the weights.
+  An array belongs to the weight that a key in its path names, if it has as many dims. So optimizer
+  moments, which are dicts keyed by weight name, are sharded like the weights.
   """
   keys = [getattr(key, "key", None) for key in path]
   spec = next((definition.weights[key] for key in keys if key in definition.weights), None)

@@ -84,9 +84,10 @@ def make_train_step(
 
 
 def note_on_memory(definition: Definition, objective: Objective) -> str | None:
-  """Returns a line on a pipeline whose schedule does not bound the memory of activations.
+  """Returns a note if a 1F1B pipeline stores more activations than its schedule says; else None.
 
-  JAX differentiates objectives other than `NextToken` through the scan over the pipeline.
+  That is so for objectives other than `NextToken`: JAX differentiates them through the scan over
+  the pipeline's ticks.
   """
   how, name = pipeline_loss.pipeline_of(definition), type(objective).__name__
   if how is None or "1f1b" not in how.schedule or type(objective) is NextToken:

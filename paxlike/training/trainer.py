@@ -205,7 +205,7 @@ class Trainer:
     """Evaluates checkpoint `step`, or the newest, on every eval set. Returns its step.
 
     Raises:
-      UserError: There is nothing to evaluate, or it is of another experiment.
+      UserError: There is no eval set or no such checkpoint, or it is of another experiment.
     """
     _ = self.evaluators  # Raises if there is no evaluation data.
     with jax.set_mesh(self.devices), self.watched(folder):

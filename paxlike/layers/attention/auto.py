@@ -65,8 +65,9 @@ def auto(
 def best(demand: Demand, place: Place) -> Callable[..., jax.Array]:
   """Returns the kernel that `auto` uses.
 
-  ring if sequences are sharded (context > 1); else cudnn on NVIDIA GPUs, splash on TPUs and xla on
-  CPUs; xla_chunked if that kernel does not support the demand.
+  ring if sequences are sharded (context > 1) and there is no bias; else cudnn on NVIDIA GPUs from
+  Ampere on, splash on TPUs and xla on CPUs; xla_chunked if that kernel does not support the demand,
+  and on other devices.
   """
   device = place.device
   biased = "bias_NTS" in demand.extras

@@ -30,7 +30,7 @@ class KernelEntry(NamedTuple):
     function: A `Kernel`.
     supports: Returns whether a device supports it.
     devices: The devices that support it, in words; "": all.
-    is_16_bit: Whether it is for 16-bit dtypes on these devices.
+    is_16_bit: Whether it is for 16-bit dtypes on these devices; float32 checks leave it out.
     is_context_parallel: Whether it is for sequences that are sharded over the mesh axis `context`.
   """
 

@@ -45,7 +45,7 @@ class Kernel(Protocol):
   def __call__(
     self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
   ) -> jax.Array:
-    """Returns y_BTNH, with H of v, in the dtype of q.
+    """Returns y_BTNH in the dtype of q; its H is that of v.
 
     Args:
       q_BTNH: Queries.

@@ -87,7 +87,7 @@ def check_groups(
   """Checks that `num_chosen` experts can be chosen; see `sigmoid_choice`.
 
   Raises:
-    ArgumentError: They cannot.
+    ArgumentError: There are too few experts or groups, or the groups do not divide the experts.
   """
   if num_chosen > num_experts:
     raise ArgumentError(f"{num_chosen=} is more than {num_experts=}.")

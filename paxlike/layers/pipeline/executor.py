@@ -101,10 +101,10 @@ def gradients(
   """Returns (sum of losses, sum of Aux, gradients of the sum) over the microbatches.
 
   Args:
-    pipeline: Its `plan` is the schedule.
+    pipeline: The pipeline; its `plan` is the schedule.
     model: The model.
-    weights: Differentiated.
-    constants: Not differentiated.
+    weights: The weights to differentiate.
+    constants: Arrays that get no gradient.
     microbatches: A pytree of [M, ...].
     hidden: Shape and dtype of the activations, [b, T, D].
 
@@ -210,7 +210,7 @@ class _Stage:
     return state._replace(gradients=StageArrays(common, stacked)), dx
 
   def _loss(self, state: _State, y: jax.Array, half: Half) -> tuple[_State, jax.Array]:
-    """Returns (state, the cotangent of the last stage's output y: 0 if y is not the model's).
+    """Returns (state, the cotangent of the last stage's y; 0 unless y is the model's output).
 
     The output projection and the loss are split over all stages, each with a shard of the tokens.
     """

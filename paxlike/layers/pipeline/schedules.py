@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 SCHEDULES = ("gpipe", "circular", "1f1b", "interleaved_1f1b")
-_FORWARD, _BACKWARD = 1.0, 2.0  # Relative times of all chunks of a stage.
+_FORWARD, _BACKWARD = 1.0, 2.0  # Relative times of a microbatch in all chunks of a stage.
 
 Item = tuple[int, int]  # (microbatch, chunk)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of linear layers, and the protocols of low-precision matmuls.
 
-A low-precision `Dot` supports linear layers and experts alike through the protocol `Product`.
+A low-precision `Dot` (FP8, INT8) is written once for linear layers and for experts: the shapes of
+the matmul are those of a `Product`, which it is given.
 """
 
 import dataclasses
@@ -15,7 +16,10 @@ from paxlike.layers.precision.rounding import Rounded
 
 
 class Product(Protocol):
-  """A form of matmul y = x w that contracts the last dim of x."""
+  """A form of matmul y = x w that contracts the last dim of x: plain, batched or grouped by expert.
+
+  A `Dot` quantizes the operands, and multiplies them by these methods.
+  """
 
   def outputs(self, x: jax.Array, w: jax.Array, dtype: Any, /) -> jax.Array:
     """Returns y, accumulated and returned in `dtype`."""
@@ -64,7 +68,7 @@ class Dim(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Plain:
-  """x [..., D] times w [D, F].
+  """A `Product`: x [..., D] times w [D, F], as in linear layers.
 
   Attributes:
     in_dims: The dims that are flattened to D; empty: unknown.
