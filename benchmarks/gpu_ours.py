@@ -124,7 +124,7 @@ def contents(
 
 
 def not_in_8_bits(
-  groups: Mapping[str, hlo_kernels.Kernel], tokens: int, definition: Definition
+  groups: Mapping[str, hlo_kernels.HloKernel], tokens: int, definition: Definition
 ) -> float:
   """Returns the share of the FLOPs of blocks' products that a GPU does not do in FP8.
 

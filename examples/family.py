@@ -12,7 +12,7 @@ and `Model.export` writes one.
 import paxlike
 from paxlike.checkpoints import hf_keys
 from paxlike.checkpoints.hf_family import Family
-from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Matrix, Same
 from paxlike.experiments.llama import Llama
 
@@ -36,7 +36,7 @@ class Parrot(Llama):
         "norm_eps": "NORM_EPSILON",
       },
       fixed={"hidden_act": hf_keys.SILU, "tie_word_embeddings": False},
-      rope=Rope(),
+      rope=HfRope(),
       rules={
         "embedding.table": Same("wte.weight"),
         "stack.{}.attention_norm.scale": Same(f"{at}.norm_1.weight"),

@@ -217,7 +217,8 @@ def _known(name: str) -> type[Experiment] | None:
     left += [one for one in cls.__subclasses__() if one not in classes]
     classes[cls] = None
   same = [cls for cls in classes if f"{cls.__module__}.{cls.__qualname__}" == name]
-  same = [cls for cls in same if cls.__module__ in sys.modules]
+  # `with_data` makes classes of the same name.
+  same = [c for c in same if c.__module__ in sys.modules and "_data" not in vars(c)]
   # A class that was defined again may be alive.
   bound = [c for c in same if getattr(sys.modules[c.__module__], c.__name__, None) is c]
   return next(iter(bound or same[::-1]), None)

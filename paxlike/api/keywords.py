@@ -24,6 +24,8 @@ def _literal(text: str) -> str:
   try:
     ast.literal_eval(text)
   except (ValueError, SyntaxError):
+    if text in ("true", "false"):
+      return text.capitalize()
     return text if text.isupper() or text[:1] in ("", "[", "{") else json.dumps(text)
   return text
 

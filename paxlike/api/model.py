@@ -21,7 +21,7 @@ from paxlike.errors import UserError
 
 if TYPE_CHECKING:
   from paxlike.data.tuning.dialogue import Dialogue
-  from paxlike.inference.decoding import Decoding, Options
+  from paxlike.inference.decoding import Decoding, DecodingOptions
   from paxlike.training.trainer import Trainer
 
 
@@ -170,7 +170,7 @@ class Model:
     from paxlike.training import decode
 
     given, is_one = _prompts(prompts, vocab_size=self._decoder.model.vocab_size)
-    options = decoding.Options(
+    options = decoding.DecodingOptions(
       max_new_tokens=max_new_tokens,
       sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
       stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -187,7 +187,7 @@ class Model:
         found[result.prompt] = result.text if is_text else result.tokens
     return found[0] if is_one else found
 
-  def _decoding_with(self, options: "Options", dialogue: "Dialogue | None") -> "Decoding":
+  def _decoding_with(self, options: "DecodingOptions", dialogue: "Dialogue | None") -> "Decoding":
     """Returns the decoder, reused with its programs while sampling and template are the same."""
     from paxlike.training import decode
 
@@ -278,7 +278,7 @@ class Model:
 
     path = pathlib.Path(self.folder)
     with keywords.in_errors(self.folder):
-      source = exporting.Run(path, step=self.step, allow_modules=self._allow_modules)
+      source = exporting.ExportedRun(path, step=self.step, allow_modules=self._allow_modules)
       source.convert(pathlib.Path(folder), dtype=dtype)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
 from paxlike.checkpoints import hf_rope
-from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Rules
 from paxlike.errors import UserError
 
@@ -107,7 +107,7 @@ class Family:
   equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   layer_types: tuple[str, ...] = ()
-  rope: Rope | None = None
+  rope: HfRope | None = None
   rules: Rules
   without: Mapping[str, Rules] = dataclasses.field(default_factory=dict)
   prefix: str = ""

@@ -32,7 +32,7 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rope:
+class HfRope:
   """The rotary position embedding of a family.
 
   Attributes:

@@ -11,8 +11,8 @@ from paxlike.checks.check import ABSENT, FAIL, PASS, Check, largest_error, scale
 ITEM = "training step"
 
 
-class Limits(NamedTuple):
-  """Limits of rounding errors.
+class Tolerances(NamedTuple):
+  """Tolerances of rounding errors.
 
   Attributes:
     loss: Relative error of the loss.
@@ -32,9 +32,9 @@ class Limits(NamedTuple):
 
 # float32 steps differ by the order of sums; in lower precision, operands are rounded too. The
 # limits of gradients are then raised to twice the rounding error on one device, at most to 0.5.
-FLOAT32 = Limits(loss=2e-4, gradient=2e-4, total=2e-4, floor=1e-2)
-ROUNDED = Limits(loss=5e-3, gradient=0.03, total=0.01, floor=0.1)
-ROUTED = Limits(
+FLOAT32 = Tolerances(loss=2e-4, gradient=2e-4, total=2e-4, floor=1e-2)
+ROUNDED = Tolerances(loss=5e-3, gradient=0.03, total=0.01, floor=0.1)
+ROUTED = Tolerances(
   loss=5e-3,
   gradient=0.2,
   total=0.03,
@@ -70,7 +70,7 @@ def compare(
   label: str,
   got: Step,
   expected: Step,
-  limits: Limits,
+  limits: Tolerances,
   exact: Step | None = None,
   *,
   may_be_same: bool = False,
@@ -100,7 +100,7 @@ def compare(
   return checks
 
 
-def _values(name: str, got: Step, expected: Step, limits: Limits) -> Check:
+def _values(name: str, got: Step, expected: Step, limits: Tolerances) -> Check:
   loss, norm = _relative(got.loss, expected.loss), _relative(got.norm, expected.norm)
   return Check(
     item=ITEM,
@@ -117,7 +117,9 @@ def _relative(a: float, b: float) -> float:
   return abs(a - b) / max(abs(b), 1e-30)
 
 
-def _gradients(name: str, got: Step, expected: Step, limits: Limits, exact: Step | None) -> Check:
+def _gradients(
+  name: str, got: Step, expected: Step, limits: Tolerances, exact: Step | None
+) -> Check:
   errors, off = _errors(got, expected, limits.floor), abs(_scale(got, expected) - 1)
   allowed = dict.fromkeys(errors, limits.gradient)
   if exact is not None:

@@ -100,7 +100,7 @@ def _kernels(program: aot.Program, *, most: int = 30) -> Iterator[tuple[str, ...
   """Yields table rows of kernels: the sum of each group, then the `most` expensive kinds."""
   found = program.kernels()
 
-  def row(name: str, one: hlo_kernels.Kernel) -> tuple[str, ...]:
+  def row(name: str, one: hlo_kernels.HloKernel) -> tuple[str, ...]:
     sizes = (one.seconds * 1e3, one.nbytes / 1e9, one.flops / 1e12)
     milliseconds, gigabytes, teraflop = (f"{size:.3f}" for size in sizes)
     return milliseconds, f"{one.count:,}", gigabytes, teraflop, name

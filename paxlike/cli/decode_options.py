@@ -8,7 +8,7 @@ from paxlike.inference import decoding, prompts
 from paxlike.inference.sampling import Sampling
 
 
-def read(options: flags.Options) -> tuple[list[decoding.Prompt], decoding.Options]:
+def read(options: flags.Options) -> tuple[list[decoding.Prompt], decoding.DecodingOptions]:
   """Returns the prompts and the decoding options.
 
   Raises:
@@ -19,7 +19,7 @@ def read(options: flags.Options) -> tuple[list[decoding.Prompt], decoding.Option
     return {name: value for name, value in values.items() if value is not None}
 
   limits = given(top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
-  how = decoding.Options(
+  how = decoding.DecodingOptions(
     sampling=Sampling(**given(temperature=options.temperature), **limits),
     stop=options.stop,
     stop_tokens=options.stop_token,

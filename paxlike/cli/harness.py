@@ -41,7 +41,7 @@ from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.devices import jax_setup, topology, xla_flags
 from paxlike.devices.batch_placement import Feed
 from paxlike.errors import UserError, did_you_mean, one_line
-from paxlike.inference.decoding import Options
+from paxlike.inference.decoding import DecodingOptions
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.decoder import Batch
 from paxlike.training import decode, evaluation
@@ -256,14 +256,14 @@ def _checked(name: str, value: Any) -> Any:
     raise UserError(f"--model_args {name}={value}: {refusal}") from None
 
 
-def _options(asked: dict[str, Any], *, num_rows: int) -> Options:
+def _options(asked: dict[str, Any], *, num_rows: int) -> DecodingOptions:
   """Returns the decoding options for the harness's `gen_kwargs`."""
   until = asked.get("until") or []
   sampling = Sampling()
   if asked.get("do_sample", True) and asked.get("temperature"):
     given = {name: asked[name] for name in ("top_k", "top_p", "min_p") if asked.get(name)}
     sampling = Sampling(temperature=asked["temperature"], **given)
-  return Options(
+  return DecodingOptions(
     max_new_tokens=int(asked.get("max_gen_toks", 256)),
     sampling=sampling,
     stop=tuple([until] if isinstance(until, str) else until),

@@ -29,7 +29,7 @@ class Curve(NamedTuple):
   values: list[float]
 
 
-class Run(NamedTuple):
+class PlottedRun(NamedTuple):
   """The curves of one run.
 
   Attributes:
@@ -97,7 +97,7 @@ def _within(path: str) -> list[str]:
   return [os.fspath(run_) for run_ in runs] or [path]
 
 
-def read(path: str, *, name: str) -> Run:
+def read(path: str, *, name: str) -> PlottedRun:
   """Reads the metrics of the run in folder `path`.
 
   Raises:
@@ -115,7 +115,7 @@ def read(path: str, *, name: str) -> Run:
   for record in records:
     if record.get("kind") == "eval":
       evals.setdefault(record["set"], []).append(record)
-  found = Run(
+  found = PlottedRun(
     name,
     _curve(train, "loss"),
     {set_: _curve(rows, "loss") for set_, rows in sorted(evals.items())},
@@ -126,7 +126,7 @@ def read(path: str, *, name: str) -> Run:
   return found
 
 
-def draw(runs: Sequence[Run]) -> "Figure":
+def draw(runs: Sequence[PlottedRun]) -> "Figure":
   """Plots the curves, with a colour per run, or per curve if there is a single run.
 
   Raises:
@@ -193,7 +193,7 @@ def _curve(records: Iterable[dict[str, Any]], key: str) -> Curve:
   return Curve([updates for updates, _ in points], [value for _, value in points])
 
 
-def _draw_one(figure: "Figure", run_: Run):
+def _draw_one(figure: "Figure", run_: PlottedRun):
   figure.set_size_inches(10, 7.5)
   loss, speed = figure.subplots(2, sharex=True, height_ratios=[2, 1])
   colors = _colors(2 + len(run_.eval_losses))
@@ -207,7 +207,7 @@ def _draw_one(figure: "Figure", run_: Run):
   loss.set_title(run_.name, color=INK)
 
 
-def _draw_several(figure: "Figure", runs: Sequence[Run]):
+def _draw_several(figure: "Figure", runs: Sequence[PlottedRun]):
   sets = sorted({name for run_ in runs for name in run_.eval_losses})
   figure.set_size_inches(13, 10 if sets else 7.5)
   panels = figure.subplots(

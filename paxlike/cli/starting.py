@@ -58,7 +58,7 @@ def join(options: flags.Options):
   given: Any = (options.server_addr, options.num_hosts, options.host_idx)
   is_given = None not in given
   if is_given:
-    group = cluster.Group(*given, devices=cluster.own_gpus(environ))
+    group = cluster.ProcessGroup(*given, devices=cluster.own_gpus(environ))
   else:
     group = cluster.found(environ)
   of_tpus = tpu_targets.are_here() and not is_given

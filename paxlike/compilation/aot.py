@@ -91,7 +91,7 @@ class Program:
     """Returns the collectives of a step."""
     return [] if self.step is None else collectives.collectives(self.text, self.devices)
 
-  def kernels(self) -> list[kernels.Kernel]:
+  def kernels(self) -> list[kernels.HloKernel]:
     """Returns the kernels of a step on each GPU."""
     assert self.chip is not None
     return kernels.kernels(self.text, self.chip)

@@ -30,7 +30,7 @@ class Collective(NamedTuple):
   nbytes: float
 
 
-class Instruction(NamedTuple):
+class CollectiveInstruction(NamedTuple):
   """One collective instruction.
 
   Attributes:
@@ -65,7 +65,7 @@ class Overlap(NamedTuple):
   synchronous_nbytes: float
 
 
-def instructions(program: str, mesh: Mesh) -> list[Instruction]:
+def instructions(program: str, mesh: Mesh) -> list[CollectiveInstruction]:
   """Returns the collectives of a program in the order of its text.
 
   Args:
@@ -83,7 +83,9 @@ def instructions(program: str, mesh: Mesh) -> list[Instruction]:
       sent *= len(group)  # Its result is one shard.
     elif kind == "all-reduce":
       sent *= 2
-    found.append(Instruction(kind, _axes(group, mesh), count, count * sent, in_loop, is_async))
+    found.append(
+      CollectiveInstruction(kind, _axes(group, mesh), count, count * sent, in_loop, is_async)
+    )
   return found
 
 

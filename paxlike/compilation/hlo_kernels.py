@@ -23,7 +23,7 @@ _FREE = {
 _BRANCHES = ("while", "call", "conditional", "async-start")
 
 
-class Kernel(NamedTuple):
+class HloKernel(NamedTuple):
   """The kernel of one instruction.
 
   Attributes:
@@ -56,7 +56,7 @@ class _Work(NamedTuple):
   rate: float = 0.0
 
 
-def kernels(program: str, chip: Chip, rates: Rates | None = None) -> list[Kernel]:
+def kernels(program: str, chip: Chip, rates: Rates | None = None) -> list[HloKernel]:
   """Returns the kernels of a compiled program, in order.
 
   Args:
@@ -73,7 +73,7 @@ class _Reader:
     self._chip = chip
     self._rates = rates
 
-  def kernels(self, computation: str, count: int) -> Iterator[Kernel]:
+  def kernels(self, computation: str, count: int) -> Iterator[HloKernel]:
     """Yields the kernels of a computation that runs `count` times."""
     shapes: dict[str, list[Shape]] = {}
     for one in self._computations.get(computation, ()):
@@ -91,7 +91,7 @@ class _Reader:
         work.flops / (self._chip.flops * work.rate) if work.rate else 0.0,
       )
       source = re.search(r'op_name="([^"]*)"', one.attributes)
-      yield Kernel(
+      yield HloKernel(
         work.group,
         work.kind,
         count,
@@ -216,16 +216,16 @@ def _is_transpose(one: Instruction, operands: Sequence[Shape]) -> bool:
   return one.operation.startswith("copy") and before != [one.outputs[0].layout]
 
 
-def grouped(found: Sequence[Kernel], field: str) -> list[tuple[str, Kernel]]:
+def grouped(found: Sequence[HloKernel], field: str) -> list[tuple[str, HloKernel]]:
   """Returns kernels summed by the value of `field`, longest total time first."""
-  groups: dict[str, list[Kernel]] = {}
+  groups: dict[str, list[HloKernel]] = {}
   for kernel in found:
     groups.setdefault(getattr(kernel, field), []).append(kernel)
   sums = {value: total(kernels) for value, kernels in groups.items()}
   return sorted(sums.items(), key=lambda item: -item[1].seconds)
 
 
-def total(found: Sequence[Kernel]) -> Kernel:
+def total(found: Sequence[HloKernel]) -> HloKernel:
   """Returns the sum of kernels over a run of the program."""
 
   def add(field: str) -> Any:
@@ -233,6 +233,6 @@ def total(found: Sequence[Kernel]) -> Kernel:
 
   last = found[-1]
   launches = sum(kernel.count for kernel in found)
-  return Kernel(
+  return HloKernel(
     last.group, last.kind, launches, add("nbytes"), add("flops"), add("seconds"), last.source
   )

@@ -18,7 +18,7 @@ from paxlike.checkpoints.warm_start import PROVENANCE, Restore
 from paxlike.config import building, graph_file, ranges
 from paxlike.convert import matching, new_folder, streaming, tensors, tokens
 from paxlike.convert.declared import Declared
-from paxlike.convert.exporting import Run, adapted, family_of
+from paxlike.convert.exporting import ExportedRun, adapted, family_of
 from paxlike.convert.matching import Match
 from paxlike.convert.stored import adapter_of
 from paxlike.convert.tensors import TensorFolder, TensorSpec, read_json
@@ -106,7 +106,7 @@ class TrainedAdapters:
     matches: The adapted weights.
   """
 
-  def __init__(self, run: Run):
+  def __init__(self, run: ExportedRun):
     """Finds PEFT's name of each adapter; reads no weights.
 
     Raises:

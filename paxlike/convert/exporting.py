@@ -27,7 +27,7 @@ from paxlike.layers.stack import layout_of
 from paxlike.training import evaluated_weights
 
 
-class Run:
+class ExportedRun:
   """A checkpoint of a run or of an imported model, which `convert` writes for Hugging Face.
 
   Attributes:

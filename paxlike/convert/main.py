@@ -19,7 +19,7 @@ from paxlike.telemetry import console
 
 if TYPE_CHECKING:
   from paxlike.convert.adapters import PeftAdapter, TrainedAdapters
-  from paxlike.convert.exporting import Run
+  from paxlike.convert.exporting import ExportedRun
   from paxlike.convert.importing import Source
 
 _HELP = """\
@@ -179,7 +179,7 @@ def _check(options: argparse.Namespace):
 
 
 def _notes(
-  options: argparse.Namespace, source: "Source | Run | PeftAdapter | TrainedAdapters"
+  options: argparse.Namespace, source: "Source | ExportedRun | PeftAdapter | TrainedAdapters"
 ) -> list[str]:
   """Returns notes about the written folder for the user, one line each."""
   if options.source in ("hf", "meta"):
@@ -189,7 +189,7 @@ def _notes(
   return tokens.notes(options.to) if options.source == "paxlike" and not options.adapter else []
 
 
-def _open(options: argparse.Namespace) -> "Source | Run | PeftAdapter | TrainedAdapters":
+def _open(options: argparse.Namespace) -> "Source | ExportedRun | PeftAdapter | TrainedAdapters":
   # Imported here, after the flags were checked, because the imports are slow.
   if options.source == "peft":
     from paxlike.convert.adapters import PeftAdapter
@@ -197,9 +197,9 @@ def _open(options: argparse.Namespace) -> "Source | Run | PeftAdapter | TrainedA
     return PeftAdapter(options.path, base=options.base, allow_modules=options.fdl_allow_modules)
   if options.source == "paxlike":
     from paxlike.convert.adapters import TrainedAdapters
-    from paxlike.convert.exporting import Run
+    from paxlike.convert.exporting import ExportedRun
 
-    run = Run(
+    run = ExportedRun(
       options.path,
       step=options.step,
       base=options.base,

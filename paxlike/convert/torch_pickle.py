@@ -31,7 +31,7 @@ _STORAGES: dict[str, Any] = {
 _MAX_INSTRUCTIONS = 1_000_000  # Enough for 25,000 tensors.
 
 
-class Storage(NamedTuple):
+class TorchStorage(NamedTuple):
   """An entry of the archive: its name, the dtype of its elements and their number."""
 
   key: str
@@ -42,7 +42,7 @@ class Storage(NamedTuple):
 class Tensor(NamedTuple):
   """A contiguous slice of a storage: the index of its first element, and the shape."""
 
-  storage: Storage
+  storage: TorchStorage
   first: int
   shape: tuple[int, ...]
 
@@ -184,7 +184,7 @@ class _Machine:
     del argument
     match self.pop():
       case ("storage", np.dtype() as dtype, str(key), _, int(size)) if 0 <= size < 2**63:
-        self._stack.append(Storage(key, dtype, size))
+        self._stack.append(TorchStorage(key, dtype, size))
       case _:
         raise _Damaged("a storage lacks its dtype, name or size")
 
@@ -210,7 +210,7 @@ def _mapping(*items: Any) -> dict[Any, Any]:
 
 
 def _tensor(storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
-  if not (isinstance(storage, Storage) and tensors.is_shape((first,))):
+  if not (isinstance(storage, TorchStorage) and tensors.is_shape((first,))):
     raise _Damaged("a tensor has no storage or an invalid offset")
   if not (tensors.is_shape(shape) and tensors.is_shape(strides) and len(shape) == len(strides)):
     raise _Damaged("a tensor has an invalid shape")

@@ -19,7 +19,7 @@ from paxlike.data.dataset import Arrays, Batch
 from paxlike.errors import UserError
 
 
-class Plan(NamedTuple):
+class EpochPlan(NamedTuple):
   """The sequences of one epoch.
 
   Attributes:
@@ -84,19 +84,19 @@ class ExampleRows(CorpusRows):
     """The number of positions that each example takes."""
     return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len)
 
-  def _make_plan(self, epoch: int) -> Plan:
+  def _make_plan(self, epoch: int) -> EpochPlan:
     first, last = (int(share * len(self._sizes)) for share in self._split)
     examples = first + np.flatnonzero(self._sizes[first:last])
     random = self._random(epoch)
     if self._shuffle:
       random.shuffle(examples)
     if not self.packed:
-      return Plan(examples, np.arange(len(examples) + 1))
+      return EpochPlan(examples, np.arange(len(examples) + 1))
     rows = _packed(self._sizes[examples], self.seq_len)
     if self._shuffle:
       random.shuffle(rows)
     starts = np.append(0, np.cumsum([len(row) for row in rows], dtype=np.int64))
-    return Plan(examples[np.concatenate([np.zeros(0, np.int64), *rows])], starts)
+    return EpochPlan(examples[np.concatenate([np.zeros(0, np.int64), *rows])], starts)
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool

@@ -49,7 +49,7 @@ _B300 = _B200 | {"l2_cache_size": 135528448}
 _GB200 = _B300 | {"core_count": 152, "clock_rate_ghz": 2.062}
 
 
-class Kind(NamedTuple):
+class GpuKind(NamedTuple):
   """A GPU model.
 
   Attributes:
@@ -67,12 +67,12 @@ class Kind(NamedTuple):
 
 #: Name in --topology -> GPU model.
 KINDS = {
-  "gb200": Kind(_GB200, (10, 0), node=4, rack=72),
-  "b300": Kind(_B300, (10, 3)),
-  "b200": Kind(_B200, (10, 0)),
-  "h200": Kind(_HOPPER, (9, 0)),
-  "h100": Kind(_HOPPER, (9, 0)),
-  "a100": Kind(_AMPERE, (8, 0)),
+  "gb200": GpuKind(_GB200, (10, 0), node=4, rack=72),
+  "b300": GpuKind(_B300, (10, 3)),
+  "b200": GpuKind(_B200, (10, 0)),
+  "h200": GpuKind(_HOPPER, (9, 0)),
+  "h100": GpuKind(_HOPPER, (9, 0)),
+  "a100": GpuKind(_AMPERE, (8, 0)),
 }
 
 # CUDA 13.0 with cuDNN 9.12, the minimum versions that JAX's wheels require.
@@ -120,7 +120,7 @@ def devices(kind: str, count: int) -> list[Any]:
   return list(_gpus(kind.upper(), KINDS[kind], count))
 
 
-def _gpus(name: str, kind: Kind, count: int) -> Any:
+def _gpus(name: str, kind: GpuKind, count: int) -> Any:
   from jax.experimental import topologies
 
   chip = chips.CHIPS[name]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from paxlike.errors import UserError
 
 
-class Kind(NamedTuple):
+class TpuKind(NamedTuple):
   """A TPU generation.
 
   Attributes:
@@ -33,10 +33,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-  "v5e": Kind("v5e", 1, 2, 256, True, 16),
-  "v5p": Kind("v5p", 2, 3, 6144, False, 4),
-  "v6e": Kind("v6e", 1, 2, 256, True, 16),
-  "v7x": Kind("tpu7x", 2, 3, 9216, True, 4),
+  "v5e": TpuKind("v5e", 1, 2, 256, True, 16),
+  "v5p": TpuKind("v5p", 2, 3, 6144, False, 4),
+  "v6e": TpuKind("v6e", 1, 2, 256, True, 16),
+  "v7x": TpuKind("tpu7x", 2, 3, 9216, True, 4),
 }
 
 

@@ -12,7 +12,7 @@ import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
-from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Matrix, PerExpert, Rules, Same
 from paxlike.config import ranges
 from paxlike.errors import UserError
@@ -166,7 +166,7 @@ class DeepSeek(Moe, Llama):
       ),
       equal={"head_dim": "qk_rope_head_dim"},
       aliases={"num_local_experts": "n_routed_experts"},
-      rope=Rope(types=("default", "yarn"), fixed={"mscale": 1.0, "mscale_all_dim": 1.0}),
+      rope=HfRope(types=("default", "yarn"), fixed={"mscale": 1.0, "mscale_all_dim": 1.0}),
       rules=_rules(family.rules),
       without={
         "stack.{}.attention.query_down.w": {

@@ -14,7 +14,7 @@ import fiddle as fdl
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
 from paxlike.checkpoints import hf_keys
-from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Same
 from paxlike.config import ranges
 from paxlike.experiments import datasets
@@ -249,7 +249,7 @@ class Gemma3(Gemma2):
         "final_logit_softcapping": None,
       },
       fixed={**family.fixed, "attn_logit_softcapping": None},
-      rope=Rope(theta=1_000_000.0, local_theta=10_000.0),
+      rope=HfRope(theta=1_000_000.0, local_theta=10_000.0),
       wrapper=_GEMMA3_WITH_IMAGES,
     )
 

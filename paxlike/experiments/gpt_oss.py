@@ -7,7 +7,7 @@ import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
-from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Interleaved, Matrix, Same
 from paxlike.config import ranges
 from paxlike.experiments import datasets
@@ -122,7 +122,7 @@ class GptOss(Moe, Llama):
       equal={"experts_per_token": "num_experts_per_tok"},
       aliases={"num_experts": "num_local_experts"},
       layer_types=("sliding_attention", "full_attention"),
-      rope=Rope(theta=150_000.0, fixed={"truncate": False}, absent=_YARN),
+      rope=HfRope(theta=150_000.0, fixed={"truncate": False}, absent=_YARN),
       rules=rules,
     )
 

@@ -14,7 +14,7 @@ import fiddle as fdl
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
 from paxlike.checkpoints import hf_keys
-from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Matrix, Same
 from paxlike.config import ranges
 from paxlike.errors import UserError
@@ -128,7 +128,7 @@ class Llama(Experiment):
       },
       nullable=frozenset({"num_key_value_heads", "head_dim"}),
       fixed={"hidden_act": hf_keys.SILU, "mlp_bias": False},
-      rope=Rope(),
+      rope=HfRope(),
       rules={
         "embedding.table": Same("model.embed_tokens.weight"),
         "stack.{}.attention_norm.scale": Same(f"{at}.input_layernorm.weight"),

@@ -10,7 +10,7 @@ import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
-from paxlike.checkpoints.hf_rope import Rope
+from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Matrix, PerExpert
 from paxlike.config import ranges
 from paxlike.experiments import datasets
@@ -93,7 +93,7 @@ class Mixtral(Moe, Mistral):
       },
       neutral=frozenset({"router_jitter_noise"}),  # For training only.
       aliases={"num_experts": "num_local_experts"},
-      rope=Rope(theta=1_000_000.0),
+      rope=HfRope(theta=1_000_000.0),
       rules={
         **family.rules,
         "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),

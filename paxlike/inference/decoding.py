@@ -16,7 +16,7 @@ from paxlike.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
 from paxlike.data.tuning.chat import Message
 from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.errors import UserError
-from paxlike.inference.generate import Generator, Request, Speed, Text
+from paxlike.inference.generate import GeneratedText, Generator, Request, Speed
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.module import Definition
 from paxlike.telemetry.run_log import Journal
@@ -29,7 +29,7 @@ _ROUND = 64  # Lengths are rounded up to a multiple of this, so that programs ar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class DecodingOptions:
   """How prompts are continued.
 
   Attributes:
@@ -56,7 +56,7 @@ class Options:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Result:
+class Continuation:
   """One text so far.
 
   Attributes:
@@ -92,7 +92,7 @@ class Decoding:
     tokenizer: Any,
     *,
     max_len: int,
-    options: Options,
+    options: DecodingOptions,
     dialogue: Dialogue | None = None,
     compiler_options: Mapping[str, Any] | None = None,
   ):
@@ -135,12 +135,14 @@ class Decoding:
     )
     self.speed = Speed()
 
-  def use(self, options: Options):
+  def use(self, options: DecodingOptions):
     """Sets the options of the next `run`; `sampling` and `stop_tokens` must be the same."""
     texts = () if self.dialogue is None else self.dialogue.turn_end.texts
     self.options = dataclasses.replace(options, stop=(*options.stop, *texts))
 
-  def run(self, prompts: Sequence[Prompt], *, at_full_length: bool = False) -> Iterator[Result]:
+  def run(
+    self, prompts: Sequence[Prompt], *, at_full_length: bool = False
+  ) -> Iterator[Continuation]:
     """Yields a result each time a text has grown; its last result has `ended_by` set.
 
     Args:
@@ -170,7 +172,7 @@ class Decoding:
     left = self._max_len - len(tokens)
     return Request(tokens=tokens, max_new_tokens=min(self.options.max_new_tokens, left), seed=seed)
 
-  def _result(self, text: Text, prompt_tokens: np.ndarray) -> Result:
+  def _result(self, text: GeneratedText, prompt_tokens: np.ndarray) -> Continuation:
     if self._tokenizer is None:
       return self._of(text, "", text.ended_by)
     # Decoded with the prompt, since tokenizers drop a space at the start of a text.
@@ -182,9 +184,9 @@ class Decoding:
       text.close()
     return self._of(text, decoded, "stop" if found else text.ended_by)
 
-  def _of(self, text: Text, decoded: str, ended_by: str | None) -> Result:
+  def _of(self, text: GeneratedText, decoded: str, ended_by: str | None) -> Continuation:
     prompt, sample = divmod(text.request, self.options.num_samples)
-    return Result(
+    return Continuation(
       prompt=prompt,
       sample=sample,
       text=decoded,
@@ -266,7 +268,9 @@ def _tokens_of(
   return tokens
 
 
-def stream(results: Iterator[Result], options: Options, show: Callable[[str], object]) -> str:
+def stream(
+  results: Iterator[Continuation], options: DecodingOptions, show: Callable[[str], object]
+) -> str:
   """Shows the text of one prompt piece by piece as it grows, and returns it."""
   # The tail that may be the beginning of a stop string is not shown yet.
   held_back = max(map(len, options.stop), default=0)
@@ -287,7 +291,7 @@ def tell(decoding: Decoding, prompts: Sequence[Prompt], journal: Journal, path: 
   single = len(prompts) * decoding.options.num_samples == 1
   with run_folder.writing(path.parent), file_io.replacing(path) as file:
 
-    def noted(results: Iterator[Result]) -> Iterator[Result]:
+    def noted(results: Iterator[Continuation]) -> Iterator[Continuation]:
       for result in results:
         if result.ended_by:
           prompt: Any = prompts[result.prompt]

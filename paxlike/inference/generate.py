@@ -43,7 +43,7 @@ class Request:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Text:
+class GeneratedText:
   """The text of a request so far.
 
   Attributes:
@@ -157,7 +157,7 @@ class Generator:
     self._compiled: dict[Any, Any] = {}
     self._start()
 
-  def run(self, requests: Iterable[Request]) -> Iterator[list[Text]]:
+  def run(self, requests: Iterable[Request]) -> Iterator[list[GeneratedText]]:
     """Yields the texts that have grown, after each call; a finished one has `ended_by` set.
 
     Raises:
@@ -166,7 +166,7 @@ class Generator:
     waiting = collections.deque(enumerate(requests))
     for number, request in waiting:
       self._check(number, request)
-    texts: dict[int, Text] = {}
+    texts: dict[int, GeneratedText] = {}
     self._start()
     while waiting or texts:
       free = [slot for slot in range(self._num_rows) if slot not in texts]
@@ -194,7 +194,7 @@ class Generator:
         f" the model's {self._max_len} (MAX_SEQ_LEN)."
       )
 
-  def _fill(self, started: list[tuple[int, int, Request]]) -> dict[int, Text]:
+  def _fill(self, started: list[tuple[int, int, Request]]) -> dict[int, GeneratedText]:
     """Prefills slots with prompts and samples the first token of each."""
     count = _padded(len(started), least=1)
     longest = min(_padded(max(len(r.tokens) for _, _, r in started), least=16), self._max_len)
@@ -218,11 +218,11 @@ class Generator:
     self.speed.prefill_tokens += int((positions >= 0).sum())
     texts = {}
     for index, (slot, number, request) in enumerate(started):
-      texts[slot] = Text(request=number, prompt_length=len(request.tokens))
+      texts[slot] = GeneratedText(request=number, prompt_length=len(request.tokens))
       self._add(texts[slot], drawn[0][index], drawn[1][index], int(left[index]))
     return texts
 
-  def _advance(self, texts: Mapping[int, Text]):
+  def _advance(self, texts: Mapping[int, GeneratedText]):
     """Adds up to `steps_per_call` tokens to each text."""
     self._grow(max(text.length for text in texts.values()) + self._steps)
     active = np.zeros(self._num_rows, bool)
@@ -253,7 +253,7 @@ class Generator:
       self._room = room
       self._slots = self._compiled_for(self._grown, self._slots)(self._slots)
 
-  def _add(self, text: Text, token: np.integer, log_probability: np.floating, left: int):
+  def _add(self, text: GeneratedText, token: np.integer, log_probability: np.floating, left: int):
     if int(token) in self._end_ids:
       text.ended_by = "stop"
       return
@@ -368,7 +368,7 @@ def generate(
   num_rows: int | None = None,
   steps_per_call: int = STEPS_PER_CALL,
   seed: int = 0,
-) -> list[Text]:
+) -> list[GeneratedText]:
   """Returns the continuation of each prompt, in order.
 
   Args:

@@ -22,7 +22,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 _GIVE = "Outside a known cluster, set --server_addr=HOST:PORT --num_hosts=N --host_idx=I."
 
 
-class Group(NamedTuple):
+class ProcessGroup(NamedTuple):
   """The processes of a job, and this one's place.
 
   Attributes:
@@ -104,7 +104,9 @@ def local(environ: Mapping[str, str]) -> tuple[int, int]:
   return int(environ["SLURM_LOCALID"]), sizes[node]
 
 
-def found(environ: Mapping[str, str], num_gpus: Callable[[], int] = num_gpus) -> Group | None:
+def found(
+  environ: Mapping[str, str], num_gpus: Callable[[], int] = num_gpus
+) -> ProcessGroup | None:
   """Returns the group that an environment describes; None for a single process.
 
   Raises:
@@ -148,7 +150,7 @@ def num_tpu_processes() -> int:
   return 1
 
 
-def found_by_jax() -> Group:
+def found_by_jax() -> ProcessGroup:
   """Returns the group of one or several TPU slices, as JAX's detectors find it.
 
   Raises:
@@ -165,7 +167,7 @@ def found_by_jax() -> Group:
   address, count, index, devices = found
   if address is None or count is None or index is None:
     raise UserError(f"could not detect the other processes. {_GIVE}")
-  return Group(address, count, index, None if devices is None else tuple(devices))
+  return ProcessGroup(address, count, index, None if devices is None else tuple(devices))
 
 
 @contextlib.contextmanager
@@ -186,7 +188,7 @@ def gke_answers() -> Iterator[None]:
       del os.environ[name]
 
 
-def _kubernetes(environ: Mapping[str, str]) -> Group | None:
+def _kubernetes(environ: Mapping[str, str]) -> ProcessGroup | None:
   """Reads a pod's environment; the index is set by the manifest or by an indexed job."""
   host = environ.get("JAX_COORDINATOR_ADDRESS") or environ.get("JAX_COORDINATOR_IP")
   count = environ.get("JAX_NUM_PROCESSES") or environ.get("NNODES")
@@ -200,19 +202,19 @@ def _kubernetes(environ: Mapping[str, str]) -> Group | None:
       " index: set JAX_PROCESS_ID, or run an indexed job (JOB_COMPLETION_INDEX)."
     )
   port = environ.get("JAX_COORDINATOR_PORT", str(_PORT))
-  return Group(host if ":" in host else f"{host}:{port}", int(count), int(index))
+  return ProcessGroup(host if ":" in host else f"{host}:{port}", int(count), int(index))
 
 
-def _slurm(environ: Mapping[str, str]) -> Group | None:
+def _slurm(environ: Mapping[str, str]) -> ProcessGroup | None:
   """Reads the environment of a task of `srun`; a shell of `salloc` is not one."""
   names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
   if any(name not in environ for name in names):
     return None
   job, nodes, count, index = (environ[name] for name in names)
-  return Group(f"{first_host(nodes)}:{_port(int(job))}", int(count), int(index))
+  return ProcessGroup(f"{first_host(nodes)}:{_port(int(job))}", int(count), int(index))
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Group | None:
+def _open_mpi(environ: Mapping[str, str]) -> ProcessGroup | None:
   """Reads the environment of a process of Open MPI's `mpirun`."""
   names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
   if any(name not in environ for name in names):
@@ -229,7 +231,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Group | None:
       f" --host_idx={index}."
     )
   port = _port(int(launcher.split(".")[0]) >> 12)
-  return Group(f"{host[1] or host[2]}:{port}", int(count), int(index))
+  return ProcessGroup(f"{host[1] or host[2]}:{port}", int(count), int(index))
 
 
 def _port(job: int) -> int:

@@ -35,7 +35,7 @@ _holder: "subprocess.Popen[bytes] | None" = None
 
 
 def initialize(
-  group: cluster.Group | None,
+  group: cluster.ProcessGroup | None,
   *,
   timeout: float,
   join_timeout: float = 300,

@@ -94,7 +94,7 @@ class Link:
 
 
 def meet(
-  group: cluster.Group, flags: Mapping[str, str], *, timeout: float, every: float = 30.0
+  group: cluster.ProcessGroup, flags: Mapping[str, str], *, timeout: float, every: float = 30.0
 ) -> Met:
   """Returns when all processes of the group have connected.
 
@@ -150,7 +150,9 @@ def _say(text: str):
 class _Host:
   """Process 0's side of the rendezvous."""
 
-  def __init__(self, group: cluster.Group, mine: dict[str, Any], *, timeout: float, every: float):
+  def __init__(
+    self, group: cluster.ProcessGroup, mine: dict[str, Any], *, timeout: float, every: float
+  ):
     self._group, self._mine, self._timeout, self._every = group, mine, timeout, every
     self._began = time.monotonic()
     self._members: dict[int, tuple[Link, dict[str, Any]]] = {}
@@ -325,7 +327,9 @@ def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
   return ""
 
 
-def _join(group: cluster.Group, mine: dict[str, Any], *, timeout: float, every: float) -> Met:
+def _join(
+  group: cluster.ProcessGroup, mine: dict[str, Any], *, timeout: float, every: float
+) -> Met:
   """Connects to process 0; retries, since it may start later."""
   host, port = _split(group.address)
   began = said = time.monotonic()
@@ -356,7 +360,7 @@ def _join(group: cluster.Group, mine: dict[str, Any], *, timeout: float, every: 
     time.sleep(0.2)
 
 
-def _talk(link: Link, group: cluster.Group, mine: dict[str, Any]) -> Met | None:
+def _talk(link: Link, group: cluster.ProcessGroup, mine: dict[str, Any]) -> Met | None:
   """Returns when all have joined; None if the other side is not a process 0 that is waiting."""
   link.send(mine)
   heard = time.monotonic()

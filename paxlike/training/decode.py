@@ -36,7 +36,7 @@ def run(
   prompts: Sequence[decoding.Prompt],
   *,
   step: int | None,
-  options: decoding.Options,
+  options: decoding.DecodingOptions,
 ):
   """Continues `prompts` with checkpoint `step`, or the newest, and prints and saves the texts.
 
@@ -62,7 +62,7 @@ def run(
 def decoding_of(
   trainer: "Trainer",
   params: Params,
-  options: decoding.Options,
+  options: decoding.DecodingOptions,
   *,
   dialogue: Dialogue | None = None,
 ) -> decoding.Decoding:

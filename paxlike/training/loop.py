@@ -158,7 +158,7 @@ class Loop:
       journal.note(f"stopped early: checkpoint {best.step} is still the best")
     if finished and has_progressed and trainer.sample_prompt is not None:
       sampling, seed = Sampling(temperature=0.8), trainer.seed
-      how = decoding.Options(max_new_tokens=200, sampling=sampling, seed=seed)
+      how = decoding.DecodingOptions(max_new_tokens=200, sampling=sampling, seed=seed)
       *_, last = decode.decoding_of(trainer, trainer.evaluated(state), how).run(
         [trainer.sample_prompt]
       )

@@ -99,7 +99,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Decoder:
-  """A decoder as an `executor.Model`; weights are `Differentiated`, constants `Constants`.
+  """A decoder as an `executor.StagedModel`; weights are `Differentiated`, constants `Constants`.
 
   Attributes:
     definition: The definition of the decoder.

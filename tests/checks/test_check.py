@@ -267,7 +267,7 @@ def test_packed_batches_reach_the_devices(monkeypatch, text):
 
 
 def test_small_gradients_count_beside_large_ones():
-  limits = differences.Limits(loss=1e-3, gradient=1e-3, total=1e-3, floor=1e-2)
+  limits = differences.Tolerances(loss=1e-3, gradient=1e-3, total=1e-3, floor=1e-2)
   exact = differences.Step(1.0, 1.0, {"large": np.ones(4), "small": np.full(4, 0.02)})
 
   def compare(gradients, rounded=None):

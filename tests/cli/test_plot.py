@@ -162,5 +162,5 @@ def test_missing_matplotlib_names_the_extra(tmp_path, capsys, monkeypatch):
 
 
 def test_colors_do_not_run_out():
-  runs = [plot.Run("x", plot.Curve([1], [1.0]), {}, plot.Curve([], []))] * 40
+  runs = [plot.PlottedRun("x", plot.Curve([1], [1.0]), {}, plot.Curve([], []))] * 40
   assert len({line.get_color() for line in plot.draw(runs).axes[0].lines}) == 40

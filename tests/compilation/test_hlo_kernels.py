@@ -101,8 +101,8 @@ def test_transposes_are_told_from_what_keeps_its_order(h200):
 
 
 def test_sums_are_ordered_by_time():
-  one = hlo_kernels.Kernel("matmul", "a", 3, 10.0, 5.0, 1.0, "x")
-  other = hlo_kernels.Kernel("memory", "b", 1, 7.0, 0.0, 4.0, "y")
+  one = hlo_kernels.HloKernel("matmul", "a", 3, 10.0, 5.0, 1.0, "x")
+  other = hlo_kernels.HloKernel("memory", "b", 1, 7.0, 0.0, 4.0, "y")
   names, sums = zip(*hlo_kernels.grouped([one, other, one], "group"), strict=True)
   assert names == ("matmul", "memory")
   assert (sums[0].count, sums[0].nbytes, sums[0].flops, sums[0].seconds) == (6, 60, 30, 6)

@@ -92,7 +92,7 @@ def test_what_initialize_is_given(monkeypatch, devices):
     bound.update(signature.bind(*arguments, **named).arguments)
 
   monkeypatch.setattr(jax.distributed, "initialize", initialize)
-  multiprocess.initialize(cluster.Group("[::1]:8476", 4, 2, devices), timeout=7.5)
+  multiprocess.initialize(cluster.ProcessGroup("[::1]:8476", 4, 2, devices), timeout=7.5)
   seconds = {name: bound.pop(name) for name in [*bound] if name.endswith(("timeout", "_seconds"))}
   assert seconds.keys() == {
     "initialization_timeout",

@@ -61,7 +61,7 @@ def test_evaluation_and_decoding_are_compiled_with_them(trainer, tmp_path, monke
     for evaluator in trainer.evaluators.values():
       evaluator.run(params)
     assert dumped(tmp_path / "dump") == {"jit_measure"}
-    options = decoding.Options(max_new_tokens=SEQ_LEN - 4)
+    options = decoding.DecodingOptions(max_new_tokens=SEQ_LEN - 4)
     list(decode.decoding_of(trainer, params, options).run(["ab"]))
   programs = {"jit_measure", "jit_prepare", "jit__empty", "jit__prefill", "jit__decode"}
   assert dumped(tmp_path / "dump") == programs

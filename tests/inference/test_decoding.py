@@ -34,7 +34,7 @@ def model():
 
 def make(model, tokenizer=None, **options):
   definition, params = model
-  options = decoding.Options(**options)
+  options = decoding.DecodingOptions(**options)
   return decoding.Decoding(
     definition, params, tokenizer or Tokenizer(), max_len=SEQ_LEN, options=options
   )
@@ -109,12 +109,12 @@ def test_a_text_is_printed_once_however_it_grows(tmp_path, stop):
     del prompts
     for size in (1, 2, 5, 5, len(text)):
       ended_by = "length" if size == len(text) else None
-      yield decoding.Result(
+      yield decoding.Continuation(
         prompt=0, sample=0, text=text[:size], tokens=[], log_probabilities=[], ended_by=ended_by
       )
 
   growing = types.SimpleNamespace(
-    options=decoding.Options(stop=stop), speed=decoding.Speed(), run=grow
+    options=decoding.DecodingOptions(stop=stop), speed=decoding.Speed(), run=grow
   )
   journal = Journal()
   decoding.tell(

@@ -8,7 +8,7 @@ from paxlike.cli import flags, starting
 from paxlike.devices import jax_setup
 from paxlike.errors import UserError
 from paxlike.processes import cluster, multiprocess
-from paxlike.processes.cluster import Group
+from paxlike.processes.cluster import ProcessGroup
 
 SLURM = {
   "SLURM_JOB_ID": "4097",
@@ -45,24 +45,24 @@ POD = {
   ("environ", "group"),
   [
     ({}, None),
-    (SLURM, Group("node007:61441", 16, 9, (1,))),
+    (SLURM, ProcessGroup("node007:61441", 16, 9, (1,))),
     # One task a node has all of the node's devices.
     (SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
               "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
-     Group("node007:61441", 2, 1)),
+     ProcessGroup("node007:61441", 2, 1)),
     (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
     # A shell on the first node of an allocation is no task of it.
     ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, None),
-    (OPEN_MPI, Group("10.96.0.1:62624", 16, 9, (1,))),
-    (ONE_A_NODE, Group("10.96.0.1:62624", 2, 1)),
-    (POD, Group("train-0.train:8476", 4, 2)),
-    (POD | {"JAX_COORDINATOR_ADDRESS": "a:99", "JAX_PROCESS_ID": "1"}, Group("a:99", 4, 1)),
+    (OPEN_MPI, ProcessGroup("10.96.0.1:62624", 16, 9, (1,))),
+    (ONE_A_NODE, ProcessGroup("10.96.0.1:62624", 2, 1)),
+    (POD, ProcessGroup("train-0.train:8476", 4, 2)),
+    (POD | {"JAX_COORDINATOR_ADDRESS": "a:99", "JAX_PROCESS_ID": "1"}, ProcessGroup("a:99", 4, 1)),
     (
       {"JAX_COORDINATOR_IP": "a", "JAX_COORDINATOR_PORT": "7", "NNODES": "2", "NODE_RANK": "0"},
-      Group("a:7", 2, 0),
+      ProcessGroup("a:7", 2, 0),
     ),
     # Slurm starts the pods' shells too, but they say more.
-    (SLURM | POD, Group("train-0.train:8476", 4, 2)),
+    (SLURM | POD, ProcessGroup("train-0.train:8476", 4, 2)),
   ],
 )  # fmt: skip
 def test_a_cluster_tells_who_the_processes_are(environ, group):
@@ -115,7 +115,7 @@ def test_a_process_takes_the_gpus_that_the_docs_say(name):
 
 
 def test_processes_that_flags_name_split_gpus_as_those_that_are_found(monkeypatch):
-  joined: list[Group] = []
+  joined: list[ProcessGroup] = []
   monkeypatch.setattr(multiprocess, "initialize", lambda group, **named: joined.append(group))
   monkeypatch.setattr(jax_setup, "has_started", lambda: False)
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)

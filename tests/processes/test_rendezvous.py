@@ -21,7 +21,7 @@ def free_port() -> int:
     return probe.getsockname()[1]
 
 
-def links(group: cluster.Group, flags: dict[str, str], *, timeout: float = 20) -> list[int]:
+def links(group: cluster.ProcessGroup, flags: dict[str, str], *, timeout: float = 20) -> list[int]:
   """Returns with whom a process is connected after they have met."""
   met = rendezvous.meet(group, flags, timeout=timeout, every=0.5)
   for link in met.links.values():
@@ -36,7 +36,7 @@ def together(*members: tuple[int, int, dict[str, str]], timeout: float = 3) -> l
   def one(member: tuple[int, int, dict[str, str]]):
     index, count, given = member
     try:
-      return links(cluster.Group(f"localhost:{port}", count, index), given, timeout=timeout)
+      return links(cluster.ProcessGroup(f"localhost:{port}", count, index), given, timeout=timeout)
     except (UserError, TemporaryError) as error:
       return error
 
@@ -79,7 +79,7 @@ def test_who_was_given_other_flags_is_named(count, given, reason):
 def test_who_comes_twice_is_turned_away_and_the_others_meet():
   """Of the two, one is rejected as long as the job waits for process 2."""
   port = free_port()
-  group = cluster.Group(f"localhost:{port}", 3, 0)
+  group = cluster.ProcessGroup(f"localhost:{port}", 3, 0)
 
   def come(index: int):
     try:
@@ -100,7 +100,7 @@ def test_who_comes_twice_is_turned_away_and_the_others_meet():
 def test_strangers_are_not_taken_for_processes(capfd):
   """A scan of ports, say, or a client of another protocol; they do not end the wait."""
   port = free_port()
-  group = cluster.Group(f"localhost:{port}", 2, 0)
+  group = cluster.ProcessGroup(f"localhost:{port}", 2, 0)
   hello = {"index": 1, "count": 2, "flags": {}, "host": "a", "pid": 1}
   odd = [{"index": 7}, {"index": -1}, {"index": True}, {"count": 1.0}, {"flags": {"a": []}}]
   odd += [{"index": 7, "count": 8}, {"host": "a\nb\x1b[31m"}]
@@ -147,10 +147,10 @@ def test_a_port_of_another_program_is_said():
   with socket.create_server(("", 0)) as other:
     address = f"localhost:{other.getsockname()[1]}"
     with pytest.raises(TemporaryError, match="has been in use for 1 s"):
-      rendezvous.meet(cluster.Group(address, 2, 0), {}, timeout=1)
+      rendezvous.meet(cluster.ProcessGroup(address, 2, 0), {}, timeout=1)
   for address in ("localhost", ":1", "a:b", "a:0", "a:70000"):
     with pytest.raises(UserError, match="expected HOST:PORT"):
-      rendezvous.meet(cluster.Group(address, 2, 1), {}, timeout=1)
+      rendezvous.meet(cluster.ProcessGroup(address, 2, 1), {}, timeout=1)
 
 
 def test_flags_that_may_differ_are_not_compared():

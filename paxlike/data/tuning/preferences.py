@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paxlike.config.configurable import configurable
-from paxlike.data.examples import ExampleRows, Plan
+from paxlike.data.examples import EpochPlan, ExampleRows
 from paxlike.data.tuning.chat import Message
 from paxlike.data.tuning.conversations import Conversations, conversation
 from paxlike.errors import UserError
@@ -49,11 +49,11 @@ class PairRows(ExampleRows):
   def _sizes(self) -> np.ndarray:
     return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len // 2)
 
-  def _make_plan(self, epoch: int) -> Plan:
+  def _make_plan(self, epoch: int) -> EpochPlan:
     first, last = (int(share * (len(self._sizes) // 2)) for share in self._split)
     pairs = np.arange(first, last)
     if self._shuffle:
       self._random(epoch).shuffle(pairs)
-    return Plan(
+    return EpochPlan(
       (2 * pairs[:, None] + np.arange(2)).reshape(-1), np.arange(0, 2 * len(pairs) + 1, 2)
     )

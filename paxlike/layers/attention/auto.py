@@ -13,7 +13,7 @@ from paxlike.devices import mesh, topology
 from paxlike.layers.attention.chunked import xla_chunked
 from paxlike.layers.attention.context_parallel import gathered, ring
 from paxlike.layers.attention.cudnn import COUNTS_KEY_HEADS, MAX_SEGMENTS, cudnn, has_widths
-from paxlike.layers.attention.kernels import Demand, Options, name_of, xla
+from paxlike.layers.attention.kernels import AttentionOptions, Demand, name_of, xla
 from paxlike.layers.attention.splash import splash
 
 _EXTRAS = ("soft_cap", "sinks_N", "bias_NTS")
@@ -43,7 +43,7 @@ def auto(
   v_BSKH: jax.Array,
   *,
   max_segments: ranges.Size = MAX_SEGMENTS,
-  **options: Unpack[Options],
+  **options: Unpack[AttentionOptions],
 ) -> jax.Array:
   """Attention with the kernel that `best` selects; see `Kernel`. `max_segments` is for cudnn."""
   demand = Demand(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
-from paxlike.layers.attention.kernels import Options, attend_slice, first_seen
+from paxlike.layers.attention.kernels import AttentionOptions, attend_slice, first_seen
 
 _CHUNK = 256  # Queries whose logits are materialized at a time.
 _SPANS = 8  # Spans of a sequence; each attends only to the keys up to its end.
@@ -17,7 +17,7 @@ _SPANS = 8  # Spans of a sequence; each attends only to the keys up to its end.
 
 @configurable
 def xla_chunked(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[AttentionOptions]
 ) -> jax.Array:
   """Attention as plain XLA operations; see `Kernel`. The backward pass recomputes the logits.
 

@@ -20,7 +20,7 @@ from paxlike.devices import mesh
 from paxlike.layers.attention import all_gather, kernels, window_halo
 from paxlike.layers.attention import ring as key_ring
 from paxlike.layers.attention.chunked import xla_chunked
-from paxlike.layers.attention.kernels import Options
+from paxlike.layers.attention.kernels import AttentionOptions
 from paxlike.layers.attention.online_softmax import (
   Accumulator,
   BackwardInputs,
@@ -60,7 +60,7 @@ _WINDOW_HALO = _Strategy(CONTIGUOUS, window_halo.forward, window_halo.backward)
 
 @configurable
 def ring(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[AttentionOptions]
 ) -> jax.Array:
   """Ring attention (Liu et al., arXiv:2310.01889); see `Kernel`.
 
@@ -71,7 +71,7 @@ def ring(
 
 @configurable
 def gathered(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[AttentionOptions]
 ) -> jax.Array:
   """Attention to all-gathered keys and values (Llama 3, arXiv:2407.21783); see `Kernel`."""
   return _attention(gathered, _GATHERED, q_BTNH, k_BSKH, v_BSKH, options)
@@ -83,7 +83,7 @@ def _attention(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
-  options: Options,
+  options: AttentionOptions,
 ) -> jax.Array:
   """Returns attention by `strategy`, or by `window_halo` if the window is short enough.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import ArgumentError
-from paxlike.layers.attention.kernels import Options, begins, refuse
+from paxlike.layers.attention.kernels import AttentionOptions, begins, refuse
 from paxlike.layers.attention.sharded_kernel import per_device
 
 MAX_SEGMENTS = 64  # The default limit on segments per sequence.
@@ -25,7 +25,7 @@ def cudnn(
   v_BSKH: jax.Array,
   *,
   max_segments: ranges.Size = MAX_SEGMENTS,
-  **options: Unpack[Options],
+  **options: Unpack[AttentionOptions],
 ) -> jax.Array:
   """Flash attention for float16 and bfloat16: memory linear in T; see `Kernel`.
 
@@ -63,7 +63,7 @@ def _attend(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   segments_BT: jax.Array | None,
-  options: Options,
+  options: AttentionOptions,
   max_segments: int,
 ) -> jax.Array:
   # JAX's public function takes only a dense mask, with which cuDNN is slow.

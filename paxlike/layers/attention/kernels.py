@@ -19,8 +19,8 @@ from paxlike.errors import ArgumentError
 _MIN_SPAN, _MAX_SPANS = 64, 8
 
 
-class Options(TypedDict, total=False):
-  """Options of attention.
+class AttentionOptions(TypedDict, total=False):
+  """AttentionOptions of attention.
 
   Attributes:
     scale: Multiplier of the logits.
@@ -43,7 +43,11 @@ class Kernel(Protocol):
   """Causal attention."""
 
   def __call__(
-    self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
+    self,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    **options: Unpack[AttentionOptions],
   ) -> jax.Array:
     """Returns y_BTNH in the dtype of q; its H is that of v.
 
@@ -51,7 +55,7 @@ class Kernel(Protocol):
       q_BTNH: Queries.
       k_BSKH: Keys of K heads; each serves N / K query heads.
       v_BSKH: Values.
-      **options: See `Options`.
+      **options: See `AttentionOptions`.
     """
     ...
 
@@ -78,7 +82,7 @@ class Demand(NamedTuple):
   extras: tuple[str, ...]
 
 
-def refuse(kernel: Callable[..., Any], options: Options, *names: str):
+def refuse(kernel: Callable[..., Any], options: AttentionOptions, *names: str):
   """Raises an ArgumentError if a named option is set, which the kernel does not support."""
   for name in names:
     if options.get(name) is not None:
@@ -105,7 +109,7 @@ def name_of(kernel: Any) -> str:
 
 @configurable
 def xla(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[Options]
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[AttentionOptions]
 ) -> jax.Array:
   """Attention as plain XLA operations, on any backend; materializes float32 T x S logits.
 
@@ -196,9 +200,9 @@ def cached(
     k_BKHS: Cached keys.
     v_BKSH: Cached values.
     visible_BS: The slots that a query attends to.
-    scale: See `Options`.
-    soft_cap: See `Options`.
-    sinks_N: See `Options`.
+    scale: See `AttentionOptions`.
+    soft_cap: See `AttentionOptions`.
+    sinks_N: See `AttentionOptions`.
     bias_BNS: Added to the logits.
   """
   B, N, H = q_BNH.shape

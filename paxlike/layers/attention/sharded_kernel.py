@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from paxlike.devices import mesh
-from paxlike.layers.attention.kernels import Options
+from paxlike.layers.attention.kernels import AttentionOptions
 
 _QKV: mesh.Dims = ("batch", "time", "heads", None)
 _DIMS: dict[str, mesh.Dims] = {
@@ -24,7 +24,7 @@ def per_device(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
-  options: Options,
+  options: AttentionOptions,
   *names: str,
   block: int = 128,
 ) -> jax.Array:
@@ -38,7 +38,7 @@ def per_device(
     q_BTNH: See `Kernel`.
     k_BSKH: See `Kernel`.
     v_BSKH: See `Kernel`.
-    options: See `Options`.
+    options: See `AttentionOptions`.
     *names: Names of the array options to pass to the kernel; an option that is not set is None.
     block: The kernel requires a T that is a multiple of this.
   """

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import jax
 
 from paxlike.config.configurable import configurable
-from paxlike.layers.attention.kernels import Options, refuse
+from paxlike.layers.attention.kernels import AttentionOptions, refuse
 from paxlike.layers.attention.sharded_kernel import per_device
 
 _LARGEST_BLOCK = 512
@@ -20,7 +20,7 @@ def splash(
   v_BSKH: jax.Array,
   *,
   interpret: bool = False,
-  **options: Unpack[Options],
+  **options: Unpack[AttentionOptions],
 ) -> jax.Array:
   """Flash attention (FlashAttention-2; Dao, 2023): memory linear in T; see `Kernel`.
 
@@ -53,7 +53,7 @@ def splash(
   return per_device(local, q_BTNH, k_BSKH, v_BSKH, options, "segments_BT", "sinks_N")
 
 
-def _kernel(length: int, num_heads: int, options: Options, *, interpret: bool) -> Any:
+def _kernel(length: int, num_heads: int, options: AttentionOptions, *, interpret: bool) -> Any:
   """Returns the kernel for one sequence."""
   from jax.experimental.pallas.ops.tpu import splash_attention as library
 

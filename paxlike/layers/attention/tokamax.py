@@ -11,7 +11,7 @@ from absl import flags
 
 from paxlike.config.configurable import configurable
 from paxlike.errors import ArgumentError
-from paxlike.layers.attention.kernels import Options, begins, refuse
+from paxlike.layers.attention.kernels import AttentionOptions, begins, refuse
 from paxlike.layers.attention.sharded_kernel import per_device
 
 
@@ -22,7 +22,7 @@ def tokamax(
   v_BSKH: jax.Array,
   *,
   implementation: str = "mosaic_gpu",
-  **options: Unpack[Options],
+  **options: Unpack[AttentionOptions],
 ) -> jax.Array:
   """Flash attention (FlashAttention-3; Shah et al., 2024): memory linear in T; see `Kernel`.
 

@@ -20,7 +20,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
 from paxlike.layers.module import is_statistic
-from paxlike.layers.moe.experts import ExpertLinear, Experts
+from paxlike.layers.moe.experts import Experts
 from paxlike.layers.moe.routing import Routing
 
 # (experts, x_BTD, routing) -> (y_BTD, metrics as [sum, weight]).
@@ -107,7 +107,7 @@ def _apply_sorted(
   inverse = jnp.argsort(order)
   sizes_E = jnp.bincount(chosen, length=num_experts).astype(jnp.int32)
   x_MD: Any = _permute(x_BTD.reshape(-1, x_BTD.shape[-1]), order, inverse, num_chosen)
-  y_MD = experts(x_MD, functools.partial(ExpertLinear.sorted, sizes_E=sizes_E))
+  y_MD = experts(x_MD, lambda layer, x: layer.sorted(x, sizes_E))
   y_MD: Any = _permute(y_MD, inverse, order, 1)
   y_BTKD = jnp.where(here_BTK[..., None], y_MD.reshape(*experts_BTK.shape, -1), 0)
   return _weighted_sum(y_BTKD, weights_BTK)
@@ -165,7 +165,7 @@ class Capacity:
     # From sharded sequences to sharded experts: an all-to-all over the expert axis.
     x_EBCD = x_BSD.reshape(B, E, C, D).swapaxes(0, 1)
     x_EBCD = mesh.constrain(x_EBCD, "experts", "group", None, None)
-    y = experts(x_EBCD.reshape(E, B * C, D), ExpertLinear.placed)
+    y = experts(x_EBCD.reshape(E, B * C, D), lambda layer, x: layer.placed(x))
     y_EBCD = mesh.constrain(y.reshape(E, B, C, -1), "experts", "group", None, None)
     y_BSD = mesh.constrain(y_EBCD.swapaxes(0, 1).reshape(B, E * C, -1), "batch", None, None)
     y_BMD: Any = _take(E * C, slots_BM, y_BSD)

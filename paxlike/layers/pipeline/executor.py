@@ -34,7 +34,7 @@ class StageArrays(NamedTuple):
   stacked: Any
 
 
-class Model(Protocol):
+class StagedModel(Protocol):
   """The model that the executor runs. Constants get no gradient."""
 
   def chunk(
@@ -92,7 +92,7 @@ class _State(NamedTuple):
 
 def gradients(
   pipeline: Pipeline,
-  model: Model,
+  model: StagedModel,
   weights: StageArrays,
   constants: StageArrays,
   microbatches: Any,
@@ -139,7 +139,7 @@ class _Stage:
   def __init__(
     self,
     pipeline: Pipeline,
-    model: Model,
+    model: StagedModel,
     weights: StageArrays,
     constants: StageArrays,
     microbatches: Any,

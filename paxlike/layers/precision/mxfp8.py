@@ -48,7 +48,7 @@ class MxFp8:
     return _multiply(product, x, w)
 
 
-class Blocks(NamedTuple):
+class QuantizedBlocks(NamedTuple):
   """A quantized array: `values` in e4m3 [..., K], times `scales` in e8m0 [..., K / 32]."""
 
   values: jax.Array
@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
     return (blocks * self.scales.astype(jnp.float32)[..., None]).reshape(self.values.shape)
 
 
-def quantized(x: jax.Array) -> Blocks:
+def quantized(x: jax.Array) -> QuantizedBlocks:
   """Returns x [..., K] quantized along its last dim, which is padded to whole blocks.
 
   A block with a non-finite entry has the scale NaN.
@@ -74,7 +74,7 @@ def quantized(x: jax.Array) -> Blocks:
   exponent = jnp.where(largest > 0, jnp.maximum(exponent, _LEAST), _LEAST)
   bits = jnp.where(jnp.isfinite(largest), exponent + _BIAS, 255).astype(jnp.uint8)
   values = (blocks * jnp.ldexp(jnp.float32(1), -exponent)[..., None]).astype(_VALUES)
-  return Blocks(values.reshape(x.shape), jax.lax.bitcast_convert_type(bits, _SCALES))
+  return QuantizedBlocks(values.reshape(x.shape), jax.lax.bitcast_convert_type(bits, _SCALES))
 
 
 @jax.custom_vjp
@@ -161,7 +161,7 @@ def _matmul(a: jax.Array, b: jax.Array, form: _Form, dtype: Any) -> jax.Array:
   axes = mesh.axes_of(of_contracted)
   scattered = form.scattered(axes, sizes)
 
-  def local(a: Blocks, b: Blocks) -> jax.Array:
+  def local(a: QuantizedBlocks, b: QuantizedBlocks) -> jax.Array:
     y, to_sum = _block_scaled(a, b, form, dtype), axes
     if scattered is not None:
       y = jax.lax.psum_scatter(y, "fsdp", scatter_dimension=scattered, tiled=True)
@@ -176,24 +176,24 @@ def _matmul(a: jax.Array, b: jax.Array, form: _Form, dtype: Any) -> jax.Array:
   return on_all(*in_blocks)
 
 
-def _block_scaled(a: Blocks, b: Blocks, form: _Form, dtype: Any) -> jax.Array:
+def _block_scaled(a: QuantizedBlocks, b: QuantizedBlocks, form: _Form, dtype: Any) -> jax.Array:
   """Returns y on one device."""
 
   def flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, math.prod(x.shape[x.ndim - len(form.contracted) :]))
 
-  flat_a, flat_b = (Blocks(*map(flat, one)) for one in (a, b))
+  flat_a, flat_b = (QuantizedBlocks(*map(flat, one)) for one in (a, b))
   # Not `platform_dependent`, which would hide the matmul from remat policies.
   multiply = _by_cudnn if topology.multiplies_mxfp8(topology.devices()[0]) else _emulated
   return multiply(flat_a, flat_b, dtype).reshape(*a.values.shape[: len(form.rows)], -1)
 
 
-def _by_cudnn(a: Blocks, b: Blocks, dtype: Any) -> jax.Array:
+def _by_cudnn(a: QuantizedBlocks, b: QuantizedBlocks, dtype: Any) -> jax.Array:
   values, scales = zip(*((x[None] for x in one) for one in (a, b)), strict=True)
   return jax.nn.scaled_matmul(*values, *scales, preferred_element_type=dtype)[0]
 
 
-def _emulated(a: Blocks, b: Blocks, dtype: Any) -> jax.Array:
+def _emulated(a: QuantizedBlocks, b: QuantizedBlocks, dtype: Any) -> jax.Array:
   # Without a barrier, XLA would remove the conversions to 8 bits and back.
   a, b = jax.lax.optimization_barrier((a, b))
   return (a.dequantized() @ b.dequantized().T).astype(dtype)

@@ -149,3 +149,24 @@ def test_tokens_reach_the_experts_of_other_devices_by_all_to_all():
     params, x_BTD = jax.device_put((params, x_BTD), (specs, rows))
     compiled = jax.jit(forward).lower(params, x_BTD).compile()
   assert "all-to-all" in (compiled.as_text() or "")
+
+
+@pytest.mark.parametrize("dispatch", [dropless, Capacity(factor=4.0)])
+def test_experts_of_users_may_override_their_matmuls(dispatch):
+  class Negated(layers.ExpertLinear):
+    def sorted(self, x_MD, sizes_E):
+      return -super().sorted(x_MD, sizes_E)
+
+    def placed(self, x_ECD):
+      return -super().placed(x_ECD)
+
+  def output(down):
+    experts = functools.partial(layers.Experts, hidden_dim=F, up=up, down=down, activation=jnp.tanh)
+    definition, params = build(dispatch=dispatch, experts=experts)
+    return definition.bind(params)(jnp.ones((1, 4, D)))[0]
+
+  up = functools.partial(layers.ExpertLinear, role="up")
+  plain, negated = (
+    output(functools.partial(cls, role="down")) for cls in (layers.ExpertLinear, Negated)
+  )
+  np.testing.assert_allclose(negated, -plain, rtol=1e-6)
