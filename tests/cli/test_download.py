@@ -91,11 +91,11 @@ def test_what_was_finished_is_not_written_again(tmp_path):
 @pytest.mark.parametrize(
   ("name", "content", "says"),
   [
-    ("a.jsonl", b'{"txt": "a"}', r"a\.jsonl:1: no text in field text\. It has: txt\."),
+    ("a.jsonl", b'{"txt": "a"}', r"a\.jsonl:1: no string in field text\. It has: txt\."),
     ("a.jsonl", b"[", r"a\.jsonl:1 is not JSON"),
     ("a-test.jsonl", lines(["a"]), r"has no split test, only train, validation"),
     ("a.jsonl.gz", gzip.compress(lines(["a"]), mtime=0)[:-4], r"a\.jsonl\.gz cannot be read"),
-    ("a.txt", b"text", r"a\.txt is none of"),
+    ("a.txt", b"text", r"the suffix of .*a\.txt is not one of \.jsonl"),
   ],
 )
 def test_what_is_wrong_with_a_file_is_said_in_a_line(tmp_path, capsys, name, content, says):
