@@ -203,7 +203,7 @@ def test_our_own_defects_name_the_knobs_near_them(capsys, tmp_path, monkeypatch)
   monkeypatch.setattr(optimizers, "adamw", None)
   status, err = answer(capsys, tmp_path, *TINY)
   assert (status, err.count("\n")) == (1, 1)
-  assert err.startswith("paxlike: unexpected near ADAM_BETA1, ")
+  assert err.startswith("paxlike: unexpected near OPTIMIZER, ADAM_BETA1, ")
 
 
 def test_pipelines_are_refused_without_the_words_of_fiddle(capsys, tmp_path):

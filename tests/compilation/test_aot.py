@@ -28,7 +28,7 @@ def test_the_page_tells_of_memory_and_kernels(capsys):
   assert re.search(r"attention +cudnn\n", out)
   assert re.search(r"memory per device: peak +[\d.]+ [kM]B of 139\.3 GB: fits", out)
   assert re.search(r"attention: __cudnn\$fmhaSoftmaxBackward\n", out)
-  groups = out.partition("roofline of each device\n")[2].partition("\n\n")[0].splitlines()
+  groups = out.partition("roofline per device\n")[2].partition("\n\n")[0].splitlines()
   every, *parts = [float(line.split()[0]) for line in groups]
   assert every == pytest.approx(sum(parts), abs=0.003)
 
