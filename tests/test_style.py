@@ -3,6 +3,7 @@
 
 import ast
 import functools
+import graphlib
 import pathlib
 import re
 
@@ -45,6 +46,8 @@ LAZY = {"clu", "seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text"}
 
 FLOOR = {name: floor for floor, row in enumerate(FLOORS) for name in row}
 
+ROOMS = sorted(path.parent for path in PACKAGE.rglob("*/__init__.py") if path.parent != PACKAGE)
+
 every_source = pytest.mark.parametrize(
   "path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY))
 )
@@ -83,13 +86,13 @@ def imports(root: ast.AST) -> list[str]:
   return [name for node in ast.walk(root) for name in imported(node)]
 
 
-def imports_on_loading(root: ast.AST) -> list[str]:
-  """Like `imports`, without the bodies of functions and what only type checkers read."""
+def imports_at_run_time(root: ast.AST, *, in_functions: bool) -> list[str]:
+  """Like `imports`, without what only type checkers read; `in_functions`: also in their bodies."""
   names, stack = [], [root]
   while stack:
     node = stack.pop()
     names += imported(node)
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not in_functions:
       continue
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
       stack += node.orelse
@@ -101,8 +104,10 @@ def imports_on_loading(root: ast.AST) -> list[str]:
 def own_imports(path: pathlib.Path) -> set[str]:
   """The folders of the package that a file imports from, other than its own."""
   # `paxlike/__init__.py` names what it exports for type checkers, and imports it when it is used.
-  found = imports_on_loading if path == PACKAGE / "__init__.py" else imports
-  names = {unit(name) for name in found(tree(path)) if name.split(".")[0] == "paxlike"}
+  root = tree(path)
+  is_face = path == PACKAGE / "__init__.py"
+  found = imports_at_run_time(root, in_functions=False) if is_face else imports(root)
+  names = {unit(name) for name in found if name.split(".")[0] == "paxlike"}
   return names - {unit_of(path)}
 
 
@@ -179,6 +184,20 @@ def test_imports_go_down_the_floors(path):
     assert FLOOR[other] < FLOOR[name], f"{name} imports {other}, which is not on a floor below"
 
 
+@pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_folders_of_a_room_import_in_one_direction(room):
+  """Each child of a folder, with all within it, imports its siblings without a circle."""
+  inside = ".".join(room.relative_to(PACKAGE.parent).parts) + "."
+  graph: dict[str, set[str]] = {}
+  for path in room.rglob("*.py"):
+    child = path.relative_to(room).with_suffix("").parts[0]
+    names = imports_at_run_time(tree(path), in_functions=True)
+    siblings = {name.removeprefix(inside).split(".")[0] for name in names if inside in name}
+    graph.setdefault(child, set()).update(siblings - {child})
+  del graph["__init__"]  # The door, which imports what the room exports.
+  assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
 def test_tests_mirror_the_package():
   """A folder of tests is named for what it tests, and no test imports another."""
   tests = REPOSITORY / "tests"
@@ -208,7 +227,8 @@ def test_graphs_are_built_in_one_place(path):
 
 @every_module
 def test_tensorflow_is_imported_by_who_needs_it(path):
-  assert not LAZY & {name.split(".")[0] for name in imports_on_loading(tree(path))}
+  on_loading = imports_at_run_time(tree(path), in_functions=False)
+  assert not LAZY & {name.split(".")[0] for name in on_loading}
 
 
 def test_the_laws_have_teeth():
@@ -223,7 +243,7 @@ def test_the_laws_have_teeth():
   )
   units = {unit(name) for name in imports(offender) if name.startswith("paxlike")}
   assert units == {"layers", "main", "__init__"}
-  on_loading = {name.split(".")[0] for name in imports_on_loading(offender)}
+  on_loading = {name.split(".")[0] for name in imports_at_run_time(offender, in_functions=False)}
   assert {"fiddle", "seqio"} <= on_loading and not {"clu", "tensorflow"} & on_loading
   assert knobs_in(ast.parse('f"NUM_HEADS={heads} is {N} of NUM_X"')) == ["NUM_HEADS"]
   with pytest.raises(AssertionError, match="relative"):

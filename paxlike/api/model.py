@@ -20,7 +20,7 @@ from paxlike.cli import flags, starting, unexpected
 from paxlike.errors import UserError
 
 if TYPE_CHECKING:
-  from paxlike.data.tuning.dialogue import Dialogue
+  from paxlike.data.chat.dialogue import Dialogue
   from paxlike.inference.decoding import Decoding, DecodingOptions
   from paxlike.training.trainer import Trainer
 

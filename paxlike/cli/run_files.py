@@ -18,9 +18,9 @@ from etils import epath
 
 from paxlike import file_io, input_files, registry, run_folder
 from paxlike.config import allowed_symbols, graph_file, graph_types, paths
+from paxlike.data.chat import chat
 from paxlike.data.tokenizers import token_settings
 from paxlike.data.tokenizers.tokenizer import FileTokenizer
-from paxlike.data.tuning import chat
 from paxlike.experiment import Experiment
 
 _TOKENIZER = "tokenizer"

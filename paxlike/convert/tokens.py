@@ -12,6 +12,7 @@ from typing import Any
 from paxlike import input_files
 from paxlike.convert import sentencepiece_json
 from paxlike.convert.tensors import read_json
+from paxlike.data.chat import chat, jinja_templates
 from paxlike.data.tokenizers import token_settings
 from paxlike.data.tokenizers import tokenizer as tokenizer_lib
 from paxlike.data.tokenizers.tokenizer import (
@@ -19,7 +20,6 @@ from paxlike.data.tokenizers.tokenizer import (
   HuggingFaceTokenizer,
   SentencePieceTokenizer,
 )
-from paxlike.data.tuning import chat, jinja_templates
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from paxlike.config import ranges
+from paxlike.data.chat.dialogue import Dialogue
 from paxlike.data.tokenizers.tokenizer import Tokenizer
-from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.errors import UserError
 
 Arrays = dict[str, np.ndarray]

@@ -10,9 +10,9 @@ import numpy as np
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
+from paxlike.data.chat.dialogue import Dialogue
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 from paxlike.data.tokenizers.tokenizer import Tokenizer
-from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.errors import UserError
 
 _BLOCK = 1024

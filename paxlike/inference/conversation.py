@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from paxlike.data.tuning.chat import Message
+from paxlike.data.chat.chat import Message
 from paxlike.errors import UserError
 from paxlike.inference.decoding import Decoding, stream
 from paxlike.processes import progress

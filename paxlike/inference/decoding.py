@@ -12,9 +12,9 @@ import numpy as np
 from etils import epath
 
 from paxlike import file_io, run_folder
+from paxlike.data.chat.chat import Message
+from paxlike.data.chat.dialogue import Dialogue
 from paxlike.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
-from paxlike.data.tuning.chat import Message
-from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.errors import UserError
 from paxlike.inference.generate import GeneratedText, Generator, Request, Speed
 from paxlike.inference.sampling import Sampling

@@ -10,7 +10,7 @@ from typing import Any
 from etils import epath
 
 from paxlike import file_io, input_files
-from paxlike.data.tuning import chat
+from paxlike.data.chat import chat
 from paxlike.errors import UserError
 from paxlike.inference.decoding import Prompt
 

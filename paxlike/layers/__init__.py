@@ -22,6 +22,7 @@ from paxlike.layers.attention.tokamax import tokamax
 from paxlike.layers.block import Block
 from paxlike.layers.call_context import Context
 from paxlike.layers.decoder import Decoder
+from paxlike.layers.delayed_fp8 import DelayedFp8
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
@@ -43,7 +44,7 @@ from paxlike.layers.moe.moe import Moe
 from paxlike.layers.norm import LayerNorm, RmsNorm
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.precision import transformer_engine, weight_only
-from paxlike.layers.precision.fp8 import DelayedFp8, Fp8
+from paxlike.layers.precision.fp8 import Fp8
 from paxlike.layers.precision.int8 import Int8
 from paxlike.layers.precision.mxfp8 import MxFp8
 from paxlike.layers.precision.transformer_engine import TransformerEngine

@@ -14,9 +14,9 @@ from paxlike.checkpoints.committing import check_keep
 from paxlike.checkpoints.warm_start import Restore
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
+from paxlike.data.chat import dialogue
+from paxlike.data.chat.dialogue import Dialogue
 from paxlike.data.dataset import Dataset
-from paxlike.data.tuning import dialogue
-from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.devices import mesh
 from paxlike.devices.batch_placement import Feed
 from paxlike.errors import UserError

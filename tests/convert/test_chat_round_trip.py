@@ -9,9 +9,9 @@ from helpers import newcomer
 from helpers.program import run
 
 from paxlike.convert.main import run as convert
+from paxlike.data.chat import chat, jinja_templates
+from paxlike.data.chat.own_template import OwnTemplate
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from paxlike.data.tuning import chat, jinja_templates
-from paxlike.data.tuning.own_template import OwnTemplate
 
 TALK = [
   {"role": "system", "content": "Be kind."},

@@ -6,8 +6,8 @@ from helpers.tiny_tokenizers import TEXTS, large, sentencepiece, words, write_js
 
 from paxlike.convert import sentencepiece_json, tokens
 from paxlike.convert.main import run
+from paxlike.data.chat import chat
 from paxlike.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
-from paxlike.data.tuning import chat
 
 ENDED = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
 

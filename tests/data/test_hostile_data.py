@@ -12,8 +12,8 @@ import pyarrow
 import pytest
 from helpers.damaged_files import TALK, within, write_tokenizer
 
+from paxlike.data.chat import chat, template_worker
 from paxlike.data.text import files, records, text_files
-from paxlike.data.tuning import chat, template_worker
 from paxlike.errors import UserError
 
 TEMPLATES = {

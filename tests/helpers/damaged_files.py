@@ -29,6 +29,7 @@ from helpers import tiny_llama
 from paxlike.convert.main import run
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.tensors import TensorFolder
+from paxlike.data.chat import chat
 from paxlike.data.text import records
 from paxlike.data.tokenizers.tokenizer import (
   ByteTokenizer,
@@ -36,7 +37,6 @@ from paxlike.data.tokenizers.tokenizer import (
   SentencePieceTokenizer,
   Tokenizer,
 )
-from paxlike.data.tuning import chat
 from paxlike.data.tuning.conversations import Conversations
 from paxlike.errors import UserError
 

@@ -13,10 +13,10 @@ from helpers.program import finish, start
 from helpers.sources import REPOSITORY
 
 from paxlike.convert.main import run as convert
+from paxlike.data.chat import chat
+from paxlike.data.chat.dialogue import Dialogue, beside
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from paxlike.data.tuning import chat
 from paxlike.data.tuning.conversations import Conversations
-from paxlike.data.tuning.dialogue import Dialogue, beside
 from paxlike.errors import UserError
 from paxlike.inference import prompts
 

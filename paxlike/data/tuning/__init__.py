@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data for fine-tuning: chat templates, conversations and preferences."""
+"""Corpora for fine-tuning: conversations, and preferences between answers."""

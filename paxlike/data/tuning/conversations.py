@@ -13,13 +13,13 @@ import numpy as np
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data import token_index
+from paxlike.data.chat import chat
+from paxlike.data.chat.chat import Message, Part
+from paxlike.data.chat.dialogue import Dialogue
 from paxlike.data.corpus import Corpus
 from paxlike.data.text import files, records
 from paxlike.data.token_index import Document, TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
-from paxlike.data.tuning import chat
-from paxlike.data.tuning.chat import Message, Part
-from paxlike.data.tuning.dialogue import Dialogue
 from paxlike.errors import UserError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from paxlike.config.configurable import configurable
+from paxlike.data.chat.chat import Message
 from paxlike.data.examples import EpochPlan, ExampleRows
-from paxlike.data.tuning.chat import Message
 from paxlike.data.tuning.conversations import Conversations, conversation
 from paxlike.errors import UserError
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
-from paxlike.layers import module
 from paxlike.layers.precision.matmul import Product
 from paxlike.layers.precision.rounding import Rounded
 
@@ -33,47 +32,25 @@ class Fp8:
   def __call__(
     self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
   ) -> jax.Array:
-    return _multiply(product, x, w, w8, None)
+    return multiply(product, x, w, w8, None)
 
 
-@configurable
-class DelayedFp8(module.Module):
-  """A `Dot` with delayed scaling: scales of activations and gradients come from amax histories.
-
-  The kernel that produces an operand can then quantize it too, whereas `Fp8` needs the amax of the
-  whole array first. Values above the amax of the history saturate. In the first step, the history
-  is empty and scales are 1.
-  """
-
-  def __init__(self, history: int = 16):
-    """`history` is the length of the amax histories, in steps."""
-    self.inputs = self.statistic({"history": history}, update=_append)
-    self.gradients = self.statistic({"history": history}, update=_append)
-
-  def quantized(self, w: jax.Array) -> Rounded:
-    return Fp8.quantized(w)
-
-  def __call__(
-    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
-  ) -> jax.Array:
-    return _multiply(product, x, w, w8, _AmaxHistory(self.inputs[...], self.gradients[...]))
-
-
-class _AmaxHistory(NamedTuple):
+class AmaxHistory(NamedTuple):
   """The amax of recent steps, newest first, float32; the "gradient" holds this step's amax."""
 
   inputs: jax.Array
   gradients: jax.Array
 
 
-def _append(history: jax.Array, newest: jax.Array) -> jax.Array:
-  return jnp.concatenate([newest[..., :1], history[..., :-1]], -1)
-
-
 @jax.custom_vjp
-def _multiply(
-  product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None, history: _AmaxHistory | None
+def multiply(
+  product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None, history: AmaxHistory | None
 ) -> jax.Array:
+  """Returns the product, in the dtype of x. `w8` is `Fp8.quantized(w)`, None to quantize here.
+
+  Without a history, scales are current. With one, they are delayed, and the cotangent of the
+  history carries this step's amax of x and of the gradient as newest entries.
+  """
   return _forward(product, x, w, w8, history)[0]
 
 
@@ -99,10 +76,10 @@ def _backward(saved, dy):
     return None, dx, dw, None, None
   newest = (amax_x, _amax(dy))
   found = (jnp.zeros_like(old).at[0].set(new) for old, new in zip(history, newest, strict=True))
-  return None, dx, dw, None, _AmaxHistory(*found)
+  return None, dx, dw, None, AmaxHistory(*found)
 
 
-_multiply.defvjp(_forward, _backward)
+multiply.defvjp(_forward, _backward)
 
 
 def rounded(x: jax.Array, dtype: Any, history: jax.Array | None = None) -> Rounded:

@@ -9,13 +9,13 @@ import random
 import numpy as np
 import pytest
 
+from paxlike.data.chat import chat
 from paxlike.data.tokenizers.tokenizer import (
   ByteTokenizer,
   CharacterTokenizer,
   HuggingFaceTokenizer,
   SentencePieceTokenizer,
 )
-from paxlike.data.tuning import chat
 from paxlike.errors import UserError
 
 TEXTS = ["", "a", "naïve café\n\tdef f(x):\r\n", "漢字 \U0001f600 e\u0301 \x00\x7f\u2028\ufeff"]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tokenizers
 
+from paxlike.data.chat import chat, own_template
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from paxlike.data.tuning import chat, own_template
 from paxlike.data.tuning.conversations import Conversations
 from paxlike.errors import UserError
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paxlike.data.chat import own_template
+from paxlike.data.chat.own_template import OwnTemplate
 from paxlike.data.tokenizers.tokenizer import Tokenizer
-from paxlike.data.tuning import own_template
-from paxlike.data.tuning.own_template import OwnTemplate
 from paxlike.errors import UserError
 
 # {"role": "system" | "user" | "assistant" ..., "content": text}.

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paxlike import input_files
+from paxlike.data.chat import template_worker
 from paxlike.data.tokenizers import tokenizer_classes
 from paxlike.data.tokenizers.token_settings import TokenSettings, check_file
-from paxlike.data.tuning import template_worker
 from paxlike.errors import UserError
 
 # Files beside a Hugging Face tokenizer that may hold its template.

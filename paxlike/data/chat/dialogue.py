@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from paxlike import input_files
+from paxlike.data.chat import chat, own_template
+from paxlike.data.chat.chat import Message
 from paxlike.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
-from paxlike.data.tuning import chat, own_template
-from paxlike.data.tuning.chat import Message
 from paxlike.errors import UserError
 
 
