@@ -24,8 +24,8 @@ train: $(RUN)
 	$(BIN)/paxlike-plot "$(DIR)"
 	@echo "TensorBoard files: $(DIR)/summaries, numbers: $(DIR)/metrics.jsonl"
 
-# A process for each of two cores: tests mostly compile, which takes one.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadscope
+# Three processes keep two cores busy: most tests compile, which takes one, and some wait.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadscope
 
 test: lint
 	$(PYTEST)

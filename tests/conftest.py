@@ -57,6 +57,13 @@ def pytest_unconfigure(config: pytest.Config):
   shutil.rmtree(_SCRATCH, ignore_errors=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+  """Frees the programs that a module compiled: of all modules, they take several GB."""
+  yield
+  jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> pathlib.Path:
   """The folder of real texts and models that may lie beside the repository."""

@@ -45,9 +45,10 @@ EXPERT_MIXES: tuple[dict[str, int], ...] = (
   {"expert": 2, "context": 2, "tensor": 2},
   {"data": 2, "fsdp": 2, "expert": 2},
 )
-DENSE, EXPERTS = ("Synthetic126M", "SyntheticLLaMA70B", "Gemma2_2B"), ("Mixtral8x7B", "DeepSeekV3")
-CASES = [(name, mix) for name in DENSE for mix in MIXES]
-CASES += [(name, mix) for name in EXPERTS for mix in EXPERT_MIXES]
+# The other families are tried on one mix in experiments/test_families.py.
+CASES = [("Synthetic126M", mix) for mix in MIXES]
+CASES += [("Gemma2_2B", mix) for mix in MIXES if "context" in mix]
+CASES += [("DeepSeekV3", mix) for mix in EXPERT_MIXES]
 
 # Model, schedule, groups of layers that a stage holds, axes; all in four microbatches.
 PIPELINES: tuple[tuple[str, str, int, dict[str, int]], ...] = (
@@ -64,8 +65,6 @@ PIPELINES: tuple[tuple[str, str, int, dict[str, int]], ...] = (
   ("Mixtral8x7B", "interleaved_1f1b", 2, {"pipeline": 2, "expert": 2, "tensor": 2}),
   ("DeepSeekV3", "1f1b", 1, {"pipeline": 2, "fsdp": 2, "expert": 2}),
   ("SyntheticGLaM126M64E", "circular", 2, {"pipeline": 2, "expert": 2, "tensor": 2}),
-  ("GptOss20B", "1f1b", 1, {"pipeline": 2, "data": 2, "tensor": 2}),
-  ("Qwen3_30B_A3B", "1f1b", 1, {"pipeline": 2, "expert": 2, "tensor": 2}),
 )
 pytestmark = pytest.mark.slow
 
@@ -76,7 +75,7 @@ def spelt(value: Any) -> str:
 
 @functools.cache
 def expected(name: str, packed: bool = False) -> Any:
-  return one_device(shrunk(name), batch(8, packed=packed))
+  return one_device(shrunk(name, scan=True), batch(8, packed=packed))
 
 
 def on(mix: dict[str, int], name: str, *, packed: bool = False, **options: Any) -> Any:
@@ -104,7 +103,8 @@ def pipelined(schedule: str, chunks: int, stages: int, **options: Any) -> fdl.Co
 @functools.cache
 def in_four_parts(name: str, packed: bool = False, **knobs: Any) -> Any:
   data = batch(16, packed=packed)
-  return one_device(shrunk(name, repeats=4, **knobs), data, num_microbatches=4)
+  definition = shrunk(name, scan=True, repeats=4, **knobs)
+  return one_device(definition, data, num_microbatches=4)
 
 
 def through_stages(
@@ -122,8 +122,10 @@ def test_any_pipeline_is_one_device(name, schedule, chunks, mix):
   assert_same(through_stages(name, schedule, chunks, mix), in_four_parts(name))
 
 
-@pytest.mark.parametrize("remat", ["SAVE_EVERYTHING", "SAVE_NOTHING"])
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved_1f1b", 2)], ids=spelt)
+@pytest.mark.parametrize(
+  ("schedule", "chunks", "remat"),
+  [("gpipe", 1, "SAVE_EVERYTHING"), ("interleaved_1f1b", 2, "SAVE_NOTHING")],
+)
 def test_stages_may_store_what_remat_saves(schedule, chunks, remat):
   name, mix = "SyntheticLLaMA70B", {"pipeline": 2, "fsdp": 2, "tensor": 2}
   knobs = {"remat": remat}
@@ -191,8 +193,9 @@ SEQUENCES: tuple[dict[str, int], ...] = (
 )
 
 
-@pytest.mark.parametrize("kernel", ["ring", "gathered"])
-@pytest.mark.parametrize("mix", SEQUENCES, ids=spelt)
+@pytest.mark.parametrize(
+  ("kernel", "mix"), [("gathered", SEQUENCES[-1]), *(("ring", mix) for mix in SEQUENCES)], ids=spelt
+)
 def test_devices_that_share_sequences_are_one_device(kernel, mix):
   name = "SyntheticLLaMA70B"
   definition = shrunk(name, scan=True, ATTENTION_KERNEL=kernel, ICI_MESH_SHAPE=mix)

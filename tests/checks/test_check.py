@@ -31,7 +31,6 @@ from paxlike.training import train_step
 # Experiment and axes of the mesh of eight devices.
 MIXES = {
   "data": ("Synthetic126M", {"data": 8}),
-  "fsdp": ("Synthetic126M", {"fsdp": 8}),
   "fsdp x tensor": ("SyntheticLLaMA70B", {"fsdp": 4, "tensor": 2}),
   "expert x data": ("Mixtral8x7B", {"data": 2, "expert": 4}),
   "context": ("Synthetic126M", {"context": 8}),

@@ -87,7 +87,7 @@ def test_what_helps_in_a_pipeline_is_what_it_says(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("topology", "mesh"),
-  [("h100-8", "[2,1,2,2]"), ("v5e-8", "[2,1,2,2]"), ("h100-2", "[2,1,1,1]")],
+  [("h100-8", "[2,1,2,2]"), ("v5e-8", "[2,1,2,2]")],
 )
 def test_kernels_of_attention_are_taken_in_the_stages_of_a_pipeline(topology, mesh, capsys):
   bf16 = [flag for flag in TINY if "DTYPE" not in flag]
@@ -129,7 +129,6 @@ def test_what_fits_a_gpu_is_what_fits_the_share_that_programs_have(monkeypatch, 
   ("name", "kind", "scan"),
   [
     ("Synthetic126M", "fp8", False),
-    ("SyntheticLLaMA7B", "fp8", False),
     ("SyntheticLLaMA7B", "fp8_delayed", False),
     ("SyntheticLLaMA7B", "fp8", True),
   ],
@@ -186,9 +185,7 @@ def test_where_there_is_no_gpu_that_is_no_error():
 # of whole models or of two layers; JAX 0.10.2.
 RECORDED = {
   ("Synthetic126M", "PERCORE_BATCH_SIZE=32"): (117.5, 23.8),
-  ("Synthetic5B", "PERCORE_BATCH_SIZE=8 NUM_LAYERS=2"): (101.4, 8.5),
   ("Synthetic5B", "PERCORE_BATCH_SIZE=8 NUM_LAYERS=2 USE_FP8=true"): (81.6, 7.5),
-  ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2"): (50.0, 4.2),
   ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2 USE_FP8=true"): (39.8, 4.0),
   ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2 USE_LORA=true LORA_RANK=32"): (32.7, 2.6),
 }

