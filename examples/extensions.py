@@ -193,8 +193,8 @@ class CsvTracker(paxlike.Callback):
     self.file.close()
 
 
-class TinySums(SumsData, WithLion, Smoothed, ScaledLlama):
-  """An experiment with all of these."""
+class Tiny:
+  """A mixin of sizes that train in seconds."""
 
   VOCAB_SIZE = 257
   NUM_LAYERS = 2
@@ -203,8 +203,13 @@ class TinySums(SumsData, WithLion, Smoothed, ScaledLlama):
   NUM_HEADS = 4
   MAX_SEQ_LEN = 32
   PERCORE_BATCH_SIZE = 8
-  LEARNING_RATE = 1e-3
   MAX_STEPS = 200
+
+
+class TinySums(SumsData, Tiny, WithLion, Smoothed, ScaledLlama):
+  """An experiment with all of these."""
+
+  LEARNING_RATE = 1e-3
 
   def callbacks(self) -> list[paxlike.Callback]:
     return [Stop(), CsvTracker()]

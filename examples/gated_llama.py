@@ -17,7 +17,7 @@ import optax
 from optax import contrib
 
 import paxlike
-from examples.extensions import SumsData
+from examples.extensions import SumsData, Tiny
 from paxlike import layers
 from paxlike.experiments.llama import Llama
 from paxlike.layers.module import Params, WeightSpec
@@ -115,18 +115,10 @@ class Averaged(paxlike.Experiment):
     return fdl.Config(averaged, optimizer=super().optimizer(), decay=self.EMA_DECAY)
 
 
-class AveragedSums(SumsData, Averaged, Llama):
+class AveragedSums(SumsData, Tiny, Averaged, Llama):
   """A plain LLaMA, trained by AdamW and evaluated by averaged weights."""
 
-  VOCAB_SIZE = 257
-  NUM_LAYERS = 2
-  MODEL_DIMS = 64
-  HIDDEN_DIMS = 128
-  NUM_HEADS = 4
-  MAX_SEQ_LEN = 32
-  PERCORE_BATCH_SIZE = 8
   LEARNING_RATE = 3e-3
-  MAX_STEPS = 200
 
 
 class GatedSums(Gated, AveragedSums, WithMuon):

@@ -179,7 +179,7 @@ def lora(
     node.trained = layers.lora.WEIGHTS
 
 
-def hold(graph: fdl.Buildable, scheme: str = "int8"):
+def quantize_weights(graph: fdl.Buildable, scheme: str = "int8"):
   """Weight-only quantization of the blocks' linear maps and experts, to evaluate or decode.
 
   int8 has one scale per output (per head and output in a map that contracts heads); int4 has one
@@ -265,7 +265,7 @@ FIDDLERS = {
     attention,
     shard_sequences,
     decoding,
-    hold,
+    quantize_weights,
     lora,
     precision,
     quantize,

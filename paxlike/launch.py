@@ -187,7 +187,7 @@ def built(graph: Any) -> Any:
   several = cluster.num_gpus() > 1 or "paxlike.processes.multiprocess" in sys.modules
   # The mesh is built first: building stacks starts JAX's backend, which fixes the GPU memory.
   mesh = building.build(graph.mesh, source="mesh") if several else None
-  topology.take_gpu_memory(0 if mesh is None else mesh.num_groups)
+  topology.take_gpu_memory(0 if mesh is None else mesh.num_communicators)
   trainer: Any = building.build(graph)
   compiler_options, dropped = xla_flags.options()
   for name in dropped:

@@ -261,6 +261,8 @@ def test_an_optimizer_cut_over_data_is_the_same_in_less_memory(mix):
 def test_a_dim_that_data_does_not_divide_is_passed_over():
   sizes = dict.fromkeys(mesh.AXES, 1) | {"data": 4, "fsdp": 2}
   cut = mesh.partition(("model", "ffn"), (6, 16), sizes)
-  assert mesh.spread(cut, (6, 16), sizes) == jax.sharding.PartitionSpec("fsdp", "data")
-  assert mesh.spread(cut, (6, 6), sizes) == jax.sharding.PartitionSpec("fsdp", None)
-  assert mesh.spread(cut, (8, 6), sizes) == jax.sharding.PartitionSpec(("fsdp", "data"), None)
+  assert mesh.shard_over_data(cut, (6, 16), sizes) == jax.sharding.PartitionSpec("fsdp", "data")
+  assert mesh.shard_over_data(cut, (6, 6), sizes) == jax.sharding.PartitionSpec("fsdp", None)
+  assert mesh.shard_over_data(cut, (8, 6), sizes) == jax.sharding.PartitionSpec(
+    ("fsdp", "data"), None
+  )

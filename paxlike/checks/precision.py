@@ -14,7 +14,7 @@ from paxlike.checks import grouped
 from paxlike.checks.check import ABSENT, Check, compared, guarded, is_cpu, tolerance
 from paxlike.devices import topology
 from paxlike.layers.moe.grouped_matmul import Groups
-from paxlike.layers.precision.matmul import Plain
+from paxlike.layers.precision.matmul import LinearProduct
 from paxlike.layers.precision.rounding import stochastic_round
 
 ITEM = "8-bit matmuls"
@@ -73,7 +73,7 @@ def _ours(kind: Any, history: Arrays, sizes: np.ndarray, *arrays: np.ndarray) ->
       getattr(dot, name).set_value(largest)
     # A linear map has a single matrix.
     w = w[0] if len(sizes) == 1 else w
-    form = Plain() if len(sizes) == 1 else Groups(jnp.asarray(sizes, jnp.int32))
+    form = LinearProduct() if len(sizes) == 1 else Groups(jnp.asarray(sizes, jnp.int32))
     return dot(form, x, w)
 
   @jax.jit

@@ -35,7 +35,7 @@ from paxlike.layers.module import WeightSpec
 from paxlike.layers.precision.rounding import in_dtype
 from paxlike.layers.stack import layout_of
 from paxlike.training import train_state
-from paxlike.training.optimizers import Optimizer, made
+from paxlike.training.optimizers import Optimizer, resolved
 from paxlike.training.trainer import Trainer
 
 
@@ -173,7 +173,7 @@ def _errors_of_update(
 
   A weight's error is relative to its change.
   """
-  transform = optimizer.made_for(trainer.definition)
+  transform = optimizer.transformation(trainer.definition)
 
   def update(old: Any, gradients: Any) -> tuple[Any, Any]:
     updates: Any
@@ -215,7 +215,7 @@ def recording(optimizer: Optimizer) -> Optimizer:
   """Returns an optimizer that also stores its incoming gradients in its state."""
 
   def transform(weights: Mapping[str, WeightSpec]) -> optax.GradientTransformation:
-    inner = made(optimizer.transform, weights)
+    inner = resolved(optimizer.transform, weights)
 
     def init(params: Any) -> Any:
       zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params)

@@ -50,7 +50,7 @@ class _Segments(NamedTuple):
   piece: np.ndarray
   lengths: np.ndarray
 
-  def spread(self, values: np.ndarray) -> np.ndarray:
+  def per_position(self, values: np.ndarray) -> np.ndarray:
     """Repeats one value per segment over its positions; flattened over sequences."""
     return np.repeat(values, self.lengths)
 
@@ -79,8 +79,8 @@ class PackedRows(CorpusRows):
     weights = inside[:, 1:].astype(np.float32)
     arrays = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy(), "weights": weights}
     if self.packed:
-      segments = parts.spread(parts.number + 1).reshape(shape)
-      positions = columns.astype(np.int32) - parts.spread(parts.column).reshape(shape)
+      segments = parts.per_position(parts.number + 1).reshape(shape)
+      positions = columns.astype(np.int32) - parts.per_position(parts.column).reshape(shape)
       weights *= positions[:, 1:] > 0
       arrays["segments"] = segments[:, :-1] * inside[:, :-1]
       arrays["positions"] = positions[:, :-1] * inside[:, :-1]
@@ -92,7 +92,7 @@ class PackedRows(CorpusRows):
     # Stream position minus position in the flattened batch.
     shift = first_B[parts.row] - parts.row * width
     places = np.arange(len(first_B) * width)
-    places += parts.spread(plan.offsets[parts.piece] + shift)
+    places += parts.per_position(plan.offsets[parts.piece] + shift)
     ids = self._documents.tokens.take(places, mode="clip").astype(np.int32)
     bos, eos = self._markers
     if bos is not None:

@@ -101,7 +101,7 @@ class MeshSpec:
     return None if -1 in sizes else math.prod(sizes)
 
   @property
-  def num_groups(self) -> int:
+  def num_communicators(self) -> int:
     """An estimate of the number of NCCL communicators: one per axis and per pair of axes."""
     axes = sum(self.axis(name) != 1 for name in AXES)
     return axes * (axes + 1) // 2
@@ -226,7 +226,9 @@ def partition(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Par
   return PartitionSpec(*entries)
 
 
-def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+def shard_over_data(
+  spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]
+) -> PartitionSpec:
   """Returns `spec`, also sharded over `data` along the first dim that it divides (ZeRO-1)."""
   if sizes["data"] == 1 or "data" in axes_of(spec):
     return spec

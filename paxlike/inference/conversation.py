@@ -22,7 +22,7 @@ def check():
     raise UserError("--chat is for one process: start only one.")
 
 
-def hold(decoding: Decoding, show: Callable[[str], object], lines: Iterator[str] | None = None):
+def converse(decoding: Decoding, show: Callable[[str], object], lines: Iterator[str] | None = None):
   """Answers each line until the lines end.
 
   Args:

@@ -28,8 +28,8 @@ class ModelKnobs(Knobs):
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: if there are several devices.
   #: Activations saved for the backward pass; the rest is recomputed. OFFLOAD_...: in host memory.
   CHECKPOINT_POLICY: Policy = "SAVE_EVERYTHING"
-  #: Attention kernel. auto: ring if the mesh axis context is larger than 1, else cudnn or splash if
-  #: supported, xla on CPUs, else xla_chunked.
+  #: Attention kernel. auto: ring if the mesh axis context is larger than 1 and scores have no bias,
+  #: else cudnn or splash if supported, xla on CPUs, else xla_chunked.
   ATTENTION_KERNEL: layers.KernelName = "auto"
   #: Maximum number of documents per packed sequence with cudnn attention.
   MAX_SEGMENTS_PER_ROW: ranges.Size = 64

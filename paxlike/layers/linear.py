@@ -15,7 +15,7 @@ from paxlike.layers import module
 from paxlike.layers.call_context import Context
 from paxlike.layers.lora import Lora
 from paxlike.layers.precision import float32_sums
-from paxlike.layers.precision.matmul import Dim, Dot, Plain, matmul
+from paxlike.layers.precision.matmul import Dim, Dot, LinearProduct, matmul
 from paxlike.layers.precision.weight_only import Int8Weight, Quantized, Storage, dense
 from paxlike.layers.remat import named
 
@@ -63,7 +63,9 @@ class Linear(module.Module):
     self.dot = None if dot is None else dot()
     self.num_inputs = len(inputs)
     self._outputs = tuple(outputs.values())
-    self._plain = Plain(*(tuple(Dim(*dim) for dim in dims.items()) for dims in (inputs, outputs)))
+    self._product = LinearProduct(
+      *(tuple(Dim(*dim) for dim in dims.items()) for dims in (inputs, outputs))
+    )
     sizes = (math.prod(dims.values()) for dims in (inputs, outputs))
     self.w = self.weight(
       {**inputs, **outputs},
@@ -91,9 +93,9 @@ class Linear(module.Module):
     else:
       w = w.astype(self.dtype).reshape(x.shape[-1], -1)
       if self.dot is not None:
-        y = self.dot(self._plain, tokens, w, self.w8.get_value())
+        y = self.dot(self._product, tokens, w, self.w8.get_value())
       elif tokens.ndim == 2:
-        y = matmul(tokens, w, *self._plain.sizes)
+        y = matmul(tokens, w, *self._product.sizes)
       else:
         y = jnp.dot(tokens, w)
     y = y.reshape(*leading, -1)
@@ -109,8 +111,8 @@ class Linear(module.Module):
       return w.product(x.reshape(-1, inputs)).reshape(*x.shape[:-1], -1)
     w_DF = w.dequantized(self.dtype).reshape(inputs, -1)
     if self.dot is not None:
-      return self.dot(self._plain, x, w_DF)
-    return matmul(x, w_DF, *self._plain.sizes) if x.ndim == 2 else jnp.dot(x, w_DF)
+      return self.dot(self._product, x, w_DF)
+    return matmul(x, w_DF, *self._product.sizes) if x.ndim == 2 else jnp.dot(x, w_DF)
 
   def matrix(self) -> jax.Array:
     """Returns the effective weight [*inputs, *outputs] in the compute dtype, LoRA included."""

@@ -104,7 +104,8 @@ def _optimizer(model: ModelSizes, sizes: Mapping[str, int]) -> float:
   for weight in model.weights:
     here = weight.per_device(sizes)
     if model.over_data:
-      spec = mesh.spread(mesh.partition(weight.dims, weight.shape, sizes), weight.shape, sizes)
+      spec = mesh.partition(weight.dims, weight.shape, sizes)
+      spec = mesh.shard_over_data(spec, weight.shape, sizes)
       here = weight.size // math.prod(sizes[axis] for axis in mesh.axes_of(spec))
     total += weight.trained * model.moments * here
   return total

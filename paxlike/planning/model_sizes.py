@@ -223,7 +223,7 @@ def _moments(definition: Definition, optimizer: Optimizer) -> float:
     for name, spec in definition.weights.items()
   }
   params, _, _ = train_state.split(definition, shapes)
-  state = jax.eval_shape(optimizer.made_for(definition).init, definition.optimized(params))
+  state = jax.eval_shape(optimizer.transformation(definition).init, definition.optimized(params))
   arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
   nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
   return nbytes / max(1, definition.num_trained)

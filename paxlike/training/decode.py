@@ -53,7 +53,7 @@ def run(
     talk = dialogue_for(trainer, prompts or conversation.EXAMPLE)
     decoder = decoding_of(trainer, params, options, dialogue=talk)
     if not prompts:
-      conversation.hold(decoder, journal.piece)
+      conversation.converse(decoder, journal.piece)
       return
     path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
     decoding.tell(decoder, prompts, journal, path)

@@ -42,7 +42,7 @@ def derived(
     name: jax.ShapeDtypeStruct(spec.shape, spec.dtype)
     for name, spec in definition.optimized(definition.weights).items()
   }
-  opt_state = jax.eval_shape(optimizer.made_for(definition).init, params)
+  opt_state = jax.eval_shape(optimizer.transformation(definition).init, params)
   given = {"opt_state": opt_state, "params": params}
   if mesh is not None:
     place = functools.partial(_placed, definition, mesh)

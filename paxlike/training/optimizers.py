@@ -89,12 +89,12 @@ class Optimizer:
   on_host: bool = False
   evaluated: Callable[[Any, Params], Params] | None = None
 
-  def made_for(self, definition: Definition) -> optax.GradientTransformation:
+  def transformation(self, definition: Definition) -> optax.GradientTransformation:
     """Returns the transformation for the trained weights of a model."""
-    return made(self.transform, definition.optimized(definition.weights))
+    return resolved(self.transform, definition.optimized(definition.weights))
 
 
-def made(transform: Transform, weights: Weights) -> optax.GradientTransformation:
+def resolved(transform: Transform, weights: Weights) -> optax.GradientTransformation:
   """Returns a transformation for weights."""
   is_made = isinstance(transform, optax.GradientTransformation)
   return transform if is_made else transform(weights)
@@ -102,7 +102,7 @@ def made(transform: Transform, weights: Weights) -> optax.GradientTransformation
 
 def chain(*transforms: Transform) -> Transform:
   """Returns `optax.chain` of transformations, any of which may depend on the dims of weights."""
-  return lambda weights: optax.chain(*(made(transform, weights) for transform in transforms))
+  return lambda weights: optax.chain(*(resolved(transform, weights) for transform in transforms))
 
 
 @configurable

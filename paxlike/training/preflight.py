@@ -119,8 +119,8 @@ def check_setup(trainer: Any, *, training: bool):
     raise UserError("this experiment has no training data (train_data): it is for --mode=eval.")
   if training and trainer.read_only:
     raise UserError(
-      "hold() is for --mode=eval and --mode=decode: weight-only quantized weights cannot be"
-      " trained."
+      "quantize_weights() is for --mode=eval and --mode=decode: weight-only quantized weights"
+      " cannot be trained."
     )
   if training and not trainer.definition.num_trained:
     raise UserError(f"trained={trainer.trained!r} matches no weight: nothing would be trained.")

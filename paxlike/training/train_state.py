@@ -71,7 +71,9 @@ def abstract(
     frozen=frozen,
     reference=jax.eval_shape(definition.prepare, weights) if with_reference else {},
     extra=extra,
-    opt_state=jax.eval_shape(optimizer.made_for(definition).init, definition.optimized(params)),
+    opt_state=jax.eval_shape(
+      optimizer.transformation(definition).init, definition.optimized(params)
+    ),
     skipped=count,
   )
 
@@ -81,7 +83,7 @@ def abstract(
     if spec is not None:
       partition = mesh_lib.partition(spec.dims, leaf.shape, mesh.shape)
       if optimizer.over_data and path[0].name == "opt_state":
-        partition = mesh_lib.spread(partition, leaf.shape, mesh.shape)
+        partition = mesh_lib.shard_over_data(partition, leaf.shape, mesh.shape)
     sharding = NamedSharding(mesh, partition)
     if optimizer.on_host and path[0].name == "opt_state" and leaf.shape:
       sharding = sharding.with_memory_kind("pinned_host")
@@ -141,7 +143,7 @@ def create(
   weights = init_params(definition, mesh, seed=seed, given=given)
   params, frozen, extra = split(definition, weights)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-  init = jax.jit(optimizer.made_for(definition).init, out_shardings=shardings.opt_state)
+  init = jax.jit(optimizer.transformation(definition).init, out_shardings=shardings.opt_state)
   zero = functools.partial(jnp.zeros, (), jnp.int32, device=target.step.sharding)
   return TrainState(
     step=zero(),

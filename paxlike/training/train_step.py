@@ -42,7 +42,7 @@ def make_train_step(
   count the tokens from each of the data's `sources`.
   """
   gradients = _gradients(definition, objective)
-  transform = optimizer.made_for(definition)
+  transform = optimizer.transformation(definition)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     weight = objective.weight(batch)

@@ -248,7 +248,7 @@ def test_muon_sees_the_matrices_of_all_layers():
   params = {n: random.normal(size=w.shape).astype(np.float32) for n, w in weights.items()}
   grads = {n: random.normal(size=w.shape).astype(np.float32) for n, w in weights.items()}
   given: Any = {"learning_rate": optimizers.constant(peak=0.1), "weight_decay": 0.1}
-  transform = gated_llama.muon(**given).made_for(definition)
+  transform = gated_llama.muon(**given).transformation(definition)
   updates: Any = jax.jit(transform.update)(grads, transform.init(params), params)[0]
   plain = optax.contrib.muon(**given)
 

@@ -180,7 +180,7 @@ EDITS = [
   *fiddlers.FIDDLERS,
   *(f"attention({kernel})" for kernel in layers.KERNELS),
   *(f"quantize({kind})" for kind in fiddlers._DOTS),
-  *(f"hold({scheme})" for scheme in fiddlers._SCHEMES),
+  *(f"quantize_weights({scheme})" for scheme in fiddlers._SCHEMES),
   "lora(base=nf4, dropout=0.1)",
 ]
 

@@ -131,8 +131,8 @@ def test_jax_takes_less_of_small_gpus_beside_many_communicators(monkeypatch, tmp
   (tmp_path / "gpus" / "0000:07:00.0").mkdir(parents=True)
   said = tmp_path / "gpus" / "0000:07:00.0" / "information"
   monkeypatch.setattr(topology, "_DRIVER", tmp_path)
-  line = MeshSpec(ici=(1, -1, 1)).num_groups
-  cube = MeshSpec(ici={"data": 2, "fsdp": 2, "tensor": 2}).num_groups
+  line = MeshSpec(ici=(1, -1, 1)).num_communicators
+  cube = MeshSpec(ici={"data": 2, "fsdp": 2, "tensor": 2}).num_communicators
   taken = {}
   for model in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA of tomorrow"):
     said.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 18\n")

@@ -36,7 +36,7 @@ def test_adamw_equals_numpy(clip_norm, decayed):
     decayed=decayed,
     clip_norm=clip_norm,
   )
-  transform = optimizer.made_for(LINEAR)
+  transform = optimizer.transformation(LINEAR)
   ours = jax.tree.map(jnp.array, params)
   state = transform.init(ours)
   mean: dict[str, Any] = dict.fromkeys(params, 0.0)
@@ -95,7 +95,7 @@ def test_moments_in_fewer_bits_are_right_on_average():
   grads = {"a.w": jnp.linspace(0.5, 2.0, 4000)}
   means = []
   for dtype in ("float32", "bfloat16"):
-    transform = optimizers.made(make(moment_dtype=dtype).transform, WEIGHTS)
+    transform = optimizers.resolved(make(moment_dtype=dtype).transform, WEIGHTS)
     state: Any = transform.init(params)
     update = jax.jit(lambda state, transform=transform: transform.update(grads, state, params)[1])
     for _ in range(300):
@@ -162,7 +162,7 @@ def test_the_slowest_decay_of_a_mean_moves_weights_as_far(beta):
     learning_rate=optimizers.constant(peak=1.0), eps=1e-8, weight_decay=0.0, clip_norm=None, **given
   )
   params = {"a.w": jnp.zeros(3)}
-  transform = optimizers.made(optimizer.transform, WEIGHTS)
+  transform = optimizers.resolved(optimizer.transform, WEIGHTS)
   state, update = transform.init(params), jax.jit(transform.update)
   for _ in range(5):
     updates, state = update({"a.w": jnp.ones(3)}, state, params)

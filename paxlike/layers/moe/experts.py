@@ -18,7 +18,7 @@ from paxlike.layers.precision.matmul import Dot
 from paxlike.layers.precision.weight_only import Quantized, Storage
 
 
-class Placed(NamedTuple):
+class ExpertProduct(NamedTuple):
   """x [E, C, D] times w [E, D, F], a `Product`: C capacity slots per expert."""
 
   def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
@@ -93,10 +93,10 @@ class ExpertLinear(module.Module):
 
   def placed(self, x_ECD: jax.Array) -> jax.Array:
     """Returns [E, C, F] for tokens in C capacity slots per expert."""
-    y_ECF = self._product(Placed(), x_ECD, self.w.get_value())
+    y_ECF = self._product(ExpertProduct(), x_ECD, self.w.get_value())
     return y_ECF if self.b is None else float32_sums.add(y_ECF, self.b[...][:, None])
 
-  def _product(self, product: Groups | Placed, x: jax.Array, w: Any) -> jax.Array:
+  def _product(self, product: Groups | ExpertProduct, x: jax.Array, w: Any) -> jax.Array:
     if isinstance(w, Quantized):  # The backward pass dequantizes again, as in `Linear`.
       again = jax.checkpoint(lambda x, w: self._product(product, x, w.dequantized(self.dtype)))
       return again(x, w)

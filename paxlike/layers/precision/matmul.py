@@ -67,7 +67,7 @@ class Dim(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Plain:
+class LinearProduct:
   """A `Product`: x [..., D] times w [D, F], as in linear layers.
 
   Attributes:

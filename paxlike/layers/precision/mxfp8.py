@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh, topology
-from paxlike.layers.precision.matmul import Dim, Plain, Product
+from paxlike.layers.precision.matmul import Dim, LinearProduct, Product
 from paxlike.layers.precision.rounding import Rounded
 
 BLOCK = 32
@@ -44,7 +44,7 @@ class MxFp8:
   def __call__(
     self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
   ) -> jax.Array:
-    assert isinstance(product, Plain)
+    assert isinstance(product, LinearProduct)
     return _multiply(product, x, w)
 
 
@@ -78,11 +78,11 @@ def quantized(x: jax.Array) -> QuantizedBlocks:
 
 
 @jax.custom_vjp
-def _multiply(product: Plain, x: jax.Array, w_DF: jax.Array) -> jax.Array:
+def _multiply(product: LinearProduct, x: jax.Array, w_DF: jax.Array) -> jax.Array:
   return _forward(product, x, w_DF)[0]
 
 
-def _forward(product: Plain, x: jax.Array, w_DF: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(product: LinearProduct, x: jax.Array, w_DF: jax.Array) -> tuple[jax.Array, Any]:
   rows, inputs, outputs = _dims(product, x, w_DF)
   y = _matmul(x, w_DF.T, _Form(rows, outputs, (inputs,)), x.dtype)
   return y, (product, x, w_DF)
@@ -99,7 +99,9 @@ def _backward(saved: Any, dy: jax.Array) -> tuple[None, jax.Array, jax.Array]:
 _multiply.defvjp(_forward, _backward)
 
 
-def _dims(product: Plain, x: jax.Array, w_DF: jax.Array) -> tuple[tuple[Dim, ...], Dim, Dim]:
+def _dims(
+  product: LinearProduct, x: jax.Array, w_DF: jax.Array
+) -> tuple[tuple[Dim, ...], Dim, Dim]:
   """Returns the leading dims of x, D and F, with the names and sizes that decide their sharding.
 
   If D or F is several flattened dims, the mesh shards the first.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
-from paxlike.layers.precision.matmul import Plain, Product
+from paxlike.layers.precision.matmul import LinearProduct, Product
 from paxlike.layers.precision.rounding import Rounded
 
 
@@ -31,7 +31,7 @@ class TransformerEngine:
   def __call__(
     self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
   ) -> jax.Array:
-    assert isinstance(product, Plain)
+    assert isinstance(product, LinearProduct)
     library = load()
     quantizers: dict[str, Any] = {}
     if self.fp8:

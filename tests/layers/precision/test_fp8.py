@@ -14,7 +14,7 @@ from paxlike.compilation import hlo_kernels
 from paxlike.devices import chips, topology
 from paxlike.layers import DelayedFp8, Fp8
 from paxlike.layers.precision.fp8 import rounded
-from paxlike.layers.precision.matmul import Plain
+from paxlike.layers.precision.matmul import LinearProduct
 from paxlike.layers.precision.rounding import Rounded
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -22,7 +22,7 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 def fp8(x, w):
   """x [..., D] times w [D, F]."""
-  return Fp8()(Plain(), x, w)
+  return Fp8()(LinearProduct(), x, w)
 
 
 def reference(x, dtype):
@@ -72,7 +72,7 @@ def delayed(x, w, inputs, gradients):
   dot = DelayedFp8(history=3)
   dot.inputs.set_value(inputs)
   dot.gradients.set_value(gradients)
-  return dot(Plain(), x, w, dot.quantized(w))
+  return dot(LinearProduct(), x, w, dot.quantized(w))
 
 
 def test_delayed_scales_are_those_of_the_largest_seen_and_more_is_cut_off():

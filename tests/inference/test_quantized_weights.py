@@ -32,13 +32,13 @@ def test_few_bits_evaluate_and_decode_nearly_as_whole_weights_do(tmp_path, capsy
   result = tmp_path / "run" / "eval_out" / "validation" / "eval_00000020.json"
   whole = json.loads(result.read_text())["log_pplx"]
   for scheme, off in (("int8", 1e-3), ("int4", 0.02), ("nf4", 0.02)):
-    hold = f"--fiddler=hold(scheme={scheme})"
-    assert run(folder, "--mode=eval", hold) == 0
+    quantize = f"--fiddler=quantize_weights(scheme={scheme})"
+    assert run(folder, "--mode=eval", quantize) == 0
     assert 0 < abs(json.loads(result.read_text())["log_pplx"] - whole) < off
     capsys.readouterr()
-    assert run(folder, "--mode=decode", "--prompt=how", "--max_new_tokens=6", hold) == 0
+    assert run(folder, "--mode=decode", "--prompt=how", "--max_new_tokens=6", quantize) == 0
     assert capsys.readouterr().out.startswith("attention of prompts: xla\ncomputes in float32\nhow")
-    assert run(*flags, f"--job_log_dir={tmp_path / 'other'}", hold) == 2
+    assert run(*flags, f"--job_log_dir={tmp_path / 'other'}", quantize) == 2
     assert "cannot be trained" in capsys.readouterr().err
   assert not (tmp_path / "other").exists()
 
@@ -47,7 +47,7 @@ def test_few_bits_evaluate_and_decode_nearly_as_whole_weights_do(tmp_path, capsy
 def test_all_linear_maps_and_experts_of_blocks_are_held(name):
   graph = registry.find(name)(USE_FP8=True).trainer()
   fiddlers.shrink(graph)
-  fiddlers.hold(graph, "int4")
+  fiddlers.quantize_weights(graph, "int4")
   definition = fdl.build(graph).definition
   weights = {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in definition.weights.items()}
   assert not jax.eval_shape(definition.rounded, weights)
@@ -65,7 +65,7 @@ def test_what_is_held_decodes_as_what_is_made_of_it(name):
   fiddlers.precision(graph, "float32")
   fiddlers.decoding(graph)
   whole = fdl.build(graph).definition
-  fiddlers.hold(graph)
+  fiddlers.quantize_weights(graph)
   definition = fdl.build(graph).definition
   devices = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
   drawn = train_state.init_params(whole, devices, seed=1)
@@ -84,10 +84,10 @@ def test_what_is_held_decodes_as_what_is_made_of_it(name):
 
 
 def test_there_is_no_step_to_compile(capsys):
-  assert run("--fdl_config=Gpt3_52k", "--mode=compile", "--fiddler=hold") == 2
+  assert run("--fdl_config=Gpt3_52k", "--mode=compile", "--fiddler=quantize_weights") == 2
   assert "cannot be trained" in capsys.readouterr().err
 
 
 def test_a_scheme_that_is_none_is_said():
   with pytest.raises(UserError, match=r"no weight-only quantization int5.*Did you mean int"):
-    fiddlers.hold(registry.find("Gpt3_52k")().trainer(), "int5")
+    fiddlers.quantize_weights(registry.find("Gpt3_52k")().trainer(), "int5")
