@@ -3,201 +3,26 @@
 
 The file `owner_N.json` with the highest N names the owner: host, process, and a heartbeat count
 that increases every `BEAT` seconds. A process that takes over from a dead owner N creates N + 1
-exclusively, so only one of several succeeds; an owner that was suspended meanwhile then finds
-N + 1. This only needs O_EXCL of a file system (NFS since version 3), or conditional creation of an
-object store.
+exclusively (`owner_files`); an owner that was suspended meanwhile then finds N + 1.
 """
 
 import contextlib
-import json
-import os
-import pathlib
-import re
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
 from paxlike import file_io, run_folder
 from paxlike.errors import RunError, UserError, one_line
+from paxlike.processes import owner_files
+from paxlike.processes.owner import Owner, identity, is_alive
 
 BEAT = 5.0
 # Seconds without a heartbeat after which an owner that cannot be looked up counts as dead.
 SILENCE = 30.0
-_PREFIX = "owner_"
-_NAME = re.compile(rf"{_PREFIX}([0-9]+)\.json")
-_PROC = pathlib.Path("/proc")
-_SIZE = 512  # Constant size of the file in bytes, so that each write replaces all of it.
-
-
-class Owner(NamedTuple):
-  """A process that owns a folder.
-
-  Attributes:
-    host: Host name, for messages.
-    machine: Where `pid` is valid: host name, boot id and pid namespace.
-    pid: Process id.
-    started: Start time in the kernel's clock ticks, since pids are reused.
-    beat: Heartbeat count.
-    released: Whether it has released the folder.
-    folder: Device and inode of the folder, so that a copy of the folder is recognized; "": unknown.
-  """
-
-  host: str
-  machine: str
-  pid: int
-  started: str
-  beat: int = 0
-  released: bool = False
-  folder: str = ""
-
-  @classmethod
-  def here(cls, folder: epath.Path) -> "Owner":
-    """Returns this process as an owner."""
-    pid = os.getpid()
-    started = _started(pid) or ""
-    return cls(socket.gethostname(), _machine(), pid, started, folder=_identity(folder))
-
-  def __str__(self) -> str:
-    return f"process {self.pid} on {self.host}"
-
-
-_TYPES = (str, str, int, str, int, bool, str)
-
-
-def _machine() -> str:
-  try:
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-  except OSError:
-    return socket.gethostname()
-
-
-def _identity(folder: epath.Path) -> str:
-  """Returns an identifier that differs for a copy of a folder on this machine; "" if unknown."""
-  if file_io.is_remote(folder):
-    return os.fspath(folder)
-  try:
-    found = os.stat(folder)
-  except OSError:
-    return ""
-  return f"{found.st_dev}:{found.st_ino}"
-
-
-def _started(pid: int) -> str | None:
-  """Returns a process's start time; None if there is no process, "" if unknown."""
-  try:
-    state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    return None if state in "ZX" else fields[18]
-  except OSError:
-    pass
-  # /proc mounted with hidepid hides other users' processes.
-  try:
-    os.kill(pid, 0)
-  except (ProcessLookupError, OverflowError):
-    return None
-  except PermissionError:
-    pass
-  return ""
-
-
-def is_there(pid: int) -> bool:
-  """Returns whether there is a process of this id."""
-  return _started(pid) is not None
-
-
-def _path(folder: epath.Path, number: int) -> epath.Path:
-  return folder / f"{_PREFIX}{number:08d}.json"
-
-
-def _numbers(folder: epath.Path) -> list[int]:
-  """Returns the numbers of all owner files, the newest last."""
-  if file_io.is_remote(folder):
-    import fsspec
-
-    store, root = fsspec.core.url_to_fs(os.fspath(folder))
-    store.invalidate_cache()
-    names = [name.rpartition("/")[2] for name in store.glob(f"{root}/{_PREFIX}*")]
-  else:
-    names = os.listdir(folder)
-  return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
-
-
-def _read(folder: epath.Path, number: int) -> tuple[Owner | None, bytes | None]:
-  """Returns (owner, content of its file).
-
-  The owner is None if the file is missing, unfinished or malformed; the content is None if it is
-  missing.
-  """
-  try:
-    data = file_io.read_bytes(_path(folder, number))
-  except FileNotFoundError:
-    return None, None
-  try:
-    owner = Owner(**json.loads(data))
-  except file_io.MALFORMED:
-    return None, data
-  known = all(type(value) is kind for value, kind in zip(owner, _TYPES, strict=True))
-  return owner if known and owner.pid > 0 else None, data
-
-
-def _create(folder: epath.Path, number: int, owner: Owner) -> bool:
-  """Creates the file of an owner exclusively; returns False if it already exists."""
-  path = _path(folder, number)
-  if not file_io.is_remote(folder):
-    try:
-      file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-      return False
-    try:
-      with os.fdopen(file, "wb") as file:
-        file.write(_data(owner))
-        file.flush()
-        os.fsync(file.fileno())
-    except OSError:
-      path.unlink(missing_ok=True)  # The next start would wait for its heartbeat.
-      raise
-    return True
-  import fsspec
-
-  store, name = fsspec.core.url_to_fs(os.fspath(path))
-  try:
-    store.pipe_file(name, _data(owner), mode="create")
-  except FileExistsError:
-    return False
-  except file_io.failures() as error:
-    if str(getattr(error, "code", "")) == "412":
-      return False
-    raise
-  return True
-
-
-def _data(owner: Owner) -> bytes:
-  return (json.dumps(owner._asdict()) + "\n").encode().rjust(_SIZE)
-
-
-def _looked_up(owner: Owner | None, folder: epath.Path) -> bool | None:
-  """Returns whether an owner is alive; None if only its heartbeat can show that.
-
-  That is so for an owner on another host, one whose start time is hidden, and for a copied folder.
-  """
-  if owner is None:
-    return None
-  if owner.released:
-    return False
-  if owner.machine != _machine():
-    return None
-  started = _started(owner.pid)
-  if started is None:
-    return False
-  here = _identity(folder)
-  if not started or not owner.started or (owner.folder and here and owner.folder != here):
-    return None
-  return started == owner.started
 
 
 class Observer:
@@ -214,13 +39,13 @@ class Observer:
     Raises:
       OSError, and errors of a store: The folder cannot be read.
     """
-    number = max(_numbers(self._folder), default=0)
+    number = owner_files.newest(self._folder)
     if not number:
       return None
-    owner, data = _read(self._folder, number)
+    owner, data = owner_files.read(self._folder, number)
     if (number, data) != self._seen:
       self._seen, self._since = (number, data), _clock()
-    lives = _looked_up(owner, self._folder)
+    lives = is_alive(owner, self._folder)
     return _clock() - self._since < SILENCE if lives is None else lives
 
 
@@ -230,8 +55,8 @@ def _lives(folder: epath.Path, number: int) -> Owner | None:
   Raises:
     FileNotFoundError: It has removed its file meanwhile, for example because its run was refused.
   """
-  owner, before = _read(folder, number)
-  if (lives := _looked_up(owner, folder)) is not None:
+  owner, before = owner_files.read(folder, number)
+  if (lives := is_alive(owner, folder)) is not None:
     return owner if lives else None
   name = one_line(owner or "a process", limit=200)
   print(
@@ -242,9 +67,9 @@ def _lives(folder: epath.Path, number: int) -> Owner | None:
   until = time.monotonic() + SILENCE
   while time.monotonic() < until:
     time.sleep(min(1.0, SILENCE / 4))
-    owner, now = _read(folder, number)
-    if now is None and number not in _numbers(folder):
-      raise FileNotFoundError(_path(folder, number))
+    owner, now = owner_files.read(folder, number)
+    if now is None and number not in owner_files.numbers(folder):
+      raise FileNotFoundError(owner_files.path_of(folder, number))
     if owner is not None and owner.released:
       return None
     if now != before:
@@ -273,7 +98,7 @@ class Ownership:
 
   def _take(self) -> int:
     while True:
-      last = max(_numbers(self._folder), default=0)
+      last = owner_files.newest(self._folder)
       try:
         owner = _lives(self._folder, last) if last else None
       except FileNotFoundError:
@@ -283,7 +108,7 @@ class Ownership:
           f"--job_log_dir={self._folder} is in use: {owner} writes there. Wait for it to end, or"
           " set another folder."
         )
-      if _create(self._folder, last + 1, self._me):
+      if owner_files.create(self._folder, last + 1, self._me):
         return last + 1
 
   def check(self):
@@ -304,7 +129,7 @@ class Ownership:
 
   def _gone(self) -> str:
     """Returns the error message if this owner's file is missing; creates the file again."""
-    if not (here := _identity(self._folder)):
+    if not (here := identity(self._folder)):
       return f"{self._folder} was moved or removed while this run was writing in it."
     if here != self._me.folder:
       return (
@@ -314,14 +139,15 @@ class Ownership:
     # Take the lease again, unless another run has it, so that `status.json` can be written.
     self._beaten = float("-inf")  # Forces `check` to look at the owner first.
     with contextlib.suppress(*file_io.failures()):
-      _create(self._folder, self._number, self._me)
+      owner_files.create(self._folder, self._number, self._me)
+    path = owner_files.path_of(self._folder, self._number)
     return (
-      f"{_path(self._folder, self._number)}, which keeps other runs out of the folder, was removed:"
-      " this run ends, because another one may have started there."
+      f"{path}, which keeps other runs out of the folder, was removed: this run ends, because"
+      " another one may have started there."
     )
 
   def _check(self):
-    path = _path(self._folder, self._number)
+    path = owner_files.path_of(self._folder, self._number)
     is_missing = not file_io.is_remote(path) and not path.exists()
     # After so long without a heartbeat, this process must have been suspended.
     if self._lost is None and (is_missing or _clock() - self._beaten > SILENCE / 2):
@@ -335,36 +161,24 @@ class Ownership:
       self._used = True
       # Keep the previous owner's file: a process that listed the folder just before this owner's
       # file was created must still find an owner.
-      for number in _numbers(self._folder):
+      for number in owner_files.numbers(self._folder):
         if number < self._number - 1:
-          _path(self._folder, number).unlink(missing_ok=True)
+          owner_files.path_of(self._folder, number).unlink(missing_ok=True)
 
   def _look(self):
     """Looks for a later owner; writes a heartbeat if there is none."""
-    last = max(_numbers(self._folder), default=0)
+    last = owner_files.newest(self._folder)
     if last > self._number:
-      self._lost = _read(self._folder, last)[0] or Owner("another host", "", 0, "")
+      self._lost = owner_files.read(self._folder, last)[0] or Owner("another host", "", 0, "")
       return
     # This owner's file may have been removed, and then created by another process.
-    owner, _ = _read(self._folder, self._number)
+    owner, _ = owner_files.read(self._folder, self._number)
     if owner is not None and owner[:4] != self._me[:4]:
       self._lost = owner
       return
     self._me = self._me._replace(beat=self._me.beat + 1)
-    self._write()
+    owner_files.rewrite(self._folder, self._number, self._me)
     self._beaten = _clock()
-
-  def _write(self):
-    path = _path(self._folder, self._number)
-    if file_io.is_remote(path):
-      path.write_bytes(_data(self._me))
-      return
-    file = os.open(path, os.O_WRONLY)
-    try:
-      os.pwrite(file, _data(self._me), 0)
-      os.fsync(file)
-    finally:
-      os.close(file)
 
   def _beat(self):
     while not self._ends.wait(min(BEAT, SILENCE / 4)) and self._lost is None:
@@ -383,10 +197,10 @@ class Ownership:
       return
     with contextlib.suppress(*file_io.failures()):  # Otherwise the lease expires.
       if not self._used:
-        _path(self._folder, self._number).unlink(missing_ok=True)
-      elif max(_numbers(self._folder), default=0) == self._number:
+        owner_files.path_of(self._folder, self._number).unlink(missing_ok=True)
+      elif owner_files.newest(self._folder) == self._number:
         self._me = self._me._replace(released=True)
-        self._write()
+        owner_files.rewrite(self._folder, self._number, self._me)
 
 
 def _clock() -> float:

@@ -21,6 +21,7 @@ from paxlike.devices import chips
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.layers import flops
 from paxlike.processes import ending, ownership
+from paxlike.processes.owner import is_there
 from paxlike.telemetry import metric_files
 from paxlike.telemetry.callbacks import Callback, Callbacks
 from paxlike.telemetry.console import Console
@@ -403,7 +404,7 @@ def is_running(folder: epath.Path, owner: ownership.Observer | None = None) -> b
     return False
   with run_folder.reading(folder):
     lives = (owner or ownership.Observer(folder)).lives()
-  return host == socket.gethostname() and ownership.is_there(pid) if lives is None else lives
+  return host == socket.gethostname() and is_there(pid) if lives is None else lives
 
 
 def _memory() -> dict[str, int]:

@@ -23,8 +23,9 @@ from tensorboardX.proto import event_pb2
 
 from paxlike import file_io, run_folder
 from paxlike.errors import RunError, UserError
-from paxlike.processes import ownership
-from paxlike.processes.ownership import Owner, Ownership
+from paxlike.processes import owner_files, ownership
+from paxlike.processes.owner import Owner
+from paxlike.processes.ownership import Ownership
 from paxlike.telemetry import growing, metric_files
 from paxlike.telemetry.run_log import Journal
 
@@ -254,13 +255,13 @@ def test_one_process_owns_a_folder_on_a_bucket(store, monkeypatch):
   monkeypatch.setattr(ownership, "SILENCE", 2.0)
   folder = epath.Path("gs://bucket/run")
   first = Owner.here(folder)._replace(host="elsewhere", machine="elsewhere", pid=7)
-  assert ownership._create(folder, 1, first)
-  assert not ownership._create(folder, 1, Owner.here(folder))
+  assert owner_files.create(folder, 1, first)
+  assert not owner_files.create(folder, 1, Owner.here(folder))
   owner = Ownership(folder)  # After the other has given no sign.
   owner.check()
   with pytest.raises(UserError, match="is in use"):
     Ownership(folder)
-  assert ownership._create(folder, 3, first)
+  assert owner_files.create(folder, 3, first)
   owner._beaten = -1e9
   with pytest.raises(RunError, match="was taken over by process 7 on elsewhere"):
     owner.check()

@@ -12,7 +12,8 @@ from helpers.two_runs import two_runs
 
 from paxlike.errors import RunError, UserError
 from paxlike.processes import ownership
-from paxlike.processes.ownership import Owner, Ownership
+from paxlike.processes.owner import Owner
+from paxlike.processes.ownership import Ownership
 from paxlike.telemetry.run_log import Journal
 
 
@@ -116,7 +117,7 @@ def test_an_owner_that_was_refused_while_it_was_watched_leaves_the_folder_free(f
 
 
 def test_an_owner_whose_start_may_not_be_seen_is_watched(folder, monkeypatch, tmp_path):
-  monkeypatch.setattr(ownership, "_PROC", tmp_path / "hidepid")
+  monkeypatch.setattr("paxlike.processes.owner._PROC", tmp_path / "hidepid")
 
   def refuse(pid, number):
     raise PermissionError
