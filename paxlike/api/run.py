@@ -61,7 +61,7 @@ class Run:
     Raises:
       UserError: `status.json` is damaged.
     """
-    from paxlike.telemetry import run_log
+    from paxlike.telemetry import run_state
 
     path = self.folder / "status.json"
     if not path.exists():
@@ -70,7 +70,7 @@ class Run:
       state = str(json.loads(file_io.read_bytes(path))["state"])
     except file_io.MALFORMED as error:
       raise UserError(f"{path} is damaged: {file_io.reason(error)}.") from error
-    return "lost" if state == "running" and not run_log.is_running(self.folder) else state
+    return "lost" if state == "running" and not run_state.is_running(self.folder) else state
 
   @property
   def steps(self) -> list[int]:

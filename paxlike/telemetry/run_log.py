@@ -3,45 +3,28 @@
 
 import collections
 import contextlib
-import dataclasses
 import json
 import os
 import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 from etils import epath
 
 from paxlike import file_io, run_folder
-from paxlike.devices import chips
 from paxlike.errors import RunError, UserError, one_line
-from paxlike.layers import flops
-from paxlike.processes import ending, ownership
-from paxlike.processes.owner import is_there
-from paxlike.telemetry import metric_files
+from paxlike.processes import ending
+from paxlike.telemetry import metric_files, run_state
 from paxlike.telemetry.callbacks import Callback, Callbacks
 from paxlike.telemetry.console import Console
 from paxlike.telemetry.meter import TOKENS_OF, Reading
+from paxlike.telemetry.run_summary import Summary
 
 _REWARDS = ("reward_margin", "reward_accuracy")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
-  """Facts about a run, printed before its first step."""
-
-  num_params: int
-  num_trained: int
-  batch_size: int
-  seq_len: int
-  epoch_rows: int | None = None
-  devices: jax.sharding.Mesh
-  flops: flops.TrainingFlops
-  attention: str
 
 
 class Journal:
@@ -126,39 +109,12 @@ class Journal:
         self._board("train")  # Opened now, so that no step waits for it.
     self.status("running", step)
     self._callbacks.call("on_start", step, self._folder)
-    devices = summary.devices
-    axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
-    kind = devices.devices.flat[0].device_kind
-    tokens = summary.batch_size * summary.seq_len
-    has_frozen = summary.num_trained < summary.num_params
-    trained = f", {summary.num_trained:,} of them trained" if has_frozen else ""
-    self.note(
-      f"parameters: {summary.num_params:,}{trained}\n"
-      f"devices:    {devices.size} x {kind}{f' ({axes})' if axes else ''}\n"
-      f"batch:      {summary.batch_size} sequences x {summary.seq_len} tokens = {tokens:,} tokens\n"
-      f"{self._epochs()}"
-      f"FLOPs:      {summary.flops.causal:.4g} per token (causal attention),"
-      f" {summary.flops.full:.4g} (full)\n"
-      f"attention:  {summary.attention}\n"
-      f"folder:     {self._folder}"
-    )
+    self.note(summary.header(self._folder, num_steps))
     if step and step == num_steps:
       self.note(
         f"nothing to train: all {step} steps are complete; to continue, raise MAX_STEPS (or"
         f" NUM_EPOCHS), as by --fdl.MAX_STEPS={2 * step}"
       )
-
-  def _epochs(self) -> str:
-    """Returns the summary's line on epochs; "" if their length is unknown."""
-    rows = self._summary.epoch_rows
-    if not rows:
-      return ""
-    steps = rows / self._summary.batch_size
-    tokens = rows * self._summary.seq_len
-    return (
-      f"epoch:      {rows:,} sequences = {steps:,.4g} steps = {tokens:,} tokens;"
-      f" {self._num_steps:,} steps = {self._num_steps / steps:,.4g} epochs\n"
-    )
 
   def saved(self, step: int, checkpoint: epath.Path):
     """Records a complete checkpoint; may be called in any thread."""
@@ -204,7 +160,7 @@ class Journal:
     self._tokens.clear()
     loss = values.pop("loss")
     skipped = values.pop("skipped")
-    speed = {} if seconds is None else self._speed(seconds)
+    speed = {} if seconds is None else self._summary.speed(seconds)
     line = [f"completed step: {reading.step}"]
     if seconds is None:
       since = time.perf_counter() - self._began
@@ -238,23 +194,6 @@ class Journal:
     }
     self._record("train", record)
 
-  def _speed(self, seconds: float) -> dict[str, float]:
-    summary = self._summary
-    num_devices = summary.devices.size
-    tokens = summary.batch_size * summary.seq_len / seconds
-    chip = chips.find(summary.devices.devices.flat[0].device_kind)
-    values = {
-      "seconds_per_step": seconds,
-      "tokens_per_second": tokens,
-      "tokens_per_second_per_device": tokens / num_devices,
-    }
-    for name, count in (("causal", summary.flops.causal), ("full", summary.flops.full)):
-      rate = tokens / num_devices * count
-      values[f"tflops_per_second_per_device_{name}"] = rate / 1e12
-      if chip is not None:
-        values[f"mfu_{name}"] = rate / chip.flops
-    return values
-
   def evaluated(
     self,
     name: str,
@@ -274,7 +213,7 @@ class Journal:
     self._console.line(f"evaluated {name} after {updates} updates: {listed}")
     record = {"kind": "eval", "set": name, "updates": updates, "step": updates, "time": time.time()}
     self._record(f"eval_{name}", record | dict(values) | {"loss": values.get("log_pplx")})
-    path = _result_of(self._folder, name, updates)
+    path = run_state.result_of(self._folder, name, updates)
     text = json.dumps({"checkpoint": updates, **values}, indent=2)
     with self._writing():
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -366,45 +305,6 @@ class Journal:
       first = None if self._resumed_at is None else self._resumed_at + (part != "train")
       self._boards[part] = metric_files.TensorBoardWriter(directory, first=first)
     return self._boards[part]
-
-
-def _result_of(folder: epath.Path, name: str, updates: int) -> epath.Path:
-  """Returns the result file of an eval set after `updates` updates."""
-  return folder / "eval_out" / name / f"eval_{updates:08d}.json"
-
-
-def lacks_evaluation(folder: epath.Path, names: Iterable[str], updates: int) -> bool:
-  """Returns whether one of the eval sets `names` has no result after `updates` updates."""
-  with run_folder.reading(folder):
-    return not all(_result_of(folder, name, updates).exists() for name in names)
-
-
-def is_running(folder: epath.Path, owner: ownership.Observer | None = None) -> bool:
-  """Returns whether the job that writes in `folder` is running, as far as is known here.
-
-  A caller that polls should pass the same `owner` each time, which observes heartbeats.
-
-  Raises:
-    UserError: The folder cannot be read.
-  """
-  path = folder / "status.json"
-  with run_folder.reading(path):
-    if not path.exists():
-      return False
-    data = file_io.read_bytes(path)
-  try:
-    status = json.loads(data)
-    state, host, pid = status["state"], status["host"], status["pid"]
-    if type(pid) is not int or pid <= 0:
-      raise ValueError(f"no process has number {pid!r}")
-  except file_io.MALFORMED as error:
-    print(f"paxlike: {path} is damaged ({file_io.reason(error)}): skipped", file=sys.stderr)
-    return False
-  if state != "running":
-    return False
-  with run_folder.reading(folder):
-    lives = (owner or ownership.Observer(folder)).lives()
-  return host == socket.gethostname() and is_there(pid) if lives is None else lives
 
 
 def _memory() -> dict[str, int]:

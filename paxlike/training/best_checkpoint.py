@@ -15,7 +15,7 @@ from paxlike.checkpoints.checkpoint import Checkpoints, agreed
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError, did_you_mean
-from paxlike.telemetry.run_log import lacks_evaluation
+from paxlike.telemetry.run_state import lacks_evaluation
 from paxlike.training.evaluation import EvalSet, Result
 
 FILE = "best.json"

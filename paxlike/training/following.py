@@ -8,7 +8,8 @@ from etils import epath
 from paxlike.checkpoints.checkpoint import agreed
 from paxlike.processes import progress
 from paxlike.processes.ownership import Observer
-from paxlike.telemetry.run_log import Journal, is_running
+from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_state import is_running
 from paxlike.training.trainer import Trainer
 
 

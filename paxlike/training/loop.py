@@ -22,7 +22,8 @@ from paxlike.layers.stack import layout_of
 from paxlike.processes import progress, watch
 from paxlike.processes.signals import StopSignal
 from paxlike.telemetry.meter import Meter, Reading, check_finite
-from paxlike.telemetry.run_log import Journal, Summary
+from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_summary import Summary
 from paxlike.training import decode
 from paxlike.training.best_checkpoint import Best
 from paxlike.training.evaluation import Stopped

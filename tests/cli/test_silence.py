@@ -74,7 +74,8 @@ def test_margins_of_preferences_are_on_the_line(tmp_path, capsys):
 
   from paxlike.devices.mesh import MeshSpec
   from paxlike.layers.flops import TrainingFlops
-  from paxlike.telemetry.run_log import Journal, Summary
+  from paxlike.telemetry.run_log import Journal
+  from paxlike.telemetry.run_summary import Summary
 
   summary = Summary(
     num_trained=1,

@@ -15,7 +15,9 @@ from paxlike.layers.flops import TrainingFlops
 from paxlike.processes import ownership
 from paxlike.telemetry import metric_files
 from paxlike.telemetry.meter import Reading
-from paxlike.telemetry.run_log import Journal, Summary, is_running
+from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_state import is_running
+from paxlike.telemetry.run_summary import Summary
 
 LINE = re.compile(
   r"completed step: (\d+), seconds: ([\d.]+), TFLOP/s/device: ([\d.]+),"

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a run as its folder shows it: whether it is running, and which results it has."""
+
+import json
+import socket
+import sys
+from collections.abc import Iterable
+
+from etils import epath
+
+from paxlike import file_io, run_folder
+from paxlike.processes import ownership
+from paxlike.processes.owner import is_there
+
+
+def is_running(folder: epath.Path, owner: ownership.Observer | None = None) -> bool:
+  """Returns whether the job that writes in `folder` is running, as far as is known here.
+
+  A caller that polls should pass the same `owner` each time, which observes heartbeats.
+
+  Raises:
+    UserError: The folder cannot be read.
+  """
+  path = folder / "status.json"
+  with run_folder.reading(path):
+    if not path.exists():
+      return False
+    data = file_io.read_bytes(path)
+  try:
+    status = json.loads(data)
+    state, host, pid = status["state"], status["host"], status["pid"]
+    if type(pid) is not int or pid <= 0:
+      raise ValueError(f"no process has number {pid!r}")
+  except file_io.MALFORMED as error:
+    print(f"paxlike: {path} is damaged ({file_io.reason(error)}): skipped", file=sys.stderr)
+    return False
+  if state != "running":
+    return False
+  with run_folder.reading(folder):
+    lives = (owner or ownership.Observer(folder)).lives()
+  return host == socket.gethostname() and is_there(pid) if lives is None else lives
+
+
+def result_of(folder: epath.Path, name: str, updates: int) -> epath.Path:
+  """Returns the result file of an eval set after `updates` updates."""
+  return folder / "eval_out" / name / f"eval_{updates:08d}.json"
+
+
+def lacks_evaluation(folder: epath.Path, names: Iterable[str], updates: int) -> bool:
+  """Returns whether one of the eval sets `names` has no result after `updates` updates."""
+  with run_folder.reading(folder):
+    return not all(result_of(folder, name, updates).exists() for name in names)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary of a run: its sizes and devices, the header that it prints, and its speed."""
+
+import dataclasses
+
+import jax
+from etils import epath
+
+from paxlike.devices import chips
+from paxlike.layers import flops
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+  """Facts about a run, printed before its first step."""
+
+  num_params: int
+  num_trained: int
+  batch_size: int
+  seq_len: int
+  epoch_rows: int | None = None
+  devices: jax.sharding.Mesh
+  flops: flops.TrainingFlops
+  attention: str
+
+  def header(self, folder: epath.Path, num_steps: int) -> str:
+    """Returns the lines that a run of `num_steps` steps prints first."""
+    devices = self.devices
+    axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
+    kind = devices.devices.flat[0].device_kind
+    tokens = self.batch_size * self.seq_len
+    has_frozen = self.num_trained < self.num_params
+    trained = f", {self.num_trained:,} of them trained" if has_frozen else ""
+    return (
+      f"parameters: {self.num_params:,}{trained}\n"
+      f"devices:    {devices.size} x {kind}{f' ({axes})' if axes else ''}\n"
+      f"batch:      {self.batch_size} sequences x {self.seq_len} tokens = {tokens:,} tokens\n"
+      f"{self._epochs(num_steps)}"
+      f"FLOPs:      {self.flops.causal:.4g} per token (causal attention),"
+      f" {self.flops.full:.4g} (full)\n"
+      f"attention:  {self.attention}\n"
+      f"folder:     {folder}"
+    )
+
+  def _epochs(self, num_steps: int) -> str:
+    """Returns the header's line on epochs; "" if their length is unknown."""
+    rows = self.epoch_rows
+    if not rows:
+      return ""
+    steps = rows / self.batch_size
+    tokens = rows * self.seq_len
+    return (
+      f"epoch:      {rows:,} sequences = {steps:,.4g} steps = {tokens:,} tokens;"
+      f" {num_steps:,} steps = {num_steps / steps:,.4g} epochs\n"
+    )
+
+  def speed(self, seconds: float) -> dict[str, float]:
+    """Returns the rates of a step of `seconds` seconds, by their names in metrics.
+
+    MFU is left out for devices whose peak FLOP/s are unknown.
+    """
+    num_devices = self.devices.size
+    tokens = self.batch_size * self.seq_len / seconds
+    chip = chips.find(self.devices.devices.flat[0].device_kind)
+    values = {
+      "seconds_per_step": seconds,
+      "tokens_per_second": tokens,
+      "tokens_per_second_per_device": tokens / num_devices,
+    }
+    for name, count in (("causal", self.flops.causal), ("full", self.flops.full)):
+      rate = tokens / num_devices * count
+      values[f"tflops_per_second_per_device_{name}"] = rate / 1e12
+      if chip is not None:
+        values[f"mfu_{name}"] = rate / chip.flops
+    return values
