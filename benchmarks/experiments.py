@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paxlike import main
-from paxlike.cli import flags, starting
+from paxlike.cli import command_line, starting
 from paxlike.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def build(name: str, arguments: Sequence[str]) -> tuple["Experiment", "Trainer"]
     UserError: The flags are wrong, or the run could not begin.
   """
   # The mode asks for no folder.
-  options = flags.parse(["benchmark", f"--fdl_config={name}", "--mode=compile", *arguments])
+  options = command_line.parse(["benchmark", f"--fdl_config={name}", "--mode=compile", *arguments])
   if options.topology is not None:
     raise UserError("benchmarks run steps: leave --topology out.")
   starting.set_up_jax(options)

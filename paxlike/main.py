@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paxlike import launch
-from paxlike.cli import flags, starting, unexpected, usage
+from paxlike.cli import command_line, flags, starting, unexpected, usage
 from paxlike.devices import topology
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.launch import built, experiment_of, graph_of
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
   """
   options = flags.Options(traceback="--traceback" in argv)
   try:
-    options = flags.parse(argv)
+    options = command_line.parse(argv)
     if options.help:
       print(usage.HELP, end="")
       return _with_output(0)

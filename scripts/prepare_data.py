@@ -17,7 +17,7 @@ from typing import Any
 import fiddle as fdl
 import tqdm
 
-from paxlike.cli import flags
+from paxlike.cli import command_line
 from paxlike.cli.starting import set_up_jax
 from paxlike.convert import new_folder
 from paxlike.data import prepared
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     own, others = parser.parse_known_args(argv[1:])
     if own.shards < 1:
       raise UserError(f"--shards={own.shards} must be at least 1.")
-    options = flags.parse([argv[0], *others, "--mode=show"])
+    options = command_line.parse([argv[0], *others, "--mode=show"])
     if options.fdl_config is None or options.list or options.fdl_help:
       raise UserError("give --fdl_config=, the experiment whose data are prepared, and --to=.")
     set_up_jax(options)

@@ -13,7 +13,7 @@ from helpers.pages import DOCS, PAGES
 from helpers.sources import MODULES, PACKAGE, REPOSITORY, SOURCES
 
 from paxlike import registry
-from paxlike.cli import flags
+from paxlike.cli import flag_types
 from paxlike.errors import UserError
 from paxlike.experiments import datasets
 
@@ -42,7 +42,7 @@ def text_of(folders: tuple[str, ...]) -> str:
 
 
 SOURCE = text_of(("paxlike", "scripts", "benchmarks", "tests"))
-FLAGS = set(flags._define()) | set(re.findall(r'"--(\w+)"', SOURCE)) | LAUNCHERS
+FLAGS = set(flag_types.define()) | set(re.findall(r'"--(\w+)"', SOURCE)) | LAUNCHERS
 # Those that benchmarks make of names.
 FLAGS |= {"experts", "hidden", "chosen"}
 LITERALS = [
@@ -58,7 +58,7 @@ def check_paxlike(args: list[str]):
   given = dict(re.findall(r"--(fdl_config|exp|against)=(.+)", "\n".join(args)))
   for arg in args:
     if name := re.match(r"--(?!fdl\.)(\w+)", arg):
-      assert name[1] in set(flags._define()), f"there is no flag --{name[1]}"
+      assert name[1] in set(flag_types.define()), f"there is no flag --{name[1]}"
     if knob := re.match(r"--fdl\.([A-Z0-9_]+)=(.*)", arg):
       assert knob[1] in KNOBS, f"there is no knob {knob[1]}"
   for flag, name in given.items():

@@ -1,19 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command-line flags, and their parsing.
-
-`--fdl.PATH=VALUE` sets a knob of the experiment if PATH is UPPER_CASE, and a value in its graph if
-it is lower_case. Imports are light, so that `--help` and errors print at once.
-"""
+"""The command-line flags: the options that they give, and which of them go together."""
 
 import dataclasses
-import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from absl import flags
-
-from paxlike.cli.usage import CHECKED, MODES
-from paxlike.config import knob_types, ranges
+from paxlike.cli.usage import MODES
 from paxlike.errors import UserError, did_you_mean
 
 _DECODE = (
@@ -24,7 +15,7 @@ _DECODE = (
 _SAMPLING = ("top_k", "top_p", "min_p", "decode_seed")
 # Flag -> the modes that use it. The flags under "How to run" in `--help` are accepted in all modes,
 # so that --mode=show or compile can be added to the command of a run.
-_ONLY_IN = {
+ONLY_IN = {
   "against": ("show",),
   "changed": ("show",),
   "topology": ("show", "compile", "plan"),
@@ -41,12 +32,7 @@ _ONLY_IN = {
   "step": ("eval", "decode"),
   **dict.fromkeys(_DECODE, ("decode",)),
 }
-
-_ASSIGNMENT = re.compile(r"((?:[^=\[]|\[[^\]]*\])+)=(.*)", re.DOTALL)
-_FDL = re.compile(r"--?fdl\.(.*)", re.DOTALL)
-# Flags that absl itself defines: more flags from a file, and unknown flags to ignore.
-_OF_ABSL = re.compile(r"--?(flagfile|undefok)(=.*)?", re.DOTALL)
-_KNOB = re.compile(r"[A-Z][A-Z0-9_]*")
+_PROCESSES = ("server_addr", "num_hosts", "host_idx")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,54 +137,6 @@ class Options:
   num_cpu_devices: int | None = None
 
 
-def parse(argv: Sequence[str]) -> Options:
-  """Returns the options that a command line gives.
-
-  Args:
-    argv: The program's name and its arguments, as in `sys.argv`.
-
-  Raises:
-    UserError: A flag is unknown, has a bad value, contradicts another, or is missing.
-  """
-  values = _define()
-  try:
-    rest = values([argv[0] if argv else "paxlike", *_rewrite(argv[1:])])[1:]
-  except flags.UnrecognizedFlagError as error:
-    from paxlike.cli import hints  # Here: it imports all experiments.
-
-    known = [name for name in values if name not in ("h", "fdl_set")]
-    hint = hints.of_flag(error.flagname, argv, known)
-    raise UserError(f"unknown flag --{error.flagname}.{hint}") from None
-  except flags.Error as error:
-    raise UserError(str(error).removeprefix("flag ").replace("\n", " ")) from None
-  if rest:
-    hint = "" if rest[0].lower() not in ("true", "false") else " Give a bool as --flag=true."
-    raise UserError(f"unexpected argument {rest[0]!r}: flags start with '--'.{hint}")
-  given: dict[str, Any] = values.flag_values_dict()
-  knobs, edits = _split_by_case(given["fdl_set"])
-  if given["exp"] and given["fdl_config"] not in (None, given["exp"]):
-    raise UserError(
-      f"--exp={given['exp']} and --fdl_config={given['fdl_config']} name different experiments."
-    )
-  default = CHECKED if given["mode"] == "check" and not given["fdl_config_file"] else None
-  options = Options(
-    **{name: given[name] for name in _SCALARS if name != "fdl_config"},
-    fdl_config=given["fdl_config"] or given["exp"] or default,
-    knobs=knobs,
-    edits=edits,
-    fiddlers=tuple(given["fiddler"]),
-    prompt=tuple(given["prompt"]),
-    prompt_file=tuple(given["prompt_file"]),
-    stop=tuple(given["stop"]),
-    stop_token=tuple(given["stop_token"]),
-    help=given["help"] or given["h"],
-    fdl_allow_modules=tuple(filter(None, ",".join(given["fdl_allow_modules"]).split(","))),
-  )
-  if not options.help:
-    _check(options)
-  return options
-
-
 def shared(options: Options) -> dict[str, str]:
   """Returns flag -> text of the flags that must be equal in all processes of a job.
 
@@ -215,178 +153,12 @@ def shared(options: Options) -> dict[str, str]:
   return {name: text for name, text in given.items() if text not in ("None", "()")}
 
 
-class _Bool(flags.BooleanParser):
-  """absl's parser with a one-line error message."""
-
-  def parse(self, argument: str | int) -> bool:
-    try:
-      return super().parse(argument)
-    except ValueError:
-      raise ValueError(f"expected true or false, got {argument!r}.") from None
-
-
-class _Number(flags.ArgumentParser):
-  """A parser of numbers of a type with a range, by `knob_types`."""
-
-  syntactic_help = "a number"
-
-  def __init__(self, kind: Any):
-    super().__init__()
-    self._kind = kind
-
-  def parse(self, argument: str | int) -> Any:
-    return knob_types.convert(self._kind, argument, text=isinstance(argument, str))
-
-
-class _Text(flags.ArgumentParser):
-  """A parser of non-empty text."""
-
-  syntactic_help = "a text"
-
-  def parse(self, argument: str) -> str:
-    if not argument:
-      raise ValueError("expected a non-empty text.")
-    return argument
-
-
-class _Step(_Number):
-  """A parser of the step of a checkpoint, or "best"."""
-
-  def parse(self, argument: str | int) -> int | str:
-    return argument if argument == "best" else super().parse(argument)
-
-
-_STRINGS = (
-  "fdl_config",
-  "fdl_config_file",
-  "job_log_dir",
-  "against",
-  "topology",
-  "save",
-  "compiled_step",
-  "server_addr",
-  "tfds_data_dir",
-)
-_BOOLEANS = {
-  "fdl_help": False,
-  "list": False,
-  "changed": False,
-  "continuous": False,
-  "chat": False,
-  "kernels": False,
-  "json": False,
-  "full": False,
-  "traceback": False,
-  "enable_checkpoint_saving": True,
-  "enable_summary_writer": True,
-  "multiprocess_gpu": False,
-}
-_COUNT = Annotated[int, ranges.Range(least=1, most=2**16)]
-_NUMBERS = {
-  "slices": _COUNT,
-  "global_batch": ranges.Size,
-  "confirm": Annotated[int, ranges.Range(least=0, most=1000)],
-  "num_hosts": _COUNT,
-  "host_idx": Annotated[int, ranges.Range(least=0, most=2**16)],
-  "heartbeat_timeout": Annotated[int, ranges.Range(least=1, most=10**6)],
-  "join_timeout": Annotated[int, ranges.Range(least=1, most=10**6)],
-  "num_cpu_devices": Annotated[int, ranges.Range(least=1, most=1024)],
-  "max_new_tokens": ranges.Size,
-  "top_k": ranges.Size,
-  "num_samples": _COUNT,
-  "decode_rows": _COUNT,
-  "decode_seed": ranges.NonNegative,
-  "temperature": ranges.Temperature,
-  "top_p": ranges.Share,
-  "min_p": ranges.Share,
-}
-_PROCESSES = ("server_addr", "num_hosts", "host_idx")
-_SCALARS = ("mode", "step", *_STRINGS, *_BOOLEANS, *_NUMBERS)
-
-
-def _define() -> flags.FlagValues:
-  """Defines the flags on their own FlagValues: the global ones have flags of libraries."""
-  values = flags.FlagValues()
-  # Flags may follow a stray argument, so that the error is about the argument.
-  values.set_gnu_getopt(True)
-  flags.DEFINE_string("mode", "train", "", flag_values=values)
-  for name in (*_STRINGS, "exp"):
-    flags.DEFINE(_Text(), name, None, "", flag_values=values)
-  for name, default in {**_BOOLEANS, "help": False, "h": False}.items():
-    flag = flags.BooleanFlag(name, default, "")
-    flag.parser = _Bool()
-    flags.DEFINE_flag(flag, flag_values=values)
-  flags.DEFINE(_Step(ranges.NonNegative), "step", None, "", flag_values=values)
-  for name, kind in _NUMBERS.items():
-    flags.DEFINE(_Number(kind), name, None, "", flag_values=values)
-  for name in ("fdl_set", "prompt"):
-    flags.DEFINE_multi_string(name, [], "", flag_values=values)
-  texts = dict.fromkeys(("fiddler", "fdl_allow_modules", "prompt_file", "stop"), _Text())
-  for name, parser in {**texts, "stop_token": _Number(ranges.NonNegative)}.items():
-    flags.DEFINE_multi(parser, flags.ArgumentSerializer(), name, [], "", flag_values=values)
-  return values
-
-
-def _rewrite(args: Sequence[str]) -> list[str]:
-  """Turns `--fdl.PATH=VALUE` and `--fdl.PATH VALUE` into `--fdl_set=PATH=VALUE`, as Pax does."""
-  rewritten = []
-  remaining = iter(args)
-  for arg in remaining:
-    if arg == "--":
-      rewritten += [arg, *remaining]
-    elif match := _OF_ABSL.fullmatch(arg):
-      raise UserError(f"unknown flag --{match[1]}. --help lists the flags.")
-    elif match := _FDL.fullmatch(arg):
-      assignment = match[1]
-      _check_name(assignment, "--fdl.")
-      if not _ASSIGNMENT.fullmatch(assignment):
-        value = next(remaining, None)
-        if value is None or value.startswith("--"):
-          raise UserError(f"--fdl.{assignment} needs a value: --fdl.{assignment}=VALUE.")
-        assignment = f"{assignment}={value}"
-      rewritten.append(f"--fdl_set={assignment}")
-    else:
-      rewritten.append(arg)
-  return rewritten
-
-
-def _check_name(assignment: str, prefix: str):
-  """Raises a UserError if there is no name before the "="."""
-  if assignment.partition("=")[0].strip() in ("", "."):
-    shown = assignment if len(assignment) <= 100 else f"{assignment[:100]}..."
-    raise UserError(
-      f"{prefix}{shown}: the name of a knob or a path is missing: {prefix}NAME=VALUE."
-    )
-
-
-def _split_by_case(
-  assignments: Sequence[str],
-) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
-  """Splits assignments into (KNOB, text) and (path, text) pairs."""
-  knobs, edits = [], []
-  for assignment in assignments:
-    _check_name(assignment, "--fdl_set=")
-    match = _ASSIGNMENT.fullmatch(assignment)
-    if not match:
-      raise UserError(f"--fdl_set={assignment}: expected PATH=VALUE.")
-    path, text = match[1].strip(), match[2]
-    first = re.split(r"[.\[]", path, maxsplit=1)[0]
-    if _KNOB.fullmatch(path):
-      knobs.append((path, text))
-    elif _KNOB.fullmatch(first):
-      raise UserError(f"--fdl.{path}: a knob cannot be set in part: give --fdl.{first}=VALUE.")
-    elif first != first.lower():
-      raise UserError(f"--fdl.{path}: knobs are UPPER_CASE, paths in the graph lower_case.")
-    else:
-      edits.append((path, text))
-  return tuple(knobs), tuple(edits)
-
-
-def _check(options: Options):
+def check(options: Options):
+  """Raises a UserError if flags contradict each other, or if one is missing."""
   if options.mode not in MODES:
     hint = did_you_mean(options.mode, MODES)
     raise UserError(f"--mode={options.mode}: expected one of {', '.join(MODES)}.{hint}")
-  for name, modes in _ONLY_IN.items():
+  for name, modes in ONLY_IN.items():
     if getattr(options, name) != getattr(Options, name) and options.mode not in modes:
       mode = " or ".join(f"--mode={mode}" for mode in modes if mode in MODES)
       raise UserError(f"--{name} goes with {mode}, not --mode={options.mode}.")

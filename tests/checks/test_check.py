@@ -23,7 +23,7 @@ from paxlike import checks, layers, main
 from paxlike.checkpoints.checkpoint import Checkpoints
 from paxlike.checks import attention, bandwidth, differences, runner, step, storage, trainers
 from paxlike.checks.check import compared, guarded
-from paxlike.cli import check_page, flags
+from paxlike.cli import check_page, command_line
 from paxlike.devices.mesh import AXES
 from paxlike.layers.stack_layout import Layout
 from paxlike.training import train_step
@@ -184,7 +184,7 @@ def test_a_step_that_fails_in_float32_keeps_none_from_the_other(capsys, monkeypa
 
 
 def graph_of(*words):
-  options = flags.parse(["paxlike", "--mode=check", *words])
+  options = command_line.parse(["paxlike", "--mode=check", *words])
   return main.graph_of(options, main.experiment_of(options))
 
 

@@ -13,7 +13,7 @@ from helpers.command_lines import BASES, base
 from hypothesis import strategies
 
 from paxlike import fiddlers, registry
-from paxlike.cli import flags, usage
+from paxlike.cli import command_line, flag_types, flags, usage
 from paxlike.config import graph_file, knob_types, ranges
 
 # Of no type in particular: what people mistype, and what parsers trip over.
@@ -82,7 +82,7 @@ def knobs(draw: Any) -> list[str]:
 @functools.cache
 def paths(name: str) -> list[str]:
   """Returns the path of every value in the graph of a base."""
-  options = flags.parse(["paxlike", *base(name), "--mode=show"])
+  options = command_line.parse(["paxlike", *base(name), "--mode=show"])
   graph = command_lines.main.graph_of(options, command_lines.main.experiment_of(options))
   return [line.partition(" = ")[0] for line in graph_file.describe(graph).splitlines()]
 
@@ -106,11 +106,11 @@ def edits(draw: Any) -> list[str]:
 @strategies.composite
 def other_flags(draw: Any) -> list[str]:
   """Flags that are not about the experiment."""
-  names = [name for name in flags._SCALARS if name not in LEFT_OUT]
+  names = [name for name in flag_types.SCALARS if name not in LEFT_OUT]
   given = []
   chosen = draw(strategies.lists(strategies.sampled_from(names), max_size=3))
   for name in chosen:
-    kind = flags._NUMBERS.get(name, str)
+    kind = flag_types.NUMBERS.get(name, str)
     given.append(f"--{name}={draw(texts(kind))}")
   more = [
     "--stop=",
@@ -125,7 +125,7 @@ def other_flags(draw: Any) -> list[str]:
   more += ["--fdl.trained=nothing_like_this", "--fiddler=", "--continuous"]
   given += draw(strategies.lists(strategies.sampled_from(more), max_size=1))
   # Half of the flags in a mode that they are for: elsewhere their values do not matter.
-  fitting = [mode for name in chosen for mode in flags._ONLY_IN.get(name, ())]
+  fitting = [mode for name in chosen for mode in flags.ONLY_IN.get(name, ())]
   mode = draw(strategies.sampled_from(fitting or ["show"]) | strategies.sampled_from(usage.MODES))
   folder = draw(strategies.sampled_from(["--job_log_dir={run}", "--job_log_dir=", "--traceback"]))
   return [*base("Synthetic126M"), f"--mode={mode}", folder, *given]
@@ -134,7 +134,7 @@ def other_flags(draw: Any) -> list[str]:
 @functools.cache
 def saved(name: str) -> str:
   """Returns the config.json of a base."""
-  options = flags.parse(["paxlike", *base(name), "--mode=show"])
+  options = command_line.parse(["paxlike", *base(name), "--mode=show"])
   graph = command_lines.main.graph_of(options, command_lines.main.experiment_of(options))
   return graph_file.dump(graph)
 

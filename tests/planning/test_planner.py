@@ -12,7 +12,7 @@ import pytest
 from helpers.program import run
 
 from paxlike import main
-from paxlike.cli import flags, starting
+from paxlike.cli import command_line, starting
 from paxlike.devices import chips, topology
 from paxlike.devices.mesh import AXES
 from paxlike.planning import planner
@@ -44,7 +44,7 @@ def started(command: str) -> Iterator[Any]:
   """Context of the run that a printed command line starts."""
   words = shlex.split(command)
   assert words[0] == "paxlike"
-  options = flags.parse(words)
+  options = command_line.parse(words)
   starting.set_up_jax(options)
   with topology.target(options.topology, slices=options.slices or 1):
     yield main.built(main.graph_of(options, main.experiment_of(options)))

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from paxlike.checkpoints import checkpoint
 from paxlike.checkpoints.checkpoint import Checkpoints
-from paxlike.cli import flags, starting
+from paxlike.cli import command_line, flags, starting
 from paxlike.devices import jax_setup, program_cache
 from paxlike.errors import UserError
 from paxlike.processes import cluster, multiprocess
@@ -320,7 +320,7 @@ def test_what_only_prints_joins_nobody(monkeypatch, flag):
   monkeypatch.setattr(multiprocess, "initialize", lambda group, **named: joined.append(group))
   monkeypatch.setattr(jax_setup, "has_started", lambda: False)
   own = ("--server_addr=localhost:1", "--num_hosts=2", "--host_idx=1")
-  starting.join(flags.parse(["paxlike", "--fdl_config=Gpt3_52k", *own, flag]))
+  starting.join(command_line.parse(["paxlike", "--fdl_config=Gpt3_52k", *own, flag]))
   assert bool(joined) is (flag == "--mode=compile")
 
 

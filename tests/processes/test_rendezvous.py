@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from paxlike.cli import flags
+from paxlike.cli import command_line, flags
 from paxlike.errors import TemporaryError, UserError
 from paxlike.processes import cluster, rendezvous
 
@@ -156,6 +156,6 @@ def test_a_port_of_another_program_is_said():
 def test_flags_that_may_differ_are_not_compared():
   own = ["--host_idx=1", "--server_addr=a:1", "--num_hosts=2", "--job_log_dir=/here"]
   same = ["paxlike", "--exp=A", "--fdl.B=1", "--fdl.DATA_PATH=/x"]
-  given = flags.shared(flags.parse([*same, *own]))
+  given = flags.shared(command_line.parse([*same, *own]))
   assert given["--fdl.B"] == "1" and given["--fdl_config"] == "A"
   assert not [name for name in given if "PATH" in name or name in ("--host_idx", "--server_addr")]

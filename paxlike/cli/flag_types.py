@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types of the command-line flags, their parsers, and the definition of all flags for absl."""
+
+from typing import Annotated, Any
+
+from absl import flags
+
+from paxlike.config import knob_types, ranges
+
+STRINGS = (
+  "fdl_config",
+  "fdl_config_file",
+  "job_log_dir",
+  "against",
+  "topology",
+  "save",
+  "compiled_step",
+  "server_addr",
+  "tfds_data_dir",
+)
+# Flag -> its default.
+BOOLEANS = {
+  "fdl_help": False,
+  "list": False,
+  "changed": False,
+  "continuous": False,
+  "chat": False,
+  "kernels": False,
+  "json": False,
+  "full": False,
+  "traceback": False,
+  "enable_checkpoint_saving": True,
+  "enable_summary_writer": True,
+  "multiprocess_gpu": False,
+}
+_COUNT = Annotated[int, ranges.Range(least=1, most=2**16)]
+NUMBERS = {
+  "slices": _COUNT,
+  "global_batch": ranges.Size,
+  "confirm": Annotated[int, ranges.Range(least=0, most=1000)],
+  "num_hosts": _COUNT,
+  "host_idx": Annotated[int, ranges.Range(least=0, most=2**16)],
+  "heartbeat_timeout": Annotated[int, ranges.Range(least=1, most=10**6)],
+  "join_timeout": Annotated[int, ranges.Range(least=1, most=10**6)],
+  "num_cpu_devices": Annotated[int, ranges.Range(least=1, most=1024)],
+  "max_new_tokens": ranges.Size,
+  "top_k": ranges.Size,
+  "num_samples": _COUNT,
+  "decode_rows": _COUNT,
+  "decode_seed": ranges.NonNegative,
+  "temperature": ranges.Temperature,
+  "top_p": ranges.Share,
+  "min_p": ranges.Share,
+}
+# Flags with one value, which `Options` has under the same name.
+SCALARS = ("mode", "step", *STRINGS, *BOOLEANS, *NUMBERS)
+
+
+def define() -> flags.FlagValues:
+  """Defines the flags on their own FlagValues: the global ones have flags of libraries."""
+  values = flags.FlagValues()
+  # Flags may follow a stray argument, so that the error is about the argument.
+  values.set_gnu_getopt(True)
+  flags.DEFINE_string("mode", "train", "", flag_values=values)
+  for name in (*STRINGS, "exp"):
+    flags.DEFINE(Text(), name, None, "", flag_values=values)
+  for name, default in {**BOOLEANS, "help": False, "h": False}.items():
+    flag = flags.BooleanFlag(name, default, "")
+    flag.parser = Bool()
+    flags.DEFINE_flag(flag, flag_values=values)
+  flags.DEFINE(Step(ranges.NonNegative), "step", None, "", flag_values=values)
+  for name, kind in NUMBERS.items():
+    flags.DEFINE(Number(kind), name, None, "", flag_values=values)
+  for name in ("fdl_set", "prompt"):
+    flags.DEFINE_multi_string(name, [], "", flag_values=values)
+  texts = dict.fromkeys(("fiddler", "fdl_allow_modules", "prompt_file", "stop"), Text())
+  for name, parser in {**texts, "stop_token": Number(ranges.NonNegative)}.items():
+    flags.DEFINE_multi(parser, flags.ArgumentSerializer(), name, [], "", flag_values=values)
+  return values
+
+
+class Bool(flags.BooleanParser):
+  """absl's parser with a one-line error message."""
+
+  def parse(self, argument: str | int) -> bool:
+    try:
+      return super().parse(argument)
+    except ValueError:
+      raise ValueError(f"expected true or false, got {argument!r}.") from None
+
+
+class Number(flags.ArgumentParser):
+  """A parser of numbers of a type with a range, by `knob_types`."""
+
+  syntactic_help = "a number"
+
+  def __init__(self, kind: Any):
+    super().__init__()
+    self._kind = kind
+
+  def parse(self, argument: str | int) -> Any:
+    return knob_types.convert(self._kind, argument, text=isinstance(argument, str))
+
+
+class Text(flags.ArgumentParser):
+  """A parser of non-empty text."""
+
+  syntactic_help = "a text"
+
+  def parse(self, argument: str) -> str:
+    if not argument:
+      raise ValueError("expected a non-empty text.")
+    return argument
+
+
+class Step(Number):
+  """A parser of the step of a checkpoint, or "best"."""
+
+  def parse(self, argument: str | int) -> int | str:
+    return argument if argument == "best" else super().parse(argument)
