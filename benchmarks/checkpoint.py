@@ -35,7 +35,7 @@ import numpy as np
 import step as step_lib
 from etils import epath
 
-from paxlike.checkpoints import checksums
+from paxlike.checkpoints import checksums, manifest
 from paxlike.checkpoints.checkpoint import Checkpoints, Flat, flatten
 from paxlike.layers.stack import layout_of
 from paxlike.training import train_state
@@ -182,8 +182,8 @@ def speeds(run: Run, times: Times, folder: pathlib.Path, *, repeats: int):
 def make_checksums(path: pathlib.Path):
   """Makes all checksums of a checkpoint again."""
   folder = epath.Path(path)
-  checksums.write_of_process(folder / "state", 0)
-  checksums.write(folder)
+  manifest.write_of_process(folder / "state", 0)
+  manifest.write(folder)
 
 
 def verify_checksums(path: pathlib.Path):

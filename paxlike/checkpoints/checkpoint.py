@@ -21,7 +21,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from paxlike import file_io, run_folder
-from paxlike.checkpoints import checksums, committing, layout_conversion
+from paxlike.checkpoints import checksums, committing, layout_conversion, manifest
 from paxlike.checkpoints.checksums import Checksums, Damaged
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.layers.stack_layout import Layout
@@ -406,7 +406,7 @@ class Checkpoints:
       if not isinstance(metadata.get("tensors"), dict):
         raise ValueError("metadata/metadata lists no tensors")
       if metadata.get("checksums") and sums is None:
-        raise checksums.damaged(self.path(step), f"{checksums.FILE} is missing")
+        raise checksums.damaged(self.path(step), f"{manifest.FILE} is missing")
       if sums is not None:
         sums = sums.among(metadata["tensors"])
         sums.verify(arrays=())

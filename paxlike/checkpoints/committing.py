@@ -15,7 +15,7 @@ from typing import Any
 from etils import epath
 
 from paxlike import file_io, run_folder
-from paxlike.checkpoints import checksums
+from paxlike.checkpoints import checksums, manifest
 from paxlike.errors import RunError, UserError
 from paxlike.processes import ending
 
@@ -77,7 +77,7 @@ def handlers(index: int) -> Any:
 
     async def async_save(self, directory: epath.Path, *unused: Any, **given: Any) -> list[Any]:
       futures = await super().async_save(directory, *unused, **given) or []
-      return [*futures, _Measuring(lambda: checksums.write_of_process(directory, index))]
+      return [*futures, _Measuring(lambda: manifest.write_of_process(directory, index))]
 
     @classmethod
     def typestr(cls) -> str:
@@ -145,7 +145,7 @@ def _path_class(
         store.wait_until_finished()
         self._checkpoint_metadata_store = None
       success = f"Checkpoint commit was successful to {final}"
-      checksums.write(folder, to_come={atomicity.COMMIT_SUCCESS_FILE: success.encode()})
+      manifest.write(folder, to_come={atomicity.COMMIT_SUCCESS_FILE: success.encode()})
       before()
       await super().finalize()
       after(final)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from paxlike.checkpoints import checksums
+from paxlike.checkpoints import manifest
 from paxlike.checkpoints.checkpoint import metadata_of
 from paxlike.convert import tensors
 from paxlike.layers.stack_layout import Layout
@@ -69,7 +69,7 @@ def write(
       (path / item).mkdir()
       handler.save(path / item, args=ocp.args.JsonSave(value))
   with _os_errors():
-    checksums.write(path)
+    manifest.write(path)
 
 
 @contextlib.contextmanager

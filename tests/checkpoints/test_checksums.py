@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 from helpers.flip_bits import LAYOUT, Converted, Run, flip, state, weights
 
-from paxlike.checkpoints import checksums, committing, layout_conversion
+from paxlike.checkpoints import checksums, committing, layout_conversion, manifest
 from paxlike.checkpoints.checkpoint import Checkpoints
 from paxlike.cli import verify
 from paxlike.data.synthetic import RandomTokens
@@ -86,7 +86,7 @@ def test_chunks_of_a_name_that_is_not_known_are_verified_all_the_same(tmp_path, 
   files = rewritten(
     sums, lambda p: p._replace(array=None if p.array is None else wrong.format(p.array))
   )
-  (folder / checksums.FILE).write_text(checksums._text(files))
+  (folder / manifest.FILE).write_text(manifest._text(files))
   reader = Checkpoints(saved.directory, keep=None)
   assert (reader.read(0, "params.a") == weights()["params.a"]).all()
   name, piece = next(
@@ -107,8 +107,8 @@ def test_bytes_of_several_arrays_are_of_none(tmp_path):
     (70, 10, "c"),
     (70, 10, "c"),
   ]
-  pieces = [checksums.Piece(offset, length, None, array) for offset, length, array in chunks]
-  measured = checksums._measured(epath.Path(tmp_path / "file"), 100, pieces)
+  pieces = [manifest.Piece(offset, length, None, array) for offset, length, array in chunks]
+  measured = manifest._measured(epath.Path(tmp_path / "file"), 100, pieces)
   assert [(p.offset, p.length, p.array) for p in measured.pieces] == [
     (0, 10, None),
     (10, 20, None),
@@ -124,7 +124,7 @@ def test_an_array_that_is_not_there_is_refused(tmp_path):
   saved = saved_in(tmp_path, steps=(1,))
   with pytest.raises(UserError, match=r"checkpoint_00000001 has no array params\.d\.$"):
     saved.read(1, "params.d")
-  (saved.path(1) / checksums.FILE).unlink()
+  (saved.path(1) / manifest.FILE).unlink()
   path = saved.path(1) / "metadata" / "metadata"
   said = json.loads(path.read_text())
   said["tensors"]["params.d"] = said["tensors"]["params.a"]
@@ -148,7 +148,7 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(tmp_path, capsys, place, has_c
   saved = saved_in(tmp_path, steps=(1, 2))
   (saved.path(2) / place).unlink()
   if not has_checksums:
-    (saved.path(2) / checksums.FILE).unlink(missing_ok=True)
+    (saved.path(2) / manifest.FILE).unlink(missing_ok=True)
   os.mkfifo(saved.path(2) / place)
   found = saved.restore_latest_valid(target(), layout=LAYOUT)
   assert found is not None and found[0] == 1
@@ -177,7 +177,7 @@ def test_an_edited_list_of_tensors_is_damage_and_not_another_experiment(tmp_path
 
 def test_without_checksums_a_checkpoint_loads_if_it_was_written_so(tmp_path, capsys):
   saved = saved_in(tmp_path, steps=(1, 2))
-  (saved.path(2) / checksums.FILE).unlink()
+  (saved.path(2) / manifest.FILE).unlink()
   with pytest.raises(UserError, match=r"checksums\.json is missing"):
     saved.restore(2, target(), layout=LAYOUT)
   assert capsys.readouterr().err == ""
