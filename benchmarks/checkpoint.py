@@ -36,7 +36,8 @@ import step as step_lib
 from etils import epath
 
 from paxlike.checkpoints import checksums, manifest
-from paxlike.checkpoints.checkpoint import Checkpoints, Flat, flatten
+from paxlike.checkpoints.array_names import Flat, flatten
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.layers.stack import layout_of
 from paxlike.training import train_state
 from paxlike.training.trainer import Trainer
@@ -127,7 +128,7 @@ class Run:
     trainer = self._trainer
     target = train_state.abstract(trainer.definition, trainer.optimizer, trainer.devices)
     target = flatten(dataclasses.replace(target, frozen={}))
-    restored = self.saved.restore(self.num_saves, target, layout=layout_of(trainer.model))
+    restored = self.saved.at(self.num_saves).restore(target, layout=layout_of(trainer.model))
     return jax.block_until_ready(restored.state)
 
 

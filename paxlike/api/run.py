@@ -75,7 +75,7 @@ class Run:
   @property
   def steps(self) -> list[int]:
     """Steps of the existing checkpoints, oldest first."""
-    from paxlike.checkpoints.checkpoint import Checkpoints
+    from paxlike.checkpoints.run_checkpoints import Checkpoints
 
     return Checkpoints(self.folder / "checkpoints", keep=None).steps()
 

@@ -17,8 +17,8 @@ from etils import epath
 
 from paxlike import file_io
 from paxlike.checkpoints import layout_conversion
-from paxlike.checkpoints.checkpoint import Checkpoints, agreed, everywhere
 from paxlike.checkpoints.checksums import Damaged
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh as mesh_lib
@@ -27,6 +27,7 @@ from paxlike.layers.module import Definition, Params
 from paxlike.layers.precision import weight_only
 from paxlike.layers.stack import layout_of
 from paxlike.layers.stack_layout import Layout
+from paxlike.processes.agreement import agreed, everywhere
 
 PROVENANCE = "restored_from.json"
 _Read = TypeVar("_Read")
@@ -83,7 +84,7 @@ class Restore:
         if name in chosen
       }
       layout = layout_of(definition.module)
-      self.saved.check(step, weights, layout=layout, unread=layout_conversion.anything)
+      self.saved.at(step).check(weights, layout=layout, unread=layout_conversion.anything)
 
   def load(
     self,
@@ -142,7 +143,7 @@ class Restore:
     origin = {
       "path": os.fspath(self.folder),
       "step": step,
-      "identity": self.saved.identity(step),
+      "identity": self.saved.at(step).identity(),
       "include": self.include,
       "ignore": self.ignore,
       "restored": restored,
@@ -263,7 +264,7 @@ def began_with(
     places = [moved] if flag == "--base" else [restore, moved]
   for place in places:
     if restore.step in place.saved.steps():
-      if record.get("identity") not in (None, place.saved.identity(restore.step)):
+      if record.get("identity") not in (None, place.saved.at(restore.step).identity()):
         raise UserError(
           f"checkpoint {restore.step} of {place.path} is not the one that the run in {folder}"
           f" started from: set {flag} to its path."
@@ -354,19 +355,18 @@ def read_params(
       arrays |= derived[name].inputs if name in derived else [stored(name)]
     return arrays
 
-  saved.check(step, dict(map(stored, specs)) | wanted(derived), layout=layout, unread=unread)
+  checkpoint = saved.at(step)
+  checkpoint.check(dict(map(stored, specs)) | wanted(derived), layout=layout, unread=unread)
 
   def read(names: Sequence[str]) -> Params:
-    flat = saved.restore(
-      step, wanted(names), layout=layout, unread=layout_conversion.anything
-    ).state
+    flat = checkpoint.restore(wanted(names), layout=layout, unread=layout_conversion.anything).state
     params = {}
     for name in names:
       key, leaf = stored(name)
       params[name] = _computed(derived[name], flat, leaf) if name in derived else flat[key]
     return params
 
-  stored_as = saved.layout(step)
+  stored_as = checkpoint.layout()
 
   def array_of(name: str) -> str:
     location = layout.locate(name)

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from paxlike import fiddlers, layers
-from paxlike.checkpoints.checkpoint import flatten
+from paxlike.checkpoints.array_names import flatten
 from paxlike.checks.check import ABSENT, Check, all_guarded, fetched
 from paxlike.checks.differences import FLOAT32, ITEM, ROUNDED, ROUTED, Step, compare
 from paxlike.checks.trainers import (

@@ -15,7 +15,8 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from paxlike import file_io, run_folder
-from paxlike.checkpoints.checkpoint import Checkpoints, flatten
+from paxlike.checkpoints.array_names import flatten
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.checks import step
 from paxlike.checks.check import ABSENT, FAIL, PASS, Check, guarded
 from paxlike.errors import UserError
@@ -130,7 +131,7 @@ def _saved(label: str, trainer: Trainer, own: epath.Path) -> Check:
         for name, x in arrays.items()
       }
       began = time.perf_counter()
-      restored = jax.block_until_ready(checkpoints.restore(0, target, layout=layout).state)
+      restored = jax.block_until_ready(checkpoints.at(0).restore(target, layout=layout).state)
       reading = time.perf_counter() - began
   wrong = [name for name, x in arrays.items() if not _same_bits(x, restored[name])]
   nbytes = sum(x.nbytes for x in arrays.values())

@@ -56,7 +56,7 @@ def _verify(path: str) -> int:
   """
   # Imported after the flags have been checked, because it takes time.
   from paxlike.checkpoints import committing
-  from paxlike.checkpoints.checkpoint import Checkpoints
+  from paxlike.checkpoints.run_checkpoints import Checkpoints
 
   folder = file_io.absolute(path)
   step = committing.step_of(folder.name)
@@ -70,7 +70,7 @@ def _verify(path: str) -> int:
   damaged = 0
   for one in steps:
     try:
-      size = saved.verify(one)
+      size = saved.at(one).verify()
     except UserError as error:
       if one not in saved.steps():
         print(f"{saved.path(one)} was removed meanwhile")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from paxlike.checkpoints import layout_conversion
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.checkpoints.warm_start import Derived
 from paxlike.errors import UserError
 from paxlike.layers.stack_layout import Layout
@@ -36,9 +36,9 @@ class Stored:
     Raises:
       UserError: There is none.
     """
-    self._saved = Checkpoints(directory, keep=None)
-    self._step = self._saved.find(step)
-    self._layout = self._saved.layout(self._step)
+    saved = Checkpoints(directory, keep=None)
+    self._checkpoint = saved.at(saved.find(step))
+    self._layout = self._checkpoint.layout()
     self._unrolled = unrolled
     self._derived: Mapping[str, Derived] = {}
     self._read: dict[str, np.ndarray] = {}  # The arrays of the weight read last.
@@ -49,12 +49,10 @@ class Stored:
     Raises:
       UserError: It lacks some.
     """
-    if self._saved.has_training_state(self._step):
+    if self._checkpoint.has_training_state():
       self._derived = weights
       inputs = {name: leaf for one in weights.values() for name, leaf in one.inputs.items()}
-      self._saved.check(
-        self._step, inputs, layout=self._unrolled, unread=layout_conversion.anything
-      )
+      self._checkpoint.check(inputs, layout=self._unrolled, unread=layout_conversion.anything)
 
   def check(self, shapes: Mapping[str, tuple[int, ...]]):
     """Compares the checkpoint's weights with `shapes`, name -> shape.
@@ -63,9 +61,7 @@ class Stored:
       UserError: A weight is missing, unexpected or of another shape.
     """
     target = {f"params.{n}": jax.ShapeDtypeStruct(s, np.float32) for n, s in shapes.items()}
-    self._saved.check(
-      self._step, target, layout=self._unrolled, unread=layout_conversion.all_but_weights
-    )
+    self._checkpoint.check(target, layout=self._unrolled, unread=layout_conversion.all_but_weights)
 
   def array_of(self, name: str) -> str:
     return self._place(name)[0]
@@ -81,7 +77,7 @@ class Stored:
 
   def _array(self, array: str, index: int | None) -> np.ndarray:
     if array not in self._read:
-      self._read[array] = self._saved.read(self._step, array)
+      self._read[array] = self._checkpoint.read(array)
     return self._read[array] if index is None else self._read[array][index]
 
   def _place(self, name: str) -> tuple[str, int | None]:

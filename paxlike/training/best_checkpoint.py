@@ -11,10 +11,11 @@ import jax
 from etils import epath
 
 from paxlike import file_io, run_folder
-from paxlike.checkpoints.checkpoint import Checkpoints, agreed
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError, did_you_mean
+from paxlike.processes.agreement import agreed
 from paxlike.telemetry.run_state import lacks_evaluation
 from paxlike.training.evaluation import EvalSet, Result
 

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from paxlike.checkpoints.checkpoint import flatten
+from paxlike.checkpoints.array_names import flatten
 from paxlike.checkpoints.warm_start import Derived
 from paxlike.devices import mesh as mesh_lib
 from paxlike.errors import UserError

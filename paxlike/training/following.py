@@ -5,8 +5,8 @@ import time
 
 from etils import epath
 
-from paxlike.checkpoints.checkpoint import agreed
 from paxlike.processes import progress
+from paxlike.processes.agreement import agreed
 from paxlike.processes.ownership import Observer
 from paxlike.telemetry.run_log import Journal
 from paxlike.telemetry.run_state import is_running

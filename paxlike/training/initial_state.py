@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from etils import epath
 
 from paxlike.checkpoints import layout_conversion
-from paxlike.checkpoints.checkpoint import Checkpoints, agreed, flatten, unflatten
+from paxlike.checkpoints.array_names import flatten, unflatten
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.checkpoints.warm_start import PROVENANCE, Restore, began_with, read_found, read_params
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.processes import ending, progress
+from paxlike.processes.agreement import agreed
 from paxlike.telemetry.run_log import Journal
 from paxlike.training import evaluated_weights, train_state
 from paxlike.training.optimizers import Optimizer
@@ -130,7 +132,7 @@ class Origin:
         names=names,
         for_compute=True,
         unread=layout_conversion.all_but_weights,
-        derived=derived if derived and saved.has_training_state(step) else None,
+        derived=derived if derived and saved.at(step).has_training_state() else None,
       ),
     )
     return step, params | self._frozen()

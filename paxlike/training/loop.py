@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from paxlike.checkpoints.checkpoint import flatten
+from paxlike.checkpoints.array_names import flatten
 from paxlike.devices import malloc
 from paxlike.inference import decoding
 from paxlike.inference.sampling import Sampling

@@ -21,7 +21,8 @@ from helpers.teacher_forcing import assert_teacher_forcing, prompts
 import paxlike
 from examples import extensions, gated_llama
 from paxlike import fiddlers, layers, main, registry
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.checkpoint import Checkpoint
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.config import building
 from paxlike.convert import main as convert
 from paxlike.convert import streaming
@@ -290,7 +291,7 @@ def average(tmp_path_factory) -> tuple[paxlike.Run, Any, Any]:
   mean = {name: np.asarray(w) for name, w in drawn(definition).items()}
   raw: Any = None
   for step in saved.steps():
-    raw = {name: saved.read(step, f"params.{name}") for name in mean}
+    raw = {name: saved.at(step).read(f"params.{name}") for name in mean}
     mean = {name: 0.7 * mean[name] + 0.3 * raw[name] for name in mean}
   return run, raw, mean
 
@@ -338,7 +339,7 @@ def test_weights_without_an_optimizer_state_are_evaluated_as_they_are(average, t
   for name in ("config.json", "experiment.json"):
     (tmp_path / name).write_text((run.folder / name).read_text())
   weights = ((f"params.{name}", w) for name, w in raw.items())
-  layout = Checkpoints(run.folder / "checkpoints", keep=None).layout(3)
+  layout = Checkpoints(run.folder / "checkpoints", keep=None).at(3).layout()
   streaming.write(tmp_path / "checkpoints", weights, dtype=np.dtype("float32"), layout=layout)
   model = paxlike.load(tmp_path, allow_modules=[gated_llama.__name__, MODULE])
   np.testing.assert_array_equal(model._params["head.w"], raw["head.w"])
@@ -349,13 +350,13 @@ def test_weights_without_an_optimizer_state_are_evaluated_as_they_are(average, t
 
 def test_only_what_is_evaluated_is_read(average, run, monkeypatch):
   wanted: list[str] = []
-  restore = Checkpoints.restore
+  restore = Checkpoint.restore
 
-  def recorded(self, step, target, **how):
+  def recorded(self, target, **how):
     wanted.extend(target)
-    return restore(self, step, target, **how)
+    return restore(self, target, **how)
 
-  monkeypatch.setattr(Checkpoints, "restore", recorded)
+  monkeypatch.setattr(Checkpoint, "restore", recorded)
   averaged = average[0].load()
   assert {name.rpartition("weights.")[0] for name in wanted} == {"opt_state.1."}
   assert len(wanted) == len(averaged._params)

@@ -15,7 +15,8 @@ from helpers.tiny_model import adamw, batch, tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 from paxlike.checkpoints import committing, layout_conversion
-from paxlike.checkpoints.checkpoint import Checkpoints, flatten, unflatten
+from paxlike.checkpoints.array_names import flatten, unflatten
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.checkpoints.warm_start import read_found
 from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
@@ -66,7 +67,7 @@ def assert_bitwise(got, expected):
 
 def test_what_is_saved_comes_back_bitwise(saved):
   save(saved, 5)
-  restored = saved.restore(5, target_of(arrays()), layout=FLAT)
+  restored = saved.at(5).restore(target_of(arrays()), layout=FLAT)
   assert_bitwise(restored.state, arrays())
   assert restored.train_input == {"position": 5}
   assert saved.path(5).name == "checkpoint_00000005"
@@ -78,7 +79,7 @@ def test_a_relative_folder_is_read_too(saved, monkeypatch):
   save(saved, 7, state)
   monkeypatch.chdir(saved.path(7).parent.parent)
   relative = Checkpoints("checkpoints", keep=None)
-  assert_bitwise(relative.restore(7, target_of(state), layout=FLAT).state, state)
+  assert_bitwise(relative.at(7).restore(target_of(state), layout=FLAT).state, state)
   assert Checkpoints("gs://bucket/run", keep=None).path(7) == epath.Path(
     "gs://bucket/run/checkpoint_00000007"
   )
@@ -91,14 +92,14 @@ def test_arrays_may_be_donated_right_after_save(saved):
   overwrite(state["w"]).block_until_ready()
   saved.wait()
   shapes = {"w": jax.ShapeDtypeStruct((1_000_000,), jnp.float32)}
-  restored = saved.restore(1, target_of(shapes), layout=FLAT)
+  restored = saved.at(1).restore(target_of(shapes), layout=FLAT)
   np.testing.assert_array_equal(restored.state["w"], np.arange(1_000_000))
 
 
 def test_a_part_can_be_restored(saved):
   save(saved, 1)
   wanted = {"params.a.w": target_of(arrays())["params.a.w"]}
-  got = saved.restore(1, wanted, layout=FLAT, unread=layout_conversion.anything).state
+  got = saved.at(1).restore(wanted, layout=FLAT, unread=layout_conversion.anything).state
   assert_bitwise(got, {"params.a.w": arrays()["params.a.w"]})
 
 
@@ -110,7 +111,7 @@ def test_another_experiment_is_refused_with_the_differences(saved):
   target["params.b.w"] = jax.ShapeDtypeStruct((8, 4), jnp.float32)
   target["opt_state.bits"] = jax.ShapeDtypeStruct((6,), jnp.uint32)
   for restore in (
-    lambda: saved.restore(1, target, layout=FLAT),
+    lambda: saved.at(1).restore(target, layout=FLAT),
     lambda: saved.restore_latest_valid(target, layout=FLAT),
   ):
     with pytest.raises(UserError) as error:
@@ -132,13 +133,13 @@ def test_what_layers_noticed_may_be_new_gone_or_of_another_shape(saved):
   del target["extra.scale"]
   where = target["params.a.w"].sharding
   target["extra.new"] = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=where)
-  state = saved.restore(1, target, layout=FLAT).state
+  state = saved.at(1).restore(target, layout=FLAT).state
   assert state.keys() == target.keys()
   np.testing.assert_array_equal(state["extra.new"], np.zeros(3))
   np.testing.assert_array_equal(state["params.a.w"], arrays()["params.a.w"])
   like = target_of(arrays())
   like["extra.scale"] = jax.ShapeDtypeStruct((9,), jnp.float32, sharding=where)
-  np.testing.assert_array_equal(saved.restore(1, like, layout=FLAT).state["extra.scale"], 0)
+  np.testing.assert_array_equal(saved.at(1).restore(like, layout=FLAT).state["extra.scale"], 0)
 
 
 def test_the_newest_are_kept(saved):
@@ -170,7 +171,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(saved, capsys, item, damag
   assert len(lines) == 1, lines
   assert "checkpoint_00000002 is damaged" in lines[0]
   with pytest.raises(UserError, match="checkpoint_00000002 is damaged"):
-    saved.restore(2, target_of(arrays()), layout=FLAT)
+    saved.at(2).restore(target_of(arrays()), layout=FLAT)
   gc.collect()
   with Checkpoints(folder.parent, keep=3) as resumed:
     with pytest.raises(UserError, match="checkpoint 2, which this run did not restore"):
@@ -178,7 +179,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(saved, capsys, item, damag
     assert saved.steps() == [1, 2]
     resumed.restore_latest_valid(target_of(arrays()), layout=FLAT)
     save(resumed, 2, arrays(3))
-  again = saved.restore(2, target_of(arrays()), layout=FLAT)
+  again = saved.at(2).restore(target_of(arrays()), layout=FLAT)
   assert_bitwise(again.state, arrays(3))
   assert len(list(folder.parent.glob("damaged_checkpoint_00000002*"))) == 1
 
@@ -240,7 +241,7 @@ def test_what_its_run_removes_while_it_is_read_is_not_damaged(saved):
     if step == 1:
       saved.path(1).rmtree()
       save(saved, 3)
-    return saved.verify(step)
+    return saved.at(step).verify()
 
   with pytest.raises(UserError, match="checkpoint_00000001 was removed while it was being read"):
     read_found(saved, 1, read)
@@ -249,13 +250,13 @@ def test_what_its_run_removes_while_it_is_read_is_not_damaged(saved):
     if step == 3:
       save(saved, 4)
       saved.path(3).rmtree()
-    return saved.verify(step)
+    return saved.at(step).verify()
 
   assert read_found(saved, None, read_newest)[0] == 4
   largest = max(saved.path(4).glob("state/d/*"), key=lambda path: path.stat().length)
   largest.write_bytes(b"")
   with pytest.raises(UserError, match="checkpoint_00000004 is damaged"):
-    read_found(saved, None, saved.verify)
+    read_found(saved, None, lambda step: saved.at(step).verify())
 
 
 def test_a_run_that_goes_on_from_an_older_checkpoint_saves_before_the_damaged(saved):
@@ -267,7 +268,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_saves_before_the_damaged(sa
     save(resumed, 3, arrays(3))
     save(resumed, 5, arrays(5))
     assert resumed.steps() == [1, 3, 5]
-  assert_bitwise(saved.restore(5, target_of(arrays()), layout=FLAT).state, arrays(5))
+  assert_bitwise(saved.at(5).restore(target_of(arrays()), layout=FLAT).state, arrays(5))
 
 
 def test_if_all_are_damaged_nothing_is_overwritten(saved):
@@ -309,7 +310,7 @@ def test_a_full_disk_is_told_and_older_checkpoints_stay(tmp_path, small_files, t
     elif told_by == "save":
       checkpoints.save(3, arrays(), layout=FLAT, train_input={})
   assert checkpoints.steps() == [1]
-  assert_bitwise(checkpoints.restore(1, target_of(arrays()), layout=FLAT).state, arrays())
+  assert_bitwise(checkpoints.at(1).restore(target_of(arrays()), layout=FLAT).state, arrays())
 
 
 def test_of_no_older_checkpoint_nothing_is_said(tmp_path, small_files):
@@ -324,7 +325,7 @@ def test_a_folder_may_be_renamed_to_what_looks_like_a_pattern(tmp_path):
     save(checkpoints, 1)
   (tmp_path / "c").rename(tmp_path / "c[1]")
   renamed = Checkpoints(tmp_path / "c[1]", keep=1)
-  assert_bitwise(renamed.restore(1, target_of(arrays()), layout=FLAT).state, arrays())
+  assert_bitwise(renamed.at(1).restore(target_of(arrays()), layout=FLAT).state, arrays())
   assert renamed.steps() == [1]
 
 
@@ -384,7 +385,7 @@ def test_a_stack_in_three_parts_is_converted_both_ways(tmp_path):
   for number, ((first, layout), (second, other)) in enumerate([kinds, kinds[::-1]]):
     with Checkpoints(tmp_path / str(number), keep=None) as checkpoints:
       save(checkpoints, 1, first, layout)
-      got = checkpoints.restore(1, target_of(second, where), layout=other).state
+      got = checkpoints.at(1).restore(target_of(second, where), layout=other).state
     assert_bitwise(got, second)
 
 
@@ -417,7 +418,7 @@ def test_restores_onto_another_mesh_and_layout(tmp_path, scan):
   one = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
   target = train_state.abstract(second, optimizer, one)
   with jax.set_mesh(one), Checkpoints(tmp_path / "c", keep=None) as checkpoints:
-    restored = checkpoints.restore(1, flatten(target), layout=layout_of(second.module)).state
+    restored = checkpoints.at(1).restore(flatten(target), layout=layout_of(second.module)).state
   assert all(value.sharding.mesh == one for value in restored.values())
 
   def by_layer(flat, layout):

@@ -11,7 +11,7 @@ from etils import epath
 from helpers.flip_bits import LAYOUT, Converted, Run, flip, state, weights
 
 from paxlike.checkpoints import checksums, committing, layout_conversion, manifest
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.cli import verify
 from paxlike.data.synthetic import RandomTokens
 from paxlike.errors import UserError
@@ -88,13 +88,13 @@ def test_chunks_of_a_name_that_is_not_known_are_verified_all_the_same(tmp_path, 
   )
   (folder / manifest.FILE).write_text(manifest._text(files))
   reader = Checkpoints(saved.directory, keep=None)
-  assert (reader.read(0, "params.a") == weights()["params.a"]).all()
+  assert (reader.at(0).read("params.a") == weights()["params.a"]).all()
   name, piece = next(
     (name, p) for name, f in sums.files.items() for p in f.pieces if p.array == "params.a"
   )
   change(saved.folder / name, piece.offset + piece.length // 2)
   with pytest.raises(UserError, match=f"is damaged .{name}"):
-    Checkpoints(saved.directory, keep=None).read(0, "params.a")
+    Checkpoints(saved.directory, keep=None).at(0).read("params.a")
 
 
 def test_bytes_of_several_arrays_are_of_none(tmp_path):
@@ -123,7 +123,7 @@ def test_bytes_of_several_arrays_are_of_none(tmp_path):
 def test_an_array_that_is_not_there_is_refused(tmp_path):
   saved = saved_in(tmp_path, steps=(1,))
   with pytest.raises(UserError, match=r"checkpoint_00000001 has no array params\.d\.$"):
-    saved.read(1, "params.d")
+    saved.at(1).read("params.d")
   (saved.path(1) / manifest.FILE).unlink()
   path = saved.path(1) / "metadata" / "metadata"
   said = json.loads(path.read_text())
@@ -132,8 +132,8 @@ def test_an_array_that_is_not_there_is_refused(tmp_path):
   path.write_text(json.dumps(said))
   wanted = target() | {"params.d": target()["params.a"]}
   for read in (
-    lambda: Checkpoints(tmp_path, keep=None).restore(1, wanted, layout=LAYOUT),
-    lambda: Checkpoints(tmp_path, keep=None).read(1, "params.d"),
+    lambda: Checkpoints(tmp_path, keep=None).at(1).restore(wanted, layout=LAYOUT),
+    lambda: Checkpoints(tmp_path, keep=None).at(1).read("params.d"),
   ):
     with pytest.raises(UserError, match=r"is damaged \(array params\.d is missing\)"):
       read()
@@ -179,14 +179,14 @@ def test_without_checksums_a_checkpoint_loads_if_it_was_written_so(tmp_path, cap
   saved = saved_in(tmp_path, steps=(1, 2))
   (saved.path(2) / manifest.FILE).unlink()
   with pytest.raises(UserError, match=r"checksums\.json is missing"):
-    saved.restore(2, target(), layout=LAYOUT)
+    saved.at(2).restore(target(), layout=LAYOUT)
   assert capsys.readouterr().err == ""
   path = saved.path(2) / "metadata" / "metadata"
   said = json.loads(path.read_text())
   del said["checksums"]
   path.write_text(json.dumps(said))
   capsys.readouterr()
-  saved.restore(2, target(), layout=LAYOUT)
+  saved.at(2).restore(target(), layout=LAYOUT)
   assert capsys.readouterr().err.endswith("checkpoint_00000002 has no checksums: not verified.\n")
   assert verify.run([str(tmp_path)]) == 0
   assert "00000002 was written without checksums" in capsys.readouterr().out
@@ -201,11 +201,11 @@ def test_only_what_is_read_is_verified(tmp_path):
       if piece.array == "params.b":
         change(saved.path(1) / name, piece.offset)
   wanted = {"params.a": target()["params.a"]}
-  saved.restore(1, wanted, layout=LAYOUT, unread=layout_conversion.anything)
-  assert saved.read(1, "params.a").shape == (300, 40)
+  saved.at(1).restore(wanted, layout=LAYOUT, unread=layout_conversion.anything)
+  assert saved.at(1).read("params.a").shape == (300, 40)
   for read in (
-    lambda: saved.restore(1, target(), layout=LAYOUT),
-    lambda: saved.read(1, "params.b"),
+    lambda: saved.at(1).restore(target(), layout=LAYOUT),
+    lambda: saved.at(1).read("params.b"),
   ):
     with pytest.raises(UserError, match=r"is damaged \(state/.*, array params\.b\)"):
       read()

@@ -9,7 +9,7 @@ import pytest
 from helpers.program import TINY, run
 
 from paxlike.checkpoints import layout_conversion
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.config import graph_file
 
 pytestmark = pytest.mark.slow
@@ -96,14 +96,16 @@ def test_other_float_dtypes_and_meshes_are_converted(tmp_path, source):
   assert start(tmp_path / "new", source, mesh) == 0
   with Checkpoints(tmp_path / "new" / "checkpoints", keep=None) as saved:
     name = "params.embedding.table"
-    stored = saved.read(1, name)
+    stored = saved.at(1).read(name)
     half = jax.ShapeDtypeStruct(
       stored.shape, np.float16, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
     )
-    layout = saved.layout(1)
-    restored = saved.restore(
-      1, {name: half}, layout=layout, unread=layout_conversion.anything
-    ).state[name]
+    layout = saved.at(1).layout()
+    restored = (
+      saved.at(1)
+      .restore({name: half}, layout=layout, unread=layout_conversion.anything)
+      .state[name]
+    )
   assert restored.dtype == np.float16
   np.testing.assert_array_equal(restored, stored.astype(np.float16))
   np.testing.assert_array_equal(stored, params(source)["embedding.table"])

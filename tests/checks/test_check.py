@@ -20,7 +20,7 @@ import pytest
 from helpers.program import finish, run
 
 from paxlike import checks, layers, main
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.checks import attention, bandwidth, differences, runner, step, storage, trainers
 from paxlike.checks.check import compared, guarded
 from paxlike.cli import check_page, command_line

@@ -251,7 +251,7 @@ def test_an_allowed_module_is_imported(trap):
     "paxlike.data.prepared:write",
     "paxlike.data.seqio.tfds_writer:write",
     "paxlike.data.token_index:write",
-    "paxlike.checkpoints.checkpoint:Checkpoints.save",
+    "paxlike.checkpoints.run_checkpoints:Checkpoints.save",
     "paxlike.convert.importing:copy_tokenizer",
     "paxlike.convert.main:run",
     "paxlike.cli.harness:PaxlikeLM",

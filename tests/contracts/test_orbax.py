@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint._src.path import atomicity, atomicity_defaults
 
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.layers.stack_layout import Layout
 
 FLAT = Layout(scanned=False, repeats=0)
@@ -67,7 +67,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
     saved.save(1, {"w": w}, layout=FLAT, train_input={})
     w.delete()
     saved.wait()
-    assert np.array_equal(saved.read(1, "w"), np.arange(1024.0))
+    assert np.array_equal(saved.at(1).read("w"), np.arange(1024.0))
 
 
 def test_finalizing_is_asked_of_a_function_that_is_not_async():

@@ -11,7 +11,7 @@ from helpers.program import run as paxlike
 from helpers.tiny_llama import CONFIG, DIM, VOCAB, shapes, values, write
 
 from paxlike.checkpoints import warm_start
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.config import building, graph_file
 from paxlike.convert.main import run
 from paxlike.convert.tensors import TensorFolder
@@ -24,7 +24,7 @@ def convert(source, to, *more, kind="hf"):
 
 def stored(folder, name):
   with Checkpoints(folder / "checkpoints", keep=None) as saved:
-    return saved.read(0, f"params.{name}")
+    return saved.at(0).read(f"params.{name}")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_converted_model_is_trained_in_a_folder_of_its_own(tmp_path, capsys):
   assert paxlike(*flags, origin, *steps) == 0
   # The rate of the first step is 0.
   with Checkpoints(tmp_path / "run" / "checkpoints", keep=None) as saved:
-    trained = saved.read(1, "params.embedding.table")
+    trained = saved.at(1).read("params.embedding.table")
   expected = values(shapes())["model.embed_tokens.weight"].astype("bfloat16").astype("float32")
   np.testing.assert_array_equal(trained, expected)
 
@@ -239,7 +239,7 @@ def test_a_trained_run_is_exported(tmp_path):
   assert (config["hidden_size"], config["num_hidden_layers"]) == (16, 2)
   assert convert(tmp_path / "theirs", tmp_path / "again") == 0
   with Checkpoints(tmp_path / "run" / "checkpoints", keep=None) as saved:
-    trained = saved.read(1, "params.stack.pattern.0.mlp.up.w")
+    trained = saved.at(1).read("params.stack.pattern.0.mlp.up.w")
   for layer in range(2):
     np.testing.assert_array_equal(
       stored(tmp_path / "again", f"stack.layers.{layer}.mlp.up.w"), trained[layer]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.tiny_llama import CONFIG, DIM, HEADS, KV_HEADS, shapes, values, write
 
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.convert import meta
 from paxlike.convert.main import run
 from paxlike.convert.torch_files import TorchFile
@@ -54,7 +54,7 @@ def save(folder, *, parts, rows=False, dtype="float32", params=None):
 def stored(folder):
   with Checkpoints(folder / "checkpoints", keep=None) as saved:
     names = json.loads((saved.path(0) / "metadata" / "metadata").read_text())["tensors"]
-    return {name: saved.read(0, name) for name in names}
+    return {name: saved.at(0).read(name) for name in names}
 
 
 @pytest.mark.slow

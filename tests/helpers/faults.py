@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from helpers import faulty
 from helpers.program import TEXT, curve, start
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 
 STUCK = ("data", "eval", "save", "compile")
 KINDS = ("kill", "stop", "term", *STUCK, "never", "twice")

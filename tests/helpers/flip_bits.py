@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxlike.checkpoints import checksums
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.convert import streaming
 from paxlike.errors import UserError
 from paxlike.layers.stack_layout import Layout
@@ -157,12 +157,12 @@ class Converted(Saved):
 
     def together():
       saved = Checkpoints(self.directory, keep=None)
-      saved.restore(0, wanted, layout=LAYOUT, unread=lambda _: False)
+      saved.at(0).restore(wanted, layout=LAYOUT, unread=lambda _: False)
 
     def one_by_one():
       saved = Checkpoints(self.directory, keep=None)
       for name in wanted:
-        saved.read(0, name)
+        saved.at(0).read(name)
 
     with self.flipped(path, bit):
       for read in (together, one_by_one):

@@ -16,7 +16,7 @@ import tempfile
 import time
 
 from helpers.program import TINY, curve, finish, start
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 
 
 def kill_and_resume(folder: pathlib.Path, *, kills: int, seed: int) -> list[str]:

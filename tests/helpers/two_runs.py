@@ -16,7 +16,7 @@ import tempfile
 import time
 
 from helpers.program import TINY, curve, finish, start
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 
 _REFUSED = re.compile(r"paxlike: --job_log_dir=\S+ is in use: process \d+ on \S+ writes there\..*")
 
@@ -24,7 +24,7 @@ _REFUSED = re.compile(r"paxlike: --job_log_dir=\S+ is in use: process \d+ on \S+
 def steps_of(folder: pathlib.Path) -> list[int]:
   """Returns the steps of the checkpoints that are there and whole."""
   saved = Checkpoints(folder / "checkpoints", keep=None)
-  return [step for step in saved.steps() if saved.verify(step)]
+  return [step for step in saved.steps() if saved.at(step).verify()]
 
 
 def start_two(folder: pathlib.Path, *, delay: float, steps: int) -> list[str]:

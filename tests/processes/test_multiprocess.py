@@ -16,12 +16,11 @@ from etils import epath
 from helpers.program import TEXT, TINY, curve, finish, start
 from jax.experimental import multihost_utils
 
-from paxlike.checkpoints import checkpoint
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.cli import command_line, flags, starting
 from paxlike.devices import jax_setup, program_cache
 from paxlike.errors import UserError
-from paxlike.processes import cluster, multiprocess
+from paxlike.processes import agreement, cluster, multiprocess
 
 
 def free_port() -> int:
@@ -215,7 +214,7 @@ jax.config.update("jax_num_cpu_devices", 1)
 jax.distributed.initialize(address, 2, index)
 import numpy as np
 from paxlike.checkpoints import warm_start
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.layers.stack_layout import Layout
 mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
 where, size = NamedSharding(mesh, PartitionSpec("x")), 100_000
@@ -310,7 +309,7 @@ def test_what_process_0_does_not_find_is_refused_in_all_processes(tmp_path, monk
     multihost_utils, "broadcast_one_to_all", lambda value: sent.append(value) or said
   )
   with pytest.raises(UserError, match=r"^no checkpoint 3 in there; there is: 2\.$"):
-    checkpoint.agreed(lambda: [Checkpoints(tmp_path, keep=None).find(3)])
+    agreement.agreed(lambda: [Checkpoints(tmp_path, keep=None).find(3)])
   assert (b"no checkpoint 3" in bytes(sent[0])) is (index == 0)
 
 

@@ -9,7 +9,7 @@ import signal
 import pytest
 from helpers.program import TEXT, curve, run
 
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.errors import UserError
 from paxlike.processes import progress
 from paxlike.training.best_checkpoint import Best, Criterion, step_of

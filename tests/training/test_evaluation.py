@@ -13,7 +13,7 @@ from helpers.rows import Rows
 from helpers.tiny_model import SEQ_LEN, VOCAB, tiny
 
 from paxlike import registry
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.data.corpus import Corpus
 from paxlike.data.examples import ExampleRows
 from paxlike.data.seqio import tfds_writer

@@ -15,7 +15,7 @@ from helpers.steps import assert_same, one_device, steps
 from helpers.tiny_model import batch
 
 from paxlike import fiddlers, registry
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.devices.mesh import MeshSpec
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def size_of(folder: pathlib.Path, step: int) -> int:
 
 def saved(folder, step):
   with Checkpoints(folder / "checkpoints", keep=None) as checkpoints:
-    return list(checkpoints._described(step)[0]["tensors"])
+    return list(checkpoints.at(step)._described()[0]["tensors"])
 
 
 def test_a_checkpoint_has_the_adapters_alone_and_resumes_bitwise(base, tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 from helpers.kill_and_resume import kill_and_resume
 from helpers.program import TEXT, TINY, curve, finish, run, start
 
-from paxlike.checkpoints.checkpoint import Checkpoints
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.training.evaluation import Evaluator
 
 
