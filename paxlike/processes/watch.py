@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends a job if a process is stalled, lost or has failed, with a line that names the process.
 
-A thread of each process checks the phase of its main thread (`progress`) at least once a second.
-The processes send heartbeats with their phase to process 0, which finds a lost process or, in a
-stall, the process that the others wait for (`members`). Every process detects a lost process 0 by
-itself.
+A thread of each process checks the phase of its main thread (`stall`) at least once a second. The
+processes send heartbeats with their phase to process 0, which finds a lost process or, in a stall,
+the process that the others wait for (`members`). Every process detects a lost process 0 by itself.
+The same messages serve what all decide together (`decisions`).
 """
 
 import contextlib
@@ -21,14 +21,11 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from paxlike.errors import UserError
-from paxlike.processes import ending, members, progress, rendezvous, stacks, watchdog
+from paxlike.processes import ending, members, progress, rendezvous, stacks, stall
+from paxlike.processes.decisions import Comparison, Stop
 
-_GRACE = 20.0  # Seconds, or three steps if longer, for a process to reach a sync point and stop.
-_GRACE_TO_COMPILE = 300.0  # The same while compiling, or if no step has been timed yet.
-_BEYOND = 10.0  # Seconds after the limit at which the watchdog acts if the watch did not.
 _LINGER = 3.0  # Seconds for the other processes to read the verdict.
 _SAY_SECONDS = 2.0  # Time-out for printing a line.
-_PRINTS = "waiting for a reader of its output"
 
 
 class Limits(NamedTuple):
@@ -63,20 +60,12 @@ class Watch(threading.Thread):
     self._limits = Limits()
     self._wake, self._waker = socket.socketpair()
     self._waker.setblocking(False)
-    self._watchdog = watchdog.Watchdog()
-    self._age, self._number, self._bytes, self._is_over = 0.0, -1, 0, False
+    self._stall = stall.Stall(self._members.named(index))
+    self._stopping, self._comparison = Stop(is_alone=count == 1), Comparison()
     self._since_stacks = 0.0
     self._state, self._reason = "", ""  # See `members.Member.state`.
     self._since_failed = 0.0
     self._is_to_blame = threading.Event()  # Set if no other process caused this one's failure.
-    self._given: tuple[int, Mapping[str, str]] = (0, {})
-    self._sent, self._compared = 0, (0, "")
-    self._asked = threading.Event()  # Set when the job is asked to stop.
-    self._decided = threading.Condition()
-    self._boundary: int | None = None  # The last sync point that this process has passed.
-    self._next: int | None = None  # The sync point at which it promises to wait for a decision.
-    self._agreed: int | None = None  # The sync point at which all stop.
-    self._is_stopping = False  # Whether it has reached that sync point.
     self._closed = threading.Event()
 
   @property
@@ -92,7 +81,7 @@ class Watch(threading.Thread):
   @contextlib.contextmanager
   def over(self, limits: Limits) -> Iterator[None]:
     """Context of work that must make progress; `limits` override those of an outer context."""
-    before, self._limits, self._age = self._limits, limits, 0.0
+    before, self._limits, self._stall.age = self._limits, limits, 0.0
     try:
       yield
     finally:
@@ -103,7 +92,7 @@ class Watch(threading.Thread):
     self._closed.set()
     self._stir()
     self.join()
-    self._watchdog.close()
+    self._stall.close()
     self._wake.close()
     self._waker.close()
 
@@ -143,34 +132,19 @@ class Watch(threading.Thread):
     Raises:
       UserError: A process has other values than process 0; raised in all processes.
     """
-    times = self._given[0] + 1
-    self._given = (times, given)
+    times = self._comparison.give(given)
     self._stir()
-    with self._decided:
-      while self._compared[0] < times:
-        self._decided.wait()  # The watch ends the process if another one never arrives.
-    if differs := self._compared[1]:
+    if differs := self._comparison.wait(times):
       raise UserError(f"{differs}. Start all processes with the same configuration and code.")
 
   def ask_to_stop(self):
     """Asks all processes to stop at the same sync point."""
-    self._asked.set()
+    self._stopping.asked.set()
     self._stir()
 
   def stops_here(self, place: int) -> bool:
-    """Returns whether all processes stop at sync point `place`; each calls this at each point.
-
-    When a stop is requested, a process promises to wait at its next sync point. All stop at the
-    latest of the promised points.
-    """
-    with self._decided:
-      self._boundary = place
-      if self.is_alone and self._asked.is_set():
-        self._agreed = place
-      while self._next is not None and place >= self._next and self._agreed is None:
-        self._decided.wait()  # The watch ends the process if nobody decides.
-      self._is_stopping = self._agreed is not None and place >= self._agreed
-    return self._is_stopping
+    """Returns whether all processes stop at sync point `place`; each calls this at each point."""
+    return self._stopping.is_here(place)
 
   def _stir(self):
     with contextlib.suppress(OSError):
@@ -190,10 +164,16 @@ class Watch(threading.Thread):
       tick, last = min(now - last, 2 * self._poll), now
       self._observe(tick)
       since_report += tick
-      if self._given[0] > self._sent:
-        self._give()
+      if (values := self._comparison.unsent()) is not None:
+        self._give(values)
       report = self._report()
-      urgent = (report["over"], report["state"], report["stop"], report["next"], self._agreed)
+      urgent = (
+        report["over"],
+        report["state"],
+        report["stop"],
+        report["next"],
+        self._stopping.agreed,
+      )
       if self._links and (urgent != sent or since_report >= self._every):
         sent, since_report = urgent, 0.0
         self._send(report)
@@ -214,7 +194,7 @@ class Watch(threading.Thread):
   def _obey(self, signals: bytes):
     """Handles signals, even while the main thread is blocked."""
     if {signal.SIGTERM, signal.SIGINT} & set(signals):
-      self._asked.set()
+      self._stopping.asked.set()
     if signal.SIGUSR1 in signals and (path := self._write_stacks("asked for by SIGUSR1")):
       _say(f"wrote the stacks of all threads: {path}")
 
@@ -226,61 +206,36 @@ class Watch(threading.Thread):
     if message.get("all_fail"):
       self._is_to_blame.set()
     if message.get("stop"):
-      self._asked.set()
+      self._stopping.asked.set()
     if message.get("agreed") is not None:
-      self._agree(message["agreed"])
+      self._stopping.agree(message["agreed"])
     if "compared" in message:
-      self._settle(message["round"], message["compared"])
+      self._comparison.settle(message["round"], message["compared"])
 
   def _observe(self, tick: float):
-    """Measures how long this process's phase has been without progress."""
-    now, given = progress.OWN.now, self._limits.stall_timeout
-    moved = False
-    if now.kind in progress.MOVES_BYTES:
-      moved = (count := progress.bytes_moved()) - self._bytes > 2**20
-      if moved or now.number != self._number:
-        self._bytes = count
-    self._age = 0.0 if moved or now.number != self._number else self._age + tick
-    self._number = now.number
-    limit = self._limit(now.kind, given)
-    self._is_over = (
-      not self._state and limit is not None and self._age > limit and not stacks.is_debugged()
+    """Looks how long this process has been in its phase; promises to stop, and writes stacks."""
+    self._stall.observe(
+      tick,
+      self._limits.stall_timeout,
+      must_stop=self._stopping.asked.is_set() and not self._stopping.is_reached,
+      is_ending=bool(self._state),
     )
-    if limit is None or self._state:
-      self._watchdog.disarm()
-    else:
-      line = f"{self._members.named(self._index)} is stuck: no Python code runs (last seen {now}),"
-      line += " probably a C function holds the GIL. Its stacks follow; it ends by"
-      self._watchdog.arm(max(limit - self._age, 0.0) + _BEYOND, f"{line} SIGALRM.")
-    if self._asked.is_set() and self._next is None:
-      with self._decided:
-        self._next = -1 if self._boundary is None else self._boundary + 1
+    self._stopping.promise()
     if (interval := self._limits.stack_interval) is not None:
       self._since_stacks += tick
       if self._since_stacks >= interval:
         self._since_stacks = 0.0
         self._write_stacks("written periodically (STACK_TRACE_INTERVAL)", periodic=True)
 
-  def _limit(self, kind: str, given: float | None) -> float | None:
-    limit = progress.OWN.limit(kind, given)
-    if not self._asked.is_set() or self._is_stopping or kind in progress.MOVES_BYTES:
-      return limit
-    step = None if kind in progress.COMPILES else progress.OWN.step_seconds()
-    grace = _GRACE_TO_COMPILE if step is None else max(_GRACE, 3 * step)
-    return grace if limit is None else min(limit, grace)
-
   def _report(self) -> dict[str, Any]:
-    now = progress.OWN.now
-    return {
-      "number": members.LEFT if self._state == "left" else now.number,
-      "what": _PRINTS if self._is_over and stacks.is_printing() else str(now),
-      "age": self._age,
-      "over": self._is_over,
-      "waits": self._is_over and stacks.waits_for_others(),
+    report = self._stall.report()
+    if self._state == "left":
+      report["number"] = members.LEFT
+    return report | {
       "state": self._state,
       "reason": self._reason,
-      "stop": self._asked.is_set(),
-      "next": self._next,
+      "stop": self._stopping.asked.is_set(),
+      "next": self._stopping.promised,
     }
 
   def _send(self, report: dict[str, Any]):
@@ -288,27 +243,14 @@ class Watch(threading.Thread):
       self._links[0].send(report)
       return
     names = ("stop", "state", "reason")
-    self._send_all({name: report[name] for name in names} | {"agreed": self._agreed})
+    self._send_all({name: report[name] for name in names} | {"agreed": self._stopping.agreed})
 
-  def _agree(self, place: int):
-    with self._decided:
-      self._agreed = place
-      self._decided.notify_all()
-
-  def _give(self):
+  def _give(self, message: dict[str, Any]):
     """Sends the values that the main thread compares."""
-    times, given = self._given
-    self._sent = times
-    message = {"round": times, "given": dict(given)}
     if self._index:
       self._links[0].send(message)
     else:
       self._members.take(0, message)
-
-  def _settle(self, times: int, differs: str):
-    with self._decided:
-      self._compared = (times, differs)
-      self._decided.notify_all()
 
   def _judge(self, report: dict[str, Any], tick: float) -> ending.Verdict | None:
     """Returns the verdict, if any; process 0 also decides on stops and comparisons."""
@@ -317,12 +259,12 @@ class Watch(threading.Thread):
     if found is not None or self._index:
       return found
     place = self._members.last_promised()
-    if self._asked.is_set() and self._agreed is None and place is not None:
-      self._agree(place)
-    times = self._compared[0] + 1
-    if self._sent == times and (differs := self._members.compared(times)) is not None:
+    if self._stopping.asked.is_set() and self._stopping.agreed is None and place is not None:
+      self._stopping.agree(place)
+    times = self._comparison.pending()
+    if times is not None and (differs := self._members.compared(times)) is not None:
       self._send_all({"round": times, "compared": differs})
-      self._settle(times, differs)
+      self._comparison.settle(times, differs)
     if not self._is_to_blame.is_set() and self._members.all_fail():
       self._send_all({"all_fail": True})
       self._is_to_blame.set()
@@ -335,7 +277,7 @@ class Watch(threading.Thread):
   def _end_if_abandoned(self, tick: float):
     """Ends a failed process that hangs, for example waiting for processes that have ended."""
     self._since_failed += tick if self._state == "failed" else 0.0
-    if self._links and self._since_failed > _GRACE and self._is_abandoned():
+    if self._links and self._since_failed > stall.GRACE and self._is_abandoned():
       _say(f"{self._members.named(self._index)} has failed: {self._reason}.")
       stacks.exit_at_once(1)
 
@@ -357,7 +299,7 @@ class Watch(threading.Thread):
       ending.in_time(lambda: ending.write_status(folder, verdict, leader, wait=wait))
     of = None if verdict.index == self._index else self._members.named(self._index)
     _say(verdict.line(of=of, trains=folder in ending.trained, stacks=path, calls=calls))
-    self._watchdog.disarm()
+    self._stall.disarm()
     if self._index == 0:
       deadline = time.monotonic() + _LINGER
       while self._links and time.monotonic() < deadline:
@@ -378,7 +320,7 @@ class Watch(threading.Thread):
     heading = [
       f"{self._members.named(self._index)}, pid {os.getpid()}, {now}",
       f"why: {why}",
-      f"now: {progress.OWN.now}, without progress for {self._age:.1f} s",
+      f"now: {progress.OWN.now}, without progress for {self._stall.age:.1f} s",
       "the last phases of this process:",
       *progress.OWN.recent(),
     ]

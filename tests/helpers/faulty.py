@@ -15,7 +15,7 @@ import threading
 import time
 
 from paxlike import main
-from paxlike.processes import progress, watch
+from paxlike.processes import progress, stall
 
 LIMIT, GRACE = 5.0, 3.0  # Seconds.
 
@@ -31,7 +31,7 @@ def get_stuck(fault: pathlib.Path):
       fault.with_name(f"{fault.name}.stuck").touch()
       if words[-1] == "raises":
         raise RuntimeError("disk quota exceeded")
-      watch._GRACE = GRACE
+      stall.GRACE = GRACE
       if words[-1] != "patient":
         progress.OWN.limit = lambda kind, given: LIMIT
       if words[-1] == "locked":
@@ -42,7 +42,7 @@ def get_stuck(fault: pathlib.Path):
       threading.Event().wait()
 
   progress.enter = entering
-  watch._BEYOND = 3.0
+  stall.BEYOND = 3.0
 
 
 if __name__ == "__main__":

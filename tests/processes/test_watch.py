@@ -2,92 +2,15 @@
 """A job of which a process is stuck, lost or has failed ends, and says because of whom."""
 
 import concurrent.futures
-import contextlib
-import json
-import pathlib
 import signal
 import socket
-import time
 from typing import Any
 
 import pytest
 from etils import epath
-from helpers.program import TEXT, TINY, finish, start
 
 from paxlike.errors import UserError
 from paxlike.processes import ending, progress, rendezvous, stacks, watch
-
-
-@pytest.fixture
-def times(monkeypatch):
-  """The phases of a process that has entered none; time goes as the test says."""
-  now = [0.0]
-  monkeypatch.setattr(time, "monotonic", lambda: now[0])
-  own = progress.Progress()
-
-  def go(kind: str, seconds: float):
-    own.enter(kind)
-    now[0] += seconds
-
-  return own, go
-
-
-def test_a_limit_follows_from_the_times_so_far(times):
-  own, go = times
-  assert own.limit("step", None) == progress.UNMEASURED
-  for _ in range(3):
-    go("data", 0.01)
-    go("step", 2.0)
-  go("data", 0)
-  assert own.limit("step", None) == progress.FLOOR
-  assert own.limit("data", None) == progress.FLOOR
-  for _ in range(9):
-    go("data", 0.01)
-    go("step", 10.0)
-  go("data", 0)
-  assert own.limit("step", None) == 200
-  go("data", 100)  # As at the end of an epoch.
-  go("step", 0)
-  assert own.limit("data", None) == pytest.approx(300)
-  for _ in range(4):
-    go("save", 0.1)
-  assert own.limit("save", None) == progress.FLOOR_OF_BYTES
-
-
-def test_who_is_asked_to_stop_has_three_whole_steps(times, monkeypatch):
-  """Not three times that for which the devices are waited for; as much as to compile at first."""
-  own, go = times
-  monkeypatch.setattr(progress, "OWN", own)
-  one = watch.Watch()
-  one._asked.set()
-
-  def grace() -> float | None:
-    return one._limit("data", 1000.0)
-
-  go("data", 23)
-  go("step", 0.1)
-  assert grace() == 300
-  for _ in range(3):
-    go("data", 23)
-    go("step", 0.1)
-  assert grace() == pytest.approx(3 * 23.1)
-  for _ in range(9):
-    go("data", 0.1)
-    go("step", 0.1)
-  assert grace() == 20
-  assert one._limit("compile", None) == one._limit("init", None) == 300
-  one._watchdog.close()
-  one._wake.close()
-  one._waker.close()
-
-
-@pytest.mark.parametrize("kind", progress.KINDS)
-def test_a_limit_that_is_given_holds_for_all(times, kind):
-  own, _ = times
-  assert own.limit(kind, 7.0) == (None if kind in ("poll", "listen") else 7)
-  assert own.limit(kind, 0.0) is None
-  limited = ("restore", "data", "dispatch", "step", "eval", "decode", "save")
-  assert (own.limit(kind, None) is None) == (kind not in limited)
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
@@ -120,7 +43,7 @@ def job(monkeypatch):
       link.close()
     one._wake.close()
     one._waker.close()
-    one._watchdog.close()
+    one._stall.close()
 
 
 def report(number: int, *, age: float = 0.0, over: bool = False, **more) -> dict:
@@ -297,11 +220,11 @@ def test_processes_compare_what_they_are_given_and_wait_for_each_other(job):
 def test_all_stop_at_the_last_of_the_places_that_were_promised(job):
   hub, one = job(2)
   assert not hub.stops_here(4) and not one.stops_here(5)
-  one._asked.set()
+  one._stopping.asked.set()
   one._observe(0.1)
   hub._take(1, one._report())
   hub._observe(0.1)
-  assert (hub._next, one._next) == (5, 6)
+  assert (hub._stopping.promised, one._stopping.promised) == (5, 6)
   assert hub._judge(hub._report(), 0.1) is None
   hub._send(hub._report())
   for message in one._links[0].receive():
@@ -316,12 +239,12 @@ def test_who_was_suspended_is_not_stuck(job):
   progress.OWN.enter("step", 1)
   for _ in range(3):
     alone._observe(2 * alone._poll)
-  assert not alone._is_over and alone._age < 30
+  assert not alone._stall.is_over and alone._stall.age < 30
   alone._observe(31.0)
-  assert alone._is_over
+  assert alone._stall.is_over
   progress.OWN.enter("data", 2)
   alone._observe(1.0)
-  assert not alone._is_over
+  assert not alone._stall.is_over
 
 
 def test_work_that_is_watched_can_be_left(tmp_path):
@@ -343,93 +266,3 @@ def test_work_within_watched_work_leaves_its_folder_and_not_its_limits(tmp_path)
     assert one._limits == (other, 7.0, None)  # For the status of a job that fails.
     signal.raise_signal(signal.SIGUSR1)  # It would end the process if nothing printed the stacks.
   assert signal.getsignal(signal.SIGUSR1) is signals[0]
-
-
-SHORT = ("--fdl.MAX_STEPS=100000", "--fdl.EVAL_INTERVAL_STEPS=0", "--fdl.LR_SCHEDULE=constant")
-
-
-def until_still(folder: pathlib.Path):
-  """Returns when a run writes nothing any more."""
-  size, metrics = -1, folder / "run" / "metrics.jsonl"
-  while size != (size := metrics.stat().st_size):
-    time.sleep(2)
-
-
-@contextlib.contextmanager
-def stuck(folder: pathlib.Path, words: str, *flags: str):
-  """Gives a process once it is to get stuck in its second step or later; kills what is left."""
-  (folder / "a.txt").write_text(" ".join(map(str, range(500))))
-  text = [flag for flag in TEXT if "LR_COS" not in flag]
-  flags = (*text, *SHORT, f"--fdl.DATA_PATH={folder}/a.txt", f"--job_log_dir={folder}/run", *flags)
-  process = start(*flags, fault=folder / "fault")
-  metrics = folder / "run" / "metrics.jsonl"
-  while not metrics.exists() or not metrics.read_text():
-    assert process.poll() is None, finish(process)
-    time.sleep(0.05)
-  (folder / "fault").write_text(words)
-  try:
-    yield process
-  finally:
-    process.kill()
-    process.communicate()
-
-
-@pytest.mark.slow
-def test_a_process_asleep_in_its_data_ends_and_says_so(tmp_path):
-  with stuck(tmp_path, "data") as process:
-    process.send_signal(signal.SIGUSR1)  # Stacks now; it changes nothing else.
-    status, _, err = finish(process)
-  assert status == 75
-  assert "paxlike: this process (on " in err and ") is stuck: waiting for data of step " in err
-  assert "paxlike: wrote the stacks of all threads: " in err and "Current thread" in err
-  written = sorted((tmp_path / "run" / "stacks").iterdir())
-  assert len(written) == 2
-  assert "why: asked for by SIGUSR1" in written[0].read_text()
-  text = written[1].read_text()
-  assert "now: waiting for data of step" in text and "faulty.py" in text
-  told = json.loads((tmp_path / "run" / "status.json").read_text())
-  assert told["state"] == "stalled" and "waiting for data" in told["reason"]
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_is_stuck_says_nothing_of_the_run_that_is_trained(tmp_path):
-  (tmp_path / "a.txt").write_text(" ".join(map(str, range(500))))
-  flags = (*TEXT, f"--fdl.DATA_PATH={tmp_path}/a.txt", f"--job_log_dir={tmp_path}/run")
-  assert finish(start(*flags, "--fdl.MAX_STEPS=1"))[0] == 0
-  status = json.dumps({"state": "running", "host": "elsewhere", "pid": 7})
-  (tmp_path / "run" / "status.json").write_text(status)
-  (tmp_path / "fault").write_text("eval")
-  returncode, _, err = finish(start(*flags, "--mode=eval", fault=tmp_path / "fault"))
-  assert returncode == 75 and "is stuck: evaluating " in err
-  assert "If started again, the job may succeed" in err
-  assert (tmp_path / "run" / "status.json").read_text() == status
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_process_that_is_stuck(tmp_path):
-  with stuck(tmp_path, "data patient", "--fdl.STALL_TIMEOUT=0") as process:
-    until_still(tmp_path)
-    process.terminate()
-    status, _, err = finish(process)
-  assert status == 75
-  assert "is stuck and was asked to stop: waiting for data of step " in err
-
-
-@pytest.mark.slow
-def test_a_process_that_keeps_the_interpreters_lock_ends_all_the_same(tmp_path):
-  with stuck(tmp_path, "data locked") as process:
-    status, _, err = finish(process)
-  assert status == -signal.SIGALRM
-  assert "paxlike: this process (on " in err and "no Python code runs" in err
-  assert "Current thread" in err and "faulty.py" in err
-
-
-@pytest.mark.slow
-def test_output_that_nobody_reads_ends_a_run_as_stuck(tmp_path):
-  """As `less` that shows its first page: what is said of it waits for nobody."""
-  steps = ("--fdl.MAX_STEPS=100000", "--fdl.STALL_TIMEOUT=40", f"--job_log_dir={tmp_path}/run")
-  process = start(*TINY, *steps, redirected="2>&1")
-  assert process.wait(200) == 75
-  told = json.loads((tmp_path / "run" / "status.json").read_text())
-  assert told["state"] == "stalled" and "waiting for a reader of its output" in told["reason"]
-  process.communicate()

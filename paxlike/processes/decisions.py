@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decisions of all processes together: where to stop, and whether they have equal values.
+
+Process 0 decides, and the main threads wait for that. `Stop.is_here`, `Comparison.give` and
+`Comparison.wait` are called by the main thread, the other methods by the watch's.
+"""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+
+class Stop:
+  """The sync point at which all processes stop.
+
+  When a stop is requested, a process promises to wait at its next sync point. All stop at the
+  latest of the promised points.
+
+  Attributes:
+    asked: Set when the job is asked to stop.
+    promised: The sync point at which this process promises to wait for a decision.
+    agreed: The sync point at which all stop.
+    is_reached: Whether this process has reached that sync point.
+  """
+
+  def __init__(self, *, is_alone: bool):
+    """`is_alone`: this is the only process, which waits for nobody's decision."""
+    self.asked = threading.Event()
+    self.promised: int | None = None
+    self.agreed: int | None = None
+    self.is_reached = False
+    self._is_alone = is_alone
+    self._decided = threading.Condition()
+    self._boundary: int | None = None  # The last sync point that this process has passed.
+
+  def is_here(self, place: int) -> bool:
+    """Returns whether all processes stop at sync point `place`; waits where one was promised."""
+    with self._decided:
+      self._boundary = place
+      if self._is_alone and self.asked.is_set():
+        self.agreed = place
+      while self.promised is not None and place >= self.promised and self.agreed is None:
+        self._decided.wait()  # The watch ends the process if nobody decides.
+      self.is_reached = self.agreed is not None and place >= self.agreed
+    return self.is_reached
+
+  def promise(self):
+    """Promises to wait at the next sync point, if a stop is requested."""
+    if self.asked.is_set() and self.promised is None:
+      with self._decided:
+        self.promised = -1 if self._boundary is None else self._boundary + 1
+
+  def agree(self, place: int):
+    """Decides that all stop at sync point `place`."""
+    with self._decided:
+      self.agreed = place
+      self._decided.notify_all()
+
+
+class Comparison:
+  """A barrier that compares values between processes, in rounds."""
+
+  def __init__(self):
+    self._decided = threading.Condition()
+    self._given: tuple[int, Mapping[str, str]] = (0, {})
+    self._sent, self._compared = 0, (0, "")
+
+  def give(self, values: Mapping[str, str]) -> int:
+    """Gives this process's values; returns the round."""
+    times = self._given[0] + 1
+    self._given = (times, values)
+    return times
+
+  def wait(self, times: int) -> str:
+    """Returns how a process's values differ from process 0's in round `times`; "": equal."""
+    with self._decided:
+      while self._compared[0] < times:
+        self._decided.wait()  # The watch ends the process if another one never arrives.
+    return self._compared[1]
+
+  def unsent(self) -> dict[str, Any] | None:
+    """Returns the message with the values of a round that was not sent yet, if any."""
+    times, values = self._given
+    if times <= self._sent:
+      return None
+    self._sent = times
+    return {"round": times, "given": dict(values)}
+
+  def pending(self) -> int | None:
+    """Returns the round that process 0 has sent its own values of and not settled, if any."""
+    times = self._compared[0] + 1
+    return times if self._sent == times else None
+
+  def settle(self, times: int, differs: str):
+    """Decides round `times`; see `wait`."""
+    with self._decided:
+      self._compared = (times, differs)
+      self._decided.notify_all()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long this process has been in its phase without progress, and when that is a stall."""
+
+from typing import Any
+
+from paxlike.processes import progress, stacks, watchdog
+
+GRACE = 20.0  # Seconds, or three steps if longer, for a process to reach a sync point and stop.
+_GRACE_TO_COMPILE = 300.0  # The same while compiling, or if no step has been timed yet.
+BEYOND = 10.0  # Seconds after the limit at which the watchdog acts if the watch did not.
+_PRINTS = "waiting for a reader of its output"
+
+
+class Stall:
+  """The time that the phase of this process (`progress.OWN`) has taken without progress.
+
+  Attributes:
+    age: Seconds without progress.
+    is_over: Whether that is beyond the limit.
+  """
+
+  def __init__(self, name: str):
+    """`name` is the process's in messages."""
+    self.age, self.is_over = 0.0, False
+    self._name = name
+    self._number, self._bytes = -1, 0
+    self._watchdog = watchdog.Watchdog()
+
+  def observe(
+    self, tick: float, timeout: float | None, *, must_stop: bool = False, is_ending: bool = False
+  ):
+    """Measures the phase, `tick` seconds after the last call, and arms the watchdog.
+
+    Args:
+      tick: Seconds.
+      timeout: See `progress.Progress.limit`.
+      must_stop: Whether the process was asked to stop and has not reached the sync point.
+      is_ending: Whether its work is done or has failed; it has no limit then.
+    """
+    now = progress.OWN.now
+    moved = False
+    if now.kind in progress.MOVES_BYTES:
+      moved = (count := progress.bytes_moved()) - self._bytes > 2**20
+      if moved or now.number != self._number:
+        self._bytes = count
+    self.age = 0.0 if moved or now.number != self._number else self.age + tick
+    self._number = now.number
+    limit = limit_of(now.kind, timeout, must_stop=must_stop)
+    self.is_over = (
+      not is_ending and limit is not None and self.age > limit and not stacks.is_debugged()
+    )
+    if limit is None or is_ending:
+      self._watchdog.disarm()
+    else:
+      line = f"{self._name} is stuck: no Python code runs (last seen {now}),"
+      line += " probably a C function holds the GIL. Its stacks follow; it ends by"
+      self._watchdog.arm(max(limit - self.age, 0.0) + BEYOND, f"{line} SIGALRM.")
+
+  def report(self) -> dict[str, Any]:
+    """Returns the part of a process's report that is about its phase."""
+    now = progress.OWN.now
+    return {
+      "number": now.number,
+      "what": _PRINTS if self.is_over and stacks.is_printing() else str(now),
+      "age": self.age,
+      "over": self.is_over,
+      "waits": self.is_over and stacks.waits_for_others(),
+    }
+
+  def disarm(self):
+    """Removes the watchdog's time limit."""
+    self._watchdog.disarm()
+
+  def close(self):
+    """Ends the watchdog."""
+    self._watchdog.close()
+
+
+def limit_of(kind: str, timeout: float | None, *, must_stop: bool) -> float | None:
+  """Returns the limit of a phase in seconds; None: it has none."""
+  limit = progress.OWN.limit(kind, timeout)
+  if not must_stop or kind in progress.MOVES_BYTES:
+    return limit
+  step = None if kind in progress.COMPILES else progress.OWN.step_seconds()
+  grace = _GRACE_TO_COMPILE if step is None else max(GRACE, 3 * step)
+  return grace if limit is None else min(limit, grace)
