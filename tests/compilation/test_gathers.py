@@ -7,6 +7,7 @@ from typing import Any
 import fiddle as fdl
 import jax
 import pytest
+from helpers import hlo
 
 from paxlike import main, registry
 from paxlike.compilation import aot, hlo_collectives
@@ -73,8 +74,8 @@ def test_evaluation_gathers_each_weight_once():
     with jax.set_mesh(devices):
       state, batch = trainer.abstract()
       measure = jax.jit(lambda p, b: evaluation.scores_of(definition, definition.prepare(p), b))
-      text = measure.lower(state.params, batch).compile(compiler_options=options).as_text()
+      text = hlo.text(measure, state.params, batch, options=options)
   sharded = [w for n, w in definition.weights.items() if "model" in w.dims and n[:5] != "embed"]
   nbytes = 2 * sum(math.prod(weight.shape) for weight in sharded)
-  found = {one.kind: one.nbytes for one in hlo_collectives.collectives(text or "", devices)}
+  found = {one.kind: one.nbytes for one in hlo_collectives.collectives(text, devices)}
   assert found["all-gather"] == pytest.approx((1 - 1 / DEVICES) * nbytes, rel=0.02)

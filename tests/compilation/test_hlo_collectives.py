@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import hlo
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paxlike.compilation import hlo_collectives
@@ -47,8 +48,8 @@ def test_bytes_are_those_that_the_algorithm_must_send(mesh, function, axes, expe
   every = PartitionSpec()
   local = jax.shard_map(function, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
   where = NamedSharding(mesh, every)
-  program = jax.jit(local).lower(jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
-  [found] = hlo_collectives.collectives(program.compile().as_text() or "", mesh)
+  program = hlo.text(local, jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
+  [found] = hlo_collectives.collectives(program, mesh)
   kind, nbytes = expected
   assert found == (kind, axes, 1, nbytes)
 
@@ -64,8 +65,8 @@ def test_each_exchange_of_a_function_for_one_device_counts(mesh):
   every = PartitionSpec()
   function = jax.shard_map(local, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
   where = NamedSharding(mesh, every)
-  program = jax.jit(function).lower(jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
-  found = hlo_collectives.collectives(program.compile().as_text() or "", mesh)
+  program = hlo.text(function, jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
+  found = hlo_collectives.collectives(program, mesh)
   assert {(one.kind, one.axes): (one.count, one.nbytes) for one in found} == {
     ("all-reduce", ("data",)): (2, 2 * 2 * 3 / 4 * NBYTES),
     ("collective-permute", ("tensor",)): (1, NBYTES),
@@ -80,8 +81,8 @@ def test_what_branches_do_counts(mesh):
   every = PartitionSpec()
   function = jax.shard_map(local, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
   where = NamedSharding(mesh, every)
-  program = jax.jit(function).lower(jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
-  [found] = hlo_collectives.collectives(program.compile().as_text() or "", mesh)
+  program = hlo.text(function, jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
+  [found] = hlo_collectives.collectives(program, mesh)
   assert found.kind == "all-reduce"
 
 
@@ -98,8 +99,8 @@ def test_what_a_loop_does_counts_as_often_as_it_runs(mesh):
     lambda x: loop(x)[0], mesh=mesh, in_specs=every, out_specs=every, check_vma=False
   )
   where = NamedSharding(mesh, every)
-  program = jax.jit(local).lower(jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
-  [found] = hlo_collectives.collectives(program.compile().as_text() or "", mesh)
+  program = hlo.text(local, jax.ShapeDtypeStruct((FLOATS,), "float32", sharding=where))
+  [found] = hlo_collectives.collectives(program, mesh)
   assert found.count == 15
   assert found.nbytes == 15 * 2 * 3 / 4 * NBYTES
 

@@ -4,6 +4,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import hlo
 from jax.sharding import SingleDeviceSharding
 
 from paxlike import layers
@@ -19,8 +20,7 @@ def compiled(function, *shapes, dtype=jnp.bfloat16, **options):
   where = SingleDeviceSharding(topology.devices()[0])
   arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape in shapes]
   options = {"xla_gpu_enable_triton_gemm": False, **options}
-  program = jax.jit(function).lower(*arrays).compile(compiler_options=options).as_text()
-  return hlo_kernels.kernels(program or "", H200)
+  return hlo_kernels.kernels(hlo.text(function, *arrays, options=options), H200)
 
 
 @pytest.mark.parametrize("triton", [False, True])
@@ -61,8 +61,8 @@ def test_a_weight_that_is_held_in_few_bits_is_read_in_them(h200, scheme):
 
   w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 8192), (8, 4096)))
   held = jax.tree.map(place, jax.eval_shape(lambda w: scheme(w, axis=-2), w))
-  program = jax.jit(lambda held, x: held.product(x)).lower(held, place(x)).compile().as_text()
-  found = hlo_kernels.kernels(program or "", H200)
+  program = hlo.text(lambda held, x: held.product(x), held, place(x))
+  found = hlo_kernels.kernels(program, H200)
   assert [one.group for one in found] == ["matmul", "memory"]
   assert hlo_kernels.total(found).nbytes < 0.55 * 2 * w.size
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import hlo
 from helpers.tiny_model import adamw
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -58,7 +59,7 @@ def test_what_a_policy_offloads_is_on_the_host(device, remat):
   compiled: Any = jax.jit(jax.grad(loss)).lower(w, w).compile()
   held = 4 * 2 * 1024**2  # Of four layers, at least one matrix in bfloat16.
   assert compiled.memory_analysis().host_temp_size_in_bytes >= held
-  assert "S(5)" in compiled.as_text()
+  assert "S(5)" in hlo.text(compiled)
 
 
 def test_the_optimizers_state_is_on_the_host_or_it_is_refused(device):

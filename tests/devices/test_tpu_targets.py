@@ -6,6 +6,7 @@ import math
 
 import jax
 import pytest
+from helpers import hlo
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -73,8 +74,8 @@ def test_the_compiler_knows_of_the_links():
     mesh = MeshSpec(ici=(1, 64, 1)).build()
   cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
   x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16", sharding=cut)
-  program = jax.jit(lambda x: 2 * x, out_shardings=whole).lower(x).compile().as_text()
-  [found] = hlo_collectives.collectives(program or "", mesh)
+  program = hlo.text(jax.jit(lambda x: 2 * x, out_shardings=whole), x)
+  [found] = hlo_collectives.collectives(program, mesh)
   assert (found.kind, found.nbytes) == ("all-gather", 63 / 64 * 2 * 4096**2)
 
 

@@ -3,15 +3,14 @@
 
 import functools
 import math
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import hlo
 
-from paxlike.compilation.hlo_text import computations
 from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
 from paxlike.layers.attention import context_parallel, kernels
@@ -190,36 +189,18 @@ def compiled(kernel, num_devices, length, *, policy="everything_saveable", **opt
     return jax.jit(jax.grad(value, (0, 1, 2))).lower(q, q, q).compile()
 
 
-def matmul_flops(program):
-  found = computations(program)
-
-  def of(computation):
-    total, shapes = 0, {}
-    for one in found[computation]:
-      shapes[one.name] = one.outputs[0].dims if one.outputs else ()
-      if one.operation == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]+)\}", one.attributes)
-        assert contracted
-        sizes = [shapes[one.operands[0]][int(dim)] for dim in contracted[1].split(",")]
-        total += 2 * math.prod(shapes[one.name]) * math.prod(sizes)
-      total += one.times(found) * sum(of(called) for called in one.called)
-    return total
-
-  return of("")
-
-
 @both
 def test_half_of_the_products_are_computed(kernel):
   """Of 2C x 2C / C blocks a device computes 2C + 1 of each product: two forward, five back."""
   every_pair = 7 * 2 * 64 * 64 * 16 / 4
-  got = matmul_flops(compiled(kernel, 4, 64).as_text())
+  got = hlo.matmul_flops(hlo.text(compiled(kernel, 4, 64)))
   assert got / every_pair == 9 / 16
 
 
 @both
 def test_a_window_leaves_little(kernel):
   """Of a piece of 2 queries, a window of 5 shows 6 keys."""
-  got = matmul_flops(compiled(kernel, 4, 64, window=5).as_text())
+  got = hlo.matmul_flops(hlo.text(compiled(kernel, 4, 64, window=5)))
   assert got == 7 * 2 * 16 * 6 * 16
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import hlo
 from jax.sharding import SingleDeviceSharding
 
 from paxlike.compilation import hlo_kernels
@@ -124,8 +125,7 @@ def test_a_gpu_multiplies_each_row_with_one_matrix(h200, dtype):
 
   of_gradient = jnp.float8_e5m2 if dtype == jnp.float8_e4m3fn else dtype
   arrays = array(M, D), array(E, D, F), array(M, F, dtype=of_gradient), array(E, dtype=jnp.int32)
-  text = jax.jit(products).lower(*arrays).compile().as_text()
-  found = hlo_kernels.kernels(text or "", chips.CHIPS["H200"])
+  found = hlo_kernels.kernels(hlo.text(products, *arrays), chips.CHIPS["H200"])
   flops = [one.flops for one in found if one.group.startswith("matmul")]
   assert flops == [2 * M * D * F] * 3
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products in 8-bit floating point: against NumPy, and as the program that a GPU gets."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import hlo
 from jax.sharding import SingleDeviceSharding
 
 from paxlike.compilation import hlo_kernels
@@ -125,10 +124,9 @@ def test_a_gpu_multiplies_in_8_bits_in_all_three_products(h200, product):
     y, back = jax.vjp(product, jnp.tanh(x), w)
     return y, back(dy)
 
-  compiled = jax.jit(step).lower(array(2048, 512), array(512, 1024), array(2048, 1024))
-  options: Any = {"xla_gpu_enable_triton_gemm": False}
-  text = compiled.compile(compiler_options=options).as_text()
-  found = hlo_kernels.kernels(text or "", chips.CHIPS["H200"])
+  arrays = array(2048, 512), array(512, 1024), array(2048, 1024)
+  text = hlo.text(step, *arrays, options={"xla_gpu_enable_triton_gemm": False})
+  found = hlo_kernels.kernels(text, chips.CHIPS["H200"])
   products = [one for one in found if one.group.startswith("matmul")]
   assert [one.group for one in products] == ["matmul fp8"] * 3
   assert {one.flops for one in products} == {2 * 2048 * 512 * 1024}
