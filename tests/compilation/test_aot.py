@@ -56,9 +56,9 @@ def test_the_page_of_a_step_for_tpus(capsys):
 @pytest.mark.slow
 def test_what_does_not_fit_is_a_verdict_with_what_helps(capsys):
   bf16 = [flag for flag in TINY if "DTYPE" not in flag]
-  wide = ("--fdl.NUM_LAYERS=2", "--fdl.MODEL_DIMS=2048", "--fdl.HIDDEN_DIMS=8192")
-  flags = (*bf16, *wide, "--fdl.MAX_SEQ_LEN=2048", "--mode=compile", "--topology=v5e-4")
-  assert run(*flags, "--fdl.PERCORE_BATCH_SIZE=256", "--fdl.ICI_MESH_SHAPE=[1,4,1]") == 3
+  wide = ("--fdl.NUM_LAYERS=2", "--fdl.MODEL_DIMS=512", "--fdl.HIDDEN_DIMS=2048")
+  flags = (*bf16, *wide, "--fdl.MAX_SEQ_LEN=512", "--mode=compile", "--topology=v5e-4")
+  assert run(*flags, "--fdl.PERCORE_BATCH_SIZE=4096", "--fdl.ICI_MESH_SHAPE=[1,4,1]") == 3
   captured = capsys.readouterr()
   assert captured.err == ""
   assert re.search(r"peak +[\d.]+ GB of 16\.91 GB: does not fit", captured.out)
@@ -66,7 +66,8 @@ def test_what_does_not_fit_is_a_verdict_with_what_helps(capsys):
   assert "GRADIENT_ACCUMULATION_STEPS=2 (now 1)" in captured.out
   advised = re.search(r"PERCORE_BATCH_SIZE=\d+", captured.out)
   assert advised and run(*flags, f"--fdl.{advised[0]}", "--fdl.ICI_MESH_SHAPE=[1,4,1]") == 0
-  assert run(*flags, "--fdl.ICI_MESH_SHAPE=[4,1,1]", "--fdl.NUM_LAYERS=160") == 3
+  wide = ("--fdl.MODEL_DIMS=16384", "--fdl.HIDDEN_DIMS=65536")
+  assert run(*flags, *wide, "--fdl.ICI_MESH_SHAPE=[4,1,1]") == 3
   out = capsys.readouterr().out
   assert "shard weights and optimizer over more devices" in out
   assert "SHARD_OPTIMIZER_OVER_DATA=True" in out
