@@ -12,13 +12,31 @@ from typing import TextIO
 
 from etils import epath
 
+from paxlike.errors import UserError
+
+_MAX_PATH = 4096  # Of Linux, in bytes; elsewhere it is less, and the system says so.
+_MAX_FOLDERS = 500  # Python creates folders by recursion.
 MAX_BYTES = 64_000_000  #: Default size limit of a run's files; records of metrics have none.
 
 
 def absolute(path: str | os.PathLike[str]) -> epath.Path:
-  """Returns an absolute path; a path on a bucket is returned as given."""
+  """Returns an absolute path; a path on a bucket is returned as given.
+
+  Raises:
+    UserError: It names no store that is known, no bucket, or is too long.
+  """
   text = os.fspath(path)
-  return epath.Path(text if "://" in text else os.path.abspath(os.path.expanduser(text)))
+  if "://" not in text:
+    text = os.path.abspath(os.path.expanduser(text))
+    if len(os.fsencode(text)) >= _MAX_PATH or text.count(os.sep) > _MAX_FOLDERS:
+      folders, length = text.count(os.sep), len(text)
+      raise UserError(f"{text[:100]}...: {folders:,} folders, {length:,} characters: too long.")
+  elif not text.partition("://")[2].strip("/"):
+    raise UserError(f"{text}: no bucket is named: expected gs://BUCKET/...")
+  try:
+    return epath.Path(text)
+  except KeyError:
+    raise UserError(f"{text}: expected a local folder or gs://...") from None
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -49,12 +67,15 @@ def failures() -> tuple[type[Exception], ...]:
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
-def reason(error: BaseException) -> str:
-  """Returns an error's message in one line."""
+def reason(error: BaseException, *, within: epath.PathLike | None = None) -> str:
+  """Returns an error's message in one line, after the name of a file `within` a folder."""
   text = getattr(error, "strerror", None) or str(error).strip() or repr(error)
   # For a store's error 404, clients report only the URL.
   found = "not found: " if isinstance(error, FileNotFoundError) and error.errno is None else ""
-  return found + text.splitlines()[0].rstrip(".")[:600]
+  named = os.fspath(getattr(error, "filename", None) or "")
+  inside = within is not None and named.startswith(f"{os.fspath(within)}/")
+  file = f"{os.path.relpath(named, within)}: " if inside else ""
+  return file + found + text.splitlines()[0].rstrip(".")[:600]
 
 
 def beginning_with(folder: epath.Path, prefix: str) -> list[epath.Path]:

@@ -15,6 +15,9 @@ from etils import epath
 from paxlike import file_io
 from paxlike.errors import UserError
 
+# Names that a run writes as files, and as folders.
+_FILES = ("config.json", "config.txt", "experiment.json", "status.json", "metrics.jsonl")
+_FOLDERS = ("checkpoints", "summaries", "stacks", "eval_out")
 # Prefix of paths relative to the run's folder, in files of the run.
 OWN = "{run}/"
 
@@ -60,13 +63,13 @@ def existing(path: str) -> epath.Path:
 
 
 def _check_store(path: str):
-  """Raises a UserError if a path's store is unknown or its client is not installed."""
+  """Raises a UserError if a path's store is unknown, names no bucket, or lacks its client."""
   if path.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
     raise UserError(f"--job_log_dir={path}: gcsfs is missing: pip install 'paxlike[gcs]'.")
   try:
-    epath.Path(path)
-  except KeyError:
-    raise UserError(f"--job_log_dir={path}: expected a local folder or gs://...") from None
+    file_io.absolute(path)
+  except UserError as error:
+    raise UserError(f"--job_log_dir={error}") from None
 
 
 @contextlib.contextmanager
@@ -87,6 +90,7 @@ def entered(path: str) -> Iterator[epath.Path]:
   Raises:
     UserError: It cannot be created or written.
   """
+  _check_store(path)
   made = _missing(path)
   try:
     yield create(path)
@@ -121,6 +125,7 @@ def create(path: str) -> epath.Path:
       trial.write_bytes(b"trial")
       trial.unlink()
     return folder
+  _check_kinds(path, folder)
   missing = _missing(path)
   try:
     os.makedirs(folder, exist_ok=True)
@@ -132,6 +137,15 @@ def create(path: str) -> epath.Path:
         parent.rmdir()
     raise UserError(f"--job_log_dir={path} cannot be written: {file_io.reason(error)}.") from None
   return folder
+
+
+def _check_kinds(path: str, folder: epath.Path):
+  """Raises a UserError if a folder, pipe or device is where a run writes a file, or the reverse."""
+  kinds = dict.fromkeys(_FILES, ("file", os.path.isfile))
+  kinds |= dict.fromkeys(_FOLDERS, ("folder", os.path.isdir))
+  for name, (kind, is_one) in kinds.items():
+    if os.path.lexists(folder / name) and not is_one(folder / name):
+      raise UserError(f"--job_log_dir={path}: {name} in it is no {kind}: move it away.")
 
 
 @contextlib.contextmanager
@@ -159,7 +173,7 @@ def writing(folder: epath.Path) -> Iterator[None]:
   except file_io.failures() as error:
     intact = " Its checkpoints are intact." if has_checkpoints(folder / "checkpoints") else ""
     raise UserError(
-      f"{folder} cannot be written: {file_io.reason(error)}.{intact} {advice(error)}"
+      f"{folder} cannot be written: {file_io.reason(error, within=folder)}.{intact} {advice(error)}"
     ) from error
 
 

@@ -61,6 +61,24 @@ def test_folders_that_were_there_stay_though_empty(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.rglob("*")] == ["empty"]
 
 
+@pytest.mark.parametrize("name", ["config.json", "status.json", "checkpoints", "summaries"])
+def test_a_pipe_where_a_run_writes_is_named_before_it_writes(tmp_path, name):
+  os.mkfifo(tmp_path / name)
+  with pytest.raises(UserError, match=f"{name} in it is no (file|folder): move it away"):
+    run_folder.create(str(tmp_path))
+  assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("path", ["http://x/y", "gs://", "gs:///", "/" + "y/" * 1500, "y" * 5000])
+def test_a_path_that_names_no_folder_is_refused(path):
+  said = "expected a local folder|no bucket is named|too long"
+  for reach in (run_folder.create, run_folder.existing):
+    with pytest.raises(UserError, match=said):
+      reach(path)
+  with pytest.raises(UserError, match=said), run_folder.entered(path):
+    pass
+
+
 @pytest.mark.parametrize("reach", [run_folder.existing, run_folder.create])
 def test_a_store_that_cannot_be_used_is_refused_in_one_line(reach):
   with pytest.raises(UserError, match="--job_log_dir=hdfs://a/run: expected a local folder or gs:"):

@@ -72,9 +72,7 @@ class Checkpoint:
       if sums is None and jax.process_index() == 0:
         print(f"paxlike: {self._path} has no checksums: not verified.", file=sys.stderr)
       train_input = self._read_json("train_input", sums)
-      for name in ("epoch", "position"):
-        if not layout_conversion.is_size(train_input.get(name, 0)):
-          raise ValueError(f"train_input/metadata: {name} is {train_input[name]}")
+      _check_place(train_input)
     metadata, saved_layout, lacking = self.check(target, layout=layout, unread=unread)
     zeros = {n: target[n] for n in lacking}
     target = {n: leaf for n, leaf in target.items() if n not in lacking}
@@ -191,7 +189,7 @@ class Checkpoint:
       is_foreseen = type(error) is Exception or isinstance(error, known)
       if not is_foreseen or ending.is_of_jax(error):
         raise
-      reason = file_io.reason(error.__cause__ or error)
+      reason = file_io.reason(error.__cause__ or error, within=self._path)
       raise checksums.damaged(self._path, reason) from error
 
   def _arrays(self, arguments: Any) -> Flat:
@@ -208,7 +206,7 @@ class Checkpoint:
     if self._opened is None:
       sums = checksums.read(self._path)
       metadata = self._read_json("metadata", sums)
-      if not isinstance(metadata.get("tensors"), dict):
+      if not isinstance(metadata.get("tensors"), dict) or not metadata["tensors"]:
         raise ValueError("metadata/metadata lists no tensors")
       if metadata.get("checksums") and sums is None:
         raise checksums.damaged(self._path, f"{manifest.FILE} is missing")
@@ -226,6 +224,15 @@ class Checkpoint:
     if not isinstance(found, dict):
       raise ValueError(f"{item}/metadata is not a JSON object")
     return found
+
+
+def _check_place(train_input: Mapping[str, Any]):
+  """Raises ValueError if this is no place in the data, nor {}, as where nothing was trained."""
+  for name in ("epoch", "position") if train_input else ():
+    if not layout_conversion.is_size(train_input.get(name)):
+      raise ValueError(f"train_input/metadata: {name} is {train_input.get(name)}")
+  if train_input and not isinstance(train_input.get("fingerprint"), str):
+    raise ValueError("train_input/metadata has no fingerprint of the data")
 
 
 def _verifying(

@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> Options:
     known = [name for name in values if name not in ("h", "fdl_set")]
     hint = hints.of_flag(error.flagname, argv, known)
     raise UserError(f"unknown flag --{error.flagname}.{hint}") from None
-  except absl_flags.Error as error:
+  except (absl_flags.Error, ValueError) as error:  # --noFLAG=VALUE is a ValueError.
     raise UserError(str(error).removeprefix("flag ").replace("\n", " ")) from None
   if rest:
     hint = "" if rest[0].lower() not in ("true", "false") else " Give a bool as --flag=true."

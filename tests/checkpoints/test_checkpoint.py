@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from helpers.tiny_model import adamw, batch, tiny
+from helpers.tiny_model import adamw, batch, place, tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 from paxlike.checkpoints import committing, layout_conversion
@@ -54,7 +54,7 @@ def target_of(state, sharding=None):
 
 
 def save(checkpoints, step, state=None, layout=FLAT):
-  checkpoints.save(step, state or arrays(), layout=layout, train_input={"position": step})
+  checkpoints.save(step, state or arrays(), layout=layout, train_input=place(step))
   checkpoints.wait()
 
 
@@ -69,7 +69,7 @@ def test_what_is_saved_comes_back_bitwise(saved):
   save(saved, 5)
   restored = saved.at(5).restore(target_of(arrays()), layout=FLAT)
   assert_bitwise(restored.state, arrays())
-  assert restored.train_input == {"position": 5}
+  assert restored.train_input == place(5)
   assert saved.path(5).name == "checkpoint_00000005"
   assert {p.name for p in saved.path(5).iterdir()} >= {"state", "metadata", "train_input"}
 
@@ -189,7 +189,8 @@ def _in_tensors(change):
 
 
 NO_DESCRIPTIONS = {
-  **{f"tensors {value}": {"tensors": value} for value in ([], None, "x", {"a": 3}, {"a": []})},
+  **{f"tensors {value}": {"tensors": value} for value in ([], {}, None, "x", {"a": 3})},
+  "tensors a": {"tensors": {"a": []}},
   **{
     f"shape {shape}": _in_tensors([shape, "float32"]) for shape in ([-1, 2], [2**70], [1.5, 2], 3)
   },
@@ -223,12 +224,15 @@ def test_without_checksums_too_a_damaged_description_is_passed_over(saved, damag
   assert found is not None and found[0] == 1
 
 
-@pytest.mark.parametrize("place", [{"position": -1}, {"epoch": 10**30}, {"epoch": 1.5}, [["a", 1]]])
-def test_without_checksums_too_a_damaged_place_is_passed_over(saved, place):
+@pytest.mark.parametrize(
+  "change", [{"position": -1}, {"epoch": 10**30}, {"epoch": 1.5}, {"fingerprint": 5}, None]
+)
+def test_without_checksums_too_a_damaged_place_is_passed_over(saved, change):
   save(saved, 1)
   save(saved, 2)
   without_checksums(saved.path(2))
-  (saved.path(2) / "train_input" / "metadata").write_text(json.dumps(place))
+  damaged = [["a", 1]] if change is None else place(2) | change
+  (saved.path(2) / "train_input" / "metadata").write_text(json.dumps(damaged))
   found = saved.restore_latest_valid(target_of(arrays()), layout=FLAT)
   assert found is not None and found[0] == 1
 

@@ -127,6 +127,7 @@ def test_values_may_be_empty_negative_or_hold_signs():
     ("--exp=A --mode=show --changed --against=B", "--against=B with another experiment: leave"),
     ("--fdl_config_file=F --mode=show --changed", "a graph file has none: give --fdl_config=NAME"),
     ("--exp=A --job_log_dir", "job_log_dir"),
+    ("--exp=A --job_log_dir=D --noenable_checkpoint_saving=1", "noenable_checkpoint_saving"),
     ("--list --mode=x", "--mode=x"),
     ("--exp=A --job_log_dir=D --fdl.", "--fdl.: the name of a knob or a path is missing"),
     ("--exp=A --job_log_dir=D --flagfile=F", "unknown flag --flagfile."),

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from helpers.tiny_model import place
 from paxlike.checkpoints import checksums
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.convert import streaming
@@ -110,7 +111,7 @@ class Run(Saved):
   def __init__(self, folder: pathlib.Path):
     with Checkpoints(folder, keep=None) as saved:
       for step in (1, 2):
-        saved.save(step, state(step), layout=LAYOUT, train_input={"position": step})
+        saved.save(step, state(step), layout=LAYOUT, train_input=place(step))
         saved.wait()
     super().__init__(folder, 2)
 

@@ -85,3 +85,8 @@ def batch(size: int = 8, *, packed: bool = False, seed: int = 0) -> dict[str, An
     first = np.maximum.accumulate(np.where(starts, index, 0), 1)
     arrays |= {"segments": segments.astype(np.int32), "positions": (index - first).astype(np.int32)}
   return arrays
+
+
+def place(position: int) -> dict[str, Any]:
+  """A place in data, as checkpoints hold."""
+  return {"epoch": 0, "position": position, "fingerprint": "some data"}
