@@ -20,7 +20,7 @@ from paxlike import file_io
 
 FILE, FOLDER = "checksums.json", "checksums"
 
-_BLOCK = 2**20  # Bytes per read; fits into a core's cache.
+_BLOCK = 2**19  # Bytes per read; fits into a core's cache.
 
 
 class Piece(NamedTuple):
