@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dotted names under which the arrays of a state are saved."""
+"""The dotted names under which the arrays of a training state are saved."""
 
 from collections.abc import Mapping
 from typing import Any

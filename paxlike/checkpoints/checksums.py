@@ -39,16 +39,16 @@ class Checksums:
 
   @property
   def identity(self) -> str | None:
-    """A checksum of all arrays, equal for copies; None if checksums are an object store's."""
+    """A checksum of all chunks of arrays, wherever they are stored; None on an object store."""
     pieces = [piece for file in self.files.values() for piece in file.pieces if piece.array]
     if any(piece.digest is None for piece in pieces):
       return None
     return manifest.digest("".join(sorted(f"{one.array}:{one.digest};" for one in pieces)).encode())
 
   def among(self, arrays: Collection[str]) -> "Checksums":
-    """Returns a copy in which chunks of arrays not in `arrays` count as bytes of no array.
+    """Returns a copy in which chunks of arrays that are not in `arrays` belong to no array.
 
-    They are then verified with the other files, so an unknown array name exempts no byte.
+    Bytes of no array are always verified: a forged name of an array excludes none.
     """
 
     def known(piece: Piece) -> Piece:
@@ -72,7 +72,7 @@ class Checksums:
     """Compares bytes with their checksums.
 
     Args:
-      arrays: Arrays whose chunks are verified. Empty: bytes of no array. None: everything.
+      arrays: Arrays whose chunks are verified. Empty: only bytes of no array. None: everything.
 
     Raises:
       Damaged: A checksum differs.
@@ -85,9 +85,10 @@ class Checksums:
   def verifying(
     self, *, arrays: Collection[str] | None, index: int = 0, count: int = 1
   ) -> Iterator[None]:
-    """Context during which threads verify share `index` of `count` of the bytes; see `verify`.
+    """Context in which threads verify the bytes beside the body; see `verify`.
 
-    Their errors take precedence over the context's.
+    The bytes are divided between `count` processes, of which this is `index`. An error of verifying
+    replaces an exception of the body.
     """
     pieces = self._pieces(arrays)[index::count]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:

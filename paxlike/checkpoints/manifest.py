@@ -3,8 +3,9 @@
 
 The manifest `checksums/process_N.json` covers the array data that process N wrote. The manifest
 `checksums.json` covers all other files, including the former; its last line is its own checksum.
-Local files have a checksum for every chunk of every array. On an object store, checksums are the
-store's CRC32C of each object, known without a download.
+Local files have a checksum for every range of bytes that is a chunk of an array (chunks that
+overlap share one), and for every range between them. On an object store, checksums are the store's
+CRC32C of each object, known without a download.
 """
 
 import json
@@ -27,10 +28,10 @@ class Piece(NamedTuple):
   """A range of bytes of a file.
 
   Attributes:
-    offset: Of its first byte.
+    offset: Offset of the first byte.
     length: In bytes.
-    digest: Its checksum; None on an object store, which has one for the whole file.
-    array: The array of which the bytes are a chunk; None if of none, or of several.
+    digest: Checksum; None on an object store, which has one for the whole file.
+    array: Name of the array of which the range is a chunk; None if it is no chunk, or of several.
   """
 
   offset: int
@@ -110,7 +111,7 @@ def _array_of(key: str) -> str | None:
 
 
 def _chunks(state: epath.Path) -> dict[str, list[Piece]]:
-  """Returns file -> the chunks of arrays that an OCDBT database has in it, without checksums.
+  """Returns file -> the chunks of arrays that an OCDBT database stores in it, without checksums.
 
   Raises:
     ValueError: Its index cannot be read.
@@ -122,7 +123,7 @@ def _chunks(state: epath.Path) -> dict[str, list[Piece]]:
   base = ts.KvStore.open(spec).result()
   found: dict[str, list[Piece]] = {}
   nodes = [version["root"]["location"] for version in ts.ocdbt.dump(base).result()["versions"]]
-  for location in (nodes := nodes[-1:]):  # Child nodes are appended during the loop.
+  for location in (nodes := nodes[-1:]):  # Of a B-tree, breadth first: the list grows.
     for entry in ts.ocdbt.dump(base, location).result()["entries"]:
       if "location" in entry:
         nodes.append(entry["location"])
@@ -144,7 +145,7 @@ def _measured(path: epath.Path, size: int, chunks: Iterable[Piece]) -> File:
     length = chunk.offset + chunk.length - end
     if chunk.offset == end and length:
       pieces.append(chunk)
-    elif length > 0 or chunk.length:  # Chunks overlap: equal ones may be stored once.
+    elif length > 0 or chunk.length:  # OCDBT may store equal chunks once, so they overlap.
       last = pieces[-1]
       array = last.array if chunk.array == last.array else None
       pieces[-1] = last._replace(length=last.length + max(length, 0), array=array)
@@ -229,7 +230,7 @@ def write(folder: epath.Path, *, to_come: Mapping[str, bytes] | None = None):
     for name in parsed(file_io.read_bytes(folder / path))
   }
   names = {name: what for name, what in found.items() if name not in covered and name != FILE}
-  # OCDBT's merged index refers to the processes' files, which their manifests cover.
+  # OCDBT's merged index refers to the processes' files, which the manifests of processes cover.
   chunks = {}
   if any(name.startswith("state/") and "/d/" in name for name in names):
     chunks = {f"state/{name}": pieces for name, pieces in _chunks(folder / "state").items()}

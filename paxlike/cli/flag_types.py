@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of the command-line flags, their parsers, and the definition of all flags for absl."""
+"""The definition of all command-line flags for absl, with their types and parsers."""
 
 from typing import Annotated, Any
 
@@ -52,14 +52,14 @@ NUMBERS = {
   "top_p": ranges.Share,
   "min_p": ranges.Share,
 }
-# Flags with one value, which `Options` has under the same name.
+# Flags with one value; `Options` has a field of the same name for each.
 SCALARS = ("mode", "step", *STRINGS, *BOOLEANS, *NUMBERS)
 
 
 def define() -> flags.FlagValues:
-  """Defines the flags on their own FlagValues: the global ones have flags of libraries."""
+  """Returns the flags, apart from absl's global ones, which hold those that libraries define."""
   values = flags.FlagValues()
-  # Flags may follow a stray argument, so that the error is about the argument.
+  # Flags after a stray argument are parsed too, so that the error names that argument.
   values.set_gnu_getopt(True)
   flags.DEFINE_string("mode", "train", "", flag_values=values)
   for name in (*STRINGS, "exp"):
@@ -90,7 +90,7 @@ class Bool(flags.BooleanParser):
 
 
 class Number(flags.ArgumentParser):
-  """A parser of numbers of a type with a range, by `knob_types`."""
+  """A parser of numbers that checks their type and range by `knob_types`."""
 
   syntactic_help = "a number"
 

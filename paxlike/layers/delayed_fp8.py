@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 matmuls that keep statistics from step to step."""
+"""FP8 matmuls with delayed scaling: a layer, since it keeps statistics from step to step."""
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,15 @@ class DelayedFp8(Module):
   """A `Dot` with delayed scaling: scales of activations and gradients come from amax histories.
 
   The kernel that produces an operand can then quantize it too, whereas `Fp8` needs the amax of the
-  whole array first. Values above the amax of the history saturate. In the first step, the history
-  is empty and scales are 1.
+  whole array first. Values beyond the range of the format saturate, which at these scales begins at
+  one to two times the amax of the history. In the first step, the history is empty and scales are
+  1. Weights have current scaling.
   """
 
   def __init__(self, history: int = 16):
     """`history` is the length of the amax histories, in steps."""
-    self.inputs = self.statistic({"history": history}, update=_append)
-    self.gradients = self.statistic({"history": history}, update=_append)
+    self.inputs = self.statistic({"history": history}, update=_pushed)
+    self.gradients = self.statistic({"history": history}, update=_pushed)
 
   def quantized(self, w: jax.Array) -> Rounded:
     return Fp8.quantized(w)
@@ -34,5 +35,6 @@ class DelayedFp8(Module):
     return multiply(product, x, w, w8, AmaxHistory(self.inputs[...], self.gradients[...]))
 
 
-def _append(history: jax.Array, newest: jax.Array) -> jax.Array:
+def _pushed(history: jax.Array, newest: jax.Array) -> jax.Array:
+  """Returns a history, newest first, with entry 0 of `newest`: the cotangent of `multiply`'s."""
   return jnp.concatenate([newest[..., :1], history[..., :-1]], -1)

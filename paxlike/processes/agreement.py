@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement between processes on what one of them, or each, has found."""
+"""Collectives between hosts: whether all have succeeded, and what process 0 has found."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,12 +18,12 @@ def everywhere(here: bool) -> bool:
 
 
 def agreed(find: Callable[[], Sequence[int]]) -> list[int]:
-  """Broadcasts the steps that process 0 finds; each process must call this.
+  """Broadcasts the numbers (int32) that `find` returns in process 0; each process must call this.
 
   Processes might find different steps, since a run may save and delete checkpoints meanwhile.
 
   Raises:
-    UserError: `find` raised it in process 0; raised in all processes.
+    UserError: `find` raised it in process 0. Then all processes raise.
   """
   if jax.process_count() == 1:
     return list(find())

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions of all processes together: where to stop, and whether they have equal values.
+"""At which step all processes stop, and whether their values are equal.
 
-Process 0 decides, and the main threads wait for that. `Stop.is_here`, `Comparison.give` and
-`Comparison.wait` are called by the main thread, the other methods by the watch's.
+Both are agreed over the watch's connections, without a collective of devices. Process 0 decides;
+main threads block until then. `Stop.is_here`, `Comparison.give` and `Comparison.wait` are called by
+the main thread, the other methods by the watch's.
 """
 
 import threading
@@ -13,12 +14,12 @@ from typing import Any
 class Stop:
   """The sync point at which all processes stop.
 
-  When a stop is requested, a process promises to wait at its next sync point. All stop at the
-  latest of the promised points.
+  Sync points are numbered; the main thread passes one between steps. When a stop is requested, each
+  process proposes the next one at which it will block. All stop at the latest of the proposals.
 
   Attributes:
     asked: Set when the job is asked to stop.
-    promised: The sync point at which this process promises to wait for a decision.
+    promised: The sync point that this process proposes, at which it blocks for the decision.
     agreed: The sync point at which all stop.
     is_reached: Whether this process has reached that sync point.
   """
@@ -31,10 +32,10 @@ class Stop:
     self.is_reached = False
     self._is_alone = is_alone
     self._decided = threading.Condition()
-    self._boundary: int | None = None  # The last sync point that this process has passed.
+    self._boundary: int | None = None  # The last sync point reached.
 
   def is_here(self, place: int) -> bool:
-    """Returns whether all processes stop at sync point `place`; waits where one was promised."""
+    """Returns whether all stop at sync point `place`; blocks from the proposed one on."""
     with self._decided:
       self._boundary = place
       if self._is_alone and self.asked.is_set():
@@ -45,9 +46,10 @@ class Stop:
     return self.is_reached
 
   def promise(self):
-    """Promises to wait at the next sync point, if a stop is requested."""
+    """Proposes the next sync point, if a stop is requested."""
     if self.asked.is_set() and self.promised is None:
       with self._decided:
+        # -1 blocks at the first one.
         self.promised = -1 if self._boundary is None else self._boundary + 1
 
   def agree(self, place: int):
@@ -72,7 +74,7 @@ class Comparison:
     return times
 
   def wait(self, times: int) -> str:
-    """Returns how a process's values differ from process 0's in round `times`; "": equal."""
+    """Blocks until round `times` is settled; returns the first difference from process 0, or ""."""
     with self._decided:
       while self._compared[0] < times:
         self._decided.wait()  # The watch ends the process if another one never arrives.
@@ -87,7 +89,7 @@ class Comparison:
     return {"round": times, "given": dict(values)}
 
   def pending(self) -> int | None:
-    """Returns the round that process 0 has sent its own values of and not settled, if any."""
+    """In process 0, returns the round whose values it has sent and not settled; None if none."""
     times = self._compared[0] + 1
     return times if self._sent == times else None
 

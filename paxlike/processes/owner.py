@@ -18,12 +18,13 @@ class Owner(NamedTuple):
 
   Attributes:
     host: Host name, for messages.
-    machine: Where `pid` is valid: host name, boot id and pid namespace.
+    machine: Where `pid` is unique: host name, boot id and pid namespace.
     pid: Process id.
     started: Start time in the kernel's clock ticks, since pids are reused.
     beat: Heartbeat count.
     released: Whether it has released the folder.
-    folder: Device and inode of the folder, so that a copy of the folder is recognized; "": unknown.
+    folder: Device and inode of the folder, or its URL on an object store, so that a copy of it is
+      recognized; "": unknown.
   """
 
   host: str
@@ -48,7 +49,8 @@ class Owner(NamedTuple):
 def is_alive(owner: Owner | None, folder: epath.Path) -> bool | None:
   """Returns whether an owner is alive; None if only its heartbeat can show that.
 
-  That is so for an owner on another host, one whose start time is hidden, and for a copied folder.
+  That is so if the owner is unreadable (None), on another host, of an earlier boot or in another
+  container, if its start time is hidden, and if the folder is a copy of the owner's.
   """
   if owner is None:
     return None
@@ -85,7 +87,7 @@ def identity(folder: epath.Path) -> str:
 
 
 def _started(pid: int) -> str | None:
-  """Returns a process's start time; None if there is no process, "" if unknown."""
+  """Returns a process's start time; None if there is none, or a zombie; "" if unknown."""
   try:
     state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     return None if state in "ZX" else fields[18]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files `owner_N.json` of a run's folder, one of each process that has owned it.
+"""The files `owner_N.json` of a run's folder, one for each process that has owned it.
 
 A process that takes over from owner N creates file N + 1 exclusively, so only one of several
-succeeds. This only needs O_EXCL of a file system (NFS since version 3), or conditional creation of
-an object store.
+succeeds. A file system must support O_EXCL (NFS does since version 3), an object store conditional
+creation.
 """
 
 import json
@@ -18,7 +18,7 @@ from paxlike.processes.owner import Owner
 _PREFIX = "owner_"
 _NAME = re.compile(rf"{_PREFIX}([0-9]+)\.json")
 _SIZE = 512  # Constant size of the file in bytes, so that each write replaces all of it.
-_TYPES = (str, str, int, str, int, bool, str)  # Of the attributes of an owner.
+_TYPES = (str, str, int, str, int, bool, str)  # Of the fields of `Owner`.
 
 
 def path_of(folder: epath.Path, number: int) -> epath.Path:
@@ -76,7 +76,7 @@ def create(folder: epath.Path, number: int, owner: Owner) -> bool:
         file.flush()
         os.fsync(file.fileno())
     except OSError:
-      path.unlink(missing_ok=True)  # The next start would wait for its heartbeat.
+      path.unlink(missing_ok=True)  # A start would wait for its heartbeat.
       raise
     return True
   import fsspec

@@ -5,9 +5,12 @@ from typing import Any
 
 from paxlike.processes import progress, stacks, watchdog
 
-GRACE = 20.0  # Seconds, or three steps if longer, for a process to reach a sync point and stop.
-_GRACE_TO_COMPILE = 300.0  # The same while compiling, or if no step has been timed yet.
-BEYOND = 10.0  # Seconds after the limit at which the watchdog acts if the watch did not.
+# Seconds from a request to stop until the process must have reached the sync point; three steps if
+# they take longer.
+GRACE = 20.0
+_GRACE_TO_COMPILE = 300.0  # The same while compiling, and until two steps have begun.
+BEYOND = 10.0  # Seconds beyond the limit that the watchdog leaves to the watch.
+# A phase: standard output is blocked, because the pipe's reader does not read.
 _PRINTS = "waiting for a reader of its output"
 
 
@@ -20,7 +23,7 @@ class Stall:
   """
 
   def __init__(self, name: str):
-    """`name` is the process's in messages."""
+    """`name` is what messages call this process."""
     self.age, self.is_over = 0.0, False
     self._name = name
     self._number, self._bytes = -1, 0
@@ -34,8 +37,8 @@ class Stall:
     Args:
       tick: Seconds.
       timeout: See `progress.Progress.limit`.
-      must_stop: Whether the process was asked to stop and has not reached the sync point.
-      is_ending: Whether its work is done or has failed; it has no limit then.
+      must_stop: Whether the process was asked to stop and has not reached `Stop.agreed`.
+      is_ending: Whether the process has finished or failed; then it has no limit.
     """
     now = progress.OWN.now
     moved = False

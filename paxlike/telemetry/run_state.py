@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run as its folder shows it: whether it is running, and which results it has."""
+"""What the folder of a run records: whether the run is going on, and which results it has."""
 
 import json
 import socket
@@ -13,10 +13,10 @@ from paxlike.processes import ownership
 from paxlike.processes.owner import is_there
 
 
-def is_running(folder: epath.Path, owner: ownership.Observer | None = None) -> bool:
-  """Returns whether the job that writes in `folder` is running, as far as is known here.
+def is_running(folder: epath.Path, observer: ownership.Observer | None = None) -> bool:
+  """Returns whether a job is running in `folder`, as far as can be known from here.
 
-  A caller that polls should pass the same `owner` each time, which observes heartbeats.
+  A caller that polls passes the same `observer` each time: it compares successive heartbeats.
 
   Raises:
     UserError: The folder cannot be read.
@@ -37,7 +37,8 @@ def is_running(folder: epath.Path, owner: ownership.Observer | None = None) -> b
   if state != "running":
     return False
   with run_folder.reading(folder):
-    lives = (owner or ownership.Observer(folder)).lives()
+    lives = (observer or ownership.Observer(folder)).lives()
+  # Without a readable owner file, as of an earlier version, `status.json` names the process.
   return host == socket.gethostname() and is_there(pid) if lives is None else lives
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary of a run: its sizes and devices, the header that it prints, and its speed."""
+"""The facts that a run prints first, and its speed in tokens and FLOPs by the time of a step."""
 
 import dataclasses
 
@@ -12,7 +12,18 @@ from paxlike.layers import flops
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-  """Facts about a run, printed before its first step."""
+  """Facts about a run.
+
+  Attributes:
+    num_params: All parameters of the model.
+    num_trained: Those that are trained.
+    batch_size: Sequences of a global batch.
+    seq_len: Tokens of a sequence.
+    epoch_rows: Sequences of an epoch; None if it has no end.
+    devices: The mesh.
+    flops: FLOPs per token of training.
+    attention: The kernel that `auto` has chosen, as it is printed.
+  """
 
   num_params: int
   num_trained: int

@@ -20,11 +20,11 @@ def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_secon
     UserError: There is nothing to evaluate, or it is of another experiment.
   """
   saved = trainer.origin(folder).checkpoints()
-  owner = Observer(folder)
+  observer = Observer(folder)
 
   def look() -> list[int]:
     # Read before the checkpoints: in between, the job may save its last one and end.
-    running = is_running(folder, owner)
+    running = is_running(folder, observer)
     return [running, *saved.steps()[-1:]]
 
   evaluated: int | None = None

@@ -11,6 +11,8 @@ import paxlike
 from paxlike import main
 from paxlike.telemetry.console import Console
 
+pytestmark = pytest.mark.slow
+
 
 class Tracker(paxlike.Callback):
   """Keeps all that it is given."""

@@ -8,6 +8,8 @@ import pytest
 import paxlike
 from paxlike import main
 
+pytestmark = pytest.mark.slow
+
 TALK = [{"role": "user", "content": "3 b"}]
 ANSWERED = [*TALK, {"role": "assistant", "content": "3 bottles"}]
 

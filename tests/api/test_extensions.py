@@ -33,6 +33,8 @@ from paxlike.layers.decoder import forward
 from paxlike.layers.module import Definition
 from paxlike.training import optimizers, train_state
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, Any] = {
   "MAX_STEPS": 4,
   "MODEL_DIMS": 16,

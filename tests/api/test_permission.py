@@ -10,6 +10,8 @@ import pytest
 import paxlike
 from paxlike import registry
 
+pytestmark = pytest.mark.slow
+
 PARTS = """
 from paxlike import layers
 

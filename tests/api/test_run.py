@@ -19,6 +19,8 @@ from paxlike import main
 from paxlike.api import run
 from paxlike.experiment import Experiment
 
+pytestmark = pytest.mark.slow
+
 
 def files(folder) -> set[str]:
   """The names of all files of a run; those of TensorBoard and of Orbax end in what is drawn."""

@@ -37,6 +37,7 @@ def program(kernel, *, length=256, packed=False, kv_heads=4, query_width=64, **o
   return hlo.text(jax.grad(value, (0, 1, 2)), q, k, v, segments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "options",
   [
