@@ -9,6 +9,8 @@ import pytest
 import paxlike
 from paxlike import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_text_is_what_the_command_decodes(trained, model):
   text = model.generate("3 bottles", max_new_tokens=6)

@@ -16,6 +16,8 @@ from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.precision import mxfp8
 from paxlike.layers.precision.matmul import Dim, LinearProduct
 
+pytestmark = pytest.mark.slow
+
 CALL = "__cudnn$blockScaledDot"
 DOT = mxfp8.MxFp8()
 

@@ -19,6 +19,8 @@ from paxlike.training import train_state
 from paxlike.training.objectives import NextToken
 from paxlike.training.train_step import make_train_step
 
+pytestmark = pytest.mark.slow
+
 SLOW = pytest.mark.slow
 
 

@@ -16,6 +16,8 @@ from paxlike.errors import UserError
 from paxlike.layers.attention import context_parallel, kernels
 from paxlike.layers.attention.context_parallel import gathered, ring
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 32
 both = pytest.mark.parametrize("kernel", [ring, gathered], ids=kernels.name_of)
 

@@ -11,6 +11,8 @@ from paxlike.errors import UserError
 from paxlike.layers import splash, tokamax, xla_chunked
 from paxlike.layers.attention import chunked, kernels
 
+pytestmark = pytest.mark.slow
+
 
 def reference(q, k, v, scale, segments, *, window=None, soft_cap=None, sinks=None, bias=None):
   """NumPy, a query at a time."""

@@ -16,6 +16,8 @@ from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.moe import grouped_matmul_triton
 from paxlike.layers.moe.grouped_matmul import Groups, grouped_matmul
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
   "even": [10, 10, 10, 10],
   "uneven": [1, 25, 0, 14],
