@@ -192,7 +192,7 @@ def test_files_and_folders_of_a_room_import_in_one_direction(room):
   for path in room.rglob("*.py"):
     child = path.relative_to(room).with_suffix("").parts[0]
     names = imports_at_run_time(tree(path), in_functions=True)
-    siblings = {name.removeprefix(inside).split(".")[0] for name in names if inside in name}
+    siblings = {n.removeprefix(inside).split(".")[0] for n in names if n.startswith(inside)}
     graph.setdefault(child, set()).update(siblings - {child})
   del graph["__init__"]  # The door, which imports what the room exports.
   assert list(graphlib.TopologicalSorter(graph).static_order())

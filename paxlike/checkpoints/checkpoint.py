@@ -228,10 +228,12 @@ class Checkpoint:
 
 def _check_place(train_input: Mapping[str, Any]):
   """Raises ValueError if this is no place in the data, nor {}, as where nothing was trained."""
-  for name in ("epoch", "position") if train_input else ():
+  if not train_input:
+    return
+  for name in ("epoch", "position"):
     if not layout_conversion.is_size(train_input.get(name)):
       raise ValueError(f"train_input/metadata: {name} is {train_input.get(name)}")
-  if train_input and not isinstance(train_input.get("fingerprint"), str):
+  if not isinstance(train_input.get("fingerprint"), str):
     raise ValueError("train_input/metadata has no fingerprint of the data")
 
 
