@@ -117,7 +117,8 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
   tokens = trainer.batch_size * trainer.data.seq_len
   began = time.perf_counter()
   try:
-    with jax.set_mesh(devices), malloc.trimmed(), program_cache.usable(devices.devices.flat[0]):
+    cache = program_cache.usable(devices.devices.flat[0], to_save=save is not None)
+    with jax.set_mesh(devices), malloc.trimmed(), cache:
       lowered = trainer.lower(state, batch)
       step = lowered.compile(compiler_options=dict(trainer.execution.compiler_options))
     held = _held(step, devices.devices.flat[0].platform)

@@ -32,17 +32,18 @@ def disable():
 
 
 @contextlib.contextmanager
-def usable(device: Any) -> Iterator[None]:
-  """Returns a context for compiling for `device`, without the cache if it is not attached.
+def usable(device: Any, *, to_save: bool = False) -> Iterator[None]:
+  """Returns a context for compiling for `device`, with the cache only where it can be used.
 
-  JAX would cache a program for an unattached device, and then fail to load it.
+  JAX would cache a program for an unattached device, and then fail to load it. A program from the
+  cache that is serialized again (`to_save`) lacks its kernels: on CPUs it fails when it runs.
   """
   import jax
   from jax.experimental.compilation_cache import compilation_cache
 
   config: Any = jax.config
   before = config.jax_enable_compilation_cache
-  if not before or device in jax.devices():
+  if not before or (device in jax.devices() and not to_save):
     yield
     return
   disable()

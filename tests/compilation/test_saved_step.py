@@ -10,14 +10,17 @@ import pickle
 import socket
 import types
 
+import jax
 import pytest
 from helpers.program import TINY, finish, run, start
+from jax.experimental.compilation_cache import compilation_cache
 
 from paxlike.compilation import saved_step
 from paxlike.errors import UserError
 
 STEPS = (*TINY, "--fdl.MAX_STEPS=3")
 MESH = "--fdl.ICI_MESH_SHAPE=[2,2,2]"
+CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
 def gpus(kind, capability, process_indexes, cores=132):
@@ -65,6 +68,33 @@ def test_a_run_with_a_saved_step_is_the_same_run(step, tmp_path, capsys):
   assert capsys.readouterr().out.count("compiled the step in") == 1
   assert losses(tmp_path / "saved") == losses(tmp_path / "own")
   assert len(losses(tmp_path / "own")) == 3
+
+
+@pytest.fixture
+def every_program_cached(tmp_path):
+  before = {name: getattr(jax.config, name) for name in CACHE}
+  for name, value in zip(CACHE, (str(tmp_path / "cache"), 0.0), strict=True):
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield tmp_path / "cache"
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+@pytest.mark.slow
+def test_a_step_that_was_compiled_before_is_saved_whole(every_program_cached, tmp_path):
+  """A program from JAX's cache is serialized without its kernels."""
+  for name in ("first", "again"):
+    jax.clear_caches()
+    assert run(*STEPS, MESH, "--mode=compile", f"--save={tmp_path}/{name}") == 0
+    assert run(*STEPS, MESH, f"--job_log_dir={tmp_path}/{name} own") == 0
+  assert any("train_step" in file.name for file in every_program_cached.iterdir())
+  jax.clear_caches()
+  assert (
+    run(*STEPS, MESH, f"--compiled_step={tmp_path}/again", f"--job_log_dir={tmp_path}/run") == 0
+  )
+  assert losses(tmp_path / "run") == losses(tmp_path / "first own")
 
 
 @pytest.mark.slow
