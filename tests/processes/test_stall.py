@@ -143,11 +143,14 @@ def test_an_evaluation_that_is_stuck_says_nothing_of_the_run_that_is_trained(tmp
 
 @pytest.mark.slow
 def test_sigterm_ends_a_process_that_is_stuck(tmp_path):
-  with stuck(tmp_path, "data patient", "--fdl.STALL_TIMEOUT=0") as process:
+  knobs = ("--fdl.STALL_TIMEOUT=0", "--fdl.STACK_TRACE_INTERVAL=1")
+  with stuck(tmp_path, "data patient", *knobs) as process:
     until_still(tmp_path)
     process.terminate()
     status, _, err = finish(process)
   assert status == 75
+  periodic = sorted((tmp_path / "run" / "stacks").glob("periodic_*"))
+  assert periodic and "faulty.py" in periodic[-1].read_text()
   assert "is stuck and was asked to stop: waiting for data of step " in err
 
 
