@@ -44,7 +44,7 @@ from paxlike.layers.remat import Remat
 from paxlike.planning import cost_model, model_sizes
 from paxlike.planning.model_sizes import ModelSizes
 from paxlike.planning.parallel_config import Configuration
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 
 NOTHING, DOTS = Remat.SAVE_NOTHING, Remat.SAVE_DOT_WITH_NO_BATCH_DIM
 EVERYTHING = Remat.SAVE_EVERYTHING
@@ -337,7 +337,7 @@ def page(results: list[Result]) -> str:
     )
     for one in results
   ]
-  page = [tables.table(header, rows, right=(1, 2, 3)), ""]
+  page = [formatting.table(header, rows, right=(1, 2, 3)), ""]
   groups = {kind: [one for one in results if one.row.kind == kind] for kind in KINDS}
   summary = []
   for kind, found in {**groups, "all": results}.items():
@@ -348,7 +348,7 @@ def page(results: list[Result]) -> str:
     cells = (f"{100 * mean:.1f} %", f"{100 * median:.1f} %", f"{100 * max(errors):.1f} %")
     summary.append((kind, str(len(found)), share, *cells))
   header = ("chips", "rows", "achieved (median now)", "mean error", "median", "largest")
-  return "\n".join([*page, tables.table(header, summary, right=range(1, 6))])
+  return "\n".join([*page, formatting.table(header, summary, right=range(1, 6))])
 
 
 if __name__ == "__main__":

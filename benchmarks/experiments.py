@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paxlike import main
-from paxlike.cli import command_line, starting
+from paxlike.cli import command_line, startup
 from paxlike.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def build(name: str, arguments: Sequence[str]) -> tuple["Experiment", "Trainer"]
   options = command_line.parse(["benchmark", f"--fdl_config={name}", "--mode=compile", *arguments])
   if options.topology is not None:
     raise UserError("benchmarks run steps: leave --topology out.")
-  starting.set_up_jax(options)
+  startup.set_up_jax(options)
   experiment = main.experiment_of(options)
   trainer = main.built(main.graph_of(options, experiment))
   trainer.check()

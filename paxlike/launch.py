@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike.cli import flags, unexpected
+from paxlike.cli import error_diagnosis, flags
 from paxlike.config import knob_text
 from paxlike.devices import topology
 from paxlike.errors import TemporaryError, UserError
@@ -172,7 +172,7 @@ def _enabling(experiment: "Experiment", name: str) -> str:
       settings = {n: setting.value for n, setting in experiment.settings().items()}
       for given, value in {**settings, other: choice}.items():
         one.set(given, value, source="trial")
-      unexpected.failure(one.trainer)  # Even if it fails, it may have read the knob.
+      error_diagnosis.failure(one.trainer)  # Even if it fails, it may have read the knob.
       if name in one.read_names():
         return f": {other}={knob_text.spell(choice)} would give it one"
   return ""
@@ -214,13 +214,13 @@ def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any, 
   from paxlike.cli import decode_options
   from paxlike.compilation import aot
   from paxlike.config import graph_file
-  from paxlike.processes import progress
+  from paxlike.processes import phases
 
   others = sys.modules.get("paxlike.processes.multiprocess")
-  progress.enter("compare")
+  phases.enter("compare")
   if others:
     others.compare(graph_file.values(graph))
-  progress.enter("check")
+  phases.enter("check")
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
   if options.compiled_step is not None:
@@ -231,7 +231,7 @@ def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any, 
     with console.mentioned("tracing the step"):
       trainer.trace()
   prompts, how = decode_options.read(options) if options.mode == "decode" else ([], None)
-  progress.enter("meet")
+  phases.enter("meet")
   if others:
     others.compare()
   return trainer, prompts, how
@@ -241,7 +241,7 @@ def run(
   options: flags.Options,
   experiment: "Experiment | None",
   graph: Any,
-  stage: unexpected.Stage,
+  stage: error_diagnosis.Stage,
   callbacks: "Sequence[Callback]" = (),
 ) -> int:
   """Trains, evaluates or decodes. Returns the exit status: 128 + the signal that ended training.
@@ -278,11 +278,11 @@ def _run(
   experiment: "Experiment | None",
   graph: Any,
   trainer: Any,
-  stage: unexpected.Stage,
+  stage: error_diagnosis.Stage,
   callbacks: "Sequence[Callback]",
 ) -> int:
   from paxlike import run_folder
-  from paxlike.processes import ownership
+  from paxlike.processes import lease
   from paxlike.telemetry.run_log import Journal
   from paxlike.training import decode, following
 
@@ -301,7 +301,7 @@ def _run(
       others.check_shared(folder)
     # Only training needs ownership: evaluation and decoding write their own files, atomically.
     owned = options.mode == "train"
-    owner = stack.enter_context(ownership.owned(folder)) if owned else contextlib.nullcontext()
+    owner = stack.enter_context(lease.owned(folder)) if owned else contextlib.nullcontext()
     journal = stack.enter_context(
       Journal(
         folder,
@@ -322,14 +322,14 @@ def _run(
       step = _step(options, folder)
       decode.run(trainer, folder, journal, prompts, step=step, options=how)
     else:
-      from paxlike.cli import hints, run_files
+      from paxlike.cli import config_files, hints
       from paxlike.training import train_step
 
       with run_folder.reading(folder / "config.json"):
         _print_changes(folder / "config.json", graph, journal)
       if note := train_step.note_on_memory(trainer.definition, trainer.objective):
         journal.note(note)
-      stopped_by = trainer.train(folder, journal, files=run_files.of(experiment, graph))
+      stopped_by = trainer.train(folder, journal, files=config_files.of(experiment, graph))
       if stopped_by:
         journal.note(f"{hints.stopped(stopped_by)}{hints.saved(options.job_log_dir)}")
       return 128 + stopped_by if stopped_by else 0
@@ -345,7 +345,7 @@ def _step(options: flags.Options, folder: Any) -> int | None:
 
 def _print_changes(path: Any, graph: Any, journal: Any):
   """Prints what has changed in the graph since the run began, if anything has."""
-  from paxlike.cli import run_files
+  from paxlike.cli import config_files
   from paxlike.config import graph_file
 
   if not path.exists():
@@ -355,5 +355,5 @@ def _print_changes(path: Any, graph: Any, journal: Any):
   except UserError as error:
     journal.note(f"changes since the run began are unknown: {error}")
     return
-  if changes := run_files.changes(before, graph, folder=path.parent):
+  if changes := config_files.changes(before, graph, folder=path.parent):
     journal.note(f"changed since the run began:\n{changes}")

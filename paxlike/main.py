@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paxlike import launch
-from paxlike.cli import command_line, flags, starting, unexpected, usage
+from paxlike.cli import command_line, error_diagnosis, flags, startup, usage
 from paxlike.devices import topology
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.launch import built, experiment_of, graph_of
@@ -77,9 +77,9 @@ def main(argv: Sequence[str]) -> int:
     with (
       launch.reporting_failure(leave=True),
       contextlib.ExitStack() as target,
-      unexpected.explained(options) as stage,
+      error_diagnosis.explained(options) as stage,
     ):
-      starting.set_up_jax(options)
+      startup.set_up_jax(options)
       # It ends after `explained`, which may try other options for the same devices.
       target.enter_context(topology.target(options.topology, slices=options.slices or 1))
       status = _dispatch(options, stage)
@@ -105,12 +105,12 @@ def _with_output(status: int) -> int:
   return 1 if console.output_is_lost() else status
 
 
-def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
+def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
   stage.attempt = functools.partial(launch.attempt, make=launch.experiment_if_named)
-  from paxlike.cli import epochs, knob_page, show
+  from paxlike.cli import epochs, knob_page, show_page
 
   if options.list:
-    print(show.experiments())
+    print(show_page.experiments())
     return 0
   stage.experiment = experiment = launch.experiment_if_named(options)
   if options.fdl_help:
@@ -128,12 +128,12 @@ def _dispatch(options: flags.Options, stage: unexpected.Stage) -> int:
       from paxlike import registry
 
       other = launch.root_graph(registry.find(options.against, flag="against")())
-      print(show.difference(graph, other, name=options.against))
+      print(show_page.difference(graph, other, name=options.against))
     elif options.changed:
       assert experiment is not None
-      print(show.changed(experiment, graph))
+      print(show_page.changed(experiment, graph))
     else:
-      print(show.everything(experiment, graph))
+      print(show_page.everything(experiment, graph))
     return 0
   if options.mode == "compile":
     return _compile(options, built(graph))

@@ -6,7 +6,7 @@ The test split, which has no labels, is left out.
 
 import sys
 
-from paxlike.cli.download import Download, main
+from paxlike.cli.tfds_download import Download, main
 from paxlike.data.seqio.tfds_writer import Schema
 
 BOOLQ = Download(

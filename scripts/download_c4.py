@@ -3,7 +3,7 @@
 
 import sys
 
-from paxlike.cli.download import Download, main
+from paxlike.cli.tfds_download import Download, main
 from paxlike.data.seqio.tfds_writer import Schema
 
 _URL = "https://huggingface.co/datasets/allenai/c4/resolve/main/en/"

@@ -7,7 +7,7 @@ copyright claims, in the same 30 training files; whoever has the whole gives --f
 
 import sys
 
-from paxlike.cli.download import Download, main
+from paxlike.cli.tfds_download import Download, main
 from paxlike.data.seqio.tfds_writer import Schema
 
 _URL = "https://huggingface.co/datasets/monology/pile-uncopyrighted/resolve/main/"

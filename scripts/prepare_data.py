@@ -18,7 +18,7 @@ import fiddle as fdl
 import tqdm
 
 from paxlike.cli import command_line
-from paxlike.cli.starting import set_up_jax
+from paxlike.cli.startup import set_up_jax
 from paxlike.convert import new_folder
 from paxlike.data import prepared
 from paxlike.data.dataset import RowDataset

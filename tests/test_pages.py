@@ -74,8 +74,8 @@ def check_own_flags(file: pathlib.Path, args: list[str]):
   """Fails if a program of the repository has not these flags, nor, if it takes knobs, paxlike."""
   assert file.is_file(), f"there is no {file}"
   source = file.read_text()
-  if "paxlike.cli.download" in source:
-    source = (PACKAGE / "cli" / "download.py").read_text()
+  if "paxlike.cli.tfds_download" in source:
+    source = (PACKAGE / "cli" / "tfds_download.py").read_text()
   own = set(re.findall(r'"--(\w+)"', source))
   rest = [arg for arg in args if re.split("[= ]", arg.removeprefix("--"))[0] not in own]
   if "fdl" in source:

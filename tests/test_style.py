@@ -184,6 +184,20 @@ def test_imports_go_down_the_floors(path):
     assert FLOOR[other] < FLOOR[name], f"{name} imports {other}, which is not on a floor below"
 
 
+def test_the_tree_in_the_design_is_that_of_the_package():
+  """It lists all files and folders at the top of the package, each above what it imports."""
+  page = (REPOSITORY / "docs" / "design.md").read_text()
+  (listed,) = re.findall(r"^paxlike/\n((?:  .*\n)+)", page, re.MULTILINE)
+  tree_of_page = re.findall(r"^  (\w+)(?:/|\.py) ", listed, re.MULTILINE)
+  assert sorted(tree_of_page) == sorted(FLOOR.keys() - {"__init__"})
+  place = {name: line for line, name in enumerate(tree_of_page)}
+  for path in MODULES:
+    above = {
+      other for other in own_imports(path) if place.get(other, 99) < place.get(unit_of(path), -1)
+    }
+    assert not above, f"{path} imports {above}"
+
+
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_and_folders_of_a_room_import_in_one_direction(room):
   """Each child of a folder, with all within it, imports its siblings without a circle."""

@@ -16,11 +16,11 @@ from etils import epath
 
 from paxlike import file_io, launch, run_folder
 from paxlike.api import keywords
-from paxlike.cli import flags, starting, unexpected
+from paxlike.cli import error_diagnosis, flags, startup
 from paxlike.errors import UserError
 
 if TYPE_CHECKING:
-  from paxlike.data.chat.dialogue import Dialogue
+  from paxlike.data.chat.prompt_rendering import Dialogue
   from paxlike.inference.decoding import Decoding, DecodingOptions
   from paxlike.training.trainer import Trainer
 
@@ -53,8 +53,8 @@ def load(
   with contextlib.ExitStack() as stack:
     stack.enter_context(keywords.in_errors(folder))
     stack.enter_context(launch.reporting_failure(leave=False))
-    stage = stack.enter_context(unexpected.explained(options, entry=True))
-    starting.set_up_jax(options)
+    stage = stack.enter_context(error_diagnosis.explained(options, entry=True))
+    startup.set_up_jax(options)
     launch.leave_at_exit()
     path = _run_in(os.fspath(folder), names)
     options = dataclasses.replace(options, job_log_dir=os.fspath(path))

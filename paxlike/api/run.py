@@ -13,7 +13,7 @@ from etils import epath
 
 from paxlike import file_io, launch, run_folder
 from paxlike.api import keywords
-from paxlike.cli import epochs, flags, starting, unexpected
+from paxlike.cli import epochs, error_diagnosis, flags, startup
 from paxlike.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Run:
     Raises:
       UserError: `status.json` is damaged.
     """
-    from paxlike.telemetry import run_state
+    from paxlike.telemetry import run_status
 
     path = self.folder / "status.json"
     if not path.exists():
@@ -70,7 +70,7 @@ class Run:
       state = str(json.loads(file_io.read_bytes(path))["state"])
     except file_io.MALFORMED as error:
       raise UserError(f"{path} is damaged: {file_io.reason(error)}.") from error
-    return "lost" if state == "running" and not run_state.is_running(self.folder) else state
+    return "lost" if state == "running" and not run_status.is_running(self.folder) else state
 
   @property
   def steps(self) -> list[int]:
@@ -151,8 +151,11 @@ def train(
     job_log_dir=os.fspath(folder),
   )
   make = functools.partial(_make, experiment=experiment, knobs=knobs)
-  with launch.reporting_failure(leave=False), unexpected.explained(options, entry=True) as stage:
-    starting.set_up_jax(options)
+  with (
+    launch.reporting_failure(leave=False),
+    error_diagnosis.explained(options, entry=True) as stage,
+  ):
+    startup.set_up_jax(options)
     from paxlike.telemetry import callbacks as checking
 
     launch.leave_at_exit()

@@ -19,12 +19,12 @@ import numpy as np
 from etils import epath
 
 from paxlike import file_io
-from paxlike.checkpoints import checksums, committing, layout_conversion, manifest
+from paxlike.checkpoints import checksums, layout_conversion, manifest, orbax_hooks
 from paxlike.checkpoints.array_names import Flat
 from paxlike.checkpoints.checksums import Checksums
 from paxlike.errors import UserError
 from paxlike.layers.stack_layout import Layout
-from paxlike.processes import ending
+from paxlike.processes import verdicts
 
 
 class Restored(NamedTuple):
@@ -185,9 +185,9 @@ class Checkpoint:
       raise
     except Exception as error:
       # For a truncated data file, Orbax raises Exception itself.
-      known = (*committing.failures(), KeyError, TypeError)  # The last two from JSON.
+      known = (*orbax_hooks.failures(), KeyError, TypeError)  # The last two from JSON.
       is_foreseen = type(error) is Exception or isinstance(error, known)
-      if not is_foreseen or ending.is_of_jax(error):
+      if not is_foreseen or verdicts.is_of_jax(error):
         raise
       reason = file_io.reason(error.__cause__ or error, within=self._path)
       raise checksums.damaged(self._path, reason) from error

@@ -11,12 +11,12 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from paxlike import file_io, run_folder
-from paxlike.checkpoints import committing
+from paxlike.checkpoints import orbax_hooks
 from paxlike.checkpoints.checkpoint import Checkpoint, Restored, metadata_of
 from paxlike.checkpoints.checksums import Damaged
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.layers.stack_layout import Layout
-from paxlike.processes.agreement import agreed, everywhere
+from paxlike.processes.host_collectives import agreed, everywhere
 
 
 class Checkpoints:
@@ -43,7 +43,7 @@ class Checkpoints:
     Raises:
       UserError: `keep` is below 1.
     """
-    committing.check_keep(keep)
+    orbax_hooks.check_keep(keep)
     import orbax.checkpoint as ocp  # Takes most of a second, and not every mode needs it.
 
     self._ocp, self._check_owner = ocp, check_owner
@@ -61,13 +61,13 @@ class Checkpoints:
     if self._manager is None:
       return
     try:
-      with committing.writing(self._directory):
+      with orbax_hooks.writing(self._directory):
         self._manager.close()
-    except committing.failures() as error:
+    except orbax_hooks.failures() as error:
       if kind is None:
         raise
       # The exception in progress must not be hidden.
-      if isinstance(error, UserError | RunError) and not issubclass(kind, committing.Unwritable):
+      if isinstance(error, UserError | RunError) and not issubclass(kind, orbax_hooks.Unwritable):
         print(f"paxlike: {one_line(error)}", file=sys.stderr)
 
   def _open(self, step: int) -> Any:
@@ -89,24 +89,24 @@ class Checkpoints:
         path.rename(self._directory / f"damaged_{path.name}_{time.time_ns()}")
     if jax.process_count() > 1:
       multihost_utils.sync_global_devices("damaged checkpoints are moved aside")
-    options = committing.options(
+    options = orbax_hooks.options(
       self._directory,
       before=self._check_owner,
       after=self._committed,
     )
-    registry = committing.handlers(jax.process_index())
+    registry = orbax_hooks.handlers(jax.process_index())
     return self._ocp.CheckpointManager(self._directory, options=options, handler_registry=registry)
 
   def _committed(self, path: epath.Path):
-    committing.remove_after(path, self._not_kept)
-    self._on_commit(committing.step_of(path.name) or 0, path)
+    orbax_hooks.remove_after(path, self._not_kept)
+    self._on_commit(orbax_hooks.step_of(path.name) or 0, path)
 
   def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints, oldest first."""
     complete = self._ocp.utils.is_checkpoint_finalized
     with run_folder.reading(self._directory):
       paths = file_io.beginning_with(self._directory, "checkpoint_")
-      found = ((committing.step_of(p.name), p) for p in paths)
+      found = ((orbax_hooks.step_of(p.name), p) for p in paths)
       return sorted(step for step, p in found if step is not None and complete(p))
 
   def latest(self) -> int | None:
@@ -153,11 +153,11 @@ class Checkpoints:
     save = self._ocp.args
     metadata = metadata_of(state, layout)
     self._check_owner()
-    with committing.writing(self._directory):
+    with orbax_hooks.writing(self._directory):
       self._manager = self._manager or self._open(step)
       self._manager.wait_until_finished()
       older = [other for other in self.steps() if other < step]
-      not_kept = committing.not_kept(older, keep=self._keep, preserved=self._preserved())
+      not_kept = orbax_hooks.not_kept(older, keep=self._keep, preserved=self._preserved())
       self._not_kept = [self.path(other) for other in not_kept]
       is_saved = self._manager.save(
         step,
@@ -177,7 +177,7 @@ class Checkpoints:
     """
     if self._manager is None:
       return
-    with committing.writing(self._directory):
+    with orbax_hooks.writing(self._directory):
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
 
@@ -198,7 +198,7 @@ class Checkpoints:
       except Damaged as error:
         reason = str(error)
       if everywhere(restored is not None) and restored is not None:
-        committing.check_older(self.path(other) for other in steps if other < step)
+        orbax_hooks.check_older(self.path(other) for other in steps if other < step)
         return step, restored
       del restored  # Memory may not suffice for two.
       self._damaged.add(step)

@@ -27,7 +27,7 @@ from paxlike.layers.module import Definition, Params
 from paxlike.layers.precision import weight_only
 from paxlike.layers.stack import layout_of
 from paxlike.layers.stack_layout import Layout
-from paxlike.processes.agreement import agreed, everywhere
+from paxlike.processes.host_collectives import agreed, everywhere
 
 PROVENANCE = "restored_from.json"
 _Read = TypeVar("_Read")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from paxlike.checks.check import FAIL, PASS, Check, fetched, guarded, is_cpu
 from paxlike.devices.mesh import AXES
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 from paxlike.training.trainer import Trainer
 
 ITEM = "collectives"
@@ -124,6 +124,6 @@ def _check(label: str, kind: str, axis: str, devices: jax.sharding.Mesh) -> Chec
     name=label,
     verdict=FAIL if num_wrong else PASS,
     figures={"GB/s a device": share(size) * count * 4 / seconds / 1e9},
-    detail=f"{tables.nbytes(count * 4)} per device"
+    detail=f"{formatting.nbytes(count * 4)} per device"
     + (f"; {num_wrong} numbers are wrong" if num_wrong else ""),
   )

@@ -8,7 +8,7 @@ import jax
 import jaxlib.version
 
 from paxlike.checks.check import PASS, Check
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 from paxlike.training.trainer import Trainer
 
 ITEM = "devices"
@@ -29,7 +29,7 @@ def found(trainer: Trainer) -> Iterator[Check]:
   if (index := getattr(device, "slice_index", None)) is not None:
     facts.append(f"slice {index}")
   memory = (device.memory_stats() or {}).get("bytes_limit")
-  facts.append(f"memory {tables.nbytes(memory)}" if memory else "memory not reported")
+  facts.append(f"memory {formatting.nbytes(memory)}" if memory else "memory not reported")
   yield _fact("first of this process", ", ".join(facts))
   version = " ".join(device.client.platform_version.split())
   yield _fact(

@@ -21,7 +21,7 @@ from paxlike.checks import step
 from paxlike.checks.check import ABSENT, FAIL, PASS, Check, guarded
 from paxlike.errors import UserError
 from paxlike.layers.stack import layout_of
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 from paxlike.training.trainer import Trainer
 
 ITEM = "checkpoint"
@@ -135,7 +135,7 @@ def _saved(label: str, trainer: Trainer, own: epath.Path) -> Check:
       reading = time.perf_counter() - began
   wrong = [name for name, x in arrays.items() if not _same_bits(x, restored[name])]
   nbytes = sum(x.nbytes for x in arrays.values())
-  detail = f"{len(arrays)} arrays, {tables.nbytes(nbytes)}"
+  detail = f"{len(arrays)} arrays, {formatting.nbytes(nbytes)}"
   if wrong:
     detail += f"; {len(wrong)} differ, such as {wrong[0]}"
   rates = {"GB/s saved": nbytes / saving / 1e9, "GB/s restored": nbytes / reading / 1e9}

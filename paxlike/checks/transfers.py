@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from paxlike.checks.check import ABSENT, FAIL, PASS, Check, guarded, is_cpu
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 from paxlike.training.trainer import Trainer
 
 OFFLOAD, INPUT = "host offload", "input"
@@ -52,7 +52,7 @@ def _offloaded(label: str, device: Any) -> Check:
     name=label,
     verdict=PASS if equal else FAIL,
     figures=rates,
-    detail=tables.nbytes(numbers.nbytes) + ("" if equal else "; the copy differs"),
+    detail=formatting.nbytes(numbers.nbytes) + ("" if equal else "; the copy differs"),
   )
 
 
@@ -82,7 +82,7 @@ def _fed(label: str, trainer: Trainer) -> Check:
     name=label,
     verdict=PASS if equal else FAIL,
     figures={"GB/s a process": nbytes / seconds / 1e9},
-    detail=f"{tables.nbytes(nbytes)} in {seconds * 1e3:.3g} ms"
+    detail=f"{formatting.nbytes(nbytes)} in {seconds * 1e3:.3g} ms"
     + ("" if equal else "; devices received other numbers"),
   )
 

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from paxlike import checks
 from paxlike.checks import Check
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 
 
 def show(found: Iterable[Check], *, as_json: bool) -> int:
@@ -44,7 +44,9 @@ def show(found: Iterable[Check], *, as_json: bool) -> int:
 def section(item: str, results: Iterable[Check]) -> str:
   """Returns the checks of one item as a table under its name."""
   rows = [(check.verdict, check.name, _figures(check), check.detail) for check in results]
-  return f"{item}\n" + tables.table(("", "", "", ""), [("  " + row[0], *row[1:]) for row in rows])
+  return f"{item}\n" + formatting.table(
+    ("", "", "", ""), [("  " + row[0], *row[1:]) for row in rows]
+  )
 
 
 def summary(results: Sequence[Check], failed_by_process: Sequence[int], seconds: float) -> str:

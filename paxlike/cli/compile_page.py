@@ -5,25 +5,25 @@ from collections.abc import Iterator
 from typing import Any
 
 from paxlike.compilation import aot, hlo_kernels
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 from paxlike.training.trainer import Trainer
 
 
 def text(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> str:
   """Returns the report as text."""
-  parts = [tables.table(("", ""), _rows(trainer, program))]
+  parts = [formatting.table(("", ""), _rows(trainer, program))]
   if found := program.collectives():
     header = ("sent by each device", "count", "collectives of a step")
     rows = [
-      (tables.nbytes(one.nbytes), f"{one.count:,}", f"{one.kind} over {' x '.join(one.axes)}")
+      (formatting.nbytes(one.nbytes), f"{one.count:,}", f"{one.kind} over {' x '.join(one.axes)}")
       for one in found
     ]
-    parts.append(tables.table(header, rows, right=range(2)))
+    parts.append(formatting.table(header, rows, right=range(2)))
     header = ("asynchronous", "synchronous", "sent synchronously", "collectives of the program")
-    parts.append(tables.table(header, _overlap(program), right=range(3)))
+    parts.append(formatting.table(header, _overlap(program), right=range(3)))
   if with_kernels and program.step is not None:
     header = ("ms", "launches", "GB", "TFLOP", "roofline per device")
-    parts.append(tables.table(header, _kernels(program), right=range(4)))
+    parts.append(formatting.table(header, _kernels(program), right=range(4)))
   return "\n\n".join(parts)
 
 
@@ -54,7 +54,7 @@ def facts(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> dict
 def _overlap(program: aot.Program) -> Iterator[tuple[str, ...]]:
   for one in program.overlap():
     where = "in loops" if one.in_loop else "outside"
-    nbytes = tables.nbytes(one.synchronous_nbytes)
+    nbytes = formatting.nbytes(one.synchronous_nbytes)
     yield str(one.asynchronous), str(one.synchronous), nbytes, f"{one.kind} {where}"
 
 
@@ -72,19 +72,19 @@ def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
   yield "FLOPs per step", f"{program.flops:.4g}{_at_least(program)}"
   yield "compile time", f"{program.seconds:.1f} s"
   held, room = program.held, program.room
-  yield "memory per device: arguments", tables.nbytes(held.arguments)
-  yield "memory per device: temporaries", tables.nbytes(held.temporaries)
+  yield "memory per device: arguments", formatting.nbytes(held.arguments)
+  yield "memory per device: temporaries", formatting.nbytes(held.temporaries)
   if program.communicators:
     share = "" if program.share is None else f": XLA_PYTHON_CLIENT_MEM_FRACTION={program.share:g}"
     yield "NCCL communicators", f"{program.communicators}{share}"
-  peak = tables.nbytes(held.peak)
+  peak = formatting.nbytes(held.peak)
   if room is None:
     yield "memory per device: peak", peak
   elif program.fits:
-    left = tables.nbytes(room - held.peak)
-    yield "memory per device: peak", f"{peak} of {tables.nbytes(room)}: fits, {left} left"
+    left = formatting.nbytes(room - held.peak)
+    yield "memory per device: peak", f"{peak} of {formatting.nbytes(room)}: fits, {left} left"
   else:
-    yield "memory per device: peak", f"{peak} of {tables.nbytes(room)}: does not fit"
+    yield "memory per device: peak", f"{peak} of {formatting.nbytes(room)}: does not fit"
     for line in aot.advice(trainer, program):
       yield "to reduce it", line
 

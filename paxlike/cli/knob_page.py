@@ -10,7 +10,7 @@ from paxlike import registry
 from paxlike.config import knob_types
 from paxlike.config.knobs import UNSET, Knob, spell
 from paxlike.experiment import Experiment
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 
 _WIDTH = 100
 _HEADER = ("  knob", "value", "default", "set by", "type")
@@ -50,7 +50,7 @@ def table(experiment: Experiment, *, changed: bool = False) -> str:
       value, source = values[knob.name]
       kind = knob_types.choices_or_name(knob.type)
       rows.append((f"  {knob.name}", _spelt(value), _spelt(defaults[knob.name]), source, kind))
-  return tables.table(_HEADER, rows) if rows else ""
+  return formatting.table(_HEADER, rows) if rows else ""
 
 
 def _groups(knobs: Iterable[Knob]) -> Iterable[tuple[str, list[Knob]]]:

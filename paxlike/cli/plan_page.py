@@ -10,7 +10,7 @@ from paxlike.config.knob_text import spell
 from paxlike.devices.mesh import AXES
 from paxlike.planning import planner
 from paxlike.planning.planner import Plan, Plans
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 
 # Plan -> the command line that runs it.
 Command = Callable[[Plan], str]
@@ -19,7 +19,7 @@ _SHOWN = 8
 
 def text(plans: Plans, command: Command) -> str:
   """Returns the report as text."""
-  parts = [tables.table(("", ""), _facts(plans))]
+  parts = [formatting.table(("", ""), _facts(plans))]
   shown = plans.best[:_SHOWN] or (plans.nearest,)
   is_confirmed = any(plan.compiled is not None for plan in shown)
   header = ["mesh", "microbatches", "schedule", "remat", "GB", "s", "MFU", "tokens/s", "bound by"]
@@ -29,7 +29,7 @@ def text(plans: Plans, command: Command) -> str:
   rows = [_row(plans, plan, is_confirmed=is_confirmed) for plan in shown]
   if not plans.best:
     parts.append("nothing fits; the configuration that needs the least memory:")
-  parts.append(tables.table(header, rows, right=numbers))
+  parts.append(formatting.table(header, rows, right=numbers))
   if plans.first is not None:
     parts.append(f"fastest:\n  {command(plans.first)}")
   parts.append(
@@ -73,7 +73,7 @@ def flags(plan: Plan, given: dict[str, Any]) -> Iterator[str]:
 
 def _facts(plans: Plans) -> Iterator[tuple[str, str]]:
   tokens = plans.batch * plans.model.seq_len
-  room = tables.nbytes(plans.machine.chip.room)
+  room = formatting.nbytes(plans.machine.chip.room)
   yield "parameters", f"{plans.model.num_params:,}"
   yield "devices", f"{plans.num_devices} x {plans.device_kind}, {room} each for programs"
   yield "global batch", f"{plans.batch:,} sequences = {tokens:,} tokens"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paxlike import file_io
 from paxlike.errors import UserError, one_line
-from paxlike.telemetry import console, tables
+from paxlike.telemetry import console, formatting
 
 _HELP = """\
 Verifies every file of checkpoints against the checksum that was computed when it was written. A DIR
@@ -55,11 +55,11 @@ def _verify(path: str) -> int:
     UserError: There is none, or the folder cannot be read.
   """
   # Imported after the flags have been checked, because it takes time.
-  from paxlike.checkpoints import committing
+  from paxlike.checkpoints import orbax_hooks
   from paxlike.checkpoints.run_checkpoints import Checkpoints
 
   folder = file_io.absolute(path)
-  step = committing.step_of(folder.name)
+  step = orbax_hooks.step_of(folder.name)
   directory = folder.parent if step is not None else folder
   if step is None and (folder / "checkpoints").exists():
     directory = folder / "checkpoints"
@@ -78,7 +78,9 @@ def _verify(path: str) -> int:
       print(one_line(error))
       damaged = 1
       continue
-    found = "was written without checksums" if size is None else f"is intact, {tables.nbytes(size)}"
+    found = (
+      "was written without checksums" if size is None else f"is intact, {formatting.nbytes(size)}"
+    )
     print(f"{saved.path(one)} {found}")
   return damaged
 

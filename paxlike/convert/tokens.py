@@ -12,7 +12,7 @@ from typing import Any
 from paxlike import input_files
 from paxlike.convert import sentencepiece_json
 from paxlike.convert.tensors import read_json
-from paxlike.data.chat import chat, jinja_templates
+from paxlike.data.chat import exported_templates, templates
 from paxlike.data.tokenizers import token_settings
 from paxlike.data.tokenizers import tokenizer as tokenizer_lib
 from paxlike.data.tokenizers.tokenizer import (
@@ -50,14 +50,14 @@ def find(folder: pathlib.Path) -> pathlib.Path | None:
 def files(folder: pathlib.Path) -> list[str]:
   """Returns the names of the tokenizer and its settings in a folder, each once."""
   own = find(folder)
-  names = dict.fromkeys((*chat.FILES, *token_settings.FILES))
+  names = dict.fromkeys((*templates.FILES, *token_settings.FILES))
   there = [name for name in names if input_files.is_there(folder / name)]
-  there += sorted(f"{chat.MORE_TEMPLATES}/{file.name}" for file in _more_templates(folder))
+  there += sorted(f"{templates.MORE_TEMPLATES}/{file.name}" for file in _more_templates(folder))
   return there if own is None else [own.name, *there]
 
 
 def _more_templates(folder: pathlib.Path) -> list[pathlib.Path]:
-  return list((folder / chat.MORE_TEMPLATES).glob("*.jinja"))
+  return list((folder / templates.MORE_TEMPLATES).glob("*.jinja"))
 
 
 def ids(
@@ -182,29 +182,29 @@ def _write_template(
   if "CHAT_TEMPLATE" not in values:
     return ()
   name = values["CHAT_TEMPLATE"].value
-  template = chat.template(name, vocab_path=str(own))
+  template = templates.template(name, vocab_path=str(own))
   if name == "tokenizer":
-    return chat.turn_end(template, tokenizer).ids
+    return templates.turn_end(template, tokenizer).ids
   bos, eos = (
     "" if number is None else tokenizer.text_of(number)
     for number in (tokenizer.bos_id, tokenizer.eos_id)
   )
   _remove_templates(own.parent)
-  path = own.parent / chat.FILES[1]
-  path.write_text(jinja_templates.source(name, bos=bos, eos=eos))
+  path = own.parent / templates.FILES[1]
+  path.write_text(exported_templates.source(name, bos=bos, eos=eos))
   ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-  return (*chat.turn_end(template, tokenizer).ids, *ends)
+  return (*templates.turn_end(template, tokenizer).ids, *ends)
 
 
 def _remove_templates(folder: pathlib.Path):
   """Removes all chat templates beside a tokenizer."""
-  settings = folder / chat.FILES[0]
+  settings = folder / templates.FILES[0]
   content = read_json(settings) if settings.exists() else {}
   if content.pop("chat_template", None) is not None:
     _write(settings, content)
-  for file in (folder / chat.FILES[1], *_more_templates(folder)):
+  for file in (folder / templates.FILES[1], *_more_templates(folder)):
     file.unlink(missing_ok=True)
-  if (more := folder / chat.MORE_TEMPLATES).is_dir():
+  if (more := folder / templates.MORE_TEMPLATES).is_dir():
     more.rmdir()
 
 

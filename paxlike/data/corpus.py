@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paxlike.config import ranges
-from paxlike.data.chat.dialogue import Dialogue
+from paxlike.data.chat.prompt_rendering import Dialogue
 from paxlike.data.dataset import RowDataset
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from paxlike.config import ranges
-from paxlike.data.chat.dialogue import Dialogue
+from paxlike.data.chat.prompt_rendering import Dialogue
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 

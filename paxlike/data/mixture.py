@@ -10,7 +10,7 @@ import numpy as np
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.data.chat.dialogue import Dialogue
+from paxlike.data.chat.prompt_rendering import Dialogue
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from paxlike.data.chat.chat import Message
+from paxlike.data.chat.templates import Message
 from paxlike.errors import UserError
 from paxlike.inference.decoding import Decoding, stream
-from paxlike.processes import progress
+from paxlike.processes import phases
 
 HELP = "Each line is a message. /reset forgets the conversation; Ctrl-D ends it."
 _PROMPT = "> "
@@ -53,7 +53,7 @@ def converse(decoding: Decoding, show: Callable[[str], object], lines: Iterator[
 def _typed(show: Callable[[str], object]) -> Iterator[str]:
   """Yields lines of standard input until it ends."""
   while True:
-    progress.enter("listen")
+    phases.enter("listen")
     show(_PROMPT)
     line = sys.stdin.readline()
     if not line:

@@ -12,8 +12,8 @@ import numpy as np
 from etils import epath
 
 from paxlike import file_io, run_folder
-from paxlike.data.chat.chat import Message
-from paxlike.data.chat.dialogue import Dialogue
+from paxlike.data.chat.prompt_rendering import Dialogue
+from paxlike.data.chat.templates import Message
 from paxlike.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
 from paxlike.errors import UserError
 from paxlike.inference.generate import GeneratedText, Generator, Request, Speed

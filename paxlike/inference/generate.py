@@ -20,7 +20,7 @@ from paxlike.errors import UserError
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.call_context import Context
 from paxlike.layers.module import Definition, Params
-from paxlike.processes import progress
+from paxlike.processes import phases
 
 STEPS_PER_CALL = 16
 # Initial length of the KV caches in tokens.
@@ -142,7 +142,7 @@ class Generator:
         slot idles longer.
       compiler_options: XLA's.
     """
-    progress.enter("decode_compile")
+    phases.enter("decode_compile")
     self.speed = Speed()
     self._definition = definition
     self._module: Any = definition.module
@@ -210,7 +210,7 @@ class Generator:
     arrays = (tokens, positions, slots, left, seeds)
     self._grow(longest)
     compiled = self._compiled_for(self._prefill, self._params, self._slots, *arrays, donate=(1,))
-    progress.enter("decode")
+    phases.enter("decode")
     began = time.perf_counter()
     self._slots, drawn = compiled(self._params, self._slots, *arrays)
     drawn = jax.device_get(drawn)
@@ -228,7 +228,7 @@ class Generator:
     active = np.zeros(self._num_rows, bool)
     active[list(texts)] = True
     compiled = self._compiled_for(self._decode, self._params, self._slots, active, donate=(1,))
-    progress.enter("decode")
+    phases.enter("decode")
     began = time.perf_counter()
     self._slots, drawn = compiled(self._params, self._slots, active)
     tokens, log_probabilities, left = jax.device_get(drawn)
@@ -268,7 +268,7 @@ class Generator:
     kinds = tuple((jnp.shape(x), getattr(x, "sharding", None)) for x in leaves)
     key = (function.__name__, self._room, kinds)
     if key not in self._compiled:
-      progress.enter("decode_compile")
+      phases.enter("decode_compile")
       lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
       self._compiled[key] = lowered.compile(compiler_options=self._compiler_options)
     return self._compiled[key]

@@ -14,7 +14,7 @@ from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
 from paxlike.layers.attention.auto import Place, described, in_effect
 from paxlike.layers.attention.cudnn import MAX_SEGMENTS, cudnn
-from paxlike.layers.auxiliary import Aux
+from paxlike.layers.aux_losses import Aux
 from paxlike.layers.block import by_token
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout

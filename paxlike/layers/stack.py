@@ -14,7 +14,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import topology
 from paxlike.errors import UserError
-from paxlike.layers.auxiliary import Aux, add, none
+from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.block import Block
 from paxlike.layers.call_context import Context
 from paxlike.layers.module import Module

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from paxlike import __version__, file_io
 from paxlike.errors import TemporaryError, UserError
-from paxlike.processes import cluster, rendezvous, stacks, watch
+from paxlike.processes import cluster, job_watch, rendezvous, stacks
 
 _LONGEST = 600  # Bytes of a failure's reason.
 _LONGEST_GRAPH = 2**19  # Characters; for longer graphs, digests are compared.
@@ -61,7 +61,7 @@ def initialize(
   if group.count > 1:
     versions = {"paxlike": __version__, "JAX": jax.__version__, "Python": platform.python_version()}
     met = rendezvous.meet(group, {**versions, **(flags or {})}, timeout=join_timeout)
-    watch.start(met, index=group.index, count=group.count, timeout=timeout)
+    job_watch.start(met, index=group.index, count=group.count, timeout=timeout)
     _watch_aborts()
   try:
     jax.distributed.initialize(
@@ -198,7 +198,7 @@ def compare(values: Mapping[str, str] | None = None):
   Raises:
     UserError: A process has other values than process 0; raised in all processes.
   """
-  if (own := watch.current()) is not None and not own.is_alone:
+  if (own := job_watch.current()) is not None and not own.is_alone:
     given = dict(values or {})
     if len(text := json.dumps(given)) > _LONGEST_GRAPH:
       given = {"digest": hashlib.sha256(text.encode()).hexdigest()}
@@ -207,7 +207,7 @@ def compare(values: Mapping[str, str] | None = None):
 
 def leave():
   """Reports to the other processes, if any, that this one's work is done."""
-  if (own := watch.current()) is not None and not own.is_alone:
+  if (own := job_watch.current()) is not None and not own.is_alone:
     own.leave()
   if _holder is not None:
     _holder.kill()
@@ -220,6 +220,6 @@ def fail(error: BaseException):
   If another process caused it (lost, stuck or failed), this does not return: the watch ends this
   process and names that one.
   """
-  if (own := watch.current()) is not None and not own.is_alone:
+  if (own := job_watch.current()) is not None and not own.is_alone:
     own.fail(error)
     own.wait_for_others()

@@ -2,7 +2,8 @@
 """Rendezvous of a job's processes at process 0, before JAX's own: checks that their flags match.
 
 Process 0 listens on the coordinator port until all processes have connected, then frees it for
-JAX's coordinator. The connections stay open for the heartbeats of `watch`. Messages are JSON lines.
+JAX's coordinator. The connections stay open for the heartbeats of `job_watch`. Messages are lines
+of JSON.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-from paxlike.processes import watch
+from paxlike.processes import job_watch
 
 
 class StopSignal:
@@ -30,7 +30,7 @@ class StopSignal:
     self._times = 0  # Number of calls of `requested`: the index of the sync point.
     self._previous: dict[int, object] = {}
     self._is_interrupted = False
-    self._watch = watch.current()
+    self._watch = job_watch.current()
     # Without `multiprocess`, JAX's preemption service agrees on the sync point.
     self._by_jax = jax.process_count() > 1 and (self._watch is None or self._watch.is_alone)
 

@@ -17,7 +17,7 @@ from etils import epath
 
 from paxlike import file_io
 from paxlike.errors import UserError
-from paxlike.telemetry.growing import MAX_BYTES, GrowingFile
+from paxlike.telemetry.object_store_append import MAX_BYTES, GrowingFile
 
 _PART = re.compile(r"part-[0-9]+\.jsonl")
 _PREFIX = "object:"  # Prefix of file names that tensorboardX passes to `_Objects`.

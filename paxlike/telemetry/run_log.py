@@ -17,12 +17,12 @@ from etils import epath
 
 from paxlike import file_io, run_folder
 from paxlike.errors import RunError, UserError, one_line
-from paxlike.processes import ending
-from paxlike.telemetry import metric_files, run_state
+from paxlike.processes import verdicts
+from paxlike.telemetry import metric_files, run_status
 from paxlike.telemetry.callbacks import Callback, Callbacks
 from paxlike.telemetry.console import Console
-from paxlike.telemetry.meter import TOKENS_OF, Reading
-from paxlike.telemetry.run_summary import Summary
+from paxlike.telemetry.run_header import Summary
+from paxlike.telemetry.step_metrics import TOKENS_OF, Reading
 
 _REWARDS = ("reward_margin", "reward_accuracy")
 
@@ -213,7 +213,7 @@ class Journal:
     self._console.line(f"evaluated {name} after {updates} updates: {listed}")
     record = {"kind": "eval", "set": name, "updates": updates, "step": updates, "time": time.time()}
     self._record(f"eval_{name}", record | dict(values) | {"loss": values.get("log_pplx")})
-    path = run_state.result_of(self._folder, name, updates)
+    path = run_status.result_of(self._folder, name, updates)
     text = json.dumps({"checkpoint": updates, **values}, indent=2)
     with self._writing():
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -234,8 +234,8 @@ class Journal:
     now = {"state": state, "step": step, "num_steps": self._num_steps, "time": time.time()}
     now |= {"host": socket.gethostname(), "pid": os.getpid()}
     with self._writing():
-      with ending.status_lock:
-        if not ending.is_over.is_set():
+      with verdicts.status_lock:
+        if not verdicts.is_over.is_set():
           file_io.write(self._folder / "status.json", json.dumps(now) + "\n")
       for writer in self._writers():
         writer.sync()

@@ -15,8 +15,8 @@ from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError, did_you_mean
-from paxlike.processes.agreement import agreed
-from paxlike.telemetry.run_state import lacks_evaluation
+from paxlike.processes.host_collectives import agreed
+from paxlike.telemetry.run_status import lacks_evaluation
 from paxlike.training.evaluation import EvalSet, Result
 
 FILE = "best.json"

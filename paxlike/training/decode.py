@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from paxlike.data.chat.dialogue import Dialogue
+from paxlike.data.chat.prompt_rendering import Dialogue
 from paxlike.inference import conversation, decoding
 from paxlike.layers.module import Params
 from paxlike.telemetry.run_log import Journal

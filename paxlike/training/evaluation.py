@@ -18,7 +18,7 @@ from paxlike.devices.batch_placement import Feed
 from paxlike.layers.decoder import Batch, context_of
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.module import Definition, Params
-from paxlike.processes import progress
+from paxlike.processes import phases
 
 
 class Scores(NamedTuple):
@@ -204,16 +204,16 @@ class Evaluator:
   ) -> Iterator[tuple[Sums, np.ndarray | None]]:
     dataset = self._eval_set.dataset
     in_flight: collections.deque[Sums] = collections.deque()
-    progress.enter("eval", f"{name}, batch 0")
+    phases.enter("eval", f"{name}, batch 0")
     with dataset.batches(self._batch_size, rows=self._feed.rows, repeat=False) as batches:
       for index, batch in enumerate(batches):
         if index == self._eval_set.num_batches:
           break
         if not self._is_compiled:
-          progress.enter("eval_compile", name)
+          phases.enter("eval_compile", name)
         sums = self._measure(params, self._feed.put(batch.arrays))
         self._is_compiled = True
-        progress.enter("eval", f"{name}, batch {index}")
+        phases.enter("eval", f"{name}, batch {index}")
         in_flight.append(sums)
         if len(in_flight) > self._feed.steps_in_flight:
           jax.block_until_ready(in_flight.popleft())

@@ -5,11 +5,11 @@ import time
 
 from etils import epath
 
-from paxlike.processes import progress
-from paxlike.processes.agreement import agreed
-from paxlike.processes.ownership import Observer
+from paxlike.processes import phases
+from paxlike.processes.host_collectives import agreed
+from paxlike.processes.lease import Observer
 from paxlike.telemetry.run_log import Journal
-from paxlike.telemetry.run_state import is_running
+from paxlike.telemetry.run_status import is_running
 from paxlike.training.trainer import Trainer
 
 
@@ -36,6 +36,6 @@ def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_secon
       journal.note("the job has ended")
       return
     else:
-      if progress.OWN.now.kind != "poll":  # Consecutive polls are one phase.
-        progress.enter("poll")
+      if phases.OWN.now.kind != "poll":  # Consecutive polls are one phase.
+        phases.enter("poll")
       time.sleep(poll_seconds)

@@ -16,8 +16,8 @@ from paxlike.checkpoints.warm_start import PROVENANCE, Restore, began_with, read
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
-from paxlike.processes import ending, progress
-from paxlike.processes.agreement import agreed
+from paxlike.processes import phases, verdicts
+from paxlike.processes.host_collectives import agreed
 from paxlike.telemetry.run_log import Journal
 from paxlike.training import evaluated_weights, train_state
 from paxlike.training.optimizers import Optimizer
@@ -58,8 +58,8 @@ class Origin:
     Raises:
       UserError: The checkpoints, or the weights to start from, are damaged or of another model.
     """
-    progress.enter("restore")
-    ending.trained.add(self.folder)
+    phases.enter("restore")
+    verdicts.trained.add(self.folder)
     target = train_state.abstract(self.definition, self.optimizer, self.devices)
     target = dataclasses.replace(target, frozen={})
     layout = layout_of(self.definition.module)
@@ -82,7 +82,7 @@ class Origin:
         )
     if len(given) + len(self.definition.statistics) < len(self.definition.weights):
       journal.note("initializing the weights")
-    progress.enter("init")
+    phases.enter("init")
     state = train_state.create(
       self.definition, self.optimizer, self.devices, seed=self.seed, given=given
     )
@@ -113,7 +113,7 @@ class Origin:
       UserError: There is no such checkpoint, or it is of another model: it lacks weights, or holds
         some that this one does not have.
     """
-    progress.enter("restore")
+    phases.enter("restore")
     saved = self.checkpoints()
     if step in (None, 0) and self.restore is not None and not agreed(saved.steps):
       loaded = self.restore.load(self.definition, self.devices, for_compute=True, complete=True)
@@ -152,7 +152,7 @@ class Origin:
     return self._completed(given, names)
 
   def _completed(self, given: Params, names: list[str] | None = None) -> Params:
-    progress.enter("init")
+    phases.enter("init")
     return train_state.init_params(
       self.definition, self.devices, seed=self.seed, given=given, names=names
     )

@@ -19,11 +19,11 @@ from paxlike.layers import flops
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Params
 from paxlike.layers.stack import layout_of
-from paxlike.processes import progress, watch
+from paxlike.processes import job_watch, phases
 from paxlike.processes.signals import StopSignal
-from paxlike.telemetry.meter import Meter, Reading, check_finite
+from paxlike.telemetry.run_header import Summary
 from paxlike.telemetry.run_log import Journal
-from paxlike.telemetry.run_summary import Summary
+from paxlike.telemetry.step_metrics import Meter, Reading, check_finite
 from paxlike.training import decode
 from paxlike.training.best_checkpoint import Best
 from paxlike.training.evaluation import Stopped
@@ -62,9 +62,9 @@ class Loop:
       best.forget(after=start)
       if trainer.has_reference:
         state = dataclasses.replace(state, reference=self._origin.reference(state))
-      progress.enter("data", start)
+      phases.enter("data", start)
       given: Any = {"rows": trainer.feed.rows, "state": data_state, "updates": start}
-      with trainer.data.batches(trainer.batch_size, **given) as batches, watch.reporting():
+      with trainer.data.batches(trainer.batch_size, **given) as batches, job_watch.reporting():
         # All checks come before the first write.
         first = [next(batches)] if start < trainer.num_steps else []
         batches = itertools.chain(first, batches)
@@ -79,24 +79,24 @@ class Loop:
           state, data_state = self._step(step, state, batches)
           stopping = self._after(step, state, data_state)
       self._log(self._meter.flush())
-      progress.enter("save", int(state.step))
+      phases.enter("save", int(state.step))
       self._saved.wait()
-      progress.enter("end")
+      phases.enter("end")
       self._finish(state, has_progressed=owed or int(state.step) > start)
       return self._stop.number or 0
 
   def _step(self, step: int, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, Any]:
     """Dispatches a step; returns the new state and the state of the data."""
-    progress.enter("data", step)
+    phases.enter("data", step)
     batch = next(batches)
-    progress.enter("dispatch", step)
+    phases.enter("dispatch", step)
     arrays = self._trainer.feed.put(batch.arrays)
     if self._program is None:
-      progress.enter("compile")
+      phases.enter("compile")
       self._program = self._compiled(state, arrays)
-      progress.enter("dispatch", step)
+      phases.enter("dispatch", step)
     state, metrics = self._program(state, arrays)
-    progress.enter("step", step)
+    phases.enter("step", step)
     self._log(self._meter.add(step, metrics))
     return state, batch.state
 
@@ -135,7 +135,7 @@ class Loop:
       check_finite(reading, self._journal.skipped_in_a_row, most=most)
 
   def _save(self, state: TrainState, data_state: dict[str, Any]):
-    progress.enter("save", int(state.step))
+    phases.enter("save", int(state.step))
     changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
     layout = layout_of(self._trainer.model)
     self._saved.save(int(state.step), changing, layout=layout, train_input=data_state)

@@ -13,7 +13,7 @@ import jax
 
 from paxlike.devices import chips
 from paxlike.errors import UserError
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 
 
 def check(devices: jax.sharding.Mesh, state: Any, batch: Any, *, parts: int):
@@ -40,9 +40,9 @@ def check(devices: jax.sharding.Mesh, state: Any, batch: Any, *, parts: int):
     weights = {**state.params, **state.frozen}
     largest = max(weights, key=lambda name: math.prod(weights[name].shape))
     raise UserError(
-      f"a device has {tables.nbytes(memory)}, but the training state takes"
-      f" {tables.nbytes(state_bytes)} per device, and one activation of a batch"
-      f" {tables.nbytes(activation)}: make the model (MODEL_DIMS, NUM_LAYERS, VOCAB_SIZE"
+      f"a device has {formatting.nbytes(memory)}, but the training state takes"
+      f" {formatting.nbytes(state_bytes)} per device, and one activation of a batch"
+      f" {formatting.nbytes(activation)}: make the model (MODEL_DIMS, NUM_LAYERS, VOCAB_SIZE"
       f" ...; its largest weight is {largest}, {' x '.join(map(str, weights[largest].shape))}) or"
       " the batch (PERCORE_BATCH_SIZE, MAX_SEQ_LEN) smaller, or shard it over more devices."
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers import lora
-from paxlike.layers.auxiliary import Aux
+from paxlike.layers.aux_losses import Aux
 from paxlike.layers.decoder import Batch, Decoder, context_of
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.module import Definition, Params

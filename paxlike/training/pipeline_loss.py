@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from paxlike.devices import mesh
 from paxlike.errors import UserError
-from paxlike.layers.auxiliary import Aux, add
+from paxlike.layers.aux_losses import Aux, add
 from paxlike.layers.block import by_token
 from paxlike.layers.decoder import context_of
 from paxlike.layers.module import Definition, Params

@@ -14,7 +14,7 @@ from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.pipeline.spec import split_microbatches
 from paxlike.layers.precision.rounding import in_dtype
-from paxlike.telemetry.meter import TOKENS_OF
+from paxlike.telemetry.step_metrics import TOKENS_OF
 from paxlike.training import pipeline_loss
 from paxlike.training.gradients import Constants, Differentiated, Gradients, Microbatch, Reported
 from paxlike.training.objectives import NextToken, Objective, shares_base, without_adapters

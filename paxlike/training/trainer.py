@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from paxlike.checkpoints.committing import check_keep
+from paxlike.checkpoints.orbax_hooks import check_keep
 from paxlike.checkpoints.warm_start import Restore
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.data.chat import dialogue
-from paxlike.data.chat.dialogue import Dialogue
+from paxlike.data.chat import prompt_rendering
+from paxlike.data.chat.prompt_rendering import Dialogue
 from paxlike.data.dataset import Dataset
 from paxlike.devices import mesh
 from paxlike.devices.batch_placement import Feed
@@ -23,7 +23,7 @@ from paxlike.errors import UserError
 from paxlike.layers.attention.auto import Place
 from paxlike.layers.decoder import Batch, Decoder
 from paxlike.layers.module import Definition, Params
-from paxlike.processes import watch
+from paxlike.processes import job_watch
 from paxlike.telemetry.run_log import Journal
 from paxlike.training import evaluated_weights, preflight, requirements, train_state
 from paxlike.training.best_checkpoint import Criterion
@@ -215,12 +215,12 @@ class Trainer:
 
   def watched(self, folder: epath.Path | None = None) -> Any:
     """Returns a context in which the run is watched for progress."""
-    return watch.over(watch.Limits(folder, self.stall_timeout, self.stack_interval))
+    return job_watch.over(job_watch.Limits(folder, self.stall_timeout, self.stack_interval))
 
   @functools.cached_property
   def tokenizer_dialogue(self) -> Dialogue | None:
     """Renders conversations with the chat template beside the tokenizer; None without one."""
-    return dialogue.beside(self.data.tokenizer)
+    return prompt_rendering.beside(self.data.tokenizer)
 
   def load(self, folder: epath.PathLike, *, step: int | None = None) -> Params:
     """Returns the weights of checkpoint `step`, or the newest, in the dtypes of the layers.

@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 from helpers.flip_bits import LAYOUT, Converted, Run, flip, state, weights
 
-from paxlike.checkpoints import checksums, committing, layout_conversion, manifest
+from paxlike.checkpoints import checksums, layout_conversion, manifest, orbax_hooks
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.cli import verify
 from paxlike.data.synthetic import RandomTokens
@@ -212,14 +212,14 @@ def test_only_what_is_read_is_verified(tmp_path):
 
 
 def test_an_older_checkpoint_goes_only_when_the_newer_one_is_whole(tmp_path, monkeypatch, capsys):
-  remove = committing.remove_after
+  remove = orbax_hooks.remove_after
 
   def after_damage(newest, folders):
     if folders:
       change(largest(newest))
     remove(newest, folders)
 
-  monkeypatch.setattr(committing, "remove_after", after_damage)
+  monkeypatch.setattr(orbax_hooks, "remove_after", after_damage)
   saved = saved_in(tmp_path, steps=(1, 2), keep=1)
   assert saved.steps() == [1, 2]
   assert "checkpoint_00000002 is damaged" in capsys.readouterr().err

@@ -23,10 +23,10 @@ from tensorboardX.proto import event_pb2
 
 from paxlike import file_io, run_folder
 from paxlike.errors import RunError, UserError
-from paxlike.processes import owner_files, ownership
+from paxlike.processes import lease, owner_files
+from paxlike.processes.lease import Lease
 from paxlike.processes.owner import Owner
-from paxlike.processes.ownership import Ownership
-from paxlike.telemetry import growing, metric_files
+from paxlike.telemetry import metric_files, object_store_append
 from paxlike.telemetry.run_log import Journal
 
 
@@ -238,29 +238,29 @@ def test_records_are_in_few_objects_and_none_is_there_twice(tmp_path, monkeypatc
 
 def test_an_object_is_replaced_seldom_and_loses_nothing(tmp_path, monkeypatch):
   now = 0.0
-  monkeypatch.setattr(growing.time, "monotonic", lambda: now)
+  monkeypatch.setattr(object_store_append.time, "monotonic", lambda: now)
   path = epath.Path(tmp_path / "object")
-  file, seen = growing.GrowingFile(path), set()
+  file, seen = object_store_append.GrowingFile(path), set()
   for second in range(100):
     now = float(second)
     file.write(b"x")
     file.flush()
     seen.add(len(path.read_bytes()))
-  assert len(seen) == 100 / growing.SECONDS
+  assert len(seen) == 100 / object_store_append.SECONDS
   file.sync()
   assert path.read_bytes() == b"x" * 100
 
 
 def test_one_process_owns_a_folder_on_a_bucket(store, monkeypatch):
-  monkeypatch.setattr(ownership, "SILENCE", 2.0)
+  monkeypatch.setattr(lease, "SILENCE", 2.0)
   folder = epath.Path("gs://bucket/run")
   first = Owner.here(folder)._replace(host="elsewhere", machine="elsewhere", pid=7)
   assert owner_files.create(folder, 1, first)
   assert not owner_files.create(folder, 1, Owner.here(folder))
-  owner = Ownership(folder)  # After the other has given no sign.
+  owner = Lease(folder)  # After the other has given no sign.
   owner.check()
   with pytest.raises(UserError, match="is in use"):
-    Ownership(folder)
+    Lease(folder)
   assert owner_files.create(folder, 3, first)
   owner._beaten = -1e9
   with pytest.raises(RunError, match="was taken over by process 7 on elsewhere"):

@@ -14,7 +14,7 @@ from etils import epath
 from helpers.saved_arrays import FLAT, arrays, assert_bitwise, save, target_of
 from helpers.tiny_model import place
 
-from paxlike.checkpoints import committing
+from paxlike.checkpoints import orbax_hooks
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.errors import UserError
 
@@ -237,8 +237,8 @@ def test_reading_makes_no_folder(tmp_path):
 
 def test_only_what_writing_raises_is_no_write(tmp_path):
   """JAX's errors are not: there, another process may be gone."""
-  writing = functools.partial(committing.writing, tmp_path)
-  with pytest.raises(committing.Unwritable, match="No space left"), writing():
+  writing = functools.partial(orbax_hooks.writing, tmp_path)
+  with pytest.raises(orbax_hooks.Unwritable, match="No space left"), writing():
     raise OSError(errno.ENOSPC, "No space left on device")
   for error in (jax.errors.JaxRuntimeError("INTERNAL: Gloo AllGather failed"), UserError("no")):
     with pytest.raises(type(error)) as found, writing():

@@ -9,7 +9,7 @@ import pytest
 from helpers.program import TINY, finish, run, start
 
 from paxlike.cli import hints, plot
-from paxlike.telemetry.meter import Reading
+from paxlike.telemetry.step_metrics import Reading
 
 
 @pytest.mark.slow
@@ -74,8 +74,8 @@ def test_margins_of_preferences_are_on_the_line(tmp_path, capsys):
 
   from paxlike.devices.mesh import MeshSpec
   from paxlike.layers.flops import TrainingFlops
+  from paxlike.telemetry.run_header import Summary
   from paxlike.telemetry.run_log import Journal
-  from paxlike.telemetry.run_summary import Summary
 
   summary = Summary(
     num_trained=1,

@@ -11,7 +11,7 @@ from helpers import newcomer
 from helpers.program import finish, run, start
 
 from paxlike import registry
-from paxlike.cli import run_files
+from paxlike.cli import config_files
 from paxlike.config import graph_file
 from paxlike.convert.main import run as convert
 
@@ -21,7 +21,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in registry.registered() if "Synthetic" in n])
 def test_what_is_saved_of_a_graph_without_paths_is_the_graph(name):
   graph = registry.find(name)().trainer()
-  assert graph_file.dump(run_files.portable(graph)) == graph_file.dump(graph)
+  assert graph_file.dump(config_files.portable(graph)) == graph_file.dump(graph)
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def test_what_initialize_is_given(monkeypatch, devices):
   bound: dict[str, Any] = {}
   met = rendezvous.Met({}, {}, ("a", 1))
   monkeypatch.setattr(rendezvous, "meet", lambda group, told, timeout: met)
-  monkeypatch.setattr(multiprocess.watch, "start", lambda met, **named: None)
+  monkeypatch.setattr(multiprocess.job_watch, "start", lambda met, **named: None)
   monkeypatch.setattr(multiprocess, "_watch_aborts", lambda: None)
   monkeypatch.setattr(multiprocess.signal, "signal", lambda number, handler: None)
   signature = inspect.signature(jax.distributed.initialize)

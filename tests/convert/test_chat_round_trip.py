@@ -9,8 +9,8 @@ from helpers import newcomer
 from helpers.program import run
 
 from paxlike.convert.main import run as convert
-from paxlike.data.chat import chat, jinja_templates
-from paxlike.data.chat.own_template import OwnTemplate
+from paxlike.data.chat import exported_templates, templates
+from paxlike.data.chat.tokenizer_template import OwnTemplate
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 TALK = [
@@ -57,9 +57,11 @@ def test_what_a_chat_needs_survives_fine_tuning(at_home, tmp_path, template, lor
   assert settings["eos_token"] == "</s>"
   vocabulary = str(back / "tokenizer.json")
   talk = [{"role": "user", "content": "t6"}, {"role": "assistant", "content": "t7"}]
-  theirs = chat.render(chat.template("tokenizer", vocab_path=vocabulary), talk, asks=False)
-  ours = chat.template(template, vocab_path=str(trained / "tokenizer" / "tokenizer.json"))
-  text = chat.render(ours, talk, asks=False)
+  theirs = templates.render(
+    templates.template("tokenizer", vocab_path=vocabulary), talk, asks=False
+  )
+  ours = templates.template(template, vocab_path=str(trained / "tokenizer" / "tokenizer.json"))
+  text = templates.render(ours, talk, asks=False)
   assert theirs.removeprefix("<s>").removesuffix("</s>") == text
   assert theirs.endswith("</s>") == (template == "plain")
 
@@ -74,17 +76,17 @@ def test_a_tokenizer_that_was_forgotten_is_named_with_the_flags_for_it(at_home, 
   assert run(*flags[:3], *hints) == 0
 
 
-@pytest.mark.parametrize("name", chat.TEMPLATES)
+@pytest.mark.parametrize("name", templates.TEMPLATES)
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_template_in_jinja_is_the_template(tmp_path, name, asks):
-  own = OwnTemplate(jinja_templates.source(name, bos="<s>", eos="</s>"), file=tmp_path / "x")
+  own = OwnTemplate(exported_templates.source(name, bos="<s>", eos="</s>"), file=tmp_path / "x")
   for talk in (TALK, TALK[1:], TALK[:3]):
     values = {"messages": talk, "add_generation_prompt": asks}
-    parts = chat.TEMPLATES[name](talk)
+    parts = templates.TEMPLATES[name](talk)
     text = "<s>" + "".join(part.text + "</s>" * part.ends for part in parts)
     if asks:
       answer = {"role": "assistant", "content": ""}
-      parts = chat.TEMPLATES[name]([*talk, answer])
+      parts = templates.TEMPLATES[name]([*talk, answer])
       last = max(i for i, part in enumerate(parts) if part.learnt)
       text = "<s>" + "".join(part.text + "</s>" * part.ends for part in parts[:last])
     assert own.render(values) == text
@@ -92,7 +94,7 @@ def test_a_template_in_jinja_is_the_template(tmp_path, name, asks):
 
 def test_the_end_of_a_turn_is_a_token_or_else_a_text(at_home):
   tokenizer = HuggingFaceTokenizer(at_home / "theirs" / "tokenizer.json")
-  assert chat.turn_end(chat.TEMPLATES["chatml"], tokenizer) == ((61,), ())
-  assert chat.turn_end(chat.TEMPLATES["plain"], tokenizer) == ((), ())
+  assert templates.turn_end(templates.TEMPLATES["chatml"], tokenizer) == ((61,), ())
+  assert templates.turn_end(templates.TEMPLATES["plain"], tokenizer) == ((), ())
 
-  assert chat.turn_end(chat.TEMPLATES["chatml"], ByteTokenizer()) == ((), ("<|im_end|>",))
+  assert templates.turn_end(templates.TEMPLATES["chatml"], ByteTokenizer()) == ((), ("<|im_end|>",))

@@ -6,7 +6,7 @@ from helpers.tiny_tokenizers import TEXTS, large, sentencepiece, words, write_js
 
 from paxlike.convert import sentencepiece_json, tokens
 from paxlike.convert.main import run
-from paxlike.data.chat import chat
+from paxlike.data.chat import templates
 from paxlike.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 
 ENDED = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -45,7 +45,7 @@ def test_what_a_class_names_and_adds_stays_in_an_export(tmp_path, settings):
     talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "they"}]
     expected = original.apply_chat_template(talk, tokenize=False)
     assert exported.apply_chat_template(talk, tokenize=False) == expected
-    parts = chat.template("tokenizer", vocab_path=str(ours / "tokenizer.model"))(talk)
+    parts = templates.template("tokenizer", vocab_path=str(ours / "tokenizer.model"))(talk)
     assert "".join(part.text for part in parts) == expected == "<s>hello</s>they</s>"
 
 

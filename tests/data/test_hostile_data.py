@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from helpers.damaged_files import TALK, within, write_tokenizer
 
-from paxlike.data.chat import chat, template_worker
+from paxlike.data.chat import template_worker, templates
 from paxlike.data.text import files, records, text_files
 from paxlike.errors import UserError
 
@@ -42,7 +42,7 @@ def folder(tmp_path):
 
 def rendered(folder, source):
   (folder / "chat_template.jinja").write_text(source)
-  return chat.template("tokenizer", vocab_path=str(folder / "tokenizer.json"))(TALK)
+  return templates.template("tokenizer", vocab_path=str(folder / "tokenizer.json"))(TALK)
 
 
 @pytest.mark.parametrize(("source", "said"), TEMPLATES.values(), ids=TEMPLATES)
@@ -67,7 +67,7 @@ def test_a_template_that_does_not_end_is_ended(folder, monkeypatch):
 def test_a_template_that_is_none_is_said(folder, told):
   (folder / "tokenizer_config.json").write_text(told)
   with pytest.raises(UserError):
-    chat.template("tokenizer", vocab_path=str(folder / "tokenizer.json"))
+    templates.template("tokenizer", vocab_path=str(folder / "tokenizer.json"))
 
 
 def packed(path, pieces):

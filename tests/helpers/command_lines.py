@@ -158,7 +158,7 @@ def given_names(flags: list[str]) -> list[str]:
 def blamed_wrongly(flags: list[str], answer: "Answer") -> str:
   """Returns the first flag that is blamed and yet, left out, changes nothing; "" if there is none.
 
-  Only what `unexpected` answers is looked at: it blames flags that it has not understood.
+  Only what `error_diagnosis` answers is looked at: it blames flags that it has not understood.
   """
   message = answer.err.strip().splitlines()[-1].removeprefix("paxlike: ") if answer.err else ""
   if answer.status != 2 or "--traceback shows more" not in message:

@@ -29,7 +29,7 @@ from helpers import tiny_llama
 from paxlike.convert.main import run
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.tensors import TensorFolder
-from paxlike.data.chat import chat
+from paxlike.data.chat import templates
 from paxlike.data.text import records
 from paxlike.data.tokenizers.tokenizer import (
   ByteTokenizer,
@@ -236,7 +236,7 @@ FORMATS = {
   "chat template": Format(
     write_tokenizer,
     ("tokenizer_config.json",),
-    lambda folder: chat.template("tokenizer", vocab_path=str(folder / "tokenizer.json"))(TALK),
+    lambda folder: templates.template("tokenizer", vocab_path=str(folder / "tokenizer.json"))(TALK),
   ),
   "records": Format(
     write_records,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program, which gets stuck where a file says so: `python faulty.py FILE flags...`.
 
-FILE holds a kind of phase (`processes.progress.KINDS`), and the program sleeps when it next enters
+FILE holds a kind of phase (`processes.phases.KINDS`), and the program sleeps when it next enters
 such a phase, as FILE.stuck then says. From then on, and not before, since the machine may be busy,
 five seconds without progress are too many. `KIND patient` leaves the limit as it is; `KIND locked`
 has the program keep the interpreter's lock meanwhile; `KIND raises` fails instead. Asked to stop
@@ -15,14 +15,14 @@ import threading
 import time
 
 from paxlike import main
-from paxlike.processes import progress, stall
+from paxlike.processes import phases, stall_detector
 
 LIMIT, GRACE = 5.0, 3.0  # Seconds.
 
 
 def get_stuck(fault: pathlib.Path):
   """Has phases be entered as the file says."""
-  enter = progress.enter
+  enter = phases.enter
 
   def entering(kind: str, of: object = ""):
     enter(kind, of)
@@ -31,9 +31,9 @@ def get_stuck(fault: pathlib.Path):
       fault.with_name(f"{fault.name}.stuck").touch()
       if words[-1] == "raises":
         raise RuntimeError("disk quota exceeded")
-      stall.GRACE = GRACE
+      stall_detector.GRACE = GRACE
       if words[-1] != "patient":
-        progress.OWN.limit = lambda kind, given: LIMIT
+        phases.OWN.limit = lambda kind, given: LIMIT
       if words[-1] == "locked":
         time.sleep(3)  # Until the watch has seen the limit.
         lock = ctypes.create_string_buffer(64)  # Of zeros: a mutex, which no signal interrupts.
@@ -41,8 +41,8 @@ def get_stuck(fault: pathlib.Path):
           ctypes.PyDLL(None).pthread_mutex_lock(lock)
       threading.Event().wait()
 
-  progress.enter = entering
-  stall.BEYOND = 3.0
+  phases.enter = entering
+  stall_detector.BEYOND = 3.0
 
 
 if __name__ == "__main__":

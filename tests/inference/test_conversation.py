@@ -13,8 +13,8 @@ from helpers.program import finish, start
 from helpers.sources import REPOSITORY
 
 from paxlike.convert.main import run as convert
-from paxlike.data.chat import chat
-from paxlike.data.chat.dialogue import Dialogue, beside
+from paxlike.data.chat import templates
+from paxlike.data.chat.prompt_rendering import Dialogue, beside
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from paxlike.data.tuning.conversations import Conversations
 from paxlike.errors import UserError
@@ -32,7 +32,7 @@ def home(tmp_path_factory):
   return folder
 
 
-@pytest.mark.parametrize("name", [*chat.TEMPLATES, "tokenizer"])
+@pytest.mark.parametrize("name", [*templates.TEMPLATES, "tokenizer"])
 def test_a_prompt_is_the_beginning_of_what_was_trained_on(home, name):
   path = str(home / "ours" / "tokenizer.json")
   tokenizer = ByteTokenizer() if name != "tokenizer" else HuggingFaceTokenizer(path)

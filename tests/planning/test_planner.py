@@ -12,7 +12,7 @@ import pytest
 from helpers.program import run
 
 from paxlike import main
-from paxlike.cli import command_line, starting
+from paxlike.cli import command_line, startup
 from paxlike.devices import chips, topology
 from paxlike.devices.mesh import AXES
 from paxlike.planning import planner
@@ -45,7 +45,7 @@ def started(command: str) -> Iterator[Any]:
   words = shlex.split(command)
   assert words[0] == "paxlike"
   options = command_line.parse(words)
-  starting.set_up_jax(options)
+  startup.set_up_jax(options)
   with topology.target(options.topology, slices=options.slices or 1):
     yield main.built(main.graph_of(options, main.experiment_of(options)))
 

@@ -4,7 +4,7 @@
 import pytest
 from helpers.sources import REPOSITORY
 
-from paxlike.cli import command_line, starting
+from paxlike.cli import command_line, startup
 from paxlike.devices import jax_setup
 from paxlike.errors import UserError
 from paxlike.processes import cluster, multiprocess
@@ -123,7 +123,7 @@ def test_processes_that_flags_name_split_gpus_as_those_that_are_found(monkeypatc
     monkeypatch.setenv(name, value)
   named = ["--server_addr=a:1", "--num_hosts=16", "--host_idx=9"]
   for more in (named, [], [*named, "--num_cpu_devices=1"]):
-    starting.join(command_line.parse(["paxlike", "--fdl_config=A", "--job_log_dir=b", *more]))
+    startup.join(command_line.parse(["paxlike", "--fdl_config=A", "--job_log_dir=b", *more]))
   assert [group.devices for group in joined] == [(1,), (1,), None]
 
 

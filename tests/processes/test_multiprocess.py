@@ -17,10 +17,10 @@ from helpers.program import TEXT, TINY, curve, finish, start
 from jax.experimental import multihost_utils
 
 from paxlike.checkpoints.run_checkpoints import Checkpoints
-from paxlike.cli import command_line, flags, starting
+from paxlike.cli import command_line, flags, startup
 from paxlike.devices import jax_setup, program_cache
 from paxlike.errors import UserError
-from paxlike.processes import agreement, cluster, multiprocess
+from paxlike.processes import cluster, host_collectives, multiprocess
 
 
 def free_port() -> int:
@@ -309,7 +309,7 @@ def test_what_process_0_does_not_find_is_refused_in_all_processes(tmp_path, monk
     multihost_utils, "broadcast_one_to_all", lambda value: sent.append(value) or said
   )
   with pytest.raises(UserError, match=r"^no checkpoint 3 in there; there is: 2\.$"):
-    agreement.agreed(lambda: [Checkpoints(tmp_path, keep=None).find(3)])
+    host_collectives.agreed(lambda: [Checkpoints(tmp_path, keep=None).find(3)])
   assert (b"no checkpoint 3" in bytes(sent[0])) is (index == 0)
 
 
@@ -319,7 +319,7 @@ def test_what_only_prints_joins_nobody(monkeypatch, flag):
   monkeypatch.setattr(multiprocess, "initialize", lambda group, **named: joined.append(group))
   monkeypatch.setattr(jax_setup, "has_started", lambda: False)
   own = ("--server_addr=localhost:1", "--num_hosts=2", "--host_idx=1")
-  starting.join(command_line.parse(["paxlike", "--fdl_config=Gpt3_52k", *own, flag]))
+  startup.join(command_line.parse(["paxlike", "--fdl_config=Gpt3_52k", *own, flag]))
   assert bool(joined) is (flag == "--mode=compile")
 
 
@@ -343,5 +343,5 @@ def test_processes_of_gpus_keep_programs_only_where_all_see_them(
   set_to = {"jax_enable_compilation_cache": True}
   monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
   program_cache.enable("/own")
-  starting.join(flags.Options(server_addr="localhost:1", num_hosts=2 * nodes, host_idx=0))
+  startup.join(flags.Options(server_addr="localhost:1", num_hosts=2 * nodes, host_idx=0))
   assert set_to["jax_enable_compilation_cache"] is kept

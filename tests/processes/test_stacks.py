@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from paxlike import main
-from paxlike.processes import ending, stacks, watch
+from paxlike.processes import job_watch, stacks, verdicts
 
 
 def test_sigusr1_prints_stacks_from_the_start_of_the_program(monkeypatch, capfd):
@@ -62,7 +62,7 @@ def test_where_stacks_cannot_be_written_the_watch_goes_on(tmp_path, monkeypatch)
   if hasattr(os, "memfd_create"):
     assert "test_stacks.py" in stacks.text(["why: asked"])
   monkeypatch.setattr(stacks, "text", full)
-  with watch.over(watch.Limits(epath.Path(tmp_path))) as one:
+  with job_watch.over(job_watch.Limits(epath.Path(tmp_path))) as one:
     assert one._write_stacks("asked") is None
     signal.raise_signal(signal.SIGUSR1)
     time.sleep(0.3)
@@ -71,5 +71,5 @@ def test_where_stacks_cannot_be_written_the_watch_goes_on(tmp_path, monkeypatch)
 
 def test_what_takes_long_is_given_up():
   began = time.monotonic()
-  assert ending.in_time(lambda: time.sleep(5), seconds=0.1) is None
+  assert verdicts.in_time(lambda: time.sleep(5), seconds=0.1) is None
   assert time.monotonic() - began < 2

@@ -12,12 +12,12 @@ from etils import epath
 from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
 from paxlike.layers.flops import TrainingFlops
-from paxlike.processes import ownership
+from paxlike.processes import lease
 from paxlike.telemetry import metric_files
-from paxlike.telemetry.meter import Reading
+from paxlike.telemetry.run_header import Summary
 from paxlike.telemetry.run_log import Journal
-from paxlike.telemetry.run_state import is_running
-from paxlike.telemetry.run_summary import Summary
+from paxlike.telemetry.run_status import is_running
+from paxlike.telemetry.step_metrics import Reading
 
 LINE = re.compile(
   r"completed step: (\d+), seconds: ([\d.]+), TFLOP/s/device: ([\d.]+),"
@@ -159,7 +159,7 @@ def test_a_job_goes_on_as_long_as_the_owner_of_its_folder_lives(tmp_path):
   told = {"state": "running", "host": "elsewhere", "pid": 1}
   (tmp_path / "status.json").write_text(json.dumps(told))
   assert not is_running(folder)
-  owner = ownership.Ownership(folder)
+  owner = lease.Lease(folder)
   owner.check()
   assert is_running(folder)
   owner.release()

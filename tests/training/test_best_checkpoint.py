@@ -11,7 +11,7 @@ from helpers.program import TEXT, curve, run
 
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.errors import UserError
-from paxlike.processes import progress
+from paxlike.processes import phases
 from paxlike.training.best_checkpoint import Best, Criterion, step_of
 from paxlike.training.evaluation import Result
 
@@ -139,7 +139,7 @@ def test_an_evaluation_that_a_stop_ends_is_made_by_the_next_run(
   given = (*how, "--fdl.MAX_STEPS=4")
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   assert train(whole, text, *given) == 0
-  enter, seen = progress.enter, []
+  enter, seen = phases.enter, []
 
   def entering(kind: str, of: object = ""):
     enter(kind, of)
@@ -148,7 +148,7 @@ def test_an_evaluation_that_a_stop_ends_is_made_by_the_next_run(
       signal.raise_signal(signal.SIGTERM)
 
   with monkeypatch.context() as patched:
-    patched.setattr(progress, "enter", entering)
+    patched.setattr(phases, "enter", entering)
     assert train(parts, text, *given) == 143
   assert steps(parts)[-1] == stops_at
   assert json.loads((parts / "status.json").read_text())["state"] == "stopped"

@@ -22,7 +22,7 @@ from paxlike.data.token_index import TokenIndex
 from paxlike.devices.batch_placement import Feed
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.decoder import forward
-from paxlike.processes import progress
+from paxlike.processes import phases
 from paxlike.training import evaluation, train_state
 from paxlike.training.evaluation import EvalSet, Evaluator
 
@@ -121,7 +121,7 @@ def test_continuous_evaluation_follows_a_job_and_ends_with_it(flags, tmp_path):
 
 @pytest.mark.slow
 def test_a_stop_ends_an_evaluation_after_its_batch(flags, tmp_path, monkeypatch):
-  enter, batches = progress.enter, []
+  enter, batches = phases.enter, []
 
   def entering(kind, of=""):
     enter(kind, of)
@@ -129,7 +129,7 @@ def test_a_stop_ends_an_evaluation_after_its_batch(flags, tmp_path, monkeypatch)
       batches.append(of)
       signal.raise_signal(signal.SIGTERM)
 
-  monkeypatch.setattr(progress, "enter", entering)
+  monkeypatch.setattr(phases, "enter", entering)
   assert run(*flags, "--fdl.EVAL_INTERVAL_STEPS=1") == 143
   assert batches == ["validation, batch 0"] * 2  # Before it is read, and while it is computed.
   assert not (tmp_path / "run" / "eval_out").exists()

@@ -13,9 +13,9 @@ import numpy as np
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data import token_index
-from paxlike.data.chat import chat
-from paxlike.data.chat.chat import Message, Part
-from paxlike.data.chat.dialogue import Dialogue
+from paxlike.data.chat import templates
+from paxlike.data.chat.prompt_rendering import Dialogue
+from paxlike.data.chat.templates import Message, Part
 from paxlike.data.corpus import Corpus
 from paxlike.data.text import files, records
 from paxlike.data.token_index import Document, TokenIndex
@@ -90,8 +90,8 @@ class Conversations(Corpus):
     return files.find(self._path, records.SUFFIXES, knob=self._knob)
 
   @functools.cached_property
-  def _template(self) -> chat.Template:
-    return chat.template(self._template_name, vocab_path=self._vocab_path)
+  def _template(self) -> templates.Template:
+    return templates.template(self._template_name, vocab_path=self._vocab_path)
 
   @functools.cached_property
   def _index(self) -> TokenIndex:
@@ -99,7 +99,7 @@ class Conversations(Corpus):
     how = (
       template.args[0].source
       if isinstance(template, functools.partial)
-      else inspect.getsource(chat)
+      else inspect.getsource(templates)
     )
     stamps = files.stamps(self._files, knob=self._knob)
     kind = type(self).__name__
@@ -115,7 +115,7 @@ class Conversations(Corpus):
       try:
         for place, record in records.read(name, self.fields):
           for messages in self.messages(place, record):
-            if not chat.are_messages(messages):
+            if not templates.are_messages(messages):
               raise UserError(f"{place}: each message needs a role and a content, both strings.")
             yield self.document(messages)
       except (OSError, EOFError, UnicodeDecodeError) as error:
@@ -134,7 +134,7 @@ class Conversations(Corpus):
       found = conversation(asked, record.get("output"))
     elif found is None:
       found = conversation(record.get("prompt"), record.get("completion"))
-    if not chat.are_messages(found):
+    if not templates.are_messages(found):
       there = ", ".join(record)
       raise UserError(
         f"{place}: a record needs messages with role and content, or prompt and completion, or"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paxlike.config.configurable import configurable
-from paxlike.data.chat.chat import Message
+from paxlike.data.chat.templates import Message
 from paxlike.data.examples import EpochPlan, ExampleRows
 from paxlike.data.tuning.conversations import Conversations, conversation
 from paxlike.errors import UserError

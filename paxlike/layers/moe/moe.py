@@ -11,7 +11,7 @@ from flax import nnx
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers import module
-from paxlike.layers.auxiliary import Aux
+from paxlike.layers.aux_losses import Aux
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
 from paxlike.layers.mlp import Mlp

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from paxlike.data.chat import chat
+from paxlike.data.chat import templates
 from paxlike.data.tokenizers.tokenizer import (
   ByteTokenizer,
   CharacterTokenizer,
@@ -203,7 +203,7 @@ def test_a_folder_in_the_place_of_the_file_is_named(path):
   for read in (
     lambda: SentencePieceTokenizer(path).check(100),
     lambda: HuggingFaceTokenizer(path).check(100),
-    lambda: chat.template("tokenizer", vocab_path=path),
+    lambda: templates.template("tokenizer", vocab_path=path),
   ):
     with pytest.raises(UserError, match=rf"VOCAB_PATH={path[:4]}/? is a folder: give the token"):
       read()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from paxlike.data.chat import chat, own_template
+from paxlike.data.chat import templates, tokenizer_template
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from paxlike.data.tuning.conversations import Conversations
 from paxlike.errors import UserError
@@ -71,7 +71,7 @@ def cache(tmp_path, monkeypatch):
   ],
 )
 def test_templates(name, whole, learnt):
-  parts = chat.TEMPLATES[name](TALK)
+  parts = templates.TEMPLATES[name](TALK)
   assert "".join(part.text for part in parts) == whole
   assert [part.text for part in parts if part.learnt] == learnt
 
@@ -209,10 +209,10 @@ def test_templates_have_what_transformers_gives_them(tmp_path, own):
   for source in sources:
     (tmp_path / "chat_template.jinja").write_text(source)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    text, file, tokens = own_template.read(tmp_path / "tokenizer.json")
+    text, file, tokens = tokenizer_template.read(tmp_path / "tokenizer.json")
     values = {"messages": talk, "tools": None, "documents": None, **tokens}
     expected = theirs.apply_chat_template(talk, tokenize=False)
-    assert own_template.OwnTemplate(text, file=file).render(values) == expected
+    assert tokenizer_template.OwnTemplate(text, file=file).render(values) == expected
 
 
 def test_a_template_in_a_file_of_its_own_is_read(tmp_path, own):
@@ -221,7 +221,7 @@ def test_a_template_in_a_file_of_its_own_is_read(tmp_path, own):
     "[{{ m.content }}]{% endfor %}"
   )
   (tmp_path / "chat_template.jinja").write_text(source)
-  parts = chat.template("tokenizer", vocab_path=own)(TALK)
+  parts = templates.template("tokenizer", vocab_path=own)(TALK)
   assert "".join(part.text for part in parts) == "".join(f"[{m['content']}]" for m in TALK)
 
 

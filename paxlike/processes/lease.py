@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ownership of a run's folder: a lease, so that only one process writes there.
+"""The lease of a run's folder, so that only one process writes there.
 
 The file `owner_N.json` with the highest N names the owner: host, process, and a heartbeat count
 that increases every `BEAT` seconds. A process that takes over from a dead owner N creates N + 1
@@ -77,7 +77,7 @@ def _lives(folder: epath.Path, number: int) -> Owner | None:
   return None
 
 
-class Ownership:
+class Lease:
   """This process's lease of a folder, renewed by a heartbeat thread."""
 
   def __init__(self, folder: epath.Path):
@@ -93,7 +93,7 @@ class Ownership:
     self._ends = threading.Event()
     self._number = self._take()
     self._beaten = _clock()
-    self._thread = threading.Thread(target=self._beat, daemon=True, name="ownership")
+    self._thread = threading.Thread(target=self._beat, daemon=True, name="lease")
     self._thread.start()
 
   def _take(self) -> int:
@@ -208,15 +208,15 @@ def _clock() -> float:
   return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-class _OwnedByFirst:
-  """The ownership of processes other than 0, which owns the folder for all."""
+class _HeldByFirst:
+  """The lease of processes other than 0, which holds that of the folder for all."""
 
   def check(self):
     """Does nothing."""
 
 
 @contextlib.contextmanager
-def owned(folder: epath.Path) -> Iterator[Ownership | _OwnedByFirst]:
+def owned(folder: epath.Path) -> Iterator[Lease | _HeldByFirst]:
   """Context in which only this job writes in a folder.
 
   Raises:
@@ -224,12 +224,12 @@ def owned(folder: epath.Path) -> Iterator[Ownership | _OwnedByFirst]:
   """
   import jax
 
-  ownership: Any = _OwnedByFirst()
+  held: Any = _HeldByFirst()
   refusal: UserError | None = None
   if jax.process_index() == 0:
     with run_folder.writing(folder):
       try:
-        ownership = Ownership(folder)
+        held = Lease(folder)
       except UserError as error:
         refusal = error
   if jax.process_count() > 1:
@@ -239,7 +239,7 @@ def owned(folder: epath.Path) -> Iterator[Ownership | _OwnedByFirst]:
   if refusal is not None:
     raise refusal
   try:
-    yield ownership
+    yield held
   finally:
-    if isinstance(ownership, Ownership):
-      ownership.release()
+    if isinstance(held, Lease):
+      held.release()

@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers.program import TINY, run
 
-from paxlike.cli import flags, show, unexpected
+from paxlike.cli import error_diagnosis, flags, show_page
 from paxlike.errors import RunError, UserError
 from paxlike.training import optimizers
 
@@ -142,7 +142,7 @@ def test_flags_that_are_not_to_blame_are_not_blamed(capsys, mine, monkeypatch):
     err
   )
 
-  monkeypatch.setattr(show, "everything", None)
+  monkeypatch.setattr(show_page, "everything", None)
   status, err = answer(capsys, mine, *TINY, *given, "--mode=show")
   assert (status, err.count("\n")) == (1, 1)
   assert err.startswith("paxlike: unexpected: TypeError: 'NoneType' object is not callable."), err
@@ -156,14 +156,14 @@ def test_flags_each_of_which_is_to_blame_are_said_to_be():
     if "A" in given and "B" in given:
       raise KeyError("both")
 
-  with pytest.raises(UserError) as caught, unexpected.explained(options) as stage:
+  with pytest.raises(UserError) as caught, error_diagnosis.explained(options) as stage:
     stage.attempt = attempt
     attempt(options)
   assert str(caught.value).startswith("--fdl.B=2, --fdl.A=1: KeyError: 'both' (")
   assert "). Without any one of these flags it succeeds." in str(caught.value)
   # Neither what the attempt does not meet, nor what it meets otherwise.
   for failure in (OSError("full"), TypeError("another")):
-    with pytest.raises(UserError, match=r"^(?!--fdl)"), unexpected.explained(options) as stage:
+    with pytest.raises(UserError, match=r"^(?!--fdl)"), error_diagnosis.explained(options) as stage:
       stage.attempt = attempt if isinstance(failure, TypeError) else lambda options: None
       raise failure
 
@@ -239,22 +239,22 @@ def test_what_a_kernel_lacks_names_the_knob(capsys, tmp_path, given, says):
 
 
 def test_a_running_program_keeps_its_tracebacks():
-  with pytest.raises(KeyError), unexpected.explained(flags.Options()) as stage:
+  with pytest.raises(KeyError), error_diagnosis.explained(flags.Options()) as stage:
     stage.is_over = True
     raise KeyError("a defect")
   with (
     pytest.raises(RunError, match=r"too little memory.*PERCORE_BATCH_SIZE"),
-    unexpected.explained(flags.Options()) as stage,
+    error_diagnosis.explained(flags.Options()) as stage,
   ):
     stage.is_over = True
     raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
   with (
     pytest.raises(UserError, match=r"line \d+.*sys\.exit\(0\) was called"),
-    unexpected.explained(flags.Options()) as stage,
+    error_diagnosis.explained(flags.Options()) as stage,
   ):
     stage.is_over = True
     sys.exit(0)
-  with pytest.raises(UserError, match=r"^as it is$"), unexpected.explained(flags.Options()):
+  with pytest.raises(UserError, match=r"^as it is$"), error_diagnosis.explained(flags.Options()):
     raise UserError("as it is")
 
 

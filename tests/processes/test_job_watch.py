@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from paxlike.errors import UserError
-from paxlike.processes import ending, progress, rendezvous, stacks, watch
+from paxlike.processes import job_watch, phases, rendezvous, stacks, verdicts
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
@@ -22,18 +22,18 @@ def connection() -> tuple[socket.socket, socket.socket]:
 @pytest.fixture
 def job(monkeypatch):
   """Gives watches of a job, connected and without their threads; ends the links afterwards."""
-  watches: list[watch.Watch] = []
-  monkeypatch.setattr(progress, "OWN", progress.Progress())
+  watches: list[job_watch.Watch] = []
+  monkeypatch.setattr(phases, "OWN", phases.Progress())
 
-  def make(count: int, **options) -> list[watch.Watch]:
+  def make(count: int, **options) -> list[job_watch.Watch]:
     pairs = [connection() for _ in range(count - 1)]
     hosts = {index: f"host{index}" for index in range(count)}
     links = {index + 1: rendezvous.Link(pair[0]) for index, pair in enumerate(pairs)}
     leader = ("host0", 1)
-    found = [watch.Watch(rendezvous.Met(links, hosts, leader), count=count, **options)]
+    found = [job_watch.Watch(rendezvous.Met(links, hosts, leader), count=count, **options)]
     for index, pair in enumerate(pairs, 1):
       met = rendezvous.Met({0: rendezvous.Link(pair[1])}, hosts, leader)
-      found.append(watch.Watch(met, index=index, count=count, **options))
+      found.append(job_watch.Watch(met, index=index, count=count, **options))
     watches.extend(found)
     return found
 
@@ -51,7 +51,7 @@ def report(number: int, *, age: float = 0.0, over: bool = False, **more) -> dict
   return base | more
 
 
-def judged(hub: watch.Watch, *reports: dict, tick: float = 0.1) -> ending.Verdict | None:
+def judged(hub: job_watch.Watch, *reports: dict, tick: float = 0.1) -> verdicts.Verdict | None:
   """What process 0 finds when processes report; the first report is its own."""
   for index, one in enumerate(reports[1:], 1):
     hub._take(index, one)
@@ -191,7 +191,7 @@ def test_what_has_failed_is_said_with_its_kind(job):
     (KeyboardInterrupt(), "interrupted (Ctrl-C)"),
     (NotImplementedError(), "NotImplementedError"),
   ):
-    assert ending.reason(error) == words
+    assert verdicts.reason(error) == words
 
 
 def test_processes_compare_what_they_are_given_and_wait_for_each_other(job):
@@ -203,7 +203,7 @@ def test_processes_compare_what_they_are_given_and_wait_for_each_other(job):
     for given in ([{"a": "1"}] * 3, [{}] * 3):
       list(pool.map(lambda one, values: one.compare(values), watches, given))
 
-    def differs(one: watch.Watch, values: dict[str, str]) -> str:
+    def differs(one: job_watch.Watch, values: dict[str, str]) -> str:
       with pytest.raises(UserError) as found:
         one.compare(values)
       return str(found.value)
@@ -235,33 +235,33 @@ def test_all_stop_at_the_last_of_the_places_that_were_promised(job):
 def test_who_was_suspended_is_not_stuck(job):
   """The watch was so too: a tick counts two polls at most, however long it took."""
   (alone,) = job(1)
-  alone._limits = watch.Limits(stall_timeout=30.0)
-  progress.OWN.enter("step", 1)
+  alone._limits = job_watch.Limits(stall_timeout=30.0)
+  phases.OWN.enter("step", 1)
   for _ in range(3):
     alone._observe(2 * alone._poll)
   assert not alone._stall.is_over and alone._stall.age < 30
   alone._observe(31.0)
   assert alone._stall.is_over
-  progress.OWN.enter("data", 2)
+  phases.OWN.enter("data", 2)
   alone._observe(1.0)
   assert not alone._stall.is_over
 
 
 def test_work_that_is_watched_can_be_left(tmp_path):
-  with watch.over(watch.Limits(epath.Path(tmp_path), None, None)) as one:
-    assert watch.current() is one and one.is_alive()
-  assert watch.current() is None and not one.is_alive()
+  with job_watch.over(job_watch.Limits(epath.Path(tmp_path), None, None)) as one:
+    assert job_watch.current() is one and one.is_alive()
+  assert job_watch.current() is None and not one.is_alive()
 
 
 def test_work_within_watched_work_leaves_its_folder_and_not_its_limits(tmp_path):
   signals, other = [signal.getsignal(signal.SIGUSR1)], epath.Path(tmp_path / "other")
-  with watch.over(watch.Limits(stall_timeout=7.0)) as one:
+  with job_watch.over(job_watch.Limits(stall_timeout=7.0)) as one:
     signals.append(signal.getsignal(signal.SIGUSR1))
-    with watch.over(watch.Limits(epath.Path(tmp_path), 0.0, None)) as inner:
+    with job_watch.over(job_watch.Limits(epath.Path(tmp_path), 0.0, None)) as inner:
       assert one is inner and one._limits.stall_timeout == 0
     assert one._limits == (epath.Path(tmp_path), 7.0, None)
     assert signal.getsignal(signal.SIGUSR1) is signals[1]
-    with one.over(watch.Limits(stall_timeout=3.0)), one.over(watch.Limits(other)):
+    with one.over(job_watch.Limits(stall_timeout=3.0)), one.over(job_watch.Limits(other)):
       pass
     assert one._limits == (other, 7.0, None)  # For the status of a job that fails.
     signal.raise_signal(signal.SIGUSR1)  # It would end the process if nothing printed the stacks.

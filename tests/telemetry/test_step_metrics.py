@@ -2,7 +2,7 @@
 import jax.numpy as jnp
 import pytest
 
-from paxlike.telemetry.meter import Meter
+from paxlike.telemetry.step_metrics import Meter
 
 
 def metrics(step):

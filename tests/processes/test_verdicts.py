@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 
 from paxlike.errors import UserError
-from paxlike.processes import ending
+from paxlike.processes import verdicts
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_errors_of_jax_are_found_behind_others(module, kind, text, is_of_jax):
       exec("raise kind(text)", {"__name__": module, "kind": kind, "text": text})
     except kind as error:
       raise UserError("could not be read") from error
-  assert ending.is_of_jax(found.value) is is_of_jax
+  assert verdicts.is_of_jax(found.value) is is_of_jax
 
 
 @pytest.mark.parametrize(
@@ -38,23 +38,23 @@ def test_errors_of_jax_are_found_behind_others(module, kind, text, is_of_jax):
   ],
 )
 def test_the_status_of_another_attempt_is_left_alone(tmp_path, monkeypatch, before, leader, after):
-  monkeypatch.setattr(ending.is_over, "set", lambda: None)
-  monkeypatch.setattr(ending, "trained", {epath.Path(tmp_path)})
+  monkeypatch.setattr(verdicts.is_over, "set", lambda: None)
+  monkeypatch.setattr(verdicts, "trained", {epath.Path(tmp_path)})
   path = tmp_path / "status.json"
-  verdict = ending.Verdict("lost", 1, "process 1 is gone")
-  ending.write_status(epath.Path(tmp_path), verdict, leader)
+  verdict = verdicts.Verdict("lost", 1, "process 1 is gone")
+  verdicts.write_status(epath.Path(tmp_path), verdict, leader)
   assert not path.exists()
   path.write_text(json.dumps(before))
-  ending.write_status(epath.Path(tmp_path), verdict, leader)
+  verdicts.write_status(epath.Path(tmp_path), verdict, leader)
   assert json.loads(path.read_text())["state"] == after
-  monkeypatch.setattr(ending, "trained", set())
+  monkeypatch.setattr(verdicts, "trained", set())
   path.write_text(json.dumps(before))
-  ending.write_status(epath.Path(tmp_path), verdict, leader)
+  verdicts.write_status(epath.Path(tmp_path), verdict, leader)
   assert json.loads(path.read_text()) == before
 
 
 def test_only_a_job_that_trains_is_said_to_go_on():
-  verdict = ending.Verdict("stalled", 0, "this process is stuck")
+  verdict = verdicts.Verdict("stalled", 0, "this process is stuck")
   again = "this process is stuck (status 75). If started again, the job"
   assert verdict.line(of=None) == f"{again} may succeed."
   assert verdict.line(of=None, trains=True) == f"{again} resumes from its newest checkpoint."

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from paxlike import input_files
-from paxlike.data.chat import chat, own_template
-from paxlike.data.chat.chat import Message
+from paxlike.data.chat import templates, tokenizer_template
+from paxlike.data.chat.templates import Message
 from paxlike.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
 from paxlike.errors import UserError
 
@@ -24,13 +24,13 @@ class Dialogue:
     self._vocab_path = vocab_path
 
   @functools.cached_property
-  def _template(self) -> chat.Template:
-    return chat.template(self._name, vocab_path=self._vocab_path)
+  def _template(self) -> templates.Template:
+    return templates.template(self._name, vocab_path=self._vocab_path)
 
   @functools.cached_property
-  def turn_end(self) -> chat.TurnEnd:
+  def turn_end(self) -> templates.TurnEnd:
     """The end of an answer, besides the ids that end any text."""
-    return chat.turn_end(self._template, self._tokenizer)
+    return templates.turn_end(self._template, self._tokenizer)
 
   def tokens(self, messages: Sequence[Message]) -> np.ndarray:
     """Returns int32 ids [n] of the messages and of the beginning of an answer.
@@ -38,7 +38,7 @@ class Dialogue:
     Raises:
       UserError: The tokenizer's own template refuses the messages.
     """
-    text = chat.render(self._template, messages, asks=True)
+    text = templates.render(self._template, messages, asks=True)
     ids = self._tokenizer.encode(text)
     # A tokenizer's own template includes BOS if the model needs it.
     bos = None if self._name == "tokenizer" else self._tokenizer.bos_id
@@ -51,9 +51,11 @@ def beside(tokenizer: Tokenizer | None) -> Dialogue | None:
     return None
   path = os.fspath(tokenizer.path)
   try:
-    own_template.read(tokenizer.path)
+    tokenizer_template.read(tokenizer.path)
   except UserError:
-    if any(input_files.is_there(tokenizer.path.parent / name) for name in own_template.FILES[1:]):
+    if any(
+      input_files.is_there(tokenizer.path.parent / name) for name in tokenizer_template.FILES[1:]
+    ):
       raise
     return None
   return Dialogue("tokenizer", tokenizer, vocab_path=path)

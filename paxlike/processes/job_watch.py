@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends a job if a process is stalled, lost or has failed, with a line that names the process.
 
-A thread of each process checks the phase of its main thread (`stall`) at least once a second. The
-processes send heartbeats with their phase to process 0, which finds a lost process or, in a stall,
-the process that the others wait for (`members`). Every process detects a lost process 0 by itself.
-The same messages serve what all decide together (`decisions`).
+A thread of each process checks the phase of its main thread (`stall_detector`) at least once a
+second. The processes send heartbeats with their phase to process 0, which finds a lost process or,
+in a stall, the process that the others wait for (`failure_detector`). Every process detects a lost
+process 0 by itself. The same messages carry what all processes decide together (`consensus`).
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from paxlike.errors import UserError
-from paxlike.processes import ending, members, progress, rendezvous, stacks, stall
-from paxlike.processes.decisions import Comparison, Stop
+from paxlike.processes import failure_detector, phases, rendezvous, stacks, stall_detector, verdicts
+from paxlike.processes.consensus import Comparison, Stop
 
 _LINGER = 3.0  # Seconds for the other processes to read the verdict.
 _SAY_SECONDS = 2.0  # Time-out for printing a line.
@@ -54,13 +54,13 @@ class Watch(threading.Thread):
     self._met, self._index, self._count = met, index, count
     self._links = {} if met is None else met.links
     hosts = {index: socket.gethostname()} if met is None else met.hosts
-    self._members = members.Members(hosts, index=index, count=count, timeout=timeout)
+    self._members = failure_detector.Members(hosts, index=index, count=count, timeout=timeout)
     self._poll = min(1.0, timeout / 4)
     self._every = min(5.0, timeout / 4)
     self._limits = Limits()
     self._wake, self._waker = socket.socketpair()
     self._waker.setblocking(False)
-    self._stall = stall.Stall(self._members.named(index))
+    self._stall = stall_detector.Stall(self._members.named(index))
     self._stopping, self._comparison = Stop(is_alone=count == 1), Comparison()
     self._since_stacks = 0.0
     self._state, self._reason = "", ""  # See `members.Member.state`.
@@ -104,8 +104,8 @@ class Watch(threading.Thread):
   def fail(self, error: BaseException):
     """Reports this process's failure to the others; only the first call counts."""
     if not self._state:
-      self._reason = ending.reason(error)
-      self._state = "failing" if ending.is_of_jax(error) else "failed"
+      self._reason = verdicts.reason(error)
+      self._state = "failing" if verdicts.is_of_jax(error) else "failed"
       self._stir()
 
   def wait_for_others(self):
@@ -118,7 +118,7 @@ class Watch(threading.Thread):
       self._state = "failed"
       self._stir()
     # Time for the others to read the report before JAX fails there.
-    seconds = members.FAILED_AFTER * (2 if self._index == 0 else 0.25)
+    seconds = failure_detector.FAILED_AFTER * (2 if self._index == 0 else 0.25)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not self._is_abandoned():
       time.sleep(0.05)
@@ -202,7 +202,7 @@ class Watch(threading.Thread):
     """Handles a message of process `index`."""
     self._members.take(index, message)
     if verdict := message.get("verdict"):
-      self._end(ending.Verdict(**verdict), forward=False)
+      self._end(verdicts.Verdict(**verdict), forward=False)
     if message.get("all_fail"):
       self._is_to_blame.set()
     if message.get("stop"):
@@ -230,7 +230,7 @@ class Watch(threading.Thread):
   def _report(self) -> dict[str, Any]:
     report = self._stall.report()
     if self._state == "left":
-      report["number"] = members.LEFT
+      report["number"] = failure_detector.LEFT
     return report | {
       "state": self._state,
       "reason": self._reason,
@@ -252,7 +252,7 @@ class Watch(threading.Thread):
     else:
       self._members.take(0, message)
 
-  def _judge(self, report: dict[str, Any], tick: float) -> ending.Verdict | None:
+  def _judge(self, report: dict[str, Any], tick: float) -> verdicts.Verdict | None:
     """Returns the verdict, if any; process 0 also decides on stops and comparisons."""
     closed = {index for index, link in self._links.items() if link.closed}
     found = self._members.judge(report, tick, closed=closed)
@@ -277,11 +277,11 @@ class Watch(threading.Thread):
   def _end_if_abandoned(self, tick: float):
     """Ends a failed process that hangs, for example waiting for processes that have ended."""
     self._since_failed += tick if self._state == "failed" else 0.0
-    if self._links and self._since_failed > stall.GRACE and self._is_abandoned():
+    if self._links and self._since_failed > stall_detector.GRACE and self._is_abandoned():
       _say(f"{self._members.named(self._index)} has failed: {self._reason}.")
       stacks.exit_at_once(1)
 
-  def _end(self, verdict: ending.Verdict, *, forward: bool = True) -> None:
+  def _end(self, verdict: verdicts.Verdict, *, forward: bool = True) -> None:
     """Sends the verdict to the other processes, reports it, and ends this process."""
     if forward:
       self._send_all({"verdict": verdict._asdict()})
@@ -296,9 +296,9 @@ class Watch(threading.Thread):
     if (folder := self._limits.folder) is not None:
       first = self._index == (1 if verdict.index == 0 and not self.is_alone else 0)
       wait = 0.0 if first else 1.0
-      ending.in_time(lambda: ending.write_status(folder, verdict, leader, wait=wait))
+      verdicts.in_time(lambda: verdicts.write_status(folder, verdict, leader, wait=wait))
     of = None if verdict.index == self._index else self._members.named(self._index)
-    _say(verdict.line(of=of, trains=folder in ending.trained, stacks=path, calls=calls))
+    _say(verdict.line(of=of, trains=folder in verdicts.trained, stacks=path, calls=calls))
     self._stall.disarm()
     if self._index == 0:
       deadline = time.monotonic() + _LINGER
@@ -320,18 +320,18 @@ class Watch(threading.Thread):
     heading = [
       f"{self._members.named(self._index)}, pid {os.getpid()}, {now}",
       f"why: {why}",
-      f"now: {progress.OWN.now}, without progress for {self._stall.age:.1f} s",
+      f"now: {phases.OWN.now}, without progress for {self._stall.age:.1f} s",
       "the last phases of this process:",
-      *progress.OWN.recent(),
+      *phases.OWN.recent(),
     ]
     write = stacks.write_periodic if periodic else stacks.write
-    return ending.in_time(lambda: write(folder, self._index, stacks.text(heading)))
+    return verdicts.in_time(lambda: write(folder, self._index, stacks.text(heading)))
 
 
 def _say(text: str):
   """Prints a line, with a time-out in case stderr blocks."""
   say = functools.partial(print, f"paxlike: {text}", file=sys.stderr, flush=True)
-  ending.in_time(say, seconds=_SAY_SECONDS)
+  verdicts.in_time(say, seconds=_SAY_SECONDS)
 
 
 _current: Watch | None = None

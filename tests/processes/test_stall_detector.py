@@ -10,7 +10,7 @@ import time
 import pytest
 from helpers.program import TEXT, TINY, finish, start
 
-from paxlike.processes import progress, stall
+from paxlike.processes import phases, stall_detector
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def times(monkeypatch):
   """The phases of a process that has entered none; time goes as the test says."""
   now = [0.0]
   monkeypatch.setattr(time, "monotonic", lambda: now[0])
-  own = progress.Progress()
+  own = phases.Progress()
 
   def go(kind: str, seconds: float):
     own.enter(kind)
@@ -29,13 +29,13 @@ def times(monkeypatch):
 
 def test_a_limit_follows_from_the_times_so_far(times):
   own, go = times
-  assert own.limit("step", None) == progress.UNMEASURED
+  assert own.limit("step", None) == phases.UNMEASURED
   for _ in range(3):
     go("data", 0.01)
     go("step", 2.0)
   go("data", 0)
-  assert own.limit("step", None) == progress.FLOOR
-  assert own.limit("data", None) == progress.FLOOR
+  assert own.limit("step", None) == phases.FLOOR
+  assert own.limit("data", None) == phases.FLOOR
   for _ in range(9):
     go("data", 0.01)
     go("step", 10.0)
@@ -46,16 +46,16 @@ def test_a_limit_follows_from_the_times_so_far(times):
   assert own.limit("data", None) == pytest.approx(300)
   for _ in range(4):
     go("save", 0.1)
-  assert own.limit("save", None) == progress.FLOOR_OF_BYTES
+  assert own.limit("save", None) == phases.FLOOR_OF_BYTES
 
 
 def test_who_is_asked_to_stop_has_three_whole_steps(times, monkeypatch):
   """Not three times that for which the devices are waited for; as much as to compile at first."""
   own, go = times
-  monkeypatch.setattr(progress, "OWN", own)
+  monkeypatch.setattr(phases, "OWN", own)
 
   def grace() -> float | None:
-    return stall.limit_of("data", 1000.0, must_stop=True)
+    return stall_detector.limit_of("data", 1000.0, must_stop=True)
 
   go("data", 23)
   go("step", 0.1)
@@ -69,10 +69,10 @@ def test_who_is_asked_to_stop_has_three_whole_steps(times, monkeypatch):
     go("step", 0.1)
   assert grace() == 20
   for kind in ("compile", "init"):
-    assert stall.limit_of(kind, None, must_stop=True) == 300
+    assert stall_detector.limit_of(kind, None, must_stop=True) == 300
 
 
-@pytest.mark.parametrize("kind", progress.KINDS)
+@pytest.mark.parametrize("kind", phases.KINDS)
 def test_a_limit_that_is_given_holds_for_all(times, kind):
   own, _ = times
   assert own.limit(kind, 7.0) == (None if kind in ("poll", "listen") else 7)

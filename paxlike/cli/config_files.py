@@ -18,7 +18,7 @@ from etils import epath
 
 from paxlike import file_io, input_files, registry, run_folder
 from paxlike.config import allowed_symbols, graph_file, graph_types, paths
-from paxlike.data.chat import chat
+from paxlike.data.chat import templates
 from paxlike.data.tokenizers import token_settings
 from paxlike.data.tokenizers.tokenizer import FileTokenizer
 from paxlike.experiment import Experiment
@@ -127,8 +127,8 @@ def _tokenizer(graph: Any) -> pathlib.Path | None:
 
 def _tokenizer_files(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
   """Yields (name, content) of a tokenizer's file, and of its settings and chat templates."""
-  beside = [path.parent / name for name in (*chat.FILES, *token_settings.FILES)]
-  beside += sorted((path.parent / chat.MORE_TEMPLATES).glob("*.jinja"))
+  beside = [path.parent / name for name in (*templates.FILES, *token_settings.FILES)]
+  beside += sorted((path.parent / templates.MORE_TEMPLATES).glob("*.jinja"))
   for file in dict.fromkeys((path, *beside)):
     if input_files.is_there(file):
       # Untrusted neighbours: a link out of the folder must not get private files into an export.

@@ -19,8 +19,8 @@ import pytest
 import zstandard
 from helpers.sources import REPOSITORY
 
-from paxlike.cli import download
-from paxlike.cli.download import Download
+from paxlike.cli import tfds_download
+from paxlike.cli.tfds_download import Download
 from paxlike.data.seqio import fetch, tfds_writer
 from paxlike.data.seqio.tfds_writer import Schema
 from paxlike.errors import UserError
@@ -44,7 +44,7 @@ def read(folder, split):
 
 def run(*argv, schema=SCHEMA, urls=None, **known):
   made = Download(schema=schema, urls=urls or {}, **known)
-  return download.main(made, ["download.py", *argv])
+  return tfds_download.main(made, ["download.py", *argv])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers import flops
 from paxlike.layers.module import Definition
-from paxlike.telemetry import tables
+from paxlike.telemetry import formatting
 from paxlike.training import train_state
 from paxlike.training.trainer import Trainer
 
@@ -31,10 +31,10 @@ def experiments() -> str:
     definition = Definition(building.build(model))
     summary = (cls.__doc__ or "").strip().split("\n")[0]
     rows.append((path.rpartition(".")[2], f"{definition.num_params:,}", summary))
-  text = tables.table(("experiment", "parameters", ""), rows, right=(1,))
+  text = formatting.table(("experiment", "parameters", ""), rows, right=(1,))
   local = [(found.name, found.doc) for found in local_experiments.find()]
   if local:
-    text += f"\n\n{tables.table(('in this folder (parsed, not imported)', ''), local)}"
+    text += f"\n\n{formatting.table(('in this folder (parsed, not imported)', ''), local)}"
   return text
 
 
@@ -83,7 +83,7 @@ def _facts(trainer: Trainer) -> str:
     *_memory(trainer, sizes),
     *(("not sharded", line) for line in _undivided(definition, sizes)),
   ]
-  return tables.table(("", ""), rows)
+  return formatting.table(("", ""), rows)
 
 
 def _axis_sizes(spec: mesh.MeshSpec) -> tuple[dict[str, int], str]:
@@ -122,7 +122,10 @@ def _memory(trainer: Trainer, sizes: dict[str, int]) -> Iterator[tuple[str, str]
     one = sum(
       math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
     )
-    yield f"memory of {name}", f"{tables.nbytes(one)} per device ({tables.nbytes(whole)} in total)"
+    yield (
+      f"memory of {name}",
+      f"{formatting.nbytes(one)} per device ({formatting.nbytes(whole)} in total)",
+    )
 
 
 def _undivided(definition: Definition, sizes: dict[str, int]) -> list[str]:

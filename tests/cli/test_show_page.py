@@ -2,12 +2,12 @@
 import re
 
 from paxlike import registry
-from paxlike.cli import show
+from paxlike.cli import show_page
 
 
 def shown(name, **knobs):
   experiment = registry.find(name)(**knobs)
-  return show.everything(experiment, experiment.trainer())
+  return show_page.everything(experiment, experiment.trainer())
 
 
 def test_memory_of_a_mesh_that_is_not_here():
@@ -27,7 +27,7 @@ def test_dims_that_an_axis_does_not_divide_are_told():
 
 
 def test_every_experiment_is_listed():
-  text = show.experiments()
+  text = show_page.experiments()
   assert re.search(r"^Synthetic126M +125,262,336 ", text, re.MULTILINE)
   for path in registry.registered():
     assert re.search(rf"^{path.rpartition('.')[2]} +[\d,]+ ", text, re.MULTILINE), path

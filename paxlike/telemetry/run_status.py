@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from etils import epath
 
 from paxlike import file_io, run_folder
-from paxlike.processes import ownership
+from paxlike.processes import lease
 from paxlike.processes.owner import is_there
 
 
-def is_running(folder: epath.Path, observer: ownership.Observer | None = None) -> bool:
+def is_running(folder: epath.Path, observer: lease.Observer | None = None) -> bool:
   """Returns whether a job is running in `folder`, as far as can be known from here.
 
   A caller that polls passes the same `observer` each time: it compares successive heartbeats.
@@ -37,7 +37,7 @@ def is_running(folder: epath.Path, observer: ownership.Observer | None = None) -
   if state != "running":
     return False
   with run_folder.reading(folder):
-    lives = (observer or ownership.Observer(folder)).lives()
+    lives = (observer or lease.Observer(folder)).lives()
   # Without a readable owner file, as of an earlier version, `status.json` names the process.
   return host == socket.gethostname() and is_there(pid) if lives is None else lives
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paxlike.data.chat import own_template
-from paxlike.data.chat.own_template import OwnTemplate
+from paxlike.data.chat import tokenizer_template
+from paxlike.data.chat.tokenizer_template import OwnTemplate
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
@@ -31,7 +31,7 @@ class Part(NamedTuple):
   ends: bool = False
 
 
-FILES, MORE_TEMPLATES = own_template.FILES, own_template.MORE
+FILES, MORE_TEMPLATES = tokenizer_template.FILES, tokenizer_template.MORE
 
 Template = Callable[[Sequence[Message]], list[Part]]
 
@@ -140,7 +140,7 @@ def template(name: str, *, vocab_path: str | None) -> Template:
   """
   if name != "tokenizer":
     return TEMPLATES[name]
-  source, file, tokens = own_template.read(pathlib.Path(vocab_path or "tokenizer.json"))
+  source, file, tokens = tokenizer_template.read(pathlib.Path(vocab_path or "tokenizer.json"))
   own = OwnTemplate(source, file=file)
   own.check()
   return functools.partial(_rendered, own, tokens)

@@ -8,7 +8,7 @@ or reads a clock.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from paxlike.processes import ending, rendezvous
+from paxlike.processes import rendezvous, verdicts
 
 LEFT = 2**62  # The phase count of a process whose work is done.
 FAILED_AFTER = 2.0  # Seconds from a process's failure until it ends the other processes.
@@ -75,7 +75,7 @@ class Members:
 
   def judge(
     self, report: dict[str, Any], tick: float, *, closed: Collection[int] = ()
-  ) -> ending.Verdict | None:
+  ) -> verdicts.Verdict | None:
     """Returns the verdict; None: the job continues.
 
     Args:
@@ -93,18 +93,18 @@ class Members:
         return found
     for index, member in self._known.items():
       if self._is_failure(index, member, index in closed):
-        return ending.Verdict("failed", index, f"{self.named(index)} has failed: {member.reason}")
+        return verdicts.Verdict("failed", index, f"{self.named(index)} has failed: {member.reason}")
     return None if self._index else self._stuck()
 
-  def _lost(self, index: int, member: Member, is_closed: bool) -> ending.Verdict | None:
+  def _lost(self, index: int, member: Member, is_closed: bool) -> verdicts.Verdict | None:
     if member.state == "failed" or (member.state == "left" and is_closed):
       return None
     if is_closed and member.state != "failing":
       why = f"{self.named(index)} was killed: its connection closed without a message"
-      return ending.Verdict("lost", index, why)
+      return verdicts.Verdict("lost", index, why)
     if member.silent > self._timeout and not is_closed:
       why = f"{self.named(index)} sent no heartbeat for {member.silent:.0f} s (--heartbeat_timeout)"
-      return ending.Verdict("lost", index, why)
+      return verdicts.Verdict("lost", index, why)
     return None
 
   def _is_failure(self, index: int, member: Member, is_closed: bool) -> bool:
@@ -122,7 +122,7 @@ class Members:
     others = [one for i, one in self._known.items() if one.state in ("", "failed")]
     return (
       member.failed > FAILED_AFTER
-      and not ending.is_timeout(member.reason)
+      and not verdicts.is_timeout(member.reason)
       and not self.all_fail()
       and all(one.state == "" and one.silent < member.failed for one in others)
     )
@@ -131,11 +131,11 @@ class Members:
     """Returns whether JAX has failed in all processes that have not left."""
     return {member.state for member in self._known.values()} - {"left"} == {"failing"}
 
-  def _stuck(self) -> ending.Verdict | None:
+  def _stuck(self) -> verdicts.Verdict | None:
     """Returns the verdict on the process that the others wait for, if that is stuck itself."""
     failed = [one for one in self._known.values() if one.state in ("failing", "failed")]
     working = {i: one.report for i, one in self._known.items() if one.state == ""}
-    if not working or not all(ending.is_timeout(one.reason) for one in failed):
+    if not working or not all(verdicts.is_timeout(one.reason) for one in failed):
       return None
     least = min(one["number"] for one in working.values())
     behind = {i: one for i, one in working.items() if one["number"] == least}
@@ -148,7 +148,7 @@ class Members:
     asked = " and was asked to stop" if one.get("stop") else ""
     why = f"{self.named(index)} is stuck{asked}: {one['what']}, for {one['age']:.0f} s"
     why += ", as are all other processes" if len(behind) == self._count > 1 else ""
-    return ending.Verdict("stalled", index, why)
+    return verdicts.Verdict("stalled", index, why)
 
   def last_promised(self) -> int | None:
     """Returns the latest sync point at which a process has promised to check for a stop.

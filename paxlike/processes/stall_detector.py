@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from paxlike.processes import progress, stacks, watchdog
+from paxlike.processes import phases, stacks, watchdog
 
 # Seconds from a request to stop until the process must have reached the sync point; three steps if
 # they take longer.
@@ -40,10 +40,10 @@ class Stall:
       must_stop: Whether the process was asked to stop and has not reached `Stop.agreed`.
       is_ending: Whether the process has finished or failed; then it has no limit.
     """
-    now = progress.OWN.now
+    now = phases.OWN.now
     moved = False
-    if now.kind in progress.MOVES_BYTES:
-      moved = (count := progress.bytes_moved()) - self._bytes > 2**20
+    if now.kind in phases.MOVES_BYTES:
+      moved = (count := phases.bytes_moved()) - self._bytes > 2**20
       if moved or now.number != self._number:
         self._bytes = count
     self.age = 0.0 if moved or now.number != self._number else self.age + tick
@@ -61,7 +61,7 @@ class Stall:
 
   def report(self) -> dict[str, Any]:
     """Returns the part of a process's report that is about its phase."""
-    now = progress.OWN.now
+    now = phases.OWN.now
     return {
       "number": now.number,
       "what": _PRINTS if self.is_over and stacks.is_printing() else str(now),
@@ -81,9 +81,9 @@ class Stall:
 
 def limit_of(kind: str, timeout: float | None, *, must_stop: bool) -> float | None:
   """Returns the limit of a phase in seconds; None: it has none."""
-  limit = progress.OWN.limit(kind, timeout)
-  if not must_stop or kind in progress.MOVES_BYTES:
+  limit = phases.OWN.limit(kind, timeout)
+  if not must_stop or kind in phases.MOVES_BYTES:
     return limit
-  step = None if kind in progress.COMPILES else progress.OWN.step_seconds()
+  step = None if kind in phases.COMPILES else phases.OWN.step_seconds()
   grace = _GRACE_TO_COMPILE if step is None else max(GRACE, 3 * step)
   return grace if limit is None else min(limit, grace)

@@ -17,7 +17,7 @@ from etils import epath
 from paxlike import file_io, run_folder
 from paxlike.checkpoints import checksums, manifest
 from paxlike.errors import RunError, UserError
-from paxlike.processes import ending
+from paxlike.processes import verdicts
 
 _FOLDER = re.compile(r"checkpoint_([0-9]{8}|[1-9][0-9]{8,9})")
 _LAST = 2**31 - 1  # The step counter is int32.
@@ -38,7 +38,7 @@ def writing(directory: epath.Path) -> Iterator[None]:
   except (UserError, RunError):
     raise
   except failures() as error:
-    if ending.is_of_jax(error):
+    if verdicts.is_of_jax(error):
       raise
     intact = " Older checkpoints are intact." if run_folder.has_checkpoints(directory) else ""
     reason = file_io.reason(error)

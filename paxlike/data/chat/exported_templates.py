@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in templates of `chat` in Jinja, for export beside a tokenizer."""
+"""The built-in templates of `templates` in Jinja, for export beside a tokenizer."""
 
 _SYSTEM_IN_USER = (
   "{% if messages|length > 1 and messages[0]['role'] == 'system' %}"

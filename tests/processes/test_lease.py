@@ -11,16 +11,16 @@ from etils import epath
 from helpers.two_runs import two_runs
 
 from paxlike.errors import RunError, UserError
-from paxlike.processes import ownership
+from paxlike.processes import lease
+from paxlike.processes.lease import Lease
 from paxlike.processes.owner import Owner
-from paxlike.processes.ownership import Ownership
 from paxlike.telemetry.run_log import Journal
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-  monkeypatch.setattr(ownership, "SILENCE", 0.6)
-  monkeypatch.setattr(ownership, "BEAT", 0.05)
+  monkeypatch.setattr(lease, "SILENCE", 0.6)
+  monkeypatch.setattr(lease, "BEAT", 0.05)
   return epath.Path(tmp_path)
 
 
@@ -35,7 +35,7 @@ def names(folder):
 
 
 def take(folder):
-  owner = Ownership(folder)
+  owner = Lease(folder)
   owner.check()
   return owner
 
@@ -45,7 +45,7 @@ def test_one_of_many_that_start_together_owns_the_folder(folder):
 
   def attempt():
     try:
-      outcomes.append(Ownership(folder))
+      outcomes.append(Lease(folder))
     except UserError as error:
       outcomes.append(str(error))
 
@@ -54,7 +54,7 @@ def test_one_of_many_that_start_together_owns_the_folder(folder):
     thread.start()
   for thread in threads:
     thread.join()
-  (owner,) = [one for one in outcomes if isinstance(one, Ownership)]
+  (owner,) = [one for one in outcomes if isinstance(one, Lease)]
   for said in outcomes:
     assert said is owner or f"is in use: process {os.getpid()} on " in said
   owner.release()
@@ -66,7 +66,7 @@ def test_who_ends_in_good_order_leaves_the_folder_to_the_next(folder):
     assert names(folder)[-1] == f"owner_{number:08d}.json"
   assert len(names(folder)) == 2
   before = {path: path.read_bytes() for path in folder.iterdir()}
-  Ownership(folder).release()  # It was refused before it wrote anything.
+  Lease(folder).release()  # It was refused before it wrote anything.
   assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -79,10 +79,10 @@ def test_a_process_that_is_gone_owns_nothing(folder):
   claim(folder, 3, started="1")
   began = time.monotonic()
   take(folder).release()
-  assert time.monotonic() - began < ownership.SILENCE
+  assert time.monotonic() - began < lease.SILENCE
   claim(folder, 5)
   with pytest.raises(UserError, match="is in use"):
-    Ownership(folder)
+    Lease(folder)
 
 
 def test_an_owner_elsewhere_is_watched_and_replaced_by_one(folder, capsys):
@@ -102,14 +102,14 @@ def test_an_owner_elsewhere_is_watched_and_replaced_by_one(folder, capsys):
   try:
     time.sleep(0.2)
     with pytest.raises(UserError, match="is in use: process 7 on elsewhere"):
-      Ownership(folder)
+      Lease(folder)
   finally:
     ends.set()
     thread.join()
 
 
 def test_an_owner_that_was_refused_while_it_was_watched_leaves_the_folder_free(folder, monkeypatch):
-  monkeypatch.setattr(ownership, "SILENCE", 4.0)
+  monkeypatch.setattr(lease, "SILENCE", 4.0)
   claim(folder, 1, host="elsewhere", machine="elsewhere", pid=7)
   threading.Timer(0.3, (folder / "owner_00000001.json").unlink).start()
   take(folder).release()
@@ -125,7 +125,7 @@ def test_an_owner_whose_start_may_not_be_seen_is_watched(folder, monkeypatch, tm
   monkeypatch.setattr(os, "kill", refuse)
   owner = take(folder)
   with pytest.raises(UserError, match=f"is in use: process {os.getpid()} on "):
-    Ownership(folder)
+    Lease(folder)
   owner.release()
   claim(folder, 7)  # It gives no sign.
   take(folder).release()
@@ -137,7 +137,7 @@ def test_an_owner_whose_start_may_not_be_seen_is_watched(folder, monkeypatch, tm
   claim(folder, 9)
   began = time.monotonic()
   take(folder).release()
-  assert time.monotonic() - began < ownership.SILENCE
+  assert time.monotonic() - began < lease.SILENCE
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_an_owner_that_gives_no_sign(folder, text):
 def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(folder):
   os.mkfifo(folder / "owner_00000005.json")
   refused = pytest.raises(UserError, match=r"owner_00000005\.json is a pipe or a device")
-  with refused, ownership.owned(folder):
+  with refused, lease.owned(folder):
     pass
   assert names(folder) == ["owner_00000005.json"]
 
@@ -165,7 +165,7 @@ def test_a_copy_of_the_folder_of_a_live_run_is_nobodys(folder, tmp_path):
   (copy / "owner_00000001.json").write_bytes((folder / "owner_00000001.json").read_bytes())
   take(copy).release()
   with pytest.raises(UserError, match="is in use"):
-    Ownership(folder)
+    Lease(folder)
   owner.release()
 
 
@@ -175,7 +175,7 @@ def test_a_folder_in_which_no_owner_can_be_written_has_none(folder, monkeypatch)
 
   monkeypatch.setattr(os, "fsync", full)
   refused = pytest.raises(UserError, match="cannot be written: No space left")
-  with refused, ownership.owned(folder):
+  with refused, lease.owned(folder):
     pass
   assert names(folder) == []
 
@@ -206,7 +206,7 @@ def test_a_folder_in_the_place_of_the_one_that_was_moved_is_not_written_in(tmp_p
 
 def test_who_finds_its_file_removed_ends_and_may_still_say_so(folder):
   ended = pytest.raises(RunError, match=r"owner_00000001\.json, .* was removed: this run ends")
-  with ended, ownership.owned(folder) as owner, Journal(folder, check_owner=owner.check) as journal:
+  with ended, lease.owned(folder) as owner, Journal(folder, check_owner=owner.check) as journal:
     journal.status("running", 3)
     (folder / "owner_00000001.json").unlink()
     journal.status("running", 4)
@@ -228,7 +228,7 @@ def test_who_finds_its_file_removed_and_another_owner_there_writes_no_more(folde
 
 
 def test_others_see_whether_the_owner_lives_and_wait_for_no_sign(folder):
-  observer = ownership.Observer(folder)
+  observer = lease.Observer(folder)
   assert observer.lives() is None
   owner = take(folder)
   assert observer.lives()
