@@ -21,8 +21,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from paxlike.convert import tensors
-from paxlike.convert.tensors import TensorSpec
+from paxlike.convert import safetensors_files
+from paxlike.convert.safetensors_files import TensorSpec
 
 VOCAB = 32000
 
@@ -70,7 +70,7 @@ def write_random(folder: pathlib.Path, num_layers: int, dim: int) -> dict[str, T
   specs = {name: TensorSpec(s, np.dtype(ml_dtypes.bfloat16)) for name, s in shapes.items()}
   some = np.random.default_rng(0).normal(size=1 << 20).astype(ml_dtypes.bfloat16)
   folder.mkdir()
-  tensors.write(folder, specs, lambda name: np.resize(some, shapes[name]))
+  safetensors_files.write(folder, specs, lambda name: np.resize(some, shapes[name]))
   config = {
     "model_type": "llama",
     "vocab_size": VOCAB,

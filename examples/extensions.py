@@ -3,8 +3,8 @@
 
     python examples/extensions.py runs/sums
 
-trains a small model on sums such as "12+7=19". Whatever a graph refers to must be at the top level
-of a module, because `config.json` refers to it by name. A command that reads that file needs
+trains a small model on sums such as "12+7=19". The classes and functions in a graph must be at the
+top level of a module, because `config.json` refers to them by name. A command that reads it needs
 `--fdl_allow_modules=examples.extensions`, and `paxlike.load` needs the same in `allow_modules`.
 """
 
@@ -60,8 +60,8 @@ class WithLion(paxlike.Experiment):
     return fdl.Config(optimizers.Optimizer, transform=transform, learning_rate=rate)
 
 
-# Under a name, it is a choice of every experiment: --fdl.LR_SCHEDULE=inverse_root. There is also
-# `register_optimizer`, for --fdl.OPTIMIZER.
+# Registered under a name, the schedule can be chosen for every experiment:
+# --fdl.LR_SCHEDULE=inverse_root. `register_optimizer` does the same for --fdl.OPTIMIZER.
 @optimizers.register_schedule("inverse_root")
 def inverse_root_of(experiment: paxlike.Experiment) -> fdl.Config:
   return fdl.Config(inverse_root, peak=experiment.LEARNING_RATE, warmup=experiment.LR_COS_WARMUP)
@@ -88,7 +88,7 @@ class LabelSmoothing(objectives.Objective):
 
 
 class Smoothed(paxlike.Experiment):
-  """A mixin that trains with it."""
+  """A mixin that trains with label smoothing."""
 
   LABEL_SMOOTHING: float = 0.1  #: Share of a target that is spread over all tokens.
 
@@ -117,7 +117,7 @@ class ScaledMlp(layers.Mlp):
 
 
 class ScaledLlama(Llama):
-  """LLaMA with it."""
+  """LLaMA with `ScaledMlp`."""
 
   def mlp(self) -> fdl.Partial[layers.Mlp]:
     mlp = super().mlp()
@@ -126,7 +126,7 @@ class ScaledLlama(Llama):
 
 
 class Sums(Corpus):
-  """A data source: documents as ids; paxlike packs and shuffles them, and resumes in them."""
+  """A data source: documents as ids, which paxlike shuffles and packs; runs resume exactly."""
 
   def __init__(self, *, count: int, seed: int = 0):
     self.count, self.seed = count, seed
@@ -150,7 +150,7 @@ class Sums(Corpus):
 
 
 class SumsData(paxlike.Experiment):
-  """A mixin that trains on it."""
+  """A mixin that trains on `Sums`."""
 
   NUM_SUMS: int = 10_000  #: Sums in the training data.
 
@@ -207,7 +207,7 @@ class Tiny:
 
 
 class TinySums(SumsData, Tiny, WithLion, Smoothed, ScaledLlama):
-  """An experiment with all of these."""
+  """An experiment with all parts above."""
 
   LEARNING_RATE = 1e-3
 

@@ -6,7 +6,7 @@ With this module allowed, a folder whose `config.json` has `"model_type": "parro
     paxlike-convert --from=hf --path=FOLDER --to=DIR --fdl_allow_modules=examples.family
     paxlike.load(FOLDER, allow_modules=["examples.family"])
 
-and `Model.export` writes one.
+and `Model.export` writes such a folder.
 """
 
 import paxlike

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LLaMA with gated attention, trained by Muon and evaluated by the average of its weights.
+"""A LLaMA with gated attention, trained by Muon and evaluated with averaged weights.
 
     python -m examples.gated_llama runs/gated
 
@@ -67,13 +67,13 @@ def _matrix(name: str, spec: WeightSpec) -> contrib.MuonDimensionNumbers | None:
     return None
   inputs, outputs = [], []
   for axis, dim in enumerate(spec.dims):
-    if dim not in ("layer", "experts"):  # A matrix for each.
+    if dim not in ("layer", "experts"):  # Each layer or expert has a matrix of its own.
       (inputs if dim in spec.contracted else outputs).append(axis)
   return contrib.MuonDimensionNumbers(tuple(inputs), tuple(outputs))
 
 
 class WithMuon(paxlike.Experiment):
-  """A mixin that trains by it."""
+  """A mixin that trains with Muon."""
 
   def optimizer(self) -> fdl.Config[optimizers.Optimizer]:
     return fdl.Config(muon, learning_rate=self.schedule(), weight_decay=self.WEIGHT_DECAY)
@@ -101,7 +101,7 @@ def averaged(*, optimizer: optimizers.Optimizer, decay: float) -> optimizers.Opt
 
 
 def _average(opt_state: Any, params: Params) -> Params:
-  """In-run evaluation, --mode=eval, decoding, `paxlike.load` and export use these."""
+  """Returns the weights of in-run evaluation, --mode=eval, decoding, `paxlike.load` and export."""
   del params
   return opt_state[-1].weights
 
@@ -122,7 +122,7 @@ class AveragedSums(SumsData, Tiny, Averaged, Llama):
 
 
 class GatedSums(Gated, AveragedSums, WithMuon):
-  """All three."""
+  """A LLaMA with gated attention, Muon and averaged weights."""
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ __all__ = [
   "register",
   "train",
 ]
-# Name -> the module that defines it, or is it. Imported on first use: importing JAX takes a second.
+# Exported name -> the module that defines it; for a module, its own full name. Imported on first
+# use, because importing JAX takes a second.
 _PLACES = {
   "Callback": "paxlike.telemetry.callbacks",
   "Experiment": "paxlike.experiment",

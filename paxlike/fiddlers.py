@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fiddlers: edits of a whole graph, by type and role, never by path.
+"""Fiddlers: functions that edit a whole graph; they find nodes by type and role, never by path.
 
 Each takes the root graph and edits it in place; `--fiddler=precision(dtype="float32")` applies one
 from the command line. Experiments apply them in a fixed order: precision, quantize,
@@ -28,7 +28,7 @@ _DOTS = {
   "mxfp8": layers.MxFp8,
   "int8": layers.Int8,
 }
-# Schemes of `hold`. The base under LoRA uses int8 in blocks of 64 instead of columns.
+# Schemes of `quantize_weights`. In the base of `lora`, int8 has a scale per block of 64 instead.
 _SCHEMES = {
   "int8": layers.weight_only.int8_columns,
   "int4": layers.weight_only.int4,
@@ -216,7 +216,10 @@ def shard_sequences(graph: fdl.Buildable):
 
 
 def decoding(graph: fdl.Buildable):
-  """Prepares a model for decoding: unrolled, since a scan copies caches per token; dropless MoE."""
+  """Prepares a model for decoding: unrolls layers, and makes MoE dispatch dropless.
+
+  A scan over layers would copy the KV caches for every token.
+  """
   stack(graph, scan=False)
   for node in select(graph, layers.Moe):
     node.dispatch = layers.dispatch.dropless

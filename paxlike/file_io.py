@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files, local or on an object store: paths, bounded reading, atomic writing, errors in words."""
+"""Files, local or on an object store: paths, bounded reading, atomic writing, error messages."""
 
 import contextlib
 import errno
@@ -14,8 +14,8 @@ from etils import epath
 
 from paxlike.errors import UserError
 
-_MAX_PATH = 4096  # Of Linux, in bytes; elsewhere it is less, and the system says so.
-_MAX_FOLDERS = 500  # Python creates folders by recursion.
+_MAX_PATH = 4096  # Linux's limit in bytes; a system with a lower limit reports the error itself.
+_MAX_FOLDERS = 500  # Python creates parent folders by recursion, which has a limited depth.
 MAX_BYTES = 64_000_000  #: Default size limit of a run's files; records of metrics have none.
 
 
@@ -23,7 +23,7 @@ def absolute(path: str | os.PathLike[str]) -> epath.Path:
   """Returns an absolute path; a path on a bucket is returned as given.
 
   Raises:
-    UserError: It names no store that is known, no bucket, or is too long.
+    UserError: Its store is unknown, it names no bucket, or it is too long.
   """
   text = os.fspath(path)
   if "://" not in text:
@@ -68,7 +68,10 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 
 
 def reason(error: BaseException, *, within: epath.PathLike | None = None) -> str:
-  """Returns an error's message in one line, after the name of a file `within` a folder."""
+  """Returns an error's message in one line.
+
+  If the error is about a file in the folder `within`, the file's relative path comes first.
+  """
   text = getattr(error, "strerror", None) or str(error).strip() or repr(error)
   # For a store's error 404, clients report only the URL.
   found = "not found: " if isinstance(error, FileNotFoundError) and error.errno is None else ""

@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike import launch
+from paxlike import run_mode
 from paxlike.cli import command_line, error_diagnosis, flags, startup, usage
 from paxlike.devices import topology
 from paxlike.errors import RunError, UserError, one_line
-from paxlike.launch import built, experiment_of, graph_of
-from paxlike.processes import stacks
+from paxlike.processes import stack_traces
+from paxlike.run_mode import built, experiment_of, graph_of
 from paxlike.telemetry import console
 
 if TYPE_CHECKING:
@@ -37,15 +37,15 @@ def run():
   # On a full disk, a warning per cache entry would hide the run's own message.
   warnings.filterwarnings("ignore", "Error .* persistent compilation cache entry")
   status = 1
-  stacks.obey_sigterm()
+  stack_traces.obey_sigterm()
   try:
-    with stacks.on_signal():
+    with stack_traces.on_signal():
       status = main(sys.argv)
   finally:
     alone = "paxlike.processes.multiprocess" not in sys.modules
-    if status == 130 or (status in (1, 2, 3, launch.TEMPORARY) and not alone):
-      # JAX would wait for the other processes, which exit by themselves; and `_interrupted` must
-      # not be freed.
+    if status == 130 or (status in (1, 2, 3, run_mode.TEMPORARY) and not alone):
+      # `os._exit` skips JAX's shutdown, which would wait for the other processes (they exit by
+      # themselves), and does not free `_interrupted`.
       if sys.exc_info()[1] is not None:
         traceback.print_exc()
       sys.stdout.flush()
@@ -75,12 +75,12 @@ def main(argv: Sequence[str]) -> int:
       print(usage.HELP, end="")
       return _with_output(0)
     with (
-      launch.reporting_failure(leave=True),
+      run_mode.reporting_failure(leave=True),
       contextlib.ExitStack() as target,
       error_diagnosis.explained(options) as stage,
     ):
       startup.set_up_jax(options)
-      # It ends after `explained`, which may try other options for the same devices.
+      # `target` ends after `explained`, which may try other options for the same devices.
       target.enter_context(topology.target(options.topology, slices=options.slices or 1))
       status = _dispatch(options, stage)
       prints_only = options.list or options.fdl_help
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     if options.traceback:
       traceback.print_exception(error)
     print(f"paxlike: {one_line(error)}", file=sys.stderr)
-    return launch.status_of(error)
+    return run_mode.status_of(error)
   except KeyboardInterrupt as error:
     _interrupted.append(error)
     from paxlike.cli import hints
@@ -106,13 +106,13 @@ def _with_output(status: int) -> int:
 
 
 def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
-  stage.attempt = functools.partial(launch.attempt, make=launch.experiment_if_named)
+  stage.attempt = functools.partial(run_mode.attempt, make=run_mode.experiment_if_named)
   from paxlike.cli import epochs, knob_page, show_page
 
   if options.list:
     print(show_page.experiments())
     return 0
-  stage.experiment = experiment = launch.experiment_if_named(options)
+  stage.experiment = experiment = run_mode.experiment_if_named(options)
   if options.fdl_help:
     assert experiment is not None
     print(knob_page.help_text(type(experiment)))
@@ -127,7 +127,7 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
     if options.against:
       from paxlike import registry
 
-      other = launch.root_graph(registry.find(options.against, flag="against")())
+      other = run_mode.root_graph(registry.find(options.against, flag="against")())
       print(show_page.difference(graph, other, name=options.against))
     elif options.changed:
       assert experiment is not None
@@ -144,7 +144,7 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
     folder = options.job_log_dir if options.enable_checkpoint_saving else None
     found = checks.run(graph, built, folder=folder, full=options.full)
     return check_page.show(found, as_json=options.json)
-  return launch.run(options, experiment, graph, stage)
+  return run_mode.run(options, experiment, graph, stage)
 
 
 def _compile(options: flags.Options, trainer: Any) -> int:

@@ -173,7 +173,9 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
 
 
 def foreign_module(path: epath.PathLike) -> str | None:
-  """Returns the module that `load` of this file imports only if it is allowed; None: none.
+  """Returns the module outside of paxlike that `load` of this file would import, if allowed.
+
+  None: the experiment is paxlike's, its class is already defined, or `__main__` defined it.
 
   Raises:
     UserError: The file is missing or damaged.
@@ -219,7 +221,7 @@ def _known(name: str) -> type[Experiment] | None:
   same = [cls for cls in classes if f"{cls.__module__}.{cls.__qualname__}" == name]
   # `with_data` makes classes of the same name.
   same = [c for c in same if c.__module__ in sys.modules and "_data" not in vars(c)]
-  # A class that was defined again may be alive.
+  # If a class was defined again, as in a notebook, the old one may still be alive.
   bound = [c for c in same if getattr(sys.modules[c.__module__], c.__name__, None) is c]
   return next(iter(bound or same[::-1]), None)
 

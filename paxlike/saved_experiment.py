@@ -25,7 +25,8 @@ def read(
     allow_modules: Modules outside of paxlike that the run may use.
 
   Raises:
-    UserError: The folder has no experiment, or the run's graph was edited beyond its knobs.
+    UserError: The folder has no experiment, or the run's graph is not the one of its knobs, because
+      fiddlers or other flags edited it.
   """
   given = f"--fdl.{knobs[0][0]}={knobs[0][1]}" if knobs else "--fdl_help"
   advice = "set --fdl_config=NAME and the flags that the run was started with"
@@ -59,7 +60,7 @@ def foreign_modules(folder: epath.PathLike) -> list[str]:
 
 
 def graph(folder: epath.PathLike) -> Part:
-  """Returns the root graph of a run or a converted model as data; imports nothing.
+  """Returns the root graph of a run or a converted model as `graph_data`; imports nothing.
 
   Raises:
     UserError: It cannot be read, or is not the graph of a run.

@@ -33,7 +33,7 @@ def line_of(error: BaseException, *, entry: bool) -> str:
       `paxlike.train`, false for a command.
   """
   if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
-    return f"{error.filename}, line {error.lineno}"  # It has no frame.
+    return f"{error.filename}, line {error.lineno}"  # The traceback has no frame of that file.
   for frame in reversed(traceback.extract_tb(error.__traceback__)):
     path = os.path.abspath(frame.filename)
     # Notebook cells are not files, but `linecache` has their lines.

@@ -18,7 +18,7 @@ MAX_LINES, MAX_FUNCTION_LINES = 490, 80
 # imports from the floors below its own, and what shares a floor does not know each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
   ("__init__", "errors"),
-  ("file_io", "input_files", "user_code"),
+  ("file_io", "untrusted_files", "user_code"),
   ("run_folder",),
   ("config", "processes"),
   ("devices",),
@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("saved_experiment", "experiments"),
   ("scripts_gpu", "checks", "convert"),
   ("cli",),
-  ("launch",),
+  ("run_mode",),
   ("api",),
   ("main",),
 )

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from etils import epath
 
-from paxlike import file_io, launch, run_folder
-from paxlike.api import keywords
+from paxlike import file_io, run_folder, run_mode
+from paxlike.api import error_messages
 from paxlike.cli import error_diagnosis, flags, startup
 from paxlike.errors import UserError
 
@@ -49,17 +49,17 @@ def load(
     UserError: The folder holds no model, uses modules that are not allowed, or a knob is wrong.
   """
   names = tuple(allow_modules)
-  options = flags.Options(mode="eval", knobs=launch.as_texts(knobs), fdl_allow_modules=names)
+  options = flags.Options(mode="eval", knobs=run_mode.as_texts(knobs), fdl_allow_modules=names)
   with contextlib.ExitStack() as stack:
-    stack.enter_context(keywords.in_errors(folder))
-    stack.enter_context(launch.reporting_failure(leave=False))
+    stack.enter_context(error_messages.in_errors(folder))
+    stack.enter_context(run_mode.reporting_failure(leave=False))
     stage = stack.enter_context(error_diagnosis.explained(options, entry=True))
     startup.set_up_jax(options)
-    launch.leave_at_exit()
+    run_mode.leave_at_exit()
     path = _run_in(os.fspath(folder), names)
     options = dataclasses.replace(options, job_log_dir=os.fspath(path))
-    stage.experiment = launch.experiment_if_named(options)
-    graph = launch.graph_of(options, stage.experiment)
+    stage.experiment = run_mode.experiment_if_named(options)
+    graph = run_mode.graph_of(options, stage.experiment)
     return Model(path, graph, step=step, allow_modules=names)
 
 
@@ -119,7 +119,7 @@ class Model:
     self._allow_modules = tuple(allow_modules)
     decoding = copy.deepcopy(graph)
     fiddlers.decoding(decoding)
-    self._decoder: Trainer = launch.built(decoding)
+    self._decoder: Trainer = run_mode.built(decoding)
     with jax.set_mesh(self._decoder.devices):
       self.step, self._params = self._decoder.origin(folder).params(number)
     self.tokenizer: Any = self._decoder.data.tokenizer
@@ -129,7 +129,7 @@ class Model:
     count = self._decoder.definition.num_params
     return f"<Model {self.folder}, checkpoint {self.step}: {count:,} parameters>"
 
-  @keywords.in_errors()
+  @error_messages.in_errors()
   def generate(
     self,
     prompts: Any,
@@ -167,7 +167,7 @@ class Model:
 
     from paxlike.inference import decoding
     from paxlike.inference.sampling import Sampling
-    from paxlike.training import decode
+    from paxlike.training import decode_mode
 
     given, is_one = _prompts(prompts, vocab_size=self._decoder.model.vocab_size)
     options = decoding.DecodingOptions(
@@ -179,7 +179,7 @@ class Model:
     if options.stop and self.tokenizer is None:
       raise UserError(f"stop: {decoding.NO_TOKENIZER}")
     found: list[Any] = [None] * len(given)
-    dialogue = decode.dialogue_for(self._decoder, given)
+    dialogue = decode_mode.dialogue_for(self._decoder, given)
     with jax.set_mesh(self._decoder.devices):
       for result in self._decoding_with(options, dialogue).run(given):
         prompt = given[result.prompt]
@@ -189,16 +189,16 @@ class Model:
 
   def _decoding_with(self, options: "DecodingOptions", dialogue: "Dialogue | None") -> "Decoding":
     """Returns the decoder, reused with its programs while sampling and template are the same."""
-    from paxlike.training import decode
+    from paxlike.training import decode_mode
 
     last = self._decoding
     if last is None or (last.options.sampling, last.dialogue) != (options.sampling, dialogue):
-      last = decode.decoding_of(self._decoder, self._params, options, dialogue=dialogue)
+      last = decode_mode.decoding_of(self._decoder, self._params, options, dialogue=dialogue)
       self._decoding = last
     last.use(options)
     return last
 
-  @keywords.in_errors()
+  @error_messages.in_errors()
   def logits(self, tokens: Any) -> np.ndarray:
     """Returns float32 [B, T, V], the logits of the token after each of `tokens`.
 
@@ -232,7 +232,7 @@ class Model:
 
     return jax.jit(forward, compiler_options=dict(self._decoder.execution.compiler_options))
 
-  @keywords.in_errors()
+  @error_messages.in_errors()
   def evaluate(self) -> dict[str, dict[str, float]]:
     """Returns the metrics of each eval set by name, like `--mode=eval`; writes nothing.
 
@@ -257,7 +257,7 @@ class Model:
 
     from paxlike.layers.stack import layout_of
 
-    trainer: Trainer = launch.built(self._graph)
+    trainer: Trainer = run_mode.built(self._graph)
     if layout_of(trainer.model) == layout_of(self._decoder.model):
       return trainer, self._params
     with jax.set_mesh(trainer.devices):
@@ -277,7 +277,7 @@ class Model:
     from paxlike.convert import exporting
 
     path = pathlib.Path(self.folder)
-    with keywords.in_errors(self.folder):
+    with error_messages.in_errors(self.folder):
       source = exporting.ExportedRun(path, step=self.step, allow_modules=self._allow_modules)
       source.convert(pathlib.Path(folder), dtype=dtype)
 

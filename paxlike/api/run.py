@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from etils import epath
 
-from paxlike import file_io, launch, run_folder
-from paxlike.api import keywords
+from paxlike import file_io, run_folder, run_mode
+from paxlike.api import error_messages
 from paxlike.cli import epochs, error_diagnosis, flags, startup
 from paxlike.errors import UserError
 
@@ -44,7 +44,7 @@ class Run:
       UserError: There is no such folder.
     """
     self.folder: epath.Path = file_io.absolute(folder)
-    with keywords.in_errors():
+    with error_messages.in_errors():
       run_folder.existing(os.fspath(self.folder))
     self.allow_modules = tuple(allow_modules)
     self._graph = graph
@@ -111,11 +111,11 @@ class Run:
 
     if self._graph is None:
       return model.load(self.folder, step, allow_modules=self.allow_modules)
-    with keywords.in_errors(self.folder):
+    with error_messages.in_errors(self.folder):
       return model.Model(self.folder, self._graph, step=step, allow_modules=self.allow_modules)
 
 
-@keywords.in_errors()
+@error_messages.in_errors()
 def train(
   experiment: "type[Experiment] | Experiment | str",
   folder: str | os.PathLike[str],
@@ -147,24 +147,24 @@ def train(
   options = flags.Options(
     mode="train",
     fdl_config=_name_of(experiment),
-    knobs=launch.as_texts(knobs),
+    knobs=run_mode.as_texts(knobs),
     job_log_dir=os.fspath(folder),
   )
   make = functools.partial(_make, experiment=experiment, knobs=knobs)
   with (
-    launch.reporting_failure(leave=False),
+    run_mode.reporting_failure(leave=False),
     error_diagnosis.explained(options, entry=True) as stage,
   ):
     startup.set_up_jax(options)
     from paxlike.telemetry import callbacks as checking
 
-    launch.leave_at_exit()
-    stage.attempt = functools.partial(launch.attempt, make=make)
+    run_mode.leave_at_exit()
+    stage.attempt = functools.partial(run_mode.attempt, make=make)
     stage.experiment = made = make(options)
-    epochs.resolve(made, lambda: launch.built(launch.graph_of(options, made)))
-    graph = launch.graph_of(options, made)
+    epochs.resolve(made, lambda: run_mode.built(run_mode.graph_of(options, made)))
+    graph = run_mode.graph_of(options, made)
     given = checking.check(callbacks, source="paxlike.train: callbacks")
-    status = launch.run(options, made, graph, stage, given)
+    status = run_mode.run(options, made, graph, stage, given)
   if status == 128 + signal.SIGINT:
     raise KeyboardInterrupt(f"the run in {folder} is saved; the same call resumes it")
   if status:
@@ -196,7 +196,7 @@ def _make(
   experiment: "type[Experiment] | Experiment | str",
   knobs: dict[str, Any],
 ) -> "Experiment":
-  """Returns a copy of the experiment with the knobs set that `options` name."""
+  """Returns a new instance of the experiment, with those of `knobs` set that `options` name."""
   from paxlike import registry
 
   if isinstance(experiment, str):

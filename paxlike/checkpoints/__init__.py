@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: saved, verified, converted between layouts, and the names other programs use."""
+"""Saves, verifies and restores checkpoints in any layout; maps weights to Hugging Face's names."""

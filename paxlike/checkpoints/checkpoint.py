@@ -55,13 +55,14 @@ class Checkpoint:
     """Returns its contents with the shardings of `target`, converted to `layout`.
 
     Non-trainable state that the checkpoint lacks is zeros. Orbax's handlers are called directly:
-    its checkpointers have barriers, where a process that cannot read its shards would be missing.
+    its checkpointers have barriers, at which the processes would wait for one that cannot read its
+    shards.
 
     Args:
       target: Name -> shape, dtype and sharding of each array.
       layout: The layout of `target`.
-      unread: Which arrays of the checkpoint `target` may lack; if given, float dtypes may differ.
-        None: none.
+      unread: Predicate that selects the arrays of the checkpoint that `target` may lack; if given,
+        float dtypes may differ. None: `target` must have all arrays, in the saved dtypes.
 
     Raises:
       UserError: Names, shapes or dtypes differ (another experiment), or it is damaged.
@@ -95,7 +96,9 @@ class Checkpoint:
     layout: Layout,
     unread: layout_conversion.Unread | None = None,
   ) -> tuple[dict[str, Any], Layout, set[str]]:
-    """Returns metadata, layout, and the lacking non-trainable state; reads no array.
+    """Returns metadata, layout, and names of non-trainable state that the checkpoint lacks.
+
+    Reads no array.
 
     Raises:
       UserError: `restore` would fail with this target.
@@ -129,7 +132,7 @@ class Checkpoint:
       return layout_conversion.layout_in(self._described()[0])
 
   def has_training_state(self) -> bool:
-    """Returns whether it has more than weights: a converted model has not.
+    """Returns whether it has optimizer state; a converted model has only weights.
 
     Raises:
       UserError: It is damaged.
@@ -193,7 +196,7 @@ class Checkpoint:
       raise checksums.damaged(self._path, reason) from error
 
   def _arrays(self, arguments: Any) -> Flat:
-    """Returns arrays by Orbax's arguments for restoring them."""
+    """Returns the arrays that Orbax's restore arguments request."""
     with contextlib.closing(self._ocp.PyTreeCheckpointHandler()) as handler:
       found = handler.restore(self._path / "state", args=arguments)
     for name, array in found.items():
@@ -227,7 +230,7 @@ class Checkpoint:
 
 
 def _check_place(train_input: Mapping[str, Any]):
-  """Raises ValueError if this is no place in the data, nor {}, as where nothing was trained."""
+  """Raises ValueError unless this is a position in the data, or {}: a converted model has none."""
   if not train_input:
     return
   for name in ("epoch", "position"):

@@ -25,7 +25,7 @@ class Checksums:
   """The checksums of a checkpoint, to verify its files.
 
   Attributes:
-    files: By path relative to the checkpoint's folder.
+    files: Path relative to the checkpoint's folder -> file.
   """
 
   def __init__(self, folder: epath.Path, files: Mapping[str, File]):
@@ -46,9 +46,9 @@ class Checksums:
     return manifest.digest("".join(sorted(f"{one.array}:{one.digest};" for one in pieces)).encode())
 
   def among(self, arrays: Collection[str]) -> "Checksums":
-    """Returns a copy in which chunks of arrays that are not in `arrays` belong to no array.
+    """Returns a copy in which chunks of arrays other than `arrays` are marked as bytes of no array.
 
-    Bytes of no array are always verified: a forged name of an array excludes none.
+    Such bytes are always verified, so a forged array name in a manifest exempts no bytes.
     """
 
     def known(piece: Piece) -> Piece:
@@ -85,9 +85,9 @@ class Checksums:
   def verifying(
     self, *, arrays: Collection[str] | None, index: int = 0, count: int = 1
   ) -> Iterator[None]:
-    """Context in which threads verify the bytes beside the body; see `verify`.
+    """Context in which threads verify the bytes while the body runs; see `verify`.
 
-    The bytes are divided between `count` processes, of which this is `index`. An error of verifying
+    The bytes are divided between `count` processes, of which this is `index`. A verification error
     replaces an exception of the body.
     """
     pieces = self._pieces(arrays)[index::count]

@@ -24,7 +24,7 @@ class Wrapper:
   """A multimodal model, of which only the text model is converted.
 
   Attributes:
-    model_type: Of the configuration; the text model's configuration is its `text_config`.
+    model_type: `model_type` of the configuration, whose `text_config` is that of the text model.
     neutral: Keys without effect on text.
     fixed: Keys of `text_config` that must have this value, because the wrapper ignores them.
     renamed: Prefix of tensor names -> prefix in the standalone text model.
@@ -76,7 +76,7 @@ class Family:
   """A family's `config.json` and safetensors files, for both directions.
 
   Attributes:
-    model_type: Of the configuration.
+    model_type: `model_type` of the configuration.
     architecture: The class in transformers.
     knobs: Configuration key -> knob.
     defaults: Values of absent keys in transformers. A key in `knobs` without a default is required.
@@ -86,11 +86,11 @@ class Family:
     neutral: Keys without effect on logits, besides those of every family.
     equal: Key -> another key whose value it must have, if present.
     aliases: Key -> its name in `knobs`.
-    layer_types: Kinds of attention of the layers, repeated; empty: there is no such key.
+    layer_types: Repeating pattern of the layers' kinds of attention; empty: no such key.
     rope: Rotary position embedding, if any.
     rules: Weight -> its tensors.
     without: Name of a weight -> rules for models that lack it.
-    prefix: Optional prefix of tensor names.
+    prefix: Prefix of tensor names that some files lack.
     ignored: Patterns (`re`) of tensors that may be present and are not needed; `{KNOB}` stands for
       the knob's value.
     copies: Tensor that may be present and is not read -> the tensor that it must equal.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of Hugging Face's `config.json` common to all families, by their meaning for conversion."""
+"""Keys of Hugging Face's `config.json` for all families: to ignore, or required to have a value."""
 
 from typing import Any
 

@@ -18,10 +18,12 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-  """The same tensor, its trailing dims flattened to `ndim` dims; None: not reshaped.
+  """The same tensor, apart from its shape.
 
   Attributes:
     name: Hugging Face's tensor name, `{}` for the layer.
+    ndim: Number of dims of the tensor, which merges the trailing dims of our weight. None: the
+      shapes are equal.
   """
 
   name: str
@@ -54,7 +56,7 @@ class Same:
 
 @dataclasses.dataclass(frozen=True)
 class Shifted(Same):
-  """The same tensor minus 1: norm scales around 0 instead of 1."""
+  """Our weight is the tensor minus 1: our norm scales are around 0 instead of 1."""
 
   def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
     return tensors[0].astype(np.float32) - 1
@@ -119,7 +121,7 @@ class Interleaved(Fused):
 
 @dataclasses.dataclass(frozen=True)
 class PerExpert(Same):
-  """Linear maps of experts, stored as one [outputs, inputs] each; `{expert}` is the index."""
+  """Linear maps of experts, a tensor [outputs, inputs] each; `{expert}` in a name is its index."""
 
   def names(self, layer: int, shape: Shape) -> list[str]:
     return [self.name.format(layer, expert=expert) for expert in range(shape[0])]

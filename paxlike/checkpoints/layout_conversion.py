@@ -15,10 +15,10 @@ from paxlike.layers.stack_layout import Layout
 
 Flat = dict[str, Any]
 
-# Prefix of non-trainable state (amax history, router bias), which a checkpoint may lack.
+# Prefix of non-trainable state, such as an amax history, which a checkpoint may lack.
 _OPTIONAL = "extra."
 
-# Returns whether an array of a checkpoint, such as "params.norm.scale", may stay unread.
+# Predicate: whether an array of a checkpoint, such as "params.norm.scale", may stay unread.
 Unread = Callable[[str], bool]
 
 
@@ -177,7 +177,7 @@ def layout_in(metadata: Mapping[str, Any]) -> Layout:
   layout = Layout(**metadata["layout"])
   scanned, *counts = dataclasses.astuple(layout)
   known = type(scanned) is bool and all(is_size(n) and n < 2**20 for n in counts)
-  # Stages split the repeats; without a pattern there is one group of 0 repeats.
+  # The chunks of all stages divide the repeats evenly; with 0 repeats there is only one chunk.
   groups = layout.stages * layout.chunks if known and layout.pattern else 0
   divide = 0 < groups <= max(layout.repeats, 1) and layout.repeats % groups == 0
   if not divide or layout.repeats > ranges.MOST_LAYERS:

@@ -2,10 +2,10 @@
 """Manifests of a checkpoint's files: their sizes and checksums, measured while it is saved.
 
 The manifest `checksums/process_N.json` covers the array data that process N wrote. The manifest
-`checksums.json` covers all other files, including the former; its last line is its own checksum.
-Local files have a checksum for every range of bytes that is a chunk of an array (chunks that
-overlap share one), and for every range between them. On an object store, checksums are the store's
-CRC32C of each object, known without a download.
+`checksums.json` covers all other files, including those manifests. The last line of each manifest
+is its own checksum. Local files have a checksum for every range of bytes that is a chunk of an
+array (chunks that overlap share one), and for every range between them. On an object store,
+checksums are the store's CRC32C of each object, known without a download.
 """
 
 import json
@@ -31,7 +31,8 @@ class Piece(NamedTuple):
     offset: Offset of the first byte.
     length: In bytes.
     digest: Checksum; None on an object store, which has one for the whole file.
-    array: Name of the array of which the range is a chunk; None if it is no chunk, or of several.
+    array: The array of which the range is a chunk; None if it is no chunk, or shared by several
+      arrays.
   """
 
   offset: int
@@ -123,7 +124,7 @@ def _chunks(state: epath.Path) -> dict[str, list[Piece]]:
   base = ts.KvStore.open(spec).result()
   found: dict[str, list[Piece]] = {}
   nodes = [version["root"]["location"] for version in ts.ocdbt.dump(base).result()["versions"]]
-  for location in (nodes := nodes[-1:]):  # Of a B-tree, breadth first: the list grows.
+  for location in (nodes := nodes[-1:]):  # Walks a B-tree breadth first: the list grows.
     for entry in ts.ocdbt.dump(base, location).result()["entries"]:
       if "location" in entry:
         nodes.append(entry["location"])
@@ -216,7 +217,7 @@ def write(folder: epath.Path, *, to_come: Mapping[str, bytes] | None = None):
   """Writes `checksums.json`: all files that no process's manifest covers.
 
   Args:
-    folder: The checkpoint's.
+    folder: The checkpoint's folder.
     to_come: Name -> content of files that will be written before the commit.
 
   Raises:

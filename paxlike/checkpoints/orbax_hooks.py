@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks into Orbax's saving: checksums are written before a checkpoint is committed.
 
-Orbax calls them in the background: the future's `result` in every process after it has written its
-arrays, `finalize` in process 0 after all have.
+Orbax calls them in the background: `_Measuring.result` in every process after that process has
+written its arrays, and `Committing.finalize` in process 0 after all processes have.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 class _Measuring:
-  """A future for Orbax, whose `result` writes checksums: Orbax calls it after the arrays."""
+  """A future whose `result` writes checksums; Orbax calls it after writing the arrays."""
 
   def __init__(self, write: Callable[[], None]):
     self._write = write
@@ -100,7 +100,7 @@ def options(
   """Returns the options of Orbax's checkpoint manager.
 
   Args:
-    directory: Of the checkpoints.
+    directory: The folder of checkpoints.
     before: Called before a commit; an exception prevents it.
     after: Called with a committed checkpoint.
   """

@@ -35,8 +35,9 @@ class Checkpoints:
 
     Args:
       directory: The folder of checkpoints.
-      keep: Number of newest checkpoints to keep; others go after a verified save. None: all.
-      preserved: Returns another step to keep.
+      keep: Number of newest checkpoints to keep; a save that was verified removes the others.
+        None: all are kept.
+      preserved: Returns one more step to keep, such as that of the best checkpoint; None: no more.
       check_owner: Raises if this process may no longer write.
       on_commit: Called with each committed checkpoint, in a thread of process 0.
 
@@ -71,9 +72,10 @@ class Checkpoints:
         print(f"paxlike: {one_line(error)}", file=sys.stderr)
 
   def _open(self, step: int) -> Any:
-    """Returns Orbax's manager, made by the first save, because it removes unfinished saves.
+    """Creates and returns Orbax's manager, which removes unfinished saves when it is created.
 
-    Damaged checkpoints from `step` on are renamed, since Orbax saves no step before the newest.
+    Therefore the first save creates it; reading does not. Damaged checkpoints from `step` on are
+    renamed, since Orbax saves no step before the newest.
 
     Raises:
       UserError: A checkpoint from `step` on is undamaged.

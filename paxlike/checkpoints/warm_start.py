@@ -160,7 +160,7 @@ class Restore:
 
   @property
   def saved(self) -> Checkpoints:
-    """The checkpoints there."""
+    """The checkpoints in `folder`."""
     return Checkpoints(self.folder, keep=None)
 
   def _chosen(self, definition: Definition) -> list[str]:
@@ -210,7 +210,7 @@ class Loaded(NamedTuple):
   """Restored weights.
 
   Attributes:
-    params: By name.
+    params: Name -> weight.
     provenance: JSON, see `Restore.provenance`.
     lost: The quantization error, see `read_params`.
   """
@@ -286,7 +286,8 @@ def read_found(
 ) -> tuple[int, _Read]:
   """Returns a step and `read(step)`, the same step in all processes.
 
-  Step None is the newest; if its run removes that one meanwhile, the then newest is read.
+  If `step` is None, the newest checkpoint is read; if its run removes that while it is being read,
+  the one that is then the newest is read instead.
 
   Raises:
     UserError: There is no such checkpoint, it is damaged, or it was removed while being read.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention kernels on the mesh against `xla` in float32 on one device: outputs and gradients."""
+"""Compares attention kernels on the mesh with `xla` in float32 on one device, gradients too."""
 
 import functools
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ class _Inputs(NamedTuple):
 
 
 def kernels(devices: jax.sharding.Mesh) -> Iterator[Check]:
-  """Yields a check per kernel that the devices support, dtype and case."""
+  """Yields a check for each case, kernel that the devices support, and dtype."""
   device, on_cpu = devices.devices.flat[0], is_cpu(devices)
   dtypes = (jnp.float32,) if on_cpu else (jnp.bfloat16, jnp.float32)
   for case in CASES if on_cpu else (*CASES, *MORE_CASES):

@@ -67,12 +67,12 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[int], float]]] = {
 
 
 def _start(block: Any, size: int) -> Any:
-  """Returns the start of a block of `size` numbers modulo 251, because int32 could overflow."""
+  """Returns a number that equals block * size modulo 251; that product could overflow int32."""
   return block % 251 * (size % 251)
 
 
 def _numbers(start: Any, count: int) -> jax.Array:
-  """Returns small integers, whose sums are exact in float32."""
+  """Returns `count` integers from `start` on, modulo 251; their sums are exact in float32."""
   return ((start + jnp.arange(count)) % 251).astype(jnp.float32)
 
 

@@ -47,7 +47,7 @@ def compared(
   tolerance: float,
   detail: str = "",
 ) -> Check:
-  """Returns the check of arrays by their largest error and their scale.
+  """Compares arrays by their `largest_error` and their `scale`.
 
   Rounding changes the scale far less than single numbers, so its limit is a quarter of the
   tolerance. NaN errors fail.

@@ -18,8 +18,9 @@ class Tolerances(NamedTuple):
     loss: Relative error of the loss.
     gradient: Norm of a gradient's error, relative to the gradient's norm.
     total: Relative error of the global gradient norm, and of the common scale of all gradients.
-    floor: Least size of a gradient in relative errors, as a fraction of the root mean square of all
-      gradients: some, such as those of key biases, are zero except for rounding.
+    floor: In relative errors, a gradient whose root mean square is below this fraction of that of
+      all gradients counts as that large: some, such as those of key biases, are zero except for
+      rounding.
     note: A remark on these limits for the report.
   """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls of experts against `ragged_dot` and NumPy."""
+"""Compares the grouped matmuls of experts with `ragged_dot` and NumPy."""
 
 from collections.abc import Iterator
 from typing import Any

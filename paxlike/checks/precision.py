@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""8-bit matmuls against the same quantization in NumPy: scales, rounding, sums, gradients."""
+"""Compares 8-bit matmuls and their gradients with the same quantization and matmuls in NumPy."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of an experiment on the mesh against the same step on one device.
+"""Compares one training step of an experiment on the mesh with the same step on one device.
 
 It compares the gradients that the optimizer receives, per weight and layer. In float32 it also
 compares the optimizer's update with the same update on one device.
@@ -40,7 +40,7 @@ from paxlike.training.trainer import Trainer
 
 
 def steps(graph: Any, build: Build, *, full: bool) -> Iterator[Check]:
-  """Yields checks in float32 and, if it differs, in the experiment's own dtype."""
+  """Yields checks of a step in float32 and, if that differs, in the experiment's own precision."""
   size = "full size" if full else "shrunk"
   own = trained(graph, build, full=full)
   exact: Step | None = None  # The float32 step on one device; None if it failed.

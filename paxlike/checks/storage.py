@@ -53,7 +53,7 @@ def folder(path: str | None) -> Iterator[epath.Path | None]:
     with _handled(signal.default_int_handler, signal.SIGTERM):
       if jax.process_count() > 1:
         from paxlike.processes import (
-          multiprocess,  # Imported only in one of several processes: see `main`.
+          multiprocess,  # Imported only if there are several processes: `main` tests for that.
         )
 
         multiprocess.check_shared(parent)

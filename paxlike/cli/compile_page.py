@@ -97,7 +97,7 @@ def _at_least(program: aot.Program) -> str:
 
 
 def _kernels(program: aot.Program, *, most: int = 30) -> Iterator[tuple[str, ...]]:
-  """Yields table rows of kernels: the sum of each group, then the `most` expensive kinds."""
+  """Yields table rows: the sum of each group of kernels, then of the `most` costliest kinds."""
   found = program.kernels()
 
   def row(name: str, one: hlo_kernels.HloKernel) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration files in a run's folder, with which the folder alone can be evaluated or decoded.
+"""The configuration files of a run's folder: the folder is all that evaluation and decoding need.
 
 Relative paths are made absolute; the tokenizer and the modules of the user are copied into the
 folder, so that it can be moved.
@@ -16,7 +16,7 @@ from typing import Any
 import fiddle as fdl
 from etils import epath
 
-from paxlike import file_io, input_files, registry, run_folder
+from paxlike import file_io, registry, run_folder, untrusted_files
 from paxlike.config import allowed_symbols, graph_file, graph_types, paths
 from paxlike.data.chat import templates
 from paxlike.data.tokenizers import token_settings
@@ -130,10 +130,10 @@ def _tokenizer_files(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
   beside = [path.parent / name for name in (*templates.FILES, *token_settings.FILES)]
   beside += sorted((path.parent / templates.MORE_TEMPLATES).glob("*.jinja"))
   for file in dict.fromkeys((path, *beside)):
-    if input_files.is_there(file):
+    if untrusted_files.is_there(file):
       # Untrusted neighbours: a link out of the folder must not get private files into an export.
       folder = None if file == path else path.parent
-      content = input_files.read(file, limit=token_settings.TOKENIZER_BYTES, folder=folder)
+      content = untrusted_files.read(file, limit=token_settings.TOKENIZER_BYTES, folder=folder)
       yield os.fspath(file.relative_to(path.parent)), content
 
 

@@ -38,7 +38,8 @@ class Stage:
 
   Attributes:
     attempt: Builds and checks the run with other options; None: not possible yet.
-    experiment: Whose knobs set the arguments of layers; None: unknown, or there is none.
+    experiment: The experiment, to name the knobs that set a layer's arguments; None: unknown or
+      none.
     is_over: Whether the run has begun to compute and write.
     entry: See `user_code.line_of`.
   """
@@ -82,7 +83,7 @@ def explained(options: flags.Options, *, entry: bool = False) -> Iterator[Stage]
 
 
 def _with_knobs(error: UserError, stage: Stage) -> str:
-  """Returns an error's message; that of a layer with the knobs that set the layer's arguments."""
+  """Returns an error's message; if a layer refused its arguments, with the knobs that set them."""
   if not isinstance(error, ArgumentError) or stage.experiment is None:
     return str(error)
   from paxlike.config import knob_arguments
@@ -95,7 +96,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _explained(error: BaseException, options: flags.Options, stage: Stage) -> Exception:
-  """Returns what to raise instead; `stage.attempt` is None if flags cannot be tried."""
+  """Returns the exception to raise instead of `error`; tries no flags without `stage.attempt`."""
   what, where = user_code.summary(error), user_code.line_of(error, entry=stage.entry)
   if _is_out_of_memory(error):
     return RunError(
@@ -120,7 +121,7 @@ def _explained(error: BaseException, options: flags.Options, stage: Stage) -> Ex
 
 
 def _unnamed(error: UserError, options: flags.Options, attempt: Attempt) -> list[str]:
-  """Returns the graph edits that cause an error whose message does not mention them."""
+  """Returns the graph edits that cause an error; none if its message already mentions one."""
   text, paths = str(error), [path for path, _ in options.edits]
   names = [name for path in paths for name in re.findall(r"[A-Za-z_]\w*", path)[-1:]]
   if not names or any(re.search(rf"\b{name}\b", text) for name in names):

@@ -57,7 +57,7 @@ SCALARS = ("mode", "step", *STRINGS, *BOOLEANS, *NUMBERS)
 
 
 def define() -> flags.FlagValues:
-  """Returns the flags, apart from absl's global ones, which hold those that libraries define."""
+  """Returns the flags in a `FlagValues` of their own: absl's global one has those of libraries."""
   values = flags.FlagValues()
   # Flags after a stray argument are parsed too, so that the error names that argument.
   values.set_gnu_getopt(True)

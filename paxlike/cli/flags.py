@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command-line flags: the options that they give, and which of them go together."""
+"""The parsed command line (`Options`), and checks that its flags go together."""
 
 import dataclasses
 from typing import Literal
@@ -45,7 +45,7 @@ class Options:
     fdl_config_file: Path of a saved graph, given instead of `fdl_config`.
     knobs: (KNOB, text) in the order given.
     edits: (path in the graph, text) in the order given.
-    fiddlers: Calls such as "use_fp8(margin=1)", in the order given.
+    fiddlers: Calls such as `quantize(kind="fp8")`, in the order given.
     job_log_dir: Folder of the run; needed in train, eval and decode.
     against: Name of an experiment to compare with.
     changed: Print only the knobs that differ from the defaults of the experiment's family.
@@ -62,18 +62,18 @@ class Options:
     help: Print usage.HELP and stop.
     fdl_help: Print the knobs of the experiment and stop.
     list: Print the registered experiments and stop.
-    step: Step of the checkpoint to evaluate or decode with; None: the newest.
+    step: Step of the checkpoint to evaluate or decode with, or "best"; None: the newest.
     continuous: Evaluate the checkpoints of a running job as they appear.
     chat: Hold a conversation in the terminal.
     prompt: Prompts to continue.
     prompt_file: Files of prompts.
-    max_new_tokens: Maximum length of a sample, as in `decoding.Options`; None: its default.
+    max_new_tokens: Maximum length of a sample; None: the default of `DecodingOptions`.
     temperature, top_k, top_p, min_p: See `sampling.Sampling`; None: its default.
-    num_samples: Samples per prompt; None: the default of `decoding.Options`.
+    num_samples: Samples per prompt; None: the default of `DecodingOptions`.
     stop: Strings that end a sample.
     stop_token: Token ids that end a sample.
-    decode_rows: Maximum number of decode slots; None: the default of `decoding.Options`.
-    decode_seed: Seed of sampling; None: the default of `decoding.Options`.
+    decode_rows: Maximum number of decode slots; None: the default of `DecodingOptions`.
+    decode_seed: Seed of sampling; None: the default of `DecodingOptions`.
     fdl_allow_modules: Modules that a graph from a file may use besides paxlike's.
     enable_checkpoint_saving: Write checkpoints.
     enable_summary_writer: Write metrics files.

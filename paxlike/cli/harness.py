@@ -44,7 +44,7 @@ from paxlike.errors import UserError, did_you_mean, one_line
 from paxlike.inference.decoding import DecodingOptions
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.decoder import Batch
-from paxlike.training import decode, evaluation
+from paxlike.training import decode_mode, evaluation
 from paxlike.training.evaluation import EvalSet, Evaluator, Scores, Sums
 from paxlike.training.execution import Execution
 from paxlike.training.trainer import Trainer
@@ -136,7 +136,7 @@ class PaxlikeLM(TemplateLM):
   def create_from_arg_obj(
     cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
   ) -> Self:
-    """Like the harness's, with a UserError for arguments that its own flags set too."""
+    """Creates the model; refuses arguments that the harness's own flags set too."""
     given = {name for name, value in (additional_config or {}).items() if value is not None}
     for name in sorted(given & arg_dict.keys()):
       raise UserError(f"--model_args: give --{name}={arg_dict[name]} instead of {name}.")
@@ -223,7 +223,7 @@ class PaxlikeLM(TemplateLM):
       options = _options(json.loads(how), num_rows=self.batch_size)
       prompts = [self._truncated(requests[n].args[0], options.max_new_tokens) for n in numbers]
       with jax.set_mesh(self._trainer.devices):
-        decoding = decode.decoding_of(self._trainer, self._params, options)
+        decoding = decode_mode.decoding_of(self._trainer, self._params, options)
         for result in decoding.run(prompts):
           answers[numbers[result.prompt]] = result.text
     for request, answer in zip(requests, answers, strict=True):

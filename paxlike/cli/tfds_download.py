@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from paxlike.data.seqio import fetch, tasks, tfds_writer
 from paxlike.data.seqio.tfds_writer import Schema
-from paxlike.data.text import files, records
+from paxlike.data.text import find_files, records
 from paxlike.errors import UserError
 from paxlike.telemetry import console
 
@@ -46,7 +46,7 @@ def main(download: Download, argv: Sequence[str]) -> int:
     if folder.exists():
       raise UserError(f"{folder} already exists: remove it to write it again.")
     if options.source:
-      given = [files.find(path, records.SUFFIXES, knob="--from") for path in options.source]
+      given = [find_files.find(path, records.SUFFIXES, knob="--from") for path in options.source]
       raw = [pathlib.Path(name) for names in given for name in names]
     else:
       raw = _fetched(download, root, script)

@@ -95,14 +95,14 @@ class _Texts:
     Raises:
       UserError: There is none.
     """
-    from paxlike.data.text import files, text_files
+    from paxlike.data.text import find_files, text_files
 
     self.characters = 0
     self.error: UserError | None = None
     self._read = text_files.read
     self._field = field
     try:
-      self._files = files.find(path, text_files.SUFFIXES, knob="DATA_PATH", any_single=True)
+      self._files = find_files.find(path, text_files.SUFFIXES, knob="DATA_PATH", any_single=True)
     except UserError as error:
       raise UserError(str(error).replace("DATA_PATH", "--data")) from None
 

@@ -24,7 +24,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Held(NamedTuple):
-  """Memory of a program, in bytes per device.
+  """The memory that a program needs, in bytes per device.
 
   Attributes:
     arguments: The training state and the batch.

@@ -118,8 +118,8 @@ _Found = tuple[str, hlo_text.Instruction, int, bool, bool]
 def _distinct(found: Computations) -> Iterator[_Found]:
   """Yields (kind, instruction, executions, in_loop, is_async) of each collective.
 
-  The TPU compiler splits an asynchronous collective into several fusions with the same channel; the
-  first holds the custom call AsyncCollectiveStart.
+  The TPU compiler splits an asynchronous collective into several fusions with the same channel, of
+  which only the first is yielded; it holds the custom call AsyncCollectiveStart.
   """
   seen: set[tuple[str, ...]] = set()
 

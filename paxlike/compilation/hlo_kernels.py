@@ -3,7 +3,7 @@
 
 It parses the optimised HLO text, in which every launch is one instruction, and multiplies by the
 trip counts of loops. A kernel takes the larger of bytes / bandwidth and FLOPs / rate, plus a
-launch; overlap is not modelled. Differences below 5 % are noise.
+launch; overlap is not modelled. Differences below 5 % between two estimates mean nothing.
 """
 
 import math
@@ -196,7 +196,10 @@ class _Reader:
 def _fusion_bytes(
   body: Sequence[Instruction], operands: Sequence[Shape], outputs: Sequence[Shape]
 ) -> float:
-  """Returns the bytes that a fusion reads and writes: of sliced or updated arrays, their slices."""
+  """Returns the bytes that a fusion reads and writes.
+
+  Of arrays that it slices or updates in place, only the slices count.
+  """
   operations = {one.operation for one in body}
   written = sum(shape.nbytes for shape in outputs)
   largest = max((shape.nbytes for shape in outputs), default=0)

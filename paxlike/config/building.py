@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds graphs. No other code calls `fdl.build`, so every graph is checked before it is built, and
-errors come without Fiddle's additions.
+errors come without the graph that Fiddle appends to their messages.
 """
 
 from typing import Any
@@ -40,5 +40,5 @@ def check_kind(graph: Any, kind: type, *, source: str):
 
 
 def plain(error: BaseException) -> BaseException:
-  """Returns an exception without Fiddle's additions, with its traceback."""
+  """Returns an exception as it was raised, without the graph that Fiddle appends to its message."""
   return getattr(error, "proxy_base_exception", error)

@@ -114,7 +114,7 @@ def _in_order(value: fdl.Buildable) -> list[str | int]:
 
 
 def can_be_shared(value: Any) -> bool:
-  """Returns whether sharing a value differs from copying it."""
+  """Returns whether it matters if two places of a graph hold one value or equal copies of it."""
   return (
     isinstance(value, fdl.Buildable | Part | dict | list | tuple | set | frozenset)
     and daglish.is_memoizable(value)

@@ -120,7 +120,7 @@ def _calculated(cls: type[Knobs], tree: ast.Module, value: ast.expr, depth: int)
 
 
 def _assigned(tree: ast.Module, name: str) -> Iterator[ast.expr]:
-  """Yields the values that a method assigns to a variable, alone or with others."""
+  """Yields the values that a method assigns to a variable, also by unpacking."""
   for node in ast.walk(tree):
     if isinstance(node, ast.Assign):
       names = [one for to in node.targets for one in ast.walk(to) if isinstance(one, ast.Name)]

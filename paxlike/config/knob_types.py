@@ -131,7 +131,7 @@ def choices_or_name(kind: Any) -> str:
   plain, bounds = _unranged(kind)
   if bounds is None and _is_union(plain):
     return " | ".join(map(choices_or_name, typing.get_args(plain)))
-  is_any_dtype = bounds is None and _is_dtype(plain)  # Of too many to list.
+  is_any_dtype = bounds is None and _is_dtype(plain)  # There are too many dtypes to list.
   return type_name(kind) if is_any_dtype else " | ".join(_choices(kind)) or type_name(kind)
 
 

@@ -236,9 +236,9 @@ class Knobs:
 
 
 def _in_order(bases: tuple[type, ...]) -> dict[str, Any]:
-  """Returns the names of the knobs of some bases as keys, in the order in which these are listed.
+  """Returns the knobs of a class's bases as the keys of a dict, in the order of the bases.
 
-  A knob of a base's base that is listed too has its place where that is listed.
+  A knob that a base inherits from another of the bases is placed with the latter.
   """
   return {
     name: None

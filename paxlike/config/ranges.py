@@ -115,6 +115,7 @@ Rate = Annotated[float, Range(least=TINY, most=1000, also=(0,))]
 Batch = Annotated[float, Range(least=1e-6, most=2**16)]
 # Capacity factor of experts.
 Capacity = Annotated[float, Range(least=1e-6, most=1024)]
+# Factor by which the scaling of rotary positions extends the context.
 Stretch = Annotated[float, Range(least=1, most=1e6)]
 # Sampling temperature; 0: greedy.
 Temperature = Annotated[float, Range(least=1e-3, most=1e3, also=(0,))]
@@ -122,6 +123,7 @@ Temperature = Annotated[float, Range(least=1e-3, most=1e3, also=(0,))]
 Seconds = Annotated[float, Range(least=1, most=1e9, also=(0,))]
 Interval = Annotated[float, Range(least=1, most=1e9)]
 Fraction = Annotated[float, Range(least=0, most=1)]
+# A fraction that is not 0.
 Share = Annotated[float, Range(least=TINY, most=1)]
 # Dropout rate, decay of a moving average: 1 would divide by 0.
 Probability = Annotated[float, Range(least=0, most=0.9999999)]

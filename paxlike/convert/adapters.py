@@ -16,12 +16,12 @@ from paxlike import fiddlers, file_io, layers, registry, run_folder
 from paxlike.checkpoints.hf_rules import Matrix
 from paxlike.checkpoints.warm_start import PROVENANCE, Restore
 from paxlike.config import building, graph_file, ranges
-from paxlike.convert import matching, new_folder, streaming, tensors, tokens
-from paxlike.convert.declared import Declared
+from paxlike.convert import matching, new_folder, safetensors_files, streaming, tokenizer_files
 from paxlike.convert.exporting import ExportedRun, adapted, family_of
+from paxlike.convert.known_keys import Declared
 from paxlike.convert.matching import Match
+from paxlike.convert.safetensors_files import TensorFolder, TensorSpec, read_json
 from paxlike.convert.stored import adapter_of
-from paxlike.convert.tensors import TensorFolder, TensorSpec, read_json
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
@@ -148,7 +148,7 @@ class TrainedAdapters:
       "inference_mode": True,
     }
     with new_folder.built(to, flag="to") as folder:
-      tensors.write_file(folder / _TENSORS, specs, value)
+      safetensors_files.write_file(folder / _TENSORS, specs, value)
       (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -245,7 +245,7 @@ class PeftAdapter:
     with new_folder.built(to, flag="to") as folder:
       layout = layout_of(definition.module)
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
-      tokens.copy(pathlib.Path(base), folder)
+      tokenizer_files.copy(pathlib.Path(base), folder)
       (folder / "config.json").write_text(graph_file.dump(graph))
       (folder / "config.txt").write_text(graph_file.describe(graph) + "\n")
       (folder / "experiment.json").write_text(registry.dump(experiment))
@@ -261,7 +261,7 @@ class PeftAdapter:
 
 def _use_copied_tokenizer(graph: Any, experiment: Experiment, base: str):
   """Replaces the paths of tokenizer files in `base` by those of their copies."""
-  own = {f"{base}/{name}": run_folder.OWN + name for name in tokens.TOKENIZERS}
+  own = {f"{base}/{name}": run_folder.OWN + name for name in tokenizer_files.TOKENIZERS}
   for node, _ in daglish.iterate(graph):
     for name, value in list(node.__arguments__.items()) if isinstance(node, fdl.Buildable) else ():
       if isinstance(value, str) and value in own:

@@ -36,7 +36,10 @@ def converted(path: pathlib.Path, *, allow_modules: Iterable[str] = ()) -> pathl
 
 
 def _fingerprint(path: pathlib.Path, modules: Sequence[types.ModuleType]) -> str:
-  """Returns a hash of paxlike's version, and path and files (name, size, time) of what is read."""
+  """Returns a hash of paxlike's version, the folder, its files and the modules' source files.
+
+  Of a file, its name, size and time of modification count, not its content.
+  """
   found = sorted((entry.name, entry.stat()) for entry in os.scandir(path) if entry.is_file())
   parts = [__version__, os.path.realpath(path)]
   sources = [module.__file__ for module in modules if module.__file__]

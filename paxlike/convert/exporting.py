@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from paxlike import fiddlers, file_io, input_files, registry, saved_experiment
+from paxlike import fiddlers, file_io, registry, saved_experiment, untrusted_files
 from paxlike.checkpoints.hf_family import Family
 from paxlike.checkpoints.warm_start import PROVENANCE, Derived, Restore, began_with
 from paxlike.config import building, graph_file
-from paxlike.convert import matching, model_graph, new_folder, tensors, tokens
+from paxlike.convert import matching, model_graph, new_folder, safetensors_files, tokenizer_files
 from paxlike.convert.matching import Match
+from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
-from paxlike.convert.tensors import TensorSpec
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
@@ -111,9 +111,9 @@ class ExportedRun:
   def _recorded_base(self) -> Restore | None:
     """Returns the recorded source of the base weights; None if they were initialized randomly."""
     file = self.path / PROVENANCE
-    if not input_files.is_there(file):
+    if not untrusted_files.is_there(file):
       return None
-    recorded = input_files.read_json(file)
+    recorded = untrusted_files.read_json(file)
     try:
       restore = Restore(
         path=recorded["path"],
@@ -139,7 +139,7 @@ class ExportedRun:
   @functools.cached_property
   def tokenizer(self) -> tuple[pathlib.Path, str] | None:
     """`tokens.file_of`, read late: exported adapters need no tokenizer, so it may be missing."""
-    return tokens.file_of(self.experiment)
+    return tokenizer_files.file_of(self.experiment)
 
   def table(self) -> str:
     """Returns a line for each weight: its name, its shape and its tensors."""
@@ -163,14 +163,14 @@ class ExportedRun:
       tensor = np.empty(specs[name].shape, dtype)
       for match, index in owners[name]:
         part = match.rule.save(self._weight(match))[index]
-        tensor[match.rule.part(match.shape)] = tensors.cast(name, part, specs[name].dtype)
+        tensor[match.rule.part(match.shape)] = safetensors_files.cast(name, part, specs[name].dtype)
       return tensor
 
     tokenizer = self.tokenizer
     with new_folder.built(to, flag="to") as folder:
-      tensors.write(folder, specs, value)
+      safetensors_files.write(folder, specs, value)
       config = config_of(self.experiment, dtype=dtype)
-      config |= tokens.export_tokenizer(self.experiment, tokenizer, self.path, folder)
+      config |= tokenizer_files.export_tokenizer(self.experiment, tokenizer, self.path, folder)
       (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
   def _weight(self, match: Match) -> np.ndarray:
@@ -224,7 +224,7 @@ def _check_edits(run: pathlib.Path, model: Any):
 
 
 def _check_config(experiment: Experiment):
-  """Raises a UserError if the `config.json` for a model would describe another model."""
+  """Raises a UserError if Hugging Face's `config.json` cannot describe an experiment's model."""
   family = family_of(experiment)
   base = next(cls for cls in type(experiment).__mro__ if "hugging_face" in vars(cls))
   model = experiment.model()

@@ -7,14 +7,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from paxlike import input_files, registry, run_folder
+from paxlike import registry, run_folder, untrusted_files
 from paxlike.checkpoints.hf_family import Family, Wrapper
 from paxlike.config import building, graph_file
-from paxlike.convert import matching, new_folder, sizes, streaming, tokens
+from paxlike.convert import matching, new_folder, size_checks, streaming, tokenizer_files
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized, Tensors
-from paxlike.convert.tensors import TensorFolder, read_json
+from paxlike.convert.safetensors_files import TensorFolder, read_json
 from paxlike.convert.torch_folder import TorchFolder
 from paxlike.data.tokenizers.tokenizer import TOKENIZER_BYTES
 from paxlike.errors import UserError
@@ -67,10 +67,10 @@ class Source:
     Raises:
       UserError: The family is unknown, or tensors, configuration and tokenizer do not match.
     """
-    for name in tokens.files(path):
-      input_files.check(path / name, folder=path, limit=TOKENIZER_BYTES)
+    for name in tokenizer_files.files(path):
+      untrusted_files.check(path / name, folder=path, limit=TOKENIZER_BYTES)
     self._config = dict(config)
-    with sizes.describing(path / "config.json"):
+    with size_checks.describing(path / "config.json"):
       self._experiment, self.family = _family(config, path)
       _check_quantization(config.get("quantization_config"))
       wrapper = self.family.wrapper
@@ -79,17 +79,17 @@ class Source:
         _check_quantization(config.get("quantization_config"))
       self._knobs = self.family.read(config)
       self._tensors = _WithPrefix(tensors, self.family.prefix)
-      self._tokenizer = tokens.find(path)
+      self._tokenizer = tokenizer_files.find(path)
       self._ids: dict[str, Any] = {}
       if self._tokenizer is not None:
-        self._ids = tokens.ids(
+        self._ids = tokenizer_files.ids(
           self._config,
           model_type=self.family.model_type,
           vocab_size=self._knobs["VOCAB_SIZE"],
           place=str(path / "config.json"),
         )
       self._compute, self._reason = _compute_dtype(config, tensors)
-      sizes.check(self._knobs, self.family, self._tensors.specs)
+      size_checks.check(self._knobs, self.family, self._tensors.specs)
       self.matches = matching.match(Definition(self._model()), self.family)
       matching.check(self.matches, self._tensors.specs, self.family, self._knobs)
     if self._tokenizer is not None:
@@ -126,7 +126,7 @@ class Source:
     """Returns notes about the converted model for the user, one line each."""
     lines = [f"computes in {self._compute} ({self._reason}): --fdl.FPROP_DTYPE changes that"]
     if self._tokenizer is None:
-      lines.append(tokens.NONE)
+      lines.append(tokenizer_files.NONE)
     return lines
 
   @property
@@ -142,7 +142,7 @@ class Source:
       layout = layout_of(self._model())
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       if self._tokenizer is not None:
-        tokens.import_tokenizer(self._tokenizer.parent, self._ids, folder)
+        tokenizer_files.import_tokenizer(self._tokenizer.parent, self._ids, folder)
       experiment = self._with_data(run_folder.OWN)
       graph = experiment.trainer()
       (folder / "config.json").write_text(graph_file.dump(graph))
@@ -170,7 +170,7 @@ class Source:
     mixin = "Synthetic"
     if folder is not None and self._tokenizer is not None:
       mixin, name = "LocalText", self._tokenizer.name
-      knobs |= {"TOKENIZER": tokens.TOKENIZERS[name], "VOCAB_PATH": folder + name}
+      knobs |= {"TOKENIZER": tokenizer_files.TOKENIZERS[name], "VOCAB_PATH": folder + name}
       knobs["TRAIN_SHARE"] = 0.0
     return registry.with_data(self._experiment, mixin)(**knobs)
 

@@ -184,9 +184,11 @@ def _notes(
   """Returns notes about the written folder for the user, one line each."""
   if options.source in ("hf", "meta"):
     return cast("Source", source).notes()
-  from paxlike.convert import tokens
+  from paxlike.convert import tokenizer_files
 
-  return tokens.notes(options.to) if options.source == "paxlike" and not options.adapter else []
+  return (
+    tokenizer_files.notes(options.to) if options.source == "paxlike" and not options.adapter else []
+  )
 
 
 def _open(options: argparse.Namespace) -> "Source | ExportedRun | PeftAdapter | TrainedAdapters":

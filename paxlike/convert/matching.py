@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from paxlike.checkpoints.hf_family import Family
 from paxlike.checkpoints.hf_rules import Rule
-from paxlike.convert.tensors import TensorSpec
+from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from paxlike.config import ranges
-from paxlike.convert.declared import Declared
-from paxlike.convert.tensors import TensorSpec, read_json
+from paxlike.convert.known_keys import Declared
+from paxlike.convert.safetensors_files import TensorSpec, read_json
 from paxlike.convert.torch_files import TorchFile
 from paxlike.errors import UserError
 

@@ -98,7 +98,8 @@ def _new_lock(building: pathlib.Path) -> int | None:
     lock = os.open(building / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC)
     with contextlib.suppress(OSError):
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      os.write(lock, "\n".join(_host()).encode())  # After locking: readers then try the lock.
+      # Written after locking, so that whoever reads the names finds the lock held.
+      os.write(lock, "\n".join(_host()).encode())
     if os.path.samestat(os.stat(building / _LOCK), os.fstat(lock)):
       return lock
   except FileNotFoundError:

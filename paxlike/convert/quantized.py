@@ -7,7 +7,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from paxlike.convert.tensors import TensorSpec
+from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.errors import UserError
 
 _FP8_SCALE = "_scale_inv"

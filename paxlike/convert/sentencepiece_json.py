@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.data.tokenizers import token_settings, tokenizer, tokenizer_classes
 from paxlike.data.tokenizers.token_settings import AddedToken
 from paxlike.data.tokenizers.tokenizer import SentencePieceTokenizer
@@ -98,7 +98,7 @@ def write(model: pathlib.Path, *, max_len: int):
     "model_max_length": max_len,
   }
   if config.exists():
-    content = input_files.read_json(config)
+    content = untrusted_files.read_json(config)
     content.pop("auto_map", None)
   # Any other class would use the file's vocabulary with its own splitting rules.
   content = {**names, **content, "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -31,7 +31,9 @@ class Stored:
   """The weights of one checkpoint, stored in any layout."""
 
   def __init__(self, directory: pathlib.Path, step: int | None, unrolled: Layout):
-    """Opens a checkpoint in `directory`, None: the newest; `unrolled` is the model's layout.
+    """Opens checkpoint `step` (None: the newest) in `directory`.
+
+    `unrolled` is the layout of the unrolled model, whose names `read` takes.
 
     Raises:
       UserError: There is none.
@@ -44,10 +46,10 @@ class Stored:
     self._read: dict[str, np.ndarray] = {}  # The arrays of the weight read last.
 
   def derive(self, weights: Mapping[str, Derived]):
-    """Computes these weights from other arrays of a training state.
+    """Makes `read` compute these weights, if the checkpoint holds a training state.
 
     Raises:
-      UserError: It lacks some.
+      UserError: The state lacks an array that a weight is computed from.
     """
     if self._checkpoint.has_training_state():
       self._derived = weights

@@ -13,7 +13,7 @@ from etils import epath
 
 from paxlike.checkpoints import manifest
 from paxlike.checkpoints.checkpoint import metadata_of
-from paxlike.convert import tensors
+from paxlike.convert import safetensors_files
 from paxlike.layers.stack_layout import Layout
 
 # Arrays are buffered up to this size and written together.
@@ -52,7 +52,7 @@ def write(
   context.memory.deepcopy_host_arrays = False
   with context:
     for name, value in arrays:
-      tensors.check_range(name.removeprefix("params."), value, np.dtype(dtype))
+      safetensors_files.check_range(name.removeprefix("params."), value, np.dtype(dtype))
       shapes[name] = jax.ShapeDtypeStruct(value.shape, dtype)
       waiting[name] = value
       if sum(array.nbytes for array in waiting.values()) >= _STREAM_BYTES:

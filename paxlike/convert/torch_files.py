@@ -7,9 +7,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.convert import torch_pickle
-from paxlike.convert.tensors import Extent, TensorSpec
+from paxlike.convert.safetensors_files import Extent, TensorSpec
 from paxlike.convert.torch_pickle import Tensor
 from paxlike.errors import UserError
 
@@ -32,7 +32,7 @@ class TorchFile:
     Raises:
       UserError: The file is missing, damaged or outside its folder, or holds more than weights.
     """
-    with input_files.opened(path, folder=path.parent) as stream:
+    with untrusted_files.opened(path, folder=path.parent) as stream:
       try:
         with zipfile.ZipFile(stream) as archive:
           entries = archive.infolist()
@@ -45,7 +45,7 @@ class TorchFile:
         loaded = torch_pickle.load(content)
         named = _named(loaded)
         places = {info.filename: info for info in entries}
-        identity = input_files.identity(stream)
+        identity = untrusted_files.identity(stream)
         self._extents = {
           name: Extent(path, identity, _offset(tensor, root, places, stream), _spec(tensor))
           for name, tensor in named.items()
@@ -101,7 +101,7 @@ def _offset(tensor: Tensor, root: str, places: dict[str, zipfile.ZipInfo], strea
     raise UserError(f"is damaged: no entry begins where the storage {key} should")
   texts = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
   begin = info.header_offset + _LOCAL_HEADER + texts
-  if begin + info.file_size > input_files.identity(stream).size:
+  if begin + info.file_size > untrusted_files.identity(stream).size:
     raise UserError(f"is cut short: the storage {key} ends after the file's end")
   return begin + tensor.first * dtype.itemsize
 

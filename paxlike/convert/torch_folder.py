@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from paxlike.convert.tensors import TensorSpec, read_json
+from paxlike.convert.safetensors_files import TensorSpec, read_json
 from paxlike.convert.torch_files import TorchFile
 from paxlike.errors import UserError
 

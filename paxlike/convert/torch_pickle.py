@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from paxlike.convert import tensors
+from paxlike.convert import safetensors_files
 from paxlike.errors import UserError
 
 _STORAGES: dict[str, Any] = {
@@ -210,9 +210,13 @@ def _mapping(*items: Any) -> dict[Any, Any]:
 
 
 def _tensor(storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
-  if not (isinstance(storage, TorchStorage) and tensors.is_shape((first,))):
+  if not (isinstance(storage, TorchStorage) and safetensors_files.is_shape((first,))):
     raise _Damaged("a tensor has no storage or an invalid offset")
-  if not (tensors.is_shape(shape) and tensors.is_shape(strides) and len(shape) == len(strides)):
+  if not (
+    safetensors_files.is_shape(shape)
+    and safetensors_files.is_shape(strides)
+    and len(shape) == len(strides)
+  ):
     raise _Damaged("a tensor has an invalid shape")
   dense = 1
   for size, stride in zip(reversed(shape), reversed(strides), strict=True):

@@ -51,7 +51,10 @@ class Corpus(abc.ABC):
 
 
 class CorpusRows(RowDataset):
-  """Sequences made from the documents of a corpus, by one plan per epoch."""
+  """Sequences made from the documents of a corpus.
+
+  A plan per epoch lists which tokens or documents each sequence holds.
+  """
 
   def __init__(
     self,
@@ -68,10 +71,10 @@ class CorpusRows(RowDataset):
     Args:
       corpus: The documents.
       seq_len: T.
-      seed: Of the shuffle.
+      seed: Seed of the shuffle.
       shuffle: Whether to reshuffle in every epoch.
       packed: See `Dataset`.
-      split: (first, last) of the corpus to use, as fractions between 0 and 1.
+      split: (begin, end) of the part of the corpus to use, as fractions between 0 and 1.
     """
     self.seq_len = seq_len
     self.corpus = corpus
@@ -116,7 +119,7 @@ class CorpusRows(RowDataset):
 
   @abc.abstractmethod
   def _make_plan(self, epoch: int) -> Any:
-    """Returns the plan of an epoch: which tokens each sequence has."""
+    """Returns the plan of an epoch."""
 
   def _random(self, epoch: int) -> np.random.Generator:
     counter = [0, 0, 0, epoch]

@@ -30,10 +30,10 @@ class Batch(NamedTuple):
   """One global batch, or a host's share of it.
 
   Attributes:
-    arrays: int32 `inputs` and `targets`, float32 `weights`; if packed int32 `segments` and
-      `positions`; int32 `alternatives` if the data has them; all [B, T]. Of a mixture, int32
-      `source` [B, 1].
-    state: Resumes after this batch; plain JSON.
+    arrays: [B, T]: int32 `inputs` and `targets`, float32 loss `weights`; if packed, int32
+      `segments` and `positions`; if the data has them, int32 `alternatives` (wrong answers). In a
+      mixture also int32 `source` [B, 1].
+    state: The position after this batch, from which `Dataset.batches` resumes; plain JSON.
     numbers: int64 [batch size], the index in the epoch of each sequence of the global batch, -1 for
       padding; None unless sequences are reordered.
   """
@@ -113,7 +113,8 @@ class Dataset(abc.ABC):
       rows: Indices in each global batch that this host loads, sorted, in [0, batch_size). None:
         all.
       state: `state` of the batch to resume after; None: from the start.
-      updates: Number of batches up to `state`, if known; bounds a plausible position.
+      updates: Number of batches up to `state`, if known; a position that they cannot reach is an
+        error.
       repeat: Whether to repeat epochs for ever. Else the iterator ends with this epoch, and the
         last batch is padded with sequences of weight 0.
       prefetch: Batches that a thread prepares ahead.

@@ -35,9 +35,9 @@ class EpochPlan(NamedTuple):
 class ExampleRows(CorpusRows):
   """Sequences of whole documents: one per sequence or, if packed, as many as fit.
 
-  Examples are truncated to `seq_len`. `split` selects examples. A single pass (`repeat=False`) is
-  sorted by length, longest first, and each batch is padded only to its longest sequence, rounded
-  up to one of a few lengths, so that short examples cost less.
+  Examples are truncated to `seq_len`. `split` is a range of examples, not of tokens. A single pass
+  (`repeat=False`) is sorted by length, longest first, and each batch is padded only to its longest
+  sequence, rounded up to one of a few lengths, so that short examples cost less.
   """
 
   def fingerprint(self) -> str:
@@ -128,7 +128,10 @@ def _rounded_up(size: int, limit: int) -> int:
 
 
 def _packed(sizes: np.ndarray, limit: int) -> list[Any]:
-  """Returns sequences as lists of indices into `sizes`: best fit among the newest 256 open ones."""
+  """Packs examples by best fit; returns each sequence as a list of indices into `sizes`.
+
+  At most 256 sequences are open at a time: beyond that, the fullest one is closed.
+  """
   rows: list[list[int]] = []
   open_rows: list[tuple[int, int]] = []  # (free positions, sequence), sorted.
   for index, size in enumerate(sizes.tolist()):

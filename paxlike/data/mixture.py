@@ -20,10 +20,11 @@ _BLOCK = 1024
 
 @configurable
 class Mixture(RowDataset):
-  """Sequences of several data sets in fixed proportions; endless, each source repeats its epochs.
+  """An endless mixture of data sets in fixed proportions; each source repeats its epochs.
 
-  Up to every multiple of 1024 sequences each source has its share, rounded; the order within a
-  block of 1024 is random. Batches have `source`, int32 [B, 1], the source of each sequence.
+  The order is random within each block of 1024 sequences. After each block, the number of sequences
+  so far from each source is its share of all, rounded. Batches have `source`, int32 [B, 1], the
+  source of each sequence.
   """
 
   is_endless = True
@@ -38,8 +39,8 @@ class Mixture(RowDataset):
     """Mixes data sets of one `seq_len`.
 
     Args:
-      sources: By name.
-      weights: Relative number of sequences of each source. None: the source's size.
+      sources: Name -> data set.
+      weights: Name -> relative number of sequences. None: each source's number of sequences.
       seed: The seed of the order.
 
     Raises:
@@ -136,7 +137,7 @@ class Mixture(RowDataset):
     return tuple(weights[name] / sum(weights.values()) for name in self.sources)
 
   def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the source of each sequence of a block, and its rank among that source's."""
+    """Returns each sequence's source, and its index among all sequences of that source."""
     before, after = (self._counts(number * _BLOCK) for number in (block, block + 1))
     sources = np.repeat(np.arange(len(self.sources)), after - before)
     ranks = np.concatenate([np.arange(*span) for span in zip(before, after, strict=True)])

@@ -34,7 +34,7 @@ class _Plan(NamedTuple):
 
 
 class _Segments(NamedTuple):
-  """The segments of a batch of sequences, in order: the overlap of a piece and a sequence each.
+  """The segments of a batch of sequences, in order; each is the overlap of a piece and a sequence.
 
   Attributes:
     row: The segment's sequence.
@@ -61,8 +61,8 @@ class PackedRows(CorpusRows):
 
   Every token but the stream's first is a target exactly once; the last sequence is padded with
   zeros of weight 0. If packed, segments separate the documents, and a document's first token is not
-  a target; otherwise documents are concatenated without segments. `split` selects tokens, so it may
-  truncate the documents at its ends. Unshuffled, every epoch is split at the same positions.
+  a target; otherwise documents are concatenated without segments. `split` is a range of tokens, so
+  it may truncate the documents at its ends. Without shuffling, every epoch has the same sequences.
   """
 
   def num_rows(self, epoch: int) -> int:
@@ -131,7 +131,7 @@ class PackedRows(CorpusRows):
     size = int(lengths.sum())
     offsets = offsets[order] - (bos is not None)
     rotation = int(random.integers(size)) if self._shuffle and size else 0
-    # Rotate: what precedes the offset moves to the end.
+    # Rotate: the tokens before position `rotation` move to the end.
     ends = np.cumsum(lengths)
     number = int(np.searchsorted(ends, rotation, side="right"))
     torn = rotation - int(ends[number] - lengths[number]) if size else 0

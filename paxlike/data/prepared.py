@@ -2,7 +2,7 @@
 """Tokenized sequences in ArrayRecord files, read with random access through Grain.
 
 A folder holds `<split>-00000-of-00008.array_record`, one sequence per record, and `prepared.json`,
-which describes the record format.
+which lists the splits, their files, and the arrays and dtypes of a record.
 """
 
 import functools
@@ -48,7 +48,7 @@ class PreparedRows(RowDataset):
       seq_len: T; must equal the prepared one.
       vocab_size: The model's vocabulary size.
       tokenizer: The tokenizer it was prepared with; None if no text is needed.
-      seed: Of the shuffle.
+      seed: Seed of the shuffle.
       shuffle: Whether to shuffle the sequences.
     """
     self.seq_len = seq_len
@@ -154,7 +154,7 @@ def write(
   num_shards: int = 8,
   progress: Callable[[int], object] = lambda num_rows: None,
 ):
-  """Writes the first epoch of each data set as the split of its name.
+  """Writes the first epoch of each data set as one split, which `PreparedRows` reads.
 
   Args:
     folder: An existing, empty folder.

@@ -14,7 +14,7 @@ import numpy as np
 
 from paxlike.errors import UserError
 
-# int32 ids [n], or "tokens" and further columns [n] by name: see `TokenIndex`.
+# int32 ids [n], or a mapping with "tokens" [n] and further columns [n], as in `TokenIndex`.
 Document = np.ndarray | Mapping[str, np.ndarray]
 
 
@@ -61,7 +61,7 @@ def _writing(folder: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def built_once(folder: pathlib.Path) -> Iterator[pathlib.Path | None]:
-  """Yields None if `folder` exists, else an empty folder that is renamed to it without an error.
+  """Yields None if `folder` exists, else an empty folder, renamed to `folder` if the body succeeds.
 
   One process builds while the others wait for its lock; an interrupted build is discarded.
 

@@ -13,7 +13,7 @@ from paxlike.errors import UserError
 
 
 class Feed:
-  """The sequences of each global batch that this host loads, and their sharding."""
+  """Places batches on a mesh, and tells which sequences of a global batch this host loads."""
 
   def __init__(
     self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sheets of accelerators, the memory available to programs, and achieved kernel rates."""
+"""Data sheets of accelerators, the memory available to programs, and assumed kernel rates."""
 
 import dataclasses
 import math
@@ -56,9 +56,9 @@ def gpu_share() -> float:
   return float(next(filter(None, map(os.environ.get, SHARE_NAMES)), _SHARE))
 
 
-# Of 16, 95 and 32 GiB, the bytes that the compiler lets programs use.
+# The bytes that the compiler lets programs use; data sheets say 16, 95 and 32 GB.
 _V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
-_V7X = int(94.74 * 2**30)  # Of 96 GiB, half of a chip's.
+_V7X = int(94.74 * 2**30)  # Of 96 GiB: a device is half of a chip.
 _A100_40GB = Chip(312e12, 42_331_013_120, 1.555e12, is_gpu=True)
 
 # Keyed by a substring of JAX's `device_kind`, more specific names first. FLOP/s of GPUs are those

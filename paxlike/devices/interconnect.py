@@ -24,7 +24,8 @@ class Network:
       have half the rate.
     layers_gathered: Layers whose all-gathered weights or full gradients are live at once: 1.5
       without prefetch (a layer and half of its gradients), 3 with prefetch of a layer (GPUs).
-    sums_whole: Whether XLA all-reduces sharded gradients instead of reduce-scattering (TPUs).
+    sums_whole: Whether XLA all-reduces the gradients of sharded weights instead of
+      reduce-scattering them (TPUs).
     beside_products: Whether XLA overlaps a matmul with the all-reduce of its output (TPUs; Wang et
       al., 2023, doi 10.1145/3567955.3567959).
     across_nodes: Whether NVLink connects all nodes of a rack.

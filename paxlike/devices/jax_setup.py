@@ -24,7 +24,7 @@ def set_up(
     platform: The only platform of JAX, such as "cpu"; None: JAX's choice.
     num_cpu_devices: Number of CPU devices, with platform "cpu"; None: JAX's choice.
     gpu_plugin: Whether JAX may load its GPU plugin (0.3 GB), which compilation for GPUs needs.
-    keep_heap: Whether to keep freed memory for later steps, where there are only CPUs.
+    keep_heap: Whether to call `malloc.keep_heap` on a machine with only CPUs.
     cache_folder: Folder of JAX's compilation cache; None: no change.
 
   Raises:

@@ -102,14 +102,14 @@ class MeshSpec:
 
   @property
   def num_communicators(self) -> int:
-    """An estimate of the number of NCCL communicators: one per axis and per pair of axes."""
+    """An estimate of the number of NCCL communicators: one per axis used, and per pair of them."""
     axes = sum(self.axis(name) != 1 for name in AXES)
     return axes * (axes + 1) // 2
 
   def sizes(
     self, num_devices: int | None, *, slices: int = 1
   ) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns (ICI, DCN) sizes by axis for `num_devices`; None: as given, with -1 as 1.
+    """Returns (ICI, DCN) sizes by axis for `num_devices`; with None, -1 counts as 1.
 
     `slices` is the number of TPU slices.
 
@@ -229,7 +229,7 @@ def partition(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Par
 def shard_over_data(
   spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]
 ) -> PartitionSpec:
-  """Returns `spec`, also sharded over `data` along the first dim that it divides (ZeRO-1)."""
+  """Returns `spec` with the axis `data` added to the first dim that it divides (ZeRO-1)."""
   if sizes["data"] == 1 or "data" in axes_of(spec):
     return spec
   entries = axes_by_dim(spec)

@@ -18,7 +18,7 @@ from paxlike.devices import program_cache, topology
 Options = dict[str, Any]
 
 # GPUs.
-# XLA's Triton matmuls would replace cuBLAS, without FP8.
+# XLA would replace cuBLAS by its Triton matmuls, which do not multiply in FP8.
 ONE_GPU: Options = {"xla_gpu_enable_triton_gemm": False}
 # Overlap communication with computation.
 SEVERAL_GPUS: Options = ONE_GPU | {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data mixins: `class Pile126M(datasets.Pile, Gpt126M)`."""
+"""Mixins that give a model its data: `class Pile126M(datasets.Pile, Gpt126M)`."""
 
 from typing import Literal
 
@@ -162,7 +162,7 @@ class TextMixture(LocalText):
 
   #: Name -> file, folder or glob of each source.
   DATA_PATHS: dict[ranges.Name, ranges.Path] = UNSET
-  #: Relative number of sequences of each source. None: the source's size.
+  #: Relative number of sequences of each source. None: in proportion to the sources' sizes.
   MIXTURE_WEIGHTS: dict[ranges.Name, ranges.Weight] | None = None
 
   def train_data(self) -> fdl.Config[mixture.Mixture]:

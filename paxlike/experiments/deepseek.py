@@ -23,7 +23,7 @@ from paxlike.registry import register
 
 
 class DeepSeek(Moe, Llama):
-  """The family."""
+  """The DeepSeek-V3 family."""
 
   VOCAB_SIZE = 129_280
   MAX_SEQ_LEN = 163_840

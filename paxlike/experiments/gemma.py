@@ -23,7 +23,7 @@ from paxlike.registry import register
 
 
 class Gemma(Llama):
-  """The family."""
+  """The Gemma family."""
 
   VOCAB_SIZE = 256_000
   MAX_SEQ_LEN = 8192

@@ -19,13 +19,13 @@ from paxlike.registry import register
 
 
 class GLaM(Moe):
-  """The family; subclasses set the sizes."""
+  """The GLaM family; subclasses set the sizes."""
 
   VOCAB_SIZE = 50304
   MAX_SEQ_LEN = 2048
   NUM_EXPERTS = 64
   MOE_DISPATCH = "capacity"
-  CAPACITY_FACTOR = 1.0  # With two experts per token, Pax's factor of 2.0.
+  CAPACITY_FACTOR = 1.0  # 2.0 in Pax, where the factor includes the two experts per token.
   INIT_STD = 1.0
   RELATIVE_BUCKETS: ranges.Buckets = 32  #: Buckets of relative positions.
   RELATIVE_DISTANCE: ranges.Size = 128  #: Distance from which positions share a bucket.
@@ -66,7 +66,7 @@ class GLaM(Moe):
 
 
 class GLaM126M64E(GLaM):
-  """1,921,670,400 parameters. Published on 64 H100, FSDP: LAMBADA 46.15 % at equal compute."""
+  """1,921,670,400 parameters. Published on 64 H100, FSDP: LAMBADA 46.15 % at GPT 126M's compute."""
 
   NUM_LAYERS = 12
   NUM_HEADS = 12

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-3 (Brown et al., 2020) as Pax trained it on GPUs, and MaxText's 52k miniature of it.
+"""GPT-3 (Brown et al., 2020) as Pax trained it on GPUs, and MaxText's 52k, 6B and 22B.
 
 Pre-LN LayerNorm with epsilon 1e-5, learned positions, biases, GELU (tanh), tied embeddings. AdamW
 with betas .9 / .95, weight decay .1 on every parameter, clipping at 1.0.
@@ -17,7 +17,7 @@ from paxlike.registry import register
 
 
 class Gpt(Experiment):
-  """The family; subclasses set the sizes."""
+  """The GPT family; subclasses set the sizes."""
 
   VOCAB_SIZE = 50304
   MAX_SEQ_LEN = 2048
@@ -214,7 +214,7 @@ class Prepared126M(datasets.Prepared, Gpt126M):
 
 @register
 class Gpt3_6B(datasets.Synthetic, Gpt):
-  """MaxText's gpt3-6b. 5,588,736,000 parameters, including its 16,384 positions."""
+  """MaxText's gpt3-6b. 5,588,736,000 parameters, including 16,384 position embeddings."""
 
   VOCAB_SIZE = 32768
   MAX_SEQ_LEN = 16384
@@ -227,7 +227,7 @@ class Gpt3_6B(datasets.Synthetic, Gpt):
 
 @register
 class Gpt3_22B(Gpt3_6B):
-  """MaxText's gpt3-22b. 22,049,107,968 parameters, including its 16,384 positions."""
+  """MaxText's gpt3-22b. 22,049,107,968 parameters, including 16,384 position embeddings."""
 
   NUM_HEADS = 24
   MODEL_DIMS = 6144

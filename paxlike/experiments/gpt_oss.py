@@ -25,7 +25,7 @@ _YARN = {
 
 
 class GptOss(Moe, Llama):
-  """The family."""
+  """The gpt-oss family."""
 
   VOCAB_SIZE = 201_088
   MAX_SEQ_LEN = 131_072

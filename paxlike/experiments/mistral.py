@@ -20,7 +20,7 @@ from paxlike.registry import register
 
 
 class Mistral(Llama):
-  """The family."""
+  """The Mistral family."""
 
   #: Attention window in tokens, including the current one. None: full attention.
   WINDOW: ranges.Positive | None = 4096
@@ -60,7 +60,7 @@ class Mistral7B(datasets.Synthetic, Mistral):
 
 
 class Mixtral(Moe, Mistral):
-  """Mixtral: the family with experts."""
+  """Mixtral: Mistral with experts and full attention."""
 
   VOCAB_SIZE = 32000
   MAX_SEQ_LEN = 32768

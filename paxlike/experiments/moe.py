@@ -16,7 +16,8 @@ class Moe(Experiment):
   NUM_EXPERTS: ranges.Size = 8  #: Experts per layer.
   NUM_EXPERTS_PER_TOKEN: ranges.Size = 2  #: Experts per token.
   EXPERT_DIMS: ranges.Size | None = None  #: Width of an expert. None: HIDDEN_DIMS.
-  MOE_DISPATCH: Literal["dropless", "capacity"] = "dropless"  #: How tokens are dispatched.
+  #: How tokens are dispatched to experts; capacity drops tokens beyond an expert's slots.
+  MOE_DISPATCH: Literal["dropless", "capacity"] = "dropless"
   #: Slots of experts, relative to the number needed under a balanced load.
   CAPACITY_FACTOR: ranges.Capacity = 2.0
   BALANCE_LOSS_WEIGHT: ranges.Weight = 0.01  #: Weight of the load-balancing loss of each layer.

@@ -15,7 +15,7 @@ from paxlike.registry import register
 
 
 class Qwen3(Llama):
-  """The family."""
+  """The Qwen3 family."""
 
   VOCAB_SIZE = 151_936
   MAX_SEQ_LEN = 32768
@@ -103,7 +103,7 @@ class Qwen3_32B(Qwen3_8B):
 
 
 class Qwen3Moe(Moe, Qwen3):
-  """The family with experts: 128 per layer, eight per token."""
+  """Qwen3 with experts: 128 per layer, eight per token."""
 
   NUM_KV_HEADS = 4
   NUM_EXPERTS = 128

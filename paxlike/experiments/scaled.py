@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MaxText's default model, scaled by its rule from 1.1 B to a trillion parameters.
+"""MaxText's default model, scaled by MaxText's rule from 16 billion to a trillion parameters.
 
 The recipes for TPU slices follow MaxText's configs/v5e and configs/v5p; published speeds are from
 its README. DCN_MESH_SHAPE=[N,1,1] adds data parallelism over N slices.
@@ -13,7 +13,7 @@ from paxlike.registry import register
 
 
 class Scaled(Llama):
-  """The family: 16 layers of width 2048 at scale 1."""
+  """The family of MaxText's default model: 16 layers of width 2048 at scale 1."""
 
   VOCAB_SIZE = 32000
   MAX_SEQ_LEN = 2048

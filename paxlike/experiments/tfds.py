@@ -21,7 +21,7 @@ from paxlike.training.evaluation import EvalSet
 
 
 class Tfds(Experiment):
-  """Base of mixins with SeqIO tasks of `data/seqio/tasks.py` on TFDS data sets."""
+  """Base of the mixins for TFDS data sets, each with a SeqIO task of `data/seqio/tasks.py`."""
 
   #: name:version under --tfds_data_dir, or a folder that TFDS wrote.
   TFDS_NAME: ranges.Name = UNSET
@@ -70,7 +70,7 @@ class PretrainingTask(Tfds, abc.ABC):
   """A task with a training split and an evaluation split."""
 
   EVAL_SPLIT: ranges.Name | None = "validation"  #: Split to evaluate on. None: no evaluation.
-  EVAL_BATCHES: ranges.Positive | None = 16  #: Batches of it per evaluation. None: all.
+  EVAL_BATCHES: ranges.Positive | None = 16  #: Batches per evaluation. None: all.
 
   def train_data(self) -> fdl.Config:
     return self.rows("train", shuffle=True)

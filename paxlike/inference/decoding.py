@@ -121,7 +121,7 @@ class Decoding:
     if dialogue is not None:
       ends |= {*dialogue.turn_end.ids}
     self.use(options)
-    # The last one is kept: `run` may be called again, and its programs are compiled.
+    # The last generator is kept, so that the next `run` reuses its compiled programs.
     self._make = functools.lru_cache(maxsize=1)(
       lambda rows, room: Generator(
         definition,

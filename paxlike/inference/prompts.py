@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from paxlike import file_io, input_files
+from paxlike import file_io, untrusted_files
 from paxlike.data.chat import templates
 from paxlike.errors import UserError
 from paxlike.inference.decoding import Prompt
@@ -43,11 +43,11 @@ def _text(name: str) -> str:
   try:
     if file_io.is_remote(name) or name.startswith(_OPEN):
       return epath.Path(name).read_text()
-    return input_files.read_text(pathlib.Path(name).expanduser(), limit=_MOST_BYTES)
+    return untrusted_files.read_text(pathlib.Path(name).expanduser(), limit=_MOST_BYTES)
   except (OSError, UnicodeDecodeError) as error:
     reason = getattr(error, "strerror", None) or error
     raise UserError(f"--prompt_file={name} cannot be read: {reason}.") from None
-  except UserError as error:  # It begins with the name.
+  except UserError as error:  # Its message begins with the file's name.
     raise UserError(f"--prompt_file={error}") from None
 
 
@@ -72,7 +72,8 @@ def conversation(record: Mapping[str, Any], place: str) -> Sequence[templates.Me
   """Returns the messages of `{"messages": [...]}`.
 
   Raises:
-    UserError: They are none, or end with an answer; the error begins with `place`.
+    UserError: There are no valid messages, or the last one is an answer; the error begins with
+      `place`.
   """
   if "messages" not in record:
     raise UserError(f"{place}: expected {{'messages': [...]}}, got {dict(record)!r:.100}.")

@@ -35,7 +35,10 @@ class Sampling:
         raise UserError(f"{name}={value}: {refusal}") from None
 
   def draw(self, logits_BV: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (tokens_B, their unlimited log-probabilities_B); keys_B has one key per sequence."""
+    """Draws a token for each sequence, with a key of its own.
+
+    Returns (tokens_B, their log-probabilities_B before temperature and limits).
+    """
     logits_BV = logits_BV.astype(jnp.float32)
     if self.temperature == 0:
       tokens_B = logits_BV.argmax(-1)

@@ -16,9 +16,9 @@ class DelayedFp8(Module):
   """A `Dot` with delayed scaling: scales of activations and gradients come from amax histories.
 
   The kernel that produces an operand can then quantize it too, whereas `Fp8` needs the amax of the
-  whole array first. Values beyond the range of the format saturate, which at these scales begins at
-  one to two times the amax of the history. In the first step, the history is empty and scales are
-  1. Weights have current scaling.
+  whole array first. Values beyond the format's range saturate; the range ends at one to two times
+  the largest amax in the history. In the first step, the history holds zeros and scales are 1.
+  Weights have current scaling.
   """
 
   def __init__(self, history: int = 16):
@@ -36,5 +36,8 @@ class DelayedFp8(Module):
 
 
 def _pushed(history: jax.Array, newest: jax.Array) -> jax.Array:
-  """Returns a history, newest first, with entry 0 of `newest`: the cotangent of `multiply`'s."""
+  """Returns the history, newest first, with this step's amax prepended and the oldest dropped.
+
+  `newest` is the cotangent of the history from `multiply`; its entry 0 is this step's amax.
+  """
   return jnp.concatenate([newest[..., :1], history[..., :-1]], -1)

@@ -42,7 +42,7 @@ def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
 
 
 def scores(definition: Definition, seq_len: int) -> tuple[float, float]:
-  """Returns the forward FLOPs per token of logits and weighted values: (full, causal)."""
+  """Returns attention's forward FLOPs per token (logits, weighted values): (full, causal)."""
   full = causal = 0
   for module, count in modules(definition):
     if isinstance(module, Attention | LatentAttention):

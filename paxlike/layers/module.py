@@ -69,7 +69,7 @@ class Matmul(NamedTuple):
     inputs: The numbers per token that it reads: its contracted width, times top-k for experts.
     outputs: The numbers per token that it writes.
     share: The fraction of the weight that a token uses: top-k / E for experts.
-    role: The role of the linear map, if remat policies can save its output by it.
+    role: The role by which remat policies can save its output; empty: they cannot.
     in_8_bits: Whether it runs in FP8 or INT8.
   """
 

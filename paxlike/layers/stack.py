@@ -127,8 +127,7 @@ class Stack(Module):
   ) -> tuple[jax.Array, Aux]:
     """Runs the repeats of virtual stage `place`.
 
-    `pattern` holds the weights of these repeats only; None: the stack itself does, being bound to
-    them.
+    `pattern` holds the weights of these repeats only; None: `self.pattern` does.
     """
     assert self.pipeline is not None
     count = self.layout.repeats // self.pipeline.num_places
@@ -185,9 +184,9 @@ class Stack(Module):
 
     Args:
       x_BTD: The input of the first block.
-      xs: The blocks, or their weights in a scan; the index of the first among all layers; their
-        caches.
-      context: Of the stack.
+      xs: (the blocks, or their weights in a scan; the index of the first block among all layers;
+        their caches).
+      context: The context of the whole stack, into which each layer's index is folded.
       graph: The graph definition of the blocks.
 
     Returns:

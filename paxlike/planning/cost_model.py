@@ -14,9 +14,9 @@ chip family, `ACHIEVED`, the only fitted parameter. The rules are:
   matmuls, so their time is added. On TPUs, where XLA overlaps chunks of an all-reduce with its
   matmul, only the time by which a pass's all-reduces exceed its matmuls is added.
 - A pipeline takes 1 / (1 - bubble) of the time of its chunks.
-- Weights are all-gathered in every pass of every microbatch, and gradients reduced once per
-  microbatch, unless `Configuration.reduced_once`. On TPUs, gradients are all-reduced instead of
-  reduce-scattered, which sends twice as much.
+- Weights are all-gathered in every pass of every microbatch. Gradients are reduced once per
+  microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters. With
+  `Configuration.reduced_once`, they are reduced once per step, by reduce-scatters.
 """
 
 import dataclasses
@@ -46,10 +46,10 @@ class Times:
 
   Attributes:
     compute: FLOPs, recomputation included.
-    memory: Memory traffic beyond the time of the FLOPs.
+    memory: Memory traffic, as far as it takes longer than the FLOPs.
     tensor: All-reduces of activations over `tensor`.
     expert: Exchanges of tokens over `expert`.
-    weights: Exposed all-gathers of weights and reductions of gradients.
+    weights: Exposed all-gathers of weights, reductions of gradients and sends between stages.
     update: The optimizer.
     bubble: Idle pipeline stages.
   """
@@ -128,7 +128,7 @@ class _Step:
 
   def times(self) -> Times:
     how, pipeline = self._how, self._how.pipeline
-    # All chunks of one stage.
+    # The forward and the backward time of all chunks of one stage.
     work = [self._layers(forward=True), self._layers(forward=False)]
     exchanged = self._exchanged()
     if self._network.beside_products:
@@ -209,7 +209,7 @@ class _Step:
     """Returns the time of `count` all-reduces of each layer's activations over `tensor`."""
     model, group = self._model, self._how.group("tensor")
     one = interconnect.reduce(self._network, group, 2 * self._tokens * model.dim)
-    # Tokens are all-reduced once for each of their experts.
+    # In layers with experts, a token is all-reduced once for each of its experts.
     layers = model.num_layers + model.moe_layers * (model.num_chosen - 1) / 2
     return Times(tensor=count * one * layers / self._stages)
 
@@ -293,12 +293,12 @@ class _Step:
 
 
 def _beside(work: Times, exchanged: float) -> Times:
-  """Returns the work plus the part of the exchange that it does not hide."""
+  """Returns the work plus the seconds of communication that it does not hide."""
   return work + Times(weights=max(0.0, exchanged - work.total))
 
 
 def _recomputed(how: Configuration) -> tuple[bool, bool, bool]:
-  """Returns whether the backward pass recomputes matmuls, attention and elementwise, and chunks."""
+  """Returns whether the backward pass recomputes (matmuls, attention and elementwise, chunks)."""
   nothing, everything = Remat.SAVE_NOTHING, Remat.SAVE_EVERYTHING
   chunks = how.pipeline is not None and how.pipeline.recompute
   return how.remat is nothing, how.remat is not everything, chunks

@@ -29,12 +29,12 @@ class Memory:
   Attributes:
     weights: Stored weights.
     optimizer: Optimizer state.
-    batch: Tokens and their weights.
-    copies: Weights in the compute dtype, and gradients.
+    batch: Inputs, targets and loss weights.
+    copies: Weights in the compute dtype, those of a reference model included, and gradients.
     gathered: All-gathered weights of the layers in flight.
     activations: Residuals that the forward pass saves for the backward pass.
     working: Temporaries of a layer's backward pass.
-    logits: Logits of a chunk, with the output projection and its gradient.
+    logits: Logits of a chunk of the loss, with the output projection and its gradient.
   """
 
   weights: float
@@ -173,7 +173,7 @@ def widths(
       continue
     times = max(1, weight.layers)
     tensor = sizes["tensor"] if "tensor" in weight.axes(sizes) else 1
-    # "head" is the last dim of weights whose "heads" are sharded.
+    # A last dim that tensor shards, or "head" after "heads", means that the outputs are sharded.
     into, out = (1, tensor) if weight.dims[-1] in (*_TENSOR_DIMS, "head") else (tensor, 1)
     inputs += times * weight.inputs / into
     if not weight.is_last and (routed or not weight.is_routed):

@@ -31,7 +31,7 @@ class Weight:
   Attributes:
     dims: Names of its dims, keys of `mesh.RULES`.
     shape: Their sizes.
-    layers: The number of stacked repeats; 0: outside of the stack, -1: in a layer without repeats.
+    layers: The number of repeats stacked in it; 0: outside of the stack, -1: of a single layer.
     inputs, outputs, share: See `module.Matmul`; 0 if it has none.
     flops: Forward FLOPs per token over all its layers.
     held: Bytes per number in storage.
@@ -93,8 +93,9 @@ class ModelSizes:
     loss_chunks: Chunks of a sequence over which the loss is computed.
     heads: Attention heads, summed over layers.
     least_heads: The smallest N of any layer.
-    scores: Forward FLOPs per token of logits and weighted values: (full, causal).
-    mlp_factor: Arrays of width F that the activation reads and writes; 3 if gated.
+    scores: Attention's forward FLOPs per token: (full, causal); see `flops.scores`.
+    mlp_factor: The number of arrays of width F that the activation reads and writes: 3 if gated,
+      else 2.
     moe_layers: The number of layers with experts.
     num_experts: E; 1: no experts.
     num_chosen: Top-k.

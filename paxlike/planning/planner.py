@@ -34,7 +34,8 @@ from paxlike.training import requirements
 from paxlike.training.objectives import NextToken
 from paxlike.training.trainer import Trainer
 
-# The fraction of a device's usable memory for predicted peaks, which are up to 10 % too low.
+# A plan's predicted peak may take this fraction of a device's usable memory: predictions are up to
+# 10 % too low.
 ROOM = 0.9
 # Knobs that a plan sets and the command line must not.
 CHOSEN = (
@@ -49,9 +50,9 @@ CHOSEN = (
   "PIPELINE_SCHEDULE",
   "PIPELINE_RECOMPUTE",
 )
-# SAVE_DOT_ONLY is left out: with fused attention it saves the same as the second policy.
+# Not SAVE_DOT_ONLY: with fused attention, it saves the same as SAVE_DOT_WITH_NO_BATCH_DIM.
 _REMATS = (Remat.SAVE_EVERYTHING, Remat.SAVE_DOT_WITH_NO_BATCH_DIM, Remat.SAVE_NOTHING)
-_ACROSS = ("pipeline", "data", "fsdp")
+_ACROSS = ("pipeline", "data", "fsdp")  # Axes that may span slices or nodes.
 _MOST_MICROBATCHES = 32  # Per stage; bubbles are then below 3 %.
 
 # Knobs -> the experiment's trainer with these knobs.
@@ -60,7 +61,15 @@ Build = Callable[[Mapping[str, Any]], Trainer]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """A configuration with its predicted memory and time, and its compiled memory if compiled."""
+  """A configuration with its predicted memory and time.
+
+  Attributes:
+    how: The configuration.
+    memory: The predicted memory.
+    times: The predicted time.
+    compiled: The memory of the compiled step; None: not compiled.
+    fits: Whether it fits in memory, by the compiled step if there is one.
+  """
 
   how: Configuration
   memory: Memory

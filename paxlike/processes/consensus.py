@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At which step all processes stop, and whether their values are equal.
+"""Agreement of all processes: on the step at which they stop, and that their values are equal.
 
-Both are agreed over the watch's connections, without a collective of devices. Process 0 decides;
-main threads block until then. `Stop.is_here`, `Comparison.give` and `Comparison.wait` are called by
+They agree over the watch's connections, without a collective of devices. Process 0 decides; main
+threads block until then. `Stop.is_here`, `Comparison.give` and `Comparison.wait` are called by
 the main thread, the other methods by the watch's.
 """
 
@@ -35,7 +35,10 @@ class Stop:
     self._boundary: int | None = None  # The last sync point reached.
 
   def is_here(self, place: int) -> bool:
-    """Returns whether all stop at sync point `place`; blocks from the proposed one on."""
+    """Returns whether all stop at sync point `place`.
+
+    At the proposed sync point and after it, blocks until process 0 has decided.
+    """
     with self._decided:
       self._boundary = place
       if self._is_alone and self.asked.is_set():
@@ -49,7 +52,7 @@ class Stop:
     """Proposes the next sync point, if a stop is requested."""
     if self.asked.is_set() and self.promised is None:
       with self._decided:
-        # -1 blocks at the first one.
+        # -1: this process blocks at its first sync point.
         self.promised = -1 if self._boundary is None else self._boundary + 1
 
   def agree(self, place: int):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a job as one watch knows them, and the verdict that follows.
+"""Decides from the reports of a job's processes whether one is lost, has failed or is stuck.
 
-Process 0 knows all processes; the others know process 0 and themselves. Nothing here waits, sends
-or reads a clock.
+Process 0 knows all processes; the others know only process 0. Nothing here waits, sends messages or
+reads a clock.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ class Member:
   """One process.
 
   Attributes:
-    report: Its last report; see `watch.Watch`.
+    report: Its last report, from `Watch._report` in `job_watch`.
     silent: Seconds since its last message.
     failed: Seconds since it reported a failure.
     given: How many times it has sent values to compare, and the last values.
@@ -151,9 +151,9 @@ class Members:
     return verdicts.Verdict("stalled", index, why)
 
   def last_promised(self) -> int | None:
-    """Returns the latest sync point at which a process has promised to check for a stop.
+    """Returns the latest of the sync points that the processes propose for a stop (`Stop`).
 
-    None: not all have promised.
+    None: not all working processes have proposed one.
     """
     points = [m.report.get("next") for m in self._known.values() if m.state == ""]
     if not points or None in points:

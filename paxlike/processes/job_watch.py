@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from paxlike.errors import UserError
-from paxlike.processes import failure_detector, phases, rendezvous, stacks, stall_detector, verdicts
+from paxlike.processes import (
+  failure_detector,
+  phases,
+  rendezvous,
+  stack_traces,
+  stall_detector,
+  verdicts,
+)
 from paxlike.processes.consensus import Comparison, Stop
 
 _LINGER = 3.0  # Seconds for the other processes to read the verdict.
@@ -32,8 +39,8 @@ class Limits(NamedTuple):
   """Options of a run's watch.
 
   Attributes:
-    folder: The run's, for stacks and `status.json`.
-    stall_timeout: See `progress.Progress.limit`.
+    folder: The run's folder, for stacks and `status.json`.
+    stall_timeout: STALL_TIMEOUT; see `phases.Progress.limit`.
     stack_interval: Seconds between periodic writes of stacks; None: no such writes.
   """
 
@@ -63,7 +70,7 @@ class Watch(threading.Thread):
     self._stall = stall_detector.Stall(self._members.named(index))
     self._stopping, self._comparison = Stop(is_alone=count == 1), Comparison()
     self._since_stacks = 0.0
-    self._state, self._reason = "", ""  # See `members.Member.state`.
+    self._state, self._reason = "", ""  # See `failure_detector.Member.state`.
     self._since_failed = 0.0
     self._is_to_blame = threading.Event()  # Set if no other process caused this one's failure.
     self._closed = threading.Event()
@@ -213,7 +220,7 @@ class Watch(threading.Thread):
       self._comparison.settle(message["round"], message["compared"])
 
   def _observe(self, tick: float):
-    """Looks how long this process has been in its phase; promises to stop, and writes stacks."""
+    """Checks for a stall, proposes a sync point if a stop is requested, writes periodic stacks."""
     self._stall.observe(
       tick,
       self._limits.stall_timeout,
@@ -279,7 +286,7 @@ class Watch(threading.Thread):
     self._since_failed += tick if self._state == "failed" else 0.0
     if self._links and self._since_failed > stall_detector.GRACE and self._is_abandoned():
       _say(f"{self._members.named(self._index)} has failed: {self._reason}.")
-      stacks.exit_at_once(1)
+      stack_traces.exit_at_once(1)
 
   def _end(self, verdict: verdicts.Verdict, *, forward: bool = True) -> None:
     """Sends the verdict to the other processes, reports it, and ends this process."""
@@ -291,7 +298,7 @@ class Watch(threading.Thread):
       return None  # It ends on its own, and prints why.
     path, calls = None, ""
     if verdict.kind == "stalled":
-      path, calls = self._write_stacks(verdict.why), stacks.of_main_thread()
+      path, calls = self._write_stacks(verdict.why), stack_traces.of_main_thread()
     leader = (socket.gethostname(), os.getpid()) if self._met is None else self._met.leader
     if (folder := self._limits.folder) is not None:
       first = self._index == (1 if verdict.index == 0 and not self.is_alone else 0)
@@ -308,7 +315,7 @@ class Watch(threading.Thread):
           break
         for link in rendezvous.ready(open_links, 0.2):
           link.receive()
-    stacks.exit_at_once(verdict.status)
+    stack_traces.exit_at_once(verdict.status)
     raise AssertionError("the process has ended")
 
   def _write_stacks(self, why: str, *, periodic: bool = False) -> epath.Path | None:
@@ -324,8 +331,8 @@ class Watch(threading.Thread):
       "the last phases of this process:",
       *phases.OWN.recent(),
     ]
-    write = stacks.write_periodic if periodic else stacks.write
-    return verdicts.in_time(lambda: write(folder, self._index, stacks.text(heading)))
+    write = stack_traces.write_periodic if periodic else stack_traces.write
+    return verdicts.in_time(lambda: write(folder, self._index, stack_traces.text(heading)))
 
 
 def _say(text: str):
@@ -360,7 +367,7 @@ def over(limits: Limits) -> Iterator[Watch]:
     made.start()
   is_main = threading.current_thread() is threading.main_thread()
   try:
-    with _current.over(limits), stacks.on_signal():
+    with _current.over(limits), stack_traces.on_signal():
       before = is_main and signal.set_wakeup_fd(_current.wakeup, warn_on_full_buffer=False)
       try:
         yield _current

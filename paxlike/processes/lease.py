@@ -21,7 +21,7 @@ from paxlike.processes import owner_files
 from paxlike.processes.owner import Owner, identity, is_alive
 
 BEAT = 5.0
-# Seconds without a heartbeat after which an owner that cannot be looked up counts as dead.
+# Seconds without a heartbeat after which an owner counts as dead if `is_alive` returns None.
 SILENCE = 30.0
 
 
@@ -34,7 +34,10 @@ class Observer:
     self._since = 0.0
 
   def lives(self) -> bool | None:
-    """Returns whether the owner is alive, as far as known yet; None if there is no owner.
+    """Returns whether the owner seems to be alive; None if there is no owner.
+
+    An owner that only its heartbeat can show to be alive counts as alive until this observer has
+    seen no heartbeat for `SILENCE` seconds.
 
     Raises:
       OSError, and errors of a store: The folder cannot be read.
@@ -209,7 +212,7 @@ def _clock() -> float:
 
 
 class _HeldByFirst:
-  """The lease of processes other than 0, which holds that of the folder for all."""
+  """Stands for the lease in processes other than 0: process 0 holds it for the whole job."""
 
   def check(self):
     """Does nothing."""

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from paxlike import __version__, file_io
 from paxlike.errors import TemporaryError, UserError
-from paxlike.processes import cluster, job_watch, rendezvous, stacks
+from paxlike.processes import cluster, job_watch, rendezvous, stack_traces
 
 _LONGEST = 600  # Bytes of a failure's reason.
 _LONGEST_GRAPH = 2**19  # Characters; for longer graphs, digests are compared.
@@ -77,7 +77,7 @@ def initialize(
   except (ValueError, RuntimeError, OSError) as error:
     where = f"this is {group.index} of {group.count}, {group.address}"
     raise TemporaryError(f"could not join the other processes ({where}): {error}") from error
-  stacks.obey_sigterm()  # Replaces the handler that JAX has installed.
+  stack_traces.obey_sigterm()  # Replaces the handler that JAX has installed.
   if group.count > 1 and group.index == 0:
     _hold(int(group.address.rpartition(":")[2]), met.links.values())
 
@@ -122,7 +122,7 @@ def _is_accepted(number: int, port: int) -> bool:
 
 
 def _watch_aborts():
-  """Delays an abort of JAX so that the watch can report first, usually a lost process 0."""
+  """Delays an abort of JAX: the watch can first report its cause, usually a lost process 0."""
   libc = ctypes.CDLL(None)
 
   def aborted(number: int):
@@ -215,7 +215,7 @@ def leave():
 
 
 def fail(error: BaseException):
-  """Reports this process's failure to the others; returns when it may end and print why.
+  """Reports this process's failure to the others; returns when this one may end and print why.
 
   If another process caused it (lost, stuck or failed), this does not return: the watch ends this
   process and names that one.

@@ -76,7 +76,7 @@ def create(folder: epath.Path, number: int, owner: Owner) -> bool:
         file.flush()
         os.fsync(file.fileno())
     except OSError:
-      path.unlink(missing_ok=True)  # A start would wait for its heartbeat.
+      path.unlink(missing_ok=True)  # The next start would wait for a heartbeat in it.
       raise
     return True
   import fsspec

@@ -2,7 +2,7 @@
 """The current phase of this process, from which its watch detects a stall.
 
 Entering a phase costs less than a microsecond. All processes of a job enter the same phases in the
-same order: the others wait for the process with the smallest phase count.
+same order, so the process that has entered the fewest is the one that the others wait for.
 """
 
 import collections
@@ -42,7 +42,7 @@ MOVES_BYTES = ("restore", "save")
 
 FLOOR, FLOOR_OF_BYTES = 60.0, 600.0  # Least limit in seconds; the second for MOVES_BYTES.
 UNMEASURED = 1800.0  # Limit in seconds for a kind that was entered fewer than three times.
-_MEDIANS, _LONGEST = 20, 3  # The limit is the larger of 20 medians and 3 times the longest so far.
+_MEDIANS, _LONGEST = 20, 3  # The limit is 20 times the median or 3 times the longest, if larger.
 _KEPT = 51
 
 

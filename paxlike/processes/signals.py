@@ -31,7 +31,7 @@ class StopSignal:
     self._previous: dict[int, object] = {}
     self._is_interrupted = False
     self._watch = job_watch.current()
-    # Without `multiprocess`, JAX's preemption service agrees on the sync point.
+    # If processes joined without `multiprocess`, JAX's preemption service finds the sync point.
     self._by_jax = jax.process_count() > 1 and (self._watch is None or self._watch.is_alone)
 
   def requested(self) -> bool:

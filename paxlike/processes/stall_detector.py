@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long this process has been in its phase without progress, and when that is a stall."""
+"""Detects that this process has stalled: its phase has made no progress for longer than a limit."""
 
 from typing import Any
 
-from paxlike.processes import phases, stacks, watchdog
+from paxlike.processes import phases, stack_traces, watchdog
 
 # Seconds from a request to stop until the process must have reached the sync point; three steps if
 # they take longer.
 GRACE = 20.0
 _GRACE_TO_COMPILE = 300.0  # The same while compiling, and until two steps have begun.
-BEYOND = 10.0  # Seconds beyond the limit that the watchdog leaves to the watch.
-# A phase: standard output is blocked, because the pipe's reader does not read.
+BEYOND = 10.0  # Seconds after the limit before the watchdog acts: the watch should act first.
+# Reported as the phase if standard output is blocked, because the pipe's reader does not read.
 _PRINTS = "waiting for a reader of its output"
 
 
 class Stall:
-  """The time that the phase of this process (`progress.OWN`) has taken without progress.
+  """The time without progress in the current phase of this process (`phases.OWN`).
 
   Attributes:
     age: Seconds without progress.
-    is_over: Whether that is beyond the limit.
+    is_over: Whether `age` is beyond the limit.
   """
 
   def __init__(self, name: str):
@@ -36,7 +36,7 @@ class Stall:
 
     Args:
       tick: Seconds.
-      timeout: See `progress.Progress.limit`.
+      timeout: STALL_TIMEOUT; see `phases.Progress.limit`.
       must_stop: Whether the process was asked to stop and has not reached `Stop.agreed`.
       is_ending: Whether the process has finished or failed; then it has no limit.
     """
@@ -50,7 +50,7 @@ class Stall:
     self._number = now.number
     limit = limit_of(now.kind, timeout, must_stop=must_stop)
     self.is_over = (
-      not is_ending and limit is not None and self.age > limit and not stacks.is_debugged()
+      not is_ending and limit is not None and self.age > limit and not stack_traces.is_debugged()
     )
     if limit is None or is_ending:
       self._watchdog.disarm()
@@ -64,10 +64,10 @@ class Stall:
     now = phases.OWN.now
     return {
       "number": now.number,
-      "what": _PRINTS if self.is_over and stacks.is_printing() else str(now),
+      "what": _PRINTS if self.is_over and stack_traces.is_printing() else str(now),
       "age": self.age,
       "over": self.is_over,
-      "waits": self.is_over and stacks.waits_for_others(),
+      "waits": self.is_over and stack_traces.waits_for_others(),
     }
 
   def disarm(self):

@@ -143,9 +143,10 @@ def write_status(
   """Writes to `status.json` how the job has ended, unless it has finished or stopped.
 
   Args:
-    folder: The run's; nothing is written if this job does not train it.
+    folder: The run's folder; nothing is written if this process does not train that run.
     verdict: Why the job ends.
-    leader: Host and process id of process 0, which owns the file; that of a later attempt is kept.
+    leader: Host and process id of process 0, which owns the file. A file that names another process
+      is of a later attempt, and is not changed.
     wait: Seconds to wait first, for another process to write it.
   """
   is_over.set()

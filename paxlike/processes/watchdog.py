@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A watchdog: a small process that ends this one if its watch thread does not run.
+"""A watchdog: a small process that ends the process that started it if its watch no longer runs.
 
-For example, a C library that never releases the GIL stops the watch. The watchdog prints a line,
-sends SIGUSR1 (`stacks.on_signal` prints the stacks) and, ten seconds later, SIGALRM. It imports
-only the standard library, so that it starts in milliseconds. A timer within this process
-(`faulthandler.dump_traceback_later`) would fire as soon as a suspended process is continued.
+The watch (`job_watch`) is a thread, which stops if a C library never releases the GIL. Then the
+watchdog prints a line, sends SIGUSR1 (`stacks.on_signal` prints the stacks) and, ten seconds later,
+SIGALRM. It imports only the standard library, so that it starts in milliseconds. A timer within the
+watched process (`faulthandler.dump_traceback_later`) would fire as soon as that is continued after
+a suspension.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ class Watchdog:
     self._is_started = self._is_armed = False
 
   def arm(self, seconds: float, line: str):
-    """Ends the process after `seconds`, with a line, unless this is called again before."""
+    """Ends the process after `seconds`, printing `line`, unless called again or disarmed before."""
     self._is_armed = True
     if not self._is_started:
       self._is_started = True

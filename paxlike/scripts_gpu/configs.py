@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU recipes of Pax, under their names there, and some of MaxText.
+"""GPU recipes of Pax, under the names that Pax gives them, and some of MaxText.
 
-`Synthetic126M` and others without a number of GPUs run on any devices. Those with a number have a
-mesh for it, ICI within nodes of eight GPUs and DCN across nodes; benchmarks/recipes.py compiles
-them for H100.
+Recipes without a number of GPUs in their names, such as `Synthetic126M`, run on any devices. The
+others have a mesh for that number, ICI within nodes of eight GPUs and DCN across nodes;
+benchmarks/recipes.py compiles them for H100.
 """
 
 from paxlike.experiments.glam import SyntheticGLaM64B64E

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports: console, metric files, status, and the timing of steps."""
+"""Reporting of a run: console, metric files, status, callbacks, and the timing of steps."""

@@ -29,7 +29,7 @@ class Callback:
     """Called after each evaluation of the eval set `name`."""
 
   def on_save(self, step: int, folder: epath.Path):
-    """Called after a later step, once the checkpoint of `step` in `folder` is complete."""
+    """Called when the checkpoint of `step`, in `folder`, is complete: usually some steps later."""
 
   def on_record(self, record: dict[str, Any]):
     """Called with each record of `metrics.jsonl`, see `Run.records`; meant for trackers."""

@@ -180,7 +180,7 @@ class PartsWriter:
 
 
 class _Objects:
-  """Opens event files on object stores; tensorboardX itself would upload the file per event."""
+  """Opens event files on object stores; tensorboardX would upload the whole file for each event."""
 
   opened: GrowingFile
 

@@ -11,7 +11,7 @@ from paxlike.telemetry import metric_files
 from paxlike.telemetry.callbacks import Callback
 from paxlike.telemetry.console import in_notebook
 
-_SHARE = 0.03  # Of the run's time, at most, is spent on drawing.
+_SHARE = 0.03  # The largest share of the run's time that is spent on drawing.
 _INCHES, _DPI = (5.0, 2.4), 80
 
 
@@ -23,7 +23,7 @@ class LossCurve(Callback):
     self._display = display
     self._handle: Any = None
     self._points: dict[str, list[tuple[int, float]]] = {}  # Name of the curve -> (updates, loss).
-    self._next = 0.0  # When it is drawn again.
+    self._next = 0.0  # The earliest time of the next drawing.
 
   def on_start(self, step: int, folder: epath.Path):
     for record in metric_files.records(folder):

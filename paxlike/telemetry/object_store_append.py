@@ -12,7 +12,7 @@ SECONDS = 10.0
 
 
 class GrowingFile:
-  """An object to append to; it has what was written before the last upload.
+  """An object to append to; what was written since the last upload is only in memory.
 
   Attributes:
     size: Bytes written so far.

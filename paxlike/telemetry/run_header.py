@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts that a run prints first, and its speed in tokens and FLOPs by the time of a step."""
+"""The header that a run prints, and its speed (tokens/s, FLOP/s, MFU) from the time of a step."""
 
 import dataclasses
 
@@ -19,10 +19,10 @@ class Summary:
     num_trained: Those that are trained.
     batch_size: Sequences of a global batch.
     seq_len: Tokens of a sequence.
-    epoch_rows: Sequences of an epoch; None if it has no end.
+    epoch_rows: Sequences of an epoch; None if it is endless or not known.
     devices: The mesh.
     flops: FLOPs per token of training.
-    attention: The kernel that `auto` has chosen, as it is printed.
+    attention: The attention kernels in use, as printed; `auto` is resolved.
   """
 
   num_params: int

@@ -31,8 +31,8 @@ class Journal:
   """The log of one run. Only process 0 writes and prints.
 
   Attributes:
-    skipped_in_a_row: Number of last steps in a row that were skipped as not finite.
-    check_owner: As given.
+    skipped_in_a_row: Number of consecutive steps, up to the last, that were skipped as not finite.
+    check_owner: Raises if this process may no longer write.
   """
 
   def __init__(
@@ -43,7 +43,7 @@ class Journal:
     check_owner: Callable[[], None] = lambda: None,
     callbacks: Sequence[Callback] = (),
   ):
-    """`check_owner` raises if this process may no longer write; process 0 calls `callbacks`."""
+    """Opens nothing yet; see the attributes for `check_owner`. Only process 0 calls `callbacks`."""
     self.check_owner = check_owner
     self.skipped_in_a_row = 0
     self._folder = folder
@@ -87,7 +87,7 @@ class Journal:
   ):
     """Opens the files and prints a summary of the run, of which `step` updates are complete.
 
-    `files` are written unless no step is left; None: removed.
+    `files`, name -> content, are written unless all steps are complete; None removes the file.
     """
     self._summary = summary
     self._num_steps = num_steps

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the folder of a run records: whether the run is going on, and which results it has."""
+"""Reads from a run's folder whether its job is still running, and which evaluations it has."""
 
 import json
 import socket
@@ -38,7 +38,7 @@ def is_running(folder: epath.Path, observer: lease.Observer | None = None) -> bo
     return False
   with run_folder.reading(folder):
     lives = (observer or lease.Observer(folder)).lives()
-  # Without a readable owner file, as of an earlier version, `status.json` names the process.
+  # The run of an earlier version has no owner file, but `status.json` names its process.
   return host == socket.gethostname() and is_there(pid) if lives is None else lives
 
 

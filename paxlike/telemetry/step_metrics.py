@@ -47,7 +47,7 @@ class Meter:
   """Holds the metrics of the last steps until the device has computed them.
 
   At most `depth` steps are in flight: adding another waits for the oldest. The time of a step is
-  that between its completion and the completion of the step before.
+  measured from the completion of the step before to its own.
   """
 
   def __init__(self, *, depth: int):
@@ -69,7 +69,7 @@ class Meter:
       yield self._read()
 
   def pause(self):
-    """Excludes work before the next step, such as an evaluation, from its time."""
+    """Leaves the next step untimed, because other work, such as an evaluation, precedes it."""
     self._last = None
 
   def _read(self) -> Reading:

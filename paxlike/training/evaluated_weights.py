@@ -25,8 +25,8 @@ def derived(
 ) -> dict[str, Derived]:
   """Returns how each weight to evaluate is computed from a training state.
 
-  {}: the trained weights themselves are evaluated. An entry names only the arrays that its weight
-  depends on, so that no others are read from a checkpoint.
+  The result is empty if the trained weights themselves are evaluated. An entry names only the
+  arrays that its weight depends on, so that no others are read from a checkpoint.
 
   Args:
     definition: The model.

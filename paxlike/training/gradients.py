@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gradient function of a training step takes and returns."""
+"""Types of the arguments and results of a training step's gradient function."""
 
 from collections.abc import Callable
 from typing import NamedTuple

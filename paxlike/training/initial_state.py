@@ -51,9 +51,10 @@ class Origin:
   def state(
     self, saved: Checkpoints, journal: Journal
   ) -> tuple[TrainState, dict[str, Any] | None, dict[str, str | None]]:
-    """Returns the initial or latest state, that of the data, and files that record its origin.
+    """Returns (training state, state of the data, files to write), of the newest checkpoint if any.
 
-    Files map name -> text. None: to be removed, since a failed start may have left it.
+    The state of the data is None for a new run. The files (name -> text) record where its initial
+    weights are from; None as text: the file is removed, since a failed start may have left it.
 
     Raises:
       UserError: The checkpoints, or the weights to start from, are damaged or of another model.

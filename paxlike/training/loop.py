@@ -24,7 +24,7 @@ from paxlike.processes.signals import StopSignal
 from paxlike.telemetry.run_header import Summary
 from paxlike.telemetry.run_log import Journal
 from paxlike.telemetry.step_metrics import Meter, Reading, check_finite
-from paxlike.training import decode
+from paxlike.training import decode_mode
 from paxlike.training.best_checkpoint import Best
 from paxlike.training.evaluation import Stopped
 from paxlike.training.train_state import TrainState
@@ -160,7 +160,7 @@ class Loop:
     if finished and has_progressed and trainer.sample_prompt is not None:
       sampling, seed = Sampling(temperature=0.8), trainer.seed
       how = decoding.DecodingOptions(max_new_tokens=200, sampling=sampling, seed=seed)
-      *_, last = decode.decoding_of(trainer, trainer.evaluated(state), how).run(
+      *_, last = decode_mode.decoding_of(trainer, trainer.evaluated(state), how).run(
         [trainer.sample_prompt]
       )
       journal.note(f"sample:\n{trainer.sample_prompt}{last.text}")

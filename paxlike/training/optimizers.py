@@ -25,8 +25,8 @@ Weights = Mapping[str, WeightSpec]
 # returns one.
 Transform = optax.GradientTransformation | Callable[[Weights], optax.GradientTransformation]
 
-# Value of LR_SCHEDULE or OPTIMIZER -> function of an experiment that returns the graph. None: built
-# in, unless a module registers the name; `schedule()` or `optimizer()` makes the graph itself.
+# Value of LR_SCHEDULE or OPTIMIZER -> function that takes an experiment and returns the graph.
+# None: built in; the experiment's `schedule()` or `optimizer()` makes the graph itself.
 _Maker = TypeVar("_Maker", bound=Callable[[Any], Any])
 SCHEDULES: dict[str, Callable[[Any], Any] | None] = {
   "linear_rampup_cosine_decay": None,
@@ -95,7 +95,7 @@ class Optimizer:
 
 
 def resolved(transform: Transform, weights: Weights) -> optax.GradientTransformation:
-  """Returns a transformation for weights."""
+  """Returns a transformation, made for these weights if it depends on their dims."""
   is_made = isinstance(transform, optax.GradientTransformation)
   return transform if is_made else transform(weights)
 

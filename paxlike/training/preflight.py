@@ -13,7 +13,7 @@ from paxlike import file_io
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.devices import mesh
 from paxlike.errors import UserError
-from paxlike.training import decode, memory_check, pipeline_loss, requirements
+from paxlike.training import decode_mode, memory_check, pipeline_loss, requirements
 
 _MOST_BYTES = 200  # Limit of an eval set's name; file names are limited to 255.
 
@@ -48,13 +48,13 @@ def check(trainer: Any, *, training: bool):
       )
   if training and trainer.sample_prompt is not None:
     try:
-      decode.check(trainer, [trainer.sample_prompt])
+      decode_mode.check(trainer, [trainer.sample_prompt])
     except UserError as error:
       raise UserError(f"SAMPLE_PROMPT (sample_prompt): {error}") from None
 
 
 def _check_tokenizer(trainer: Any, *, training: bool):
-  """Raises a UserError if bytes are fed to a restored embedding that has another tokenizer."""
+  """Raises a UserError if byte ids would index the restored embedding of another tokenizer."""
   found = _tokenizer_of(trainer.restore.folder.parent)
   if found is None or not trainer.restore.matches("embedding.table"):
     return

@@ -100,7 +100,7 @@ def abstract(
 def weight_of(
   definition: Definition, path: tuple[Any, ...], shape: tuple[int, ...]
 ) -> WeightSpec | None:
-  """Returns the spec of the weight whose sharding an array of a state has; None: replicated.
+  """Returns the spec of the weight that an array of a state is sharded like; None: replicated.
 
   An array belongs to the weight that a key in its path names, if it has as many dims. So optimizer
   moments, which are dicts keyed by weight name, are sharded like the weights.

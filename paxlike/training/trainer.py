@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: one run as an immutable value."""
+"""The trainer: an immutable description of one run, and the methods that execute it."""
 
 import dataclasses
 import functools
@@ -67,7 +67,7 @@ class Trainer:
     weight_dtype: Storage dtype of trained weights; bfloat16 uses stochastic rounding.
     stall_timeout: Seconds without progress that end the job; None: derived; 0: no limit.
     stack_interval: Seconds between dumps of all threads' stacks; None: no dumps.
-    read_only: Whether nothing is trained, so that weights with a scheme are stored quantized.
+    read_only: Whether nothing is trained; weights with a quantization scheme are then quantized.
     saving: Whether checkpoints are written.
     execution: Compiler options and compiled step; given after building, not by a graph.
   """
@@ -214,7 +214,7 @@ class Trainer:
       return step
 
   def watched(self, folder: epath.Path | None = None) -> Any:
-    """Returns a context in which the run is watched for progress."""
+    """Returns a context in which a stall ends the job, and stacks are dumped; see `job_watch`."""
     return job_watch.over(job_watch.Limits(folder, self.stall_timeout, self.stack_interval))
 
   @functools.cached_property

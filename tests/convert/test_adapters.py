@@ -9,7 +9,7 @@ from helpers.hf_models import COMMON, converted, imported, logits, save_random
 from helpers.program import run as train
 
 from paxlike.convert.main import run
-from paxlike.convert.tensors import TensorFolder
+from paxlike.convert.safetensors_files import TensorFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # PEFT's own.
 TOKENS = np.random.default_rng(0).integers(3, 96, (2, 24)).astype(np.int32)

@@ -14,7 +14,7 @@ from paxlike.checkpoints import warm_start
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.config import building, graph_file
 from paxlike.convert.main import run
-from paxlike.convert.tensors import TensorFolder
+from paxlike.convert.safetensors_files import TensorFolder
 from paxlike.errors import UserError
 
 

@@ -4,7 +4,7 @@
 import pytest
 from helpers.tiny_tokenizers import TEXTS, large, sentencepiece, words, write_json
 
-from paxlike.convert import sentencepiece_json, tokens
+from paxlike.convert import sentencepiece_json, tokenizer_files
 from paxlike.convert.main import run
 from paxlike.data.chat import templates
 from paxlike.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
@@ -120,7 +120,7 @@ def test_what_an_export_of_a_tokenizer_can_lose_is_said(tmp_path, rule, loses):
   sentencepiece_json.write(model, max_len=32)
   got = HuggingFaceTokenizer(tmp_path / "tokenizer.json").encode("t\u2122\u0300").tolist()
   assert (got != expected.encode("t\u2122\u0300")) == loses
-  assert bool(tokens.notes(tmp_path)) == loses
+  assert bool(tokenizer_files.notes(tmp_path)) == loses
 
 
 @pytest.mark.parametrize("kind", ["word", "char", "bpe"])

@@ -13,7 +13,7 @@ from helpers.teacher_forcing import assert_teacher_forcing, prompts
 
 from paxlike.convert.importing import Source
 from paxlike.convert.main import run
-from paxlike.convert.tensors import TensorFolder
+from paxlike.convert.safetensors_files import TensorFolder
 from paxlike.errors import UserError
 from paxlike.inference import generate
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paxlike.convert.main import run
-from paxlike.convert.tensors import TensorSpec, write_file
+from paxlike.convert.safetensors_files import TensorSpec, write_file
 from paxlike.errors import UserError
 
 

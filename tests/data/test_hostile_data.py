@@ -13,7 +13,7 @@ import pytest
 from helpers.damaged_files import TALK, within, write_tokenizer
 
 from paxlike.data.chat import template_worker, templates
-from paxlike.data.text import files, records, text_files
+from paxlike.data.text import find_files, records, text_files
 from paxlike.errors import UserError
 
 TEMPLATES = {
@@ -149,5 +149,5 @@ def test_links_that_lead_round_end(tmp_path):
     (tmp_path / name).write_text(json.dumps({"text": "a"}))
   os.mkfifo(tmp_path / "z.jsonl")
   with within(20):
-    found = files.find(str(tmp_path), records.SUFFIXES, knob="DATA_PATH")
+    found = find_files.find(str(tmp_path), records.SUFFIXES, knob="DATA_PATH")
   assert found == [str(tmp_path / "more/y.jsonl"), str(tmp_path / "x.jsonl")]

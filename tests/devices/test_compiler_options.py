@@ -14,7 +14,7 @@ from helpers.tiny_model import SEQ_LEN, tiny
 from paxlike.devices.mesh import MeshSpec
 from paxlike.inference import decoding
 from paxlike.layers.decoder import Decoder
-from paxlike.training import decode, train_state
+from paxlike.training import decode_mode, train_state
 from paxlike.training.evaluation import EvalSet
 from paxlike.training.execution import Execution
 from paxlike.training.trainer import Trainer
@@ -62,6 +62,6 @@ def test_evaluation_and_decoding_are_compiled_with_them(trainer, tmp_path, monke
       evaluator.run(params)
     assert dumped(tmp_path / "dump") == {"jit_measure"}
     options = decoding.DecodingOptions(max_new_tokens=SEQ_LEN - 4)
-    list(decode.decoding_of(trainer, params, options).run(["ab"]))
+    list(decode_mode.decoding_of(trainer, params, options).run(["ab"]))
   programs = {"jit_measure", "jit_prepare", "jit__empty", "jit__prefill", "jit__decode"}
   assert dumped(tmp_path / "dump") == programs

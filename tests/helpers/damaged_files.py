@@ -28,7 +28,7 @@ import numpy as np
 from helpers import tiny_llama
 from paxlike.convert.main import run
 from paxlike.convert.meta import MetaFolder
-from paxlike.convert.tensors import TensorFolder
+from paxlike.convert.safetensors_files import TensorFolder
 from paxlike.data.chat import templates
 from paxlike.data.text import records
 from paxlike.data.tokenizers.tokenizer import (

@@ -6,8 +6,8 @@ import pathlib
 
 import numpy as np
 
-from paxlike.convert import tensors
-from paxlike.convert.tensors import TensorSpec
+from paxlike.convert import safetensors_files
+from paxlike.convert.safetensors_files import TensorSpec
 
 DIM, HIDDEN, VOCAB, LAYERS, HEADS, KV_HEADS = 16, 24, 64, 2, 4, 2
 CONFIG = {
@@ -59,5 +59,5 @@ def write(
   arrays = values(shapes()) if arrays is None else arrays
   folder.mkdir(parents=True, exist_ok=True)
   specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays.items()}
-  tensors.write(folder, specs, arrays.__getitem__)
+  safetensors_files.write(folder, specs, arrays.__getitem__)
   (folder / "config.json").write_text(json.dumps(CONFIG if config is None else config))

@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from paxlike.errors import UserError
-from paxlike.processes import job_watch, phases, rendezvous, stacks, verdicts
+from paxlike.processes import job_watch, phases, rendezvous, stack_traces, verdicts
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
@@ -160,7 +160,7 @@ def test_a_failure_of_jax_may_be_that_of_another_process(job):
 def test_a_failed_process_that_waits_for_others_that_have_ended_ends_too(job, monkeypatch, capsys):
   """As where it waits for them in a save."""
   ended = []
-  monkeypatch.setattr(stacks, "exit_at_once", ended.append)
+  monkeypatch.setattr(stack_traces, "exit_at_once", ended.append)
   hub, one = job(2)
   one.fail(UserError("no such file"))
   one._end_if_abandoned(30)

@@ -57,12 +57,12 @@ _SOURCES = {
 
 
 def source(name: str, *, bos: str, eos: str) -> str:
-  """Returns the Jinja of a template of `chat.TEMPLATES`.
+  """Returns the Jinja source of a template of `templates.TEMPLATES`.
 
   Args:
     name: The template.
     bos: The text of the token that begins conversations; "" if there is none.
-    eos: The text of the token that ends answers in templates without a token for that.
+    eos: The text of the token that ends answers, for templates without an end token of their own.
   """
 
   def spelt(text: str) -> str:

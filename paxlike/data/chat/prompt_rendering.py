@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.data.chat import templates, tokenizer_template
 from paxlike.data.chat.templates import Message
 from paxlike.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
@@ -18,7 +18,7 @@ class Dialogue:
   """Renders messages as prompts, by the chat template of training."""
 
   def __init__(self, name: str, tokenizer: Tokenizer, *, vocab_path: str | None):
-    """Reads nothing yet; see `chat.template` for `name` and `vocab_path`."""
+    """Reads nothing yet; see `templates.template` for `name` and `vocab_path`."""
     self._name = name
     self._tokenizer = tokenizer
     self._vocab_path = vocab_path
@@ -29,7 +29,7 @@ class Dialogue:
 
   @functools.cached_property
   def turn_end(self) -> templates.TurnEnd:
-    """The end of an answer, besides the ids that end any text."""
+    """What ends an answer, besides the tokenizer's own end tokens."""
     return templates.turn_end(self._template, self._tokenizer)
 
   def tokens(self, messages: Sequence[Message]) -> np.ndarray:
@@ -53,9 +53,8 @@ def beside(tokenizer: Tokenizer | None) -> Dialogue | None:
   try:
     tokenizer_template.read(tokenizer.path)
   except UserError:
-    if any(
-      input_files.is_there(tokenizer.path.parent / name) for name in tokenizer_template.FILES[1:]
-    ):
+    beside = (tokenizer.path.parent / name for name in tokenizer_template.FILES[1:])
+    if any(map(untrusted_files.is_there, beside)):
       raise
     return None
   return Dialogue("tokenizer", tokenizer, vocab_path=path)

@@ -152,7 +152,7 @@ def render(template: Template, messages: Sequence[Message], *, asks: bool) -> st
   Args:
     template: A result of the function `template`.
     messages: The messages.
-    asks: Whether to append the beginning of an answer.
+    asks: Whether to append the beginning of an answer (transformers' `add_generation_prompt`).
 
   Raises:
     UserError: The tokenizer's own template refuses them.
@@ -168,11 +168,11 @@ def render(template: Template, messages: Sequence[Message], *, asks: bool) -> st
 
 
 class TurnEnd(NamedTuple):
-  """The end of an answer.
+  """The token or the text that ends an answer; both fields are empty if there is none.
 
   Attributes:
-    ids: End tokens.
-    texts: End texts of more than one token.
+    ids: The id, if the end is one token or begins with a special token.
+    texts: The text, otherwise.
   """
 
   ids: tuple[int, ...]
@@ -180,7 +180,7 @@ class TurnEnd(NamedTuple):
 
 
 def turn_end(template: Template, tokenizer: Tokenizer) -> TurnEnd:
-  """Returns the end of an answer in a template, besides the ids that end any text.
+  """Returns what a template puts after an answer, besides the tokenizer's own end tokens.
 
   Raises:
     UserError: The tokenizer's own template refuses a question and an answer.

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.data.chat import template_worker
 from paxlike.data.tokenizers import tokenizer_classes
 from paxlike.data.tokenizers.token_settings import TokenSettings, check_file
@@ -34,10 +34,10 @@ def read(tokenizer: pathlib.Path) -> tuple[str, pathlib.Path, dict[str, str]]:
   check_file(tokenizer)
   settings = TokenSettings(tokenizer)
   config, own = (pathlib.Path(settings.path(name)) for name in FILES)
-  content = input_files.read_json(config) if input_files.is_there(config) else {}
+  content = untrusted_files.read_json(config) if untrusted_files.is_there(config) else {}
   source, file = content.get("chat_template"), config
-  if input_files.is_there(own):
-    source, file = input_files.read_text(own, limit=_TEMPLATE_BYTES), own
+  if untrusted_files.is_there(own):
+    source, file = untrusted_files.read_text(own, limit=_TEMPLATE_BYTES), own
   if not source:
     raise UserError(f"CHAT_TEMPLATE=tokenizer: there is no template in {config} or {own}.")
   if isinstance(source, list):  # Several by name.

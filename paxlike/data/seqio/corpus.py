@@ -101,8 +101,8 @@ class SeqIOCorpus(Corpus):
       task: The task.
       split: Its split, such as "train".
       vocab_size: The model's vocabulary size.
-      bos_id: Begins each document; the loss is on `targets`, not on `inputs`. None: documents are
-        `targets` alone.
+      bos_id: If given, a document is [bos_id, inputs, targets], with the loss on `targets` only.
+        None: a document is `targets` alone, without a loss mask.
       lengths: Feature -> length to truncate to, SeqIO's `sequence_length`.
     """
     self._task = task
@@ -151,7 +151,7 @@ def _read_in_process(request: Mapping[str, Any], folder: pathlib.Path):
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "CUDA_VISIBLE_DEVICES": "",  # TensorFlow would allocate the GPUs' memory.
   }
-  # -P: the working directory is not on sys.path unless it is here.
+  # -P keeps the working directory off sys.path, unless it is in PYTHONPATH.
   program = [sys.executable, "-P", "-m", "paxlike.data.seqio.corpus"]
   command = [*program, json.dumps(request), str(folder)]
   line = ""
@@ -217,7 +217,7 @@ def documents(
     task: A SeqIO task with the feature `targets` and, if any, `inputs` and `alternatives`.
     split: Such as "train".
     lengths: Feature -> length to truncate to, SeqIO's `sequence_length`. None: no truncation.
-    bos_id: Begins each document. None: a document is `targets` alone.
+    bos_id: See `SeqIOCorpus`.
 
   Raises:
     UserError: The task lacks the split, or targets and alternatives differ in length.

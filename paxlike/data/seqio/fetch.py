@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
-from paxlike.data.text import files
+from paxlike.data.text import find_files
 from paxlike.errors import UserError
 
 _CHUNK = 1 << 20
@@ -45,7 +45,7 @@ def fetch(
       raise UserError(
         f"the download of {url} was interrupted: {reason}. Run the same command to resume it."
       ) from None
-    if sha256 is not None and files.sha256(part) != sha256:
+    if sha256 is not None and find_files.sha256(part) != sha256:
       part.unlink()
       raise UserError(f"{url} is not the file that was published: its SHA-256 is not {sha256}.")
     part.rename(to)

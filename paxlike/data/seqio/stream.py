@@ -42,7 +42,7 @@ class SeqIOStream(Dataset):
       seq_len: T.
       vocab_size: The model's vocabulary size.
       bos_id: Begins the inputs of each example.
-      seed: Of the shuffle.
+      seed: Seed of the shuffle.
       shuffle: Whether to reshuffle in every epoch.
       packed: Whether a sequence holds as many examples as fit, or one.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files of records as a TFDS data set, one shard per file, so that it can be resumed."""
+"""Writes files of records as a TFDS data set: one shard per file, so that writing can resume."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from paxlike.data.text import files, records
+from paxlike.data.text import find_files, records
 from paxlike.errors import UserError
 
 _SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)(?![a-z])")
@@ -25,7 +25,8 @@ class Schema:
     name: `name:1.0.0` or `name/config:1.0.0`.
     splits: Its splits. A file whose name has no split belongs to the first.
     passed_over: Splits whose files are ignored, for example because they have no labels.
-    fields: Feature -> (keys of records that may hold it, `str` or `int`); an int may be a bool.
+    fields: Feature -> (keys of records that may hold it, its type). The type is `str` or `int`; a
+      bool counts as int.
   """
 
   name: str
@@ -113,7 +114,7 @@ def write(
   _describe(schema, building, lengths)
   for path in building.glob(".*.json"):
     path.unlink()
-  sums = [f"{files.sha256(path)}  {path.name}\n" for path in sorted(building.iterdir())]
+  sums = [f"{find_files.sha256(path)}  {path.name}\n" for path in sorted(building.iterdir())]
   (building / CHECKSUMS).write_text("".join(sums))
   building.rename(folder)
   return folder

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz", ".parquet", ".arrow")
@@ -35,8 +35,8 @@ def read(name: str, fields: Iterable[str]) -> Iterator[Placed]:
     OSError, EOFError, UnicodeDecodeError: It cannot be read, is truncated, or is not UTF-8.
   """
   if name.endswith((".jsonl", ".gz", ".zst")):
-    with input_files.opened(pathlib.Path(name)) as file:
-      size = input_files.identity(file).size
+    with untrusted_files.opened(pathlib.Path(name)) as file:
+      size = untrusted_files.identity(file).size
       try:
         with _unpacked(name, file) as lines:
           yield from _json_lines(lines, name, size)
@@ -76,13 +76,13 @@ def _json_lines(lines: BinaryIO, name: str, size: int) -> Iterator[Placed]:
         " text: decompress it yourself if that is intended."
       )
     if number == 1:
-      line = line.removeprefix(input_files.BOM.encode())
+      line = line.removeprefix(untrusted_files.BOM.encode())
     if not line.strip():
       empty += 1
       if empty > _EMPTY_LINES:
         raise UserError(f"{name}:{number}: more than {_EMPTY_LINES:,} lines are empty.")
       continue
-    record = input_files.parse_json(line.strip(), place=f"{name}:{number}", strict=False)
+    record = untrusted_files.parse_json(line.strip(), place=f"{name}:{number}", strict=False)
     if not isinstance(record, dict):
       raise UserError(f"{name}:{number}: not a JSON object.")
     yield f"{name}:{number}", record
@@ -110,7 +110,7 @@ def _parquet(name: str, fields: set[str]) -> Iterator[Any]:
 
   with pyarrow.parquet.ParquetFile(name) as file:
     names = [column for column in file.schema_arrow.names if column in fields]
-    # If no wanted column exists, read all: the error lists what there is.
+    # If no wanted column exists, read all, so that the caller's error can list them.
     yield from file.iter_batches(1000, columns=names or file.schema_arrow.names)
 
 

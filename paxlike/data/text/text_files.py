@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data import token_index
 from paxlike.data.corpus import Corpus
-from paxlike.data.text import files, records
+from paxlike.data.text import find_files, records
 from paxlike.data.tokenizers.tokenizer import CharacterTokenizer, Tokenizer
 from paxlike.errors import UserError
 
@@ -42,7 +42,7 @@ class TextFiles(Corpus):
 
     Args:
       path: A file, a folder (searched with its sub-folders) or a glob.
-      tokenizer: None: one token per character that occurs in the files.
+      tokenizer: The tokenizer. None: one token per character that occurs in the files.
       vocab_size: The model's vocabulary size.
       field: The field or column that holds the text.
       knob: The knob that errors name.
@@ -77,14 +77,14 @@ class TextFiles(Corpus):
 
   @functools.cached_property
   def _files(self) -> list[str]:
-    return files.find(self._path, SUFFIXES, knob=self._knob, any_single=True)
+    return find_files.find(self._path, SUFFIXES, knob=self._knob, any_single=True)
 
   def index(self) -> token_index.TokenIndex:
     return self._index
 
   @functools.cached_property
   def _index(self) -> token_index.TokenIndex:
-    stamps = files.stamps(self._files, knob=self._knob)
+    stamps = find_files.stamps(self._files, knob=self._knob)
     key = json.dumps([stamps, self._field, self.tokenizer.fingerprint()])
     index = token_index.cached(key, self._encoded, vocab_size=self.tokenizer.vocab_size)
     if index.offsets[-1] == 0:
@@ -113,8 +113,8 @@ def read(name: str, field: str) -> Iterator[str]:
     OSError, EOFError, UnicodeDecodeError: As `records.read`.
   """
   if not name.endswith(records.SUFFIXES):
-    text = input_files.read_text(pathlib.Path(name), limit=TEXT_BYTES)
-    yield text.removeprefix(input_files.BOM)
+    text = untrusted_files.read_text(pathlib.Path(name), limit=TEXT_BYTES)
+    yield text.removeprefix(untrusted_files.BOM)
     return
   for place, record in records.read(name, [field]):
     text = record.get(field, ())

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.errors import UserError
 
 _TOKENIZER = "tokenizer_config.json"
@@ -104,7 +104,7 @@ class TokenSettings:
     return bool(self._content(_TOKENIZER))
 
   def path(self, file: str) -> str:
-    """Returns the path of one of FILES."""
+    """Returns the path of a file in the tokenizer's folder, such as one of FILES."""
     return os.path.join(self._folder, file)
 
   def token(self, role: str) -> str | None:
@@ -116,10 +116,10 @@ class TokenSettings:
     return self.roles().get(role)
 
   def roles(self, defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns role, such as `bos_token` -> text.
+    """Returns the special tokens: role, such as `bos_token` -> text.
 
     Args:
-      defaults: The same for roles that no file specifies.
+      defaults: Role -> text for roles that no file specifies.
 
     Raises:
       UserError: A text is not a string.
@@ -264,6 +264,6 @@ def _number(value: Any, place: str) -> int:
 
 
 def _settings(path: str) -> dict[str, Any]:
-  if not input_files.is_there(pathlib.Path(path)):
+  if not untrusted_files.is_there(pathlib.Path(path)):
     return {}
-  return input_files.read_json(pathlib.Path(path))
+  return untrusted_files.read_json(pathlib.Path(path))

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.data.tokenizers import pieces, token_settings, tokenizer_classes
+from paxlike.data.tokenizers import sentencepiece_model, token_settings, tokenizer_classes
 from paxlike.data.tokenizers.token_settings import TOKENIZER_BYTES
 from paxlike.errors import UserError
 
@@ -30,7 +30,7 @@ class Tokenizer(abc.ABC):
     vocab_size: Exclusive upper bound of ids.
     eos_id: Ends a document; None if there is none.
     bos_id: Begins a document; None if there is none.
-    prefix_id: Precedes a text whose first token is scored too.
+    prefix_id: The input before a text whose first token is scored too; None if there is none.
     end_ids: Ids besides eos_id at which generation stops.
   """
 
@@ -146,9 +146,9 @@ def _library(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_stacks() -> Iterator[None]:
-  """Context that suppresses stderr if it raises: a library that panics prints its native stack.
+  """Context that captures stderr, and prints it at the end unless the body raises.
 
-  Without an error, the captured output is printed at the end.
+  A Rust library that panics prints its native stack, which is dropped that way.
   """
   with tempfile.TemporaryFile() as printed:
     sys.stderr.flush()
@@ -205,7 +205,10 @@ class FileTokenizer(Tokenizer):
     return tokenizer_classes.tokens(self._settings)
 
   def _bos_asked_for(self, own: int | None) -> int:
-    """Returns the id of BOS if `add_bos_token` is true: the settings' bos_token, else `own`.
+    """Returns the id of BOS if `add_bos_token` is true: the settings' bos_token, else the file's.
+
+    Args:
+      own: The id of BOS in the tokenizer's own file; None if it has none.
 
     Raises:
       UserError: There is neither.
@@ -229,7 +232,7 @@ class FileTokenizer(Tokenizer):
       raise UserError(f"VOCAB_PATH={self._path}: no such file.")
     token_settings.check_file(self._path)
     path = pathlib.Path(self._path)
-    content = input_files.read(path, limit=TOKENIZER_BYTES)
+    content = untrusted_files.read(path, limit=TOKENIZER_BYTES)
     with _library(f"VOCAB_PATH={path} is {self.kind}"), _without_stacks():
       model, size = self._load(content)
       if not 0 < size < _MAX_IDS:
@@ -259,11 +262,11 @@ class SentencePieceTokenizer(FileTokenizer):
 
   kind = "not a SentencePiece model"
 
-  def _load(self, content: bytes) -> tuple[pieces.Pieces, int]:
+  def _load(self, content: bytes) -> tuple[sentencepiece_model.Pieces, int]:
     if not content:
       raise UserError(f"VOCAB_PATH={self._path} is empty.")  # The library accepts this.
     settings = self._settings
-    model = pieces.Pieces(
+    model = sentencepiece_model.Pieces(
       content,
       settings.added(self._defaults),
       finds=not settings.splits_special,
@@ -320,14 +323,14 @@ class HuggingFaceTokenizer(FileTokenizer):
     import tokenizers
 
     model: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    model.no_truncation()  # The file may hold its maker's batch settings.
+    model.no_truncation()  # The file may enable truncation and padding.
     model.no_padding()
     model.encode_special_tokens = self._settings.splits_special
     tokenizer_classes.apply(model, self._settings)
     added = self._settings.added(self._defaults)
     add(model, added)
     ids = {token.text: model.token_to_id(token.text) for token in added}
-    pieces.check_ids(added, ids, place=f"VOCAB_PATH={self._path}")
+    sentencepiece_model.check_ids(added, ids, place=f"VOCAB_PATH={self._path}")
     model.encode("a", add_special_tokens=True)  # Fails if the post-processor lacks a token.
     return model, 1 + max(model.get_vocab(with_added_tokens=True).values(), default=-1)
 

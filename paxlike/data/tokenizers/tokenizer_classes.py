@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Special tokens and steps that a tokenizer's class in transformers adds to `tokenizer.json`.
+"""Special tokens and processing steps that classes of transformers add to `tokenizer.json`.
 
-The rest of `tokenizer.json` is used unchanged: the model was trained with it.
+The class is the `tokenizer_class` of the settings. All else in `tokenizer.json` is used unchanged,
+because the model was trained with it.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.data.tokenizers.token_settings import TOKENIZER_BYTES, TokenSettings
 
 _END = "<|endoftext|>"
@@ -33,11 +34,11 @@ def tokens(settings: TokenSettings) -> Mapping[str, str]:
     UserError: The tokenizer's file cannot be read.
   """
   name = settings.tokenizer_class
-  # Transformers ignores this class if the file is of another kind.
+  # Transformers ignores LlamaTokenizer if the file holds a byte-level tokenizer.
   is_other = (
     name == "LlamaTokenizer"
-    and input_files.is_there(settings.file)
-    and b'"ByteLevel"' in input_files.read(settings.file, limit=TOKENIZER_BYTES)
+    and untrusted_files.is_there(settings.file)
+    and b'"ByteLevel"' in untrusted_files.read(settings.file, limit=TOKENIZER_BYTES)
   )
   return {} if is_other else _TOKENS.get(name, {})
 

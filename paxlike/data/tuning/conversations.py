@@ -17,7 +17,7 @@ from paxlike.data.chat import templates
 from paxlike.data.chat.prompt_rendering import Dialogue
 from paxlike.data.chat.templates import Message, Part
 from paxlike.data.corpus import Corpus
-from paxlike.data.text import files, records
+from paxlike.data.text import find_files, records
 from paxlike.data.token_index import Document, TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
@@ -48,10 +48,10 @@ class Conversations(Corpus):
     """Reads nothing yet.
 
     Args:
-      path: A file, a folder (searched with its sub-folders) or a glob of `records`.
+      path: A file, a folder (searched with its sub-folders) or a glob; for formats see `records`.
       tokenizer: The tokenizer.
       vocab_size: The model's vocabulary size.
-      template: Name of a chat template, see `chat.template`.
+      template: Name of a chat template; see `templates.template`.
       vocab_path: The tokenizer's file; its own template is in the same folder.
       knob: The knob that errors name.
     """
@@ -87,7 +87,7 @@ class Conversations(Corpus):
 
   @functools.cached_property
   def _files(self) -> list[str]:
-    return files.find(self._path, records.SUFFIXES, knob=self._knob)
+    return find_files.find(self._path, records.SUFFIXES, knob=self._knob)
 
   @functools.cached_property
   def _template(self) -> templates.Template:
@@ -101,7 +101,7 @@ class Conversations(Corpus):
       if isinstance(template, functools.partial)
       else inspect.getsource(templates)
     )
-    stamps = files.stamps(self._files, knob=self._knob)
+    stamps = find_files.stamps(self._files, knob=self._knob)
     kind = type(self).__name__
     key = json.dumps([kind, stamps, self._template_name, how, self._tokenizer.fingerprint()])
     index = token_index.cached(key, self._documents, vocab_size=self._vocab_size)

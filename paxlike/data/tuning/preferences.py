@@ -18,7 +18,7 @@ from paxlike.errors import UserError
 class Preferences(Conversations):
   """Records of `chosen` and `rejected` answers to a `prompt`, or of two whole conversations.
 
-  Each is two documents: the chosen, then the rejected one.
+  A record becomes two documents: the chosen conversation, then the rejected one.
   """
 
   fields = ("prompt", "chosen", "rejected")
@@ -40,7 +40,10 @@ def _is_whole(answer: Any) -> bool:
 
 @configurable
 class PairRows(ExampleRows):
-  """One preference pair per sequence: segment 1 is chosen, 2 rejected; each half a sequence."""
+  """One preference pair per sequence: segment 1 is the chosen conversation, 2 the rejected one.
+
+  Each is truncated to half of `seq_len`.
+  """
 
   def fingerprint(self) -> str:
     return f"pairs of {super().fingerprint()}"

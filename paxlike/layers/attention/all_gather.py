@@ -36,6 +36,6 @@ def _blocks(shard: online_softmax.Shard) -> online_softmax.Blocks:
   low, high = low_and_high(shard.num_devices)
   number = jnp.arange(2 * shard.num_devices + 1)
   is_low = number <= low
-  # Own keys first, so that the first block has a visible key for each query.
+  # Each chunk's own keys come first: `attend` needs a visible key for each query in that block.
   chunks = jnp.where(is_low, low - number, high - (number - low - 1))
   return online_softmax.Blocks.of_halves(shard.queries, jnp.where(is_low, 0, 1), chunks)

@@ -137,7 +137,7 @@ class Attention(module.Module):
     return self.output(y_BTNH, context)
 
   def _attend_to(self, cache: KvCache, q_BNH: jax.Array, positions_B1: jax.Array) -> jax.Array:
-    # Slots hold at most `window` tokens, so no window mask is needed.
+    # The cache has at most `window` slots, so no window mask is needed.
     cached_BS = positions_in(cache.num_slots, positions_B1)
     bias_BNS = None
     if self.relative_bias is not None:

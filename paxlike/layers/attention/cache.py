@@ -65,7 +65,10 @@ class KvCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentCache:
-  """The cache of one latent attention layer: per token, one vector of width C for all heads."""
+  """The cache of one latent attention layer.
+
+  It holds one vector of width C per token, for all heads: the latent vector and the rotary key.
+  """
 
   latents_BCS: jax.Array
 

@@ -74,7 +74,7 @@ def _attend(
   fits_B = None
   if segments_BT is not None:
     lengths, offsets, fits_B = runs(segments_BT, max_segments)
-    if max_segments > 1:  # With 1, every sequence that is not NaN is a single segment.
+    if max_segments > 1:  # With 1, a sequence is one segment, or its output is NaN.
       mask = library.MaskType.PADDING_CAUSAL
       packing = {"q_seqlen": lengths, "kv_seqlen": lengths}
       packing |= {"q_offsets": offsets, "kv_offsets": offsets}
@@ -102,9 +102,10 @@ def runs(segments_BT: jax.Array, max_runs: int) -> tuple[jax.Array, jax.Array, j
   """Returns the runs of equal segment ids of each sequence, in JAX's format.
 
   Returns:
-    int32 [B, max_runs], the lengths of the first runs. int32 [B, max_runs + 1], their first tokens
-    without the end of the last run, because JAX concatenates all non-negative entries over the
-    batch. Both are padded with -1. bool [B], whether a sequence has at most `max_runs` runs.
+    int32 [B, max_runs], the lengths of the first runs. int32 [B, max_runs + 1], the indexes of
+    their first tokens. Both are padded with -1, and the last index is -1 instead of the end of the
+    last run: JAX concatenates all non-negative entries over the batch. bool [B], whether a sequence
+    has at most `max_runs` runs.
   """
   T = segments_BT.shape[1]
   begins_BT = begins(segments_BT)

@@ -30,7 +30,8 @@ class KernelEntry(NamedTuple):
     function: A `Kernel`.
     supports: Returns whether a device supports it.
     devices: The devices that support it, in words; "": all.
-    is_16_bit: Whether it is for 16-bit dtypes on these devices; float32 checks leave it out.
+    is_16_bit: Whether it is meant for 16-bit dtypes; on accelerators, `paxlike.checks` does not
+      check it in float32.
     is_context_parallel: Whether it is for sequences that are sharded over the mesh axis `context`.
   """
 

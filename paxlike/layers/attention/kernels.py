@@ -20,7 +20,7 @@ _MIN_SPAN, _MAX_SPANS = 64, 8
 
 
 class AttentionOptions(TypedDict, total=False):
-  """AttentionOptions of attention.
+  """The options of a kernel, besides queries, keys and values.
 
   Attributes:
     scale: Multiplier of the logits.

@@ -20,7 +20,7 @@ _MASKED = -1e30
 
 
 class Mask(NamedTuple):
-  """Window and soft cap, applied besides the causal mask; see `Options`."""
+  """Window and soft cap, applied besides the causal mask; see `AttentionOptions`."""
 
   window: int | None
   soft_cap: float | None
@@ -91,7 +91,10 @@ class Blocks:
 
   @classmethod
   def of_halves(cls, queries: Queries, halves: jax.Array, chunks: jax.Array) -> "Blocks":
-    """Returns the blocks that pair halves of the queries with equally long chunks of the keys."""
+    """Returns the blocks of pairs of a half of the queries and an equally long chunk of the keys.
+
+    For each pair, `halves` holds 0 (first half) or 1, and `chunks` the index of the chunk.
+    """
     P, *_, T, _ = queries.q.shape
     pieces = halves[:, None] * (P // 2) + jnp.arange(P // 2)
     span = P // 2 * T
@@ -175,7 +178,7 @@ def finish(accumulator: Accumulator) -> tuple[jax.Array, jax.Array]:
 
 
 def zero_gradients(queries: Queries, keys: Keys) -> Gradients:
-  """Returns zeros."""
+  """Returns float32 zeros of the shapes of q, k and v."""
   return Gradients(*(jnp.zeros(x.shape, jnp.float32) for x in (queries.q, keys.k, keys.v)))
 
 

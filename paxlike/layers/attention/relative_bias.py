@@ -14,7 +14,11 @@ from paxlike.layers import module
 
 @configurable
 class RelativeBias(module.Module):
-  """One bucket per distance below num_buckets / 2, then logarithmic buckets up to max_distance."""
+  """A bias for each head and bucket of distances.
+
+  Each distance below num_buckets / 2 has a bucket of its own; larger ones share logarithmic
+  buckets, up to max_distance.
+  """
 
   def __init__(
     self,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ring attention: keys and values rotate around the axis `context` (Liu et al., arXiv:2310.01889).
 
-In zigzag order, the causal blocks of a device's queries with another device's keys are high queries
-x low keys, and either low x low (keys of a lower device) or high x high (of a higher device).
+In zigzag order, a device's queries attend to another device's keys in two causal blocks: its high
+queries to the low keys, and either low to low (keys of a device with a lower index) or high to high
+(of a higher one).
 """
 
 from typing import TypeVar

@@ -22,7 +22,7 @@ class Rope(Module):
   """Rotates pairs of dims by angles proportional to a token's position.
 
   Attributes:
-    theta: Base of the wavelengths.
+    theta: Base of the frequencies.
     scaling: Changes the frequencies for longer contexts.
     magnitude: Multiplier of the result (YaRN's "attention factor").
     interleaved: Whether x[2i] is paired with x[2i + 1] instead of x[i] with x[i + H/2].
@@ -111,7 +111,7 @@ def yarn(
 
   Args:
     frequencies: Radians per token.
-    theta: Base of the wavelengths.
+    theta: Base of the frequencies.
     factor: Divisor of the low frequencies.
     original_length: The context length before scaling.
     fast: Rotations within the original context from which a frequency is unchanged (beta_fast).

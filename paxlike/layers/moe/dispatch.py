@@ -34,8 +34,8 @@ def dropless(
   """Sorts tokens by expert and drops none (MegaBlocks; Gale et al., 2022).
 
   Each device sorts its own tokens. Along a mesh axis `expert`, devices all-gather tokens, apply
-  their own experts and reduce-scatter the outputs. All tokens may choose the experts of one device,
-  so an all-to-all of static size would not be smaller.
+  their own experts and reduce-scatter the outputs. An all-to-all would not transfer less: its size
+  is static, and all tokens may choose the experts of one device.
   """
   num_experts = routing.logits_BTE.shape[-1]
   graph, statistics, weights = nnx.split(experts, is_statistic, ...)
@@ -46,8 +46,8 @@ def dropless(
   split_experts = sizes["expert"] > 1 and num_experts % sizes["expert"] == 0
   tokens = mesh.partition(("batch", "time", None), x_BTD.shape, sizes)
   split_tokens = "expert" in mesh.axes_of(tokens)
-  # Axes along which inputs are replicated stay automatic: `shard_map` would divide cotangents by
-  # their size, and the amax of gradients would be wrong.
+  # Axes over which tokens are replicated are left to the compiler: `shard_map` would divide the
+  # cotangents by their sizes, which would make the amax of gradients wrong.
   replicated = {axis for axis in axes - mesh.axes_of(tokens) if sizes[axis] > 1}
   manual = axes - (replicated - {"expert"} if split_experts else replicated)
   if not manual:
@@ -84,12 +84,12 @@ def dropless(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _max_over_devices(statistic: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """Returns non-trainable state; its "gradients" are combined over devices by maximum."""
+  """Returns `statistic`; its "gradient", the new value, becomes the maximum over devices."""
   del axes
   return statistic
 
 
-# The division cancels the sum in the transpose of `shard_map`.
+# The transpose of `shard_map` sums the "gradients" of all devices; the division cancels that.
 _max_over_devices.defvjp(
   lambda statistic, axes: (statistic, None),
   lambda axes, _, new: (jax.lax.pmax(new, axes) / jax.lax.axis_size(axes),),
@@ -99,7 +99,11 @@ _max_over_devices.defvjp(
 def _apply_sorted(
   experts: Experts, x_BTD: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array
 ) -> jax.Array:
-  """Returns the weighted sum of the outputs of this device's experts, numbered from 0."""
+  """Returns, for each token, the weighted sum of the outputs of its experts on this device.
+
+  `experts_BTK` counts from this device's first expert; the experts of other devices are out of
+  range.
+  """
   num_experts, num_chosen = experts.up.num_experts, experts_BTK.shape[-1]
   here_BTK = (experts_BTK >= 0) & (experts_BTK < num_experts)
   chosen = jnp.where(here_BTK, experts_BTK, num_experts).reshape(-1)
@@ -115,7 +119,10 @@ def _apply_sorted(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
-  """Returns x with each token repeated `copies` times, permuted; the gradient is a gather too."""
+  """Returns x with each token repeated `copies` times, then permuted by `order`.
+
+  `inverse`, the inverse permutation, makes the gradient a gather instead of a scatter.
+  """
   del inverse
   return x[order // copies]
 
@@ -136,8 +143,9 @@ _permute.defvjp(_permute_forward, _permute_backward)
 class Capacity:
   """Gives every expert the same number of slots per sequence (GShard; Lepikhin et al., 2020).
 
-  First choices get slots before second ones, earlier tokens before later ones. A dropped token
-  keeps only its residual connection. Each sequence is a group with its own slots.
+  First choices get slots before second ones, earlier tokens before later ones. A choice that is
+  dropped adds nothing: without any, a token keeps only its residual connection. Each sequence is a
+  group with its own slots.
 
   Attributes:
     factor: The capacity factor, relative to the slots that uniform routing needs.
@@ -146,7 +154,7 @@ class Capacity:
   factor: ranges.Capacity = 2.0
 
   def places(self, num_tokens: int, num_experts: int, num_chosen: int) -> int:
-    """Returns C, the slots per expert, rounded up to a multiple of 4 as in Pax."""
+    """Returns C, the slots per expert and sequence, rounded up to a multiple of 4 as in Pax."""
     return 4 * math.ceil(num_tokens * num_chosen * self.factor / num_experts / 4)
 
   def __call__(

@@ -19,7 +19,7 @@ from paxlike.layers.precision.weight_only import Quantized, Storage
 
 
 class ExpertProduct(NamedTuple):
-  """x [E, C, D] times w [E, D, F], a `Product`: C capacity slots per expert."""
+  """The `Product` for tokens in C capacity slots per expert: x [E, C, D] times w [E, D, F]."""
 
   def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return jnp.einsum("ECD,EDF->ECF", x, w, preferred_element_type=dtype)
@@ -82,7 +82,7 @@ class ExpertLinear(module.Module):
     groups = Groups(sizes_E, *self._dims, self._total)
     if self.dot is None:
       y_MF = self._product(groups, x_MD, self.w.get_value())
-    else:  # Tokens of no expert must not contribute to an amax, nor must their cotangents.
+    else:  # Rows of no expert, and their cotangents, must not contribute to an amax.
       x_MD = groups.mask_unused(x_MD)
       y_MF = groups.mask_unused(self._product(groups, x_MD, self.w.get_value()))
     if self.b is not None:

@@ -27,7 +27,7 @@ _LARGEST_BLOCK = 256
 )
 @dataclasses.dataclass(frozen=True)
 class Groups:
-  """Groups of the rows of x, a `Product`: x [M, D], sorted by group, times w [E, D, F].
+  """The `Product` for rows sorted by group (by expert): x [M, D] times w [E, D, F].
 
   Attributes:
     sizes_E: int32, the number of rows of each group; groups are consecutive.
@@ -81,7 +81,7 @@ class Groups:
     )
 
   def broadcast_scale(self, scale: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the scale [E, 1, F] of a weight for each row of y."""
+    """Returns the scale [E, 1, F] of a weight as [M, F]: for each row of y, that of its group."""
     return jnp.repeat(scale[:, 0], self.sizes_E, axis=0, total_repeat_length=len(y))
 
   def mask_unused(self, x_MD: jax.Array) -> jax.Array:
@@ -123,7 +123,10 @@ def _has_kernels() -> bool:
 def _per_device(
   form: str, kernel: Callable[..., jax.Array], a: jax.Array, b: jax.Array, groups: Groups
 ) -> jax.Array:
-  """Calls a kernel, which XLA cannot partition, on shards of D and F; all-reduces partial sums."""
+  """Calls a kernel, which XLA cannot partition, on shards of D and F; all-reduces partial sums.
+
+  `form` names the dims of a, b and the result, as in einsum.
+  """
   here = len(groups.sizes_E)
 
   def named(a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -163,7 +166,7 @@ def _ragged_transposed(
 
 
 def _block_size(num_rows: int, num_groups: int) -> int:
-  """Returns a quarter of the mean group size: efficient, with little padding."""
+  """Returns the rows of a block: a quarter of the mean group size (little padding), 8 to 256."""
   return min(_LARGEST_BLOCK, max(8, num_rows // num_groups // 4))
 
 

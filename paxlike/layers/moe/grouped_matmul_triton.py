@@ -78,9 +78,11 @@ def multiply_transposed(
 
 
 def _addressed(x: jax.Array) -> jax.Array:
-  """Returns x, cast to bfloat16 if offsets would overflow: they are int32 up to 2**32 bytes.
+  """Returns x; as bfloat16, if it is an 8-bit array that Pallas could not address.
 
-  int8 matmuls then accumulate in float32, which rounds sums above 2**24.
+  Pallas computes offsets in int32 for arrays of up to 2**32 bytes; those of an 8-bit array of more
+  than 2**31 bytes would overflow. As bfloat16, the array has more than 2**32 bytes and offsets are
+  int64. int8 matmuls then accumulate in float32, which rounds sums above 2**24.
   """
   return x.astype(jnp.bfloat16) if x.itemsize == 1 and 2**31 < x.size <= 2**32 else x
 

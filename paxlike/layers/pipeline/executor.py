@@ -168,7 +168,7 @@ class _Stage:
     )
 
   def tick(self, state: _State, halves: Phase) -> _State:
-    """Returns the state after a tick; `halves` are those of one tick."""
+    """Returns the state after one tick; `halves` is its work, with arrays of int32 [S]."""
     S = self._pipeline.stages
     up, down = state.up, state.down
     if halves.forward is not None:
@@ -269,11 +269,14 @@ class _Stage:
   def _restored_vjp(
     self, kept: Any, x: jax.Array, microbatch: Any, chunk: jax.Array
   ) -> tuple[jax.Array, Any, Callable[[Any], Any]]:
-    """Returns (y, an Aux, the vjp) from residuals; only the shapes of the Aux and of x matter."""
+    """Returns (y, an Aux, the vjp) of a chunk from `kept`, the residuals of its forward pass.
+
+    x stands for the chunk's input: only its shape and that of the Aux matter.
+    """
     if self._pipeline.recompute:
       (y, aux), vjp = self._vjp(kept, microbatch, chunk)
       return y, aux, vjp
-    # Only leaves of the vjp that do not depend on x are used; XLA removes the rest.
+    # Leaves that depend on x are replaced by stored ones, so XLA does not compute them.
     (_, aux), vjp = self._vjp(x, microbatch, chunk)
     leaves, tree = jax.tree.flatten(vjp)
     stored, y = kept

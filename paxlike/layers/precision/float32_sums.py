@@ -16,7 +16,7 @@ from paxlike.devices import mesh
 
 @jax.custom_vjp
 def add(x: jax.Array, b: jax.Array) -> jax.Array:
-  """Returns x + b in the dtype of x, for a b that is broadcast to x."""
+  """Returns x + b in the dtype of x; b is broadcast to x."""
   return x + b.astype(x.dtype)
 
 
@@ -73,7 +73,7 @@ def _on_devices(
 
 
 def _local_ids(ids: jax.Array, num_ids: int, axes: tuple[str, ...]) -> jax.Array:
-  """Returns ids relative to this device's shard of the table, which has `num_ids` entries."""
+  """Returns ids relative to this device's shard of the table; each shard has `num_ids` entries."""
   return ids - jax.lax.axis_index(axes) * num_ids if axes else ids
 
 

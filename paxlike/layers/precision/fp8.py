@@ -46,10 +46,10 @@ class AmaxHistory(NamedTuple):
 def multiply(
   product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None, history: AmaxHistory | None
 ) -> jax.Array:
-  """Returns the product, in the dtype of x. `w8` is `Fp8.quantized(w)`, None to quantize here.
+  """Returns the product, in the dtype of x. `w8` is `Fp8.quantized(w)`; None: it is computed here.
 
-  Without a history, scales are current. With one, they are delayed, and the cotangent of the
-  history carries this step's amax of x and of the gradient as newest entries.
+  Without a history, scaling is current. With one, it is delayed for x and for dy, the cotangent of
+  the product; entry 0 of the history's cotangents is then their amax in this step.
   """
   return _forward(product, x, w, w8, history)[0]
 
@@ -59,7 +59,7 @@ def _forward(product, x, w, w8, history):
   x8 = rounded(x, _OPERAND, None if history is None else history.inputs)
   y = product.outputs(x8.values, w8.values, _wide(x))
   y = _scaled(y, x8.scale * product.broadcast_scale(w8.scale, y), x.dtype)
-  # Keeps XLA from fusing a GELU epilogue that also writes x, which cuBLAS lacks in FP8.
+  # In FP8, cuBLAS has no GELU epilogue that also writes GELU's input; this keeps XLA from using it.
   y = jax.lax.optimization_barrier(y)
   amax_x = None if history is None else _amax(x)
   return y, (product, x8, w8, history, amax_x, jnp.zeros((), w.dtype))

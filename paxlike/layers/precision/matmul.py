@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of linear layers, and the protocols of low-precision matmuls.
 
-A low-precision `Dot` (FP8, INT8) is written once for linear layers and for experts: the shapes of
-the matmul are those of a `Product`, which it is given.
+A low-precision `Dot` (FP8, INT8) quantizes operands, and is the same for linear layers and experts.
+The `Product` that it is given knows their shapes, and multiplies them.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class Dim(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class LinearProduct:
-  """A `Product`: x [..., D] times w [D, F], as in linear layers.
+  """The `Product` of linear layers: x [..., D] times w [D, F].
 
   Attributes:
     in_dims: The dims that are flattened to D; empty: unknown.

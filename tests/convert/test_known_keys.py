@@ -15,7 +15,7 @@ from paxlike import registry
 from paxlike.config import graph_file
 from paxlike.convert import adapters
 from paxlike.convert.main import run
-from paxlike.convert.tensors import TensorSpec, write_file
+from paxlike.convert.safetensors_files import TensorSpec, write_file
 
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 

@@ -9,9 +9,9 @@ import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.convert import sentencepiece_json
-from paxlike.convert.tensors import read_json
+from paxlike.convert.safetensors_files import read_json
 from paxlike.data.chat import exported_templates, templates
 from paxlike.data.tokenizers import token_settings
 from paxlike.data.tokenizers import tokenizer as tokenizer_lib
@@ -44,14 +44,16 @@ DEFAULT_IDS: Mapping[str, Sequence[int]] = {
 
 def find(folder: pathlib.Path) -> pathlib.Path | None:
   """Returns the path of the tokenizer in a folder, without its settings; None if there is none."""
-  return next((folder / name for name in TOKENIZERS if input_files.is_there(folder / name)), None)
+  return next(
+    (folder / name for name in TOKENIZERS if untrusted_files.is_there(folder / name)), None
+  )
 
 
 def files(folder: pathlib.Path) -> list[str]:
   """Returns the names of the tokenizer and its settings in a folder, each once."""
   own = find(folder)
   names = dict.fromkeys((*templates.FILES, *token_settings.FILES))
-  there = [name for name in names if input_files.is_there(folder / name)]
+  there = [name for name in names if untrusted_files.is_there(folder / name)]
   there += sorted(f"{templates.MORE_TEMPLATES}/{file.name}" for file in _more_templates(folder))
   return there if own is None else [own.name, *there]
 
@@ -98,7 +100,7 @@ def copy(source: pathlib.Path, to: pathlib.Path):
 
 
 def import_tokenizer(source: pathlib.Path, ids: Mapping[str, Any], to: pathlib.Path):
-  """Copies the tokenizer that is used and its settings, and writes `ids` if no file has any."""
+  """Copies the tokenizer in use and its settings; writes `ids` if there is no generation config."""
   _copy(source, to, files(source))
   if ids and not (to / _GENERATION).exists():
     _write(to / _GENERATION, ids)
@@ -106,9 +108,9 @@ def import_tokenizer(source: pathlib.Path, ids: Mapping[str, Any], to: pathlib.P
 
 def _copy(source: pathlib.Path, to: pathlib.Path, names: Collection[str]):
   for name in names:
-    if input_files.is_there(source / name):
+    if untrusted_files.is_there(source / name):
       (to / name).parent.mkdir(exist_ok=True)
-      input_files.copy(source / name, to / name, limit=TOKENIZER_BYTES, folder=source)
+      untrusted_files.copy(source / name, to / name, limit=TOKENIZER_BYTES, folder=source)
 
 
 def file_of(experiment: Experiment) -> tuple[pathlib.Path, str] | None:
@@ -153,7 +155,7 @@ def export_tokenizer(
     _copy(path.parent, to, set(files(path.parent)) - set(TOKENIZERS))
     # The run may be of someone else: a link in it must not make the export include other files.
     inside = run if path.absolute().is_relative_to(run.absolute()) else None
-    input_files.copy(path, own, limit=TOKENIZER_BYTES, folder=inside)
+    untrusted_files.copy(path, own, limit=TOKENIZER_BYTES, folder=inside)
   if own is None:
     return {}
   tokenizer = _KINDS[TOKENIZERS[own.name]](own)

@@ -68,7 +68,7 @@ def write(folder: "epath.Path", index: int, content: str) -> "epath.Path":
   """Writes stacks into the folder of a run; returns the file.
 
   Args:
-    folder: The run's.
+    folder: The run's folder.
     index: Index of the process.
     content: The result of `text`.
   """

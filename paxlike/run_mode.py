@@ -72,7 +72,7 @@ def _leave(others: Any):
   if not _failures:
     others.leave()
     return
-  # The other processes exit by themselves, and JAX would wait for them.
+  # JAX's shutdown would wait for the other processes, which exit by themselves.
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status_of(_failures[0]))
@@ -160,7 +160,7 @@ def root_graph(experiment: "Experiment") -> Any:
 
 
 def _enabling(experiment: "Experiment", name: str) -> str:
-  """Returns, as the end of a message, a value of another knob that makes `name` take effect."""
+  """Returns the end of a message: a value of another knob that gives `name` an effect, or ""."""
   began = time.monotonic()
   values = experiment.values()
   for other, knob in type(experiment).knobs().items():
@@ -284,7 +284,7 @@ def _run(
   from paxlike import run_folder
   from paxlike.processes import lease
   from paxlike.telemetry.run_log import Journal
-  from paxlike.training import decode, following
+  from paxlike.training import continuous_evaluation, decode_mode
 
   assert options.job_log_dir is not None
   trainer, prompts, how = _check(options, graph, trainer)
@@ -315,12 +315,12 @@ def _run(
       journal.note(f"attention{of}: {', '.join(trainer.attention)}")
       journal.note(f"computes in {trainer.compute_dtype}")
     if options.mode == "eval" and options.continuous:
-      following.follow(trainer, folder, journal)
+      continuous_evaluation.follow(trainer, folder, journal)
     elif options.mode == "eval":
       trainer.evaluate(folder, journal, step=_step(options, folder))
     elif options.mode == "decode":
       step = _step(options, folder)
-      decode.run(trainer, folder, journal, prompts, step=step, options=how)
+      decode_mode.run(trainer, folder, journal, prompts, step=step, options=how)
     else:
       from paxlike.cli import config_files, hints
       from paxlike.training import train_step

@@ -10,10 +10,10 @@ import pytest
 from helpers import tiny_llama
 from helpers.damaged_files import torch_file
 
-from paxlike.convert import quantized, tensors
+from paxlike.convert import quantized, safetensors_files
 from paxlike.convert.importing import Source
 from paxlike.convert.main import run
-from paxlike.convert.tensors import TensorFolder, TensorSpec
+from paxlike.convert.safetensors_files import TensorFolder, TensorSpec
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
 
@@ -32,7 +32,7 @@ def test_the_library_reads_what_is_written_and_the_way_back(tmp_path):
   import safetensors.numpy as safetensors
 
   given = {name: value for name, value in arrays().items() if "bfloat16" not in name}
-  tensors.write(tmp_path, specs(given), given.__getitem__)
+  safetensors_files.write(tmp_path, specs(given), given.__getitem__)
   for name, value in safetensors.load_file(tmp_path / "model.safetensors").items():
     np.testing.assert_array_equal(value, given[name])
   safetensors.save_file(given, tmp_path / "model.safetensors")
@@ -44,7 +44,7 @@ def test_the_library_reads_what_is_written_and_the_way_back(tmp_path):
 
 def test_shards_hold_all_and_are_no_larger_than_asked(tmp_path):
   given = arrays()
-  tensors.write(tmp_path, specs(given), given.__getitem__, shard_bytes=150)
+  safetensors_files.write(tmp_path, specs(given), given.__getitem__, shard_bytes=150)
   folder = TensorFolder(tmp_path)
   assert folder.specs == specs(given)
   for name, value in given.items():
@@ -70,7 +70,7 @@ def in_every_place(folder):
     given["model.norm.weight"] = np.full(tiny_llama.DIM, number, np.float32)
     name = place if "index" not in place else place.replace(".index.json", "").replace("l.", "l-1.")
     if "safetensors" in name:
-      tensors.write_file(folder / name, specs(given), given.__getitem__)
+      safetensors_files.write_file(folder / name, specs(given), given.__getitem__)
     else:
       torch_file(folder / name, given)
     if "index" in place:

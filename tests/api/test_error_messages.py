@@ -4,7 +4,7 @@
 import pytest
 
 import paxlike
-from paxlike.api import keywords
+from paxlike.api import error_messages
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ from paxlike.api import keywords
   ],
 )
 def test_flags_become_keywords(message, expected):
-  assert keywords.of(message) == keywords.of(expected) == expected
+  assert error_messages.of(message) == error_messages.of(expected) == expected
 
 
 def test_errors_of_calls_have_no_flags(tmp_path, tiny, trained):

@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from paxlike import main
-from paxlike.processes import job_watch, stacks, verdicts
+from paxlike.processes import job_watch, stack_traces, verdicts
 
 
 def test_sigusr1_prints_stacks_from_the_start_of_the_program(monkeypatch, capfd):
@@ -22,9 +22,9 @@ def test_sigusr1_prints_stacks_from_the_start_of_the_program(monkeypatch, capfd)
 
 
 def test_a_debugger_does_not_count_as_stuck(monkeypatch):
-  assert not stacks.is_debugged()
+  assert not stack_traces.is_debugged()
   monkeypatch.setitem(globals(), "__name__", "pdb")
-  assert stacks.is_debugged()
+  assert stack_traces.is_debugged()
 
 
 def test_files_of_stacks_are_bounded_and_say_where_the_process_was(tmp_path):
@@ -32,8 +32,8 @@ def test_files_of_stacks_are_bounded_and_say_where_the_process_was(tmp_path):
   (tmp_path / "stacks").mkdir()
   for number in range(30):
     (tmp_path / "stacks" / f"periodic_00003_2020{number:02d}.txt").write_text("")
-  stall = stacks.write(folder, 3, "why: stuck")
-  stacks.write_periodic(folder, 3, stacks.text(["why: asked"]))
+  stall = stack_traces.write(folder, 3, "why: stuck")
+  stack_traces.write_periodic(folder, 3, stack_traces.text(["why: asked"]))
   assert stall.read_text() == "why: stuck"
   files = sorted(path.name for path in (tmp_path / "stacks").glob("periodic_*"))
   assert len(files) == 20
@@ -50,7 +50,7 @@ def test_the_newest_stacks_stay_where_clocks_have_gone_back(tmp_path):
     when = time.time() + 1e6 + number
     os.utime(later, (when, when))
   for number in range(3):
-    assert stacks.write_periodic(folder, 3, f"now {number}").read_text() == f"now {number}"
+    assert stack_traces.write_periodic(folder, 3, f"now {number}").read_text() == f"now {number}"
   assert len(list((tmp_path / "stacks").iterdir())) == 20
 
 
@@ -60,8 +60,8 @@ def test_where_stacks_cannot_be_written_the_watch_goes_on(tmp_path, monkeypatch)
 
   monkeypatch.setattr(tempfile, "TemporaryFile", full)
   if hasattr(os, "memfd_create"):
-    assert "test_stacks.py" in stacks.text(["why: asked"])
-  monkeypatch.setattr(stacks, "text", full)
+    assert "test_stacks.py" in stack_traces.text(["why: asked"])
+  monkeypatch.setattr(stack_traces, "text", full)
   with job_watch.over(job_watch.Limits(epath.Path(tmp_path))) as one:
     assert one._write_stacks("asked") is None
     signal.raise_signal(signal.SIGUSR1)

@@ -23,7 +23,8 @@ def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_secon
   observer = Observer(folder)
 
   def look() -> list[int]:
-    # Read before the checkpoints: in between, the job may save its last one and end.
+    # `is_running` comes first: the job may save its last checkpoint and end before `steps` is read,
+    # and the next look must not miss that checkpoint.
     running = is_running(folder, observer)
     return [running, *saved.steps()[-1:]]
 

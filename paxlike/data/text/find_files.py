@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.errors import UserError
 
 
@@ -33,7 +33,7 @@ def find(
   files = sorted(name for name in files if os.path.isfile(name))
   if not files:
     if os.path.exists(where) and not os.path.isdir(where):
-      kind = input_files.kind(os.stat(where))
+      kind = untrusted_files.kind(os.stat(where))
       raise UserError(f"{knob}={path} is {kind}, not a regular file: copy its content into one.")
     what = "holds no" if os.path.isdir(where) else "matches no"
     raise UserError(f"{knob}={path} {what} file with a suffix of {', '.join(suffixes)}.")

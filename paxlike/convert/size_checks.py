@@ -10,7 +10,7 @@ from typing import Any
 from paxlike.checkpoints.hf_family import Family
 from paxlike.checkpoints.hf_rules import PerExpert
 from paxlike.config import ranges
-from paxlike.convert.tensors import TensorSpec
+from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.errors import UserError
 
 # Sizes that are dims of tensors, or divide one: the largest dim in the files bounds them.

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from paxlike import input_files
+from paxlike import untrusted_files
 from paxlike.errors import UserError
 
 _DTYPES: dict[str, Any] = {
@@ -50,7 +50,7 @@ class Extent(NamedTuple):
   """A tensor's place in a file; `identity` detects that the file has changed since."""
 
   file: pathlib.Path
-  identity: input_files.Identity
+  identity: untrusted_files.Identity
   offset: int
   spec: TensorSpec
 
@@ -59,8 +59,8 @@ class Extent(NamedTuple):
     shape, dtype = self.spec
     if not math.prod(shape):
       return np.zeros(shape, dtype)
-    with input_files.opened(self.file) as stream:
-      if input_files.identity(stream) != self.identity:
+    with untrusted_files.opened(self.file) as stream:
+      if untrusted_files.identity(stream) != self.identity:
         raise UserError(f"{self.file} has changed while it was read.")
       raw = np.memmap(stream, np.uint8, "r", self.offset, (_bytes(self.spec),))
     return np.asarray(raw).view(dtype).reshape(shape)
@@ -91,7 +91,7 @@ class TensorFolder:
   @staticmethod
   def is_at(path: pathlib.Path) -> bool:
     """Returns whether a folder has safetensors files under the names that transformers reads."""
-    return any(input_files.is_there(path / name) for name in (_SINGLE, _INDEX))
+    return any(untrusted_files.is_there(path / name) for name in (_SINGLE, _INDEX))
 
   def read(self, name: str) -> np.ndarray:
     """Returns a tensor, memory-mapped from its file."""
@@ -99,16 +99,16 @@ class TensorFolder:
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
-  if not input_files.is_there(path):
+  if not untrusted_files.is_there(path):
     raise UserError(f"--path={path}: no such file or folder.")
   if not os.path.isdir(path):
     return [path]
-  # As in transformers: an index beside a single file is left over from an older model.
-  if input_files.is_there(path / _SINGLE):
+  # As in transformers, a single file takes precedence over an index, which may be a leftover.
+  if untrusted_files.is_there(path / _SINGLE):
     return [path / _SINGLE]
   index = path / _INDEX
-  if input_files.is_there(index):
-    names = input_files.read_json(index, folder=path).get("weight_map")
+  if untrusted_files.is_there(index):
+    names = untrusted_files.read_json(index, folder=path).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
       raise UserError(f"{index} is damaged: weight_map is not a mapping to file names.")
     for name in sorted(set(names.values())):
@@ -124,14 +124,14 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 def _header(file: pathlib.Path, folder: pathlib.Path) -> dict[str, Extent]:
   """Returns the tensors of a file, which must fill it without gap or overlap."""
-  with input_files.opened(file, folder=folder) as stream:
-    identity = input_files.identity(stream)
+  with untrusted_files.opened(file, folder=folder) as stream:
+    identity = untrusted_files.identity(stream)
     size = int.from_bytes(stream.read(8), "little")
     if not 2 <= size <= identity.size - 8:
       raise UserError(f"{file} is damaged: no header. Is it cut short, or not safetensors?")
     if size > _HEADER_BYTES:
       raise UserError(f"{file} has a header of {size:,} bytes; at most {_HEADER_BYTES:,} are read.")
-    entries = input_files.parse_json(stream.read(size), place=f"the header of {file}")
+    entries = untrusted_files.parse_json(stream.read(size), place=f"the header of {file}")
   if not isinstance(entries, dict):
     raise UserError(f"{file} is damaged: its header is not a mapping.")
   entries.pop("__metadata__", None)
@@ -183,7 +183,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   Raises:
     UserError: The file is missing, damaged or such a link.
   """
-  return input_files.read_json(path, folder=path.parent)
+  return untrusted_files.read_json(path, folder=path.parent)
 
 
 def write(

@@ -10,7 +10,7 @@ from helpers import tiny_llama
 from helpers.program import run as paxlike
 from helpers.tiny_tokenizers import large, sentencepiece, words, write_json
 
-from paxlike.convert import sentencepiece_json, tokens
+from paxlike.convert import sentencepiece_json, tokenizer_files
 from paxlike.convert.main import run
 from paxlike.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 
@@ -46,13 +46,13 @@ def test_what_is_said_of_tokens_goes_in_and_out(tmp_path):
 def test_ids_that_are_absent_are_those_of_transformers():
   import transformers
 
-  for kind in tokens.DEFAULT_IDS:
+  for kind in tokenizer_files.DEFAULT_IDS:
     config = transformers.AutoConfig.for_model(kind)
-    expected = {name: getattr(config, name) for name in tokens.IDS}
-    got = tokens.ids({}, model_type=kind, vocab_size=10**6)
+    expected = {name: getattr(config, name) for name in tokenizer_files.IDS}
+    got = tokenizer_files.ids({}, model_type=kind, vocab_size=10**6)
     assert got == {name: number for name, number in expected.items() if number is not None}
-    assert tokens.ids(dict.fromkeys(expected), model_type=kind, vocab_size=10**6) == {}
-    assert tokens.ids({}, model_type=kind, vocab_size=0) == {}
+    assert tokenizer_files.ids(dict.fromkeys(expected), model_type=kind, vocab_size=10**6) == {}
+    assert tokenizer_files.ids({}, model_type=kind, vocab_size=0) == {}
 
 
 @pytest.mark.parametrize("number", [60, 10**30, -5, "2"])

@@ -54,7 +54,8 @@ def opened(path: pathlib.Path, *, folder: pathlib.Path | None = None) -> Iterato
       reading fails.
   """
   try:
-    # Checked before opening, which may have an effect on a device, and after, against a race.
+    # Checked before opening, because opening a device may have an effect, and again afterwards,
+    # because the file may have been replaced meanwhile.
     _refuse_other_kinds(path, os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
