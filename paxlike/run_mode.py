@@ -299,7 +299,7 @@ def _run(
     others = sys.modules.get("paxlike.processes.multiprocess")
     if others and options.mode == "train" and trainer.saving:
       others.check_shared(folder)
-    # Only training needs ownership: evaluation and decoding write their own files, atomically.
+    # Only training needs the lease: evaluation and decoding write their own files, atomically.
     owned = options.mode == "train"
     owner = stack.enter_context(lease.owned(folder)) if owned else contextlib.nullcontext()
     journal = stack.enter_context(

@@ -13,7 +13,7 @@ from paxlike.errors import UserError
 
 
 class Feed:
-  """Places batches on a mesh, and tells which sequences of a global batch this host loads."""
+  """Places batches on a mesh; has the sequences of a global batch that this host loads."""
 
   def __init__(
     self,

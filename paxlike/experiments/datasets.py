@@ -113,7 +113,7 @@ class Files(Tokenized):
 
   DATA_PATH: ranges.Path | None = None  #: A file, a folder or a glob. Required.
   PACKED_INPUT: bool = True  #: Separate the documents of a sequence by segment ids.
-  #: Fraction of the documents (or of a single one) to train on; the rest is evaluated on.
+  #: Fraction of the tokens of the text to train on; the rest is evaluated on.
   TRAIN_SHARE: ranges.Fraction = 0.9
 
 
