@@ -138,7 +138,7 @@ class ExportedRun:
 
   @functools.cached_property
   def tokenizer(self) -> tuple[pathlib.Path, str] | None:
-    """`tokenizer_files.file_of`, read late: exported adapters need no tokenizer, so it may be missing."""
+    """`tokenizer_files.file_of`, read late: an exported adapter may have no tokenizer."""
     return tokenizer_files.file_of(self.experiment)
 
   def table(self) -> str:

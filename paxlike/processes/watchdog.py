@@ -2,10 +2,10 @@
 """A watchdog: a small process that ends the process that started it if its watch no longer runs.
 
 The watch (`job_watch`) is a thread, which stops if a C library never releases the GIL. Then the
-watchdog prints a line, sends SIGUSR1 (`stack_traces.on_signal` prints stacks) and, ten seconds later,
-SIGALRM. It imports only the standard library, so that it starts in milliseconds. A timer within the
-watched process (`faulthandler.dump_traceback_later`) would fire as soon as that is continued after
-a suspension.
+watchdog prints a line, sends SIGUSR1 (`stack_traces.on_signal` prints stacks) and, ten seconds
+later, SIGALRM. It imports only the standard library, so that it starts in milliseconds. A timer
+within the watched process (`faulthandler.dump_traceback_later`) would fire as soon as that is
+continued after a suspension.
 """
 
 import contextlib
