@@ -105,7 +105,7 @@ def test_an_allowed_module_is_imported(trap):
     "paxlike.data.seqio.corpus:main",
     "paxlike.data.seqio.corpus:_read_elsewhere",
     "paxlike.data.seqio.corpus:SeqIOTask.register",
-    "paxlike.cli.download:main",
+    "paxlike.cli.tfds_download:main",
     "paxlike.data.seqio.fetch:fetch",
     "paxlike.data.prepared:write",
     "paxlike.data.seqio.tfds_writer:write",

@@ -14,9 +14,9 @@ from helpers.program import finish
 
 _PROCESS = """
 import sys, time
-from paxlike.processes import stacks, watchdog
+from paxlike.processes import stack_traces, watchdog
 dog = watchdog.Watchdog()
-with stacks.on_signal():
+with stack_traces.on_signal():
   for _ in range(30):
     dog.arm(1.0, "it is stuck")
     time.sleep(0.1)
@@ -86,10 +86,8 @@ def test_the_first_process_of_a_container_ends_too():
     pytest.skip("no namespaces of processes here")
   status, _, err = finish(process("stuck", before=_FIRST))
   assert status == signal.SIGALRM and "paxlike: it is stuck" in err
-  code = (
-    "import time; from paxlike.processes import stacks; stacks.obey_sigterm(); print(flush=True)"
-  )
-  first = process(before=_FIRST, code=f"{code}; time.sleep(100)")
+  code = "import time; from paxlike.processes import stack_traces; stack_traces.obey_sigterm()"
+  first = process(before=_FIRST, code=f"{code}; print(flush=True); time.sleep(100)")
   assert first.stdout is not None and first.stdout.readline() == "\n"
   children = pathlib.Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
   os.kill(int(children[0]), signal.SIGTERM)
