@@ -178,7 +178,7 @@ def work(name: str):
     _, trainer = experiments.build("Synthetic126M", OURS)
     with (
       jax.set_mesh(trainer.devices),
-      trainer.data.batches(trainer.batch_size, rows=trainer.feed.rows) as batches,
+      trainer.data.batches(trainer.batch_size, rows=trainer.placer.rows) as batches,
     ):
       facts = {"jax": jax.__version__, "parameters": trainer.definition.num_params}
       answer(step_lib.Step(trainer, batches), facts)

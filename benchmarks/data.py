@@ -32,12 +32,8 @@ import numpy as np
 
 from paxlike.data.packing import PackedRows
 from paxlike.data.text.text_files import TextFiles
-from paxlike.data.tokenizers.tokenizer import (
-  ByteTokenizer,
-  CharacterTokenizer,
-  SentencePieceTokenizer,
-  Tokenizer,
-)
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
 
 NUM_PIECES = 4096
 

@@ -25,6 +25,6 @@ def build(name: str, arguments: Sequence[str]) -> tuple["Experiment", "Trainer"]
     raise UserError("benchmarks run steps: leave --topology out.")
   startup.set_up_jax(options)
   experiment = main.experiment_of(options)
-  trainer = main.built(main.graph_of(options, experiment))
+  trainer = main.build_trainer(main.graph_of(options, experiment))
   trainer.check()
   return experiment, trainer

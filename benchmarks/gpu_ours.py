@@ -68,9 +68,9 @@ class Run:
     self._state: Any = train_state.create(
       trainer.definition, trainer.optimizer, trainer.devices, seed=trainer.seed
     )
-    with trainer.data.batches(trainer.batch_size, rows=trainer.feed.rows) as batches:
+    with trainer.data.batches(trainer.batch_size, rows=trainer.placer.rows) as batches:
       some = itertools.islice(batches, gpu_timing.BATCHES)
-      self._batches = itertools.cycle([trainer.feed.put(batch.arrays) for batch in some])
+      self._batches = itertools.cycle([trainer.placer.put(batch.arrays) for batch in some])
     self._metrics: dict[str, Any] = {}
     self.first_loss: float | None = None
 

@@ -77,7 +77,7 @@ class Step:
     from paxlike.devices import malloc
     from paxlike.training import train_state
 
-    self._feed, self._batches = trainer.feed, batches
+    self._placer, self._batches = trainer.placer, batches
     self.state = train_state.create(
       trainer.definition, trainer.optimizer, trainer.devices, seed=trainer.seed
     )
@@ -95,7 +95,7 @@ class Step:
     return float(total) / float(weight)
 
   def _next_batch(self) -> "Batch":
-    return self._feed.put(next(self._batches).arrays)
+    return self._placer.put(next(self._batches).arrays)
 
 
 def plain_like(experiment: "Experiment", trainer: "Trainer") -> "PlainGpt":
@@ -133,7 +133,7 @@ def measure(name: str, arguments: list[str], *, num_steps: int, against_plain: b
   import jax
 
   experiment, trainer = experiments.build(name, arguments)
-  data = trainer.data.batches(trainer.batch_size, rows=trainer.feed.rows, state=None)
+  data = trainer.data.batches(trainer.batch_size, rows=trainer.placer.rows, state=None)
   with jax.set_mesh(trainer.devices), data as batches:
     step = Step(trainer, batches)
     first_loss = step()

@@ -17,7 +17,7 @@ from paxlike.cli import command_line, error_diagnosis, flags, startup, usage
 from paxlike.devices import topology
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.processes import stack_traces
-from paxlike.run_mode import built, experiment_of, graph_of
+from paxlike.run_mode import build_trainer, experiment_of, graph_of
 from paxlike.telemetry import console
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
     assert experiment is not None
     return _plan(options, experiment)
   if experiment is not None and options.mode == "train":
-    epochs.resolve(experiment, lambda: built(graph_of(options, experiment)))
+    epochs.resolve(experiment, lambda: build_trainer(graph_of(options, experiment)))
   graph = graph_of(options, experiment)
   if options.mode == "show":
     if options.against:
@@ -136,13 +136,13 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
       print(show_page.everything(experiment, graph))
     return 0
   if options.mode == "compile":
-    return _compile(options, built(graph))
+    return _compile(options, build_trainer(graph))
   if options.mode == "check":
     from paxlike import checks
     from paxlike.cli import check_page
 
     folder = options.job_log_dir if options.enable_checkpoint_saving else None
-    found = checks.run(graph, built, folder=folder, full=options.full)
+    found = checks.run(graph, build_trainer, folder=folder, full=options.full)
     return check_page.show(found, as_json=options.json)
   return run_mode.run(options, experiment, graph, stage)
 
@@ -173,7 +173,7 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
     one = experiment_of(options)
     for name, value in knobs.items():
       one.set(name, value, source="plan")
-    return built(graph_of(options, one))
+    return build_trainer(graph_of(options, one))
 
   def command(plan: planner.Plan) -> str:
     now = {name: setting.value for name, setting in experiment.values().items()}

@@ -178,7 +178,7 @@ def _enabling(experiment: "Experiment", name: str) -> str:
   return ""
 
 
-def built(graph: Any) -> Any:
+def build_trainer(graph: Any) -> Any:
   """Returns the trainer with XLA options for its devices; prints those that JAX does not know."""
   from paxlike.config import building
   from paxlike.devices import xla_flags
@@ -198,7 +198,7 @@ def built(graph: Any) -> Any:
 def attempt(options: flags.Options, *, make: Make):
   """Builds and checks the run that options describe, without starting it."""
   experiment = make(options)
-  trainer = built(graph_of(options, experiment))
+  trainer = build_trainer(graph_of(options, experiment))
   if options.mode not in ("decode", "show"):
     trainer.check(training=options.mode != "eval")
   if options.mode == "train" and trainer.num_steps:
@@ -252,7 +252,7 @@ def run(
     UserError: A check failed, before anything was written, or the folder cannot be written.
     RunError: The run failed.
   """
-  trainer = built(graph)
+  trainer = build_trainer(graph)
   saving = trainer.saving and options.enable_checkpoint_saving
   trainer = dataclasses.replace(trainer, saving=saving)
   if console.in_notebook() and trainer.stall_timeout is None:
@@ -283,7 +283,7 @@ def _run(
 ) -> int:
   from paxlike import run_folder
   from paxlike.processes import lease
-  from paxlike.telemetry.run_log import Journal
+  from paxlike.telemetry.run_log import RunLog
   from paxlike.training import continuous_evaluation, decode_mode
 
   assert options.job_log_dir is not None
@@ -302,8 +302,8 @@ def _run(
     # Only training needs the lease: evaluation and decoding write their own files, atomically.
     owned = options.mode == "train"
     owner = stack.enter_context(lease.owned(folder)) if owned else contextlib.nullcontext()
-    journal = stack.enter_context(
-      Journal(
+    run_log = stack.enter_context(
+      RunLog(
         folder,
         write_summaries=options.enable_summary_writer,
         check_owner=getattr(owner, "check", lambda: None),
@@ -312,26 +312,26 @@ def _run(
     )
     if options.mode != "train":
       of = " of prompts" if options.mode == "decode" else ""
-      journal.note(f"attention{of}: {', '.join(trainer.attention)}")
-      journal.note(f"computes in {trainer.compute_dtype}")
+      run_log.note(f"attention{of}: {', '.join(trainer.attention)}")
+      run_log.note(f"computes in {trainer.compute_dtype}")
     if options.mode == "eval" and options.continuous:
-      continuous_evaluation.follow(trainer, folder, journal)
+      continuous_evaluation.follow(trainer, folder, run_log)
     elif options.mode == "eval":
-      trainer.evaluate(folder, journal, step=_step(options, folder))
+      trainer.evaluate(folder, run_log, step=_step(options, folder))
     elif options.mode == "decode":
       step = _step(options, folder)
-      decode_mode.run(trainer, folder, journal, prompts, step=step, options=how)
+      decode_mode.run(trainer, folder, run_log, prompts, step=step, options=how)
     else:
       from paxlike.cli import config_files, hints
       from paxlike.training import train_step
 
       with run_folder.reading(folder / "config.json"):
-        _print_changes(folder / "config.json", graph, journal)
+        _print_changes(folder / "config.json", graph, run_log)
       if note := train_step.note_on_memory(trainer.definition, trainer.objective):
-        journal.note(note)
-      stopped_by = trainer.train(folder, journal, files=config_files.of(experiment, graph))
+        run_log.note(note)
+      stopped_by = trainer.train(folder, run_log, files=config_files.of(experiment, graph))
       if stopped_by:
-        journal.note(f"{hints.stopped(stopped_by)}{hints.saved(options.job_log_dir)}")
+        run_log.note(f"{hints.stopped(stopped_by)}{hints.saved(options.job_log_dir)}")
       return 128 + stopped_by if stopped_by else 0
   return 0
 
@@ -343,7 +343,7 @@ def _step(options: flags.Options, folder: Any) -> int | None:
   return best_checkpoint.step_of(folder) if options.step == "best" else options.step
 
 
-def _print_changes(path: Any, graph: Any, journal: Any):
+def _print_changes(path: Any, graph: Any, run_log: Any):
   """Prints what has changed in the graph since the run began, if anything has."""
   from paxlike.cli import config_files
   from paxlike.config import graph_file
@@ -353,7 +353,7 @@ def _print_changes(path: Any, graph: Any, journal: Any):
   try:
     before = graph_file.read_data(path)
   except UserError as error:
-    journal.note(f"changes since the run began are unknown: {error}")
+    run_log.note(f"changes since the run began are unknown: {error}")
     return
   if changes := config_files.changes(before, graph, folder=path.parent):
-    journal.note(f"changed since the run began:\n{changes}")
+    run_log.note(f"changed since the run began:\n{changes}")

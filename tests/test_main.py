@@ -146,7 +146,7 @@ def test_jax_may_take_most_of_a_gpu(monkeypatch):
     "devices",
     lambda: seen.append(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) or devices(),
   )
-  main.built(registry.find("Synthetic126M")().trainer())
+  main.build_trainer(registry.find("Synthetic126M")().trainer())
   assert set(map(float, seen)) == {chips.gpu_share()} and chips.gpu_share() > 0.9
 
 

@@ -115,7 +115,7 @@ def test_only_what_a_killed_process_left_is_removed(tmp_path):
   victim.mkdir()
   (tmp_path / ".out.123").symlink_to(victim)
   (tmp_path / ".out.²").mkdir()
-  with new_folder.built(tmp_path / "out", flag="out") as building:
+  with new_folder.filling(tmp_path / "out", flag="out") as building:
     (building / "file").touch()
   assert sorted(os.listdir(tmp_path)) == sorted([".out.123", ".out.²", "out", "victim"])
 

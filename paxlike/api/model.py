@@ -20,7 +20,7 @@ from paxlike.cli import error_diagnosis, flags, startup
 from paxlike.errors import UserError
 
 if TYPE_CHECKING:
-  from paxlike.data.chat.prompt_rendering import Dialogue
+  from paxlike.data.chat.prompt_rendering import PromptRenderer
   from paxlike.inference.decoding import Decoding, DecodingOptions
   from paxlike.training.trainer import Trainer
 
@@ -119,9 +119,9 @@ class Model:
     self._allow_modules = tuple(allow_modules)
     decoding = copy.deepcopy(graph)
     fiddlers.decoding(decoding)
-    self._decoder: Trainer = run_mode.built(decoding)
+    self._decoder: Trainer = run_mode.build_trainer(decoding)
     with jax.set_mesh(self._decoder.devices):
-      self.step, self._params = self._decoder.origin(folder).params(number)
+      self.step, self._params = self._decoder.weight_source(folder).params(number)
     self.tokenizer: Any = self._decoder.data.tokenizer
     self._decoding: Decoding | None = None
 
@@ -179,21 +179,28 @@ class Model:
     if options.stop and self.tokenizer is None:
       raise UserError(f"stop: {decoding.NO_TOKENIZER}")
     found: list[Any] = [None] * len(given)
-    dialogue = decode_mode.dialogue_for(self._decoder, given)
+    prompt_renderer = decode_mode.prompt_renderer_for(self._decoder, given)
     with jax.set_mesh(self._decoder.devices):
-      for result in self._decoding_with(options, dialogue).run(given):
+      for result in self._decoding_with(options, prompt_renderer).run(given):
         prompt = given[result.prompt]
         is_text = isinstance(prompt, str) or decoding.is_talk(prompt)
         found[result.prompt] = result.text if is_text else result.tokens
     return found[0] if is_one else found
 
-  def _decoding_with(self, options: "DecodingOptions", dialogue: "Dialogue | None") -> "Decoding":
+  def _decoding_with(
+    self, options: "DecodingOptions", prompt_renderer: "PromptRenderer | None"
+  ) -> "Decoding":
     """Returns the decoder, reused with its programs while sampling and template are the same."""
     from paxlike.training import decode_mode
 
     last = self._decoding
-    if last is None or (last.options.sampling, last.dialogue) != (options.sampling, dialogue):
-      last = decode_mode.decoding_of(self._decoder, self._params, options, dialogue=dialogue)
+    if last is None or (last.options.sampling, last.prompt_renderer) != (
+      options.sampling,
+      prompt_renderer,
+    ):
+      last = decode_mode.decoding_of(
+        self._decoder, self._params, options, prompt_renderer=prompt_renderer
+      )
       self._decoding = last
     last.use(options)
     return last
@@ -257,11 +264,11 @@ class Model:
 
     from paxlike.layers.stack import layout_of
 
-    trainer: Trainer = run_mode.built(self._graph)
+    trainer: Trainer = run_mode.build_trainer(self._graph)
     if layout_of(trainer.model) == layout_of(self._decoder.model):
       return trainer, self._params
     with jax.set_mesh(trainer.devices):
-      return trainer, trainer.origin(self.folder).params(self.step)[1]
+      return trainer, trainer.weight_source(self.folder).params(self.step)[1]
 
   def export(
     self,

@@ -161,7 +161,7 @@ def train(
     run_mode.leave_at_exit()
     stage.attempt = functools.partial(run_mode.attempt, make=make)
     stage.experiment = made = make(options)
-    epochs.resolve(made, lambda: run_mode.built(run_mode.graph_of(options, made)))
+    epochs.resolve(made, lambda: run_mode.build_trainer(run_mode.graph_of(options, made)))
     graph = run_mode.graph_of(options, made)
     given = checking.check(callbacks, source="paxlike.train: callbacks")
     status = run_mode.run(options, made, graph, stage, given)

@@ -16,7 +16,7 @@ from paxlike.checkpoints.checkpoint import Checkpoint, Restored, metadata_of
 from paxlike.checkpoints.checksums import Damaged
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.layers.stack_layout import Layout
-from paxlike.processes.host_collectives import agreed, everywhere
+from paxlike.processes.host_collectives import broadcast, in_all_processes
 
 
 class Checkpoints:
@@ -191,7 +191,7 @@ class Checkpoints:
     Raises:
       UserError: All checkpoints are damaged, or one is of another experiment.
     """
-    steps = agreed(self.steps)
+    steps = broadcast(self.steps)
     for step in reversed(steps):
       restored = None
       reason = f"{self.path(step)} is damaged (another process cannot read its shards)."
@@ -199,7 +199,7 @@ class Checkpoints:
         restored = self.at(step).restore(target, layout=layout)
       except Damaged as error:
         reason = str(error)
-      if everywhere(restored is not None) and restored is not None:
+      if in_all_processes(restored is not None) and restored is not None:
         orbax_hooks.check_older(self.path(other) for other in steps if other < step)
         return step, restored
       del restored  # Memory may not suffice for two.

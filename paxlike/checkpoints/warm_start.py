@@ -27,7 +27,7 @@ from paxlike.layers.module import Definition, Params
 from paxlike.layers.precision import weight_only
 from paxlike.layers.stack import layout_of
 from paxlike.layers.stack_layout import Layout
-from paxlike.processes.host_collectives import agreed, everywhere
+from paxlike.processes.host_collectives import broadcast, in_all_processes
 
 PROVENANCE = "restored_from.json"
 _Read = TypeVar("_Read")
@@ -293,15 +293,15 @@ def read_found(
     UserError: There is no such checkpoint, it is damaged, or it was removed while being read.
   """
   while True:
-    (found,) = agreed(lambda: [saved.find(step)])
+    (found,) = broadcast(lambda: [saved.find(step)])
     error, result = None, []
     try:
       result = [read(found)]
     except Damaged as raised:
       error = raised
-    if everywhere(error is None):
+    if in_all_processes(error is None):
       return found, result[0]
-    if found in agreed(saved.steps):
+    if found in broadcast(saved.steps):
       raise error or Damaged(f"{saved.path(found)}: another process cannot read its shards.")
     if step is not None:
       raise UserError(f"{saved.path(found)} was removed while it was being read.")

@@ -43,7 +43,7 @@ def matmuls(devices: jax.sharding.Mesh) -> Iterator[Check]:
 
 def _ours(given: Arrays, sizes: np.ndarray, dtype: Any) -> Arrays:
   def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    groups = grouped_matmul.Groups(jnp.asarray(sizes))
+    groups = grouped_matmul.GroupedForm(jnp.asarray(sizes))
     return grouped_matmul.grouped_matmul(x, w, groups)
 
   return _with_gradients(matmul, {name: x.astype(dtype) for name, x in given.items()}, sizes)

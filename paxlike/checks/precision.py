@@ -13,8 +13,8 @@ from paxlike import layers
 from paxlike.checks import grouped
 from paxlike.checks.check import ABSENT, Check, compared, guarded, is_cpu, tolerance
 from paxlike.devices import topology
-from paxlike.layers.moe.grouped_matmul import Groups
-from paxlike.layers.precision.matmul import LinearProduct
+from paxlike.layers.moe.grouped_matmul import GroupedForm
+from paxlike.layers.precision.matmul import LinearForm
 from paxlike.layers.precision.rounding import stochastic_round
 
 ITEM = "8-bit matmuls"
@@ -73,7 +73,7 @@ def _ours(kind: Any, history: Arrays, sizes: np.ndarray, *arrays: np.ndarray) ->
       getattr(dot, name).set_value(largest)
     # A linear map has a single matrix.
     w = w[0] if len(sizes) == 1 else w
-    form = LinearProduct() if len(sizes) == 1 else Groups(jnp.asarray(sizes, jnp.int32))
+    form = LinearForm() if len(sizes) == 1 else GroupedForm(jnp.asarray(sizes, jnp.int32))
     return dot(form, x, w)
 
   @jax.jit

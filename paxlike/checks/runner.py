@@ -26,7 +26,7 @@ def run(
 
   Args:
     graph: The root graph of an experiment.
-    build: Builds the trainer of a graph, as `run_mode.built` does.
+    build: Builds the trainer of a graph, as `run_mode.build_trainer` does.
     folder: The run's folder for the checkpoint check; None: skip it.
     full: Whether to check the step of the experiment itself instead of a shrunk model.
 

@@ -28,7 +28,7 @@ from paxlike.checks.trainers import (
   on_one_device,
   trained,
 )
-from paxlike.devices.batch_placement import Feed
+from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.layers import module
 from paxlike.layers.attention.auto import Place
 from paxlike.layers.module import WeightSpec
@@ -120,7 +120,7 @@ def step_of(
   own = trainer.optimizer
   trainer = dataclasses.replace(trainer, optimizer=recording(own))
   _draw_adapters(trainer)
-  feed = Feed(
+  placer = BatchPlacer(
     devices,
     batch_size=len(data["inputs"]),
     seq_len=data["inputs"].shape[1],
@@ -129,7 +129,7 @@ def step_of(
   with jax.set_mesh(devices):
     state = first_state(trainer, devices)
     before = fetched(state.params) if with_update else {}
-    batch = feed.put({name: x[feed.rows] for name, x in data.items()})
+    batch = placer.put({name: x[placer.rows] for name, x in data.items()})
     state, metrics = trainer.compile(state, batch)(state, batch)
     values = {name: fetched(metrics[name]) for name in ("loss", "grad_norm")}
     gradients = fetched(state.opt_state["gradients"])

@@ -145,7 +145,7 @@ def is_rounded(trainer: Trainer) -> bool:
     n: jax.ShapeDtypeStruct(s.shape, s.stored_dtype) for n, s in definition.weights.items()
   }
   prepared = jax.eval_shape(definition.prepare, abstract)
-  if jax.eval_shape(definition.rounded, prepared):
+  if jax.eval_shape(definition.quantized, prepared):
     return True
   return any(x.dtype != jnp.float32 for x in jax.tree.leaves(prepared))
 

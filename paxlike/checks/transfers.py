@@ -63,18 +63,18 @@ def input_rate(trainer: Trainer) -> Iterator[Check]:
 
 
 def _fed(label: str, trainer: Trainer) -> Check:
-  feed, random = trainer.feed, np.random.default_rng(0)
+  placer, random = trainer.placer, np.random.default_rng(0)
   arrays = {
-    name: random.integers(0, 2, (len(feed.rows), *x.shape[1:])).astype(x.dtype)
+    name: random.integers(0, 2, (len(placer.rows), *x.shape[1:])).astype(x.dtype)
     for name, x in trainer.data.no_rows().items()
   }
   if "segments" in arrays:  # Random ids would exceed the limit on segments per sequence.
     arrays["segments"] = np.ones_like(arrays["segments"])
-  put = jax.block_until_ready(feed.put(arrays))
-  equal = all(_holds(x, arrays[name], feed.rows) for name, x in put.items())
+  put = jax.block_until_ready(placer.put(arrays))
+  equal = all(_holds(x, arrays[name], placer.rows) for name, x in put.items())
   began = time.perf_counter()
   for _ in range(_REPEATS):
-    jax.block_until_ready(feed.put(arrays))
+    jax.block_until_ready(placer.put(arrays))
   seconds = (time.perf_counter() - began) / _REPEATS
   nbytes = sum(x.nbytes for x in arrays.values())
   return Check(

@@ -42,7 +42,7 @@ def facts(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> dict
     "ideal_seconds": program.ideal_seconds,
     "compile_seconds": program.seconds,
     "bytes_per_device": program.held._asdict(),
-    "bytes_of_device": program.room,
+    "bytes_of_device": program.usable_memory,
     "fits": program.fits,
     "advice": [] if program.fits else aot.advice(trainer, program),
     "collectives": [one._asdict() for one in program.collectives()],
@@ -71,7 +71,7 @@ def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
   yield "attention", ", ".join(trainer.attention)
   yield "FLOPs per step", f"{program.flops:.4g}{_at_least(program)}"
   yield "compile time", f"{program.seconds:.1f} s"
-  held, room = program.held, program.room
+  held, room = program.held, program.usable_memory
   yield "memory per device: arguments", formatting.nbytes(held.arguments)
   yield "memory per device: temporaries", formatting.nbytes(held.temporaries)
   if program.communicators:

@@ -20,7 +20,7 @@ from paxlike import file_io, registry, run_folder, untrusted_files
 from paxlike.config import allowed_symbols, graph_file, graph_types, paths
 from paxlike.data.chat import templates
 from paxlike.data.tokenizers import token_settings
-from paxlike.data.tokenizers.tokenizer import FileTokenizer
+from paxlike.data.tokenizers.file_tokenizer import FileTokenizer
 from paxlike.experiment import Experiment
 
 _TOKENIZER = "tokenizer"

@@ -39,7 +39,7 @@ from paxlike.data.examples import ExampleRows
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.devices import jax_setup, topology, xla_flags
-from paxlike.devices.batch_placement import Feed
+from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.errors import UserError, did_you_mean, one_line
 from paxlike.inference.decoding import DecodingOptions
 from paxlike.inference.sampling import Sampling
@@ -180,12 +180,12 @@ class PaxlikeLM(TemplateLM):
     corpus = _Pairs(requests, max_len=self.max_length)
     rows = ExampleRows(corpus=corpus, seq_len=self.max_length, shuffle=False, packed=False)
     metrics = (_log_likelihood, evaluation.acc_strict)
-    feed = Feed(devices, batch_size=self.batch_size, seq_len=self.max_length)
+    placer = BatchPlacer(devices, batch_size=self.batch_size, seq_len=self.max_length)
     with jax.set_mesh(devices):
       evaluator = Evaluator(
         self._trainer.definition,
         EvalSet(dataset=rows, metrics=metrics),
-        feed,
+        placer,
         batch_size=self.batch_size,
         compiler_options=self._trainer.execution.compiler_options,
       )

@@ -52,7 +52,7 @@ def facts(plans: Plans, command: Command) -> dict[str, Any]:
     "parameters": model.num_params,
     "device_kind": plans.device_kind,
     "num_devices": plans.num_devices,
-    "bytes_of_device": plans.machine.chip.room,
+    "bytes_of_device": plans.machine.chip.usable_memory,
     "achieved": plans.machine.achieved,
     "sequences_per_step": plans.batch,
     "tokens_per_step": plans.batch * model.seq_len,
@@ -73,7 +73,7 @@ def flags(plan: Plan, given: dict[str, Any]) -> Iterator[str]:
 
 def _facts(plans: Plans) -> Iterator[tuple[str, str]]:
   tokens = plans.batch * plans.model.seq_len
-  room = formatting.nbytes(plans.machine.chip.room)
+  room = formatting.nbytes(plans.machine.chip.usable_memory)
   yield "parameters", f"{plans.model.num_params:,}"
   yield "devices", f"{plans.num_devices} x {plans.device_kind}, {room} each for programs"
   yield "global batch", f"{plans.batch:,} sequences = {tokens:,} tokens"

@@ -60,7 +60,7 @@ def join(options: flags.Options):
   if is_given:
     group = cluster.ProcessGroup(*given, devices=cluster.own_gpus(environ))
   else:
-    group = cluster.found(environ)
+    group = cluster.detect(environ)
   of_tpus = tpu_targets.are_here() and not is_given
   if options.multiprocess_gpu and group is None and not of_tpus:
     raise UserError(
@@ -86,7 +86,7 @@ def join(options: flags.Options):
       flags=flags.shared(options),
     )
     has_gpus = cluster.num_gpus() and environ.get("JAX_PLATFORMS") != "cpu"
-    several_nodes = group is not None and cluster.local(environ)[1] < group.count
+    several_nodes = group is not None and cluster.local_rank_and_size(environ)[1] < group.count
     if has_gpus and several_nodes and program_cache.FOLDER not in environ:
       # Processes share GPU autotuning (`xla_gpu_shard_autotuning`, on by default; XLA's pull
       # requests 14968 and 22164), and only process 0 writes the cache (jax/_src/compiler.py). If

@@ -62,21 +62,31 @@ class Program:
   communicators: int = 0
 
   @property
-  def room(self) -> int | None:
+  def usable_memory(self) -> int | None:
     """Bytes of memory per device that programs may use; None: unknown."""
-    return (self.chip.room_beside(self.communicators) or None) if self.chip is not None else None
+    return (
+      (self.chip.usable_memory_beside(self.communicators) or None)
+      if self.chip is not None
+      else None
+    )
 
   @property
   def share(self) -> float | None:
     """The XLA_PYTHON_CLIENT_MEM_FRACTION that leaves memory for NCCL; None: the default does."""
-    if self.chip is None or self.room is None or self.room == self.chip.room:
+    if (
+      self.chip is None
+      or self.usable_memory is None
+      or self.usable_memory == self.chip.usable_memory
+    ):
       return None
     return self.chip.share_beside(self.communicators)
 
   @property
   def fits(self) -> bool:
     """Whether the step fits in device memory, or the memory is unknown."""
-    return self.step is not None and (self.room is None or self.held.peak <= self.room)
+    return self.step is not None and (
+      self.usable_memory is None or self.held.peak <= self.usable_memory
+    )
 
   @property
   def ideal_seconds(self) -> float | None:
@@ -197,9 +207,9 @@ def _bytes_per_device(tree: Any) -> int:
 
 def advice(trainer: Trainer, program: Program) -> list[str]:
   """Returns changes of knobs that reduce the memory of a step that does not fit, cheapest first."""
-  room, held, found = program.room or 0, program.held, []
+  usable_memory, held, found = program.usable_memory or 0, program.held, []
   shape = ", ".join(f"{axis} {size}" for axis, size in program.devices.shape.items() if size > 1)
-  if held.arguments > room:
+  if held.arguments > usable_memory:
     found.append(
       f"shard weights and optimizer over more devices by fsdp or tensor (now {shape or 'one'})"
     )
@@ -225,7 +235,7 @@ def advice(trainer: Trainer, program: Program) -> list[str]:
       found.append(f"GRADIENT_ACCUMULATION_STEPS={steps * factor} (now {steps})")
     else:
       found.append(f"NUM_MICROBATCHES={microbatches * factor} (now {microbatches})")
-    share = max(0.0, (room - held.arguments) / max(1, held.peak - held.arguments))
+    share = max(0.0, (usable_memory - held.arguments) / max(1, held.peak - held.arguments))
     # Less than proportional: some temporaries do not shrink with the batch.
     most = math.floor(0.8 * share * trainer.percore_batch_size)
     fitting = [n for n in range(1, most + 1) if n * program.devices.size % whole == 0]

@@ -147,7 +147,7 @@ class TrainedAdapters:
       "fan_in_fan_out": False,
       "inference_mode": True,
     }
-    with new_folder.built(to, flag="to") as folder:
+    with new_folder.filling(to, flag="to") as folder:
       safetensors_files.write_file(folder / _TENSORS, specs, value)
       (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
@@ -242,7 +242,7 @@ class PeftAdapter:
     definition = self._definition
     restore: Restore = building.build(graph.restore)
     restore.check(definition)
-    with new_folder.built(to, flag="to") as folder:
+    with new_folder.filling(to, flag="to") as folder:
       layout = layout_of(definition.module)
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       tokenizer_files.copy(pathlib.Path(base), folder)

@@ -167,7 +167,7 @@ class ExportedRun:
       return tensor
 
     tokenizer = self.tokenizer
-    with new_folder.built(to, flag="to") as folder:
+    with new_folder.filling(to, flag="to") as folder:
       safetensors_files.write(folder, specs, value)
       config = config_of(self.experiment, dtype=dtype)
       config |= tokenizer_files.export_tokenizer(self.experiment, tokenizer, self.path, folder)

@@ -16,7 +16,7 @@ from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized, Tensors
 from paxlike.convert.safetensors_files import TensorFolder, read_json
 from paxlike.convert.torch_folder import TorchFolder
-from paxlike.data.tokenizers.tokenizer import TOKENIZER_BYTES
+from paxlike.data.tokenizers.token_settings import TOKENIZER_BYTES
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
@@ -138,7 +138,7 @@ class Source:
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must be missing or empty."""
     self._check_copies()
-    with new_folder.built(to, flag="to") as folder:
+    with new_folder.filling(to, flag="to") as folder:
       layout = layout_of(self._model())
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       if self._tokenizer is not None:

@@ -36,7 +36,7 @@ def check_new(folder: pathlib.Path, *, flag: str):
 
 
 @contextlib.contextmanager
-def built(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
+def filling(folder: pathlib.Path, *, flag: str) -> Iterator[pathlib.Path]:
   """Context that yields a folder to fill, which atomically becomes `folder` at the end.
 
   It is filled in `.NAME.DIGITS` beside it, which is removed at the end, or by the next call for

@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from paxlike import untrusted_files
-from paxlike.data.tokenizers import token_settings, tokenizer, tokenizer_classes
+from paxlike.data.tokenizers import huggingface_tokenizer, token_settings, tokenizer_classes
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from paxlike.data.tokenizers.token_settings import AddedToken
-from paxlike.data.tokenizers.tokenizer import SentencePieceTokenizer
 
 _UNIGRAM, _BPE, _WORD = 1, 2, 3  # Of ModelProto.TrainerSpec.ModelType.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # Of SentencePiece.Type.
@@ -162,7 +162,7 @@ def _tokenizer(proto: Any, tokens: Sequence[AddedToken], *, first: bool) -> Any:
   spec = proto.normalizer_spec
   result.normalizer = _normalizer(proto, first=first)
   result.decoder = _decoder(proto)
-  tokenizer.add(result, [token._replace(normalized=False) for token in tokens])
+  huggingface_tokenizer.add_tokens(result, [token._replace(normalized=False) for token in tokens])
   steps = []
   if first and spec.add_dummy_prefix and spec.remove_extra_whitespaces:
     steps.append(pre_tokenizers.Metaspace(_SPACE, "first", split=False))

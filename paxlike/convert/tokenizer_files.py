@@ -14,12 +14,10 @@ from paxlike.convert import sentencepiece_json
 from paxlike.convert.safetensors_files import read_json
 from paxlike.data.chat import exported_templates, templates
 from paxlike.data.tokenizers import token_settings
-from paxlike.data.tokenizers import tokenizer as tokenizer_lib
-from paxlike.data.tokenizers.tokenizer import (
-  TOKENIZER_BYTES,
-  HuggingFaceTokenizer,
-  SentencePieceTokenizer,
-)
+from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers.token_settings import TOKENIZER_BYTES
+from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 
@@ -177,7 +175,7 @@ def export_tokenizer(
 
 
 def _write_template(
-  experiment: Experiment, own: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer
+  experiment: Experiment, own: pathlib.Path, tokenizer: Tokenizer
 ) -> Sequence[int]:
   """Writes the chat template of a run, and returns the ids that end its answers."""
   values = experiment.values()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paxlike.config import ranges
-from paxlike.data.chat.prompt_rendering import Dialogue
+from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.dataset import RowDataset
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ class Corpus(abc.ABC):
     return None
 
   @property
-  def dialogue(self) -> Dialogue | None:
+  def prompt_renderer(self) -> PromptRenderer | None:
     """See `Dataset`."""
     return None
 
@@ -90,8 +90,8 @@ class CorpusRows(RowDataset):
     return self.corpus.tokenizer
 
   @property
-  def dialogue(self) -> Dialogue | None:
-    return self.corpus.dialogue
+  def prompt_renderer(self) -> PromptRenderer | None:
+    return self.corpus.prompt_renderer
 
   @property
   def vocab_size(self) -> int | None:

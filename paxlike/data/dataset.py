@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from paxlike.config import ranges
-from paxlike.data.chat.prompt_rendering import Dialogue
+from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
@@ -65,7 +65,7 @@ class Dataset(abc.ABC):
     return None
 
   @property
-  def dialogue(self) -> Dialogue | None:
+  def prompt_renderer(self) -> PromptRenderer | None:
     """Renders conversations as prompts; None unless the data are conversations."""
     return None
 

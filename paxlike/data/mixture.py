@@ -10,7 +10,7 @@ import numpy as np
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.data.chat.prompt_rendering import Dialogue
+from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.dataset import ENDLESS, Arrays, RowDataset
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
@@ -62,8 +62,8 @@ class Mixture(RowDataset):
     return self._datasets[0].tokenizer
 
   @property
-  def dialogue(self) -> Dialogue | None:
-    return self._datasets[0].dialogue
+  def prompt_renderer(self) -> PromptRenderer | None:
+    return self._datasets[0].prompt_renderer
 
   @property
   def vocab_size(self) -> int | None:

@@ -12,7 +12,7 @@ from paxlike.devices import mesh
 from paxlike.errors import UserError
 
 
-class Feed:
+class BatchPlacer:
   """Places batches on a mesh; has the sequences of a global batch that this host loads."""
 
   def __init__(

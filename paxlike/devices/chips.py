@@ -31,20 +31,22 @@ class Chip:
   is_gpu: bool = False
 
   @property
-  def room(self) -> int:
+  def usable_memory(self) -> int:
     """Bytes that programs may use; 0: unknown."""
     return int(gpu_share() * self.memory) if self.is_gpu else self.memory
 
-  def room_beside(self, communicators: int) -> int:
+  def usable_memory_beside(self, communicators: int) -> int:
     """Returns the bytes that programs may use next to this many NCCL communicators; 0: unknown."""
     if not self.is_gpu or not communicators:
-      return self.room
-    return min(self.room, self.memory - _LIBRARIES - communicators * _COMMUNICATOR)
+      return self.usable_memory
+    return min(self.usable_memory, self.memory - _LIBRARIES - communicators * _COMMUNICATOR)
 
   def share_beside(self, communicators: int) -> float:
-    """Returns `room_beside` as a fraction of a GPU's memory, for JAX's environment variable."""
-    room = self.room_beside(communicators)
-    return gpu_share() if room == self.room else math.floor(100 * room / self.memory) / 100
+    """Returns `usable_memory_beside` as a fraction of a GPU's memory, for JAX's variable."""
+    usable = self.usable_memory_beside(communicators)
+    if usable == self.usable_memory:
+      return gpu_share()
+    return math.floor(100 * usable / self.memory) / 100
 
 
 def gpu_share() -> float:

@@ -11,7 +11,9 @@ from paxlike.data import mixture, packing, synthetic
 from paxlike.data.examples import ExampleRows
 from paxlike.data.prepared import PreparedRows
 from paxlike.data.text import text_files
-from paxlike.data.tokenizers import tokenizer
+from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from paxlike.data.tuning import preferences
 from paxlike.data.tuning.conversations import Conversations
 from paxlike.data.tuning.preferences import PairRows
@@ -64,15 +66,15 @@ class Tokenized(Experiment):
   #: File of the tokenizer: a SentencePiece model, or a tokenizer.json of Hugging Face.
   VOCAB_PATH: ranges.Path | None = None
 
-  def tokenizer(self) -> fdl.Config[tokenizer.Tokenizer] | None:
+  def tokenizer(self) -> fdl.Config[Tokenizer] | None:
     """Returns the tokenizer; None: one id per character of the data."""
     if self.TOKENIZER == "character":
       return None
     if self.TOKENIZER == "byte":
-      return fdl.Config(tokenizer.ByteTokenizer)
+      return fdl.Config(ByteTokenizer)
     kinds = {
-      "sentencepiece": (tokenizer.SentencePieceTokenizer, "a SentencePiece model"),
-      "huggingface": (tokenizer.HuggingFaceTokenizer, "a tokenizer.json"),
+      "sentencepiece": (SentencePieceTokenizer, "a SentencePiece model"),
+      "huggingface": (HuggingFaceTokenizer, "a tokenizer.json"),
     }
     kind, file = kinds[self.TOKENIZER]
     if self.VOCAB_PATH is None:

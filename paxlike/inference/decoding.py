@@ -12,14 +12,15 @@ import numpy as np
 from etils import epath
 
 from paxlike import file_io, run_folder
-from paxlike.data.chat.prompt_rendering import Dialogue
+from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.chat.templates import Message
-from paxlike.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
+from paxlike.data.tokenizers.file_tokenizer import FileTokenizer
+from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 from paxlike.inference.generate import GeneratedText, Generator, Request, Speed
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.module import Definition
-from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_log import RunLog
 
 #: A text to continue, its ids, or a conversation to answer.
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -81,7 +82,7 @@ class Decoding:
 
   Attributes:
     options: As given, with the stop strings of the chat template.
-    dialogue: As given.
+    prompt_renderer: As given.
     speed: Totals of the last `run`.
   """
 
@@ -93,7 +94,7 @@ class Decoding:
     *,
     max_len: int,
     options: DecodingOptions,
-    dialogue: Dialogue | None = None,
+    prompt_renderer: PromptRenderer | None = None,
     compiler_options: Mapping[str, Any] | None = None,
   ):
     """Checks the tokenizer.
@@ -105,7 +106,7 @@ class Decoding:
         and only `stop_tokens` end them.
       max_len: MAX_SEQ_LEN of the model.
       options: How prompts are continued.
-      dialogue: Turns conversations into prompts, and says what ends an answer.
+      prompt_renderer: Turns conversations into prompts, and says what ends an answer.
       compiler_options: XLA's.
 
     Raises:
@@ -117,9 +118,9 @@ class Decoding:
       ends |= {tokenizer.eos_id, tokenizer.bos_id, *tokenizer.end_ids} - {None}
     self._tokenizer = tokenizer
     self._max_len = max_len
-    self.dialogue = dialogue
-    if dialogue is not None:
-      ends |= {*dialogue.turn_end.ids}
+    self.prompt_renderer = prompt_renderer
+    if prompt_renderer is not None:
+      ends |= {*prompt_renderer.turn_end.ids}
     self.use(options)
     # The last generator is kept, so that the next `run` reuses its compiled programs.
     self._make = functools.lru_cache(maxsize=1)(
@@ -137,7 +138,7 @@ class Decoding:
 
   def use(self, options: DecodingOptions):
     """Sets the options of the next `run`; `sampling` and `stop_tokens` must be the same."""
-    texts = () if self.dialogue is None else self.dialogue.turn_end.texts
+    texts = () if self.prompt_renderer is None else self.prompt_renderer.turn_end.texts
     self.options = dataclasses.replace(options, stop=(*options.stop, *texts))
 
   def run(
@@ -168,7 +169,7 @@ class Decoding:
         yield self._result(text, requests[text.request].tokens)
 
   def _request(self, prompt: Prompt, *, seed: int) -> Request:
-    tokens = _tokens_of(prompt, self._tokenizer, self.dialogue, max_len=self._max_len)
+    tokens = _tokens_of(prompt, self._tokenizer, self.prompt_renderer, max_len=self._max_len)
     left = self._max_len - len(tokens)
     return Request(tokens=tokens, max_new_tokens=min(self.options.max_new_tokens, left), seed=seed)
 
@@ -200,7 +201,7 @@ def check(
   prompts: Sequence[Prompt],
   model: Any,
   tokenizer: Any,
-  dialogue: Dialogue | None = None,
+  prompt_renderer: PromptRenderer | None = None,
   *,
   max_len: int,
   stop_tokens: Sequence[int] = (),
@@ -224,7 +225,7 @@ def check(
       f"--stop_token={unknown[0]}: the model's ids are below {model.vocab_size} (VOCAB_SIZE)."
     )
   for prompt in prompts:
-    _tokens_of(prompt, tokenizer, dialogue, max_len=max_len)
+    _tokens_of(prompt, tokenizer, prompt_renderer, max_len=max_len)
 
 
 def is_talk(prompt: Prompt) -> bool:
@@ -243,7 +244,7 @@ def _no_template(tokenizer: Tokenizer) -> str:
 
 
 def _tokens_of(
-  prompt: Any, tokenizer: Any, dialogue: Dialogue | None, *, max_len: int
+  prompt: Any, tokenizer: Any, prompt_renderer: PromptRenderer | None, *, max_len: int
 ) -> np.ndarray:
   shown = prompt
   if isinstance(prompt, str):
@@ -253,11 +254,11 @@ def _tokens_of(
     tokens = np.array([*prefix, *map(int, tokenizer.encode(prompt))], np.int32)
   elif not is_talk(prompt):
     tokens = np.array(prompt, np.int32)
-  elif dialogue is None:
+  elif prompt_renderer is None:
     raise UserError(NO_TOKENIZER if tokenizer is None else _no_template(tokenizer))
   else:
     shown = prompt[-1]["content"]
-    tokens = dialogue.tokens(prompt).astype(np.int32)
+    tokens = prompt_renderer.tokens(prompt).astype(np.int32)
   if not len(tokens):
     raise UserError(f"a prompt has no tokens: {shown!r}; this tokenizer adds no BOS.")
   if len(tokens) >= max_len:
@@ -283,7 +284,7 @@ def stream(
   return text
 
 
-def tell(decoding: Decoding, prompts: Sequence[Prompt], journal: Journal, path: epath.Path):
+def tell(decoding: Decoding, prompts: Sequence[Prompt], run_log: RunLog, path: epath.Path):
   """Continues prompts, prints the texts and writes them to `path` as JSON lines.
 
   A single text is streamed; of several, each is printed when it ends.
@@ -301,16 +302,16 @@ def tell(decoding: Decoding, prompts: Sequence[Prompt], journal: Journal, path: 
 
     results = noted(decoding.run(prompts))
     if single:
-      journal.piece(prompts[0] if isinstance(prompts[0], str) else "")
-      stream(results, decoding.options, journal.piece)
-      journal.piece("\n")
+      run_log.piece(prompts[0] if isinstance(prompts[0], str) else "")
+      stream(results, decoding.options, run_log.piece)
+      run_log.piece("\n")
     for result in results:
       if result.ended_by:
         prompt: Any = prompts[result.prompt]
         shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        journal.note(f"--- {shown!r}, sample {result.sample} ({result.ended_by})\n{result.text}")
+        run_log.note(f"--- {shown!r}, sample {result.sample} ({result.ended_by})\n{result.text}")
   speed = decoding.speed
-  journal.note(
+  run_log.note(
     f"prefill: {speed.prefill_tokens} tokens, {speed.prefill_rate:.0f} tokens/s;"
     f" decode: {speed.decode_tokens} tokens, {speed.decode_rate:.0f} tokens/s; in {path}"
   )

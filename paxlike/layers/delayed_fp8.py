@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from paxlike.config.configurable import configurable
 from paxlike.layers.module import Module
 from paxlike.layers.precision.fp8 import AmaxHistory, Fp8, multiply
-from paxlike.layers.precision.matmul import Product
-from paxlike.layers.precision.rounding import Rounded
+from paxlike.layers.precision.matmul import MatmulForm
+from paxlike.layers.precision.rounding import QuantizedOperand
 
 
 @configurable
@@ -26,13 +26,13 @@ class DelayedFp8(Module):
     self.inputs = self.statistic({"history": history}, update=_pushed)
     self.gradients = self.statistic({"history": history}, update=_pushed)
 
-  def quantized(self, w: jax.Array) -> Rounded:
+  def quantized(self, w: jax.Array) -> QuantizedOperand:
     return Fp8.quantized(w)
 
   def __call__(
-    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
+    self, form: MatmulForm, x: jax.Array, w: jax.Array, w8: QuantizedOperand | None = None
   ) -> jax.Array:
-    return multiply(product, x, w, w8, AmaxHistory(self.inputs[...], self.gradients[...]))
+    return multiply(form, x, w, w8, AmaxHistory(self.inputs[...], self.gradients[...]))
 
 
 def _pushed(history: jax.Array, newest: jax.Array) -> jax.Array:

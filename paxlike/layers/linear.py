@@ -15,8 +15,8 @@ from paxlike.layers import module
 from paxlike.layers.call_context import Context
 from paxlike.layers.lora import Lora
 from paxlike.layers.precision import float32_sums
-from paxlike.layers.precision.matmul import Dim, Dot, LinearProduct, matmul
-from paxlike.layers.precision.weight_only import Int8Weight, Quantized, Storage, dense
+from paxlike.layers.precision.matmul import Dim, Dot, LinearForm, matmul
+from paxlike.layers.precision.weight_only import Int8Weight, Quantized, WeightQuantizer, dense
 from paxlike.layers.remat import named
 
 
@@ -63,7 +63,7 @@ class Linear(module.Module):
     self.dot = None if dot is None else dot()
     self.num_inputs = len(inputs)
     self._outputs = tuple(outputs.values())
-    self._product = LinearProduct(
+    self._form = LinearForm(
       *(tuple(Dim(*dim) for dim in dims.items()) for dims in (inputs, outputs))
     )
     sizes = (math.prod(dims.values()) for dims in (inputs, outputs))
@@ -73,10 +73,10 @@ class Linear(module.Module):
       fan_in=tuple(inputs),
       matmul=module.Matmul(*sizes, role=role, in_8_bits=dot is not None),
       compute_dtype=dtype,
-      storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
+      quantizer=None if scheme is None else WeightQuantizer(scheme, -len(outputs) - 1),
     )
     num_dims = len(inputs) + len(outputs)
-    self.w8: Any = None if self.dot is None else self.rounded("w", self.dot, num_dims=num_dims)
+    self.w8: Any = None if self.dot is None else self.quantized("w", self.dot, num_dims=num_dims)
     self.b = self.weight(outputs, init=module.zeros, compute_dtype=dtype) if use_bias else None
     self.lora = None if lora is None else lora(inputs, outputs, role=role)
 
@@ -93,9 +93,9 @@ class Linear(module.Module):
     else:
       w = w.astype(self.dtype).reshape(x.shape[-1], -1)
       if self.dot is not None:
-        y = self.dot(self._product, tokens, w, self.w8.get_value())
+        y = self.dot(self._form, tokens, w, self.w8.get_value())
       elif tokens.ndim == 2:
-        y = matmul(tokens, w, *self._product.sizes)
+        y = matmul(tokens, w, *self._form.sizes)
       else:
         y = jnp.dot(tokens, w)
     y = y.reshape(*leading, -1)
@@ -108,11 +108,11 @@ class Linear(module.Module):
     """Returns x w for a weight-only quantized w."""
     inputs = x.shape[-1]
     if self.dot is None and isinstance(w, Int8Weight) and w.reads_less(x.size // inputs):
-      return w.product(x.reshape(-1, inputs)).reshape(*x.shape[:-1], -1)
+      return w.multiply(x.reshape(-1, inputs)).reshape(*x.shape[:-1], -1)
     w_DF = w.dequantized(self.dtype).reshape(inputs, -1)
     if self.dot is not None:
-      return self.dot(self._product, x, w_DF)
-    return matmul(x, w_DF, *self._product.sizes) if x.ndim == 2 else jnp.dot(x, w_DF)
+      return self.dot(self._form, x, w_DF)
+    return matmul(x, w_DF, *self._form.sizes) if x.ndim == 2 else jnp.dot(x, w_DF)
 
   def matrix(self) -> jax.Array:
     """Returns the effective weight [*inputs, *outputs] in the compute dtype, LoRA included."""

@@ -19,8 +19,8 @@ from flax import nnx
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers.precision.matmul import Dot
-from paxlike.layers.precision.rounding import Rounded
-from paxlike.layers.precision.weight_only import Quantized, Storage
+from paxlike.layers.precision.rounding import QuantizedOperand
+from paxlike.layers.precision.weight_only import Quantized, WeightQuantizer
 
 T = TypeVar("T")
 Params = dict[str, jax.Array]
@@ -103,7 +103,7 @@ class Module(nnx.Module):
     matmul: Matmul | None = None,
     compute_dtype: Any = jnp.float32,
     update: Update | None = None,
-    storage: Storage | None = None,
+    quantizer: WeightQuantizer | None = None,
     statistic: bool = False,
   ) -> nnx.Param:
     """Declares a float32 weight.
@@ -115,7 +115,7 @@ class Module(nnx.Module):
       matmul: That matmul, for the counting of FLOPs and activations; None: there is none.
       compute_dtype: The layer casts the weight to it; `Definition.prepare` does so once per step.
       update: The update rule that replaces the optimizer; None: the optimizer trains the weight.
-      storage: The weight-only quantization, applied if the weight is frozen.
+      quantizer: The weight-only quantization, applied if the weight is frozen.
       statistic: Whether this is non-trainable state (an amax history). Its "gradient" is this
         step's new value, combined over microbatches by maximum.
     """
@@ -130,7 +130,7 @@ class Module(nnx.Module):
       matmul=matmul,
       compute_dtype=compute_dtype,
       update=update,
-      storage=storage,
+      quantizer=quantizer,
       statistic=statistic,
     )
 
@@ -138,7 +138,7 @@ class Module(nnx.Module):
     """Declares non-trainable state, initialized to zeros; see `weight`."""
     return self.weight(dims, init=zeros, update=update, statistic=True)
 
-  def rounded(self, weight: str, dot: Dot, *, num_dims: int) -> "RoundedWeight":
+  def quantized(self, weight: str, dot: Dot, *, num_dims: int) -> "QuantizedWeight":
     """Declares the quantized form of a weight, which `dot` reads.
 
     Args:
@@ -146,11 +146,11 @@ class Module(nnx.Module):
       dot: Quantizes the weight as a matrix [D, F].
       num_dims: How many of its last dims are flattened to D and F; dims before them are stacked.
     """
-    return RoundedWeight(None, weight=weight, dot=dot, num_dims=num_dims, statistic=False)
+    return QuantizedWeight(None, weight=weight, dot=dot, num_dims=num_dims, statistic=False)
 
 
-class RoundedWeight(nnx.Variable):
-  """A weight that `Definition.rounded` has quantized, once per step; None: each use quantizes."""
+class QuantizedWeight(nnx.Variable):
+  """A weight that `Definition.quantized` has quantized, once per step; None: each use quantizes."""
 
 
 def is_statistic(path: Any, param: Any) -> bool:
@@ -169,7 +169,7 @@ class WeightSpec:
     dims: The names of the dims; "layer" comes first if the weight is stacked.
     contracted: The dims that a matmul with it contracts, such as ("heads", "head"); may be empty.
     init, fan_in: The initializer and its fan-in argument.
-    compute_dtype, update, storage, statistic: See `Module.weight`.
+    compute_dtype, update, quantizer, statistic: See `Module.weight`.
     changes: Whether training steps change it; a weight that does not change is frozen.
     is_quantized: Whether it is stored weight-only quantized.
     matmul: See `Module.weight`.
@@ -183,7 +183,7 @@ class WeightSpec:
   fan_in: int
   compute_dtype: Any
   update: Update | None
-  storage: Storage | None
+  quantizer: WeightQuantizer | None
   statistic: bool
   changes: bool
   is_quantized: bool
@@ -214,7 +214,7 @@ class WeightSpec:
 
   def stored(self, weight: jax.Array) -> Any:
     """Returns the stored form of a weight in `stored_dtype`: quantized if `is_quantized`."""
-    return self.storage(weight) if self.storage is not None and self.is_quantized else weight
+    return self.quantizer(weight) if self.quantizer is not None and self.is_quantized else weight
 
 
 class Definition:
@@ -239,10 +239,10 @@ class Definition:
       module: The tree.
       trained: A regular expression (`re.search`) for the names of the trained weights.
       dtype: The storage dtype of trained weights.
-      read_only: Whether nothing is trained; every weight with a `storage` is then quantized.
+      read_only: Whether nothing is trained; every weight with a `quantizer` is then quantized.
     """
     self.module = module
-    self._graph, state, rounded = nnx.split(module, nnx.Param, RoundedWeight)
+    self._graph, state, quantized = nnx.split(module, nnx.Param, QuantizedWeight)
     self._paths: dict[str, tuple[Any, ...]] = {}
     self.weights: dict[str, WeightSpec] = {}
     for path, param in nnx.to_flat_state(state):
@@ -259,16 +259,16 @@ class Definition:
         param.fan_in,
         param.compute_dtype,
         param.update,
-        param.storage,
+        param.quantizer,
         param.statistic,
         changes,
-        param.storage is not None and (read_only or not changes),
+        param.quantizer is not None and (read_only or not changes),
         param.matmul,
       )
     # Name of a weight -> the path and the variable of its quantized form.
-    self._rounded: dict[str, tuple[tuple[Any, ...], Any]] = {
+    self._quantized: dict[str, tuple[tuple[Any, ...], Any]] = {
       ".".join(map(str, (*path[:-1], variable.weight))): (path, variable)
-      for path, variable in nnx.to_flat_state(rounded)
+      for path, variable in nnx.to_flat_state(quantized)
     }
 
   @property
@@ -307,23 +307,25 @@ class Definition:
       for name, w in params.items()
     }
 
-  def rounded(self, prepared: Mapping[str, jax.Array]) -> dict[str, Rounded]:
+  def quantized(self, prepared: Mapping[str, jax.Array]) -> dict[str, QuantizedOperand]:
     """Quantizes the weights of low-precision matmuls, once per step instead of once per use."""
-    rounded = {}
-    for name, (_, variable) in self._rounded.items():
+    quantized = {}
+    for name, (_, variable) in self._quantized.items():
       if isinstance(w := prepared.get(name), Quantized | None):
         continue
       stacked = w.shape[: w.ndim - variable.num_dims]
       matrices = w.reshape(*stacked, self.weights[name].fan_in, -1)
-      rounded[name] = variable.dot.quantized(jax.lax.stop_gradient(matrices))
-    return {name: w8 for name, w8 in rounded.items() if w8 is not None}
+      quantized[name] = variable.dot.quantized(jax.lax.stop_gradient(matrices))
+    return {name: w8 for name, w8 in quantized.items() if w8 is not None}
 
-  def bind(self, params: Mapping[str, Any], rounded: Mapping[str, Rounded] | None = None) -> Any:
+  def bind(
+    self, params: Mapping[str, Any], quantized: Mapping[str, QuantizedOperand] | None = None
+  ) -> Any:
     """Returns the module with `params` as its weights; costs nothing in a compiled function.
 
-    If `rounded` lacks the weight of a low-precision matmul, every use quantizes it again.
+    If `quantized` lacks the weight of a low-precision matmul, every use quantizes it again.
     """
-    given = rounded or {}
+    given = quantized or {}
     flat = [(self._paths[name], value) for name, value in params.items()]
-    flat += [(path, given.get(name)) for name, (path, _) in self._rounded.items()]
+    flat += [(path, given.get(name)) for name, (path, _) in self._quantized.items()]
     return nnx.merge(self._graph, nnx.from_flat_state(flat))

@@ -93,7 +93,7 @@ class ModelSizes:
     loss_chunks: Chunks of a sequence over which the loss is computed.
     heads: Attention heads, summed over layers.
     least_heads: The smallest N of any layer.
-    scores: Attention's forward FLOPs per token: (full, causal); see `flops.scores`.
+    scores: Attention's forward FLOPs per token: (full, causal); see `flops.attention`.
     mlp_factor: The number of arrays of width F that the activation reads and writes: 3 if gated,
       else 2.
     moe_layers: The number of layers with experts.
@@ -179,7 +179,7 @@ def of_definition(
     loss_chunks=decoder.loss_chunks,
     heads=sum(heads),
     least_heads=min(heads),
-    scores=flops.scores(definition, seq_len),
+    scores=flops.attention(definition, seq_len),
     mlp_factor=3 if any(gated) else 2,
     moe_layers=len(moes),
     num_experts=first.num_experts if first else 1,

@@ -164,7 +164,7 @@ def rank(
   Raises:
     UserError: No mesh divides the batch.
   """
-  room = ROOM * machine.chip.room
+  usable_memory = ROOM * machine.chip.usable_memory
   best: list[Plan] = []
   nearest: Plan | None = None
   considered = fitting = 0
@@ -176,7 +176,7 @@ def rank(
         memory = memory_model.of(model, how, machine.network)
         if nearest is None or memory.total < nearest.memory.total:
           nearest = Plan(how, memory, Times(), fits=False)
-        if memory.total > room:
+        if memory.total > usable_memory:
           continue
         fitting += 1
         plan = Plan(how, memory, cost_model.of(model, how, machine))

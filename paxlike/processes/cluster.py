@@ -54,7 +54,7 @@ def own_gpus(
   Raises:
     UserError: They cannot be split evenly.
   """
-  rank, size = local(environ)
+  rank, size = local_rank_and_size(environ)
   if size == 1 or environ.get("JAX_PLATFORMS") == "cpu":
     return None
   slurm = environ.get("SLURM_GPUS_ON_NODE", "")
@@ -82,7 +82,7 @@ def own_gpus(
   return tuple(range(rank * share, (rank + 1) * share))
 
 
-def local(environ: Mapping[str, str]) -> tuple[int, int]:
+def local_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
   """Returns (local rank, local size): this process among those of its node.
 
   Raises:
@@ -104,7 +104,7 @@ def local(environ: Mapping[str, str]) -> tuple[int, int]:
   return int(environ["SLURM_LOCALID"]), sizes[node]
 
 
-def found(
+def detect(
   environ: Mapping[str, str], num_gpus: Callable[[], int] = num_gpus
 ) -> ProcessGroup | None:
   """Returns the group that an environment describes; None for a single process.

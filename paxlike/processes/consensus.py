@@ -2,8 +2,8 @@
 """Agreement of all processes: on the step at which they stop, and that their values are equal.
 
 They agree over the watch's connections, without a collective of devices. Process 0 decides; main
-threads block until then. `Stop.is_here`, `Comparison.give` and `Comparison.wait` are called by
-the main thread, the other methods by the watch's.
+threads block until then. The main thread calls `StopAgreement.is_here`, `Comparison.give` and
+`Comparison.wait`; the watch's thread calls the other methods.
 """
 
 import threading
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Stop:
+class StopAgreement:
   """The sync point at which all processes stop.
 
   Sync points are numbered; the main thread passes one between steps. When a stop is requested, each

@@ -151,7 +151,7 @@ class Members:
     return verdicts.Verdict("stalled", index, why)
 
   def last_promised(self) -> int | None:
-    """Returns the latest of the sync points that the processes propose for a stop (`Stop`).
+    """Returns the latest sync point that a process proposes for a stop (`StopAgreement`).
 
     None: not all working processes have proposed one.
     """

@@ -10,14 +10,14 @@ from jax.experimental import multihost_utils
 from paxlike.errors import UserError
 
 
-def everywhere(here: bool) -> bool:
+def in_all_processes(here: bool) -> bool:
   """Returns whether `here` is true in all processes; each must call this."""
   if jax.process_count() == 1:
     return here
   return bool(np.all(multihost_utils.process_allgather(np.array(here))))
 
 
-def agreed(find: Callable[[], Sequence[int]]) -> list[int]:
+def broadcast(find: Callable[[], Sequence[int]]) -> list[int]:
   """Broadcasts the numbers (int32) that `find` returns in process 0; each process must call this.
 
   Processes might find different steps, since a run may save and delete checkpoints meanwhile.
@@ -34,7 +34,7 @@ def agreed(find: Callable[[], Sequence[int]]) -> list[int]:
     found = find() if jax.process_index() == 0 else []
   except UserError as error:
     refusal = error
-  multiprocess.agree(refusal)
+  multiprocess.raise_everywhere(refusal)
   (size,) = multihost_utils.broadcast_one_to_all(np.array([len(found)], np.int32))
   if not size:
     return []

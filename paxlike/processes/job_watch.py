@@ -29,7 +29,7 @@ from paxlike.processes import (
   stall_detector,
   verdicts,
 )
-from paxlike.processes.consensus import Comparison, Stop
+from paxlike.processes.consensus import Comparison, StopAgreement
 
 _LINGER = 3.0  # Seconds for the other processes to read the verdict.
 _SAY_SECONDS = 2.0  # Time-out for printing a line.
@@ -68,7 +68,7 @@ class Watch(threading.Thread):
     self._wake, self._waker = socket.socketpair()
     self._waker.setblocking(False)
     self._stall = stall_detector.Stall(self._members.named(index))
-    self._stopping, self._comparison = Stop(is_alone=count == 1), Comparison()
+    self._stopping, self._comparison = StopAgreement(is_alone=count == 1), Comparison()
     self._since_stacks = 0.0
     self._state, self._reason = "", ""  # See `failure_detector.Member.state`.
     self._since_failed = 0.0

@@ -33,7 +33,7 @@ class Observer:
     self._seen: tuple[int, bytes | None] | None = None
     self._since = 0.0
 
-  def lives(self) -> bool | None:
+  def is_alive(self) -> bool | None:
     """Returns whether the owner seems to be alive; None if there is no owner.
 
     An owner that only its heartbeat can show to be alive counts as alive until this observer has
@@ -238,7 +238,7 @@ def owned(folder: epath.Path) -> Iterator[Lease | _HeldByFirst]:
   if jax.process_count() > 1:
     from paxlike.processes import multiprocess
 
-    multiprocess.agree(refusal)
+    multiprocess.raise_everywhere(refusal)
   if refusal is not None:
     raise refusal
   try:

@@ -165,7 +165,7 @@ def check_shared(folder: epath.Path):
     )
 
 
-def agree(refusal: UserError | None):
+def raise_everywhere(refusal: UserError | None):
   """Broadcasts process 0's `refusal` and raises it in all processes, if there is one.
 
   Raises:

@@ -37,7 +37,7 @@ class Stall:
     Args:
       tick: Seconds.
       timeout: STALL_TIMEOUT; see `phases.Progress.limit`.
-      must_stop: Whether the process was asked to stop and has not reached `Stop.agreed`.
+      must_stop: Whether the process was asked to stop and has not reached `StopAgreement.agreed`.
       is_ending: Whether the process has finished or failed; then it has no limit.
     """
     now = phases.OWN.now

@@ -11,7 +11,7 @@ from paxlike.layers import flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
+class RunHeader:
   """Facts about a run.
 
   Attributes:

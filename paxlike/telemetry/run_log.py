@@ -21,13 +21,13 @@ from paxlike.processes import verdicts
 from paxlike.telemetry import metric_files, run_status
 from paxlike.telemetry.callbacks import Callback, Callbacks
 from paxlike.telemetry.console import Console
-from paxlike.telemetry.run_header import Summary
+from paxlike.telemetry.run_header import RunHeader
 from paxlike.telemetry.step_metrics import TOKENS_OF, Reading
 
 _REWARDS = ("reward_margin", "reward_accuracy")
 
 
-class Journal:
+class RunLog:
   """The log of one run. Only process 0 writes and prints.
 
   Attributes:
@@ -79,17 +79,17 @@ class Journal:
 
   def start(
     self,
-    summary: Summary,
+    header: RunHeader,
     files: Mapping[str, str | bytes | None],
     *,
     step: int,
     num_steps: int,
   ):
-    """Opens the files and prints a summary of the run, of which `step` updates are complete.
+    """Opens the files and prints a header of the run, of which `step` updates are complete.
 
     `files`, name -> content, are written unless all steps are complete; None removes the file.
     """
-    self._summary = summary
+    self._header = header
     self._num_steps = num_steps
     if not self._main:
       return
@@ -109,7 +109,7 @@ class Journal:
         self._board("train")  # Opened now, so that no step waits for it.
     self.status("running", step)
     self._callbacks.call("on_start", step, self._folder)
-    self.note(summary.header(self._folder, num_steps))
+    self.note(header.header(self._folder, num_steps))
     if step and step == num_steps:
       self.note(
         f"nothing to train: all {step} steps are complete; to continue, raise MAX_STEPS (or"
@@ -160,7 +160,7 @@ class Journal:
     self._tokens.clear()
     loss = values.pop("loss")
     skipped = values.pop("skipped")
-    speed = {} if seconds is None else self._summary.speed(seconds)
+    speed = {} if seconds is None else self._header.speed(seconds)
     line = [f"completed step: {reading.step}"]
     if seconds is None:
       since = time.perf_counter() - self._began

@@ -37,7 +37,7 @@ def is_running(folder: epath.Path, observer: lease.Observer | None = None) -> bo
   if state != "running":
     return False
   with run_folder.reading(folder):
-    lives = (observer or lease.Observer(folder)).lives()
+    lives = (observer or lease.Observer(folder)).is_alive()
   # The run of an earlier version has no owner file, but `status.json` names its process.
   return host == socket.gethostname() and is_there(pid) if lives is None else lives
 

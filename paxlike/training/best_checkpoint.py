@@ -15,7 +15,7 @@ from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError, did_you_mean
-from paxlike.processes.host_collectives import agreed
+from paxlike.processes.host_collectives import broadcast
 from paxlike.telemetry.run_status import lacks_evaluation
 from paxlike.training.evaluation import EvalSet, Result
 
@@ -58,7 +58,7 @@ class Criterion:
     return min(numbers, key=lambda step: sign * numbers[step], default=None)
 
 
-class Best:
+class BestTracker:
   """Tracks a run's best checkpoint, in a file in its folder so that a resumed run continues."""
 
   def __init__(self, folder: epath.Path, criterion: Criterion | None, *, saving: bool = True):
@@ -106,7 +106,7 @@ class Best:
       lacks = self._criterion is not None and step not in self._values
       return [step] if lacks or lacks_evaluation(self._path.parent, names, step) else []
 
-    return bool(agreed(lacking))
+    return bool(broadcast(lacking))
 
   def evaluated(self, results: Mapping[str, Result], step: int) -> bool:
     """Records an evaluation after `step` updates; returns whether it is the best so far."""

@@ -6,20 +6,20 @@ import time
 from etils import epath
 
 from paxlike.processes import phases
-from paxlike.processes.host_collectives import agreed
+from paxlike.processes.host_collectives import broadcast
 from paxlike.processes.lease import Observer
-from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_log import RunLog
 from paxlike.telemetry.run_status import is_running
 from paxlike.training.trainer import Trainer
 
 
-def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_seconds: float = 5):
+def follow(trainer: Trainer, folder: epath.Path, run_log: RunLog, *, poll_seconds: float = 5):
   """Evaluates new checkpoints in `folder` until the job that writes them ends.
 
   Raises:
     UserError: There is nothing to evaluate, or it is of another experiment.
   """
-  saved = trainer.origin(folder).checkpoints()
+  saved = trainer.weight_source(folder).checkpoints()
   observer = Observer(folder)
 
   def look() -> list[int]:
@@ -30,11 +30,11 @@ def follow(trainer: Trainer, folder: epath.Path, journal: Journal, *, poll_secon
 
   evaluated: int | None = None
   while True:
-    running, *latest = agreed(look)
+    running, *latest = broadcast(look)
     if latest and latest[0] != evaluated:
-      evaluated = trainer.evaluate(folder, journal, step=None)
+      evaluated = trainer.evaluate(folder, run_log, step=None)
     elif not running:
-      journal.note("the job has ended")
+      run_log.note("the job has ended")
       return
     else:
       if phases.OWN.now.kind != "poll":  # Consecutive polls are one phase.

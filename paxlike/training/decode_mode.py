@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from paxlike.data.chat.prompt_rendering import Dialogue
+from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.inference import conversation, decoding
 from paxlike.layers.module import Params
-from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_log import RunLog
 
 if TYPE_CHECKING:
   from paxlike.training.trainer import Trainer
@@ -25,14 +25,14 @@ def check(
     UserError: A prompt cannot be continued, or a stop token is not in the vocabulary.
   """
   how: Any = {"max_len": trainer.data.seq_len, "stop_tokens": stop_tokens}
-  tokenizer, talk = trainer.data.tokenizer, dialogue_for(trainer, prompts)
+  tokenizer, talk = trainer.data.tokenizer, prompt_renderer_for(trainer, prompts)
   decoding.check(prompts, trainer.model, tokenizer, talk, **how)
 
 
 def run(
   trainer: "Trainer",
   folder: epath.Path,
-  journal: Journal,
+  run_log: RunLog,
   prompts: Sequence[decoding.Prompt],
   *,
   step: int | None,
@@ -49,14 +49,14 @@ def run(
     conversation.check()
   check(trainer, prompts or conversation.EXAMPLE, stop_tokens=options.stop_tokens)
   with jax.set_mesh(trainer.devices), trainer.watched(folder):
-    step, params = trainer.origin(folder).params(step)
-    talk = dialogue_for(trainer, prompts or conversation.EXAMPLE)
-    decoder = decoding_of(trainer, params, options, dialogue=talk)
+    step, params = trainer.weight_source(folder).params(step)
+    talk = prompt_renderer_for(trainer, prompts or conversation.EXAMPLE)
+    decoder = decoding_of(trainer, params, options, prompt_renderer=talk)
     if not prompts:
-      conversation.converse(decoder, journal.piece)
+      conversation.converse(decoder, run_log.piece)
       return
     path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
-    decoding.tell(decoder, prompts, journal, path)
+    decoding.tell(decoder, prompts, run_log, path)
 
 
 def decoding_of(
@@ -64,7 +64,7 @@ def decoding_of(
   params: Params,
   options: decoding.DecodingOptions,
   *,
-  dialogue: Dialogue | None = None,
+  prompt_renderer: PromptRenderer | None = None,
 ) -> decoding.Decoding:
   """Returns a decoder of the trainer's model with weights `params`."""
   return decoding.Decoding(
@@ -73,12 +73,14 @@ def decoding_of(
     trainer.data.tokenizer,
     max_len=trainer.data.seq_len,
     options=options,
-    dialogue=dialogue,
+    prompt_renderer=prompt_renderer,
     compiler_options=trainer.execution.compiler_options,
   )
 
 
-def dialogue_for(trainer: "Trainer", prompts: Sequence[decoding.Prompt]) -> Dialogue | None:
+def prompt_renderer_for(
+  trainer: "Trainer", prompts: Sequence[decoding.Prompt]
+) -> PromptRenderer | None:
   """Returns the renderer of conversations: the data's chat template, else the tokenizer's."""
   has_talk = any(map(decoding.is_talk, prompts))
-  return trainer.data.dialogue or (trainer.tokenizer_dialogue if has_talk else None)
+  return trainer.data.prompt_renderer or (trainer.tokenizer_prompt_renderer if has_talk else None)

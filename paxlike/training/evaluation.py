@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.dataset import Dataset
-from paxlike.devices.batch_placement import Feed
+from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.layers.decoder import Batch, context_of
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.module import Definition, Params
@@ -152,17 +152,17 @@ class Evaluator:
     self,
     definition: Definition,
     eval_set: EvalSet,
-    feed: Feed,
+    placer: BatchPlacer,
     *,
     batch_size: int,
     compiler_options: Mapping[str, Any] | None = None,
   ):
-    """`feed` places batches of `batch_size` sequences on the devices.
+    """`placer` places batches of `batch_size` sequences on the devices.
 
     `compiler_options` are XLA's.
     """
     self._eval_set = eval_set
-    self._feed = feed
+    self._placer = placer
     self._batch_size = batch_size
     self._is_compiled = False
 
@@ -205,17 +205,17 @@ class Evaluator:
     dataset = self._eval_set.dataset
     in_flight: collections.deque[Sums] = collections.deque()
     phases.enter("eval", f"{name}, batch 0")
-    with dataset.batches(self._batch_size, rows=self._feed.rows, repeat=False) as batches:
+    with dataset.batches(self._batch_size, rows=self._placer.rows, repeat=False) as batches:
       for index, batch in enumerate(batches):
         if index == self._eval_set.num_batches:
           break
         if not self._is_compiled:
           phases.enter("eval_compile", name)
-        sums = self._measure(params, self._feed.put(batch.arrays))
+        sums = self._measure(params, self._placer.put(batch.arrays))
         self._is_compiled = True
         phases.enter("eval", f"{name}, batch {index}")
         in_flight.append(sums)
-        if len(in_flight) > self._feed.steps_in_flight:
+        if len(in_flight) > self._placer.steps_in_flight:
           jax.block_until_ready(in_flight.popleft())
         yield sums, batch.numbers
         if stops():

@@ -8,7 +8,7 @@ import jax
 
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Params
-from paxlike.layers.precision.rounding import Rounded
+from paxlike.layers.precision.rounding import QuantizedOperand
 
 
 class Differentiated(NamedTuple):
@@ -29,12 +29,12 @@ class Constants(NamedTuple):
   Attributes:
     frozen: The frozen weights.
     reference: The weights of the reference model.
-    rounded: The quantized weights of low-precision matmuls.
+    quantized: The quantized weights of low-precision matmuls.
   """
 
   frozen: Params
   reference: Params
-  rounded: dict[str, Rounded]
+  quantized: dict[str, QuantizedOperand]
 
 
 class Microbatch(NamedTuple):

@@ -17,15 +17,15 @@ from paxlike.errors import UserError
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
 from paxlike.processes import phases, verdicts
-from paxlike.processes.host_collectives import agreed
-from paxlike.telemetry.run_log import Journal
+from paxlike.processes.host_collectives import broadcast
+from paxlike.telemetry.run_log import RunLog
 from paxlike.training import evaluated_weights, train_state
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Origin:
+class WeightSource:
   """The source of a run's state and weights.
 
   Attributes:
@@ -49,7 +49,7 @@ class Origin:
     return Checkpoints(self.folder / "checkpoints", keep=keep, **given)
 
   def state(
-    self, saved: Checkpoints, journal: Journal
+    self, saved: Checkpoints, run_log: RunLog
   ) -> tuple[TrainState, dict[str, Any] | None, dict[str, str | None]]:
     """Returns (training state, state of the data, files to write), of the newest checkpoint if any.
 
@@ -67,7 +67,7 @@ class Origin:
     found = saved.restore_latest_valid(flatten(target), layout=layout)
     if found is not None:
       step, restored = found
-      journal.note(f"resuming from checkpoint {step}")
+      run_log.note(f"resuming from checkpoint {step}")
       state = dataclasses.replace(unflatten(target, restored.state), frozen=self._frozen())
       return state, restored.train_input, {}
     given: Params = {}
@@ -75,14 +75,14 @@ class Origin:
     if self.restore is not None:
       given, files[PROVENANCE], lost = self.restore.load(self.definition, self.devices)
       num_weights = len(self.definition.weights) - len(self.definition.statistics)
-      journal.note(f"restored {len(given)} of {num_weights} weights from {self.restore.path}")
+      run_log.note(f"restored {len(given)} of {num_weights} weights from {self.restore.path}")
       if lost is not None:
         share = self.definition.num_quantized / self.definition.num_params
-        journal.note(
+        run_log.note(
           f"quantized weights ({share:.1%} of all) are off by {lost:.2%} (root mean square)"
         )
     if len(given) + len(self.definition.statistics) < len(self.definition.weights):
-      journal.note("initializing the weights")
+      run_log.note("initializing the weights")
     phases.enter("init")
     state = train_state.create(
       self.definition, self.optimizer, self.devices, seed=self.seed, given=given
@@ -116,7 +116,7 @@ class Origin:
     """
     phases.enter("restore")
     saved = self.checkpoints()
-    if step in (None, 0) and self.restore is not None and not agreed(saved.steps):
+    if step in (None, 0) and self.restore is not None and not broadcast(saved.steps):
       loaded = self.restore.load(self.definition, self.devices, for_compute=True, complete=True)
       return 0, self._completed(loaded.params)
     trained, _, extra = train_state.split(self.definition, self.definition.weights)

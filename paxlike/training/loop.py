@@ -21,11 +21,11 @@ from paxlike.layers.module import Params
 from paxlike.layers.stack import layout_of
 from paxlike.processes import job_watch, phases
 from paxlike.processes.signals import StopSignal
-from paxlike.telemetry.run_header import Summary
-from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_header import RunHeader
+from paxlike.telemetry.run_log import RunLog
 from paxlike.telemetry.step_metrics import Meter, Reading, check_finite
 from paxlike.training import decode_mode
-from paxlike.training.best_checkpoint import Best
+from paxlike.training.best_checkpoint import BestTracker
 from paxlike.training.evaluation import Stopped
 from paxlike.training.train_state import TrainState
 
@@ -36,39 +36,39 @@ if TYPE_CHECKING:
 class Loop:
   """The training of one run in its folder."""
 
-  def __init__(self, trainer: "Trainer", folder: epath.Path, journal: Journal):
+  def __init__(self, trainer: "Trainer", folder: epath.Path, run_log: RunLog):
     self._trainer = trainer
-    self._journal = journal
-    self._best = Best(folder, trainer.best, saving=trainer.saving)
-    self._origin = trainer.origin(folder)
-    self._saved = self._origin.checkpoints(
+    self._run_log = run_log
+    self._best = BestTracker(folder, trainer.best, saving=trainer.saving)
+    self._source = trainer.weight_source(folder)
+    self._saved = self._source.checkpoints(
       keep=trainer.keep,
       preserved=lambda: self._best.step,
-      check_owner=journal.check_owner,
-      on_commit=journal.saved,
+      check_owner=run_log.check_owner,
+      on_commit=run_log.saved,
     )
     self._stop = StopSignal()
-    self._meter = Meter(depth=trainer.feed.steps_in_flight)
+    self._meter = Meter(depth=trainer.placer.steps_in_flight)
     self._program: jax.stages.Compiled | None = None
 
   def run(self, files: Mapping[str, Any]) -> int:
     """Trains as `Trainer.train` does, in the context of its mesh."""
-    trainer, journal, best = self._trainer, self._journal, self._best
+    trainer, run_log, best = self._trainer, self._run_log, self._best
     with self._saved, self._stop:
-      state, data_state, origin = self._origin.state(self._saved, journal)
+      state, data_state, origin = self._source.state(self._saved, run_log)
       start = int(state.step)
-      if journal.is_past(start, num_steps=trainer.num_steps):
+      if run_log.is_past(start, num_steps=trainer.num_steps):
         return 0
       best.forget(after=start)
       if trainer.has_reference:
-        state = dataclasses.replace(state, reference=self._origin.reference(state))
+        state = dataclasses.replace(state, reference=self._source.reference(state))
       phases.enter("data", start)
-      given: Any = {"rows": trainer.feed.rows, "state": data_state, "updates": start}
+      given: Any = {"rows": trainer.placer.rows, "state": data_state, "updates": start}
       with trainer.data.batches(trainer.batch_size, **given) as batches, job_watch.reporting():
         # All checks come before the first write.
         first = [next(batches)] if start < trainer.num_steps else []
         batches = itertools.chain(first, batches)
-        journal.start(self._summary, {**files, **origin}, step=start, num_steps=trainer.num_steps)
+        run_log.start(self._header, {**files, **origin}, step=start, num_steps=trainer.num_steps)
         owed = self._evaluates_after(start) and best.owes(start, trainer.eval_data)
         if owed:  # The run was stopped before or during the evaluation at step `start`.
           self._judge(trainer.evaluated(state), start)
@@ -90,7 +90,7 @@ class Loop:
     phases.enter("data", step)
     batch = next(batches)
     phases.enter("dispatch", step)
-    arrays = self._trainer.feed.put(batch.arrays)
+    arrays = self._trainer.placer.put(batch.arrays)
     if self._program is None:
       phases.enter("compile")
       self._program = self._compiled(state, arrays)
@@ -112,7 +112,7 @@ class Loop:
       self._meter.pause()
     if save:
       self._save(state, data_state)
-      self._journal.status("running", step + 1)
+      self._run_log.status("running", step + 1)
     if evaluate:
       keep = self._judge(trainer.evaluated(state), step + 1)
       stopping = self._stop.requested()
@@ -124,15 +124,15 @@ class Loop:
     began = time.perf_counter()
     program = self._trainer.compile(state, batch)
     if self._trainer.execution.compiled_step is None:
-      self._journal.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
+      self._run_log.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
     malloc.return_freed_heap()
     return program
 
   def _log(self, readings: Iterable[Reading]):
     for reading in readings:
-      self._journal.step(reading, due=_due(reading.step, self._trainer.summary_every))
+      self._run_log.step(reading, due=_due(reading.step, self._trainer.summary_every))
       most = self._trainer.max_skipped_in_a_row
-      check_finite(reading, self._journal.skipped_in_a_row, most=most)
+      check_finite(reading, self._run_log.skipped_in_a_row, most=most)
 
   def _save(self, state: TrainState, data_state: dict[str, Any]):
     phases.enter("save", int(state.step))
@@ -147,29 +147,29 @@ class Loop:
   def _judge(self, params: Params, at: int) -> bool:
     """Evaluates weights unless stopped; returns whether the result requires a checkpoint."""
     with contextlib.suppress(Stopped):
-      results = self._trainer.measure(params, at, self._journal, stops=self._stop.requested)
+      results = self._trainer.measure(params, at, self._run_log, stops=self._stop.requested)
       return self._best.evaluated(results, at) or self._best.is_hopeless
     return False
 
   def _finish(self, state: TrainState, *, has_progressed: bool):
-    trainer, journal, best, step = self._trainer, self._journal, self._best, int(state.step)
+    trainer, run_log, best, step = self._trainer, self._run_log, self._best, int(state.step)
     owes = self._evaluates_after(step) and best.owes(step, trainer.eval_data)
     finished = best.is_hopeless or (step == trainer.num_steps and not owes)
     if best.is_hopeless and step < trainer.num_steps:
-      journal.note(f"stopped early: checkpoint {best.step} is still the best")
+      run_log.note(f"stopped early: checkpoint {best.step} is still the best")
     if finished and has_progressed and trainer.sample_prompt is not None:
       sampling, seed = Sampling(temperature=0.8), trainer.seed
       how = decoding.DecodingOptions(max_new_tokens=200, sampling=sampling, seed=seed)
       *_, last = decode_mode.decoding_of(trainer, trainer.evaluated(state), how).run(
         [trainer.sample_prompt]
       )
-      journal.note(f"sample:\n{trainer.sample_prompt}{last.text}")
-    journal.status("finished" if finished else "stopped", step)
+      run_log.note(f"sample:\n{trainer.sample_prompt}{last.text}")
+    run_log.status("finished" if finished else "stopped", step)
 
   @property
-  def _summary(self) -> Summary:
+  def _header(self) -> RunHeader:
     trainer = self._trainer
-    return Summary(
+    return RunHeader(
       num_params=trainer.definition.num_params,
       num_trained=trainer.definition.num_trained,
       batch_size=trainer.batch_size,

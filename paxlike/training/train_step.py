@@ -108,7 +108,7 @@ def _gradients(definition: Definition, objective: Objective) -> Gradients:
     weights: Differentiated, constants: Constants, microbatch: Microbatch
   ) -> tuple[Any, Reported]:
     params = weights.trained | constants.frozen | weights.extra
-    model, other = definition.bind(params, constants.rounded), None
+    model, other = definition.bind(params, constants.quantized), None
     if objective.needs_reference:
       before = without_adapters(params) if shared else constants.reference
       other = definition.bind(jax.lax.stop_gradient(before | weights.extra))
@@ -158,8 +158,8 @@ def _prepared(definition: Definition, state: TrainState) -> tuple[Differentiated
   """Returns the weights in their compute dtypes and quantized forms: once per step."""
   prepared, frozen = definition.prepare(state.params), definition.prepare(state.frozen)
   reference = definition.prepare(state.reference)
-  rounded = definition.rounded(prepared | frozen)
-  return Differentiated(prepared, state.extra), Constants(frozen, reference, rounded)
+  quantized = definition.quantized(prepared | frozen)
+  return Differentiated(prepared, state.extra), Constants(frozen, reference, quantized)
 
 
 def _updated(

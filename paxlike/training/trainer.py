@@ -15,21 +15,21 @@ from paxlike.checkpoints.warm_start import Restore
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.chat import prompt_rendering
-from paxlike.data.chat.prompt_rendering import Dialogue
+from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.dataset import Dataset
 from paxlike.devices import mesh
-from paxlike.devices.batch_placement import Feed
+from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.errors import UserError
 from paxlike.layers.attention.auto import Place
 from paxlike.layers.decoder import Batch, Decoder
 from paxlike.layers.module import Definition, Params
 from paxlike.processes import job_watch
-from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_log import RunLog
 from paxlike.training import evaluated_weights, preflight, requirements, train_state
 from paxlike.training.best_checkpoint import Criterion
 from paxlike.training.evaluation import EvalSet, Evaluator, Result
 from paxlike.training.execution import Execution
-from paxlike.training.initial_state import Origin
+from paxlike.training.initial_state import WeightSource
 from paxlike.training.loop import Loop
 from paxlike.training.objectives import NextToken, Objective, shares_base
 from paxlike.training.optimizers import Optimizer
@@ -119,9 +119,9 @@ class Trainer:
     """Whether a step needs a copy of the initial weights, as a reference model."""
     return self.objective.needs_reference and not shares_base(self.definition)
 
-  def origin(self, folder: epath.Path) -> Origin:
+  def weight_source(self, folder: epath.Path) -> WeightSource:
     """Returns the source of the state and weights of the run in `folder`."""
-    return Origin(
+    return WeightSource(
       folder=folder,
       definition=self.definition,
       optimizer=self.optimizer,
@@ -131,9 +131,9 @@ class Trainer:
     )
 
   @functools.cached_property
-  def feed(self) -> Feed:
+  def placer(self) -> BatchPlacer:
     """Places batches on the devices."""
-    return Feed(
+    return BatchPlacer(
       self.devices,
       batch_size=self.batch_size,
       seq_len=self.data.seq_len,
@@ -183,12 +183,12 @@ class Trainer:
       accumulation_steps=self.accumulation_steps,
     )
 
-  def train(self, folder: epath.Path, journal: Journal, *, files: Mapping[str, Any]) -> int:
+  def train(self, folder: epath.Path, run_log: RunLog, *, files: Mapping[str, Any]) -> int:
     """Trains from the newest checkpoint in `folder`, or from the start, to `num_steps`.
 
     Args:
       folder: The run's folder; created if missing.
-      journal: Logs progress.
+      run_log: Logs progress.
       files: Name -> text of files for the folder, written after the state is restored.
 
     Returns:
@@ -199,9 +199,9 @@ class Trainer:
       RunError: The loss is no longer finite.
     """
     with jax.set_mesh(self.devices), self.watched(folder):
-      return Loop(self, folder, journal).run(files)
+      return Loop(self, folder, run_log).run(files)
 
-  def evaluate(self, folder: epath.Path, journal: Journal, *, step: int | None) -> int:
+  def evaluate(self, folder: epath.Path, run_log: RunLog, *, step: int | None) -> int:
     """Evaluates checkpoint `step`, or the newest, on every eval set. Returns its step.
 
     Raises:
@@ -209,8 +209,8 @@ class Trainer:
     """
     _ = self.evaluators  # Raises if there is no evaluation data.
     with jax.set_mesh(self.devices), self.watched(folder):
-      step, params = self.origin(folder).params(step)
-      self.measure(params, step, journal)
+      step, params = self.weight_source(folder).params(step)
+      self.measure(params, step, run_log)
       return step
 
   def watched(self, folder: epath.Path | None = None) -> Any:
@@ -218,7 +218,7 @@ class Trainer:
     return job_watch.over(job_watch.Limits(folder, self.stall_timeout, self.stack_interval))
 
   @functools.cached_property
-  def tokenizer_dialogue(self) -> Dialogue | None:
+  def tokenizer_prompt_renderer(self) -> PromptRenderer | None:
     """Renders conversations with the chat template beside the tokenizer; None without one."""
     return prompt_rendering.beside(self.data.tokenizer)
 
@@ -229,18 +229,18 @@ class Trainer:
       UserError: There is no such checkpoint, or it is of another experiment.
     """
     with jax.set_mesh(self.devices):
-      return self.origin(epath.Path(folder)).params(step)[1]
+      return self.weight_source(epath.Path(folder)).params(step)[1]
 
   def evaluated(self, state: TrainState) -> Params:
     """Returns the weights of a training state that evaluation uses."""
     return evaluated_weights.of_state(self.definition, self.optimizer, state, self.devices)
 
-  def measure(self, params: Params, step: int, journal: Journal, **how: Any) -> dict[str, Result]:
+  def measure(self, params: Params, step: int, run_log: RunLog, **how: Any) -> dict[str, Result]:
     """Evaluates weights on each eval set and logs the results; `how` is for `Evaluator.run`."""
     results = {}
     for name, evaluator in self.evaluators.items():
       results[name] = evaluator.run(params, name=name, **how)
-      journal.evaluated(name, step, results[name].values, results[name].records)
+      run_log.evaluated(name, step, results[name].values, results[name].records)
     return results
 
   @functools.cached_property
@@ -256,7 +256,7 @@ class Trainer:
       name: Evaluator(
         self.definition,
         eval_set,
-        self.feed,
+        self.placer,
         batch_size=self.batch_size,
         compiler_options=self.execution.compiler_options,
       )
@@ -280,7 +280,7 @@ class Trainer:
     state = train_state.abstract(
       self.definition, self.optimizer, self.devices, with_reference=self.has_reference
     )
-    return state, self.feed.abstract(self.data.no_rows())
+    return state, self.placer.abstract(self.data.no_rows())
 
   def trace(self):
     """Traces initialization and a step, so that errors appear early; JAX caches both."""

@@ -27,7 +27,7 @@ from paxlike.processes import lease, owner_files
 from paxlike.processes.lease import Lease
 from paxlike.processes.owner import Owner
 from paxlike.telemetry import metric_files, object_store_append
-from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_log import RunLog
 
 
 class Store:
@@ -189,10 +189,10 @@ def test_a_write_that_fails_is_an_error_and_not_tried_again(tmp_path, monkeypatc
 
   monkeypatch.setattr(file_io, "is_remote", lambda path: True)
   monkeypatch.setattr(type(epath.Path(tmp_path)), "write_bytes", write_bytes)
-  with pytest.raises(UserError, match="out of reach"), Journal(epath.Path(tmp_path)) as journal:
+  with pytest.raises(UserError, match="out of reach"), RunLog(epath.Path(tmp_path)) as run_log:
     for updates in (1, 2):
       record = {"kind": "eval", "step": updates, "updates": updates, "time": 0, "loss": 1.0}
-      journal._record("eval_validation", record)
+      run_log._record("eval_validation", record)
   assert len(uploads) == refused
 
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.program import TEXT, run
 
 from paxlike.cli import vocabulary
-from paxlike.data.tokenizers.tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
 ODD = [
   "",

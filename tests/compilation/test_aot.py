@@ -138,7 +138,7 @@ def test_every_product_of_a_block_is_in_8_bits_and_no_other(h200, name, kind, sc
   knobs = {"USE_REPEATED_LAYER": scan, "CHECKPOINT_POLICY": "SAVE_EVERYTHING"}
   graph = registry.find(name)(QUANTIZATION=kind, **knobs).trainer()
   fiddlers.shrink(graph)
-  trainer = main.built(graph)
+  trainer = main.build_trainer(graph)
   program = aot.compile_step(trainer)
   flops = {group: one.flops for group, one in hlo_kernels.grouped(program.kernels(), "group")}
   sizes = {key: math.prod(spec.shape) for key, spec in trainer.definition.weights.items()}
@@ -201,7 +201,7 @@ def test_no_step_takes_longer_than_it_did(h200, name, knobs):
   for setting in f"{knobs} CHECKPOINT_POLICY=SAVE_EVERYTHING USE_REPEATED_LAYER=false".split():
     knob, _, text = setting.partition("=")
     experiment.set(knob, text, source="test")
-  trainer = main.built(experiment.trainer())
+  trainer = main.build_trainer(experiment.trainer())
   program = aot.compile_step(trainer)
   assert not SUM_IN_BFLOAT16.search(program.text)
   found = program.kernels()

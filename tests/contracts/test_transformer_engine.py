@@ -27,7 +27,7 @@ import pytest
 from paxlike.errors import UserError
 from paxlike.layers import TransformerEngine
 from paxlike.layers.precision import transformer_engine
-from paxlike.layers.precision.matmul import LinearProduct
+from paxlike.layers.precision.matmul import LinearForm
 
 # Names and defaults of the callee's parameters, in order; `_NOOP` stands for its own objects.
 _NOOP = "noop"
@@ -105,7 +105,7 @@ def called(monkeypatch):
 def test_it_is_asked_for_x_times_w(called, leading, fp8):
   random = np.random.default_rng(0)
   x, w = random.normal(size=(*leading, 8)), random.normal(size=(8, 5))
-  y = TransformerEngine(fp8=fp8)(LinearProduct(), jnp.asarray(x), jnp.asarray(w), None)
+  y = TransformerEngine(fp8=fp8)(LinearForm(), jnp.asarray(x), jnp.asarray(w), None)
   np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-5)
   given = called["dense"]
   assert given["bias"] is None and not given["transpose_batch_sequence"]
@@ -115,7 +115,7 @@ def test_it_is_asked_for_x_times_w(called, leading, fp8):
 
 def test_values_are_e4m3_and_gradients_e5m2_each_with_its_own_scale(called):
   x = jnp.ones((2, 8))
-  TransformerEngine()(LinearProduct(), x, jnp.ones((8, 4)), None)
+  TransformerEngine()(LinearForm(), x, jnp.ones((8, 4)), None)
   given = called["set"]
   assert given["n_quantizer_sets"] == 1 and given["fp8_recipe"] is None
   assert given["scaling_mode"] is Mode.CURRENT_TENSOR_SCALING

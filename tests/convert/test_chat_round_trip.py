@@ -10,8 +10,9 @@ from helpers.program import run
 
 from paxlike.convert.main import run as convert
 from paxlike.data.chat import exported_templates, templates
-from paxlike.data.chat.tokenizer_template import OwnTemplate
-from paxlike.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from paxlike.data.chat.tokenizer_template import TokenizerTemplate
+from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 
 TALK = [
   {"role": "system", "content": "Be kind."},
@@ -58,10 +59,10 @@ def test_what_a_chat_needs_survives_fine_tuning(at_home, tmp_path, template, lor
   vocabulary = str(back / "tokenizer.json")
   talk = [{"role": "user", "content": "t6"}, {"role": "assistant", "content": "t7"}]
   theirs = templates.render(
-    templates.template("tokenizer", vocab_path=vocabulary), talk, asks=False
+    templates.template("tokenizer", vocab_path=vocabulary), talk, add_generation_prompt=False
   )
   ours = templates.template(template, vocab_path=str(trained / "tokenizer" / "tokenizer.json"))
-  text = templates.render(ours, talk, asks=False)
+  text = templates.render(ours, talk, add_generation_prompt=False)
   assert theirs.removeprefix("<s>").removesuffix("</s>") == text
   assert theirs.endswith("</s>") == (template == "plain")
 
@@ -77,17 +78,19 @@ def test_a_tokenizer_that_was_forgotten_is_named_with_the_flags_for_it(at_home, 
 
 
 @pytest.mark.parametrize("name", templates.TEMPLATES)
-@pytest.mark.parametrize("asks", [False, True])
-def test_a_template_in_jinja_is_the_template(tmp_path, name, asks):
-  own = OwnTemplate(exported_templates.source(name, bos="<s>", eos="</s>"), file=tmp_path / "x")
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_a_template_in_jinja_is_the_template(tmp_path, name, add_generation_prompt):
+  own = TokenizerTemplate(
+    exported_templates.source(name, bos="<s>", eos="</s>"), file=tmp_path / "x"
+  )
   for talk in (TALK, TALK[1:], TALK[:3]):
-    values = {"messages": talk, "add_generation_prompt": asks}
+    values = {"messages": talk, "add_generation_prompt": add_generation_prompt}
     parts = templates.TEMPLATES[name](talk)
     text = "<s>" + "".join(part.text + "</s>" * part.ends for part in parts)
-    if asks:
+    if add_generation_prompt:
       answer = {"role": "assistant", "content": ""}
       parts = templates.TEMPLATES[name]([*talk, answer])
-      last = max(i for i, part in enumerate(parts) if part.learnt)
+      last = max(i for i, part in enumerate(parts) if part.is_target)
       text = "<s>" + "".join(part.text + "</s>" * part.ends for part in parts[:last])
     assert own.render(values) == text
 

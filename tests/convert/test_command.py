@@ -129,7 +129,7 @@ def test_a_folder_that_is_there_is_never_written_nor_removed(folder, to):
   before = names(folder)
   with (
     pytest.raises(UserError, match=f"--to={to} (is|already)"),
-    new_folder.built(pathlib.Path(to), flag="to"),
+    new_folder.filling(pathlib.Path(to), flag="to"),
   ):
     pass
   assert names(folder) == before and os.path.exists("/etc")
@@ -164,7 +164,7 @@ def test_a_command_line_that_cannot_be_is_refused(folder, capsys, flags, to, sai
 def test_folders_made_on_the_way_are_removed_when_it_fails(folder):
   with (
     pytest.raises(UserError, match="--to=a/b/c cannot be written"),
-    new_folder.built(pathlib.Path("a/b/c"), flag="to") as made,
+    new_folder.filling(pathlib.Path("a/b/c"), flag="to") as made,
   ):
     (made / "file").touch()
     raise OSError("no more")

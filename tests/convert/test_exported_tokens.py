@@ -7,7 +7,8 @@ from helpers.tiny_tokenizers import TEXTS, large, sentencepiece, words, write_js
 from paxlike.convert import sentencepiece_json, tokenizer_files
 from paxlike.convert.main import run
 from paxlike.data.chat import templates
-from paxlike.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
 ENDED = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
 

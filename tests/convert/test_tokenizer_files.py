@@ -12,7 +12,8 @@ from helpers.tiny_tokenizers import large, sentencepiece, words, write_json
 
 from paxlike.convert import sentencepiece_json, tokenizer_files
 from paxlike.convert.main import run
-from paxlike.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 

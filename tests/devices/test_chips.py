@@ -34,20 +34,20 @@ def test_programs_have_the_share_of_a_gpu_that_users_name_and_all_that_is_told_o
   for name in chips.SHARE_NAMES:
     monkeypatch.delenv(name, raising=False)
   # JAX by itself would take 0.75.
-  assert 0.9 * h200.memory < h200.room < 0.95 * h200.memory
+  assert 0.9 * h200.memory < h200.usable_memory < 0.95 * h200.memory
   for name in chips.SHARE_NAMES:
     with monkeypatch.context() as changed:
       changed.setenv(name, "0.5")
-      assert h200.room == h200.memory // 2
-      assert v5e.room == v5e.memory
+      assert h200.usable_memory == h200.memory // 2
+      assert v5e.usable_memory == v5e.memory
 
 
 def test_communicators_leave_programs_less_of_a_gpu():
   h100, v5e = chips.CHIPS["H100"], chips.CHIPS["TPU v5e"]
-  assert h100.room_beside(0) == h100.room_beside(4) == h100.room
-  assert h100.room - h100.room_beside(10) == pytest.approx(1.2e9, rel=0.05)
-  assert h100.room_beside(10) - h100.room_beside(12) == pytest.approx(1.4e9)
-  assert v5e.room_beside(12) == v5e.memory
+  assert h100.usable_memory_beside(0) == h100.usable_memory_beside(4) == h100.usable_memory
+  assert h100.usable_memory - h100.usable_memory_beside(10) == pytest.approx(1.2e9, rel=0.05)
+  assert h100.usable_memory_beside(10) - h100.usable_memory_beside(12) == pytest.approx(1.4e9)
+  assert v5e.usable_memory_beside(12) == v5e.memory
 
 
 def test_what_is_not_known_has_none():

@@ -31,12 +31,9 @@ from paxlike.convert.meta import MetaFolder
 from paxlike.convert.safetensors_files import TensorFolder
 from paxlike.data.chat import templates
 from paxlike.data.text import records
-from paxlike.data.tokenizers.tokenizer import (
-  ByteTokenizer,
-  HuggingFaceTokenizer,
-  SentencePieceTokenizer,
-  Tokenizer,
-)
+from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from paxlike.data.tuning.conversations import Conversations
 from paxlike.errors import UserError
 

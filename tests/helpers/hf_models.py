@@ -16,7 +16,7 @@ from paxlike.config import graph_file
 from paxlike.convert.main import run
 from paxlike.layers.decoder import forward
 from paxlike.layers.module import Definition
-from paxlike.training.initial_state import Origin
+from paxlike.training.initial_state import WeightSource
 
 COMMON = {
   "vocab_size": 96,
@@ -212,7 +212,7 @@ def imported(folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
   fiddlers.precision(graph, "float32")
   trainer: Any = fdl.build(graph)
   definition, devices = trainer.definition, trainer.mesh.build(jax.devices()[:1])
-  origin = Origin(
+  source = WeightSource(
     folder=epath.Path(folder),
     definition=definition,
     optimizer=trainer.optimizer,
@@ -221,7 +221,7 @@ def imported(folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
     restore=None,
   )
   with jax.set_mesh(devices):
-    return definition, origin.params(None)[1]
+    return definition, source.params(None)[1]
 
 
 def logits(definition: Definition, params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:

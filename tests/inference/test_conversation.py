@@ -14,8 +14,9 @@ from helpers.sources import REPOSITORY
 
 from paxlike.convert.main import run as convert
 from paxlike.data.chat import templates
-from paxlike.data.chat.prompt_rendering import Dialogue, beside
-from paxlike.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from paxlike.data.chat.prompt_rendering import PromptRenderer, beside
+from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.data.tuning.conversations import Conversations
 from paxlike.errors import UserError
 from paxlike.inference import prompts
@@ -40,7 +41,7 @@ def test_a_prompt_is_the_beginning_of_what_was_trained_on(home, name):
     path=None, tokenizer=tokenizer, vocab_size=300, template=name, vocab_path=path
   )
   whole = corpus.document(ANSWERED)
-  prompt = corpus.dialogue.tokens(TALK)
+  prompt = corpus.prompt_renderer.tokens(TALK)
   first = int(whole["weights"].argmax())
   assert list(prompt) == list(whole["tokens"][:first]) and first > 0
 
@@ -49,7 +50,10 @@ def test_the_template_beside_a_tokenizer_serves_where_no_knob_names_one(home):
   found = beside(HuggingFaceTokenizer(home / "ours" / "tokenizer.json"))
   assert found is not None and found.turn_end == ((2,), ())
   assert beside(ByteTokenizer()) is None
-  assert Dialogue("chatml", ByteTokenizer(), vocab_path=None).turn_end == ((), ("<|im_end|>",))
+  assert PromptRenderer("chatml", ByteTokenizer(), vocab_path=None).turn_end == (
+    (),
+    ("<|im_end|>",),
+  )
 
 
 @pytest.mark.parametrize(

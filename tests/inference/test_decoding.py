@@ -19,7 +19,7 @@ from paxlike.inference.sampling import Sampling
 from paxlike.training import train_state
 
 
-class Journal:
+class RunLog:
   def __init__(self):
     self.pieces, self.notes = [], []
     self.piece, self.note = self.pieces.append, self.notes.append
@@ -86,18 +86,18 @@ def test_a_tokenizer_of_another_size_is_said(model):
 @pytest.mark.parametrize("given", [["ab"], ["ab", "c"]])
 def test_what_is_told_is_what_is_written(model, tmp_path, given):
   made = make(model, max_new_tokens=5, stop=("zz",))
-  journal, path = Journal(), epath.Path(tmp_path) / "out" / "texts.jsonl"
-  decoding.tell(made, given, cast(Any, journal), path)
+  run_log, path = RunLog(), epath.Path(tmp_path) / "out" / "texts.jsonl"
+  decoding.tell(made, given, cast(Any, run_log), path)
   records = [json.loads(line) for line in path.read_text().splitlines()]
   assert sorted(record["prompt"] for record in records) == sorted(given)
   if len(given) == 1:
-    assert "".join(journal.pieces) == records[0]["prompt"] + records[0]["text"] + "\n"
+    assert "".join(run_log.pieces) == records[0]["prompt"] + records[0]["text"] + "\n"
   else:
     for record in records:
       assert any(
-        repr(record["prompt"]) in note and record["text"] in note for note in journal.notes
+        repr(record["prompt"]) in note and record["text"] in note for note in run_log.notes
       )
-  assert "tokens/s" in journal.notes[-1]
+  assert "tokens/s" in run_log.notes[-1]
   assert made.speed.prefill_tokens == sum(len(prompt) + 1 for prompt in given)
 
 
@@ -116,11 +116,11 @@ def test_a_text_is_printed_once_however_it_grows(tmp_path, stop):
   growing = types.SimpleNamespace(
     options=decoding.DecodingOptions(stop=stop), speed=decoding.Speed(), run=grow
   )
-  journal = Journal()
+  run_log = RunLog()
   decoding.tell(
-    cast(Any, growing), ["Oh, "], cast(Any, journal), epath.Path(tmp_path) / "texts.jsonl"
+    cast(Any, growing), ["Oh, "], cast(Any, run_log), epath.Path(tmp_path) / "texts.jsonl"
   )
-  assert "".join(journal.pieces) == "Oh, hello there\n"
+  assert "".join(run_log.pieces) == "Oh, hello there\n"
 
 
 def test_prompts_are_lines_or_a_field_of_json(tmp_path):

@@ -47,7 +47,7 @@ def started(command: str) -> Iterator[Any]:
   options = command_line.parse(words)
   startup.set_up_jax(options)
   with topology.target(options.topology, slices=options.slices or 1):
-    yield main.built(main.graph_of(options, main.experiment_of(options)))
+    yield main.build_trainer(main.graph_of(options, main.experiment_of(options)))
 
 
 def test_the_page(capsys):
@@ -72,7 +72,7 @@ def test_the_page(capsys):
 def test_every_plan_is_one_that_the_experiment_takes(topology_flags, batch, model, capsys):
   facts = planned(capsys, *model, "--mode=plan", *topology_flags, f"--global_batch={batch}")
   chip = chips.find(facts["device_kind"])
-  assert chip is not None and facts["bytes_of_device"] == chip.room
+  assert chip is not None and facts["bytes_of_device"] == chip.usable_memory
   assert facts["fitting"] and facts["plans"]
   seconds = [plan["seconds"]["total"] for plan in facts["plans"]]
   assert seconds == sorted(seconds)

@@ -66,7 +66,7 @@ POD = {
   ],
 )  # fmt: skip
 def test_a_cluster_tells_who_the_processes_are(environ, group):
-  assert cluster.found(environ, lambda: 8) == group
+  assert cluster.detect(environ, lambda: 8) == group
 
 
 EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
@@ -104,14 +104,14 @@ def test_the_docs_name_each_way_to_start():
 def test_a_process_takes_the_gpus_that_the_docs_say(name):
   environ, (processes, visible, takes) = STARTED[name], rows_of_the_docs()[name]
   is_pod = "Kubernetes" in name
-  group = cluster.found(environ, lambda: int(visible) if is_pod else 8)
+  group = cluster.detect(environ, lambda: int(visible) if is_pod else 8)
   assert group is not None
   told = "all" if group.devices is None else ", ".join(map(str, group.devices))
   assert told == takes
   if "CUDA_VISIBLE_DEVICES" in environ:
     assert len(environ["CUDA_VISIBLE_DEVICES"].split(",")) == int(visible)
   if not is_pod:  # Each is alone in its own.
-    assert cluster.local(environ)[1] == int(processes)
+    assert cluster.local_rank_and_size(environ)[1] == int(processes)
 
 
 def test_processes_that_flags_name_split_gpus_as_those_that_are_found(monkeypatch):
@@ -179,14 +179,14 @@ def test_gpus_that_cannot_be_split_evenly_are_said():
 
 def test_a_pod_that_does_not_know_its_number_says_what_to_set():
   with pytest.raises(UserError, match="set JAX_PROCESS_ID"):
-    cluster.found({name: POD[name] for name in list(POD)[:2]})
+    cluster.detect({name: POD[name] for name in list(POD)[:2]})
 
 
 def test_an_mpi_that_does_not_tell_of_process_0_says_what_to_give():
   environ = {name: OPEN_MPI[name] for name in list(OPEN_MPI)[:2]}
   with pytest.raises(UserError, match="set --server_addr=HOST:PORT --num_hosts=16 --host_idx=9"):
-    cluster.found(environ)
-  assert cluster.found(environ | {"OMPI_COMM_WORLD_SIZE": "1"}) is None
+    cluster.detect(environ)
+  assert cluster.detect(environ | {"OMPI_COMM_WORLD_SIZE": "1"}) is None
 
 
 @pytest.mark.parametrize(

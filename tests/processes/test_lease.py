@@ -14,7 +14,7 @@ from paxlike.errors import RunError, UserError
 from paxlike.processes import lease
 from paxlike.processes.lease import Lease
 from paxlike.processes.owner import Owner
-from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_log import RunLog
 
 
 @pytest.fixture
@@ -206,10 +206,10 @@ def test_a_folder_in_the_place_of_the_one_that_was_moved_is_not_written_in(tmp_p
 
 def test_who_finds_its_file_removed_ends_and_may_still_say_so(folder):
   ended = pytest.raises(RunError, match=r"owner_00000001\.json, .* was removed: this run ends")
-  with ended, lease.owned(folder) as owner, Journal(folder, check_owner=owner.check) as journal:
-    journal.status("running", 3)
+  with ended, lease.owned(folder) as owner, RunLog(folder, check_owner=owner.check) as run_log:
+    run_log.status("running", 3)
     (folder / "owner_00000001.json").unlink()
-    journal.status("running", 4)
+    run_log.status("running", 4)
   told = json.loads((folder / "status.json").read_text())
   assert (told["state"], told["step"]) == ("failed", 4)
   take(folder).release()
@@ -229,20 +229,20 @@ def test_who_finds_its_file_removed_and_another_owner_there_writes_no_more(folde
 
 def test_others_see_whether_the_owner_lives_and_wait_for_no_sign(folder):
   observer = lease.Observer(folder)
-  assert observer.lives() is None
+  assert observer.is_alive() is None
   owner = take(folder)
-  assert observer.lives()
+  assert observer.is_alive()
   owner.release()
-  assert not observer.lives()
+  assert not observer.is_alive()
   claim(folder, 2, started="1")  # As after a kill, in a container of its own.
-  assert not observer.lives()
+  assert not observer.is_alive()
   claim(folder, 3, machine="elsewhere")
   for beat in range(3):
     time.sleep(0.4)
     claim(folder, 3, machine="elsewhere", beat=beat)
-    assert observer.lives()
+    assert observer.is_alive()
   time.sleep(0.7)
-  assert not observer.lives()
+  assert not observer.is_alive()
 
 
 def test_who_was_suspended_and_replaced_writes_no_more(folder):

@@ -309,7 +309,7 @@ def test_what_process_0_does_not_find_is_refused_in_all_processes(tmp_path, monk
     multihost_utils, "broadcast_one_to_all", lambda value: sent.append(value) or said
   )
   with pytest.raises(UserError, match=r"^no checkpoint 3 in there; there is: 2\.$"):
-    host_collectives.agreed(lambda: [Checkpoints(tmp_path, keep=None).find(3)])
+    host_collectives.broadcast(lambda: [Checkpoints(tmp_path, keep=None).find(3)])
   assert (b"no checkpoint 3" in bytes(sent[0])) is (index == 0)
 
 

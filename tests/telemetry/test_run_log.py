@@ -14,8 +14,8 @@ from paxlike.errors import UserError
 from paxlike.layers.flops import TrainingFlops
 from paxlike.processes import lease
 from paxlike.telemetry import metric_files
-from paxlike.telemetry.run_header import Summary
-from paxlike.telemetry.run_log import Journal
+from paxlike.telemetry.run_header import RunHeader
+from paxlike.telemetry.run_log import RunLog
 from paxlike.telemetry.run_status import is_running
 from paxlike.telemetry.step_metrics import Reading
 
@@ -26,8 +26,8 @@ LINE = re.compile(
 
 
 @pytest.fixture
-def summary():
-  return Summary(
+def header():
+  return RunHeader(
     num_trained=10,
     num_params=10,
     batch_size=4,
@@ -39,10 +39,10 @@ def summary():
 
 
 @pytest.fixture
-def journal(summary, tmp_path):
-  with Journal(epath.Path(tmp_path)) as journal:
-    journal.start(summary, {"config.txt": "text"}, step=0, num_steps=4)
-    yield journal
+def run_log(header, tmp_path):
+  with RunLog(epath.Path(tmp_path)) as run_log:
+    run_log.start(header, {"config.txt": "text"}, step=0, num_steps=4)
+    yield run_log
 
 
 def reading(step: int, *, seconds: float | None = 0.5, skipped: float = 0.0) -> Reading:
@@ -50,10 +50,10 @@ def reading(step: int, *, seconds: float | None = 0.5, skipped: float = 0.0) -> 
   return Reading(step, values, 900.0, seconds)
 
 
-def test_the_step_line_is_the_one_that_scripts_read(journal, capsys, tmp_path):
-  journal.step(reading(0, seconds=None), due=False)
-  journal.step(reading(1, seconds=0.4), due=False)
-  journal.step(reading(2, seconds=0.6), due=True)
+def test_the_step_line_is_the_one_that_scripts_read(run_log, capsys, tmp_path):
+  run_log.step(reading(0, seconds=None), due=False)
+  run_log.step(reading(1, seconds=0.4), due=False)
+  run_log.step(reading(2, seconds=0.6), due=True)
   (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("completed")]
   match = LINE.match(line)
   assert match is not None, line
@@ -66,16 +66,16 @@ def test_the_step_line_is_the_one_that_scripts_read(journal, capsys, tmp_path):
   assert "mfu_full" not in record  # The peak of a CPU is not known.
 
 
-def test_the_first_line_does_not_pass_compilation_off_as_speed(journal, capsys):
-  journal.step(reading(0, seconds=None), due=True)
+def test_the_first_line_does_not_pass_compilation_off_as_speed(run_log, capsys):
+  run_log.step(reading(0, seconds=None), due=True)
   line = capsys.readouterr().out.splitlines()[-1]
   assert "(start and compilation)" in line
   assert "TFLOP/s" not in line
 
 
-def test_nor_a_pause_for_compilation(journal, capsys):
+def test_nor_a_pause_for_compilation(run_log, capsys):
   for step in range(3):
-    journal.step(reading(step, seconds=None if step != 1 else 0.5), due=True)
+    run_log.step(reading(step, seconds=None if step != 1 else 0.5), due=True)
   lines = capsys.readouterr().out.splitlines()[-3:]
   assert "(start and compilation)" in lines[0]
   assert LINE.match(lines[1])
@@ -84,21 +84,21 @@ def test_nor_a_pause_for_compilation(journal, capsys):
 
 
 def test_a_run_that_fails_says_so(tmp_path):
-  with pytest.raises(ZeroDivisionError), Journal(epath.Path(tmp_path)) as journal:
-    journal.status("running", 3)
+  with pytest.raises(ZeroDivisionError), RunLog(epath.Path(tmp_path)) as run_log:
+    run_log.status("running", 3)
     _ = 1 / 0
   status = json.loads((tmp_path / "status.json").read_text())
   assert (status["state"], status["step"]) == ("failed", 3)
   assert not is_running(epath.Path(tmp_path))
 
 
-def test_a_full_disk_is_named_in_one_line(journal, tmp_path, monkeypatch):
+def test_a_full_disk_is_named_in_one_line(run_log, tmp_path, monkeypatch):
   def full(*unused):
     raise OSError(errno.ENOSPC, "No space left on device")
 
   monkeypatch.setattr(metric_files.JsonlWriter, "write", full)
   with pytest.raises(UserError, match=f"{tmp_path} cannot be written: No space left") as error:
-    journal.step(reading(3), due=True)
+    run_log.step(reading(3), due=True)
   assert len(str(error.value).splitlines()) == 1
 
 
@@ -109,24 +109,24 @@ def files_of(folder):
 @pytest.mark.parametrize("place", ["metrics.jsonl", "metrics/part-00000000.jsonl"])
 @pytest.mark.parametrize(("make", "says"), [(os.mkfifo, "a pipe or"), (os.mkdir, "a folder")])
 def test_what_is_no_file_of_records_is_refused_before_anything_is_written(
-  summary, tmp_path, place, make, says
+  header, tmp_path, place, make, says
 ):
   (tmp_path / place).parent.mkdir(exist_ok=True)
   make(tmp_path / place)
   (tmp_path / "config.txt").write_text("before")
   refused = pytest.raises(UserError, match=rf"/{place}: .* is {says}.*move it away")
-  with refused, Journal(epath.Path(tmp_path)) as journal:
-    journal.start(summary, {"config.txt": "text"}, step=0, num_steps=4)
+  with refused, RunLog(epath.Path(tmp_path)) as run_log:
+    run_log.start(header, {"config.txt": "text"}, step=0, num_steps=4)
   assert files_of(tmp_path) == {"config.txt": b"before"}
 
 
-def test_a_run_without_steps_left_keeps_what_its_folder_says(summary, tmp_path, capsys):
+def test_a_run_without_steps_left_keeps_what_its_folder_says(header, tmp_path, capsys):
   (tmp_path / "config.txt").write_text("before")
-  with Journal(epath.Path(tmp_path)) as journal:
-    assert journal.is_past(4, num_steps=3)
-    assert not journal.is_past(4, num_steps=4)
+  with RunLog(epath.Path(tmp_path)) as run_log:
+    assert run_log.is_past(4, num_steps=3)
+    assert not run_log.is_past(4, num_steps=4)
     assert files_of(tmp_path) == {"config.txt": b"before"}
-    journal.start(summary, {"config.txt": "text"}, step=4, num_steps=4)
+    run_log.start(header, {"config.txt": "text"}, step=4, num_steps=4)
   assert files_of(tmp_path)["config.txt"] == b"before"
   assert capsys.readouterr().out.startswith("nothing to train: checkpoint 4 is beyond")
 
@@ -137,19 +137,19 @@ def test_a_pipe_in_the_place_of_status_is_not_waited_for(tmp_path):
     is_running(epath.Path(tmp_path))
 
 
-def test_skipped_steps_are_counted_in_a_row(journal):
+def test_skipped_steps_are_counted_in_a_row(run_log):
   for step, (skipped, expected) in enumerate([(1, 1), (1, 2), (0, 0), (1, 1)]):
-    journal.step(reading(step, skipped=float(skipped)), due=False)
-    assert journal.skipped_in_a_row == expected
+    run_log.step(reading(step, skipped=float(skipped)), due=False)
+    assert run_log.skipped_in_a_row == expected
 
 
-def test_status_tells_whether_the_job_goes_on(journal, tmp_path):
+def test_status_tells_whether_the_job_goes_on(run_log, tmp_path):
   folder = epath.Path(tmp_path)
   assert is_running(folder)
   status = json.loads((tmp_path / "status.json").read_text())
   (tmp_path / "status.json").write_text(json.dumps(status | {"pid": 2**22 + 1}))
   assert not is_running(folder)
-  journal.status("finished", 4)
+  run_log.status("finished", 4)
   assert not is_running(folder)
   assert not is_running(folder / "elsewhere")
 
@@ -173,8 +173,8 @@ def test_a_damaged_process_in_status_is_none(tmp_path, pid):
   assert not is_running(epath.Path(tmp_path))
 
 
-def test_evaluations_are_files_too(journal, tmp_path):
-  journal.evaluated("held", 3, {"log_pplx": 1.5, "num_predictions": 10.0})
+def test_evaluations_are_files_too(run_log, tmp_path):
+  run_log.evaluated("held", 3, {"log_pplx": 1.5, "num_predictions": 10.0})
   out = json.loads((tmp_path / "eval_out" / "held" / "eval_00000003.json").read_text())
   assert out == {"checkpoint": 3, "log_pplx": 1.5, "num_predictions": 10.0}
   assert (tmp_path / "summaries" / "eval_held").is_dir()

@@ -12,7 +12,7 @@ from helpers.program import TEXT, curve, run
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.errors import UserError
 from paxlike.processes import phases
-from paxlike.training.best_checkpoint import Best, Criterion, step_of
+from paxlike.training.best_checkpoint import BestTracker, Criterion, step_of
 from paxlike.training.evaluation import Result
 
 # A tiny model learns at first, so that the highest loss is that of the first evaluation.
@@ -90,7 +90,7 @@ def found(value):
 
 def test_what_is_no_number_is_never_the_best(tmp_path):
   for lowest in (False, True):
-    best = Best(tmp_path / str(lowest), Criterion(metric="held/acc", lowest=lowest))
+    best = BestTracker(tmp_path / str(lowest), Criterion(metric="held/acc", lowest=lowest))
     (tmp_path / str(lowest)).mkdir()
     assert not best.evaluated(found(math.nan), 1)
     assert best.step is None
@@ -101,7 +101,7 @@ def test_what_is_no_number_is_never_the_best(tmp_path):
 
 
 def test_a_run_without_checkpoints_says_of_none_that_it_is_the_best(tmp_path):
-  best = Best(tmp_path, Criterion(metric="held/acc", lowest=False, patience=1), saving=False)
+  best = BestTracker(tmp_path, Criterion(metric="held/acc", lowest=False, patience=1), saving=False)
   assert best.evaluated(found(0.5), 1) and not best.evaluated(found(0.1), 2)
   assert best.is_hopeless
   with pytest.raises(UserError, match="records no best checkpoint"):
@@ -110,15 +110,15 @@ def test_a_run_without_checkpoints_says_of_none_that_it_is_the_best(tmp_path):
 
 def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path, capsys):
   criterion = Criterion(metric="held/acc", lowest=False, patience=2)
-  best = Best(tmp_path, criterion)
+  best = BestTracker(tmp_path, criterion)
   for step, value in ((1, 0.1), (2, 0.3), (3, 0.9), (4, 0.2), (5, 0.2)):
     assert best.evaluated(found(value), step) == (step <= 3)
   assert best.is_hopeless
-  again = Best(tmp_path, criterion)
+  again = BestTracker(tmp_path, criterion)
   assert again.is_hopeless and again.step == 3
   again.forget(after=2)
   assert again.step == 2 and not again.is_hopeless
-  other = Best(tmp_path, Criterion(metric="held/other", lowest=False))
+  other = BestTracker(tmp_path, Criterion(metric="held/other", lowest=False))
   assert other.step is None
   values = ("[3]", "[[1e999, 1.0]]", "[[1, 1e999, 2]]", "3", "null", "[[[], {}]]", "[[1, []]]")
   told = [f'{{"metric": "held/acc", "lowest": false, "values": {one}}}' for one in values]
@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path, capsys
     (tmp_path / "best.json").write_text(text)
     with pytest.raises(UserError, match=r"best\.json is damaged"):
       step_of(tmp_path)
-    assert Best(tmp_path, criterion).step is None
+    assert BestTracker(tmp_path, criterion).step is None
     assert "best.json is damaged" in capsys.readouterr().err
 
 

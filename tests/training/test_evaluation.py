@@ -19,7 +19,7 @@ from paxlike.data.examples import ExampleRows
 from paxlike.data.seqio import tfds_writer
 from paxlike.data.seqio.tfds_writer import Schema
 from paxlike.data.token_index import TokenIndex
-from paxlike.devices.batch_placement import Feed
+from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.decoder import forward
 from paxlike.processes import phases
@@ -55,10 +55,10 @@ def test_the_names_of_metrics_are_known_whatever_they_read():
 def test_metrics_are_exact_for_any_batch_size_and_mesh(batch_size, ici):
   built = MeshSpec(ici=ici).build(jax.devices()[: int(np.prod(ici))])
 
-  feed = Feed(built, batch_size=batch_size, seq_len=SEQ_LEN)
+  placer = BatchPlacer(built, batch_size=batch_size, seq_len=SEQ_LEN)
   with jax.set_mesh(built):
     params = train_state.init_params(tiny(), built, seed=1)
-    evaluator = Evaluator(tiny(), EvalSet(dataset=Rows()), feed, batch_size=batch_size)
+    evaluator = Evaluator(tiny(), EvalSet(dataset=Rows()), placer, batch_size=batch_size)
     got = evaluator.run(params).values
   expected = reference(jax.device_get(params))
   for name, value in expected.items():
@@ -195,13 +195,13 @@ class Packable(Corpus):
 
 def test_packed_examples_have_the_loss_of_separate_ones():
   built = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
-  feed = Feed(built, batch_size=4, seq_len=SEQ_LEN)
+  placer = BatchPlacer(built, batch_size=4, seq_len=SEQ_LEN)
   found = {}
   with jax.set_mesh(built):
     params = train_state.init_params(tiny(), built, seed=1)
     for packed in (False, True):
       rows = ExampleRows(corpus=Packable(), seq_len=SEQ_LEN, packed=packed)
-      evaluator = Evaluator(tiny(), EvalSet(dataset=rows), feed, batch_size=4)
+      evaluator = Evaluator(tiny(), EvalSet(dataset=rows), placer, batch_size=4)
       found[packed] = evaluator.run(params).values
   assert found[True]["num_examples"] < found[False]["num_examples"] == 40
   for name in ("log_pplx", "num_predictions", "fraction_of_correct_next_step_preds"):
@@ -228,8 +228,8 @@ def test_lambada_of_one_who_knows_and_of_one_who_does_not(
   eval_set = fdl.build(experiment.eval_data()["lambada"])
   built = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
   with jax.set_mesh(built):
-    feed = Feed(built, batch_size=64, seq_len=2048)
-    result = Evaluator(tiny(), eval_set, feed, batch_size=64).run({})
+    placer = BatchPlacer(built, batch_size=64, seq_len=2048)
+    result = Evaluator(tiny(), eval_set, placer, batch_size=64).run({})
   assert result.values["acc_strict"] == share
   assert result.values["num_examples"] == len(result.records) == 5153
   assert [record["example"] for record in result.records] == list(range(5153))

@@ -14,7 +14,7 @@ from paxlike import layers
 from paxlike.devices import mesh, topology
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.precision import mxfp8
-from paxlike.layers.precision.matmul import Dim, LinearProduct
+from paxlike.layers.precision.matmul import Dim, LinearForm
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +102,7 @@ def test_every_matmul_has_both_operands_in_the_format(num_inputs, num_outputs):
     return a @ b.T
 
   expected = by_hand(x, w.T), by_hand(dy, w), by_hand(x.T, dy.T)
-  found = jax.jit(products)(LinearProduct(), x, w, dy)
+  found = jax.jit(products)(LinearForm(), x, w, dy)
   for got, right in zip(found, expected, strict=True):
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5 * np.abs(right).max())
   for got, exact in zip(expected, (x @ w, dy @ w.T, x.T @ dy), strict=True):
@@ -125,7 +125,7 @@ def on_mesh(names, mix):
   on = MeshSpec(ici=mix).build()
   rows, shape = (("batch", "time"), (8, 64)) if "context" in mix else (("batch",), (512,))
   sizes = (128, 256)
-  product = LinearProduct(*((Dim(*dim),) for dim in zip(names, sizes, strict=True)))
+  product = LinearForm(*((Dim(*dim),) for dim in zip(names, sizes, strict=True)))
   of_x, of_y = ((*rows, None if name == "model" else name) for name in names)
 
   def step(x, w, dy):

@@ -10,11 +10,12 @@ import numpy as np
 from paxlike import untrusted_files
 from paxlike.data.chat import templates, tokenizer_template
 from paxlike.data.chat.templates import Message
-from paxlike.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
+from paxlike.data.tokenizers.file_tokenizer import FileTokenizer
+from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
 
-class Dialogue:
+class PromptRenderer:
   """Renders messages as prompts, by the chat template of training."""
 
   def __init__(self, name: str, tokenizer: Tokenizer, *, vocab_path: str | None):
@@ -38,15 +39,15 @@ class Dialogue:
     Raises:
       UserError: The tokenizer's own template refuses the messages.
     """
-    text = templates.render(self._template, messages, asks=True)
+    text = templates.render(self._template, messages, add_generation_prompt=True)
     ids = self._tokenizer.encode(text)
     # A tokenizer's own template includes BOS if the model needs it.
     bos = None if self._name == "tokenizer" else self._tokenizer.bos_id
     return ids if bos is None else np.concatenate([np.array([bos], np.int32), ids])
 
 
-def beside(tokenizer: Tokenizer | None) -> Dialogue | None:
-  """Returns a `Dialogue` with the template in a tokenizer's folder; None if it has none."""
+def beside(tokenizer: Tokenizer | None) -> PromptRenderer | None:
+  """Returns a `PromptRenderer` with the template in a tokenizer's folder; None if it has none."""
   if not isinstance(tokenizer, FileTokenizer):
     return None
   path = os.fspath(tokenizer.path)
@@ -57,4 +58,4 @@ def beside(tokenizer: Tokenizer | None) -> Dialogue | None:
     if any(map(untrusted_files.is_there, beside)):
       raise
     return None
-  return Dialogue("tokenizer", tokenizer, vocab_path=path)
+  return PromptRenderer("tokenizer", tokenizer, vocab_path=path)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paxlike.data.chat import tokenizer_template
-from paxlike.data.chat.tokenizer_template import OwnTemplate
+from paxlike.data.chat.tokenizer_template import TokenizerTemplate
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
@@ -22,12 +22,12 @@ class Part(NamedTuple):
 
   Attributes:
     text: Its text; may be "" if `ends`.
-    learnt: Whether its tokens are targets of the loss.
+    is_target: Whether its tokens are targets of the loss.
     ends: Whether EOS follows.
   """
 
   text: str
-  learnt: bool
+  is_target: bool
   ends: bool = False
 
 
@@ -84,8 +84,8 @@ def llama2(messages: Sequence[Message]) -> list[Part]:
 
 
 def _said(text: str, message: Message, *, ends: bool = False) -> Part:
-  learnt = message["role"] == "assistant"
-  return Part(text, learnt, ends and learnt)
+  is_target = message["role"] == "assistant"
+  return Part(text, is_target, ends and is_target)
 
 
 def _marked(
@@ -141,29 +141,29 @@ def template(name: str, *, vocab_path: str | None) -> Template:
   if name != "tokenizer":
     return TEMPLATES[name]
   source, file, tokens = tokenizer_template.read(pathlib.Path(vocab_path or "tokenizer.json"))
-  own = OwnTemplate(source, file=file)
+  own = TokenizerTemplate(source, file=file)
   own.check()
   return functools.partial(_rendered, own, tokens)
 
 
-def render(template: Template, messages: Sequence[Message], *, asks: bool) -> str:
+def render(template: Template, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
   """Returns the text of messages, without BOS unless the template adds it.
 
   Args:
     template: A result of the function `template`.
     messages: The messages.
-    asks: Whether to append the beginning of an answer (transformers' `add_generation_prompt`).
+    add_generation_prompt: Whether to append the beginning of an answer, as in transformers.
 
   Raises:
     UserError: The tokenizer's own template refuses them.
   """
   if isinstance(template, functools.partial):
     own, tokens = template.args
-    return _render(own, tokens, messages, asks=asks)
-  if not asks:
+    return _render(own, tokens, messages, add_generation_prompt=add_generation_prompt)
+  if not add_generation_prompt:
     return "".join(part.text for part in template(messages))
   parts = template([*messages, {"role": "assistant", "content": ""}])
-  answer = max(number for number, part in enumerate(parts) if part.learnt)
+  answer = max(number for number, part in enumerate(parts) if part.is_target)
   return "".join(part.text for part in parts[:answer])
 
 
@@ -190,7 +190,9 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> TurnEnd:
     {"role": "user", "content": "question"},
     {"role": "assistant", "content": said},
   ]
-  lines = render(template, talk, asks=False).rpartition(said)[2].strip().splitlines()
+  lines = (
+    render(template, talk, add_generation_prompt=False).rpartition(said)[2].strip().splitlines()
+  )
   if not lines:
     return TurnEnd((), ())
   ids = [int(number) for number in tokenizer.encode(lines[0])]
@@ -200,23 +202,27 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> TurnEnd:
 
 
 def _render(
-  template: OwnTemplate, tokens: Mapping[str, str], messages: Sequence[Message], *, asks: bool
+  template: TokenizerTemplate,
+  tokens: Mapping[str, str],
+  messages: Sequence[Message],
+  *,
+  add_generation_prompt: bool,
 ) -> str:
   values = {"messages": [*messages], "tools": None, "documents": None, **tokens}
-  return template.render(values | {"add_generation_prompt": asks})
+  return template.render(values | {"add_generation_prompt": add_generation_prompt})
 
 
 def _rendered(
-  template: OwnTemplate, tokens: Mapping[str, str], messages: Sequence[Message]
+  template: TokenizerTemplate, tokens: Mapping[str, str], messages: Sequence[Message]
 ) -> list[Part]:
   """Returns the spans of a conversation: the text that each message adds to the previous ones."""
   text, parts = "", []
   for number, message in enumerate(messages, 1):
     if message["role"] == "system" and number < len(messages):
       continue  # Many templates reject a system message alone.
-    whole = _render(template, tokens, messages[:number], asks=False)
+    whole = _render(template, tokens, messages[:number], add_generation_prompt=False)
     if message["role"] == "assistant":
-      asked = _render(template, tokens, messages[: number - 1], asks=True)
+      asked = _render(template, tokens, messages[: number - 1], add_generation_prompt=True)
       parts.append(Part(_added(text, asked), False))
       text = asked
     parts.append(Part(_added(text, whole), message["role"] == "assistant"))

@@ -48,7 +48,7 @@ def read(tokenizer: pathlib.Path) -> tuple[str, pathlib.Path, dict[str, str]]:
   return source, file, settings.roles(tokenizer_classes.tokens(settings))
 
 
-class OwnTemplate:
+class TokenizerTemplate:
   """A Jinja template, rendered in a separate process that starts when first needed.
 
   Attributes:

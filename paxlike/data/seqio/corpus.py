@@ -26,7 +26,8 @@ from paxlike.config.configurable import configurable
 from paxlike.data import token_index
 from paxlike.data.corpus import Corpus
 from paxlike.data.token_index import Document, TokenIndex
-from paxlike.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError, did_you_mean
 
 _TOKENIZER = "tokenizer.model"

@@ -17,7 +17,8 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.seqio.corpus import SeqIOTask
 from paxlike.data.tokenizers import token_settings
-from paxlike.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
 SHUFFLE_BUFFER_SIZE = 100_000

@@ -14,7 +14,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data import token_index
 from paxlike.data.chat import templates
-from paxlike.data.chat.prompt_rendering import Dialogue
+from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.chat.templates import Message, Part
 from paxlike.data.corpus import Corpus
 from paxlike.data.text import find_files, records
@@ -67,8 +67,8 @@ class Conversations(Corpus):
     return self._tokenizer
 
   @functools.cached_property
-  def dialogue(self) -> Dialogue:
-    return Dialogue(self._template_name, self._tokenizer, vocab_path=self._vocab_path)
+  def prompt_renderer(self) -> PromptRenderer:
+    return PromptRenderer(self._template_name, self._tokenizer, vocab_path=self._vocab_path)
 
   @property
   def vocab_size(self) -> int:
@@ -150,7 +150,7 @@ class Conversations(Corpus):
     tokens, weights = [], []
     # A tokenizer's own template includes BOS if the model needs it.
     start = None if self._template_name == "tokenizer" else tokenizer.bos_id
-    if start is None and parts[0].learnt:
+    if start is None and parts[0].is_target:
       start = tokenizer.eos_id  # The first target needs an input before it.
     if start is not None:
       tokens, weights = [np.array([start])], [np.zeros(1)]
@@ -158,7 +158,7 @@ class Conversations(Corpus):
       if part.ends and tokenizer.eos_id is not None:
         ids = np.append(ids, tokenizer.eos_id)
       tokens.append(ids)
-      weights.append(np.full(len(ids), part.learnt))
+      weights.append(np.full(len(ids), part.is_target))
     return {"tokens": np.concatenate(tokens), "weights": np.concatenate(weights)}
 
 

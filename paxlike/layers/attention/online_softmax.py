@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from paxlike.layers.pipeline.stage_shift import take
+from paxlike.layers.pytree_indexing import take
 
 _MASKED = -1e30
 

@@ -12,14 +12,14 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.mlp import Activation
-from paxlike.layers.moe.grouped_matmul import Groups, grouped_matmul
+from paxlike.layers.moe.grouped_matmul import GroupedForm, grouped_matmul
 from paxlike.layers.precision import float32_sums
 from paxlike.layers.precision.matmul import Dot
-from paxlike.layers.precision.weight_only import Quantized, Storage
+from paxlike.layers.precision.weight_only import Quantized, WeightQuantizer
 
 
-class ExpertProduct(NamedTuple):
-  """The `Product` for tokens in C capacity slots per expert: x [E, C, D] times w [E, D, F]."""
+class BatchedForm(NamedTuple):
+  """The `MatmulForm` for tokens in C capacity slots per expert: x [E, C, D] times w [E, D, F]."""
 
   def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return jnp.einsum("ECD,EDF->ECF", x, w, preferred_element_type=dtype)
@@ -69,9 +69,9 @@ class ExpertLinear(module.Module):
       fan_in=tuple(inputs),
       matmul=module.Matmul(*sizes, share=num_chosen / num_experts, in_8_bits=dot is not None),
       compute_dtype=dtype,
-      storage=None if scheme is None else Storage(scheme, -len(outputs) - 1),
+      quantizer=None if scheme is None else WeightQuantizer(scheme, -len(outputs) - 1),
     )
-    self.w8: Any = None if self.dot is None else self.rounded("w", self.dot, num_dims=2)
+    self.w8: Any = None if self.dot is None else self.quantized("w", self.dot, num_dims=2)
     (dim,), (output,) = inputs, outputs
     self._dims, self._total = (dim, output), num_experts
     bias = {**experts, **outputs}
@@ -79,12 +79,12 @@ class ExpertLinear(module.Module):
 
   def sorted(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Returns [M, F] for tokens sorted by expert; `sizes_E` counts the tokens of each expert."""
-    groups = Groups(sizes_E, *self._dims, self._total)
+    groups = GroupedForm(sizes_E, *self._dims, self._total)
     if self.dot is None:
-      y_MF = self._product(groups, x_MD, self.w.get_value())
+      y_MF = self._multiply(groups, x_MD, self.w.get_value())
     else:  # Rows of no expert, and their cotangents, must not contribute to an amax.
       x_MD = groups.mask_unused(x_MD)
-      y_MF = groups.mask_unused(self._product(groups, x_MD, self.w.get_value()))
+      y_MF = groups.mask_unused(self._multiply(groups, x_MD, self.w.get_value()))
     if self.b is not None:
       bias_EF = self.b[...].astype(jnp.float32)  # Its gradient is then summed in float32.
       bias_MF = jnp.repeat(bias_EF, sizes_E, axis=0, total_repeat_length=len(x_MD))
@@ -93,19 +93,19 @@ class ExpertLinear(module.Module):
 
   def placed(self, x_ECD: jax.Array) -> jax.Array:
     """Returns [E, C, F] for tokens in C capacity slots per expert."""
-    y_ECF = self._product(ExpertProduct(), x_ECD, self.w.get_value())
+    y_ECF = self._multiply(BatchedForm(), x_ECD, self.w.get_value())
     return y_ECF if self.b is None else float32_sums.add(y_ECF, self.b[...][:, None])
 
-  def _product(self, product: Groups | ExpertProduct, x: jax.Array, w: Any) -> jax.Array:
+  def _multiply(self, form: GroupedForm | BatchedForm, x: jax.Array, w: Any) -> jax.Array:
     if isinstance(w, Quantized):  # The backward pass dequantizes again, as in `Linear`.
-      again = jax.checkpoint(lambda x, w: self._product(product, x, w.dequantized(self.dtype)))
+      again = jax.checkpoint(lambda x, w: self._multiply(form, x, w.dequantized(self.dtype)))
       return again(x, w)
     x, w_EDF = x.astype(self.dtype), w.astype(self.dtype)
     if self.dot is not None:
-      return self.dot(product, x, w_EDF, self.w8.get_value())
-    if isinstance(product, Groups):
-      return grouped_matmul(x, w_EDF, product)
-    return product.outputs(x, w_EDF, self.dtype)
+      return self.dot(form, x, w_EDF, self.w8.get_value())
+    if isinstance(form, GroupedForm):
+      return grouped_matmul(x, w_EDF, form)
+    return form.outputs(x, w_EDF, self.dtype)
 
   @property
   def num_experts(self) -> int:

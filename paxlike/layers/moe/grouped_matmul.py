@@ -26,8 +26,8 @@ _LARGEST_BLOCK = 256
   meta_fields=["input_dim", "output_dim", "total"],
 )
 @dataclasses.dataclass(frozen=True)
-class Groups:
-  """The `Product` for rows sorted by group (by expert): x [M, D] times w [E, D, F].
+class GroupedForm:
+  """The `MatmulForm` for rows sorted by group (by expert): x [M, D] times w [E, D, F].
 
   Attributes:
     sizes_E: int32, the number of rows of each group; groups are consecutive.
@@ -91,7 +91,7 @@ class Groups:
 
 
 @jax.custom_vjp
-def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups) -> jax.Array:
+def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, groups: GroupedForm) -> jax.Array:
   """Returns [M, F]: each row of x times the matrix of its group.
 
   Args:
@@ -102,7 +102,7 @@ def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups) -> jax.Arr
   return groups.outputs(x_MD, w_EDF, x_MD.dtype)
 
 
-def _forward(x_MD: jax.Array, w_EDF: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
+def _forward(x_MD: jax.Array, w_EDF: jax.Array, groups: GroupedForm) -> tuple[jax.Array, Any]:
   return groups.outputs(x_MD, w_EDF, x_MD.dtype), (x_MD, w_EDF, groups)
 
 
@@ -121,7 +121,7 @@ def _has_kernels() -> bool:
 
 
 def _per_device(
-  form: str, kernel: Callable[..., jax.Array], a: jax.Array, b: jax.Array, groups: Groups
+  form: str, kernel: Callable[..., jax.Array], a: jax.Array, b: jax.Array, groups: GroupedForm
 ) -> jax.Array:
   """Calls a kernel, which XLA cannot partition, on shards of D and F; all-reduces partial sums.
 

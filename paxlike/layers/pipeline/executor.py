@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from paxlike.layers import pytree_indexing
 from paxlike.layers.pipeline import stage_shift
 from paxlike.layers.pipeline.jaxpr_dependence import depends_on_inputs
 from paxlike.layers.pipeline.schedules import Half, Phase
@@ -156,14 +157,14 @@ class _Stage:
     x = jnp.zeros(hidden.shape, hidden.dtype)
     num_slots = self._pipeline.plan.num_slots(keeps_first=not self._pipeline.recompute)
     (_, aux), kept = jax.eval_shape(
-      lambda: self._forward(x, stage_shift.take(self._microbatches, 0), 0)
+      lambda: self._forward(x, pytree_indexing.take(self._microbatches, 0), 0)
     )
     return _State(
       up=x,
       down=x,
       slots=jax.tree.map(lambda leaf: jnp.zeros((num_slots, *leaf.shape), leaf.dtype), kept),
       loss=jnp.zeros(()),
-      aux=stage_shift.zeros(aux),
+      aux=pytree_indexing.zeros(aux),
       gradients=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._weights),
     )
 
@@ -187,22 +188,22 @@ class _Stage:
   def _forward_tick(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
     """Runs a forward chunk."""
     m, chunk, slot = (values[self._index] for values in half)
-    microbatch = stage_shift.take(self._microbatches, jnp.maximum(m, 0))
+    microbatch = pytree_indexing.take(self._microbatches, jnp.maximum(m, 0))
     (y, aux), kept = self._forward(state.up, microbatch, chunk)
-    slots = jax.tree.map(lambda old, new: stage_shift.put(old, new, slot), state.slots, kept)
-    aux = jax.tree.map(jnp.add, state.aux, stage_shift.where(m >= 0, aux))
+    slots = jax.tree.map(lambda old, new: pytree_indexing.put(old, new, slot), state.slots, kept)
+    aux = jax.tree.map(jnp.add, state.aux, pytree_indexing.where(m >= 0, aux))
     return state._replace(slots=slots, aux=aux), y
 
   def _backward_tick(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
     """Runs a backward chunk."""
     m, chunk, slot = (values[self._index] for values in half)
-    microbatch = stage_shift.take(self._microbatches, jnp.maximum(m, 0))
-    kept = stage_shift.take(state.slots, jnp.maximum(slot, 0))
+    microbatch = pytree_indexing.take(self._microbatches, jnp.maximum(m, 0))
+    kept = pytree_indexing.take(state.slots, jnp.maximum(slot, 0))
     y, aux, vjp = self._restored_vjp(kept, state.up, microbatch, chunk)
     state, dy = self._loss(state, y, half)
     is_final = (self._index == self._pipeline.stages - 1) & (chunk == self._pipeline.chunks - 1)
     new, dx = vjp((jnp.where(is_final, dy, state.down), self._model.aux_cotangent(aux)))
-    new = stage_shift.where(m >= 0, new)
+    new = pytree_indexing.where(m >= 0, new)
     common, stacked = state.gradients
     common = self._model.combine(common, new.common)
     of_chunk = self._model.combine(self._of_chunk(stacked, chunk), new.stacked)
@@ -216,11 +217,11 @@ class _Stage:
     """
     S, last = self._pipeline.stages, self._pipeline.stages - 1
     m = half.microbatch[last]
-    microbatch = stage_shift.take(self._microbatches, jnp.maximum(m, 0))
+    microbatch = pytree_indexing.take(self._microbatches, jnp.maximum(m, 0))
 
     def work(loss: jax.Array, common: Any) -> tuple[jax.Array, Any, jax.Array]:
       # All stages but the last contribute zeros, so this scatters the last stage's tokens.
-      own = _by_stage(stage_shift.where(self._index == last, y), S)
+      own = _by_stage(pytree_indexing.where(self._index == last, y), S)
       x = jax.lax.psum_scatter(own, stage_shift.AXIS, scatter_dimension=2)
 
       def shard_loss(common: Any, x: jax.Array) -> jax.Array:
@@ -298,7 +299,8 @@ class _Stage:
     if self._pipeline.chunks == 1:
       return stacked
     return jax.tree.map(
-      lambda w: stage_shift.take(stage_shift.by_chunk(w, self._pipeline.chunks), chunk), stacked
+      lambda w: pytree_indexing.take(pytree_indexing.by_chunk(w, self._pipeline.chunks), chunk),
+      stacked,
     )
 
   def _with_chunk(self, stacked: Any, of_chunk: Any, chunk: jax.Array) -> Any:
@@ -307,7 +309,7 @@ class _Stage:
       return of_chunk
 
     def replaced(w: jax.Array, new: jax.Array) -> jax.Array:
-      by_chunk = stage_shift.by_chunk(w, self._pipeline.chunks)
+      by_chunk = pytree_indexing.by_chunk(w, self._pipeline.chunks)
       return jax.lax.dynamic_update_index_in_dim(by_chunk, new, chunk, 0).reshape(w.shape)
 
     return jax.tree.map(replaced, stacked, of_chunk)

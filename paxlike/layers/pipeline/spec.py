@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import ArgumentError
+from paxlike.layers import pytree_indexing
 from paxlike.layers.pipeline import stage_shift
 from paxlike.layers.pipeline.schedules import Half, Schedule
 
@@ -97,20 +98,22 @@ def forward(
       m, c = half.microbatch[index], half.chunk[index]
       at = jnp.maximum(m, 0)
       place = c * S + index
-      weights = jax.tree.map(lambda w: stage_shift.take(stage_shift.by_chunk(w, v), c), stacked)
+      weights = jax.tree.map(
+        lambda w: pytree_indexing.take(pytree_indexing.by_chunk(w, v), c), stacked
+      )
       given = jnp.where(place == 0, x[at], up)
-      y, aux = chunk(weights, given, stage_shift.take(microbatches, at), place)
+      y, aux = chunk(weights, given, pytree_indexing.take(microbatches, at), place)
       is_final = (m >= 0) & (place == S * v - 1)
-      out = stage_shift.put(out, y, jnp.where(is_final, at, -1))
+      out = pytree_indexing.put(out, y, jnp.where(is_final, at, -1))
       up = stage_shift.upwards(y, S)
-      return (up, out, jax.tree.map(jnp.add, total, stage_shift.where(m >= 0, aux))), None
+      return (up, out, jax.tree.map(jnp.add, total, pytree_indexing.where(m >= 0, aux))), None
 
     def first() -> tuple[jax.Array, Any]:
-      weights = jax.tree.map(lambda w: stage_shift.by_chunk(w, v)[0], stacked)
-      return chunk(weights, x[0], stage_shift.take(microbatches, 0), index)
+      weights = jax.tree.map(lambda w: pytree_indexing.by_chunk(w, v)[0], stacked)
+      return chunk(weights, x[0], pytree_indexing.take(microbatches, 0), index)
 
     _, aux = jax.eval_shape(first)
-    start = (jnp.zeros_like(x[0]), jnp.zeros_like(x), stage_shift.zeros(aux))
+    start = (jnp.zeros_like(x[0]), jnp.zeros_like(x), pytree_indexing.zeros(aux))
     (_, out, total), _ = jax.lax.scan(tick, start, ticks)
     return out[None], jax.tree.map(lambda leaf: leaf[None], total)
 

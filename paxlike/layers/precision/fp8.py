@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
-from paxlike.layers.precision.matmul import Product
-from paxlike.layers.precision.rounding import Rounded
+from paxlike.layers.precision.matmul import MatmulForm
+from paxlike.layers.precision.rounding import QuantizedOperand
 
 _OPERAND, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -25,14 +25,14 @@ class Fp8:
   """A `Dot` with current scaling: scales come from the current amax of each operand."""
 
   @staticmethod
-  def quantized(w: jax.Array) -> Rounded:
+  def quantized(w: jax.Array) -> QuantizedOperand:
     scale = _scale(jnp.abs(w).max((-2, -1), keepdims=True).astype(jnp.float32), _OPERAND)
-    return Rounded((w.astype(jnp.float32) / scale).astype(_OPERAND), scale)
+    return QuantizedOperand((w.astype(jnp.float32) / scale).astype(_OPERAND), scale)
 
   def __call__(
-    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
+    self, form: MatmulForm, x: jax.Array, w: jax.Array, w8: QuantizedOperand | None = None
   ) -> jax.Array:
-    return multiply(product, x, w, w8, None)
+    return multiply(form, x, w, w8, None)
 
 
 class AmaxHistory(NamedTuple):
@@ -44,33 +44,37 @@ class AmaxHistory(NamedTuple):
 
 @jax.custom_vjp
 def multiply(
-  product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None, history: AmaxHistory | None
+  form: MatmulForm,
+  x: jax.Array,
+  w: jax.Array,
+  w8: QuantizedOperand | None,
+  history: AmaxHistory | None,
 ) -> jax.Array:
   """Returns the product, in the dtype of x. `w8` is `Fp8.quantized(w)`; None: it is computed here.
 
   Without a history, scaling is current. With one, it is delayed for x and for dy, the cotangent of
   the product; entry 0 of the history's cotangents is then their amax in this step.
   """
-  return _forward(product, x, w, w8, history)[0]
+  return _forward(form, x, w, w8, history)[0]
 
 
-def _forward(product, x, w, w8, history):
+def _forward(form, x, w, w8, history):
   w8 = Fp8.quantized(w) if w8 is None else w8
   x8 = rounded(x, _OPERAND, None if history is None else history.inputs)
-  y = product.outputs(x8.values, w8.values, _wide(x))
-  y = _scaled(y, x8.scale * product.broadcast_scale(w8.scale, y), x.dtype)
+  y = form.outputs(x8.values, w8.values, _wide(x))
+  y = _scaled(y, x8.scale * form.broadcast_scale(w8.scale, y), x.dtype)
   # In FP8, cuBLAS has no GELU epilogue that also writes GELU's input; this keeps XLA from using it.
   y = jax.lax.optimization_barrier(y)
   amax_x = None if history is None else _amax(x)
-  return y, (product, x8, w8, history, amax_x, jnp.zeros((), w.dtype))
+  return y, (form, x8, w8, history, amax_x, jnp.zeros((), w.dtype))
 
 
 def _backward(saved, dy):
-  product, x8, w8, history, amax_x, like_w = saved
+  form, x8, w8, history, amax_x, like_w = saved
   dy8 = rounded(dy, _GRADIENT, None if history is None else history.gradients)
-  dx = product.to_inputs(dy8.values, w8.values, _wide(dy))
-  dx = _scaled(dx, dy8.scale * product.broadcast_scale(w8.scale, dy), dy.dtype)
-  dw = product.to_weights(x8.values, dy8.values, _wide(like_w))
+  dx = form.to_inputs(dy8.values, w8.values, _wide(dy))
+  dx = _scaled(dx, dy8.scale * form.broadcast_scale(w8.scale, dy), dy.dtype)
+  dw = form.to_weights(x8.values, dy8.values, _wide(like_w))
   dw = _scaled(dw, x8.scale * dy8.scale, like_w.dtype)
   if history is None:
     return None, dx, dw, None, None
@@ -82,17 +86,17 @@ def _backward(saved, dy):
 multiply.defvjp(_forward, _backward)
 
 
-def rounded(x: jax.Array, dtype: Any, history: jax.Array | None = None) -> Rounded:
+def rounded(x: jax.Array, dtype: Any, history: jax.Array | None = None) -> QuantizedOperand:
   """Returns x quantized to an 8-bit dtype with a scalar scale.
 
   The scale comes from an amax history if there is one, else from the amax of x.
   """
   if history is None:
     scale = _scale(_amax(x), dtype)
-    return Rounded((x.astype(jnp.float32) / scale).astype(dtype), scale)
+    return QuantizedOperand((x.astype(jnp.float32) / scale).astype(dtype), scale)
   scale = jnp.where(history.max() > 0, _scale(history.max(), dtype), 1)
   top = float(jnp.finfo(dtype).max)
-  return Rounded(jnp.clip(x.astype(jnp.float32) / scale, -top, top).astype(dtype), scale)
+  return QuantizedOperand(jnp.clip(x.astype(jnp.float32) / scale, -top, top).astype(dtype), scale)
 
 
 def _amax(x: jax.Array) -> jax.Array:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
-from paxlike.layers.precision.matmul import Product
-from paxlike.layers.precision.rounding import Rounded, stochastic_round
+from paxlike.layers.precision.matmul import MatmulForm
+from paxlike.layers.precision.rounding import QuantizedOperand, stochastic_round
 
 
 @configurable
@@ -22,52 +22,54 @@ from paxlike.layers.precision.rounding import Rounded, stochastic_round
 class Int8:
   """A `Dot` in INT8."""
 
-  def quantized(self, w: jax.Array) -> Rounded:
+  def quantized(self, w: jax.Array) -> QuantizedOperand:
     return _nearest(w, -2)
 
   def __call__(
-    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
+    self, form: MatmulForm, x: jax.Array, w: jax.Array, w8: QuantizedOperand | None = None
   ) -> jax.Array:
-    return _multiply(product, x, w, w8)
+    return _multiply(form, x, w, w8)
 
 
 @jax.custom_vjp
-def _multiply(product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None) -> jax.Array:
-  return _forward(product, x, w, w8)[0]
+def _multiply(
+  form: MatmulForm, x: jax.Array, w: jax.Array, w8: QuantizedOperand | None
+) -> jax.Array:
+  return _forward(form, x, w, w8)[0]
 
 
-def _forward(product, x, w, w8):
+def _forward(form, x, w, w8):
   w8 = _nearest(w, -2) if w8 is None else w8
   x8 = _nearest(x, -1)
-  y = product.outputs(x8.values, w8.values, jnp.int32)
-  y = y * x8.scale * product.broadcast_scale(w8.scale, y)
-  return y.astype(x.dtype), (product, x8, w8, jnp.zeros((), w.dtype))
+  y = form.outputs(x8.values, w8.values, jnp.int32)
+  y = y * x8.scale * form.broadcast_scale(w8.scale, y)
+  return y.astype(x.dtype), (form, x8, w8, jnp.zeros((), w.dtype))
 
 
 def _backward(saved, dy):
-  product, x8, w8, like_w = saved
+  form, x8, w8, like_w = saved
   # A scale along the contracted dim cannot be factored out: multiply the cotangent by it first.
   wide = dy.astype(jnp.float32)
-  to_dx = wide * product.broadcast_scale(w8.scale, dy)
+  to_dx = wide * form.broadcast_scale(w8.scale, dy)
   dy8 = _stochastic(to_dx, jnp.abs(to_dx).max(-1, keepdims=True))
-  dx = product.to_inputs(dy8.values, w8.values, jnp.int32) * dy8.scale
+  dx = form.to_inputs(dy8.values, w8.values, jnp.int32) * dy8.scale
   to_dw = wide * x8.scale
   dy8 = _stochastic(to_dw, _column_amax(to_dw, w8.values))
-  dw = product.to_weights(x8.values, dy8.values, jnp.int32) * dy8.scale
+  dw = form.to_weights(x8.values, dy8.values, jnp.int32) * dy8.scale
   return None, dx.astype(dy.dtype), dw.astype(like_w.dtype), None
 
 
 _multiply.defvjp(_forward, _backward)
 
 
-def _nearest(x: jax.Array, axis: int) -> Rounded:
+def _nearest(x: jax.Array, axis: int) -> QuantizedOperand:
   scale = _scale(jnp.abs(x).max(axis, keepdims=True))
-  return Rounded(jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8), scale)
+  return QuantizedOperand(jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8), scale)
 
 
-def _stochastic(x: jax.Array, largest: jax.Array) -> Rounded:
+def _stochastic(x: jax.Array, largest: jax.Array) -> QuantizedOperand:
   scale = _scale(largest)
-  return Rounded(stochastic_round(x / scale).astype(jnp.int8), scale)
+  return QuantizedOperand(stochastic_round(x / scale).astype(jnp.int8), scale)
 
 
 def _column_amax(dy: jax.Array, w: jax.Array) -> jax.Array:

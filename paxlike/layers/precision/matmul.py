@@ -2,7 +2,7 @@
 """Matmuls of linear layers, and the protocols of low-precision matmuls.
 
 A low-precision `Dot` (FP8, INT8) quantizes operands, and is the same for linear layers and experts.
-The `Product` that it is given knows their shapes, and multiplies them.
+The `MatmulForm` that it is given knows their shapes, and multiplies them.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from paxlike.devices import topology
-from paxlike.layers.precision.rounding import Rounded
+from paxlike.layers.precision.rounding import QuantizedOperand
 
 
-class Product(Protocol):
+class MatmulForm(Protocol):
   """A form of matmul y = x w that contracts the last dim of x: plain, batched or grouped by expert.
 
   A `Dot` quantizes the operands, and multiplies them by these methods.
@@ -41,15 +41,15 @@ class Product(Protocol):
 class Dot(Protocol):
   """A low-precision matmul, forward and backward."""
 
-  def quantized(self, w: jax.Array) -> Rounded | None:
-    """Returns the quantized matrices [..., D, F]; `Definition.rounded` calls it once per step.
+  def quantized(self, w: jax.Array) -> QuantizedOperand | None:
+    """Returns the quantized matrices [..., D, F]; `Definition.quantized` calls it once per step.
 
     None: the weight is not quantized ahead of the matmuls.
     """
     ...
 
   def __call__(
-    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
+    self, form: MatmulForm, x: jax.Array, w: jax.Array, w8: QuantizedOperand | None = None
   ) -> jax.Array:
     """Returns x times the quantized w; gradients go to w (straight-through estimator).
 
@@ -67,8 +67,8 @@ class Dim(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class LinearProduct:
-  """The `Product` of linear layers: x [..., D] times w [D, F].
+class LinearForm:
+  """The `MatmulForm` of linear layers: x [..., D] times w [D, F].
 
   Attributes:
     in_dims: The dims that are flattened to D; empty: unknown.

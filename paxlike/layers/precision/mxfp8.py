@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec
 
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh, topology
-from paxlike.layers.precision.matmul import Dim, LinearProduct, Product
-from paxlike.layers.precision.rounding import Rounded
+from paxlike.layers.precision.matmul import Dim, LinearForm, MatmulForm
+from paxlike.layers.precision.rounding import QuantizedOperand
 
 BLOCK = 32
 _VALUES, _SCALES = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
@@ -42,10 +42,10 @@ class MxFp8:
     """Returns None: each matmul quantizes its operands along its own contracted dim."""
 
   def __call__(
-    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
+    self, form: MatmulForm, x: jax.Array, w: jax.Array, w8: QuantizedOperand | None = None
   ) -> jax.Array:
-    assert isinstance(product, LinearProduct)
-    return _multiply(product, x, w)
+    assert isinstance(form, LinearForm)
+    return _multiply(form, x, w)
 
 
 class QuantizedBlocks(NamedTuple):
@@ -78,19 +78,19 @@ def quantized(x: jax.Array) -> QuantizedBlocks:
 
 
 @jax.custom_vjp
-def _multiply(product: LinearProduct, x: jax.Array, w_DF: jax.Array) -> jax.Array:
-  return _forward(product, x, w_DF)[0]
+def _multiply(form: LinearForm, x: jax.Array, w_DF: jax.Array) -> jax.Array:
+  return _forward(form, x, w_DF)[0]
 
 
-def _forward(product: LinearProduct, x: jax.Array, w_DF: jax.Array) -> tuple[jax.Array, Any]:
-  rows, inputs, outputs = _dims(product, x, w_DF)
+def _forward(form: LinearForm, x: jax.Array, w_DF: jax.Array) -> tuple[jax.Array, Any]:
+  rows, inputs, outputs = _dims(form, x, w_DF)
   y = _matmul(x, w_DF.T, _Form(rows, outputs, (inputs,)), x.dtype)
-  return y, (product, x, w_DF)
+  return y, (form, x, w_DF)
 
 
 def _backward(saved: Any, dy: jax.Array) -> tuple[None, jax.Array, jax.Array]:
-  product, x, w_DF = saved
-  rows, inputs, outputs = _dims(product, x, w_DF)
+  form, x, w_DF = saved
+  rows, inputs, outputs = _dims(form, x, w_DF)
   dx = _matmul(dy, w_DF, _Form(rows, inputs, (outputs,)), dy.dtype)
   x_D, dy_F = (jnp.moveaxis(array, -1, 0) for array in (x, dy))  # Tokens last.
   return None, dx, _matmul(x_D, dy_F, _Form((inputs,), outputs, rows), w_DF.dtype)
@@ -99,9 +99,7 @@ def _backward(saved: Any, dy: jax.Array) -> tuple[None, jax.Array, jax.Array]:
 _multiply.defvjp(_forward, _backward)
 
 
-def _dims(
-  product: LinearProduct, x: jax.Array, w_DF: jax.Array
-) -> tuple[tuple[Dim, ...], Dim, Dim]:
+def _dims(form: LinearForm, x: jax.Array, w_DF: jax.Array) -> tuple[tuple[Dim, ...], Dim, Dim]:
   """Returns the leading dims of x, D and F, with the names and sizes that decide their sharding.
 
   If D or F is several flattened dims, the mesh shards the first.
@@ -110,7 +108,7 @@ def _dims(
   rows = tuple(Dim(name, size) for name, size in zip(names, x.shape, strict=False))
   inputs, outputs = (
     dims[0] if dims else Dim(None, size)
-    for dims, size in zip((product.in_dims, product.out_dims), w_DF.shape, strict=True)
+    for dims, size in zip((form.in_dims, form.out_dims), w_DF.shape, strict=True)
   )
   return rows, inputs, outputs
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 
-class Rounded(NamedTuple):
+class QuantizedOperand(NamedTuple):
   """A quantized array: 8-bit `values` times a float32 `scale` that broadcasts to them."""
 
   values: jax.Array

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
-from paxlike.layers.precision.matmul import LinearProduct, Product
-from paxlike.layers.precision.rounding import Rounded
+from paxlike.layers.precision.matmul import LinearForm, MatmulForm
+from paxlike.layers.precision.rounding import QuantizedOperand
 
 
 @configurable
@@ -29,9 +29,9 @@ class TransformerEngine:
     """Returns None: Transformer Engine quantizes weights itself, in every matmul."""
 
   def __call__(
-    self, product: Product, x: jax.Array, w: jax.Array, w8: Rounded | None = None
+    self, form: MatmulForm, x: jax.Array, w: jax.Array, w8: QuantizedOperand | None = None
   ) -> jax.Array:
-    assert isinstance(product, LinearProduct)
+    assert isinstance(form, LinearForm)
     library = load()
     quantizers: dict[str, Any] = {}
     if self.fp8:

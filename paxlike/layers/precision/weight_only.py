@@ -71,10 +71,10 @@ class Int8Weight(Quantized):
     return self._scaled(self._numbers().astype(jnp.float32)).astype(dtype)
 
   def reads_less(self, num_tokens: int) -> bool:
-    """Returns whether `product` moves fewer bytes than dequantizing, for this many tokens."""
+    """Returns whether `multiply` moves fewer bytes than dequantizing, for this many tokens."""
     return 2 * num_tokens <= self.values.shape[self.axis] // self.scales.shape[self.axis]
 
-  def product(self, x_MK: jax.Array) -> jax.Array:
+  def multiply(self, x_MK: jax.Array) -> jax.Array:
     """Returns x times the weight, flattened to [K, F], in the dtype of x.
 
     Scales multiply the sums over each block, not the weight, so GPUs read only int8 or int4.
@@ -115,7 +115,7 @@ class Nf4Weight(Quantized):
 
 
 @dataclasses.dataclass(frozen=True)
-class Storage:
+class WeightQuantizer:
   """A quantization scheme (a function below), with the dim that is split into blocks."""
 
   scheme: Callable[..., Quantized]
@@ -126,8 +126,8 @@ class Storage:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _stored(storage: Storage, w: jax.Array) -> Quantized:
-  return storage.scheme(w, axis=storage.axis)
+def _stored(quantizer: WeightQuantizer, w: jax.Array) -> Quantized:
+  return quantizer.scheme(w, axis=quantizer.axis)
 
 
 @configurable(name="weight_only.int8")

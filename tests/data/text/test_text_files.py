@@ -14,7 +14,8 @@ import zstandard
 
 from paxlike.data.packing import PackedRows
 from paxlike.data.text.text_files import TextFiles
-from paxlike.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from paxlike.errors import UserError
 
 TEXTS = [

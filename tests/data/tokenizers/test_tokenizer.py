@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 
 from paxlike.data.chat import templates
-from paxlike.data.tokenizers.tokenizer import (
-  ByteTokenizer,
-  CharacterTokenizer,
-  HuggingFaceTokenizer,
-  SentencePieceTokenizer,
-)
+from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
 from paxlike.errors import UserError
 
 TEXTS = ["", "a", "naïve café\n\tdef f(x):\r\n", "漢字 \U0001f600 e\u0301 \x00\x7f\u2028\ufeff"]

@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 
 from paxlike.data.chat import templates, tokenizer_template
-from paxlike.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.data.tuning.conversations import Conversations
 from paxlike.errors import UserError
 
@@ -73,7 +74,7 @@ def cache(tmp_path, monkeypatch):
 def test_templates(name, whole, learnt):
   parts = templates.TEMPLATES[name](TALK)
   assert "".join(part.text for part in parts) == whole
-  assert [part.text for part in parts if part.learnt] == learnt
+  assert [part.text for part in parts if part.is_target] == learnt
 
 
 def make(tmp_path, *rows, tokenizer=None, **options):
@@ -212,7 +213,7 @@ def test_templates_have_what_transformers_gives_them(tmp_path, own):
     text, file, tokens = tokenizer_template.read(tmp_path / "tokenizer.json")
     values = {"messages": talk, "tools": None, "documents": None, **tokens}
     expected = theirs.apply_chat_template(talk, tokenize=False)
-    assert tokenizer_template.OwnTemplate(text, file=file).render(values) == expected
+    assert tokenizer_template.TokenizerTemplate(text, file=file).render(values) == expected
 
 
 def test_a_template_in_a_file_of_its_own_is_read(tmp_path, own):

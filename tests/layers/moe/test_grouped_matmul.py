@@ -14,7 +14,7 @@ from paxlike.compilation import hlo_kernels
 from paxlike.devices import chips, topology
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.moe import grouped_matmul_triton
-from paxlike.layers.moe.grouped_matmul import Groups, grouped_matmul
+from paxlike.layers.moe.grouped_matmul import GroupedForm, grouped_matmul
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def test_product_and_gradients_equal_a_matrix_for_each_row(sizes):
   groups = np.resize(np.append(groups, 0), 40) * used[:, 0]
 
   def by_group(x, w):
-    return jnp.where(used, grouped_matmul(x, w, Groups(jnp.array(sizes, jnp.int32))), 0)
+    return jnp.where(used, grouped_matmul(x, w, GroupedForm(jnp.array(sizes, jnp.int32))), 0)
 
   def by_row(x, w):
     return jnp.where(used, jnp.einsum("md,mdf->mf", x, w[groups]), 0)
@@ -62,7 +62,7 @@ def test_product_and_gradients_equal_a_matrix_for_each_row(sizes):
 
 @pytest.mark.usefixtures("way")
 def test_garbage_in_rows_of_no_group_reaches_no_gradient():
-  groups = Groups(jnp.array([3, 2], jnp.int32))
+  groups = GroupedForm(jnp.array([3, 2], jnp.int32))
   w = jax.random.normal(jax.random.key(0), (2, 4, 4))
   x = jnp.ones((8, 4))
   dy = jnp.ones((8, 4)).at[5:].set(jnp.nan)
@@ -79,7 +79,7 @@ def test_tiles_cover_all_rows_and_columns(sizes, num_inputs):
   keys = jax.random.split(jax.random.key(0), 3)
   shapes = (M, num_inputs), (4, num_inputs, F), (M, F)
   x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-  groups = Groups(jnp.array(sizes, jnp.int32))
+  groups = GroupedForm(jnp.array(sizes, jnp.int32))
   y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, groups), x, w)
   dx, dw = back(dy)
   end = 0
@@ -100,7 +100,7 @@ def test_devices_that_share_the_dims_of_a_matrix_are_one(names):
   x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
 
   def product(x, w, dy):
-    y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, Groups(sizes, *names)), x, w)
+    y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, GroupedForm(sizes, *names)), x, w)
     return y[:290], *back(dy.at[290:].set(0))
 
   expected = jax.jit(product)(x, w, dy)
@@ -121,7 +121,7 @@ def test_a_gpu_multiplies_each_row_with_one_matrix(h200, dtype):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
   def products(x, w, dy, sizes):
-    groups = Groups(sizes)
+    groups = GroupedForm(sizes)
     forward, backward = groups.outputs(x, w, sums), groups.to_inputs(dy, w, sums)
     return forward, backward, groups.to_weights(x, dy, sums)
 
@@ -138,7 +138,7 @@ def test_a_gpu_loads_what_weights_gradients_need_while_it_multiplies(h200, dtype
   shapes = ((4096, 512), dtype), ((4096, 1024), dtype), ((8,), jnp.int32)
   arrays = [jax.ShapeDtypeStruct(*shape, sharding=where) for shape in shapes]
   sums = jnp.int32 if dtype == jnp.int8 else dtype
-  lowered = jax.jit(lambda x, dy, sizes: Groups(sizes).to_weights(x, dy, sums)).lower(*arrays)
+  lowered = jax.jit(lambda x, dy, sizes: GroupedForm(sizes).to_weights(x, dy, sums)).lower(*arrays)
   jax.config.update("jax_enable_compilation_cache", False)
   try:
     lowered.compile(compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True})

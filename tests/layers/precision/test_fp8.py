@@ -13,15 +13,15 @@ from paxlike.compilation import hlo_kernels
 from paxlike.devices import chips, topology
 from paxlike.layers import DelayedFp8, Fp8
 from paxlike.layers.precision.fp8 import rounded
-from paxlike.layers.precision.matmul import LinearProduct
-from paxlike.layers.precision.rounding import Rounded
+from paxlike.layers.precision.matmul import LinearForm
+from paxlike.layers.precision.rounding import QuantizedOperand
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
 def fp8(x, w):
   """x [..., D] times w [D, F]."""
-  return Fp8()(LinearProduct(), x, w)
+  return Fp8()(LinearForm(), x, w)
 
 
 def reference(x, dtype):
@@ -71,7 +71,7 @@ def delayed(x, w, inputs, gradients):
   dot = DelayedFp8(history=3)
   dot.inputs.set_value(inputs)
   dot.gradients.set_value(gradients)
-  return dot(LinearProduct(), x, w, dot.quantized(w))
+  return dot(LinearForm(), x, w, dot.quantized(w))
 
 
 def test_delayed_scales_are_those_of_the_largest_seen_and_more_is_cut_off():
@@ -106,7 +106,7 @@ def test_the_gradient_of_a_history_is_what_comes_into_it():
 def test_rounding_has_a_scale_for_each_layer_and_expert():
   w = jnp.stack([jnp.eye(4), 1e4 * jnp.eye(4)])
   small = Fp8().quantized(w)
-  assert isinstance(small, Rounded) and small.scale.shape == (2, 1, 1)
+  assert isinstance(small, QuantizedOperand) and small.scale.shape == (2, 1, 1)
   for layer in range(2):
     alone = rounded(w[layer], jnp.float8_e4m3fn)
     np.testing.assert_array_equal(small.values[layer], alone.values)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from paxlike.layers import Int8
-from paxlike.layers.precision.matmul import LinearProduct
+from paxlike.layers.precision.matmul import LinearForm
 
 
 def int8(x, w):
   """x [..., D] times w [D, F]."""
-  return Int8()(LinearProduct(), x, w)
+  return Int8()(LinearForm(), x, w)
 
 
 def reference(x, axis):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from paxlike.layers import Definition, ExpertLinear, Fp8, Int8
-from paxlike.layers.moe.experts import ExpertProduct
-from paxlike.layers.precision.matmul import LinearProduct
+from paxlike.layers.moe.experts import BatchedForm
+from paxlike.layers.precision.matmul import LinearForm
 
 DOTS = {"exact": None, "fp8": Fp8(), "int8": Int8()}
 
@@ -40,10 +40,10 @@ def arrays(*shapes):
 def test_placed_is_plain_for_each_expert(name):
   x, w, dy = arrays((3, 16, 8), (3, 8, 5), (3, 16, 5))
   w *= jnp.array([1.0, 100.0, 0.01])[:, None, None]
-  y, back = jax.vjp(lambda x, w: multiply(DOTS[name], ExpertProduct(), x, w), x, w)
+  y, back = jax.vjp(lambda x, w: multiply(DOTS[name], BatchedForm(), x, w), x, w)
   dx, dw = back(dy)
   for e in range(3):
-    alone, back = jax.vjp(lambda x, w: multiply(DOTS[name], LinearProduct(), x, w), x[e], w[e])
+    alone, back = jax.vjp(lambda x, w: multiply(DOTS[name], LinearForm(), x, w), x[e], w[e])
     for got, expected in zip((y[e], dx[e], dw[e]), (alone, *back(dy[e])), strict=True):
       check(got, expected, dot=name)
 
@@ -60,7 +60,7 @@ def test_sorted_is_plain_for_each_expert_whatever_rows_of_none_hold(name, sizes)
   )
 
   def experts(x, w):
-    rounded = definition.rounded({"w": w})
+    rounded = definition.quantized({"w": w})
     return definition.bind({"w": w}, rounded).sorted(x, jnp.array(sizes, jnp.int32))
 
   y, back = jax.vjp(experts, x, w)
@@ -71,6 +71,6 @@ def test_sorted_is_plain_for_each_expert_whatever_rows_of_none_hold(name, sizes)
       assert np.all(np.asarray(dw[e]) == 0)
       continue
     rows = slice(first, end)
-    alone, back = jax.vjp(lambda x, w: multiply(DOTS[name], LinearProduct(), x, w), x[rows], w[e])
+    alone, back = jax.vjp(lambda x, w: multiply(DOTS[name], LinearForm(), x, w), x[rows], w[e])
     for got, expected in zip((y[rows], dx[rows], dw[e]), (alone, *back(dy[rows])), strict=True):
       check(got, expected, dot=name)
