@@ -11,13 +11,24 @@ from paxlike.layers.stack import layout_of
 from paxlike.training import train_state
 from paxlike.training.train_step import make_train_step
 
+ONE = MeshSpec(ici=(1, 1, 1))
+
+
+def first_state(definition, optimizer, built):
+  """Returns a new state. It is drawn on one device, so that no mesh compiles the draws anew."""
+  one = ONE.build(jax.devices()[:1])
+  with jax.set_mesh(one):
+    state = train_state.create(definition, optimizer, one, seed=1)
+  target = train_state.abstract(definition, optimizer, built)
+  return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, target))
+
 
 def steps(definition, spec, data, *, devices=None, num_steps=2, optimizer=None, **options):
   """Returns the state, by one name and layer at a time, and the metrics after `num_steps`."""
   built = spec.build(devices)
   optimizer = optimizer or adamw()
+  state = first_state(definition, optimizer, built)
   with jax.set_mesh(built):
-    state = train_state.create(definition, optimizer, built, seed=1)
     step = jax.jit(make_train_step(definition, optimizer, seed=1, **options), donate_argnums=0)
     placed = {
       name: jax.device_put(x, mesh.sharding(built, ("batch", "time"), x.shape))
@@ -37,9 +48,6 @@ def by_layer(definition, params):
       template = location.template if location else name
       result[template, layer] = value[index] if location and location.stacked else value
   return result
-
-
-ONE = MeshSpec(ici=(1, 1, 1))
 
 
 def one_device(definition, data, **options):
