@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("scripts_gpu", "checks", "convert"),
   ("cli",),
   ("run_mode",),
-  ("api",),
+  ("api", "launchers"),
   ("main",),
 )
 FIDDLE = {

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launcher runs: the `paxlike` command and its surroundings, whatever the cluster."""
+
+import dataclasses
+import re
+import shlex
+from typing import Any
+
+from paxlike.errors import UserError
+
+#: Exit statuses after which a restart resumes the run: a process is lost, stuck or was stopped.
+RESTART = (75, 134, 137, 142, 143)
+# ${NAME} or ${NAME:-DEFAULT}, which the shell of the job expands.
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+def option(default: Any, text: str) -> Any:
+  """Returns a dataclass field that is a flag of `paxlike-launch`, with its help text."""
+  return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+  """A job, as all launchers take it.
+
+  Attributes:
+    flags: The flags of `paxlike`, which may contain `${NAME}` and `${NAME:-DEFAULT}`.
+  """
+
+  flags: tuple[str, ...]
+  name: str = option("", "name of the job; default: the experiment's")
+  nodes: int = option(1, "number of machines; for TPUs, of slices")
+  program: str = option("paxlike", "command that the flags are given to")
+  setup: str = option("", "shell commands before it, such as 'source .venv/bin/activate'")
+  env: tuple[str, ...] = option((), "NAME=VALUE for each process; may be given several times")
+  max_restarts: int = option(100, "restarts after a lost, stuck or preempted process")
+
+  def __post_init__(self):
+    if self.nodes < 1 or self.max_restarts < 0:
+      raise UserError("--nodes: expected at least 1, and --max_restarts at least 0.")
+    for pair in self.env:
+      if not re.match(r"[A-Za-z_]\w*=", pair):
+        raise UserError(f"--env={pair}: expected NAME=VALUE.")
+
+  @property
+  def title(self) -> str:
+    """The job's name, in lower-case letters, digits and dashes, as Kubernetes requires."""
+    given = dict(flag.lstrip("-").split("=", 1) for flag in self.flags if "=" in flag)
+    name = self.name or given.get("fdl_config", given.get("exp", "paxlike")).rpartition(".")[2]
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "paxlike"
+
+  def command(self, *extra: str) -> str:
+    """Returns the command line of a process, with flags that the launcher adds."""
+    return " \\\n  ".join([self.program, *(quoted(flag) for flag in (*self.flags, *extra))])
+
+  def preparation(self) -> list[str]:
+    """Returns the shell lines before the command: `setup`, and exports of `env`."""
+    exports = [f"export {name}={quoted(value)}" for name, value in self.environment().items()]
+    return [*exports, *self.setup.splitlines()]
+
+  def environment(self) -> dict[str, str]:
+    """Returns `env` as a dict."""
+    return dict(pair.split("=", 1) for pair in self.env)
+
+
+def quoted(text: str) -> str:
+  """Quotes a word for a shell, which still expands `${NAME}` and `${NAME:-DEFAULT}` in it."""
+  if not _VARIABLE.search(text):
+    return shlex.quote(text)
+  parts, end = [], 0
+  for match in _VARIABLE.finditer(text):
+    parts += [_escaped(text[end : match.start()]), match[0]]
+    end = match.end()
+  return f'"{"".join(parts)}{_escaped(text[end:])}"'
+
+
+def _escaped(text: str) -> str:
+  return re.sub(r'([\\"$`])', r"\\\1", text)
+
+
+def with_defaults(text: str) -> str:
+  """Returns text with each variable replaced by its default, or by its name if it has none."""
+  return _VARIABLE.sub(lambda match: match[1] if match[2] is None else match[2], text)
+
+
+def has_unknown(text: str) -> bool:
+  """Returns whether text has a variable without a default."""
+  return any(match[2] is None for match in _VARIABLE.finditer(text))

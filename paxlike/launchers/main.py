@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `paxlike-launch`, which prints or submits the script of a job."""
+
+import dataclasses
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from paxlike import file_io
+from paxlike.cli import command_line
+from paxlike.errors import UserError, did_you_mean, one_line
+from paxlike.launchers.job import Job, has_unknown, with_defaults
+from paxlike.launchers.slurm import Slurm
+from paxlike.launchers.target import Target
+from paxlike.telemetry import console
+
+#: What `paxlike-launch` names -> the launcher.
+TARGETS: dict[str, type[Target]] = {"slurm": Slurm}
+
+_HELP = """\
+Prints the script or manifest that runs a job on a cluster; --to=FILE saves it, --submit submits it.
+All other flags are those of paxlike, and are checked first. Their values may contain ${NAME} or
+${NAME:-DEFAULT}, which the shell of the job expands.
+"""
+
+
+def main() -> int:
+  """Entry point of the `paxlike-launch` command. Returns the exit status."""
+  console.outlive_readers()
+  return run(sys.argv[1:])
+
+
+def run(argv: Sequence[str]) -> int:
+  """Runs a command line; returns the exit status: 0, 2 for a user error, or the submission's."""
+  try:
+    return _launch(argv)
+  except UserError as error:
+    print(f"paxlike-launch: {one_line(error)}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    return 130
+
+
+def _launch(argv: Sequence[str]) -> int:
+  options, flags = _parser().parse_known_args(argv)
+  target = TARGETS[options.target](**_fields(TARGETS[options.target], options))
+  job = Job(flags=tuple(flags), **_fields(Job, options))
+  _check(job.flags)
+  text = target.text(job)
+  if options.to is None and not options.submit:
+    print(text, end="")
+    return 0
+  with tempfile.TemporaryDirectory() as scratch:
+    file = pathlib.Path(options.to or f"{scratch}/{job.title}{target.suffix}")
+    try:
+      file_io.write(file_io.absolute(str(file)), text.encode())
+    except file_io.failures() as error:
+      raise UserError(f"--to={file} cannot be written: {file_io.reason(error)}.") from error
+    return _submit(target.submission(file)) if options.submit else 0
+
+
+def _submit(command: Sequence[str]) -> int:
+  if shutil.which(command[0]) is None:
+    raise UserError(f"--submit: this machine has no {command[0]}; save the file with --to=FILE.")
+  return subprocess.run(command, check=False).returncode
+
+
+def _parser() -> console.Parser:
+  parser = console.Parser(
+    prog="paxlike-launch", description=_HELP, allow_abbrev=False, add_help=True
+  )
+  targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)
+  for name, target in TARGETS.items():
+    summary = (target.__doc__ or "").strip().split("\n")[0]
+    one = targets.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    one.add_argument("--to", type=console.path, metavar="FILE", help="save it as this file")
+    one.add_argument("--submit", action="store_true", help="submit it")
+    for field in (*dataclasses.fields(Job), *dataclasses.fields(target)):  # pyright: ignore[reportArgumentType]
+      _add(one, field)
+  return parser
+
+
+def _add(parser: Any, field: dataclasses.Field):
+  if "help" not in field.metadata:
+    return
+  how: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
+  if field.default == ():
+    how |= {"action": "append", "default": [], "metavar": field.name.upper()}
+  elif isinstance(field.default, bool):
+    how["action"] = "store_true"
+  else:
+    how |= {"type": type(field.default), "metavar": field.name.upper()}
+    how["help"] += f" (default: {field.default})" if field.default else ""
+  parser.add_argument(f"--{field.name}", **{**how, "help": how["help"].replace("%", "%%")})
+
+
+def _fields(cls: type, options: Any) -> dict[str, Any]:
+  found = {
+    f.name: getattr(options, f.name) for f in dataclasses.fields(cls) if "help" in f.metadata
+  }
+  return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+
+
+def _check(flags: Sequence[str]):
+  """Checks the flags of paxlike; knobs that are variables without a default only by their names.
+
+  Raises:
+    UserError: There is no such flag, experiment or knob, or a value is wrong.
+  """
+  from paxlike import run_mode
+
+  is_open = {flag: flag.startswith("--fdl.") and has_unknown(flag) for flag in flags}
+  options = command_line.parse(["paxlike", *(with_defaults(f) for f in flags if not is_open[f])])
+  if not (options.fdl_config or options.fdl_config_file):
+    raise UserError("name the experiment with --fdl_config=NAME.")
+  if options.fdl_config is None:
+    return
+  known = run_mode.experiment_of(options).knobs()
+  for flag in (flag for flag in flags if is_open[flag]):
+    name = flag.removeprefix("--fdl.").partition("=")[0]
+    if name.isupper() and name not in known:
+      raise UserError(f"{flag}: no knob {name}.{did_you_mean(name, known)}")
+
+
+if __name__ == "__main__":
+  sys.exit(main())

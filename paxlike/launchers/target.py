@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of the launchers."""
+
+import abc
+import pathlib
+
+from paxlike.launchers.job import Job
+
+
+class Target(abc.ABC):
+  """Where a job runs, and how it gets there.
+
+  Subclasses are dataclasses. Their fields made by `job.option` are flags of `paxlike-launch`.
+  """
+
+  #: Name of a saved script or manifest, after the job's name.
+  suffix: str
+
+  @abc.abstractmethod
+  def text(self, job: Job) -> str:
+    """Returns the script or manifest.
+
+    Raises:
+      UserError: The target cannot run this job.
+    """
+
+  @abc.abstractmethod
+  def submission(self, file: pathlib.Path) -> list[str]:
+    """Returns the command that submits a saved script or manifest."""

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of `paxlike-launch slurm`, on a real cluster of two nodes where Slurm is installed."""
+
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+from etils import epath
+from helpers import program, slurm_cluster
+
+from paxlike.checkpoints.run_checkpoints import Checkpoints
+
+needs_slurm = pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing())
+STEPS = 400
+RUN = (
+  *program.TINY,
+  "--fdl.CHECKPOINT_EVERY_N_STEPS=20",
+  "--fdl.EVAL_INTERVAL_STEPS=0",
+  f"--fdl.MAX_STEPS={STEPS}",
+  "--fdl.LR_COS_DECAY_END=400",
+)
+
+
+def until(condition, *, seconds: float, what: str):
+  end = time.monotonic() + seconds
+  while not (found := condition()):
+    assert time.monotonic() < end, what
+    time.sleep(0.5)
+  return found
+
+
+def newest(folder: pathlib.Path) -> int:
+  if not (folder / "checkpoints").is_dir():
+    return 0
+  return Checkpoints(epath.Path(folder / "checkpoints"), keep=None).latest() or 0
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_a_job_survives_the_failure_of_a_node(tmp_path):
+  """Slurm queues it again, and the losses are those of a job that nothing befell."""
+  run, whole = tmp_path / "run", tmp_path / "whole"
+  with slurm_cluster.running(tmp_path) as cluster:
+    launch = [
+      *(sys.executable, "-m", "paxlike.launchers.main", "slurm", "--submit", "--nodes=2"),
+      *(f"--program={sys.executable} -m paxlike.main", f"--output={tmp_path}/job.out"),
+      "--env=JAX_PLATFORMS=cpu",
+    ]
+
+    def submit(folder: pathlib.Path, *more: str) -> str:
+      command = [*launch, *more, *RUN, f"--job_log_dir={folder}"]
+      done = subprocess.run(
+        command,
+        env=cluster.environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+      )
+      return done.stdout.split()[-1]
+
+    job = submit(run)
+    until(lambda: newest(run) >= 20, seconds=240, what=(tmp_path / "job.out").read_text)
+    cluster.fail_node(slurm_cluster.NODES[1], program="paxlike.main")
+    until(lambda: cluster.state(job)[1] == 1, seconds=120, what="it was not queued again")
+    assert newest(run) < STEPS
+    cluster.start_node(slurm_cluster.NODES[1])
+    until(lambda: cluster.state(job)[0] == "COMPLETED", seconds=300, what="it did not complete")
+    job = submit(whole)
+    until(lambda: cluster.state(job)[0] == "COMPLETED", seconds=300, what="it did not complete")
+  losses = dict(program.curve(run))
+  assert losses == dict(program.curve(whole)) and len(losses) == STEPS
