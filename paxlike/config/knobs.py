@@ -125,6 +125,8 @@ class Knobs:
 
   # Name -> (type, class that declares it), in order of declaration: bases first, as listed.
   _declared: typing.ClassVar[dict[str, tuple[Any, type]]] = {}
+  # Name -> value in the class statement, converted. Subclasses need not convert it again.
+  _converted: typing.ClassVar[dict[str, Any]] = {}
 
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
@@ -139,10 +141,12 @@ class Knobs:
     for base in reversed(cls.__mro__):
       if base is cls or not issubclass(base, Knobs):
         _check_names(base, cls._declared)
+    cls._converted = {}
     for name in cls._declared:
       value = _class_value(cls, name)
       if name in cls.__dict__:
         setattr(cls, name, value)
+        cls._converted[name] = value
 
   def __init__(self, **overrides: Any):
     for name, value in overrides.items():
@@ -286,10 +290,15 @@ def _class_value(cls: type[Knobs], name: str) -> Any:
   if owner is None:
     return UNSET
   value = vars(owner)[name]
-  if value is UNSET:
-    return UNSET
-  given = f"class {cls.__name__}: {name} = {value!r}"
-  return _convert(cls._declared[name][0], value, text=False, given=given)
+  kind = cls._declared[name][0]
+  is_converted = (
+    issubclass(owner, Knobs)
+    and value is owner._converted.get(name, UNSET)
+    and kind is owner._declared[name][0]
+  )
+  if value is UNSET or is_converted:
+    return value
+  return _convert(kind, value, text=False, given=f"class {cls.__name__}: {name} = {value!r}")
 
 
 def _convert(kind: Any, value: Any, *, text: bool, given: str) -> Any:

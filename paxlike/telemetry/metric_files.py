@@ -190,16 +190,15 @@ class _Objects:
 
 
 @contextlib.contextmanager
-def _without(name: str) -> Iterator[None]:
-  """Context that hides an installed package from imports, unless it is already imported."""
-  hidden = name not in sys.modules
+def _quick_import() -> Iterator[None]:
+  """Context that hides packages which tensorboardX imports if they are installed, for a second."""
   modules: dict[str, Any] = sys.modules
-  if hidden:
-    modules[name] = None
+  hidden = [name for name in ("torch", "google.cloud.storage") if name not in modules]
+  modules.update(dict.fromkeys(hidden))
   try:
     yield
   finally:
-    if hidden:
+    for name in hidden:
       del modules[name]
 
 
@@ -216,7 +215,7 @@ class TensorBoardWriter:
   def write(self, step: int, scalars: Mapping[str, float]):
     """Adds `scalars` at `step`."""
     # Imported here, because some runs never write.
-    with _without("torch"):  # tensorboardX imports torch if installed: seconds for nothing.
+    with _quick_import():
       from tensorboardX import summary
       from tensorboardX.proto import event_pb2
 
@@ -239,7 +238,7 @@ class TensorBoardWriter:
 
   def _open(self) -> Any:
     """Creates a file and returns its writer."""
-    with _without("torch"):
+    with _quick_import():
       from tensorboardX import event_file_writer, record_writer
 
     prefix = str(self._directory / "events")
