@@ -14,12 +14,14 @@ from paxlike import file_io
 from paxlike.cli import command_line
 from paxlike.errors import UserError, did_you_mean, one_line
 from paxlike.launchers.job import Job, has_unknown, with_defaults
+from paxlike.launchers.kubernetes import Kubernetes
 from paxlike.launchers.slurm import Slurm
+from paxlike.launchers.ssh import Ssh
 from paxlike.launchers.target import Target
 from paxlike.telemetry import console
 
 #: What `paxlike-launch` names -> the launcher.
-TARGETS: dict[str, type[Target]] = {"slurm": Slurm}
+TARGETS: dict[str, type[Target]] = {"slurm": Slurm, "k8s": Kubernetes, "ssh": Ssh}
 
 _HELP = """\
 Prints the script or manifest that runs a job on a cluster; --to=FILE saves it, --submit submits it.

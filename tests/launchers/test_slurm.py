@@ -4,13 +4,10 @@
 import pathlib
 import subprocess
 import sys
-import time
 
 import pytest
-from etils import epath
 from helpers import program, slurm_cluster
-
-from paxlike.checkpoints.run_checkpoints import Checkpoints
+from helpers.launched import newest, until
 
 needs_slurm = pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing())
 STEPS = 400
@@ -21,20 +18,6 @@ RUN = (
   f"--fdl.MAX_STEPS={STEPS}",
   "--fdl.LR_COS_DECAY_END=400",
 )
-
-
-def until(condition, *, seconds: float, what: str):
-  end = time.monotonic() + seconds
-  while not (found := condition()):
-    assert time.monotonic() < end, what
-    time.sleep(0.5)
-  return found
-
-
-def newest(folder: pathlib.Path) -> int:
-  if not (folder / "checkpoints").is_dir():
-    return 0
-  return Checkpoints(epath.Path(folder / "checkpoints"), keep=None).latest() or 0
 
 
 @needs_slurm
@@ -62,7 +45,7 @@ def test_a_job_survives_the_failure_of_a_node(tmp_path):
       return done.stdout.split()[-1]
 
     job = submit(run)
-    until(lambda: newest(run) >= 20, seconds=240, what=(tmp_path / "job.out").read_text)
+    until(lambda: newest(run) >= 20, seconds=240, what="there is no checkpoint")
     cluster.fail_node(slurm_cluster.NODES[1], program="paxlike.main")
     until(lambda: cluster.state(job)[1] == 1, seconds=120, what="it was not queued again")
     assert newest(run) < STEPS
