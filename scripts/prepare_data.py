@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
       rows.check()
     total = sum(rows.num_rows(0) for rows in splits.values())
     with (
-      new_folder.built(pathlib.Path(own.to), flag="to") as folder,
+      new_folder.filling(pathlib.Path(own.to), flag="to") as folder,
       tqdm.tqdm(total=total, unit="row", disable=None) as bar,
     ):
       prepared.write(

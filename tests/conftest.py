@@ -27,7 +27,7 @@ os.environ["NPROC"] = "64"
 # As glibc has it by itself: one heap for all threads makes compilations slower.
 os.environ["MALLOC_ARENA_MAX"] = "16"
 # Tests compile far more than they compute. A flag that XLA does not know would end the process.
-_QUICK = ["--xla_backend_optimization_level=0"]
+_QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if jax.__version_info__ < (0, 11):
   _QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(_QUICK)

@@ -10,6 +10,8 @@ from paxlike.errors import UserError
 
 #: Exit statuses after which a restart resumes the run: a process is lost, stuck or was stopped.
 RESTART = (75, 134, 137, 142, 143)
+#: Exit status of ssh if the machine is out of reach or the connection is lost.
+LOST = 255
 # ${NAME} or ${NAME:-DEFAULT}, which the shell of the job expands.
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 

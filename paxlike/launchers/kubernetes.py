@@ -9,6 +9,7 @@ from typing import Any
 
 from paxlike.errors import UserError
 from paxlike.launchers.job import Job, option
+from paxlike.launchers.manifest import to_yaml
 from paxlike.launchers.target import Target
 
 _PORT = 8476
@@ -45,7 +46,7 @@ class Kubernetes(Target):
       raise UserError("--tpu and --tpu_topology: set both, or neither.")
     if self.tpu and self.gpus_per_node:
       raise UserError("--gpus_per_node and --tpu: set one of them.")
-    return _yaml(self._job_set(job))
+    return to_yaml(self._job_set(job))
 
   def _job_set(self, job: Job) -> dict[str, Any]:
     slices, pods = (job.nodes, self._pods_per_slice()) if self.tpu else (1, job.nodes)
@@ -67,7 +68,11 @@ class Kubernetes(Target):
       "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": on_exit}]},
       "template": {"spec": self._pod(job)},
     }
-    rule = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    rule = {
+      "name": "failed",
+      "action": "FailJobSet",
+      "onJobFailureReasons": ["PodFailurePolicy"],
+    }
     return {
       "apiVersion": "jobset.x-k8s.io/v1alpha2",
       "kind": "JobSet",
@@ -127,19 +132,3 @@ class Kubernetes(Target):
 
   def submission(self, file: pathlib.Path) -> list[str]:
     return ["kubectl", "create", "-f", str(file)]
-
-
-def _yaml(value: Any) -> str:
-  """Returns YAML, with texts of several lines as blocks."""
-  import yaml
-
-  class Dumper(yaml.SafeDumper):
-    pass
-
-  def text(dumper: Any, data: str) -> Any:
-    return dumper.represent_scalar(
-      "tag:yaml.org,2002:str", data, style="|" if "\n" in data else None
-    )
-
-  Dumper.add_representer(str, text)
-  return yaml.dump(value, Dumper=Dumper, sort_keys=False)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -13,15 +14,24 @@ from typing import Any
 from paxlike import file_io
 from paxlike.cli import command_line
 from paxlike.errors import UserError, did_you_mean, one_line
+from paxlike.launchers.google_cloud import QueuedResources, Xpk
 from paxlike.launchers.job import Job, has_unknown, with_defaults
 from paxlike.launchers.kubernetes import Kubernetes
+from paxlike.launchers.skypilot import SkyPilot
 from paxlike.launchers.slurm import Slurm
 from paxlike.launchers.ssh import Ssh
 from paxlike.launchers.target import Target
 from paxlike.telemetry import console
 
 #: What `paxlike-launch` names -> the launcher.
-TARGETS: dict[str, type[Target]] = {"slurm": Slurm, "k8s": Kubernetes, "ssh": Ssh}
+TARGETS: dict[str, type[Target]] = {
+  "slurm": Slurm,
+  "k8s": Kubernetes,
+  "xpk": Xpk,
+  "gce": QueuedResources,
+  "ssh": Ssh,
+  "sky": SkyPilot,
+}
 
 _HELP = """\
 Prints the script or manifest that runs a job on a cluster; --to=FILE saves it, --submit submits it.
@@ -48,10 +58,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _launch(argv: Sequence[str]) -> int:
-  options, flags = _parser().parse_known_args(argv)
+  parser = _parser()
+  options, flags = parser.parse_known_args(argv)
   target = TARGETS[options.target](**_fields(TARGETS[options.target], options))
   job = Job(flags=tuple(flags), **_fields(Job, options))
-  _check(job.flags)
+  _check(job.flags, own=[f"--{name}" for name in vars(options)])
   text = target.text(job)
   if options.to is None and not options.submit:
     print(text, end="")
@@ -107,8 +118,12 @@ def _fields(cls: type, options: Any) -> dict[str, Any]:
   return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
 
 
-def _check(flags: Sequence[str]):
+def _check(flags: Sequence[str], *, own: Sequence[str]):
   """Checks the flags of paxlike; knobs that are variables without a default only by their names.
+
+  Args:
+    flags: What is left of the command line, for paxlike.
+    own: The flags of `paxlike-launch`, for hints.
 
   Raises:
     UserError: There is no such flag, experiment or knob, or a value is wrong.
@@ -116,16 +131,25 @@ def _check(flags: Sequence[str]):
   from paxlike import run_mode
 
   is_open = {flag: flag.startswith("--fdl.") and has_unknown(flag) for flag in flags}
-  options = command_line.parse(["paxlike", *(with_defaults(f) for f in flags if not is_open[f])])
+  try:
+    options = command_line.parse(["paxlike", *(with_defaults(f) for f in flags if not is_open[f])])
+  except UserError as error:
+    # Its hint knows the flags of paxlike only.
+    unknown = re.match(r"unknown flag (--[\w-]+)\.", str(error))
+    if unknown and (hint := did_you_mean(unknown[1], own)):
+      raise UserError(f"{unknown[0]}{hint}") from None
+    raise
   if not (options.fdl_config or options.fdl_config_file):
     raise UserError("name the experiment with --fdl_config=NAME.")
   if options.fdl_config is None:
     return
-  known = run_mode.experiment_of(options).knobs()
+  experiment = run_mode.experiment_of(options)
+  known = experiment.knobs()
   for flag in (flag for flag in flags if is_open[flag]):
     name = flag.removeprefix("--fdl.").partition("=")[0]
     if name.isupper() and name not in known:
-      raise UserError(f"{flag}: no knob {name}.{did_you_mean(name, known)}")
+      label = type(experiment).__name__
+      raise UserError(f"no knob {name} in {label}.{did_you_mean(name, known)}")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ import re
 import shlex
 
 from paxlike.errors import UserError
-from paxlike.launchers.job import RESTART, Job, option, quoted
+from paxlike.launchers.job import LOST, RESTART, Job, option, quoted
 from paxlike.launchers.target import Target
 
-# Of ssh itself: the machine is out of reach, or the connection is lost.
-_LOST = 255
 _SCRIPT = """\
 #!/usr/bin/env bash
 # Runs a process on each of HOSTS, and restarts all if one is lost. Ctrl-C or SIGTERM stops them all
@@ -95,7 +93,7 @@ class Ssh(Target):
       preparation=shlex.quote("\n".join([*change, *job.preparation()])),
       name=job.title,
       copy=self._copying(),
-      statuses="|".join(map(str, (*RESTART, _LOST))),
+      statuses="|".join(map(str, (*RESTART, LOST))),
       max_restarts=job.max_restarts,
       pause=self.pause,
     )

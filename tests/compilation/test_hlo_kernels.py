@@ -61,7 +61,7 @@ def test_a_weight_that_is_held_in_few_bits_is_read_in_them(h200, scheme):
 
   w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 8192), (8, 4096)))
   held = jax.tree.map(place, jax.eval_shape(lambda w: scheme(w, axis=-2), w))
-  program = hlo.text(lambda held, x: held.product(x), held, place(x))
+  program = hlo.text(lambda held, x: held.multiply(x), held, place(x))
   found = hlo_kernels.kernels(program, H200)
   assert [one.group for one in found] == ["matmul", "memory"]
   assert hlo_kernels.total(found).nbytes < 0.55 * 2 * w.size

@@ -63,7 +63,7 @@ def test_few_rows_are_multiplied_with_what_is_held(scheme, num_rows):
   x = jax.random.normal(jax.random.key(1), (num_rows, 256))
   held = scheme(w, axis=-2)
   expected = x @ held.dequantized(jnp.float32).reshape(256, 48)
-  np.testing.assert_allclose(held.product(x), expected, rtol=1e-4, atol=1e-3)
+  np.testing.assert_allclose(held.multiply(x), expected, rtol=1e-4, atol=1e-3)
   assert held.reads_less(num_rows) == (num_rows <= (32 if scheme is q.int8 else 64))
 
 

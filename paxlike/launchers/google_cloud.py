@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TPUs of Google Cloud: queued resources of Compute Engine, and XPK on GKE."""
+
+import dataclasses
+import pathlib
+import shlex
+
+from paxlike.errors import UserError
+from paxlike.launchers.job import LOST, RESTART, Job, option, quoted
+from paxlike.launchers.target import Target
+
+# Largest packets of Google's network, for traffic between slices.
+_MTU = 8896
+# For traffic between slices: repeats lost packets after 5 ms (200 ms by default), keeps the
+# congestion window of connections that were idle, and has larger buffers.
+_TUNE_NETWORK = """\
+sudo sysctl -q -w net.ipv4.tcp_slow_start_after_idle=0 net.ipv4.tcp_no_metrics_save=1 \\
+  net.core.optmem_max=131072 net.core.somaxconn=4096 net.ipv4.tcp_max_syn_backlog=4096
+route="$(ip route show default | sed 's/ rto_min.*//;1q')"
+sudo ip route change ${route} rto_min 5ms
+"""
+
+
+_QUEUED = """\
+#!/usr/bin/env bash
+# Requests TPUs unless it has, waits for them, and runs a process on each of their machines.
+set -eu
+WHERE=({where})
+SLICES=({slices})
+{network}
+queued() {{  # COMMAND FLAG...
+  gcloud compute tpus queued-resources "$1" {name} "${{WHERE[@]}}" "${{@:2}}"
+}}
+
+everywhere() {{  # COMMAND
+  local pids=() status=0 one
+  for slice in "${{SLICES[@]}}"; do
+    gcloud compute tpus tpu-vm ssh "${{slice}}" "${{WHERE[@]}}" --worker=all --command="$1" &
+    pids+=($!)
+  done
+  for pid in "${{pids[@]}}"; do
+    wait "${{pid}}" && one=0 || one=$?
+    if ((one > status)); then status=${{one}}; fi
+  done
+  return "${{status}}"
+}}
+
+queued describe > /dev/null 2>&1 || queued create {request}
+until state="$(queued describe --format='value(state.state)')" && [ "${{state}}" = ACTIVE ]; do
+  case "${{state}}" in FAILED | SUSPENDED) echo "the request is ${{state}}" >&2; exit 1 ;; esac
+  sleep {pause}
+done
+everywhere {prepare}
+for ((attempt = 0; attempt <= {max_restarts}; attempt++)); do
+  everywhere {run} && exit 0 || status=$?
+  case "${{status}}" in {statuses}) ;; *) break ;; esac
+  echo "a process ended with status ${{status}}: all are started again, and resume."
+  everywhere {kill}
+done
+exit "${{status}}"
+"""
+
+
+def _network(name: str, project: list[str]) -> list[str]:
+  """Returns commands that create a network with large packets."""
+  return [
+    f"gcloud compute networks create {name} --mtu={_MTU} --subnet-mode=auto"
+    f" --bgp-routing-mode=regional {' '.join(project)}".rstrip(),
+    f"gcloud compute firewall-rules create {name}-internal --network={name}"
+    f" --allow=tcp,udp,icmp --source-ranges=10.128.0.0/9 {' '.join(project)}".rstrip(),
+  ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueuedResources(Target):
+  """A script that requests TPU slices of Compute Engine, and runs a process on all their machines.
+
+  Each of `nodes` is a slice. The processes find each other by the metadata server. The machines are
+  kept: run the script again to resume, and delete the queued resource at the end.
+  """
+
+  suffix = ".sh"
+
+  accelerator_type: str = option("", "type of a slice, such as v5litepod-256")
+  runtime_version: str = option("", "software of the machines, such as v2-alpha-tpuv5-lite")
+  zone: str = option("", "zone")
+  project: str = option("", "project; default: gcloud's")
+  network: str = option("", "network")
+  create_network: bool = option(False, "create that network first, with large packets")
+  spot: bool = option(False, "request spot capacity")
+  reserved: bool = option(False, "request reserved capacity")
+  install: str = option("", "shell commands that install paxlike on each machine")
+  pause: int = option(30, "seconds between looks at the request")
+
+  def text(self, job: Job) -> str:
+    for name in ("accelerator_type", "runtime_version", "zone"):
+      if not getattr(self, name):
+        raise UserError(f"gce needs --{name}.")
+    if self.create_network and not self.network:
+      raise UserError("--create_network: name it with --network=NAME.")
+    where = [f"--zone={self.zone}", *([f"--project={self.project}"] if self.project else [])]
+    one = job.nodes == 1
+    slices = [job.title] if one else [f"{job.title}-{index}" for index in range(job.nodes)]
+    several = [f"--node-count={job.nodes}", f"--node-prefix={job.title}"]
+    request = [
+      *(f"--accelerator-type={self.accelerator_type}", f"--runtime-version={self.runtime_version}"),
+      *([f"--node-id={job.title}"] if one else several),
+      *([f"--network={self.network}"] if self.network else []),
+      *(f"--{kind}" for kind in ("spot", "reserved") if getattr(self, kind)),
+    ]
+    pid = f"/tmp/paxlike-{job.title}.pid"
+    return _QUEUED.format(
+      where=" ".join(map(shlex.quote, where)),
+      slices=" ".join(slices),
+      network="\n".join(_network(self.network, where[1:]) if self.create_network else []),
+      name=job.title,
+      request=" ".join(map(shlex.quote, request)),
+      pause=self.pause,
+      prepare=shlex.quote(("" if one else _TUNE_NETWORK) + (self.install or "true")),
+      max_restarts=job.max_restarts,
+      run=shlex.quote("\n".join([*job.preparation(), f"echo $$ > {pid}", f"exec {job.command()}"])),
+      statuses="|".join(map(str, (*RESTART, LOST))),
+      kill=shlex.quote(f'kill -KILL "$(cat {pid})" 2> /dev/null || true'),
+    )
+
+  def submission(self, file: pathlib.Path) -> list[str]:
+    return ["bash", str(file)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Xpk(Target):
+  """A script of XPK commands, for slices of TPUs or machines with GPUs on GKE."""
+
+  suffix = ".sh"
+
+  cluster: str = option("", "cluster")
+  zone: str = option("", "zone")
+  project: str = option("", "project; default: gcloud's")
+  tpu_type: str = option("", "type of a slice, such as v5litepod-256")
+  device_type: str = option("", "type of a machine with GPUs, such as h100-80gb-8")
+  image: str = option("", "container image with paxlike")
+  priority: str = option("", "priority, such as medium")
+  create_cluster: bool = option(False, "create the cluster first, in a network with large packets")
+
+  def text(self, job: Job) -> str:
+    for name in ("cluster", "zone", "image"):
+      if not getattr(self, name):
+        raise UserError(f"xpk needs --{name}.")
+    if bool(self.tpu_type) == bool(self.device_type):
+      raise UserError("xpk needs --tpu_type or --device_type, one of them.")
+    where = [f"--zone={self.zone}", *([f"--project={self.project}"] if self.project else [])]
+    where.insert(0, f"--cluster={self.cluster}")
+    devices = [f"--tpu-type={self.tpu_type}", f"--num-slices={job.nodes}"]
+    if self.device_type:
+      devices = [f"--device-type={self.device_type}", f"--num-nodes={job.nodes}"]
+    tune = _TUNE_NETWORK.replace("sudo ", "") if self.tpu_type and job.nodes > 1 else ""
+    run = tune + "\n".join([*job.preparation(), f"exec {job.command()}"])
+    create = []
+    if self.create_cluster:
+      network = f"{self.cluster}-network"
+      arguments = shlex.quote(f"--network={network} --subnetwork={network}")
+      create = [
+        *_network(network, where[2:]),
+        f"xpk cluster create {' '.join([*where, *devices])} --custom-cluster-arguments={arguments}",
+      ]
+    options = [
+      f"--workload={job.title}",
+      *devices,
+      f"--docker-image={self.image}",
+      f"--max-restarts={job.max_restarts}",
+      *([f"--priority={self.priority}"] if self.priority else []),
+    ]
+    return "\n".join(
+      [
+        "#!/usr/bin/env bash",
+        "set -eu",
+        *create,
+        f"xpk workload create {' '.join(map(quoted, [*where, *options]))} \\",
+        f"  --command={shlex.quote(run)}",
+        "",
+      ]
+    )
+
+  def submission(self, file: pathlib.Path) -> list[str]:
+    return ["bash", str(file)]

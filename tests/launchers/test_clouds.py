@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts for clouds, run with programs that take the place of `gcloud` and `xpk`."""
+
+import os
+import pathlib
+import shlex
+import subprocess
+
+import pytest
+import yaml
+
+from paxlike.launchers import main
+
+RUN = ("--fdl_config=Pile126M", "--job_log_dir=gs://bucket/${NAME:-run}")
+# The request is unknown, then pending, then active; ssh runs the command here.
+GCLOUD = """\
+echo "$*" >> calls
+case "$*" in
+  *queued-resources\\ describe*) [ -e state ] || exit 1; cat state; echo ACTIVE > state ;;
+  *queued-resources\\ create*) echo PROVISIONING > state ;;
+  *ssh*) words="$*"; bash -c "${words##*--command=}" ;;
+esac
+"""
+# Ends with the first status of a list in a file.
+PROGRAM = """\
+echo "$*" >> runs
+status="$(head -n1 statuses)"
+sed -i 1d statuses
+exit "${status:-0}"
+"""
+
+
+def program(folder: pathlib.Path, name: str, text: str):
+  (folder / name).write_text(f"#!/usr/bin/env bash\n{text}")
+  (folder / name).chmod(0o755)
+
+
+def script(folder: pathlib.Path, capsys: pytest.CaptureFixture, *flags: str) -> int:
+  """Makes a script and runs it in a folder; returns its exit status."""
+  assert main.run([*flags, *RUN]) == 0
+  program(folder, "job.sh", capsys.readouterr().out)
+  environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "NAME": "mine"}
+  done = subprocess.run([folder / "job.sh"], cwd=folder, env=environment, timeout=60, check=False)
+  return done.returncode
+
+
+QUEUED = ("gce", "--accelerator_type=v5litepod-256", "--runtime_version=v2-alpha-tpuv5-lite")
+QUEUED = (*QUEUED, "--zone=us-east5-a", "--pause=0")
+
+
+@pytest.mark.parametrize(
+  ("statuses", "status", "runs"), [("", 0, 1), ("75\n143\n0", 0, 3), ("2\n0", 2, 1)]
+)
+def test_slices_are_requested_once_and_lost_jobs_restarted(
+  statuses, status, runs, tmp_path, capsys
+):
+  program(tmp_path, "gcloud", GCLOUD)
+  program(tmp_path, "paxlike", PROGRAM)
+  (tmp_path / "statuses").write_text(statuses)
+  flags = (*QUEUED, "--spot", "--network=wide", "--create_network")
+  assert script(tmp_path, capsys, *flags, f"--program={tmp_path}/paxlike") == status
+  calls = (tmp_path / "calls").read_text().splitlines()
+  create = next(call for call in calls if "queued-resources create" in call)
+  assert "--node-id=pile126m" in create and create.endswith("--network=wide --spot")
+  assert "networks create wide --mtu=8896" in calls[0]
+  assert (tmp_path / "runs").read_text().splitlines() == [
+    "--fdl_config=Pile126M --job_log_dir=gs://bucket/mine"
+  ] * runs
+  assert sum("queued-resources create" in call for call in calls) == 1
+
+
+def test_several_slices_are_prepared_and_joined(tmp_path, capsys):
+  program(tmp_path, "gcloud", GCLOUD)
+  program(tmp_path, "paxlike", PROGRAM)
+  for name in ("sysctl", "ip", "sudo"):
+    program(tmp_path, name, f'echo "{name} $*" >> prepared')
+  (tmp_path / "statuses").write_text("")
+  assert script(tmp_path, capsys, *QUEUED, "--nodes=2") == 0
+  calls = (tmp_path / "calls").read_text()
+  assert "--node-count=2 --node-prefix=pile126m" in calls
+  assert calls.count("ssh pile126m-0 ") == calls.count("ssh pile126m-1 ") == 2
+  assert (tmp_path / "prepared").read_text().count("rto_min 5ms") == 2
+  assert len((tmp_path / "runs").read_text().splitlines()) == 2
+
+
+XPK = ("xpk", "--cluster=mine", "--zone=us-east5-a", "--image=registry/paxlike")
+
+
+def test_xpk_gets_the_workload(tmp_path, capsys):
+  program(tmp_path, "xpk", 'printf "%s\\n" "$@" >> words')
+  program(tmp_path, "gcloud", GCLOUD)
+  flags = (*XPK, "--tpu_type=v5litepod-256", "--nodes=2", "--create_cluster")
+  assert script(tmp_path, capsys, *flags) == 0
+  words = (tmp_path / "words").read_text()
+  assert words.startswith("cluster\ncreate\n") and "--network=mine-network --subnetwork=" in words
+  assert "workload\ncreate\n" in words and words.count("--num-slices=2") == 2
+  assert '"--job_log_dir=gs://bucket/${NAME:-run}"' in words  # For the shell of the job.
+  assert "rto_min 5ms" in words and "sudo" not in words
+
+
+def test_machines_with_gpus_need_no_preparation(tmp_path, capsys):
+  program(tmp_path, "xpk", 'printf "%s\\n" "$@" >> words')
+  assert script(tmp_path, capsys, *XPK, "--device_type=h100-80gb-8", "--nodes=2") == 0
+  words = (tmp_path / "words").read_text()
+  assert "--device-type=h100-80gb-8\n--num-nodes=2" in words and "rto_min" not in words
+
+
+def test_a_task_of_sky_pilot_names_the_other_machines(capsys):
+  flags = ("sky", "--accelerators=H100:8", "--nodes=2", "--spot", "--install=pip install paxlike")
+  assert main.run([*flags, *RUN]) == 0
+  task = yaml.safe_load(capsys.readouterr().out)
+  assert (task["num_nodes"], task["resources"]["use_spot"]) == (2, True)
+  values = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
+  shown = task["run"].replace("exec paxlike", "echo")
+  words = subprocess.run(
+    ["bash", "-c", shown],
+    env=os.environ | values | {"SKYPILOT_NODE_RANK": "1"},
+    stdout=subprocess.PIPE,
+    text=True,
+    check=True,
+  ).stdout
+  assert shlex.split(words)[2:] == ["--server_addr=10.0.0.1:8476", "--num_hosts=2", "--host_idx=1"]
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    (("gce", "--zone=z"), "gce needs --accelerator_type"),
+    ((*QUEUED, "--create_network"), "--create_network: name it with --network=NAME"),
+    (XPK, "xpk needs --tpu_type or --device_type"),
+    (("xpk",), "xpk needs --cluster"),
+    (("sky",), "sky needs --accelerators"),
+    (("ssh",), "ssh needs --hosts"),
+    (("ssh", "--hosts=a,-oProxyCommand=x"), "-oProxyCommand=x is not the name of a machine"),
+    (("ssh", "--hosts=a,b", "--nodes=3"), "--nodes=3, but --hosts has 2 machines"),
+    (("ssh", "--hosts=a", "--copy=."), "--copy needs --directory"),
+    (("slurm", "--mounts=/a:/a"), "--mounts: there is no --container"),
+    (("slurm", "--to=/nowhere/at/all/x.sub", "--bad"), "unknown flag --bad"),
+  ],
+)
+def test_mistakes_are_named(flags, message, capsys):
+  assert main.run([*flags, *RUN]) == 2
+  captured = capsys.readouterr()
+  assert message in captured.err and captured.err.count("\n") == 1 and not captured.out

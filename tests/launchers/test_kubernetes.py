@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests of `paxlike-launch k8s` are JobSets by the schema that its authors publish.
+
+`jobset_v1alpha2.json.gz` is the schema in config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml
+of kubernetes-sigs/jobset (08dfbdf, Kubernetes 1.36, Apache-2.0), without descriptions.
+"""
+
+import gzip
+import json
+import pathlib
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from paxlike.launchers import main
+from paxlike.processes import cluster
+
+RUN = ("--fdl_config=Pile126M", "--job_log_dir=gs://bucket/run", "--fdl.PERCORE_BATCH_SIZE=4")
+GPUS = ("--image=registry/paxlike", "--gpus_per_node=8")
+SLICES = ("--image=registry/paxlike", "--tpu=tpu-v5-lite-podslice", "--tpu_topology=16x16")
+
+
+def strict(schema: Any) -> Any:
+  """Returns a schema that refuses unknown fields, as `kubectl create` does."""
+  if isinstance(schema, list):
+    return [strict(entry) for entry in schema]
+  if not isinstance(schema, dict):
+    return schema
+  result = {key: strict(value) for key, value in schema.items()}
+  is_closed = schema.get("type") == "object" and isinstance(schema.get("properties"), dict)
+  return {"additionalProperties": False, **result} if is_closed else result
+
+
+def published() -> Any:
+  path = pathlib.Path(__file__).with_name("jobset_v1alpha2.json.gz")
+  schema = strict(json.loads(gzip.decompress(path.read_bytes())))
+  schema["properties"]["metadata"] = {
+    "type": "object"
+  }  # Kubernetes' own, which the CRD leaves out.
+  return schema
+
+
+def manifest(capsys: pytest.CaptureFixture, *flags: str) -> Any:
+  assert main.run(["k8s", *flags, *RUN]) == 0
+  return yaml.safe_load(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+  "flags",
+  [
+    GPUS,
+    (*GPUS, "--nodes=16", "--queue=team", "--namespace=ml", "--claim=data", "--setup=a\nb"),
+    (*GPUS, "--service_account=writer", "--env=NCCL_DEBUG=INFO", "--max_restarts=0"),
+    (*SLICES, "--nodes=2", "--queue=team"),
+  ],
+)
+def test_manifests_are_job_sets(flags, capsys):
+  made = manifest(capsys, *flags)
+  jsonschema.validate(made, published())
+  made["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 0
+  with pytest.raises(jsonschema.ValidationError, match="backofLimit"):
+    jsonschema.validate(made, published())
+
+
+def test_pods_find_each_other(capsys):
+  """By the names that JobSet gives pods: JOBSET-JOB-REPLICA-INDEX.JOBSET."""
+  made = manifest(capsys, *GPUS, "--nodes=16")
+  jobs = made["spec"]["replicatedJobs"]
+  pod = jobs[0]["template"]["spec"]["template"]["spec"]
+  environ = {pair["name"]: pair["value"] for pair in pod["containers"][0]["env"]}
+  group = cluster.detect(environ | {"JOB_COMPLETION_INDEX": "7"}, lambda: 8)
+  name = made["metadata"]["name"]
+  assert group == cluster.ProcessGroup(f"{name}-{jobs[0]['name']}-0-0.{name}:8476", 16, 7)
+  assert len(f"{name}-{jobs[0]['name']}-0-15") <= 63
+
+
+def test_a_slice_is_a_job_with_a_pod_for_each_machine(capsys):
+  made = manifest(capsys, *SLICES, "--nodes=2")
+  (job,) = made["spec"]["replicatedJobs"]
+  workers = job["template"]["spec"]
+  assert (job["replicas"], workers["completions"], workers["parallelism"]) == (2, 64, 64)
+  (container,) = workers["template"]["spec"]["containers"]
+  assert container["resources"]["limits"] == {"google.com/tpu": 4}
+  assert container["env"] == []
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    ((), "k8s needs --image=IMAGE"),
+    ((*GPUS, "--tpu=tpu-v5p-slice"), "--tpu and --tpu_topology: set both"),
+    ((*GPUS, *SLICES), "--gpus_per_node and --tpu: set one"),
+    ((*SLICES, "--tpu_topology=16"), "expected sizes such as 16x16"),
+    ((*SLICES, "--tpu_topology=3x3"), "has 9 chips, not a multiple of --chips_per_node=4"),
+    ((*GPUS, "--env=A"), "--env=A: expected NAME=VALUE"),
+    ((*GPUS, "--nodes=0"), "--nodes: expected at least 1"),
+    ((*GPUS, "--node=2"), "unknown flag --node. Did you mean --nodes?"),
+    ((*GPUS, "--nodes=two"), "invalid int value: 'two'"),
+    ((*GPUS, "--fdl.MAX_STEP=${STEPS}"), "no knob MAX_STEP in Pile126M. Did you mean MAX_STEPS?"),
+  ],
+)
+def test_mistakes_are_named(flags, message, capsys):
+  assert main.run(["k8s", *flags, *RUN]) == 2
+  captured = capsys.readouterr()
+  assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
