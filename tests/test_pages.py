@@ -2,6 +2,7 @@
 """The pages hold: what they name exists, and the commands that are marked for it run."""
 
 import ast
+import dataclasses
 import os
 import pathlib
 import re
@@ -16,6 +17,8 @@ from paxlike import registry
 from paxlike.cli import flag_types
 from paxlike.errors import UserError
 from paxlike.experiments import datasets
+from paxlike.launchers.job import Job
+from paxlike.launchers.main import TARGETS
 
 every_page = pytest.mark.parametrize(
   "page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix()
@@ -28,7 +31,9 @@ SHELL = {"apt", "cd", "done", "echo", "export", "for", "git", "mpirun", "python3
 SHELL |= {"pre-commit", "wait"}
 # The knob that CONTRIBUTING.md adds, and nobody has.
 IMAGINED = {"EMBEDDING_SCALE"}
-LAUNCHERS = {"ntasks-per-node", "gpus-per-task", "npernode"}
+LAUNCHERS = {"ntasks-per-node", "gpus-per-task", "npernode", "signal"}
+LAUNCH = {field.name for one in (Job, *TARGETS.values()) for field in dataclasses.fields(one)}
+LAUNCH |= {"to", "submit"}
 # What stands for a name that the reader has.
 PLACEHOLDER = re.compile(r"NAME|EXPERIMENT\b.*|CONFIG|MODULE\.\w+|my_\w+\.\w+|\w*Class|FAMILY")
 OURS = {
@@ -44,7 +49,7 @@ def text_of(folders: tuple[str, ...]) -> str:
 SOURCE = text_of(("paxlike", "scripts", "benchmarks", "tests"))
 FLAGS = set(flag_types.define()) | set(re.findall(r'"--(\w+)"', SOURCE)) | LAUNCHERS
 # Those that benchmarks make of names.
-FLAGS |= {"experts", "hidden", "chosen"}
+FLAGS |= {"experts", "hidden", "chosen"} | LAUNCH
 LITERALS = [
   node.value
   for path in MODULES
@@ -102,6 +107,9 @@ def check(words: list[str]):
     check_paxlike(args)
   elif program.startswith("--"):
     check_paxlike(words)
+  elif program == "paxlike-launch":
+    assert args[0] in TARGETS, f"there is no target {args[0]}"
+    check_paxlike([arg for arg in args[1:] if re.split("[= ]", arg)[0][2:] not in LAUNCH])
   elif program in OURS:
     check_own_flags(REPOSITORY / OURS[program], args)
   elif program == "python" and args[0] == "-m":

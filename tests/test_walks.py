@@ -55,7 +55,7 @@ def test_from_the_step_to_a_matmul(monkeypatch):
 def test_from_the_knob_to_a_matmul_in_8_bits(monkeypatch):
   walk = listed("From the knob `QUANTIZATION` to an FP8 matmul")
   assert len(walk) <= 10
-  knob, method, trainer, fiddler, init, *multiply = walk
+  knob, trainer, method, fiddler, init, *multiply = walk
   made = registry.find("SyntheticLLaMA70B")(QUANTIZATION="fp8")
   (file,) = {inspect.getsourcefile(cls) for cls in type(made).__mro__ if knob[1] in vars(cls)}
   assert f"{PACKAGE}/{knob[0]}" == file

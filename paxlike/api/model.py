@@ -121,7 +121,7 @@ class Model:
     fiddlers.decoding(decoding)
     self._decoder: Trainer = run_mode.build_trainer(decoding)
     with jax.set_mesh(self._decoder.devices):
-      self.step, self._params = self._decoder.weight_source(folder).params(number)
+      self.step, self._params = self._decoder.state_source(folder).params(number)
     self.tokenizer: Any = self._decoder.data.tokenizer
     self._decoding: Decoding | None = None
 
@@ -183,7 +183,7 @@ class Model:
     with jax.set_mesh(self._decoder.devices):
       for result in self._decoding_with(options, prompt_renderer).run(given):
         prompt = given[result.prompt]
-        is_text = isinstance(prompt, str) or decoding.is_talk(prompt)
+        is_text = isinstance(prompt, str) or decoding.is_conversation(prompt)
         found[result.prompt] = result.text if is_text else result.tokens
     return found[0] if is_one else found
 
@@ -268,7 +268,7 @@ class Model:
     if layout_of(trainer.model) == layout_of(self._decoder.model):
       return trainer, self._params
     with jax.set_mesh(trainer.devices):
-      return trainer, trainer.weight_source(self.folder).params(self.step)[1]
+      return trainer, trainer.state_source(self.folder).params(self.step)[1]
 
   def export(
     self,

@@ -16,7 +16,7 @@ from paxlike.checkpoints.checkpoint import Checkpoint, Restored, metadata_of
 from paxlike.checkpoints.checksums import Damaged
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.layers.stack_layout import Layout
-from paxlike.processes.host_collectives import broadcast, in_all_processes
+from paxlike.processes.host_collectives import all_processes, broadcast
 
 
 class Checkpoints:
@@ -199,7 +199,7 @@ class Checkpoints:
         restored = self.at(step).restore(target, layout=layout)
       except Damaged as error:
         reason = str(error)
-      if in_all_processes(restored is not None) and restored is not None:
+      if all_processes(restored is not None) and restored is not None:
         orbax_hooks.check_older(self.path(other) for other in steps if other < step)
         return step, restored
       del restored  # Memory may not suffice for two.

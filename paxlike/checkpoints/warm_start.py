@@ -27,7 +27,7 @@ from paxlike.layers.module import Definition, Params
 from paxlike.layers.precision import weight_only
 from paxlike.layers.stack import layout_of
 from paxlike.layers.stack_layout import Layout
-from paxlike.processes.host_collectives import broadcast, in_all_processes
+from paxlike.processes.host_collectives import all_processes, broadcast
 
 PROVENANCE = "restored_from.json"
 _Read = TypeVar("_Read")
@@ -299,7 +299,7 @@ def read_found(
       result = [read(found)]
     except Damaged as raised:
       error = raised
-    if in_all_processes(error is None):
+    if all_processes(error is None):
       return found, result[0]
     if found in broadcast(saved.steps):
       raise error or Damaged(f"{saved.path(found)}: another process cannot read its shards.")

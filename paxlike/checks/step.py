@@ -22,8 +22,8 @@ from paxlike.checks.check import ABSENT, Check, all_guarded, fetched
 from paxlike.checks.differences import FLOAT32, ITEM, ROUNDED, ROUTED, Step, compare
 from paxlike.checks.trainers import (
   Build,
+  has_low_precision,
   in_float32,
-  is_rounded,
   not_sharded,
   on_one_device,
   trained,
@@ -57,7 +57,7 @@ def steps(graph: Any, build: Build, *, full: bool) -> Iterator[Check]:
   label = f"float32, {size}"
   one = in_float32(graph)
   yield from all_guarded(ITEM, label, functools.partial(check, label, one, is_exact=True))
-  if is_rounded(own):
+  if has_low_precision(own):
     label = f"own dtype, {size}"
     yield from all_guarded(ITEM, label, functools.partial(check, label, graph, is_exact=False))
   if not full and (lost := not_sharded(graph, build, own)):

@@ -138,14 +138,14 @@ def on_one_device(trainer: Trainer, graph: Any, build: Build, *, full: bool) -> 
   )
 
 
-def is_rounded(trainer: Trainer) -> bool:
+def has_low_precision(trainer: Trainer) -> bool:
   """Returns whether a model computes in anything but float32."""
   definition = trainer.definition
   abstract = {
     n: jax.ShapeDtypeStruct(s.shape, s.stored_dtype) for n, s in definition.weights.items()
   }
   prepared = jax.eval_shape(definition.prepare, abstract)
-  if jax.eval_shape(definition.quantized, prepared):
+  if jax.eval_shape(definition.quantize_operands, prepared):
     return True
   return any(x.dtype != jnp.float32 for x in jax.tree.leaves(prepared))
 

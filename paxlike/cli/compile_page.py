@@ -71,20 +71,20 @@ def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
   yield "attention", ", ".join(trainer.attention)
   yield "FLOPs per step", f"{program.flops:.4g}{_at_least(program)}"
   yield "compile time", f"{program.seconds:.1f} s"
-  held, room = program.held, program.usable_memory
+  held, usable = program.held, program.usable_memory
   yield "memory per device: arguments", formatting.nbytes(held.arguments)
   yield "memory per device: temporaries", formatting.nbytes(held.temporaries)
   if program.communicators:
     share = "" if program.share is None else f": XLA_PYTHON_CLIENT_MEM_FRACTION={program.share:g}"
     yield "NCCL communicators", f"{program.communicators}{share}"
   peak = formatting.nbytes(held.peak)
-  if room is None:
+  if usable is None:
     yield "memory per device: peak", peak
   elif program.fits:
-    left = formatting.nbytes(room - held.peak)
-    yield "memory per device: peak", f"{peak} of {formatting.nbytes(room)}: fits, {left} left"
+    left = formatting.nbytes(usable - held.peak)
+    yield "memory per device: peak", f"{peak} of {formatting.nbytes(usable)}: fits, {left} left"
   else:
-    yield "memory per device: peak", f"{peak} of {formatting.nbytes(room)}: does not fit"
+    yield "memory per device: peak", f"{peak} of {formatting.nbytes(usable)}: does not fit"
     for line in aot.advice(trainer, program):
       yield "to reduce it", line
 

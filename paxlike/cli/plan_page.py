@@ -36,8 +36,8 @@ def text(plans: Plans, command: Command) -> str:
     "The fastest configuration of each mesh. Sizes in parentheses are across slices or nodes; MFU"
     "\ncounts full attention. GB per device and s per step are predicted, at"
     f" {plans.machine.achieved:.0%} of data sheet rates;\nconfigurations that take more than"
-    f" {planner.ROOM:.0%} of the memory for programs are left out.\n--confirm=K compiles the best"
-    " K."
+    f" {planner.MAX_SHARE:.0%} of the memory for programs are left out.\n"
+    "--confirm=K compiles the best K."
   )
   return "\n\n".join(parts)
 
@@ -73,9 +73,9 @@ def flags(plan: Plan, given: dict[str, Any]) -> Iterator[str]:
 
 def _facts(plans: Plans) -> Iterator[tuple[str, str]]:
   tokens = plans.batch * plans.model.seq_len
-  room = formatting.nbytes(plans.machine.chip.usable_memory)
+  usable = formatting.nbytes(plans.machine.chip.usable_memory)
   yield "parameters", f"{plans.model.num_params:,}"
-  yield "devices", f"{plans.num_devices} x {plans.device_kind}, {room} each for programs"
+  yield "devices", f"{plans.num_devices} x {plans.device_kind}, {usable} each for programs"
   yield "global batch", f"{plans.batch:,} sequences = {tokens:,} tokens"
   yield "FLOPs per step", f"{tokens * plans.model.flops.full:.4g}"
   yield "configurations", f"{plans.considered:,}, of which {plans.fitting:,} fit"

@@ -31,7 +31,7 @@ def set_up_jax(options: flags.Options):
   jax_setup.set_up(
     platform=None if target is None else "cpu",
     num_cpu_devices=options.num_cpu_devices,
-    gpu_plugin=target is None or not tpu_targets.are_named(target),
+    gpu_plugin=target is None or not tpu_targets.names_tpus(target),
     keep_heap=target is None,
     cache_folder=token_index.cache_folder() / "xla",
   )
@@ -61,7 +61,7 @@ def join(options: flags.Options):
     group = cluster.ProcessGroup(*given, devices=cluster.own_gpus(environ))
   else:
     group = cluster.detect(environ)
-  of_tpus = tpu_targets.are_here() and not is_given
+  of_tpus = tpu_targets.has_tpus() and not is_given
   if options.multiprocess_gpu and group is None and not of_tpus:
     raise UserError(
       "--multiprocess_gpu: found no cluster (Slurm, Open MPI, Kubernetes, TPUs):"

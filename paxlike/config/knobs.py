@@ -18,6 +18,7 @@ Class access (`Gpt5B.NUM_LAYERS`) returns the class's value and does not count a
 import ast
 import builtins
 import dataclasses
+import enum
 import functools
 import inspect
 import io
@@ -45,6 +46,7 @@ class _Unset:
 
 
 UNSET: Any = _Unset()
+_IMMUTABLE = bool | int | float | str | enum.Enum
 
 
 class Setting(typing.NamedTuple):
@@ -290,13 +292,12 @@ def _class_value(cls: type[Knobs], name: str) -> Any:
   if owner is None:
     return UNSET
   value = vars(owner)[name]
+  if value is UNSET:
+    return UNSET
   kind = cls._declared[name][0]
-  is_converted = (
-    issubclass(owner, Knobs)
-    and value is owner._converted.get(name, UNSET)
-    and kind is owner._declared[name][0]
-  )
-  if value is UNSET or is_converted:
+  # A mutable value may have changed since, and must not be shared.
+  may_be_converted = isinstance(value, _IMMUTABLE) and issubclass(owner, Knobs)
+  if may_be_converted and value is owner._converted.get(name) and kind is owner._declared[name][0]:
     return value
   return _convert(kind, value, text=False, given=f"class {cls.__name__}: {name} = {value!r}")
 

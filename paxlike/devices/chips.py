@@ -42,7 +42,7 @@ class Chip:
     return min(self.usable_memory, self.memory - _LIBRARIES - communicators * _COMMUNICATOR)
 
   def share_beside(self, communicators: int) -> float:
-    """Returns `usable_memory_beside` as a fraction of a GPU's memory, for JAX's variable."""
+    """Returns `usable_memory_beside` as a fraction, for XLA_PYTHON_CLIENT_MEM_FRACTION."""
     usable = self.usable_memory_beside(communicators)
     if usable == self.usable_memory:
       return gpu_share()

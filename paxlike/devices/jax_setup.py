@@ -42,7 +42,7 @@ def set_up(
     topology.check_gpu_share()
   else:
     gpu_targets.leave_out()
-  if not tpu_targets.are_here():
+  if not tpu_targets.has_tpus():
     tpu_targets.settle()
     has_gpu = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
     if keep_heap and not has_gpu and not has_started():

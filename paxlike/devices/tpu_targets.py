@@ -49,12 +49,12 @@ _COMPILE_ONLY = {
 }
 
 
-def are_here() -> bool:
+def has_tpus() -> bool:
   """Returns whether this machine seems to have TPUs."""
   return any(pathlib.Path("/dev").glob("accel*")) or any(pathlib.Path("/dev").glob("vfio/[0-9]*"))
 
 
-def are_named(topology: str) -> bool:
+def names_tpus(topology: str) -> bool:
   """Returns whether a topology, such as v5e-256, consists of TPUs."""
   return topology.partition("-")[0] in KINDS
 

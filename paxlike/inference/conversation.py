@@ -26,7 +26,7 @@ def converse(decoding: Decoding, show: Callable[[str], object], lines: Iterator[
   """Answers each line until the lines end.
 
   Args:
-    decoding: The model, with a prompt_renderer.
+    decoding: A decoder with a prompt renderer.
     show: Prints a piece of text.
     lines: The user's lines; None: standard input.
   """

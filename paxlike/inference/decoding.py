@@ -228,7 +228,7 @@ def check(
     _tokens_of(prompt, tokenizer, prompt_renderer, max_len=max_len)
 
 
-def is_talk(prompt: Prompt) -> bool:
+def is_conversation(prompt: Prompt) -> bool:
   """Returns whether a prompt is a conversation."""
   return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
@@ -252,7 +252,7 @@ def _tokens_of(
       raise UserError(NO_TOKENIZER)
     prefix = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     tokens = np.array([*prefix, *map(int, tokenizer.encode(prompt))], np.int32)
-  elif not is_talk(prompt):
+  elif not is_conversation(prompt):
     tokens = np.array(prompt, np.int32)
   elif prompt_renderer is None:
     raise UserError(NO_TOKENIZER if tokenizer is None else _no_template(tokenizer))
@@ -284,7 +284,9 @@ def stream(
   return text
 
 
-def tell(decoding: Decoding, prompts: Sequence[Prompt], run_log: RunLog, path: epath.Path):
+def write_continuations(
+  decoding: Decoding, prompts: Sequence[Prompt], run_log: RunLog, path: epath.Path
+):
   """Continues prompts, prints the texts and writes them to `path` as JSON lines.
 
   A single text is streamed; of several, each is printed when it ends.

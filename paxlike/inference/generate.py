@@ -294,7 +294,7 @@ class Generator:
     left_P: jax.Array,
     seeds_P: jax.Array,
   ) -> tuple[_Slots, tuple[jax.Array, jax.Array]]:
-    model = self._definition.bind(params, self._definition.quantized(params))
+    model = self._definition.bind(params, self._definition.quantize_operands(params))
     dtype = model.embedding.dtype
     caches = model.stack.empty_caches(len(tokens_PT), self._room, dtype)
     context = Context(positions_BT=positions_PT)
@@ -324,7 +324,7 @@ class Generator:
   def _decode(
     self, params: Params, slots: _Slots, active_B: jax.Array
   ) -> tuple[_Slots, tuple[jax.Array, jax.Array, jax.Array]]:
-    model = self._definition.bind(params, self._definition.quantized(params))
+    model = self._definition.bind(params, self._definition.quantize_operands(params))
     ends = jnp.array(self._end_ids, jnp.int32)
 
     def step(slots: _Slots, unused: None):

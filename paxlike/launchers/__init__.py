@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts and manifests that run a job on a cluster: Slurm, Kubernetes, GKE, TPU VMs, SSH."""
+"""Scripts and manifests of jobs on clusters."""

@@ -13,12 +13,15 @@ RESTART = (75, 134, 137, 142, 143)
 #: Exit status of ssh if the machine is out of reach or the connection is lost.
 LOST = 255
 # ${NAME} or ${NAME:-DEFAULT}, which the shell of the job expands.
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\}", re.ASCII)
 
 
-def option(default: Any, text: str) -> Any:
-  """Returns a dataclass field that is a flag of `paxlike-launch`, with its help text."""
-  return dataclasses.field(default=default, metadata={"help": text})
+def option(default: Any, text: str, *, least: int = 0, most: int = 2**31) -> Any:
+  """Returns a dataclass field that is a flag of `paxlike-launch`, with its help text.
+
+  `least` and `most` are the bounds of a number.
+  """
+  return dataclasses.field(default=default, metadata={"help": text, "range": (least, most)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,15 +34,13 @@ class Job:
 
   flags: tuple[str, ...]
   name: str = option("", "name of the job; default: the experiment's")
-  nodes: int = option(1, "number of machines; for TPUs, of slices")
+  nodes: int = option(1, "number of machines; for TPUs, of slices", least=1)
   program: str = option("paxlike", "command that the flags are given to")
   setup: str = option("", "shell commands before it, such as 'source .venv/bin/activate'")
   env: tuple[str, ...] = option((), "NAME=VALUE for each process; may be given several times")
   max_restarts: int = option(100, "restarts after a lost, stuck or preempted process")
 
   def __post_init__(self):
-    if self.nodes < 1 or self.max_restarts < 0:
-      raise UserError("--nodes: expected at least 1, and --max_restarts at least 0.")
     for pair in self.env:
       if not re.match(r"[A-Za-z_]\w*=", pair):
         raise UserError(f"--env={pair}: expected NAME=VALUE.")
@@ -47,16 +48,15 @@ class Job:
   @property
   def title(self) -> str:
     """The job's name, in lower-case letters, digits and dashes, as Kubernetes requires."""
-    given = dict(flag.lstrip("-").split("=", 1) for flag in self.flags if "=" in flag)
-    name = self.name or given.get("fdl_config", given.get("exp", "paxlike")).rpartition(".")[2]
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "paxlike"
+    name = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-")
+    return name if name[:1].isalpha() else f"job-{name}".rstrip("-")
 
   def command(self, *extra: str) -> str:
     """Returns the command line of a process, with flags that the launcher adds."""
     return " \\\n  ".join([self.program, *(quoted(flag) for flag in (*self.flags, *extra))])
 
   def preparation(self) -> list[str]:
-    """Returns the shell lines before the command: `setup`, and exports of `env`."""
+    """Returns the shell lines before the command: exports of `env`, then `setup`."""
     exports = [f"export {name}={quoted(value)}" for name, value in self.environment().items()]
     return [*exports, *self.setup.splitlines()]
 
@@ -71,7 +71,8 @@ def quoted(text: str) -> str:
     return shlex.quote(text)
   parts, end = [], 0
   for match in _VARIABLE.finditer(text):
-    parts += [_escaped(text[end : match.start()]), match[0]]
+    default = "" if match[2] is None else f":-{_escaped(match[2])}"
+    parts += [_escaped(text[end : match.start()]), f"${{{match[1]}{default}}}"]
     end = match.end()
   return f'"{"".join(parts)}{_escaped(text[end:])}"'
 
@@ -85,6 +86,6 @@ def with_defaults(text: str) -> str:
   return _VARIABLE.sub(lambda match: match[1] if match[2] is None else match[2], text)
 
 
-def has_unknown(text: str) -> bool:
+def has_open_variable(text: str) -> bool:
   """Returns whether text has a variable without a default."""
   return any(match[2] is None for match in _VARIABLE.finditer(text))

@@ -32,7 +32,7 @@ class Kubernetes(Target):
   gpus_per_node: int = option(0, "NVIDIA GPUs of each machine")
   tpu: str = option("", "GKE's name of the TPU, such as tpu-v5-lite-podslice")
   tpu_topology: str = option("", "topology of a slice, such as 16x16")
-  chips_per_node: int = option(4, "TPU chips of each machine")
+  chips_per_node: int = option(4, "TPU chips of each machine", least=1)
   queue: str = option("", "Kueue's local queue")
   namespace: str = option("", "namespace")
   service_account: str = option("", "service account of the pods, for buckets")

@@ -15,7 +15,7 @@ from paxlike import file_io
 from paxlike.cli import command_line
 from paxlike.errors import UserError, did_you_mean, one_line
 from paxlike.launchers.google_cloud import QueuedResources, Xpk
-from paxlike.launchers.job import Job, has_unknown, with_defaults
+from paxlike.launchers.job import Job, has_open_variable, with_defaults
 from paxlike.launchers.kubernetes import Kubernetes
 from paxlike.launchers.skypilot import SkyPilot
 from paxlike.launchers.slurm import Slurm
@@ -61,8 +61,9 @@ def _launch(argv: Sequence[str]) -> int:
   parser = _parser()
   options, flags = parser.parse_known_args(argv)
   target = TARGETS[options.target](**_fields(TARGETS[options.target], options))
+  experiment = _check(flags, own=[f"--{name}" for name in vars(options)])
+  options.name = options.name or experiment
   job = Job(flags=tuple(flags), **_fields(Job, options))
-  _check(job.flags, own=[f"--{name}" for name in vars(options)])
   text = target.text(job)
   if options.to is None and not options.submit:
     print(text, end="")
@@ -92,7 +93,7 @@ def _parser() -> console.Parser:
     one = targets.add_parser(name, help=summary, description=summary, allow_abbrev=False)
     one.add_argument("--to", type=console.path, metavar="FILE", help="save it as this file")
     one.add_argument("--submit", action="store_true", help="submit it")
-    for field in (*dataclasses.fields(Job), *dataclasses.fields(target)):  # pyright: ignore[reportArgumentType]
+    for field in (*dataclasses.fields(Job), *dataclasses.fields(target)):
       _add(one, field)
   return parser
 
@@ -112,14 +113,27 @@ def _add(parser: Any, field: dataclasses.Field):
 
 
 def _fields(cls: type, options: Any) -> dict[str, Any]:
-  found = {
-    f.name: getattr(options, f.name) for f in dataclasses.fields(cls) if "help" in f.metadata
-  }
-  return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+  """Returns the values of a dataclass's flags.
+
+  Raises:
+    UserError: A number is out of range.
+  """
+  found = {}
+  for field in (field for field in dataclasses.fields(cls) if "help" in field.metadata):
+    value = getattr(options, field.name)
+    least, most = field.metadata["range"]
+    if type(value) is int and not least <= value <= most:
+      bounds = f"at least {least}" if most == 2**31 else f"{least} to {most}"
+      raise UserError(f"--{field.name}={value}: expected {bounds}.")
+    found[field.name] = tuple(value) if isinstance(value, list) else value
+  return found
 
 
-def _check(flags: Sequence[str], *, own: Sequence[str]):
-  """Checks the flags of paxlike; knobs that are variables without a default only by their names.
+def _check(flags: Sequence[str], *, own: Sequence[str]) -> str:
+  """Checks the flags of paxlike, and returns the name of the experiment.
+
+  Variables have their defaults. Of a knob whose value is a variable without one, only the name is
+  checked.
 
   Args:
     flags: What is left of the command line, for paxlike.
@@ -130,26 +144,42 @@ def _check(flags: Sequence[str], *, own: Sequence[str]):
   """
   from paxlike import run_mode
 
-  is_open = {flag: flag.startswith("--fdl.") and has_unknown(flag) for flag in flags}
+  open_knobs = [flag for flag in flags if flag.startswith("--fdl.") and has_open_variable(flag)]
+  for flag in flags:
+    name = re.match(r"--(fdl_config|exp|mode|fdl_set)=|(?!--)", flag)
+    if name and has_open_variable(flag):
+      raise UserError(
+        f"{flag}: this cannot be checked: give the variable a default, ${{X:-VALUE}}."
+      )
+  given = [with_defaults(flag) for flag in flags if flag not in open_knobs]
   try:
-    options = command_line.parse(["paxlike", *(with_defaults(f) for f in flags if not is_open[f])])
+    options = command_line.parse(["paxlike", *given])
   except UserError as error:
-    # Its hint knows the flags of paxlike only.
-    unknown = re.match(r"unknown flag (--[\w-]+)\.", str(error))
-    if unknown and (hint := did_you_mean(unknown[1], own)):
-      raise UserError(f"{unknown[0]}{hint}") from None
-    raise
-  if not (options.fdl_config or options.fdl_config_file):
-    raise UserError("name the experiment with --fdl_config=NAME.")
+    raise _with_own_hint(error, own) from None
+  if options.list or options.help or options.fdl_help or options.mode in ("show", "plan"):
+    raise UserError("these flags print something: give them to paxlike, here.")
   if options.fdl_config is None:
-    return
+    return pathlib.Path(options.fdl_config_file or options.job_log_dir or "paxlike").stem
   experiment = run_mode.experiment_of(options)
-  known = experiment.knobs()
-  for flag in (flag for flag in flags if is_open[flag]):
+  known, label = experiment.knobs(), type(experiment).__name__
+  for flag in open_knobs:
     name = flag.removeprefix("--fdl.").partition("=")[0]
-    if name.isupper() and name not in known:
-      label = type(experiment).__name__
+    if name not in known:
       raise UserError(f"no knob {name} in {label}.{did_you_mean(name, known)}")
+  if not open_knobs:
+    run_mode.graph_of(options, experiment)
+  return label
+
+
+def _with_own_hint(error: UserError, own: Sequence[str]) -> UserError:
+  """Returns an error about an unknown flag, with a hint that knows `paxlike-launch`'s flags too."""
+  unknown = re.match(r"unknown flag (--[\w-]+)\.", str(error))
+  if unknown is None:
+    return error
+  if unknown[1] in own:
+    return UserError(f"{unknown[1]} comes after the target: paxlike-launch TARGET {unknown[1]}=...")
+  hint = did_you_mean(unknown[1], own)
+  return UserError(f"{unknown[0]}{hint}") if hint else error
 
 
 if __name__ == "__main__":

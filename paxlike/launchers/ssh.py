@@ -64,7 +64,7 @@ class Ssh(Target):
   suffix = ".sh"
 
   hosts: str = option("", "machines, separated by commas; the first coordinates the others")
-  port: int = option(8476, "port of the coordinator on the first machine")
+  port: int = option(8476, "port of the coordinator on the first machine", least=1, most=65535)
   address: str = option("", "address of the first machine for the others; default: its name")
   directory: str = option("", "working directory on the machines")
   copy: str = option("", "local folder that is copied there first")

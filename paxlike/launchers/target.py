@@ -2,11 +2,14 @@
 """The interface of the launchers."""
 
 import abc
+import dataclasses
 import pathlib
+from typing import ClassVar
 
 from paxlike.launchers.job import Job
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Target(abc.ABC):
   """Where a job runs, and how it gets there.
 
@@ -14,7 +17,7 @@ class Target(abc.ABC):
   """
 
   #: Name of a saved script or manifest, after the job's name.
-  suffix: str
+  suffix: ClassVar[str]
 
   @abc.abstractmethod
   def text(self, job: Job) -> str:

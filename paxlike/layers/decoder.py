@@ -95,22 +95,22 @@ class Decoder(Module):
     """Returns the names of the attention kernels in use, for packed or unpacked sequences."""
     found = set()
     for module in self._attention:
-      demand = module.demand(is_packed=is_packed)
-      found.add(described(in_effect(module.kernel, demand, place), demand))
+      requirements = module.requirements(is_packed=is_packed)
+      found.add(described(in_effect(module.kernel, requirements, place), requirements))
     return sorted(found)
 
   def max_segments(self, place: Place) -> int | None:
     """Returns the largest number of segments per sequence that attention supports; None: any."""
     limits = []
     for module in self._attention:
-      if in_effect(module.kernel, module.demand(is_packed=True), place) is cudnn:
+      if in_effect(module.kernel, module.requirements(is_packed=True), place) is cudnn:
         given = getattr(module.kernel, "keywords", {})
         limits.append(given.get("max_segments", MAX_SEGMENTS))
     return min(limits, default=None)
 
   @property
   def _attention(self) -> list[Any]:
-    return [module for _, module in nnx.iter_modules(self) if hasattr(module, "demand")]
+    return [module for _, module in nnx.iter_modules(self) if hasattr(module, "requirements")]
 
   def hidden(
     self, tokens_BT: jax.Array, context: Context, caches: Caches | None = None

@@ -37,11 +37,11 @@ class TrainingFlops:
 def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
   """Returns the FLOPs per token of training on sequences of `seq_len` tokens."""
   weights = sum((3 if spec.trained else 2) * spec.flops for spec in definition.weights.values())
-  full, causal = attention(definition, seq_len)
+  full, causal = attention_flops(definition, seq_len)
   return TrainingFlops(full=weights + 3 * full, causal=weights + 3 * causal)
 
 
-def attention(definition: Definition, seq_len: int) -> tuple[float, float]:
+def attention_flops(definition: Definition, seq_len: int) -> tuple[float, float]:
   """Returns attention's forward FLOPs per token (logits, weighted values): (full, causal)."""
   full = causal = 0
   for module, count in modules(definition):

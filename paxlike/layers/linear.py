@@ -76,7 +76,7 @@ class Linear(module.Module):
       quantizer=None if scheme is None else WeightQuantizer(scheme, -len(outputs) - 1),
     )
     num_dims = len(inputs) + len(outputs)
-    self.w8: Any = None if self.dot is None else self.quantized("w", self.dot, num_dims=num_dims)
+    self.w8: Any = None if self.dot is None else self.operand("w", self.dot, num_dims=num_dims)
     self.b = self.weight(outputs, init=module.zeros, compute_dtype=dtype) if use_bias else None
     self.lora = None if lora is None else lora(inputs, outputs, role=role)
 

@@ -138,7 +138,7 @@ class Module(nnx.Module):
     """Declares non-trainable state, initialized to zeros; see `weight`."""
     return self.weight(dims, init=zeros, update=update, statistic=True)
 
-  def quantized(self, weight: str, dot: Dot, *, num_dims: int) -> "QuantizedWeight":
+  def operand(self, weight: str, dot: Dot, *, num_dims: int) -> "OperandVariable":
     """Declares the quantized form of a weight, which `dot` reads.
 
     Args:
@@ -146,11 +146,11 @@ class Module(nnx.Module):
       dot: Quantizes the weight as a matrix [D, F].
       num_dims: How many of its last dims are flattened to D and F; dims before them are stacked.
     """
-    return QuantizedWeight(None, weight=weight, dot=dot, num_dims=num_dims, statistic=False)
+    return OperandVariable(None, weight=weight, dot=dot, num_dims=num_dims, statistic=False)
 
 
-class QuantizedWeight(nnx.Variable):
-  """A weight that `Definition.quantized` has quantized, once per step; None: each use quantizes."""
+class OperandVariable(nnx.Variable):
+  """The quantized operand of a low-precision matmul; None: each matmul quantizes the weight."""
 
 
 def is_statistic(path: Any, param: Any) -> bool:
@@ -242,7 +242,7 @@ class Definition:
       read_only: Whether nothing is trained; every weight with a `quantizer` is then quantized.
     """
     self.module = module
-    self._graph, state, quantized = nnx.split(module, nnx.Param, QuantizedWeight)
+    self._graph, state, quantized = nnx.split(module, nnx.Param, OperandVariable)
     self._paths: dict[str, tuple[Any, ...]] = {}
     self.weights: dict[str, WeightSpec] = {}
     for path, param in nnx.to_flat_state(state):
@@ -266,7 +266,7 @@ class Definition:
         param.matmul,
       )
     # Name of a weight -> the path and the variable of its quantized form.
-    self._quantized: dict[str, tuple[tuple[Any, ...], Any]] = {
+    self._operands: dict[str, tuple[tuple[Any, ...], Any]] = {
       ".".join(map(str, (*path[:-1], variable.weight))): (path, variable)
       for path, variable in nnx.to_flat_state(quantized)
     }
@@ -307,10 +307,10 @@ class Definition:
       for name, w in params.items()
     }
 
-  def quantized(self, prepared: Mapping[str, jax.Array]) -> dict[str, QuantizedOperand]:
+  def quantize_operands(self, prepared: Mapping[str, jax.Array]) -> dict[str, QuantizedOperand]:
     """Quantizes the weights of low-precision matmuls, once per step instead of once per use."""
     quantized = {}
-    for name, (_, variable) in self._quantized.items():
+    for name, (_, variable) in self._operands.items():
       if isinstance(w := prepared.get(name), Quantized | None):
         continue
       stacked = w.shape[: w.ndim - variable.num_dims]
@@ -327,5 +327,5 @@ class Definition:
     """
     given = quantized or {}
     flat = [(self._paths[name], value) for name, value in params.items()]
-    flat += [(path, given.get(name)) for name, (path, _) in self._quantized.items()]
+    flat += [(path, given.get(name)) for name, (path, _) in self._operands.items()]
     return nnx.merge(self._graph, nnx.from_flat_state(flat))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytrees of arrays as one array: masking, and dynamic indexing of their leading dim."""
+"""Masking of pytrees, and dynamic indexing of the leading dim of pytrees and arrays."""
 
 from typing import Any
 

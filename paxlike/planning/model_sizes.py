@@ -179,7 +179,7 @@ def of_definition(
     loss_chunks=decoder.loss_chunks,
     heads=sum(heads),
     least_heads=min(heads),
-    scores=flops.attention(definition, seq_len),
+    scores=flops.attention_flops(definition, seq_len),
     mlp_factor=3 if any(gated) else 2,
     moe_layers=len(moes),
     num_experts=first.num_experts if first else 1,

@@ -36,7 +36,7 @@ from paxlike.training.trainer import Trainer
 
 # A plan's predicted peak may take this fraction of a device's usable memory: predictions are up to
 # 10 % too low.
-ROOM = 0.9
+MAX_SHARE = 0.9
 # Knobs that a plan sets and the command line must not.
 CHOSEN = (
   "ICI_MESH_SHAPE",
@@ -164,7 +164,7 @@ def rank(
   Raises:
     UserError: No mesh divides the batch.
   """
-  usable_memory = ROOM * machine.chip.usable_memory
+  budget = MAX_SHARE * machine.chip.usable_memory
   best: list[Plan] = []
   nearest: Plan | None = None
   considered = fitting = 0
@@ -176,7 +176,7 @@ def rank(
         memory = memory_model.of(model, how, machine.network)
         if nearest is None or memory.total < nearest.memory.total:
           nearest = Plan(how, memory, Times(), fits=False)
-        if memory.total > usable_memory:
+        if memory.total > budget:
           continue
         fitting += 1
         plan = Plan(how, memory, cost_model.of(model, how, machine))

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from paxlike.errors import UserError
 
 
-def in_all_processes(here: bool) -> bool:
+def all_processes(here: bool) -> bool:
   """Returns whether `here` is true in all processes; each must call this."""
   if jax.process_count() == 1:
     return here

@@ -5,6 +5,7 @@ On an object store the lines are in `metrics/part-00000000.jsonl` and so on.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -191,15 +192,33 @@ class _Objects:
 
 @contextlib.contextmanager
 def _quick_import() -> Iterator[None]:
-  """Context that hides packages which tensorboardX imports if they are installed, for a second."""
+  """Context of an import of tensorboardX without the libraries that it would import if installed.
+
+  torch is hidden. Google's storage client is imported when it is first used.
+  """
   modules: dict[str, Any] = sys.modules
-  hidden = [name for name in ("torch", "google.cloud.storage") if name not in modules]
-  modules.update(dict.fromkeys(hidden))
+  hidden = "torch" not in modules
+  if hidden:
+    modules["torch"] = None
+  with contextlib.suppress(ImportError):
+    _import_lazily("google.cloud.storage")
   try:
     yield
   finally:
-    for name in hidden:
-      del modules[name]
+    if hidden:
+      modules.pop("torch", None)
+
+
+def _import_lazily(name: str):
+  """Imports a module that is loaded when one of its attributes is first read."""
+  spec = None if name in sys.modules else importlib.util.find_spec(name)
+  if spec is None or spec.loader is None:
+    return
+  loader = importlib.util.LazyLoader(spec.loader)
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  spec.loader = loader
+  loader.exec_module(module)
 
 
 class TensorBoardWriter:

@@ -12,7 +12,7 @@ from paxlike.layers import flops
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunHeader:
-  """Facts about a run.
+  """The facts in the header of a run, and its speed.
 
   Attributes:
     num_params: All parameters of the model.
@@ -34,7 +34,7 @@ class RunHeader:
   flops: flops.TrainingFlops
   attention: str
 
-  def header(self, folder: epath.Path, num_steps: int) -> str:
+  def text(self, folder: epath.Path, num_steps: int) -> str:
     """Returns the lines that a run of `num_steps` steps prints first."""
     devices = self.devices
     axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)

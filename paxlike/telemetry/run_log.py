@@ -85,7 +85,7 @@ class RunLog:
     step: int,
     num_steps: int,
   ):
-    """Opens the files and prints a header of the run, of which `step` updates are complete.
+    """Opens the files and prints the header; `step` updates are complete.
 
     `files`, name -> content, are written unless all steps are complete; None removes the file.
     """
@@ -109,7 +109,7 @@ class RunLog:
         self._board("train")  # Opened now, so that no step waits for it.
     self.status("running", step)
     self._callbacks.call("on_start", step, self._folder)
-    self.note(header.header(self._folder, num_steps))
+    self.note(header.text(self._folder, num_steps))
     if step and step == num_steps:
       self.note(
         f"nothing to train: all {step} steps are complete; to continue, raise MAX_STEPS (or"

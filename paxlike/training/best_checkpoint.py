@@ -96,7 +96,7 @@ class BestTracker:
       return False
     return sum(step > best for step in self._values) >= criterion.patience
 
-  def owes(self, step: int, names: Collection[str]) -> bool:
+  def lacks_evaluation(self, step: int, names: Collection[str]) -> bool:
     """Returns whether an evaluation of the eval sets `names` after `step` updates is missing.
 
     Each process must call this, and all get the same answer.

@@ -19,7 +19,7 @@ def follow(trainer: Trainer, folder: epath.Path, run_log: RunLog, *, poll_second
   Raises:
     UserError: There is nothing to evaluate, or it is of another experiment.
   """
-  saved = trainer.weight_source(folder).checkpoints()
+  saved = trainer.state_source(folder).checkpoints()
   observer = Observer(folder)
 
   def look() -> list[int]:

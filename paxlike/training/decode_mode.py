@@ -49,14 +49,14 @@ def run(
     conversation.check()
   check(trainer, prompts or conversation.EXAMPLE, stop_tokens=options.stop_tokens)
   with jax.set_mesh(trainer.devices), trainer.watched(folder):
-    step, params = trainer.weight_source(folder).params(step)
+    step, params = trainer.state_source(folder).params(step)
     talk = prompt_renderer_for(trainer, prompts or conversation.EXAMPLE)
     decoder = decoding_of(trainer, params, options, prompt_renderer=talk)
     if not prompts:
       conversation.converse(decoder, run_log.piece)
       return
     path = folder / "decode_out" / f"decode_{step:08d}.jsonl"
-    decoding.tell(decoder, prompts, run_log, path)
+    decoding.write_continuations(decoder, prompts, run_log, path)
 
 
 def decoding_of(
@@ -82,5 +82,5 @@ def prompt_renderer_for(
   trainer: "Trainer", prompts: Sequence[decoding.Prompt]
 ) -> PromptRenderer | None:
   """Returns the renderer of conversations: the data's chat template, else the tokenizer's."""
-  has_talk = any(map(decoding.is_talk, prompts))
+  has_talk = any(map(decoding.is_conversation, prompts))
   return trainer.data.prompt_renderer or (trainer.tokenizer_prompt_renderer if has_talk else None)

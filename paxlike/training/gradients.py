@@ -29,12 +29,12 @@ class Constants(NamedTuple):
   Attributes:
     frozen: The frozen weights.
     reference: The weights of the reference model.
-    quantized: The quantized weights of low-precision matmuls.
+    operands: The quantized weights of low-precision matmuls.
   """
 
   frozen: Params
   reference: Params
-  quantized: dict[str, QuantizedOperand]
+  operands: dict[str, QuantizedOperand]
 
 
 class Microbatch(NamedTuple):

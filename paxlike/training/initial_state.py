@@ -25,7 +25,7 @@ from paxlike.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightSource:
+class StateSource:
   """The source of a run's state and weights.
 
   Attributes:

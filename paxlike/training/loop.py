@@ -40,7 +40,7 @@ class Loop:
     self._trainer = trainer
     self._run_log = run_log
     self._best = BestTracker(folder, trainer.best, saving=trainer.saving)
-    self._source = trainer.weight_source(folder)
+    self._source = trainer.state_source(folder)
     self._saved = self._source.checkpoints(
       keep=trainer.keep,
       preserved=lambda: self._best.step,
@@ -69,7 +69,7 @@ class Loop:
         first = [next(batches)] if start < trainer.num_steps else []
         batches = itertools.chain(first, batches)
         run_log.start(self._header, {**files, **origin}, step=start, num_steps=trainer.num_steps)
-        owed = self._evaluates_after(start) and best.owes(start, trainer.eval_data)
+        owed = self._evaluates_after(start) and best.lacks_evaluation(start, trainer.eval_data)
         if owed:  # The run was stopped before or during the evaluation at step `start`.
           self._judge(trainer.evaluated(state), start)
         stopping = owed and self._stop.requested()
@@ -153,7 +153,7 @@ class Loop:
 
   def _finish(self, state: TrainState, *, has_progressed: bool):
     trainer, run_log, best, step = self._trainer, self._run_log, self._best, int(state.step)
-    owes = self._evaluates_after(step) and best.owes(step, trainer.eval_data)
+    owes = self._evaluates_after(step) and best.lacks_evaluation(step, trainer.eval_data)
     finished = best.is_hopeless or (step == trainer.num_steps and not owes)
     if best.is_hopeless and step < trainer.num_steps:
       run_log.note(f"stopped early: checkpoint {best.step} is still the best")

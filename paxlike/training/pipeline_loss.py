@@ -128,7 +128,7 @@ class _Decoder:
     """Returns the decoder with these weights; others are abstract."""
     unused = {n: jax.ShapeDtypeStruct(w.shape, w.dtype) for n, w in self.definition.weights.items()}
     params = unused | weights.trained | weights.extra | constants.frozen
-    return self.definition.bind(params, constants.quantized)
+    return self.definition.bind(params, constants.operands)
 
   def chunk(
     self,

@@ -97,7 +97,7 @@ def check_context(model: Decoder, sizes: dict[str, int]):
 def _parts(model: Decoder) -> Iterator[Any]:
   """Yields the kernels of a model and the types of its `Dot`s; for TE in fp8 also Fp8."""
   for _, module in nnx.iter_modules(model):
-    if hasattr(module, "demand"):
+    if hasattr(module, "requirements"):
       kernel: Any = getattr(module, "kernel", None)
       yield getattr(kernel, "func", kernel)
     dot: Any = getattr(module, "dot", None)

@@ -110,7 +110,9 @@ def weight_of(
   return spec if spec is not None and len(spec.shape) == len(shape) else None
 
 
-def kept_in_place(definition: Definition, optimizer: Optimizer, state: TrainState) -> TrainState:
+def with_same_shardings(
+  definition: Definition, optimizer: Optimizer, state: TrainState
+) -> TrainState:
   """Constrains a new state, inside a traced function, to the shardings of the old state."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or (mesh.size == 1 and not optimizer.on_host):

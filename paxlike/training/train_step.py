@@ -19,7 +19,7 @@ from paxlike.training import pipeline_loss
 from paxlike.training.gradients import Constants, Differentiated, Gradients, Microbatch, Reported
 from paxlike.training.objectives import NextToken, Objective, shares_base, without_adapters
 from paxlike.training.optimizers import Optimizer
-from paxlike.training.train_state import TrainState, kept_in_place
+from paxlike.training.train_state import TrainState, with_same_shardings
 
 # Name -> (sum, weight): the value is sum / weight; pairs add up over steps and hosts.
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
@@ -78,7 +78,7 @@ def make_train_step(
       opt_state=opt_state,
       skipped=state.skipped + jnp.where(finite, 0, 1),
     )
-    return kept_in_place(definition, optimizer, state), metrics
+    return with_same_shardings(definition, optimizer, state), metrics
 
   return train_step
 
@@ -108,7 +108,7 @@ def _gradients(definition: Definition, objective: Objective) -> Gradients:
     weights: Differentiated, constants: Constants, microbatch: Microbatch
   ) -> tuple[Any, Reported]:
     params = weights.trained | constants.frozen | weights.extra
-    model, other = definition.bind(params, constants.quantized), None
+    model, other = definition.bind(params, constants.operands), None
     if objective.needs_reference:
       before = without_adapters(params) if shared else constants.reference
       other = definition.bind(jax.lax.stop_gradient(before | weights.extra))
@@ -158,7 +158,7 @@ def _prepared(definition: Definition, state: TrainState) -> tuple[Differentiated
   """Returns the weights in their compute dtypes and quantized forms: once per step."""
   prepared, frozen = definition.prepare(state.params), definition.prepare(state.frozen)
   reference = definition.prepare(state.reference)
-  quantized = definition.quantized(prepared | frozen)
+  quantized = definition.quantize_operands(prepared | frozen)
   return Differentiated(prepared, state.extra), Constants(frozen, reference, quantized)
 
 

@@ -29,7 +29,7 @@ from paxlike.training import evaluated_weights, preflight, requirements, train_s
 from paxlike.training.best_checkpoint import Criterion
 from paxlike.training.evaluation import EvalSet, Evaluator, Result
 from paxlike.training.execution import Execution
-from paxlike.training.initial_state import WeightSource
+from paxlike.training.initial_state import StateSource
 from paxlike.training.loop import Loop
 from paxlike.training.objectives import NextToken, Objective, shares_base
 from paxlike.training.optimizers import Optimizer
@@ -119,9 +119,9 @@ class Trainer:
     """Whether a step needs a copy of the initial weights, as a reference model."""
     return self.objective.needs_reference and not shares_base(self.definition)
 
-  def weight_source(self, folder: epath.Path) -> WeightSource:
+  def state_source(self, folder: epath.Path) -> StateSource:
     """Returns the source of the state and weights of the run in `folder`."""
-    return WeightSource(
+    return StateSource(
       folder=folder,
       definition=self.definition,
       optimizer=self.optimizer,
@@ -209,7 +209,7 @@ class Trainer:
     """
     _ = self.evaluators  # Raises if there is no evaluation data.
     with jax.set_mesh(self.devices), self.watched(folder):
-      step, params = self.weight_source(folder).params(step)
+      step, params = self.state_source(folder).params(step)
       self.measure(params, step, run_log)
       return step
 
@@ -229,7 +229,7 @@ class Trainer:
       UserError: There is no such checkpoint, or it is of another experiment.
     """
     with jax.set_mesh(self.devices):
-      return self.weight_source(epath.Path(folder)).params(step)[1]
+      return self.state_source(epath.Path(folder)).params(step)[1]
 
   def evaluated(self, state: TrainState) -> Params:
     """Returns the weights of a training state that evaluation uses."""

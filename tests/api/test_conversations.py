@@ -68,6 +68,6 @@ def test_other_mappings_are_refused(chat, prompts, says):
 def test_without_a_template_the_knob_is_named(model, trained, monkeypatch, capsys):
   with pytest.raises(paxlike.UserError, match="set CHAT_TEMPLATE, a knob of experiments with"):
     model.generate(TALK)
-  monkeypatch.setattr(paxlike.training.trainer.WeightSource, "params", None)  # Nothing is loaded.
+  monkeypatch.setattr(paxlike.training.trainer.StateSource, "params", None)  # Nothing is loaded.
   assert main.main(["", "--mode=decode", "--chat", f"--job_log_dir={trained.folder}"]) == 2
   assert "this run has none: set CHAT_TEMPLATE" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_margins_of_preferences_are_on_the_line(tmp_path, capsys):
   from paxlike.telemetry.run_header import RunHeader
   from paxlike.telemetry.run_log import RunLog
 
-  summary = RunHeader(
+  header = RunHeader(
     num_trained=1,
     num_params=1,
     batch_size=1,
@@ -89,7 +89,7 @@ def test_margins_of_preferences_are_on_the_line(tmp_path, capsys):
   values = {"loss": 0.5, "learning_rate": 1e-3, "skipped": 0.0}
   values |= {"reward_margin": 1.25, "reward_accuracy": 0.75, "reward_chosen": 0.5}
   with RunLog(epath.Path(tmp_path)) as run_log:
-    run_log.start(summary, {}, step=0, num_steps=1)
+    run_log.start(header, {}, step=0, num_steps=1)
     run_log.step(Reading(0, values, 1.0, 0.5), due=True)
   (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("completed")]
   assert line.endswith("reward_margin: 1.250, reward_accuracy: 0.750")

@@ -16,7 +16,7 @@ from paxlike.config import graph_file
 from paxlike.convert.main import run
 from paxlike.layers.decoder import forward
 from paxlike.layers.module import Definition
-from paxlike.training.initial_state import WeightSource
+from paxlike.training.initial_state import StateSource
 
 COMMON = {
   "vocab_size": 96,
@@ -212,7 +212,7 @@ def imported(folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
   fiddlers.precision(graph, "float32")
   trainer: Any = fdl.build(graph)
   definition, devices = trainer.definition, trainer.mesh.build(jax.devices()[:1])
-  source = WeightSource(
+  source = StateSource(
     folder=epath.Path(folder),
     definition=definition,
     optimizer=trainer.optimizer,

@@ -15,7 +15,7 @@ ONE = MeshSpec(ici=(1, 1, 1))
 
 
 def first_state(definition, optimizer, built):
-  """Returns a new state. It is drawn on one device, so that no mesh compiles the draws anew."""
+  """Returns a new state, initialized on one device and then sharded: that compiles once."""
   one = ONE.build(jax.devices()[:1])
   with jax.set_mesh(one):
     state = train_state.create(definition, optimizer, one, seed=1)

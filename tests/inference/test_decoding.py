@@ -87,7 +87,7 @@ def test_a_tokenizer_of_another_size_is_said(model):
 def test_what_is_told_is_what_is_written(model, tmp_path, given):
   made = make(model, max_new_tokens=5, stop=("zz",))
   run_log, path = RunLog(), epath.Path(tmp_path) / "out" / "texts.jsonl"
-  decoding.tell(made, given, cast(Any, run_log), path)
+  decoding.write_continuations(made, given, cast(Any, run_log), path)
   records = [json.loads(line) for line in path.read_text().splitlines()]
   assert sorted(record["prompt"] for record in records) == sorted(given)
   if len(given) == 1:
@@ -117,7 +117,7 @@ def test_a_text_is_printed_once_however_it_grows(tmp_path, stop):
     options=decoding.DecodingOptions(stop=stop), speed=decoding.Speed(), run=grow
   )
   run_log = RunLog()
-  decoding.tell(
+  decoding.write_continuations(
     cast(Any, growing), ["Oh, "], cast(Any, run_log), epath.Path(tmp_path) / "texts.jsonl"
   )
   assert "".join(run_log.pieces) == "Oh, hello there\n"

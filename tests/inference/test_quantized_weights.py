@@ -50,7 +50,7 @@ def test_all_linear_maps_and_experts_of_blocks_are_held(name):
   fiddlers.quantize_weights(graph, "int4")
   definition = fdl.build(graph).definition
   weights = {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in definition.weights.items()}
-  assert not jax.eval_shape(definition.quantized, weights)
+  assert not jax.eval_shape(definition.quantize_operands, weights)
   for weight, spec in definition.weights.items():
     held = jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
     is_matrix = weight.startswith("stack.") and weight.endswith(".w") and "router" not in weight

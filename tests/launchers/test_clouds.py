@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import yaml
 
-from paxlike.launchers import main
+from paxlike.launchers import job, main
 
 RUN = ("--fdl_config=Pile126M", "--job_log_dir=gs://bucket/${NAME:-run}")
 # The request is unknown, then pending, then active; ssh runs the command here.
@@ -134,7 +134,12 @@ def test_a_task_of_sky_pilot_names_the_other_machines(capsys):
     (("ssh", "--hosts=a,-oProxyCommand=x"), "-oProxyCommand=x is not the name of a machine"),
     (("ssh", "--hosts=a,b", "--nodes=3"), "--nodes=3, but --hosts has 2 machines"),
     (("ssh", "--hosts=a", "--copy=."), "--copy needs --directory"),
-    (("slurm", "--mounts=/a:/a"), "--mounts: there is no --container"),
+    (("slurm", "--mounts=/a:/a"), "--mounts needs --container"),
+    (("slurm", "--grace=70000"), "--grace=70000: expected 0 to 65535"),
+    (("slurm", "--output=${X}.out"), "Slurm expands no variables in a directive"),
+    (("slurm", "--fiddler=nonsense(1)"), "nonsense"),
+    (("slurm", "--mode=show"), "these flags print something"),
+    (("slurm", "--exp=${X}"), "give the variable a default"),
     (("slurm", "--to=/nowhere/at/all/x.sub", "--bad"), "unknown flag --bad"),
   ],
 )
@@ -142,3 +147,14 @@ def test_mistakes_are_named(flags, message, capsys):
   assert main.run([*flags, *RUN]) == 2
   captured = capsys.readouterr()
   assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize(
+  "text", ["a b", 'x"y', "$(touch f)", "`id`", "it's", "\\", "${A:-b c}", '${A:-x"y$(touch f)}']
+)
+def test_the_shell_sees_each_word_as_it_was_given(text):
+  """Only variables are expanded; here they have their defaults."""
+  shown = subprocess.run(
+    ["bash", "-c", f"printf %s {job.quoted(text)}"], stdout=subprocess.PIPE, text=True, check=True
+  )
+  assert shown.stdout == job.with_defaults(text)

@@ -95,7 +95,7 @@ def test_a_slice_is_a_job_with_a_pod_for_each_machine(capsys):
     ((*SLICES, "--tpu_topology=16"), "expected sizes such as 16x16"),
     ((*SLICES, "--tpu_topology=3x3"), "has 9 chips, not a multiple of --chips_per_node=4"),
     ((*GPUS, "--env=A"), "--env=A: expected NAME=VALUE"),
-    ((*GPUS, "--nodes=0"), "--nodes: expected at least 1"),
+    ((*GPUS, "--nodes=0"), "--nodes=0: expected at least 1"),
     ((*GPUS, "--node=2"), "unknown flag --node. Did you mean --nodes?"),
     ((*GPUS, "--nodes=two"), "invalid int value: 'two'"),
     ((*GPUS, "--fdl.MAX_STEP=${STEPS}"), "no knob MAX_STEP in Pile126M. Did you mean MAX_STEPS?"),

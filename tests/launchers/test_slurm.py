@@ -45,7 +45,7 @@ def test_a_job_survives_the_failure_of_a_node(tmp_path):
       return done.stdout.split()[-1]
 
     job = submit(run)
-    until(lambda: newest(run) >= 20, seconds=240, what="there is no checkpoint")
+    until(lambda: newest(run) >= 20, seconds=480, what="there is no checkpoint")
     cluster.fail_node(slurm_cluster.NODES[1], program="paxlike.main")
     until(lambda: cluster.state(job)[1] == 1, seconds=120, what="it was not queued again")
     assert newest(run) < STEPS

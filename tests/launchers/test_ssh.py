@@ -42,7 +42,7 @@ def test_a_job_goes_on_after_one_of_its_processes_is_killed(tmp_path):
   with ssh_server.running(tmp_path) as options:
     file = script(tmp_path, options, "--fdl.MAX_STEPS=300", f"--job_log_dir={run}")
     job = subprocess.Popen(["bash", file], stdout=subprocess.PIPE, text=True)
-    until(lambda: newest(run) >= 20, seconds=240, what="there is no checkpoint")
+    until(lambda: newest(run) >= 20, seconds=480, what="there is no checkpoint")
     subprocess.run(["kill", "-KILL", str(processes(run)[-1])], check=True)
     out, _ = job.communicate(timeout=300)
     assert job.returncode == 0, out
@@ -59,7 +59,7 @@ def test_a_stopped_job_saves_and_a_wrong_one_is_not_restarted(tmp_path):
   with ssh_server.running(tmp_path) as options:
     file = script(tmp_path, options, "--fdl.MAX_STEPS=100000", f"--job_log_dir={run}")
     job = subprocess.Popen(["bash", file], stdout=subprocess.PIPE, text=True)
-    until(lambda: newest(run) >= 20, seconds=240, what="there is no checkpoint")
+    until(lambda: newest(run) >= 20, seconds=480, what="there is no checkpoint")
     job.send_signal(signal.SIGTERM)
     out, _ = job.communicate(timeout=120)
     assert job.returncode == 143, out

@@ -15,7 +15,7 @@ from paxlike.errors import ArgumentError
 from paxlike.layers import module
 from paxlike.layers.attention import kernels
 from paxlike.layers.attention.cache import KvCache, positions_in
-from paxlike.layers.attention.kernels import Demand
+from paxlike.layers.attention.kernels import Requirements
 from paxlike.layers.attention.relative_bias import RelativeBias
 from paxlike.layers.attention.rope import Rope
 from paxlike.layers.call_context import Context
@@ -163,14 +163,14 @@ class Attention(module.Module):
       return jnp.full(self.num_heads, self.extra_logit)
     return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
 
-  def demand(self, *, is_packed: bool) -> Demand:
+  def requirements(self, *, is_packed: bool) -> Requirements:
     """Returns the requirements on the kernel, for packed or unpacked sequences."""
     given = {
       "soft_cap": self.soft_cap,
       "sinks_N": self.sinks if self.extra_logit is None else self.extra_logit,
       "bias_NTS": self.relative_bias,
     }
-    return Demand(
+    return Requirements(
       dtype=self.query.dtype,
       num_heads=self.num_heads,
       num_kv_heads=self.num_kv_heads,

@@ -13,7 +13,7 @@ from paxlike.devices import mesh, topology
 from paxlike.layers.attention.chunked import xla_chunked
 from paxlike.layers.attention.context_parallel import gathered, ring
 from paxlike.layers.attention.cudnn import COUNTS_KEY_HEADS, MAX_SEGMENTS, cudnn, has_widths
-from paxlike.layers.attention.kernels import AttentionOptions, Demand, name_of, xla
+from paxlike.layers.attention.kernels import AttentionOptions, Requirements, name_of, xla
 from paxlike.layers.attention.splash import splash
 
 _EXTRAS = ("soft_cap", "sinks_N", "bias_NTS")
@@ -46,7 +46,7 @@ def auto(
   **options: Unpack[AttentionOptions],
 ) -> jax.Array:
   """Attention with the kernel that `best` selects; see `Kernel`. `max_segments` is for cudnn."""
-  demand = Demand(
+  requirements = Requirements(
     dtype=q_BTNH.dtype,
     num_heads=q_BTNH.shape[2],
     num_kv_heads=k_BSKH.shape[2],
@@ -56,51 +56,51 @@ def auto(
     extras=tuple(name for name in _EXTRAS if options.get(name) is not None),
   )
   place = Place(topology.devices()[0], mesh.sizes_here(mesh.AXES).get("context", 1))
-  kernel = best(demand, place)
+  kernel = best(requirements, place)
   if kernel is cudnn:
     return cudnn(q_BTNH, k_BSKH, v_BSKH, max_segments=max_segments, **options)
   return kernel(q_BTNH, k_BSKH, v_BSKH, **options)
 
 
-def best(demand: Demand, place: Place) -> Callable[..., jax.Array]:
+def best(requirements: Requirements, place: Place) -> Callable[..., jax.Array]:
   """Returns the kernel that `auto` uses.
 
   ring if sequences are sharded (context > 1) and there is no bias; else cudnn on NVIDIA GPUs from
-  Ampere on, splash on TPUs and xla on CPUs; xla_chunked if that kernel does not support the demand,
-  and on other devices.
+  Ampere on, splash on TPUs and xla on CPUs; xla_chunked if that kernel does not meet the
+  requirements, and on other devices.
   """
   device = place.device
-  biased = "bias_NTS" in demand.extras
+  biased = "bias_NTS" in requirements.extras
   if place.context > 1 and not biased:
     return ring
   if topology.has_cudnn_attention(device):
-    return cudnn if _suits_cudnn(demand, device) else xla_chunked
+    return cudnn if _suits_cudnn(requirements, device) else xla_chunked
   if topology.has_splash_attention(device):
     return xla_chunked if biased else splash
   return xla if device.platform == "cpu" else xla_chunked
 
 
-def _suits_cudnn(demand: Demand, device: Any) -> bool:
-  if demand.extras or demand.dtype not in (jnp.bfloat16, jnp.float16):
+def _suits_cudnn(requirements: Requirements, device: Any) -> bool:
+  if requirements.extras or requirements.dtype not in (jnp.bfloat16, jnp.float16):
     return False
-  if not has_widths(demand.width, demand.value_width):
+  if not has_widths(requirements.width, requirements.value_width):
     return False
-  is_simple = not demand.is_packed and demand.width == demand.value_width <= 128
+  is_simple = not requirements.is_packed and requirements.width == requirements.value_width <= 128
   return is_simple or topology.has_packed_cudnn_attention(device)
 
 
-def in_effect(kernel: Any, demand: Demand, place: Place) -> Any:
+def in_effect(kernel: Any, requirements: Requirements, place: Place) -> Any:
   """Returns the kernel that a model configured with `kernel` runs; see `best`."""
   kernel = getattr(kernel, "func", kernel)
   if kernel is auto:
-    return best(demand, place)
+    return best(requirements, place)
   return xla_chunked if kernel in (ring, gathered) and place.context == 1 else kernel
 
 
-def described(kernel: Any, demand: Demand) -> str:
+def described(kernel: Any, requirements: Requirements) -> str:
   """Returns the user-facing name of a kernel, with a note if it repeats KV heads."""
   name = name_of(kernel)
-  is_grouped = demand.num_heads != demand.num_kv_heads
-  if kernel is not cudnn or not demand.is_packed or not is_grouped or COUNTS_KEY_HEADS:
+  is_grouped = requirements.num_heads != requirements.num_kv_heads
+  if kernel is not cudnn or not requirements.is_packed or not is_grouped or COUNTS_KEY_HEADS:
     return name
   return f"{name} (KV heads repeated, because JAX before 0.12 miscomputes packed offsets)"

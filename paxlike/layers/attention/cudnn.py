@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import ArgumentError
-from paxlike.layers.attention.kernels import AttentionOptions, begins, refuse
+from paxlike.layers.attention.kernels import AttentionOptions, refuse, segment_starts
 from paxlike.layers.attention.sharded_kernel import per_device
 
 MAX_SEGMENTS = 64  # The default limit on segments per sequence.
@@ -108,7 +108,7 @@ def runs(segments_BT: jax.Array, max_runs: int) -> tuple[jax.Array, jax.Array, j
     has at most `max_runs` runs.
   """
   T = segments_BT.shape[1]
-  begins_BT = begins(segments_BT)
+  begins_BT = segment_starts(segments_BT)
   starts = jnp.sort(jnp.where(begins_BT, jnp.arange(T), T), axis=1)[:, : max_runs + 1]
   starts = jnp.pad(starts, ((0, 0), (0, max_runs + 1 - starts.shape[1])), constant_values=T)
   lengths = jnp.diff(starts, axis=1)

@@ -60,7 +60,7 @@ class Kernel(Protocol):
     ...
 
 
-class Demand(NamedTuple):
+class Requirements(NamedTuple):
   """The requirements on a kernel.
 
   Attributes:
@@ -89,7 +89,7 @@ def refuse(kernel: Callable[..., Any], options: AttentionOptions, *names: str):
       raise ArgumentError(f"kernel={name_of(kernel)} does not support {name}: use xla_chunked.")
 
 
-def begins(segments_BT: jax.Array) -> jax.Array:
+def segment_starts(segments_BT: jax.Array) -> jax.Array:
   """Returns bool [B, T]: whether a run of equal segment ids begins at the token."""
   B = len(segments_BT)
   changes = segments_BT[:, 1:] != segments_BT[:, :-1]

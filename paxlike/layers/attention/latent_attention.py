@@ -15,7 +15,7 @@ from paxlike.errors import ArgumentError
 from paxlike.layers import module
 from paxlike.layers.attention import kernels
 from paxlike.layers.attention.cache import LatentCache, positions_in
-from paxlike.layers.attention.kernels import Demand
+from paxlike.layers.attention.kernels import Requirements
 from paxlike.layers.attention.rope import Rope
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
@@ -150,9 +150,9 @@ class LatentAttention(module.Module):
     )
     return jnp.einsum("BNC,CNH->BNH", y_BNC.astype(q_BNH.dtype), to_value_CNH)
 
-  def demand(self, *, is_packed: bool) -> Demand:
-    """See `Attention.demand`."""
-    return Demand(
+  def requirements(self, *, is_packed: bool) -> Requirements:
+    """See `Attention.requirements`."""
+    return Requirements(
       dtype=self.query.dtype,
       num_heads=self.num_heads,
       num_kv_heads=self.num_heads,

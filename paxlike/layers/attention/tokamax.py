@@ -11,7 +11,7 @@ from absl import flags
 
 from paxlike.config.configurable import configurable
 from paxlike.errors import ArgumentError
-from paxlike.layers.attention.kernels import AttentionOptions, begins, refuse
+from paxlike.layers.attention.kernels import AttentionOptions, refuse, segment_starts
 from paxlike.layers.attention.sharded_kernel import per_device
 
 
@@ -71,7 +71,7 @@ def tokamax(
 def starts(segments_BT: jax.Array) -> jax.Array:
   """Returns int32 [B, T]: the first position of each token's run of equal segment ids."""
   places = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
-  return jax.lax.cummax(jnp.where(begins(segments_BT), places, 0), axis=1)
+  return jax.lax.cummax(jnp.where(segment_starts(segments_BT), places, 0), axis=1)
 
 
 def _packed(implementation: Callable[..., jax.Array], starts_B1T: jax.Array) -> Any:

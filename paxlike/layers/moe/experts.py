@@ -71,7 +71,7 @@ class ExpertLinear(module.Module):
       compute_dtype=dtype,
       quantizer=None if scheme is None else WeightQuantizer(scheme, -len(outputs) - 1),
     )
-    self.w8: Any = None if self.dot is None else self.quantized("w", self.dot, num_dims=2)
+    self.w8: Any = None if self.dot is None else self.operand("w", self.dot, num_dims=2)
     (dim,), (output,) = inputs, outputs
     self._dims, self._total = (dim, output), num_experts
     bias = {**experts, **outputs}

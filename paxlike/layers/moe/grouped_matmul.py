@@ -121,11 +121,11 @@ def _has_kernels() -> bool:
 
 
 def _per_device(
-  form: str, kernel: Callable[..., jax.Array], a: jax.Array, b: jax.Array, groups: GroupedForm
+  equation: str, kernel: Callable[..., jax.Array], a: jax.Array, b: jax.Array, groups: GroupedForm
 ) -> jax.Array:
   """Calls a kernel, which XLA cannot partition, on shards of D and F; all-reduces partial sums.
 
-  `form` names the dims of a, b and the result, as in einsum.
+  `equation` names the dims of a, b and the result, as in einsum.
   """
   here = len(groups.sizes_E)
 
@@ -137,7 +137,7 @@ def _per_device(
   sizes = mesh.sizes_here(mesh.AXES)
   if not sizes:
     return named(a, b, groups.sizes_E)
-  *operands, result = form.replace("->", ",").split(",")
+  *operands, result = equation.replace("->", ",").split(",")
   lengths = dict(zip("".join(operands), (*a.shape, *b.shape), strict=True))
   spec = mesh.partition((groups.input_dim, groups.output_dim), (lengths["D"], lengths["F"]), sizes)
   axis_of = dict(zip("DF", spec, strict=True))

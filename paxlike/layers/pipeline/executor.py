@@ -177,7 +177,7 @@ class _Stage:
       up = stage_shift.upwards(y, S)
     if halves.backward is not None:
       if halves.forward is not None:
-        slots, down = stage_shift.after(
+        slots, down = stage_shift.depend_on(
           (state.slots, down), up, halves.forward.microbatch[self._index]
         )
         state = state._replace(slots=slots, down=down)

@@ -16,7 +16,7 @@ def on_stages(function: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
   return jax.shard_map(function, axis_names={AXIS}, check_vma=False, **specs)
 
 
-def after(tree: Any, sent: jax.Array, microbatch: jax.Array) -> Any:
+def depend_on(tree: Any, sent: jax.Array, microbatch: jax.Array) -> Any:
   """On CPUs, returns the pytree with a data dependence on `sent`; elsewhere unchanged.
 
   XLA for CPUs runs independent loops concurrently and can match a collective of one loop with that

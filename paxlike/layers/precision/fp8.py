@@ -60,7 +60,7 @@ def multiply(
 
 def _forward(form, x, w, w8, history):
   w8 = Fp8.quantized(w) if w8 is None else w8
-  x8 = rounded(x, _OPERAND, None if history is None else history.inputs)
+  x8 = quantized_per_tensor(x, _OPERAND, None if history is None else history.inputs)
   y = form.outputs(x8.values, w8.values, _wide(x))
   y = _scaled(y, x8.scale * form.broadcast_scale(w8.scale, y), x.dtype)
   # In FP8, cuBLAS has no GELU epilogue that also writes GELU's input; this keeps XLA from using it.
@@ -71,7 +71,7 @@ def _forward(form, x, w, w8, history):
 
 def _backward(saved, dy):
   form, x8, w8, history, amax_x, like_w = saved
-  dy8 = rounded(dy, _GRADIENT, None if history is None else history.gradients)
+  dy8 = quantized_per_tensor(dy, _GRADIENT, None if history is None else history.gradients)
   dx = form.to_inputs(dy8.values, w8.values, _wide(dy))
   dx = _scaled(dx, dy8.scale * form.broadcast_scale(w8.scale, dy), dy.dtype)
   dw = form.to_weights(x8.values, dy8.values, _wide(like_w))
@@ -86,7 +86,9 @@ def _backward(saved, dy):
 multiply.defvjp(_forward, _backward)
 
 
-def rounded(x: jax.Array, dtype: Any, history: jax.Array | None = None) -> QuantizedOperand:
+def quantized_per_tensor(
+  x: jax.Array, dtype: Any, history: jax.Array | None = None
+) -> QuantizedOperand:
   """Returns x quantized to an 8-bit dtype with a scalar scale.
 
   The scale comes from an amax history if there is one, else from the amax of x.

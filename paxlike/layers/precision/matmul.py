@@ -42,7 +42,7 @@ class Dot(Protocol):
   """A low-precision matmul, forward and backward."""
 
   def quantized(self, w: jax.Array) -> QuantizedOperand | None:
-    """Returns the quantized matrices [..., D, F]; `Definition.quantized` calls it once per step.
+    """Returns the quantized matrices [..., D, F], once per step (`Definition.quantize_operands`).
 
     None: the weight is not quantized ahead of the matmuls.
     """

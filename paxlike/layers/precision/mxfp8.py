@@ -84,16 +84,16 @@ def _multiply(form: LinearForm, x: jax.Array, w_DF: jax.Array) -> jax.Array:
 
 def _forward(form: LinearForm, x: jax.Array, w_DF: jax.Array) -> tuple[jax.Array, Any]:
   rows, inputs, outputs = _dims(form, x, w_DF)
-  y = _matmul(x, w_DF.T, _Form(rows, outputs, (inputs,)), x.dtype)
+  y = _matmul(x, w_DF.T, _MatmulDims(rows, outputs, (inputs,)), x.dtype)
   return y, (form, x, w_DF)
 
 
 def _backward(saved: Any, dy: jax.Array) -> tuple[None, jax.Array, jax.Array]:
   form, x, w_DF = saved
   rows, inputs, outputs = _dims(form, x, w_DF)
-  dx = _matmul(dy, w_DF, _Form(rows, inputs, (outputs,)), dy.dtype)
+  dx = _matmul(dy, w_DF, _MatmulDims(rows, inputs, (outputs,)), dy.dtype)
   x_D, dy_F = (jnp.moveaxis(array, -1, 0) for array in (x, dy))  # Tokens last.
-  return None, dx, _matmul(x_D, dy_F, _Form((inputs,), outputs, rows), w_DF.dtype)
+  return None, dx, _matmul(x_D, dy_F, _MatmulDims((inputs,), outputs, rows), w_DF.dtype)
 
 
 _multiply.defvjp(_forward, _backward)
@@ -113,7 +113,7 @@ def _dims(form: LinearForm, x: jax.Array, w_DF: jax.Array) -> tuple[tuple[Dim, .
   return rows, inputs, outputs
 
 
-class _Form(NamedTuple):
+class _MatmulDims(NamedTuple):
   """The dims of a matmul: a [*rows, *contracted], b [columns, *contracted], y [*rows, columns]."""
 
   rows: tuple[Dim, ...]
@@ -142,7 +142,7 @@ class _Form(NamedTuple):
     return None
 
 
-def _matmul(a: jax.Array, b: jax.Array, form: _Form, dtype: Any) -> jax.Array:
+def _matmul(a: jax.Array, b: jax.Array, form: _MatmulDims, dtype: Any) -> jax.Array:
   """Returns y in `dtype`; quantizes both operands along their last dims.
 
   On a mesh, each device multiplies its shards: XLA cannot partition the call, and JAX's own
@@ -176,7 +176,9 @@ def _matmul(a: jax.Array, b: jax.Array, form: _Form, dtype: Any) -> jax.Array:
   return on_all(*in_blocks)
 
 
-def _block_scaled(a: QuantizedBlocks, b: QuantizedBlocks, form: _Form, dtype: Any) -> jax.Array:
+def _block_scaled(
+  a: QuantizedBlocks, b: QuantizedBlocks, form: _MatmulDims, dtype: Any
+) -> jax.Array:
   """Returns y on one device."""
 
   def flat(x: jax.Array) -> jax.Array:

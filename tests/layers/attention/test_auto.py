@@ -15,7 +15,7 @@ from paxlike.errors import UserError
 from paxlike.layers import cudnn
 from paxlike.layers.attention import auto as auto_attention
 from paxlike.layers.attention.auto import Place
-from paxlike.layers.attention.kernels import Demand
+from paxlike.layers.attention.kernels import Requirements
 from paxlike.layers.decoder import forward
 from paxlike.training import preflight
 
@@ -66,8 +66,8 @@ def test_what_cudnn_lacks_on_a_gpu_another_kernel_does(capability, knobs, is_pac
 )
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_cudnn_has_values_that_are_narrower_than_keys(h200, width, value_width, name, is_packed):
-  demand = Demand(jnp.bfloat16, 4, 4, width, value_width, is_packed, ())
-  assert auto_attention.best(demand, Place(topology.devices()[0])).__name__ == name
+  requirements = Requirements(jnp.bfloat16, 4, 4, width, value_width, is_packed, ())
+  assert auto_attention.best(requirements, Place(topology.devices()[0])).__name__ == name
   if name != "cudnn":
     q, v = (jax.ShapeDtypeStruct((2, 8, 4, H), "bfloat16") for H in (width, value_width))
     with pytest.raises(UserError, match=f"heads of {width} with values of {value_width}; "):
@@ -169,8 +169,8 @@ def test_the_kernels_that_are_told_are_those_that_are_traced(monkeypatch, name):
   definition = made.definition
   taken, best = [], auto_attention.best
 
-  def record(demand, place):
-    taken.append((best(demand, place), demand))
+  def record(requirements, place):
+    taken.append((best(requirements, place), requirements))
     return auto_attention.xla  # Which traces anywhere.
 
   monkeypatch.setattr(auto_attention, "best", record)

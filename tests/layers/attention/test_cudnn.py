@@ -136,7 +136,7 @@ def test_what_devices_compute_is_the_whole(monkeypatch, sizes, length, kv_heads)
   def attend(q, k, v, segments_BT, options, max_segments):
     assert q.shape[1] == 8
     y = kernels.xla(q, k, v, **options | {"segments_BT": segments_BT})
-    fits_B = kernels.begins(segments_BT).sum(1) <= max_segments
+    fits_B = kernels.segment_starts(segments_BT).sum(1) <= max_segments
     return jnp.where(fits_B[:, None, None, None], y, jnp.nan)
 
   def value(kernel, q, k, v):

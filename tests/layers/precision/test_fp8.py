@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from paxlike.compilation import hlo_kernels
 from paxlike.devices import chips, topology
 from paxlike.layers import DelayedFp8, Fp8
-from paxlike.layers.precision.fp8 import rounded
+from paxlike.layers.precision.fp8 import quantized_per_tensor
 from paxlike.layers.precision.matmul import LinearForm
 from paxlike.layers.precision.rounding import QuantizedOperand
 
@@ -108,7 +108,7 @@ def test_rounding_has_a_scale_for_each_layer_and_expert():
   small = Fp8().quantized(w)
   assert isinstance(small, QuantizedOperand) and small.scale.shape == (2, 1, 1)
   for layer in range(2):
-    alone = rounded(w[layer], jnp.float8_e4m3fn)
+    alone = quantized_per_tensor(w[layer], jnp.float8_e4m3fn)
     np.testing.assert_array_equal(small.values[layer], alone.values)
     np.testing.assert_array_equal(small.scale[layer, 0, 0], alone.scale)
 

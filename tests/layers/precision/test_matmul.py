@@ -60,7 +60,7 @@ def test_sorted_is_plain_for_each_expert_whatever_rows_of_none_hold(name, sizes)
   )
 
   def experts(x, w):
-    rounded = definition.quantized({"w": w})
+    rounded = definition.quantize_operands({"w": w})
     return definition.bind({"w": w}, rounded).sorted(x, jnp.array(sizes, jnp.int32))
 
   y, back = jax.vjp(experts, x, w)

@@ -42,7 +42,7 @@ def value_and_gradients(dot):
   )
 
   def value(w, x):
-    y = definition.bind({"w": w}, definition.quantized({"w": w}))(x)
+    y = definition.bind({"w": w}, definition.quantize_operands({"w": w}))(x)
     return (y * factors).astype(jnp.float32).sum(), y
 
   gradients, y = jax.jit(jax.grad(value, (0, 1), has_aux=True))(w, x)
