@@ -6,13 +6,15 @@ PYTHON="${PYTHON:-python3}"
 BASE_XLA_FLAGS="${BASE_XLA_FLAGS:-}"
 export XLA_FLAGS="${BASE_XLA_FLAGS:+${BASE_XLA_FLAGS} }${XLA_FLAGS:-}"
 
-for flag in ENABLE_TE:--fdl.ENABLE_TE=true ENABLE_FP8:--fdl.USE_FP8=true \
-  NVTE_FUSED_ATTN:--fdl.ATTENTION_KERNEL=cudnn; do
-  name="${flag%%:*}"
-  if [ "${!name:-0}" != 0 ]; then
-    echo "$0: ${name} has no effect: use ${flag#*:}." >&2
-  fi
-done
+# The flags for the variables of Pax's scripts; flags of the user come later and prevail.
+VARIABLE_FLAGS=()
+if [ "${ENABLE_TE:-0}" != 0 ]; then VARIABLE_FLAGS+=(--fdl.ENABLE_TE=true); fi
+if [ "${ENABLE_FP8:-0}" != 0 ]; then VARIABLE_FLAGS+=(--fdl.USE_FP8=true); fi
+case "${NVTE_FUSED_ATTN:-}" in
+  "") ;;
+  0) VARIABLE_FLAGS+=(--fdl.ATTENTION_KERNEL=xla) ;;
+  *) VARIABLE_FLAGS+=(--fdl.ATTENTION_KERNEL=cudnn) ;;
+esac
 
 # Prints the flags with which a process of a Slurm job finds the others.
 slurm_arguments() {
@@ -32,6 +34,7 @@ read_arguments() {
     --fdl.FPROP_DTYPE="${3:-bfloat16}"
     --fdl.ICI_MESH_SHAPE="[${4:-8},1,1]"
     --fdl.PERCORE_BATCH_SIZE="${5:-4}"
+    "${VARIABLE_FLAGS[@]}"
     "${@:7}"
   )
 }

@@ -22,4 +22,5 @@ exec "${PYTHON}" -m paxlike.main \
   --fdl_config="${CONFIG}" \
   --fdl.FPROP_DTYPE="${PREC}" \
   $(slurm_arguments) \
+  "${VARIABLE_FLAGS[@]}" \
   ${EXTRA_ARGS}

@@ -60,7 +60,7 @@ run() {
     --fdl.LEARNING_RATE="${LEARNING_RATE}" \
     --fdl.LR_SCHEDULE="${LR_SCHEDULE}" \
     --fdl.MAX_STEPS="${MAX_STEPS}" \
-    "${TUNING[@]}" "$@"
+    "${TUNING[@]}" "${VARIABLE_FLAGS[@]}" "$@"
 }
 
 mkdir -p "${LOG_DIR}/logs"

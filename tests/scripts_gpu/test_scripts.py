@@ -199,3 +199,33 @@ def test_llama_is_tuned_and_evaluated_on_boolq(data, tmp_path):
     assert f"evaluated boolq after {updates} updates: boolq_acc: " in log
     assert (tmp_path / name / "checkpoints").exists() is (name != "only")
   assert "trained" in (tmp_path / "lora" / "logs" / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+  ("script", "arguments"),
+  [
+    ("run_pile_multinode.sh", ("DATA", "VOCABULARY", "bfloat16", "8", "4", "LOGS", "--fdl.X=1")),
+    (
+      "run_base_config_multinode.sh",
+      ("Pile126M", "bfloat16", "8", "LOGS", "None", "V", "--fdl.X=1"),
+    ),
+  ],
+)
+def test_variables_of_pax_are_flags_which_the_user_s_follow(script, arguments):
+  slurm = dict.fromkeys(("LAUNCH_NODE_IPADDR", "NTASKS", "PROCID", "JOB_NUM_NODES"), "1")
+  environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
+  given = {"ENABLE_TE": "1", "ENABLE_FP8": "1", "NVTE_FUSED_ATTN": "0"}
+  for variables, flags in (
+    (given, ["--fdl.ENABLE_TE=true", "--fdl.USE_FP8=true", "--fdl.ATTENTION_KERNEL=xla"]),
+    ({"NVTE_FUSED_ATTN": "1", "ENABLE_FP8": "0"}, ["--fdl.ATTENTION_KERNEL=cudnn"]),
+    ({}, []),
+  ):
+    shown = subprocess.run(
+      ["bash", SCRIPTS / script, *arguments],
+      env=environment | {"PYTHON": "echo"} | variables,
+      stdout=subprocess.PIPE,
+      text=True,
+      check=True,
+    ).stdout.split()
+    assert shown[-1] == "--fdl.X=1" and shown[-1 - len(flags) : -1] == flags
+    assert ("--fdl.USE_FP8=true" in shown) == ("--fdl.USE_FP8=true" in flags)
