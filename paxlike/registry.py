@@ -21,6 +21,8 @@ from paxlike.experiment import Experiment
 
 _PACKAGES = ("paxlike.experiments", "paxlike.scripts_gpu")
 PACKAGE = pathlib.Path(__file__).parent
+# Names of Pax's experiments that differ here.
+_PAX_NAMES = {"GPT5B": "Pile5B", "GPT175B": "Pile175B"}
 _REGISTRY: dict[str, type[Experiment]] = {}
 _Class = TypeVar("_Class", bound=type[Experiment])
 
@@ -48,6 +50,9 @@ def find(name: str, *, flag: str = "fdl_config") -> type[Experiment]:
     UserError: The name is unknown or ambiguous, or its module cannot be imported.
   """
   found = _registered(name, flag)
+  if found is None and (ours := _of_pax(name)) is not None:
+    print(f"paxlike: --{flag}={name} of Pax is {ours} here", file=sys.stderr)
+    found = _registered(ours, flag)
   if found is not None:
     return found
   if name.endswith(".py"):
@@ -77,6 +82,15 @@ def _registered(name: str, flag: str) -> type[Experiment] | None:
   if matches:
     raise UserError(f"--{flag}={name} is ambiguous: {', '.join(sorted(matches))}.")
   return None
+
+
+def _of_pax(name: str) -> str | None:
+  """Returns our name for an experiment of Pax; None if there is none."""
+  module, _, short = name.rpartition(".")
+  if module and not module.startswith("paxml."):
+    return None
+  ours = _PAX_NAMES.get(short, short if module else None)
+  return ours if any(path.endswith(f".{ours}") for path in registered()) else None
 
 
 def _unregistered(name: str) -> type[Experiment] | None:

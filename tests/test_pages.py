@@ -49,7 +49,7 @@ def text_of(folders: tuple[str, ...]) -> str:
 SOURCE = text_of(("paxlike", "scripts", "benchmarks", "tests"))
 FLAGS = set(flag_types.define()) | set(re.findall(r'"--(\w+)"', SOURCE)) | LAUNCHERS
 # Those that benchmarks make of names.
-FLAGS |= {"experts", "hidden", "chosen"} | LAUNCH
+FLAGS |= {"experts", "hidden", "chosen", "alsologtostderr"} | LAUNCH
 LITERALS = [
   node.value
   for path in MODULES

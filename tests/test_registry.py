@@ -161,3 +161,16 @@ def test_a_damaged_file_is_named(tmp_path, text):
   assert "\n" not in str(error.value)
   with pytest.raises(UserError, match="is damaged"):
     registry.load(experiment_file(tmp_path, "Synthetic126M", {"NUM_LAYERS": 3}))
+
+
+@pytest.mark.parametrize(
+  ("name", "ours"),
+  [
+    ("GPT5B", "Pile5B"),
+    ("paxml.contrib.gpu.scripts_gpu.configs.GPT175B", "Pile175B"),
+    ("paxml.contrib.gpu.scripts_gpu.configs.Pile126M", "Pile126M"),
+  ],
+)
+def test_names_of_pax_are_understood(name, ours, capsys):
+  assert registry.find(name).__name__ == ours
+  assert capsys.readouterr().err == f"paxlike: --fdl_config={name} of Pax is {ours} here\n"

@@ -6,6 +6,7 @@ it is lower_case. Imports are light, so that `--help` and errors print at once.
 """
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ _ASSIGNMENT = re.compile(r"((?:[^=\[]|\[[^\]]*\])+)=(.*)", re.DOTALL)
 _FDL = re.compile(r"--?fdl\.(.*)", re.DOTALL)
 # Flags that absl itself defines: more flags from a file, and unknown flags to ignore.
 _OF_ABSL = re.compile(r"--?(flagfile|undefok)(=.*)?", re.DOTALL)
+# In every command of Pax's pages.
+_OF_PAX = re.compile(r"--?alsologtostderr(=\w+)?")
 _KNOB = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
@@ -76,7 +79,9 @@ def _rewrite(args: Sequence[str]) -> list[str]:
   rewritten = []
   remaining = iter(args)
   for arg in remaining:
-    if arg == "--":
+    if _OF_PAX.fullmatch(arg):
+      print(f"paxlike: {arg} is not needed: logs are always printed", file=sys.stderr)
+    elif arg == "--":
       rewritten += [arg, *remaining]
     elif match := _OF_ABSL.fullmatch(arg):
       raise UserError(f"unknown flag --{match[1]}. --help lists the flags.")

@@ -22,7 +22,7 @@ def test_what_pax_writes_is_understood():
     r"--fdl_config=paxml.contrib.gpu.scripts_gpu.configs.Pile126M --fdl.FPROP_DTYPE=\"bfloat16\""
     " --fdl.ICI_MESH_SHAPE=[8,1,1] --fdl.DCN_MESH_SHAPE='[1, 1, 1]' --fdl.PERCORE_BATCH_SIZE=4"
     " --tfds_data_dir=/data --job_log_dir=/logs --enable_checkpoint_saving=False"
-    " --multiprocess_gpu --server_addr=host:12345 --num_hosts=8 --host_idx=3"
+    " --multiprocess_gpu --server_addr=host:12345 --num_hosts=8 --host_idx=3 --alsologtostderr"
   )
   assert options == flags.Options(
     fdl_config="paxml.contrib.gpu.scripts_gpu.configs.Pile126M",
