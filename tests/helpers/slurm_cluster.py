@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -95,8 +96,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path) -> Iterator[Cluster]:
-  """Context of a cluster whose files are in a folder."""
+def running() -> Iterator[Cluster]:
+  """Context of a cluster. Its sockets need short paths, which folders of tests are not."""
+  folder = pathlib.Path(tempfile.mkdtemp(prefix="slurm-"))
   for name in ("munge", "state", "spool"):
     (folder / name).mkdir(mode=0o700)
   ports = []
@@ -136,3 +138,4 @@ def running(folder: pathlib.Path) -> Iterator[Cluster]:
         process.wait(timeout=15)
       except subprocess.TimeoutExpired:
         process.kill()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,7 @@ RUN = (
 def test_a_job_survives_the_failure_of_a_node(tmp_path):
   """Slurm queues it again, and the losses are those of a job that nothing befell."""
   run, whole = tmp_path / "run", tmp_path / "whole"
-  with slurm_cluster.running(tmp_path) as cluster:
+  with slurm_cluster.running() as cluster:
     launch = [
       *(sys.executable, "-m", "paxlike.launchers.main", "slurm", "--submit", "--nodes=2"),
       *(f"--program={sys.executable} -m paxlike.main", f"--output={tmp_path}/job.out"),
