@@ -2,7 +2,6 @@
 """TPUs of Google Cloud: queued resources of Compute Engine, and XPK on GKE."""
 
 import dataclasses
-import pathlib
 import shlex
 
 from paxlike.errors import UserError
@@ -55,36 +54,56 @@ for ((attempt = 0; attempt <= {max_restarts}; attempt++)); do
   everywhere {run} && exit 0 || status=$?
   case "${{status}}" in {statuses}) ;; *) break ;; esac
   echo "a process ended with status ${{status}}: all are started again, and resume."
-  everywhere {kill}
+  everywhere {kill} || true
 done
 exit "${{status}}"
 """
 
 
-def _network(name: str, project: list[str]) -> list[str]:
-  """Returns commands that create a network with large packets."""
-  return [
-    f"gcloud compute networks create {name} --mtu={_MTU} --subnet-mode=auto"
-    f" --bgp-routing-mode=regional {' '.join(project)}".rstrip(),
-    f"gcloud compute firewall-rules create {name}-internal --network={name}"
-    f" --allow=tcp,udp,icmp --source-ranges=10.128.0.0/9 {' '.join(project)}".rstrip(),
-  ]
+def _network(name: str, project: str) -> str:
+  """Returns commands that create a network with large packets, unless it exists."""
+  gcloud = f"gcloud compute --project={project}" if project else "gcloud compute"
+  return f"""\
+if ! {gcloud} networks describe {name} > /dev/null 2>&1; then
+  {gcloud} networks create {name} --mtu={_MTU} --subnet-mode=auto --bgp-routing-mode=regional
+  {gcloud} firewall-rules create {name}-internal --network={name} --allow=tcp,udp,icmp \\
+    --source-ranges=10.128.0.0/9
+fi"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QueuedResources(Target):
+class _GoogleCloud(Target):
+  """A script for a zone of Google Cloud."""
+
+  suffix = ".sh"
+
+  zone: str = option("", "zone")
+  project: str = option("", "project; default: gcloud's")
+
+  @property
+  def _place(self) -> list[str]:
+    return [f"--zone={self.zone}", *([f"--project={self.project}"] if self.project else [])]
+
+  def _require(self, target: str, *names: str):
+    """Raises UserError if one of these flags is not given."""
+    for name in names:
+      if not getattr(self, name):
+        raise UserError(f"{target} needs --{name}.")
+
+  def submission(self, file: str) -> list[str]:
+    return ["bash", file]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueuedResources(_GoogleCloud):
   """A script that requests TPU slices of Compute Engine, and runs a process on all their machines.
 
   Each of `nodes` is a slice. The processes find each other by the metadata server. The machines are
   kept: run the script again to resume, and delete the queued resource at the end.
   """
 
-  suffix = ".sh"
-
   accelerator_type: str = option("", "type of a slice, such as v5litepod-256")
   runtime_version: str = option("", "software of the machines, such as v2-alpha-tpuv5-lite")
-  zone: str = option("", "zone")
-  project: str = option("", "project; default: gcloud's")
   network: str = option("", "network")
   create_network: bool = option(False, "create that network first, with large packets")
   spot: bool = option(False, "request spot capacity")
@@ -93,12 +112,9 @@ class QueuedResources(Target):
   pause: int = option(30, "seconds between looks at the request")
 
   def text(self, job: Job) -> str:
-    for name in ("accelerator_type", "runtime_version", "zone"):
-      if not getattr(self, name):
-        raise UserError(f"gce needs --{name}.")
+    self._require("gce", "accelerator_type", "runtime_version", "zone")
     if self.create_network and not self.network:
       raise UserError("--create_network: name it with --network=NAME.")
-    where = [f"--zone={self.zone}", *([f"--project={self.project}"] if self.project else [])]
     one = job.nodes == 1
     slices = [job.title] if one else [f"{job.title}-{index}" for index in range(job.nodes)]
     several = [f"--node-count={job.nodes}", f"--node-prefix={job.title}"]
@@ -110,9 +126,9 @@ class QueuedResources(Target):
     ]
     pid = f"/tmp/paxlike-{job.title}.pid"
     return _QUEUED.format(
-      where=" ".join(map(shlex.quote, where)),
+      where=" ".join(map(shlex.quote, self._place)),
       slices=" ".join(slices),
-      network="\n".join(_network(self.network, where[1:]) if self.create_network else []),
+      network=_network(self.network, self.project) if self.create_network else "",
       name=job.title,
       request=" ".join(map(shlex.quote, request)),
       pause=self.pause,
@@ -123,19 +139,12 @@ class QueuedResources(Target):
       kill=shlex.quote(f'kill -KILL "$(cat {pid})" 2> /dev/null || true'),
     )
 
-  def submission(self, file: pathlib.Path) -> list[str]:
-    return ["bash", str(file)]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Xpk(Target):
+class Xpk(_GoogleCloud):
   """A script of XPK commands, for slices of TPUs or machines with GPUs on GKE."""
 
-  suffix = ".sh"
-
   cluster: str = option("", "cluster")
-  zone: str = option("", "zone")
-  project: str = option("", "project; default: gcloud's")
   tpu_type: str = option("", "type of a slice, such as v5litepod-256")
   device_type: str = option("", "type of a machine with GPUs, such as h100-80gb-8")
   image: str = option("", "container image with paxlike")
@@ -143,13 +152,10 @@ class Xpk(Target):
   create_cluster: bool = option(False, "create the cluster first, in a network with large packets")
 
   def text(self, job: Job) -> str:
-    for name in ("cluster", "zone", "image"):
-      if not getattr(self, name):
-        raise UserError(f"xpk needs --{name}.")
+    self._require("xpk", "cluster", "zone", "image")
     if bool(self.tpu_type) == bool(self.device_type):
       raise UserError("xpk needs --tpu_type or --device_type, one of them.")
-    where = [f"--zone={self.zone}", *([f"--project={self.project}"] if self.project else [])]
-    where.insert(0, f"--cluster={self.cluster}")
+    where = [f"--cluster={self.cluster}", *self._place]
     devices = [f"--tpu-type={self.tpu_type}", f"--num-slices={job.nodes}"]
     if self.device_type:
       devices = [f"--device-type={self.device_type}", f"--num-nodes={job.nodes}"]
@@ -160,7 +166,7 @@ class Xpk(Target):
       network = f"{self.cluster}-network"
       arguments = shlex.quote(f"--network={network} --subnetwork={network}")
       create = [
-        *_network(network, where[2:]),
+        _network(network, self.project),
         f"xpk cluster create {' '.join([*where, *devices])} --custom-cluster-arguments={arguments}",
       ]
     options = [
@@ -180,6 +186,3 @@ class Xpk(Target):
         "",
       ]
     )
-
-  def submission(self, file: pathlib.Path) -> list[str]:
-    return ["bash", str(file)]

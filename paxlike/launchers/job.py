@@ -57,12 +57,9 @@ class Job:
 
   def preparation(self) -> list[str]:
     """Returns the shell lines before the command: exports of `env`, then `setup`."""
-    exports = [f"export {name}={quoted(value)}" for name, value in self.environment().items()]
+    pairs = (pair.split("=", 1) for pair in self.env)
+    exports = [f"export {name}={quoted(value)}" for name, value in pairs]
     return [*exports, *self.setup.splitlines()]
-
-  def environment(self) -> dict[str, str]:
-    """Returns `env` as a dict."""
-    return dict(pair.split("=", 1) for pair in self.env)
 
 
 def quoted(text: str) -> str:

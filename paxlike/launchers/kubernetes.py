@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-import pathlib
 import re
 from typing import Any
 
@@ -95,7 +94,7 @@ class Kubernetes(Target):
     return max(1, chips // self.chips_per_node)
 
   def _pod(self, job: Job) -> dict[str, Any]:
-    variables = job.environment()
+    variables = {}
     if not self.tpu and job.nodes > 1:
       # JobSet gives pod 0 of replica 0 of job "w" this host name.
       variables["JAX_COORDINATOR_ADDRESS"] = f"{job.title}-w-0-0.{job.title}:{_PORT}"
@@ -107,7 +106,7 @@ class Kubernetes(Target):
     if self.claim:
       mounts["data"] = "/data"
       volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": self.claim}})
-    script = "\n".join([*job.setup.splitlines(), f"exec {job.command()}", ""])
+    script = "\n".join([*job.preparation(), f"exec {job.command()}", ""])
     container: dict[str, Any] = {
       "name": "paxlike",
       "image": self.image,
@@ -130,5 +129,5 @@ class Kubernetes(Target):
       pod["nodeSelector"] = {f"cloud.google.com/gke-tpu-{k}": v for k, v in labels.items()}
     return pod
 
-  def submission(self, file: pathlib.Path) -> list[str]:
-    return ["kubectl", "create", "-f", str(file)]
+  def submission(self, file: str) -> list[str]:
+    return ["kubectl", "create", "-f", file]

@@ -33,6 +33,8 @@ TARGETS: dict[str, type[Target]] = {
   "sky": SkyPilot,
 }
 
+# Flags whose values decide what can be checked.
+_CHOICES = ("--fdl_config=", "--exp=", "--mode=", "--fdl_set=")
 _HELP = """\
 Prints the script or manifest that runs a job on a cluster; --to=FILE saves it, --submit submits it.
 All other flags are those of paxlike, and are checked first. Their values may contain ${NAME} or
@@ -58,8 +60,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _launch(argv: Sequence[str]) -> int:
-  parser = _parser()
-  options, flags = parser.parse_known_args(argv)
+  options, flags = _parser().parse_known_args(argv)
   target = TARGETS[options.target](**_fields(TARGETS[options.target], options))
   experiment = _check(flags, own=[f"--{name}" for name in vars(options)])
   options.name = options.name or experiment
@@ -69,9 +70,9 @@ def _launch(argv: Sequence[str]) -> int:
     print(text, end="")
     return 0
   with tempfile.TemporaryDirectory() as scratch:
-    file = pathlib.Path(options.to or f"{scratch}/{job.title}{target.suffix}")
+    file = options.to or f"{scratch}/{job.title}{target.suffix}"
     try:
-      file_io.write(file_io.absolute(str(file)), text.encode())
+      file_io.write(file_io.absolute(file), text.encode())
     except file_io.failures() as error:
       raise UserError(f"--to={file} cannot be written: {file_io.reason(error)}.") from error
     return _submit(target.submission(file)) if options.submit else 0
@@ -84,9 +85,7 @@ def _submit(command: Sequence[str]) -> int:
 
 
 def _parser() -> console.Parser:
-  parser = console.Parser(
-    prog="paxlike-launch", description=_HELP, allow_abbrev=False, add_help=True
-  )
+  parser = console.Parser(prog="paxlike-launch", description=_HELP, allow_abbrev=False)
   targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)
   for name, target in TARGETS.items():
     summary = (target.__doc__ or "").strip().split("\n")[0]
@@ -146,8 +145,8 @@ def _check(flags: Sequence[str], *, own: Sequence[str]) -> str:
 
   open_knobs = [flag for flag in flags if flag.startswith("--fdl.") and has_open_variable(flag)]
   for flag in flags:
-    name = re.match(r"--(fdl_config|exp|mode|fdl_set)=|(?!--)", flag)
-    if name and has_open_variable(flag):
+    is_value = not flag.startswith("--")
+    if has_open_variable(flag) and (is_value or flag.startswith(_CHOICES)):
       raise UserError(
         f"{flag}: this cannot be checked: give the variable a default, ${{X:-VALUE}}."
       )
@@ -157,7 +156,7 @@ def _check(flags: Sequence[str], *, own: Sequence[str]) -> str:
   except UserError as error:
     raise _with_own_hint(error, own) from None
   if options.list or options.help or options.fdl_help or options.mode in ("show", "plan"):
-    raise UserError("these flags print something: give them to paxlike, here.")
+    raise UserError("--list, --fdl_help, --mode=show and plan print: give them to paxlike itself.")
   if options.fdl_config is None:
     return pathlib.Path(options.fdl_config_file or options.job_log_dir or "paxlike").stem
   experiment = run_mode.experiment_of(options)

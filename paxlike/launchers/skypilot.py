@@ -2,7 +2,6 @@
 """Tasks of SkyPilot (https://docs.skypilot.co), which finds machines on any cloud."""
 
 import dataclasses
-import pathlib
 from typing import Any
 
 from paxlike.errors import UserError
@@ -41,10 +40,9 @@ class SkyPilot(Target):
     resources["job_recovery"] = {"max_restarts_on_errors": job.max_restarts}
     task: dict[str, Any] = {"name": job.title, "num_nodes": job.nodes, "resources": resources}
     task |= {"workdir": self.directory} if self.directory else {}
-    task |= {"envs": job.environment()} if job.env else {}
     task |= {"setup": f"{self.install}\n"} if self.install else {}
-    task["run"] = "\n".join([*job.setup.splitlines(), command, ""])
+    task["run"] = "\n".join([*job.preparation(), command, ""])
     return to_yaml(task)
 
-  def submission(self, file: pathlib.Path) -> list[str]:
-    return ["sky", "jobs", "launch", str(file)]
+  def submission(self, file: str) -> list[str]:
+    return ["sky", "jobs", "launch", file]

@@ -2,7 +2,6 @@
 """Slurm batch scripts."""
 
 import dataclasses
-import pathlib
 import re
 
 from paxlike.errors import UserError
@@ -91,5 +90,5 @@ class Slurm(Target):
       given["cpus-per-task"] = str(self.cpus_per_task)
     return "".join(f" --{name}={quoted(value)}" for name, value in given.items() if value)
 
-  def submission(self, file: pathlib.Path) -> list[str]:
-    return ["sbatch", str(file)]
+  def submission(self, file: str) -> list[str]:
+    return ["sbatch", file]

@@ -2,7 +2,6 @@
 """Processes on machines that are reached by SSH."""
 
 import dataclasses
-import pathlib
 import re
 import shlex
 
@@ -17,7 +16,7 @@ _SCRIPT = """\
 set -u
 HOSTS=({hosts})
 SSH=(ssh -o BatchMode=yes -o ServerAliveInterval=10 -o ServerAliveCountMax=6{options})
-COMMAND=({command})
+COMMAND={command}
 PREPARATION={preparation}
 PID=/tmp/paxlike-{name}
 
@@ -25,7 +24,7 @@ start() {{  # INDEX HOST
   {{
     echo "echo \\$\\$ > ${{PID}}-$1.pid"
     echo "${{PREPARATION}}"
-    echo "exec $(printf '%q ' "${{COMMAND[@]}}") --host_idx=$1 < /dev/null"
+    echo "exec ${{COMMAND}}{index} < /dev/null"
   }} | "${{SSH[@]}}" "$2" bash -s 2>&1 | sed -u "s/^/$2: /"
 }}
 
@@ -83,13 +82,14 @@ class Ssh(Target):
     if self.copy and not self.directory:
       raise UserError("--copy needs --directory, the folder on the machines that it is copied to.")
     first = self.address or hosts[0].rpartition("@")[2]
+    several = len(hosts) > 1
     group = [f"--server_addr={first}:{self.port}", f"--num_hosts={len(hosts)}"]
-    words = [*shlex.split(job.program), *job.flags, *(group if len(hosts) > 1 else ())]
     change = [f"cd {quoted(self.directory)} || exit 1"] if self.directory else []
     return _SCRIPT.format(
       hosts=" ".join(map(shlex.quote, hosts)),
       options=f" {self.ssh_options}" if self.ssh_options else "",
-      command=" ".join(map(quoted, words)),
+      command=shlex.quote(job.command(*(group if several else ()))),
+      index=" --host_idx=$1" if several else "",
       preparation=shlex.quote("\n".join([*change, *job.preparation()])),
       name=job.title,
       copy=self._copying(),
@@ -105,5 +105,5 @@ class Ssh(Target):
     send = f'tar -C {quoted(self.copy)} -cz . | "${{SSH[@]}}" "${{host}}" {there} || exit 1'
     return f'for host in "${{HOSTS[@]}}"; do\n  {send}\ndone\n'
 
-  def submission(self, file: pathlib.Path) -> list[str]:
-    return ["bash", str(file)]
+  def submission(self, file: str) -> list[str]:
+    return ["bash", file]

@@ -3,7 +3,6 @@
 
 import abc
 import dataclasses
-import pathlib
 from typing import ClassVar
 
 from paxlike.launchers.job import Job
@@ -28,5 +27,5 @@ class Target(abc.ABC):
     """
 
   @abc.abstractmethod
-  def submission(self, file: pathlib.Path) -> list[str]:
+  def submission(self, file: str) -> list[str]:
     """Returns the command that submits a saved script or manifest."""

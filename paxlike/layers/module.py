@@ -242,7 +242,7 @@ class Definition:
       read_only: Whether nothing is trained; every weight with a `quantizer` is then quantized.
     """
     self.module = module
-    self._graph, state, quantized = nnx.split(module, nnx.Param, OperandVariable)
+    self._graph, state, operands = nnx.split(module, nnx.Param, OperandVariable)
     self._paths: dict[str, tuple[Any, ...]] = {}
     self.weights: dict[str, WeightSpec] = {}
     for path, param in nnx.to_flat_state(state):
@@ -268,7 +268,7 @@ class Definition:
     # Name of a weight -> the path and the variable of its quantized form.
     self._operands: dict[str, tuple[tuple[Any, ...], Any]] = {
       ".".join(map(str, (*path[:-1], variable.weight))): (path, variable)
-      for path, variable in nnx.to_flat_state(quantized)
+      for path, variable in nnx.to_flat_state(operands)
     }
 
   @property
@@ -309,23 +309,23 @@ class Definition:
 
   def quantize_operands(self, prepared: Mapping[str, jax.Array]) -> dict[str, QuantizedOperand]:
     """Quantizes the weights of low-precision matmuls, once per step instead of once per use."""
-    quantized = {}
+    operands = {}
     for name, (_, variable) in self._operands.items():
       if isinstance(w := prepared.get(name), Quantized | None):
         continue
       stacked = w.shape[: w.ndim - variable.num_dims]
       matrices = w.reshape(*stacked, self.weights[name].fan_in, -1)
-      quantized[name] = variable.dot.quantized(jax.lax.stop_gradient(matrices))
-    return {name: w8 for name, w8 in quantized.items() if w8 is not None}
+      operands[name] = variable.dot.quantized(jax.lax.stop_gradient(matrices))
+    return {name: w8 for name, w8 in operands.items() if w8 is not None}
 
   def bind(
-    self, params: Mapping[str, Any], quantized: Mapping[str, QuantizedOperand] | None = None
+    self, params: Mapping[str, Any], operands: Mapping[str, QuantizedOperand] | None = None
   ) -> Any:
     """Returns the module with `params` as its weights; costs nothing in a compiled function.
 
-    If `quantized` lacks the weight of a low-precision matmul, every use quantizes it again.
+    If `operands` lacks the weight of a low-precision matmul, every use quantizes it again.
     """
-    given = quantized or {}
+    given = operands or {}
     flat = [(self._paths[name], value) for name, value in params.items()]
     flat += [(path, given.get(name)) for name, (path, _) in self._operands.items()]
     return nnx.merge(self._graph, nnx.from_flat_state(flat))

@@ -93,7 +93,7 @@ class ModelSizes:
     loss_chunks: Chunks of a sequence over which the loss is computed.
     heads: Attention heads, summed over layers.
     least_heads: The smallest N of any layer.
-    scores: Attention's forward FLOPs per token: (full, causal); see `flops.attention`.
+    scores: Attention's forward FLOPs per token: (full, causal); see `flops.attention_flops`.
     mlp_factor: The number of arrays of width F that the activation reads and writes: 3 if gated,
       else 2.
     moe_layers: The number of layers with experts.

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -190,35 +191,35 @@ class _Objects:
     return self.opened
 
 
+class _Deferred(types.ModuleType):
+  """Stands for a module that is imported when one of its attributes is first read."""
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(importlib.import_module(self.__name__), name)
+
+
 @contextlib.contextmanager
 def _quick_import() -> Iterator[None]:
   """Context of an import of tensorboardX without the libraries that it would import if installed.
 
-  torch is hidden. Google's storage client is imported when it is first used.
+  torch is hidden. Google's storage client is deferred, for users of `gs://` in the same process.
   """
   modules: dict[str, Any] = sys.modules
   hidden = "torch" not in modules
   if hidden:
     modules["torch"] = None
+  google: Any = None
   with contextlib.suppress(ImportError):
-    _import_lazily("google.cloud.storage")
+    google = importlib.import_module("google.cloud")
+  if google is not None and importlib.util.find_spec("google.cloud.storage"):
+    google.__dict__.setdefault("storage", _Deferred("google.cloud.storage"))
   try:
     yield
   finally:
     if hidden:
       modules.pop("torch", None)
-
-
-def _import_lazily(name: str):
-  """Imports a module that is loaded when one of its attributes is first read."""
-  spec = None if name in sys.modules else importlib.util.find_spec(name)
-  if spec is None or spec.loader is None:
-    return
-  loader = importlib.util.LazyLoader(spec.loader)
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module
-  spec.loader = loader
-  loader.exec_module(module)
+    if isinstance(getattr(google, "storage", None), _Deferred):
+      del google.storage
 
 
 class TensorBoardWriter:

@@ -25,8 +25,8 @@ def check(
     UserError: A prompt cannot be continued, or a stop token is not in the vocabulary.
   """
   how: Any = {"max_len": trainer.data.seq_len, "stop_tokens": stop_tokens}
-  tokenizer, talk = trainer.data.tokenizer, prompt_renderer_for(trainer, prompts)
-  decoding.check(prompts, trainer.model, tokenizer, talk, **how)
+  tokenizer, renderer = trainer.data.tokenizer, prompt_renderer_for(trainer, prompts)
+  decoding.check(prompts, trainer.model, tokenizer, renderer, **how)
 
 
 def run(
@@ -50,8 +50,8 @@ def run(
   check(trainer, prompts or conversation.EXAMPLE, stop_tokens=options.stop_tokens)
   with jax.set_mesh(trainer.devices), trainer.watched(folder):
     step, params = trainer.state_source(folder).params(step)
-    talk = prompt_renderer_for(trainer, prompts or conversation.EXAMPLE)
-    decoder = decoding_of(trainer, params, options, prompt_renderer=talk)
+    renderer = prompt_renderer_for(trainer, prompts or conversation.EXAMPLE)
+    decoder = decoding_of(trainer, params, options, prompt_renderer=renderer)
     if not prompts:
       conversation.converse(decoder, run_log.piece)
       return
@@ -82,5 +82,6 @@ def prompt_renderer_for(
   trainer: "Trainer", prompts: Sequence[decoding.Prompt]
 ) -> PromptRenderer | None:
   """Returns the renderer of conversations: the data's chat template, else the tokenizer's."""
-  has_talk = any(map(decoding.is_conversation, prompts))
-  return trainer.data.prompt_renderer or (trainer.tokenizer_prompt_renderer if has_talk else None)
+  if trainer.data.prompt_renderer or not any(map(decoding.is_conversation, prompts)):
+    return trainer.data.prompt_renderer
+  return trainer.tokenizer_prompt_renderer

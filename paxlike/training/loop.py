@@ -55,7 +55,7 @@ class Loop:
     """Trains as `Trainer.train` does, in the context of its mesh."""
     trainer, run_log, best = self._trainer, self._run_log, self._best
     with self._saved, self._stop:
-      state, data_state, origin = self._source.state(self._saved, run_log)
+      state, data_state, provenance = self._source.state(self._saved, run_log)
       start = int(state.step)
       if run_log.is_past(start, num_steps=trainer.num_steps):
         return 0
@@ -68,7 +68,9 @@ class Loop:
         # All checks come before the first write.
         first = [next(batches)] if start < trainer.num_steps else []
         batches = itertools.chain(first, batches)
-        run_log.start(self._header, {**files, **origin}, step=start, num_steps=trainer.num_steps)
+        run_log.start(
+          self._header, {**files, **provenance}, step=start, num_steps=trainer.num_steps
+        )
         owed = self._evaluates_after(start) and best.lacks_evaluation(start, trainer.eval_data)
         if owed:  # The run was stopped before or during the evaluation at step `start`.
           self._judge(trainer.evaluated(state), start)

@@ -158,8 +158,8 @@ def _prepared(definition: Definition, state: TrainState) -> tuple[Differentiated
   """Returns the weights in their compute dtypes and quantized forms: once per step."""
   prepared, frozen = definition.prepare(state.params), definition.prepare(state.frozen)
   reference = definition.prepare(state.reference)
-  quantized = definition.quantize_operands(prepared | frozen)
-  return Differentiated(prepared, state.extra), Constants(frozen, reference, quantized)
+  operands = definition.quantize_operands(prepared | frozen)
+  return Differentiated(prepared, state.extra), Constants(frozen, reference, operands)
 
 
 def _updated(

@@ -2,6 +2,7 @@
 """A real sshd on the loopback address, with a key of its own."""
 
 import contextlib
+import os
 import pathlib
 import shutil
 import socket
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 SSHD = shutil.which("sshd") or shutil.which("/usr/sbin/sshd")
-HAS_SSH = SSHD is not None and shutil.which("ssh") is not None
+HAS_SSH = SSHD is not None and shutil.which("ssh") is not None and os.geteuid() == 0
 
 
 @contextlib.contextmanager

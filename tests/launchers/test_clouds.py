@@ -18,6 +18,8 @@ echo "$*" >> calls
 case "$*" in
   *queued-resources\\ describe*) [ -e state ] || exit 1; cat state; echo ACTIVE > state ;;
   *queued-resources\\ create*) echo PROVISIONING > state ;;
+  *networks\\ describe*) [ -e network ] ;;
+  *networks\\ create*) touch network ;;
   *ssh*) words="$*"; bash -c "${words##*--command=}" ;;
 esac
 """
@@ -35,12 +37,17 @@ def program(folder: pathlib.Path, name: str, text: str):
   (folder / name).chmod(0o755)
 
 
+def path_to(folder: pathlib.Path) -> dict[str, str]:
+  """Returns an environment in which programs of a folder come first."""
+  return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "NAME": "mine"}
+
+
 def script(folder: pathlib.Path, capsys: pytest.CaptureFixture, *flags: str) -> int:
   """Makes a script and runs it in a folder; returns its exit status."""
   assert main.run([*flags, *RUN]) == 0
   program(folder, "job.sh", capsys.readouterr().out)
-  environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "NAME": "mine"}
-  done = subprocess.run([folder / "job.sh"], cwd=folder, env=environment, timeout=60, check=False)
+  command = [folder / "job.sh"]
+  done = subprocess.run(command, cwd=folder, env=path_to(folder), timeout=60, check=False)
   return done.returncode
 
 
@@ -62,11 +69,13 @@ def test_slices_are_requested_once_and_lost_jobs_restarted(
   calls = (tmp_path / "calls").read_text().splitlines()
   create = next(call for call in calls if "queued-resources create" in call)
   assert "--node-id=pile126m" in create and create.endswith("--network=wide --spot")
-  assert "networks create wide --mtu=8896" in calls[0]
+  assert "networks create wide --mtu=8896" in calls[1]
   assert (tmp_path / "runs").read_text().splitlines() == [
     "--fdl_config=Pile126M --job_log_dir=gs://bucket/mine"
   ] * runs
-  assert sum("queued-resources create" in call for call in calls) == 1
+  subprocess.run([tmp_path / "job.sh"], cwd=tmp_path, env=path_to(tmp_path), check=False)
+  calls = (tmp_path / "calls").read_text()
+  assert calls.count("queued-resources create") == calls.count("networks create") == 1
 
 
 def test_several_slices_are_prepared_and_joined(tmp_path, capsys):
@@ -138,7 +147,7 @@ def test_a_task_of_sky_pilot_names_the_other_machines(capsys):
     (("slurm", "--grace=70000"), "--grace=70000: expected 0 to 65535"),
     (("slurm", "--output=${X}.out"), "Slurm expands no variables in a directive"),
     (("slurm", "--fiddler=nonsense(1)"), "nonsense"),
-    (("slurm", "--mode=show"), "these flags print something"),
+    (("slurm", "--mode=show"), "print: give them to paxlike itself"),
     (("slurm", "--exp=${X}"), "give the variable a default"),
     (("slurm", "--to=/nowhere/at/all/x.sub", "--bad"), "unknown flag --bad"),
   ],
@@ -158,3 +167,14 @@ def test_the_shell_sees_each_word_as_it_was_given(text):
     ["bash", "-c", f"printf %s {job.quoted(text)}"], stdout=subprocess.PIPE, text=True, check=True
   )
   assert shown.stdout == job.with_defaults(text)
+
+
+def test_what_cannot_be_written_or_submitted_is_said(tmp_path, monkeypatch, capsys):
+  (tmp_path / "file").write_text("")
+  assert main.run(["slurm", f"--to={tmp_path}/file/x.sub", *RUN]) == 2
+  assert f"--to={tmp_path}/file/x.sub cannot be written" in capsys.readouterr().err
+  monkeypatch.setenv("PATH", str(tmp_path))
+  assert main.run(["slurm", "--submit", *RUN]) == 2
+  assert "this machine has no sbatch; save the file with --to=FILE" in capsys.readouterr().err
+  assert main.run(["slurm", f"--to={tmp_path}/x.sub", *RUN]) == 0
+  assert (tmp_path / "x.sub").read_text().startswith("#!/usr/bin/env bash\n#SBATCH ")

@@ -13,10 +13,16 @@ from helpers.sources import REPOSITORY
 
 from paxlike.launchers import main
 
-needs_ssh = pytest.mark.skipif(not ssh_server.HAS_SSH, reason="there is no sshd")
+needs_ssh = pytest.mark.skipif(
+  not ssh_server.HAS_SSH, reason="there is no sshd, or it cannot be started"
+)
 pytestmark = pytest.mark.slow
-RUN = (*program.TINY, "--fdl.CHECKPOINT_EVERY_N_STEPS=20", "--fdl.EVAL_INTERVAL_STEPS=0")
-RUN = (*RUN, "--fdl.LR_COS_DECAY_END=100")
+RUN = (
+  *program.TINY,
+  "--fdl.CHECKPOINT_EVERY_N_STEPS=20",
+  "--fdl.EVAL_INTERVAL_STEPS=0",
+  "--fdl.LR_COS_DECAY_END=100",
+)
 
 
 def script(tmp_path: pathlib.Path, options: str, *flags: str) -> pathlib.Path:
@@ -40,7 +46,7 @@ def processes(folder: pathlib.Path) -> list[int]:
 def test_a_job_goes_on_after_one_of_its_processes_is_killed(tmp_path):
   run, whole = tmp_path / "run", tmp_path / "whole"
   with ssh_server.running(tmp_path) as options:
-    file = script(tmp_path, options, "--fdl.MAX_STEPS=300", f"--job_log_dir={run}")
+    file = script(tmp_path, options, "--fdl.MAX_STEPS=${STEPS:-300}", f"--job_log_dir={run}")
     job = subprocess.Popen(["bash", file], stdout=subprocess.PIPE, text=True)
     until(lambda: newest(run) >= 20, seconds=480, what="there is no checkpoint")
     subprocess.run(["kill", "-KILL", str(processes(run)[-1])], check=True)
