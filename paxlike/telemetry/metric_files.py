@@ -218,7 +218,7 @@ def _quick_import() -> Iterator[None]:
   finally:
     if hidden:
       modules.pop("torch", None)
-    if isinstance(getattr(google, "storage", None), _Deferred):
+    if google is not None and isinstance(google.__dict__.get("storage"), _Deferred):
       del google.storage
 
 
