@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of the types of knobs, on types alone; tests/config/test_knobs.py has them on knobs."""
+"""Laws of the types of knobs, on types alone; test_knob_values.py has them on knobs."""
 
 import collections.abc
 import enum
