@@ -150,6 +150,7 @@ class Xpk(_GoogleCloud):
   image: str = option("", "container image with paxlike")
   priority: str = option("", "priority, such as medium")
   create_cluster: bool = option(False, "create the cluster first, in a network with large packets")
+  capacity: str = option("on-demand", "its capacity: on-demand, spot or reservation=NAME")
 
   def text(self, job: Job) -> str:
     self._require("xpk", "cluster", "zone", "image")
@@ -165,15 +166,17 @@ class Xpk(_GoogleCloud):
     if self.create_cluster:
       network = f"{self.cluster}-network"
       arguments = shlex.quote(f"--network={network} --subnetwork={network}")
+      flags = [*where, *devices, f"--{self.capacity}", f"--custom-cluster-arguments={arguments}"]
       create = [
         _network(network, self.project),
-        f"xpk cluster create {' '.join([*where, *devices])} --custom-cluster-arguments={arguments}",
+        f"xpk cluster create {' '.join(flags)}",
       ]
     options = [
       f"--workload={job.title}",
       *devices,
       f"--docker-image={self.image}",
       f"--max-restarts={job.max_restarts}",
+      f"--restart-on-exit-codes={','.join(map(str, RESTART))}",
       *([f"--priority={self.priority}"] if self.priority else []),
     ]
     return "\n".join(

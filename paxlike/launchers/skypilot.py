@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from paxlike.errors import UserError
-from paxlike.launchers.job import Job, option
+from paxlike.launchers.job import RESTART, Job, option
 from paxlike.launchers.manifest import to_yaml
 from paxlike.launchers.target import Target
 
@@ -37,7 +37,7 @@ class SkyPilot(Target):
     resources: dict[str, Any] = {"accelerators": self.accelerators}
     resources |= {"cloud": self.cloud} if self.cloud else {}
     resources |= {"use_spot": True} if self.spot else {}
-    resources["job_recovery"] = {"max_restarts_on_errors": job.max_restarts}
+    resources["job_recovery"] = {"recover_on_exit_codes": list(RESTART)}
     task: dict[str, Any] = {"name": job.title, "num_nodes": job.nodes, "resources": resources}
     task |= {"workdir": self.directory} if self.directory else {}
     task |= {"setup": f"{self.install}\n"} if self.install else {}

@@ -101,10 +101,12 @@ def test_xpk_gets_the_workload(tmp_path, capsys):
   flags = (*XPK, "--tpu_type=v5litepod-256", "--nodes=2", "--create_cluster")
   assert script(tmp_path, capsys, *flags) == 0
   words = (tmp_path / "words").read_text()
-  assert words.startswith("cluster\ncreate\n") and "--network=mine-network --subnetwork=" in words
+  assert words.startswith("cluster\ncreate\n") and "\n--on-demand\n" in words
+  assert "--network=mine-network --subnetwork=mine-network" in words
   assert "workload\ncreate\n" in words and words.count("--num-slices=2") == 2
   assert '"--job_log_dir=gs://bucket/${NAME:-run}"' in words  # For the shell of the job.
   assert "rto_min 5ms" in words and "sudo" not in words
+  assert "--restart-on-exit-codes=75," in words  # Its own are 42 and from 127.
 
 
 def test_machines_with_gpus_need_no_preparation(tmp_path, capsys):
@@ -119,6 +121,7 @@ def test_a_task_of_sky_pilot_names_the_other_machines(capsys):
   assert main.run([*flags, *RUN]) == 0
   task = yaml.safe_load(capsys.readouterr().out)
   assert (task["num_nodes"], task["resources"]["use_spot"]) == (2, True)
+  assert 75 in task["resources"]["job_recovery"]["recover_on_exit_codes"]
   values = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
   shown = task["run"].replace("exec paxlike", "echo")
   words = subprocess.run(
