@@ -191,11 +191,13 @@ class _Objects:
     return self.opened
 
 
-class _Deferred(types.ModuleType):
-  """Stands for a module that is imported when one of its attributes is first read."""
+class _GoogleStorage(types.ModuleType):
+  """Stands for `google.cloud.storage`, which is imported when one of its attributes is read."""
 
   def __getattr__(self, name: str) -> Any:
-    return getattr(importlib.import_module(self.__name__), name)
+    from google.cloud import storage
+
+    return getattr(storage, name)
 
 
 @contextlib.contextmanager
@@ -208,18 +210,20 @@ def _quick_import() -> Iterator[None]:
   hidden = "torch" not in modules
   if hidden:
     modules["torch"] = None
-  google: Any = None
+  names: dict[str, Any] = {}
   with contextlib.suppress(ImportError):
-    google = importlib.import_module("google.cloud")
-  if google is not None and importlib.util.find_spec("google.cloud.storage"):
-    google.__dict__.setdefault("storage", _Deferred("google.cloud.storage"))
+    import google.cloud
+
+    if importlib.util.find_spec("google.cloud.storage"):
+      names = google.cloud.__dict__
+      names.setdefault("storage", _GoogleStorage("google.cloud.storage"))
   try:
     yield
   finally:
     if hidden:
       modules.pop("torch", None)
-    if google is not None and isinstance(google.__dict__.get("storage"), _Deferred):
-      del google.storage
+    if isinstance(names.get("storage"), _GoogleStorage):
+      del names["storage"]
 
 
 class TensorBoardWriter:
