@@ -215,7 +215,8 @@ def _quick_import() -> Iterator[None]:
     import google.cloud
 
     if importlib.util.find_spec("google.cloud.storage"):
-      names = google.cloud.__dict__
+      package: Any = google.cloud
+      names = package.__dict__
       names.setdefault("storage", _GoogleStorage("google.cloud.storage"))
   try:
     yield
