@@ -19,7 +19,8 @@ class StopSignal:
   Outside of the main thread, signals keep their handlers.
 
   All processes of a job stop at the same sync point, whichever gets the signal: their watches agree
-  on it. A process that does not reach its next sync point in time is ended by its watch.
+  on it. A process that does not reach its next sync point in time is ended by its watch. Once they
+  have stopped, a process ignores the signal that it has not got yet: the others wait for it to end.
 
   Attributes:
     number: The signal received; None if none.
@@ -60,9 +61,18 @@ class StopSignal:
 
   def __exit__(self, *unused: object):
     for number, handler in self._previous.items():
+      if self._may_come_late(number):
+        signal.signal(number, signal.SIG_IGN)
+        continue
       # None stands for a handler of C code (JAX's), which Python cannot restore.
       known = signal.SIG_DFL if handler is None else handler
       signal.signal(number, known)  # pyright: ignore[reportArgumentType]
+
+  def _may_come_late(self, number: int) -> bool:
+    """Returns whether all have stopped, perhaps before this process gets the signal of the job."""
+    is_alone = self._watch is None or self._watch.is_alone
+    is_second_ctrl_c = number == signal.SIGINT and self._is_interrupted
+    return self.number is not None and not is_alone and not is_second_ctrl_c
 
   def _note(self, number: int, frame: FrameType | None):
     del frame

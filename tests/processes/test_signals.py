@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import signal
+import types
 
 import pytest
 
+from paxlike.processes import job_watch
 from paxlike.processes.signals import StopSignal
 
 both = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -44,5 +46,20 @@ def test_what_was_there_before_is_put_back(number):
     assert seen == []
     signal.raise_signal(number)
     assert seen == [number]
+  finally:
+    signal.signal(number, handler)
+
+
+@both
+def test_a_signal_that_comes_after_the_others_have_stopped_is_ignored(number, monkeypatch):
+  watch = types.SimpleNamespace(is_alone=False, stops_here=lambda times: True)
+  monkeypatch.setattr(job_watch, "current", lambda: watch)
+  seen = []
+  handler = signal.signal(number, lambda number, frame: seen.append(number))
+  try:
+    with StopSignal() as stop:
+      assert stop.requested()
+    signal.raise_signal(number)
+    assert seen == [] and stop.number == signal.SIGTERM
   finally:
     signal.signal(number, handler)
