@@ -52,6 +52,8 @@ class Experiment(
       num_steps=self.max_steps(),
       seed=self.RANDOM_SEED,
       summary_every=self.SUMMARY_INTERVAL_STEPS,
+      speed_skip=self.SPEED_SKIP_STEPS,
+      target_tokens=self.TARGET_TOKENS,
       eval_every=self.EVAL_INTERVAL_STEPS,
       save_every=self.CHECKPOINT_EVERY_N_STEPS,
       keep=self.CHECKPOINT_MAX_TO_KEEP,

@@ -15,6 +15,7 @@ from paxlike import file_io, run_folder, run_mode
 from paxlike.api import error_messages
 from paxlike.cli import epochs, error_diagnosis, flags, startup
 from paxlike.errors import UserError
+from paxlike.processes import phases
 
 if TYPE_CHECKING:
   from paxlike.api.model import Model
@@ -155,6 +156,7 @@ def train(
     run_mode.reporting_failure(leave=False),
     error_diagnosis.explained(options, entry=True) as stage,
   ):
+    phases.OWN.restart()
     startup.set_up_jax(options)
     from paxlike.telemetry import callbacks as checking
 

@@ -22,6 +22,10 @@ class RunKnobs(Knobs):
   NUM_EPOCHS: ranges.PositiveFloat | None = None
   RANDOM_SEED: ranges.NonNegative = 1234  #: Seed of weights, dropout and data order.
   SUMMARY_INTERVAL_STEPS: ranges.Positive = 100  #: Steps between log lines.
+  #: First steps of each start that the speed printed at the end leaves out.
+  SPEED_SKIP_STEPS: ranges.NonNegative = 5
+  #: Tokens of a whole training, whose duration at this speed is printed at the end.
+  TARGET_TOKENS: ranges.PositiveFloat | None = None
   #: Steps between evaluations. 0: only after the last step.
   EVAL_INTERVAL_STEPS: ranges.NonNegative = 100
   #: Abort after this many steps in a row whose loss or gradient is not finite.

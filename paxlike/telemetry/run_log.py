@@ -18,9 +18,10 @@ from etils import epath
 from paxlike import file_io, run_folder
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.processes import verdicts
-from paxlike.telemetry import metric_files, run_status
+from paxlike.telemetry import formatting, goodput, metric_files, run_status
 from paxlike.telemetry.callbacks import Callback, Callbacks
 from paxlike.telemetry.console import Console
+from paxlike.telemetry.pace import Pace
 from paxlike.telemetry.run_header import RunHeader
 from paxlike.telemetry.step_metrics import TOKENS_OF, Reading
 
@@ -42,8 +43,17 @@ class RunLog:
     write_summaries: bool = True,
     check_owner: Callable[[], None] = lambda: None,
     callbacks: Sequence[Callback] = (),
+    ledger: goodput.Ledger | None = None,
   ):
-    """Opens nothing yet; see the attributes for `check_owner`. Only process 0 calls `callbacks`."""
+    """Opens nothing yet; only process 0 calls `callbacks`.
+
+    Args:
+      folder: The run's folder.
+      write_summaries: Whether to write metric files.
+      check_owner: See the class.
+      callbacks: Callbacks of training.
+      ledger: The ledger of the time of training, which is closed with the log.
+    """
     self.check_owner = check_owner
     self.skipped_in_a_row = 0
     self._folder = folder
@@ -51,6 +61,8 @@ class RunLog:
     self._write_summaries = write_summaries and self._main
     self._console = Console()
     self._callbacks = Callbacks(callbacks if self._main else ())
+    self._ledger = ledger
+    self._pace: Pace | None = None
     self._saved: collections.deque[tuple[int, epath.Path]] = collections.deque()  # For `on_save`.
     self._state: str | None = None
     self._jsonl: metric_files.JsonlWriter | metric_files.PartsWriter | None = None
@@ -84,13 +96,16 @@ class RunLog:
     *,
     step: int,
     num_steps: int,
+    **of_pace: Any,
   ):
     """Opens the files and prints the header; `step` updates are complete.
 
     `files`, name -> content, are written unless all steps are complete; None removes the file.
+    `of_pace` are arguments of `Pace`.
     """
     self._header = header
     self._num_steps = num_steps
+    self._pace = Pace(header, num_steps=num_steps, **of_pace)
     if not self._main:
       return
     self._resumed_at = step
@@ -107,6 +122,8 @@ class RunLog:
       if self._write_summaries:
         self._jsonl = metric_files.open_writer(self._folder, step=step)
         self._board("train")  # Opened now, so that no step waits for it.
+    if self._ledger is not None:
+      self._ledger.updates = step
     self.status("running", step)
     self._callbacks.call("on_start", step, self._folder)
     self.note(header.text(self._folder, num_steps))
@@ -146,7 +163,11 @@ class RunLog:
         self._tokens[name] += round(value)
     if not self._main:
       return
+    assert self._pace is not None
+    self._pace.add(reading)
     done = reading.step + 1
+    if self._ledger is not None:
+      self._ledger.updates = done
     self._console.progress(done, self._num_steps, f"loss {reading.values['loss']:.4f}")
     self._callbacks.call("on_step", done, dict(reading.values))
     if due or done == self._num_steps:
@@ -176,6 +197,9 @@ class RunLog:
     line.append(f"learning_rate: {values['learning_rate']:.2e}")
     # The main metrics of preference optimization.
     line += [f"{name}: {values[name]:.3f}" for name in _REWARDS if name in values]
+    if left := self._pace and self._pace.left(reading.step):
+      values["seconds_left"] = left
+      line.append(f"left: {formatting.duration(left)}")
     if skipped:
       line.append("skipped: not finite")
     self._console.line(", ".join(line))
@@ -227,6 +251,7 @@ class RunLog:
     """Writes the run's state to `status.json`, which continuous evaluation reads.
 
     Metrics are flushed too, because a run resumed from this step does not repeat them.
+    When training ends, its speed and goodput are printed.
     """
     self._status, self._state = step, state
     if not self._main:
@@ -239,7 +264,14 @@ class RunLog:
           file_io.write(self._folder / "status.json", json.dumps(now) + "\n")
       for writer in self._writers():
         writer.sync()
+      if self._ledger is not None:
+        self._ledger.mark(step)
     self._call_on_save()
+    if state != "running":
+      speed = None if self._pace is None else self._pace.text()
+      spent = None if self._ledger is None else self._ledger.summary().text()
+      for text in filter(None, (speed, spent)):
+        self.note(text)
 
   def _writers(self) -> list[Any]:
     return [*self._boards.values(), *([] if self._jsonl is None else [self._jsonl])]
@@ -255,6 +287,8 @@ class RunLog:
         self.status("failed", self._status)
     with contextlib.ExitStack() as stack:
       stack.callback(self._end, kind)
+      if self._ledger is not None:
+        stack.callback(self._ledger.close, writes=not self._is_out_of_reach)
       if self._is_out_of_reach or not self._writers():
         return  # A store's client would retry the last upload for minutes.
       allowed = (*file_io.failures(), UserError, RunError)

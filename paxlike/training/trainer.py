@@ -55,6 +55,8 @@ class Trainer:
     num_steps: Optimizer steps of the run.
     seed: Seed of weights and dropout.
     summary_every: Steps between log lines.
+    speed_skip: First steps of each start that the speed at the end leaves out.
+    target_tokens: Tokens of a whole training, whose time is estimated at the end; None: none is.
     eval_every: Steps between evaluations; 0: only after the last step.
     save_every: Steps between checkpoints; 0: only after the last step.
     keep: Number of newest checkpoints to keep; None: all.
@@ -86,6 +88,8 @@ class Trainer:
   save_every: ranges.NonNegative
   keep: ranges.Positive | None
   max_skipped_in_a_row: ranges.Positive
+  speed_skip: ranges.NonNegative = 5
+  target_tokens: ranges.PositiveFloat | None = None
   sample_prompt: str | None = None
   restore: Restore | None = None
   best: Criterion | None = None
