@@ -308,6 +308,7 @@ def _run(
         write_summaries=options.enable_summary_writer,
         check_owner=getattr(owner, "check", lambda: None),
         callbacks=callbacks,
+        tracking=_tracking(experiment, trainer),
       )
     )
     if options.mode != "train":
@@ -334,6 +335,16 @@ def _run(
         run_log.note(f"{hints.stopped(stopped_by)}{hints.saved(options.job_log_dir)}")
       return 128 + stopped_by if stopped_by else 0
   return 0
+
+
+def _tracking(experiment: "Experiment | None", trainer: Any) -> Any:
+  """Returns the trackers of a run, with the knobs that they show."""
+  from paxlike.config.knobs import UNSET
+  from paxlike.telemetry.trackers.recorder import Tracking
+
+  values = {} if experiment is None else experiment.values()
+  knobs = {name: one.value for name, one in values.items() if one.value is not UNSET}
+  return Tracking(names=trainer.trackers, project=trainer.tracker_project, knobs=knobs)
 
 
 def _step(options: flags.Options, folder: Any) -> int | None:
