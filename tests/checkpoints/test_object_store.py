@@ -191,8 +191,14 @@ def test_a_write_that_fails_is_an_error_and_not_tried_again(tmp_path, monkeypatc
   monkeypatch.setattr(type(epath.Path(tmp_path)), "write_bytes", write_bytes)
   with pytest.raises(UserError, match="out of reach"), RunLog(epath.Path(tmp_path)) as run_log:
     for updates in (1, 2):
-      record = {"kind": "eval", "step": updates, "updates": updates, "time": 0, "loss": 1.0}
-      run_log._record("eval_validation", record)
+      record = {
+        "kind": "eval",
+        "set": "validation",
+        "step": updates,
+        "updates": updates,
+        "loss": 1.0,
+      }
+      run_log._record(record)
   assert len(uploads) == refused
 
 

@@ -65,7 +65,7 @@ class Wandb(Tracker):
     if not self._run.offline:
       return newest(dict(self._run.summary))
     # Nothing resumes offline: each start has a folder of its own, to be uploaded to one run.
-    starts = sorted(self._folder.parent.glob(f"*run-*-{run.id}"))
+    starts = sorted({*self._folder.parent.glob(f"*run-*-{run.id}")} - {self._folder})
     return {part: updates for start in starts for part, updates in newest(_summary(start)).items()}
 
   @property
