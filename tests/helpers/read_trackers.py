@@ -3,8 +3,8 @@
 
     python -m helpers.read_trackers RUN
 
-RUN is the folder of a run, whose `wandb/` has files of W&B. MLFLOW_TRACKING_URI and TRACKIO_DIR name
-the databases of the others.
+RUN is the folder of a run, whose `wandb/` has files of W&B. MLFLOW_TRACKING_URI and TRACKIO_DIR
+name the databases of the others.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackio: a local database, a Space or a server of one's own (TRACKIO_SERVER_URL)."""
+"""Trackio: a local database, a Space (TRACKIO_SPACE_ID) or a server (TRACKIO_SERVER_URL)."""
 
 import pathlib
 import tempfile

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights & Biases, online or offline (`WANDB_MODE=offline`)."""
 
+import html
 import json
 import os
 import pathlib
@@ -82,9 +83,8 @@ class Wandb(Tracker):
     import wandb
 
     values: dict[str, Any] = record.named()
-    if record.texts:
-      columns = ["updates", *record.texts]
-      values[record.part] = wandb.Table(columns, [[record.updates, *record.texts.values()]])
+    for name, text in record.texts.items():
+      values[f"{record.part}/{name}"] = wandb.Html(f"<pre>{html.escape(text)}</pre>")
     # An evaluation that a restart makes up for may come after the row of its step was sent.
     self._step = max(self._step, record.updates)
     self._run.log(values, step=self._step)

@@ -12,7 +12,9 @@ import pytest
 from helpers.program import TEXT, finish, start
 from helpers.sources import REPOSITORY
 
-MISSING = [name for name in ("wandb", "mlflow", "trackio") if importlib.util.find_spec(name) is None]
+MISSING = [
+  name for name in ("wandb", "mlflow", "trackio") if importlib.util.find_spec(name) is None
+]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}")
 
 EXPERIMENT = '''
@@ -105,7 +107,7 @@ def test_wandb_has_each_record_once_over_both_starts(tracked):
   assert {one["id"] for one in starts} - {None} == {last["id"]}
   assert last["config"]["NUM_LAYERS"] == 1 and len(last["config"]["run"]["git_commit"]) == 40
   assert {"config.json", "experiment.json"} <= set(last["files"])
-  assert any(file.startswith("media/table/sample") for file in last["files"])
+  assert any(file.startswith("media/html/sample/text") for file in last["files"])
   assert f"-{last['id']}" in out and "tracker wandb: offline; to upload: wandb sync" in out
 
 
