@@ -59,10 +59,7 @@ class Background:
     """Waits at most `seconds` for the end, until which all records are sent."""
     self._thread.join(seconds)
     if self._thread.is_alive():
-      self._lines.append(
-        f"tracker {self._name}: not all records were sent in time. The same command again sends"
-        " those that are missing."
-      )
+      self._give_up("it takes too long")
 
   def lines(self) -> Iterator[str]:
     """Yields new lines for the console."""
@@ -78,17 +75,25 @@ class Background:
         return
       # Whatever a library raises: the run has its records in metrics.jsonl.
       except BaseException as error:
-        if not self._has_failed:
-          self._lines.append(
-            f"tracker {self._name} failed: {type(error).__name__}: {one_line(error, limit=300)}."
-            " Training goes on; the tracker is tried again and gets all records later."
-          )
-        self._has_failed = True
+        reason = f"{type(error).__name__}: {one_line(error, limit=300).rstrip('.')}"
       if is_ending:
+        self._give_up(reason)
         return
+      if not self._has_failed:
+        self._lines.append(
+          f"tracker {self._name} failed: {reason}. Training goes on; the tracker is tried again and"
+          " then gets what it lacks."
+        )
+      self._has_failed = True
       with self._changed:
         self._changed.wait_for(lambda: self._status is not None, timeout=wait)
       wait = min(2 * wait, _MOST_RETRY)
+
+  def _give_up(self, reason: str):
+    self._lines.append(
+      f"tracker {self._name}: some records were not sent ({reason}). The same command again sends"
+      " what it lacks."
+    )
 
   def _follow(self):
     """Opens the tracker, sends what it lacks, and then records as they come, until the end."""

@@ -47,6 +47,7 @@ class Wandb(Tracker):
     self._run = wandb.init(
       id=run.id,
       resume="allow",
+      reinit="finish_previous",  # After an error.
       project=run.project or os.environ.get("WANDB_PROJECT", "paxlike"),
       name=os.environ.get("WANDB_NAME", run.name),
       dir=os.fspath(run.folder) if in_folder else None,
@@ -55,6 +56,7 @@ class Wandb(Tracker):
         # It would wrap the standard output of the whole program.
         console=os.environ.get("WANDB_CONSOLE", "off"),  # pyright: ignore[reportArgumentType]
         finish_timeout=_FINISH_SECONDS,
+        finish_timeout_raises=True,
         silent=True,
       ),
     )

@@ -33,9 +33,8 @@ def test_the_part_of_a_record_comes_back_from_its_metrics(given, part):
   assert newest(record.named()) == {part: 7}
 
 
-def test_a_tracker_from_outside_is_a_choice(monkeypatch):
-  monkeypatch.setattr(registry, "TRACKERS", registry.TRACKERS)
-  with pytest.raises(UserError, match="is already registered: Other needs another name"):
+def test_a_tracker_from_outside_is_a_choice():
+  with pytest.raises(UserError, match=r"is already registered: .*Other needs another name"):
 
     @registry.register_tracker("wandb")
     class Other(Tracker):
