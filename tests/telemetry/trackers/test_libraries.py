@@ -86,7 +86,9 @@ def tracked(tmp_path_factory, text):
     path = os.pathsep.join([str(REPOSITORY / "tests"), str(REPOSITORY)])
     env = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, check=True, cwd=folder, env=env, capture_output=True, text=True)
-  records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+  records = [
+    json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+  ]
   return folder, out, records, json.loads(done.stdout.splitlines()[-1])
 
 
