@@ -59,6 +59,8 @@ class Experiment(
       keep=self.CHECKPOINT_MAX_TO_KEEP,
       max_skipped_in_a_row=self.MAX_SKIPPED_STEPS_IN_A_ROW,
       sample_prompt=self.SAMPLE_PROMPT,
+      trackers=self.TRACKERS,
+      tracker_project=self.TRACKER_PROJECT,
       restore=self.restore(),
       best=self.best(),
       objective=self.objective(),

@@ -310,6 +310,7 @@ def _run(
         check_owner=check_owner,
         callbacks=callbacks,
         ledger=_ledger(folder, check_owner) if owned else None,
+        tracking=_tracking(experiment, trainer),
       )
     )
     if options.mode != "train":
@@ -345,6 +346,16 @@ def _ledger(folder: Any, check_owner: Callable[[], None]) -> Any:
   from paxlike.telemetry import goodput
 
   return goodput.Ledger(folder, check_owner=check_owner) if jax.process_index() == 0 else None
+
+
+def _tracking(experiment: "Experiment | None", trainer: Any) -> Any:
+  """Returns the trackers of a run, with the knobs that they show."""
+  from paxlike.config.knobs import UNSET
+  from paxlike.telemetry.trackers.recorder import Tracking
+
+  values = {} if experiment is None else experiment.values()
+  knobs = {name: one.value for name, one in values.items() if one.value is not UNSET}
+  return Tracking(names=trainer.trackers, project=trainer.tracker_project, knobs=knobs)
 
 
 def _step(options: flags.Options, folder: Any) -> int | None:

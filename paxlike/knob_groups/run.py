@@ -3,6 +3,7 @@
 
 from paxlike.config import ranges
 from paxlike.config.knobs import UNSET, Knobs
+from paxlike.telemetry.trackers.registry import TrackerName
 
 
 class BatchKnobs(Knobs):
@@ -37,6 +38,10 @@ class RunKnobs(Knobs):
   #: and on SIGUSR1.
   STACK_TRACE_INTERVAL: ranges.Interval | None = None
   SAMPLE_PROMPT: str | None = None  #: Prompt that the trained model continues. None: no sample.
+  #: Where the records go besides metrics.jsonl: [tensorboard,wandb], say; others can be registered.
+  TRACKERS: tuple[TrackerName, ...] = ("tensorboard",)
+  #: Project of the run in trackers. None: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, or "paxlike".
+  TRACKER_PROJECT: ranges.Name | None = None
 
   def max_steps(self) -> int:
     """Returns MAX_STEPS; with NUM_EPOCHS, 1 until `cli.epochs` has set MAX_STEPS."""

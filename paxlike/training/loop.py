@@ -171,7 +171,7 @@ class Loop:
       *_, last = decode_mode.decoding_of(trainer, trainer.evaluated(state), how).run(
         [trainer.sample_prompt]
       )
-      run_log.note(f"sample:\n{trainer.sample_prompt}{last.text}")
+      run_log.sampled(trainer.sample_prompt, last.text, step)
     run_log.status("finished" if finished else "stopped", step)
 
   @property

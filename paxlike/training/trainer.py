@@ -62,6 +62,8 @@ class Trainer:
     keep: Number of newest checkpoints to keep; None: all.
     max_skipped_in_a_row: Number of consecutive non-finite steps that ends the run.
     sample_prompt: Text that the trained model continues at the end.
+    trackers: Names of the trackers that get the run's records; see `telemetry.trackers`.
+    tracker_project: Project of the run in trackers; None: the default of each.
     restore: Source of a new run's initial weights; None: all are initialized.
     best: Criterion of the best checkpoint; None: none is kept.
     objective: The training objective.
@@ -91,6 +93,8 @@ class Trainer:
   speed_skip: ranges.NonNegative = 5
   target_tokens: ranges.PositiveFloat | None = None
   sample_prompt: str | None = None
+  trackers: tuple[ranges.Name, ...] = ("tensorboard",)
+  tracker_project: ranges.Name | None = None
   restore: Restore | None = None
   best: Criterion | None = None
   objective: Objective = dataclasses.field(default_factory=NextToken)
