@@ -29,6 +29,7 @@ REQUIRED = {
   "BASE_WORKSPACE_DIR": "/work",
   "BASE_TFDS_DATA_DIR": "/tfds",
   "BASE_VOCAB_PATH": "/vocab.model",
+  "BASE_CHECKPOINT_RESTORE_PATH": "/llama",
   "STAGE_PATH": "/stage",
   "DTYPE": "bf16",
 }
@@ -175,7 +176,12 @@ def test_a_profiler_and_a_container_are_optional(tmp_path):
     ("llama2_70b_h100.sub", {"DTYPE": ""}, "DTYPE: fp8 or bf16"),
     ("llama2_70b_h100.sub", {"DTYPE": "fp16"}, "DTYPE=fp16: expected fp8 or bf16"),
     ("pile_multinode.sub", {"BASE_VOCAB_PATH": ""}, "BASE_VOCAB_PATH: a SentencePiece model"),
+    ("pile_multinode.sub", {"BASE_SCRIPT": "x.sh"}, "BASE_SCRIPT=x.sh: edit this file instead."),
     ("pile_multinode.sub", {"NUM_NODES": "4"}, ["--nodes=4", "--gpus-per-node=8"]),
+    ("llama_sft.sub", {"USE_LORA": "1"}, "USE_LORA=1: submit llama_lora.sub."),
+    ("llama_lora.sub", {"EVAL_ONLY": "1"}, "EVAL_ONLY=1: llama_eval.sub."),
+    ("llama_lora.sub", {"USE_LORA": "1", "EVAL_ONLY": "0"}, ["--nodes=2"]),
+    ("llama_eval.sub", {"OUTPUT_DIR": "out"}, ["--nodes=2", "--output={tmp}/out/%x-%j.out"]),
     ("base_config.sub", {"CONFIG": "Pile126M"}, ["--nodes=8", "--job-name=Pile126M"]),
     (
       "gpt3_175b_pipeline.sub",
@@ -189,12 +195,14 @@ def test_outside_of_a_job_a_script_submits_itself(name, variables, expected, tmp
     *(FOLDER / name, "--fdl.MAX_STEPS=9"),
     folder=tmp_path,
     program="sbatch",
-    **(REQUIRED | variables),
+    **(REQUIRED | {"BASE_WORKSPACE_DIR": str(tmp_path)} | variables),
   )
   if isinstance(expected, str):
     assert expected in words[0]
   else:
-    assert words == [*expected, str(FOLDER / name), "--fdl.MAX_STEPS=9"]
+    options = [option.format(tmp=tmp_path) for option in expected]
+    assert words == [*options, str(FOLDER / name), "--fdl.MAX_STEPS=9"]
+    assert (tmp_path / "out").is_dir() == ("OUTPUT_DIR" in variables)
 
 
 @pytest.mark.slow  # Slurm waits between jobs.
