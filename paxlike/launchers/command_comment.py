@@ -18,7 +18,7 @@ def added(text: str, argv: Sequence[str]) -> str:
   """
   words = [shlex.quote(word) for word in _kept(argv)]
   command = " \\\n  ".join([f"paxlike-launch {words[0]}", *words[1:]])
-  lines = [f"{_INDENT}{line}".rstrip() for line in command.split("\n")]
+  lines = [f"{_INDENT}{line}" if line else "#" for line in command.split("\n")]
   comment = _FIRST + "".join(f"{line}\n" for line in lines)
   body = text.removeprefix(_SHEBANG)
   return f"{text[: len(text) - len(body)]}{comment}\n{body}"

@@ -47,6 +47,21 @@ def test_a_file_is_what_its_command_makes(file):
   assert launch_files.made_anew(file.read_text()) == file.read_text()
 
 
+@pytest.mark.parametrize(
+  "word", ["", "a b", "a  \n\n# b \\\nc\n", "it's", '"', "\\", "${A:-b}", "#", "a=$(touch f)"]
+)
+def test_a_command_is_read_as_it_was_written(word):
+  argv = ["slurm", f"--setup={word}", word, "--flag"]
+  made = command_comment.added("#!/usr/bin/env bash\n#SBATCH x\n", [*argv, "--submit", "--to", "x"])
+  assert made.endswith("\n\n#SBATCH x\n") and made.startswith("#!/usr/bin/env bash\n# ")
+  assert command_comment.read(made) == argv
+
+
+def test_the_page_names_every_file():
+  page = (FOLDER.parents[1] / "docs" / "guide" / "launching.md").read_text()
+  assert [file.name for file in FILES if f"`{file.name}`" not in page] == []
+
+
 @every_file
 def test_meshes_have_the_devices_of_the_job(file):
   argv = command_comment.read(file.read_text())
