@@ -35,11 +35,11 @@ def settle() -> str:
   Raises:
     UserError: The file cannot be read, or XLA refuses the value of a flag.
   """
-  text = os.environ.get(VARIABLE, "").strip()
-  if not text:
+  if not os.environ.get(VARIABLE):
     return ""
-  flags, rest = _parsed(text if text.startswith("-") else _read(text))
-  answer = _answer(flags)
+  text = os.environ[VARIABLE].strip()  # XLA takes blanks for the name of a file.
+  flags, rest = _parsed(text if text[:1] in ("", "-") else _read(text))
+  answer = _answer(flags) if flags else ""
   if refused := re.search(r"Couldn't interpret value .*", answer):
     raise UserError(f"{VARIABLE}: {refused[0]}")
   unknown = _unknown(answer)

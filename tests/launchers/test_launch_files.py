@@ -174,6 +174,13 @@ def test_xla_has_the_flags(file, tmp_path, monkeypatch):
   assert xla_environment.settle() == ""
 
 
+@pytest.mark.parametrize("name", [file.name for file in SUBS if "BASE_XLA" in file.read_text()])
+def test_flags_of_pax_and_of_the_user_are_passed(name, tmp_path):
+  given = {"BASE_XLA_FLAGS": "--first", "XLA_FLAGS": "--second --third"}
+  _, _, environment = in_job(name, tmp_path, nodes=8, **given)
+  assert environment["XLA_FLAGS"] == "--first --second --third"
+
+
 def test_a_profiler_and_a_container_are_optional(tmp_path):
   srun, _, _ = in_job("llama2_70b_h100.sub", tmp_path, nodes=8)
   assert not any(word.startswith(("nsys", "--container")) for word in srun)
