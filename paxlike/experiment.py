@@ -52,6 +52,7 @@ class Experiment(
       num_steps=self.max_steps(),
       seed=self.RANDOM_SEED,
       summary_every=self.SUMMARY_INTERVAL_STEPS,
+      log_layers_every=self.LOG_LAYERS_EVERY,
       eval_every=self.EVAL_INTERVAL_STEPS,
       save_every=self.CHECKPOINT_EVERY_N_STEPS,
       keep=self.CHECKPOINT_MAX_TO_KEEP,

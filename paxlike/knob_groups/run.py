@@ -22,6 +22,8 @@ class RunKnobs(Knobs):
   NUM_EPOCHS: ranges.PositiveFloat | None = None
   RANDOM_SEED: ranges.NonNegative = 1234  #: Seed of weights, dropout and data order.
   SUMMARY_INTERVAL_STEPS: ranges.Positive = 100  #: Steps between log lines.
+  #: Steps between records of each layer's norms, activations, logits and expert loads. 0: none.
+  LOG_LAYERS_EVERY: ranges.NonNegative = 0
   #: Steps between evaluations. 0: only after the last step.
   EVAL_INTERVAL_STEPS: ranges.NonNegative = 100
   #: Abort after this many steps in a row whose loss or gradient is not finite.

@@ -107,6 +107,16 @@ def clean(record: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
+def layer_scalars(table: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+  """Returns the values of a `layers` record as "layers/METRIC/GROUP/LAYER" -> value."""
+  return {
+    f"layers/{metric}/{group}/{layer}": value
+    for metric, groups in table.items()
+    for group, values in groups.items()
+    for layer, value in enumerate(values)
+  }
+
+
 def _line(record: Mapping[str, Any]) -> str:
   return f"{json.dumps(clean(record))}\n"
 

@@ -194,6 +194,12 @@ class RunLog:
     }
     self._record("train", record)
 
+  def layers(self, step: int, table: Mapping[str, Mapping[str, Sequence[float | None]]]):
+    """Records metric -> group -> the values of layers, of completed step `step`."""
+    if self._main:
+      counts = {"step": step, "updates": step + 1, "time": time.time()}
+      self._record("train", {"kind": "layers", **counts, "layers": table})
+
   def evaluated(
     self,
     name: str,
@@ -290,7 +296,8 @@ class RunLog:
     if not self._write_summaries:
       return
     hidden = ("kind", "set", "step", "updates", "time")
-    scalars = {key: value for key, value in record.items() if key not in hidden}
+    scalars = {key: value for key, value in record.items() if key not in (*hidden, "layers")}
+    scalars |= metric_files.layer_scalars(record.get("layers", {}))
     with self._writing():
       if self._jsonl is not None:
         self._jsonl.write(record)
