@@ -82,8 +82,8 @@ class Run:
   def records(self) -> list[dict[str, Any]]:
     """Returns the records of `metrics.jsonl`, oldest first.
 
-    Each has `kind` ("train", "eval" or "layers"), `step` (counted from 0; for evaluation the same as
-    `updates`), `updates` (completed optimizer steps) and `time` (seconds since 1970). Training
+    Each has `kind` ("train", "eval" or "layers"), `step` (counted from 0; for evaluation the same
+    as `updates`), `updates` (completed optimizer steps) and `time` (seconds since 1970). Training
     records also have `loss`, `learning_rate`, `grad_norm`, `total_weights` and, except the first,
     `seconds_per_step` and values derived from it. Evaluation records also have `loss`, `set`, the
     name of the eval set, and its metrics. Records of layers (LOG_LAYERS_EVERY) have `layers`:

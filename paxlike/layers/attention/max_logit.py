@@ -16,7 +16,7 @@ from paxlike.layers.attention.kernels import AttentionOptions, masked_logits, sp
 from paxlike.layers.aux_losses import Aux, none
 from paxlike.layers.call_context import Context
 
-_MOST_KEYS = 2048  # Keys whose logits with a span of queries are materialized at a time.
+_MOST_LOGITS = 2**26  # Per device, that are materialized at a time.
 
 
 def logged(
@@ -51,9 +51,13 @@ def max_logit(
 def _of_span(q_BTNH: jax.Array, k_BSKH: jax.Array, *, first_key: int, **options: Any) -> jax.Array:
   """Returns the largest logit of a span of queries and their keys."""
   S = k_BSKH.shape[1]
-  if S <= _MOST_KEYS:
+  sizes = dict.fromkeys(mesh.AXES, 1) | mesh.sizes_here(mesh.AXES)
+  spec = mesh.partition(("batch", "time", "heads", None), q_BTNH.shape, sizes)
+  num_shards = math.prod(sizes[axis] for axis in mesh.axes_of(spec))
+  num_queries = math.prod(q_BTNH.shape[:3]) // num_shards
+  num_blocks = math.ceil(S / max(1, _MOST_LOGITS // num_queries))
+  if num_blocks == 1:
     return masked_logits(q_BTNH, k_BSKH, first_key=first_key, **options).max()
-  num_blocks = math.ceil(S / _MOST_KEYS)
   size = math.ceil(S / num_blocks)
 
   def block(number: jax.Array) -> jax.Array:

@@ -23,16 +23,16 @@ def reference(q, k, *, scale, segments_BT, window=None, soft_cap=None, bias_NTS=
   return largest
 
 
-@pytest.mark.parametrize("most_keys", [4, 2048])
+@pytest.mark.parametrize("most_logits", [100, 2**26])
 @pytest.mark.parametrize(
   "options",
   [{}, {"window": 3}, {"soft_cap": 0.7}, {"bias_NTS": None}, {"sinks_N": np.full(4, 99.0)}],
   ids=lambda options: "_".join(options),
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_it_is_the_largest_visible_logit(options, packed, most_keys, monkeypatch):
+def test_it_is_the_largest_visible_logit(options, packed, most_logits, monkeypatch):
   monkeypatch.setattr(kernels, "_MIN_SPAN", 4)
-  monkeypatch.setattr(max_logit, "_MOST_KEYS", most_keys)
+  monkeypatch.setattr(max_logit, "_MOST_LOGITS", most_logits)
   random = np.random.default_rng(0)
   q, k = random.normal(size=(2, T, 4, 8)), random.normal(size=(2, T, 2, 8))
   q, k = q.astype(np.float32), k.astype(np.float32)
