@@ -5,7 +5,7 @@ The devices compute sums of squares and counts, one array per weight or metric; 
 table of them, in the order of the layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,43 +26,49 @@ class LayerMetrics(NamedTuple):
   """What a step returns of its layers; float32.
 
   Attributes:
-    gradients: Name of a trained weight -> the sum of its gradient's squares; of each layer, if
-      layers are stacked in it.
-    weights: The same of its values before the update.
-    updates: The same of its update.
+    gradients: The sum of squares of the gradient of each trained weight, in the order of
+      `Definition.weights`; of each layer, if layers are stacked in it.
+    weights: The same of the weights before the step.
+    updates: The same of their change.
     sums, maxima: `layer_sums` and `layer_maxima` of `Aux`.
   """
 
-  gradients: dict[str, jax.Array]
-  weights: dict[str, jax.Array]
-  updates: dict[str, jax.Array]
-  sums: dict[str, jax.Array]
-  maxima: dict[str, jax.Array]
+  gradients: Any
+  weights: Any
+  updates: Any
+  sums: dict[str, Any]
+  maxima: dict[str, Any]
 
 
 def of_step(
   definition: Definition,
   aux: Aux,
   gradients: Mapping[str, jax.Array],
-  weights: Mapping[str, jax.Array],
-  updates: Mapping[str, jax.Array],
+  old: Mapping[str, jax.Array],
+  new: Mapping[str, jax.Array],
 ) -> LayerMetrics:
-  """Returns the metrics of a step, inside a traced function."""
+  """Returns the metrics of a step, inside a traced function, for the weights around it."""
 
-  def squares(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    trained = definition.optimized(arrays)
-    return {name: _squares(definition.weights[name], x) for name, x in trained.items()}
+  def replicated(x: jax.Array) -> jax.Array:
+    """Since the host that reads it may hold only some layers or experts."""
+    return mesh.constrain(x, *(None,) * x.ndim)
 
-  given = (gradients, weights, updates)
-  metrics = LayerMetrics(*map(squares, given), aux.layer_sums, aux.layer_maxima)
-  # Replicated, since a host that reads them may hold only some layers or experts.
-  return jax.tree.map(lambda x: mesh.constrain(x, *(None,) * x.ndim), metrics)
+  def squares(of: Callable[[str], jax.Array]) -> jax.Array:
+    trained = definition.optimized(definition.weights)
+    sums = (replicated(_squares(spec, of(name))) for name, spec in trained.items())
+    return jnp.concatenate(list(sums))
+
+  def change(name: str) -> jax.Array:
+    return new[name].astype(jnp.float32) - old[name].astype(jnp.float32)
+
+  reported = jax.tree.map(replicated, (aux.layer_sums, aux.layer_maxima))
+  return LayerMetrics(*map(squares, (gradients.__getitem__, old.__getitem__, change)), *reported)
 
 
 def _squares(spec: WeightSpec, x: jax.Array) -> jax.Array:
-  """Returns the sum of squares; [L] of them if layers are stacked."""
+  """Returns [L], or [1], sums of squares: of each layer, if layers are stacked."""
   dims = tuple(dim for dim, name in enumerate(spec.dims) if name != "layer")
-  return jnp.square(x.astype(jnp.float32)).sum(dims)
+  return jnp.square(x.astype(jnp.float32)).sum(dims).reshape(-1)
 
 
 def table(definition: Definition, metrics: LayerMetrics) -> Table:
@@ -89,7 +95,7 @@ def table(definition: Definition, metrics: LayerMetrics) -> Table:
   return {name: {str(g): _plain(x) for g, x in groups.items()} for name, groups in found.items()}
 
 
-def _norms(definition: Definition, squares: Mapping[str, np.ndarray]) -> dict[Any, np.ndarray]:
+def _norms(definition: Definition, squares: np.ndarray) -> dict[Any, np.ndarray]:
   """Returns group -> [L], or [1] outside the stack, of the norms of a module's own weights.
 
   The name of a group is the path of the module in its block ("attention.query"), or in the model
@@ -97,7 +103,7 @@ def _norms(definition: Definition, squares: Mapping[str, np.ndarray]) -> dict[An
   """
   layout = layout_of(definition.module)
   sums: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
-  for name, value in squares.items():
+  for name in definition.optimized(definition.weights):
     location = layout.locate(name)
     if location is None:
       path, layers, size = f"model.{name}", [0], 1
@@ -106,6 +112,7 @@ def _norms(definition: Definition, squares: Mapping[str, np.ndarray]) -> dict[An
       layers, size = list(location.layers), layout.num_layers
     group = path.rpartition(".")[0]
     total, is_there = sums.setdefault(group, (np.zeros(size), np.zeros(size, bool)))
+    value, squares = np.split(squares, [len(layers)])
     total[layers] += value
     is_there[layers] = True
   return {g: np.where(is_there, np.sqrt(total), np.nan) for g, (total, is_there) in sums.items()}

@@ -61,8 +61,7 @@ def make_train_step(
       (grads, new_extra), aux = jax.tree.map(_float32, gradients(weights, constants, whole))
     else:
       (grads, new_extra), aux = _accumulated(gradients, weights, constants, whole, num_microbatches)
-    *new, updates = _updated(definition, transform, state, grads, new_extra)
-    norm = optax.tree.norm(definition.optimized(grads))
+    *new, norm = _updated(definition, transform, state, grads, new_extra)
     finite = _all_finite([norm, aux.losses["loss"], *new_extra.values()])
     old = [state.params, state.extra, state.opt_state]
     params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
@@ -72,7 +71,7 @@ def make_train_step(
       "skipped": jnp.where(finite, 0.0, 1.0),
     }
     of_step |= {f"{TOKENS_OF}{name}": _tokens_from(n, batch) for n, name in enumerate(sources)}
-    layers = layer_metrics.of_step(definition, aux, grads, state.params, updates)
+    layers = layer_metrics.of_step(definition, aux, grads, state.params, params)
     metrics = {name: (value * weight, weight) for name, value in aux.losses.items()}
     metrics |= {name: (pair[0], pair[1]) for name, pair in aux.metrics.items()}
     metrics |= {name: (value, jnp.ones((), jnp.float32)) for name, value in of_step.items()}
@@ -174,8 +173,8 @@ def _updated(
   state: TrainState,
   grads: Params,
   new_extra: Params,
-) -> tuple[Params, Params, Any, Params]:
-  """Returns (params, non-trainable state, optimizer state, the optimizer's updates)."""
+) -> tuple[Params, Params, Any, jax.Array]:
+  """Returns (params, non-trainable state, optimizer state, the optimizer's gradient norm)."""
   trained_grads, params = definition.optimized(grads), definition.optimized(state.params)
   updates, opt_state = transform.update(trained_grads, state.opt_state, params)
   new: Any = jax.tree.map(
@@ -186,7 +185,7 @@ def _updated(
   own = {name: spec.update for name, spec in definition.weights.items() if spec.update is not None}
   new |= {name: own[name](old, grads[name]) for name, old in state.params.items() if name in own}
   extra = {name: own[name](old, new_extra[name]) for name, old in state.extra.items()}
-  return new, extra, opt_state, updates
+  return new, extra, opt_state, optax.tree.norm(trained_grads)
 
 
 def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:

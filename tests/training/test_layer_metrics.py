@@ -4,6 +4,7 @@
 import functools
 import json
 import math
+import re
 from typing import Any
 
 import fiddle as fdl
@@ -16,10 +17,14 @@ from helpers.shrunk import shrunk
 from helpers.steps import by_layer, first_state
 from helpers.tiny_model import adamw, batch, tiny
 
+import paxlike
+from paxlike import registry
+from paxlike.config import building
 from paxlike.devices import mesh
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers import Pipeline
 from paxlike.layers.decoder import forward
+from paxlike.layers.stack import layout_of
 from paxlike.training import layer_metrics
 from paxlike.training.train_step import make_train_step
 
@@ -154,16 +159,16 @@ def test_layers_of_stages_with_experts_come_in_their_order():
   name, data = "DeepSeekV3", batch(8)
   pipeline = fdl.Config(Pipeline, **PIPELINE)
   staged = shrunk(name, repeats=4, pipeline=pipeline)
-  assert staged.module.stack.layout.order == (0, 2, 1, 3)
-  got = logged(staged, {"pipeline": 2, "fsdp": 2, "expert": 2}, data)[2]
+  assert layout_of(staged.module).order == (0, 2, 1, 3)
+  got = logged(staged, {"pipeline": 2, "expert": 2}, data)[2]
   plain = shrunk(name, repeats=4)
   expected = logged(plain, {"data": 1}, data, num_microbatches=4)[2]
   assert_same(got, expected)
   assert len(set(expected["weight_norm"]["attention.output"])) == 5
   assert expected["router_entropy"]["mlp"][0] is None  # The dense layer.
   for layer in range(1, 5):
-    loads = [values[layer] for values in expected["expert_load"].values()]
-    assert sum(map(float, loads)) == pytest.approx(len(loads), rel=1e-4)
+    loads = np.array([values[layer] for values in expected["expert_load"].values()], float)
+    assert loads.mean() == pytest.approx(1, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -177,9 +182,7 @@ def test_shared_sequences_are_one_device(name):
 
 @pytest.mark.slow
 def test_a_run_with_the_knob_is_the_run_without(tmp_path):
-  import paxlike
-
-  flags = (*TINY, "--fdl.MAX_STEPS=4", "--num_cpu_devices=1")
+  flags = (*TINY, "--fdl.MAX_STEPS=4")
   runs = {}
   for every in (0, 2):
     folder = tmp_path / str(every)
@@ -206,18 +209,13 @@ def test_a_run_with_the_knob_is_the_run_without(tmp_path):
 
 
 def scalars(folder) -> set[str]:
-  from tensorboard.backend.event_processing import event_accumulator
-
-  events = event_accumulator.EventAccumulator(str(folder / "summaries" / "train"))
-  events.Reload()
-  return {tag for tag in events.Tags()["scalars"] if tag.startswith("layers/")}
+  """The names, in TensorBoard, of the values of layers."""
+  (file,) = (folder / "summaries" / "train").iterdir()
+  return set(re.findall(r"layers/[\w./]+", file.read_bytes().decode(errors="replace")))
 
 
 def test_a_step_that_is_not_due_is_the_program_without_the_knob():
   """So it costs nothing, and a saved step stays valid."""
-  from paxlike import registry
-  from paxlike.config import building
-
   texts = set()
   for every in (0, 2):
     trainer = building.build(registry.find("Gpt3_52k")(LOG_LAYERS_EVERY=every).trainer())
@@ -228,9 +226,10 @@ def test_a_step_that_is_not_due_is_the_program_without_the_knob():
 
 def test_what_is_not_finite_is_missing():
   definition = tiny()
-  ones = {name: np.ones(()) for name in definition.weights}
-  ones["stack.layers.1.mlp.up.w"] = np.array(np.nan)
-  ones["stack.layers.0.mlp.up.b"] = np.array(np.inf)
+  names = list(definition.weights)
+  ones = np.ones(len(names))
+  ones[names.index("stack.layers.1.mlp.up.w")] = np.nan
+  ones[names.index("stack.layers.0.mlp.up.b")] = np.inf
   pairs = {"residual_rms": np.array([[8.0, 2.0], [0.0, 0.0]])}
   table = layer_metrics.table(
     definition, layer_metrics.LayerMetrics(ones, ones, ones, sums=pairs, maxima={})
@@ -243,7 +242,10 @@ def test_what_is_not_finite_is_missing():
 def test_layers_may_differ_in_the_number_of_experts():
   two, four = np.array([[3.0, 1.0], [0, 0]]), np.array([[0.0] * 4, [1, 0, 0, 3]])
   sums = {"expert_load/2": two, "expert_load/4": four}
-  table = layer_metrics.table(tiny(), layer_metrics.LayerMetrics({}, {}, {}, sums=sums, maxima={}))
+  ones = np.ones(len(tiny().weights))
+  table = layer_metrics.table(
+    tiny(), layer_metrics.LayerMetrics(ones, ones, ones, sums=sums, maxima={})
+  )
   assert table["expert_load"] == {"0": [1.5, 1], "1": [0.5, 0], "2": [None, 0], "3": [None, 3]}
   entropies = [-(a * math.log(a) + (1 - a) * math.log(1 - a)) for a in (0.75, 0.25)]
-  np.testing.assert_allclose(table["expert_load_entropy"]["mlp"], entropies, rtol=1e-5)
+  assert table["expert_load_entropy"]["mlp"] == pytest.approx(entropies, rel=1e-5)
