@@ -71,11 +71,10 @@ def make_train_step(
       "skipped": jnp.where(finite, 0.0, 1.0),
     }
     of_step |= {f"{TOKENS_OF}{name}": _tokens_from(n, batch) for n, name in enumerate(sources)}
-    layers = layer_metrics.of_step(definition, aux, grads, state.params, params)
     metrics = {name: (value * weight, weight) for name, value in aux.losses.items()}
     metrics |= {name: (pair[0], pair[1]) for name, pair in aux.metrics.items()}
     metrics |= {name: (value, jnp.ones((), jnp.float32)) for name, value in of_step.items()}
-    state = dataclasses.replace(
+    new_state = dataclasses.replace(
       state,
       step=state.step + 1,
       params=params,
@@ -83,8 +82,10 @@ def make_train_step(
       opt_state=opt_state,
       skipped=state.skipped + jnp.where(finite, 0, 1),
     )
-    state = with_same_shardings(definition, optimizer, state)
-    return (state, metrics, layers) if log_layers else (state, metrics)
+    new_state = with_same_shardings(definition, optimizer, new_state)
+    if not log_layers:
+      return new_state, metrics
+    return new_state, metrics, layer_metrics.of_step(definition, aux, grads, state.params, params)
 
   return train_step
 

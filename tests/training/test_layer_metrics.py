@@ -191,7 +191,7 @@ def test_a_run_with_the_knob_is_the_run_without(tmp_path):
   train = [[r for r in one.records() if r["kind"] == "train"] for one in runs.values()]
   for name in ("loss", "grad_norm"):
     assert [r[name] for r in train[0]] == [r[name] for r in train[1]]
-  params = [one.load().params for one in runs.values()]
+  params = [one.load()._params for one in runs.values()]
   jax.tree.map(np.testing.assert_array_equal, *params)
 
   layers = [r for r in runs[2].records() if r["kind"] == "layers"]
@@ -201,7 +201,8 @@ def test_a_run_with_the_knob_is_the_run_without(tmp_path):
   assert math.sqrt(sum(squares)) == pytest.approx(train[1][1]["grad_norm"], rel=1e-5)
   assert scalars(tmp_path / "2") == {
     f"layers/{metric}/{group}/{layer}"
-    for metric, groups in layers[0]["layers"].items()
+    for record in layers
+    for metric, groups in record["layers"].items()
     for group, values in groups.items()
     for layer, value in enumerate(values)
     if value is not None
