@@ -98,7 +98,8 @@ class Stack(Module):
       graph, weights = nnx.split(self._in_layer_order())
       run = functools.partial(self._run, context=context, graph=graph)
       repeats = (weights, self._firsts(jnp.arange(self.layout.repeats)), given.get("pattern"))
-      x_BTD, (new["pattern"], each) = jax.lax.scan(run, x_BTD, repeats)
+      with jax.named_scope("layers"):
+        x_BTD, (new["pattern"], each) = jax.lax.scan(run, x_BTD, repeats)
       repeated = jax.tree.map(lambda values: values.sum(0), each)
     x_BTD, new["epilogue"], after = self.after(x_BTD, context, given.get("epilogue"))
     return x_BTD, new if caches else None, add(add(before, repeated), after)
@@ -203,7 +204,8 @@ class Stack(Module):
         # Inside a scan over layers, XLA cannot CSE the recomputation with the forward pass.
         apply = jax.checkpoint(block, policy=self.remat.policy, prevent_cse=graph is None)
       cache = None if caches is None else caches[offset]
-      x_BTD, cache, aux = apply(x_BTD, context.fold(first + offset), cache)
+      with jax.named_scope(f"layer_{first + offset}" if isinstance(first, int) else "layers"):
+        x_BTD, cache, aux = apply(x_BTD, context.fold(first + offset), cache)
       total = add(total, aux)
       new.append(cache)
     return x_BTD, (new, total)

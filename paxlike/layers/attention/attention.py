@@ -115,17 +115,18 @@ class Attention(module.Module):
       if x_BTD.shape[1] == 1:
         y_BNH = self._attend_to(cache, q_BTNH[:, 0], context.positions_BT)
         return self.project(y_BNH[:, None].astype(q_BTNH.dtype), x_BTD, context), cache
-    y_BTNH = self.kernel(
-      q_BTNH,
-      k_BTKH,
-      v_BTKH,
-      scale=self.scale,
-      segments_BT=context.segments_BT,
-      window=self.window,
-      soft_cap=self.soft_cap,
-      sinks_N=self._sinks(),
-      bias_NTS=self._bias(x_BTD.shape[1]),
-    )
+    with jax.named_scope("dot_product_attention"):
+      y_BTNH = self.kernel(
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
+        scale=self.scale,
+        segments_BT=context.segments_BT,
+        window=self.window,
+        soft_cap=self.soft_cap,
+        sinks_N=self._sinks(),
+        bias_NTS=self._bias(x_BTD.shape[1]),
+      )
     return self.project(y_BTNH, x_BTD, context), cache
 
   def project(self, y_BTNH: jax.Array, x_BTD: jax.Array, context: Context) -> jax.Array:

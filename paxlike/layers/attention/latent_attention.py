@@ -111,13 +111,14 @@ class LatentAttention(module.Module):
         return self.project(y_BNH[:, None], x_BTD, context), cache
     k_BTNH, v_BTNH = jnp.split(self.key_value(latent_BTC, context), [self.head_dim], axis=-1)
     key_BTNR = jnp.broadcast_to(key_BT1R, (*k_BTNH.shape[:3], self.rope_dim))
-    y_BTNH = self.kernel(
-      jnp.concatenate([q_BTNH, rotary_BTNR], axis=-1),
-      jnp.concatenate([k_BTNH, key_BTNR], axis=-1),
-      v_BTNH,
-      scale=self.scale,
-      segments_BT=context.segments_BT,
-    )
+    with jax.named_scope("dot_product_attention"):
+      y_BTNH = self.kernel(
+        jnp.concatenate([q_BTNH, rotary_BTNR], axis=-1),
+        jnp.concatenate([k_BTNH, key_BTNR], axis=-1),
+        v_BTNH,
+        scale=self.scale,
+        segments_BT=context.segments_BT,
+      )
     return self.project(y_BTNH, x_BTD, context), cache
 
   def project(self, y_BTNH: jax.Array, x_BTD: jax.Array, context: Context) -> jax.Array:
