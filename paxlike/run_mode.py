@@ -289,6 +289,10 @@ def _run(
   assert options.job_log_dir is not None
   trainer, prompts, how = _check(options, graph, trainer)
   stage.is_over = True
+  if options.pgle_profile is not None:
+    from paxlike.profiling import guided
+
+    trainer = guided.scheduled(trainer, options.pgle_profile, measures=True)
   # The weights of CHECKPOINT_RESTORE_PATH can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
   with contextlib.ExitStack() as stack:
@@ -333,6 +337,29 @@ def _run(
       if stopped_by:
         run_log.note(f"{hints.stopped(stopped_by)}{hints.saved(options.job_log_dir)}")
       return 128 + stopped_by if stopped_by else 0
+  return 0
+
+
+def profile(options: flags.Options, graph: Any) -> int:
+  """Trains a few steps and prints where their time goes. Returns the exit status.
+
+  Raises:
+    UserError: A check failed, or the devices cannot be profiled.
+  """
+  import jax
+
+  from paxlike.cli import profile_page
+  from paxlike.config import graph_file
+  from paxlike.profiling import guided
+
+  trainer = build_trainer(graph)
+  if others := sys.modules.get("paxlike.processes.multiprocess"):
+    others.compare(graph_file.values(graph))
+  trainer.check(training=True)
+  found = guided.profile(trainer, folder=options.job_log_dir, to=options.to)
+  if jax.process_index() == 0:
+    show = profile_page.as_json if options.json else profile_page.text
+    print(show(found, trainer))
   return 0
 
 
