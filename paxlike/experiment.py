@@ -18,6 +18,7 @@ from paxlike.knob_groups.model import ModelKnobs
 from paxlike.knob_groups.optimizer import OptimizerKnobs, ScheduleKnobs
 from paxlike.knob_groups.parallelism import ParallelismKnobs
 from paxlike.knob_groups.precision import PrecisionKnobs
+from paxlike.knob_groups.profiling import ProfilingKnobs
 from paxlike.knob_groups.run import BatchKnobs, RunKnobs
 from paxlike.telemetry.callbacks import Callback
 from paxlike.training.evaluation import EvalSet
@@ -33,6 +34,7 @@ class Experiment(
   OptimizerKnobs,  # optimizer().
   ScheduleKnobs,  # schedule().
   RunKnobs,
+  ProfilingKnobs,  # profile().
   CheckpointKnobs,  # best().
   FineTuningKnobs,  # restore().
 ):
@@ -68,6 +70,7 @@ class Experiment(
       weight_dtype=self.WEIGHT_DTYPE,
       stall_timeout=self.STALL_TIMEOUT,
       stack_interval=self.STACK_TRACE_INTERVAL,
+      profile=self.profile(),
     )
     fiddlers.precision(graph, self.FPROP_DTYPE)
     if quantization := self.quantization():

@@ -138,6 +138,8 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
     return 0
   if options.mode == "compile":
     return _compile(options, build_trainer(graph))
+  if options.mode == "profile":
+    return run_mode.profile(options, graph)
   if options.mode == "check":
     from paxlike import checks
     from paxlike.cli import check_page
@@ -155,6 +157,10 @@ def _compile(options: flags.Options, trainer: Any) -> int:
 
   if options.kernels:
     aot.check_kernels(trainer)
+  if options.pgle_profile is not None:
+    from paxlike.profiling import guided
+
+    trainer = guided.scheduled(trainer, options.pgle_profile)
   program = aot.compile_step(trainer, save=options.save)
   if options.json:
     print(json.dumps(compile_page.facts(trainer, program, with_kernels=options.kernels)))

@@ -289,6 +289,10 @@ def _run(
   assert options.job_log_dir is not None
   trainer, prompts, how = _check(options, graph, trainer)
   stage.is_over = True
+  if options.pgle_profile is not None:
+    from paxlike.profiling import guided
+
+    trainer = guided.scheduled(trainer, options.pgle_profile, measures=True)
   # The weights of CHECKPOINT_RESTORE_PATH can be evaluated in a new folder.
   is_new = options.mode == "train" or (options.mode == "eval" and trainer.restore is not None)
   with contextlib.ExitStack() as stack:
@@ -356,6 +360,29 @@ def _tracking(experiment: "Experiment | None", trainer: Any) -> Any:
   values = {} if experiment is None else experiment.values()
   knobs = {name: one.value for name, one in values.items() if one.value is not UNSET}
   return Tracking(names=trainer.trackers, project=trainer.tracker_project, knobs=knobs)
+
+
+def profile(options: flags.Options, graph: Any) -> int:
+  """Trains a few steps and prints where their time goes. Returns the exit status.
+
+  Raises:
+    UserError: A check failed, or the devices cannot be profiled.
+  """
+  import jax
+
+  from paxlike.cli import profile_page
+  from paxlike.config import graph_file
+  from paxlike.profiling import guided
+
+  trainer = build_trainer(graph)
+  if others := sys.modules.get("paxlike.processes.multiprocess"):
+    others.compare(graph_file.values(graph))
+  trainer.check(training=True)
+  found = guided.profile(trainer, folder=options.job_log_dir, to=options.to)
+  if jax.process_index() == 0:
+    show = profile_page.as_json if options.json else profile_page.text
+    print(show(found, trainer))
+  return 0
 
 
 def _step(options: flags.Options, folder: Any) -> int | None:

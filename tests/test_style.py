@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("inference",),
   ("training",),
   ("fiddlers", "compilation"),
-  ("knob_groups", "planning"),
+  ("knob_groups", "planning", "profiling"),
   ("experiment",),
   ("registry",),
   ("saved_experiment", "experiments"),

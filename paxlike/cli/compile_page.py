@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from paxlike.compilation import aot, hlo_kernels
+from paxlike.compilation import aot, hlo_kernels, hlo_schedule
 from paxlike.telemetry import formatting
 from paxlike.training.trainer import Trainer
 
@@ -71,6 +71,10 @@ def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
   yield "attention", ", ".join(trainer.attention)
   yield "FLOPs per step", f"{program.flops:.4g}{_at_least(program)}"
   yield "compile time", f"{program.seconds:.1f} s"
+  if trainer.execution.profile is not None:
+    left, whole = hlo_schedule.exposed(program.text, trainer.execution.profile.costs)
+    hidden = f"{(whole - left) / 1e3:.3f} of {whole / 1e3:.3f} ms"
+    yield "collectives, by the profile", f"{hidden} are beside computation"
   held, usable = program.held, program.usable_memory
   yield "memory per device: arguments", formatting.nbytes(held.arguments)
   yield "memory per device: temporaries", formatting.nbytes(held.temporaries)

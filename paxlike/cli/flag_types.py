@@ -15,6 +15,8 @@ STRINGS = (
   "topology",
   "save",
   "compiled_step",
+  "to",
+  "pgle_profile",
   "server_addr",
   "tfds_data_dir",
 )

@@ -21,12 +21,14 @@ ONLY_IN = {
   "topology": ("show", "compile", "plan"),
   "slices": ("show", "compile", "plan"),
   "kernels": ("compile",),
-  "json": ("check", "compile", "plan"),
+  "json": ("check", "compile", "plan", "profile"),
   "full": ("check",),
   "global_batch": ("plan",),
   "confirm": ("plan",),
   "save": ("compile",),
   "compiled_step": ("train",),
+  "to": ("profile",),
+  "pgle_profile": ("train", "compile"),
   "continuous": ("eval",),
   "chat": ("decode",),
   "step": ("eval", "decode"),
@@ -52,12 +54,14 @@ class Options:
     topology: Name of the devices to compile for; None: those of this machine.
     slices: Number of TPU slices of that topology; None: 1.
     kernels: Print the kernels of the compiled step.
-    json: Print the results of check, compile or plan as JSON.
+    json: Print the results of check, compile, plan or profile as JSON.
     full: Check the step of the full-size model instead of a shrunk one.
     global_batch: The global batch to plan for, in sequences; None: the experiment's.
     confirm: Number of best plans to compile; None: 0.
     save: File to write the compiled step to.
     compiled_step: File of the compiled step to train with.
+    to: File to write the measured durations of instructions to.
+    pgle_profile: File of such durations, by which XLA schedules the step.
     traceback: Also print the traceback of the error that ends the program.
     help: Print usage.HELP and stop.
     fdl_help: Print the knobs of the experiment and stop.
@@ -105,6 +109,8 @@ class Options:
   confirm: int | None = None
   save: str | None = None
   compiled_step: str | None = None
+  to: str | None = None
+  pgle_profile: str | None = None
   traceback: bool = False
   help: bool = False
   fdl_help: bool = False
@@ -199,6 +205,11 @@ def check(options: Options):
       f"--topology={options.topology} and --num_cpu_devices={options.num_cpu_devices} name"
       " different devices: leave one out."
     )
+  if options.pgle_profile is not None and options.compiled_step is not None:
+    raise UserError(
+      f"--pgle_profile={options.pgle_profile} is for compiling, and --compiled_step is compiled:"
+      " give it to --mode=compile --save=FILE instead."
+    )
   if options.continuous and options.step is not None:
     raise UserError(
       f"--continuous evaluates all checkpoints, --step={options.step} one: leave one out."
@@ -225,6 +236,6 @@ def check(options: Options):
   if given and len(given) < len(_PROCESSES):
     missing = [f"--{name}" for name in _PROCESSES if name not in given]
     raise UserError(f"--{given[0]} needs {' and '.join(missing)} too.")
-  needs_folder = options.mode not in ("check", "show", "compile", "plan")
+  needs_folder = options.mode in ("train", "eval", "decode")
   if needs_folder and not options.job_log_dir and not options.fdl_help:
     raise UserError(f"--mode={options.mode} needs --job_log_dir=DIR, the folder of the run.")

@@ -2,7 +2,7 @@
 """The text of `--help`."""
 
 #: Values of --mode.
-MODES = ("train", "eval", "decode", "show", "check", "compile", "plan")
+MODES = ("train", "eval", "decode", "show", "check", "compile", "plan", "profile")
 
 #: The default experiment of `--mode=check`.
 CHECKED = "Synthetic126M"
@@ -33,7 +33,8 @@ What to do
                           check: compare this machine's kernels, collectives and a training step on
                           its mesh with exact references;
                           compile: compile the step, also for devices that are not attached; plan:
-                          find the fastest parallel configuration for such devices
+                          find the fastest parallel configuration for such devices; profile: train
+                          a few steps, and print where their time goes, beside a roofline
   --job_log_dir=DIR       a local folder, or gs://... (pip install 'paxlike[gcs]')
   --step=N|best           eval, decode: this checkpoint instead of the newest
   --continuous            eval: all checkpoints of a running job until it ends
@@ -43,11 +44,15 @@ What to do
   --slices=N              show, compile, plan: for this many slices of TPUs
   --kernels               compile: the kernels of the step with bytes, FLOPs and roofline time
   --full                  check: the step of the full-size model instead of a shrunk one
-  --json                  check, compile, plan: print one JSON object instead of text
+  --json                  check, compile, plan, profile: print one JSON object instead of text
   --global_batch=N        plan: for N sequences per step instead of the experiment's
   --confirm=K             plan: also compile the best K, which takes minutes each; default 0
   --save=FILE             compile: also write the compiled step to a file
   --compiled_step=FILE    train: load the compiled step from this file, which must match the run
+  --to=FILE.pbtxt         profile: also write the duration of each instruction, for --pgle_profile
+  --pgle_profile=FILE.pbtxt
+                          train, compile: let XLA for GPUs schedule the step by these durations;
+                          train: if there is no such file, profile the step first and write it
   --against=NAME          show: print the difference from this experiment
   --changed               show: print only the knobs that differ from the family's default: that of
                           the nearest base class which is not registered (--list)

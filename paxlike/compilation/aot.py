@@ -130,7 +130,7 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
     cache = program_cache.usable(devices.devices.flat[0], to_save=save is not None)
     with jax.set_mesh(devices), malloc.trimmed(), cache:
       lowered = trainer.lower(state, batch)
-      step = lowered.compile(compiler_options=dict(trainer.execution.compiler_options))
+      step = trainer.execution.compile_step(lowered)
     held = _held(step, devices.devices.flat[0].platform)
   except jax.errors.JaxRuntimeError as error:
     step, held = None, _asked_for(str(error), _bytes_per_device((state, batch)))

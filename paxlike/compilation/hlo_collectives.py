@@ -37,6 +37,7 @@ class CollectiveInstruction(NamedTuple):
     kind, axes, count, nbytes: See `Collective`.
     in_loop: Whether it is inside a loop.
     is_async: Whether the device computes between its start and its done.
+    name: The name of the instruction.
   """
 
   kind: str
@@ -45,6 +46,7 @@ class CollectiveInstruction(NamedTuple):
   nbytes: float
   in_loop: bool
   is_async: bool
+  name: str
 
 
 class Overlap(NamedTuple):
@@ -84,7 +86,9 @@ def instructions(program: str, mesh: Mesh) -> list[CollectiveInstruction]:
     elif kind == "all-reduce":
       sent *= 2
     found.append(
-      CollectiveInstruction(kind, _axes(group, mesh), count, count * sent, in_loop, is_async)
+      CollectiveInstruction(
+        kind, _axes(group, mesh), count, count * sent, in_loop, is_async, one.name
+      )
     )
   return found
 
@@ -154,14 +158,14 @@ def _overlaps(computation: list[hlo_text.Instruction], index: int) -> bool:
   start = computation[index]
   if not start.operation.endswith("-start") or '"is_sync":true' in start.attributes:
     return False
-  operations = (one.operation for one in _between(computation, index))
+  operations = (one.operation for one in between(computation, index))
   return any(
     one not in _FREE and not one.endswith(("-start", "-done")) and not one.startswith(COLLECTIVES)
     for one in operations
   )
 
 
-def _between(computation: list[hlo_text.Instruction], index: int) -> Iterator[hlo_text.Instruction]:
+def between(computation: list[hlo_text.Instruction], index: int) -> Iterator[hlo_text.Instruction]:
   """Yields the instructions between a -start instruction and its -done.
 
   The text of a compiled program is in execution order. A start that a loop body returns is done in

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A roofline estimate of the kernels of a program that XLA compiled for a GPU.
+"""A roofline estimate of the kernels of a program that XLA compiled for a GPU or a CPU.
 
 It parses the optimised HLO text, in which every launch is one instruction, and multiplies by the
 trip counts of loops. A kernel takes the larger of bytes / bandwidth and FLOPs / rate, plus a
@@ -20,21 +20,24 @@ _FREE = {
   *("copy-done", "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done"),
   *("opt-barrier", "replica-id"),
 }
-_BRANCHES = ("while", "call", "conditional", "async-start")
+#: Instructions that run other computations.
+BRANCHES = ("while", "call", "conditional", "async-start")
 
 
 class HloKernel(NamedTuple):
   """The kernel of one instruction.
 
   Attributes:
-    group: matmul, matmul fp8, matmul int8, matmul tf32, attention, transpose (including copies to
-      another layout), communication, or memory (all other memory-bound kernels).
+    group: matmul, matmul fp8, matmul int8, matmul tf32 (f32 on CPUs), attention, transpose
+      (including copies to another layout), communication, or memory (all other memory-bound
+      kernels).
     kind: Its label in tables.
     count: Launches per run of the program.
     nbytes: Bytes read and written per launch.
     flops: FLOPs per launch.
     seconds: Roofline time per launch.
-    source: The `op_name` that JAX gave the operation.
+    source: The `op_name` that JAX gave the operation, else that of an operand.
+    name: The name of the instruction.
   """
 
   group: str
@@ -44,6 +47,7 @@ class HloKernel(NamedTuple):
   flops: float
   seconds: float
   source: str
+  name: str = ""
 
 
 class _Work(NamedTuple):
@@ -76,11 +80,15 @@ class _Reader:
   def kernels(self, computation: str, count: int) -> Iterator[HloKernel]:
     """Yields the kernels of a computation that runs `count` times."""
     shapes: dict[str, list[Shape]] = {}
+    sources: dict[str, str] = {}
     for one in self._computations.get(computation, ()):
       shapes[one.name] = one.outputs
+      sources[one.name] = source = one.op_name or next(
+        (sources[name] for name in one.operands if sources.get(name)), ""
+      )
       if one.operation in _FREE:
         continue
-      if one.operation in _BRANCHES:
+      if one.operation in BRANCHES:
         for called in one.called:
           yield from self.kernels(called, count * one.times(self._computations))
         continue
@@ -90,7 +98,6 @@ class _Reader:
         work.nbytes / (self._chip.bandwidth * self._rates.bandwidth),
         work.flops / (self._chip.flops * work.rate) if work.rate else 0.0,
       )
-      source = re.search(r'op_name="([^"]*)"', one.attributes)
       yield HloKernel(
         work.group,
         work.kind,
@@ -98,7 +105,8 @@ class _Reader:
         work.nbytes,
         work.flops,
         seconds + self._rates.launch,
-        source[1] if source else "",
+        source,
+        one.name,
       )
 
   def _work(self, one: Instruction, operands: Sequence[Shape]) -> _Work:
@@ -114,6 +122,8 @@ class _Reader:
       return self._attention(one, operands, moved)
     if one.operation.startswith(COLLECTIVES):
       return _Work("communication", one.operation.removesuffix("-start"), moved)
+    if one.operation == "dot":  # Only on CPUs.
+      return self._matmul(one, operands)
     if one.operation.startswith("copy"):
       return _Work("transpose" if _is_transpose(one, operands) else "memory", "copy", moved)
     body = self._computations.get(one.called[0], []) if one.called else []
@@ -143,7 +153,7 @@ class _Reader:
     group, rate = self._class("f8" if "$f8" in one.target else a.dtype)
     epilogue = re.search(r'"epilogue":\s*"([A-Z_]+)"', one.attributes)
     kind = f"{'x'.join(map(str, output.dims))} over {depth}, {a.dtype} to {output.dtype}"
-    if one.operation == "dot":
+    if one.operation == "dot" and self._chip.is_gpu:
       kind += ", Triton"
     if epilogue and epilogue[1] != "DEFAULT":
       kind += f", {epilogue[1]}"
@@ -174,7 +184,7 @@ class _Reader:
     return {
       "f8": ("matmul fp8", self._rates.matmul_8_bits),
       "s8": ("matmul int8", self._rates.matmul_8_bits),
-      "f32": ("matmul tf32", self._rates.matmul_tf32),
+      "f32": ("matmul tf32" if self._chip.is_gpu else "matmul f32", self._rates.matmul_f32),
     }.get(dtype, ("matmul", self._rates.matmul))
 
   def _attention(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:

@@ -68,6 +68,13 @@ class Instruction(NamedTuple):
     match = re.search(r'custom_call_target="([^"]+)"', self.attributes)
     return match[1] if match else ""
 
+  @property
+  def op_name(self) -> str:
+    """The `op_name` that JAX gave the operation; empty if XLA made the instruction."""
+    # XLA names what it makes after itself, such as broadcast.76; arguments are state.params['x'].
+    match = re.search(r'op_name="([^"]*/[^"]*)"', self.attributes)
+    return match[1] if match else ""
+
   def times(self, found: "Computations") -> int:
     """Returns how often it runs what it calls: the trip count of a loop, else 1."""
     if self.operation != "while":

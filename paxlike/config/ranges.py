@@ -94,6 +94,8 @@ ComputeDtype = Annotated[Dtype, OneOf(("bfloat16", "float16", "float32"))]
 # Steps, seeds and other values that are int32 in programs.
 Positive = Annotated[int, Range(least=1, most=INT32)]
 NonNegative = Annotated[int, Range(least=0, most=INT32)]
+# A port that programs of users may listen at.
+Port = Annotated[int, Range(least=1024, most=65535)]
 # One dim of a tensor, at most 16 million: a larger one is a mistake, and would hang before failing.
 Size = Annotated[int, Range(least=1, most=2**24)]
 # Numbers of layers; each layer is built as Python objects.

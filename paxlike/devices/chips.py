@@ -112,7 +112,7 @@ class Rates:
 
   matmul: float = 0.71
   matmul_8_bits: float = 1.26  # Of the bf16 peak; the FP8 and int8 peaks are twice as high.
-  matmul_tf32: float = 0.40
+  matmul_f32: float = 0.40  # In TF32.
   attention: tuple[float, float] = (0.45, 0.60)
   attention_backward: tuple[float, float] = (0.35, 0.48)
   bandwidth: float = 0.9

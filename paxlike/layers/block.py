@@ -52,16 +52,18 @@ class Block(Module):
     self, x_BTD: jax.Array, context: Context, cache: Any = None
   ) -> tuple[jax.Array, Any, Aux]:
     """Returns (x_BTD, the updated KV cache, the layers' Aux)."""
-    y_BTD, cache, of_attention = self.attention(
-      self._normed(self.attention_norm, x_BTD), context, cache
-    )
-    if self.attention_post_norm is not None:
-      y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)
-    x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
-    y_BTD, of_mlp = self.mlp(self._normed(self.mlp_norm, x_BTD), context)
-    if self.mlp_post_norm is not None:
-      y_BTD = by_token(self.mlp_post_norm, y_BTD, time=self.time)
-    x_BTD = self._add(x_BTD, y_BTD, context.fold(1))
+    with jax.named_scope("attention"):
+      y_BTD, cache, of_attention = self.attention(
+        self._normed(self.attention_norm, x_BTD), context, cache
+      )
+      if self.attention_post_norm is not None:
+        y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)
+      x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
+    with jax.named_scope("mlp"):
+      y_BTD, of_mlp = self.mlp(self._normed(self.mlp_norm, x_BTD), context)
+      if self.mlp_post_norm is not None:
+        y_BTD = by_token(self.mlp_post_norm, y_BTD, time=self.time)
+      x_BTD = self._add(x_BTD, y_BTD, context.fold(1))
     return x_BTD, cache, add(add(of_attention, of_mlp), _logged(x_BTD, context))
 
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array, context: Context) -> jax.Array:

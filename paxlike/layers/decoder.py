@@ -120,6 +120,7 @@ class Decoder(Module):
     x_BTD, caches, aux = self.stack(x_BTD, context.fold(1), caches)
     return by_token(self.norm, x_BTD), caches, aux
 
+  @jax.named_scope("embedding")
   def embed(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
     """Returns x_BTD before the first layer."""
     x_BTD = self.embedding(tokens_BT)
@@ -128,6 +129,7 @@ class Decoder(Module):
     x_BTD = mesh.constrain(x_BTD, "batch", "time", None)
     return x_BTD if self.dropout is None else self.dropout(x_BTD, context.fold(0))
 
+  @jax.named_scope("head")
   def logits(self, x: jax.Array) -> jax.Array:
     """Returns logits [..., V] in the compute dtype for final hidden states [..., D]."""
     return _logits(self.embedding if self.head is None else self.head, x, self.soft_cap)
@@ -137,6 +139,7 @@ class Decoder(Module):
     x_BTD, _, aux = self.hidden(tokens_BT, context)
     return mesh.constrain(self.logits(x_BTD), "batch", "time", "vocab"), aux
 
+  @jax.named_scope("head")
   def token_loss(self, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
     """Returns the weighted sum of cross-entropies, in nats, for final hidden states x_BTD.
 
@@ -157,6 +160,7 @@ class Decoder(Module):
     chunks = jax.tree.map(lambda x: shards.chunks(x, self.loss_chunks), arrays)
     return sum_over_chunks(chunk_loss, weights, *chunks, shards.axes)
 
+  @jax.named_scope("head")
   def map_logits(self, function: Callable[..., Any], x_BTD: jax.Array, arrays: Any) -> Any:
     """Returns function(logits_BTV, arrays), computed one chunk of the sequence at a time.
 

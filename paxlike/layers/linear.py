@@ -83,27 +83,28 @@ class Linear(module.Module):
 
   def __call__(self, x: jax.Array, context: Context | None = None) -> jax.Array:
     """Returns [..., *outputs] for x [..., *inputs]; only LoRA dropout uses the context."""
-    w = self.w.get_value()
-    leading = x.shape[: x.ndim - self.num_inputs]
-    x = x.astype(self.dtype).reshape(*leading, -1)
-    tokens = as_matrix(x, self.time)
-    y: Any
-    if isinstance(w, Quantized):
-      # The backward pass dequantizes again instead of keeping the dense weight.
-      y = jax.checkpoint(self._weight_only)(tokens, w)
-    else:
-      w = w.astype(self.dtype).reshape(x.shape[-1], -1)
-      if self.dot is not None:
-        y = self.dot(self._form, tokens, w, self.w8.get_value())
-      elif tokens.ndim == 2:
-        y = matmul(tokens, w, *self._form.sizes)
+    with jax.named_scope(self.role):
+      w = self.w.get_value()
+      leading = x.shape[: x.ndim - self.num_inputs]
+      x = x.astype(self.dtype).reshape(*leading, -1)
+      tokens = as_matrix(x, self.time)
+      y: Any
+      if isinstance(w, Quantized):
+        # The backward pass dequantizes again instead of keeping the dense weight.
+        y = jax.checkpoint(self._weight_only)(tokens, w)
       else:
-        y = jnp.dot(tokens, w)
-    y = y.reshape(*leading, -1)
-    if self.lora is not None:
-      y += self.lora(x, context)
-    y = y.reshape(*leading, *self._outputs)
-    return named(y if self.b is None else float32_sums.add(y, self.b[...]), self.role)
+        w = w.astype(self.dtype).reshape(x.shape[-1], -1)
+        if self.dot is not None:
+          y = self.dot(self._form, tokens, w, self.w8.get_value())
+        elif tokens.ndim == 2:
+          y = matmul(tokens, w, *self._form.sizes)
+        else:
+          y = jnp.dot(tokens, w)
+      y = y.reshape(*leading, -1)
+      if self.lora is not None:
+        y += self.lora(x, context)
+      y = y.reshape(*leading, *self._outputs)
+      return named(y if self.b is None else float32_sums.add(y, self.b[...]), self.role)
 
   def _weight_only(self, x: jax.Array, w: Quantized) -> jax.Array:
     """Returns x w for a weight-only quantized w."""

@@ -33,6 +33,7 @@ class LayerNorm(module.Module):
     self.scale = self.weight({over: dim}, init=_one_minus(offset))
     self.bias = self.weight({over: dim}, init=module.zeros)
 
+  @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns x [..., dim], normalized, scaled and shifted, in `dtype`."""
     x = x.astype(jnp.float32)
@@ -60,6 +61,7 @@ class RmsNorm(module.Module):
     self.dtype = dtype
     self.scale = self.weight({over: dim}, init=_one_minus(offset))
 
+  @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns x [..., dim] divided by its root mean square, scaled, in `dtype`."""
     x = x.astype(jnp.float32)

@@ -100,7 +100,8 @@ class Stack(Module):
       graph, weights = nnx.split(self._in_layer_order())
       run = functools.partial(self._run, context=context, graph=graph)
       repeats = (weights, self._firsts(jnp.arange(self.layout.repeats)), given.get("pattern"))
-      x_BTD, (new["pattern"], each) = jax.lax.scan(run, x_BTD, repeats)
+      with jax.named_scope("layers"):
+        x_BTD, (new["pattern"], each) = jax.lax.scan(run, x_BTD, repeats)
       repeated = total(each)
     x_BTD, new["epilogue"], after = self.after(x_BTD, context, given.get("epilogue"))
     return x_BTD, new if caches else None, add(add(before, repeated), after)
@@ -207,7 +208,8 @@ class Stack(Module):
         apply = jax.checkpoint(block, policy=self.remat.policy, prevent_cse=graph is None)
       cache = None if caches is None else caches[offset]
       layer = first + offset
-      x_BTD, cache, aux = apply(x_BTD, context.fold(layer), cache)
+      with jax.named_scope(f"layer_{layer}" if isinstance(first, int) else "layers"):
+        x_BTD, cache, aux = apply(x_BTD, context.fold(layer), cache)
       combined = add(combined, aux.of_layer(layer, self.layout.num_layers))
       new.append(cache)
     return x_BTD, (new, combined)

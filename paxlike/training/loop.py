@@ -27,6 +27,7 @@ from paxlike.telemetry.step_metrics import Meter, Reading, check_finite
 from paxlike.training import decode_mode, layer_metrics
 from paxlike.training.best_checkpoint import BestTracker
 from paxlike.training.evaluation import Stopped
+from paxlike.training.profiler import Profiler
 from paxlike.training.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -48,13 +49,14 @@ class Loop:
       on_commit=run_log.saved,
     )
     self._stop = StopSignal()
+    self._profiler = Profiler(trainer.profile, folder, run_log.note)
     self._meter = Meter(depth=trainer.placer.steps_in_flight)
     self._programs: dict[bool, jax.stages.Compiled] = {}  # By whether layers are logged.
 
   def run(self, files: Mapping[str, Any]) -> int:
     """Trains as `Trainer.train` does, in the context of its mesh."""
     trainer, run_log, best = self._trainer, self._run_log, self._best
-    with self._saved, self._stop:
+    with self._saved, self._stop, self._profiler:
       state, data_state, provenance = self._source.state(self._saved, run_log)
       start = int(state.step)
       if run_log.is_past(start, num_steps=trainer.num_steps):
@@ -80,6 +82,7 @@ class Loop:
         if owed:  # The run was stopped before or during the evaluation at step `start`.
           self._judge(trainer.evaluated(state), start)
         stopping = owed and self._stop.requested()
+        self._profiler.update(start)
         for step in range(start, trainer.num_steps):
           if stopping or best.is_hopeless:
             break
@@ -104,7 +107,8 @@ class Loop:
       self._programs = self._compiled(step, state, arrays)
       phases.enter("dispatch", step)
     program = self._programs[_due(step, self._trainer.log_layers_every)]
-    state, *reported = program(state, arrays)
+    with self._profiler.step(step):
+      state, *reported = program(state, arrays)
     phases.enter("step", step)
     self._log(self._meter.add(step, *reported))
     return state, batch.state
@@ -116,9 +120,10 @@ class Loop:
     ending = stopping or step + 1 == trainer.num_steps
     save = trainer.saving and (ending or _due(step, trainer.save_every))
     evaluate = not stopping and self._evaluates_after(step + 1)
-    if save or evaluate:
+    if save or evaluate or self._profiler.changes(step + 1):
       self._log(self._meter.flush())
       self._meter.pause()
+    self._profiler.update(step + 1)
     if save:
       self._save(state, data_state)
       self._run_log.status("running", step + 1)

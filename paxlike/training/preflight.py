@@ -30,6 +30,9 @@ def check(trainer: Any, *, training: bool):
   check_setup(trainer, training=training)
   for name in trainer.eval_data:
     check_name(name)
+  if training and trainer.profile is not None:
+    platform = trainer.devices.devices.flat[0].platform
+    trainer.profile.check(num_steps=trainer.num_steps, platform=platform)
   if training:
     state, batch = trainer.abstract()
     memory_check.check(trainer.devices, state, batch, parts=trainer.accumulation_steps)

@@ -160,6 +160,7 @@ def _float32(x: jax.Array) -> jax.Array:
   return x.astype(jnp.float32)
 
 
+@jax.named_scope("prepare")
 def _prepared(definition: Definition, state: TrainState) -> tuple[Differentiated, Constants]:
   """Returns the weights in their compute dtypes and quantized forms: once per step."""
   prepared, frozen = definition.prepare(state.params), definition.prepare(state.frozen)
@@ -168,6 +169,7 @@ def _prepared(definition: Definition, state: TrainState) -> tuple[Differentiated
   return Differentiated(prepared, state.extra), Constants(frozen, reference, operands)
 
 
+@jax.named_scope("optimizer")
 def _updated(
   definition: Definition,
   transform: optax.GradientTransformation,

@@ -33,6 +33,7 @@ from paxlike.training.initial_state import StateSource
 from paxlike.training.loop import Loop
 from paxlike.training.objectives import NextToken, Objective, shares_base
 from paxlike.training.optimizers import Optimizer
+from paxlike.training.profiler import Profiling
 from paxlike.training.train_state import TrainState
 from paxlike.training.train_step import make_train_step
 
@@ -71,6 +72,7 @@ class Trainer:
     trained: Pattern (`re.search`) of the trained weights; the others are frozen.
     weight_dtype: Storage dtype of trained weights; bfloat16 uses stochastic rounding.
     stall_timeout: Seconds without progress that end the job; None: derived; 0: no limit.
+    profile: Which steps to profile, and how; None: none.
     stack_interval: Seconds between dumps of all threads' stacks; None: no dumps.
     read_only: Whether nothing is trained; weights with a quantization scheme are then quantized.
     saving: Whether checkpoints are written.
@@ -104,6 +106,7 @@ class Trainer:
   weight_dtype: Literal["float32", "bfloat16"] = "float32"
   stall_timeout: ranges.Seconds | None = None
   stack_interval: ranges.Interval | None = None
+  profile: Profiling | None = None
   read_only: bool = False
   saving: bool = True
   execution: Execution = dataclasses.field(default_factory=Execution)
@@ -320,8 +323,14 @@ class Trainer:
   def compile(
     self, state: TrainState, batch: Batch, *, log_layers: bool = False
   ) -> jax.stages.Compiled:
-    """Returns the program of a step, for arrays like these; see `lower`."""
-    if self.execution.compiled_step is not None and not log_layers:
+    """Returns the program of a step, for arrays like these; see `lower`.
+
+    Raises:
+      UserError: The profile of `execution` is of another program.
+    """
+    if log_layers:  # A profile, or a compiled step, is of the other program.
+      options = dict(self.execution.compiler_options)
+      return self.lower(state, batch, log_layers=True).compile(compiler_options=options)
+    if self.execution.compiled_step is not None:
       return self.execution.compiled_step
-    options = dict(self.execution.compiler_options)
-    return self.lower(state, batch, log_layers=log_layers).compile(compiler_options=options)
+    return self.execution.compile_step(self.lower(state, batch))

@@ -11,7 +11,7 @@ from paxlike.experiments.gpt import Gpt126M
 from paxlike.experiments.moe import Moe
 
 GROUPS = ("Model", "Precision", "Parallelism", "Batch", "Optimizer", "Schedule", "Run")
-GROUPS += ("Checkpoint", "Fine-tuning")
+GROUPS += ("Profiling", "Checkpoint", "Fine-tuning")
 
 
 class Mine(Moe, datasets.Synthetic, Gpt126M):

@@ -125,7 +125,8 @@ class Attention(module.Module):
       "sinks_N": self._sinks(),
       "bias_NTS": self._bias(x_BTD.shape[1]),
     }
-    y_BTNH = self.kernel(q_BTNH, k_BTKH, v_BTKH, **options)
+    with jax.named_scope("dot_product_attention"):
+      y_BTNH = self.kernel(q_BTNH, k_BTKH, v_BTKH, **options)
     aux = max_logit.logged(context, q_BTNH, k_BTKH, **options)
     return self.project(y_BTNH, x_BTD, context), cache, aux
 

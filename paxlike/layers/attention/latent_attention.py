@@ -115,7 +115,8 @@ class LatentAttention(module.Module):
     q_BTNH = jnp.concatenate([q_BTNH, rotary_BTNR], axis=-1)
     k_BTNH = jnp.concatenate([k_BTNH, key_BTNR], axis=-1)
     options: kernels.AttentionOptions = {"scale": self.scale, "segments_BT": context.segments_BT}
-    y_BTNH = self.kernel(q_BTNH, k_BTNH, v_BTNH, **options)
+    with jax.named_scope("dot_product_attention"):
+      y_BTNH = self.kernel(q_BTNH, k_BTNH, v_BTNH, **options)
     aux = max_logit.logged(context, q_BTNH, k_BTNH, **options)
     return self.project(y_BTNH, x_BTD, context), cache, aux
 

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles by which XLA schedules are read as they are written, and damaged ones are refused."""
+
+import pytest
+
+from paxlike.devices import pgle
+from paxlike.errors import UserError
+
+
+def test_what_is_written_is_read(tmp_path):
+  costs = {"fusion.1": 1.5, "all-gather-start.2": 7040.52, "custom-call": 0.0}
+  path = tmp_path / "p.pbtxt"
+  path.write_text(pgle.text(costs))
+  assert pgle.read(str(path)).costs == costs
+
+
+def test_the_forms_of_other_writers_are_read():
+  """As protocol buffers print it, as JAX-Toolbox's converter for nsys does, and with prefixes."""
+  text = """# from nsys
+costs {
+  name: "fusion.1"
+  cost_us: 2.5e1
+}
+costs { cost_us: 3 name: "08a5::all-reduce-start" }
+costs: { name: "copy.3" cost_us: 1 }
+"""
+  assert pgle.parse(text, source="x").costs == {
+    "fusion.1": 25,
+    "all-reduce-start": 3,
+    "copy.3": 1,
+  }
+
+
+@pytest.mark.parametrize(
+  "content",
+  [
+    b"",
+    b"\x0a\x0f\x0a\x08fusion.1",
+    b"{}",
+    b'costs { name: "a" cost_us: nan }',
+    b'costs { name: "a" cost_us: -1 }',
+    b'costs { name: "a" cost_us: x }',
+    b'costs { name: "a" cost_us: 1 }\ncosts { name: "b" cost_us: 1',
+    b"<html></html>",
+  ],
+)
+def test_other_files_are_refused(content, tmp_path):
+  path = tmp_path / "p.pbtxt"
+  path.write_bytes(content)
+  with pytest.raises(UserError, match=r"^--pgle_profile=.*p.pbtxt is not a profile of instru"):
+    pgle.read(str(path))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+  with pytest.raises(UserError, match=r"--pgle_profile=.*/none.pbtxt: No such file"):
+    pgle.read(str(tmp_path / "none.pbtxt"))
+  with pytest.raises(UserError, match="is a folder, not a file"):
+    pgle.read(str(tmp_path))
+
+
+def test_a_profile_of_another_program_is_refused():
+  profile = pgle.Profile("--pgle_profile=p", dict.fromkeys("abcdefghij", 1.0))
+  profile.check([*"abcdefgh", "more"])
+  with pytest.raises(UserError, match=r"p is of another program: of its 10 instr.* step has 7"):
+    profile.check("abcdefg")
+
+
+def test_the_copy_that_xla_reads_is_named_for_its_content():
+  """JAX's cache of programs knows the path alone."""
+  one, other = (pgle.Profile("x", {"a": cost}).options() for cost in (1.0, 2.0))
+  assert one == pgle.Profile("y", {"a": 1.0}).options() != other
+  (path,) = one.values()
+  assert pgle.read(path).costs == {"a": 1.0}
