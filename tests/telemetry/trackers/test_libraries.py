@@ -121,7 +121,8 @@ def test_wandb_uploads_both_starts_as_one_run(tracked):
   command = [sys.executable, "-m", "wandb", "sync", *map(str, starts)]
   with WandbServer() as server:
     account = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
-    subprocess.run(command, check=True, env=os.environ | account, capture_output=True)
+    env = os.environ | account
+    subprocess.run(command, check=True, cwd=folder, env=env, capture_output=True)
   number = found["wandb"][-1]["id"]
   losses = [(row["_step"], row["train/loss"]) for row in server.history[number]]
   assert losses == points(records, "train", "loss") and list(server.history) == [number]
