@@ -88,7 +88,7 @@ class Recorder:
       tracker.sync()
 
   def lines(self) -> Iterator[str]:
-    """Yields what trackers have to say on the console since the last call."""
+    """Yields the lines of trackers for the console since the last call."""
     for tracker in self._background:
       yield from tracker.lines()
 

@@ -6,10 +6,12 @@ import sys
 from typing import Any
 
 import pytest
+from etils import epath
 from helpers.sources import REPOSITORY
 from tensorboardX.proto import event_pb2 as untyped
 
-from paxlike.telemetry.trackers.tensorboard import TensorBoardWriter
+from paxlike.telemetry.trackers.tensorboard import TensorBoard, TensorBoardWriter
+from paxlike.telemetry.trackers.tracker import Record, TrackedRun
 
 event_pb2: Any = untyped
 
@@ -34,21 +36,41 @@ def events(folder):
       data = data[16 + length :]
 
 
+def shown(folder):
+  """The (step, tag) -> value that TensorBoard shows; each is there once."""
+  seen = {}
+  for event in events(folder):
+    if event.session_log.status == event_pb2.SessionLog.START:
+      seen = {key: value for key, value in seen.items() if key[0] < event.step}
+    for scalar in event.summary.value:
+      assert (event.step, scalar.tag) not in seen
+      seen[event.step, scalar.tag] = scalar.simple_value
+  return seen
+
+
 def test_tensorboard_sees_the_scalars_and_hides_steps_done_again(tmp_path):
   for first, steps in [(0, range(6)), (4, range(4, 8))]:
     writer = TensorBoardWriter(tmp_path, first=first)
     for step in steps:
       writer.write(step, {"loss": step / 2, "mfu": 0.25})
     writer.close()
-  seen = {}
-  for event in events(tmp_path):
-    if event.session_log.status == event_pb2.SessionLog.START:
-      seen = {key: value for key, value in seen.items() if key[0] < event.step}
-    for scalar in event.summary.value:
-      assert (event.step, scalar.tag) not in seen
-      seen[event.step, scalar.tag] = scalar.simple_value
   expected = {(step, "loss"): step / 2 for step in range(8)}
-  assert seen == expected | {(step, "mfu"): 0.25 for step in range(8)}
+  assert shown(tmp_path) == expected | {(step, "mfu"): 0.25 for step in range(8)}
+
+
+def test_parts_that_count_steps_from_0_and_others_are_resumed_alike(tmp_path):
+  folder = epath.Path(tmp_path)
+  for step in (0, 2):
+    tracker = TensorBoard()
+    tracker.open(TrackedRun(id="", name="run", folder=folder, step=step))
+    for updates in range(step + 1, step + 5):
+      for kind, first in (("train", 0), ("layers", 0), ("eval", 1)):
+        one = {"kind": kind, "set": "held", "step": updates - 1 + first, "updates": updates}
+        tracker.write(Record.of({**one, "norm": {"mlp": [updates, None]}}))
+    tracker.close("stopped")
+  for part, first in (("train", 0), ("layers", 0), ("eval_held", 1)):
+    values = {(count + first, "norm/mlp/0"): count + 1 for count in range(6)}
+    assert shown(tmp_path / "summaries" / part) == values
 
 
 @pytest.mark.parametrize("is_there", [True, False])

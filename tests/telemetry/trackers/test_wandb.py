@@ -45,7 +45,9 @@ print(*made.lines(), sep="\\n")
 def start(folder, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
   env = os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": str(folder.parent)} | environment
   command = [sys.executable, "-c", PROGRAM, str(folder), *arguments]
-  return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+  return subprocess.run(
+    command, check=False, cwd=folder.parent, env=env, capture_output=True, text=True
+  )
 
 
 def test_a_run_that_is_resumed_is_one_run_with_each_row_once(tmp_path):
