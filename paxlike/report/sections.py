@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of the page that are text, tables and bars: readable without JavaScript."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from paxlike.config import graph_text
+from paxlike.report import mesh_picture
+from paxlike.report.html_text import (
+  NUM_COLORS,
+  Html,
+  bar,
+  details,
+  element,
+  joined,
+  section,
+  table,
+  void,
+)
+from paxlike.report.run_data import RunData
+from paxlike.telemetry import formatting
+
+_DASHES = ("", "7 4", "2 3")
+_MAX_LINES = 200  # Of the difference between two graphs.
+_NOT_METRICS = ("kind", "set", "step", "updates", "time", "loss", "num_predictions", "num_examples")
+
+
+def runs(found: Sequence[RunData]) -> Html:
+  """Returns the table of the runs, whose check boxes show and hide their curves."""
+  sets = sorted({name for run in found for name in run.eval_sets})
+  header = ["run", "state", "updates", "training loss", *(f"loss of {name}" for name in sets)]
+  header += ["tokens/s", "s/step", "MFU"]
+  rows = []
+  for number, run in enumerate(found):
+    state = element("span", run.state or "not started", class_=f"state {run.state or 'unknown'}")
+    rows.append(
+      [
+        _legend(number, run.name),
+        state,
+        "" if run.progress is None else f"{run.progress[0]:,} of {run.progress[1]:,}",
+        _number(run.last("train", "loss")),
+        *(_number(run.last("eval", "loss", of=name)) for name in sets),
+        _number(run.typical("tokens_per_second")),
+        _number(run.typical("seconds_per_step")),
+        _percent(run.typical("mfu_causal")),
+      ]
+    )
+  folders = table(
+    ("run", "experiment", "folder"),
+    [(run.name, run.config.experiment, run.folder) for run in found],
+    label="Folders",
+    numbers=False,
+  )
+  note = "Losses are the newest; speeds are medians without the first fifth of the records."
+  content = [table(header, rows, label="Runs"), element("p", note, class_="note"), *_notes(found)]
+  return section("runs", "Runs", *content, details("Experiments and folders", folders))
+
+
+def _legend(number: int, name: str) -> Html:
+  dash = _DASHES[number // NUM_COLORS % len(_DASHES)]
+  line = element(
+    "svg",
+    element("line", x1=0, y1=6, x2=28, y2=6, stroke_dasharray=dash or False),
+    class_=f"line s{number % NUM_COLORS}",
+    width=28,
+    height=12,
+    aria_hidden="true",
+  )
+  box = void("input", type="checkbox", checked=True, data_run=number)
+  return element("label", box, " ", line, " ", name)
+
+
+def _notes(found: Iterable[RunData]) -> list[Html]:
+  """Returns what is damaged or left out, in a sentence each."""
+  lines = []
+  for run in found:
+    lines += [f"{run.name}: {note}" for note in (*run.notes, *run.config.notes)]
+    if run.left_out:
+      lines.append(
+        f"{run.name}: {run.left_out:,} records of training are left out (--max_records); of each"
+        " stretch those of the least and the largest loss are shown."
+      )
+  return [element("p", line, class_="note") for line in lines]
+
+
+def knobs(found: Sequence[RunData]) -> Html:
+  """Returns the knobs that differ between runs, or those that a single run changes."""
+  names = list(dict.fromkeys(name for run in found for name in run.config.knobs))
+  values = {name: [run.config.knobs.get(name) for run in found] for name in names}
+  if len(found) == 1:
+    shown = found[0].config.changed
+    title, rows = "Knobs that were set", [(name, text) for name, text in shown.items()]
+    empty = "No knob was set: all values are those of the experiment."
+  else:
+    title = "Knobs that differ"
+    rows = [(n, *(_or_default(v) for v in of)) for n, of in values.items() if len({*of}) > 1]
+    empty = "No knob differs between the runs."
+  if not names:
+    return Html("")
+  header = ("knob", *(run.name for run in found))
+  label = f"{title} between the runs" if len(found) > 1 else title
+  first = table(header, rows, label=label, numbers=False) if rows else element("p", empty)
+  same = [(name, _or_default(of[0])) for name, of in values.items() if len({*of}) == 1]
+  title_of_rest = "All knobs" if len(found) == 1 else "Knobs with the same value in all runs"
+  rest = table(("knob", "value"), same, label=title_of_rest, numbers=False)
+  return section("knobs", title, first, details(title_of_rest, rest), *_graphs(found))
+
+
+def _or_default(text: str | None) -> Html:
+  return element("span", "default", class_="note") if text is None else element("code", text)
+
+
+def _graphs(found: Sequence[RunData]) -> list[Html]:
+  """Returns how the graphs differ from that of the first run, whether by knobs or otherwise."""
+  first, *others = found
+  parts = []
+  for run in others:
+    if first.config.graph is None or run.config.graph is None:
+      continue
+    lines = graph_text.difference(first.config.graph, run.config.graph).splitlines()
+    if lines:
+      more = [f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+      text = element("pre", "\n".join([*lines[:_MAX_LINES], *more]), tabindex=0)
+      parts.append(details(f"Graph of {run.name}, compared with {first.name}", text))
+  return parts
+
+
+def evaluations(found: Sequence[RunData]) -> Html:
+  """Returns a table for each eval set: the newest metrics of each run, and its least loss."""
+  tables = []
+  for name in sorted({name for run in found for name in run.eval_sets}):
+    of_run = {
+      run.name: [r for r in run.records if r.get("kind") == "eval" and r.get("set") == name]
+      for run in found
+    }
+    newest = {run: records[-1] for run, records in of_run.items() if records}
+    metrics = list(dict.fromkeys(key for record in newest.values() for key in record))
+    metrics = [key for key in metrics if key not in _NOT_METRICS and not key.endswith("_stderr")]
+    rows = []
+    for run, record in newest.items():
+      losses = [(r["loss"], r["updates"]) for r in of_run[run] if r.get("loss") is not None]
+      best = "" if not losses else f"{_number(min(losses)[0])} (after {min(losses)[1]:,})"
+      cells = [_with_error(record, key) for key in metrics]
+      rows.append((run, f"{record['updates']:,}", *cells, best))
+    header = ("run", "updates", *metrics, "least loss")
+    tables += [element("h3", name), table(header, rows, label=f"Newest evaluation on {name}")]
+  return section("evaluation", "Evaluation", *tables)
+
+
+def _with_error(record: Mapping[str, Any], key: str) -> str:
+  error = record.get(f"{key}_stderr")
+  return _number(record.get(key)) + ("" if error is None else f" ± {error:.2g}")
+
+
+def goodput(found: Sequence[RunData]) -> Html:
+  """Returns where the wall time of each run went, since its first start."""
+  parts = []
+  for run in found:
+    if run.goodput is None:
+      continue
+    wall, seconds = run.goodput["wall"], dict(run.goodput["seconds"])
+    share = seconds.get("step", 0.0) / wall if wall else 0.0
+    line = f"{_duration(wall)} since the first start, {share:.1%} of it in steps that count"
+    texts = {k: f"{_duration(s)} ({s / wall if wall else 0:.1%})" for k, s in seconds.items()}
+    named = {name.replace("_", " "): value for name, value in seconds.items()}
+    texts = {name.replace("_", " "): text for name, text in texts.items()}
+    parts += [element("h3", run.name), element("p", line)]
+    parts.append(bar(named, texts, label=f"Wall time of {run.name}"))
+  return section("goodput", "Goodput", *parts)
+
+
+def memory(found: Sequence[RunData]) -> Html:
+  """Returns the memory of a device: the training state by kind, and the measured peak."""
+  parts = []
+  for run in found:
+    kinds: dict[str, float] = {k: one.per_device for k, one in run.config.memory.items()}
+    texts = {
+      kind: f"{formatting.nbytes(one.per_device)} ({formatting.nbytes(one.total)} in total)"
+      for kind, one in run.config.memory.items()
+    }
+    lines = []
+    if (peak := run.peaks.get("device")) is not None:
+      lines.append(f"measured peak of a device: {formatting.nbytes(peak)}")
+      if kinds and peak > sum(kinds.values()):
+        rest = "activations, gradients and temporaries"
+        kinds[rest] = peak - sum(kinds.values())
+        texts[rest] = f"{formatting.nbytes(kinds[rest])} (peak without the rest)"
+    else:
+      lines.append("these devices do not report their peak")
+    if (host := run.peaks.get("host")) is not None:
+      lines.append(f"measured peak of the process on its host: {formatting.nbytes(host)}")
+    if kinds or run.peaks:
+      sentence = "; ".join(lines)
+      parts += [element("h3", run.name), element("p", f"{sentence[0].upper()}{sentence[1:]}.")]
+    if kinds:
+      parts.append(bar(kinds, texts, label=f"Memory of a device of {run.name}"))
+  note = "The training state is computed from shapes and shardings, per device."
+  return section("memory", "Memory", *parts, parts and element("p", note, class_="note"))
+
+
+def meshes(found: Sequence[RunData]) -> Html:
+  """Returns a picture of each mesh, with the runs that have it."""
+  of_mesh: dict[tuple[Any, ...], list[RunData]] = {}
+  for run in found:
+    if run.config.mesh:
+      of_mesh.setdefault(tuple(run.config.mesh.items()), []).append(run)
+  parts = []
+  for same in of_mesh.values():
+    names = "" if len(same) == len(found) else element("h3", ", ".join(run.name for run in same))
+    parts += [names, mesh_picture.picture(same[0].config.mesh)]
+  return section("mesh", "Mesh", *parts)
+
+
+def samples(found: Sequence[RunData]) -> Html:
+  """Returns the texts that the runs have generated, the newest first."""
+  parts = []
+  for run in found:
+    figures = [
+      element(
+        "figure",
+        element("figcaption", sample["source"]),
+        element("pre", element("b", sample["prompt"]), sample["text"], tabindex=0),
+      )
+      for sample in reversed(run.samples)
+    ]
+    if figures:
+      title = f"{run.name}: {len(figures)} sample{'s'[: len(figures) != 1]}"
+      parts.append(details(title, *figures, opened=not parts))
+  return section("samples", "Samples", *parts)
+
+
+def _number(value: Any) -> str:
+  if value is None:
+    return ""
+  if isinstance(value, float) and not value.is_integer():
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+  return f"{value:,.0f}"
+
+
+def _percent(value: float | None) -> str:
+  return "" if value is None else f"{value:.1%}"
+
+
+def _duration(seconds: float) -> str:
+  if seconds < 60:
+    return f"{seconds:.1f} s"
+  minutes, rest = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f"{hours:,} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def everything(found: Sequence[RunData], curves: Html, layers: Html) -> Html:
+  """Returns all sections that have content, in order; `curves` and `layers` are drawn later."""
+  parts = [runs(found), curves, knobs(found), evaluations(found), goodput(found), layers]
+  return joined([*parts, samples(found), memory(found), meshes(found)])
