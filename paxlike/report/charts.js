@@ -12,14 +12,21 @@ function xOf(run, record) {
   return (record.time - run.records[0].time) / 3600;
 }
 
-/** Returns the [x, y] points of a metric, ascending in x, without missing values. */
+/** Returns the [x, y] points of a metric, ascending in x, without missing values; kept for the next call. */
 function pointsOf(run, metric) {
+  const name = JSON.stringify([view.x, metric.kind, metric.set, metric.key]);
+  run.points ??= new Map();
+  if (!run.points.has(name)) run.points.set(name, readPoints(run, metric));
+  return run.points.get(name);
+}
+
+function readPoints(run, metric) {
   const points = [];
   for (const record of run.records) {
     if (record.kind !== metric.kind || (record.set ?? null) !== metric.set) continue;
     const y = record[metric.key];
     const x = xOf(run, record);
-    if (typeof y === "number" && x !== null) points.push([x, y]);
+    if (typeof y === "number" && Number.isFinite(x)) points.push([x, y]);
   }
   return points.sort((a, b) => a[0] - b[0]);
 }

@@ -14,6 +14,7 @@ Writes one HTML page of one or several runs: curves, differences of knobs, evalu
 statistics by layer, samples, memory and mesh. The page needs no other file and no network.
 """
 MAX_RECORDS = 5000
+_MAX_RECORDS_OF_ALL = 20_000  # About 12 MB.
 
 
 def main() -> int:
@@ -42,8 +43,8 @@ def run(argv: Sequence[str]) -> int:
     "--max_records",
     metavar="N",
     type=_count,
-    default=MAX_RECORDS,
-    help=f"records of training to show of each run (default: {MAX_RECORDS:,})",
+    help=f"records of training to show of each run (default: {MAX_RECORDS:,}, or if the runs are"
+    f" many {_MAX_RECORDS_OF_ALL:,} of all together)",
   )
   parser.add_argument(
     "--fdl_allow_modules",
@@ -72,10 +73,17 @@ def write(
   to: str,
   *,
   title: str = "",
-  max_records: int = MAX_RECORDS,
+  max_records: int | None = None,
   allow_modules: Sequence[str] = (),
 ):
-  """Writes the page of the runs in these folders to a file; default title: their names.
+  """Writes the page of the runs in these folders to a file.
+
+  Args:
+    paths: The folders.
+    to: The file.
+    title: Of the page; "": the name of the run, or how many there are.
+    max_records: Records of training of each run; None: see `MAX_RECORDS`.
+    allow_modules: Modules outside of paxlike that their configuration may import.
 
   Raises:
     UserError: A folder has no records, or something cannot be read or written.
@@ -83,6 +91,8 @@ def write(
   names = [file_io.absolute(paths[0]).name] if len(paths) == 1 else run_paths.names(paths)
   for path in paths:
     run_paths.check(path)
+  if max_records is None:
+    max_records = max(10, min(MAX_RECORDS, _MAX_RECORDS_OF_ALL // len(paths)))
   _leave_devices_alone()
   from paxlike.report import page, run_data
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import paxlike
-from paxlike.report import sections
+from paxlike.report import run_data, sections
 from paxlike.report.html_text import Html, element, void
 from paxlike.report.run_data import RunData
 from paxlike.telemetry import metric_files
@@ -47,7 +47,13 @@ def html(runs: Sequence[RunData], *, title: str) -> str:
 def data(runs: Sequence[RunData]) -> str:
   """Returns the runs as JSON for the scripts; no character in it can end its element."""
   found = [
-    {"name": run.name, "records": run.records, "layers": run.layers} | _tokens(run) for run in runs
+    {
+      "name": run.name,
+      "tokensPerStep": _tokens_per_step(run),
+      "records": run.records,
+      "layers": run.layers,
+    }
+    for run in runs
   ]
   text = json.dumps({"runs": _finite(found)}, separators=(",", ":"), allow_nan=False)
   for character in "<>&\u2028\u2029":
@@ -55,10 +61,13 @@ def data(runs: Sequence[RunData]) -> str:
   return text
 
 
-def _tokens(run: RunData) -> dict[str, Any]:
+def _tokens_per_step(run: RunData) -> int | None:
   """Returns the tokens of a step; None if unknown."""
-  speed, seconds = run.typical("tokens_per_second"), run.typical("seconds_per_step")
-  return {"tokensPerStep": None if speed is None or seconds is None else round(speed * seconds)}
+  for record in run.records:
+    speed, seconds = record.get("tokens_per_second"), record.get("seconds_per_step")
+    if run_data.is_number(speed) and run_data.is_number(seconds):
+      return round(speed * seconds)
+  return None
 
 
 def _finite(value: Any) -> Any:

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from etils import epath
 
@@ -19,6 +19,18 @@ Record = dict[str, Any]
 MAX_LAYERS = 200  # Columns of a heat map, which has about 400 pixels.
 MAX_SAMPLES = 100
 _STEADY = 0.2  # Throughput is the median without this share of records at the start.
+
+
+class Ledger(Protocol):
+  """Where the wall time of a run went.
+
+  Attributes:
+    wall: Seconds since its first start.
+    seconds: Category, such as "step" -> seconds; they add up to `wall`.
+  """
+
+  wall: float
+  seconds: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +48,7 @@ class RunData:
     left_out: The number of records of training that are not among them.
     layers: Records of statistics by layer, at most `MAX_LAYERS`.
     samples: Mappings with `source`, `prompt` and `text`, the newest last.
-    goodput: `wall`, the seconds since the first start, and `seconds`, category -> seconds; None if
-      the run has no ledger.
+    goodput: Its ledger; None if it has none.
   """
 
   name: str
@@ -50,7 +61,7 @@ class RunData:
   left_out: int
   layers: list[Record]
   samples: list[dict[str, str]]
-  goodput: Mapping[str, Any] | None
+  goodput: Ledger | None
 
   def last(self, kind: str, key: str, *, of: str | None = None) -> Any:
     """Returns the newest value of a metric, of an eval set if `of` names one; None if none."""
@@ -89,7 +100,7 @@ def read(
   name: str,
   max_records: int,
   allow_modules: Sequence[str] = (),
-  goodput: Callable[[epath.Path], Mapping[str, Any] | None] = lambda folder: None,
+  goodput: Callable[[epath.Path], Ledger | None] = lambda folder: None,
 ) -> RunData:
   """Reads the run in folder `path`.
 
@@ -98,7 +109,7 @@ def read(
     name: What the page calls it.
     max_records: The largest number of records of training to keep.
     allow_modules: Modules outside of paxlike that its configuration may import.
-    goodput: Returns the ledger of a folder as in `RunData`.
+    goodput: Returns the ledger of a run's folder; None if it has none.
 
   Raises:
     UserError: It is no run, has no records, or cannot be read.

@@ -86,28 +86,37 @@ def _notes(found: Iterable[RunData]) -> list[Html]:
 def knobs(found: Sequence[RunData]) -> Html:
   """Returns the knobs that differ between runs, or those that a single run changes."""
   names = list(dict.fromkeys(name for run in found for name in run.config.knobs))
-  values = {name: [run.config.knobs.get(name) for run in found] for name in names}
+  values = {name: [_value(run, name) for run in found] for name in names}
   if len(found) == 1:
     shown = found[0].config.changed
-    title, rows = "Knobs that were set", [(name, text) for name, text in shown.items()]
+    title, rows = (
+      "Knobs that were set",
+      [(name, element("code", text)) for name, text in shown.items()],
+    )
     empty = "No knob was set: all values are those of the experiment."
   else:
     title = "Knobs that differ"
-    rows = [(n, *(_or_default(v) for v in of)) for n, of in values.items() if len({*of}) > 1]
+    rows = [(n, *of) for n, of in values.items() if len({*of}) > 1]
     empty = "No knob differs between the runs."
   if not names:
     return Html("")
   header = ("knob", *(run.name for run in found))
   label = f"{title} between the runs" if len(found) > 1 else title
   first = table(header, rows, label=label, numbers=False) if rows else element("p", empty)
-  same = [(name, _or_default(of[0])) for name, of in values.items() if len({*of}) == 1]
+  same = [(name, of[0]) for name, of in values.items() if len({*of}) == 1]
   title_of_rest = "All knobs" if len(found) == 1 else "Knobs with the same value in all runs"
   rest = table(("knob", "value"), same, label=title_of_rest, numbers=False)
   return section("knobs", title, first, details(title_of_rest, rest), *_graphs(found))
 
 
-def _or_default(text: str | None) -> Html:
-  return element("span", "default", class_="note") if text is None else element("code", text)
+def _value(run: RunData, name: str) -> Html:
+  """Returns the value of a knob, or why it has none."""
+  config = run.config
+  if name in config.knobs:
+    return element("code", config.knobs[name])
+  # If the experiment could not be loaded, only the knobs that were set are known.
+  reason = "default" if config.knobs == config.changed else "no such knob"
+  return element("span", reason, class_="note")
 
 
 def _graphs(found: Sequence[RunData]) -> list[Html]:
@@ -158,7 +167,7 @@ def goodput(found: Sequence[RunData]) -> Html:
   for run in found:
     if run.goodput is None:
       continue
-    wall, seconds = run.goodput["wall"], dict(run.goodput["seconds"])
+    wall, seconds = run.goodput.wall, run.goodput.seconds
     share = seconds.get("step", 0.0) / wall if wall else 0.0
     line = f"{_duration(wall)} since the first start, {share:.1%} of it in steps that count"
     texts = {k: f"{_duration(s)} ({s / wall if wall else 0:.1%})" for k, s in seconds.items()}

@@ -45,7 +45,8 @@ class Stop:
 
   def __enter__(self) -> Self:
     for number in self._PASSED_ON:
-      self._previous[number] = signal.signal(number, self._note)
+      if signal.getsignal(number) is not signal.SIG_IGN:  # As nohup ignores SIGHUP.
+        self._previous[number] = signal.signal(number, self._note)
     return self
 
   def __exit__(self, *unused: object):

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of runs for reports: the configuration of golden runs, with records that cost nothing."""
+"""Folders of runs for reports: configured as real ones, with records that cost nothing."""
 
 import json
 import math
 import pathlib
-import tarfile
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from helpers.sources import REPOSITORY
-
-GOLDEN = REPOSITORY / "tests" / "golden"
-_CONFIGURATION = ("config.json", "experiment.json")
+from paxlike import registry, run_mode
+from paxlike.cli import config_files
 
 
 def write(
   folder: pathlib.Path,
   *,
-  golden: str = "gpt",
+  experiment: str = "Gpt3_52k",
+  knobs: Mapping[str, str] | None = None,
   steps: int = 60,
   rate: float = 1.0,
   sets: tuple[str, ...] = ("validation",),
@@ -28,7 +27,8 @@ def write(
 
   Args:
     folder: The new folder.
-    golden: The golden run whose configuration it has; "" for none.
+    experiment: Whose configuration it has; "" for none.
+    knobs: Those that were set for it.
     steps: Updates, each with a record.
     rate: How fast its loss falls.
     sets: Its eval sets.
@@ -37,12 +37,13 @@ def write(
     state: That of its status.
   """
   folder.mkdir(parents=True)
-  if golden:
-    with tarfile.open(GOLDEN / f"{golden}.tar.xz") as archive:
-      for name in _CONFIGURATION:
-        member = archive.extractfile(f"{golden}/{name}")
-        assert member is not None
-        (folder / name).write_bytes(member.read())
+  if experiment:
+    made = registry.find(experiment)()
+    for name, value in (knobs or {}).items():
+      made.set(name, value, source="command line")
+    for name, content in config_files.of(made, run_mode.root_graph(made)).items():
+      if isinstance(content, str):
+        (folder / name).write_text(content)
   lines = list(_records(steps, rate, sets, layers))
   if sample is not None:
     lines.append({"kind": "sample", "updates": steps, "prompt": "def ", "text": sample})
@@ -53,7 +54,9 @@ def write(
   return str(folder)
 
 
-def _records(steps: int, rate: float, sets: tuple[str, ...], layers: int):
+def _records(
+  steps: int, rate: float, sets: tuple[str, ...], layers: int
+) -> Iterator[dict[str, Any]]:
   for updates in range(1, steps + 1):
     when = {"step": updates - 1, "updates": updates, "time": 1.7e9 + 2 * updates}
     noise = 0.2 * math.sin(37 * updates * rate)
@@ -61,7 +64,8 @@ def _records(steps: int, rate: float, sets: tuple[str, ...], layers: int):
     record["loss"] = None if updates == 7 else 2 + 5 * math.exp(-rate * updates / 20) + noise
     record |= {"grad_norm": 1 + noise, "learning_rate": 1e-3 * rate, "peak_device_bytes": 10**8}
     if updates > 1:
-      record |= {"seconds_per_step": 2.0, "tokens_per_second": 10_000.0 + updates}
+      seconds = 2 + 0.01 * noise
+      record |= {"seconds_per_step": seconds, "tokens_per_second": 20_480 / seconds}
       record["tokens_per_second_per_device"] = record["tokens_per_second"] / 8
     yield record
     if updates % 20 == 0:

@@ -19,7 +19,7 @@ def file(tmp_path_factory) -> pathlib.Path:
   folder = tmp_path_factory.mktemp("report")
   paths = [
     reported_runs.write(folder / "a", layers=6, sample="main():\n  <b>pass</b>"),
-    reported_runs.write(folder / "b", rate=3.0, golden="llama2", state="failed"),
+    reported_runs.write(folder / "b", rate=3.0, knobs={"NUM_LAYERS": "2"}, state="failed"),
   ]
   assert main.run([*paths, f"--to={folder / 'page.html'}"]) == 0
   return folder / "page.html"
@@ -84,8 +84,11 @@ def test_dragging_zooms_all_charts_and_escape_resets(page, file):
   page.drag(place(page, 0.5), place(page, 0.75))
   zoomed = axis(page)
   assert zoomed != whole and "0" not in zoomed
-  others = page.run("[...document.querySelectorAll('#charts svg.plot')].map((s) => s.textContent)")
-  assert len(others) == 5 and all(zoomed[-1] in labels for labels in others)
+  low, high = page.run("view.zoom")
+  assert low == pytest.approx(30.5, abs=0.5) and high == pytest.approx(45.25, abs=0.5)
+  labels = "[...svg.querySelectorAll('text')].map((text) => text.textContent)"
+  every = page.run(f"[...document.querySelectorAll('#charts .plot')].map((svg) => {labels})")
+  assert len(every) == 5 and all("40" in one and "60" not in one for one in every)
   assert page.run("document.getElementById('reset').disabled") is False
   page.run(f"{CHART}.focus()")
   page.key("Escape")
