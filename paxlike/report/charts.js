@@ -199,7 +199,8 @@ class Chart {
     this.tip.replaceChildren(node("div", {}, `${view.x} ${spelled(nearest, 6)}`), ...lines);
     this.tip.hidden = false;
     const onLeft = at > this.width / 2;
-    this.tip.style.top = `${this.svg.offsetTop + 8}px`;
+    const above = this.svg.getBoundingClientRect().top - this.element.getBoundingClientRect().top;
+    this.tip.style.top = `${above + this.box.top}px`;
     this.tip.style.left = onLeft ? "" : `${at + 10}px`;
     this.tip.style.right = onLeft ? `${this.width - at + 10}px` : "";
   }

@@ -86,7 +86,7 @@ def _policy(script: str) -> str:
 
 
 def _asset(name: str) -> str:
-  return (importlib.resources.files(__package__) / name).read_text("utf-8")
+  return (importlib.resources.files("paxlike.report") / name).read_text("utf-8")
 
 
 def _choice(name: str, label: str, options: Sequence[tuple[str, str]]) -> Html:

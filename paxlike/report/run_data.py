@@ -5,7 +5,7 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from etils import epath
 
@@ -22,15 +22,17 @@ _STEADY = 0.2  # Throughput is the median without this share of records at the s
 
 
 class Ledger(Protocol):
-  """Where the wall time of a run went.
+  """Where the wall time of a run went."""
 
-  Attributes:
-    wall: Seconds since its first start.
-    seconds: Category, such as "step" -> seconds; they add up to `wall`.
-  """
+  @property
+  def wall(self) -> float:
+    """Seconds since its first start."""
+    ...
 
-  wall: float
-  seconds: Mapping[str, float]
+  @property
+  def seconds(self) -> Mapping[str, float]:
+    """Category, such as "step" -> seconds; they add up to `wall`."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,10 +88,11 @@ class RunData:
   @property
   def eval_sets(self) -> list[str]:
     """The names of its eval sets."""
-    return sorted({record["set"] for record in self.records if record.get("kind") == "eval"})
+    named = (r.get("set") for r in self.records if r.get("kind") == "eval")
+    return sorted({name for name in named if name is not None})
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
   """Returns whether a value of a record is a number."""
   return isinstance(value, int | float) and not isinstance(value, bool)
 

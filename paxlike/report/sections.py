@@ -17,7 +17,7 @@ from paxlike.report.html_text import (
   table,
   void,
 )
-from paxlike.report.run_data import RunData
+from paxlike.report.run_data import RunData, is_number
 from paxlike.telemetry import formatting
 
 _DASHES = ("", "7 4", "2 3")
@@ -29,7 +29,9 @@ def runs(found: Sequence[RunData]) -> Html:
   """Returns the table of the runs, whose check boxes show and hide their curves."""
   sets = sorted({name for run in found for name in run.eval_sets})
   header = ["run", "state", "updates", "training loss", *(f"loss of {name}" for name in sets)]
-  header += ["tokens/s", "s/step", "MFU"]
+  header += ["tokens/s", "s/step"]
+  has_mfu = any(run.typical("mfu_causal") is not None for run in found)
+  header += ["MFU"] if has_mfu else []
   rows = []
   for number, run in enumerate(found):
     state = element("span", run.state or "not started", class_=f"state {run.state or 'unknown'}")
@@ -42,7 +44,7 @@ def runs(found: Sequence[RunData]) -> Html:
         *(_number(run.last("eval", "loss", of=name)) for name in sets),
         _number(run.typical("tokens_per_second")),
         _number(run.typical("seconds_per_step")),
-        _percent(run.typical("mfu_causal")),
+        *([_percent(run.typical("mfu_causal"))] if has_mfu else []),
       ]
     )
   folders = table(
@@ -84,29 +86,28 @@ def _notes(found: Iterable[RunData]) -> list[Html]:
 
 
 def knobs(found: Sequence[RunData]) -> Html:
-  """Returns the knobs that differ between runs, or those that a single run changes."""
+  """Returns the knobs that differ between runs, or those that a single run sets, and the others."""
   names = list(dict.fromkeys(name for run in found for name in run.config.knobs))
-  values = {name: [_value(run, name) for run in found] for name in names}
-  if len(found) == 1:
-    shown = found[0].config.changed
-    title, rows = (
-      "Knobs that were set",
-      [(name, element("code", text)) for name, text in shown.items()],
-    )
-    empty = "No knob was set: all values are those of the experiment."
-  else:
-    title = "Knobs that differ"
-    rows = [(n, *of) for n, of in values.items() if len({*of}) > 1]
-    empty = "No knob differs between the runs."
   if not names:
     return Html("")
-  header = ("knob", *(run.name for run in found))
-  label = f"{title} between the runs" if len(found) > 1 else title
-  first = table(header, rows, label=label, numbers=False) if rows else element("p", empty)
-  same = [(name, of[0]) for name, of in values.items() if len({*of}) == 1]
-  title_of_rest = "All knobs" if len(found) == 1 else "Knobs with the same value in all runs"
-  rest = table(("knob", "value"), same, label=title_of_rest, numbers=False)
-  return section("knobs", title, first, details(title_of_rest, rest), *_graphs(found))
+  values = {name: [_value(run, name) for run in found] for name in names}
+  if len(found) == 1:
+    title, rest = "Knobs that were set", "All knobs"
+    shown = {name: values[name] for name in found[0].config.changed}
+    same = values
+    empty = "No knob was set: all values are those of the experiment."
+  else:
+    title, rest = "Knobs that differ", "Knobs with the same value in all runs"
+    shown = {name: of for name, of in values.items() if len(set(of)) > 1}
+    same = {name: of for name, of in values.items() if name not in shown}
+    empty = "No knob differs between the runs."
+  header, rows = ("knob", *(run.name for run in found)), [(n, *of) for n, of in shown.items()]
+  if len(found) > len(shown) > 0:
+    header, *rows = zip(header, *rows, strict=True)  # A row a run instead of a row a knob.
+  first = table(header, rows, label=title, numbers=False) if rows else element("p", empty)
+  others = [(name, of[0]) for name, of in same.items()]
+  folded = details(rest, table(("knob", "value"), others, label=rest, numbers=False))
+  return section("knobs", title, first, folded, *_graphs(found))
 
 
 def _value(run: RunData, name: str) -> Html:
@@ -147,7 +148,7 @@ def evaluations(found: Sequence[RunData]) -> Html:
     metrics = [key for key in metrics if key not in _NOT_METRICS and not key.endswith("_stderr")]
     rows = []
     for run, record in newest.items():
-      losses = [(r["loss"], r["updates"]) for r in of_run[run] if r.get("loss") is not None]
+      losses = [(r["loss"], r["updates"]) for r in of_run[run] if is_number(r.get("loss"))]
       best = "" if not losses else f"{_number(min(losses)[0])} (after {min(losses)[1]:,})"
       cells = [_with_error(record, key) for key in metrics]
       rows.append((run, f"{record['updates']:,}", *cells, best))
@@ -158,7 +159,7 @@ def evaluations(found: Sequence[RunData]) -> Html:
 
 def _with_error(record: Mapping[str, Any], key: str) -> str:
   error = record.get(f"{key}_stderr")
-  return _number(record.get(key)) + ("" if error is None else f" ± {error:.2g}")
+  return _number(record.get(key)) + (f" ± {error:.2g}" if is_number(error) else "")
 
 
 def goodput(found: Sequence[RunData]) -> Html:
@@ -239,8 +240,8 @@ def samples(found: Sequence[RunData]) -> Html:
 
 
 def _number(value: Any) -> str:
-  if value is None:
-    return ""
+  if not is_number(value):
+    return "" if value is None else str(value)
   if isinstance(value, float) and not value.is_integer():
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
   return f"{value:,.0f}"

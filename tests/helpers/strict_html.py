@@ -16,7 +16,7 @@ class Element:
 
   def all(self, *tags: str) -> "list[Element]":
     """Returns it and what is in it, in order; only those with one of `tags`, if there are any."""
-    found = [self] if not tags or self.tag in tags else []
+    found: list[Element] = [self] if not tags or self.tag in tags else []
     for child in self.children:
       found += child.all(*tags)
     return found

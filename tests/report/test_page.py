@@ -6,7 +6,7 @@ import hashlib
 import json
 import pathlib
 import re
-import types
+from typing import NamedTuple
 
 import pytest
 from etils import epath
@@ -17,6 +17,11 @@ from paxlike.telemetry import metric_files
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'\u2028"
 PACKAGE = pathlib.Path(page.__file__).parent
+
+
+class Ledger(NamedTuple):
+  wall: float
+  seconds: dict[str, float]
 
 
 def written(*paths: str, to: pathlib.Path) -> strict_html.Element:
@@ -99,7 +104,27 @@ def test_page_is_whole_without_configuration_status_or_speed(tmp_path):
   document = written(str(folder), to=tmp_path / "page.html")
   headings = [e.text for e in document.all("h2")]
   assert headings == ["Runs", "Curves"]
-  assert table(document, "Runs")[1] == ["a", "not started", "", "", "", "", ""]
+  assert table(document, "Runs")[1] == ["a", "not started", "", "", "", ""]
+
+
+def test_records_of_other_shapes_do_no_harm(tmp_path):
+  folder = tmp_path / "a"
+  path = reported_runs.write(folder, steps=20)
+  odd = [
+    {"kind": "train", "updates": 21, "loss": "low", "tokens_per_second": [1]},
+    {"kind": "eval", "updates": 21, "loss": {}},
+    {"kind": "eval", "set": "x", "updates": 21, "loss": "low", "m": "text", "m_stderr": "text"},
+    {"kind": "layers", "updates": 21, "layers": {"norm": [1.0]}},
+    {"kind": "layers", "updates": 21},
+    {"kind": "sample", "updates": 21, "text": 3},
+    {"kind": "new", "updates": 21},
+    {"updates": 21},
+  ]
+  lines = "".join(f"{json.dumps(record)}\n" for record in odd)
+  (folder / "metrics.jsonl").write_text(lines)
+  document = written(path, to=tmp_path / "page.html")
+  assert embedded(document)[0]["records"] == odd[:3] and embedded(document)[0]["layers"] == []
+  assert table(document, "Newest evaluation on x")[1] == ["a", "21", "text", ""]
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path):
@@ -121,8 +146,8 @@ def test_knobs_that_differ_are_beside_each_other(tmp_path):
     for name, knobs in (("a", {}), ("b", {"LEARNING_RATE": "0.5"}))
   ]
   document = written(*paths, to=tmp_path / "page.html")
-  header, row = table(document, "Knobs that differ between the runs")
-  assert header == ["knob", "a", "b"] and row[0] == "LEARNING_RATE" and row[2] == "0.5"
+  header, first, second = table(document, "Knobs that differ")
+  assert header == ["knob", "LEARNING_RATE"] and first[0] == "a" and second == ["b", "0.5"]
   same = dict(table(document, "Knobs with the same value in all runs"))
   assert "NUM_LAYERS" in same and "LEARNING_RATE" not in same
   (graph,) = document.all("pre")
@@ -156,7 +181,7 @@ def test_evaluations_have_their_newest_values_and_their_best(tmp_path):
 def test_goodput_is_shown_as_shares_of_the_wall_time(tmp_path):
   path = reported_runs.write(tmp_path / "a")
   seconds = {"step": 90.0, "start_up": 6.0, "down": 4.0, "lost": 0.0}
-  ledger = types.SimpleNamespace(wall=100.0, seconds=seconds)
+  ledger = Ledger(wall=100.0, seconds=seconds)
   run = run_data.read(path, name="a", max_records=100, goodput=lambda folder: ledger)
   document = strict_html.parse(page.html([run], title="a"))
   (section,) = [e for e in document.all("section") if e.attributes.get("id") == "goodput"]
@@ -175,11 +200,8 @@ def test_memory_by_kind_is_that_of_the_state_and_the_rest_of_the_peak(tmp_path):
   assert optimizer.total == 2 * trained.total + 8  # Two moments of float32, and two counts.
   document = strict_html.parse(page.html([run], title="a"))
   (section,) = [e for e in document.all("section") if e.attributes.get("id") == "memory"]
-  shares = [
-    float(re.findall(r"[\d.]+", e.attributes["style"])[0])
-    for e in section.all("span")
-    if "style" in e.attributes
-  ]
+  styles = [e.attributes["style"] or "" for e in section.all("span") if "style" in e.attributes]
+  shares = [float(re.findall(r"[\d.]+", style)[0]) for style in styles]
   assert sum(shares) == pytest.approx(100, abs=0.01)
   assert "Measured peak of a device: 100 MB" in section.words
 

@@ -10,19 +10,24 @@ import subprocess
 import sys
 
 import pytest
+from etils import epath
 from helpers import program
 from helpers.launched import until
 from helpers.sources import REPOSITORY
 
 from paxlike.sweep import main
+from paxlike.telemetry import metric_files
 
-SHORT = (*program.TINY, "--fdl.MAX_STEPS=4", "--fdl.EVAL_INTERVAL_STEPS=2")
-# More steps than are done before the signal arrives.
+SHORT = (*program.TINY, "--fdl.MAX_STEPS=4", "--fdl.EVAL_INTERVAL_STEPS=0")
 LONG = (*program.TINY, "--fdl.EVAL_INTERVAL_STEPS=0", "--fdl.LR_COS_DECAY_END=100")
 
 
 def rows(folder: pathlib.Path) -> dict[str, dict]:
   return {row["run"]: row for row in json.loads((folder / "results.json").read_text())}
+
+
+def metrics(run: pathlib.Path) -> list[dict]:
+  return list(metric_files.records(epath.Path(run)))
 
 
 def start(*flags: str) -> subprocess.Popen:
@@ -38,62 +43,58 @@ def start(*flags: str) -> subprocess.Popen:
 @pytest.mark.slow
 def test_failed_runs_are_noted_and_finished_ones_are_skipped(tmp_path, capsys):
   folder = tmp_path / "sweep"
-  # No loss of the second is finite.
-  flags = [*SHORT[:-1], "--fdl.MAX_SKIPPED_STEPS_IN_A_ROW=2", f"--job_log_dir={folder}"]
-  sweep = "--sweep.INIT_STD=[0.02,1e30"
+  flags = [*SHORT, "--sweep.NUM_LAYERS=[1]", f"--job_log_dir={folder}"]
+  sweep = "--sweep.CHECKPOINT_RESTORE_PATH=[/nowhere,none"
+  bad, good, more = (f"NUM_LAYERS=1,CHECKPOINT_RESTORE_PATH={n}" for n in ("nowhere", "none", "x"))
   assert main.run([*flags, f"{sweep}]"]) == 1
   out = capsys.readouterr().out
-  assert "[1/2] INIT_STD=0.02: finished after" in out and "least loss" in out
-  assert "[2/2] INIT_STD=1e30: failed with status 1" in out
+  assert f"[1/2] {bad}: failed with status 2" in out and f"[2/2] {good}: finished after" in out
   found = rows(folder)
-  good, bad = found["INIT_STD=0.02"], found["INIT_STD=1e30"]
-  assert good["state"] == "finished" and good["updates"] == 4 and good["error"] is None
-  assert bad["state"] == "failed" and "not finite" in bad["error"]
-  assert good["loss"] == program.curve(folder / "INIT_STD=0.02")[-1][1]
+  assert found[good]["state"] == "finished" and found[good]["updates"] == 4
+  assert found[good]["loss"] == program.curve(folder / good)[-1][1] and not found[good]["error"]
+  assert found[bad]["state"] == "failed" and "/nowhere" in found[bad]["error"]
+  assert f"least training loss: {found[good]['loss']:.4f} ({good})" in out
   with (folder / "results.csv").open() as file:
     table = {row["run"]: row for row in csv.DictReader(file)}
-  assert table["INIT_STD=0.02"]["INIT_STD"] == "0.02" and table["INIT_STD=1e30"]["error"]
+  assert table[good]["NUM_LAYERS"] == "1" and table[bad]["error"] == found[bad]["error"]
   assert "Sweep sweep" in (folder / "report.html").read_text()
 
-  before = (folder / "INIT_STD=0.02" / "metrics.jsonl").stat().st_mtime_ns
-  assert main.run([*flags, f"{sweep},0.01]"]) == 1  # With a value more.
+  before = (folder / good / "metrics.jsonl").stat().st_mtime_ns
+  assert main.run([*flags, f"{sweep},/x]"]) == 1  # With a value more.
   out = capsys.readouterr().out
-  assert "[1/3] INIT_STD=0.02: finished\n" in out and "[3/3] INIT_STD=0.01: finished after" in out
-  assert (folder / "INIT_STD=0.02" / "metrics.jsonl").stat().st_mtime_ns == before
-  assert len(rows(folder)) == 3
+  assert f"[2/3] {good}: finished\n" in out and f"[3/3] {more}: failed with status 2" in out
+  assert (folder / good / "metrics.jsonl").stat().st_mtime_ns == before
+  assert list(rows(folder)) == [bad, good, more]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_sweep_saves_and_goes_on_to_the_same_losses(tmp_path, number):
+def test_stopped_sweep_saves_and_goes_on_to_the_same_losses(tmp_path):
   folder = tmp_path / "sweep"
   flags = [*LONG, "--sweep.RANDOM_SEED=[1,2]", f"--job_log_dir={folder}"]
-  run = folder / "RANDOM_SEED=1"
-  process = start(*flags, "--fdl.MAX_STEPS=3000")
-  until(lambda: len(program.curve(run)) > 5, seconds=120, what="it does not train")
-  process.send_signal(number)
-  out, _ = process.communicate(timeout=120)
-  assert process.returncode == 128 + number, out
-  assert "the same command goes on" in out and "[2/2]" not in out
-  found = rows(folder)
-  assert found["RANDOM_SEED=1"]["state"] == "stopped"
-  assert found["RANDOM_SEED=2"]["state"] == "not started"
-  stopped = len(program.curve(run))
-  # It is the same sweep, up to where it ends.
+  first = folder / "RANDOM_SEED=1"
+  for number in (signal.SIGINT, signal.SIGTERM):
+    before = len(metrics(first))
+    process = start(*flags, "--fdl.MAX_STEPS=100000")
+    until(lambda: len(metrics(first)) > before + 5, seconds=240, what="it does not train")  # noqa: B023
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 128 + number, out
+    assert "the same command goes on" in out and "[2/2]" not in out
+    states = {name: row["state"] for name, row in rows(folder).items()}
+    assert states == {"RANDOM_SEED=1": "stopped", "RANDOM_SEED=2": "not started"}
+  # The same sweep, but for where it ends.
+  steps = f"--fdl.MAX_STEPS={len(metrics(first)) + 3}"
   saved = json.loads((folder / "sweep.json").read_text())
-  steps = f"--fdl.MAX_STEPS={stopped + 3}"
   saved["flags"][-1] = steps
   (folder / "sweep.json").write_text(json.dumps(saved))
   process = start(*flags, steps)
-  out, _ = process.communicate(timeout=240)
+  out, _ = process.communicate(timeout=480)
   assert process.returncode == 0 and "[1/2] RANDOM_SEED=1: resumes" in out, out
-  assert rows(folder)["RANDOM_SEED=2"]["state"] == "finished"
+  assert {row["state"] for row in rows(folder).values()} == {"finished"}
   whole = tmp_path / "whole"
-  status, *_ = program.finish(
-    program.start(*LONG, steps, "--fdl.RANDOM_SEED=1", f"--job_log_dir={whole}")
-  )
-  assert status == 0
-  assert dict(program.curve(run)) == dict(program.curve(whole))
+  uninterrupted = program.start(*LONG, steps, "--fdl.RANDOM_SEED=1", f"--job_log_dir={whole}")
+  assert program.finish(uninterrupted)[0] == 0
+  assert program.curve(first) == program.curve(whole)
 
 
 def submitting(folder: pathlib.Path, monkeypatch, *, status: int = 0) -> pathlib.Path:
