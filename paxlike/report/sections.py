@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sections of the page that are text, tables and bars: readable without JavaScript."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from paxlike.config import graph_text
@@ -72,16 +72,14 @@ def _legend(number: int, name: str) -> Html:
   return element("label", box, " ", line, " ", name)
 
 
-def _notes(found: Iterable[RunData]) -> list[Html]:
+def _notes(found: Sequence[RunData]) -> list[Html]:
   """Returns what is damaged or left out, in a sentence each."""
-  lines = []
-  for run in found:
-    lines += [f"{run.name}: {note}" for note in (*run.notes, *run.config.notes)]
-    if run.left_out:
-      lines.append(
-        f"{run.name}: {run.left_out:,} records of training are left out (--max_records); of each"
-        " stretch those of the least and the largest loss are shown."
-      )
+  lines = [f"{run.name}: {note}" for run in found for note in (*run.notes, *run.config.notes)]
+  if left_out := sum(run.left_out for run in found):
+    lines.append(
+      f"{left_out:,} records of training are left out (--max_records): of each stretch of a run,"
+      " those of the least and the largest loss are shown."
+    )
   return [element("p", line, class_="note") for line in lines]
 
 
@@ -103,7 +101,8 @@ def knobs(found: Sequence[RunData]) -> Html:
     empty = "No knob differs between the runs."
   header, rows = ("knob", *(run.name for run in found)), [(n, *of) for n, of in shown.items()]
   if len(found) > len(shown) > 0:
-    header, *rows = zip(header, *rows, strict=True)  # A row a run instead of a row a knob.
+    # A row a run instead of a row a knob.
+    header, *rows = zip(("run", *header[1:]), *rows, strict=True)
   first = table(header, rows, label=title, numbers=False) if rows else element("p", empty)
   others = [(name, of[0]) for name, of in same.items()]
   folded = details(rest, table(("knob", "value"), others, label=rest, numbers=False))
@@ -180,43 +179,59 @@ def goodput(found: Sequence[RunData]) -> Html:
 
 
 def memory(found: Sequence[RunData]) -> Html:
-  """Returns the memory of a device: the training state by kind, and the measured peak."""
+  """Returns the memory of a device: the training state by kind, and the measured peaks.
+
+  Runs with the same training state share a bar.
+  """
   parts = []
-  for run in found:
-    kinds: dict[str, float] = {k: one.per_device for k, one in run.config.memory.items()}
+  for same in _grouped(found, lambda run: tuple(run.config.memory.items())):
+    state = same[0].config.memory
+    kinds: dict[str, float] = {kind: one.per_device for kind, one in state.items()}
     texts = {
       kind: f"{formatting.nbytes(one.per_device)} ({formatting.nbytes(one.total)} in total)"
-      for kind, one in run.config.memory.items()
+      for kind, one in state.items()
     }
-    lines = []
-    if (peak := run.peaks.get("device")) is not None:
-      lines.append(f"measured peak of a device: {formatting.nbytes(peak)}")
-      if kinds and peak > sum(kinds.values()):
+    device, host = (_peak(same, name) for name in ("device", "host"))
+    lines = ["These devices do not report their peak."] if kinds and device is None else []
+    if device is not None:
+      lines.append(f"Measured peak of a device: {formatting.nbytes(device)}.")
+      if kinds and device > sum(kinds.values()):
         rest = "activations, gradients and temporaries"
-        kinds[rest] = peak - sum(kinds.values())
+        kinds[rest] = device - sum(kinds.values())
         texts[rest] = f"{formatting.nbytes(kinds[rest])} (peak without the rest)"
-    else:
-      lines.append("these devices do not report their peak")
-    if (host := run.peaks.get("host")) is not None:
-      lines.append(f"measured peak of the process on its host: {formatting.nbytes(host)}")
-    if kinds or run.peaks:
-      sentence = "; ".join(lines)
-      parts += [element("h3", run.name), element("p", f"{sentence[0].upper()}{sentence[1:]}.")]
+    if host is not None:
+      lines.append(f"Measured peak of the process on its host: {formatting.nbytes(host)}.")
+    if lines:
+      parts += [element("h3", _names(same)), element("p", " ".join(lines))]
     if kinds:
-      parts.append(bar(kinds, texts, label=f"Memory of a device of {run.name}"))
+      parts.append(bar(kinds, texts, label=f"Memory of a device of {_names(same)}"))
   note = "The training state is computed from shapes and shardings, per device."
   return section("memory", "Memory", *parts, parts and element("p", note, class_="note"))
 
 
+def _peak(runs: Iterable[RunData], name: str) -> int | None:
+  return max((run.peaks[name] for run in runs if name in run.peaks), default=None)
+
+
+def _grouped(found: Iterable[RunData], key: Callable[[RunData], Hashable]) -> list[list[RunData]]:
+  """Returns the runs in groups of the same key, in the order of their first runs."""
+  groups: dict[Hashable, list[RunData]] = {}
+  for run in found:
+    groups.setdefault(key(run), []).append(run)
+  return list(groups.values())
+
+
+def _names(runs: Sequence[RunData], *, most: int = 6) -> str:
+  shown = ", ".join(run.name for run in runs[:most])
+  return shown if len(runs) <= most else f"{shown} and {len(runs) - most} more"
+
+
 def meshes(found: Sequence[RunData]) -> Html:
   """Returns a picture of each mesh, with the runs that have it."""
-  of_mesh: dict[tuple[Any, ...], list[RunData]] = {}
-  for run in found:
-    if run.config.mesh:
-      of_mesh.setdefault(tuple(run.config.mesh.items()), []).append(run)
   parts = []
-  for same in of_mesh.values():
-    names = "" if len(same) == len(found) else element("h3", ", ".join(run.name for run in same))
+  known = [run for run in found if run.config.mesh]
+  for same in _grouped(known, lambda run: tuple(run.config.mesh.items())):
+    names = "" if len(same) == len(found) else element("h3", _names(same))
     parts += [names, mesh_picture.picture(same[0].config.mesh)]
   return section("mesh", "Mesh", *parts)
 

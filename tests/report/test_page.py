@@ -147,7 +147,7 @@ def test_knobs_that_differ_are_beside_each_other(tmp_path):
   ]
   document = written(*paths, to=tmp_path / "page.html")
   header, first, second = table(document, "Knobs that differ")
-  assert header == ["knob", "LEARNING_RATE"] and first[0] == "a" and second == ["b", "0.5"]
+  assert header == ["run", "LEARNING_RATE"] and first[0] == "a" and second == ["b", "0.5"]
   same = dict(table(document, "Knobs with the same value in all runs"))
   assert "NUM_LAYERS" in same and "LEARNING_RATE" not in same
   (graph,) = document.all("pre")
