@@ -187,7 +187,8 @@ class CsvTracker(paxlike.Callback):
     self.table = csv.writer(self.file)
 
   def on_record(self, record):
-    self.table.writerow([record["kind"], record["updates"], record["loss"]])
+    if "loss" in record:  # A sample has none.
+      self.table.writerow([record["kind"], record["updates"], record["loss"]])
 
   def on_end(self, status):
     self.file.close()

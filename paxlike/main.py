@@ -16,7 +16,7 @@ from paxlike import run_mode
 from paxlike.cli import command_line, error_diagnosis, flags, startup, usage
 from paxlike.devices import topology
 from paxlike.errors import RunError, UserError, one_line
-from paxlike.processes import stack_traces
+from paxlike.processes import owner, phases, stack_traces
 from paxlike.run_mode import build_trainer, experiment_of, graph_of
 from paxlike.telemetry import console
 
@@ -38,6 +38,7 @@ def run():
   warnings.filterwarnings("ignore", "Error .* persistent compilation cache entry")
   status = 1
   stack_traces.obey_sigterm()
+  phases.OWN.restart(ago=owner.age())
   try:
     with stack_traces.on_signal():
       status = main(sys.argv)

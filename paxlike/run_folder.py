@@ -16,8 +16,15 @@ from paxlike import file_io
 from paxlike.errors import UserError
 
 # Names that a run writes as files, and as folders.
-_FILES = ("config.json", "config.txt", "experiment.json", "status.json", "metrics.jsonl")
-_FOLDERS = ("checkpoints", "summaries", "stacks", "eval_out")
+_FILES = (
+  "config.json",
+  "config.txt",
+  "experiment.json",
+  "status.json",
+  "metrics.jsonl",
+  "trackers.json",
+)
+_FOLDERS = ("checkpoints", "summaries", "stacks", "eval_out", "goodput")
 # Prefix of paths relative to the run's folder, in files of the run.
 OWN = "{run}/"
 

@@ -302,12 +302,15 @@ def _run(
     # Only training needs the lease: evaluation and decoding write their own files, atomically.
     owned = options.mode == "train"
     owner = stack.enter_context(lease.owned(folder)) if owned else contextlib.nullcontext()
+    check_owner = getattr(owner, "check", lambda: None)
     run_log = stack.enter_context(
       RunLog(
         folder,
         write_summaries=options.enable_summary_writer,
-        check_owner=getattr(owner, "check", lambda: None),
+        check_owner=check_owner,
         callbacks=callbacks,
+        ledger=_ledger(folder, check_owner) if owned else None,
+        tracking=_tracking(experiment, trainer),
       )
     )
     if options.mode != "train":
@@ -334,6 +337,25 @@ def _run(
         run_log.note(f"{hints.stopped(stopped_by)}{hints.saved(options.job_log_dir)}")
       return 128 + stopped_by if stopped_by else 0
   return 0
+
+
+def _ledger(folder: Any, check_owner: Callable[[], None]) -> Any:
+  """Returns the ledger of a run in process 0; None in the others."""
+  import jax
+
+  from paxlike.telemetry import goodput
+
+  return goodput.Ledger(folder, check_owner=check_owner) if jax.process_index() == 0 else None
+
+
+def _tracking(experiment: "Experiment | None", trainer: Any) -> Any:
+  """Returns the trackers of a run, with the knobs that they show."""
+  from paxlike.config.knobs import UNSET
+  from paxlike.telemetry.trackers.recorder import Tracking
+
+  values = {} if experiment is None else experiment.values()
+  knobs = {name: one.value for name, one in values.items() if one.value is not UNSET}
+  return Tracking(names=trainer.trackers, project=trainer.tracker_project, knobs=knobs)
 
 
 def _step(options: flags.Options, folder: Any) -> int | None:

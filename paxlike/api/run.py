@@ -14,6 +14,7 @@ from paxlike import file_io, run_folder, run_mode
 from paxlike.api import error_messages
 from paxlike.cli import epochs, error_diagnosis, flags, startup
 from paxlike.errors import UserError
+from paxlike.processes import phases
 
 if TYPE_CHECKING:
   from paxlike.api.model import Model
@@ -74,11 +75,12 @@ class Run:
   def records(self) -> list[dict[str, Any]]:
     """Returns the records of `metrics.jsonl`, oldest first.
 
-    Each has `kind` ("train" or "eval"), `step` (for training counted from 0; for evaluation the
-    same as `updates`), `updates` (completed optimizer steps), `time` (seconds since 1970) and
-    `loss`. Training records also have `learning_rate`, `grad_norm`, `total_weights` and, except the
-    first, `seconds_per_step` and values derived from it. Evaluation records also have `set`, the
-    name of the eval set, and its metrics. Numbers that were not finite are None.
+    Each has `kind` ("train", "eval" or "sample"), `step` (for training counted from 0, else the
+    same as `updates`), `updates` (completed optimizer steps) and `time` (seconds since 1970).
+    Training records have `loss`, `learning_rate`, `grad_norm`, `total_weights` and, except the
+    first, `seconds_per_step` and values derived from it. Evaluation records have `set`, the name of
+    the eval set, its metrics and `loss`; samples have `prompt` and `text`. Numbers that were not
+    finite are None.
     """
     from paxlike.telemetry import metric_files
 
@@ -147,6 +149,7 @@ def train(
     run_mode.reporting_failure(leave=False),
     error_diagnosis.explained(options, entry=True) as stage,
   ):
+    phases.OWN.restart()
     startup.set_up_jax(options)
     from paxlike.telemetry import callbacks as checking
 

@@ -76,7 +76,7 @@ class Options:
     decode_seed: Seed of sampling; None: the default of `DecodingOptions`.
     fdl_allow_modules: Modules that a graph from a file may use besides paxlike's.
     enable_checkpoint_saving: Write checkpoints.
-    enable_summary_writer: Write metrics files.
+    enable_summary_writer: Write metrics, to files and trackers.
     multiprocess_gpu: Raise an error if neither flags nor the cluster give the job's processes.
     server_addr: HOST:PORT of process 0.
     num_hosts: Number of processes.

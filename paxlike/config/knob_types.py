@@ -82,8 +82,17 @@ def convert(kind: Any, value: Any, *, text: bool) -> Any:
   try:
     return _convert(kind, value.strip() if text else value, text)
   except MismatchError:
-    hint = did_you_mean(value, _choices(kind)) if isinstance(value, str) else ""
+    hint = _hint(kind, value) if isinstance(value, str) else ""
     raise RefusedError(f"expected {expectation(kind, value)}, got {_short(value)}.{hint}") from None
+
+
+def _hint(kind: Any, text: str) -> str:
+  """Returns " Did you mean X?" for a text, or the first wrong item of a list, near a choice."""
+  if names := _choices(kind):
+    return did_you_mean(text, names)
+  names = [name for item in typing.get_args(kind) if item is not ... for name in _choices(item)]
+  items = [item.strip() for item in text.strip("[]()").split(",")]
+  return "".join([did_you_mean(item, names) for item in items if item not in names][:1])
 
 
 def is_supported(kind: Any) -> bool:

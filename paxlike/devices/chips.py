@@ -23,12 +23,25 @@ class Chip:
     memory: Bytes; 0: unknown. For TPUs, the bytes that programs may use.
     bandwidth: Memory bandwidth in bytes/s; 0: unknown.
     is_gpu: Whether it is a GPU.
+    fp8: FLOP/s in FP8 as a multiple of `flops`; 1: it multiplies in bf16 instead.
+    int8: The same in int8; 0: unknown.
   """
 
   flops: float
   memory: int = 0
   bandwidth: float = 0
   is_gpu: bool = False
+  fp8: float = 1
+  int8: float = 2
+
+  def peak(self, dtype: str) -> float | None:
+    """Returns the peak dense FLOP/s in fp8, int8, bfloat16 or float32; None if unknown.
+
+    GPUs multiply float32 in TF32, at half of the bf16 rate, and TPUs in bf16.
+    """
+    float32 = 0.5 if self.is_gpu else 1
+    factor = {"fp8": self.fp8, "int8": self.int8, "float32": float32}.get(dtype, 1)
+    return self.flops * factor or None
 
   @property
   def usable_memory(self) -> int:
@@ -66,27 +79,26 @@ _A100_40GB = Chip(312e12, 42_331_013_120, 1.555e12, is_gpu=True)
 # Keyed by a substring of JAX's `device_kind`, more specific names first. FLOP/s of GPUs are those
 # of SXM modules. For Blackwell, memory and bandwidth are from XLA's device descriptions, and FLOP/s
 # are half of the sparse FLOP/s in NVIDIA's sheets of HGX B200, HGX B300, GB200 and GB300 NVL72.
-# FP8 has twice the FLOP/s, and so has int8 except on B300 (0.125e15). GH200 is the HBM3 version,
-# with the memory that its driver reports.
+# int8 on B300 is 0.125e15. GH200 is the HBM3 version, with the memory that its driver reports.
 CHIPS = {
-  "GB300": Chip(2500e12, 297_021_079_552, 7.928e12, is_gpu=True),
-  "GB200": Chip(2500e12, 197_897_748_480, 7.928e12, is_gpu=True),
-  "B300": Chip(2250e12, 297_021_865_984, 7.936e12, is_gpu=True),
-  "B200": Chip(2250e12, 191_514_411_008, 7.672e12, is_gpu=True),
-  "GH200": Chip(989.5e12, 102_005_473_280, 4.0e12, is_gpu=True),
-  "H200": Chip(989.5e12, 151_397_597_184, 4.8e12, is_gpu=True),
-  "H100": Chip(989.5e12, 85_028_765_696, 3.35e12, is_gpu=True),
+  "GB300": Chip(2500e12, 297_021_079_552, 7.928e12, is_gpu=True, fp8=2, int8=0),
+  "GB200": Chip(2500e12, 197_897_748_480, 7.928e12, is_gpu=True, fp8=2),
+  "B300": Chip(2250e12, 297_021_865_984, 7.936e12, is_gpu=True, fp8=2, int8=0.125 / 2.25),
+  "B200": Chip(2250e12, 191_514_411_008, 7.672e12, is_gpu=True, fp8=2),
+  "GH200": Chip(989.5e12, 102_005_473_280, 4.0e12, is_gpu=True, fp8=2),
+  "H200": Chip(989.5e12, 151_397_597_184, 4.8e12, is_gpu=True, fp8=2),
+  "H100": Chip(989.5e12, 85_028_765_696, 3.35e12, is_gpu=True, fp8=2),
   "A100-SXM4-40GB": _A100_40GB,
   "A100-PCIE-40GB": _A100_40GB,
   "A100": Chip(312e12, 85_094_105_088, 2.039e12, is_gpu=True),
-  "TPU v4": Chip(275e12),
+  "TPU v4": Chip(275e12, int8=1),
   "TPU v5 lite": Chip(197e12, _V5E, 0.819e12),
   "TPU v5e": Chip(197e12, _V5E, 0.819e12),
   "TPU v5p": Chip(459e12, _V5P, 2.765e12),
   "TPU v5": Chip(459e12, _V5P, 2.765e12),
   "TPU v6": Chip(918e12, _V6E, 1.638e12),
   # One JAX device is half of a chip (docs.cloud.google.com/tpu/docs/tpu7x).
-  "TPU7x": Chip(1153.5e12, _V7X, 3.69e12),
+  "TPU7x": Chip(1153.5e12, _V7X, 3.69e12, fp8=2, int8=0),
 }
 
 

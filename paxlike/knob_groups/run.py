@@ -3,6 +3,7 @@
 
 from paxlike.config import ranges
 from paxlike.config.knobs import UNSET, Knobs
+from paxlike.telemetry.trackers.registry import TrackerName
 
 
 class BatchKnobs(Knobs):
@@ -22,6 +23,10 @@ class RunKnobs(Knobs):
   NUM_EPOCHS: ranges.PositiveFloat | None = None
   RANDOM_SEED: ranges.NonNegative = 1234  #: Seed of weights, dropout and data order.
   SUMMARY_INTERVAL_STEPS: ranges.Positive = 100  #: Steps between log lines.
+  #: First steps of each start that the speed printed at the end leaves out.
+  SPEED_SKIP_STEPS: ranges.NonNegative = 5
+  #: Tokens of a whole training, whose duration at this speed is printed at the end.
+  TARGET_TOKENS: ranges.PositiveFloat | None = None
   #: Steps between evaluations. 0: only after the last step.
   EVAL_INTERVAL_STEPS: ranges.NonNegative = 100
   #: Abort after this many steps in a row whose loss or gradient is not finite.
@@ -33,6 +38,10 @@ class RunKnobs(Knobs):
   #: and on SIGUSR1.
   STACK_TRACE_INTERVAL: ranges.Interval | None = None
   SAMPLE_PROMPT: str | None = None  #: Prompt that the trained model continues. None: no sample.
+  #: Where the records go besides metrics.jsonl: [tensorboard,wandb], say; others can be registered.
+  TRACKERS: tuple[TrackerName, ...] = ("tensorboard",)
+  #: Project of the run in trackers. None: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, or "paxlike".
+  TRACKER_PROJECT: ranges.Name | None = None
 
   def max_steps(self) -> int:
     """Returns MAX_STEPS; with NUM_EPOCHS, 1 until `cli.epochs` has set MAX_STEPS."""

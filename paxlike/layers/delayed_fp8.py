@@ -26,6 +26,10 @@ class DelayedFp8(Module):
     self.inputs = self.statistic({"history": history}, update=_pushed)
     self.gradients = self.statistic({"history": history}, update=_pushed)
 
+  @property
+  def operands(self) -> str:
+    return "fp8"
+
   def quantized(self, w: jax.Array) -> QuantizedOperand:
     return Fp8.quantized(w)
 

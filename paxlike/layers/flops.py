@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
 from paxlike.layers.attention.attention import Attention
@@ -57,6 +58,17 @@ def modules(definition: Definition) -> Iterator[tuple[Any, int]]:
   for path, module in nnx.iter_modules(definition.module):
     location = layout.locate(".".join(map(str, path)) + ".")
     yield module, len(location.layers) if location and location.stacked else 1
+
+
+def matmul_dtype(definition: Definition) -> str:
+  """Returns the dtype in which the matmuls of the blocks run, or else of all layers.
+
+  It is "fp8", "int8" or a compute dtype.
+  """
+  matmuls = (spec.matmul for spec in definition.weights.values())
+  found = {one.operands for one in matmuls if one is not None and one.operands}
+  model: Any = definition.module
+  return min(found, default=str(jnp.dtype(model.embedding.dtype)))
 
 
 def active_params(definition: Definition) -> int:

@@ -63,6 +63,7 @@ class Linear(module.Module):
     self.dot = None if dot is None else dot()
     self.num_inputs = len(inputs)
     self._outputs = tuple(outputs.values())
+    operands = None if self.dot is None else self.dot.operands
     self._form = LinearForm(
       *(tuple(Dim(*dim) for dim in dims.items()) for dims in (inputs, outputs))
     )
@@ -71,7 +72,7 @@ class Linear(module.Module):
       {**inputs, **outputs},
       init=init,
       fan_in=tuple(inputs),
-      matmul=module.Matmul(*sizes, role=role, in_8_bits=dot is not None),
+      matmul=module.Matmul(*sizes, role=role, operands=operands),
       compute_dtype=dtype,
       quantizer=None if scheme is None else WeightQuantizer(scheme, -len(outputs) - 1),
     )

@@ -70,14 +70,14 @@ class Matmul(NamedTuple):
     outputs: The numbers per token that it writes.
     share: The fraction of the weight that a token uses: top-k / E for experts.
     role: The role by which remat policies can save its output; empty: they cannot.
-    in_8_bits: Whether it runs in FP8 or INT8.
+    operands: The format of its operands, "fp8" or "int8"; None: the compute dtype.
   """
 
   inputs: int
   outputs: int
   share: float = 1
   role: str = ""
-  in_8_bits: bool = False
+  operands: str | None = None
 
 
 def follow_sign(weight: jax.Array, gradient: jax.Array, *, rate: float) -> jax.Array:

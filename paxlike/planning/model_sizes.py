@@ -212,7 +212,7 @@ def _weight(spec: WeightSpec, location: Location | None) -> Weight:
     held=nbytes / math.prod(spec.shape),
     computed=jnp.dtype(spec.compute_dtype).itemsize,
     trained=spec.trained,
-    in_8_bits=matmul.in_8_bits,
+    in_8_bits=matmul.operands is not None,
     is_last=matmul.role == "down",
   )
 

@@ -304,6 +304,8 @@ class Watch(threading.Thread):
       first = self._index == (1 if verdict.index == 0 and not self.is_alone else 0)
       wait = 0.0 if first else 1.0
       verdicts.in_time(lambda: verdicts.write_status(folder, verdict, leader, wait=wait))
+    for action in verdicts.last_actions:
+      verdicts.in_time(functools.partial(action, verdict))
     of = None if verdict.index == self._index else self._members.named(self._index)
     _say(verdict.line(of=of, trains=folder in verdicts.trained, stacks=path, calls=calls))
     self._stall.disarm()

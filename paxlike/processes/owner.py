@@ -4,6 +4,7 @@
 import os
 import pathlib
 import socket
+import time
 from typing import NamedTuple
 
 from etils import epath
@@ -101,6 +102,14 @@ def _started(pid: int) -> str | None:
   except PermissionError:
     pass
   return ""
+
+
+def age() -> float:
+  """Returns the seconds since this process started; 0 if unknown."""
+  started = _started(os.getpid())
+  if not started:
+    return 0.0
+  return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
 
 
 def is_there(pid: int) -> bool:

@@ -7,6 +7,7 @@ same order, so the process that has entered the fewest is the one that the other
 
 import collections
 import statistics
+import threading
 import time
 from typing import NamedTuple
 
@@ -70,10 +71,14 @@ class Progress:
 
   Attributes:
     now: The current phase.
+    began: `time.monotonic()` when the run began.
   """
 
   def __init__(self):
     self.now = Phase("start", "", 0, time.monotonic())
+    self.began = self.now.since
+    self._seconds = collections.defaultdict[str, float](float)
+    self._counting = threading.Lock()
     self._recent: collections.deque[Phase] = collections.deque(maxlen=8)
     kept = {kind: collections.deque[float](maxlen=_KEPT) for kind in KINDS}
     self._times: dict[str, collections.deque[float]] = kept
@@ -81,10 +86,20 @@ class Progress:
     self._last_step: float | None = None
     self._between_steps = collections.deque[float](maxlen=_KEPT)
 
-  def enter(self, kind: str, of: object = ""):
-    """Begins a phase."""
+  def restart(self, *, ago: float = 0.0):
+    """Begins the phases of a new run in this process, `ago` seconds ago."""
+    with self._counting:
+      self.began = time.monotonic() - ago
+      self._seconds.clear()
+      self.now = Phase("start", "", self.now.number + 1, self.began)
+
+  def enter(self, kind: str, of: object = "", *, counts_as: str | None = None):
+    """Begins a phase. In `seconds`, the phase that ends is counted as `counts_as`, if given."""
     last, now = self.now, time.monotonic()
     seconds = now - last.since
+    with self._counting:
+      self._seconds[counts_as or last.kind] += seconds
+      self.now = Phase(kind, of, last.number + 1, now)
     self._times[last.kind].append(seconds)
     if seconds > self._longest[last.kind]:
       self._longest[last.kind] = seconds
@@ -93,7 +108,13 @@ class Progress:
         self._between_steps.append(now - self._last_step)
       self._last_step = now
     self._recent.append(last)
-    self.now = Phase(kind, of, last.number + 1, now)
+
+  def seconds(self) -> dict[str, float]:
+    """Returns the seconds since `began` by the kind of phase; may be called in any thread."""
+    with self._counting:
+      seconds, now = dict(self._seconds), self.now
+      seconds[now.kind] = seconds.get(now.kind, 0.0) + time.monotonic() - now.since
+    return seconds
 
   def limit(self, kind: str, given: float | None) -> float | None:
     """Returns the seconds without progress after which a phase counts as stalled; None: no limit.

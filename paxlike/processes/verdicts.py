@@ -27,6 +27,9 @@ _WRITE_SECONDS = 10.0  # Time-out for a last write: the run's folder may be what
 #: Folders of the runs that this process trains. It writes `status.json` only in these.
 trained: set[epath.Path] = set()
 
+#: What a process still does when a verdict ends it, each for at most 10 seconds.
+last_actions: list[Callable[["Verdict"], None]] = []
+
 #: Set when the job ends by a verdict; no other code writes `status.json` afterwards.
 is_over = threading.Event()
 #: Held while checking `is_over` and writing `status.json`.

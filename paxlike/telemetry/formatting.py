@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats tables and byte counts as text."""
 
+import datetime
 from collections.abc import Iterable, Sequence
 
 
@@ -11,6 +12,13 @@ def nbytes(count: float) -> str:
       return f"{count:.4g} {unit}"
     count /= 1000
   return f"{count:,.4g} TB"
+
+
+def duration(seconds: float) -> str:
+  """Returns a time as `h:mm:ss`, or from two days on in days."""
+  if seconds >= 2 * 86400:
+    return f"{seconds / 86400:,.2f} days"
+  return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def table(

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metric files: `metrics.jsonl`, one line per record, and TensorBoard event files.
+"""Metric files: `metrics.jsonl`, one line per record.
 
 On an object store the lines are in `metrics/part-00000000.jsonl` and so on.
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
 import sys
-import time
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,7 +19,6 @@ from paxlike.errors import UserError
 from paxlike.telemetry.object_store_append import MAX_BYTES, GrowingFile
 
 _PART = re.compile(r"part-[0-9]+\.jsonl")
-_PREFIX = "object:"  # Prefix of file names that tensorboardX passes to `_Objects`.
 
 
 def files(folder: epath.Path) -> list[epath.Path]:
@@ -179,112 +175,3 @@ class PartsWriter:
   def close(self):
     """Uploads all records."""
     self._file.close()
-
-
-class _Objects:
-  """Opens event files on object stores; tensorboardX would upload the whole file for each event."""
-
-  opened: GrowingFile
-
-  def open(self, name: str) -> GrowingFile:
-    self.opened = GrowingFile(epath.Path(name.removeprefix(_PREFIX)))
-    return self.opened
-
-
-class _GoogleStorage(types.ModuleType):
-  """Stands for `google.cloud.storage`, which is imported when one of its attributes is read."""
-
-  def __getattr__(self, name: str) -> Any:
-    from google.cloud import storage
-
-    return getattr(storage, name)
-
-
-@contextlib.contextmanager
-def _quick_import() -> Iterator[None]:
-  """Context of an import of tensorboardX without the libraries that it would import if installed.
-
-  torch is hidden. Google's storage client is deferred, for users of `gs://` in the same process.
-  """
-  modules: dict[str, Any] = sys.modules
-  hidden = "torch" not in modules
-  if hidden:
-    modules["torch"] = None
-  names: dict[str, Any] = {}
-  with contextlib.suppress(ImportError):
-    import google.cloud
-
-    if importlib.util.find_spec("google.cloud.storage"):
-      package: Any = google.cloud
-      names = package.__dict__
-      names.setdefault("storage", _GoogleStorage("google.cloud.storage"))
-  try:
-    yield
-  finally:
-    if hidden:
-      modules.pop("torch", None)
-    if isinstance(names.get("storage"), _GoogleStorage):
-      del names["storage"]
-
-
-class TensorBoardWriter:
-  """Writes scalars to a folder of `summaries/`, created by the first write."""
-
-  def __init__(self, directory: epath.Path, *, first: int | None = None):
-    """Makes TensorBoard hide events of earlier files from step `first` on."""
-    self._directory = directory
-    self._first = first
-    self._events: Any = None
-    self._object: GrowingFile | None = None  # What `_events` writes to, on an object store.
-
-  def write(self, step: int, scalars: Mapping[str, float]):
-    """Adds `scalars` at `step`."""
-    # Imported here, because some runs never write.
-    with _quick_import():
-      from tensorboardX import summary
-      from tensorboardX.proto import event_pb2
-
-    proto: Any = event_pb2
-    now = time.time()
-    if self._events is None:
-      self._events = self._open()
-      if self._first is not None:
-        session = proto.SessionLog(status=proto.SessionLog.START)
-        start = proto.Event(wall_time=now, step=self._first, session_log=session)
-        self._events.write_event(start)
-        self._first = None  # The next file must not hide anything.
-    for name, value in scalars.items():
-      scalar = summary.scalar(name, value)
-      self._events.write_event(proto.Event(wall_time=now, step=step, summary=scalar))
-    self._events.flush()
-    if self._object is not None and self._object.size >= MAX_BYTES:
-      self.close()
-      self._events = None
-
-  def _open(self) -> Any:
-    """Creates a file and returns its writer."""
-    with _quick_import():
-      from tensorboardX import event_file_writer, record_writer
-
-    prefix = str(self._directory / "events")
-    remote = file_io.is_remote(self._directory)
-    objects = _Objects()
-    if remote:
-      record_writer.register_writer_factory(_PREFIX.rstrip(":"), objects)
-      prefix = _PREFIX + prefix
-    else:
-      self._directory.mkdir(parents=True, exist_ok=True)
-    # Not SummaryWriter, whose thread would fail unnoticed on a full disk.
-    events = event_file_writer.EventsWriter(prefix, filename_suffix=f".{time.time_ns()}")
-    self._object = objects.opened if remote else None
-    return events
-
-  def sync(self):
-    """Uploads all events, on an object store."""
-    if self._object is not None:
-      self._object.sync()
-
-  def close(self):
-    """Closes the file."""
-    if self._events is not None:
-      self._events.close()

@@ -23,6 +23,7 @@ class RunHeader:
     devices: The mesh.
     flops: FLOPs per token of training.
     attention: The attention kernels in use, as printed; `auto` is resolved.
+    matmul_dtype: The dtype of most matmuls: "fp8", "int8" or a compute dtype.
   """
 
   num_params: int
@@ -33,6 +34,7 @@ class RunHeader:
   devices: jax.sharding.Mesh
   flops: flops.TrainingFlops
   attention: str
+  matmul_dtype: str = "bfloat16"
 
   def text(self, folder: epath.Path, num_steps: int) -> str:
     """Returns the lines that a run of `num_steps` steps prints first."""
@@ -47,11 +49,23 @@ class RunHeader:
       f"devices:    {devices.size} x {kind}{f' ({axes})' if axes else ''}\n"
       f"batch:      {self.batch_size} sequences x {self.seq_len} tokens = {tokens:,} tokens\n"
       f"{self._epochs(num_steps)}"
-      f"FLOPs:      {self.flops.causal:.4g} per token (causal attention),"
+      f"FLOPs:      {self.flops.causal:.4g} per token (causal attention, as in TFLOP/s below),"
       f" {self.flops.full:.4g} (full)\n"
+      f"{self._peak_line()}"
       f"attention:  {self.attention}\n"
       f"folder:     {folder}"
     )
+
+  def _peak(self) -> float | None:
+    chip = chips.find(self.devices.devices.flat[0].device_kind)
+    return None if chip is None else chip.peak(self.matmul_dtype)
+
+  def _peak_line(self) -> str:
+    """Returns the header's line on the peak that MFU is a fraction of; "" if it is unknown."""
+    peak = self._peak()
+    if peak is None:
+      return ""
+    return f"peak:       {peak / 1e12:,.1f} TFLOP/s/device in {self.matmul_dtype}, for MFU\n"
 
   def _epochs(self, num_steps: int) -> str:
     """Returns the header's line on epochs; "" if their length is unknown."""
@@ -68,11 +82,11 @@ class RunHeader:
   def speed(self, seconds: float) -> dict[str, float]:
     """Returns the rates of a step of `seconds` seconds, by their names in metrics.
 
-    MFU is left out for devices whose peak FLOP/s are unknown.
+    MFU is the fraction of the peak in `matmul_dtype`; it is left out where that is unknown.
     """
     num_devices = self.devices.size
     tokens = self.batch_size * self.seq_len / seconds
-    chip = chips.find(self.devices.devices.flat[0].device_kind)
+    peak = self._peak()
     values = {
       "seconds_per_step": seconds,
       "tokens_per_second": tokens,
@@ -81,6 +95,6 @@ class RunHeader:
     for name, count in (("causal", self.flops.causal), ("full", self.flops.full)):
       rate = tokens / num_devices * count
       values[f"tflops_per_second_per_device_{name}"] = rate / 1e12
-      if chip is not None:
-        values[f"mfu_{name}"] = rate / chip.flops
+      if peak is not None:
+        values[f"mfu_{name}"] = rate / peak
     return values

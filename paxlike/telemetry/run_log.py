@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs a run to the console, metric files, callbacks and `status.json`."""
+"""Logs a run to the console, its trackers, callbacks and `status.json`."""
 
 import collections
 import contextlib
@@ -18,13 +18,16 @@ from etils import epath
 from paxlike import file_io, run_folder
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.processes import verdicts
-from paxlike.telemetry import metric_files, run_status
+from paxlike.telemetry import formatting, goodput, metric_files, run_status
 from paxlike.telemetry.callbacks import Callback, Callbacks
 from paxlike.telemetry.console import Console
+from paxlike.telemetry.pace import Pace
 from paxlike.telemetry.run_header import RunHeader
 from paxlike.telemetry.step_metrics import TOKENS_OF, Reading
+from paxlike.telemetry.trackers.recorder import Recorder, Tracking
 
 _REWARDS = ("reward_margin", "reward_accuracy")
+_TRACKING = Tracking()
 
 
 class RunLog:
@@ -42,19 +45,30 @@ class RunLog:
     write_summaries: bool = True,
     check_owner: Callable[[], None] = lambda: None,
     callbacks: Sequence[Callback] = (),
+    ledger: goodput.Ledger | None = None,
+    tracking: Tracking = _TRACKING,
   ):
-    """Opens nothing yet; see the attributes for `check_owner`. Only process 0 calls `callbacks`."""
+    """Opens nothing yet; only process 0 calls `callbacks`.
+
+    Args:
+      folder: The run's folder.
+      write_summaries: Whether to write metric files.
+      check_owner: See the class.
+      callbacks: Callbacks of training.
+      ledger: The ledger of the time of training, which is closed with the log.
+      tracking: The trackers.
+    """
     self.check_owner = check_owner
     self.skipped_in_a_row = 0
     self._folder = folder
     self._main = jax.process_index() == 0
-    self._write_summaries = write_summaries and self._main
+    self._recorder = Recorder(folder, tracking) if write_summaries and self._main else None
     self._console = Console()
     self._callbacks = Callbacks(callbacks if self._main else ())
+    self._ledger = ledger
+    self._pace: Pace | None = None
     self._saved: collections.deque[tuple[int, epath.Path]] = collections.deque()  # For `on_save`.
     self._state: str | None = None
-    self._jsonl: metric_files.JsonlWriter | metric_files.PartsWriter | None = None
-    self._boards: dict[str, metric_files.TensorBoardWriter] = {}
     self._num_steps = 0
     self._times: list[float] = []
     self._tokens: collections.Counter[str] = collections.Counter()  # By source.
@@ -63,7 +77,6 @@ class RunLog:
     self._began = time.perf_counter()
     self._has_logged = False
     self._is_out_of_reach = False  # Whether a write to the object store has failed.
-    self._resumed_at: int | None = None
 
   def is_past(self, step: int, *, num_steps: int) -> bool:
     """Returns whether the newest checkpoint is beyond the last step, and prints that.
@@ -84,17 +97,19 @@ class RunLog:
     *,
     step: int,
     num_steps: int,
+    **of_pace: Any,
   ):
     """Opens the files and prints the header; `step` updates are complete.
 
     `files`, name -> content, are written unless all steps are complete; None removes the file.
+    `of_pace` are arguments of `Pace`.
     """
     self._header = header
     self._num_steps = num_steps
+    self._pace = Pace(header, num_steps=num_steps, **of_pace)
     if not self._main:
       return
-    self._resumed_at = step
-    if self._write_summaries:
+    if self._recorder is not None:
       metric_files.check(self._folder)
     with self._writing():
       for name, text in files.items() if step < num_steps or not step else ():
@@ -104,9 +119,10 @@ class RunLog:
           if "/" in name and not file_io.is_remote(self._folder):
             (self._folder / name).parent.mkdir(exist_ok=True, parents=True)
           file_io.write(self._folder / name, text)
-      if self._write_summaries:
-        self._jsonl = metric_files.open_writer(self._folder, step=step)
-        self._board("train")  # Opened now, so that no step waits for it.
+      if self._recorder is not None:
+        self._recorder.start(header, files, step=step)
+    if self._ledger is not None:
+      self._ledger.updates = step
     self.status("running", step)
     self._callbacks.call("on_start", step, self._folder)
     self.note(header.text(self._folder, num_steps))
@@ -146,7 +162,11 @@ class RunLog:
         self._tokens[name] += round(value)
     if not self._main:
       return
+    assert self._pace is not None
+    self._pace.add(reading)
     done = reading.step + 1
+    if self._ledger is not None:
+      self._ledger.updates = done
     self._console.progress(done, self._num_steps, f"loss {reading.values['loss']:.4f}")
     self._callbacks.call("on_step", done, dict(reading.values))
     if due or done == self._num_steps:
@@ -176,6 +196,9 @@ class RunLog:
     line.append(f"learning_rate: {values['learning_rate']:.2e}")
     # The main metrics of preference optimization.
     line += [f"{name}: {values[name]:.3f}" for name in _REWARDS if name in values]
+    if left := self._pace and self._pace.left(reading.step):
+      values["seconds_left"] = left
+      line.append(f"left: {formatting.duration(left)}")
     if skipped:
       line.append("skipped: not finite")
     self._console.line(", ".join(line))
@@ -192,7 +215,7 @@ class RunLog:
       **speed,
       **_memory(),
     }
-    self._record("train", record)
+    self._record(record)
 
   def evaluated(
     self,
@@ -212,7 +235,7 @@ class RunLog:
     )
     self._console.line(f"evaluated {name} after {updates} updates: {listed}")
     record = {"kind": "eval", "set": name, "updates": updates, "step": updates, "time": time.time()}
-    self._record(f"eval_{name}", record | dict(values) | {"loss": values.get("log_pplx")})
+    self._record(record | dict(values) | {"loss": values.get("log_pplx")})
     path = run_status.result_of(self._folder, name, updates)
     text = json.dumps({"checkpoint": updates, **values}, indent=2)
     with self._writing():
@@ -223,10 +246,19 @@ class RunLog:
       file_io.write(path, text + "\n")
     self._callbacks.call("on_eval", updates, name, dict(values))
 
+  def sampled(self, prompt: str, text: str, updates: int):
+    """Prints and records how the model continues a prompt after `updates` updates."""
+    if not self._main:
+      return
+    self.note(f"sample:\n{prompt}{text}")
+    record = {"kind": "sample", "step": updates, "updates": updates, "time": time.time()}
+    self._record(record | {"prompt": prompt, "text": text})
+
   def status(self, state: str, step: int):
     """Writes the run's state to `status.json`, which continuous evaluation reads.
 
     Metrics are flushed too, because a run resumed from this step does not repeat them.
+    When training ends, its speed and goodput are printed.
     """
     self._status, self._state = step, state
     if not self._main:
@@ -237,12 +269,17 @@ class RunLog:
       with verdicts.status_lock:
         if not verdicts.is_over.is_set():
           file_io.write(self._folder / "status.json", json.dumps(now) + "\n")
-      for writer in self._writers():
-        writer.sync()
+      if self._recorder is not None:
+        self._recorder.sync()
+      if self._ledger is not None:
+        self._ledger.mark(step)
+    self._print_of_trackers()
     self._call_on_save()
-
-  def _writers(self) -> list[Any]:
-    return [*self._boards.values(), *([] if self._jsonl is None else [self._jsonl])]
+    if state != "running":
+      speed = None if self._pace is None else self._pace.text()
+      spent = None if self._ledger is None else self._ledger.summary().text()
+      for text in filter(None, (speed, spent)):
+        self.note(text)
 
   def __enter__(self) -> Self:
     return self
@@ -255,13 +292,15 @@ class RunLog:
         self.status("failed", self._status)
     with contextlib.ExitStack() as stack:
       stack.callback(self._end, kind)
-      if self._is_out_of_reach or not self._writers():
+      if self._ledger is not None:
+        stack.callback(self._ledger.close, writes=not self._is_out_of_reach)
+      if self._is_out_of_reach or self._recorder is None:
         return  # A store's client would retry the last upload for minutes.
       allowed = (*file_io.failures(), UserError, RunError)
       stack.enter_context(self._writing() if kind is None else contextlib.suppress(*allowed))
       stack.enter_context(self._writing())
-      for writer in self._writers():
-        writer.close()
+      self._recorder.close("failed" if kind else self._state or "stopped")
+      self._print_of_trackers()
 
   def _end(self, kind: type[BaseException] | None):
     if self._state is None:
@@ -285,26 +324,16 @@ class RunLog:
       self._is_out_of_reach = file_io.is_remote(self._folder)
       raise
 
-  def _record(self, part: str, record: dict[str, Any]):
+  def _record(self, record: dict[str, Any]):
     self._callbacks.call("on_record", metric_files.clean(record))
-    if not self._write_summaries:
-      return
-    hidden = ("kind", "set", "step", "updates", "time")
-    scalars = {key: value for key, value in record.items() if key not in hidden}
-    with self._writing():
-      if self._jsonl is not None:
-        self._jsonl.write(record)
-      scalars = {key: value for key, value in scalars.items() if value is not None}
-      self._board(part).write(record["step"], scalars)
+    if self._recorder is not None:
+      with self._writing():
+        self._recorder.write(record)
+      self._print_of_trackers()
 
-  def _board(self, part: str) -> metric_files.TensorBoardWriter:
-    """Returns the TensorBoard writer of `part`; created on first use, because that is slow."""
-    if part not in self._boards:
-      directory = self._folder / "summaries" / part
-      # A training record of step N, counted from 0, is after N + 1 updates.
-      first = None if self._resumed_at is None else self._resumed_at + (part != "train")
-      self._boards[part] = metric_files.TensorBoardWriter(directory, first=first)
-    return self._boards[part]
+  def _print_of_trackers(self):
+    for line in () if self._recorder is None else self._recorder.lines():
+      self.note(line)
 
 
 def _memory() -> dict[str, int]:

@@ -63,6 +63,13 @@ class Meter:
     while len(self._pending) > self._depth:
       yield self._read()
 
+  @property
+  def is_computing(self) -> bool:
+    """Whether the devices have not completed the last step that was added."""
+    if not self._pending:
+      return False
+    return not jax.tree.leaves(self._pending[-1][1])[0].is_ready()
+
   def flush(self) -> Iterator[Reading]:
     """Waits for all steps in flight, and yields them."""
     while self._pending:

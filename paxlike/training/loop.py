@@ -69,7 +69,12 @@ class Loop:
         first = [next(batches)] if start < trainer.num_steps else []
         batches = itertools.chain(first, batches)
         run_log.start(
-          self._header, {**files, **provenance}, step=start, num_steps=trainer.num_steps
+          self._header,
+          {**files, **provenance},
+          step=start,
+          num_steps=trainer.num_steps,
+          skip=trainer.speed_skip,
+          target_tokens=trainer.target_tokens,
         )
         owed = self._evaluates_after(start) and best.lacks_evaluation(start, trainer.eval_data)
         if owed:  # The run was stopped before or during the evaluation at step `start`.
@@ -91,7 +96,8 @@ class Loop:
     """Dispatches a step; returns the new state and the state of the data."""
     phases.enter("data", step)
     batch = next(batches)
-    phases.enter("dispatch", step)
+    # The devices do not wait for data while they still compute an earlier step.
+    phases.enter("dispatch", step, counts_as="step" if self._meter.is_computing else None)
     arrays = self._trainer.placer.put(batch.arrays)
     if self._program is None:
       phases.enter("compile")
@@ -165,7 +171,7 @@ class Loop:
       *_, last = decode_mode.decoding_of(trainer, trainer.evaluated(state), how).run(
         [trainer.sample_prompt]
       )
-      run_log.note(f"sample:\n{trainer.sample_prompt}{last.text}")
+      run_log.sampled(trainer.sample_prompt, last.text, step)
     run_log.status("finished" if finished else "stopped", step)
 
   @property
@@ -180,6 +186,7 @@ class Loop:
       devices=trainer.devices,
       flops=flops.per_token(trainer.definition, trainer.data.seq_len),
       attention=", ".join(trainer.attention),
+      matmul_dtype=flops.matmul_dtype(trainer.definition),
     )
 
 

@@ -55,11 +55,15 @@ class Trainer:
     num_steps: Optimizer steps of the run.
     seed: Seed of weights and dropout.
     summary_every: Steps between log lines.
+    speed_skip: First steps of each start that the speed at the end leaves out.
+    target_tokens: Tokens of a whole training, whose time is estimated at the end; None: none is.
     eval_every: Steps between evaluations; 0: only after the last step.
     save_every: Steps between checkpoints; 0: only after the last step.
     keep: Number of newest checkpoints to keep; None: all.
     max_skipped_in_a_row: Number of consecutive non-finite steps that ends the run.
     sample_prompt: Text that the trained model continues at the end.
+    trackers: Names of the trackers that get the run's records; see `telemetry.trackers`.
+    tracker_project: Project of the run in trackers; None: the default of each.
     restore: Source of a new run's initial weights; None: all are initialized.
     best: Criterion of the best checkpoint; None: none is kept.
     objective: The training objective.
@@ -86,7 +90,11 @@ class Trainer:
   save_every: ranges.NonNegative
   keep: ranges.Positive | None
   max_skipped_in_a_row: ranges.Positive
+  speed_skip: ranges.NonNegative = 5
+  target_tokens: ranges.PositiveFloat | None = None
   sample_prompt: str | None = None
+  trackers: tuple[ranges.Name, ...] = ("tensorboard",)
+  tracker_project: ranges.Name | None = None
   restore: Restore | None = None
   best: Criterion | None = None
   objective: Objective = dataclasses.field(default_factory=NextToken)

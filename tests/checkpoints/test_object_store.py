@@ -2,9 +2,11 @@
 """Runs whose folder is on an object store: a GCS emulator on loopback."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -108,12 +110,25 @@ def scalars(data):
   return found
 
 
+def check_trackio(folder, updates, store):
+  """Fails if its database has not one run of the bucket, with each record once."""
+  database = sqlite3.connect(folder / "paxlike.db")
+  rows = database.execute("SELECT run_name, metrics FROM metrics ORDER BY id").fetchall()
+  database.close()
+  name = f"run-{json.loads(store.read('run/trackers.json'))['id']}"
+  seen = [json.loads(values).get("train/updates") for run, values in rows if run == name]
+  assert [number for number in seen if number is not None] == updates
+
+
 @pytest.mark.slow
-def test_a_whole_run_works_on_a_bucket(store, text, tmp_path):
+def test_a_whole_run_works_on_a_bucket(store, text, tmp_path, monkeypatch):
   own = (f"--fdl.DATA_PATH={text}", "--fdl.NUM_LAYERS=1", "--fdl.MAX_STEPS=8")
   own += ("--fdl.CHECKPOINT_EVERY_N_STEPS=2", "--fdl.EVAL_INTERVAL_STEPS=2")
   own += ("--fdl.BEST_CHECKPOINT_METRIC=validation/log_pplx", "--fdl.CHECKPOINT_MAX_TO_KEEP=2")
   here, there = (f"--job_log_dir={place}" for place in (tmp_path / "run", "gs://bucket/run"))
+  if has_trackio := importlib.util.find_spec("trackio") is not None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    own += ("--fdl.TRACKERS=[tensorboard,trackio]",)
   done(start(*TEXT, *own, here))
 
   done(start(*TEXT, *own, there, "--fdl.num_steps=5"))
@@ -130,6 +145,8 @@ def test_a_whole_run_works_on_a_bucket(store, text, tmp_path):
 
   records = [r for r in store.records("run") if r["kind"] == "train"]
   assert [(r["updates"], r["loss"]) for r in records] == curve(tmp_path / "run")
+  if has_trackio:
+    check_trackio(tmp_path / "trackio", [r["updates"] for r in records], store)
   files = store.names("run/summaries/train/")
   assert len(files) == 2  # One for each start.
   losses = {}
@@ -191,8 +208,14 @@ def test_a_write_that_fails_is_an_error_and_not_tried_again(tmp_path, monkeypatc
   monkeypatch.setattr(type(epath.Path(tmp_path)), "write_bytes", write_bytes)
   with pytest.raises(UserError, match="out of reach"), RunLog(epath.Path(tmp_path)) as run_log:
     for updates in (1, 2):
-      record = {"kind": "eval", "step": updates, "updates": updates, "time": 0, "loss": 1.0}
-      run_log._record("eval_validation", record)
+      record = {
+        "kind": "eval",
+        "set": "validation",
+        "step": updates,
+        "updates": updates,
+        "loss": 1.0,
+      }
+      run_log._record(record)
   assert len(uploads) == refused
 
 

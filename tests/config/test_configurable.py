@@ -33,7 +33,7 @@ READ = {"path", "vocab_path", "folder", "tfds_name"}
 TEXT = {
   "alphabet", "bos", "field", "implementation", "include", "ignore", "knob", "metric",
   "moment_dtype", "over", "role", "sample_prompt", "schedule", "split", "task_split", "template",
-  "time", "trained", "weight_dtype",
+  "time", "tracker_project", "trackers", "trained", "weight_dtype",
 }  # fmt: skip
 # What a graph may give a callable as, which what is marked calls: one of the list, as all there is.
 CALLED = {

@@ -55,11 +55,13 @@ def test_a_signal_that_comes_after_the_others_have_stopped_is_ignored(number, mo
   watch = types.SimpleNamespace(is_alone=False, stops_here=lambda times: True)
   monkeypatch.setattr(job_watch, "current", lambda: watch)
   seen = []
-  handler = signal.signal(number, lambda number, frame: seen.append(number))
+  before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+  signal.signal(number, lambda number, frame: seen.append(number))
   try:
     with StopSignal() as stop:
       assert stop.requested()
     signal.raise_signal(number)
     assert seen == [] and stop.number == signal.SIGTERM
   finally:
-    signal.signal(number, handler)
+    for one, handler in before.items():
+      signal.signal(one, handler)

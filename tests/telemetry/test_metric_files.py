@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-import struct
-from typing import Any
-
-from tensorboardX.proto import event_pb2 as untyped
 
 from paxlike.telemetry import metric_files
-
-event_pb2: Any = untyped
 
 
 def record(updates, **values):
@@ -36,40 +30,3 @@ def test_what_is_not_finite_is_null(tmp_path):
   writer.close()
   (got,) = metric_files.read(path)
   assert (got["a"], got["b"], got["c"], got["d"], got["e"]) == (None, None, 1.5, None, "text")
-
-
-def test_tensorboard_files_are_made_with_the_first_scalar(tmp_path):
-  writer = metric_files.TensorBoardWriter(tmp_path / "train")
-  writer.close()
-  assert not (tmp_path / "train").exists()
-  writer.write(3, {"loss": 1.0})
-  writer.close()
-  assert len(list((tmp_path / "train").iterdir())) == 1
-
-
-def events(folder):
-  """The events of all files, in the order of the files."""
-  for path in sorted(folder.iterdir()):
-    data = path.read_bytes()
-    while data:
-      # The length and its checksum, the event and its checksum.
-      (length,) = struct.unpack_from("<Q", data)
-      yield event_pb2.Event.FromString(data[12 : 12 + length])
-      data = data[16 + length :]
-
-
-def test_tensorboard_sees_the_scalars_and_hides_steps_done_again(tmp_path):
-  for first, steps in [(0, range(6)), (4, range(4, 8))]:
-    writer = metric_files.TensorBoardWriter(tmp_path, first=first)
-    for step in steps:
-      writer.write(step, {"loss": step / 2, "mfu": 0.25})
-    writer.close()
-  seen = {}
-  for event in events(tmp_path):
-    if event.session_log.status == event_pb2.SessionLog.START:
-      seen = {key: value for key, value in seen.items() if key[0] < event.step}
-    for scalar in event.summary.value:
-      assert (event.step, scalar.tag) not in seen
-      seen[event.step, scalar.tag] = scalar.simple_value
-  expected = {(step, "loss"): step / 2 for step in range(8)}
-  assert seen == expected | {(step, "mfu"): 0.25 for step in range(8)}

@@ -4,13 +4,10 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 
 import jax
 import pytest
 from etils import epath
-from helpers.sources import REPOSITORY
 
 from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
@@ -181,23 +178,3 @@ def test_evaluations_are_files_too(run_log, tmp_path):
   out = json.loads((tmp_path / "eval_out" / "held" / "eval_00000003.json").read_text())
   assert out == {"checkpoint": 3, "log_pplx": 1.5, "num_predictions": 10.0}
   assert (tmp_path / "summaries" / "eval_held").is_dir()
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_google_s_storage_client_is_imported_when_it_is_used(is_there, tmp_path):
-  """tensorboardX would import it at each start of a run."""
-  program = f"""if True:
-    import sys
-    if not {is_there}:
-      sys.modules["google.cloud"] = None
-    from etils import epath
-    from paxlike.telemetry.metric_files import TensorBoardWriter
-    TensorBoardWriter(epath.Path({str(tmp_path)!r})).write(1, {{"loss": 1.0}})
-    from tensorboardX import record_writer
-    assert record_writer.GCS_ENABLED == {is_there}
-    assert "google.cloud.storage" not in sys.modules
-    if {is_there}:
-      assert record_writer.storage.Client.__module__ == "google.cloud.storage.client"
-  """
-  environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-  subprocess.run([sys.executable, "-c", program], check=True, env=environment)

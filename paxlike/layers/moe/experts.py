@@ -61,13 +61,14 @@ class ExpertLinear(module.Module):
     self.role = role
     self.dtype = dtype
     self.dot = None if dot is None else dot()
+    operands = None if self.dot is None else self.dot.operands
     experts = {"experts": num_experts}
     sizes = (num_chosen * math.prod(dims.values()) for dims in (inputs, outputs))
     self.w = self.weight(
       {**experts, **inputs, **outputs},
       init=init,
       fan_in=tuple(inputs),
-      matmul=module.Matmul(*sizes, share=num_chosen / num_experts, in_8_bits=dot is not None),
+      matmul=module.Matmul(*sizes, share=num_chosen / num_experts, operands=operands),
       compute_dtype=dtype,
       quantizer=None if scheme is None else WeightQuantizer(scheme, -len(outputs) - 1),
     )

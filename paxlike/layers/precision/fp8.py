@@ -24,6 +24,10 @@ _OPERAND, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 class Fp8:
   """A `Dot` with current scaling: scales come from the current amax of each operand."""
 
+  @property
+  def operands(self) -> str:
+    return "fp8"
+
   @staticmethod
   def quantized(w: jax.Array) -> QuantizedOperand:
     scale = _scale(jnp.abs(w).max((-2, -1), keepdims=True).astype(jnp.float32), _OPERAND)

@@ -22,6 +22,10 @@ from paxlike.layers.precision.rounding import QuantizedOperand, stochastic_round
 class Int8:
   """A `Dot` in INT8."""
 
+  @property
+  def operands(self) -> str:
+    return "int8"
+
   def quantized(self, w: jax.Array) -> QuantizedOperand:
     return _nearest(w, -2)
 

@@ -41,6 +41,11 @@ class MatmulForm(Protocol):
 class Dot(Protocol):
   """A low-precision matmul, forward and backward."""
 
+  @property
+  def operands(self) -> str | None:
+    """The format of its operands, "fp8" or "int8"; None: the compute dtype."""
+    ...
+
   def quantized(self, w: jax.Array) -> QuantizedOperand | None:
     """Returns the quantized matrices [..., D, F], once per step (`Definition.quantize_operands`).
 

@@ -38,6 +38,10 @@ _LARGEST, _EXPONENT, _LEAST, _BIAS = 0.875, 9, -126, 127
 class MxFp8:
   """A `Dot` for linear maps."""
 
+  @property
+  def operands(self) -> str:
+    return "fp8"
+
   def quantized(self, w: jax.Array) -> None:
     """Returns None: each matmul quantizes its operands along its own contracted dim."""
 

@@ -25,6 +25,10 @@ class TransformerEngine:
 
   fp8: bool = True
 
+  @property
+  def operands(self) -> str | None:
+    return "fp8" if self.fp8 else None
+
   def quantized(self, w: jax.Array) -> None:
     """Returns None: Transformer Engine quantizes weights itself, in every matmul."""
 

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The goodput ledger: on what every second since the first start of a run was spent.
+
+Each start of the program is an attempt with its own file, `goodput/attempt_00000000.jsonl`. A line
+holds the time, the completed updates, and the seconds of the attempt so far by category: a line for
+each checkpoint, from which the next attempt may resume, and a last one for now. A thread renews the
+last line every `BEAT` seconds, so that after a kill at most that long is unknown.
+"""
+
+import collections
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from etils import epath
+
+from paxlike import file_io
+from paxlike.errors import RunError, UserError
+from paxlike.processes import phases, verdicts
+
+#: Category -> its title.
+CATEGORIES = {
+  "step": "steps",
+  "data_wait": "waiting for data",
+  "evaluation": "evaluation",
+  "save": "saving",
+  "restore": "restoring",
+  "compile": "compilation",
+  "start_up": "start and end",
+  "stalled": "stalled",
+  "lost": "recomputed steps",
+  "down": "not running",
+}
+#: Seconds between writes.
+BEAT = 10.0
+_OF_PHASE = {
+  "restore": "restore",
+  **dict.fromkeys(phases.COMPILES, "compile"),
+  "init": "start_up",
+  "data": "data_wait",
+  **dict.fromkeys(("dispatch", "step"), "step"),
+  **dict.fromkeys(("eval", "decode"), "evaluation"),
+  "save": "save",
+}
+# What is computed again after a restart from an earlier checkpoint.
+_RECOMPUTED = ("step", "data_wait")
+_FOLDER, _PREFIX = "goodput", "attempt_"
+_MARKS = 1000  # Checkpoints of an attempt that are remembered.
+
+
+class Mark(NamedTuple):
+  """A line of an attempt.
+
+  Attributes:
+    time: In seconds since 1970.
+    updates: Completed updates of the run; None while its state is not restored.
+    seconds: Since the attempt began, by category.
+  """
+
+  time: float
+  updates: int | None
+  seconds: dict[str, float]
+
+
+class Goodput(NamedTuple):
+  """The time since the first start of a run.
+
+  Attributes:
+    seconds: For each category; they add up to `wall`.
+    attempts: Starts of the program.
+  """
+
+  seconds: dict[str, float]
+  attempts: int
+
+  @property
+  def wall(self) -> float:
+    """Seconds since the first start."""
+    return sum(self.seconds.values())
+
+  @property
+  def share(self) -> float:
+    """The goodput: the fraction of the time that computed steps which were kept."""
+    return self.seconds["step"] / max(self.wall, 1e-9)
+
+  def text(self) -> str:
+    """Returns a line for a person."""
+    starts = f", in {self.attempts} starts" if self.attempts > 1 else ""
+    longest = sorted(self.seconds.items(), key=lambda item: -item[1])
+    parts = [f"{CATEGORIES[name]} {value:.1f} s" for name, value in longest if value >= 0.05]
+    return f"goodput: {self.share:.1%} of {self.wall:.1f} s{starts}: {', '.join(parts)}"
+
+
+def summary(folder: epath.Path) -> Goodput | None:
+  """Returns the goodput of the run in `folder`, up to its last line; None without a ledger."""
+  attempts = _attempts(folder)
+  return _sum(attempts) if attempts else None
+
+
+def _sum(attempts: Sequence[Sequence[Mark]]) -> Goodput:
+  """Adds up attempts, each at least one line, oldest first."""
+  seconds = dict.fromkeys(CATEGORIES, 0.0)
+  kept, later_start = None, None  # The updates that a later attempt kept, and when it began.
+  for marks in reversed(attempts):
+    last = marks[-1]
+    for name, value in last.seconds.items():
+      seconds[name] += value
+    if kept is not None:
+      useful = _at(marks, kept).seconds
+      for name in _RECOMPUTED:
+        lost = last.seconds.get(name, 0.0) - useful.get(name, 0.0)
+        seconds[name] -= lost
+        seconds["lost"] += lost
+    if later_start is not None:
+      seconds["down"] += max(0.0, later_start - last.time)
+    start = marks[0].updates
+    if start is not None:
+      kept = start if kept is None else min(kept, start)
+    later_start = last.time - sum(last.seconds.values())
+  return Goodput(seconds, len(attempts))
+
+
+def _at(marks: Sequence[Mark], updates: int) -> Mark:
+  """Returns the line of an attempt when it had completed `updates`, at the latest its last."""
+  return next((mark for mark in marks if (mark.updates or 0) >= updates), marks[-1])
+
+
+def _attempts(folder: epath.Path) -> list[list[Mark]]:
+  """Reads the attempts of a run, oldest first; lines that are damaged are skipped."""
+  found = [_read(path) for path in file_io.beginning_with(folder / _FOLDER, _PREFIX)]
+  return [marks for marks in found if marks]
+
+
+def _read(path: epath.Path) -> list[Mark]:
+  marks = []
+  for line in file_io.read_bytes(path).splitlines():
+    with contextlib.suppress(*file_io.MALFORMED):
+      data = json.loads(line)
+      known = {name: float(data["seconds"].get(name, 0.0)) for name in CATEGORIES}
+      updates = data["updates"]
+      marks.append(Mark(float(data["time"]), None if updates is None else int(updates), known))
+  return marks
+
+
+class Ledger:
+  """The ledger of this process's attempt, whose phases `phases.OWN` measures.
+
+  Attributes:
+    updates: Completed updates of the run; None while its state is not restored.
+  """
+
+  def __init__(self, folder: epath.Path, *, check_owner: Callable[[], None] = lambda: None):
+    """Begins an attempt. Nothing is written in a new folder before `start`.
+
+    Args:
+      folder: The run's folder.
+      check_owner: Raises if this process may no longer write.
+    """
+    self.updates: int | None = None
+    self._check_owner = check_owner
+    self._earlier = _attempts(folder)
+    numbers = [path.stem for path in file_io.beginning_with(folder / _FOLDER, _PREFIX)]
+    number = max((int(name.removeprefix(_PREFIX)) for name in numbers), default=-1) + 1
+    self._path = folder / _FOLDER / f"{_PREFIX}{number:08d}.jsonl"
+    self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
+    self._is_written = False
+    self._lock = threading.Lock()
+    self._ends = threading.Event()
+    self._thread = threading.Thread(target=self._beat, daemon=True, name="goodput")
+    self._thread.start()
+    verdicts.last_actions.append(self._end_by)
+
+  def mark(self, updates: int):
+    """Writes the state of the attempt at a checkpoint, or at the first step."""
+    self.updates = updates
+    self._marks.append(self._now())
+    self._write()
+
+  def summary(self) -> Goodput:
+    """Returns the goodput of the run up to now."""
+    return _sum([*self._earlier, [*self._marks, self._now()]])
+
+  def close(self, *, writes: bool = True):
+    """Ends the thread, and, if anything was written, writes the last line."""
+    verdicts.last_actions.remove(self._end_by)
+    self._ends.set()
+    self._thread.join()
+    with contextlib.suppress(*file_io.failures(), UserError, RunError):
+      if writes and self._is_written:
+        self._write()
+
+  def _now(self) -> Mark:
+    seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
+    for kind, spent in phases.OWN.seconds().items():
+      seconds[_OF_PHASE.get(kind, "start_up")] += spent
+    return Mark(time.time(), self.updates, dict(seconds))
+
+  def _write(self, last: Mark | None = None):
+    with self._lock:
+      self._check_owner()
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      marks = [*self._marks, last or self._now()]
+      file_io.write(self._path, "".join(f"{json.dumps(mark._asdict())}\n" for mark in marks))
+      self._is_written = True
+
+  def _beat(self):
+    while not self._ends.wait(BEAT):
+      if self._is_written or self._earlier:
+        # The main thread reports a folder that cannot be written.
+        with contextlib.suppress(*file_io.failures(), UserError, RunError):
+          self._write()
+
+  def _end_by(self, verdict: verdicts.Verdict):
+    """Counts the phase in which the job is ended by `verdict` as stalled, unless it has failed."""
+    last = self._now()
+    if verdict.kind != "failed":
+      phase = phases.OWN.now
+      spent = time.monotonic() - phase.since
+      last.seconds[_OF_PHASE.get(phase.kind, "start_up")] -= spent
+      last.seconds["stalled"] = spent
+    with contextlib.suppress(UserError, RunError):
+      self._write(last)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pace of a run: the time that it still needs, and its speed at the end."""
+
+import collections
+import statistics
+import time
+
+from paxlike.telemetry import formatting
+from paxlike.telemetry.run_header import RunHeader
+from paxlike.telemetry.step_metrics import Reading
+
+_KEPT = 10_000  # The last steps, of which the median is taken.
+
+
+class Pace:
+  """The steps of this process, without the first few, in which caches and clocks warm up."""
+
+  def __init__(
+    self, header: RunHeader, *, num_steps: int, skip: int = 0, target_tokens: float | None = None
+  ):
+    """`skip` is SPEED_SKIP_STEPS, and `target_tokens` TARGET_TOKENS."""
+    self._header = header
+    self._num_steps = num_steps
+    self._skip = skip
+    self._target_tokens = target_tokens
+    self._seconds = collections.deque[float](maxlen=_KEPT)
+    self._num_seen = 0
+    self._first: tuple[int, float] | None = None  # Of the first step that counts: step and time.
+
+  def add(self, reading: Reading):
+    """Adds a completed step."""
+    self._num_seen += 1
+    if self._num_seen <= max(self._skip, 1):
+      return
+    if self._first is None:
+      self._first = reading.step, time.perf_counter()
+    if reading.seconds is not None:
+      self._seconds.append(reading.seconds)
+
+  def left(self, step: int) -> float | None:
+    """Returns the seconds from the end of `step` to that of the run, at the pace so far.
+
+    Evaluations and checkpoints are part of the pace. None: no two steps count yet.
+    """
+    if self._first is None or step <= self._first[0]:
+      return None
+    first, began = self._first
+    return (time.perf_counter() - began) / (step - first) * (self._num_steps - step - 1)
+
+  def text(self) -> str | None:
+    """Returns the lines at the end of a run on its speed; None if no step was timed."""
+    if not self._seconds:
+      return None
+    seconds = statistics.median(self._seconds)
+    speed = self._header.speed(seconds)
+    rates = []
+    for name, attention in (("causal", "causal attention"), ("full", "full attention")):
+      mfu = speed.get(f"mfu_{name}")
+      percent = "" if mfu is None else f" = {mfu:.2%} MFU"
+      rates.append(
+        f"{speed[f'tflops_per_second_per_device_{name}']:.2f} TFLOP/s/device{percent} ({attention})"
+      )
+    line = (
+      f"speed: {seconds:.3f} s a step, the median of {len(self._seconds):,} without the first"
+      f" {max(self._skip, 1)}: {speed['tokens_per_second']:,.0f} tokens/s, {', '.join(rates)}"
+    )
+    if self._target_tokens is None:
+      return line
+    whole = formatting.duration(self._target_tokens / speed["tokens_per_second"])
+    return f"{line}\ntarget: {self._target_tokens:.4g} tokens take {whole} at this speed"

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import random
+import time
+
+import pytest
+from helpers.program import TINY, finish, start
+
+from paxlike.checkpoints.run_checkpoints import Checkpoints
+from paxlike.telemetry import goodput
+
+
+def simulate(folder, seed: int) -> dict[str, float]:
+  """Writes the ledger of a run that is killed at random; returns the seconds of each category."""
+  rng = random.Random(seed)
+  clock, saved = [0.0], [0]
+  spent: list[tuple[str, int, float, int]] = []  # Category, attempt, seconds, update computed.
+  starts = []
+  for attempt in range(rng.randint(1, 5)):
+    began, resumed = clock[0], rng.choice(saved[-2:])  # Perhaps the newest checkpoint is damaged.
+    saved = [step for step in saved if step <= resumed]
+    starts.append(resumed)
+    seconds = dict.fromkeys(goodput.CATEGORIES, 0.0)
+    lines = []
+
+    def pass_time(category, updates, *, attempt=attempt, seconds=seconds):
+      took = rng.uniform(0.1, 3)
+      clock[0] += took
+      seconds[category] += took
+      spent.append((category, attempt, took, updates))
+
+    def write(updates, *, seconds=seconds, lines=lines):
+      lines.append({"time": clock[0], "updates": updates, "seconds": dict(seconds)})
+
+    pass_time("start_up", 0)
+    if rng.random() < 0.2:
+      write(None)  # Killed while it restores.
+      starts[-1] = 10**9
+    else:
+      write(resumed)
+      for step in range(resumed, resumed + rng.randint(1, 9)):
+        pass_time("data_wait", step + 1)
+        pass_time("step", step + 1)
+        if rng.random() < 0.4:
+          write(step + 1)
+          saved.append(step + 1)
+          pass_time("save", step + 1)
+      write(step + 1)
+    assert sum(seconds.values()) == pytest.approx(clock[0] - began)
+    path = folder / "goodput" / f"attempt_{attempt:08d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    pause = rng.uniform(0, 5)
+    clock[0] += pause
+    spent.append(("down", attempt, pause, 0))
+  expected = dict.fromkeys(goodput.CATEGORIES, 0.0)
+  for category, attempt, took, updates in spent[:-1]:
+    again = category in ("step", "data_wait") and updates > min(starts[attempt + 1 :], default=1e9)
+    expected["lost" if again else category] += took
+  return expected
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_second_is_counted_once_and_recomputed_steps_are_lost(tmp_path, seed):
+  expected = simulate(tmp_path, seed)
+  found = goodput.summary(tmp_path)
+  assert found is not None
+  assert found.seconds == pytest.approx(expected, abs=1e-9)
+  assert found.share == pytest.approx(expected["step"] / sum(expected.values()))
+
+
+def test_damaged_lines_are_skipped(tmp_path):
+  assert goodput.summary(tmp_path) is None
+  simulate(tmp_path, 1)
+  before = goodput.summary(tmp_path)
+  file = tmp_path / "goodput" / "attempt_00000000.jsonl"
+  file.write_text(f'{file.read_text()}{{"time": 1, "up\n[]\n{{"time": "x"}}\n')
+  assert goodput.summary(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_the_seconds_of_a_killed_run_add_up_to_its_wall_time(tmp_path):
+  """Two kills after a checkpoint, then a complete run; the clock of this process counts too."""
+  flags = (*TINY, "--fdl.CHECKPOINT_EVERY_N_STEPS=50", f"--job_log_dir={tmp_path}")
+  began = time.time()
+  for killed in (True, True, False):
+    newest = Checkpoints(tmp_path / "checkpoints", keep=None).latest() or 0
+    process = start(*flags, f"--fdl.MAX_STEPS={10**6 if killed else newest + 70}")
+    while killed and (Checkpoints(tmp_path / "checkpoints", keep=None).latest() or 0) <= newest:
+      assert process.poll() is None
+      time.sleep(0.1)
+    if killed:
+      process.kill()
+    status, out, err = finish(process)
+    assert status == (-9 if killed else 0), err
+  wall = max(file.stat().st_mtime for file in (tmp_path / "goodput").iterdir()) - began
+  found = goodput.summary(tmp_path)
+  assert found is not None and found.attempts == 3
+  assert found.wall == pytest.approx(wall, rel=0.01, abs=0.5)
+  assert "goodput: " in out and f"{goodput.CATEGORIES['down']}" in out
+  spent = found.seconds
+  assert min(spent.values()) >= 0
+  assert spent["start_up"] > 1 and spent["step"] > 0 and spent["restore"] > 0
