@@ -4,35 +4,21 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
 
 from etils import epath
 
 from paxlike import file_io, run_folder
 from paxlike.errors import UserError
 from paxlike.report import run_config
-from paxlike.telemetry import metric_files, run_paths, run_status
+from paxlike.telemetry import goodput, metric_files, run_paths, run_status
 
 Record = dict[str, Any]
 
 MAX_LAYERS = 200  # Columns of a heat map, which has about 400 pixels.
 MAX_SAMPLES = 100
 _STEADY = 0.2  # Throughput is the median without this share of records at the start.
-
-
-class Ledger(Protocol):
-  """Where the wall time of a run went."""
-
-  @property
-  def wall(self) -> float:
-    """Seconds since its first start."""
-    ...
-
-  @property
-  def seconds(self) -> Mapping[str, float]:
-    """Category, such as "step" -> seconds; they add up to `wall`."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +36,7 @@ class RunData:
     left_out: The number of records of training that are not among them.
     layers: Records of statistics by layer, at most `MAX_LAYERS`.
     samples: Mappings with `source`, `prompt` and `text`, the newest last.
-    goodput: Its ledger; None if it has none.
+    goodput: On what its time was spent; None if it has no ledger.
   """
 
   name: str
@@ -63,7 +49,7 @@ class RunData:
   left_out: int
   layers: list[Record]
   samples: list[dict[str, str]]
-  goodput: Ledger | None
+  goodput: goodput.Goodput | None
 
   def last(self, kind: str, key: str, *, of: str | None = None) -> Any:
     """Returns the newest value of a metric, of an eval set if `of` names one; None if none."""
@@ -103,7 +89,6 @@ def read(
   name: str,
   max_records: int,
   allow_modules: Sequence[str] = (),
-  goodput: Callable[[epath.Path], Ledger | None] = lambda folder: None,
 ) -> RunData:
   """Reads the run in folder `path`.
 
@@ -112,7 +97,6 @@ def read(
     name: What the page calls it.
     max_records: The largest number of records of training to keep.
     allow_modules: Modules outside of paxlike that its configuration may import.
-    goodput: Returns the ledger of a run's folder; None if it has none.
 
   Raises:
     UserError: It is no run, has no records, or cannot be read.
@@ -128,6 +112,8 @@ def read(
   kept = {id(record) for record in (*train, *of_kind.get("eval", []))}
   if not kept:
     raise UserError(f"{path} has no records of training or evaluation yet.")
+  with run_folder.reading(folder / "goodput"):
+    ledger = goodput.summary(folder)
   return RunData(
     name=name,
     folder=path,
@@ -137,7 +123,7 @@ def read(
     left_out=len(of_kind.get("train", [])) - len(train),
     layers=_spread([r for r in of_kind.get("layers", []) if _has_layers(r)], MAX_LAYERS),
     samples=_spread([*_samples(of_kind.get("sample", [])), *_decoded(folder)], MAX_SAMPLES),
-    goodput=goodput(folder),
+    goodput=ledger,
   )
 
 

@@ -18,7 +18,7 @@ from paxlike.report.html_text import (
   void,
 )
 from paxlike.report.run_data import RunData, is_number
-from paxlike.telemetry import formatting
+from paxlike.telemetry import formatting, goodput
 
 _DASHES = ("", "7 4", "2 3")
 _MAX_LINES = 200  # Of the difference between two graphs.
@@ -161,20 +161,22 @@ def _with_error(record: Mapping[str, Any], key: str) -> str:
   return _number(record.get(key)) + (f" ± {error:.2g}" if is_number(error) else "")
 
 
-def goodput(found: Sequence[RunData]) -> Html:
-  """Returns where the wall time of each run went, since its first start."""
+def time_spent(found: Sequence[RunData]) -> Html:
+  """Returns on what the time of each run was spent since its first start."""
   parts = []
   for run in found:
     if run.goodput is None:
       continue
-    wall, seconds = run.goodput.wall, run.goodput.seconds
-    share = seconds.get("step", 0.0) / wall if wall else 0.0
-    line = f"{_duration(wall)} since the first start, {share:.1%} of it in steps that count"
-    texts = {k: f"{_duration(s)} ({s / wall if wall else 0:.1%})" for k, s in seconds.items()}
-    named = {name.replace("_", " "): value for name, value in seconds.items()}
-    texts = {name.replace("_", " "): text for name, text in texts.items()}
+    ledger = run.goodput
+    seconds = {goodput.CATEGORIES[name]: s for name, s in ledger.seconds.items() if s > 0}
+    texts = {
+      name: f"{_duration(value)} ({value / max(ledger.wall, 1e-9):.1%})"
+      for name, value in seconds.items()
+    }
+    starts = f"in {ledger.attempts} starts" if ledger.attempts > 1 else "in one start"
+    line = f"{ledger.share:.1%} of {_duration(ledger.wall)} {starts} were steps that count."
     parts += [element("h3", run.name), element("p", line)]
-    parts.append(bar(named, texts, label=f"Wall time of {run.name}"))
+    parts.append(bar(seconds, texts, label=f"Time of {run.name}"))
   return section("goodput", "Goodput", *parts)
 
 
@@ -276,5 +278,5 @@ def _duration(seconds: float) -> str:
 
 def everything(found: Sequence[RunData], curves: Html, layers: Html) -> Html:
   """Returns all sections that have content, in order; `curves` and `layers` are drawn later."""
-  parts = [runs(found), curves, knobs(found), evaluations(found), goodput(found), layers]
+  parts = [runs(found), curves, knobs(found), evaluations(found), time_spent(found), layers]
   return joined([*parts, samples(found), memory(found), meshes(found)])

@@ -6,7 +6,6 @@ import hashlib
 import json
 import pathlib
 import re
-from typing import NamedTuple
 
 import pytest
 from etils import epath
@@ -17,11 +16,6 @@ from paxlike.telemetry import metric_files
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'\u2028"
 PACKAGE = pathlib.Path(page.__file__).parent
-
-
-class Ledger(NamedTuple):
-  wall: float
-  seconds: dict[str, float]
 
 
 def written(*paths: str, to: pathlib.Path) -> strict_html.Element:
@@ -178,17 +172,21 @@ def test_evaluations_have_their_newest_values_and_their_best(tmp_path):
   assert second[0] == "b" and second[2].startswith("3.1 ")
 
 
-def test_goodput_is_shown_as_shares_of_the_wall_time(tmp_path):
+def test_goodput_is_shown_as_shares_of_the_time(tmp_path):
   path = reported_runs.write(tmp_path / "a")
-  seconds = {"step": 90.0, "start_up": 6.0, "down": 4.0, "lost": 0.0}
-  ledger = Ledger(wall=100.0, seconds=seconds)
-  run = run_data.read(path, name="a", max_records=100, goodput=lambda folder: ledger)
-  document = strict_html.parse(page.html([run], title="a"))
+  (tmp_path / "a" / "goodput").mkdir()
+  for number, seconds in enumerate(
+    ({"start_up": 4.0, "step": 16.0}, {"start_up": 5.0, "step": 65.0})
+  ):
+    last = {"time": 100.0 + 80 * number, "updates": 20 + 40 * number, "seconds": seconds}
+    file = tmp_path / "a" / "goodput" / f"attempt_{number:08}.jsonl"
+    file.write_text(json.dumps(last) + "\n")
+  document = written(path, to=tmp_path / "page.html")
   (section,) = [e for e in document.all("section") if e.attributes.get("id") == "goodput"]
-  assert "1 min 40 s since the first start, 90.0% of it" in section.words
+  assert "81.0% of 1 min 40 s in 2 starts were steps that count." in section.words
   parts = [e.attributes["style"] for e in section.all("span") if "style" in e.attributes]
-  assert parts == ["width:90.000%", "width:6.000%", "width:4.000%"]
-  assert "start up 6.0 s (6.0%)" in " ".join(e.words for e in section.all("li"))
+  assert parts == ["width:81.000%", "width:9.000%", "width:10.000%"]
+  assert "not running 10.0 s (10.0%)" in [e.words for e in section.all("li")]
 
 
 def test_memory_by_kind_is_that_of_the_state_and_the_rest_of_the_peak(tmp_path):
