@@ -54,6 +54,7 @@ class Experiment(
       summary_every=self.SUMMARY_INTERVAL_STEPS,
       speed_skip=self.SPEED_SKIP_STEPS,
       target_tokens=self.TARGET_TOKENS,
+      log_layers_every=self.LOG_LAYERS_EVERY,
       eval_every=self.EVAL_INTERVAL_STEPS,
       save_every=self.CHECKPOINT_EVERY_N_STEPS,
       keep=self.CHECKPOINT_MAX_TO_KEEP,

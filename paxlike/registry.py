@@ -22,7 +22,11 @@ from paxlike.experiment import Experiment
 _PACKAGES = ("paxlike.experiments", "paxlike.scripts_gpu")
 PACKAGE = pathlib.Path(__file__).parent
 # Names of Pax's experiments that differ here.
-_PAX_NAMES = {"GPT5B": "Pile5B", "GPT175B": "Pile175B"}
+_PAX_NAMES = {
+  "GPT5B": "Pile5B",
+  "GPT175B": "Pile175B",
+  "C4SpmdGpt3AdamOrgHP": "C4Gpt175B",
+}
 _REGISTRY: dict[str, type[Experiment]] = {}
 _Class = TypeVar("_Class", bound=type[Experiment])
 

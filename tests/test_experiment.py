@@ -151,6 +151,7 @@ def test_parameters_are_as_many_as_those_of_hugging_face(cls):
     ("Synthetic126M", 6e-4, (636, 637, 500_000), 0.023, 4, None, "SAVE_EVERYTHING"),
     ("Synthetic5B", 1.6e-4, (115, 116, 62_500), 0.01, 8, 0.1, "SAVE_DOT_WITH_NO_BATCH_DIM"),
     ("Synthetic175B", 2e-5, (265, 266, 108_600), 0.006, 6, None, "SAVE_NOTHING"),
+    ("C4Gpt175B", 6e-5, (265, 266, 108_600), 0.006, 6, None, "SAVE_NOTHING"),
   ],
 )
 def test_gpt_recipes_have_the_values_of_pax(name, peak, schedule, std, batch, dropout, remat):

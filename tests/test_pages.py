@@ -17,7 +17,7 @@ from paxlike import registry
 from paxlike.cli import flag_types
 from paxlike.errors import UserError
 from paxlike.experiments import datasets
-from paxlike.launchers.job import Job
+from paxlike.launchers.job import Job, with_defaults
 from paxlike.launchers.main import TARGETS
 
 every_page = pytest.mark.parametrize(
@@ -28,10 +28,10 @@ MIXINS = [getattr(datasets, name) for name in datasets.__all__]
 KNOBS = {name for cls in (*EXPERIMENTS.values(), *MIXINS) for name in cls.knobs()}
 # Commands of shells and schedulers; what pages say of them is not ours to check.
 SHELL = {"apt", "cd", "done", "echo", "export", "for", "git", "mpirun", "python3", "seq", "srun"}
-SHELL |= {"cat", "pre-commit", "tb-gcp-uploader", "wait"}
+SHELL |= {"bash", "cat", "docker", "pre-commit", "sbatch", "tb-gcp-uploader", "wait"}
 # The knob that CONTRIBUTING.md adds, and nobody has.
 IMAGINED = {"EMBEDDING_SCALE"}
-LAUNCHERS = {"ntasks-per-node", "gpus-per-task", "npernode", "signal"}
+LAUNCHERS = {"ntasks-per-node", "gpus-per-task", "npernode", "signal", "output"}
 LAUNCH = {field.name for one in (Job, *TARGETS.values()) for field in dataclasses.fields(one)}
 LAUNCH |= {"to", "submit"}
 # What stands for a name that the reader has.
@@ -42,7 +42,9 @@ OURS = {
 
 
 def text_of(folders: tuple[str, ...]) -> str:
-  files = [p for f in folders for kind in ("py", "sh") for p in (REPOSITORY / f).rglob(f"*.{kind}")]
+  files = [
+    p for f in folders for kind in ("py", "sh", "sub") for p in (REPOSITORY / f).rglob(f"*.{kind}")
+  ]
   return "\n".join(path.read_text() for path in files if path != pathlib.Path(__file__))
 
 
@@ -109,7 +111,8 @@ def check(words: list[str]):
     check_paxlike(words)
   elif program == "paxlike-launch":
     assert args[0] in TARGETS, f"there is no target {args[0]}"
-    check_paxlike([arg for arg in args[1:] if re.split("[= ]", arg)[0][2:] not in LAUNCH])
+    rest = [arg for arg in args[1:] if re.split("[= ]", arg)[0][2:] not in LAUNCH]
+    check_paxlike([with_defaults(arg) for arg in rest])
   elif program == "paxlike-sweep":
     swept = [arg for arg in args if arg.startswith("--sweep.")]
     assert {re.split("[.=]", arg)[1] for arg in swept} <= KNOBS

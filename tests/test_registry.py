@@ -46,7 +46,7 @@ def test_mistakes_are_named(name, says):
   ("name", "says"),
   [
     ("Llama2_7B", "Llama2_7B is a model without data: use --exp=SyntheticLLaMA7B or --exp=LLaMA7B"),
-    ("Gpt175B", "use --exp=Synthetic175B or --exp=Pile175B, or a class of yours that adds a data"),
+    ("Gpt175B", "use --exp=Synthetic175B or --exp=Pile175B or --exp=C4Gpt175B, or a class of"),
     ("GLaM", "use --exp=SyntheticGLaM126M64E or --exp=SyntheticGLaM64B64E or --exp="),
     ("LocalText", "data alone: use --exp=Text126M or --exp=ShakespeareChar, or a class of yours"),
     ("Jsonl", "Jsonl is data alone: use a class of yours that adds a model (docs/adding.md)."),
@@ -167,8 +167,16 @@ def test_a_damaged_file_is_named(tmp_path, text):
   ("name", "ours"),
   [
     ("GPT5B", "Pile5B"),
+    ("paxml.contrib.gpu.scripts_gpu.configs.GPT5B", "Pile5B"),
     ("paxml.contrib.gpu.scripts_gpu.configs.GPT175B", "Pile175B"),
-    ("paxml.contrib.gpu.scripts_gpu.configs.Pile126M", "Pile126M"),
+    ("paxml.tasks.lm.params.c4.C4SpmdGpt3AdamOrgHP", "C4Gpt175B"),
+    *(
+      (f"paxml.contrib.gpu.scripts_gpu.configs.{name}", name)
+      for name in (
+        *("Pile126M", "Pile5B", "Pile175B", "Lambada126M", "Synthetic126M", "Synthetic5B"),
+        *("Synthetic175B", "LLaMA7B", "LLaMA13B", "LLaMA70B"),
+      )
+    ),
   ],
 )
 def test_names_of_pax_are_understood(name, ours, capsys):

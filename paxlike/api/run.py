@@ -75,12 +75,13 @@ class Run:
   def records(self) -> list[dict[str, Any]]:
     """Returns the records of `metrics.jsonl`, oldest first.
 
-    Each has `kind` ("train", "eval" or "sample"), `step` (for training counted from 0, else the
-    same as `updates`), `updates` (completed optimizer steps) and `time` (seconds since 1970).
-    Training records have `loss`, `learning_rate`, `grad_norm`, `total_weights` and, except the
-    first, `seconds_per_step` and values derived from it. Evaluation records have `set`, the name of
-    the eval set, its metrics and `loss`; samples have `prompt` and `text`. Numbers that were not
-    finite are None.
+    Each has `kind` ("train", "eval", "layers" or "sample"), `step` (for training and layers counted
+    from 0, else the same as `updates`), `updates` (completed optimizer steps) and `time` (seconds
+    since 1970). Training records have `loss`, `learning_rate`, `grad_norm`, `total_weights` and,
+    except the first, `seconds_per_step` and values derived from it. Evaluation records have `set`,
+    the name of the eval set, its metrics and `loss`; samples have `prompt` and `text`. Records of
+    layers (LOG_LAYERS_EVERY) have `layers`: metric -> group -> the value of each layer. Numbers
+    that were not finite are None.
     """
     from paxlike.telemetry import metric_files
 

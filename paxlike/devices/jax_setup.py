@@ -5,7 +5,14 @@ import logging
 import os
 import sys
 
-from paxlike.devices import gpu_targets, malloc, program_cache, topology, tpu_targets
+from paxlike.devices import (
+  gpu_targets,
+  malloc,
+  program_cache,
+  topology,
+  tpu_targets,
+  xla_environment,
+)
 
 
 def set_up(
@@ -18,7 +25,8 @@ def set_up(
 ):
   """Sets environment variables, loggers, the allocator and JAX's configuration.
 
-  Settings that JAX has already read have no effect. Variables that the user has set are kept.
+  Settings that JAX has already read have no effect. Variables that the user has set are kept, but
+  flags in XLA_FLAGS that XLA does not take are left out, with a line that names them.
 
   Args:
     platform: The only platform of JAX, such as "cpu"; None: JAX's choice.
@@ -28,7 +36,7 @@ def set_up(
     cache_folder: Folder of JAX's compilation cache; None: no change.
 
   Raises:
-    UserError: The environment variable for the GPU memory fraction is invalid.
+    UserError: The environment variable for the GPU memory fraction is invalid, or XLA_FLAGS.
   """
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   # Orbax and gcsfs log each error that they also raise, with its stack; asyncio logs errors of
@@ -47,6 +55,8 @@ def set_up(
     has_gpu = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
     if keep_heap and not has_gpu and not has_started():
       malloc.keep_heap()
+  if not has_started() and (problem := xla_environment.settle()):
+    print(f"paxlike: {problem}", file=sys.stderr, flush=True)
   if num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
     # XLA:CPU crashes when it promotes bfloat16 all-reduces from gradients of jax.shard_map to
     # float32. The pass is not needed.

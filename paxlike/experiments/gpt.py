@@ -177,6 +177,13 @@ class C4Gpt126M(datasets.C4, Gpt126M):
 
 
 @register
+class C4Gpt175B(datasets.C4, Gpt175B):
+  """GPT 175B on C4, with the peak learning rate of GPT-3, 6e-5; Pax's C4SpmdGpt3AdamOrgHP."""
+
+  LEARNING_RATE = 6e-5
+
+
+@register
 class Lambada126M(datasets.Lambada, Gpt126M):
   """GPT 126M zero-shot on LAMBADA, from the run of `Pile126M`."""
 

@@ -23,6 +23,8 @@ class RunKnobs(Knobs):
   NUM_EPOCHS: ranges.PositiveFloat | None = None
   RANDOM_SEED: ranges.NonNegative = 1234  #: Seed of weights, dropout and data order.
   SUMMARY_INTERVAL_STEPS: ranges.Positive = 100  #: Steps between log lines.
+  #: Steps between records of each layer's norms, activations, logits and expert loads. 0: none.
+  LOG_LAYERS_EVERY: ranges.NonNegative = 0
   #: First steps of each start that the speed printed at the end leaves out.
   SPEED_SKIP_STEPS: ranges.NonNegative = 5
   #: Tokens of a whole training, whose duration at this speed is printed at the end.

@@ -23,38 +23,74 @@ sudo ip route change ${route} rto_min 5ms
 _QUEUED = """\
 #!/usr/bin/env bash
 # Requests TPUs unless it has, waits for them, and runs a process on each of their machines.
+# Ctrl-C, SIGTERM or SIGHUP stops all processes with a checkpoint. The TPUs are kept.
 set -eu
 WHERE=({where})
 SLICES=({slices})
-{network}
+PID=/tmp/paxlike-{name}.pid
+
 queued() {{  # COMMAND FLAG...
   gcloud compute tpus queued-resources "$1" {name} "${{WHERE[@]}}" "${{@:2}}"
 }}
 
 everywhere() {{  # COMMAND
   local pids=() status=0 one
+  set -m  # In process groups of their own, which Ctrl-C does not reach.
   for slice in "${{SLICES[@]}}"; do
-    gcloud compute tpus tpu-vm ssh "${{slice}}" "${{WHERE[@]}}" --worker=all --command="$1" &
+    gcloud compute tpus tpu-vm ssh "${{slice}}" "${{WHERE[@]}}" --worker=all --command="$1" \\
+      < /dev/null &
     pids+=($!)
   done
+  set +m
   for pid in "${{pids[@]}}"; do
-    wait "${{pid}}" && one=0 || one=$?
+    # A signal ends `wait` early, with a status above 128.
+    while wait "${{pid}}" && one=0 || one=$?; kill -0 "${{pid}}" 2> /dev/null; do :; done
     if ((one > status)); then status=${{one}}; fi
   done
   return "${{status}}"
 }}
 
+stopped='' running=''
+stop() {{  # STATUS
+  stopped=$1
+  echo "stopping${{running:+: all processes save a checkpoint and end}}." >&2
+  if [ -n "${{running}}" ]; then
+    # A process that is about to start has not written its number yet.
+    everywhere "for ((i = 0; i < 60; i++)); do
+      [ ! -s ${{PID}} ] || exec kill -TERM \\$(cat ${{PID}}); sleep 1
+    done" > /dev/null 2>&1 &
+  fi
+}}
+
+say_what_is_left() {{
+  local state
+  if state="$(queued describe --format='value(state.state)' 2> /dev/null)"; then
+    echo "the TPUs of {name} are kept (${{state}}); this script resumes the run. To delete them:"
+    echo "  gcloud compute tpus queued-resources delete {name} ${{WHERE[*]}} --force"
+  fi >&2
+}}
+
+trap 'stop 130' INT
+trap 'stop 143' TERM
+trap 'stop 129' HUP
+trap say_what_is_left EXIT
+{network}
 queued describe > /dev/null 2>&1 || queued create {request}
 until state="$(queued describe --format='value(state.state)')" && [ "${{state}}" = ACTIVE ]; do
   case "${{state}}" in FAILED | SUSPENDED) echo "the request is ${{state}}" >&2; exit 1 ;; esac
-  sleep {pause}
+  [ -z "${{stopped}}" ] || exit "${{stopped}}"
+  sleep {pause} &> /dev/null & wait $! || true
 done
+[ -z "${{stopped}}" ] || exit "${{stopped}}"
 everywhere {prepare}
 for ((attempt = 0; attempt <= {max_restarts}; attempt++)); do
+  [ -z "${{stopped}}" ] || exit "${{stopped}}"
+  running=1
   everywhere {run} && exit 0 || status=$?
   case "${{status}}" in {statuses}) ;; *) break ;; esac
+  [ -z "${{stopped}}" ] || break
   echo "a process ended with status ${{status}}: all are started again, and resume."
-  everywhere {kill} || true
+  everywhere "kill -KILL \\$(cat ${{PID}}) 2> /dev/null; rm -f ${{PID}}" || true
 done
 exit "${{status}}"
 """
@@ -99,7 +135,7 @@ class QueuedResources(_GoogleCloud):
   """A script that requests TPU slices of Compute Engine, and runs a process on all their machines.
 
   Each of `nodes` is a slice. The processes find each other by the metadata server. The machines are
-  kept: run the script again to resume, and delete the queued resource at the end.
+  kept, and the script ends by saying so: run it again to resume, or delete the queued resource.
   """
 
   accelerator_type: str = option("", "type of a slice, such as v5litepod-256")
@@ -125,6 +161,12 @@ class QueuedResources(_GoogleCloud):
       *(f"--{kind}" for kind in ("spot", "reserved") if getattr(self, kind)),
     ]
     pid = f"/tmp/paxlike-{job.title}.pid"
+    prepare = [
+      f"rm -f {pid}",
+      *([] if one else _TUNE_NETWORK.splitlines()),
+      *self.install.splitlines(),
+    ]
+    run = [*job.preparation(), f"echo $$ > {pid}", f"exec {job.command()}"]
     return _QUEUED.format(
       where=" ".join(map(shlex.quote, self._place)),
       slices=" ".join(slices),
@@ -132,11 +174,10 @@ class QueuedResources(_GoogleCloud):
       name=job.title,
       request=" ".join(map(shlex.quote, request)),
       pause=self.pause,
-      prepare=shlex.quote(("" if one else _TUNE_NETWORK) + (self.install or "true")),
+      prepare=shlex.quote("\n".join(prepare)),
       max_restarts=job.max_restarts,
-      run=shlex.quote("\n".join([*job.preparation(), f"echo $$ > {pid}", f"exec {job.command()}"])),
+      run=shlex.quote("\n".join(run)),
       statuses="|".join(map(str, (*RESTART, LOST))),
-      kill=shlex.quote(f'kill -KILL "$(cat {pid})" 2> /dev/null || true'),
     )
 
 

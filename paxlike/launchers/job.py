@@ -12,8 +12,8 @@ from paxlike.errors import UserError
 RESTART = (75, 134, 137, 142, 143)
 #: Exit status of ssh if the machine is out of reach or the connection is lost.
 LOST = 255
-# ${NAME} or ${NAME:-DEFAULT}, which the shell of the job expands.
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\}", re.ASCII)
+# ${NAME}, ${NAME:-DEFAULT} or ${NAME:?MESSAGE}, which the shell of the job expands.
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::([-?])([^{}]*))?\}", re.ASCII)
 
 
 def option(default: Any, text: str, *, least: int = 0, most: int = 2**31) -> Any:
@@ -29,7 +29,8 @@ class Job:
   """A job, as all launchers take it.
 
   Attributes:
-    flags: The flags of `paxlike`, which may contain `${NAME}` and `${NAME:-DEFAULT}`.
+    flags: The flags of `paxlike`, which may contain `${NAME}`, `${NAME:-DEFAULT}` and
+      `${NAME:?MESSAGE}`, an error if there is no such variable.
   """
 
   flags: tuple[str, ...]
@@ -63,13 +64,13 @@ class Job:
 
 
 def quoted(text: str) -> str:
-  """Quotes a word for a shell, which still expands `${NAME}` and `${NAME:-DEFAULT}` in it."""
+  """Quotes a word for a shell, which still expands variables as in `Job.flags` in it."""
   if not _VARIABLE.search(text):
     return shlex.quote(text)
   parts, end = [], 0
   for match in _VARIABLE.finditer(text):
-    default = "" if match[2] is None else f":-{_escaped(match[2])}"
-    parts += [_escaped(text[end : match.start()]), f"${{{match[1]}{default}}}"]
+    rest = "" if match[2] is None else f":{match[2]}{_escaped(match[3])}"
+    parts += [_escaped(text[end : match.start()]), f"${{{match[1]}{rest}}}"]
     end = match.end()
   return f'"{"".join(parts)}{_escaped(text[end:])}"'
 
@@ -80,9 +81,15 @@ def _escaped(text: str) -> str:
 
 def with_defaults(text: str) -> str:
   """Returns text with each variable replaced by its default, or by its name if it has none."""
-  return _VARIABLE.sub(lambda match: match[1] if match[2] is None else match[2], text)
+  return _VARIABLE.sub(lambda match: match[3] if match[2] == "-" else match[1], text)
 
 
 def has_open_variable(text: str) -> bool:
   """Returns whether text has a variable without a default."""
-  return any(match[2] is None for match in _VARIABLE.finditer(text))
+  return any(match[2] != "-" for match in _VARIABLE.finditer(text))
+
+
+def variable(text: str) -> str:
+  """Returns the name of the variable without a default that a text consists of, or ""."""
+  match = _VARIABLE.fullmatch(text)
+  return match[1] if match and match[2] is None else ""

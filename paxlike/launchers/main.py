@@ -14,6 +14,7 @@ from typing import Any
 from paxlike import file_io
 from paxlike.cli import command_line
 from paxlike.errors import UserError, did_you_mean, one_line
+from paxlike.launchers import command_comment
 from paxlike.launchers.google_cloud import QueuedResources, Xpk
 from paxlike.launchers.job import Job, has_open_variable, with_defaults
 from paxlike.launchers.kubernetes import Kubernetes
@@ -37,8 +38,8 @@ TARGETS: dict[str, type[Target]] = {
 _CHOICES = ("--fdl_config=", "--exp=", "--mode=", "--fdl_set=")
 _HELP = """\
 Prints the script or manifest that runs a job on a cluster; --to=FILE saves it, --submit submits it.
-All other flags are those of paxlike, and are checked first. Their values may contain ${NAME} or
-${NAME:-DEFAULT}, which the shell of the job expands.
+All other flags are those of paxlike, and are checked first. Their values may contain ${NAME},
+${NAME:-DEFAULT} and ${NAME:?MESSAGE}, which the shell of the job expands.
 """
 
 
@@ -65,7 +66,7 @@ def _launch(argv: Sequence[str]) -> int:
   experiment = _check(flags, own=[f"--{name}" for name in vars(options)])
   options.name = options.name or experiment
   job = Job(flags=tuple(flags), **_fields(Job, options))
-  text = target.text(job)
+  text = command_comment.added(target.text(job), argv)
   if options.to is None and not options.submit:
     print(text, end="")
     return 0

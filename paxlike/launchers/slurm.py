@@ -5,7 +5,7 @@ import dataclasses
 import re
 
 from paxlike.errors import UserError
-from paxlike.launchers.job import RESTART, Job, option, quoted
+from paxlike.launchers.job import RESTART, Job, option, quoted, variable
 from paxlike.launchers.target import Target
 
 
@@ -14,6 +14,7 @@ class Slurm(Target):
   """A batch script for `sbatch`, which requeues itself after a status from which a run resumes.
 
   Slurm itself queues the job again when a node fails or a job of higher priority needs the nodes.
+  Arguments of the script are more flags of `paxlike`.
   The processes find each other by Slurm's variables. With `grace` seconds left, they get SIGTERM,
   save a checkpoint and end.
   """
@@ -28,8 +29,13 @@ class Slurm(Target):
   partition: str = option("", "partition")
   account: str = option("", "account")
   output: str = option("%x-%j.out", "file for the output, with Slurm's patterns")
-  container: str = option("", "container image, for Slurm with pyxis")
+  container: str = option(
+    "", "container image, for Slurm with pyxis; ${NAME}: only if the variable NAME is set"
+  )
   mounts: str = option("", "mounts of the container: HOST:CONTAINER, separated by commas")
+  sbatch: str = option(
+    "", "options of sbatch, as a shell takes them, when `bash FILE` submits: --nodes=${NODES:-8}"
+  )
   directive: tuple[str, ...] = option((), "more #SBATCH lines, such as --exclusive")
 
   def text(self, job: Job) -> str:
@@ -41,9 +47,11 @@ class Slurm(Target):
         "#!/usr/bin/env bash",
         *(f"#SBATCH {line}" for line in self._directives(job)),
         *job.preparation(),
+        *self._submission(),
         "set -u",
         "# If a process fails, paxlike ends the others, and its status says why.",
-        f"srun --kill-on-bad-exit=0 --wait=600{self._options()} {job.command()}",
+        f"srun --kill-on-bad-exit=0 --wait=600{self._options()} {job.command()} \\",
+        '  "$@"',
         "status=$?",
         'case "${status}" in',
         f"  {statuses})",
@@ -84,11 +92,26 @@ class Slurm(Target):
         raise UserError(f"{line!r}: Slurm expands no variables in a directive, which is one line.")
     return [re.sub(r"=(.*[\s#].*)$", r'="\1"', line) for line in lines]
 
+  def _submission(self) -> list[str]:
+    """Returns the lines by which the script, run outside of a job, submits itself."""
+    if not self.sbatch:
+      return []
+    return [
+      "# `bash FILE` submits this file with these options.",
+      'if [ -z "${SLURM_JOB_ID:-}" ]; then',
+      f'  exec sbatch {self.sbatch} "$0" "$@"',
+      "fi",
+    ]
+
   def _options(self) -> str:
+    """Returns the options of srun."""
+    # srun does not take this from the job.
+    own = f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task else ""
     given = {"container-image": self.container, "container-mounts": self.mounts}
-    if self.cpus_per_task:  # srun does not take this from the job.
-      given["cpus-per-task"] = str(self.cpus_per_task)
-    return "".join(f" --{name}={quoted(value)}" for name, value in given.items() if value)
+    image = " ".join(f"--{name}={quoted(value)}" for name, value in given.items() if value)
+    if name := variable(self.container):
+      return f"{own} ${{{name}:+{image}}}"
+    return f"{own} {image}".rstrip()
 
   def submission(self, file: str) -> list[str]:
-    return ["sbatch", file]
+    return ["bash" if self.sbatch else "sbatch", file]

@@ -35,11 +35,11 @@ signal() {{  # NAME
 }}
 
 stopped=
-trap 'stopped=1; signal TERM' INT TERM
+trap 'stopped=1; signal TERM' INT TERM HUP
 {copy}for ((attempt = 0; ; attempt++)); do
   pids=() status=0
   for index in "${{!HOSTS[@]}}"; do
-    (trap '' INT TERM; set -o pipefail; start "${{index}}" "${{HOSTS[index]}}") &
+    (trap '' INT TERM HUP; set -o pipefail; start "${{index}}" "${{HOSTS[index]}}") &
     pids+=($!)
   done
   for pid in "${{pids[@]}}"; do

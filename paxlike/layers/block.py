@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
-from paxlike.layers.aux_losses import Aux
+from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.mlp import Mlp
@@ -52,14 +52,17 @@ class Block(Module):
     self, x_BTD: jax.Array, context: Context, cache: Any = None
   ) -> tuple[jax.Array, Any, Aux]:
     """Returns (x_BTD, the updated KV cache, the layers' Aux)."""
-    y_BTD, cache = self.attention(self._normed(self.attention_norm, x_BTD), context, cache)
+    y_BTD, cache, of_attention = self.attention(
+      self._normed(self.attention_norm, x_BTD), context, cache
+    )
     if self.attention_post_norm is not None:
       y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)
     x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
-    y_BTD, aux = self.mlp(self._normed(self.mlp_norm, x_BTD), context)
+    y_BTD, of_mlp = self.mlp(self._normed(self.mlp_norm, x_BTD), context)
     if self.mlp_post_norm is not None:
       y_BTD = by_token(self.mlp_post_norm, y_BTD, time=self.time)
-    return self._add(x_BTD, y_BTD, context.fold(1)), cache, aux
+    x_BTD = self._add(x_BTD, y_BTD, context.fold(1))
+    return x_BTD, cache, add(add(of_attention, of_mlp), _logged(x_BTD, context))
 
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array, context: Context) -> jax.Array:
     if self.dropout is not None:
@@ -69,6 +72,14 @@ class Block(Module):
   def _normed(self, norm: Any, x_BTD: jax.Array) -> jax.Array:
     y_BTD = by_token(norm, x_BTD, time=self.time)
     return y_BTD if self.time == "time" else mesh.constrain(y_BTD, "batch", "time", None)
+
+
+def _logged(x_BTD: jax.Array, context: Context) -> Aux:
+  """Returns the layer metric `residual_rms`, if `context.log_layers`."""
+  if not context.log_layers:
+    return none()
+  squares = jnp.square(jax.lax.stop_gradient(x_BTD).astype(jnp.float32)).sum()
+  return none()._replace(layer_sums={"residual_rms": jnp.stack([squares, jnp.float32(x_BTD.size)])})
 
 
 def by_token(

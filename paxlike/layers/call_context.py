@@ -16,11 +16,13 @@ class Context:
       each sequence is one document.
     positions_BT: int32, the position of each token in its document. None: 0 to T - 1.
     dropout: The key for this layer's dropout; None disables dropout.
+    log_layers: Whether layers return metrics of their own; see `Aux`. Static.
   """
 
   segments_BT: jax.Array | None = None
   positions_BT: jax.Array | None = None
   dropout: jax.Array | None = None
+  log_layers: bool = dataclasses.field(default=False, metadata={"static": True})
 
   def fold(self, index: int | jax.Array) -> "Context":
     """Returns the context with `index` folded into the dropout key."""

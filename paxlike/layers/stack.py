@@ -14,7 +14,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import topology
 from paxlike.errors import UserError
-from paxlike.layers.aux_losses import Aux, add, none
+from paxlike.layers.aux_losses import Aux, add, none, total
 from paxlike.layers.block import Block
 from paxlike.layers.call_context import Context
 from paxlike.layers.module import Module
@@ -35,6 +35,7 @@ class Stack(Module):
     layout: The mapping from layers to weight names.
     remat: Applied to each block.
     pipeline: How repeats are split over stages; prologue and epilogue are replicated on all stages.
+    log_layers: Whether layers return metrics of their own; set on a bound model. See `Aux`.
   """
 
   def __init__(
@@ -63,6 +64,7 @@ class Stack(Module):
     scan = len(topology.devices()) > 1 if scan is None else scan
     self.remat = remat
     self.pipeline = pipeline
+    self.log_layers = False
     self.layout = Layout(
       scanned=scan,
       prologue=len(prologue),
@@ -99,7 +101,7 @@ class Stack(Module):
       run = functools.partial(self._run, context=context, graph=graph)
       repeats = (weights, self._firsts(jnp.arange(self.layout.repeats)), given.get("pattern"))
       x_BTD, (new["pattern"], each) = jax.lax.scan(run, x_BTD, repeats)
-      repeated = jax.tree.map(lambda values: values.sum(0), each)
+      repeated = total(each)
     x_BTD, new["epilogue"], after = self.after(x_BTD, context, given.get("epilogue"))
     return x_BTD, new if caches else None, add(add(before, repeated), after)
 
@@ -136,15 +138,15 @@ class Stack(Module):
     if self.pipeline.recompute:
       run = functools.partial(self._run, context=context, graph=graph)
       x_BTD, (_, each) = jax.lax.scan(run, x_BTD, repeats)
-      return x_BTD, jax.tree.map(lambda values: values.sum(0), each)
+      return x_BTD, total(each)
     # The residuals of a scan would include copies of the weights.
-    total = none()
+    aux = none()
     for number in range(count):
       weights, first, _ = jax.tree.map(lambda x, number=number: x[number], repeats)
       blocks = nnx.merge(graph, weights)
-      x_BTD, (_, aux) = self._run(x_BTD, (blocks, first, None), context=context)
-      total = add(total, aux)
-    return x_BTD, total
+      x_BTD, (_, new) = self._run(x_BTD, (blocks, first, None), context=context)
+      aux = add(aux, new)
+    return x_BTD, aux
 
   def empty_caches(self, batch: int, length: int, dtype: Any) -> Caches:
     """Returns empty caches of all layers, for `batch` sequences of up to `length` tokens."""
@@ -195,7 +197,8 @@ class Stack(Module):
     blocks, first, caches = xs
     if graph is not None:
       blocks = nnx.merge(graph, blocks)
-    total = none()
+    context = dataclasses.replace(context, log_layers=self.log_layers)
+    combined = none()
     new: list[Any] = []
     for offset, block in enumerate(blocks):
       apply: Any = block
@@ -203,10 +206,11 @@ class Stack(Module):
         # Inside a scan over layers, XLA cannot CSE the recomputation with the forward pass.
         apply = jax.checkpoint(block, policy=self.remat.policy, prevent_cse=graph is None)
       cache = None if caches is None else caches[offset]
-      x_BTD, cache, aux = apply(x_BTD, context.fold(first + offset), cache)
-      total = add(total, aux)
+      layer = first + offset
+      x_BTD, cache, aux = apply(x_BTD, context.fold(layer), cache)
+      combined = add(combined, aux.of_layer(layer, self.layout.num_layers))
       new.append(cache)
-    return x_BTD, (new, total)
+    return x_BTD, (new, combined)
 
   def _firsts(self, indexes: jax.Array) -> jax.Array:
     """Returns, for each of these repeats, the index of its first layer among all layers."""

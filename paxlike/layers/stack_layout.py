@@ -52,6 +52,11 @@ class Layout:
   stages: int = 1
   chunks: int = 1
 
+  @property
+  def num_layers(self) -> int:
+    """L, the number of layers."""
+    return self.prologue + self.pattern * self.repeats + self.epilogue
+
   def in_pipeline(self, *, stages: int, chunks: int) -> "Layout":
     """Returns the layout of the same stack, its repeats split into `chunks` chunks per stage.
 

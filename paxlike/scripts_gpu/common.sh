@@ -3,6 +3,7 @@
 
 PYTHON="${PYTHON:-python3}"
 # Prepended to the user's XLA_FLAGS. Empty by default: paxlike sets its own options (xla_flags.py).
+# Flags that this version of XLA does not take are left out, with a line that names them.
 BASE_XLA_FLAGS="${BASE_XLA_FLAGS:-}"
 export XLA_FLAGS="${BASE_XLA_FLAGS:+${BASE_XLA_FLAGS} }${XLA_FLAGS:-}"
 

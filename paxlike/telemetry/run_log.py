@@ -217,6 +217,12 @@ class RunLog:
     }
     self._record(record)
 
+  def layers(self, step: int, table: Mapping[str, Mapping[str, Sequence[float | None]]]):
+    """Records metric -> group -> the values of layers, of completed step `step`."""
+    if self._main:
+      counts = {"step": step, "updates": step + 1, "time": time.time()}
+      self._record({"kind": "layers", **counts, "layers": table})
+
   def evaluated(
     self,
     name: str,

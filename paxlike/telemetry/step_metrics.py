@@ -22,12 +22,14 @@ class Reading(NamedTuple):
     values: Each metric: its sum divided by its weight.
     weight: Weight of the loss, such as the number of target tokens.
     seconds: Device time of the step; None if something else ran in between.
+    layers: The `LayerMetrics` of the step as host arrays; None: it has none.
   """
 
   step: int
   values: dict[str, float]
   weight: float
   seconds: float | None
+  layers: Any = None
 
 
 def check_finite(reading: Reading, skipped: int, *, most: int):
@@ -52,14 +54,14 @@ class Meter:
 
   def __init__(self, *, depth: int):
     self._depth = depth
-    self._pending: collections.deque[tuple[int, Any]] = collections.deque()
+    self._pending: collections.deque[tuple[int, Any, Any]] = collections.deque()
     self._last: float | None = None
 
-  def add(self, step: int, metrics: Any) -> Iterator[Reading]:
-    """Adds the metrics of a dispatched step; yields completed steps."""
-    for leaf in jax.tree.leaves(metrics):
+  def add(self, step: int, metrics: Any, layers: Any = None) -> Iterator[Reading]:
+    """Adds the metrics, and those of layers, of a dispatched step; yields completed steps."""
+    for leaf in jax.tree.leaves((metrics, layers)):
       leaf.copy_to_host_async()
-    self._pending.append((step, metrics))
+    self._pending.append((step, metrics, layers))
     while len(self._pending) > self._depth:
       yield self._read()
 
@@ -80,10 +82,10 @@ class Meter:
     self._last = None
 
   def _read(self) -> Reading:
-    step, metrics = self._pending.popleft()
-    host = jax.device_get(metrics)
+    step, metrics, layers = self._pending.popleft()
+    host, layers = jax.device_get((metrics, layers))
     now = time.perf_counter()
     seconds = None if self._last is None else now - self._last
     self._last = now
     values = {name: float(total / max(weight, 1e-9)) for name, (total, weight) in host.items()}
-    return Reading(step, values, float(host["loss"][1]), seconds)
+    return Reading(step, values, float(host["loss"][1]), seconds, layers)

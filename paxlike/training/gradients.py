@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 
+from paxlike.layers.aux_losses import Aux
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Params
 from paxlike.layers.precision.rounding import QuantizedOperand
@@ -55,5 +56,5 @@ class Microbatch(NamedTuple):
   dropout: jax.Array
 
 
-Reported = dict[str, jax.Array]  # Scalars, or [sum, weight].
-Gradients = Callable[[Differentiated, Constants, Microbatch], tuple[Differentiated, Reported]]
+# The Aux has the loss among its losses.
+Gradients = Callable[[Differentiated, Constants, Microbatch], tuple[Differentiated, Aux]]

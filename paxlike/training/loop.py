@@ -24,7 +24,7 @@ from paxlike.processes.signals import StopSignal
 from paxlike.telemetry.run_header import RunHeader
 from paxlike.telemetry.run_log import RunLog
 from paxlike.telemetry.step_metrics import Meter, Reading, check_finite
-from paxlike.training import decode_mode
+from paxlike.training import decode_mode, layer_metrics
 from paxlike.training.best_checkpoint import BestTracker
 from paxlike.training.evaluation import Stopped
 from paxlike.training.train_state import TrainState
@@ -49,7 +49,7 @@ class Loop:
     )
     self._stop = StopSignal()
     self._meter = Meter(depth=trainer.placer.steps_in_flight)
-    self._program: jax.stages.Compiled | None = None
+    self._programs: dict[bool, jax.stages.Compiled] = {}  # By whether layers are logged.
 
   def run(self, files: Mapping[str, Any]) -> int:
     """Trains as `Trainer.train` does, in the context of its mesh."""
@@ -99,13 +99,14 @@ class Loop:
     # The devices do not wait for data while they still compute an earlier step.
     phases.enter("dispatch", step, counts_as="step" if self._meter.is_computing else None)
     arrays = self._trainer.placer.put(batch.arrays)
-    if self._program is None:
+    if not self._programs:
       phases.enter("compile")
-      self._program = self._compiled(state, arrays)
+      self._programs = self._compiled(step, state, arrays)
       phases.enter("dispatch", step)
-    state, metrics = self._program(state, arrays)
+    program = self._programs[_due(step, self._trainer.log_layers_every)]
+    state, *reported = program(state, arrays)
     phases.enter("step", step)
-    self._log(self._meter.add(step, metrics))
+    self._log(self._meter.add(step, *reported))
     return state, batch.state
 
   def _after(self, step: int, state: TrainState, data_state: dict[str, Any]) -> bool:
@@ -128,17 +129,27 @@ class Loop:
         self._save(state, data_state)
     return stopping
 
-  def _compiled(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
-    began = time.perf_counter()
-    program = self._trainer.compile(state, batch)
-    if self._trainer.execution.compiled_step is None:
-      self._run_log.note(f"compiled the step in {time.perf_counter() - began:.1f} s")
-    malloc.return_freed_heap()
-    return program
+  def _compiled(
+    self, step: int, state: TrainState, batch: Batch
+  ) -> dict[bool, jax.stages.Compiled]:
+    """Returns the programs that the steps from `step` on need, by whether layers are logged."""
+    trainer, every, programs = self._trainer, self._trainer.log_layers_every, {}
+    period = range(step, min(step + max(every, 1), trainer.num_steps))
+    for log_layers in sorted({_due(later, every) for later in period}):
+      began = time.perf_counter()
+      programs[log_layers] = trainer.compile(state, batch, log_layers=log_layers)
+      if log_layers or trainer.execution.compiled_step is None:
+        name = "the step that logs layers" if log_layers else "the step"
+        self._run_log.note(f"compiled {name} in {time.perf_counter() - began:.1f} s")
+      malloc.return_freed_heap()
+    return programs
 
   def _log(self, readings: Iterable[Reading]):
     for reading in readings:
       self._run_log.step(reading, due=_due(reading.step, self._trainer.summary_every))
+      if reading.layers is not None:
+        table = layer_metrics.table(self._trainer.definition, reading.layers)
+        self._run_log.layers(reading.step, table)
       most = self._trainer.max_skipped_in_a_row
       check_finite(reading, self._run_log.skipped_in_a_row, most=most)
 

@@ -18,7 +18,7 @@ from paxlike.layers.pipeline import executor
 from paxlike.layers.pipeline.executor import StageArrays
 from paxlike.layers.pipeline.spec import Pipeline, split_microbatches
 from paxlike.layers.stack import Stack
-from paxlike.training.gradients import Constants, Differentiated, Microbatch, Reported
+from paxlike.training.gradients import Constants, Differentiated, Microbatch
 
 
 def pipeline_of(definition: Definition) -> Pipeline | None:
@@ -53,7 +53,9 @@ def gradients(
   weights: Differentiated,
   constants: Constants,
   microbatch: Microbatch,
-) -> tuple[Differentiated, Reported]:
+  *,
+  log_layers: bool = False,
+) -> tuple[Differentiated, Aux]:
   """Returns (gradients of the loss plus auxiliary losses, losses and metrics) of a microbatch.
 
   Its sequences are split into M pipeline microbatches, over which auxiliary losses are averaged.
@@ -63,6 +65,7 @@ def gradients(
     weights: The weights to differentiate, after `Definition.prepare`.
     constants: The other weights; those of the reference model are not used.
     microbatch: A gradient-accumulation microbatch.
+    log_layers: See `Context`.
   """
   how = pipeline_of(definition)
   assert how is not None
@@ -78,6 +81,7 @@ def gradients(
     sections={name: location.section for name, location in locations.items() if location},
     loss_weight=1 / microbatch.weight,
     aux_weight=1 / (microbatch.count * how.microbatches),
+    log_layers=log_layers,
   )
   model = decoder.bind(weights, constants)
   loss, aux, grads = executor.gradients(
@@ -93,7 +97,7 @@ def gradients(
   losses = aux.averaged(how.microbatches).averaged(microbatch.count).losses
   return (
     Differentiated(trained | grads.stacked.trained, extra | grads.stacked.extra),
-    {"loss": loss} | losses | aux.metrics,
+    aux._replace(losses={"loss": loss} | losses),
   )
 
 
@@ -107,6 +111,7 @@ class _Decoder:
     sections: Name -> section, of each weight of the stack; see `stack_layout.Location`.
     loss_weight: Factor of the summed cross-entropy.
     aux_weight: Factor of the auxiliary losses.
+    log_layers: See `Context`.
   """
 
   definition: Definition
@@ -114,6 +119,7 @@ class _Decoder:
   sections: Mapping[str, str]
   loss_weight: jax.Array
   aux_weight: float
+  log_layers: bool
 
   def split(self, weights: Differentiated | Constants) -> StageArrays:
     """Separates the stacked weights from those that are common to all stages."""
@@ -128,7 +134,9 @@ class _Decoder:
     """Returns the decoder with these weights; others are abstract."""
     unused = {n: jax.ShapeDtypeStruct(w.shape, w.dtype) for n, w in self.definition.weights.items()}
     params = unused | weights.trained | weights.extra | constants.frozen
-    return self.definition.bind(params, constants.operands)
+    model = self.definition.bind(params, constants.operands)
+    model.stack.log_layers = self.log_layers
+    return model
 
   def chunk(
     self,
@@ -174,7 +182,7 @@ class _Decoder:
 
   def aux_cotangent(self, aux: Aux) -> Aux:
     losses = jax.tree.map(lambda x: jnp.full_like(x, self.aux_weight), aux.losses)
-    return Aux(losses, jax.tree.map(jnp.zeros_like, aux.metrics))
+    return jax.tree.map(jnp.zeros_like, aux)._replace(losses=losses)
 
   def _pinned(self, name: str, gradient: jax.Array) -> jax.Array:
     """Returns a gradient, sharded as its weight over all axes but `pipeline`."""

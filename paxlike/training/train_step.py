@@ -10,20 +10,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from paxlike.layers import aux_losses
+from paxlike.layers.aux_losses import Aux
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.pipeline.spec import split_microbatches
 from paxlike.layers.precision.rounding import in_dtype
 from paxlike.telemetry.step_metrics import TOKENS_OF
-from paxlike.training import pipeline_loss
-from paxlike.training.gradients import Constants, Differentiated, Gradients, Microbatch, Reported
+from paxlike.training import layer_metrics, pipeline_loss
+from paxlike.training.gradients import Constants, Differentiated, Gradients, Microbatch
 from paxlike.training.objectives import NextToken, Objective, shares_base, without_adapters
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.train_state import TrainState, with_same_shardings
 
 # Name -> (sum, weight): the value is sum / weight; pairs add up over steps and hosts.
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+# (state, batch) -> (state, Metrics), or (state, Metrics, LayerMetrics).
+TrainStep = Callable[[TrainState, Batch], tuple[Any, ...]]
 
 
 def make_train_step(
@@ -34,17 +37,19 @@ def make_train_step(
   num_microbatches: int = 1,
   objective: Objective = NextToken(),
   sources: Sequence[str] = (),
+  log_layers: bool = False,
 ) -> TrainStep:
   """Returns a pure function (state, batch) -> (state, metrics).
 
   The loss is the objective's sum over the whole batch divided by its weight, for any number of
   microbatches. A step whose loss or gradients are not finite changes only the counters. Metrics
-  count the tokens from each of the data's `sources`.
+  count the tokens from each of the data's `sources`. With `log_layers`, the function returns
+  (state, metrics, LayerMetrics).
   """
-  gradients = _gradients(definition, objective)
+  gradients = _gradients(definition, objective, log_layers=log_layers)
   transform = optimizer.transformation(definition)
 
-  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+  def train_step(state: TrainState, batch: Batch) -> tuple[Any, ...]:
     weight = objective.weight(batch)
     if optimizer.on_host:
       opt_state = jax.device_put(state.opt_state, jax.memory.Space.Device)
@@ -53,13 +58,11 @@ def make_train_step(
     dropout = jax.random.fold_in(jax.random.key(seed), state.step)
     whole = Microbatch(batch, 0, 1, jnp.maximum(weight, 1), dropout)
     if num_microbatches == 1:
-      (grads, new_extra), values = jax.tree.map(_float32, gradients(weights, constants, whole))
+      (grads, new_extra), aux = jax.tree.map(_float32, gradients(weights, constants, whole))
     else:
-      (grads, new_extra), values = _accumulated(
-        gradients, weights, constants, whole, num_microbatches
-      )
+      (grads, new_extra), aux = _accumulated(gradients, weights, constants, whole, num_microbatches)
     *new, norm = _updated(definition, transform, state, grads, new_extra)
-    finite = _all_finite([norm, values["loss"], *new_extra.values()])
+    finite = _all_finite([norm, aux.losses["loss"], *new_extra.values()])
     old = [state.params, state.extra, state.opt_state]
     params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     of_step = {
@@ -68,9 +71,10 @@ def make_train_step(
       "skipped": jnp.where(finite, 0.0, 1.0),
     }
     of_step |= {f"{TOKENS_OF}{name}": _tokens_from(n, batch) for n, name in enumerate(sources)}
-    metrics = {n: (v[0], v[1]) if v.ndim else (v * weight, weight) for n, v in values.items()}
+    metrics = {name: (value * weight, weight) for name, value in aux.losses.items()}
+    metrics |= {name: (pair[0], pair[1]) for name, pair in aux.metrics.items()}
     metrics |= {name: (value, jnp.ones((), jnp.float32)) for name, value in of_step.items()}
-    state = dataclasses.replace(
+    new_state = dataclasses.replace(
       state,
       step=state.step + 1,
       params=params,
@@ -78,7 +82,10 @@ def make_train_step(
       opt_state=opt_state,
       skipped=state.skipped + jnp.where(finite, 0, 1),
     )
-    return with_same_shardings(definition, optimizer, state), metrics
+    new_state = with_same_shardings(definition, optimizer, new_state)
+    if not log_layers:
+      return new_state, metrics
+    return new_state, metrics, layer_metrics.of_step(definition, aux, grads, state.params, params)
 
   return train_step
 
@@ -98,24 +105,25 @@ def note_on_memory(definition: Definition, objective: Objective) -> str | None:
   )
 
 
-def _gradients(definition: Definition, objective: Objective) -> Gradients:
+def _gradients(definition: Definition, objective: Objective, *, log_layers: bool) -> Gradients:
   """Returns the gradient function of the loss of a microbatch."""
   if type(objective) is NextToken and pipeline_loss.pipeline_of(definition) is not None:
-    return functools.partial(pipeline_loss.gradients, definition)
+    return functools.partial(pipeline_loss.gradients, definition, log_layers=log_layers)
   shared = shares_base(definition)
 
   def loss(
     weights: Differentiated, constants: Constants, microbatch: Microbatch
-  ) -> tuple[Any, Reported]:
+  ) -> tuple[Any, Aux]:
     params = weights.trained | constants.frozen | weights.extra
     model, other = definition.bind(params, constants.operands), None
+    model.stack.log_layers = log_layers
     if objective.needs_reference:
       before = without_adapters(params) if shared else constants.reference
       other = definition.bind(jax.lax.stop_gradient(before | weights.extra))
     key = jax.random.fold_in(microbatch.dropout, microbatch.index)
     value, aux = objective.total(model, other, microbatch.batch, key)
     losses = {"loss": value / microbatch.weight} | aux.averaged(microbatch.count).losses
-    return sum(losses.values()), losses | aux.metrics
+    return sum(losses.values()), aux._replace(losses=losses)
 
   return jax.grad(loss, has_aux=True)
 
@@ -126,23 +134,21 @@ def _accumulated(
   constants: Constants,
   whole: Microbatch,
   count: int,
-) -> tuple[Differentiated, Reported]:
+) -> tuple[Differentiated, Aux]:
   """Returns gradients accumulated in float32 over `count` microbatches, one in memory at a time.
 
   Gradients, losses and metrics are summed; non-trainable state combines by maximum.
   """
 
-  def of(index: Any, batch: Batch) -> tuple[Differentiated, Reported]:
+  def of(index: Any, batch: Batch) -> tuple[Differentiated, Aux]:
     microbatch = whole._replace(batch=batch, index=index, count=count)
     return jax.tree.map(_float32, gradients(weights, constants, microbatch))
 
   def add(total: Any, xs: tuple[Any, Batch]) -> tuple[Any, None]:
-    (grads, values), (new_grads, new_values) = total, of(*xs)
-    trained, values = jax.tree.map(
-      jnp.add, (grads.trained, values), (new_grads.trained, new_values)
-    )
+    (grads, aux), (new_grads, new_aux) = total, of(*xs)
+    trained = jax.tree.map(jnp.add, grads.trained, new_grads.trained)
     extra = jax.tree.map(jnp.maximum, grads.extra, new_grads.extra)
-    return (Differentiated(trained, extra), values), None
+    return (Differentiated(trained, extra), aux_losses.add(aux, new_aux)), None
 
   microbatches = (jnp.arange(count), split_microbatches(whole.batch, count))
   shapes = jax.eval_shape(of, *jax.tree.map(lambda x: x[0], microbatches))

@@ -55,6 +55,7 @@ class Trainer:
     num_steps: Optimizer steps of the run.
     seed: Seed of weights and dropout.
     summary_every: Steps between log lines.
+    log_layers_every: Steps between records of the metrics of single layers; 0: none.
     speed_skip: First steps of each start that the speed at the end leaves out.
     target_tokens: Tokens of a whole training, whose time is estimated at the end; None: none is.
     eval_every: Steps between evaluations; 0: only after the last step.
@@ -90,6 +91,7 @@ class Trainer:
   save_every: ranges.NonNegative
   keep: ranges.Positive | None
   max_skipped_in_a_row: ranges.Positive
+  log_layers_every: ranges.NonNegative = 0
   speed_skip: ranges.NonNegative = 5
   target_tokens: ranges.PositiveFloat | None = None
   sample_prompt: str | None = None
@@ -273,6 +275,13 @@ class Trainer:
 
   @functools.cached_property
   def _step(self) -> Any:
+    return self._jitted(log_layers=False)
+
+  @functools.cached_property
+  def _logging_step(self) -> Any:
+    return self._jitted(log_layers=True)
+
+  def _jitted(self, *, log_layers: bool) -> Any:
     step = make_train_step(
       self.definition,
       self.optimizer,
@@ -280,6 +289,7 @@ class Trainer:
       num_microbatches=self.accumulation_steps,
       objective=self.objective,
       sources=self.data.sources,
+      log_layers=log_layers,
     )
     return jax.jit(step, donate_argnums=0)
 
@@ -295,14 +305,23 @@ class Trainer:
     with jax.set_mesh(self.devices):
       train_state.trace_init(self.definition, self.devices)
       self._step.trace(*self.abstract())
+      if self.log_layers_every:
+        self._logging_step.trace(*self.abstract())
 
-  def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-    """Returns the lowered step for arrays like these, which may be abstract."""
-    return self._step.lower(state, batch)
+  def lower(
+    self, state: TrainState, batch: Batch, *, log_layers: bool = False
+  ) -> jax.stages.Lowered:
+    """Returns the lowered step for arrays like these, which may be abstract.
 
-  def compile(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
-    """Returns the program of a step, for arrays like these."""
-    if self.execution.compiled_step is not None:
+    With `log_layers`, the step also returns `LayerMetrics`.
+    """
+    return (self._logging_step if log_layers else self._step).lower(state, batch)
+
+  def compile(
+    self, state: TrainState, batch: Batch, *, log_layers: bool = False
+  ) -> jax.stages.Compiled:
+    """Returns the program of a step, for arrays like these; see `lower`."""
+    if self.execution.compiled_step is not None and not log_layers:
       return self.execution.compiled_step
     options = dict(self.execution.compiler_options)
-    return self.lower(state, batch).compile(compiler_options=options)
+    return self.lower(state, batch, log_layers=log_layers).compile(compiler_options=options)

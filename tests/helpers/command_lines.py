@@ -232,8 +232,8 @@ def _alone() -> Iterator[None]:
 def _tracing() -> Iterator[None]:
   compile_ = trainer.Trainer.compile
 
-  def compiled(self: trainer.Trainer, state: Any, batch: Any) -> Any:
-    self.lower(state, batch)
+  def compiled(self: trainer.Trainer, state: Any, batch: Any, *, log_layers: bool = False) -> Any:
+    self.lower(state, batch, log_layers=log_layers)
     raise Traced
 
   trainer.Trainer.compile = compiled

@@ -4,10 +4,12 @@
 import os
 import pathlib
 import shlex
+import signal
 import subprocess
 
 import pytest
 import yaml
+from helpers.launched import until
 
 from paxlike.launchers import job, main
 
@@ -76,6 +78,58 @@ def test_slices_are_requested_once_and_lost_jobs_restarted(
   subprocess.run([tmp_path / "job.sh"], cwd=tmp_path, env=path_to(tmp_path), check=False)
   calls = (tmp_path / "calls").read_text()
   assert calls.count("queued-resources create") == calls.count("networks create") == 1
+
+
+# Ends as paxlike does when it is stopped, and says by which signals.
+STOPPABLE = """\
+trap 'echo INT >> signals' INT
+trap 'echo TERM >> signals; exit 143' TERM
+touch started
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(
+  ("moment", "sent", "status"),
+  [
+    ("started", signal.SIGINT, 143),
+    ("started", signal.SIGHUP, 143),
+    ("asked", signal.SIGTERM, 143),  # Before the process is there.
+    ("queued", signal.SIGTERM, 143),
+    ("queued", signal.SIGINT, 130),
+  ],
+)
+def test_a_stopped_script_stops_processes_and_says_what_is_left(
+  moment, sent, status, tmp_path, capsys
+):
+  """A terminal sends Ctrl-C to all of a process group, of which the connections must not be."""
+  slow = GCLOUD.replace("echo ACTIVE > state", "touch queued") if moment == "queued" else GCLOUD
+  slow = slow.replace("*ssh*) ", '*ssh*) case "$*" in *exec*Pile*) touch asked; sleep 0.5; esac; ')
+  program(tmp_path, "gcloud", slow)
+  program(tmp_path, "paxlike", STOPPABLE)
+  flags = [flag for flag in QUEUED if "pause" not in flag]
+  flags += ["--pause=30" if moment == "queued" else "--pause=0", f"--program={tmp_path}/paxlike"]
+  assert main.run([*flags, *RUN]) == 0
+  program(tmp_path, "job.sh", capsys.readouterr().out)
+  job_script = subprocess.Popen(
+    [tmp_path / "job.sh"],
+    cwd=tmp_path,
+    env=path_to(tmp_path),
+    stderr=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  )
+  until((tmp_path / moment).exists, seconds=20, what=f"it is not {moment}")
+  os.killpg(job_script.pid, sent)
+  _, errors = job_script.communicate(timeout=20)
+  assert job_script.returncode == status
+  if moment == "started":
+    assert (tmp_path / "signals").read_text() == "TERM\n"
+  else:  # A process that has just begun ends before it can say so.
+    assert (tmp_path / "asked").exists() is (moment == "asked")
+    assert not (tmp_path / "started").exists() or moment == "asked"
+  assert "stopping" in errors and "the TPUs of pile126m are kept" in errors
+  assert "gcloud compute tpus queued-resources delete pile126m --zone=us-east5-a --force" in errors
 
 
 def test_several_slices_are_prepared_and_joined(tmp_path, capsys):
@@ -180,4 +234,7 @@ def test_what_cannot_be_written_or_submitted_is_said(tmp_path, monkeypatch, caps
   assert main.run(["slurm", "--submit", *RUN]) == 2
   assert "this machine has no sbatch; save the file with --to=FILE" in capsys.readouterr().err
   assert main.run(["slurm", f"--to={tmp_path}/x.sub", *RUN]) == 0
-  assert (tmp_path / "x.sub").read_text().startswith("#!/usr/bin/env bash\n#SBATCH ")
+  made = (tmp_path / "x.sub").read_text()
+  # Slurm reads directives up to the first line that is neither a comment nor empty.
+  first = next(line for line in made.splitlines() if line and not line.startswith("# "))
+  assert first == "#!/usr/bin/env bash" and "\n\n#SBATCH --job-name=" in made

@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests of `paxlike-launch k8s` are JobSets by the schema that its authors publish.
+"""Manifests of `paxlike-launch k8s` are JobSets by the schema that its authors publish."""
 
-`jobset_v1alpha2.json.gz` is the schema in config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml
-of kubernetes-sigs/jobset (08dfbdf, Kubernetes 1.36, Apache-2.0), without descriptions.
-"""
-
-import gzip
-import json
-import pathlib
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from helpers.job_set_schema import published
 
 from paxlike.launchers import main
 from paxlike.processes import cluster
@@ -20,26 +14,6 @@ from paxlike.processes import cluster
 RUN = ("--fdl_config=Pile126M", "--job_log_dir=gs://bucket/run", "--fdl.PERCORE_BATCH_SIZE=4")
 GPUS = ("--image=registry/paxlike", "--gpus_per_node=8")
 SLICES = ("--image=registry/paxlike", "--tpu=tpu-v5-lite-podslice", "--tpu_topology=16x16")
-
-
-def strict(schema: Any) -> Any:
-  """Returns a schema that refuses unknown fields, as `kubectl create` does."""
-  if isinstance(schema, list):
-    return [strict(entry) for entry in schema]
-  if not isinstance(schema, dict):
-    return schema
-  result = {key: strict(value) for key, value in schema.items()}
-  is_closed = schema.get("type") == "object" and isinstance(schema.get("properties"), dict)
-  return {"additionalProperties": False, **result} if is_closed else result
-
-
-def published() -> Any:
-  path = pathlib.Path(__file__).with_name("jobset_v1alpha2.json.gz")
-  schema = strict(json.loads(gzip.decompress(path.read_bytes())))
-  schema["properties"]["metadata"] = {
-    "type": "object"
-  }  # Kubernetes' own, which the CRD leaves out.
-  return schema
 
 
 def manifest(capsys: pytest.CaptureFixture, *flags: str) -> Any:

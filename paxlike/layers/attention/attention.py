@@ -13,11 +13,12 @@ from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
 from paxlike.layers import module
-from paxlike.layers.attention import kernels
+from paxlike.layers.attention import kernels, max_logit
 from paxlike.layers.attention.cache import KvCache, positions_in
 from paxlike.layers.attention.kernels import Requirements
 from paxlike.layers.attention.relative_bias import RelativeBias
 from paxlike.layers.attention.rope import Rope
+from paxlike.layers.aux_losses import Aux, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
 
@@ -96,8 +97,8 @@ class Attention(module.Module):
 
   def __call__(
     self, x_BTD: jax.Array, context: Context, cache: KvCache | None = None
-  ) -> tuple[jax.Array, KvCache | None]:
-    """Returns (y_BTD, the updated cache).
+  ) -> tuple[jax.Array, KvCache | None, Aux]:
+    """Returns (y_BTD, the updated cache, the layer's metrics).
 
     With a cache, T > 1 prefills an empty cache; T == 1 decodes a token, which attends to the cache.
     """
@@ -114,19 +115,19 @@ class Attention(module.Module):
       cache = cache.write(k_BTKH, v_BTKH, context.positions_BT)
       if x_BTD.shape[1] == 1:
         y_BNH = self._attend_to(cache, q_BTNH[:, 0], context.positions_BT)
-        return self.project(y_BNH[:, None].astype(q_BTNH.dtype), x_BTD, context), cache
-    y_BTNH = self.kernel(
-      q_BTNH,
-      k_BTKH,
-      v_BTKH,
-      scale=self.scale,
-      segments_BT=context.segments_BT,
-      window=self.window,
-      soft_cap=self.soft_cap,
-      sinks_N=self._sinks(),
-      bias_NTS=self._bias(x_BTD.shape[1]),
-    )
-    return self.project(y_BTNH, x_BTD, context), cache
+        y_BTNH = y_BNH[:, None].astype(q_BTNH.dtype)
+        return self.project(y_BTNH, x_BTD, context), cache, none()
+    options: kernels.AttentionOptions = {
+      "scale": self.scale,
+      "segments_BT": context.segments_BT,
+      "window": self.window,
+      "soft_cap": self.soft_cap,
+      "sinks_N": self._sinks(),
+      "bias_NTS": self._bias(x_BTD.shape[1]),
+    }
+    y_BTNH = self.kernel(q_BTNH, k_BTKH, v_BTKH, **options)
+    aux = max_logit.logged(context, q_BTNH, k_BTKH, **options)
+    return self.project(y_BTNH, x_BTD, context), cache, aux
 
   def project(self, y_BTNH: jax.Array, x_BTD: jax.Array, context: Context) -> jax.Array:
     """Returns y_BTD for the outputs of the heads; a variant may gate or norm these by x_BTD.

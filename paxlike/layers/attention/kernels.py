@@ -4,6 +4,7 @@
 A kernel applies every option or raises an error; it never ignores one.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
@@ -115,20 +116,26 @@ def xla(
 
   If sequences are not sharded, it skips most logits that the causal mask or the window hides.
   """
-  length, window = q_BTNH.shape[1], options.get("window")
-  num_spans = 1 if mesh.is_sharded("time") else min(max(length // _MIN_SPAN, 1), _MAX_SPANS)
-  spans = []
-  for number in range(num_spans):
-    first, end = (length * place // num_spans for place in (number, number + 1))
-    first_key = first_seen(first, window)
+  outputs = []
+  for first, end, first_key in spans(q_BTNH.shape[1], options.get("window")):
     keys = slice(first_key, end)
     q = q_BTNH[:, first:end]
-    spans.append(
+    outputs.append(
       attend_slice(
         q, k_BSKH[:, keys], v_BSKH[:, keys], first_query=first, first_key=first_key, **options
       )
     )
-  return jnp.concatenate(spans, axis=1)
+  return jnp.concatenate(outputs, axis=1)
+
+
+def spans(length: int, window: int | None) -> list[tuple[int, int, int]]:
+  """Returns (first query, end, first visible key) of the spans of a sequence; see `_MIN_SPAN`.
+
+  One if the current mesh shards sequences.
+  """
+  num_spans = 1 if mesh.is_sharded("time") else min(max(length // _MIN_SPAN, 1), _MAX_SPANS)
+  ends = [length * place // num_spans for place in range(num_spans + 1)]
+  return [(first, end, first_seen(first, window)) for first, end in itertools.pairwise(ends)]
 
 
 def attend_slice(
@@ -136,16 +143,35 @@ def attend_slice(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   *,
+  sinks_N: jax.Array | None = None,
+  **options: Any,
+) -> jax.Array:
+  """Returns attention of a slice of the queries to a slice of the keys; see `masked_logits`."""
+  B, T, N, _ = q_BTNH.shape
+  K = k_BSKH.shape[2]
+  logits_BKGTS = masked_logits(q_BTNH, k_BSKH, **options)
+  if sinks_N is None:
+    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1)
+  else:
+    sinks = jnp.broadcast_to(sinks_N.reshape(K, N // K, 1, 1), (B, K, N // K, T, 1))
+    weights_BKGTS = jax.nn.softmax(jnp.concatenate([logits_BKGTS, sinks], axis=-1))[..., :-1]
+  y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS.astype(v_BSKH.dtype), v_BSKH)
+  return y_BTKGH.reshape(B, T, N, v_BSKH.shape[-1])
+
+
+def masked_logits(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  *,
   first_query: int | jax.Array,
-  first_key: int,
+  first_key: int | jax.Array,
   scale: float,
   segments_BT: jax.Array | None,
   window: int | None = None,
   soft_cap: float | None = None,
-  sinks_N: jax.Array | None = None,
   bias_NTS: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns attention of a slice of the queries to a slice of the keys.
+  """Returns the logits of a slice of the queries and a slice of the keys: float32, masked: -1e30.
 
   The slices begin at `first_query` and `first_key`; array options cover the full sequences.
   """
@@ -156,7 +182,9 @@ def attend_slice(
     return jax.lax.dynamic_slice_in_dim(x, first_query, T, axis)
 
   def of_keys(x: jax.Array, axis: int) -> jax.Array:
-    return jax.lax.slice_in_dim(x, first_key, first_key + S, axis=axis)
+    if isinstance(first_key, int):
+      return jax.lax.slice_in_dim(x, first_key, first_key + S, axis=axis)
+    return jax.lax.dynamic_slice_in_dim(x, first_key, S, axis)
 
   q_BTKGH = (q_BTNH * scale).reshape(B, T, K, N // K, H)
   logits_BKGTS = jnp.einsum(
@@ -172,14 +200,7 @@ def attend_slice(
   if segments_BT is not None:
     same_BTS = of_queries(segments_BT, 1)[:, :, None] == of_keys(segments_BT, 1)[:, None, :]
     visible = (visible & same_BTS)[:, None, None]
-  logits_BKGTS = jnp.where(visible, logits_BKGTS, -1e30)
-  if sinks_N is None:
-    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1)
-  else:
-    sinks = jnp.broadcast_to(sinks_N.reshape(K, N // K, 1, 1), (B, K, N // K, T, 1))
-    weights_BKGTS = jax.nn.softmax(jnp.concatenate([logits_BKGTS, sinks], axis=-1))[..., :-1]
-  y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS.astype(v_BSKH.dtype), v_BSKH)
-  return y_BTKGH.reshape(B, T, N, v_BSKH.shape[-1])
+  return jnp.where(visible, logits_BKGTS, -1e30)
 
 
 def cached(

@@ -13,10 +13,11 @@ from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
 from paxlike.layers import module
-from paxlike.layers.attention import kernels
+from paxlike.layers.attention import kernels, max_logit
 from paxlike.layers.attention.cache import LatentCache, positions_in
 from paxlike.layers.attention.kernels import Requirements
 from paxlike.layers.attention.rope import Rope
+from paxlike.layers.aux_losses import Aux, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
 
@@ -95,8 +96,8 @@ class LatentAttention(module.Module):
 
   def __call__(
     self, x_BTD: jax.Array, context: Context, cache: LatentCache | None = None
-  ) -> tuple[jax.Array, LatentCache | None]:
-    """Returns (y_BTD, the updated cache); see `Attention`."""
+  ) -> tuple[jax.Array, LatentCache | None, Aux]:
+    """Returns (y_BTD, the updated cache, the layer's metrics); see `Attention`."""
     positions_BT = context.positions_BT
     q_BTNH, rotary_BTNR = self._queries(x_BTD, context)
     latent_BTC, key_BTR = jnp.split(self.latent(x_BTD, context), [self.rank], axis=-1)
@@ -108,17 +109,15 @@ class LatentAttention(module.Module):
       cache = cache.write(cached_BTC, positions_BT)
       if x_BTD.shape[1] == 1:
         y_BNH = self._attend_to(cache, q_BTNH[:, 0], rotary_BTNR[:, 0], positions_BT)
-        return self.project(y_BNH[:, None], x_BTD, context), cache
+        return self.project(y_BNH[:, None], x_BTD, context), cache, none()
     k_BTNH, v_BTNH = jnp.split(self.key_value(latent_BTC, context), [self.head_dim], axis=-1)
     key_BTNR = jnp.broadcast_to(key_BT1R, (*k_BTNH.shape[:3], self.rope_dim))
-    y_BTNH = self.kernel(
-      jnp.concatenate([q_BTNH, rotary_BTNR], axis=-1),
-      jnp.concatenate([k_BTNH, key_BTNR], axis=-1),
-      v_BTNH,
-      scale=self.scale,
-      segments_BT=context.segments_BT,
-    )
-    return self.project(y_BTNH, x_BTD, context), cache
+    q_BTNH = jnp.concatenate([q_BTNH, rotary_BTNR], axis=-1)
+    k_BTNH = jnp.concatenate([k_BTNH, key_BTNR], axis=-1)
+    options: kernels.AttentionOptions = {"scale": self.scale, "segments_BT": context.segments_BT}
+    y_BTNH = self.kernel(q_BTNH, k_BTNH, v_BTNH, **options)
+    aux = max_logit.logged(context, q_BTNH, k_BTNH, **options)
+    return self.project(y_BTNH, x_BTD, context), cache, aux
 
   def project(self, y_BTNH: jax.Array, x_BTD: jax.Array, context: Context) -> jax.Array:
     """See `Attention.project`."""

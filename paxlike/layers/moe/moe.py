@@ -7,11 +7,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.scipy.special import entr
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers import module
-from paxlike.layers.aux_losses import Aux
+from paxlike.layers.aux_losses import Aux, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
 from paxlike.layers.mlp import Mlp
@@ -99,11 +100,28 @@ class Moe(module.Module):
       y_BTD = _with_gradient(y_BTD, bias_E, load_E - load_E.mean())
     if self.shared is not None:
       y_BTD += self.shared(x_BTD, context)[0]
-    return y_BTD, Aux(self._losses(routing), metrics)
+    aux = none()._replace(losses=self._losses(routing), metrics=metrics)
+    if context is not None and context.log_layers:
+      aux = aux._replace(layer_sums=self._logged(routing))
+    return y_BTD, aux
 
   def _bias(self, num_experts: int, rate: float) -> nnx.Param:
     update = functools.partial(module.follow_sign, rate=rate)
     return self.weight({"experts": num_experts}, init=module.zeros, update=update)
+
+  def _logged(self, routing: Routing) -> dict[str, jax.Array]:
+    """Returns the layer metrics: the tokens of each expert, and [sum, weight] of the entropy.
+
+    The entropy is that of a token's probabilities, in nats. The name of the counts ends in E, since
+    layers may differ in it.
+    """
+    is_chosen = routing.experts_BTK[..., None] == jnp.arange(self.num_experts)
+    scores_BTE = jax.lax.stop_gradient(routing.probabilities_BTE)
+    entropy_BT = entr(scores_BTE / scores_BTE.sum(-1, keepdims=True)).sum(-1)
+    return {
+      f"expert_load/{self.num_experts}": is_chosen.sum((0, 1, 2), dtype=jnp.float32),
+      "router_entropy": jnp.stack([entropy_BT.sum(), jnp.float32(entropy_BT.size)]),
+    }
 
   def _losses(self, routing: Routing) -> dict[str, jax.Array]:
     losses = {}

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from paxlike.layers import pytree_indexing
+from paxlike.layers import aux_losses, pytree_indexing
+from paxlike.layers.aux_losses import Aux
 from paxlike.layers.pipeline import stage_shift
 from paxlike.layers.pipeline.jaxpr_dependence import depends_on_inputs
 from paxlike.layers.pipeline.schedules import Half, Phase
@@ -45,7 +46,7 @@ class StagedModel(Protocol):
     x: jax.Array,
     microbatch: Any,
     place: jax.Array,
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[jax.Array, Aux]:
     """Returns (x after the layers of virtual stage `place`, their Aux); place 0 ignores x.
 
     The stacked weights and constants are those of the chunk.
@@ -75,7 +76,7 @@ class StagedModel(Protocol):
     """Returns float32 gradients of common, or of stacked, weights after adding `new` ones."""
     ...
 
-  def aux_cotangent(self, aux: Any) -> Any:
+  def aux_cotangent(self, aux: Aux) -> Aux:
     """Returns the cotangent of a chunk's Aux."""
     ...
 
@@ -87,7 +88,7 @@ class _State(NamedTuple):
   down: jax.Array  # Cotangents received from the next stage, [b, T, D].
   slots: Any  # Residuals: a pytree of [slots, ...].
   loss: jax.Array
-  aux: Any
+  aux: Aux
   gradients: StageArrays
 
 
@@ -98,7 +99,7 @@ def gradients(
   constants: StageArrays,
   microbatches: Any,
   hidden: jax.ShapeDtypeStruct,
-) -> tuple[jax.Array, Any, StageArrays]:
+) -> tuple[jax.Array, Aux, StageArrays]:
   """Returns (sum of losses, sum of Aux, gradients of the sum) over the microbatches.
 
   Args:
@@ -120,7 +121,8 @@ def gradients(
     state = stage.start(hidden)
     for phase in pipeline.plan.phases(keeps_first=not pipeline.recompute):
       state, _ = jax.lax.scan(lambda state, halves: (stage.tick(state, halves), None), state, phase)
-    loss, aux = jax.lax.psum((state.loss, state.aux), stage_shift.AXIS)
+    loss = jax.lax.psum(state.loss, stage_shift.AXIS)
+    aux = aux_losses.total_over(stage_shift.AXIS, state.aux)
     common = jax.tree.map(lambda g: g[None], state.gradients.common)
     return loss, aux, common, state.gradients.stacked
 
@@ -191,7 +193,7 @@ class _Stage:
     microbatch = pytree_indexing.take(self._microbatches, jnp.maximum(m, 0))
     (y, aux), kept = self._forward(state.up, microbatch, chunk)
     slots = jax.tree.map(lambda old, new: pytree_indexing.put(old, new, slot), state.slots, kept)
-    aux = jax.tree.map(jnp.add, state.aux, pytree_indexing.where(m >= 0, aux))
+    aux = aux_losses.add(state.aux, pytree_indexing.where(m >= 0, aux))
     return state._replace(slots=slots, aux=aux), y
 
   def _backward_tick(self, state: _State, half: Half) -> tuple[_State, jax.Array]:

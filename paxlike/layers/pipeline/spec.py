@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import ArgumentError
-from paxlike.layers import pytree_indexing
+from paxlike.layers import aux_losses, pytree_indexing
 from paxlike.layers.pipeline import stage_shift
 from paxlike.layers.pipeline.schedules import Half, Schedule
 
@@ -106,7 +106,7 @@ def forward(
       is_final = (m >= 0) & (place == S * v - 1)
       out = pytree_indexing.put(out, y, jnp.where(is_final, at, -1))
       up = stage_shift.upwards(y, S)
-      return (up, out, jax.tree.map(jnp.add, total, pytree_indexing.where(m >= 0, aux))), None
+      return (up, out, aux_losses.add(total, pytree_indexing.where(m >= 0, aux))), None
 
     def first() -> tuple[jax.Array, Any]:
       weights = jax.tree.map(lambda w: pytree_indexing.by_chunk(w, v)[0], stacked)
@@ -121,7 +121,7 @@ def forward(
   out, total = stage_shift.on_stages(
     on_stage, in_specs=(sharded, replicated, replicated), out_specs=(sharded, sharded)
   )(stacked, x, microbatches)
-  return out[-1], jax.tree.map(lambda leaf: leaf.sum(0), total)
+  return out[-1], aux_losses.total(total)
 
 
 def split_microbatches(tree: Any, count: int) -> Any:

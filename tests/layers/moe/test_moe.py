@@ -11,6 +11,7 @@ from helpers import hlo
 
 from paxlike import layers
 from paxlike.devices.mesh import MeshSpec, sharding
+from paxlike.layers.call_context import Context
 from paxlike.layers.moe.dispatch import Capacity, dropless
 from paxlike.layers.moe.routing import sigmoid_choice, softmax_choice
 from paxlike.training import train_state
@@ -171,3 +172,21 @@ def test_experts_of_users_may_override_their_matmuls(dispatch):
     output(functools.partial(cls, role="down")) for cls in (layers.ExpertLinear, Negated)
   )
   np.testing.assert_allclose(negated, -plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("choice", [softmax_choice, sigmoid_choice])
+def test_loads_and_entropies_are_those_of_numpy(choice):
+  definition, params = build(choice=choice)
+  x_BTD = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
+  _, aux = definition.bind(params)(x_BTD, Context(log_layers=True))
+  logits = x_BTD.reshape(-1, D).astype(float) @ np.asarray(params["router.w"], float)
+  scores = np.exp(logits) if choice is softmax_choice else 1 / (1 + np.exp(-logits))
+  shares = scores / scores.sum(1, keepdims=True)
+  chosen = np.argsort(-logits, axis=1)[:, :K].reshape(-1)
+  assert not definition.bind(params)(x_BTD, Context())[1].layer_sums
+  np.testing.assert_array_equal(
+    aux.layer_sums[f"expert_load/{E}"], np.bincount(chosen, minlength=E)
+  )
+  total, weight = aux.layer_sums["router_entropy"]
+  assert weight == B * T
+  np.testing.assert_allclose(total, -(shares * np.log(shares)).sum(), rtol=1e-5)
