@@ -64,7 +64,7 @@ class HeatMap {
     this.ramp.children[0].textContent = values.length ? spelled(low) : "no values";
     this.ramp.children[2].textContent = values.length ? spelled(high) : "";
     this.ends.children[0].textContent = `after ${spelled(first, 6)} updates`;
-    this.ends.children[1].textContent = `layer 0 on top, ${this.rows - 1} at the bottom`;
+    this.ends.children[1].textContent = this.rows > 1 ? `layer 0 on top, ${this.rows - 1} at the bottom` : "";
     this.ends.children[1].style.textAlign = "center";
     this.ends.children[1].style.height = "auto";
     this.ends.children[2].textContent = `${spelled(last, 6)}`;

@@ -103,7 +103,12 @@ function connectHeatMaps(runs) {
   const refill = () => {
     const {layers} = runs[run.value];
     offer(statistic, [...new Set(layers.flatMap((record) => Object.keys(record.layers)))]);
-    offer(group, [...new Set(layers.flatMap((record) => Object.keys(record.layers[statistic.value] ?? {})))]);
+    // Those with a value for each layer come before those outside of the layers.
+    const sizes = new Map();
+    for (const record of layers) {
+      for (const [name, all] of Object.entries(record.layers[statistic.value] ?? {})) sizes.set(name, all.length);
+    }
+    offer(group, [...sizes.keys()].sort((a, b) => sizes.get(b) - sizes.get(a)));
     const values = valuesOf().flatMap(([, all]) => all.filter((value) => typeof value === "number"));
     const low = values.reduce((a, b) => Math.min(a, b), Infinity);
     logarithmic.checked = low > 0 && values.some((value) => value > 100 * low);
