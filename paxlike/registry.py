@@ -164,7 +164,7 @@ def load(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Experime
       that is not allowed.
   """
   path = epath.Path(path)
-  name, knobs, data = _saved(path)
+  name, knobs, data = read_saved(path)
   found = _known(name)
   module = name.rpartition(".")[0]
   if found is None and not allowed_symbols.within(
@@ -198,13 +198,13 @@ def foreign_module(path: epath.PathLike) -> str | None:
   Raises:
     UserError: The file is missing or damaged.
   """
-  name, _, _ = _saved(epath.Path(path))
+  name, _, _ = read_saved(epath.Path(path))
   module = name.rpartition(".")[0]
   is_ours = _known(name) is not None or allowed_symbols.within(module, _PACKAGES)
   return None if is_ours or module == "__main__" else module or name
 
 
-def _saved(path: epath.Path) -> tuple[str, dict[str, str], str]:
+def read_saved(path: epath.Path) -> tuple[str, dict[str, str], str]:
   """Returns the experiment, the knobs and the data mixin ("": none) that a file names.
 
   Raises:

@@ -84,7 +84,7 @@ def package_files() -> list[str]:
   return [
     path.relative_to(REPOSITORY).as_posix()
     for path in (REPOSITORY / "paxlike").rglob("*")
-    if path.is_file() and path.suffix in (".py", ".sh", ".typed")
+    if path.is_file() and path.suffix in (".css", ".js", ".py", ".sh", ".typed")
   ]
 
 

@@ -51,7 +51,7 @@ def text_of(folders: tuple[str, ...]) -> str:
 SOURCE = text_of(("paxlike", "scripts", "benchmarks", "tests"))
 FLAGS = set(flag_types.define()) | set(re.findall(r'"--(\w+)"', SOURCE)) | LAUNCHERS
 # Those that benchmarks make of names.
-FLAGS |= {"experts", "hidden", "chosen", "alsologtostderr"} | LAUNCH
+FLAGS |= {"experts", "hidden", "chosen", "alsologtostderr", "sweep"} | LAUNCH
 LITERALS = [
   node.value
   for path in MODULES
@@ -113,6 +113,10 @@ def check(words: list[str]):
     assert args[0] in TARGETS, f"there is no target {args[0]}"
     rest = [arg for arg in args[1:] if re.split("[= ]", arg)[0][2:] not in LAUNCH]
     check_paxlike([with_defaults(arg) for arg in rest])
+  elif program == "paxlike-sweep":
+    swept = [arg for arg in args if arg.startswith("--sweep.")]
+    assert {re.split("[.=]", arg)[1] for arg in swept} <= KNOBS
+    check_own_flags(REPOSITORY / OURS[program], [arg for arg in args if arg not in swept])
   elif program in OURS:
     check_own_flags(REPOSITORY / OURS[program], args)
   elif program == "python" and args[0] == "-m":

@@ -31,10 +31,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("experiment",),
   ("registry",),
   ("saved_experiment", "experiments"),
-  ("scripts_gpu", "checks", "convert"),
+  ("scripts_gpu", "checks", "convert", "report"),
   ("cli",),
   ("run_mode",),
   ("api", "launchers"),
+  ("sweep",),
   ("main",),
 )
 FIDDLE = {

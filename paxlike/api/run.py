@@ -3,7 +3,6 @@
 
 import functools
 import importlib.util
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -64,14 +63,7 @@ class Run:
     """
     from paxlike.telemetry import run_status
 
-    path = self.folder / "status.json"
-    if not path.exists():
-      return None
-    try:
-      state = str(json.loads(file_io.read_bytes(path))["state"])
-    except file_io.MALFORMED as error:
-      raise UserError(f"{path} is damaged: {file_io.reason(error)}.") from error
-    return "lost" if state == "running" and not run_status.is_running(self.folder) else state
+    return run_status.state(self.folder)
 
   @property
   def steps(self) -> list[int]:

@@ -3,7 +3,6 @@
 
 import io
 import itertools
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +11,7 @@ from etils import epath
 
 from paxlike import file_io, run_folder
 from paxlike.errors import UserError, one_line
-from paxlike.telemetry import console, metric_files
+from paxlike.telemetry import console, metric_files, run_paths
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -74,8 +73,8 @@ def run(argv: Sequence[str]) -> int:
     output = options.output or (
       f"{options.runs[0].rstrip('/')}/curves.png" if single else "curves.png"
     )
-    paths = [path for given in options.runs for path in _within(given)]
-    names = _names(paths)
+    paths = [path for given in options.runs for path in run_paths.within(given)]
+    names = run_paths.names(paths)
     runs = [read(path, name=name) for path, name in zip(paths, names, strict=True)]
     save(draw(runs), output)
   except UserError as error:
@@ -85,31 +84,17 @@ def run(argv: Sequence[str]) -> int:
   return 0
 
 
-def _within(path: str) -> list[str]:
-  """Returns the path itself if it is a run's folder, else those of the runs in it with records."""
-  folder = epath.Path(path)
-  with run_folder.reading(path):
-    if metric_files.files(folder) or not folder.is_dir():
-      return [path]
-    inner = [child for child in sorted(folder.iterdir()) if child.is_dir()]
-    runs = [child for child in inner if metric_files.files(child)]
-    runs = [run_ for run_ in runs if next(iter(metric_files.records(run_)), None) is not None]
-  return [os.fspath(run_) for run_ in runs] or [path]
-
-
 def read(path: str, *, name: str) -> PlottedRun:
   """Reads the metrics of the run in folder `path`.
 
   Raises:
     UserError: There are none.
   """
+  run_paths.check(path)
   folder = epath.Path(path)
   with run_folder.reading(path):
     files = metric_files.files(folder)
     records = list(metric_files.records(folder))
-  if not files:
-    names = "metrics.jsonl or metrics/part-*.jsonl"
-    raise UserError(f"{path} is not the folder of a run: it has no {names}.")
   train = [record for record in records if record.get("kind") == "train"]
   evals: dict[str, list[dict[str, Any]]] = {}
   for record in records:
@@ -170,21 +155,6 @@ def save(figure: "Figure", output: str):
   except OSError as error:
     temporary.unlink(missing_ok=True)
     raise UserError(f"{output} cannot be written: {error.strerror or error}.") from None
-
-
-def _names(paths: Sequence[str]) -> list[str]:
-  """Returns the shortest distinct suffixes of paths, without their common suffix."""
-  parts = [(path if "://" in path else os.path.abspath(path)).split("/") for path in paths]
-  parts = [[part for part in path if part] for path in parts]
-  if len(paths) == 1:
-    return [os.path.normpath(paths[0])]
-  while len({path[-1] for path in parts}) == 1 and min(map(len, parts)) > 1:
-    parts = [path[:-1] for path in parts]
-  for count in range(1, max(map(len, parts)) + 1):
-    names = ["/".join(path[-count:]) for path in parts]
-    if len(set(names)) == len(names):
-      return names
-  raise UserError("the same run is given twice.")
 
 
 def _curve(records: Iterable[dict[str, Any]], key: str) -> Curve:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import fiddle as fdl
-import jax
-from jax.sharding import AbstractMesh
 
 from paxlike import fiddlers, registry
 from paxlike.cli import knob_page
@@ -18,7 +16,7 @@ from paxlike.experiment import Experiment
 from paxlike.layers import flops
 from paxlike.layers.module import Definition
 from paxlike.telemetry import formatting
-from paxlike.training import train_state
+from paxlike.training import state_memory
 from paxlike.training.trainer import Trainer
 
 
@@ -101,29 +99,9 @@ def _axis_sizes(spec: mesh.MeshSpec) -> tuple[dict[str, int], str]:
 
 def _memory(trainer: Trainer, sizes: dict[str, int]) -> Iterator[tuple[str, str]]:
   """Yields the memory of the training state, or of read-only parameters: per device, in total."""
-  axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
-  devices = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types)
-  state = train_state.abstract(
-    trainer.definition, trainer.optimizer, devices, with_reference=trainer.has_reference
-  )
-  parts = {
-    "trained parameters": state.params,
-    "frozen parameters": state.frozen,
-    "reference parameters": state.reference,
-    "optimizer state": state.opt_state,
-  }
-  if trainer.read_only:
-    parts = {"parameters": [state.params, state.frozen]}
-  for name, part in parts.items():
-    leaves = jax.tree.leaves(part)
-    if not leaves:
-      continue
-    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    one = sum(
-      math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
-    )
+  for kind, (one, whole) in state_memory.by_kind(trainer, sizes).items():
     yield (
-      f"memory of {name}",
+      f"memory of {kind}",
       f"{formatting.nbytes(one)} per device ({formatting.nbytes(whole)} in total)",
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from etils import epath
 
 from paxlike import file_io, run_folder
+from paxlike.errors import UserError
 from paxlike.processes import lease
 from paxlike.processes.owner import is_there
 
@@ -40,6 +41,26 @@ def is_running(folder: epath.Path, observer: lease.Observer | None = None) -> bo
     lives = (observer or lease.Observer(folder)).is_alive()
   # The run of an earlier version has no owner file, but `status.json` names its process.
   return host == socket.gethostname() and is_there(pid) if lives is None else lives
+
+
+def state(folder: epath.Path) -> str | None:
+  """Returns a run's state: running, finished, stopped, failed, lost or stalled; None: not started.
+
+  Lost: its process has exited without writing its state.
+
+  Raises:
+    UserError: `status.json` is damaged or cannot be read.
+  """
+  path = folder / "status.json"
+  with run_folder.reading(path):
+    if not path.exists():
+      return None
+    data = file_io.read_bytes(path)
+  try:
+    found = str(json.loads(data)["state"])
+  except file_io.MALFORMED as error:
+    raise UserError(f"{path} is damaged: {file_io.reason(error)}.") from error
+  return "lost" if found == "running" and not is_running(folder) else found
 
 
 def result_of(folder: epath.Path, name: str, updates: int) -> epath.Path:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paxlike.cli import plot
+from paxlike.telemetry import run_paths
 
 
 def write_run(folder: pathlib.Path, *, steps: int = 60, sets=("validation",), speed=True) -> str:
@@ -125,7 +126,7 @@ def test_entry_point_reads_the_command_line(tmp_path, capsys, monkeypatch):
   ],
 )
 def test_names_are_the_shortest_that_differ(paths, names):
-  assert plot._names(paths) == names
+  assert run_paths.names(paths) == names
 
 
 def fails(capsys, *arguments: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 from helpers.program import TINY, finish, run, start
 
 from paxlike.cli import hints, plot
+from paxlike.telemetry import run_paths
 from paxlike.telemetry.step_metrics import Reading
 
 
@@ -62,7 +63,7 @@ def test_a_folder_of_runs_is_plotted_as_its_runs(tmp_path, capsys):
   (tmp_path / "notes").mkdir()
   assert plot.run([str(tmp_path)]) == 0
   assert (tmp_path / "curves.png").exists()
-  assert plot._within(str(tmp_path)) == [str(tmp_path / "a"), str(tmp_path / "b")]
+  assert run_paths.within(str(tmp_path)) == [str(tmp_path / "a"), str(tmp_path / "b")]
   capsys.readouterr()
   assert plot.run([str(tmp_path / "notes")]) == 2
   assert "is not the folder of a run" in capsys.readouterr().err

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sweeps that run: here, one after another, and as jobs of a launcher."""
+
+import csv
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+from etils import epath
+from helpers import program
+from helpers.launched import until
+from helpers.sources import REPOSITORY
+
+from paxlike.sweep import main
+from paxlike.telemetry import metric_files
+
+SHORT = (*program.TINY, "--fdl.MAX_STEPS=4", "--fdl.EVAL_INTERVAL_STEPS=0")
+LONG = (*program.TINY, "--fdl.EVAL_INTERVAL_STEPS=0", "--fdl.LR_COS_DECAY_END=100")
+
+
+def rows(folder: pathlib.Path) -> dict[str, dict]:
+  return {row["run"]: row for row in json.loads((folder / "results.json").read_text())}
+
+
+def metrics(run: pathlib.Path) -> list[dict]:
+  return list(metric_files.records(epath.Path(run)))
+
+
+def start(*flags: str) -> subprocess.Popen:
+  return subprocess.Popen(
+    [sys.executable, "-m", "paxlike.sweep.main", *flags],
+    cwd=REPOSITORY,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+@pytest.mark.slow
+def test_failed_runs_are_noted_and_finished_ones_are_skipped(tmp_path, capsys):
+  folder = tmp_path / "sweep"
+  flags = [*SHORT, "--sweep.NUM_LAYERS=[1]", f"--job_log_dir={folder}"]
+  sweep = "--sweep.CHECKPOINT_RESTORE_PATH=[/nowhere,none"
+  bad, good, more = (f"NUM_LAYERS=1,CHECKPOINT_RESTORE_PATH={n}" for n in ("nowhere", "none", "x"))
+  assert main.run([*flags, f"{sweep}]"]) == 1
+  out = capsys.readouterr().out
+  assert f"[1/2] {bad}: failed with status 2" in out and f"[2/2] {good}: finished after" in out
+  found = rows(folder)
+  assert found[good]["state"] == "finished" and found[good]["updates"] == 4
+  assert found[good]["loss"] == program.curve(folder / good)[-1][1] and not found[good]["error"]
+  assert found[bad]["state"] == "failed" and "/nowhere" in found[bad]["error"]
+  assert f"least training loss: {found[good]['loss']:.4f} ({good})" in out
+  with (folder / "results.csv").open() as file:
+    table = {row["run"]: row for row in csv.DictReader(file)}
+  assert table[good]["NUM_LAYERS"] == "1" and table[bad]["error"] == found[bad]["error"]
+  assert "Sweep sweep" in (folder / "report.html").read_text()
+
+  before = (folder / good / "metrics.jsonl").stat().st_mtime_ns
+  assert main.run([*flags, f"{sweep},/x]"]) == 1  # With a value more.
+  out = capsys.readouterr().out
+  assert f"[2/3] {good}: finished\n" in out and f"[3/3] {more}: failed with status 2" in out
+  assert (folder / good / "metrics.jsonl").stat().st_mtime_ns == before
+  assert list(rows(folder)) == [bad, good, more]
+
+
+@pytest.mark.slow
+def test_stopped_sweep_saves_and_goes_on_to_the_same_losses(tmp_path):
+  folder = tmp_path / "sweep"
+  flags = [*LONG, "--sweep.RANDOM_SEED=[1,2]", f"--job_log_dir={folder}"]
+  first = folder / "RANDOM_SEED=1"
+  for number in (signal.SIGINT, signal.SIGTERM):
+    before = len(metrics(first))
+    process = start(*flags, "--fdl.MAX_STEPS=100000")
+    until(lambda: len(metrics(first)) > before + 5, seconds=240, what="it does not train")  # noqa: B023
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 128 + number, out
+    assert "the same command goes on" in out and "[2/2]" not in out
+    states = {name: row["state"] for name, row in rows(folder).items()}
+    assert states == {"RANDOM_SEED=1": "stopped", "RANDOM_SEED=2": "not started"}
+  # The same sweep, but for where it ends.
+  steps = f"--fdl.MAX_STEPS={len(metrics(first)) + 3}"
+  saved = json.loads((folder / "sweep.json").read_text())
+  saved["flags"][-1] = steps
+  (folder / "sweep.json").write_text(json.dumps(saved))
+  process = start(*flags, steps)
+  out, _ = process.communicate(timeout=480)
+  assert process.returncode == 0 and "[1/2] RANDOM_SEED=1: resumes" in out, out
+  assert {row["state"] for row in rows(folder).values()} == {"finished"}
+  whole = tmp_path / "whole"
+  uninterrupted = program.start(*LONG, steps, "--fdl.RANDOM_SEED=1", f"--job_log_dir={whole}")
+  assert program.finish(uninterrupted)[0] == 0
+  assert program.curve(first) == program.curve(whole)
+
+
+def submitting(folder: pathlib.Path, monkeypatch, *, status: int = 0) -> pathlib.Path:
+  """Puts a program in the place of sbatch, which notes what it is given; returns its notes."""
+  notes = folder / "notes"
+  program = folder / "bin" / "sbatch"
+  program.parent.mkdir(exist_ok=True)
+  program.write_text(f"#!/bin/sh\necho $(basename $1) >> {notes}\nexit {status}\n")
+  program.chmod(0o755)
+  monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+  notes.write_text("")
+  return notes
+
+
+def test_jobs_are_submitted_once(tmp_path, monkeypatch, capsys):
+  folder = tmp_path / "sweep"
+  notes = submitting(tmp_path, monkeypatch)
+  flags = [*SHORT, f"--job_log_dir={folder}", "--launch=slurm --nodes=2"]
+  sweep = "--sweep.RANDOM_SEED=[1,2"
+  assert main.run([*flags, f"{sweep}]"]) == 0
+  assert notes.read_text() == "RANDOM_SEED=1.sub\nRANDOM_SEED=2.sub\n"
+  script = (folder / "jobs" / "RANDOM_SEED=2.sub").read_text()
+  assert f"--job_log_dir={folder}/RANDOM_SEED=2" in script and "#SBATCH --nodes=2" in script
+  assert "--fdl.RANDOM_SEED=2" in script and "#SBATCH --job-name=random-seed-2" in script
+  # One is finished, one waits, one is new.
+  (folder / "RANDOM_SEED=1").mkdir()
+  status = {"state": "finished", "step": 4, "num_steps": 4, "host": "x", "pid": 1}
+  (folder / "RANDOM_SEED=1" / "status.json").write_text(json.dumps(status))
+  notes.write_text("")
+  capsys.readouterr()
+  assert main.run([*flags, f"{sweep},3]"]) == 0
+  out = capsys.readouterr().out
+  assert notes.read_text() == "RANDOM_SEED=3.sub\n"
+  assert "RANDOM_SEED=1: finished" in out and "RANDOM_SEED=2: waits for its start" in out
+  # A run that has stopped since is submitted again.
+  (folder / "RANDOM_SEED=2").mkdir()
+  (folder / "RANDOM_SEED=2" / "status.json").write_text(json.dumps(status | {"state": "stopped"}))
+  later = (folder / "jobs" / "RANDOM_SEED=2.sub").stat().st_mtime + 10
+  os.utime(folder / "RANDOM_SEED=2" / "status.json", (later, later))
+  notes.write_text("")
+  assert main.run([*flags, f"{sweep},3]"]) == 0
+  assert notes.read_text() == "RANDOM_SEED=2.sub\n"
+
+
+def test_failed_submissions_are_noted_and_tried_again(tmp_path, monkeypatch):
+  folder = tmp_path / "sweep"
+  flags = [*SHORT, "--sweep.RANDOM_SEED=[1,2]", f"--job_log_dir={folder}", "--launch=slurm"]
+  notes = submitting(tmp_path, monkeypatch, status=3)
+  assert main.run(flags) == 1
+  assert len(notes.read_text().splitlines()) == 2
+  assert rows(folder)["RANDOM_SEED=1"]["error"] == "its submission failed with status 3"
+  notes = submitting(tmp_path, monkeypatch)
+  assert main.run(flags) == 0
+  assert len(notes.read_text().splitlines()) == 2
