@@ -61,8 +61,13 @@ def of_step(
   def change(name: str) -> jax.Array:
     return new[name].astype(jnp.float32) - old[name].astype(jnp.float32)
 
-  reported = jax.tree.map(replicated, (aux.layer_sums, aux.layer_maxima))
-  return LayerMetrics(*map(squares, (gradients.__getitem__, old.__getitem__, change)), *reported)
+  return LayerMetrics(
+    gradients=squares(gradients.__getitem__),
+    weights=squares(old.__getitem__),
+    updates=squares(change),
+    sums=jax.tree.map(replicated, aux.layer_sums),
+    maxima=jax.tree.map(replicated, aux.layer_maxima),
+  )
 
 
 def _squares(spec: WeightSpec, x: jax.Array) -> jax.Array:

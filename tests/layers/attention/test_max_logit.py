@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -47,5 +48,5 @@ def test_it_is_the_largest_visible_logit(options, packed, most_logits, monkeypat
 
 
 def test_it_is_at_least_zero():
-  q = np.ones((1, T, 1, 8), np.float32)
+  q = jnp.ones((1, T, 1, 8))
   assert max_logit.max_logit(q, -q, scale=1.0, segments_BT=None) == 0
