@@ -3,10 +3,11 @@
 
     python benchmarks/layer_metrics.py EXPERIMENT [--fdl.KNOB=VALUE ...] [--steps=N]
 
-Two copies of a run take the same batches in turn, one by the plain step, one by the step that logs
-layers. Prints one JSON line: CPU-seconds of all threads, the median ratio of neighbouring steps,
-the seconds of the main thread for the table and the record of a step, and whether both runs have
-the same weights at the end, bit by bit. Steps that are not due are the plain step itself.
+Copies of a run take the same batches in turn: by the plain step, by the step that logs layers, and
+by the plain step again, whose ratio to the first is the noise. Prints one JSON line: CPU-seconds of
+all threads, the median ratios to the plain step of the same batch, the seconds of the main thread
+for the table and the record of a step, and whether all runs have the same weights at the end, bit
+by bit. Steps that are not due are the plain step itself.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import experiments
 from paxlike.errors import UserError
 
 WARM_UP_STEPS = 2
+SIDES = ("plain", "logging", "again")
 
 
 def measure(name: str, arguments: list[str], *, num_steps: int) -> dict[str, Any]:
@@ -34,40 +36,49 @@ def measure(name: str, arguments: list[str], *, num_steps: int) -> dict[str, Any
 
   _, trainer = experiments.build(name, arguments)
   data = trainer.data.batches(trainer.batch_size, rows=trainer.placer.rows, state=None)
-  times: dict[bool, list[float]] = {False: [], True: []}
-  compile_seconds, programs, states = {}, {}, {}
+  times: dict[str, list[float]] = {side: [] for side in SIDES}
+  compile_seconds, programs, states = [], {}, {}
   reported: Any = None
   with jax.set_mesh(trainer.devices), data as batches:
-    for logs in (False, True):
-      states[logs] = train_state.create(
+    for side in SIDES:
+      states[side] = train_state.create(
         trainer.definition, trainer.optimizer, trainer.devices, seed=trainer.seed
       )
+    for side in SIDES[:2]:
       began = time.perf_counter()
-      programs[logs] = trainer.compile(*trainer.abstract(), log_layers=logs)
-      compile_seconds[logs] = time.perf_counter() - began
+      programs[side] = trainer.compile(*trainer.abstract(), log_layers=side == "logging")
+      compile_seconds.append(round(time.perf_counter() - began, 1))
+    programs["again"] = programs["plain"]
     for number in range(num_steps + WARM_UP_STEPS):
       batch = trainer.placer.put(next(batches).arrays)
-      for logs in (False, True) if number % 2 else (True, False):
+      for side in (*SIDES[number % 3 :], *SIDES[: number % 3]):
         began = time.process_time()
-        states[logs], *reported_now = programs[logs](states[logs], batch)
-        jax.block_until_ready((states[logs], reported_now))
-        times[logs].append(time.process_time() - began)
-        reported = reported_now[1] if logs else reported
-  pairs = zip(*(jax.tree.leaves(state.weights) for state in states.values()), strict=True)
-  plain, logging = (times[logs][WARM_UP_STEPS:] for logs in (False, True))
+        states[side], *results = programs[side](states[side], batch)
+        jax.block_until_ready((states[side], results))
+        times[side].append(time.process_time() - began)
+        reported = results[1] if side == "logging" else reported
+  every = zip(*(jax.tree.leaves(state.weights) for state in states.values()), strict=True)
+  plain, logging, again = (times[side][WARM_UP_STEPS:] for side in SIDES)
   return {
     "benchmark": "layer_metrics",
     "experiment": name,
     "jax": jax.__version__,
     "parameters": trainer.definition.num_params,
     "steps": num_steps,
-    "compile_seconds": [round(seconds, 1) for seconds in compile_seconds.values()],
+    "compile_seconds": compile_seconds,
     "plain_cpu_seconds": round(statistics.median(plain), 4),
     "logging_cpu_seconds": round(statistics.median(logging), 4),
-    "ratio": round(statistics.median(b / a for a, b in zip(plain, logging, strict=True)), 4),
+    "ratio": ratio(logging, plain),
+    "noise_ratio": ratio(again, plain),
+    "ratio_of_least": round(min(logging) / min(*plain, *again), 4),
     **host_seconds(trainer, jax.device_get(reported)),
-    "same_weights": all(np.array_equal(a, b) for a, b in pairs),
+    "same_weights": all(np.array_equal(a, b) and np.array_equal(a, c) for a, b, c in every),
   }
+
+
+def ratio(above: list[float], below: list[float]) -> float:
+  """Returns the median ratio of steps on the same batch."""
+  return round(statistics.median(a / b for a, b in zip(above, below, strict=True)), 4)
 
 
 def host_seconds(trainer: Any, metrics: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ MIXINS = [getattr(datasets, name) for name in datasets.__all__]
 KNOBS = {name for cls in (*EXPERIMENTS.values(), *MIXINS) for name in cls.knobs()}
 # Commands of shells and schedulers; what pages say of them is not ours to check.
 SHELL = {"apt", "cd", "done", "echo", "export", "for", "git", "mpirun", "python3", "seq", "srun"}
-SHELL |= {"bash", "cat", "docker", "pre-commit", "sbatch", "tb-gcp-uploader", "wait"}
+SHELL |= {"bash", "cat", "docker", "grep", "pre-commit", "sbatch", "tb-gcp-uploader", "wait"}
 # The knob that CONTRIBUTING.md adds, and nobody has.
 IMAGINED = {"EMBEDDING_SCALE"}
 LAUNCHERS = {"ntasks-per-node", "gpus-per-task", "npernode", "signal", "output"}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Auxiliary losses and metrics that layers return besides their outputs."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def none() -> Aux:
 def add(a: Aux, b: Aux) -> Aux:
   """Returns a + b, where a missing entry counts as zero."""
   zero = jnp.zeros(())
-  combine: tuple[Any, ...] = (jnp.add, jnp.add, jnp.add, jnp.maximum)
+  combine = (jnp.add, jnp.add, jnp.add, jnp.maximum)
   return Aux(
     *(
       {name: of(of_a.get(name, zero), of_b.get(name, zero)) for name in {**of_a, **of_b}}

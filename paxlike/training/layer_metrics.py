@@ -61,9 +61,12 @@ def of_step(
   def change(name: str) -> jax.Array:
     return new[name].astype(jnp.float32) - old[name].astype(jnp.float32)
 
-  sums, maxima = jax.tree.map(replicated, (aux.layer_sums, aux.layer_maxima))
   return LayerMetrics(
-    squares(gradients.__getitem__), squares(old.__getitem__), squares(change), sums, maxima
+    gradients=squares(gradients.__getitem__),
+    weights=squares(old.__getitem__),
+    updates=squares(change),
+    sums=jax.tree.map(replicated, aux.layer_sums),
+    maxima=jax.tree.map(replicated, aux.layer_maxima),
   )
 
 

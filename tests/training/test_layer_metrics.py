@@ -81,7 +81,7 @@ def test_norms_are_those_of_autodiff():
     return -(picked * data["weights"]).sum() / data["weights"].sum()
 
   change = jax.tree.map(lambda new, old: new - old, after.params, before.params)
-  expected: layer_metrics.Table = {
+  expected: Any = {
     "gradient_norm": norms(definition, jax.jit(jax.grad(loss))(before.params)),
     "weight_norm": norms(definition, before.params),
     "update_norm": norms(definition, change),
@@ -109,8 +109,8 @@ def test_activations_and_logits_are_those_of_numpy():
     key: np.asarray(value, np.float64) for key, value in by_layer(tiny(), before.params).items()
   }
   data = batch(packed=True)
-  x = weights["embedding.table", 0][data["inputs"]]
-  x = x + weights["positions.table", 0][data["positions"]]
+  tables: Any = [weights[f"{name}.table", 0] for name in ("embedding", "positions")]
+  x = tables[0][data["inputs"]] + tables[1][data["positions"]]
   T, sizes, logits = x.shape[1], [], []
   same = data["segments"][:, :, None] == data["segments"][:, None]
   for layer in range(2):
