@@ -189,6 +189,7 @@ def test_a_profiler_and_a_container_are_optional(tmp_path):
   assert "nsys" in srun and "--output=/stage/nsys/%q{SLURM_JOB_ID}-%q{SLURM_PROCID}" in srun
   assert "--container-image=image with blank" in srun and "--container-mounts=/stage" in srun
   assert flags[-1] == "--fdl.MAX_STEPS=9"  # Flags after the file's name.
+  assert "--fdl.PROFILE_STEPS=[20,24]" in flags and "--fdl.PROFILER=nsys" in flags
 
 
 @pytest.mark.parametrize(
