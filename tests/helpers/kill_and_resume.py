@@ -4,7 +4,7 @@
     PYTHONPATH=tests python -m helpers.kill_and_resume [--kills=20] [--seed=0]
 
 The run saves a checkpoint every 5 steps. Ends with status 1 if a restart does not resume from the
-newest checkpoint, or if the loss of any step differs in any bit.
+newest checkpoint, or if the loss of any step differs in any bit. Prints the goodput.
 """
 
 import argparse
@@ -15,8 +15,11 @@ import sys
 import tempfile
 import time
 
+from etils import epath
+
 from helpers.program import TINY, curve, finish, start
 from paxlike.checkpoints.run_checkpoints import Checkpoints
+from paxlike.telemetry import goodput
 
 
 def kill_and_resume(folder: pathlib.Path, *, kills: int, seed: int) -> list[str]:
@@ -52,6 +55,8 @@ def kill_and_resume(folder: pathlib.Path, *, kills: int, seed: int) -> list[str]
         break
       # It was too quick for us: once more from the start.
       (folder / "killed").rename(folder / f"done{attempt}")
+  if (spent := goodput.summary(epath.Path(folder / "killed"))) is not None:
+    print(spent.text())
   if curve(folder / "killed") != curve(folder / "alone"):
     wrong.append("the loss curves differ")
   return wrong
