@@ -104,6 +104,14 @@ def import_tokenizer(source: pathlib.Path, ids: Mapping[str, Any], to: pathlib.P
     _write(to / _GENERATION, ids)
 
 
+def import_file(file: pathlib.Path, name: str, to: pathlib.Path) -> str:
+  """Copies a tokenizer under `name`, which is returned, and its settings if it has that name."""
+  settings = set(files(file.parent)) - TOKENIZERS.keys() if file.name == name else set()
+  _copy(file.parent, to, settings)
+  untrusted_files.copy(file, to / name, limit=TOKENIZER_BYTES, folder=None)
+  return name
+
+
 def _copy(source: pathlib.Path, to: pathlib.Path, names: Collection[str]):
   for name in names:
     if untrusted_files.is_there(source / name):
