@@ -245,7 +245,9 @@ def _configure(
   differ = {
     name: value
     for name, value in config.knobs.items()
-    if name in values and values[name].value not in (value, None) and name not in given
+    if name in values and values[name].value not in (value, None)
+    # Given on purpose, or of no importance but for positions, which are a weight then.
+    if name not in given and name != "MAX_SEQ_LEN"
   }
   if differ:
     flags = " ".join(f"--fdl.{name}={spell(value)}" for name, value in differ.items())

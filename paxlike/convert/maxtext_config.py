@@ -26,7 +26,7 @@ _FAMILIES = {
   "gemma3": ("gemma", "Gemma3", ["gelu", "linear"]),
   "gpt3": ("gpt", "Gpt", ["gelu"]),
 }
-# Keys that are read: their types and, unless a configuration must have them, MaxText's defaults.
+# Keys that are read, with their types; those without a default below must be there.
 _KINDS: dict[str, Any] = {
   "vocab_size": ranges.Size,
   "head_dim": ranges.Size,
@@ -55,6 +55,8 @@ _KINDS: dict[str, Any] = {
   "model_name": str,
 }
 _DEFAULTS: dict[str, Any] = {
+  "head_dim": 128,
+  "logits_via_embedding": False,
   "global_parameter_scale": 1,
   "max_target_length": 2048,
   "trainable_position_size": -1,
@@ -165,9 +167,9 @@ def _parse(path: pathlib.Path) -> dict[str, Any]:
 
 def _value(path: pathlib.Path, given: Mapping[str, Any], key: str) -> Any:
   if given.get(key) is None:
-    if key not in _DEFAULTS and key not in ("head_dim", "logits_via_embedding"):
+    if key not in _DEFAULTS:
       raise UserError(f"{path} lacks {key}.")
-    return _DEFAULTS.get(key, {"head_dim": 128, "logits_via_embedding": False}.get(key))
+    return _DEFAULTS[key]
   try:
     return knob_types.convert(_KINDS[key], given[key], text=False)
   except knob_types.RefusedError as error:
@@ -215,6 +217,9 @@ def _of_block(path: pathlib.Path, block: str, values: Mapping[str, Any]) -> dict
   if block == "mixtral":
     knobs |= {"NUM_EXPERTS": values["num_experts"]}
     knobs |= {"NUM_EXPERTS_PER_TOKEN": values["num_experts_per_tok"]}
+  caps = {key: values[key] for key in ("attn_logits_soft_cap", "final_logits_soft_cap")}
+  if block not in ("gemma2", "gemma3") and any(caps.values()):
+    raise UserError(f"{path}: paxlike has no {block} with soft caps.")
   if block in ("gemma2", "gemma3"):
     knobs |= {
       "WINDOW": values["sliding_window_size"],
@@ -227,9 +232,5 @@ def _of_block(path: pathlib.Path, block: str, values: Mapping[str, Any]) -> dict
     local = values["local_rope_max_timescale"]
     knobs["LOCAL_ROPE_THETA"] = local if local > 0 else values["rope_max_timescale"]
     if values["model_name"].startswith("gemma3-27b"):
-      knobs["QUERY_SCALE_DIMS"] = knobs_query_scale(values)
+      knobs["QUERY_SCALE_DIMS"] = values["base_emb_dim"] // values["base_num_query_heads"]
   return knobs
-
-
-def knobs_query_scale(values: Mapping[str, Any]) -> int:
-  return values["base_emb_dim"] // values["base_num_query_heads"]

@@ -9,7 +9,6 @@ folder of a run that MaxText's own program trained for two steps, with its last 
 
 import pathlib
 import shutil
-import subprocess
 import sys
 import tarfile
 from typing import Any
@@ -17,13 +16,13 @@ from typing import Any
 import numpy as np
 
 COMMON: dict[str, Any] = {
-  "vocab_size": 96,
-  "base_emb_dim": 32,
-  "base_mlp_dim": 48,
+  "vocab_size": 64,
+  "base_emb_dim": 16,
+  "base_mlp_dim": 24,
   "base_num_decoder_layers": 3,
   "base_num_query_heads": 4,
   "base_num_kv_heads": 2,
-  "head_dim": 16,
+  "head_dim": 8,
   "max_target_length": 32,
   "per_device_batch_size": 1,
   "steps": 2,
@@ -61,7 +60,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "decoder_block": "mixtral",
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "base_moe_mlp_dim": 48,
+    "base_moe_mlp_dim": 24,
     "megablox": "false",
     "sparse_matmul": "false",
   },
@@ -119,7 +118,7 @@ def save_logits(name: str, folder: pathlib.Path):
   model = model_creation_utils.from_pretrained(config, mesh=mesh, model_mode=MODEL_MODE_TRAIN)
   shape = (config.global_batch_size_to_train_on, config.max_target_length)
   tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
-  with mesh:
+  with jax.set_mesh(mesh):
     logits = model(
       decoder_input_tokens=tokens,
       decoder_positions=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
@@ -132,8 +131,9 @@ def save_logits(name: str, folder: pathlib.Path):
 def make(name: str, folder: pathlib.Path):
   """Makes one run and packs it."""
   shutil.rmtree(folder / name, ignore_errors=True)
-  program = [sys.executable, "-m", "maxtext.trainers.pre_train.train"]
-  subprocess.run([*program, *flags(name, folder)], check=True)
+  from maxtext.trainers.pre_train import train
+
+  train.main(["train.py", *flags(name, folder)])
   save_logits(name, folder)
   with tarfile.open(folder / f"{name}.tar.xz", "w:xz") as archive:
     for kept in ("logits.npz", "checkpoints/1"):

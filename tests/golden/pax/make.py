@@ -59,6 +59,7 @@ def batch() -> py_utils.NestedMap:
     weights=np.ones(shape, np.float32),
     segment_ids=np.ones(shape, np.int32),
     segment_pos=positions,
+    eval_sample_weights=np.ones(shape[:1], np.float32),
   )
 
 
@@ -66,8 +67,9 @@ def make(name: str, folder: pathlib.Path):
   """Makes one checkpoint and packs it."""
   base, options, is_database = RUNS[name]
   family = getattr(configs, base)
-  experiment = type(name, (family,), {**SIZES, **options})()
-  with jax.default_matmul_precision("highest"):
+  own = {"datasets": lambda self: []}  # Abstract in Pax.
+  experiment = type(name, (family,), {**own, **SIZES, **options})()
+  with jax.default_matmul_precision("float32"):
     model = base_layer.instantiate(experiment.task().model)
     given = batch()
     with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
