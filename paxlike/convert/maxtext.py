@@ -16,6 +16,7 @@ from paxlike.checkpoints.hf_rules import Rules
 from paxlike.convert.array_rules import Array
 from paxlike.convert.jax_program import module_of
 from paxlike.convert.layered_arrays import Layers
+from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.errors import UserError
 from paxlike.layers.decoder import Decoder
 
@@ -65,7 +66,7 @@ for _index, _role in enumerate(("query", "key", "value")):
   _ARRAYS |= {
     f"stack.{{}}.attention.{_role}.w": (
       Array(f"{_AT}.self_attention.{_role}.kernel"),
-      _part(f"{_fused}.kernel", _index, 3, 1),  # fused_qkv
+      _part(f"{_fused}.kernel", _index, 3, 1),  # fused_qkv of GPT-3
     ),
     f"stack.{{}}.attention.{_role}.b": (
       Array(f"{_AT}.self_attention.{_role}.bias"),
@@ -112,19 +113,25 @@ def layers(name: str, *, axis: int) -> Layers | None:
 
 
 def rules(
-  model: Decoder, weights: Mapping[str, str], found: Collection[str], *, pairs: bool
+  model: Decoder, weights: Mapping[str, str], found: Mapping[str, TensorSpec], *, pairs: bool
 ) -> Rules:
   """Returns the rules of a model's weights.
 
   Args:
     model: The model, unrolled.
     weights: Template -> name of the weight in its first layer.
-    found: The names in the checkpoint.
+    found: The arrays of the checkpoint.
     pairs: Whether rotary pairs are adjacent, as in its Llama 3.1.
 
   Raises:
-    UserError: The model's tied embedding is not one of MaxText's.
+    UserError: The model's tied embedding is not one of MaxText's, or heads are in an unknown order.
   """
+  fused = found.get(f"{_AT}.self_attention.qkv_proj.kernel".format(0))
+  if fused is not None and len(fused.shape) == 3:
+    raise UserError(
+      "with fused_qkv=true, the order of MaxText's heads depends on the tensor parallelism of the"
+      " run, which the checkpoint does not hold: paxlike reads it for gpt3 only."
+    )
   result: Rules = {}
   for template, name in weights.items():
     arrays = _ARRAYS.get(template)

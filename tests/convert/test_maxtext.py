@@ -6,12 +6,13 @@ import os
 
 import numpy as np
 import pytest
-from helpers.jax_programs import archives, assert_same_logits, extract, flags
+from helpers.jax_programs import archives, assert_same_logits, extract, flags, rewrite
 
 from paxlike import registry
 from paxlike.convert import layered_arrays, maxtext_config
 from paxlike.convert.jax_checkpoint import JaxCheckpoint, Requested
 from paxlike.convert.main import run
+from paxlike.convert.tensorstore_arrays import TensorStoreArrays
 from paxlike.errors import UserError
 
 SIZES = {
@@ -26,10 +27,10 @@ GROUPED = {**SIZES, "NUM_KV_HEADS": 2}
 # Name without "_unscanned" -> (experiment, its knobs).
 EXPERIMENTS = {
   "llama2": ("SyntheticLLaMA7B", GROUPED),
-  "llama2_fused": ("Scaled16B", {**SIZES, "NORM_EPSILON": 1e-5}),
+  "llama2_fused": ("Scaled16B", {**GROUPED, "NORM_EPSILON": 1e-5}),
   "llama31": ("Llama31_8B", GROUPED),
   "mistral": ("Mistral7B", {**GROUPED, "WINDOW": None, "ROPE_THETA": 1e6}),
-  "mixtral": ("Mixtral8x7B", {**GROUPED, "NUM_EXPERTS": 4}),
+  "mixtral": ("Mixtral8x7B", {**GROUPED, "NUM_EXPERTS": 4, "ROPE_THETA": 1e4}),
   "gemma": ("Gemma2B", {**SIZES, "NUM_KV_HEADS": 1}),
   "gemma2": ("Gemma2_2B", {**GROUPED, "NUM_LAYERS": 4, "WINDOW": 6}),
   "gemma3": ("Gemma3_4B", {**GROUPED, "NUM_LAYERS": 8, "WINDOW": 6}),
@@ -247,3 +248,63 @@ def test_flags_of_other_sources_are_refused(capsys):
   for given in ("--fdl_config=Llama3_8B", "--fdl.NUM_LAYERS=2", "--step=1"):
     assert run(["--from=hf", "--path=x", "--to=y", given]) == 2
     assert "goes with --from=" in capsys.readouterr().err
+
+
+PREFIX = "params.params."
+
+
+def stored(path):
+  """The arrays of a run's parameters by their full names."""
+  arrays = TensorStoreArrays(path / "checkpoints" / "1" / "items", prefixes=(PREFIX,))
+  return {f"{PREFIX}{name}": arrays.read(name) for name in arrays.specs}
+
+
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+def test_layers_may_be_stacked_along_the_first_dim(tmp_path, driver):
+  path = extract("maxtext", "llama2", tmp_path)
+  whole, arrays = weights(path), stored(path)
+  moved = {n: np.moveaxis(a, 1, 0) if ".layers." in n else a for n, a in arrays.items()}
+  rewrite(path / "checkpoints" / "1" / "items", moved, driver=driver)
+  for name, weight in weights(path).items():
+    np.testing.assert_array_equal(weight, whole[name])
+
+
+OUT = f"{PREFIX}decoder.layers.self_attention.out.kernel"
+
+
+def fused(arrays):
+  at = f"{PREFIX}decoder.layers.self_attention"
+  names = [f"{at}.{role}.kernel" for role in ("query", "key", "value")]
+  joined = np.concatenate([arrays.pop(name) for name in names], axis=2)
+  arrays[f"{at}.qkv_proj.kernel"] = joined
+
+
+CHANGES = {
+  "missing": (lambda a: a.pop(OUT), "missing: decoder.layers.0.self_attention.out.kernel"),
+  "unexpected": (
+    lambda a: a.update({f"{PREFIX}decoder.layers.lora.kernel": a[OUT]}),
+    "unexpected: decoder.layers.0.lora.kernel",
+  ),
+  "wrong shape": (lambda a: a.update({OUT: a[OUT][..., None]}), "wrong shape: decoder.layers.0."),
+  "fewer layers": (lambda a: a.update({OUT: a[OUT][:, :2]}), "missing: decoder.layers.2.self_att"),
+  "too many layers": (
+    lambda a: a.update({OUT: np.zeros((1, 5000, 1), np.float32)}),
+    "has 5,000 layers: too many",
+  ),
+  "no dim of layers": (lambda a: a.update({OUT: a[OUT][0, 0, 0]}), "it has no dim of layers"),
+  "fused queries": (fused, "with fused_qkv=true, the order of MaxText's heads depends"),
+  "nothing": (lambda a: (a.clear(), a.update(x=np.zeros(1))), "has no arrays params.*: it has 1"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_arrays_of_another_model_are_named(tmp_path, capsys, change):
+  path = extract("maxtext", "llama2", tmp_path)
+  arrays = stored(path)
+  alter, said = CHANGES[change]
+  alter(arrays)
+  rewrite(path / "checkpoints" / "1" / "items", arrays)
+  assert convert(path, tmp_path / "ours", *experiment_of("llama2")) == 2
+  error = capsys.readouterr().err
+  assert said in error and error.count("\n") == 1
+  assert not (tmp_path / "ours").exists()

@@ -7,10 +7,10 @@ from helpers.jax_programs import archives, assert_same_logits, extract, flags
 from paxlike.convert.jax_checkpoint import JaxCheckpoint, Requested
 
 SIZES = {
-  "VOCAB_SIZE": 96,
+  "VOCAB_SIZE": 64,
   "MAX_SEQ_LEN": 32,
-  "MODEL_DIMS": 32,
-  "HIDDEN_DIMS": 48,
+  "MODEL_DIMS": 16,
+  "HIDDEN_DIMS": 24,
   "NUM_LAYERS": 4,
   "NUM_HEADS": 4,
   "DIMS_PER_HEAD": 8,

@@ -2,6 +2,7 @@
 """Checkpoints that MaxText and Pax wrote (tests/golden/{maxtext,pax}/make.py)."""
 
 import pathlib
+import shutil
 import tarfile
 
 import numpy as np
@@ -22,6 +23,18 @@ def extract(program: str, name: str, to: pathlib.Path) -> pathlib.Path:
   with tarfile.open(GOLDEN / program / f"{name}.tar.xz") as files:
     files.extractall(to, filter="data")
   return to / name
+
+
+def rewrite(folder: pathlib.Path, arrays: dict[str, np.ndarray], *, driver: str = "zarr"):
+  """Writes arrays as Orbax did before OCDBT: in a folder each."""
+  import tensorstore as ts
+
+  shutil.rmtree(folder)
+  for name, value in arrays.items():
+    store = {"driver": "file", "path": f"{folder / name}/"}
+    spec = {"driver": driver, "kvstore": store}
+    array = ts.open(spec, create=True, dtype=value.dtype, shape=value.shape).result()
+    array.write(value).result()
 
 
 def flags(experiment: str, sizes: dict[str, object]) -> list[str]:

@@ -48,12 +48,7 @@ _GEMMA = {**_TIED, "mlp_activations": '["gelu","linear"]', "logits_via_embedding
 RUNS: dict[str, dict[str, Any]] = {
   "llama2": {"decoder_block": "llama2"},
   "llama2_unscanned": {"decoder_block": "llama2", "scan_layers": "false"},
-  "llama2_fused": {
-    "decoder_block": "llama2",
-    "base_num_kv_heads": 4,
-    "fused_qkv": "true",
-    "fused_mlp": "true",
-  },
+  "llama2_fused": {"decoder_block": "llama2", "fused_mlp": "true"},
   "llama31": {"decoder_block": "llama2", "rope_type": "llama3.1", "rope_max_timescale": 500_000},
   "mistral": {"decoder_block": "mistral", "rope_max_timescale": 1_000_000},
   "mixtral": {

@@ -22,18 +22,19 @@ from paxml.contrib.gpu.scripts_gpu import configs
 from praxis import base_layer, py_utils
 
 SIZES: dict[str, Any] = {
-  "VOCAB_SIZE": 96,
+  "VOCAB_SIZE": 64,
   "MAX_SEQ_LEN": 32,
   "NUM_LAYERS": 4,
   "NUM_HEADS": 4,
-  "MODEL_DIMS": 32,
-  "HIDDEN_DIMS": 48,
+  "MODEL_DIMS": 16,
+  "HIDDEN_DIMS": 24,
   "DIMS_PER_HEAD": 8,
   "ICI_MESH_SHAPE": [1, 1, 1],
   "DCN_MESH_SHAPE": [1, 1, 1],
   "FPROP_DTYPE": jnp.float32,
 }
-_GLAM = {"NUM_EXPERTS": 4, "NUM_GPUS": 1}
+# Heads of GLaM are as wide as the model allows.
+_GLAM = {"NUM_EXPERTS": 4, "NUM_GPUS": 1, "MODEL_DIMS": 32}
 # Name -> (Pax's experiment, what differs from SIZES, whether the checkpoint is one database).
 RUNS: dict[str, tuple[str, dict[str, Any], bool]] = {
   "gpt": ("GPT126MBase", {}, False),
