@@ -102,7 +102,8 @@ class Source:
       self.matches = matching.match(definition, family.rules_of, program=family.title)
       matching.check(self.matches, self._tensors.specs, lambda name: family.is_ignored(name, knobs))
     if self._tokenizer is not None:
-      self._check_tokenizer(self._tokenizer)
+      graph = self._with_data(f"{self._tokenizer.parent}/").trainer()
+      tokenizer_files.check(self._tokenizer, graph, vocab_size=self._knobs["VOCAB_SIZE"])
 
   @classmethod
   def hugging_face(cls, path: pathlib.Path) -> Self:
@@ -179,17 +180,6 @@ class Source:
       knobs |= {"TOKENIZER": tokenizer_files.TOKENIZERS[name], "VOCAB_PATH": folder + name}
       knobs["TRAIN_SHARE"] = 0.0
     return registry.with_data(self._experiment, mixin)(**knobs)
-
-  def _check_tokenizer(self, tokenizer: pathlib.Path):
-    graph: Any = self._with_data(f"{tokenizer.parent}/").trainer()
-    built = building.build(graph.train_data.corpus.tokenizer)
-    size = built.vocab_size
-    if size > self._knobs["VOCAB_SIZE"]:
-      raise UserError(
-        f"{tokenizer} has {size} ids, but the model has {self._knobs['VOCAB_SIZE']}: it is the"
-        " tokenizer of another model, or the settings beside it add tokens that this one lacks."
-      )
-    built.check(self._knobs["VOCAB_SIZE"])
 
   def _check_copies(self):
     """Raises a UserError if tensors that the configuration ties are both stored and differ."""

@@ -80,6 +80,7 @@ class JaxCheckpoint:
       UserError: The arrays are not those of the experiment's model.
     """
     self._arrays, self._experiment = arrays, experiment
+    self._tokenizer = _tokenizer(experiment)
     definition = Definition(self._model())
     _check_knobs(experiment)
     layout = layout_of(definition.module)
@@ -144,7 +145,7 @@ class JaxCheckpoint:
     """Returns notes about the converted model for the user, one line each."""
     compute = self._experiment.values()["FPROP_DTYPE"].value
     lines = [f"computes in {compute}: --fdl.FPROP_DTYPE changes that", _LEFT_OUT]
-    if _tokenizer(self._experiment) is None:
+    if self._tokenizer is None:
       lines.append(f"{tokenizer_files.NONE}: --fdl.VOCAB_PATH=FILE gives it one")
     return lines
 
@@ -153,8 +154,8 @@ class JaxCheckpoint:
     with new_folder.filling(to, flag="to") as folder:
       layout = layout_of(self._model())
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
-      if (tokenizer := _tokenizer(self._experiment)) is not None:
-        name = tokenizer_files.import_file(*tokenizer, folder)
+      if self._tokenizer is not None:
+        name = tokenizer_files.import_file(*self._tokenizer, folder)
         self._experiment.set("VOCAB_PATH", run_folder.OWN + name, source="conversion")
       experiment_files.write(folder, self._experiment.trainer(), self._experiment)
 
@@ -266,8 +267,20 @@ def _check_knobs(experiment: Experiment):
 
 
 def _tokenizer(experiment: Experiment) -> tuple[pathlib.Path, str] | None:
-  """Returns the tokenizer's file and its name in a converted folder; None if there is none."""
-  return tokenizer_files.file_of(experiment) if "VOCAB_PATH" in experiment.settings() else None
+  """Returns the tokenizer's file and its name in a converted folder; None if there is none.
+
+  Raises:
+    UserError: It is missing or damaged, or has more ids than the model.
+  """
+  if "VOCAB_PATH" not in experiment.settings():
+    return None
+  path = pathlib.Path(experiment.values()["VOCAB_PATH"].value)
+  if not path.is_file():
+    raise UserError(f"--fdl.VOCAB_PATH={path}: no such file.")
+  found = tokenizer_files.file_of(experiment)
+  if found is not None:
+    tokenizer_files.check(path, experiment.trainer(), vocab_size=experiment.VOCAB_SIZE)
+  return found
 
 
 def _scan_axis(arrays: TensorStoreArrays, experiment: Experiment) -> int:

@@ -141,7 +141,7 @@ def rules(
       here = [array for array in arrays if array.name.format(0) in found]
       array = here[0] if here else arrays[0]
       fields = _constants(model, template, name, found)
-      is_rotated = template.endswith((".query.w", ".key.w"))
+      is_rotated = re.search(r"\.attention\.(query|key)\.", template) is not None
       result[template] = dataclasses.replace(array, pairs=pairs and is_rotated, **fields)
   return result
 

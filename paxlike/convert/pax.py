@@ -27,7 +27,7 @@ _LAYER = re.compile(r"lm\.transformer\.(repeat\.sub\.)?x_layers_(\d+)\.(.*)")
 _ARRAYS: dict[str, tuple[Array, ...]] = {
   "embedding.table": (
     Array("lm.embedding_lookup.emb_var"),
-    Array("lm.softmax.emb_var"),
+    Array("lm.softmax.embedding.w"),
     Array("lm.softmax.logits_ffn.linear.w", outputs_first=True),
   ),
   "positions.table": (Array("lm.position_emb.emb_var"),),
@@ -115,7 +115,7 @@ def rules(model: Decoder, weights: Mapping[str, str], found: Mapping[str, Tensor
     if template.endswith("norm.scale"):
       norm = module_of(model, name, 1)  # LayerNorm adds 1 to its scale, RmsNorm does not.
       fields["shift"] = float(hasattr(norm, "bias")) - norm.offset
-    elif template.endswith((".query.w", ".key.w")) and ".attention." in template:
+    elif re.search(r"\.attention\.(query|key)\.", template):
       fields["pairs"] = module_of(model, name, 2).rope is not None
     if spec is not None and _has_flat_heads(template, array, spec):
       # GLaM's heads, or a single KV head.

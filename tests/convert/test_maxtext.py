@@ -30,7 +30,7 @@ EXPERIMENTS = {
   "llama2_fused": ("Scaled16B", {**GROUPED, "NORM_EPSILON": 1e-5}),
   "llama31": ("Llama31_8B", GROUPED),
   "mistral": ("Mistral7B", {**GROUPED, "WINDOW": None, "ROPE_THETA": 1e6}),
-  "mixtral": ("Mixtral8x7B", {**GROUPED, "NUM_EXPERTS": 4, "ROPE_THETA": 1e4}),
+  "mixtral": ("Mixtral8x7B", {**GROUPED, "NUM_EXPERTS": 4, "ROPE_THETA": 1e4, "NUM_LAYERS": 2}),
   "gemma": ("Gemma2B", {**SIZES, "NUM_KV_HEADS": 1}),
   "gemma2": ("Gemma2_2B", {**GROUPED, "NUM_LAYERS": 4, "WINDOW": 6}),
   "gemma3": ("Gemma3_4B", {**GROUPED, "NUM_LAYERS": 8, "WINDOW": 6}),
@@ -39,7 +39,7 @@ EXPERIMENTS = {
 
 
 def experiment_of(name):
-  return flags(*EXPERIMENTS[name.removesuffix("_unscanned")])
+  return flags(*EXPERIMENTS[name.removesuffix("_unscanned").removesuffix("_parameters")])
 
 
 def requested(name):

@@ -4,6 +4,8 @@
 import pathlib
 import shutil
 import tarfile
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +39,7 @@ def rewrite(folder: pathlib.Path, arrays: dict[str, np.ndarray], *, driver: str 
     array.write(value).result()
 
 
-def flags(experiment: str, sizes: dict[str, object]) -> list[str]:
+def flags(experiment: str, sizes: Mapping[str, Any]) -> list[str]:
   """The flags of an experiment of the sizes of a checkpoint."""
   return [f"--fdl_config={experiment}", *(f"--fdl.{knob}={v}" for knob, v in sizes.items())]
 

@@ -2,8 +2,9 @@
 """Makes checkpoints with MaxText itself: `python make.py FOLDER [NAME...]`.
 
 It runs where `maxtext` 0.2.5 and `jax` for CPUs are installed (Python 3.12). Each archive holds the
-folder of a run that MaxText's own program trained for two steps, with its last checkpoint, and
-`logits.npz`: tokens, and the logits that MaxText computes for them with the weights it restored.
+folder of a run that MaxText's own program trained for two steps, with its last checkpoint (or what
+its program for parameters alone made of it), and `logits.npz`: tokens, and the logits that MaxText
+computes for them with the weights it restored.
 """
 # pyright: reportMissingImports=false
 
@@ -53,6 +54,7 @@ RUNS: dict[str, dict[str, Any]] = {
   "mistral": {"decoder_block": "mistral", "rope_max_timescale": 1_000_000},
   "mixtral": {
     "decoder_block": "mixtral",
+    "base_num_decoder_layers": 2,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "base_moe_mlp_dim": 24,
@@ -90,12 +92,16 @@ RUNS["gemma2_unscanned"] = {**RUNS["gemma2"], "scan_layers": "false"}
 RUNS["mixtral_unscanned"] = {**RUNS["mixtral"], "scan_layers": "false"}
 
 
+# Parameters alone, in bfloat16, with the layers unrolled.
+RUNS["llama2_parameters"] = {**RUNS["llama2"], "force_unroll": "true"}
+
+
 def flags(name: str, folder: pathlib.Path) -> list[str]:
   """MaxText's command line of a run, without its program."""
   keys = {**COMMON, **RUNS[name], "run_name": name, "base_output_directory": folder}
   import maxtext
 
-  base = pathlib.Path(maxtext.__file__).parent / "configs" / "base.yml"
+  base = pathlib.Path(str(maxtext.__file__)).parent / "configs" / "base.yml"
   return [str(base), *(f"{key}={value}" for key, value in keys.items())]
 
 
@@ -106,8 +112,10 @@ def save_logits(name: str, folder: pathlib.Path):
   from maxtext.configs import pyconfig
   from maxtext.utils import maxtext_utils, model_creation_utils
 
-  items = folder / name / "checkpoints" / "1" / "items"
+  (items,) = (folder / name / "checkpoints").glob("*/items")
   given = [*flags(name, folder / "again"), f"load_parameters_path={items}"]
+  if name == "llama2_parameters":
+    given.append("scan_layers=false")
   config = pyconfig.initialize(["make.py", *given])
   mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
   model = model_creation_utils.from_pretrained(config, mesh=mesh, model_mode=MODEL_MODE_TRAIN)
@@ -127,11 +135,19 @@ def make(name: str, folder: pathlib.Path):
   """Makes one run and packs it."""
   shutil.rmtree(folder / name, ignore_errors=True)
   from maxtext.trainers.pre_train import train
+  from maxtext.utils import generate_param_only_checkpoint
 
-  train.main(["train.py", *flags(name, folder)])
+  if name == "llama2_parameters":
+    make("llama2", folder)
+    state = folder / "llama2" / "checkpoints" / "1" / "items"
+    given = [*flags(name, folder), f"load_full_state_path={state}"]
+    generate_param_only_checkpoint.main(["generate.py", *given])
+  else:
+    train.main(["train.py", *flags(name, folder)])
+    shutil.rmtree(folder / name / "checkpoints" / "0")
   save_logits(name, folder)
   with tarfile.open(folder / f"{name}.tar.xz", "w:xz") as archive:
-    for kept in ("logits.npz", "checkpoints/1"):
+    for kept in ("logits.npz", "checkpoints"):
       archive.add(folder / name / kept, arcname=f"{name}/{kept}")
   print(name, (folder / f"{name}.tar.xz").stat().st_size, flush=True)
 

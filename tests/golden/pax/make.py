@@ -28,13 +28,12 @@ SIZES: dict[str, Any] = {
   "NUM_HEADS": 4,
   "MODEL_DIMS": 16,
   "HIDDEN_DIMS": 24,
-  "DIMS_PER_HEAD": 8,
+  "DIMS_PER_HEAD": 4,
   "ICI_MESH_SHAPE": [1, 1, 1],
   "DCN_MESH_SHAPE": [1, 1, 1],
   "FPROP_DTYPE": jnp.float32,
 }
-# Heads of GLaM are as wide as the model allows.
-_GLAM = {"NUM_EXPERTS": 4, "NUM_GPUS": 1, "MODEL_DIMS": 32}
+_GLAM = {"NUM_EXPERTS": 4, "NUM_GPUS": 1, "MODEL_DIMS": 32, "DIMS_PER_HEAD": 8}
 # Name -> (Pax's experiment, what differs from SIZES, whether the checkpoint is one database).
 RUNS: dict[str, tuple[str, dict[str, Any], bool]] = {
   "gpt": ("GPT126MBase", {}, False),
@@ -70,8 +69,13 @@ def make(name: str, folder: pathlib.Path):
   family = getattr(configs, base)
   own = {"datasets": lambda self: []}  # Abstract in Pax.
   experiment = type(name, (family,), {**own, **SIZES, **options})()
+  task = experiment.task()
+  if "NUM_EXPERTS" in options:
+    stack = task.model.lm_tpl.stacked_transformer_tpl
+    # Room for all tokens, so that none is dropped.
+    getattr(stack, "block", stack).moe_layer_tpl.unadjusted_expert_capacity_factor = 8.0
   with jax.default_matmul_precision("float32"):
-    model = base_layer.instantiate(experiment.task().model)
+    model = base_layer.instantiate(task.model)
     given = batch()
     with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
       weights = model.init(jax.random.PRNGKey(0), given)
