@@ -106,7 +106,9 @@ class JaxCheckpoint:
       UserError: There is none, or as `__init__`.
     """
     folder = jax_program.find(path, step, program="MaxText", item="items", pattern=r"(\d+)")
-    arrays = TensorStoreArrays(folder, prefixes=("params.params.", "params."))
+    # Of train states and parameters; the last of MaxText's own program for parameters alone.
+    prefixes = "params.params.", "params.", ""
+    arrays = TensorStoreArrays(folder, prefixes=prefixes, root="decoder.")
     config = maxtext_config.find(folder)
     experiment = _experiment(requested, config, program="maxtext")
     axis = _scan_axis(arrays, experiment) if config is None else config.axis
@@ -132,7 +134,7 @@ class JaxCheckpoint:
     pattern = r"checkpoint_(\d+)"
     folder = jax_program.find(path, step, program="Pax", item="state", pattern=pattern)
     arrays = TensorStoreArrays(
-      folder, prefixes=("mdl_vars.params.",), shapes=pax.unpadded_shapes(folder)
+      folder, prefixes=("mdl_vars.params.",), root="lm.", shapes=pax.unpadded_shapes(folder)
     )
     experiment = _experiment(requested, None, program="pax")
     return cls(LayeredArrays(arrays, pax.layers), experiment, pax.rules, program="Pax")

@@ -43,13 +43,17 @@ class TensorStoreArrays:
     path: pathlib.Path,
     *,
     prefixes: Sequence[str],
+    root: str,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
   ):
-    """Reads the metadata of the arrays whose names begin with one prefix, which is removed.
+    """Reads the metadata of the arrays whose names begin with one prefix.
+
+    The prefix is removed, and ".value" at the end, which Flax NNX adds to the name of a variable.
 
     Args:
       path: The folder.
-      prefixes: The prefixes; the first that any array has is used.
+      prefixes: The prefixes; the first that `root` follows in a name is used.
+      root: The beginning of the names of a model's arrays, such as "decoder.".
       shapes: Name with the prefix -> shape without padding at the ends of dims.
 
     Raises:
@@ -58,15 +62,17 @@ class TensorStoreArrays:
     self.path = path
     _check_files(path)
     names = _names(path)
-    used = [p for p in prefixes if any(name.startswith(p) for name in names)]
+    used = [p for p in prefixes if any(name.startswith(p + root) for name in names)]
     if not used:
       found = f"it has {len(names)} others, such as {min(names)}" if names else "it has none"
-      raise UserError(f"{path} has no arrays {prefixes[-1]}*: {found}.")
+      raise UserError(f"{path} has no arrays {prefixes[0]}{root}*: {found}.")
     prefix = used[0]
     chosen = {name: driver for name, driver in names.items() if name.startswith(prefix)}
     opened = {name: _open(path, name, driver) for name, driver in sorted(chosen.items())}
     self._arrays = {
-      name.removeprefix(prefix): _finish(path, name, future, (shapes or {}).get(name))
+      name.removeprefix(prefix).removesuffix(".value"): _finish(
+        path, name, future, (shapes or {}).get(name)
+      )
       for name, future in opened.items()
     }
     self.specs = {name: array.spec for name, array in self._arrays.items()}

@@ -255,7 +255,7 @@ PREFIX = "params.params."
 
 def stored(path):
   """The arrays of a run's parameters by their full names."""
-  arrays = TensorStoreArrays(path / "checkpoints" / "1" / "items", prefixes=(PREFIX,))
+  arrays = TensorStoreArrays(path / "checkpoints" / "1" / "items", prefixes=(PREFIX,), root="")
   return {f"{PREFIX}{name}": arrays.read(name) for name in arrays.specs}
 
 
@@ -293,7 +293,10 @@ CHANGES = {
   ),
   "no dim of layers": (lambda a: a.update({OUT: a[OUT][0, 0, 0]}), "it has no dim of layers"),
   "fused queries": (fused, "with fused_qkv=true, the order of MaxText's heads depends"),
-  "nothing": (lambda a: (a.clear(), a.update(x=np.zeros(1))), "has no arrays params.*: it has 1"),
+  "nothing": (
+    lambda a: (a.clear(), a.update(x=np.zeros(1))),
+    "has no arrays params.params.decoder.*: it has 1",
+  ),
 }
 
 

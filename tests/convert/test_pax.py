@@ -68,7 +68,7 @@ TABLE = "mdl_vars.params.lm.softmax.logits_ffn.linear.w"
 def test_padding_for_a_mesh_is_removed(tmp_path):
   path = extract("pax", "gpt_repeated", tmp_path)
   whole = weights(path)
-  arrays = TensorStoreArrays(path / STATE, prefixes=("mdl_vars.",))
+  arrays = TensorStoreArrays(path / STATE, prefixes=("mdl_vars.",), root="")
   padded = {f"mdl_vars.{name}": arrays.read(name) for name in arrays.specs}
   padded[TABLE] = np.pad(padded[TABLE], ((0, 0), (0, 8)))
   rewrite(path / STATE, padded)
