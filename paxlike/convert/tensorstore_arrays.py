@@ -22,6 +22,8 @@ from paxlike.errors import UserError
 _DATABASE = "manifest.ocdbt"
 # Metadata file of an array -> TensorStore's driver.
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
+# Arrays may be larger than this if they have at most so many bytes for each in the files.
+_UNPACKED_BYTES, _MOST_UNPACKED = 64 * 2**20, 500
 _MOST_KEYS = 5_000_000  # Entries of a database that are listed: chunks and metadata.
 
 
@@ -60,7 +62,7 @@ class TensorStoreArrays:
       UserError: The folder holds no such arrays, is damaged, or has links or pipes in it.
     """
     self.path = path
-    _check_files(path)
+    size = _checked_bytes(path)
     names = _names(path)
     used = [p for p in prefixes if any(name.startswith(p + root) for name in names)]
     if not used:
@@ -69,13 +71,14 @@ class TensorStoreArrays:
     prefix = used[0]
     chosen = {name: driver for name, driver in names.items() if name.startswith(prefix)}
     opened = {name: _open(path, name, driver) for name, driver in sorted(chosen.items())}
-    self._arrays = {
-      name.removeprefix(prefix).removesuffix(".value"): _finish(
-        path, name, future, (shapes or {}).get(name)
-      )
-      for name, future in opened.items()
-    }
+    self._arrays: dict[str, _Stored] = {}
+    for name, future in opened.items():
+      short = name.removeprefix(prefix).removesuffix(".value")
+      self._arrays[short] = _finish(path, name, future, (shapes or {}).get(name))
     self.specs = {name: array.spec for name, array in self._arrays.items()}
+    unpacked = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs.values())
+    if unpacked > max(_UNPACKED_BYTES, _MOST_UNPACKED * size):
+      raise UserError(f"{path} has files of {size:,} bytes that unpack to {unpacked:,}: too many.")
 
   def read(self, name: str, part: Any = ...) -> np.ndarray:
     """Returns an array, or a part of it, such as `(slice(None), slice(0, 4))`.
@@ -100,14 +103,17 @@ def is_at(path: pathlib.Path) -> bool:
     )
 
 
-def _check_files(path: pathlib.Path):
-  """Raises a UserError if anything in a folder is not a regular file or a folder."""
+def _checked_bytes(path: pathlib.Path) -> int:
+  """Returns the number of bytes in a folder, which may hold regular files and folders only."""
+  total = 0
   for folder, folders, files in os.walk(path, onerror=_raise):
     for name in (*folders, *files):
       found = os.lstat(os.path.join(folder, name))
       if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
         what = "a link" if stat.S_ISLNK(found.st_mode) else untrusted_files.kind(found)
         raise UserError(f"{os.path.join(folder, name)} is {what}: a checkpoint has only files.")
+      total += found.st_size
+  return total
 
 
 def _raise(error: OSError):
@@ -184,8 +190,3 @@ def _reason(error: Exception, path: pathlib.Path) -> str:
   text = file_io.reason(error, within=path) if isinstance(error, OSError) else str(error)
   text = " ".join(text.split()).split(" [source locations=")[0].split(" [")[0]
   return text if len(text) < 200 else f"{text[:197]}..."
-
-
-def num_bytes(spec: TensorSpec) -> int:
-  """Returns the size of an array in memory."""
-  return math.prod(spec.shape) * spec.dtype.itemsize

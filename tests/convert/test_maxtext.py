@@ -9,7 +9,7 @@ import pytest
 from helpers.jax_programs import archives, assert_same_logits, extract, flags, rewrite
 
 from paxlike import registry
-from paxlike.convert import layered_arrays, maxtext_config
+from paxlike.convert import layered_arrays, maxtext_config, tensorstore_arrays
 from paxlike.convert.jax_checkpoint import JaxCheckpoint, Requested
 from paxlike.convert.main import run
 from paxlike.convert.tensorstore_arrays import TensorStoreArrays
@@ -311,3 +311,12 @@ def test_arrays_of_another_model_are_named(tmp_path, capsys, change):
   error = capsys.readouterr().err
   assert said in error and error.count("\n") == 1
   assert not (tmp_path / "ours").exists()
+
+
+def test_arrays_that_unpack_to_far_more_than_their_files_are_refused(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(tensorstore_arrays, "_MOST_UNPACKED", 50)
+  path = extract("maxtext", "llama2", tmp_path)
+  arrays = {f"{PREFIX}decoder.x": np.zeros(2 * 10**7, np.float32)}
+  rewrite(path / "checkpoints" / "1" / "items", arrays)
+  assert convert(path, "x", *experiment_of("llama2")) == 2
+  assert "unpack to 80,000,000: too many" in capsys.readouterr().err
