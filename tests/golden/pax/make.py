@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes checkpoints with Pax itself: `python make.py FOLDER [NAME...]`.
 
-It runs where paxml and praxis are importable (1.4.0 on Python 3.10, with `paxml/contrib` and
-`praxis/contrib` of their repositories). Models are those of Pax's GPU recipes at tiny sizes, random
-in all weights; paxml's checkpointer writes them. Each archive holds `checkpoints` and `logits.npz`:
-tokens, and the logits that Pax computes for them.
+It runs where paxml and praxis are importable: 1.4.0 on Python 3.10 with jaxlib 0.4.26, and of their
+repositories at b397693f and feeaff19 `paxml/contrib`, `praxis/contrib` and `praxis/layers/glam.py`,
+which the release lacks or has in an older form. VOCAB_PATH names any SentencePiece model.
+
+Models are those of Pax's GPU recipes at tiny sizes, random in all weights; paxml's checkpointer
+writes them. Each archive holds `checkpoints` and `logits.npz`: tokens, and the logits that Pax
+computes for them.
 """
 # pyright: reportMissingImports=false
 
