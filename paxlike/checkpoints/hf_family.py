@@ -115,6 +115,11 @@ class Family:
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   wrapper: Wrapper | None = None
 
+  @property
+  def title(self) -> str:
+    """The family's name in messages."""
+    return f"{self.architecture} of Hugging Face"
+
   def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the knobs that `config` sets.
 

@@ -16,7 +16,14 @@ from paxlike import fiddlers, file_io, layers, registry, run_folder
 from paxlike.checkpoints.hf_rules import Matrix
 from paxlike.checkpoints.warm_start import PROVENANCE, Restore
 from paxlike.config import building, graph_file, ranges
-from paxlike.convert import matching, new_folder, safetensors_files, streaming, tokenizer_files
+from paxlike.convert import (
+  experiment_files,
+  matching,
+  new_folder,
+  safetensors_files,
+  streaming,
+  tokenizer_files,
+)
 from paxlike.convert.exporting import ExportedRun, adapted, family_of
 from paxlike.convert.known_keys import Declared
 from paxlike.convert.matching import Match
@@ -186,7 +193,8 @@ class PeftAdapter:
     fiddlers.stack(self._graph, scan=False)
     plain = Definition(cast(Any, building.build(self._graph.model)))
     self._experiment = registry.load(base / "experiment.json", allow_modules=allow_modules)
-    matches = matching.match(plain, family_of(self._experiment))
+    family = family_of(self._experiment)
+    matches = matching.match(plain, family.rules_of, program=family.title)
     self._roles = sorted(
       {match.ours.split(".")[-2] for match in matches if self._tensors.specs.keys() & _names(match)}
     )
@@ -246,9 +254,7 @@ class PeftAdapter:
       layout = layout_of(definition.module)
       streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
       tokenizer_files.copy(pathlib.Path(base), folder)
-      (folder / "config.json").write_text(graph_file.dump(graph))
-      (folder / "config.txt").write_text(graph_file.describe(graph) + "\n")
-      (folder / "experiment.json").write_text(registry.dump(experiment))
+      experiment_files.write(folder, graph, experiment)
       (folder / PROVENANCE).write_text(
         restore.provenance(restore.saved.find(None), [], definition.frozen)
       )

@@ -9,8 +9,15 @@ import numpy as np
 
 from paxlike import registry, run_folder, untrusted_files
 from paxlike.checkpoints.hf_family import Family, Wrapper
-from paxlike.config import building, graph_file
-from paxlike.convert import matching, new_folder, size_checks, streaming, tokenizer_files
+from paxlike.config import building
+from paxlike.convert import (
+  experiment_files,
+  matching,
+  new_folder,
+  size_checks,
+  streaming,
+  tokenizer_files,
+)
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized, Tensors
@@ -90,10 +97,13 @@ class Source:
         )
       self._compute, self._reason = _compute_dtype(config, tensors)
       size_checks.check(self._knobs, self.family, self._tensors.specs)
-      self.matches = matching.match(Definition(self._model()), self.family)
-      matching.check(self.matches, self._tensors.specs, self.family, self._knobs)
+      definition = Definition(self._model())
+      family, knobs = self.family, self._knobs
+      self.matches = matching.match(definition, family.rules_of, program=family.title)
+      matching.check(self.matches, self._tensors.specs, lambda name: family.is_ignored(name, knobs))
     if self._tokenizer is not None:
-      self._check_tokenizer(self._tokenizer)
+      graph = self._with_data(f"{self._tokenizer.parent}/").trainer()
+      tokenizer_files.check(self._tokenizer, graph, vocab_size=self._knobs["VOCAB_SIZE"])
 
   @classmethod
   def hugging_face(cls, path: pathlib.Path) -> Self:
@@ -144,10 +154,7 @@ class Source:
       if self._tokenizer is not None:
         tokenizer_files.import_tokenizer(self._tokenizer.parent, self._ids, folder)
       experiment = self._with_data(run_folder.OWN)
-      graph = experiment.trainer()
-      (folder / "config.json").write_text(graph_file.dump(graph))
-      (folder / "config.txt").write_text(graph_file.describe(graph) + "\n")
-      (folder / "experiment.json").write_text(registry.dump(experiment))
+      experiment_files.write(folder, experiment.trainer(), experiment)
 
   def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
     for match in self.matches:
@@ -173,17 +180,6 @@ class Source:
       knobs |= {"TOKENIZER": tokenizer_files.TOKENIZERS[name], "VOCAB_PATH": folder + name}
       knobs["TRAIN_SHARE"] = 0.0
     return registry.with_data(self._experiment, mixin)(**knobs)
-
-  def _check_tokenizer(self, tokenizer: pathlib.Path):
-    graph: Any = self._with_data(f"{tokenizer.parent}/").trainer()
-    built = building.build(graph.train_data.corpus.tokenizer)
-    size = built.vocab_size
-    if size > self._knobs["VOCAB_SIZE"]:
-      raise UserError(
-        f"{tokenizer} has {size} ids, but the model has {self._knobs['VOCAB_SIZE']}: it is the"
-        " tokenizer of another model, or the settings beside it add tokens that this one lacks."
-      )
-    built.check(self._knobs["VOCAB_SIZE"])
 
   def _check_copies(self):
     """Raises a UserError if tensors that the configuration ties are both stored and differ."""

@@ -4,6 +4,7 @@
 import argparse
 import os
 import pathlib
+import re
 import signal
 import sys
 import warnings
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
   from paxlike.convert.adapters import PeftAdapter, TrainedAdapters
   from paxlike.convert.exporting import ExportedRun
   from paxlike.convert.importing import Source
+  from paxlike.convert.jax_checkpoint import JaxCheckpoint
 
 _HELP = """\
-Converts Hugging Face models (safetensors or .bin), Meta's LLaMA (.pth) and PEFT adapters to
-paxlike, and checkpoints of paxlike to Hugging Face or PEFT, one tensor at a time. A folder made for
-paxlike is all that `paxlike --mode=decode --job_log_dir=DIR` needs.
+Converts Hugging Face models (safetensors or .bin), Meta's LLaMA (.pth), PEFT adapters and
+checkpoints of MaxText and Pax to paxlike, and checkpoints of paxlike to Hugging Face or PEFT, one
+tensor at a time. A folder made for paxlike is all that `paxlike --mode=decode --job_log_dir=DIR`
+needs. Knobs of the experiment that a checkpoint of MaxText or Pax becomes: --fdl.NAME=VALUE.
 """
 
-
+_SOURCES = ("hf", "meta", "peft", "maxtext", "pax", "paxlike")
+_JAX = ("maxtext", "pax")
+_KNOB = re.compile(r"--?fdl\.([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -115,9 +120,7 @@ def _report_unraisable(error: Any):
 
 def _run(argv: Sequence[str]) -> int:
   parser = console.Parser(prog="paxlike-convert", description=_HELP)
-  parser.add_argument(
-    "--from", dest="source", choices=("hf", "meta", "peft", "paxlike"), required=True
-  )
+  parser.add_argument("--from", dest="source", choices=_SOURCES, required=True)
   parser.add_argument("--path", type=_path, required=True, help="the folder or file to convert")
   parser.add_argument(
     "--to", type=_path, required=True, metavar="DIR", help="the folder to write, new or empty"
@@ -127,7 +130,14 @@ def _run(argv: Sequence[str]) -> int:
     "--adapter", action="store_true", help="from paxlike: write the LoRA adapters, for PEFT"
   )
   parser.add_argument(
-    "--step", type=int, help="from paxlike: the checkpoint's step (default: the newest)"
+    "--step",
+    type=int,
+    help="from paxlike, maxtext and pax: the checkpoint's step (default: the newest)",
+  )
+  parser.add_argument(
+    "--fdl_config",
+    metavar="NAME",
+    help="from maxtext and pax: the experiment that the checkpoint becomes",
   )
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
   parser.add_argument(
@@ -141,7 +151,9 @@ def _run(argv: Sequence[str]) -> int:
   parser.add_argument(
     "--dry_run", action="store_true", help="print which tensors each weight maps to; write nothing"
   )
-  options = parser.parse_args(argv)
+  knobs = [match for arg in argv if (match := _KNOB.fullmatch(arg))]
+  options = parser.parse_args([arg for arg in argv if not _KNOB.fullmatch(arg)])
+  options.knobs = tuple((match[1], match[2]) for match in knobs)
   _check(options)
   source = _open(options)
   if options.dry_run:
@@ -164,7 +176,9 @@ def _check(options: argparse.Namespace):
   for name, flag, sources in (
     ("adapter", "--adapter", ("paxlike",)),
     ("base", "--base", ("paxlike", "peft")),
-    ("step", "--step", ("paxlike",)),
+    ("step", "--step", ("paxlike", *_JAX)),
+    ("fdl_config", "--fdl_config", _JAX),
+    ("knobs", "--fdl.KNOB", _JAX),
     ("fdl_allow_modules", "--fdl_allow_modules", ("paxlike", "peft", "hf")),
   ):
     value = getattr(options, name)
@@ -179,11 +193,12 @@ def _check(options: argparse.Namespace):
 
 
 def _notes(
-  options: argparse.Namespace, source: "Source | ExportedRun | PeftAdapter | TrainedAdapters"
+  options: argparse.Namespace,
+  source: "Source | ExportedRun | PeftAdapter | TrainedAdapters | JaxCheckpoint",
 ) -> list[str]:
   """Returns notes about the written folder for the user, one line each."""
-  if options.source in ("hf", "meta"):
-    return cast("Source", source).notes()
+  if options.source in ("hf", "meta", *_JAX):
+    return cast("Source | JaxCheckpoint", source).notes()
   from paxlike.convert import tokenizer_files
 
   return (
@@ -191,7 +206,9 @@ def _notes(
   )
 
 
-def _open(options: argparse.Namespace) -> "Source | ExportedRun | PeftAdapter | TrainedAdapters":
+def _open(
+  options: argparse.Namespace,
+) -> "Source | ExportedRun | PeftAdapter | TrainedAdapters | JaxCheckpoint":
   # Imported here, after the flags were checked, because the imports are slow.
   if options.source == "peft":
     from paxlike.convert.adapters import PeftAdapter
@@ -212,6 +229,11 @@ def _open(options: argparse.Namespace) -> "Source | ExportedRun | PeftAdapter | 
       return TrainedAdapters(run)
     _ = run.tokenizer  # Raises if its file is missing.
     return run
+  if options.source in _JAX:
+    from paxlike.convert.jax_checkpoint import JaxCheckpoint, Requested
+
+    opened = JaxCheckpoint.maxtext if options.source == "maxtext" else JaxCheckpoint.pax
+    return opened(options.path, Requested(options.fdl_config, options.knobs), step=options.step)
   from paxlike import registry
   from paxlike.convert.importing import Source
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matches paxlike's weights with the tensors that hold them, and reports mismatches."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
-from paxlike.checkpoints.hf_family import Family
-from paxlike.checkpoints.hf_rules import Rule
+from paxlike.checkpoints.hf_rules import Rule, Rules
 from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition
@@ -28,11 +27,18 @@ class Match(NamedTuple):
   theirs: list[str]
 
 
-def match(definition: Definition, family: Family) -> list[Match]:
+def match(
+  definition: Definition, rules_of: Callable[[Iterable[str]], Rules], *, program: str
+) -> list[Match]:
   """Returns a match for every weight and layer of an unrolled model.
 
+  Args:
+    definition: The model.
+    rules_of: Returns the rules for weights of these names, `{}` for the layer.
+    program: Whose tensors they are, for errors.
+
   Raises:
-    UserError: The family has no rule for a weight.
+    UserError: There is no rule for a weight.
   """
   layout = layout_of(definition.module)
   assert not layout.scanned
@@ -41,12 +47,12 @@ def match(definition: Definition, family: Family) -> list[Match]:
     if not spec.statistic:
       location = layout.locate(name)
       places[name] = (location.template, location.layers[0]) if location else (name, 0)
-  rules = family.rules_of(template for template, _ in places.values())
+  rules = rules_of(template for template, _ in places.values())
   matches = []
   for name, (template, layer) in places.items():
     spec, rule = definition.weights[name], rules.get(template)
     if rule is None:
-      raise UserError(f"{family.architecture} of Hugging Face has no place for {name}.")
+      raise UserError(f"{program} has no place for {name}.")
     matches.append(Match(name, spec.shape, rule, rule.names(layer, spec.shape)))
   return matches
 
@@ -56,10 +62,8 @@ def table(matches: list[Match], arrow: str) -> str:
   return "\n".join(f"{m.ours} {list(m.shape)} {arrow} {', '.join(m.theirs)}" for m in matches)
 
 
-def check(
-  matches: list[Match], found: Mapping[str, TensorSpec], family: Family, knobs: Mapping[str, Any]
-):
-  """Checks that the tensors are those of a model with these knobs.
+def check(matches: list[Match], found: Mapping[str, TensorSpec], is_ignored: Callable[[str], bool]):
+  """Checks that the tensors are those of a model; some more are ignored.
 
   Raises:
     UserError: A tensor is missing, unexpected or of another shape; names the first five.
@@ -71,7 +75,7 @@ def check(
   }
   lines = [f"missing: {name}" for name in wanted if name not in found]
   for name, spec in found.items():
-    if name not in wanted and not family.is_ignored(name, knobs):
+    if name not in wanted and not is_ignored(name):
       lines.append(f"unexpected: {name}")
     elif name in wanted and spec.shape != wanted[name]:
       lines.append(f"wrong shape: {name} is {list(spec.shape)}, not {list(wanted[name])}")

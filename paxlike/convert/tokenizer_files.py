@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from paxlike import untrusted_files
+from paxlike.config import building
 from paxlike.convert import sentencepiece_json
 from paxlike.convert.safetensors_files import read_json
 from paxlike.data.chat import exported_templates, templates
@@ -102,6 +103,29 @@ def import_tokenizer(source: pathlib.Path, ids: Mapping[str, Any], to: pathlib.P
   _copy(source, to, files(source))
   if ids and not (to / _GENERATION).exists():
     _write(to / _GENERATION, ids)
+
+
+def check(file: pathlib.Path, graph: Any, *, vocab_size: int):
+  """Checks that the tokenizer in `file`, in the root `graph` with text data, fits a vocabulary.
+
+  Raises:
+    UserError: It has ids beyond `vocab_size`, or is damaged.
+  """
+  built = building.build(graph.train_data.corpus.tokenizer)
+  if built.vocab_size > vocab_size:
+    raise UserError(
+      f"{file} has {built.vocab_size} ids, but the model has {vocab_size}: it is the"
+      " tokenizer of another model, or the settings beside it add tokens that this one lacks."
+    )
+  built.check(vocab_size)
+
+
+def import_file(file: pathlib.Path, name: str, to: pathlib.Path) -> str:
+  """Copies a tokenizer under `name`, which is returned, and its settings if it has that name."""
+  settings = set(files(file.parent)) - TOKENIZERS.keys() if file.name == name else set()
+  _copy(file.parent, to, settings)
+  untrusted_files.copy(file, to / name, limit=TOKENIZER_BYTES, folder=None)
+  return name
 
 
 def _copy(source: pathlib.Path, to: pathlib.Path, names: Collection[str]):

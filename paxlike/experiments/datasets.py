@@ -57,6 +57,9 @@ class Synthetic(Experiment):
       seed=self.RANDOM_SEED,
     )
 
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    return {}  # Also instead of those of a family that has other data.
+
 
 class Tokenized(Experiment):
   """Knobs that select a tokenizer."""
