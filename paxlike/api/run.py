@@ -88,8 +88,8 @@ class Run:
     return list(metric_files.records(self.folder))
 
   def metrics(self) -> Any:
-    """Returns `records()` as a pandas DataFrame; without pandas, the list itself."""
-    records = self.records()
+    """Returns the records of training and evaluation as a pandas DataFrame, or else as a list."""
+    records = [record for record in self.records() if record.get("kind") in ("train", "eval")]
     if importlib.util.find_spec("pandas") is None:
       return records
     import pandas
