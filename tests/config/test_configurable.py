@@ -51,6 +51,7 @@ BY_NAME = {
   "registry.py": "the package's own experiments",
   "data/seqio/corpus.py": "in a process of its own, the function that the graph named",
   "config/graph_edits.py": "a fiddler that the command line names",
+  "convert/jax_checkpoint.py": "the family of a MaxText model, a constant",
   "convert/torch_files.py": "a pickle of tensors, of which no class but these is loaded",
   "compilation/saved_step.py": "a constant",
   "layers/attention/tokamax.py": "a constant",
