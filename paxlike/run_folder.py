@@ -24,7 +24,7 @@ _FILES = (
   "metrics.jsonl",
   "trackers.json",
 )
-_FOLDERS = ("checkpoints", "summaries", "stacks", "eval_out", "goodput")
+_FOLDERS = ("checkpoints", "summaries", "stacks", "eval_out", "goodput", "profile")
 # Prefix of paths relative to the run's folder, in files of the run.
 OWN = "{run}/"
 

@@ -211,10 +211,13 @@ def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any, 
   Returns (trainer with the step of --compiled_step, prompts, decoding options); the latter two are
   for --mode=decode.
   """
+  import jax
+
   from paxlike.cli import decode_options
   from paxlike.compilation import aot
   from paxlike.config import graph_file
   from paxlike.processes import phases
+  from paxlike.telemetry.trackers import registry as trackers
 
   others = sys.modules.get("paxlike.processes.multiprocess")
   phases.enter("compare")
@@ -223,6 +226,8 @@ def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any, 
   phases.enter("check")
   if options.mode != "decode":
     trainer.check(training=options.mode == "train")
+  if options.mode == "train" and jax.process_index() == 0:
+    trackers.check(trainer.trackers)
   if options.compiled_step is not None:
     compiled_step = aot.load_step(trainer, options.compiled_step)
     execution = dataclasses.replace(trainer.execution, compiled_step=compiled_step)
@@ -378,7 +383,7 @@ def profile(options: flags.Options, graph: Any) -> int:
   if others := sys.modules.get("paxlike.processes.multiprocess"):
     others.compare(graph_file.values(graph))
   trainer.check(training=True)
-  found = guided.profile(trainer, folder=options.job_log_dir, to=options.to)
+  found = guided.profile(trainer, folder=options.job_log_dir, to=options.save)
   if jax.process_index() == 0:
     show = profile_page.as_json if options.json else profile_page.text
     print(show(found, trainer))

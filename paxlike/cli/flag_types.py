@@ -15,7 +15,6 @@ STRINGS = (
   "topology",
   "save",
   "compiled_step",
-  "to",
   "pgle_profile",
   "server_addr",
   "tfds_data_dir",

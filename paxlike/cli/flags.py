@@ -25,9 +25,8 @@ ONLY_IN = {
   "full": ("check",),
   "global_batch": ("plan",),
   "confirm": ("plan",),
-  "save": ("compile",),
+  "save": ("compile", "profile"),
   "compiled_step": ("train",),
-  "to": ("profile",),
   "pgle_profile": ("train", "compile"),
   "continuous": ("eval",),
   "chat": ("decode",),
@@ -58,9 +57,8 @@ class Options:
     full: Check the step of the full-size model instead of a shrunk one.
     global_batch: The global batch to plan for, in sequences; None: the experiment's.
     confirm: Number of best plans to compile; None: 0.
-    save: File to write the compiled step to.
+    save: File to write to: the compiled step, or the measured durations of instructions.
     compiled_step: File of the compiled step to train with.
-    to: File to write the measured durations of instructions to.
     pgle_profile: File of such durations, by which XLA schedules the step.
     traceback: Also print the traceback of the error that ends the program.
     help: Print usage.HELP and stop.
@@ -109,7 +107,6 @@ class Options:
   confirm: int | None = None
   save: str | None = None
   compiled_step: str | None = None
-  to: str | None = None
   pgle_profile: str | None = None
   traceback: bool = False
   help: bool = False

@@ -48,8 +48,8 @@ What to do
   --global_batch=N        plan: for N sequences per step instead of the experiment's
   --confirm=K             plan: also compile the best K, which takes minutes each; default 0
   --save=FILE             compile: also write the compiled step to a file
+                          profile: the duration of each instruction (FILE.pbtxt), for --pgle_profile
   --compiled_step=FILE    train: load the compiled step from this file, which must match the run
-  --to=FILE.pbtxt         profile: also write the duration of each instruction, for --pgle_profile
   --pgle_profile=FILE.pbtxt
                           train, compile: let XLA for GPUs schedule the step by these durations;
                           train: if there is no such file, profile the step first and write it

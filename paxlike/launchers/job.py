@@ -2,6 +2,7 @@
 """What a launcher runs: the `paxlike` command and its surroundings, whatever the cluster."""
 
 import dataclasses
+import hashlib
 import re
 import shlex
 from typing import Any
@@ -48,8 +49,14 @@ class Job:
 
   @property
   def title(self) -> str:
-    """The job's name, in lower-case letters, digits and dashes, as Kubernetes requires."""
-    name = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-")
+    """The job's name, in lower-case letters, digits and dashes, as Kubernetes requires.
+
+    A digest tells apart names that are too long or differ in other characters, as in a sweep.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+    if len(name) > 40 or re.search(r"[^\w.-]", self.name, re.ASCII):
+      digest = hashlib.sha256(self.name.encode()).hexdigest()[:6]
+      name = f"{name[:33].strip('-')}-{digest}"
     return name if name[:1].isalpha() else f"job-{name}".rstrip("-")
 
   def command(self, *extra: str) -> str:

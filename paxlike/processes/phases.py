@@ -93,6 +93,14 @@ class Progress:
       self._seconds.clear()
       self.now = Phase("start", "", self.now.number + 1, self.began)
 
+  def count_as_start(self):
+    """Counts all time so far, in `seconds`, as that of starting."""
+    now = time.monotonic()
+    with self._counting:
+      self._seconds.clear()
+      self._seconds["start"] = now - self.began
+      self.now = Phase("start", "", self.now.number + 1, now)
+
   def enter(self, kind: str, of: object = "", *, counts_as: str | None = None):
     """Begins a phase. In `seconds`, the phase that ends is counted as `counts_as`, if given."""
     last, now = self.now, time.monotonic()

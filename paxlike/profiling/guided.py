@@ -13,7 +13,7 @@ from etils import epath
 from paxlike import file_io
 from paxlike.devices import pgle
 from paxlike.errors import UserError
-from paxlike.processes import host_collectives
+from paxlike.processes import host_collectives, phases
 from paxlike.profiling import measurement, step_profile
 from paxlike.profiling.step_profile import StepProfile
 from paxlike.training import profiler
@@ -38,7 +38,7 @@ def profile(trainer: Trainer, *, folder: str | None = None, to: str | None = Non
   if trainer.profile is not None and trainer.profile.profiler == "nsys":
     raise UserError("PROFILER=nsys: --mode=profile reads a trace of xprof: leave it out.")
   if to is not None:
-    _check(trainer, to, f"--to={to}", writes=True)
+    _check(trainer, to, f"--save={to}", writes=True)
     trainer = _with_options(trainer, _UNOVERLAPPED)
   with contextlib.ExitStack() as stack:
     if folder is None or file_io.is_remote(folder):
@@ -65,6 +65,7 @@ def scheduled(trainer: Trainer, path: str, *, measures: bool = False) -> Trainer
     if jax.process_index() == 0:
       print(f"paxlike: {flag}: no such file; profiling the step first", file=sys.stderr)
     profile(dataclasses.replace(trainer, profile=None), to=path)
+    phases.OWN.count_as_start()  # Its steps are not the run's.
   content = host_collectives.broadcast(lambda: list(pgle.text(pgle.read(path).costs).encode()))
   given = pgle.parse(bytes(content).decode(), source=flag)
   execution = dataclasses.replace(trainer.execution, profile=given)

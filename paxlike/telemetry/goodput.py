@@ -2,14 +2,15 @@
 """The goodput ledger: on what every second since the first start of a run was spent.
 
 Each start of the program is an attempt with its own file, `goodput/attempt_00000000.jsonl`. A line
-holds the time, the completed updates, and the seconds of the attempt so far by category: a line for
-each checkpoint, from which the next attempt may resume, and a last one for now. A thread renews the
-last line every `BEAT` seconds, so that after a kill at most that long is unknown.
+holds the time, the completed updates, and the seconds of the attempt so far by category. There is
+one line for each checkpoint, and a last line for the current state. A thread rewrites the last line
+every `BEAT` seconds, so that after a kill at most that long is unknown.
 """
 
 import collections
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -103,7 +104,7 @@ def summary(folder: epath.Path) -> Goodput | None:
 def _sum(attempts: Sequence[Sequence[Mark]]) -> Goodput:
   """Adds up attempts, each at least one line, oldest first."""
   seconds = dict.fromkeys(CATEGORIES, 0.0)
-  kept, later_start = None, None  # The updates that a later attempt kept, and when it began.
+  kept, later_start = None, None  # The step from which a later attempt resumed; when it began.
   for marks in reversed(attempts):
     last = marks[-1]
     for name, value in last.seconds.items():
@@ -130,8 +131,13 @@ def _at(marks: Sequence[Mark], updates: int) -> Mark:
 
 def _attempts(folder: epath.Path) -> list[list[Mark]]:
   """Reads the attempts of a run, oldest first; lines that are damaged are skipped."""
-  found = [_read(path) for path in file_io.beginning_with(folder / _FOLDER, _PREFIX)]
+  found = [_read(path) for path in _files(folder)]
   return [marks for marks in found if marks]
+
+
+def _files(folder: epath.Path) -> list[epath.Path]:
+  found = file_io.beginning_with(folder / _FOLDER, _PREFIX)
+  return [path for path in found if re.fullmatch(rf"{_PREFIX}\d{{8}}\.jsonl", path.name)]
 
 
 def _read(path: epath.Path) -> list[Mark]:
@@ -162,9 +168,9 @@ class Ledger:
     self.updates: int | None = None
     self._check_owner = check_owner
     self._earlier = _attempts(folder)
-    numbers = [path.stem for path in file_io.beginning_with(folder / _FOLDER, _PREFIX)]
-    number = max((int(name.removeprefix(_PREFIX)) for name in numbers), default=-1) + 1
+    number = max((int(path.stem.removeprefix(_PREFIX)) for path in _files(folder)), default=-1) + 1
     self._path = folder / _FOLDER / f"{_PREFIX}{number:08d}.jsonl"
+    self._first: Mark | None = None  # Kept, because it says from which step the attempt resumed.
     self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
     self._is_written = False
     self._lock = threading.Lock()
@@ -176,12 +182,14 @@ class Ledger:
   def mark(self, updates: int):
     """Writes the state of the attempt at a checkpoint, or at the first step."""
     self.updates = updates
-    self._marks.append(self._now())
+    now = self._now()
+    self._first = self._first or now
+    self._marks.append(now)
     self._write()
 
   def summary(self) -> Goodput:
     """Returns the goodput of the run up to now."""
-    return _sum([*self._earlier, [*self._marks, self._now()]])
+    return _sum([*self._earlier, self._lines(self._now())])
 
   def close(self, *, writes: bool = True):
     """Ends the thread, and, if anything was written, writes the last line."""
@@ -198,12 +206,16 @@ class Ledger:
       seconds[_OF_PHASE.get(kind, "start_up")] += spent
     return Mark(time.time(), self.updates, dict(seconds))
 
+  def _lines(self, last: Mark) -> list[Mark]:
+    first = [] if self._first is None or self._first in self._marks else [self._first]
+    return [*first, *self._marks, last]
+
   def _write(self, last: Mark | None = None):
     with self._lock:
       self._check_owner()
       self._path.parent.mkdir(parents=True, exist_ok=True)
-      marks = [*self._marks, last or self._now()]
-      file_io.write(self._path, "".join(f"{json.dumps(mark._asdict())}\n" for mark in marks))
+      lines = self._lines(last or self._now())
+      file_io.write(self._path, "".join(f"{json.dumps(mark._asdict())}\n" for mark in lines))
       self._is_written = True
 
   def _beat(self):

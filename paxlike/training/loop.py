@@ -49,7 +49,7 @@ class Loop:
       on_commit=run_log.saved,
     )
     self._stop = StopSignal()
-    self._profiler = Profiler(trainer.profile, folder, run_log.note)
+    self._profiler = Profiler(trainer.profile, folder, run_log.note, num_steps=trainer.num_steps)
     self._meter = Meter(depth=trainer.placer.steps_in_flight)
     self._programs: dict[bool, jax.stages.Compiled] = {}  # By whether layers are logged.
 
@@ -82,7 +82,6 @@ class Loop:
         if owed:  # The run was stopped before or during the evaluation at step `start`.
           self._judge(trainer.evaluated(state), start)
         stopping = owed and self._stop.requested()
-        self._profiler.update(start)
         for step in range(start, trainer.num_steps):
           if stopping or best.is_hopeless:
             break
@@ -106,6 +105,7 @@ class Loop:
       phases.enter("compile")
       self._programs = self._compiled(step, state, arrays)
       phases.enter("dispatch", step)
+    self._profiler.update(step)
     program = self._programs[_due(step, self._trainer.log_layers_every)]
     with self._profiler.step(step):
       state, *reported = program(state, arrays)

@@ -7,14 +7,12 @@ import shlex
 import unicodedata
 from typing import Any
 
-import jax
 from etils import epath
 
 from paxlike import file_io
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.devices import mesh
 from paxlike.errors import UserError
-from paxlike.telemetry.trackers import registry
 from paxlike.training import decode_mode, memory_check, pipeline_loss, requirements
 
 _MOST_BYTES = 200  # Limit of an eval set's name; file names are limited to 255.
@@ -51,8 +49,6 @@ def check(trainer: Any, *, training: bool):
         f"the eval set {name} never ends: set num_batches of its EvalSet, as by"
         f" {_edit(name, 'num_batches=16')}."
       )
-  if training and jax.process_index() == 0:
-    registry.check(trainer.trackers)
   if training and trainer.sample_prompt is not None:
     try:
       decode_mode.check(trainer, [trainer.sample_prompt])

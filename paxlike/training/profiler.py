@@ -68,9 +68,18 @@ class Profiling:
 class Profiler:
   """Starts and stops the profiler of a run around its window; without a window, does nothing."""
 
-  def __init__(self, how: Profiling | None, folder: epath.Path, note: Callable[[str], None]):
-    """`folder` is the run's; `note` prints a line."""
+  def __init__(
+    self,
+    how: Profiling | None,
+    folder: epath.Path,
+    note: Callable[[str], None],
+    *,
+    num_steps: int,
+  ):
+    """`folder` and `num_steps` are the run's; `note` prints a line."""
     how = how or Profiling()
+    if how.steps is not None:
+      how = dataclasses.replace(how, steps=(how.steps[0], min(how.steps[1], num_steps - 1)))
     here = how.every_process or jax.process_index() == 0
     self._how = how if here else Profiling()
     self._folder = trace_folder(folder)
@@ -177,15 +186,20 @@ def trace(folder: epath.PathLike) -> Iterator[None]:
     if file_io.is_remote(target):
       local = stack.enter_context(tempfile.TemporaryDirectory(prefix="paxlike-profile-"))
     try:
+      pathlib.Path(local).mkdir(parents=True, exist_ok=True)
       jax.profiler.start_trace(local, profiler_options=options)
-    except RuntimeError as error:
-      raise UserError(f"cannot profile: {str(error).splitlines()[0]}") from None
+    except (OSError, RuntimeError) as error:
+      raise UserError(f"{target}: cannot profile: {file_io.reason(error)}.") from None
     try:
       yield
     finally:
-      jax.profiler.stop_trace()
-      if local != os.fspath(target):
-        _copy(pathlib.Path(local), target)
+      try:
+        jax.profiler.stop_trace()
+        if local != os.fspath(target):
+          _copy(pathlib.Path(local), target)
+      except (*file_io.failures(), RuntimeError) as error:
+        reason = file_io.reason(error)
+        raise UserError(f"{target}: the profile cannot be written: {reason}.") from None
 
 
 def _copy(folder: pathlib.Path, target: epath.Path):

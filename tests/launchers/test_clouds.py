@@ -3,6 +3,7 @@
 
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -238,3 +239,16 @@ def test_what_cannot_be_written_or_submitted_is_said(tmp_path, monkeypatch, caps
   # Slurm reads directives up to the first line that is neither a comment nor empty.
   first = next(line for line in made.splitlines() if line and not line.startswith("# "))
   assert first == "#!/usr/bin/env bash" and "\n\n#SBATCH --job-name=" in made
+
+
+def test_names_that_are_shortened_stay_different():
+  names = [
+    f"{x},NUM_LAYERS={n},MODEL_DIMS={d}"
+    for x in ("a=1e-3", "a=1e+3")
+    for n in "12"
+    for d in (16, 32)
+  ]
+  names += ["run", "a b", "a-b", "x" * 50, "x" * 51]
+  titles = {job.Job(flags=(), name=name).title for name in names}
+  assert len(titles) == len(names) and "run" in titles
+  assert all(re.fullmatch("[a-z][a-z0-9-]{0,39}", title) for title in titles), titles

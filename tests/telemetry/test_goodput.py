@@ -7,6 +7,7 @@ import pytest
 from helpers.program import TINY, finish, start
 
 from paxlike.checkpoints.run_checkpoints import Checkpoints
+from paxlike.processes import phases
 from paxlike.telemetry import goodput
 
 
@@ -101,3 +102,28 @@ def test_the_seconds_of_a_killed_run_add_up_to_its_wall_time(tmp_path):
   spent = found.seconds
   assert min(spent.values()) >= 0
   assert spent["start_up"] > 1 and spent["step"] > 0 and spent["restore"] > 0
+
+
+def test_files_of_other_names_and_many_checkpoints_change_nothing(tmp_path, monkeypatch):
+  monkeypatch.setattr(goodput, "_MARKS", 3)
+  path = tmp_path / "goodput"
+  simulate(tmp_path, 2)
+  (path / "attempt_0000000x.jsonl").write_text("{}")
+  before = goodput.summary(tmp_path)
+  assert before is not None
+  ledger = goodput.Ledger(tmp_path)
+  for step in range(9):
+    ledger.mark(step)
+  ledger.close()
+  newest = sorted(path.glob("attempt_*[0-9].jsonl"))[-1].read_text().splitlines()
+  assert [json.loads(line)["updates"] for line in newest] == [0, 6, 7, 8, 8]
+  after = goodput.summary(tmp_path)
+  assert after is not None and after.attempts == before.attempts + 1
+
+
+def test_the_time_of_steps_that_are_thrown_away_is_that_of_starting():
+  progress = phases.Progress()
+  progress.enter("step", 0)
+  progress.count_as_start()
+  progress.enter("restore")
+  assert set(progress.seconds()) == {"start", "restore"}

@@ -52,10 +52,10 @@ def test_a_port_is_open_while_the_run_lasts(tmp_path):
     port = free.getsockname()[1]
   notes: list[str] = []
   how = Profiling(port=port)
-  with Profiler(how, tmp_path, notes.append):
+  with Profiler(how, tmp_path, notes.append, num_steps=9):
     socket.create_connection(("localhost", port), timeout=10).close()
     with pytest.raises(UserError, match=f"PROFILER_PORT={port}: Address already in use"):
-      Profiler(how, tmp_path, notes.append).__enter__()
+      Profiler(how, tmp_path, notes.append, num_steps=9).__enter__()
   assert notes == [f"xprof can take a trace at port {port}"]
   with pytest.raises(OSError):
     socket.create_connection(("localhost", port), timeout=10)
@@ -93,3 +93,12 @@ def test_the_libraries_of_nvidia_are_found_and_called():
     message = r"PROFILER=nsys: cudaProfilerStart failed: .* \(CUDA error \d+\)\."
     with pytest.raises(UserError, match=message), cuda_profiler.range_of_capture():
       pass
+
+
+def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path):
+  (tmp_path / "profile").write_text("")
+  with (
+    pytest.raises(UserError, match="profile: cannot profile"),
+    profiler.trace(tmp_path / "profile"),
+  ):
+    pass

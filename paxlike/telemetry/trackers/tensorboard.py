@@ -2,6 +2,7 @@
 """TensorBoard: event files in `summaries/` of the run's folder, local or on an object store."""
 
 import contextlib
+import functools
 import importlib.util
 import sys
 import time
@@ -24,6 +25,7 @@ class TensorBoard(Tracker):
   in_folder = True
 
   def open(self, run: TrackedRun) -> Mapping[str, int]:
+    _library()  # Now, while no other tracker has a thread.
     self._run = run
     self._writers: dict[str, TensorBoardWriter] = {}
     return {}
@@ -93,6 +95,20 @@ def _quick_import() -> Iterator[None]:
       del names["storage"]
 
 
+@functools.cache
+def _library() -> types.SimpleNamespace:
+  """Returns the modules of tensorboardX that are used here.
+
+  Their import changes `sys.modules` for all threads.
+  """
+  with _quick_import():
+    from tensorboardX import event_file_writer, record_writer, summary
+    from tensorboardX.proto import event_pb2
+  return types.SimpleNamespace(
+    events=event_file_writer, objects=record_writer, summary=summary, proto=event_pb2
+  )
+
+
 class TensorBoardWriter:
   """Writes scalars and texts to a folder of `summaries/`, created by the first write."""
 
@@ -105,12 +121,7 @@ class TensorBoardWriter:
 
   def write(self, step: int, values: Mapping[str, float | str]):
     """Adds numbers and texts at `step`."""
-    # Imported here, because some runs never write.
-    with _quick_import():
-      from tensorboardX import summary
-      from tensorboardX.proto import event_pb2
-
-    proto: Any = event_pb2
+    proto, summary = _library().proto, _library().summary
     now = time.time()
     if self._events is None:
       self._events = self._open()
@@ -129,19 +140,16 @@ class TensorBoardWriter:
 
   def _open(self) -> Any:
     """Creates a file and returns its writer."""
-    with _quick_import():
-      from tensorboardX import event_file_writer, record_writer
-
     prefix = str(self._directory / "events")
     remote = file_io.is_remote(self._directory)
     objects = _Objects()
     if remote:
-      record_writer.register_writer_factory(_PREFIX.rstrip(":"), objects)
+      _library().objects.register_writer_factory(_PREFIX.rstrip(":"), objects)
       prefix = _PREFIX + prefix
     else:
       self._directory.mkdir(parents=True, exist_ok=True)
     # Not SummaryWriter, whose thread would fail unnoticed on a full disk.
-    events = event_file_writer.EventsWriter(prefix, filename_suffix=f".{time.time_ns()}")
+    events = _library().events.EventsWriter(prefix, filename_suffix=f".{time.time_ns()}")
     self._object = objects.opened if remote else None
     return events
 

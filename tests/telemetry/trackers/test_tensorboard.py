@@ -10,6 +10,7 @@ from etils import epath
 from helpers.sources import REPOSITORY
 from tensorboardX.proto import event_pb2 as untyped
 
+from paxlike.telemetry.trackers import tensorboard
 from paxlike.telemetry.trackers.tensorboard import TensorBoard, TensorBoardWriter
 from paxlike.telemetry.trackers.tracker import Record, TrackedRun
 
@@ -91,3 +92,11 @@ def test_google_s_storage_client_is_imported_when_it_is_used(is_there, tmp_path)
   """
   environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
   subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+def test_only_opening_changes_the_modules_of_other_threads(tmp_path, monkeypatch):
+  tracker = TensorBoard()
+  tracker.open(TrackedRun(id="", name="run", folder=epath.Path(tmp_path)))
+  monkeypatch.setattr(tensorboard, "_quick_import", None)
+  tracker.write(Record.of({"kind": "train", "step": 0, "updates": 1, "loss": 1.0}))
+  tracker.close("finished")
