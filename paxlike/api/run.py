@@ -88,7 +88,7 @@ class Run:
     return list(metric_files.records(self.folder))
 
   def metrics(self) -> Any:
-    """Returns the records of training and evaluation as a pandas DataFrame, or else as a list."""
+    """Returns the records of training and evaluation as a DataFrame; a list without pandas."""
     records = [record for record in self.records() if record.get("kind") in ("train", "eval")]
     if importlib.util.find_spec("pandas") is None:
       return records

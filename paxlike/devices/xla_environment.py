@@ -105,7 +105,7 @@ def _unknown(answer: str) -> set[str]:
 
 
 def _hint(flag: str) -> str:
-  """Returns " (did you mean X?)" for a misspelt flag, or "" if XLA has none that is near."""
+  """Returns " (did you mean X?)" for a misspelt flag, or "" if XLA has no similar flag."""
   name = _key(flag).strip("-=")
   near = difflib.get_close_matches(name, _candidates(), n=2, cutoff=0.9)
   found = next((f"--{one}" for one in near if one != name), "")

@@ -25,9 +25,9 @@ class RunKnobs(Knobs):
   SUMMARY_INTERVAL_STEPS: ranges.Positive = 100  #: Steps between log lines.
   #: Steps between records of each layer's norms, activations, logits and expert loads. 0: none.
   LOG_LAYERS_EVERY: ranges.NonNegative = 0
-  #: First steps of each start that the speed printed at the end leaves out.
+  #: Number of first steps of each start that the speed printed at the end leaves out.
   SPEED_SKIP_STEPS: ranges.NonNegative = 5
-  #: Tokens of a whole training, whose duration at this speed is printed at the end.
+  #: Number of tokens; the end of the run prints how long training on them takes at its speed.
   TARGET_TOKENS: ranges.PositiveFloat | None = None
   #: Steps between evaluations. 0: only after the last step.
   EVAL_INTERVAL_STEPS: ranges.NonNegative = 100

@@ -19,8 +19,8 @@ class StopSignal:
   Outside of the main thread, signals keep their handlers.
 
   All processes of a job stop at the same sync point, whichever gets the signal: their watches agree
-  on it. A process that does not reach its next sync point in time is ended by its watch. Once they
-  have stopped, a process ignores the signal that it has not got yet: the others wait for it to end.
+  on it. A process that does not reach its next sync point in time is ended by its watch. After the
+  job has stopped, a process that gets the signal late ignores it, because the others wait for it.
 
   Attributes:
     number: The signal received; None if none.

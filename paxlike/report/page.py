@@ -133,7 +133,7 @@ def _layers(runs: Sequence[RunData]) -> Html:
     return Html("")
   controls = [
     _choice("heat-run", "Run", found),
-    _choice("heat-statistic", "Statistic", []),
+    _choice("heat-statistic", "Metric", []),
     _choice("heat-group", "Group", []),
     element("label", void("input", type="checkbox", id="heat-log"), " Logarithmic"),
   ]

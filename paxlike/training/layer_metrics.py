@@ -27,7 +27,7 @@ class LayerMetrics(NamedTuple):
 
   Attributes:
     gradients: The sum of squares of the gradient of each trained weight, in the order of
-      `Definition.weights`; of each layer, if layers are stacked in it.
+      `Definition.weights`; one for each layer, if the weight stacks layers in it.
     weights: The same of the weights before the step.
     updates: The same of their change.
     sums, maxima: `layer_sums` and `layer_maxima` of `Aux`.
@@ -71,7 +71,7 @@ def of_step(
 
 
 def _squares(spec: WeightSpec, x: jax.Array) -> jax.Array:
-  """Returns [L], or [1], sums of squares: of each layer, if layers are stacked."""
+  """Returns [L], or [1], sums of squares: one for each layer, if the weight stacks layers."""
   dims = tuple(dim for dim, name in enumerate(spec.dims) if name != "layer")
   return jnp.square(x.astype(jnp.float32)).sum(dims).reshape(-1)
 

@@ -155,7 +155,7 @@ class Tracker:
     return None
 
   def write(self, record: Record):
-    """Adds a record. `updates` increases within a part, except that parts are independent."""
+    """Adds a record. Within a part, `updates` increases; parts are independent."""
     raise NotImplementedError
 
   def sync(self):
