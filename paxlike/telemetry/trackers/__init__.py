@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers of runs: TensorBoard, Weights & Biases, MLflow, Trackio and others; metrics.jsonl always."""
+"""Trackers of runs: TensorBoard, Weights & Biases, MLflow, Trackio, and those of users."""
