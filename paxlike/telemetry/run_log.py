@@ -300,7 +300,7 @@ class RunLog:
       stack.callback(self._end, kind)
       if self._ledger is not None:
         stack.callback(self._ledger.close, writes=not self._is_out_of_reach)
-      if self._is_out_of_reach or self._recorder is None:
+      if self._is_out_of_reach or self._recorder is None or not self._recorder.is_open:
         return  # A store's client would retry the last upload for minutes.
       allowed = (*file_io.failures(), UserError, RunError)
       stack.enter_context(self._writing() if kind is None else contextlib.suppress(*allowed))

@@ -13,6 +13,7 @@ import pathlib
 import sys
 import threading
 import time
+from typing import Any
 
 from paxlike import main
 from paxlike.processes import phases, stall_detector
@@ -24,8 +25,8 @@ def get_stuck(fault: pathlib.Path):
   """Has phases be entered as the file says."""
   enter = phases.enter
 
-  def entering(kind: str, of: object = ""):
-    enter(kind, of)
+  def entering(kind: str, of: object = "", **how: Any):
+    enter(kind, of, **how)
     words = fault.read_text().split() if fault.exists() else [""]
     if words[:1] == [kind]:
       fault.with_name(f"{fault.name}.stuck").touch()

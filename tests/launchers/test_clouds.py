@@ -90,6 +90,10 @@ while :; do sleep 0.1; done
 """
 
 
+# A shell cannot trap a signal that is ignored when it starts, as by `nohup` and `&`.
+IN_FOREGROUND = ("env", "--default-signal=INT,HUP")
+
+
 @pytest.mark.parametrize(
   ("moment", "sent", "status"),
   [
@@ -113,7 +117,7 @@ def test_a_stopped_script_stops_processes_and_says_what_is_left(
   assert main.run([*flags, *RUN]) == 0
   program(tmp_path, "job.sh", capsys.readouterr().out)
   job_script = subprocess.Popen(
-    [tmp_path / "job.sh"],
+    [*IN_FOREGROUND, tmp_path / "job.sh"],
     cwd=tmp_path,
     env=path_to(tmp_path),
     stderr=subprocess.PIPE,

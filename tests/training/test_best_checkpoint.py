@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import signal
+from typing import Any
 
 import pytest
 from helpers.program import TEXT, curve, run
@@ -141,8 +142,8 @@ def test_an_evaluation_that_a_stop_ends_is_made_by_the_next_run(
   assert train(whole, text, *given) == 0
   enter, seen = phases.enter, []
 
-  def entering(kind: str, of: object = ""):
-    enter(kind, of)
+  def entering(kind: str, of: object = "", **how: Any):
+    enter(kind, of, **how)
     seen.extend([of] if kind == "eval" and str(of).endswith("batch 0") else [])
     if len(seen) == 2 * in_evaluation - 1 and seen[-1] == of:  # It comes twice in each.
       signal.raise_signal(signal.SIGTERM)

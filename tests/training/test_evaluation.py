@@ -123,8 +123,8 @@ def test_continuous_evaluation_follows_a_job_and_ends_with_it(flags, tmp_path):
 def test_a_stop_ends_an_evaluation_after_its_batch(flags, tmp_path, monkeypatch):
   enter, batches = phases.enter, []
 
-  def entering(kind, of=""):
-    enter(kind, of)
+  def entering(kind, of="", **how):
+    enter(kind, of, **how)
     if kind == "eval":
       batches.append(of)
       signal.raise_signal(signal.SIGTERM)

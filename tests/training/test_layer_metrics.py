@@ -213,7 +213,7 @@ def test_a_run_with_the_knob_is_the_run_without(tmp_path):
 
 def scalars(folder) -> set[str]:
   """The names, in TensorBoard, of the values of layers."""
-  (file,) = (folder / "summaries" / "train").iterdir()
+  (file,) = (folder / "summaries" / "layers").iterdir()
   return set(re.findall(r"layers/[\w./]+", file.read_bytes().decode(errors="replace")))
 
 

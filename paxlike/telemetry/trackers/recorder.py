@@ -71,6 +71,11 @@ class Recorder:
     for tracker in trackers:
       tracker.open(run)
 
+  @property
+  def is_open(self) -> bool:
+    """Whether there is anything to close."""
+    return bool(self._in_folder or self._background)
+
   def write(self, values: Mapping[str, Any]):
     """Writes a record; before `start`, only to trackers in the folder (`--mode=eval`)."""
     if not self._in_folder:
