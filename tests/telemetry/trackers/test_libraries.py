@@ -11,7 +11,6 @@ import sys
 import pytest
 from helpers.program import TEXT, finish, start
 from helpers.sources import REPOSITORY
-from helpers.wandb_server import WandbServer
 
 MISSING = [
   name for name in ("wandb", "mlflow", "trackio") if importlib.util.find_spec(name) is None
@@ -112,20 +111,6 @@ def test_wandb_has_each_record_once_over_both_starts(tracked):
   assert {"config.json", "experiment.json"} <= set(last["files"])
   assert any(file.startswith("media/html/sample/text") for file in last["files"])
   assert f"-{last['id']}" in out and "tracker wandb: offline; to upload: wandb sync" in out
-
-
-@pytest.mark.slow
-def test_wandb_uploads_both_starts_as_one_run(tracked):
-  folder, _, records, found = tracked
-  starts = sorted((folder / "run" / "wandb").glob("offline-run-*"))
-  command = [sys.executable, "-m", "wandb", "sync", *map(str, starts)]
-  with WandbServer() as server:
-    account = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
-    env = os.environ | account
-    subprocess.run(command, check=True, cwd=folder, env=env, capture_output=True)
-  number = found["wandb"][-1]["id"]
-  losses = [(row["_step"], row["train/loss"]) for row in server.history[number]]
-  assert losses == points(records, "train", "loss") and list(server.history) == [number]
 
 
 @pytest.mark.slow
