@@ -18,7 +18,6 @@ MISSING = [
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}")
 
 EXPERIMENT = '''
-import os
 import signal
 import sqlite3
 import time
