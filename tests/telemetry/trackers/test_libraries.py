@@ -18,6 +18,7 @@ MISSING = [
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}")
 
 EXPERIMENT = '''
+import os
 import signal
 import sqlite3
 import time
