@@ -6,7 +6,7 @@
 compiles the step, derives a profile from rooflines (of kernels as `--mode=compile --kernels` has
 them, of collectives from the bytes that a device sends over NVLink; nothing is measured), compiles
 the step again with the profile, and prints both schedules, judged by the same durations. A real
-profile is made on GPUs by `--mode=profile --to=FILE`.
+profile is made on GPUs by `--mode=profile --save=FILE`.
 """
 
 import dataclasses

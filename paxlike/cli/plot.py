@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from etils import epath
 
 from paxlike import file_io, run_folder
-from paxlike.errors import UserError, one_line
+from paxlike.errors import UserError
 from paxlike.telemetry import console, metric_files, run_paths
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ def main() -> int:
 
 def run(argv: Sequence[str]) -> int:
   """Runs a command line; returns the exit status: 0, or 2 for a user error."""
+  return console.exit_status("paxlike-plot", lambda: _plot(argv))
+
+
+def _plot(argv: Sequence[str]) -> int:
   parser = console.Parser(
     prog="paxlike-plot", description="Plots the loss and throughput of one or several runs."
   )
@@ -67,19 +71,15 @@ def run(argv: Sequence[str]) -> int:
     type=console.path,
     help="default: RUN/curves.png, or curves.png",
   )
-  try:
-    options = parser.parse_args(argv)
-    single = len(options.runs) == 1
-    output = options.output or (
-      f"{options.runs[0].rstrip('/')}/curves.png" if single else "curves.png"
-    )
-    paths = [path for given in options.runs for path in run_paths.within(given)]
-    names = run_paths.names(paths)
-    runs = [read(path, name=name) for path, name in zip(paths, names, strict=True)]
-    save(draw(runs), output)
-  except UserError as error:
-    print(f"paxlike-plot: {one_line(error)}", file=sys.stderr)
-    return 2
+  options = parser.parse_args(argv)
+  single = len(options.runs) == 1
+  output = options.output or (
+    f"{options.runs[0].rstrip('/')}/curves.png" if single else "curves.png"
+  )
+  paths = [path for given in options.runs for path in run_paths.within(given)]
+  names = run_paths.names(paths)
+  runs = [read(path, name=name) for path, name in zip(paths, names, strict=True)]
+  save(draw(runs), output)
   print(output)
   return 0
 

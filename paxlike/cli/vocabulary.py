@@ -12,7 +12,7 @@ from typing import Any
 from etils import epath
 
 from paxlike import file_io
-from paxlike.errors import UserError, one_line
+from paxlike.errors import UserError
 from paxlike.telemetry import console
 
 _HELP = """\
@@ -33,6 +33,10 @@ def main() -> int:
 
 def run(argv: Sequence[str]) -> int:
   """Runs a command line; returns the exit status: 0, or 2 for a user error."""
+  return console.exit_status("paxlike-vocabulary", lambda: _vocabulary(argv))
+
+
+def _vocabulary(argv: Sequence[str]) -> int:
   parser = console.Parser(prog="paxlike-vocabulary", description=_HELP)
   parser.add_argument(
     "--data", type=console.path, required=True, help="a file, folder or glob, as in DATA_PATH"
@@ -47,13 +51,7 @@ def run(argv: Sequence[str]) -> int:
     metavar="FILE.model",
     help="file to create (default: vocabulary.model)",
   )
-  try:
-    print(_make(parser.parse_args(argv)))
-  except UserError as error:
-    print(f"paxlike-vocabulary: {one_line(error)}", file=sys.stderr)
-    return 2
-  except KeyboardInterrupt:
-    return 130
+  print(_make(parser.parse_args(argv)))
   return 0
 
 

@@ -50,15 +50,16 @@ def _begins(one: Instruction, found: Computations) -> bool:
 
 
 def exposed(program: str, costs: Mapping[str, float]) -> tuple[float, float]:
-  """Returns the time of collectives that computation does not hide, and their whole time.
+  """Returns (seconds that computation does not hide, total seconds) of all collectives.
 
   Args:
     program: The HLO text.
-    costs: Instruction -> its duration; those that are missing take no time.
+    costs: Instruction -> its seconds; those that are missing take none.
   """
   left = whole = 0.0
-  moving = {one.name for one in transfers(program)}
-  for one in transfers(program):
+  found = transfers(program)
+  moving = {one.name for one in found}
+  for one in found:
     cost = costs.get(one.name, 0.0)
     beside = sum(costs.get(name, 0.0) for name in one.between if name not in moving)
     whole += one.count * cost

@@ -60,7 +60,7 @@ class Profile(NamedTuple):
     if shared < _LEAST_SHARED * len(self.costs):
       raise UserError(
         f"{self.source} is of another program: of its {len(self.costs):,} instructions, the step"
-        f" has {shared:,}. Make one by --mode=profile --to=FILE with the flags of this run."
+        f" has {shared:,}. Make one by --mode=profile --save=FILE with the flags of this run."
       )
 
 
@@ -90,7 +90,7 @@ def parse(content: str, *, source: str) -> Profile:
   rest = _ENTRY.sub("", re.sub(r"#.*", "", content))
   if rest.strip() or not costs or not all(0 <= cost < math.inf for cost in costs.values()):
     raise UserError(
-      f"{source} is not a profile of instructions, as --mode=profile --to=FILE{SUFFIX} writes it."
+      f"{source} is not a profile of instructions, as --mode=profile --save=FILE{SUFFIX} writes it."
     )
   return Profile(source, costs)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from paxlike import file_io
 from paxlike.cli import command_line
-from paxlike.errors import UserError, did_you_mean, one_line
+from paxlike.errors import UserError, did_you_mean
 from paxlike.launchers import command_comment
 from paxlike.launchers.google_cloud import QueuedResources, Xpk
 from paxlike.launchers.job import Job, has_open_variable, with_defaults
@@ -51,13 +51,7 @@ def main() -> int:
 
 def run(argv: Sequence[str]) -> int:
   """Runs a command line; returns the exit status: 0, 2 for a user error, or the submission's."""
-  try:
-    return _launch(argv)
-  except UserError as error:
-    print(f"paxlike-launch: {one_line(error)}", file=sys.stderr)
-    return 2
-  except KeyboardInterrupt:
-    return 130
+  return console.exit_status("paxlike-launch", lambda: _launch(argv))
 
 
 def _launch(argv: Sequence[str]) -> int:

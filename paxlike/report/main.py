@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from paxlike import file_io
-from paxlike.errors import UserError, one_line
+from paxlike.errors import UserError
 from paxlike.telemetry import console, run_paths
 
 _HELP = """\
 Writes one HTML page of one or several runs: curves, differences of knobs, evaluations, goodput,
-statistics by layer, samples, memory and mesh. The page needs no other file and no network.
+metrics of layers, samples, memory and mesh. The page needs no other file and no network.
 """
 MAX_RECORDS = 5000
 _MAX_RECORDS_OF_ALL = 20_000  # About 12 MB.
@@ -25,6 +25,10 @@ def main() -> int:
 
 def run(argv: Sequence[str]) -> int:
   """Runs a command line; returns the exit status: 0, or 2 for a user error."""
+  return console.exit_status("paxlike-report", lambda: _report(argv))
+
+
+def _report(argv: Sequence[str]) -> int:
   parser = console.Parser(prog="paxlike-report", description=_HELP, allow_abbrev=False)
   parser.add_argument(
     "runs",
@@ -52,18 +56,12 @@ def run(argv: Sequence[str]) -> int:
     default="",
     help="modules outside of paxlike that the runs' configuration may import",
   )
-  try:
-    options = parser.parse_args(argv)
-    modules = [name for name in options.fdl_allow_modules.split(",") if name]
-    paths = [path for given in options.runs for path in run_paths.within(given)]
-    single = len(options.runs) == 1
-    to = options.to or (f"{options.runs[0].rstrip('/')}/report.html" if single else "report.html")
-    write(paths, to, max_records=options.max_records, allow_modules=modules)
-  except UserError as error:
-    print(f"paxlike-report: {one_line(error)}", file=sys.stderr)
-    return 2
-  except KeyboardInterrupt:
-    return 130
+  options = parser.parse_args(argv)
+  modules = [name for name in options.fdl_allow_modules.split(",") if name]
+  paths = [path for given in options.runs for path in run_paths.within(given)]
+  single = len(options.runs) == 1
+  to = options.to or (f"{options.runs[0].rstrip('/')}/report.html" if single else "report.html")
+  write(paths, to, max_records=options.max_records, allow_modules=modules)
   print(to)
   return 0
 

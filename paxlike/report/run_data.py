@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
@@ -12,13 +11,12 @@ from etils import epath
 from paxlike import file_io, run_folder
 from paxlike.errors import UserError
 from paxlike.report import run_config
-from paxlike.telemetry import goodput, metric_files, run_paths, run_status
+from paxlike.telemetry import goodput, metric_files, pace, run_paths, run_status
 
 Record = dict[str, Any]
 
 MAX_LAYERS = 200  # Columns of a heat map, which has about 400 pixels.
 MAX_SAMPLES = 100
-_STEADY = 0.2  # Throughput is the median without this share of records at the start.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,7 @@ class RunData:
     config: Its configuration.
     records: Records of training and of evaluations; of many, those that `thinned` chooses.
     left_out: The number of records of training that are not among them.
-    layers: Records of statistics by layer, at most `MAX_LAYERS`.
+    layers: Records of the metrics of layers, at most `MAX_LAYERS`.
     samples: Mappings with `source`, `prompt` and `text`, the newest last.
     goodput: On what its time was spent; None if it has no ledger.
   """
@@ -58,8 +56,7 @@ class RunData:
 
   def typical(self, key: str) -> float | None:
     """Returns the median of a training metric after the start; None without one."""
-    values = [r[key] for r in self.records if r.get("kind") == "train" and is_number(r.get(key))]
-    return statistics.median(values[int(_STEADY * len(values)) :]) if values else None
+    return pace.typical(self.records, key)
 
   @property
   def peaks(self) -> dict[str, int]:

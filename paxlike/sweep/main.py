@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `paxlike-sweep`, which trains combinations of knobs."""
 
+import itertools
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 
 from paxlike import file_io
-from paxlike.errors import UserError, one_line
+from paxlike.errors import UserError
 from paxlike.sweep import combinations
 from paxlike.telemetry import console
 
 _HELP = """\
-Trains a run for each combination of knobs, one after another. All combinations are checked first.
+Trains a run for each combination of knobs, one after another. The graphs of all are checked first.
 The same command again skips finished runs and resumes the others; values may be added. Writes a
 table (results.json, results.csv) and a page (report.html) of all runs into DIR. All other flags
 are those of paxlike. Exits with 1 if a run failed.
@@ -30,13 +31,7 @@ def run(argv: Sequence[str]) -> int:
 
   Returns the exit status: 0, 1 if a run failed, 2 for a user error, 128 + the signal if stopped.
   """
-  try:
-    return _sweep(argv)
-  except UserError as error:
-    print(f"paxlike-sweep: {one_line(error)}", file=sys.stderr)
-    return 2
-  except KeyboardInterrupt:
-    return 130
+  return console.exit_status("paxlike-sweep", lambda: _sweep(argv))
 
 
 def _parser() -> console.Parser:
@@ -130,9 +125,11 @@ def _words(text: str) -> list[str]:
 
 
 def _modules(flags: Sequence[str]) -> list[str]:
-  """Returns the modules whose experiments the runs may name: those of --fdl_config."""
-  given = [flag.partition("=")[2] for flag in flags if flag.startswith(("--fdl_config=", "--exp="))]
-  return [name.rpartition(".")[0] for name in given if "." in name]
+  """Returns the modules that the runs may name: of --fdl_config and --fdl_allow_modules."""
+  pairs = [flag.partition("=") for flag in flags]
+  named = [text for name, _, text in pairs if name in ("--fdl_config", "--exp") and "." in text]
+  allowed = [text.split(",") for name, _, text in pairs if name == "--fdl_allow_modules"]
+  return [*(name.rpartition(".")[0] for name in named), *itertools.chain(*allowed)]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from paxlike import file_io, run_folder
 from paxlike.errors import UserError
 from paxlike.report import main as report
 from paxlike.sweep.definition import Sweep
-from paxlike.telemetry import formatting, metric_files, run_status
+from paxlike.telemetry import formatting, metric_files, pace, run_status
 
 FILES = ("results.json", "results.csv", "report.html")
 
@@ -32,7 +32,6 @@ def collect(sweep: Sweep, failures: Mapping[str, str]) -> list[dict[str, Any]]:
     train = [record for record in records if record.get("kind") == "train"]
     evals = {r["set"]: r.get("loss") for r in records if r.get("kind") == "eval" and "set" in r}
     newest = train[-1] if train else {}
-    speeds = sorted(r["tokens_per_second"] for r in train if r.get("tokens_per_second"))
     state = run_status.state(folder)
     rows.append(
       {
@@ -42,7 +41,7 @@ def collect(sweep: Sweep, failures: Mapping[str, str]) -> list[dict[str, Any]]:
         "updates": newest.get("updates"),
         "loss": newest.get("loss"),
         "eval_losses": evals,
-        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+        "tokens_per_second": pace.typical(records, "tokens_per_second"),
         "error": failures.get(name),
       }
     )

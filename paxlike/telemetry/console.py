@@ -9,10 +9,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from paxlike.errors import UserError
+from paxlike.errors import UserError, one_line
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,6 +27,17 @@ def path(text: str) -> str:
   if not text.strip():
     raise argparse.ArgumentTypeError("expected a path that is not empty")
   return text
+
+
+def exit_status(prog: str, action: Callable[[], int]) -> int:
+  """Returns the exit status of a command: that of `action`, or 2 for a user error (one line)."""
+  try:
+    return action()
+  except UserError as error:
+    print(f"{prog}: {one_line(error)}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    return 130
 
 
 class _Resilient:

@@ -4,12 +4,22 @@
 import collections
 import statistics
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from paxlike.telemetry import formatting
 from paxlike.telemetry.run_header import RunHeader
 from paxlike.telemetry.step_metrics import Reading
 
+_STEADY = 0.2
 _KEPT = 10_000  # The last steps, of which the median is taken.
+
+
+def typical(records: Iterable[Mapping[str, Any]], name: str) -> float | None:
+  """Returns the median of a value in the training records without the first fifth; None: none."""
+  found = [one.get(name) for one in records if one.get("kind") == "train"]
+  values = [value for value in found if isinstance(value, int | float)]
+  return statistics.median(values[int(_STEADY * len(values)) :]) if values else None
 
 
 class Pace:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles by which XLA schedules are read as they are written, and damaged ones are refused."""
 
+import re
+
 import pytest
 
+from paxlike.cli import command_line
 from paxlike.devices import pgle
 from paxlike.errors import UserError
 
@@ -61,8 +64,12 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 def test_a_profile_of_another_program_is_refused():
   profile = pgle.Profile("--pgle_profile=p", dict.fromkeys("abcdefghij", 1.0))
   profile.check([*"abcdefgh", "more"])
-  with pytest.raises(UserError, match=r"p is of another program: of its 10 instr.* step has 7"):
+  with pytest.raises(
+    UserError, match=r"p is of another program: of its 10 instr.* step has 7"
+  ) as e:
     profile.check("abcdefg")
+  (hint,) = re.findall(r"--mode=profile \S+", str(e.value))  # It is a command that works.
+  assert command_line.parse(["paxlike", "--fdl_config=Pile126M", *hint.split()]).save == "FILE"
 
 
 def test_the_copy_that_xla_reads_is_named_for_its_content():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paxlike.layers.flops import TrainingFlops
-from paxlike.telemetry.pace import Pace
+from paxlike.telemetry.pace import Pace, typical
 from paxlike.telemetry.run_header import RunHeader
 from paxlike.telemetry.step_metrics import Reading
 
@@ -59,3 +59,9 @@ def test_the_time_left_includes_all_but_the_first_steps(monkeypatch):
     pace.add(Reading(step, {}, 1.0, 1.0))
   assert pace.left(5) == pytest.approx(60 / 2 * 94)
   assert Pace(header("bfloat16"), num_steps=1).text() is None
+
+
+def test_the_first_fifth_of_a_run_is_not_typical():
+  records = [{"kind": "train", "speed": speed} for speed in (1, 1, 5, 6, 7, 5, 6, 7, 6, 6)]
+  records += [{"kind": "eval", "speed": 100}, {"kind": "train", "speed": None}]
+  assert typical(records, "speed") == 6 and typical(records, "none") is None
