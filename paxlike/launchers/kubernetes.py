@@ -45,6 +45,13 @@ class Kubernetes(Target):
       raise UserError("--tpu and --tpu_topology: set both, or neither.")
     if self.tpu and self.gpus_per_node:
       raise UserError("--gpus_per_node and --tpu: set one of them.")
+    for flag, value in (
+      ("image", self.image),
+      ("queue", self.queue),
+      ("namespace", self.namespace),
+    ):
+      if re.search(r"\s", value):
+        raise UserError(f"--{flag}={value}: it has a blank.")
     return to_yaml(self._job_set(job))
 
   def _job_set(self, job: Job) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class Profiling:
     profiler: xprof: JAX's profiler writes a trace. nsys: the steps are a range that
       `nsys profile --capture-range=cudaProfilerApi` records.
     every_process: Whether all processes of the job are profiled, instead of only process 0.
-    port: Port at which xprof may ask for a trace at any time; None: none.
+    port: Port at which xprof may ask process 0 for a trace at any time, and process i at port + i;
+      None: none.
   """
 
   steps: tuple[ranges.NonNegative, ranges.NonNegative] | None = None
@@ -85,11 +86,11 @@ class Profiler:
     self._folder = trace_folder(folder)
     self._note = note
     self._running = contextlib.ExitStack()
-    self._is_on = False
+    self._is_on = self._has_begun = False
 
   def __enter__(self) -> Self:
     if self._how.port is not None:
-      _serve(self._how.port)
+      _serve(self._how.port + jax.process_index())
       self._note(f"xprof can take a trace at port {self._how.port}")
     return self
 
@@ -107,6 +108,10 @@ class Profiler:
 
   def update(self, step: int):
     """Starts or stops profiling, if that is due before `step`."""
+    first, last = self._how.steps or (0, step)
+    if step > last and not self._has_begun:
+      self._note(f"PROFILE_STEPS=[{first},{last}] is before step {step}: nothing is profiled")
+    self._has_begun = True
     if not self.changes(step):
       return
     if self._is_on:
@@ -155,8 +160,8 @@ def _serve(port: int):
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
       probe.bind(("", port))
-    except OSError as error:
-      raise UserError(f"PROFILER_PORT={port}: {error.strerror}.") from None
+    except (OSError, OverflowError) as error:
+      raise UserError(f"PROFILER_PORT={port}: {file_io.reason(error)}.") from None
   jax.profiler.start_server(port)
 
 

@@ -64,6 +64,7 @@ def test_a_slice_is_a_job_with_a_pod_for_each_machine(capsys):
   ("flags", "message"),
   [
     ((), "k8s needs --image=IMAGE"),
+    (("--image=a b",), "--image=a b: it has a blank"),
     ((*GPUS, "--tpu=tpu-v5p-slice"), "--tpu and --tpu_topology: set both"),
     ((*GPUS, *SLICES), "--gpus_per_node and --tpu: set one"),
     ((*SLICES, "--tpu_topology=16"), "expected sizes such as 16x16"),

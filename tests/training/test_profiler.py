@@ -102,3 +102,11 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path):
     profiler.trace(tmp_path / "profile"),
   ):
     pass
+
+
+def test_a_run_that_resumes_after_the_window_says_so_once(tmp_path):
+  notes: list[str] = []
+  with Profiler(Profiling(steps=(2, 3)), tmp_path, notes.append, num_steps=9) as one:
+    for step in (5, 6):
+      one.update(step)
+  assert notes == ["PROFILE_STEPS=[2,3] is before step 5: nothing is profiled"]
