@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paxlike import main
+from paxlike import root_graph, run_mode
 from paxlike.cli import command_line, startup
 from paxlike.errors import UserError
 
@@ -24,7 +24,7 @@ def build(name: str, arguments: Sequence[str]) -> tuple["Experiment", "Trainer"]
   if options.topology is not None:
     raise UserError("benchmarks run steps: leave --topology out.")
   startup.set_up_jax(options)
-  experiment = main.experiment_of(options)
-  trainer = main.build_trainer(main.graph_of(options, experiment))
+  experiment = root_graph.experiment_of(options)
+  trainer = run_mode.build_trainer(root_graph.of(options, experiment))
   trainer.check()
   return experiment, trainer

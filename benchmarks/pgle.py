@@ -12,7 +12,7 @@ profile is made on GPUs by `--mode=profile --save=FILE`.
 import dataclasses
 import sys
 
-from paxlike import run_mode
+from paxlike import root_graph, run_mode
 from paxlike.cli import command_line, startup
 from paxlike.compilation import aot, hlo_collectives, hlo_kernels, hlo_schedule
 from paxlike.devices import chips, interconnect, pgle, topology
@@ -36,10 +36,10 @@ def main(argv: list[str]):
   options = command_line.parse([argv[0], "--mode=compile", *argv[1:]])
   startup.set_up_jax(options)
   with topology.target(options.topology):
-    trainer = run_mode.build_trainer(run_mode.graph_of(options, run_mode.experiment_of(options)))
+    trainer = run_mode.build_trainer(root_graph.of(options, root_graph.experiment_of(options)))
     texts = [aot.compile_step(trainer).text]
     profile = pgle.Profile("the derived profile", costs(texts[0], trainer))
-    execution = dataclasses.replace(trainer.execution, profile=profile)
+    execution = dataclasses.replace(trainer.execution, pgle_profile=profile)
     texts.append(aot.compile_step(dataclasses.replace(trainer, execution=execution)).text)
   schedules = []
   for name, text in zip(("without a profile", "with it"), texts, strict=True):

@@ -53,7 +53,7 @@ def temporary_bytes(name: str, chunks: int, microbatches: int, *, recompute: boo
     "PIPELINE_RECOMPUTE": recompute,
   }
   trainer: Trainer = fdl.build(registry.find("Synthetic126M")(**knobs).trainer())
-  return aot.compile_step(trainer).held.temporaries
+  return aot.compile_step(trainer).memory.temporaries
 
 
 def main():

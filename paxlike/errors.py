@@ -4,6 +4,9 @@
 import difflib
 from collections.abc import Iterable
 
+#: EX_TEMPFAIL of sysexits.h: a launcher should start the same command again.
+TEMPORARY = 75
+
 
 class UserError(ValueError):
   """Invalid input. `paxlike` prints the message in one line without a traceback and exits 2."""
@@ -22,6 +25,13 @@ class RunError(RuntimeError):
 
 class TemporaryError(RunError):
   """A failure after which the same command may succeed. `paxlike` exits with 75 (EX_TEMPFAIL)."""
+
+
+def exit_status(error: BaseException) -> int:
+  """Returns the exit status of a process that an exception ends."""
+  if isinstance(error, UserError):
+    return 2
+  return TEMPORARY if isinstance(error, TemporaryError) else 1
 
 
 def one_line(error: object, *, limit: int = 2000) -> str:

@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paxlike import run_mode
+from paxlike import root_graph, run_mode
 from paxlike.cli import command_line, error_diagnosis, flags, startup, usage
 from paxlike.devices import topology
-from paxlike.errors import RunError, UserError, one_line
-from paxlike.processes import owner, phases, stack_traces
-from paxlike.run_mode import build_trainer, experiment_of, graph_of
+from paxlike.errors import TEMPORARY, RunError, UserError, exit_status, one_line
+from paxlike.processes import owner, phases, stack_traces, work_report
+from paxlike.run_mode import build_trainer
 from paxlike.telemetry import console
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run():
       status = main(sys.argv)
   finally:
     alone = "paxlike.processes.multiprocess" not in sys.modules
-    if status == 130 or (status in (1, 2, 3, run_mode.TEMPORARY) and not alone):
+    if status == 130 or (status in (1, 2, 3, TEMPORARY) and not alone):
       # `os._exit` skips JAX's shutdown, which would wait for the other processes (they exit by
       # themselves), and does not free `_interrupted`.
       if sys.exc_info()[1] is not None:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
       print(usage.HELP, end="")
       return _with_output(0)
     with (
-      run_mode.reporting_failure(leave=True),
+      work_report.reporting_failure(leave=True),
       contextlib.ExitStack() as target,
       error_diagnosis.explained(options) as stage,
     ):
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     if options.traceback:
       traceback.print_exception(error)
     print(f"paxlike: {one_line(error)}", file=sys.stderr)
-    return run_mode.status_of(error)
+    return exit_status(error)
   except KeyboardInterrupt as error:
     _interrupted.append(error)
     from paxlike.cli import hints
@@ -107,13 +107,13 @@ def _with_output(status: int) -> int:
 
 
 def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
-  stage.attempt = functools.partial(run_mode.attempt, make=run_mode.experiment_if_named)
+  stage.attempt = functools.partial(run_mode.attempt, make=root_graph.experiment_if_named)
   from paxlike.cli import epochs, knob_page, show_page
 
   if options.list:
     print(show_page.experiments())
     return 0
-  stage.experiment = experiment = run_mode.experiment_if_named(options)
+  stage.experiment = experiment = root_graph.experiment_if_named(options)
   if options.fdl_help:
     assert experiment is not None
     print(knob_page.help_text(type(experiment)))
@@ -122,13 +122,13 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
     assert experiment is not None
     return _plan(options, experiment)
   if experiment is not None and options.mode == "train":
-    epochs.resolve(experiment, lambda: build_trainer(graph_of(options, experiment)))
-  graph = graph_of(options, experiment)
+    epochs.resolve(experiment, lambda: build_trainer(root_graph.of(options, experiment)))
+  graph = root_graph.of(options, experiment)
   if options.mode == "show":
     if options.against:
       from paxlike import registry
 
-      other = run_mode.root_graph(registry.find(options.against, flag="against")())
+      other = root_graph.of_experiment(registry.find(options.against, flag="against")())
       print(show_page.difference(graph, other, name=options.against))
     elif options.changed:
       assert experiment is not None
@@ -139,7 +139,7 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
   if options.mode == "compile":
     return _compile(options, build_trainer(graph))
   if options.mode == "profile":
-    return run_mode.profile(options, graph)
+    return _profile(options, build_trainer(graph), graph)
   if options.mode == "check":
     from paxlike import checks
     from paxlike.cli import check_page
@@ -171,16 +171,34 @@ def _compile(options: flags.Options, trainer: Any) -> int:
   return 0 if program.fits else 3
 
 
+def _profile(options: flags.Options, trainer: Any, graph: Any) -> int:
+  """Trains a few steps and prints where their time goes."""
+  import jax
+
+  from paxlike.cli import profile_page
+  from paxlike.config import graph_file
+  from paxlike.profiling import guided
+
+  if others := sys.modules.get("paxlike.processes.multiprocess"):
+    others.compare(graph_file.values(graph))
+  trainer.check(training=True)
+  found = guided.profile(trainer, folder=options.job_log_dir, to=options.save)
+  if jax.process_index() == 0:
+    show = profile_page.as_json if options.json else profile_page.text
+    print(show(found, trainer))
+  return 0
+
+
 def _plan(options: flags.Options, experiment: "Experiment") -> int:
   """Prints how to shard the experiment over devices. Returns 3 if nothing fits."""
   from paxlike.cli import plan_page
   from paxlike.planning import planner
 
   def build(knobs: Mapping[str, Any]) -> Any:
-    one = experiment_of(options)
+    one = root_graph.experiment_of(options)
     for name, value in knobs.items():
       one.set(name, value, source="plan")
-    return build_trainer(graph_of(options, one))
+    return build_trainer(root_graph.of(options, one))
 
   def command(plan: planner.Plan) -> str:
     now = {name: setting.value for name, setting in experiment.values().items()}

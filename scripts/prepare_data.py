@@ -17,13 +17,13 @@ from typing import Any
 import fiddle as fdl
 import tqdm
 
+from paxlike import root_graph
 from paxlike.cli import command_line
 from paxlike.cli.startup import set_up_jax
 from paxlike.convert import new_folder
 from paxlike.data import prepared
 from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
-from paxlike.main import experiment_of, graph_of
 from paxlike.telemetry import console
 
 
@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     if options.fdl_config is None or options.list or options.fdl_help:
       raise UserError("give --fdl_config=, the experiment whose data are prepared, and --to=.")
     set_up_jax(options)
-    experiment = experiment_of(options)
-    trainer: Any = fdl.build(graph_of(options, experiment))
+    experiment = root_graph.experiment_of(options)
+    trainer: Any = fdl.build(root_graph.of(options, experiment))
     splits = {"train": trainer.train_data} | {
       name: one.dataset for name, one in trainer.eval_data.items()
     }

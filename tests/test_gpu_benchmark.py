@@ -12,7 +12,7 @@ import pytest
 from helpers.sources import REPOSITORY
 
 from benchmarks import gpu_ours, gpu_suites
-from paxlike import fiddlers, layers, main, registry
+from paxlike import fiddlers, layers, registry, run_mode
 from paxlike.compilation import aot
 
 SCRIPT = REPOSITORY / "benchmarks" / "gpu.py"
@@ -93,7 +93,7 @@ def test_products_of_blocks_that_are_not_in_fp8_are_told(h200, left_out, share):
   fiddlers.shrink(graph)
   for node in fiddlers.select(graph, layers.Linear, *left_out) if left_out else ():
     node.dot = None
-  trainer = main.build_trainer(graph)
+  trainer = run_mode.build_trainer(graph)
   program = aot.compile_step(trainer)
   _, told = gpu_ours.contents(program, program.text, trainer.definition, fp8=True, gpu=True)
   assert told == ([] if share is None else [f"{share} of the products of blocks are not in FP8"])

@@ -12,7 +12,7 @@ import fiddle as fdl
 import pytest
 from helpers.program import TINY, curve, finish, run, start
 
-from paxlike import main, registry
+from paxlike import registry, run_mode
 from paxlike.config import graph_file
 from paxlike.devices import chips, topology
 from paxlike.errors import UserError
@@ -146,7 +146,7 @@ def test_jax_may_take_most_of_a_gpu(monkeypatch):
     "devices",
     lambda: seen.append(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) or devices(),
   )
-  main.build_trainer(registry.find("Synthetic126M")().trainer())
+  run_mode.build_trainer(registry.find("Synthetic126M")().trainer())
   assert set(map(float, seen)) == {chips.gpu_share()} and chips.gpu_share() > 0.9
 
 

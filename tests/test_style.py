@@ -33,6 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("saved_experiment", "experiments"),
   ("scripts_gpu", "checks", "convert", "report"),
   ("cli",),
+  ("root_graph",),
   ("run_mode",),
   ("api", "launchers"),
   ("sweep",),

@@ -56,7 +56,7 @@ _RULES: tuple[_Rule, ...] = (
 _MODULES = re.compile(r"--fdl_allow_modules=(?P<names>[\w.,]+)")
 
 
-def of(message: str, *, folder: str | os.PathLike[str] | None = None) -> str:
+def translated(message: str, *, folder: str | os.PathLike[str] | None = None) -> str:
   """Returns a message of the command in terms of the API.
 
   Args:
@@ -80,10 +80,10 @@ def _allowing(names: list[str], folder: str | os.PathLike[str] | None) -> str:
 
 
 @contextlib.contextmanager
-def in_errors(folder: str | os.PathLike[str] | None = None) -> Iterator[None]:
-  """Context whose errors are in terms of the API; for `folder` see `of`. Also a decorator."""
+def for_python(folder: str | os.PathLike[str] | None = None) -> Iterator[None]:
+  """Context or decorator whose errors are in terms of the API; for `folder` see `translated`."""
   try:
     yield
   except (UserError, RunError) as error:
-    error.args = (of(str(error), folder=folder),)
+    error.args = (translated(str(error), folder=folder),)
     raise

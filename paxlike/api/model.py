@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from etils import epath
 
-from paxlike import file_io, run_folder, run_mode
+from paxlike import file_io, root_graph, run_folder, run_mode
 from paxlike.api import error_messages
 from paxlike.cli import error_diagnosis, flags, startup
+from paxlike.config import knob_text
 from paxlike.errors import UserError
+from paxlike.processes import work_report
 
 if TYPE_CHECKING:
   from paxlike.data.chat.prompt_rendering import PromptRenderer
@@ -49,17 +51,17 @@ def load(
     UserError: The folder holds no model, uses modules that are not allowed, or a knob is wrong.
   """
   names = tuple(allow_modules)
-  options = flags.Options(mode="eval", knobs=run_mode.as_texts(knobs), fdl_allow_modules=names)
+  options = flags.Options(mode="eval", knobs=knob_text.pairs(knobs), fdl_allow_modules=names)
   with contextlib.ExitStack() as stack:
-    stack.enter_context(error_messages.in_errors(folder))
-    stack.enter_context(run_mode.reporting_failure(leave=False))
+    stack.enter_context(error_messages.for_python(folder))
+    stack.enter_context(work_report.reporting_failure(leave=False))
     stage = stack.enter_context(error_diagnosis.explained(options, entry=True))
     startup.set_up_jax(options)
-    run_mode.leave_at_exit()
+    work_report.leave_at_exit()
     path = _run_in(os.fspath(folder), names)
     options = dataclasses.replace(options, job_log_dir=os.fspath(path))
-    stage.experiment = run_mode.experiment_if_named(options)
-    graph = run_mode.graph_of(options, stage.experiment)
+    stage.experiment = root_graph.experiment_if_named(options)
+    graph = root_graph.of(options, stage.experiment)
     return Model(path, graph, step=step, allow_modules=names)
 
 
@@ -129,7 +131,7 @@ class Model:
     count = self._decoder.definition.num_params
     return f"<Model {self.folder}, checkpoint {self.step}: {count:,} parameters>"
 
-  @error_messages.in_errors()
+  @error_messages.for_python()
   def generate(
     self,
     prompts: Any,
@@ -205,7 +207,7 @@ class Model:
     last.use(options)
     return last
 
-  @error_messages.in_errors()
+  @error_messages.for_python()
   def logits(self, tokens: Any) -> np.ndarray:
     """Returns float32 [B, T, V], the logits of the token after each of `tokens`.
 
@@ -239,7 +241,7 @@ class Model:
 
     return jax.jit(forward, compiler_options=dict(self._decoder.execution.compiler_options))
 
-  @error_messages.in_errors()
+  @error_messages.for_python()
   def evaluate(self) -> dict[str, dict[str, float]]:
     """Returns the metrics of each eval set by name, like `--mode=eval`; writes nothing.
 
@@ -284,7 +286,7 @@ class Model:
     from paxlike.convert import exporting
 
     path = pathlib.Path(self.folder)
-    with error_messages.in_errors(self.folder):
+    with error_messages.for_python(self.folder):
       source = exporting.ExportedRun(path, step=self.step, allow_modules=self._allow_modules)
       source.convert(pathlib.Path(folder), dtype=dtype)
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from etils import epath
 
-from paxlike import file_io, run_folder, run_mode
+from paxlike import file_io, root_graph, run_folder, run_mode
 from paxlike.api import error_messages
 from paxlike.cli import epochs, error_diagnosis, flags, startup
+from paxlike.config import knob_text
 from paxlike.errors import UserError
-from paxlike.processes import phases
+from paxlike.processes import phases, work_report
 
 if TYPE_CHECKING:
   from paxlike.api.model import Model
@@ -44,7 +45,7 @@ class Run:
       UserError: There is no such folder.
     """
     self.folder: epath.Path = file_io.absolute(folder)
-    with error_messages.in_errors():
+    with error_messages.for_python():
       run_folder.existing(os.fspath(self.folder))
     self.allow_modules = tuple(allow_modules)
     self._graph = graph
@@ -106,11 +107,11 @@ class Run:
 
     if self._graph is None:
       return model.load(self.folder, step, allow_modules=self.allow_modules)
-    with error_messages.in_errors(self.folder):
+    with error_messages.for_python(self.folder):
       return model.Model(self.folder, self._graph, step=step, allow_modules=self.allow_modules)
 
 
-@error_messages.in_errors()
+@error_messages.for_python()
 def train(
   experiment: "type[Experiment] | Experiment | str",
   folder: str | os.PathLike[str],
@@ -142,23 +143,23 @@ def train(
   options = flags.Options(
     mode="train",
     fdl_config=_name_of(experiment),
-    knobs=run_mode.as_texts(knobs),
+    knobs=knob_text.pairs(knobs),
     job_log_dir=os.fspath(folder),
   )
   make = functools.partial(_make, experiment=experiment, knobs=knobs)
   with (
-    run_mode.reporting_failure(leave=False),
+    work_report.reporting_failure(leave=False),
     error_diagnosis.explained(options, entry=True) as stage,
   ):
     phases.OWN.restart()
     startup.set_up_jax(options)
     from paxlike.telemetry import callbacks as checking
 
-    run_mode.leave_at_exit()
+    work_report.leave_at_exit()
     stage.attempt = functools.partial(run_mode.attempt, make=make)
     stage.experiment = made = make(options)
-    epochs.resolve(made, lambda: run_mode.build_trainer(run_mode.graph_of(options, made)))
-    graph = run_mode.graph_of(options, made)
+    epochs.resolve(made, lambda: run_mode.build_trainer(root_graph.of(options, made)))
+    graph = root_graph.of(options, made)
     given = checking.check(callbacks, source="paxlike.train: callbacks")
     status = run_mode.run(options, made, graph, stage, given)
   if status == 128 + signal.SIGINT:

@@ -41,7 +41,7 @@ def facts(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> dict
     "flops_per_step": program.flops,
     "ideal_seconds": program.ideal_seconds,
     "compile_seconds": program.seconds,
-    "bytes_per_device": program.held._asdict(),
+    "bytes_per_device": program.memory._asdict(),
     "bytes_of_device": program.usable_memory,
     "fits": program.fits,
     "advice": [] if program.fits else aot.advice(trainer, program),
@@ -71,21 +71,21 @@ def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
   yield "attention", ", ".join(trainer.attention)
   yield "FLOPs per step", f"{program.flops:.4g}{_at_least(program)}"
   yield "compile time", f"{program.seconds:.1f} s"
-  if trainer.execution.profile is not None:
-    left, whole = hlo_schedule.exposed(program.text, trainer.execution.profile.costs)
+  if trainer.execution.pgle_profile is not None:
+    left, whole = hlo_schedule.exposed(program.text, trainer.execution.pgle_profile.costs)
     hidden = f"{(whole - left) / 1e3:.3f} of {whole / 1e3:.3f} ms"
     yield "collectives, by the profile", f"{hidden} are beside computation"
-  held, usable = program.held, program.usable_memory
-  yield "memory per device: arguments", formatting.nbytes(held.arguments)
-  yield "memory per device: temporaries", formatting.nbytes(held.temporaries)
+  memory, usable = program.memory, program.usable_memory
+  yield "memory per device: arguments", formatting.nbytes(memory.arguments)
+  yield "memory per device: temporaries", formatting.nbytes(memory.temporaries)
   if program.communicators:
     share = "" if program.share is None else f": XLA_PYTHON_CLIENT_MEM_FRACTION={program.share:g}"
     yield "NCCL communicators", f"{program.communicators}{share}"
-  peak = formatting.nbytes(held.peak)
+  peak = formatting.nbytes(memory.peak)
   if usable is None:
     yield "memory per device: peak", peak
   elif program.fits:
-    left = formatting.nbytes(usable - held.peak)
+    left = formatting.nbytes(usable - memory.peak)
     yield "memory per device: peak", f"{peak} of {formatting.nbytes(usable)}: fits, {left} left"
   else:
     yield "memory per device: peak", f"{peak} of {formatting.nbytes(usable)}: does not fit"

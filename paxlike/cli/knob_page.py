@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from paxlike import registry
-from paxlike.config import knob_types
+from paxlike.config import knob_types, type_words
 from paxlike.config.knobs import UNSET, Knob, spell
 from paxlike.experiment import Experiment
 from paxlike.telemetry import formatting
@@ -23,7 +23,7 @@ def help_text(cls: type[Experiment]) -> str:
     lines += ["", heading]
     for knob in knobs:
       default = "required" if knob.default is UNSET else spell(knob.default)
-      kind = knob_types.choices_or_name(knob.type)
+      kind = type_words.choices_or_name(knob.type)
       where = "" if knob.set_in is knob.declared_in else f"; set in {knob.set_in.__name__}"
       lines += [f"  --fdl.{knob.name}={default}", *_filled(knob.doc), *_filled(f"{kind}{where}")]
   return "\n".join(lines)
@@ -48,7 +48,7 @@ def table(experiment: Experiment, *, changed: bool = False) -> str:
     rows.append(f"\n{heading}")
     for knob in group:
       value, source = values[knob.name]
-      kind = knob_types.choices_or_name(knob.type)
+      kind = type_words.choices_or_name(knob.type)
       rows.append((f"  {knob.name}", _spelt(value), _spelt(defaults[knob.name]), source, kind))
   return formatting.table(_HEADER, rows) if rows else ""
 

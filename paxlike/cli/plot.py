@@ -11,7 +11,7 @@ from etils import epath
 
 from paxlike import file_io, run_folder
 from paxlike.errors import UserError
-from paxlike.telemetry import console, metric_files, run_paths
+from paxlike.telemetry import console, run_paths, run_records
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -58,13 +58,7 @@ def _plot(argv: Sequence[str]) -> int:
   parser = console.Parser(
     prog="paxlike-plot", description="Plots the loss and throughput of one or several runs."
   )
-  parser.add_argument(
-    "runs",
-    nargs="+",
-    metavar="RUN",
-    type=console.path,
-    help="the --job_log_dir of a run, or a folder of several",
-  )
+  run_paths.add_argument(parser)
   parser.add_argument(
     "--output",
     metavar="FILE.png",
@@ -72,10 +66,7 @@ def _plot(argv: Sequence[str]) -> int:
     help="default: RUN/curves.png, or curves.png",
   )
   options = parser.parse_args(argv)
-  single = len(options.runs) == 1
-  output = options.output or (
-    f"{options.runs[0].rstrip('/')}/curves.png" if single else "curves.png"
-  )
+  output = options.output or run_paths.default_output(options.runs, "curves.png")
   paths = [path for given in options.runs for path in run_paths.within(given)]
   names = run_paths.names(paths)
   runs = [read(path, name=name) for path, name in zip(paths, names, strict=True)]
@@ -93,8 +84,7 @@ def read(path: str, *, name: str) -> PlottedRun:
   run_paths.check(path)
   folder = epath.Path(path)
   with run_folder.reading(path):
-    files = metric_files.files(folder)
-    records = list(metric_files.records(folder))
+    records = run_records.read(folder)
   train = [record for record in records if record.get("kind") == "train"]
   evals: dict[str, list[dict[str, Any]]] = {}
   for record in records:
@@ -107,7 +97,7 @@ def read(path: str, *, name: str) -> PlottedRun:
     _curve(train, "tokens_per_second"),
   )
   if not any(curve.values for curve in (found.loss, *found.eval_losses.values())):
-    raise UserError(f"{files[-1]} has no loss yet.")
+    raise UserError(f"{path} has no loss yet.")
   return found
 
 

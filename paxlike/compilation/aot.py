@@ -23,7 +23,7 @@ from paxlike.training.trainer import Trainer
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-class Held(NamedTuple):
+class ProgramMemory(NamedTuple):
   """The memory that a program needs, in bytes per device.
 
   Attributes:
@@ -43,7 +43,7 @@ class Program:
 
   Attributes:
     step: The compiled program; None if XLA could not fit it into device memory.
-    held: Its memory; if `step` is None, the memory that XLA requested.
+    memory: What it needs; if `step` is None, the memory that XLA requested.
     seconds: The compilation time.
     chip: The chip of the devices; None if its data sheet is unknown.
     devices: The mesh.
@@ -53,7 +53,7 @@ class Program:
   """
 
   step: jax.stages.Compiled | None
-  held: Held
+  memory: ProgramMemory
   seconds: float
   chip: chips.Chip | None
   devices: jax.sharding.Mesh
@@ -85,7 +85,7 @@ class Program:
   def fits(self) -> bool:
     """Whether the step fits in device memory, or the memory is unknown."""
     return self.step is not None and (
-      self.usable_memory is None or self.held.peak <= self.usable_memory
+      self.usable_memory is None or self.memory.peak <= self.usable_memory
     )
 
   @property
@@ -131,17 +131,17 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
     with jax.set_mesh(devices), malloc.trimmed(), cache:
       lowered = trainer.lower(state, batch)
       step = trainer.execution.compile_step(lowered)
-    held = _held(step, devices.devices.flat[0].platform)
+    memory = _memory_of(step, devices.devices.flat[0].platform)
   except jax.errors.JaxRuntimeError as error:
-    step, held = None, _asked_for(str(error), _bytes_per_device((state, batch)))
-    if held is None:
+    step, memory = None, _asked_for(str(error), _bytes_per_device((state, batch)))
+    if memory is None:
       raise
   seconds = time.perf_counter() - began
   if save is not None and step is not None:
     saved_step.save(save, step, lowered, devices, trainer.execution.compiler_options)
   program = Program(
     step=step,
-    held=held,
+    memory=memory,
     seconds=seconds,
     chip=chips.find(devices.devices.flat[0].device_kind),
     devices=devices,
@@ -180,22 +180,22 @@ def check_kernels(trainer: Trainer):
     )
 
 
-def _held(step: jax.stages.Compiled, platform: str) -> Held:
+def _memory_of(step: jax.stages.Compiled, platform: str) -> ProgramMemory:
   stats: Any = step.memory_analysis()
   arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
   results = stats.output_size_in_bytes - stats.alias_size_in_bytes
   # TPUs report temporaries without buffer reuse, other platforms as one block with reuse.
   peak = stats.peak_memory_in_bytes if platform == "tpu" else arguments + temporaries + results
-  return Held(arguments, temporaries, peak)
+  return ProgramMemory(arguments, temporaries, peak)
 
 
-def _asked_for(message: str, arguments: int) -> Held | None:
+def _asked_for(message: str, arguments: int) -> ProgramMemory | None:
   """Returns the memory that a TPU compiler's out-of-memory error reports; None for other errors."""
   match = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available", message)
   if "RESOURCE_EXHAUSTED" not in message or match is None:
     return None
   asked = int(float(match[1]) * _UNITS[match[2]])  # Includes arguments and results.
-  return Held(arguments, max(0, asked - arguments), asked)
+  return ProgramMemory(arguments, max(0, asked - arguments), asked)
 
 
 def _bytes_per_device(tree: Any) -> int:
@@ -207,9 +207,9 @@ def _bytes_per_device(tree: Any) -> int:
 
 def advice(trainer: Trainer, program: Program) -> list[str]:
   """Returns changes of knobs that reduce the memory of a step that does not fit, cheapest first."""
-  usable_memory, held, found = program.usable_memory or 0, program.held, []
+  usable_memory, memory, found = program.usable_memory or 0, program.memory, []
   shape = ", ".join(f"{axis} {size}" for axis, size in program.devices.shape.items() if size > 1)
-  if held.arguments > usable_memory:
+  if memory.arguments > usable_memory:
     found.append(
       f"shard weights and optimizer over more devices by fsdp or tensor (now {shape or 'one'})"
     )
@@ -235,7 +235,7 @@ def advice(trainer: Trainer, program: Program) -> list[str]:
       found.append(f"GRADIENT_ACCUMULATION_STEPS={steps * factor} (now {steps})")
     else:
       found.append(f"NUM_MICROBATCHES={microbatches * factor} (now {microbatches})")
-    share = max(0.0, (usable_memory - held.arguments) / max(1, held.peak - held.arguments))
+    share = max(0.0, (usable_memory - memory.arguments) / max(1, memory.peak - memory.arguments))
     # Less than proportional: some temporaries do not shrink with the batch.
     most = math.floor(0.8 * share * trainer.percore_batch_size)
     fitting = [n for n in range(1, most + 1) if n * program.devices.size % whole == 0]

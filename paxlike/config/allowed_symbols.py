@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from paxlike.config import configurable, knob_types, old_names
+from paxlike.config import configurable, dtypes, old_names
 from paxlike.errors import UserError
 
 
@@ -37,7 +37,7 @@ _PACKAGES = _words("""
   paxlike.checkpoints paxlike.data paxlike.devices paxlike.layers paxlike.training
 """)
 
-_DTYPES = frozenset((*knob_types.DTYPES, "bool_"))
+_DTYPES = frozenset((*dtypes.NAMES, "bool_"))
 # Public module -> names that graphs may use: types, dtypes, and functions without side effects.
 _LISTED: dict[str, frozenset[str]] = {
   "builtins": _words("bool complex dict float frozenset int list set str tuple"),

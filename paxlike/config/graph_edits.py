@@ -17,7 +17,15 @@ import ml_dtypes
 import numpy as np
 from fiddle import history
 
-from paxlike.config import allowed_symbols, graph_text, graph_types, knob_types
+from paxlike.config import (
+  allowed_symbols,
+  dtypes,
+  graph_text,
+  graph_types,
+  knob_types,
+  ranges,
+  type_words,
+)
 from paxlike.errors import UserError, did_you_mean
 
 _STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(-?\d+)\]|\[(?:'([^']*)'|"([^"]*)"|([^\]'"]+))\]""")
@@ -104,7 +112,7 @@ class _Spelt:
   """An annotation that is printed with its range."""
 
   def __init__(self, kind: Any):
-    self._text = knob_types.type_name(kind)
+    self._text = type_words.name(kind)
 
   def __repr__(self) -> str:
     return self._text
@@ -214,7 +222,7 @@ def _read(text: str, present: Any, annotation: Any, given: str) -> Any:
       " which removes it). Set a value within it, or use --fiddler."
     )
   if (dtype := _dtype_like(present)) is not None:
-    return dtype(_convert(knob_types.Dtype, text, given))
+    return dtype(_convert(ranges.Dtype, text, given))
   if annotation is not None:
     return _convert(annotation, text, given)
   if isinstance(present, enum.Enum):
@@ -259,9 +267,9 @@ def _dtype_like(value: Any) -> Callable[[str], Any] | None:
   dtype or a scalar type); None if `value` is no dtype.
   """
   if isinstance(value, str):
-    return str if value in knob_types.DTYPES else None
+    return str if value in dtypes.NAMES else None
   try:
-    knob_types.convert(knob_types.Dtype, value, text=False)
+    knob_types.convert(ranges.Dtype, value, text=False)
   except knob_types.RefusedError:
     return None
   if isinstance(value, np.dtype):

@@ -29,7 +29,7 @@ from etils import epath
 from fiddle import history
 
 from paxlike import file_io, run_folder
-from paxlike.config import allowed_symbols, graph_text, knob_types, old_names
+from paxlike.config import allowed_symbols, dtypes, graph_text, old_names
 from paxlike.config.graph_data import Part, Symbol
 from paxlike.config.graph_edits import call_fiddler, set_path
 from paxlike.config.graph_text import describe, difference, values
@@ -291,7 +291,7 @@ class _Read(abc.ABC):
         return value
       case {"float": str(text), **rest} if text in ("inf", "-inf", "nan") and not rest:
         return float(text)
-      case {"dtype": str(name), **rest} if name in knob_types.DTYPES and not rest:
+      case {"dtype": str(name), **rest} if name in dtypes.NAMES and not rest:
         return _dtype(name)
       case {"symbol": str(name), **rest} if not rest:
         return self._symbol(name, path)

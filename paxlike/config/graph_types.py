@@ -18,7 +18,7 @@ from typing import Any
 import fiddle as fdl
 import numpy as np
 
-from paxlike.config import allowed_symbols, knob_types
+from paxlike.config import allowed_symbols, knob_types, type_words
 from paxlike.errors import UserError
 
 _GIVEN_BY_PARENTS = ("role", "over")
@@ -75,7 +75,7 @@ def misfit(annotation: Any, value: Any) -> str | None:
     try:
       knob_types.convert(annotation, value, text=False)
     except knob_types.RefusedError:
-      return knob_types.expectation(annotation, value)
+      return type_words.expectation(annotation, value)
     return None
   origin, args = typing.get_origin(annotation), typing.get_args(annotation)
   if origin in (typing.Union, types.UnionType):
@@ -120,7 +120,7 @@ def _misfit_made(annotation: Any, made: type) -> str | None:
     words = "a list" if origin is collections.abc.Sequence else "a dict"
     return None if issubclass(made, origin) else words
   if knob_types.is_supported(annotation):
-    return None if issubclass(made, _MADE_OF_LITERALS) else knob_types.expectation(annotation)
+    return None if issubclass(made, _MADE_OF_LITERALS) else type_words.expectation(annotation)
   if isinstance(annotation, type) and origin is None:
     # A function may return a subclass of its return annotation.
     fits = issubclass(made, annotation) or issubclass(annotation, made)

@@ -4,6 +4,7 @@
 import ast
 import enum
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _PAIRS = {"[": "]", "(": ")", "{": "}"}
@@ -39,6 +40,11 @@ def _spell_part(value: Any) -> str:
   if isinstance(value, str) and (not value or set(value) & set(",:[](){}'\"")):
     return repr(value)
   return plain
+
+
+def pairs(knobs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+  """Returns knobs given in Python as (name, text) pairs, as from a command line."""
+  return tuple((n, v if isinstance(v, str) else spell(v)) for n, v in knobs.items())
 
 
 def check_depth(text: str):

@@ -6,12 +6,12 @@ strings are accepted too.
 """
 
 import enum
-import math
 import numbers
 import types
 import typing
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
+from paxlike.config import dtypes, type_words
 from paxlike.config.knob_text import (
   MismatchError,
   RefusedError,
@@ -20,49 +20,8 @@ from paxlike.config.knob_text import (
   split,
   unquoted,
 )
-from paxlike.config.ranges import Dtype, OneOf, Range, Text
-from paxlike.errors import did_you_mean
+from paxlike.config.ranges import Dtype, OneOf, is_union, unranged
 
-DTYPES = (
-  "bool",
-  "int2",
-  "int4",
-  "int8",
-  "int16",
-  "int32",
-  "int64",
-  "uint2",
-  "uint4",
-  "uint8",
-  "uint16",
-  "uint32",
-  "uint64",
-  "float16",
-  "bfloat16",
-  "float32",
-  "float64",
-  "complex64",
-  "complex128",
-  "float4_e2m1fn",
-  "float6_e2m3fn",
-  "float6_e3m2fn",
-  "float8_e3m4",
-  "float8_e4m3",
-  "float8_e4m3b11fnuz",
-  "float8_e4m3fn",
-  "float8_e4m3fnuz",
-  "float8_e5m2",
-  "float8_e5m2fnuz",
-  "float8_e8m0fnu",
-)
-_DTYPE_ALIASES = {
-  "bf16": "bfloat16",
-  "f16": "float16",
-  "fp16": "float16",
-  "f32": "float32",
-  "fp32": "float32",
-  "f64": "float64",
-}
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -82,107 +41,24 @@ def convert(kind: Any, value: Any, *, text: bool) -> Any:
   try:
     return _convert(kind, value.strip() if text else value, text)
   except MismatchError:
-    hint = _hint(kind, value) if isinstance(value, str) else ""
-    raise RefusedError(f"expected {expectation(kind, value)}, got {_short(value)}.{hint}") from None
-
-
-def _hint(kind: Any, text: str) -> str:
-  """Returns " Did you mean X?" for a text, or the first wrong item of a list, near a choice."""
-  if names := _choices(kind):
-    return did_you_mean(text, names)
-  names = [name for item in typing.get_args(kind) if item is not ... for name in _choices(item)]
-  items = [item.strip() for item in text.strip("[]()").split(",")]
-  return "".join([did_you_mean(item, names) for item in items if item not in names][:1])
+    hint = type_words.hint(kind, value) if isinstance(value, str) else ""
+    expected = type_words.expectation(kind, value)
+    raise RefusedError(f"expected {expected}, got {_short(value)}.{hint}") from None
 
 
 def is_supported(kind: Any) -> bool:
   """Returns whether a knob may have this type."""
-  kind, _ = _unranged(kind)
+  kind, _ = unranged(kind)
   origin, args = typing.get_origin(kind), typing.get_args(kind)
-  if _is_dtype(kind) or kind in (int, float, bool, str, None, types.NoneType, tuple, list, dict):
+  if kind == Dtype or kind in (int, float, bool, str, None, types.NoneType, tuple, list, dict):
     return True
   if origin is Literal:
     return all(isinstance(choice, str | int | None) for choice in args)
   if isinstance(kind, type) and origin is None:
     return issubclass(kind, enum.Enum)
-  if _is_union(kind) or origin in (tuple, list, dict):
+  if is_union(kind) or origin in (tuple, list, dict):
     return all(is_supported(arg) for arg in args if arg is not ...)
   return False
-
-
-def type_name(kind: Any) -> str:
-  """Returns the type as in an annotation, with its range: "int >= 1 | None"."""
-  kind, bounds = _unranged(kind)
-  if isinstance(bounds, Range):
-    return bounds.text(type_name(kind))
-  if isinstance(bounds, OneOf):
-    return f"{type_name(kind)} in ({', '.join(bounds.names)})"
-  if isinstance(bounds, Text):
-    return "non-empty str"
-  if _is_dtype(kind):
-    return "Dtype"
-  if kind in (None, types.NoneType):
-    return "None"
-  if kind is ...:
-    return "..."
-  origin, args = typing.get_origin(kind), typing.get_args(kind)
-  if _is_union(kind):
-    return " | ".join(map(type_name, args))
-  if origin is Literal:
-    return f"Literal[{', '.join(map(repr, args))}]"
-  if isinstance(origin, type):
-    return f"{origin.__name__}[{', '.join(map(type_name, args))}]"
-  return kind.__name__ if isinstance(kind, type) else str(kind)
-
-
-def choices_or_name(kind: Any) -> str:
-  """Returns the choices of a Literal or an enum, "fp8 | int8 | None"; else `type_name`."""
-  plain, bounds = _unranged(kind)
-  if bounds is None and _is_union(plain):
-    return " | ".join(map(choices_or_name, typing.get_args(plain)))
-  is_any_dtype = bounds is None and _is_dtype(plain)  # There are too many dtypes to list.
-  return type_name(kind) if is_any_dtype else " | ".join(_choices(kind)) or type_name(kind)
-
-
-def expectation(kind: Any, value: Any = None) -> str:
-  """Returns the accepted values of a type in words: "an int of at least 1 or None".
-
-  Large upper bounds are included only if `value` exceeds them.
-  """
-  kind, bounds = _unranged(kind)
-  if isinstance(bounds, Range):
-    is_too_large = _is_number(value) and float(value) > bounds.most
-    return bounds.phrase(type_name(kind), bounded=is_too_large)
-  if isinstance(bounds, OneOf):
-    return f"one of {', '.join(bounds.names)}"
-  if isinstance(bounds, Text):
-    return bounds.phrase
-  if _is_dtype(kind):
-    return "a dtype such as bfloat16"
-  if _is_union(kind):
-    words = [expectation(arg, value) for arg in typing.get_args(kind)]
-    if any("whose" in one for one in words):
-      return "; or ".join(words)
-    return (", or " if any(", or " in one for one in words) else " or ").join(words)
-  if choices := _choices(kind):
-    return f"one of {', '.join(choices)}"
-  origin, args = typing.get_origin(kind), typing.get_args(kind)
-  if origin is dict:
-    is_text = isinstance(_unranged(args[0])[1], Text)
-    each = "not empty" if is_text else f"each {_each(args[0])}"
-    names = "" if args[0] is str else f"names are {each} and whose "
-    return f"a mapping {{name: value, ...}} whose {names}values are each {_each(args[1])}"
-  if origin is list or (origin is tuple and args[1:] == (...,)):
-    return f"a list whose items are each {_each(args[0])}"
-  if origin is tuple:
-    return f"a list of {len(args)} items: {', '.join(map(_each, args))}"
-  return type_name(kind)
-
-
-def _each(kind: Any) -> str:
-  """Returns an expectation for an item, with an article."""
-  words = expectation(kind)
-  return f"{'an' if words[0] in 'aeiou' else 'a'} {words}" if words.isidentifier() else words
 
 
 def guess(text: str) -> Any:
@@ -201,19 +77,6 @@ def guess(text: str) -> Any:
     return text
 
 
-def _is_dtype(kind: Any) -> bool:
-  return kind == Dtype
-
-
-def _unranged(kind: Any) -> tuple[Any, Range | OneOf | Text | None]:
-  """Returns a type without its range, and the range, if any."""
-  if typing.get_origin(kind) is not Annotated:
-    return kind, None
-  plain, *marks = typing.get_args(kind)
-  bounds = next((mark for mark in marks if isinstance(mark, Range | OneOf | Text)), None)
-  return (Dtype if "dtype" in marks else plain), bounds
-
-
 def _short(value: Any) -> str:
   """Returns a value's repr, truncated."""
   try:
@@ -223,12 +86,8 @@ def _short(value: Any) -> str:
   return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _is_union(kind: Any) -> bool:
-  return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
 def _convert(kind: Any, value: Any, text: bool) -> Any:
-  kind, bounds = _unranged(kind)
+  kind, bounds = unranged(kind)
   if isinstance(bounds, OneOf) and kind is str:
     return _literal(tuple(bounds.names), value, text)
   if bounds is not None:
@@ -237,9 +96,11 @@ def _convert(kind: Any, value: Any, text: bool) -> Any:
       raise MismatchError
     return converted
   origin = typing.get_origin(kind) or kind
-  if _is_dtype(kind):
-    return _dtype(value)
-  if _is_union(kind):
+  if kind == Dtype:
+    if (name := dtypes.name(value)) is None:
+      raise MismatchError
+    return name
+  if is_union(kind):
     return _union(typing.get_args(kind), value, text)
   if origin in (tuple, list):
     return _sequence(origin, typing.get_args(kind), value, text)
@@ -279,7 +140,7 @@ def _scalar(kind: type, value: Any, text: bool) -> Any:
 def _union(kinds: tuple[Any, ...], value: Any, text: bool) -> Any:
   # Narrow types first: any text is a str, and any int is a float.
   def breadth(kind: Any) -> int:
-    kind, _ = _unranged(kind)
+    kind, _ = unranged(kind)
     if kind is types.NoneType:
       return 0
     origin = typing.get_origin(kind) or kind
@@ -352,53 +213,3 @@ def _enum(kind: type[enum.Enum], value: Any) -> enum.Enum:
       if member.lower() == name.lower():
         return kind[member]
   raise MismatchError
-
-
-def _dtype(value: Any) -> str:
-  if isinstance(value, str):
-    name = unquoted(value).lower().rpartition(".")[2]
-  elif isinstance(value, type):
-    # jnp.bfloat16 carries its dtype; NumPy's scalar types are named after theirs.
-    name = getattr(getattr(value, "dtype", None), "name", value.__name__)
-  else:
-    name = getattr(value, "name", None)
-  name = _DTYPE_ALIASES.get(name, name) if isinstance(name, str) else None
-  if name not in DTYPES:
-    raise MismatchError
-  return name
-
-
-def choices(kind: Any) -> list[Any]:
-  """Returns the possible values of the bool, Literals and registered names in a type."""
-  kind, bounds = _unranged(kind)
-  if isinstance(bounds, OneOf) and kind is str:
-    return list(bounds.names)
-  if kind is bool:
-    return [True, False]
-  args = typing.get_args(kind)
-  if _is_union(kind):
-    return [value for arg in args for value in choices(arg)]
-  return list(args) if typing.get_origin(kind) is Literal else []
-
-
-def _choices(kind: Any) -> list[str]:
-  """Returns the names of a type's values, to suggest the nearest to a wrong one."""
-  kind, bounds = _unranged(kind)
-  if isinstance(bounds, OneOf):
-    return list(bounds.names)
-  if _is_dtype(kind):
-    return list(DTYPES)
-  if _is_union(kind):
-    return [choice for arg in typing.get_args(kind) for choice in _choices(arg)]
-  if typing.get_origin(kind) is Literal:
-    return [str(choice) for choice in typing.get_args(kind)]
-  if isinstance(kind, type) and issubclass(kind, enum.Enum):
-    return list(kind.__members__)
-  return []
-
-
-def _is_number(value: Any) -> bool:
-  try:
-    return not math.isnan(float(value))
-  except (TypeError, ValueError, OverflowError):
-    return False

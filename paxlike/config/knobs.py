@@ -28,9 +28,9 @@ import tokenize
 import typing
 from typing import Any, Self
 
-from paxlike.config import knob_types
+from paxlike.config import knob_types, type_words
 from paxlike.config.knob_text import spell
-from paxlike.config.knob_types import Dtype
+from paxlike.config.ranges import Dtype
 from paxlike.errors import UserError, did_you_mean
 
 __all__ = ["UNSET", "Dtype", "Knob", "Knobs", "Setting", "spell"]
@@ -83,7 +83,7 @@ class Knob:
   @property
   def type_name(self) -> str:
     """The type as it is written in an annotation."""
-    return knob_types.type_name(self.type)
+    return type_words.name(self.type)
 
   @property
   def group(self) -> builtins.type:
@@ -105,7 +105,7 @@ class Knob:
     For bools and Literals, all values; for other types only if `value` is None: the class's value,
     or "..." as a placeholder text.
     """
-    found = knob_types.choices(self.type)
+    found = type_words.choices(self.type)
     if found or value is not None:
       return found
     default = "..." if self.default is None else self.default
@@ -269,7 +269,7 @@ def _annotations(cls: type) -> dict[str, Any]:
   for name, kind in kinds.items():
     if not knob_types.is_supported(kind):
       raise UserError(
-        f"class {cls.__name__} declares {name}: {knob_types.type_name(kind)}, but a knob is an int,"
+        f"class {cls.__name__} declares {name}: {type_words.name(kind)}, but a knob is an int,"
         " float, bool, str, Dtype, enum, Literal, tuple, list or dict, or a union of these."
       )
   return kinds

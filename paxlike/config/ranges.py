@@ -4,12 +4,14 @@
     NUM_LAYERS: ranges.Depth = 12
     def __init__(self, *, rate: ranges.Probability): ...
 
-`knob_types` checks and prints them. Plain Python calls are not checked; to type checkers, these are
-int, float and str.
+`knob_types` checks them and `type_words` spells them. Plain Python calls are not checked; to type
+checkers, these are int, float and str.
 """
 
 import dataclasses
 import math
+import types
+import typing
 from collections.abc import Collection
 from typing import Annotated, Any
 
@@ -139,3 +141,17 @@ Cap = Annotated[float, Range(least=1e-3, most=1e6)]
 Buckets = Annotated[int, Range(least=2, most=2**16)]
 # Added to divisors, against 0 / 0.
 Epsilon = Annotated[float, Range(least=TINY, most=1)]
+
+
+def unranged(kind: Any) -> tuple[Any, Range | OneOf | Text | None]:
+  """Returns a type without its range, and the range, if any."""
+  if typing.get_origin(kind) is not Annotated:
+    return kind, None
+  plain, *marks = typing.get_args(kind)
+  bounds = next((mark for mark in marks if isinstance(mark, Range | OneOf | Text)), None)
+  return (Dtype if "dtype" in marks else plain), bounds
+
+
+def is_union(kind: Any) -> bool:
+  """Returns whether a type is a union, with or without `typing.Union`."""
+  return typing.get_origin(kind) in (typing.Union, types.UnionType)

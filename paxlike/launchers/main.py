@@ -136,7 +136,7 @@ def _check(flags: Sequence[str], *, own: Sequence[str]) -> str:
   Raises:
     UserError: There is no such flag, experiment or knob, or a value is wrong.
   """
-  from paxlike import run_mode
+  from paxlike import root_graph
 
   open_knobs = [flag for flag in flags if flag.startswith("--fdl.") and has_open_variable(flag)]
   for flag in flags:
@@ -154,14 +154,14 @@ def _check(flags: Sequence[str], *, own: Sequence[str]) -> str:
     raise UserError("--list, --fdl_help, --mode=show and plan print: give them to paxlike itself.")
   if options.fdl_config is None:
     return pathlib.Path(options.fdl_config_file or options.job_log_dir or "paxlike").stem
-  experiment = run_mode.experiment_of(options)
+  experiment = root_graph.experiment_of(options)
   known, label = experiment.knobs(), type(experiment).__name__
   for flag in open_knobs:
     name = flag.removeprefix("--fdl.").partition("=")[0]
     if name not in known:
       raise UserError(f"no knob {name} in {label}.{did_you_mean(name, known)}")
   if not open_knobs:
-    run_mode.graph_of(options, experiment)
+    root_graph.of(options, experiment)
   return label
 
 

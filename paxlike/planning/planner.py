@@ -74,7 +74,7 @@ class Plan:
   how: Configuration
   memory: Memory
   times: Times
-  compiled: aot.Held | None = None
+  compiled: aot.ProgramMemory | None = None
   fits: bool = True
 
 
@@ -209,7 +209,7 @@ def confirmed(plans: Plans, build: Build, count: int) -> Plans:
   best = list(plans.best)
   for place, plan in enumerate(best[:count]):
     program = aot.compile_step(build(plan.how.knobs))
-    best[place] = dataclasses.replace(plan, compiled=program.held, fits=program.fits)
+    best[place] = dataclasses.replace(plan, compiled=program.memory, fits=program.fits)
     del program
     jax.clear_caches()
   return dataclasses.replace(plans, best=tuple(best))

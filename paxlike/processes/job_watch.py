@@ -53,14 +53,19 @@ class Watch(threading.Thread):
   """The watch of this process."""
 
   def __init__(
-    self, met: rendezvous.Met | None = None, *, index: int = 0, count: int = 1, timeout: float = 60
+    self,
+    connections: rendezvous.Connections | None = None,
+    *,
+    index: int = 0,
+    count: int = 1,
+    timeout: float = 60,
   ):
     """Watches process `index` of `count`; `timeout` is the heartbeat time-out in seconds."""
     super().__init__(daemon=True, name="watch")
     self.timeout = timeout
-    self._met, self._index, self._count = met, index, count
-    self._links = {} if met is None else met.links
-    hosts = {index: socket.gethostname()} if met is None else met.hosts
+    self._connections, self._index, self._count = connections, index, count
+    self._links = {} if connections is None else connections.links
+    hosts = {index: socket.gethostname()} if connections is None else connections.hosts
     self._members = failure_detector.Members(hosts, index=index, count=count, timeout=timeout)
     self._poll = min(1.0, timeout / 4)
     self._every = min(5.0, timeout / 4)
@@ -86,7 +91,7 @@ class Watch(threading.Thread):
     return self._waker.fileno()
 
   @contextlib.contextmanager
-  def over(self, limits: Limits) -> Iterator[None]:
+  def watching(self, limits: Limits) -> Iterator[None]:
     """Context of work that must make progress; `limits` override those of an outer context."""
     before, self._limits, self._stall.age = self._limits, limits, 0.0
     try:
@@ -299,7 +304,9 @@ class Watch(threading.Thread):
     path, calls = None, ""
     if verdict.kind == "stalled":
       path, calls = self._write_stacks(verdict.why), stack_traces.of_main_thread()
-    leader = (socket.gethostname(), os.getpid()) if self._met is None else self._met.leader
+    leader = (
+      (socket.gethostname(), os.getpid()) if self._connections is None else self._connections.leader
+    )
     if (folder := self._limits.folder) is not None:
       first = self._index == (1 if verdict.index == 0 and not self.is_alone else 0)
       wait = 0.0 if first else 1.0
@@ -351,16 +358,16 @@ def current() -> Watch | None:
   return _current
 
 
-def start(met: rendezvous.Met, *, index: int, count: int, timeout: float) -> Watch:
+def start(connections: rendezvous.Connections, *, index: int, count: int, timeout: float) -> Watch:
   """Starts the watch of one of several processes; it runs until the process ends."""
   global _current
-  _current = Watch(met, index=index, count=count, timeout=timeout)
+  _current = Watch(connections, index=index, count=count, timeout=timeout)
   _current.start()
   return _current
 
 
 @contextlib.contextmanager
-def over(limits: Limits) -> Iterator[Watch]:
+def watching(limits: Limits) -> Iterator[Watch]:
   """Context of work that must make progress; yields the watch, created if there is none."""
   global _current
   made = None
@@ -369,7 +376,7 @@ def over(limits: Limits) -> Iterator[Watch]:
     made.start()
   is_main = threading.current_thread() is threading.main_thread()
   try:
-    with _current.over(limits), stack_traces.on_signal():
+    with _current.watching(limits), stack_traces.on_signal():
       before = is_main and signal.set_wakeup_fd(_current.wakeup, warn_on_full_buffer=False)
       try:
         yield _current

@@ -60,8 +60,8 @@ def initialize(
     )
   if group.count > 1:
     versions = {"paxlike": __version__, "JAX": jax.__version__, "Python": platform.python_version()}
-    met = rendezvous.meet(group, {**versions, **(flags or {})}, timeout=join_timeout)
-    job_watch.start(met, index=group.index, count=group.count, timeout=timeout)
+    connections = rendezvous.meet(group, {**versions, **(flags or {})}, timeout=join_timeout)
+    job_watch.start(connections, index=group.index, count=group.count, timeout=timeout)
     _watch_aborts()
   try:
     jax.distributed.initialize(
@@ -79,7 +79,7 @@ def initialize(
     raise TemporaryError(f"could not join the other processes ({where}): {error}") from error
   stack_traces.obey_sigterm()  # Replaces the handler that JAX has installed.
   if group.count > 1 and group.index == 0:
-    _hold(int(group.address.rpartition(":")[2]), met.links.values())
+    _hold(int(group.address.rpartition(":")[2]), connections.links.values())
 
 
 def _hold(port: int, links: Any):

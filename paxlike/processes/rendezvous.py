@@ -26,7 +26,7 @@ _MAX_REJECTIONS = 10  # Number of rejected connections that are printed.
 _ALIVE = 5.0  # Seconds between heartbeats of process 0 while it waits.
 
 
-class Met(NamedTuple):
+class Connections(NamedTuple):
   """The result of a rendezvous. Process 0 knows all processes; others know it and themselves.
 
   Attributes:
@@ -96,7 +96,7 @@ class Link:
 
 def meet(
   group: cluster.ProcessGroup, flags: Mapping[str, str], *, timeout: float, every: float = 30.0
-) -> Met:
+) -> Connections:
   """Returns when all processes of the group have connected.
 
   Args:
@@ -160,7 +160,7 @@ class _Host:
     self._unknown: dict[Link, float] = {}  # Connections without a first message, and since when.
     self._said: set[str] = set()  # Reasons of rejections, each printed once.
 
-  def wait(self) -> Met:
+  def wait(self) -> Connections:
     """Returns when all processes have connected."""
     try:
       self._wait()
@@ -172,7 +172,7 @@ class _Host:
     links = {index: link for index, (link, _) in self._members.items()}
     for link in links.values():
       link.send({"go": [self._mine["host"], self._mine["pid"]]})
-    return Met(links, hosts, (self._mine["host"], self._mine["pid"]))
+    return Connections(links, hosts, (self._mine["host"], self._mine["pid"]))
 
   def _wait(self):
     said = signed = self._began
@@ -330,7 +330,7 @@ def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
 
 def _join(
   group: cluster.ProcessGroup, mine: dict[str, Any], *, timeout: float, every: float
-) -> Met:
+) -> Connections:
   """Connects to process 0; retries, since it may start later."""
   host, port = _split(group.address)
   began = said = time.monotonic()
@@ -341,9 +341,9 @@ def _join(
     except OSError as error:
       reason = error.strerror or str(error)
     else:
-      met = _talk(link, group, mine)
-      if met is not None:
-        return met
+      connections = _talk(link, group, mine)
+      if connections is not None:
+        return connections
       link.close()
       reason = "a job that has already started, or another program, listens there"
     now = time.monotonic()
@@ -361,7 +361,7 @@ def _join(
     time.sleep(0.2)
 
 
-def _talk(link: Link, group: cluster.ProcessGroup, mine: dict[str, Any]) -> Met | None:
+def _talk(link: Link, group: cluster.ProcessGroup, mine: dict[str, Any]) -> Connections | None:
   """Returns when all have joined; None if the other side is not a process 0 that is waiting."""
   link.send(mine)
   heard = time.monotonic()
@@ -371,7 +371,7 @@ def _talk(link: Link, group: cluster.ProcessGroup, mine: dict[str, Any]) -> Met 
       match message:
         case {"go": [str(leader), int(pid)]}:
           hosts = {0: one_line(leader), group.index: mine["host"]}
-          return Met({0: link}, hosts, (leader, pid))
+          return Connections({0: link}, hosts, (leader, pid))
         case {"end": str(line), "status": int(status)}:
           link.close()
           raise (UserError if status == 2 else TemporaryError)(line)

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from paxlike import file_io
-from paxlike.errors import RunError, UserError, one_line
+from paxlike.errors import TEMPORARY, RunError, UserError, one_line
 
-#: EX_TEMPFAIL of sysexits.h: the same command may succeed if it is started again.
-TEMPORARY = 75
 # How messages of a failed `absl::Status` begin.
 _STATUS = re.compile(
   "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|RESOURCE_EXHAUSTED"

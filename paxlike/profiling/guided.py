@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import pathlib
 import sys
 import tempfile
 from typing import Any
@@ -40,12 +41,16 @@ def profile(trainer: Trainer, *, folder: str | None = None, to: str | None = Non
   if to is not None:
     _check(trainer, to, f"--save={to}", writes=True)
     trainer = _with_options(trainer, _UNOVERLAPPED)
+  kept = None if folder is None else profiler.trace_folder(file_io.absolute(folder))
+  is_remote = kept is not None and file_io.is_remote(kept)
   with contextlib.ExitStack() as stack:
-    if folder is None or file_io.is_remote(folder):
+    if kept is None or is_remote:
       place = stack.enter_context(tempfile.TemporaryDirectory(prefix="paxlike-profile-"))
     else:
-      place = profiler.trace_folder(file_io.absolute(folder))
+      place = kept
     found = step_profile.of(measurement.measure(trainer, place), trainer.devices)
+    if kept is not None and is_remote:
+      profiler.copy(pathlib.Path(place), kept)
   if to is not None and jax.process_index() == 0:
     file_io.write(file_io.absolute(to), pgle.text(found.microseconds))
   return found
@@ -68,7 +73,7 @@ def scheduled(trainer: Trainer, path: str, *, measures: bool = False) -> Trainer
     phases.OWN.count_as_start()  # Its steps are not the run's.
   content = host_collectives.broadcast(lambda: list(pgle.text(pgle.read(path).costs).encode()))
   given = pgle.parse(bytes(content).decode(), source=flag)
-  execution = dataclasses.replace(trainer.execution, profile=given)
+  execution = dataclasses.replace(trainer.execution, pgle_profile=given)
   return dataclasses.replace(trainer, execution=execution)
 
 

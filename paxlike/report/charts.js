@@ -9,7 +9,9 @@ const view = {x: "updates", smooth: 0, logarithmic: false, zoom: null, hidden: n
 function xOf(run, record) {
   if (view.x === "updates") return record.updates;
   if (view.x === "tokens") return run.tokensPerStep === null ? null : record.updates * run.tokensPerStep;
-  return (record.time - run.records[0].time) / 3600;
+  // The results of evaluations outside of training have no time.
+  run.start ??= run.records.find(({time}) => typeof time === "number")?.time;
+  return (record.time - run.start) / 3600;
 }
 
 /** Returns the [x, y] points of a metric, ascending in x, without missing values; kept for the next call. */

@@ -30,13 +30,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _report(argv: Sequence[str]) -> int:
   parser = console.Parser(prog="paxlike-report", description=_HELP, allow_abbrev=False)
-  parser.add_argument(
-    "runs",
-    nargs="+",
-    metavar="RUN",
-    type=console.path,
-    help="the --job_log_dir of a run, or a folder of several",
-  )
+  run_paths.add_argument(parser)
   parser.add_argument(
     "--to",
     metavar="FILE.html",
@@ -59,8 +53,7 @@ def _report(argv: Sequence[str]) -> int:
   options = parser.parse_args(argv)
   modules = [name for name in options.fdl_allow_modules.split(",") if name]
   paths = [path for given in options.runs for path in run_paths.within(given)]
-  single = len(options.runs) == 1
-  to = options.to or (f"{options.runs[0].rstrip('/')}/report.html" if single else "report.html")
+  to = options.to or run_paths.default_output(options.runs, "report.html")
   write(paths, to, max_records=options.max_records, allow_modules=modules)
   print(to)
   return 0

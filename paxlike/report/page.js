@@ -14,6 +14,7 @@ const TITLES = {
   tflops_per_second_per_device_full: "TFLOP/s per device (full attention)",
   peak_host_bytes: "Peak memory of the host process, bytes",
   peak_device_bytes: "Peak memory of the device, bytes",
+  seconds_left: "Seconds to the end",
   skipped_steps: "Skipped steps",
   total_weights: "Target tokens of a step",
 };

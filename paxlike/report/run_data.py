@@ -11,7 +11,7 @@ from etils import epath
 from paxlike import file_io, run_folder
 from paxlike.errors import UserError
 from paxlike.report import run_config
-from paxlike.telemetry import goodput, metric_files, pace, run_paths, run_status
+from paxlike.telemetry import goodput, pace, run_paths, run_records, run_status
 
 Record = dict[str, Any]
 
@@ -101,7 +101,7 @@ def read(
   run_paths.check(path)
   folder = epath.Path(path)
   with run_folder.reading(path):
-    records = list(metric_files.records(folder))
+    records = run_records.read(folder)
   of_kind: dict[str, list[Record]] = {}
   for record in records:
     of_kind.setdefault(record.get("kind", ""), []).append(record)

@@ -34,16 +34,16 @@ def runs(found: Sequence[RunData]) -> Html:
   header += ["MFU"] if has_mfu else []
   rows = []
   for number, run in enumerate(found):
-    state = element("span", run.state or "not started", class_=f"state {run.state or 'unknown'}")
+    state = element("span", run.state or "unknown", class_=f"state {run.state or 'unknown'}")
     rows.append(
       [
         _legend(number, run.name),
         state,
         "" if run.progress is None else f"{run.progress[0]:,} of {run.progress[1]:,}",
-        _number(run.last("train", "loss")),
-        *(_number(run.last("eval", "loss", of=name)) for name in sets),
-        _number(run.typical("tokens_per_second")),
-        _number(run.typical("seconds_per_step")),
+        formatting.number(run.last("train", "loss")),
+        *(formatting.number(run.last("eval", "loss", of=name)) for name in sets),
+        formatting.number(run.typical("tokens_per_second")),
+        formatting.number(run.typical("seconds_per_step")),
         *([_percent(run.typical("mfu_causal"))] if has_mfu else []),
       ]
     )
@@ -148,7 +148,7 @@ def evaluations(found: Sequence[RunData]) -> Html:
     rows = []
     for run, record in newest.items():
       losses = [(r["loss"], r["updates"]) for r in of_run[run] if is_number(r.get("loss"))]
-      best = "" if not losses else f"{_number(min(losses)[0])} (after {min(losses)[1]:,})"
+      best = "" if not losses else f"{formatting.number(min(losses)[0])} (after {min(losses)[1]:,})"
       cells = [_with_error(record, key) for key in metrics]
       rows.append((run, f"{record['updates']:,}", *cells, best))
     header = ("run", "updates", *metrics, "least loss")
@@ -158,7 +158,7 @@ def evaluations(found: Sequence[RunData]) -> Html:
 
 def _with_error(record: Mapping[str, Any], key: str) -> str:
   error = record.get(f"{key}_stderr")
-  return _number(record.get(key)) + (f" ± {error:.2g}" if is_number(error) else "")
+  return formatting.number(record.get(key)) + (f" ± {error:.2g}" if is_number(error) else "")
 
 
 def time_spent(found: Sequence[RunData]) -> Html:
@@ -256,24 +256,12 @@ def samples(found: Sequence[RunData]) -> Html:
   return section("samples", "Samples", *parts)
 
 
-def _number(value: Any) -> str:
-  if not is_number(value):
-    return "" if value is None else str(value)
-  if isinstance(value, float) and not value.is_integer():
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
-  return f"{value:,.0f}"
-
-
 def _percent(value: float | None) -> str:
   return "" if value is None else f"{value:.1%}"
 
 
 def _duration(seconds: float) -> str:
-  if seconds < 60:
-    return f"{seconds:.1f} s"
-  minutes, rest = divmod(round(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  return f"{hours:,} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+  return f"{seconds:.1f} s" if seconds < 60 else formatting.duration(seconds)
 
 
 def everything(found: Sequence[RunData], curves: Html, layers: Html) -> Html:

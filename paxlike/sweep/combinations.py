@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The combinations of a sweep: from lists on the command line, from a file, or from both."""
 
+import hashlib
 import itertools
+import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,7 @@ Combination = dict[str, str]
 
 PREFIX = "--sweep."
 _MAX_NAME = 120  # Characters of a folder's name; file systems allow 255 bytes.
+_LIST = r"^[\[(]([\w.+-]+(?:,[\w.+-]+)+)[\])]$"
 
 
 def lists(flags: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -104,17 +107,34 @@ def joined(
   return [one | of_list for one in listed or [{}] for of_list in (of_lists or [{}])]
 
 
-def names(combinations: Sequence[Combination]) -> list[str]:
-  """Returns a name for the folder of each combination: its values, or its number if too long."""
-  found = [",".join(f"{name}={_plain(text)}" for name, text in c.items()) for c in combinations]
-  if len(set(found)) == len(found) and max(map(len, found)) <= _MAX_NAME:
-    return found
-  return [f"{number:04}" for number in range(len(found))]
+def named(found: Sequence[Combination]) -> dict[str, Combination]:
+  """Returns name -> combination.
+
+  Raises:
+    UserError: Two are the same.
+  """
+  runs: dict[str, Combination] = {}
+  for one in found:
+    name = _name(one)
+    if name in runs:
+      raise UserError(f"{name} is given twice: leave one out.")
+    runs[name] = one
+  return runs
 
 
-def _plain(text: str) -> str:
-  """Returns a value without characters that need quotes in a shell or mean something in paths."""
-  return re.sub(r"[^\w.+-]+", "_", text, flags=re.ASCII).strip("_") or "_"
+def _name(combination: Combination) -> str:
+  """Returns the name of a combination's folder, which does not depend on the other combinations.
+
+  It consists of the values, such as `LEARNING_RATE=1e-3,MESH=8,1,1`. If characters are replaced or
+  cut off, a digest of the combination follows.
+  """
+  values = {name: re.sub(_LIST, r"\1", text) for name, text in combination.items()}
+  whole = ",".join(f"{name}={text}" for name, text in values.items())
+  plain = re.sub(r"[^\w.+,=-]+", "_", whole, flags=re.ASCII)
+  if plain == whole and len(whole) <= _MAX_NAME:
+    return whole
+  digest = hashlib.sha256(json.dumps(combination).encode()).hexdigest()[:8]
+  return f"{plain[:_MAX_NAME]},{digest}"
 
 
 def flags(combination: Combination) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from paxlike import file_io, run_folder, run_mode
+from paxlike import file_io, root_graph, run_folder
 from paxlike.cli import command_line
 from paxlike.config import knob_text
 from paxlike.errors import UserError
@@ -107,8 +107,8 @@ def _content(flags: Sequence[str]) -> str:
   options = command_line.parse(["paxlike", *flags])
   if options.list or options.help or options.fdl_help or options.mode != "train":
     raise UserError("paxlike-sweep trains: leave out --mode, --list, --help and --fdl_help.")
-  experiment = run_mode.experiment_if_named(options)
-  run_mode.graph_of(options, experiment)
+  experiment = root_graph.experiment_if_named(options)
+  root_graph.of(options, experiment)
   values = {} if experiment is None else experiment.values()
   knobs = {name: knob_text.spell(setting.value) for name, setting in values.items()}
   return json.dumps([knobs, dict(options.edits), options.fiddlers])

@@ -85,7 +85,7 @@ def _sweep(argv: Sequence[str]) -> int:
   sweep = Sweep(
     folder=file_io.absolute(options.job_log_dir),
     flags=tuple(flags),
-    runs=dict(zip(combinations.names(found), found, strict=True)),
+    runs=combinations.named(found),
   )
   sweep.check()
   if words is not None:

@@ -12,7 +12,7 @@ from paxlike import file_io, run_folder
 from paxlike.errors import UserError
 from paxlike.report import main as report
 from paxlike.sweep.definition import Sweep
-from paxlike.telemetry import formatting, metric_files, pace, run_status
+from paxlike.telemetry import formatting, pace, run_records, run_status
 
 FILES = ("results.json", "results.csv", "report.html")
 
@@ -28,7 +28,7 @@ def collect(sweep: Sweep, failures: Mapping[str, str]) -> list[dict[str, Any]]:
   for name, combination in sweep.runs.items():
     folder = sweep.folder_of(name)
     with run_folder.reading(folder):
-      records = list(metric_files.records(folder))
+      records = run_records.read(folder)
     train = [record for record in records if record.get("kind") == "train"]
     evals = {r["set"]: r.get("loss") for r in records if r.get("kind") == "eval" and "set" in r}
     newest = train[-1] if train else {}
@@ -70,7 +70,7 @@ def columns(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
 def text(rows: list[dict[str, Any]]) -> str:
   """Returns the table for the console, and a line that names the best run."""
   header, cells = columns(rows)
-  shown = [[_cell(value) for value in row[:-1]] for row in cells]
+  shown = [[formatting.number(value, digits=5) for value in row[:-1]] for row in cells]
   num_knobs = header.index("state")
   right = range(num_knobs + 1, len(header) - 1)
   parts = [formatting.table(header[:-1], shown, right=right)]
@@ -96,14 +96,6 @@ def _least(what: str, losses: Mapping[str, Any]) -> str:
     return ""
   run = min(known, key=known.__getitem__)
   return f"{what}: {known[run]:.4f} ({run})"
-
-
-def _cell(value: Any) -> str:
-  if value is None:
-    return ""
-  if isinstance(value, float):
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4f}"
-  return str(value)
 
 
 def write(sweep: Sweep, rows: list[dict[str, Any]], *, allow_modules: list[str]) -> list[str]:

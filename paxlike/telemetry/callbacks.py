@@ -65,6 +65,16 @@ class Callbacks:
         ) from error
 
 
+def of_experiment(experiment: Any) -> list[Callback]:
+  """Returns the callbacks of an experiment.
+
+  Raises:
+    UserError: Its `callbacks` returns something else.
+  """
+  source = f"what {type(experiment).__name__}.callbacks() returns"
+  return check(experiment.callbacks(), source=source)
+
+
 def check(callbacks: Any, *, source: str) -> list[Callback]:
   """Returns callbacks as a list.
 

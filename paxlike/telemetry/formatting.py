@@ -3,6 +3,7 @@
 
 import datetime
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def nbytes(count: float) -> str:
@@ -12,6 +13,14 @@ def nbytes(count: float) -> str:
       return f"{count:.4g} {unit}"
     count /= 1000
   return f"{count:,.4g} TB"
+
+
+def number(value: Any, *, digits: int = 4) -> str:
+  """Returns a number with `digits` significant ones; anything else as `str`, but None as ""."""
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    return "" if value is None else str(value)
+  whole = isinstance(value, int) or value.is_integer() or abs(value) >= 10**digits
+  return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
 
 
 def duration(seconds: float) -> str:

@@ -4,7 +4,8 @@
 Each start of the program is an attempt with its own file, `goodput/attempt_00000000.jsonl`. A line
 holds the time, the completed updates, and the seconds of the attempt so far by category. There is
 one line for each checkpoint, and a last line for the current state. A thread rewrites the last line
-every `BEAT` seconds, so that after a kill at most that long is unknown.
+every `BEAT` seconds, so that after a kill at most that long is unknown. The time between the end of
+a run that is finished and a start that goes on with it counts nowhere.
 """
 
 import collections
@@ -59,11 +60,13 @@ class Mark(NamedTuple):
     time: In seconds since 1970.
     updates: Completed updates of the run; None while its state is not restored.
     seconds: Since the attempt began, by category.
+    finished: Whether the run is finished.
   """
 
   time: float
   updates: int | None
   seconds: dict[str, float]
+  finished: bool = False
 
 
 class Goodput(NamedTuple):
@@ -115,7 +118,7 @@ def _sum(attempts: Sequence[Sequence[Mark]]) -> Goodput:
         lost = last.seconds.get(name, 0.0) - useful.get(name, 0.0)
         seconds[name] -= lost
         seconds["lost"] += lost
-    if later_start is not None:
+    if later_start is not None and not last.finished:
       seconds["down"] += max(0.0, later_start - last.time)
     start = marks[0].updates
     if start is not None:
@@ -147,7 +150,9 @@ def _read(path: epath.Path) -> list[Mark]:
       data = json.loads(line)
       known = {name: float(data["seconds"].get(name, 0.0)) for name in CATEGORIES}
       updates = data["updates"]
-      marks.append(Mark(float(data["time"]), None if updates is None else int(updates), known))
+      updates = None if updates is None else int(updates)
+      finished = data.get("finished") is True
+      marks.append(Mark(float(data["time"]), updates, known, finished))
   return marks
 
 
@@ -172,24 +177,44 @@ class Ledger:
     self._path = folder / _FOLDER / f"{_PREFIX}{number:08d}.jsonl"
     self._first: Mark | None = None  # Kept, because it says from which step the attempt resumed.
     self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
-    self._is_written = False
+    self._is_written = self._is_finished = self._is_left_out = False
     self._lock = threading.Lock()
     self._ends = threading.Event()
     self._thread = threading.Thread(target=self._beat, daemon=True, name="goodput")
     self._thread.start()
     verdicts.last_actions.append(self._end_by)
 
-  def mark(self, updates: int):
-    """Writes the state of the attempt at a checkpoint, or at the first step."""
-    self.updates = updates
+  def mark(self, updates: int, *, finished: bool = False):
+    """Writes the state of the attempt at its start, a checkpoint, or its end.
+
+    An attempt that finds the run finished and completes no update is left out.
+
+    Args:
+      updates: Completed updates of the run.
+      finished: Whether the run is finished.
+    """
+    self.updates, self._is_finished = updates, finished
+    was_finished = bool(self._earlier) and self._earlier[-1][-1].finished
+    if finished and was_finished and self._first is not None and self._first.updates == updates:
+      self.leave_out()
+      return
     now = self._now()
     self._first = self._first or now
     self._marks.append(now)
     self._write()
 
-  def summary(self) -> Goodput:
-    """Returns the goodput of the run up to now."""
-    return _sum([*self._earlier, self._lines(self._now())])
+  def leave_out(self):
+    """Removes this attempt from the ledger: it found nothing to train."""
+    with self._lock:
+      self._is_left_out = True
+      if self._is_written:
+        self._path.unlink(missing_ok=True)
+
+  def summary(self) -> Goodput | None:
+    """Returns the goodput of the run up to now; None if there is no attempt."""
+    own = [] if self._is_left_out else [self._lines(self._now())]
+    attempts = [*self._earlier, *own]
+    return _sum(attempts) if attempts else None
 
   def close(self, *, writes: bool = True):
     """Ends the thread, and, if anything was written, writes the last line."""
@@ -204,7 +229,7 @@ class Ledger:
     seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
     for kind, spent in phases.OWN.seconds().items():
       seconds[_OF_PHASE.get(kind, "start_up")] += spent
-    return Mark(time.time(), self.updates, dict(seconds))
+    return Mark(time.time(), self.updates, dict(seconds), self._is_finished)
 
   def _lines(self, last: Mark) -> list[Mark]:
     first = [] if self._first is None or self._first in self._marks else [self._first]
@@ -212,6 +237,8 @@ class Ledger:
 
   def _write(self, last: Mark | None = None):
     with self._lock:
+      if self._is_left_out:
+        return
       self._check_owner()
       self._path.parent.mkdir(parents=True, exist_ok=True)
       lines = self._lines(last or self._now())

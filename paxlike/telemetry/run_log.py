@@ -88,6 +88,8 @@ class RunLog:
         f"nothing to train: checkpoint {step} is beyond the last step, {num_steps}; to continue,"
         " raise MAX_STEPS (or NUM_EPOCHS)"
       )
+      if self._ledger is not None:
+        self._ledger.leave_out()
     return step > num_steps
 
   def start(
@@ -278,13 +280,13 @@ class RunLog:
       if self._recorder is not None:
         self._recorder.sync()
       if self._ledger is not None:
-        self._ledger.mark(step)
+        self._ledger.mark(step, finished=state == "finished")
     self._print_of_trackers()
     self._call_on_save()
     if state != "running":
       speed = None if self._pace is None else self._pace.text()
-      spent = None if self._ledger is None else self._ledger.summary().text()
-      for text in filter(None, (speed, spent)):
+      spent = None if self._ledger is None else self._ledger.summary()
+      for text in filter(None, (speed, spent and spent.text())):
         self.note(text)
 
   def __enter__(self) -> Self:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paths of runs on a command line: those in a parent folder, and short names to tell them apart."""
 
+import argparse
 import os
 from collections.abc import Sequence
 
@@ -8,18 +9,17 @@ from etils import epath
 
 from paxlike import run_folder
 from paxlike.errors import UserError
-from paxlike.telemetry import metric_files
+from paxlike.telemetry import console, run_records
 
 
 def within(path: str) -> list[str]:
   """Returns the path itself if it is a run's folder, else those of the runs in it with records."""
   folder = epath.Path(path)
   with run_folder.reading(path):
-    if metric_files.files(folder) or not folder.is_dir():
+    if run_records.exist(folder) or not folder.is_dir():
       return [path]
     inner = [child for child in sorted(folder.iterdir()) if child.is_dir()]
-    runs = [child for child in inner if metric_files.files(child)]
-    runs = [run for run in runs if next(iter(metric_files.records(run)), None) is not None]
+    runs = [child for child in inner if run_records.exist(child) and run_records.read(child)]
   return [os.fspath(run) for run in runs] or [path]
 
 
@@ -45,7 +45,23 @@ def names(paths: Sequence[str]) -> list[str]:
 def check(path: str):
   """Raises a UserError if a path is not the folder of a run, which has records."""
   with run_folder.reading(path):
-    found = metric_files.files(epath.Path(path))
+    found = run_records.exist(epath.Path(path))
   if not found:
-    names_of_files = "metrics.jsonl or metrics/part-*.jsonl"
-    raise UserError(f"{path} is not the folder of a run: it has no {names_of_files}.")
+    files = "metrics.jsonl, metrics/part-*.jsonl or results of evaluations"
+    raise UserError(f"{path} is not the folder of a run: it has no {files}.")
+
+
+def add_argument(parser: argparse.ArgumentParser):
+  """Adds the argument `runs`, RUN..., to a parser."""
+  parser.add_argument(
+    "runs",
+    nargs="+",
+    metavar="RUN",
+    type=console.path,
+    help="the --job_log_dir of a run, or a folder of several",
+  )
+
+
+def default_output(runs: Sequence[str], name: str) -> str:
+  """Returns the path of a file about these runs: in the folder of a single one, or here."""
+  return f"{runs[0].rstrip('/')}/{name}" if len(runs) == 1 else name

@@ -13,6 +13,8 @@ from paxlike.errors import UserError
 from paxlike.processes import lease
 from paxlike.processes.owner import is_there
 
+RESULTS = "eval_out"  #: Folder of the results of evaluations.
+
 
 def is_running(folder: epath.Path, observer: lease.Observer | None = None) -> bool:
   """Returns whether a job is running in `folder`, as far as can be known from here.
@@ -65,7 +67,7 @@ def state(folder: epath.Path) -> str | None:
 
 def result_of(folder: epath.Path, name: str, updates: int) -> epath.Path:
   """Returns the result file of an eval set after `updates` updates."""
-  return folder / "eval_out" / name / f"eval_{updates:08d}.json"
+  return folder / RESULTS / name / f"eval_{updates:08d}.json"
 
 
 def lacks_evaluation(folder: epath.Path, names: Iterable[str], updates: int) -> bool:

@@ -20,13 +20,13 @@ class Execution:
 
   Attributes:
     compiler_options: XLA's options for the step, evaluation and decoding.
-    profile: Measured durations of the step's instructions, by which XLA schedules them; None: XLA's
-      own estimates.
+    pgle_profile: Measured durations of the step's instructions, by which XLA schedules them; None:
+      XLA's own estimates.
     compiled_step: A step compiled ahead of time; None: no such step.
   """
 
   compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  profile: Profile | None = None
+  pgle_profile: Profile | None = None
   compiled_step: jax.stages.Compiled | None = None
 
   def compile_step(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -36,9 +36,9 @@ class Execution:
       UserError: The profile is of another program.
     """
     options = dict(self.compiler_options)
-    if self.profile is None:
+    if self.pgle_profile is None:
       return lowered.compile(compiler_options=options)
-    program = lowered.compile(compiler_options=options | self.profile.options())
+    program = lowered.compile(compiler_options=options | self.pgle_profile.options())
     names = re.findall(r"^\s+(?:ROOT )?%([\w.\-]+) = ", program.as_text() or "", re.MULTILINE)
-    self.profile.check(names)
+    self.pgle_profile.check(names)
     return program

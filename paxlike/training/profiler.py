@@ -200,16 +200,27 @@ def trace(folder: epath.PathLike) -> Iterator[None]:
     finally:
       try:
         jax.profiler.stop_trace()
-        if local != os.fspath(target):
-          _copy(pathlib.Path(local), target)
-      except (*file_io.failures(), RuntimeError) as error:
-        reason = file_io.reason(error)
-        raise UserError(f"{target}: the profile cannot be written: {reason}.") from None
+      except (OSError, RuntimeError) as error:
+        raise _unwritten(target, error) from None
+      if local != os.fspath(target):
+        copy(pathlib.Path(local), target)
 
 
-def _copy(folder: pathlib.Path, target: epath.Path):
-  for file in folder.rglob("*"):
-    if file.is_file():
-      copied = target / file.relative_to(folder)
-      copied.parent.mkdir(parents=True, exist_ok=True)
-      copied.write_bytes(file.read_bytes())
+def copy(folder: pathlib.Path, target: epath.Path):
+  """Copies the traces in a folder, as to an object store.
+
+  Raises:
+    UserError: They cannot be written.
+  """
+  try:
+    for file in folder.rglob("*"):
+      if file.is_file():
+        copied = target / file.relative_to(folder)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_bytes(file.read_bytes())
+  except file_io.failures() as error:
+    raise _unwritten(target, error) from None
+
+
+def _unwritten(target: epath.Path, error: Exception) -> UserError:
+  return UserError(f"{target}: the profile cannot be written: {file_io.reason(error)}.")

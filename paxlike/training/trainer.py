@@ -228,7 +228,7 @@ class Trainer:
 
   def watched(self, folder: epath.Path | None = None) -> Any:
     """Returns a context in which a stall ends the job, and stacks are dumped; see `job_watch`."""
-    return job_watch.over(job_watch.Limits(folder, self.stall_timeout, self.stack_interval))
+    return job_watch.watching(job_watch.Limits(folder, self.stall_timeout, self.stack_interval))
 
   @functools.cached_property
   def tokenizer_prompt_renderer(self) -> PromptRenderer | None:

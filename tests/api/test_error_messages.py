@@ -41,7 +41,7 @@ from paxlike.api import error_messages
   ],
 )
 def test_flags_become_keywords(message, expected):
-  assert error_messages.of(message) == error_messages.of(expected) == expected
+  assert error_messages.translated(message) == error_messages.translated(expected) == expected
 
 
 def test_errors_of_calls_have_no_flags(tmp_path, tiny, trained):

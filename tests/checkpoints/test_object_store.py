@@ -166,6 +166,8 @@ def test_a_whole_run_works_on_a_bucket(store, text, tmp_path, monkeypatch):
   assert json.loads(store.read(name))["prompt"] == "1 bottles"
   subprocess.run([sys.executable, "-m", "paxlike.cli.plot", "gs://bucket/run"], check=True)
   assert store.read("run/curves.png").startswith(b"\x89PNG")
+  done(start(*TEXT, *own, there, "--mode=profile"))
+  assert [name for name in store.names("run/profile/plugins/") if name.endswith(".xplane.pb")]
 
 
 @pytest.mark.slow

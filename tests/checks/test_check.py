@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.program import run
 
-from paxlike import checks, layers, main
+from paxlike import checks, layers, root_graph, run_mode
 from paxlike.checks import attention, bandwidth, differences, runner, step, storage, trainers
 from paxlike.checks.check import compared, guarded
 from paxlike.cli import check_page, command_line
@@ -175,7 +175,7 @@ def test_a_step_that_fails_in_float32_keeps_none_from_the_other(capsys, monkeypa
 
 def graph_of(*words):
   options = command_line.parse(["paxlike", "--mode=check", *words])
-  return main.graph_of(options, main.experiment_of(options))
+  return root_graph.of(options, root_graph.experiment_of(options))
 
 
 @pytest.mark.parametrize(
@@ -188,19 +188,19 @@ def graph_of(*words):
 )
 def test_a_small_model_is_sharded_as_the_large_one(monkeypatch, name, axis, dims):
   graph = graph_of(f"--fdl_config={name}", f"--fdl.ICI_MESH_SHAPE={{{axis}: 8}}")
-  small = trainers.trained(graph, main.build_trainer, full=False)
+  small = trainers.trained(graph, run_mode.build_trainer, full=False)
   sharded = {pair for found in trainers._sharded_dims(small).values() for pair in found}
   assert sharded == {(dim, axis) for dim in dims}
-  assert trainers.not_sharded(graph, main.build_trainer, small) == []
+  assert trainers.not_sharded(graph, run_mode.build_trainer, small) == []
   if axis == "expert":  # What is lost is said.
     monkeypatch.setattr(trainers, "_SHARDED", ())
-    small = trainers.trained(graph, main.build_trainer, full=False)
-    assert trainers.not_sharded(graph, main.build_trainer, small) == ["experts over expert"]
+    small = trainers.trained(graph, run_mode.build_trainer, full=False)
+    assert trainers.not_sharded(graph, run_mode.build_trainer, small) == ["experts over expert"]
 
 
 def test_adapters_have_gradients():
   graph = graph_of("--fdl.USE_LORA=True")
-  trainer = trainers.trained(graph, main.build_trainer, full=False)
+  trainer = trainers.trained(graph, run_mode.build_trainer, full=False)
   step._draw_adapters(trainer)
   drawn = {n: s.init for n, s in trainer.definition.weights.items() if n.endswith(".lora.b")}
   assert drawn and all(init(jax.random.key(0), (2, 2), 2).all() for init in drawn.values())
@@ -247,7 +247,7 @@ def test_a_factor_within_rounding_is_found():
 
 def test_packed_batches_reach_the_devices(monkeypatch, text):
   graph = graph_of("--fdl_config=Text126M", f"--fdl.DATA_PATH={text}", "--fdl.MAX_SEQ_LEN=16")
-  trainer = main.build_trainer(graph)
+  trainer = run_mode.build_trainer(graph)
   put, names = trainer.placer.put, set()
   monkeypatch.setattr(trainer.placer, "put", lambda arrays: names.update(arrays) or put(arrays))
   (check,) = runner.transfers.input_rate(trainer)

@@ -142,7 +142,7 @@ def test_missing_or_empty_run_is_named(tmp_path, capsys):
   (tmp_path / "new").mkdir()
   assert "no metrics.jsonl" in fails(capsys, f"{tmp_path}/new")
   (tmp_path / "new" / "metrics.jsonl").write_text("")
-  assert f"{tmp_path}/new/metrics.jsonl has no loss yet" in fails(capsys, f"{tmp_path}/new")
+  assert f"{tmp_path}/new has no loss yet" in fails(capsys, f"{tmp_path}/new")
   assert "given twice" in fails(capsys, good, good)
   assert not list(tmp_path.rglob("*.png"))
 

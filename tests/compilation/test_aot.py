@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers.program import TINY, run, start
 
-from paxlike import fiddlers, main, registry
+from paxlike import fiddlers, registry, run_mode
 from paxlike.compilation import aot, hlo_kernels
 from paxlike.devices import chips, xla_flags
 
@@ -116,11 +116,11 @@ def test_what_a_compiler_asks_for_is_all_that_it_needs():
 def test_what_fits_a_gpu_is_what_fits_the_share_that_programs_have(monkeypatch, share, fits):
   chip = chips.CHIPS["H200"]
   nothing: Any = object()
-  held = aot.Held(0, 0, int(0.94 * chip.memory))
+  memory = aot.ProgramMemory(0, 0, int(0.94 * chip.memory))
   for name in chips.SHARE_NAMES:
     monkeypatch.setenv(name, share)
   program = aot.Program(
-    step=nothing, held=held, seconds=0, chip=chip, devices=nothing, tokens=0, flops=0
+    step=nothing, memory=memory, seconds=0, chip=chip, devices=nothing, tokens=0, flops=0
   )
   assert program.fits is fits
 
@@ -138,7 +138,7 @@ def test_every_product_of_a_block_is_in_8_bits_and_no_other(h200, name, kind, sc
   knobs = {"USE_REPEATED_LAYER": scan, "CHECKPOINT_POLICY": "SAVE_EVERYTHING"}
   graph = registry.find(name)(QUANTIZATION=kind, **knobs).trainer()
   fiddlers.shrink(graph)
-  trainer = main.build_trainer(graph)
+  trainer = run_mode.build_trainer(graph)
   program = aot.compile_step(trainer)
   flops = {group: one.flops for group, one in hlo_kernels.grouped(program.kernels(), "group")}
   sizes = {key: math.prod(spec.shape) for key, spec in trainer.definition.weights.items()}
@@ -201,14 +201,14 @@ def test_no_step_takes_longer_than_it_did(h200, name, knobs):
   for setting in f"{knobs} CHECKPOINT_POLICY=SAVE_EVERYTHING USE_REPEATED_LAYER=false".split():
     knob, _, text = setting.partition("=")
     experiment.set(knob, text, source="test")
-  trainer = main.build_trainer(experiment.trainer())
+  trainer = run_mode.build_trainer(experiment.trainer())
   program = aot.compile_step(trainer)
   assert not SUM_IN_BFLOAT16.search(program.text)
   found = program.kernels()
   sums = {group: one.seconds for group, one in hlo_kernels.grouped(found, "group")}
   milliseconds, temporaries = RECORDED[name, knobs]
   assert hlo_kernels.total(found).seconds < 1.02e-3 * milliseconds
-  assert program.held.temporaries < 1.02e9 * temporaries
+  assert program.memory.temporaries < 1.02e9 * temporaries
   assert "attention" in sums and "matmul tf32" not in sums
   if "FP8" not in knobs:  # There operands are also laid out anew, for the gradients.
     assert sums.get("transpose", 0.0) < 0.01 * sum(sums.values())

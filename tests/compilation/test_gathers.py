@@ -9,7 +9,7 @@ import jax
 import pytest
 from helpers import hlo
 
-from paxlike import main, registry
+from paxlike import registry, run_mode
 from paxlike.compilation import aot, hlo_collectives
 from paxlike.devices import topology, xla_flags
 from paxlike.training import evaluation
@@ -46,7 +46,7 @@ def test_weights_are_gathered_once_a_pass_and_gradients_scattered_once(target, k
   sizes = SIZES | {"PERCORE_BATCH_SIZE": parts}
   with topology.target(target):
     graph = registry.find("SyntheticLLaMA7B")(**sizes, **knobs).trainer()
-    trainer = main.build_trainer(graph)
+    trainer = run_mode.build_trainer(graph)
     program = aot.compile_step(trainer)
   # In bfloat16; of the embedding the tokens' vectors are exchanged, not the table. What is smaller
   # than a matrix is less than the tolerance.

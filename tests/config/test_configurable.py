@@ -21,7 +21,7 @@ from helpers.sources import MODULES, PACKAGE
 
 import paxlike
 from paxlike import fiddlers, layers, registry
-from paxlike.config import allowed_symbols, configurable, graph_file, knob_types, old_names
+from paxlike.config import allowed_symbols, configurable, graph_file, old_names, type_words
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets, gpt
@@ -206,7 +206,7 @@ def choices(cls: type[Experiment]) -> list[tuple[str, Any]]:
   return [
     (name, choice)
     for name, knob in cls.knobs().items()
-    for choice in knob_types.choices(knob.type)
+    for choice in type_words.choices(knob.type)
     if registered.get(choice) is None
   ]
 

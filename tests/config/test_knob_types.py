@@ -8,8 +8,8 @@ from typing import Any, Literal, Optional, Union
 import numpy as np
 import pytest
 
-from paxlike.config import knob_text, knob_types, ranges
-from paxlike.config.knob_types import Dtype
+from paxlike.config import knob_text, knob_types, ranges, type_words
+from paxlike.config.ranges import Dtype
 
 
 class Size(enum.Enum):
@@ -46,7 +46,7 @@ TYPES = {
 @pytest.mark.parametrize("name", TYPES)
 def test_supported_types_are_named_as_written(name):
   assert knob_types.is_supported(TYPES[name])
-  assert knob_types.type_name(TYPES[name]) == name
+  assert type_words.name(TYPES[name]) == name
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_supported_types_are_named_as_written(name):
   ],
 )
 def test_choices_are_written_out(kind, text):
-  assert knob_types.choices_or_name(kind) == text
+  assert type_words.choices_or_name(kind) == text
 
 
 @pytest.mark.parametrize(

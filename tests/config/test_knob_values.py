@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.sample_knobs import Base, Policy, Recipe
 
-from paxlike.config import knob_types, knobs
+from paxlike.config import dtypes, knobs
 from paxlike.config.knobs import UNSET
 from paxlike.errors import UserError
 
@@ -149,7 +149,7 @@ def test_dtypes_are_kept_by_name(dtype):
 
 
 def test_every_dtype_name_exists():
-  for name in knob_types.DTYPES:
+  for name in dtypes.NAMES:
     assert jnp.dtype(name).name == name
 
 

@@ -12,7 +12,15 @@ import pytest
 from fiddle import daglish
 from helpers.declared import DECLARED, EXPERIMENTS, every_declaring_class, every_experiment
 
-from paxlike.config import building, graph_file, graph_types, knob_text, knob_types, ranges
+from paxlike.config import (
+  building,
+  graph_file,
+  graph_types,
+  knob_text,
+  knob_types,
+  ranges,
+  type_words,
+)
 from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
 from paxlike.experiments.gpt import Gpt3_52k
@@ -147,7 +155,7 @@ def test_a_phrase_and_a_condition_say_the_bounds(name):
   plain = typing.get_args(kind)[0]
   for number in (math.nan, math.inf, -math.inf):
     assert number not in bounds
-  shown = knob_types.type_name(kind)
+  shown = type_words.name(kind)
   assert plain.__name__ in shown
   for bound in (bounds.least, bounds.most):
     if math.isfinite(bound) and abs(bound) not in (ranges.INT32, ranges.FLOAT32):

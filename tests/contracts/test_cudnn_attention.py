@@ -114,7 +114,7 @@ def whole_sequences(*args):
 def test_offsets_are_those_of_the_docstring():
   """Its example, with a token in no third segment: there all are of one token."""
   segments = jnp.array([[1, 2, 3], [1, 2, 2]])
-  lengths, offsets, fits = cudnn_attention.runs(segments, 3)
+  lengths, offsets, fits = cudnn_attention.segment_runs(segments, 3)
   assert offsets.tolist() == [[0, 1, 2, -1], [0, 1, -1, -1]]
   assert lengths.tolist() == [[1, 1, 1], [1, 2, -1]]
   assert fits.all()

@@ -81,9 +81,9 @@ def test_a_client_lives_on_while_somebody_holds_its_connection(held):
 @pytest.mark.parametrize("devices", [None, (2, 3)])
 def test_what_initialize_is_given(monkeypatch, devices):
   bound: dict[str, Any] = {}
-  met = rendezvous.Met({}, {}, ("a", 1))
-  monkeypatch.setattr(rendezvous, "meet", lambda group, told, timeout: met)
-  monkeypatch.setattr(multiprocess.job_watch, "start", lambda met, **named: None)
+  connections = rendezvous.Connections({}, {}, ("a", 1))
+  monkeypatch.setattr(rendezvous, "meet", lambda group, told, timeout: connections)
+  monkeypatch.setattr(multiprocess.job_watch, "start", lambda connections, **named: None)
   monkeypatch.setattr(multiprocess, "_watch_aborts", lambda: None)
   monkeypatch.setattr(multiprocess.signal, "signal", lambda number, handler: None)
   signature = inspect.signature(jax.distributed.initialize)

@@ -12,9 +12,9 @@ from helpers import campaign, command_lines
 from helpers.command_lines import BASES, base
 from hypothesis import strategies
 
-from paxlike import fiddlers, registry
+from paxlike import fiddlers, registry, root_graph
 from paxlike.cli import command_line, flag_types, flags, usage
-from paxlike.config import graph_file, knob_types, ranges
+from paxlike.config import dtypes, graph_file, ranges
 
 # Of no type in particular: what people mistype, and what parsers trip over.
 ODD = (
@@ -34,7 +34,7 @@ def edges(kind: Any) -> list[str]:
     plain, *marks = typing.get_args(kind)
     found = edges(plain)
     if "dtype" in marks:
-      found += knob_types.DTYPES
+      found += dtypes.NAMES
     for choice in (mark for mark in marks if isinstance(mark, ranges.OneOf)):
       found += choice.names
     for bounds in (mark for mark in marks if isinstance(mark, ranges.Range)):
@@ -83,7 +83,7 @@ def knobs(draw: Any) -> list[str]:
 def paths(name: str) -> list[str]:
   """Returns the path of every value in the graph of a base."""
   options = command_line.parse(["paxlike", *base(name), "--mode=show"])
-  graph = command_lines.main.graph_of(options, command_lines.main.experiment_of(options))
+  graph = root_graph.of(options, root_graph.experiment_of(options))
   return [line.partition(" = ")[0] for line in graph_file.describe(graph).splitlines()]
 
 
@@ -135,7 +135,7 @@ def other_flags(draw: Any) -> list[str]:
 def saved(name: str) -> str:
   """Returns the config.json of a base."""
   options = command_line.parse(["paxlike", *base(name), "--mode=show"])
-  graph = command_lines.main.graph_of(options, command_lines.main.experiment_of(options))
+  graph = root_graph.of(options, root_graph.experiment_of(options))
   return graph_file.dump(graph)
 
 

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paxlike import registry, run_mode
+from paxlike import registry, root_graph
 from paxlike.cli import config_files
 
 
@@ -41,7 +41,7 @@ def write(
     made = registry.find(experiment)()
     for name, value in (knobs or {}).items():
       made.set(name, value, source="command line")
-    for name, content in config_files.of(made, run_mode.root_graph(made)).items():
+    for name, content in config_files.of(made, root_graph.of_experiment(made)).items():
       if isinstance(content, str):
         (folder / name).write_text(content)
   lines = list(_records(steps, rate, sets, layers))

@@ -14,7 +14,7 @@ from helpers.job_set_schema import published
 from helpers.launch_files import FILES
 from helpers.launched import until
 
-from paxlike import run_mode
+from paxlike import root_graph
 from paxlike.cli import command_line
 from paxlike.config import building
 from paxlike.devices import xla_environment
@@ -38,7 +38,7 @@ FOLDER = FILES[0].parent
 
 def graph(flags: list[str]) -> Any:
   options = command_line.parse(["paxlike", *flags])
-  return run_mode.graph_of(options, run_mode.experiment_of(options))
+  return root_graph.of(options, root_graph.experiment_of(options))
 
 
 @every_file
@@ -149,8 +149,8 @@ def in_job(name: str, folder: pathlib.Path, *more: str, nodes: int, **variables:
 def test_variables_are_knobs(name, nodes, variables, expected, tmp_path):
   _, flags, _ = in_job(name, tmp_path, nodes=nodes, **variables)
   options = command_line.parse(["paxlike", *flags])
-  experiment = run_mode.experiment_of(options)
-  run_mode.graph_of(options, experiment)
+  experiment = root_graph.experiment_of(options)
+  root_graph.of(options, experiment)
   for key, value in expected.items():
     knob = f"{key.upper()}_MESH_SHAPE" if key in ("ici", "dcn") else key
     found = getattr(experiment, knob)

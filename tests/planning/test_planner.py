@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from helpers.program import run
 
-from paxlike import main
+from paxlike import root_graph, run_mode
 from paxlike.cli import command_line, startup
 from paxlike.devices import chips, topology
 from paxlike.devices.mesh import AXES
@@ -47,7 +47,7 @@ def started(command: str) -> Iterator[Any]:
   options = command_line.parse(words)
   startup.set_up_jax(options)
   with topology.target(options.topology, slices=options.slices or 1):
-    yield main.build_trainer(main.graph_of(options, main.experiment_of(options)))
+    yield run_mode.build_trainer(root_graph.of(options, root_graph.experiment_of(options)))
 
 
 def test_the_page(capsys):

@@ -30,10 +30,10 @@ def job(monkeypatch):
     hosts = {index: f"host{index}" for index in range(count)}
     links = {index + 1: rendezvous.Link(pair[0]) for index, pair in enumerate(pairs)}
     leader = ("host0", 1)
-    found = [job_watch.Watch(rendezvous.Met(links, hosts, leader), count=count, **options)]
+    found = [job_watch.Watch(rendezvous.Connections(links, hosts, leader), count=count, **options)]
     for index, pair in enumerate(pairs, 1):
-      met = rendezvous.Met({0: rendezvous.Link(pair[1])}, hosts, leader)
-      found.append(job_watch.Watch(met, index=index, count=count, **options))
+      connections = rendezvous.Connections({0: rendezvous.Link(pair[1])}, hosts, leader)
+      found.append(job_watch.Watch(connections, index=index, count=count, **options))
     watches.extend(found)
     return found
 
@@ -248,20 +248,20 @@ def test_who_was_suspended_is_not_stuck(job):
 
 
 def test_work_that_is_watched_can_be_left(tmp_path):
-  with job_watch.over(job_watch.Limits(epath.Path(tmp_path), None, None)) as one:
+  with job_watch.watching(job_watch.Limits(epath.Path(tmp_path), None, None)) as one:
     assert job_watch.current() is one and one.is_alive()
   assert job_watch.current() is None and not one.is_alive()
 
 
 def test_work_within_watched_work_leaves_its_folder_and_not_its_limits(tmp_path):
   signals, other = [signal.getsignal(signal.SIGUSR1)], epath.Path(tmp_path / "other")
-  with job_watch.over(job_watch.Limits(stall_timeout=7.0)) as one:
+  with job_watch.watching(job_watch.Limits(stall_timeout=7.0)) as one:
     signals.append(signal.getsignal(signal.SIGUSR1))
-    with job_watch.over(job_watch.Limits(epath.Path(tmp_path), 0.0, None)) as inner:
+    with job_watch.watching(job_watch.Limits(epath.Path(tmp_path), 0.0, None)) as inner:
       assert one is inner and one._limits.stall_timeout == 0
     assert one._limits == (epath.Path(tmp_path), 7.0, None)
     assert signal.getsignal(signal.SIGUSR1) is signals[1]
-    with one.over(job_watch.Limits(stall_timeout=3.0)), one.over(job_watch.Limits(other)):
+    with one.watching(job_watch.Limits(stall_timeout=3.0)), one.watching(job_watch.Limits(other)):
       pass
     assert one._limits == (other, 7.0, None)  # For the status of a job that fails.
     signal.raise_signal(signal.SIGUSR1)  # It would end the process if nothing printed the stacks.

@@ -63,7 +63,7 @@ def test_where_stacks_cannot_be_written_the_watch_goes_on(tmp_path, monkeypatch)
   if hasattr(os, "memfd_create"):
     assert pathlib.Path(__file__).name in stack_traces.text(["why: asked"])
   monkeypatch.setattr(stack_traces, "text", full)
-  with job_watch.over(job_watch.Limits(epath.Path(tmp_path))) as one:
+  with job_watch.watching(job_watch.Limits(epath.Path(tmp_path))) as one:
     assert one._write_stacks("asked") is None
     signal.raise_signal(signal.SIGUSR1)
     time.sleep(0.3)

@@ -6,7 +6,7 @@ import re
 import pytest
 from helpers.program import TINY, curve, run
 
-from paxlike import run_mode
+from paxlike import root_graph, run_mode
 from paxlike.cli import command_line, compile_page
 from paxlike.compilation import aot, hlo_kernels, hlo_schedule
 from paxlike.devices import chips, pgle, topology
@@ -24,7 +24,7 @@ def trainer():
   """A run on eight H100, which are not there."""
   options = command_line.parse(["paxlike", *FLAGS])
   with topology.target(options.topology):
-    yield run_mode.build_trainer(run_mode.graph_of(options, run_mode.experiment_of(options)))
+    yield run_mode.build_trainer(root_graph.of(options, root_graph.experiment_of(options)))
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def test_page_is_whole_without_configuration_status_or_speed(tmp_path):
   document = written(str(folder), to=tmp_path / "page.html")
   headings = [e.text for e in document.all("h2")]
   assert headings == ["Runs", "Curves"]
-  assert table(document, "Runs")[1] == ["a", "not started", "", "", "", ""]
+  assert table(document, "Runs")[1] == ["a", "unknown", "", "", "", ""]
 
 
 def test_records_of_other_shapes_do_no_harm(tmp_path):
@@ -172,6 +172,21 @@ def test_evaluations_have_their_newest_values_and_their_best(tmp_path):
   assert second[0] == "b" and second[2].startswith("3.1 ")
 
 
+def test_results_of_evaluations_outside_of_training_are_shown_too(tmp_path):
+  path = reported_runs.write(tmp_path / "a", sets=("x",))
+  (folder := tmp_path / "a" / "eval_out" / "x").mkdir(parents=True)
+  results = {50: {"log_pplx": 1.5}, 60: {"log_pplx": 9.0}}  # The second is in the records.
+  for updates, values in results.items():
+    text = json.dumps({"checkpoint": updates, **values})
+    (folder / f"eval_{updates:08d}.json").write_text(text)
+  (folder / "eval_00000070.json").write_text("{")
+  (folder / "eval_00000050.jsonl").write_text("{}")
+  document = written(path, to=tmp_path / "page.html")
+  assert table(document, "Newest evaluation on x")[1][-1] == "1.5 (after 50)"
+  losses = [r["loss"] for r in embedded(document)[0]["records"] if r.get("kind") == "eval"]
+  assert losses.count(1.5) == 1 and 9.0 not in losses
+
+
 def test_goodput_is_shown_as_shares_of_the_time(tmp_path):
   path = reported_runs.write(tmp_path / "a")
   (tmp_path / "a" / "goodput").mkdir()
@@ -183,7 +198,7 @@ def test_goodput_is_shown_as_shares_of_the_time(tmp_path):
     file.write_text(json.dumps(last) + "\n")
   document = written(path, to=tmp_path / "page.html")
   (section,) = [e for e in document.all("section") if e.attributes.get("id") == "goodput"]
-  assert "81.0% of 1 min 40 s in 2 starts were steps that count." in section.words
+  assert "81.0% of 0:01:40 in 2 starts were steps that count." in section.words
   parts = [e.attributes["style"] for e in section.all("span") if "style" in e.attributes]
   assert parts == ["width:81.000%", "width:9.000%", "width:10.000%"]
   assert "not running 10.0 s (10.0%)" in [e.words for e in section.all("li")]

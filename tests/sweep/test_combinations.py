@@ -48,13 +48,23 @@ def test_file_holds_a_list_of_mappings(tmp_path):
     combinations.read(str(tmp_path / "none.json"))
 
 
-def test_names_are_those_of_the_values_or_numbers():
-  assert combinations.names([{"A": "1e-3", "B": "[2,1]"}, {"A": "1", "B": "x/../y"}]) == [
-    "A=1e-3,B=2_1",
-    "A=1,B=x_.._y",
+def test_a_name_is_that_of_the_values_whatever_the_other_combinations_are():
+  every = [
+    {"A": "1e-3", "B": "[2,1]"},
+    {"A": "1", "B": "x/../y"},
+    {"A": "1", "B": "x:..:y"},
+    {"A": "[1]"},
+    {"A": "(1)"},
+    {"A": "x" * 500},
+    {"A": "x" * 501},
   ]
-  assert combinations.names([{"A": "[1]"}, {"A": "(1)"}]) == ["0000", "0001"]
-  assert combinations.names([{"A": "x" * 500}]) == ["0000"]
+  names = list(combinations.named(every))
+  assert names == [name for one in every for name in combinations.named([one])]
+  assert names[0] == "A=1e-3,B=2,1"
+  assert names[1].startswith("A=1,B=x_.._y,") and "/" not in "".join(names)
+  assert max(map(len, names)) < 140
+  with pytest.raises(UserError, match="A=2,1 is given twice"):
+    combinations.named([{"A": "[2,1]"}, {"A": "(2,1)"}])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import random
 import time
 
 import pytest
-from helpers.program import TINY, finish, start
+from helpers.program import TINY, finish, run, start
 
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.processes import phases
@@ -119,6 +119,22 @@ def test_files_of_other_names_and_many_checkpoints_change_nothing(tmp_path, monk
   assert [json.loads(line)["updates"] for line in newest] == [0, 6, 7, 8, 8]
   after = goodput.summary(tmp_path)
   assert after is not None and after.attempts == before.attempts + 1
+
+
+def test_a_finished_run_that_is_started_again_spends_no_time_unless_it_trains_on(tmp_path):
+  flags = (*TINY, f"--job_log_dir={tmp_path}")
+  assert run(*flags, "--fdl.MAX_STEPS=2") == 0
+  first = goodput.summary(tmp_path)
+  for steps in (2, 1):  # All steps are complete; the checkpoint is beyond the last step.
+    assert run(*flags, f"--fdl.MAX_STEPS={steps}") == 0
+    assert goodput.summary(tmp_path) == first
+  path = tmp_path / "goodput" / "attempt_00000000.jsonl"
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  assert [line["finished"] for line in lines][-1] and not lines[0]["finished"]
+  path.write_text("".join(json.dumps({**one, "time": one["time"] - 1e6}) + "\n" for one in lines))
+  assert run(*flags, "--fdl.MAX_STEPS=3") == 0
+  found = goodput.summary(tmp_path)
+  assert found is not None and found.attempts == 2 and found.seconds["down"] == 0
 
 
 def test_the_time_of_steps_that_are_thrown_away_is_that_of_starting():

@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny_model import adamw, batch, tiny
 
 from paxlike import layers
-from paxlike.config import knob_types, ranges
+from paxlike.config import ranges, type_words
 from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
 from paxlike.experiments.gpt import Gpt3_52k
@@ -75,7 +75,7 @@ def test_a_registered_name_is_a_choice(monkeypatch, register, knob, names):
   made = experiment.schedule() if knob == "LR_SCHEDULE" else experiment.optimizer()
   assert made == 0.5 and "ADAM_BETA1" not in experiment.read_names()
   assert type("Own", (Gpt3_52k,), {knob: "mine"})().values()[knob].value == "mine"
-  assert "mine" in knob_types.choices(Gpt3_52k.knobs()[knob].type)
+  assert "mine" in type_words.choices(Gpt3_52k.knobs()[knob].type)
 
 
 def test_a_name_is_registered_once():

@@ -73,7 +73,7 @@ def _attend(
   packing: dict[str, Any] = {}
   fits_B = None
   if segments_BT is not None:
-    lengths, offsets, fits_B = runs(segments_BT, max_segments)
+    lengths, offsets, fits_B = segment_runs(segments_BT, max_segments)
     if max_segments > 1:  # With 1, a sequence is one segment, or its output is NaN.
       mask = library.MaskType.PADDING_CAUSAL
       packing = {"q_seqlen": lengths, "kv_seqlen": lengths}
@@ -98,7 +98,7 @@ def _attend(
   return jnp.where(fits_B[:, None, None, None], y_BTNH, jnp.nan)
 
 
-def runs(segments_BT: jax.Array, max_runs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def segment_runs(segments_BT: jax.Array, max_runs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the runs of equal segment ids of each sequence, in JAX's format.
 
   Returns:
