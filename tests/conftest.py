@@ -31,7 +31,9 @@ _QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_spli
 if jax.__version_info__ < (0, 11):
   _QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(_QUICK)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_SCRATCH / "xla")
+# Workers get the environment of the process that starts them, and so the same folder.
+_PROGRAMS = os.environ.setdefault("PAXLIKE_TESTS_PROGRAMS", str(_SCRATCH / "xla"))
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

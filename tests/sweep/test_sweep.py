@@ -44,7 +44,7 @@ def start(*flags: str) -> subprocess.Popen:
 def test_failed_runs_are_noted_and_finished_ones_are_skipped(tmp_path, capsys):
   folder = tmp_path / "sweep"
   flags = [*SHORT, "--sweep.NUM_LAYERS=[1]", f"--job_log_dir={folder}"]
-  sweep = "--sweep.CHECKPOINT_RESTORE_PATH=[/nowhere,none"
+  sweep = "--sweep.CHECKPOINT_RESTORE_PATH=[nowhere,none"
   bad, good, more = (f"NUM_LAYERS=1,CHECKPOINT_RESTORE_PATH={n}" for n in ("nowhere", "none", "x"))
   assert main.run([*flags, f"{sweep}]"]) == 1
   out = capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_failed_runs_are_noted_and_finished_ones_are_skipped(tmp_path, capsys):
   found = rows(folder)
   assert found[good]["state"] == "finished" and found[good]["updates"] == 4
   assert found[good]["loss"] == program.curve(folder / good)[-1][1] and not found[good]["error"]
-  assert found[bad]["state"] == "failed" and "/nowhere" in found[bad]["error"]
+  assert found[bad]["state"] == "failed" and "nowhere" in found[bad]["error"]
   assert f"least training loss: {found[good]['loss']:.4f} ({good})" in out
   with (folder / "results.csv").open() as file:
     table = {row["run"]: row for row in csv.DictReader(file)}
