@@ -11,6 +11,7 @@ import sys
 import pytest
 from helpers.program import TEXT, finish, start
 from helpers.sources import REPOSITORY
+from helpers.wandb_server import WandbServer
 
 MISSING = [
   name for name in ("wandb", "mlflow", "trackio") if importlib.util.find_spec(name) is None
@@ -111,6 +112,20 @@ def test_wandb_has_each_record_once_over_both_starts(tracked):
   assert {"config.json", "experiment.json"} <= set(last["files"])
   assert any(file.startswith("media/html/sample/text") for file in last["files"])
   assert f"-{last['id']}" in out and "tracker wandb: offline; to upload: wandb sync" in out
+
+
+@pytest.mark.slow
+def test_wandb_uploads_what_a_killed_start_has_not_written(tracked):
+  """W&B had perhaps written nothing before the kill; its upload then refuses that folder."""
+  folder, _, records, found = tracked
+  with WandbServer() as server:
+    env = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
+    for one in sorted((folder / "run" / "wandb").glob("offline-run-*")):
+      command = [sys.executable, "-m", "wandb", "sync", str(one)]
+      subprocess.run(command, check=True, cwd=folder, env=env, capture_output=True)
+  (number,) = server.history
+  losses = [(row["_step"], row["train/loss"]) for row in server.history[number]]
+  assert losses == points(records, "train", "loss") and number == found["wandb"][-1]["id"]
 
 
 @pytest.mark.slow
