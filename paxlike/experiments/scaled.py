@@ -18,7 +18,6 @@ class Scaled(Llama):
   VOCAB_SIZE = 32000
   MAX_SEQ_LEN = 2048
   DIMS_PER_HEAD = 128
-  NORM_EPSILON = 1e-6
 
 
 def sizes(scale: int) -> tuple[int, int, int, int]:
