@@ -24,8 +24,8 @@ train: $(RUN)
 	$(BIN)/paxlike-plot "$(DIR)"
 	@echo "TensorBoard files: $(DIR)/summaries, numbers: $(DIR)/metrics.jsonl"
 
-# Three processes keep two cores busy: most tests compile, which takes one, and some wait.
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadscope
+# Four processes keep two cores busy: most tests compile, which takes one, many wait for programs.
+PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadscope
 
 test: lint
 	$(PYTEST)
