@@ -182,9 +182,11 @@ def num_slices(devices: Sequence[Device]) -> int:
 def _hybrid_grid(
   inner: tuple[int, ...], outer: tuple[int, ...], devices: list[Device]
 ) -> np.ndarray:
-  slices = [getattr(device, "slice_index", None) for device in devices]
-  by_process = len(set(slices)) == 1
-  granules = collections.Counter([d.process_index for d in devices] if by_process else slices)
+  # The GPUs of a machine have one slice index, and may be of several processes.
+  slices = collections.Counter(getattr(device, "slice_index", None) for device in devices)
+  processes = collections.Counter(device.process_index for device in devices)
+  by_process = len(slices) != math.prod(outer)
+  granules = processes if by_process else slices
   if len(granules) == math.prod(outer):
     if len(set(granules.values())) > 1:
       raise UserError(
@@ -196,7 +198,8 @@ def _hybrid_grid(
     )
   if devices[0].platform != "cpu":
     raise UserError(
-      f"DCN_MESH_SHAPE spans {math.prod(outer)} slices or processes, but there are {len(granules)}."
+      f"DCN_MESH_SHAPE spans {math.prod(outer)} slices or processes, but there are {len(slices)}"
+      f" slices and {len(processes)} processes."
     )
   # Simulated CPU devices have no network: consecutive devices stand for a slice.
   grid = np.array(devices).reshape(outer + inner)

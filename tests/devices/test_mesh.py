@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -70,6 +73,29 @@ def test_several_slices_share_the_batch_where_nothing_else_is_said(v5e_slices):
     MeshSpec(ici=[1, 8, 1]).build(v5e_slices)
   with pytest.raises(UserError, match="the slices have 4, 2 devices"):
     MeshSpec().build(v5e_slices[:6])
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+  """A GPU as JAX describes it: all of a machine have the same slice."""
+
+  id: int
+  process_index: int
+  slice_index: int
+  platform: str = "cuda"
+  device_kind: str = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(("outer", "is_of"), [(2, "slice_index"), (4, "process_index")])
+def test_the_outer_mesh_of_gpus_is_of_machines_or_of_processes(outer, is_of):
+  devices: Any = [Gpu(number, number // 2, number // 4) for number in range(8)]
+  grid = mesh._hybrid_grid((1, 1, 1, 8 // outer, 1, 1), (1, outer, 1, 1, 1, 1), devices)
+  parts = grid.reshape(outer, -1)
+  assert [{getattr(device, is_of) for device in part} for part in parts] == [
+    {number} for number in range(outer)
+  ]
+  with pytest.raises(UserError, match=r"spans 8 slices or processes.* 2 slices and 4 processes"):
+    mesh._hybrid_grid((1,) * 6, (1, 8, 1, 1, 1, 1), devices)
 
 
 def test_a_dim_stays_whole_where_an_axis_does_not_divide_it():
