@@ -31,7 +31,7 @@ def signal(file: str) -> str:
 for ((; wait >= 0; wait--)); do
   read -r pid start < {file} && {is_same} &&
     kill -${{name}} $pid && break
-  sleep 1
+  ((wait == 0)) || sleep 1
 done"""
 
 

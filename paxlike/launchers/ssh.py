@@ -66,7 +66,7 @@ trap 'stop 129' HUP
   echo "a process ended with status ${{status}}: all are started again, and resume."
   signal KILL 0
   wait
-  sleep {pause} &> /dev/null & wait $!
+  [ -n "${{stopped}}" ] || {{ sleep {pause} &> /dev/null & wait $!; }}
 done
 """
 

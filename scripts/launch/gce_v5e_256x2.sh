@@ -21,7 +21,7 @@ SLICES=(scaled-16b-0 scaled-16b-1)
 SIGNAL='for ((; wait >= 0; wait--)); do
   read -r pid start < /tmp/paxlike-$(id -u)-scaled-16b-a138a8d3.pid && [ "$(sed '"'"'s/.*) //'"'"' /proc/$pid/stat | cut -d'"'"' '"'"' -f20)" = "$start" ] &&
     kill -${name} $pid && break
-  sleep 1
+  ((wait == 0)) || sleep 1
 done'
 
 queued() {  # COMMAND FLAG...

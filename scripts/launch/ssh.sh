@@ -29,7 +29,7 @@ NOTE='echo $$ $(sed '"'"'s/.*) //'"'"' /proc/$$/stat | cut -d'"'"' '"'"' -f20) >
 SIGNAL='for ((; wait >= 0; wait--)); do
   read -r pid start < /tmp/paxlike-$(id -u)-synthetic-126m-f62eaf07-${index}.pid && [ "$(sed '"'"'s/.*) //'"'"' /proc/$pid/stat | cut -d'"'"' '"'"' -f20)" = "$start" ] &&
     kill -${name} $pid && break
-  sleep 1
+  ((wait == 0)) || sleep 1
 done'
 
 start() {  # INDEX HOST
@@ -80,5 +80,5 @@ for ((attempt = 0; ; attempt++)); do
   echo "a process ended with status ${status}: all are started again, and resume."
   signal KILL 0
   wait
-  sleep 10 &> /dev/null & wait $!
+  [ -n "${stopped}" ] || { sleep 10 &> /dev/null & wait $!; }
 done
