@@ -91,7 +91,7 @@ def _registered(name: str, flag: str) -> type[Experiment] | None:
 def _of_pax(name: str) -> str | None:
   """Returns our name for an experiment of Pax; None if there is none."""
   module, _, short = name.rpartition(".")
-  if module and not module.startswith("paxml."):
+  if module and not module.startswith(("paxml.", "tasks.lm.")):
     return None
   ours = _PAX_NAMES.get(short, short if module else None)
   return ours if any(path.endswith(f".{ours}") for path in registered()) else None

@@ -170,6 +170,7 @@ def test_a_damaged_file_is_named(tmp_path, text):
     ("paxml.contrib.gpu.scripts_gpu.configs.GPT5B", "Pile5B"),
     ("paxml.contrib.gpu.scripts_gpu.configs.GPT175B", "Pile175B"),
     ("paxml.tasks.lm.params.c4.C4SpmdGpt3AdamOrgHP", "C4Gpt175B"),
+    ("tasks.lm.params.c4.C4SpmdGpt3AdamOrgHP", "C4Gpt175B"),
     *(
       (f"paxml.contrib.gpu.scripts_gpu.configs.{name}", name)
       for name in (

@@ -2,23 +2,27 @@
 """TPUs of Google Cloud: queued resources of Compute Engine, and XPK on GKE."""
 
 import dataclasses
+import re
 import shlex
 
 from paxlike.errors import UserError
+from paxlike.launchers import process_file
 from paxlike.launchers.job import LOST, RESTART, Job, option, quoted
-from paxlike.launchers.target import Target
+from paxlike.launchers.manifest import without_references
+from paxlike.launchers.target import Devices, Target
 
 # Largest packets of Google's network, for traffic between slices.
 _MTU = 8896
 # For traffic between slices: repeats lost packets after 5 ms (200 ms by default), keeps the
 # congestion window of connections that were idle, and has larger buffers.
-_TUNE_NETWORK = """\
-sudo sysctl -q -w net.ipv4.tcp_slow_start_after_idle=0 net.ipv4.tcp_no_metrics_save=1 \\
-  net.core.optmem_max=131072 net.core.somaxconn=4096 net.ipv4.tcp_max_syn_backlog=4096
-route="$(ip route show default | sed 's/ rto_min.*//;1q')"
-sudo ip route change ${route} rto_min 5ms
-"""
-
+_TUNE_NETWORK = (
+  "sudo sysctl -q -w net.ipv4.tcp_slow_start_after_idle=0 net.ipv4.tcp_no_metrics_save=1"
+  " net.core.optmem_max=131072 net.core.somaxconn=4096 net.ipv4.tcp_max_syn_backlog=4096",
+  """route="$(ip route show default | sed 's/ rto_min.*//;1q')\"""",
+  "sudo ip route change ${route} rto_min 5ms",
+)
+# Types of slices whose number counts cores, and the cores of a JAX device.
+_CORES = {"v2": 1, "v3": 1, "v4": 2, "v5p": 2}
 
 _QUEUED = """\
 #!/usr/bin/env bash
@@ -27,7 +31,7 @@ _QUEUED = """\
 set -eu
 WHERE=({where})
 SLICES=({slices})
-PID=/tmp/paxlike-{name}.pid
+SIGNAL={signal}
 
 queued() {{  # COMMAND FLAG...
   gcloud compute tpus queued-resources "$1" {name} "${{WHERE[@]}}" "${{@:2}}"
@@ -55,19 +59,35 @@ stop() {{  # STATUS
   stopped=$1
   echo "stopping${{running:+: all processes save a checkpoint and end}}." >&2
   if [ -n "${{running}}" ]; then
-    # A process that is about to start has not written its number yet.
-    everywhere "for ((i = 0; i < 60; i++)); do
-      [ ! -s ${{PID}} ] || exec kill -TERM \\$(cat ${{PID}}); sleep 1
-    done" > /dev/null 2>&1 &
+    # A process may be about to start.
+    everywhere "name=TERM wait=60; ${{SIGNAL}}" > /dev/null 2>&1 &
   fi
 }}
 
 say_what_is_left() {{
   local state
   if state="$(queued describe --format='value(state.state)' 2> /dev/null)"; then
-    echo "the TPUs of {name} are kept (${{state}}); this script resumes the run. To delete them:"
+    case "${{state}}" in
+      FAILED | SUSPENDED | SUSPENDING)
+        echo "the request {name} is ${{state}}. Delete it, then run this script again to resume:" ;;
+      *) echo "the TPUs of {name} are kept (${{state}}); this script resumes. To delete them:" ;;
+    esac
     echo "  gcloud compute tpus queued-resources delete {name} ${{WHERE[*]}} --force"
   fi >&2
+}}
+
+pause() {{
+  sleep {pause} &> /dev/null & wait $! || true
+}}
+
+wait_for_tpus() {{
+  local state
+  until state="$(queued describe --format='value(state.state)')" && [ "${{state}}" = ACTIVE ]; do
+    case "${{state}}" in FAILED | SUSPENDED) exit 1 ;; esac
+    [ -z "${{stopped}}" ] || exit "${{stopped}}"
+    pause
+  done
+  [ -z "${{stopped}}" ] || exit "${{stopped}}"
 }}
 
 trap 'stop 130' INT
@@ -76,21 +96,18 @@ trap 'stop 129' HUP
 trap say_what_is_left EXIT
 {network}
 queued describe > /dev/null 2>&1 || queued create {request}
-until state="$(queued describe --format='value(state.state)')" && [ "${{state}}" = ACTIVE ]; do
-  case "${{state}}" in FAILED | SUSPENDED) echo "the request is ${{state}}" >&2; exit 1 ;; esac
-  [ -z "${{stopped}}" ] || exit "${{stopped}}"
-  sleep {pause} &> /dev/null & wait $! || true
-done
-[ -z "${{stopped}}" ] || exit "${{stopped}}"
-everywhere {prepare}
-for ((attempt = 0; attempt <= {max_restarts}; attempt++)); do
-  [ -z "${{stopped}}" ] || exit "${{stopped}}"
+wait_for_tpus
+{prepare}for ((attempt = 0; ; attempt++)); do
   running=1
+  [ -z "${{stopped}}" ] || exit "${{stopped}}"
   everywhere {run} && exit 0 || status=$?
   case "${{status}}" in {statuses}) ;; *) break ;; esac
-  [ -z "${{stopped}}" ] || break
+  [ -z "${{stopped}}" ] && ((attempt < {max_restarts})) || break
+  running=
   echo "a process ended with status ${{status}}: all are started again, and resume."
-  everywhere "kill -KILL \\$(cat ${{PID}}) 2> /dev/null; rm -f ${{PID}}" || true
+  pause
+  wait_for_tpus
+  everywhere "name=KILL wait=0; ${{SIGNAL}}" &> /dev/null || true
 done
 exit "${{status}}"
 """
@@ -130,6 +147,14 @@ class _GoogleCloud(Target):
     return ["bash", file]
 
 
+def _slice(flag: str, name: str) -> Devices | None:
+  """Returns the devices of a type of slice, such as v5litepod-256."""
+  found = re.fullmatch(r"(v\w+)-(\d+)", name)
+  if found is None:
+    return None
+  return Devices(int(found[2]) // _CORES.get(found[1], 1), f"--{flag}={name}", are_slice=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueuedResources(_GoogleCloud):
   """A script that requests TPU slices of Compute Engine, and runs a process on all their machines.
@@ -160,13 +185,9 @@ class QueuedResources(_GoogleCloud):
       *([f"--network={self.network}"] if self.network else []),
       *(f"--{kind}" for kind in ("spot", "reserved") if getattr(self, kind)),
     ]
-    pid = f"/tmp/paxlike-{job.title}.pid"
-    prepare = [
-      f"rm -f {pid}",
-      *([] if one else _TUNE_NETWORK.splitlines()),
-      *self.install.splitlines(),
-    ]
-    run = [*job.preparation(), f"echo $$ > {pid}", f"exec {job.command()}"]
+    prepare = "\n".join([*(() if one else _TUNE_NETWORK), *self.install.splitlines()])
+    file = process_file.path(job)
+    run = [process_file.note(file), *job.preparation(), f"exec {job.command()}"]
     return _QUEUED.format(
       where=" ".join(map(shlex.quote, self._place)),
       slices=" ".join(slices),
@@ -174,11 +195,15 @@ class QueuedResources(_GoogleCloud):
       name=job.title,
       request=" ".join(map(shlex.quote, request)),
       pause=self.pause,
-      prepare=shlex.quote("\n".join(prepare)),
-      max_restarts=job.max_restarts,
+      prepare=f"everywhere {shlex.quote(prepare)}\n" if prepare else "",
+      max_restarts=job.restarts,
+      signal=shlex.quote(process_file.signal(file)),
       run=shlex.quote("\n".join(run)),
       statuses="|".join(map(str, (*RESTART, LOST))),
     )
+
+  def devices(self) -> Devices | None:
+    return _slice("accelerator_type", self.accelerator_type)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,17 +217,17 @@ class Xpk(_GoogleCloud):
   priority: str = option("", "priority, such as medium")
   create_cluster: bool = option(False, "create the cluster first, in a network with large packets")
   capacity: str = option("on-demand", "its capacity: on-demand, spot or reservation=NAME")
+  grace: int = option(120, "seconds between SIGTERM and SIGKILL")
 
   def text(self, job: Job) -> str:
     self._require("xpk", "cluster", "zone", "image")
     if bool(self.tpu_type) == bool(self.device_type):
       raise UserError("xpk needs --tpu_type or --device_type, one of them.")
+    job.check_log_dir("--image")
     where = [f"--cluster={self.cluster}", *self._place]
     devices = [f"--tpu-type={self.tpu_type}", f"--num-slices={job.nodes}"]
     if self.device_type:
       devices = [f"--device-type={self.device_type}", f"--num-nodes={job.nodes}"]
-    tune = _TUNE_NETWORK.replace("sudo ", "") if self.tpu_type and job.nodes > 1 else ""
-    run = tune + "\n".join([*job.preparation(), f"exec {job.command()}"])
     create = []
     if self.create_cluster:
       network = f"{self.cluster}-network"
@@ -216,8 +241,9 @@ class Xpk(_GoogleCloud):
       f"--workload={job.title}",
       *devices,
       f"--docker-image={self.image}",
-      f"--max-restarts={job.max_restarts}",
+      f"--max-restarts={job.restarts}",
       f"--restart-on-exit-codes={','.join(map(str, RESTART))}",
+      f"--termination-grace-period-seconds={self.grace}",
       *([f"--priority={self.priority}"] if self.priority else []),
     ]
     return "\n".join(
@@ -226,7 +252,28 @@ class Xpk(_GoogleCloud):
         "set -eu",
         *create,
         f"xpk workload create {' '.join(map(quoted, [*where, *options]))} \\",
-        f"  --command={shlex.quote(run)}",
+        f"  --command={shlex.quote(without_references(self._command(job)))}",
         "",
       ]
     )
+
+  def _command(self, job: Job) -> str:
+    """Returns the shell's command of a machine: one line, as XPK indents only the first in YAML."""
+    tune = _TUNE_NETWORK if self.tpu_type and job.nodes > 1 else ()
+    setup = [line.rstrip("; ") for line in job.preparation()]
+    lines = [*(line.replace("sudo ", "") for line in tune), *setup]
+    command = "; ".join([*filter(None, lines), f"exec {job.command(separator=' ')}"])
+    if len(command.splitlines()) > 1 or len(job.setup.strip().splitlines()) > 1:
+      raise UserError(
+        "XPK takes a command of one line, and --setup, --env or a flag has several: join those of"
+        " --setup by ';', or put them into the image."
+      )
+    if re.search(r"(^|\s)#", job.setup):
+      raise UserError("--setup: XPK takes a command of one line, which a comment would end.")
+    return command
+
+  def devices(self) -> Devices | None:
+    if self.tpu_type:
+      return _slice("tpu_type", self.tpu_type)
+    count = re.search(r"-(\d+)$", self.device_type)
+    return Devices(int(count[1]), f"--device_type={self.device_type}") if count else None

@@ -32,15 +32,21 @@ class Job:
   Attributes:
     flags: The flags of `paxlike`, which may contain `${NAME}`, `${NAME:-DEFAULT}` and
       `${NAME:?MESSAGE}`, an error if there is no such variable.
+    saves: Whether it writes checkpoints, without which a restart begins with step 0.
   """
 
   flags: tuple[str, ...]
+  saves: bool = True
   name: str = option("", "name of the job; default: the experiment's")
   nodes: int = option(1, "number of machines; for TPUs, of slices", least=1)
   program: str = option("paxlike", "command that the flags are given to")
   setup: str = option("", "shell commands before it, such as 'source .venv/bin/activate'")
   env: tuple[str, ...] = option((), "NAME=VALUE for each process; may be given several times")
-  max_restarts: int = option(100, "restarts after a lost, stuck or preempted process")
+  max_restarts: int | None = option(
+    None,
+    "restarts after a lost, stuck or preempted process"
+    " (default: 100; with --enable_checkpoint_saving=false: 0)",
+  )
 
   def __post_init__(self):
     for pair in self.env:
@@ -59,15 +65,51 @@ class Job:
       name = f"{name[:33].strip('-')}-{digest}"
     return name if name[:1].isalpha() else f"job-{name}".rstrip("-")
 
-  def command(self, *extra: str) -> str:
+  @property
+  def restarts(self) -> int:
+    """The restarts after a lost, stuck or preempted process."""
+    if self.max_restarts is None:
+      return 100 if self.saves else 0
+    return self.max_restarts
+
+  @property
+  def log_dir(self) -> str:
+    """The value of the flag --job_log_dir; "" without one."""
+    words = [*self.flags, ""]
+    for index in reversed(range(len(self.flags))):
+      name, assigned, value = words[index].lstrip("-").partition("=")
+      if name == "job_log_dir":
+        return value if assigned else words[index + 1]
+    return ""
+
+  def check_log_dir(self, container: str):
+    """Raises UserError if --job_log_dir is relative, as what a container has is lost with it.
+
+    Args:
+      container: The flag that names the image.
+    """
+    folder = with_defaults(self.log_dir)
+    is_open = has_open_variable(self.log_dir) and self.log_dir.startswith("${")
+    if folder and not is_open and not folder.startswith("/") and "://" not in folder:
+      raise UserError(
+        f"--job_log_dir={self.log_dir} is relative, and lost with the container of {container}:"
+        " give a path that begins with / or gs://."
+      )
+
+  def command(self, *extra: str, separator: str = " \\\n  ") -> str:
     """Returns the command line of a process, with flags that the launcher adds."""
-    return " \\\n  ".join([self.program, *(quoted(flag) for flag in (*self.flags, *extra))])
+    return separator.join([self.program, *(quoted(flag) for flag in (*self.flags, *extra))])
 
   def preparation(self) -> list[str]:
     """Returns the shell lines before the command: exports of `env`, then `setup`."""
     pairs = (pair.split("=", 1) for pair in self.env)
     exports = [f"export {name}={quoted(value)}" for name, value in pairs]
     return [*exports, *self.setup.splitlines()]
+
+  def exported(self) -> list[str]:
+    """Returns the names of the variables that `preparation` exports."""
+    names = [pair.partition("=")[0] for pair in self.env]
+    return list(dict.fromkeys([*names, *re.findall(r"\bexport +(\w+)=", self.setup)]))
 
 
 def quoted(text: str) -> str:
@@ -94,6 +136,11 @@ def with_defaults(text: str) -> str:
 def has_open_variable(text: str) -> bool:
   """Returns whether text has a variable without a default."""
   return any(match[2] != "-" for match in _VARIABLE.finditer(text))
+
+
+def has_variable(text: str) -> bool:
+  """Returns whether text has a variable, with a default or without."""
+  return bool(_VARIABLE.search(text))
 
 
 def variable(text: str) -> str:

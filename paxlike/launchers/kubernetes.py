@@ -8,12 +8,13 @@ from typing import Any
 
 from paxlike.errors import UserError
 from paxlike.launchers.job import Job, option
-from paxlike.launchers.manifest import to_yaml
-from paxlike.launchers.target import Target
+from paxlike.launchers.manifest import to_yaml, without_references
+from paxlike.launchers.target import Devices, Target
 
 _PORT = 8476
-# Statuses after which a restart does not help: a failure, a mistake of the user, too little memory.
-_FINAL = [1, 2, 3]
+# Statuses after which a restart does not help: a failure, a mistake of the user, too little memory,
+# a program that cannot be run or found.
+_FINAL = [1, 2, 3, 126, 127]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Kubernetes(Target):
   def text(self, job: Job) -> str:
     if not self.image:
       raise UserError("k8s needs --image=IMAGE, a container image with paxlike.")
+    job.check_log_dir("--image")
     if bool(self.tpu) != bool(self.tpu_topology):
       raise UserError("--tpu and --tpu_topology: set both, or neither.")
     if self.tpu and self.gpus_per_node:
@@ -84,15 +86,26 @@ class Kubernetes(Target):
       "kind": "JobSet",
       "metadata": metadata,
       "spec": {
-        "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [rule]},
+        "failurePolicy": {"maxRestarts": job.restarts, "rules": [rule]},
         "replicatedJobs": [{"name": "w", "replicas": slices, "template": {"spec": workers}}],
       },
     }
 
-  def _pods_per_slice(self) -> int:
+  def devices(self) -> Devices | None:
+    if self.tpu and self.tpu_topology:
+      chips = self._chips_per_slice()
+      return Devices(chips, f"--tpu_topology={self.tpu_topology}", are_slice=True)
+    if self.gpus_per_node:
+      return Devices(self.gpus_per_node, f"--gpus_per_node={self.gpus_per_node}")
+    return None
+
+  def _chips_per_slice(self) -> int:
     if not re.fullmatch(r"\d+(x\d+){1,2}", self.tpu_topology):
       raise UserError(f"--tpu_topology={self.tpu_topology}: expected sizes such as 16x16 or 2x2x4.")
-    chips = math.prod(map(int, self.tpu_topology.split("x")))
+    return math.prod(map(int, self.tpu_topology.split("x")))
+
+  def _pods_per_slice(self) -> int:
+    chips = self._chips_per_slice()
     if chips % min(chips, self.chips_per_node):
       raise UserError(
         f"--tpu_topology={self.tpu_topology} has {chips} chips, not a multiple of"
@@ -117,7 +130,7 @@ class Kubernetes(Target):
     container: dict[str, Any] = {
       "name": "paxlike",
       "image": self.image,
-      "command": ["bash", "-c", script],
+      "command": ["bash", "-c", without_references(script)],
       "env": [{"name": name, "value": value} for name, value in variables.items()],
       "ports": [{"containerPort": _PORT}],
       "resources": {"limits": devices},

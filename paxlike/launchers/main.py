@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `paxlike-launch`, which prints or submits the script of a job."""
 
+import contextlib
 import dataclasses
+import io
+import math
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paxlike import file_io
 from paxlike.cli import command_line
+from paxlike.cli.flags import Options
 from paxlike.errors import UserError, did_you_mean
 from paxlike.launchers import command_comment
 from paxlike.launchers.google_cloud import QueuedResources, Xpk
-from paxlike.launchers.job import Job, has_open_variable, with_defaults
+from paxlike.launchers.job import Job, has_open_variable, has_variable, with_defaults
 from paxlike.launchers.kubernetes import Kubernetes
 from paxlike.launchers.skypilot import SkyPilot
 from paxlike.launchers.slurm import Slurm
@@ -57,9 +61,12 @@ def run(argv: Sequence[str]) -> int:
 def _launch(argv: Sequence[str]) -> int:
   options, flags = _parser().parse_known_args(argv)
   target = TARGETS[options.target](**_fields(TARGETS[options.target], options))
-  experiment = _check(flags, own=[f"--{name}" for name in vars(options)])
-  options.name = options.name or experiment
-  job = Job(flags=tuple(flags), **_fields(Job, options))
+  own = _fields(Job, options)
+  with _own_name():
+    given = _parsed(flags, own=[f"--{name}" for name in vars(options)])
+    experiment = _check(given, flags, target, nodes=own["nodes"])
+  own["name"] = own["name"] or experiment
+  job = Job(flags=tuple(flags), saves=given.enable_checkpoint_saving, **own)
   text = command_comment.added(target.text(job), argv)
   if options.to is None and not options.submit:
     print(text, end="")
@@ -101,7 +108,9 @@ def _add(parser: Any, field: dataclasses.Field):
   elif isinstance(field.default, bool):
     how["action"] = "store_true"
   else:
-    how |= {"type": type(field.default), "metavar": field.name.upper()}
+    # The number whose default depends on other flags has none.
+    kind = int if field.default is None else type(field.default)
+    how |= {"type": kind, "metavar": field.name.upper()}
     how["help"] += f" (default: {field.default})" if field.default else ""
   parser.add_argument(f"--{field.name}", **{**how, "help": how["help"].replace("%", "%%")})
 
@@ -123,22 +132,32 @@ def _fields(cls: type, options: Any) -> dict[str, Any]:
   return found
 
 
-def _check(flags: Sequence[str], *, own: Sequence[str]) -> str:
-  """Checks the flags of paxlike, and returns the name of the experiment.
+@contextlib.contextmanager
+def _own_name() -> Iterator[None]:
+  """Context in which lines on stderr that begin with the name of `paxlike` have ours."""
+  said = io.StringIO()
+  try:
+    with contextlib.redirect_stderr(said):
+      yield
+  finally:
+    print(re.sub("(?m)^paxlike:", "paxlike-launch:", said.getvalue()), end="", file=sys.stderr)
 
-  Variables have their defaults. Of a knob whose value is a variable without one, only the name is
-  checked.
+
+def _open_knobs(flags: Sequence[str]) -> list[str]:
+  return [flag for flag in flags if flag.startswith("--fdl.") and has_open_variable(flag)]
+
+
+def _parsed(flags: Sequence[str], *, own: Sequence[str]) -> Options:
+  """Returns the options of paxlike, with the defaults of variables, without `_open_knobs`.
 
   Args:
     flags: What is left of the command line, for paxlike.
     own: The flags of `paxlike-launch`, for hints.
 
   Raises:
-    UserError: There is no such flag, experiment or knob, or a value is wrong.
+    UserError: There is no such flag, or a value is wrong.
   """
-  from paxlike import root_graph
-
-  open_knobs = [flag for flag in flags if flag.startswith("--fdl.") and has_open_variable(flag)]
+  open_knobs = _open_knobs(flags)
   for flag in flags:
     is_value = not flag.startswith("--")
     if has_open_variable(flag) and (is_value or flag.startswith(_CHOICES)):
@@ -152,6 +171,27 @@ def _check(flags: Sequence[str], *, own: Sequence[str]) -> str:
     raise _with_own_hint(error, own) from None
   if options.list or options.help or options.fdl_help or options.mode in ("show", "plan"):
     raise UserError("--list, --fdl_help, --mode=show and plan print: give them to paxlike itself.")
+  return options
+
+
+def _check(options: Options, flags: Sequence[str], target: Target, *, nodes: int) -> str:
+  """Checks the experiment of a job, and returns its name.
+
+  Of a knob whose value is a variable without a default, only the name is checked.
+
+  Args:
+    options: The options of paxlike, as `flags` give them.
+    flags: The flags.
+    target: Where the job runs.
+    nodes: The number of its nodes.
+
+  Raises:
+    UserError: There is no such experiment or knob, a value is wrong, or the mesh does not fit.
+  """
+  from paxlike import root_graph
+  from paxlike.config import building
+
+  open_knobs = _open_knobs(flags)
   if options.fdl_config is None:
     return pathlib.Path(options.fdl_config_file or options.job_log_dir or "paxlike").stem
   experiment = root_graph.experiment_of(options)
@@ -161,8 +201,26 @@ def _check(flags: Sequence[str], *, own: Sequence[str]) -> str:
     if name not in known:
       raise UserError(f"no knob {name} in {label}.{did_you_mean(name, known)}")
   if not open_knobs:
-    root_graph.of(options, experiment)
+    graph = root_graph.of(options, experiment)
+    # A variable may follow the options of `sbatch`.
+    if not any(has_variable(flag) for flag in flags if "MESH_SHAPE" in flag):
+      _check_mesh(building.build(graph.mesh, source="mesh"), target, nodes)
   return label
+
+
+def _check_mesh(mesh: Any, target: Target, nodes: int):
+  """Raises UserError if a mesh does not have the devices of a job, or is divided differently."""
+  devices = target.devices()
+  if devices is None:
+    return
+  job = f"--nodes={nodes} {devices.flag}"
+  try:
+    _, dcn = mesh.sizes(devices.count * nodes, slices=nodes if devices.are_slice else 1)
+  except UserError as error:
+    raise UserError(f"{job}: {error}") from None
+  outer = math.prod(dcn.values())
+  if outer not in {1, nodes, nodes * devices.processes}:
+    raise UserError(f"{job}: DCN_MESH_SHAPE has {outer} parts, and the job {nodes} nodes.")
 
 
 def _with_own_hint(error: UserError, own: Sequence[str]) -> UserError:

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manifests as YAML."""
 
+import re
 from typing import Any
+
+
+def without_references(script: str) -> str:
+  """Returns a script for a pod's `command`, where Kubernetes expands `$(NAME)` and `$$`."""
+  return re.sub(r"\$(?=[$(])", "$$", script)
 
 
 def to_yaml(value: Any) -> str:

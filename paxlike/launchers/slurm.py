@@ -5,8 +5,8 @@ import dataclasses
 import re
 
 from paxlike.errors import UserError
-from paxlike.launchers.job import RESTART, Job, option, quoted, variable
-from paxlike.launchers.target import Target
+from paxlike.launchers.job import RESTART, Job, has_variable, option, quoted, variable
+from paxlike.launchers.target import Devices, Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,43 +30,56 @@ class Slurm(Target):
   account: str = option("", "account")
   output: str = option("%x-%j.out", "file for the output, with Slurm's patterns")
   container: str = option(
-    "", "container image, for Slurm with pyxis; ${NAME}: only if the variable NAME is set"
+    "",
+    "container image (needs pyxis). With ${NAME}, the container is used only if NAME is set when"
+    " the job runs",
   )
   mounts: str = option("", "mounts of the container: HOST:CONTAINER, separated by commas")
   sbatch: str = option(
-    "", "options of sbatch, as a shell takes them, when `bash FILE` submits: --nodes=${NODES:-8}"
+    "",
+    "options that `bash FILE` passes to sbatch; may use shell variables, e.g. --nodes=${NODES:-8}",
   )
   directive: tuple[str, ...] = option((), "more #SBATCH lines, such as --exclusive")
 
   def text(self, job: Job) -> str:
     if self.mounts and not self.container:
       raise UserError("--mounts needs --container.")
-    statuses = "|".join(map(str, RESTART))
+    if self.container:
+      job.check_log_dir("--container")
     return "\n".join(
       [
         "#!/usr/bin/env bash",
         *(f"#SBATCH {line}" for line in self._directives(job)),
         *job.preparation(),
         *self._submission(),
+        *self._mounting(),
         "set -u",
         "# If a process fails, paxlike ends the others, and its status says why.",
-        f"srun --kill-on-bad-exit=0 --wait=600{self._options()} {job.command()} \\",
+        f"srun --kill-on-bad-exit=0 --wait=600{self._options(job)} {job.command()} \\",
         '  "$@"',
         "status=$?",
-        'case "${status}" in',
-        f"  {statuses})",
-        f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; then',
-        '      scontrol requeue "${SLURM_JOB_ID}" &&',
-        '        echo "paxlike ended with status ${status}: the job is queued again, and resumes."',
-        "    else",
-        f'      echo "paxlike ended with status ${{status}}, after {job.max_restarts} restarts."',
-        "    fi",
-        "    ;;",
-        "esac",
+        *self._restart(job),
         'exit "${status}"',
         "",
       ]
     )
+
+  def _restart(self, job: Job) -> list[str]:
+    """Returns the lines that queue the job again, if its status says that this helps."""
+    if not job.restarts:
+      return []
+    return [
+      'case "${status}" in',
+      f"  {'|'.join(map(str, RESTART))})",
+      f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.restarts} ]; then',
+      '      scontrol requeue "${SLURM_JOB_ID}" &&',
+      '        echo "paxlike ended with status ${status}: the job is queued again, and resumes."',
+      "    else",
+      f'      echo "paxlike ended with status ${{status}}, after {job.restarts} restarts."',
+      "    fi",
+      "    ;;",
+      "esac",
+    ]
 
   def _directives(self, job: Job) -> list[str]:
     optional = {
@@ -83,14 +96,17 @@ class Slurm(Target):
       *(f"--{name}={value}" for name, value in optional.items() if value),
       f"--output={self.output}",
       "--open-mode=append",
-      "--requeue",
+      "--requeue" if job.restarts else "--no-requeue",
       f"--signal=TERM@{self.grace}",
-      *self.directive,
     ]
     for line in lines:
+      if '"' in line:
+        raise UserError(f"{line}: Slurm takes no quote in it; --directive passes a line as it is.")
+    lines = [re.sub(r"=(.*[\s#].*)$", r'="\1"', line) for line in lines]
+    for line in (*lines, *self.directive):
       if "\n" in line or "${" in line:
         raise UserError(f"{line!r}: Slurm expands no variables in a directive, which is one line.")
-    return [re.sub(r"=(.*[\s#].*)$", r'="\1"', line) for line in lines]
+    return [*lines, *self.directive]
 
   def _submission(self) -> list[str]:
     """Returns the lines by which the script, run outside of a job, submits itself."""
@@ -103,15 +119,41 @@ class Slurm(Target):
       "fi",
     ]
 
-  def _options(self) -> str:
+  def _mounting(self) -> list[str]:
+    """Returns the lines that keep the paths among mounts that are variables."""
+    if not has_variable(self.mounts):
+      return []
+    mounts = re.split(r",(?![^{}]*\})", self.mounts)
+    return [
+      "# Buckets and variables that are not set are not mounted.",
+      "MOUNTS=",
+      f"for mount in {' '.join(map(quoted, mounts))}; do",
+      '  case "${mount}" in /*) MOUNTS="${MOUNTS:+${MOUNTS},}${mount}" ;; esac',
+      "done",
+    ]
+
+  def _options(self, job: Job) -> str:
     """Returns the options of srun."""
     # srun does not take this from the job.
     own = f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task else ""
-    given = {"container-image": self.container, "container-mounts": self.mounts}
-    image = " ".join(f"--{name}={quoted(value)}" for name, value in given.items() if value)
-    if name := variable(self.container):
-      return f"{own} ${{{name}:+{image}}}"
-    return f"{own} {image}".rstrip()
+    if not self.container:
+      return own
+    options = [f"--container-image={quoted(self.container)}"]
+    if has_variable(self.mounts):
+      options.append('${MOUNTS:+--container-mounts="${MOUNTS}"}')
+    elif self.mounts:
+      options.append(f"--container-mounts={quoted(self.mounts)}")
+    if names := job.exported():
+      # Without it, values that the image has for these variables prevail.
+      options.append(f"--container-env={','.join(names)}")
+    name = variable(self.container)
+    return f"{own} ${{{name}:+{' '.join(options)}}}" if name else f"{own} {' '.join(options)}"
+
+  def devices(self) -> Devices | None:
+    if not self.gpus_per_node:
+      return None
+    flag = f"--gpus_per_node={self.gpus_per_node}"
+    return Devices(self.gpus_per_node, flag, processes=self.tasks_per_node)
 
   def submission(self, file: str) -> list[str]:
     return ["bash" if self.sbatch else "sbatch", file]

@@ -6,6 +6,7 @@ import re
 import shlex
 
 from paxlike.errors import UserError
+from paxlike.launchers import process_file
 from paxlike.launchers.job import LOST, RESTART, Job, option, quoted
 from paxlike.launchers.target import Target
 
@@ -18,26 +19,38 @@ HOSTS=({hosts})
 SSH=(ssh -o BatchMode=yes -o ServerAliveInterval=10 -o ServerAliveCountMax=6{options})
 COMMAND={command}
 PREPARATION={preparation}
-PID=/tmp/paxlike-{name}
+NOTE={note}
+SIGNAL={signal}
 
 start() {{  # INDEX HOST
   {{
-    echo "echo \\$\\$ > ${{PID}}-$1.pid"
+    echo "index=$1"
+    echo "${{NOTE}}"
     echo "${{PREPARATION}}"
     echo "exec ${{COMMAND}}{index} < /dev/null"
   }} | "${{SSH[@]}}" "$2" bash -s 2>&1 | sed -u "s/^/$2: /"
 }}
 
-signal() {{  # NAME
+signal() {{  # NAME SECONDS
   for index in "${{!HOSTS[@]}}"; do
-    "${{SSH[@]}}" "${{HOSTS[index]}}" "kill -$1 \\$(cat ${{PID}}-${{index}}.pid)" 2> /dev/null &
+    "${{SSH[@]}}" "${{HOSTS[index]}}" bash -s &> /dev/null \\
+      <<< "index=${{index}} name=$1 wait=$2; ${{SIGNAL}}" &
   done
 }}
 
-stopped=
-trap 'stopped=1; signal TERM' INT TERM HUP
+stopped='' running=''
+stop() {{  # STATUS
+  stopped=$1
+  # A process may be about to start.
+  [ -z "${{running}}" ] || signal TERM 60
+}}
+
+trap 'stop 130' INT
+trap 'stop 143' TERM
+trap 'stop 129' HUP
 {copy}for ((attempt = 0; ; attempt++)); do
-  pids=() status=0
+  pids=() status=0 running=1
+  [ -z "${{stopped}}" ] || exit "${{stopped}}"
   for index in "${{!HOSTS[@]}}"; do
     (trap '' INT TERM HUP; set -o pipefail; start "${{index}}" "${{HOSTS[index]}}") &
     pids+=($!)
@@ -47,11 +60,13 @@ trap 'stopped=1; signal TERM' INT TERM HUP
     while wait "${{pid}}"; one=$?; kill -0 "${{pid}}" 2> /dev/null; do :; done
     ((one > status)) && status=${{one}}
   done
+  running=
   case "${{status}}" in {statuses}) ;; *) exit "${{status}}" ;; esac
   [ -z "${{stopped}}" ] && ((attempt < {max_restarts})) || exit "${{status}}"
   echo "a process ended with status ${{status}}: all are started again, and resume."
-  signal KILL
-  sleep {pause}
+  signal KILL 0
+  wait
+  [ -n "${{stopped}}" ] || {{ sleep {pause} &> /dev/null & wait $!; }}
 done
 """
 
@@ -85,16 +100,18 @@ class Ssh(Target):
     several = len(hosts) > 1
     group = [f"--server_addr={first}:{self.port}", f"--num_hosts={len(hosts)}"]
     change = [f"cd {quoted(self.directory)} || exit 1"] if self.directory else []
+    file = process_file.path(job, "-${index}")
     return _SCRIPT.format(
       hosts=" ".join(map(shlex.quote, hosts)),
       options=f" {self.ssh_options}" if self.ssh_options else "",
       command=shlex.quote(job.command(*(group if several else ()))),
       index=" --host_idx=$1" if several else "",
       preparation=shlex.quote("\n".join([*change, *job.preparation()])),
-      name=job.title,
+      note=shlex.quote(process_file.note(file)),
+      signal=shlex.quote(process_file.signal(file)),
       copy=self._copying(),
       statuses="|".join(map(str, (*RESTART, LOST))),
-      max_restarts=job.max_restarts,
+      max_restarts=job.restarts,
       pause=self.pause,
     )
 
@@ -102,8 +119,9 @@ class Ssh(Target):
     if not self.copy:
       return ""
     there = shlex.quote(f"mkdir -p {quoted(self.directory)} && tar -C {quoted(self.directory)} -xz")
-    send = f'tar -C {quoted(self.copy)} -cz . | "${{SSH[@]}}" "${{host}}" {there} || exit 1'
-    return f'for host in "${{HOSTS[@]}}"; do\n  {send}\ndone\n'
+    send = f'tar -C {quoted(self.copy)} -cz . | "${{SSH[@]}}" "${{host}}" {there}'
+    lines = [f'{send} || exit "${{stopped:-1}}"', '[ -z "${stopped}" ] || exit "${stopped}"']
+    return f'for host in "${{HOSTS[@]}}"; do\n  {lines[0]}\n  {lines[1]}\ndone\n'
 
   def submission(self, file: str) -> list[str]:
     return ["bash", file]

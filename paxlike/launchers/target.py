@@ -8,6 +8,23 @@ from typing import ClassVar
 from paxlike.launchers.job import Job
 
 
+@dataclasses.dataclass(frozen=True)
+class Devices:
+  """The devices of each of a job's nodes.
+
+  Attributes:
+    count: Their number.
+    flag: The flag that says so, with its value.
+    processes: The number of processes that share them.
+    are_slice: Whether a node is a slice of TPUs.
+  """
+
+  count: int
+  flag: str
+  processes: int = 1
+  are_slice: bool = False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target(abc.ABC):
   """Where a job runs, and how it gets there.
@@ -25,6 +42,10 @@ class Target(abc.ABC):
     Raises:
       UserError: The target cannot run this job.
     """
+
+  def devices(self) -> Devices | None:
+    """Returns the devices of each node; None if the flags do not tell."""
+    return None
 
   @abc.abstractmethod
   def submission(self, file: str) -> list[str]:

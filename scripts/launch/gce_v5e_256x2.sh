@@ -18,7 +18,11 @@
 set -eu
 WHERE=(--zone=us-east5-a)
 SLICES=(scaled-16b-0 scaled-16b-1)
-PID=/tmp/paxlike-scaled-16b.pid
+SIGNAL='for ((; wait >= 0; wait--)); do
+  read -r pid start < /tmp/paxlike-$(id -u)-scaled-16b-a138a8d3.pid && [ "$(sed '"'"'s/.*) //'"'"' /proc/$pid/stat | cut -d'"'"' '"'"' -f20)" = "$start" ] &&
+    kill -${name} $pid && break
+  ((wait == 0)) || sleep 1
+done'
 
 queued() {  # COMMAND FLAG...
   gcloud compute tpus queued-resources "$1" scaled-16b "${WHERE[@]}" "${@:2}"
@@ -46,19 +50,35 @@ stop() {  # STATUS
   stopped=$1
   echo "stopping${running:+: all processes save a checkpoint and end}." >&2
   if [ -n "${running}" ]; then
-    # A process that is about to start has not written its number yet.
-    everywhere "for ((i = 0; i < 60; i++)); do
-      [ ! -s ${PID} ] || exec kill -TERM \$(cat ${PID}); sleep 1
-    done" > /dev/null 2>&1 &
+    # A process may be about to start.
+    everywhere "name=TERM wait=60; ${SIGNAL}" > /dev/null 2>&1 &
   fi
 }
 
 say_what_is_left() {
   local state
   if state="$(queued describe --format='value(state.state)' 2> /dev/null)"; then
-    echo "the TPUs of scaled-16b are kept (${state}); this script resumes the run. To delete them:"
+    case "${state}" in
+      FAILED | SUSPENDED | SUSPENDING)
+        echo "the request scaled-16b is ${state}. Delete it, then run this script again to resume:" ;;
+      *) echo "the TPUs of scaled-16b are kept (${state}); this script resumes. To delete them:" ;;
+    esac
     echo "  gcloud compute tpus queued-resources delete scaled-16b ${WHERE[*]} --force"
   fi >&2
+}
+
+pause() {
+  sleep 30 &> /dev/null & wait $! || true
+}
+
+wait_for_tpus() {
+  local state
+  until state="$(queued describe --format='value(state.state)')" && [ "${state}" = ACTIVE ]; do
+    case "${state}" in FAILED | SUSPENDED) exit 1 ;; esac
+    [ -z "${stopped}" ] || exit "${stopped}"
+    pause
+  done
+  [ -z "${stopped}" ] || exit "${stopped}"
 }
 
 trap 'stop 130' INT
@@ -71,29 +91,25 @@ if ! gcloud compute networks describe wide > /dev/null 2>&1; then
     --source-ranges=10.128.0.0/9
 fi
 queued describe > /dev/null 2>&1 || queued create --accelerator-type=v5litepod-256 --runtime-version=v2-alpha-tpuv5-lite --node-count=2 --node-prefix=scaled-16b --network=wide
-until state="$(queued describe --format='value(state.state)')" && [ "${state}" = ACTIVE ]; do
-  case "${state}" in FAILED | SUSPENDED) echo "the request is ${state}" >&2; exit 1 ;; esac
-  [ -z "${stopped}" ] || exit "${stopped}"
-  sleep 30 &> /dev/null & wait $! || true
-done
-[ -z "${stopped}" ] || exit "${stopped}"
-everywhere 'rm -f /tmp/paxlike-scaled-16b.pid
-sudo sysctl -q -w net.ipv4.tcp_slow_start_after_idle=0 net.ipv4.tcp_no_metrics_save=1 \
-  net.core.optmem_max=131072 net.core.somaxconn=4096 net.ipv4.tcp_max_syn_backlog=4096
+wait_for_tpus
+everywhere 'sudo sysctl -q -w net.ipv4.tcp_slow_start_after_idle=0 net.ipv4.tcp_no_metrics_save=1 net.core.optmem_max=131072 net.core.somaxconn=4096 net.ipv4.tcp_max_syn_backlog=4096
 route="$(ip route show default | sed '"'"'s/ rto_min.*//;1q'"'"')"
 sudo ip route change ${route} rto_min 5ms
 pip install "paxlike[tpu,gcs]"'
-for ((attempt = 0; attempt <= 100; attempt++)); do
-  [ -z "${stopped}" ] || exit "${stopped}"
+for ((attempt = 0; ; attempt++)); do
   running=1
-  everywhere 'echo $$ > /tmp/paxlike-scaled-16b.pid
+  [ -z "${stopped}" ] || exit "${stopped}"
+  everywhere 'echo $$ $(sed '"'"'s/.*) //'"'"' /proc/$$/stat | cut -d'"'"' '"'"' -f20) > /tmp/paxlike-$(id -u)-scaled-16b-a138a8d3.pid || exit 1
 exec paxlike \
   --fdl_config=Scaled16BV5e256 \
   '"'"'--fdl.DCN_MESH_SHAPE=[2,1,1]'"'"' \
   --job_log_dir=gs://bucket/scaled-16b' && exit 0 || status=$?
   case "${status}" in 75|134|137|142|143|255) ;; *) break ;; esac
-  [ -z "${stopped}" ] || break
+  [ -z "${stopped}" ] && ((attempt < 100)) || break
+  running=
   echo "a process ended with status ${status}: all are started again, and resume."
-  everywhere "kill -KILL \$(cat ${PID}) 2> /dev/null; rm -f ${PID}" || true
+  pause
+  wait_for_tpus
+  everywhere "name=KILL wait=0; ${SIGNAL}" &> /dev/null || true
 done
 exit "${status}"

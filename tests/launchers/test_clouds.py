@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import yaml
 from helpers.launched import until
+from helpers.pods import expanded
 
 from paxlike.launchers import job, main
 
@@ -45,12 +46,20 @@ def path_to(folder: pathlib.Path) -> dict[str, str]:
   return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "NAME": "mine"}
 
 
-def script(folder: pathlib.Path, capsys: pytest.CaptureFixture, *flags: str) -> int:
+def script(
+  folder: pathlib.Path,
+  capsys: pytest.CaptureFixture,
+  *flags: str,
+  stderr: pathlib.Path | None = None,
+) -> int:
   """Makes a script and runs it in a folder; returns its exit status."""
   assert main.run([*flags, *RUN]) == 0
   program(folder, "job.sh", capsys.readouterr().out)
   command = [folder / "job.sh"]
-  done = subprocess.run(command, cwd=folder, env=path_to(folder), timeout=60, check=False)
+  with open(stderr or os.devnull, "w") as errors:
+    done = subprocess.run(
+      command, cwd=folder, env=path_to(folder), stderr=errors, timeout=60, check=False
+    )
   return done.returncode
 
 
@@ -79,6 +88,22 @@ def test_slices_are_requested_once_and_lost_jobs_restarted(
   subprocess.run([tmp_path / "job.sh"], cwd=tmp_path, env=path_to(tmp_path), check=False)
   calls = (tmp_path / "calls").read_text()
   assert calls.count("queued-resources create") == calls.count("networks create") == 1
+
+
+@pytest.mark.parametrize(("moment", "runs"), [("before", 0), ("after a step", 1)])
+def test_a_request_that_failed_is_to_be_deleted(moment, runs, tmp_path, capsys):
+  """Before the processes start, or as they run, when they are lost."""
+  program(tmp_path, "gcloud", GCLOUD.replace("echo ACTIVE > state", ""))
+  program(tmp_path, "paxlike", f"echo SUSPENDED > {tmp_path}/state\n{PROGRAM}")
+  (tmp_path / "statuses").write_text("137\n")
+  (tmp_path / "state").write_text("ACTIVE" if runs else "FAILED")
+  flags = (*QUEUED, f"--program={tmp_path}/paxlike")
+  assert script(tmp_path, capsys, *flags, stderr=tmp_path / "errors") == 1
+  errors = (tmp_path / "errors").read_text()
+  state = "SUSPENDED" if runs else "FAILED"
+  assert f"the request pile126m is {state}. Delete it, then run this script again" in errors
+  assert "queued-resources delete pile126m" in errors and "are kept" not in errors
+  assert (tmp_path / "runs").exists() is bool(runs), moment
 
 
 # Ends as paxlike does when it is stopped, and says by which signals.
@@ -158,6 +183,7 @@ def test_xpk_gets_the_workload(tmp_path, capsys):
   program(tmp_path, "xpk", 'printf "%s\\n" "$@" >> words')
   program(tmp_path, "gcloud", GCLOUD)
   flags = (*XPK, "--tpu_type=v5litepod-256", "--nodes=2", "--create_cluster")
+  flags += ("--setup=echo $$ $(id -un) > ids;", "--env=A=it's b", "--fdl.MAX_STEPS=9")
   assert script(tmp_path, capsys, *flags) == 0
   words = (tmp_path / "words").read_text()
   assert words.startswith("cluster\ncreate\n") and "\n--on-demand\n" in words
@@ -166,6 +192,19 @@ def test_xpk_gets_the_workload(tmp_path, capsys):
   assert '"--job_log_dir=gs://bucket/${NAME:-run}"' in words  # For the shell of the job.
   assert "rto_min 5ms" in words and "sudo" not in words
   assert "--restart-on-exit-codes=75," in words  # Its own are 42 and from 127.
+  assert "--termination-grace-period-seconds=120" in words
+  # XPK pastes the command into a block of a YAML file, of which it indents the first line.
+  (command,) = re.findall("^--command=(.*)$", words, re.M)
+  pod = yaml.safe_load(f"command:\n- bash\n- -c\n- |\n  ({command}) & PID=$!;\n  wait $PID\n")
+  shell = expanded(pod["command"][2])
+  program(tmp_path, "paxlike", 'printf "%s\\n" "$A" "$@" > started')
+  for name in ("sysctl", "ip"):
+    program(tmp_path, name, "")
+  subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=path_to(tmp_path), check=True)
+  assert (tmp_path / "started").read_text().splitlines() == [
+    *("it's b", "--fdl.MAX_STEPS=9", RUN[0], "--job_log_dir=gs://bucket/mine")
+  ]
+  assert re.fullmatch(r"\d+ \S+\n", (tmp_path / "ids").read_text())
 
 
 def test_machines_with_gpus_need_no_preparation(tmp_path, capsys):
@@ -193,6 +232,10 @@ def test_a_task_of_sky_pilot_names_the_other_machines(capsys):
   assert shlex.split(words)[2:] == ["--server_addr=10.0.0.1:8476", "--num_hosts=2", "--host_idx=1"]
 
 
+SLURM = ("slurm", "--nodes=4", "--gpus_per_node=8")
+TOO_FEW = ("--fdl.ICI_MESH_SHAPE=[8,1,1]", "--fdl.DCN_MESH_SHAPE=[2,1,1]")
+
+
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
@@ -208,6 +251,29 @@ def test_a_task_of_sky_pilot_names_the_other_machines(capsys):
     (("slurm", "--mounts=/a:/a"), "--mounts needs --container"),
     (("slurm", "--grace=70000"), "--grace=70000: expected 0 to 65535"),
     (("slurm", "--output=${X}.out"), "Slurm expands no variables in a directive"),
+    (
+      ("slurm", '--output=a".out'),
+      "Slurm takes no quote in it; --directive passes a line as it is",
+    ),
+    (("slurm", "--container=i", "--job_log_dir=runs/x"), "=runs/x is relative, and lost with the"),
+    (("slurm", "--container=${I}", "--job_log_dir", "${X:-runs}/x"), "}/x is relative, and lost"),
+    ((*XPK, "--tpu_type=v5e-8", "--setup=a\nb"), "XPK takes a command of one line"),
+    ((*XPK, "--tpu_type=v5e-8", "--env=A=a\nb"), "XPK takes a command of one line"),
+    ((*XPK, "--tpu_type=v5e-8", "--setup=a # b"), "which a comment would end"),
+    (("sky", "--accelerators=H100:8", "--max_restarts=3"), "SkyPilot has no such limit"),
+    (
+      (*SLURM, *TOO_FEW),
+      "--nodes=4 --gpus_per_node=8: ICI_MESH_SHAPE=[8, 1, 1] (data 8) x DCN_MESH",
+    ),
+    ((*SLURM, "--fdl.ICI_MESH_SHAPE=[16,1,1]", TOO_FEW[1]), "has 2 parts, and the job 4 nodes"),
+    (
+      ("sky", "--accelerators=H100:8", "--fdl.ICI_MESH_SHAPE=[4,1,1]"),
+      "--accelerators=H100:8: ICI_",
+    ),
+    (
+      (*QUEUED, "--fdl.ICI_MESH_SHAPE=[128,1,1]"),
+      "--accelerator_type=v5litepod-256: ICI_MESH_SHAPE",
+    ),
     (("slurm", "--fiddler=nonsense(1)"), "nonsense"),
     (("slurm", "--mode=show"), "print: give them to paxlike itself"),
     (("slurm", "--exp=${X}"), "give the variable a default"),
@@ -215,7 +281,7 @@ def test_a_task_of_sky_pilot_names_the_other_machines(capsys):
   ],
 )
 def test_mistakes_are_named(flags, message, capsys):
-  assert main.run([*flags, *RUN]) == 2
+  assert main.run([flags[0], *RUN, *flags[1:]]) == 2
   captured = capsys.readouterr()
   assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
 

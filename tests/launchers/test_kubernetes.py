@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 import yaml
 from helpers.job_set_schema import published
+from helpers.pods import expanded
 
 from paxlike.launchers import main
 from paxlike.processes import cluster
@@ -60,6 +61,23 @@ def test_a_slice_is_a_job_with_a_pod_for_each_machine(capsys):
   assert container["env"] == []
 
 
+def test_the_shell_gets_the_script_as_it_is(capsys):
+  setup = "echo $$ $$$ $(HOME) $$(HOME) $(echo $$) ${HOME} $"
+  made = manifest(capsys, *GPUS, f"--setup={setup}")
+  (workers,) = made["spec"]["replicatedJobs"]
+  (container,) = workers["template"]["spec"]["template"]["spec"]["containers"]
+  assert expanded(container["command"][2], {"HOME": "/root"}).splitlines()[0] == setup
+
+
+def test_a_job_that_saves_nothing_is_not_restarted(capsys):
+  def limit(*flags: str) -> int:
+    return manifest(capsys, *GPUS, *flags)["spec"]["failurePolicy"]["maxRestarts"]
+
+  assert (limit(), limit("--max_restarts=3")) == (100, 3)
+  assert limit("--enable_checkpoint_saving=${SAVE:-false}") == 0
+  assert limit("--enable_checkpoint_saving=false", "--max_restarts=3") == 3
+
+
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
@@ -69,6 +87,7 @@ def test_a_slice_is_a_job_with_a_pod_for_each_machine(capsys):
     ((*GPUS, *SLICES), "--gpus_per_node and --tpu: set one"),
     ((*SLICES, "--tpu_topology=16"), "expected sizes such as 16x16"),
     ((*SLICES, "--tpu_topology=3x3"), "has 9 chips, not a multiple of --chips_per_node=4"),
+    ((*GPUS, "--job_log_dir=runs/x"), "is relative, and lost with the container of --image"),
     ((*GPUS, "--env=A"), "--env=A: expected NAME=VALUE"),
     ((*GPUS, "--nodes=0"), "--nodes=0: expected at least 1"),
     ((*GPUS, "--node=2"), "unknown flag --node. Did you mean --nodes?"),
@@ -77,6 +96,6 @@ def test_a_slice_is_a_job_with_a_pod_for_each_machine(capsys):
   ],
 )
 def test_mistakes_are_named(flags, message, capsys):
-  assert main.run(["k8s", *flags, *RUN]) == 2
+  assert main.run(["k8s", *RUN, *flags]) == 2
   captured = capsys.readouterr()
   assert message in captured.err and captured.err.count("\n") == 1 and not captured.out

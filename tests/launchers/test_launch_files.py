@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripts and manifests in scripts/launch, which `paxlike-launch` makes."""
 
-import math
 import pathlib
 import subprocess
 from typing import Any
@@ -34,6 +33,7 @@ REQUIRED = {
   "DTYPE": "bf16",
 }
 FOLDER = FILES[0].parent
+GPUS = "--gpus-per-node=8"
 
 
 def graph(flags: list[str]) -> Any:
@@ -67,14 +67,11 @@ def test_meshes_have_the_devices_of_the_job(file):
   argv = command_comment.read(file.read_text())
   options, flags = main._parser().parse_known_args(argv)
   assert not any(flag.startswith("--fdl.") and job.has_open_variable(flag) for flag in flags)
-  each = getattr(options, "gpus_per_node", 0) or (256 if options.target in ("gce", "xpk") else 8)
-  if getattr(options, "tpu_topology", ""):
-    each = math.prod(map(int, options.tpu_topology.split("x")))
   mesh = building.build(graph([job.with_defaults(flag) for flag in flags]).mesh, source="mesh")
-  nodes = 2 if options.target == "ssh" else options.nodes
-  ici, dcn = mesh.sizes(each * nodes)
-  # An axis across machines does not share one.
-  assert math.prod(dcn.values()) in (1, nodes) and math.prod(ici.values()) % each == 0
+  cls = main.TARGETS[options.target]
+  target = cls(**main._fields(cls, options))
+  assert target.devices() is not None or options.target == "ssh"
+  main._check_mesh(mesh, target, options.nodes)
 
 
 @every_script
@@ -184,12 +181,31 @@ def test_flags_of_pax_and_of_the_user_are_passed(name, tmp_path):
 def test_a_profiler_and_a_container_are_optional(tmp_path):
   srun, _, _ = in_job("llama2_70b_h100.sub", tmp_path, nodes=8)
   assert not any(word.startswith(("nsys", "--container")) for word in srun)
-  on = {"PROFILE": "1", "CONTAINER": "image with blank"}
-  srun, flags, _ = in_job("llama2_70b_h100.sub", tmp_path, "--fdl.MAX_STEPS=9", nodes=8, **on)
-  assert "nsys" in srun and "--output=/stage/nsys/%q{SLURM_JOB_ID}-%q{SLURM_PROCID}" in srun
-  assert "--container-image=image with blank" in srun and "--container-mounts=/stage" in srun
+  stage = tmp_path / "stage"
+  on = {"PROFILE": "1", "CONTAINER": "image with blank", "STAGE_PATH": str(stage)}
+  srun, flags, environment = in_job(
+    "llama2_70b_h100.sub", tmp_path, "--fdl.MAX_STEPS=9", nodes=8, **on
+  )
+  name = "%q{SLURM_JOB_ID}-%q{SLURM_RESTART_COUNT}-%q{SLURM_PROCID}"
+  assert "nsys" in srun and f"--output={stage}/nsys/{name}" in srun and (stage / "nsys").is_dir()
+  assert environment["SLURM_RESTART_COUNT"] == "0"
+  assert "--container-image=image with blank" in srun and f"--container-mounts={stage}" in srun
   assert flags[-1] == "--fdl.MAX_STEPS=9"  # Flags after the file's name.
   assert "--fdl.PROFILE_STEPS=[20,24]" in flags and "--fdl.PROFILER=nsys" in flags
+
+
+@pytest.mark.parametrize("file", SUBS, ids=lambda file: file.name)
+def test_containers_have_paths_and_variables_of_the_job(file, tmp_path):
+  """Not buckets; a folder of the run that is relative is one of the host."""
+  given = {"CONTAINER": "image", "CONTAINER_IMAGE": "image", "BASE_VOCAB_PATH": "gs://vocab"}
+  given |= {"BASE_WORKSPACE_DIR": "out", "STAGE_PATH": "out", "SLURM_LOG_DIR": "out"}
+  srun, flags, environment = in_job(file.name, tmp_path, nodes=8, PWD=str(tmp_path), **given)
+  options = dict(word.split("=", 1) for word in srun if word.startswith("--container"))
+  mounts = options["--container-mounts"].split(",")
+  (folder,) = (flag.partition("=")[2] for flag in flags if flag.startswith("--job_log_dir="))
+  assert all(mount.startswith("/") for mount in mounts) and folder.startswith(f"{mounts[0]}/")
+  names = options.get("--container-env", "").split(",")
+  assert {"XLA_FLAGS", "NCCL_IB_SL"} & environment.keys() <= {*names}
 
 
 @pytest.mark.parametrize(
@@ -203,9 +219,19 @@ def test_a_profiler_and_a_container_are_optional(tmp_path):
     ("pile_multinode.sub", {"NUM_NODES": "4"}, ["--nodes=4", "--gpus-per-node=8"]),
     ("llama_sft.sub", {"USE_LORA": "1"}, "USE_LORA=1: submit llama_lora.sub."),
     ("llama_lora.sub", {"EVAL_ONLY": "1"}, "EVAL_ONLY=1: llama_eval.sub."),
-    ("llama_lora.sub", {"USE_LORA": "1", "EVAL_ONLY": "0"}, ["--nodes=2"]),
-    ("llama_eval.sub", {"OUTPUT_DIR": "out"}, ["--nodes=2", "--output={tmp}/out/%x-%j.out"]),
-    ("base_config.sub", {"CONFIG": "Pile126M"}, ["--nodes=8", "--job-name=Pile126M"]),
+    ("llama_lora.sub", {"USE_LORA": "1", "EVAL_ONLY": "0"}, ["--nodes=2", GPUS]),
+    ("llama_eval.sub", {"OUTPUT_DIR": "out"}, ["--nodes=2", GPUS, "--output={tmp}/out/%x-%j.out"]),
+    ("base_config.sub", {"CONFIG": "Pile126M"}, ["--nodes=8", GPUS, "--job-name=Pile126M"]),
+    ("c4_175b.sub", {"GPUS_PER_NODE": "4"}, ["--nodes=32", "--gpus-per-node=4"]),
+    ("llama2_70b_h100.sub", {"JOB_TOTAL_GPUS": "4"}, "JOB_TOTAL_GPUS=4: expected a multiple of 8"),
+    ("llama2_70b_h100.sub", {"JOB_TOTAL_GPUS": "60"}, "JOB_TOTAL_GPUS=60: expected"),
+    ("llama2_70b_h100.sub", {"JOB_TOTAL_GPUS": "800"}, "JOB_TOTAL_GPUS=800: expected"),
+    ("llama2_70b_h100.sub", {"JOB_TOTAL_GPUS": "x"}, "JOB_TOTAL_GPUS=x: expected"),
+    ("gpt3_175b_pipeline.sub", {"TP": "16"}, "TP=16: expected 1, 2, 4 or 8"),
+    ("gpt3_175b_pipeline.sub", {"PP": "0"}, "PP=0: expected a positive whole number."),
+    ("gpt3_175b_pipeline.sub", {"GA": "a b"}, "GA=a b: expected a positive whole number."),
+    ("gpt3_175b_pipeline.sub", {"NUM_NODES": "9"}, "TP=8 are 64 GPUs, and NUM_NODES=9 has 8 each."),
+    ("gpt3_175b_pipeline.sub", {"PP": "3", "TP": "4"}, "are 12 GPUs, and NUM_NODES=1 has 8 each."),
     (
       "gpt3_175b_pipeline.sub",
       {"TP": "4", "DP": "2", "SLURM_ACCOUNT": "mine", "SLURM_TIME": "2:00"},
@@ -221,7 +247,7 @@ def test_outside_of_a_job_a_script_submits_itself(name, variables, expected, tmp
     **(REQUIRED | {"BASE_WORKSPACE_DIR": str(tmp_path)} | variables),
   )
   if isinstance(expected, str):
-    assert expected in words[0]
+    assert expected in words[0] and words[0].count("\n") == 1
   else:
     options = [option.format(tmp=tmp_path) for option in expected]
     assert words == [*options, str(FOLDER / name), "--fdl.MAX_STEPS=9"]
@@ -235,7 +261,7 @@ def test_slurm_takes_and_runs_every_script(tmp_path):
   (tmp_path / "paxlike").write_text('#!/usr/bin/env bash\necho "of ${SLURM_NTASKS}: $*"\n')
   (tmp_path / "paxlike").chmod(0o755)
   # Two nodes, without GPUs; the user's variables.
-  two = {"NUM_NODES": "2", "JOB_TOTAL_GPUS": "16", "CONFIG": "LLaMA7B"}
+  two = {"NUM_NODES": "2", "PP": "2", "JOB_TOTAL_GPUS": "16", "CONFIG": "LLaMA7B"}
   two |= {"SBATCH_GPUS_PER_NODE": "0", "GPUS_PER_NODE": "0", "SBATCH_OUTPUT": "%j.out"}
   with slurm_cluster.running() as cluster:
     path = {"PATH": f"{tmp_path}:{cluster.environment['PATH']}"}

@@ -9,6 +9,8 @@ import pytest
 from helpers import program, slurm_cluster
 from helpers.launched import newest, until
 
+from paxlike.launchers import main
+
 needs_slurm = pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing())
 STEPS = 400
 RUN = (
@@ -18,6 +20,38 @@ RUN = (
   f"--fdl.MAX_STEPS={STEPS}",
   "--fdl.LR_COS_DECAY_END=400",
 )
+
+
+def made(capsys: pytest.CaptureFixture, *flags: str) -> list[str]:
+  """Returns the lines of a script."""
+  assert main.run(["slurm", *RUN, "--job_log_dir=/run", *flags]) == 0
+  return capsys.readouterr().out.splitlines()
+
+
+def test_a_job_that_saves_nothing_is_not_queued_again(capsys):
+  lines = made(capsys)
+  assert "#SBATCH --requeue" in lines and any("scontrol requeue" in line for line in lines)
+  lines = made(capsys, "--enable_checkpoint_saving=false")
+  assert "#SBATCH --no-requeue" in lines and not any("scontrol" in line for line in lines)
+  assert lines[-1] == 'exit "${status}"'
+
+
+def test_directives_are_as_they_were_given(capsys):
+  given = '--comment="a b"'
+  lines = made(capsys, f"--directive={given}", "--output=a b.out")
+  assert f"#SBATCH {given}" in lines and '#SBATCH --output="a b.out"' in lines
+
+
+def test_exported_variables_replace_those_of_the_image(capsys):
+  setup = "export XLA_FLAGS=--x\n[ -z x ] || export B=2"
+  lines = made(capsys, "--container=image", "--env=A=1", f"--setup={setup}", "--mounts=/a:/b,./c")
+  (srun,) = (line for line in lines if line.startswith("srun "))
+  assert "--container-env=A,XLA_FLAGS,B" in srun and "--container-mounts=/a:/b,./c" in srun
+
+
+def test_what_paxlike_says_has_the_name_of_the_command(capsys):
+  assert main.run(["slurm", "--fdl_config=GPT5B", "--job_log_dir=/run"]) == 0
+  assert capsys.readouterr().err == ("paxlike-launch: --fdl_config=GPT5B of Pax is Pile5B here\n")
 
 
 def is_completed(cluster: slurm_cluster.Cluster, job: str) -> bool:

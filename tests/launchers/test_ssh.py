@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of `paxlike-launch ssh`, on a real sshd."""
+"""Jobs of `paxlike-launch ssh`, on a real sshd and with a program in the place of `ssh`."""
 
+import os
 import pathlib
 import signal
 import subprocess
@@ -16,7 +17,6 @@ from paxlike.launchers import main
 needs_ssh = pytest.mark.skipif(
   not ssh_server.HAS_SSH, reason="there is no sshd, or it cannot be started"
 )
-pytestmark = pytest.mark.slow
 RUN = (
   *program.TINY,
   "--fdl.CHECKPOINT_EVERY_N_STEPS=20",
@@ -43,6 +43,7 @@ def processes(folder: pathlib.Path) -> list[int]:
 
 
 @needs_ssh
+@pytest.mark.slow
 def test_a_job_goes_on_after_one_of_its_processes_is_killed(tmp_path):
   run, whole = tmp_path / "run", tmp_path / "whole"
   with ssh_server.running(tmp_path) as options:
@@ -60,6 +61,7 @@ def test_a_job_goes_on_after_one_of_its_processes_is_killed(tmp_path):
 
 
 @needs_ssh
+@pytest.mark.slow
 def test_a_stopped_job_saves_and_a_wrong_one_is_not_restarted(tmp_path):
   run = tmp_path / "run"
   with ssh_server.running(tmp_path) as options:
@@ -74,3 +76,64 @@ def test_a_stopped_job_saves_and_a_wrong_one_is_not_restarted(tmp_path):
     file.write_text(text)
     done = subprocess.run(["bash", file], stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2 and done.stdout.count("no experiment Gpt3_52.") == 2, done.stdout
+
+
+# Runs the command here; copying takes until a file is there.
+SSH = """\
+#!/usr/bin/env bash
+while [ "$1" = -o ]; do shift 2; done
+case "$*" in *tar*) touch copying; until [ -e stop ]; do sleep 0.1; done ;; esac
+# A machine of its own: neither signals nor that they are ignored come from here.
+exec env --default-signal=INT,TERM,HUP setsid --wait bash -c "${*:2}"
+"""
+# Ends as a process that was lost, or by a signal.
+LOST = """\
+#!/usr/bin/env bash
+echo run >> runs
+[ -e lost ] && exit 75
+trap 'exit 143' TERM
+touch started
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(
+  ("moment", "sent", "status"),
+  [
+    ("copying", signal.SIGTERM, 143),
+    ("copying", signal.SIGINT, 130),
+    ("paused", signal.SIGTERM, 143),
+    ("paused", signal.SIGINT, 130),
+    ("started", signal.SIGTERM, 143),
+    ("started", signal.SIGINT, 143),  # That of the processes.
+  ],
+)
+def test_a_script_stops_whatever_it_does(moment, sent, status, tmp_path):
+  """A terminal sends Ctrl-C to all of a process group."""
+  for name, text in (("ssh", SSH), ("paxlike", LOST)):
+    (tmp_path / name).write_text(text)
+    (tmp_path / name).chmod(0o755)
+  (tmp_path / ("lost" if moment == "paused" else "stays")).touch()
+  flags = ["ssh", "--hosts=a,b", "--pause=60", f"--program={tmp_path}/paxlike"]
+  flags += [f"--directory={tmp_path}", *[f"--copy={tmp_path}"][: moment == "copying"]]
+  assert (
+    main.run([*flags, f"--to={tmp_path}/job.sh", *program.TINY, f"--job_log_dir={tmp_path}"]) == 0
+  )
+  job = subprocess.Popen(
+    ["env", "--default-signal=INT", "bash", "job.sh"],
+    cwd=tmp_path,
+    env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    stdout=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  )
+  if moment == "paused":
+    assert job.stdout is not None and "all are started again" in job.stdout.readline()
+  else:
+    until((tmp_path / moment).exists, seconds=20, what=f"it is not {moment}")
+  os.killpg(job.pid, sent)
+  (tmp_path / "stop").touch()
+  job.communicate(timeout=30)
+  assert job.returncode == status
+  runs = (tmp_path / "runs").read_text().count("run") if (tmp_path / "runs").exists() else 0
+  assert runs == (0 if moment == "copying" else 2)
