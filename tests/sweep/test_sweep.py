@@ -59,7 +59,7 @@ def test_failed_runs_are_noted_and_finished_ones_are_skipped(tmp_path, capsys):
   assert "Sweep sweep" in (folder / "report.html").read_text()
 
   before = (folder / good / "metrics.jsonl").stat().st_mtime_ns
-  assert main.run([*flags, f"{sweep},/x]"]) == 1  # With a value more.
+  assert main.run([*flags, f"{sweep},x]"]) == 1  # With a value more.
   out = capsys.readouterr().out
   assert f"[2/3] {good}: finished\n" in out and f"[3/3] {more}: failed with status 2" in out
   assert (folder / good / "metrics.jsonl").stat().st_mtime_ns == before
