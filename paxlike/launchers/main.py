@@ -86,6 +86,16 @@ def _submit(command: Sequence[str]) -> int:
   return subprocess.run(command, check=False).returncode
 
 
+def submission(argv: Sequence[str], file: str) -> list[str]:
+  """Returns the command that submits a saved script; `argv` names its target and the flags of it.
+
+  Raises:
+    UserError: A flag of the target is wrong.
+  """
+  options, _ = _parser().parse_known_args(argv)
+  return TARGETS[options.target](**_fields(TARGETS[options.target], options)).submission(file)
+
+
 def _parser() -> console.Parser:
   parser = console.Parser(prog="paxlike-launch", description=_HELP, allow_abbrev=False)
   targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)

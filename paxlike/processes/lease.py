@@ -23,6 +23,8 @@ from paxlike.processes.owner import Owner, identity, is_alive
 BEAT = 5.0
 # Seconds without a heartbeat after which an owner counts as dead if `is_alive` returns None.
 SILENCE = 30.0
+# Seconds by which the clocks of two machines, or of a machine and a store, may differ.
+CLOCKS = 300.0
 
 
 class Observer:
@@ -50,6 +52,20 @@ class Observer:
       self._seen, self._since = (number, data), _clock()
     lives = is_alive(owner, self._folder)
     return _clock() - self._since < SILENCE if lives is None else lives
+
+
+def seems_alive(folder: epath.Path) -> bool | None:
+  """Same as `Observer.is_alive`, from a single look: compares the heartbeat's time with the clock.
+
+  Raises:
+    OSError, and errors of a store: The folder cannot be read.
+  """
+  number = owner_files.newest(folder)
+  owner, data = owner_files.read(folder, number) if number else (None, None)
+  if data is None:
+    return None
+  lives = is_alive(owner, folder)
+  return abs(owner_files.age(folder, number)) < SILENCE + CLOCKS if lives is None else lives
 
 
 def _lives(folder: epath.Path, number: int) -> Owner | None:

@@ -9,6 +9,7 @@ creation.
 import json
 import os
 import re
+import time
 
 from etils import epath
 
@@ -60,6 +61,13 @@ def read(folder: epath.Path, number: int) -> tuple[Owner | None, bytes | None]:
     return None, data
   known = all(type(value) is kind for value, kind in zip(owner, _TYPES, strict=True))
   return owner if known and owner.pid > 0 else None, data
+
+
+def age(folder: epath.Path, number: int) -> float:
+  """Returns the seconds since an owner file was written, by this machine's clock."""
+  path = path_of(folder, number)
+  written = path.stat().mtime if file_io.is_remote(path) else os.stat(path).st_mtime
+  return time.time() - written
 
 
 def create(folder: epath.Path, number: int, owner: Owner) -> bool:

@@ -41,8 +41,8 @@ def _report(argv: Sequence[str]) -> int:
     "--max_records",
     metavar="N",
     type=_count,
-    help=f"records of training to show of each run (default: {MAX_RECORDS:,}, or if the runs are"
-    f" many {_MAX_RECORDS_OF_ALL:,} of all together)",
+    help=f"most training records shown per run (default: {MAX_RECORDS:,}, less if all runs together"
+    f" exceed {_MAX_RECORDS_OF_ALL:,})",
   )
   parser.add_argument(
     "--fdl_allow_modules",
@@ -54,7 +54,8 @@ def _report(argv: Sequence[str]) -> int:
   modules = [name for name in options.fdl_allow_modules.split(",") if name]
   paths = [path for given in options.runs for path in run_paths.within(given)]
   to = options.to or run_paths.default_output(options.runs, "report.html")
-  write(paths, to, max_records=options.max_records, allow_modules=modules)
+  advice = "" if options.to else " Name another file with --to=FILE.html."
+  write(paths, to, max_records=options.max_records, allow_modules=modules, advice=advice)
   print(to)
   return 0
 
@@ -66,6 +67,7 @@ def write(
   title: str = "",
   max_records: int | None = None,
   allow_modules: Sequence[str] = (),
+  advice: str = "",
 ):
   """Writes the page of the runs in these folders to a file.
 
@@ -75,6 +77,7 @@ def write(
     title: Of the page; "": the name of the run, or how many there are.
     max_records: Records of training of each run; None: see `MAX_RECORDS`.
     allow_modules: Modules outside of paxlike that their configuration may import.
+    advice: What the message says to do if the file cannot be written.
 
   Raises:
     UserError: A folder has no records, or something cannot be read or written.
@@ -95,7 +98,7 @@ def write(
   try:
     file_io.write(file_io.absolute(to), text)
   except file_io.failures() as error:
-    raise UserError(f"{to} cannot be written: {file_io.reason(error)}.") from error
+    raise UserError(f"{to} cannot be written: {file_io.reason(error)}.{advice}") from error
 
 
 def _leave_devices_alone():

@@ -26,7 +26,7 @@ class RunData:
   Attributes:
     name: Short and distinct among the runs of the page.
     folder: Its path.
-    state: See `run_status.state`; "unknown" if its status is damaged.
+    state: See `run_status.RunStatus`; "unknown" if its status is damaged.
     progress: (completed updates, updates in all) by the run's status, if it has one.
     notes: What is damaged, besides what `config` says.
     config: Its configuration.
@@ -163,16 +163,13 @@ def _num_devices(records: Iterable[Record]) -> int | None:
 def _status(folder: epath.Path) -> dict[str, Any]:
   """Returns the attributes of `RunData` that the run's status gives."""
   try:
-    state = run_status.state(folder)
+    status = run_status.read(folder)
   except UserError as error:
     return {"state": "unknown", "progress": None, "notes": (str(error),)}
-  if state is None:
+  if status is None:
     return {"state": None, "progress": None, "notes": ()}
-  with run_folder.reading(folder / "status.json"):
-    status = json.loads(file_io.read_bytes(folder / "status.json"))
-  progress = status.get("step"), status.get("num_steps")
-  known = all(type(number) is int for number in progress)
-  return {"state": state, "progress": progress if known else None, "notes": ()}
+  progress = None if None in status[1:] else status[1:]
+  return {"state": status.state, "progress": progress, "notes": ()}
 
 
 def _has_layers(record: Record) -> bool:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a sweep consists of, checked before its first run, and kept in its folder."""
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from etils import epath
 
@@ -12,11 +13,13 @@ from paxlike import file_io, root_graph, run_folder
 from paxlike.cli import command_line
 from paxlike.config import knob_text
 from paxlike.errors import UserError
+from paxlike.processes.lease import Lease
 from paxlike.sweep import combinations
 from paxlike.sweep.combinations import Combination
 from paxlike.telemetry import metric_files
 
 FILE = "sweep.json"
+LEFT_ALONE = ("finished", "running")  #: States of runs that a sweep does not start.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,26 @@ class Sweep:
         raise UserError(f"{seen[content]} and {name} are the same run.")
       seen[content] = name
 
+  @contextlib.contextmanager
+  def owned(self) -> Iterator[None]:
+    """Context in which no other sweep uses the folder, which is created if it is missing.
+
+    Raises:
+      UserError: Another sweep does, it is the folder of a run, or it cannot be read or written.
+    """
+    run_folder.create(os.fspath(self.folder))
+    with run_folder.reading(self.folder):
+      is_run = bool(metric_files.files(self.folder))
+    if is_run:
+      raise UserError(f"--job_log_dir={self.folder} is the folder of a run: set another one.")
+    with run_folder.writing(self.folder):
+      lease = Lease(self.folder)
+    try:
+      lease.check()
+      yield
+    finally:
+      lease.release()
+
   def keep(self):
     """Writes the sweep's file, and checks that the folder holds no other sweep.
 
@@ -66,26 +89,33 @@ class Sweep:
     Raises:
       UserError: It does, or it cannot be read or written.
     """
-    if metric_files.files(self.folder):
-      raise UserError(f"--job_log_dir={self.folder} is the folder of a run: set another one.")
     path = self.folder / FILE
     with run_folder.reading(path):
       saved = file_io.read_bytes(path) if path.exists() else None
     if saved is not None:
-      try:
-        before = json.loads(saved)
-        flags, runs = tuple(before["flags"]), dict(before["runs"])
-      except file_io.MALFORMED as error:
-        raise UserError(f"{path} is damaged: {file_io.reason(error)}.") from error
+      flags, runs = _parsed(saved, path)
       if flags != self.flags or not runs.items() <= self.runs.items():
         raise UserError(
           f"--job_log_dir={self.folder} holds another sweep, {_difference(flags, runs, self)}: set"
           " another --job_log_dir."
         )
-    run_folder.create(os.fspath(self.folder))
     text = json.dumps({"flags": self.flags, "runs": self.runs}, indent=1) + "\n"
     with run_folder.writing(self.folder):
       file_io.write(path, text)
+
+
+def _parsed(saved: bytes, path: epath.Path) -> tuple[tuple[str, ...], dict[str, Combination]]:
+  """Returns the flags and the runs of a saved sweep."""
+  try:
+    found = json.loads(saved)
+    if not isinstance(found["flags"], list) or not isinstance(found["runs"], dict):
+      raise TypeError
+  except file_io.MALFORMED:
+    raise UserError(
+      f"{path} is damaged: expected JSON with flags and runs. Restore it, or set another"
+      " --job_log_dir."
+    ) from None
+  return tuple(found["flags"]), found["runs"]
 
 
 def _difference(flags: Sequence[str], runs: dict[str, Combination], sweep: Sweep) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of a sweep on this machine, one after another, or as jobs of a launcher."""
+"""Runs of a sweep on this machine, one after another."""
 
 import pathlib
 import signal
@@ -7,21 +7,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Self
 
-from etils import epath
-
 from paxlike import file_io, run_folder
-from paxlike.errors import UserError, one_line
-from paxlike.launchers import main as launcher
-from paxlike.sweep.definition import Sweep
+from paxlike.errors import one_line
+from paxlike.sweep.definition import LEFT_ALONE, Sweep
 from paxlike.telemetry import run_status
 
 LOGS = "logs"  #: Folder of what the runs print.
-JOBS = "jobs"  #: Folder of the scripts that were submitted.
-_DONE = ("finished", "running")
 
 
 class Stop:
@@ -80,24 +75,28 @@ def run_here(sweep: Sweep, environment: Mapping[str, str]) -> tuple[dict[str, st
 
   Returns:
     Run -> message of those that failed, and the signal that stopped the sweep, if one did.
+
+  Raises:
+    UserError: What a run prints cannot be written.
   """
   failures: dict[str, str] = {}
   if file_io.is_remote(sweep.folder):
     logs = pathlib.Path(tempfile.mkdtemp(prefix="paxlike-sweep-"))
   else:
     logs = pathlib.Path(sweep.folder, LOGS)
-  logs.mkdir(exist_ok=True)
+  with run_folder.writing(sweep.folder):
+    logs.mkdir(exist_ok=True)
   with Stop() as stop:
     for number, name in enumerate(sweep.runs, 1):
       place = f"[{number}/{len(sweep.runs)}] {name}"
       state = run_status.state(sweep.folder_of(name))
-      if state in _DONE:
+      if state in LEFT_ALONE:
         print(f"{place}: {state}", flush=True)
         continue
       log = logs / f"{name}.txt"
       print(f"{place}: {'starts' if state is None else 'resumes'}, prints to {log}", flush=True)
       began = time.monotonic()
-      status = _train(sweep.flags_of(name), log, environment, stop)
+      status = _train(sweep, name, log, environment, stop)
       if stop.number is not None:
         break
       seconds = time.monotonic() - began
@@ -109,13 +108,15 @@ def run_here(sweep: Sweep, environment: Mapping[str, str]) -> tuple[dict[str, st
 
 
 def _train(
-  flags: Sequence[str], log: pathlib.Path, environment: Mapping[str, str], stop: Stop
+  sweep: Sweep, name: str, log: pathlib.Path, environment: Mapping[str, str], stop: Stop
 ) -> int:
   """Trains in a process of its own, which appends what it prints to a file."""
-  with open(log, "ab") as output:
+  with run_folder.writing(sweep.folder):
+    output = open(log, "ab")  # noqa: SIM115
+  with output:
     # In a session of its own: the terminal's Ctrl-C would reach it twice.
     process = subprocess.Popen(
-      [sys.executable, "-m", "paxlike.main", *flags],
+      [sys.executable, "-m", "paxlike.main", *sweep.flags_of(name)],
       stdin=subprocess.DEVNULL,
       stdout=output,
       stderr=subprocess.STDOUT,
@@ -136,71 +137,3 @@ def _last_line(log: pathlib.Path) -> str:
   lines = log.read_text(errors="replace").split("\n")
   last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
   return one_line(last.removeprefix("paxlike: "), limit=300)
-
-
-def check_launch(sweep: Sweep, words: Sequence[str]):
-  """Makes the script of each run's job, and drops it.
-
-  Args:
-    sweep: The sweep, which has been checked.
-    words: The target of `paxlike-launch` and its flags.
-
-  Raises:
-    UserError: `paxlike-launch` refuses the target or a flag.
-  """
-  if words[0] not in launcher.TARGETS:
-    known = ", ".join(launcher.TARGETS)
-    raise UserError(f"--launch: no target {words[0]}: expected one of {known}.")
-  with tempfile.TemporaryDirectory() as scratch:
-    for name in sweep.runs:
-      if launcher.run(_job(sweep, name, words, f"--to={scratch}/job")):
-        raise UserError(f"--launch={' '.join(words)}: paxlike-launch refuses it.")
-
-
-def launch(sweep: Sweep, words: Sequence[str]) -> dict[str, str]:
-  """Submits a job for each run that is neither finished nor running nor waiting for its start.
-
-  A run waits if its script, which is kept in the sweep's folder, is newer than its status.
-
-  Args:
-    sweep: The sweep.
-    words: As in `check_launch`, which has accepted them.
-
-  Returns:
-    Run -> message of those whose submission failed.
-  """
-  suffix = launcher.TARGETS[words[0]].suffix
-  failures = {}
-  for name in sweep.runs:
-    state = run_status.state(sweep.folder_of(name))
-    job = sweep.folder / JOBS / f"{name}{suffix}"
-    if state in _DONE:
-      print(f"{name}: {state}", flush=True)
-      continue
-    if _is_newer(job, sweep.folder_of(name) / "status.json"):
-      print(f"{name}: waits for its start; to submit it again, remove {job}", flush=True)
-      continue
-    with tempfile.TemporaryDirectory() as scratch:
-      script = pathlib.Path(scratch, job.name)
-      if status := launcher.run(_job(sweep, name, words, f"--to={script}", "--submit")):
-        failures[name] = f"its submission failed with status {status}"
-        continue
-      with run_folder.writing(sweep.folder):
-        job.parent.mkdir(parents=True, exist_ok=True)
-        file_io.write(job, script.read_text())
-    print(f"{name}: submitted", flush=True)
-  return failures
-
-
-def _job(sweep: Sweep, name: str, words: Sequence[str], *more: str) -> list[str]:
-  """Returns the command line of `paxlike-launch` for a run."""
-  is_named = any(word.startswith("--name=") for word in words)
-  return [*words, *([] if is_named else [f"--name={name}"]), *more, *sweep.flags_of(name)]
-
-
-def _is_newer(job: epath.Path, status: epath.Path) -> bool:
-  """Returns whether a run has not written its status since its job was submitted."""
-  with run_folder.reading(job):
-    if not job.exists():
-      return False
-    return not status.exists() or job.stat().mtime > status.stat().mtime

@@ -5,12 +5,16 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from paxlike import file_io
 from paxlike.errors import UserError
 from paxlike.sweep import combinations
 from paxlike.telemetry import console
+
+if TYPE_CHECKING:
+  from paxlike.sweep.definition import Sweep
 
 _HELP = """\
 Trains a run for each combination of knobs, one after another. The graphs of all are checked first.
@@ -44,7 +48,8 @@ def _parser() -> console.Parser:
   parser.add_argument(
     "--sweep.NAME",
     metavar="[VALUE,...]",
-    help="values of a knob (UPPER_CASE) or of the graph (lower_case); of several, all combinations",
+    help="values to try for a knob (UPPER_CASE) or a graph path (lower_case). Several --sweep"
+    " flags: every combination",
   )
   parser.add_argument(
     "--zip", action="store_true", help="combine the first values, the second values, ... instead"
@@ -79,7 +84,7 @@ def _sweep(argv: Sequence[str]) -> int:
   listed = [] if options.combinations is None else combinations.read(options.combinations)
   found = combinations.joined(swept, listed, in_step=options.zip)
 
-  from paxlike.sweep import execution, results
+  from paxlike.sweep import jobs
   from paxlike.sweep.definition import Sweep
 
   sweep = Sweep(
@@ -89,16 +94,30 @@ def _sweep(argv: Sequence[str]) -> int:
   )
   sweep.check()
   if words is not None:
-    execution.check_launch(sweep, words)
+    jobs.check(sweep, words)
+  with sweep.owned():
+    return _run(sweep, words, environment)
+
+
+def _run(sweep: "Sweep", words: Sequence[str] | None, environment: Mapping[str, str]) -> int:
+  """Runs a sweep, which has been checked; returns the exit status.
+
+  Args:
+    sweep: The sweep, whose folder is owned.
+    words: The target of `paxlike-launch` and its flags; None: the runs are trained here.
+    environment: The environment of the runs.
+  """
+  from paxlike.sweep import execution, jobs, results
+
   sweep.keep()
   stopped_by = None
   if words is None:
     failures, stopped_by = execution.run_here(sweep, environment)
   else:
-    failures = execution.launch(sweep, words)
+    failures = jobs.launch(sweep, words)
   rows = results.collect(sweep, failures)
   print(f"\n{results.text(rows)}\n")
-  for path in results.write(sweep, rows, allow_modules=_modules(flags)):
+  for path in results.write(sweep, rows, allow_modules=_modules(sweep.flags)):
     print(path)
   if stopped_by is not None:
     print("paxlike-sweep: stopped; the same command goes on.", file=sys.stderr)

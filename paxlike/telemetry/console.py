@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import sys
@@ -31,6 +32,8 @@ def path(text: str) -> str:
 
 def exit_status(prog: str, action: Callable[[], int]) -> int:
   """Returns the exit status of a command: that of `action`, or 2 for a user error (one line)."""
+  # It logs each error that it also raises, with its stack.
+  logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
   try:
     return action()
   except UserError as error:

@@ -2,6 +2,7 @@
 """Paths of runs on a command line: those in a parent folder, and short names to tell them apart."""
 
 import argparse
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -31,15 +32,15 @@ def names(paths: Sequence[str]) -> list[str]:
   """
   parts = [(path if "://" in path else os.path.abspath(path)).split("/") for path in paths]
   parts = [[part for part in path if part] for path in parts]
+  for number, path in enumerate(paths):
+    if parts[number] in parts[:number]:
+      raise UserError(f"{path} is given twice: leave one out.")
   if len(paths) == 1:
     return [os.path.normpath(paths[0])]
   while len({path[-1] for path in parts}) == 1 and min(map(len, parts)) > 1:
     parts = [path[:-1] for path in parts]
-  for count in range(1, max(map(len, parts)) + 1):
-    found = ["/".join(path[-count:]) for path in parts]
-    if len(set(found)) == len(found):
-      return found
-  raise UserError("the same run is given twice.")
+  suffixes = (["/".join(path[-count:]) for path in parts] for count in itertools.count(1))
+  return next(found for found in suffixes if len(set(found)) == len(found))
 
 
 def check(path: str):

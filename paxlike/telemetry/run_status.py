@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads from a run's folder whether its job is still running, and which evaluations it has."""
+"""Reads from a run's folder its status, and which evaluations it has."""
 
 import json
 import socket
 import sys
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from etils import epath
 
@@ -16,42 +17,29 @@ from paxlike.processes.owner import is_there
 RESULTS = "eval_out"  #: Folder of the results of evaluations.
 
 
-def is_running(folder: epath.Path, observer: lease.Observer | None = None) -> bool:
-  """Returns whether a job is running in `folder`, as far as can be known from here.
+class RunStatus(NamedTuple):
+  """What is known of a run.
 
-  A caller that polls passes the same `observer` each time: it compares successive heartbeats.
-
-  Raises:
-    UserError: The folder cannot be read.
+  Attributes:
+    state: running, finished, stopped, failed, stalled or lost. Lost: its process exited, or has
+      written no heartbeat for minutes, without writing its state.
+    step: The completed updates; None if unknown.
+    num_steps: The updates in all; None if unknown.
   """
-  path = folder / "status.json"
-  with run_folder.reading(path):
-    if not path.exists():
-      return False
-    data = file_io.read_bytes(path)
-  try:
-    status = json.loads(data)
-    state, host, pid = status["state"], status["host"], status["pid"]
-    if type(pid) is not int or pid <= 0:
-      raise ValueError(f"no process has number {pid!r}")
-  except file_io.MALFORMED as error:
-    print(f"paxlike: {path} is damaged ({file_io.reason(error)}): skipped", file=sys.stderr)
-    return False
-  if state != "running":
-    return False
-  with run_folder.reading(folder):
-    lives = (observer or lease.Observer(folder)).is_alive()
-  # The run of an earlier version has no owner file, but `status.json` names its process.
-  return host == socket.gethostname() and is_there(pid) if lives is None else lives
+
+  state: str
+  step: int | None
+  num_steps: int | None
 
 
-def state(folder: epath.Path) -> str | None:
-  """Returns a run's state: running, finished, stopped, failed, lost or stalled; None: not started.
+def read(folder: epath.Path, observer: lease.Observer | None = None) -> RunStatus | None:
+  """Returns the status of the run in a folder; None if it was not started.
 
-  Lost: its process has exited without writing its state.
+  A caller that polls passes the same `observer` each time, which compares successive heartbeats. A
+  single look compares the heartbeat's time with the clock.
 
   Raises:
-    UserError: `status.json` is damaged or cannot be read.
+    UserError: `status.json` is damaged, or the folder cannot be read.
   """
   path = folder / "status.json"
   with run_folder.reading(path):
@@ -59,10 +47,47 @@ def state(folder: epath.Path) -> str | None:
       return None
     data = file_io.read_bytes(path)
   try:
-    found = str(json.loads(data)["state"])
+    status = json.loads(data)
+    state = str(status["state"])
+    steps = [status.get(key) for key in ("step", "num_steps")]
+    host, pid = status.get("host"), status.get("pid")
   except file_io.MALFORMED as error:
     raise UserError(f"{path} is damaged: {file_io.reason(error)}.") from error
-  return "lost" if found == "running" and not is_running(folder) else found
+  if state == "running":
+    with run_folder.reading(folder):
+      lives = lease.seems_alive(folder) if observer is None else observer.is_alive()
+    if lives is None:
+      # The run of an earlier version has no owner file, but `status.json` names its process.
+      known = host == socket.gethostname() and type(pid) is int and pid > 0
+      lives = known and is_there(pid)
+    state = "running" if lives else "lost"
+  return RunStatus(state, *(step if type(step) is int else None for step in steps))
+
+
+def state(folder: epath.Path) -> str | None:
+  """Returns the state of the run in a folder, see `RunStatus`; None if it was not started.
+
+  Raises:
+    UserError: `status.json` is damaged, or the folder cannot be read.
+  """
+  status = read(folder)
+  return None if status is None else status.state
+
+
+def is_running(folder: epath.Path, observer: lease.Observer) -> bool:
+  """Returns whether a job is running in `folder`; False, with a line, if its status is damaged.
+
+  Raises:
+    UserError: The folder cannot be read.
+  """
+  try:
+    status = read(folder, observer)
+  except UserError as error:
+    if not isinstance(error.__cause__, file_io.MALFORMED):
+      raise
+    print(f"paxlike: {str(error).rstrip('.')}: skipped", file=sys.stderr)
+    return False
+  return status is not None and status.state == "running"
 
 
 def result_of(folder: epath.Path, name: str, updates: int) -> epath.Path:

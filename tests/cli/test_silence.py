@@ -6,10 +6,13 @@ import signal
 import time
 
 import pytest
+from etils import epath
+from helpers import run_headers
 from helpers.program import TINY, finish, run, start
 
 from paxlike.cli import hints, plot
 from paxlike.telemetry import run_paths
+from paxlike.telemetry.run_log import RunLog
 from paxlike.telemetry.step_metrics import Reading
 
 
@@ -70,27 +73,10 @@ def test_a_folder_of_runs_is_plotted_as_its_runs(tmp_path, capsys):
 
 
 def test_margins_of_preferences_are_on_the_line(tmp_path, capsys):
-  import jax
-  from etils import epath
-
-  from paxlike.devices.mesh import MeshSpec
-  from paxlike.layers.flops import TrainingFlops
-  from paxlike.telemetry.run_header import RunHeader
-  from paxlike.telemetry.run_log import RunLog
-
-  header = RunHeader(
-    num_trained=1,
-    num_params=1,
-    batch_size=1,
-    seq_len=1,
-    devices=MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1]),
-    flops=TrainingFlops(full=1, causal=1),
-    attention="xla",
-  )
   values = {"loss": 0.5, "learning_rate": 1e-3, "skipped": 0.0}
   values |= {"reward_margin": 1.25, "reward_accuracy": 0.75, "reward_chosen": 0.5}
   with RunLog(epath.Path(tmp_path)) as run_log:
-    run_log.start(header, {}, step=0, num_steps=1)
+    run_log.start(run_headers.made(), {}, step=0, num_steps=1)
     run_log.step(Reading(0, values, 1.0, 0.5), due=True)
   (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("completed")]
   assert line.endswith("reward_margin: 1.250, reward_accuracy: 0.750")

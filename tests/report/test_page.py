@@ -272,9 +272,14 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path, capsys, monkeypatch
   assert "no metrics.jsonl" in fails(capsys, "new")
   (tmp_path / "new" / "metrics.jsonl").write_text("")
   assert "new has no records of training or evaluation yet" in fails(capsys, "new")
-  assert "the same run is given twice" in fails(capsys, good, good)
+  assert f"{good}/ is given twice: leave one out." in fails(capsys, good, "new", f"{good}/")
   assert "expected a number of at least 10" in fails(capsys, good, "--max_records=9")
   assert "none/x.html cannot be written" in fails(capsys, good, "--to=none/x.html")
+  (tmp_path / "good" / "report.html").mkdir()
+  message = fails(capsys, good)
+  assert "good/report.html cannot be written: " in message
+  assert message.endswith(". Name another file with --to=FILE.html.\n")
+  (tmp_path / "good" / "report.html").rmdir()
   assert "RUN" in fails(capsys)
   assert not list(tmp_path.rglob("*.html"))
 

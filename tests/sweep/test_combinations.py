@@ -2,12 +2,17 @@
 """The combinations of a sweep, and what is refused before anything runs."""
 
 import json
+import os
+import pathlib
 import re
 
 import pytest
+from etils import epath
 
 from paxlike.errors import UserError
+from paxlike.processes.lease import Lease
 from paxlike.sweep import combinations, main
+from paxlike.telemetry import metric_files
 
 TINY = ("--fdl_config=Gpt3_52k", "--fdl.MAX_STEPS=2")
 
@@ -91,6 +96,12 @@ def test_a_name_is_that_of_the_values_whatever_the_other_combinations_are():
     (["--sweep.NUM_LAYERS=[1]", "--launch=slurn"], "no target slurn: expected one of slurm"),
     (["--sweep.NUM_LAYERS=[1]", "--launch="], "expected a target"),
     (["--sweep.NUM_LAYERS=[1]", "--launch=slurm --nods=2"], r"--launch=slurm --nods=2"),
+    (["--sweep.NUM_LAYERS=[1]", "--launch=slurm --submit"], "leave out --submit"),
+    (["--sweep.NUM_LAYERS=[1]", "--launch=slurm --to=x"], "leave out --to=x"),
+    (["--sweep.NUM_LAYERS=[1]", "--launch=slurm --to x"], "leave out --to"),
+    (["--sweep.NUM_LAYERS=[1]", "--launch=slurm --help"], "leave out --help"),
+    (["--sweep.NUM_LAYERS=[1]", "--launch=slurm -h"], "leave out -h"),
+    (["--sweep.NUM_LAYERS=[1,2]", "--launch=slurm --name=x"], "leave out --name"),
   ],
 )
 def test_mistakes_are_named_before_anything_is_written(tmp_path, capsys, flags, message):
@@ -108,10 +119,13 @@ def test_folder_is_named(capsys):
 
 
 def test_folder_of_a_run_or_of_another_sweep_is_refused(tmp_path, capsys):
-  flags = [*TINY, "--sweep.NUM_LAYERS=[1]"]
+  def refused(folder: pathlib.Path) -> str:
+    assert main.run([*TINY, "--sweep.NUM_LAYERS=[1]", f"--job_log_dir={folder}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
   (tmp_path / "metrics.jsonl").write_text("")
-  assert main.run([*flags, f"--job_log_dir={tmp_path}"]) == 2
-  assert "is the folder of a run: set another one" in capsys.readouterr().err
+  assert "is the folder of a run: set another one" in refused(tmp_path)
   folder = tmp_path / "sweep"
   folder.mkdir()
   saved = {"flags": list(TINY), "runs": {"NUM_LAYERS=2": {"NUM_LAYERS": "2"}}}
@@ -121,8 +135,30 @@ def test_folder_of_a_run_or_of_another_sweep_is_refused(tmp_path, capsys):
     ({"flags": [*TINY, "--fdl.RANDOM_SEED=3"]}, "with --fdl.RANDOM_SEED=3"),
   ):
     (folder / "sweep.json").write_text(json.dumps(saved | change))
-    assert main.run([*flags, f"--job_log_dir={folder}"]) == 2
-    assert f"holds another sweep, {what}" in capsys.readouterr().err
-  (folder / "sweep.json").write_text("{")
-  assert main.run([*flags, f"--job_log_dir={folder}"]) == 2
-  assert "sweep.json is damaged" in capsys.readouterr().err
+    assert f"holds another sweep, {what}" in refused(folder)
+  for text in ("{", "[]", "{}", '{"flags": 1, "runs": {}}', '{"flags": [], "runs": []}'):
+    (folder / "sweep.json").write_text(text)
+    assert "sweep.json is damaged: expected JSON with flags and runs. Restore" in refused(folder)
+  lease = Lease(epath.Path(folder))
+  assert f"--job_log_dir={folder} is in use: process {os.getpid()} on " in refused(folder)
+  lease.release()
+
+
+def test_folder_that_cannot_be_used_is_named(tmp_path, capsys, monkeypatch):
+  def refused() -> str:
+    flags = [*TINY, "--sweep.NUM_LAYERS=[1]", f"--job_log_dir={tmp_path}"]
+    assert main.run(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+  (tmp_path / "logs").write_text("")
+  assert "logs: File exists. Fix that or set another --job_log_dir" in refused()
+  (tmp_path / "logs").unlink()
+  (tmp_path / "logs" / "NUM_LAYERS=1.txt").mkdir(parents=True)  # As one without permission.
+  assert "logs/NUM_LAYERS=1.txt: Is a directory. Fix that or set another" in refused()
+
+  def out_of_reach(folder: epath.Path):
+    raise OSError("out of reach")
+
+  monkeypatch.setattr(metric_files, "files", out_of_reach)
+  assert f"{tmp_path} cannot be read: out of reach" in refused()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import logging
 import subprocess
 import sys
 import time
@@ -139,3 +140,9 @@ def test_a_mistake_in_the_flags_of_a_command_is_one_line(name, capsys):
     assert run(given) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"{name}: ") and says in err and err.count("\n") == 1
+
+
+def test_an_error_of_a_store_is_not_logged_besides(monkeypatch):
+  logger = logging.getLogger("gcsfs")
+  monkeypatch.setattr(logger, "level", logging.NOTSET)
+  assert console_module.exit_status("x", lambda: int(logger.isEnabledFor(logging.ERROR))) == 0

@@ -3,20 +3,14 @@ import errno
 import json
 import os
 import re
-import socket
 
-import jax
 import pytest
 from etils import epath
+from helpers import run_headers
 
-from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
-from paxlike.layers.flops import TrainingFlops
-from paxlike.processes import lease
-from paxlike.telemetry import metric_files
-from paxlike.telemetry.run_header import RunHeader
+from paxlike.telemetry import metric_files, run_status
 from paxlike.telemetry.run_log import RunLog
-from paxlike.telemetry.run_status import is_running
 from paxlike.telemetry.step_metrics import Reading
 
 LINE = re.compile(
@@ -27,15 +21,7 @@ LINE = re.compile(
 
 @pytest.fixture
 def header():
-  return RunHeader(
-    num_trained=10,
-    num_params=10,
-    batch_size=4,
-    seq_len=250,
-    devices=MeshSpec(ici=(2, 1, 1)).build(jax.devices()[:2]),
-    flops=TrainingFlops(full=5e9, causal=4e9),
-    attention="xla",
-  )
+  return run_headers.made()
 
 
 @pytest.fixture
@@ -89,7 +75,7 @@ def test_a_run_that_fails_says_so(tmp_path):
     _ = 1 / 0
   status = json.loads((tmp_path / "status.json").read_text())
   assert (status["state"], status["step"]) == ("failed", 3)
-  assert not is_running(epath.Path(tmp_path))
+  assert run_status.state(epath.Path(tmp_path)) == "failed"
 
 
 def test_a_full_disk_is_named_in_one_line(run_log, tmp_path, monkeypatch):
@@ -131,12 +117,6 @@ def test_a_run_without_steps_left_keeps_what_its_folder_says(header, tmp_path, c
   assert capsys.readouterr().out.startswith("nothing to train: checkpoint 4 is beyond")
 
 
-def test_a_pipe_in_the_place_of_status_is_not_waited_for(tmp_path):
-  os.mkfifo(tmp_path / "status.json")
-  with pytest.raises(UserError, match=r"status\.json is a pipe or a device"):
-    is_running(epath.Path(tmp_path))
-
-
 def test_skipped_steps_are_counted_in_a_row(run_log):
   for step, (skipped, expected) in enumerate([(1, 1), (1, 2), (0, 0), (1, 1)]):
     run_log.step(reading(step, skipped=float(skipped)), due=False)
@@ -145,32 +125,12 @@ def test_skipped_steps_are_counted_in_a_row(run_log):
 
 def test_status_tells_whether_the_job_goes_on(run_log, tmp_path):
   folder = epath.Path(tmp_path)
-  assert is_running(folder)
+  assert run_status.read(folder) == ("running", 0, 4)
   status = json.loads((tmp_path / "status.json").read_text())
   (tmp_path / "status.json").write_text(json.dumps(status | {"pid": 2**22 + 1}))
-  assert not is_running(folder)
+  assert run_status.state(folder) == "lost"
   run_log.status("finished", 4)
-  assert not is_running(folder)
-  assert not is_running(folder / "elsewhere")
-
-
-def test_a_job_goes_on_as_long_as_the_owner_of_its_folder_lives(tmp_path):
-  folder = epath.Path(tmp_path)
-  told = {"state": "running", "host": "elsewhere", "pid": 1}
-  (tmp_path / "status.json").write_text(json.dumps(told))
-  assert not is_running(folder)
-  owner = lease.Lease(folder)
-  owner.check()
-  assert is_running(folder)
-  owner.release()
-  assert not is_running(folder)
-
-
-@pytest.mark.parametrize("pid", ["1e999", "NaN", "[]", "null", "true", "-1", "1.5", "1" + "0" * 99])
-def test_a_damaged_process_in_status_is_none(tmp_path, pid):
-  text = f'{{"state": "running", "host": {json.dumps(socket.gethostname())}, "pid": {pid}}}'
-  (tmp_path / "status.json").write_text(text)
-  assert not is_running(epath.Path(tmp_path))
+  assert run_status.read(folder) == ("finished", 4, 4)
 
 
 def test_evaluations_are_files_too(run_log, tmp_path):

@@ -2,14 +2,11 @@
 import json
 import subprocess
 
-import jax
 import pytest
 from etils import epath
+from helpers import run_headers
 
-from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
-from paxlike.layers.flops import TrainingFlops
-from paxlike.telemetry.run_header import RunHeader
 from paxlike.telemetry.trackers import provenance
 
 
@@ -55,15 +52,6 @@ def test_the_commit_is_that_of_the_working_directory(tmp_path, monkeypatch):
 
 
 def test_facts_are_json():
-  header = RunHeader(
-    num_trained=10,
-    num_params=10,
-    batch_size=4,
-    seq_len=250,
-    devices=MeshSpec(ici=(2, 1, 1)).build(jax.devices()[:2]),
-    flops=TrainingFlops(full=5e9, causal=4e9),
-    attention="xla",
-  )
-  facts = provenance.facts(header)
+  facts = provenance.facts(run_headers.made())
   assert json.loads(json.dumps(facts)) == facts
   assert {"num_params", "jax", "python", "host", "device", "mesh", "command"} <= facts.keys()
