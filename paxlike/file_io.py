@@ -8,7 +8,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from etils import epath
 
@@ -108,6 +108,26 @@ def check_file(path: epath.PathLike):
     raise IsADirectoryError(errno.EISDIR, f"{name} is a folder, not a file", local)
 
 
+class Stat(NamedTuple):
+  """The size of a file in bytes, and when it was written, in whole seconds since 1970."""
+
+  length: int
+  mtime: int
+
+
+def stat(path: epath.PathLike) -> Stat:
+  """Returns the size and time of a file.
+
+  `epath.Path.stat` also looks up the owner's name, which fails for users without one, as in
+  containers.
+  """
+  if is_remote(path):
+    found = epath.Path(path).stat()
+    return Stat(found.length, int(found.mtime))
+  local = os.stat(path)
+  return Stat(local.st_size, int(local.st_mtime))
+
+
 def read_bytes(path: epath.PathLike, *, limit: int | None = MAX_BYTES) -> bytes:
   """Returns the content of a run's file of at most `limit` bytes.
 
@@ -116,7 +136,7 @@ def read_bytes(path: epath.PathLike, *, limit: int | None = MAX_BYTES) -> bytes:
   """
   check_file(path)
   file = epath.Path(path)
-  if limit is not None and (size := file.stat().length) > limit:
+  if limit is not None and (size := stat(file).length) > limit:
     message = f"{file.name} has {size:,} bytes; the limit for such a file is {limit:,}"
     raise OSError(errno.EFBIG, message, os.fspath(path))
   return file.read_bytes()

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import errno
 import os
+import pwd
 import tempfile
 
 import pytest
 from etils import epath
+from helpers import program
 
 from paxlike import file_io, run_folder
 from paxlike.convert import new_folder
@@ -132,6 +134,21 @@ def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
     assert path.read_text() == "second"
   assert path.read_text() == "first"
   assert os.listdir(tmp_path) == ["decode.jsonl"]
+
+
+@pytest.mark.slow
+def test_users_without_a_name_train_resume_and_evaluate(tmp_path, monkeypatch, text):
+  """As in a container that runs as a number."""
+
+  def unknown(number):
+    raise KeyError(f"getpwuid(): uid not found: {number}")
+
+  monkeypatch.setattr(pwd, "getpwuid", unknown)
+  flags = (*program.TEXT, f"--fdl.DATA_PATH={text}", "--fdl.NUM_LAYERS=1")
+  flags += (f"--job_log_dir={tmp_path}", "--fdl.STACK_TRACE_INTERVAL=1")
+  for steps in (1, 2):
+    assert program.run(*flags, f"--fdl.MAX_STEPS={steps}") == 0
+  assert program.run(*flags, "--mode=eval") == 0
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):

@@ -178,6 +178,6 @@ def _crc32c(path: epath.Path) -> str:
       f"{path} has the checksum of an object store: to verify it, pip install 'paxlike[gcs]'."
     ) from None
   value = 0
-  for block in manifest.blocks_of(path, 0, path.stat().length):
+  for block in manifest.blocks_of(path, 0, file_io.stat(path).length):
     value = google_crc32c.extend(value, bytes(block))
   return base64.b64encode(value.to_bytes(4, "big")).decode()

@@ -65,9 +65,7 @@ def read(folder: epath.Path, number: int) -> tuple[Owner | None, bytes | None]:
 
 def age(folder: epath.Path, number: int) -> float:
   """Returns the seconds since an owner file was written, by this machine's clock."""
-  path = path_of(folder, number)
-  written = path.stat().mtime if file_io.is_remote(path) else os.stat(path).st_mtime
-  return time.time() - written
+  return time.time() - file_io.stat(path_of(folder, number)).mtime
 
 
 def create(folder: epath.Path, number: int, owner: Owner) -> bool:

@@ -77,11 +77,13 @@ def write(folder: "epath.Path", index: int, content: str) -> "epath.Path":
 
 def write_periodic(folder: "epath.Path", index: int, content: str) -> "epath.Path":
   """Same as `write`, with another file name; only the newest 20 are kept."""
+  from paxlike import file_io
+
   name = f"periodic_{index:05d}"
   path = _write(folder, name, content)
   others = [file for file in path.parent.glob(f"{name}_*") if file != path]
   # Sorted by modification time, and never this one: clocks may go back.
-  for old in sorted(others, key=lambda file: file.stat().mtime)[: 1 - _KEPT]:
+  for old in sorted(others, key=lambda file: file_io.stat(file).mtime)[: 1 - _KEPT]:
     old.unlink(missing_ok=True)
   return path
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from paxlike import file_io
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data import token_index
@@ -65,7 +66,7 @@ class SeqIOTask:
 
   def fingerprint(self) -> str:
     """Returns an identifier that changes with the task."""
-    stats = [(os.fspath(file), file.stat()) for file in self.files()]
+    stats = [(os.fspath(file), file_io.stat(file)) for file in self.files()]
     files = [(name, stat.length, stat.mtime) for name, stat in stats]
     return json.dumps([self.request(), files])
 
