@@ -89,7 +89,15 @@ def test_a_port_is_open_while_the_run_lasts(tmp_path):
     (["--fdl.PROFILE_STEPS=[3,2]"], "PROFILE_STEPS=[3,2]: the last step is before the first."),
     (["--fdl.PROFILE_STEPS=[6,7]"], "PROFILE_STEPS=[6,7]: the run has 6 steps, of which the last"),
     (["--fdl.PROFILE_STEPS=[1,2]", "--fdl.PROFILER=nsys"], "PROFILER=nsys records NVIDIA GPUs"),
-    (["--fdl.PROFILER=nsys"], "PROFILER has no effect"),
+    (["--fdl.PROFILER=nsys"], "as they are: PROFILE_STEPS=[1,2] would give it one."),
+    (
+      ["--compiled_step=F", "--fdl.LOG_LAYERS_EVERY=1"],
+      "--compiled_step=F has no effect with LOG_LAYERS_EVERY=1: every step logs layers",
+    ),
+    (
+      ["--pgle_profile=p.pbtxt", "--fdl.LOG_LAYERS_EVERY=1"],
+      "--pgle_profile=p.pbtxt has no effect with LOG_LAYERS_EVERY=1",
+    ),
     (["--pgle_profile=p.pbtxt"], "--pgle_profile=p.pbtxt is for GPUs"),
   ],
 )
