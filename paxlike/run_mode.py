@@ -75,6 +75,12 @@ def _check(options: flags.Options, graph: Any, trainer: Any) -> tuple[Any, Any, 
     trainer.check(training=options.mode == "train")
   if options.mode == "train" and jax.process_index() == 0:
     trackers.check(trainer.trackers)
+  for flag in ("compiled_step", "pgle_profile"):
+    if (path := getattr(options, flag)) is not None and trainer.log_layers_every == 1:
+      raise UserError(
+        f"--{flag}={path} has no effect with LOG_LAYERS_EVERY=1: every step logs layers, by another"
+        " program. Set LOG_LAYERS_EVERY to 2 or more, or leave the flag out."
+      )
   if options.compiled_step is not None:
     compiled_step = aot.load_step(trainer, options.compiled_step)
     execution = dataclasses.replace(trainer.execution, compiled_step=compiled_step)

@@ -75,7 +75,7 @@ How to decode (eval and decode need no --fdl_config: they use the run's own conf
 
 How to run
   --enable_checkpoint_saving=false, --enable_summary_writer=false
-                          write no checkpoints; no TensorBoard files or metrics.jsonl
+                          write no checkpoints; no metrics.jsonl, and nothing to any tracker
   --tfds_data_dir=DIR     folder of TFDS datasets
   --num_cpu_devices=N     run on N fake CPU devices, to try a mesh
   --server_addr=HOST:PORT --num_hosts=N --host_idx=I

@@ -17,6 +17,7 @@ Class access (`Gpt5B.NUM_LAYERS`) returns the class's value and does not count a
 
 import ast
 import builtins
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -46,6 +47,7 @@ class _Unset:
 
 
 UNSET: Any = _Unset()
+_PLACEHOLDERS = ("...", [1, 2])
 _IMMUTABLE = bool | int | float | str | enum.Enum
 
 
@@ -103,16 +105,15 @@ class Knob:
     """Returns values to try instead of `value`, to find out whether the knob has an effect.
 
     For bools and Literals, all values; for other types only if `value` is None: the class's value,
-    or "..." as a placeholder text.
+    or a placeholder, for texts and for pairs of numbers.
     """
     found = type_words.choices(self.type)
     if found or value is not None:
       return found
-    default = "..." if self.default is None else self.default
-    try:
-      return [knob_types.convert(self.type, default, text=False)]
-    except knob_types.RefusedError:
-      return []
+    for default in _PLACEHOLDERS if self.default is None else [self.default]:
+      with contextlib.suppress(knob_types.RefusedError):
+        return [knob_types.convert(self.type, default, text=False)]
+    return []
 
 
 class Knobs:

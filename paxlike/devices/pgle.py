@@ -8,6 +8,7 @@ for each instruction. JAX collects such profiles itself (JAX_ENABLE_PGLE), but n
 are compiled ahead of time, as steps are here.
 """
 
+import functools
 import hashlib
 import math
 import os
@@ -45,13 +46,16 @@ class Profile(NamedTuple):
 
     The name of the copy contains the digest of its content, because the path is part of the key in
     JAX's compilation cache, and the content of the file is not.
+
+    Raises:
+      UserError: The copy cannot be written.
     """
-    content = text(self.costs)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:32]
-    path = _folder() / f"{digest}{SUFFIX}"
-    if not path.exists():
-      path.parent.mkdir(parents=True, exist_ok=True)
-      file_io.write(file_io.absolute(path), content)
+    content = text(self.costs).encode()
+    name = f"{hashlib.sha256(content).hexdigest()[:32]}{SUFFIX}"
+    path = _copy(_folder_in_cache(), name, content)
+    path = path or _copy(pathlib.Path(_temporary().name), name, content)
+    if path is None:
+      raise UserError(f"{self.source}: neither JAX's cache nor TMPDIR can hold a copy of it.")
     return {_OPTION: os.fspath(path)}
 
   def check(self, instructions: Collection[str]):
@@ -72,7 +76,7 @@ def read(path: str) -> Profile:
   """
   try:
     content = file_io.read_bytes(path)
-  except OSError as error:
+  except file_io.failures() as error:
     raise UserError(f"--pgle_profile={path}: {file_io.reason(error)}.") from None
   return parse(content.decode(errors="replace"), source=f"--pgle_profile={path}")
 
@@ -108,12 +112,30 @@ def _number(literal: str) -> float:
     return math.nan
 
 
-def _folder() -> pathlib.Path:
-  """Returns the folder of the copies: in JAX's compilation cache, or else a temporary one."""
+def _copy(folder: pathlib.Path | None, name: str, content: bytes) -> pathlib.Path | None:
+  """Returns the file of this name and content in a folder; None: there can be none."""
+  if folder is None:
+    return None
+  path = folder / name
+  try:
+    if not path.exists() or path.read_bytes() != content:
+      folder.mkdir(parents=True, exist_ok=True)
+      file_io.write(file_io.absolute(path), content)
+  except OSError:  # The cache may be read-only, or another user's.
+    return None
+  return path
+
+
+def _folder_in_cache() -> pathlib.Path | None:
+  """Returns the folder in JAX's compilation cache; None without a local cache."""
   import jax
 
   config: Any = jax.config
   cache = config.jax_compilation_cache_dir
-  if cache and not file_io.is_remote(cache):
-    return pathlib.Path(cache) / "pgle"
-  return pathlib.Path(tempfile.mkdtemp(prefix="paxlike-pgle-"))
+  return pathlib.Path(cache) / "pgle" if cache and not file_io.is_remote(cache) else None
+
+
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+  """Returns a folder of this process, which is removed at its end."""
+  return tempfile.TemporaryDirectory(prefix="paxlike-pgle-")

@@ -32,6 +32,23 @@ def disable():
 
 
 @contextlib.contextmanager
+def by_metadata() -> Iterator[None]:
+  """Context in which a program from the cache has the scopes and source lines of this one.
+
+  Elsewhere the cache ignores them: a program may come from code that had other scopes, or none.
+  """
+  import jax
+
+  config: Any = jax.config
+  before = config.jax_compilation_cache_include_metadata_in_key
+  config.update("jax_compilation_cache_include_metadata_in_key", True)
+  try:
+    yield
+  finally:
+    config.update("jax_compilation_cache_include_metadata_in_key", before)
+
+
+@contextlib.contextmanager
 def usable(device: Any, *, to_save: bool = False) -> Iterator[None]:
   """Returns a context for compiling for `device`, with the cache only where it can be used.
 

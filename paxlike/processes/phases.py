@@ -30,6 +30,7 @@ KINDS = {
   "decode": "decoding",
   "listen": "waiting for a message",
   "save": "saving checkpoint {of}",
+  "profile": "starting or stopping the profiler before step {of}",
   "end": "ending",
 }
 #: Kinds that compile.

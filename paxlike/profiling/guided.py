@@ -24,13 +24,16 @@ from paxlike.training.trainer import Trainer
 _UNOVERLAPPED = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 
 
-def profile(trainer: Trainer, *, folder: str | None = None, to: str | None = None) -> StepProfile:
+def profile(
+  trainer: Trainer, *, folder: str | None = None, to: str | None = None, flag: str = "--save"
+) -> StepProfile:
   """Returns where the time of a run's step goes, by training a few steps.
 
   Args:
     trainer: The run; `trainer.check` has passed.
     folder: Keeps the trace, for xprof, in profile/ of this folder; None: it is removed.
     to: The file for the durations of instructions, taken without overlap; None: none is written.
+    flag: The flag that names this file.
 
   Raises:
     UserError: The devices cannot be profiled, or a file cannot be written.
@@ -39,7 +42,7 @@ def profile(trainer: Trainer, *, folder: str | None = None, to: str | None = Non
   if trainer.profile is not None and trainer.profile.profiler == "nsys":
     raise UserError("PROFILER=nsys: --mode=profile reads a trace of xprof: leave it out.")
   if to is not None:
-    _check(trainer, to, f"--save={to}", writes=True)
+    _check(trainer, to, f"{flag}={to}", writes=True)
     trainer = _with_options(trainer, _UNOVERLAPPED)
   kept = None if folder is None else profiler.trace_folder(file_io.absolute(folder))
   is_remote = kept is not None and file_io.is_remote(kept)
@@ -52,7 +55,10 @@ def profile(trainer: Trainer, *, folder: str | None = None, to: str | None = Non
     if kept is not None and is_remote:
       profiler.copy(pathlib.Path(place), kept)
   if to is not None and jax.process_index() == 0:
-    file_io.write(file_io.absolute(to), pgle.text(found.microseconds))
+    try:
+      file_io.write(file_io.absolute(to), pgle.text(found.microseconds))
+    except file_io.failures() as error:
+      raise UserError(f"{flag}={to}: {file_io.reason(error)}.") from None
   return found
 
 
@@ -69,7 +75,7 @@ def scheduled(trainer: Trainer, path: str, *, measures: bool = False) -> Trainer
   if measures and not host_collectives.broadcast(lambda: [int(epath.Path(path).exists())])[0]:
     if jax.process_index() == 0:
       print(f"paxlike: {flag}: no such file; profiling the step first", file=sys.stderr)
-    profile(dataclasses.replace(trainer, profile=None), to=path)
+    profile(dataclasses.replace(trainer, profile=None), to=path, flag="--pgle_profile")
     phases.OWN.count_as_start()  # Its steps are not the run's.
   content = host_collectives.broadcast(lambda: list(pgle.text(pgle.read(path).costs).encode()))
   given = pgle.parse(bytes(content).decode(), source=flag)
@@ -98,5 +104,5 @@ def _check(trainer: Trainer, path: str, flag: str, *, writes: bool):
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
     file_io.check_file(file)
-  except OSError as error:
+  except file_io.failures() as error:
     raise UserError(f"{flag}: {file_io.reason(error)}.") from None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
+from paxlike.devices import program_cache
 from paxlike.processes import phases
 from paxlike.training import profiler, train_state
 from paxlike.training.train_state import TrainState
@@ -47,7 +48,8 @@ def measure(trainer: Trainer, folder: str | os.PathLike[str]) -> Measurement:
   untraced = None
   with jax.set_mesh(trainer.devices), trainer.watched():
     phases.enter("compile")
-    program = trainer.compile(*trainer.abstract())
+    with program_cache.by_metadata():
+      program = trainer.compile(*trainer.abstract())
     phases.enter("init")
     state = _initial(trainer, folder)
     phases.enter("data", 0)

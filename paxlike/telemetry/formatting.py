@@ -30,6 +30,12 @@ def duration(seconds: float) -> str:
   return str(datetime.timedelta(seconds=round(seconds)))
 
 
+def listed(names: Iterable[str]) -> str:
+  """Returns names as "a, b and c"."""
+  *first, last = names
+  return f"{', '.join(first)} and {last}" if first else last
+
+
 def table(
   header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()
 ) -> str:

@@ -4,8 +4,8 @@
 Each start of the program is an attempt with its own file, `goodput/attempt_00000000.jsonl`. A line
 holds the time, the completed updates, and the seconds of the attempt so far by category. There is
 one line for each checkpoint, and a last line for the current state. A thread rewrites the last line
-every `BEAT` seconds, so that after a kill at most that long is unknown. The time between the end of
-a run that is finished and a start that goes on with it counts nowhere.
+every `BEAT` seconds, so that after a kill at most that long is unknown. If a finished run is later
+trained further, the time in between is not counted.
 """
 
 import collections
@@ -31,6 +31,7 @@ CATEGORIES = {
   "save": "saving",
   "restore": "restoring",
   "compile": "compilation",
+  "profile": "starting and stopping the profiler",
   "start_up": "start and end",
   "stalled": "stalled",
   "lost": "recomputed steps",
@@ -46,6 +47,7 @@ _OF_PHASE = {
   **dict.fromkeys(("dispatch", "step"), "step"),
   **dict.fromkeys(("eval", "decode"), "evaluation"),
   "save": "save",
+  "profile": "profile",
 }
 # What is computed again after a restart from an earlier checkpoint.
 _RECOMPUTED = ("step", "data_wait")
@@ -74,7 +76,7 @@ class Goodput(NamedTuple):
 
   Attributes:
     seconds: For each category; they add up to `wall`.
-    attempts: Starts of the program.
+    attempts: Starts of the program that left a file.
   """
 
   seconds: dict[str, float]
@@ -92,7 +94,7 @@ class Goodput(NamedTuple):
 
   def text(self) -> str:
     """Returns a line for a person."""
-    starts = f", in {self.attempts} starts" if self.attempts > 1 else ""
+    starts = f", in {self.attempts} recorded starts" if self.attempts > 1 else ""
     longest = sorted(self.seconds.items(), key=lambda item: -item[1])
     parts = [f"{CATEGORIES[name]} {value:.1f} s" for name, value in longest if value >= 0.05]
     return f"goodput: {self.share:.1%} of {self.wall:.1f} s{starts}: {', '.join(parts)}"

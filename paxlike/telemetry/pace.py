@@ -58,9 +58,16 @@ class Pace:
     return (time.perf_counter() - began) / (step - first) * (self._num_steps - step - 1)
 
   def text(self) -> str | None:
-    """Returns the lines at the end of a run on its speed; None if no step was timed."""
+    """Returns the lines at the end of a run on its speed.
+
+    Without a step that counts, they say why there is no target, if one was given; else None.
+    """
     if not self._seconds:
-      return None
+      if self._target_tokens is None or not self._num_seen:
+        return None
+      few = self._num_seen <= self._skip
+      within = f"all {self._num_seen:,} steps are within SPEED_SKIP_STEPS={self._skip}"
+      return f"no speed for TARGET_TOKENS: {within if few else 'no step ran by itself'}"
     seconds = statistics.median(self._seconds)
     speed = self._header.speed(seconds)
     rates = []
@@ -70,9 +77,10 @@ class Pace:
       rates.append(
         f"{speed[f'tflops_per_second_per_device_{name}']:.2f} TFLOP/s/device{percent} ({attention})"
       )
+    left_out = f"the first {self._skip} are" if self._skip > 1 else "the first is"
     line = (
-      f"speed: {seconds:.3f} s a step, the median of {len(self._seconds):,} without the first"
-      f" {max(self._skip, 1)}: {speed['tokens_per_second']:,.0f} tokens/s, {', '.join(rates)}"
+      f"speed: {seconds:.3f} s a step (median of {len(self._seconds):,} steps;"
+      f" {left_out} left out): {speed['tokens_per_second']:,.0f} tokens/s, {', '.join(rates)}"
     )
     if self._target_tokens is None:
       return line

@@ -75,7 +75,7 @@ class RunLog:
     self._skipped = 0
     self._status: int | None = None  # The step in status.json.
     self._began = time.perf_counter()
-    self._has_logged = False
+    self._causes: dict[str, None] = {}  # Why steps since the last line have no time, in order.
     self._is_out_of_reach = False  # Whether a write to the object store has failed.
 
   def is_past(self, step: int, *, num_steps: int) -> bool:
@@ -159,6 +159,7 @@ class RunLog:
     self._skipped += skipped
     if reading.seconds is not None:
       self._times.append(reading.seconds)
+    self._causes |= dict.fromkeys(reading.causes)
     for name, value in reading.values.items():
       if name.startswith(TOKENS_OF):
         self._tokens[name] += round(value)
@@ -186,8 +187,7 @@ class RunLog:
     line = [f"completed step: {reading.step}"]
     if seconds is None:
       since = time.perf_counter() - self._began
-      cause = "with evaluation and saving" if self._has_logged else "start and compilation"
-      line.append(f"seconds: {since:.3f} ({cause})")
+      line.append(f"seconds: {since:.3f} (with {formatting.listed(self._causes)})")
     else:
       line += [
         f"seconds: {seconds:.3f}",
@@ -204,7 +204,8 @@ class RunLog:
     if skipped:
       line.append("skipped: not finite")
     self._console.line(", ".join(line))
-    self._has_logged, self._began = True, time.perf_counter()
+    self._began = time.perf_counter()
+    self._causes.clear()
     record = {
       "kind": "train",
       "step": reading.step,

@@ -23,6 +23,7 @@ class Reading(NamedTuple):
     weight: Weight of the loss, such as the number of target tokens.
     seconds: Device time of the step; None if something else ran in between.
     layers: The `LayerMetrics` of the step as host arrays; None: it has none.
+    causes: What ran in between, such as "evaluation"; empty if `seconds` is not None.
   """
 
   step: int
@@ -30,6 +31,7 @@ class Reading(NamedTuple):
   weight: float
   seconds: float | None
   layers: Any = None
+  causes: tuple[str, ...] = ()
 
 
 def check_finite(reading: Reading, skipped: int, *, most: int):
@@ -56,6 +58,7 @@ class Meter:
     self._depth = depth
     self._pending: collections.deque[tuple[int, Any, Any]] = collections.deque()
     self._last: float | None = None
+    self._causes = ["start", "compilation"]  # Why the next step has no time.
 
   def add(self, step: int, metrics: Any, layers: Any = None) -> Iterator[Reading]:
     """Adds the metrics, and those of layers, of a dispatched step; yields completed steps."""
@@ -77,9 +80,10 @@ class Meter:
     while self._pending:
       yield self._read()
 
-  def pause(self):
-    """Leaves the next step untimed, because other work, such as an evaluation, precedes it."""
+  def pause(self, cause: str):
+    """Leaves the next step untimed, because `cause` precedes it; no step may be in flight."""
     self._last = None
+    self._causes.append(cause)
 
   def _read(self) -> Reading:
     step, metrics, layers = self._pending.popleft()
@@ -88,4 +92,5 @@ class Meter:
     seconds = None if self._last is None else now - self._last
     self._last = now
     values = {name: float(total / max(weight, 1e-9)) for name, (total, weight) in host.items()}
-    return Reading(step, values, float(host["loss"][1]), seconds, layers)
+    causes, self._causes = tuple(self._causes), []
+    return Reading(step, values, float(host["loss"][1]), seconds, layers, causes)

@@ -17,7 +17,6 @@ from paxlike.inference import decoding
 from paxlike.inference.sampling import Sampling
 from paxlike.layers import flops
 from paxlike.layers.decoder import Batch
-from paxlike.layers.module import Params
 from paxlike.layers.stack import layout_of
 from paxlike.processes import job_watch, phases
 from paxlike.processes.signals import StopSignal
@@ -80,7 +79,7 @@ class Loop:
         )
         owed = self._evaluates_after(start) and best.lacks_evaluation(start, trainer.eval_data)
         if owed:  # The run was stopped before or during the evaluation at step `start`.
-          self._judge(trainer.evaluated(state), start)
+          self._judge(state, start)
         stopping = owed and self._stop.requested()
         for step in range(start, trainer.num_steps):
           if stopping or best.is_hopeless:
@@ -104,8 +103,8 @@ class Loop:
     if not self._programs:
       phases.enter("compile")
       self._programs = self._compiled(step, state, arrays)
+      self._profile(step)
       phases.enter("dispatch", step)
-    self._profiler.update(step)
     program = self._programs[_due(step, self._trainer.log_layers_every)]
     with self._profiler.step(step):
       state, *reported = program(state, arrays)
@@ -120,15 +119,12 @@ class Loop:
     ending = stopping or step + 1 == trainer.num_steps
     save = trainer.saving and (ending or _due(step, trainer.save_every))
     evaluate = not stopping and self._evaluates_after(step + 1)
-    if save or evaluate or self._profiler.changes(step + 1):
-      self._log(self._meter.flush())
-      self._meter.pause()
-    self._profiler.update(step + 1)
+    self._profile(step + 1)
     if save:
       self._save(state, data_state)
       self._run_log.status("running", step + 1)
     if evaluate:
-      keep = self._judge(trainer.evaluated(state), step + 1)
+      keep = self._judge(state, step + 1)
       stopping = self._stop.requested()
       if (keep or stopping) and trainer.saving and not save:
         self._save(state, data_state)
@@ -158,7 +154,20 @@ class Loop:
       most = self._trainer.max_skipped_in_a_row
       check_finite(reading, self._run_log.skipped_in_a_row, most=most)
 
+  def _pause(self, cause: str):
+    """Waits for the steps in flight; the next one is not timed because of `cause`."""
+    self._log(self._meter.flush())
+    self._meter.pause(cause)
+
+  def _profile(self, step: int):
+    """Starts or stops the profiler if that is due before `step`."""
+    if change := self._profiler.change(step):
+      self._pause(f"the profiler's {change}")
+      phases.enter("profile", step)
+    self._profiler.update(step)
+
   def _save(self, state: TrainState, data_state: dict[str, Any]):
+    self._pause("saving")
     phases.enter("save", int(state.step))
     changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
     layout = layout_of(self._trainer.model)
@@ -168,8 +177,10 @@ class Loop:
     trainer, at_end = self._trainer, step == self._trainer.num_steps
     return bool(step and trainer.eval_data) and (at_end or _due(step - 1, trainer.eval_every))
 
-  def _judge(self, params: Params, at: int) -> bool:
-    """Evaluates weights unless stopped; returns whether the result requires a checkpoint."""
+  def _judge(self, state: TrainState, at: int) -> bool:
+    """Evaluates a state unless stopped; returns whether the result requires a checkpoint."""
+    self._pause("evaluation")
+    params = self._trainer.evaluated(state)
     with contextlib.suppress(Stopped):
       results = self._trainer.measure(params, at, self._run_log, stops=self._stop.requested)
       return self._best.evaluated(results, at) or self._best.is_hopeless

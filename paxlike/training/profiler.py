@@ -81,30 +81,34 @@ class Profiler:
     how = how or Profiling()
     if how.steps is not None:
       how = dataclasses.replace(how, steps=(how.steps[0], min(how.steps[1], num_steps - 1)))
-    here = how.every_process or jax.process_index() == 0
-    self._how = how if here else Profiling()
+    self._how = how
+    self._is_here = how.every_process or jax.process_index() == 0
     self._folder = trace_folder(folder)
     self._note = note
     self._running = contextlib.ExitStack()
     self._is_on = self._has_begun = False
 
   def __enter__(self) -> Self:
-    if self._how.port is not None:
+    if self._is_here and self._how.port is not None:
       _serve(self._how.port + jax.process_index())
       self._note(f"xprof can take a trace at port {self._how.port}")
     return self
 
   def __exit__(self, *exception: object):
     self._stop()  # A run that ends within the window keeps what was profiled.
-    if self._how.port is not None:
+    if self._is_here and self._how.port is not None:
       jax.profiler.stop_server()
 
-  def changes(self, step: int) -> bool:
-    """Returns whether profiling starts or stops before `step`; no step may be in flight then."""
+  def change(self, step: int) -> str | None:
+    """Returns whether profiling has a "start" or "end" before `step`, in any process.
+
+    No step may be in flight then.
+    """
     if self._how.steps is None:
-      return False
+      return None
     first, last = self._how.steps
-    return self._is_on != (first <= step <= last)
+    is_within = first <= step <= last
+    return None if self._is_on == is_within else "start" if is_within else "end"
 
   def update(self, step: int):
     """Starts or stops profiling, if that is due before `step`."""
@@ -112,18 +116,17 @@ class Profiler:
     if step > last and not self._has_begun:
       self._note(f"PROFILE_STEPS=[{first},{last}] is before step {step}: nothing is profiled")
     self._has_begun = True
-    if not self.changes(step):
-      return
-    if self._is_on:
-      self._stop()
-    else:
-      self._start(step)
+    if change := self.change(step):
+      if change == "start":
+        self._start(step)
+      else:
+        self._stop()
 
   @contextlib.contextmanager
   def step(self, step: int) -> Iterator[None]:
     """Context of a step's dispatch: marks the step in the trace, also for other profilers."""
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
-      if self._is_on and self._how.profiler == "nsys":
+      if self._is_on and self._is_here and self._how.profiler == "nsys":
         with cuda_profiler.named(f"train {step}"):
           yield
       else:
@@ -132,7 +135,9 @@ class Profiler:
   def _start(self, step: int):
     assert self._how.steps is not None
     last = self._how.steps[1]
-    if self._how.profiler == "nsys":
+    if not self._is_here:
+      pass
+    elif self._how.profiler == "nsys":
       self._note(f"profiling steps {step} to {last} for nsys{cuda_profiler.hint()}")
       self._running.enter_context(cuda_profiler.range_of_capture())
     else:
@@ -145,7 +150,7 @@ class Profiler:
       return
     self._is_on = False
     self._running.close()
-    if self._how.profiler == "xprof":
+    if self._is_here and self._how.profiler == "xprof":
       self._note(f"wrote the profile: xprof --logdir={self._folder} (or TensorBoard) shows it")
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles by which XLA schedules are read as they are written, and damaged ones are refused."""
 
+import os
 import re
 
 import pytest
 
+from paxlike import file_io
 from paxlike.cli import command_line
 from paxlike.devices import pgle
 from paxlike.errors import UserError
@@ -78,3 +80,30 @@ def test_the_copy_that_xla_reads_is_named_for_its_content():
   assert one == pgle.Profile("y", {"a": 1.0}).options() != other
   (path,) = one.values()
   assert pgle.read(path).costs == {"a": 1.0}
+
+
+def test_without_a_cache_that_can_be_written_one_temporary_folder_holds_the_copies(
+  tmp_path, monkeypatch
+):
+  (tmp_path / "a_file").write_text("")
+  profile = pgle.Profile("x", {"a": 1.0})
+  folders = set()
+  for folder in (None, tmp_path / "a_file"):
+    monkeypatch.setattr(pgle, "_folder_in_cache", lambda folder=folder: folder)
+    (path,) = profile.options().values()
+    assert pgle.read(path).costs == {"a": 1.0}
+    folders.add(os.path.dirname(path))
+  assert len(folders) == 1
+
+
+def test_a_store_that_fails_is_named(monkeypatch):
+  class StoreError(Exception):
+    pass
+
+  def fail(path):
+    raise StoreError("403: no access")
+
+  monkeypatch.setattr(file_io, "failures", lambda: (OSError, StoreError))
+  monkeypatch.setattr(file_io, "read_bytes", fail)
+  with pytest.raises(UserError, match=r"^--pgle_profile=gs://b/p.pbtxt: 403: no access\.$"):
+    pgle.read("gs://b/p.pbtxt")

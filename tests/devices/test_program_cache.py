@@ -42,3 +42,18 @@ def test_only_programs_of_attached_devices_are_kept(folder, used_before):
   with program_cache.usable(jax.devices()[0]):
     _compile(3)
   assert set(folder.iterdir()) > kept
+
+
+def test_a_program_of_other_scopes_is_not_taken_from_the_cache(folder):
+  def compiled(scope: str) -> str:
+    def scaled(x):
+      with jax.named_scope(scope):
+        return x * 7
+
+    return jax.jit(scaled).lower(jnp.float32(1)).compile().as_text() or ""
+
+  assert "/before/" in compiled("before")
+  assert "/before/" in compiled("after")  # The cache ignores it; if not, the context can go.
+  with program_cache.by_metadata():
+    assert "/after/" in compiled("after")
+  assert list(folder.iterdir())

@@ -2,6 +2,7 @@
 """XLA schedules a step for GPUs by the profile that it is given; other files are refused."""
 
 import re
+from unittest import mock
 
 import pytest
 from helpers.program import TINY, curve, run
@@ -10,6 +11,7 @@ from paxlike import root_graph, run_mode
 from paxlike.cli import command_line, compile_page
 from paxlike.compilation import aot, hlo_kernels, hlo_schedule
 from paxlike.devices import chips, pgle, topology
+from paxlike.errors import UserError
 from paxlike.profiling import guided
 
 SIZES = ("--fdl.DIMS_PER_HEAD=8", "--fdl.MODEL_DIMS=64", "--fdl.ICI_MESH_SHAPE=[1,8,1]")
@@ -82,6 +84,18 @@ def test_a_compiled_step_takes_no_profile(capsys):
   flags = (*TINY, "--job_log_dir=D", "--compiled_step=s", "--pgle_profile=p.pbtxt")
   assert run(*flags) == 2
   assert "give it to --mode=compile --save=FILE instead." in capsys.readouterr().err
+
+
+def test_a_profile_that_cannot_be_written_names_its_flag(monkeypatch, tmp_path):
+  """As when the disk has filled up in the minutes of the measurement."""
+  for module, name in ((guided, "_check"), (guided.measurement, "measure")):
+    monkeypatch.setattr(module, name, lambda *_, **__: None)
+  for name in ("_with_options", "step_profile"):
+    monkeypatch.setattr(guided, name, mock.MagicMock())
+  path = tmp_path / "gone" / "p.pbtxt"
+  for flag in ("--save", "--pgle_profile"):
+    with pytest.raises(UserError, match=rf"^{flag}={path}: No such file or directory\.$"):
+      guided.profile(mock.MagicMock(), to=str(path), flag=flag)
 
 
 @pytest.mark.slow

@@ -83,9 +83,10 @@ def test_damaged_lines_are_skipped(tmp_path):
 def test_the_seconds_of_a_killed_run_add_up_to_its_wall_time(tmp_path):
   """Two kills after a checkpoint, then a complete run; the clock of this process counts too."""
   flags = (*TINY, "--fdl.CHECKPOINT_EVERY_N_STEPS=50", f"--job_log_dir={tmp_path}")
-  began = time.time()
+  began = None
   for killed in (True, True, False):
     newest = Checkpoints(tmp_path / "checkpoints", keep=None).latest() or 0
+    began = began or time.time()
     process = start(*flags, f"--fdl.MAX_STEPS={10**6 if killed else newest + 70}")
     while killed and (Checkpoints(tmp_path / "checkpoints", keep=None).latest() or 0) <= newest:
       assert process.poll() is None
@@ -94,11 +95,12 @@ def test_the_seconds_of_a_killed_run_add_up_to_its_wall_time(tmp_path):
       process.kill()
     status, out, err = finish(process)
     assert status == (-9 if killed else 0), err
+  assert began is not None
   wall = max(file.stat().st_mtime for file in (tmp_path / "goodput").iterdir()) - began
   found = goodput.summary(tmp_path)
   assert found is not None and found.attempts == 3
-  assert found.wall == pytest.approx(wall, rel=0.01, abs=0.5)
-  assert "goodput: " in out and f"{goodput.CATEGORIES['down']}" in out
+  assert found.wall == pytest.approx(wall, rel=0.01)
+  assert "goodput: " in out and "in 3 recorded starts: " in out and "not running " in out
   spent = found.seconds
   assert min(spent.values()) >= 0
   assert spent["start_up"] > 1 and spent["step"] > 0 and spent["restore"] > 0

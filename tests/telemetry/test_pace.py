@@ -43,7 +43,7 @@ def test_speed_is_counted_as_the_published_table_does(matmul_dtype, seconds, tok
   for step in range(10):
     pace.add(Reading(step, {}, 1.0, None if step in (0, 5) else 100.0 if step < 2 else seconds))
   text = pace.text() or ""
-  assert "7 without the first 2" in text
+  assert "(median of 7 steps; the first 2 are left out)" in text
   assert float(text.split("% MFU (full")[0].split()[-1]) == pytest.approx(100 * mfu, rel=1e-3)
   assert float(text.split("tokens take ")[1].split()[0]) == pytest.approx(days, rel=1e-3)
 
@@ -58,7 +58,15 @@ def test_the_time_left_includes_all_but_the_first_steps(monkeypatch):
   for step in (3, 4, 5):
     pace.add(Reading(step, {}, 1.0, 1.0))
   assert pace.left(5) == pytest.approx(60 / 2 * 94)
-  assert Pace(header("bfloat16"), num_steps=1).text() is None
+
+
+def test_a_target_without_a_speed_is_explained():
+  pace = Pace(header("bfloat16"), num_steps=3, skip=5, target_tokens=1e12)
+  assert pace.text() is None and Pace(header("bfloat16"), num_steps=1).text() is None
+  for step in (0, 1, 2):
+    pace.add(Reading(step, {}, 1.0, 1.0))
+  reason = "all 3 steps are within SPEED_SKIP_STEPS=5"
+  assert pace.text() == f"no speed for TARGET_TOKENS: {reason}"
 
 
 def test_the_first_fifth_of_a_run_is_not_typical():

@@ -31,13 +31,13 @@ def run_log(header, tmp_path):
     yield run_log
 
 
-def reading(step: int, *, seconds: float | None = 0.5, skipped: float = 0.0) -> Reading:
+def reading(step: int, *causes: str, seconds: float | None = 0.5, skipped: float = 0.0) -> Reading:
   values = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": skipped}
-  return Reading(step, values, 900.0, seconds)
+  return Reading(step, values, 900.0, None if causes else seconds, None, causes)
 
 
 def test_the_step_line_is_the_one_that_scripts_read(run_log, capsys, tmp_path):
-  run_log.step(reading(0, seconds=None), due=False)
+  run_log.step(reading(0, "start", "compilation"), due=False)
   run_log.step(reading(1, seconds=0.4), due=False)
   run_log.step(reading(2, seconds=0.6), due=True)
   (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("completed")]
@@ -53,20 +53,22 @@ def test_the_step_line_is_the_one_that_scripts_read(run_log, capsys, tmp_path):
 
 
 def test_the_first_line_does_not_pass_compilation_off_as_speed(run_log, capsys):
-  run_log.step(reading(0, seconds=None), due=True)
+  run_log.step(reading(0, "start", "compilation"), due=True)
   line = capsys.readouterr().out.splitlines()[-1]
-  assert "(start and compilation)" in line
+  assert "(with start and compilation)" in line
   assert "TFLOP/s" not in line
 
 
-def test_nor_a_pause_for_compilation(run_log, capsys):
-  for step in range(3):
-    run_log.step(reading(step, seconds=None if step != 1 else 0.5), due=True)
-  lines = capsys.readouterr().out.splitlines()[-3:]
-  assert "(start and compilation)" in lines[0]
-  assert LINE.match(lines[1])
-  assert "(with evaluation and saving)" in lines[2]
-  assert "TFLOP/s" not in lines[2]
+def test_nor_a_pause_whose_causes_it_names(run_log, capsys):
+  run_log.step(reading(0), due=True)
+  run_log.step(reading(1, "evaluation", "saving"), due=False)
+  run_log.step(reading(2, "saving", "the profiler's start"), due=True)
+  run_log.step(reading(3, "saving"), due=True)
+  *_, first, second, third = capsys.readouterr().out.splitlines()
+  assert LINE.match(first)
+  assert "(with evaluation, saving and the profiler's start)" in second
+  assert "TFLOP/s" not in second
+  assert "(with saving)" in third
 
 
 def test_a_run_that_fails_says_so(tmp_path):

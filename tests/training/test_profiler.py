@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps that PROFILE_STEPS names are profiled, and no others."""
 
+import contextlib
 import ctypes
 import socket
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from helpers.program import TINY, curve, run
 
 from paxlike.errors import UserError
+from paxlike.telemetry import goodput
 from paxlike.training import cuda_profiler, profiler
 from paxlike.training.profiler import Profiler, Profiling
 
@@ -33,10 +35,29 @@ def test_a_window_of_steps_is_traced(tmp_path, capsys):
   assert [step for step, _ in curve(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_window_that_the_end_cuts_short_is_kept(tmp_path):
+def test_a_window_that_the_end_cuts_short_is_kept(tmp_path, capsys):
   flags = (*TINY, "--fdl.MAX_STEPS=2", f"--job_log_dir={tmp_path}")
-  assert run(*flags, "--fdl.PROFILE_STEPS=[1,9]") == 0
+  assert run(*flags, "--fdl.PROFILE_STEPS=[1,9]", "--fdl.SUMMARY_INTERVAL_STEPS=1") == 0
   assert traced_steps(tmp_path) == [1]
+  assert "completed step: 1, seconds: " in (out := capsys.readouterr().out)
+  assert "(with the profiler's start)" in out
+  spent = goodput.summary(tmp_path)
+  assert spent is not None and spent.seconds["profile"] > 0
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_all_processes_pause_for_the_profiler_of_process_0(process, monkeypatch, tmp_path):
+  """A watch needs all processes to enter the same phases."""
+  monkeypatch.setattr(jax, "process_index", lambda: process)
+  monkeypatch.setattr(profiler, "trace", lambda folder: contextlib.nullcontext(traced.append(1)))
+  traced: list[int] = []
+  with Profiler(Profiling(steps=(1, 2)), tmp_path, lambda line: None, num_steps=9) as one:
+    changes = []
+    for step in range(5):
+      changes.append(one.change(step))
+      one.update(step)
+  assert changes == [None, "start", None, "end", None]
+  assert len(traced) == (process == 0)
 
 
 def test_processes_of_a_host_keep_their_traces_apart(monkeypatch, tmp_path):
@@ -68,7 +89,15 @@ def test_a_port_is_open_while_the_run_lasts(tmp_path):
     (["--fdl.PROFILE_STEPS=[3,2]"], "PROFILE_STEPS=[3,2]: the last step is before the first."),
     (["--fdl.PROFILE_STEPS=[6,7]"], "PROFILE_STEPS=[6,7]: the run has 6 steps, of which the last"),
     (["--fdl.PROFILE_STEPS=[1,2]", "--fdl.PROFILER=nsys"], "PROFILER=nsys records NVIDIA GPUs"),
-    (["--fdl.PROFILER=nsys"], "PROFILER has no effect"),
+    (["--fdl.PROFILER=nsys"], "as they are: PROFILE_STEPS=[1,2] would give it one."),
+    (
+      ["--compiled_step=F", "--fdl.LOG_LAYERS_EVERY=1"],
+      "--compiled_step=F has no effect with LOG_LAYERS_EVERY=1: every step logs layers",
+    ),
+    (
+      ["--pgle_profile=p.pbtxt", "--fdl.LOG_LAYERS_EVERY=1"],
+      "--pgle_profile=p.pbtxt has no effect with LOG_LAYERS_EVERY=1",
+    ),
     (["--pgle_profile=p.pbtxt"], "--pgle_profile=p.pbtxt is for GPUs"),
   ],
 )

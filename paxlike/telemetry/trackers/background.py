@@ -11,13 +11,14 @@ from paxlike.telemetry.trackers.tracker import Record, TrackedRun, Tracker
 
 # Seconds until a tracker that failed is opened again; doubled after each further failure.
 _RETRY, _MOST_RETRY = 30.0, 600.0
+_MOST_ITEMS = 2000  # Waiting records; of more, the older half is read from metrics.jsonl again.
 
 
 class Background:
   """Gives a tracker the records of a run, each of them once.
 
   Whenever it opens the tracker, it first sends the records of `metrics.jsonl` that the tracker
-  lacks: those before it was chosen, those of an outage, and those that a killed process had not
+  lacks: those before it was chosen, those of a long outage, and those that a killed process had not
   sent. Records that a resumed run repeats, and that the tracker has, are left out.
   """
 
@@ -28,9 +29,11 @@ class Background:
     self._run = run
     self._newest: dict[str, int] = {}  # Part -> updates of the tracker's newest record.
     self._has_failed = False
+    self._wait = _RETRY
     # Shared with the main thread, under the condition.
     self._changed = threading.Condition()
     self._items: collections.deque[Record | None] = collections.deque()  # None: sync.
+    self._is_behind = False  # Whether items were dropped.
     self._status: str | None = None  # Set when the run ends.
     self._lines: collections.deque[str] = collections.deque()
     self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -46,6 +49,10 @@ class Background:
 
   def _add(self, item: Record | None):
     with self._changed:
+      if len(self._items) >= _MOST_ITEMS:
+        self._is_behind = True
+        for _ in range(_MOST_ITEMS // 2):  # The newest may not be on a bucket yet.
+          self._items.popleft()
       self._items.append(item)
       self._changed.notify()
 
@@ -67,7 +74,6 @@ class Background:
       yield self._lines.popleft()
 
   def _work(self):
-    wait = _RETRY
     while True:
       is_ending = self._status is not None
       try:
@@ -86,8 +92,8 @@ class Background:
         )
       self._has_failed = True
       with self._changed:
-        self._changed.wait_for(lambda: self._status is not None, timeout=wait)
-      wait = min(2 * wait, _MOST_RETRY)
+        self._changed.wait_for(lambda: self._status is not None, timeout=self._wait)
+      self._wait = min(2 * self._wait, _MOST_RETRY)
 
   def _give_up(self, reason: str):
     self._lines.append(
@@ -98,23 +104,41 @@ class Background:
   def _follow(self):
     """Opens the tracker, sends what it lacks, and then records as they come, until the end."""
     self._newest = dict(self._tracker.open(self._run))
-    again = " works again" if self._has_failed else ""
-    self._has_failed = False
-    if (where := self._tracker.where()) is not None:
-      self._lines.append(f"tracker {self._name}{again}: {where}")
-    for values in metric_files.records(self._run.folder):
-      self._send(Record.of(values))
+    if not self._has_failed:
+      self._say_where()
+    self._catch_up()
+    if self._has_failed:
+      self._say_where(" works again")
+    self._has_failed, self._wait = False, _RETRY
     while True:
       with self._changed:
         self._changed.wait_for(lambda: self._items or self._status)
-      if not self._items:
+        item = self._items[0] if self._items else None
+        is_done = not self._items
+      if self._is_behind:
+        self._catch_up()
+        continue
+      if is_done:
         self._tracker.close(str(self._status))
         return
-      if (item := self._items[0]) is None:
+      if item is None:
         self._tracker.sync()
       else:
         self._send(item)
-      self._items.popleft()  # Only now: after a failure it is tried again.
+      with self._changed:
+        if self._items and self._items[0] is item:
+          self._items.popleft()  # Only now: after a failure it is tried again.
+
+  def _say_where(self, again: str = ""):
+    if (where := self._tracker.where()) is not None:
+      self._lines.append(f"tracker {self._name}{again}: {where}")
+
+  def _catch_up(self):
+    """Sends the records of `metrics.jsonl` that the tracker lacks."""
+    with self._changed:
+      self._is_behind = False
+    for values in metric_files.records(self._run.folder):
+      self._send(Record.of(values))
 
   def _send(self, record: Record):
     if record.updates > self._newest.get(record.part, -1):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLflow: a tracking server or a local database (MLFLOW_TRACKING_URI)."""
 
+import contextlib
 import getpass
 import os
 import re
@@ -33,7 +34,10 @@ class Mlflow(Tracker):
       own = found[0]
       self._client.update_run(own.info.run_id, status="RUNNING")
     else:
-      tags = {_TAG: run.id, "mlflow.user": getpass.getuser()}
+      tags = {_TAG: run.id}
+      # In containers, the process's user may have no entry in passwd.
+      with contextlib.suppress(KeyError, OSError, ImportError):
+        tags["mlflow.user"] = getpass.getuser()
       own = self._client.create_run(self._experiment, tags=tags, run_name=run.name)
     self._id = own.info.run_id
     self._describe(run, own.data.params)

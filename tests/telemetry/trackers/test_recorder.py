@@ -152,14 +152,30 @@ def test_an_outage_is_one_line_and_ends_with_all_records(server, tmp_path):
   wait_until(lambda: has_all(server, expected(3)))
   server.is_down.set()
   training.until(6)
-  time.sleep(0.1)
+  (tracker,) = training.recorder._background
+  wait_until(lambda: tracker._wait > 5 * background._RETRY)
   assert keys(server.records) == expected(3)
   server.is_down.clear()
+  wait_until(lambda: has_all(server, expected(6)))
   training.until(9).end()
+  assert tracker._wait == background._RETRY  # The next outage begins like the first.
   assert keys(server.records) == expected(9) and len(set(server.opened)) == 1
   assert [line.split(". ")[0] for line in training.lines] == [
     "tracker test failed: ConnectionError: no route to host"
   ]
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_a_long_outage_keeps_few_records_and_loses_none(server, tmp_path, monkeypatch, most):
+  monkeypatch.setattr(background, "_MOST_ITEMS", most)
+  for step in (0, 40):
+    server.is_down.set()
+    training = Training(tmp_path, step=step).until(step + 20)
+    assert len(training.recorder._background[0]._items) <= most
+    server.is_down.clear()
+    server.delay = 0.001  # Slower than training.
+    training.until(step + 40).end()
+    assert keys(server.records) == expected(step + 40)
 
 
 def test_a_run_ends_without_its_tracker_and_says_so(server, tmp_path):
