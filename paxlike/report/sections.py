@@ -173,7 +173,7 @@ def time_spent(found: Sequence[RunData]) -> Html:
       name: f"{_duration(value)} ({value / max(ledger.wall, 1e-9):.1%})"
       for name, value in seconds.items()
     }
-    starts = f"in {ledger.attempts} starts" if ledger.attempts > 1 else "in one start"
+    starts = f"in {ledger.attempts} recorded starts" if ledger.attempts > 1 else "in one start"
     line = f"{ledger.share:.1%} of {_duration(ledger.wall)} {starts} were steps that count."
     parts += [element("h3", run.name), element("p", line)]
     parts.append(bar(seconds, texts, label=f"Time of {run.name}"))

@@ -198,7 +198,7 @@ def test_goodput_is_shown_as_shares_of_the_time(tmp_path):
     file.write_text(json.dumps(last) + "\n")
   document = written(path, to=tmp_path / "page.html")
   (section,) = [e for e in document.all("section") if e.attributes.get("id") == "goodput"]
-  assert "81.0% of 0:01:40 in 2 starts were steps that count." in section.words
+  assert "81.0% of 0:01:40 in 2 recorded starts were steps that count." in section.words
   parts = [e.attributes["style"] for e in section.all("span") if "style" in e.attributes]
   assert parts == ["width:81.000%", "width:9.000%", "width:10.000%"]
   assert "not running 10.0 s (10.0%)" in [e.words for e in section.all("li")]
