@@ -127,7 +127,8 @@ class Slurm(Target):
     return [
       "# Buckets and variables that are not set are not mounted.",
       "MOUNTS=",
-      f"for mount in {' '.join(map(quoted, mounts))}; do",
+      f"PATHS=({' '.join(map(quoted, mounts))})",
+      'for mount in "${PATHS[@]}"; do',
       '  case "${mount}" in /*) MOUNTS="${MOUNTS:+${MOUNTS},}${mount}" ;; esac',
       "done",
     ]
