@@ -50,6 +50,7 @@ def largest(folder):
   return max(files, key=lambda path: path.stat().st_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Run, Converted])
 def test_any_bit_of_any_file_is_noticed_and_named(tmp_path, kind):
   saved = kind(tmp_path / "checkpoints")
@@ -142,6 +143,7 @@ def test_an_array_that_is_not_there_is_refused(tmp_path):
 PLACES = ("metadata/metadata", "train_input/metadata", "state/_METADATA", "_CHECKPOINT_METADATA")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [*PLACES, "checksums.json", "checksums/process_0.json"])
 @pytest.mark.parametrize("has_checksums", [True, False])
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(tmp_path, capsys, place, has_checksums):

@@ -93,6 +93,7 @@ def test_every_name_of_the_list_is_there_and_found_again():
   assert 150 < len(listed()) < 300
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_else_resolves():
   """Of all modules of the package and of those that the list has, everything that they hold."""

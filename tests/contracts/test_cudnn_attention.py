@@ -78,6 +78,7 @@ def kernel_of_cudnn(*args):
   return jnp.asarray(y.reshape(*q.shape[:3], V), told["query"].dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("most", "window"), [(8, None), (4, 5), (3, None), (1, 5)])
 @pytest.mark.parametrize("value_width", [WIDTH, 8])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -72,6 +72,7 @@ def cut(data, length):
   return {name: x[:, :length] for name, x in data.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_loss_in_chunks_is_the_loss_of_the_logits(length):
   definition = tiny()

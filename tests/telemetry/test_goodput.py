@@ -123,6 +123,7 @@ def test_files_of_other_names_and_many_checkpoints_change_nothing(tmp_path, monk
   assert after is not None and after.attempts == before.attempts + 1
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_started_again_spends_no_time_unless_it_trains_on(tmp_path):
   flags = (*TINY, f"--job_log_dir={tmp_path}")
   assert run(*flags, "--fdl.MAX_STEPS=2") == 0

@@ -71,6 +71,7 @@ def norms(definition, params) -> dict[str, list[float | None]]:
   }
 
 
+@pytest.mark.slow
 def test_norms_are_those_of_autodiff():
   before, after, table = one_device()
   definition, data = tiny(), batch(packed=True)
@@ -217,6 +218,7 @@ def scalars(folder) -> set[str]:
   return set(re.findall(r"layers/[\w./]+", file.read_bytes().decode(errors="replace")))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_due_is_the_program_without_the_knob():
   """So it costs nothing, and a saved step stays valid."""
   texts = set()

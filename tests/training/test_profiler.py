@@ -25,6 +25,7 @@ def traced_steps(folder) -> list[int]:
   return [dict(event.stats)["step_num"] for event in sorted(events, key=lambda e: e.start_ns)]
 
 
+@pytest.mark.slow
 def test_a_window_of_steps_is_traced(tmp_path, capsys):
   flags = (*TINY, "--fdl.MAX_STEPS=6", f"--job_log_dir={tmp_path}")
   assert run(*flags, "--fdl.PROFILE_STEPS=[2,3]") == 0

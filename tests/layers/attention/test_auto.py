@@ -159,6 +159,7 @@ def target(request):
     yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("target")
 @pytest.mark.parametrize("target", ["h200-1", "a100-1", "v5e-1", None], indirect=True)
 @pytest.mark.parametrize("name", ["Llama31_8B", "Gemma3_1B", "GptOss20B", "DeepSeekV3"])

@@ -115,6 +115,7 @@ def test_each_device_has_whole_rows_and_the_keys_of_its_heads(
   assert outputs(text) == [("bf16", output)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize(
   ("sizes", "length"),
