@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of a sweep on this machine, one after another."""
 
+import contextlib
 import pathlib
 import signal
 import subprocess
@@ -111,9 +112,9 @@ def _train(
   sweep: Sweep, name: str, log: pathlib.Path, environment: Mapping[str, str], stop: Stop
 ) -> int:
   """Trains in a process of its own, which appends what it prints to a file."""
-  with run_folder.writing(sweep.folder):
-    output = open(log, "ab")  # noqa: SIM115
-  with output:
+  with contextlib.ExitStack() as stack:
+    with run_folder.writing(sweep.folder):
+      output = stack.enter_context(open(log, "ab"))
     # In a session of its own: the terminal's Ctrl-C would reach it twice.
     process = subprocess.Popen(
       [sys.executable, "-m", "paxlike.main", *sweep.flags_of(name)],
