@@ -2,6 +2,7 @@
 """Eight fake CPU devices, a private cache folder, and a compile cache shared by the session."""
 
 import contextlib
+import gc
 import importlib.abc
 import os
 import pathlib
@@ -35,6 +36,11 @@ os.environ["XLA_FLAGS"] = " ".join(_QUICK)
 _PROGRAMS = os.environ.setdefault("PAXLIKE_TESTS_PROGRAMS", str(_SCRATCH / "xla"))
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+# The lines of source of each operation are a tenth of what its compilation takes.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+jax.config.update("jax_traceback_in_locations_limit", 0)
+# As the program has it: traces leave many objects that live on.
+gc.set_threshold(50_000, 20, 20)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # With all plugins: a program that compiles for TPUs leaves out those for GPUs, the next may not.
@@ -57,6 +63,7 @@ sys.meta_path.insert(0, _TritonFirst())
 def pytest_unconfigure(config: pytest.Config):
   del config
   shutil.rmtree(_SCRATCH, ignore_errors=True)
+  gc.freeze()  # What is alive needs no last search for garbage.
 
 
 @pytest.fixture(scope="module", autouse=True)

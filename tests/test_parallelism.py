@@ -28,36 +28,29 @@ MIXES: tuple[dict[str, int], ...] = (
   {"fsdp": 8},
   {"tensor": 4},
   {"context": 8},
-  {"fsdp": 4, "tensor": 2},
-  {"context": 4, "tensor": 2},
   {"data": 2, "fsdp": 2, "tensor": 2},
   {"data": 2, "fsdp": 2, "context": 2},
   {"fsdp": 2, "context": 2, "tensor": 2},
 )
 EXPERT_MIXES: tuple[dict[str, int], ...] = (
-  {"expert": 4},
   {"data": 2, "expert": 4},
-  {"fsdp": 2, "expert": 2, "tensor": 2},
   {"expert": 2, "context": 2, "tensor": 2},
   {"data": 2, "fsdp": 2, "expert": 2},
 )
 # The other families are tried on one mix in experiments/test_families.py.
 CASES = [("Synthetic126M", mix) for mix in MIXES]
-CASES += [("Gemma2_2B", mix) for mix in MIXES if "context" in mix]
+CASES += [("Gemma2_2B", mix) for mix in MIXES[-2:]]
 CASES += [("DeepSeekV3", mix) for mix in EXPERT_MIXES]
 
 # Model, schedule, groups of layers that a stage holds, axes; all in four microbatches.
 PIPELINES: tuple[tuple[str, str, int, dict[str, int]], ...] = (
   ("Synthetic126M", "gpipe", 1, {"pipeline": 4}),
   ("Synthetic126M", "1f1b", 1, {"pipeline": 4, "data": 2}),
-  ("Synthetic126M", "circular", 2, {"pipeline": 2, "tensor": 4}),
-  ("Synthetic126M", "interleaved_1f1b", 2, {"pipeline": 2, "fsdp": 4}),
   ("SyntheticLLaMA70B", "gpipe", 1, {"pipeline": 2, "fsdp": 2, "tensor": 2}),
   ("SyntheticLLaMA70B", "circular", 2, {"pipeline": 2, "context": 2, "tensor": 2}),
   ("SyntheticLLaMA70B", "1f1b", 1, {"pipeline": 2, "context": 4}),
   ("SyntheticLLaMA70B", "interleaved_1f1b", 2, {"pipeline": 2, "fsdp": 2, "tensor": 2}),
   ("Gemma2_2B", "1f1b", 1, {"pipeline": 2, "data": 2, "fsdp": 2}),
-  ("Mixtral8x7B", "1f1b", 1, {"pipeline": 2, "data": 2, "expert": 2}),
   ("Mixtral8x7B", "interleaved_1f1b", 2, {"pipeline": 2, "expert": 2, "tensor": 2}),
   ("DeepSeekV3", "1f1b", 1, {"pipeline": 2, "fsdp": 2, "expert": 2}),
   ("SyntheticGLaM126M64E", "circular", 2, {"pipeline": 2, "expert": 2, "tensor": 2}),
@@ -138,7 +131,6 @@ def test_documents_of_packed_rows_stay_apart_in_a_pipeline():
 @pytest.mark.parametrize(
   "knobs",
   [
-    {"USE_LORA": True},
     {"USE_LORA": True, "LORA_BASE_QUANTIZATION": "nf4"},
     {"DROPOUT_PROB": 0.1, "EMBEDDING_DROPOUT_PROB": 0.1},
     {"QUANTIZATION": "fp8"},

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks and trackers: what they are given, when, and what happens where one fails."""
 
+import gc
 import json
 import sys
 import types
 
+import jax
 import pytest
 
 import paxlike
@@ -177,3 +179,35 @@ def test_the_process_of_a_notebook_is_not_ended_by_a_stall(
   monkeypatch.setattr(trainer.Trainer, "train", noting)
   paxlike.train(tiny, tmp_path / "run", DATA_PATH=str(text), MAX_STEPS=1)
   assert seen == [0]
+
+
+class LiveArrays(paxlike.Callback):
+  """Notes how many bytes of arrays there are after each step."""
+
+  def __init__(self):
+    self.nbytes = []
+
+  def on_step(self, step, metrics):
+    self.nbytes.append(live_bytes())
+
+
+def live_bytes() -> int:
+  return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_no_array_of_a_run_waits_for_the_garbage_collector(tiny, tmp_path, text):
+  """The program rarely lets it search: a state that only a cycle holds would stay in memory."""
+  gc.collect()
+  before, live = live_bytes(), LiveArrays()
+  gc.disable()
+  try:
+    for steps in (4, 8):
+      given = {"DATA_PATH": str(text), "MAX_STEPS": steps, "LR_COS_DECAY_END": 8}
+      paxlike.train(tiny, tmp_path / "run", callbacks=[live], **given)
+      after = live_bytes()
+  finally:
+    gc.enable()
+  assert len(live.nbytes) == 8
+  held = [nbytes - before for nbytes in live.nbytes]
+  assert 0 < max(held) < 1.1 * min(held)
+  assert after - before < 0.1 * min(held)

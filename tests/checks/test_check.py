@@ -21,8 +21,7 @@ from paxlike.training import train_step
 # Experiment and axes of the mesh of eight devices.
 MIXES = {
   "data": ("Synthetic126M", {"data": 8}),
-  "fsdp x tensor": ("SyntheticLLaMA70B", {"fsdp": 4, "tensor": 2}),
-  "expert x data": ("Mixtral8x7B", {"data": 2, "expert": 4}),
+  "fsdp x expert x tensor": ("Mixtral8x7B", {"fsdp": 2, "expert": 2, "tensor": 2}),
   "context": ("Synthetic126M", {"context": 8}),
   "pipeline x data": ("Synthetic126M", {"pipeline": 2, "data": 4}),
 }

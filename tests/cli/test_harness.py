@@ -163,10 +163,8 @@ def test_both_backends_answer_alike(models, tasks, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ("given", "says"),
   [
-    ([], "No tasks specified"),
     (["--tasks", "no_such_task"], "no_such_task"),
     (["--tasks", "arc_easy", "--model_args", "folder=/nowhere"], "/nowhere/config.json"),
-    (["--tasks", "arc_easy", "--model_args", "path=/nowhere"], "paxlike has no path. There are f"),
   ],
 )
 def test_a_mistake_is_one_line(given, says, monkeypatch, capsys):

@@ -129,8 +129,7 @@ def test_what_fits_a_gpu_is_what_fits_the_share_that_programs_have(monkeypatch, 
   ("name", "kind", "scan"),
   [
     ("Synthetic126M", "fp8", False),
-    ("SyntheticLLaMA7B", "fp8_delayed", False),
-    ("SyntheticLLaMA7B", "fp8", True),
+    ("SyntheticLLaMA7B", "fp8_delayed", True),
   ],
 )
 def test_every_product_of_a_block_is_in_8_bits_and_no_other(h200, name, kind, scan):
@@ -182,9 +181,9 @@ def test_where_there_is_no_gpu_that_is_no_error():
 
 
 # Milliseconds of a step on an H200 by the roofline, and GB that it needs besides what it is given;
-# of whole models or of two layers; JAX 0.10.2.
+# of two layers; JAX 0.10.2.
 RECORDED = {
-  ("Synthetic126M", "PERCORE_BATCH_SIZE=32"): (117.5, 23.8),
+  ("Synthetic126M", "PERCORE_BATCH_SIZE=32 NUM_LAYERS=2"): (43.9, 7.3),
   ("Synthetic5B", "PERCORE_BATCH_SIZE=8 NUM_LAYERS=2 USE_FP8=true"): (81.6, 7.5),
   ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2 USE_FP8=true"): (39.8, 4.0),
   ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2 USE_LORA=true LORA_RANK=32"): (32.7, 2.6),

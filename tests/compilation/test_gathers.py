@@ -37,7 +37,6 @@ SIZES = {
     ("h100-8", {"USE_REPEATED_LAYER": True, "USE_LORA": True, "LORA_RANK": 8}),
     ("h100-8", {"USE_REPEATED_LAYER": True, "GRADIENT_ACCUMULATION_STEPS": 2}),
     ("v5e-8", {"USE_REPEATED_LAYER": True}),
-    ("v5e-8", {"USE_REPEATED_LAYER": False}),
   ],
   ids=str,
 )

@@ -30,7 +30,10 @@ def script(tmp_path: pathlib.Path, options: str, *flags: str) -> pathlib.Path:
   file = tmp_path / "job.sh"
   launch = ["ssh", "--hosts=127.0.0.1,localhost", f"--ssh_options={options}", "--pause=1"]
   launch += [f"--program={sys.executable} -m paxlike.main", f"--directory={REPOSITORY}"]
-  launch += ["--env=JAX_PLATFORMS=cpu", f"--name=test {tmp_path.name}", f"--to={file}"]
+  # A machine that ssh leads to has not the variables of this process.
+  for name in ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS", "NPROC"):
+    launch.append(f"--env={name}={os.environ[name]}")
+  launch += [f"--name=test {tmp_path.name}", f"--to={file}"]
   assert main.run([*launch, *RUN, *flags]) == 0
   return file
 
