@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight fake CPU devices, a private cache folder, and a compile cache shared by the session."""
+"""Eight fake CPU devices, a private cache folder, and compiled programs that sessions share."""
 
 import contextlib
 import gc
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import pytest
+from helpers.program_folder import program_folder, remove_old
 
 from paxlike.devices import topology
 
@@ -32,13 +33,18 @@ _QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_spli
 if jax.__version_info__ < (0, 11):
   _QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(_QUICK)
-# Workers get the environment of the process that starts them, and so the same folder.
-_PROGRAMS = os.environ.setdefault("PAXLIKE_TESTS_PROGRAMS", str(_SCRATCH / "xla"))
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS
-jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-# The lines of source of each operation are a tenth of what its compilation takes.
-os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-jax.config.update("jax_traceback_in_locations_limit", 0)
+# Most of what tests take is XLA's compilation, of programs that the last session had, too. Scopes
+# are part of a program here, as tests read them. Lines of source are not: they would be a tenth of
+# what its compilation takes. Programs that tests start get the environment.
+_PROGRAMS = program_folder(otherwise=_SCRATCH / "programs")
+for name, value in {
+  "jax_compilation_cache_dir": str(_PROGRAMS),
+  "jax_compilation_cache_include_metadata_in_key": True,
+  "jax_traceback_in_locations_limit": 0,
+}.items():
+  os.environ[name.upper()] = str(value)
+  jax.config.update(name, value)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # As the program has it: traces leave many objects that live on.
 gc.set_threshold(50_000, 20, 20)
 jax.config.update("jax_platforms", "cpu")
@@ -61,7 +67,8 @@ sys.meta_path.insert(0, _TritonFirst())
 
 
 def pytest_unconfigure(config: pytest.Config):
-  del config
+  if not hasattr(config, "workerinput"):
+    remove_old(_PROGRAMS)
   shutil.rmtree(_SCRATCH, ignore_errors=True)
   gc.freeze()  # What is alive needs no last search for garbage.
 

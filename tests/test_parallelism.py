@@ -133,11 +133,10 @@ def test_documents_of_packed_rows_stay_apart_in_a_pipeline():
   [
     {"USE_LORA": True, "LORA_BASE_QUANTIZATION": "nf4"},
     {"DROPOUT_PROB": 0.1, "EMBEDDING_DROPOUT_PROB": 0.1},
-    {"QUANTIZATION": "fp8"},
   ],
   ids=spelt,
 )
-def test_adapters_dropout_and_few_bits_go_through_a_pipeline(knobs):
+def test_adapters_of_few_bits_and_dropout_go_through_a_pipeline(knobs):
   name, mix = "SyntheticLLaMA70B", {"pipeline": 2, "data": 2}
   got = through_stages(name, "1f1b", 1, mix, knobs=knobs)
   assert_same(got, in_four_parts(name, **knobs))

@@ -22,8 +22,7 @@ from paxlike.training import train_step
 MIXES = {
   "data": ("Synthetic126M", {"data": 8}),
   "fsdp x expert x tensor": ("Mixtral8x7B", {"fsdp": 2, "expert": 2, "tensor": 2}),
-  "context": ("Synthetic126M", {"context": 8}),
-  "pipeline x data": ("Synthetic126M", {"pipeline": 2, "data": 4}),
+  "pipeline x context": ("Synthetic126M", {"pipeline": 2, "context": 4}),
 }
 ITEMS = {
   *("devices", "attention", "grouped matmuls", "8-bit matmuls", "training step", "collectives"),

@@ -11,14 +11,18 @@ from paxlike.devices import program_cache, topology, xla_flags
 
 @pytest.fixture
 def folder(tmp_path):
-  """An empty cache that keeps every program."""
-  names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-  before = [getattr(jax.config, name) for name in names]
-  for name, value in zip(names, (str(tmp_path), 0), strict=True):
+  """An empty cache that keeps every program, as JAX has it by itself."""
+  options = {
+    "jax_compilation_cache_dir": str(tmp_path),
+    "jax_compilation_cache_include_metadata_in_key": False,
+    "jax_persistent_cache_min_compile_time_secs": 0,
+  }
+  before = {name: getattr(jax.config, name) for name in options}
+  for name, value in options.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()
   yield tmp_path
-  for name, value in zip(names, before, strict=True):
+  for name, value in before.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()
 

@@ -63,16 +63,16 @@ def from_parquet(source: str, root: pathlib.Path) -> str:
 ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY)}
 
 
-@pytest.fixture(params=["made", "shared parquet", "shared TFRecord"])
+@pytest.fixture(params=["made", "shared TFRecord"])
 def data(request, tmp_path):
   """Flags that name a data set and a vocabulary."""
   if request.param == "made":
     source, vocabulary, size = made(tmp_path)
+    folder = from_parquet(source, tmp_path / "tfds")
   else:
     shared = request.getfixturevalue("shared_data")
-    source, size = str(shared / "c4"), 512
+    folder, size = str(shared / "c4"), 512
     vocabulary = str(shared / "stories260K" / "tokenizer.model")
-  folder = source if "TFRecord" in request.param else from_parquet(source, tmp_path / "tfds")
   knobs = KNOBS | {"TFDS_NAME": folder, "VOCAB_PATH": vocabulary, "VOCAB_SIZE": size}
   return [f"--fdl.{name}={value}" for name, value in knobs.items()]
 

@@ -31,8 +31,9 @@ def script(tmp_path: pathlib.Path, options: str, *flags: str) -> pathlib.Path:
   launch = ["ssh", "--hosts=127.0.0.1,localhost", f"--ssh_options={options}", "--pause=1"]
   launch += [f"--program={sys.executable} -m paxlike.main", f"--directory={REPOSITORY}"]
   # A machine that ssh leads to has not the variables of this process.
-  for name in ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS", "NPROC"):
-    launch.append(f"--env={name}={os.environ[name]}")
+  for name, value in os.environ.items():
+    if name.startswith(("JAX_", "XLA_", "NPROC")):
+      launch.append(f"--env={name}={value}")
   launch += [f"--name=test {tmp_path.name}", f"--to={file}"]
   assert main.run([*launch, *RUN, *flags]) == 0
   return file
