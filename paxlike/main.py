@@ -160,6 +160,7 @@ def _compile(options: flags.Options, trainer: Any) -> int:
   """Compiles the step and prints a report. Returns 3 if it does not fit into device memory."""
   from paxlike.cli import compile_page
   from paxlike.compilation import aot
+  from paxlike.devices import program_cache
 
   if options.kernels:
     aot.check_kernels(trainer)
@@ -167,7 +168,9 @@ def _compile(options: flags.Options, trainer: Any) -> int:
     from paxlike.profiling import guided
 
     trainer = guided.scheduled(trainer, options.pgle_profile)
-  program = aot.compile_step(trainer, save=options.save)
+  # Kernels are shown with the scopes that they have in this program.
+  with program_cache.by_metadata() if options.kernels else contextlib.nullcontext():
+    program = aot.compile_step(trainer, save=options.save)
   if options.json:
     print(json.dumps(compile_page.facts(trainer, program, with_kernels=options.kernels)))
   else:

@@ -4,9 +4,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.program import run
 from jax.experimental.compilation_cache import compilation_cache
 
+from paxlike.compilation import aot
 from paxlike.devices import program_cache, topology, xla_flags
+from paxlike.errors import UserError
 
 
 @pytest.fixture
@@ -61,3 +64,17 @@ def test_a_program_of_other_scopes_is_not_taken_from_the_cache(folder):
   with program_cache.by_metadata():
     assert "/after/" in compiled("after")
   assert list(folder.iterdir())
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_kernels_are_shown_with_the_scopes_of_this_program(folder, kernels, monkeypatch, capsys):
+  """Of an attached GPU: its step may come from the cache."""
+  del folder
+
+  def compile_step(*args, **options):
+    raise UserError(str(jax.config.jax_compilation_cache_include_metadata_in_key))  # pyright: ignore
+
+  monkeypatch.setattr(aot, "compile_step", compile_step)
+  flags = ("--fdl_config=Gpt3_52k", "--mode=compile", "--topology=h100-1")
+  assert run(*flags, *["--kernels"][:kernels]) == 2
+  assert capsys.readouterr().err == f"paxlike: {kernels}\n"
