@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eight fake CPU devices, a private cache folder, and compiled programs that sessions share."""
 
+import atexit
 import contextlib
 import gc
 import importlib.abc
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 import pytest
-from helpers.program_folder import program_folder, remove_old
+from helpers.program_folder import FOLDER, program_folder, remove_old
 
 from paxlike.devices import topology
 
@@ -33,20 +34,22 @@ _QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_spli
 if jax.__version_info__ < (0, 11):
   _QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(_QUICK)
-# Most of what tests take is XLA's compilation, of programs that the last session had, too. Scopes
-# are part of a program here, as tests read them. Lines of source are not: they would be a tenth of
-# what its compilation takes. Programs that tests start get the environment.
+# XLA's compilation takes most of the tests' time, so executables are kept between sessions. Names
+# of scopes are in their keys, since tests read them; source lines are left out, since they cost a
+# tenth of a compilation. Workers and programs that tests start get the environment.
 _PROGRAMS = program_folder(otherwise=_SCRATCH / "programs")
+os.environ[FOLDER] = str(_PROGRAMS)
 for name, value in {
   "jax_compilation_cache_dir": str(_PROGRAMS),
   "jax_compilation_cache_include_metadata_in_key": True,
+  "jax_persistent_cache_min_compile_time_secs": 0.2,
   "jax_traceback_in_locations_limit": 0,
 }.items():
   os.environ[name.upper()] = str(value)
   jax.config.update(name, value)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-# As the program has it: traces leave many objects that live on.
+# Traces leave many objects alive; to scan them often, or as the process exits, takes long.
 gc.set_threshold(50_000, 20, 20)
+atexit.register(gc.freeze)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # With all plugins: a program that compiles for TPUs leaves out those for GPUs, the next may not.
@@ -70,7 +73,6 @@ def pytest_unconfigure(config: pytest.Config):
   if not hasattr(config, "workerinput"):
     remove_old(_PROGRAMS)
   shutil.rmtree(_SCRATCH, ignore_errors=True)
-  gc.freeze()  # What is alive needs no last search for garbage.
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,9 @@ import pytest
 from helpers.program import run
 from helpers.sources import REPOSITORY
 
-from paxlike import registry
+from paxlike import registry, run_mode
+from paxlike.devices import topology
+from paxlike.training import preflight
 
 _PATH = REPOSITORY / "benchmarks" / "recipes.py"
 
@@ -29,20 +31,35 @@ def test_every_recipe_is_in_the_table():
   assert named - {"Synthetic126M64Gpus"} == {name for name, _, _ in recipes()}
 
 
+@pytest.mark.parametrize(("name", "devices", "slices"), recipes())
+def test_every_recipe_has_a_mesh_of_its_devices_that_divides_its_batch(name, devices, slices):
+  experiment = registry.find(name)()
+  if slices > 1:
+    experiment.set("DCN_MESH_SHAPE", f"[{slices},1,1]", source="test")
+  with topology.target(devices, slices=slices):
+    trainer = run_mode.build_trainer(experiment.trainer())
+    preflight.check_setup(trainer, training=True)
+    assert trainer.devices.size == slices * size_of(devices)
+
+
+def size_of(devices: str) -> int:
+  kind, count = devices.split("-")
+  return int(count) // (2 if kind == "v5p" else 1)  # Those are named by their cores.
+
+
 def one_of_a_kind() -> list[tuple[str, str]]:
-  """Returns (name, topology) of a recipe for each family and chip: shrunk, others are alike."""
+  """Returns one recipe (name, topology) for each family and chip."""
   kinds = {}
-  for name, topology, _ in recipes():
-    kinds.setdefault((re.split(r"\d", name)[0], topology.split("-")[0]), (name, topology))
+  for name, devices, _ in recipes():
+    kinds.setdefault((re.split(r"\d", name)[0], devices.split("-")[0]), (name, devices))
   return sorted(kinds.values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "topology"), one_of_a_kind())
-def test_a_small_model_of_its_kind_compiles(name, topology, capsys):
-  flags = (f"--fdl_config={name}", f"--topology={topology}", "--fiddler=shrink", "--json")
+@pytest.mark.parametrize(("name", "devices"), one_of_a_kind())
+def test_a_small_model_of_its_kind_compiles(name, devices, capsys):
+  flags = (f"--fdl_config={name}", f"--topology={devices}", "--fiddler=shrink", "--json")
   assert run(*flags, "--mode=compile") == 0
   facts = json.loads(capsys.readouterr().out.splitlines()[-1])
   assert facts["fits"]
-  size = int(topology.split("-")[1]) // (2 if topology.startswith("v5p") else 1)
-  assert facts["num_devices"] == size
+  assert facts["num_devices"] == size_of(devices)

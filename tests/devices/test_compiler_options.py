@@ -10,7 +10,9 @@ import pytest
 from helpers.characters import Tokenizer
 from helpers.rows import Rows
 from helpers.tiny_model import SEQ_LEN, tiny
+from jax.experimental.compilation_cache import compilation_cache
 
+from paxlike.devices import program_cache
 from paxlike.devices.mesh import MeshSpec
 from paxlike.inference import decoding
 from paxlike.layers.decoder import Decoder
@@ -23,9 +25,10 @@ from paxlike.training.trainer import Trainer
 @pytest.fixture
 def no_cache():
   """What is in the cache is not compiled."""
-  jax.config.update("jax_enable_compilation_cache", False)
+  program_cache.disable()
   yield
   jax.config.update("jax_enable_compilation_cache", True)
+  compilation_cache.reset_cache()
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import pytest
 from helpers.program import run
 from jax.experimental.compilation_cache import compilation_cache
 
-from paxlike.compilation import aot
 from paxlike.devices import program_cache, topology, xla_flags
 from paxlike.errors import UserError
+from paxlike.training.execution import Execution
 
 
 @pytest.fixture
 def folder(tmp_path):
-  """An empty cache that keeps every program, as JAX has it by itself."""
+  """An empty cache that keeps every program, keyed as JAX does by default."""
   options = {
     "jax_compilation_cache_dir": str(tmp_path),
     "jax_compilation_cache_include_metadata_in_key": False,
@@ -66,15 +66,23 @@ def test_a_program_of_other_scopes_is_not_taken_from_the_cache(folder):
   assert list(folder.iterdir())
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-def test_kernels_are_shown_with_the_scopes_of_this_program(folder, kernels, monkeypatch, capsys):
-  """Of an attached GPU: its step may come from the cache."""
+@pytest.mark.parametrize(
+  ("flags", "scopes"),
+  [
+    (("--mode=compile", "--topology=h100-1"), False),
+    (("--mode=compile", "--topology=h100-1", "--kernels"), True),
+    (("--mode=profile",), True),
+  ],
+)
+def test_pages_of_kernels_have_the_scopes_of_this_program(
+  folder, flags, scopes, monkeypatch, capsys
+):
+  """Otherwise the step of an attached device may come from the cache with those of older code."""
   del folder
 
-  def compile_step(*args, **options):
+  def compiles(*args, **options):
     raise UserError(str(jax.config.jax_compilation_cache_include_metadata_in_key))  # pyright: ignore
 
-  monkeypatch.setattr(aot, "compile_step", compile_step)
-  flags = ("--fdl_config=Gpt3_52k", "--mode=compile", "--topology=h100-1")
-  assert run(*flags, *["--kernels"][:kernels]) == 2
-  assert capsys.readouterr().err == f"paxlike: {kernels}\n"
+  monkeypatch.setattr(Execution, "compile_step", compiles)
+  assert run("--fdl_config=Gpt3_52k", *flags) == 2
+  assert capsys.readouterr().err == f"paxlike: {scopes}\n"

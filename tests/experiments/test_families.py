@@ -20,9 +20,12 @@ from paxlike.layers.module import Definition
 from paxlike.training import train_state
 
 pytestmark = pytest.mark.slow
-# Dense models of one kind of layer, of which others are sharded in the same way; that each computes
-# what Hugging Face's does is shown in convert/test_parity.py.
+# Dense models with one kind of layer: the families left shard the same layers. Their numbers are
+# those of Hugging Face (convert/test_parity.py).
 ALIKE = {"Llama31_8B", "Mistral7B", "Gemma2B", "Qwen3_8B"}
+# Together they have every kind of layer.
+ALL_LAYERS = ["Synthetic126M", "SyntheticLLaMA70B", "Gemma2_2B", "GptOss20B", "Mixtral8x7B"]
+ALL_LAYERS += ["SyntheticGLaM126M64E", "DeepSeekV3"]
 every_kind = pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if name not in ALIKE])
 
 
@@ -39,7 +42,7 @@ def test_scanned_and_sharded_equal_one_device(name):
   assert_same(steps(shrunk(name, scan=True), spec, batch(8)), expected(name))
 
 
-@pytest.mark.parametrize("name", ["Synthetic126M", "Gemma2_2B", "GptOss20B", "DeepSeekV3"])
+@pytest.mark.parametrize("name", ALL_LAYERS)
 def test_bfloat16_is_close_to_float32(name):
   exact = expected(name)[1]["loss"]
   rough = one_device(shrunk(name, scan=True, dtype="bfloat16"), batch(8))[1]["loss"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of compiled programs, which the workers and later sessions of tests share."""
+"""The folder of executables, which the workers and later sessions of tests share."""
 
 import contextlib
 import os
@@ -7,36 +7,44 @@ import pathlib
 import time
 import zlib
 
-# Programs that nobody has compiled anew for so long may be of code that is gone.
+#: The environment variable for the folder.
+FOLDER = "PAXLIKE_TESTS_PROGRAMS"
+# Executables are removed so many days after they were written.
 _DAYS = 14
 
 
 def program_folder(otherwise: pathlib.Path) -> pathlib.Path:
-  """Returns the folder for this kind of CPU, in the user's cache; `otherwise` if there can be none.
+  """Returns the folder for this kind of CPU, in the user's cache; `otherwise` if none can be used.
 
   `PAXLIKE_TESTS_PROGRAMS` names another.
   """
-  cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-  default = cache / "paxlike-tests" / f"programs-{_cpu()}"
-  folder = pathlib.Path(os.environ.get("PAXLIKE_TESTS_PROGRAMS", default))
   try:
+    folder = pathlib.Path(os.environ.get(FOLDER) or _default()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-  except OSError:
-    return otherwise
-  return folder if os.access(folder, os.W_OK) else otherwise
+  except (OSError, RuntimeError):  # Such as a user without a home.
+    folder = otherwise
+  if not os.access(folder, os.W_OK):
+    folder = otherwise
+  folder.mkdir(parents=True, exist_ok=True)
+  return folder
 
 
 def remove_old(folder: pathlib.Path):
-  """Removes the programs that are older than two weeks."""
+  """Removes the executables that were written more than two weeks ago."""
   end = time.time() - 24 * 3600 * _DAYS
-  for path in folder.iterdir():
-    with contextlib.suppress(OSError):  # Another session removes it, too.
+  for path in folder.glob("*-cache"):
+    with contextlib.suppress(OSError):  # Another session may have removed it.
       if path.stat().st_mtime < end:
         path.unlink()
 
 
+def _default() -> pathlib.Path:
+  cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+  return cache / "paxlike-tests" / f"programs-{_cpu()}"
+
+
 def _cpu() -> str:
-  """Returns a name for the instructions that this CPU has: programs of others may use more."""
+  """Returns a name for the instructions that this CPU has: executables of others may use more."""
   with contextlib.suppress(OSError):
     for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
       if line.startswith(("flags", "Features")):

@@ -30,7 +30,7 @@ def script(tmp_path: pathlib.Path, options: str, *flags: str) -> pathlib.Path:
   file = tmp_path / "job.sh"
   launch = ["ssh", "--hosts=127.0.0.1,localhost", f"--ssh_options={options}", "--pause=1"]
   launch += [f"--program={sys.executable} -m paxlike.main", f"--directory={REPOSITORY}"]
-  # A machine that ssh leads to has not the variables of this process.
+  # ssh does not pass on this process's variables.
   for name, value in os.environ.items():
     if name.startswith(("JAX_", "XLA_", "NPROC")):
       launch.append(f"--env={name}={value}")

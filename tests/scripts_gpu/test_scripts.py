@@ -186,6 +186,7 @@ def test_llama_is_tuned_and_evaluated_on_boolq(data, tmp_path):
   base += [f"--job_log_dir={tmp_path / 'base'}", "--fdl.MAX_STEPS=1", "--fdl.MAX_SEQ_LEN=16"]
   subprocess.run(base, check=True, capture_output=True, cwd=SCRIPTS.parents[1])
   for name, more in (
+    ("sft", {}),
     ("lora", {"USE_LORA": 1, "LORA_RANK": 2}),
     ("only", {"EVAL_ONLY": 1}),
   ):

@@ -11,7 +11,7 @@ from helpers import hlo
 from jax.sharding import SingleDeviceSharding
 
 from paxlike.compilation import hlo_kernels
-from paxlike.devices import chips, topology
+from paxlike.devices import chips, program_cache, topology
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.moe import grouped_matmul_triton
 from paxlike.layers.moe.grouped_matmul import GroupedForm, grouped_matmul
@@ -139,11 +139,8 @@ def test_a_gpu_loads_what_weights_gradients_need_while_it_multiplies(h200, dtype
   arrays = [jax.ShapeDtypeStruct(*shape, sharding=where) for shape in shapes]
   sums = jnp.int32 if dtype == jnp.int8 else dtype
   lowered = jax.jit(lambda x, dy, sizes: GroupedForm(sizes).to_weights(x, dy, sums)).lower(*arrays)
-  jax.config.update("jax_enable_compilation_cache", False)
-  try:
+  with program_cache.usable(topology.devices()[0]):
     lowered.compile(compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True})
-  finally:
-    jax.config.update("jax_enable_compilation_cache", True)
   texts = [path.read_text() for path in tmp_path.glob("*.ptx")]
   [kernel] = [text for text in texts if ".entry grouped_matmul" in text]
   assert "cp.async" in kernel and "st.shared.b8" not in kernel
