@@ -10,7 +10,6 @@ import pytest
 from helpers.characters import Tokenizer
 from helpers.rows import Rows
 from helpers.tiny_model import SEQ_LEN, tiny
-from jax.experimental.compilation_cache import compilation_cache
 
 from paxlike.devices import program_cache
 from paxlike.devices.mesh import MeshSpec
@@ -25,10 +24,8 @@ from paxlike.training.trainer import Trainer
 @pytest.fixture
 def no_cache():
   """What is in the cache is not compiled."""
-  program_cache.disable()
-  yield
-  jax.config.update("jax_enable_compilation_cache", True)
-  compilation_cache.reset_cache()
+  with program_cache.usable(jax.devices()[0], to_save=True):
+    yield
 
 
 @pytest.fixture

@@ -32,12 +32,14 @@ class Page:
     self._requests, self._answers = requests, answers
     self._number = 0
     self._session: str | None = None
+    self._loaded: set[str] = set()  # The ids of the loads that have ended.
     self.problems: list[str] = []
     target = self.send("Target.createTarget", url="about:blank")["targetId"]
     attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
     self._session = attached["sessionId"]
     for domain in ("Page", "Runtime", "Log", "Network"):
       self.send(f"{domain}.enable")
+    self.send("Page.setLifecycleEventsEnabled", enabled=True)
 
   def send(self, method: str, **parameters: Any) -> dict[str, Any]:
     """Calls a method of the protocol; returns its result."""
@@ -70,6 +72,14 @@ class Page:
         self.problems.append(parameters["entry"]["text"])
       case "Network.requestWillBeSent" if not parameters["request"]["url"].startswith("file:"):
         self.problems.append(parameters["request"]["url"])
+      case "Page.lifecycleEvent" if parameters["name"] == "load":
+        self._loaded.add(parameters["loaderId"])
+
+  def load(self, path: pathlib.Path):
+    """Loads a file, and waits until its document and all that it needs are there."""
+    loader = self.send("Page.navigate", url=path.absolute().as_uri())["loaderId"]
+    while loader not in self._loaded:
+      self._note(self._read())
 
   def open(self, path: pathlib.Path, *, width: int = 1200, height: int = 900, dark: bool = False):
     """Loads a file at a size of the window, and waits until it is loaded and laid out."""
@@ -77,9 +87,7 @@ class Page:
     self.send("Emulation.setEmulatedMedia", features=scheme)
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     self.send("Emulation.setDeviceMetricsOverride", **size)
-    self.send("Page.navigate", url=path.absolute().as_uri())
-    loaded = "document.readyState === 'complete' ? done() : addEventListener('load', done)"
-    self.run(f"new Promise((done) => {loaded})")
+    self.load(path)
     self.settle()
 
   def settle(self):

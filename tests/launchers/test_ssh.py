@@ -32,7 +32,7 @@ def script(tmp_path: pathlib.Path, options: str, *flags: str) -> pathlib.Path:
   launch += [f"--program={sys.executable} -m paxlike.main", f"--directory={REPOSITORY}"]
   # ssh does not pass on this process's variables.
   for name, value in os.environ.items():
-    if name.startswith(("JAX_", "XLA_", "NPROC")):
+    if name.startswith(("JAX_", "XLA_", "NPROC", "PAXLIKE_CACHE")):
       launch.append(f"--env={name}={value}")
   launch += [f"--name=test {tmp_path.name}", f"--to={file}"]
   assert main.run([*launch, *RUN, *flags]) == 0
