@@ -34,9 +34,8 @@ def text(plans: Plans, command: Command) -> str:
     parts.append(f"fastest:\n  {command(plans.first)}")
   parts.append(
     "The fastest configuration of each mesh. Sizes in parentheses are across slices or nodes; MFU"
-    "\ncounts full attention. GB per device and s per step are predicted, at"
-    f" {plans.machine.achieved:.0%} of data sheet rates;\nconfigurations that take more than"
-    f" {planner.MAX_SHARE:.0%} of the memory for programs are left out.\n"
+    "\ncounts full attention. GB per device and s per step are predicted; configurations that take"
+    f"\nmore than {planner.MAX_SHARE:.0%} of the memory for programs are left out.\n"
     "--confirm=K compiles the best K."
   )
   return "\n\n".join(parts)
@@ -53,7 +52,7 @@ def facts(plans: Plans, command: Command) -> dict[str, Any]:
     "device_kind": plans.device_kind,
     "num_devices": plans.num_devices,
     "bytes_of_device": plans.machine.chip.usable_memory,
-    "achieved": plans.machine.achieved,
+    "rates": dataclasses.asdict(plans.machine.rates),
     "sequences_per_step": plans.batch,
     "tokens_per_step": plans.batch * model.seq_len,
     "flops_per_step": plans.batch * model.seq_len * model.flops.full,

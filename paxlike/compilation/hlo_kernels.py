@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from paxlike.compilation.hlo_text import COLLECTIVES, Instruction, Shape, computations
-from paxlike.devices.chips import Chip, Rates
+from paxlike.devices import kernel_rates
+from paxlike.devices.chips import Chip
+from paxlike.devices.kernel_rates import KernelRates
 
 # Instructions without a kernel: names of values, and -done halves of asynchronous instructions.
 _FREE = {
@@ -51,7 +53,7 @@ class HloKernel(NamedTuple):
 
 
 class _Work(NamedTuple):
-  """The work of a kernel; `rate` is the achieved fraction of the chip's FLOP/s, 0: memory-bound."""
+  """The work of a kernel; `rate` is the FLOP/s at which it computes, 0: memory-bound."""
 
   group: str
   kind: str
@@ -60,19 +62,19 @@ class _Work(NamedTuple):
   rate: float = 0.0
 
 
-def kernels(program: str, chip: Chip, rates: Rates | None = None) -> list[HloKernel]:
+def kernels(program: str, chip: Chip, rates: KernelRates | None = None) -> list[HloKernel]:
   """Returns the kernels of a compiled program, in order.
 
   Args:
     program: The HLO text, `compiled.as_text()`.
     chip: The chip it was compiled for.
-    rates: The assumed achieved rates.
+    rates: The rates that kernels reach; None: those of `kernel_rates` for this chip.
   """
-  return list(_Reader(program, chip, rates or Rates()).kernels("", 1))
+  return list(_Reader(program, chip, rates or kernel_rates.of_chip(chip)).kernels("", 1))
 
 
 class _Reader:
-  def __init__(self, program: str, chip: Chip, rates: Rates):
+  def __init__(self, program: str, chip: Chip, rates: KernelRates):
     self._computations = computations(program)
     self._chip = chip
     self._rates = rates
@@ -95,8 +97,8 @@ class _Reader:
       operands = [shape for name in one.operands for shape in shapes.get(name, ())]
       work = self._work(one, operands)
       seconds = max(
-        work.nbytes / (self._chip.bandwidth * self._rates.bandwidth),
-        work.flops / (self._chip.flops * work.rate) if work.rate else 0.0,
+        work.nbytes / self._rates.memory_bandwidth(self._chip),
+        work.flops / work.rate if work.rate else 0.0,
       )
       yield HloKernel(
         work.group,
@@ -150,7 +152,11 @@ class _Reader:
       r'(?:"lhs_contracting_dimensions":\s*\["?|lhs_contracting_dims=\{)(\d+)', one.attributes
     )
     depth = a.dims[int(contracted[1])] if contracted else a.dims[-1]
-    group, rate = self._class("f8" if "$f8" in one.target else a.dtype)
+    kind_of = "f8" if "$f8" in one.target else a.dtype
+    group, dtype = self._class(kind_of)
+    groups = math.prod(output.dims[:-2])
+    rows, columns = (1, *output.dims)[-2:]
+    rate = self._rates.matmul_flops(self._chip, groups * rows, columns, depth, dtype=dtype)
     epilogue = re.search(r'"epilogue":\s*"([A-Z_]+)"', one.attributes)
     kind = f"{'x'.join(map(str, output.dims))} over {depth}, {a.dtype} to {output.dtype}"
     if one.operation == "dot" and self._chip.is_gpu:
@@ -164,7 +170,9 @@ class _Reader:
 
   def _block_scaled(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
     (*_, depth), output = operands[0].dims, one.outputs[0]
-    group, rate = self._class("f8")
+    group, dtype = self._class("f8")
+    rows, columns = (1, *output.dims)[-2:]
+    rate = self._rates.matmul_flops(self._chip, rows, columns, depth, dtype=dtype)
     kind = f"{'x'.join(map(str, output.dims))} over {depth}, MXFP8 to {output.dtype}"
     return _Work(group, kind, moved, 2.0 * math.prod(output.dims) * depth, rate)
 
@@ -174,18 +182,21 @@ class _Reader:
     """Returns the work of `grouped_matmul_triton` if `share` of the tokens are in a group."""
     tokens, output = operands[-2], one.outputs[0]
     # These kernels multiply FP8 operands in bfloat16.
-    group, rate = self._class("bf16" if tokens.dtype.startswith("f8") else tokens.dtype)
+    group, dtype = self._class("bf16" if tokens.dtype.startswith("f8") else tokens.dtype)
+    rows, depth = math.prod(tokens.dims[:-1]), tokens.dims[-1]
+    rate = self._rates.matmul_flops(self._chip, rows, output.dims[-1], depth, dtype=dtype)
+    rate *= self._rates.grouped
     kind = f"grouped {'x'.join(map(str, output.dims))} of {'x'.join(map(str, tokens.dims))}"
     flops = 2.0 * math.prod(tokens.dims) * share * output.dims[-1]
     return _Work(group, f"{kind}, {tokens.dtype} to {output.dtype}, Triton", moved, flops, rate)
 
-  def _class(self, dtype: str) -> tuple[str, float]:
-    """Returns the group and the rate of matmuls in a dtype."""
+  def _class(self, dtype: str) -> tuple[str, str]:
+    """Returns the group of matmuls in a dtype of XLA, and the dtype in words."""
     return {
-      "f8": ("matmul fp8", self._rates.matmul_8_bits),
-      "s8": ("matmul int8", self._rates.matmul_8_bits),
-      "f32": ("matmul tf32" if self._chip.is_gpu else "matmul f32", self._rates.matmul_f32),
-    }.get(dtype, ("matmul", self._rates.matmul))
+      "f8": ("matmul fp8", "fp8"),
+      "s8": ("matmul int8", "int8"),
+      "f32": ("matmul tf32" if self._chip.is_gpu else "matmul f32", "float32"),
+    }.get(dtype, ("matmul", "bfloat16"))
 
   def _attention(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
     batch, *middle, head_dim = operands[0].dims
@@ -196,7 +207,7 @@ class _Reader:
     pairs = batch * heads * seen * (tokens - seen / 2)  # Causal pairs.
     if "CAUSAL" not in one.attributes:
       pairs = batch * heads * tokens * tokens
-    rate = (self._rates.attention_backward if is_backward else self._rates.attention)[head_dim > 64]
+    rate = self._rates.attention_flops(self._chip, seen, head_dim, backward=is_backward)
     # Two matmuls forward; five backward, one of them recomputes the logits.
     return _Work(
       "attention", one.target, moved, 2 * (5 if is_backward else 2) * pairs * head_dim, rate

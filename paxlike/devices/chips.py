@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sheets of accelerators, the memory available to programs, and assumed kernel rates."""
+"""Data sheets of accelerators, and the memory available to programs."""
 
 import dataclasses
 import math
 import os
+from typing import Any
 
 # Environment variables for the fraction of GPU memory that JAX preallocates; JAX reads either.
 SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -25,6 +26,8 @@ class Chip:
     is_gpu: Whether it is a GPU.
     fp8: FLOP/s in FP8 as a multiple of `flops`; 1: it multiplies in bf16 instead.
     int8: The same in int8; 0: unknown.
+    family: A key of the rates that kernels reach; see `kernel_rates.Fitted`.
+    cores: Streaming multiprocessors of a GPU; 0: a TPU.
   """
 
   flops: float
@@ -33,6 +36,8 @@ class Chip:
   is_gpu: bool = False
   fp8: float = 1
   int8: float = 2
+  family: str = "h100"
+  cores: int = 0
 
   def peak(self, dtype: str) -> float | None:
     """Returns the peak dense FLOP/s in fp8, int8, bfloat16 or float32; None if unknown.
@@ -73,50 +78,40 @@ def gpu_share() -> float:
 
 # The bytes that the compiler lets programs use; data sheets say 16, 95 and 32 GB.
 _V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
+_V4 = int(30.75 * 2**30)
 _V7X = int(94.74 * 2**30)  # Of 96 GiB: a device is half of a chip.
-_A100_40GB = Chip(312e12, 42_331_013_120, 1.555e12, is_gpu=True)
+# Their numbers of multiprocessors are those of SXM modules.
+_AMPERE: Any = {"family": "a100", "cores": 108}
+_HOPPER: Any = {"family": "h100", "cores": 132}
+_BLACKWELL: Any = {"family": "blackwell", "cores": 148}
+_A100_40GB = Chip(312e12, 42_331_013_120, 1.555e12, is_gpu=True, **_AMPERE)
 
 # Keyed by a substring of JAX's `device_kind`, more specific names first. FLOP/s of GPUs are those
 # of SXM modules. For Blackwell, memory and bandwidth are from XLA's device descriptions, and FLOP/s
 # are half of the sparse FLOP/s in NVIDIA's sheets of HGX B200, HGX B300, GB200 and GB300 NVL72.
 # int8 on B300 is 0.125e15. GH200 is the HBM3 version, with the memory that its driver reports.
 CHIPS = {
-  "GB300": Chip(2500e12, 297_021_079_552, 7.928e12, is_gpu=True, fp8=2, int8=0),
-  "GB200": Chip(2500e12, 197_897_748_480, 7.928e12, is_gpu=True, fp8=2),
-  "B300": Chip(2250e12, 297_021_865_984, 7.936e12, is_gpu=True, fp8=2, int8=0.125 / 2.25),
-  "B200": Chip(2250e12, 191_514_411_008, 7.672e12, is_gpu=True, fp8=2),
-  "GH200": Chip(989.5e12, 102_005_473_280, 4.0e12, is_gpu=True, fp8=2),
-  "H200": Chip(989.5e12, 151_397_597_184, 4.8e12, is_gpu=True, fp8=2),
-  "H100": Chip(989.5e12, 85_028_765_696, 3.35e12, is_gpu=True, fp8=2),
+  "GB300": Chip(2500e12, 297_021_079_552, 7.928e12, is_gpu=True, fp8=2, int8=0, **_BLACKWELL),
+  "GB200": Chip(2500e12, 197_897_748_480, 7.928e12, is_gpu=True, fp8=2, **_BLACKWELL),
+  "B300": Chip(
+    2250e12, 297_021_865_984, 7.936e12, is_gpu=True, fp8=2, int8=0.125 / 2.25, **_BLACKWELL
+  ),
+  "B200": Chip(2250e12, 191_514_411_008, 7.672e12, is_gpu=True, fp8=2, **_BLACKWELL),
+  "GH200": Chip(989.5e12, 102_005_473_280, 4.0e12, is_gpu=True, fp8=2, **_HOPPER),
+  "H200": Chip(989.5e12, 151_397_597_184, 4.8e12, is_gpu=True, fp8=2, **_HOPPER),
+  "H100": Chip(989.5e12, 85_028_765_696, 3.35e12, is_gpu=True, fp8=2, **_HOPPER),
   "A100-SXM4-40GB": _A100_40GB,
   "A100-PCIE-40GB": _A100_40GB,
-  "A100": Chip(312e12, 85_094_105_088, 2.039e12, is_gpu=True),
-  "TPU v4": Chip(275e12, int8=1),
-  "TPU v5 lite": Chip(197e12, _V5E, 0.819e12),
-  "TPU v5e": Chip(197e12, _V5E, 0.819e12),
-  "TPU v5p": Chip(459e12, _V5P, 2.765e12),
-  "TPU v5": Chip(459e12, _V5P, 2.765e12),
-  "TPU v6": Chip(918e12, _V6E, 1.638e12),
+  "A100": Chip(312e12, 85_094_105_088, 2.039e12, is_gpu=True, **_AMPERE),
+  "TPU v4": Chip(275e12, _V4, 1.228e12, int8=1, family="v5p"),
+  "TPU v5 lite": Chip(197e12, _V5E, 0.819e12, family="v5e"),
+  "TPU v5e": Chip(197e12, _V5E, 0.819e12, family="v5e"),
+  "TPU v5p": Chip(459e12, _V5P, 2.765e12, family="v5p"),
+  "TPU v5": Chip(459e12, _V5P, 2.765e12, family="v5p"),
+  "TPU v6": Chip(918e12, _V6E, 1.638e12, family="v6e"),
   # One JAX device is half of a chip (docs.cloud.google.com/tpu/docs/tpu7x).
-  "TPU7x": Chip(1153.5e12, _V7X, 3.69e12, fp8=2, int8=0),
+  "TPU7x": Chip(1153.5e12, _V7X, 3.69e12, fp8=2, int8=0, family="v7x"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-  """Assumed achieved rates of kernels on a GPU, as fractions of the peak.
-
-  They are guesses from published measurements of matmuls and of cuDNN attention with heads of 64
-  and 128, not measured here.
-  """
-
-  matmul: float = 0.71
-  matmul_8_bits: float = 1.26  # Of the bf16 peak; the FP8 and int8 peaks are twice as high.
-  matmul_f32: float = 0.40  # In TF32.
-  attention: tuple[float, float] = (0.45, 0.60)
-  attention_backward: tuple[float, float] = (0.35, 0.48)
-  bandwidth: float = 0.9
-  launch: float = 2e-6  # Seconds, not a fraction.
 
 
 def name(device_kind: str) -> str | None:

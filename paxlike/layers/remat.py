@@ -63,6 +63,18 @@ class Remat(enum.Enum):
       case _:
         return getattr(policies, self.value)
 
+  def saves(self, role: str) -> bool:
+    """Returns whether the output of a linear map with this role is saved, and not recomputed."""
+    match self:
+      case Remat.SAVE_NOTHING:
+        return False
+      case Remat.SAVE_QKV_PROJ | Remat.OFFLOAD_QKV_PROJ:
+        return role in _QKV
+      case Remat.SAVE_QKV_OUT_PROJ:
+        return role in (*_QKV, "output")
+      case _:
+        return True
+
 
 def named(x: jax.Array, role: str) -> jax.Array:
   """Returns x, named `role` for the remat policies."""

@@ -1,42 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A roofline model of the time of a training step, from model sizes and data sheets.
+"""A model of the time of a training step by its physical causes, from model sizes and data sheets.
 
-All rates of a data sheet (FLOP/s, memory and network bandwidth) are multiplied by one number per
-chip family, `ACHIEVED`, the only fitted parameter. The rules are:
-
-- A matmul takes the longer of its FLOPs and its memory traffic. The traffic of norms, activations,
-  rotary positions and residuals is added. Attention counts causal pairs; its backward pass takes
-  2.5 times the forward pass.
-- Activations that are not saved are recomputed: see `_recomputed`.
+- Each matmul takes the longer of its FLOPs and its memory traffic, at the rates of
+  `devices.kernel_rates`. Attention counts causal pairs; its backward pass has 2.5 times the FLOPs
+  of the forward pass. Norms, activations, rotary positions, residuals and casts to 8 bits move
+  bytes.
+- Outputs of linear maps that the remat policy does not save are computed again, as are attention
+  and everything else between them, except with SAVE_EVERYTHING.
 - All-gathers of weights, reductions of gradients (axes fsdp and data) and sends between stages
-  overlap with the computation of layers: a pass takes the longer of the two.
+  overlap with the computation of layers: a pass takes the longer of the two, and on GPUs
+  `contention` of the shorter, since both use the same memory and multiprocessors.
 - All-reduces of activations (tensor) and exchanges of tokens (expert) lie between dependent
   matmuls, so their time is added. On TPUs, where XLA overlaps chunks of an all-reduce with its
   matmul, only the time by which a pass's all-reduces exceed its matmuls is added.
 - A pipeline takes 1 / (1 - bubble) of the time of its chunks.
 - Weights are all-gathered in every pass of every microbatch. Gradients are reduced once per
-  microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters. With
-  `Configuration.reduced_once`, they are reduced once per step, by reduce-scatters.
+  microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters.
+- Every doubling of the number of slices or nodes adds `jitter` to the step: all wait for the last.
+
+Other programs than paxlike do some of this in other ways: see `software`.
 """
 
 import dataclasses
 import functools
 
-from paxlike.devices import chips, interconnect
+from paxlike.devices import chips, interconnect, kernel_rates
 from paxlike.devices.chips import Chip
 from paxlike.devices.interconnect import Network
+from paxlike.devices.kernel_rates import FITTED, Fitted, KernelRates
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.remat import Remat
 from paxlike.planning import memory_model
 from paxlike.planning.model_sizes import ModelSizes, Weight
 from paxlike.planning.parallel_config import Configuration
+from paxlike.planning.software import PAXLIKE, Software
 
-# Keyed by a substring of JAX's `device_kind`: the median over the published steps of the family in
-# benchmarks/calibration.py. There are none of v6e, which uses the value of v5e, and of Blackwell,
-# which uses that of Hopper.
-ACHIEVED = {"H200": 0.66, "H100": 0.66, "A100": 0.66, "TPU v5 lite": 0.79, "TPU v5e": 0.79}
-ACHIEVED |= {"B200": 0.66, "B300": 0.66}  # "B200" also matches GB200.
-ACHIEVED |= {"TPU v5": 0.75, "TPU v6": 0.79}
 _OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
 
 
@@ -45,22 +43,26 @@ class Times:
   """Seconds of a step, or of a part of it, by cause.
 
   Attributes:
-    compute: FLOPs, recomputation included.
-    memory: Memory traffic, as far as it takes longer than the FLOPs.
-    tensor: All-reduces of activations over `tensor`.
-    expert: Exchanges of tokens over `expert`.
+    compute: Matmuls, recomputation included.
+    attention: Attention kernels.
+    memory: Memory-bound kernels.
+    tensor: Exposed all-reduces of activations over `tensor`.
+    expert: Exposed exchanges of tokens over `expert`.
     weights: Exposed all-gathers of weights, reductions of gradients and sends between stages.
     update: The optimizer.
     bubble: Idle pipeline stages.
+    jitter: Waiting for the slowest slice or node.
   """
 
   compute: float = 0.0
+  attention: float = 0.0
   memory: float = 0.0
   tensor: float = 0.0
   expert: float = 0.0
   weights: float = 0.0
   update: float = 0.0
   bubble: float = 0.0
+  jitter: float = 0.0
 
   @property
   def parts(self) -> dict[str, float]:
@@ -88,111 +90,184 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-  """The hardware of a run.
+  """The hardware of a run, at the rates that a program reaches on it.
 
   Attributes:
     chip: The chip of each device.
-    network: The interconnect.
-    achieved: The achieved fraction of data sheet rates.
+    network: The interconnect, at the rates that collectives reach.
+    rates: The rates of kernels.
+    fitted: The fitted constants.
+    software: The program.
   """
 
   chip: Chip
   network: Network
-  achieved: float
+  rates: KernelRates
+  fitted: Fitted = FITTED
+  software: Software = PAXLIKE
 
 
-def machine(device_kind: str) -> Machine | None:
+def machine(
+  device_kind: str, *, software: Software = PAXLIKE, fitted: Fitted = FITTED
+) -> Machine | None:
   """Returns the machine of a JAX `device_kind`; None if its data sheet is unknown."""
   chip, network = chips.find(device_kind), interconnect.find(device_kind)
   if chip is None or network is None or not chip.memory or not chip.bandwidth:
     return None
-  kind = device_kind.lower()
-  achieved = next(share for name, share in ACHIEVED.items() if name.lower() in kind)
-  return Machine(chip, network, achieved)
+  if software.bandwidth is not None:
+    chip = dataclasses.replace(chip, bandwidth=software.bandwidth)
+  rates = kernel_rates.of_chip(
+    chip,
+    software.attention,
+    libraries_of_2023=software.libraries_of_2023,
+    power=software.power,
+    fitted=fitted,
+  )
+  fast, slow = fitted.fast_tpu, fitted.slow_tpu
+  if chip.is_gpu:
+    fast, slow = fitted.fast, fitted.slow
+  network = dataclasses.replace(network, fast=fast * network.fast, slow=slow * network.slow)
+  return Machine(chip, network, rates, fitted, software)
 
 
 def of(model: ModelSizes, how: Configuration, machine: Machine) -> Times:
   """Returns the seconds of an optimizer step."""
-  return _Step(model, how, machine).times() * (1 / machine.achieved)
+  return _Step(model, how, machine).times()
 
 
 class _Step:
-  """One step at data sheet rates."""
+  """One step."""
 
   def __init__(self, model: ModelSizes, how: Configuration, machine: Machine):
     self._model, self._how = model, how
+    self._machine, self._software = machine, machine.software
     self._chip, self._network = machine.chip, machine.network
+    self._bandwidth = machine.rates.memory_bandwidth(machine.chip)
     self._sizes = how.sizes
     self._tokens = how.sequences * model.seq_len
     self._stages = how.sizes["pipeline"]
+    self._reduces_once = how.reduced_once or machine.software.reduces_once
 
   def times(self) -> Times:
     how, pipeline = self._how, self._how.pipeline
     # The forward and the backward time of all chunks of one stage.
-    work = [self._layers(forward=True), self._layers(forward=False)]
-    exchanged = self._exchanged()
-    if self._network.beside_products:
-      work = [dataclasses.replace(one, tensor=max(0.0, one.tensor - one.compute)) for one in work]
-    passes = [_beside(one, others) for one, others in zip(work, exchanged, strict=True)]
-    layers = passes[0] + passes[1]
+    forward, backward = self._layers(forward=True), self._layers(forward=False)
+    gathered, returned = self._exchanged()
+    layers = self._beside(forward, gathered) + self._beside(backward, returned)
     if pipeline is not None:
       share = _bubble(pipeline)
       layers += Times(bubble=layers.total * share / (1 - share))
-    every = (layers + self._loss()) * how.microbatches + self._update()
-    return every + Times(weights=self._reduced() if how.reduced_once else 0.0)
+    step = (layers + self._loss()) * how.microbatches + self._update()
+    if self._reduces_once:
+      reduced = sum(self._gathers(weights)[1] for weights in (self._model.in_stack, self._outside))
+      # It begins with the last layers of the last microbatch's backward pass.
+      unhidden = self._machine.fitted.unhidden * reduced
+      step += Times(weights=max(unhidden, reduced - backward.total))
+    return step + Times(jitter=step.total * self._jitter())
+
+  @property
+  def _outside(self) -> tuple[Weight, ...]:
+    return self._model.outside
+
+  def _jitter(self) -> float:
+    nodes = max(1.0, self._how.num_devices / self._how.group(*self._sizes).within)
+    return self._machine.fitted.jitter * (int(nodes) - 1).bit_length()
 
   def _layers(self, *, forward: bool) -> Times:
     """Returns the time of a stage's layers in one direction, for a microbatch."""
-    matmuls_again, attention_again, chunk_again = _recomputed(self._how)
-    matmuls = self._matmuls(self._model.in_stack)
-    scores, others = self._scores(), self._elementwise()
-    reduced = self._tensor(2)
-    exchanged = self._experts()
-    forward_pass = matmuls + scores + others + reduced + exchanged
+    model, remat = self._model, self._how.remat
+    matmuls = self._matmuls(model.in_stack, "forward")
+    attention, others = self._attention(), self._elementwise() + self._permuted()
+    reduced, exchanged = self._tensor(2), self._experts()
+    forward_pass = matmuls + attention + others + self._exposed(reduced, matmuls) + exchanged
     if forward:
       return forward_pass
-    trained = tuple(weight for weight in self._model.in_stack if weight.trained)
-    backward_pass = matmuls + self._matmuls(trained)
-    backward_pass += scores * _OF_BACKWARD + others * 2 + reduced + exchanged
-    if matmuls_again:
-      again = tuple(weight for weight in self._model.in_stack if not weight.is_last)
-      backward_pass += self._matmuls(again) + reduced * 0.5 + exchanged
-    if attention_again:
-      backward_pass += scores + others
-    if attention_again and not matmuls_again:  # Policies that save matmuls omit expert matmuls.
-      routed = tuple(weight for weight in self._model.in_stack if weight.is_routed)
-      backward_pass += self._matmuls(routed) + exchanged
-    return backward_pass + forward_pass if chunk_again else backward_pass
+    trained = tuple(weight for weight in model.in_stack if weight.trained)
+    products = self._matmuls(model.in_stack, "inputs") + self._matmuls(trained, "weights")
+    rest = self._attention(backward=True) + others * 2 + exchanged
+    if remat is not Remat.SAVE_EVERYTHING:
+      # Policies that save matmuls omit those of experts.
+      again = tuple(
+        weight
+        for weight in model.in_stack
+        if not weight.is_last and (weight.is_routed or not remat.saves(weight.role))
+      )
+      products += self._matmuls(again, "forward")
+      rest += attention + others + exchanged
+      if not remat.saves("output"):  # Of a layer's two all-reduces, the first.
+        reduced += reduced * 0.5
+    backward_pass = products + rest + self._exposed(reduced, products)
+    pipeline = self._how.pipeline
+    if pipeline is not None and pipeline.recompute:
+      backward_pass += forward_pass
+    return backward_pass
 
-  def _matmuls(self, weights: tuple[Weight, ...]) -> Times:
-    """Returns the time of a stage's matmuls with weights, in one direction."""
-    flops = nbytes = 0.0
+  def _exposed(self, reduced: Times, matmuls: Times) -> Times:
+    """Returns what matmuls do not hide of the all-reduces of activations."""
+    left = reduced.tensor
+    if self._network.beside_products:
+      left = max(0.0, left - matmuls.compute)
+    elif self._software.hides_tensor:
+      hidden = (1 - self._of_experts / self._all_reduced) * left
+      left -= min(hidden * (1 - self._machine.fitted.unhidden), matmuls.compute)
+    return Times(tensor=left)
+
+  def _matmuls(self, weights: tuple[Weight, ...], direction: str) -> Times:
+    """Returns the time of a stage's matmuls with weights.
+
+    Args:
+      weights: The weights.
+      direction: "forward", or of the backward pass those for the gradients of "inputs" or of
+        "weights".
+    """
+    total = Times()
     for weight in weights:
-      if not weight.share:
-        continue
-      # Every stage computes the layers that are not repeated.
-      stages = self._stages if weight.layers > 0 else 1
-      tensor = self._tensor_of(weight)
-      factor = 0.5 if weight.in_8_bits else 1.0
-      flops += factor * self._tokens * weight.flops / tensor / stages
-      layers = max(1, weight.layers) / stages
-      width = (weight.inputs + weight.outputs) / tensor * layers
-      gathered = weight.per_device(self._sizes, "fsdp")
-      nbytes += 2 * factor * (self._tokens * width + gathered)
-      if weight.in_8_bits:  # Quantization reads 16-bit operands and writes 8-bit ones.
-        nbytes += 3 * self._tokens * width
-    return self._roofline(flops, nbytes)
+      if weight.share:
+        # Every stage computes the layers that are not repeated.
+        stages = self._stages if weight.layers > 0 else 1
+        total += self._matmul(weight, direction, self._tokens) * (max(1, weight.layers) / stages)
+    return total
 
-  def _scores(self) -> Times:
-    model, tensor = self._model, self._sizes["tensor"]
-    flops = model.scores[1 if model.fused_attention else 0] / tensor / self._stages
-    nbytes = 0.0
-    if not model.fused_attention:  # Logits and softmax weights are both written and read.
-      nbytes = 8 * model.seq_len * model.heads / tensor / self._stages
-    return Times(
-      compute=self._tokens * flops / self._chip.flops,
-      memory=self._tokens * nbytes / self._chip.bandwidth,
+  def _matmul(self, weight: Weight, direction: str, tokens: float) -> Times:
+    """Returns the time of one layer's matmul with a weight."""
+    model, tensor = self._model, self._tensor_of(weight)
+    split_in, split_out = (1, tensor) if weight.splits_outputs else (tensor, 1)
+    k, n = weight.inputs / split_in, weight.outputs / split_out
+    flops = tokens * weight.flops / max(1, weight.layers) / tensor
+    groups = 1.0
+    if weight.is_routed:  # Counted for all experts of a token, and of all tokens.
+      k, n = k / model.num_chosen, n / model.num_chosen
+      copies = model.num_chosen if model.capacity is None else model.capacity
+      flops *= copies / model.num_chosen
+      groups = model.num_experts / self._sizes["expert"]
+      tokens *= copies
+    m = tokens / groups
+    shape = {"forward": (m, n, k), "inputs": (m, k, n), "weights": (k, n, m)}[direction]
+    dtype = "fp8" if weight.in_8_bits else "bfloat16"
+    rate = self._machine.rates.matmul_flops(self._chip, *shape, dtype=dtype, groups=groups)
+    read_and_written = tokens * (k + n)
+    nbytes = (1 if weight.in_8_bits else 2) * (read_and_written + groups * k * n)
+    times = self._roofline(flops / rate, nbytes / self._bandwidth)
+    if weight.in_8_bits and self._chip.is_gpu:
+      # Quantization reads 16-bit operands and writes 8-bit ones.
+      times += Times(memory=3 * read_and_written / self._bandwidth)
+    return times
+
+  def _attention(self, *, backward: bool = False) -> Times:
+    model, shards = self._model, self._sizes["tensor"] * self._stages
+    if model.fused_attention:
+      rate = self._machine.rates.attention_flops(
+        self._chip, model.seq_len, model.head_dim, backward=backward
+      )
+      flops = model.scores[1] * (_OF_BACKWARD if backward else 1) * self._tokens / shards
+      return Times(attention=flops / rate)
+    rate = self._machine.rates.matmul_flops(
+      self._chip, model.seq_len, model.seq_len * model.heads, model.head_dim
     )
+    # Logits and softmax weights are both written and read.
+    nbytes = 8 * model.seq_len * model.heads
+    seconds = model.scores[0] / rate + nbytes / self._bandwidth
+    return Times(attention=(2 if backward else 1) * seconds * self._tokens / shards)
 
   def _elementwise(self) -> Times:
     """Returns the time of the forward memory traffic of norms, activations and rotary positions."""
@@ -203,59 +278,79 @@ class _Step:
     rotated = max(0.0, outputs - model.dim - (model.mlp_factor - 1) * ffn)
     width = 10 * model.dim / self._how.residual_shards + 2 * rotated + model.mlp_factor * ffn
     nbytes = 2 * width * self._tokens * model.num_layers / self._stages
-    return Times(memory=nbytes / self._chip.bandwidth)
+    return Times(memory=nbytes / self._bandwidth)
+
+  def _permuted(self) -> Times:
+    """Returns the time of moving tokens into the order of their experts and back."""
+    model = self._model
+    if not model.moe_layers:
+      return Times()
+    copies = model.num_chosen if model.capacity is None else model.capacity
+    # Each copy is read and written, once on either way.
+    nbytes = 8 * copies * self._tokens * model.dim / self._how.residual_shards
+    seconds = self._machine.fitted.permuted * nbytes / self._bandwidth
+    return Times(memory=seconds * model.moe_layers / self._stages)
 
   def _tensor(self, count: int) -> Times:
     """Returns the time of `count` all-reduces of each layer's activations over `tensor`."""
-    model, group = self._model, self._how.group("tensor")
-    one = interconnect.reduce(self._network, group, 2 * self._tokens * model.dim)
-    # In layers with experts, a token is all-reduced once for each of its experts.
-    layers = model.num_layers + model.moe_layers * (model.num_chosen - 1) / 2
-    return Times(tensor=count * one * layers / self._stages)
+    group = self._how.group("tensor")
+    one = interconnect.reduce(self._network, group, 2 * self._tokens * self._model.dim)
+    return Times(tensor=count / 2 * one * self._all_reduced / self._stages)
+
+  @property
+  def _of_experts(self) -> int:
+    """How often the forward pass all-reduces a token's outputs of experts."""
+    return self._model.moe_layers * self._model.num_chosen if self._software.splits_experts else 0
+
+  @property
+  def _all_reduced(self) -> int:
+    """How often it all-reduces a token: after attention, and after the MLP or each expert."""
+    return 2 * self._model.num_layers - self._model.moe_layers + self._of_experts
 
   def _experts(self) -> Times:
-    """Returns the time of the exchange of tokens to experts and back."""
+    """Returns the exposed time of the exchange of tokens to experts and back."""
     model, group = self._model, self._how.group("expert")
-    nbytes = 2 * self._tokens * model.dim
-    if model.capacity is None:
-      one = interconnect.gather(self._network, group, group.size * nbytes)
+    nbytes = 2 * self._tokens * model.dim / self._how.residual_shards
+    if model.capacity is not None or self._software.all_to_all:
+      copies = model.num_chosen if model.capacity is None else model.capacity
+      one = interconnect.exchange(self._network, group, copies * nbytes)
     else:
-      one = interconnect.exchange(self._network, group, model.capacity * nbytes)
-    return Times(expert=2 * one * model.moe_layers / self._stages)
+      one = interconnect.gather(self._network, group, group.size * nbytes)
+    shown = 1 - self._software.hides_exchange
+    return Times(expert=2 * shown * one * model.moe_layers / self._stages)
 
   def _exchanged(self) -> tuple[float, float]:
     """Returns (forward, backward) seconds of communication that overlaps with a stage's layers."""
     gathered, reduced = self._gathers(self._model.in_stack)
     sent = 0.0
     if (pipeline := self._how.pipeline) is not None:
-      nbytes = 2 * self._tokens * self._model.dim
+      nbytes = 2 * self._tokens * self._model.dim / self._how.residual_shards
       group = self._how.group("pipeline")
       sent = pipeline.chunks * interconnect.send(self._network, group, nbytes)
       gathered_again = gathered if pipeline.recompute else 0.0
     else:
       gathered_again = 0.0
-    backward = gathered + gathered_again + (0 if self._how.reduced_once else reduced)
+    backward = gathered + gathered_again + (0 if self._reduces_once else reduced)
     return gathered + sent, backward + sent
-
-  def _reduced(self) -> float:
-    """Returns the seconds of reducing the gradients of a stage's layers."""
-    return self._gathers(self._model.in_stack)[1]
 
   def _gathers(self, weights: tuple[Weight, ...]) -> tuple[float, float]:
     """Returns the seconds of all-gathering weights once, and of reducing their gradients once."""
     how = self._how
     gathered = reduced = 0.0
-    times = 2 if self._network.sums_whole and not how.reduced_once else 1
+    times = 2 if self._network.sums_whole and not self._reduces_once else 1
     for weight in weights:
       axes = weight.axes(self._sizes)
       here = weight.computed * weight.per_device(self._sizes)
+      wider = (self._software.gradient_bytes or weight.computed) / weight.computed
       if "fsdp" in axes:
         once = interconnect.gather(self._network, how.group("fsdp"), here * self._sizes["fsdp"])
         gathered += once
-        reduced += times * once if weight.trained else 0.0
+        reduced += times * wider * once if weight.trained else 0.0
       copies = {"data", "fsdp", "expert"} - axes
       if weight.trained:
-        reduced += interconnect.reduce(self._network, how.group(*copies), here)
+        # An all-reduce, or a reduce-scatter of gradients and an all-gather of weights.
+        one = interconnect.gather(self._network, how.group(*copies), here)
+        reduced += one * (1 + wider)
     return gathered, reduced
 
   def _loss(self) -> Times:
@@ -263,45 +358,46 @@ class _Step:
     model, head = self._model, self._model.head
     tensor = self._tensor_of(head)
     tokens = self._tokens / self._stages
-    flops = (3 if head.trained else 2) * tokens * head.flops / tensor
+    times = self._matmul(head, "forward", tokens) + self._matmul(head, "inputs", tokens)
+    if head.trained:
+      times += self._matmul(head, "weights", tokens)
     # Logits: written, read for the logsumexp and for the gradient. Gradient: written, read twice.
-    nbytes = 12 * tokens * model.vocab / tensor + 4 * head.computed * head.size / tensor
-    times = self._roofline(flops, nbytes)
+    times += Times(memory=12 * tokens * model.vocab / tensor / self._bandwidth)
     gathered, reduced = self._gathers(model.outside)
-    times = _beside(times, gathered + (0 if self._how.reduced_once else reduced))
+    times = self._beside(times, gathered + (0 if self._reduces_once else reduced))
+    times += self._tensor(2) * (self._stages / model.num_layers)
+    if not self._software.spreads_loss:
+      return times
     group = self._how.group("pipeline")
     spread = 2 * interconnect.gather(self._network, group, 2 * self._tokens * model.dim)
-    return times + self._tensor(2) * (self._stages / model.num_layers) + Times(weights=spread)
+    return times + Times(weights=spread)
 
   def _update(self) -> Times:
     """Returns the time of the optimizer update and of gradient accumulation."""
     model, total = self._model, 0.0
+    over_data = model.over_data or self._software.optimizer_over_data
+    parts = self._how.microbatches
     for weight in model.weights:
-      here = weight.per_device(self._sizes)
       if weight.trained:
-        total += here * (2 * weight.held + 2 * model.moments + 4 + weight.computed)
-        parts = self._how.microbatches
-        total += here * (parts * (8 + weight.computed) if parts > 1 else 0)
-    return Times(update=total / self._chip.bandwidth)
+        own = memory_model.optimized(weight, self._sizes, over_data=over_data)
+        total += own * (2 * weight.held + 2 * model.moments + 4) + own * weight.computed
+        if parts > 1:  # The float32 sum is read and written.
+          total += 8 * parts * weight.per_device(self._sizes)
+    return Times(update=total / self._bandwidth)
 
   def _tensor_of(self, weight: Weight) -> int:
     return self._sizes["tensor"] if "tensor" in weight.axes(self._sizes) else 1
 
-  def _roofline(self, flops: float, nbytes: float) -> Times:
-    compute, memory = flops / self._chip.flops, nbytes / self._chip.bandwidth
+  def _roofline(self, compute: float, memory: float) -> Times:
     return Times(compute=compute, memory=max(0.0, memory - compute))
 
-
-def _beside(work: Times, exchanged: float) -> Times:
-  """Returns the work plus the seconds of communication that it does not hide."""
-  return work + Times(weights=max(0.0, exchanged - work.total))
-
-
-def _recomputed(how: Configuration) -> tuple[bool, bool, bool]:
-  """Returns whether the backward pass recomputes (matmuls, attention and elementwise, chunks)."""
-  nothing, everything = Remat.SAVE_NOTHING, Remat.SAVE_EVERYTHING
-  chunks = how.pipeline is not None and how.pipeline.recompute
-  return how.remat is nothing, how.remat is not everything, chunks
+  def _beside(self, work: Times, exchanged: float) -> Times:
+    """Returns the work plus the seconds by which communication that runs beside it delays it."""
+    shorter = min(work.total, exchanged)
+    delay = max(0.0, exchanged - work.total)
+    if self._chip.is_gpu:
+      delay += self._machine.fitted.contention * shorter
+    return work + Times(weights=delay)
 
 
 @functools.cache

@@ -18,9 +18,6 @@ from paxlike.layers.remat import Remat
 from paxlike.planning.model_sizes import ModelSizes, Weight
 from paxlike.planning.parallel_config import Configuration
 
-# The dims that tensor parallelism shards.
-_TENSOR_DIMS = {dim for dim, axes in mesh.RULES.items() if "tensor" in axes}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -100,15 +97,20 @@ def _shards(sizes: Mapping[str, int]) -> int:
 
 
 def _optimizer(model: ModelSizes, sizes: Mapping[str, int]) -> float:
-  total = 0.0
-  for weight in model.weights:
-    here = weight.per_device(sizes)
-    if model.over_data:
-      spec = mesh.partition(weight.dims, weight.shape, sizes)
-      spec = mesh.shard_over_data(spec, weight.shape, sizes)
-      here = weight.size // math.prod(sizes[axis] for axis in mesh.axes_of(spec))
-    total += weight.trained * model.moments * here
-  return total
+  return sum(
+    model.moments * optimized(weight, sizes, over_data=model.over_data)
+    for weight in model.weights
+    if weight.trained
+  )
+
+
+def optimized(weight: Weight, sizes: Mapping[str, int], *, over_data: bool) -> int:
+  """Returns the number of elements of a weight that a device's optimizer updates."""
+  if not over_data:
+    return weight.per_device(sizes)
+  spec = mesh.partition(weight.dims, weight.shape, sizes)
+  spec = mesh.shard_over_data(spec, weight.shape, sizes)
+  return weight.size // math.prod(sizes[axis] for axis in mesh.axes_of(spec))
 
 
 def _copies(weight: Weight, how: Configuration) -> float:
@@ -157,6 +159,8 @@ def _working(model: ModelSizes, how: Configuration) -> float:
   if model.moe_layers and model.capacity is None:
     # Tokens are all-gathered over `expert` and repeated for each choice; sorting copies them.
     wide = sizes["expert"] * (5 * wide + 4 * model.num_chosen * model.dim)
+  elif model.moe_layers and model.capacity is not None:
+    wide *= model.capacity / model.num_chosen
   return 2 * (wide + 4 * model.dim) + scores
 
 
@@ -173,8 +177,7 @@ def widths(
       continue
     times = max(1, weight.layers)
     tensor = sizes["tensor"] if "tensor" in weight.axes(sizes) else 1
-    # A last dim that tensor shards, or "head" after "heads", means that the outputs are sharded.
-    into, out = (1, tensor) if weight.dims[-1] in (*_TENSOR_DIMS, "head") else (tensor, 1)
+    into, out = (1, tensor) if weight.splits_outputs else (tensor, 1)
     inputs += times * weight.inputs / into
     if not weight.is_last and (routed or not weight.is_routed):
       outputs += times * weight.outputs / out

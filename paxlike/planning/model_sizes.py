@@ -23,6 +23,9 @@ from paxlike.layers.stack_layout import Location
 from paxlike.training import train_state
 from paxlike.training.optimizers import Optimizer
 
+# The dims that tensor parallelism shards.
+_TENSOR_DIMS = {dim for dim, axes in mesh.RULES.items() if "tensor" in axes}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weight:
@@ -38,7 +41,7 @@ class Weight:
     computed: Bytes per number in the compute dtype.
     trained: Whether the optimizer trains it.
     in_8_bits: Whether its matmuls run in FP8 or INT8.
-    is_last: Whether its output only goes into a residual sum, so that remat need not recompute it.
+    role: The role by which remat policies save its output; empty: none.
   """
 
   dims: tuple[str, ...]
@@ -52,12 +55,23 @@ class Weight:
   computed: int = 2
   trained: bool = True
   in_8_bits: bool = False
-  is_last: bool = False
+  role: str = ""
 
   @property
   def size(self) -> int:
     """Its number of elements."""
     return math.prod(self.shape)
+
+  @property
+  def is_last(self) -> bool:
+    """Whether its output only goes into a residual sum, so that remat need not recompute it."""
+    return self.role == "down"
+
+  @property
+  def splits_outputs(self) -> bool:
+    """Whether `tensor` splits the outputs of its matmul, and not the inputs."""
+    # A last dim that tensor shards, or "head" after "heads".
+    return self.dims[-1] in (*_TENSOR_DIMS, "head")
 
   @property
   def is_routed(self) -> bool:
@@ -93,6 +107,7 @@ class ModelSizes:
     loss_chunks: Chunks of a sequence over which the loss is computed.
     heads: Attention heads, summed over layers.
     least_heads: The smallest N of any layer.
+    head_dim: The smallest H of any layer.
     scores: Attention's forward FLOPs per token: (full, causal); see `flops.attention_flops`.
     mlp_factor: The number of arrays of width F that the activation reads and writes: 3 if gated,
       else 2.
@@ -117,6 +132,7 @@ class ModelSizes:
   loss_chunks: int = 4
   heads: int
   least_heads: int
+  head_dim: int = 128
   scores: tuple[float, float]
   mlp_factor: int
   moe_layers: int = 0
@@ -158,10 +174,11 @@ def of_definition(
   decoder: Any = definition.module
   stack: Stack = decoder.stack
   layout = stack.layout
-  heads, moes, gated, dims_of_time = [], [], [], set()
+  heads, widths, moes, gated, dims_of_time = [], [], [], [], set()
   for module, count in flops.modules(definition):
     if isinstance(module, Attention | LatentAttention):
       heads += [module.num_heads] * count
+      widths.append(module.head_dim)
     if isinstance(module, Moe):
       moes += [module] * count
     if hasattr(module, "activation"):
@@ -179,6 +196,7 @@ def of_definition(
     loss_chunks=decoder.loss_chunks,
     heads=sum(heads),
     least_heads=min(heads),
+    head_dim=min(widths),
     scores=flops.attention_flops(definition, seq_len),
     mlp_factor=3 if any(gated) else 2,
     moe_layers=len(moes),
@@ -213,7 +231,7 @@ def _weight(spec: WeightSpec, location: Location | None) -> Weight:
     computed=jnp.dtype(spec.compute_dtype).itemsize,
     trained=spec.trained,
     in_8_bits=matmul.operands is not None,
-    is_last=matmul.role == "down",
+    role=matmul.role,
   )
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxlike.devices.chips import Chip, Rates
+from paxlike.devices.chips import Chip
+from paxlike.devices.kernel_rates import KernelRates
 
 # A matmul of 2 x 1024^3 FLOPs; an array that no cache holds.
 _WIDTH, _NBYTES = 1024, 2**28
 _REPEATS = 20
 
 
-def measure(num_devices: int) -> tuple[Chip, Rates]:
+def measure(num_devices: int) -> tuple[Chip, KernelRates]:
   """Returns the rates of one of `num_devices` CPU devices that share this machine.
 
   The peak FLOP/s are those of a float32 matmul, the bandwidth that of adding 1 to a large array
@@ -28,8 +29,7 @@ def measure(num_devices: int) -> tuple[Chip, Rates]:
     bandwidth = 2 * _NBYTES / _best(jax.jit(lambda x: x + 1, donate_argnums=0), x, donated=True)
   ratio = bf16 / f32
   chip = Chip(f32 / num_devices, bandwidth=bandwidth / num_devices)
-  rates = Rates(matmul=ratio, matmul_8_bits=ratio, matmul_f32=1.0, bandwidth=1.0, launch=0.0)
-  return chip, rates
+  return chip, KernelRates(matmul=ratio, matmul_8_bits=ratio)
 
 
 def _flops(dtype: Any) -> float:

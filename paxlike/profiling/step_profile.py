@@ -11,8 +11,9 @@ import jax
 from paxlike.compilation import hlo_kernels
 from paxlike.compilation.hlo_kernels import HloKernel
 from paxlike.compilation.hlo_text import Computations, computations
-from paxlike.devices import chips
-from paxlike.devices.chips import Chip, Rates
+from paxlike.devices import chips, kernel_rates
+from paxlike.devices.chips import Chip
+from paxlike.devices.kernel_rates import KernelRates
 from paxlike.errors import UserError
 from paxlike.profiling import cpu_peaks, timeline, trace
 from paxlike.profiling.measurement import Measurement
@@ -102,7 +103,10 @@ def of(measurement: Measurement, devices: jax.sharding.Mesh) -> StepProfile:
   device = devices.devices.flat[0]
   local = [one for one in devices.devices.flat if one.process_index == jax.process_index()]
   sheet = chips.find(device.device_kind)
-  chip, rates = (sheet, Rates()) if sheet is not None else cpu_peaks.measure(len(local))
+  if sheet is not None:
+    chip, rates = sheet, kernel_rates.of_chip(sheet)
+  else:
+    chip, rates = cpu_peaks.measure(len(local))
   return combine(
     measurement,
     trace.read(measurement.folder, module_name(measurement.program)),
@@ -124,7 +128,7 @@ def combine(
   intervals: list[trace.Interval],
   *,
   chip: Chip,
-  rates: Rates,
+  rates: KernelRates,
   is_measured: bool,
 ) -> StepProfile:
   """Returns measured times beside roofline times on a chip."""

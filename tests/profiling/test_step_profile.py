@@ -12,7 +12,9 @@ from helpers.tiny_model import adamw, batch, tiny
 
 from paxlike.compilation import hlo_kernels
 from paxlike.compilation.hlo_text import computations
-from paxlike.devices.chips import CHIPS, Chip, Rates
+from paxlike.devices import kernel_rates
+from paxlike.devices.chips import CHIPS, Chip
+from paxlike.devices.kernel_rates import KernelRates
 from paxlike.profiling import step_profile
 from paxlike.profiling.measurement import Measurement
 from paxlike.profiling.trace import Interval
@@ -111,7 +113,7 @@ def test_measured_times_stand_beside_the_roofline():
       runs += [Interval("dot.1", device, start + 2 * i, start + 2 * i + 2) for i in range(3)]
       runs.append(Interval("all-reduce.1", device, start + 5, start + 8))
   chip = Chip(1e9, bandwidth=1e6)
-  rates = Rates(matmul_f32=1.0, bandwidth=1.0, launch=0.0)
+  rates = KernelRates()
   measurement = Measurement(PROGRAM, "", 2, 0.5)
   found = step_profile.combine(measurement, runs, chip=chip, rates=rates, is_measured=True)
   assert (found.seconds, found.idle, found.num_devices) == (9.0, 1.0, 2)
@@ -166,6 +168,7 @@ def test_totals_are_those_of_the_kernels_page():
   chip = CHIPS["H100"]
   measurement = Measurement(text, "", 1, None)
   runs = [Interval("none", 0, 0.0, 1.0)]
-  found = step_profile.combine(measurement, runs, chip=chip, rates=Rates(), is_measured=False)
+  rates = kernel_rates.of_chip(chip)
+  found = step_profile.combine(measurement, runs, chip=chip, rates=rates, is_measured=False)
   total = hlo_kernels.total(hlo_kernels.kernels(text, chip))
   assert sum(one.roofline or 0 for one in found.kernels) == pytest.approx(total.seconds)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rates that kernels reach, as fractions of those in data sheets.
+
+- A matmul reaches `matmul` of the chip's peak if it is large. On GPUs, the last wave of output
+  tiles leaves multiprocessors idle, and each tile has a prologue and an epilogue: a matmul of w
+  waves that contracts k numbers reaches w / (w + `part_wave`) * k / (k + `depth`) of that.
+- Attention over T tokens reaches T / (T + `length`) of its rate: causal kernels also compute the
+  masked half of the blocks on the diagonal.
+- Other kernels move bytes at `bandwidth` of the memory's.
+
+`FITTED` holds the fractions that were fitted to published step times; `benchmarks/calibration.py`
+fits them, and says how well they predict steps that they were not fitted to.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+from paxlike.devices.chips import Chip
+
+AttentionKernel = Literal["flash1", "flash2", "cudnn", "splash"]
+#: The rows and columns of an output tile of a matmul on a GPU.
+_TILE = (128, 256)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fitted:
+  """The constants that are fitted to published step times; fractions but for `depth` and `length`.
+
+  Attributes:
+    a100, h100, blackwell, v5e, v5p, v6e, v7x: What a large bf16 matmul reaches of the peak.
+    h100_2023: The same on Hopper with the libraries of 2023 (CUDA 11.8 and 12.0).
+    fp8_gpu, fp8_tpu: What a large FP8 or INT8 matmul reaches of its peak, as a fraction of what a
+      bf16 one reaches of its own.
+    grouped: What grouped matmuls of experts reach of the rate of one matmul.
+    depth: Of k, at which a matmul on a GPU reaches half of its rate.
+    part_wave: The idle part of the last wave.
+    flash1_a100, flash1_h100: What the forward pass of FlashAttention in Triton reaches of the peak
+      with heads of 128.
+    flash2_a100, flash2_h100: The same of FlashAttention-2.
+    cudnn_a100, cudnn_h100, cudnn_blackwell: The same of cuDNN's attention.
+    splash: The same of splash attention on TPUs.
+    flash1_backward, backward: What backward passes reach of that of forward ones.
+    flash1_narrow, narrow: What heads of 64 reach of that of heads of 128, on GPUs.
+    length: T at which causal attention reaches half of its rate.
+    bandwidth: Of memory-bound kernels on GPUs; `bandwidth_tpu` on TPUs.
+    fast, fast_tpu: Of the fast network.
+    slow, slow_tpu: Of the slow network.
+    contention: How much longer computation and communication on a GPU take together than the
+      longer of both, as a fraction of the shorter.
+    unhidden: What is exposed of communication that could be hidden.
+    jitter: The slowdown by each doubling of the number of slices or nodes.
+    power: The exponent of the power limit with which matmul rates fall.
+    permuted: Multiplies the memory traffic of moving tokens to their experts and back.
+  """
+
+  a100: float = 0.8
+  h100: float = 0.749
+  h100_2023: float = 0.629
+  blackwell: float = 0.604
+  v5e: float = 0.823
+  v5p: float = 0.769
+  v6e: float = 0.734
+  v7x: float = 0.534
+  fp8_gpu: float = 1.01
+  fp8_tpu: float = 0.811
+  grouped: float = 0.865
+  depth: float = 92.4
+  part_wave: float = 0.306
+  flash1_a100: float = 0.467
+  flash1_h100: float = 0.266
+  flash2_a100: float = 0.62
+  flash2_h100: float = 0.35
+  cudnn_a100: float = 0.588
+  cudnn_h100: float = 0.57
+  cudnn_blackwell: float = 0.506
+  splash: float = 0.417
+  flash1_backward: float = 0.58
+  backward: float = 0.609
+  flash1_narrow: float = 0.993
+  narrow: float = 0.626
+  length: float = 669.0
+  bandwidth: float = 0.787
+  bandwidth_tpu: float = 0.839
+  fast: float = 0.639
+  slow: float = 0.835
+  fast_tpu: float = 0.834
+  slow_tpu: float = 0.682
+  contention: float = 0.463
+  unhidden: float = 0.355
+  jitter: float = 0.00598
+  power: float = 0.72
+  permuted: float = 1.69
+
+
+FITTED = Fitted()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelRates:
+  """The rates of kernels on a chip, as fractions of its data sheet.
+
+  Attributes:
+    matmul: Of a large bf16 matmul, of the bf16 peak.
+    matmul_8_bits: Of a large FP8 or INT8 matmul, of the peak in 8 bits.
+    matmul_f32: Of a large float32 matmul, of the float32 peak.
+    grouped: What grouped matmuls reach of that.
+    depth, part_wave: See the module.
+    attention: Of the forward pass with heads of at least 128, of the bf16 peak, counting causal
+      FLOPs.
+    attention_backward: The same of the backward pass.
+    narrow: What heads of 64 reach of that.
+    length: See the module.
+    bandwidth: Of memory-bound kernels.
+    launch: Seconds of each launch.
+  """
+
+  matmul: float = 1.0
+  matmul_8_bits: float = 1.0
+  matmul_f32: float = 1.0
+  grouped: float = 1.0
+  depth: float = 0.0
+  part_wave: float = 0.0
+  attention: float = 1.0
+  attention_backward: float = 1.0
+  narrow: float = 1.0
+  length: float = 0.0
+  bandwidth: float = 1.0
+  launch: float = 0.0
+
+  def matmul_flops(
+    self, chip: Chip, m: float, n: float, k: float, *, dtype: str = "bfloat16", groups: float = 1
+  ) -> float:
+    """Returns the FLOP/s of `groups` matmuls [m, k] x [k, n] in one kernel.
+
+    Args:
+      chip: The chip.
+      m: Rows.
+      n: Columns.
+      k: The contracted dim.
+      dtype: "bfloat16", "float32", "fp8" or "int8".
+      groups: The number of matmuls.
+    """
+    fraction = {"fp8": self.matmul_8_bits, "int8": self.matmul_8_bits, "float32": self.matmul_f32}
+    rate = (chip.peak(dtype) or chip.flops) * fraction.get(dtype, self.matmul)
+    if groups > 1:
+      rate *= self.grouped
+    if not chip.cores:
+      return rate
+    rows, columns = (math.ceil(size / tile) for size, tile in zip((m, n), _TILE, strict=True))
+    if groups > 1:  # Experts have too few tokens to hide a tile that is not full.
+      rate *= m / (rows * _TILE[0])
+    waves = groups * rows * columns / chip.cores
+    return rate * waves / (waves + self.part_wave) * k / (k + self.depth)
+
+  def attention_flops(
+    self, chip: Chip, length: float, head_dim: float, *, backward: bool = False
+  ) -> float:
+    """Returns the causal FLOP/s of a fused attention kernel.
+
+    Args:
+      chip: The chip.
+      length: The keys that a query attends to, at most.
+      head_dim: H.
+      backward: Of the backward pass, which has 2.5 times the FLOPs of the forward pass.
+    """
+    fraction = self.attention_backward if backward else self.attention
+    if head_dim <= 64:
+      fraction *= self.narrow
+    return chip.flops * fraction * length / (length + self.length)
+
+  def memory_bandwidth(self, chip: Chip) -> float:
+    """Returns the bytes/s of memory-bound kernels."""
+    return chip.bandwidth * self.bandwidth
+
+
+def of_chip(
+  chip: Chip,
+  attention: AttentionKernel | None = None,
+  *,
+  libraries_of_2023: bool = False,
+  power: float = 1.0,
+  fitted: Fitted = FITTED,
+) -> KernelRates:
+  """Returns the rates of kernels on a chip with a data sheet.
+
+  Args:
+    chip: The chip.
+    attention: The attention kernel; None: paxlike's, cuDNN's on GPUs and splash on TPUs.
+    libraries_of_2023: Whether matmuls are those of the CUDA libraries of 2023.
+    power: The power limit as a fraction of the data sheet's.
+    fitted: The fractions.
+  """
+  matmul = getattr(fitted, chip.family)
+  if libraries_of_2023 and chip.family == "h100":
+    matmul = fitted.h100_2023
+  matmul *= power**fitted.power
+  kernel = attention or ("cudnn" if chip.is_gpu else "splash")
+  forward = fitted.splash if kernel == "splash" else getattr(fitted, f"{kernel}_{chip.family}")
+  forward *= power**fitted.power
+  is_first = kernel == "flash1"
+  return KernelRates(
+    matmul=matmul,
+    matmul_8_bits=matmul * (fitted.fp8_gpu if chip.is_gpu else fitted.fp8_tpu),
+    matmul_f32=matmul,
+    grouped=fitted.grouped,
+    depth=fitted.depth if chip.is_gpu else 0.0,
+    part_wave=fitted.part_wave,
+    attention=forward,
+    attention_backward=forward * (fitted.flash1_backward if is_first else fitted.backward),
+    # Matrix units of TPUs contract 128 or 256 numbers at a time, whatever the width of heads.
+    narrow=(fitted.flash1_narrow if is_first else fitted.narrow) if chip.is_gpu else 0.5,
+    length=fitted.length,
+    bandwidth=fitted.bandwidth if chip.is_gpu else fitted.bandwidth_tpu,
+    launch=2e-6 if chip.is_gpu else 0.0,
+  )
