@@ -188,11 +188,11 @@ EDITS = [
 
 
 @pytest.mark.slow
-def test_the_graph_of_every_experiment_with_every_fiddler_is_saved_and_loaded():
-  for experiment in kinds().values():
+def test_the_graphs_of_every_experiment_and_every_fiddler_are_saved_and_loaded():
+  for place, experiment in enumerate(kinds().values()):
     graph = experiment.trainer()
     assert comes_back(graph)
-    for edit in EDITS:
+    for edit in EDITS[place % 3 :: 3]:
       try:
         changed = graph_file.call_fiddler(experiment.trainer(), edit, fiddlers.FIDDLERS)
       except UserError:  # No linear map of such a role, say.

@@ -202,22 +202,22 @@ def changes(given: list[str]) -> list[str]:
   return [flag for flag in given[len(base(name)) :] if flag != "--job_log_dir={run}"]
 
 
-@campaign.of(knobs(), examples=60)
+@campaign.of(knobs(), examples=30)
 def test_knobs(given):
   check("knobs", given, changed=changes(given))
 
 
-@campaign.of(edits(), examples=40)
+@campaign.of(edits(), examples=20)
 def test_edits_of_the_graph(given):
   check("edits", given, changed=changes(given))
 
 
-@campaign.of(other_flags(), examples=60)
+@campaign.of(other_flags(), examples=30)
 def test_flags(given):
   check("flags", given, changed=given)
 
 
-@campaign.of(config_files(), examples=40)
+@campaign.of(config_files(), examples=20)
 def test_config_files(given):
   path = command_lines.files() / "config.json"
   path.write_text(given)
