@@ -7,8 +7,8 @@
   python benchmarks/calibration.py --rows=FILE       # of rows in the format of published_steps.json
 
 The constants of `kernel_rates.Fitted` are fitted together, to all rows. Rows that differ in the
-number of devices only count as one. To each constant belongs what is known of it without these
-rows, in `KNOWN`: a constant that few rows depend on stays there. The fit is least squares of
+number of devices only count as one. `KNOWN` has the value that is expected of each constant and a
+range: a constant that few rows depend on stays there. The fit is least squares of
 log(predicted / published), with outliers counted less; the errors that are printed are those of
 predicted / published. Sources that are held out are refitted by three Gauss-Newton steps with the
 Jacobian of the fit to all rows.
@@ -35,12 +35,11 @@ from paxlike.planning.cost_model import Machine, Times
 from paxlike.planning.software import Software
 from paxlike.telemetry import formatting
 
-# Constant -> what is known of it without the rows, and by what factor that may be off (1.1: 10 %).
+# Constant -> (the expected value, the factor by which it may be off: 1.1 is 10 %).
 #
-# Attention: FlashAttention-2 (Dao, 2023; arXiv 2307.08691) measures the kernel in Triton and its
-# own on A100 and H100, FlashAttention-3 (Shah et al., 2024; arXiv 2407.08608) cuDNN's on H100.
-# Networks: bus bandwidths of nccl-tests. Matmuls: 0.6 to 0.8 of the peak at the clocks that the
-# power limit allows. The rest are guesses.
+# FlashAttention-2 (Dao, 2023; arXiv 2307.08691) measures attention in Triton and its own on A100
+# and H100, FlashAttention-3 (Shah et al., 2024; arXiv 2407.08608) cuDNN's on H100; networks are
+# nccl-tests' bus bandwidths. The others are guesses, made when fits had been seen.
 KNOWN: dict[str, tuple[float, float]] = {
   "a100": (0.80, 1.25),
   "h100": (0.72, 1.25),

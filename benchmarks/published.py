@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published training step times, and what the programs that they are of do differently.
+"""Published training step times, and how their programs differ from paxlike.
 
 `published_steps.json` has a row in each line: the model (an experiment of paxlike, with knobs), the
 chips, mesh and batch, and the seconds of a step. `within` is the number of devices of a slice or
@@ -31,7 +31,7 @@ from paxlike.layers.remat import Remat
 from paxlike.planning import model_sizes
 from paxlike.planning.model_sizes import ModelSizes
 from paxlike.planning.parallel_config import Configuration
-from paxlike.planning.software import Software
+from paxlike.planning.software import PAXLIKE, Software
 
 FILE = pathlib.Path(__file__).with_name("published_steps.json")
 
@@ -52,34 +52,24 @@ class Nemotron4_15B(datasets.Synthetic, Llama):
 
 # NVIDIA's Megatron, with the overlap of its recipes.
 _MEGATRON = Software(
-  hides_tensor=True,
-  reduces_once=True,
-  optimizer_over_data=True,
-  all_to_all=True,
-  spreads_loss=False,
+  hides_tensor=True, optimizer_over_data=True, all_to_all=True, spreads_loss=False
 )
-_XLA = Software(reduces_once=True)
-# The start of a row's source, and perhaps its chip -> the program. The first that fits is taken.
+_OF_EACH_EXPERT = dataclasses.replace(_MEGATRON, splits_experts=False)
+# The start of a row's source, its chip if not any -> the program. The first that fits is taken.
 _SOFTWARE = (
-  ("llm-foundry A100", "", Software(attention="flash1", spreads_loss=False)),
-  (
-    "llm-foundry",
-    "",
-    Software(attention="flash1", libraries_of_2023=True, spreads_loss=False),
-  ),
+  ("llm-foundry", "", Software(attention="flash1", libraries_of_2023=True)),
   # These H100s have HBM2e and a limit of 500 W instead of 700 W.
-  (
-    "torchtitan",
-    "H100",
-    Software(attention="flash2", power=500 / 700, bandwidth=2.4e12, spreads_loss=False),
-  ),
-  ("torchtitan", "", Software(attention="flash2", spreads_loss=False)),
-  ("Korthikanti", "", Software(reduces_once=True, spreads_loss=False)),
-  ("NeMo AutoModel", "", Software(reduces_once=True, all_to_all=True, spreads_loss=False)),
-  ("Megatron-Bridge", "", dataclasses.replace(_MEGATRON, splits_experts=False)),
+  ("torchtitan", "", Software(attention="flash2", power=500 / 700, bandwidth=2.4e12)),
+  ("Korthikanti", "", Software(spreads_loss=False)),
+  ("NeMo AutoModel", "", Software(all_to_all=True, splits_experts=False, spreads_loss=False)),
+  ("Megatron-Bridge", "", _OF_EACH_EXPERT),
+  ("dgxc-benchmarking Grok-1 (NeMo 25.04)", "H100", _OF_EACH_EXPERT),
   *((name, "", _MEGATRON) for name in ("NeMo", "Megatron", "dgxc", "gpu-recipes")),
-  ("Pax", "", dataclasses.replace(_XLA, libraries_of_2023=True)),
+  ("Pax", "", Software(libraries_of_2023=True)),
+  ("JaxPP", "", Software(spreads_loss=False)),
 )
+# Programs that reduce gradients once per microbatch; all others do once per step.
+_REDUCED_EACH = ("llm-foundry", "torchtitan")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,8 +107,9 @@ class Row:
     mesh = {axis: n for axis, n in facts["mesh"].items() if axis not in ("data", "fsdp")}
     knobs = json.dumps(facts["knobs"], sort_keys=True)
     of_device = facts["global_batch"] / size
-    remat = facts["remat"], str(facts.get("pipeline"))
-    return (self.source, self.chip, facts["experiment"], knobs, str(mesh), of_device, *remat)
+    others = ("accumulation", "pipeline", "remat", "fused_attention", "attended")
+    rest = (str(facts.get(name)) for name in (*others, "sequence_parallel"))
+    return (self.source, self.chip, facts["experiment"], knobs, str(mesh), of_device, *rest)
 
   @functools.cached_property
   def configuration(self) -> Configuration:
@@ -147,6 +138,7 @@ class Row:
       remat=Remat[facts["remat"]],
       accumulation=facts["accumulation"],
       pipeline=pipeline,
+      reduced_once=not self.source.startswith(_REDUCED_EACH),
       residual_over_tensor=facts["sequence_parallel"],
     )
 
@@ -156,9 +148,8 @@ class Row:
     facts = self.facts
     knobs = json.dumps(facts["knobs"], sort_keys=True)
     sizes = _sizes(facts["experiment"], knobs)
-    full, causal = sizes.scores
-    scores = full, causal * facts.get("attended", 1)
-    return dataclasses.replace(sizes, fused_attention=facts["fused_attention"], scores=scores)
+    spans = tuple((span, flops * facts.get("attended", 1)) for span, flops in sizes.spans)
+    return dataclasses.replace(sizes, fused_attention=facts["fused_attention"], spans=spans)
 
   @property
   def software(self) -> Software:
@@ -166,7 +157,7 @@ class Row:
     for source, chip, software in _SOFTWARE:
       if self.source.startswith(source) and chip in ("", self.chip):
         return software
-    return _XLA
+    return PAXLIKE
 
   @property
   def groups(self) -> list[str]:

@@ -230,9 +230,9 @@ def _plan(options: flags.Options, experiment: "Experiment") -> int:
   plans = planner.find(build, topology.devices(), batch=options.global_batch)
   plans = planner.confirmed(plans, build, options.confirm or 0)
   if options.json:
-    print(json.dumps(plan_page.facts(plans, command)))
+    print(json.dumps(plan_page.facts(plans, command, options.tokens, options.price)))
   else:
-    print(plan_page.text(plans, command))
+    print(plan_page.text(plans, command, options.tokens, options.price))
   return 0 if plans.first is not None else 3
 
 

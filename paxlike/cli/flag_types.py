@@ -39,6 +39,8 @@ NUMBERS = {
   "slices": _COUNT,
   "global_batch": ranges.Size,
   "confirm": Annotated[int, ranges.Range(least=0, most=1000)],
+  "tokens": Annotated[float, ranges.Range(least=1, most=1e18)],
+  "price": Annotated[float, ranges.Range(least=0, most=1e6)],
   "num_hosts": _COUNT,
   "host_idx": Annotated[int, ranges.Range(least=0, most=2**16)],
   "heartbeat_timeout": Annotated[int, ranges.Range(least=1, most=10**6)],

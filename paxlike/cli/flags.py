@@ -25,6 +25,8 @@ ONLY_IN = {
   "full": ("check",),
   "global_batch": ("plan",),
   "confirm": ("plan",),
+  "tokens": ("plan",),
+  "price": ("plan",),
   "save": ("compile", "profile"),
   "compiled_step": ("train",),
   "pgle_profile": ("train", "compile"),
@@ -57,6 +59,8 @@ class Options:
     full: Check the step of the full-size model instead of a shrunk one.
     global_batch: The global batch to plan for, in sequences; None: the experiment's.
     confirm: Number of best plans to compile; None: 0.
+    tokens: Length of a run, whose time is predicted; None: not told.
+    price: Price of a device for an hour; needs `tokens`.
     save: File to write to: the compiled step, or the measured durations of instructions.
     compiled_step: File of the compiled step to train with.
     pgle_profile: File of such durations, by which XLA schedules the step.
@@ -105,6 +109,8 @@ class Options:
   full: bool = False
   global_batch: int | None = None
   confirm: int | None = None
+  tokens: float | None = None
+  price: float | None = None
   save: str | None = None
   compiled_step: str | None = None
   pgle_profile: str | None = None
@@ -217,8 +223,8 @@ def check(options: Options):
         f"--{name}={getattr(options, name)} needs a --temperature above 0: 0, the default, is"
         " greedy decoding."
       )
-  if options.mode == "plan" and options.fdl_config is None:
-    raise UserError("--mode=plan sets knobs, and a graph file has none: give --fdl_config=NAME.")
+  if options.mode == "plan":
+    _check_plan(options)
   if options.chat and (options.prompt or options.prompt_file or options.num_samples):
     raise UserError("--chat reads the terminal: leave out --prompt... and --num_samples.")
   has_prompts = options.prompt or options.prompt_file or options.chat
@@ -236,3 +242,10 @@ def check(options: Options):
   needs_folder = options.mode in ("train", "eval", "decode")
   if needs_folder and not options.job_log_dir and not options.fdl_help:
     raise UserError(f"--mode={options.mode} needs --job_log_dir=DIR, the folder of the run.")
+
+
+def _check_plan(options: Options):
+  if options.fdl_config is None:
+    raise UserError("--mode=plan sets knobs, and a graph file has none: give --fdl_config=NAME.")
+  if options.price is not None and options.tokens is None:
+    raise UserError(f"--price={options.price} is of a whole run: give its --tokens too.")

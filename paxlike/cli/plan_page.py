@@ -17,12 +17,15 @@ Command = Callable[[Plan], str]
 _SHOWN = 8
 
 
-def text(plans: Plans, command: Command) -> str:
-  """Returns the report as text."""
+def text(
+  plans: Plans, command: Command, tokens: float | None = None, price: float | None = None
+) -> str:
+  """Returns the report as text; of a run on so many `tokens`, at the `price` of a device-hour."""
   parts = [formatting.table(("", ""), _facts(plans))]
   shown = plans.best[:_SHOWN] or (plans.nearest,)
   is_confirmed = any(plan.compiled is not None for plan in shown)
-  header = ["mesh", "microbatches", "schedule", "remat", "GB", "s", "MFU", "tokens/s", "bound by"]
+  header = ["mesh", "microbatches", "schedule", "remat", "GB", "s", "+-", "MFU", "tokens/s"]
+  header += ["bound by"]
   if is_confirmed:
     header.insert(5, "GB compiled")
   numbers = [place for place, name in enumerate(header) if name in _RIGHT]
@@ -31,20 +34,47 @@ def text(plans: Plans, command: Command) -> str:
     parts.append("nothing fits; the configuration that needs the least memory:")
   parts.append(formatting.table(header, rows, right=numbers))
   if plans.first is not None:
-    parts.append(f"fastest:\n  {command(plans.first)}")
+    parts.append("\n  ".join(["fastest:", *_fastest(plans, plans.first, command, tokens, price)]))
   parts.append(
     "The fastest configuration of each mesh. Sizes in parentheses are across slices or nodes; MFU"
-    "\ncounts full attention. GB per device and s per step are predicted; configurations that take"
-    f"\nmore than {planner.MAX_SHARE:.0%} of the memory for programs are left out.\n"
+    "\ncounts full attention. GB per device and s per step are predicted; +- is the mean error of"
+    "\nsuch predictions of published steps, and = marks plans that may be as fast as the first."
+    f"\nConfigurations that take more than {planner.MAX_SHARE:.0%} of the memory for programs are"
+    " left out.\n"
     "--confirm=K compiles the best K."
   )
   return "\n\n".join(parts)
 
 
-_RIGHT = ("microbatches", "GB", "GB compiled", "s", "MFU", "tokens/s")
+_RIGHT = ("microbatches", "GB", "GB compiled", "s", "+-", "MFU", "tokens/s")
 
 
-def facts(plans: Plans, command: Command) -> dict[str, Any]:
+def _fastest(
+  plans: Plans, plan: Plan, command: Command, tokens: float | None, price: float | None
+) -> Iterator[str]:
+  """Yields the command line of the fastest plan, why it is, and what a run takes."""
+  yield command(plan)
+  if (reason := plans.reason()) is not None:
+    yield reason
+  if tokens is not None:
+    run = _run(plans, plan, tokens, price)
+    cost = "" if price is None else f", at {price:g} each {run['cost']:,.0f}"
+    yield (
+      f"{tokens:.4g} tokens: {run['days']:.1f} days, {run['device_hours']:,.0f} device-hours{cost}"
+    )
+
+
+def _run(plans: Plans, plan: Plan, tokens: float, price: float | None) -> dict[str, Any]:
+  """Returns the days, device-hours and cost of a run on so many tokens."""
+  seconds = tokens / plans.tokens_per_second(plan)
+  hours = seconds / 3600 * plans.num_devices
+  cost = None if price is None else price * hours
+  return {"tokens": tokens, "days": seconds / 86400, "device_hours": hours, "cost": cost}
+
+
+def facts(
+  plans: Plans, command: Command, tokens: float | None = None, price: float | None = None
+) -> dict[str, Any]:
   """Returns the report for JSON: sizes in bytes, times in seconds."""
   model = plans.model
   return {
@@ -59,6 +89,8 @@ def facts(plans: Plans, command: Command) -> dict[str, Any]:
     "considered": plans.considered,
     "fitting": plans.fitting,
     "plans": [_plan_facts(plans, plan, command) for plan in plans.best],
+    "reason": plans.reason(),
+    "run": _run(plans, plans.first, tokens, price) if tokens and plans.first else None,
     "nearest": None if plans.best else _plan_facts(plans, plans.nearest, command),
   }
 
@@ -99,6 +131,7 @@ def _row(plans: Plans, plan: Plan, *, is_confirmed: bool) -> tuple[str, ...]:
     f"{plan.memory.total / 1e9:.2f}",
     *compiled,
     f"{plan.times.total:.3f}",
+    f"{plans.error(plan):.0%}{' =' if plans.is_tie(plan) else '  '}",
     f"{100 * plans.mfu(plan):.1f} %",
     f"{plans.tokens_per_second(plan):,.0f}",
     _bound(plan),
@@ -131,6 +164,8 @@ def _plan_facts(plans: Plans, plan: Plan, command: Command) -> dict[str, Any]:
     "compiled_bytes": None if plan.compiled is None else plan.compiled._asdict(),
     "fits": plan.fits,
     "seconds": {**plan.times.parts, "total": plan.times.total},
+    "expected_error": plans.error(plan),
+    "tie": plans.is_tie(plan),
     "bound_by": plan.times.bound,
     "mfu_full": plans.mfu(plan),
     "mfu_causal": plans.mfu(plan, causal=True),

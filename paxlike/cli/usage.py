@@ -47,6 +47,8 @@ What to do
   --json                  check, compile, plan, profile: print one JSON object instead of text
   --global_batch=N        plan: for N sequences per step instead of the experiment's
   --confirm=K             plan: also compile the best K, which takes minutes each; default 0
+  --tokens=15e12          plan: how many days and device-hours a run on this many tokens takes
+  --price=2.50            plan: also what it costs, at this price of a device for an hour
   --save=FILE             compile: also write the compiled step to a file
                           profile: the duration of each instruction (FILE.pbtxt), for --pgle_profile
   --compiled_step=FILE    train: load the compiled step from this file, which must match the run

@@ -155,7 +155,7 @@ class _Reader:
     kind_of = "f8" if "$f8" in one.target else a.dtype
     group, dtype = self._class(kind_of)
     groups = math.prod(output.dims[:-2])
-    rows, columns = (1, *output.dims)[-2:]
+    rows, columns = (1, 1, *output.dims)[-2:]
     rate = self._rates.matmul_flops(self._chip, groups * rows, columns, depth, dtype=dtype)
     epilogue = re.search(r'"epilogue":\s*"([A-Z_]+)"', one.attributes)
     kind = f"{'x'.join(map(str, output.dims))} over {depth}, {a.dtype} to {output.dtype}"
@@ -171,7 +171,7 @@ class _Reader:
   def _block_scaled(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
     (*_, depth), output = operands[0].dims, one.outputs[0]
     group, dtype = self._class("f8")
-    rows, columns = (1, *output.dims)[-2:]
+    rows, columns = (1, 1, *output.dims)[-2:]
     rate = self._rates.matmul_flops(self._chip, rows, columns, depth, dtype=dtype)
     kind = f"{'x'.join(map(str, output.dims))} over {depth}, MXFP8 to {output.dtype}"
     return _Work(group, kind, moved, 2.0 * math.prod(output.dims) * depth, rate)
@@ -205,9 +205,11 @@ class _Reader:
     window = re.search(r'"sliding_window_length":\s*(\d+)', one.attributes)
     seen = min(int(window[1]) if window and int(window[1]) else tokens, tokens)
     pairs = batch * heads * seen * (tokens - seen / 2)  # Causal pairs.
-    if "CAUSAL" not in one.attributes:
+    if not (causal := "CAUSAL" in one.attributes):
       pairs = batch * heads * tokens * tokens
-    rate = self._rates.attention_flops(self._chip, seen, head_dim, backward=is_backward)
+    rate = self._rates.attention_flops(
+      self._chip, seen, head_dim, backward=is_backward, causal=causal
+    )
     # Two matmuls forward; five backward, one of them recomputes the logits.
     return _Work(
       "attention", one.target, moved, 2 * (5 if is_backward else 2) * pairs * head_dim, rate

@@ -25,14 +25,14 @@ _TILE = (128, 256)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-  """The constants that are fitted to published step times; fractions but for `depth` and `length`.
+  """The constants that are fitted to published step times; most are fractions.
 
   Attributes:
     a100, h100, blackwell, v5e, v5p, v6e, v7x: What a large bf16 matmul reaches of the peak.
     h100_2023: The same on Hopper with the libraries of 2023 (CUDA 11.8 and 12.0).
-    fp8_gpu, fp8_tpu: What a large FP8 or INT8 matmul reaches of its peak, as a fraction of what a
-      bf16 one reaches of its own.
-    grouped: What grouped matmuls of experts reach of the rate of one matmul.
+    fp8_gpu, fp8_tpu: What a large FP8 or INT8 matmul reaches of its peak, divided by what a bf16
+      matmul reaches of its own.
+    grouped: The rate of grouped matmuls of experts, divided by that of one large matmul.
     depth: Of k, at which a matmul on a GPU reaches half of its rate.
     part_wave: The idle part of the last wave.
     flash1_a100, flash1_h100: What the forward pass of FlashAttention in Triton reaches of the peak
@@ -47,50 +47,50 @@ class Fitted:
     fast, fast_tpu: Of the fast network.
     slow, slow_tpu: Of the slow network.
     contention: How much longer computation and communication on a GPU take together than the
-      longer of both, as a fraction of the shorter.
-    unhidden: What is exposed of communication that could be hidden.
+      longer of both, divided by the shorter.
+    unhidden: What is exposed of all-reduces over `tensor` that a program hides behind matmuls.
     jitter: The slowdown by each doubling of the number of slices or nodes.
     power: The exponent of the power limit with which matmul rates fall.
-    permuted: Multiplies the memory traffic of moving tokens to their experts and back.
+    permuted: A factor of the memory traffic of moving tokens to their experts and back.
   """
 
-  a100: float = 0.8
-  h100: float = 0.749
-  h100_2023: float = 0.629
-  blackwell: float = 0.604
-  v5e: float = 0.823
-  v5p: float = 0.769
-  v6e: float = 0.734
-  v7x: float = 0.534
-  fp8_gpu: float = 1.01
-  fp8_tpu: float = 0.811
-  grouped: float = 0.865
-  depth: float = 92.4
-  part_wave: float = 0.306
-  flash1_a100: float = 0.467
-  flash1_h100: float = 0.266
+  a100: float = 0.812
+  h100: float = 0.769
+  h100_2023: float = 0.642
+  blackwell: float = 0.637
+  v5e: float = 0.815
+  v5p: float = 0.766
+  v6e: float = 0.715
+  v7x: float = 0.494
+  fp8_gpu: float = 0.994
+  fp8_tpu: float = 0.806
+  grouped: float = 0.882
+  depth: float = 78.7
+  part_wave: float = 0.281
+  flash1_a100: float = 0.466
+  flash1_h100: float = 0.265
   flash2_a100: float = 0.62
-  flash2_h100: float = 0.35
-  cudnn_a100: float = 0.588
-  cudnn_h100: float = 0.57
-  cudnn_blackwell: float = 0.506
-  splash: float = 0.417
-  flash1_backward: float = 0.58
-  backward: float = 0.609
-  flash1_narrow: float = 0.993
-  narrow: float = 0.626
-  length: float = 669.0
-  bandwidth: float = 0.787
-  bandwidth_tpu: float = 0.839
-  fast: float = 0.639
-  slow: float = 0.835
-  fast_tpu: float = 0.834
-  slow_tpu: float = 0.682
-  contention: float = 0.463
-  unhidden: float = 0.355
-  jitter: float = 0.00598
-  power: float = 0.72
-  permuted: float = 1.69
+  flash2_h100: float = 0.353
+  cudnn_a100: float = 0.587
+  cudnn_h100: float = 0.565
+  cudnn_blackwell: float = 0.5
+  splash: float = 0.409
+  flash1_backward: float = 0.582
+  backward: float = 0.581
+  flash1_narrow: float = 0.994
+  narrow: float = 0.615
+  length: float = 764.0
+  bandwidth: float = 0.743
+  bandwidth_tpu: float = 0.838
+  fast: float = 0.596
+  slow: float = 0.946
+  fast_tpu: float = 0.816
+  slow_tpu: float = 0.7
+  contention: float = 0.49
+  unhidden: float = 0.15
+  jitter: float = 0.00577
+  power: float = 0.714
+  permuted: float = 1.92
 
 
 FITTED = Fitted()
@@ -104,12 +104,12 @@ class KernelRates:
     matmul: Of a large bf16 matmul, of the bf16 peak.
     matmul_8_bits: Of a large FP8 or INT8 matmul, of the peak in 8 bits.
     matmul_f32: Of a large float32 matmul, of the float32 peak.
-    grouped: What grouped matmuls reach of that.
+    grouped: The rate of grouped matmuls, divided by that of one large matmul.
     depth, part_wave: See the module.
     attention: Of the forward pass with heads of at least 128, of the bf16 peak, counting causal
       FLOPs.
     attention_backward: The same of the backward pass.
-    narrow: What heads of 64 reach of that.
+    narrow: The rate with heads of 64, divided by that with heads of 128.
     length: See the module.
     bandwidth: Of memory-bound kernels.
     launch: Seconds of each launch.
@@ -141,8 +141,11 @@ class KernelRates:
       dtype: "bfloat16", "float32", "fp8" or "int8".
       groups: The number of matmuls.
     """
-    fraction = {"fp8": self.matmul_8_bits, "int8": self.matmul_8_bits, "float32": self.matmul_f32}
-    rate = (chip.peak(dtype) or chip.flops) * fraction.get(dtype, self.matmul)
+    peak = chip.peak(dtype) or chip.flops
+    fraction = self.matmul_f32 if dtype == "float32" else self.matmul
+    if dtype in ("fp8", "int8") and peak != chip.flops:  # Else it multiplies in bf16.
+      fraction = self.matmul_8_bits
+    rate = peak * fraction
     if groups > 1:
       rate *= self.grouped
     if not chip.cores:
@@ -154,20 +157,27 @@ class KernelRates:
     return rate * waves / (waves + self.part_wave) * k / (k + self.depth)
 
   def attention_flops(
-    self, chip: Chip, length: float, head_dim: float, *, backward: bool = False
+    self,
+    chip: Chip,
+    length: float,
+    head_dim: float,
+    *,
+    backward: bool = False,
+    causal: bool = True,
   ) -> float:
-    """Returns the causal FLOP/s of a fused attention kernel.
+    """Returns the FLOP/s of a fused attention kernel, on the pairs that the mask keeps.
 
     Args:
       chip: The chip.
       length: The keys that a query attends to, at most.
       head_dim: H.
       backward: Of the backward pass, which has 2.5 times the FLOPs of the forward pass.
+      causal: Whether there is a causal mask.
     """
     fraction = self.attention_backward if backward else self.attention
     if head_dim <= 64:
       fraction *= self.narrow
-    return chip.flops * fraction * length / (length + self.length)
+    return chip.flops * fraction * (length / (length + self.length) if causal else 1)
 
   def memory_bandwidth(self, chip: Chip) -> float:
     """Returns the bytes/s of memory-bound kernels."""
@@ -195,8 +205,11 @@ def of_chip(
   if libraries_of_2023 and chip.family == "h100":
     matmul = fitted.h100_2023
   matmul *= power**fitted.power
-  kernel = attention or ("cudnn" if chip.is_gpu else "splash")
-  forward = fitted.splash if kernel == "splash" else getattr(fitted, f"{kernel}_{chip.family}")
+  kernel = (attention or "cudnn") if chip.is_gpu else "splash"
+  forward = fitted.splash
+  if chip.is_gpu:
+    known = f"{kernel}_{chip.family}", f"cudnn_{chip.family}"
+    forward = getattr(fitted, known[0] if hasattr(fitted, known[0]) else known[1])
   forward *= power**fitted.power
   is_first = kernel == "flash1"
   return KernelRates(

@@ -8,14 +8,15 @@
 - Outputs of linear maps that the remat policy does not save are computed again, as are attention
   and everything else between them, except with SAVE_EVERYTHING.
 - All-gathers of weights, reductions of gradients (axes fsdp and data) and sends between stages
-  overlap with the computation of layers: a pass takes the longer of the two, and on GPUs
-  `contention` of the shorter, since both use the same memory and multiprocessors.
+  overlap with the computation of layers: a pass takes the longer of the two, plus, on GPUs,
+  `contention` times the shorter, since both use the same memory and multiprocessors.
 - All-reduces of activations (tensor) and exchanges of tokens (expert) lie between dependent
   matmuls, so their time is added. On TPUs, where XLA overlaps chunks of an all-reduce with its
   matmul, only the time by which a pass's all-reduces exceed its matmuls is added.
 - A pipeline takes 1 / (1 - bubble) of the time of its chunks.
 - Weights are all-gathered in every pass of every microbatch. Gradients are reduced once per
-  microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters.
+  microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters; with
+  `Configuration.reduced_once` only in the last one, by reduce-scatters.
 - Every doubling of the number of slices or nodes adds `jitter` to the step: all wait for the last.
 
 Other programs than paxlike do some of this in other ways: see `software`.
@@ -48,7 +49,7 @@ class Times:
     memory: Memory-bound kernels.
     tensor: Exposed all-reduces of activations over `tensor`.
     expert: Exposed exchanges of tokens over `expert`.
-    weights: Exposed all-gathers of weights, reductions of gradients and sends between stages.
+    weights: What all-gathers of weights, reductions of gradients and sends between stages add.
     update: The optimizer.
     bubble: Idle pipeline stages.
     jitter: Waiting for the slowest slice or node.
@@ -146,28 +147,22 @@ class _Step:
     self._sizes = how.sizes
     self._tokens = how.sequences * model.seq_len
     self._stages = how.sizes["pipeline"]
-    self._reduces_once = how.reduced_once or machine.software.reduces_once
 
   def times(self) -> Times:
     how, pipeline = self._how, self._how.pipeline
     # The forward and the backward time of all chunks of one stage.
     forward, backward = self._layers(forward=True), self._layers(forward=False)
     gathered, returned = self._exchanged()
-    layers = self._beside(forward, gathered) + self._beside(backward, returned)
+    backward_pass = self._beside(backward, returned)
+    layers = self._beside(forward, gathered) + backward_pass
     if pipeline is not None:
       share = _bubble(pipeline)
       layers += Times(bubble=layers.total * share / (1 - share))
     step = (layers + self._loss()) * how.microbatches + self._update()
-    if self._reduces_once:
-      reduced = sum(self._gathers(weights)[1] for weights in (self._model.in_stack, self._outside))
-      # It begins with the last layers of the last microbatch's backward pass.
-      unhidden = self._machine.fitted.unhidden * reduced
-      step += Times(weights=max(unhidden, reduced - backward.total))
+    if how.reduced_once:  # Beside the backward pass of the last microbatch.
+      reduced = self._gathers(self._model.weights)[1]
+      step += self._beside(backward, returned + reduced) + backward_pass * -1
     return step + Times(jitter=step.total * self._jitter())
-
-  @property
-  def _outside(self) -> tuple[Weight, ...]:
-    return self._model.outside
 
   def _jitter(self) -> float:
     nodes = max(1.0, self._how.num_devices / self._how.group(*self._sizes).within)
@@ -178,7 +173,10 @@ class _Step:
     model, remat = self._model, self._how.remat
     matmuls = self._matmuls(model.in_stack, "forward")
     attention, others = self._attention(), self._elementwise() + self._permuted()
-    reduced, exchanged = self._tensor(2), self._experts()
+    experts = self._reduced_experts
+    exchanged = self._experts()
+    # After attention, and after the MLP, or once for each row of the experts.
+    reduced = self._tensor(2 * model.num_layers - model.moe_layers, experts)
     forward_pass = matmuls + attention + others + self._exposed(reduced, matmuls) + exchanged
     if forward:
       return forward_pass
@@ -187,38 +185,37 @@ class _Step:
     rest = self._attention(backward=True) + others * 2 + exchanged
     if remat is not Remat.SAVE_EVERYTHING:
       # Policies that save matmuls omit those of experts.
-      again = tuple(
+      recomputed = tuple(
         weight
         for weight in model.in_stack
         if not weight.is_last and (weight.is_routed or not remat.saves(weight.role))
       )
-      products += self._matmuls(again, "forward")
+      products += self._matmuls(recomputed, "forward")
       rest += attention + others + exchanged
-      if not remat.saves("output"):  # Of a layer's two all-reduces, the first.
-        reduced += reduced * 0.5
+      dense = 0 if remat.saves("output") else model.num_layers
+      again = self._tensor(dense, experts)
+      reduced = reduced[0] + again[0], reduced[1] + again[1]
     backward_pass = products + rest + self._exposed(reduced, products)
     pipeline = self._how.pipeline
     if pipeline is not None and pipeline.recompute:
       backward_pass += forward_pass
     return backward_pass
 
-  def _exposed(self, reduced: Times, matmuls: Times) -> Times:
-    """Returns what matmuls do not hide of the all-reduces of activations."""
-    left = reduced.tensor
+  def _exposed(self, reduced: tuple[float, float], matmuls: Times) -> Times:
+    """Returns what matmuls do not hide of the all-reduces: (of dense layers, of experts)."""
+    dense, experts = reduced
     if self._network.beside_products:
-      left = max(0.0, left - matmuls.compute)
-    elif self._software.hides_tensor:
-      hidden = (1 - self._of_experts / self._all_reduced) * left
-      left -= min(hidden * (1 - self._machine.fitted.unhidden), matmuls.compute)
-    return Times(tensor=left)
+      return Times(tensor=max(0.0, dense + experts - matmuls.compute))
+    if self._software.hides_tensor:
+      dense = max(self._machine.fitted.unhidden * dense, dense - matmuls.compute)
+    return Times(tensor=dense + experts)
 
   def _matmuls(self, weights: tuple[Weight, ...], direction: str) -> Times:
     """Returns the time of a stage's matmuls with weights.
 
     Args:
       weights: The weights.
-      direction: "forward", or of the backward pass those for the gradients of "inputs" or of
-        "weights".
+      direction: "forward", "inputs" (for their gradients) or "weights" (for their gradients).
     """
     total = Times()
     for weight in weights:
@@ -231,42 +228,55 @@ class _Step:
   def _matmul(self, weight: Weight, direction: str, tokens: float) -> Times:
     """Returns the time of one layer's matmul with a weight."""
     model, tensor = self._model, self._tensor_of(weight)
-    split_in, split_out = (1, tensor) if weight.splits_outputs else (tensor, 1)
-    k, n = weight.inputs / split_in, weight.outputs / split_out
     flops = tokens * weight.flops / max(1, weight.layers) / tensor
     groups = 1.0
-    if weight.is_routed:  # Counted for all experts of a token, and of all tokens.
+    k, n = float(weight.inputs), float(weight.outputs)
+    if weight.is_routed:
+      # `inputs` and `outputs` are of all chosen experts; a group is an expert.
       k, n = k / model.num_chosen, n / model.num_chosen
       copies = model.num_chosen if model.capacity is None else model.capacity
       flops *= copies / model.num_chosen
       groups = model.num_experts / self._sizes["expert"]
       tokens *= copies
+      if not self._software.splits_experts:
+        tokens, tensor = tokens / tensor, 1
+    k, n = (k, n / tensor) if weight.splits_outputs else (k / tensor, n)
     m = tokens / groups
     shape = {"forward": (m, n, k), "inputs": (m, k, n), "weights": (k, n, m)}[direction]
-    dtype = "fp8" if weight.in_8_bits else "bfloat16"
+    dtype = weight.operands or "bfloat16"
     rate = self._machine.rates.matmul_flops(self._chip, *shape, dtype=dtype, groups=groups)
-    read_and_written = tokens * (k + n)
-    nbytes = (1 if weight.in_8_bits else 2) * (read_and_written + groups * k * n)
+    # Rows of the operands, of the output; a weight is an operand or, as a gradient, the output.
+    rows, matrix = (tokens * k, tokens * n), groups * k * n
+    read, written = {
+      "forward": (rows[0] + matrix, rows[1]),
+      "inputs": (rows[1] + matrix, rows[0]),
+      "weights": (sum(rows), matrix),
+    }[direction]
+    nbytes = (1 if weight.operands else 2) * read + 2 * written
     times = self._roofline(flops / rate, nbytes / self._bandwidth)
-    if weight.in_8_bits and self._chip.is_gpu:
-      # Quantization reads 16-bit operands and writes 8-bit ones.
-      times += Times(memory=3 * read_and_written / self._bandwidth)
+    if weight.operands and self._chip.is_gpu:
+      # Operands are quantized (16 bits read, 8 written) and, for the gradient, transposed.
+      quantized = {"forward": 3 * read, "inputs": 3 * rows[1], "weights": 2 * sum(rows)}[direction]
+      times += Times(memory=quantized / self._bandwidth)
     return times
 
   def _attention(self, *, backward: bool = False) -> Times:
     model, shards = self._model, self._sizes["tensor"] * self._stages
     if model.fused_attention:
-      rate = self._machine.rates.attention_flops(
-        self._chip, model.seq_len, model.head_dim, backward=backward
-      )
-      flops = model.scores[1] * (_OF_BACKWARD if backward else 1) * self._tokens / shards
-      return Times(attention=flops / rate)
-    rate = self._machine.rates.matmul_flops(
-      self._chip, model.seq_len, model.seq_len * model.heads, model.head_dim
-    )
+      seconds = 0.0
+      for span, flops in model.spans or ((model.seq_len, model.scores[1]),):
+        rate = self._machine.rates.attention_flops(
+          self._chip, span, model.head_dim, backward=backward
+        )
+        seconds += flops * (_OF_BACKWARD if backward else 1) / rate
+      return Times(attention=seconds * self._tokens / shards)
+    # Half of the FLOPs contract H numbers for logits, half contract T for weighted values.
+    length, seconds = model.seq_len, 0.0
+    for n, k in ((length, model.head_dim), (model.head_dim, length)):
+      rate = self._machine.rates.matmul_flops(self._chip, length * model.heads, n, k)
+      seconds += model.scores[0] / 2 / rate
     # Logits and softmax weights are both written and read.
-    nbytes = 8 * model.seq_len * model.heads
-    seconds = model.scores[0] / rate + nbytes / self._bandwidth
+    seconds += 8 * length * model.heads / self._bandwidth
     return Times(attention=(2 if backward else 1) * seconds * self._tokens / shards)
 
   def _elementwise(self) -> Times:
@@ -274,6 +284,8 @@ class _Step:
     model, sizes = self._model, self._sizes
     _, outputs = memory_model.widths(model, sizes)
     ffn = memory_model.ffn(model, sizes)
+    if model.moe_layers and model.capacity is None:
+      ffn *= self._copies / model.num_chosen
     # RoPE reads and writes queries and keys.
     rotated = max(0.0, outputs - model.dim - (model.mlp_factor - 1) * ffn)
     width = 10 * model.dim / self._how.residual_shards + 2 * rotated + model.mlp_factor * ffn
@@ -285,39 +297,44 @@ class _Step:
     model = self._model
     if not model.moe_layers:
       return Times()
-    copies = model.num_chosen if model.capacity is None else model.capacity
-    # Each copy is read and written, once on either way.
-    nbytes = 8 * copies * self._tokens * model.dim / self._how.residual_shards
-    seconds = self._machine.fitted.permuted * nbytes / self._bandwidth
+    # Each row is read and written, once on either way.
+    rows = self._copies * self._tokens
+    rows /= 1 if self._software.splits_experts else self._sizes["tensor"]
+    seconds = self._machine.fitted.permuted * 8 * rows * model.dim / self._bandwidth
     return Times(memory=seconds * model.moe_layers / self._stages)
 
-  def _tensor(self, count: int) -> Times:
-    """Returns the time of `count` all-reduces of each layer's activations over `tensor`."""
+  def _tensor(self, dense: float, experts: float = 0.0) -> tuple[float, float]:
+    """Returns the seconds of so many all-reduces of all tokens over `tensor`, for a stage."""
     group = self._how.group("tensor")
     one = interconnect.reduce(self._network, group, 2 * self._tokens * self._model.dim)
-    return Times(tensor=count / 2 * one * self._all_reduced / self._stages)
+    return dense * one / self._stages, experts * one / self._stages
 
   @property
-  def _of_experts(self) -> int:
-    """How often the forward pass all-reduces a token's outputs of experts."""
-    return self._model.moe_layers * self._model.num_chosen if self._software.splits_experts else 0
+  def _copies(self) -> float:
+    """The rows that a device computes of each of its tokens in a layer of experts."""
+    model = self._model
+    if model.capacity is not None:
+      return model.capacity
+    # Gathered tokens are permuted whether the device has their experts or not.
+    gathered = 1 if self._software.all_to_all else self._sizes["expert"]
+    return model.num_chosen * gathered
 
   @property
-  def _all_reduced(self) -> int:
-    """How often it all-reduces a token: after attention, and after the MLP or each expert."""
-    return 2 * self._model.num_layers - self._model.moe_layers + self._of_experts
+  def _reduced_experts(self) -> float:
+    """How many all-reduces of all tokens the outputs of experts take in a forward pass."""
+    return self._model.moe_layers * self._copies if self._software.splits_experts else 0.0
 
   def _experts(self) -> Times:
     """Returns the exposed time of the exchange of tokens to experts and back."""
     model, group = self._model, self._how.group("expert")
-    nbytes = 2 * self._tokens * model.dim / self._how.residual_shards
+    nbytes = 2 * self._tokens * model.dim
+    if self._software.all_to_all:  # Each device along `tensor` sends its share of the tokens.
+      nbytes /= self._how.residual_shards
     if model.capacity is not None or self._software.all_to_all:
-      copies = model.num_chosen if model.capacity is None else model.capacity
-      one = interconnect.exchange(self._network, group, copies * nbytes)
+      one = interconnect.exchange(self._network, group, self._copies * nbytes)
     else:
       one = interconnect.gather(self._network, group, group.size * nbytes)
-    shown = 1 - self._software.hides_exchange
-    return Times(expert=2 * shown * one * model.moe_layers / self._stages)
+    return Times(expert=2 * one * model.moe_layers / self._stages)
 
   def _exchanged(self) -> tuple[float, float]:
     """Returns (forward, backward) seconds of communication that overlaps with a stage's layers."""
@@ -330,42 +347,39 @@ class _Step:
       gathered_again = gathered if pipeline.recompute else 0.0
     else:
       gathered_again = 0.0
-    backward = gathered + gathered_again + (0 if self._reduces_once else reduced)
+    backward = gathered + gathered_again + (0 if self._how.reduced_once else reduced)
     return gathered + sent, backward + sent
 
   def _gathers(self, weights: tuple[Weight, ...]) -> tuple[float, float]:
     """Returns the seconds of all-gathering weights once, and of reducing their gradients once."""
     how = self._how
     gathered = reduced = 0.0
-    times = 2 if self._network.sums_whole and not self._reduces_once else 1
+    times = 2 if self._network.sums_whole and not how.reduced_once else 1
     for weight in weights:
       axes = weight.axes(self._sizes)
       here = weight.computed * weight.per_device(self._sizes)
-      wider = (self._software.gradient_bytes or weight.computed) / weight.computed
       if "fsdp" in axes:
         once = interconnect.gather(self._network, how.group("fsdp"), here * self._sizes["fsdp"])
         gathered += once
-        reduced += times * wider * once if weight.trained else 0.0
+        reduced += times * once if weight.trained else 0.0
       copies = {"data", "fsdp", "expert"} - axes
       if weight.trained:
-        # An all-reduce, or a reduce-scatter of gradients and an all-gather of weights.
-        one = interconnect.gather(self._network, how.group(*copies), here)
-        reduced += one * (1 + wider)
+        reduced += interconnect.reduce(self._network, how.group(*copies), here)
     return gathered, reduced
 
   def _loss(self) -> Times:
     """Returns the time of embeddings and logits of a microbatch, forward and backward."""
     model, head = self._model, self._model.head
     tensor = self._tensor_of(head)
-    tokens = self._tokens / self._stages
+    tokens = self._tokens / (self._stages if self._software.spreads_loss else 1)
     times = self._matmul(head, "forward", tokens) + self._matmul(head, "inputs", tokens)
     if head.trained:
       times += self._matmul(head, "weights", tokens)
     # Logits: written, read for the logsumexp and for the gradient. Gradient: written, read twice.
     times += Times(memory=12 * tokens * model.vocab / tensor / self._bandwidth)
     gathered, reduced = self._gathers(model.outside)
-    times = self._beside(times, gathered + (0 if self._reduces_once else reduced))
-    times += self._tensor(2) * (self._stages / model.num_layers)
+    times = self._beside(times, gathered + (0 if self._how.reduced_once else reduced))
+    times += Times(tensor=self._tensor(2 * self._stages)[0])
     if not self._software.spreads_loss:
       return times
     group = self._how.group("pipeline")

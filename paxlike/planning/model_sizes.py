@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes of a model and of its training state, as inputs of the cost and memory models."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -40,7 +41,7 @@ class Weight:
     held: Bytes per number in storage.
     computed: Bytes per number in the compute dtype.
     trained: Whether the optimizer trains it.
-    in_8_bits: Whether its matmuls run in FP8 or INT8.
+    operands: The format of the operands of its matmuls, "fp8" or "int8"; None: the compute dtype.
     role: The role by which remat policies save its output; empty: none.
   """
 
@@ -54,7 +55,7 @@ class Weight:
   held: float = 4
   computed: int = 2
   trained: bool = True
-  in_8_bits: bool = False
+  operands: str | None = None
   role: str = ""
 
   @property
@@ -70,8 +71,8 @@ class Weight:
   @property
   def splits_outputs(self) -> bool:
     """Whether `tensor` splits the outputs of its matmul, and not the inputs."""
-    # A last dim that tensor shards, or "head" after "heads".
-    return self.dims[-1] in (*_TENSOR_DIMS, "head")
+    # A last dim that tensor shards, "head" after "heads", or the vocabulary of a tied embedding.
+    return self.dims[-1] in (*_TENSOR_DIMS, "head") or self.dims[0] == "vocab"
 
   @property
   def is_routed(self) -> bool:
@@ -109,6 +110,8 @@ class ModelSizes:
     least_heads: The smallest N of any layer.
     head_dim: The smallest H of any layer.
     scores: Attention's forward FLOPs per token: (full, causal); see `flops.attention_flops`.
+    spans: (Keys that a query attends to at most, causal forward FLOPs per token) of attention; of
+      layers with the same span together. Empty: all layers attend to the whole sequence.
     mlp_factor: The number of arrays of width F that the activation reads and writes: 3 if gated,
       else 2.
     moe_layers: The number of layers with experts.
@@ -134,6 +137,7 @@ class ModelSizes:
   least_heads: int
   head_dim: int = 128
   scores: tuple[float, float]
+  spans: tuple[tuple[int, float], ...] = ()
   mlp_factor: int
   moe_layers: int = 0
   num_experts: int = 1
@@ -175,10 +179,13 @@ def of_definition(
   stack: Stack = decoder.stack
   layout = stack.layout
   heads, widths, moes, gated, dims_of_time = [], [], [], [], set()
+  spans: dict[int, float] = collections.defaultdict(float)
   for module, count in flops.modules(definition):
     if isinstance(module, Attention | LatentAttention):
       heads += [module.num_heads] * count
       widths.append(module.head_dim)
+      span = min(seq_len, getattr(module, "window", None) or seq_len)
+      spans[span] += count * module.score_flops(seq_len)[1]
     if isinstance(module, Moe):
       moes += [module] * count
     if hasattr(module, "activation"):
@@ -198,6 +205,7 @@ def of_definition(
     least_heads=min(heads),
     head_dim=min(widths),
     scores=flops.attention_flops(definition, seq_len),
+    spans=tuple(spans.items()),
     mlp_factor=3 if any(gated) else 2,
     moe_layers=len(moes),
     num_experts=first.num_experts if first else 1,
@@ -230,7 +238,7 @@ def _weight(spec: WeightSpec, location: Location | None) -> Weight:
     held=nbytes / math.prod(spec.shape),
     computed=jnp.dtype(spec.compute_dtype).itemsize,
     trained=spec.trained,
-    in_8_bits=matmul.operands is not None,
+    operands=matmul.operands,
     role=matmul.role,
   )
 

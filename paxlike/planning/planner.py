@@ -25,7 +25,7 @@ from paxlike.devices.mesh import AXES
 from paxlike.errors import UserError
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.remat import Remat
-from paxlike.planning import cost_model, memory_model, model_sizes
+from paxlike.planning import accuracy, cost_model, memory_model, model_sizes
 from paxlike.planning.cost_model import Machine, Times
 from paxlike.planning.memory_model import Memory
 from paxlike.planning.model_sizes import ModelSizes
@@ -114,6 +114,29 @@ class Plans:
     flops = self.model.flops.causal if causal else self.model.flops.full
     rate = self.batch * self.model.seq_len * flops / plan.times.total
     return rate / self.num_devices / self.machine.chip.flops
+
+  def error(self, plan: Plan) -> float:
+    """Returns the expected error of a plan's predicted time, as a fraction."""
+    return accuracy.expected_error(self.model, plan.how, self.machine.chip)
+
+  def is_tie(self, plan: Plan) -> bool:
+    """Returns whether a plan may be as fast as the fastest: they differ by less than the errors."""
+    first = self.first
+    if first is None:
+      return False
+    slowest = first.times.total * (1 + self.error(first))
+    return plan.times.total * (1 - self.error(plan)) <= slowest
+
+  def reason(self) -> str | None:
+    """Returns the largest differences, by cause, between the fastest plan and the next mesh."""
+    fitting = [plan for plan in self.best if plan.fits]
+    if len(fitting) < 2:
+      return None
+    first, second = (plan.times for plan in fitting[:2])
+    saved = (second + first * -1).parts
+    causes = sorted(saved, key=lambda name: -abs(saved[name]))[:3]
+    parts = [f"{name} {saved[name]:+.3f} s" for name in causes if saved[name]]
+    return f"the next mesh takes {second.total - first.total:+.3f} s: {', '.join(parts)}"
 
   def tokens_per_second(self, plan: Plan) -> float:
     """Returns the training throughput of all devices in tokens per second."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step time depends on beside the configuration: the program that computes the step.
+"""How another training program differs from paxlike, for predictions of its step times.
 
-A prediction is of a program. `PAXLIKE` is this one; the others are those of published step times,
-which calibrate the rates that all programs share.
+Published step times are of other programs; they calibrate the rates that all programs share.
 """
 
 import dataclasses
@@ -12,20 +11,18 @@ from paxlike.devices.kernel_rates import AttentionKernel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Software:
-  """A training program.
+  """A training program; the defaults are paxlike's.
 
   Attributes:
     attention: The attention kernel; None: the one that paxlike uses on the chip.
-    libraries_of_2023: Whether its matmuls are those of the CUDA libraries of 2023.
+    libraries_of_2023: Whether matmuls on Hopper are those of the CUDA libraries of 2023.
     hides_tensor: Whether communication over `tensor` overlaps with matmuls on GPUs.
-    reduces_once: Whether gradients are reduced once per step instead of once per microbatch.
-    gradient_bytes: Bytes per number in which gradients are reduced; None: as computed.
-    optimizer_over_data: Whether the optimizer is sharded over `data` whatever the model says.
-    all_to_all: Whether tokens are exchanged with their experts' devices; else all tokens are
-      gathered, unless experts have a capacity.
+    optimizer_over_data: Whether the optimizer state is sharded over `data` in any case.
+    all_to_all: Whether tokens are exchanged with the devices of their experts by an all-to-all; if
+      not, dropless experts all-gather them.
     splits_experts: Whether `tensor` splits each expert, and not the tokens.
-    hides_exchange: The fraction of that exchange that overlaps with matmuls.
-    spreads_loss: Whether all stages of a pipeline compute the loss, each of a share of the tokens.
+    spreads_loss: Whether each stage of a pipeline computes the loss of a share of the tokens; if
+      not, the last stage computes all of it.
     power: The power limit of the chips as a fraction of the data sheet's.
     bandwidth: Their memory bandwidth in bytes/s; None: that of the data sheet.
   """
@@ -33,12 +30,9 @@ class Software:
   attention: AttentionKernel | None = None
   libraries_of_2023: bool = False
   hides_tensor: bool = False
-  reduces_once: bool = False
-  gradient_bytes: int | None = None
   optimizer_over_data: bool = False
   all_to_all: bool = False
   splits_experts: bool = True
-  hides_exchange: float = 0.0
   spreads_loss: bool = True
   power: float = 1.0
   bandwidth: float | None = None

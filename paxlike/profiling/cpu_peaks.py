@@ -28,7 +28,7 @@ def measure(num_devices: int) -> tuple[Chip, KernelRates]:
     x = jnp.zeros(_NBYTES // 4, jnp.float32)
     bandwidth = 2 * _NBYTES / _best(jax.jit(lambda x: x + 1, donate_argnums=0), x, donated=True)
   ratio = bf16 / f32
-  chip = Chip(f32 / num_devices, bandwidth=bandwidth / num_devices)
+  chip = Chip(f32 / num_devices, bandwidth=bandwidth / num_devices, int8=1)
   return chip, KernelRates(matmul=ratio, matmul_8_bits=ratio)
 
 

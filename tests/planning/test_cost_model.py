@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-import statistics
+import re
 from typing import Any
 
 import calibration
@@ -11,6 +11,7 @@ import fiddle as fdl
 import jax
 import published
 import pytest
+from helpers.sources import REPOSITORY
 from published import Row
 
 from paxlike import registry
@@ -141,8 +142,8 @@ def test_a_pipeline_waits_as_its_schedule_says():
     )
     how = dataclasses.replace(on(128, {"pipeline": 8}, tensor=8), pipeline=pipeline)
     found[count] = cost_model.of(model, how, MACHINE)
-    layers = 3 * (found[count].total - found[count].update)
-    assert found[count].bubble == pytest.approx(layers / 3 * pipeline.plan.bubble, rel=0.1)
+    layers = found[count].total - found[count].update - found[count].jitter
+    assert found[count].bubble == pytest.approx(layers * pipeline.plan.bubble, rel=0.1)
     more = dataclasses.replace(pipeline, recompute=True)
     again = cost_model.of(model, dataclasses.replace(how, pipeline=more), MACHINE)
     assert again.compute > found[count].compute
@@ -193,6 +194,65 @@ def test_policies_compute_again_what_they_do_not_save(policy):
   assert times[1].attention == times[0].attention == times[2].attention
 
 
+def test_int8_and_fp8_take_the_time_of_their_own_peaks():
+  found = {}
+  for kind in (None, "fp8", "int8"):
+    model = sizes("SyntheticLLaMA70B", QUANTIZATION=kind)
+    for chip in ("TPU v5 lite", "NVIDIA H100", "NVIDIA A100-SXM4-80GB"):
+      machine: Any = cost_model.machine(chip)
+      found[kind, chip] = cost_model.of(model, on(64, fsdp=8), machine).compute
+  # TPU v5e and A100 have no FP8 units, and multiply in bf16; all have those of int8.
+  for chip in ("TPU v5 lite", "NVIDIA A100-SXM4-80GB"):
+    assert found["fp8", chip] == pytest.approx(found[None, chip])
+    assert found["int8", chip] < 0.8 * found[None, chip]
+  assert found["fp8", "NVIDIA H100"] < 0.7 * found[None, "NVIDIA H100"]
+
+
+def test_windows_and_frozen_weights_take_less_time():
+  local, whole = (sizes("Mistral7B", MAX_SEQ_LEN=32768, WINDOW=w) for w in (4096, None))
+  how = on(8, fsdp=8)
+  times = [cost_model.of(model, how, MACHINE) for model in (local, whole)]
+  assert times[0].attention < 0.35 * times[1].attention
+  assert times[0].compute == pytest.approx(times[1].compute)
+  lora = sizes("SyntheticLLaMA7B", USE_LORA=True, LORA_RANK=32)
+  full, frozen = (cost_model.of(m, how, MACHINE) for m in (sizes("SyntheticLLaMA7B"), lora))
+  assert 0.6 < frozen.compute / full.compute < 0.85 and frozen.update < 0.1 * full.update
+
+
+def test_a_tied_head_is_split_by_its_outputs():
+  head = sizes("Synthetic126M").head
+  assert head.dims[0] == "vocab" and head.splits_outputs
+
+
+def test_gathered_experts_are_all_reduced_for_every_row():
+  """Dropless experts over `expert`: every device permutes and reduces the rows of the group."""
+  model = sizes("Mixtral8x7B")
+  apart, together = on(64, fsdp=4, tensor=2), on(64, expert=4, tensor=2)  # As many tokens each.
+  one, gathered = (cost_model.of(model, how, MACHINE) for how in (apart, together))
+  assert gathered.tensor > 2 * one.tensor and gathered.expert > 0 == one.expert
+  capacity = sizes("Mixtral8x7B", MOE_DISPATCH="capacity", CAPACITY_FACTOR=1.0)
+  assert cost_model.of(capacity, together, MACHINE).tensor < 1.01 * one.tensor
+
+
+def test_gradients_that_are_reduced_once_are_so_beside_the_last_microbatch():
+  model = sizes("SyntheticLLaMA70B")
+  each = dataclasses.replace(on(2048, {"data": 8}, fsdp=8), accumulation=16)
+  once = dataclasses.replace(each, reduced_once=True)
+  many, few = (cost_model.of(model, how, MACHINE).weights for how in (each, once))
+  assert few < many
+  # With one microbatch, there is no difference on GPUs.
+  same = [dataclasses.replace(how, accumulation=1) for how in (each, once)]
+  totals = [cost_model.of(model, how, MACHINE).total for how in same]
+  assert totals[0] == pytest.approx(totals[1], rel=0.01)
+
+
+def test_jitter_grows_with_the_number_of_nodes():
+  model = sizes("SyntheticLLaMA70B")
+  times = [cost_model.of(model, on(16 * n, {"data": n}, fsdp=8), MACHINE) for n in (1, 2, 64)]
+  shares = [one.jitter / (one.total - one.jitter) for one in times]
+  assert shares[0] == 0 < shares[1] and shares[2] == pytest.approx(6 * shares[1])
+
+
 def test_rates_fall_with_the_size_of_matmuls_and_the_length_of_sequences():
   rates, chip = MACHINE.rates, MACHINE.chip
   large = rates.matmul_flops(chip, 32768, 8192, 8192)
@@ -224,20 +284,17 @@ def test_what_programs_do_otherwise_changes_the_time():
   )
   cases: dict[str, tuple[Any, Any, Any]] = {
     "hides_tensor": (*dense, True),
-    "reduces_once": (dense[0], dataclasses.replace(dense[1], accumulation=4), True),
     "optimizer_over_data": (*dense, True),
     "attention": (*dense, "flash2"),
     "libraries_of_2023": (*dense, True),
-    "gradient_bytes": (*dense, 4),
     "power": (*dense, 0.7),
     "bandwidth": (*dense, 2.4e12),
     "all_to_all": (*experts, True),
     "splits_experts": (*experts, False),
-    "hides_exchange": (*experts, 0.5),
     "spreads_loss": (sizes("Synthetic175B"), pipelined, False),
   }
   assert set(cases) == {field.name for field in dataclasses.fields(Software)}
-  slower = {"attention", "libraries_of_2023", "gradient_bytes", "power", "bandwidth"}
+  slower = {"attention", "libraries_of_2023", "power", "bandwidth", "spreads_loss"}
   for name, (model, how, value) in cases.items():
     machine: Any = cost_model.machine("NVIDIA H100", software=Software(**{name: value}))
     ours, other = (cost_model.of(model, how, one).total for one in (MACHINE, machine))
@@ -248,11 +305,11 @@ def test_published_steps_come_out_as_recorded():
   """The errors that docs/results.md states of the fitted constants."""
   results = [calibration.result(row) for row in published.load()]
   assert len(results) == 244
-  dense = [abs(one.error) for one in results if not one.row.model.moe_layers]
-  experts = [abs(one.error) for one in results if one.row.model.moe_layers]
-  assert statistics.mean(dense) < 0.045 and statistics.median(dense) < 0.035
-  assert statistics.mean(experts) < 0.14
   page = calibration.page(results)
+  (line,) = [line for line in page.splitlines() if line.startswith("all ")]
+  mean, median = re.findall(r"([\d.]+) %", line)[:2]
+  recorded = (REPOSITORY / "docs" / "results.md").read_text()
+  assert re.search(rf"^\| all \| 244 \| \d+ \| {mean} % \| {median} % ", recorded, re.M)
   assert "JaxPP 175B BF16, 64 H100" in page and f"{len(calibration.KNOWN)} fitted" in page
 
 
@@ -267,5 +324,10 @@ def test_constants_that_made_the_times_are_found_again():
   found = calibration.Fit(made, rounds=4)
   errors = [calibration.result(row, found.fitted).error for row in made]
   assert max(map(abs, errors)) < 0.03 and found.fitted.h100 == pytest.approx(0.66, rel=0.05)
-  # Without the other source, the times of this one say nothing.
-  assert found.without("MaxText GPU") != found.fitted
+  # Times that are held out do not count: neither right nor wrong ones.
+  wrong = [
+    Row(facts={**row.facts, "published_seconds": 9.0}) if row.source == "MaxText GPU" else row
+    for row in made
+  ]
+  held_out = calibration.Fit(wrong, rounds=4).without("MaxText GPU")
+  assert held_out.h100 == pytest.approx(found.without("MaxText GPU").h100, rel=0.02)

@@ -56,7 +56,9 @@ def test_the_page(capsys):
   assert re.search(r"devices +32 x TPU v5 lite, 16.91 GB each", out)
   assert re.search(r"global batch +64 sequences = 16,384 tokens", out)
   assert re.search(r"configurations +[\d,]+, of which [\d,]+ fit", out)
-  assert re.search(r"mesh +microbatches +schedule +remat +GB +s +MFU +tokens/s +bound by\n", out)
+  assert re.search(
+    r"mesh +microbatches +schedule +remat +GB +s +\+- +MFU +tokens/s +bound by\n", out
+  )
   assert "fastest:\n  paxlike --fdl_config=Scaled16B --fdl.NUM_LAYERS=4" in out
 
 
@@ -158,3 +160,33 @@ def test_a_file_has_no_knobs_to_set(capsys):
 def test_all_of_a_rack_are_joined_by_the_fast_network(capsys):
   facts = planned(capsys, *PLAN, "--topology=gb200-16", "--global_batch=64")
   assert all(set(plan["mesh"]["dcn"].values()) <= {1} for plan in facts["plans"])
+
+
+def test_plans_within_the_errors_of_the_first_are_ties_and_a_run_has_days_and_a_price(capsys):
+  flags = (*PLAN, "--topology=v5e-16", "--global_batch=64", "--tokens=1e12", "--price=2.5")
+  found = planned(capsys, *flags)
+  first, *others = found["plans"]
+  assert first["tie"] and {one["tie"] for one in others} == {True, False}
+  for one in others:
+    low = one["seconds"]["total"] * (1 - one["expected_error"])
+    high = first["seconds"]["total"] * (1 + first["expected_error"])
+    assert one["tie"] == (low <= high)
+  # Tensor parallelism is predicted less well.
+  assert len({one["expected_error"] for one in found["plans"]}) > 1
+  run_of = found["run"]
+  assert run_of["days"] == pytest.approx(1e12 / first["tokens_per_second"] / 86400)
+  assert run_of["cost"] == pytest.approx(2.5 * 16 * 24 * run_of["days"])
+  second = others[0]["seconds"]
+  more = {name: second[name] - first["seconds"][name] for name in second}
+  cause = max(set(more) - {"total"}, key=lambda name: abs(more[name]))
+  said = f"the next mesh takes {more['total']:+.3f} s: {cause} {more[cause]:+.3f} s"
+  assert found["reason"].startswith(said)
+  assert run(*flags) == 0
+  out = capsys.readouterr().out
+  assert found["reason"] in out and "device-hours, at 2.5 each" in out
+  assert re.search(r"1e\+12 tokens: [\d.]+ days", out)
+
+
+def test_a_price_without_tokens_is_refused(capsys):
+  assert run(*PLAN, "--topology=v5e-16", "--price=2") == 2
+  assert "--price=2.0 is of a whole run: give its --tokens too." in capsys.readouterr().err
