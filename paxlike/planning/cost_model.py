@@ -202,7 +202,7 @@ class _Step:
     return backward_pass
 
   def _exposed(self, reduced: tuple[float, float], matmuls: Times) -> Times:
-    """Returns what matmuls do not hide of the all-reduces: (of dense layers, of experts)."""
+    """Returns what matmuls do not hide of all-reduces: those of `_tensor`, dense and of experts."""
     dense, experts = reduced
     if self._network.beside_products:
       return Times(tensor=max(0.0, dense + experts - matmuls.compute))
@@ -245,7 +245,7 @@ class _Step:
     shape = {"forward": (m, n, k), "inputs": (m, k, n), "weights": (k, n, m)}[direction]
     dtype = weight.operands or "bfloat16"
     rate = self._machine.rates.matmul_flops(self._chip, *shape, dtype=dtype, groups=groups)
-    # Rows of the operands, of the output; a weight is an operand or, as a gradient, the output.
+    # Elements of the layer's input and output, and of its weight or the weight's gradient.
     rows, matrix = (tokens * k, tokens * n), groups * k * n
     read, written = {
       "forward": (rows[0] + matrix, rows[1]),
@@ -284,10 +284,10 @@ class _Step:
     model, sizes = self._model, self._sizes
     _, outputs = memory_model.widths(model, sizes)
     ffn = memory_model.ffn(model, sizes)
-    if model.moe_layers and model.capacity is None:
-      ffn *= self._copies / model.num_chosen
     # RoPE reads and writes queries and keys.
     rotated = max(0.0, outputs - model.dim - (model.mlp_factor - 1) * ffn)
+    if model.moe_layers and model.capacity is None:
+      ffn *= self._copies / model.num_chosen
     width = 10 * model.dim / self._how.residual_shards + 2 * rotated + model.mlp_factor * ffn
     nbytes = 2 * width * self._tokens * model.num_layers / self._stages
     return Times(memory=nbytes / self._bandwidth)
@@ -304,7 +304,7 @@ class _Step:
     return Times(memory=seconds * model.moe_layers / self._stages)
 
   def _tensor(self, dense: float, experts: float = 0.0) -> tuple[float, float]:
-    """Returns the seconds of so many all-reduces of all tokens over `tensor`, for a stage."""
+    """Returns the seconds of all-reduces over `tensor`, so many of the tokens of all layers."""
     group = self._how.group("tensor")
     one = interconnect.reduce(self._network, group, 2 * self._tokens * self._model.dim)
     return dense * one / self._stages, experts * one / self._stages
