@@ -31,15 +31,15 @@ from published import Row
 
 from paxlike.devices.kernel_rates import FITTED, Fitted
 from paxlike.planning import cost_model
-from paxlike.planning.cost_model import Machine, Times
+from paxlike.planning.cost_model import Machine
 from paxlike.planning.software import Software
+from paxlike.planning.times import Times
 from paxlike.telemetry import formatting
 
 # Constant -> (the expected value, the factor by which it may be off: 1.1 is 10 %).
 #
-# FlashAttention-2 (Dao, 2023; arXiv 2307.08691) measures attention in Triton and its own on A100
-# and H100, FlashAttention-3 (Shah et al., 2024; arXiv 2407.08608) cuDNN's on H100; networks are
-# nccl-tests' bus bandwidths. The others are guesses, made when fits had been seen.
+# All are guesses, made when fits had been seen. Those of attention lie within what the papers on
+# FlashAttention-2 (Dao, 2023) and -3 (Shah et al., 2024) report of A100 and H100.
 KNOWN: dict[str, tuple[float, float]] = {
   "a100": (0.80, 1.25),
   "h100": (0.72, 1.25),

@@ -59,7 +59,7 @@ class Options:
     full: Check the step of the full-size model instead of a shrunk one.
     global_batch: The global batch to plan for, in sequences; None: the experiment's.
     confirm: Number of best plans to compile; None: 0.
-    tokens: Length of a run, whose time is predicted; None: not told.
+    tokens: Length of a run whose time and cost are printed; None: they are not.
     price: Price of a device for an hour; needs `tokens`.
     save: File to write to: the compiled step, or the measured durations of instructions.
     compiled_step: File of the compiled step to train with.

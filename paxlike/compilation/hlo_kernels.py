@@ -152,11 +152,10 @@ class _Reader:
       r'(?:"lhs_contracting_dimensions":\s*\["?|lhs_contracting_dims=\{)(\d+)', one.attributes
     )
     depth = a.dims[int(contracted[1])] if contracted else a.dims[-1]
-    kind_of = "f8" if "$f8" in one.target else a.dtype
-    group, dtype = self._class(kind_of)
-    groups = math.prod(output.dims[:-2])
-    rows, columns = (1, 1, *output.dims)[-2:]
-    rate = self._rates.matmul_flops(self._chip, groups * rows, columns, depth, dtype=dtype)
+    group, dtype = self._class("f8" if "$f8" in one.target else a.dtype)
+    *batch, rows, columns = (1, 1, *output.dims)
+    rows *= math.prod(batch)
+    rate = self._rates.matmul_flops(self._chip, rows, columns, depth, dtype=dtype)
     epilogue = re.search(r'"epilogue":\s*"([A-Z_]+)"', one.attributes)
     kind = f"{'x'.join(map(str, output.dims))} over {depth}, {a.dtype} to {output.dtype}"
     if one.operation == "dot" and self._chip.is_gpu:
@@ -191,7 +190,7 @@ class _Reader:
     return _Work(group, f"{kind}, {tokens.dtype} to {output.dtype}, Triton", moved, flops, rate)
 
   def _class(self, dtype: str) -> tuple[str, str]:
-    """Returns the group of matmuls in a dtype of XLA, and the dtype in words."""
+    """Returns the group of matmuls in a dtype of XLA, and the dtype as `KernelRates` has it."""
     return {
       "f8": ("matmul fp8", "fp8"),
       "s8": ("matmul int8", "int8"),

@@ -26,7 +26,7 @@ class Chip:
     is_gpu: Whether it is a GPU.
     fp8: FLOP/s in FP8 as a multiple of `flops`; 1: it multiplies in bf16 instead.
     int8: The same in int8; 0: unknown.
-    family: A key of the rates that kernels reach; see `kernel_rates.Fitted`.
+    family: The name of its rates in `kernel_rates.Fitted`; empty: there are none.
     cores: Streaming multiprocessors of a GPU; 0: a TPU.
   """
 
@@ -36,7 +36,7 @@ class Chip:
   is_gpu: bool = False
   fp8: float = 1
   int8: float = 2
-  family: str = "h100"
+  family: str = ""
   cores: int = 0
 
   def peak(self, dtype: str) -> float | None:

@@ -221,7 +221,7 @@ def of_chip(
     part_wave=fitted.part_wave,
     attention=forward,
     attention_backward=forward * (fitted.flash1_backward if is_first else fitted.backward),
-    # Matrix units of TPUs contract 128 or 256 numbers at a time, whatever the width of heads.
+    # Assumed: matrix units of TPUs contract 128 or 256 numbers at a time, whatever H is.
     narrow=(fitted.flash1_narrow if is_first else fitted.narrow) if chip.is_gpu else 0.5,
     length=fitted.length,
     bandwidth=fitted.bandwidth if chip.is_gpu else fitted.bandwidth_tpu,

@@ -35,58 +35,9 @@ from paxlike.planning import memory_model
 from paxlike.planning.model_sizes import ModelSizes, Weight
 from paxlike.planning.parallel_config import Configuration
 from paxlike.planning.software import PAXLIKE, Software
+from paxlike.planning.times import Times
 
 _OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-  """Seconds of a step, or of a part of it, by cause.
-
-  Attributes:
-    compute: Matmuls, recomputation included.
-    attention: Attention kernels.
-    memory: Memory-bound kernels.
-    tensor: Exposed all-reduces of activations over `tensor`.
-    expert: Exposed exchanges of tokens over `expert`.
-    weights: What all-gathers of weights, reductions of gradients and sends between stages add.
-    update: The optimizer.
-    bubble: Idle pipeline stages.
-    jitter: Waiting for the slowest slice or node.
-  """
-
-  compute: float = 0.0
-  attention: float = 0.0
-  memory: float = 0.0
-  tensor: float = 0.0
-  expert: float = 0.0
-  weights: float = 0.0
-  update: float = 0.0
-  bubble: float = 0.0
-  jitter: float = 0.0
-
-  @property
-  def parts(self) -> dict[str, float]:
-    """The seconds by cause."""
-    return dict(vars(self))
-
-  def __add__(self, other: "Times") -> "Times":
-    others = vars(other)
-    return Times(**{name: seconds + others[name] for name, seconds in vars(self).items()})
-
-  def __mul__(self, factor: float) -> "Times":
-    return Times(**{name: factor * seconds for name, seconds in vars(self).items()})
-
-  @property
-  def total(self) -> float:
-    """The sum."""
-    return sum(vars(self).values())
-
-  @property
-  def bound(self) -> str:
-    """The cause that takes the longest."""
-    parts = vars(self)
-    return max(parts, key=lambda name: parts[name])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +103,7 @@ class _Step:
     how, pipeline = self._how, self._how.pipeline
     # The forward and the backward time of all chunks of one stage.
     forward, backward = self._layers(forward=True), self._layers(forward=False)
-    gathered, returned = self._exchanged()
+    gathered, returned = self._overlapped()
     backward_pass = self._beside(backward, returned)
     layers = self._beside(forward, gathered) + backward_pass
     if pipeline is not None:
@@ -174,7 +125,7 @@ class _Step:
     matmuls = self._matmuls(model.in_stack, "forward")
     attention, others = self._attention(), self._elementwise() + self._permuted()
     experts = self._reduced_experts
-    exchanged = self._experts()
+    exchanged = self._exchanged()
     # After attention, and after the MLP, or once for each row of the experts.
     reduced = self._tensor(2 * model.num_layers - model.moe_layers, experts)
     forward_pass = matmuls + attention + others + self._exposed(reduced, matmuls) + exchanged
@@ -253,7 +204,8 @@ class _Step:
       "weights": (sum(rows), matrix),
     }[direction]
     nbytes = (1 if weight.operands else 2) * read + 2 * written
-    times = self._roofline(flops / rate, nbytes / self._bandwidth)
+    compute, memory = flops / rate, nbytes / self._bandwidth
+    times = Times(compute=compute, memory=max(0.0, memory - compute))
     if weight.operands and self._chip.is_gpu:
       # Operands are quantized (16 bits read, 8 written) and, for the gradient, transposed.
       quantized = {"forward": 3 * read, "inputs": 3 * rows[1], "weights": 2 * sum(rows)}[direction]
@@ -324,7 +276,7 @@ class _Step:
     """How many all-reduces of all tokens the outputs of experts take in a forward pass."""
     return self._model.moe_layers * self._copies if self._software.splits_experts else 0.0
 
-  def _experts(self) -> Times:
+  def _exchanged(self) -> Times:
     """Returns the exposed time of the exchange of tokens to experts and back."""
     model, group = self._model, self._how.group("expert")
     nbytes = 2 * self._tokens * model.dim
@@ -336,7 +288,7 @@ class _Step:
       one = interconnect.gather(self._network, group, group.size * nbytes)
     return Times(expert=2 * one * model.moe_layers / self._stages)
 
-  def _exchanged(self) -> tuple[float, float]:
+  def _overlapped(self) -> tuple[float, float]:
     """Returns (forward, backward) seconds of communication that overlaps with a stage's layers."""
     gathered, reduced = self._gathers(self._model.in_stack)
     sent = 0.0
@@ -401,9 +353,6 @@ class _Step:
 
   def _tensor_of(self, weight: Weight) -> int:
     return self._sizes["tensor"] if "tensor" in weight.axes(self._sizes) else 1
-
-  def _roofline(self, compute: float, memory: float) -> Times:
-    return Times(compute=compute, memory=max(0.0, memory - compute))
 
   def _beside(self, work: Times, exchanged: float) -> Times:
     """Returns the work plus the seconds by which communication that runs beside it delays it."""

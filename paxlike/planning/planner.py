@@ -26,10 +26,11 @@ from paxlike.errors import UserError
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.remat import Remat
 from paxlike.planning import accuracy, cost_model, memory_model, model_sizes
-from paxlike.planning.cost_model import Machine, Times
+from paxlike.planning.cost_model import Machine
 from paxlike.planning.memory_model import Memory
 from paxlike.planning.model_sizes import ModelSizes
 from paxlike.planning.parallel_config import Configuration
+from paxlike.planning.times import Times
 from paxlike.training import requirements
 from paxlike.training.objectives import NextToken
 from paxlike.training.trainer import Trainer

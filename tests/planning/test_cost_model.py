@@ -22,7 +22,7 @@ from paxlike.devices.mesh import AXES
 from paxlike.layers import flops
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.stack import Remat
-from paxlike.planning import cost_model, memory_model, model_sizes
+from paxlike.planning import accuracy, cost_model, memory_model, model_sizes
 from paxlike.planning.model_sizes import ModelSizes
 from paxlike.planning.parallel_config import Configuration
 from paxlike.planning.software import Software
@@ -311,6 +311,30 @@ def test_published_steps_come_out_as_recorded():
   recorded = (REPOSITORY / "docs" / "results.md").read_text()
   assert re.search(rf"^\| all \| 244 \| \d+ \| {mean} % \| {median} % ", recorded, re.M)
   assert "JaxPP 175B BF16, 64 H100" in page and f"{len(calibration.KNOWN)} fitted" in page
+
+
+def test_expected_errors_are_those_of_the_sources_that_were_held_out():
+  page = (REPOSITORY / "docs" / "results.md").read_text()
+  rows = re.findall(
+    r"^\| ([^|]+) \|(?: [^|]+ \|){5} ([\d.]+) % \| [\d.]+ % \| [^|]+ \|$", page, re.M
+  )
+  recorded = {name: pytest.approx(float(error) / 100) for name, error in rows}
+  dense, experts = sizes("SyntheticLLaMA70B"), sizes("Mixtral8x7B")
+  in_fp8 = sizes("SyntheticLLaMA70B", USE_FP8=True)
+  stages = dataclasses.replace(
+    on(64, pipeline=8), pipeline=Pipeline(schedule="1f1b", stages=8, microbatches=8)
+  )
+  for chip in ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "H100", "A100"):
+    sheet: Any = chips.find(chip)
+    assert accuracy.expected_error(dense, on(64, fsdp=8), sheet) == recorded[chip]
+  sheet = chips.find("A100")
+  cases = {"TP": (dense, on(64, tensor=8)), "PP": (dense, stages)}
+  cases |= {"FP8": (in_fp8, on(64, fsdp=8)), "MoE": (experts, on(64, fsdp=8))}
+  for group, (model, how) in cases.items():
+    assert accuracy.expected_error(model, how, sheet) == recorded[group]
+  blackwell: Any = chips.find("B200")
+  found = accuracy.expected_error(dense, on(64, fsdp=8), blackwell)
+  assert recorded["GB200"].expected < found < recorded["B200"].expected
 
 
 def test_constants_that_made_the_times_are_found_again():
