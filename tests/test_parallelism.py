@@ -91,9 +91,9 @@ def pipelined(schedule: str, chunks: int, stages: int, **options: Any) -> fdl.Co
 
 
 @functools.cache
-def in_four_parts(name: str, packed: bool = False, **knobs: Any) -> Any:
+def in_four_parts(name: str, packed: bool = False, repeats: int = 4, **knobs: Any) -> Any:
   data = batch(16, packed=packed)
-  definition = shrunk(name, scan=True, repeats=4, **knobs)
+  definition = shrunk(name, scan=True, repeats=repeats, **knobs)
   return one_device(definition, data, num_microbatches=4)
 
 
@@ -101,8 +101,9 @@ def through_stages(
   name: str, schedule: str, chunks: int, mix: dict[str, int], **options: Any
 ) -> Any:
   packed, knobs = options.pop("packed", False), options.pop("knobs", {})
+  repeats = options.pop("repeats", 4)
   pipeline = pipelined(schedule, chunks, mix["pipeline"], **options)
-  definition = shrunk(name, repeats=4, pipeline=pipeline, **knobs)
+  definition = shrunk(name, repeats=repeats, pipeline=pipeline, **knobs)
   devices = jax.devices()[: math.prod(mix.values())]
   return steps(definition, MeshSpec(ici=mix), batch(16, packed=packed), devices=devices)
 
@@ -110,6 +111,30 @@ def through_stages(
 @pytest.mark.parametrize(("name", "schedule", "chunks", "mix"), PIPELINES, ids=spelt)
 def test_any_pipeline_is_one_device(name, schedule, chunks, mix):
   assert_same(through_stages(name, schedule, chunks, mix), in_four_parts(name))
+
+
+# The same with repeats that the stages do not divide: some have one less than others.
+UNEVEN: tuple[tuple[str, str, int, int, dict[str, int], dict[str, Any]], ...] = (
+  ("Synthetic126M", "1f1b", 1, 5, {"pipeline": 4, "data": 2}, {}),
+  ("SyntheticLLaMA70B", "gpipe", 1, 3, {"pipeline": 2, "tensor": 2}, {"recompute": False}),
+  ("SyntheticLLaMA70B", "1f1b", 1, 3, {"pipeline": 2, "data": 2}, {"knobs": {"USE_LORA": True}}),
+  ("Mixtral8x7B", "interleaved_1f1b", 2, 5, {"pipeline": 2, "expert": 4}, {"recompute": False}),
+  ("Gemma2_2B", "circular", 2, 7, {"pipeline": 2, "fsdp": 2}, {}),
+)
+
+
+@pytest.mark.parametrize(
+  ("name", "schedule", "chunks", "repeats", "mix", "options"), UNEVEN, ids=spelt
+)
+def test_stages_with_fewer_layers_than_others_are_one_device(
+  name, schedule, chunks, repeats, mix, options
+):
+  got = through_stages(name, schedule, chunks, mix, repeats=repeats, **options)
+  assert_same(got, in_four_parts(name, repeats=repeats, **options.get("knobs", {})))
+  # The last of the last stage is padding, and zero from the first step to the last.
+  state = jax.device_get(got[2])
+  stacked = [w for name, w in state.weights.items() if ".pattern." in name]
+  assert stacked and not any(w[-1].any() for w in stacked)
 
 
 @pytest.mark.parametrize(

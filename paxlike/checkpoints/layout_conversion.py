@@ -121,7 +121,7 @@ def in_layout(
         result[place] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
       else:
         where = NamedSharding(mesh, PartitionSpec(None, *spec))
-        stacked = (other.repeats, *shape)
+        stacked = (other.stacked_size, *shape)
         result[place] = jax.ShapeDtypeStruct(stacked, leaf.dtype, sharding=where)
   return result
 
@@ -161,8 +161,11 @@ def converted(
   for name in sorted(target, key=places):
     values = [take(*place) for place in places(name)]
     location = layout.locate(name)
-    stacked = location is not None and location.stacked
-    value = jnp.stack(values) if stacked else values[0]
+    value = values[0]
+    if location is not None and location.stacked:
+      of_index = dict(zip(location.indexes, values, strict=True))
+      padding = jnp.zeros_like(value)
+      value = jnp.stack([of_index.get(i, padding) for i in range(layout.stacked_size)])
     result[name] = jax.device_put(value, target[name].sharding)
     del value, values
   return result
@@ -177,10 +180,9 @@ def layout_in(metadata: Mapping[str, Any]) -> Layout:
   layout = Layout(**metadata["layout"])
   scanned, *counts = dataclasses.astuple(layout)
   known = type(scanned) is bool and all(is_size(n) and n < 2**20 for n in counts)
-  # The chunks of all stages divide the repeats evenly; with 0 repeats there is only one chunk.
+  # Each chunk has a repeat at least; with 0 repeats there is only one chunk.
   groups = layout.stages * layout.chunks if known and layout.pattern else 0
-  divide = 0 < groups <= max(layout.repeats, 1) and layout.repeats % groups == 0
-  if not divide or layout.repeats > ranges.MOST_LAYERS:
+  if not 0 < groups <= max(layout.repeats, 1) or layout.repeats > ranges.MOST_LAYERS:
     raise ValueError(f"metadata/metadata: invalid layout {metadata['layout']}")
   return layout
 

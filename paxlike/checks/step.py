@@ -159,7 +159,8 @@ def _by_layer(trainer: Trainer, arrays: dict[str, Any]) -> dict[str, np.ndarray]
   by_layer: dict[str, np.ndarray] = {}
   for name, array in arrays.items():
     location = layout.locate(name)
-    for index, layer in enumerate(location.layers if location else (0,)):
+    held = zip(location.indexes, location.layers, strict=True) if location else ((0, 0),)
+    for index, layer in held:
       of_layer = name if location is None else location.template.format(f"layers.{layer}")
       stacked = location is not None and location.stacked
       by_layer[of_layer] = np.asarray(array[index] if stacked else array)

@@ -132,6 +132,7 @@ class Module(nnx.Module):
       update=update,
       quantizer=quantizer,
       statistic=statistic,
+      padding=0,
     )
 
   def statistic(self, dims: Mapping[str, int], *, update: Update) -> nnx.Param:
@@ -173,6 +174,7 @@ class WeightSpec:
     changes: Whether training steps change it; a weight that does not change is frozen.
     is_quantized: Whether it is stored weight-only quantized.
     matmul: See `Module.weight`.
+    padding: How many indexes of the dim "layer" hold no layer.
   """
 
   shape: tuple[int, ...]
@@ -188,11 +190,18 @@ class WeightSpec:
   changes: bool
   is_quantized: bool
   matmul: Matmul | None
+  padding: int = 0
+
+  @property
+  def size(self) -> int:
+    """The number of elements, without padding."""
+    size = math.prod(self.shape)
+    return size // self.shape[0] * (self.shape[0] - self.padding) if self.padding else size
 
   @property
   def flops(self) -> float:
     """Forward FLOPs per token of its matmul, over all layers that are stacked in it."""
-    return 0 if self.matmul is None else 2 * math.prod(self.shape) * self.matmul.share
+    return 0 if self.matmul is None else 2 * self.size * self.matmul.share
 
   @property
   def ndim(self) -> int:
@@ -264,6 +273,7 @@ class Definition:
         changes,
         param.quantizer is not None and (read_only or not changes),
         param.matmul,
+        param.padding,
       )
     # Name of a weight -> the path and the variable of its quantized form.
     self._operands: dict[str, tuple[tuple[Any, ...], Any]] = {
@@ -274,17 +284,17 @@ class Definition:
   @property
   def num_params(self) -> int:
     """The parameter count, without non-trainable state and other weights with an `update` rule."""
-    return sum(math.prod(spec.shape) for spec in self.weights.values() if spec.update is None)
+    return sum(spec.size for spec in self.weights.values() if spec.update is None)
 
   @property
   def num_trained(self) -> int:
     """The parameter count of the weights that the optimizer trains."""
-    return sum(math.prod(spec.shape) for spec in self.optimized(self.weights).values())
+    return sum(spec.size for spec in self.optimized(self.weights).values())
 
   @property
   def num_quantized(self) -> int:
     """The parameter count of the weights that are stored quantized."""
-    return sum(math.prod(spec.shape) for spec in self.weights.values() if spec.is_quantized)
+    return sum(spec.size for spec in self.weights.values() if spec.is_quantized)
 
   @property
   def statistics(self) -> list[str]:

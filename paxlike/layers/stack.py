@@ -55,7 +55,7 @@ class Stack(Module):
     An unrolled stack is faster on one device; on many, scanning keeps the program small.
 
     Raises:
-      UserError: There is no layer, or the stages do not divide the repeats.
+      UserError: There is no layer, or there are more stages than repeats.
     """
     if not pattern:
       raise UserError("pattern=[] of a Stack: expected at least one layer.")
@@ -76,7 +76,7 @@ class Stack(Module):
       self.layout = self.layout.in_pipeline(stages=pipeline.stages, chunks=pipeline.chunks)
     if scan:
       self.prologue = nnx.List([block(dim) for block in prologue])
-      self.pattern = nnx.List([_stacked(block(dim), repeats) for block in pattern])
+      self.pattern = nnx.List([_stacked(block(dim), self.layout) for block in pattern])
       self.epilogue = nnx.List([block(dim) for block in epilogue])
     else:
       factories = [*prologue, *(list(pattern) * repeats), *epilogue]
@@ -133,19 +133,30 @@ class Stack(Module):
     `pattern` holds the weights of these repeats only; None: `self.pattern` does.
     """
     assert self.pipeline is not None
-    count = self.layout.repeats // self.pipeline.num_places
+    recompute = self.pipeline.recompute
+    size = self.layout.chunk_size
+    least, more = divmod(self.layout.repeats, self.pipeline.num_places)
     graph, weights = nnx.split(self.pattern if pattern is None else pattern)
-    repeats = (weights, self._firsts(place * count + jnp.arange(count)), None)
-    if self.pipeline.recompute:
-      run = functools.partial(self._run, context=context, graph=graph)
-      x_BTD, (_, each) = jax.lax.scan(run, x_BTD, repeats)
+    first = place * least + jnp.minimum(place, more)
+    repeats = (weights, self._firsts(first + jnp.arange(size)), jnp.arange(size))
+
+    def run(x_BTD: jax.Array, xs: Any) -> tuple[jax.Array, Aux]:
+      weights, first, number = xs
+      blocks = (nnx.merge(graph, weights), first, None)
+      y_BTD, (_, aux) = self._run(x_BTD, blocks, context=context, in_scan=recompute)
+      if not more:
+        return y_BTD, aux
+      # Shorter stages compute the padding too, and wait no less for the longer ones.
+      is_layer = number < least + (place < more)
+      return jnp.where(is_layer, y_BTD, x_BTD), aux.where(is_layer)
+
+    if recompute:
+      x_BTD, each = jax.lax.scan(run, x_BTD, repeats)
       return x_BTD, total(each)
     # The residuals of a scan would include copies of the weights.
     aux = none()
-    for number in range(count):
-      weights, first, _ = jax.tree.map(lambda x, number=number: x[number], repeats)
-      blocks = nnx.merge(graph, weights)
-      x_BTD, (_, new) = self._run(x_BTD, (blocks, first, None), context=context)
+    for number in range(size):
+      x_BTD, new = run(x_BTD, jax.tree.map(lambda x, number=number: x[number], repeats))
       aux = add(aux, new)
     return x_BTD, aux
 
@@ -182,6 +193,7 @@ class Stack(Module):
     *,
     context: Context,
     graph: nnx.GraphDef | None = None,
+    in_scan: bool = False,
   ) -> tuple[jax.Array, tuple[Any, Aux]]:
     """Runs blocks one after another; the body of a scan if `graph` is given.
 
@@ -191,13 +203,14 @@ class Stack(Module):
         their caches).
       context: The context of the whole stack, into which each layer's index is folded.
       graph: The graph definition of the blocks.
+      in_scan: Whether a scan runs the blocks, if there is no `graph`.
 
     Returns:
       (x_BTD, (the updated caches, the sum of the blocks' Aux)).
     """
     blocks, first, caches = xs
     if graph is not None:
-      blocks = nnx.merge(graph, blocks)
+      blocks, in_scan = nnx.merge(graph, blocks), True
     context = dataclasses.replace(context, log_layers=self.log_layers)
     combined = none()
     new: list[Any] = []
@@ -205,7 +218,7 @@ class Stack(Module):
       apply: Any = block
       if self.remat is not Remat.SAVE_EVERYTHING:
         # Inside a scan over layers, XLA cannot CSE the recomputation with the forward pass.
-        apply = jax.checkpoint(block, policy=self.remat.policy, prevent_cse=graph is None)
+        apply = jax.checkpoint(block, policy=self.remat.policy, prevent_cse=not in_scan)
       cache = None if caches is None else caches[offset]
       layer = first + offset
       with jax.named_scope(f"layer_{layer}" if isinstance(first, int) else "layers"):
@@ -224,7 +237,7 @@ class Stack(Module):
     if order == tuple(range(len(order))):
       return self.pattern
     graph, weights = nnx.split(self.pattern)
-    indexes = jnp.argsort(jnp.array(order))
+    indexes = jnp.array([order.index(repeat) for repeat in range(self.layout.repeats)])
     return nnx.merge(graph, jax.tree.map(lambda w: w[indexes], weights))
 
   def _pipelined(
@@ -246,12 +259,14 @@ class Stack(Module):
     return x_MBTD.swapaxes(0, 1).reshape(x_BTD.shape), aux.averaged(count)
 
 
-def _stacked(block: Block, repeats: int) -> Block:
+def _stacked(block: Block, layout: Layout) -> Block:
   """Adds a leading dim `layer` to every weight of an abstract block, in place; returns it."""
+  size = layout.stacked_size
   for _, param in nnx.to_flat_state(nnx.state(block, nnx.Param)):
     shape = param.get_value()
-    param.set_value(jax.ShapeDtypeStruct((repeats, *shape.shape), shape.dtype))
+    param.set_value(jax.ShapeDtypeStruct((size, *shape.shape), shape.dtype))
     param.set_metadata("dims", ("layer", *param.dims))
+    param.set_metadata("padding", size - layout.repeats)
   return block
 
 

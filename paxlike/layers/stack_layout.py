@@ -23,12 +23,14 @@ class Location(NamedTuple):
   Attributes:
     template: The name with a placeholder for the layer, such as "stack.{}.attention.query.w".
     layers: The indexes of the layers that the weight holds.
+    indexes: The index of each in the weight's leading dim, if it has one; others are padding.
     section: The section of the stack: "layers", or "prologue", "pattern" or "epilogue" if scanned.
   """
 
   template: str
   layers: tuple[int, ...]
   section: str
+  indexes: tuple[int, ...] = (0,)
 
   @property
   def stacked(self) -> bool:
@@ -40,8 +42,9 @@ class Location(NamedTuple):
 class Layout:
   """The layout of a stack of `prologue + pattern * repeats + epilogue` layers.
 
-  In an interleaved pipeline, chunk c of stage s is virtual stage c * stages + s; the chunks of a
-  stage are adjacent in the leading dim.
+  In a pipeline, chunk c of stage s is virtual stage c * stages + s; the chunks of a stage are
+  adjacent in the leading dim. If the virtual stages do not divide the repeats, the first ones have
+  one repeat more, and the leading dim is padded for the others.
   """
 
   scanned: bool
@@ -61,28 +64,41 @@ class Layout:
     """Returns the layout of the same stack, its repeats split into `chunks` chunks per stage.
 
     Raises:
-      UserError: The stages do not divide the repeats.
+      UserError: There are fewer repeats than virtual stages.
     """
     assert self.scanned
-    if self.repeats % (stages * chunks):
+    if self.repeats < stages * chunks:
       raise ArgumentError(
-        f"stages={stages} x chunks={chunks} does not divide repeats={self.repeats} of"
+        f"stages={stages} x chunks={chunks} are more than repeats={self.repeats} of"
         f" {self.pattern} layers: change the layers or the stages."
       )
-    if chunks == 1:  # The leading dim is in layer order, as without a pipeline.
-      return self
+    if chunks == 1 and self.repeats % stages == 0:
+      return self  # The leading dim is in layer order, as without a pipeline.
     return dataclasses.replace(self, stages=stages, chunks=chunks)
 
   @property
-  def order(self) -> tuple[int, ...]:
-    """The repeat at each index of the leading dim."""
-    size = self.repeats // (self.stages * self.chunks)
-    return tuple(
-      (chunk * self.stages + stage) * size + repeat
-      for stage in range(self.stages)
-      for chunk in range(self.chunks)
-      for repeat in range(size)
-    )
+  def chunk_size(self) -> int:
+    """The most repeats of a virtual stage."""
+    return -(-self.repeats // (self.stages * self.chunks))
+
+  @property
+  def stacked_size(self) -> int:
+    """The size of the leading dim: the repeats, and padding."""
+    return self.chunk_size * self.stages * self.chunks
+
+  @property
+  def order(self) -> tuple[int | None, ...]:
+    """The repeat at each index of the leading dim; None: padding."""
+    places = self.stages * self.chunks
+    least, more = divmod(self.repeats, places)
+    order: list[int | None] = []
+    for stage in range(self.stages):
+      for chunk in range(self.chunks):
+        place = chunk * self.stages + stage
+        first, count = place * least + min(place, more), least + (place < more)
+        order += range(first, first + count)
+        order += [None] * (self.chunk_size - count)
+    return tuple(order)
 
   def locate(self, name: str) -> Location | None:
     """Returns the location of `name`, or None if it is not a weight of a stack."""
@@ -93,8 +109,9 @@ class Layout:
     index, section = int(match["index"]), match["section"]
     if section == "pattern":
       first = self.prologue + index
-      layers = tuple(first + repeat * self.pattern for repeat in self.order)
-      return Location(template, layers, section)
+      held = [(i, repeat) for i, repeat in enumerate(self.order) if repeat is not None]
+      layers = tuple(first + repeat * self.pattern for _, repeat in held)
+      return Location(template, layers, section, tuple(i for i, _ in held))
     if section == "epilogue":
       index += self.prologue + self.pattern * self.repeats
     return Location(template, (index,), section)

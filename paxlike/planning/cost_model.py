@@ -84,6 +84,8 @@ def machine(
 
 def of(model: ModelSizes, how: Configuration, machine: Machine) -> Times:
   """Returns the seconds of an optimizer step."""
+  if how.pipeline is not None:
+    model = model.in_stages(how.pipeline.stages, how.pipeline.chunks)
   return _Step(model, how, machine).times()
 
 

@@ -57,6 +57,8 @@ class Memory:
 
 def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
   """Returns the memory of a device."""
+  if how.pipeline is not None:
+    model = model.in_stages(how.pipeline.stages, how.pipeline.chunks)
   sizes = how.sizes
   tokens = how.sequences * model.seq_len
   here = {weight: weight.per_device(sizes) for weight in set(model.weights)}

@@ -155,6 +155,15 @@ class ModelSizes:
     """The parameter count."""
     return sum(weight.size for weight in self.weights)
 
+  def in_stages(self, stages: int, chunks: int) -> "ModelSizes":
+    """Returns the sizes with the padding of a pipeline whose stages do not divide the repeats.
+
+    Every virtual stage computes as many repeats as the largest.
+    """
+    if not self.repeats or self.repeats % (stages * chunks) == 0:
+      return self
+    return _padded(self, stages * chunks)
+
   @property
   def in_stack(self) -> tuple[Weight, ...]:
     """The weights of the stack."""
@@ -169,6 +178,30 @@ class ModelSizes:
   def head(self) -> Weight:
     """The output projection."""
     return next(weight for weight in self.outside if weight.share)
+
+
+@functools.cache
+def _padded(model: ModelSizes, places: int) -> ModelSizes:
+  size = -(-model.repeats // places) * places
+  factor = size / model.repeats
+
+  def padded(weight: Weight) -> Weight:
+    if weight.layers <= 0:
+      return weight
+    shape = (size, *weight.shape[1:])
+    return dataclasses.replace(weight, shape=shape, layers=size, flops=factor * weight.flops)
+
+  full, causal = model.scores
+  return dataclasses.replace(
+    model,
+    weights=tuple(map(padded, model.weights)),
+    num_layers=round(factor * model.num_layers),
+    repeats=size,
+    heads=round(factor * model.heads),
+    scores=(factor * full, factor * causal),
+    spans=tuple((span, factor * flops) for span, flops in model.spans),
+    moe_layers=round(factor * model.moe_layers),
+  )
 
 
 def of_definition(

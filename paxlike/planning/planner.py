@@ -55,6 +55,7 @@ CHOSEN = (
 _REMATS = (Remat.SAVE_EVERYTHING, Remat.SAVE_DOT_WITH_NO_BATCH_DIM, Remat.SAVE_NOTHING)
 _ACROSS = ("pipeline", "data", "fsdp")  # Axes that may span slices or nodes.
 _MOST_MICROBATCHES = 32  # Per stage; bubbles are then below 3 %.
+_PADDED = 1.1  # Stages may compute a tenth more layers than there are.
 
 # Knobs -> the experiment's trainer with these knobs.
 Build = Callable[[Mapping[str, Any]], Trainer]
@@ -305,7 +306,7 @@ def _allows(model: ModelSizes, sizes: Mapping[str, int]) -> bool:
     and all(size % tensor == 0 for size in wide)
     and model.dim % fsdp == 0
     and model.num_experts % expert == 0
-    and (stages == 1 or (model.repeats > 0 and model.repeats % stages == 0))
+    and (stages == 1 or stages <= model.repeats)
   )
 
 
@@ -327,9 +328,13 @@ def configurations(
 
 
 def _pipelines(model: ModelSizes, stages: int, counts: list[int]) -> Iterator[Pipeline]:
-  for chunks, count, recompute in itertools.product(
-    divisors(model.repeats // stages), counts, (False, True)
-  ):
+  most = model.repeats // stages
+  sizes = {-(-model.repeats // (stages * chunks)): chunks for chunks in range(most, 0, -1)}
+  # Of the numbers of chunks with chunks of one size, the least has the least padding.
+  several = sorted(
+    chunks for size, chunks in sizes.items() if size * stages * chunks <= _PADDED * model.repeats
+  )
+  for chunks, count, recompute in itertools.product(several, counts, (False, True)):
     if chunks > 1 and count % stages:
       continue
     if stages <= count <= _MOST_MICROBATCHES * stages:

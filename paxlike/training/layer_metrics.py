@@ -111,14 +111,15 @@ def _norms(definition: Definition, squares: np.ndarray) -> dict[Any, np.ndarray]
   for name in definition.optimized(definition.weights):
     location = layout.locate(name)
     if location is None:
-      path, layers, size = f"model.{name}", [0], 1
+      path, layers, indexes, size = f"model.{name}", [0], [0], 1
     else:
       path = location.template.partition("{}.")[2]
-      layers, size = list(location.layers), layout.num_layers
+      layers, indexes, size = list(location.layers), list(location.indexes), layout.num_layers
+    stacked = location is not None and location.stacked
     group = path.rpartition(".")[0]
     total, is_there = sums.setdefault(group, (np.zeros(size), np.zeros(size, bool)))
-    value, squares = np.split(squares, [len(layers)])
-    total[layers] += value
+    value, squares = np.split(squares, [layout.stacked_size if stacked else 1])
+    total[layers] += value[indexes]
     is_there[layers] = True
   return {g: np.where(is_there, np.sqrt(total), np.nan) for g, (total, is_there) in sums.items()}
 

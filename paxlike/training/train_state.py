@@ -19,6 +19,7 @@ from paxlike.layers.stack import layout_of
 from paxlike.training.optimizers import Optimizer
 
 T = TypeVar("T")
+_PADDING = -1  # Of a stack's leading dim, in place of a layer.
 
 
 @jax.tree_util.register_dataclass
@@ -192,6 +193,9 @@ def init_params(
       continue
     location = layout.locate(name)
     template, layers = (location.template, location.layers) if location else (name, (0,))
+    if location and spec.padding:
+      held = dict(zip(location.indexes, location.layers, strict=True))
+      layers = tuple(held.get(index, _PADDING) for index in range(spec.shape[0]))
     key = jax.random.fold_in(root, zlib.crc32(template.encode()))
     draw = _drawer(
       _hashable(spec.init),
@@ -199,6 +203,7 @@ def init_params(
       spec.fan_in,
       spec.stored_dtype,
       location is not None and location.stacked,
+      spec.padding > 0,
       mesh_lib.sharding(mesh, spec.dims, spec.shape),
     )
     params[name] = spec.stored(draw(key, jnp.array(layers)))
@@ -212,7 +217,13 @@ def trace_init(definition: Definition, mesh: Mesh):
 
 @functools.cache
 def _drawer(
-  init: Any, shape: tuple[int, ...], fan_in: int, dtype: Any, stacked: bool, where: NamedSharding
+  init: Any,
+  shape: tuple[int, ...],
+  fan_in: int,
+  dtype: Any,
+  stacked: bool,
+  padded: bool,
+  where: NamedSharding,
 ):
   """Returns the compiled initializer, shared by all weights with equal arguments."""
   function, keywords = init
@@ -220,6 +231,8 @@ def _drawer(
   def one(key: jax.Array, layer: jax.Array) -> jax.Array:
     per_layer = shape[1:] if stacked else shape
     drawn = function(jax.random.fold_in(key, layer), per_layer, fan_in, **dict(keywords))
+    if padded:  # Zeros stay zeros: they get no gradient.
+      drawn = jnp.where(layer == _PADDING, 0, drawn)
     return drawn.astype(dtype)
 
   def draw(key: jax.Array, layers: jax.Array) -> jax.Array:

@@ -49,12 +49,32 @@ def test_the_state_is_not_held_twice(monkeypatch, scanned):
   assert 0 < max(held) <= 2.5 * one_weight < WEIGHTS * one_weight
 
 
+def test_stages_with_fewer_layers_than_others_are_padded_with_zeros():
+  where = NamedSharding(MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1]), PartitionSpec())
+  flat = Layout(scanned=False, repeats=5)
+  uneven = Layout(scanned=True, repeats=5).in_pipeline(stages=2, chunks=2)
+  leaf = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=where)
+  unrolled = {f"params.stack.layers.{i}.w": leaf for i in range(5)}
+  stacked = layout_conversion.in_layout(unrolled, flat, uneven)
+  name = "params.stack.pattern.0.w"
+  assert stacked[name].shape == (8, 3)
+  state = {f"params.stack.layers.{i}.w": jnp.full(3, i + 1.0) for i in range(5)}
+  padded = layout_conversion.converted(dict(state), flat, stacked, uneven)
+  # Virtual stages 0, 2 and 1, 3: the first has two layers.
+  assert padded[name][:, 0].tolist() == [1, 2, 4, 0, 3, 0, 5, 0]
+  back = layout_conversion.converted(dict(padded), uneven, unrolled, flat)
+  assert {n: float(x[0]) for n, x in back.items()} == {n: float(x[0]) for n, x in state.items()}
+  evenly = layout_conversion.in_layout(unrolled, flat, Layout(scanned=True, repeats=5))
+  again = layout_conversion.converted(padded, uneven, evenly, Layout(scanned=True, repeats=5))
+  assert again[name][:, 0].tolist() == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(
   ("given", "is_one"),
   [
     ({"stages": 2, "chunks": 2}, True),
     ({"repeats": 0, "prologue": 2}, True),
-    ({"stages": 3}, False),
+    ({"stages": 3}, True),
     ({"stages": 8}, False),
     ({"stages": -2, "chunks": -2}, False),
     ({"stages": 0}, False),

@@ -44,7 +44,8 @@ def by_layer(definition, params):
   result = {}
   for name, value in jax.device_get(params).items():
     location = layout.locate(name)
-    for index, layer in enumerate(location.layers if location else (0,)):
+    held = zip(location.indexes, location.layers, strict=True) if location else ((0, 0),)
+    for index, layer in held:
       template = location.template if location else name
       result[template, layer] = value[index] if location and location.stacked else value
   return result

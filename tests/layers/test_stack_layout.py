@@ -26,3 +26,29 @@ def test_names_outside_a_stack_have_no_location():
   layout = Layout(scanned=True, **SHAPE)
   assert layout.locate("params.embedding.table") is None
   assert layout.locate("params.haystack.layers.3.w") is None
+
+
+@pytest.mark.parametrize(("repeats", "stages", "chunks"), [(126, 8, 1), (5, 2, 2), (7, 2, 3)])
+def test_the_first_virtual_stages_have_a_repeat_more_where_they_do_not_divide(
+  repeats, stages, chunks
+):
+  layout = Layout(scanned=True, repeats=repeats).in_pipeline(stages=stages, chunks=chunks)
+  size, places = layout.chunk_size, stages * chunks
+  assert layout.stacked_size == len(layout.order) == size * places
+  # By virtual stage instead of by stage, the repeats are in order.
+  by_place = [
+    layout.order[(stage * chunks + chunk) * size :][:size]
+    for chunk in range(chunks)
+    for stage in range(stages)
+  ]
+  assert [r for held in by_place for r in held if r is not None] == list(range(repeats))
+  counts = [size - held.count(None) for held in by_place]
+  assert sorted(counts, reverse=True) == counts and counts[0] - counts[-1] == 1
+  location = layout.locate("params.stack.pattern.0.mlp.up.w")
+  assert location is not None and location.layers == tuple(sorted(location.layers, key=_of(layout)))
+  for index, layer in zip(location.indexes, location.layers, strict=True):
+    assert layout.place(location.template, layer) == ("params.stack.pattern.0.mlp.up.w", index)
+
+
+def _of(layout: Layout):
+  return lambda layer: layout.order.index(layer)

@@ -22,7 +22,7 @@ from paxlike.devices.mesh import AXES
 from paxlike.layers import flops
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.stack import Remat
-from paxlike.planning import accuracy, cost_model, memory_model, model_sizes
+from paxlike.planning import accuracy, cost_model, memory_model, model_sizes, planner
 from paxlike.planning.model_sizes import ModelSizes
 from paxlike.planning.parallel_config import Configuration
 from paxlike.planning.software import Software
@@ -148,6 +148,24 @@ def test_a_pipeline_waits_as_its_schedule_says():
     again = cost_model.of(model, dataclasses.replace(how, pipeline=more), MACHINE)
     assert again.compute > found[count].compute
   assert found[3].bubble < 0.5 * found[1].bubble
+
+
+def test_stages_that_do_not_divide_the_layers_compute_padding():
+  model = sizes("Llama31_405B")
+  assert model.in_stages(7, 9) is model
+  padded = model.in_stages(8, 1)
+  assert (model.repeats, padded.repeats, padded.num_layers) == (126, 128, 128)
+  shapes = [axes for axes, _ in planner.meshes(model, (512, 1))]
+  assert 8 in {dict(zip(AXES, axes, strict=True))["pipeline"] for axes in shapes}
+  pipeline = Pipeline(schedule="1f1b", stages=8, microbatches=64)
+  uneven = dataclasses.replace(on(64, {"pipeline": 8}, tensor=8), pipeline=pipeline)
+  times = [cost_model.of(one, uneven, MACHINE) for one in (model, padded)]
+  assert times[0] == times[1]
+  held = memory_model.of(model, uneven, MACHINE.network).weights
+  assert held == memory_model.of(padded, uneven, MACHINE.network).weights
+  # Each stage holds 16 layers of 128.
+  in_stack = sum(weight.held * weight.size for weight in padded.in_stack)
+  assert held == pytest.approx(in_stack / 64, rel=0.2)
 
 
 def test_networks():

@@ -175,7 +175,7 @@ def test_weights_alone_need_not_be_stored():
     ),
     ({"NUM_VIRTUAL_STAGES": 2, "CIRCULAR_REPEAT": 3}, "set one of them"),
     ({"NUM_STAGES": 4}, "NUM_STAGES=4, but"),
-    ({"NUM_LAYERS": 3}, "does not divide repeats=3 of 1 layers: change the layers"),
+    ({"NUM_LAYERS": 1}, "stages=2 x chunks=1 are more than repeats=1 of 1 layers: change the"),
     ({"NUM_MICROBATCHES": 0}, "NUM_MICROBATCHES"),
   ],
 )

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that was stopped and resumed is the run that was never stopped."""
 
+import json
 import signal
 import time
 
+import jax
 import numpy as np
 import pytest
 from helpers.kill_and_resume import kill_and_resume
@@ -61,6 +63,27 @@ def test_a_run_goes_on_on_another_mesh_and_in_another_layout(tmp_path, text, cha
   assert ("mesh.ici" if "MESH" in change else "stack.scan") in out
   losses = [np.array(curve(tmp_path / name)) for name in ("whole", "parts")]
   np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_stages_with_fewer_layers_than_others(tmp_path, text):
+  """Three layers on two stages, resumed without stages: losses and metrics of layers."""
+  more = ("--fdl.NUM_LAYERS=3", "--fdl.LOG_LAYERS_EVERY=1")
+  stages = ("--fdl.ICI_MESH_SHAPE={pipeline: 2, data: 4}", "--fdl.NUM_MICROBATCHES=2")
+  assert run(*on_text(tmp_path / "whole", text, 4, *more)) == 0
+  assert run(*on_text(tmp_path / "parts", text, 4, *more, *stages, "--fdl.num_steps=2")) == 0
+  assert run(*on_text(tmp_path / "parts", text, 4, *more)) == 0
+  losses = [np.array(curve(tmp_path / name)) for name in ("whole", "parts")]
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+  whole, parts = (of_layers(tmp_path / name) for name in ("whole", "parts"))
+  assert len(whole) == len(parts) == 4
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), parts, whole)
+
+
+def of_layers(folder):
+  """The metrics of layers, of each step."""
+  lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+  return [line["layers"] for line in lines if line["kind"] == "layers"]
 
 
 @pytest.mark.slow
