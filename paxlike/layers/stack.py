@@ -134,8 +134,8 @@ class Stack(Module):
     """
     assert self.pipeline is not None
     recompute = self.pipeline.recompute
-    size = self.layout.chunk_size
     least, more = divmod(self.layout.repeats, self.pipeline.num_places)
+    size = least + (more > 0)
     graph, weights = nnx.split(self.pattern if pattern is None else pattern)
     first = place * least + jnp.minimum(place, more)
     repeats = (weights, self._firsts(first + jnp.arange(size)), jnp.arange(size))

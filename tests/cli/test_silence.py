@@ -19,7 +19,7 @@ from paxlike.telemetry.step_metrics import Reading
 @pytest.mark.slow
 def test_ctrl_c_says_what_was_saved_and_how_to_go_on(tmp_path):
   flags = (*TINY, "--fdl.MAX_STEPS=1000000", "--fdl.PERCORE_BATCH_SIZE=1", "--job_log_dir=run")
-  process = start(*flags, cwd=tmp_path)
+  process = start(*flags, cwd=tmp_path, signalled=True)
   metrics = tmp_path / "run" / "metrics.jsonl"
   while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
     time.sleep(0.1)

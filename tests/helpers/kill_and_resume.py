@@ -35,7 +35,7 @@ def kill_and_resume(folder: pathlib.Path, *, kills: int, seed: int) -> list[str]
   wrong, killed = [], 0
   for attempt in range(kills * 10):
     newest = Checkpoints(folder / "killed" / "checkpoints", keep=None).latest()
-    process = start(*flags, f"--job_log_dir={folder / 'killed'}")
+    process = start(*flags, f"--job_log_dir={folder / 'killed'}", signalled=True)
     if killed < kills:
       # Half of the kills come at a moment of the start, the others soon after the first steps.
       if rng.random() < 0.5:

@@ -13,11 +13,11 @@ prints how many commands each page holds and how many are run.
 import pathlib
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from helpers import warm_python
 from helpers.sources import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -108,26 +108,17 @@ def inline(page: pathlib.Path) -> list[str]:
 
 
 def shell(folder: pathlib.Path) -> pathlib.Path:
-  """Makes a folder of the commands that pages use, which run this checkout; returns it."""
+  """Makes a folder of the commands that pages use, which run this checkout; returns it.
+
+  Those that name an experiment get the flags in the variable TINY too.
+  """
   folder.mkdir()
-  for name, entry in SCRIPTS.items():
-    module, function = entry.split(":")
-    lines = [
-      f"#!{sys.executable}",
-      "import os, sys",
-      f"sys.path.insert(0, {str(REPOSITORY)!r})",
-      "if __name__ == '__main__':",
-      "  if any(arg.startswith('--fdl_config=') for arg in sys.argv):",
-      "    sys.argv += os.environ.get('TINY', '').split()",
-      f"  from {module} import {function}",
-      f"  sys.exit({function}())",
-    ]
+  tiny = 'case "$*" in *--fdl_config=*|*--exp=*) set -- "$@" $TINY;; esac'
+  commands = {name: f" -m {entry.partition(':')[0]}" for name, entry in SCRIPTS.items()}
+  for name, module in {**commands, "python": ""}.items():
+    lines = ["#!/usr/bin/env bash", tiny, f'exec {warm_python.program()}{module} "$@"']
     (folder / name).write_text("\n".join(lines))
     (folder / name).chmod(0o755)
-  # A program in Python may be the paxlike that `python -m paxlike.main` starts.
-  python = f'case "$*" in "-m paxlike.main "*) set -- "$@" $TINY;; esac; exec {sys.executable} "$@"'
-  (folder / "python").write_text(f"#!/usr/bin/env bash\n{python}\n")
-  (folder / "python").chmod(0o755)
   return folder
 
 

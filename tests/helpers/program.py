@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+from helpers import warm_python
 from helpers.sources import REPOSITORY
 from paxlike.main import main
 
@@ -46,9 +47,11 @@ def start(
   fault: pathlib.Path | None = None,
   log: pathlib.Path | None = None,
   redirected: str = "",
+  signalled: bool = False,
 ) -> subprocess.Popen:
   """Starts the program in a process of its own, on one device.
 
+  `signalled` says that the test sends signals, which the returned process must receive itself.
   `file_blocks` is the size that no file may exceed, in blocks of the shell's `ulimit -f`; `fault`
   is a file that says where it gets stuck (faulty.py); `log` takes what it prints; `redirected` is
   bash for other streams.
@@ -56,7 +59,8 @@ def start(
   limit = "" if file_blocks is None else f"ulimit -f {file_blocks}; "
   script = str(pathlib.Path(__file__).parent / "faulty.py")
   what = ["-m", "paxlike.main"] if fault is None else [script, str(fault)]
-  command = [sys.executable, *what, *flags]
+  cold = signalled or bool(fault or file_blocks or redirected)
+  command = [sys.executable if cold else str(warm_python.program()), *what, *flags]
   with contextlib.ExitStack() as stack:
     out = subprocess.PIPE if log is None else stack.enter_context(log.open("w"))
     return subprocess.Popen(

@@ -36,10 +36,12 @@ def job(
   model=TINY,
   only: int | None = None,
   fault: pathlib.Path | None = None,
+  signalled: bool = False,
 ) -> list[subprocess.Popen]:
   """Starts processes of one device each, which share a batch of four rows.
 
   `only` is the only one that is started, if given; the last one gets stuck where `fault` says so.
+  See `start` for `signalled`.
   """
   together = (f"--server_addr=localhost:{free_port()}", f"--num_hosts={count}")
   mesh = ("--fdl.ICI_MESH_SHAPE=[1,1,1]", f"--fdl.DCN_MESH_SHAPE=[1,{count},1]")
@@ -48,7 +50,12 @@ def job(
   model = [flag for flag in model if "LR_COS" not in flag] + ["--fdl.LR_SCHEDULE=constant"]
   flags = (*model, *together, *mesh, rows, f"--job_log_dir={folder}", *flags)
   return [
-    start(*flags, f"--host_idx={index}", fault=fault if index == count - 1 else None)
+    start(
+      *flags,
+      f"--host_idx={index}",
+      fault=fault if index == count - 1 else None,
+      signalled=signalled,
+    )
     for index in range(count)
     if only in (None, index)
   ]
@@ -96,7 +103,7 @@ def until_saved(folder: pathlib.Path, processes: list[subprocess.Popen]):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_others_by_its_name_and_the_job_resumes(tmp_path, victim):
-  processes = job(2, tmp_path / "run", *LONG)
+  processes = job(2, tmp_path / "run", *LONG, signalled=True)
   until_saved(tmp_path / "run", processes)
   processes[victim].kill()
   status, _, err = finish(processes[1 - victim])
@@ -114,7 +121,7 @@ def test_a_killed_process_ends_the_others_by_its_name_and_the_job_resumes(tmp_pa
 
 @pytest.mark.slow
 def test_a_job_is_alone_in_its_folder_and_stops_after_the_same_step_everywhere(tmp_path):
-  processes = job(2, tmp_path, *LONG)
+  processes = job(2, tmp_path, *LONG, signalled=True)
   until_saved(tmp_path, processes)
   for status, _, err in map(finish, job(2, tmp_path, *LONG)):
     assert status == 2, err

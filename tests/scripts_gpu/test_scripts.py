@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import sentencepiece
+from helpers import warm_python
 from helpers.sources import REPOSITORY
 
 from paxlike.data.seqio import tfds_writer
@@ -28,6 +29,13 @@ MODEL = {
 SMALL = [f"--fdl.{name}={value}" for name, value in MODEL.items()]
 SHORT = ["--fdl.MAX_SEQ_LEN=96", "--fdl.MAX_STEPS=2", "--fdl.LR_COS_WARMUP=1"]
 SHORT += ["--fdl.LR_COS_DECAY_START=2", "--fdl.LR_COS_DECAY_END=9"]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+  """What runs paxlike, with TensorFlow already imported."""
+  with warm_python.served(tmp_path_factory.mktemp("warm"), "tensorflow_datasets") as python:
+    yield python
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +93,19 @@ def run(script, *arguments, cwd, **environment):
   return process.returncode, out
 
 
-def test_the_pile_then_lambada_on_one_node(data, tmp_path):
+def test_the_pile_then_lambada_on_one_node(data, tmp_path, program):
   common = (data, data / "pieces.model", "float32", 1, 2, "logs")
-  status, out = run("run_pile_singlenode.sh", *common, *SMALL, *SHORT, cwd=tmp_path)
+  own = {"cwd": tmp_path, "PYTHON": program}
+  status, out = run("run_pile_singlenode.sh", *common, *SMALL, *SHORT, **own)
   assert status == 0, out
   assert "completed step: 1" in (tmp_path / "logs" / "pile_output.log").read_text()
   small = [*SMALL, "--fdl.MAX_SEQ_LEN=96"]
-  status, out = run("run_lambada_singlenode.sh", *common, *small, cwd=tmp_path)
+  status, out = run("run_lambada_singlenode.sh", *common, *small, **own)
   assert status == 0, out
   log = (tmp_path / "logs" / "lambada_output.log").read_text()
   assert "evaluated lambada after 2 updates: acc_strict: " in log
   # What fails says so, although its output goes through tee.
-  assert run("run_lambada_singlenode.sh", *common, "--fdl.NO=1", *small, cwd=tmp_path)[0] == 2
+  assert run("run_lambada_singlenode.sh", *common, "--fdl.NO=1", *small, **own)[0] == 2
   assert run("run_lambada_singlenode.sh", data, cwd=tmp_path)[0] != 0
 
 
@@ -158,7 +167,7 @@ def free_port() -> int:
     ),
   ],
 )
-def test_two_nodes_train_together(data, tmp_path, script, arguments):
+def test_two_nodes_train_together(data, tmp_path, program, script, arguments):
   given = [str(argument).format(data=data) for argument in arguments]
   if script.startswith("run_base"):
     more = " --fdl.DCN_MESH_SHAPE=[2,1,1] --fdl.ICI_MESH_SHAPE=[1,1,1]"
@@ -166,15 +175,17 @@ def test_two_nodes_train_together(data, tmp_path, script, arguments):
   else:
     given += SMALL
   port = free_port()
-  both = [start(script, *given, cwd=tmp_path, **slurm(index, port)) for index in range(2)]
+  own = {"cwd": tmp_path, "PYTHON": program}
+  both = [start(script, *given, **own, **slurm(index, port)) for index in range(2)]
   outputs = [process.communicate(timeout=300)[0] for process in both]
   assert [process.returncode for process in both] == [0, 0], outputs
   assert "completed step: 1" in outputs[0] and "devices:    2 x cpu" in outputs[0]
 
 
-def test_llama_is_tuned_and_evaluated_on_boolq(data, tmp_path):
+def test_llama_is_tuned_and_evaluated_on_boolq(data, tmp_path, program):
   tiny = [*SMALL, "--fdl.NUM_KV_HEADS=1", "--fdl.FPROP_DTYPE=float32"]
   environment = {
+    "PYTHON": program,
     "TFDS_DATA_DIR": data,
     "VOCAB_PATH": data / "pieces.model",
     "CHECKPOINT_RESTORE_PATH": tmp_path / "base",
@@ -182,7 +193,7 @@ def test_llama_is_tuned_and_evaluated_on_boolq(data, tmp_path):
     "MAX_STEPS": 2,
     "LR_COS_WARMUP": 1,
   }
-  base = [sys.executable, "-m", "paxlike.main", "--fdl_config=SyntheticLLaMA7B", *tiny]
+  base = [program, "-m", "paxlike.main", "--fdl_config=SyntheticLLaMA7B", *tiny]
   base += [f"--job_log_dir={tmp_path / 'base'}", "--fdl.MAX_STEPS=1", "--fdl.MAX_SEQ_LEN=16"]
   subprocess.run(base, check=True, capture_output=True, cwd=SCRIPTS.parents[1])
   for name, more in (

@@ -87,7 +87,8 @@ def test_the_seconds_of_a_killed_run_add_up_to_its_wall_time(tmp_path):
   for killed in (True, True, False):
     newest = Checkpoints(tmp_path / "checkpoints", keep=None).latest() or 0
     began = began or time.time()
-    process = start(*flags, f"--fdl.MAX_STEPS={10**6 if killed else newest + 70}")
+    steps = f"--fdl.MAX_STEPS={10**6 if killed else newest + 70}"
+    process = start(*flags, steps, signalled=True)
     while killed and (Checkpoints(tmp_path / "checkpoints", keep=None).latest() or 0) <= newest:
       assert process.poll() is None
       time.sleep(0.1)

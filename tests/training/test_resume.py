@@ -135,7 +135,7 @@ def test_a_stop_during_an_evaluation_loses_no_step(tmp_path, text, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_the_run(tmp_path, number):
-  process = start(*flags(tmp_path, 1_000_000))
+  process = start(*flags(tmp_path, 1_000_000), signalled=True)
   metrics = tmp_path / "metrics.jsonl"
   while process.poll() is None and not (metrics.exists() and metrics.read_text()):
     time.sleep(0.1)
