@@ -6,12 +6,11 @@ import functools
 import gc
 import json
 import os
-import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from paxlike import root_graph, run_mode
 from paxlike.cli import command_line, error_diagnosis, flags, startup, usage
@@ -20,9 +19,6 @@ from paxlike.errors import TEMPORARY, RunError, UserError, exit_status, one_line
 from paxlike.processes import owner, phases, stack_traces, work_report
 from paxlike.run_mode import build_trainer
 from paxlike.telemetry import console
-
-if TYPE_CHECKING:
-  from paxlike.experiment import Experiment
 
 # Exceptions whose frames must stay alive until the process exits: XLA may still be compiling, and
 # would crash if the objects that they refer to were freed.
@@ -88,7 +84,8 @@ def main(argv: Sequence[str]) -> int:
     ):
       startup.set_up_jax(options)
       # `target` ends after `explained`, which may try other options for the same devices.
-      target.enter_context(topology.target(options.topology, slices=options.slices or 1))
+      if len(options.topologies) <= 1:
+        target.enter_context(topology.target(options.topology, slices=options.slices or 1))
       status = _dispatch(options, stage)
       prints_only = options.list or options.fdl_help
       writes_files = options.mode in ("train", "eval", "decode") and not prints_only
@@ -125,8 +122,10 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
     print(knob_page.help_text(type(experiment)))
     return 0
   if options.mode == "plan":
+    from paxlike.cli import plan_command
+
     assert experiment is not None
-    return _plan(options, experiment)
+    return plan_command.run(options, experiment)
   if experiment is not None and options.mode == "train":
     epochs.resolve(experiment, lambda: build_trainer(root_graph.of(options, experiment)))
   graph = root_graph.of(options, experiment)
@@ -196,44 +195,6 @@ def _profile(options: flags.Options, trainer: Any, graph: Any) -> int:
     show = profile_page.as_json if options.json else profile_page.text
     print(show(found, trainer))
   return 0
-
-
-def _plan(options: flags.Options, experiment: "Experiment") -> int:
-  """Prints how to shard the experiment over devices. Returns 3 if nothing fits."""
-  from paxlike.cli import plan_page
-  from paxlike.planning import planner
-
-  def build(knobs: Mapping[str, Any]) -> Any:
-    one = root_graph.experiment_of(options)
-    for name, value in knobs.items():
-      one.set(name, value, source="plan")
-    return build_trainer(root_graph.of(options, one))
-
-  def command(plan: planner.Plan) -> str:
-    now = {name: setting.value for name, setting in experiment.values().items()}
-    own = [f"--fdl.{name}={text}" for name, text in options.knobs if name not in plan.how.knobs]
-    own += [f"--fiddler={text}" for text in options.fiddlers]
-    own += [f"--fdl.{path}={text}" for path, text in options.edits]
-    words = [f"--fdl_config={options.fdl_config}", *own, "--mode=compile"]
-    words += [] if options.topology is None else [f"--topology={options.topology}"]
-    words += [] if options.slices is None else [f"--slices={options.slices}"]
-    # A knob of the plan that the command line has set is not in `own`, so it is always listed.
-    chosen = plan_page.flags(plan, {n: v for n, v in now.items() if n not in experiment.settings()})
-    return " ".join(["paxlike", *map(shlex.quote, words), *chosen])
-
-  for name, text in options.knobs:
-    if name in planner.CHOSEN:
-      raise UserError(f"--mode=plan chooses {name}: leave --fdl.{name} out.")
-    if name == "OPTIMIZER_ON_HOST":
-      raise UserError(f"--mode=plan cannot estimate the memory of {name}={text}: leave it out.")
-  topology.take_gpu_memory()  # The same for all plans.
-  plans = planner.find(build, topology.devices(), batch=options.global_batch)
-  plans = planner.confirmed(plans, build, options.confirm or 0)
-  if options.json:
-    print(json.dumps(plan_page.facts(plans, command, options.tokens, options.price)))
-  else:
-    print(plan_page.text(plans, command, options.tokens, options.price))
-  return 0 if plans.first is not None else 3
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ STRINGS = (
   "job_log_dir",
   "against",
   "topology",
+  "calibrate",
   "save",
   "compiled_step",
   "pgle_profile",
@@ -40,7 +41,6 @@ NUMBERS = {
   "global_batch": ranges.Size,
   "confirm": Annotated[int, ranges.Range(least=0, most=1000)],
   "tokens": Annotated[float, ranges.Range(least=1, most=1e18)],
-  "price": Annotated[float, ranges.Range(least=0, most=1e6)],
   "num_hosts": _COUNT,
   "host_idx": Annotated[int, ranges.Range(least=0, most=2**16)],
   "heartbeat_timeout": Annotated[int, ranges.Range(least=1, most=10**6)],
@@ -56,7 +56,7 @@ NUMBERS = {
   "min_p": ranges.Share,
 }
 # Flags with one value; `Options` has a field of the same name for each.
-SCALARS = ("mode", "step", *STRINGS, *BOOLEANS, *NUMBERS)
+SCALARS = ("mode", "step", "price", "target", *STRINGS, *BOOLEANS, *NUMBERS)
 
 
 def define() -> flags.FlagValues:
@@ -72,6 +72,8 @@ def define() -> flags.FlagValues:
     flag.parser = Bool()
     flags.DEFINE_flag(flag, flag_values=values)
   flags.DEFINE(Step(ranges.NonNegative), "step", None, "", flag_values=values)
+  flags.DEFINE(Prices(), "price", None, "", flag_values=values)
+  flags.DEFINE(Target(), "target", "time", "", flag_values=values)
   for name, kind in NUMBERS.items():
     flags.DEFINE(Number(kind), name, None, "", flag_values=values)
   for name in ("fdl_set", "prompt"):
@@ -121,3 +123,30 @@ class Step(Number):
 
   def parse(self, argument: str | int) -> int | str:
     return argument if argument == "best" else super().parse(argument)
+
+
+class Prices(flags.ArgumentParser):
+  """A parser of the price of a device-hour: 2.50, or h100:2.50,v5e:1.20 for kinds of devices."""
+
+  syntactic_help = "a price, or several such as h100:2.50,v5e:1.20"
+
+  def parse(self, argument: str) -> dict[str, float]:
+    kind: Any = Annotated[float, ranges.Range(least=0, most=1e6)]
+    prices = {}
+    for part in argument.split(","):
+      name, _, price = part.rpartition(":")
+      if name in prices:
+        raise ValueError(f"it gives the price of {name or 'a device-hour'} twice.")
+      prices[name] = knob_types.convert(kind, price, text=True)
+    return prices
+
+
+class Target(flags.ArgumentParser):
+  """A parser of what plans are sorted by."""
+
+  syntactic_help = "time or cost"
+
+  def parse(self, argument: str) -> str:
+    if argument not in ("time", "cost"):
+      raise ValueError(f"expected time or cost, got {argument!r}.")
+    return argument

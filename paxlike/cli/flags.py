@@ -2,6 +2,7 @@
 """The parsed command line (`Options`), and checks that its flags go together."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from paxlike.cli.usage import MODES
@@ -27,6 +28,8 @@ ONLY_IN = {
   "confirm": ("plan",),
   "tokens": ("plan",),
   "price": ("plan",),
+  "target": ("plan",),
+  "calibrate": ("plan",),
   "save": ("compile", "profile"),
   "compiled_step": ("train",),
   "pgle_profile": ("train", "compile"),
@@ -52,7 +55,8 @@ class Options:
     job_log_dir: Folder of the run; needed in train, eval and decode.
     against: Name of an experiment to compare with.
     changed: Print only the knobs that differ from the defaults of the experiment's family.
-    topology: Name of the devices to compile for; None: those of this machine.
+    topology: Name of the devices to compile for, or for plan several, separated by commas; None:
+      those of this machine.
     slices: Number of TPU slices of that topology; None: 1.
     kernels: Print the kernels of the compiled step.
     json: Print the results of check, compile, plan or profile as JSON.
@@ -60,7 +64,9 @@ class Options:
     global_batch: The global batch to plan for, in sequences; None: the experiment's.
     confirm: Number of best plans to compile; None: 0.
     tokens: Length of a run whose time and cost are printed; None: they are not.
-    price: Price of a device for an hour; needs `tokens`.
+    price: Kind of device, such as h100 -> price of a device for an hour; "" stands for all.
+    target: What the plans of several topologies are sorted by: "time" or "cost".
+    calibrate: File of the kernels that --mode=profile has measured.
     save: File to write to: the compiled step, or the measured durations of instructions.
     compiled_step: File of the compiled step to train with.
     pgle_profile: File of such durations, by which XLA schedules the step.
@@ -110,7 +116,9 @@ class Options:
   global_batch: int | None = None
   confirm: int | None = None
   tokens: float | None = None
-  price: float | None = None
+  price: Mapping[str, float] | None = None
+  target: Literal["time", "cost"] = "time"
+  calibrate: str | None = None
   save: str | None = None
   compiled_step: str | None = None
   pgle_profile: str | None = None
@@ -144,6 +152,11 @@ class Options:
   join_timeout: int | None = None
   tfds_data_dir: str | None = None
   num_cpu_devices: int | None = None
+
+  @property
+  def topologies(self) -> tuple[str, ...]:
+    """The names in `topology`."""
+    return () if self.topology is None else tuple(self.topology.split(","))
 
 
 def shared(options: Options) -> dict[str, str]:
@@ -203,6 +216,10 @@ def check(options: Options):
     )
   if options.slices is not None and options.topology is None:
     raise UserError(f"--slices={options.slices} goes with --topology=NAME.")
+  if len(options.topologies) > 1 and (options.mode != "plan" or options.slices is not None):
+    raise UserError(
+      f"--topology={options.topology}: only --mode=plan takes several, without --slices."
+    )
   if options.topology is not None and options.num_cpu_devices is not None:
     raise UserError(
       f"--topology={options.topology} and --num_cpu_devices={options.num_cpu_devices} name"
@@ -247,5 +264,12 @@ def check(options: Options):
 def _check_plan(options: Options):
   if options.fdl_config is None:
     raise UserError("--mode=plan sets knobs, and a graph file has none: give --fdl_config=NAME.")
-  if options.price is not None and options.tokens is None:
-    raise UserError(f"--price={options.price} is of a whole run: give its --tokens too.")
+  if options.target == "cost" and options.price is None:
+    raise UserError("--target=cost needs the --price of a device-hour, such as 2.50.")
+  if options.target == "cost" and len(options.topologies) < 2:
+    raise UserError(
+      "--target=cost compares topologies, as --topology=h100-64,v5e-256 names them: on one, the"
+      " fastest plan costs least."
+    )
+  if len(set(options.topologies)) < len(options.topologies):
+    raise UserError(f"--topology={options.topology} names one twice.")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots the curves of runs: `paxlike-plot RUN... [--output=FILE.png]`."""
+"""Plots the curves of runs: `paxlike-plot RUN... [--output=FILE.png]`.
+
+`paxlike-plot --plan FILE...` plots plans instead; see `plan_plot`.
+"""
 
 import io
 import itertools
@@ -56,16 +59,30 @@ def run(argv: Sequence[str]) -> int:
 
 def _plot(argv: Sequence[str]) -> int:
   parser = console.Parser(
-    prog="paxlike-plot", description="Plots the loss and throughput of one or several runs."
+    prog="paxlike-plot",
+    description="Plots the loss and throughput of one or several runs, or plans.",
   )
   run_paths.add_argument(parser)
   parser.add_argument(
     "--output",
     metavar="FILE.png",
     type=console.path,
-    help="default: RUN/curves.png, or curves.png",
+    help="default: RUN/curves.png, curves.png, or with --plan plans.png",
+  )
+  parser.add_argument(
+    "--plan",
+    action="store_true",
+    help="plot files of paxlike --mode=plan --topology=NAME,NAME... --json instead of runs",
   )
   options = parser.parse_args(argv)
+  if options.plan:
+    from paxlike.cli import plan_plot
+
+    found = [series for path in options.runs for series in plan_plot.read(path)]
+    output = options.output or "plans.png"
+    save(plan_plot.draw(found), output)
+    print(output)
+    return 0
   output = options.output or run_paths.default_output(options.runs, "curves.png")
   paths = [path for given in options.runs for path in run_paths.within(given)]
   names = run_paths.names(paths)
@@ -107,19 +124,28 @@ def draw(runs: Sequence[PlottedRun]) -> "Figure":
   Raises:
     UserError: matplotlib is not installed.
   """
+  plot = figure()
+  if len(runs) == 1:
+    _draw_one(plot, runs[0])
+  else:
+    _draw_several(plot, runs)
+  if any(len(run_.loss.values) >= MEAN_FROM for run_ in runs):
+    plot.axes[0].set_title("solid lines: running means", loc="right", fontsize=9, color=INK)
+  return plot
+
+
+def figure() -> "Figure":
+  """Returns an empty figure.
+
+  Raises:
+    UserError: matplotlib is not installed.
+  """
   try:
     import matplotlib.figure
   except ImportError:
     raise UserError("matplotlib is missing: pip install 'paxlike[plot]'.") from None
   # A figure made without pyplot uses Agg regardless of MPLBACKEND, and needs no display.
-  figure = matplotlib.figure.Figure(dpi=120, layout="constrained")
-  if len(runs) == 1:
-    _draw_one(figure, runs[0])
-  else:
-    _draw_several(figure, runs)
-  if any(len(run_.loss.values) >= MEAN_FROM for run_ in runs):
-    figure.axes[0].set_title("solid lines: running means", loc="right", fontsize=9, color=INK)
-  return figure
+  return matplotlib.figure.Figure(dpi=120, layout="constrained")
 
 
 def save(figure: "Figure", output: str):
@@ -156,12 +182,12 @@ def _curve(records: Iterable[dict[str, Any]], key: str) -> Curve:
 def _draw_one(figure: "Figure", run_: PlottedRun):
   figure.set_size_inches(10, 7.5)
   loss, speed = figure.subplots(2, sharex=True, height_ratios=[2, 1])
-  colors = _colors(2 + len(run_.eval_losses))
-  _draw_training(loss, run_.loss, colors[0], label="train", raw=True)
+  of_curves = colors(2 + len(run_.eval_losses))
+  _draw_training(loss, run_.loss, of_curves[0], label="train", raw=True)
   for number, (name, curve) in enumerate(run_.eval_losses.items()):
-    _draw_eval(loss, curve, colors[1 + number], number, label=name)
-  _draw_training(speed, run_.tokens_per_second, colors[0], label=None, raw=True)
-  _frame(loss, "loss")
+    _draw_eval(loss, curve, of_curves[1 + number], number, label=name)
+  _draw_training(speed, run_.tokens_per_second, of_curves[0], label=None, raw=True)
+  frame(loss, "loss")
   _frame_speed(speed)
   loss.legend(title="loss at the end", frameon=False, labelcolor=INK)
   loss.set_title(run_.name, color=INK)
@@ -175,17 +201,17 @@ def _draw_several(figure: "Figure", runs: Sequence[PlottedRun]):
   )
   loss, speed = panels[0], panels[-1]
   raw = len(runs) <= 3  # More would hide the means.
-  for run_, color in zip(runs, _colors(len(runs)), strict=True):
+  for run_, color in zip(runs, colors(len(runs)), strict=True):
     _draw_training(loss, run_.loss, color, label=run_.name, raw=raw)
     for name, curve in run_.eval_losses.items():
       _draw_eval(panels[1], curve, color, sets.index(name), label=None)
     _draw_training(speed, run_.tokens_per_second, color, label=None, raw=raw)
-  _frame(loss, "training loss")
+  frame(loss, "training loss")
   handles, labels = loss.get_legend_handles_labels()
   outside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
   loss.legend(handles, labels, title="loss at the end", labelcolor=INK, **outside)
   if sets:
-    _frame(panels[1], "evaluation loss")
+    frame(panels[1], "evaluation loss")
     for number, name in enumerate(sets):
       _draw_eval(panels[1], Curve([], []), INK, number, label=name)
     panels[1].legend(labelcolor=INK, **outside)
@@ -193,7 +219,8 @@ def _draw_several(figure: "Figure", runs: Sequence[PlottedRun]):
   loss.set_title(f"{len(runs)} runs", color=INK)
 
 
-def _colors(count: int) -> list[Any]:
+def colors(count: int) -> list[Any]:
+  """Returns so many colours that are told apart."""
   import matplotlib
 
   if count <= 10:
@@ -233,7 +260,8 @@ def _running_mean(curve: Curve) -> Curve:
   return Curve(curve.updates, means)
 
 
-def _frame(axes: "Axes", label: str):
+def frame(axes: "Axes", label: str):
+  """Labels the vertical axis, and draws a grid instead of a box."""
   axes.set_ylabel(label, color=INK)
   axes.grid(color=FAINT, linewidth=0.6)
   axes.set_axisbelow(True)
@@ -245,7 +273,7 @@ def _frame(axes: "Axes", label: str):
 def _frame_speed(axes: "Axes"):
   import matplotlib.ticker
 
-  _frame(axes, "tokens per second")
+  frame(axes, "tokens per second")
   axes.set_ylim(bottom=0)
   axes.set_xlim(left=0)
   axes.set_xlabel("updates", color=INK)

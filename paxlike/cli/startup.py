@@ -27,11 +27,11 @@ def set_up_jax(options: flags.Options):
 
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
-  target = options.topology
+  target, topologies = options.topology, options.topologies
   jax_setup.set_up(
     platform=None if target is None else "cpu",
     num_cpu_devices=options.num_cpu_devices,
-    gpu_plugin=target is None or not tpu_targets.names_tpus(target),
+    gpu_plugin=not topologies or not all(map(tpu_targets.names_tpus, topologies)),
     keep_heap=target is None,
     cache_folder=token_index.cache_folder() / "xla",
   )

@@ -48,7 +48,11 @@ What to do
   --global_batch=N        plan: for N sequences per step instead of the experiment's
   --confirm=K             plan: also compile the best K, which takes minutes each; default 0
   --tokens=15e12          plan: how many days and device-hours a run on this many tokens takes
-  --price=2.50            plan: also what it costs, at this price of a device for an hour
+  --price=2.50            plan: also what it costs, at this price of a device for an hour; for
+                          several kinds of devices h100:2.50,v5e:1.20
+  --target=time|cost      plan: sort the topologies in --topology=h100-64,h100-256,v5e-256 by the
+                          time of a step (the default), or by what tokens cost
+  --calibrate=FILE        plan: at the rates of a machine on which --mode=profile --json > FILE ran
   --save=FILE             compile: also write the compiled step to a file
                           profile: the duration of each instruction (FILE.pbtxt), for --pgle_profile
   --compiled_step=FILE    train: load the compiled step from this file, which must match the run

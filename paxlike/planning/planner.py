@@ -27,6 +27,7 @@ from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.remat import Remat
 from paxlike.planning import accuracy, cost_model, memory_model, model_sizes
 from paxlike.planning.cost_model import Machine
+from paxlike.planning.measured_rates import MeasuredRates
 from paxlike.planning.memory_model import Memory
 from paxlike.planning.model_sizes import ModelSizes
 from paxlike.planning.parallel_config import Configuration
@@ -145,16 +146,24 @@ class Plans:
     return self.batch * self.model.seq_len / plan.times.total
 
 
-def find(build: Build, devices: list[Any], *, batch: int | None = None) -> Plans:
+def find(
+  build: Build,
+  devices: list[Any],
+  *,
+  batch: int | None = None,
+  measured: MeasuredRates | None = None,
+) -> Plans:
   """Ranks the parallel configurations of an experiment.
 
   Args:
     build: Builds the experiment's trainer.
     devices: The devices, which need not be attached.
     batch: The global batch in sequences; None: the experiment's.
+    measured: Rates of kernels that were measured on such devices.
 
   Raises:
-    UserError: The devices' data sheet is unknown, or no mesh divides the batch.
+    UserError: The devices' data sheet is unknown, rates are of others, or no mesh divides the
+      batch.
   """
   kind = devices[0].device_kind
   machine = cost_model.machine(kind)
@@ -162,6 +171,8 @@ def find(build: Build, devices: list[Any], *, batch: int | None = None) -> Plans
     raise UserError(
       f"--mode=plan has no data sheet of {kind}: give a --topology such as v5e-256 or h100-64."
     )
+  if measured is not None:
+    machine = dataclasses.replace(machine, rates=measured.applied(machine.rates, kind))
   within = _within(devices)
   shape = (within, len(devices) // within)
   trainer = build(_plain(shape))

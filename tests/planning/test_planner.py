@@ -187,6 +187,58 @@ def test_plans_within_the_errors_of_the_first_are_ties_and_a_run_has_days_and_a_
   assert re.search(r"1e\+12 tokens: [\d.]+ days", out)
 
 
-def test_a_price_without_tokens_is_refused(capsys):
-  assert run(*PLAN, "--topology=v5e-16", "--price=2") == 2
-  assert "--price=2.0 is of a whole run: give its --tokens too." in capsys.readouterr().err
+def test_topologies_are_compared_by_time_or_cost(capsys):
+  """Twice as many chips take about half of the time; which of them cost less is up to the price."""
+  both = "--topology=v5e-16,h100-16"
+  flags = (*PLAN, both, "--global_batch=64", "--tokens=1e12")
+  slow, fast = "v5e-16", "h100-16"
+  by_time = planned(capsys, *flags)["topologies"]
+  assert [one["topology"] for one in by_time] == [fast, slow]
+  for price, order in (
+    ("h100:9,v5e:0.1", [slow, fast]),
+    ("2", [fast, slow]),
+    ("v5e:100,2", [fast, slow]),
+  ):
+    found = planned(capsys, *flags, f"--price={price}", "--target=cost")["topologies"]
+    assert [one["topology"] for one in found] == order
+    costs = [one["cost_of_billion_tokens"] for one in found]
+    assert costs == sorted(costs)
+    for one in found:
+      assert one["run"]["cost"] == pytest.approx(1e3 * one["cost_of_billion_tokens"])
+  alone = {one: planned(capsys, *PLAN, f"--topology={one}", "--global_batch=64") for one in order}
+  for one in by_time:
+    expected = alone[one["topology"]]["plans"]
+    assert [plan["seconds"] for plan in one["plans"]] == [plan["seconds"] for plan in expected]
+    assert one["plans"][0]["command"] == expected[0]["command"]
+  assert run(*flags, "--price=h100:9,v5e:0.1", "--target=cost") == 0
+  out = capsys.readouterr().out
+  assert out.splitlines()[1].startswith("v5e-16 ") and "v5e-16 costs least" in out
+
+
+def test_a_topology_that_holds_nothing_is_last(capsys):
+  flags = ("--fdl_config=Scaled128B", "--mode=plan", "--global_batch=64")
+  found = planned(capsys, *flags, "--topology=v5e-4,h100-64")["topologies"]
+  assert [one["topology"] for one in found] == ["h100-64", "v5e-4"] and not found[1]["plans"]
+  assert run(*flags, "--topology=v5e-4,h100-64") == 0
+  assert re.search(r"^v5e-4 +nothing fits", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    ("--topology=v5e-4,v5e-4", "--topology=v5e-4,v5e-4 names one twice."),
+    ("--topology=v5e-4,v5e-16 --slices=2", "only --mode=plan takes several, without --slices."),
+    ("--topology=v5e-4,h100-8 --price=h100:2", "--price=h100:2 has no price of v5e."),
+    (
+      "--topology=v5e-4 --price=v5e:1,v5e:2",
+      "--price=v5e:1,v5e:2: it gives the price of v5e twice",
+    ),
+    ("--topology=v5e-4 --price=cheap", "--price=cheap: expected a float of at least 0"),
+    ("--topology=v5e-4,h100-8 --target=cost", "--target=cost needs the --price of a device-hour"),
+    ("--topology=v5e-4 --target=cost --price=1", "--target=cost compares topologies"),
+    ("--topology=v5e-4 --target=money", "--target=money: expected time or cost, got 'money'."),
+  ],
+)
+def test_what_cannot_be_compared_is_refused(capsys, flags, says):
+  assert run(*PLAN, *flags.split()) == 2
+  assert says in capsys.readouterr().err
