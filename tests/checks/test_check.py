@@ -300,7 +300,7 @@ def test_collectives_over_long_axes_can_be_traced():
 @pytest.mark.parametrize(
   ("flags", "said"),
   [
-    (("--fdl.ICI_MESH_SHAPE={pipeline: 8}",), "NUM_STAGES=8"),
+    (("--fdl.ICI_MESH_SHAPE={pipeline: 8}", "--fdl.NUM_LAYERS=4"), "NUM_STAGES=8"),
     (("--fdl_config=Text126M", "--full", "--fdl.DATA_PATH=nosuch.txt"), "nosuch.txt"),
   ],
   ids=["layers", "data"],

@@ -207,10 +207,10 @@ def test_our_own_defects_name_the_knobs_near_them(capsys, tmp_path, monkeypatch)
 
 
 def test_pipelines_are_refused_without_the_words_of_fiddle(capsys, tmp_path):
-  mesh = ("--fdl.ICI_MESH_SHAPE={pipeline: 2, data: -1}", "--fdl.NUM_LAYERS=3")
+  mesh = ("--fdl.ICI_MESH_SHAPE={pipeline: 2, data: -1}", "--fdl.NUM_LAYERS=1")
   circular = ("--fdl.PIPELINE_SCHEDULE=circular", "--fdl.NUM_LAYERS=4")
   for more, says in {
-    (): "NUM_STAGES=2 x NUM_VIRTUAL_STAGES=1 does not divide NUM_LAYERS=3 of 1 layers",
+    (): "NUM_STAGES=2 x NUM_VIRTUAL_STAGES=1 are more than NUM_LAYERS=1 of 1 layers",
     circular: "PIPELINE_SCHEDULE=circular has more .*, but NUM_VIRTUAL_STAGES=1",
     (*circular, "--fdl.CIRCULAR_REPEAT=2", "--fdl.NUM_MICROBATCHES=3"): (
       "NUM_MICROBATCHES=3 is not a multiple of NUM_STAGES=2, which PIPELINE_SCHEDULE=circular"

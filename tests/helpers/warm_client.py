@@ -22,5 +22,5 @@ with socket.socket(socket.AF_UNIX) as connection:
   connection.sendall(text)
   status = int.from_bytes(connection.recv(4) or sys.exit(f"{address} has ended."))
 if os.WIFSIGNALED(status):
-  sys.exit(128 + os.WTERMSIG(status))  # As shells say it.
+  os.kill(os.getpid(), os.WTERMSIG(status))
 sys.exit(os.WEXITSTATUS(status))
