@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output of `--mode=compile`."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from paxlike.compilation import aot, hlo_kernels, hlo_schedule
+from paxlike.layers.stack import Stack
+from paxlike.planning import accuracy, prediction, program_time
+from paxlike.planning.prediction import Prediction
+from paxlike.planning.program_time import ProgramTime
 from paxlike.telemetry import formatting
 from paxlike.training.trainer import Trainer
 
@@ -41,6 +46,7 @@ def facts(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> dict
     "flops_per_step": program.flops,
     "ideal_seconds": program.ideal_seconds,
     "compile_seconds": program.seconds,
+    "predicted": _predicted_facts(trainer, program),
     "bytes_per_device": program.memory._asdict(),
     "bytes_of_device": program.usable_memory,
     "fits": program.fits,
@@ -48,6 +54,18 @@ def facts(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> dict
     "collectives": [one._asdict() for one in program.collectives()],
     "overlap": [one._asdict() for one in program.overlap()],
     **({"kernels": [one._asdict() for one in found]} if with_kernels else {}),
+  }
+
+
+def _predicted_facts(trainer: Trainer, program: aot.Program) -> dict[str, Any] | None:
+  found, by_program = _predictions(trainer, program)
+  if found is None:
+    return None
+  return {
+    "as_planned": {**found.times.parts, "total": found.times.total},
+    "expected_error": accuracy.expected_error(found.model, found.how, found.machine.chip),
+    "program": None if by_program is None else by_program._asdict(),
+    "bytes_per_device": {**dataclasses.asdict(found.memory), "total": found.memory.total},
   }
 
 
@@ -71,6 +89,7 @@ def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
   yield "attention", ", ".join(trainer.attention)
   yield "FLOPs per step", f"{program.flops:.4g}{_at_least(program)}"
   yield "compile time", f"{program.seconds:.1f} s"
+  yield from _predicted(trainer, program)
   if trainer.execution.pgle_profile is not None:
     left, whole = hlo_schedule.exposed(program.text, trainer.execution.pgle_profile.costs)
     hidden = f"{(whole - left) / 1e3:.3f} of {whole / 1e3:.3f} ms"
@@ -91,6 +110,40 @@ def _rows(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
     yield "memory per device: peak", f"{peak} of {formatting.nbytes(usable)}: does not fit"
     for line in aot.advice(trainer, program):
       yield "to reduce it", line
+
+
+def _predicted(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, str]]:
+  """Yields the time of a step by its program and by the model of plans."""
+  found, by_program = _predictions(trainer, program)
+  if found is None:
+    return
+  expected = accuracy.expected_error(found.model, found.how, found.machine.chip)
+  by_plan = f"{found.times.total:.4g} s +- {expected:.0%}, bound by {found.times.bound}"
+  yield "predicted step, as plans are", by_plan
+  if by_program is None:
+    return
+  exposed = f"{by_program.exposed:.3g} s of it waiting for collectives"
+  yield "predicted step, of this program", f"{by_program.total:.4g} s, {exposed}"
+  difference = by_program.total / found.times.total - 1
+  if abs(difference) > expected:
+    yield (
+      "warning",
+      (
+        f"the program takes {difference:+.0%}: it may do what plans do not know of, or schedule"
+        " collectives worse"
+      ),
+    )
+
+
+def _predictions(
+  trainer: Trainer, program: aot.Program
+) -> tuple[Prediction | None, ProgramTime | None]:
+  found = prediction.of_trainer(trainer) if isinstance(trainer.model.stack, Stack) else None
+  if found is None or program.step is None:
+    return found, None
+  return found, program_time.predict(
+    program.text, list(program.devices.devices.flat), found.machine
+  )
 
 
 def _at_least(program: aot.Program) -> str:

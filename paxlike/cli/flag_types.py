@@ -41,6 +41,7 @@ NUMBERS = {
   "global_batch": ranges.Size,
   "confirm": Annotated[int, ranges.Range(least=0, most=1000)],
   "tokens": Annotated[float, ranges.Range(least=1, most=1e18)],
+  "dcn_bandwidth": Annotated[float, ranges.Range(least=1e6, most=1e15)],
   "num_hosts": _COUNT,
   "host_idx": Annotated[int, ranges.Range(least=0, most=2**16)],
   "heartbeat_timeout": Annotated[int, ranges.Range(least=1, most=10**6)],

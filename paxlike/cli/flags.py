@@ -29,6 +29,7 @@ ONLY_IN = {
   "tokens": ("plan",),
   "price": ("plan",),
   "target": ("plan",),
+  "dcn_bandwidth": ("plan",),
   "calibrate": ("plan",),
   "save": ("compile", "profile"),
   "compiled_step": ("train",),
@@ -66,6 +67,7 @@ class Options:
     tokens: Length of a run whose time and cost are printed; None: they are not.
     price: Kind of device, such as h100 -> price of a device for an hour; "" stands for all.
     target: What the plans of several topologies are sorted by: "time" or "cost".
+    dcn_bandwidth: Bytes/s that a device sends across slices or nodes; None: of the data sheet.
     calibrate: File of the kernels that --mode=profile has measured.
     save: File to write to: the compiled step, or the measured durations of instructions.
     compiled_step: File of the compiled step to train with.
@@ -118,6 +120,7 @@ class Options:
   tokens: float | None = None
   price: Mapping[str, float] | None = None
   target: Literal["time", "cost"] = "time"
+  dcn_bandwidth: float | None = None
   calibrate: str | None = None
   save: str | None = None
   compiled_step: str | None = None

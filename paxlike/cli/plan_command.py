@@ -12,6 +12,7 @@ from paxlike.cli import flags, plan_page
 from paxlike.cli.plan_page import Run
 from paxlike.devices import topology
 from paxlike.errors import UserError
+from paxlike.layers.remat import Remat
 from paxlike.planning import measured_rates, planner
 from paxlike.planning.planner import Plan, Plans
 from paxlike.run_mode import build_trainer
@@ -60,7 +61,16 @@ def _find(options: flags.Options) -> Plans:
 
   topology.take_gpu_memory()  # The same for all plans.
   measured = None if options.calibrate is None else measured_rates.read(options.calibrate)
-  plans = planner.find(build, topology.devices(), batch=options.global_batch, measured=measured)
+  given = [text for name, text in options.knobs if name == "CHECKPOINT_POLICY"]
+  remats = [Remat[given[-1]]] if given else planner.REMATS
+  plans = planner.find(
+    build,
+    topology.devices(),
+    batch=options.global_batch,
+    remats=remats,
+    dcn_bandwidth=options.dcn_bandwidth,
+    measured=measured,
+  )
   return planner.confirmed(plans, build, options.confirm or 0)
 
 

@@ -39,8 +39,8 @@ What to do
   --step=N|best           eval, decode: this checkpoint instead of the newest
   --continuous            eval: all checkpoints of a running job until it ends
   --topology=h200-1       show, compile, plan: for this many GPUs (a100, h100, h200, b200, b300,
-                          gb200), or a slice of TPUs (v5e-256, v5p-128, v6e-256, v7x-128), instead
-                          of this machine's devices
+                          gb200), or a slice of TPUs (v4-128, v5e-256, v5p-128, v6e-256, v7x-128),
+                          instead of this machine's devices
   --slices=N              show, compile, plan: for this many slices of TPUs
   --kernels               compile: the kernels of the step with bytes, FLOPs and roofline time
   --full                  check: the step of the full-size model instead of a shrunk one
@@ -52,6 +52,8 @@ What to do
                           several kinds of devices h100:2.50,v5e:1.20
   --target=time|cost      plan: sort the topologies in --topology=h100-64,h100-256,v5e-256 by the
                           time of a step (the default), or by what tokens cost
+  --dcn_bandwidth=25e9    plan: bytes/s that a device sends to other nodes or slices, if not those
+                          of the data sheet
   --calibrate=FILE        plan: at the rates of a machine on which --mode=profile --json > FILE ran
   --save=FILE             compile: also write the compiled step to a file
                           profile: the duration of each instruction (FILE.pbtxt), for --pgle_profile

@@ -173,9 +173,9 @@ def check_kernels(trainer: Trainer):
   """
   device = trainer.devices.devices.flat[0]
   chip = chips.find(device.device_kind)
-  if device.platform == "tpu" or chip is None or not chip.bandwidth:
+  if chip is None or not chip.bandwidth:
     raise UserError(
-      f"--kernels only reads programs for NVIDIA GPUs, not for {device.device_kind}: give a"
+      f"--kernels needs the data sheet of the device, and has none of {device.device_kind}: give a"
       " --topology such as h200-1."
     )
 

@@ -76,11 +76,11 @@ def instructions(program: str, mesh: Mesh) -> list[CollectiveInstruction]:
   """
   found = []
   for kind, one, count, in_loop, is_async in _distinct(computations(program)):
-    group = _group(one.attributes, mesh.size)
+    group = np.array(groups(one.attributes, mesh.size)[0])
     if len(group) == 1:
       continue
     share = 1.0 if kind == "collective-permute" else 1 - 1 / len(group)
-    sent = share * _result(one)
+    sent = share * result_bytes(one)
     if one.operation.startswith("reduce-scatter"):
       sent *= len(group)  # Its result is one shard.
     elif kind == "all-reduce":
@@ -197,12 +197,17 @@ def _carried(computation: list[hlo_text.Instruction], index: int) -> str:
   return ""
 
 
+def channel(one: hlo_text.Instruction) -> str | None:
+  """Returns the number of a collective's channel; None if it has none."""
+  match = re.search(r"channel_id=(\d+)", one.attributes)
+  return match[1] if match else None
+
+
 def _key(kind: str, one: hlo_text.Instruction) -> tuple[str, ...]:
-  channel = re.search(r"channel_id=(\d+)", one.attributes)
-  return kind, channel[1] if channel else one.name, str([shape.dims for shape in one.outputs])
+  return kind, channel(one) or one.name, str([shape.dims for shape in one.outputs])
 
 
-def _result(one: hlo_text.Instruction) -> int:
+def result_bytes(one: hlo_text.Instruction) -> int:
   """Returns the bytes of a collective's result on one device.
 
   The outputs of a -start may include its operands before the results, and counters after them.
@@ -221,8 +226,10 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 _LISTS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]+\})\}")
 
 
-def _group(attributes: str, num_devices: int) -> np.ndarray:
-  """Returns the mesh positions of the devices of one replica group.
+def groups(attributes: str, num_devices: int) -> list[list[int]]:
+  """Returns the mesh positions of the devices of each replica group, or of each pair that differs.
+
+  If the notation has a rule for them, only the first group.
 
   Raises:
     ValueError: The notation of the groups is unknown.
@@ -232,16 +239,15 @@ def _group(attributes: str, num_devices: int) -> np.ndarray:
     grouped = re.findall(r"'([^']*)'", match[4])
     index = tuple(slice(None) if name in grouped else 0 for name in sizes)
     ids = _iota(match[2] or str(num_devices), match[3])
-    return ids.reshape([int(size) for size in sizes.values()])[index].ravel()
+    return [ids.reshape([int(size) for size in sizes.values()])[index].ravel().tolist()]
   if match := _IOTA.search(attributes):  # [32,8]<=[8,32]T(1,0)
-    return _iota(match[2], match[3]).reshape(_numbers(match[1]))[0]
+    return [_iota(match[2], match[3]).reshape(_numbers(match[1]))[0].tolist()]
   if match := _LISTS.search(attributes):  # {{0,1},{2,3}}, or pairs, whose ends may be the same
-    groups = [np.array(_numbers(text)) for text in re.findall(r"\{([\d,]+)\}", match[1])]
-    several = (group for group in groups if len(set(group.tolist())) > 1)
-    return next(several, groups[0][:1])
+    found = [_numbers(text) for text in re.findall(r"\{([\d,]+)\}", match[1])]
+    return [group for group in found if len(set(group)) > 1] or [found[0][:1]]
   if re.search(r"replica_groups=(?!\{\})", attributes):
     raise ValueError(f"unknown notation of replica groups: {attributes}")
-  return np.arange(num_devices)
+  return [list(range(num_devices))]
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:

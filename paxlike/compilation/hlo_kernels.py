@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A roofline estimate of the kernels of a program that XLA compiled for a GPU or a CPU.
+"""A roofline estimate of the kernels of a program that XLA compiled for a GPU, a TPU or a CPU.
 
 It parses the optimised HLO text, in which every launch is one instruction, and multiplies by the
 trip counts of loops. A kernel takes the larger of bytes / bandwidth and FLOPs / rate, plus a
@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from paxlike.compilation.hlo_text import COLLECTIVES, Instruction, Shape, computations
 from paxlike.devices import kernel_rates
@@ -22,6 +24,7 @@ _FREE = {
   *("copy-done", "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done"),
   *("opt-barrier", "replica-id"),
 }
+_VECTOR = 1  # The memory space of TPUs' vector memory.
 #: Instructions that run other computations.
 BRANCHES = ("while", "call", "conditional", "async-start")
 
@@ -112,7 +115,8 @@ class _Reader:
       )
 
   def _work(self, one: Instruction, operands: Sequence[Shape]) -> _Work:
-    moved = sum(shape.nbytes for shape in (*operands, *one.outputs))
+    arrays, operands, outputs = operands, self._in_memory(operands), self._in_memory(one.outputs)
+    moved = sum(shape.nbytes for shape in (*operands, *outputs))
     if one.target.startswith("__cublas"):
       return self._matmul(one, operands)
     if one.target == "__cudnn$blockScaledDot":
@@ -120,6 +124,10 @@ class _Reader:
     groups = re.search(r"/groups_(\d+)_of_(\d+)/grouped_matmul/", one.attributes)
     if groups and one.target.endswith("triton"):
       return self._grouped_matmul(one, operands, moved, int(groups[1]) / int(groups[2]))
+    if one.target == "tpu_custom_call" and "splash" in one.name:
+      return self._splash(one, arrays, moved)
+    if one.operation == "convolution":
+      return self._convolution(one, moved, _convolution_flops(one, arrays))
     if "fmha" in one.target:
       return self._attention(one, operands, moved)
     if one.operation.startswith(COLLECTIVES):
@@ -131,7 +139,9 @@ class _Reader:
     body = self._computations.get(one.called[0], []) if one.called else []
     if not body:
       return _Work("memory", one.target or one.operation, moved)
-    nbytes = _fusion_bytes(body, operands, one.outputs)
+    nbytes = _fusion_bytes(body, operands, outputs)
+    if not self._chip.is_gpu and (flops := self._convolution_flops(body)):
+      return self._convolution(one, nbytes, flops)
     group, name = "memory", re.sub(r"[.0-9]+$", "", one.name)
     shapes = {inner.name: inner.outputs for inner in body}
     for inner in body:
@@ -189,6 +199,41 @@ class _Reader:
     flops = 2.0 * math.prod(tokens.dims) * share * output.dims[-1]
     return _Work(group, f"{kind}, {tokens.dtype} to {output.dtype}, Triton", moved, flops, rate)
 
+  def _in_memory(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """Returns the arrays that are in the device's memory."""
+    return shapes if self._chip.is_gpu else [shape for shape in shapes if shape.space != _VECTOR]
+
+  def _convolution_flops(self, body: Sequence[Instruction]) -> float:
+    """Returns the FLOPs of the matmuls in a fusion, which are convolutions on TPUs."""
+    shapes = {one.name: one.outputs for one in body}
+    total = 0.0
+    for one in body:
+      if one.operation == "convolution":
+        total += _convolution_flops(one, [s for name in one.operands for s in shapes[name]])
+      elif one.operation == "fusion":
+        for name in one.called:
+          total += self._convolution_flops(self._computations.get(name, ()))
+    return total
+
+  def _convolution(self, one: Instruction, nbytes: float, flops: float) -> _Work:
+    output = max(one.outputs, key=lambda shape: shape.nbytes)
+    dtype = {"s32": "s8"}.get(output.dtype, "bf16")
+    group, name = self._class(dtype)
+    rate = self._rates.matmul_flops(self._chip, 1, 1, 1, dtype=name)
+    kind = f"{'x'.join(map(str, output.dims))}, to {output.dtype}"
+    return _Work(group, kind, nbytes, flops, rate)
+
+  def _splash(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
+    """Returns the work of a kernel of splash attention, whose causal blocks count."""
+    queries = next(shape for shape in operands if len(shape.dims) == 4)
+    batch, heads, tokens, head_dim = queries.dims
+    is_backward = "_fwd" not in one.name
+    # Of the backward pass' seven matmuls, two compute again what the other kernel has.
+    share = 1.0 if not is_backward else 4 / 7 if "dkv" in one.name else 3 / 7
+    flops = (5 if is_backward else 2) * share * batch * heads * tokens * tokens * head_dim
+    rate = self._rates.attention_flops(self._chip, tokens, head_dim, backward=is_backward)
+    return _Work("attention", re.sub(r"[.0-9]+$", "", one.name), moved, flops, rate)
+
   def _class(self, dtype: str) -> tuple[str, str]:
     """Returns the group of matmuls in a dtype of XLA, and the dtype as `KernelRates` has it."""
     return {
@@ -213,6 +258,38 @@ class _Reader:
     return _Work(
       "attention", one.target, moved, 2 * (5 if is_backward else 2) * pairs * head_dim, rate
     )
+
+
+def _convolution_flops(one: Instruction, operands: Sequence[Shape]) -> float:
+  """Returns the FLOPs of a convolution, without products with padding.
+
+  The TPU compiler turns batch dims of matmuls into dims of a window with padding.
+  """
+  labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
+  assert labels is not None
+  (image, kernel), output = operands[:2], one.outputs[0]
+  sizes = [
+    dict(zip(names, shape.dims, strict=True))
+    for names, shape in zip(labels.groups(), (image, kernel, output), strict=True)
+  ]
+  window = dict(
+    re.findall(r"(\w+)=([\w\-]+)", one.attributes.partition("window={")[2].split("}")[0])
+  )
+  products = 1.0
+  for place, label in enumerate(sorted(name for name in sizes[0] if name.isdigit())):
+
+    def given(name: str, default: str, place: int = place) -> str:
+      return window[name].split("x")[place] if name in window else default
+
+    low = int(given("pad", "0_0").split("_")[0])
+    stride, over, dilation = (int(given(n, "1")) for n in ("stride", "lhs_dilate", "rhs_dilate"))
+    at = np.arange(sizes[2][label])[:, None] * stride - low
+    at = at + np.arange(sizes[1][label]) * dilation
+    reached = (at >= 0) & (at <= (sizes[0][label] - 1) * over) & (at % over == 0)
+    products *= int(reached.sum())
+  features = sizes[1]["i"] * sizes[1]["o"]
+  groups = re.search(r"batch_group_count=(\d+)", one.attributes)
+  return 2.0 * sizes[0]["b"] * features * products / (int(groups[1]) if groups else 1)
 
 
 def _fusion_bytes(

@@ -15,7 +15,7 @@ _NO_ARRAYS = ("token", "opaque")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
 COLLECTIVES += ("collective-permute", "collective-broadcast")
 
-_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[0-9,]*)?")
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[0-9,]*)?(?::[^{}\s]*?S\((\d+)\))?")
 _HEAD = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
 _LINE = re.compile(
   r"\s+(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)(?=\s[\w\-]+\()|[^\s(]\S*) ([\w\-]+)\(([^)]*)\)(.*)"
@@ -25,11 +25,15 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Shape(NamedTuple):
-  """An array's dtype and shape, with its layout in XLA's notation."""
+  """An array's dtype and shape, with its layout in XLA's notation and its memory space.
+
+  Space 0 is the device's memory; on TPUs, 1 is the vector memory beside the matrix units.
+  """
 
   dtype: str
   dims: tuple[int, ...]
   layout: str = ""
+  space: int = 0
 
   @property
   def nbytes(self) -> int:
@@ -81,14 +85,32 @@ class Instruction(NamedTuple):
       return 1
     if match := re.search(r'known_trip_count":\{"n":"(\d+)"', self.attributes):
       return int(match[1])
-    # JAX's scans count from 0 up to a constant.
+    # JAX's scans count from 0 up to a constant, and so do XLA's loops around matmuls.
     condition = re.search(r"condition=%([\w.\-]+)", self.attributes)
     lines = found.get(condition[1], []) if condition else []
     limits = [one.literal for one in lines if one.operation == "constant"]
-    return max((int(limit) for limit in limits if limit.isdecimal()), default=1)
+    limit = max((int(limit) for limit in limits if limit.isdecimal()), default=1)
+    counters = [
+      one for one in lines if one.operation == "get-tuple-element" and not one.outputs[0].dims
+    ]
+    steps = [_steps(found.get(self.called[0], []), one) for one in counters]
+    return max(1, limit // max(steps, default=1))
 
 
 Computations = dict[str, list[Instruction]]
+
+
+def _steps(body: list[Instruction], counter: Instruction) -> int:
+  """Returns by how much a loop's body increments a counter: more than 1 if it is unrolled."""
+  match = re.search(r"\bindex=(\d+)", counter.attributes)
+  if match is None or not body or int(match[1]) >= len(body[-1].operands):
+    return 1
+  by_name = {one.name: one for one in body}
+  one = by_name.get(body[-1].operands[int(match[1])])
+  if one is None or one.operation != "add":
+    return 1
+  added = [by_name[name].literal for name in one.operands if name in by_name]
+  return max((int(literal) for literal in added if literal.isdecimal()), default=1)
 
 
 def computations(program: str) -> Computations:
@@ -107,7 +129,7 @@ def computations(program: str) -> Computations:
 
 def _shapes(text: str) -> list[Shape]:
   return [
-    Shape(dtype, tuple(int(size) for size in dims.split(",") if size), layout)
-    for dtype, dims, layout in _SHAPE.findall(text)
+    Shape(dtype, tuple(int(size) for size in dims.split(",") if size), layout, int(space or 0))
+    for dtype, dims, layout, space in _SHAPE.findall(text)
     if dtype not in _NO_ARRAYS
   ]

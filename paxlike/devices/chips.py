@@ -76,8 +76,9 @@ def gpu_share() -> float:
   return float(next(filter(None, map(os.environ.get, SHARE_NAMES)), _SHARE))
 
 
-# The bytes that the compiler lets programs use; data sheets say 16, 95 and 32 GB.
-_V5E, _V5P, _V6E = int(15.75 * 2**30), int(95.74 * 2**30), int(31.25 * 2**30)
+# The bytes that the compiler lets programs use; data sheets say 32, 16, 95 and 32 GB.
+_V4, _V5E, _V5P = int(30.75 * 2**30), int(15.75 * 2**30), int(95.74 * 2**30)
+_V6E = int(31.25 * 2**30)
 _V7X = int(94.74 * 2**30)  # Of 96 GiB: a device is half of a chip.
 # Their numbers of multiprocessors are those of SXM modules.
 _AMPERE: Any = {"family": "a100", "cores": 108}
@@ -102,7 +103,7 @@ CHIPS = {
   "A100-SXM4-40GB": _A100_40GB,
   "A100-PCIE-40GB": _A100_40GB,
   "A100": Chip(312e12, 85_094_105_088, 2.039e12, is_gpu=True, **_AMPERE),
-  "TPU v4": Chip(275e12, int8=1, family="v5p"),
+  "TPU v4": Chip(275e12, _V4, 1.2e12, int8=1, family="v5p"),  # No published steps of its own.
   "TPU v5 lite": Chip(197e12, _V5E, 0.819e12, family="v5e"),
   "TPU v5e": Chip(197e12, _V5E, 0.819e12, family="v5e"),
   "TPU v5p": Chip(459e12, _V5P, 2.765e12, family="v5p"),

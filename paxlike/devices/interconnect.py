@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interconnects: a fast network within a slice or node, a slower one between them.
 
-Rates are one-directional bandwidths from data sheets. TPUs: cloud.google.com/tpu/docs/v5e, v5p and
-v6e (half of the bidirectional ICI rate, and a chip's share of the DCN rate). GPUs: NVLink of the
-SXM modules, and one InfiniBand port per GPU of NVIDIA's DGX or of a GB200 NVL72 rack.
+A collective takes a latency and the time of its bytes. Rates are one-directional bandwidths from
+data sheets. TPUs: cloud.google.com/tpu/docs/v4, v5e, v5p and v6e (half of the bidirectional ICI
+rate, and a chip's share of the DCN rate). GPUs: NVLink of the SXM modules, and one InfiniBand port
+per GPU of NVIDIA's DGX or of a GB200 NVL72 rack. To the host: PCIe of 16 lanes, generation 4 (A100)
+or 5, and NVLink-C2C of GB200; TPUs: jax-ml.github.io/scaling-book/tpus (TPU7x: as of v6e).
+
+Latencies of GPUs are those by which NCCL chooses its algorithms (src/graph/tuning.cc, Simple
+protocol); those of TPUs are the order of magnitude that Google names.
 """
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +23,7 @@ class Network:
   Attributes:
     fast: Bytes/s that a device sends over all its links in the fast network.
     slow: Bytes/s that a device sends over the slow network.
+    host: Bytes/s that a device sends to the memory of its host.
     names: Names of the fast and the slow network.
     dims: Dims of the fast network's torus; 0: a switch with the full rate between any two devices.
     closed_from: Slice size in devices from which the torus has wraparound links; smaller slices
@@ -33,6 +39,7 @@ class Network:
 
   fast: float
   slow: float
+  host: float
   names: tuple[str, str]
   dims: int = 0
   closed_from: int = 1
@@ -42,22 +49,40 @@ class Network:
   across_nodes: bool = False
 
 
+class Latency(NamedTuple):
+  """Seconds of a collective besides those of its bytes.
+
+  Attributes:
+    start: Of its start.
+    fast, slow: Of each step of a ring over the fast and the slow network.
+    tree_fast, tree_slow: Of each step of a tree; inf: it uses rings only.
+  """
+
+  start: float
+  fast: float
+  slow: float
+  tree_fast: float = math.inf
+  tree_slow: float = math.inf
+
+
 _GPU, _TPU = ("NVLink", "InfiniBand"), ("ICI", "DCN")
+_NCCL, _ICI = Latency(8.4e-6, 3.4e-6, 14e-6, 4e-6, 14e-6), Latency(1e-6, 1e-6, 1e-5)
 
 # Keyed by a substring of JAX's `device_kind`, more specific names first.
 NETWORKS = {
-  "GB200": Network(900e9, 50e9, _GPU, across_nodes=True),
-  "B300": Network(900e9, 100e9, _GPU),
-  "B200": Network(900e9, 50e9, _GPU),
-  "H200": Network(450e9, 50e9, _GPU),
-  "H100": Network(450e9, 50e9, _GPU),
-  "A100": Network(300e9, 25e9, _GPU),
-  "TPU v5 lite": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True, True),
-  "TPU v5e": Network(200e9, 3.125e9, _TPU, 2, 256, 1.5, True, True),
-  "TPU v5": Network(600e9, 6.25e9, _TPU, 3, 64, 1.5, True, True),
-  "TPU v6": Network(400e9, 12.5e9, _TPU, 2, 256, 1.5, True, True),
+  "GB200": Network(900e9, 50e9, 450e9, _GPU, across_nodes=True),
+  "B300": Network(900e9, 100e9, 64e9, _GPU),
+  "B200": Network(900e9, 50e9, 64e9, _GPU),
+  "H200": Network(450e9, 50e9, 64e9, _GPU),
+  "H100": Network(450e9, 50e9, 64e9, _GPU),
+  "A100": Network(300e9, 25e9, 32e9, _GPU),
+  "TPU v4": Network(300e9, 6.25e9, 16e9, _TPU, 3, 64, 1.5, True, True),  # DCN: as of v5p.
+  "TPU v5 lite": Network(200e9, 3.125e9, 16e9, _TPU, 2, 256, 1.5, True, True),
+  "TPU v5e": Network(200e9, 3.125e9, 16e9, _TPU, 2, 256, 1.5, True, True),
+  "TPU v5": Network(600e9, 6.25e9, 16e9, _TPU, 3, 64, 1.5, True, True),
+  "TPU v6": Network(400e9, 12.5e9, 32e9, _TPU, 2, 256, 1.5, True, True),
   # Half of a chip's rate (docs.cloud.google.com/tpu/docs/tpu7x), without the link between halves.
-  "TPU7x": Network(300e9, 6.25e9, _TPU, 3, 128, 1.5, True, True),
+  "TPU7x": Network(300e9, 6.25e9, 32e9, _TPU, 3, 128, 1.5, True, True),
 }
 
 
@@ -86,6 +111,14 @@ def find(device_kind: str) -> Network | None:
   return next((one for name, one in NETWORKS.items() if name.lower() in kind), None)
 
 
+def place(device: Any) -> tuple[Any, ...]:
+  """Returns what is equal for the devices of a slice or node, and of a rack that NVLink joins."""
+  network, slice_index = find(device.device_kind), getattr(device, "slice_index", None)
+  if device.platform == "tpu" or (network is not None and network.across_nodes):
+    return (slice_index,)
+  return slice_index, device.process_index
+
+
 def rate(network: Network, group: Group) -> float:
   """Returns the bytes/s at which a device of a group sends within its slice or node.
 
@@ -97,8 +130,22 @@ def rate(network: Network, group: Group) -> float:
   return network.fast * links * (1 if group.within >= network.closed_from else 0.5)
 
 
-def gather(network: Network, group: Group, nbytes: float) -> float:
-  """Returns the seconds of an all-gather or a reduce-scatter over a group.
+def latency(network: Network, group: Group) -> float:
+  """Returns the seconds of an all-gather or a reduce-scatter besides those of its bytes.
+
+  It goes around a ring of all devices of a group, or around one in each dim of a torus.
+  """
+  if group.size == 1:
+    return 0.0
+  one = _ICI if network.dims else _NCCL
+  # Half of a ring in either direction; the dims of a torus are of one size.
+  inside = group.inner ** (1 / max(1, network.dims))
+  steps = network.dims * inside / 2 if network.dims else group.size - group.outer
+  return one.start + steps * one.fast + (group.outer - 1) * one.slow
+
+
+def gather(network: Network, group: Group, nbytes: float, *, count: float = 1) -> float:
+  """Returns the seconds of all-gathers or reduce-scatters over a group.
 
   It assumes that both networks transfer concurrently, and that a slice or node receives through
   the ports of all its devices in the group.
@@ -106,26 +153,48 @@ def gather(network: Network, group: Group, nbytes: float) -> float:
   Args:
     network: The interconnect.
     group: The devices.
-    nbytes: Bytes of the full array.
+    nbytes: Bytes of all full arrays.
+    count: The number of collectives.
   """
+  return _moved(network, group, nbytes) + count * latency(network, group)
+
+
+def _moved(network: Network, group: Group, nbytes: float) -> float:
   inside = nbytes * (group.size - 1) / group.size / rate(network, group)
   across = nbytes * (group.outer - 1) / group.outer / group.inner / network.slow
   return max(inside if group.inner > 1 else 0.0, across)
 
 
-def reduce(network: Network, group: Group, nbytes: float) -> float:
-  """Returns the seconds of an all-reduce: a reduce-scatter and an all-gather."""
-  return 2 * gather(network, group, nbytes)
+def reduce(network: Network, group: Group, nbytes: float, *, count: float = 1) -> float:
+  """Returns the seconds of all-reduces: reduce-scatters and all-gathers; see `gather`.
+
+  NCCL takes a tree where it has fewer steps.
+  """
+  if group.size == 1:
+    return 0.0
+  one = _ICI if network.dims else _NCCL
+  tree = 2 * ((group.inner - 1) * one.tree_fast + math.log2(group.outer) * one.tree_slow)
+  steps = min(2 * latency(network, group), one.start + tree)
+  return 2 * _moved(network, group, nbytes) + count * steps
 
 
 def exchange(network: Network, group: Group, nbytes: float) -> float:
   """Returns the seconds of an all-to-all of `nbytes` per device."""
+  if group.size == 1:
+    return 0.0
   inside = nbytes * (group.inner - 1) / group.size / rate(network, group)
-  return max(inside, nbytes * (group.outer - 1) / group.outer / network.slow)
+  moved = max(inside, nbytes * (group.outer - 1) / group.outer / network.slow)
+  return moved + _send_latency(network, group)
 
 
 def send(network: Network, group: Group, nbytes: float) -> float:
   """Returns the seconds of a collective-permute of `nbytes` per device."""
   if group.size == 1:
     return 0.0
-  return nbytes / (network.slow if group.outer > 1 else rate(network, group))
+  moved = nbytes / (network.slow if group.outer > 1 else rate(network, group))
+  return moved + _send_latency(network, group)
+
+
+def _send_latency(network: Network, group: Group) -> float:
+  one = _ICI if network.dims else _NCCL
+  return one.start + (one.slow if group.outer > 1 else one.fast)

@@ -15,13 +15,14 @@ class TpuKind(NamedTuple):
 
   Attributes:
     name: The compiler's name.
-    units: What a topology's name counts per chip: v5p and v7x count cores, two per chip. For JAX, a
-      v5p chip is one device and a v7x chip two.
+    units: What a topology's name counts per chip: v4, v5p and v7x count cores, two per chip. For
+      JAX, a v4 or v5p chip is one device and a v7x chip two.
     dims: Dims of the torus.
     most: Chips in the largest slice.
     has_one: Whether one-chip slices exist; other slices have at least four chips.
     ring: Sides that are multiples of this may have wraparound links: 16 is the side of a v5e or v6e
-      pod, 4 that of the cubes of v5p and v7x.
+      pod, 4 that of the cubes of v4, v5p and v7x.
+    cores: The compiler's name for cores that make up one device, where it needs one.
   """
 
   name: str
@@ -30,9 +31,11 @@ class TpuKind(NamedTuple):
   most: int
   has_one: bool
   ring: int
+  cores: str = ""
 
 
 KINDS = {
+  "v4": TpuKind("v4", 2, 3, 4096, False, 4, cores="megacore"),
   "v5e": TpuKind("v5e", 1, 2, 256, True, 16),
   "v5p": TpuKind("v5p", 2, 3, 6144, False, 4),
   "v6e": TpuKind("v6e", 1, 2, 256, True, 16),
@@ -96,9 +99,9 @@ def shape(kind: str, count: int) -> tuple[int, ...]:
 def wrap(kind: str, sides: tuple[int, ...]) -> tuple[bool, bool, bool]:
   """Returns which dims of a slice have wraparound links.
 
-  v5p and v7x slices of whole cubes of 4x4x4 chips are 3D tori; smaller slices have no wraparound
-  links (cloud.google.com/tpu/docs/v5p-training). A v5e or v6e pod is a 2D torus of 16x16 chips:
-  only sides of 16 wrap around (jax-ml.github.io/scaling-book/tpus).
+  v4, v5p and v7x slices of whole cubes of 4x4x4 chips are 3D tori; smaller slices have no
+  wraparound links (cloud.google.com/tpu/docs/v5p-training). A v5e or v6e pod is a 2D torus of
+  16x16 chips: only sides of 16 wrap around (jax-ml.github.io/scaling-book/tpus).
   """
   one = KINDS[kind]
   closed = [side % one.ring == 0 for side in sides]
@@ -134,6 +137,8 @@ def devices(kind: str, count: int, slices: int) -> list[Any]:
   sides = shape(kind, count)
   # Without `wrap`, the compiler assumes that there are no wraparound links.
   options: dict[str, Any] = {"wrap": wrap(kind, sides)}
+  if KINDS[kind].cores:
+    options["chip_config_name"] = KINDS[kind].cores
   if slices > 1:
     options["num_slices"] = slices
   if sides[-1] == 1 and sides[0] == 1:

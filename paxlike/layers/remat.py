@@ -63,6 +63,11 @@ class Remat(enum.Enum):
       case _:
         return getattr(policies, self.value)
 
+  @property
+  def on_host(self) -> bool:
+    """Whether it saves to host memory."""
+    return self in (Remat.OFFLOAD_QKV_PROJ, Remat.OFFLOAD_DOT_WITH_NO_BATCH_DIM)
+
   def saves(self, role: str) -> bool:
     """Returns whether the output of a linear map with this role is saved, and not recomputed."""
     match self:

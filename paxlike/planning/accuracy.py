@@ -12,14 +12,14 @@ from paxlike.planning.parallel_config import Configuration
 # Mean errors as fractions.
 _OF_FAMILY = {
   "a100": 0.050,
-  "h100": 0.072,
-  "blackwell": 0.180,
-  "v5e": 0.080,
-  "v5p": 0.121,
-  "v6e": 0.103,
-  "v7x": 0.170,
+  "h100": 0.070,
+  "blackwell": 0.175,
+  "v5e": 0.082,
+  "v5p": 0.126,
+  "v6e": 0.106,
+  "v7x": 0.169,
 }
-_TENSOR, _PIPELINE, _IN_8_BITS, _EXPERTS = 0.086, 0.096, 0.117, 0.167
+_TENSOR, _PIPELINE, _IN_8_BITS, _EXPERTS = 0.085, 0.093, 0.114, 0.166
 
 
 def expected_error(model: ModelSizes, how: Configuration, chip: Chip) -> float:

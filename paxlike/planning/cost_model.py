@@ -10,6 +10,7 @@
 - All-gathers of weights, reductions of gradients (axes fsdp and data) and sends between stages
   overlap with the computation of layers: a pass takes the longer of the two, plus, on GPUs,
   `contention` times the shorter, since both use the same memory and multiprocessors.
+- Over `context`, keys and values go around a ring beside attention, which is not fused.
 - All-reduces of activations (tensor) and exchanges of tokens (expert) lie between dependent
   matmuls, so their time is added. On TPUs, where XLA overlaps chunks of an all-reduce with its
   matmul, only the time by which a pass's all-reduces exceed its matmuls is added.
@@ -17,6 +18,7 @@
 - Weights are all-gathered in every pass of every microbatch. Gradients are reduced once per
   microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters; with
   `Configuration.reduced_once` only in the last one, by reduce-scatters.
+- Activations that go to the host's memory overlap with their pass, optimizer state does not.
 - Every doubling of the number of slices or nodes adds `jitter` to the step: all wait for the last.
 
 Other programs than paxlike do some of this in other ways: see `software`.
@@ -60,9 +62,16 @@ class Machine:
 
 
 def machine(
-  device_kind: str, *, software: Software = PAXLIKE, fitted: Fitted = FITTED
+  device_kind: str,
+  *,
+  software: Software = PAXLIKE,
+  fitted: Fitted = FITTED,
+  dcn_bandwidth: float | None = None,
 ) -> Machine | None:
-  """Returns the machine of a JAX `device_kind`; None if its data sheet is unknown."""
+  """Returns the machine of a JAX `device_kind`; None if its data sheet is unknown.
+
+  `dcn_bandwidth` is that of the slow network in bytes/s; None: that of the data sheet.
+  """
   chip, network = chips.find(device_kind), interconnect.find(device_kind)
   if chip is None or network is None or not chip.memory or not chip.bandwidth:
     return None
@@ -78,7 +87,8 @@ def machine(
   fast, slow = fitted.fast_tpu, fitted.slow_tpu
   if chip.is_gpu:
     fast, slow = fitted.fast, fitted.slow
-  network = dataclasses.replace(network, fast=fast * network.fast, slow=slow * network.slow)
+  slow *= dcn_bandwidth or network.slow
+  network = dataclasses.replace(network, fast=fast * network.fast, slow=slow)
   return Machine(chip, network, rates, fitted, software)
 
 
@@ -98,13 +108,14 @@ class _Step:
     self._chip, self._network = machine.chip, machine.network
     self._bandwidth = machine.rates.memory_bandwidth(machine.chip)
     self._sizes = how.sizes
-    self._tokens = how.sequences * model.seq_len
+    self._tokens = how.tokens(model.seq_len)
     self._stages = how.sizes["pipeline"]
 
   def times(self) -> Times:
     how, pipeline = self._how, self._how.pipeline
     # The forward and the backward time of all chunks of one stage.
-    forward, backward = self._layers(forward=True), self._layers(forward=False)
+    forward = self._offloaded(self._layers(forward=True))
+    backward = self._offloaded(self._layers(forward=False))
     gathered, returned = self._overlapped()
     backward_pass = self._beside(backward, returned)
     layers = self._beside(forward, gathered) + backward_pass
@@ -130,12 +141,14 @@ class _Step:
     exchanged = self._exchanged()
     # After attention, and after the MLP, or once for each row of the experts.
     reduced = self._tensor(2 * model.num_layers - model.moe_layers, experts)
-    forward_pass = matmuls + attention + others + self._exposed(reduced, matmuls) + exchanged
+    keys = self._keys(attention)
+    forward_pass = matmuls + attention + others + self._exposed(reduced, matmuls) + exchanged + keys
     if forward:
       return forward_pass
     trained = tuple(weight for weight in model.in_stack if weight.trained)
     products = self._matmuls(model.in_stack, "inputs") + self._matmuls(trained, "weights")
-    rest = self._attention(backward=True) + others * 2 + exchanged
+    attention_backward = self._attention(backward=True)
+    rest = attention_backward + others * 2 + exchanged + self._keys(attention_backward, copies=3)
     if remat is not Remat.SAVE_EVERYTHING:
       # Policies that save matmuls omit those of experts.
       recomputed = tuple(
@@ -144,7 +157,7 @@ class _Step:
         if not weight.is_last and (weight.is_routed or not remat.saves(weight.role))
       )
       products += self._matmuls(recomputed, "forward")
-      rest += attention + others + exchanged
+      rest += attention + others + exchanged + keys
       dense = 0 if remat.saves("output") else model.num_layers
       again = self._tensor(dense, experts)
       reduced = reduced[0] + again[0], reduced[1] + again[1]
@@ -153,6 +166,14 @@ class _Step:
     if pipeline is not None and pipeline.recompute:
       backward_pass += forward_pass
     return backward_pass
+
+  def _offloaded(self, work: Times) -> Times:
+    """Returns the work of a pass, and what it does not hide of activations that go to the host."""
+    if not self._how.remat.on_host:
+      return work
+    layers = self._model.num_layers / self._stages
+    nbytes = self._tokens * memory_model.kept(self._model, self._how) * layers
+    return work + Times(host=max(0.0, nbytes / self._network.host - work.total))
 
   def _exposed(self, reduced: tuple[float, float], matmuls: Times) -> Times:
     """Returns what matmuls do not hide of all-reduces: those of `_tensor`, dense and of experts."""
@@ -216,7 +237,8 @@ class _Step:
 
   def _attention(self, *, backward: bool = False) -> Times:
     model, shards = self._model, self._sizes["tensor"] * self._stages
-    if model.fused_attention:
+    over_context = self._sizes["context"] > 1
+    if model.fused_attention and not over_context:
       seconds = 0.0
       for span, flops in model.spans or ((model.seq_len, model.scores[1]),):
         rate = self._machine.rates.attention_flops(
@@ -231,12 +253,24 @@ class _Step:
       seconds += model.scores[0] / 2 / rate
     # Logits and softmax weights are both written and read.
     seconds += 8 * length * model.heads / self._bandwidth
+    if over_context:  # In pieces, of causal blocks only.
+      seconds *= model.scores[1] / model.scores[0]
     return Times(attention=(2 if backward else 1) * seconds * self._tokens / shards)
+
+  def _keys(self, attention: Times, *, copies: float = 1) -> Times:
+    """Returns what attention does not hide of keys and values that go around `context`.
+
+    With gradients, which are in float32, there are three `copies` of their bytes.
+    """
+    group = self._how.group("context")
+    nbytes = copies * 2 * self._tokens * self._model.keys / self._sizes["tensor"]
+    sent = (group.size - 1) * interconnect.send(self._network, group, nbytes) / self._stages
+    return Times(context=max(0.0, sent - attention.total))
 
   def _elementwise(self) -> Times:
     """Returns the time of the forward memory traffic of norms, activations and rotary positions."""
     model, sizes = self._model, self._sizes
-    _, outputs = memory_model.widths(model, sizes)
+    _, outputs = memory_model.widths(model, self._how)
     ffn = memory_model.ffn(model, sizes)
     # RoPE reads and writes queries and keys.
     rotated = max(0.0, outputs - model.dim - (model.mlp_factor - 1) * ffn)
@@ -305,20 +339,32 @@ class _Step:
     return gathered + sent, backward + sent
 
   def _gathers(self, weights: tuple[Weight, ...]) -> tuple[float, float]:
-    """Returns the seconds of all-gathering weights once, and of reducing their gradients once."""
+    """Returns the seconds of all-gathering weights once, and of reducing their gradients once.
+
+    There is a collective for each layer.
+    """
     how = self._how
     gathered = reduced = 0.0
+    groups = set()
     times = 2 if self._network.sums_whole and not how.reduced_once else 1
     for weight in weights:
       axes = weight.axes(self._sizes)
       here = weight.computed * weight.per_device(self._sizes)
       if "fsdp" in axes:
-        once = interconnect.gather(self._network, how.group("fsdp"), here * self._sizes["fsdp"])
+        whole = here * self._sizes["fsdp"]
+        once = interconnect.gather(self._network, how.group("fsdp"), whole, count=0)
         gathered += once
         reduced += times * once if weight.trained else 0.0
-      copies = {"data", "fsdp", "expert"} - axes
+      copies = {"data", "fsdp", "expert", "context"} - axes
       if weight.trained:
-        reduced += interconnect.reduce(self._network, how.group(*copies), here)
+        reduced += interconnect.reduce(self._network, how.group(*copies), here, count=0)
+        groups.add(how.group(*copies))
+    count = max(1.0, max(weight.layers for weight in weights) / self._stages)
+    if gathered:
+      started = count * interconnect.latency(self._network, how.group("fsdp"))
+      gathered, reduced = gathered + started, reduced + (times * started if groups else 0.0)
+    for group in groups:
+      reduced += interconnect.reduce(self._network, group, 0.0, count=count)
     return gathered, reduced
 
   def _loss(self) -> Times:
@@ -342,16 +388,17 @@ class _Step:
 
   def _update(self) -> Times:
     """Returns the time of the optimizer update and of gradient accumulation."""
-    model, total = self._model, 0.0
+    model, total, moved = self._model, 0.0, 0.0
     over_data = model.over_data or self._software.optimizer_over_data
     parts = self._how.microbatches
     for weight in model.weights:
       if weight.trained:
         own = memory_model.optimized(weight, self._sizes, over_data=over_data)
         total += own * (2 * weight.held + 2 * model.moments + 4) + own * weight.computed
+        moved += 2 * own * model.moments if model.optimizer_on_host else 0.0
         if parts > 1:  # The float32 sum is read and written.
           total += 8 * parts * weight.per_device(self._sizes)
-    return Times(update=total / self._bandwidth)
+    return Times(update=total / self._bandwidth, host=moved / self._network.host)
 
   def _tensor_of(self, weight: Weight) -> int:
     return self._sizes["tensor"] if "tensor" in weight.axes(self._sizes) else 1

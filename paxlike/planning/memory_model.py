@@ -28,10 +28,12 @@ class Memory:
     optimizer: Optimizer state.
     batch: Inputs, targets and loss weights.
     copies: Weights in the compute dtype, those of a reference model included, and gradients.
-    gathered: All-gathered weights of the layers in flight.
+    gathered: All-gathered weights of the layers in flight, in a pipeline those of a chunk with
+      their gradients.
     activations: Residuals that the forward pass saves for the backward pass.
     working: Temporaries of a layer's backward pass.
     logits: Logits of a chunk of the loss, with the output projection and its gradient.
+    is_pipelined: Whether stages compute layers and logits in the same tick.
   """
 
   weights: float
@@ -42,6 +44,7 @@ class Memory:
   activations: float
   working: float
   logits: float
+  is_pipelined: bool = False
 
   @property
   def arguments(self) -> float:
@@ -50,8 +53,9 @@ class Memory:
 
   @property
   def total(self) -> float:
-    """The peak: layers and logits are not live at the same time."""
-    temporaries = max(self.gathered + self.working, self.logits)
+    """The peak: only in a pipeline are layers and logits live at the same time."""
+    layers = self.gathered + self.working
+    temporaries = layers + self.logits if self.is_pipelined else max(layers, self.logits)
     return self.arguments + self.copies + self.activations + temporaries
 
 
@@ -60,9 +64,10 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
   if how.pipeline is not None:
     model = model.in_stages(how.pipeline.stages, how.pipeline.chunks)
   sizes = how.sizes
-  tokens = how.sequences * model.seq_len
+  tokens = how.tokens(model.seq_len)
   here = {weight: weight.per_device(sizes) for weight in set(model.weights)}
-  gathered, head = _gathered(model, how)
+  layer, head = _gathered(model, how)
+  gathered = network.layers_gathered * layer
   working = tokens * _working(model, how)
   saved = _saved(model, how)
   layers = model.num_layers
@@ -71,6 +76,7 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
   else:
     stages, chunks = how.pipeline.stages, how.pipeline.chunks
     of_chunk = layers / stages / chunks
+    gathered = of_chunk * (layer + _layer(model, how))
     slots = _num_slots(how.pipeline)
     dim = model.dim / how.residual_shards
     kept = 2 * dim if how.pipeline.recompute else 2 * dim + saved * of_chunk
@@ -79,13 +85,14 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
   return Memory(
     weights=sum(here[weight] * weight.held for weight in model.weights),
     optimizer=_optimizer(model, sizes),
-    batch=12 * how.batch * model.seq_len / _shards(sizes),
+    batch=12 * how.batch * model.seq_len / _shards(sizes) / sizes["context"],
     copies=sum(here[w] * _copies(w, how) for w in model.weights)
     + (sum(here[w] * w.computed for w in model.weights) if model.reference else 0),
-    gathered=network.layers_gathered * gathered,
+    gathered=gathered,
     activations=activations,
     working=working,
     logits=_logits(model, how, head),
+    is_pipelined=how.pipeline is not None,
   )
 
 
@@ -99,6 +106,8 @@ def _shards(sizes: Mapping[str, int]) -> int:
 
 
 def _optimizer(model: ModelSizes, sizes: Mapping[str, int]) -> float:
+  if model.optimizer_on_host:
+    return 0.0
   return sum(
     model.moments * optimized(weight, sizes, over_data=model.over_data)
     for weight in model.weights
@@ -116,12 +125,16 @@ def optimized(weight: Weight, sizes: Mapping[str, int], *, over_data: bool) -> i
 
 
 def _copies(weight: Weight, how: Configuration) -> float:
-  """Returns bytes per parameter of the compute-dtype copy, gradient and accumulated gradient."""
+  """Returns bytes per parameter of the compute-dtype copy, gradient and accumulated gradient.
+
+  In a pipeline, gradients of a chunk are added to their sum as soon as they are there.
+  """
   copy = weight.computed if weight.held != weight.computed else 0
   if not weight.trained:
     return copy if weight.held > weight.computed else 0
-  is_summed = how.accumulation > 1 or how.pipeline is not None
-  return copy + weight.computed + (4 if is_summed else 0)
+  if how.pipeline is not None:
+    return copy + (4 if weight.layers > 0 else 4 + weight.computed)
+  return copy + weight.computed + (4 if how.accumulation > 1 else 0)
 
 
 def _gathered(model: ModelSizes, how: Configuration) -> tuple[float, float]:
@@ -137,20 +150,44 @@ def _gathered(model: ModelSizes, how: Configuration) -> tuple[float, float]:
   return layer, head
 
 
+def _layer(model: ModelSizes, how: Configuration) -> float:
+  """Returns the bytes of the gradients of a layer of a pipeline, before fsdp shards them."""
+  return sum(
+    weight.computed * weight.per_device(how.sizes, "fsdp", "pipeline") / weight.layers
+    for weight in model.in_stack
+    if weight.layers > 0 and weight.trained
+  )
+
+
 def _saved(model: ModelSizes, how: Configuration) -> float:
   """Returns the bytes of residuals per token of a layer, an average over layers."""
   sizes, dim = how.sizes, model.dim / how.residual_shards
-  # Policies that save matmuls omit expert matmuls.
-  everything = how.remat is Remat.SAVE_EVERYTHING
-  inputs, outputs = widths(model, sizes, routed=everything)
-  if how.remat is Remat.SAVE_NOTHING:
-    return 2 * dim
-  if not everything:
-    return 2 * (dim + outputs)
+  if how.remat is not Remat.SAVE_EVERYTHING:
+    return 2 * dim + (0 if how.remat.on_host else kept(model, how))
+  inputs, outputs = widths(model, how)
   # Each norm saves two float32 arrays, in addition to the residual stream and matmul operands.
   activation = 2 * (model.mlp_factor - 1) * ffn(model, sizes)
   scores = 0 if model.fused_attention else 6 * model.seq_len * _heads(model, sizes)
   return 20 * dim + 2 * (inputs + outputs) + activation + scores
+
+
+def kept(model: ModelSizes, how: Configuration) -> float:
+  """Returns the bytes per token of a layer's matmul outputs that the remat policy saves.
+
+  Policies that save matmuls omit those of experts.
+  """
+  outputs = 0.0
+  for weight in model.in_stack:
+    is_output = weight.share and not weight.is_last and not weight.is_routed
+    if is_output and how.remat.saves(weight.role):
+      outputs += max(1, weight.layers) * weight.outputs / _output_shards(weight, how)
+  return 2 * outputs / model.num_layers
+
+
+def _output_shards(weight: Weight, how: Configuration) -> int:
+  if not weight.splits_outputs:
+    return how.residual_shards
+  return how.sizes["tensor"] if "tensor" in weight.axes(how.sizes) else 1
 
 
 def _working(model: ModelSizes, how: Configuration) -> float:
@@ -163,26 +200,23 @@ def _working(model: ModelSizes, how: Configuration) -> float:
     wide = sizes["expert"] * (5 * wide + 4 * model.num_chosen * model.dim)
   elif model.moe_layers and model.capacity is not None:
     wide *= model.capacity / model.num_chosen
-  return 2 * (wide + 4 * model.dim) + scores
+  return 2.5 * (wide + 4 * model.dim) + scores
 
 
-def widths(
-  model: ModelSizes, sizes: Mapping[str, int], *, routed: bool = True
-) -> tuple[float, float]:
+def widths(model: ModelSizes, how: Configuration) -> tuple[float, float]:
   """Returns the widths per device of a layer's matmul operands and of its saved matmul outputs.
 
-  Both are averages over layers. Without `routed`, outputs of expert matmuls do not count as saved.
+  Both are averages over layers.
   """
   inputs = outputs = 0.0
   for weight in model.in_stack:
     if not weight.share:
       continue
     times = max(1, weight.layers)
-    tensor = sizes["tensor"] if "tensor" in weight.axes(sizes) else 1
-    into, out = (1, tensor) if weight.splits_outputs else (tensor, 1)
-    inputs += times * weight.inputs / into
-    if not weight.is_last and (routed or not weight.is_routed):
-      outputs += times * weight.outputs / out
+    is_split = "tensor" in weight.axes(how.sizes) and not weight.splits_outputs
+    inputs += times * weight.inputs / (how.sizes["tensor"] if is_split else how.residual_shards)
+    if not weight.is_last:
+      outputs += times * weight.outputs / _output_shards(weight, how)
   return inputs / model.num_layers, outputs / model.num_layers
 
 
@@ -204,7 +238,7 @@ def _logits(model: ModelSizes, how: Configuration, head: float) -> float:
   """Returns the bytes of a chunk's logits, and of the output projection with its gradient."""
   sizes = how.sizes
   tensor = sizes["tensor"] if "tensor" in model.head.axes(sizes) else 1
-  sequences = how.sequences / (1 if how.pipeline is None else how.pipeline.stages)
-  logits = sequences * model.seq_len / model.loss_chunks * model.vocab / tensor
+  tokens = how.tokens(model.seq_len) / (1 if how.pipeline is None else how.pipeline.stages)
+  logits = tokens / model.loss_chunks * model.vocab / tensor
   # The projection, its accumulated float32 gradient, and the chunk's gradient.
   return 8 * logits + 4 * head

@@ -109,6 +109,7 @@ class ModelSizes:
     heads: Attention heads, summed over layers.
     least_heads: The smallest N of any layer.
     head_dim: The smallest H of any layer.
+    keys: Elements of keys and values per token, summed over layers.
     scores: Attention's forward FLOPs per token: (full, causal); see `flops.attention_flops`.
     spans: (Keys that a query attends to at most, causal forward FLOPs per token) of attention; of
       layers with the same span together. Empty: all layers attend to the whole sequence.
@@ -121,6 +122,7 @@ class ModelSizes:
     moments: Bytes of optimizer state per trained parameter.
     over_data: Whether the optimizer state is sharded over the axis `data` too (ZeRO-1).
     sequence_parallel: Whether the residual stream is sharded over `tensor` too.
+    optimizer_on_host: Whether the optimizer state is in the memory of the host between updates.
     reference: Whether a reference model doubles the weights.
     fused_attention: Whether a fused kernel computes attention without materializing logits.
     flops: Training FLOPs per token; see `flops.TrainingFlops`.
@@ -136,6 +138,7 @@ class ModelSizes:
   heads: int
   least_heads: int
   head_dim: int = 128
+  keys: int = 0
   scores: tuple[float, float]
   spans: tuple[tuple[int, float], ...] = ()
   mlp_factor: int
@@ -146,6 +149,7 @@ class ModelSizes:
   moments: float = 8.0
   over_data: bool = False
   sequence_parallel: bool = False
+  optimizer_on_host: bool = False
   reference: bool = False
   fused_attention: bool = True
   flops: flops.TrainingFlops
@@ -198,6 +202,7 @@ def _padded(model: ModelSizes, places: int) -> ModelSizes:
     num_layers=round(factor * model.num_layers),
     repeats=size,
     heads=round(factor * model.heads),
+    keys=round(factor * model.keys),
     scores=(factor * full, factor * causal),
     spans=tuple((span, factor * flops) for span, flops in model.spans),
     moe_layers=round(factor * model.moe_layers),
@@ -211,12 +216,13 @@ def of_definition(
   decoder: Any = definition.module
   stack: Stack = decoder.stack
   layout = stack.layout
-  heads, widths, moes, gated, dims_of_time = [], [], [], [], set()
+  heads, keys, widths, moes, gated, dims_of_time = [], 0, [], [], [], set()
   spans: dict[int, float] = collections.defaultdict(float)
   for module, count in flops.modules(definition):
     if isinstance(module, Attention | LatentAttention):
       heads += [module.num_heads] * count
       widths.append(module.head_dim)
+      keys += count * _keys(module)
       span = min(seq_len, getattr(module, "window", None) or seq_len)
       spans[span] += count * module.score_flops(seq_len)[1]
     if isinstance(module, Moe):
@@ -237,6 +243,7 @@ def of_definition(
     heads=sum(heads),
     least_heads=min(heads),
     head_dim=min(widths),
+    keys=keys,
     scores=flops.attention_flops(definition, seq_len),
     spans=tuple(spans.items()),
     mlp_factor=3 if any(gated) else 2,
@@ -246,11 +253,19 @@ def of_definition(
     capacity=first.num_chosen * first.dispatch.factor if first and placed else None,
     moments=_moments(definition, optimizer),
     over_data=optimizer.over_data,
+    optimizer_on_host=optimizer.on_host,
     sequence_parallel=dims_of_time != {"time"},
     reference=with_reference,
     fused_attention="xla" not in decoder.kernels(Place(topology.devices()[0])),
     flops=flops.per_token(definition, seq_len),
   )
+
+
+def _keys(module: Attention | LatentAttention) -> int:
+  """Returns the elements of keys and values per token; latent attention expands them."""
+  if isinstance(module, LatentAttention):
+    return module.num_heads * (module.head_dim + module.rope_dim + module.value_dim)
+  return 2 * module.num_kv_heads * module.head_dim
 
 
 def _weight(spec: WeightSpec, location: Location | None) -> Weight:

@@ -66,9 +66,13 @@ class Configuration:
     shards = math.prod(self.sizes[axis] for axis in RULES["batch"])
     return self.batch / shards / self.microbatches
 
+  def tokens(self, seq_len: int) -> float:
+    """Returns the tokens of a microbatch per device, whose sequences `context` shards."""
+    return self.sequences * seq_len / self.sizes["context"]
+
   @property
   def residual_shards(self) -> int:
-    """The number of shards of the residual stream along T over `tensor`."""
+    """The number of shards of a device's tokens of the residual stream over `tensor`."""
     return self.sizes["tensor"] if self.residual_over_tensor else 1
 
   @property

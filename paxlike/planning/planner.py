@@ -5,7 +5,8 @@ It tries all meshes whose axes divide the dims that they shard, with each remat 
 microbatches and pipeline. `memory_model` drops those that do not fit, `cost_model` ranks the rest,
 and the best of each mesh is kept. Not tried are:
 
-- the axis context; tensor and expert across slices or nodes, whose networks are too slow;
+- tensor, expert and context across slices or nodes, whose networks are too slow;
+- shards of sequences (context) of less than 4,096 tokens;
 - gpipe and circular, which take as long as 1f1b and interleaved_1f1b and never use less memory;
 - gradient accumulation together with a pipeline, which has microbatches of its own;
 - more accumulation than a mesh and policy need to fit, which only takes longer.
@@ -14,7 +15,7 @@ and the best of each mesh is kept. Not tried are:
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,11 +40,10 @@ from paxlike.training.trainer import Trainer
 # A plan's predicted peak may take this fraction of a device's usable memory: predictions are up to
 # 10 % too low.
 MAX_SHARE = 0.9
-# Knobs that a plan sets and the command line must not.
+# Knobs that a plan sets and the command line must not. CHECKPOINT_POLICY may be set there.
 CHOSEN = (
   "ICI_MESH_SHAPE",
   "DCN_MESH_SHAPE",
-  "CHECKPOINT_POLICY",
   "GRADIENT_ACCUMULATION_STEPS",
   "NUM_STAGES",
   "NUM_VIRTUAL_STAGES",
@@ -52,9 +52,11 @@ CHOSEN = (
   "PIPELINE_SCHEDULE",
   "PIPELINE_RECOMPUTE",
 )
-# Not SAVE_DOT_ONLY: with fused attention, it saves the same as SAVE_DOT_WITH_NO_BATCH_DIM.
-_REMATS = (Remat.SAVE_EVERYTHING, Remat.SAVE_DOT_WITH_NO_BATCH_DIM, Remat.SAVE_NOTHING)
+# Those that are tried. Not SAVE_DOT_ONLY: with fused attention, it saves the same as
+# SAVE_DOT_WITH_NO_BATCH_DIM.
+REMATS = (Remat.SAVE_EVERYTHING, Remat.SAVE_DOT_WITH_NO_BATCH_DIM, Remat.SAVE_NOTHING)
 _ACROSS = ("pipeline", "data", "fsdp")  # Axes that may span slices or nodes.
+_LEAST_TOKENS = 4096  # Of a shard of a sequence.
 _MOST_MICROBATCHES = 32  # Per stage; bubbles are then below 3 %.
 _PADDED = 1.1  # Stages may compute a tenth more layers than there are.
 
@@ -151,6 +153,8 @@ def find(
   devices: list[Any],
   *,
   batch: int | None = None,
+  remats: Sequence[Remat] = REMATS,
+  dcn_bandwidth: float | None = None,
   measured: MeasuredRates | None = None,
 ) -> Plans:
   """Ranks the parallel configurations of an experiment.
@@ -159,6 +163,8 @@ def find(
     build: Builds the experiment's trainer.
     devices: The devices, which need not be attached.
     batch: The global batch in sequences; None: the experiment's.
+    remats: The remat policies to try.
+    dcn_bandwidth: Bytes/s that a device sends across slices or nodes; None: that of the data sheet.
     measured: Rates of kernels that were measured on such devices.
 
   Raises:
@@ -166,14 +172,14 @@ def find(
       batch.
   """
   kind = devices[0].device_kind
-  machine = cost_model.machine(kind)
+  machine = cost_model.machine(kind, dcn_bandwidth=dcn_bandwidth)
   if machine is None:
     raise UserError(
       f"--mode=plan has no data sheet of {kind}: give a --topology such as v5e-256 or h100-64."
     )
   if measured is not None:
     machine = dataclasses.replace(machine, rates=measured.applied(machine.rates, kind))
-  within = _within(devices)
+  within = len(devices) // len({interconnect.place(device) for device in devices})
   shape = (within, len(devices) // within)
   trainer = build(_plain(shape))
   requirements.check(trainer.model, devices)
@@ -189,11 +195,16 @@ def find(
   )
   if not isinstance(trainer.objective, NextToken):
     model = dataclasses.replace(model, repeats=0)
-  return rank(model, machine, shape, kind, batch)
+  return rank(model, machine, shape, kind, batch, remats)
 
 
 def rank(
-  model: ModelSizes, machine: Machine, shape: tuple[int, int], kind: str, batch: int
+  model: ModelSizes,
+  machine: Machine,
+  shape: tuple[int, int],
+  kind: str,
+  batch: int,
+  remats: Sequence[Remat] = REMATS,
 ) -> Plans:
   """Ranks the parallel configurations of a model; `shape` is (devices per slice or node, slices).
 
@@ -206,7 +217,7 @@ def rank(
   considered = fitting = 0
   for ici, dcn in meshes(model, shape):
     found: Plan | None = None
-    for series in configurations(model, ici, dcn, batch):
+    for series in configurations(model, ici, dcn, batch, remats):
       for how in series:
         considered += 1
         memory = memory_model.of(model, how, machine.network)
@@ -255,16 +266,6 @@ def _order(plan: Plan) -> tuple[float, float]:
   return plan.times.total, plan.memory.total
 
 
-def _within(devices: list[Any]) -> int:
-  """Returns the number of devices within a slice or a node of GPUs."""
-  slices = {getattr(device, "slice_index", None) for device in devices}
-  network = interconnect.find(devices[0].device_kind)
-  if devices[0].platform == "tpu" or (network is not None and network.across_nodes):
-    return len(devices) // len(slices)
-  nodes = {device.process_index for device in devices}
-  return len(devices) // max(len(slices), len(nodes))
-
-
 def _plain(shape: tuple[int, int]) -> dict[str, Any]:
   """Returns the knobs of a pure fsdp mesh, which any model supports."""
   ici, dcn = (tuple(size if axis == "fsdp" else 1 for axis in AXES) for size in shape)
@@ -276,7 +277,8 @@ def meshes(
   model: ModelSizes, shape: tuple[int, int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
   """Yields (ICI, DCN) axis sizes that divide the dims that they shard."""
-  axes = [axis for axis in AXES if axis != "context"]
+  # Without an axis that no size but 1 is allowed of, there are fewer meshes to try.
+  axes = [axis for axis in AXES if axis != "context" or model.seq_len >= 2 * _LEAST_TOKENS]
   across = list(_factored(shape[1], _ACROSS))
   for ici in _factored(shape[0], axes):
     for dcn in across:
@@ -305,7 +307,7 @@ def divisors(number: int) -> list[int]:
 def _allows(model: ModelSizes, sizes: Mapping[str, int]) -> bool:
   """Returns whether the axis sizes divide the model's dims that they shard."""
   tensor, fsdp, expert = sizes["tensor"], sizes["fsdp"], sizes["expert"]
-  stages = sizes["pipeline"]
+  stages, context = sizes["pipeline"], sizes["context"]
   wide = [
     size
     for weight in model.in_stack
@@ -317,12 +319,17 @@ def _allows(model: ModelSizes, sizes: Mapping[str, int]) -> bool:
     and all(size % tensor == 0 for size in wide)
     and model.dim % fsdp == 0
     and model.num_experts % expert == 0
+    and (context == 1 or model.seq_len % (context * _LEAST_TOKENS) == 0)
     and (stages == 1 or stages <= model.repeats)
   )
 
 
 def configurations(
-  model: ModelSizes, ici: tuple[int, ...], dcn: tuple[int, ...], batch: int
+  model: ModelSizes,
+  ici: tuple[int, ...],
+  dcn: tuple[int, ...],
+  batch: int,
+  remats: Sequence[Remat] = REMATS,
 ) -> Iterator[Iterator[Configuration]]:
   """Yields series of configurations of a mesh; the first of a series that fits is its fastest."""
   base = Configuration(ici=ici, dcn=dcn, batch=batch, residual_over_tensor=model.sequence_parallel)
@@ -330,7 +337,7 @@ def configurations(
   if batch % shards:
     return
   counts, stages = divisors(batch // shards), base.sizes["pipeline"]
-  for remat in _REMATS:
+  for remat in remats:
     if stages == 1:
       yield (dataclasses.replace(base, remat=remat, accumulation=count) for count in counts)
       continue

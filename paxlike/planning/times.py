@@ -14,7 +14,9 @@ class Times:
     memory: Memory-bound kernels.
     tensor: Exposed all-reduces of activations over `tensor`.
     expert: Exposed exchanges of tokens over `expert`.
+    context: Exposed exchanges of keys and values over `context`.
     weights: What all-gathers of weights, reductions of gradients and sends between stages add.
+    host: Exposed transfers of activations and optimizer state to and from the host's memory.
     update: The optimizer.
     bubble: Idle pipeline stages.
     jitter: Waiting for the slowest slice or node.
@@ -25,7 +27,9 @@ class Times:
   memory: float = 0.0
   tensor: float = 0.0
   expert: float = 0.0
+  context: float = 0.0
   weights: float = 0.0
+  host: float = 0.0
   update: float = 0.0
   bubble: float = 0.0
   jitter: float = 0.0

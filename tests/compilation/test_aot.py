@@ -155,7 +155,7 @@ def test_every_product_of_a_block_is_in_8_bits_and_no_other(h200, name, kind, sc
     (("--mode=compile", "--topology=h201-1"), "Did you mean h"),
     (("--mode=train", "--topology=h200-1", "--job_log_dir=x"), "--topology goes with"),
     (("--mode=train", "--kernels", "--job_log_dir=x"), "--kernels goes with --mode=compile"),
-    (("--mode=compile", "--kernels", "--topology=v5e-4"), "not for TPU v5 lite: give a --topology"),
+    (("--mode=compile", "--kernels"), "has none of cpu: give a --topology such as h200-1"),
     (("--mode=compile", "--slices=2"), "--slices=2 goes with --topology"),
     (("--mode=compile", "--slices=2", "--topology=h200-8"), "TPUs come in slices"),
     ((*GPU, "--fdl.ICI_MESH_SHAPE=[2,1,1]"), "needs 2 devices"),

@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import hlo
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from paxlike import layers
 from paxlike.compilation import hlo_kernels
 from paxlike.devices import chips, topology
 from paxlike.devices.kernel_rates import KernelRates
+from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.precision import weight_only
 
 H200 = chips.CHIPS["H200"]
@@ -120,3 +121,36 @@ ENTRY %main (x: bf16[8,4]) -> bf16[8,4] {
 """
   (copy,) = hlo_kernels.kernels(program, H200)
   assert (copy.group, copy.flops) == ("transpose", 0)
+
+
+@pytest.mark.slow
+def test_matmuls_of_a_program_for_tpus_have_the_flops_of_the_model():
+  """Also those with batch dims, which become convolutions with padding, and in unrolled loops."""
+  with topology.target("v5e-4"):
+    made = MeshSpec(ici=(1, 2, 2)).build()
+
+    def spec(*axes: str | None) -> NamedSharding:
+      return NamedSharding(made, PartitionSpec(*axes))
+
+    def step(x_BTD: jax.Array, w_LDF: jax.Array, k_BSD: jax.Array) -> jax.Array:
+      def layer(x_BTD: jax.Array, w_DF: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(jnp.tanh(x_BTD @ w_DF) @ w_DF.T), None
+
+      x_BTD, _ = jax.lax.scan(layer, x_BTD, w_LDF)
+      return jnp.einsum("btd,bsd->bts", x_BTD, k_BSD)
+
+    b, t, d, f, layers = 8, 1024, 2048, 4096, 3
+    arguments = [
+      jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+      for shape, sharding in (
+        ((b, t, d), spec("fsdp", None, None)),
+        ((layers, d, f), spec(None, "fsdp", "tensor")),
+        ((b, t, d), spec("fsdp", None, None)),
+      )
+    ]
+    text = (
+      jax.jit(step, out_shardings=spec("fsdp", None, None)).lower(*arguments).compile().as_text()
+    )
+  found = hlo_kernels.kernels(text or "", chips.CHIPS["TPU v5e"])
+  expected = layers * 2 * 2 * b * t * d * f / 4 + 2 * b * t * t * d / 2
+  assert hlo_kernels.total(found).flops == pytest.approx(expected, rel=0.01)

@@ -173,10 +173,10 @@ def test_networks():
   assert h100 is not None and v5e is not None
   assert interconnect.find("cpu") is None
   node, across = Group(8, 1, 8), Group(8, 8, 8)
-  assert interconnect.gather(h100, node, 450e9) == pytest.approx(7 / 8)
+  assert interconnect.gather(h100, node, 450e9, count=0) == pytest.approx(7 / 8)
   # Eight ports of a node fetch seven eighths.
-  assert interconnect.gather(h100, across, 400e9) == pytest.approx(63 / 64 * 400 / 450)
-  assert interconnect.gather(h100, Group(1, 8, 8), 50e9) == pytest.approx(7 / 8)
+  assert interconnect.gather(h100, across, 400e9, count=0) == pytest.approx(63 / 64 * 400 / 450)
+  assert interconnect.gather(h100, Group(1, 8, 8), 50e9, count=0) == pytest.approx(7 / 8)
   assert (
     interconnect.reduce(h100, Group(1, 1, 8), 1e9)
     == interconnect.send(h100, Group(1, 1, 8), 1e9)
@@ -186,7 +186,53 @@ def test_networks():
   assert interconnect.rate(v5e, Group(256, 1, 256)) == 200e9
   assert interconnect.rate(v5e, Group(16, 1, 256)) == pytest.approx(100e9)
   assert interconnect.rate(v5e, Group(16, 1, 16)) == pytest.approx(100e9)
-  assert interconnect.exchange(h100, node, 450e9) == pytest.approx(7 / 8)
+  assert interconnect.exchange(h100, node, 450e9) == pytest.approx(7 / 8, rel=1e-4)
+
+
+def test_collectives_take_the_steps_of_nccl_besides_their_bytes():
+  """A ring has a step to each device, a tree one to each doubling of the number of nodes."""
+  h100, v5e = (interconnect.NETWORKS[name] for name in ("H100", "TPU v5e"))
+  start, link, port = 8.4e-6, 3.4e-6, 14e-6
+  node, across = Group(8, 1, 8), Group(8, 8, 8)
+  assert interconnect.latency(h100, Group(1, 1, 8)) == 0
+  assert interconnect.latency(h100, node) == pytest.approx(start + 7 * link)
+  assert interconnect.latency(h100, across) == pytest.approx(start + 56 * link + 7 * port)
+  assert interconnect.gather(h100, across, 0.0, count=3) == pytest.approx(
+    3 * interconnect.latency(h100, across)
+  )
+  assert interconnect.reduce(h100, across, 0.0) == pytest.approx(start + 2 * (7 * 4e-6 + 3 * port))
+  # All 256 chips of a torus of 16 x 16: half way around each of two rings.
+  assert interconnect.latency(v5e, Group(256, 1, 256)) == pytest.approx(17e-6)
+  small = sizes("Synthetic126M", FPROP_DTYPE="bfloat16")
+  few, many = (cost_model.of(small, on(n, fsdp=n), MACHINE) for n in (64, 4096))
+  assert many.weights > 10 * few.weights
+
+
+def test_shards_of_sequences_share_attention_and_send_keys_around():
+  model = sizes("SyntheticLLaMA7B", MAX_SEQ_LEN=32768)
+  two, four = (cost_model.of(model, on(8, fsdp=8 // n, context=n), MACHINE) for n in (2, 4))
+  assert two.attention == pytest.approx(four.attention)  # Of as many sequences in all.
+  assert two.compute == pytest.approx(four.compute)
+  held = [memory_model.of(model, on(8, fsdp=8 // n, context=n), MACHINE.network) for n in (1, 2)]
+  assert held[0].activations == pytest.approx(held[1].activations)
+  assert held[0].weights == pytest.approx(held[1].weights / 2)
+  # Keys and values of a device's 8,192 tokens go to three others, in two bytes; with gradients
+  # in four bytes three times as much. The links are too slow to be hidden.
+  slow = dataclasses.replace(MACHINE, network=dataclasses.replace(MACHINE.network, fast=1e6))
+  found = cost_model.of(model, on(1, context=4), slow)
+  sent = 3 * (1 + 3 + 1) * 2 * 8192 * 32 * 2 * 4096 / 1e6
+  assert found.context == pytest.approx(sent, rel=0.01)
+
+
+def test_optimizer_state_on_the_host_takes_its_memory_and_the_time_to_move_it():
+  model = sizes("SyntheticLLaMA7B")
+  away = dataclasses.replace(model, optimizer_on_host=True)
+  how = on(8, fsdp=8)
+  here, there = (memory_model.of(one, how, MACHINE.network) for one in (model, away))
+  assert here.optimizer == pytest.approx(8 * model.num_params / 8) and there.optimizer == 0
+  moved = cost_model.of(away, how, MACHINE).host
+  assert moved == pytest.approx(2 * here.optimizer / MACHINE.network.host)
+  assert cost_model.of(model, how, MACHINE).host == 0
 
 
 def test_the_capacity_of_experts_takes_time_and_memory():
@@ -196,7 +242,9 @@ def test_the_capacity_of_experts_takes_time_and_memory():
     how = on(64, fsdp=4, expert=2)
     found.append((cost_model.of(model, how, MACHINE), memory_model.of(model, how, MACHINE.network)))
   (little, small), (much, large) = found
-  assert much.compute > 1.5 * little.compute and much.expert == pytest.approx(2 * little.expert)
+  assert much.compute > 1.5 * little.compute and much.expert == pytest.approx(
+    2 * little.expert, rel=0.01
+  )
   assert large.working > 1.5 * small.working
 
 

@@ -68,6 +68,7 @@ def test_the_page(capsys):
     (("--topology=v5e-16",), 32, SMALL),
     pytest.param(("--topology=h100-16",), 64, SMALL, marks=pytest.mark.slow),
     pytest.param(("--topology=gb200-8",), 16, SMALL, marks=pytest.mark.slow),
+    (("--topology=h100-8",), 8, (*SMALL, "--fdl.MAX_SEQ_LEN=16384")),
     pytest.param(("--topology=h100-8",), 16, (*MIXTRAL, *SMALL[2:]), marks=pytest.mark.slow),
   ],
 )
@@ -83,6 +84,7 @@ def test_every_plan_is_one_that_the_experiment_takes(topology_flags, batch, mode
   used = {axis for plan in facts["plans"] for axis in plan["mesh"]["ici"]}
   assert used >= {"pipeline", "data", "fsdp", "tensor"}
   assert ("expert" in used) == ("Mixtral8x7B" in model[0])
+  assert ("context" in used) == ("--fdl.MAX_SEQ_LEN=16384" in model)
   for plan in facts["plans"]:
     assert plan["predicted_bytes"]["total"] < planner.MAX_SHARE * facts["bytes_of_device"]
     with started(plan["command"]) as made:
@@ -242,3 +244,28 @@ def test_a_topology_that_holds_nothing_is_last(capsys):
 def test_what_cannot_be_compared_is_refused(capsys, flags, says):
   assert run(*PLAN, *flags.split()) == 2
   assert says in capsys.readouterr().err
+
+
+def test_a_policy_that_is_given_is_that_of_all_plans(capsys):
+  memory = {}
+  for policy in ("SAVE_NOTHING", "OFFLOAD_QKV_PROJ", "SAVE_QKV_PROJ", "SAVE_DOT_WITH_NO_BATCH_DIM"):
+    flags = (*PLAN, "--topology=h100-8", "--global_batch=64", f"--fdl.CHECKPOINT_POLICY={policy}")
+    plans = planned(capsys, *flags)["plans"]
+    assert {plan["knobs"]["CHECKPOINT_POLICY"] for plan in plans} == {policy}
+    (alone,) = [plan for plan in plans if plan["mesh"]["ici"] == {"fsdp": 8}]
+    memory[policy] = alone["predicted_bytes"]["activations"]
+  none, offloaded, projections, all_matmuls = memory.values()
+  assert none == offloaded < projections < all_matmuls
+  assert run(*PLAN, "--topology=h100-8", "--fdl.CHECKPOINT_POLICY=SAVE_NOTHIN") == 2
+  assert "Did you mean SAVE_NOTHING" in capsys.readouterr().err
+
+
+def test_a_slower_network_between_nodes_makes_plans_across_them_slower(capsys):
+  flags = (*PLAN, "--topology=h100-16", "--global_batch=64")
+  slow = planned(capsys, *flags, "--dcn_bandwidth=1e9")["plans"]
+  usual = planned(capsys, *flags)["plans"]
+  given = planned(capsys, *flags, "--dcn_bandwidth=50e9")["plans"]
+  assert [plan["seconds"] for plan in given] == [plan["seconds"] for plan in usual]
+  for one in slow:
+    (other,) = [plan for plan in usual if plan["mesh"] == one["mesh"]]
+    assert one["seconds"]["total"] > other["seconds"]["total"]

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of a compiled program, on a timeline of its kernels and collectives."""
+
+import dataclasses
+
+import pytest
+
+from paxlike.devices import chips, interconnect
+from paxlike.devices.interconnect import Group
+from paxlike.devices.kernel_rates import Fitted, KernelRates
+from paxlike.planning import program_time
+from paxlike.planning.cost_model import Machine
+
+CHIP, NETWORK = chips.CHIPS["H100"], interconnect.NETWORKS["H100"]
+MACHINE = Machine(CHIP, NETWORK, KernelRates(), dataclasses.replace(Fitted(), contention=0.25))
+
+
+class Gpu:
+  """A device of a node of eight."""
+
+  platform, device_kind, slice_index = "gpu", "NVIDIA H100", 0
+
+  def __init__(self, number: int):
+    self.id, self.process_index = number, number // 8
+
+
+def program(body: str, more: str = "") -> str:
+  return f"""HloModule step
+
+{more}
+ENTRY %main (x: f32[33554432], w: bf16[8388608]) -> f32[33554432] {{
+  %x = f32[33554432] parameter(0)
+  %w = bf16[8388608] parameter(1)
+{body}
+}}
+"""
+
+
+KERNEL = 2 * 4 * 33554432 / CHIP.bandwidth  # Reads and writes 128 MiB.
+GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+GATHER = interconnect.gather(NETWORK, Group(8, 1, 8), 8 * 2 * 8388608)
+ONE = "  %{0} = f32[33554432] negate(%x)"
+
+
+def seconds(text: str, count: int = 8) -> program_time.ProgramTime:
+  return program_time.predict(text, [Gpu(number) for number in range(count)], MACHINE)
+
+
+def test_computation_waits_for_a_synchronous_collective():
+  gather = f"  %g = bf16[67108864] all-gather(%w), {GROUPS}"
+  found = seconds(program("\n".join([ONE.format("a"), gather, ONE.format("b")])))
+  assert found.kernels == pytest.approx(2 * KERNEL) and found.collectives == pytest.approx(GATHER)
+  assert found.exposed == pytest.approx(GATHER)
+  assert found.total == pytest.approx(2 * KERNEL + GATHER)
+
+
+@pytest.mark.parametrize("kernels", [1, 40])
+def test_an_asynchronous_collective_delays_what_waits_for_it_or_shares_the_memory(kernels):
+  start = f"  %s = (bf16[8388608], bf16[67108864]) all-gather-start(%w), {GROUPS}"
+  between = [ONE.format(f"a{number}") for number in range(kernels)]
+  done = "  %g = bf16[67108864] all-gather-done(%s)"
+  found = seconds(program("\n".join([start, *between, done])))
+  work = kernels * KERNEL
+  shorter, longer = sorted((work, GATHER))
+  slowed = work + 0.25 * min(shorter, GATHER)
+  assert found.total == pytest.approx(max(slowed, GATHER), rel=0.02)
+  assert found.exposed == pytest.approx(max(0.0, GATHER - slowed), abs=1e-6)
+  assert longer <= found.total < work + GATHER
+
+
+LOOP = """
+%body (p: (s32[], f32[33554432], bf16[8388608])) -> (s32[], f32[33554432], bf16[8388608]) {
+  %p = (s32[], f32[33554432], bf16[8388608]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x.1 = f32[33554432] get-tuple-element(%p), index=1
+  %w.1 = bf16[8388608] get-tuple-element(%p), index=2
+  %g.1 = bf16[67108864] all-gather(%w.1), GROUPS
+  %n.1 = f32[33554432] negate(%x.1)
+  ROOT %t = (s32[], f32[33554432], bf16[8388608]) tuple(%i, %n.1, %w.1)
+}
+
+%limit (q: (s32[], f32[33554432], bf16[8388608])) -> pred[] {
+  %q = (s32[], f32[33554432], bf16[8388608]) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+""".replace("GROUPS", GROUPS)
+
+
+def test_a_loop_takes_as_often_the_time_of_its_body():
+  known = 'backend_config={"known_trip_count":{"n":"12"}}'
+  loop = (
+    f"  %l = (s32[], f32[33554432], bf16[8388608]) while(%x), condition=%limit, body=%body, {known}"
+  )
+  found = seconds(program(loop, LOOP))
+  assert found.total == pytest.approx(12 * (KERNEL + GATHER), rel=1e-3)
+  assert found.kernels == pytest.approx(12 * KERNEL, rel=1e-3)
+
+
+def test_a_collective_across_nodes_uses_the_slow_network():
+  gather = "  %g = bf16[134217728] all-gather(%w), replica_groups=[1,16]<=[16], dimensions={0}"
+  expected = interconnect.gather(NETWORK, Group(8, 2, 8), 16 * 2 * 8388608)
+  assert seconds(program(gather), 16).total == pytest.approx(expected)
+  send = "  %g = bf16[8388608] collective-permute(%w), source_target_pairs={{0,1},{7,8}}"
+  expected = interconnect.send(NETWORK, Group(1, 2, 8), 2 * 8388608)
+  assert seconds(program(send), 16).total == pytest.approx(expected)
+
+
+def test_of_branches_the_longest_counts():
+  calls = "branch_computations={%few, %many}"
+  branch = f"  %b = f32[33554432] conditional(%i, %x, %x), {calls}"
+  text = ""
+  for name, count in (("few", 1), ("many", 3)):
+    lines = [f"  %{name}{n} = f32[33554432] negate(%x.{name})" for n in range(count)]
+    parameter = f"  %x.{name} = f32[33554432] parameter(0)"
+    text += f"%{name} (x: f32[33554432]) -> f32[33554432] {{\n"
+    text += "\n".join([parameter, *lines]) + "\n}\n\n"
+  assert seconds(program(branch, text)).total == pytest.approx(3 * KERNEL)
