@@ -122,10 +122,10 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
     print(knob_page.help_text(type(experiment)))
     return 0
   if options.mode == "plan":
-    from paxlike.cli import plan_command
+    from paxlike import plan_mode
 
     assert experiment is not None
-    return plan_command.run(options, experiment)
+    return plan_mode.run(options, experiment)
   if experiment is not None and options.mode == "train":
     epochs.resolve(experiment, lambda: build_trainer(root_graph.of(options, experiment)))
   graph = root_graph.of(options, experiment)

@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("cli",),
   ("root_graph",),
   ("run_mode",),
-  ("api", "launchers"),
+  ("api", "launchers", "plan_mode"),
   ("sweep",),
   ("main",),
 )

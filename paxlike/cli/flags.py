@@ -217,17 +217,7 @@ def check(options: Options):
       "--fdl_allow_modules only applies to a graph from a file, that of --fdl_config_file=FILE or"
       f" of a run: leave it out, or --fdl_config={options.fdl_config}."
     )
-  if options.slices is not None and options.topology is None:
-    raise UserError(f"--slices={options.slices} goes with --topology=NAME.")
-  if len(options.topologies) > 1 and (options.mode != "plan" or options.slices is not None):
-    raise UserError(
-      f"--topology={options.topology}: only --mode=plan takes several, without --slices."
-    )
-  if options.topology is not None and options.num_cpu_devices is not None:
-    raise UserError(
-      f"--topology={options.topology} and --num_cpu_devices={options.num_cpu_devices} name"
-      " different devices: leave one out."
-    )
+  _check_devices(options)
   if options.pgle_profile is not None and options.compiled_step is not None:
     raise UserError(
       f"--pgle_profile={options.pgle_profile} is for compiling, and --compiled_step is compiled:"
@@ -262,6 +252,20 @@ def check(options: Options):
   needs_folder = options.mode in ("train", "eval", "decode")
   if needs_folder and not options.job_log_dir and not options.fdl_help:
     raise UserError(f"--mode={options.mode} needs --job_log_dir=DIR, the folder of the run.")
+
+
+def _check_devices(options: Options):
+  if options.slices is not None and options.topology is None:
+    raise UserError(f"--slices={options.slices} goes with --topology=NAME.")
+  if len(options.topologies) > 1 and (options.mode != "plan" or options.slices is not None):
+    raise UserError(
+      f"--topology={options.topology}: only --mode=plan takes several, without --slices."
+    )
+  if options.topology is not None and options.num_cpu_devices is not None:
+    raise UserError(
+      f"--topology={options.topology} and --num_cpu_devices={options.num_cpu_devices} name"
+      " different devices: leave one out."
+    )
 
 
 def _check_plan(options: Options):

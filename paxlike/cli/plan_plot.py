@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paxlike.cli import plot
+from paxlike.cli import figures
 from paxlike.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ def draw(found: Sequence[Series]) -> "Figure":
   Raises:
     UserError: matplotlib is not installed.
   """
-  figure = plot.figure()
+  figure = figures.empty()
   figure.set_size_inches(9, 10)
   time, mfu, memory = figure.subplots(3, sharex=True, height_ratios=[3, 2, 2])
-  for series, color in zip(found, plot.colors(len(found)), strict=True):
+  for series, color in zip(found, figures.colors(len(found)), strict=True):
     points = series.points
     devices = [point.devices for point in points]
     style = {"color": color, "marker": "o", "markersize": 4}
@@ -143,15 +143,15 @@ def _label(series: Series) -> str:
 def _axes(time: Any, mfu: Any, memory: Any):
   import matplotlib.ticker
 
-  plot.frame(time, "predicted seconds of a step")
-  plot.frame(mfu, "MFU, %")
-  plot.frame(memory, "GB of a device (dashed: for programs)")
+  figures.frame(time, "predicted seconds of a step")
+  figures.frame(mfu, "MFU, %")
+  figures.frame(memory, "GB of a device (dashed: for programs)")
   time.set_yscale("log")
   time.set_xscale("log", base=2)
   time.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
-  time.legend(frameon=False, labelcolor=plot.INK)
-  time.set_title("bands: mean errors; dotted: ideal", loc="right", fontsize=9, color=plot.INK)
+  time.legend(frameon=False, labelcolor=figures.INK)
+  time.set_title("bands: mean errors; dotted: ideal", loc="right", fontsize=9, color=figures.INK)
   for panel in (mfu, memory):
     panel.set_ylim(bottom=0)
-  memory.set_xlabel("devices", color=plot.INK)
+  memory.set_xlabel("devices", color=figures.INK)
   memory.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))

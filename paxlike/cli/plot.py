@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from etils import epath
 
 from paxlike import file_io, run_folder
+from paxlike.cli import figures
 from paxlike.errors import UserError
 from paxlike.telemetry import console, run_paths, run_records
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
   from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
-INK, FAINT = "#333333", "#dddddd"
 MEAN_FROM = 50  # Least number of values for a running mean; its window is 1/25 of them.
 
 
@@ -124,28 +124,14 @@ def draw(runs: Sequence[PlottedRun]) -> "Figure":
   Raises:
     UserError: matplotlib is not installed.
   """
-  plot = figure()
+  plot = figures.empty()
   if len(runs) == 1:
     _draw_one(plot, runs[0])
   else:
     _draw_several(plot, runs)
   if any(len(run_.loss.values) >= MEAN_FROM for run_ in runs):
-    plot.axes[0].set_title("solid lines: running means", loc="right", fontsize=9, color=INK)
+    plot.axes[0].set_title("solid lines: running means", loc="right", fontsize=9, color=figures.INK)
   return plot
-
-
-def figure() -> "Figure":
-  """Returns an empty figure.
-
-  Raises:
-    UserError: matplotlib is not installed.
-  """
-  try:
-    import matplotlib.figure
-  except ImportError:
-    raise UserError("matplotlib is missing: pip install 'paxlike[plot]'.") from None
-  # A figure made without pyplot uses Agg regardless of MPLBACKEND, and needs no display.
-  return matplotlib.figure.Figure(dpi=120, layout="constrained")
 
 
 def save(figure: "Figure", output: str):
@@ -182,15 +168,15 @@ def _curve(records: Iterable[dict[str, Any]], key: str) -> Curve:
 def _draw_one(figure: "Figure", run_: PlottedRun):
   figure.set_size_inches(10, 7.5)
   loss, speed = figure.subplots(2, sharex=True, height_ratios=[2, 1])
-  of_curves = colors(2 + len(run_.eval_losses))
+  of_curves = figures.colors(2 + len(run_.eval_losses))
   _draw_training(loss, run_.loss, of_curves[0], label="train", raw=True)
   for number, (name, curve) in enumerate(run_.eval_losses.items()):
     _draw_eval(loss, curve, of_curves[1 + number], number, label=name)
   _draw_training(speed, run_.tokens_per_second, of_curves[0], label=None, raw=True)
-  frame(loss, "loss")
-  _frame_speed(speed)
-  loss.legend(title="loss at the end", frameon=False, labelcolor=INK)
-  loss.set_title(run_.name, color=INK)
+  figures.frame(loss, "loss")
+  _draw_speed(speed)
+  loss.legend(title="loss at the end", frameon=False, labelcolor=figures.INK)
+  loss.set_title(run_.name, color=figures.INK)
 
 
 def _draw_several(figure: "Figure", runs: Sequence[PlottedRun]):
@@ -201,31 +187,22 @@ def _draw_several(figure: "Figure", runs: Sequence[PlottedRun]):
   )
   loss, speed = panels[0], panels[-1]
   raw = len(runs) <= 3  # More would hide the means.
-  for run_, color in zip(runs, colors(len(runs)), strict=True):
+  for run_, color in zip(runs, figures.colors(len(runs)), strict=True):
     _draw_training(loss, run_.loss, color, label=run_.name, raw=raw)
     for name, curve in run_.eval_losses.items():
       _draw_eval(panels[1], curve, color, sets.index(name), label=None)
     _draw_training(speed, run_.tokens_per_second, color, label=None, raw=raw)
-  frame(loss, "training loss")
+  figures.frame(loss, "training loss")
   handles, labels = loss.get_legend_handles_labels()
   outside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
-  loss.legend(handles, labels, title="loss at the end", labelcolor=INK, **outside)
+  loss.legend(handles, labels, title="loss at the end", labelcolor=figures.INK, **outside)
   if sets:
-    frame(panels[1], "evaluation loss")
+    figures.frame(panels[1], "evaluation loss")
     for number, name in enumerate(sets):
-      _draw_eval(panels[1], Curve([], []), INK, number, label=name)
-    panels[1].legend(labelcolor=INK, **outside)
-  _frame_speed(speed)
-  loss.set_title(f"{len(runs)} runs", color=INK)
-
-
-def colors(count: int) -> list[Any]:
-  """Returns so many colours that are told apart."""
-  import matplotlib
-
-  if count <= 10:
-    return list(matplotlib.color_sequences["tab10"][:count])
-  return [matplotlib.colormaps["turbo"](0.05 + 0.9 * i / (count - 1)) for i in range(count)]
+      _draw_eval(panels[1], Curve([], []), figures.INK, number, label=name)
+    panels[1].legend(labelcolor=figures.INK, **outside)
+  _draw_speed(speed)
+  loss.set_title(f"{len(runs)} runs", color=figures.INK)
 
 
 def _draw_training(axes: "Axes", curve: Curve, color: Any, *, label: str | None, raw: bool):
@@ -260,23 +237,13 @@ def _running_mean(curve: Curve) -> Curve:
   return Curve(curve.updates, means)
 
 
-def frame(axes: "Axes", label: str):
-  """Labels the vertical axis, and draws a grid instead of a box."""
-  axes.set_ylabel(label, color=INK)
-  axes.grid(color=FAINT, linewidth=0.6)
-  axes.set_axisbelow(True)
-  axes.tick_params(colors=INK)
-  for side in ("top", "right"):
-    axes.spines[side].set_visible(False)
-
-
-def _frame_speed(axes: "Axes"):
+def _draw_speed(axes: "Axes"):
   import matplotlib.ticker
 
-  frame(axes, "tokens per second")
+  figures.frame(axes, "tokens per second")
   axes.set_ylim(bottom=0)
   axes.set_xlim(left=0)
-  axes.set_xlabel("updates", color=INK)
+  axes.set_xlabel("updates", color=figures.INK)
   axes.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
   axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
   axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))

@@ -24,6 +24,7 @@ _FREE = {
   *("copy-done", "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done"),
   *("opt-barrier", "replica-id"),
 }
+_BUFFERS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
 _VECTOR = 1  # The memory space of TPUs' vector memory.
 #: Instructions that run other computations.
 BRANCHES = ("while", "call", "conditional", "async-start")
@@ -91,7 +92,7 @@ class _Reader:
       sources[one.name] = source = one.op_name or next(
         (sources[name] for name in one.operands if sources.get(name)), ""
       )
-      if one.operation in _FREE:
+      if one.operation in _FREE or self._is_free_on_tpus(one):
         continue
       if one.operation in BRANCHES:
         for called in one.called:
@@ -198,6 +199,13 @@ class _Reader:
     kind = f"grouped {'x'.join(map(str, output.dims))} of {'x'.join(map(str, tokens.dims))}"
     flops = 2.0 * math.prod(tokens.dims) * share * output.dims[-1]
     return _Work(group, f"{kind}, {tokens.dtype} to {output.dtype}, Triton", moved, flops, rate)
+
+  def _is_free_on_tpus(self, one: Instruction) -> bool:
+    """Returns whether an instruction only names a buffer, or loads one beside computation."""
+    loads = one.operation.endswith("-start") and not one.operation.startswith(
+      (*COLLECTIVES, *BRANCHES)
+    )
+    return not self._chip.is_gpu and (loads or one.target in _BUFFERS)
 
   def _in_memory(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
     """Returns the arrays that are in the device's memory."""

@@ -188,10 +188,14 @@ def exchange(network: Network, group: Group, nbytes: float) -> float:
 
 
 def send(network: Network, group: Group, nbytes: float) -> float:
-  """Returns the seconds of a collective-permute of `nbytes` per device."""
+  """Returns the seconds of a collective-permute of `nbytes` per device.
+
+  In a torus it takes one of the links of a device.
+  """
   if group.size == 1:
     return 0.0
-  moved = nbytes / (network.slow if group.outer > 1 else rate(network, group))
+  link = network.fast / (2 * network.dims) if network.dims else network.fast
+  moved = nbytes / (network.slow if group.outer > 1 else link)
   return moved + _send_latency(network, group)
 
 

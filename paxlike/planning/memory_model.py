@@ -28,8 +28,8 @@ class Memory:
     optimizer: Optimizer state.
     batch: Inputs, targets and loss weights.
     copies: Weights in the compute dtype, those of a reference model included, and gradients.
-    gathered: All-gathered weights of the layers in flight, in a pipeline those of a chunk with
-      their gradients.
+    gathered: All-gathered weights of the layers in flight; in a pipeline on GPUs, those of a chunk
+      with their gradients.
     activations: Residuals that the forward pass saves for the backward pass.
     working: Temporaries of a layer's backward pass.
     logits: Logits of a chunk of the loss, with the output projection and its gradient.
@@ -76,7 +76,8 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
   else:
     stages, chunks = how.pipeline.stages, how.pipeline.chunks
     of_chunk = layers / stages / chunks
-    gathered = of_chunk * (layer + _layer(model, how))
+    if not network.dims:  # XLA for GPUs gathers a chunk at once, and holds its gradients.
+      gathered = of_chunk * (layer + _layer(model, how))
     slots = _num_slots(how.pipeline)
     dim = model.dim / how.residual_shards
     kept = 2 * dim if how.pipeline.recompute else 2 * dim + saved * of_chunk

@@ -93,6 +93,7 @@ class _Links:
     self._network = network
     # The slice or node of each device.
     self._place = [interconnect.place(device) for device in devices]
+    self.is_torus = network.dims > 0
     self._within = len(self._place) // len(set(self._place))
 
   def transfer(self, one: Instruction, kind: str) -> tuple[str, float]:
@@ -145,8 +146,8 @@ class _Timeline:
     if one.operation in ("call", "conditional"):
       return self._branches(one, here, now, state)
     spent = self._kernel(self._costs.get(one.name, 0.0), here)
-    is_done = one.operation.endswith("-done") or self._holds(one, "AsyncCollectiveDone")
-    if is_done:
+    is_done = one.operation.endswith("-done") and one.operation.startswith((*COLLECTIVES, "async"))
+    if is_done or self._holds(one, "AsyncCollectiveDone"):
       return spent.plus(self._done(one, here, state))
     moved = self._collective(one)
     if moved is None:
@@ -155,10 +156,14 @@ class _Timeline:
     if key in here.ends:  # A further part of a transfer that has begun.
       return spent
     network, seconds = self._links.transfer(inner, kind)
-    begin = max(0.0, here.busy_until.get(network, 0.0))
+    # Permutes use single links of a torus, others all.
+    shares = kind == "collective-permute" and self._links.is_torus
+    begin = 0.0 if shares else here.busy_until.get(network, 0.0)
     is_async = one.operation.endswith("-start") or self._holds(one, "AsyncCollectiveStart")
     if is_async and '"is_sync":true' not in one.attributes:
-      state.ends[key] = state.busy_until[network] = now + begin + seconds
+      state.ends[key] = now + begin + seconds
+      busy = state.busy_until.get(network, 0.0)
+      state.busy_until[network] = max(busy, state.ends[key])
       return spent.plus(_NOTHING._replace(collectives=seconds))
     waited = max(0.0, begin - spent.total) + seconds
     state.busy_until[network] = now + spent.total + waited
