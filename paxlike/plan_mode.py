@@ -31,6 +31,8 @@ def run(options: flags.Options, experiment: "Experiment") -> int:
     if name in planner.CHOSEN:
       raise UserError(f"--mode=plan chooses {name}: leave --fdl.{name} out.")
   names = options.topologies or (None,)
+  for name in options.topologies:
+    topology.parse(name)
   prices = [_price(options.price, name) for name in names]
   runs = []
   for name, price in zip(names, prices, strict=True):
@@ -61,8 +63,9 @@ def _find(options: flags.Options) -> Plans:
 
   topology.take_gpu_memory()  # The same for all plans.
   measured = None if options.calibrate is None else measured_rates.read(options.calibrate)
-  given = [text for name, text in options.knobs if name == "CHECKPOINT_POLICY"]
-  remats = [Remat[given[-1]]] if given else planner.REMATS
+  is_given = any(name == "CHECKPOINT_POLICY" for name, _ in options.knobs)
+  values = root_graph.experiment_of(options).values()
+  remats = [Remat[values["CHECKPOINT_POLICY"].value]] if is_given else planner.REMATS
   plans = planner.find(
     build,
     topology.devices(),

@@ -119,19 +119,17 @@ def _predicted(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, st
     return
   expected = accuracy.expected_error(found.model, found.how, found.machine.chip)
   by_plan = f"{found.times.total:.4g} s +- {expected:.0%}, bound by {found.times.bound}"
-  yield "predicted step, as plans are", by_plan
+  yield "predicted step, by the planner", by_plan
   if by_program is None:
     return
   exposed = f"{by_program.exposed:.3g} s of it waiting for collectives"
-  yield "predicted step, of this program", f"{by_program.total:.4g} s, {exposed}"
+  yield "predicted step, by this program", f"{by_program.total:.4g} s, {exposed}"
   difference = by_program.total / found.times.total - 1
   if abs(difference) > expected:
+    more = "longer" if difference > 0 else "less"
     yield (
       "warning",
-      (
-        f"the program takes {difference:+.0%}: it may do what plans do not know of, or schedule"
-        " collectives worse"
-      ),
+      f"by its program, the step takes {abs(difference):.0%} {more} than by the planner",
     )
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 from absl import flags
 
 from paxlike.config import knob_types, ranges
+from paxlike.devices import gpu_targets, tpu_targets
+from paxlike.errors import did_you_mean
 
 STRINGS = (
   "fdl_config",
@@ -56,6 +58,7 @@ NUMBERS = {
   "top_p": ranges.Share,
   "min_p": ranges.Share,
 }
+_KINDS = (*gpu_targets.KINDS, *tpu_targets.KINDS)
 # Flags with one value; `Options` has a field of the same name for each.
 SCALARS = ("mode", "step", "price", "target", *STRINGS, *BOOLEANS, *NUMBERS)
 
@@ -135,7 +138,9 @@ class Prices(flags.ArgumentParser):
     kind: Any = Annotated[float, ranges.Range(least=0, most=1e6)]
     prices = {}
     for part in argument.split(","):
-      name, _, price = part.rpartition(":")
+      name, _, price = part.strip().lower().rpartition(":")
+      if name and name not in _KINDS:
+        raise ValueError(f"there is no kind of device {name}.{did_you_mean(name, _KINDS)}")
       if name in prices:
         raise ValueError(f"it gives the price of {name or 'a device-hour'} twice.")
       prices[name] = knob_types.convert(kind, price, text=True)

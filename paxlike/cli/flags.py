@@ -159,7 +159,7 @@ class Options:
   @property
   def topologies(self) -> tuple[str, ...]:
     """The names in `topology`."""
-    return () if self.topology is None else tuple(self.topology.split(","))
+    return () if self.topology is None else tuple(self.topology.lower().split(","))
 
 
 def shared(options: Options) -> dict[str, str]:

@@ -91,10 +91,13 @@ def compared(runs: Sequence[Run], *, by_cost: bool) -> str:
   rows = [(*row, *[""] * (len(header) - len(row))) for row in rows]
   numbers = [place for place, name in enumerate(header) if name in _RIGHT]
   what = "costs least" if by_cost else "is fastest"
+  first = f"= marks what may be as good as the first. {runs[0].topology} {what}:"
+  if runs[0].plans.first is None:
+    first = f"Nothing fits on any of them. {runs[0].topology}:"
   return "\n\n".join(
     [
       formatting.table(header, rows, right=numbers),
-      f"= marks what may be as good as the first. {runs[0].topology} {what}:",
+      first,
       text(runs[0]),
     ]
   )
@@ -162,7 +165,7 @@ def _fastest(run: Run, plan: Plan) -> Iterator[str]:
     yield f"10^9 tokens cost {run.cost:,.2f}, at {run.price:g} for a device-hour"
   if run.tokens is not None:
     whole = _whole(run, run.tokens)
-    cost = "" if run.price is None else f", at {run.price:g} each {whole['cost']:,.0f}"
+    cost = "" if run.price is None else f"; they cost {whole['cost']:,.0f} at {run.price:g} each"
     hours = f"{whole['device_hours']:,.0f} device-hours"
     yield f"{run.tokens:.4g} tokens: {whole['days']:.1f} days, {hours}{cost}"
 

@@ -130,6 +130,8 @@ def draw(found: Sequence[Series]) -> "Figure":
     capacity = [point.capacity / 1e9 for point in points]
     memory.plot(devices, capacity, color=color, linestyle="--", linewidth=1)
   _axes(time, mfu, memory)
+  ideal = "; dotted: ideal" if any(series.is_strong for series in found) else ""
+  time.set_title(f"bands: mean errors{ideal}", loc="right", fontsize=9, color=figures.INK)
   return figure
 
 
@@ -150,7 +152,6 @@ def _axes(time: Any, mfu: Any, memory: Any):
   time.set_xscale("log", base=2)
   time.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
   time.legend(frameon=False, labelcolor=figures.INK)
-  time.set_title("bands: mean errors; dotted: ideal", loc="right", fontsize=9, color=figures.INK)
   for panel in (mfu, memory):
     panel.set_ylim(bottom=0)
   memory.set_xlabel("devices", color=figures.INK)

@@ -51,7 +51,7 @@ What to do
   --price=2.50            plan: also what it costs, at this price of a device for an hour; for
                           several kinds of devices h100:2.50,v5e:1.20
   --target=time|cost      plan: sort the topologies in --topology=h100-64,h100-256,v5e-256 by the
-                          time of a step (the default), or by what tokens cost
+                          time of a token (the default), or by its cost
   --dcn_bandwidth=25e9    plan: bytes/s that a device sends to other nodes or slices, if not those
                           of the data sheet
   --calibrate=FILE        plan: at the rates of a machine on which --mode=profile --json > FILE ran

@@ -102,7 +102,7 @@ class Program:
     return [] if self.step is None else collectives.collectives(self.text, self.devices)
 
   def kernels(self) -> list[kernels.HloKernel]:
-    """Returns the kernels of a step on each GPU."""
+    """Returns the kernels of a step on each device."""
     assert self.chip is not None
     return kernels.kernels(self.text, self.chip)
 

@@ -227,9 +227,9 @@ _LISTS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]+\})\}
 
 
 def groups(attributes: str, num_devices: int) -> list[list[int]]:
-  """Returns the mesh positions of the devices of each replica group, or of each pair that differs.
+  """Returns the mesh positions of each replica group, or of each pair of a permute.
 
-  If the notation has a rule for them, only the first group.
+  Pairs of a device with itself are left out. Of groups that a rule describes, only the first.
 
   Raises:
     ValueError: The notation of the groups is unknown.

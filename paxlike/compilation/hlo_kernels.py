@@ -21,7 +21,6 @@ from paxlike.devices.kernel_rates import KernelRates
 # Instructions without a kernel: names of values, and -done halves of asynchronous instructions.
 _FREE = {
   *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id"),
-  *("copy-done", "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done"),
   *("opt-barrier", "replica-id"),
 }
 _BUFFERS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
@@ -92,7 +91,7 @@ class _Reader:
       sources[one.name] = source = one.op_name or next(
         (sources[name] for name in one.operands if sources.get(name)), ""
       )
-      if one.operation in _FREE or self._is_free_on_tpus(one):
+      if one.operation in _FREE or one.operation.endswith("-done") or self._is_free_on_tpus(one):
         continue
       if one.operation in BRANCHES:
         for called in one.called:
@@ -233,7 +232,9 @@ class _Reader:
 
   def _splash(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
     """Returns the work of a kernel of splash attention, whose causal blocks count."""
-    queries = next(shape for shape in operands if len(shape.dims) == 4)
+    queries = next((shape for shape in operands if len(shape.dims) == 4), None)
+    if queries is None:
+      return _Work("memory", one.name, moved)
     batch, heads, tokens, head_dim = queries.dims
     is_backward = "_fwd" not in one.name
     # Of the backward pass' seven matmuls, two compute again what the other kernel has.

@@ -53,16 +53,16 @@ class Latency(NamedTuple):
   """Seconds of a collective besides those of its bytes.
 
   Attributes:
-    start: Of its start.
+    start: Before its first step.
     fast, slow: Of each step of a ring over the fast and the slow network.
-    tree_fast, tree_slow: Of each step of a tree; inf: it uses rings only.
+    tree_fast, tree_slow: Of each step of a tree, for all-reduces.
   """
 
   start: float
   fast: float
   slow: float
-  tree_fast: float = math.inf
-  tree_slow: float = math.inf
+  tree_fast: float = 0.0
+  tree_slow: float = 0.0
 
 
 _GPU, _TPU = ("NVLink", "InfiniBand"), ("ICI", "DCN")
@@ -172,9 +172,11 @@ def reduce(network: Network, group: Group, nbytes: float, *, count: float = 1) -
   """
   if group.size == 1:
     return 0.0
-  one = _ICI if network.dims else _NCCL
-  tree = 2 * ((group.inner - 1) * one.tree_fast + math.log2(group.outer) * one.tree_slow)
-  steps = min(2 * latency(network, group), one.start + tree)
+  if network.dims:
+    steps = 2 * latency(network, group)
+  else:
+    tree = (group.inner - 1) * _NCCL.tree_fast + math.log2(group.outer) * _NCCL.tree_slow
+    steps = _NCCL.start + 2 * min(latency(network, group) - _NCCL.start, tree)
   return 2 * _moved(network, group, nbytes) + count * steps
 
 

@@ -24,11 +24,11 @@ _TENSOR, _PIPELINE, _IN_8_BITS, _EXPERTS = 0.085, 0.093, 0.114, 0.166
 
 def expected_error(model: ModelSizes, how: Configuration, chip: Chip) -> float:
   """Returns the expected error of a prediction, as a fraction: the largest of its groups'."""
-  groups = {
-    _OF_FAMILY[chip.family]: True,
-    _TENSOR: how.sizes["tensor"] > 1,
-    _PIPELINE: how.pipeline is not None,
-    _IN_8_BITS: any(weight.operands for weight in model.weights),
-    _EXPERTS: model.moe_layers > 0,
-  }
-  return max(error for error, is_in in groups.items() if is_in)
+  groups = (
+    (_OF_FAMILY[chip.family], True),
+    (_TENSOR, how.sizes["tensor"] > 1),
+    (_PIPELINE, how.pipeline is not None),
+    (_IN_8_BITS, any(weight.operands for weight in model.weights)),
+    (_EXPERTS, model.moe_layers > 0),
+  )
+  return max(error for error, is_in in groups if is_in)

@@ -359,7 +359,8 @@ class _Step:
       if weight.trained:
         reduced += interconnect.reduce(self._network, how.group(*copies), here, count=0)
         groups.add(how.group(*copies))
-    count = max(1.0, max(weight.layers for weight in weights) / self._stages)
+    layers = [self._model.num_layers if weight.layers < 0 else weight.layers for weight in weights]
+    count = max(1.0, max(layers) / self._stages)
     if gathered:
       started = count * interconnect.latency(self._network, how.group("fsdp"))
       gathered, reduced = gathered + started, reduced + (times * started if groups else 0.0)

@@ -301,4 +301,6 @@ def _moments(definition: Definition, optimizer: Optimizer) -> float:
   state = jax.eval_shape(optimizer.transformation(definition).init, definition.optimized(params))
   arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
   nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
-  return nbytes / max(1, definition.num_trained)
+  # With padding, as those of the state are.
+  trained = definition.optimized(definition.weights).values()
+  return nbytes / max(1, sum(math.prod(spec.shape) for spec in trained))

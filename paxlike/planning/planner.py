@@ -277,7 +277,7 @@ def meshes(
   model: ModelSizes, shape: tuple[int, int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
   """Yields (ICI, DCN) axis sizes that divide the dims that they shard."""
-  # Without an axis that no size but 1 is allowed of, there are fewer meshes to try.
+  # An axis that can only have size 1 is left out, which saves meshes.
   axes = [axis for axis in AXES if axis != "context" or model.seq_len >= 2 * _LEAST_TOKENS]
   across = list(_factored(shape[1], _ACROSS))
   for ici in _factored(shape[0], axes):
@@ -348,7 +348,7 @@ def configurations(
 def _pipelines(model: ModelSizes, stages: int, counts: list[int]) -> Iterator[Pipeline]:
   most = model.repeats // stages
   sizes = {-(-model.repeats // (stages * chunks)): chunks for chunks in range(most, 0, -1)}
-  # Of the numbers of chunks with chunks of one size, the least has the least padding.
+  # If several numbers of chunks give the same size of chunk, the smallest pads least.
   several = sorted(
     chunks for size, chunks in sizes.items() if size * stages * chunks <= _PADDED * model.repeats
   )

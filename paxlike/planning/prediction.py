@@ -7,6 +7,9 @@ from jax.sharding import Mesh
 
 from paxlike.devices import interconnect
 from paxlike.devices.mesh import AXES
+from paxlike.layers import flops
+from paxlike.layers.attention.attention import Attention
+from paxlike.layers.attention.latent_attention import LatentAttention
 from paxlike.layers.stack import Stack
 from paxlike.planning import cost_model, memory_model, model_sizes
 from paxlike.planning.cost_model import Machine
@@ -36,9 +39,10 @@ class Prediction(NamedTuple):
 
 
 def of_trainer(trainer: Trainer) -> Prediction | None:
-  """Returns what is predicted of a run; None: the devices have no data sheet."""
+  """Returns what is predicted of a run; None: there is no data sheet, or no attention."""
   machine = cost_model.machine(trainer.devices.devices.flat[0].device_kind)
-  if machine is None:
+  modules = (module for module, _ in flops.modules(trainer.definition))
+  if machine is None or not any(isinstance(m, Attention | LatentAttention) for m in modules):
     return None
   model = model_sizes.of_definition(
     trainer.definition,
@@ -73,6 +77,8 @@ def _sizes(devices: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
   for number in range(len(AXES)):
     along = devices.devices[tuple(slice(None) if n == number else 0 for n in range(len(AXES)))]
     places = {interconnect.place(device) for device in along}
-    outer.append(len(places))
-    inner.append(len(along) // len(places))
+    # Where slices or nodes have different numbers of them, all are taken to be apart.
+    count = len(places) if len(along) % len(places) == 0 else len(along)
+    outer.append(count)
+    inner.append(len(along) // count)
   return tuple(inner), tuple(outer)

@@ -40,7 +40,7 @@ class ProgramTime(NamedTuple):
   exposed: float
 
   def times(self, count: float) -> "ProgramTime":
-    """Returns the sum of so many."""
+    """Returns this, `count` times."""
     return ProgramTime(*(count * seconds for seconds in self))
 
   def plus(self, other: "ProgramTime") -> "ProgramTime":
@@ -79,7 +79,7 @@ class _State:
   ends: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def later(self, seconds: float) -> "_State":
-    """Returns the same, seen from a later start."""
+    """Returns the same, with times counted from so many seconds later."""
     return _State(
       {name: max(0.0, time - seconds) for name, time in self.busy_until.items()},
       {name: max(0.0, time - seconds) for name, time in self.ends.items()},
@@ -110,7 +110,8 @@ class _Links:
       return name, interconnect.reduce(self._network, group, nbytes)
     if kind in ("all-to-all", "ragged-all-to-all"):
       return name, interconnect.exchange(self._network, group, nbytes)
-    whole = nbytes * (group.size if kind == "reduce-scatter" else 1)
+    # A fused reduce-scatter of TPUs holds an all-reduce, whose result is the whole array.
+    whole = nbytes * (group.size if one.operation.startswith("reduce-scatter") else 1)
     return name, interconnect.gather(self._network, group, whole)
 
   def _group(self, devices: list[int]) -> Group:
@@ -123,6 +124,7 @@ class _Timeline:
     self, found: Computations, costs: Mapping[str, float], links: _Links, machine: Machine
   ):
     self._computations, self._costs, self._links = found, costs, links
+    self._waited_for: set[str] = set()  # Starts of synchronous collectives.
     self._contention = machine.fitted.contention if machine.chip.is_gpu else 0.0
 
   def run(self, name: str, state: _State) -> ProgramTime:
@@ -143,18 +145,20 @@ class _Timeline:
     """
     if one.operation == "while":
       return self._loop(one, here, now, state)
-    if one.operation in ("call", "conditional"):
+    moved = self._collective(one)
+    if one.operation in ("call", "conditional") or (one.operation == "async-start" and not moved):
       return self._branches(one, here, now, state)
     spent = self._kernel(self._costs.get(one.name, 0.0), here)
     is_done = one.operation.endswith("-done") and one.operation.startswith((*COLLECTIVES, "async"))
     if is_done or self._holds(one, "AsyncCollectiveDone"):
-      return spent.plus(self._done(one, here, state))
-    moved = self._collective(one)
+      return spent.plus(self._done(one, here, state, spent.total))
     if moved is None:
       return spent
     kind, inner, key = moved
-    if key in here.ends:  # A further part of a transfer that has begun.
+    if key in here.ends and one.operation == "fusion":  # A further part of what has begun.
       return spent
+    if key in state.ends:  # Of the iteration before: its done follows.
+      state.ends = {f"{k} before" if k == key else k: end for k, end in state.ends.items()}
     network, seconds = self._links.transfer(inner, kind)
     # Permutes use single links of a torus, others all.
     shares = kind == "collective-permute" and self._links.is_torus
@@ -165,16 +169,23 @@ class _Timeline:
       busy = state.busy_until.get(network, 0.0)
       state.busy_until[network] = max(busy, state.ends[key])
       return spent.plus(_NOTHING._replace(collectives=seconds))
+    self._waited_for.add(one.name)
     waited = max(0.0, begin - spent.total) + seconds
-    state.busy_until[network] = now + spent.total + waited
+    end = now + spent.total + waited
+    state.busy_until[network] = max(end, state.busy_until.get(network, 0.0))
     return spent.plus(ProgramTime(waited, 0.0, seconds, waited))
 
   def _kernel(self, seconds: float, here: _State) -> ProgramTime:
     beside = min(seconds, max(here.busy_until.values(), default=0.0))
     return ProgramTime(seconds + self._contention * beside, seconds, 0.0, 0.0)
 
-  def _done(self, one: Instruction, here: _State, state: _State) -> ProgramTime:
-    """Waits for a transfer: that of its operand, else the oldest, begun in an iteration before."""
+  def _done(self, one: Instruction, here: _State, state: _State, spent: float) -> ProgramTime:
+    """Waits for a transfer: that of its operand, else the oldest, begun in an iteration before.
+
+    `spent` is the time that the instruction itself takes.
+    """
+    if not self._waited_for.isdisjoint(one.operands):
+      return _NOTHING
     keys = [name for name in one.operands if name in here.ends]
     channel = self._channel(one)
     keys += [channel] if channel in here.ends else []
@@ -182,7 +193,7 @@ class _Timeline:
     if key is None:
       return _NOTHING
     state.ends.pop(key)
-    waited = here.ends[key]
+    waited = max(0.0, here.ends[key] - spent)
     return ProgramTime(waited, 0.0, 0.0, waited)
 
   def _loop(self, one: Instruction, here: _State, now: float, state: _State) -> ProgramTime:

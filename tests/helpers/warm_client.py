@@ -7,6 +7,7 @@ the process does not run, Python starts as always.
 
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -22,5 +23,7 @@ with socket.socket(socket.AF_UNIX) as connection:
   connection.sendall(text)
   status = int.from_bytes(connection.recv(4) or sys.exit(f"{address} has ended."))
 if os.WIFSIGNALED(status):
+  if os.WTERMSIG(status) != signal.SIGKILL:
+    signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
   os.kill(os.getpid(), os.WTERMSIG(status))
 sys.exit(os.WEXITSTATUS(status))

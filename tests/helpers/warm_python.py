@@ -4,9 +4,9 @@
     with warm_python.served(folder) as program:
       subprocess.run([program, "-m", "paxlike.main", ...])
 
-`program` is a file that takes `-m MODULE` or a script as python does. What it runs has its working
-directory, environment, streams, standing in a process group and exit status; signals other than
-the loss of `program` do not reach it.
+`program` is a file that takes `-m MODULE` or a script as python does. What it runs has the working
+directory, environment, streams and exit status of `program`, but not its process group or limits.
+Of signals, only the end of `program` reaches it.
 """
 
 import atexit

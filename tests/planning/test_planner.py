@@ -185,7 +185,7 @@ def test_plans_within_the_errors_of_the_first_are_ties_and_a_run_has_days_and_a_
   assert found["reason"].startswith(said)
   assert run(*flags) == 0
   out = capsys.readouterr().out
-  assert found["reason"] in out and "device-hours, at 2.5 each" in out
+  assert found["reason"] in out and "at 2.5 each" in out
   assert re.search(r"1e\+12 tokens: [\d.]+ days", out)
 
 
@@ -269,3 +269,24 @@ def test_a_slower_network_between_nodes_makes_plans_across_them_slower(capsys):
   for one in slow:
     (other,) = [plan for plan in usual if plan["mesh"] == one["mesh"]]
     assert one["seconds"]["total"] > other["seconds"]["total"]
+
+
+def test_a_policy_may_be_written_as_knobs_are(capsys):
+  flags = (*PLAN, "--topology=v5e-4", "--global_batch=16")
+  plain, other = (
+    planned(capsys, *flags, f"--fdl.CHECKPOINT_POLICY={text}")
+    for text in ("SAVE_NOTHING", '"SAVE_NOTHING"')
+  )
+  assert plain["plans"] == other["plans"]
+
+
+def test_prices_of_unknown_devices_are_refused(capsys):
+  assert run(*PLAN, "--topology=h100-8", "--price=h10:9,2") == 2
+  error = capsys.readouterr().err
+  assert "there is no kind of device h10. Did you mean h100?" in error
+  assert planned(capsys, *PLAN, "--topology=H100-8", "--price=H100: 2")["cost_of_billion_tokens"]
+
+
+def test_a_typo_in_any_topology_is_found_first(capsys):
+  assert run(*PLAN, "--topology=v5e-4,v5e-5") == 2
+  assert "--topology=v5e-5: there is no such slice" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from paxlike.compilation import hlo_kernels
 from paxlike.devices import chips, interconnect
 from paxlike.devices.interconnect import Group
 from paxlike.devices.kernel_rates import Fitted, KernelRates
@@ -115,3 +116,84 @@ def test_of_branches_the_longest_counts():
     text += f"%{name} (x: f32[33554432]) -> f32[33554432] {{\n"
     text += "\n".join([parameter, *lines]) + "\n}\n\n"
   assert seconds(program(branch, text)).total == pytest.approx(3 * KERNEL)
+
+
+def start(name: str, operand: str = "w", more: str = "") -> str:
+  return f"  %{name} = (bf16[8388608], bf16[67108864]) all-gather-start(%{operand}), {GROUPS}{more}"
+
+
+def done(name: str) -> str:
+  return f"  %{name}.done = bf16[67108864] all-gather-done(%{name})"
+
+
+def test_the_done_of_a_synchronous_start_waits_for_nothing_else():
+  waits = start("q", more=', backend_config={"is_sync":true}')
+  kernels = [ONE.format(f"a{number}") for number in range(40)]
+  lines = [start("s"), waits, done("q"), *kernels, done("s")]
+  found = seconds(program("\n".join(lines)))
+  # The second gather follows the first on the network; what is left of the first is hidden.
+  assert found.exposed == pytest.approx(2 * GATHER)
+  assert found.total == pytest.approx(2 * GATHER + 40 * KERNEL)
+
+
+@pytest.mark.parametrize("order", ["done first", "start first"])
+def test_a_transfer_may_end_in_the_next_iteration(order):
+  """It is carried by the loop; each iteration has one more, which its kernels hide."""
+  carried = "(s32[], f32[33554432], bf16[8388608], (bf16[8388608], bf16[67108864]))"
+  both = [done("c.1"), start("s.1", "w.1")]
+  if order == "start first":
+    both.reverse()
+  kernels = [ONE.format(f"n{number}").replace("%x", "%x.1") for number in range(40)]
+  body = "\n".join(
+    [
+      f"%body (p: {carried}) -> {carried} {{",
+      f"  %p = {carried} parameter(0)",
+      "  %i = s32[] get-tuple-element(%p), index=0",
+      "  %x.1 = f32[33554432] get-tuple-element(%p), index=1",
+      "  %w.1 = bf16[8388608] get-tuple-element(%p), index=2",
+      "  %c.1 = (bf16[8388608], bf16[67108864]) get-tuple-element(%p), index=3",
+      *both,
+      *kernels,
+      f"  ROOT %t = {carried} tuple(%i, %x.1, %w.1, %s.1)",
+      "}\n",
+    ]
+  )
+  known = 'backend_config={"known_trip_count":{"n":"12"}}'
+  loop = f"  %l = {carried} while(%s), condition=%limit, body=%body, {known}"
+  lines = [start("s"), loop, "  %e = bf16[67108864] all-gather-done(%l)"]
+  found = seconds(program("\n".join(lines), body))
+  assert found.collectives == pytest.approx(13 * GATHER, rel=1e-3)
+  assert found.exposed == pytest.approx(GATHER, rel=0.01)  # Of the first alone.
+
+
+def test_what_runs_beside_others_is_a_kernel_once():
+  text = program(
+    "  %b = ((f32[33554432]), f32[33554432]) negate-start(%x)\n  %c = f32[33554432] negate-done(%b)"
+  )
+  (kernel,) = hlo_kernels.kernels(text, CHIP, KernelRates())
+  assert kernel.name == "b"
+
+
+def test_a_fused_reduce_scatter_of_tpus_sends_the_array_once():
+  tpu, network = chips.CHIPS["TPU v5e"], interconnect.NETWORKS["TPU v5e"]
+  inner = (
+    "%all-reduce-scatter.1 (y: bf16[16777216]) -> bf16[1048576] {\n"
+    "  %y = bf16[16777216] parameter(0)\n"
+    "  %r = bf16[16777216] all-reduce(%y), replica_groups=[1,16]<=[16], to_apply=%sum\n"
+    "  ROOT %d = bf16[1048576] dynamic-slice(%r)\n}\n"
+  )
+  fused = "  %f = bf16[1048576] fusion(%w), kind=kCustom, calls=%all-reduce-scatter.1"
+  devices = [Tpu(number) for number in range(16)]
+  machine = Machine(tpu, network, KernelRates())
+  found = program_time.predict(program(fused, inner), devices, machine)
+  expected = interconnect.gather(network, Group(16, 1, 16), 2 * 16777216)
+  assert found.collectives == pytest.approx(expected)
+
+
+class Tpu:
+  """A chip of a slice."""
+
+  platform, device_kind, slice_index = "tpu", "TPU v5 lite", 0
+
+  def __init__(self, number: int):
+    self.id, self.process_index = number, number // 4
