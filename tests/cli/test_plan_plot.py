@@ -17,6 +17,7 @@ def planned(capsys, path, *flags):
   return path
 
 
+@pytest.mark.slow
 def test_a_point_for_each_topology_and_a_line_for_each_kind_of_device(tmp_path, capsys):
   weak = planned(capsys, tmp_path / "weak.json", "--topology=h100-16,v5e-4,h100-8")
   topologies = "--topology=h100-8,h100-16"

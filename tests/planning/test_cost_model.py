@@ -367,6 +367,7 @@ def test_what_programs_do_otherwise_changes_the_time():
     assert (other > ours) == (name in slower) and other != ours, name
 
 
+@pytest.mark.slow
 def test_published_steps_come_out_as_recorded():
   """The errors that docs/results.md states of the fitted constants."""
   results = [calibration.result(row) for row in published.load()]
@@ -403,6 +404,7 @@ def test_expected_errors_are_those_of_the_sources_that_were_held_out():
   assert recorded["GB200"].expected < found < recorded["B200"].expected
 
 
+@pytest.mark.slow
 def test_constants_that_made_the_times_are_found_again():
   """From steps that the model itself predicts, the fit finds the constants."""
   true = dataclasses.replace(Fitted(), h100=0.66, contention=0.3)

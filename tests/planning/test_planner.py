@@ -68,7 +68,9 @@ def test_the_page(capsys):
     (("--topology=v5e-16",), 32, SMALL),
     pytest.param(("--topology=h100-16",), 64, SMALL, marks=pytest.mark.slow),
     pytest.param(("--topology=gb200-8",), 16, SMALL, marks=pytest.mark.slow),
-    (("--topology=h100-8",), 8, (*SMALL, "--fdl.MAX_SEQ_LEN=16384")),
+    pytest.param(
+      ("--topology=h100-8",), 8, (*SMALL, "--fdl.MAX_SEQ_LEN=16384"), marks=pytest.mark.slow
+    ),
     pytest.param(("--topology=h100-8",), 16, (*MIXTRAL, *SMALL[2:]), marks=pytest.mark.slow),
   ],
 )
@@ -189,6 +191,7 @@ def test_plans_within_the_errors_of_the_first_are_ties_and_a_run_has_days_and_a_
   assert re.search(r"1e\+12 tokens: [\d.]+ days", out)
 
 
+@pytest.mark.slow
 def test_topologies_are_compared_by_time_or_cost(capsys):
   """Twice as many chips take about half of the time; which of them cost less is up to the price."""
   both = "--topology=v5e-4,h100-4"
@@ -217,6 +220,7 @@ def test_topologies_are_compared_by_time_or_cost(capsys):
   assert out.splitlines()[1].startswith("v5e-4 ") and "v5e-4 costs least" in out
 
 
+@pytest.mark.slow
 def test_a_topology_that_holds_nothing_is_last(capsys):
   flags = ("--fdl_config=Scaled128B", "--mode=plan", "--global_batch=64")
   found = planned(capsys, *flags, "--topology=v5e-4,h100-64")["topologies"]
@@ -260,6 +264,7 @@ def test_a_policy_that_is_given_is_that_of_all_plans(capsys):
   assert "Did you mean SAVE_NOTHING" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_slower_network_between_nodes_makes_plans_across_them_slower(capsys):
   flags = (*PLAN, "--topology=h100-16", "--global_batch=64")
   slow = planned(capsys, *flags, "--dcn_bandwidth=1e9")["plans"]
