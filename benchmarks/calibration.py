@@ -30,8 +30,8 @@ import published
 from published import Row
 
 from paxlike.devices.kernel_rates import FITTED, Fitted
-from paxlike.planning import cost_model
-from paxlike.planning.cost_model import Machine
+from paxlike.planning import cost_model, machines
+from paxlike.planning.machines import Machine
 from paxlike.planning.software import Software
 from paxlike.planning.times import Times
 from paxlike.telemetry import formatting
@@ -98,7 +98,7 @@ class Result:
 
 @functools.cache
 def _machine(chip: str, software: Software, fitted: Fitted) -> Machine:
-  machine = cost_model.machine(chip, software=software, fitted=fitted)
+  machine = machines.find(chip, software=software, fitted=fitted)
   assert machine is not None, chip
   return machine
 

@@ -9,13 +9,11 @@ half an hour of one core. Plans are drawn from all configurations that are predi
 """
 
 import argparse
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 from typing import Any
+
+import recipes
 
 # Compiling does not depend on the number of layers, which are scanned.
 PLANNED = (
@@ -35,13 +33,13 @@ def plans(experiment: str, topology: str, batch: int) -> list[list[str]]:
   from paxlike import registry, root_graph, run_mode
   from paxlike.cli import command_line, startup
   from paxlike.devices import topology as devices
-  from paxlike.planning import cost_model, memory_model, model_sizes, planner
+  from paxlike.planning import machines, memory_model, model_sizes, planner
 
   flags = [f"--fdl_config={experiment}", "--mode=plan", f"--topology={topology}"]
   startup.set_up_jax(command_line.parse(["paxlike", *flags]))
   with devices.target(topology):
     found = devices.devices()
-    machine = cost_model.machine(found[0].device_kind)
+    machine = machines.find(found[0].device_kind)
     assert machine is not None
     built = registry.find(experiment)()
     trainer = run_mode.build_trainer(root_graph.of_experiment(built))
@@ -66,16 +64,6 @@ def _spelt(value: Any) -> str:
   return "none" if value is None else str(list(value) if isinstance(value, tuple) else value)
 
 
-def facts(flags: list[str]) -> dict[str, Any] | str:
-  """Returns what `--mode=compile --json` prints; of a failure, the last line."""
-  program = [sys.executable, "-m", "paxlike.main", "--mode=compile", "--json", *flags]
-  environ = os.environ | {"JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(program, capture_output=True, text=True, env=environ, check=False)
-  if done.returncode not in (0, 3):
-    return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-  return json.loads(done.stdout)
-
-
 def main():
   parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
   parser.add_argument("--count", type=int, default=30)
@@ -88,7 +76,7 @@ def main():
   for number in range(options.count):
     one = experiment, topology, _ = chosen[number % len(chosen)]
     knobs = rng.choice(drawn[one])
-    found = facts([f"--fdl_config={experiment}", f"--topology={topology}", *knobs])
+    found = recipes.compiled([f"--fdl_config={experiment}", f"--topology={topology}", *knobs])
     shown = " ".join(knob.removeprefix("--fdl.") for knob in knobs)
     if isinstance(found, str) or found["predicted"] is None:
       print(f"| {experiment} | {topology} | {shown} | | | {found} |", flush=True)

@@ -44,15 +44,15 @@ RECIPES = (
 
 def command(name: str, topology: str, slices: int) -> list[str]:
   """Returns the flags that compile a recipe; slices share the batch, each with all weights."""
-  flags = [f"--fdl_config={name}", "--mode=compile", f"--topology={topology}"]
+  flags = [f"--fdl_config={name}", f"--topology={topology}"]
   if slices > 1:
     flags += [f"--slices={slices}", f"--fdl.DCN_MESH_SHAPE=[{slices},1,1]"]
   return flags
 
 
-def facts(name: str, topology: str, slices: int) -> dict[str, Any] | str:
-  """Returns what `--mode=compile --json` says of a recipe; if it fails, its error's last line."""
-  program = [sys.executable, "-m", "paxlike.main", *command(name, topology, slices), "--json"]
+def compiled(flags: list[str]) -> dict[str, Any] | str:
+  """Returns what `--mode=compile --json` says; if it fails, its error's last line."""
+  program = [sys.executable, "-m", "paxlike.main", "--mode=compile", "--json", *flags]
   environ = os.environ | {"JAX_PLATFORMS": "cpu"}
   done = subprocess.run(program, capture_output=True, text=True, env=environ)
   if done.returncode not in (0, 3):
@@ -112,7 +112,7 @@ def main():
   print(f"|---|---|---:|{'---:|' * len(MEMORY)}")
   for recipe in RECIPES:
     if re.search(options.only, recipe[0]):
-      found[recipe] = facts(*recipe)
+      found[recipe] = compiled(command(*recipe))
       print_recipe(recipe, found[recipe], memory)
   print()
   print_row("recipe", "topology", "slices", *OVERLAP)

@@ -4,15 +4,18 @@
 import contextlib
 import errno
 import io
+import json
 import os
 import sys
 import uuid
-from collections.abc import Iterator
-from typing import NamedTuple, TextIO
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from etils import epath
 
-from paxlike.errors import UserError
+from paxlike.errors import UserError, one_line
+
+T = TypeVar("T")
 
 _MAX_PATH = 4096  # Linux's limit in bytes; a system with a lower limit reports the error itself.
 _MAX_FOLDERS = 500  # Python creates parent folders by recursion, which has a limited depth.
@@ -140,6 +143,30 @@ def read_bytes(path: epath.PathLike, *, limit: int | None = MAX_BYTES) -> bytes:
     message = f"{file.name} has {size:,} bytes; the limit for such a file is {limit:,}"
     raise OSError(errno.EFBIG, message, os.fspath(path))
   return file.read_bytes()
+
+
+def parse_output(path: str, parse: Callable[[Any], T], *, name: str, of: str) -> T:
+  """Returns what `parse` makes of the JSON in a file, which a command printed.
+
+  Args:
+    path: The file, local or on a bucket.
+    parse: Raises ValueError, TypeError, KeyError or AttributeError for other JSON.
+    name: What the user calls the file.
+    of: The flags of the command.
+
+  Raises:
+    UserError: It cannot be read, or is something else.
+  """
+  try:
+    return parse(json.loads(read_bytes(path)))
+  except UserError:
+    raise
+  except failures() as error:
+    raise UserError(f"{name} cannot be read: {reason(error)}") from None
+  except (ValueError, TypeError, KeyError, AttributeError) as error:
+    raise UserError(
+      f"{name} is not the output of {of}: {type(error).__name__} {one_line(error)}"
+    ) from None
 
 
 def unique(name: str) -> str:

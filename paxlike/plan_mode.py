@@ -38,7 +38,10 @@ def run(options: flags.Options, experiment: "Experiment") -> int:
   for name, price in zip(names, prices, strict=True):
     # `main` has entered the context of a single topology.
     with contextlib.nullcontext() if len(names) == 1 else topology.target(name):
-      plans = _find(options)
+      try:
+        plans = _find(options)
+      except UserError as error:
+        raise UserError(f"--topology={name}: {error}" if len(names) > 1 else str(error)) from error
     runs.append(Run(name, plans, _Command(options, experiment, name), options.tokens, price))
   if len(runs) == 1:
     (one,) = runs

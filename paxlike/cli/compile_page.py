@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from paxlike.compilation import aot, hlo_kernels, hlo_schedule
-from paxlike.layers.stack import Stack
 from paxlike.planning import accuracy, prediction, program_time
 from paxlike.planning.prediction import Prediction
 from paxlike.planning.program_time import ProgramTime
@@ -136,7 +135,7 @@ def _predicted(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, st
 def _predictions(
   trainer: Trainer, program: aot.Program
 ) -> tuple[Prediction | None, ProgramTime | None]:
-  found = prediction.of_trainer(trainer) if isinstance(trainer.model.stack, Stack) else None
+  found = prediction.of_trainer(trainer)
   if found is None or program.step is None:
     return found, None
   return found, program_time.predict(

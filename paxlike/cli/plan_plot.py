@@ -6,13 +6,12 @@ A file holds the plans of several topologies, such as h100-8,h100-64,h100-512. W
 devices, and they show weak scaling.
 """
 
-import json
-import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paxlike import file_io
 from paxlike.cli import figures
-from paxlike.errors import UserError, one_line
+from paxlike.errors import UserError
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -63,15 +62,10 @@ def read(path: str) -> list[Series]:
   Raises:
     UserError: It cannot be read, is something else, or holds no plan.
   """
-  try:
-    facts = json.loads(pathlib.Path(path).read_text())
-    found = _series(facts, pathlib.Path(path).stem)
-  except OSError as error:
-    raise UserError(f"{path} cannot be read: {error.strerror}") from None
-  except (ValueError, TypeError, KeyError, AttributeError) as error:
-    raise UserError(
-      f"{path} is not the output of --mode=plan --json: {type(error).__name__} {one_line(error)}"
-    ) from None
+  stem = path.rpartition("/")[2].removesuffix(".json")
+  found = file_io.parse_output(
+    path, lambda facts: _series(facts, stem), name=path, of="--mode=plan --json"
+  )
   if not found:
     raise UserError(f"{path} has no plan that fits.")
   return found

@@ -124,14 +124,15 @@ def draw(runs: Sequence[PlottedRun]) -> "Figure":
   Raises:
     UserError: matplotlib is not installed.
   """
-  plot = figures.empty()
+  figure = figures.empty()
   if len(runs) == 1:
-    _draw_one(plot, runs[0])
+    _draw_one(figure, runs[0])
   else:
-    _draw_several(plot, runs)
+    _draw_several(figure, runs)
   if any(len(run_.loss.values) >= MEAN_FROM for run_ in runs):
-    plot.axes[0].set_title("solid lines: running means", loc="right", fontsize=9, color=figures.INK)
-  return plot
+    style = {"fontsize": 9, "color": figures.INK}
+    figure.axes[0].set_title("solid lines: running means", loc="right", **style)
+  return figure
 
 
 def save(figure: "Figure", output: str):

@@ -140,7 +140,7 @@ class _Reader:
     if not body:
       return _Work("memory", one.target or one.operation, moved)
     nbytes = _fusion_bytes(body, operands, outputs)
-    if not self._chip.is_gpu and (flops := self._convolution_flops(body)):
+    if not self._chip.is_gpu and (flops := self._fused_flops(body)):
       return self._convolution(one, nbytes, flops)
     group, name = "memory", re.sub(r"[.0-9]+$", "", one.name)
     shapes = {inner.name: inner.outputs for inner in body}
@@ -210,7 +210,7 @@ class _Reader:
     """Returns the arrays that are in the device's memory."""
     return shapes if self._chip.is_gpu else [shape for shape in shapes if shape.space != _VECTOR]
 
-  def _convolution_flops(self, body: Sequence[Instruction]) -> float:
+  def _fused_flops(self, body: Sequence[Instruction]) -> float:
     """Returns the FLOPs of the matmuls in a fusion, which are convolutions on TPUs."""
     shapes = {one.name: one.outputs for one in body}
     total = 0.0
@@ -219,7 +219,7 @@ class _Reader:
         total += _convolution_flops(one, [s for name in one.operands for s in shapes[name]])
       elif one.operation == "fusion":
         for name in one.called:
-          total += self._convolution_flops(self._computations.get(name, ()))
+          total += self._fused_flops(self._computations.get(name, ()))
     return total
 
   def _convolution(self, one: Instruction, nbytes: float, flops: float) -> _Work:

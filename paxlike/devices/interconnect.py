@@ -16,6 +16,25 @@ import math
 from typing import Any, NamedTuple
 
 
+class Latency(NamedTuple):
+  """Seconds of a collective besides those of its bytes.
+
+  Attributes:
+    start: Before its first step.
+    fast, slow: Of each step of a ring over the fast and the slow network.
+    tree_fast, tree_slow: Of each step of a tree, for all-reduces.
+  """
+
+  start: float
+  fast: float
+  slow: float
+  tree_fast: float = 0.0
+  tree_slow: float = 0.0
+
+
+_NCCL, _ICI = Latency(8.4e-6, 3.4e-6, 14e-6, 4e-6, 14e-6), Latency(1e-6, 1e-6, 1e-5)
+
+
 @dataclasses.dataclass(frozen=True)
 class Network:
   """The interconnect of a kind of device.
@@ -48,25 +67,13 @@ class Network:
   beside_products: bool = False
   across_nodes: bool = False
 
-
-class Latency(NamedTuple):
-  """Seconds of a collective besides those of its bytes.
-
-  Attributes:
-    start: Before its first step.
-    fast, slow: Of each step of a ring over the fast and the slow network.
-    tree_fast, tree_slow: Of each step of a tree, for all-reduces.
-  """
-
-  start: float
-  fast: float
-  slow: float
-  tree_fast: float = 0.0
-  tree_slow: float = 0.0
+  @property
+  def latency(self) -> Latency:
+    """What collectives take besides the time of their bytes."""
+    return _ICI if self.dims else _NCCL
 
 
 _GPU, _TPU = ("NVLink", "InfiniBand"), ("ICI", "DCN")
-_NCCL, _ICI = Latency(8.4e-6, 3.4e-6, 14e-6, 4e-6, 14e-6), Latency(1e-6, 1e-6, 1e-5)
 
 # Keyed by a substring of JAX's `device_kind`, more specific names first.
 NETWORKS = {
@@ -137,7 +144,7 @@ def latency(network: Network, group: Group) -> float:
   """
   if group.size == 1:
     return 0.0
-  one = _ICI if network.dims else _NCCL
+  one = network.latency
   # Half of a ring in either direction; the dims of a torus are of one size.
   inside = group.inner ** (1 / max(1, network.dims))
   steps = network.dims * inside / 2 if network.dims else group.size - group.outer
@@ -202,5 +209,5 @@ def send(network: Network, group: Group, nbytes: float) -> float:
 
 
 def _send_latency(network: Network, group: Group) -> float:
-  one = _ICI if network.dims else _NCCL
+  one = network.latency
   return one.start + (one.slow if group.outer > 1 else one.fast)

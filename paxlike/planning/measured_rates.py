@@ -6,15 +6,13 @@ scales the predicted rates of each kind of kernel by the ratio of their sums.
 """
 
 import dataclasses
-import json
 import math
-import os
-import pathlib
 from typing import Any
 
+from paxlike import file_io
 from paxlike.devices import chips
 from paxlike.devices.kernel_rates import KernelRates
-from paxlike.errors import UserError, one_line
+from paxlike.errors import UserError
 
 # The kind of kernels -> the rates that they measure.
 _RATES = {
@@ -56,24 +54,15 @@ class MeasuredRates:
     return dataclasses.replace(rates, **changed)
 
 
-def read(path: str | os.PathLike[str]) -> MeasuredRates:
+def read(path: str) -> MeasuredRates:
   """Returns the rates in a file of `--mode=profile --json`.
 
   Raises:
     UserError: It cannot be read, is something else, or has no kernels that took enough time.
   """
-  shown = os.fspath(path)
-  try:
-    facts = json.loads(pathlib.Path(path).read_text())
-    return _of(facts, shown)
-  except UserError:
-    raise
-  except OSError as error:
-    raise UserError(f"--calibrate={shown} cannot be read: {error.strerror}") from None
-  except (ValueError, TypeError, KeyError, AttributeError) as error:
-    raise UserError(
-      f"--calibrate={shown} is not the output of --mode=profile --json: {one_line(error)}"
-    ) from None
+  return file_io.parse_output(
+    path, lambda facts: _of(facts, path), name=f"--calibrate={path}", of="--mode=profile --json"
+  )
 
 
 def _of(facts: dict[str, Any], path: str) -> MeasuredRates:

@@ -77,7 +77,7 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
     stages, chunks = how.pipeline.stages, how.pipeline.chunks
     of_chunk = layers / stages / chunks
     if not network.dims:  # XLA for GPUs gathers a chunk at once, and holds its gradients.
-      gathered = of_chunk * (layer + _layer(model, how))
+      gathered = of_chunk * (layer + _layer_gradients(model, how))
     slots = _num_slots(how.pipeline)
     dim = model.dim / how.residual_shards
     kept = 2 * dim if how.pipeline.recompute else 2 * dim + saved * of_chunk
@@ -151,7 +151,7 @@ def _gathered(model: ModelSizes, how: Configuration) -> tuple[float, float]:
   return layer, head
 
 
-def _layer(model: ModelSizes, how: Configuration) -> float:
+def _layer_gradients(model: ModelSizes, how: Configuration) -> float:
   """Returns the bytes of the gradients of a layer of a pipeline, before fsdp shards them."""
   return sum(
     weight.computed * weight.per_device(how.sizes, "fsdp", "pipeline") / weight.layers
@@ -201,6 +201,7 @@ def _working(model: ModelSizes, how: Configuration) -> float:
     wide = sizes["expert"] * (5 * wide + 4 * model.num_chosen * model.dim)
   elif model.moe_layers and model.capacity is not None:
     wide *= model.capacity / model.num_chosen
+  # In bfloat16, and a quarter of it twice, as in compiled programs.
   return 2.5 * (wide + 4 * model.dim) + scores
 
 

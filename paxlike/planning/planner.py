@@ -26,8 +26,8 @@ from paxlike.devices.mesh import AXES
 from paxlike.errors import UserError
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.remat import Remat
-from paxlike.planning import accuracy, cost_model, memory_model, model_sizes
-from paxlike.planning.cost_model import Machine
+from paxlike.planning import accuracy, cost_model, machines, memory_model, model_sizes
+from paxlike.planning.machines import Machine
 from paxlike.planning.measured_rates import MeasuredRates
 from paxlike.planning.memory_model import Memory
 from paxlike.planning.model_sizes import ModelSizes
@@ -172,7 +172,7 @@ def find(
       batch.
   """
   kind = devices[0].device_kind
-  machine = cost_model.machine(kind, dcn_bandwidth=dcn_bandwidth)
+  machine = machines.find(kind, dcn_bandwidth=dcn_bandwidth)
   if machine is None:
     raise UserError(
       f"--mode=plan has no data sheet of {kind}: give a --topology such as v5e-256 or h100-64."

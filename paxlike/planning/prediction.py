@@ -11,8 +11,8 @@ from paxlike.layers import flops
 from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.latent_attention import LatentAttention
 from paxlike.layers.stack import Stack
-from paxlike.planning import cost_model, memory_model, model_sizes
-from paxlike.planning.cost_model import Machine
+from paxlike.planning import cost_model, machines, memory_model, model_sizes
+from paxlike.planning.machines import Machine
 from paxlike.planning.memory_model import Memory
 from paxlike.planning.model_sizes import ModelSizes
 from paxlike.planning.parallel_config import Configuration
@@ -40,9 +40,10 @@ class Prediction(NamedTuple):
 
 def of_trainer(trainer: Trainer) -> Prediction | None:
   """Returns what is predicted of a run; None: there is no data sheet, or no attention."""
-  machine = cost_model.machine(trainer.devices.devices.flat[0].device_kind)
+  machine = machines.find(trainer.devices.devices.flat[0].device_kind)
   modules = (module for module, _ in flops.modules(trainer.definition))
-  if machine is None or not any(isinstance(m, Attention | LatentAttention) for m in modules):
+  has_attention = any(isinstance(one, Attention | LatentAttention) for one in modules)
+  if machine is None or not has_attention or not isinstance(trainer.model.stack, Stack):
     return None
   model = model_sizes.of_definition(
     trainer.definition,

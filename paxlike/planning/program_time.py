@@ -19,7 +19,7 @@ from paxlike.compilation import hlo_collectives, hlo_kernels
 from paxlike.compilation.hlo_text import COLLECTIVES, Computations, Instruction, computations
 from paxlike.devices import interconnect
 from paxlike.devices.interconnect import Group, Network
-from paxlike.planning.cost_model import Machine
+from paxlike.planning.machines import Machine
 
 _SIMULATED = 3  # Iterations of a loop.
 

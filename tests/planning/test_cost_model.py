@@ -1,51 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of what a configuration costs, and how the published rows come out."""
+"""Laws of what a configuration costs."""
 
 import dataclasses
 import math
-import re
 from typing import Any
 
-import calibration
-import fiddle as fdl
 import jax
-import published
 import pytest
-from helpers.sources import REPOSITORY
-from published import Row
+from helpers.configurations import on, sizes, trainer
 
-from paxlike import registry
 from paxlike.devices import chips, interconnect
-from paxlike.devices.interconnect import Group
-from paxlike.devices.kernel_rates import Fitted
 from paxlike.devices.mesh import AXES
 from paxlike.layers import flops
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.stack import Remat
-from paxlike.planning import accuracy, cost_model, memory_model, model_sizes, planner
-from paxlike.planning.model_sizes import ModelSizes
-from paxlike.planning.parallel_config import Configuration
+from paxlike.planning import cost_model, machines, memory_model, model_sizes, planner
 from paxlike.planning.software import Software
 from paxlike.training import train_state
 
 DENSE, EXPERTS = ("Synthetic126M", "SyntheticLLaMA70B"), ("Mixtral8x7B", "DeepSeekV3")
-MACHINE: Any = cost_model.machine("NVIDIA H100")
-
-
-def trainer(name: str, **knobs: Any) -> Any:
-  return fdl.build(registry.find(name)(USE_REPEATED_LAYER=True, **knobs).trainer())
-
-
-def sizes(name: str, **knobs: Any) -> ModelSizes:
-  """As on devices that have a kernel for attention."""
-  made = trainer(name, **knobs)
-  model = model_sizes.of_definition(made.definition, made.optimizer, seq_len=made.data.seq_len)
-  return dataclasses.replace(model, fused_attention=True)
-
-
-def on(batch: int, dcn: dict[str, int] | None = None, **ici: int) -> Configuration:
-  of_ici, of_dcn = (tuple(one.get(axis, 1) for axis in AXES) for one in (ici, dcn or {}))
-  return Configuration(ici=of_ici, dcn=of_dcn, batch=batch)
+MACHINE: Any = machines.find("NVIDIA H100")
 
 
 def bytes_here(tree: Any) -> int:
@@ -168,41 +142,7 @@ def test_stages_that_do_not_divide_the_layers_compute_padding():
   assert held == pytest.approx(in_stack / 64, rel=0.2)
 
 
-def test_networks():
-  h100, v5e = interconnect.find("NVIDIA H100"), interconnect.find("TPU v5 lite")
-  assert h100 is not None and v5e is not None
-  assert interconnect.find("cpu") is None
-  node, across = Group(8, 1, 8), Group(8, 8, 8)
-  assert interconnect.gather(h100, node, 450e9, count=0) == pytest.approx(7 / 8)
-  # Eight ports of a node fetch seven eighths.
-  assert interconnect.gather(h100, across, 400e9, count=0) == pytest.approx(63 / 64 * 400 / 450)
-  assert interconnect.gather(h100, Group(1, 8, 8), 50e9, count=0) == pytest.approx(7 / 8)
-  assert (
-    interconnect.reduce(h100, Group(1, 1, 8), 1e9)
-    == interconnect.send(h100, Group(1, 1, 8), 1e9)
-    == 0
-  )
-  # Of a torus of 16 x 16, sixteen chips have one of two dims; a smaller slice is open.
-  assert interconnect.rate(v5e, Group(256, 1, 256)) == 200e9
-  assert interconnect.rate(v5e, Group(16, 1, 256)) == pytest.approx(100e9)
-  assert interconnect.rate(v5e, Group(16, 1, 16)) == pytest.approx(100e9)
-  assert interconnect.exchange(h100, node, 450e9) == pytest.approx(7 / 8, rel=1e-4)
-
-
-def test_collectives_take_the_steps_of_nccl_besides_their_bytes():
-  """A ring has a step to each device, a tree one to each doubling of the number of nodes."""
-  h100, v5e = (interconnect.NETWORKS[name] for name in ("H100", "TPU v5e"))
-  start, link, port = 8.4e-6, 3.4e-6, 14e-6
-  node, across = Group(8, 1, 8), Group(8, 8, 8)
-  assert interconnect.latency(h100, Group(1, 1, 8)) == 0
-  assert interconnect.latency(h100, node) == pytest.approx(start + 7 * link)
-  assert interconnect.latency(h100, across) == pytest.approx(start + 56 * link + 7 * port)
-  assert interconnect.gather(h100, across, 0.0, count=3) == pytest.approx(
-    3 * interconnect.latency(h100, across)
-  )
-  assert interconnect.reduce(h100, across, 0.0) == pytest.approx(start + 2 * (7 * 4e-6 + 3 * port))
-  # All 256 chips of a torus of 16 x 16: half way around each of two rings.
-  assert interconnect.latency(v5e, Group(256, 1, 256)) == pytest.approx(17e-6)
+def test_gathers_over_more_devices_take_more_steps():
   small = sizes("Synthetic126M", FPROP_DTYPE="bfloat16")
   few, many = (cost_model.of(small, on(n, fsdp=n), MACHINE) for n in (64, 4096))
   assert many.weights > 10 * few.weights
@@ -265,7 +205,7 @@ def test_int8_and_fp8_take_the_time_of_their_own_peaks():
   for kind in (None, "fp8", "int8"):
     model = sizes("SyntheticLLaMA70B", QUANTIZATION=kind)
     for chip in ("TPU v5 lite", "NVIDIA H100", "NVIDIA A100-SXM4-80GB"):
-      machine: Any = cost_model.machine(chip)
+      machine: Any = machines.find(chip)
       found[kind, chip] = cost_model.of(model, on(64, fsdp=8), machine).compute
   # TPU v5e and A100 have no FP8 units, and multiply in bf16; all have those of int8.
   for chip in ("TPU v5 lite", "NVIDIA A100-SXM4-80GB"):
@@ -335,7 +275,7 @@ def test_rates_fall_with_the_size_of_matmuls_and_the_length_of_sequences():
 
 def test_every_chip_with_a_network_has_rates():
   for name in chips.CHIPS:
-    found = cost_model.machine(name)
+    found = machines.find(name)
     if interconnect.find(name) is not None:
       assert found is not None and 0.2 < found.rates.matmul < 1, name
 
@@ -362,64 +302,6 @@ def test_what_programs_do_otherwise_changes_the_time():
   assert set(cases) == {field.name for field in dataclasses.fields(Software)}
   slower = {"attention", "libraries_of_2023", "power", "bandwidth", "spreads_loss"}
   for name, (model, how, value) in cases.items():
-    machine: Any = cost_model.machine("NVIDIA H100", software=Software(**{name: value}))
+    machine: Any = machines.find("NVIDIA H100", software=Software(**{name: value}))
     ours, other = (cost_model.of(model, how, one).total for one in (MACHINE, machine))
     assert (other > ours) == (name in slower) and other != ours, name
-
-
-@pytest.mark.slow
-def test_published_steps_come_out_as_recorded():
-  """The errors that docs/results.md states of the fitted constants."""
-  results = [calibration.result(row) for row in published.load()]
-  assert len(results) == 244
-  page = calibration.page(results)
-  (line,) = [line for line in page.splitlines() if line.startswith("all ")]
-  mean, median = re.findall(r"([\d.]+) %", line)[:2]
-  recorded = (REPOSITORY / "docs" / "results.md").read_text()
-  assert re.search(rf"^\| all \| 244 \| \d+ \| {mean} % \| {median} % ", recorded, re.M)
-  assert "JaxPP 175B BF16, 64 H100" in page and f"{len(calibration.KNOWN)} fitted" in page
-
-
-def test_expected_errors_are_those_of_the_sources_that_were_held_out():
-  page = (REPOSITORY / "docs" / "results.md").read_text()
-  rows = re.findall(
-    r"^\| ([^|]+) \|(?: [^|]+ \|){5} ([\d.]+) % \| [\d.]+ % \| [^|]+ \|$", page, re.M
-  )
-  recorded = {name: pytest.approx(float(error) / 100) for name, error in rows}
-  dense, experts = sizes("SyntheticLLaMA70B"), sizes("Mixtral8x7B")
-  in_fp8 = sizes("SyntheticLLaMA70B", USE_FP8=True)
-  stages = dataclasses.replace(
-    on(64, pipeline=8), pipeline=Pipeline(schedule="1f1b", stages=8, microbatches=8)
-  )
-  for chip in ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "H100", "A100"):
-    sheet: Any = chips.find(chip)
-    assert accuracy.expected_error(dense, on(64, fsdp=8), sheet) == recorded[chip]
-  sheet = chips.find("A100")
-  cases = {"TP": (dense, on(64, tensor=8)), "PP": (dense, stages)}
-  cases |= {"FP8": (in_fp8, on(64, fsdp=8)), "MoE": (experts, on(64, fsdp=8))}
-  for group, (model, how) in cases.items():
-    assert accuracy.expected_error(model, how, sheet) == recorded[group]
-  blackwell: Any = chips.find("B200")
-  found = accuracy.expected_error(dense, on(64, fsdp=8), blackwell)
-  assert recorded["GB200"].expected < found < recorded["B200"].expected
-
-
-@pytest.mark.slow
-def test_constants_that_made_the_times_are_found_again():
-  """From steps that the model itself predicts, the fit finds the constants."""
-  true = dataclasses.replace(Fitted(), h100=0.66, contention=0.3)
-  rows = [row for row in published.load() if row.source.startswith(("NeMo 24", "MaxText GPU"))]
-  made = [
-    Row(facts={**row.facts, "published_seconds": calibration.result(row, true).times.total})
-    for row in rows
-  ]
-  found = calibration.Fit(made, rounds=4)
-  errors = [calibration.result(row, found.fitted).error for row in made]
-  assert max(map(abs, errors)) < 0.03 and found.fitted.h100 == pytest.approx(0.66, rel=0.05)
-  # Times that are held out do not count: neither right nor wrong ones.
-  wrong = [
-    Row(facts={**row.facts, "published_seconds": 9.0}) if row.source == "MaxText GPU" else row
-    for row in made
-  ]
-  held_out = calibration.Fit(wrong, rounds=4).without("MaxText GPU")
-  assert held_out.h100 == pytest.approx(found.without("MaxText GPU").h100, rel=0.02)

@@ -295,3 +295,8 @@ def test_prices_of_unknown_devices_are_refused(capsys):
 def test_a_typo_in_any_topology_is_found_first(capsys):
   assert run(*PLAN, "--topology=v5e-4,v5e-5") == 2
   assert "--topology=v5e-5: there is no such slice" in capsys.readouterr().err
+
+
+def test_a_topology_whose_meshes_do_not_divide_the_batch_is_named(capsys):
+  assert run(*PLAN, "--topology=v5e-4,v5e-64", "--global_batch=4") == 2
+  assert "paxlike: --topology=v5e-64: no mesh of 64 devices divides" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from paxlike.devices import chips, interconnect
 from paxlike.devices.interconnect import Group
 from paxlike.devices.kernel_rates import Fitted, KernelRates
 from paxlike.planning import program_time
-from paxlike.planning.cost_model import Machine
+from paxlike.planning.machines import Machine
 
 CHIP, NETWORK = chips.CHIPS["H100"], interconnect.NETWORKS["H100"]
 MACHINE = Machine(CHIP, NETWORK, KernelRates(), dataclasses.replace(Fitted(), contention=0.25))
