@@ -78,6 +78,7 @@ KNOWN: dict[str, tuple[float, float]] = {
   "jitter": (0.006, 1.6),
   "power": (0.60, 1.35),
   "permuted": (1.5, 1.4),
+  "border": (256.0, 1.5),
 }
 _ERROR = 0.05  # What is expected of a row.
 _OUTLIER = 0.10  # Errors beyond this count less.

@@ -61,7 +61,17 @@ _SOFTWARE = (
   # These H100s have HBM2e and a limit of 500 W instead of 700 W.
   ("torchtitan", "", Software(attention="flash2", power=500 / 700, bandwidth=2.4e12)),
   ("Korthikanti", "", Software(spreads_loss=False)),
-  ("NeMo AutoModel", "", Software(all_to_all=True, splits_experts=False, spreads_loss=False)),
+  (
+    "NeMo AutoModel",
+    "",
+    Software(all_to_all=True, sends_once=True, splits_experts=False, spreads_loss=False),
+  ),
+  # Dropless runs within NVL72 use HybridEP.
+  *(
+    (f"Megatron-Bridge {version}", chip, dataclasses.replace(_OF_EACH_EXPERT, sends_once=True))
+    for version in ("25.11", "26.02")
+    for chip in ("GB200", "GB300")
+  ),
   ("Megatron-Bridge", "", _OF_EACH_EXPERT),
   ("dgxc-benchmarking Grok-1 (NeMo 25.04)", "H100", _OF_EACH_EXPERT),
   *((name, "", _MEGATRON) for name in ("NeMo", "Megatron", "dgxc", "gpu-recipes")),

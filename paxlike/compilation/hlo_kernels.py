@@ -226,7 +226,8 @@ class _Reader:
     output = max(one.outputs, key=lambda shape: shape.nbytes)
     dtype = {"s32": "s8"}.get(output.dtype, "bf16")
     group, name = self._class(dtype)
-    rate = self._rates.matmul_flops(self._chip, 1, 1, 1, dtype=name)
+    unit = self._chip.matrix  # As if no dim were padded.
+    rate = self._rates.matmul_flops(self._chip, unit, unit, unit, dtype=name)
     kind = f"{'x'.join(map(str, output.dims))}, to {output.dtype}"
     return _Work(group, kind, nbytes, flops, rate)
 

@@ -28,6 +28,7 @@ class Chip:
     int8: The same in int8; 0: unknown.
     family: The name of its rates in `kernel_rates.Fitted`; empty: there are none.
     cores: Streaming multiprocessors of a GPU; 0: a TPU.
+    matrix: The rows and columns of a TPU's matrix unit.
   """
 
   flops: float
@@ -38,6 +39,7 @@ class Chip:
   int8: float = 2
   family: str = ""
   cores: int = 0
+  matrix: int = 128
 
   def peak(self, dtype: str) -> float | None:
     """Returns the peak dense FLOP/s in fp8, int8, bfloat16 or float32; None if unknown.
@@ -108,9 +110,9 @@ CHIPS = {
   "TPU v5e": Chip(197e12, _V5E, 0.819e12, family="v5e"),
   "TPU v5p": Chip(459e12, _V5P, 2.765e12, family="v5p"),
   "TPU v5": Chip(459e12, _V5P, 2.765e12, family="v5p"),
-  "TPU v6": Chip(918e12, _V6E, 1.638e12, family="v6e"),
+  "TPU v6": Chip(918e12, _V6E, 1.638e12, family="v6e", matrix=256),
   # One JAX device is half of a chip (docs.cloud.google.com/tpu/docs/tpu7x).
-  "TPU7x": Chip(1153.5e12, _V7X, 3.69e12, fp8=2, int8=0, family="v7x"),
+  "TPU7x": Chip(1153.5e12, _V7X, 3.69e12, fp8=2, int8=0, family="v7x", matrix=256),
 }
 
 

@@ -3,7 +3,10 @@
 
 - A matmul reaches `matmul` of the chip's peak if it is large. On GPUs, the last wave of output
   tiles leaves multiprocessors idle, and each tile has a prologue and an epilogue: a matmul of w
-  waves that contracts k numbers reaches w / (w + `part_wave`) * k / (k + `depth`) of that.
+  waves that contracts k numbers reaches w / (w + `part_wave`) * k / (k + `depth`) of that. On
+  TPUs, dims are padded to those of the matrix unit.
+- Matmuls of groups of tokens that differ in size are one kernel, whose tiles on the border of two
+  groups are computed for both: it reaches t / (t + `border`) with t tokens in a group.
 - Attention over T tokens reaches T / (T + `length`) of its rate: causal kernels also compute the
   masked half of the blocks on the diagonal.
 - Other kernels move bytes at `bandwidth` of the memory's.
@@ -32,7 +35,8 @@ class Fitted:
     h100_2023: The same on Hopper with the libraries of 2023 (CUDA 11.8 and 12.0).
     fp8_gpu, fp8_tpu: What a large FP8 or INT8 matmul reaches of its peak, divided by what a bf16
       matmul reaches of its own.
-    grouped: The rate of grouped matmuls of experts, divided by that of one large matmul.
+    grouped: The rate of grouped matmuls of experts, divided by that of one large matmul. On TPUs
+      only of groups that differ in size.
     depth: Of k, at which a matmul on a GPU reaches half of its rate.
     part_wave: The idle part of the last wave.
     flash1_a100, flash1_h100: What the forward pass of FlashAttention in Triton reaches of the peak
@@ -52,45 +56,47 @@ class Fitted:
     jitter: The slowdown by each doubling of the number of slices or nodes.
     power: The exponent of the power limit with which matmul rates fall.
     permuted: A factor of the memory traffic of moving tokens to their experts and back.
+    border: See the module; on TPUs.
   """
 
   a100: float = 0.805
-  h100: float = 0.757
-  h100_2023: float = 0.643
-  blackwell: float = 0.626
-  v5e: float = 0.81
-  v5p: float = 0.759
-  v6e: float = 0.714
-  v7x: float = 0.494
-  fp8_gpu: float = 0.988
-  fp8_tpu: float = 0.807
-  grouped: float = 0.881
-  depth: float = 77.0
-  part_wave: float = 0.271
-  flash1_a100: float = 0.465
+  h100: float = 0.769
+  h100_2023: float = 0.644
+  blackwell: float = 0.628
+  v5e: float = 0.802
+  v5p: float = 0.755
+  v6e: float = 0.678
+  v7x: float = 0.557
+  fp8_gpu: float = 0.99
+  fp8_tpu: float = 0.792
+  grouped: float = 0.829
+  depth: float = 72.2
+  part_wave: float = 0.262
+  flash1_a100: float = 0.464
   flash1_h100: float = 0.264
   flash2_a100: float = 0.62
-  flash2_h100: float = 0.353
+  flash2_h100: float = 0.352
   cudnn_a100: float = 0.588
   cudnn_h100: float = 0.564
-  cudnn_blackwell: float = 0.499
-  splash: float = 0.411
-  flash1_backward: float = 0.583
-  backward: float = 0.58
-  flash1_narrow: float = 0.992
-  narrow: float = 0.614
-  length: float = 732.0
-  bandwidth: float = 0.754
-  bandwidth_tpu: float = 0.841
-  fast: float = 0.601
-  slow: float = 0.911
-  fast_tpu: float = 0.815
+  cudnn_blackwell: float = 0.49
+  splash: float = 0.457
+  flash1_backward: float = 0.584
+  backward: float = 0.603
+  flash1_narrow: float = 0.991
+  narrow: float = 0.613
+  length: float = 739.0
+  bandwidth: float = 0.77
+  bandwidth_tpu: float = 0.833
+  fast: float = 0.58
+  slow: float = 0.904
+  fast_tpu: float = 0.829
   slow_tpu: float = 0.7
-  contention: float = 0.444
-  unhidden: float = 0.15
-  jitter: float = 0.00436
-  power: float = 0.725
-  permuted: float = 1.98
+  contention: float = 0.436
+  unhidden: float = 0.149
+  jitter: float = 0.0045
+  power: float = 0.755
+  permuted: float = 2.14
+  border: float = 249.0
 
 
 FITTED = Fitted()
@@ -104,8 +110,9 @@ class KernelRates:
     matmul: Of a large bf16 matmul, of the bf16 peak.
     matmul_8_bits: Of a large FP8 or INT8 matmul, of the peak in 8 bits.
     matmul_f32: Of a large float32 matmul, of the float32 peak.
-    grouped: The rate of grouped matmuls, divided by that of one large matmul.
-    depth, part_wave: See the module.
+    grouped: The rate of grouped matmuls on GPUs, divided by that of one large matmul.
+    ragged: The rate of groups that differ in size, divided by that of equal groups.
+    depth, part_wave, border: See the module.
     attention: Of the forward pass with heads of at least 128, of the bf16 peak, counting causal
       FLOPs.
     attention_backward: The same of the backward pass.
@@ -119,12 +126,14 @@ class KernelRates:
   matmul_8_bits: float = 1.0
   matmul_f32: float = 1.0
   grouped: float = 1.0
+  ragged: float = 1.0
   depth: float = 0.0
   part_wave: float = 0.0
   attention: float = 1.0
   attention_backward: float = 1.0
   narrow: float = 1.0
   length: float = 0.0
+  border: float = 0.0
   bandwidth: float = 1.0
   launch: float = 0.0
 
@@ -146,15 +155,23 @@ class KernelRates:
     if dtype in ("fp8", "int8") and peak != chip.flops:  # Else it multiplies in bf16.
       fraction = self.matmul_8_bits
     rate = peak * fraction
-    if groups > 1:
-      rate *= self.grouped
     if not chip.cores:
+      for size in (n, k):
+        rate *= size / (chip.matrix * math.ceil(size / chip.matrix))
       return rate
     rows, columns = (math.ceil(size / tile) for size, tile in zip((m, n), _TILE, strict=True))
     if groups > 1:  # Experts have too few tokens to hide a tile that is not full.
-      rate *= m / (rows * _TILE[0])
+      rate *= self.grouped * m / (rows * _TILE[0])
     waves = groups * rows * columns / chip.cores
     return rate * waves / (waves + self.part_wave) * k / (k + self.depth)
+
+  def ragged_share(self, tokens: float) -> float:
+    """Returns the rate of matmuls of groups that differ in size, divided by that of equal groups.
+
+    Args:
+      tokens: The mean size.
+    """
+    return self.ragged * tokens / (tokens + self.border)
 
   def attention_flops(
     self,
@@ -225,5 +242,7 @@ def of_chip(
     narrow=(fitted.flash1_narrow if is_first else fitted.narrow) if chip.is_gpu else 0.5,
     length=fitted.length,
     bandwidth=fitted.bandwidth if chip.is_gpu else fitted.bandwidth_tpu,
+    ragged=1.0 if chip.is_gpu else fitted.grouped,
+    border=0.0 if chip.is_gpu else fitted.border,
     launch=2e-6 if chip.is_gpu else 0.0,
   )

@@ -11,15 +11,15 @@ from paxlike.planning.parallel_config import Configuration
 
 # Mean errors as fractions.
 _OF_FAMILY = {
-  "a100": 0.050,
-  "h100": 0.070,
-  "blackwell": 0.175,
-  "v5e": 0.082,
-  "v5p": 0.126,
-  "v6e": 0.106,
-  "v7x": 0.169,
+  "a100": 0.052,
+  "h100": 0.068,
+  "blackwell": 0.157,
+  "v5e": 0.079,
+  "v5p": 0.149,
+  "v6e": 0.043,
+  "v7x": 0.125,
 }
-_TENSOR, _PIPELINE, _IN_8_BITS, _EXPERTS = 0.085, 0.093, 0.114, 0.166
+_TENSOR, _PIPELINE, _IN_8_BITS, _EXPERTS = 0.088, 0.093, 0.105, 0.145
 
 
 def expected_error(model: ModelSizes, how: Configuration, chip: Chip) -> float:

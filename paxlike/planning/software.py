@@ -20,6 +20,7 @@ class Software:
     optimizer_over_data: Whether the optimizer state is sharded over `data` in any case.
     all_to_all: Whether tokens are exchanged with the devices of their experts by an all-to-all; if
       not, dropless experts all-gather them.
+    sends_once: Whether the all-to-all sends a token once to a device with several of its experts.
     splits_experts: Whether `tensor` splits each expert, and not the tokens.
     spreads_loss: Whether each stage of a pipeline computes the loss of a share of the tokens; if
       not, the last stage computes all of it.
@@ -32,6 +33,7 @@ class Software:
   hides_tensor: bool = False
   optimizer_over_data: bool = False
   all_to_all: bool = False
+  sends_once: bool = False
   splits_experts: bool = True
   spreads_loss: bool = True
   power: float = 1.0

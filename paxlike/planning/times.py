@@ -12,6 +12,7 @@ class Times:
     compute: Matmuls, recomputation included.
     attention: Attention kernels.
     memory: Memory-bound kernels.
+    launch: Starts of kernels.
     tensor: Exposed all-reduces of activations over `tensor`.
     expert: Exposed exchanges of tokens over `expert`.
     context: Exposed exchanges of keys and values over `context`.
@@ -25,6 +26,7 @@ class Times:
   compute: float = 0.0
   attention: float = 0.0
   memory: float = 0.0
+  launch: float = 0.0
   tensor: float = 0.0
   expert: float = 0.0
   context: float = 0.0

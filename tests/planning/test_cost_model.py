@@ -273,6 +273,29 @@ def test_rates_fall_with_the_size_of_matmuls_and_the_length_of_sequences():
   assert rates.attention_flops(chip, 32768, 128, backward=True) < long
 
 
+def test_tpus_pad_dims_and_compute_tiles_between_groups_twice():
+  tpu: Any = machines.find("TPU v6 lite")
+  whole, padded = (tpu.rates.matmul_flops(tpu.chip, 4096, n, 2048) for n in (2816, 2880))
+  assert padded == pytest.approx(whole * 2880 / 3072)
+  few, many = (tpu.rates.ragged_share(tokens) for tokens in (64, 65536))
+  assert few < 0.3 * many and many == pytest.approx(tpu.fitted.grouped, rel=0.01)
+  # Experts of a fixed capacity are one batched matmul.
+  ragged, slots = sizes("Mixtral8x7B"), sizes("Mixtral8x7B", MOE_DISPATCH="capacity")
+  slots = dataclasses.replace(slots, capacity=float(ragged.num_chosen))
+  how = on(64, fsdp=64)
+  times = [cost_model.of(model, how, tpu).compute for model in (ragged, slots)]
+  assert times[0] > 1.1 * times[1]
+
+
+def test_many_small_microbatches_wait_for_their_kernels_to_start():
+  model = sizes("Synthetic126M")
+  few, many = (dataclasses.replace(on(8, data=8), accumulation=n) for n in (1, 8))
+  one, eight = (cost_model.of(model, how, MACHINE) for how in (few, many))
+  assert eight.launch == pytest.approx(8 * one.launch) and one.launch > 0
+  tpu: Any = machines.find("TPU v5 lite")
+  assert cost_model.of(model, many, tpu).launch == 0
+
+
 def test_every_chip_with_a_network_has_rates():
   for name in chips.CHIPS:
     found = machines.find(name)
@@ -296,12 +319,15 @@ def test_what_programs_do_otherwise_changes_the_time():
     "power": (*dense, 0.7),
     "bandwidth": (*dense, 2.4e12),
     "all_to_all": (*experts, True),
+    "sends_once": (*experts, True),
     "splits_experts": (*experts, False),
     "spreads_loss": (sizes("Synthetic175B"), pipelined, False),
   }
   assert set(cases) == {field.name for field in dataclasses.fields(Software)}
   slower = {"attention", "libraries_of_2023", "power", "bandwidth", "spreads_loss"}
   for name, (model, how, value) in cases.items():
-    machine: Any = machines.find("NVIDIA H100", software=Software(**{name: value}))
-    ours, other = (cost_model.of(model, how, one).total for one in (MACHINE, machine))
-    assert (other > ours) == (name in slower) and other != ours, name
+    ours = Software(all_to_all=name == "sends_once")
+    pair = (ours, dataclasses.replace(ours, **{name: value}))
+    found: Any = [machines.find("NVIDIA H100", software=software) for software in pair]
+    before, after = (cost_model.of(model, how, machine).total for machine in found)
+    assert (after > before) == (name in slower) and after != before, name
