@@ -158,7 +158,8 @@ class Row:
     facts = self.facts
     knobs = json.dumps(facts["knobs"], sort_keys=True)
     sizes = _sizes(facts["experiment"], knobs)
-    spans = tuple((span, flops * facts.get("attended", 1)) for span, flops in sizes.spans)
+    attended = facts.get("attended", 1)
+    spans = tuple(span._replace(flops=span.flops * attended) for span in sizes.spans)
     return dataclasses.replace(sizes, fused_attention=facts["fused_attention"], spans=spans)
 
   @property

@@ -193,21 +193,21 @@ class _Step:
     over_context = self._sizes["context"] > 1
     if model.fused_attention and not over_context:
       seconds = 0.0
-      for span, flops in model.spans or ((model.seq_len, model.scores[1]),):
+      for span in model.spans:
         rate = self._machine.rates.attention_flops(
-          self._chip, span, model.head_dim, backward=backward
+          self._chip, span.length, model.head_dim, backward=backward
         )
-        seconds += flops * (_OF_BACKWARD if backward else 1) / rate
+        seconds += span.flops * (_OF_BACKWARD if backward else 1) / rate
       return Times(attention=seconds * self._tokens / shards)
+    # In pieces, blocks that the mask hides are left out.
+    flops = sum(span.flops for span in model.spans) if over_context else model.scores[0]
     # Half of the FLOPs contract H numbers for logits, half contract T for weighted values.
     length, seconds = model.seq_len, 0.0
     for n, k in ((length, model.head_dim), (model.head_dim, length)):
       rate = self._machine.rates.matmul_flops(self._chip, length * model.heads, n, k)
-      seconds += model.scores[0] / 2 / rate
+      seconds += flops / 2 / rate
     # Logits and softmax weights are both written and read.
-    seconds += 8 * length * model.heads / self._bandwidth
-    if over_context:  # In pieces, of causal blocks only.
-      seconds *= model.scores[1] / model.scores[0]
+    seconds += 8 * flops / (4 * model.head_dim) / self._bandwidth
     return Times(attention=(2 if backward else 1) * seconds * self._tokens / shards)
 
   def _keys(self, attention: Times, *, copies: float = 1) -> Times:
@@ -215,9 +215,13 @@ class _Step:
 
     With gradients, which are in float32, there are three `copies` of their bytes.
     """
-    group = self._how.group("context")
-    nbytes = copies * 2 * self._tokens * self._model.keys / self._sizes["tensor"]
-    sent = (group.size - 1) * interconnect.send(self._network, group, nbytes) / self._stages
+    group, shard, sent = self._how.group("context"), self._model.seq_len, 0.0
+    shard /= group.size
+    for span in self._model.spans:
+      # Windows need keys of the previous device only.
+      hops = span.length / shard if span.length <= shard else group.size - 1
+      nbytes = copies * 2 * self._tokens * span.keys / self._sizes["tensor"]
+      sent += hops * interconnect.send(self._network, group, nbytes) / self._stages
     return Times(context=max(0.0, sent - attention.total))
 
   def _elementwise(self) -> Times:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes of a model and of its training state, as inputs of the cost and memory models."""
 
-import collections
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from paxlike.devices import mesh, topology
 from paxlike.layers import flops
 from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.auto import Place
+from paxlike.layers.attention.kernel_table import KERNELS
 from paxlike.layers.attention.latent_attention import LatentAttention
 from paxlike.layers.module import Definition, Matmul, WeightSpec
 from paxlike.layers.moe.dispatch import Capacity
@@ -89,6 +89,20 @@ class Weight:
     return self.size // math.prod(sizes[axis] for axis in axes)
 
 
+class Span(NamedTuple):
+  """Attention layers whose queries attend to the same number of keys.
+
+  Attributes:
+    length: That number, at most.
+    flops: Causal forward FLOPs per token, summed over layers.
+    keys: Elements of keys and values per token, summed over layers.
+  """
+
+  length: int
+  flops: float
+  keys: float
+
+
 @functools.cache
 def _axes(dims: mesh.Dims, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> set[str]:
   return mesh.axes_of(mesh.partition(dims, shape, dict(sizes)))
@@ -109,10 +123,8 @@ class ModelSizes:
     heads: Attention heads, summed over layers.
     least_heads: The smallest N of any layer.
     head_dim: The smallest H of any layer.
-    keys: Elements of keys and values per token, summed over layers.
     scores: Attention's forward FLOPs per token: (full, causal); see `flops.attention_flops`.
-    spans: (Keys that a query attends to at most, causal forward FLOPs per token) of attention; of
-      layers with the same span together. Empty: all layers attend to the whole sequence.
+    spans: All layers of attention, by their spans.
     mlp_factor: The number of arrays of width F that the activation reads and writes: 3 if gated,
       else 2.
     moe_layers: The number of layers with experts.
@@ -125,6 +137,8 @@ class ModelSizes:
     optimizer_on_host: Whether the optimizer state is in the memory of the host between updates.
     reference: Whether a reference model doubles the weights.
     fused_attention: Whether a fused kernel computes attention without materializing logits.
+    splits_sequences: Whether attention may shard sequences over `context`.
+    whole_sequences: Whether it may also leave them whole.
     flops: Training FLOPs per token; see `flops.TrainingFlops`.
   """
 
@@ -138,9 +152,8 @@ class ModelSizes:
   heads: int
   least_heads: int
   head_dim: int = 128
-  keys: int = 0
   scores: tuple[float, float]
-  spans: tuple[tuple[int, float], ...] = ()
+  spans: tuple[Span, ...]
   mlp_factor: int
   moe_layers: int = 0
   num_experts: int = 1
@@ -152,6 +165,8 @@ class ModelSizes:
   optimizer_on_host: bool = False
   reference: bool = False
   fused_attention: bool = True
+  splits_sequences: bool = True
+  whole_sequences: bool = True
   flops: flops.TrainingFlops
 
   @property
@@ -202,9 +217,8 @@ def _padded(model: ModelSizes, places: int) -> ModelSizes:
     num_layers=round(factor * model.num_layers),
     repeats=size,
     heads=round(factor * model.heads),
-    keys=round(factor * model.keys),
     scores=(factor * full, factor * causal),
-    spans=tuple((span, factor * flops) for span, flops in model.spans),
+    spans=tuple(Span(s.length, factor * s.flops, factor * s.keys) for s in model.spans),
     moe_layers=round(factor * model.moe_layers),
   )
 
@@ -216,20 +230,24 @@ def of_definition(
   decoder: Any = definition.module
   stack: Stack = decoder.stack
   layout = stack.layout
-  heads, keys, widths, moes, gated, dims_of_time = [], 0, [], [], [], set()
-  spans: dict[int, float] = collections.defaultdict(float)
+  heads, kernels, widths, moes, gated, dims_of_time = [], set(), [], [], [], set()
+  spans: dict[int, Span] = {}
   for module, count in flops.modules(definition):
     if isinstance(module, Attention | LatentAttention):
       heads += [module.num_heads] * count
       widths.append(module.head_dim)
-      keys += count * _keys(module)
-      span = min(seq_len, getattr(module, "window", None) or seq_len)
-      spans[span] += count * module.score_flops(seq_len)[1]
+      kernels.add(getattr(module.kernel, "func", module.kernel))
+      length = min(seq_len, getattr(module, "window", None) or seq_len)
+      before = spans.get(length, Span(length, 0.0, 0))
+      causal = before.flops + count * module.score_flops(seq_len)[1]
+      spans[length] = Span(length, causal, before.keys + count * _keys(module))
     if isinstance(module, Moe):
       moes += [module] * count
     if hasattr(module, "activation"):
       gated.append(getattr(module, "gate", None) is not None)
     dims_of_time.add(getattr(module, "time", "time"))
+  device = topology.devices()[0]
+  split = {name: one.function for name, one in KERNELS.items() if one.is_context_parallel}
   first = moes[0] if moes else None
   placed = isinstance(getattr(first, "dispatch", None), Capacity)
   return ModelSizes(
@@ -243,9 +261,8 @@ def of_definition(
     heads=sum(heads),
     least_heads=min(heads),
     head_dim=min(widths),
-    keys=keys,
     scores=flops.attention_flops(definition, seq_len),
-    spans=tuple(spans.items()),
+    spans=tuple(spans.values()),
     mlp_factor=3 if any(gated) else 2,
     moe_layers=len(moes),
     num_experts=first.num_experts if first else 1,
@@ -256,7 +273,9 @@ def of_definition(
     optimizer_on_host=optimizer.on_host,
     sequence_parallel=dims_of_time != {"time"},
     reference=with_reference,
-    fused_attention="xla" not in decoder.kernels(Place(topology.devices()[0])),
+    fused_attention="xla" not in decoder.kernels(Place(device)),
+    splits_sequences=set(decoder.kernels(Place(device, context=2))) <= split.keys(),
+    whole_sequences=kernels.isdisjoint(split.values()),
     flops=flops.per_token(definition, seq_len),
   )
 

@@ -278,7 +278,7 @@ def meshes(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
   """Yields (ICI, DCN) axis sizes that divide the dims that they shard."""
   # An axis that can only have size 1 is left out, which saves meshes.
-  axes = [axis for axis in AXES if axis != "context" or model.seq_len >= 2 * _LEAST_TOKENS]
+  axes = [axis for axis in AXES if axis != "context" or _splits_sequences(model, 2)]
   across = list(_factored(shape[1], _ACROSS))
   for ici in _factored(shape[0], axes):
     for dcn in across:
@@ -319,9 +319,16 @@ def _allows(model: ModelSizes, sizes: Mapping[str, int]) -> bool:
     and all(size % tensor == 0 for size in wide)
     and model.dim % fsdp == 0
     and model.num_experts % expert == 0
-    and (context == 1 or model.seq_len % (context * _LEAST_TOKENS) == 0)
+    and (model.whole_sequences if context == 1 else _splits_sequences(model, context))
     and (stages == 1 or stages <= model.repeats)
   )
+
+
+def _splits_sequences(model: ModelSizes, context: int) -> bool:
+  """Returns whether sequences may be sharded over so many devices."""
+  # Both halves of a shard are blocks of attention; short ones are tried only if they have to be.
+  least = _LEAST_TOKENS if model.whole_sequences else 2
+  return model.splits_sequences and model.seq_len % (context * least) == 0
 
 
 def configurations(

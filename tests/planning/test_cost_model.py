@@ -162,6 +162,18 @@ def test_shards_of_sequences_share_attention_and_send_keys_around():
   found = cost_model.of(model, on(1, context=4), slow)
   sent = 3 * (1 + 3 + 1) * 2 * 8192 * 32 * 2 * 4096 / 1e6
   assert found.context == pytest.approx(sent, rel=0.01)
+  # A window needs that much of one device's keys, and multiplies fewer blocks.
+  local, whole = (sizes("Mistral7B", MAX_SEQ_LEN=32768, WINDOW=w) for w in (4096, None))
+  near, far = (cost_model.of(one, on(1, context=4), slow) for one in (local, whole))
+  assert near.context == pytest.approx(far.context / 6, rel=0.01)
+  assert near.attention < 0.35 * far.attention
+
+
+def test_some_attention_kernels_do_not_shard_sequences():
+  for name, split, whole in (("auto", True, True), ("ring", True, False), ("xla", False, True)):
+    model = sizes("SyntheticLLaMA7B", ATTENTION_KERNEL=name)
+    assert (model.splits_sequences, model.whole_sequences) == (split, whole), name
+  assert not sizes("SyntheticGLaM126M64E").splits_sequences  # A bias of relative positions.
 
 
 def test_optimizer_state_on_the_host_takes_its_memory_and_the_time_to_move_it():

@@ -29,6 +29,7 @@ SMALL = (
   "--fdl.MAX_SEQ_LEN=256",
 )
 MIXTRAL = ("--fdl_config=Mixtral8x7B", "--fdl.NUM_LAYERS=4", "--fdl.NUM_KV_HEADS=4")
+LONG = "--fdl.MAX_SEQ_LEN=16384"
 PLAN = (*SMALL, "--mode=plan")
 
 
@@ -68,8 +69,18 @@ def test_the_page(capsys):
     (("--topology=v5e-16",), 32, SMALL),
     pytest.param(("--topology=h100-16",), 64, SMALL, marks=pytest.mark.slow),
     pytest.param(("--topology=gb200-8",), 16, SMALL, marks=pytest.mark.slow),
+    pytest.param(("--topology=h100-8",), 8, (*SMALL, LONG), marks=pytest.mark.slow),
     pytest.param(
-      ("--topology=h100-8",), 8, (*SMALL, "--fdl.MAX_SEQ_LEN=16384"), marks=pytest.mark.slow
+      ("--topology=h100-16",),
+      16,
+      (*SMALL, LONG, "--fdl.ATTENTION_KERNEL=ring"),
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      ("--topology=h100-8",),
+      8,
+      (*SMALL, LONG, "--fdl.ATTENTION_KERNEL=cudnn"),
+      marks=pytest.mark.slow,
     ),
     pytest.param(("--topology=h100-8",), 16, (*MIXTRAL, *SMALL[2:]), marks=pytest.mark.slow),
   ],
@@ -86,7 +97,7 @@ def test_every_plan_is_one_that_the_experiment_takes(topology_flags, batch, mode
   used = {axis for plan in facts["plans"] for axis in plan["mesh"]["ici"]}
   assert used >= {"pipeline", "data", "fsdp", "tensor"}
   assert ("expert" in used) == ("Mixtral8x7B" in model[0])
-  assert ("context" in used) == ("--fdl.MAX_SEQ_LEN=16384" in model)
+  assert ("context" in used) == (LONG in model and "--fdl.ATTENTION_KERNEL=cudnn" not in model)
   for plan in facts["plans"]:
     assert plan["predicted_bytes"]["total"] < planner.MAX_SHARE * facts["bytes_of_device"]
     with started(plan["command"]) as made:
