@@ -151,42 +151,8 @@ class _Step:
     return total
 
   def _matmul(self, weight: Weight, direction: str, tokens: float) -> Times:
-    """Returns the time of one layer's matmul with a weight."""
-    model, tensor = self._model, self._tensor_of(weight)
-    flops = tokens * weight.flops / max(1, weight.layers) / tensor
-    groups = 1.0
-    k, n = float(weight.inputs), float(weight.outputs)
-    if weight.is_routed:
-      # `inputs` and `outputs` are of all chosen experts; a group is an expert.
-      k, n = k / model.num_chosen, n / model.num_chosen
-      copies = model.num_chosen if model.capacity is None else model.capacity
-      flops *= copies / model.num_chosen
-      groups = model.num_experts / self._sizes["expert"]
-      tokens *= copies
-      if not self._software.splits_experts:
-        tokens, tensor = tokens / tensor, 1
-    k, n = (k, n / tensor) if weight.splits_outputs else (k / tensor, n)
-    m = tokens / groups
-    shape = {"forward": (m, n, k), "inputs": (m, k, n), "weights": (k, n, m)}[direction]
-    dtype = weight.operands or "bfloat16"
-    rate = self._machine.rates.matmul_flops(self._chip, *shape, dtype=dtype, groups=groups)
-    if weight.is_routed and model.capacity is None:
-      rate *= self._machine.rates.ragged_share(m)
-    # Elements of the layer's input and output, and of its weight or the weight's gradient.
-    rows, matrix = (tokens * k, tokens * n), groups * k * n
-    read, written = {
-      "forward": (rows[0] + matrix, rows[1]),
-      "inputs": (rows[1] + matrix, rows[0]),
-      "weights": (sum(rows), matrix),
-    }[direction]
-    nbytes = (1 if weight.operands else 2) * read + 2 * written
-    compute, memory = flops / rate, nbytes / self._bandwidth
-    times = Times(compute=compute, memory=max(0.0, memory - compute))
-    if weight.operands and self._chip.is_gpu:
-      # Operands are quantized (16 bits read, 8 written) and, for the gradient, transposed.
-      quantized = {"forward": 3 * read, "inputs": 3 * rows[1], "weights": 2 * sum(rows)}[direction]
-      times += Times(memory=quantized / self._bandwidth)
-    return times
+    sizes = self._tensor_of(weight), self._sizes["expert"]
+    return _matmul(weight, direction, tokens, *sizes, self._model, self._machine)
 
   def _attention(self, *, backward: bool = False) -> Times:
     model, shards = self._model, self._sizes["tensor"] * self._stages
@@ -371,6 +337,65 @@ class _Step:
     if self._chip.is_gpu:
       delay += self._machine.fitted.contention * shorter
     return work + Times(weights=delay)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _matmul(
+  weight: Weight,
+  direction: str,
+  tokens: float,
+  tensor: int,
+  expert: int,
+  model: ModelSizes,
+  machine: Machine,
+) -> Times:
+  """Returns the time of one layer's matmul with a weight; see `_Step._matmuls`.
+
+  Args:
+    weight: The weight.
+    direction: Of which pass.
+    tokens: The tokens of a device.
+    tensor: The shards of the weight over `tensor`.
+    expert: The size of `expert`.
+    model: The model.
+    machine: The machine.
+  """
+  chip, rates = machine.chip, machine.rates
+  flops = tokens * weight.flops / max(1, weight.layers) / tensor
+  groups = 1.0
+  k, n = float(weight.inputs), float(weight.outputs)
+  if weight.is_routed:
+    # `inputs` and `outputs` are of all chosen experts; a group is an expert.
+    k, n = k / model.num_chosen, n / model.num_chosen
+    copies = model.num_chosen if model.capacity is None else model.capacity
+    flops *= copies / model.num_chosen
+    groups = model.num_experts / expert
+    tokens *= copies
+    if not machine.software.splits_experts:
+      tokens, tensor = tokens / tensor, 1
+  k, n = (k, n / tensor) if weight.splits_outputs else (k / tensor, n)
+  m = tokens / groups
+  shape = {"forward": (m, n, k), "inputs": (m, k, n), "weights": (k, n, m)}[direction]
+  dtype = weight.operands or "bfloat16"
+  rate = rates.matmul_flops(chip, *shape, dtype=dtype, groups=groups)
+  if weight.is_routed and model.capacity is None:
+    rate *= rates.ragged_share(m)
+  # Elements of the layer's input and output, and of its weight or the weight's gradient.
+  rows, matrix = (tokens * k, tokens * n), groups * k * n
+  read, written = {
+    "forward": (rows[0] + matrix, rows[1]),
+    "inputs": (rows[1] + matrix, rows[0]),
+    "weights": (sum(rows), matrix),
+  }[direction]
+  bandwidth = rates.memory_bandwidth(chip)
+  nbytes = (1 if weight.operands else 2) * read + 2 * written
+  compute, memory = flops / rate, nbytes / bandwidth
+  times = Times(compute=compute, memory=max(0.0, memory - compute))
+  if weight.operands and chip.is_gpu:
+    # Operands are quantized (16 bits read, 8 written) and, for the gradient, transposed.
+    quantized = {"forward": 3 * read, "inputs": 3 * rows[1], "weights": 2 * sum(rows)}[direction]
+    times += Times(memory=quantized / bandwidth)
+  return times
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from paxlike.devices.kernel_rates import FITTED, Fitted, KernelRates
 from paxlike.planning.software import PAXLIKE, Software
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # Hashed often: by identity.
 class Machine:
   """The hardware of a run, at the rates that a program reaches on it.
 

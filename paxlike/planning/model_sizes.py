@@ -28,7 +28,7 @@ from paxlike.training.optimizers import Optimizer
 _TENSOR_DIMS = {dim for dim, axes in mesh.RULES.items() if "tensor" in axes}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # Hashed often: by identity.
 class Weight:
   """A weight, or the stacked weights of all repeats of a layer.
 
@@ -81,12 +81,11 @@ class Weight:
 
   def axes(self, sizes: Mapping[str, int]) -> set[str]:
     """Returns the axes that shard it on a mesh with these axis `sizes`."""
-    return _axes(self.dims, self.shape, tuple(sizes.items()))
+    return _axes(self, tuple(sizes.items()))
 
   def per_device(self, sizes: Mapping[str, int], *without: str) -> int:
     """Returns its number of elements per device, all-gathered over the axes `without`."""
-    axes = self.axes(sizes) - set(without)
-    return self.size // math.prod(sizes[axis] for axis in axes)
+    return _per_device(self, tuple(sizes.items()), without)
 
 
 class Span(NamedTuple):
@@ -103,12 +102,21 @@ class Span(NamedTuple):
   keys: float
 
 
+_Sizes = tuple[tuple[str, int], ...]
+
+
 @functools.cache
-def _axes(dims: mesh.Dims, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> set[str]:
-  return mesh.axes_of(mesh.partition(dims, shape, dict(sizes)))
+def _axes(weight: Weight, sizes: _Sizes) -> set[str]:
+  return mesh.axes_of(mesh.partition(weight.dims, weight.shape, dict(sizes)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@functools.cache
+def _per_device(weight: Weight, sizes: _Sizes, without: tuple[str, ...]) -> int:
+  axes = _axes(weight, sizes).difference(without)
+  return weight.size // math.prod(size for axis, size in sizes if axis in axes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ModelSizes:
   """The sizes of a decoder and its training state.
 
@@ -183,17 +191,17 @@ class ModelSizes:
       return self
     return _padded(self, stages * chunks)
 
-  @property
+  @functools.cached_property
   def in_stack(self) -> tuple[Weight, ...]:
     """The weights of the stack."""
     return tuple(weight for weight in self.weights if weight.layers)
 
-  @property
+  @functools.cached_property
   def outside(self) -> tuple[Weight, ...]:
     """The weights of embeddings, the last norm and the output projection."""
     return tuple(weight for weight in self.weights if not weight.layers)
 
-  @property
+  @functools.cached_property
   def head(self) -> Weight:
     """The output projection."""
     return next(weight for weight in self.outside if weight.share)

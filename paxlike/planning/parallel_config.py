@@ -2,6 +2,7 @@
 """A parallel configuration of training, and the knobs that select it."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +38,7 @@ class Configuration:
   reduced_once: bool = False
   residual_over_tensor: bool = False
 
-  @property
+  @functools.cached_property
   def sizes(self) -> dict[str, int]:
     """Axis -> size of the mesh."""
     return {axis: i * o for axis, i, o in zip(AXES, self.ici, self.dcn, strict=True)}
@@ -49,11 +50,7 @@ class Configuration:
 
   def group(self, *axes: str) -> Group:
     """Returns the group of devices along these axes."""
-    inner, outer = (
-      math.prod(size for axis, size in zip(AXES, sizes, strict=True) if axis in axes)
-      for sizes in (self.ici, self.dcn)
-    )
-    return Group(inner, outer, math.prod(self.ici))
+    return _group(self.ici, self.dcn, axes)
 
   @property
   def microbatches(self) -> int:
@@ -87,6 +84,15 @@ class Configuration:
       "NUM_STAGES": None,
       **({} if self.pipeline is None else _of_stages(self.pipeline)),
     }
+
+
+@functools.cache
+def _group(ici: tuple[int, ...], dcn: tuple[int, ...], axes: tuple[str, ...]) -> Group:
+  inner, outer = (
+    math.prod(size for axis, size in zip(AXES, sizes, strict=True) if axis in axes)
+    for sizes in (ici, dcn)
+  )
+  return Group(inner, outer, math.prod(ici))
 
 
 def _of_stages(pipeline: Pipeline) -> dict[str, Any]:
