@@ -88,25 +88,34 @@ class Instruction(NamedTuple):
     # JAX's scans count from 0 up to a constant, and so do XLA's loops around matmuls.
     condition = re.search(r"condition=%([\w.\-]+)", self.attributes)
     lines = found.get(condition[1], []) if condition else []
-    limits = [one.literal for one in lines if one.operation == "constant"]
+    limits = [one.literal for one in _fused(lines, found) if one.operation == "constant"]
     limit = max((int(limit) for limit in limits if limit.isdecimal()), default=1)
     counters = [
       one for one in lines if one.operation == "get-tuple-element" and not one.outputs[0].dims
     ]
-    steps = [_steps(found.get(self.called[0], []), one) for one in counters]
+    steps = [_steps(found.get(self.called[0], []), one, found) for one in counters]
     return max(1, limit // max(steps, default=1))
 
 
 Computations = dict[str, list[Instruction]]
 
 
-def _steps(body: list[Instruction], counter: Instruction) -> int:
+def _fused(lines: list[Instruction], found: Computations) -> list[Instruction]:
+  """Returns instructions, and those inside fusions."""
+  inner = [one for line in lines if line.operation == "fusion" for one in found[line.called[0]]]
+  return lines + inner
+
+
+def _steps(body: list[Instruction], counter: Instruction, found: Computations) -> int:
   """Returns by how much a loop's body increments a counter: more than 1 if it is unrolled."""
   match = re.search(r"\bindex=(\d+)", counter.attributes)
   if match is None or not body or int(match[1]) >= len(body[-1].operands):
     return 1
   by_name = {one.name: one for one in body}
   one = by_name.get(body[-1].operands[int(match[1])])
+  if one is not None and one.operation == "fusion":
+    inside = found[one.called[0]]
+    one, by_name = inside[-1], {inner.name: inner for inner in inside}
   if one is None or one.operation != "add":
     return 1
   added = [by_name[name].literal for name in one.operands if name in by_name]

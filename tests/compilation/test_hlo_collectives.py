@@ -155,6 +155,41 @@ def test_the_text_of_a_program_for_tpus(mesh, groups, axes):
   ]
 
 
+# As XLA for GPUs writes a loop whose first iteration it has peeled: constants are inside fusions.
+FUSED = """\
+%limits (p: s32[]) -> pred[] {
+  %limit = s32[] constant(57)
+  ROOT %lt = pred[] compare(%p, %limit), direction=LT
+}
+
+%condition (p: (s32[], f32[8])) -> pred[] {
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %fusion = pred[] fusion(%i), kind=kLoop, calls=%limits
+}
+
+%add (p: s32[]) -> s32[] {
+  %step = s32[] constant(STEP)
+  ROOT %sum = s32[] add(%p, %step)
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %next = s32[] fusion(%i), kind=kLoop, calls=%add
+  %whole = f32[8]{0} all-gather(%x), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %tuple = (s32[], f32[8]) tuple(%next, %whole)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %loop = (s32[], f32[8]{0}) while(%init), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_the_count_of_a_loop_may_be_in_fusions(mesh, step):
+  [found] = hlo_collectives.collectives(FUSED.replace("STEP", str(step)), mesh)
+  assert found.count == 57 / step
+
+
 def test_groups_that_are_not_understood_are_no_other_groups(mesh):
   with pytest.raises(ValueError, match="unknown notation"):
     hlo_collectives.collectives(TPU.replace("GROUPS", "replica_groups=<something new>"), mesh)
