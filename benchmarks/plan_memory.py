@@ -5,10 +5,14 @@
 
 prints a row for each plan as it is compiled, in a process of its own, and at the end the mean error
 and by how much the predictions are too small at most. No accelerator is needed; 30 plans take about
-half an hour of one core. Plans are drawn from all configurations that are predicted to fit.
+an hour of one core. Plans are drawn from all configurations that are predicted to fit.
+
+Where there is room, XLA holds buffers longer than it has to. So each plan is compiled twice: with
+all of the device's memory, and for a device that has no more than predicted ("tight").
 """
 
 import argparse
+import math
 import random
 import statistics
 from typing import Any
@@ -28,8 +32,8 @@ PLANNED = (
 )
 
 
-def plans(experiment: str, topology: str, batch: int) -> list[list[str]]:
-  """Returns the knobs of the plans that are predicted to fit."""
+def plans(experiment: str, topology: str, batch: int) -> list[tuple[list[str], dict[str, str]]]:
+  """Returns the plans that are predicted to fit: their knobs, and variables that limit XLA."""
   from paxlike import registry, root_graph, run_mode
   from paxlike.cli import command_line, startup
   from paxlike.devices import topology as devices
@@ -51,11 +55,23 @@ def plans(experiment: str, topology: str, batch: int) -> list[list[str]]:
     for ici, dcn in planner.meshes(model, (within, len(found) // within)):
       for series in planner.configurations(model, ici, dcn, batch):
         for how in series:
-          memory = memory_model.of(model, how, machine.network).total
-          if memory > 0.95 * machine.chip.usable_memory:
+          memory = memory_model.of(model, how, machine.network)
+          if memory.total > 0.95 * machine.chip.usable_memory:
             continue
-          fitting.append([f"--fdl.{name}={_spelt(value)}" for name, value in how.knobs.items()])
+          knobs = [f"--fdl.{name}={_spelt(value)}" for name, value in how.knobs.items()]
+          fitting.append((knobs, _limits(memory, machine.chip)))
   return fitting
+
+
+def _limits(memory: Any, chip: Any) -> dict[str, str]:
+  """Returns environment variables by which XLA schedules for no more memory than predicted."""
+  if not chip.is_gpu:
+    share = math.ceil(100 * memory.total / chip.usable_memory)
+    return {"LIBTPU_INIT_ARGS": f"--xla_tpu_scheduler_percent_shared_memory_limit={share}"}
+  # Of the temporaries: what arguments leave of 80 % of the memory, in percent.
+  room = 0.8 * chip.memory - memory.arguments
+  share = math.ceil(100 * (memory.total - memory.arguments) / room)
+  return {"XLA_FLAGS": f"--xla_gpu_memory_limit_slop_factor={share}"}
 
 
 def _spelt(value: Any) -> str:
@@ -73,21 +89,33 @@ def main():
   rng, errors = random.Random(options.seed), []
   chosen = [one for one in PLANNED if options.topology in (None, one[1])]
   drawn = {one: plans(*one) for one in chosen}
+  recipes.print_row("experiment", "topology", "knobs", "predicted, GB", *COLUMNS)
+  print(f"|---|---|---|---:|{'---:|' * len(COLUMNS)}")
   for number in range(options.count):
     one = experiment, topology, _ = chosen[number % len(chosen)]
-    knobs = rng.choice(drawn[one])
-    found = recipes.compiled([f"--fdl_config={experiment}", f"--topology={topology}", *knobs])
+    knobs, limits = rng.choice(drawn[one])
+    flags = [f"--fdl_config={experiment}", f"--topology={topology}", *knobs]
+    both: list[Any] = [recipes.compiled(flags, environ) for environ in ({}, limits)]
     shown = " ".join(knob.removeprefix("--fdl.") for knob in knobs)
-    if isinstance(found, str) or found["predicted"] is None:
-      print(f"| {experiment} | {topology} | {shown} | | | {found} |", flush=True)
+    failed = [found for found in both if isinstance(found, str)]
+    if failed:
+      recipes.print_row(experiment, topology, shown, failed[0])
       continue
-    predicted = found["predicted"]["bytes_per_device"]["total"]
-    compiled = found["bytes_per_device"]["peak"]
-    errors.append(predicted / compiled - 1)
-    sizes = f"{predicted / 1e9:.2f} | {compiled / 1e9:.2f} | {100 * errors[-1]:+.1f} %"
-    print(f"| {experiment} | {topology} | {shown} | {sizes} |", flush=True)
-  mean = statistics.mean(map(abs, errors))
-  print(f"{len(errors)} plans: mean error {100 * mean:.1f} %, worst {100 * min(errors):+.1f} %")
+    predicted = both[0]["predicted"]["bytes_per_device"]["total"]
+    peaks = [found["bytes_per_device"]["peak"] for found in both]
+    errors.append([predicted / peak - 1 for peak in peaks])
+    cells = [f"{number / 1e9:.2f}" for number in (predicted, *peaks)]
+    recipes.print_row(experiment, topology, shown, *cells, *map(_percent, errors[-1]))
+  for name, of_name in zip(("with all memory", "tight"), zip(*errors, strict=True), strict=True):
+    mean = statistics.mean(map(abs, of_name))
+    print(f"{len(of_name)} plans, {name}: mean {100 * mean:.1f} %, worst {_percent(min(of_name))}")
+
+
+COLUMNS = ("compiled, GB", "tight, GB", "error", "error if tight")
+
+
+def _percent(fraction: float) -> str:
+  return f"{100 * fraction:+.1f} %"
 
 
 if __name__ == "__main__":
