@@ -167,7 +167,7 @@ class Row:
     """The program that it is a time of."""
     for source, chip, software in _SOFTWARE:
       if self.source.startswith(source) and chip in ("", self.chip):
-        return software
+        return dataclasses.replace(software, scans_ticks=False)
     return PAXLIKE
 
   @property

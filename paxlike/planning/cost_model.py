@@ -15,7 +15,9 @@
   matmuls, so their time is added. On TPUs, where XLA overlaps chunks of an all-reduce with its
   matmul, only the time by which a pass's all-reduces exceed its matmuls is added.
 - Every kernel on a GPU takes a moment to start.
-- A pipeline takes 1 / (1 - bubble) of the time of its chunks.
+- A pipeline takes 1 / (1 - bubble) of the time of its chunks. In a loop over ticks, nothing hides
+  all-gathers, reductions and all-reduces, and weights and gradients of chunks are copied: so it is
+  in compiled programs (docs/results.md).
 - Weights are all-gathered in every pass of every microbatch. Gradients are reduced once per
   microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters; with
   `Configuration.reduced_once` only in the last one, by reduce-scatters.
@@ -30,13 +32,17 @@ import functools
 from paxlike.devices import interconnect
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.remat import Remat
-from paxlike.planning import memory_model
+from paxlike.planning import matmul_time, memory_model
 from paxlike.planning.machines import Machine
 from paxlike.planning.model_sizes import ModelSizes, Weight
 from paxlike.planning.parallel_config import Configuration
 from paxlike.planning.times import Times
 
 _OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
+# Bytes that the loop of a pipeline moves for each weight of a chunk, as in compiled programs:
+# slices of layers, and the sum of gradients; with several chunks, also slices of both. For each
+# weight outside of the stack, gradients in each tick.
+_OF_ONE_CHUNK, _OF_CHUNKS, _OUTSIDE = 30, 50, 40
 # Kernels of a layer, forward and backward: 84 in compiled Synthetic126M, 89 in Llama3_8B.
 _LAUNCHES = 85
 
@@ -59,6 +65,7 @@ class _Step:
     self._sizes = how.sizes
     self._tokens = how.tokens(model.seq_len)
     self._stages = how.sizes["pipeline"]
+    self._scans_ticks = how.pipeline is not None and self._software.scans_ticks
 
   def times(self) -> Times:
     how, pipeline = self._how, self._how.pipeline
@@ -69,6 +76,8 @@ class _Step:
     backward_pass = self._beside(backward, returned)
     launches = _LAUNCHES * self._model.num_layers / self._stages
     layers = self._beside(forward, gathered) + backward_pass
+    if self._scans_ticks:  # Collectives begin and end within a tick.
+      layers = forward + backward + Times(weights=gathered + returned)
     layers += Times(launch=launches * self._machine.rates.launch)
     if pipeline is not None:
       share = _bubble(pipeline)
@@ -129,7 +138,7 @@ class _Step:
   def _exposed(self, reduced: tuple[float, float], matmuls: Times) -> Times:
     """Returns what matmuls do not hide of all-reduces: those of `_tensor`, dense and of experts."""
     dense, experts = reduced
-    if self._network.beside_products:
+    if self._network.beside_products and not self._scans_ticks:
       return Times(tensor=max(0.0, dense + experts - matmuls.compute))
     if self._software.hides_tensor:
       dense = max(self._machine.fitted.unhidden * dense, dense - matmuls.compute)
@@ -152,7 +161,7 @@ class _Step:
 
   def _matmul(self, weight: Weight, direction: str, tokens: float) -> Times:
     sizes = self._tensor_of(weight), self._sizes["expert"]
-    return _matmul(weight, direction, tokens, *sizes, self._model, self._machine)
+    return matmul_time.of(weight, direction, tokens, *sizes, self._model, self._machine)
 
   def _attention(self, *, backward: bool = False) -> Times:
     model, shards = self._model, self._sizes["tensor"] * self._stages
@@ -323,9 +332,17 @@ class _Step:
         own = memory_model.optimized(weight, self._sizes, over_data=over_data)
         total += own * (2 * weight.held + 2 * model.moments + 4) + own * weight.computed
         moved += 2 * own * model.moments if model.optimizer_on_host else 0.0
-        if parts > 1:  # The float32 sum is read and written.
-          total += 8 * parts * weight.per_device(self._sizes)
+        total += parts * self._summed(weight) * weight.per_device(self._sizes)
     return Times(update=total / self._bandwidth, host=moved / self._network.host)
+
+  def _summed(self, weight: Weight) -> float:
+    """Returns the bytes that the sum of a weight's gradients moves per number and microbatch."""
+    pipeline = self._how.pipeline
+    if pipeline is None or not self._scans_ticks:  # The float32 sum is read and written.
+      return 8 if self._how.microbatches > 1 else 0
+    if weight.layers <= 0:
+      return _OUTSIDE * pipeline.chunks
+    return _OF_CHUNKS if pipeline.chunks > 1 else _OF_ONE_CHUNK
 
   def _tensor_of(self, weight: Weight) -> int:
     return self._sizes["tensor"] if "tensor" in weight.axes(self._sizes) else 1
@@ -337,65 +354,6 @@ class _Step:
     if self._chip.is_gpu:
       delay += self._machine.fitted.contention * shorter
     return work + Times(weights=delay)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _matmul(
-  weight: Weight,
-  direction: str,
-  tokens: float,
-  tensor: int,
-  expert: int,
-  model: ModelSizes,
-  machine: Machine,
-) -> Times:
-  """Returns the time of one layer's matmul with a weight; see `_Step._matmuls`.
-
-  Args:
-    weight: The weight.
-    direction: Of which pass.
-    tokens: The tokens of a device.
-    tensor: The shards of the weight over `tensor`.
-    expert: The size of `expert`.
-    model: The model.
-    machine: The machine.
-  """
-  chip, rates = machine.chip, machine.rates
-  flops = tokens * weight.flops / max(1, weight.layers) / tensor
-  groups = 1.0
-  k, n = float(weight.inputs), float(weight.outputs)
-  if weight.is_routed:
-    # `inputs` and `outputs` are of all chosen experts; a group is an expert.
-    k, n = k / model.num_chosen, n / model.num_chosen
-    copies = model.num_chosen if model.capacity is None else model.capacity
-    flops *= copies / model.num_chosen
-    groups = model.num_experts / expert
-    tokens *= copies
-    if not machine.software.splits_experts:
-      tokens, tensor = tokens / tensor, 1
-  k, n = (k, n / tensor) if weight.splits_outputs else (k / tensor, n)
-  m = tokens / groups
-  shape = {"forward": (m, n, k), "inputs": (m, k, n), "weights": (k, n, m)}[direction]
-  dtype = weight.operands or "bfloat16"
-  rate = rates.matmul_flops(chip, *shape, dtype=dtype, groups=groups)
-  if weight.is_routed and model.capacity is None:
-    rate *= rates.ragged_share(m)
-  # Elements of the layer's input and output, and of its weight or the weight's gradient.
-  rows, matrix = (tokens * k, tokens * n), groups * k * n
-  read, written = {
-    "forward": (rows[0] + matrix, rows[1]),
-    "inputs": (rows[1] + matrix, rows[0]),
-    "weights": (sum(rows), matrix),
-  }[direction]
-  bandwidth = rates.memory_bandwidth(chip)
-  nbytes = (1 if weight.operands else 2) * read + 2 * written
-  compute, memory = flops / rate, nbytes / bandwidth
-  times = Times(compute=compute, memory=max(0.0, memory - compute))
-  if weight.operands and chip.is_gpu:
-    # Operands are quantized (16 bits read, 8 written) and, for the gradient, transposed.
-    quantized = {"forward": 3 * read, "inputs": 3 * rows[1], "weights": 2 * sum(rows)}[direction]
-    times += Times(memory=quantized / bandwidth)
-  return times
 
 
 @functools.cache

@@ -22,6 +22,8 @@ class Software:
       not, dropless experts all-gather them.
     sends_once: Whether the all-to-all sends a token once to a device with several of its experts.
     splits_experts: Whether `tensor` splits each expert, and not the tokens.
+    scans_ticks: Whether a pipeline is a loop over ticks. XLA hides few collectives of its body, and
+      the body copies the weights and gradients of its chunk.
     spreads_loss: Whether each stage of a pipeline computes the loss of a share of the tokens; if
       not, the last stage computes all of it.
     power: The power limit of the chips as a fraction of the data sheet's.
@@ -35,6 +37,7 @@ class Software:
   all_to_all: bool = False
   sends_once: bool = False
   splits_experts: bool = True
+  scans_ticks: bool = True
   spreads_loss: bool = True
   power: float = 1.0
   bandwidth: float | None = None

@@ -169,6 +169,20 @@ def test_shards_of_sequences_share_attention_and_send_keys_around():
   assert near.attention < 0.35 * far.attention
 
 
+def test_the_loop_of_a_pipeline_hides_no_collectives():
+  tpu: Any = machines.find("TPU v5 lite")
+  model = sizes("SyntheticLLaMA70B")
+  flat = on(64, fsdp=16, tensor=4)
+  stages = Pipeline(schedule="1f1b", stages=4, microbatches=16)
+  pipelined = dataclasses.replace(on(64, pipeline=4, fsdp=4, tensor=4), pipeline=stages)
+  hidden, exposed = (cost_model.of(model, how, tpu) for how in (flat, pipelined))
+  assert hidden.tensor == 0 < exposed.tensor and hidden.weights < 0.1 * exposed.weights
+  # Gradients of more chunks are copied in and out of their sum.
+  chunks = dataclasses.replace(stages, schedule="interleaved_1f1b", chunks=2)
+  several = dataclasses.replace(pipelined, pipeline=chunks)
+  assert cost_model.of(model, several, tpu).update > 1.5 * exposed.update
+
+
 def test_some_attention_kernels_do_not_shard_sequences():
   for name, split, whole in (("auto", True, True), ("ring", True, False), ("xla", False, True)):
     model = sizes("SyntheticLLaMA7B", ATTENTION_KERNEL=name)
@@ -333,6 +347,7 @@ def test_what_programs_do_otherwise_changes_the_time():
     "all_to_all": (*experts, True),
     "sends_once": (*experts, True),
     "splits_experts": (*experts, False),
+    "scans_ticks": (sizes("Synthetic175B"), pipelined, False),
     "spreads_loss": (sizes("Synthetic175B"), pipelined, False),
   }
   assert set(cases) == {field.name for field in dataclasses.fields(Software)}
