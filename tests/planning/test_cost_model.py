@@ -176,7 +176,7 @@ def test_the_loop_of_a_pipeline_hides_no_collectives():
   stages = Pipeline(schedule="1f1b", stages=4, microbatches=16)
   pipelined = dataclasses.replace(on(64, pipeline=4, fsdp=4, tensor=4), pipeline=stages)
   hidden, exposed = (cost_model.of(model, how, tpu) for how in (flat, pipelined))
-  assert hidden.tensor == 0 < exposed.tensor and hidden.weights < 0.1 * exposed.weights
+  assert hidden.tensor < 0.1 * exposed.tensor and hidden.weights < 0.1 * exposed.weights
   # Gradients of more chunks are copied in and out of their sum.
   chunks = dataclasses.replace(stages, schedule="interleaved_1f1b", chunks=2)
   several = dataclasses.replace(pipelined, pipeline=chunks)
