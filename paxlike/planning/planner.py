@@ -37,8 +37,8 @@ from paxlike.training import requirements
 from paxlike.training.objectives import NextToken
 from paxlike.training.trainer import Trainer
 
-# A plan's predicted peak may take this fraction of a device's usable memory: most predictions are
-# at most 10 % too low, those of some pipelines 30 %.
+# A plan's predicted peak may take this fraction of a device's usable memory: where memory is short,
+# nearly all predictions are at most 7 % too low (docs/results.md).
 MAX_SHARE = 0.9
 # Knobs that a plan sets and the command line must not. CHECKPOINT_POLICY may be set there.
 CHOSEN = (
