@@ -32,6 +32,9 @@ PLANNED = (
 )
 
 
+COLUMNS = ("compiled, GB", "tight, GB", "error", "error if tight")
+
+
 def plans(experiment: str, topology: str, batch: int) -> list[tuple[list[str], dict[str, str]]]:
   """Returns the plans that are predicted to fit: their knobs, and variables that limit XLA."""
   from paxlike import registry, root_graph, run_mode
@@ -68,9 +71,10 @@ def _limits(memory: Any, chip: Any) -> dict[str, str]:
   if not chip.is_gpu:
     share = math.ceil(100 * memory.total / chip.usable_memory)
     return {"LIBTPU_INIT_ARGS": f"--xla_tpu_scheduler_percent_shared_memory_limit={share}"}
-  # Of the temporaries: what arguments leave of 80 % of the memory, in percent.
-  room = 0.8 * chip.memory - memory.arguments
-  share = math.ceil(100 * (memory.total - memory.arguments) / room)
+  # Of the temporaries, in percent of what arguments leave of 80 % of the memory; 95 by default
+  # (GetSchedulerMemoryLimit in xla/service/gpu/gpu_hlo_schedule.cc).
+  room = max(1.0, 0.8 * chip.memory - memory.arguments)
+  share = min(95, math.ceil(100 * (memory.total - memory.arguments) / room))
   return {"XLA_FLAGS": f"--xla_gpu_memory_limit_slop_factor={share}"}
 
 
@@ -106,12 +110,9 @@ def main():
     errors.append([predicted / peak - 1 for peak in peaks])
     cells = [f"{number / 1e9:.2f}" for number in (predicted, *peaks)]
     recipes.print_row(experiment, topology, shown, *cells, *map(_percent, errors[-1]))
-  for name, of_name in zip(("with all memory", "tight"), zip(*errors, strict=True), strict=True):
+  for name, of_name in zip(("with all memory", "tight"), zip(*errors, strict=True), strict=False):
     mean = statistics.mean(map(abs, of_name))
     print(f"{len(of_name)} plans, {name}: mean {100 * mean:.1f} %, worst {_percent(min(of_name))}")
-
-
-COLUMNS = ("compiled, GB", "tight, GB", "error", "error if tight")
 
 
 def _percent(fraction: float) -> str:

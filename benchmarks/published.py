@@ -167,7 +167,7 @@ class Row:
     """The program that it is a time of."""
     for source, chip, software in _SOFTWARE:
       if self.source.startswith(source) and chip in ("", self.chip):
-        return dataclasses.replace(software, scans_ticks=False)
+        return dataclasses.replace(software, scans_ticks=False)  # No pipeline is one of paxlike.
     return PAXLIKE
 
   @property

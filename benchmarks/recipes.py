@@ -50,13 +50,13 @@ def command(name: str, topology: str, slices: int) -> list[str]:
   return flags
 
 
-def compiled(flags: list[str], more: dict[str, str] | None = None) -> dict[str, Any] | str:
+def compiled(flags: list[str], environ: dict[str, str] | None = None) -> dict[str, Any] | str:
   """Returns what `--mode=compile --json` says; if it fails, its error's last line.
 
-  `more` are environment variables.
+  `environ` are further environment variables.
   """
   program = [sys.executable, "-m", "paxlike.main", "--mode=compile", "--json", *flags]
-  environ = os.environ | {"JAX_PLATFORMS": "cpu"} | (more or {})
+  environ = os.environ | {"JAX_PLATFORMS": "cpu"} | (environ or {})
   done = subprocess.run(program, capture_output=True, text=True, env=environ)
   if done.returncode not in (0, 3):
     return done.stderr.strip().splitlines()[-1]

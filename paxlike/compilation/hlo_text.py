@@ -102,8 +102,8 @@ Computations = dict[str, list[Instruction]]
 
 def _fused(lines: list[Instruction], found: Computations) -> list[Instruction]:
   """Returns instructions, and those inside fusions."""
-  inner = [one for line in lines if line.operation == "fusion" for one in found[line.called[0]]]
-  return lines + inner
+  fusions = [one for one in lines if one.operation == "fusion"]
+  return lines + [inner for one in fusions for name in one.called for inner in found.get(name, [])]
 
 
 def _steps(body: list[Instruction], counter: Instruction, found: Computations) -> int:
@@ -111,15 +111,32 @@ def _steps(body: list[Instruction], counter: Instruction, found: Computations) -
   match = re.search(r"\bindex=(\d+)", counter.attributes)
   if match is None or not body or int(match[1]) >= len(body[-1].operands):
     return 1
-  by_name = {one.name: one for one in body}
-  one = by_name.get(body[-1].operands[int(match[1])])
-  if one is not None and one.operation == "fusion":
-    inside = found[one.called[0]]
-    one, by_name = inside[-1], {inner.name: inner for inner in inside}
+  added = _added(body[-1].operands[int(match[1])], {one.name: one for one in body}, found)
+  return max(added, default=1)
+
+
+def _added(name: str, lines: dict[str, Instruction], found: Computations) -> list[int]:
+  """Returns the constants that an instruction adds, which may be one of a fusion's outputs."""
+  one, place = lines.get(name), 0
+  if one is not None and one.operation == "get-tuple-element":
+    match = re.search(r"\bindex=(\d+)", one.attributes)
+    one, place = lines.get(one.operands[0]), int(match[1]) if match else 0
+  given: list[str] = []
+  while one is not None and one.operation == "fusion" and found.get(one.called[0]):
+    given = one.operands
+    inside = {inner.name: inner for inner in found[one.called[0]]}
+    root = found[one.called[0]][-1]
+    name = root.operands[place] if root.operation == "tuple" else root.name
+    outside, lines, one, place = lines, inside, inside.get(name), 0
+    # A fusion's parameters stand for the operands that it is given.
+    for inner in inside.values():
+      if inner.operation == "parameter" and int(inner.literal) < len(given):
+        operand = outside.get(given[int(inner.literal)])
+        lines = lines | ({} if operand is None else {inner.name: operand})
   if one is None or one.operation != "add":
-    return 1
-  added = [by_name[name].literal for name in one.operands if name in by_name]
-  return max((int(literal) for literal in added if literal.isdecimal()), default=1)
+    return []
+  operands = [lines[name] for name in one.operands if name in lines]
+  return [int(o.literal) for o in operands if o.operation == "constant" and o.literal.isdecimal()]
 
 
 def computations(program: str) -> Computations:

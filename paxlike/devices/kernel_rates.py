@@ -5,8 +5,8 @@
   tiles leaves multiprocessors idle, and each tile has a prologue and an epilogue: a matmul of w
   waves that contracts k numbers reaches w / (w + `part_wave`) * k / (k + `depth`) of that. On
   TPUs, dims are padded to those of the matrix unit.
-- Matmuls of groups of tokens that differ in size are one kernel, whose tiles on the border of two
-  groups are computed for both: it reaches t / (t + `border`) with t tokens in a group.
+- On TPUs, matmuls of groups of tokens that differ in size are one kernel, whose tiles on the border
+  of two groups are computed for both: with t tokens in a group, it reaches t / (t + `border`).
 - Attention over T tokens reaches T / (T + `length`) of its rate: causal kernels also compute the
   masked half of the blocks on the diagonal.
 - Other kernels move bytes at `bandwidth` of the memory's.
@@ -56,7 +56,7 @@ class Fitted:
     jitter: The slowdown by each doubling of the number of slices or nodes.
     power: The exponent of the power limit with which matmul rates fall.
     permuted: A factor of the memory traffic of moving tokens to their experts and back.
-    border: See the module; on TPUs.
+    border: Tokens of a group with which grouped matmuls on TPUs reach half of their rate.
   """
 
   a100: float = 0.805
@@ -119,7 +119,7 @@ class KernelRates:
     narrow: The rate with heads of 64, divided by that with heads of 128.
     length: See the module.
     bandwidth: Of memory-bound kernels.
-    launch: Seconds of each launch.
+    launch: Seconds of each launch (assumed).
   """
 
   matmul: float = 1.0

@@ -15,9 +15,9 @@
   matmuls, so their time is added. On TPUs, where XLA overlaps chunks of an all-reduce with its
   matmul, only the time by which a pass's all-reduces exceed its matmuls is added.
 - Every kernel on a GPU takes a moment to start.
-- A pipeline takes 1 / (1 - bubble) of the time of its chunks. In a loop over ticks, nothing hides
-  all-gathers, reductions and all-reduces, and weights and gradients of chunks are copied: so it is
-  in compiled programs (docs/results.md).
+- A pipeline takes 1 / (1 - bubble) of the time of its chunks. In a loop over ticks, its collectives
+  are added in full, and weights and gradients of chunks are copied: compiled programs hide few of
+  them (docs/results.md).
 - Weights are all-gathered in every pass of every microbatch. Gradients are reduced once per
   microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters; with
   `Configuration.reduced_once` only in the last one, by reduce-scatters.
@@ -34,16 +34,17 @@ from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.remat import Remat
 from paxlike.planning import matmul_time, memory_model
 from paxlike.planning.machines import Machine
-from paxlike.planning.model_sizes import ModelSizes, Weight
+from paxlike.planning.model_sizes import ModelSizes, Span, Weight
 from paxlike.planning.parallel_config import Configuration
 from paxlike.planning.times import Times
 
 _OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
-# Bytes that the loop of a pipeline moves for each weight of a chunk, as in compiled programs:
-# slices of layers, and the sum of gradients; with several chunks, also slices of both. For each
-# weight outside of the stack, gradients in each tick.
-_OF_ONE_CHUNK, _OF_CHUNKS, _OUTSIDE = 30, 50, 40
-# Kernels of a layer, forward and backward: 84 in compiled Synthetic126M, 89 in Llama3_8B.
+# Bytes that the loop of a pipeline moves for each number of a weight and microbatch, with one chunk
+# per stage and with several: for slices of weights, and for the float32 sums of gradients. Weights
+# outside of the stack have sums in every tick. Estimated from compiled programs (docs/results.md).
+_SLICED, _SUMMED, _OUTSIDE = (12, 20), (18, 30), 40
+# Kernels of a layer, forward and backward: `--mode=compile --topology=h200-1 --kernels` has 84 for
+# each of Synthetic126M, 89 of Llama3_8B. With recomputation or experts there are more.
 _LAUNCHES = 85
 
 
@@ -76,8 +77,8 @@ class _Step:
     backward_pass = self._beside(backward, returned)
     launches = _LAUNCHES * self._model.num_layers / self._stages
     layers = self._beside(forward, gathered) + backward_pass
-    if self._scans_ticks:  # Collectives begin and end within a tick.
-      layers = forward + backward + Times(weights=gathered + returned)
+    if self._scans_ticks:
+      layers = forward + backward + Times(weights=gathered + returned) + self._copied()
     layers += Times(launch=launches * self._machine.rates.launch)
     if pipeline is not None:
       share = _bubble(pipeline)
@@ -174,27 +175,39 @@ class _Step:
         )
         seconds += span.flops * (_OF_BACKWARD if backward else 1) / rate
       return Times(attention=seconds * self._tokens / shards)
-    # In pieces, blocks that the mask hides are left out.
-    flops = sum(span.flops for span in model.spans) if over_context else model.scores[0]
+    flops, pairs = model.scores[0], float(model.seq_len * model.heads)
+    if over_context:  # In pieces.
+      flops, pairs = map(sum, zip(*map(self._computed, model.spans), strict=True))
     # Half of the FLOPs contract H numbers for logits, half contract T for weighted values.
     length, seconds = model.seq_len, 0.0
     for n, k in ((length, model.head_dim), (model.head_dim, length)):
       rate = self._machine.rates.matmul_flops(self._chip, length * model.heads, n, k)
       seconds += flops / 2 / rate
     # Logits and softmax weights are both written and read.
-    seconds += 8 * flops / (4 * model.head_dim) / self._bandwidth
+    seconds += 8 * pairs / self._bandwidth
     return Times(attention=(2 if backward else 1) * seconds * self._tokens / shards)
+
+  def _computed(self, span: Span) -> tuple[float, float]:
+    """Returns the FLOPs and pairs per token over `context`, where all causal blocks count."""
+    if self._is_near(span):
+      return span.flops, span.pairs
+    length = self._model.seq_len
+    more = length / 2 / (span.length * (1 - span.length / length / 2))
+    return more * span.flops, more * span.pairs
+
+  def _is_near(self, span: Span) -> bool:
+    """Returns whether a window needs keys of the previous device only; see `window_halo`."""
+    return span.length - 1 <= self._model.seq_len / self._sizes["context"]
 
   def _keys(self, attention: Times, *, copies: float = 1) -> Times:
     """Returns what attention does not hide of keys and values that go around `context`.
 
     With gradients, which are in float32, there are three `copies` of their bytes.
     """
-    group, shard, sent = self._how.group("context"), self._model.seq_len, 0.0
-    shard /= group.size
+    group, sent = self._how.group("context"), 0.0
+    shard = self._model.seq_len / group.size
     for span in self._model.spans:
-      # Windows need keys of the previous device only.
-      hops = span.length / shard if span.length <= shard else group.size - 1
+      hops = span.length / shard if self._is_near(span) else group.size - 1
       nbytes = copies * 2 * self._tokens * span.keys / self._sizes["tensor"]
       sent += hops * interconnect.send(self._network, group, nbytes) / self._stages
     return Times(context=max(0.0, sent - attention.total))
@@ -314,7 +327,10 @@ class _Step:
     # Logits: written, read for the logsumexp and for the gradient. Gradient: written, read twice.
     times += Times(memory=12 * tokens * model.vocab / tensor / self._bandwidth)
     gathered, reduced = self._gathers(model.outside)
-    times = self._beside(times, gathered + (0 if self._how.reduced_once else reduced))
+    exchanged = gathered + (0 if self._how.reduced_once else reduced)
+    times = (
+      times + Times(weights=exchanged) if self._scans_ticks else self._beside(times, exchanged)
+    )
     times += Times(tensor=self._tensor(2 * self._stages)[0])
     if not self._software.spreads_loss:
       return times
@@ -332,17 +348,21 @@ class _Step:
         own = memory_model.optimized(weight, self._sizes, over_data=over_data)
         total += own * (2 * weight.held + 2 * model.moments + 4) + own * weight.computed
         moved += 2 * own * model.moments if model.optimizer_on_host else 0.0
-        total += parts * self._summed(weight) * weight.per_device(self._sizes)
+        if parts > 1 and not self._scans_ticks:  # The float32 sum is read and written.
+          total += 8 * parts * weight.per_device(self._sizes)
     return Times(update=total / self._bandwidth, host=moved / self._network.host)
 
-  def _summed(self, weight: Weight) -> float:
-    """Returns the bytes that the sum of a weight's gradients moves per number and microbatch."""
-    pipeline = self._how.pipeline
-    if pipeline is None or not self._scans_ticks:  # The float32 sum is read and written.
-      return 8 if self._how.microbatches > 1 else 0
-    if weight.layers <= 0:
-      return _OUTSIDE * pipeline.chunks
-    return _OF_CHUNKS if pipeline.chunks > 1 else _OF_ONE_CHUNK
+  def _copied(self) -> Times:
+    """Returns the time in which the loop of a pipeline copies weights and sums gradients."""
+    pipeline, total = self._how.pipeline, 0.0
+    assert pipeline is not None
+    for weight in self._model.weights:
+      if weight.layers > 0:
+        nbytes = _SLICED[pipeline.chunks > 1] + weight.trained * _SUMMED[pipeline.chunks > 1]
+      else:
+        nbytes = weight.trained * _OUTSIDE * pipeline.chunks
+      total += nbytes * weight.per_device(self._sizes)
+    return Times(memory=total / self._bandwidth)
 
   def _tensor_of(self, weight: Weight) -> int:
     return self._sizes["tensor"] if "tensor" in weight.axes(self._sizes) else 1

@@ -44,10 +44,14 @@ def of(
       tokens, tensor = tokens / tensor, 1
   k, n = (k, n / tensor) if weight.splits_outputs else (k / tensor, n)
   m = tokens / groups
+  is_ragged = weight.is_routed and model.capacity is None
   shape = {"forward": (m, n, k), "inputs": (m, k, n), "weights": (k, n, m)}[direction]
   dtype = weight.operands or "bfloat16"
+  if is_ragged and direction == "weights" and not chip.is_gpu:
+    # `ragged_share` has what the tokens of a group, which are contracted, leave of tiles.
+    shape = k, n, float(chip.matrix)
   rate = rates.matmul_flops(chip, *shape, dtype=dtype, groups=groups)
-  if weight.is_routed and model.capacity is None:
+  if is_ragged:
     rate *= rates.ragged_share(m)
   # Elements of the layer's input and output, and of its weight or the weight's gradient.
   rows, matrix = (tokens * k, tokens * n), groups * k * n

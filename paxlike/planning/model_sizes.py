@@ -93,11 +93,13 @@ class Span(NamedTuple):
 
   Attributes:
     length: That number, at most.
+    pairs: The number of pairs of a query and a key per token, summed over heads and layers.
     flops: Causal forward FLOPs per token, summed over layers.
     keys: Elements of keys and values per token, summed over layers.
   """
 
   length: int
+  pairs: float
   flops: float
   keys: float
 
@@ -105,12 +107,12 @@ class Span(NamedTuple):
 _Sizes = tuple[tuple[str, int], ...]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1 << 16)
 def _axes(weight: Weight, sizes: _Sizes) -> set[str]:
   return mesh.axes_of(mesh.partition(weight.dims, weight.shape, dict(sizes)))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1 << 16)
 def _per_device(weight: Weight, sizes: _Sizes, without: tuple[str, ...]) -> int:
   axes = _axes(weight, sizes).difference(without)
   return weight.size // math.prod(size for axis, size in sizes if axis in axes)
@@ -145,8 +147,8 @@ class ModelSizes:
     optimizer_on_host: Whether the optimizer state is in the memory of the host between updates.
     reference: Whether a reference model doubles the weights.
     fused_attention: Whether a fused kernel computes attention without materializing logits.
-    splits_sequences: Whether attention may shard sequences over `context`.
-    whole_sequences: Whether it may also leave them whole.
+    splits_sequences: Whether its kernels can shard sequences over `context`.
+    whole_sequences: Whether its kernels can compute sequences that are not sharded.
     flops: Training FLOPs per token; see `flops.TrainingFlops`.
   """
 
@@ -226,7 +228,7 @@ def _padded(model: ModelSizes, places: int) -> ModelSizes:
     repeats=size,
     heads=round(factor * model.heads),
     scores=(factor * full, factor * causal),
-    spans=tuple(Span(s.length, factor * s.flops, factor * s.keys) for s in model.spans),
+    spans=tuple(Span(s.length, *(factor * number for number in s[1:])) for s in model.spans),
     moe_layers=round(factor * model.moe_layers),
   )
 
@@ -246,9 +248,10 @@ def of_definition(
       widths.append(module.head_dim)
       kernels.add(getattr(module.kernel, "func", module.kernel))
       length = min(seq_len, getattr(module, "window", None) or seq_len)
-      before = spans.get(length, Span(length, 0.0, 0))
-      causal = before.flops + count * module.score_flops(seq_len)[1]
-      spans[length] = Span(length, causal, before.keys + count * _keys(module))
+      pairs = module.num_heads * length * (1 - length / seq_len / 2)
+      own = (pairs, module.score_flops(seq_len)[1], _keys(module))
+      sums = spans.get(length, Span(length, 0.0, 0.0, 0.0))
+      spans[length] = Span(length, *(a + count * b for a, b in zip(sums[1:], own, strict=True)))
     if isinstance(module, Moe):
       moes += [module] * count
     if hasattr(module, "activation"):

@@ -6,7 +6,7 @@ microbatches and pipeline. `memory_model` drops those that do not fit, `cost_mod
 and the best of each mesh is kept. Not tried are:
 
 - tensor, expert and context across slices or nodes, whose networks are too slow;
-- shards of sequences (context) of less than 4,096 tokens;
+- shards of sequences (context) of less than 4,096 tokens, unless the attention kernel needs some;
 - gpipe and circular, which take as long as 1f1b and interleaved_1f1b and never use less memory;
 - gradient accumulation together with a pipeline, which has microbatches of its own;
 - more accumulation than a mesh and policy need to fit, which only takes longer.
@@ -234,8 +234,8 @@ def rank(
   if nearest is None:
     raise UserError(
       f"no mesh of {math.prod(shape)} devices divides a batch of {batch} sequences: data x fsdp x"
-      " expert must divide it, and heads and layers limit tensor and pipeline."
-      " Change --global_batch."
+      " expert must divide it, heads and layers limit tensor and pipeline, and a context-parallel"
+      " ATTENTION_KERNEL needs context. Change --global_batch."
     )
   nearest = dataclasses.replace(nearest, times=cost_model.of(model, nearest.how, machine))
   return Plans(
@@ -267,7 +267,7 @@ def _order(plan: Plan) -> tuple[float, float]:
 
 
 def _plain(shape: tuple[int, int]) -> dict[str, Any]:
-  """Returns the knobs of a pure fsdp mesh, which any model supports."""
+  """Returns the knobs of a pure fsdp mesh, on which any model can be built."""
   ici, dcn = (tuple(size if axis == "fsdp" else 1 for axis in AXES) for size in shape)
   knobs = Configuration(ici=ici, dcn=dcn, batch=math.prod(shape)).knobs
   return {name: value for name, value in knobs.items() if name != "PERCORE_BATCH_SIZE"}
@@ -278,7 +278,8 @@ def meshes(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
   """Yields (ICI, DCN) axis sizes that divide the dims that they shard."""
   # An axis that can only have size 1 is left out, which saves meshes.
-  axes = [axis for axis in AXES if axis != "context" or _splits_sequences(model, 2)]
+  long = model.seq_len >= 2 * _least_shard(model)
+  axes = [axis for axis in AXES if axis != "context" or (model.splits_sequences and long)]
   across = list(_factored(shape[1], _ACROSS))
   for ici in _factored(shape[0], axes):
     for dcn in across:
@@ -326,9 +327,12 @@ def _allows(model: ModelSizes, sizes: Mapping[str, int]) -> bool:
 
 def _splits_sequences(model: ModelSizes, context: int) -> bool:
   """Returns whether sequences may be sharded over so many devices."""
-  # Both halves of a shard are blocks of attention; short ones are tried only if they have to be.
-  least = _LEAST_TOKENS if model.whole_sequences else 2
-  return model.splits_sequences and model.seq_len % (context * least) == 0
+  return model.splits_sequences and model.seq_len % (context * _least_shard(model)) == 0
+
+
+def _least_shard(model: ModelSizes) -> int:
+  """Returns the tokens of the smallest shard of a sequence: two blocks, or the least that pays."""
+  return _LEAST_TOKENS if model.whole_sequences else 2
 
 
 def configurations(

@@ -22,8 +22,8 @@ class Software:
       not, dropless experts all-gather them.
     sends_once: Whether the all-to-all sends a token once to a device with several of its experts.
     splits_experts: Whether `tensor` splits each expert, and not the tokens.
-    scans_ticks: Whether a pipeline is a loop over ticks. XLA hides few collectives of its body, and
-      the body copies the weights and gradients of its chunk.
+    scans_ticks: Whether a pipeline is a loop over ticks, in which few collectives are hidden, and
+      weights and gradients of chunks are copied.
     spreads_loss: Whether each stage of a pipeline computes the loss of a share of the tokens; if
       not, the last stage computes all of it.
     power: The power limit of the chips as a fraction of the data sheet's.

@@ -155,7 +155,7 @@ def test_the_text_of_a_program_for_tpus(mesh, groups, axes):
   ]
 
 
-# As XLA for GPUs writes a loop whose first iteration it has peeled: constants are inside fusions.
+# As XLA for GPUs may write a loop: constants are inside fusions, or given to them.
 FUSED = """\
 %limits (p: s32[]) -> pred[] {
   %limit = s32[] constant(57)
@@ -167,13 +167,11 @@ FUSED = """\
   ROOT %fusion = pred[] fusion(%i), kind=kLoop, calls=%limits
 }
 
-%add (p: s32[]) -> s32[] {
-  %step = s32[] constant(STEP)
-  ROOT %sum = s32[] add(%p, %step)
-}
+ADD
 
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %next = s32[] fusion(%i), kind=kLoop, calls=%add
+  %three = s32[] constant(3)
+  %next = s32[] NEXT
   %whole = f32[8]{0} all-gather(%x), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
   ROOT %tuple = (s32[], f32[8]) tuple(%next, %whole)
 }
@@ -184,9 +182,46 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """
 
 
-@pytest.mark.parametrize("step", [1, 3])
-def test_the_count_of_a_loop_may_be_in_fusions(mesh, step):
-  [found] = hlo_collectives.collectives(FUSED.replace("STEP", str(step)), mesh)
+INSIDE = """\
+%add (x: f32[8], p: s32[]) -> s32[] {
+  %p = s32[] parameter(2)
+  %step = s32[] constant(STEP)
+  ROOT %sum = s32[] add(%p, %step)
+}
+"""
+GIVEN = """\
+%add (p: s32[], q: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  %q = s32[] parameter(1)
+  ROOT %sum = s32[] add(%p, %q)
+}
+"""
+TUPLE = """\
+%add (p: s32[]) -> (f32[8], s32[]) {
+  %p = s32[] parameter(0)
+  %step = s32[] constant(3)
+  %sum = s32[] add(%p, %step)
+  ROOT %both = (f32[8], s32[]) tuple(%x, %sum)
+}
+"""
+
+
+@pytest.mark.parametrize(
+  ("add", "call", "step"),
+  [
+    (INSIDE.replace("STEP", "1"), "fusion(%x, %y, %i), kind=kLoop, calls=%add", 1),
+    (INSIDE.replace("STEP", "3"), "fusion(%x, %y, %i), kind=kLoop, calls=%add", 3),
+    (GIVEN, "fusion(%i, %three), kind=kLoop, calls=%add", 3),
+    (TUPLE, "get-tuple-element(%outputs), index=1", 3),
+    ("", "add(%i, %three)", 3),
+    ("", "fusion(%i), kind=kLoop, calls=%missing", 1),
+  ],
+)
+def test_the_count_of_a_loop_may_be_in_fusions(mesh, add, call, step):
+  text = FUSED.replace("ADD", add).replace("NEXT", call)
+  outputs = "  %outputs = (f32[8], s32[]) fusion(%i), kind=kLoop, calls=%add\n"
+  text = text.replace("  %next", outputs + "  %next") if "%outputs" in call else text
+  [found] = hlo_collectives.collectives(text, mesh)
   assert found.count == 57 / step
 
 

@@ -46,10 +46,13 @@ def test_expected_errors_are_those_of_the_sources_that_were_held_out():
     sheet: Any = chips.find(chip)
     assert accuracy.expected_error(dense, on(64, fsdp=8), sheet) == recorded[chip]
   sheet = chips.find("A100")
-  cases = {"TP": (dense, on(64, tensor=8)), "PP": (dense, stages)}
+  cases: dict[str, Any] = {"TP": (dense, on(64, tensor=8))}
   cases |= {"FP8": (in_fp8, on(64, fsdp=8)), "MoE": (experts, on(64, fsdp=8))}
   for group, (model, how) in cases.items():
     assert accuracy.expected_error(model, how, sheet) == recorded[group]
+  # No published pipeline is a loop over ticks; these are compared with compiled programs.
+  assert "mean difference between both is 20 % (median 15 %)" in page.replace("\n", " ")
+  assert accuracy.expected_error(dense, stages, sheet) == 0.2
   blackwell: Any = chips.find("B200")
   found = accuracy.expected_error(dense, on(64, fsdp=8), blackwell)
   assert recorded["GB200"].expected < found < recorded["B200"].expected

@@ -167,6 +167,11 @@ def test_shards_of_sequences_share_attention_and_send_keys_around():
   near, far = (cost_model.of(one, on(1, context=4), slow) for one in (local, whole))
   assert near.context == pytest.approx(far.context / 6, rel=0.01)
   assert near.attention < 0.35 * far.attention
+  # If it is longer than a shard, keys go around, and all causal blocks are multiplied.
+  around = cost_model.of(local, on(1, context=16), slow)
+  causal = cost_model.of(whole, on(1, context=16), slow)
+  assert around.attention == pytest.approx(causal.attention, rel=0.01)
+  assert around.context == pytest.approx(causal.context, rel=0.01)
 
 
 def test_the_loop_of_a_pipeline_hides_no_collectives():
@@ -180,7 +185,7 @@ def test_the_loop_of_a_pipeline_hides_no_collectives():
   # Gradients of more chunks are copied in and out of their sum.
   chunks = dataclasses.replace(stages, schedule="interleaved_1f1b", chunks=2)
   several = dataclasses.replace(pipelined, pipeline=chunks)
-  assert cost_model.of(model, several, tpu).update > 1.5 * exposed.update
+  assert cost_model.of(model, several, tpu).memory > 1.1 * exposed.memory
 
 
 def test_some_attention_kernels_do_not_shard_sequences():
