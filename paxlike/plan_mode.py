@@ -31,8 +31,12 @@ def run(options: flags.Options, experiment: "Experiment") -> int:
     if name in planner.CHOSEN:
       raise UserError(f"--mode=plan chooses {name}: leave --fdl.{name} out.")
   names = options.topologies or (None,)
-  for name in options.topologies:
-    topology.parse(name)
+  kinds = {topology.parse(name)[0] for name in options.topologies}
+  if options.calibrate is not None and len(kinds) > 1:
+    raise UserError(
+      f"--calibrate={options.calibrate} is of one kind of device, --topology of several:"
+      f" {', '.join(sorted(kinds))}."
+    )
   prices = [_price(options.price, name) for name in names]
   runs = []
   for name, price in zip(names, prices, strict=True):

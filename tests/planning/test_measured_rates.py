@@ -82,3 +82,10 @@ def test_rates_of_another_chip_are_refused(tmp_path, capsys):
   file = profile(tmp_path / "mine.json", device_kind="NVIDIA A100-SXM4-80GB")
   assert run(*PLAN, f"--calibrate={file}") == 2
   assert "mine.json is of A100, and the plan of NVIDIA H100" in capsys.readouterr().err
+
+
+def test_one_profile_is_not_for_several_kinds_of_devices(tmp_path, capsys):
+  file = profile(tmp_path / "mine.json", device_kind="NVIDIA H100")
+  assert run(*PLAN, "--topology=h100-8,a100-8", f"--calibrate={file}") == 2
+  error = capsys.readouterr().err
+  assert "mine.json is of one kind of device, --topology of several: a100, h100." in error

@@ -73,12 +73,6 @@ def test_the_page(capsys):
     pytest.param(
       ("--topology=h100-16",),
       16,
-      (*SMALL, LONG, "--fdl.ATTENTION_KERNEL=ring"),
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      ("--topology=h100-16",),
-      16,
       (*SMALL, "--fdl.MAX_SEQ_LEN=2048", "--fdl.ATTENTION_KERNEL=ring"),
       marks=pytest.mark.slow,
     ),
