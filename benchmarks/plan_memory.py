@@ -110,7 +110,9 @@ def main():
     errors.append([predicted / peak - 1 for peak in peaks])
     cells = [f"{number / 1e9:.2f}" for number in (predicted, *peaks)]
     recipes.print_row(experiment, topology, shown, *cells, *map(_percent, errors[-1]))
-  for name, of_name in zip(("with all memory", "tight"), zip(*errors, strict=True), strict=False):
+  if not errors:
+    parser.error("no plan was compiled.")
+  for name, of_name in zip(("with all memory", "tight"), zip(*errors, strict=True), strict=True):
     mean = statistics.mean(map(abs, of_name))
     print(f"{len(of_name)} plans, {name}: mean {100 * mean:.1f} %, worst {_percent(min(of_name))}")
 

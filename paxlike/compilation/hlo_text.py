@@ -121,10 +121,8 @@ def _added(name: str, lines: dict[str, Instruction], found: Computations) -> lis
   if one is not None and one.operation == "get-tuple-element":
     match = re.search(r"\bindex=(\d+)", one.attributes)
     one, place = lines.get(one.operands[0]), int(match[1]) if match else 0
-  given: list[str] = []
   while one is not None and one.operation == "fusion" and found.get(one.called[0]):
-    given = one.operands
-    inside = {inner.name: inner for inner in found[one.called[0]]}
+    given, inside = one.operands, {inner.name: inner for inner in found[one.called[0]]}
     root = found[one.called[0]][-1]
     name = root.operands[place] if root.operation == "tuple" else root.name
     outside, lines, one, place = lines, inside, inside.get(name), 0

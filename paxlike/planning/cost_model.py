@@ -41,7 +41,7 @@ from paxlike.planning.times import Times
 _OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
 # Bytes that the loop of a pipeline moves for each number of a weight and microbatch, with one chunk
 # per stage and with several: for slices of weights, and for the float32 sums of gradients. Weights
-# outside of the stack have sums in every tick. Estimated from compiled programs (docs/results.md).
+# outside of the stack have sums in every tick. Counted from its operations; see docs/results.md.
 _SLICED, _SUMMED, _OUTSIDE = (12, 20), (18, 30), 40
 # Kernels of a layer, forward and backward: `--mode=compile --topology=h200-1 --kernels` has 84 for
 # each of Synthetic126M, 89 of Llama3_8B. With recomputation or experts there are more.
@@ -78,7 +78,7 @@ class _Step:
     launches = _LAUNCHES * self._model.num_layers / self._stages
     layers = self._beside(forward, gathered) + backward_pass
     if self._scans_ticks:
-      layers = forward + backward + Times(weights=gathered + returned) + self._copied()
+      layers += self._copied()
     layers += Times(launch=launches * self._machine.rates.launch)
     if pipeline is not None:
       share = _bubble(pipeline)
@@ -327,10 +327,7 @@ class _Step:
     # Logits: written, read for the logsumexp and for the gradient. Gradient: written, read twice.
     times += Times(memory=12 * tokens * model.vocab / tensor / self._bandwidth)
     gathered, reduced = self._gathers(model.outside)
-    exchanged = gathered + (0 if self._how.reduced_once else reduced)
-    times = (
-      times + Times(weights=exchanged) if self._scans_ticks else self._beside(times, exchanged)
-    )
+    times = self._beside(times, gathered + (0 if self._how.reduced_once else reduced))
     times += Times(tensor=self._tensor(2 * self._stages)[0])
     if not self._software.spreads_loss:
       return times
@@ -369,6 +366,8 @@ class _Step:
 
   def _beside(self, work: Times, exchanged: float) -> Times:
     """Returns the work plus the seconds by which communication that runs beside it delays it."""
+    if self._scans_ticks:
+      return work + Times(weights=exchanged)
     shorter = min(work.total, exchanged)
     delay = max(0.0, exchanged - work.total)
     if self._chip.is_gpu:
