@@ -138,8 +138,13 @@ def _predictions(
   found = prediction.of_trainer(trainer)
   if found is None or program.step is None:
     return found, None
+  pipeline = found.how.pipeline
   return found, program_time.predict(
-    program.text, list(program.devices.devices.flat), found.machine
+    program.text,
+    list(program.devices.devices.flat),
+    found.machine,
+    # The embedding is that of the first chunk, the loss that of the last one.
+    longest=1 / pipeline.chunks if pipeline else 1.0,
   )
 
 

@@ -16,8 +16,8 @@
   matmul, only the time by which a pass's all-reduces exceed its matmuls is added.
 - Every kernel on a GPU takes a moment to start.
 - A pipeline takes 1 / (1 - bubble) of the time of its chunks. In a loop over ticks, its collectives
-  are added in full, and weights and gradients of chunks are copied: compiled programs hide few of
-  them (docs/results.md).
+  are added, on TPUs half of those of weights, and weights and gradients of chunks are copied:
+  compiled programs hide few of them (docs/results.md).
 - Weights are all-gathered in every pass of every microbatch. Gradients are reduced once per
   microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters; with
   `Configuration.reduced_once` only in the last one, by reduce-scatters.
@@ -41,11 +41,14 @@ from paxlike.planning.times import Times
 _OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
 # Bytes that the loop of a pipeline moves for each number of a weight and microbatch, with one chunk
 # per stage and with several: for slices of weights, and for the float32 sums of gradients. Weights
-# outside of the stack have sums in every tick. Counted from its operations; see docs/results.md.
+# outside of the stack have sums only. Counted from its operations; see docs/results.md.
 _SLICED, _SUMMED, _OUTSIDE = (12, 20), (18, 30), 40
 # Kernels of a layer, forward and backward: `--mode=compile --topology=h200-1 --kernels` has 84 for
 # each of Synthetic126M, 89 of Llama3_8B. With recomputation or experts there are more.
 _LAUNCHES = 85
+# The share of gathers and reductions that the loop of a pipeline on TPUs waits for: 0.1 to 0.8 in
+# nine compiled programs.
+_WAITED_ON_TPUS = 0.5
 
 
 def of(model: ModelSizes, how: Configuration, machine: Machine) -> Times:
@@ -357,7 +360,7 @@ class _Step:
       if weight.layers > 0:
         nbytes = _SLICED[pipeline.chunks > 1] + weight.trained * _SUMMED[pipeline.chunks > 1]
       else:
-        nbytes = weight.trained * _OUTSIDE * pipeline.chunks
+        nbytes = weight.trained * _OUTSIDE
       total += nbytes * weight.per_device(self._sizes)
     return Times(memory=total / self._bandwidth)
 
@@ -367,7 +370,7 @@ class _Step:
   def _beside(self, work: Times, exchanged: float) -> Times:
     """Returns the work plus the seconds by which communication that runs beside it delays it."""
     if self._scans_ticks:
-      return work + Times(weights=exchanged)
+      return work + Times(weights=(1.0 if self._chip.is_gpu else _WAITED_ON_TPUS) * exchanged)
     shorter = min(work.total, exchanged)
     delay = max(0.0, exchanged - work.total)
     if self._chip.is_gpu:

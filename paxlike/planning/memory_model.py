@@ -27,9 +27,10 @@ class Memory:
     weights: Stored weights.
     optimizer: Optimizer state.
     batch: Inputs, targets and loss weights.
-    copies: Weights in the compute dtype, those of a reference model included, and gradients.
-    gathered: All-gathered weights of the layers in flight; in a pipeline on GPUs, those of a chunk
-      with their gradients.
+    copies: Weights in the compute dtype, those of a reference model and of the chunks that a
+      pipeline runs included, and gradients.
+    gathered: All-gathered weights of the layers in flight; in a pipeline on GPUs, also the
+      gradients of a chunk.
     activations: Residuals that the forward pass saves for the backward pass.
     working: Temporaries of a layer's backward pass.
     logits: Logits of a chunk of the loss, with the output projection and its gradient.
@@ -76,8 +77,8 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
   else:
     stages, chunks = how.pipeline.stages, how.pipeline.chunks
     of_chunk = layers / stages / chunks
-    if not network.dims:  # XLA for GPUs gathers a chunk at once, and holds its gradients.
-      gathered = of_chunk * (layer + _layer_gradients(model, how))
+    if not network.dims:
+      gathered = _gathered_on_gpus(model, how, layer)
     slots = _num_slots(how.pipeline)
     dim = model.dim / how.residual_shards
     kept = 2 * dim if how.pipeline.recompute else 2 * dim + saved * of_chunk
@@ -88,18 +89,19 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
     optimizer=_optimizer(model, sizes),
     batch=12 * how.batch * model.seq_len / _shards(sizes) / sizes["context"],
     copies=sum(here[w] * _copies(w, how) for w in model.weights)
-    + (sum(here[w] * w.computed for w in model.weights) if model.reference else 0),
+    + (sum(here[w] * w.computed for w in model.weights) if model.reference else 0)
+    + _slices(model, how, network),
     gathered=gathered,
     activations=activations,
     working=working,
     logits=_logits(model, how, head),
-    is_pipelined=how.pipeline is not None,
+    is_pipelined=how.pipeline is not None and network.dims > 0,
   )
 
 
 @functools.cache
 def _num_slots(pipeline: Pipeline) -> int:
-  return pipeline.plan.num_slots(keeps_first=not pipeline.recompute)
+  return pipeline.plan.num_slots
 
 
 def _shards(sizes: Mapping[str, int]) -> int:
@@ -151,13 +153,37 @@ def _gathered(model: ModelSizes, how: Configuration) -> tuple[float, float]:
   return layer, head
 
 
-def _layer_gradients(model: ModelSizes, how: Configuration) -> float:
-  """Returns the bytes of the gradients of a layer of a pipeline, before fsdp shards them."""
-  return sum(
-    weight.computed * weight.per_device(how.sizes, "fsdp", "pipeline") / weight.layers
+def _slices(model: ModelSizes, how: Configuration, network: Network) -> float:
+  """Returns the bytes of the slices of the weights that the chunks of a pipeline copy."""
+  if how.pipeline is None or how.pipeline.chunks == 1:
+    return 0.0
+  # A loop over layers, on GPUs, copies those of the forward and of the backward chunk.
+  copies = 2 if how.pipeline.recompute and not network.dims else 1
+  return copies * sum(
+    weight.computed * weight.per_device(how.sizes) / how.pipeline.chunks
     for weight in model.in_stack
-    if weight.layers > 0 and weight.trained
+    if weight.layers > 0
   )
+
+
+def _gathered_on_gpus(model: ModelSizes, how: Configuration, layer: float) -> float:
+  """Returns the bytes of all-gathered weights, and of gradients, in a chunk of a pipeline.
+
+  `layer` is the bytes of a layer's all-gathered weights.
+  """
+  assert how.pipeline is not None
+  whole = sharded = 0.0  # Gradients of a chunk, before and after they are reduce-scattered.
+  for weight in model.in_stack:
+    if weight.layers > 0 and weight.trained:
+      nbytes = weight.computed / how.pipeline.chunks
+      whole += nbytes * weight.per_device(how.sizes, "fsdp")
+      sharded += nbytes * weight.per_device(how.sizes)
+  layers = model.num_layers / how.pipeline.num_places
+  if (
+    not how.pipeline.recompute
+  ):  # The layers are unrolled, and XLA gathers those of a chunk at once.
+    return layers * layer + whole
+  return layer + sharded + (whole / layers if whole > sharded else 0.0)
 
 
 def _saved(model: ModelSizes, how: Configuration) -> float:

@@ -51,18 +51,22 @@ class ProgramTime(NamedTuple):
 _NOTHING = ProgramTime(0.0, 0.0, 0.0, 0.0)
 
 
-def predict(program: str, devices: Sequence[Any], machine: Machine) -> ProgramTime:
+def predict(
+  program: str, devices: Sequence[Any], machine: Machine, *, longest: float = 1.0
+) -> ProgramTime:
   """Returns the predicted seconds of a compiled program.
 
   Args:
     program: The HLO text.
     devices: The devices that it is compiled for, in the order of their mesh.
     machine: The rates that they reach.
+    longest: How often a conditional takes the branch that takes longest, 0 to 1; else it takes
+      the shortest.
   """
   kernels = hlo_kernels.kernels(program, machine.chip, machine.rates)
   found = computations(program)
   costs = {one.name: one.seconds for one in kernels if one.group != "communication"}
-  timeline = _Timeline(found, costs, _Links(devices, machine.network), machine)
+  timeline = _Timeline(found, costs, _Links(devices, machine.network), machine, longest)
   return timeline.run("", _State())
 
 
@@ -121,9 +125,15 @@ class _Links:
 
 class _Timeline:
   def __init__(
-    self, found: Computations, costs: Mapping[str, float], links: _Links, machine: Machine
+    self,
+    found: Computations,
+    costs: Mapping[str, float],
+    links: _Links,
+    machine: Machine,
+    longest: float,
   ):
     self._computations, self._costs, self._links = found, costs, links
+    self._longest = longest
     self._waited_for: set[str] = set()  # Starts of synchronous collectives.
     self._contention = machine.fitted.contention if machine.chip.is_gpu else 0.0
 
@@ -208,15 +218,16 @@ class _Timeline:
     return sums
 
   def _branches(self, one: Instruction, here: _State, now: float, state: _State) -> ProgramTime:
-    """Simulates what an instruction calls; of a conditional, the branch that takes longest."""
-    longest, after = _NOTHING, here
+    """Simulates what an instruction calls; of a conditional, an average of two branches."""
+    branches = []
     for name in one.called:
-      branch = _State(dict(here.busy_until), dict(here.ends))
-      spent = self.run(name, branch)
-      if spent.total >= longest.total:
-        longest, after = spent, branch
-    self._continue(after, now + longest.total, state)
-    return longest
+      after = _State(dict(here.busy_until), dict(here.ends))
+      branches.append((self.run(name, after), after))
+    branches.sort(key=lambda branch: branch[0].total)
+    (shortest, _), (longest, after) = branches[0], branches[-1]
+    spent = shortest.times(1 - self._longest).plus(longest.times(self._longest))
+    self._continue(after, now + spent.total, state)
+    return spent
 
   def _continue(self, inner: _State, end: float, state: _State):
     """Sets the state to that at the end of an inner computation."""

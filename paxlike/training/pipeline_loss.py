@@ -138,6 +138,15 @@ class _Decoder:
     model.stack.log_layers = self.log_layers
     return model
 
+  def embed(
+    self, weights: Differentiated, constants: Constants, microbatch: Any
+  ) -> tuple[jax.Array, Aux]:
+    batch, key = microbatch
+    model, context = self.bind(weights, constants), context_of(batch, key)
+    x_BTD = model.embed(batch["inputs"], context)
+    x_BTD, _, aux = model.stack.before(x_BTD, context.fold(1))
+    return x_BTD, aux
+
   def chunk(
     self,
     weights: StageArrays,
@@ -147,17 +156,13 @@ class _Decoder:
     place: jax.Array,
   ) -> tuple[jax.Array, Aux]:
     batch, key = microbatch
-    is_first, is_last = place == 0, place == self.pipeline.num_places - 1
-    used = weights._replace(common=self._without_unused(weights.common, is_first, is_last))
+    is_last = place == self.pipeline.num_places - 1
+    used = weights._replace(common=self._without_unused(weights.common, is_last))
     model = self.bind(_joined(used), _joined(constants))
-    context = context_of(batch, key)
-    first_BTD, _, before = model.stack.before(
-      model.embed(batch["inputs"], context), context.fold(1)
-    )
-    x_BTD, aux = model.stack.chunk(jnp.where(is_first, first_BTD, x), context.fold(1), place)
-    last_BTD, _, after = model.stack.after(x_BTD, context.fold(1))
-    aux = add(aux, add(before.where(is_first), after.where(is_last)))
-    return jnp.where(is_last, last_BTD, x_BTD), aux
+    context = context_of(batch, key).fold(1)
+    x_BTD, aux = model.stack.chunk(x, context, place)
+    last_BTD, _, after = model.stack.after(x_BTD, context)
+    return jnp.where(is_last, last_BTD, x_BTD), add(aux, after.where(is_last))
 
   def loss(
     self,
@@ -189,19 +194,17 @@ class _Decoder:
     dims = self.definition.weights[name].dims
     return mesh.constrain(gradient, *(None if dim == "layer" else dim for dim in dims))
 
-  def _without_unused(
-    self, weights: Differentiated, is_first: jax.Array, is_last: jax.Array
-  ) -> Differentiated:
-    """Stops gradients of prologue and epilogue weights on stages that discard their outputs.
+  def _without_unused(self, weights: Differentiated, is_last: jax.Array) -> Differentiated:
+    """Stops gradients of the epilogue's weights on stages that discard its outputs.
 
-    Every virtual stage computes prologue and epilogue, and some layers' "gradients" (amax, expert
-    load) do not depend on whether the output is used.
+    Every virtual stage computes the epilogue, and some layers' "gradients" (amax, expert load) do
+    not depend on whether the output is used.
     """
-    is_used = {"prologue": is_first, "epilogue": is_last}
 
     def stopped(name: str, w: jax.Array) -> jax.Array:
-      used = is_used.get(self.sections.get(name, ""))
-      return w if used is None else jnp.where(used, w, jax.lax.stop_gradient(w))
+      if self.sections.get(name) != "epilogue":
+        return w
+      return jnp.where(is_last, w, jax.lax.stop_gradient(w))
 
     return Differentiated(*({n: stopped(n, w) for n, w in one.items()} for one in weights))
 

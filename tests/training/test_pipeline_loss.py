@@ -146,6 +146,32 @@ def test_accumulation_of_pipelines_is_one_device_in_as_many_parts():
   assert_same(got, one_device(tiny(num_layers=4, dropout=0.1), data, num_microbatches=4))
 
 
+def test_only_ticks_that_begin_or_end_a_microbatch_embed():
+  """Of the ticks of v chunks, all but one in v skip the embedding and its gradient."""
+  definition = tiny(num_layers=4, scan=True, pipeline=pipeline("interleaved_1f1b"))
+  optimizer, built = adamw(), MeshSpec(ici={"pipeline": 2}).build(jax.devices()[:2])
+  with jax.set_mesh(built):
+    state = train_state.abstract(definition, optimizer, built)
+    step = make_train_step(definition, optimizer, seed=1)
+    program = jax.make_jaxpr(step)(state, batch(8))
+  table = definition.weights["embedding.table"].shape
+  found = [place for name, place in uses(program.jaxpr, table) if name in ("gather", "scatter-add")]
+  in_ticks = [place for place in found if "scan" in place]
+  assert in_ticks and all("cond" in place for place in in_ticks)
+
+
+def uses(jaxpr, shape, place=()):
+  """Yields the operations that read or return arrays of a shape, and what they lie in."""
+  for equation in jaxpr.eqns:
+    if any(getattr(x.aval, "shape", None) == shape for x in (*equation.invars, *equation.outvars)):
+      yield equation.primitive.name, place
+    for value in jax.tree.leaves(
+      list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    ):
+      if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+        yield from uses(inner, shape, (*place, equation.primitive.name))
+
+
 def test_chunks_of_a_stage_follow_each_other_in_memory():
   layout = Layout(scanned=True, repeats=8, stages=2, chunks=2)
   assert layout.order == (0, 1, 4, 5, 2, 3, 6, 7)

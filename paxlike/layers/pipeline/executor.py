@@ -9,6 +9,7 @@ mesh axes are left to the compiler (partially manual `shard_map`). An idle stage
 that are discarded.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +40,10 @@ class StageArrays(NamedTuple):
 class StagedModel(Protocol):
   """The model that the executor runs. Constants get no gradient."""
 
+  def embed(self, weights: Any, constants: Any, microbatch: Any) -> tuple[jax.Array, Aux]:
+    """Returns (the input of the first virtual stage, [b, T, D], its Aux), of the common weights."""
+    ...
+
   def chunk(
     self,
     weights: StageArrays,
@@ -47,7 +52,7 @@ class StagedModel(Protocol):
     microbatch: Any,
     place: jax.Array,
   ) -> tuple[jax.Array, Aux]:
-    """Returns (x after the layers of virtual stage `place`, their Aux); place 0 ignores x.
+    """Returns (x after the layers of virtual stage `place`, their Aux).
 
     The stacked weights and constants are those of the chunk.
     """
@@ -77,7 +82,7 @@ class StagedModel(Protocol):
     ...
 
   def aux_cotangent(self, aux: Aux) -> Aux:
-    """Returns the cotangent of a chunk's Aux."""
+    """Returns the cotangent of an Aux."""
     ...
 
 
@@ -119,7 +124,7 @@ def gradients(
   ) -> tuple[Any, Any, Any, Any]:
     stage = _Stage(pipeline, model, weights, constants, microbatches)
     state = stage.start(hidden)
-    for phase in pipeline.plan.phases(keeps_first=not pipeline.recompute):
+    for phase in pipeline.plan.phases():
       state, _ = jax.lax.scan(lambda state, halves: (stage.tick(state, halves), None), state, phase)
     loss = jax.lax.psum(state.loss, stage_shift.AXIS)
     aux = aux_losses.total_over(stage_shift.AXIS, state.aux)
@@ -157,10 +162,11 @@ class _Stage:
   def start(self, hidden: jax.ShapeDtypeStruct) -> _State:
     """Returns the state before the first tick."""
     x = jnp.zeros(hidden.shape, hidden.dtype)
-    num_slots = self._pipeline.plan.num_slots(keeps_first=not self._pipeline.recompute)
-    (_, aux), kept = jax.eval_shape(
-      lambda: self._forward(x, pytree_indexing.take(self._microbatches, 0), 0)
-    )
+    num_slots = self._pipeline.plan.num_slots
+    microbatch = pytree_indexing.take(self._microbatches, 0)
+    _, of_embedding = jax.eval_shape(lambda: self._embed(self._weights.common, microbatch))
+    (_, of_chunk), kept = jax.eval_shape(lambda: self._forward(x, microbatch, 0))
+    aux = jax.eval_shape(aux_losses.add, of_embedding, of_chunk)
     return _State(
       up=x,
       down=x,
@@ -190,8 +196,9 @@ class _Stage:
   def _forward_tick(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
     """Runs a forward chunk."""
     m, chunk, slot = (values[self._index] for values in half)
-    microbatch = pytree_indexing.take(self._microbatches, jnp.maximum(m, 0))
-    (y, aux), kept = self._forward(state.up, microbatch, chunk)
+    microbatch = self._microbatch(m)
+    state, x = self._embedded(state, half)
+    (y, aux), kept = self._forward(x, microbatch, chunk)
     slots = jax.tree.map(lambda old, new: pytree_indexing.put(old, new, slot), state.slots, kept)
     aux = aux_losses.add(state.aux, pytree_indexing.where(m >= 0, aux))
     return state._replace(slots=slots, aux=aux), y
@@ -199,7 +206,7 @@ class _Stage:
   def _backward_tick(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
     """Runs a backward chunk."""
     m, chunk, slot = (values[self._index] for values in half)
-    microbatch = pytree_indexing.take(self._microbatches, jnp.maximum(m, 0))
+    microbatch = self._microbatch(m)
     kept = pytree_indexing.take(state.slots, jnp.maximum(slot, 0))
     y, aux, vjp = self._restored_vjp(kept, state.up, microbatch, chunk)
     state, dy = self._loss(state, y, half)
@@ -210,7 +217,47 @@ class _Stage:
     common = self._model.combine(common, new.common)
     of_chunk = self._model.combine(self._of_chunk(stacked, chunk), new.stacked)
     stacked = self._with_chunk(stacked, of_chunk, chunk)
+    common = self._add_embedding_gradients(common, dx, half)
     return state._replace(gradients=StageArrays(common, stacked)), dx
+
+  def _embedded(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
+    """Returns (state, the inputs of the forward chunks): received, or a microbatch's embeddings."""
+    starts, microbatch = self._first(half)
+
+    def work(aux: Aux) -> tuple[jax.Array, Aux]:
+      x, new = self._embed(self._weights.common, microbatch)
+      is_here = self._index == 0
+      return jnp.where(is_here, x, state.up), aux_losses.add(aux, new.where(is_here))
+
+    x, aux = jax.lax.cond(starts, work, lambda aux: (state.up, aux), state.aux)
+    return state._replace(aux=aux), x
+
+  def _add_embedding_gradients(self, common: Any, dx: jax.Array, half: Half) -> Any:
+    """Adds those of the embedding to the common gradients if stage 0 ran its first chunk."""
+    ends, microbatch = self._first(half)
+
+    def work(common: Any) -> Any:
+      embed = functools.partial(self._embed, microbatch=microbatch)
+      (_, aux), vjp = jax.vjp(embed, self._weights.common)
+      (new,) = vjp((dx, self._model.aux_cotangent(aux)))
+      return self._model.combine(common, pytree_indexing.where(self._index == 0, new))
+
+    return jax.lax.cond(ends, work, lambda common: common, common)
+
+  def _first(self, half: Half) -> tuple[jax.Array, Any]:
+    """Returns (whether stage 0 runs its first chunk, its microbatch), equal on all stages.
+
+    All stages take the same branch on it, as branches contain collectives over other axes.
+    """
+    m = half.microbatch[0]
+    return (m >= 0) & (half.chunk[0] == 0), self._microbatch(m)
+
+  def _microbatch(self, m: jax.Array) -> Any:
+    """Returns microbatch m; any one if m is negative, for an idle stage."""
+    return pytree_indexing.take(self._microbatches, jnp.maximum(m, 0))
+
+  def _embed(self, weights: Any, microbatch: Any) -> tuple[jax.Array, Aux]:
+    return self._model.embed(weights, self._constants.common, microbatch)
 
   def _loss(self, state: _State, y: jax.Array, half: Half) -> tuple[_State, jax.Array]:
     """Returns (state, the cotangent of the last stage's y; 0 unless y is the model's output).
@@ -219,7 +266,7 @@ class _Stage:
     """
     S, last = self._pipeline.stages, self._pipeline.stages - 1
     m = half.microbatch[last]
-    microbatch = pytree_indexing.take(self._microbatches, jnp.maximum(m, 0))
+    microbatch = self._microbatch(m)
 
     def work(loss: jax.Array, common: Any) -> tuple[jax.Array, Any, jax.Array]:
       # All stages but the last contribute zeros, so this scatters the last stage's tokens.

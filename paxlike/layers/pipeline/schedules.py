@@ -102,16 +102,13 @@ class Schedule:
         backward[first + k + S - 1 - s][s] = item
     return forward, backward
 
-  def _slots(self, stage: int, *, keeps_first: bool) -> tuple[list[int], list[int]]:
-    """Returns the slots that a stage writes and reads in each tick, -1: none.
-
-    Freed slots are reused. `keeps_first` as in `num_slots`.
-    """
+  def _slots(self, stage: int) -> tuple[list[int], list[int]]:
+    """Returns the slots that a stage writes and reads in each tick, -1: none; freed ones again."""
     written, read, free, slot_of = [], [], [], {}
     for forward, backward in zip(*self._ticks, strict=True):
       slots = [-1, -1]
       for half, item in enumerate((forward[stage], backward[stage])):
-        if item is None or (stage == 0 and item[1] == 0 and not keeps_first):
+        if item is None:
           continue
         if half == 0:
           slot_of[item] = free.pop() if free else len(slot_of)
@@ -123,19 +120,14 @@ class Schedule:
       read.append(slots[1])
     return written, read
 
-  def num_slots(self, *, keeps_first: bool) -> int:
-    """Returns the number of residual slots per stage.
+  @property
+  def num_slots(self) -> int:
+    """The number of residual slots per stage."""
+    return max(map(self.stored, range(self.stages)))
 
-    Args:
-      keeps_first: Whether the first stage stores residuals of its first chunk, whose input is
-        tokens.
-    """
-    slots = (self._slots(s, keeps_first=keeps_first)[0] for s in range(self.stages))
-    return 1 + max((slot for written in slots for slot in written), default=-1)
-
-  def phases(self, *, keeps_first: bool) -> Iterator[Phase]:
-    """Yields the ticks of a step in phases; `keeps_first` as in `num_slots`."""
-    slots = [self._slots(s, keeps_first=keeps_first) for s in range(self.stages)]
+  def phases(self) -> Iterator[Phase]:
+    """Yields the ticks of a step in phases."""
+    slots = [self._slots(s) for s in range(self.stages)]
     halves = [
       (_half(items, [of[number] for of in slots]), [any(tick) for tick in items])
       for number, items in enumerate(self._ticks)
@@ -164,7 +156,7 @@ class Schedule:
 
   def stored(self, stage: int) -> int:
     """Returns the peak number of chunks whose residuals a stage stores."""
-    return 1 + max(self._slots(stage, keeps_first=True)[0])
+    return 1 + max(self._slots(stage)[0])
 
 
 def _half(items: list[list[Item | None]], slots: list[list[int]]) -> Half:

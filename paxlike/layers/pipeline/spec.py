@@ -88,7 +88,7 @@ def forward(
   S, v = pipeline.stages, pipeline.chunks
   name = "gpipe" if v == 1 else "circular"
   plan = dataclasses.replace(pipeline.plan, name=name, microbatches=len(x))
-  ticks = next(iter(plan.phases(keeps_first=True))).forward
+  ticks = next(iter(plan.phases())).forward
 
   def on_stage(stacked: Any, x: jax.Array, microbatches: Any) -> tuple[jax.Array, Any]:
     index = jax.lax.axis_index(stage_shift.AXIS)

@@ -16,10 +16,10 @@ SHAPES = [
 every_shape = pytest.mark.parametrize(("name", "stages", "chunks", "microbatches"), SHAPES)
 
 
-def halves(schedule: Schedule, *, keeps_first: bool):
+def halves(schedule: Schedule):
   """Yields (tick, stage, is it backward, microbatch, chunk, slot), forward first in a tick."""
   tick = 0
-  for phase in schedule.phases(keeps_first=keeps_first):
+  for phase in schedule.phases():
     present = [half for half in phase if half is not None]
     for row in range(len(present[0].slot)):
       for is_backward, half in enumerate(phase):
@@ -34,7 +34,7 @@ def halves(schedule: Schedule, *, keeps_first: bool):
 def test_every_chunk_follows_what_it_needs_by_one_tick(name, stages, chunks, microbatches):
   schedule = Schedule(name=name, stages=stages, chunks=chunks, microbatches=microbatches)
   at = {}
-  for tick, stage, is_backward, m, c, _ in halves(schedule, keeps_first=True):
+  for tick, stage, is_backward, m, c, _ in halves(schedule):
     place = c * stages + stage
     assert (is_backward, place, m) not in at
     at[is_backward, place, m] = tick
@@ -48,20 +48,14 @@ def test_every_chunk_follows_what_it_needs_by_one_tick(name, stages, chunks, mic
 
 
 @every_shape
-@pytest.mark.parametrize("keeps_first", [False, True])
-def test_slots_are_read_before_they_are_written_again(
-  name, stages, chunks, microbatches, keeps_first
-):
+def test_slots_are_read_before_they_are_written_again(name, stages, chunks, microbatches):
   schedule = Schedule(name=name, stages=stages, chunks=chunks, microbatches=microbatches)
-  number = schedule.num_slots(keeps_first=keeps_first)
   held: dict[tuple[int, int], tuple[int, int]] = {}
-  for _, stage, is_backward, m, c, slot in halves(schedule, keeps_first=keeps_first):
-    if slot < 0:
-      assert not keeps_first and stage == 0 and c == 0
-    elif is_backward:
+  for _, stage, is_backward, m, c, slot in halves(schedule):
+    if is_backward:
       assert held.pop((stage, slot)) == (m, c)
     else:
-      assert slot < number and (stage, slot) not in held
+      assert slot < schedule.num_slots and (stage, slot) not in held
       held[stage, slot] = (m, c)
   assert not held
 
