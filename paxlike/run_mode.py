@@ -36,7 +36,7 @@ def build_trainer(graph: Any) -> Any:
   mesh = building.build(graph.mesh, source="mesh") if several else None
   topology.take_gpu_memory(0 if mesh is None else mesh.num_communicators)
   trainer: Any = building.build(graph)
-  compiler_options, dropped = xla_flags.options(stages=trainer.devices.shape["pipeline"])
+  compiler_options, dropped = xla_flags.options()
   for name in dropped:
     print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)
   return dataclasses.replace(trainer, execution=Execution(compiler_options=compiler_options))

@@ -143,8 +143,8 @@ def _predictions(
     program.text,
     list(program.devices.devices.flat),
     found.machine,
-    # The embedding is that of the first chunk, the loss that of the last one.
-    longest=1 / pipeline.chunks if pipeline else 1.0,
+    # One of a stage's chunks embeds, and one has the loss; idle ticks have neither.
+    share_taken=(1 - pipeline.plan.bubble) / pipeline.chunks if pipeline else 1.0,
   )
 
 

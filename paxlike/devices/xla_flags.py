@@ -20,16 +20,14 @@ Options = dict[str, Any]
 # GPUs.
 # XLA would replace cuBLAS by its Triton matmuls, which do not multiply in FP8.
 ONE_GPU: Options = {"xla_gpu_enable_triton_gemm": False}
-# Overlap communication with computation.
+# Overlap communication with computation. All-gathers are not moved into the iteration before
+# (xla_gpu_enable_pipelined_all_gather): that costs up to a quarter of the memory, and copies that
+# take longer than what it hides (docs/results.md).
 SEVERAL_GPUS: Options = ONE_GPU | {
   "xla_gpu_enable_latency_hiding_scheduler": True,
-  "xla_gpu_enable_pipelined_all_gather": True,
   "xla_gpu_enable_pipelined_reduce_scatter": True,
   "xla_gpu_enable_pipelined_all_reduce": True,
 }
-# In a loop over the ticks of a pipeline, the first peels a tick, whose arrays XLA then allocates
-# together with those of the loop: 20 to 32 % more memory (docs/results.md).
-PIPELINE_ON_GPUS: Options = SEVERAL_GPUS | {"xla_gpu_enable_pipelined_all_gather": False}
 
 # TPUs, from MaxText's sets (benchmarks/xla_flags_library.py).
 # Overlap all-reduces with matmuls; either option alone has no effect. In the loops of
@@ -49,22 +47,21 @@ SEVERAL_V5P: Options = SEVERAL_TPUS | {
 }
 
 
-def options(*, stages: int = 1) -> tuple[Options, list[str]]:
+def options() -> tuple[Options, list[str]]:
   """Returns the options for the target devices, and the names that this version of XLA lacks.
 
-  There are none for CPUs. `stages` is the number of pipeline stages.
+  There are none for CPUs.
   """
   devices = topology.devices()
-  wanted = _wanted(devices[0], len(devices), stages)
+  wanted = _wanted(devices[0], len(devices))
   known = {name: value for name, value in wanted.items() if is_known(name, value, devices[0])}
   return known, sorted(wanted.keys() - known.keys())
 
 
-def _wanted(device: Any, num_devices: int, stages: int) -> Options:
+def _wanted(device: Any, num_devices: int) -> Options:
   """Returns the options for devices like this one that the user has not set."""
   if device.platform in ("gpu", "cuda"):
-    several = SEVERAL_GPUS if stages == 1 else PIPELINE_ON_GPUS
-    ours = ONE_GPU if num_devices == 1 else several
+    ours = ONE_GPU if num_devices == 1 else SEVERAL_GPUS
   elif device.platform == "tpu" and num_devices > 1:
     # Both names mean v5p; "TPU v5 lite" is v5e.
     is_v5p = device.device_kind in ("TPU v5", "TPU v5p")

@@ -16,8 +16,8 @@
   matmul, only the time by which a pass's all-reduces exceed its matmuls is added.
 - Every kernel on a GPU takes a moment to start.
 - A pipeline takes 1 / (1 - bubble) of the time of its chunks. In a loop over ticks, its collectives
-  are added, on TPUs half of those of weights, and weights and gradients of chunks are copied:
-  compiled programs hide few of them (docs/results.md).
+  are added, on TPUs half of those that do not lie between matmuls, and weights and gradients of
+  chunks are copied: compiled programs hide few of them (docs/results.md).
 - Weights are all-gathered in every pass of every microbatch. Gradients are reduced once per
   microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters; with
   `Configuration.reduced_once` only in the last one, by reduce-scatters.
@@ -46,8 +46,8 @@ _SLICED, _SUMMED, _OUTSIDE = (12, 20), (18, 30), 40
 # Kernels of a layer, forward and backward: `--mode=compile --topology=h200-1 --kernels` has 84 for
 # each of Synthetic126M, 89 of Llama3_8B. With recomputation or experts there are more.
 _LAUNCHES = 85
-# The share of gathers and reductions that the loop of a pipeline on TPUs waits for: 0.1 to 0.8 in
-# nine compiled programs.
+# The share of gathers, reductions and sends that the loop of a pipeline on TPUs waits for: 0.1 to
+# 0.8 in the programs of docs/results.md.
 _WAITED_ON_TPUS = 0.5
 
 

@@ -34,7 +34,8 @@ class Memory:
     activations: Residuals that the forward pass saves for the backward pass.
     working: Temporaries of a layer's backward pass.
     logits: Logits of a chunk of the loss, with the output projection and its gradient.
-    is_pipelined: Whether stages compute layers and logits in the same tick.
+    logits_beside_layers: Whether XLA holds logits together with the temporaries of a layer, as it
+      does in pipelines on TPUs, whose stages compute both in one tick.
   """
 
   weights: float
@@ -45,7 +46,7 @@ class Memory:
   activations: float
   working: float
   logits: float
-  is_pipelined: bool = False
+  logits_beside_layers: bool = False
 
   @property
   def arguments(self) -> float:
@@ -54,9 +55,9 @@ class Memory:
 
   @property
   def total(self) -> float:
-    """The peak: only in a pipeline are layers and logits live at the same time."""
+    """The peak."""
     layers = self.gathered + self.working
-    temporaries = layers + self.logits if self.is_pipelined else max(layers, self.logits)
+    temporaries = layers + self.logits if self.logits_beside_layers else max(layers, self.logits)
     return self.arguments + self.copies + self.activations + temporaries
 
 
@@ -79,6 +80,9 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
     of_chunk = layers / stages / chunks
     if not network.dims:
       gathered = _gathered_on_gpus(model, how, layer)
+      # Of unrolled layers, XLA delays the gradients of weights.
+      if not how.pipeline.recompute and how.remat is not Remat.SAVE_EVERYTHING:
+        working *= 2
     slots = _num_slots(how.pipeline)
     dim = model.dim / how.residual_shards
     kept = 2 * dim if how.pipeline.recompute else 2 * dim + saved * of_chunk
@@ -95,7 +99,7 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
     activations=activations,
     working=working,
     logits=_logits(model, how, head),
-    is_pipelined=how.pipeline is not None and network.dims > 0,
+    logits_beside_layers=how.pipeline is not None and network.dims > 0,
   )
 
 
@@ -130,7 +134,7 @@ def optimized(weight: Weight, sizes: Mapping[str, int], *, over_data: bool) -> i
 def _copies(weight: Weight, how: Configuration) -> float:
   """Returns bytes per parameter of the compute-dtype copy, gradient and accumulated gradient.
 
-  In a pipeline, gradients of a chunk are added to their sum as soon as they are there.
+  In a pipeline, only the sum is held here; for gradients of a chunk see `Memory.gathered`.
   """
   copy = weight.computed if weight.held != weight.computed else 0
   if not weight.trained:
@@ -154,11 +158,15 @@ def _gathered(model: ModelSizes, how: Configuration) -> tuple[float, float]:
 
 
 def _slices(model: ModelSizes, how: Configuration, network: Network) -> float:
-  """Returns the bytes of the slices of the weights that the chunks of a pipeline copy."""
-  if how.pipeline is None or how.pipeline.chunks == 1:
+  """Returns the bytes of weights that the loop of a pipeline copies, as in compiled programs."""
+  if how.pipeline is None:
     return 0.0
-  # A loop over layers, on GPUs, copies those of the forward and of the backward chunk.
-  copies = 2 if how.pipeline.recompute and not network.dims else 1
+  if network.dims:
+    copies = 1.0 if how.pipeline.chunks > 1 else 0.5
+  elif how.pipeline.chunks == 1:
+    copies = 0.0
+  else:  # A loop over layers copies those of the forward and of the backward chunk.
+    copies = 2.0 if how.pipeline.recompute else 1.0
   return copies * sum(
     weight.computed * weight.per_device(how.sizes) / how.pipeline.chunks
     for weight in model.in_stack
@@ -166,24 +174,24 @@ def _slices(model: ModelSizes, how: Configuration, network: Network) -> float:
   )
 
 
-def _gathered_on_gpus(model: ModelSizes, how: Configuration, layer: float) -> float:
+def _gathered_on_gpus(model: ModelSizes, how: Configuration, repeat: float) -> float:
   """Returns the bytes of all-gathered weights, and of gradients, in a chunk of a pipeline.
 
-  `layer` is the bytes of a layer's all-gathered weights.
+  `repeat` is the bytes of the all-gathered weights of a repeat of the pattern of layers.
   """
   assert how.pipeline is not None
-  whole = sharded = 0.0  # Gradients of a chunk, before and after they are reduce-scattered.
+  unreduced = sharded = 0.0  # Gradients of a chunk, before and after fsdp scatters them.
   for weight in model.in_stack:
     if weight.layers > 0 and weight.trained:
       nbytes = weight.computed / how.pipeline.chunks
-      whole += nbytes * weight.per_device(how.sizes, "fsdp")
+      unreduced += nbytes * weight.per_device(how.sizes, "fsdp")
       sharded += nbytes * weight.per_device(how.sizes)
-  layers = model.num_layers / how.pipeline.num_places
-  if (
-    not how.pipeline.recompute
-  ):  # The layers are unrolled, and XLA gathers those of a chunk at once.
-    return layers * layer + whole
-  return layer + sharded + (whole / layers if whole > sharded else 0.0)
+  repeats = model.repeats / how.pipeline.num_places
+  # Without recomputation, layers are unrolled, and XLA gathers those of a chunk at once.
+  if not how.pipeline.recompute:
+    return repeats * repeat + unreduced
+  # A loop gathers the weights of a repeat, and scatters its gradients into those of the chunk.
+  return repeat + (unreduced / repeats if unreduced > sharded else 0.0) + sharded
 
 
 def _saved(model: ModelSizes, how: Configuration) -> float:
@@ -221,14 +229,15 @@ def _working(model: ModelSizes, how: Configuration) -> float:
   """Returns the bytes of temporaries per token of a layer's backward pass."""
   sizes = how.sizes
   scores = 0 if model.fused_attention else 10 * model.seq_len * _heads(model, sizes)
-  wide = 4 * ffn(model, sizes)
+  wide = ffn(model, sizes)
   if model.moe_layers and model.capacity is None:
-    # Tokens are all-gathered over `expert` and repeated for each choice; sorting copies them.
-    wide = sizes["expert"] * (5 * wide + 4 * model.num_chosen * model.dim)
-  elif model.moe_layers and model.capacity is not None:
+    # Tokens are all-gathered over `expert`, and have a row for each choice.
+    rows = 8 * wide + 2 * (model.num_chosen + 2) * model.dim
+    return sizes["expert"] * rows + 8 * model.dim + scores
+  if model.moe_layers and model.capacity is not None:
     wide *= model.capacity / model.num_chosen
-  # In bfloat16, and a quarter of it twice, as in compiled programs.
-  return 2.5 * (wide + 4 * model.dim) + scores
+  # Four arrays in bfloat16, and a quarter of it twice, as in compiled programs.
+  return 10 * (wide + model.dim) + scores
 
 
 def widths(model: ModelSizes, how: Configuration) -> tuple[float, float]:

@@ -52,7 +52,7 @@ _NOTHING = ProgramTime(0.0, 0.0, 0.0, 0.0)
 
 
 def predict(
-  program: str, devices: Sequence[Any], machine: Machine, *, longest: float = 1.0
+  program: str, devices: Sequence[Any], machine: Machine, *, share_taken: float = 1.0
 ) -> ProgramTime:
   """Returns the predicted seconds of a compiled program.
 
@@ -60,13 +60,13 @@ def predict(
     program: The HLO text.
     devices: The devices that it is compiled for, in the order of their mesh.
     machine: The rates that they reach.
-    longest: How often a conditional takes the branch that takes longest, 0 to 1; else it takes
-      the shortest.
+    share_taken: How often a conditional takes its longest branch, 0 to 1; else it takes the
+      shortest.
   """
   kernels = hlo_kernels.kernels(program, machine.chip, machine.rates)
   found = computations(program)
   costs = {one.name: one.seconds for one in kernels if one.group != "communication"}
-  timeline = _Timeline(found, costs, _Links(devices, machine.network), machine, longest)
+  timeline = _Timeline(found, costs, _Links(devices, machine.network), machine, share_taken)
   return timeline.run("", _State())
 
 
@@ -130,10 +130,10 @@ class _Timeline:
     costs: Mapping[str, float],
     links: _Links,
     machine: Machine,
-    longest: float,
+    share_taken: float,
   ):
     self._computations, self._costs, self._links = found, costs, links
-    self._longest = longest
+    self._share_taken = share_taken
     self._waited_for: set[str] = set()  # Starts of synchronous collectives.
     self._contention = machine.fitted.contention if machine.chip.is_gpu else 0.0
 
@@ -218,14 +218,18 @@ class _Timeline:
     return sums
 
   def _branches(self, one: Instruction, here: _State, now: float, state: _State) -> ProgramTime:
-    """Simulates what an instruction calls; of a conditional, an average of two branches."""
+    """Simulates what an instruction calls.
+
+    Of a conditional, the time is the mean of its shortest and longest branch, by how often they are
+    taken; transfers in flight are those of the longest.
+    """
     branches = []
     for name in one.called:
       after = _State(dict(here.busy_until), dict(here.ends))
       branches.append((self.run(name, after), after))
     branches.sort(key=lambda branch: branch[0].total)
     (shortest, _), (longest, after) = branches[0], branches[-1]
-    spent = shortest.times(1 - self._longest).plus(longest.times(self._longest))
+    spent = shortest.times(1 - self._share_taken).plus(longest.times(self._share_taken))
     self._continue(after, now + spent.total, state)
     return spent
 

@@ -71,7 +71,6 @@ def gradients(
   assert how is not None
   batches = split_microbatches(microbatch.batch, how.microbatches)
   batches = {name: mesh.constrain(x, None, "batch", "time") for name, x in batches.items()}
-  first = {name: x[0] for name, x in batches.items()}
   numbers = microbatch.index + microbatch.count * jnp.arange(how.microbatches)
   keys = jax.vmap(jax.random.fold_in, (None, 0))(microbatch.dropout, numbers)
   locations = {name: _stack(definition).layout.locate(name) for name in definition.weights}
@@ -83,14 +82,12 @@ def gradients(
     aux_weight=1 / (microbatch.count * how.microbatches),
     log_layers=log_layers,
   )
-  model = decoder.bind(weights, constants)
   loss, aux, grads = executor.gradients(
     how,
     decoder,
     decoder.split(weights),
     decoder.split(constants),
     (batches, keys),
-    jax.eval_shape(lambda: model.embed(first["inputs"], context_of(first))),
   )
   trained = {name: x.sum(0) for name, x in grads.common.trained.items()}
   extra = {name: x.max(0) for name, x in grads.common.extra.items()}

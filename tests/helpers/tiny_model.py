@@ -19,9 +19,10 @@ def tiny(
   dropout: float = 0.0,
   dtype=np.float32,
   weight_dtype: str = "float32",
+  ends: bool = False,
   **stack,
 ) -> layers.Definition:
-  """Returns a GPT of `num_layers` layers, width 32, 4 heads."""
+  """Returns a GPT of `num_layers` layers, width 32, 4 heads; `ends` adds one before and after."""
   init = functools.partial(layers.gaussian, std=0.1)
 
   norm = functools.partial(layers.LayerNorm, offset=1.0, dtype=dtype)
@@ -44,12 +45,21 @@ def tiny(
     mlp=functools.partial(layers.Mlp, hidden_dim=64, up=linear("up"), down=linear("down")),
     dropout=functools.partial(layers.Dropout, rate=dropout) if dropout else None,
   )
+  single = [block] if ends else []
   model = layers.Decoder(
     vocab_size=VOCAB,
     dim=32,
     embedding=functools.partial(layers.Embedding, init=init, dtype=dtype),
     positions=functools.partial(layers.PositionEmbedding, max_len=SEQ_LEN, init=init, dtype=dtype),
-    stack=functools.partial(layers.Stack, pattern=[block], repeats=num_layers, scan=scan, **stack),
+    stack=functools.partial(
+      layers.Stack,
+      prologue=single,
+      pattern=[block],
+      repeats=num_layers,
+      epilogue=single,
+      scan=scan,
+      **stack,
+    ),
     norm=norm,
   )
   return layers.Definition(model, dtype=weight_dtype)

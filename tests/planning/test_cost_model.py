@@ -174,7 +174,7 @@ def test_shards_of_sequences_share_attention_and_send_keys_around():
   assert around.context == pytest.approx(causal.context, rel=0.01)
 
 
-def test_the_loop_of_a_pipeline_hides_no_collectives():
+def test_the_loop_of_a_pipeline_hides_few_collectives():
   tpu: Any = machines.find("TPU v5 lite")
   model = sizes("SyntheticLLaMA70B")
   flat = on(64, fsdp=16, tensor=4)

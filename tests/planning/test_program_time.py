@@ -107,8 +107,8 @@ def test_a_collective_across_nodes_uses_the_slow_network():
   assert seconds(program(send), 16).total == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("longest", "kernels"), [(1.0, 3.0), (0.25, 1.5)])
-def test_of_branches_the_longest_counts_as_often_as_it_is_taken(longest, kernels):
+@pytest.mark.parametrize(("share", "kernels"), [(1.0, 3.0), (0.25, 1.5)])
+def test_of_branches_the_longest_counts_as_often_as_it_is_taken(share, kernels):
   calls = "branch_computations={%few, %many}"
   branch = f"  %b = f32[33554432] conditional(%i, %x, %x), {calls}"
   text = ""
@@ -117,7 +117,7 @@ def test_of_branches_the_longest_counts_as_often_as_it_is_taken(longest, kernels
     parameter = f"  %x.{name} = f32[33554432] parameter(0)"
     text += f"%{name} (x: f32[33554432]) -> f32[33554432] {{\n"
     text += "\n".join([parameter, *lines]) + "\n}\n\n"
-  found = seconds(program(branch, text), longest=longest)
+  found = seconds(program(branch, text), share_taken=share)
   assert found.total == pytest.approx(kernels * KERNEL)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from paxlike import registry, root_graph, run_mode
 from paxlike.devices import topology, xla_flags
 
 
@@ -32,18 +31,6 @@ def test_libtpu_takes_the_options_for_several_tpus(v5e, monkeypatch):
 def test_one_tpu_sends_nothing():
   with topology.target("v5e-1"):
     assert xla_flags.options() == ({}, [])
-
-
-def test_a_pipeline_on_gpus_does_not_peel_its_loop():
-  """By all-gathers that are moved into the iteration before."""
-  several = {"ICI_MESH_SHAPE": [2, 1, 1]}
-  pipeline = {"ICI_MESH_SHAPE": {"pipeline": 2}, "NUM_STAGES": 2, "NUM_MICROBATCHES": 2}
-  for knobs, gathers_ahead in ((several, True), (pipeline, False)):
-    with topology.target("h100-2"):
-      experiment = registry.find("Gpt3_52k")(**knobs, NUM_LAYERS=2, PERCORE_BATCH_SIZE=2)
-      trainer = run_mode.build_trainer(root_graph.of_experiment(experiment))
-    options = trainer.execution.compiler_options
-    assert options["xla_gpu_enable_pipelined_all_gather"] is gathers_ahead
 
 
 @pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])

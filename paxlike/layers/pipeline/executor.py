@@ -41,7 +41,10 @@ class StagedModel(Protocol):
   """The model that the executor runs. Constants get no gradient."""
 
   def embed(self, weights: Any, constants: Any, microbatch: Any) -> tuple[jax.Array, Aux]:
-    """Returns (the input of the first virtual stage, [b, T, D], its Aux), of the common weights."""
+    """Returns (the input of the first virtual stage, [b, T, D], its Aux).
+
+    This is the embedding and all layers before the stacked ones. Its weights are the common ones.
+    """
     ...
 
   def chunk(
@@ -103,7 +106,6 @@ def gradients(
   weights: StageArrays,
   constants: StageArrays,
   microbatches: Any,
-  hidden: jax.ShapeDtypeStruct,
 ) -> tuple[jax.Array, Aux, StageArrays]:
   """Returns (sum of losses, sum of Aux, gradients of the sum) over the microbatches.
 
@@ -113,7 +115,6 @@ def gradients(
     weights: The weights to differentiate.
     constants: Arrays that get no gradient.
     microbatches: A pytree of [M, ...].
-    hidden: Shape and dtype of the activations, [b, T, D].
 
   Returns:
     Gradients of common weights have a leading dim S; the caller reduces over it.
@@ -123,7 +124,7 @@ def gradients(
     weights: StageArrays, constants: StageArrays, microbatches: Any
   ) -> tuple[Any, Any, Any, Any]:
     stage = _Stage(pipeline, model, weights, constants, microbatches)
-    state = stage.start(hidden)
+    state = stage.start()
     for phase in pipeline.plan.phases():
       state, _ = jax.lax.scan(lambda state, halves: (stage.tick(state, halves), None), state, phase)
     loss = jax.lax.psum(state.loss, stage_shift.AXIS)
@@ -159,12 +160,12 @@ class _Stage:
     self._microbatches = microbatches
     self._index = jax.lax.axis_index(stage_shift.AXIS)
 
-  def start(self, hidden: jax.ShapeDtypeStruct) -> _State:
+  def start(self) -> _State:
     """Returns the state before the first tick."""
-    x = jnp.zeros(hidden.shape, hidden.dtype)
     num_slots = self._pipeline.plan.num_slots
     microbatch = pytree_indexing.take(self._microbatches, 0)
-    _, of_embedding = jax.eval_shape(lambda: self._embed(self._weights.common, microbatch))
+    hidden, of_embedding = jax.eval_shape(lambda: self._embed(self._weights.common, microbatch))
+    x = jnp.zeros(hidden.shape, hidden.dtype)
     (_, of_chunk), kept = jax.eval_shape(lambda: self._forward(x, microbatch, 0))
     aux = jax.eval_shape(aux_losses.add, of_embedding, of_chunk)
     return _State(
@@ -221,8 +222,11 @@ class _Stage:
     return state._replace(gradients=StageArrays(common, stacked)), dx
 
   def _embedded(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
-    """Returns (state, the inputs of the forward chunks): received, or a microbatch's embeddings."""
-    starts, microbatch = self._first(half)
+    """Returns (state, the input of this stage's forward chunk).
+
+    It is what the previous stage has sent, or for the first chunk of stage 0 the embedding.
+    """
+    starts, microbatch = self._at_first_place(half)
 
     def work(aux: Aux) -> tuple[jax.Array, Aux]:
       x, new = self._embed(self._weights.common, microbatch)
@@ -233,8 +237,8 @@ class _Stage:
     return state._replace(aux=aux), x
 
   def _add_embedding_gradients(self, common: Any, dx: jax.Array, half: Half) -> Any:
-    """Adds those of the embedding to the common gradients if stage 0 ran its first chunk."""
-    ends, microbatch = self._first(half)
+    """Returns the common gradients, after adding the embedding's if its cotangent dx is there."""
+    ends, microbatch = self._at_first_place(half)
 
     def work(common: Any) -> Any:
       embed = functools.partial(self._embed, microbatch=microbatch)
@@ -244,7 +248,7 @@ class _Stage:
 
     return jax.lax.cond(ends, work, lambda common: common, common)
 
-  def _first(self, half: Half) -> tuple[jax.Array, Any]:
+  def _at_first_place(self, half: Half) -> tuple[jax.Array, Any]:
     """Returns (whether stage 0 runs its first chunk, its microbatch), equal on all stages.
 
     All stages take the same branch on it, as branches contain collectives over other axes.

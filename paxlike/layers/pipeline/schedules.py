@@ -103,7 +103,10 @@ class Schedule:
     return forward, backward
 
   def _slots(self, stage: int) -> tuple[list[int], list[int]]:
-    """Returns the slots that a stage writes and reads in each tick, -1: none; freed ones again."""
+    """Returns the slots that a stage writes and reads in each tick, -1: none.
+
+    Freed slots are reused.
+    """
     written, read, free, slot_of = [], [], [], {}
     for forward, backward in zip(*self._ticks, strict=True):
       slots = [-1, -1]

@@ -28,7 +28,8 @@ class Pipeline:
     chunks: Groups of layers per stage; chunk c of stage s is virtual stage ("place") c * S + s.
     microbatches: M, the number of microbatches that a batch is split into.
     recompute: Whether a stage stores only the input of a chunk and recomputes the chunk in the
-      backward pass; otherwise it stores what the layers' remat policy saves.
+      backward pass; otherwise it stores what the layers' remat policy saves. The layers before
+      the stacked ones are always computed again.
   """
 
   schedule: str

@@ -55,7 +55,7 @@ def test_slots_are_read_before_they_are_written_again(name, stages, chunks, micr
     if is_backward:
       assert held.pop((stage, slot)) == (m, c)
     else:
-      assert slot < schedule.num_slots and (stage, slot) not in held
+      assert 0 <= slot < schedule.num_slots and (stage, slot) not in held
       held[stage, slot] = (m, c)
   assert not held
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted memory: what it does not depend on, and peaks of compiled programs."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from helpers.configurations import on, sizes
+
+from paxlike.layers.pipeline.spec import Pipeline
+from paxlike.planning import machines, memory_model
+
+GPU: Any = machines.find("NVIDIA H100")
+V5P: Any = machines.find("TPU v5p")
+
+
+def test_a_chunk_does_not_depend_on_how_a_pattern_groups_its_layers():
+  one = sizes("SyntheticLLaMA7B")
+  stacked = [weight for weight in one.weights if weight.layers > 0]
+  others = [weight for weight in one.weights if weight.layers <= 0]
+  halves = [
+    dataclasses.replace(w, layers=w.layers // 2, shape=(w.shape[0] // 2, *w.shape[1:]))
+    for w in stacked
+  ]
+  pairs = dataclasses.replace(one, weights=(*halves, *halves, *others), repeats=one.repeats // 2)
+  how = dataclasses.replace(
+    on(64, pipeline=2, fsdp=4),
+    pipeline=Pipeline(
+      schedule="interleaved_1f1b", stages=2, chunks=4, microbatches=8, recompute=False
+    ),
+  )
+  found = [memory_model.of(model, how, GPU.network) for model in (one, pairs)]
+  assert found[0].total == pytest.approx(found[1].total)
+  # A loop gathers and reduces two layers at once instead of one.
+  looped = dataclasses.replace(how.pipeline, recompute=True)
+  more = [
+    memory_model.of(model, dataclasses.replace(how, pipeline=looped), GPU.network).gathered
+    for model in (one, pairs)
+  ]
+  layer = sum(w.computed * w.per_device(how.sizes, "fsdp", "pipeline") / 32 for w in stacked)
+  assert more[1] - more[0] == pytest.approx(2 * layer)
+
+
+# GB of --mode=compile with JAX 0.10.2, on 64 chips or GPUs.
+@pytest.mark.parametrize(
+  ("machine", "batch", "axes", "peak"),
+  [
+    (V5P, 64, {"fsdp": 64}, 33.37),
+    (V5P, 64, {"expert": 8, "fsdp": 8}, 89.67),
+    (GPU, 64, {"fsdp": 64}, 35.89),
+    (GPU, 32, {"fsdp": 16, "tensor": 4}, 41.68),
+  ],
+)
+def test_rows_of_experts_without_capacity_are_as_in_compiled_programs(machine, batch, axes, peak):
+  found = memory_model.of(sizes("Mixtral8x7B"), on(batch, **axes), machine.network)
+  assert found.total / 1e9 == pytest.approx(peak, rel=0.1)
