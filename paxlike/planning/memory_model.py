@@ -82,12 +82,13 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
       gathered = _gathered_on_gpus(model, how, layer)
       # Of unrolled layers, XLA delays the gradients of weights.
       if not how.pipeline.recompute and how.remat is not Remat.SAVE_EVERYTHING:
-        working *= 2
-    slots = _num_slots(how.pipeline)
-    dim = model.dim / how.residual_shards
-    kept = 2 * dim if how.pipeline.recompute else 2 * dim + saved * of_chunk
-    # Besides the slots: the received activations and cotangents, and the current chunk's residuals.
-    activations = tokens * (slots * kept + 4 * dim + saved * of_chunk)
+        working *= 1 + of_chunk / 4
+    # Besides the slots: the received activations and cotangents, and if they are computed again the
+    # residuals of the current chunk.
+    dim, residuals = 2 * model.dim / how.residual_shards, saved * of_chunk
+    slots = _num_slots(how.pipeline) * (dim if how.pipeline.recompute else dim + residuals)
+    activations = slots + 2 * dim + (residuals if how.pipeline.recompute else 0.0)
+    activations *= tokens
   return Memory(
     weights=sum(here[weight] * weight.held for weight in model.weights),
     optimizer=_optimizer(model, sizes),

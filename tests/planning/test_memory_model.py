@@ -23,22 +23,15 @@ def test_a_chunk_does_not_depend_on_how_a_pattern_groups_its_layers():
     for w in stacked
   ]
   pairs = dataclasses.replace(one, weights=(*halves, *halves, *others), repeats=one.repeats // 2)
-  how = dataclasses.replace(
-    on(64, pipeline=2, fsdp=4),
-    pipeline=Pipeline(
-      schedule="interleaved_1f1b", stages=2, chunks=4, microbatches=8, recompute=False
-    ),
-  )
-  found = [memory_model.of(model, how, GPU.network) for model in (one, pairs)]
-  assert found[0].total == pytest.approx(found[1].total)
-  # A loop gathers and reduces two layers at once instead of one.
-  looped = dataclasses.replace(how.pipeline, recompute=True)
-  more = [
-    memory_model.of(model, dataclasses.replace(how, pipeline=looped), GPU.network).gathered
-    for model in (one, pairs)
-  ]
-  layer = sum(w.computed * w.per_device(how.sizes, "fsdp", "pipeline") / 32 for w in stacked)
-  assert more[1] - more[0] == pytest.approx(2 * layer)
+  how = on(64, pipeline=2, fsdp=4)
+  stages = Pipeline(schedule="interleaved_1f1b", stages=2, chunks=4, microbatches=8)
+  for recompute in (False, True):
+    pipeline = dataclasses.replace(stages, recompute=recompute)
+    here = dataclasses.replace(how, pipeline=pipeline)
+    first, second = (memory_model.of(model, here, GPU.network).gathered for model in (one, pairs))
+    # A loop gathers, and reduces, two layers at once instead of one.
+    layer = sum(w.computed * w.per_device(how.sizes, "fsdp", "pipeline") / 32 for w in stacked)
+    assert second - first == pytest.approx(2 * layer * recompute)
 
 
 # GB of --mode=compile with JAX 0.10.2, on 64 chips or GPUs.
