@@ -143,7 +143,8 @@ def _predictions(
     program.text,
     list(program.devices.devices.flat),
     found.machine,
-    # One of a stage's chunks embeds, and one has the loss; idle ticks have neither.
+    # All conditionals of a pipeline are in its ticks (`layers/pipeline/executor.py`): one of a
+    # stage's chunks embeds, one has the loss, idle ticks have neither.
     share_taken=(1 - pipeline.plan.bubble) / pipeline.chunks if pipeline else 1.0,
   )
 

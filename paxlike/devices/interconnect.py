@@ -47,8 +47,8 @@ class Network:
     dims: Dims of the fast network's torus; 0: a switch with the full rate between any two devices.
     closed_from: Slice size in devices from which the torus has wraparound links; smaller slices
       have half the rate.
-    layers_gathered: Layers whose all-gathered weights or full gradients are live at once: 1.5
-      without prefetch (a layer and half of its gradients), 3 with prefetch of a layer (GPUs).
+    layers_gathered: Layers whose all-gathered weights or full gradients are live at once,
+      fitted to compiled programs: 1.5 on TPUs (a layer and half of its gradients), 3 on GPUs.
     sums_whole: Whether XLA all-reduces the gradients of sharded weights instead of
       reduce-scattering them (TPUs).
     beside_products: Whether XLA overlaps a matmul with the all-reduce of its output (TPUs; Wang et

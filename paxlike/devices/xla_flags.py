@@ -21,8 +21,8 @@ Options = dict[str, Any]
 # XLA would replace cuBLAS by its Triton matmuls, which do not multiply in FP8.
 ONE_GPU: Options = {"xla_gpu_enable_triton_gemm": False}
 # Overlap communication with computation. All-gathers are not moved into the iteration before
-# (xla_gpu_enable_pipelined_all_gather): that costs up to a quarter of the memory, and copies that
-# take longer than what it hides (docs/results.md).
+# (xla_gpu_enable_pipelined_all_gather): programs take up to a third more memory, and most of them
+# no less time (docs/results.md).
 SEVERAL_GPUS: Options = ONE_GPU | {
   "xla_gpu_enable_latency_hiding_scheduler": True,
   "xla_gpu_enable_pipelined_reduce_scatter": True,

@@ -14,6 +14,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import topology
 from paxlike.errors import UserError
+from paxlike.layers import gradient_order
 from paxlike.layers.aux_losses import Aux, add, none, total
 from paxlike.layers.block import Block
 from paxlike.layers.call_context import Context
@@ -156,7 +157,9 @@ class Stack(Module):
     # The residuals of a scan would include copies of the weights.
     aux = none()
     for number in range(size):
-      x_BTD, new = run(x_BTD, jax.tree.map(lambda x, number=number: x[number], repeats))
+      own, *rest = jax.tree.map(lambda x, number=number: x[number], repeats)
+      x_BTD, own = gradient_order.together(x_BTD, own)
+      x_BTD, new = run(x_BTD, (own, *rest))
       aux = add(aux, new)
     return x_BTD, aux
 

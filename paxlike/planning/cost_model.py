@@ -15,9 +15,9 @@
   matmuls, so their time is added. On TPUs, where XLA overlaps chunks of an all-reduce with its
   matmul, only the time by which a pass's all-reduces exceed its matmuls is added.
 - Every kernel on a GPU takes a moment to start.
-- A pipeline takes 1 / (1 - bubble) of the time of its chunks. In a loop over ticks, its collectives
-  are added, on TPUs half of those that do not lie between matmuls, and weights and gradients of
-  chunks are copied: compiled programs hide few of them (docs/results.md).
+- A pipeline takes 1 / (1 - bubble) of the time of its chunks. In a loop over ticks, compiled
+  programs hide few collectives (docs/results.md): all are added, but on TPUs only half of the
+  gathers, reductions and sends. Slices of weights and sums of gradients are copied.
 - Weights are all-gathered in every pass of every microbatch. Gradients are reduced once per
   microbatch, on TPUs by all-reduces, which send twice as much as reduce-scatters; with
   `Configuration.reduced_once` only in the last one, by reduce-scatters.
@@ -41,7 +41,7 @@ from paxlike.planning.times import Times
 _OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
 # Bytes that the loop of a pipeline moves for each number of a weight and microbatch, with one chunk
 # per stage and with several: for slices of weights, and for the float32 sums of gradients. Weights
-# outside of the stack have sums only. Counted from its operations; see docs/results.md.
+# outside of the stack have sums only, once per microbatch. Counted from its operations; see docs/results.md.
 _SLICED, _SUMMED, _OUTSIDE = (12, 20), (18, 30), 40
 # Kernels of a layer, forward and backward: `--mode=compile --topology=h200-1 --kernels` has 84 for
 # each of Synthetic126M, 89 of Llama3_8B. With recomputation or experts there are more.

@@ -3,7 +3,8 @@
 
 The training state is counted exactly. Temporaries are the saved activations (bytes per token from
 traces of `jax.vjp`) and the working set of one layer's backward pass, whose constants are fitted to
-compiled programs for v5e-256 (their peaks are in `docs/results.md`) and for 64 GPUs.
+compiled programs for v5e-256 (their peaks are in `docs/results.md`) and for 64 GPUs; those of
+pipelines to random plans (`benchmarks/plan_memory.py`).
 """
 
 import dataclasses
@@ -27,15 +28,15 @@ class Memory:
     weights: Stored weights.
     optimizer: Optimizer state.
     batch: Inputs, targets and loss weights.
-    copies: Weights in the compute dtype, those of a reference model and of the chunks that a
-      pipeline runs included, and gradients.
+    copies: Weights in the compute dtype (also those of a reference model, and the slices of chunks
+      that a pipeline copies), and gradients.
     gathered: All-gathered weights of the layers in flight; in a pipeline on GPUs, also the
       gradients of a chunk.
     activations: Residuals that the forward pass saves for the backward pass.
     working: Temporaries of a layer's backward pass.
     logits: Logits of a chunk of the loss, with the output projection and its gradient.
-    logits_beside_layers: Whether XLA holds logits together with the temporaries of a layer, as it
-      does in pipelines on TPUs, whose stages compute both in one tick.
+    logits_beside_layers: Whether XLA holds logits together with the temporaries of a layer. In
+      pipelines, whose ticks compute both, it does for TPUs, not for GPUs.
   """
 
   weights: float
@@ -80,15 +81,14 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
     of_chunk = layers / stages / chunks
     if not network.dims:
       gathered = _gathered_on_gpus(model, how, layer)
-      # Of unrolled layers, XLA delays the gradients of weights.
-      if not how.pipeline.recompute and how.remat is not Remat.SAVE_EVERYTHING:
-        working *= 1 + of_chunk / 4
-    # Besides the slots: the received activations and cotangents, and if they are computed again the
+    # Besides the slots: the received activations and cotangents and, with recomputation, the
     # residuals of the current chunk.
-    dim, residuals = 2 * model.dim / how.residual_shards, saved * of_chunk
-    slots = _num_slots(how.pipeline) * (dim if how.pipeline.recompute else dim + residuals)
-    activations = slots + 2 * dim + (residuals if how.pipeline.recompute else 0.0)
-    activations *= tokens
+    stream, residuals = 2 * model.dim / how.residual_shards, saved * of_chunk
+    slots = _num_slots(how.pipeline)
+    if how.pipeline.recompute:
+      activations = tokens * (slots * stream + 2 * stream + residuals)
+    else:
+      activations = tokens * (slots * (stream + residuals) + 2 * stream)
   return Memory(
     weights=sum(here[weight] * weight.held for weight in model.weights),
     optimizer=_optimizer(model, sizes),
@@ -135,7 +135,8 @@ def optimized(weight: Weight, sizes: Mapping[str, int], *, over_data: bool) -> i
 def _copies(weight: Weight, how: Configuration) -> float:
   """Returns bytes per parameter of the compute-dtype copy, gradient and accumulated gradient.
 
-  In a pipeline, only the sum is held here; for gradients of a chunk see `Memory.gathered`.
+  In a pipeline, that is the sum, and outside of the stack also a gradient; gradients of chunks are
+  in `Memory.gathered`.
   """
   copy = weight.computed if weight.held != weight.computed else 0
   if not weight.trained:
@@ -162,7 +163,7 @@ def _slices(model: ModelSizes, how: Configuration, network: Network) -> float:
   """Returns the bytes of weights that the loop of a pipeline copies, as in compiled programs."""
   if how.pipeline is None:
     return 0.0
-  if network.dims:
+  if network.dims:  # Of the only chunk about half (fitted).
     copies = 1.0 if how.pipeline.chunks > 1 else 0.5
   elif how.pipeline.chunks == 1:
     copies = 0.0
@@ -178,21 +179,19 @@ def _slices(model: ModelSizes, how: Configuration, network: Network) -> float:
 def _gathered_on_gpus(model: ModelSizes, how: Configuration, repeat: float) -> float:
   """Returns the bytes of all-gathered weights, and of gradients, in a chunk of a pipeline.
 
-  `repeat` is the bytes of the all-gathered weights of a repeat of the pattern of layers.
+  They are the weights of a repeat of the pattern of layers, its gradients before fsdp scatters
+  them, and the gradients of the chunk. `repeat` is the bytes of these weights.
   """
   assert how.pipeline is not None
-  unreduced = sharded = 0.0  # Gradients of a chunk, before and after fsdp scatters them.
+  repeats = model.repeats / how.pipeline.num_places
+  unreduced = sharded = 0.0
   for weight in model.in_stack:
     if weight.layers > 0 and weight.trained:
       nbytes = weight.computed / how.pipeline.chunks
-      unreduced += nbytes * weight.per_device(how.sizes, "fsdp")
       sharded += nbytes * weight.per_device(how.sizes)
-  repeats = model.repeats / how.pipeline.num_places
-  # Without recomputation, layers are unrolled, and XLA gathers those of a chunk at once.
-  if not how.pipeline.recompute:
-    return repeats * repeat + unreduced
-  # A loop gathers the weights of a repeat, and scatters its gradients into those of the chunk.
-  return repeat + (unreduced / repeats if unreduced > sharded else 0.0) + sharded
+      if "fsdp" in weight.axes(how.sizes):
+        unreduced += nbytes * weight.per_device(how.sizes, "fsdp") / repeats
+  return repeat + unreduced + sharded
 
 
 def _saved(model: ModelSizes, how: Configuration) -> float:
@@ -232,10 +231,11 @@ def _working(model: ModelSizes, how: Configuration) -> float:
   scores = 0 if model.fused_attention else 10 * model.seq_len * _heads(model, sizes)
   wide = ffn(model, sizes)
   if model.moe_layers and model.capacity is None:
-    # Tokens are all-gathered over `expert`, and have a row for each choice.
+    # Tokens are all-gathered over `expert`, and have a row for each choice: four arrays of width F
+    # and K + 2 of width D in bfloat16.
     rows = 8 * wide + 2 * (model.num_chosen + 2) * model.dim
     return sizes["expert"] * rows + 8 * model.dim + scores
-  if model.moe_layers and model.capacity is not None:
+  if model.capacity is not None:
     wide *= model.capacity / model.num_chosen
   # Four arrays in bfloat16, and a quarter of it twice, as in compiled programs.
   return 10 * (wide + model.dim) + scores

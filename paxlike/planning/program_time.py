@@ -60,8 +60,8 @@ def predict(
     program: The HLO text.
     devices: The devices that it is compiled for, in the order of their mesh.
     machine: The rates that they reach.
-    share_taken: How often a conditional takes its longest branch, 0 to 1; else it takes the
-      shortest.
+    share_taken: How often a conditional takes its longest branch rather than its shortest, 0 to 1;
+      the same for all of the program's.
   """
   kernels = hlo_kernels.kernels(program, machine.chip, machine.rates)
   found = computations(program)

@@ -50,9 +50,9 @@ def test_expected_errors_are_those_of_the_sources_that_were_held_out():
   cases |= {"FP8": (in_fp8, on(64, fsdp=8)), "MoE": (experts, on(64, fsdp=8))}
   for group, (model, how) in cases.items():
     assert accuracy.expected_error(model, how, sheet) == recorded[group]
-  # No published pipeline is a loop over ticks; these are compared with compiled programs.
+  assert accuracy.expected_error(dense, stages, sheet) == recorded["PP"]
+  # None of them is a loop over ticks; these are compared with compiled programs.
   assert "mean difference between both is 8.5 % (median 6 %)" in page.replace("\n", " ")
-  assert accuracy.expected_error(dense, stages, sheet) == 0.085
   blackwell: Any = chips.find("B200")
   found = accuracy.expected_error(dense, on(64, fsdp=8), blackwell)
   assert recorded["GB200"].expected < found < recorded["B200"].expected

@@ -7,6 +7,10 @@ backward tick, and gradients accumulate in the scan's carry. The scan itself is 
 so the schedule's slots, not the number of microbatches, bound the stored activations. All other
 mesh axes are left to the compiler (partially manual `shard_map`). An idle stage computes values
 that are discarded.
+
+Ticks in which stage 0 begins or ends a microbatch also embed its tokens, or add the gradients of
+the embedding; those in which the last stage ends one have its loss. These are branches that all
+stages take together, since they contain collectives over other axes.
 """
 
 import functools
@@ -41,7 +45,7 @@ class StagedModel(Protocol):
   """The model that the executor runs. Constants get no gradient."""
 
   def embed(self, weights: Any, constants: Any, microbatch: Any) -> tuple[jax.Array, Aux]:
-    """Returns (the input of the first virtual stage, [b, T, D], its Aux).
+    """Returns (x, Aux): the input of the first virtual stage, [b, T, D], and what its layers add.
 
     This is the embedding and all layers before the stacked ones. Its weights are the common ones.
     """
@@ -198,7 +202,7 @@ class _Stage:
     """Runs a forward chunk."""
     m, chunk, slot = (values[self._index] for values in half)
     microbatch = self._microbatch(m)
-    state, x = self._embedded(state, half)
+    state, x = self._chunk_input(state, half)
     (y, aux), kept = self._forward(x, microbatch, chunk)
     slots = jax.tree.map(lambda old, new: pytree_indexing.put(old, new, slot), state.slots, kept)
     aux = aux_losses.add(state.aux, pytree_indexing.where(m >= 0, aux))
@@ -221,7 +225,7 @@ class _Stage:
     common = self._add_embedding_gradients(common, dx, half)
     return state._replace(gradients=StageArrays(common, stacked)), dx
 
-  def _embedded(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
+  def _chunk_input(self, state: _State, half: Half) -> tuple[_State, jax.Array]:
     """Returns (state, the input of this stage's forward chunk).
 
     It is what the previous stage has sent, or for the first chunk of stage 0 the embedding.
@@ -237,7 +241,10 @@ class _Stage:
     return state._replace(aux=aux), x
 
   def _add_embedding_gradients(self, common: Any, dx: jax.Array, half: Half) -> Any:
-    """Returns the common gradients, after adding the embedding's if its cotangent dx is there."""
+    """Returns the common gradients, with those of the embedding if stage 0 runs its first chunk.
+
+    dx is then the cotangent of the embedding.
+    """
     ends, microbatch = self._at_first_place(half)
 
     def work(common: Any) -> Any:
@@ -249,10 +256,7 @@ class _Stage:
     return jax.lax.cond(ends, work, lambda common: common, common)
 
   def _at_first_place(self, half: Half) -> tuple[jax.Array, Any]:
-    """Returns (whether stage 0 runs its first chunk, its microbatch), equal on all stages.
-
-    All stages take the same branch on it, as branches contain collectives over other axes.
-    """
+    """Returns (whether stage 0 runs its first chunk, the microbatch of it): equal on all stages."""
     m = half.microbatch[0]
     return (m >= 0) & (half.chunk[0] == 0), self._microbatch(m)
 
@@ -290,7 +294,6 @@ class _Stage:
       return loss, common, jnp.zeros_like(y)
 
     is_final = (m >= 0) & (half.chunk[last] == self._pipeline.chunks - 1)
-    # The branches contain collectives, so all stages must take the same one.
     loss, common, dy = jax.lax.cond(is_final, work, rest, state.loss, state.gradients.common)
     return state._replace(loss=loss, gradients=state.gradients._replace(common=common)), dy
 

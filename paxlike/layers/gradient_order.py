@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which a backward pass computes gradients."""
+
+from typing import Any
+
+import jax
+
+
+@jax.custom_vjp
+def together(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
+  """Returns (x, weights); in the backward pass, the cotangent of x waits for those of the weights.
+
+  Where layers are unrolled, XLA for GPUs else delays the gradients of the weights of all layers
+  beside collectives, and holds the operands of their matmuls until then.
+
+  Args:
+    x: The input of a layer.
+    weights: A pytree of the weights of the layer.
+  """
+  return x, weights
+
+
+def _forward(x: jax.Array, weights: Any) -> tuple[tuple[jax.Array, Any], None]:
+  return (x, weights), None
+
+
+def _backward(_: None, cotangents: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+  leaves, tree = jax.tree.flatten(cotangents)
+  # Integer weights have none.
+  real = [n for n, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
+  tied = jax.lax.optimization_barrier([leaves[n] for n in real])
+  for n, leaf in zip(real, tied, strict=True):
+    leaves[n] = leaf
+  return jax.tree.unflatten(tree, leaves)
+
+
+together.defvjp(_forward, _backward)
