@@ -41,7 +41,8 @@ from paxlike.planning.times import Times
 _OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
 # Bytes that the loop of a pipeline moves for each number of a weight and microbatch, with one chunk
 # per stage and with several: for slices of weights, and for the float32 sums of gradients. Weights
-# outside of the stack have sums only, once per microbatch. Counted from its operations; see docs/results.md.
+# outside of the stack have sums only, once per microbatch. Counted from its operations; see
+# docs/results.md.
 _SLICED, _SUMMED, _OUTSIDE = (12, 20), (18, 30), 40
 # Kernels of a layer, forward and backward: `--mode=compile --topology=h200-1 --kernels` has 84 for
 # each of Synthetic126M, 89 of Llama3_8B. With recomputation or experts there are more.
