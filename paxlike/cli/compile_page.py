@@ -143,9 +143,8 @@ def _predictions(
     program.text,
     list(program.devices.devices.flat),
     found.machine,
-    # All conditionals of a pipeline are in its ticks (`layers/pipeline/executor.py`): one of a
-    # stage's chunks embeds, one has the loss, idle ticks have neither.
-    share_taken=(1 - pipeline.plan.bubble) / pipeline.chunks if pipeline else 1.0,
+    # All conditionals of a pipeline are in its ticks: first chunks embed, last ones have the loss.
+    share_taken=pipeline.plan.chunk_share if pipeline else 1.0,
   )
 
 

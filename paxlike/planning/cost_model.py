@@ -41,8 +41,7 @@ from paxlike.planning.times import Times
 _OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
 # Bytes that the loop of a pipeline moves for each number of a weight and microbatch, with one chunk
 # per stage and with several: for slices of weights, and for the float32 sums of gradients. Weights
-# outside of the stack have sums only, once per microbatch. Counted from its operations; see
-# docs/results.md.
+# outside of the stack have sums only. Counted from its operations; see docs/results.md.
 _SLICED, _SUMMED, _OUTSIDE = (12, 20), (18, 30), 40
 # Kernels of a layer, forward and backward: `--mode=compile --topology=h200-1 --kernels` has 84 for
 # each of Synthetic126M, 89 of Llama3_8B. With recomputation or experts there are more.
@@ -330,6 +329,9 @@ class _Step:
       times += self._matmul(head, "weights", tokens)
     # Logits: written, read for the logsumexp and for the gradient. Gradient: written, read twice.
     times += Times(memory=12 * tokens * model.vocab / tensor / self._bandwidth)
+    if self._scans_ticks:
+      sums = sum(w.trained * w.per_device(self._sizes) for w in model.outside)
+      times += Times(memory=_OUTSIDE * sums / self._bandwidth)
     gathered, reduced = self._gathers(model.outside)
     times = self._beside(times, gathered + (0 if self._how.reduced_once else reduced))
     times += Times(tensor=self._tensor(2 * self._stages)[0])
@@ -354,15 +356,13 @@ class _Step:
     return Times(update=total / self._bandwidth, host=moved / self._network.host)
 
   def _copied(self) -> Times:
-    """Returns the time in which the loop of a pipeline copies weights and sums gradients."""
-    pipeline, total = self._how.pipeline, 0.0
-    assert pipeline is not None
-    for weight in self._model.weights:
+    """Returns the time in which the loop of a pipeline copies weights and gradients of chunks."""
+    assert self._how.pipeline is not None
+    several, total = self._how.pipeline.chunks > 1, 0.0
+    for weight in self._model.in_stack:
       if weight.layers > 0:
-        nbytes = _SLICED[pipeline.chunks > 1] + weight.trained * _SUMMED[pipeline.chunks > 1]
-      else:
-        nbytes = weight.trained * _OUTSIDE
-      total += nbytes * weight.per_device(self._sizes)
+        nbytes = _SLICED[several] + weight.trained * _SUMMED[several]
+        total += nbytes * weight.per_device(self._sizes)
     return Times(memory=total / self._bandwidth)
 
   def _tensor_of(self, weight: Weight) -> int:

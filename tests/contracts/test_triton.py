@@ -17,20 +17,10 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.jaxprs import equations
 from jax.experimental.pallas import triton
 
 from paxlike.layers.moe import grouped_matmul_triton
-
-
-def equations(jaxpr):
-  for equation in jaxpr.eqns:
-    yield equation
-    for inner in jax.tree.leaves(
-      list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-    ):
-      inner = getattr(inner, "jaxpr", inner)
-      if hasattr(inner, "eqns"):
-        yield from equations(inner)
 
 
 def traced(transposed):
@@ -41,7 +31,8 @@ def traced(transposed):
     function, second = grouped_matmul_triton.multiply_transposed, jnp.ones((300, 90), x.dtype)
   else:
     function, second = grouped_matmul_triton.multiply, jnp.ones((3, 70, 90), x.dtype)
-  return list(equations(jax.make_jaxpr(lambda: function(x, second, sizes, x.dtype))().jaxpr))
+  program = jax.make_jaxpr(lambda: function(x, second, sizes, x.dtype))()
+  return [equation for equation, _ in equations(program.jaxpr)]
 
 
 @pytest.mark.parametrize("transposed", [False, True])

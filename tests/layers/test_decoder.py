@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.jaxprs import equations
 from helpers.tiny_model import VOCAB, batch, tiny
 
 from paxlike.devices.mesh import MeshSpec
@@ -113,21 +114,9 @@ def test_a_step_never_holds_the_logits_of_all_tokens(length):
   program = jax.make_jaxpr(
     jax.grad(lambda params: NextToken().total(definition.bind(params), None, data, None)[0])
   )(params)
-  of_logits = [shape for shape in shapes(program.jaxpr) if shape[-1:] == (VOCAB,) and shape[0] == 8]
+  shapes = [made.aval.shape for one, _ in equations(program.jaxpr) for made in one.outvars]
+  of_logits = [shape for shape in shapes if shape[-1:] == (VOCAB,) and shape[0] == 8]
   assert 0 < max(map(math.prod, of_logits)) <= 8 * 4 * VOCAB
-
-
-def shapes(jaxpr):
-  """Yields the shapes of all that a program makes, in its loops too."""
-  for equation in jaxpr.eqns:
-    yield from (made.aval.shape for made in equation.outvars)
-    for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
-      if is_program(inner):
-        yield from shapes(getattr(inner, "jaxpr", inner))
-
-
-def is_program(value):
-  return hasattr(getattr(value, "jaxpr", value), "eqns")
 
 
 def test_chunks_pass_on_what_the_sum_is_multiplied_by():

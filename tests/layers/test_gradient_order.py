@@ -17,7 +17,7 @@ def test_the_cotangent_of_the_input_waits_for_the_gradients_of_the_weights():
 
   def loss(x, w, tie):
     one = {**weights, "w": w}
-    return layer(*(tie(x, one))).sum()
+    return layer(*tie(x, one)).sum()
 
   x = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
   gradients = jax.grad(loss, (0, 1))

@@ -182,10 +182,20 @@ def test_the_loop_of_a_pipeline_hides_few_collectives():
   pipelined = dataclasses.replace(on(64, pipeline=4, fsdp=4, tensor=4), pipeline=stages)
   hidden, exposed = (cost_model.of(model, how, tpu) for how in (flat, pipelined))
   assert hidden.tensor < 0.1 * exposed.tensor and hidden.weights < 0.1 * exposed.weights
-  # Gradients of more chunks are copied in and out of their sum.
-  chunks = dataclasses.replace(stages, schedule="interleaved_1f1b", chunks=2)
-  several = dataclasses.replace(pipelined, pipeline=chunks)
-  assert cost_model.of(model, several, tpu).memory > 1.1 * exposed.memory
+  # On GPUs all gathers are exposed, on TPUs half of them.
+  as_gpu = dataclasses.replace(tpu, chip=MACHINE.chip)
+  assert exposed.weights == pytest.approx(
+    cost_model.of(model, pipelined, as_gpu).weights / 2, rel=0.02
+  )
+  # Gradients of more chunks are copied in and out of their sum, but as often however many there are.
+  several = [
+    dataclasses.replace(
+      pipelined, pipeline=dataclasses.replace(stages, schedule="interleaved_1f1b", chunks=n)
+    )
+    for n in (2, 10)
+  ]
+  few, many = (cost_model.of(model, how, tpu).memory for how in several)
+  assert 1.1 * exposed.memory < few == pytest.approx(many)
 
 
 def test_some_attention_kernels_do_not_shard_sequences():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.jaxprs import equations
 from helpers.steps import assert_same, one_device, steps
 from helpers.tiny_model import adamw, batch, tiny
 
@@ -29,9 +30,14 @@ from paxlike.training.train_step import make_train_step, note_on_memory
 CHUNKS = {"gpipe": 1, "circular": 2, "1f1b": 1, "interleaved_1f1b": 2}
 
 
-def pipeline(schedule: str, *, microbatches: int = 4, **more: bool) -> Pipeline:
-  chunks = CHUNKS[schedule]
-  return Pipeline(schedule=schedule, stages=2, chunks=chunks, microbatches=microbatches, **more)
+def pipeline(schedule: str, *, microbatches: int = 4, recompute: bool = True) -> Pipeline:
+  return Pipeline(
+    schedule=schedule,
+    stages=2,
+    chunks=CHUNKS[schedule],
+    microbatches=microbatches,
+    recompute=recompute,
+  )
 
 
 def temporary_bytes(schedule: str, microbatches: int) -> int:
@@ -156,31 +162,37 @@ def test_layers_before_and_after_the_stages_are_those_of_one_device(recompute):
   assert_same(got, one_device(tiny(**options), data, num_microbatches=4))
 
 
-def test_only_ticks_that_begin_or_end_a_microbatch_embed():
-  """Its lookup and its gradient are in branches of the loops over ticks."""
-  definition = tiny(num_layers=4, scan=True, pipeline=pipeline("interleaved_1f1b"))
-  optimizer, built = adamw(), MeshSpec(ici={"pipeline": 2}).build(jax.devices()[:2])
+def operations(how: Pipeline) -> list[Any]:
+  """Returns the equations in the ticks of a training step, and what they are inside of."""
+  definition, optimizer = tiny(num_layers=4, scan=True, pipeline=how), adamw()
+  built = MeshSpec(ici={"pipeline": 2}).build(jax.devices()[:2])
   with jax.set_mesh(built):
     state = train_state.abstract(definition, optimizer, built)
     step = make_train_step(definition, optimizer, seed=1)
     program = jax.make_jaxpr(step)(state, batch(8))
-  table = definition.weights["embedding.table"].shape
-  found = [(name, place) for name, place in uses(program.jaxpr, table) if "scan" in place]
-  embeds = [(name, place) for name, place in found if name in ("gather", "scatter-add")]
-  assert {name for name, _ in embeds} == {"gather", "scatter-add"}
-  assert all("cond" in place for _, place in embeds)
+  return [(one, inside) for one, inside in equations(program.jaxpr) if "scan" in inside]
 
 
-def uses(jaxpr, shape, place=()):
-  """Yields the operations that read or return arrays of a shape, and what they lie in."""
-  for equation in jaxpr.eqns:
-    if any(getattr(x.aval, "shape", None) == shape for x in (*equation.invars, *equation.outvars)):
-      yield equation.primitive.name, place
-    for value in jax.tree.leaves(
-      list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-    ):
-      if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-        yield from uses(inner, shape, (*place, equation.primitive.name))
+def test_only_ticks_that_begin_or_end_a_microbatch_embed():
+  """Its lookup and its gradient are in branches of the loops over ticks."""
+  table = tiny().weights["embedding.table"].shape
+  found = [
+    (one.primitive.name, "cond" in inside)
+    for one, inside in operations(pipeline("interleaved_1f1b"))
+    if one.primitive.name in ("gather", "scatter-add") and one.invars[0].aval.shape == table
+  ]
+  assert set(found) == {("gather", True), ("scatter-add", True)}
+
+
+@pytest.mark.parametrize(("recompute", "ordered"), [(True, 0), (False, 2)])
+def test_gradients_of_unrolled_layers_are_ordered(recompute, ordered):
+  barriers = [
+    len(one.outvars)
+    for one, _ in operations(pipeline("1f1b", recompute=recompute))
+    if one.primitive.name == "optimization_barrier"
+  ]
+  # Of each layer of a stage, in the phase of both kinds of ticks and in that of backward ticks.
+  assert sum(count > 1 for count in barriers) == 2 * ordered
 
 
 def test_chunks_of_a_stage_follow_each_other_in_memory():

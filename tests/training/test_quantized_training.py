@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.jaxprs import equations
 from helpers.program import TINY, curve, run
 from helpers.shrunk import shrunk
 from helpers.steps import ONE, by_layer, distance, one_device, steps
@@ -76,22 +77,13 @@ def test_weights_are_rounded_once_a_step_however_many_parts_it_has(kind):
   program = jax.make_jaxpr(step)(state, batch(8))
   weight = definition.weights["stack.layers.0.mlp.up.w"].shape
   small = jnp.dtype(jnp.int8 if kind == "int8" else jnp.float8_e4m3fn)
-  found = list(conversions(program.jaxpr, weight, small))
-  assert len(found) >= 2 and not any(found)
-
-
-def conversions(jaxpr, shape, dtype, in_loop=False):
-  """Yields, for each conversion to such arrays, whether it is in a loop."""
-  for equation in jaxpr.eqns:
-    made = equation.outvars[0].aval
-    converts = equation.primitive.name == "convert_element_type"
-    if converts and (made.dtype, made.shape) == (dtype, shape):
-      yield in_loop
-    for value in equation.params.values():
-      for inner in value if isinstance(value, tuple) else (value,):
-        inner = getattr(inner, "jaxpr", inner)
-        if hasattr(inner, "eqns"):
-          yield from conversions(inner, shape, dtype, in_loop or equation.primitive.name == "scan")
+  found = [
+    inside
+    for one, inside in equations(program.jaxpr)
+    if one.primitive.name == "convert_element_type"
+    and (one.outvars[0].aval.dtype, one.outvars[0].aval.shape) == (small, weight)
+  ]
+  assert len(found) >= 2 and not any("scan" in inside for inside in found)
 
 
 @pytest.mark.slow

@@ -157,6 +157,11 @@ class Schedule:
     """The bubble fraction: the fraction of a step in which a stage is idle."""
     return 1 - self.microbatches * (_FORWARD + _BACKWARD) / self.time
 
+  @property
+  def chunk_share(self) -> float:
+    """The fraction of its forward, or backward, ticks in which a stage runs a given chunk."""
+    return (1 - self.bubble) / self.chunks
+
   def stored(self, stage: int) -> int:
     """Returns the peak number of chunks whose residuals a stage stores."""
     return 1 + max(self._slots(stage)[0])
