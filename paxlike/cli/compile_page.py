@@ -28,6 +28,8 @@ def text(trainer: Trainer, program: aot.Program, *, with_kernels: bool) -> str:
   if with_kernels and program.step is not None:
     header = ("ms", "launches", "GB", "TFLOP", "roofline per device")
     parts.append(formatting.table(header, _kernels(program), right=range(4)))
+  if len(parts) > 1 and program.devices.shape["pipeline"] > 1:
+    parts.append("These tables count the embedding and the loss in every tick of the pipeline.")
   return "\n\n".join(parts)
 
 

@@ -94,7 +94,9 @@ def test_kernels_of_attention_are_taken_in_the_stages_of_a_pipeline(topology, me
   bf16 = [flag for flag in TINY if "DTYPE" not in flag]
   sizes = (f"--fdl.ICI_MESH_SHAPE={mesh}", "--fdl.NUM_LAYERS=2", "--fdl.DIMS_PER_HEAD=128")
   assert run(*bf16, *sizes, "--mode=compile", f"--topology={topology}") == 0
-  assert "collective-permute over pipeline" in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert "collective-permute over pipeline" in out
+  assert "count the embedding and the loss in every tick" in out
 
 
 @pytest.mark.slow

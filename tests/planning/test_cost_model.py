@@ -187,7 +187,7 @@ def test_the_loop_of_a_pipeline_hides_few_collectives():
   assert exposed.weights == pytest.approx(
     cost_model.of(model, pipelined, as_gpu).weights / 2, rel=0.02
   )
-  # Gradients of more chunks are copied in and out of their sum, but as often however many there are.
+  # Gradients of several chunks are copied in and out of their sum, as often for 10 as for 2.
   several = [
     dataclasses.replace(
       pipelined, pipeline=dataclasses.replace(stages, schedule="interleaved_1f1b", chunks=n)
