@@ -52,7 +52,7 @@ def test_expected_errors_are_those_of_the_sources_that_were_held_out():
     assert accuracy.expected_error(model, how, sheet) == recorded[group]
   assert accuracy.expected_error(dense, stages, sheet) == recorded["PP"]
   # None of them is a loop over ticks; these are compared with compiled programs.
-  assert "mean difference between both is 8.5 % (median 6 %)" in page.replace("\n", " ")
+  assert "mean difference between both is 9.0 % (median 6.5 %)" in page.replace("\n", " ")
   blackwell: Any = chips.find("B200")
   found = accuracy.expected_error(dense, on(64, fsdp=8), blackwell)
   assert recorded["GB200"].expected < found < recorded["B200"].expected
