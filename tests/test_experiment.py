@@ -19,6 +19,7 @@ from paxlike.devices import topology
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
+from paxlike.training import optimizers
 
 # Knobs that count only beside another: knob -> the setting under which they are read.
 CONDITIONS = {
@@ -56,7 +57,7 @@ def test_its_graph_is_the_same_on_every_machine(cls, monkeypatch):
 
 @functools.cache
 def read_names(cls: type[Experiment]) -> frozenset[str]:
-  """Returns the knobs that an experiment reads as it is, or under the CONDITIONS."""
+  """Returns the knobs that an experiment reads, alone, under CONDITIONS or by an optimizer."""
   knobs, read = cls.knobs(), set()
   together = {name: value for setting in CONDITIONS.values() for name, value in setting.items()}
   for setting in ({}, together, *CONDITIONS.values()):  # One by one only if it takes that.
@@ -64,6 +65,10 @@ def read_names(cls: type[Experiment]) -> frozenset[str]:
       experiment = cls(**{name: value for name, value in setting.items() if name in knobs})
       experiment.trainer()
       read |= experiment.read_names()
+  for name in optimizers.OPTIMIZERS:
+    experiment = cls(OPTIMIZER=name)
+    experiment.optimizer()
+    read |= experiment.read_names()
   return frozenset(read)
 
 

@@ -125,6 +125,8 @@ def _predicted(trainer: Trainer, program: aot.Program) -> Iterator[tuple[str, st
     return
   exposed = f"{by_program.exposed:.3g} s of it waiting for collectives"
   yield "predicted step, by this program", f"{by_program.total:.4g} s, {exposed}"
+  sent = formatting.nbytes(program.sent_by_optimizer())
+  yield "of it, the optimizer", f"{by_program.optimizer:.3g} s, {sent} sent by each device"
   difference = by_program.total / found.times.total - 1
   if abs(difference) > expected:
     more = "longer" if difference > 0 else "less"

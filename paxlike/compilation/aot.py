@@ -11,7 +11,7 @@ import jax
 
 from paxlike.compilation import hlo_collectives as collectives
 from paxlike.compilation import hlo_kernels as kernels
-from paxlike.compilation import saved_step
+from paxlike.compilation import hlo_text, saved_step
 from paxlike.devices import chips, malloc, mesh, program_cache
 from paxlike.errors import UserError
 from paxlike.layers import flops
@@ -100,6 +100,11 @@ class Program:
   def collectives(self) -> list[collectives.Collective]:
     """Returns the collectives of a step."""
     return [] if self.step is None else collectives.collectives(self.text, self.devices)
+
+  def sent_by_optimizer(self) -> float:
+    """Returns the bytes that each device sends in the collectives of the optimizer in a step."""
+    found = collectives.instructions(self.text, self.devices)
+    return sum(one.nbytes for one in found if hlo_text.OPTIMIZER in one.source)
 
   def kernels(self) -> list[kernels.HloKernel]:
     """Returns the kernels of a step on each device."""

@@ -38,6 +38,7 @@ class CollectiveInstruction(NamedTuple):
     in_loop: Whether it is inside a loop.
     is_async: Whether the device computes between its start and its done.
     name: The name of the instruction.
+    source: The `op_name` that JAX gave the operation.
   """
 
   kind: str
@@ -47,6 +48,7 @@ class CollectiveInstruction(NamedTuple):
   in_loop: bool
   is_async: bool
   name: str
+  source: str = ""
 
 
 class Overlap(NamedTuple):
@@ -87,7 +89,7 @@ def instructions(program: str, mesh: Mesh) -> list[CollectiveInstruction]:
       sent *= 2
     found.append(
       CollectiveInstruction(
-        kind, _axes(group, mesh), count, count * sent, in_loop, is_async, one.name
+        kind, _axes(group, mesh), count, count * sent, in_loop, is_async, one.name, one.op_name
       )
     )
   return found

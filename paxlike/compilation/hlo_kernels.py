@@ -312,12 +312,25 @@ def _fusion_bytes(
   operations = {one.operation for one in body}
   written = sum(shape.nbytes for shape in outputs)
   largest = max((shape.nbytes for shape in outputs), default=0)
-  if "dynamic-update-slice" in operations:
+  if _updates_in_place(body):
     parts = [shape.nbytes for shape in operands if shape.nbytes < largest / 2]
     return 2 * sum(parts) if parts else written
   if operations & {"dynamic-slice", "gather"}:
     return written + sum(min(shape.nbytes, 2 * largest) for shape in operands)
   return written + sum(shape.nbytes for shape in operands)
+
+
+def _updates_in_place(body: Sequence[Instruction]) -> bool:
+  """Returns whether an output of a fusion is an updated slice of an array, maybe converted."""
+  by_name = {one.name: one for one in body}
+  root = body[-1]
+  for name in root.operands if root.operation == "tuple" else (root.name,):
+    one = by_name.get(name)
+    while one is not None and one.operation in ("bitcast", "convert", "copy"):
+      one = by_name.get(one.operands[0])
+    if one is not None and one.operation == "dynamic-update-slice":
+      return True
+  return False
 
 
 def _is_transpose(one: Instruction, operands: Sequence[Shape]) -> bool:

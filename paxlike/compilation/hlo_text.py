@@ -14,6 +14,8 @@ _NO_ARRAYS = ("token", "opaque")
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
 COLLECTIVES += ("collective-permute", "collective-broadcast")
+#: In the `op_name` of what the optimizer computes: its named scope in a train step.
+OPTIMIZER = "/optimizer/"
 
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[0-9,]*)?(?::[^{}\s]*?S\((\d+)\))?")
 _HEAD = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")

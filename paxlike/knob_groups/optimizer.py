@@ -2,7 +2,7 @@
 """The knobs of the optimizer and of its schedule, and the methods that return both."""
 
 import itertools
-from typing import Literal
+from typing import Any, Literal
 
 import fiddle as fdl
 
@@ -69,14 +69,27 @@ class ScheduleKnobs(RunKnobs):
 
 
 class OptimizerKnobs(ScheduleKnobs):
-  """Optimizer: AdamW's moments, weight decay and gradient clipping."""
+  """Optimizer: the rule that makes a step of gradients, weight decay and gradient clipping."""
 
   OPTIMIZER: optimizers.OptimizerName = "adamw"  #: Optimizer; others can be registered.
   ADAM_BETA1: ranges.Probability = 0.9  #: Decay rate of the first moment.
   ADAM_BETA2: ranges.Probability = 0.95  #: Decay rate of the second moment.
   ADAM_EPSILON: ranges.Epsilon = 1e-8  #: Added outside the square root.
-  #: Storage dtype of both moments; bfloat16 uses stochastic rounding.
-  ADAM_MOMENT_DTYPE: Literal["float32", "bfloat16"] = "float32"
+  #: Storage dtype of Adam's moments and Muon's momentum; bfloat16 uses stochastic rounding.
+  ADAM_MOMENT_DTYPE: optimizers.MomentDtype = "float32"
+  MUON_MOMENTUM: ranges.Probability = 0.95  #: Decay rate of Muon's momentum.
+  #: Scale of Muon's updates: "rms" is that of Adam, whose learning rates serve; "width" is
+  #: sqrt(max(1, outputs / inputs)).
+  MUON_SCALE: optimizers.Scale = "rms"
+  ADEMAMIX_BETA3: ranges.Probability = 0.9999  #: Decay rate of AdEMAMix's slow moment.
+  ADEMAMIX_ALPHA: ranges.NonNegativeFloat = 5.0  #: Weight of AdEMAMix's slow moment.
+  #: Steps in which AdEMAMix's slow moment grows to its weight. None: MAX_STEPS.
+  ADEMAMIX_WARMUP: ranges.NonNegative | None = None
+  LION_BETA1: ranges.Probability = 0.9  #: Weight of the momentum in the sign of Lion.
+  LION_BETA2: ranges.Probability = 0.99  #: Decay rate of Lion's momentum.
+  ADAFACTOR_DECAY: ranges.Probability = 0.8  #: Exponent of the decay of Adafactor's moments.
+  #: Decay rate of Adafactor's first moment. None: it has none.
+  ADAFACTOR_MOMENTUM: ranges.Probability | None = None
   #: Shard the optimizer state over the mesh axis data too (ZeRO-1).
   SHARD_OPTIMIZER_OVER_DATA: bool = False
   #: Offload the optimizer state to host memory between updates.
@@ -90,16 +103,53 @@ class OptimizerKnobs(ScheduleKnobs):
     """Returns the optimizer with its learning-rate schedule."""
     if make := optimizers.OPTIMIZERS.get(self.OPTIMIZER):
       return make(self)
+    shared = {
+      "learning_rate": self.schedule(),
+      "weight_decay": self.WEIGHT_DECAY,
+      "decayed": getattr(optimizers, self.WEIGHT_DECAY_ON),
+      "clip_norm": self.CLIP_GRADIENT_NORM_TO_VALUE,
+      "over_data": self.SHARD_OPTIMIZER_OVER_DATA,
+      "on_host": self.OPTIMIZER_ON_HOST,
+    }
+    if self.OPTIMIZER == "adamw":
+      return fdl.Config(optimizers.adamw, **self._adam(), **shared)
+    if self.OPTIMIZER == "schedule_free_adamw":
+      b1, rest = self.ADAM_BETA1, self._adam() | {"b1": 0.0}
+      inner = fdl.Config(optimizers.adamw, **rest, **shared)
+      return fdl.Config(optimizers.schedule_free, inner, b1=b1)
+    return fdl.Config(optimizers.descent, rule=self._rule(), **shared)
+
+  def _rule(self) -> fdl.Config:
+    if self.OPTIMIZER == "muon":
+      return fdl.Config(
+        optimizers.muon,
+        others=fdl.Config(optimizers.adam, **self._adam()),
+        momentum=self.MUON_MOMENTUM,
+        scale=self.MUON_SCALE,
+        moment_dtype=self.ADAM_MOMENT_DTYPE,
+        over_data=self.SHARD_OPTIMIZER_OVER_DATA,
+      )
+    if self.OPTIMIZER == "lion":
+      return fdl.Config(optimizers.lion, b1=self.LION_BETA1, b2=self.LION_BETA2)
+    if self.OPTIMIZER == "adafactor":
+      return fdl.Config(
+        optimizers.adafactor, decay=self.ADAFACTOR_DECAY, momentum=self.ADAFACTOR_MOMENTUM
+      )
+    warmup = self.ADEMAMIX_WARMUP
     return fdl.Config(
-      optimizers.adamw,
-      learning_rate=self.schedule(),
+      optimizers.ademamix,
       b1=self.ADAM_BETA1,
       b2=self.ADAM_BETA2,
+      b3=self.ADEMAMIX_BETA3,
+      alpha=self.ADEMAMIX_ALPHA,
       eps=self.ADAM_EPSILON,
-      weight_decay=self.WEIGHT_DECAY,
-      decayed=getattr(optimizers, self.WEIGHT_DECAY_ON),
-      clip_norm=self.CLIP_GRADIENT_NORM_TO_VALUE,
-      moment_dtype=self.ADAM_MOMENT_DTYPE,
-      over_data=self.SHARD_OPTIMIZER_OVER_DATA,
-      on_host=self.OPTIMIZER_ON_HOST,
+      warmup=self.max_steps() if warmup is None else warmup,
     )
+
+  def _adam(self) -> dict[str, Any]:
+    return {
+      "b1": self.ADAM_BETA1,
+      "b2": self.ADAM_BETA2,
+      "eps": self.ADAM_EPSILON,
+      "moment_dtype": self.ADAM_MOMENT_DTYPE,
+    }

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paxlike.compilation import hlo_collectives, hlo_kernels
+from paxlike.compilation import hlo_collectives, hlo_kernels, hlo_text
 from paxlike.compilation.hlo_text import COLLECTIVES, Computations, Instruction, computations
 from paxlike.devices import interconnect
 from paxlike.devices.interconnect import Group, Network
@@ -32,12 +32,14 @@ class ProgramTime(NamedTuple):
     kernels: Of its kernels, one after another.
     collectives: Of its collectives, one after another.
     exposed: In which computation waits for collectives.
+    optimizer: In which the optimizer's kernels and collectives run.
   """
 
   total: float
   kernels: float
   collectives: float
   exposed: float
+  optimizer: float = 0.0
 
   def times(self, count: float) -> "ProgramTime":
     """Returns this, `count` times."""
@@ -142,6 +144,8 @@ class _Timeline:
     now, sums = 0.0, _NOTHING
     for one in self._computations.get(name, ()):
       spent = self._instruction(one, state.later(now), now, state)
+      if hlo_text.OPTIMIZER in one.op_name and not spent.optimizer:
+        spent = spent._replace(optimizer=spent.total)
       now += spent.total
       sums = sums.plus(spent)
     end = state.later(now)

@@ -64,7 +64,8 @@ def make_train_step(
     *new, norm = _updated(definition, transform, state, grads, new_extra)
     finite = _all_finite([norm, aux.losses["loss"], *new_extra.values()])
     old = [state.params, state.extra, state.opt_state]
-    params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    with jax.named_scope("optimizer"):
+      params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     of_step = {
       "grad_norm": norm,
       "learning_rate": optimizer.learning_rate(state.step - state.skipped),

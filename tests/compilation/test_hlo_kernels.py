@@ -103,6 +103,16 @@ def test_transposes_are_told_from_what_keeps_its_order(h200):
     assert one.seconds == pytest.approx(one.nbytes / (0.9 * 4.8e12) + 2e-6)
 
 
+def test_an_array_with_an_updated_slice_is_read_whole(h200):
+  """As the gradients of a scan are by the optimizer: XLA moves the last layer's out of the loop."""
+
+  def update(x, row, y):
+    return jax.lax.dynamic_update_slice(x, row, (3, 0)) * 2 + y
+
+  (one,) = compiled(update, (512, 1024), (1, 1024), (512, 1024))
+  assert one.nbytes == 2 * (3 * 512 * 1024 + 1024)
+
+
 def test_sums_are_ordered_by_time():
   one = hlo_kernels.HloKernel("matmul", "a", 3, 10.0, 5.0, 1.0, "x")
   other = hlo_kernels.HloKernel("memory", "b", 1, 7.0, 0.0, 4.0, "y")

@@ -13,6 +13,7 @@ from helpers.program import TEXT, TINY, curve, finish, run, start
 
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.training.evaluation import Evaluator
+from paxlike.training.optimizers import OPTIMIZERS
 
 
 def flags(folder, steps, *more):
@@ -47,6 +48,22 @@ def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, text):
   for name, value in expected.items():
     assert np.asarray(value).tobytes() == np.asarray(got[name]).tobytes(), name
   assert curve(tmp_path / "whole", "eval") == curve(tmp_path / "parts", "eval")[-1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name", [name for name, make in OPTIMIZERS.items() if make is None and name != "adamw"]
+)
+def test_each_optimizer_resumes_bitwise(tmp_path, name):
+  """On eight devices, with its state sharded."""
+  more = (f"--fdl.OPTIMIZER={name}", "--fdl.ICI_MESH_SHAPE=[2,2,2]")
+  assert run(*flags(tmp_path / "whole", 4, *more)) == 0
+  for steps in (2, 4):
+    assert run(*flags(tmp_path / "parts", 4, *more, f"--fdl.num_steps={steps}")) == 0
+  expected, got = final_state(tmp_path / "whole", 4), final_state(tmp_path / "parts", 4)
+  assert expected.keys() == got.keys()
+  for key, value in expected.items():
+    assert np.asarray(value).tobytes() == np.asarray(got[key]).tobytes(), key
 
 
 @pytest.mark.slow

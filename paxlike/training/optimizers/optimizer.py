@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers and learning-rate schedules, composed from optax."""
+"""The optimizer: an optax transformation with a schedule, and how transformations compose."""
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Set
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition, Params, WeightSpec
-from paxlike.layers.precision.rounding import in_dtype
+from paxlike.training.optimizers.schedules import Schedule
 
-# Completed updates -> learning rate.
-Schedule = optax.Schedule
 # Name -> spec of the trained weights. In a scanned stack, a spec has the leading dim "layer".
 Weights = Mapping[str, WeightSpec]
 # An optax transformation or, if it depends on the dims of weights, a function of their specs that
@@ -33,7 +29,9 @@ SCHEDULES: dict[str, Callable[[Any], Any] | None] = {
   "linear_rampup_exponential_decay": None,
   "constant": None,
 }
-OPTIMIZERS: dict[str, Callable[[Any], Any] | None] = {"adamw": None}
+OPTIMIZERS: dict[str, Callable[[Any], Any] | None] = dict.fromkeys(
+  ("adamw", "muon", "lion", "adafactor", "ademamix", "schedule_free_adamw")
+)
 ScheduleName = Annotated[str, ranges.OneOf(SCHEDULES.keys())]
 OptimizerName = Annotated[str, ranges.OneOf(OPTIMIZERS.keys())]
 
@@ -105,6 +103,70 @@ def chain(*transforms: Transform) -> Transform:
   return lambda weights: optax.chain(*(resolved(transform, weights) for transform in transforms))
 
 
+class Divided(NamedTuple):
+  """The state of `divided`: that of the chosen weights, and that of the others."""
+
+  chosen: Any
+  others: Any
+
+
+def divided(
+  choose: Callable[[Weights], Set[str]], chosen: Transform, others: Transform
+) -> Transform:
+  """Returns a transformation by `chosen` for the weights that `choose` names, else by `others`."""
+
+  def made(weights: Weights) -> optax.GradientTransformation:
+    names = choose(weights)
+
+    def split(tree: Any) -> tuple[Any, Any]:
+      return (
+        {name: x for name, x in tree.items() if name in names},
+        {name: x for name, x in tree.items() if name not in names},
+      )
+
+    parts = [resolved(t, w) for t, w in zip((chosen, others), split(weights), strict=True)]
+
+    def init(params: Any) -> Any:
+      return Divided(*(t.init(w) for t, w in zip(parts, split(params), strict=True)))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+      of_params = (None, None) if params is None else split(params)
+      given = zip(parts, split(updates), state, of_params, strict=True)
+      found: Any = [t.update(g, s, w) for t, g, s, w in given]
+      (one, first), (other, second) = found
+      return {name: (one | other)[name] for name in updates}, Divided(first, second)
+
+    return optax.GradientTransformation(init, update)
+
+  return made
+
+
+def by_layer(transform: optax.GradientTransformation) -> Transform:
+  """Returns a transformation of each weight by itself, and of each layer of a stacked weight.
+
+  It is for transformations that compute a statistic of a whole array.
+  """
+
+  def made(weights: Weights) -> optax.GradientTransformation:
+    def of(function: Any, name: str) -> Any:
+      return jax.vmap(function) if weights[name].dims[0] == "layer" else function
+
+    def init(params: Any) -> Any:
+      return {name: of(transform.init, name)(w) for name, w in params.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+      assert params is not None
+      found = {
+        name: of(transform.update, name)(x, state[name], params[name])
+        for name, x in updates.items()
+      }
+      return {n: pair[0] for n, pair in found.items()}, {n: pair[1] for n, pair in found.items()}
+
+    return optax.GradientTransformation(init, update)
+
+  return made
+
+
 @configurable
 def matrices(weights: Weights) -> dict[str, bool]:
   """Marks weight matrices and tables, not biases, norms and adapters (LoRA)."""
@@ -121,106 +183,32 @@ def everything(weights: Weights) -> dict[str, bool]:
 
 
 @configurable
-def adamw(
+def descent(
+  rule: Transform,
   *,
   learning_rate: Schedule,
-  b1: ranges.Probability,
-  b2: ranges.Probability,
-  eps: ranges.Epsilon,
   weight_decay: ranges.Weight,
   decayed: Callable[[Weights], dict[str, bool]] = everything,
   clip_norm: ranges.PositiveFloat | None,
-  moment_dtype: Literal["float32", "bfloat16"] = "float32",
   over_data: bool = False,
   on_host: bool = False,
 ) -> Optimizer:
-  """AdamW (Loshchilov and Hutter, 2019) after clipping by global norm.
+  """Descends along the direction that a rule makes of clipped gradients.
 
   Args:
-    learning_rate: Multiplies both the Adam step and the weight decay.
-    b1: Decay rate of the first moment.
-    b2: Decay rate of the second moment.
-    eps: Added outside the square root.
+    rule: Gradients -> the direction of a step, such as `adam`.
+    learning_rate: Multiplies both the direction and the weight decay.
     weight_decay: Decoupled weight decay.
     decayed: Returns the mask of decayed weights, given their specs.
     clip_norm: Largest global norm of the gradients; None: no clipping.
-    moment_dtype: Storage dtype of both moments; bfloat16 uses stochastic rounding.
     over_data: See `Optimizer`.
     on_host: See `Optimizer`.
   """
   clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
   transform = chain(
     clip,
-    _stored_in(jnp.dtype(moment_dtype), optax.scale_by_adam(b1=b1, b2=b2, eps=eps)),
+    rule,
     lambda weights: optax.add_decayed_weights(weight_decay, mask=decayed(weights)),
     optax.scale_by_learning_rate(learning_rate),
   )
   return Optimizer(transform, learning_rate, over_data, on_host)
-
-
-def _stored_in(dtype: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
-  """Stores the moments of Adam in `dtype`; the arithmetic is float32."""
-
-  def moments(state: Any, cast: Callable[[jax.Array], jax.Array]) -> Any:
-    return state._replace(mu=jax.tree.map(cast, state.mu), nu=jax.tree.map(cast, state.nu))
-
-  def init(params: Any) -> Any:
-    return moments(adam.init(params), lambda x: x.astype(dtype))
-
-  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    updates, state = adam.update(updates, moments(state, lambda x: x.astype(jnp.float32)), params)
-    return updates, moments(state, functools.partial(in_dtype, dtype=dtype, draw=state.count))
-
-  return optax.GradientTransformation(init, update)
-
-
-@configurable(name="constant_schedule")
-def constant(*, peak: ranges.Rate) -> Schedule:
-  """The same rate at every step."""
-  return optax.constant_schedule(peak)
-
-
-@configurable
-def linear_rampup_cosine_decay(
-  *,
-  peak: ranges.Rate,
-  warmup: ranges.NonNegative,
-  decay_start: ranges.NonNegative,
-  decay_end: ranges.NonNegative,
-  min_ratio: ranges.Fraction,
-) -> Schedule:
-  """Linear warmup from 0 to `peak`, then cosine decay from `decay_start` to `decay_end`.
-
-  The rate is 0 at step 0 and stays at `min_ratio * peak` after the decay. The decay never begins
-  before the end of the warmup and takes at least one step.
-  """
-  decay = optax.cosine_decay_schedule(peak, max(decay_end - decay_start, 1), alpha=min_ratio)
-  return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=decay_start)
-
-
-@configurable
-def linear_rampup_exponential_decay(
-  *,
-  peak: ranges.Rate,
-  warmup: ranges.NonNegative,
-  decay_start: ranges.NonNegative,
-  decay_end: ranges.NonNegative,
-  min_ratio: ranges.Epsilon,
-) -> Schedule:
-  """Linear warmup from 0 to `peak`, then exponential decay to `min_ratio * peak`.
-
-  For the steps see `linear_rampup_cosine_decay`.
-  """
-  num_steps = max(decay_end - decay_start, 1)
-
-  def decay(count: jax.typing.ArrayLike) -> jax.Array:
-    return peak * jnp.exp(math.log(min_ratio) * jnp.minimum(count / num_steps, 1.0))
-
-  return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=decay_start)
-
-
-def _after_rampup(decay: Schedule, *, peak: float, warmup: int, decay_start: int) -> Schedule:
-  return optax.join_schedules(
-    [optax.linear_schedule(0, peak, warmup), optax.constant_schedule(peak), decay],
-    [warmup, max(decay_start, warmup)],
-  )

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers and learning-rate schedules, most of them composed from optax."""
+
+from paxlike.training.optimizers.averages import schedule_free
+from paxlike.training.optimizers.elementwise import MomentDtype, adam, adamw, ademamix, lion
+from paxlike.training.optimizers.factored import adafactor
+from paxlike.training.optimizers.matrix import Scale, muon
+from paxlike.training.optimizers.optimizer import (
+  OPTIMIZERS,
+  SCHEDULES,
+  Optimizer,
+  OptimizerName,
+  ScheduleName,
+  Transform,
+  Weights,
+  chain,
+  descent,
+  everything,
+  matrices,
+  register_optimizer,
+  register_schedule,
+  resolved,
+)
+from paxlike.training.optimizers.schedules import (
+  Schedule,
+  constant,
+  linear_rampup_cosine_decay,
+  linear_rampup_exponential_decay,
+)
+
+__all__ = [
+  "OPTIMIZERS",
+  "SCHEDULES",
+  "MomentDtype",
+  "Optimizer",
+  "OptimizerName",
+  "Scale",
+  "Schedule",
+  "ScheduleName",
+  "Transform",
+  "Weights",
+  "adafactor",
+  "adam",
+  "adamw",
+  "ademamix",
+  "chain",
+  "constant",
+  "descent",
+  "everything",
+  "linear_rampup_cosine_decay",
+  "linear_rampup_exponential_decay",
+  "lion",
+  "matrices",
+  "muon",
+  "register_optimizer",
+  "register_schedule",
+  "resolved",
+  "schedule_free",
+]
