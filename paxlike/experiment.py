@@ -32,7 +32,7 @@ class Experiment(
   ParallelismKnobs,  # mesh(), pipeline().
   BatchKnobs,
   OptimizerKnobs,  # optimizer().
-  ScheduleKnobs,  # schedule().
+  ScheduleKnobs,  # schedule(), branch().
   RunKnobs,
   ProfilingKnobs,  # profile().
   CheckpointKnobs,  # best().
@@ -65,6 +65,7 @@ class Experiment(
       trackers=self.TRACKERS,
       tracker_project=self.TRACKER_PROJECT,
       restore=self.restore(),
+      branch=self.branch(),
       best=self.best(),
       objective=self.objective(),
       weight_dtype=self.WEIGHT_DTYPE,

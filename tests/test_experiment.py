@@ -23,7 +23,6 @@ from paxlike.training import optimizers
 
 # Knobs that count only beside another: knob -> the setting under which they are read.
 CONDITIONS = {
-  "LR_LRED_": {"LR_SCHEDULE": "linear_rampup_exponential_decay"},
   "VOCAB_PATH": {"TOKENIZER": "sentencepiece", "VOCAB_PATH": "x.model"},
   "MOE_DISPATCH": {"MOE_DISPATCH": "capacity"},
   "CHECKPOINT_RESTORE_PATH": {"CHECKPOINT_RESTORE_PATH": "run"},
@@ -57,7 +56,7 @@ def test_its_graph_is_the_same_on_every_machine(cls, monkeypatch):
 
 @functools.cache
 def read_names(cls: type[Experiment]) -> frozenset[str]:
-  """Returns the knobs that an experiment reads, alone, under CONDITIONS or by an optimizer."""
+  """Returns the knobs that an experiment reads, as it is or under some condition."""
   knobs, read = cls.knobs(), set()
   together = {name: value for setting in CONDITIONS.values() for name, value in setting.items()}
   for setting in ({}, together, *CONDITIONS.values()):  # One by one only if it takes that.
@@ -66,8 +65,12 @@ def read_names(cls: type[Experiment]) -> frozenset[str]:
       experiment.trainer()
       read |= experiment.read_names()
   for name in optimizers.OPTIMIZERS:
-    experiment = cls(OPTIMIZER=name)
+    experiment = cls(OPTIMIZER=name, EMA_HALF_LIVES=(2.0,))
     experiment.optimizer()
+    read |= experiment.read_names()
+  for name in optimizers.SCHEDULES:
+    experiment = cls(LR_SCHEDULE=name)
+    experiment.schedule()
     read |= experiment.read_names()
   return frozenset(read)
 
@@ -195,13 +198,14 @@ def test_derived_values_follow_their_knobs():
 
 @every_experiment
 @pytest.mark.parametrize(
-  "schedule", ["linear_rampup_cosine_decay", "linear_rampup_exponential_decay"]
+  "schedule", [name for name, make in optimizers.SCHEDULES.items() if make is None]
 )
 def test_its_schedule_takes_any_number_of_steps(cls, schedule):
   for steps in (0, 1, 3, 2**31 - 1):
     building.build(cls(LR_SCHEDULE=schedule, MAX_STEPS=steps).schedule())
   most = cls(LR_SCHEDULE=schedule, LR_COS_DECAY_START=None, LR_COS_DECAY_END=None)
   most.set("LR_COS_WARMUP", 2**31 - 1, source="").set("LR_LRED_WARMUP", 2**31 - 1, source="")
+  most.set("LR_WARMUP", 2**31 - 1, source="")
   building.build(most.schedule())
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import fiddle as fdl
 
+from paxlike.checkpoints.branch import Branch, step_in
 from paxlike.config import ranges
 from paxlike.config.knobs import UNSET
 from paxlike.errors import UserError
@@ -31,6 +32,17 @@ class ScheduleKnobs(RunKnobs):
   #: Step at which the exponential decay ends. None: MAX_STEPS.
   LR_LRED_DECAY_END: ranges.NonNegative | None = None
   LR_LRED_MIN_RATIO: ranges.Epsilon = 0.1  #: Final learning rate as a fraction of the peak.
+  LR_WARMUP: ranges.NonNegative = 1000  #: Warmup steps of the other schedules.
+  #: Final learning rate of the other schedules as a fraction of the peak.
+  LR_MIN_RATIO: ranges.Fraction = 0.0
+  LR_CYCLES: ranges.Positive = 4  #: Cycles of the schedule cosine_restarts.
+  #: Share of MAX_STEPS, at their end, in which the rate of wsd decays; 0: it stays. DECAY_FROM
+  #: takes its place.
+  LR_WSD_DECAY: ranges.Fraction = 0.2
+  LR_WSD_SHAPE: optimizers.DecayShape = "sqrt"  #: Decay by 1 - x, 1 - sqrt(x) or a cosine.
+  #: Checkpoint of another run, RUN/checkpoints/checkpoint_N, that a new run goes on from. The rate
+  #: of wsd then decays from its step to MAX_STEPS. None: the run starts anew.
+  DECAY_FROM: ranges.Path | None = None
 
   def schedule(self) -> fdl.Config:
     """Returns the learning-rate schedule.
@@ -43,6 +55,8 @@ class ScheduleKnobs(RunKnobs):
     peak = self.LEARNING_RATE
     if self.LR_SCHEDULE == "constant":
       return fdl.Config(optimizers.constant, peak=peak)
+    if not self.LR_SCHEDULE.startswith("linear_rampup"):
+      return self._simple_schedule()
     if self.LR_SCHEDULE == "linear_rampup_cosine_decay":
       function, prefix, warmup = optimizers.linear_rampup_cosine_decay, "COS", self.LR_COS_WARMUP
       start, end = self.LR_COS_DECAY_START, self.LR_COS_DECAY_END
@@ -66,6 +80,40 @@ class ScheduleKnobs(RunKnobs):
     return fdl.Config(
       function, peak=peak, warmup=warmup, decay_start=start, decay_end=end, min_ratio=ratio
     )
+
+  def _simple_schedule(self) -> fdl.Config:
+    """Returns a schedule that begins with LR_WARMUP and, but for one, ends in MAX_STEPS."""
+    peak, warmup, steps = self.LEARNING_RATE, self.LR_WARMUP, self.max_steps()
+    if self.LR_SCHEDULE == "inverse_sqrt":
+      return fdl.Config(optimizers.inverse_sqrt, peak=peak, warmup=warmup)
+    end = max(steps, warmup)
+    shared = {"peak": peak, "warmup": warmup, "decay_end": end, "min_ratio": self.LR_MIN_RATIO}
+    if self.LR_SCHEDULE == "linear":
+      return fdl.Config(optimizers.linear, **shared)
+    if self.LR_SCHEDULE == "cosine_restarts":
+      return fdl.Config(optimizers.cosine_restarts, cycles=self.LR_CYCLES, **shared)
+    start = self._decay_start(steps)
+    return fdl.Config(
+      optimizers.warmup_stable_decay, decay_start=start, shape=self.LR_WSD_SHAPE, **shared
+    )
+
+  def _decay_start(self, steps: int) -> int:
+    """Returns the step at which the rate of wsd begins to decay."""
+    start = steps - round(self.LR_WSD_DECAY * steps)
+    if self.DECAY_FROM is None:
+      return start
+    step = step_in(self.DECAY_FROM)
+    if step >= steps:
+      raise UserError(f"DECAY_FROM={self.DECAY_FROM}: its step is not below MAX_STEPS={steps}.")
+    return step
+
+  def branch(self) -> fdl.Config[Branch] | None:
+    """Returns the checkpoint of another run that a new run goes on from; None: it starts anew."""
+    if self.DECAY_FROM is None:
+      return None
+    if self.LR_SCHEDULE != "wsd":
+      raise UserError(f"DECAY_FROM is only for LR_SCHEDULE=wsd, not {self.LR_SCHEDULE}.")
+    return fdl.Config(Branch, path=self.DECAY_FROM)
 
 
 class OptimizerKnobs(ScheduleKnobs):
@@ -94,20 +142,43 @@ class OptimizerKnobs(ScheduleKnobs):
   SHARD_OPTIMIZER_OVER_DATA: bool = False
   #: Offload the optimizer state to host memory between updates.
   OPTIMIZER_ON_HOST: bool = False
+  #: Learning rates of some weights: pattern of names, such as embedding or attention.query ->
+  #: factor.
+  LEARNING_RATE_SCALES: dict[str, ranges.NonNegativeFloat] = {}
   WEIGHT_DECAY: ranges.Weight = 0.1  #: Decoupled weight decay.
+  #: Weight decay in step MAX_STEPS, up to which it changes linearly. None: WEIGHT_DECAY.
+  WEIGHT_DECAY_END: ranges.Weight | None = None
   WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: Which weights decay.
   #: Maximum global gradient norm. None: no clipping.
   CLIP_GRADIENT_NORM_TO_VALUE: ranges.PositiveFloat | None = 1.0
+  #: Maximum root mean square of a weight's update, before the learning rate. None: no clipping.
+  CLIP_UPDATE_RMS_TO_VALUE: ranges.PositiveFloat | None = None
+  #: Half-lives, in steps, of moving averages of the weights. (): none.
+  EMA_HALF_LIVES: tuple[ranges.PositiveFloat, ...] = ()
+  #: Half-life of the average that is evaluated, decoded and exported. None: the first.
+  EMA_EVALUATED: ranges.PositiveFloat | None = None
 
   def optimizer(self) -> fdl.Config[optimizers.Optimizer]:
     """Returns the optimizer with its learning-rate schedule."""
+    optimizer = self._optimizer()
+    if not self.EMA_HALF_LIVES:
+      return optimizer
+    lives = self.EMA_HALF_LIVES
+    return fdl.Config(
+      optimizers.averaged, optimizer, half_lives=lives, evaluated=self.EMA_EVALUATED
+    )
+
+  def _optimizer(self) -> fdl.Config[optimizers.Optimizer]:
+    """Returns the optimizer that trains the weights."""
     if make := optimizers.OPTIMIZERS.get(self.OPTIMIZER):
       return make(self)
     shared = {
       "learning_rate": self.schedule(),
-      "weight_decay": self.WEIGHT_DECAY,
+      "weight_decay": self._weight_decay(),
       "decayed": getattr(optimizers, self.WEIGHT_DECAY_ON),
       "clip_norm": self.CLIP_GRADIENT_NORM_TO_VALUE,
+      "clip_update": self.CLIP_UPDATE_RMS_TO_VALUE,
+      "scales": self.LEARNING_RATE_SCALES or None,
       "over_data": self.SHARD_OPTIMIZER_OVER_DATA,
       "on_host": self.OPTIMIZER_ON_HOST,
     }
@@ -118,6 +189,12 @@ class OptimizerKnobs(ScheduleKnobs):
       inner = fdl.Config(optimizers.adamw, **rest, **shared)
       return fdl.Config(optimizers.schedule_free, inner, b1=b1)
     return fdl.Config(optimizers.descent, rule=self._rule(), **shared)
+
+  def _weight_decay(self) -> float | fdl.Config:
+    first, last = self.WEIGHT_DECAY, self.WEIGHT_DECAY_END
+    if last is None:
+      return first
+    return fdl.Config(optimizers.ramp, first=first, last=last, steps=self.max_steps())
 
   def _rule(self) -> fdl.Config:
     if self.OPTIMIZER == "muon":

@@ -11,6 +11,7 @@ from etils import epath
 
 from paxlike.checkpoints import layout_conversion
 from paxlike.checkpoints.array_names import flatten, unflatten
+from paxlike.checkpoints.branch import Branch
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.checkpoints.warm_start import PROVENANCE, Restore, began_with, read_found, read_params
 from paxlike.errors import UserError
@@ -35,6 +36,7 @@ class StateSource:
     devices: Its mesh.
     seed: Seed of weights that are not restored.
     restore: Source of its initial weights; None: all are initialized.
+    branch: The checkpoint of another run that a new run goes on from; None: it starts anew.
   """
 
   folder: epath.Path
@@ -43,6 +45,7 @@ class StateSource:
   devices: jax.sharding.Mesh
   seed: int
   restore: Restore | None
+  branch: Branch | None = None
 
   def checkpoints(self, *, keep: int | None = None, **given: Callable[..., Any]) -> Checkpoints:
     """Returns the checkpoints of the run; `given` are arguments of `Checkpoints`."""
@@ -70,6 +73,11 @@ class StateSource:
       run_log.note(f"resuming from checkpoint {step}")
       state = dataclasses.replace(unflatten(target, restored.state), frozen=self._frozen())
       return state, restored.train_input, {}
+    if self.branch is not None:
+      restored = self.branch.load(flatten(target), layout=layout)
+      run_log.note(f"going on from {self.branch.path}")
+      state = dataclasses.replace(unflatten(target, restored.state), frozen=self._frozen())
+      return state, restored.train_input, {PROVENANCE: self.branch.provenance()}
     given: Params = {}
     files: dict[str, str | None] = {PROVENANCE: None}
     if self.restore is not None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
+from paxlike.checkpoints.branch import Branch
 from paxlike.checkpoints.orbax_hooks import check_keep
 from paxlike.checkpoints.warm_start import Restore
 from paxlike.config import ranges
@@ -67,6 +68,7 @@ class Trainer:
     trackers: Names of the trackers that get the run's records; see `telemetry.trackers`.
     tracker_project: Project of the run in trackers; None: the default of each.
     restore: Source of a new run's initial weights; None: all are initialized.
+    branch: The checkpoint of another run that a new run goes on from.
     best: Criterion of the best checkpoint; None: none is kept.
     objective: The training objective.
     trained: Pattern (`re.search`) of the trained weights; the others are frozen.
@@ -100,6 +102,7 @@ class Trainer:
   trackers: tuple[ranges.Name, ...] = ("tensorboard",)
   tracker_project: ranges.Name | None = None
   restore: Restore | None = None
+  branch: Branch | None = None
   best: Criterion | None = None
   objective: Objective = dataclasses.field(default_factory=NextToken)
   trained: str = ""
@@ -141,6 +144,7 @@ class Trainer:
       devices=self.devices,
       seed=self.seed,
       restore=self.restore,
+      branch=self.branch,
     )
 
   @functools.cached_property

@@ -42,7 +42,7 @@ CALLED = {
   "latent", "learning_rate", "lora", "metrics", "mlp", "norm", "others", "output", "pattern",
   "prologue", "positions", "post_norm", "qk_norm", "query", "query_down", "register",
   "relative_bias", "rope", "rule", "router", "scaling", "scheme", "shared", "sinks", "stack",
-  "transform", "up", "value", "epilogue",
+  "transform", "up", "value", "epilogue", "weight_decay",
 }  # fmt: skip
 # Who imports, runs or unpickles what a value names, and what that is where a file gives it.
 BY_NAME = {

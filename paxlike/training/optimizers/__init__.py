@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers and learning-rate schedules, most of them composed from optax."""
 
-from paxlike.training.optimizers.averages import schedule_free
+from paxlike.training.optimizers.averages import averaged, schedule_free
 from paxlike.training.optimizers.elementwise import MomentDtype, adam, adamw, ademamix, lion
 from paxlike.training.optimizers.factored import adafactor
 from paxlike.training.optimizers.matrix import Scale, muon
@@ -22,15 +22,22 @@ from paxlike.training.optimizers.optimizer import (
   resolved,
 )
 from paxlike.training.optimizers.schedules import (
+  DecayShape,
   Schedule,
   constant,
+  cosine_restarts,
+  inverse_sqrt,
+  linear,
   linear_rampup_cosine_decay,
   linear_rampup_exponential_decay,
+  ramp,
+  warmup_stable_decay,
 )
 
 __all__ = [
   "OPTIMIZERS",
   "SCHEDULES",
+  "DecayShape",
   "MomentDtype",
   "Optimizer",
   "OptimizerName",
@@ -43,17 +50,23 @@ __all__ = [
   "adam",
   "adamw",
   "ademamix",
+  "averaged",
   "chain",
   "constant",
+  "cosine_restarts",
   "descent",
   "everything",
+  "inverse_sqrt",
+  "linear",
   "linear_rampup_cosine_decay",
   "linear_rampup_exponential_decay",
   "lion",
   "matrices",
   "muon",
+  "ramp",
   "register_optimizer",
   "register_schedule",
   "resolved",
   "schedule_free",
+  "warmup_stable_decay",
 ]

@@ -2,13 +2,16 @@
 """Averages of weights, which evaluation, decoding and export use in place of the trained ones."""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
+from paxlike.errors import UserError
 from paxlike.layers.module import Params
 from paxlike.training.optimizers.optimizer import Optimizer, Weights, resolved
 
@@ -35,3 +38,70 @@ def schedule_free(optimizer: Optimizer, *, b1: ranges.Probability) -> Optimizer:
 def _schedule_free_average(opt_state: Any, params: Params) -> Params:
   found: Any = contrib.schedule_free_eval_params(opt_state, params)
   return found
+
+
+class Averages(NamedTuple):
+  """The state of `averaged`.
+
+  Attributes:
+    inner: The state of the inner optimizer.
+    weights: Half-life -> weights, averaged in float32.
+  """
+
+  inner: Any
+  weights: dict[str, Params]
+
+
+@configurable
+def averaged(
+  optimizer: Optimizer,
+  *,
+  half_lives: tuple[ranges.PositiveFloat, ...],
+  evaluated: ranges.PositiveFloat | None = None,
+) -> Optimizer:
+  """Trains by `optimizer`, and keeps exponential moving averages of the weights (EMA).
+
+  Args:
+    optimizer: Trains the weights.
+    half_lives: Of each average, in updates.
+    evaluated: The half-life of the average that is evaluated; None: the first one.
+
+  Raises:
+    UserError: There is no such average, or `optimizer` has evaluated weights of its own.
+  """
+  if optimizer.evaluated is not None:
+    raise UserError("EMA_HALF_LIVES: this OPTIMIZER evaluates an average of its own. Choose one.")
+  chosen = half_lives[0] if evaluated is None else evaluated
+  if chosen not in half_lives:
+    raise UserError(f"EMA_EVALUATED={chosen:g} is not in EMA_HALF_LIVES={list(half_lives)}.")
+
+  names = {f"{life:g}": life for life in half_lives}
+
+  def transform(weights: Weights) -> optax.GradientTransformation:
+    inner = resolved(optimizer.transform, weights)
+
+    def init(params: Any) -> Any:
+      first = {name: w.astype(jnp.float32) for name, w in params.items()}
+      return Averages(inner.init(params), dict.fromkeys(names, first))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+      assert params is not None
+      updates, inner_state = inner.update(updates, state.inner, params)
+      new = {name: w.astype(jnp.float32) + updates[name] for name, w in params.items()}
+      averages: Any = {
+        f"{life:g}": optax.incremental_update(
+          new, state.weights[f"{life:g}"], 1 - 0.5 ** (1 / life)
+        )
+        for life in half_lives
+      }
+      return updates, Averages(inner_state, averages)
+
+    return optax.GradientTransformation(init, update)
+
+  average = functools.partial(_average, half_life=f"{chosen:g}")
+  return dataclasses.replace(optimizer, transform=transform, evaluated=average)
+
+
+def _average(opt_state: Any, params: Params, *, half_life: str) -> Params:
+  del params
+  return opt_state.weights[half_life]

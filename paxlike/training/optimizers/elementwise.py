@@ -3,7 +3,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -52,33 +52,24 @@ def adamw(
   b1: ranges.Probability,
   b2: ranges.Probability,
   eps: ranges.Epsilon,
-  weight_decay: ranges.Weight,
+  weight_decay: ranges.Weight | Schedule,
   decayed: Callable[[Weights], dict[str, bool]] = everything,
   clip_norm: ranges.PositiveFloat | None,
+  clip_update: ranges.PositiveFloat | None = None,
+  scales: Mapping[str, ranges.NonNegativeFloat] | None = None,
   moment_dtype: MomentDtype = "float32",
   over_data: bool = False,
   on_host: bool = False,
 ) -> Optimizer:
-  """AdamW (Loshchilov and Hutter, 2019) after clipping by global norm.
-
-  Args:
-    learning_rate: Multiplies both the Adam step and the weight decay.
-    b1: Decay rate of the first moment.
-    b2: Decay rate of the second moment.
-    eps: Added outside the square root.
-    weight_decay: Decoupled weight decay.
-    decayed: Returns the mask of decayed weights, given their specs.
-    clip_norm: Largest global norm of the gradients; None: no clipping.
-    moment_dtype: Storage dtype of both moments; bfloat16 uses stochastic rounding.
-    over_data: See `Optimizer`.
-    on_host: See `Optimizer`.
-  """
+  """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101): `descent` by `adam`."""
   return descent(
     adam(b1=b1, b2=b2, eps=eps, moment_dtype=moment_dtype),
     learning_rate=learning_rate,
     weight_decay=weight_decay,
     decayed=decayed,
     clip_norm=clip_norm,
+    clip_update=clip_update,
+    scales=scales,
     over_data=over_data,
     on_host=on_host,
   )

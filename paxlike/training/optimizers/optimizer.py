@@ -3,6 +3,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Callable, Mapping, Set
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -21,6 +23,8 @@ Weights = Mapping[str, WeightSpec]
 # returns one.
 Transform = optax.GradientTransformation | Callable[[Weights], optax.GradientTransformation]
 
+_LAYERS = re.compile(r"stack\.(layers|prologue|pattern|epilogue)\.\d+\.")  # In a weight's name.
+
 # Value of LR_SCHEDULE or OPTIMIZER -> function that takes an experiment and returns the graph.
 # None: built in; the experiment's `schedule()` or `optimizer()` makes the graph itself.
 _Maker = TypeVar("_Maker", bound=Callable[[Any], Any])
@@ -28,6 +32,10 @@ SCHEDULES: dict[str, Callable[[Any], Any] | None] = {
   "linear_rampup_cosine_decay": None,
   "linear_rampup_exponential_decay": None,
   "constant": None,
+  "linear": None,
+  "inverse_sqrt": None,
+  "cosine_restarts": None,
+  "wsd": None,
 }
 OPTIMIZERS: dict[str, Callable[[Any], Any] | None] = dict.fromkeys(
   ("adamw", "muon", "lion", "adafactor", "ademamix", "schedule_free_adamw")
@@ -187,9 +195,11 @@ def descent(
   rule: Transform,
   *,
   learning_rate: Schedule,
-  weight_decay: ranges.Weight,
+  weight_decay: ranges.Weight | Schedule,
   decayed: Callable[[Weights], dict[str, bool]] = everything,
   clip_norm: ranges.PositiveFloat | None,
+  clip_update: ranges.PositiveFloat | None = None,
+  scales: Mapping[str, ranges.NonNegativeFloat] | None = None,
   over_data: bool = False,
   on_host: bool = False,
 ) -> Optimizer:
@@ -201,14 +211,41 @@ def descent(
     weight_decay: Decoupled weight decay.
     decayed: Returns the mask of decayed weights, given their specs.
     clip_norm: Largest global norm of the gradients; None: no clipping.
+    clip_update: Largest root mean square of the direction of a weight, of each layer by itself
+      (Shazeer and Stern, 2018, arXiv:1804.04235); None: no clipping.
+    scales: Pattern (`re.search`) of weights such as "stack.attention.query.w" -> a factor of their
+      learning rate; factors of several patterns multiply.
     over_data: See `Optimizer`.
     on_host: See `Optimizer`.
   """
+  # Whatever is asked for, the rule stays the second part: names in checkpoints depend on it.
   clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-  transform = chain(
-    clip,
-    rule,
-    lambda weights: optax.add_decayed_weights(weight_decay, mask=decayed(weights)),
-    optax.scale_by_learning_rate(learning_rate),
-  )
+  changes: list[Transform] = [
+    lambda weights: optax.add_decayed_weights(weight_decay, mask=decayed(weights))
+  ]
+  if clip_update is not None:
+    changes.insert(0, by_layer(optax.clip_by_block_rms(clip_update)))
+  if scales:
+    changes.append(functools.partial(_scaled, scales))
+  transform = chain(clip, rule, chain(*changes), optax.scale_by_learning_rate(learning_rate))
   return Optimizer(transform, learning_rate, over_data, on_host)
+
+
+def _scaled(scales: Mapping[str, float], weights: Weights) -> optax.GradientTransformation:
+  names = {name: _LAYERS.sub("stack.", name) for name in weights}
+  for pattern in scales:
+    if not any(re.search(pattern, shown) for shown in names.values()):
+      raise UserError(
+        f"LEARNING_RATE_SCALES: {pattern!r} is in no name of a trained weight, such as"
+        f" {', '.join(sorted(set(names.values()))[:3])}."
+      )
+  factors = {
+    name: math.prod(factor for pattern, factor in scales.items() if re.search(pattern, shown))
+    for name, shown in names.items()
+  }
+
+  def scaled(updates: Any, params: Any) -> Any:
+    del params
+    return {name: factors[name] * x for name, x in updates.items()}
+
+  return optax.stateless(scaled)

@@ -2,6 +2,7 @@
 """Learning-rate schedules: functions of completed updates."""
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from paxlike.config.configurable import configurable
 
 # Completed updates -> learning rate.
 Schedule = optax.Schedule
+DecayShape = Literal["linear", "sqrt", "cosine"]
 
 
 @configurable(name="constant_schedule")
@@ -57,6 +59,92 @@ def linear_rampup_exponential_decay(
     return peak * jnp.exp(math.log(min_ratio) * jnp.minimum(count / num_steps, 1.0))
 
   return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=decay_start)
+
+
+@configurable
+def linear(
+  *,
+  peak: ranges.Rate,
+  warmup: ranges.NonNegative,
+  decay_end: ranges.NonNegative,
+  min_ratio: ranges.Fraction,
+) -> Schedule:
+  """Linear warmup from 0 to `peak`, then linear decay to `min_ratio * peak` at `decay_end`."""
+  decay = optax.linear_schedule(peak, min_ratio * peak, max(decay_end - warmup, 1))
+  return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=warmup)
+
+
+@configurable
+def inverse_sqrt(*, peak: ranges.Rate, warmup: ranges.NonNegative) -> Schedule:
+  """Linear warmup from 0 to `peak`, then `peak * sqrt(warmup / step)` (Vaswani et al., 2017)."""
+
+  def decay(count: jax.typing.ArrayLike) -> jax.Array:
+    return peak * jnp.sqrt(max(warmup, 1) / (jnp.asarray(count, jnp.float32) + max(warmup, 1)))
+
+  return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=warmup)
+
+
+@configurable
+def cosine_restarts(
+  *,
+  peak: ranges.Rate,
+  warmup: ranges.NonNegative,
+  decay_end: ranges.NonNegative,
+  cycles: ranges.Positive,
+  min_ratio: ranges.Fraction,
+) -> Schedule:
+  """Linear warmup from 0 to `peak`, then equal cycles of cosine decay until `decay_end`.
+
+  Each begins at `peak` and ends at `min_ratio * peak` (Loshchilov and Hutter, 2017,
+  arXiv:1608.03983). After the last one, the rate stays there.
+  """
+  length = max(decay_end - warmup, 1) / cycles
+
+  def decay(count: jax.typing.ArrayLike) -> jax.Array:
+    place = jnp.asarray(count, jnp.float32) / length
+    share = jnp.where(place < cycles, place % 1.0, 1.0)
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + jnp.cos(math.pi * share)))
+
+  return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=warmup)
+
+
+@configurable
+def warmup_stable_decay(
+  *,
+  peak: ranges.Rate,
+  warmup: ranges.NonNegative,
+  decay_start: ranges.NonNegative,
+  decay_end: ranges.NonNegative,
+  min_ratio: ranges.Fraction,
+  shape: DecayShape,
+) -> Schedule:
+  """Linear warmup from 0 to `peak`, the same rate until `decay_start`, then decay (WSD).
+
+  Introduced by Hu et al. (2024, arXiv:2404.06395); Hägele et al. (2024, arXiv:2405.18392) compare
+  shapes. At `decay_end` and after it, the rate is `min_ratio * peak`.
+
+  Args:
+    peak: The rate of the stable phase.
+    warmup: Steps of the warmup.
+    decay_start: Step at which the decay starts.
+    decay_end: Step at which it ends.
+    min_ratio: The final rate as a fraction of `peak`.
+    shape: Of the decay, in the fraction x of its steps: linear (1 - x), sqrt (1 - sqrt(x)), or
+      cosine.
+  """
+
+  def decay(count: jax.typing.ArrayLike) -> jax.Array:
+    x = jnp.minimum(jnp.asarray(count, jnp.float32) / max(decay_end - decay_start, 1), 1.0)
+    left = {"linear": 1 - x, "sqrt": 1 - jnp.sqrt(x), "cosine": 0.5 * (1 + jnp.cos(math.pi * x))}
+    return peak * (min_ratio + (1 - min_ratio) * left[shape])
+
+  return _after_rampup(decay, peak=peak, warmup=warmup, decay_start=decay_start)
+
+
+@configurable
+def ramp(*, first: ranges.Weight, last: ranges.Weight, steps: ranges.NonNegative) -> Schedule:
+  """Changes linearly from `first` to `last` in `steps` updates; for weight decay."""
+  return optax.linear_schedule(first, last, max(steps, 1))
 
 
 def _after_rampup(decay: Schedule, *, peak: float, warmup: int, decay_start: int) -> Schedule:

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changes the steps of any optimizer: scales of learning rates, clipping, decay, averages."""
+
+from typing import Any
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.program import TEXT, curve, run
+from helpers.shrunk import shrunk
+
+from paxlike.errors import UserError
+from paxlike.experiments.gpt import Gpt3_52k
+from paxlike.training import optimizers
+
+
+def optimizer_of(**knobs: Any) -> optimizers.Optimizer:
+  given = {"LEARNING_RATE": 0.1, "LR_SCHEDULE": "constant", "CLIP_GRADIENT_NORM_TO_VALUE": None}
+  return fdl.build(Gpt3_52k(**given | knobs).optimizer())
+
+
+def updates_of(optimizer: optimizers.Optimizer, *, steps: int = 1) -> tuple[Any, Any, Any]:
+  """(updates, weights before the last of them, state), with gradients that are the same."""
+  definition = shrunk("SyntheticLLaMA70B", scan=True)
+  random = np.random.default_rng(0)
+  weights = definition.optimized(definition.weights)
+  params: Any = {
+    n: jnp.asarray(random.normal(size=s.shape), jnp.float32) for n, s in weights.items()
+  }
+  gradients = {n: jnp.asarray(random.normal(size=s.shape)) for n, s in weights.items()}
+  transform = optimizer.transformation(definition)
+  state, update = transform.init(params), jax.jit(transform.update)
+  updates: Any = jax.tree.map(jnp.zeros_like, params)
+  for _ in range(steps):
+    params = jax.tree.map(jnp.add, params, updates)
+    updates, state = update(gradients, state, params)
+  return updates, params, state
+
+
+def test_learning_rates_are_scaled_by_patterns_of_names():
+  plain, _, _ = updates_of(optimizer_of())
+  scales = {"embedding": 0.5, r"^stack\.attention\.": 3.0, "query": 0.1}
+  scaled, _, _ = updates_of(optimizer_of(LEARNING_RATE_SCALES=scales))
+  factors = set()
+  for name, update in plain.items():
+    factor = (0.5 if "embedding" in name else 1) * (3.0 if ".attention." in name else 1)
+    factor *= 0.1 if "query" in name else 1
+    factors.add(round(factor, 3))
+    np.testing.assert_allclose(scaled[name], factor * update, rtol=1e-5, err_msg=name)
+  assert factors == {0.5, 1, 3, 0.3}
+  with pytest.raises(UserError, match=r"^LEARNING_RATE_SCALES: 'querry' is in no name of a tr"):
+    updates_of(optimizer_of(LEARNING_RATE_SCALES={"querry": 2.0}))
+
+
+def test_updates_are_clipped_layer_by_layer():
+  clipped, _, _ = updates_of(optimizer_of(CLIP_UPDATE_RMS_TO_VALUE=0.5, WEIGHT_DECAY=0))
+  for name, update in clipped.items():
+    layers = update if name.startswith("stack.pattern") else update[None]
+    rms = np.sqrt(np.square(layers).reshape(len(layers), -1).mean(1))
+    np.testing.assert_allclose(rms, 0.1 * 0.5, rtol=1e-3, err_msg=name)
+
+
+def test_weight_decay_changes_linearly_to_its_end():
+  given = {"WEIGHT_DECAY": 0.1, "WEIGHT_DECAY_END": 0.3, "MAX_STEPS": 10}
+  for steps, decay in ((1, 0.1), (6, 0.2), (11, 0.3)):
+    with_decay, params, _ = updates_of(optimizer_of(**given), steps=steps)
+    without, _, _ = updates_of(optimizer_of(WEIGHT_DECAY=0), steps=steps)
+    for name, update in with_decay.items():
+      expected = without[name] - 0.1 * decay * params[name]
+      np.testing.assert_allclose(update, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_averages_have_their_half_lives():
+  knobs = {"EMA_HALF_LIVES": (1.0, 4.0), "EMA_EVALUATED": 4.0}
+  optimizer = optimizer_of(**knobs)
+  _, first, _ = updates_of(optimizer)
+  expected = {life: dict(first) for life in (1.0, 4.0)}
+  for steps in (1, 2, 3):
+    updates, params, state = updates_of(optimizer, steps=steps)
+    new = jax.tree.map(jnp.add, params, updates)
+    for life, average in expected.items():
+      keep = 0.5 ** (1 / life)
+      expected[life] = {n: keep * x + (1 - keep) * new[n] for n, x in average.items()}
+    for life, average in expected.items():
+      for name, x in average.items():
+        found = state.weights[f"{life:g}"][name]
+        np.testing.assert_allclose(found, x, rtol=1e-5, atol=1e-6)
+    assert optimizer.evaluated is not None
+    assert optimizer.evaluated(state, new) is state.weights["4"]
+
+
+def test_averages_that_do_not_fit_are_refused():
+  with pytest.raises(UserError, match=r"^EMA_EVALUATED=3 is not in EMA_HALF_LIVES=\[2.0\]\.\n"):
+    optimizer_of(EMA_HALF_LIVES=(2.0,), EMA_EVALUATED=3.0)
+  with pytest.raises(UserError, match=r"^EMA_HALF_LIVES: this OPTIMIZER evaluates an average of"):
+    optimizer_of(EMA_HALF_LIVES=(2.0,), OPTIMIZER="schedule_free_adamw")
+
+
+@pytest.mark.slow
+def test_averages_are_evaluated(tmp_path, text):
+  """On a mesh. The average of a short half-life is the weights, of a long one the first ones."""
+  flags = (*TEXT, f"--fdl.DATA_PATH={text}", "--fdl.MAX_STEPS=8", "--fdl.ICI_MESH_SHAPE=[2,2,2]")
+  losses = {}
+  for lives in ("[]", "[1e-3,1e6]", "[1e6,1e-3]"):
+    folder = tmp_path / str(len(losses))
+    assert run(*flags, f"--fdl.EMA_HALF_LIVES={lives}", f"--job_log_dir={folder}") == 0
+    losses[lives] = curve(folder, "eval")[-1][1]
+  assert losses["[1e-3,1e6]"] == pytest.approx(losses["[]"], rel=1e-6)
+  assert losses["[1e6,1e-3]"] == pytest.approx(np.log(257), rel=0.05)
+  assert losses["[]"] < losses["[1e6,1e-3]"] - 0.1
