@@ -17,6 +17,7 @@ from paxlike.knob_groups.fine_tuning import FineTuningKnobs
 from paxlike.knob_groups.model import ModelKnobs
 from paxlike.knob_groups.optimizer import OptimizerKnobs, ScheduleKnobs
 from paxlike.knob_groups.parallelism import ParallelismKnobs
+from paxlike.knob_groups.parametrization import ParametrizationKnobs
 from paxlike.knob_groups.precision import PrecisionKnobs
 from paxlike.knob_groups.profiling import ProfilingKnobs
 from paxlike.knob_groups.run import BatchKnobs, RunKnobs
@@ -33,6 +34,7 @@ class Experiment(
   BatchKnobs,
   OptimizerKnobs,  # optimizer().
   ScheduleKnobs,  # schedule(), branch().
+  ParametrizationKnobs,
   RunKnobs,
   ProfilingKnobs,  # profile().
   CheckpointKnobs,  # best().
@@ -73,6 +75,9 @@ class Experiment(
       stack_interval=self.STACK_TRACE_INTERVAL,
       profile=self.profile(),
     )
+    if self.QK_NORM:
+      fiddlers.qk_norm(graph)
+    self.parametrize(graph)
     fiddlers.precision(graph, self.FPROP_DTYPE)
     if quantization := self.quantization():
       fiddlers.quantize(graph, quantization)

@@ -2,8 +2,8 @@
 """Fiddlers: functions that edit a whole graph; they find nodes by type and role, never by path.
 
 Each takes the root graph and edits it in place; `--fiddler=precision(dtype="float32")` applies one
-from the command line. Experiments apply them in a fixed order: precision, quantize,
-transformer_engine, lora, attention, segments, remat, shard_sequences, stack, pipeline.
+from the command line. Experiments apply them in a fixed order: qk_norm, parametrize, precision,
+quantize, transformer_engine, lora, attention, segments, remat, shard_sequences, stack, pipeline.
 """
 
 import copy
@@ -17,6 +17,7 @@ from fiddle import daglish, selectors
 from paxlike import layers
 from paxlike.config import ranges
 from paxlike.errors import UserError, did_you_mean
+from paxlike.training import optimizers
 from paxlike.training.trainer import Trainer
 
 _ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value")
@@ -215,6 +216,81 @@ def shard_sequences(graph: fdl.Buildable):
       node.time = "sequence"
 
 
+def qk_norm(graph: fdl.Buildable):
+  """Adds RMSNorm of queries and keys (Dehghani et al., 2023, arXiv:2302.05442) where none is."""
+  for node in select(graph, layers.Attention):
+    if getattr(node, "qk_norm", None) is None:
+      node.qk_norm = fdl.Partial(layers.RmsNorm)
+
+
+def parametrize(
+  graph: fdl.Buildable,
+  base_dim: ranges.Size | None = None,
+  base_layers: ranges.Depth | None = None,
+  base_head_dim: ranges.Size | None = None,
+):
+  """Makes the hyperparameters those of a base model: muP and, with `base_layers`, CompleteP.
+
+  `optimizers.Parametrization` has the sources, and scales learning rates; initial weights and the
+  forward pass are scaled here.
+
+  Args:
+    graph: The graph.
+    base_dim: D of the base model; None: that of this one.
+    base_layers: Its number of layers, whose residual branches are added as they are; None: that of
+      this one.
+    base_head_dim: H of the base model; None: that of this one.
+  """
+  (decoder,) = select(graph, layers.Decoder)
+  stack = decoder.stack
+  ends = len(getattr(stack, "prologue", ())) + len(getattr(stack, "epilogue", ()))
+  num_layers = ends + len(stack.pattern) * stack.repeats
+  width, depth = decoder.dim / (base_dim or decoder.dim), num_layers / (base_layers or num_layers)
+  for node in (*select(graph, layers.Linear), *select(graph, layers.ExpertLinear)):
+    if _called(node.init) is not layers.zeros:
+      node.init = _for_width(node.init, width, to_width=node.role not in ("head", "router"))
+  for node in select(graph, layers.Embedding):
+    node.logits_scale = getattr(node, "logits_scale", 1.0) / width
+  for node in select(graph, layers.Block):
+    node.residual_scale = getattr(node, "residual_scale", 1.0) / depth
+  for node in select(graph, layers.Attention):
+    head = node.head_dim / (base_head_dim or node.head_dim)
+    if head != 1:
+      node.scale = (getattr(node, "scale", None) or node.head_dim**-0.5) * head**-0.5
+  for optimize in (optimizers.adamw, optimizers.descent):
+    for node in select(graph, optimize):
+      rule = _growth(getattr(node, "rule", None))
+      node.parametrization = fdl.Config(
+        optimizers.Parametrization, width=width, depth=depth, rule=rule
+      )
+
+
+def _for_width(init: Any, width: float, *, to_width: bool) -> Any:
+  """Returns the initializer of a matrix whose inputs are wider than in the base model.
+
+  Args:
+    init: That of the base model.
+    width: How much wider the inputs are.
+    to_width: Whether the outputs are wider, too.
+  """
+  power = 0.5 if to_width else 1.0
+  if _called(init) is layers.gaussian_fan_in:  # It shrinks by the root of the width.
+    power -= 0.5
+  return fdl.Partial(layers.scaled, init=init, by=width**-power) if power else init
+
+
+def _called(value: Any) -> Any:
+  """Returns the function of a node, or the value itself."""
+  return fdl.get_callable(value) if isinstance(value, fdl.Buildable) else value
+
+
+def _growth(rule: Any) -> str:
+  """Returns how the steps of a rule grow with the width; see `optimizers.Parametrization`."""
+  if _called(rule) is not optimizers.muon:
+    return "elementwise"
+  return "orthogonal" if getattr(rule, "scale", "rms") == "width" else "orthogonal_rms"
+
+
 def decoding(graph: fdl.Buildable):
   """Prepares a model for decoding: unrolls layers, and makes MoE dispatch dropless.
 
@@ -270,7 +346,9 @@ FIDDLERS = {
     decoding,
     quantize_weights,
     lora,
+    parametrize,
     precision,
+    qk_norm,
     quantize,
     remat,
     shrink,

@@ -23,6 +23,7 @@ from paxlike.training import optimizers
 
 # Knobs that count only beside another: knob -> the setting under which they are read.
 CONDITIONS = {
+  "BASE_": {"PARAMETRIZATION": "completep"},
   "VOCAB_PATH": {"TOKENIZER": "sentencepiece", "VOCAB_PATH": "x.model"},
   "MOE_DISPATCH": {"MOE_DISPATCH": "capacity"},
   "CHECKPOINT_RESTORE_PATH": {"CHECKPOINT_RESTORE_PATH": "run"},
@@ -186,7 +187,7 @@ def test_gpt_recipes_have_the_values_of_pax(name, peak, schedule, std, batch, dr
 
 
 def test_derived_values_follow_their_knobs():
-  gpt = registry.find("ShakespeareChar")
+  gpt = registry.find("NanoGptChar")
   graph = gpt(MODEL_DIMS=64).trainer()
   block = graph.model.stack.pattern[0]
   assert block.mlp.hidden_dim == 256

@@ -48,7 +48,7 @@ def test_mistakes_are_named(name, says):
     ("Llama2_7B", "Llama2_7B is a model without data: use --exp=SyntheticLLaMA7B or --exp=LLaMA7B"),
     ("Gpt175B", "use --exp=Synthetic175B or --exp=Pile175B or --exp=C4Gpt175B, or a class of"),
     ("GLaM", "use --exp=SyntheticGLaM126M64E or --exp=SyntheticGLaM64B64E or --exp="),
-    ("LocalText", "data alone: use --exp=Text126M or --exp=ShakespeareChar, or a class of yours"),
+    ("LocalText", "data alone: use --exp=Text126M, or a class of yours"),
     ("Jsonl", "Jsonl is data alone: use a class of yours that adds a model (docs/adding.md)."),
   ],
 )

@@ -23,6 +23,7 @@ class ModelKnobs(Knobs):
   NUM_HEADS: ranges.Size = UNSET  #: Number of attention heads.
   DIMS_PER_HEAD: ranges.Size | None = None  #: Width of a head. None: MODEL_DIMS / NUM_HEADS.
   INIT_STD: ranges.Weight = 0.02  #: Standard deviation of initial weights.
+  QK_NORM: bool = False  #: RMSNorm of each head's queries and keys; families may have it anyway.
   DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of each block's attention and MLP outputs.
   EMBEDDING_DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of the embeddings.
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: if there are several devices.

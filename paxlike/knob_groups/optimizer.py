@@ -144,7 +144,7 @@ class OptimizerKnobs(ScheduleKnobs):
   OPTIMIZER_ON_HOST: bool = False
   #: Learning rates of some weights: pattern of names, such as embedding or attention.query ->
   #: factor.
-  LEARNING_RATE_SCALES: dict[str, ranges.NonNegativeFloat] = {}
+  LEARNING_RATE_SCALES: dict[ranges.Name, ranges.NonNegativeFloat] = {}
   WEIGHT_DECAY: ranges.Weight = 0.1  #: Decoupled weight decay.
   #: Weight decay in step MAX_STEPS, up to which it changes linearly. None: WEIGHT_DECAY.
   WEIGHT_DECAY_END: ranges.Weight | None = None
@@ -174,7 +174,8 @@ class OptimizerKnobs(ScheduleKnobs):
       return make(self)
     shared = {
       "learning_rate": self.schedule(),
-      "weight_decay": self._weight_decay(),
+      "weight_decay": self.WEIGHT_DECAY,
+      "weight_decay_schedule": self._weight_decay_schedule(),
       "decayed": getattr(optimizers, self.WEIGHT_DECAY_ON),
       "clip_norm": self.CLIP_GRADIENT_NORM_TO_VALUE,
       "clip_update": self.CLIP_UPDATE_RMS_TO_VALUE,
@@ -190,10 +191,10 @@ class OptimizerKnobs(ScheduleKnobs):
       return fdl.Config(optimizers.schedule_free, inner, b1=b1)
     return fdl.Config(optimizers.descent, rule=self._rule(), **shared)
 
-  def _weight_decay(self) -> float | fdl.Config:
+  def _weight_decay_schedule(self) -> fdl.Config | None:
     first, last = self.WEIGHT_DECAY, self.WEIGHT_DECAY_END
     if last is None:
-      return first
+      return None
     return fdl.Config(optimizers.ramp, first=first, last=last, steps=self.max_steps())
 
   def _rule(self) -> fdl.Config:

@@ -36,6 +36,7 @@ from paxlike.layers.module import (
   constant,
   gaussian,
   gaussian_fan_in,
+  scaled,
   zeros,
 )
 from paxlike.layers.moe import dispatch, routing
@@ -99,6 +100,7 @@ __all__ = [
   "ring",
   "rope",
   "routing",
+  "scaled",
   "splash",
   "swiglu",
   "tokamax",

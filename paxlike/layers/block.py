@@ -31,9 +31,12 @@ class Block(Module):
     mlp: Callable[[int], Mlp | Moe],
     post_norm: Callable[[int], Any] | None = None,
     dropout: Callable[[], Dropout] | None = None,
+    residual_scale: ranges.Finite = 1.0,
     time: str = "time",
   ):
     """`post_norm` and `dropout` apply to the outputs of attention and feed-forward.
+
+    `residual_scale` multiplies them before they are added to the residual stream.
 
     `time` is the dim name of T outside attention and feed-forward. With "sequence", T is sharded
     over the tensor axis too, and so are norms and their residuals (sequence parallelism;
@@ -47,6 +50,7 @@ class Block(Module):
     self.mlp = mlp(dim)
     self.mlp_post_norm = None if post_norm is None else post_norm(dim)
     self.dropout = None if dropout is None else dropout()
+    self.residual_scale = residual_scale
 
   def __call__(
     self, x_BTD: jax.Array, context: Context, cache: Any = None
@@ -69,6 +73,8 @@ class Block(Module):
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array, context: Context) -> jax.Array:
     if self.dropout is not None:
       y_BTD = self.dropout(y_BTD, context)
+    if self.residual_scale != 1:
+      y_BTD = y_BTD * jnp.asarray(self.residual_scale, y_BTD.dtype)
     return mesh.constrain(by_token(jnp.add, x_BTD, y_BTD, time=self.time), "batch", self.time, None)
 
   def _normed(self, norm: Any, x_BTD: jax.Array) -> jax.Array:

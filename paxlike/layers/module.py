@@ -47,6 +47,14 @@ def gaussian_fan_in(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.
 
 
 @configurable
+def scaled(
+  key: jax.Array, shape: tuple[int, ...], fan_in: int, *, init: Initializer, by: ranges.Finite
+) -> jax.Array:
+  """Draws by `init`, and multiplies by a number."""
+  return by * init(key, shape, fan_in)
+
+
+@configurable
 def zeros(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
   """Returns zeros."""
   del key, fan_in

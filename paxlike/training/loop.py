@@ -193,7 +193,7 @@ class Loop:
     if best.is_hopeless and step < trainer.num_steps:
       run_log.note(f"stopped early: checkpoint {best.step} is still the best")
     if finished and has_progressed and trainer.sample_prompt is not None:
-      sampling, seed = Sampling(temperature=0.8), trainer.seed
+      sampling, seed = Sampling(temperature=0.7, top_p=0.9), trainer.seed
       how = decoding.DecodingOptions(max_new_tokens=200, sampling=sampling, seed=seed)
       *_, last = decode_mode.decoding_of(trainer, trainer.evaluated(state), how).run(
         [trainer.sample_prompt]

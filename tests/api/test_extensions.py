@@ -68,7 +68,7 @@ def test_the_schedule_is_followed(run):
 def test_a_schedule_has_a_name_in_every_experiment(tmp_path, text):
   knobs = {"LR_SCHEDULE": "inverse_root", "LR_COS_WARMUP": 2, "LEARNING_RATE": 1e-3}
   knobs |= {"MODEL_DIMS": 16, "MAX_SEQ_LEN": 16, "MAX_STEPS": 3, "SUMMARY_INTERVAL_STEPS": 1}
-  made = paxlike.train("ShakespeareChar", tmp_path / "run", DATA_PATH=str(text), **knobs)
+  made = paxlike.train("NanoGptChar", tmp_path / "run", DATA_PATH=str(text), **knobs)
   rates = [record["learning_rate"] for record in of(made, "train")]
   expected = [1e-3 * min(step / 2, math.sqrt(2 / step)) for step in range(1, 4)]
   np.testing.assert_allclose(rates, expected, rtol=1e-6)
@@ -79,9 +79,7 @@ def test_a_schedule_has_a_name_in_every_experiment(tmp_path, text):
   said = subprocess.check_output([sys.executable, "-c", command], env=own, cwd=REPOSITORY)
   assert said == b"3\n"
   with pytest.raises(paxlike.UserError, match="LR_COS_DECAY_END has no effect"):
-    paxlike.train(
-      "ShakespeareChar", tmp_path / "a", DATA_PATH=str(text), LR_COS_DECAY_END=9, **knobs
-    )
+    paxlike.train("NanoGptChar", tmp_path / "a", DATA_PATH=str(text), LR_COS_DECAY_END=9, **knobs)
 
 
 def test_the_optimizer_is_optax_s(run):

@@ -22,7 +22,7 @@ def test_few_bits_evaluate_and_decode_nearly_as_whole_weights_do(tmp_path, capsy
   path = tmp_path / "text.txt"
   path.write_text("how much wood would a woodchuck chuck " * 200)
   flags = (
-    "--fdl_config=ShakespeareChar",
+    "--fdl_config=NanoGptChar",
     f"--fdl.DATA_PATH={path}",
     *("--fdl.NUM_LAYERS=2", "--fdl.MODEL_DIMS=64", "--fdl.PERCORE_BATCH_SIZE=1"),
     *("--fdl.MAX_STEPS=20", "--fdl.LR_COS_WARMUP=2", "--fdl.LEARNING_RATE=3e-3"),

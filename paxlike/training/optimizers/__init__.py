@@ -21,6 +21,7 @@ from paxlike.training.optimizers.optimizer import (
   register_schedule,
   resolved,
 )
+from paxlike.training.optimizers.parametrization import Parametrization
 from paxlike.training.optimizers.schedules import (
   DecayShape,
   Schedule,
@@ -41,6 +42,7 @@ __all__ = [
   "MomentDtype",
   "Optimizer",
   "OptimizerName",
+  "Parametrization",
   "Scale",
   "Schedule",
   "ScheduleName",

@@ -21,6 +21,7 @@ from paxlike.training.optimizers.optimizer import (
   descent,
   everything,
 )
+from paxlike.training.optimizers.parametrization import Parametrization
 from paxlike.training.optimizers.schedules import Schedule
 
 MomentDtype = Literal["float32", "bfloat16"]
@@ -52,11 +53,13 @@ def adamw(
   b1: ranges.Probability,
   b2: ranges.Probability,
   eps: ranges.Epsilon,
-  weight_decay: ranges.Weight | Schedule,
+  weight_decay: ranges.Weight,
+  weight_decay_schedule: Schedule | None = None,
   decayed: Callable[[Weights], dict[str, bool]] = everything,
   clip_norm: ranges.PositiveFloat | None,
   clip_update: ranges.PositiveFloat | None = None,
   scales: Mapping[str, ranges.NonNegativeFloat] | None = None,
+  parametrization: Parametrization | None = None,
   moment_dtype: MomentDtype = "float32",
   over_data: bool = False,
   on_host: bool = False,
@@ -66,10 +69,12 @@ def adamw(
     adam(b1=b1, b2=b2, eps=eps, moment_dtype=moment_dtype),
     learning_rate=learning_rate,
     weight_decay=weight_decay,
+    weight_decay_schedule=weight_decay_schedule,
     decayed=decayed,
     clip_norm=clip_norm,
     clip_update=clip_update,
     scales=scales,
+    parametrization=parametrization,
     over_data=over_data,
     on_host=on_host,
   )

@@ -15,6 +15,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition, Params, WeightSpec
+from paxlike.training.optimizers.parametrization import Parametrization
 from paxlike.training.optimizers.schedules import Schedule
 
 # Name -> spec of the trained weights. In a scanned stack, a spec has the leading dim "layer".
@@ -195,11 +196,13 @@ def descent(
   rule: Transform,
   *,
   learning_rate: Schedule,
-  weight_decay: ranges.Weight | Schedule,
+  weight_decay: ranges.Weight,
+  weight_decay_schedule: Schedule | None = None,
   decayed: Callable[[Weights], dict[str, bool]] = everything,
   clip_norm: ranges.PositiveFloat | None,
   clip_update: ranges.PositiveFloat | None = None,
   scales: Mapping[str, ranges.NonNegativeFloat] | None = None,
+  parametrization: Parametrization | None = None,
   over_data: bool = False,
   on_host: bool = False,
 ) -> Optimizer:
@@ -209,26 +212,39 @@ def descent(
     rule: Gradients -> the direction of a step, such as `adam`.
     learning_rate: Multiplies both the direction and the weight decay.
     weight_decay: Decoupled weight decay.
+    weight_decay_schedule: Takes the place of `weight_decay`: completed updates -> weight decay.
     decayed: Returns the mask of decayed weights, given their specs.
     clip_norm: Largest global norm of the gradients; None: no clipping.
     clip_update: Largest root mean square of the direction of a weight, of each layer by itself
       (Shazeer and Stern, 2018, arXiv:1804.04235); None: no clipping.
     scales: Pattern (`re.search`) of weights such as "stack.attention.query.w" -> a factor of their
       learning rate; factors of several patterns multiply.
+    parametrization: Changes learning rates and epsilons for a model wider than a base model.
     over_data: See `Optimizer`.
     on_host: See `Optimizer`.
   """
   # Whatever is asked for, the rule stays the second part: names in checkpoints depend on it.
   clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+  decay: Any = weight_decay if weight_decay_schedule is None else weight_decay_schedule
   changes: list[Transform] = [
-    lambda weights: optax.add_decayed_weights(weight_decay, mask=decayed(weights))
+    lambda weights: optax.add_decayed_weights(decay, mask=decayed(weights))
   ]
+  if parametrization is not None:
+    changes.insert(0, functools.partial(_each_by, parametrization.rate))
+    # Adam's steps are the same if gradients and epsilon are divided by the same number.
+    clip = chain(clip, functools.partial(_each_by, lambda spec: 1 / parametrization.epsilon(spec)))
   if clip_update is not None:
     changes.insert(0, by_layer(optax.clip_by_block_rms(clip_update)))
   if scales:
     changes.append(functools.partial(_scaled, scales))
   transform = chain(clip, rule, chain(*changes), optax.scale_by_learning_rate(learning_rate))
   return Optimizer(transform, learning_rate, over_data, on_host)
+
+
+def _each_by(
+  factor: Callable[[WeightSpec], float], weights: Weights
+) -> optax.GradientTransformation:
+  return _by({name: factor(spec) for name, spec in weights.items()})
 
 
 def _scaled(scales: Mapping[str, float], weights: Weights) -> optax.GradientTransformation:
@@ -239,10 +255,16 @@ def _scaled(scales: Mapping[str, float], weights: Weights) -> optax.GradientTran
         f"LEARNING_RATE_SCALES: {pattern!r} is in no name of a trained weight, such as"
         f" {', '.join(sorted(set(names.values()))[:3])}."
       )
-  factors = {
-    name: math.prod(factor for pattern, factor in scales.items() if re.search(pattern, shown))
-    for name, shown in names.items()
-  }
+  return _by(
+    {
+      name: math.prod(factor for pattern, factor in scales.items() if re.search(pattern, shown))
+      for name, shown in names.items()
+    }
+  )
+
+
+def _by(factors: Mapping[str, float]) -> optax.GradientTransformation:
+  """Multiplies the update of each weight."""
 
   def scaled(updates: Any, params: Any) -> Any:
     del params
