@@ -10,8 +10,8 @@ from paxlike.experiments import datasets
 from paxlike.experiments.gpt import Gpt126M
 from paxlike.experiments.moe import Moe
 
-GROUPS = ("Model", "Precision", "Parallelism", "Batch", "Optimizer", "Schedule", "Run")
-GROUPS += ("Profiling", "Checkpoint", "Fine-tuning")
+GROUPS = ("Model", "Precision", "Parallelism", "Batch", "Optimizer", "Schedule")
+GROUPS += ("Parametrization", "Run", "Profiling", "Checkpoint", "Fine-tuning")
 
 
 class Mine(Moe, datasets.Synthetic, Gpt126M):
