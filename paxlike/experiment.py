@@ -75,9 +75,7 @@ class Experiment(
       stack_interval=self.STACK_TRACE_INTERVAL,
       profile=self.profile(),
     )
-    if self.QK_NORM:
-      fiddlers.qk_norm(graph)
-    self.parametrize(graph)
+    self.adjust(graph)
     fiddlers.precision(graph, self.FPROP_DTYPE)
     if quantization := self.quantization():
       fiddlers.quantize(graph, quantization)
@@ -94,6 +92,14 @@ class Experiment(
     if pipeline := self.pipeline():
       fiddlers.pipeline(graph, pipeline)
     return graph
+
+  def adjust(self, graph: fdl.Buildable):
+    """Changes a graph that contains the model by knobs that serve all families."""
+    if self.QK_NORM:
+      fiddlers.qk_norm(graph)
+    if self.Z_LOSS or self.LABEL_SMOOTHING:
+      fiddlers.loss(graph, z_loss=self.Z_LOSS, label_smoothing=self.LABEL_SMOOTHING)
+    self.parametrize(graph)
 
   def train_data(self) -> fdl.Config | None:
     """Returns the training data, a `data.Dataset`; None to evaluate only. See `datasets`."""

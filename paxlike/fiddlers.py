@@ -217,10 +217,26 @@ def shard_sequences(graph: fdl.Buildable):
 
 
 def qk_norm(graph: fdl.Buildable):
-  """Adds RMSNorm of queries and keys (Dehghani et al., 2023, arXiv:2302.05442) where none is."""
+  """Adds RMSNorm of queries and keys (Dehghani et al., 2023, arXiv:2302.05442) where none is.
+
+  Raises:
+    UserError: The model's attention has no such norm, as latent attention.
+  """
+  if any(select(graph, layers.LatentAttention)):
+    raise UserError("QK_NORM: latent attention has norms of its own.")
   for node in select(graph, layers.Attention):
     if getattr(node, "qk_norm", None) is None:
       node.qk_norm = fdl.Partial(layers.RmsNorm)
+
+
+def loss(
+  graph: fdl.Buildable,
+  z_loss: ranges.NonNegativeFloat = 0.0,
+  label_smoothing: ranges.Smoothing = 0.0,
+):
+  """Adds a z-loss to the training loss, and smooths its targets; see `cross_entropy`."""
+  for node in select(graph, layers.Decoder):
+    node.z_loss, node.label_smoothing = z_loss, label_smoothing
 
 
 def parametrize(
@@ -240,6 +256,11 @@ def parametrize(
     base_layers: Its number of layers, whose residual branches are added as they are; None: that of
       this one.
     base_head_dim: H of the base model; None: that of this one.
+
+  All widths are assumed to grow with D: those of MLPs and experts, and the numbers of heads.
+
+  Raises:
+    UserError: The optimizer, or the width of the heads of latent attention, cannot be scaled.
   """
   (decoder,) = select(graph, layers.Decoder)
   stack = decoder.stack
@@ -250,19 +271,29 @@ def parametrize(
     if _called(node.init) is not layers.zeros:
       node.init = _for_width(node.init, width, to_width=node.role not in ("head", "router"))
   for node in select(graph, layers.Embedding):
-    node.logits_scale = getattr(node, "logits_scale", 1.0) / width
+    # Scales that families set follow from the width: its root, and for logits 1 over its root.
+    if (given := getattr(node, "scale", 1.0)) != 1:
+      node.scale = given / width**0.5
+    if getattr(decoder, "head", None) is None:
+      given = getattr(node, "logits_scale", 1.0)
+      node.logits_scale = given / (width if given == 1 else width**0.5)
   for node in select(graph, layers.Block):
     node.residual_scale = getattr(node, "residual_scale", 1.0) / depth
   for node in select(graph, layers.Attention):
     head = node.head_dim / (base_head_dim or node.head_dim)
     if head != 1:
-      node.scale = (getattr(node, "scale", None) or node.head_dim**-0.5) * head**-0.5
-  for optimize in (optimizers.adamw, optimizers.descent):
-    for node in select(graph, optimize):
-      rule = _growth(getattr(node, "rule", None))
-      node.parametrization = fdl.Config(
-        optimizers.Parametrization, width=width, depth=depth, rule=rule
-      )
+      given = getattr(node, "scale", None)
+      node.scale = node.head_dim**-0.5 * head**-0.5 if given is None else given / head
+  if base_head_dim is not None and any(select(graph, layers.LatentAttention)):
+    raise UserError("BASE_DIMS_PER_HEAD: the heads of latent attention cannot be scaled.")
+  rules = [*select(graph, optimizers.adamw), *select(graph, optimizers.descent)]
+  if not rules and getattr(graph, "optimizer", None) is not None:
+    raise UserError("PARAMETRIZATION cannot scale the learning rates of this OPTIMIZER.")
+  for node in rules:
+    rule = _growth(getattr(node, "rule", None))
+    node.parametrization = fdl.Config(
+      optimizers.Parametrization, width=width, depth=depth, rule=rule
+    )
 
 
 def _for_width(init: Any, width: float, *, to_width: bool) -> Any:
@@ -346,6 +377,7 @@ FIDDLERS = {
     decoding,
     quantize_weights,
     lora,
+    loss,
     parametrize,
     precision,
     qk_norm,

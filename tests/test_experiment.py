@@ -23,7 +23,7 @@ from paxlike.training import optimizers
 
 # Knobs that count only beside another: knob -> the setting under which they are read.
 CONDITIONS = {
-  "BASE_": {"PARAMETRIZATION": "completep"},
+  "BASE_": {"PARAMETRIZATION": "completep", "BASE_MODEL_DIMS": 64, "BASE_NUM_LAYERS": 2},
   "VOCAB_PATH": {"TOKENIZER": "sentencepiece", "VOCAB_PATH": "x.model"},
   "MOE_DISPATCH": {"MOE_DISPATCH": "capacity"},
   "CHECKPOINT_RESTORE_PATH": {"CHECKPOINT_RESTORE_PATH": "run"},
@@ -66,7 +66,7 @@ def read_names(cls: type[Experiment]) -> frozenset[str]:
       experiment.trainer()
       read |= experiment.read_names()
   for name in optimizers.OPTIMIZERS:
-    experiment = cls(OPTIMIZER=name, EMA_HALF_LIVES=(2.0,))
+    experiment = cls(OPTIMIZER=name, EMA_HALF_LIVES=(2.0,), ON_SPIKE="skip")
     experiment.optimizer()
     read |= experiment.read_names()
   for name in optimizers.SCHEDULES:

@@ -8,8 +8,9 @@ import jax
 from etils import epath
 
 from paxlike import file_io
-from paxlike.checkpoints.checkpoint import Checkpoint, Restored
+from paxlike.checkpoints.checkpoint import Restored
 from paxlike.checkpoints.orbax_hooks import step_of
+from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.checkpoints.warm_start import PROVENANCE
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
@@ -23,7 +24,7 @@ def step_in(path: str) -> int:
   Raises:
     UserError: It is not the path of a checkpoint.
   """
-  step = step_of(epath.Path(path).name)
+  step = step_of(path.rstrip("/").rpartition("/")[2])
   if step is None:
     raise UserError(
       f"DECAY_FROM={path} is not a checkpoint, such as RUN/checkpoints/checkpoint_00001000."
@@ -48,19 +49,23 @@ class Branch:
     Raises:
       UserError: It is missing, damaged or of another experiment.
     """
-    return self._checkpoint.restore(target, layout=layout)
+    saved = Checkpoints(self._folder.parent, keep=None)
+    try:
+      step = saved.find(step_in(self.path))
+    except UserError as error:
+      raise UserError(f"DECAY_FROM={self.path}: {error}") from None
+    return saved.at(step).restore(target, layout=layout)
+
+  @property
+  def run(self) -> epath.Path:
+    """The folder of the other run, whose initial weights are this run's, too."""
+    return self._folder.parent.parent
 
   def provenance(self) -> str | None:
-    """Returns the record of the other run's initial weights, which this run then has, too."""
-    file = self._folder.parent.parent / PROVENANCE
+    """Returns the record of those initial weights; None: there is none."""
+    file = self.run / PROVENANCE
     return file_io.read_bytes(file).decode() if file.exists() else None
 
   @property
   def _folder(self) -> epath.Path:
     return file_io.absolute(self.path)
-
-  @property
-  def _checkpoint(self) -> Checkpoint:
-    if not self._folder.exists():
-      raise UserError(f"DECAY_FROM={self.path}: there is no such checkpoint.")
-    return Checkpoint(self._folder)

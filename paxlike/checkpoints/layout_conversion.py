@@ -15,8 +15,9 @@ from paxlike.layers.stack_layout import Layout
 
 Flat = dict[str, Any]
 
-# Prefix of non-trainable state, such as an amax history, which a checkpoint may lack.
-_OPTIONAL = "extra."
+# Prefixes of what a checkpoint may lack: non-trainable state, such as an amax history, and the
+# state of the optimizer's guard.
+_OPTIONAL = ("extra.", "guard.")
 
 # Predicate: whether an array of a checkpoint, such as "params.norm.scale", may stay unread.
 Unread = Callable[[str], bool]

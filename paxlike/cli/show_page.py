@@ -24,7 +24,9 @@ def experiments() -> str:
   """Returns a table of all registered experiments."""
   rows = []
   for path, cls in registry.registered().items():
-    model = cls().model()
+    experiment = cls()
+    model = experiment.model()
+    experiment.adjust(model)
     fiddlers.stack(model, scan=True)  # The same parameter count with far fewer objects.
     definition = Definition(building.build(model))
     summary = (cls.__doc__ or "").strip().split("\n")[0]

@@ -67,6 +67,7 @@ class ExportedRun:
       path / "experiment.json", allow_modules=allow_modules
     )
     model = experiment.model()
+    experiment.adjust(model)
     fiddlers.stack(model, scan=False)
     definition = Definition(building.build(model))
     unrolled = layout_of(definition.module)
@@ -229,6 +230,7 @@ def _check_config(experiment: Experiment):
   family = family_of(experiment)
   base = next(cls for cls in type(experiment).__mro__ if "hugging_face" in vars(cls))
   model = experiment.model()
+  experiment.adjust(model)
 
   def first_difference(**more: Any) -> str | None:
     return model_graph.difference(base(**knobs, **more).model(), model)

@@ -24,6 +24,10 @@ class ModelKnobs(Knobs):
   DIMS_PER_HEAD: ranges.Size | None = None  #: Width of a head. None: MODEL_DIMS / NUM_HEADS.
   INIT_STD: ranges.Weight = 0.02  #: Standard deviation of initial weights.
   QK_NORM: bool = False  #: RMSNorm of each head's queries and keys; families may have it anyway.
+  #: Factor of the training loss's z-loss, the square of log(sum(exp(logits))); PaLM has 1e-4.
+  Z_LOSS: ranges.NonNegativeFloat = 0.0
+  #: Probability that the training loss's targets spread over all tokens.
+  LABEL_SMOOTHING: ranges.Smoothing = 0.0
   DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of each block's attention and MLP outputs.
   EMBEDDING_DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of the embeddings.
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: if there are several devices.

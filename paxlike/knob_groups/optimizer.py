@@ -32,12 +32,13 @@ class ScheduleKnobs(RunKnobs):
   #: Step at which the exponential decay ends. None: MAX_STEPS.
   LR_LRED_DECAY_END: ranges.NonNegative | None = None
   LR_LRED_MIN_RATIO: ranges.Epsilon = 0.1  #: Final learning rate as a fraction of the peak.
-  LR_WARMUP: ranges.NonNegative = 1000  #: Warmup steps of the other schedules.
-  #: Final learning rate of the other schedules as a fraction of the peak.
+  #: Warmup steps of linear, inverse_sqrt, cosine_restarts and wsd.
+  LR_WARMUP: ranges.NonNegative = 1000
+  #: Final learning rate of linear, cosine_restarts and wsd as a fraction of the peak.
   LR_MIN_RATIO: ranges.Fraction = 0.0
   LR_CYCLES: ranges.Positive = 4  #: Cycles of the schedule cosine_restarts.
-  #: Share of MAX_STEPS, at their end, in which the rate of wsd decays; 0: it stays. DECAY_FROM
-  #: takes its place.
+  #: Share of MAX_STEPS, at their end, in which the rate of wsd decays; 0: no decay. Not used with
+  #: DECAY_FROM.
   LR_WSD_DECAY: ranges.Fraction = 0.2
   LR_WSD_SHAPE: optimizers.DecayShape = "sqrt"  #: Decay by 1 - x, 1 - sqrt(x) or a cosine.
   #: Checkpoint of another run, RUN/checkpoints/checkpoint_N, that a new run goes on from. The rate
@@ -153,6 +154,12 @@ class OptimizerKnobs(ScheduleKnobs):
   CLIP_GRADIENT_NORM_TO_VALUE: ranges.PositiveFloat | None = 1.0
   #: Maximum root mean square of a weight's update, before the learning rate. None: no clipping.
   CLIP_UPDATE_RMS_TO_VALUE: ranges.PositiveFloat | None = None
+  #: What is done about spikes of the loss or the gradient norm: report logs them, skip also drops
+  #: their updates, clip scales their gradients down to the bound. None: they are not looked for.
+  ON_SPIKE: Literal["report", "skip", "clip"] | None = None
+  #: Median absolute deviations (times 1.4826) above the median at which a spike begins.
+  SPIKE_DEVIATIONS: ranges.PositiveFloat = 6.0
+  SPIKE_WINDOW: ranges.Positive = 64  #: Number of last steps that median and deviations are of.
   #: Half-lives, in steps, of moving averages of the weights. (): none.
   EMA_HALF_LIVES: tuple[ranges.PositiveFloat, ...] = ()
   #: Half-life of the average that is evaluated, decoded and exported. None: the first.
@@ -161,12 +168,18 @@ class OptimizerKnobs(ScheduleKnobs):
   def optimizer(self) -> fdl.Config[optimizers.Optimizer]:
     """Returns the optimizer with its learning-rate schedule."""
     optimizer = self._optimizer()
-    if not self.EMA_HALF_LIVES:
+    if self.EMA_HALF_LIVES:
+      lives, evaluated = self.EMA_HALF_LIVES, self.EMA_EVALUATED
+      optimizer = fdl.Config(optimizers.averaged, optimizer, half_lives=lives, evaluated=evaluated)
+    if self.ON_SPIKE is None:
       return optimizer
-    lives = self.EMA_HALF_LIVES
-    return fdl.Config(
-      optimizers.averaged, optimizer, half_lives=lives, evaluated=self.EMA_EVALUATED
+    guard = fdl.Config(
+      optimizers.Guard,
+      action=self.ON_SPIKE,
+      deviations=self.SPIKE_DEVIATIONS,
+      window=self.SPIKE_WINDOW,
     )
+    return fdl.Config(optimizers.guarded, optimizer, guard=guard)
 
   def _optimizer(self) -> fdl.Config[optimizers.Optimizer]:
     """Returns the optimizer that trains the weights."""

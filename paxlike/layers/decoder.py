@@ -53,11 +53,16 @@ class Decoder(Module):
     head: Callable[..., Linear] | None = None,
     soft_cap: ranges.Cap | None = None,
     loss_chunks: ranges.Size = 4,
+    z_loss: ranges.NonNegativeFloat = 0.0,
+    label_smoothing: ranges.Smoothing = 0.0,
   ):
     """Without `head`, the embedding table also projects to logits (tied embeddings).
 
-    With `soft_cap`, logits x become soft_cap * tanh(x / soft_cap).
+    With `soft_cap`, logits x become soft_cap * tanh(x / soft_cap). `z_loss` and `label_smoothing`
+    are those of `cross_entropy`, in training.
     """
+    self.z_loss = z_loss
+    self.label_smoothing = label_smoothing
     self.soft_cap = soft_cap
     self.loss_chunks = loss_chunks
     self.vocab_size = vocab_size
@@ -154,7 +159,8 @@ class Decoder(Module):
       logits_BTV = _logits(nnx.merge(graph, weights), x_BTD, self.soft_cap)
       logits_BTV = mesh.constrain(logits_BTV, batch, time, "vocab")
       targets_BT, weights_BT = constants
-      return (cross_entropy(logits_BTV, targets_BT) * weights_BT).sum()
+      given = {"z_loss": self.z_loss, "smoothing": self.label_smoothing}
+      return (cross_entropy(logits_BTV, targets_BT, **given) * weights_BT).sum()
 
     arrays = (x_BTD, (targets_BT, weights_BT))
     chunks = jax.tree.map(lambda x: shards.chunks(x, self.loss_chunks), arrays)

@@ -14,16 +14,30 @@ from jax.sharding import PartitionSpec
 from paxlike.devices import mesh
 
 
-@jax.custom_vjp
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def cross_entropy(
+  logits: jax.Array, targets: jax.Array, *, z_loss: float = 0.0, smoothing: float = 0.0
+) -> jax.Array:
   """Returns -log softmax(logits)[targets] in nats, float32 [...], for logits [..., V].
 
   The gradient takes one pass over the logits and has their dtype.
+
+  Args:
+    logits: The logits.
+    targets: Token ids [...].
+    z_loss: Adds this times the square of log(sum(exp(logits))), which keeps it near 0 (PaLM;
+      Chowdhery et al., 2022, arXiv:2204.02311).
+    smoothing: The probability that targets spread over all V tokens (Szegedy et al., 2016,
+      arXiv:1512.00567).
   """
-  return _entropy_forward(logits, targets)[0]
+  return _entropy(z_loss, smoothing, logits, targets)
 
 
-def _entropy_forward(logits, targets):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _entropy(z_loss, smoothing, logits, targets):
+  return _entropy_forward(z_loss, smoothing, logits, targets)[0]
+
+
+def _entropy_forward(z_loss, smoothing, logits, targets):
   if mesh.is_sharded("vocab"):
     # No device has all logits of a token, so a gather would all-gather them.
     is_target = targets[..., None] == jnp.arange(logits.shape[-1])
@@ -31,18 +45,28 @@ def _entropy_forward(logits, targets):
   else:
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
   normalizer = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-  return normalizer - chosen.astype(jnp.float32), (logits, targets, normalizer)
+  expected = chosen.astype(jnp.float32)
+  if smoothing:
+    expected = (1 - smoothing) * expected + smoothing * logits.astype(jnp.float32).mean(-1)
+  loss = normalizer - expected
+  if z_loss:
+    loss += z_loss * jnp.square(normalizer)
+  return loss, (logits, targets, normalizer)
 
 
-def _entropy_backward(saved, cotangent):
+def _entropy_backward(z_loss, smoothing, saved, cotangent):
   logits, targets, normalizer = saved
   softmax = jnp.exp(logits.astype(jnp.float32) - normalizer[..., None])
   # A comparison fuses with the softmax; a scatter would be a separate pass.
-  is_target = targets[..., None] == jnp.arange(logits.shape[-1])
-  return ((softmax - is_target) * cotangent[..., None]).astype(logits.dtype), None
+  target = targets[..., None] == jnp.arange(logits.shape[-1])
+  if smoothing:
+    target = (1 - smoothing) * target + smoothing / logits.shape[-1]
+  if z_loss:
+    softmax *= 1 + 2 * z_loss * normalizer[..., None]
+  return ((softmax - target) * cotangent[..., None]).astype(logits.dtype), None
 
 
-cross_entropy.defvjp(_entropy_forward, _entropy_backward)
+_entropy.defvjp(_entropy_forward, _entropy_backward)
 
 
 class Shards(NamedTuple):

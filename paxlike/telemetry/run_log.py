@@ -34,7 +34,8 @@ class RunLog:
   """The log of one run. Only process 0 writes and prints.
 
   Attributes:
-    skipped_in_a_row: Number of consecutive steps, up to the last, that were skipped as not finite.
+    skipped_in_a_row: Number of consecutive steps, up to the last, that were skipped: they were not
+      finite, or spikes.
     check_owner: Raises if this process may no longer write.
   """
 
@@ -172,6 +173,10 @@ class RunLog:
       self._ledger.updates = done
     self._console.progress(done, self._num_steps, f"loss {reading.values['loss']:.4f}")
     self._callbacks.call("on_step", done, dict(reading.values))
+    if reading.values.get("spike"):
+      loss, norm = reading.values["loss"], reading.values["grad_norm"]
+      dropped = ", skipped" if skipped else ""
+      self.note(f"step {reading.step}: spike: loss {loss:.3f}, gradient norm {norm:.3g}{dropped}")
     if due or done == self._num_steps:
       self._log(reading)
     self._call_on_save()
@@ -202,7 +207,7 @@ class RunLog:
       values["seconds_left"] = left
       line.append(f"left: {formatting.duration(left)}")
     if skipped:
-      line.append("skipped: not finite")
+      line.append("skipped: spike" if values.get("spike") else "skipped: not finite")
     self._console.line(", ".join(line))
     self._began = time.perf_counter()
     self._causes.clear()

@@ -39,6 +39,12 @@ def check_finite(reading: Reading, skipped: int, *, most: int):
   if skipped < most:
     return
   values = reading.values
+  if values.get("spike"):
+    raise RunError(
+      f"the last {skipped} steps, to step {reading.step}, were spikes (loss {values['loss']},"
+      f" gradient norm {values['grad_norm']}). Their updates were dropped (ON_SPIKE=skip). Lower"
+      " LEARNING_RATE, look at the data, or raise SPIKE_DEVIATIONS; older checkpoints are intact."
+    )
   raise RunError(
     f"the last {skipped} steps, up to step {reading.step}, had a loss or gradient that is not"
     f" finite (loss {values['loss']}, gradient norm {values['grad_norm']}). Their updates were"

@@ -97,6 +97,12 @@ class StateSource:
     )
     return state, None, files
 
+  @property
+  def _first(self) -> epath.Path:
+    """The folder that records the initial weights: until a new run has, that of its branch."""
+    is_new = self.branch is not None and not (self.folder / PROVENANCE).exists()
+    return self.branch.run if self.branch is not None and is_new else self.folder
+
   def reference(self, state: TrainState) -> Params:
     """Returns all weights as they were before the first step, in their compute dtypes.
 
@@ -106,7 +112,7 @@ class StateSource:
     if int(state.step) == 0:
       # Copies, because steps donate the originals.
       return jax.tree.map(jnp.copy, self.definition.prepare(state.weights))
-    base = began_with(self.folder, given=self.restore)
+    base = began_with(self._first, given=self.restore)
     given: Params = {}
     if base is not None:
       given = base.load(self.definition, self.devices, for_compute=True).params
@@ -152,7 +158,7 @@ class StateSource:
     if not names:
       return {}
     given: Params = {}
-    base = began_with(self.folder, given=self.restore)
+    base = began_with(self._first, given=self.restore)
     if base is not None:
       try:
         given = base.load(self.definition, self.devices, among=names).params

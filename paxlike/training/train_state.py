@@ -35,7 +35,9 @@ class TrainState:
       model; not in checkpoints.
     extra: Non-trainable state of layers (amax histories).
     opt_state: The optimizer's state.
-    skipped: int32, the steps among `step` whose update was skipped because it was not finite.
+    skipped: int32, the steps among `step` whose update was skipped: it was not finite, or the guard
+      found a spike.
+    guard: The state of the optimizer's guard, if it has one.
   """
 
   step: jax.Array
@@ -45,6 +47,7 @@ class TrainState:
   extra: dict[str, jax.Array]
   opt_state: Any
   skipped: jax.Array
+  guard: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
   @property
   def weights(self) -> Params:
@@ -76,6 +79,7 @@ def abstract(
       optimizer.transformation(definition).init, definition.optimized(params)
     ),
     skipped=count,
+    guard={} if optimizer.guard is None else jax.eval_shape(optimizer.guard.init),
   )
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -146,7 +150,13 @@ def create(
   weights = init_params(definition, mesh, seed=seed, given=given)
   params, frozen, extra = split(definition, weights)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-  init = jax.jit(optimizer.transformation(definition).init, out_shardings=shardings.opt_state)
+  transform = optimizer.transformation(definition)
+
+  def init(params: Params) -> tuple[Any, dict[str, jax.Array]]:
+    return transform.init(params), {} if optimizer.guard is None else optimizer.guard.init()
+
+  where = shardings.opt_state, shardings.guard
+  opt_state, guard = jax.jit(init, out_shardings=where)(definition.optimized(params))
   zero = functools.partial(jnp.zeros, (), jnp.int32, device=target.step.sharding)
   return TrainState(
     step=zero(),
@@ -154,8 +164,9 @@ def create(
     frozen=frozen,
     reference={},
     extra=extra,
-    opt_state=init(definition.optimized(params)),
+    opt_state=opt_state,
     skipped=zero(),
+    guard=guard,
   )
 
 
@@ -244,5 +255,20 @@ def _drawer(
 def _hashable(init: module.Initializer) -> tuple[Any, tuple[tuple[str, Any], ...]]:
   """Returns a hashable form of an initializer; `functools.partial` compares by identity."""
   if isinstance(init, functools.partial) and not init.args:
-    return init.func, tuple(sorted(init.keywords.items()))
+    inner: dict[str, Any] = {
+      name: _Inner(*_hashable(x)) if isinstance(x, functools.partial) else x
+      for name, x in init.keywords.items()
+    }
+    return init.func, tuple(sorted(inner.items()))
   return init, ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inner:
+  """An initializer that is an argument of another, in its hashable form."""
+
+  function: Any
+  keywords: tuple[tuple[str, Any], ...]
+
+  def __call__(self, *args: Any) -> jax.Array:
+    return self.function(*args, **dict(self.keywords))

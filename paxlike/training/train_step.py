@@ -61,16 +61,21 @@ def make_train_step(
       (grads, new_extra), aux = jax.tree.map(_float32, gradients(weights, constants, whole))
     else:
       (grads, new_extra), aux = _accumulated(gradients, weights, constants, whole, num_microbatches)
-    *new, norm = _updated(definition, transform, state, grads, new_extra)
+    with jax.named_scope("optimizer"):
+      norm = optax.tree.norm(definition.optimized(grads))
     finite = _all_finite([norm, aux.losses["loss"], *new_extra.values()])
+    of_step: dict[str, Any] = {"grad_norm": norm}
+    keep, guard = finite, state.guard
+    if optimizer.guard is not None:
+      spike, kept, scale, guard = optimizer.guard.judge(guard, aux.losses["loss"], norm)
+      of_step["spike"] = spike.astype(jnp.float32)
+      keep, grads = finite & kept, {name: scale * x for name, x in grads.items()}
+    new = _updated(definition, transform, state, grads, new_extra)
     old = [state.params, state.extra, state.opt_state]
     with jax.named_scope("optimizer"):
-      params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    of_step = {
-      "grad_norm": norm,
-      "learning_rate": optimizer.learning_rate(state.step - state.skipped),
-      "skipped": jnp.where(finite, 0.0, 1.0),
-    }
+      params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(keep, n, o), list(new), old)
+    of_step["skipped"] = jnp.where(keep, 0.0, 1.0)
+    of_step["learning_rate"] = optimizer.learning_rate(state.step - state.skipped)
     of_step |= {f"{TOKENS_OF}{name}": _tokens_from(n, batch) for n, name in enumerate(sources)}
     metrics = {name: (value * weight, weight) for name, value in aux.losses.items()}
     metrics |= {name: (pair[0], pair[1]) for name, pair in aux.metrics.items()}
@@ -81,7 +86,8 @@ def make_train_step(
       params=params,
       extra=extra,
       opt_state=opt_state,
-      skipped=state.skipped + jnp.where(finite, 0, 1),
+      skipped=state.skipped + jnp.where(keep, 0, 1),
+      guard=guard,
     )
     new_state = with_same_shardings(definition, optimizer, new_state)
     if not log_layers:
@@ -177,8 +183,8 @@ def _updated(
   state: TrainState,
   grads: Params,
   new_extra: Params,
-) -> tuple[Params, Params, Any, jax.Array]:
-  """Returns (params, non-trainable state, optimizer state, the optimizer's gradient norm)."""
+) -> tuple[Params, Params, Any]:
+  """Returns (params, non-trainable state, optimizer state)."""
   trained_grads, params = definition.optimized(grads), definition.optimized(state.params)
   updates, opt_state = transform.update(trained_grads, state.opt_state, params)
   new: Any = jax.tree.map(
@@ -189,7 +195,7 @@ def _updated(
   own = {name: spec.update for name, spec in definition.weights.items() if spec.update is not None}
   new |= {name: own[name](old, grads[name]) for name, old in state.params.items() if name in own}
   extra = {name: own[name](old, new_extra[name]) for name, old in state.extra.items()}
-  return new, extra, opt_state, optax.tree.norm(trained_grads)
+  return new, extra, opt_state
 
 
 def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:

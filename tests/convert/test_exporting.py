@@ -164,6 +164,7 @@ def test_every_registered_experiment_has_a_configuration_at_hugging_face():
     experiment = cls()
     graph: Any = experiment.trainer()
     model = experiment.model()
+    experiment.adjust(model)
     experiment.adapt(model)
     assert model_graph.difference(model, graph.model) is None, cls
     exporting._check_config(experiment)

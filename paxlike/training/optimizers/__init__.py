@@ -4,6 +4,7 @@
 from paxlike.training.optimizers.averages import averaged, schedule_free
 from paxlike.training.optimizers.elementwise import MomentDtype, adam, adamw, ademamix, lion
 from paxlike.training.optimizers.factored import adafactor
+from paxlike.training.optimizers.guard import Guard
 from paxlike.training.optimizers.matrix import Scale, muon
 from paxlike.training.optimizers.optimizer import (
   OPTIMIZERS,
@@ -16,6 +17,7 @@ from paxlike.training.optimizers.optimizer import (
   chain,
   descent,
   everything,
+  guarded,
   matrices,
   register_optimizer,
   register_schedule,
@@ -39,6 +41,7 @@ __all__ = [
   "OPTIMIZERS",
   "SCHEDULES",
   "DecayShape",
+  "Guard",
   "MomentDtype",
   "Optimizer",
   "OptimizerName",
@@ -58,6 +61,7 @@ __all__ = [
   "cosine_restarts",
   "descent",
   "everything",
+  "guarded",
   "inverse_sqrt",
   "linear",
   "linear_rampup_cosine_decay",

@@ -26,7 +26,12 @@ def schedule_free(optimizer: Optimizer, *, b1: ranges.Probability) -> Optimizer:
     optimizer: Makes the iterates; it should have no momentum (`b1=0`) and a constant rate after
       the warmup.
     b1: The weight of the average in the weights that gradients are taken at.
+
+  Raises:
+    UserError: `b1` is 0.
   """
+  if b1 == 0:
+    raise UserError("ADAM_BETA1=0: schedule_free_adamw needs more, such as 0.9.")
 
   def transform(weights: Weights) -> optax.GradientTransformation:
     inner = resolved(optimizer.transform, weights)
@@ -71,11 +76,12 @@ def averaged(
   """
   if optimizer.evaluated is not None:
     raise UserError("EMA_HALF_LIVES: this OPTIMIZER evaluates an average of its own. Choose one.")
+  names = {f"{life:g}": life for life in half_lives}
+  if len(names) < len(half_lives):
+    raise UserError(f"EMA_HALF_LIVES={list(half_lives)} has one twice, in six digits.")
   chosen = half_lives[0] if evaluated is None else evaluated
   if chosen not in half_lives:
     raise UserError(f"EMA_EVALUATED={chosen:g} is not in EMA_HALF_LIVES={list(half_lives)}.")
-
-  names = {f"{life:g}": life for life in half_lives}
 
   def transform(weights: Weights) -> optax.GradientTransformation:
     inner = resolved(optimizer.transform, weights)

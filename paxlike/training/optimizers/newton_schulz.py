@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orthogonalization of sharded weight matrices by Newton-Schulz iterations.
 
-On a mesh, each matrix is orthogonalized by one device, its owner: an all-to-all over the axes that
-shard the matrices gives each of their devices whole ones, and another returns the shards. Axes that
-replicate the matrices split them, too, and all-gather the results.
+On a mesh, each matrix is orthogonalized by one device, its owner: all-to-alls over the axes that
+shard the matrices give each of their devices whole ones, and others return the shards. Axes that
+replicate the matrices split them, too, and all-gather the results. A single matrix is all-gathered
+instead, since its other devices would have nothing to do.
 """
 
 import functools
@@ -27,7 +28,7 @@ _EPSILON = 1e-7  # The smallest Frobenius norm that a matrix is divided by.
 def newton_schulz(x_CMN: jax.Array, *, steps: int) -> jax.Array:
   """Returns matrices with the singular vectors of `x_CMN` and singular values of about 1.
 
-  Matmuls are in the dtype of `x_CMN`; C counts matrices, whatever M and N are.
+  Matmuls are in the dtype of `x_CMN`, which holds C matrices; M may be the larger side.
   """
   norm = jnp.sqrt(jnp.square(x_CMN.astype(jnp.float32)).sum((1, 2), keepdims=True))
   x_CMN = (x_CMN / jnp.maximum(norm, _EPSILON)).astype(x_CMN.dtype)
@@ -47,8 +48,8 @@ class Matrix(NamedTuple):
     batch: The number of dims before those of a matrix, such as "layer" and "experts".
     inputs: The number of contracted dims.
     num_inputs, num_outputs: The sizes of a matrix.
-    transposed: Whether the outputs are the dim "model". It is M in `newton_schulz`, so that maps
-      from and to the residual stream are sharded alike.
+    transposed: Whether the outputs are the dim "model". Such matrices are transposed, so that M is
+      always the residual stream: maps from and to it then have the same sharding, and one batch.
   """
 
   batch: int
@@ -66,6 +67,8 @@ def matrix(spec: WeightSpec) -> Matrix | None:
   if not spec.contracted or {"vocab", "position", "adapter"} & set(spec.dims):
     return None
   batch, inputs = spec.dims.index(spec.contracted[0]), len(spec.contracted)
+  if spec.dims[batch : batch + inputs] != spec.contracted or batch + inputs == len(spec.dims):
+    return None  # Not [*batch, *inputs, *outputs].
   rows = math.prod(spec.shape[batch : batch + inputs])
   columns = math.prod(spec.shape[batch + inputs :])
   return Matrix(batch, inputs, rows, columns, transposed=spec.dims[-1] == "model")
@@ -168,11 +171,10 @@ def _by_owners(
   """Orthogonalizes sharded matrices, each on one device; returns shards, maybe with padding."""
   count, copies = len(x_CMN), math.prod(sizes[axis] for axis in free)
   shards = math.prod(sizes[axis] for axis in (*axes.rows, *axes.columns))
-  here = shards * math.ceil(count / copies / shards)
-  # Two all-to-alls send each device 2 / shards of `here` matrices, padding included; an all-gather,
-  # after which all compute the same, sends as many as it gathers.
-  gathers = 2 * here // shards > math.ceil(count / copies)
-  here = math.ceil(count / copies) if gathers else here
+  # All-to-alls move each matrix twice, an all-gather once. After it, all devices compute the same,
+  # which takes no longer if there is only one matrix for them.
+  gathers = math.ceil(count / copies) == 1
+  here = 1 if gathers else shards * math.ceil(count / copies / shards)
   x_CMN = jnp.pad(x_CMN, ((0, here * copies - count), (0, 0), (0, 0)))
   if free:
     x_CMN = jax.lax.dynamic_slice_in_dim(x_CMN, jax.lax.axis_index(free) * here, here)

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Set
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition, Params, WeightSpec
+from paxlike.training.optimizers.guard import Guard
 from paxlike.training.optimizers.parametrization import Parametrization
 from paxlike.training.optimizers.schedules import Schedule
 
@@ -88,6 +90,7 @@ class Optimizer:
     on_host: Whether its state is offloaded to host memory between updates.
     evaluated: (state, trained weights) -> the weights that evaluation, decoding and export use in
       place of the trained ones, such as an average in the state; None: the trained ones.
+    guard: Judges each step before its update; None: none does.
   """
 
   transform: Transform
@@ -95,10 +98,33 @@ class Optimizer:
   over_data: bool = False
   on_host: bool = False
   evaluated: Callable[[Any, Params], Params] | None = None
+  guard: Guard | None = None
 
   def transformation(self, definition: Definition) -> optax.GradientTransformation:
-    """Returns the transformation for the trained weights of a model."""
-    return resolved(self.transform, definition.optimized(definition.weights))
+    """Returns the transformation for the trained weights of a model.
+
+    It is given them in float32, whatever they are stored in, so that its state is float32, too.
+    """
+    return _in_float32(resolved(self.transform, definition.optimized(definition.weights)))
+
+
+def _in_float32(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+  def cast(params: Any) -> Any:
+    return jax.tree.map(lambda w: w.astype(jnp.float32), params)
+
+  def init(params: Any) -> Any:
+    return transform.init(cast(params))
+
+  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    return transform.update(updates, state, None if params is None else cast(params))
+
+  return optax.GradientTransformation(init, update)
+
+
+@configurable
+def guarded(optimizer: Optimizer, *, guard: Guard) -> Optimizer:
+  """Returns an optimizer whose steps a guard judges before the update."""
+  return dataclasses.replace(optimizer, guard=guard)
 
 
 def resolved(transform: Transform, weights: Weights) -> optax.GradientTransformation:
@@ -223,7 +249,7 @@ def descent(
     over_data: See `Optimizer`.
     on_host: See `Optimizer`.
   """
-  # Whatever is asked for, the rule stays the second part: names in checkpoints depend on it.
+  # The rule stays at index 1 of the chain, and the rate at 3: names in checkpoints have these.
   clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
   decay: Any = weight_decay if weight_decay_schedule is None else weight_decay_schedule
   changes: list[Transform] = [
@@ -231,7 +257,7 @@ def descent(
   ]
   if parametrization is not None:
     changes.insert(0, functools.partial(_each_by, parametrization.rate))
-    # Adam's steps are the same if gradients and epsilon are divided by the same number.
+    # Adam with epsilon e * f on g equals Adam with e on g / f: gradients are divided by f.
     clip = chain(clip, functools.partial(_each_by, lambda spec: 1 / parametrization.epsilon(spec)))
   if clip_update is not None:
     changes.insert(0, by_layer(optax.clip_by_block_rms(clip_update)))
@@ -250,6 +276,12 @@ def _each_by(
 def _scaled(scales: Mapping[str, float], weights: Weights) -> optax.GradientTransformation:
   names = {name: _LAYERS.sub("stack.", name) for name in weights}
   for pattern in scales:
+    try:
+      re.compile(pattern)
+    except re.error as error:
+      raise UserError(
+        f"LEARNING_RATE_SCALES: {pattern!r} is not a regular expression: {error}."
+      ) from None
     if not any(re.search(pattern, shown) for shown in names.values()):
       raise UserError(
         f"LEARNING_RATE_SCALES: {pattern!r} is in no name of a trained weight, such as"

@@ -25,9 +25,9 @@ class Parametrization:
   Attributes:
     width: The width of the model over that of the base model.
     depth: Its number of layers over that of the base model; 1 for muP, which is for widths alone.
-    rule: How the steps of matrices grow with their width: those of "elementwise" rules, such as
-      Adam's, have elements of about 1; "orthogonal" is Muon's with a singular value of 1, and
-      "orthogonal_rms" with one of about the root of the width.
+    rule: The size of a matrix's update before the rate: elements of about 1 ("elementwise", as by
+      Adam), a spectral norm of 1 ("orthogonal", as by Muon), or one that grows as the root of the
+      width ("orthogonal_rms").
   """
 
   width: ranges.PositiveFloat
@@ -45,8 +45,8 @@ class Parametrization:
 
   def epsilon(self, spec: WeightSpec) -> float:
     """Returns the factor of Adam's epsilon: that of the weight's gradients."""
-    if spec.contracted and "vocab" in spec.dims and spec.dims[-1] == "vocab":
-      return 1.0  # It is initialized by 1 / width; the logits of tied embeddings are scaled.
+    if spec.dims[-1] == "vocab":
+      return 1.0  # The head is initialized by 1 / width instead, so its gradients do not shrink.
     in_block = "vocab" not in spec.dims and "position" not in spec.dims
     return 1 / self.width / (self.depth if in_block else 1.0)
 

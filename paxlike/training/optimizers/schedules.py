@@ -76,7 +76,10 @@ def linear(
 
 @configurable
 def inverse_sqrt(*, peak: ranges.Rate, warmup: ranges.NonNegative) -> Schedule:
-  """Linear warmup from 0 to `peak`, then `peak * sqrt(warmup / step)` (Vaswani et al., 2017)."""
+  """Linear warmup from 0 to `peak`, then `peak * sqrt(warmup / step)` (Vaswani et al., 2017).
+
+  A warmup of 0 steps counts as 1.
+  """
 
   def decay(count: jax.typing.ArrayLike) -> jax.Array:
     return peak * jnp.sqrt(max(warmup, 1) / (jnp.asarray(count, jnp.float32) + max(warmup, 1)))
@@ -121,7 +124,8 @@ def warmup_stable_decay(
   """Linear warmup from 0 to `peak`, the same rate until `decay_start`, then decay (WSD).
 
   Introduced by Hu et al. (2024, arXiv:2404.06395); Hägele et al. (2024, arXiv:2405.18392) compare
-  shapes. At `decay_end` and after it, the rate is `min_ratio * peak`.
+  shapes. At `decay_end` and after it, the rate is `min_ratio * peak`. The decay never begins before
+  the end of the warmup.
 
   Args:
     peak: The rate of the stable phase.
@@ -132,9 +136,10 @@ def warmup_stable_decay(
     shape: Of the decay, in the fraction x of its steps: linear (1 - x), sqrt (1 - sqrt(x)), or
       cosine.
   """
+  steps = max(decay_end - max(decay_start, warmup), 1)
 
   def decay(count: jax.typing.ArrayLike) -> jax.Array:
-    x = jnp.minimum(jnp.asarray(count, jnp.float32) / max(decay_end - decay_start, 1), 1.0)
+    x = jnp.minimum(jnp.asarray(count, jnp.float32) / steps, 1.0)
     left = {"linear": 1 - x, "sqrt": 1 - jnp.sqrt(x), "cosine": 0.5 * (1 + jnp.cos(math.pi * x))}
     return peak * (min_ratio + (1 - min_ratio) * left[shape])
 

@@ -21,7 +21,9 @@ def optimizer_of(**knobs: Any) -> optimizers.Optimizer:
   return fdl.build(Gpt3_52k(**given | knobs).optimizer())
 
 
-def updates_of(optimizer: optimizers.Optimizer, *, steps: int = 1) -> tuple[Any, Any, Any]:
+def updates_of(
+  optimizer: optimizers.Optimizer, *, steps: int = 1, first_layer: float = 1.0
+) -> tuple[Any, Any, Any]:
   """(updates, weights before the last of them, state), with gradients that are the same."""
   definition = shrunk("SyntheticLLaMA70B", scan=True)
   random = np.random.default_rng(0)
@@ -29,7 +31,10 @@ def updates_of(optimizer: optimizers.Optimizer, *, steps: int = 1) -> tuple[Any,
   params: Any = {
     n: jnp.asarray(random.normal(size=s.shape), jnp.float32) for n, s in weights.items()
   }
-  gradients = {n: jnp.asarray(random.normal(size=s.shape)) for n, s in weights.items()}
+  gradients: Any = {n: jnp.asarray(random.normal(size=s.shape)) for n, s in weights.items()}
+  for name in gradients:
+    if "pattern" in name:
+      gradients[name] = gradients[name].at[0].multiply(first_layer)
   transform = optimizer.transformation(definition)
   state, update = transform.init(params), jax.jit(transform.update)
   updates: Any = jax.tree.map(jnp.zeros_like, params)
@@ -55,11 +60,20 @@ def test_learning_rates_are_scaled_by_patterns_of_names():
 
 
 def test_updates_are_clipped_layer_by_layer():
-  clipped, _, _ = updates_of(optimizer_of(CLIP_UPDATE_RMS_TO_VALUE=0.5, WEIGHT_DECAY=0))
+  """Large epsilons make updates proportional to gradients, here far smaller in the first layer."""
+  given = {"CLIP_UPDATE_RMS_TO_VALUE": 0.3, "WEIGHT_DECAY": 0, "ADAM_EPSILON": 1.0}
+  clipped, _, _ = updates_of(optimizer_of(**given), first_layer=0.1)
+  plain, _, _ = updates_of(
+    optimizer_of(**given | {"CLIP_UPDATE_RMS_TO_VALUE": None}), first_layer=0.1
+  )
+  seen = set()
   for name, update in clipped.items():
-    layers = update if name.startswith("stack.pattern") else update[None]
-    rms = np.sqrt(np.square(layers).reshape(len(layers), -1).mean(1))
-    np.testing.assert_allclose(rms, 0.1 * 0.5, rtol=1e-3, err_msg=name)
+    layers, whole = (x if "pattern" in name else x[None] for x in (update, plain[name]))
+    for one, other in zip(layers, whole, strict=True):
+      rms = float(jnp.sqrt(jnp.square(other / 0.1).mean()))
+      seen.add(rms > 0.3)
+      np.testing.assert_allclose(one, other * min(1, 0.3 / rms), rtol=1e-3, err_msg=name)
+  assert seen == {True, False}
 
 
 def test_weight_decay_changes_linearly_to_its_end():

@@ -3,6 +3,7 @@ import functools
 import typing
 from typing import Any
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ def test_adamw_equals_numpy(clip_norm, decayed):
   ],
 )
 def test_a_registered_name_is_a_choice(monkeypatch, register, knob, names):
-  with pytest.raises(UserError, match=rf"^{knob}='mine': expected one of .*, got 'mine'\.$"):
+  with pytest.raises(UserError, match=rf"^{knob}='mine': expected one of .*, got 'mine'\."):
     Gpt3_52k(**{knob: "mine"})
   monkeypatch.setitem(names, "mine", None)  # Removed after the test.
   del names["mine"]
@@ -104,6 +105,23 @@ def test_moments_in_fewer_bits_are_right_on_average():
     assert moments.mu["a.w"].dtype == moments.nu["a.w"].dtype == dtype
     means.append([np.asarray(x["a.w"], np.float32).mean() for x in (moments.mu, moments.nu)])
   np.testing.assert_allclose(means[1], means[0], rtol=0.005)
+
+
+@pytest.mark.parametrize("name", [n for n, make in optimizers.OPTIMIZERS.items() if make is None])
+def test_the_state_does_not_depend_on_the_dtype_of_the_weights(name):
+  """And an update leaves its dtypes as they are: it is compiled once."""
+  knobs = {"OPTIMIZER": name, "LEARNING_RATE": 0.1, "ADAFACTOR_MOMENTUM": 0.9}
+  optimizer: Any = fdl.build(Gpt3_52k(**knobs).optimizer())
+  transform = optimizer.transformation(LINEAR)
+  states = []
+  for dtype in ("float32", "bfloat16"):
+    params: Any = {n: jnp.ones(spec.shape, dtype) for n, spec in LINEAR.weights.items()}
+    gradients: Any = {n: jnp.ones(spec.shape, jnp.float32) for n, spec in LINEAR.weights.items()}
+    states.append(jax.eval_shape(transform.init, params))
+    updates, after = jax.eval_shape(transform.update, gradients, states[-1], params)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, states[-1])
+    assert {update.dtype for update in updates.values()} == {jnp.dtype("float32")}
+  assert states[0] == states[1]
 
 
 @pytest.mark.slow

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.shrunk import shrunk
+from helpers.shrunk import ONE_OF_EACH, shrunk
 from helpers.tiny_model import batch
 
 from paxlike import fiddlers, layers, registry
 from paxlike.devices.mesh import MeshSpec
+from paxlike.errors import UserError
 from paxlike.experiments.llama import SyntheticLLaMA70B
 from paxlike.layers.decoder import forward
-from paxlike.training import train_state
+from paxlike.training import optimizers, train_state
 from paxlike.training.optimizers.parametrization import Parametrization
 from paxlike.training.train_step import make_train_step
 
@@ -70,6 +71,44 @@ def first_logits(graph: Any) -> jax.Array:
   with jax.set_mesh(built):
     params = train_state.init_params(definition, built, seed=0)
     return forward(definition, params, batch(2))[0]
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_every_family_takes_a_parametrization(name):
+  """Scales that families derive from the width stay those of the base model."""
+  graph = registry.find(name)().trainer()
+  fiddlers.shrink(graph)
+  (decoder,) = fiddlers.select(graph, layers.Decoder)
+  before = [
+    (getattr(node, "scale", 1.0), getattr(node, "logits_scale", 1.0))
+    for node in fiddlers.select(graph, layers.Embedding)
+  ]
+  fiddlers.parametrize(graph, base_dim=decoder.dim // 4, base_layers=1)
+  (factors,) = (
+    node.parametrization
+    for kind in (optimizers.adamw, optimizers.descent)
+    for node in fiddlers.select(graph, kind)
+  )
+  assert factors.width == 4 and factors.depth > 1
+  for node in fiddlers.select(graph, layers.Block):
+    assert node.residual_scale == 1 / factors.depth
+  for node, (scale, logits) in zip(fiddlers.select(graph, layers.Embedding), before, strict=True):
+    assert getattr(node, "scale", 1.0) == (1.0 if scale == 1 else scale / 2)
+    if getattr(decoder, "head", None) is None:
+      assert node.logits_scale == (1 / 4 if logits == 1 else logits / 2)
+  assert fdl.build(graph).definition.num_params > 0
+
+
+def test_what_cannot_be_scaled_is_refused():
+  with pytest.raises(UserError, match=r"^PARAMETRIZATION=mup needs BASE_MODEL_DIMS\.$"):
+    SyntheticLLaMA70B(PARAMETRIZATION="mup").trainer()
+  with pytest.raises(UserError, match=r"^PARAMETRIZATION=completep needs BASE_NUM_LAYERS\.$"):
+    SyntheticLLaMA70B(PARAMETRIZATION="completep", BASE_MODEL_DIMS=64).trainer()
+  latent = registry.find("DeepSeekV3")().trainer()
+  with pytest.raises(UserError, match=r"^QK_NORM: latent attention has norms of its own"):
+    fiddlers.qk_norm(latent)
+  with pytest.raises(UserError, match=r"^BASE_DIMS_PER_HEAD: the heads of latent attention"):
+    fiddlers.parametrize(latent, base_dim=64, base_head_dim=16)
 
 
 WIDTHS = (64, 128, 256)

@@ -75,3 +75,7 @@ def test_a_stable_rate_decays_in_each_shape(shape, quarter):
   )
   expected = [0, 2, 2, 2, 2 * (0.2 + 0.8 * quarter), 0.4, 0.4]
   assert values(made, 0, 10, 59, 60, 70, 100, 101) == pytest.approx(expected)
+  late = optimizers.warmup_stable_decay(
+    peak=2.0, warmup=80, decay_start=60, decay_end=100, min_ratio=0.2, shape=shape
+  )
+  assert values(late, 40, 80, 85, 100) == pytest.approx([1, 2, 2 * (0.2 + 0.8 * quarter), 0.4])

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds spikes of the loss and of the gradient norm, and keeps them from the weights."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+
+Action = Literal["report", "skip", "clip"]
+# The standard deviation of a normal distribution over its median absolute deviation.
+_DEVIATION = 1.4826
+_LEAST = 0.01  # The least deviation that is assumed, relative to the median.
+
+
+class Verdict(NamedTuple):
+  """What a guard says of a step.
+
+  Attributes:
+    spike: bool, whether the loss or the gradient norm is above its bound.
+    keep: bool, whether the update is applied.
+    scale: float32, by which the gradients are multiplied.
+    state: The guard's state after the step.
+  """
+
+  spike: jax.Array
+  keep: jax.Array
+  scale: jax.Array
+  state: dict[str, jax.Array]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Guard:
+  """A bound on the loss and on the gradient norm: median and deviations of the last steps.
+
+  A deviation is 1.4826 median absolute deviations, so that spikes themselves hardly move the bound;
+  at least 1 % of the median. Steps that are above a bound do not count as last steps.
+
+  Attributes:
+    action: What a spike does: "report" logs it, "skip" also drops its update, "clip" instead scales
+      its gradients down to the bound of their norm.
+    deviations: Above the median.
+    window: The number of last steps; none is judged before as many.
+  """
+
+  action: Action
+  deviations: ranges.PositiveFloat = 6.0
+  window: ranges.Positive = 64
+
+  def init(self) -> dict[str, jax.Array]:
+    """Returns the state before the first step: the last losses and norms, and their count."""
+    return {
+      "last": jnp.zeros((2, self.window), jnp.float32),
+      "count": jnp.zeros((), jnp.int32),
+    }
+
+  def judge(self, state: dict[str, jax.Array], loss: jax.Array, norm: jax.Array) -> Verdict:
+    """Judges a step by its loss and gradient norm, float32 scalars."""
+    last, count = state["last"], state["count"]
+    now = jnp.stack([loss, norm]).astype(jnp.float32)
+    middle = jnp.median(last, axis=1)
+    deviation = _DEVIATION * jnp.median(jnp.abs(last - middle[:, None]), axis=1)
+    bound = middle + self.deviations * jnp.maximum(deviation, _LEAST * jnp.abs(middle))
+    spike = (count >= self.window) & (now > bound).any()
+    accepted = ~spike & jnp.isfinite(now).all()
+    following = last.at[:, count % self.window].set(now)
+    new = {
+      "last": jnp.where(accepted, following, last),
+      "count": count + jnp.where(accepted, 1, 0),
+    }
+    scale = jnp.ones((), jnp.float32)
+    if self.action == "clip":
+      scale = jnp.where(spike, jnp.minimum(1.0, bound[1] / norm), 1.0)
+    return Verdict(spike, ~spike if self.action == "skip" else jnp.ones((), bool), scale, new)
