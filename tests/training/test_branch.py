@@ -43,7 +43,7 @@ def test_three_cooldowns_begin_where_a_stable_run_was(tmp_path, text):
   [
     (["--fdl.DECAY_FROM=x/checkpoints"], "DECAY_FROM=x/checkpoints is not a checkpoint, such as"),
     (["--fdl.DECAY_FROM=x/checkpoint_00000009"], "DECAY_FROM=x/checkpoint_00000009: its step is"),
-    (["--fdl.DECAY_FROM=x/checkpoint_00000003"], "DECAY_FROM=x/checkpoint_00000003: there is no"),
+    (["--fdl.DECAY_FROM=x/checkpoint_00000003"], "DECAY_FROM=x/checkpoint_00000003: no checkpoint 3"),
     (["--fdl.DECAY_FROM=x/checkpoint_00000003", "--fdl.LR_SCHEDULE=linear"], "DECAY_FROM is only"),
   ],
 )
@@ -53,3 +53,20 @@ def test_a_branch_from_nothing_is_refused(tmp_path, text, capsys, flags, says):
   assert run(*own, *given, *STABLE[:2], *flags) == 2
   err = capsys.readouterr().err
   assert err.startswith(f"paxlike: {says}") and err.count("\n") == 1, err
+
+
+@pytest.mark.slow
+def test_a_branch_has_the_frozen_weights_of_its_run(tmp_path, text):
+  """With LoRA, checkpoints have the adapters alone."""
+  own = tuple(flag for flag in TEXT if "LR_COS" not in flag)
+  flags = (*own, f"--fdl.DATA_PATH={text}", *STABLE)
+  base, stable, branch = (tmp_path / name for name in ("base", "stable", "branch"))
+  assert run(*flags, "--fdl.MAX_STEPS=3", f"--job_log_dir={base}") == 0
+  lora = (*flags, "--fdl.USE_LORA=True", f"--fdl.CHECKPOINT_RESTORE_PATH={base}")
+  saved = ("--fdl.CHECKPOINT_EVERY_N_STEPS=2", "--fdl.MAX_STEPS=4")
+  assert run(*lora, *saved, f"--job_log_dir={stable}") == 0
+  source = f"--fdl.DECAY_FROM={stable}/checkpoints/checkpoint_00000002"
+  for steps in (3, 4):
+    more = (source, "--fdl.MAX_STEPS=4", f"--fdl.num_steps={steps}")
+    assert run(*lora, *more, f"--job_log_dir={branch}") == 0
+  assert dict(curve(branch))[3] == dict(curve(stable))[3]
