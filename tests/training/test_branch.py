@@ -43,7 +43,10 @@ def test_three_cooldowns_begin_where_a_stable_run_was(tmp_path, text):
   [
     (["--fdl.DECAY_FROM=x/checkpoints"], "DECAY_FROM=x/checkpoints is not a checkpoint, such as"),
     (["--fdl.DECAY_FROM=x/checkpoint_00000009"], "DECAY_FROM=x/checkpoint_00000009: its step is"),
-    (["--fdl.DECAY_FROM=x/checkpoint_00000003"], "DECAY_FROM=x/checkpoint_00000003: no checkpoint 3"),
+    (
+      ["--fdl.DECAY_FROM=x/checkpoint_00000003"],
+      "DECAY_FROM=x/checkpoint_00000003: no checkpoint 3",
+    ),
     (["--fdl.DECAY_FROM=x/checkpoint_00000003", "--fdl.LR_SCHEDULE=linear"], "DECAY_FROM is only"),
   ],
 )
