@@ -19,7 +19,7 @@ from paxlike import file_io
 from paxlike.checkpoints import layout_conversion
 from paxlike.checkpoints.checksums import Damaged
 from paxlike.checkpoints.run_checkpoints import Checkpoints
-from paxlike.config import ranges
+from paxlike.config import patterns, ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh as mesh_lib
 from paxlike.errors import UserError
@@ -63,14 +63,9 @@ class Restore:
       step = self.saved.find(self.step)
     except UserError as error:
       raise UserError(f"CHECKPOINT_RESTORE_PATH={self.path}: {error}") from None
-    for knob, patterns in (("INCLUDE", self.include), ("IGNORE", self.ignore)):
-      for pattern in patterns:
-        try:
-          re.compile(pattern)
-        except re.error as error:
-          raise UserError(
-            f"CHECKPOINT_{knob}_RULES: {pattern!r} is not a regular expression: {error}."
-          ) from None
+    for knob, given in (("INCLUDE", self.include), ("IGNORE", self.ignore)):
+      for pattern in given:
+        patterns.check(pattern, f"CHECKPOINT_{knob}_RULES")
     chosen = self._chosen(definition)
     if not chosen:
       raise UserError(
@@ -188,8 +183,8 @@ class Restore:
   def matches(self, name: str) -> bool:
     """Returns whether the patterns select a weight for restoring."""
 
-    def any_of(patterns: tuple[str, ...]) -> bool:
-      return any(re.search(pattern, name) for pattern in patterns)
+    def any_of(given: tuple[str, ...]) -> bool:
+      return any(re.search(pattern, name) for pattern in given)
 
     return any_of(self.include) and not any_of(self.ignore)
 

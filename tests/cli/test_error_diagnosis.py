@@ -48,7 +48,8 @@ BROKEN_METHODS = {
   "def dropout(self): pass": "to_break.py, class Mine: unexpected TypeError: Mine.dropout() takes",
   "def __init__(self, a): pass": "to_break.py, class Mine: unexpected TypeError: Mine.__init__()",
   "def optimizer(self): return fdl.Config(optax.sgd, learning_rate=0.1)": (
-    "optimizer=Config[optax.sgd]: expected a (subclass of) paxlike.training.optimizers."
+    "optimizer=Config[optax.sgd]: expected a (subclass of)"
+    " paxlike.training.optimizers.optimizer.Optimizer"
   ),
   "def objective(self): return fdl.Config(dict)": (
     "objective=Config[dict]: expected a (subclass of) paxlike.training.objectives.Objective."

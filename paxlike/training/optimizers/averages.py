@@ -5,7 +5,6 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -87,18 +86,16 @@ def averaged(
     inner = resolved(optimizer.transform, weights)
 
     def init(params: Any) -> Any:
-      first = {name: w.astype(jnp.float32) for name, w in params.items()}
-      return Averages(inner.init(params), dict.fromkeys(names, first))
+      averages: Any = dict.fromkeys(names, params)
+      return Averages(inner.init(params), averages)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
       assert params is not None
       updates, inner_state = inner.update(updates, state.inner, params)
-      new = {name: w.astype(jnp.float32) + updates[name] for name, w in params.items()}
+      new = {name: w + updates[name] for name, w in params.items()}
       averages: Any = {
-        f"{life:g}": optax.incremental_update(
-          new, state.weights[f"{life:g}"], 1 - 0.5 ** (1 / life)
-        )
-        for life in half_lives
+        name: optax.incremental_update(new, state.weights[name], 1 - 0.5 ** (1 / life))
+        for name, life in names.items()
       }
       return updates, Averages(inner_state, averages)
 

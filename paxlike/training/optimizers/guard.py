@@ -52,7 +52,7 @@ class Guard:
   window: ranges.Positive = 64
 
   def init(self) -> dict[str, jax.Array]:
-    """Returns the state before the first step: the last losses and norms, and their count."""
+    """Returns the state before the first step: the last losses and norms, and a count of steps."""
     return {
       "last": jnp.zeros((2, self.window), jnp.float32),
       "count": jnp.zeros((), jnp.int32),
@@ -65,7 +65,8 @@ class Guard:
     middle = jnp.median(last, axis=1)
     deviation = _DEVIATION * jnp.median(jnp.abs(last - middle[:, None]), axis=1)
     bound = middle + self.deviations * jnp.maximum(deviation, _LEAST * jnp.abs(middle))
-    spike = (count >= self.window) & (now > bound).any()
+    is_full = (last[1] > 0).all()  # Norms: a checkpoint of another window has its count alone.
+    spike = is_full & (now > bound).any()
     accepted = ~spike & jnp.isfinite(now).all()
     following = last.at[:, count % self.window].set(now)
     new = {

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from paxlike.config import ranges
+from paxlike.config import patterns, ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition, Params, WeightSpec
@@ -276,12 +276,7 @@ def _each_by(
 def _scaled(scales: Mapping[str, float], weights: Weights) -> optax.GradientTransformation:
   names = {name: _LAYERS.sub("stack.", name) for name in weights}
   for pattern in scales:
-    try:
-      re.compile(pattern)
-    except re.error as error:
-      raise UserError(
-        f"LEARNING_RATE_SCALES: {pattern!r} is not a regular expression: {error}."
-      ) from None
+    patterns.check(pattern, "LEARNING_RATE_SCALES")
     if not any(re.search(pattern, shown) for shown in names.values()):
       raise UserError(
         f"LEARNING_RATE_SCALES: {pattern!r} is in no name of a trained weight, such as"

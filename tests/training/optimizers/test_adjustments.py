@@ -57,6 +57,8 @@ def test_learning_rates_are_scaled_by_patterns_of_names():
   assert factors == {0.5, 1, 3, 0.3}
   with pytest.raises(UserError, match=r"^LEARNING_RATE_SCALES: 'querry' is in no name of a tr"):
     updates_of(optimizer_of(LEARNING_RATE_SCALES={"querry": 2.0}))
+  with pytest.raises(UserError, match=r"^LEARNING_RATE_SCALES: '\(' is not a regular expression"):
+    updates_of(optimizer_of(LEARNING_RATE_SCALES={"(": 2.0}))
 
 
 def test_updates_are_clipped_layer_by_layer():

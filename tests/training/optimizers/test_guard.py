@@ -38,6 +38,8 @@ def test_the_bound_is_that_of_numpy_and_spikes_do_not_move_it():
       for kept, value in zip(last, values, strict=True):
         kept.append(value)
   assert {20, 21, 22, 40} <= set(spikes) and len(spikes) < 10
+  # A checkpoint of another window: only the count is read.
+  assert not bool(judge(guard.init() | {"count": state["count"]}, *map(jnp.float32, values)).spike)
   not_finite = judge(state, jnp.float32(np.nan), jnp.float32(1))
   assert not bool(not_finite.spike) and int(not_finite.state["count"]) == int(state["count"])
 
@@ -79,7 +81,9 @@ def test_injected_spikes_are_all_found(action):
 def test_a_guard_may_be_added_to_a_run(tmp_path, capsys):
   """Its state begins anew; a checkpoint with it is read without it, too."""
   flags = (*TINY, f"--job_log_dir={tmp_path}", "--fdl.MAX_STEPS=6")
-  for steps, more in ((2, []), (4, ["--fdl.ON_SPIKE=skip", "--fdl.SPIKE_WINDOW=1"]), (6, [])):
+  guarded = ["--fdl.ON_SPIKE=skip", "--fdl.SPIKE_WINDOW=1"]
+  for steps, more in ((2, []), (3, guarded), (4, [guarded[0], "--fdl.SPIKE_WINDOW=2"]), (6, [])):
     assert run(*flags, f"--fdl.num_steps={steps}", *more) == 0
   out = capsys.readouterr().out
   assert "resuming from checkpoint 4" in out
+  assert "completed step: 3," in out and "step 3: spike" not in out
