@@ -2,8 +2,9 @@
 """Fiddlers: functions that edit a whole graph; they find nodes by type and role, never by path.
 
 Each takes the root graph and edits it in place; `--fiddler=precision(dtype="float32")` applies one
-from the command line. Experiments apply them in a fixed order: qk_norm, parametrize, precision,
-quantize, transformer_engine, lora, attention, segments, remat, shard_sequences, stack, pipeline.
+from the command line. Experiments apply them in a fixed order: qk_norm, loss, parametrize,
+precision, quantize, transformer_engine, lora, attention, segments, remat, shard_sequences, stack,
+pipeline.
 """
 
 import copy

@@ -100,8 +100,9 @@ class StateSource:
   @property
   def _first(self) -> epath.Path:
     """The folder that records the initial weights: until a new run has, that of its branch."""
-    is_new = self.branch is not None and not (self.folder / PROVENANCE).exists()
-    return self.branch.run if self.branch is not None and is_new else self.folder
+    if self.branch is None or (self.folder / PROVENANCE).exists():
+      return self.folder
+    return self.branch.run
 
   def reference(self, state: TrainState) -> Params:
     """Returns all weights as they were before the first step, in their compute dtypes.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each optimizer makes the same updates on any mesh and in any layout of the layers."""
 
+import collections
 import functools
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import jaxprs
 from helpers.shrunk import shrunk
 
 from paxlike import layers
@@ -19,6 +21,7 @@ from paxlike.experiments.gpt import Gpt3_52k
 from paxlike.layers.stack import layout_of
 from paxlike.layers.stack_layout import Layout
 from paxlike.training import optimizers, train_state
+from paxlike.training.optimizers import newton_schulz
 
 NAMES = [name for name, make in optimizers.OPTIMIZERS.items() if make is None]
 MESHES = (
@@ -145,3 +148,29 @@ def _in_layout(drawn: dict[tuple[str, int], Any], definition, layout: Layout) ->
 def test_muon_makes_the_same_updates_on_any_mesh(sizes, over_data):
   optimizer = optimizer_of("muon", SHARD_OPTIMIZER_OVER_DATA=over_data)
   assert_same(trained(model(), optimizer, sizes), on_one("muon"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_each_matrix_is_orthogonalized_once_on_a_mesh(sizes):
+  """But for the padding of a group of matrices to a multiple of the devices."""
+  definition, optimizer = model(), optimizer_of("muon")
+  built, transform = MeshSpec(ici=sizes).build(), optimizer.transformation(definition)
+  with jax.set_mesh(built):
+    params: Any = random_like(definition, 0)
+    traced = jax.make_jaxpr(transform.update)(params, transform.init(params), params)
+  found = [e for e, _ in jaxprs.equations(traced.jaxpr)]
+  products = [e for e in found if e.primitive.name == "dot_general"]
+  here = 0.0
+  for product in products:  # JAX drops a batch of one.
+    (_, _), (batch, _) = product.params["dimension_numbers"]
+    here += product.invars[0].aval.shape[batch[0]] if batch else 1
+  here /= 3 * 5  # Matmuls of each of five iterations.
+  counts = collections.Counter()
+  for spec in definition.optimized(definition.weights).values():
+    if (how := newton_schulz.matrix(spec)) is not None:
+      shape = tuple(sorted((how.num_inputs, how.num_outputs)))
+      counts[shape] += int(np.prod(spec.shape[: how.batch]))
+  # Groups also differ by their sharding, so that there may be a few more than shapes.
+  assert sum(counts.values()) / 8 <= here <= sum(counts.values()) / 8 + 2 * len(counts), counts
+  assert here < sum(counts.values()) / 2
