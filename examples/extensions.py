@@ -68,10 +68,13 @@ def inverse_root_of(experiment: paxlike.Experiment) -> fdl.Config:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LabelSmoothing(objectives.Objective):
-  """An objective: cross-entropy with targets of which `share` is spread over all tokens."""
+class ConfidencePenalty(objectives.Objective):
+  """An objective: cross-entropy less `factor` times the entropy of the prediction.
 
-  share: float
+  Source: Pereyra et al., 2017 (arXiv:1701.06548).
+  """
+
+  factor: float
 
   def weight(self, batch):
     return batch["weights"].sum()
@@ -84,16 +87,17 @@ class LabelSmoothing(objectives.Objective):
   def _loss(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     logs_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
     right_BT = jnp.take_along_axis(logs_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    return -(1 - self.share) * right_BT - self.share * logs_BTV.mean(-1)
+    entropy_BT = -(jnp.exp(logs_BTV) * logs_BTV).sum(-1)
+    return -right_BT - self.factor * entropy_BT
 
 
-class Smoothed(paxlike.Experiment):
-  """A mixin that trains with label smoothing."""
+class Penalized(paxlike.Experiment):
+  """A mixin that trains with a penalty on confident predictions."""
 
-  LABEL_SMOOTHING: float = 0.1  #: Share of a target that is spread over all tokens.
+  CONFIDENCE_PENALTY: float = 0.1  #: Factor of the entropy.
 
   def objective(self) -> fdl.Config[objectives.Objective]:
-    return fdl.Config(LabelSmoothing, share=self.LABEL_SMOOTHING)
+    return fdl.Config(ConfidencePenalty, factor=self.CONFIDENCE_PENALTY)
 
 
 # A metric: a sum and a weight for each sequence; the quotient of their totals is reported.
@@ -207,7 +211,7 @@ class Tiny:
   MAX_STEPS = 200
 
 
-class TinySums(SumsData, Tiny, WithLion, Smoothed, ScaledLlama):
+class TinySums(SumsData, Tiny, WithLion, Penalized, ScaledLlama):
   """An experiment with all parts above."""
 
   LEARNING_RATE = 1e-3

@@ -97,15 +97,15 @@ def test_the_metric_is_computed(run):
 
 
 def test_the_objective_is_what_is_made_smaller(run, tmp_path):
-  """At the same weights it is linear in the share of the other tokens."""
+  """At the same weights it is linear in the factor of the entropy."""
 
-  def first(share: float) -> float:
-    how = {**SMALL, "MAX_STEPS": 1, "LABEL_SMOOTHING": share}
-    return of(paxlike.train(extensions.TinySums, tmp_path / str(share), **how), "train")[0]["loss"]
+  def first(factor: float) -> float:
+    how = {**SMALL, "MAX_STEPS": 1, "CONFIDENCE_PENALTY": factor}
+    return of(paxlike.train(extensions.TinySums, tmp_path / str(factor), **how), "train")[0]["loss"]
 
-  none, all_others = first(0.0), first(1.0)
-  assert none != all_others
-  assert of(run, "train")[0]["loss"] == pytest.approx(0.9 * none + 0.1 * all_others, rel=1e-6)
+  none, half = first(0.0), first(0.5)
+  assert none != half
+  assert of(run, "train")[0]["loss"] == pytest.approx(0.8 * none + 0.2 * half, rel=1e-6)
 
 
 def test_the_layer_has_its_weight(run):
