@@ -31,7 +31,7 @@ class Experiment(
   ModelKnobs,  # model(), and what it calls: stack(), pattern(), block(), attention(), mlp() ...
   PrecisionKnobs,
   ParallelismKnobs,  # mesh(), pipeline().
-  BatchKnobs,
+  BatchKnobs,  # ramps().
   OptimizerKnobs,  # optimizer().
   ScheduleKnobs,  # schedule(), branch().
   ParametrizationKnobs,
@@ -63,11 +63,14 @@ class Experiment(
       save_every=self.CHECKPOINT_EVERY_N_STEPS,
       keep=self.CHECKPOINT_MAX_TO_KEEP,
       max_skipped_in_a_row=self.MAX_SKIPPED_STEPS_IN_A_ROW,
+      check_replicas_every=self.CHECK_REPLICAS_EVERY,
+      repeat_step_every=self.REPEAT_STEP_EVERY,
       sample_prompt=self.SAMPLE_PROMPT,
       trackers=self.TRACKERS,
       tracker_project=self.TRACKER_PROJECT,
       restore=self.restore(),
       branch=self.branch(),
+      ramps=self.ramps(),
       best=self.best(),
       objective=self.objective(),
       weight_dtype=self.WEIGHT_DTYPE,

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """NUM_EPOCHS: the length of a run in passes over the training data."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from paxlike.config.knobs import UNSET
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
+from paxlike.training import ramp
 
 
 def resolve(experiment: Experiment, build: Callable[[], Any]):
@@ -54,4 +54,4 @@ def _steps(trainer: Any, epochs: float) -> int:
     raise UserError(
       f"NUM_EPOCHS={epochs:g}: the length of {data.named} is unknown or infinite: set MAX_STEPS."
     )
-  return max(math.ceil(epochs * sequences / trainer.batch_size), 1)
+  return max(ramp.num_steps(trainer.stages, epochs * sequences), 1)

@@ -155,8 +155,9 @@ class OptimizerKnobs(ScheduleKnobs):
   #: Maximum root mean square of a weight's update, before the learning rate. None: no clipping.
   CLIP_UPDATE_RMS_TO_VALUE: ranges.PositiveFloat | None = None
   #: What is done about spikes of the loss or the gradient norm: report logs them, skip also drops
-  #: their updates, clip scales their gradients down to the bound. None: they are not looked for.
-  ON_SPIKE: Literal["report", "skip", "clip"] | None = None
+  #: their updates, clip scales their gradients down to the bound, rollback goes on from the newest
+  #: checkpoint with the data after the spike. None: they are not looked for.
+  ON_SPIKE: Literal["report", "skip", "clip", "rollback"] | None = None
   #: Median absolute deviations (times 1.4826) above the median at which a spike begins.
   SPIKE_DEVIATIONS: ranges.PositiveFloat = 6.0
   SPIKE_WINDOW: ranges.Positive = 64  #: Number of last steps that median and deviations are of.

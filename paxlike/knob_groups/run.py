@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The knobs of a run and of its batch."""
 
+from collections.abc import Mapping
+from typing import TypeVar
+
+import fiddle as fdl
+
 from paxlike.config import ranges
 from paxlike.config.knobs import UNSET, Knobs
 from paxlike.telemetry.trackers.registry import TrackerName
+from paxlike.training.ramp import Ramp
+
+T = TypeVar("T")
 
 
 class BatchKnobs(Knobs):
@@ -13,6 +21,23 @@ class BatchKnobs(Knobs):
   PERCORE_BATCH_SIZE: ranges.Batch = UNSET
   #: Number of microbatches that the batch is split into.
   GRADIENT_ACCUMULATION_STEPS: ranges.Size = 1
+  #: PERCORE_BATCH_SIZE of the first steps: step -> size before it, such as {500: 1, 1000: 2}.
+  PERCORE_BATCH_SIZE_RAMP: dict[ranges.Positive, ranges.Batch] = {}
+  #: Sequence length of the first steps: step -> length before it. Longer sequences are split.
+  MAX_SEQ_LEN_RAMP: dict[ranges.Positive, ranges.Size] = {}
+
+  def ramps(self) -> tuple[fdl.Config[Ramp], ...]:
+    """Returns what the first steps have instead of the batch size and the sequence length."""
+    sizes, lengths = self.PERCORE_BATCH_SIZE_RAMP, self.MAX_SEQ_LEN_RAMP
+    return tuple(
+      fdl.Config(
+        Ramp,
+        end=end,
+        percore_batch_size=_before(end, sizes),
+        seq_len=_before(end, lengths),
+      )
+      for end in sorted({*sizes, *lengths})
+    )
 
 
 class RunKnobs(Knobs):
@@ -33,6 +58,11 @@ class RunKnobs(Knobs):
   EVAL_INTERVAL_STEPS: ranges.NonNegative = 100
   #: Abort after this many steps in a row whose loss or gradient is not finite.
   MAX_SKIPPED_STEPS_IN_A_ROW: ranges.Positive = 10
+  #: Steps between comparisons of all copies of the state, which find faulty devices. 0: none.
+  CHECK_REPLICAS_EVERY: ranges.NonNegative = 0
+  #: Steps between steps that are computed twice and compared, which finds faulty devices where the
+  #: state has no copies. It takes the memory of two states. 0: none.
+  REPEAT_STEP_EVERY: ranges.NonNegative = 0
   #: Seconds without progress after which the job exits with status 75, so that a launcher restarts
   #: it. None: derived from durations so far, at least 60, no limit while compiling. 0: no limit.
   STALL_TIMEOUT: ranges.Seconds | None = None
@@ -51,3 +81,8 @@ class RunKnobs(Knobs):
       return self.MAX_STEPS
     steps = self.values()["MAX_STEPS"].value
     return 1 if steps is UNSET else steps
+
+
+def _before(step: int, ends: Mapping[int, T]) -> T | None:
+  """Returns the value of the steps before `step`, given those before each of `ends`; None: none."""
+  return next((ends[end] for end in sorted(ends) if step <= end), None)

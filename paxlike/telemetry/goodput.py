@@ -180,6 +180,7 @@ class Ledger:
     self._first: Mark | None = None  # Kept, because it says from which step the attempt resumed.
     self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
     self._is_written = self._is_finished = self._is_left_out = False
+    self._lost = collections.defaultdict[str, float](float)  # Seconds of recomputed steps.
     self._lock = threading.Lock()
     self._ends = threading.Event()
     self._thread = threading.Thread(target=self._beat, daemon=True, name="goodput")
@@ -204,6 +205,14 @@ class Ledger:
     self._first = self._first or now
     self._marks.append(now)
     self._write()
+
+  def rolled_back(self, updates: int):
+    """Counts the time of the steps after `updates` as lost."""
+    now, kept = self._now().seconds, _at(self._marks, updates).seconds
+    for name in _RECOMPUTED:
+      self._lost[name] += now.get(name, 0.0) - kept.get(name, 0.0)
+    while self._marks and (self._marks[-1].updates or 0) > updates:
+      self._marks.pop()
 
   def leave_out(self):
     """Removes this attempt from the ledger: it found nothing to train."""
@@ -231,6 +240,9 @@ class Ledger:
     seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
     for kind, spent in phases.OWN.seconds().items():
       seconds[_OF_PHASE.get(kind, "start_up")] += spent
+    for name, lost in self._lost.items():
+      seconds[name] -= lost
+      seconds["lost"] += lost
     return Mark(time.time(), self.updates, dict(seconds), self._is_finished)
 
   def _lines(self, last: Mark) -> list[Mark]:

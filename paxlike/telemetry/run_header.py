@@ -19,7 +19,9 @@ class RunHeader:
     num_trained: Those that are trained.
     batch_size: Sequences of a global batch.
     seq_len: Tokens of a sequence.
-    epoch_rows: Sequences of an epoch; None if it is endless or not known.
+    epoch_rows: Full-length sequences of an epoch; None if it is endless or not known.
+    stages: Lines on the stages of a ramp, if there is one.
+    num_sequences: Full-length sequences of the run; None: `batch_size` in each step.
     devices: The mesh.
     flops: FLOPs per token of training.
     attention: The attention kernels in use, as printed; `auto` is resolved.
@@ -31,6 +33,8 @@ class RunHeader:
   batch_size: int
   seq_len: int
   epoch_rows: int | None = None
+  stages: str = ""
+  num_sequences: int | None = None
   devices: jax.sharding.Mesh
   flops: flops.TrainingFlops
   attention: str
@@ -48,6 +52,7 @@ class RunHeader:
       f"parameters: {self.num_params:,}{trained}\n"
       f"devices:    {devices.size} x {kind}{f' ({axes})' if axes else ''}\n"
       f"batch:      {self.batch_size} sequences x {self.seq_len} tokens = {tokens:,} tokens\n"
+      f"{self.stages}"
       f"{self._epochs(num_steps)}"
       f"FLOPs:      {self.flops.causal:.4g} per token (causal attention, as in TFLOP/s below),"
       f" {self.flops.full:.4g} (full)\n"
@@ -74,9 +79,10 @@ class RunHeader:
       return ""
     steps = rows / self.batch_size
     tokens = rows * self.seq_len
+    total = num_steps * self.batch_size if self.num_sequences is None else self.num_sequences
     return (
       f"epoch:      {rows:,} sequences = {steps:,.4g} steps = {tokens:,} tokens;"
-      f" {num_steps:,} steps = {num_steps / steps:,.4g} epochs\n"
+      f" {num_steps:,} steps = {total / rows:,.4g} epochs\n"
     )
 
   def speed(self, seconds: float) -> dict[str, float]:

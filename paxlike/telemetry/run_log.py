@@ -68,6 +68,7 @@ class RunLog:
     self._callbacks = Callbacks(callbacks if self._main else ())
     self._ledger = ledger
     self._pace: Pace | None = None
+    self._of_pace: dict[str, Any] = {}
     self._saved: collections.deque[tuple[int, epath.Path]] = collections.deque()  # For `on_save`.
     self._state: str | None = None
     self._num_steps = 0
@@ -104,12 +105,16 @@ class RunLog:
   ):
     """Opens the files and prints the header; `step` updates are complete.
 
+    After a rollback it is called again, with the step of the checkpoint.
+
     `files`, name -> content, are written unless all steps are complete; None removes the file.
     `of_pace` are arguments of `Pace`.
     """
-    self._header = header
+    is_first = self._pace is None
     self._num_steps = num_steps
-    self._pace = Pace(header, num_steps=num_steps, **of_pace)
+    self._of_pace = of_pace
+    self.stage(header)
+    self.skipped_in_a_row = 0
     if not self._main:
       return
     if self._recorder is not None:
@@ -125,15 +130,24 @@ class RunLog:
       if self._recorder is not None:
         self._recorder.start(header, files, step=step)
     if self._ledger is not None:
+      if not is_first:
+        self._ledger.rolled_back(step)
       self._ledger.updates = step
     self.status("running", step)
     self._callbacks.call("on_start", step, self._folder)
-    self.note(header.text(self._folder, num_steps))
+    if is_first:
+      self.note(header.text(self._folder, num_steps))
     if step and step == num_steps:
       self.note(
         f"nothing to train: all {step} steps are complete; to continue, raise MAX_STEPS (or"
         f" NUM_EPOCHS), as by --fdl.MAX_STEPS={2 * step}"
       )
+
+  def stage(self, header: RunHeader):
+    """Measures the speed of later steps by `header`; no earlier step may be in flight."""
+    self._header = header
+    self._pace = Pace(header, num_steps=self._num_steps, **self._of_pace)
+    self._times.clear()
 
   def saved(self, step: int, checkpoint: epath.Path):
     """Records a complete checkpoint; may be called in any thread."""

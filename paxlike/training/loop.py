@@ -3,12 +3,12 @@
 
 import contextlib
 import dataclasses
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from paxlike.checkpoints.array_names import flatten
@@ -16,17 +16,19 @@ from paxlike.devices import malloc
 from paxlike.inference import decoding
 from paxlike.inference.sampling import Sampling
 from paxlike.layers import flops
-from paxlike.layers.decoder import Batch
 from paxlike.layers.stack import layout_of
 from paxlike.processes import job_watch, phases
 from paxlike.processes.signals import StopSignal
 from paxlike.telemetry.run_header import RunHeader
 from paxlike.telemetry.run_log import RunLog
 from paxlike.telemetry.step_metrics import Meter, Reading, check_finite
-from paxlike.training import decode_mode, layer_metrics
+from paxlike.training import decode_mode, layer_metrics, ramp, rollback
 from paxlike.training.best_checkpoint import BestTracker
 from paxlike.training.evaluation import Stopped
 from paxlike.training.profiler import Profiler
+from paxlike.training.replica_check import check_repeated, check_replicas, checksums
+from paxlike.training.rollback import Rollback, Rollbacks
+from paxlike.training.train_input import TrainInput
 from paxlike.training.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -50,64 +52,117 @@ class Loop:
     self._stop = StopSignal()
     self._profiler = Profiler(trainer.profile, folder, run_log.note, num_steps=trainer.num_steps)
     self._meter = Meter(depth=trainer.placer.steps_in_flight)
-    self._programs: dict[bool, jax.stages.Compiled] = {}  # By whether layers are logged.
+    self._rollbacks = Rollbacks(folder, most=trainer.max_skipped_in_a_row)
+    self._spike: int | None = None  # The step of a spike that the run rolls back from.
+    self._after_spike: dict[str, Any] = {}  # The position in the data after it.
+    # By the index of the stage, and by whether layers are logged.
+    self._programs: dict[tuple[int, bool], jax.stages.Compiled] = {}
 
   def run(self, files: Mapping[str, Any]) -> int:
     """Trains as `Trainer.train` does, in the context of its mesh."""
-    trainer, run_log, best = self._trainer, self._run_log, self._best
     with self._saved, self._stop, self._profiler:
-      state, data_state, provenance = self._source.state(self._saved, run_log)
-      start = int(state.step)
-      if run_log.is_past(start, num_steps=trainer.num_steps):
-        return 0
-      best.forget(after=start)
-      if trainer.has_reference:
-        state = dataclasses.replace(state, reference=self._source.reference(state))
-      phases.enter("data", start)
-      given: Any = {"rows": trainer.placer.rows, "state": data_state, "updates": start}
-      with trainer.data.batches(trainer.batch_size, **given) as batches, job_watch.reporting():
-        # All checks come before the first write.
-        first = [next(batches)] if start < trainer.num_steps else []
-        batches = itertools.chain(first, batches)
-        run_log.start(
-          self._header,
-          {**files, **provenance},
-          step=start,
-          num_steps=trainer.num_steps,
-          skip=trainer.speed_skip,
-          target_tokens=trainer.target_tokens,
-        )
-        owed = self._evaluates_after(start) and best.lacks_evaluation(start, trainer.eval_data)
-        if owed:  # The run was stopped before or during the evaluation at step `start`.
-          self._judge(state, start)
-        stopping = owed and self._stop.requested()
-        for step in range(start, trainer.num_steps):
-          if stopping or best.is_hopeless:
-            break
-          state, data_state = self._step(step, state, batches)
-          stopping = self._after(step, state, data_state)
-      self._log(self._meter.flush())
-      phases.enter("save", int(state.step))
-      self._saved.wait()
-      phases.enter("end")
-      self._finish(state, has_progressed=owed or int(state.step) > start)
-      return self._stop.number or 0
+      while (signal := self._train(files)) is None:
+        pass  # It goes on from its newest checkpoint, with the data after a spike.
+      return signal
 
-  def _step(self, step: int, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, Any]:
+  def _train(self, files: Mapping[str, Any]) -> int | None:
+    """Trains from the newest checkpoint to the end, or to a spike to roll back from.
+
+    Returns:
+      The signal that ended the run early, else 0; None after such a spike.
+    """
+    trainer, run_log, best = self._trainer, self._run_log, self._best
+    state, data_state, provenance = self._source.state(self._saved, run_log)
+    start = int(state.step)
+    if run_log.is_past(start, num_steps=trainer.num_steps):
+      return 0
+    best.forget(after=start)
+    position = self._position(start, data_state, is_new=bool(provenance))
+    if trainer.has_reference:
+      state = dataclasses.replace(state, reference=self._source.reference(state))
+    phases.enter("data", start)
+    with (
+      TrainInput(trainer.stages, step=start, position=position) as train_input,
+      job_watch.reporting(),
+    ):
+      # All checks come before the first write.
+      if start < trainer.num_steps:
+        train_input.open()
+      run_log.start(
+        self._header(-1),
+        {**files, **provenance, rollback.FILE: self._rollbacks.text()},
+        step=start,
+        num_steps=trainer.num_steps,
+        skip=trainer.speed_skip,
+        target_tokens=trainer.target_tokens,
+      )
+      run_log.stage(self._header(train_input.stage))
+      owed = self._evaluates_after(start) and best.lacks_evaluation(start, trainer.eval_data)
+      if owed:  # The run was stopped before or during the evaluation at step `start`.
+        self._judge(state, start)
+      stopping = owed and self._stop.requested()
+      for step in range(start, trainer.num_steps):
+        if stopping or best.is_hopeless:
+          break
+        state, data_state = self._step(step, state, train_input)
+        stopping = self._after(step, state, data_state)
+        if self._spike is not None:
+          self._after_spike = train_input.position(self._spike)
+          phases.enter("save", step)
+          self._saved.wait()
+          return None
+    self._log(self._meter.flush())
+    phases.enter("save", int(state.step))
+    self._saved.wait()
+    phases.enter("end")
+    self._finish(state, has_progressed=owed or int(state.step) > start)
+    return self._stop.number or 0
+
+  def _position(
+    self, start: int, saved: dict[str, Any] | None, *, is_new: bool
+  ) -> dict[str, Any] | None:
+    """Returns the position in the data of step `start`, given that of its checkpoint.
+
+    Raises:
+      RunError: The run has rolled back to this step too often.
+    """
+    spike, self._spike = self._spike, None
+    self._rollbacks.forget(after=-1 if is_new and spike is None else start)
+    if spike is not None:
+      self._meter = Meter(depth=self._trainer.placer.steps_in_flight)
+      self._rollbacks.add(Rollback(checkpoint=start, spike=spike, train_input=self._after_spike))
+      self._run_log.note(
+        f"rolled back to step {start}; the data of steps {start} to {spike} are skipped"
+      )
+    return self._rollbacks.position(start, saved)
+
+  def _step(
+    self, step: int, state: TrainState, train_input: TrainInput
+  ) -> tuple[TrainState, dict[str, Any]]:
     """Dispatches a step; returns the new state and the state of the data."""
     phases.enter("data", step)
-    batch = next(batches)
+    if train_input.enters_stage():
+      self._pause("another stage of the ramp")
+      self._run_log.stage(self._header(train_input.stage))
+    trainer = self._trainer.stages[train_input.stage].trainer
+    batch = train_input.next()
     # The devices do not wait for data while they still compute an earlier step.
     phases.enter("dispatch", step, counts_as="step" if self._meter.is_computing else None)
-    arrays = self._trainer.placer.put(batch.arrays)
+    arrays = trainer.placer.put(batch.arrays)
     if not self._programs:
       phases.enter("compile")
-      self._programs = self._compiled(step, state, arrays)
+      self._programs = self._compiled(step, state, train_input.stage)
       self._profile(step)
       phases.enter("dispatch", step)
-    program = self._programs[_due(step, self._trainer.log_layers_every)]
+    program = self._programs[train_input.stage, _due(step, self._trainer.log_layers_every)]
+    repeated = None
+    if _due(step, self._trainer.repeat_step_every):
+      self._pause("repeating a step")
+      repeated = checksums(program(jax.tree.map(jnp.copy, state), arrays)[0])
     with self._profiler.step(step):
       state, *reported = program(state, arrays)
+    if repeated is not None:
+      check_repeated(repeated, checksums(state), step)
     phases.enter("step", step)
     self._log(self._meter.add(step, *reported))
     return state, batch.state
@@ -120,6 +175,13 @@ class Loop:
     save = trainer.saving and (ending or _due(step, trainer.save_every))
     evaluate = not stopping and self._evaluates_after(step + 1)
     self._profile(step + 1)
+    if _due(step, trainer.check_replicas_every):
+      self._pause("the check of replicas")
+      check_replicas(state, step)
+    if save or evaluate or ending:
+      self._log(self._meter.flush())
+    if self._spike is not None:  # What comes after it is neither saved nor evaluated.
+      return False
     if save:
       self._save(state, data_state)
       self._run_log.status("running", step + 1)
@@ -131,18 +193,24 @@ class Loop:
     return stopping
 
   def _compiled(
-    self, step: int, state: TrainState, batch: Batch
-  ) -> dict[bool, jax.stages.Compiled]:
-    """Returns the programs that the steps from `step` on need, by whether layers are logged."""
-    trainer, every, programs = self._trainer, self._trainer.log_layers_every, {}
-    period = range(step, min(step + max(every, 1), trainer.num_steps))
-    for log_layers in sorted({_due(later, every) for later in period}):
-      began = time.perf_counter()
-      programs[log_layers] = trainer.compile(state, batch, log_layers=log_layers)
-      if log_layers or trainer.execution.compiled_step is None:
-        name = "the step that logs layers" if log_layers else "the step"
-        self._run_log.note(f"compiled {name} in {time.perf_counter() - began:.1f} s")
-      malloc.return_freed_heap()
+    self, step: int, state: TrainState, first: int
+  ) -> dict[tuple[int, bool], jax.stages.Compiled]:
+    """Returns the programs that the steps from `step`, of stage `first`, on need."""
+    every, num_steps, programs = self._trainer.log_layers_every, self._trainer.num_steps, {}
+    for number, stage in enumerate(self._trainer.stages[first:], first):
+      period = range(step, min(step + max(every, 1), stage.end, num_steps))
+      step = max(step, min(stage.end, num_steps))
+      for log_layers in sorted({_due(later, every) for later in period}):
+        began = time.perf_counter()
+        trainer = stage.trainer
+        _, batch = trainer.abstract()
+        programs[number, log_layers] = trainer.compile(state, batch, log_layers=log_layers)
+        if log_layers or trainer.execution.compiled_step is None:
+          name = "the step that logs layers" if log_layers else "the step"
+          of = "" if trainer is self._trainer else f" before step {stage.end}"
+          seconds = time.perf_counter() - began
+          self._run_log.note(f"compiled {name}{of} in {seconds:.1f} s")
+    malloc.return_freed_heap()
     return programs
 
   def _log(self, readings: Iterable[Reading]):
@@ -151,6 +219,9 @@ class Loop:
       if reading.layers is not None:
         table = layer_metrics.table(self._trainer.definition, reading.layers)
         self._run_log.layers(reading.step, table)
+      if self._trainer.optimizer.rolls_back and reading.values["spike"]:
+        self._spike = reading.step
+        return
       most = self._trainer.max_skipped_in_a_row
       check_finite(reading, self._run_log.skipped_in_a_row, most=most)
 
@@ -201,15 +272,18 @@ class Loop:
       run_log.sampled(trainer.sample_prompt, last.text, step)
     run_log.status("finished" if finished else "stopped", step)
 
-  @property
-  def _header(self) -> RunHeader:
-    trainer = self._trainer
+  def _header(self, stage: int) -> RunHeader:
+    """Returns the header for a stage of the run."""
+    stages = self._trainer.stages
+    trainer = stages[stage].trainer
     return RunHeader(
       num_params=trainer.definition.num_params,
       num_trained=trainer.definition.num_trained,
       batch_size=trainer.batch_size,
       seq_len=trainer.data.seq_len,
       epoch_rows=trainer.data.epoch_rows,
+      stages=ramp.text(stages),
+      num_sequences=ramp.num_sequences(stages, trainer.num_steps),
       devices=trainer.devices,
       flops=flops.per_token(trainer.definition, trainer.data.seq_len),
       attention=", ".join(trainer.attention),

@@ -129,9 +129,16 @@ def check_setup(trainer: Any, *, training: bool):
     raise UserError(f"trained={trainer.trained!r} matches no weight: nothing would be trained.")
   if training:
     requirements.check_context(trainer.model, dict(trainer.devices.shape))
-  mesh.check_batch(
-    trainer.devices,
-    trainer.batch_size,
-    accumulation_steps=trainer.accumulation_steps,
-    microbatches=pipeline_loss.check(trainer.definition, trainer.devices) if training else 1,
-  )
+  microbatches = pipeline_loss.check(trainer.definition, trainer.devices) if training else 1
+  for stage in trainer.stages if training else [trainer.stages[-1]]:
+    try:
+      mesh.check_batch(
+        trainer.devices,
+        stage.trainer.batch_size,
+        accumulation_steps=trainer.accumulation_steps,
+        microbatches=microbatches,
+      )
+    except UserError as error:
+      if stage.trainer is trainer:
+        raise
+      raise UserError(f"before step {stage.end} (PERCORE_BATCH_SIZE_RAMP): {error}") from None

@@ -26,7 +26,7 @@ from paxlike.layers.decoder import Batch, Decoder
 from paxlike.layers.module import Definition, Params
 from paxlike.processes import job_watch
 from paxlike.telemetry.run_log import RunLog
-from paxlike.training import evaluated_weights, preflight, requirements, train_state
+from paxlike.training import evaluated_weights, preflight, ramp, requirements, train_state
 from paxlike.training.best_checkpoint import Criterion
 from paxlike.training.evaluation import EvalSet, Evaluator, Result
 from paxlike.training.execution import Execution
@@ -35,6 +35,7 @@ from paxlike.training.loop import Loop
 from paxlike.training.objectives import NextToken, Objective, shares_base
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.profiler import Profiling
+from paxlike.training.ramp import Ramp, Stage
 from paxlike.training.train_state import TrainState
 from paxlike.training.train_step import make_train_step
 
@@ -53,6 +54,7 @@ class Trainer:
     train_data: The training data; None to evaluate only.
     eval_data: Eval sets by name; folders of results have the same names.
     percore_batch_size: Sequences per device and optimizer step.
+    ramps: Smaller batches or shorter sequences of the first steps, in order.
     accumulation_steps: Gradient-accumulation microbatches per optimizer step.
     num_steps: Optimizer steps of the run.
     seed: Seed of weights and dropout.
@@ -64,6 +66,8 @@ class Trainer:
     save_every: Steps between checkpoints; 0: only after the last step.
     keep: Number of newest checkpoints to keep; None: all.
     max_skipped_in_a_row: Number of consecutive non-finite steps that ends the run.
+    check_replicas_every: Steps between comparisons of all copies of the state; 0: none.
+    repeat_step_every: Steps between steps that are computed twice and compared; 0: none.
     sample_prompt: Text that the trained model continues at the end.
     trackers: Names of the trackers that get the run's records; see `telemetry.trackers`.
     tracker_project: Project of the run in trackers; None: the default of each.
@@ -98,11 +102,14 @@ class Trainer:
   log_layers_every: ranges.NonNegative = 0
   speed_skip: ranges.NonNegative = 5
   target_tokens: ranges.PositiveFloat | None = None
+  check_replicas_every: ranges.NonNegative = 0
+  repeat_step_every: ranges.NonNegative = 0
   sample_prompt: str | None = None
   trackers: tuple[ranges.Name, ...] = ("tensorboard",)
   tracker_project: ranges.Name | None = None
   restore: Restore | None = None
   branch: Branch | None = None
+  ramps: tuple[Ramp, ...] = ()
   best: Criterion | None = None
   objective: Objective = dataclasses.field(default_factory=NextToken)
   trained: str = ""
@@ -190,6 +197,11 @@ class Trainer:
     """Returns the training data, if any and if `training`, and the data of all eval sets."""
     of_training = [self.train_data] if training and self.train_data is not None else []
     return of_training + [eval_set.dataset for eval_set in self.eval_data.values()]
+
+  @functools.cached_property
+  def stages(self) -> list[Stage]:
+    """The stages of the run; the last one is the trainer itself."""
+    return ramp.stages(self)
 
   @property
   def batch_size(self) -> int:
@@ -311,9 +323,10 @@ class Trainer:
     """Traces initialization and a step, so that errors appear early; JAX caches both."""
     with jax.set_mesh(self.devices):
       train_state.trace_init(self.definition, self.devices)
-      self._step.trace(*self.abstract())
-      if self.log_layers_every:
-        self._logging_step.trace(*self.abstract())
+      for stage in self.stages:
+        stage.trainer._step.trace(*stage.trainer.abstract())
+        if self.log_layers_every:
+          stage.trainer._logging_step.trace(*stage.trainer.abstract())
 
   def lower(
     self, state: TrainState, batch: Batch, *, log_layers: bool = False

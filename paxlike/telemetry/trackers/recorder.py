@@ -47,10 +47,14 @@ class Recorder:
   def start(self, header: RunHeader, files: Mapping[str, str | bytes | None], *, step: int):
     """Opens the trackers of a run that trains from `step` completed updates.
 
+    After a rollback it does so again, as if the run had been stopped.
+
     Raises:
       UserError: The file with the run's id is damaged.
       OSError: A file in the run's folder cannot be written; or an exception of its store.
     """
+    if self.is_open:
+      self.close("stopped")
     made = {name: cls() for name, cls in registry.find(self._tracking.names).items()}
     others = {name: tracker for name, tracker in made.items() if not tracker.in_folder}
     run = TrackedRun(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 
-Action = Literal["report", "skip", "clip"]
+Action = Literal["report", "skip", "clip", "rollback"]
 # The standard deviation of a normal distribution over its median absolute deviation.
 _DEVIATION = 1.4826
 _LEAST = 0.01  # The least deviation that is assumed, relative to the median.
@@ -42,7 +42,8 @@ class Guard:
 
   Attributes:
     action: What a spike does: "report" logs it, "skip" also drops its update, "clip" instead scales
-      its gradients down to the bound of their norm.
+      its gradients down to the bound of their norm, "rollback" makes the training loop return to
+      the newest checkpoint.
     deviations: Above the median.
     window: The number of last steps; none is judged before as many.
   """
@@ -76,4 +77,5 @@ class Guard:
     scale = jnp.ones((), jnp.float32)
     if self.action == "clip":
       scale = jnp.where(spike, jnp.minimum(1.0, bound[1] / norm), 1.0)
-    return Verdict(spike, ~spike if self.action == "skip" else jnp.ones((), bool), scale, new)
+    keep = jnp.ones((), bool) if self.action in ("report", "clip") else ~spike
+    return Verdict(spike, keep, scale, new)

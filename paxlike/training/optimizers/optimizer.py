@@ -100,6 +100,11 @@ class Optimizer:
   evaluated: Callable[[Any, Params], Params] | None = None
   guard: Guard | None = None
 
+  @property
+  def rolls_back(self) -> bool:
+    """Whether a run returns to its newest checkpoint after a spike."""
+    return self.guard is not None and self.guard.action == "rollback"
+
   def transformation(self, definition: Definition) -> optax.GradientTransformation:
     """Returns the transformation for the trained weights of a model.
 
