@@ -100,6 +100,8 @@ class Experiment(
     """Changes a graph that contains the model by knobs that serve all families."""
     if self.QK_NORM:
       fiddlers.qk_norm(graph)
+    if self.QK_CLIP is not None:
+      fiddlers.qk_clip(graph, self.QK_CLIP)
     if self.Z_LOSS or self.LABEL_SMOOTHING:
       fiddlers.loss(graph, z_loss=self.Z_LOSS, label_smoothing=self.LABEL_SMOOTHING)
     self.parametrize(graph)

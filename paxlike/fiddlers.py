@@ -230,6 +230,18 @@ def qk_norm(graph: fdl.Buildable):
       node.qk_norm = fdl.Partial(layers.RmsNorm)
 
 
+def qk_clip(graph: fdl.Buildable, threshold: ranges.PositiveFloat = 100.0):
+  """Adds QK-clip to all attention layers; see `layers.QkClip`.
+
+  Raises:
+    UserError: Queries and keys are normalized, so that the scales of their weights have no effect.
+  """
+  for node in (*select(graph, layers.Attention), *select(graph, layers.LatentAttention)):
+    if getattr(node, "qk_norm", None) is not None:
+      raise UserError("QK_CLIP has no effect beside QK_NORM: leave one of them out.")
+    node.qk_clip = fdl.Partial(layers.QkClip, threshold=threshold)
+
+
 def loss(
   graph: fdl.Buildable,
   z_loss: ranges.NonNegativeFloat = 0.0,

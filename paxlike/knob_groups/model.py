@@ -24,6 +24,9 @@ class ModelKnobs(Knobs):
   DIMS_PER_HEAD: ranges.Size | None = None  #: Width of a head. None: MODEL_DIMS / NUM_HEADS.
   INIT_STD: ranges.Weight = 0.02  #: Standard deviation of initial weights.
   QK_NORM: bool = False  #: RMSNorm of each head's queries and keys; families may have it anyway.
+  #: Largest attention logit of a head, beyond which its query and key weights are scaled down after
+  #: each step (MuonClip); Kimi K2 has 100. None: no bound.
+  QK_CLIP: ranges.PositiveFloat | None = None
   #: Factor of the training loss's z-loss, the square of log(sum(exp(logits))); PaLM has 1e-4.
   Z_LOSS: ranges.NonNegativeFloat = 0.0
   #: Probability that the training loss's targets spread over all tokens.

@@ -15,6 +15,7 @@ from paxlike.layers.attention.cudnn import cudnn
 from paxlike.layers.attention.kernel_table import KERNELS, KernelName
 from paxlike.layers.attention.kernels import xla
 from paxlike.layers.attention.latent_attention import LatentAttention
+from paxlike.layers.attention.qk_clip import QkClip
 from paxlike.layers.attention.relative_bias import RelativeBias
 from paxlike.layers.attention.rope import Rope
 from paxlike.layers.attention.splash import splash
@@ -80,6 +81,7 @@ __all__ = [
   "Params",
   "Pipeline",
   "PositionEmbedding",
+  "QkClip",
   "RelativeBias",
   "Remat",
   "RmsNorm",

@@ -7,7 +7,7 @@ that don't count"). Checksums of each shard of the state, computed on its device
 
 import collections
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class Checksums(NamedTuple):
   """
 
   arrays: list[str]
-  devices: list[jax.Device]
+  devices: list[Any]
   values: np.ndarray
   shards: np.ndarray
 
@@ -58,7 +58,7 @@ def check_replicas(state: TrainState, step: int):
     RunError: They differ; it names the devices that differ from most others, and the arrays.
   """
   found = checksums(state)
-  wrong: dict[jax.Device, list[str]] = {}
+  wrong: dict[Any, list[str]] = {}
   for index, name in enumerate(found.arrays):
     values, shards = found.values[:, index], found.shards[:, index]
     for shard in np.unique(shards):
@@ -100,10 +100,10 @@ _ADVICE = (
 )
 
 
-def _named(wrong: dict[jax.Device, list[str]]) -> str:
+def _named(wrong: dict[Any, list[str]]) -> str:
   """Returns the devices with the arrays that are wrong on them."""
 
-  def one(device: jax.Device, names: list[str]) -> str:
+  def one(device: Any, names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if names[1:] else ""
     return f"device {device.id} of process {device.process_index} in {names[0]}{more}"
 
@@ -131,7 +131,7 @@ def _checksum(x: jax.Array) -> jax.Array:
   return (words * (2 * jax.lax.iota(jnp.uint32, words.size) + 1)).sum(dtype=jnp.uint32)
 
 
-def _shards(x: jax.Array, devices: list[jax.Device]) -> np.ndarray:
+def _shards(x: jax.Array, devices: list[Any]) -> np.ndarray:
   """Returns for each device which shard of an array it holds, as a number."""
   held = x.sharding.devices_indices_map(x.shape)
   numbers: dict[str, int] = {}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from paxlike.layers import aux_losses
+from paxlike.layers.attention import qk_clip
 from paxlike.layers.aux_losses import Aux
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition, Params
@@ -76,6 +77,8 @@ def make_train_step(
       params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(keep, n, o), list(new), old)
     of_step["skipped"] = jnp.where(keep, 0.0, 1.0)
     of_step["learning_rate"] = optimizer.learning_rate(state.step - state.skipped)
+    if (largest := qk_clip.largest(new[1])) is not None:
+      of_step["max_attention_logit"] = largest
     of_step |= {f"{TOKENS_OF}{name}": _tokens_from(n, batch) for n, name in enumerate(sources)}
     metrics = {name: (value * weight, weight) for name, value in aux.losses.items()}
     metrics |= {name: (pair[0], pair[1]) for name, pair in aux.metrics.items()}
@@ -195,7 +198,7 @@ def _updated(
   own = {name: spec.update for name, spec in definition.weights.items() if spec.update is not None}
   new |= {name: own[name](old, grads[name]) for name, old in state.params.items() if name in own}
   extra = {name: own[name](old, new_extra[name]) for name, old in state.extra.items()}
-  return new, extra, opt_state
+  return qk_clip.clipped(definition, new, extra), extra, opt_state
 
 
 def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -13,9 +13,10 @@ from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
 from paxlike.layers import module
-from paxlike.layers.attention import kernels, max_logit
+from paxlike.layers.attention import kernels, max_logit, qk_clip
 from paxlike.layers.attention.cache import KvCache, positions_in
 from paxlike.layers.attention.kernels import Requirements
+from paxlike.layers.attention.qk_clip import QkClip
 from paxlike.layers.attention.relative_bias import RelativeBias
 from paxlike.layers.attention.rope import Rope
 from paxlike.layers.aux_losses import Aux, none
@@ -46,6 +47,7 @@ class Attention(module.Module):
     window: ranges.Positive | None = None,
     soft_cap: ranges.Cap | None = None,
     scale: ranges.Finite | None = None,
+    qk_clip: Callable[..., QkClip] | None = None,
     kernel: kernels.Kernel = kernels.xla,
   ):
     """Builds the layer.
@@ -68,6 +70,7 @@ class Attention(module.Module):
       window: A token attends to itself and the `window - 1` tokens before it.
       soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
       scale: Multiplier of the logits; None: 1 / sqrt(H).
+      qk_clip: Bounds the logits by scaling weights down; called with N.
       kernel: The attention kernel.
     """
     self.num_heads = num_heads
@@ -93,6 +96,7 @@ class Attention(module.Module):
     self.key_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
     self.extra_logit = extra_logit
     self.relative_bias = None if relative_bias is None else relative_bias(num_heads)
+    self.qk_clip = None if qk_clip is None else qk_clip(num_heads)
     self.sinks = None if sinks is None else self.weight({"heads": num_heads}, init=sinks)
 
   def __call__(
@@ -127,8 +131,16 @@ class Attention(module.Module):
     }
     with jax.named_scope("dot_product_attention"):
       y_BTNH = self.kernel(q_BTNH, k_BTKH, v_BTKH, **options)
+    if self.qk_clip is not None:
+      y_BTNH = self.qk_clip(y_BTNH, q_BTNH, k_BTKH, **options)
     aux = max_logit.logged(context, q_BTNH, k_BTKH, **options)
     return self.project(y_BTNH, x_BTD, context), cache, aux
+
+  def qk_factors(self, largest: jax.Array) -> qk_clip.Factors:
+    """Returns the factors of query and key weights, given the largest logits [..., N]."""
+    assert self.qk_clip is not None
+    query, key = qk_clip.grouped(self.qk_clip.factors(largest), self.num_kv_heads)
+    return {"query": query, "key": key}
 
   def project(self, y_BTNH: jax.Array, x_BTD: jax.Array, context: Context) -> jax.Array:
     """Returns y_BTD for the outputs of the heads; a variant may gate or norm these by x_BTD.

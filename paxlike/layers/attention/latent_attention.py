@@ -13,9 +13,10 @@ from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
 from paxlike.layers import module
-from paxlike.layers.attention import kernels, max_logit
+from paxlike.layers.attention import kernels, max_logit, qk_clip
 from paxlike.layers.attention.cache import LatentCache, positions_in
 from paxlike.layers.attention.kernels import Requirements
+from paxlike.layers.attention.qk_clip import QkClip
 from paxlike.layers.attention.rope import Rope
 from paxlike.layers.aux_losses import Aux, none
 from paxlike.layers.call_context import Context
@@ -49,6 +50,7 @@ class LatentAttention(module.Module):
     norm: Callable[..., Any],
     rope: Callable[[int], Rope],
     scale: ranges.Finite | None = None,
+    qk_clip: Callable[..., QkClip] | None = None,
     kernel: kernels.Kernel = kernels.xla,
   ):
     """Builds the layer.
@@ -69,6 +71,7 @@ class LatentAttention(module.Module):
       norm: Applied to the latents.
       rope: Applied to the rotary dims of queries and keys.
       scale: Multiplier of the logits; None: 1 / sqrt(head_dim + rope_dim).
+      qk_clip: See `Attention`.
       kernel: The attention kernel.
     """
     if rope_dim % 2:
@@ -93,6 +96,7 @@ class LatentAttention(module.Module):
     self.key_value = key_value({"rank": rank}, {"heads": num_heads, "head": head_dim + value_dim})
     self.output = output({"heads": num_heads, "head": value_dim}, {"model": dim})
     self.rope = rope(rope_dim)
+    self.qk_clip = None if qk_clip is None else qk_clip(num_heads)
 
   def __call__(
     self, x_BTD: jax.Array, context: Context, cache: LatentCache | None = None
@@ -117,8 +121,24 @@ class LatentAttention(module.Module):
     options: kernels.AttentionOptions = {"scale": self.scale, "segments_BT": context.segments_BT}
     with jax.named_scope("dot_product_attention"):
       y_BTNH = self.kernel(q_BTNH, k_BTNH, v_BTNH, **options)
+    if self.qk_clip is not None:
+      y_BTNH = self.qk_clip(y_BTNH, q_BTNH, k_BTNH, **options)
     aux = max_logit.logged(context, q_BTNH, k_BTNH, **options)
     return self.project(y_BTNH, x_BTD, context), cache, aux
+
+  def qk_factors(self, largest: jax.Array) -> qk_clip.Factors:
+    """See `Attention.qk_factors`. All heads share the rotary key, so that it stays."""
+    assert self.qk_clip is not None
+    factor = self.qk_clip.factors(largest)[..., None]
+    half, stays = jnp.sqrt(factor), jnp.ones_like(factor)
+
+    def joined(*parts: tuple[jax.Array, int]) -> jax.Array:
+      return jnp.concatenate([jnp.repeat(x, width, axis=-1) for x, width in parts], axis=-1)
+
+    return {
+      "query": joined((half, self.head_dim), (factor, self.rope_dim)),
+      "key_value": joined((half, self.head_dim), (stays, self.value_dim)),
+    }
 
   def project(self, y_BTNH: jax.Array, x_BTD: jax.Array, context: Context) -> jax.Array:
     """See `Attention.project`."""
