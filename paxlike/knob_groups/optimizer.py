@@ -149,6 +149,7 @@ class OptimizerKnobs(ScheduleKnobs):
   WEIGHT_DECAY: ranges.Weight = 0.1  #: Decoupled weight decay.
   #: Weight decay in step MAX_STEPS, up to which it changes linearly. None: WEIGHT_DECAY.
   WEIGHT_DECAY_END: ranges.Weight | None = None
+  WEIGHT_DECAY_SCALES: dict[ranges.Name, ranges.NonNegativeFloat] = {}  #: The same of weight decay.
   WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: Which weights decay.
   #: Maximum global gradient norm. None: no clipping.
   CLIP_GRADIENT_NORM_TO_VALUE: ranges.PositiveFloat | None = 1.0
@@ -193,6 +194,7 @@ class OptimizerKnobs(ScheduleKnobs):
       "decayed": getattr(optimizers, self.WEIGHT_DECAY_ON),
       "clip_norm": self.CLIP_GRADIENT_NORM_TO_VALUE,
       "clip_update": self.CLIP_UPDATE_RMS_TO_VALUE,
+      "decay_scales": self.WEIGHT_DECAY_SCALES or None,
       "scales": self.LEARNING_RATE_SCALES or None,
       "over_data": self.SHARD_OPTIMIZER_OVER_DATA,
       "on_host": self.OPTIMIZER_ON_HOST,

@@ -29,7 +29,7 @@ from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
 from paxlike.layers.lora import Lora
 from paxlike.layers.loss import cross_entropy
-from paxlike.layers.mlp import Mlp, clamped_swiglu, geglu, swiglu
+from paxlike.layers.mlp import Mlp, clamped_swiglu, geglu, squared_relu, swiglu
 from paxlike.layers.module import (
   Definition,
   Module,
@@ -43,7 +43,7 @@ from paxlike.layers.module import (
 from paxlike.layers.moe import dispatch, routing
 from paxlike.layers.moe.experts import ExpertLinear, Experts
 from paxlike.layers.moe.moe import Moe
-from paxlike.layers.norm import LayerNorm, RmsNorm
+from paxlike.layers.norm import LayerNorm, RmsNorm, UnscaledRmsNorm
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.precision import transformer_engine, weight_only
 from paxlike.layers.precision.fp8 import Fp8
@@ -88,6 +88,7 @@ __all__ = [
   "Rope",
   "Stack",
   "TransformerEngine",
+  "UnscaledRmsNorm",
   "auto",
   "clamped_swiglu",
   "constant",
@@ -104,6 +105,7 @@ __all__ = [
   "routing",
   "scaled",
   "splash",
+  "squared_relu",
   "swiglu",
   "tokamax",
   "transformer_engine",

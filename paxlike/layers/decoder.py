@@ -48,6 +48,7 @@ class Decoder(Module):
     embedding: Callable[[int, int, bool], Embedding],
     stack: Callable[[int], Stack],
     norm: Callable[[int], Any],
+    embedding_norm: Callable[[int], Any] | None = None,
     positions: Callable[[int], PositionEmbedding] | None = None,
     dropout: Callable[[], Dropout] | None = None,
     head: Callable[..., Linear] | None = None,
@@ -67,6 +68,7 @@ class Decoder(Module):
     self.loss_chunks = loss_chunks
     self.vocab_size = vocab_size
     self.embedding = embedding(vocab_size, dim, head is None)
+    self.embedding_norm = None if embedding_norm is None else embedding_norm(dim)
     self.positions = None if positions is None else positions(dim)
     self.dropout = None if dropout is None else dropout()
     self.stack = stack(dim)
@@ -129,6 +131,8 @@ class Decoder(Module):
   def embed(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
     """Returns x_BTD before the first layer."""
     x_BTD = self.embedding(tokens_BT)
+    if self.embedding_norm is not None:
+      x_BTD = by_token(self.embedding_norm, x_BTD)
     if self.positions is not None:
       x_BTD = float32_sums.add(x_BTD, self.positions(tokens_BT.shape[1], context.positions_BT))
     x_BTD = mesh.constrain(x_BTD, "batch", "time", None)

@@ -40,6 +40,12 @@ gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
 @configurable
+def squared_relu(x: jax.Array) -> jax.Array:
+  """relu(x)^2 (So et al., 2021, arXiv:2109.08668)."""
+  return jnp.square(jax.nn.relu(x))
+
+
+@configurable
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
   """silu(gate) * up (Shazeer, 2020)."""
   return jax.nn.silu(gate) * up

@@ -69,5 +69,31 @@ class RmsNorm(module.Module):
     return (y * (self.offset + self.scale[...])).astype(self.dtype)
 
 
+@configurable
+class UnscaledRmsNorm(module.Module):
+  """`RmsNorm` without a weight."""
+
+  def __init__(
+    self,
+    dim: ranges.Size,
+    *,
+    over: str = "model",
+    epsilon: ranges.Epsilon = 1e-6,
+    dtype: ranges.ComputeDtype = jnp.float32,
+  ):
+    """`dim` and `over` are those of other norms, and have no effect."""
+    del dim, over
+    self.epsilon = epsilon
+    self.dtype = dtype
+
+  @jax.named_scope("norm")
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns x [..., dim] divided by its root mean square, in `dtype`."""
+    x = x.astype(jnp.float32)
+    return (x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)).astype(
+      self.dtype
+    )
+
+
 def _one_minus(offset: float) -> module.Initializer:
   return functools.partial(module.constant, value=1.0 - offset)

@@ -28,7 +28,7 @@ from paxlike.experiments import datasets, gpt
 from paxlike.training import optimizers
 
 # What a string in a graph means, by the name of its parameter. Of a file that is only read ...
-READ = {"path", "vocab_path", "folder", "tfds_name"}
+READ = {"path", "vocab_path", "folder", "prefix", "tfds_name"}
 # ... and text that is looked up in a table, compared or printed.
 TEXT = {
   "alphabet", "bos", "field", "implementation", "include", "ignore", "knob", "metric",
@@ -38,8 +38,8 @@ TEXT = {
 # What a graph may give a callable as, which what is marked calls: one of the list, as all there is.
 CALLED = {
   "activation", "attention", "choice", "decayed", "dispatch", "dot", "down", "dropout",
-  "embedding", "evaluated", "experts", "gate", "head", "init", "kernel", "key", "key_value",
-  "latent", "learning_rate", "lora", "metrics", "mlp", "norm", "others", "output", "pattern",
+  "embedding", "embedding_norm", "evaluated", "experts", "gate", "head", "init", "kernel", "key",
+  "key_value", "latent", "learning_rate", "lora", "metrics", "mlp", "norm", "others", "output", "pattern",
   "prologue", "positions", "post_norm", "qk_clip", "qk_norm", "query", "query_down", "register",
   "relative_bias", "rope", "rule", "router", "scaling", "scheme", "shared", "sinks", "stack",
   "transform", "up", "value", "epilogue", "weight_decay_schedule",

@@ -71,6 +71,16 @@ def linear(frequencies: np.ndarray, *, factor: ranges.Stretch) -> np.ndarray:
   return frequencies / factor
 
 
+@configurable(name="rope.half")
+def half(frequencies: np.ndarray, *, slowest: ranges.Share) -> np.ndarray:
+  """Rotates half of all pairs, from 1 radian per token down to `slowest`, and leaves the others.
+
+  Source: github.com/KellerJordan/modded-nanogpt ("half-truncate RoPE").
+  """
+  rotated = slowest ** np.linspace(0, 1, len(frequencies) // 2)
+  return np.concatenate([rotated, np.zeros(len(frequencies) - len(rotated))])
+
+
 @configurable(name="rope.llama3")
 def llama3(
   frequencies: np.ndarray,

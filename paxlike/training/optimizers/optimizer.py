@@ -232,6 +232,7 @@ def descent(
   decayed: Callable[[Weights], dict[str, bool]] = everything,
   clip_norm: ranges.PositiveFloat | None,
   clip_update: ranges.PositiveFloat | None = None,
+  decay_scales: Mapping[str, ranges.NonNegativeFloat] | None = None,
   scales: Mapping[str, ranges.NonNegativeFloat] | None = None,
   parametrization: Parametrization | None = None,
   over_data: bool = False,
@@ -248,6 +249,7 @@ def descent(
     clip_norm: Largest global norm of the gradients; None: no clipping.
     clip_update: Largest root mean square of the direction of a weight, of each layer by itself
       (Shazeer and Stern, 2018, arXiv:1804.04235); None: no clipping.
+    decay_scales: Pattern of weights, as in `scales` -> a factor of their weight decay.
     scales: Pattern (`re.search`) of weights such as "stack.attention.query.w" -> a factor of their
       learning rate; factors of several patterns multiply.
     parametrization: Changes learning rates and epsilons for a model wider than a base model.
@@ -257,9 +259,11 @@ def descent(
   # The rule stays at index 1 of the chain, and the rate at 3: names in checkpoints have these.
   clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
   decay: Any = weight_decay if weight_decay_schedule is None else weight_decay_schedule
-  changes: list[Transform] = [
-    lambda weights: optax.add_decayed_weights(decay, mask=decayed(weights))
-  ]
+
+  def decays(weights: Weights) -> optax.GradientTransformation:
+    return _decayed(decay, decayed(weights), _factors(decay_scales, weights, "WEIGHT_DECAY"))
+
+  changes: list[Transform] = [decays]
   if parametrization is not None:
     changes.insert(0, functools.partial(_each_by, parametrization.rate))
     # Adam with epsilon e * f on g equals Adam with e on g / f: gradients are divided by f.
@@ -267,7 +271,7 @@ def descent(
   if clip_update is not None:
     changes.insert(0, by_layer(optax.clip_by_block_rms(clip_update)))
   if scales:
-    changes.append(functools.partial(_scaled, scales))
+    changes.append(lambda weights: _by(_factors(scales, weights, "LEARNING_RATE")))
   transform = chain(clip, rule, chain(*changes), optax.scale_by_learning_rate(learning_rate))
   return Optimizer(transform, learning_rate, over_data, on_host)
 
@@ -278,21 +282,37 @@ def _each_by(
   return _by({name: factor(spec) for name, spec in weights.items()})
 
 
-def _scaled(scales: Mapping[str, float], weights: Weights) -> optax.GradientTransformation:
+def _decayed(
+  decay: Any, mask: Mapping[str, bool], factors: Mapping[str, float]
+) -> optax.GradientTransformation:
+  """Returns `optax.add_decayed_weights`, with a factor for each weight."""
+  transform = optax.add_decayed_weights(decay, mask=mask)
+  if set(factors.values()) <= {1.0}:
+    return transform
+
+  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    assert params is not None
+    scaled = {name: factors[name] * w for name, w in params.items()}
+    return transform.update(updates, state, scaled)
+
+  return optax.GradientTransformation(transform.init, update)
+
+
+def _factors(scales: Mapping[str, float] | None, weights: Weights, knob: str) -> dict[str, float]:
+  """Returns the factor of each weight, by the patterns in the knob `knob`_SCALES."""
   names = {name: _LAYERS.sub("stack.", name) for name in weights}
+  scales = scales or {}
   for pattern in scales:
-    patterns.check(pattern, "LEARNING_RATE_SCALES")
+    patterns.check(pattern, f"{knob}_SCALES")
     if not any(re.search(pattern, shown) for shown in names.values()):
       raise UserError(
-        f"LEARNING_RATE_SCALES: {pattern!r} is in no name of a trained weight, such as"
+        f"{knob}_SCALES: {pattern!r} is in no name of a trained weight, such as"
         f" {', '.join(sorted(set(names.values()))[:3])}."
       )
-  return _by(
-    {
-      name: math.prod(factor for pattern, factor in scales.items() if re.search(pattern, shown))
-      for name, shown in names.items()
-    }
-  )
+  return {
+    name: math.prod(factor for pattern, factor in scales.items() if re.search(pattern, shown))
+    for name, shown in names.items()
+  }
 
 
 def _by(factors: Mapping[str, float]) -> optax.GradientTransformation:

@@ -44,7 +44,7 @@ def updates_of(
   return updates, params, state
 
 
-def test_learning_rates_are_scaled_by_patterns_of_names():
+def test_rates_and_weight_decays_are_scaled_by_patterns_of_names():
   plain, _, _ = updates_of(optimizer_of())
   scales = {"embedding": 0.5, r"^stack\.attention\.": 3.0, "query": 0.1}
   scaled, _, _ = updates_of(optimizer_of(LEARNING_RATE_SCALES=scales))
@@ -55,6 +55,12 @@ def test_learning_rates_are_scaled_by_patterns_of_names():
     factors.add(round(factor, 3))
     np.testing.assert_allclose(scaled[name], factor * update, rtol=1e-5, err_msg=name)
   assert factors == {0.5, 1, 3, 0.3}
+  decayed, _, _ = updates_of(optimizer_of(WEIGHT_DECAY_SCALES=scales))
+  none, _, _ = updates_of(optimizer_of(WEIGHT_DECAY=0.0))
+  for name, update in plain.items():
+    factor = float((scaled[name] / update).mean())
+    expected = none[name] + factor * (update - none[name])
+    np.testing.assert_allclose(decayed[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
   with pytest.raises(UserError, match=r"^LEARNING_RATE_SCALES: 'querry' is in no name of a tr"):
     updates_of(optimizer_of(LEARNING_RATE_SCALES={"querry": 2.0}))
   with pytest.raises(UserError, match=r"^LEARNING_RATE_SCALES: '\(' is not a regular expression"):
