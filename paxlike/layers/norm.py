@@ -73,26 +73,16 @@ class RmsNorm(module.Module):
 class UnscaledRmsNorm(module.Module):
   """`RmsNorm` without a weight."""
 
-  def __init__(
-    self,
-    dim: ranges.Size,
-    *,
-    over: str = "model",
-    epsilon: ranges.Epsilon = 1e-6,
-    dtype: ranges.ComputeDtype = jnp.float32,
-  ):
+  def __init__(self, dim: ranges.Size, *, over: str = "model", epsilon: ranges.Epsilon = 1e-6):
     """`dim` and `over` are those of other norms, and have no effect."""
     del dim, over
     self.epsilon = epsilon
-    self.dtype = dtype
 
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns x [..., dim] divided by its root mean square, in `dtype`."""
-    x = x.astype(jnp.float32)
-    return (x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)).astype(
-      self.dtype
-    )
+    """Returns x [..., dim] divided by its root mean square, in its dtype."""
+    dtype, x = x.dtype, x.astype(jnp.float32)
+    return (x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)).astype(dtype)
 
 
 def _one_minus(offset: float) -> module.Initializer:
