@@ -106,10 +106,8 @@ class Checkpoint:
     with self._reading():
       metadata, _ = self._described()
       saved_layout = layout_conversion.layout_in(metadata)
-      tensors = {
-        name: layout_conversion.tensor_of(*listed) for name, listed in metadata["tensors"].items()
-      }
-    if unread is None and all(name.startswith("params.") for name in tensors):
+    tensors = self.arrays()
+    if unread is None and all(name.startswith(("params.", "extra.")) for name in tensors):
       raise UserError(
         f"{self._path} has weights but no training state: start a run in a new folder, with"
         f" --fdl.CHECKPOINT_RESTORE_PATH={self._path.parent.parent}"
@@ -121,6 +119,16 @@ class Checkpoint:
       more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
       raise UserError(f"{self._path} is of another experiment: {shown}{more}.")
     return metadata, saved_layout, layout_conversion.lacking(tensors, saved_layout, target, layout)
+
+  def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of its arrays by their stored names.
+
+    Raises:
+      UserError: It is damaged.
+    """
+    with self._reading():
+      listed = self._described()[0]["tensors"]
+      return {name: layout_conversion.tensor_of(*what) for name, what in listed.items()}
 
   def layout(self) -> Layout:
     """Returns the layout in which its weights are stored.
@@ -155,6 +163,24 @@ class Checkpoint:
       if sums is not None:
         sums.verify(arrays=[name])
       return self._arrays(args)[name]
+
+  def read_as(self, name: str, layout: Layout) -> np.ndarray:
+    """Returns one array by its name in `layout`, whatever the layout it is stored in.
+
+    Raises:
+      UserError: It is missing or damaged.
+    """
+    stored, location = self.layout(), layout.locate(name)
+    if location is None or stored == layout:
+      return self.read(name)
+    places = [stored.place(location.template, layer) for layer in location.layers]
+    arrays = {array: self.read(array) for array in dict(places)}
+    values = [arrays[array] if at is None else arrays[array][at] for array, at in places]
+    if not location.stacked:
+      return values[0]
+    result = np.zeros((layout.stacked_size, *values[0].shape), values[0].dtype)
+    result[list(location.indexes)] = values
+    return result
 
   def verify(self) -> int | None:
     """Verifies all files and returns their number of bytes; None if it has no checksums.

@@ -39,7 +39,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main() -> int:
   """Entry point of the `paxlike-convert` command. Returns the exit status."""
-  _set_up()
+  set_up()
   status = run(sys.argv[1:])
   if status > 128:
     # Threads of an interrupted write may still run, and Python would wait for them.
@@ -74,7 +74,7 @@ def _refused(error: object) -> int:
   return 2
 
 
-def _set_up():
+def set_up():
   """Sets the environment variables that JAX and its libraries read, logging and signal handlers.
 
   A conversion computes on CPUs alone: plugins for accelerators would load for nothing, and print

@@ -24,16 +24,18 @@ def write(
   directory: epath.PathLike,
   arrays: Iterable[tuple[str, np.ndarray]],
   *,
-  dtype: Any,
   layout: Layout,
+  dtype: Any = None,
+  step: int = 0,
 ):
-  """Writes checkpoint 0 from arrays that need not be in memory at once.
+  """Writes a checkpoint without training state from arrays that need not be in memory at once.
 
   Args:
     directory: The folder of checkpoints; must not exist.
     arrays: (name, value), such as ("params.embedding.table", ...).
-    dtype: The stored dtype.
     layout: The layout of the layers in `arrays`.
+    dtype: The stored dtype; None: that of each array.
+    step: The checkpoint's step.
 
   Raises:
     OSError: The write failed.
@@ -43,17 +45,19 @@ def write(
   from orbax.checkpoint import v1
   from orbax.checkpoint.experimental.v1 import partial
 
-  path = epath.Path(directory) / "checkpoint_00000000"
+  path = epath.Path(directory) / f"checkpoint_{step:08d}"
   shapes: dict[str, Any] = {}
   waiting: dict[str, np.ndarray] = {}
   context = v1.Context()
-  context.array.saving.storage_options.dtype = np.dtype(dtype)  # Cast while it is written.
+  if dtype is not None:
+    context.array.saving.storage_options.dtype = np.dtype(dtype)  # Cast while it is written.
   context.array.saving.storage_options.chunk_byte_size = 16_000_000
   context.memory.deepcopy_host_arrays = False
   with context:
     for name, value in arrays:
-      safetensors_files.check_range(name.removeprefix("params."), value, np.dtype(dtype))
-      shapes[name] = jax.ShapeDtypeStruct(value.shape, dtype)
+      stored = value.dtype if dtype is None else np.dtype(dtype)
+      safetensors_files.check_range(name.removeprefix("params."), value, stored)
+      shapes[name] = jax.ShapeDtypeStruct(value.shape, stored)
       waiting[name] = value
       if sum(array.nbytes for array in waiting.values()) >= _STREAM_BYTES:
         with _os_errors():

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models that train on a laptop in minutes, on real text."""
 
+import ast
+import warnings
+from typing import Any
+
 import fiddle as fdl
 
 from paxlike import layers
@@ -9,6 +13,7 @@ from paxlike.experiments import datasets
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.qwen import Qwen3
 from paxlike.registry import register
+from paxlike.telemetry.callbacks import Callback
 from paxlike.training.evaluation import EvalSet
 
 
@@ -30,6 +35,53 @@ class SmallQwen(Qwen3):
     if role in ("output", "down"):  # Each block begins as the identity.
       linear.init = fdl.Partial(layers.zeros)
     return linear
+
+
+# What may complete a line that begins or continues a compound statement: (text before, text after).
+_COMPLETIONS = (
+  ("", ""),
+  ("", "\n pass"),  # if x:
+  ("if x: pass\n", "\n pass"),  # else:
+  ("try: pass\n", "\n pass"),  # except ValueError:
+  ("", "\n case _: pass"),  # match x:
+  ("match x:\n ", "\n  pass"),  # case 1:
+  ("", "\ndef f(): pass"),  # @property
+)
+
+
+def parsed_lines(text: str) -> tuple[int, int]:
+  """Returns (how many lines of a text are Python, how many lines it has).
+
+  Each line is judged alone, without its indentation: `ast.parse` must accept it, if necessary with
+  the rest of the shortest compound statement that it can be the beginning or a later clause of. A
+  line within an expression of several lines is seldom accepted, a line of a docstring only if it
+  could be code. Blank lines, comments, and the last line, within which a sample may end, are not
+  counted.
+  """
+  lines = [line.strip() for line in text.split("\n")[:-1]]
+  lines = [line for line in lines if line and not line.startswith("#")]
+  return sum(map(_parses, lines)), len(lines)
+
+
+def _parses(line: str) -> bool:
+  for before, after in _COMPLETIONS:
+    try:
+      with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Such as that of an invalid escape sequence.
+        ast.parse(f"{before}{line}{after}")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+      continue
+    return True
+  return False
+
+
+class CountPython(Callback):
+  """Prints how many lines of the sample at the end of training are Python: see `parsed_lines`."""
+
+  def on_record(self, record: dict[str, Any]):
+    if record["kind"] == "sample":
+      parsed, total = parsed_lines(record["prompt"] + record["text"])
+      print(f"{parsed} of {total} lines of the sample parse as Python")
 
 
 @register
@@ -63,6 +115,9 @@ class TinyPython(SmallQwen):
   def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
     dataset = fdl.Config(python_corpus.dataset, split="validation", **self._options())
     return {"heldout": self.eval_set(dataset, num_batches=40)}
+
+  def callbacks(self) -> list[Callback]:
+    return [CountPython()]
 
   def _options(self) -> dict[str, object]:
     return {"seq_len": self.MAX_SEQ_LEN, "vocab_size": self.VOCAB_SIZE, "seed": self.RANDOM_SEED}

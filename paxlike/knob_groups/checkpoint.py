@@ -18,7 +18,8 @@ class CheckpointKnobs(Knobs):
   CHECKPOINT_MAX_TO_KEEP: ranges.Positive | None = 10  #: Newest checkpoints to keep. None: all.
   #: Metric, such as validation/log_pplx (SET/METRIC), whose best checkpoint is also kept.
   BEST_CHECKPOINT_METRIC: ranges.Name | None = None
-  #: Whether its lowest or highest value is best. None: min for log_pplx, max for other metrics.
+  #: Whether its lowest or highest value is best. None: min for log_pplx and bits_per_byte; max for
+  #: other metrics.
   BEST_CHECKPOINT_MODE: Literal["min", "max"] | None = None
   #: Stop after this many evaluations in a row without improvement. None: never.
   EARLY_STOPPING_PATIENCE: ranges.Positive | None = None
@@ -28,6 +29,6 @@ class CheckpointKnobs(Knobs):
     metric = self.BEST_CHECKPOINT_METRIC
     if metric is None:
       return None
-    mode = self.BEST_CHECKPOINT_MODE or ("min" if metric.endswith("log_pplx") else "max")
-    patience = self.EARLY_STOPPING_PATIENCE
-    return fdl.Config(Criterion, metric=metric, lowest=mode == "min", patience=patience)
+    mode, patience = self.BEST_CHECKPOINT_MODE, self.EARLY_STOPPING_PATIENCE
+    lowest = metric.endswith(("log_pplx", "bits_per_byte")) if mode is None else mode == "min"
+    return fdl.Config(Criterion, metric=metric, lowest=lowest, patience=patience)

@@ -87,7 +87,7 @@ def write(
     run_paths.check(path)
   if max_records is None:
     max_records = max(10, min(MAX_RECORDS, _MAX_RECORDS_OF_ALL // len(paths)))
-  _leave_devices_alone()
+  leave_devices_alone()
   from paxlike.report import page, run_data
 
   runs = [
@@ -101,7 +101,7 @@ def write(
     raise UserError(f"{to} cannot be written: {file_io.reason(error)}.{advice}") from error
 
 
-def _leave_devices_alone():
+def leave_devices_alone():
   """Keeps JAX, which computes shapes, from taking the memory of devices that runs may be using."""
   from paxlike.devices import jax_setup
 

@@ -3,6 +3,8 @@
 
 import collections
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -50,13 +52,20 @@ def language_model(scores: Scores, batch: Batch) -> Sums:
   """Pax's metrics of language models, over tokens weighted by `weights`.
 
   `log_pplx` is the mean cross-entropy in nats, `fraction_of_correct_next_step_preds` the fraction
-  of targets with the largest logit.
+  of targets with the largest logit. `bits_per_byte`, if the batch has `bytes`, is the sum of the
+  cross-entropies in bits over the bytes of the targets' text, which compares models of different
+  tokenizers; targets that stand for no text, such as EOS, do not count in it.
   """
   weights_BT = batch["weights"]
   weight_B = weights_BT.sum(-1)
+  of_text = {}
+  if "bytes" in batch:
+    bits_BT = scores.loss_BT * weights_BT * (batch["bytes"] > 0) / math.log(2)
+    of_text["bits_per_byte"] = (bits_BT.sum(-1), (batch["bytes"] * weights_BT).sum(-1))
   return {
     "log_pplx": ((scores.loss_BT * weights_BT).sum(-1), weight_B),
     "fraction_of_correct_next_step_preds": ((scores.correct_BT * weights_BT).sum(-1), weight_B),
+    **of_text,
   }
 
 
@@ -119,13 +128,26 @@ class EvalSet:
   metrics: tuple[Metrics, ...] = (language_model,)
   num_batches: ranges.Positive | None = None
 
+  @functools.cached_property
+  def byte_lengths(self) -> np.ndarray | None:
+    """`Tokenizer.byte_lengths` of its tokenizer; None if there is none. Reads its file."""
+    tokenizer = self.dataset.tokenizer
+    return None if tokenizer is None else tokenizer.byte_lengths()
+
+  def with_bytes(self, batch: Batch) -> Batch:
+    """Returns a batch with `bytes` [B, T], int32, of its targets, if the data tell."""
+    if (lengths := self.byte_lengths) is None:
+      return batch
+    options: Any = {"mode": "fill", "fill_value": 0}  # The model may have more ids.
+    return {**batch, "bytes": jnp.asarray(lengths).at[batch["targets"]].get(**options)}
+
   @property
   def names(self) -> list[str]:
     """Names of the metrics."""
     numbers, truth = jnp.zeros((1, 1)), jnp.zeros((1, 1), bool)
     names = ("inputs", "targets", "alternatives", "segments", "positions")
     batch = dict.fromkeys(names, numbers.astype(jnp.int32)) | {"weights": numbers}
-    given = Scores(numbers, truth, truth), batch
+    given = Scores(numbers, truth, truth), self.with_bytes(batch)
     return [name for metrics in self.metrics for name in jax.eval_shape(metrics, *given)]
 
 
@@ -169,6 +191,7 @@ class Evaluator:
     def measure(params: Params, batch: Batch) -> Sums:
       scores = scores_of(definition, definition.prepare(params), batch)
       weight_B = batch["weights"].sum(-1)
+      batch = eval_set.with_bytes(batch)
       sums: Sums = {"num_predictions": (weight_B, weight_B)}
       for metrics in eval_set.metrics:
         sums |= metrics(scores, batch)

@@ -8,7 +8,9 @@ import pytest
 from helpers.sources import REPOSITORY
 
 from paxlike.cli import plot, verify
+from paxlike.convert import average
 from paxlike.convert import main as convert
+from paxlike.sweep import fit
 from paxlike.telemetry import console as console_module
 from paxlike.telemetry.console import Console
 
@@ -123,7 +125,9 @@ def test_work_is_named_only_if_it_takes_long(capsys):
 
 
 COMMANDS = {
+  "paxlike-average": (average.run, ["", "--to=x"]),
   "paxlike-convert": (convert.run, ["--from=hf", "--path=", "--to=x"]),
+  "paxlike-fit": (fit.run, [""]),
   "paxlike-plot": (plot.run, [""]),
   "paxlike-verify": (verify.run, [""]),
 }

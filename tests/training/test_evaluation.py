@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import math
 import signal
 
 import fiddle as fdl
@@ -19,6 +20,7 @@ from paxlike.data.examples import ExampleRows
 from paxlike.data.seqio import tfds_writer
 from paxlike.data.seqio.tfds_writer import Schema
 from paxlike.data.token_index import TokenIndex
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.decoder import forward
@@ -27,13 +29,18 @@ from paxlike.training import evaluation, train_state
 from paxlike.training.evaluation import EvalSet, Evaluator
 
 
-def reference(params):
+def losses_of(params):
+  """Returns the sequences, and the loss of each target."""
   arrays = Rows().rows(0, np.arange(13))
   logits = np.asarray(forward(tiny(), params, arrays)[0], np.float64)
   log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   losses = -np.take_along_axis(log_probabilities, arrays["targets"][..., None], -1)[..., 0]
-  weights = arrays["weights"]
-  correct = logits.argmax(-1) == arrays["targets"]
+  return arrays | {"correct": logits.argmax(-1) == arrays["targets"]}, losses
+
+
+def reference(params):
+  arrays, losses = losses_of(params)
+  weights, correct = arrays["weights"], arrays["correct"]
   return {
     "log_pplx": (losses * weights).sum() / weights.sum(),
     "fraction_of_correct_next_step_preds": (correct * weights).sum() / weights.sum(),
@@ -49,6 +56,44 @@ def test_the_names_of_metrics_are_known_whatever_they_read():
 
   one = EvalSet(dataset=Rows(), metrics=(of_all, evaluation.language_model))
   assert set(one.names) == {"of_all", "log_pplx", "fraction_of_correct_next_step_preds"}
+
+
+class OfText(Rows):
+  """The same sequences, of a tokenizer."""
+
+  def __init__(self, tokenizer):
+    self._tokenizer = tokenizer
+
+  @property
+  def tokenizer(self):
+    return self._tokenizer
+
+
+class Ending(ByteTokenizer):
+  """Ids of one to three bytes, and two that stand for no text."""
+
+  def byte_lengths(self):
+    return np.array([0, *(1 + i % 3 for i in range(VOCAB - 2))], np.int32)  # One id is beyond.
+
+
+def test_bits_per_byte_are_those_counted_by_hand():
+  built = MeshSpec(ici=(4, 1, 2)).build(jax.devices()[:8])
+  placer = BatchPlacer(built, batch_size=8, seq_len=SEQ_LEN)
+  found = []
+  with jax.set_mesh(built):
+    params = train_state.init_params(tiny(), built, seed=1)
+    for tokenizer in (ByteTokenizer(), Ending()):
+      one = EvalSet(dataset=OfText(tokenizer))
+      assert "bits_per_byte" in one.names
+      found.append(Evaluator(tiny(), one, placer, batch_size=8).run(params).values)
+  of_bytes, of_others = found
+  assert of_bytes["bits_per_byte"] == pytest.approx(of_bytes["log_pplx"] / math.log(2), rel=1e-6)
+  arrays, losses = losses_of(jax.device_get(params))
+  lengths = np.append(Ending().byte_lengths(), 0)[arrays["targets"]]
+  nats = (losses * arrays["weights"] * (lengths > 0)).sum()
+  expected = nats / math.log(2) / (lengths * arrays["weights"]).sum()
+  assert of_others["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
+  assert of_others["bits_per_byte_stderr"] > 0
 
 
 @pytest.mark.parametrize(("batch_size", "ici"), [(4, (1, 1, 1)), (13, (1, 1, 1)), (8, (4, 1, 2))])

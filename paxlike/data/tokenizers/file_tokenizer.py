@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,16 @@ from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
 _MAX_IDS = 2**31  # Ids are int32.
+# A tokenizer that changes texts (adds a space in front, merges white space, removes accents, or has
+# one id for all unknown characters) changes the length of one of these.
+_PROBES = (
+  "a",
+  " a  b ",
+  "\n\n\tif x:\r\n    y = 10_000  # “ﬁ①Ⅳ”",
+  "Straße, Ångström, ÀÉ, Ελλάδα",
+  "日本語の문장, ไทย, 👩‍👧 \U00013000 \u3000\u00a0.",
+)
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 @contextlib.contextmanager
@@ -120,6 +131,16 @@ class FileTokenizer(Tokenizer):
       )
     return found
 
+  def byte_lengths(self) -> np.ndarray | None:
+    found = np.array([self._length_of(number) for number in range(self.vocab_size)], np.int32)
+    encoded = zip(_PROBES, self.encode_all(_PROBES), strict=True)
+    adds_up = all(found[ids].sum() == len(text.encode()) for text, ids in encoded)
+    return found if adds_up else None
+
+  @abc.abstractmethod
+  def _length_of(self, number: int) -> int:
+    """Returns the bytes of an id, on the assumption that the tokenizer changes no text."""
+
   @abc.abstractmethod
   def _id_of(self, token: str) -> int | None:
     """Returns the id of a token by its text; None if there is no such token."""
@@ -147,6 +168,11 @@ class FileTokenizer(Tokenizer):
   def decode(self, ids: np.ndarray) -> str:
     with library_errors(f"VOCAB_PATH={self._path} cannot decode"):
       return self._model.decode([int(i) for i in ids if i < self.vocab_size])
+
+
+def piece_length(piece: str) -> int:
+  """Returns the bytes of a piece: of one byte `<0x0A>`, else of its text with ▁ for spaces."""
+  return 1 if _BYTE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
 
 
 def without_surrogates(texts: Sequence[str]) -> list[str]:

@@ -4,7 +4,8 @@
 import functools
 import hashlib
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from paxlike.data.tokenizers import sentencepiece_model, token_settings, tokeniz
 from paxlike.data.tokenizers.file_tokenizer import (
   FileTokenizer,
   library_errors,
+  piece_length,
   without_surrogates,
 )
 
@@ -73,6 +75,25 @@ class HuggingFaceTokenizer(FileTokenizer):
 
   def _id_of(self, token: str) -> int | None:
     return self._model.token_to_id(token)
+
+  @functools.cached_property
+  def _added(self) -> Mapping[int, Any]:
+    """The added tokens by id."""
+    return self._model.get_added_tokens_decoder()
+
+  @functools.cached_property
+  def _is_of_bytes(self) -> bool:
+    """Whether each character of a token stands for a byte, as in GPT-2."""
+    decoder = json.loads(self._model.to_str())["decoder"]  # One, or a sequence of several.
+    return '"ByteLevel"' in json.dumps(decoder)
+
+  def _length_of(self, number: int) -> int:
+    text, added = self.text_of(number), self._added.get(number)
+    if added is not None and added.special:
+      return 0
+    if not self._is_of_bytes:
+      return piece_length(text)
+    return len(text) if added is None else len(text.encode())
 
   def text_of(self, number: int) -> str:
     return self._model.id_to_token(number) or ""

@@ -75,6 +75,13 @@ class Pieces:
     """Returns the text of a token."""
     return self._texts.get(number) or self.model.id_to_piece(number)
 
+  def stands_for_text(self, number: int) -> bool:
+    """Returns whether a token stands for text; not control tokens, and not the unknown token."""
+    if number in self._texts:
+      return number not in self._special
+    marks = (self.model.is_control, self.model.is_unknown, self.model.is_unused)
+    return not any(is_one(number) for is_one in marks)
+
   def encode(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text."""
     if self._split is None:

@@ -12,6 +12,7 @@ from paxlike.data.tokenizers import sentencepiece_model
 from paxlike.data.tokenizers.file_tokenizer import (
   FileTokenizer,
   library_errors,
+  piece_length,
   without_surrogates,
 )
 from paxlike.errors import UserError
@@ -56,6 +57,9 @@ class SentencePieceTokenizer(FileTokenizer):
 
   def _id_of(self, token: str) -> int | None:
     return self._model.id_of(token)
+
+  def _length_of(self, number: int) -> int:
+    return piece_length(self.text_of(number)) if self._model.stands_for_text(number) else 0
 
   def text_of(self, number: int) -> str:
     return self._model.text_of(number)

@@ -48,6 +48,14 @@ class Tokenizer(abc.ABC):
     del number
     return ""
 
+  def byte_lengths(self) -> np.ndarray | None:
+    """Returns the number of UTF-8 bytes of text that each id stands for, int32 [vocab_size].
+
+    It is 0 for ids that stand for no text, such as EOS. The lengths of the ids of a text add up to
+    its bytes. None: this tokenizer changes texts, or its ids have no fixed lengths.
+    """
+    return None
+
   def check(self, vocab_size: int):
     """Raises UserError if its file is missing or damaged, or has more ids than `vocab_size`."""
     if self.vocab_size > vocab_size:
@@ -76,6 +84,9 @@ class ByteTokenizer(Tokenizer):
     ids = np.asarray(ids)
     return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
+  def byte_lengths(self) -> np.ndarray:
+    return (np.arange(self.vocab_size) < 256).astype(np.int32)
+
   def fingerprint(self) -> str:
     return "bytes"
 
@@ -103,6 +114,10 @@ class CharacterTokenizer(Tokenizer):
 
   def decode(self, ids: np.ndarray) -> str:
     return "".join(self.alphabet[i] for i in np.asarray(ids) if i < self.vocab_size)
+
+  def byte_lengths(self) -> np.ndarray:
+    encoded = (char.encode("utf-8", "surrogatepass") for char in self.alphabet)
+    return np.array([*map(len, encoded)], np.int32)
 
   def fingerprint(self) -> str:
     return (

@@ -36,6 +36,9 @@ def test_the_whole_way_from_sources_to_tokens():
   got = {tokenizer.decode(tokens[a:b]) for a, b in itertools.pairwise(offsets)}
   expected = {text for name, text in sources.items() if python_corpus._is_held_out(name)}
   assert got == expected
+  lengths = tokenizer.byte_lengths()
+  assert lengths is not None
+  assert lengths[tokens[:]].sum() == sum(len(text.encode()) for text in expected)
   for text in [*sorted(expected)[:5], "\tx = 'é∑🙂'\n\n  y\r\n"]:
     assert tokenizer.decode(tokenizer.encode(text)) == text
   longest = max(expected, key=len)
