@@ -127,6 +127,7 @@ class _Models:
     """
     if self._kind is not None:
       kinds = tuple(dict.fromkeys(("standard", self._kind)))
+    self._program(kinds[-1], self.shapes[-1])  # Checks the largest before the first is trained.
     found: dict[str, list[T]] = {kind: [] for kind in kinds}
     for kind, shape in itertools.product(kinds, self.shapes):
       began = time.monotonic()
