@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from fiddle import daglish, selectors
 
 from paxlike import layers
-from paxlike.config import ranges
+from paxlike.config import building, ranges
 from paxlike.errors import UserError, did_you_mean
 from paxlike.training import optimizers
 from paxlike.training.trainer import Trainer
@@ -307,6 +307,12 @@ def parametrize(
     node.parametrization = fdl.Config(
       optimizers.Parametrization, width=width, depth=depth, rule=rule
     )
+
+
+def change_rate(graph: fdl.Buildable, change: Callable[[optimizers.Schedule], Any]):
+  """Replaces the learning-rate schedule of the optimizer by what `change` makes of it."""
+  for node in list(_having(graph.optimizer, "learning_rate")):
+    node.learning_rate = change(building.build(node.learning_rate))
 
 
 def _for_width(init: Any, width: float, *, to_width: bool) -> Any:

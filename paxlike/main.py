@@ -126,6 +126,11 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
 
     assert experiment is not None
     return plan_mode.run(options, experiment)
+  if options.mode == "transfer":
+    from paxlike import transfer_mode
+
+    assert experiment is not None
+    return transfer_mode.run(options, experiment)
   if experiment is not None and options.mode == "train":
     epochs.resolve(experiment, lambda: build_trainer(root_graph.of(options, experiment)))
   graph = root_graph.of(options, experiment)

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("inference",),
   ("training",),
   ("fiddlers", "compilation"),
-  ("knob_groups", "planning", "profiling"),
+  ("knob_groups", "planning", "profiling", "transfer"),
   ("experiment",),
   ("registry",),
   ("saved_experiment", "experiments"),
@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("cli",),
   ("root_graph",),
   ("run_mode",),
-  ("api", "launchers", "plan_mode"),
+  ("api", "launchers", "plan_mode", "transfer_mode"),
   ("sweep",),
   ("main",),
 )

@@ -58,9 +58,15 @@ NUMBERS = {
   "top_p": ranges.Share,
   "min_p": ranges.Share,
 }
+# Flags with several numbers: the type and the least count.
+_SEVERAL = {
+  "widths": (ranges.Size, 2),
+  "depths": (ranges.Depth, 1),
+  "rates": (ranges.Rate, 1),
+}
 _KINDS = (*gpu_targets.KINDS, *tpu_targets.KINDS)
 # Flags with one value; `Options` has a field of the same name for each.
-SCALARS = ("mode", "step", "price", "target", *STRINGS, *BOOLEANS, *NUMBERS)
+SCALARS = ("mode", "step", "price", "target", *STRINGS, *BOOLEANS, *NUMBERS, *_SEVERAL)
 
 
 def define() -> flags.FlagValues:
@@ -80,6 +86,8 @@ def define() -> flags.FlagValues:
   flags.DEFINE(Target(), "target", "time", "", flag_values=values)
   for name, kind in NUMBERS.items():
     flags.DEFINE(Number(kind), name, None, "", flag_values=values)
+  for name, (kind, least) in _SEVERAL.items():
+    flags.DEFINE(Ascending(kind, least=least), name, None, "", flag_values=values)
   for name in ("fdl_set", "prompt"):
     flags.DEFINE_multi_string(name, [], "", flag_values=values)
   texts = dict.fromkeys(("fiddler", "fdl_allow_modules", "prompt_file", "stop"), Text())
@@ -109,6 +117,22 @@ class Number(flags.ArgumentParser):
 
   def parse(self, argument: str | int) -> Any:
     return knob_types.convert(self._kind, argument, text=isinstance(argument, str))
+
+
+class Ascending(Number):
+  """A parser of numbers that are separated by commas; sorts them."""
+
+  syntactic_help = "numbers, separated by commas"
+
+  def __init__(self, kind: Any, *, least: int):
+    super().__init__(kind)
+    self._least = least
+
+  def parse(self, argument: str | int) -> tuple[Any, ...]:
+    found = sorted({super(Ascending, self).parse(part) for part in str(argument).split(",")})
+    if len(found) < self._least:
+      raise ValueError(f"expected at least {self._least} different numbers, such as 128,256.")
+    return tuple(found)
 
 
 class Text(flags.ArgumentParser):

@@ -22,7 +22,7 @@ ONLY_IN = {
   "topology": ("show", "compile", "plan"),
   "slices": ("show", "compile", "plan"),
   "kernels": ("compile",),
-  "json": ("check", "compile", "plan", "profile"),
+  "json": ("check", "compile", "plan", "profile", "transfer"),
   "full": ("check",),
   "global_batch": ("plan",),
   "confirm": ("plan",),
@@ -31,7 +31,10 @@ ONLY_IN = {
   "target": ("plan",),
   "dcn_bandwidth": ("plan",),
   "calibrate": ("plan",),
-  "save": ("compile", "profile"),
+  "save": ("compile", "profile", "transfer"),
+  "widths": ("transfer",),
+  "depths": ("transfer",),
+  "rates": ("transfer",),
   "compiled_step": ("train",),
   "pgle_profile": ("train", "compile"),
   "continuous": ("eval",),
@@ -60,7 +63,7 @@ class Options:
       those of this machine.
     slices: Number of TPU slices of that topology; None: 1.
     kernels: Print the kernels of the compiled step.
-    json: Print the results of check, compile, plan or profile as JSON.
+    json: Print the results of check, compile, plan, profile or transfer as JSON.
     full: Check the step of the full-size model instead of a shrunk one.
     global_batch: The global batch to plan for, in sequences; None: the experiment's.
     confirm: Number of best plans to compile; None: 0.
@@ -69,7 +72,10 @@ class Options:
     target: What the plans of several topologies are sorted by: "time" or "cost".
     dcn_bandwidth: Bytes/s that a device sends across slices or nodes; None: of the data sheet.
     calibrate: File of the kernels that --mode=profile has measured.
-    save: File to write to: the compiled step, or the measured durations of instructions.
+    save: File to write to: the compiled step, the measured durations of instructions, or a picture.
+    widths: MODEL_DIMS of the models to compare, ascending; None: those of the coordinate check.
+    depths: NUM_LAYERS of these models; None: the experiment's.
+    rates: Learning rates to find the best of; None: check the coordinates instead.
     compiled_step: File of the compiled step to train with.
     pgle_profile: File of such durations, by which XLA schedules the step.
     traceback: Also print the traceback of the error that ends the program.
@@ -123,6 +129,9 @@ class Options:
   dcn_bandwidth: float | None = None
   calibrate: str | None = None
   save: str | None = None
+  widths: tuple[int, ...] | None = None
+  depths: tuple[int, ...] | None = None
+  rates: tuple[float, ...] | None = None
   compiled_step: str | None = None
   pgle_profile: str | None = None
   traceback: bool = False
@@ -195,7 +204,7 @@ def check(options: Options):
   if not options.fdl_config and not options.fdl_config_file and not of_the_run:
     from paxlike.cli import hints
 
-    here = "" if options.mode == "plan" else hints.of_run(options.job_log_dir)
+    here = "" if options.mode in ("plan", "transfer") else hints.of_run(options.job_log_dir)
     raise UserError(f"which experiment? Give --fdl_config=NAME; --list shows the names.{here}")
   if options.fdl_config_file and options.knobs:
     name, text = options.knobs[0]
@@ -235,6 +244,8 @@ def check(options: Options):
       )
   if options.mode == "plan":
     _check_plan(options)
+  if options.mode == "transfer":
+    _check_transfer(options)
   if options.chat and (options.prompt or options.prompt_file or options.num_samples):
     raise UserError("--chat reads the terminal: leave out --prompt... and --num_samples.")
   has_prompts = options.prompt or options.prompt_file or options.chat
@@ -266,6 +277,17 @@ def _check_devices(options: Options):
       f"--topology={options.topology} and --num_cpu_devices={options.num_cpu_devices} name"
       " different devices: leave one out."
     )
+
+
+def _check_transfer(options: Options):
+  if options.fdl_config is None:
+    raise UserError(
+      "--mode=transfer sets knobs, and a graph file has none: give --fdl_config=NAME."
+    )
+  if options.rates is not None and options.widths is None:
+    raise UserError("--rates needs --widths, such as --widths=32,64,128: each is trained at each.")
+  if options.rates is None and options.depths is not None:
+    raise UserError("--depths goes with --rates: the coordinate check is over widths.")
 
 
 def _check_plan(options: Options):

@@ -2,7 +2,7 @@
 """The text of `--help`."""
 
 #: Values of --mode.
-MODES = ("train", "eval", "decode", "show", "check", "compile", "plan", "profile")
+MODES = ("train", "eval", "decode", "show", "check", "compile", "plan", "profile", "transfer")
 
 #: The default experiment of `--mode=check`.
 CHECKED = "Synthetic126M"
@@ -34,7 +34,9 @@ What to do
                           its mesh with exact references;
                           compile: compile the step, also for devices that are not attached; plan:
                           find the fastest parallel configuration for such devices; profile: train
-                          a few steps, and print where their time goes, beside a roofline
+                          a few steps, and print where their time goes, beside a roofline;
+                          transfer: whether activations and learning rates stay the same as the
+                          model grows, by muP and CompleteP
   --job_log_dir=DIR       a local folder, or gs://... (pip install 'paxlike[gcs]')
   --step=N|best           eval, decode: this checkpoint instead of the newest
   --continuous            eval: all checkpoints of a running job until it ends
@@ -44,7 +46,8 @@ What to do
   --slices=N              show, compile, plan: for this many slices of TPUs
   --kernels               compile: the kernels of the step with bytes, FLOPs and roofline time
   --full                  check: the step of the full-size model instead of a shrunk one
-  --json                  check, compile, plan, profile: print one JSON object instead of text
+  --json                  check, compile, plan, profile, transfer: print one JSON object instead of
+                          text
   --global_batch=N        plan: for N sequences per step instead of the experiment's
   --confirm=K             plan: also compile the best K, which takes minutes each; default 0
   --tokens=15e12          plan: how many days and device-hours a run on this many tokens takes
@@ -57,10 +60,14 @@ What to do
   --calibrate=FILE        plan: at the rates of a machine on which --mode=profile --json > FILE ran
   --save=FILE             compile: also write the compiled step to a file
                           profile: the duration of each instruction (FILE.pbtxt), for --pgle_profile
+                          transfer: a picture (FILE.png)
   --compiled_step=FILE    train: load the compiled step from this file, which must match the run
   --pgle_profile=FILE.pbtxt
                           train, compile: let XLA for GPUs schedule the step by these durations;
                           train: if there is no such file, profile the step first and write it
+  --widths=128,256,512    transfer: MODEL_DIMS of the models; heads and other widths grow with it
+  --rates=0.001,0.002     transfer: find the best of these LEARNING_RATEs for each width
+  --depths=2,4,8          transfer: and for each of these NUM_LAYERS
   --against=NAME          show: print the difference from this experiment
   --changed               show: print only the knobs that differ from the family's default: that of
                           the nearest base class which is not registered (--list)

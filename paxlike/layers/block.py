@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
-from paxlike.layers.aux_losses import Aux, add, none
+from paxlike.layers.aux_losses import Aux, add
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.mlp import Mlp
@@ -62,13 +62,17 @@ class Block(Module):
       )
       if self.attention_post_norm is not None:
         y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)
+      logged = _logged("attention_rms", y_BTD, context)
       x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
     with jax.named_scope("mlp"):
       y_BTD, of_mlp = self.mlp(self._normed(self.mlp_norm, x_BTD), context)
       if self.mlp_post_norm is not None:
         y_BTD = by_token(self.mlp_post_norm, y_BTD, time=self.time)
+      logged |= _logged("mlp_rms", y_BTD, context)
       x_BTD = self._add(x_BTD, y_BTD, context.fold(1))
-    return x_BTD, cache, add(add(of_attention, of_mlp), _logged(x_BTD, context))
+    logged |= _logged("residual_rms", x_BTD, context)
+    aux = add(of_attention, of_mlp)
+    return x_BTD, cache, aux._replace(layer_sums=aux.layer_sums | logged)
 
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array, context: Context) -> jax.Array:
     if self.dropout is not None:
@@ -82,12 +86,12 @@ class Block(Module):
     return y_BTD if self.time == "time" else mesh.constrain(y_BTD, "batch", "time", None)
 
 
-def _logged(x_BTD: jax.Array, context: Context) -> Aux:
-  """Returns the layer metric `residual_rms`, if `context.log_layers`."""
+def _logged(name: str, x_BTD: jax.Array, context: Context) -> dict[str, jax.Array]:
+  """Returns the [sum of squares, count] of a layer metric, if `context.log_layers`."""
   if not context.log_layers:
-    return none()
+    return {}
   squares = jnp.square(jax.lax.stop_gradient(x_BTD).astype(jnp.float32)).sum()
-  return none()._replace(layer_sums={"residual_rms": jnp.stack([squares, jnp.float32(x_BTD.size)])})
+  return {name: jnp.stack([squares, jnp.float32(x_BTD.size)])}
 
 
 def by_token(

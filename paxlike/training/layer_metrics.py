@@ -19,7 +19,13 @@ from paxlike.layers.stack import layout_of
 
 # Metric -> group of weights, expert, or part of the block -> the value of each layer.
 Table = dict[str, dict[str, list[float | None]]]
-_PARTS = {"residual_rms": "block", "max_attention_logit": "attention", "router_entropy": "mlp"}
+_PARTS = {
+  "residual_rms": "block",
+  "attention_rms": "attention",
+  "mlp_rms": "mlp",
+  "max_attention_logit": "attention",
+  "router_entropy": "mlp",
+}
 
 
 class LayerMetrics(NamedTuple):
@@ -96,7 +102,7 @@ def table(definition: Definition, metrics: LayerMetrics) -> Table:
     for name, pair_L2 in (metrics.sums | metrics.maxima).items():
       if name in _PARTS:
         value_L = pair_L2[:, 0] / pair_L2[:, 1]
-        found[name] = {_PARTS[name]: np.sqrt(value_L) if name == "residual_rms" else value_L}
+        found[name] = {_PARTS[name]: np.sqrt(value_L) if name.endswith("_rms") else value_L}
   return {name: {str(g): _plain(x) for g, x in groups.items()} for name, groups in found.items()}
 
 

@@ -37,7 +37,7 @@ from paxlike.training.optimizers import Optimizer
 from paxlike.training.profiler import Profiling
 from paxlike.training.ramp import Ramp, Stage
 from paxlike.training.train_state import TrainState
-from paxlike.training.train_step import make_train_step
+from paxlike.training.train_step import TrainStep, make_train_step
 
 
 @configurable
@@ -301,7 +301,11 @@ class Trainer:
     return self._jitted(log_layers=True)
 
   def _jitted(self, *, log_layers: bool) -> Any:
-    step = make_train_step(
+    return jax.jit(self.make_step(log_layers=log_layers), donate_argnums=0)
+
+  def make_step(self, *, log_layers: bool = False) -> TrainStep:
+    """Returns the pure function of a step; see `make_train_step`."""
+    return make_train_step(
       self.definition,
       self.optimizer,
       seed=self.seed,
@@ -310,7 +314,6 @@ class Trainer:
       sources=self.data.sources,
       log_layers=log_layers,
     )
-    return jax.jit(step, donate_argnums=0)
 
   def abstract(self) -> tuple[Any, Any]:
     """Returns the shapes, dtypes and shardings of the run's state and of its batches."""

@@ -88,7 +88,7 @@ def test_values_may_be_empty_negative_or_hold_signs():
     ("--fdl_config=A --mode=eval", "--mode=eval needs --job_log_dir"),
     (
       "--exp=A --mode=shw",
-      "train, eval, decode, show, check, compile, plan, profile. Did you mean show?",
+      "train, eval, decode, show, check, compile, plan, profile, transfer. Did you mean show?",
     ),
     ("--exp=A --fdl_config=B --job_log_dir=D", "--exp=A and --fdl_config=B"),
     ("--exp=A --fdl_config_file=F --job_log_dir=D", "not both"),

@@ -28,6 +28,7 @@ import jax
 from paxlike import main, registry
 from paxlike.experiments import datasets, gpt
 from paxlike.training import memory_check, trainer
+from paxlike.transfer import program
 
 STATUSES = (0, 1, 2, 3)
 # Of the processor; by the clock it may be many times as many, as other tests run beside these.
@@ -238,7 +239,8 @@ def _tracing() -> Iterator[None]:
 
   trainer.Trainer.compile = compiled
   try:
-    yield
+    with mock.patch.object(program.Program, "train", side_effect=Traced):
+      yield
   finally:
     trainer.Trainer.compile = compile_
 

@@ -104,6 +104,10 @@ def mapped(x, w, name):
   return np.tensordot(x, w[f"{name}.w"], 1) + w[f"{name}.b"]
 
 
+def rms(x):
+  return np.sqrt(np.square(x).mean())
+
+
 def test_activations_and_logits_are_those_of_numpy():
   before, _, table = one_device()
   weights = {
@@ -112,7 +116,8 @@ def test_activations_and_logits_are_those_of_numpy():
   data = batch(packed=True)
   tables: Any = [weights[f"{name}.table", 0] for name in ("embedding", "positions")]
   x = tables[0][data["inputs"]] + tables[1][data["positions"]]
-  T, sizes, logits = x.shape[1], [], []
+  T, logits = x.shape[1], []
+  attended, fed, sizes = [], [], []
   same = data["segments"][:, :, None] == data["segments"][:, None]
   for layer in range(2):
     w = {t.removeprefix("stack.{}."): value for (t, i), value in weights.items() if i == layer}
@@ -123,13 +128,18 @@ def test_activations_and_logits_are_those_of_numpy():
     logits.append(logits_BNTS.max())
     shares = np.exp(logits_BNTS) / np.exp(logits_BNTS).sum(-1, keepdims=True)
     y = np.einsum("BNTS,BSNH->BTNH", shares, v)
-    x = x + np.einsum("BTNH,NHD->BTD", y, w["attention.output.w"]) + w["attention.output.b"]
+    y = np.einsum("BTNH,NHD->BTD", y, w["attention.output.w"]) + w["attention.output.b"]
+    attended.append(rms(y))
+    x = x + y
     y = mapped(normed(x, w, "mlp_norm"), w, "mlp.up")
-    y = y / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-    x = x + mapped(y, w, "mlp.down")
-    sizes.append(np.sqrt(np.square(x).mean()))
+    y = mapped(y / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3))), w, "mlp.down")
+    fed.append(rms(y))
+    x = x + y
+    sizes.append(rms(x))
   expected: Any = {
     "residual_rms": {"block": sizes},
+    "attention_rms": {"attention": attended},
+    "mlp_rms": {"mlp": fed},
     "max_attention_logit": {"attention": logits},
   }
   assert_same({name: table[name] for name in expected}, expected)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training of one model at several learning rates, by one compiled program."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from paxlike.errors import UserError
+from paxlike.layers.decoder import Batch
+from paxlike.training import train_state
+from paxlike.training.optimizers import Schedule
+from paxlike.training.train_state import TrainState
+from paxlike.training.trainer import Trainer
+
+
+class RateScale:
+  """A factor of a learning-rate schedule that an argument of the compiled step gives."""
+
+  def __init__(self):
+    self._factor: Any = 1.0
+
+  def __call__(self, schedule: Schedule) -> Schedule:
+    """Returns the schedule with the factor; see `fiddlers.change_rate`."""
+    return lambda count: self._factor * schedule(count)
+
+  @contextlib.contextmanager
+  def set_to(self, factor: jax.Array) -> Iterator[None]:
+    """Context in which schedules are traced with this factor."""
+    self._factor = factor
+    try:
+      yield
+    finally:
+      self._factor = 1.0
+
+
+class Program:
+  """The training of one model.
+
+  Attributes:
+    trainer: The model, the data and the rest.
+  """
+
+  def __init__(self, trainer: Trainer, scale: RateScale):
+    """Prepares to train by `trainer`, whose optimizer's schedule has the factor of `scale`."""
+    _check(trainer)
+    self.trainer = trainer
+    self._scale = scale
+
+  @contextlib.contextmanager
+  def batches(self, count: int) -> Iterator[list[Batch]]:
+    """Context of the mesh with the first batches of the training data, in memory."""
+    trainer = self.trainer
+    rows = trainer.placer.rows
+    with jax.set_mesh(trainer.devices):
+      with trainer.data.batches(trainer.batch_size, rows=rows, state=None, updates=0) as batches:
+        found = [next(batches).arrays for _ in range(count)]
+      yield [trainer.placer.put(arrays) for arrays in found]
+
+  def train(
+    self,
+    batches: Sequence[Batch],
+    factor: float = 1.0,
+    *,
+    draw: int = 0,
+    after_step: Callable[[TrainState], None] = lambda state: None,
+  ) -> np.ndarray:
+    """Trains from initial weights, a step on each batch; returns the loss of each step.
+
+    Args:
+      batches: The batches.
+      factor: Multiplies the learning rate.
+      draw: Which initial weights to begin with; 0: those of the experiment.
+      after_step: Called with the initial state and that after each step.
+    """
+    trainer = self.trainer
+    state = train_state.create(
+      trainer.definition, trainer.optimizer, trainer.devices, seed=trainer.seed + draw
+    )
+    after_step(state)
+    losses = []
+    for batch in batches:
+      state, metrics = self._step(state, batch, np.float32(factor))
+      losses.append(metrics["loss"])
+      after_step(state)
+    return np.array([total / weight for total, weight in jax.device_get(losses)])
+
+  @functools.cached_property
+  def _step(self) -> Any:
+    step = self.trainer.make_step()
+
+    def scaled(state: TrainState, batch: Batch, factor: jax.Array) -> tuple[Any, ...]:
+      with self._scale.set_to(factor):
+        return step(state, batch)
+
+    options = dict(self.trainer.execution.compiler_options)
+    return jax.jit(scaled, donate_argnums=0, compiler_options=options)
+
+
+def _check(trainer: Trainer):
+  """Raises a UserError if a run does not begin with initial weights and training data."""
+  if trainer.train_data is None:
+    raise UserError("--mode=transfer trains, and this experiment has no training data.")
+  if trainer.restore is not None or trainer.branch is not None:
+    raise UserError(
+      "--mode=transfer begins with initial weights: leave out CHECKPOINT_RESTORE_PATH and"
+      " DECAY_FROM."
+    )
+  if trainer.objective.needs_reference:
+    raise UserError(
+      "--mode=transfer trains initial weights, and the objective of this experiment compares with"
+      " a trained model: give an experiment of pre-training."
+    )
+  trainer.check()
