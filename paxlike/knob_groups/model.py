@@ -24,6 +24,11 @@ class ModelKnobs(Knobs):
   DIMS_PER_HEAD: ranges.Size | None = None  #: Width of a head. None: MODEL_DIMS / NUM_HEADS.
   INIT_STD: ranges.Weight = 0.02  #: Standard deviation of initial weights.
   QK_NORM: bool = False  #: RMSNorm of each head's queries and keys; families may have it anyway.
+  #: Multiplies the embedded tokens, after the family's own scale (Gemma's root of MODEL_DIMS).
+  EMBEDDING_SCALE: ranges.Factor = 1.0
+  #: Multiplies the outputs of attention and MLP before they are added to the residual stream, such
+  #: as Granite's residual_multiplier and MiniCPM's scale_depth / root of NUM_LAYERS.
+  RESIDUAL_SCALE: ranges.Factor = 1.0
   #: Factor of the training loss's z-loss, the square of log(sum(exp(logits))); PaLM has 1e-4.
   Z_LOSS: ranges.NonNegativeFloat = 0.0
   #: Probability that the training loss's targets spread over all tokens.
