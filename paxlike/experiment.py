@@ -105,6 +105,8 @@ class Experiment(
     if self.Z_LOSS or self.LABEL_SMOOTHING:
       fiddlers.loss(graph, z_loss=self.Z_LOSS, label_smoothing=self.LABEL_SMOOTHING)
     self.parametrize(graph)
+    if self.EMBEDDING_SCALE != 1 or self.RESIDUAL_SCALE != 1:
+      fiddlers.rescale(graph, embedding=self.EMBEDDING_SCALE, residual=self.RESIDUAL_SCALE)
 
   def train_data(self) -> fdl.Config | None:
     """Returns the training data, a `data.Dataset`; None to evaluate only. See `datasets`."""

@@ -2,9 +2,9 @@
 """Fiddlers: functions that edit a whole graph; they find nodes by type and role, never by path.
 
 Each takes the root graph and edits it in place; `--fiddler=precision(dtype="float32")` applies one
-from the command line. Experiments apply them in a fixed order: qk_norm, loss, parametrize,
-precision, quantize, transformer_engine, lora, attention, segments, remat, shard_sequences, stack,
-pipeline.
+from the command line. Experiments apply them in a fixed order: qk_norm, qk_clip, loss, parametrize,
+rescale, precision, quantize, transformer_engine, lora, attention, segments, remat, shard_sequences,
+stack, pipeline.
 """
 
 import copy
@@ -252,6 +252,17 @@ def loss(
     node.z_loss, node.label_smoothing = z_loss, label_smoothing
 
 
+def rescale(graph: fdl.Buildable, embedding: ranges.Factor = 1.0, residual: ranges.Factor = 1.0):
+  """Multiplies the scales of the embedded tokens and of the outputs of attention and MLP.
+
+  Applied after `parametrize`, whose factors stay: these are the same for the base model.
+  """
+  for node in select(graph, layers.Embedding):
+    node.scale = getattr(node, "scale", 1.0) * embedding
+  for node in select(graph, layers.Block):
+    node.residual_scale = getattr(node, "residual_scale", 1.0) * residual
+
+
 def parametrize(
   graph: fdl.Buildable,
   base_dim: ranges.Size | None = None,
@@ -399,9 +410,11 @@ FIDDLERS = {
     loss,
     parametrize,
     precision,
+    qk_clip,
     qk_norm,
     quantize,
     remat,
+    rescale,
     shrink,
     stack,
     transformer_engine,

@@ -30,7 +30,7 @@ KNOBS = {name for cls in (*EXPERIMENTS.values(), *MIXINS) for name in cls.knobs(
 SHELL = {"apt", "cd", "done", "echo", "export", "for", "git", "mpirun", "python3", "seq", "srun"}
 SHELL |= {"bash", "cat", "docker", "grep", "pre-commit", "sbatch", "tb-gcp-uploader", "wait"}
 # The knob that CONTRIBUTING.md adds, and nobody has.
-IMAGINED = {"EMBEDDING_SCALE"}
+IMAGINED = {"LOGITS_SCALE"}
 LAUNCHERS = {"ntasks-per-node", "gpus-per-task", "npernode", "signal", "output"}
 LAUNCH = {field.name for one in (Job, *TARGETS.values()) for field in dataclasses.fields(one)}
 LAUNCH |= {"to", "submit"}

@@ -233,7 +233,10 @@ def _check_config(experiment: Experiment):
   experiment.adjust(model)
 
   def first_difference(**more: Any) -> str | None:
-    return model_graph.difference(base(**knobs, **more).model(), model)
+    made = base(**knobs, **more)
+    theirs = made.model()
+    made.adjust(theirs)
+    return model_graph.difference(theirs, model)
 
   try:
     knobs = family.read(config_of(experiment, dtype="float32"))

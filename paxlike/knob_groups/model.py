@@ -27,6 +27,11 @@ class ModelKnobs(Knobs):
   #: Largest attention logit of a head, beyond which its query and key weights are scaled down after
   #: each step (MuonClip); Kimi K2 has 100. None: no bound.
   QK_CLIP: ranges.PositiveFloat | None = None
+  #: Multiplies the embedded tokens, after the family's own scale (Gemma's root of MODEL_DIMS).
+  EMBEDDING_SCALE: ranges.Factor = 1.0
+  #: Multiplies the outputs of attention and MLP before they are added to the residual stream, such
+  #: as Granite's residual_multiplier and MiniCPM's scale_depth / root of NUM_LAYERS.
+  RESIDUAL_SCALE: ranges.Factor = 1.0
   #: Factor of the training loss's z-loss, the square of log(sum(exp(logits))); PaLM has 1e-4.
   Z_LOSS: ranges.NonNegativeFloat = 0.0
   #: Probability that the training loss's targets spread over all tokens.
