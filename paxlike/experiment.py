@@ -101,6 +101,8 @@ class Experiment(
     if self.QK_NORM:
       fiddlers.qk_norm(graph)
     if self.QK_CLIP is not None:
+      if self.OPTIMIZER == "schedule_free_adamw":
+        raise UserError("QK_CLIP: schedule_free_adamw keeps weights of its own: leave one out.")
       fiddlers.qk_clip(graph, self.QK_CLIP)
     if self.Z_LOSS or self.LABEL_SMOOTHING:
       fiddlers.loss(graph, z_loss=self.Z_LOSS, label_smoothing=self.LABEL_SMOOTHING)

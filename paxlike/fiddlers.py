@@ -238,7 +238,10 @@ def qk_clip(graph: fdl.Buildable, threshold: ranges.PositiveFloat = 100.0):
   """
   for node in (*select(graph, layers.Attention), *select(graph, layers.LatentAttention)):
     if getattr(node, "qk_norm", None) is not None:
-      raise UserError("QK_CLIP has no effect beside QK_NORM: leave one of them out.")
+      raise UserError(
+        "QK_CLIP: this model normalizes queries and keys, so scaling their weights has no effect:"
+        " leave it out."
+      )
     node.qk_clip = fdl.Partial(layers.QkClip, threshold=threshold)
 
 

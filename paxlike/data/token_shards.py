@@ -26,7 +26,7 @@ _MAGIC, _VERSION, _HEADER = 20240520, 1, 256
 class TokenShards(RowDataset):
   """Consecutive tokens of files, in order; documents are not separated.
 
-  A sequence lies in one file, of which the last tokens that fill no sequence are left out.
+  No sequence spans two files; tokens at the end of a file that fill no sequence are left out.
   """
 
   def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nanoGPT speedrun: 124M parameters to a loss of 3.28 on FineWeb in as few steps as possible.
+"""The nanoGPT speedrun: GPT-2 small to a loss of 3.28 on FineWeb in as few steps as possible.
 
 Source: github.com/KellerJordan/modded-nanogpt, records/track_3_optimization, whose architecture,
 data and batch are fixed and whose optimizer is not.
@@ -17,7 +17,7 @@ from paxlike.training.evaluation import EvalSet
 
 
 class FineWebTokens(Experiment):
-  """FineWeb, tokenized as by GPT-2, as `data/cached_fineweb10B.py` of that repository has it."""
+  """FineWeb in GPT-2 tokens, as modded-nanogpt's `data/cached_fineweb10B.py` downloads them."""
 
   DATA_PATH: ranges.Path | None = None  #: Folder of fineweb_train_*.bin. Required.
 
@@ -42,9 +42,10 @@ class FineWebTokens(Experiment):
 class Speedrun(FineWebTokens):
   """The tuned baseline, result 36: 3,250 steps with Muon. Published for AdamW: 5,625 steps.
 
-  For 8 H100, of 64 sequences each. Rotary positions of half of each head's dims, QK-norm, squared
-  ReLU, zero output projections, a norm of the embeddings, and logits capped at 15 (by tanh; there
-  by x / sqrt(1 + x^2)). Newton-Schulz has 5 steps with Muon's coefficients, there 12 others.
+  Published on 8 H100, with 64 sequences each, on which the eval set has its 10M tokens. Rotary
+  positions of half of each head's dims, QK-norm, squared ReLU, zero output projections, and a norm
+  of the embeddings. Two differences: the original caps logits by x / sqrt(1 + x^2), here by tanh;
+  its Newton-Schulz has 12 steps with coefficients of its own, here 5 with Muon's.
   """
 
   VOCAB_SIZE = 50304
@@ -60,7 +61,7 @@ class Speedrun(FineWebTokens):
   OPTIMIZER = "muon"
   MUON_SCALE = "width"
   LEARNING_RATE = 0.025
-  LEARNING_RATE_SCALES = {  # Of AdamW: 0.7, 0.004, and 0.015 for norms and biases.
+  LEARNING_RATE_SCALES = {  # AdamW's rates are then 0.7, 0.004, and 0.015 for norms and biases.
     r"^embedding\.table$": 28.0,
     r"^head\.w$": 0.16,
     r"(\.b|\.scale)$": 0.6,

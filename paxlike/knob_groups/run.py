@@ -56,12 +56,13 @@ class RunKnobs(Knobs):
   TARGET_TOKENS: ranges.PositiveFloat | None = None
   #: Steps between evaluations. 0: only after the last step.
   EVAL_INTERVAL_STEPS: ranges.NonNegative = 100
-  #: Abort after this many steps in a row whose loss or gradient is not finite.
+  #: Abort after this many steps in a row whose loss or gradient is not finite, or rollbacks to the
+  #: same checkpoint.
   MAX_SKIPPED_STEPS_IN_A_ROW: ranges.Positive = 10
   #: Steps between comparisons of all copies of the state, which find faulty devices. 0: none.
   CHECK_REPLICAS_EVERY: ranges.NonNegative = 0
-  #: Steps between steps that are computed twice and compared, which finds faulty devices where the
-  #: state has no copies. It takes the memory of two states. 0: none.
+  #: Every how many steps a step is computed twice and the results compared, which finds faulty
+  #: devices where the state has no copies. It needs the memory of two states. 0: never.
   REPEAT_STEP_EVERY: ranges.NonNegative = 0
   #: Seconds without progress after which the job exits with status 75, so that a launcher restarts
   #: it. None: derived from durations so far, at least 60, no limit while compiling. 0: no limit.

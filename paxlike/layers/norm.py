@@ -74,7 +74,7 @@ class UnscaledRmsNorm(module.Module):
   """`RmsNorm` without a weight."""
 
   def __init__(self, dim: ranges.Size, *, over: str = "model", epsilon: ranges.Epsilon = 1e-6):
-    """`dim` and `over` are those of other norms, and have no effect."""
+    """`dim` and `over`, which callers pass to every norm, are not used."""
     del dim, over
     self.epsilon = epsilon
 

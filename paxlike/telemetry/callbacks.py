@@ -20,7 +20,10 @@ class Callback:
   """
 
   def on_start(self, step: int, folder: epath.Path):
-    """Called when the run starts or resumes; `folder` has `config.json` and `experiment.json`."""
+    """Called when the run starts, resumes or, again, rolls back (ON_SPIKE) to completed `step`.
+
+    `folder` has `config.json` and `experiment.json`.
+    """
 
   def on_step(self, step: int, metrics: dict[str, float]):
     """Called after each step. Metrics arrive late: the devices may be a few steps ahead."""

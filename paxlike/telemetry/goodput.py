@@ -180,7 +180,7 @@ class Ledger:
     self._first: Mark | None = None  # Kept, because it says from which step the attempt resumed.
     self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
     self._is_written = self._is_finished = self._is_left_out = False
-    self._lost = collections.defaultdict[str, float](float)  # Seconds of recomputed steps.
+    self._lost = dict.fromkeys(_RECOMPUTED, 0.0)  # Seconds of steps before a rollback.
     self._lock = threading.Lock()
     self._ends = threading.Event()
     self._thread = threading.Thread(target=self._beat, daemon=True, name="goodput")

@@ -115,6 +115,7 @@ class RunLog:
     self._of_pace = of_pace
     self.stage(header)
     self.skipped_in_a_row = 0
+    self._tokens.clear()
     if not self._main:
       return
     if self._recorder is not None:
@@ -144,7 +145,7 @@ class RunLog:
       )
 
   def stage(self, header: RunHeader):
-    """Measures the speed of later steps by `header`; no earlier step may be in flight."""
+    """Begins a stage: later speeds use the sizes in `header`. No earlier step may be in flight."""
     self._header = header
     self._pace = Pace(header, num_steps=self._num_steps, **self._of_pace)
     self._times.clear()
@@ -189,7 +190,7 @@ class RunLog:
     self._callbacks.call("on_step", done, dict(reading.values))
     if reading.values.get("spike"):
       loss, norm = reading.values["loss"], reading.values["grad_norm"]
-      dropped = ", skipped" if skipped else ""
+      dropped = ", dropped" if skipped else ""
       self.note(f"step {reading.step}: spike: loss {loss:.3f}, gradient norm {norm:.3g}{dropped}")
     if due or done == self._num_steps:
       self._log(reading)

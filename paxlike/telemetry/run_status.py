@@ -2,6 +2,7 @@
 """Reads from a run's folder its status, and which evaluations it has."""
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Iterable
@@ -93,6 +94,13 @@ def is_running(folder: epath.Path, observer: lease.Observer) -> bool:
 def result_of(folder: epath.Path, name: str, updates: int) -> epath.Path:
   """Returns the result file of an eval set after `updates` updates."""
   return folder / RESULTS / name / f"eval_{updates:08d}.json"
+
+
+def results_after(folder: epath.Path, updates: int) -> list[epath.Path]:
+  """Returns the result files, of all eval sets, of more than `updates` updates."""
+  found = (folder / RESULTS).glob("*/eval_*.json*") if (folder / RESULTS).exists() else []
+  numbers = [(re.fullmatch(r"eval_([0-9]+)\.jsonl?", path.name), path) for path in found]
+  return [path for number, path in numbers if number and int(number[1]) > updates]
 
 
 def lacks_evaluation(folder: epath.Path, names: Iterable[str], updates: int) -> bool:

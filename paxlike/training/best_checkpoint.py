@@ -16,6 +16,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError, did_you_mean
 from paxlike.processes.host_collectives import broadcast
+from paxlike.telemetry import run_status
 from paxlike.telemetry.run_status import lacks_evaluation
 from paxlike.training.evaluation import EvalSet, Result
 
@@ -83,6 +84,15 @@ class BestTracker:
     """Drops the values of steps beyond `after`, where a run is resumed."""
     self._values = {step: value for step, value in self._values.items() if step <= after}
 
+  def forget_results(self, *, after: int):
+    """Removes the results of evaluations beyond step `after`, to which the run has rolled back."""
+    if jax.process_index() == 0:
+      with run_folder.writing(self._path.parent):
+        for result in run_status.results_after(self._path.parent, after):
+          result.unlink(missing_ok=True)
+        if self._criterion is not None and self._path.exists():
+          self._write()
+
   @property
   def step(self) -> int | None:
     """Step of the best checkpoint; None before the first evaluation."""
@@ -114,12 +124,16 @@ class BestTracker:
       return False
     self._values[step] = self._criterion.value(results)
     if self._saving and jax.process_index() == 0:
-      values = list(self._values.items())
-      how = {"metric": self._criterion.metric, "lowest": self._criterion.lowest}
-      record = {**how, "step": self.step, "values": values}
       with run_folder.writing(self._path.parent):
-        file_io.write(self._path, json.dumps(record) + "\n")
+        self._write()
     return self.step == step
+
+  def _write(self):
+    assert self._criterion is not None
+    values = list(self._values.items())
+    how = {"metric": self._criterion.metric, "lowest": self._criterion.lowest}
+    record = {**how, "step": self.step, "values": values}
+    file_io.write(self._path, json.dumps(record) + "\n")
 
 
 def step_of(folder: epath.PathLike) -> int:

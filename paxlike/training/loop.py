@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from paxlike.checkpoints.array_names import flatten
+from paxlike.checkpoints.branch import step_in
 from paxlike.devices import malloc
 from paxlike.inference import decoding
 from paxlike.inference.sampling import Sampling
@@ -62,7 +63,7 @@ class Loop:
     """Trains as `Trainer.train` does, in the context of its mesh."""
     with self._saved, self._stop, self._profiler:
       while (signal := self._train(files)) is None:
-        pass  # It goes on from its newest checkpoint, with the data after a spike.
+        pass  # After a spike, it goes on from the newest checkpoint with the data after the spike.
       return signal
 
   def _train(self, files: Mapping[str, Any]) -> int | None:
@@ -77,12 +78,18 @@ class Loop:
     if run_log.is_past(start, num_steps=trainer.num_steps):
       return 0
     best.forget(after=start)
-    position = self._position(start, data_state, is_new=bool(provenance))
+    skipped = self._skipped(start)
+    position = data_state if skipped is None else skipped.train_input
     if trainer.has_reference:
       state = dataclasses.replace(state, reference=self._source.reference(state))
     phases.enter("data", start)
     with (
-      TrainInput(trainer.stages, step=start, position=position) as train_input,
+      TrainInput(
+        trainer.stages,
+        step=start,
+        position=position,
+        seen=start if skipped is None else skipped.spike + 1,
+      ) as train_input,
       job_watch.reporting(),
     ):
       # All checks come before the first write.
@@ -97,6 +104,7 @@ class Loop:
         target_tokens=trainer.target_tokens,
       )
       run_log.stage(self._header(train_input.stage))
+      self._profile(start)
       owed = self._evaluates_after(start) and best.lacks_evaluation(start, trainer.eval_data)
       if owed:  # The run was stopped before or during the evaluation at step `start`.
         self._judge(state, start)
@@ -110,7 +118,10 @@ class Loop:
           self._after_spike = train_input.position(self._spike)
           phases.enter("save", step)
           self._saved.wait()
-          return None
+          if not self._stop.requested():
+            return None
+          run_log.status("stopped", start)  # A restart finds the spike again.
+          return self._stop.number or 0
     self._log(self._meter.flush())
     phases.enter("save", int(state.step))
     self._saved.wait()
@@ -118,23 +129,29 @@ class Loop:
     self._finish(state, has_progressed=owed or int(state.step) > start)
     return self._stop.number or 0
 
-  def _position(
-    self, start: int, saved: dict[str, Any] | None, *, is_new: bool
-  ) -> dict[str, Any] | None:
-    """Returns the position in the data of step `start`, given that of its checkpoint.
+  def _skipped(self, start: int) -> Rollback | None:
+    """Returns the rollback whose data the run skips from step `start` on; None: it skips none.
 
     Raises:
       RunError: The run has rolled back to this step too often.
     """
     spike, self._spike = self._spike, None
-    self._rollbacks.forget(after=-1 if is_new and spike is None else start)
+    self._rollbacks.forget(after=start)
     if spike is not None:
       self._meter = Meter(depth=self._trainer.placer.steps_in_flight)
       self._rollbacks.add(Rollback(checkpoint=start, spike=spike, train_input=self._after_spike))
+      self._best.forget_results(after=start)
+    last = self._rollbacks.last(start)
+    if last is None and self._trainer.branch is not None:
+      branch = self._trainer.branch
+      if step_in(branch.path) == start:  # It skips what the other run skipped there.
+        last = Rollbacks(branch.run, most=1).last(start)
+    if last is not None:
       self._run_log.note(
-        f"rolled back to step {start}; the data of steps {start} to {spike} are skipped"
+        f"from step {start}, the data of steps {start} to {last.spike} are skipped because of a"
+        f" spike ({rollback.FILE})"
       )
-    return self._rollbacks.position(start, saved)
+    return last
 
   def _step(
     self, step: int, state: TrainState, train_input: TrainInput
@@ -149,12 +166,12 @@ class Loop:
     # The devices do not wait for data while they still compute an earlier step.
     phases.enter("dispatch", step, counts_as="step" if self._meter.is_computing else None)
     arrays = trainer.placer.put(batch.arrays)
-    if not self._programs:
+    which = train_input.stage, _due(step, self._trainer.log_layers_every)
+    if which not in self._programs:
       phases.enter("compile")
-      self._programs = self._compiled(step, state, train_input.stage)
-      self._profile(step)
+      self._programs |= self._compiled(step, state, train_input.stage)
       phases.enter("dispatch", step)
-    program = self._programs[train_input.stage, _due(step, self._trainer.log_layers_every)]
+    program = self._programs[which]
     repeated = None
     if _due(step, self._trainer.repeat_step_every):
       self._pause("repeating a step")
@@ -177,7 +194,7 @@ class Loop:
     self._profile(step + 1)
     if _due(step, trainer.check_replicas_every):
       self._pause("the check of replicas")
-      check_replicas(state, step)
+      check_replicas(state, step, every=trainer.check_replicas_every)
     if save or evaluate or ending:
       self._log(self._meter.flush())
     if self._spike is not None:  # What comes after it is neither saved nor evaluated.
@@ -195,7 +212,7 @@ class Loop:
   def _compiled(
     self, step: int, state: TrainState, first: int
   ) -> dict[tuple[int, bool], jax.stages.Compiled]:
-    """Returns the programs that the steps from `step`, of stage `first`, on need."""
+    """Returns the programs of all steps from `step` on; `first` is the index of its stage."""
     every, num_steps, programs = self._trainer.log_layers_every, self._trainer.num_steps, {}
     for number, stage in enumerate(self._trainer.stages[first:], first):
       period = range(step, min(step + max(every, 1), stage.end, num_steps))
@@ -210,10 +227,14 @@ class Loop:
           of = "" if trainer is self._trainer else f" before step {stage.end}"
           seconds = time.perf_counter() - began
           self._run_log.note(f"compiled {name}{of} in {seconds:.1f} s")
+    if self._trainer.check_replicas_every or self._trainer.repeat_step_every:
+      checksums(state)  # Compiles.
     malloc.return_freed_heap()
     return programs
 
   def _log(self, readings: Iterable[Reading]):
+    if self._spike is not None:
+      return  # Steps after the spike are computed again, with other data.
     for reading in readings:
       self._run_log.step(reading, due=_due(reading.step, self._trainer.summary_every))
       if reading.layers is not None:

@@ -13,7 +13,7 @@ from paxlike import file_io
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.devices import mesh
 from paxlike.errors import UserError
-from paxlike.training import decode_mode, memory_check, pipeline_loss, requirements
+from paxlike.training import decode_mode, memory_check, pipeline_loss, ramp, requirements
 
 _MOST_BYTES = 200  # Limit of an eval set's name; file names are limited to 255.
 
@@ -130,15 +130,8 @@ def check_setup(trainer: Any, *, training: bool):
   if training:
     requirements.check_context(trainer.model, dict(trainer.devices.shape))
   microbatches = pipeline_loss.check(trainer.definition, trainer.devices) if training else 1
-  for stage in trainer.stages if training else [trainer.stages[-1]]:
-    try:
-      mesh.check_batch(
-        trainer.devices,
-        stage.trainer.batch_size,
-        accumulation_steps=trainer.accumulation_steps,
-        microbatches=microbatches,
-      )
-    except UserError as error:
-      if stage.trainer is trainer:
-        raise
-      raise UserError(f"before step {stage.end} (PERCORE_BATCH_SIZE_RAMP): {error}") from None
+  parts = {"accumulation_steps": trainer.accumulation_steps, "microbatches": microbatches}
+  mesh.check_batch(trainer.devices, trainer.batch_size, **parts)
+  for stage in trainer.stages[:-1] if training else []:
+    with ramp.naming(stage.end):
+      mesh.check_batch(trainer.devices, stage.trainer.batch_size, **parts)

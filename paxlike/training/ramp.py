@@ -5,8 +5,10 @@ A large batch pays only late in training (McCandlish et al., 2018, arXiv:1812.06
 sequences first are cheaper and more stable (Li et al., 2022, arXiv:2108.06084).
 """
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from paxlike.config import ranges
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ramp:
-  """What the steps before step `end`, back to the previous ramp, have instead of the run's own.
+  """Other sizes of the steps before step `end`, from the end of the previous ramp on.
 
   Attributes:
     end: The number of steps that are complete when it ends.
@@ -58,6 +60,9 @@ def stages(trainer: "Trainer") -> list[Stage]:
     UserError: A sequence length does not divide that of the data, or the objective needs whole
       examples.
   """
+  ends = [ramp.end for ramp in trainer.ramps]
+  if ends != sorted(set(ends)):
+    raise UserError(f"ramps: their ends {ends} must ascend.")
   found = []
   for ramp in trainer.ramps:
     slices, data = 1, trainer.train_data
@@ -66,13 +71,23 @@ def stages(trainer: "Trainer") -> list[Stage]:
       slices = _slices(trainer, ramp.seq_len)
       data = Sliced(data, slices=slices) if slices > 1 else data
     percore = ramp.percore_batch_size or trainer.percore_batch_size
-    # A compiled step and a profile are of the last stage.
+    # A compiled step and a PGLE profile apply to the last stage only.
     execution = Execution(compiler_options=trainer.execution.compiler_options)
     variant = dataclasses.replace(
       trainer, percore_batch_size=percore * slices, train_data=data, execution=execution, ramps=()
     )
-    found.append(Stage(ramp.end, variant, variant.batch_size // slices))
+    with naming(ramp.end):
+      found.append(Stage(ramp.end, variant, variant.batch_size // slices))
   return [*found, Stage(ranges.INT32, trainer, trainer.batch_size)]
+
+
+@contextlib.contextmanager
+def naming(end: int) -> Iterator[None]:
+  """Context in which a UserError says that it is about the steps before `end`."""
+  try:
+    yield
+  except UserError as error:
+    raise UserError(f"before step {end} (PERCORE_BATCH_SIZE_RAMP): {error}") from None
 
 
 def text(stages: list[Stage]) -> str:
@@ -111,8 +126,7 @@ def _slices(trainer: "Trainer", length: int) -> int:
   full = trainer.data.seq_len
   if full % length:
     raise UserError(
-      f"MAX_SEQ_LEN_RAMP: {length} tokens do not divide MAX_SEQ_LEN={full}, and full sequences are"
-      " split into shorter ones."
+      f"MAX_SEQ_LEN_RAMP: {length} tokens do not divide MAX_SEQ_LEN={full}: choose a divisor."
     )
   if type(trainer.objective) is not NextToken:
     raise UserError(

@@ -47,12 +47,12 @@ def checksums(state: TrainState) -> Checksums:
   values = _program(mesh, specs)(tuple(arrays.values()))
   if jax.process_count() > 1:
     values = multihost_utils.process_allgather(values, tiled=True)
-  shards = [_shards(x, devices) for x in arrays.values()]
+  shards = [_shards(x.sharding, x.shape, tuple(devices)) for x in arrays.values()]
   return Checksums(list(arrays), devices, np.asarray(values), np.stack(shards, axis=1))
 
 
-def check_replicas(state: TrainState, step: int):
-  """Compares the copies of each shard after `step`, counted from 0.
+def check_replicas(state: TrainState, step: int, *, every: int):
+  """Compares the copies of each shard after `step`, counted from 0, as is done every `every` steps.
 
   Raises:
     RunError: They differ; it names the devices that differ from most others, and the arrays.
@@ -71,8 +71,9 @@ def check_replicas(state: TrainState, step: int):
           wrong.setdefault(found.devices[device], []).append(name)
   if wrong:
     raise RunError(
-      f"after step {step}, copies of the state differ (CHECK_REPLICAS_EVERY): {_named(wrong)}."
-      f" {_ADVICE}"
+      f"after step {step}, copies of the state differ (CHECK_REPLICAS_EVERY): {_named(wrong)}. A"
+      " device computes or stores wrong numbers: exclude it, and go on from a checkpoint of at most"
+      f" {max(step + 1 - every, 0)} completed steps, since later ones may hold the error."
     )
 
 
@@ -91,13 +92,9 @@ def check_repeated(first: Checksums, second: Checksums, step: int):
   if wrong:
     raise RunError(
       f"step {step} was computed twice, with different results (REPEAT_STEP_EVERY):"
-      f" {_named(wrong)}. {_ADVICE}"
+      f" {_named(wrong)}. A device computes wrong numbers, or, if that is so on every machine, kernels"
+      " are not deterministic: XLA_FLAGS=--xla_gpu_deterministic_ops=true."
     )
-
-
-_ADVICE = (
-  "A device computes or stores wrong numbers: exclude it, and go on from the newest checkpoint."
-)
 
 
 def _named(wrong: dict[Any, list[str]]) -> str:
@@ -124,15 +121,16 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]):
 
 def _checksum(x: jax.Array) -> jax.Array:
   """Returns a uint32 that any single flipped bit changes: bits are weighted by odd numbers."""
-  if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # They have no bits of their own.
-    x = x.astype(jnp.int8)
+  if x.dtype == jnp.bool_ or jax.dtypes.itemsize_bits(x.dtype) < 8:  # These cannot be bitcast.
+    x = x.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
   words = bits.astype(jnp.uint32).reshape(-1)
   return (words * (2 * jax.lax.iota(jnp.uint32, words.size) + 1)).sum(dtype=jnp.uint32)
 
 
-def _shards(x: jax.Array, devices: list[Any]) -> np.ndarray:
+@functools.lru_cache(maxsize=4096)
+def _shards(sharding: Any, shape: tuple[int, ...], devices: tuple[Any, ...]) -> np.ndarray:
   """Returns for each device which shard of an array it holds, as a number."""
-  held = x.sharding.devices_indices_map(x.shape)
+  held = sharding.devices_indices_map(shape)
   numbers: dict[str, int] = {}
   return np.array([numbers.setdefault(str(held[device]), len(numbers)) for device in devices])

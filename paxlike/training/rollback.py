@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollbacks: after a spike, a run goes on from its newest checkpoint with the data after the spike.
 
-PaLM was trained so (Chowdhery et al., 2022, arXiv:2204.02311, section 5.1): with the same weights,
-other data give no spike.
+PaLM was trained so (Chowdhery et al., 2022, arXiv:2204.02311, section 5.1): restarted from the same
+weights with other data, it saw no spike.
 """
 
 import dataclasses
 import json
 from typing import Any
 
-import jax
 from etils import epath
 
-from paxlike import file_io, run_folder
+from paxlike import file_io
 from paxlike.errors import RunError, UserError
+from paxlike.processes.host_collectives import broadcast
 
 FILE = "rollbacks.json"
 
@@ -35,31 +35,38 @@ class Rollback:
 
 
 class Rollbacks:
-  """The rollbacks of a run, in a file in its folder: a restart at the same step repeats them."""
+  """The rollbacks of a run; a restart from the same checkpoint skips the same data."""
 
   def __init__(self, folder: epath.Path, *, most: int):
-    """Reads the file. After `most` rollbacks to a checkpoint, one more spike ends the run.
+    """Reads those of earlier starts, in process 0 for all processes.
+
+    After `most` rollbacks to a checkpoint, one more spike ends the run.
 
     Raises:
-      UserError: The file is damaged.
+      UserError: Their file is damaged.
     """
-    self._path = folder / FILE
+    path = folder / FILE
     self._most = most
-    self._all: list[Rollback] = []
-    if not self._path.exists():
-      return
-    try:
-      self._all = [Rollback(**one) for one in json.loads(file_io.read_bytes(self._path))]
-      if not all(type(step) is int for one in self._all for step in (one.checkpoint, one.spike)):
-        raise TypeError("a step is not a number")
-    except (OSError, *file_io.MALFORMED) as error:
-      raise UserError(
-        f"{self._path} is damaged ({file_io.reason(error)}), so which data this run skips is"
-        " unknown: restore the file, or remove it to skip none."
-      ) from error
+
+    def content() -> bytes:
+      if not path.exists():
+        return b"[]"
+      text = file_io.read_bytes(path)
+      try:
+        found = [Rollback(**one) for one in json.loads(text)]
+        if not all(type(step) is int for one in found for step in (one.checkpoint, one.spike)):
+          raise TypeError("a step is not a number")
+      except (OSError, *file_io.MALFORMED) as error:
+        raise UserError(
+          f"{path} is damaged ({file_io.reason(error)}), so which data this run skips is unknown:"
+          " restore the file, or remove it to skip none."
+        ) from error
+      return text
+
+    self._all = [Rollback(**one) for one in json.loads(bytes(broadcast(content)))]
 
   def forget(self, *, after: int):
-    """Drops rollbacks to checkpoints beyond `after`; -1: all, since a new run begins."""
+    """Drops rollbacks to checkpoints beyond `after`, which the run will reach anew."""
     self._all = [one for one in self._all if one.checkpoint <= after]
 
   def text(self) -> str | None:
@@ -68,17 +75,16 @@ class Rollbacks:
       return None
     return json.dumps([dataclasses.asdict(one) for one in self._all], indent=2) + "\n"
 
-  def position(self, checkpoint: int, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the position from which the data go on after a checkpoint: `saved`, or later."""
-    found = [one.train_input for one in self._all if one.checkpoint == checkpoint]
-    return found[-1] if found else saved
+  def last(self, checkpoint: int) -> Rollback | None:
+    """Returns the last rollback to a checkpoint."""
+    found = [one for one in self._all if one.checkpoint == checkpoint]
+    return found[-1] if found else None
 
   def add(self, rollback: Rollback):
-    """Records a rollback.
+    """Adds a rollback.
 
     Raises:
       RunError: There were as many as allowed to this checkpoint.
-      UserError: The file cannot be written.
     """
     count = sum(one.checkpoint == rollback.checkpoint for one in self._all)
     if count >= self._most:
@@ -88,6 +94,3 @@ class Rollbacks:
         " LEARNING_RATE, look at the data, or raise SPIKE_DEVIATIONS; the checkpoints are intact."
       )
     self._all.append(rollback)
-    if jax.process_index() == 0:
-      with run_folder.writing(self._path.parent):
-        file_io.write(self._path, self.text() or "")

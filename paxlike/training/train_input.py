@@ -18,9 +18,15 @@ class TrainInput:
     stage: The index of the stage of the next step.
   """
 
-  def __init__(self, stages: Sequence[Stage], *, step: int, position: dict[str, Any] | None):
-    """Begins with `step`, after a position in the data; None: with the first sequence."""
+  def __init__(
+    self, stages: Sequence[Stage], *, step: int, position: dict[str, Any] | None, seen: int
+  ):
+    """Begins with `step`, after a position in the data; None: with the first sequence.
+
+    `seen` is the number of batches up to the position, of which some may have been skipped.
+    """
     self._stages = stages
+    self._skipped = seen - step
     self._step = step
     self._positions = collections.deque([(step - 1, position)], maxlen=_REMEMBERED)
     self._first: Batch | None = None
@@ -59,7 +65,7 @@ class TrainInput:
     trainer = self._stages[self.stage].trainer
     step, position = self._positions[-1]
     return trainer.data.batches(
-      trainer.batch_size, rows=trainer.placer.rows, state=position, updates=step + 1
+      trainer.batch_size, rows=trainer.placer.rows, state=position, updates=step + 1 + self._skipped
     )
 
   def __enter__(self) -> Self:

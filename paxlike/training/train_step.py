@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from paxlike.errors import UserError
 from paxlike.layers import aux_losses
 from paxlike.layers.attention import qk_clip
 from paxlike.layers.aux_losses import Aux
@@ -119,6 +120,11 @@ def _gradients(definition: Definition, objective: Objective, *, log_layers: bool
   """Returns the gradient function of the loss of a microbatch."""
   if type(objective) is NextToken and pipeline_loss.pipeline_of(definition) is not None:
     return functools.partial(pipeline_loss.gradients, definition, log_layers=log_layers)
+  if pipeline_loss.pipeline_of(definition) is not None and qk_clip.is_in(definition):
+    raise UserError(
+      f"QK_CLIP: a pipeline that trains with {type(objective).__name__} does not find the largest"
+      " logits. Leave it out, or train without pipeline stages."
+    )
   shared = shares_base(definition)
 
   def loss(

@@ -103,7 +103,10 @@ def test_eight_devices_ramp_as_one(tmp_path, text):
   ("flags", "says"),
   [
     (["--fdl.MAX_SEQ_LEN_RAMP={2: 5}"], "MAX_SEQ_LEN_RAMP: 5 tokens do not divide MAX_SEQ_LEN=16"),
-    (["--fdl.PERCORE_BATCH_SIZE_RAMP={2: 0.3}"], "PERCORE_BATCH_SIZE=0.3 x 8 devices = 2.4"),
+    (
+      ["--fdl.PERCORE_BATCH_SIZE_RAMP={2: 0.3}"],
+      "before step 2 (PERCORE_BATCH_SIZE_RAMP): PERCORE_BATCH_SIZE=0.3 x 8",
+    ),
     (["--fdl.PERCORE_BATCH_SIZE_RAMP={2: 0.5}"], "before step 2 (PERCORE_BATCH_SIZE_RAMP): a glob"),
   ],
 )

@@ -70,19 +70,27 @@ def test_the_curve_is_that_without_the_data_from_checkpoint_to_spike(tmp_path, c
   """Also if the run is killed at any step after the first rollback, and when none is saved yet."""
   paxlike.train(Spiky, tmp_path / "run", ON_SPIKE="rollback")
   assert record(tmp_path / "run") == [(16, 19), (24, 25)]  # Batch 29 is the one of step 25.
-  assert "rolled back to step 16; the data of steps 16 to 19 are skipped" in capsys.readouterr().out
+  assert "from step 16, the data of steps 16 to 19 are skipped" in capsys.readouterr().out
   found = curve(tmp_path / "run")
   assert [updates for updates, _ in found] == list(range(1, 41))
   clean: dict[str, Any] = {"ON_SPIKE": "rollback", "LEFT_OUT": (16, 17, 18, 19, 28, 29)}
   paxlike.train(Spiky, tmp_path / "clean", **clean)
   assert not (tmp_path / "clean" / "rollbacks.json").exists()
   assert found == curve(tmp_path / "clean")
-  # Stopped between the second rollback and the next checkpoint, as by a kill.
+  # Stopped between the second rollback and the next checkpoint, as by a kill: the record is enough.
   for step in (32, 40):
     (tmp_path / "run/checkpoints" / f"checkpoint_{step:08d}").rename(tmp_path / f"lost_{step}")
   paxlike.train(Spiky, tmp_path / "run", ON_SPIKE="rollback")
-  assert "rolled back" not in capsys.readouterr().out  # The record is enough.
+  out = capsys.readouterr().out
+  assert "from step 24, the data of steps 24 to 25 are skipped" in out and ": spike" not in out
   assert found == curve(tmp_path / "run")
+
+
+def test_a_spike_before_the_first_checkpoint_leads_to_the_start(tmp_path):
+  late: dict[str, Any] = {"ON_SPIKE": "rollback", "CHECKPOINT_EVERY_N_STEPS": 100, "MAX_STEPS": 24}
+  paxlike.train(Spiky, tmp_path / "run", **late)
+  assert record(tmp_path / "run")[0] == (0, 19)
+  assert [updates for updates, _ in curve(tmp_path / "run")] == list(range(1, 25))
 
 
 def test_spikes_that_stay_end_the_run(tmp_path):

@@ -132,7 +132,9 @@ class Attention(module.Module):
     with jax.named_scope("dot_product_attention"):
       y_BTNH = self.kernel(q_BTNH, k_BTKH, v_BTKH, **options)
     if self.qk_clip is not None:
-      y_BTNH = self.qk_clip(y_BTNH, q_BTNH, k_BTKH, **options)
+      # Scaling weights changes neither the bias nor the cap.
+      plain: kernels.AttentionOptions = {**options, "bias_NTS": None, "soft_cap": None}
+      y_BTNH = self.qk_clip(y_BTNH, q_BTNH, k_BTKH, **plain)
     aux = max_logit.logged(context, q_BTNH, k_BTKH, **options)
     return self.project(y_BTNH, x_BTD, context), cache, aux
 

@@ -127,7 +127,10 @@ class LatentAttention(module.Module):
     return self.project(y_BTNH, x_BTD, context), cache, aux
 
   def qk_factors(self, largest: jax.Array) -> qk_clip.Factors:
-    """See `Attention.qk_factors`. All heads share the rotary key, so that it stays."""
+    """See `Attention.qk_factors`.
+
+    All heads share the rotary key, which is not scaled; rotary queries get the whole factor.
+    """
     assert self.qk_clip is not None
     factor = self.qk_clip.factors(largest)[..., None]
     half, stays = jnp.sqrt(factor), jnp.ones_like(factor)

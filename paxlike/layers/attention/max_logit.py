@@ -34,7 +34,8 @@ def max_logits(
 ) -> jax.Array:
   """Returns [N], the largest logit of a query and a key that it attends to; at least 0.
 
-  It is what the softmax gets: scaled, capped and biased. Sinks do not count. It has no gradient.
+  The logits are those that enter the softmax: scaled, capped and biased. Sinks do not count. There
+  is no gradient.
   """
   given: Any = {name: option for name, option in options.items() if name != "sinks_N"}
   q_BTNH, k_BSKH = jax.lax.stop_gradient((q_BTNH, k_BSKH))

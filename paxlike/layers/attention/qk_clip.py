@@ -72,9 +72,9 @@ _recording.defvjp(_forward, _backward)
 
 
 def clipped(definition: Definition, params: Params, extra: Mapping[str, jax.Array]) -> Params:
-  """Returns the weights after a step, given the logits of the step in the non-trainable state.
+  """Returns the weights after a step, scaled by QK-clip; `extra` has the step's largest logits.
 
-  Attention layers with `qk_clip` say by `qk_factors` which weights are scaled.
+  `qk_factors` of an attention layer names the weights and their factors.
 
   Raises:
     UserError: One of them is frozen.
@@ -88,11 +88,18 @@ def clipped(definition: Definition, params: Params, extra: Mapping[str, jax.Arra
     factors: Factors = module.qk_factors(extra[f"{place}.qk_clip.largest"])
     for name, factor in factors.items():
       if f"{place}.{name}.w" not in new:
-        raise UserError(f"QK-clip: {place}.{name}.w is frozen, and could not be scaled down.")
+        raise UserError(
+          f"QK-clip scales {place}.{name}.w, which is frozen here: leave it out, or train the weight."
+        )
       for weight in (f"{place}.{name}.w", f"{place}.{name}.b"):
         if weight in new:
           new[weight] = _scaled(new[weight], factor)
   return new
+
+
+def is_in(definition: Definition) -> bool:
+  """Returns whether an attention layer has QK-clip."""
+  return any(isinstance(module, QkClip) for _, module in nnx.iter_modules(definition.module))
 
 
 def largest(extra: Mapping[str, jax.Array]) -> jax.Array | None:
@@ -112,8 +119,8 @@ def _scaled(w: jax.Array, factor: jax.Array) -> jax.Array:
 def grouped(factors: jax.Array, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
   """Returns the factors [..., N, 1] of query heads and [..., K, 1] of key heads.
 
-  The query heads of a key head share the smallest of their factors, half of which (in the exponent)
-  goes to the key head.
+  The query heads of a key head share the smallest of their factors. Its square root scales the key
+  head and each of the query heads.
   """
   *stacked, N = factors.shape
   groups = factors.reshape(*stacked, num_kv_heads, N // num_kv_heads)

@@ -98,8 +98,9 @@ def test_it_is_the_same_on_a_mesh_and_in_microbatches(name, how):
 @pytest.mark.parametrize(
   ("flags", "says"),
   [
-    (["--fdl.QK_NORM=true"], "QK_CLIP has no effect beside QK_NORM"),
-    (["--fdl.USE_LORA=true"], "QK-clip: stack.pattern.0.attention.query.w is frozen"),
+    (["--fdl.QK_NORM=true"], "QK_CLIP: this model normalizes queries and keys"),
+    (["--fdl.OPTIMIZER=schedule_free_adamw"], "QK_CLIP: schedule_free_adamw keeps weights of its"),
+    (["--fdl.USE_LORA=true"], "QK-clip scales stack.pattern.0.attention.query.w, which is frozen"),
   ],
 )
 def test_it_is_refused_where_it_has_no_effect(tmp_path, text, capsys, flags, says):
