@@ -97,6 +97,10 @@ class Experiment(
     """Changes a graph that contains the model by knobs that serve all families."""
     if self.QK_NORM:
       fiddlers.qk_norm(graph)
+    if self.MTP_NUM_LAYERS:
+      fiddlers.multi_token_prediction(
+        graph, self.MTP_NUM_LAYERS, kind=self.MTP_KIND, loss_weight=self.MTP_LOSS_SCALING_FACTOR
+      )
     if self.Z_LOSS or self.LABEL_SMOOTHING:
       fiddlers.loss(graph, z_loss=self.Z_LOSS, label_smoothing=self.LABEL_SMOOTHING)
     self.parametrize(graph)

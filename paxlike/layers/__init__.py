@@ -4,7 +4,7 @@
 A tensor's name ends in the letters of its dims, as in `x_BTD`; docs/legend.md lists them.
 """
 
-from paxlike.layers import lora
+from paxlike.layers import lora, multi_token
 from paxlike.layers.attention import rope
 from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.auto import auto
@@ -42,6 +42,7 @@ from paxlike.layers.module import (
 from paxlike.layers.moe import dispatch, routing
 from paxlike.layers.moe.experts import ExpertLinear, Experts
 from paxlike.layers.moe.moe import Moe
+from paxlike.layers.multi_token import MtpKind, ParallelMtp, SequentialMtp
 from paxlike.layers.norm import LayerNorm, RmsNorm
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.precision import transformer_engine, weight_only
@@ -76,7 +77,9 @@ __all__ = [
   "Mlp",
   "Module",
   "Moe",
+  "MtpKind",
   "MxFp8",
+  "ParallelMtp",
   "Params",
   "Pipeline",
   "PositionEmbedding",
@@ -84,6 +87,7 @@ __all__ = [
   "Remat",
   "RmsNorm",
   "Rope",
+  "SequentialMtp",
   "Stack",
   "TransformerEngine",
   "auto",
@@ -97,6 +101,7 @@ __all__ = [
   "gaussian_fan_in",
   "geglu",
   "lora",
+  "multi_token",
   "ring",
   "rope",
   "routing",
