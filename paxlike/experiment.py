@@ -100,6 +100,10 @@ class Experiment(
     """Changes a graph that contains the model by knobs that serve all families."""
     if self.QK_NORM:
       fiddlers.qk_norm(graph)
+    if self.MTP_NUM_LAYERS:
+      fiddlers.multi_token_prediction(
+        graph, self.MTP_NUM_LAYERS, kind=self.MTP_KIND, loss_weight=self.MTP_LOSS_SCALING_FACTOR
+      )
     if self.QK_CLIP is not None:
       if self.OPTIMIZER == "schedule_free_adamw":
         raise UserError("QK_CLIP: schedule_free_adamw keeps weights of its own: leave one out.")

@@ -2,12 +2,13 @@
 """Fiddlers: functions that edit a whole graph; they find nodes by type and role, never by path.
 
 Each takes the root graph and edits it in place; `--fiddler=precision(dtype="float32")` applies one
-from the command line. Experiments apply them in a fixed order: qk_norm, qk_clip, loss, parametrize,
-rescale, precision, quantize, transformer_engine, lora, attention, segments, remat, shard_sequences,
-stack, pipeline.
+from the command line. Experiments apply them in a fixed order: qk_norm, multi_token_prediction,
+qk_clip, loss, parametrize, rescale, precision, quantize, transformer_engine, lora, attention,
+segments, remat, shard_sequences, stack, pipeline.
 """
 
 import copy
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,8 +111,9 @@ def remat(graph: fdl.Buildable, policy: str = "SAVE_NOTHING"):
     raise UserError(
       f"no remat policy {policy}.{hint or f' One of {list(layers.Remat.__members__)}.'}"
     )
-  for node in select(graph, layers.Stack):
-    node.remat = layers.Remat[policy]
+  for kind in (layers.Stack, layers.SequentialMtp, layers.ParallelMtp):
+    for node in select(graph, kind):
+      node.remat = layers.Remat[policy]
 
 
 def quantize(graph: fdl.Buildable, kind: str = "fp8"):
@@ -245,6 +247,39 @@ def qk_clip(graph: fdl.Buildable, threshold: ranges.PositiveFloat = 100.0):
     node.qk_clip = fdl.Partial(layers.QkClip, threshold=threshold)
 
 
+def multi_token_prediction(
+  graph: fdl.Buildable,
+  num_layers: ranges.Depth = 1,
+  kind: layers.MtpKind = "sequential",
+  loss_weight: ranges.Weight = 0.1,
+):
+  """Adds layers that predict the `num_layers` tokens after the next one, in training.
+
+  Their blocks are like the last one of the pattern of layers, and their norms like the last norm.
+  """
+  if kind not in (kinds := typing.get_args(layers.MtpKind)):
+    raise UserError(f"MTP_KIND: no kind {kind}.{did_you_mean(kind, kinds)}")
+  for node in select(graph, layers.Decoder):
+    block = copy.deepcopy(node.stack.pattern[-1])
+    options = {"num_layers": num_layers, "block": block, "loss_weight": loss_weight}
+    options["remat"] = getattr(node.stack, "remat", layers.Remat.SAVE_EVERYTHING)
+    if kind == "parallel":
+      node.mtp = fdl.Partial(layers.ParallelMtp, **options)
+      continue
+    like = next(select(block, layers.Linear))
+    projection = fdl.Partial(layers.Linear, role=layers.multi_token.ROLE, dtype=like.dtype)
+    projection.init = copy.deepcopy(like.init)
+    norm = copy.deepcopy(node.norm)
+    node.mtp = fdl.Partial(layers.SequentialMtp, norm=norm, projection=projection, **options)
+
+
+def next_token_only(graph: fdl.Buildable):
+  """Removes the layers for multi-token prediction, which only training uses."""
+  for node in select(graph, layers.Decoder):
+    if getattr(node, "mtp", None) is not None:
+      node.mtp = None
+
+
 def loss(
   graph: fdl.Buildable,
   z_loss: ranges.NonNegativeFloat = 0.0,
@@ -358,8 +393,10 @@ def _growth(rule: Any) -> str:
 def decoding(graph: fdl.Buildable):
   """Prepares a model for decoding: unrolls layers, and makes MoE dispatch dropless.
 
-  A scan over layers would copy the KV caches for every token.
+  A scan over layers would copy the KV caches for every token. Layers for multi-token prediction are
+  removed.
   """
+  next_token_only(graph)
   stack(graph, scan=False)
   for node in select(graph, layers.Moe):
     node.dispatch = layers.dispatch.dropless
@@ -411,6 +448,7 @@ FIDDLERS = {
     quantize_weights,
     lora,
     loss,
+    multi_token_prediction,
     parametrize,
     precision,
     qk_clip,

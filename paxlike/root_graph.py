@@ -68,6 +68,8 @@ def of(options: flags.Options, experiment: "Experiment | None") -> Any:
         raise UserError(f"{name} has no effect with the other knobs as they are{which}.")
   if options.mode == "decode":
     fiddlers.decoding(graph)
+  if options.mode == "eval":
+    fiddlers.next_token_only(graph)
   for text in options.fiddlers:
     graph = graph_file.call_fiddler(graph, text, fiddlers.FIDDLERS)
   for path, text in options.edits:

@@ -7,7 +7,7 @@ value that paxlike implements; any other key or value is refused.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
@@ -89,6 +89,9 @@ class Family:
     layer_types: Repeating pattern of the layers' kinds of attention; empty: no such key.
     rope: Rotary position embedding, if any.
     rules: Weight -> its tensors.
+    mtp: The same for each layer of multi-token prediction, such as "projection.w", besides those of
+      its block. These layers follow the last one of the model. Empty: no place for them.
+    mtp_copies: Weight of the model -> its copy in each of these layers, which exports write.
     without: Name of a weight -> rules for models that lack it.
     prefix: Prefix of tensor names that some files lack.
     ignored: Patterns (`re`) of tensors that may be present and are not needed; `{KNOB}` stands for
@@ -109,6 +112,8 @@ class Family:
   layer_types: tuple[str, ...] = ()
   rope: HfRope | None = None
   rules: Rules
+  mtp: Rules = dataclasses.field(default_factory=dict)
+  mtp_copies: Rules = dataclasses.field(default_factory=dict)
   without: Mapping[str, Rules] = dataclasses.field(default_factory=dict)
   prefix: str = ""
   ignored: tuple[str, ...] = ()
@@ -153,10 +158,19 @@ class Family:
   def rules_of(self, weights: Iterable[str]) -> Rules:
     """Returns the rules for a model that has weights of these names, `{}` for the layer."""
     there = set(weights)
-    rules = dict(self.rules)
+    rules = self.rules | {f"mtp.{{}}.{name}": rule for name, rule in self.mtp.items()}
     for name, others in self.without.items():
       rules |= {} if name in there else others
     return rules
+
+  def num_mtp_layers(self, tensors: Collection[str], num_layers: int) -> int:
+    """Returns how many layers of multi-token prediction have a tensor among these."""
+    if not self.mtp:
+      return 0
+    (first, *_), count = self.mtp.values(), 0
+    while first.names(num_layers + count, ())[0] in tensors:
+      count += 1
+    return count
 
   def is_ignored(self, name: str, values: Mapping[str, Any]) -> bool:
     """Returns whether a tensor of a model with these knobs is ignored."""

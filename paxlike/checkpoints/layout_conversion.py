@@ -19,6 +19,8 @@ Flat = dict[str, Any]
 # state of the optimizer's guard.
 _OPTIONAL = ("extra.", "guard.")
 
+MTP = "mtp."  # Prefix of the weights for multi-token prediction.
+
 # Predicate: whether an array of a checkpoint, such as "params.norm.scale", may stay unread.
 Unread = Callable[[str], bool]
 
@@ -30,8 +32,11 @@ def anything(name: str) -> bool:
 
 
 def all_but_weights(name: str) -> bool:
-  """An `Unread`: everything but weights, for a target that is a whole model."""
-  return not name.startswith("params.")
+  """An `Unread`: everything but weights, for a target that is a whole model.
+
+  A model that is not trained lacks the layers for multi-token prediction.
+  """
+  return not name.startswith("params.") or name.startswith(f"params.{MTP}")
 
 
 def _by_layer(flat: Mapping[str, Any], layout: Layout) -> dict[tuple[str, int], tuple[Any, Any]]:

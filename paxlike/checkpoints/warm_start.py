@@ -178,7 +178,7 @@ class Restore:
 
   def _may_stay_unread(self, name: str) -> bool:
     part, _, weight = name.partition(".")
-    return part != "params" or not self.matches(weight)
+    return part != "params" or not self.matches(weight) or weight.startswith(layout_conversion.MTP)
 
   def matches(self, name: str) -> bool:
     """Returns whether the patterns select a weight for restoring."""

@@ -14,6 +14,7 @@ from fiddle import daglish
 
 from paxlike import fiddlers, file_io, layers, registry, run_folder
 from paxlike.checkpoints.hf_rules import Matrix
+from paxlike.checkpoints.layout_conversion import MTP
 from paxlike.checkpoints.warm_start import PROVENANCE, Restore
 from paxlike.config import building, graph_file, ranges
 from paxlike.convert import (
@@ -121,10 +122,10 @@ class TrainedAdapters:
     """
     if not run.adapted:
       raise UserError(f"{run.path} has no adapters: it was not trained with USE_LORA.")
-    self.matches = run.adapted
+    self.matches = [match for match in run.adapted if not match.ours.startswith(MTP)]
     self._run = run
     rank = run.experiment.LORA_RANK
-    self._parts = [part for match in run.adapted for part in _a_and_b(match, rank)]
+    self._parts = [part for match in self.matches for part in _a_and_b(match, rank)]
 
   def table(self) -> str:
     """Returns a line for each weight of an adapter: its name, PEFT's shape and PEFT's name."""
@@ -191,6 +192,7 @@ class PeftAdapter:
     self._tensors = TensorFolder(path / _TENSORS)
     self._graph: Any = graph_file.read(base / "config.json", allow_modules=allow_modules)
     fiddlers.stack(self._graph, scan=False)
+    fiddlers.next_token_only(self._graph)
     plain = Definition(cast(Any, building.build(self._graph.model)))
     self._experiment = registry.load(base / "experiment.json", allow_modules=allow_modules)
     family = family_of(self._experiment)
@@ -238,6 +240,7 @@ class PeftAdapter:
     experiment = self._experiment
     knobs = {
       "USE_LORA": True,
+      "MTP_NUM_LAYERS": 0,
       "LORA_RANK": self._rank,
       "LORA_ALPHA": self._alpha,
       "LORA_DROPOUT": self._dropout,

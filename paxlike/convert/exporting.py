@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports checkpoints of paxlike in the format of Hugging Face."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -9,10 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import fiddle as fdl
 import numpy as np
 from etils import epath
 
-from paxlike import fiddlers, file_io, registry, saved_experiment, untrusted_files
+from paxlike import fiddlers, file_io, layers, registry, saved_experiment, untrusted_files
 from paxlike.checkpoints.hf_family import Family
 from paxlike.checkpoints.warm_start import PROVENANCE, Derived, Restore, began_with
 from paxlike.config import building, graph_file
@@ -22,6 +24,7 @@ from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
+from paxlike.layers import flops
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 from paxlike.training import evaluated_weights
@@ -34,6 +37,7 @@ class ExportedRun:
     path: The run's folder.
     experiment: The run's experiment.
     matches: A match for every weight, without those of adapters.
+    lacks_mtp: Whether layers for multi-token prediction are left out, which Hugging Face lacks.
     adapted: The matches of weights that have an adapter.
     adapters: The run's own checkpoint, which holds the adapters.
     lora_scale: The scale of an adapter's output: alpha / rank.
@@ -66,13 +70,13 @@ class ExportedRun:
     self.experiment = experiment = registry.load(
       path / "experiment.json", allow_modules=allow_modules
     )
-    model = experiment.model()
-    experiment.adjust(model)
+    family = family_of(experiment)
+    model, self.lacks_mtp = _exported(experiment, family)
     fiddlers.stack(model, scan=False)
     definition = Definition(building.build(model))
     unrolled = layout_of(definition.module)
-    family = family_of(experiment)
     self.matches = matching.match(definition, family.rules_of, program=family.title)
+    self._copies = _copies(definition, family)
     self.adapters = Stored(path / "checkpoints", step, unrolled)
     experiment.adapt(model)
     _check_config(experiment)
@@ -152,7 +156,8 @@ class ExportedRun:
     specs: dict[str, TensorSpec] = {}
     owners: dict[str, list[tuple[Match, int]]] = {}
     # Weights stored in one array are adjacent: each array is read once.
-    for match in sorted(self.matches, key=lambda match: self._weights.array_of(match.ours)):
+    matches = [*self.matches, *self._copies]
+    for match in sorted(matches, key=lambda match: self._weights.array_of(match.ours)):
       shapes = match.rule.their_shapes(match.shape)
       for index, (name, shape) in enumerate(zip(match.theirs, shapes, strict=True)):
         specs[name] = TensorSpec(shape, np.dtype(dtype))
@@ -171,7 +176,7 @@ class ExportedRun:
     tokenizer = self.tokenizer
     with new_folder.filling(to, flag="to") as folder:
       safetensors_files.write(folder, specs, value)
-      config = config_of(self.experiment, dtype=dtype)
+      config = config_of(self.experiment, dtype=dtype, without_mtp=self.lacks_mtp)
       config |= tokenizer_files.export_tokenizer(self.experiment, tokenizer, self.path, folder)
       (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -183,6 +188,30 @@ class ExportedRun:
         f" {self.path / 'experiment.json'}."
       )
     return value
+
+
+def _exported(experiment: Experiment, family: Family) -> tuple[Any, bool]:
+  """Returns the graph of an experiment's model, and whether its layers for MTP were removed.
+
+  They are, unless the family has a place for such layers.
+  """
+  model: Any = experiment.model()
+  experiment.adjust(model)
+  mtp = getattr(model, "mtp", None)
+  if mtp is None or (family.mtp and fdl.get_callable(mtp) is layers.SequentialMtp):
+    return model, False
+  fiddlers.next_token_only(model)
+  return model, True
+
+
+def _copies(definition: Definition, family: Family) -> list[Match]:
+  """Returns a match for every copy of a weight in a layer for multi-token prediction."""
+  first, found = layout_of(definition.module).num_layers, []
+  for layer in range(first, first + flops.num_further(definition)):
+    for ours, rule in family.mtp_copies.items():
+      if (spec := definition.weights.get(ours)) is not None:
+        found.append(Match(ours, spec.shape, rule, rule.names(layer, spec.shape)))
+  return found
 
 
 def adapted(matches: Sequence[Match], definition: Definition) -> list[Match]:
@@ -218,7 +247,11 @@ def _derived(
 
 def _check_edits(run: pathlib.Path, model: Any):
   """Raises a UserError if a run's graph has another model than `model`, which its knobs make."""
-  if line := model_graph.difference(model, saved_experiment.graph(run).arguments["model"]):
+  saved = saved_experiment.graph(run).arguments["model"]
+  if getattr(model, "mtp", None) is None:
+    others = {name: value for name, value in saved.arguments.items() if name != "mtp"}
+    saved = dataclasses.replace(saved, arguments=others)
+  if line := model_graph.difference(model, saved):
     raise UserError(
       f"{run / 'config.json'} has {line} as set by the knobs of {saved_experiment.FILE}: a model"
       " whose graph was edited cannot be converted; set knobs instead."
@@ -229,17 +262,13 @@ def _check_config(experiment: Experiment):
   """Raises a UserError if Hugging Face's `config.json` cannot describe an experiment's model."""
   family = family_of(experiment)
   base = next(cls for cls in type(experiment).__mro__ if "hugging_face" in vars(cls))
-  model = experiment.model()
-  experiment.adjust(model)
+  model, lacks_mtp = _exported(experiment, family)
 
   def first_difference(**more: Any) -> str | None:
-    made = base(**knobs, **more)
-    theirs = made.model()
-    made.adjust(theirs)
-    return model_graph.difference(theirs, model)
+    return model_graph.difference(_exported(base(**knobs, **more), family)[0], model)
 
   try:
-    knobs = family.read(config_of(experiment, dtype="float32"))
+    knobs = family.read(config_of(experiment, dtype="float32", without_mtp=lacks_mtp))
     line = first_difference()
   except UserError as error:
     raise UserError(f"{family.architecture} of Hugging Face has no such model: {error}") from None
@@ -260,8 +289,11 @@ def _check_config(experiment: Experiment):
   raise UserError(f"{family.architecture} of Hugging Face has no place for {shown}.")
 
 
-def config_of(experiment: Experiment, *, dtype: str) -> dict[str, Any]:
-  """Returns the `config.json` of Hugging Face for an experiment's model, its weights in `dtype`."""
+def config_of(experiment: Experiment, *, dtype: str, without_mtp: bool = False) -> dict[str, Any]:
+  """Returns the `config.json` of Hugging Face for an experiment's model, its weights in `dtype`.
+
+  `without_mtp` omits layers for multi-token prediction.
+  """
   values = {name: setting.value for name, setting in experiment.values().items()}
   head_dim = values["DIMS_PER_HEAD"] or values["MODEL_DIMS"] // values["NUM_HEADS"]
   derived = {
@@ -272,4 +304,6 @@ def config_of(experiment: Experiment, *, dtype: str) -> dict[str, Any]:
     "QUERY_SCALE_DIMS": head_dim,
   }
   complete = {name: derived.get(name) if v is None else v for name, v in values.items()}
+  if without_mtp:
+    complete["MTP_NUM_LAYERS"] = 0
   return family_of(experiment).write(complete, dtype=dtype)

@@ -86,6 +86,7 @@ class Source:
         _check_quantization(config.get("quantization_config"))
       self._knobs = self.family.read(config)
       self._tensors = _WithPrefix(tensors, self.family.prefix)
+      self._knobs |= _mtp_layers(self.family, self._knobs, self._tensors)
       self._tokenizer = tokenizer_files.find(path)
       self._ids: dict[str, Any] = {}
       if self._tokenizer is not None:
@@ -190,6 +191,17 @@ class Source:
       one, two = self._tensors.read(name), self._tensors.read(other)
       if one.shape != two.shape or one.tobytes() != two.tobytes():
         raise UserError(f"tie_word_embeddings is set, but {name} is not a copy of {other}.")
+
+
+def _mtp_layers(family: Family, knobs: Mapping[str, Any], tensors: Tensors) -> dict[str, int]:
+  """Returns the number of layers for multi-token prediction, as a knob: those in the files.
+
+  A configuration may declare some that were not saved.
+  """
+  num_layers = knobs.get("NUM_LAYERS")
+  if not family.mtp or type(num_layers) is not int:
+    return {}
+  return {"MTP_NUM_LAYERS": family.num_mtp_layers(tensors.specs, num_layers)}
 
 
 def _check_quantization(config: Any):

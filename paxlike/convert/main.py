@@ -201,9 +201,12 @@ def _notes(
     return cast("Source | JaxCheckpoint", source).notes()
   from paxlike.convert import tokenizer_files
 
-  return (
-    tokenizer_files.notes(options.to) if options.source == "paxlike" and not options.adapter else []
-  )
+  if options.source != "paxlike" or options.adapter:
+    return []
+  lines = tokenizer_files.notes(options.to)
+  if cast("ExportedRun", source).lacks_mtp:
+    lines.append("layers for multi-token prediction are left out: Hugging Face's model has none")
+  return lines
 
 
 def _open(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matches paxlike's weights with the tensors that hold them, and reports mismatches."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -9,6 +10,9 @@ from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
+
+# A weight of a layer for multi-token prediction.
+_FURTHER = re.compile(r"mtp\.layers\.(\d+)\.(block\.)?(.*)")
 
 
 class Match(NamedTuple):
@@ -46,7 +50,14 @@ def match(
   for name, spec in definition.weights.items():
     if not spec.statistic:
       location = layout.locate(name)
-      places[name] = (location.template, location.layers[0]) if location else (name, 0)
+      if location is not None:
+        places[name] = location.template, location.layers[0]
+      elif (further := _FURTHER.fullmatch(name)) is not None:
+        layer, in_block, rest = further.groups()
+        template = f"stack.{{}}.{rest}" if in_block else f"mtp.{{}}.{rest}"
+        places[name] = template, layout.num_layers + int(layer)
+      else:
+        places[name] = name, 0
   rules = rules_of(template for template, _ in places.values())
   matches = []
   for name, (template, layer) in places.items():

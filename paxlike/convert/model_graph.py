@@ -12,7 +12,8 @@ _WITHOUT_EFFECT = frozenset(
     # The precision and order of computation, and where it runs.
     *("dot", "dtype", "kernel", "loss_chunks", "pipeline", "remat", "scan", "scheme", "time"),
     # Training only; initial weights are replaced by those of the checkpoint.
-    *("balance_loss", "balanced_choices", "dropout", "init", "z_loss"),
+    *("balance_loss", "balanced_choices", "dropout", "init", "loss_weight", "z_loss"),
+    *("label_smoothing", "qk_clip"),
   }
 )
 # Arguments of which only the presence matters: it adds a weight to the layer.

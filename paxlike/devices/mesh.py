@@ -35,6 +35,7 @@ RULES: dict[str, tuple[str, ...]] = {
   "heads": ("tensor",),
   "kv_heads": ("tensor",),
   "ffn": ("tensor",),
+  "concat": ("tensor",),
   "experts": ("expert",),
   "group": ("data", "fsdp"),
   "head": (),

@@ -2,7 +2,8 @@
 """DeepSeek-V3 (DeepSeek-AI, 2024): latent attention, a shared expert besides the routed ones, and a
 router that is balanced by a bias instead of a loss. The first layers have no experts.
 
-Its multi-token prediction module is omitted.
+`MTP_NUM_LAYERS=1` adds its module for multi-token prediction, which it trained with the factors 0.3
+and, for the last third of the tokens, 0.1.
 """
 
 import dataclasses
@@ -133,6 +134,7 @@ class DeepSeek(Moe, Llama):
         "n_group": "NUM_EXPERT_GROUPS",
         "topk_group": "NUM_EXPERT_GROUPS_PER_TOKEN",
         "routed_scaling_factor": "ROUTED_SCALE",
+        "num_nextn_predict_layers": "MTP_NUM_LAYERS",
       },
       defaults={
         **family.defaults,
@@ -150,8 +152,9 @@ class DeepSeek(Moe, Llama):
         "topk_group": 4,
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 0,  # An import counts those in the files.
       },
-      nullable=frozenset({"num_key_value_heads", "q_lora_rank"}),
+      nullable=frozenset({"num_key_value_heads", "q_lora_rank", "num_nextn_predict_layers"}),
       fixed={
         **family.fixed,
         "norm_topk_prob": True,
@@ -161,20 +164,29 @@ class DeepSeek(Moe, Llama):
         "scoring_func": "sigmoid",
       },
       neutral=frozenset(
-        {"num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim", "ep_size", "seq_aux"}
+        {"num_mtp_layers", "qk_head_dim", "ep_size", "seq_aux"}
         | {"aux_loss_alpha", "router_aux_loss_coef"}
       ),
       equal={"head_dim": "qk_rope_head_dim"},
       aliases={"num_local_experts": "n_routed_experts"},
       rope=HfRope(types=("default", "yarn"), fixed={"mscale": 1.0, "mscale_all_dim": 1.0}),
       rules=_rules(family.rules),
+      mtp={
+        "projection.w": Matrix("model.layers.{}.eh_proj.weight"),
+        "embedding_norm.scale": Same("model.layers.{}.enorm.weight"),
+        "hidden_norm.scale": Same("model.layers.{}.hnorm.weight"),
+        "norm.scale": Same("model.layers.{}.shared_head.norm.weight"),
+      },
+      mtp_copies={
+        "embedding.table": Same("model.layers.{}.embed_tokens.weight"),
+        "head.w": Matrix("model.layers.{}.shared_head.head.weight"),
+      },
       without={
         "stack.{}.attention.query_down.w": {
           "stack.{}.attention.query.w": Matrix(f"{attention}.q_proj.weight")
         }
       },
-      # The multi-token prediction module follows the last layer.
-      ignored=(*family.ignored, r"model\.layers\.{NUM_LAYERS}\..*"),
+      ignored=(*family.ignored, r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"),
     )
 
 

@@ -36,6 +36,13 @@ class ModelKnobs(Knobs):
   Z_LOSS: ranges.NonNegativeFloat = 0.0
   #: Probability that the training loss's targets spread over all tokens.
   LABEL_SMOOTHING: ranges.Smoothing = 0.0
+  #: Multi-token prediction: layers that predict tokens after the next one, in training only.
+  MTP_NUM_LAYERS: ranges.Repeats = 0
+  #: sequential: DeepSeek-V3's modules, each on the one before; parallel: independent blocks
+  #: (Gloeckle et al., 2024).
+  MTP_KIND: layers.MtpKind = "sequential"
+  #: Factor of their mean loss, which is added to that of the next token.
+  MTP_LOSS_SCALING_FACTOR: ranges.Weight = 0.1
   DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of each block's attention and MLP outputs.
   EMBEDDING_DROPOUT_PROB: ranges.Probability = 0.0  #: Dropout of the embeddings.
   USE_REPEATED_LAYER: bool | None = None  #: Scan over layers. None: if there are several devices.

@@ -149,9 +149,8 @@ class OptimizerKnobs(ScheduleKnobs):
   WEIGHT_DECAY: ranges.Weight = 0.1  #: Decoupled weight decay.
   #: Weight decay in step MAX_STEPS, up to which it changes linearly. None: WEIGHT_DECAY.
   WEIGHT_DECAY_END: ranges.Weight | None = None
-  WEIGHT_DECAY_SCALES: dict[
-    ranges.Name, ranges.NonNegativeFloat
-  ] = {}  #: Factors of WEIGHT_DECAY, as above.
+  #: Weight decays of some weights, as LEARNING_RATE_SCALES has learning rates.
+  WEIGHT_DECAY_SCALES: dict[ranges.Name, ranges.NonNegativeFloat] = {}
   WEIGHT_DECAY_ON: Literal["everything", "matrices"] = "everything"  #: Which weights decay.
   #: Maximum global gradient norm. None: no clipping.
   CLIP_GRADIENT_NORM_TO_VALUE: ranges.PositiveFloat | None = 1.0

@@ -4,7 +4,7 @@
 A tensor's name ends in the letters of its dims, as in `x_BTD`; docs/legend.md lists them.
 """
 
-from paxlike.layers import lora
+from paxlike.layers import lora, multi_token
 from paxlike.layers.attention import rope
 from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.auto import auto
@@ -43,6 +43,7 @@ from paxlike.layers.module import (
 from paxlike.layers.moe import dispatch, routing
 from paxlike.layers.moe.experts import ExpertLinear, Experts
 from paxlike.layers.moe.moe import Moe
+from paxlike.layers.multi_token import MtpKind, ParallelMtp, SequentialMtp
 from paxlike.layers.norm import LayerNorm, RmsNorm, UnscaledRmsNorm
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.precision import transformer_engine, weight_only
@@ -77,7 +78,9 @@ __all__ = [
   "Mlp",
   "Module",
   "Moe",
+  "MtpKind",
   "MxFp8",
+  "ParallelMtp",
   "Params",
   "Pipeline",
   "PositionEmbedding",
@@ -86,6 +89,7 @@ __all__ = [
   "Remat",
   "RmsNorm",
   "Rope",
+  "SequentialMtp",
   "Stack",
   "TransformerEngine",
   "UnscaledRmsNorm",
@@ -100,6 +104,7 @@ __all__ = [
   "gaussian_fan_in",
   "geglu",
   "lora",
+  "multi_token",
   "ring",
   "rope",
   "routing",

@@ -10,17 +10,21 @@ import jax.numpy as jnp
 class Aux(NamedTuple):
   """Auxiliary losses and metrics, summed over layers; a pytree.
 
-  The last two hold metrics of single layers, only if `Context.log_layers`. A layer returns its own
-  values, and a stack adds a leading dim L, with zeros for layers without that metric.
+  `layer_sums` and `layer_maxima` hold metrics of single layers, only if `Context.log_layers`. A
+  layer returns its own values, and a stack adds a leading dim L, with zeros for layers without that
+  metric.
 
   Attributes:
     losses: Scalars added to the training loss, averaged over microbatches ("balance_loss").
+    summed: Scalars added to the training loss like the objective's own: summed over microbatches,
+      and divided by its weight ("mtp_loss"). They are not logged.
     metrics: [sum, weight] pairs, summed over microbatches ("dropped_fraction").
     layer_sums: Per layer [sum, weight], or counts [E], summed over microbatches ("residual_rms").
     layer_maxima: Per layer [value, 1], combined by maximum; values are at least 0.
   """
 
   losses: dict[str, jax.Array]
+  summed: dict[str, jax.Array]
   metrics: dict[str, jax.Array]
   layer_sums: dict[str, jax.Array]
   layer_maxima: dict[str, jax.Array]
@@ -46,13 +50,13 @@ class Aux(NamedTuple):
 
 def none() -> Aux:
   """Returns an Aux without losses and metrics."""
-  return Aux({}, {}, {}, {})
+  return Aux({}, {}, {}, {}, {})
 
 
 def add(a: Aux, b: Aux) -> Aux:
   """Returns a + b, where a missing entry counts as zero."""
   zero = jnp.zeros(())
-  combine = (jnp.add, jnp.add, jnp.add, jnp.maximum)
+  combine = (jnp.add, jnp.add, jnp.add, jnp.add, jnp.maximum)
   return Aux(
     *(
       {name: of(of_a.get(name, zero), of_b.get(name, zero)) for name in {**of_a, **of_b}}

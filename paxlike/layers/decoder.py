@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language model: embeddings, a stack of blocks, a norm, an output projection."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
 from paxlike.layers.attention.auto import Place, described, in_effect
 from paxlike.layers.attention.cudnn import MAX_SEGMENTS, cudnn
-from paxlike.layers.aux_losses import Aux
+from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.block import by_token
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
@@ -22,6 +22,7 @@ from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
 from paxlike.layers.loss import Shards, cross_entropy, gathered, sum_over_chunks
 from paxlike.layers.module import Definition, Module, Params
+from paxlike.layers.multi_token import MultiTokenPrediction
 from paxlike.layers.precision import float32_sums
 from paxlike.layers.stack import Caches, Stack
 
@@ -52,12 +53,15 @@ class Decoder(Module):
     positions: Callable[[int], PositionEmbedding] | None = None,
     dropout: Callable[[], Dropout] | None = None,
     head: Callable[..., Linear] | None = None,
+    mtp: Callable[[int], MultiTokenPrediction] | None = None,
     soft_cap: ranges.Cap | None = None,
     loss_chunks: ranges.Size = 4,
     z_loss: ranges.NonNegativeFloat = 0.0,
     label_smoothing: ranges.Smoothing = 0.0,
   ):
     """Without `head`, the embedding table also projects to logits (tied embeddings).
+
+    `mtp` adds losses of later tokens in training; evaluation and decoding do not use its weights.
 
     With `soft_cap`, logits x become soft_cap * tanh(x / soft_cap). `z_loss` and `label_smoothing`
     are those of `cross_entropy`, in training.
@@ -74,6 +78,7 @@ class Decoder(Module):
     self.stack = stack(dim)
     self.norm = norm(dim)
     self.head = None if head is None else head({"model": dim}, {"vocab": vocab_size})
+    self.mtp = None if mtp is None else mtp(dim)
 
   def check_data(self, seq_len: int, num_ids: int | None):
     """Checks that the vocabulary and the position table cover the data.
@@ -126,6 +131,32 @@ class Decoder(Module):
     x_BTD = self.embed(tokens_BT, context)
     x_BTD, caches, aux = self.stack(x_BTD, context.fold(1), caches)
     return by_token(self.norm, x_BTD), caches, aux
+
+  def losses(self, batch: Batch, context: Context) -> tuple[jax.Array, Aux]:
+    """Returns (the sum of the next tokens' losses, the Aux of layers and of `mtp`)."""
+    x_BTD = self.embed(batch["inputs"], context)
+    x_BTD, _, aux = self.stack(x_BTD, context.fold(1))
+    states, of_states = self.further(x_BTD, batch, context)
+    x_BTD = by_token(self.norm, x_BTD)
+    loss = self.token_loss(x_BTD, batch["targets"], batch["weights"])
+    return loss, add(add(aux, of_states), self.further_losses(states, batch))
+
+  @jax.named_scope("mtp")
+  def further(self, x_BTD: jax.Array, batch: Batch, context: Context) -> tuple[list[Any], Aux]:
+    """Returns (the states of multi-token prediction, if any, the Aux of its layers).
+
+    x_BTD is the output of the last block.
+    """
+    if self.mtp is None:
+      return [], none()
+    return self.mtp.hidden(x_BTD, batch, context.fold(2), embed=self.embed, norm=self.norm)
+
+  @jax.named_scope("mtp")
+  def further_losses(self, states: Sequence[jax.Array], batch: Batch, **options: Any) -> Aux:
+    """Returns the losses of the states of `further`; `options` are for the module's `losses`."""
+    if self.mtp is None:
+      return none()
+    return self.mtp.losses(states, batch, self.token_loss, **options)
 
   @jax.named_scope("embedding")
   def embed(self, tokens_BT: jax.Array, context: Context) -> jax.Array:

@@ -37,9 +37,19 @@ class TrainingFlops:
 
 def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
   """Returns the FLOPs per token of training on sequences of `seq_len` tokens."""
-  weights = sum((3 if spec.trained else 2) * spec.flops for spec in definition.weights.values())
+  logits = 1 + num_further(definition)  # The output projection runs as often as that.
+  weights = sum(
+    (3 if spec.trained else 2) * spec.flops * (logits if "vocab" in spec.dims else 1)
+    for spec in definition.weights.values()
+  )
   full, causal = attention_flops(definition, seq_len)
   return TrainingFlops(full=weights + 3 * full, causal=weights + 3 * causal)
+
+
+def num_further(definition: Definition) -> int:
+  """Returns the number of layers for multi-token prediction."""
+  mtp: Any = getattr(definition.module, "mtp", None)
+  return 0 if mtp is None else len(mtp.layers)
 
 
 def attention_flops(definition: Definition, seq_len: int) -> tuple[float, float]:

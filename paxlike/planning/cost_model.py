@@ -329,6 +329,7 @@ class _Step:
       times += self._matmul(head, "weights", tokens)
     # Logits: written, read for the logsumexp and for the gradient. Gradient: written, read twice.
     times += Times(memory=12 * tokens * model.vocab / tensor / self._bandwidth)
+    times *= model.predictions
     if self._scans_ticks:
       sums = sum(w.trained * w.per_device(self._sizes) for w in model.outside)
       times += Times(memory=_OUTSIDE * sums / self._bandwidth)

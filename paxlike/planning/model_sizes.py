@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paxlike.checkpoints.layout_conversion import MTP
 from paxlike.devices import mesh, topology
 from paxlike.layers import flops
 from paxlike.layers.attention.attention import Attention
@@ -130,6 +131,8 @@ class ModelSizes:
     vocab: V.
     seq_len: T.
     loss_chunks: Chunks of a sequence over which the loss is computed.
+    predictions: The tokens that a position predicts: 1, and those of multi-token prediction, whose
+      layers are counted as layers that no scan repeats.
     heads: Attention heads, summed over layers.
     least_heads: The smallest N of any layer.
     head_dim: The smallest H of any layer.
@@ -159,6 +162,7 @@ class ModelSizes:
   vocab: int
   seq_len: int
   loss_chunks: int = 4
+  predictions: int = 1
   heads: int
   least_heads: int
   head_dim: int = 128
@@ -206,7 +210,7 @@ class ModelSizes:
   @functools.cached_property
   def head(self) -> Weight:
     """The output projection."""
-    return next(weight for weight in self.outside if weight.share)
+    return next(weight for weight in self.outside if weight.share and "vocab" in weight.dims)
 
 
 @functools.cache
@@ -262,13 +266,14 @@ def of_definition(
   first = moes[0] if moes else None
   placed = isinstance(getattr(first, "dispatch", None), Capacity)
   return ModelSizes(
-    weights=tuple(_weight(spec, layout.locate(n)) for n, spec in definition.weights.items()),
+    weights=tuple(_weight(n, spec, layout.locate(n)) for n, spec in definition.weights.items()),
     num_layers=len(heads),
     repeats=layout.repeats if layout.scanned else 0,
     dim=decoder.embedding.table.get_value().shape[-1],
     vocab=decoder.vocab_size,
     seq_len=seq_len,
     loss_chunks=decoder.loss_chunks,
+    predictions=1 + flops.num_further(definition),
     heads=sum(heads),
     least_heads=min(heads),
     head_dim=min(widths),
@@ -298,9 +303,9 @@ def _keys(module: Attention | LatentAttention) -> int:
   return 2 * module.num_kv_heads * module.head_dim
 
 
-def _weight(spec: WeightSpec, location: Location | None) -> Weight:
+def _weight(name: str, spec: WeightSpec, location: Location | None) -> Weight:
   matmul = spec.matmul or Matmul(inputs=0, outputs=0, share=0.0)
-  layers = 0
+  layers = -1 if name.startswith(MTP) else 0
   if location is not None:
     layers = len(location.layers) if location.stacked else -1
   held = jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))

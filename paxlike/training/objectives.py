@@ -44,7 +44,10 @@ class Objective(abc.ABC):
 @configurable
 @dataclasses.dataclass(frozen=True)
 class NextToken(Objective):
-  """Next-token cross-entropy in nats, a mean over tokens weighted by `weights`."""
+  """Next-token cross-entropy in nats, a mean over tokens weighted by `weights`.
+
+  If the model has layers for multi-token prediction, their loss is added.
+  """
 
   def weight(self, batch: Batch) -> jax.Array:
     return batch["weights"].sum()
@@ -53,7 +56,10 @@ class NextToken(Objective):
     self, model: Decoder, reference: Decoder | None, batch: Batch, dropout: jax.Array | None
   ) -> tuple[jax.Array, Aux]:
     del reference
-    x_BTD, _, aux = model.hidden(batch["inputs"], context_of(batch, dropout))
+    context = context_of(batch, dropout)
+    if model.mtp is not None:
+      return model.losses(batch, context)
+    x_BTD, _, aux = model.hidden(batch["inputs"], context)
     return model.token_loss(x_BTD, batch["targets"], batch["weights"]), aux
 
 

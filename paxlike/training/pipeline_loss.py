@@ -2,7 +2,7 @@
 """The loss of a language model and its gradients on a pipeline of stages."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -106,7 +106,7 @@ class _Decoder:
     definition: The definition of the decoder.
     pipeline: Its pipeline.
     sections: Name -> section, of each weight of the stack; see `stack_layout.Location`.
-    loss_weight: Factor of the summed cross-entropy.
+    loss_weight: Factor of the summed cross-entropy, and of `Aux.summed`.
     aux_weight: Factor of the auxiliary losses.
     log_layers: See `Context`.
   """
@@ -161,19 +161,26 @@ class _Decoder:
     last_BTD, _, after = model.stack.after(x_BTD, context)
     return jnp.where(is_last, last_BTD, x_BTD), add(aux, after.where(is_last))
 
+  def further(
+    self, weights: Differentiated, constants: Constants, x: jax.Array, microbatch: Any
+  ) -> tuple[list[jax.Array], Aux]:
+    batch, key = microbatch
+    return self.bind(weights, constants).further(x, batch, context_of(batch, key))
+
   def loss(
     self,
     weights: Differentiated,
     constants: Constants,
-    x: jax.Array,
+    states: Sequence[jax.Array],
     microbatch: Any,
     shard: Callable[[jax.Array], jax.Array],
-  ) -> jax.Array:
+  ) -> tuple[jax.Array, Aux]:
     batch, _ = microbatch
     model = self.bind(weights, constants)
+    x, *further = states
     x_BTD = by_token(model.norm, x)
     loss = model.token_loss(x_BTD, shard(batch["targets"]), shard(batch["weights"]))
-    return loss * self.loss_weight
+    return loss * self.loss_weight, model.further_losses(further, batch, shard=shard)
 
   def combine(self, total: Differentiated, new: Differentiated) -> Differentiated:
     def combined(of: Any, total: Params, new: Params) -> Params:
@@ -184,7 +191,8 @@ class _Decoder:
 
   def aux_cotangent(self, aux: Aux) -> Aux:
     losses = jax.tree.map(lambda x: jnp.full_like(x, self.aux_weight), aux.losses)
-    return jax.tree.map(jnp.zeros_like, aux)._replace(losses=losses)
+    summed = jax.tree.map(lambda x: jnp.full_like(x, self.loss_weight), aux.summed)
+    return jax.tree.map(jnp.zeros_like, aux)._replace(losses=losses, summed=summed)
 
   def _pinned(self, name: str, gradient: jax.Array) -> jax.Array:
     """Returns a gradient, sharded as its weight over all axes but `pipeline`."""

@@ -14,6 +14,7 @@ from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.devices import mesh
 from paxlike.errors import UserError
 from paxlike.training import decode_mode, memory_check, pipeline_loss, ramp, requirements
+from paxlike.training.objectives import NextToken
 
 _MOST_BYTES = 200  # Limit of an eval set's name; file names are limited to 255.
 
@@ -127,6 +128,11 @@ def check_setup(trainer: Any, *, training: bool):
     )
   if training and not trainer.definition.num_trained:
     raise UserError(f"trained={trainer.trained!r} matches no weight: nothing would be trained.")
+  if training and trainer.model.mtp is not None and not isinstance(trainer.objective, NextToken):
+    raise UserError(
+      f"MTP_NUM_LAYERS has a loss with the objective NextToken, not with"
+      f" {type(trainer.objective).__name__}: set it to 0."
+    )
   if training:
     requirements.check_context(trainer.model, dict(trainer.devices.shape))
   microbatches = pipeline_loss.check(trainer.definition, trainer.devices) if training else 1

@@ -92,8 +92,8 @@ def check_repeated(first: Checksums, second: Checksums, step: int):
   if wrong:
     raise RunError(
       f"step {step} was computed twice, with different results (REPEAT_STEP_EVERY):"
-      f" {_named(wrong)}. A device computes wrong numbers, or, if that is so on every machine, kernels"
-      " are not deterministic: XLA_FLAGS=--xla_gpu_deterministic_ops=true."
+      f" {_named(wrong)}. A device computes wrong numbers. If that is so on every machine, kernels"
+      " are not deterministic: XLA_FLAGS=--xla_gpu_deterministic_ops=true makes them so."
     )
 
 

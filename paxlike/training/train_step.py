@@ -139,7 +139,8 @@ def _gradients(definition: Definition, objective: Objective, *, log_layers: bool
     key = jax.random.fold_in(microbatch.dropout, microbatch.index)
     value, aux = objective.total(model, other, microbatch.batch, key)
     losses = {"loss": value / microbatch.weight} | aux.averaged(microbatch.count).losses
-    return sum(losses.values()), aux._replace(losses=losses)
+    further = sum(aux.summed.values()) / microbatch.weight
+    return sum(losses.values()) + further, aux._replace(losses=losses)
 
   return jax.grad(loss, has_aux=True)
 

@@ -37,12 +37,13 @@ TEXT = {
 }  # fmt: skip
 # What a graph may give a callable as, which what is marked calls: one of the list, as all there is.
 CALLED = {
-  "activation", "attention", "choice", "decayed", "dispatch", "dot", "down", "dropout",
+  "activation", "attention", "block", "choice", "decayed", "dispatch", "dot", "down", "dropout",
   "embedding", "embedding_norm", "evaluated", "experts", "gate", "head", "init", "kernel", "key",
-  "key_value", "latent", "learning_rate", "lora", "metrics", "mlp", "norm", "others", "output",
-  "pattern", "prologue", "positions", "post_norm", "qk_clip", "qk_norm", "query", "query_down",
-  "register", "relative_bias", "rope", "rule", "router", "scaling", "scheme", "shared", "sinks",
-  "stack", "transform", "up", "value", "epilogue", "weight_decay_schedule",
+  "key_value", "latent", "learning_rate", "lora", "metrics", "mlp", "mtp", "norm", "others",
+  "output", "pattern", "prologue", "positions", "post_norm", "qk_clip", "qk_norm", "query",
+  "query_down", "register", "relative_bias", "rope", "rule", "router", "scaling", "scheme",
+  "shared", "sinks", "stack", "transform", "up", "value", "epilogue", "weight_decay_schedule",
+  "projection",
 }  # fmt: skip
 # Who imports, runs or unpickles what a value names, and what that is where a file gives it.
 BY_NAME = {

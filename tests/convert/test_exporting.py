@@ -2,6 +2,7 @@
 """What is exported is the model of the run, or nothing."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from paxlike import fiddlers, registry
 from paxlike.config import building, graph_file
 from paxlike.convert import exporting, model_graph, streaming
 from paxlike.convert.main import run
+from paxlike.convert.safetensors_files import TensorFolder
 from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.gemma import Gemma, Gemma2, Gemma3
 from paxlike.experiments.gpt import Gpt
@@ -105,10 +107,12 @@ def assert_refused(folder, capsys, *said):
     ("model.stack.pattern[0].attention.window", "3", "attention.window = 3, not None"),
     ("model.stack.pattern[0].attention.rope", "none", "attention.rope = None, not"),
     ("model.head.use_bias", "True", "model.head.use_bias = True, not False"),
+    ("model.mtp.norm.epsilon", "0.5", "model.mtp.norm.epsilon = 0.5, not 1e-06"),
   ],
 )
 def test_a_run_with_an_edited_model_is_refused(tmp_path, capsys, path, value, line):
-  experiment = experiment_of(Llama)
+  is_further = path.startswith("model.mtp")
+  experiment = experiment_of(DeepSeek, MTP_NUM_LAYERS=1) if is_further else experiment_of(Llama)
   graph = experiment.trainer()
   graph_file.set_path(graph, path, value)
   write(tmp_path / "run", experiment, graph)
@@ -232,3 +236,22 @@ def test_weights_that_are_not_those_of_the_model_are_refused(tmp_path, capsys, k
   (tmp_path / "run" / "experiment.json").write_text(registry.dump(other))
   (tmp_path / "run" / "config.json").write_text(graph_file.dump(other.trainer()))
   assert_refused(tmp_path / "run", capsys, said)
+
+
+@pytest.mark.parametrize(
+  ("family", "kind", "there"),
+  [(Llama, "sequential", 0), (DeepSeek, "parallel", 0), (DeepSeek, "sequential", 1)],
+)
+def test_layers_for_multi_token_prediction_are_exported_where_theirs_has_some(
+  tmp_path, capsys, family, kind, there
+):
+  experiment = experiment_of(family, MTP_NUM_LAYERS=1, MTP_KIND=kind)
+  write(tmp_path / "run", experiment)
+  assert export(tmp_path / "run") == 0
+  assert ("multi-token prediction are left out" in capsys.readouterr().out) == (not there)
+  config = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert config.get("num_nextn_predict_layers", 0) == there
+  found = [name for name in TensorFolder(tmp_path / "out").specs if ".layers.2." in name]
+  assert (
+    len([name for name in found if not re.search("self_attn|mlp|layernorm", name)]) == 6 * there
+  )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The speedrun's model is that of its published script, and it trains on its files."""
 
+from typing import Any
+
 import fiddle as fdl
 import numpy as np
 import pytest
@@ -63,11 +65,11 @@ def test_the_model_is_the_published_one():
   devices = MeshSpec(ici=(1, 1, 1)).build([trainer.devices.devices.flat[0]])
   weights = init_params(trainer.definition, devices, seed=0)
   random = np.random.default_rng(0)
-  weights = {  # Also those that begin with zeros.
+  weights: Any = {  # Also those that begin with zeros.
     name: np.asarray(w) + 0.1 * random.normal(size=w.shape).astype(np.float32)
     for name, w in weights.items()
   }
-  tokens = random.integers(0, V, (3, T)).astype(np.int32)
+  tokens: Any = random.integers(0, V, (3, T)).astype(np.int32)
   got, _ = forward(trainer.definition, weights, {"inputs": tokens})
   np.testing.assert_allclose(got, reference(weights, tokens), rtol=2e-4, atol=2e-4)
 

@@ -20,9 +20,13 @@ def tiny(
   dtype=np.float32,
   weight_dtype: str = "float32",
   ends: bool = False,
+  mtp: layers.MtpKind | None = None,
   **stack,
 ) -> layers.Definition:
-  """Returns a GPT of `num_layers` layers, width 32, 4 heads; `ends` adds one before and after."""
+  """Returns a GPT of `num_layers` layers, width 32, 4 heads; `ends` adds one before and after.
+
+  `mtp` adds two layers for multi-token prediction.
+  """
   init = functools.partial(layers.gaussian, std=0.1)
 
   norm = functools.partial(layers.LayerNorm, offset=1.0, dtype=dtype)
@@ -46,6 +50,13 @@ def tiny(
     dropout=functools.partial(layers.Dropout, rate=dropout) if dropout else None,
   )
   single = [block] if ends else []
+  further: dict[str, Any] = {"block": block, "num_layers": 2, "loss_weight": 0.3}
+  kinds = {
+    "parallel": functools.partial(layers.ParallelMtp, **further),
+    "sequential": functools.partial(
+      layers.SequentialMtp, norm=norm, projection=linear("mtp_projection"), **further
+    ),
+  }
   model = layers.Decoder(
     vocab_size=VOCAB,
     dim=32,
@@ -61,6 +72,7 @@ def tiny(
       **stack,
     ),
     norm=norm,
+    mtp=None if mtp is None else kinds[mtp],
   )
   return layers.Definition(model, dtype=weight_dtype)
 

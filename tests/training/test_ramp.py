@@ -11,6 +11,7 @@ from paxlike.data.dataset import RowDataset
 from paxlike.data.sliced import Sliced
 from paxlike.training import ramp
 
+BATCH = "--fdl.PERCORE_BATCH_SIZE_RAMP"
 RAMPS = (
   "--fdl.PERCORE_BATCH_SIZE=2",
   "--fdl.PERCORE_BATCH_SIZE_RAMP={7: 1}",
@@ -103,11 +104,8 @@ def test_eight_devices_ramp_as_one(tmp_path, text):
   ("flags", "says"),
   [
     (["--fdl.MAX_SEQ_LEN_RAMP={2: 5}"], "MAX_SEQ_LEN_RAMP: 5 tokens do not divide MAX_SEQ_LEN=16"),
-    (
-      ["--fdl.PERCORE_BATCH_SIZE_RAMP={2: 0.3}"],
-      "before step 2 (PERCORE_BATCH_SIZE_RAMP): PERCORE_BATCH_SIZE=0.3 x 8",
-    ),
-    (["--fdl.PERCORE_BATCH_SIZE_RAMP={2: 0.5}"], "before step 2 (PERCORE_BATCH_SIZE_RAMP): a glob"),
+    ([f"{BATCH}={{2: 0.3}}"], "before step 2 (PERCORE_BATCH_SIZE_RAMP): PERCORE_BATCH_SIZE=0.3"),
+    ([f"{BATCH}={{2: 0.5}}"], "before step 2 (PERCORE_BATCH_SIZE_RAMP): a global batch of 4"),
   ],
 )
 def test_an_impossible_ramp_is_refused(tmp_path, text, capsys, flags, says):

@@ -89,7 +89,7 @@ def clipped(definition: Definition, params: Params, extra: Mapping[str, jax.Arra
     for name, factor in factors.items():
       if f"{place}.{name}.w" not in new:
         raise UserError(
-          f"QK-clip scales {place}.{name}.w, which is frozen here: leave it out, or train the weight."
+          f"QK-clip scales {place}.{name}.w, which is frozen: leave it out, or train the weight."
         )
       for weight in (f"{place}.{name}.w", f"{place}.{name}.b"):
         if weight in new:

@@ -14,7 +14,7 @@ stages take together, since they contain collectives over other axes.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -65,20 +65,29 @@ class StagedModel(Protocol):
     """
     ...
 
+  def further(
+    self, weights: Any, constants: Any, x: jax.Array, microbatch: Any
+  ) -> tuple[list[jax.Array], Aux]:
+    """Returns (further states that have a loss, [b, T, D] each, the Aux of their layers).
+
+    x is the final activations. The list is empty if only these have a loss.
+    """
+    ...
+
   def loss(
     self,
     weights: Any,
     constants: Any,
-    x: jax.Array,
+    states: Sequence[jax.Array],
     microbatch: Any,
     shard: Callable[[jax.Array], jax.Array],
-  ) -> jax.Array:
-    """Returns the loss of this stage's shard of a microbatch's tokens.
+  ) -> tuple[jax.Array, Aux]:
+    """Returns (the loss of this stage's shard of a microbatch's tokens, further losses).
 
     Args:
       weights: The common weights.
       constants: The common constants.
-      x: [b, T / S, D], the final activations of the shard.
+      states: [b, T / S, D] each: the final activations of the shard, then those of `further`.
       microbatch: All tokens, [b, T, ...].
       shard: Returns the shard [b, T / S, ...] of an array [b, T, ...].
     """
@@ -171,7 +180,9 @@ class _Stage:
     hidden, of_embedding = jax.eval_shape(lambda: self._embed(self._weights.common, microbatch))
     x = jnp.zeros(hidden.shape, hidden.dtype)
     (_, of_chunk), kept = jax.eval_shape(lambda: self._forward(x, microbatch, 0))
+    of_loss = jax.eval_shape(lambda: self._aux_of_loss(x, microbatch))
     aux = jax.eval_shape(aux_losses.add, of_embedding, of_chunk)
+    aux = jax.eval_shape(aux_losses.add, aux, of_loss)
     return _State(
       up=x,
       down=x,
@@ -271,31 +282,68 @@ class _Stage:
     """Returns (state, the cotangent of the last stage's y; 0 unless y is the model's output).
 
     The output projection and the loss are split over all stages, each with a shard of the tokens.
+    Layers that compute further states need all tokens, and run on the last stage: the others
+    compute values that are discarded.
     """
-    S, last = self._pipeline.stages, self._pipeline.stages - 1
+    last = self._pipeline.stages - 1
     m = half.microbatch[last]
-    microbatch = self._microbatch(m)
+    microbatch, is_here = self._microbatch(m), self._index == last
 
-    def work(loss: jax.Array, common: Any) -> tuple[jax.Array, Any, jax.Array]:
-      # All stages but the last contribute zeros, so this scatters the last stage's tokens.
-      own = _by_stage(pytree_indexing.where(self._index == last, y), S)
-      x = jax.lax.psum_scatter(own, stage_shift.AXIS, scatter_dimension=2)
-
-      def shard_loss(common: Any, x: jax.Array) -> jax.Array:
-        constants = self._constants.common
-        return self._model.loss(common, constants, x, microbatch, self._token_shard)
-
-      value, (new, dx) = jax.value_and_grad(shard_loss, (0, 1))(self._weights.common, x)
+    def work(loss: jax.Array, aux: Aux, common: Any) -> tuple[jax.Array, Aux, Any, jax.Array]:
+      (further, of_further), back = jax.vjp(
+        lambda common, y: self._further(common, y, microbatch), self._weights.common, y
+      )
+      shards = [self._shard(one) for one in (y, *further)]
+      (value, of_loss), vjp = jax.vjp(
+        lambda common, shards: self._shard_loss(common, shards, microbatch),
+        self._weights.common,
+        shards,
+      )
+      new, dx = vjp((jnp.ones_like(value), self._model.aux_cotangent(of_loss)))
       common = self._model.combine(common, new)
-      dy = jax.lax.all_gather(dx, stage_shift.AXIS, axis=2)
-      return loss + value, common, dy.reshape(y.shape[0], -1, y.shape[2])[:, : y.shape[1]]
+      dy, *of_states = (self._whole(one, y.shape) for one in dx)
+      if further:
+        aux = aux_losses.add(aux, aux_losses.add(of_further.where(is_here), of_loss))
+        new, more = back((of_states, self._model.aux_cotangent(of_further)))
+        common = self._model.combine(common, pytree_indexing.where(is_here, new))
+        dy = dy + more
+      return loss + value, aux, common, dy
 
-    def rest(loss: jax.Array, common: Any) -> tuple[jax.Array, Any, jax.Array]:
-      return loss, common, jnp.zeros_like(y)
+    def rest(loss: jax.Array, aux: Aux, common: Any) -> tuple[jax.Array, Aux, Any, jax.Array]:
+      return loss, aux, common, jnp.zeros_like(y)
 
     is_final = (m >= 0) & (half.chunk[last] == self._pipeline.chunks - 1)
-    loss, common, dy = jax.lax.cond(is_final, work, rest, state.loss, state.gradients.common)
-    return state._replace(loss=loss, gradients=state.gradients._replace(common=common)), dy
+    given = state.loss, state.aux, state.gradients.common
+    loss, aux, common, dy = jax.lax.cond(is_final, work, rest, *given)
+    gradients = state.gradients._replace(common=common)
+    return state._replace(loss=loss, aux=aux, gradients=gradients), dy
+
+  def _further(self, common: Any, y: jax.Array, microbatch: Any) -> tuple[list[jax.Array], Aux]:
+    return self._model.further(common, self._constants.common, y, microbatch)
+
+  def _shard_loss(
+    self, common: Any, shards: list[jax.Array], microbatch: Any
+  ) -> tuple[jax.Array, Aux]:
+    constants = self._constants.common
+    return self._model.loss(common, constants, shards, microbatch, self._token_shard)
+
+  def _aux_of_loss(self, y: jax.Array, microbatch: Any) -> Aux:
+    common = self._weights.common
+    further, aux = self._further(common, y, microbatch)
+    shards = [self._shard(one) for one in (y, *further)]
+    return aux_losses.add(aux, self._shard_loss(common, shards, microbatch)[1])
+
+  def _shard(self, y: jax.Array) -> jax.Array:
+    """Returns this stage's shard [b, T / S, D] of the last stage's y [b, T, D]."""
+    S = self._pipeline.stages
+    # All stages but the last contribute zeros, so this scatters the last stage's tokens.
+    own = _by_stage(pytree_indexing.where(self._index == S - 1, y), S)
+    return jax.lax.psum_scatter(own, stage_shift.AXIS, scatter_dimension=2)
+
+  def _whole(self, shard: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns [b, T, D] of all stages' shards [b, T / S, D]; the inverse of `_shard`."""
+    gathered = jax.lax.all_gather(shard, stage_shift.AXIS, axis=2)
+    return gathered.reshape(shape[0], -1, shape[2])[:, : shape[1]]
 
   def _token_shard(self, x: jax.Array) -> jax.Array:
     """Returns this stage's tokens s, s + S, ... of [b, T, ...]; T is padded with zeros."""

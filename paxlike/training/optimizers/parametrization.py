@@ -52,7 +52,7 @@ class Parametrization:
 
 
 # Dims that grow with the width of a model.
-_WIDTHS = {"model", "ffn", "heads", "kv_heads", "rank"}
+_WIDTHS = {"model", "ffn", "heads", "kv_heads", "rank", "concat"}
 
 
 def reads_width(spec: WeightSpec) -> bool:
