@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures of `--mode=transfer`."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 def of_check(check: Check) -> "Figure":
   """Plots RMS over width after the last step, a panel for each parametrization."""
-  import matplotlib.ticker
-
   figure = figures.empty()
   figure.set_size_inches(1 + 4.5 * len(check.sizes), 5)
   panels = figure.subplots(1, len(check.sizes), sharey=True, squeeze=False)[0]
@@ -26,9 +25,8 @@ def of_check(check: Check) -> "Figure":
       label = f"{name}  {slopes[name]:+.2f}"
       panel.plot(sizes.widths, sizes.rms[name][:, -1], "o-", color=color, label=label, markersize=4)
     figures.frame(panel, f"RMS after {check.training.steps} steps" if panel is panels[0] else "")
-    panel.set(xscale="log", yscale="log", xticks=sizes.widths)
-    panel.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
-    panel.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    panel.set_yscale("log")
+    _log_scale(panel, sizes.widths)
     panel.set_xlabel("MODEL_DIMS", color=figures.INK)
     panel.set_title(kind, color=figures.INK)
     panel.legend(
@@ -60,12 +58,24 @@ def of_rates(tables: Tables) -> "Figure":
     panels[-1, column].set_xlabel("LEARNING_RATE", color=figures.INK)
   for depth, row in zip(depths, panels, strict=True):
     for panel in row:
-      figures.frame(panel, f"loss, {depth} layers" if panel is row[0] else "")
-      panel.set_xscale("log")
+      figures.frame(panel, f"loss, NUM_LAYERS={depth}" if panel is row[0] else "")
+      _log_scale(panel, first.rates)
     _limit(row[0], [table.losses[s] for table in tables.tables.values() for s in table.losses
                     if s.depth == depth])  # fmt: skip
-  panels[0, 0].legend(title="MODEL_DIMS", frameon=False, fontsize=8, labelcolor=figures.INK)
+  panels[0, -1].legend(
+    title="MODEL_DIMS", frameon=False, labelcolor=figures.INK, loc="upper left",
+    bbox_to_anchor=(1, 1),
+  )  # fmt: skip
   return figure
+
+
+def _log_scale(panel: Any, ticks: Sequence[float]):
+  """Makes the horizontal axis logarithmic, with these ticks alone."""
+  import matplotlib.ticker
+
+  panel.set(xscale="log", xticks=ticks)
+  panel.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
+  panel.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
 def _limit(panel: Any, losses: list[np.ndarray]):
