@@ -294,7 +294,15 @@ def rescale(graph: fdl.Buildable, embedding: ranges.Factor = 1.0, residual: rang
   """Multiplies the scales of the embedded tokens and of the outputs of attention and MLP.
 
   Applied after `parametrize`, whose factors stay: these are the same for the base model.
+
+  Raises:
+    UserError: The model normalizes its embeddings, so that their scale has no effect.
   """
+  for node in select(graph, layers.Decoder):
+    if embedding != 1 and getattr(node, "embedding_norm", None) is not None:
+      raise UserError(
+        "EMBEDDING_SCALE: this model normalizes its embeddings, so their scale has no effect."
+      )
   for node in select(graph, layers.Embedding):
     node.scale = getattr(node, "scale", 1.0) * embedding
   for node in select(graph, layers.Block):

@@ -144,7 +144,7 @@ class SequentialMtp(MultiTokenPrediction):
     for depth, layer in enumerate(self.layers, 1):
       own = context.fold(depth)
       later = dataclasses.replace(own, positions_BT=_ahead(positions_BT, depth))
-      x_BTD, new = self._run(layer, x_BTD, embed(_ahead(inputs_BT, depth), later), own)
+      x_BTD, new = self._run(layer, x_BTD, embed(_ahead(inputs_BT, depth), later), own.fold(1))
       states.append(x_BTD)
       aux = add(aux, new)
     return states, aux
@@ -181,8 +181,8 @@ class _Combining(Module):
 class ParallelMtp(MultiTokenPrediction):
   """Independent blocks on the output of the model's last block (Gloeckle et al., 2024).
 
-  The model's last norm and output projection serve all of them (arXiv:2404.19737). There, the next
-  token has a block of its own as well, beside these; here, that is part of the model before.
+  The model's last norm and output projection serve all of them (arXiv:2404.19737). In the paper the
+  next token has a block of its own, too; here the model's last layer serves it.
   """
 
   def __init__(

@@ -169,10 +169,12 @@ def _tokens(path: str, train: Sequence[dict[str, Any]], updates: int) -> int:
 
 
 def _num_params(path: str, allow_modules: Sequence[str], *, non_embedding: bool) -> int:
+  from paxlike import fiddlers
   from paxlike.config import building, graph_file
   from paxlike.layers import flops
 
   graph = graph_file.read(epath.Path(path) / "config.json", allow_modules=allow_modules)
+  fiddlers.next_token_only(graph)  # The loss is that of the next token.
   graph.train_data, graph.eval_data = None, {}  # They need not be on this machine.
   trainer: Any = building.build(graph)
   definition = trainer.definition

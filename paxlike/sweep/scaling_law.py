@@ -58,14 +58,17 @@ class ScalingLaw:
 
   def loss(self, params: Any, tokens: Any) -> Any:
     """Returns L for N parameters and D tokens: numbers, or arrays of them."""
-    return self.E + self.A / params**self.alpha + self.B / tokens**self.beta
+    with np.errstate(all="ignore"):  # Of an extreme resample, for a target far away.
+      params, tokens = np.asarray(params, float), np.asarray(tokens, float)
+      return self.E + self.A * params**-self.alpha + self.B * tokens**-self.beta
 
   def optimum(self, flops: float) -> tuple[float, float]:
     """Returns the (N, D) of least loss with 6 N D = `flops`."""
-    ratio = self.alpha * self.A / (self.beta * self.B)
-    product = flops / _FLOPS_PER_WEIGHT
-    params = (ratio * product**self.beta) ** (1 / (self.alpha + self.beta))
-    return params, product / params
+    with np.errstate(all="ignore"):
+      product = np.log(flops / _FLOPS_PER_WEIGHT)
+      ratio = np.log(self.alpha * self.A) - np.log(self.beta * self.B)
+      params = (ratio + self.beta * product) / (self.alpha + self.beta)
+      return float(np.exp(params)), float(np.exp(product - params))
 
 
 def check(points: Points):

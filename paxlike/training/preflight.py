@@ -35,6 +35,8 @@ def check(trainer: Any, *, training: bool):
   if training:
     state, batch = trainer.abstract()
     memory_check.check(trainer.devices, state, batch, parts=trainer.accumulation_steps)
+  if training:
+    _check_mtp(trainer)
   # A run with checkpoints of its own can be evaluated without the weights that it started from.
   if trainer.restore is not None and (training or trainer.restore.saved.steps()):
     trainer.restore.check(trainer.definition)
@@ -55,6 +57,17 @@ def check(trainer: Any, *, training: bool):
       decode_mode.check(trainer, [trainer.sample_prompt])
     except UserError as error:
       raise UserError(f"SAMPLE_PROMPT (sample_prompt): {error}") from None
+
+
+def _check_mtp(trainer: Any):
+  """Raises a UserError if layers for multi-token prediction would keep their initial weights."""
+  frozen = [name for name in trainer.definition.frozen if name.startswith("mtp.")]
+  restore = trainer.restore
+  if frozen and (restore is None or not all(map(restore.matches, frozen))):
+    raise UserError(
+      f"MTP_NUM_LAYERS: {frozen[0]} is neither trained (USE_LORA or trained=) nor restored, so its"
+      " initial value would be used: set MTP_NUM_LAYERS=0."
+    )
 
 
 def _check_tokenizer(trainer: Any, *, training: bool):

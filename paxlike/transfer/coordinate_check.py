@@ -6,6 +6,7 @@ its learning rate must be lower; with muP they keep their size (Yang et al., 202
 appendix D.1).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -84,10 +85,10 @@ def measured(program: Program, draws: int = 1) -> tuple[dict[str, np.ndarray], n
   definition, steps = program.trainer.definition, program.trainer.num_steps
   found: list[dict[str, jax.Array]] = []  # Of each draw and step.
   with program.batches(steps + 1) as (probed, *batches):
-    probe = jax.jit(lambda params: _activations(definition, params, probed))
+    probe = jax.jit(functools.partial(_activations, definition))
 
     def after_step(state: TrainState):
-      found.append(probe(state.weights))
+      found.append(probe(state.weights, probed))
 
     losses = [program.train(batches, draw=draw, after_step=after_step) for draw in range(draws)]
     values = jax.device_get(found)

@@ -37,6 +37,9 @@ class RateScale:
       self._factor = 1.0
 
 
+_MOST_TOKENS = 2**28  # Of which each takes about 12 bytes on the host and on the devices.
+
+
 class Program:
   """The training of one model.
 
@@ -70,6 +73,8 @@ class Program:
   ) -> np.ndarray:
     """Trains from initial weights, a step on each batch; returns the loss of each step.
 
+    It is NaN from the first step on that was not finite, since its update is dropped.
+
     Args:
       batches: The batches.
       factor: Multiplies the learning rate.
@@ -81,12 +86,15 @@ class Program:
       trainer.definition, trainer.optimizer, trainer.devices, seed=trainer.seed + draw
     )
     after_step(state)
-    losses = []
+    losses, skipped = [], []
     for batch in batches:
       state, metrics = self._step(state, batch, np.float32(factor))
       losses.append(metrics["loss"])
+      skipped.append(metrics["skipped"][0])
       after_step(state)
-    return np.array([total / weight for total, weight in jax.device_get(losses)])
+    losses, skipped = jax.device_get((losses, skipped))
+    found = np.array([total / weight for total, weight in losses])
+    return np.where(np.cumsum(skipped) > 0, np.nan, found)
 
   @functools.cached_property
   def _step(self) -> Any:
@@ -101,13 +109,23 @@ class Program:
 
 
 def _check(trainer: Trainer):
-  """Raises a UserError if a run does not begin with initial weights and training data."""
+  """Raises a UserError unless a run starts from initial weights and has training data."""
   if trainer.train_data is None:
     raise UserError("--mode=transfer trains, and this experiment has no training data.")
   if trainer.restore is not None or trainer.branch is not None:
     raise UserError(
       "--mode=transfer begins with initial weights: leave out CHECKPOINT_RESTORE_PATH and"
       " DECAY_FROM."
+    )
+  if trainer.ramps:
+    raise UserError(
+      "--mode=transfer has no ramps: leave out PERCORE_BATCH_SIZE_RAMP and MAX_SEQ_LEN_RAMP."
+    )
+  tokens = trainer.num_steps * trainer.batch_size * trainer.data.seq_len
+  if tokens > _MOST_TOKENS:
+    raise UserError(
+      f"--mode=transfer holds all {tokens:,} tokens of a run in memory, at most {_MOST_TOKENS:,}:"
+      " lower MAX_STEPS."
     )
   if trainer.objective.needs_reference:
     raise UserError(

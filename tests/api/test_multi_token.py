@@ -43,5 +43,8 @@ def test_training_goes_on_and_starts_another_run(run, tiny, text, tmp_path):
   paxlike.train(tiny, run.folder, **given, MTP_NUM_LAYERS=1, MTP_LOSS_SCALING_FACTOR=0.3)
   given = {"DATA_PATH": str(text), "CHECKPOINT_RESTORE_PATH": str(run.folder), "MAX_STEPS": 1}
   paxlike.train(tiny, tmp_path / "without", **given)
+  lora = {**given, "USE_LORA": True, "MTP_NUM_LAYERS": 1}
+  with pytest.raises(paxlike.UserError, match=r"MTP_NUM_LAYERS: mtp\.layers\.0\.\S+ is neither"):
+    paxlike.train(tiny, tmp_path / "adapters", **lora, CHECKPOINT_IGNORE_RULES=("mtp", "lora"))
   with pytest.raises(paxlike.UserError, match=r"mtp\.layers.*CHECKPOINT_IGNORE_RULES"):
     paxlike.train(tiny, tmp_path / "other", **given, MTP_NUM_LAYERS=1, MTP_KIND="parallel")

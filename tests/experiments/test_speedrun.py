@@ -74,6 +74,11 @@ def test_the_model_is_the_published_one():
   np.testing.assert_allclose(got, reference(weights, tokens), rtol=2e-4, atol=2e-4)
 
 
+def test_a_scale_of_normalized_embeddings_is_refused():
+  with pytest.raises(UserError, match="EMBEDDING_SCALE: this model normalizes"):
+    Speedrun(DATA_PATH="x", EMBEDDING_SCALE=12.0).trainer()
+
+
 def write(path, tokens, *, claimed=None, magic=20240520):
   header = np.zeros(256, np.int32)
   header[:3] = magic, 1, len(tokens) if claimed is None else claimed

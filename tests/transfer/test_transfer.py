@@ -117,6 +117,8 @@ MODE = ("--fdl_config=Gpt3_52k", "--mode=transfer")
     (("--widths=32,x",), "--widths=32,x: expected an int"),
     (("--rates=0.1",), "--rates needs --widths"),
     (("--depths=1,2",), "--depths goes with --rates"),
+    (("--fdl.MAX_SEQ_LEN_RAMP={2: 8}",), "--mode=transfer has no ramps"),
+    (("--fdl.MAX_STEPS=1000000000",), "holds all .* tokens of a run in memory"),
     (("--widths=16,32", "--rates=1", "--fdl.LEARNING_RATE=1"), "chooses LEARNING_RATE here"),
     (("--fdl.LR_WARMUP=2",), "LR_WARMUP has no effect with the other knobs"),
     (("--fdl_config=Lambada126M",), "no training data"),

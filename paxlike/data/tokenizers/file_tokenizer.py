@@ -29,6 +29,7 @@ _PROBES = (
   " a  b ",
   "\n\n\tif x:\r\n    y = 10_000  # “ﬁ①Ⅳ”",
   "Straße, Ångström, ÀÉ, Ελλάδα",
+  "İ",  # Lower case takes another number of bytes.
   "日本語の문장, ไทย, 👩‍👧 \U00013000 \u3000\u00a0.",
 )
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

@@ -85,6 +85,7 @@ CHANGING = {
   "words": lambda folder: hugging_face(folder, tiny_tokenizers.words()),
   "GPT-2 with a space": lambda folder: of_bytes(folder, prefix=True),
   "accents": lambda folder: of_bytes(folder, normalizer=normalizers.NFD()),
+  "lower case": lambda folder: of_bytes(folder, normalizer=normalizers.Lowercase()),
   "LLaMA 2": lambda folder: of_gemma(folder, prefix=True),
 }
 
