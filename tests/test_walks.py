@@ -69,7 +69,7 @@ def test_from_the_knob_to_a_matmul_in_8_bits(monkeypatch):
 
   monkeypatch.setattr(fiddlers, "quantize", observed)
   linears = list(fiddlers.select(made.trainer(), linear.Linear, *fiddlers.LORA_ROLES["all"]))
-  assert configured[-1] == trainer and fiddler == ("fiddlers.py", "quantize")
+  assert configured[-1] == trainer and fiddler == ("fiddlers/matmuls.py", "quantize")
   assert all(fdl.get_callable(node.dot) is layers.Fp8 for node in linears) and linears
   assert init == ("layers/linear.py", "__init__")
 

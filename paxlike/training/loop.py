@@ -17,7 +17,6 @@ from paxlike.devices import malloc
 from paxlike.inference import decoding
 from paxlike.inference.sampling import Sampling
 from paxlike.layers import flops
-from paxlike.layers.decoder import Batch
 from paxlike.layers.stack import layout_of
 from paxlike.processes import job_watch, phases
 from paxlike.processes.signals import StopSignal
@@ -170,7 +169,7 @@ class Loop:
     which = train_input.stage, _due(step, self._trainer.log_layers_every)
     if which not in self._programs:
       phases.enter("compile")
-      self._programs |= self._compiled(step, state, train_input.stage, arrays)
+      self._programs |= self._compiled(step, state, train_input.stage)
       phases.enter("dispatch", step)
     program = self._programs[which]
     repeated = None
@@ -211,12 +210,9 @@ class Loop:
     return stopping
 
   def _compiled(
-    self, step: int, state: TrainState, first: int, arrays: Batch
+    self, step: int, state: TrainState, first: int
   ) -> dict[tuple[int, bool], jax.stages.Compiled]:
-    """Returns the programs of all steps from `step` on; `first` is the index of its stage.
-
-    `arrays` is a batch of that stage, which may have more than `Dataset.no_rows`.
-    """
+    """Returns the programs of all steps from `step` on; `first` is the index of its stage."""
     every, num_steps, programs = self._trainer.log_layers_every, self._trainer.num_steps, {}
     for number, stage in enumerate(self._trainer.stages[first:], first):
       period = range(step, min(step + max(every, 1), stage.end, num_steps))
@@ -224,7 +220,7 @@ class Loop:
       for log_layers in sorted({_due(later, every) for later in period}):
         began = time.perf_counter()
         trainer = stage.trainer
-        batch = arrays if number == first else trainer.abstract()[1]
+        _, batch = trainer.abstract()
         programs[number, log_layers] = trainer.compile(state, batch, log_layers=log_layers)
         if log_layers or trainer.execution.compiled_step is None:
           name = "the step that logs layers" if log_layers else "the step"

@@ -15,8 +15,8 @@ from paxlike.layers.block import by_token
 from paxlike.layers.decoder import context_of
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.pipeline import executor
-from paxlike.layers.pipeline.executor import StageArrays
 from paxlike.layers.pipeline.spec import Pipeline, split_microbatches
+from paxlike.layers.pipeline.staged_model import StageArrays
 from paxlike.layers.stack import Stack
 from paxlike.training.gradients import Constants, Differentiated, Microbatch
 

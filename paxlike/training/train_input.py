@@ -44,7 +44,8 @@ class TrainInput:
     batch, self._first = self._first or next(self._batches), None
     self._positions.append((self._step, batch.state))
     self._step += 1
-    return batch
+    names = self._stages[self.stage].trainer.data.no_rows()  # Training ignores wrong answers.
+    return batch._replace(arrays={name: batch.arrays[name] for name in names})
 
   def enters_stage(self) -> bool:
     """Moves on to the stage of the next step; returns whether that is another one."""

@@ -182,8 +182,8 @@ def kinds() -> dict[str, Experiment]:
 EDITS = [
   *fiddlers.FIDDLERS,
   *(f"attention({kernel})" for kernel in layers.KERNELS),
-  *(f"quantize({kind})" for kind in fiddlers._DOTS),
-  *(f"quantize_weights({scheme})" for scheme in fiddlers._SCHEMES),
+  *(f"quantize({kind})" for kind in fiddlers.DOTS),
+  *(f"quantize_weights({scheme})" for scheme in fiddlers.SCHEMES),
   "lora(base=nf4, dropout=0.1)",
 ]
 

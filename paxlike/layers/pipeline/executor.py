@@ -14,8 +14,8 @@ stages take together, since they contain collectives over other axes.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,79 +27,8 @@ from paxlike.layers.pipeline import stage_shift
 from paxlike.layers.pipeline.jaxpr_dependence import depends_on_inputs
 from paxlike.layers.pipeline.schedules import Half, Phase
 from paxlike.layers.pipeline.spec import Pipeline
-
-
-class StageArrays(NamedTuple):
-  """Arrays of a model, by their sharding over stages.
-
-  Attributes:
-    common: A pytree replicated on all stages.
-    stacked: A pytree of [layers, ...], sharded over stages; a stage's chunks are adjacent.
-  """
-
-  common: Any
-  stacked: Any
-
-
-class StagedModel(Protocol):
-  """The model that the executor runs. Constants get no gradient."""
-
-  def embed(self, weights: Any, constants: Any, microbatch: Any) -> tuple[jax.Array, Aux]:
-    """Returns (x, Aux): the input of the first virtual stage, [b, T, D], and what its layers add.
-
-    This is the embedding and all layers before the stacked ones. Its weights are the common ones.
-    """
-    ...
-
-  def chunk(
-    self,
-    weights: StageArrays,
-    constants: StageArrays,
-    x: jax.Array,
-    microbatch: Any,
-    place: jax.Array,
-  ) -> tuple[jax.Array, Aux]:
-    """Returns (x after the layers of virtual stage `place`, their Aux).
-
-    The stacked weights and constants are those of the chunk.
-    """
-    ...
-
-  def further(
-    self, weights: Any, constants: Any, x: jax.Array, microbatch: Any
-  ) -> tuple[list[jax.Array], Aux]:
-    """Returns (further states that have a loss, [b, T, D] each, the Aux of their layers).
-
-    x is the final activations. The list is empty if only these have a loss.
-    """
-    ...
-
-  def loss(
-    self,
-    weights: Any,
-    constants: Any,
-    states: Sequence[jax.Array],
-    microbatch: Any,
-    shard: Callable[[jax.Array], jax.Array],
-  ) -> tuple[jax.Array, Aux]:
-    """Returns (the loss of this stage's shard of a microbatch's tokens, further losses).
-
-    Args:
-      weights: The common weights.
-      constants: The common constants.
-      states: [b, T / S, D] each: the final activations of the shard, then those of `further`.
-      microbatch: All tokens, [b, T, ...].
-      shard: Returns the shard [b, T / S, ...] of an array [b, T, ...].
-    """
-    ...
-
-  def combine(self, total: Any, new: Any) -> Any:
-    """Returns float32 gradients of common, or of stacked, weights after adding `new` ones."""
-    ...
-
-  def aux_cotangent(self, aux: Aux) -> Aux:
-    """Returns the cotangent of an Aux."""
-    ...
+from paxlike.layers.pipeline.stage_tokens import StageTokens
+from paxlike.layers.pipeline.staged_model import StageArrays, StagedModel
 
 
 class _State(NamedTuple):
@@ -172,6 +101,7 @@ class _Stage:
     self._constants = constants
     self._microbatches = microbatches
     self._index = jax.lax.axis_index(stage_shift.AXIS)
+    self._tokens = StageTokens(num_stages=pipeline.stages, stage=self._index)
 
   def start(self) -> _State:
     """Returns the state before the first tick."""
@@ -293,7 +223,7 @@ class _Stage:
       (further, of_further), back = jax.vjp(
         lambda common, y: self._further(common, y, microbatch), self._weights.common, y
       )
-      shards = [self._shard(one) for one in (y, *further)]
+      shards = [self._tokens.scattered(one) for one in (y, *further)]
       (value, of_loss), vjp = jax.vjp(
         lambda common, shards: self._shard_loss(common, shards, microbatch),
         self._weights.common,
@@ -301,7 +231,7 @@ class _Stage:
       )
       new, dx = vjp((jnp.ones_like(value), self._model.aux_cotangent(of_loss)))
       common = self._model.combine(common, new)
-      dy, *of_states = (self._whole(one, y.shape) for one in dx)
+      dy, *of_states = (self._tokens.gathered(one, y.shape) for one in dx)
       if further:
         aux = aux_losses.add(aux, aux_losses.add(of_further.where(is_here), of_loss))
         new, more = back((of_states, self._model.aux_cotangent(of_further)))
@@ -325,29 +255,13 @@ class _Stage:
     self, common: Any, shards: list[jax.Array], microbatch: Any
   ) -> tuple[jax.Array, Aux]:
     constants = self._constants.common
-    return self._model.loss(common, constants, shards, microbatch, self._token_shard)
+    return self._model.loss(common, constants, shards, microbatch, self._tokens.of)
 
   def _aux_of_loss(self, y: jax.Array, microbatch: Any) -> Aux:
     common = self._weights.common
     further, aux = self._further(common, y, microbatch)
-    shards = [self._shard(one) for one in (y, *further)]
+    shards = [self._tokens.scattered(one) for one in (y, *further)]
     return aux_losses.add(aux, self._shard_loss(common, shards, microbatch)[1])
-
-  def _shard(self, y: jax.Array) -> jax.Array:
-    """Returns this stage's shard [b, T / S, D] of the last stage's y [b, T, D]."""
-    S = self._pipeline.stages
-    # All stages but the last contribute zeros, so this scatters the last stage's tokens.
-    own = _by_stage(pytree_indexing.where(self._index == S - 1, y), S)
-    return jax.lax.psum_scatter(own, stage_shift.AXIS, scatter_dimension=2)
-
-  def _whole(self, shard: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns [b, T, D] of all stages' shards [b, T / S, D]; the inverse of `_shard`."""
-    gathered = jax.lax.all_gather(shard, stage_shift.AXIS, axis=2)
-    return gathered.reshape(shape[0], -1, shape[2])[:, : shape[1]]
-
-  def _token_shard(self, x: jax.Array) -> jax.Array:
-    """Returns this stage's tokens s, s + S, ... of [b, T, ...]; T is padded with zeros."""
-    return _by_stage(x, self._pipeline.stages)[:, :, self._index]
 
   def _run(
     self, weights: StageArrays, x: jax.Array, microbatch: Any, chunk: jax.Array | int
@@ -417,9 +331,3 @@ class _Stage:
       return jax.lax.dynamic_update_index_in_dim(by_chunk, new, chunk, 0).reshape(w.shape)
 
     return jax.tree.map(replaced, stacked, of_chunk)
-
-
-def _by_stage(x: jax.Array, num_stages: int) -> jax.Array:
-  length = -(-x.shape[1] // num_stages) * num_stages
-  x = jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-  return x.reshape(x.shape[0], length // num_stages, num_stages, *x.shape[2:])
