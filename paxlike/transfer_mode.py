@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
+import numpy as np
 from etils import epath
 
 from paxlike import fiddlers, root_graph
@@ -58,7 +59,8 @@ def _coordinate_check(models: "_Models") -> _Result:
   widest = models.widths[-1]
 
   def measure(program: Program, shape: Shape) -> tuple[Any, Any]:
-    return coordinate_check.measured(program, coordinate_check.draws(shape.width, widest))
+    draws = models.draws or coordinate_check.draws(shape.width, widest)
+    return coordinate_check.measured(program, draws)
 
   found = models.each(("standard", "mup"), measure)
   sizes = {kind: coordinate_check.joined(models.widths, each) for kind, each in found.items()}
@@ -68,11 +70,15 @@ def _coordinate_check(models: "_Models") -> _Result:
 
 
 def _rate_table(models: "_Models") -> _Result:
-  rates = models.rates
-  found = models.each(shapes.KINDS, lambda program, shape: rate_table.measured(program, rates))
+  rates, draws = models.rates, models.draws or 1
+
+  def measure(program: Program, _: Shape) -> np.ndarray:
+    return rate_table.measured(program, rates, draws)
+
+  found = models.each(shapes.KINDS, measure)
   losses = {kind: dict(zip(models.shapes, each, strict=True)) for kind, each in found.items()}
   tables = {kind: rate_table.Table(rates, each) for kind, each in losses.items()}
-  table = rate_table.Tables(models.training(), tables)
+  table = rate_table.Tables(models.training(), draws, tables)
   draw = functools.partial(transfer_plot.of_rates, table)
   return transfer_page.of_rates(table), transfer_page.facts_of_rates(table), draw
 
@@ -84,6 +90,7 @@ class _Models:
     values: The knobs of the experiment.
     widths, depths: The sizes, ascending.
     rates: The learning rates to try, ascending; empty: the experiment's.
+    draws: Number of initial weights to average over; None: the default of what is measured.
     shapes: Each width at each depth.
   """
 
@@ -110,6 +117,7 @@ class _Models:
     self._kind = self.values["PARAMETRIZATION"] if "PARAMETRIZATION" in given else None
     self.widths = options.widths or _WIDTHS
     self.rates = options.rates or ()
+    self.draws = options.draws
     self.depths = options.depths or (self.values["NUM_LAYERS"],)
     self.shapes = [Shape(*pair) for pair in itertools.product(self.widths, self.depths)]
     for width in self.widths:

@@ -42,6 +42,7 @@ NUMBERS = {
   "slices": _COUNT,
   "global_batch": ranges.Size,
   "confirm": Annotated[int, ranges.Range(least=0, most=1000)],
+  "draws": Annotated[int, ranges.Range(least=1, most=1000)],
   "tokens": Annotated[float, ranges.Range(least=1, most=1e18)],
   "dcn_bandwidth": Annotated[float, ranges.Range(least=1e6, most=1e15)],
   "num_hosts": _COUNT,

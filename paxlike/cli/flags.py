@@ -35,6 +35,7 @@ ONLY_IN = {
   "widths": ("transfer",),
   "depths": ("transfer",),
   "rates": ("transfer",),
+  "draws": ("transfer",),
   "compiled_step": ("train",),
   "pgle_profile": ("train", "compile"),
   "continuous": ("eval",),
@@ -76,6 +77,8 @@ class Options:
     widths: MODEL_DIMS of the models to compare, ascending; None: those of the coordinate check.
     depths: NUM_LAYERS of these models; None: the experiment's.
     rates: Learning rates to find the best of; None: check the coordinates instead.
+    draws: Number of initial weights that each measurement is a mean over; None: one for each
+      learning rate, and up to 8 for the coordinates of narrow models.
     compiled_step: File of the compiled step to train with.
     pgle_profile: File of such durations, by which XLA schedules the step.
     traceback: Also print the traceback of the error that ends the program.
@@ -132,6 +135,7 @@ class Options:
   widths: tuple[int, ...] | None = None
   depths: tuple[int, ...] | None = None
   rates: tuple[float, ...] | None = None
+  draws: int | None = None
   compiled_step: str | None = None
   pgle_profile: str | None = None
   traceback: bool = False

@@ -64,9 +64,10 @@ def _plain(sizes: Sizes) -> dict[str, Any]:
 def of_rates(tables: Tables) -> str:
   """Returns the losses and the best rates as text."""
   last = averaged(tables.training.steps)
+  drawn = f", over {tables.draws} initial weights each" if tables.draws > 1 else ""
   about = (
-    f"training loss, a mean of the last {last} of {_of(tables.training)}, by LEARNING_RATE, and"
-    " the best one"
+    f"training loss, a mean of the last {last} of {_of(tables.training)}{drawn}, by LEARNING_RATE,"
+    " and the best one"
   )
   return "\n\n".join([about, *(_of_table(kind, one) for kind, one in tables.tables.items())])
 
@@ -94,6 +95,7 @@ def facts_of_rates(tables: Tables) -> dict[str, Any]:
   """Returns the losses and the best rates as plain data."""
   return {
     **tables.training._asdict(),
+    "draws": tables.draws,
     "parametrizations": {
       kind: {
         "rates": list(table.rates),

@@ -68,6 +68,7 @@ What to do
   --widths=128,256,512    transfer: MODEL_DIMS of the models; heads and other widths grow with it
   --rates=0.001,0.002     transfer: find the best of these LEARNING_RATEs for each width
   --depths=2,4,8          transfer: and for each of these NUM_LAYERS
+  --draws=4               transfer: average over so many initial weights
   --against=NAME          show: print the difference from this experiment
   --changed               show: print only the knobs that differ from the family's default: that of
                           the nearest base class which is not registered (--list)

@@ -28,10 +28,12 @@ class Tables(NamedTuple):
 
   Attributes:
     training: What all models have in common.
+    draws: Number of initial weights over which each loss is a mean.
     tables: Parametrization -> its losses.
   """
 
   training: Training
+  draws: int
   tables: Mapping[str, "Table"]
 
 
@@ -40,7 +42,7 @@ class Table(NamedTuple):
 
   Attributes:
     rates: R peaks of the learning rate, ascending.
-    losses: Shape -> [R], the training loss at the end; NaN: it was not finite.
+    losses: Shape -> [R], the training loss at the end; NaN: one of its runs had none.
   """
 
   rates: Sequence[float]
@@ -79,13 +81,18 @@ def averaged(steps: int) -> int:
   return max(steps // 10, 1)
 
 
-def measured(program: Program, rates: Sequence[float]) -> np.ndarray:
+def measured(program: Program, rates: Sequence[float], draws: int = 1) -> np.ndarray:
   """Trains at each rate, and returns the [R] losses, each a mean of the last steps.
 
-  The program's learning rate must be the first of `rates`.
+  They are means over `draws` initial weights, the same ones at each rate, too. The program's
+  learning rate must be the first of `rates`.
   """
   steps = program.trainer.num_steps
   last = averaged(steps)
   with program.batches(steps) as batches:
-    ends = [program.train(batches, rate / rates[0])[-last:].mean() for rate in rates]
-  return np.where(np.isfinite(ends), ends, np.nan)
+    ends = [
+      [program.train(batches, rate / rates[0], draw=draw)[-last:].mean() for draw in range(draws)]
+      for rate in rates
+    ]
+  losses = np.mean(ends, 1)
+  return np.where(np.isfinite(losses), losses, np.nan)

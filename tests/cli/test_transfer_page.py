@@ -23,6 +23,7 @@ def sizes(last):
 CHECK = Check(TRAINING, 0.01, {"standard": sizes(4.0), "mup": sizes(1.0), "broken": sizes(np.nan)})
 TABLES = Tables(
   TRAINING,
+  4,
   {
     "standard": Table(
       (0.01, 0.02, 0.04),
@@ -44,7 +45,9 @@ def test_the_coordinate_check_shows_slopes():
 
 
 def test_the_table_of_rates_shows_the_best():
-  lines = [line.split() for line in transfer_page.of_rates(TABLES).splitlines()]
+  about, *lines = transfer_page.of_rates(TABLES).splitlines()
+  assert "of 20 steps of 768 tokens of Mine, over 4 initial weights each, by" in about
+  lines = [line.split() for line in lines]
   assert ["32", "2", "2.000", "1.000", "2.000", "0.02"] in lines
   assert ["64", "2", "1.000", "2.000", "-", "<0.01"] in lines
   assert "best rates differ by a factor of at least 2.00" in transfer_page.of_rates(TABLES)

@@ -32,7 +32,6 @@ SIZES = {
 @pytest.mark.parametrize(
   ("target", "knobs"),
   [
-    ("h100-8", {"USE_REPEATED_LAYER": True}),
     ("h100-8", {"USE_REPEATED_LAYER": False}),
     ("h100-8", {"USE_REPEATED_LAYER": True, "USE_LORA": True, "LORA_RANK": 8}),
     ("h100-8", {"USE_REPEATED_LAYER": True, "GRADIENT_ACCUMULATION_STEPS": 2}),

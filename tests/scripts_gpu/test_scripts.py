@@ -104,6 +104,8 @@ def test_the_pile_then_lambada_on_one_node(data, tmp_path, program):
   assert status == 0, out
   log = (tmp_path / "logs" / "lambada_output.log").read_text()
   assert "evaluated lambada after 2 updates: acc_strict: " in log
+  records = (tmp_path / "logs" / "eval_out" / "lambada" / "eval_00000002.jsonl").read_text()
+  assert [json.loads(line)["example"] for line in records.splitlines()] == list(range(100))
   # What fails says so, although its output goes through tee.
   assert run("run_lambada_singlenode.sh", *common, "--fdl.NO=1", *small, **own)[0] == 2
   assert run("run_lambada_singlenode.sh", data, cwd=tmp_path)[0] != 0

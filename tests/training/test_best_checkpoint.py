@@ -132,8 +132,9 @@ def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("in_evaluation", "stops_at"), [(1, 2), (2, 4)])
-@pytest.mark.parametrize("how", [HIGHEST, ()])
+@pytest.mark.parametrize(
+  ("how", "in_evaluation", "stops_at"), [(HIGHEST, 1, 2), (HIGHEST, 2, 4), ((), 1, 2)]
+)
 def test_an_evaluation_that_a_stop_ends_is_made_by_the_next_run(
   tmp_path, text, monkeypatch, how, in_evaluation, stops_at
 ):

@@ -27,7 +27,7 @@ def test_three_cooldowns_begin_where_a_stable_run_was(tmp_path, text):
     folder = tmp_path / f"cooldown_{start}"
     source = f"--fdl.DECAY_FROM={stable}/checkpoints/checkpoint_{start:08d}"
     more = (source, f"--fdl.MAX_STEPS={start + 4}", f"--job_log_dir={folder}")
-    for steps in (start + 2, start + 4):  # It is stopped once.
+    for steps in (start + 2, start + 4) if start == 4 else (start + 4,):  # One is stopped once.
       assert run(*flags, *more, f"--fdl.num_steps={steps}") == 0
     found = dict(curve(folder))
     assert list(found) == list(range(start + 1, start + 5))

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sentencepiece
 from helpers.program import curve, finish, run, start
 from helpers.rows import Rows
 from helpers.tiny_model import SEQ_LEN, VOCAB, tiny
@@ -280,60 +279,3 @@ def test_lambada_of_one_who_knows_and_of_one_who_does_not(
   assert [record["example"] for record in result.records] == list(range(5153))
   if share == 0.0:
     assert result.values["log_pplx"] == pytest.approx(np.log(512), rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # TensorFlow's own.
-def test_what_the_pile_taught_is_asked_by_lambada(tmp_path, capsys, monkeypatch):
-  """The recipes as they are used, small: train, evaluate, and the same on another mesh."""
-  texts = [f"number {i} is {'very ' * (i % 5)}number {i}" for i in range(60)]
-  for name, split in (("the_pile", "train"), ("the_pile", "validation"), ("my_lambada", "test")):
-    (tmp_path / f"{name}-{split}.jsonl").write_text(
-      "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    )
-  for name, splits in (("the_pile", ("train", "validation")), ("my_lambada", ("test",))):
-    schema = Schema(name=f"{name}:1.0.0", splits=splits, fields={"text": (("text",), str)})
-    files = [tmp_path / f"{name}-{split}.jsonl" for split in splits]
-    tfds_writer.write(schema, files, tmp_path)
-  with (tmp_path / "pieces.model").open("wb") as model:
-    sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=iter(texts),
-      model_writer=model,
-      vocab_size=60,
-      model_type="bpe",
-      minloglevel=2,
-    )
-  monkeypatch.setenv("VOCAB_PATH", str(tmp_path / "pieces.model"))
-  knobs = {
-    "VOCAB_SIZE": 60,
-    "NUM_LAYERS": 2,
-    "MODEL_DIMS": 16,
-    "HIDDEN_DIMS": 32,
-    "NUM_HEADS": 2,
-    "DIMS_PER_HEAD": 8,
-    "MAX_SEQ_LEN": 96,
-    "NUM_EXPERTS": 4,
-    "PERCORE_BATCH_SIZE": 1,
-    "FPROP_DTYPE": "float32",
-    "MAX_STEPS": 2,
-    "LR_COS_WARMUP": 1,
-    "LR_COS_DECAY_START": 2,
-  }
-  flags = [f"--fdl.{name}={value}" for name, value in knobs.items()]
-  flags += [f"--tfds_data_dir={tmp_path}", f"--job_log_dir={tmp_path / 'run'}"]
-  assert run("--fdl_config=PileGLaM126M64E", *flags) == 0
-  assert "evaluated validation after 2 updates" in capsys.readouterr().out
-  scores = []
-  for mesh in ("[1,-1,1]", "[2,2,2]"):
-    more = ("--mode=eval", f"--fdl.ICI_MESH_SHAPE={mesh}")
-    assert run("--fdl_config=LambadaGLaM126M64E", *flags, *more) == 0
-    assert "evaluated lambada after 2 updates: acc_strict: " in capsys.readouterr().out
-    out = tmp_path / "run" / "eval_out" / "lambada"
-    scores.append(json.loads((out / "eval_00000002.json").read_text()))
-    records = (out / "eval_00000002.jsonl").read_text().splitlines()
-    assert [json.loads(line)["example"] for line in records] == list(range(60))
-  assert scores[0]["num_examples"] == 60
-  assert scores[0]["acc_strict"] == scores[1]["acc_strict"]
-  assert scores[0]["log_pplx"] == pytest.approx(scores[1]["log_pplx"], rel=1e-5)
-  assert run("--fdl_config=LambadaGLaM126M64E", *flags) == 2
-  assert "has no training data (train_data): it is for" in capsys.readouterr().err

@@ -137,7 +137,6 @@ def test_a_start_that_failed_leaves_no_base_behind(tmp_path):
 @pytest.mark.parametrize(
   ("mesh", "more"),
   [
-    ("[8,1,1]", {}),
     ("[1,8,1]", {"USE_REPEATED_LAYER": False}),
     ("[2,2,2]", {"LORA_DROPOUT": 0.1, "LORA_TARGET_LAYERS": "all", "LORA_RANK": 2}),
   ],
