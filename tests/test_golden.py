@@ -18,6 +18,9 @@ from helpers.program import run
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 EVALUATED = ("log_pplx", "fraction_of_correct_next_step_preds", "num_predictions")
+# Each kind of layout, optimizer state and side data; all are evaluated.
+RESUMED = {"gpt", "gpt_unrolled", "gpt_pipelined", "llama_lora", "llama_fp8"}
+RESUMED |= {"deepseek", "mixtral_capacity", "gemma2"}
 pytestmark = pytest.mark.slow
 
 
@@ -44,7 +47,8 @@ def test_an_older_run_is_evaluated_and_resumed(archive, tmp_path, monkeypatch, c
   found = json.loads(evaluated.read_text())
   for name in EVALUATED:
     np.testing.assert_allclose(found[name], evaluations[2][name], rtol=1e-5, err_msg=name)
-
+  if archive.name.partition(".")[0] not in RESUMED:
+    return
   again = f"--fdl_config_file={folder / 'config.json'}"
   (folder / "metrics.jsonl").unlink()
   assert run(again, f"--job_log_dir={folder}") == 0

@@ -62,9 +62,16 @@ class Branch:
     return self._folder.parent.parent
 
   def provenance(self) -> str | None:
-    """Returns the record of those initial weights; None: there is none."""
+    """Returns the record of those initial weights; None: there is none.
+
+    Raises:
+      UserError: It cannot be read.
+    """
     file = self.run / PROVENANCE
-    return file_io.read_bytes(file).decode() if file.exists() else None
+    try:
+      return file_io.read_bytes(file).decode() if file.exists() else None
+    except (OSError, ValueError) as error:
+      raise UserError(f"{file} cannot be read: {file_io.reason(error)}.") from error
 
   @property
   def _folder(self) -> epath.Path:

@@ -89,6 +89,7 @@ class Checkpoints:
     if jax.process_index() == 0:
       for path in map(self.path, newer):
         path.rename(self._directory / f"damaged_{path.name}_{time.time_ns()}")
+    self._damaged.difference_update(newer)
     if jax.process_count() > 1:
       multihost_utils.sync_global_devices("damaged checkpoints are moved aside")
     options = orbax_hooks.options(
@@ -204,6 +205,10 @@ class Checkpoints:
         return step, restored
       del restored  # Memory may not suffice for two.
       self._damaged.add(step)
+      self._at.pop(step, None)
+      if self._manager is not None:  # The next save opens another, which moves it aside.
+        self._manager.close()
+        self._manager = None
       print(f"paxlike: {one_line(reason)}", file=sys.stderr)
     if steps:
       raise UserError(

@@ -94,8 +94,9 @@ def changes(before: Any, graph: Any, *, folder: epath.Path) -> str:
 def _portable_experiment(experiment: Experiment, graph: Any) -> Experiment:
   change = _Change(graph, run_folder.OWN)
   saved = copy.deepcopy(experiment)
+  knobs = experiment.knobs()
   for name, setting in experiment.values().items():
-    new = paths.changed(experiment.knobs()[name].type, setting.value, change)
+    new = paths.changed(knobs[name].type, setting.value, change)
     if new != setting.value:
       saved.set(name, new, source=setting.source)
   return saved

@@ -290,6 +290,8 @@ def _check_transfer(options: Options):
     )
   if options.rates is not None and options.widths is None:
     raise UserError("--rates needs --widths, such as --widths=32,64,128: each is trained at each.")
+  if options.rates is not None and 0 in options.rates:
+    raise UserError("--rates: a rate of 0 trains nothing.")
   if options.rates is None and options.depths is not None:
     raise UserError("--depths goes with --rates: the coordinate check is over widths.")
 

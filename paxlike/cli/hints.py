@@ -85,7 +85,7 @@ def of_edit(experiment: "Experiment | None", path: str, text: str) -> Iterator[N
     yield
   except UserError as error:
     knob = path.upper()
-    if experiment is None or knob not in type(experiment).knobs():
+    if experiment is None or not experiment.declares(knob):
       raise
     value = shlex.quote(f"--fdl.{knob}={text}")
     raise UserError(f"--fdl.{path}={text}: knobs are UPPER_CASE. Did you mean {value}?") from error

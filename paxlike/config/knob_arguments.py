@@ -93,7 +93,7 @@ def _parameters(called: ast.expr, names: dict[str, Any]) -> list[str]:
 def _read(cls: type[Knobs], tree: ast.Module, value: ast.expr, depth: int) -> Iterator[str]:
   """Yields the knobs whose unchanged value an expression may have."""
   own = value.attr if isinstance(value, ast.Attribute) and _is_self(value.value) else None
-  if own in cls.knobs():
+  if own is not None and cls.declares(own):
     yield own
   elif isinstance(value, ast.IfExp):
     yield from _read(cls, tree, value.body, depth)
@@ -112,7 +112,7 @@ def _read(cls: type[Knobs], tree: ast.Module, value: ast.expr, depth: int) -> It
 def _calculated(cls: type[Knobs], tree: ast.Module, value: ast.expr, depth: int) -> Iterator[str]:
   """Yields the knobs in an expression and in the values of its variables."""
   for node in ast.walk(value):
-    if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr in cls.knobs():
+    if isinstance(node, ast.Attribute) and _is_self(node.value) and cls.declares(node.attr):
       yield node.attr
     elif isinstance(node, ast.Name) and depth:
       for given in _assigned(tree, node.id):

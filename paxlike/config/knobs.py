@@ -211,6 +211,11 @@ class Knobs:
       for name, (kind, declared_in) in cls._declared.items()
     }
 
+  @classmethod
+  def declares(cls, name: str) -> bool:
+    """Returns whether there is a knob of this name."""
+    return name in cls._declared
+
   def values(self) -> dict[str, Setting]:
     """Returns the value of every knob and who set it; does not count as reading."""
     settings = self._state("_settings", dict)

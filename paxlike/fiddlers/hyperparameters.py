@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import fiddle as fdl
+import optax
 
 from paxlike import layers
 from paxlike.config import building, ranges
@@ -73,7 +74,11 @@ def parametrize(
 def change_rate(graph: fdl.Buildable, change: Callable[[optimizers.Schedule], Any]):
   """Replaces the learning-rate schedule of the optimizer by what `change` makes of it."""
   for node in list(having(graph.optimizer, "learning_rate")):
-    node.learning_rate = change(building.build(node.learning_rate))
+    node.learning_rate = change(_schedule(building.build(node.learning_rate)))
+
+
+def _schedule(rate: Any) -> optimizers.Schedule:
+  return optax.constant_schedule(rate) if isinstance(rate, int | float) else rate
 
 
 def _for_width(init: Any, width: float, *, to_width: bool) -> Any:

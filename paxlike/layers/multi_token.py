@@ -114,9 +114,8 @@ class SequentialMtp(MultiTokenPrediction):
   """The modules of DeepSeek-V3 (DeepSeek-AI, 2024, arXiv:2412.19437, section 2.2).
 
   Layer k takes the normalized output of the layer before, at first that of the model, and the
-  embedding of the k-th token after it. Before the last k tokens of a document, all the tokens that
-  it reads are of the same document; the others have no weight, and no earlier token attends to
-  them.
+  embedding of the k-th token after it. In the last k positions of a document it reads tokens of the
+  next one; these positions have no weight, and no earlier position attends to them.
   """
 
   def __init__(

@@ -19,6 +19,7 @@ from paxlike.inference.sampling import Sampling
 from paxlike.layers import flops
 from paxlike.layers.stack import layout_of
 from paxlike.processes import job_watch, phases
+from paxlike.processes.host_collectives import broadcast
 from paxlike.processes.signals import StopSignal
 from paxlike.telemetry.run_header import RunHeader
 from paxlike.telemetry.run_log import RunLog
@@ -107,7 +108,10 @@ class Loop:
       self._profile(start)
       owed = self._evaluates_after(start) and best.lacks_evaluation(start, trainer.eval_data)
       if owed:  # The run was stopped before or during the evaluation at step `start`.
-        self._judge(state, start)
+        keep = self._judge(state, start)
+        if keep and trainer.saving and start not in broadcast(self._saved.steps):
+          assert position is not None  # It is of another run's checkpoint.
+          self._save(state, position)
       stopping = owed and self._stop.requested()
       for step in range(start, trainer.num_steps):
         if stopping or best.is_hopeless:
@@ -148,8 +152,8 @@ class Loop:
         last = Rollbacks(branch.run, most=1).last(start)
     if last is not None:
       self._run_log.note(
-        f"from step {start}, the data of steps {start} to {last.spike} are skipped because of a"
-        f" spike ({rollback.FILE})"
+        f"from step {start}, the data up to those of the spike at step {last.spike} are skipped"
+        f" ({rollback.FILE})"
       )
     return last
 
@@ -193,8 +197,7 @@ class Loop:
     evaluate = not stopping and self._evaluates_after(step + 1)
     self._profile(step + 1)
     if _due(step, trainer.check_replicas_every):
-      self._pause("the check of replicas")
-      check_replicas(state, step, every=trainer.check_replicas_every)
+      self._check_replicas(state)
     if save or evaluate or ending:
       self._log(self._meter.flush())
     if self._spike is not None:  # What comes after it is neither saved nor evaluated.
@@ -258,7 +261,14 @@ class Loop:
       phases.enter("profile", step)
     self._profiler.update(step)
 
+  def _check_replicas(self, state: TrainState):
+    self._pause("the check of replicas")
+    check_replicas(state, int(state.step) - 1)
+
   def _save(self, state: TrainState, data_state: dict[str, Any]):
+    every = self._trainer.check_replicas_every
+    if every and int(state.step) % every:  # Else it has just been checked.
+      self._check_replicas(state)
     self._pause("saving")
     phases.enter("save", int(state.step))
     changing = flatten(dataclasses.replace(state, frozen={}, reference={}))

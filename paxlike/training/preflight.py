@@ -141,6 +141,11 @@ def check_setup(trainer: Any, *, training: bool):
     )
   if training and not trainer.definition.num_trained:
     raise UserError(f"trained={trainer.trained!r} matches no weight: nothing would be trained.")
+  if training and trainer.optimizer.rolls_back and not trainer.saving:
+    raise UserError(
+      "ON_SPIKE=rollback goes on from checkpoints: leave --enable_checkpoint_saving=false out, or"
+      " choose ON_SPIKE=skip."
+    )
   if training and trainer.model.mtp is not None and not isinstance(trainer.objective, NextToken):
     raise UserError(
       f"MTP_NUM_LAYERS has a loss with the objective NextToken, not with"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ramp:
-  """Other sizes of the steps before step `end`, from the end of the previous ramp on.
+  """Batch size and sequence length from the end of the previous ramp to step `end`.
 
   Attributes:
     end: The number of steps that are complete when it ends.
@@ -77,7 +77,8 @@ def stages(trainer: "Trainer") -> list[Stage]:
       trainer, percore_batch_size=percore * slices, train_data=data, execution=execution, ramps=()
     )
     with naming(ramp.end):
-      found.append(Stage(ramp.end, variant, variant.batch_size // slices))
+      whole = dataclasses.replace(trainer, percore_batch_size=percore, ramps=()).batch_size
+    found.append(Stage(ramp.end, variant, whole))
   return [*found, Stage(ranges.INT32, trainer, trainer.batch_size)]
 
 

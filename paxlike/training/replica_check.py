@@ -51,8 +51,8 @@ def checksums(state: TrainState) -> Checksums:
   return Checksums(list(arrays), devices, np.asarray(values), np.stack(shards, axis=1))
 
 
-def check_replicas(state: TrainState, step: int, *, every: int):
-  """Compares the copies of each shard after `step`, counted from 0, as is done every `every` steps.
+def check_replicas(state: TrainState, step: int):
+  """Compares the copies of each shard after `step`, counted from 0.
 
   Raises:
     RunError: They differ; it names the devices that differ from most others, and the arrays.
@@ -72,8 +72,8 @@ def check_replicas(state: TrainState, step: int, *, every: int):
   if wrong:
     raise RunError(
       f"after step {step}, copies of the state differ (CHECK_REPLICAS_EVERY): {_named(wrong)}. A"
-      " device computes or stores wrong numbers: exclude it, and go on from a checkpoint of at most"
-      f" {max(step + 1 - every, 0)} completed steps, since later ones may hold the error."
+      " device computes or stores wrong numbers. Exclude it, and run the same command: it goes on"
+      " from the newest checkpoint, whose copies were equal."
     )
 
 

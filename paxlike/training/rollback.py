@@ -24,14 +24,21 @@ class Rollback:
 
   Attributes:
     checkpoint: The completed steps of the checkpoint.
-    spike: The step of the spike, counted from 0. The data of steps `checkpoint` to `spike` are
-      skipped.
+    spike: The step of the spike, counted from 0. The data up to those of this step are skipped.
     train_input: The position in the data from which the run goes on.
   """
 
   checkpoint: int
   spike: int
   train_input: dict[str, Any]
+
+
+def _check(rollback: Rollback):
+  """Raises a TypeError if a value is of another type."""
+  if type(rollback.checkpoint) is not int or type(rollback.spike) is not int:
+    raise TypeError("a step is not a number")
+  if not isinstance(rollback.train_input, dict):
+    raise TypeError("train_input is no position in data")
 
 
 class Rollbacks:
@@ -43,23 +50,22 @@ class Rollbacks:
     After `most` rollbacks to a checkpoint, one more spike ends the run.
 
     Raises:
-      UserError: Their file is damaged.
+      UserError: Their file is damaged or cannot be read.
     """
     path = folder / FILE
     self._most = most
 
     def content() -> bytes:
-      if not path.exists():
-        return b"[]"
-      text = file_io.read_bytes(path)
       try:
-        found = [Rollback(**one) for one in json.loads(text)]
-        if not all(type(step) is int for one in found for step in (one.checkpoint, one.spike)):
-          raise TypeError("a step is not a number")
+        if not path.exists():
+          return b"[]"
+        text = file_io.read_bytes(path)
+        for one in json.loads(text):
+          _check(Rollback(**one))
       except (OSError, *file_io.MALFORMED) as error:
         raise UserError(
-          f"{path} is damaged ({file_io.reason(error)}), so which data this run skips is unknown:"
-          " restore the file, or remove it to skip none."
+          f"{path} cannot be read ({file_io.reason(error)}), so which data this run skips is"
+          " unknown: restore the file, or remove it to skip none."
         ) from error
       return text
 

@@ -23,7 +23,7 @@ class TrainInput:
   ):
     """Begins with `step`, after a position in the data; None: with the first sequence.
 
-    `seen` is the number of batches up to the position, of which some may have been skipped.
+    `seen` is the least number of batches before the position, by which damage is noticed.
     """
     self._stages = stages
     self._skipped = seen - step

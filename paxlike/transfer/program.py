@@ -121,6 +121,11 @@ def _check(trainer: Trainer):
     raise UserError(
       "--mode=transfer has no ramps: leave out PERCORE_BATCH_SIZE_RAMP and MAX_SEQ_LEN_RAMP."
     )
+  guard = trainer.optimizer.guard
+  if guard is not None and guard.action not in ("report", "clip"):
+    raise UserError("--mode=transfer compares runs of equal steps: leave ON_SPIKE out.")
+  if trainer.num_steps < 1:
+    raise UserError("--mode=transfer needs MAX_STEPS of at least 1.")
   tokens = trainer.num_steps * trainer.batch_size * trainer.data.seq_len
   if tokens > _MOST_TOKENS:
     raise UserError(

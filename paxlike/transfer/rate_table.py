@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paxlike.errors import UserError
 from paxlike.transfer.program import Program
 from paxlike.transfer.shapes import Shape, Training
 
@@ -94,5 +95,10 @@ def measured(program: Program, rates: Sequence[float], draws: int = 1) -> np.nda
       [program.train(batches, rate / rates[0], draw=draw)[-last:].mean() for draw in range(draws)]
       for rate in rates
     ]
+  if len(rates) > 1 and np.ptp(ends, axis=0).max() == 0:
+    raise UserError(
+      "all rates give the same loss: no update of this optimizer is by the argument `learning_rate`"
+      " of its node, which --rates changes."
+    )
   losses = np.mean(ends, 1)
   return np.where(np.isfinite(losses), losses, np.nan)

@@ -128,16 +128,9 @@ def test_what_fits_a_gpu_is_what_fits_the_share_that_programs_have(monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("name", "kind", "scan"),
-  [
-    ("Synthetic126M", "fp8", False),
-    ("SyntheticLLaMA7B", "fp8_delayed", True),
-  ],
-)
-def test_every_product_of_a_block_is_in_8_bits_and_no_other(h200, name, kind, scan):
-  knobs = {"USE_REPEATED_LAYER": scan, "CHECKPOINT_POLICY": "SAVE_EVERYTHING"}
-  graph = registry.find(name)(QUANTIZATION=kind, **knobs).trainer()
+def test_every_product_of_a_block_is_in_8_bits_and_no_other(h200):
+  knobs = {"USE_REPEATED_LAYER": True, "CHECKPOINT_POLICY": "SAVE_EVERYTHING"}
+  graph = registry.find("SyntheticLLaMA7B")(QUANTIZATION="fp8_delayed", **knobs).trainer()
   fiddlers.shrink(graph)
   trainer = run_mode.build_trainer(graph)
   program = aot.compile_step(trainer)
@@ -198,7 +191,6 @@ RATES = KernelRates(
 RECORDED = {
   ("Synthetic126M", "PERCORE_BATCH_SIZE=32 NUM_LAYERS=4 VOCAB_SIZE=4096"): (32.7, 7.25),
   ("Synthetic5B", "PERCORE_BATCH_SIZE=8 NUM_LAYERS=2 USE_FP8=true"): (81.6, 7.5),
-  ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2 USE_FP8=true"): (39.8, 4.0),
   ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2 USE_LORA=true LORA_RANK=32"): (32.7, 2.6),
 }
 # Such as gradients of biases, and of embedded tokens.

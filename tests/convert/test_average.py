@@ -149,3 +149,4 @@ def test_the_folder_is_evaluated_decoded_exported_and_trained_from(tmp_path, cap
   for name, value in arrays.items():
     wanted = (saved.at(2).read(name) + saved.at(3).read(name)) / 2
     np.testing.assert_allclose(value, wanted, rtol=1e-6, atol=1e-8)
+  paxlike.load(tmp_path / "tuned_mean")  # With the weights that the adapters are of.

@@ -69,7 +69,7 @@ def start(
       stdout=out,
       stderr=out if log is None else subprocess.STDOUT,
       text=True,
-      env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+      env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"},
     )
 
 

@@ -101,6 +101,29 @@ def until_saved(folder: pathlib.Path, processes: list[subprocess.Popen]):
 
 
 @pytest.mark.slow
+def test_two_processes_roll_back_as_one_does(tmp_path):
+  """In the second stage of a ramp, and with all copies of the state compared after each step."""
+  flags = ("--fdl.ON_SPIKE=rollback", "--fdl.MAX_STEPS=26", "--fdl.CHECK_REPLICAS_EVERY=1")
+  sizes = ("--fdl.PERCORE_BATCH_SIZE=4", "--fdl.PERCORE_BATCH_SIZE_RAMP={4: 2}")
+  model = ("--fdl_config=helpers.spiky.Spiky",)
+  replicated = ("--fdl.DCN_MESH_SHAPE=[2,1,1]", *sizes, *flags)
+  succeed(job(2, tmp_path / "two", *replicated, model=model))
+  sizes = ("--fdl.PERCORE_BATCH_SIZE=8", "--fdl.PERCORE_BATCH_SIZE_RAMP={4: 4}")
+  succeed(job(1, tmp_path / "one", *sizes, *flags, model=model))
+  found = [
+    [
+      (one["checkpoint"], one["spike"])
+      for one in json.loads((folder / "rollbacks.json").read_text())
+    ]
+    for folder in (tmp_path / "two", tmp_path / "one")
+  ]
+  assert found[0] == found[1] and found[0][0] == (16, 21)
+  two, one = curve(tmp_path / "two"), curve(tmp_path / "one")
+  assert [updates for updates, _ in two] == list(range(1, 27))
+  np.testing.assert_allclose(two, one, rtol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_others_by_its_name_and_the_job_resumes(tmp_path, victim):
   processes = job(2, tmp_path / "run", *LONG, signalled=True)

@@ -6,6 +6,9 @@ import json
 import pytest
 from helpers.program import TEXT, curve, run
 
+# So that the other run's checkpoint, which is evaluated first, is the best.
+HIGHEST = ("--fdl.BEST_CHECKPOINT_METRIC=validation/log_pplx", "--fdl.BEST_CHECKPOINT_MODE=max")
+HIGHEST += ("--fdl.EVAL_INTERVAL_STEPS=2", "--fdl.CHECKPOINT_EVERY_N_STEPS=2")
 STABLE = ("--fdl.LR_SCHEDULE=wsd", "--fdl.LR_WARMUP=2", "--fdl.LR_WSD_DECAY=0")
 
 
@@ -26,9 +29,11 @@ def test_three_cooldowns_begin_where_a_stable_run_was(tmp_path, text):
   for start in (2, 4, 6):
     folder = tmp_path / f"cooldown_{start}"
     source = f"--fdl.DECAY_FROM={stable}/checkpoints/checkpoint_{start:08d}"
-    more = (source, f"--fdl.MAX_STEPS={start + 4}", f"--job_log_dir={folder}")
+    more = (source, *HIGHEST, f"--fdl.MAX_STEPS={start + 4}", f"--job_log_dir={folder}")
     for steps in (start + 2, start + 4) if start == 4 else (start + 4,):  # One is stopped once.
       assert run(*flags, *more, f"--fdl.num_steps={steps}") == 0
+    best = json.loads((folder / "best.json").read_text())["values"][0][0]
+    assert best == start and (folder / "checkpoints" / f"checkpoint_{start:08d}").exists()
     found = dict(curve(folder))
     assert list(found) == list(range(start + 1, start + 5))
     assert found[start + 1] == whole[start + 1]  # The same weights, and the next batch.

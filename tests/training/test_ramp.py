@@ -14,8 +14,8 @@ from paxlike.training import ramp
 BATCH = "--fdl.PERCORE_BATCH_SIZE_RAMP"
 RAMPS = (
   "--fdl.PERCORE_BATCH_SIZE=2",
-  "--fdl.PERCORE_BATCH_SIZE_RAMP={5: 1}",
-  "--fdl.MAX_SEQ_LEN_RAMP={2: 4}",
+  "--fdl.PERCORE_BATCH_SIZE_RAMP={6: 1}",
+  "--fdl.MAX_SEQ_LEN_RAMP={2: 4, 5: 8}",
   "--fdl.MAX_STEPS=7",
 )
 
@@ -81,19 +81,19 @@ def test_a_run_killed_in_the_ramp_is_the_run_never_killed(tmp_path, text, capsys
   assert run(*flags, f"--job_log_dir={tmp_path}/whole") == 0
   before, _ = capsys.readouterr().out.split("completed step: 0")
   assert "ramp:       32 sequences x 4 tokens before step 2\n" in before
-  assert before.count("compiled the step") == 3  # Before steps 2 and 5, and the last.
-  for steps in (1, 2, 4, 7):
+  assert before.count("compiled the step") == 4  # Before steps 2, 5 and 6, and the last.
+  for steps in (1, 2, 5, 7):
     assert run(*flags, f"--job_log_dir={tmp_path}/killed", f"--fdl.num_steps={steps}") == 0
   assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
   lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
   weights = [one["total_weights"] for one in map(json.loads, lines) if one["kind"] == "train"]
-  assert weights == pytest.approx([8 * 16] * 5 + [16 * 16] * 2, rel=0.05)
+  assert weights == pytest.approx([8 * 16] * 6 + [16 * 16], rel=0.05)
 
 
 @pytest.mark.slow
 def test_eight_devices_ramp_as_one(tmp_path, text):
-  flags = (*TEXT, *RAMPS, f"--fdl.DATA_PATH={text}", "--fdl.MAX_STEPS=6")
-  one = [*flags, "--fdl.PERCORE_BATCH_SIZE=16", "--fdl.PERCORE_BATCH_SIZE_RAMP={5: 8}"]
+  flags = (*TEXT, *RAMPS, f"--fdl.DATA_PATH={text}", "--fdl.MAX_STEPS=7")
+  one = [*flags, "--fdl.PERCORE_BATCH_SIZE=16", "--fdl.PERCORE_BATCH_SIZE_RAMP={6: 8}"]
   process = start(*one, f"--job_log_dir={tmp_path}/one")
   assert run(*flags, "--fdl.ICI_MESH_SHAPE=[2,2,2]", f"--job_log_dir={tmp_path}/eight") == 0
   assert finish(process)[0] == 0
@@ -106,6 +106,10 @@ def test_eight_devices_ramp_as_one(tmp_path, text):
     (["--fdl.MAX_SEQ_LEN_RAMP={2: 5}"], "MAX_SEQ_LEN_RAMP: 5 tokens do not divide MAX_SEQ_LEN=16"),
     ([f"{BATCH}={{2: 0.3}}"], "before step 2 (PERCORE_BATCH_SIZE_RAMP): PERCORE_BATCH_SIZE=0.3"),
     ([f"{BATCH}={{2: 0.5}}"], "before step 2 (PERCORE_BATCH_SIZE_RAMP): a global batch of 4"),
+    (
+      ["--fdl.MAX_SEQ_LEN_RAMP={2: 8}", f"{BATCH}={{2: 0.0625}}"],
+      "before step 2 (PERCORE_BATCH_SIZE_RAMP): PERCORE_BATCH_SIZE=0.0625",
+    ),
   ],
 )
 def test_an_impossible_ramp_is_refused(tmp_path, text, capsys, flags, says):

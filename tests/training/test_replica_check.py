@@ -41,7 +41,7 @@ def test_every_flipped_bit_is_found_and_its_device_named():
   definition, devices = tiny(weight_dtype="bfloat16"), MeshSpec(ici=(4, 1, 2)).build()
   with jax.set_mesh(devices):
     state = train_state.create(definition, adamw(), devices, seed=0)
-    replica_check.check_replicas(state, 7, every=4)
+    replica_check.check_replicas(state, 7)
     random = np.random.default_rng(0)
     arrays = flatten(state)
     for name in [*random.permutation(list(arrays))[:12], "step"]:
@@ -49,7 +49,7 @@ def test_every_flipped_bit_is_found_and_its_device_named():
       held = next(s.data for s in arrays[name].addressable_shards if s.device.id == device)
       wrong = corrupt(state, name, device=device, bit=int(random.integers(8 * held.nbytes)))
       with pytest.raises(RunError) as error:
-        replica_check.check_replicas(wrong, 7, every=4)
+        replica_check.check_replicas(wrong, 7)
       assert re.findall(r"device (\d) of process 0 in (\S+)\.", str(error.value)) == [
         (str(device), name)
       ]
@@ -61,7 +61,7 @@ def test_of_two_copies_both_are_named():
     state = train_state.create(definition, adamw(), devices, seed=0)
     name = next(name for name in flatten(state) if "query.w" in name)
     with pytest.raises(RunError, match=r"device 1 of process 0 in .*device 5 of process 0 in "):
-      replica_check.check_replicas(corrupt(state, name, device=5, bit=3), 7, every=4)
+      replica_check.check_replicas(corrupt(state, name, device=5, bit=3), 7)
 
 
 FLAGS = (*TINY, "--fdl.MAX_STEPS=6", "--fdl.CHECKPOINT_EVERY_N_STEPS=2")

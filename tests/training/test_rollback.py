@@ -4,61 +4,17 @@
 import json
 from typing import Any
 
-import fiddle as fdl
-import numpy as np
 import pytest
-from helpers.program import curve
+from etils import epath
+from helpers.program import TINY, curve, run
+from helpers.spiky import Spiky
 
 import paxlike
-from paxlike.config import ranges
-from paxlike.config.configurable import configurable
-from paxlike.data.dataset import RowDataset
-from paxlike.experiments.gpt import Gpt
+from paxlike.checkpoints.run_checkpoints import Checkpoints
+from paxlike.errors import UserError
+from paxlike.training.rollback import Rollbacks
 
 pytestmark = pytest.mark.slow
-SPIKES = (19, 29)  # The batches that do not look like the others.
-
-
-@configurable
-class Numbers(RowDataset):
-  """Sequences of one token, but for batches in which all tokens are drawn; some are left out."""
-
-  def __init__(self, *, left_out: tuple[ranges.NonNegative, ...]):
-    self.seq_len = 8
-    self._batches = [n for n in range(100) if n not in left_out]
-
-  def fingerprint(self) -> str:
-    return "numbers"
-
-  def num_rows(self, epoch: int) -> int:
-    return 8 * len(self._batches)
-
-  def rows(self, epoch: int, numbers: np.ndarray) -> dict[str, np.ndarray]:
-    drawn = [self._row(self._batches[n // 8], n % 8) for n in numbers.tolist()]
-    tokens = np.array(drawn, np.int32)
-    weights = np.ones((len(tokens), self.seq_len), np.float32)
-    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
-
-  def _row(self, batch: int, row: int) -> np.ndarray:
-    random = np.random.default_rng((batch, row))
-    return random.integers(0, 32, 9) if batch in SPIKES else np.full(9, random.integers(0, 4))
-
-
-class Spiky(Gpt):
-  """A model of 32 tokens."""
-
-  VOCAB_SIZE, NUM_LAYERS, NUM_HEADS, MODEL_DIMS, MAX_SEQ_LEN = 32, 2, 2, 16, 8
-  FPROP_DTYPE = "float32"
-  ICI_MESH_SHAPE = (-1, 1, 1)
-  PERCORE_BATCH_SIZE = 1.0
-  LEARNING_RATE, LR_SCHEDULE = 0.02, "constant"
-  SPIKE_WINDOW, SPIKE_DEVIATIONS = 8, 10.0
-  SUMMARY_INTERVAL_STEPS = 1
-  CHECKPOINT_EVERY_N_STEPS, MAX_STEPS = 8, 40
-  LEFT_OUT: tuple[ranges.NonNegative, ...] = ()  #: Batches that are left out.
-
-  def train_data(self) -> fdl.Config:
-    return fdl.Config(Numbers, left_out=self.LEFT_OUT)
 
 
 def record(folder) -> list[tuple[int, int]]:
@@ -70,7 +26,10 @@ def test_the_curve_is_that_without_the_data_from_checkpoint_to_spike(tmp_path, c
   """Also if the run is killed at any step after the first rollback, and when none is saved yet."""
   paxlike.train(Spiky, tmp_path / "run", ON_SPIKE="rollback")
   assert record(tmp_path / "run") == [(16, 19), (24, 25)]  # Batch 29 is the one of step 25.
-  assert "from step 16, the data of steps 16 to 19 are skipped" in capsys.readouterr().out
+  assert (
+    "from step 16, the data up to those of the spike at step 19 are skipped"
+    in capsys.readouterr().out
+  )
   found = curve(tmp_path / "run")
   assert [updates for updates, _ in found] == list(range(1, 41))
   clean: dict[str, Any] = {"ON_SPIKE": "rollback", "LEFT_OUT": (16, 17, 18, 19, 28, 29)}
@@ -82,7 +41,8 @@ def test_the_curve_is_that_without_the_data_from_checkpoint_to_spike(tmp_path, c
     (tmp_path / "run/checkpoints" / f"checkpoint_{step:08d}").rename(tmp_path / f"lost_{step}")
   paxlike.train(Spiky, tmp_path / "run", ON_SPIKE="rollback")
   out = capsys.readouterr().out
-  assert "from step 24, the data of steps 24 to 25 are skipped" in out and ": spike" not in out
+  assert "from step 24, the data up to those of the spike at step 25 are skipped" in out
+  assert ": spike" not in out
   assert found == curve(tmp_path / "run")
 
 
@@ -91,6 +51,48 @@ def test_a_spike_before_the_first_checkpoint_leads_to_the_start(tmp_path):
   paxlike.train(Spiky, tmp_path / "run", **late)
   assert record(tmp_path / "run")[0] == (0, 19)
   assert [updates for updates, _ in curve(tmp_path / "run")] == list(range(1, 25))
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, capsys):
+  """It was whole when it was saved, and is damaged before the spike."""
+  newest = tmp_path / "run/checkpoints/checkpoint_00000016"
+  wait = Checkpoints.wait
+
+  def damaging(self):
+    wait(self)
+    if newest.exists() and not list(newest.parent.glob("damaged_*")):
+      for file in (newest / "state").rglob("d/*"):
+        file.write_bytes(bytes(file.stat().st_size))
+
+  monkeypatch.setattr(Checkpoints, "wait", damaging)
+  paxlike.train(Spiky, tmp_path / "run", ON_SPIKE="rollback", MAX_STEPS=24)
+  assert "checkpoint_00000016 is damaged" in capsys.readouterr().err
+  assert record(tmp_path / "run")[0] == (8, 19)
+  assert [updates for updates, _ in curve(tmp_path / "run")] == list(range(1, 25))
+  assert len(list(newest.parent.glob("damaged_checkpoint_00000016_*"))) == 1 and newest.exists()
+
+
+@pytest.mark.parametrize(
+  "content",
+  ["[{}]", "[1]", "{", '[{"checkpoint": 0, "spike": 3, "train_input": null}]'],
+)
+def test_a_record_that_cannot_be_read_is_one_line(tmp_path, content):
+  (tmp_path / "rollbacks.json").write_text(content)
+  with pytest.raises(UserError, match=r"rollbacks\.json cannot be read .*remove it to skip none"):
+    Rollbacks(epath.Path(tmp_path), most=1)
+
+
+def test_a_folder_in_place_of_the_record_is_one_line(tmp_path):
+  (tmp_path / "rollbacks.json").mkdir()
+  with pytest.raises(UserError, match=r"rollbacks\.json cannot be read"):
+    Rollbacks(epath.Path(tmp_path), most=1)
+
+
+def test_a_rollback_without_checkpoints_is_refused(tmp_path, capsys):
+  given = ("--fdl.ON_SPIKE=rollback", "--enable_checkpoint_saving=false")
+  assert run(*TINY, *given, "--fdl.MAX_STEPS=2", f"--job_log_dir={tmp_path}/run") == 2
+  assert "ON_SPIKE=rollback goes on from checkpoints" in capsys.readouterr().err
+  assert not (tmp_path / "run").exists()
 
 
 def test_spikes_that_stay_end_the_run(tmp_path):

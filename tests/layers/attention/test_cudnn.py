@@ -41,20 +41,16 @@ def program(kernel, *, length=256, packed=False, kv_heads=4, query_width=64, **o
 @pytest.mark.parametrize(
   "options",
   [
-    {},
     {"packed": True},
     pytest.param({"kv_heads": 2}, marks=pytest.mark.slow),
-    {"window": 32},
     {"packed": True, "kv_heads": 1, "window": 32},
     pytest.param({"packed": True, "query_width": 96}, marks=pytest.mark.slow),
     {"length": 255},
     pytest.param({"length": 255, "packed": True}, marks=pytest.mark.slow),
   ],
   ids=[
-    "plain",
     "packed",
     "grouped",
-    "window",
     "packed, grouped, window",
     "values narrower",
     "odd length",
