@@ -180,6 +180,18 @@ def _ademamix(w: Any, g: Any, state: dict[str, Any], number: int) -> Any:
   return w - RATE * (mixed / root + DECAY * w)
 
 
+def _adafactor(w: Any, g: Any, state: dict[str, Any], number: int) -> Any:
+  """With a first moment, as of ADAFACTOR_MOMENTUM; algorithm 4 of the paper without its scale."""
+  keep = 1 - number**-0.8
+  squared = g**2 + 1e-30
+  rows = state["rows"] = keep * state.get("rows", 0.0) + (1 - keep) * squared.mean(1)
+  columns = state["columns"] = keep * state.get("columns", 0.0) + (1 - keep) * squared.mean(0)
+  direction = g / np.sqrt(np.outer(rows, columns) / rows.mean())
+  direction /= max(1, np.sqrt(np.square(direction).mean()))
+  state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * direction
+  return w - RATE * (state["m"] + DECAY * w)
+
+
 def _schedule_free_adamw(w: Any, g: Any, state: dict[str, Any], number: int) -> Any:
   """`w` is y, the weights that gradients are taken at; x is evaluated."""
   z, x = state.get("z", w), state.get("evaluated", w)
@@ -211,6 +223,9 @@ COMPARISONS = (
   ),
   Comparison("lion", "NumPy", _rule("lion", b1=0.9, b2=0.98), _each(_lion)),
   Comparison("ademamix", "NumPy", _rule("ademamix", **ADEMAMIX), _each(_ademamix)),
+  Comparison(
+    "adafactor, momentum=0.9", "NumPy", _rule("adafactor", momentum=0.9), _each(_adafactor)
+  ),
   Comparison(
     "adafactor, by_parameter_scale=True",
     "torch.optim.Adafactor",

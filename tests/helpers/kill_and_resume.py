@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills a run at random moments, resumes it each time, and compares it with one left alone.
 
-    PYTHONPATH=tests python -m helpers.kill_and_resume [--kills=20] [--seed=0]
+    PYTHONPATH=tests python -m helpers.kill_and_resume [--kills=20] [--seed=0] [--fdl.KNOB=VALUE...]
 
-The run saves a checkpoint every 5 steps. Ends with status 1 if a restart does not resume from the
-newest checkpoint, or if the loss of any step differs in any bit. Prints the goodput.
+The run has these knobs, and saves a checkpoint every 5 steps. Ends with status 1 if a restart does
+not resume from the newest checkpoint, or if the loss of any step differs in any bit. Prints the
+goodput.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 from etils import epath
 
@@ -22,11 +24,13 @@ from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.telemetry import goodput
 
 
-def kill_and_resume(folder: pathlib.Path, *, kills: int, seed: int) -> list[str]:
+def kill_and_resume(
+  folder: pathlib.Path, *, kills: int, seed: int, knobs: Sequence[str] = ()
+) -> list[str]:
   """Returns what went wrong."""
   # Long enough not to end between two kills.
   flags = (*TINY, f"--fdl.MAX_STEPS={200 + 40 * kills}", "--fdl.CHECKPOINT_EVERY_N_STEPS=5")
-  flags += ("--fdl.CHECKPOINT_MAX_TO_KEEP=3",)
+  flags += ("--fdl.CHECKPOINT_MAX_TO_KEEP=3", *knobs)
   alone = start(*flags, f"--job_log_dir={folder / 'alone'}", "--enable_checkpoint_saving=false")
   status, _, err = finish(alone, timeout=3600)
   if status:
@@ -76,9 +80,11 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--kills", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
-  options = parser.parse_args()
+  options, knobs = parser.parse_known_args()
   with tempfile.TemporaryDirectory() as folder:
-    wrong = kill_and_resume(pathlib.Path(folder), kills=options.kills, seed=options.seed)
+    wrong = kill_and_resume(
+      pathlib.Path(folder), kills=options.kills, seed=options.seed, knobs=knobs
+    )
   print("\n".join(wrong) or f"{options.kills} kills: every loss of every step is the same")
   return bool(wrong)
 
