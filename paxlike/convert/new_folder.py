@@ -127,8 +127,11 @@ def _remove_abandoned(building: pathlib.Path):
 
 
 def _remove(building: pathlib.Path):
-  """Removes a folder; retries, since threads of an aborted write may still create files in it."""
-  for _ in range(20):
+  """Removes a folder; retries, since threads of an aborted write may still create files in it.
+
+  On a busy machine these take seconds to end.
+  """
+  for _ in range(200):
     shutil.rmtree(building, ignore_errors=True)
     if not os.path.lexists(building):
       return

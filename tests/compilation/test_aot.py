@@ -189,7 +189,6 @@ RATES = KernelRates(
   launch=2e-6,
 )
 RECORDED = {
-  ("Synthetic126M", "PERCORE_BATCH_SIZE=32 NUM_LAYERS=4 VOCAB_SIZE=4096"): (32.7, 7.25),
   ("Synthetic5B", "PERCORE_BATCH_SIZE=8 NUM_LAYERS=2 USE_FP8=true"): (81.6, 7.5),
   ("SyntheticLLaMA7B", "PERCORE_BATCH_SIZE=2 NUM_LAYERS=2 USE_LORA=true LORA_RANK=32"): (32.7, 2.6),
 }
