@@ -64,6 +64,13 @@ def test_a_quantization_that_is_none_or_two_is_said(graph):
     registry.find("Gpt3_52k")(USE_FP8=True, QUANTIZATION="int8").trainer()
 
 
+def test_a_rate_that_is_a_number_is_a_schedule_to_change(graph):
+  graph.optimizer.learning_rate = 0.01
+  schedules = []
+  fiddlers.change_rate(graph, schedules.append)
+  assert schedules[0](7) == 0.01
+
+
 def test_a_kernel_that_is_none_is_said(graph):
   with pytest.raises(UserError, match="Did you mean cudnn"):
     fiddlers.attention(graph, "cudn")  # pyright: ignore[reportArgumentType]

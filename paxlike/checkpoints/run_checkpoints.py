@@ -59,17 +59,21 @@ class Checkpoints:
     return self
 
   def __exit__(self, kind: type | None, *unused: object):
-    if self._manager is None:
-      return
     try:
-      with orbax_hooks.writing(self._directory):
-        self._manager.close()
+      self._close()
     except orbax_hooks.failures() as error:
       if kind is None:
         raise
       # The exception in progress must not be hidden.
       if isinstance(error, UserError | RunError) and not issubclass(kind, orbax_hooks.Unwritable):
         print(f"paxlike: {one_line(error)}", file=sys.stderr)
+
+  def _close(self):
+    """Closes Orbax's manager, if there is one; the next save opens another."""
+    manager, self._manager = self._manager, None
+    if manager is not None:
+      with orbax_hooks.writing(self._directory):
+        manager.close()
 
   def _open(self, step: int) -> Any:
     """Creates and returns Orbax's manager, which removes unfinished saves when it is created.
@@ -206,9 +210,7 @@ class Checkpoints:
       del restored  # Memory may not suffice for two.
       self._damaged.add(step)
       self._at.pop(step, None)
-      if self._manager is not None:  # The next save opens another, which moves it aside.
-        self._manager.close()
-        self._manager = None
+      self._close()  # The next manager moves it aside.
       print(f"paxlike: {one_line(reason)}", file=sys.stderr)
     if steps:
       raise UserError(

@@ -19,6 +19,8 @@ _LOCK, _CONTENT = "lock", "content"
 
 _ABANDONED = re.compile(r"\.[0-9]+$")
 
+_QUIET = 1.0  # Seconds after which the other writes of one that failed have ended.
+
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -80,15 +82,17 @@ def _locked(building: pathlib.Path) -> Iterator[None]:
   The system releases the lock however the process ends; a process id could have been reused. On a
   file system without locks, the folder is never considered abandoned.
   """
-  lock = None
+  lock, quiet = None, 0.0
   try:
     while lock is None:
       lock = _new_lock(building)
+    quiet = _QUIET
     yield
+    quiet = 0.0
   finally:
     if lock is not None:
       os.close(lock)
-    _remove(building)
+    _remove(building, quiet=quiet)
 
 
 def _new_lock(building: pathlib.Path) -> int | None:
@@ -126,13 +130,17 @@ def _remove_abandoned(building: pathlib.Path):
           building.rmdir()
 
 
-def _remove(building: pathlib.Path):
-  """Removes a folder; retries, since threads of an aborted write may still create files in it.
+def _remove(building: pathlib.Path, *, quiet: float = 0.0):
+  """Removes a folder until nothing has created it anew for `quiet` seconds, for at most 10 s.
 
-  On a busy machine these take seconds to end.
+  TensorStore's other writes go on after one has failed, and create missing folders.
   """
-  for _ in range(200):
-    shutil.rmtree(building, ignore_errors=True)
-    if not os.path.lexists(building):
+  gone = began = time.monotonic()
+  while (now := time.monotonic()) < began + 10:
+    if os.path.lexists(building):
+      shutil.rmtree(building, ignore_errors=True)
+      gone = now
+    elif now >= gone + quiet:
       return
-    time.sleep(0.05)
+    else:
+      time.sleep(0.05)

@@ -74,11 +74,13 @@ def parametrize(
 def change_rate(graph: fdl.Buildable, change: Callable[[optimizers.Schedule], Any]):
   """Replaces the learning-rate schedule of the optimizer by what `change` makes of it."""
   for node in list(having(graph.optimizer, "learning_rate")):
-    node.learning_rate = change(_schedule(building.build(node.learning_rate)))
+    node.learning_rate = change(_schedule(node.learning_rate))
 
 
 def _schedule(rate: Any) -> optimizers.Schedule:
-  return optax.constant_schedule(rate) if isinstance(rate, int | float) else rate
+  """Returns the schedule that an argument stands for: a graph, a function or a number."""
+  built: Any = building.build(rate) if isinstance(rate, fdl.Buildable) else rate
+  return optax.constant_schedule(built) if isinstance(built, int | float) else built
 
 
 def _for_width(init: Any, width: float, *, to_width: bool) -> Any:

@@ -32,6 +32,7 @@ class TrainInput:
     self._first: Batch | None = None
     self.stage = next(n for n, stage in enumerate(stages) if step < stage.end)
     self._batches: Batches | None = None
+    self._names: list[str] = []
 
   def open(self):
     """Loads the first batch, so that faults of the data appear."""
@@ -44,8 +45,7 @@ class TrainInput:
     batch, self._first = self._first or next(self._batches), None
     self._positions.append((self._step, batch.state))
     self._step += 1
-    names = self._stages[self.stage].trainer.data.no_rows()  # Training ignores wrong answers.
-    return batch._replace(arrays={name: batch.arrays[name] for name in names})
+    return batch._replace(arrays={name: batch.arrays[name] for name in self._names})
 
   def enters_stage(self) -> bool:
     """Moves on to the stage of the next step; returns whether that is another one."""
@@ -64,6 +64,7 @@ class TrainInput:
 
   def _opened(self) -> Batches:
     trainer = self._stages[self.stage].trainer
+    self._names = list(trainer.data.no_rows())  # Without wrong answers, which training ignores.
     step, position = self._positions[-1]
     return trainer.data.batches(
       trainer.batch_size, rows=trainer.placer.rows, state=position, updates=step + 1 + self._skipped

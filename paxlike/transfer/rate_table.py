@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
   Attributes:
     rates: R peaks of the learning rate, ascending.
-    losses: Shape -> [R], the training loss at the end; NaN: one of its runs had none.
+    losses: Shape -> [R], the training loss at the end; NaN: it was not finite in every run.
   """
 
   rates: Sequence[float]
@@ -97,8 +97,8 @@ def measured(program: Program, rates: Sequence[float], draws: int = 1) -> np.nda
     ]
   if len(rates) > 1 and np.ptp(ends, axis=0).max() == 0:
     raise UserError(
-      "all rates give the same loss: no update of this optimizer is by the argument `learning_rate`"
-      " of its node, which --rates changes."
+      "all rates give the same loss: MAX_STEPS is too small, or the optimizer does not take its"
+      " rate as the argument `learning_rate`, which --rates changes."
     )
   losses = np.mean(ends, 1)
   return np.where(np.isfinite(losses), losses, np.nan)

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -176,6 +177,18 @@ def test_folders_made_on_the_way_are_removed_when_it_fails(folder):
   ):
     (made / "file").touch()
     raise OSError("no more")
+  assert names(folder) == ["theirs"]
+
+
+def test_what_a_late_write_creates_anew_is_removed(folder):
+  late = threading.Timer(0.3, lambda: (made / "state").mkdir(parents=True))
+  with (
+    pytest.raises(UserError, match="--to=a/b cannot be written"),
+    new_folder.filling(pathlib.Path("a/b"), flag="to") as made,
+  ):
+    late.start()
+    raise OSError("no more")
+  late.join()
   assert names(folder) == ["theirs"]
 
 

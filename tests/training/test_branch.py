@@ -6,6 +6,9 @@ import json
 import pytest
 from helpers.program import TEXT, curve, run
 
+from paxlike.checkpoints.branch import Branch
+from paxlike.errors import UserError
+
 # So that the other run's checkpoint, which is evaluated first, is the best.
 HIGHEST = ("--fdl.BEST_CHECKPOINT_METRIC=validation/log_pplx", "--fdl.BEST_CHECKPOINT_MODE=max")
 HIGHEST += ("--fdl.EVAL_INTERVAL_STEPS=2", "--fdl.CHECKPOINT_EVERY_N_STEPS=2")
@@ -61,6 +64,12 @@ def test_a_branch_from_nothing_is_refused(tmp_path, text, capsys, flags, says):
   assert run(*own, *given, *STABLE[:2], *flags) == 2
   err = capsys.readouterr().err
   assert err.startswith(f"paxlike: {says}") and err.count("\n") == 1, err
+
+
+def test_a_record_of_the_other_run_that_cannot_be_read_is_one_line(tmp_path):
+  (tmp_path / "restored_from.json").write_bytes(b"\xff")
+  with pytest.raises(UserError, match=r"restored_from\.json cannot be read"):
+    Branch(path=str(tmp_path / "checkpoints/checkpoint_00000002")).provenance()
 
 
 @pytest.mark.slow

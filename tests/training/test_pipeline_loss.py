@@ -59,7 +59,7 @@ def temporary_bytes(schedule: str, microbatches: int) -> int:
 @pytest.mark.parametrize(
   ("schedule", "grows"), [("1f1b", False), ("interleaved_1f1b", False), ("circular", True)]
 )
-def test_memory_grows_with_microbatches_only_where_it_is_said(schedule, grows):
+def test_memory_grows_with_microbatches_only_without_1f1b(schedule, grows):
   hidden = 4 * 32 * batch(8)["inputs"].size  # Bytes of a microbatch's activations.
   few, many = (temporary_bytes(schedule, count) for count in (4, 16))
   if grows:

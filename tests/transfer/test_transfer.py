@@ -63,6 +63,14 @@ def test_a_factor_of_the_rate_is_another_rate(optimizer):
 
 
 @pytest.mark.slow
+def test_rates_that_change_nothing_are_refused():
+  graph = registry.find("Gpt3_52k")(VOCAB_SIZE=64, MAX_SEQ_LEN=16, MAX_STEPS=3).trainer()
+  apart = Program(building.build(graph), RateScale())  # As of an optimizer with a rate of its own.
+  with pytest.raises(UserError, match="all rates give the same loss"):
+    rate_table.measured(apart, (0.01, 0.04))
+
+
+@pytest.mark.slow
 def test_losses_are_those_of_a_run(tmp_path):
   assert run(*TINY, "--fdl.MAX_STEPS=4", f"--job_log_dir={tmp_path}/run") == 0
   records = [one for one in paxlike.Run(tmp_path / "run").records() if one["kind"] == "train"]
