@@ -7,6 +7,7 @@ by the model's own output projection. Its loss is a sum over the positions whose
 that far, and is divided by the same weight as the loss of next-token prediction.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -47,6 +48,7 @@ class MultiTokenPrediction(Module):
     self.loss_weight = loss_weight
     self.remat = remat
 
+  @abc.abstractmethod
   def hidden(
     self, x_BTD: jax.Array, batch: Batch, context: Context, *, embed: Embed, norm: Any
   ) -> tuple[list[jax.Array], Aux]:
@@ -59,7 +61,6 @@ class MultiTokenPrediction(Module):
       embed: Embeds tokens as the model does.
       norm: The model's last norm.
     """
-    raise NotImplementedError
 
   def losses(
     self,
