@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from paxlike import fiddlers, root_graph
-from paxlike.cli import figures, flags, plot, transfer_page, transfer_plot
+from paxlike.cli import epochs, figures, flags, plot, transfer_page, transfer_plot
 from paxlike.errors import UserError
 from paxlike.run_mode import build_trainer
 from paxlike.transfer import coordinate_check, rate_table, shapes
@@ -108,10 +108,15 @@ class _Models:
     knobs = tuple(pair for pair in options.knobs if pair[0] not in shapes.PARAMETRIZATION)
     self._options = dataclasses.replace(options, knobs=knobs)
     self._chosen: dict[str, Any] = {}
+    if experiment.values()["NUM_EPOCHS"].value is not None:
+      epochs.resolve(experiment, lambda: build_trainer(root_graph.of(options, experiment)))
+      steps = experiment.values()["MAX_STEPS"].value
+      self._chosen = {"MAX_STEPS": steps, "NUM_EPOCHS": None}
     if options.rates is None:
-      self._chosen = {name: value for name, value in _CHECK.items() if name not in given}
+      kept = {*given, "MAX_STEPS"} if "NUM_EPOCHS" in given else given
+      self._chosen |= {name: value for name, value in _CHECK.items() if name not in kept}
     else:
-      self._chosen = {"LEARNING_RATE": options.rates[0]}
+      self._chosen["LEARNING_RATE"] = options.rates[0]
     root_graph.of(self._options, self._experiment({}))  # Raises if a knob has no effect.
     self.values = {name: setting.value for name, setting in experiment.values().items()}
     self._kind = self.values["PARAMETRIZATION"] if "PARAMETRIZATION" in given else None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fiddlers of learning rates and initial weights."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,8 +58,10 @@ def parametrize(
   for node in select(graph, layers.Attention):
     head = node.head_dim / (base_head_dim or node.head_dim)
     if head != 1:
-      given = getattr(node, "scale", None)
-      node.scale = node.head_dim**-0.5 * head**-0.5 if given is None else given / head
+      derived = node.head_dim**-0.5
+      given = getattr(node, "scale", None) or derived
+      # One that follows from the width of the heads already has a root of it.
+      node.scale = given / (head**0.5 if math.isclose(given, derived) else head)
   if base_head_dim is not None and any(select(graph, layers.LatentAttention)):
     raise UserError("BASE_DIMS_PER_HEAD: the heads of latent attention cannot be scaled.")
   rules = [*select(graph, optimizers.adamw), *select(graph, optimizers.descent)]
@@ -92,7 +95,10 @@ def _for_width(init: Any, width: float, *, to_width: bool) -> Any:
     to_width: Whether the outputs are wider, too.
   """
   power = 0.5 if to_width else 1.0
-  if _called(init) is layers.gaussian_fan_in:  # It shrinks by the root of the width.
+  shape = init
+  while _called(shape) is layers.scaled:
+    shape = shape.init
+  if _called(shape) is layers.gaussian_fan_in:  # It shrinks by the root of the width.
     power -= 0.5
   return fdl.Partial(layers.scaled, init=init, by=width**-power) if power else init
 

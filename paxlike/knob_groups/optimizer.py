@@ -104,7 +104,7 @@ class ScheduleKnobs(RunKnobs):
     if self.DECAY_FROM is None:
       return start
     step = step_in(self.DECAY_FROM)
-    if step >= steps:
+    if step >= steps and self.NUM_EPOCHS is None:  # Else MAX_STEPS is still to come.
       raise UserError(f"DECAY_FROM={self.DECAY_FROM}: its step is not below MAX_STEPS={steps}.")
     return step
 

@@ -145,11 +145,10 @@ class Loop:
       self._meter = Meter(depth=self._trainer.placer.steps_in_flight)
       self._rollbacks.add(Rollback(checkpoint=start, spike=spike, train_input=self._after_spike))
       self._best.forget_results(after=start)
+    branch = self._trainer.branch
+    if branch is not None and step_in(branch.path) == start:
+      self._rollbacks.inherit(branch.run, start)
     last = self._rollbacks.last(start)
-    if last is None and self._trainer.branch is not None:
-      branch = self._trainer.branch
-      if step_in(branch.path) == start:  # It skips what the other run skipped there.
-        last = Rollbacks(branch.run, most=1).last(start)
     if last is not None:
       self._run_log.note(
         f"from step {start}, the data up to those of the spike at step {last.spike} are skipped"

@@ -58,7 +58,7 @@ class Rollbacks:
     def content() -> bytes:
       try:
         if not path.exists():
-          return b"[]"
+          return b""
         text = file_io.read_bytes(path)
         for one in json.loads(text):
           _check(Rollback(**one))
@@ -69,15 +69,30 @@ class Rollbacks:
         ) from error
       return text
 
-    self._all = [Rollback(**one) for one in json.loads(bytes(broadcast(content)))]
+    text = bytes(broadcast(content))
+    self._is_recorded = bool(text)
+    self._all = [Rollback(**one) for one in json.loads(text or b"[]")]
+
+  def inherit(self, run: epath.Path, checkpoint: int):
+    """Takes over what another run skipped at the checkpoint that this run begins with.
+
+    This is done once, and recorded even if it was nothing: the other run may yet roll back.
+
+    Raises:
+      UserError: The other run's record is damaged or cannot be read.
+    """
+    if not self._is_recorded:
+      self._is_recorded = True
+      last = Rollbacks(run, most=self._most).last(checkpoint)
+      self._all += [] if last is None else [last]
 
   def forget(self, *, after: int):
     """Drops rollbacks to checkpoints beyond `after`, which the run will reach anew."""
     self._all = [one for one in self._all if one.checkpoint <= after]
 
   def text(self) -> str | None:
-    """Returns the content of the file; None: there is no rollback."""
-    if not self._all:
+    """Returns the content of the file; None: there is nothing to record."""
+    if not self._all and not self._is_recorded:
       return None
     return json.dumps([dataclasses.asdict(one) for one in self._all], indent=2) + "\n"
 

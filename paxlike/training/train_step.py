@@ -49,7 +49,6 @@ def make_train_step(
   (state, metrics, LayerMetrics).
   """
   gradients = _gradients(definition, objective, log_layers=log_layers)
-  transform = optimizer.transformation(definition)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[Any, ...]:
     weight = objective.weight(batch)
@@ -72,12 +71,12 @@ def make_train_step(
       spike, kept, scale, guard = optimizer.guard.judge(guard, aux.losses["loss"], norm)
       of_step["spike"] = spike.astype(jnp.float32)
       keep, grads = finite & kept, {name: scale * x for name, x in grads.items()}
-    new = _updated(definition, transform, state, grads, new_extra)
-    old = [state.params, state.extra, state.opt_state]
+    new = _updated(definition, optimizer, state, grads, new_extra)
+    old = (state.params, state.extra, state.opt_state)
     with jax.named_scope("optimizer"):
-      params, extra, opt_state = jax.tree.map(lambda n, o: jnp.where(keep, n, o), list(new), old)
+      params, extra, opt_state = _if(keep, new, old)
     of_step["skipped"] = jnp.where(keep, 0.0, 1.0)
-    of_step["learning_rate"] = optimizer.learning_rate(state.step - state.skipped)
+    of_step["learning_rate"] = optimizer.learning_rate(state.step)
     if (largest := qk_clip.largest(new[1])) is not None:
       of_step["max_attention_logit"] = largest
     of_step |= {f"{TOKENS_OF}{name}": _tokens_from(n, batch) for n, name in enumerate(sources)}
@@ -189,13 +188,14 @@ def _prepared(definition: Definition, state: TrainState) -> tuple[Differentiated
 @jax.named_scope("optimizer")
 def _updated(
   definition: Definition,
-  transform: optax.GradientTransformation,
+  optimizer: Optimizer,
   state: TrainState,
   grads: Params,
   new_extra: Params,
 ) -> tuple[Params, Params, Any]:
   """Returns (params, non-trainable state, optimizer state)."""
   trained_grads, params = definition.optimized(grads), definition.optimized(state.params)
+  transform = optimizer.transformation(definition)
   updates, opt_state = transform.update(trained_grads, state.opt_state, params)
   new: Any = jax.tree.map(
     lambda w, update: in_dtype(w.astype(jnp.float32) + update, w.dtype, draw=state.step),
@@ -205,7 +205,23 @@ def _updated(
   own = {name: spec.update for name, spec in definition.weights.items() if spec.update is not None}
   new |= {name: own[name](old, grads[name]) for name, old in state.params.items() if name in own}
   extra = {name: own[name](old, new_extra[name]) for name, old in state.extra.items()}
-  return qk_clip.clipped(definition, new, extra), extra, opt_state
+  new = qk_clip.clipped(definition, new, extra)
+  if optimizer.observe is not None:
+    seen = jax.tree.map(lambda w: w.astype(jnp.float32), definition.optimized(new))
+    opt_state = optimizer.observe(opt_state, seen, state.step)
+  return new, extra, opt_state
+
+
+def _if(keep: jax.Array, new: Any, old: Any) -> Any:
+  """Returns the new state if `keep`, else the old one; schedules count the step in any case."""
+
+  def is_schedule(node: Any) -> bool:
+    return getattr(node, "_fields", ()) == ("count",)  # Optax's states of rates and weight decays.
+
+  def chosen(one: Any, other: Any) -> Any:
+    return one if is_schedule(one) else jnp.where(keep, one, other)
+
+  return jax.tree.map(chosen, new, old, is_leaf=is_schedule)
 
 
 def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -35,6 +35,24 @@ def test_a_run_ends_after_so_many_epochs(tmp_path, flags, capsys):
   assert "changed since" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_cooldown_and_models_to_compare_may_be_as_long(tmp_path, flags, text, capsys):
+  own = tuple(flag for flag in flags if not re.search("LR_COS|job_log_dir", flag))
+  wsd = ("--fdl.LR_SCHEDULE=wsd", "--fdl.LR_WARMUP=2", "--fdl.CHECKPOINT_EVERY_N_STEPS=3")
+  assert run(*own, *wsd, "--fdl.MAX_STEPS=3", f"--job_log_dir={tmp_path}/run") == 0
+  source = f"--fdl.DECAY_FROM={tmp_path}/run/checkpoints/checkpoint_00000003"
+  longer = (*wsd, source, "--fdl.NUM_EPOCHS=0.5", f"--job_log_dir={tmp_path}/cooldown")
+  assert run(*own, *longer) == 0
+  length = steps(tmp_path / "cooldown")
+  assert length > 3
+  assert run(*own, *longer[:-2], "--fdl.NUM_EPOCHS=0.01", f"--job_log_dir={tmp_path}/x") == 2
+  assert "its step is not below MAX_STEPS=1." in capsys.readouterr().err
+  models = [flag for flag in own if "DIMS_PER_HEAD" not in flag]
+  given = ("--mode=transfer", "--widths=16,32", "--fdl.NUM_LAYERS=1", "--fdl.NUM_EPOCHS=0.5")
+  assert run(*models, *given) == 0
+  assert f"after {length} steps of" in capsys.readouterr().out
+
+
 def test_both_are_an_error_that_names_both(flags, capsys):
   assert run(*flags, "--fdl.NUM_EPOCHS=2", "--fdl.MAX_STEPS=7") == 2
   error = capsys.readouterr().err

@@ -120,7 +120,7 @@ def evaluated(folder):
 @pytest.mark.slow
 def test_the_folder_is_evaluated_decoded_exported_and_trained_from(tmp_path, capsys):
   """Of a sharded run with other averages and FP8 scales; of one that trains adapters."""
-  saved = train(tmp_path / "run", EMA_HALF_LIVES=[2], QUANTIZATION="fp8_delayed")
+  saved = train(tmp_path / "run", EMA_HALF_LIVES=[0.5], QUANTIZATION="fp8_delayed")
   mean, by_hand = tmp_path / "mean", tmp_path / "by_hand"
   assert average.run([str(tmp_path / "run"), f"--to={mean}"]) == 0
   of_last = saved.at(3).arrays()

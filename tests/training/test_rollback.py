@@ -82,6 +82,23 @@ def test_a_record_that_cannot_be_read_is_one_line(tmp_path, content):
     Rollbacks(epath.Path(tmp_path), most=1)
 
 
+def test_a_cooldown_keeps_what_it_took_over(tmp_path):
+  """Its run may roll back to that checkpoint later."""
+  stable, ends = tmp_path / "stable", {}
+  stable.mkdir()
+  for before in ("with", "without"):
+    own, spikes = tmp_path / before, (11, 13) if before == "with" else (None, 13)
+    own.mkdir()
+    for spike in spikes:
+      records = [] if spike is None else [{"checkpoint": 8, "spike": spike, "train_input": {}}]
+      (stable / "rollbacks.json").write_text(json.dumps(records))
+      rollbacks = Rollbacks(epath.Path(own), most=1)
+      rollbacks.inherit(epath.Path(stable), 8)
+      (own / "rollbacks.json").write_text(rollbacks.text() or "")
+    ends[before] = record(own)
+  assert ends == {"with": [(8, 11)], "without": []}
+
+
 def test_a_folder_in_place_of_the_record_is_one_line(tmp_path):
   (tmp_path / "rollbacks.json").mkdir()
   with pytest.raises(UserError, match=r"rollbacks\.json cannot be read"):

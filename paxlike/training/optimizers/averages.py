@@ -5,6 +5,8 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -65,6 +67,9 @@ def averaged(
 ) -> Optimizer:
   """Trains by `optimizer`, and keeps exponential moving averages of the weights (EMA).
 
+  Until a run is 1.44 half-lives old, an average is the mean over all of its steps: the initial
+  weights have no part in it.
+
   Args:
     optimizer: Trains the weights.
     half_lives: Of each average, in updates.
@@ -90,19 +95,25 @@ def averaged(
       return Averages(inner.init(params), averages)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-      assert params is not None
       updates, inner_state = inner.update(updates, state.inner, params)
-      new = {name: w + updates[name] for name, w in params.items()}
-      averages: Any = {
-        name: optax.incremental_update(new, state.weights[name], 1 - 0.5 ** (1 / life))
-        for name, life in names.items()
-      }
-      return updates, Averages(inner_state, averages)
+      return updates, Averages(inner_state, state.weights)
 
     return optax.GradientTransformation(init, update)
 
+  def observe(state: Averages, new: Params, step: jax.Array) -> Averages:
+    averages: Any = {
+      name: optax.incremental_update(new, state.weights[name], _share(life, step))
+      for name, life in names.items()
+    }
+    return state._replace(weights=averages)
+
   average = functools.partial(_average, half_life=f"{chosen:g}")
-  return dataclasses.replace(optimizer, transform=transform, evaluated=average)
+  return dataclasses.replace(optimizer, transform=transform, evaluated=average, observe=observe)
+
+
+def _share(half_life: float, step: jax.Array) -> jax.Array:
+  """Returns the share of the weights after a step, counted from 0, in their average."""
+  return jnp.maximum(1 - 0.5 ** (1 / half_life), 1 / (step + 1))
 
 
 def _average(opt_state: Any, params: Params, *, half_life: str) -> Params:

@@ -37,8 +37,8 @@ class Verdict(NamedTuple):
 class Guard:
   """A bound on the loss and on the gradient norm: median and deviations of the last steps.
 
-  A deviation is 1.4826 median absolute deviations, so that spikes themselves hardly move the bound;
-  at least 1 % of the median. Steps that are above a bound do not count as last steps.
+  A deviation is 1.4826 median absolute deviations, at least 1 % of the median. A spike counts as a
+  step at the bound: a few of them hardly move the bound, a lasting change does.
 
   Attributes:
     action: What a spike does: "report" logs it, "skip" also drops its update, "clip" instead scales
@@ -68,11 +68,12 @@ class Guard:
     bound = middle + self.deviations * jnp.maximum(deviation, _LEAST * jnp.abs(middle))
     is_full = (last[1] > 0).all()  # Norms: a checkpoint of another window has its count alone.
     spike = is_full & (now > bound).any()
-    accepted = ~spike & jnp.isfinite(now).all()
-    following = last.at[:, count % self.window].set(now)
+    within = jnp.where(is_full, jnp.minimum(now, bound), now)
+    counted = jnp.isfinite(within).all()
+    following = last.at[:, count % self.window].set(within)
     new = {
-      "last": jnp.where(accepted, following, last),
-      "count": count + jnp.where(accepted, 1, 0),
+      "last": jnp.where(counted, following, last),
+      "count": count + jnp.where(counted, 1, 0),
     }
     scale = jnp.ones((), jnp.float32)
     if self.action == "clip":

@@ -90,6 +90,8 @@ class Optimizer:
     on_host: Whether its state is offloaded to host memory between updates.
     evaluated: (state, trained weights) -> the weights that evaluation, decoding and export use in
       place of the trained ones, such as an average in the state; None: the trained ones.
+    observe: (state, trained weights after the step, completed steps before it) -> the state with
+      what depends on those weights, which QK-clip may have scaled after the update; None: nothing.
     guard: Judges each step before its update; None: none does.
   """
 
@@ -98,6 +100,7 @@ class Optimizer:
   over_data: bool = False
   on_host: bool = False
   evaluated: Callable[[Any, Params], Params] | None = None
+  observe: Callable[[Any, Params, jax.Array], Any] | None = None
   guard: Guard | None = None
 
   @property
@@ -189,7 +192,7 @@ def by_layer(transform: optax.GradientTransformation) -> Transform:
 
   def made(weights: Weights) -> optax.GradientTransformation:
     def of(function: Any, name: str) -> Any:
-      return jax.vmap(function) if weights[name].dims[0] == "layer" else function
+      return jax.vmap(function) if weights[name].dims[:1] == ("layer",) else function
 
     def init(params: Any) -> Any:
       return {name: of(transform.init, name)(w) for name, w in params.items()}

@@ -45,7 +45,7 @@ class Parametrization:
 
   def epsilon(self, spec: WeightSpec) -> float:
     """Returns the factor of Adam's epsilon: that of the weight's gradients."""
-    if spec.dims[-1] == "vocab":
+    if spec.dims[-1:] == ("vocab",):
       return 1.0  # The head is initialized by 1 / width instead, so its gradients do not shrink.
     in_block = "vocab" not in spec.dims and "position" not in spec.dims
     return 1 / self.width / (self.depth if in_block else 1.0)
@@ -62,7 +62,7 @@ def reads_width(spec: WeightSpec) -> bool:
   """
   return (
     bool(_WIDTHS.intersection(spec.contracted))
-    and spec.dims[0] != "vocab"
+    and spec.dims[:1] != ("vocab",)
     and "adapter" not in spec.dims
   )
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from helpers.program import TEXT, run
 from helpers.shrunk import shrunk
-from helpers.tiny_model import adamw
+from helpers.tiny_model import adamw, batch
 
 from paxlike.devices.mesh import MeshSpec
-from paxlike.training import train_state
+from paxlike.training import optimizers, train_state
 from paxlike.training.train_step import make_train_step
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def steps(
   vocab = definition.weights["embedding.table"].shape[0]
   tokens = np.random.default_rng(0).integers(0, vocab, (4, 17)).astype(np.int32)
   weights = np.ones((4, 16), np.float32)
-  batch: Any = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+  data: Any = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
   optimizer = adamw(peak=0.0)
   built = MeshSpec(ici=mesh).build(jax.devices()[: int(np.prod(list(mesh.values())))])
   with jax.set_mesh(built):
@@ -43,9 +43,21 @@ def steps(
     for _ in range(3):
       arrays = jax.tree.map(np.asarray, (state.params, state.extra))
       found.append((*arrays, value))
-      state, metrics = step(state, batch)
+      state, metrics = step(state, data)
       value = float(metrics["max_attention_logit"][0])
   return found
+
+
+def test_averages_are_of_the_clipped_weights():
+  definition = shrunk("SyntheticLLaMA70B", repeats=2, QK_CLIP=0.05, INIT_STD=0.3)
+  optimizer = optimizers.averaged(adamw(), half_lives=(1e-3,))
+  built = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  with jax.set_mesh(built):
+    state = train_state.create(definition, optimizer, built, seed=0)
+    state, _ = jax.jit(make_train_step(definition, optimizer, seed=0))(state, batch(4))
+  assert optimizer.evaluated is not None
+  for name, w in optimizer.evaluated(state.opt_state, state.params).items():
+    np.testing.assert_allclose(w, state.params[name], rtol=1e-6, err_msg=name)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from helpers.spikes import losses, recovery
 from paxlike.training import optimizers
 
 
-def test_the_bound_is_that_of_numpy_and_spikes_do_not_move_it():
+def test_the_bound_is_that_of_numpy_and_a_spike_counts_as_a_step_at_the_bound():
   guard = optimizers.Guard(action="skip", deviations=5.0, window=8)
   judge, state = jax.jit(guard.judge), guard.init()
   last: Any = [[], []]
@@ -32,14 +32,25 @@ def test_the_bound_is_that_of_numpy_and_spikes_do_not_move_it():
     assert bool(verdict.spike) == expected == (not bool(verdict.keep)), step
     state = verdict.state
     spikes += [step] * expected
-    if not expected:
-      for kept, value in zip(last, values, strict=True):
-        kept.append(value)
+    for kept, value, bound in zip(last, values, bounds, strict=True):
+      kept.append(value if len(kept) < 8 else min(value, bound))
   assert {20, 21, 22, 40} <= set(spikes) and len(spikes) < 10
   # A checkpoint of another window: only the count is read.
   assert not bool(judge(guard.init() | {"count": state["count"]}, *map(jnp.float32, values)).spike)
   not_finite = judge(state, jnp.float32(np.nan), jnp.float32(1))
   assert not bool(not_finite.spike) and int(not_finite.state["count"]) == int(state["count"])
+  infinite = judge(state, jnp.float32(np.inf), jnp.float32(1))
+  assert bool(infinite.spike) and np.isfinite(infinite.state["last"]).all()
+
+
+def test_a_lasting_change_is_no_spike_for_ever():
+  guard = optimizers.Guard(action="report", window=16)
+  judge, state, random, found = jax.jit(guard.judge), guard.init(), np.random.default_rng(0), []
+  for step in range(100):
+    loss = random.normal(3 if step < 40 else 3.5, 0.02)
+    verdict = judge(state, jnp.float32(loss), jnp.float32(1))
+    state, found = verdict.state, [*found, bool(verdict.spike)]
+  assert not any(found[:40]) and 4 < sum(found) < 20 and not any(found[60:])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """muP and CompleteP: the factors of their papers, and activations that do not grow with width."""
 
+import dataclasses
 from typing import Any
 
 import fiddle as fdl
@@ -97,6 +98,43 @@ def test_every_family_takes_a_parametrization(name):
     if getattr(decoder, "head", None) is None:
       assert node.logits_scale == (1 / 4 if logits == 1 else logits / 2)
   assert fdl.build(graph).definition.num_params > 0
+
+
+@pytest.mark.parametrize("name", ["Speedrun", "Gemma2_2B", "SyntheticLLaMA7B", "Gpt3_52k"])
+def test_initial_weights_shrink_by_the_root_of_the_width(name):
+  """Whatever they were drawn by: a given deviation, or one that is derived from the inputs."""
+  deviations = []
+  for times in (1, 4):
+    heads = {"NUM_HEADS": 4 * times, "MODEL_DIMS": 64 * times, "HIDDEN_DIMS": 128 * times}
+    knobs: dict[str, Any] = heads | {"NUM_LAYERS": 2, "VOCAB_SIZE": 64}
+    base = {"PARAMETRIZATION": "mup", "BASE_MODEL_DIMS": 64}
+    graph = registry.find(name)(**knobs, **base).trainer()
+    model: Any = fdl.build(graph.model)
+    definition, built = layers.Definition(model), MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+    with jax.set_mesh(built):
+      params = train_state.init_params(definition, built, seed=0)
+    (query, *_) = (w for n, w in params.items() if n.endswith("attention.query.w"))
+    deviations.append(float(np.std(query)))
+  assert deviations[1] / deviations[0] == pytest.approx(1 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+  ("name", "expected"),
+  # A scale that follows from the width of the heads, and one that is given for those of the base.
+  [("SyntheticLLaMA7B", 32**-0.5 / 2), ("Gemma2_2B", 32**-0.5 / 2), ("Gemma2_27B", 144**-0.5 / 4)],
+)
+def test_logits_of_wider_heads_are_divided_by_their_width(name, expected):
+  base = {"PARAMETRIZATION": "mup", "BASE_MODEL_DIMS": 64, "BASE_DIMS_PER_HEAD": 8}
+  graph = registry.find(name)(**base, DIMS_PER_HEAD=32, MODEL_DIMS=64, NUM_HEADS=2).trainer()
+  for node in fiddlers.select(graph, layers.Attention):
+    assert node.scale == pytest.approx(expected)
+
+
+def test_a_number_has_no_width():
+  norm = shrunk("SyntheticLLaMA70B").weights["norm.scale"]
+  scalar = dataclasses.replace(norm, shape=(), dims=())
+  assert WIDER.rate(scalar) == 1
+  assert WIDER.epsilon(scalar) == 1 / 4 / 2
 
 
 def test_what_cannot_be_scaled_is_refused():
