@@ -53,9 +53,8 @@ def muon(
     momentum: Decay rate of the momentum, an average of gradients.
     nesterov: Whether the gradient is averaged with the momentum once more.
     steps: Newton-Schulz iterations.
-    scale: "rms": 0.2 sqrt(max(inputs, outputs)), so that updates are about as large as Adam's, and
-      its learning rate serves (Liu et al., 2025, arXiv:2502.16982). "width":
-      sqrt(max(1, outputs / inputs)), as by Jordan.
+    scale: "rms": 0.2 sqrt(max(inputs, outputs)), so that updates are about as large as Adam's (Liu
+      et al., 2025, arXiv:2502.16982). "width": sqrt(max(1, outputs / inputs)), as by Jordan.
     moment_dtype: Storage dtype of the momentum; bfloat16 uses stochastic rounding.
     over_data: Whether the state is sharded over `data`, as in `descent`.
   """
