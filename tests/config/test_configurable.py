@@ -40,8 +40,8 @@ CALLED = {
   "activation", "attention", "block", "choice", "decayed", "dispatch", "dot", "down", "dropout",
   "embedding", "embedding_norm", "evaluated", "experts", "gate", "head", "init", "kernel", "key",
   "key_value", "latent", "learning_rate", "lora", "metrics", "mlp", "mtp", "norm", "others",
-  "observe", "output", "pattern", "prologue", "positions", "post_norm", "qk_clip", "qk_norm", "query",
-  "query_down", "register", "relative_bias", "rope", "rule", "router", "scaling", "scheme",
+  "observe", "output", "pattern", "prologue", "positions", "post_norm", "qk_clip", "qk_norm",
+  "query", "query_down", "register", "relative_bias", "rope", "rule", "router", "scaling", "scheme",
   "shared", "sinks", "stack", "transform", "up", "value", "epilogue", "weight_decay_schedule",
   "projection",
 }  # fmt: skip
