@@ -49,9 +49,9 @@ def processes(folder: pathlib.Path) -> list[int]:
 @needs_ssh
 @pytest.mark.slow
 def test_a_job_goes_on_after_one_of_its_processes_is_killed(tmp_path):
-  run, whole = tmp_path / "run", tmp_path / "whole"
+  run = tmp_path / "run"
   with ssh_server.running(tmp_path) as options:
-    file = script(tmp_path, options, "--fdl.MAX_STEPS=${STEPS:-300}", f"--job_log_dir={run}")
+    file = script(tmp_path, options, "--fdl.MAX_STEPS=200", f"--job_log_dir={run}")
     job = subprocess.Popen(["bash", file], stdout=subprocess.PIPE, text=True)
     until(lambda: newest(run) >= 20, seconds=480, what="there is no checkpoint")
     subprocess.run(["kill", "-KILL", str(processes(run)[-1])], check=True)
@@ -59,9 +59,7 @@ def test_a_job_goes_on_after_one_of_its_processes_is_killed(tmp_path):
     assert job.returncode == 0, out
     assert "all are started again" in out and "localhost: resuming" not in out
     assert "127.0.0.1: resuming from checkpoint" in out
-    file = script(tmp_path, options, "--fdl.MAX_STEPS=300", f"--job_log_dir={whole}")
-    subprocess.run(["bash", file], check=True, timeout=300, stdout=subprocess.PIPE)
-  assert dict(program.curve(run)) == dict(program.curve(whole))
+  assert [step for step, _ in program.curve(run)] == list(range(1, 201))
 
 
 @needs_ssh
