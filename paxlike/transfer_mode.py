@@ -108,15 +108,18 @@ class _Models:
     knobs = tuple(pair for pair in options.knobs if pair[0] not in shapes.PARAMETRIZATION)
     self._options = dataclasses.replace(options, knobs=knobs)
     self._chosen: dict[str, Any] = {}
-    if experiment.values()["NUM_EPOCHS"].value is not None:
-      epochs.resolve(experiment, lambda: build_trainer(root_graph.of(options, experiment)))
-      steps = experiment.values()["MAX_STEPS"].value
-      self._chosen = {"MAX_STEPS": steps, "NUM_EPOCHS": None}
     if options.rates is None:
       kept = {*given, "MAX_STEPS"} if "NUM_EPOCHS" in given else given
-      self._chosen |= {name: value for name, value in _CHECK.items() if name not in kept}
+      self._chosen = {name: value for name, value in _CHECK.items() if name not in kept}
     else:
-      self._chosen["LEARNING_RATE"] = options.rates[0]
+      self._chosen = {"LEARNING_RATE": options.rates[0]}
+    if "MAX_STEPS" in self._chosen:
+      self._chosen["NUM_EPOCHS"] = None
+    elif experiment.values()["NUM_EPOCHS"].value is not None:
+      whole = self._experiment({})
+      epochs.resolve(whole, lambda: build_trainer(root_graph.of(self._options, whole)))
+      steps = whole.values()["MAX_STEPS"].value
+      self._chosen |= {"MAX_STEPS": steps, "NUM_EPOCHS": None}
     root_graph.of(self._options, self._experiment({}))  # Raises if a knob has no effect.
     self.values = {name: setting.value for name, setting in experiment.values().items()}
     self._kind = self.values["PARAMETRIZATION"] if "PARAMETRIZATION" in given else None

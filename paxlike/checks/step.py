@@ -184,6 +184,9 @@ def _errors_of_update(
       name: in_dtype(w.astype(jnp.float32) + updates[name], w.dtype, draw=draw)
       for name, w in old.items()
     }
+    if optimizer.observe is not None:
+      seen = {name: w.astype(jnp.float32) for name, w in new.items()}
+      moments = optimizer.observe(moments, seen, draw)
     return new, moments
 
   arguments = jax.device_put((old, gradients), jax.local_devices()[0])
@@ -228,4 +231,9 @@ def recording(optimizer: Optimizer) -> Optimizer:
 
     return optax.GradientTransformation(init, update)
 
-  return dataclasses.replace(optimizer, transform=transform)
+  def observe(state: Any, new: Any, updates: jax.Array) -> Any:
+    if optimizer.observe is None:
+      return state
+    return state | {"optimizer": optimizer.observe(state["optimizer"], new, updates)}
+
+  return dataclasses.replace(optimizer, transform=transform, observe=observe)

@@ -163,7 +163,7 @@ class OptimizerKnobs(ScheduleKnobs):
   #: Median absolute deviations (times 1.4826) above the median at which a spike begins.
   SPIKE_DEVIATIONS: ranges.PositiveFloat = 6.0
   SPIKE_WINDOW: ranges.Positive = 64  #: Number of last steps that median and deviations are of.
-  #: Half-lives, in steps, of moving averages of the weights. (): none.
+  #: Half-lives, in updates, of moving averages of the weights. (): none.
   EMA_HALF_LIVES: tuple[ranges.PositiveFloat, ...] = ()
   #: Half-life of the average that is evaluated, decoded and exported. None: the first.
   EMA_EVALUATED: ranges.PositiveFloat | None = None

@@ -141,13 +141,13 @@ class Loop:
     """
     spike, self._spike = self._spike, None
     self._rollbacks.forget(after=start)
+    branch = self._trainer.branch
+    if branch is not None and step_in(branch.path) == start:
+      self._rollbacks.inherit(branch.run, start)
     if spike is not None:
       self._meter = Meter(depth=self._trainer.placer.steps_in_flight)
       self._rollbacks.add(Rollback(checkpoint=start, spike=spike, train_input=self._after_spike))
       self._best.forget_results(after=start)
-    branch = self._trainer.branch
-    if branch is not None and step_in(branch.path) == start:
-      self._rollbacks.inherit(branch.run, start)
     last = self._rollbacks.last(start)
     if last is not None:
       self._run_log.note(

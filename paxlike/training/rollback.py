@@ -7,6 +7,7 @@ weights with other data, it saw no spike.
 
 import dataclasses
 import json
+import os
 from typing import Any
 
 from etils import epath
@@ -25,12 +26,15 @@ class Rollback:
   Attributes:
     checkpoint: The completed steps of the checkpoint.
     spike: The step of the spike, counted from 0. The data up to those of this step are skipped.
+      -1: none are.
     train_input: The position in the data from which the run goes on.
+    run: The folder of the run whose rollback it was; empty: this one's.
   """
 
   checkpoint: int
   spike: int
   train_input: dict[str, Any]
+  run: str = ""
 
 
 def _check(rollback: Rollback):
@@ -58,7 +62,7 @@ class Rollbacks:
     def content() -> bytes:
       try:
         if not path.exists():
-          return b""
+          return b"[]"
         text = file_io.read_bytes(path)
         for one in json.loads(text):
           _check(Rollback(**one))
@@ -69,9 +73,7 @@ class Rollbacks:
         ) from error
       return text
 
-    text = bytes(broadcast(content))
-    self._is_recorded = bool(text)
-    self._all = [Rollback(**one) for one in json.loads(text or b"[]")]
+    self._all = [Rollback(**one) for one in json.loads(bytes(broadcast(content)))]
 
   def inherit(self, run: epath.Path, checkpoint: int):
     """Takes over what another run skipped at the checkpoint that this run begins with.
@@ -81,24 +83,25 @@ class Rollbacks:
     Raises:
       UserError: The other run's record is damaged or cannot be read.
     """
-    if not self._is_recorded:
-      self._is_recorded = True
+    name = os.fspath(run)
+    if not any((one.run, one.checkpoint) == (name, checkpoint) for one in self._all):
       last = Rollbacks(run, most=self._most).last(checkpoint)
-      self._all += [] if last is None else [last]
+      last = last or Rollback(checkpoint=checkpoint, spike=-1, train_input={})
+      self._all = [dataclasses.replace(last, run=name)]
 
   def forget(self, *, after: int):
     """Drops rollbacks to checkpoints beyond `after`, which the run will reach anew."""
     self._all = [one for one in self._all if one.checkpoint <= after]
 
   def text(self) -> str | None:
-    """Returns the content of the file; None: there is nothing to record."""
-    if not self._all and not self._is_recorded:
+    """Returns the content of the file; None: there is no rollback."""
+    if not self._all:
       return None
     return json.dumps([dataclasses.asdict(one) for one in self._all], indent=2) + "\n"
 
   def last(self, checkpoint: int) -> Rollback | None:
-    """Returns the last rollback to a checkpoint."""
-    found = [one for one in self._all if one.checkpoint == checkpoint]
+    """Returns the last rollback to a checkpoint; None: no data are skipped there."""
+    found = [one for one in self._all if one.checkpoint == checkpoint and one.spike >= 0]
     return found[-1] if found else None
 
   def add(self, rollback: Rollback):
@@ -107,7 +110,7 @@ class Rollbacks:
     Raises:
       RunError: There were as many as allowed to this checkpoint.
     """
-    count = sum(one.checkpoint == rollback.checkpoint for one in self._all)
+    count = sum(one.checkpoint == rollback.checkpoint and not one.run for one in self._all)
     if count >= self._most:
       raise RunError(
         f"step {rollback.spike} is a spike. The run has rolled back to checkpoint"

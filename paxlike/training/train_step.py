@@ -208,7 +208,7 @@ def _updated(
   new = qk_clip.clipped(definition, new, extra)
   if optimizer.observe is not None:
     seen = jax.tree.map(lambda w: w.astype(jnp.float32), definition.optimized(new))
-    opt_state = optimizer.observe(opt_state, seen, state.step)
+    opt_state = optimizer.observe(opt_state, seen, state.step - state.skipped)
   return new, extra, opt_state
 
 

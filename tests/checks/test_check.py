@@ -77,7 +77,7 @@ def test_every_mix_passes(capsys, monkeypatch, tmp_path, mix):
   if mix != "data":
     # XLA for CPUs ends the process at sums of bfloat16 over devices, unless it starts with a flag
     # that `starting.set_up_jax` sets.
-    flags += ("--fdl.FPROP_DTYPE=float32",)
+    flags += ("--fdl.FPROP_DTYPE=float32", "--fdl.EMA_HALF_LIVES=[10]")
   status, page = checked(capsys, *flags)
   verdicts = {check["name"]: check["verdict"] for check in page["checks"]}
   assert checks.FAIL not in verdicts.values(), page

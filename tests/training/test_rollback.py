@@ -12,7 +12,7 @@ from helpers.spiky import Spiky
 import paxlike
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.errors import UserError
-from paxlike.training.rollback import Rollbacks
+from paxlike.training.rollback import Rollback, Rollbacks
 
 pytestmark = pytest.mark.slow
 
@@ -83,20 +83,25 @@ def test_a_record_that_cannot_be_read_is_one_line(tmp_path, content):
 
 
 def test_a_cooldown_keeps_what_it_took_over(tmp_path):
-  """Its run may roll back to that checkpoint later."""
-  stable, ends = tmp_path / "stable", {}
-  stable.mkdir()
-  for before in ("with", "without"):
-    own, spikes = tmp_path / before, (11, 13) if before == "with" else (None, 13)
-    own.mkdir()
-    for spike in spikes:
-      records = [] if spike is None else [{"checkpoint": 8, "spike": spike, "train_input": {}}]
-      (stable / "rollbacks.json").write_text(json.dumps(records))
-      rollbacks = Rollbacks(epath.Path(own), most=1)
-      rollbacks.inherit(epath.Path(stable), 8)
-      (own / "rollbacks.json").write_text(rollbacks.text() or "")
-    ends[before] = record(own)
-  assert ends == {"with": [(8, 11)], "without": []}
+  """Its run may roll back to that checkpoint later; another run is another source."""
+
+  def skipped(own: str, run: str, spike: int | None) -> int | None:
+    """Returns what a cooldown skips that starts when its run has rolled back after `spike`."""
+    folders = [epath.Path(tmp_path / name) for name in (own, run)]
+    for folder in folders:
+      folder.mkdir(exist_ok=True)
+    records = [] if spike is None else [{"checkpoint": 8, "spike": spike, "train_input": {}}]
+    (folders[1] / "rollbacks.json").write_text(json.dumps(records))
+    rollbacks = Rollbacks(folders[0], most=1)
+    rollbacks.inherit(folders[1], 8)
+    (folders[0] / "rollbacks.json").write_text(rollbacks.text() or "")
+    last = rollbacks.last(8)
+    rollbacks.add(Rollback(checkpoint=8, spike=20, train_input={}))  # The first of its own.
+    return None if last is None else last.spike
+
+  assert [skipped("one", "stable", spike) for spike in (11, 13)] == [11, 11]
+  assert [skipped("two", "stable", spike) for spike in (None, 13)] == [None, None]
+  assert skipped("two", "other", 14) == 14
 
 
 def test_a_folder_in_place_of_the_record_is_one_line(tmp_path):

@@ -15,7 +15,7 @@ from jax._src.ad_checkpoint import saved_residuals  # Has no public name any mor
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers import Remat
 from paxlike.layers.decoder import forward
-from paxlike.training import train_state
+from paxlike.training import optimizers, train_state
 from paxlike.training.objectives import NextToken
 from paxlike.training.train_step import make_train_step
 
@@ -137,6 +137,20 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
     if not np.array_equal(old, new):
       counts.append((jax.tree_util.keystr(path), int(old), int(new)))
   assert counts == [("[1][3].count", 1, 2)]  # The schedule's: rates are those of steps.
+
+
+def test_a_first_step_that_is_not_finite_is_in_no_average():
+  optimizer, definition, good = optimizers.averaged(adamw(), half_lives=(9.0,)), tiny(), batch()
+  built = ONE.build(jax.devices()[:1])
+  with jax.set_mesh(built):
+    state = train_state.create(definition, optimizer, built, seed=1)
+    step = jax.jit(make_train_step(definition, optimizer, seed=1))
+    for data in (good | {"weights": good["weights"] * np.nan}, good):
+      state, _ = step(state, data)
+  assert optimizer.evaluated is not None
+  averages = optimizer.evaluated(state.opt_state, state.params)
+  for name, w in definition.optimized(state.params).items():
+    np.testing.assert_allclose(averages[name], w, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -67,8 +68,8 @@ def averaged(
 ) -> Optimizer:
   """Trains by `optimizer`, and keeps exponential moving averages of the weights (EMA).
 
-  Until a run is 1.44 half-lives old, an average is the mean over all of its steps: the initial
-  weights have no part in it.
+  In the first 1.44 half-lives (1 / ln 2), an average is the mean of the weights after each update:
+  the initial weights have no part in it.
 
   Args:
     optimizer: Trains the weights.
@@ -100,20 +101,22 @@ def averaged(
 
     return optax.GradientTransformation(init, update)
 
-  def observe(state: Averages, new: Params, step: jax.Array) -> Averages:
-    averages: Any = {
-      name: optax.incremental_update(new, state.weights[name], _share(life, step))
-      for name, life in names.items()
-    }
-    return state._replace(weights=averages)
+  def observe(state: Averages, new: Params, updates: jax.Array) -> Averages:
+    averages = {}
+    for name, life in names.items():
+      share = _share(life, updates)
+      # The shares of old and new add up to 1, however small a share is.
+      averages[name] = {n: old + share * (new[n] - old) for n, old in state.weights[name].items()}
+    seen = optimizer.observe
+    return Averages(state.inner if seen is None else seen(state.inner, new, updates), averages)
 
   average = functools.partial(_average, half_life=f"{chosen:g}")
   return dataclasses.replace(optimizer, transform=transform, evaluated=average, observe=observe)
 
 
-def _share(half_life: float, step: jax.Array) -> jax.Array:
-  """Returns the share of the weights after a step, counted from 0, in their average."""
-  return jnp.maximum(1 - 0.5 ** (1 / half_life), 1 / (step + 1))
+def _share(half_life: float, updates: jax.Array) -> jax.Array:
+  """Returns the share of the weights after an update in their average, after `updates` others."""
+  return jnp.maximum(-math.expm1(-math.log(2) / half_life), 1 / (updates + 1))
 
 
 def _average(opt_state: Any, params: Params, *, half_life: str) -> Params:

@@ -90,7 +90,7 @@ class Optimizer:
     on_host: Whether its state is offloaded to host memory between updates.
     evaluated: (state, trained weights) -> the weights that evaluation, decoding and export use in
       place of the trained ones, such as an average in the state; None: the trained ones.
-    observe: (state, trained weights after the step, completed steps before it) -> the state with
+    observe: (state, trained weights after an update, number of updates before it) -> the state with
       what depends on those weights, which QK-clip may have scaled after the update; None: nothing.
     guard: Judges each step before its update; None: none does.
   """
@@ -247,7 +247,7 @@ def descent(
     rule: Gradients -> the direction of a step, such as `adam`.
     learning_rate: Multiplies both the direction and the weight decay.
     weight_decay: Decoupled weight decay.
-    weight_decay_schedule: Takes the place of `weight_decay`: completed updates -> weight decay.
+    weight_decay_schedule: Takes the place of `weight_decay`: step -> weight decay.
     decayed: Returns the mask of decayed weights, given their specs.
     clip_norm: Largest global norm of the gradients; None: no clipping.
     clip_update: Largest root mean square of the direction of a weight, of each layer by itself

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules: functions of completed updates."""
+"""Learning-rate schedules: functions of the step, counted from 0."""
 
 import math
 from typing import Literal
@@ -11,7 +11,7 @@ import optax
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 
-# Completed updates -> learning rate.
+# Step -> learning rate. A step whose update is dropped counts, too.
 Schedule = optax.Schedule
 DecayShape = Literal["linear", "sqrt", "cosine"]
 
@@ -148,7 +148,7 @@ def warmup_stable_decay(
 
 @configurable
 def ramp(*, first: ranges.Weight, last: ranges.Weight, steps: ranges.NonNegative) -> Schedule:
-  """Changes linearly from `first` to `last` in `steps` updates; for weight decay."""
+  """Changes linearly from `first` to `last` in `steps` steps; for weight decay."""
   return optax.linear_schedule(first, last, max(steps, 1))
 
 
