@@ -127,6 +127,7 @@ def compile_step(trainer: Trainer, *, save: str | None = None) -> Program:
   preflight.check_setup(trainer, training=True)
   if save is not None:
     saved_step.check(save)
+    saved_step.check_devices("save", trainer.devices)
   devices = trainer.devices
   state, batch = trainer.abstract()
   tokens = trainer.batch_size * trainer.data.seq_len

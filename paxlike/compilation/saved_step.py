@@ -22,7 +22,7 @@ import jax
 from etils import epath
 
 from paxlike import file_io
-from paxlike.devices import chips
+from paxlike.devices import chips, program_cache
 from paxlike.errors import UserError
 
 _FORMAT = "paxlike step 2"
@@ -111,6 +111,15 @@ def check(path: str):
     raise UserError(f"--save={path}: {error.strerror or error}.") from None
 
 
+def check_devices(flag: str, devices: jax.sharding.Mesh):
+  """Raises UserError if no step that is loaded from a file can be right on these devices."""
+  if not program_cache.keeps_order(devices.devices.flat):
+    raise UserError(
+      f"--{flag}: in a step that is loaded from a file, XLA for CPUs does not keep the order of"
+      " collectives, so that several processes would mix their values: leave it out."
+    )
+
+
 def _part(file: epath.Path) -> epath.Path:
   """Returns the temporary path that a file is written to before it is renamed."""
   return file.with_name(file.name + ".part")
@@ -152,6 +161,7 @@ def load(
   Raises:
     UserError: The file is missing, damaged, not a compiled step, or does not match.
   """
+  check_devices("compiled_step", devices)
   found, payload = _read(epath.Path(path))
   if found.get("payload") != _digest(payload):
     raise UserError(f"--compiled_step={path} is damaged.")

@@ -3,7 +3,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"  #: The environment variable for the folder.
@@ -29,6 +29,16 @@ def disable():
   jax.config.update("jax_enable_compilation_cache", False)
   # JAX decides once, at its first compilation, whether to use the cache; this resets the decision.
   compilation_cache.reset_cache()
+
+
+def keeps_order(devices: Iterable[Any]) -> bool:
+  """Returns whether a program that is loaded from a file runs its collectives in their order.
+
+  On CPUs each then has a resource of its own in place of the one that ordered them
+  (`CreateResourceFromProto` in xla/backends/cpu/runtime/thunk_proto_serdes.cc). Collectives of
+  several processes, which find each other by their order alone, take values of others.
+  """
+  return len({d.process_index for d in devices if d.platform == "cpu"}) < 2
 
 
 @contextlib.contextmanager

@@ -95,10 +95,10 @@ def _for_width(init: Any, width: float, *, to_width: bool) -> Any:
     to_width: Whether the outputs are wider, too.
   """
   power = 0.5 if to_width else 1.0
-  shape = init
-  while _called(shape) is layers.scaled:
-    shape = shape.init
-  if _called(shape) is layers.gaussian_fan_in:  # It shrinks by the root of the width.
+  drawn = init
+  while _called(drawn) is layers.scaled:
+    drawn = drawn.init
+  if _called(drawn) is layers.gaussian_fan_in:  # It shrinks by the root of the width.
     power -= 0.5
   return fdl.Partial(layers.scaled, init=init, by=width**-power) if power else init
 

@@ -127,7 +127,7 @@ class OptimizerKnobs(ScheduleKnobs):
   #: Storage dtype of Adam's moments and Muon's momentum; bfloat16 uses stochastic rounding.
   ADAM_MOMENT_DTYPE: optimizers.MomentDtype = "float32"
   MUON_MOMENTUM: ranges.Probability = 0.95  #: Decay rate of Muon's momentum.
-  #: Scale of Muon's updates: "rms" is about that of Adam's; "width" is
+  #: Scale of Muon's updates: with "rms" they are about as large as Adam's; "width" is
   #: sqrt(max(1, outputs / inputs)).
   MUON_SCALE: optimizers.Scale = "rms"
   ADEMAMIX_BETA3: ranges.Probability = 0.9999  #: Decay rate of AdEMAMix's slow moment.

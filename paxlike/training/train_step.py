@@ -74,7 +74,7 @@ def make_train_step(
     new = _updated(definition, optimizer, state, grads, new_extra)
     old = (state.params, state.extra, state.opt_state)
     with jax.named_scope("optimizer"):
-      params, extra, opt_state = _if(keep, new, old)
+      params, extra, opt_state = _where(keep, new, old)
     of_step["skipped"] = jnp.where(keep, 0.0, 1.0)
     of_step["learning_rate"] = optimizer.learning_rate(state.step)
     if (largest := qk_clip.largest(new[1])) is not None:
@@ -212,7 +212,7 @@ def _updated(
   return new, extra, opt_state
 
 
-def _if(keep: jax.Array, new: Any, old: Any) -> Any:
+def _where(keep: jax.Array, new: Any, old: Any) -> Any:
   """Returns the new state if `keep`, else the old one; schedules count the step in any case."""
 
   def is_schedule(node: Any) -> bool:

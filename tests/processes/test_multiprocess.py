@@ -70,7 +70,9 @@ def succeed(processes: list[subprocess.Popen]) -> str:
 
 
 @pytest.mark.slow
-def test_four_processes_train_as_one_does_and_two_resume_their_checkpoint(tmp_path):
+def test_four_processes_train_as_one_does_and_two_resume_their_checkpoint(tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
+  monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
   several, alone = tmp_path / "several", tmp_path / "alone"
   (tmp_path / "a.txt").write_text(" ".join(map(str, range(2000))))
   text = (*TEXT, f"--fdl.DATA_PATH={tmp_path}/a.txt")
@@ -78,7 +80,10 @@ def test_four_processes_train_as_one_does_and_two_resume_their_checkpoint(tmp_pa
     out = succeed(job(count, several, f"--fdl.MAX_STEPS={steps}", model=text))
     assert not start_of or f"resuming from checkpoint {start_of}" in out
   assert Checkpoints(several / "checkpoints", keep=None).steps() == [4, 6]
+  # A program that is loaded from a file does not keep the order of its collectives.
+  assert not list(tmp_path.glob("programs/*"))
   succeed(job(1, alone, "--fdl.MAX_STEPS=6", model=text))
+  assert list(tmp_path.glob("programs/*"))
   assert [updates for updates, _ in curve(several)] == list(range(1, 7))
   np.testing.assert_allclose(curve(several), curve(alone), rtol=1e-5)
   found, expected = dict(curve(several, "eval")), dict(curve(alone, "eval"))

@@ -107,15 +107,17 @@ def averaged(
       share = _share(life, updates)
       # The shares of old and new add up to 1, however small a share is.
       averages[name] = {n: old + share * (new[n] - old) for n, old in state.weights[name].items()}
-    seen = optimizer.observe
-    return Averages(state.inner if seen is None else seen(state.inner, new, updates), averages)
+    inner = state.inner
+    if optimizer.observe is not None:
+      inner = optimizer.observe(inner, new, updates)
+    return Averages(inner, averages)
 
   average = functools.partial(_average, half_life=f"{chosen:g}")
   return dataclasses.replace(optimizer, transform=transform, evaluated=average, observe=observe)
 
 
 def _share(half_life: float, updates: jax.Array) -> jax.Array:
-  """Returns the share of the weights after an update in their average, after `updates` others."""
+  """Returns the share in an average of the weights after one more update than `updates`."""
   return jnp.maximum(-math.expm1(-math.log(2) / half_life), 1 / (updates + 1))
 
 
