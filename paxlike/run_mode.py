@@ -28,7 +28,7 @@ Make = Callable[[flags.Options], "Experiment | None"]
 def build_trainer(graph: Any) -> Any:
   """Returns the trainer with XLA options for its devices; prints those that JAX does not know."""
   from paxlike.config import building
-  from paxlike.devices import xla_flags
+  from paxlike.devices import program_cache, xla_flags
   from paxlike.training.execution import Execution
 
   several = cluster.num_gpus() > 1 or "paxlike.processes.multiprocess" in sys.modules
@@ -36,6 +36,8 @@ def build_trainer(graph: Any) -> Any:
   mesh = building.build(graph.mesh, source="mesh") if several else None
   topology.take_gpu_memory(0 if mesh is None else mesh.num_communicators)
   trainer: Any = building.build(graph)
+  if not program_cache.keeps_order(topology.devices()):
+    program_cache.disable()
   compiler_options, dropped = xla_flags.options()
   for name in dropped:
     print(f"paxlike: this JAX has no option {name}: left out", file=sys.stderr)

@@ -94,5 +94,3 @@ def join(options: flags.Options):
       # without autotuning, and the others wait for its results. A cache folder that the user sets
       # is assumed to be shared by all processes.
       program_cache.disable()
-    if not program_cache.keeps_order(jax.devices()):
-      program_cache.disable()
