@@ -24,6 +24,7 @@ from paxlike.knob_groups.run import BatchKnobs, RunKnobs
 from paxlike.telemetry.callbacks import Callback
 from paxlike.training.evaluation import EvalSet
 from paxlike.training.objectives import NextToken, Objective
+from paxlike.training.reinforcement.rollouts import Rollouts
 from paxlike.training.trainer import Trainer
 
 
@@ -73,6 +74,7 @@ class Experiment(
       ramps=self.ramps(),
       best=self.best(),
       objective=self.objective(),
+      rollouts=self.rollouts(),
       weight_dtype=self.WEIGHT_DTYPE,
       stall_timeout=self.STALL_TIMEOUT,
       stack_interval=self.STACK_TRACE_INTERVAL,
@@ -129,6 +131,10 @@ class Experiment(
   def objective(self) -> fdl.Config[Objective]:
     """Returns the training objective."""
     return fdl.Config(NextToken)
+
+  def rollouts(self) -> fdl.Config[Rollouts] | None:
+    """Returns how answers are sampled and rewarded; None: training is on the data."""
+    return None
 
   def callbacks(self) -> list[Callback]:
     """Returns the callbacks of training, which are not part of the graph or `config.json`.

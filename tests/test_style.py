@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("run_folder",),
   ("config", "processes"),
   ("devices",),
-  ("data", "layers"),
+  ("data", "layers", "rewards"),
   ("checkpoints", "telemetry"),
   ("inference",),
   ("training",),

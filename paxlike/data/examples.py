@@ -9,7 +9,7 @@ without it every token is a target.
 import bisect
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class ExampleRows(CorpusRows):
       random.shuffle(examples)
     if not self.packed:
       return EpochPlan(examples, np.arange(len(examples) + 1))
-    rows = _packed(self._sizes[examples], self.seq_len)
+    rows = best_fit(self._sizes[examples], self.seq_len)
     if self._shuffle:
       random.shuffle(rows)
     starts = np.append(0, np.cumsum([len(row) for row in rows], dtype=np.int64))
@@ -127,10 +127,15 @@ def _rounded_up(size: int, limit: int) -> int:
   return min(length, limit)
 
 
-def _packed(sizes: np.ndarray, limit: int) -> list[Any]:
+def best_fit(sizes: np.ndarray, limit: int, *, most: int | None = None) -> list[list[int]]:
   """Packs examples by best fit; returns each sequence as a list of indices into `sizes`.
 
   At most 256 sequences are open at a time: beyond that, the fullest one is closed.
+
+  Args:
+    sizes: int64, of the examples, each at most `limit`.
+    limit: The size of a sequence.
+    most: The most examples in a sequence; None: any number.
   """
   rows: list[list[int]] = []
   open_rows: list[tuple[int, int]] = []  # (free positions, sequence), sorted.
@@ -142,7 +147,7 @@ def _packed(sizes: np.ndarray, limit: int) -> list[Any]:
     else:
       room, row = limit, len(rows)
       rows.append([index])
-    if room > size:
+    if room > size and len(rows[row]) != most:
       bisect.insort(open_rows, (room - size, row))
     if len(open_rows) > 256:
       open_rows.pop(0)  # The fullest one.

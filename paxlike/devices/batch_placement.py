@@ -13,7 +13,12 @@ from paxlike.errors import UserError
 
 
 class BatchPlacer:
-  """Places batches on a mesh; has the sequences of a global batch that this host loads."""
+  """Places batches on a mesh; has the sequences of a global batch that this host loads.
+
+  Attributes:
+    batch_size: Sequences of a global batch.
+    max_segments: The largest number of segments per sequence; None: any.
+  """
 
   def __init__(
     self,
@@ -23,12 +28,10 @@ class BatchPlacer:
     seq_len: int,
     max_segments: int | None = None,
   ):
-    """Places batches of `batch_size` x `seq_len` tokens on the mesh `devices`.
-
-    `max_segments` is the largest number of segments per sequence; None: any.
-    """
+    """Places batches of `batch_size` x `seq_len` tokens on the mesh `devices`."""
     self._devices = devices
-    self._max_segments = max_segments
+    self.batch_size = batch_size
+    self.max_segments = max_segments
     self._shape = (batch_size, seq_len)
 
   @functools.cached_property
@@ -52,12 +55,12 @@ class BatchPlacer:
     Raises:
       UserError: A sequence has too many segments.
     """
-    if self._max_segments is not None and "segments" in arrays:
+    if self.max_segments is not None and "segments" in arrays:
       segments = arrays["segments"]
       most = 1 + (segments[:, 1:] != segments[:, :-1]).sum(1).max(initial=0)
-      if most > self._max_segments:
+      if most > self.max_segments:
         raise UserError(
-          f"a sequence has {most} documents, but MAX_SEGMENTS_PER_ROW={self._max_segments}. Raise"
+          f"a sequence has {most} documents, but MAX_SEGMENTS_PER_ROW={self.max_segments}. Raise"
           " it, or set ATTENTION_KERNEL=xla_chunked."
         )
     return {name: self._put(array) for name, array in arrays.items()}

@@ -26,6 +26,8 @@ from paxlike.training.evaluation import EvalSet
 __all__ = [
   "C4",
   "BoolQ",
+  "Chat",
+  "DataPath",
   "Files",
   "Jsonl",
   "Lambada",
@@ -113,10 +115,25 @@ class Prepared(Tokenized):
     )
 
 
-class Files(Tokenized):
+class DataPath(Tokenized):
   """The user's files, with a tokenizer."""
 
   DATA_PATH: ranges.Path | None = None  #: A file, a folder or a glob. Required.
+
+
+class Chat(DataPath):
+  """Conversations in the user's files."""
+
+  #: Chat template. tokenizer: the template beside VOCAB_PATH.
+  CHAT_TEMPLATE: Literal["plain", "alpaca", "chatml", "gemma", "llama2", "llama3", "tokenizer"] = (
+    "plain"
+  )
+  EVAL_DATA_PATH: ranges.Path | None = None  #: Files to evaluate on. None: the rest of DATA_PATH.
+
+
+class Files(DataPath):
+  """The user's files, packed into sequences; a part of them is evaluated on."""
+
   PACKED_INPUT: bool = True  #: Separate the documents of a sequence by segment ids.
   #: Fraction of the tokens of the text to train on; the rest is evaluated on.
   TRAIN_SHARE: ranges.Fraction = 0.9
@@ -196,14 +213,8 @@ class TextMixture(LocalText):
     }
 
 
-class Jsonl(Files):
+class Jsonl(Chat, Files):
   """Prompts with completions, or conversations; only answers are trained on."""
-
-  #: Chat template. tokenizer: the template beside VOCAB_PATH.
-  CHAT_TEMPLATE: Literal["plain", "alpaca", "chatml", "gemma", "llama2", "llama3", "tokenizer"] = (
-    "plain"
-  )
-  EVAL_DATA_PATH: ranges.Path | None = None  #: Files to evaluate on. None: the rest of DATA_PATH.
 
   def train_data(self) -> fdl.Config:
     split, packed = self.train_split(), self.PACKED_INPUT

@@ -51,6 +51,7 @@ class GeneratedText:
     prompt_length: Number of prompt tokens.
     tokens: New tokens, without the end token.
     log_probabilities: Of each new token, under the model.
+    end: The end token and its log-probability; None if it has not ended by one.
     ended_by: "stop" (an end token, or the caller's `close`), "length", or None if unfinished.
   """
 
@@ -58,6 +59,7 @@ class GeneratedText:
   prompt_length: int
   tokens: list[int] = dataclasses.field(default_factory=list)
   log_probabilities: list[float] = dataclasses.field(default_factory=list)
+  end: tuple[int, float] | None = None
   ended_by: str | None = None
 
   @property
@@ -127,6 +129,7 @@ class Generator:
     sampling: Sampling | None = None,
     end_ids: Sequence[int] = (),
     steps_per_call: int = STEPS_PER_CALL,
+    phase: str = "decode",
     compiler_options: Mapping[str, Any] | None = None,
   ):
     """Allocates short KV caches, which grow with the longest text.
@@ -140,6 +143,7 @@ class Generator:
       end_ids: Tokens that end a text.
       steps_per_call: Tokens per slot and program call. More reduces host overhead, but a finished
         slot idles longer.
+      phase: The phase of the process while it decodes; see `phases.KINDS`.
       compiler_options: XLA's.
     """
     phases.enter("decode_compile")
@@ -147,15 +151,20 @@ class Generator:
     self._definition = definition
     self._module: Any = definition.module
     self._compiler_options = dict(compiler_options or {})
-    prepare = jax.jit(definition.prepare, compiler_options=self._compiler_options)
-    self._params: Params = prepare(dict(params))
+    self._prepare = jax.jit(definition.prepare, compiler_options=self._compiler_options)
+    self.load(params)
     self._num_rows = num_rows
     self._max_len = max_len
     self._sampling = sampling or Sampling()
     self._end_ids = tuple(end_ids)
     self._steps = steps_per_call
+    self._phase = phase
     self._compiled: dict[Any, Any] = {}
     self._start()
+
+  def load(self, params: Mapping[str, jax.Array]):
+    """Sets the weights of the next `run`."""
+    self._params: Params = self._prepare(dict(params))
 
   def run(self, requests: Iterable[Request]) -> Iterator[list[GeneratedText]]:
     """Yields the texts that have grown, after each call; a finished one has `ended_by` set.
@@ -210,7 +219,7 @@ class Generator:
     arrays = (tokens, positions, slots, left, seeds)
     self._grow(longest)
     compiled = self._compiled_for(self._prefill, self._params, self._slots, *arrays, donate=(1,))
-    phases.enter("decode")
+    phases.enter(self._phase)
     began = time.perf_counter()
     self._slots, drawn = compiled(self._params, self._slots, *arrays)
     drawn = jax.device_get(drawn)
@@ -228,7 +237,7 @@ class Generator:
     active = np.zeros(self._num_rows, bool)
     active[list(texts)] = True
     compiled = self._compiled_for(self._decode, self._params, self._slots, active, donate=(1,))
-    phases.enter("decode")
+    phases.enter(self._phase)
     began = time.perf_counter()
     self._slots, drawn = compiled(self._params, self._slots, active)
     tokens, log_probabilities, left = jax.device_get(drawn)
@@ -255,6 +264,7 @@ class Generator:
 
   def _add(self, text: GeneratedText, token: np.integer, log_probability: np.floating, left: int):
     if int(token) in self._end_ids:
+      text.end = int(token), float(log_probability)
       text.ended_by = "stop"
       return
     text.tokens.append(int(token))

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.config import knob_types, ranges
+from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
 
 
+@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
   """Sampling options; the limits are applied in this order.
@@ -40,13 +42,20 @@ class Sampling:
     Returns (tokens_B, their log-probabilities_B before temperature and limits).
     """
     logits_BV = logits_BV.astype(jnp.float32)
-    if self.temperature == 0:
-      tokens_B = logits_BV.argmax(-1)
-    else:
-      allowed_BV = self.limit(logits_BV / self.temperature)
-      tokens_B = jax.vmap(jax.random.categorical)(keys_B, allowed_BV)
+    tokens_B = self.choose(self.tempered(logits_BV), keys_B)
     chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
-    return tokens_B.astype(jnp.int32), chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+    return tokens_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+
+  def tempered(self, logits: jax.Array) -> jax.Array:
+    """Returns the logits divided by the temperature; unchanged if it is 0."""
+    return logits if self.temperature in (0, 1) else logits / self.temperature
+
+  def choose(self, logits_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
+    """Draws int32 tokens_B from tempered float32 logits, within the limits."""
+    if self.temperature == 0:
+      return logits_BV.argmax(-1).astype(jnp.int32)
+    drawn_B = jax.vmap(jax.random.categorical)(keys_B, self.limit(logits_BV))
+    return drawn_B.astype(jnp.int32)
 
   def limit(self, logits_BV: jax.Array) -> jax.Array:
     """Returns the logits, with -inf for tokens that may not be sampled."""

@@ -23,6 +23,8 @@ KINDS = {
   "compile": "compiling the step",
   "data": "waiting for data of step {of}",
   "dispatch": "dispatching step {of}",
+  "sample": "sampling answers",
+  "reward": "waiting for rewards",
   "step": "waiting for step {of} on its devices",
   "eval_compile": "compiling the evaluation of {of}",
   "eval": "evaluating {of}",

@@ -44,7 +44,7 @@ _OF_PHASE = {
   **dict.fromkeys(phases.COMPILES, "compile"),
   "init": "start_up",
   "data": "data_wait",
-  **dict.fromkeys(("dispatch", "step"), "step"),
+  **dict.fromkeys(("dispatch", "sample", "reward", "step"), "step"),
   **dict.fromkeys(("eval", "decode"), "evaluation"),
   "save": "save",
   "profile": "profile",

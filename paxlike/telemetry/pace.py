@@ -70,6 +70,12 @@ class Pace:
       return f"no speed for TARGET_TOKENS: {within if few else 'no step ran by itself'}"
     seconds = statistics.median(self._seconds)
     speed = self._header.speed(seconds)
+    left_out = f"the first {self._skip} are" if self._skip > 1 else "the first is"
+    line = (
+      f"speed: {seconds:.3f} s a step (median of {len(self._seconds):,} steps; {left_out} left out)"
+    )
+    if "tokens_per_second" not in speed:
+      return line
     rates = []
     for name, attention in (("causal", "causal attention"), ("full", "full attention")):
       mfu = speed.get(f"mfu_{name}")
@@ -77,11 +83,7 @@ class Pace:
       rates.append(
         f"{speed[f'tflops_per_second_per_device_{name}']:.2f} TFLOP/s/device{percent} ({attention})"
       )
-    left_out = f"the first {self._skip} are" if self._skip > 1 else "the first is"
-    line = (
-      f"speed: {seconds:.3f} s a step (median of {len(self._seconds):,} steps;"
-      f" {left_out} left out): {speed['tokens_per_second']:,.0f} tokens/s, {', '.join(rates)}"
-    )
+    line = f"{line}: {speed['tokens_per_second']:,.0f} tokens/s, {', '.join(rates)}"
     if self._target_tokens is None:
       return line
     whole = formatting.duration(self._target_tokens / speed["tokens_per_second"])

@@ -25,6 +25,7 @@ class RunHeader:
     devices: The mesh.
     flops: FLOPs per token of training.
     attention: The attention kernels in use, as printed; `auto` is resolved.
+    answers: The answers that are sampled in each step, in words; empty if none are.
     matmul_dtype: The dtype of most matmuls: "fp8", "int8" or a compute dtype.
   """
 
@@ -38,6 +39,7 @@ class RunHeader:
   devices: jax.sharding.Mesh
   flops: flops.TrainingFlops
   attention: str
+  answers: str = ""
   matmul_dtype: str = "bfloat16"
 
   def text(self, folder: epath.Path, num_steps: int) -> str:
@@ -46,12 +48,14 @@ class RunHeader:
     axes = ", ".join(f"{axis} {size}" for axis, size in devices.shape.items() if size > 1)
     kind = devices.devices.flat[0].device_kind
     tokens = self.batch_size * self.seq_len
+    sampled = f"answers:    {self.answers} in each step\n" if self.answers else ""
     has_frozen = self.num_trained < self.num_params
     trained = f", {self.num_trained:,} of them trained" if has_frozen else ""
     return (
       f"parameters: {self.num_params:,}{trained}\n"
       f"devices:    {devices.size} x {kind}{f' ({axes})' if axes else ''}\n"
       f"batch:      {self.batch_size} sequences x {self.seq_len} tokens = {tokens:,} tokens\n"
+      f"{sampled}"
       f"{self.stages}"
       f"{self._epochs(num_steps)}"
       f"FLOPs:      {self.flops.causal:.4g} per token (causal attention, as in TFLOP/s below),"
@@ -75,7 +79,7 @@ class RunHeader:
   def _epochs(self, num_steps: int) -> str:
     """Returns the header's line on epochs; "" if their length is unknown."""
     rows = self.epoch_rows
-    if not rows:
+    if not rows or self.answers:
       return ""
     steps = rows / self.batch_size
     tokens = rows * self.seq_len
@@ -88,8 +92,11 @@ class RunHeader:
   def speed(self, seconds: float) -> dict[str, float]:
     """Returns the rates of a step of `seconds` seconds, by their names in metrics.
 
-    MFU is the fraction of the peak in `matmul_dtype`; it is left out where that is unknown.
+    MFU is the fraction of the peak in `matmul_dtype`; it is left out where that is unknown. Steps
+    that sample answers have no rate: see `sampled_tokens_per_second`.
     """
+    if self.answers:
+      return {"seconds_per_step": seconds}
     num_devices = self.devices.size
     tokens = self.batch_size * self.seq_len / seconds
     peak = self._peak()

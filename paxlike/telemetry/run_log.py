@@ -26,7 +26,7 @@ from paxlike.telemetry.run_header import RunHeader
 from paxlike.telemetry.step_metrics import TOKENS_OF, Reading
 from paxlike.telemetry.trackers.recorder import Recorder, Tracking
 
-_REWARDS = ("reward_margin", "reward_accuracy")
+_REWARDS = ("reward_margin", "reward_accuracy", "reward", "answer_tokens", "entropy")
 _TRACKING = Tracking()
 
 
@@ -209,14 +209,15 @@ class RunLog:
       since = time.perf_counter() - self._began
       line.append(f"seconds: {since:.3f} (with {formatting.listed(self._causes)})")
     else:
-      line += [
-        f"seconds: {seconds:.3f}",
-        f"TFLOP/s/device: {speed['tflops_per_second_per_device_causal']:.3f}",
-        f"Tokens/s/device: {speed['tokens_per_second_per_device']:.3f}",
-      ]
+      line.append(f"seconds: {seconds:.3f}")
+      rates = {
+        "TFLOP/s": "tflops_per_second_per_device_causal",
+        "Tokens/s": "tokens_per_second_per_device",
+      }
+      line += [f"{unit}/device: {speed[name]:.3f}" for unit, name in rates.items() if name in speed]
     line += [f"total_weights: {reading.weight:.0f}", f"loss: {loss:.3f}"]
     line.append(f"learning_rate: {values['learning_rate']:.2e}")
-    # The main metrics of preference optimization.
+    # The main metrics of preference optimization and reinforcement learning.
     line += [f"{name}: {values[name]:.3f}" for name in _REWARDS if name in values]
     if left := self._pace and self._pace.left(reading.step):
       values["seconds_left"] = left

@@ -28,6 +28,7 @@ from paxlike.training import decode_mode, layer_metrics, ramp, rollback
 from paxlike.training.best_checkpoint import BestTracker
 from paxlike.training.evaluation import Stopped
 from paxlike.training.profiler import Profiler
+from paxlike.training.reinforcement.policy_training import PolicyTraining
 from paxlike.training.replica_check import check_repeated, check_replicas, checksums
 from paxlike.training.rollback import Rollback, Rollbacks
 from paxlike.training.train_input import TrainInput
@@ -57,12 +58,13 @@ class Loop:
     self._rollbacks = Rollbacks(folder, most=trainer.max_skipped_in_a_row)
     self._spike: int | None = None  # The step of a spike that the run rolls back from.
     self._after_spike: dict[str, Any] = {}  # The position in the data after it.
+    self._policy = None if trainer.rollouts is None else PolicyTraining(trainer)
     # By the index of the stage, and by whether layers are logged.
-    self._programs: dict[tuple[int, bool], jax.stages.Compiled] = {}
+    self._programs: dict[tuple[int, bool], Any] = {}
 
   def run(self, files: Mapping[str, Any]) -> int:
     """Trains as `Trainer.train` does, in the context of its mesh."""
-    with self._saved, self._stop, self._profiler:
+    with self._saved, self._stop, self._profiler, self._policy or contextlib.nullcontext():
       while (signal := self._train(files)) is None:
         pass  # After a spike, it goes on from the newest checkpoint with the data after the spike.
       return signal
@@ -168,7 +170,7 @@ class Loop:
     batch = train_input.next()
     # The devices do not wait for data while they still compute an earlier step.
     phases.enter("dispatch", step, counts_as="step" if self._meter.is_computing else None)
-    arrays = trainer.placer.put(batch.arrays)
+    arrays: Any = batch.arrays if self._policy is not None else trainer.placer.put(batch.arrays)
     which = train_input.stage, _due(step, self._trainer.log_layers_every)
     if which not in self._programs:
       phases.enter("compile")
@@ -211,10 +213,10 @@ class Loop:
         self._save(state, data_state)
     return stopping
 
-  def _compiled(
-    self, step: int, state: TrainState, first: int
-  ) -> dict[tuple[int, bool], jax.stages.Compiled]:
+  def _compiled(self, step: int, state: TrainState, first: int) -> dict[tuple[int, bool], Any]:
     """Returns the programs of all steps from `step` on; `first` is the index of its stage."""
+    if self._policy is not None:
+      return {(first, False): self._policy}
     every, num_steps, programs = self._trainer.log_layers_every, self._trainer.num_steps, {}
     for number, stage in enumerate(self._trainer.stages[first:], first):
       period = range(step, min(step + max(every, 1), stage.end, num_steps))
@@ -317,6 +319,7 @@ class Loop:
       devices=trainer.devices,
       flops=flops.per_token(trainer.definition, trainer.data.seq_len),
       attention=", ".join(trainer.attention),
+      answers="" if trainer.rollouts is None else trainer.rollouts.text,
       matmul_dtype=flops.matmul_dtype(trainer.definition),
     )
 

@@ -15,6 +15,7 @@ from paxlike.devices import mesh
 from paxlike.errors import UserError
 from paxlike.training import decode_mode, memory_check, pipeline_loss, ramp, requirements
 from paxlike.training.objectives import NextToken
+from paxlike.training.reinforcement import preflight as rollout_checks
 
 _MOST_BYTES = 200  # Limit of an eval set's name; file names are limited to 255.
 
@@ -151,6 +152,8 @@ def check_setup(trainer: Any, *, training: bool):
       f"MTP_NUM_LAYERS has a loss with the objective NextToken, not with"
       f" {type(trainer.objective).__name__}: set it to 0."
     )
+  if training and trainer.rollouts is not None:
+    rollout_checks.check(trainer)
   if training:
     requirements.check_context(trainer.model, dict(trainer.devices.shape))
   microbatches = pipeline_loss.check(trainer.definition, trainer.devices) if training else 1

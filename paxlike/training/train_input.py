@@ -66,9 +66,7 @@ class TrainInput:
     trainer = self._stages[self.stage].trainer
     self._names = list(trainer.data.no_rows())  # Without wrong answers, which training ignores.
     step, position = self._positions[-1]
-    return trainer.data.batches(
-      trainer.batch_size, rows=trainer.placer.rows, state=position, updates=step + 1 + self._skipped
-    )
+    return trainer.batches(state=position, updates=step + 1 + self._skipped)
 
   def __enter__(self) -> Self:
     return self

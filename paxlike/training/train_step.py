@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step: loss, gradients, accumulation, clipping, update, metrics."""
+"""One optimizer step: loss, gradients, accumulation, update, metrics."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from paxlike.errors import UserError
 from paxlike.layers import aux_losses
 from paxlike.layers.attention import qk_clip
 from paxlike.layers.aux_losses import Aux
 from paxlike.layers.decoder import Batch
-from paxlike.layers.module import Definition, Params
+from paxlike.layers.module import Definition
 from paxlike.layers.pipeline.spec import split_microbatches
-from paxlike.layers.precision.rounding import in_dtype
 from paxlike.telemetry.step_metrics import TOKENS_OF
 from paxlike.training import layer_metrics, pipeline_loss
 from paxlike.training.gradients import Constants, Differentiated, Gradients, Microbatch
 from paxlike.training.objectives import NextToken, Objective, shares_base, without_adapters
 from paxlike.training.optimizers import Optimizer
-from paxlike.training.train_state import TrainState, with_same_shardings
+from paxlike.training.train_state import TrainState
+from paxlike.training.update import on_device, prepared, update
 
 # Name -> (sum, weight): the value is sum / weight; pairs add up over steps and hosts.
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
@@ -52,50 +50,23 @@ def make_train_step(
 
   def train_step(state: TrainState, batch: Batch) -> tuple[Any, ...]:
     weight = objective.weight(batch)
-    if optimizer.on_host:
-      opt_state = jax.device_put(state.opt_state, jax.memory.Space.Device)
-      state = dataclasses.replace(state, opt_state=opt_state)
-    weights, constants = _prepared(definition, state)
+    state = on_device(optimizer, state)
+    weights, constants = prepared(definition, state)
     dropout = jax.random.fold_in(jax.random.key(seed), state.step)
     whole = Microbatch(batch, 0, 1, jnp.maximum(weight, 1), dropout)
     if num_microbatches == 1:
-      (grads, new_extra), aux = jax.tree.map(_float32, gradients(weights, constants, whole))
+      grads, aux = jax.tree.map(_float32, gradients(weights, constants, whole))
     else:
-      (grads, new_extra), aux = _accumulated(gradients, weights, constants, whole, num_microbatches)
-    with jax.named_scope("optimizer"):
-      norm = optax.tree.norm(definition.optimized(grads))
-    finite = _all_finite([norm, aux.losses["loss"], *new_extra.values()])
-    of_step: dict[str, Any] = {"grad_norm": norm}
-    keep, guard = finite, state.guard
-    if optimizer.guard is not None:
-      spike, kept, scale, guard = optimizer.guard.judge(guard, aux.losses["loss"], norm)
-      of_step["spike"] = spike.astype(jnp.float32)
-      keep, grads = finite & kept, {name: scale * x for name, x in grads.items()}
-    new = _updated(definition, optimizer, state, grads, new_extra)
-    old = (state.params, state.extra, state.opt_state)
-    with jax.named_scope("optimizer"):
-      params, extra, opt_state = _where(keep, new, old)
-    of_step["skipped"] = jnp.where(keep, 0.0, 1.0)
-    of_step["learning_rate"] = optimizer.learning_rate(state.step)
-    if (largest := qk_clip.largest(new[1])) is not None:
-      of_step["max_attention_logit"] = largest
+      grads, aux = _accumulated(gradients, weights, constants, whole, num_microbatches)
+    new_state, of_step = update(definition, optimizer, state, grads, aux.losses["loss"])
     of_step |= {f"{TOKENS_OF}{name}": _tokens_from(n, batch) for n, name in enumerate(sources)}
     metrics = {name: (value * weight, weight) for name, value in aux.losses.items()}
     metrics |= {name: (pair[0], pair[1]) for name, pair in aux.metrics.items()}
     metrics |= {name: (value, jnp.ones((), jnp.float32)) for name, value in of_step.items()}
-    new_state = dataclasses.replace(
-      state,
-      step=state.step + 1,
-      params=params,
-      extra=extra,
-      opt_state=opt_state,
-      skipped=state.skipped + jnp.where(keep, 0, 1),
-      guard=guard,
-    )
-    new_state = with_same_shardings(definition, optimizer, new_state)
     if not log_layers:
       return new_state, metrics
-    return new_state, metrics, layer_metrics.of_step(definition, aux, grads, state.params, params)
+    layers = layer_metrics.of_step(definition, aux, grads.trained, state.params, new_state.params)
+    return new_state, metrics, layers
 
   return train_step
 
@@ -174,58 +145,6 @@ def _accumulated(
 
 def _float32(x: jax.Array) -> jax.Array:
   return x.astype(jnp.float32)
-
-
-@jax.named_scope("prepare")
-def _prepared(definition: Definition, state: TrainState) -> tuple[Differentiated, Constants]:
-  """Returns the weights in their compute dtypes and quantized forms: once per step."""
-  prepared, frozen = definition.prepare(state.params), definition.prepare(state.frozen)
-  reference = definition.prepare(state.reference)
-  operands = definition.quantize_operands(prepared | frozen)
-  return Differentiated(prepared, state.extra), Constants(frozen, reference, operands)
-
-
-@jax.named_scope("optimizer")
-def _updated(
-  definition: Definition,
-  optimizer: Optimizer,
-  state: TrainState,
-  grads: Params,
-  new_extra: Params,
-) -> tuple[Params, Params, Any]:
-  """Returns (params, non-trainable state, optimizer state)."""
-  trained_grads, params = definition.optimized(grads), definition.optimized(state.params)
-  transform = optimizer.transformation(definition)
-  updates, opt_state = transform.update(trained_grads, state.opt_state, params)
-  new: Any = jax.tree.map(
-    lambda w, update: in_dtype(w.astype(jnp.float32) + update, w.dtype, draw=state.step),
-    params,
-    updates,
-  )
-  own = {name: spec.update for name, spec in definition.weights.items() if spec.update is not None}
-  new |= {name: own[name](old, grads[name]) for name, old in state.params.items() if name in own}
-  extra = {name: own[name](old, new_extra[name]) for name, old in state.extra.items()}
-  new = qk_clip.clipped(definition, new, extra)
-  if optimizer.observe is not None:
-    seen = jax.tree.map(lambda w: w.astype(jnp.float32), definition.optimized(new))
-    opt_state = optimizer.observe(opt_state, seen, state.step - state.skipped)
-  return new, extra, opt_state
-
-
-def _where(keep: jax.Array, new: Any, old: Any) -> Any:
-  """Returns the new state if `keep`, else the old one; schedules count the step in any case."""
-
-  def is_schedule(node: Any) -> bool:
-    return getattr(node, "_fields", ()) == ("count",)  # Optax's states of rates and weight decays.
-
-  def chosen(one: Any, other: Any) -> Any:
-    return one if is_schedule(one) else jnp.where(keep, one, other)
-
-  return jax.tree.map(chosen, new, old, is_leaf=is_schedule)
-
-
-def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
-  return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
 
 
 def _tokens_from(source: int, batch: Batch) -> jax.Array:

@@ -17,7 +17,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.chat import prompt_rendering
 from paxlike.data.chat.prompt_rendering import PromptRenderer
-from paxlike.data.dataset import Dataset
+from paxlike.data.dataset import Batches, Dataset
 from paxlike.devices import mesh
 from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.errors import UserError
@@ -36,6 +36,9 @@ from paxlike.training.objectives import NextToken, Objective, shares_base
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.profiler import Profiling
 from paxlike.training.ramp import Ramp, Stage
+from paxlike.training.reinforcement import answers
+from paxlike.training.reinforcement.reward_set import RewardEvaluator, RewardSet
+from paxlike.training.reinforcement.rollouts import Rollouts
 from paxlike.training.train_state import TrainState
 from paxlike.training.train_step import TrainStep, make_train_step
 
@@ -78,6 +81,8 @@ class Trainer:
     trained: Pattern (`re.search`) of the trained weights; the others are frozen.
     weight_dtype: Storage dtype of trained weights; bfloat16 uses stochastic rounding.
     stall_timeout: Seconds without progress that end the job; None: derived; 0: no limit.
+    rollouts: How answers are sampled and rewarded, in reinforcement learning; None: training is on
+      the data.
     profile: Which steps to profile, and how; None: none.
     stack_interval: Seconds between dumps of all threads' stacks; None: no dumps.
     read_only: Whether nothing is trained; weights with a quantization scheme are then quantized.
@@ -116,6 +121,7 @@ class Trainer:
   weight_dtype: Literal["float32", "bfloat16"] = "float32"
   stall_timeout: ranges.Seconds | None = None
   stack_interval: ranges.Interval | None = None
+  rollouts: Rollouts | None = None
   profile: Profiling | None = None
   read_only: bool = False
   saving: bool = True
@@ -192,6 +198,13 @@ class Trainer:
     if datasets := self.datasets():
       return datasets[0]
     raise UserError("this experiment has no data, neither train_data nor eval_data.")
+
+  def batches(self, *, state: Mapping[str, Any] | None, updates: int) -> Batches:
+    """Returns this host's batches of the training data; see `Dataset.batches`."""
+    if self.rollouts is not None:
+      return self.data.batches(self.rollouts.num_prompts, state=state, updates=updates)
+    rows = self.placer.rows
+    return self.data.batches(self.batch_size, rows=rows, state=state, updates=updates)
 
   def datasets(self, *, training: bool = True) -> list[Any]:
     """Returns the training data, if any and if `training`, and the data of all eval sets."""
@@ -273,7 +286,7 @@ class Trainer:
     return results
 
   @functools.cached_property
-  def evaluators(self) -> dict[str, Evaluator]:
+  def evaluators(self) -> dict[str, Evaluator | RewardEvaluator]:
     """The evaluator of each eval set, by name.
 
     Raises:
@@ -281,16 +294,13 @@ class Trainer:
     """
     if not self.eval_data:
       raise UserError("this experiment has no evaluation data (eval_data).")
-    return {
-      name: Evaluator(
-        self.definition,
-        eval_set,
-        self.placer,
-        batch_size=self.batch_size,
-        compiler_options=self.execution.compiler_options,
-      )
-      for name, eval_set in self.eval_data.items()
-    }
+    return {name: self._evaluator(eval_set) for name, eval_set in self.eval_data.items()}
+
+  def _evaluator(self, eval_set: EvalSet) -> Evaluator | RewardEvaluator:
+    options: Any = {"compiler_options": self.execution.compiler_options}
+    if isinstance(eval_set, RewardSet):
+      return RewardEvaluator(self.definition, eval_set, **options)
+    return Evaluator(self.definition, eval_set, self.placer, batch_size=self.batch_size, **options)
 
   @functools.cached_property
   def _step(self) -> Any:
@@ -320,7 +330,8 @@ class Trainer:
     state = train_state.abstract(
       self.definition, self.optimizer, self.devices, with_reference=self.has_reference
     )
-    return state, self.placer.abstract(self.data.no_rows())
+    batch = self.data.no_rows() if self.rollouts is None else answers.no_rows(self.data.seq_len)
+    return state, self.placer.abstract(batch)
 
   def trace(self):
     """Traces initialization and a step, so that errors appear early; JAX caches both."""

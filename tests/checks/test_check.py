@@ -16,7 +16,7 @@ from paxlike.checks import attention, bandwidth, differences, runner, step, stor
 from paxlike.checks.check import compared, guarded
 from paxlike.cli import check_page, command_line
 from paxlike.devices.mesh import AXES
-from paxlike.training import train_step
+from paxlike.training import update
 
 # Experiment and axes of the mesh of eight devices.
 MIXES = {
@@ -136,7 +136,7 @@ def test_a_broken_kernel_is_named(capsys, monkeypatch, only, kernel, wrong):
 @pytest.mark.slow
 def test_a_broken_gradient_and_a_broken_update_on_the_mesh_are_named(capsys, monkeypatch, only):
   only(step)
-  updated, broken, kept = train_step._updated, "stack.pattern.0.mlp.up.w", "positions.table"
+  updated, broken, kept = update._updated, "stack.pattern.0.mlp.up.w", "positions.table"
 
   def wrong(definition, optimizer, state, grads, noticed):
     if jax.sharding.get_abstract_mesh().size == 1:
@@ -145,7 +145,7 @@ def test_a_broken_gradient_and_a_broken_update_on_the_mesh_are_named(capsys, mon
     new, *others = updated(definition, optimizer, state, grads, noticed)
     return new | {kept: state.params[kept]}, *others
 
-  monkeypatch.setattr(train_step, "_updated", wrong)
+  monkeypatch.setattr(update, "_updated", wrong)
   assert run("--mode=check", "--fdl.ICI_MESH_SHAPE=[2,4,1]", "--fdl.FPROP_DTYPE=float32") == 1
   page = capsys.readouterr().out
   assert "worst of 34 gradients: stack.layers.1.mlp.up.w (1 wrong)" in page

@@ -52,7 +52,8 @@ BROKEN_METHODS = {
     " paxlike.training.optimizers.optimizer.Optimizer"
   ),
   "def objective(self): return fdl.Config(dict)": (
-    "objective=Config[dict]: expected a (subclass of) paxlike.training.objectives.Objective."
+    "objective=Config[dict]: expected a (subclass of)"
+    " paxlike.training.objectives.objective.Objective."
   ),
   "def train_data(self): return [1, 2]": (
     "train_data=[1, 2]: expected a (subclass of) paxlike.data.dataset.Dataset or None."

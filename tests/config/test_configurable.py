@@ -32,8 +32,8 @@ READ = {"path", "vocab_path", "folder", "prefix", "tfds_name"}
 # ... and text that is looked up in a table, compared or printed.
 TEXT = {
   "alphabet", "bos", "field", "implementation", "include", "ignore", "knob", "metric",
-  "moment_dtype", "over", "role", "sample_prompt", "schedule", "split", "task_split", "template",
-  "time", "tracker_project", "trackers", "trained", "weight_dtype",
+  "moment_dtype", "over", "role", "sample_prompt", "schedule", "split", "system", "task_split",
+  "template", "time", "tracker_project", "trackers", "trained", "weight_dtype",
 }  # fmt: skip
 # What a graph may give a callable as, which what is marked calls: one of the list, as all there is.
 CALLED = {
@@ -43,7 +43,7 @@ CALLED = {
   "observe", "output", "pattern", "prologue", "positions", "post_norm", "qk_clip", "qk_norm",
   "query", "query_down", "register", "relative_bias", "rope", "rule", "router", "scaling", "scheme",
   "shared", "sinks", "stack", "transform", "up", "value", "epilogue", "weight_decay_schedule",
-  "projection",
+  "projection", "reward", "advantages", "normalization",
 }  # fmt: skip
 # Who imports, runs or unpickles what a value names, and what that is where a file gives it.
 BY_NAME = {
@@ -56,6 +56,8 @@ BY_NAME = {
   "convert/torch_files.py": "a pickle of tensors, of which no class but these is loaded",
   "compilation/saved_step.py": "a constant",
   "layers/attention/tokamax.py": "a constant",
+  "rewards/pool.py": "a function that the command line or an experiment names; it writes a pickle",
+  "rewards/worker.py": "the pickle of the process that started it",
   "layers/precision/transformer_engine.py": "a constant",
 }
 

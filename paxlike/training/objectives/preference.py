@@ -1,66 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training objectives: a loss summed over a batch and the weight that a step divides it by."""
+"""Objectives on pairs of a chosen and a rejected answer."""
 
-import abc
 import dataclasses
-import re
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.layers import lora
 from paxlike.layers.aux_losses import Aux
 from paxlike.layers.decoder import Batch, Decoder, context_of
 from paxlike.layers.loss import cross_entropy
-from paxlike.layers.module import Definition, Params
-
-_ADDED = re.compile(rf"{lora.WEIGHTS}b$")
-
-
-class Objective(abc.ABC):
-  """A loss over a batch.
-
-  Attributes:
-    needs_reference: Whether it needs a frozen reference model: the initial model or, with LoRA, the
-      base model.
-  """
-
-  needs_reference = False
-
-  @abc.abstractmethod
-  def weight(self, batch: Batch) -> jax.Array:
-    """Returns the divisor of the summed loss of a whole batch, a float32 scalar."""
-
-  @abc.abstractmethod
-  def total(
-    self, model: Decoder, reference: Decoder | None, batch: Batch, dropout: jax.Array | None
-  ) -> tuple[jax.Array, Aux]:
-    """Returns (summed loss, the Aux of layers and objective) of a microbatch."""
-
-
-@configurable
-@dataclasses.dataclass(frozen=True)
-class NextToken(Objective):
-  """Next-token cross-entropy in nats, a mean over tokens weighted by `weights`.
-
-  If the model has layers for multi-token prediction, their loss is added.
-  """
-
-  def weight(self, batch: Batch) -> jax.Array:
-    return batch["weights"].sum()
-
-  def total(
-    self, model: Decoder, reference: Decoder | None, batch: Batch, dropout: jax.Array | None
-  ) -> tuple[jax.Array, Aux]:
-    del reference
-    context = context_of(batch, dropout)
-    if model.mtp is not None:
-      return model.losses(batch, context)
-    x_BTD, _, aux = model.hidden(batch["inputs"], context)
-    return model.token_loss(x_BTD, batch["targets"], batch["weights"]), aux
+from paxlike.training.objectives.objective import Objective
 
 
 @configurable
@@ -119,13 +70,3 @@ def _log_probabilities(
   loss_BT = model.map_logits(cross_entropy, x_BTD, batch["targets"])
   answer_BT2 = batch["segments"][..., None] == jnp.array([1, 2])
   return -((loss_BT * batch["weights"])[..., None] * answer_BT2).sum(1), aux
-
-
-def shares_base(definition: Definition) -> bool:
-  """Whether only LoRA weights are trained, so that the base model can serve as the reference."""
-  return all(re.search(lora.WEIGHTS, name) for name in definition.optimized(definition.weights))
-
-
-def without_adapters(params: Mapping[str, jax.Array]) -> Params:
-  """Returns the weights with LoRA's b matrices zeroed: the base model."""
-  return {name: jnp.zeros_like(w) if _ADDED.search(name) else w for name, w in params.items()}

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts for reinforcement learning, with the records by which answers are rewarded."""
+
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.data.chat import templates
+from paxlike.data.chat.prompt_rendering import PromptRenderer
+from paxlike.data.dataset import Arrays, RowDataset
+from paxlike.data.text import find_files, records
+from paxlike.data.tokenizers.tokenizer import Tokenizer
+from paxlike.errors import UserError
+
+
+@configurable
+class Prompts(RowDataset):
+  """The prompts of the records in a user's files, shuffled in each epoch.
+
+  A record has its prompt, a text or messages, in a field, and further fields for the reward. Its
+  sequences are not tokens to train on: `rows` returns int32 `prompts` [n, P], padded with -1, and
+  `records` [n, 1], the numbers for `record`.
+
+  Attributes:
+    max_tokens: P.
+  """
+
+  def __init__(
+    self,
+    *,
+    path: ranges.Path | None,
+    field: ranges.Name,
+    tokenizer: Tokenizer,
+    vocab_size: ranges.Size,
+    seq_len: ranges.Size,
+    max_tokens: ranges.Size,
+    template: str = "plain",
+    vocab_path: ranges.Path | None = None,
+    system: str | None = None,
+    seed: ranges.NonNegative = 0,
+    shuffle: bool = True,
+    knob: str = "DATA_PATH",
+  ):
+    """Reads nothing yet.
+
+    Args:
+      path: A file, a folder (searched with its sub-folders) or a glob; for formats see `records`.
+      field: The field of a record that has the prompt.
+      tokenizer: The tokenizer.
+      vocab_size: The model's vocabulary size.
+      seq_len: T, of the sequences that prompts with their answers are packed into.
+      max_tokens: P; longer prompts are left out.
+      template: Name of a chat template; see `templates.template`.
+      vocab_path: The tokenizer's file; its own template is in the same folder.
+      system: Content of a system message before each prompt; None: none.
+      seed: Seed of the shuffle.
+      shuffle: Whether to reshuffle in every epoch.
+      knob: The knob that errors name.
+    """
+    self.seq_len = seq_len
+    self._path = path
+    self._field = field
+    self._tokenizer = tokenizer
+    self._vocab_size = vocab_size
+    self.max_tokens = max_tokens
+    self._template_name = template
+    self._vocab_path = vocab_path
+    self._system = system
+    self._seed = seed
+    self._shuffle = shuffle
+    self._knob = knob
+
+  @property
+  def tokenizer(self) -> Tokenizer:
+    return self._tokenizer
+
+  @functools.cached_property
+  def prompt_renderer(self) -> PromptRenderer:
+    return PromptRenderer(self._template_name, self._tokenizer, vocab_path=self._vocab_path)
+
+  @property
+  def end_ids(self) -> list[int]:
+    """The ids that end an answer."""
+    own, turn_end = self._tokenizer, self.prompt_renderer.turn_end
+    ends = {own.eos_id, own.bos_id, *own.end_ids, *turn_end.ids}
+    return sorted(one for one in ends if one is not None)
+
+  @property
+  def vocab_size(self) -> int:
+    return self._vocab_size
+
+  @property
+  def named(self) -> str:
+    return f"{self._knob}={self._path}"
+
+  def check(self):
+    _ = self._identity(), templates.template(self._template_name, vocab_path=self._vocab_path)
+    self._tokenizer.check(self._vocab_size)
+    if texts := self.prompt_renderer.turn_end.texts:
+      raise UserError(
+        f"CHAT_TEMPLATE={self._template_name}: answers would end with the text {texts[0]!r}, which"
+        " is no token of this tokenizer: choose another template or tokenizer."
+      )
+
+  def no_rows(self) -> Arrays:
+    prompts = np.zeros((0, self.max_tokens), np.int32)
+    return {"prompts": prompts, "records": np.zeros((0, 1), np.int32)}
+
+  def fingerprint(self) -> str:
+    order = (self._field, self.max_tokens, self._template_name, self._system, self._seed)
+    key = json.dumps([self._identity(), order, self._shuffle, self._tokenizer.fingerprint()])
+    return f"prompts {hashlib.sha256(key.encode()).hexdigest()}"
+
+  def num_rows(self, epoch: int) -> int:
+    del epoch
+    return len(self._records)
+
+  def _check_not_empty(self):
+    _ = self._records  # Raises if there is none.
+
+  def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
+    found = self._order(epoch)[numbers]
+    prompts = np.full((len(found), self.max_tokens), -1, np.int32)
+    for row, number in enumerate(found):
+      tokens = self._records[number][0]
+      prompts[row, : len(tokens)] = tokens
+    return {"prompts": prompts, "records": found[:, None].astype(np.int32)}
+
+  def record(self, number: int) -> Mapping[str, Any]:
+    """Returns the fields of a record, by its number in `records`."""
+    return self._records[number][1]
+
+  def _order(self, epoch: int) -> np.ndarray:
+    if not self._shuffle:
+      return np.arange(len(self._records))
+    counter = [0, 0, 0, epoch]
+    random = np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=counter))
+    return random.permutation(len(self._records))
+
+  def _identity(self) -> Any:
+    """Returns JSON that changes with the records; cheap.
+
+    Raises:
+      UserError: There are none.
+    """
+    return find_files.stamps(self._files, knob=self._knob)
+
+  def _read(self) -> Iterator[records.Placed]:
+    for name in self._files:
+      try:
+        yield from records.read(name, ())
+      except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{self._knob}: {name} cannot be read: {error}.") from error
+
+  @functools.cached_property
+  def _files(self) -> list[str]:
+    return find_files.find(self._path, records.SUFFIXES, knob=self._knob)
+
+  @functools.cached_property
+  def _records(self) -> list[tuple[np.ndarray, Mapping[str, Any]]]:
+    """The tokens of the prompt and the fields of each record."""
+    found, longest, total = [], 0, 0
+    for place, record in self._read():
+      tokens = self.prompt_renderer.tokens(self._messages(place, record))
+      total, longest = total + 1, max(longest, len(tokens))
+      if len(tokens) <= self.max_tokens:
+        found.append((tokens.astype(np.int32), record))
+    if not found:
+      why = f"each of its {total} prompts has more than" if total else "it has no prompt of up to"
+      raise UserError(f"{self.named}: {why} {self.max_tokens} tokens (MAX_PROMPT_TOKENS).")
+    if left := total - len(found):
+      print(
+        f"{self.named}: {left} of {total} prompts are left out, which have more than"
+        f" {self.max_tokens} tokens (MAX_PROMPT_TOKENS); the longest has {longest}",
+        file=sys.stderr,
+      )
+    return found
+
+  def _messages(self, place: str, record: Mapping[str, Any]) -> list[Any]:
+    prompt = record.get(self._field)
+    asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if self._system is not None:
+      asked = [{"role": "system", "content": self._system}, *asked]
+    if not templates.are_messages(asked):
+      there = ", ".join(record)
+      raise UserError(
+        f"{place}: no prompt, a text or messages, in the field {self._field} (PROMPT_FIELD). It"
+        f" has: {there}."
+      )
+    return asked

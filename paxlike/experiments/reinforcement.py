@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixins of reinforcement learning: `class MyTask(PromptFiles, Qwen3_0_6B)`."""
+
+from typing import Any, Literal
+
+import fiddle as fdl
+
+from paxlike.config import ranges
+from paxlike.config.knobs import UNSET
+from paxlike.data.tuning.prompts import Prompts
+from paxlike.errors import UserError
+from paxlike.experiment import Experiment
+from paxlike.experiments import datasets
+from paxlike.inference.sampling import Sampling
+from paxlike.rewards import REWARDS, pool
+from paxlike.training.evaluation import EvalSet
+from paxlike.training.objectives import Grpo
+from paxlike.training.reinforcement import advantages
+from paxlike.training.reinforcement.reward_set import RewardSet
+from paxlike.training.reinforcement.rollouts import Rollouts
+
+_ADVANTAGES = {one.__name__: one for one in (advantages.grpo, advantages.dr_grpo, advantages.rloo)}
+_NORMALIZATIONS = {
+  "token": advantages.by_token,
+  "answer": advantages.by_answer,
+  "limit": advantages.by_limit,
+}
+
+
+Split = Literal["train", "validation"]
+
+
+class Reinforcement(Experiment):
+  """Reinforcement learning on prompts (GRPO and its relatives), with rewards as Python functions.
+
+  PERCORE_BATCH_SIZE sequences per device are a microbatch, into which prompts with their answers
+  are packed; a step has as many as it needs. A subclass has `prompts`; see `PromptFiles`.
+  """
+
+  #: Reward of an answer: MODULE.FUNCTION, or exact_answer, math_answer, python_tests, answer_tags
+  #: or overlong of paxlike.rewards.
+  REWARD: ranges.Name = UNSET
+  REWARD_SECONDS: ranges.Seconds = 10.0  #: Time limit of one reward; after it, the reward is 0.
+  REWARD_WORKERS: ranges.Size = 4  #: Processes that compute rewards.
+  PROMPTS_PER_STEP: ranges.Size = UNSET  #: Prompts of a step.
+  GROUP_SIZE: ranges.Size = 8  #: Answers to each prompt.
+  MAX_NEW_TOKENS: ranges.Size = UNSET  #: The most tokens of an answer.
+  ROLLOUT_TEMPERATURE: ranges.PositiveFloat = 1.0  #: Divides the logits; also those of the loss.
+  DECODE_SLOTS: ranges.Size = 64  #: Answers that are decoded at the same time.
+  #: grpo: rewards minus the mean of the group, over its standard deviation. dr_grpo: minus the mean
+  #: alone. rloo: minus the mean of the others.
+  ADVANTAGES: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+  #: The loss is the mean over the tokens of all answers, over answers of the means over their
+  #: tokens, or the sum over tokens divided by the most there could be.
+  LOSS_PER: Literal["token", "answer", "limit"] = "token"
+  MASK_TRUNCATED: bool = False  #: Whether answers of MAX_NEW_TOKENS without an end have no loss.
+  CLIP_LOW: ranges.Factor = 0.2  #: How far probability ratios may fall below 1.
+  CLIP_HIGH: ranges.Factor = 0.2  #: How far they may rise above 1.
+  KL_BETA: ranges.NonNegativeFloat = 0.0  #: Strength of the KL penalty towards the initial model.
+  EVAL_PROMPTS: ranges.Size | None = None  #: How many prompts are evaluated on. None: all.
+
+  def objective(self) -> fdl.Config[Grpo]:
+    return fdl.Config(
+      Grpo,
+      clip_low=self.CLIP_LOW,
+      clip_high=self.CLIP_HIGH,
+      beta=self.KL_BETA,
+      sampling=fdl.Config(Sampling, temperature=self.ROLLOUT_TEMPERATURE),
+    )
+
+  def rollouts(self) -> fdl.Config[Rollouts]:
+    return fdl.Config(
+      Rollouts,
+      reward=self.reward(),
+      num_prompts=self.PROMPTS_PER_STEP,
+      group_size=self.GROUP_SIZE,
+      max_new_tokens=self.MAX_NEW_TOKENS,
+      num_slots=self.DECODE_SLOTS,
+      advantages=_ADVANTAGES[self.ADVANTAGES],
+      normalization=_NORMALIZATIONS[self.LOSS_PER],
+      mask_truncated=self.MASK_TRUNCATED,
+      reward_seconds=self.REWARD_SECONDS,
+      reward_workers=self.REWARD_WORKERS,
+    )
+
+  def reward(self) -> Any:
+    """Returns the reward: the graph of an object, or a function that worker processes import."""
+    name = self.REWARD
+    if name in REWARDS:
+      return fdl.Config(REWARDS[name])
+    # What a run's folder names is imported only if the user allows it.
+    setting = self.settings().get("REWARD")
+    return pool.find(name, imports=setting is None or setting.source != "experiment.json")
+
+  def prompts(self, split: Split) -> fdl.Config[Prompts] | None:
+    """Returns the prompts of a split; None if it has none."""
+    raise UserError(f"{type(self).__name__} has no prompts: define `prompts`, or use PromptFiles.")
+
+  def train_data(self) -> fdl.Config[Prompts] | None:
+    return self.prompts("train")
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    if (prompts := self.prompts("validation")) is None:
+      return {}
+    reward_set: fdl.Config[Any] = fdl.Config(
+      RewardSet,
+      dataset=prompts,
+      reward=self.reward(),
+      max_new_tokens=self.MAX_NEW_TOKENS,
+      num_prompts=self.EVAL_PROMPTS,
+      num_slots=self.DECODE_SLOTS,
+      reward_seconds=self.REWARD_SECONDS,
+      reward_workers=self.REWARD_WORKERS,
+    )
+    return {"validation": reward_set}
+
+
+class PromptFiles(Reinforcement, datasets.Chat):
+  """Prompts in the user's files: .jsonl (.zst, .gz), .parquet or .arrow."""
+
+  PROMPT_FIELD: ranges.Name = "prompt"  #: Field of records that has the prompt: text or messages.
+  SYSTEM_PROMPT: str | None = None  #: System message before each prompt. None: none.
+  MAX_PROMPT_TOKENS: ranges.Size = UNSET  #: Prompts with more tokens are left out.
+
+  def prompts(self, split: Split) -> fdl.Config[Prompts] | None:
+    knob = "DATA_PATH" if split == "train" else "EVAL_DATA_PATH"
+    path, tokenizer = getattr(self, knob), self.tokenizer()
+    if tokenizer is None:
+      raise UserError("TOKENIZER=character is for plain text: use another one for prompts.")
+    if path is None and split == "validation":
+      return None
+    return fdl.Config(
+      Prompts,
+      path=path,
+      field=self.PROMPT_FIELD,
+      tokenizer=tokenizer,
+      vocab_size=self.VOCAB_SIZE,
+      seq_len=self.MAX_SEQ_LEN,
+      max_tokens=self.MAX_PROMPT_TOKENS,
+      template=self.CHAT_TEMPLATE,
+      vocab_path=self.VOCAB_PATH,
+      system=self.SYSTEM_PROMPT,
+      seed=self.RANDOM_SEED,
+      shuffle=split == "train",
+      knob=knob,
+    )

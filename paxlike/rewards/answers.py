@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of answers that are right or wrong."""
+
+import fractions
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paxlike.config.configurable import configurable
+from paxlike.errors import UserError
+
+_NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+(?:/\d+)?")
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+_SPACING = re.compile(r"\\[,;:! ]|\\left|\\right|\\text\{[^{}]*\}|[\s$]|\^\\circ|\\%|%")
+_POWER = re.compile(r"(-?\d+)\^(\d{1,4}|\{\d{1,4}\})")
+
+
+@configurable
+class ExactAnswer:
+  """1 if the answer is the record's `answer`, apart from white space at both ends; else 0."""
+
+  def __call__(self, answer: str, record: Mapping[str, Any]) -> float:
+    """Returns the reward."""
+    return float(answer.strip() == _expected(record).strip())
+
+
+@configurable
+class MathAnswer:
+  r"""1 if the final answer equals that of the record's `answer`; else 0.
+
+  The final answer of a text is what stands in its last `\boxed{}`, else after its last "####", else
+  its last number. Two of them are equal if they are the same number, written as a decimal, with
+  thousands separators, as a fraction, in LaTeX or with a percent sign or a unit in `\text{}`, or
+  else the same text without white space and LaTeX's spacing.
+  """
+
+  def __call__(self, answer: str, record: Mapping[str, Any]) -> float:
+    """Returns the reward."""
+    given, expected = final_answer(answer), final_answer(_expected(record))
+    if given is None or expected is None:
+      return 0.0
+    return float(_normal(given) == _normal(expected))
+
+
+def final_answer(text: str) -> str | None:
+  """Returns the final answer in a text, see `MathAnswer`; None if it has none."""
+  start = text.rfind("\\boxed{")
+  if start >= 0:
+    depth, first = 0, start + len("\\boxed")
+    for place in range(first, len(text)):
+      depth += {"{": 1, "}": -1}.get(text[place], 0)
+      if not depth:
+        return text[first + 1 : place]
+    return None
+  _, marker, rest = text.rpartition("####")
+  if marker:
+    return next(iter(rest.strip().splitlines()), None)
+  numbers = _NUMBER.findall(text)
+  return numbers[-1] if numbers else None
+
+
+def _normal(answer: str) -> fractions.Fraction | str:
+  """Returns the number that an answer is, else its text without spacing."""
+  text = _SPACING.sub("", answer).rstrip(".")
+  text = _FRACTION.sub(r"\1/\2", text).replace("{,}", "").removeprefix("+")
+  number = re.sub(r",(?=\d{3}(?!\d))", "", text)
+  if power := _POWER.fullmatch(number):
+    return fractions.Fraction(int(power[1]) ** int(power[2].strip("{}")))
+  try:
+    return fractions.Fraction(number)
+  except (ValueError, ZeroDivisionError):
+    return text
+
+
+def _expected(record: Mapping[str, Any]) -> str:
+  expected = record.get("answer")
+  if not isinstance(expected, str | int | float):
+    there = ", ".join(record)
+    raise UserError(f"the record has no `answer` to compare with. It has: {there}.")
+  return str(expected)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes that compute rewards, each with a time limit."""
+
+import contextlib
+import json
+import os
+import pickle
+import queue
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+from paxlike import rewards, user_code
+from paxlike.config import allowed_symbols
+from paxlike.errors import UserError
+
+Reward = Callable[[str, Mapping[str, Any]], Any]
+_START_SECONDS = 60  # For the import of the reward's module, beside the time of the first answer.
+
+
+class Rewarded(NamedTuple):
+  """The reward of an answer.
+
+  Attributes:
+    parts: Its named parts; empty if it took too long.
+    timed_out: Whether it did, so that its reward is 0.
+  """
+
+  parts: dict[str, float]
+  timed_out: bool = False
+
+  @property
+  def total(self) -> float:
+    """The reward."""
+    return sum(self.parts.values())
+
+
+def find(name: str, *, imports: bool = True) -> Reward:
+  """Returns the reward MODULE.FUNCTION.
+
+  Args:
+    name: Its name.
+    imports: Whether the module may be imported; else it must have been.
+
+  Raises:
+    UserError: There is none.
+  """
+  module, dot, function = name.rpartition(".")
+  if not dot:
+    there = ", ".join(rewards.REWARDS)
+    raise UserError(f"REWARD={name}: expected MODULE.FUNCTION, or one of {there}.")
+  if not imports and module not in sys.modules:
+    raise UserError(f"REWARD={name}: {allowed_symbols.advice([module])}")
+  try:
+    found = getattr(allowed_symbols.import_module(module), function)
+  except (ImportError, AttributeError) as error:
+    raise UserError(f"REWARD={name} cannot be imported: {user_code.summary(error)}.") from error
+  if not callable(found):
+    raise UserError(f"REWARD={name} is not a function.")
+  return found
+
+
+class RewardPool:
+  """Processes that compute rewards; a context that ends them."""
+
+  def __init__(self, reward: Reward, *, num_workers: int, seconds: float):
+    """Starts no process yet.
+
+    Args:
+      reward: A function of a module, which the workers import.
+      num_workers: The number of processes.
+      seconds: Time limit of one reward; the process is then killed, and the reward is 0.
+
+    Raises:
+      UserError: The function is not that of a module.
+    """
+    of: Any = reward if hasattr(reward, "__qualname__") else type(reward)
+    self._name = f"{of.__module__}.{of.__qualname__}"
+    if of.__module__ == "__main__" or "<" in self._name:
+      raise UserError(
+        f"the reward {self._name} is defined in a script or in another function: move it to a"
+        " module, which worker processes can import."
+      )
+    pickled = pickle.dumps(reward)
+    self._workers = [_Worker(pickled, seconds) for _ in range(num_workers)]
+
+  def __call__(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Rewarded]:
+    """Returns the rewards of (answer, record) pairs, in order.
+
+    Raises:
+      UserError: The reward raised an exception, or a worker ended.
+    """
+    found: list[Rewarded | None] = [None] * len(answers)
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(answers)):
+      waiting.put(number)
+    errors: list[BaseException] = []
+
+    def work(worker: "_Worker"):
+      with contextlib.suppress(queue.Empty):
+        while not errors:
+          number = waiting.get_nowait()
+          try:
+            found[number] = worker.ask(*answers[number])
+          except BaseException as error:
+            errors.append(error)
+
+    used = self._workers[: len(answers)]
+    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in used]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    if errors:
+      raise UserError(f"the reward {self._name}: {errors[0]}") from errors[0]
+    return [one for one in found if one is not None]
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *unused: object):
+    for worker in self._workers:
+      worker.stop()
+
+
+class _Worker:
+  """A process that computes one reward at a time."""
+
+  def __init__(self, reward: bytes, seconds: float):
+    self._reward = reward
+    self._seconds = seconds
+    self._process: subprocess.Popen[bytes] | None = None
+
+  def ask(self, answer: str, record: Mapping[str, Any]) -> Rewarded:
+    """Returns a reward.
+
+    Raises:
+      UserError: The reward failed.
+    """
+    limit = self._seconds
+    if self._process is None:
+      self._process = self._started()
+      self._write(self._reward.hex())
+      limit += _START_SECONDS
+    self._write(json.dumps([answer, record]))
+    said = self._line(limit)
+    if said is None:
+      self.stop()
+      return Rewarded({}, timed_out=True)
+    if not said.endswith(b"\n"):
+      status = self._process.wait()
+      self.stop()
+      raise UserError(f"its worker process ended with status {status}; see the messages above.")
+    found = json.loads(said)
+    if "error" in found:
+      raise UserError(found["error"])
+    return Rewarded(found["parts"])
+
+  def _write(self, line: str):
+    assert self._process is not None and self._process.stdin is not None
+    with contextlib.suppress(
+      BrokenPipeError
+    ):  # That it has ended is noticed as it does not answer.
+      self._process.stdin.write(line.encode() + b"\n")
+      self._process.stdin.flush()
+
+  def _line(self, seconds: float) -> bytes | None:
+    """Returns the next line of the process, cut off if it ended; None if it took too long."""
+    process = self._process
+    assert process is not None and process.stdout is not None
+    said, until = b"", time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+      selector.register(process.stdout, selectors.EVENT_READ)
+      while not said.endswith(b"\n"):
+        if not selector.select(max(0.0, until - time.monotonic())):
+          return None
+        if not (more := os.read(process.stdout.fileno(), 2**16)):
+          break
+        said += more
+    return said
+
+  def _started(self) -> "subprocess.Popen[bytes]":
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return subprocess.Popen(
+      [sys.executable, "-m", "paxlike.rewards.worker"],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+      start_new_session=True,  # Ctrl-C ends the run, which ends its workers.
+    )
+
+  def stop(self):
+    """Kills the process, if it has been started."""
+    process, self._process = self._process, None
+    if process is None:
+      return
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+      if pipe is not None:
+        with contextlib.suppress(OSError):
+          pipe.close()

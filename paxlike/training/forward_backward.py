@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward and the backward pass as two programs, with any loss between them.
+
+One program computes the log-probabilities of a batch wherever they are needed: to check sampled
+tokens, as those of the old policy, and to be differentiated. So they are the same, bit for bit.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.inference.sampling import Sampling
+from paxlike.layers.aux_losses import Aux
+from paxlike.layers.decoder import Batch
+from paxlike.layers.module import Definition
+from paxlike.training.gradients import Constants, Differentiated
+from paxlike.training.objectives.policy import TokenScores, token_scores
+from paxlike.training.optimizers import Optimizer
+from paxlike.training.train_state import TrainState
+from paxlike.training.update import on_device, prepared, update
+
+
+class Forward(NamedTuple):
+  """The result of a forward pass.
+
+  Attributes:
+    scores: Of the tokens of the batch.
+    aux: Of the layers.
+    residuals: What the backward pass needs.
+  """
+
+  scores: TokenScores
+  aux: Aux
+  residuals: Any
+
+
+class ForwardBackward:
+  """The compiled programs of a step that is taken in parts, for batches of one shape.
+
+  All arrays stay on the devices.
+  """
+
+  def __init__(
+    self,
+    definition: Definition,
+    optimizer: Optimizer,
+    *,
+    sampling: Sampling,
+    compiler_options: Mapping[str, Any] | None = None,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      definition: A `layers.Decoder`.
+      optimizer: The optimizer.
+      sampling: How the targets are sampled; temperature 1 if they are not.
+      compiler_options: XLA's.
+    """
+    self._definition = definition
+    jit = functools.partial(jax.jit, compiler_options=dict(compiler_options or {}))
+
+    def forward(weights: Differentiated, constants: Constants, batch: Batch, key: Any) -> Forward:
+      def of_weights(weights: Differentiated) -> Any:
+        params = weights.trained | constants.frozen | weights.extra
+        model = definition.bind(params, constants.operands)
+        scores, aux = token_scores(model, batch, key, sampling)
+        return (scores.log_probabilities_BT, aux.losses), (scores, aux)
+
+      _, residuals, (scores, aux) = jax.vjp(of_weights, weights, has_aux=True)
+      return Forward(scores, aux, residuals)
+
+    def backward(residuals: Any, cotangent_BT: jax.Array, of_aux: dict[str, Any]) -> Differentiated:
+      (gradients,) = residuals((cotangent_BT, of_aux))
+      return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
+
+    def accumulate(total: Differentiated, gradients: Differentiated) -> Differentiated:
+      trained = jax.tree.map(jnp.add, total.trained, gradients.trained)
+      return Differentiated(trained, jax.tree.map(jnp.maximum, total.extra, gradients.extra))
+
+    def step(state: TrainState, gradients: Differentiated, loss: jax.Array) -> Any:
+      return update(definition, optimizer, on_device(optimizer, state), gradients, loss)
+
+    self._prepare = jit(lambda state: prepared(definition, state))
+    self._forward = jit(forward)
+    self._backward = jit(backward)
+    self._accumulate = jit(accumulate, donate_argnums=0)
+    self._update = jit(step, donate_argnums=0)
+
+  def prepare(self, state: TrainState) -> tuple[Differentiated, Constants]:
+    """Returns the weights of a state in the dtypes and forms that the passes use."""
+    return self._prepare(state)
+
+  def forward(
+    self,
+    weights: Differentiated,
+    constants: Constants,
+    batch: Batch,
+    dropout: jax.Array | None = None,
+  ) -> Forward:
+    """Returns the scores of a batch, and what `backward` needs."""
+    return self._forward(weights, constants, batch, dropout)
+
+  def backward(self, result: Forward, cotangent_BT: jax.Array, *, count: int = 1) -> Differentiated:
+    """Returns float32 gradients.
+
+    Args:
+      result: Of `forward`.
+      cotangent_BT: The derivative of the loss by the log-probabilities.
+      count: The number of batches of the step, over which losses of layers are averaged.
+    """
+    of_aux = jax.tree.map(lambda x: jnp.full_like(x, 1 / count), result.aux.losses)
+    return self._backward(result.residuals, cotangent_BT, of_aux)
+
+  def accumulate(self, total: Differentiated | None, gradients: Differentiated) -> Differentiated:
+    """Returns the sum; `total` is consumed, None is zero."""
+    return gradients if total is None else self._accumulate(total, gradients)
+
+  def update(
+    self, state: TrainState, gradients: Differentiated, loss: jax.Array
+  ) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Returns (the state after an optimizer step, metrics of the update); see `update.update`.
+
+    The old state is consumed.
+    """
+    return self._update(state, gradients, loss)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of training objectives, and the reference model that some of them need."""
+
+import abc
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from paxlike.layers import lora
+from paxlike.layers.aux_losses import Aux
+from paxlike.layers.decoder import Batch, Decoder
+from paxlike.layers.module import Definition, Params
+
+_ADDED = re.compile(rf"{lora.WEIGHTS}b$")
+
+
+class Objective(abc.ABC):
+  """A loss over a batch.
+
+  Attributes:
+    needs_reference: Whether it needs a frozen reference model: the initial model or, with LoRA, the
+      base model.
+  """
+
+  needs_reference = False
+
+  @abc.abstractmethod
+  def weight(self, batch: Batch) -> jax.Array:
+    """Returns the divisor of the summed loss of a whole batch, a float32 scalar."""
+
+  @abc.abstractmethod
+  def total(
+    self, model: Decoder, reference: Decoder | None, batch: Batch, dropout: jax.Array | None
+  ) -> tuple[jax.Array, Aux]:
+    """Returns (summed loss, the Aux of layers and objective) of a microbatch."""
+
+
+def shares_base(definition: Definition) -> bool:
+  """Whether only LoRA weights are trained, so that the base model can serve as the reference."""
+  return all(re.search(lora.WEIGHTS, name) for name in definition.optimized(definition.weights))
+
+
+def without_adapters(params: Mapping[str, jax.Array]) -> Params:
+  """Returns the weights with LoRA's b matrices zeroed: the base model."""
+  return {name: jnp.zeros_like(w) if _ADDED.search(name) else w for name, w in params.items()}

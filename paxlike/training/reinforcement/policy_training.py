@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of reinforcement learning: sample, reward, update."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxlike.data.tuning.prompts import Prompts
+from paxlike.inference.generate import Generator
+from paxlike.layers.decoder import Batch
+from paxlike.processes import phases
+from paxlike.rewards.pool import RewardPool
+from paxlike.training.forward_backward import ForwardBackward
+from paxlike.training.gradients import Constants, Differentiated
+from paxlike.training.objectives import Grpo, shares_base, without_adapters
+from paxlike.training.reinforcement.answers import Answer, Packed, decoded
+from paxlike.training.reinforcement.sampler import Sampler
+from paxlike.training.train_state import TrainState
+from paxlike.training.train_step import Metrics
+
+if TYPE_CHECKING:
+  from paxlike.training.trainer import Trainer
+
+Prepared = tuple[Differentiated, Constants]
+
+
+class PolicyTraining:
+  """Takes the steps of a run; a context that ends its worker processes."""
+
+  def __init__(self, trainer: "Trainer"):
+    """Compiles nothing, and starts no process, yet."""
+    assert trainer.rollouts is not None and isinstance(trainer.objective, Grpo)
+    self._trainer = trainer
+    self._how = how = trainer.rollouts
+    self._objective = trainer.objective
+    self._data: Prompts = trainer.data
+    options: Any = {"compiler_options": dict(trainer.execution.compiler_options)}
+    self._passes = ForwardBackward(
+      trainer.definition, trainer.optimizer, sampling=self._objective.sampling, **options
+    )
+    self._loss = jax.jit(jax.value_and_grad(self._objective.loss, has_aux=True), **options)
+    self._rewards = RewardPool(
+      how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds
+    )
+    self._sampler: Sampler | None = None
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *unused: object):
+    self._rewards.__exit__()
+
+  def __call__(
+    self, state: TrainState, prompts: Mapping[str, np.ndarray]
+  ) -> tuple[TrainState, Metrics]:
+    """Takes a step: answers `prompts`, a batch of `Prompts`, and updates the state with them."""
+    sampler = self._sampler_of(state)
+    prepared = self._passes.prepare(state)
+    answers = self._empty_answers(prompts, step=int(state.step))
+    packed, metrics = _sampled(sampler, state, prepared, answers)
+    metrics |= self._rewarded(answers)
+    arrays = self._training_arrays(packed, answers)
+    if self._objective.beta:
+      reference = self._reference(state, prepared)
+      for batch, of_batch in zip(packed.batches, arrays, strict=True):
+        scores = sampler.score(reference, batch).scores
+        of_batch["reference_log_probabilities"] = scores.log_probabilities_BT
+    state, of_update = self._update(state, prepared, packed, arrays, answers)
+    return state, metrics | of_update
+
+  def _empty_answers(self, prompts: Mapping[str, np.ndarray], *, step: int) -> list[Answer]:
+    """Returns the answers to sample, those to the same prompt beside each other."""
+    count = len(prompts["prompts"]) * self._how.group_size
+    entropy = [self._trainer.seed % 2**64, step]
+    seeds = np.random.default_rng(entropy).integers(2**31, size=count).tolist()
+    return [
+      Answer(prompt=row[row >= 0], record=int(record), seed=seeds.pop())
+      for row, (record,) in zip(prompts["prompts"], prompts["records"], strict=True)
+      for _ in range(self._how.group_size)
+    ]
+
+  def _rewarded(self, answers: Sequence[Answer]) -> Metrics:
+    """Sets the rewards and advantages of answers."""
+    phases.enter("reward")
+    decode, how = self._data.tokenizer.decode, self._how
+    given = [(decoded(a, decode), dict(self._data.record(a.record))) for a in answers]
+    found = self._rewards(given)
+    for answer, one in zip(answers, found, strict=True):
+      answer.reward = one.total
+    rewards_PG = np.array([one.total for one in found]).reshape(-1, how.group_size)
+    for answer, advantage in zip(answers, how.advantages(rewards_PG).reshape(-1), strict=True):
+      answer.advantage = float(advantage)
+    metrics = {
+      "reward": _mean(rewards_PG),
+      "equal_groups_fraction": _mean(np.ptp(rewards_PG, axis=1) == 0),
+      "reward_timeouts": (_scalar(sum(one.timed_out for one in found)), _scalar(1)),
+    }
+    names = sorted({name for one in found for name in one.parts} - {"reward"})
+    parts = {f"reward/{n}": _mean([one.parts.get(n, 0.0) for one in found]) for n in names}
+    return metrics | parts
+
+  def _training_arrays(self, packed: Packed, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Returns the arrays of each batch that the loss needs."""
+    how = self._how
+    trained = np.array([answer.has_ended or not how.mask_truncated for answer in answers])
+    sizes = np.array([len(answer.tokens) for answer in answers]) * trained
+    weights = how.normalization(sizes, how.max_new_tokens) * trained
+    parts = {
+      "weights": weights,
+      "advantages": [answer.advantage for answer in answers],
+      "old_log_probabilities": [answer.log_probabilities for answer in answers],
+    }
+    spread = {name: packed.spread(values) for name, values in parts.items()}
+    placer = self._trainer.placer
+    return [
+      placer.put({name: arrays[number] for name, arrays in spread.items()})
+      for number in range(len(packed.batches))
+    ]
+
+  def _reference(self, state: TrainState, prepared: Prepared) -> Prepared:
+    """Returns the weights of the reference model."""
+    weights, constants = prepared
+    if shares_base(self._trainer.definition):
+      trained = without_adapters(weights.trained)
+    else:
+      trained = {name: state.reference[name] for name in weights.trained}
+    return weights._replace(trained=trained), constants
+
+  def _update(
+    self,
+    state: TrainState,
+    prepared: Prepared,
+    packed: Packed,
+    arrays: Sequence[Batch],
+    answers: Sequence[Answer],
+  ) -> tuple[TrainState, Metrics]:
+    phases.enter("step", int(state.step))
+    total, loss, sums, scored = None, jnp.zeros(()), {}, []
+    for batch, of_batch in zip(packed.batches, arrays, strict=True):
+      result = self._passes.forward(*prepared, self._trainer.placer.put(batch))
+      log_probabilities_BT = result.scores.log_probabilities_BT
+      scored.append(log_probabilities_BT)
+      (value, new), cotangent_BT = self._loss(log_probabilities_BT, of_batch)
+      gradients = self._passes.backward(result, cotangent_BT, count=len(arrays))
+      total, loss = self._passes.accumulate(total, gradients), loss + value
+      sums = {name: sums.get(name, 0) + pair for name, pair in new.items()}
+    assert total is not None
+    found = packed.collect([np.asarray(of_batch) for of_batch in scored])
+    gaps = [
+      np.abs(one - answer.log_probabilities).max()
+      for one, answer in zip(found, answers, strict=True)
+    ]
+    state, of_update = self._passes.update(state, total, loss)
+    num_tokens = _scalar(sum(len(answer.tokens) for answer in answers))
+    return state, {
+      "loss": (loss * num_tokens, num_tokens),
+      "log_probability_gap": (_scalar(max(gaps)), _scalar(1)),
+      **{name: (pair[0], pair[1]) for name, pair in sums.items()},
+      **{name: (value, _scalar(1)) for name, value in of_update.items()},
+    }
+
+  def _sampler_of(self, state: TrainState) -> Sampler:
+    if self._sampler is not None:
+      return self._sampler
+    trainer, how, data = self._trainer, self._how, self._data
+    generator = Generator(
+      trainer.definition,
+      state.weights,
+      num_rows=min(how.num_slots, how.num_prompts * how.group_size),
+      max_len=data.seq_len + 1,
+      sampling=self._objective.sampling,
+      end_ids=data.end_ids,
+      phase="sample",
+      compiler_options=trainer.execution.compiler_options,
+    )
+    self._sampler = Sampler(
+      generator,
+      self._passes,
+      trainer.placer,
+      seq_len=data.seq_len,
+      max_new_tokens=how.max_new_tokens,
+      end_ids=data.end_ids,
+    )
+    return self._sampler
+
+
+def _sampled(
+  sampler: Sampler, state: TrainState, prepared: Prepared, answers: Sequence[Answer]
+) -> tuple[Packed, Metrics]:
+  """Samples empty answers, in place; returns them as batches, and metrics."""
+  began = time.perf_counter()
+  packed, results = sampler.sample(state.weights, prepared, answers)
+  seconds = time.perf_counter() - began
+  sizes = [len(answer.tokens) for answer in answers]
+  drafted = np.concatenate([answer.drafted for answer in answers])
+  gaps = np.abs(drafted - np.concatenate([answer.log_probabilities for answer in answers]))
+  entropies = packed.collect([np.asarray(result.scores.entropies_BT) for result in results])
+  return packed, {
+    "entropy": _mean(np.concatenate(entropies)),
+    "answer_tokens": _mean(sizes),
+    "truncated_fraction": _mean([not answer.has_ended for answer in answers]),
+    "draft_gap": _mean(gaps[np.isfinite(gaps)]),
+    "redrawn_fraction": (_scalar(sampler.redrawn), _scalar(sum(sizes))),
+    "unsettled_fraction": (_scalar(sampler.unsettled), _scalar(len(answers))),
+    "sampled_tokens_per_second": (_scalar(sum(sizes)), _scalar(seconds)),
+  }
+
+
+def _scalar(value: Any) -> jax.Array:
+  return jnp.asarray(value, jnp.float32)
+
+
+def _mean(values: Any) -> tuple[jax.Array, jax.Array]:
+  array = np.asarray(values, np.float64)
+  return _scalar(array.sum()), _scalar(array.size)

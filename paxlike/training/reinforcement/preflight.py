@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a run of reinforcement learning before anything is computed or written."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from paxlike.data.tuning.prompts import Prompts
+from paxlike.errors import UserError
+from paxlike.training.objectives import Grpo
+from paxlike.training.pipeline_loss import pipeline_of
+
+if TYPE_CHECKING:
+  from paxlike.training.trainer import Trainer
+
+
+def check(trainer: "Trainer"):
+  """Checks that a trainer with `rollouts` can take its steps; reads nothing.
+
+  Raises:
+    UserError: An option does not go with reinforcement learning, or the answers do not fit.
+  """
+  how, data = trainer.rollouts, trainer.data
+  assert how is not None
+  if not isinstance(trainer.objective, Grpo) or not isinstance(data, Prompts):
+    raise UserError(
+      "rollouts need the objective Grpo and Prompts as training data: see experiments/"
+      "reinforcement.py."
+    )
+  without: dict[str, Any] = {
+    "GRADIENT_ACCUMULATION_STEPS": trainer.accumulation_steps > 1,
+    "PERCORE_BATCH_SIZE_RAMP and MAX_SEQ_LEN_RAMP": trainer.ramps,
+    "LOG_LAYERS_EVERY": trainer.log_layers_every,
+    "REPEAT_STEP_EVERY": trainer.repeat_step_every,
+    "ON_SPIKE=rollback": trainer.optimizer.rolls_back,
+    "NUM_STAGES": pipeline_of(trainer.definition) is not None,
+    "several processes": jax.process_count() > 1,
+  }
+  for name, given in without.items():
+    if given:
+      raise UserError(f"{name}: not supported by reinforcement learning.")
+  if how.group_size < 2:
+    raise UserError("GROUP_SIZE=1: advantages compare answers to the same prompt; use 2 or more.")
+  if data.max_tokens + how.max_new_tokens > data.seq_len + 1:
+    raise UserError(
+      f"MAX_PROMPT_TOKENS={data.max_tokens} and MAX_NEW_TOKENS={how.max_new_tokens} exceed"
+      f" MAX_SEQ_LEN={data.seq_len}."
+    )

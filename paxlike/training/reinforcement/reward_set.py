@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eval sets of prompts, whose answers are sampled and rewarded."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paxlike.config import ranges
+from paxlike.config.configurable import configurable
+from paxlike.inference.generate import Generator, Request
+from paxlike.inference.sampling import Sampling
+from paxlike.layers.module import Definition, Params
+from paxlike.processes import phases
+from paxlike.rewards.pool import RewardPool
+from paxlike.training.evaluation import EvalSet, Result, Stopped, result
+from paxlike.training.reinforcement.answers import Answer, decoded
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardSet(EvalSet):
+  """Prompts, the first of each epoch, to evaluate on by the mean reward of one answer to each.
+
+  Attributes:
+    reward: A function of a module: see `paxlike.rewards`.
+    max_new_tokens: The most tokens of an answer.
+    num_prompts: How many prompts; None: all.
+    sampling: How answers are sampled; greedily by default.
+    num_slots: Decode slots; see `Generator`.
+    seed: Of the sampling.
+    reward_seconds: Time limit of one reward.
+    reward_workers: Processes that compute rewards.
+  """
+
+  reward: Callable[[str, Mapping[str, Any]], Any]
+  max_new_tokens: ranges.Size
+  num_prompts: ranges.Size | None = None
+  sampling: Sampling = dataclasses.field(default_factory=Sampling)
+  num_slots: ranges.Size = 64
+  seed: ranges.NonNegative = 0
+  reward_seconds: ranges.Seconds = 10.0
+  reward_workers: ranges.Size = 4
+
+  @property
+  def names(self) -> list[str]:
+    return ["reward", "answer_tokens", "truncated_fraction"]
+
+
+class RewardEvaluator:
+  """Computes the mean reward of a `RewardSet`, with the same compiled programs for all passes."""
+
+  def __init__(
+    self,
+    definition: Definition,
+    reward_set: RewardSet,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+  ):
+    """Compiles nothing yet; `compiler_options` are XLA's."""
+    self._definition = definition
+    self._set = reward_set
+    self._data: Any = reward_set.dataset
+    self._options = compiler_options
+    self._generator: Generator | None = None
+
+  def run(
+    self, params: Params, *, name: str = "", stops: Callable[[], bool] = lambda: False
+  ) -> Result:
+    """Returns the mean reward of the answers of a model; see `Evaluator.run`."""
+    phases.enter("eval", name)
+    answers = self._answers(params, stops)
+    decode, how = self._data.tokenizer.decode, self._set
+    given = [(decoded(a, decode), dict(self._data.record(a.record))) for a in answers]
+    pool = RewardPool(how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds)
+    with pool:
+      rewards = np.array([one.total for one in pool(given)])
+    sizes, ones = np.array([len(a.tokens) for a in answers], np.float64), np.ones(len(answers))
+    sums = {
+      "num_predictions": (sizes, ones),
+      "reward": (rewards, ones),
+      "answer_tokens": (sizes, ones),
+      "truncated_fraction": (np.array([not a.has_ended for a in answers], np.float64), ones),
+    }
+    found = result(sums, np.array([answer.record for answer in answers]))
+    texts: dict[Any, Any] = {a.record: text for a, (text, _) in zip(answers, given, strict=True)}
+    records = [one | {"answer": texts[one["example"]]} for one in found.records]
+    return Result(found.values, records)
+
+  def _answers(self, params: Params, stops: Callable[[], bool]) -> Sequence[Answer]:
+    count = self._data.num_rows(0)
+    count = min(count, self._set.num_prompts or count)
+    rows = self._data.rows(0, np.arange(count))
+    answers = [
+      Answer(prompt=row[row >= 0], record=int(record), seed=self._set.seed + number)
+      for number, (row, (record,)) in enumerate(zip(rows["prompts"], rows["records"], strict=True))
+    ]
+    generator = self._loaded(params, num_rows=min(self._set.num_slots, count))
+    requests = [
+      Request(tokens=a.prompt, max_new_tokens=self._set.max_new_tokens, seed=a.seed)
+      for a in answers
+    ]
+    for grown in generator.run(requests):
+      for text in grown:
+        answer, end = answers[text.request], text.end
+        answer.tokens = [*text.tokens, *([] if end is None else end[:1])]
+        answer.has_ended = end is not None
+      if stops():
+        raise Stopped
+    return answers
+
+  def _loaded(self, params: Params, *, num_rows: int) -> Generator:
+    if self._generator is not None:
+      self._generator.load(params)
+      return self._generator
+    self._generator = Generator(
+      self._definition,
+      params,
+      num_rows=num_rows,
+      max_len=self._data.seq_len + 1,
+      sampling=self._set.sampling,
+      end_ids=self._data.end_ids,
+      compiler_options=self._options,
+    )
+    return self._generator

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The update of a training state by the gradients of a step."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from paxlike.layers.attention import qk_clip
+from paxlike.layers.module import Definition, Params
+from paxlike.layers.precision.rounding import in_dtype
+from paxlike.training.gradients import Constants, Differentiated
+from paxlike.training.optimizers import Optimizer
+from paxlike.training.train_state import TrainState, with_same_shardings
+
+
+def on_device(optimizer: Optimizer, state: TrainState) -> TrainState:
+  """Returns the state with the optimizer's state in device memory."""
+  if not optimizer.on_host:
+    return state
+  opt_state = jax.device_put(state.opt_state, jax.memory.Space.Device)
+  return dataclasses.replace(state, opt_state=opt_state)
+
+
+@jax.named_scope("prepare")
+def prepared(definition: Definition, state: TrainState) -> tuple[Differentiated, Constants]:
+  """Returns the weights in their compute dtypes and quantized forms: once per step."""
+  prepared, frozen = definition.prepare(state.params), definition.prepare(state.frozen)
+  reference = definition.prepare(state.reference)
+  operands = definition.quantize_operands(prepared | frozen)
+  return Differentiated(prepared, state.extra), Constants(frozen, reference, operands)
+
+
+def update(
+  definition: Definition,
+  optimizer: Optimizer,
+  state: TrainState,
+  gradients: Differentiated,
+  loss: jax.Array,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+  """Returns (the state after a step, metrics of the update as scalars).
+
+  An update that is not finite, or that the optimizer's guard drops, changes only the counters.
+
+  Args:
+    definition: The model.
+    optimizer: The optimizer.
+    state: The state before the step, in device memory; see `on_device`.
+    gradients: Of the loss, float32.
+    loss: Of the step.
+  """
+  grads, new_extra = gradients
+  with jax.named_scope("optimizer"):
+    norm: Any = optax.tree.norm(definition.optimized(grads))
+  metrics: dict[str, jax.Array] = {"grad_norm": norm}
+  keep, guard = _all_finite([norm, loss, *new_extra.values()]), state.guard
+  if optimizer.guard is not None:
+    spike, kept, scale, guard = optimizer.guard.judge(guard, loss, norm)
+    metrics["spike"] = spike.astype(jnp.float32)
+    keep, grads = keep & kept, {name: scale * x for name, x in grads.items()}
+  new = _updated(definition, optimizer, state, grads, new_extra)
+  old = (state.params, state.extra, state.opt_state)
+  with jax.named_scope("optimizer"):
+    params, extra, opt_state = _where(keep, new, old)
+  rate: Any = optimizer.learning_rate(state.step)
+  metrics |= {"skipped": jnp.where(keep, 0.0, 1.0), "learning_rate": rate}
+  if (largest := qk_clip.largest(new[1])) is not None:
+    metrics["max_attention_logit"] = largest
+  new_state = dataclasses.replace(
+    state,
+    step=state.step + 1,
+    params=params,
+    extra=extra,
+    opt_state=opt_state,
+    skipped=state.skipped + jnp.where(keep, 0, 1),
+    guard=guard,
+  )
+  return with_same_shardings(definition, optimizer, new_state), metrics
+
+
+@jax.named_scope("optimizer")
+def _updated(
+  definition: Definition,
+  optimizer: Optimizer,
+  state: TrainState,
+  grads: Params,
+  new_extra: Params,
+) -> tuple[Params, Params, Any]:
+  """Returns (params, non-trainable state, optimizer state)."""
+  trained_grads, params = definition.optimized(grads), definition.optimized(state.params)
+  transform = optimizer.transformation(definition)
+  updates, opt_state = transform.update(trained_grads, state.opt_state, params)
+  new: Any = jax.tree.map(
+    lambda w, update: in_dtype(w.astype(jnp.float32) + update, w.dtype, draw=state.step),
+    params,
+    updates,
+  )
+  own = {name: spec.update for name, spec in definition.weights.items() if spec.update is not None}
+  new |= {name: own[name](old, grads[name]) for name, old in state.params.items() if name in own}
+  extra = {name: own[name](old, new_extra[name]) for name, old in state.extra.items()}
+  new = qk_clip.clipped(definition, new, extra)
+  if optimizer.observe is not None:
+    seen = jax.tree.map(lambda w: w.astype(jnp.float32), definition.optimized(new))
+    opt_state = optimizer.observe(opt_state, seen, state.step - state.skipped)
+  return new, extra, opt_state
+
+
+def _where(keep: jax.Array, new: Any, old: Any) -> Any:
+  """Returns the new state if `keep`, else the old one; schedules count the step in any case."""
+
+  def is_schedule(node: Any) -> bool:
+    return getattr(node, "_fields", ()) == ("count",)  # Optax's states of rates and weight decays.
+
+  def chosen(one: Any, other: Any) -> Any:
+    return one if is_schedule(one) else jnp.where(keep, one, other)
+
+  return jax.tree.map(chosen, new, old, is_leaf=is_schedule)
+
+
+def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+  return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of reinforcement learning: they learn, resume exactly, and refuse what they cannot do."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers.program import curve, run
+
+from paxlike.checkpoints.run_checkpoints import Checkpoints
+
+TASK = """
+from paxlike.experiments.llama import Llama
+from paxlike.experiments.reinforcement import PromptFiles
+
+class Letters(PromptFiles, Llama):
+  VOCAB_SIZE = 257
+  MAX_SEQ_LEN = 24
+  NUM_LAYERS = 1
+  MODEL_DIMS = 32
+  HIDDEN_DIMS = 64
+  NUM_HEADS = 2
+  NUM_KV_HEADS = 2
+  FPROP_DTYPE = "float32"
+  PERCORE_BATCH_SIZE = 2
+  LEARNING_RATE = 0.02
+  LR_SCHEDULE = "constant"
+  SUMMARY_INTERVAL_STEPS = 1
+  EVAL_INTERVAL_STEPS = 0
+  REWARD = "letters_reward.letters"
+  REWARD_WORKERS = 2
+  PROMPTS_PER_STEP = 2
+  GROUP_SIZE = 8
+  MAX_PROMPT_TOKENS = 8
+  MAX_NEW_TOKENS = 6
+  MAX_STEPS = 6
+"""
+
+REWARD = """
+def letters(answer, record):
+  small = sum(one.islower() for one in answer) / 6
+  return {"small": small, "wanted": answer.count(record["answer"]) / 6}
+"""
+
+
+@pytest.fixture
+def letters(tmp_path, monkeypatch):
+  """Runs the experiment above."""
+  (tmp_path / "letters_task.py").write_text(TASK)
+  (tmp_path / "letters_reward.py").write_text(REWARD)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  data = tmp_path / "prompts.jsonl"
+  records = [{"prompt": f"say {one}: ", "answer": one} for one in "abcde"]
+  data.write_text("".join(f"{json.dumps(one)}\n" for one in records))
+
+  def go(folder, *more):
+    own = ("--fdl_config=letters_task.Letters", f"--fdl.DATA_PATH={data}")
+    return run(*own, f"--job_log_dir={tmp_path / folder}", *more)
+
+  return go
+
+
+def rewards(folder):
+  lines = (folder / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines if '"kind": "train"' in line]
+
+
+def final_state(folder, step):
+  import orbax.checkpoint as ocp
+
+  with Checkpoints(folder / "checkpoints", keep=None) as saved, ocp.StandardCheckpointer() as io:
+    return io.restore(saved.path(step) / "state")
+
+
+@pytest.mark.slow
+def test_it_learns_and_the_sampled_log_probabilities_are_those_of_training(
+  letters, tmp_path, capsys
+):
+  more = (f"--fdl.EVAL_DATA_PATH={tmp_path / 'prompts.jsonl'}", "--fdl.MAX_STEPS=40")
+  assert letters("run", *more, "--fdl.ICI_MESH_SHAPE=[2,2,2]") == 0
+  records = rewards(tmp_path / "run")
+  assert np.mean([one["reward"] for one in records[-5:]]) > 0.5
+  assert records[0]["reward"] < 0.2
+  assert all(one["log_probability_gap"] == 0 for one in records)
+  assert all(0 < one["draft_gap"] < 1e-5 for one in records)
+  of_parts = [one["reward/small"] + one["reward/wanted"] for one in records]
+  np.testing.assert_allclose(of_parts, [one["reward"] for one in records], rtol=1e-5)
+  out = capsys.readouterr().out
+  assert "answers:    2 prompts x 8 answers of up to 6 tokens in each step" in out
+  result = json.loads(next((tmp_path / "run" / "eval_out").rglob("*40.json")).read_text())
+  assert result["reward"] > 0.5 and result["num_examples"] == 5
+
+
+@pytest.mark.slow
+def test_resuming_is_exact(letters, tmp_path):
+  more = ("--fdl.KL_BETA=0.1", "--fdl.ADVANTAGES=rloo", "--fdl.LOSS_PER=answer")
+  assert letters("whole", *more) == 0
+  for steps in (2, 6):
+    assert letters("parts", *more, f"--fdl.num_steps={steps}") == 0
+  assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+  expected, got = (final_state(tmp_path / name, 6) for name in ("whole", "parts"))
+  assert expected.keys() == got.keys()
+  for name, value in expected.items():
+    assert np.asarray(value).tobytes() == np.asarray(got[name]).tobytes(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "flags, message",
+  [
+    (("--fdl.REWARD=letters_reward.no",), "REWARD=letters_reward.no cannot be imported"),
+    (("--fdl.MAX_NEW_TOKENS=20",), "MAX_NEW_TOKENS=20 exceed MAX_SEQ_LEN=24"),
+    (("--fdl.GROUP_SIZE=1",), "GROUP_SIZE=1: advantages compare"),
+    (("--fdl.GRADIENT_ACCUMULATION_STEPS=2",), "GRADIENT_ACCUMULATION_STEPS: not supported"),
+    (("--fdl.PROMPT_FIELD=question",), "no prompt, a text or messages, in the field question"),
+    (("--fdl.MAX_PROMPT_TOKENS=3",), "each of its 5 prompts has more than 3 tokens"),
+    (("--fdl.CHAT_TEMPLATE=chatml",), "would end with the text '<|im_end|>'"),
+    (("--fdl.DATA_PATH=no.jsonl",), "DATA_PATH"),
+  ],
+)
+def test_what_cannot_be_trained_is_said_in_a_line(letters, tmp_path, capsys, flags, message):
+  assert letters("run", *flags) == 2
+  error = capsys.readouterr().err
+  assert message in error and "Traceback" not in error
+  assert not (tmp_path / "run" / "checkpoints").exists()
