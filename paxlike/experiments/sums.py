@@ -30,7 +30,7 @@ class Sums(Adder):
   """Pre-training on sums of two numbers below 100, stopped when it is right about half the time."""
 
   PERCORE_BATCH_SIZE = 16
-  MAX_STEPS = 300
+  MAX_STEPS = 120
   LEARNING_RATE = 0.005
   LR_WARMUP = 20
   SUMMARY_INTERVAL_STEPS = 25
@@ -61,16 +61,17 @@ class SumsRl(Reinforcement, Adder):
   """GRPO from a checkpoint of `Sums`: --fdl.CHECKPOINT_RESTORE_PATH=DIR."""
 
   REWARD = "exact_answer"
-  PROMPTS_PER_STEP = 32
+  PROMPTS_PER_STEP = 64
   GROUP_SIZE = 8
+  DECODE_SLOTS = 512
   MAX_NEW_TOKENS = sums.ANSWER_TOKENS
-  PERCORE_BATCH_SIZE = 48
+  PERCORE_BATCH_SIZE = 96
   OPTIMIZER = "adamw"
-  LEARNING_RATE = 1e-3
-  LR_WARMUP = 0
-  MAX_STEPS = 200
-  SUMMARY_INTERVAL_STEPS = 10
-  EVAL_INTERVAL_STEPS = 50
+  LEARNING_RATE = 3e-4
+  LR_WARMUP = 10
+  MAX_STEPS = 1000
+  SUMMARY_INTERVAL_STEPS = 50
+  EVAL_INTERVAL_STEPS = 100
   CHECKPOINT_EVERY_N_STEPS = 100
 
   def prompts(self, split: Split) -> fdl.Config[Prompts]:

@@ -71,11 +71,13 @@ class Grpo(Objective):
   """The clipped policy gradient of PPO (Schulman et al., 2017) on advantages without a critic.
 
   The loss of a token with advantage A and probability ratio r to the policy that sampled it is
-  -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + beta KL, where KL is the unbiased estimate of
-  the divergence from the reference model with the least variance (Schulman, 2020, "k3"), as in GRPO
-  (Shao et al., 2024, arXiv:2402.03300). The loss of a batch is their sum weighted by `weights`,
-  which include the normalization. Besides those of `Batch`, a batch has float32 [B, T]
-  `advantages`, `old_log_probabilities` and, if beta is not 0, `reference_log_probabilities`.
+  -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + beta r KL. KL is Schulman's estimate "k3" of
+  the divergence from the reference model, as in GRPO (Shao et al., 2024, arXiv:2402.03300); its
+  factor r makes the gradient that of the divergence (DeepSeek-V3.2, arXiv:2512.02556).
+
+  The loss of a batch is their sum weighted by `weights`, which include the normalization. Besides
+  those of `Batch`, a batch has float32 [B, T] `advantages`, `old_log_probabilities` and, if beta is
+  not 0, `reference_log_probabilities`.
 
   Attributes:
     clip_low: How far a ratio may fall below 1 before its gradient vanishes.
@@ -122,7 +124,7 @@ class Grpo(Objective):
       back_BT = batch["reference_log_probabilities"] - log_probabilities_BT
       back_BT = jnp.where(is_target_BT, back_BT, 0)
       of_tokens["reference_kl"] = kl_BT = jnp.exp(back_BT) - 1 - back_BT
-      loss_BT += self.beta * kl_BT
+      loss_BT += self.beta * ratio_BT * kl_BT
     count = is_target_BT.sum().astype(jnp.float32)
     sums = {
       name: jnp.stack([(of_BT * is_target_BT).sum(), count]) for name, of_BT in of_tokens.items()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxlike.data.tuning.prompts import Prompts
-from paxlike.inference.generate import Generator
+from paxlike.inference.generate import STEPS_PER_CALL, Generator
 from paxlike.layers.decoder import Batch
 from paxlike.processes import phases
 from paxlike.rewards.pool import RewardPool
@@ -174,6 +174,7 @@ class PolicyTraining:
       max_len=data.seq_len + 1,
       sampling=self._objective.sampling,
       end_ids=data.end_ids,
+      steps_per_call=min(STEPS_PER_CALL, how.max_new_tokens),
       phase="sample",
       compiler_options=trainer.execution.compiler_options,
     )

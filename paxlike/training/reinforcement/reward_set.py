@@ -9,7 +9,7 @@ import numpy as np
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.inference.generate import Generator, Request
+from paxlike.inference.generate import STEPS_PER_CALL, Generator, Request
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.module import Definition, Params
 from paxlike.processes import phases
@@ -121,6 +121,7 @@ class RewardEvaluator:
       max_len=self._data.seq_len + 1,
       sampling=self._set.sampling,
       end_ids=self._data.end_ids,
+      steps_per_call=min(STEPS_PER_CALL, self._set.max_new_tokens),
       compiler_options=self._options,
     )
     return self._generator

@@ -43,8 +43,8 @@ def test_the_loss_is_that_of_the_paper(beta, clip_high):
     clipped += is_clipped
     slopes[place] = 0 if is_clipped else -weight * ratio * advantage
     back = float(batch["reference_log_probabilities"][place]) - float(new[place])
-    expected += beta * weight * (np.exp(back) - 1 - back)
-    slopes[place] += beta * weight * (1 - np.exp(back))
+    expected += beta * weight * ratio * (np.exp(back) - 1 - back)
+    slopes[place] -= beta * weight * ratio * back  # That of the divergence itself.
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
   np.testing.assert_allclose(slope, slopes, rtol=1e-4, atol=1e-6)
   np.testing.assert_allclose(sums["clipped_fraction"], [clipped, (batch["weights"] > 0).sum()])

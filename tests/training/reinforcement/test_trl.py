@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps on the same answers are those of TRL's GRPOTrainer."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import tiny_tokenizers
+from helpers.program import run
+
+from paxlike.convert.main import run as convert
+from paxlike.training.reinforcement.policy_training import PolicyTraining
+
+STEPS, PROMPTS, GROUP, TOKENS = 4, 2, 4, 6
+CONFIG = {
+  "vocab_size": 257,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 32,
+  "tie_word_embeddings": False,
+  "eos_token_id": 256,
+  "bos_token_id": None,
+  "pad_token_id": None,  # Torch gives the embedding of a padding token no gradient.
+}
+TASK = """
+from paxlike.experiments.llama import Llama
+from paxlike.experiments.reinforcement import PromptFiles
+
+class Small(PromptFiles, Llama):
+  VOCAB_SIZE = 257
+  MAX_SEQ_LEN = 24
+  NUM_LAYERS = 2
+  MODEL_DIMS = 32
+  HIDDEN_DIMS = 48
+  NUM_HEADS = 4
+  NUM_KV_HEADS = 2
+  NORM_EPSILON = 1e-6
+  FPROP_DTYPE = "float32"
+  PERCORE_BATCH_SIZE = 0.5
+  ICI_MESH_SHAPE = (2, 2, 2)
+  LEARNING_RATE = 0.01
+  LR_SCHEDULE = "constant"
+  WEIGHT_DECAY = 0.0
+  ADAM_BETA2 = 0.999
+  SUMMARY_INTERVAL_STEPS = 1
+  EVAL_INTERVAL_STEPS = 0
+  CHECKPOINT_EVERY_N_STEPS = 0
+  REWARD = "trl_reward.vowels"
+  REWARD_WORKERS = 1
+  PROMPTS_PER_STEP = 2
+  GROUP_SIZE = 4
+  MAX_PROMPT_TOKENS = 8
+  MAX_NEW_TOKENS = 6
+  MAX_STEPS = 4
+  KL_BETA = 0.05
+"""
+REWARD = """
+def vowels(answer, record):
+  return sum(map(ord, answer)) % 7
+"""
+
+
+@pytest.fixture
+def answers(monkeypatch):
+  """The answers of each step of the run."""
+  steps, update = [], PolicyTraining._update
+
+  def recorded(self, state, prepared, packed, arrays, answers):
+    steps.append(answers)
+    return update(self, state, prepared, packed, arrays, answers)
+
+  monkeypatch.setattr(PolicyTraining, "_update", recorded)
+  return steps
+
+
+def trl_steps(folder, steps, loss_type, scale_rewards, out) -> list[dict[str, float]]:
+  """Returns loss, gradient norm and KL of each step on these answers."""
+  import datasets
+  import transformers
+  import trl
+
+  shown: list[dict[str, float]] = []
+
+  library: Any = trl
+
+  class Exact(library.GRPOTrainer):
+    """Keeps losses and norms as they are: those that are logged are rounded."""
+
+    def compute_loss(self, *args: Any, **more: Any) -> Any:
+      loss = super().compute_loss(*args, **more)
+      shown.append({"loss": float(loss)})
+      return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **more: Any):
+      if "grad_norm" in logs:
+        kl = self._metrics["train"]["kl"][-1]
+        shown[-1] |= {"grad_norm": float(logs["grad_norm"]), "kl": kl}
+      super().log(logs, *args, **more)
+
+  left = list(steps)
+  rewards: list[float] = []
+
+  def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+    now = left.pop(0)
+    rewards[:] = [answer.reward for answer in now]
+    return {
+      "prompt_ids": [answer.prompt.tolist() for answer in now],
+      "completion_ids": [list(answer.tokens) for answer in now],
+      "logprobs": None,
+    }
+
+  trainer = Exact(
+    model=transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"),
+    reward_funcs=lambda **unused: list(rewards),
+    rollout_func=rollout,
+    processing_class=transformers.PreTrainedTokenizerFast(
+      tokenizer_object=tiny_tokenizers.words(257), eos_token="t256", pad_token="t3"
+    ),
+    train_dataset=datasets.Dataset.from_list([{"prompt": "t4"}] * (STEPS * PROMPTS)),
+    args=library.GRPOConfig(
+      output_dir=str(out),
+      per_device_train_batch_size=PROMPTS * GROUP,
+      num_generations=GROUP,
+      max_completion_length=TOKENS,
+      max_steps=STEPS,
+      learning_rate=0.01,
+      lr_scheduler_type="constant",
+      max_grad_norm=1.0,
+      beta=0.05,
+      loss_type=loss_type,
+      scale_rewards=scale_rewards,
+      logging_steps=1,
+      report_to=[],
+      save_strategy="no",
+      use_cpu=True,
+      bf16=False,
+      gradient_checkpointing=False,
+      disable_tqdm=True,
+    ),
+  )
+  trainer.train()
+  return shown
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+  "loss_per, advantages, loss_type, scale",
+  [
+    ("token", "grpo", "dapo", "group"),
+    ("answer", "grpo", "grpo", "group"),
+    ("limit", "dr_grpo", "dr_grpo", "none"),
+  ],
+)
+def test_steps_are_those_of_trl(
+  tmp_path, monkeypatch, answers, loss_per, advantages, loss_type, scale
+):
+  import torch
+  import transformers
+
+  torch.manual_seed(0)
+  config = transformers.LlamaConfig(**CONFIG, initializer_range=0.3)
+  source = tmp_path / "source"
+  model = transformers.LlamaForCausalLM(config)
+  with torch.no_grad():
+    model.lm_head.weight[256] *= 5  # So that some answers end.
+  model.save_pretrained(source)
+  assert convert(["--from=hf", f"--path={source}", f"--to={tmp_path / 'model'}"]) == 0
+  (tmp_path / "trl_task.py").write_text(TASK)
+  (tmp_path / "trl_reward.py").write_text(REWARD)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  lines = [json.dumps({"prompt": f"{word}?"}) for word in ("one", "two", "seven", "ten")]
+  (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+  given = (
+    "--fdl_config=trl_task.Small",
+    f"--fdl.CHECKPOINT_RESTORE_PATH={tmp_path / 'model'}",
+    f"--fdl.DATA_PATH={tmp_path / 'prompts.jsonl'}",
+    f"--fdl.LOSS_PER={loss_per}",
+    f"--fdl.ADVANTAGES={advantages}",
+    f"--job_log_dir={tmp_path / 'run'}",
+  )
+  assert run(*given) == 0
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  ours = [one for line in lines if (one := json.loads(line))["kind"] == "train"]
+  theirs = trl_steps(source, answers, loss_type, scale, tmp_path / "trl")
+  assert len(ours) == len(theirs) == STEPS
+  assert {answer.has_ended for step in answers for answer in step} == {False, True}
+  for mine, other in zip(ours, theirs, strict=True):
+    np.testing.assert_allclose(mine["loss"], other["loss"], atol=1e-5)
+    np.testing.assert_allclose(mine["grad_norm"], other["grad_norm"], rtol=2e-4)
+    np.testing.assert_allclose(mine["reference_kl"], other["kl"], rtol=2e-4, atol=1e-6)
+  assert ours[-1]["reference_kl"] > 0.01
