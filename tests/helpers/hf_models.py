@@ -62,6 +62,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
     },
   ),
+  "qwen2": ("Qwen2Config", {"head_dim": 8}),
+  "qwen2_tied": ("Qwen2Config", {"head_dim": 8, "tie_word_embeddings": True}),
   "mistral": ("MistralConfig", {"sliding_window": 6}),
   "mistral_without_window": ("MistralConfig", {"sliding_window": None}),
   "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
