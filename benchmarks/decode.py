@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decodes many prompts at once, and beside it the same with transformers' `generate`.
 
-    python benchmarks/decode.py MODEL [--prompts=64] [--new_tokens=200] [--repeats=5]
+    python benchmarks/decode.py MODEL [--sampled] [--prompts=64] [--new_tokens=200] [--repeats=5]
 
 MODEL is a folder of Hugging Face, small enough for both. Prompts are random tokens and decoding is
-greedy; both sides do the same, in turn, after one round that is not counted. Prints one JSON line.
+greedy, or with --sampled at temperature 1, ours as in reinforcement learning: with the training
+forward pass, which draws each token again and gives its log-probability. Both sides do the same, in
+turn, after one round that is not counted. Prints one JSON line.
 """
 
 import argparse
@@ -25,12 +27,19 @@ import transformers
 from paxlike import fiddlers
 from paxlike.config import graph_file
 from paxlike.convert.main import run as convert
+from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.inference.generate import Generator, Request
+from paxlike.inference.sampling import Sampling
+from paxlike.training import train_state
+from paxlike.training.forward_backward import ForwardBackward
+from paxlike.training.reinforcement.answers import Answer
+from paxlike.training.reinforcement.sampler import Sampler
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("model", type=pathlib.Path)
+  parser.add_argument("--sampled", action="store_true")
   parser.add_argument("--prompts", type=int, default=64)
   parser.add_argument("--prompt_tokens", type=int, default=8)
   parser.add_argument("--new_tokens", type=int, default=200)
@@ -39,9 +48,10 @@ def main():
   vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
   shape = (options.prompts, options.prompt_tokens)
   prompts = np.random.default_rng(0).integers(3, vocab_size, shape).astype(np.int32)
+  make = sampled if options.sampled else ours
   sides = {
-    "paxlike": ours(options.model, prompts, options.new_tokens),
-    "transformers": theirs(options.model, prompts, options.new_tokens),
+    "paxlike": make(options.model, prompts, options.new_tokens),
+    "transformers": theirs(options.model, prompts, options.new_tokens, sampled=options.sampled),
   }
   texts = {name: decode() for name, decode in sides.items()}
   times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
@@ -51,7 +61,7 @@ def main():
   same = (texts["paxlike"] == texts["transformers"]).all(axis=1).sum()
   tokens = options.prompts * options.new_tokens
   report: dict[str, Any] = {
-    "benchmark": "decode",
+    "benchmark": "sampled" if options.sampled else "decode",
     "versions": {m.__name__: m.__version__ for m in (jax, torch, transformers)},
     "prompts": options.prompts,
     "new_tokens": options.new_tokens,
@@ -79,15 +89,20 @@ def timed(function: Callable[[], Any]) -> tuple[float, float]:
   return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def ours(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable[[], np.ndarray]:
-  """Returns a function that decodes with paxlike."""
+def loaded(folder: pathlib.Path) -> tuple[Any, Any]:
+  """Returns (the trainer of a model of Hugging Face, its weights)."""
   with tempfile.TemporaryDirectory() as scratch:
     converted = pathlib.Path(scratch) / "model"
     assert convert(["--from=hf", f"--path={folder}", f"--to={converted}"]) == 0
     graph = graph_file.read(converted / "config.json")
     fiddlers.precision(graph, "float32")
     trainer: Any = fdl.build(graph)
-    params = trainer.load(converted)
+    return trainer, trainer.load(converted)
+
+
+def ours(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable[[], np.ndarray]:
+  """Returns a function that decodes with paxlike."""
+  trainer, params = loaded(folder)
   count, size = prompts.shape
   generator = Generator(trainer.definition, params, num_rows=count, max_len=size + new_tokens)
   requests = [Request(tokens=tokens, max_new_tokens=new_tokens) for tokens in prompts]
@@ -99,11 +114,39 @@ def ours(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable
   return decode
 
 
-def theirs(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable[[], np.ndarray]:
+def sampled(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable[[], np.ndarray]:
+  """Returns a function that samples with paxlike as reinforcement learning does."""
+  trainer, params = loaded(folder)
+  (count, size), sampling = prompts.shape, Sampling(temperature=1.0)
+  passes = ForwardBackward(trainer.definition, trainer.optimizer, sampling=sampling)
+  with jax.set_mesh(trainer.devices):
+    of_model = trainer.definition, trainer.optimizer, trainer.devices
+    prepared = passes.prepare(train_state.create(*of_model, seed=0, given=params))
+  generator = Generator(
+    trainer.definition, params, num_rows=count, max_len=size + new_tokens, sampling=sampling
+  )
+  length = size + new_tokens - 1
+  placer = BatchPlacer(trainer.devices, batch_size=count, seq_len=length)
+  given: Any = {"seq_len": length, "max_new_tokens": new_tokens, "end_ids": ()}
+  sampler = Sampler(generator, passes, placer, **given)
+
+  def sample() -> np.ndarray:
+    answers = [Answer(prompt=row, record=0, seed=number) for number, row in enumerate(prompts)]
+    with jax.set_mesh(trainer.devices):
+      sampler.sample(params, prepared, answers)
+    return np.array([answer.tokens for answer in answers])
+
+  return sample
+
+
+def theirs(
+  folder: pathlib.Path, prompts: np.ndarray, new_tokens: int, *, sampled: bool
+) -> Callable[[], np.ndarray]:
   """Returns a function that decodes with transformers."""
   model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
   tokens = torch.tensor(prompts, dtype=torch.long)
-  given = {"attention_mask": torch.ones_like(tokens), "pad_token_id": 0, "do_sample": False}
+  given: dict[str, Any] = {"attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
+  given |= {"do_sample": True, "top_k": 0} if sampled else {"do_sample": False}
 
   def decode() -> np.ndarray:
     with torch.inference_mode():
