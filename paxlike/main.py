@@ -130,6 +130,8 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
     from paxlike import transfer_mode
 
     assert experiment is not None
+    if experiment.rollouts() is not None:
+      raise UserError("--mode=transfer has no step for reinforcement learning.")
     return transfer_mode.run(options, experiment)
   if experiment is not None and options.mode == "train":
     epochs.resolve(experiment, lambda: build_trainer(root_graph.of(options, experiment)))
@@ -146,6 +148,8 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
     else:
       print(show_page.everything(experiment, graph))
     return 0
+  if options.mode in ("profile", "check") and getattr(graph, "rollouts", None) is not None:
+    raise UserError(f"--mode={options.mode} has no step for reinforcement learning.")
   if options.mode == "compile":
     return _compile(options, build_trainer(graph))
   if options.mode == "profile":

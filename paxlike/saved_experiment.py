@@ -33,7 +33,6 @@ def read(
   if not (folder / FILE).exists():
     raise UserError(f"{given} needs {folder / FILE}, which is missing: {advice}.")
   experiment = registry.load(folder / FILE, allow_modules=allow_modules)
-  registry.import_modules(allow_modules)  # A knob may name a function of one.
   if graph_file.difference(experiment.trainer(), graph(folder)):
     raise UserError(
       f"{given}: {folder / 'config.json'} differs from the graph of the knobs in {FILE}: {advice}."

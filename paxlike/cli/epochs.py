@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NUM_EPOCHS: the length of a run in passes over the training data."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,4 +55,6 @@ def _steps(trainer: Any, epochs: float) -> int:
     raise UserError(
       f"NUM_EPOCHS={epochs:g}: the length of {data.named} is unknown or infinite: set MAX_STEPS."
     )
+  if trainer.rollouts is not None:
+    return max(math.ceil(epochs * sequences / trainer.rollouts.num_prompts), 1)
   return max(ramp.num_steps(trainer.stages, epochs * sequences), 1)

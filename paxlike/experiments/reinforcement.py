@@ -40,7 +40,7 @@ class Reinforcement(Experiment):
   #: Reward of an answer: MODULE.FUNCTION, or exact_answer, math_answer, python_tests, answer_tags
   #: or overlong of paxlike.rewards.
   REWARD: ranges.Name = UNSET
-  REWARD_SECONDS: ranges.Seconds = 10.0  #: Time limit of one reward; after it, the reward is 0.
+  REWARD_SECONDS: ranges.Interval = 10.0  #: Time limit of one reward; after it, the reward is 0.
   REWARD_WORKERS: ranges.Size = 4  #: Processes that compute rewards.
   PROMPTS_PER_STEP: ranges.Size = UNSET  #: Prompts of a step.
   GROUP_SIZE: ranges.Size = 8  #: Answers to each prompt.
@@ -54,16 +54,12 @@ class Reinforcement(Experiment):
   #: tokens, or the sum over tokens divided by the most there could be.
   LOSS_PER: Literal["token", "answer", "limit"] = "token"
   MASK_TRUNCATED: bool = False  #: Whether answers of MAX_NEW_TOKENS without an end have no loss.
-  CLIP_LOW: ranges.Factor = 0.2  #: How far probability ratios may fall below 1.
-  CLIP_HIGH: ranges.Factor = 0.2  #: How far they may rise above 1.
   KL_BETA: ranges.NonNegativeFloat = 0.0  #: Strength of the KL penalty towards the initial model.
   EVAL_PROMPTS: ranges.Size | None = None  #: How many prompts are evaluated on. None: all.
 
   def objective(self) -> fdl.Config[Grpo]:
     return fdl.Config(
       Grpo,
-      clip_low=self.CLIP_LOW,
-      clip_high=self.CLIP_HIGH,
       beta=self.KL_BETA,
       sampling=fdl.Config(Sampling, temperature=self.ROLLOUT_TEMPERATURE),
     )
@@ -88,9 +84,13 @@ class Reinforcement(Experiment):
     name = self.REWARD
     if name in REWARDS:
       return fdl.Config(REWARDS[name])
-    # What a run's folder names is imported only if the user allows it.
     setting = self.settings().get("REWARD")
-    return pool.find(name, imports=setting is None or setting.source != "experiment.json")
+    if setting is not None and setting.source == "experiment.json":
+      raise UserError(
+        f"REWARD={name} is named by a file of the run: to import and call it, name the experiment"
+        " (--fdl_config) and set REWARD as the run was started with."
+      )
+    return pool.find(name)
 
   def prompts(self, split: Split) -> fdl.Config[Prompts] | None:
     """Returns the prompts of a split; None if it has none."""

@@ -38,7 +38,7 @@ KINDS = {
 #: Kinds that compile.
 COMPILES = ("init", "compile", "eval_compile", "decode_compile")
 # Kinds without a default limit.
-_UNLIMITED = ("start", "check", "compare", "meet", *COMPILES, "end")
+_UNLIMITED = ("start", "check", "compare", "meet", "reward", *COMPILES, "end")
 # Kinds without any limit: they wait for another job, or for a person.
 _NEVER_STUCK = ("poll", "listen")
 #: Kinds in which bytes read and written count as progress.

@@ -11,8 +11,11 @@ from paxlike.errors import UserError
 
 _NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+(?:/\d+)?")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
-_SPACING = re.compile(r"\\[,;:! ]|\\left|\\right|\\text\{[^{}]*\}|[\s$]|\^\\circ|\\%|%")
-_POWER = re.compile(r"(-?\d+)\^(\d{1,4}|\{\d{1,4}\})")
+_MIXED = re.compile(r"(-?)(\d+)(?: +|(?=\\[dt]?frac))(\S+)")
+_UNIT = re.compile(r"(?<=[\d}])\s*\\text\{[^{}]*\}$")
+_SPACING = re.compile(r"\\[,;:! ]|\\left|\\right|[\s$]|\^\\circ|\\%|%")
+_POWER = re.compile(r"(\d+)\^(\d{1,3}|\{\d{1,3}\})")
+_MOST_CHARACTERS = 200  # Of an answer that is read as a number.
 
 
 @configurable
@@ -30,14 +33,14 @@ class MathAnswer:
 
   The final answer of a text is what stands in its last `\boxed{}`, else after its last "####", else
   its last number. Two of them are equal if they are the same number, written as a decimal, with
-  thousands separators, as a fraction, in LaTeX or with a percent sign or a unit in `\text{}`, or
-  else the same text without white space and LaTeX's spacing.
+  thousands separators, as a fraction, in LaTeX, or followed by a percent sign or a unit in
+  `\text{}`, or else the same text without white space and LaTeX's spacing.
   """
 
   def __call__(self, answer: str, record: Mapping[str, Any]) -> float:
     """Returns the reward."""
     given, expected = final_answer(answer), final_answer(_expected(record))
-    if given is None or expected is None:
+    if not given or not expected:
       return 0.0
     return float(_normal(given) == _normal(expected))
 
@@ -61,15 +64,28 @@ def final_answer(text: str) -> str | None:
 
 def _normal(answer: str) -> fractions.Fraction | str:
   """Returns the number that an answer is, else its text without spacing."""
-  text = _SPACING.sub("", answer).rstrip(".")
+  text = _UNIT.sub("", answer.strip().strip("$").strip())
+  if mixed := _MIXED.fullmatch(text):
+    sign, whole, part = mixed.groups()
+    number = _number(part)
+    if number is not None and 0 <= number < 1:
+      return (number + int(whole)) * (-1 if sign else 1)
+  number = _number(text)
+  return _SPACING.sub("", text) if number is None else number
+
+
+def _number(text: str) -> fractions.Fraction | None:
+  text = _SPACING.sub("", text).rstrip(".")
   text = _FRACTION.sub(r"\1/\2", text).replace("{,}", "").removeprefix("+")
-  number = re.sub(r",(?=\d{3}(?!\d))", "", text)
-  if power := _POWER.fullmatch(number):
+  text = re.sub(r",(?=\d{3}(?!\d))", "", text)
+  if len(text) > _MOST_CHARACTERS or "e" in text.lower():
+    return None
+  if power := _POWER.fullmatch(text):
     return fractions.Fraction(int(power[1]) ** int(power[2].strip("{}")))
   try:
-    return fractions.Fraction(number)
+    return fractions.Fraction(text)
   except (ValueError, ZeroDivisionError):
-    return text
+    return None
 
 
 def _expected(record: Mapping[str, Any]) -> str:

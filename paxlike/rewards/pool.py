@@ -7,6 +7,7 @@ import os
 import pickle
 import queue
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from paxlike.config import allowed_symbols
 from paxlike.errors import UserError
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
-_START_SECONDS = 60  # For the import of the reward's module, beside the time of the first answer.
+_START_SECONDS = 120  # For the import of the reward's module.
 
 
 class Rewarded(NamedTuple):
@@ -39,12 +40,8 @@ class Rewarded(NamedTuple):
     return sum(self.parts.values())
 
 
-def find(name: str, *, imports: bool = True) -> Reward:
-  """Returns the reward MODULE.FUNCTION.
-
-  Args:
-    name: Its name.
-    imports: Whether the module may be imported; else it must have been.
+def find(name: str) -> Reward:
+  """Returns the reward MODULE.FUNCTION, a name that the user gave; imports the module.
 
   Raises:
     UserError: There is none.
@@ -53,8 +50,6 @@ def find(name: str, *, imports: bool = True) -> Reward:
   if not dot:
     there = ", ".join(rewards.REWARDS)
     raise UserError(f"REWARD={name}: expected MODULE.FUNCTION, or one of {there}.")
-  if not imports and module not in sys.modules:
-    raise UserError(f"REWARD={name}: {allowed_symbols.advice([module])}")
   try:
     found = getattr(allowed_symbols.import_module(module), function)
   except (ImportError, AttributeError) as error:
@@ -141,18 +136,21 @@ class _Worker:
     Raises:
       UserError: The reward failed.
     """
-    limit = self._seconds
     if self._process is None:
       self._process = self._started()
       self._write(self._reward.hex())
-      limit += _START_SECONDS
+      if self._line(_START_SECONDS) is None:
+        self.stop()
+        raise UserError(f"its module took more than {_START_SECONDS} s to import.")
     self._write(json.dumps([answer, record]))
-    said = self._line(limit)
+    said = self._line(self._seconds)
     if said is None:
       self.stop()
       return Rewarded({}, timed_out=True)
     if not said.endswith(b"\n"):
-      status = self._process.wait()
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        self._process.wait(timeout=5)
+      status = self._process.returncode
       self.stop()
       raise UserError(f"its worker process ended with status {status}; see the messages above.")
     found = json.loads(said)
@@ -186,7 +184,7 @@ class _Worker:
   def _started(self) -> "subprocess.Popen[bytes]":
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return subprocess.Popen(
-      [sys.executable, "-m", "paxlike.rewards.worker"],
+      [sys.executable, "-P", "-m", "paxlike.rewards.worker"],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
@@ -198,7 +196,8 @@ class _Worker:
     process, self._process = self._process, None
     if process is None:
       return
-    process.kill()
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(process.pid, signal.SIGKILL)  # Also what the reward has started.
     process.wait()
     for pipe in (process.stdin, process.stdout):
       if pipe is not None:

@@ -22,8 +22,9 @@ _FILE_BYTES = 2**20
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 # Each test is run in the namespace of the code; what a test defines, later ones see.
 _PROGRAM = """
-import json, os, resource, sys
+import json, os, resource, signal, sys
 code, tests, token, limits = json.load(sys.stdin)
+signal.alarm(limits["RLIMIT_CPU"] + 1)
 for kind, value in limits.items():
   resource.setrlimit(getattr(resource, kind), (value, value))
 out = os.fdopen(os.dup(1), "w")
@@ -45,7 +46,7 @@ os._exit(0)
 
 @configurable
 class PythonTests:
-  """The share of the record's `tests` that pass after the answer's code has run.
+  """The share of the record's `tests` that pass after the answer's code; 0 if all take too long.
 
   The code is that in the last ```` ``` ```` block, else the whole answer. Tests are a list of
   statements such as "assert add(1, 2) == 3". They run in a process of their own with limits of

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program that computes rewards, in a process of its own.
 
-The first line of stdin is the reward, pickled by `pool`, in hexadecimal digits. Each later line is
-JSON, [answer, record], and is answered by a line of JSON: {"parts": {name: number}} or
-{"error": text}.
+The first line of stdin is the reward, pickled by `pool`, in hexadecimal digits, and is answered by
+an empty line. Each later line is JSON, [answer, record], and is answered by a line of JSON:
+{"parts": {name: number}} or {"error": text}.
 """
 
 import json
 import math
 import os
 import pickle
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +18,11 @@ def main():
   """Answers requests until stdin ends."""
   answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
   os.dup2(2, 1)  # What a reward prints is no answer.
-  reward: Callable[..., Any] = pickle.loads(bytes.fromhex(sys.stdin.readline()))
-  for line in sys.stdin:
+  requests = os.fdopen(os.dup(0), encoding="utf-8")
+  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # What it starts reads no request.
+  reward: Callable[..., Any] = pickle.loads(bytes.fromhex(requests.readline()))
+  print(file=answers, flush=True)
+  for line in requests:
     try:
       said: dict[str, Any] = {"parts": parts_of(reward(*json.loads(line)))}
     except BaseException as error:  # A reward can fail in any way.

@@ -59,7 +59,16 @@ def pool(tmp_path, monkeypatch):
     ("so it is 46.", "46", True),
     ("first 12, then 1,234", "1234", True),
     ("\\boxed{\\frac{1}{2}} of 8", "0.5", True),
-    ("\\boxed{\\text{x}^{2}}", "\\boxed{ ^{2} }", True),
+    ("\\boxed{\\text{Carla}}", "\\boxed{\\text{Evelyn}}", False),
+    ("\\boxed{\\text{Carla}}", "\\boxed{ \\text{Carla} }", True),
+    ("\\boxed{}", "\\boxed{}", False),
+    ("\\boxed{5\\text{ cm}}", "5", True),
+    ("\\boxed{\\frac{21}{2}}", "\\boxed{2\\frac{1}{2}}", False),
+    ("\\boxed{2.5}", "\\boxed{2\\frac{1}{2}}", True),
+    ("\\boxed{31/2}", "\\boxed{3 1/2}", False),
+    ("\\boxed{-2^2}", "4", False),
+    ("\\boxed{" + "1" * 5000 + "^2}", "4", False),
+    ("\\boxed{1e999999999}", "4", False),
     ("#### 72", "He sold 48/2 = 24 clips.\n#### 72", True),
     ("the answer is $-3.50$", "-3.5", True),
     ("50\\%", "50", True),
@@ -75,7 +84,6 @@ def pool(tmp_path, monkeypatch):
 def test_an_answer_is_right_if_it_is_the_same_number_or_text(given, expected, right):
   math_answer = MathAnswer()
   assert math_answer(given, {"answer": expected}) == right
-  assert math_answer(f"46 {expected}", {"answer": expected}) == 1
 
 
 def test_rewards_of_form():

@@ -103,6 +103,8 @@ class Prompts(RowDataset):
   def check(self):
     _ = self._identity(), templates.template(self._template_name, vocab_path=self._vocab_path)
     self._tokenizer.check(self._vocab_size)
+    if not self.end_ids and not self.prompt_renderer.turn_end.texts:
+      raise UserError(f"{self.named}: the tokenizer has no token that ends an answer (EOS).")
     if texts := self.prompt_renderer.turn_end.texts:
       raise UserError(
         f"CHAT_TEMPLATE={self._template_name}: answers would end with the text {texts[0]!r}, which"
@@ -169,9 +171,12 @@ class Prompts(RowDataset):
     found, longest, total = [], 0, 0
     for place, record in self._read():
       tokens = self.prompt_renderer.tokens(self._messages(place, record))
+      if not len(tokens):
+        raise UserError(f"{place}: the prompt is empty.")
       total, longest = total + 1, max(longest, len(tokens))
       if len(tokens) <= self.max_tokens:
-        found.append((tokens.astype(np.int32), record))
+        plain = json.loads(json.dumps(record, default=str))  # Parquet has dates and the like.
+        found.append((tokens.astype(np.int32), plain))
     if not found:
       why = f"each of its {total} prompts has more than" if total else "it has no prompt of up to"
       raise UserError(f"{self.named}: {why} {self.max_tokens} tokens (MAX_PROMPT_TOKENS).")

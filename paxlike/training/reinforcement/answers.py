@@ -85,10 +85,11 @@ def pack(
 ) -> Packed:
   """Packs answers with their prompts into batches of `batch_size` sequences of `seq_len` tokens.
 
-  `max_segments` is the most answers in a sequence; None: any number.
+  `max_segments` is the most segments in a sequence, padding included; None: any number.
   """
   sizes = np.array([answer.size for answer in answers], np.int64)
-  rows = best_fit(sizes, seq_len, most=max_segments)
+  most = None if max_segments is None else max(max_segments - 1, 1)  # Padding is a segment, too.
+  rows = best_fit(sizes, seq_len, most=most)
   batches = [
     {name: np.zeros((batch_size, seq_len), np.int32) for name in _NAMES}
     for _ in range(0, len(rows), batch_size)
@@ -110,7 +111,7 @@ def pack(
 
 
 def no_rows(seq_len: int) -> Arrays:
-  """Returns an empty batch with the arrays of the loss, [0, T]."""
+  """Returns the arrays of a batch as the loss needs them, without sequences: [0, T]."""
   arrays: Arrays = {name: np.zeros((0, seq_len), np.int32) for name in _NAMES}
   return arrays | {name: np.zeros((0, seq_len), np.float32) for name in _OF_LOSS}
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from paxlike.data.tuning.prompts import Prompts
 from paxlike.inference.generate import STEPS_PER_CALL, Generator
+from paxlike.layers.aux_losses import add, none
 from paxlike.layers.decoder import Batch
 from paxlike.processes import phases
 from paxlike.rewards.pool import RewardPool
@@ -47,6 +48,7 @@ class PolicyTraining:
       how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds
     )
     self._sampler: Sampler | None = None
+    self._is_compiled = False
 
   def __enter__(self) -> Self:
     return self
@@ -62,6 +64,8 @@ class PolicyTraining:
     prepared = self._passes.prepare(state)
     answers = self._empty_answers(prompts, step=int(state.step))
     packed, metrics = _sampled(sampler, state, prepared, answers)
+    if self._objective.sampling.temperature != 1:
+      del metrics["draft_gap"]  # The decoder's log-probabilities are those before temperature.
     metrics |= self._rewarded(answers)
     arrays = self._training_arrays(packed, answers)
     if self._objective.beta:
@@ -128,7 +132,8 @@ class PolicyTraining:
       trained = without_adapters(weights.trained)
     else:
       trained = {name: state.reference[name] for name in weights.trained}
-    return weights._replace(trained=trained), constants
+    operands = self._trainer.definition.quantize_operands(trained | constants.frozen)
+    return weights._replace(trained=trained), constants._replace(operands=operands)
 
   def _update(
     self,
@@ -138,8 +143,8 @@ class PolicyTraining:
     arrays: Sequence[Batch],
     answers: Sequence[Answer],
   ) -> tuple[TrainState, Metrics]:
-    phases.enter("step", int(state.step))
-    total, loss, sums, scored = None, jnp.zeros(()), {}, []
+    phases.enter("step" if self._is_compiled else "compile", int(state.step))
+    total, loss, aux, sums, scored = None, jnp.zeros(()), none(), {}, []
     for batch, of_batch in zip(packed.batches, arrays, strict=True):
       result = self._passes.forward(*prepared, self._trainer.placer.put(batch))
       log_probabilities_BT = result.scores.log_probabilities_BT
@@ -147,6 +152,7 @@ class PolicyTraining:
       (value, new), cotangent_BT = self._loss(log_probabilities_BT, of_batch)
       gradients = self._passes.backward(result, cotangent_BT, count=len(arrays))
       total, loss = self._passes.accumulate(total, gradients), loss + value
+      aux = add(aux, result.aux)
       sums = {name: sums.get(name, 0) + pair for name, pair in new.items()}
     assert total is not None
     found = packed.collect([np.asarray(of_batch) for of_batch in scored])
@@ -155,11 +161,13 @@ class PolicyTraining:
       for one, answer in zip(found, answers, strict=True)
     ]
     state, of_update = self._passes.update(state, total, loss)
+    self._is_compiled = True
     num_tokens = _scalar(sum(len(answer.tokens) for answer in answers))
     return state, {
       "loss": (loss * num_tokens, num_tokens),
       "log_probability_gap": (_scalar(max(gaps)), _scalar(1)),
-      **{name: (pair[0], pair[1]) for name, pair in sums.items()},
+      **{name: (pair[0], pair[1]) for name, pair in (sums | aux.metrics).items()},
+      **{name: (value, _scalar(len(arrays))) for name, value in aux.losses.items()},
       **{name: (value, _scalar(1)) for name, value in of_update.items()},
     }
 

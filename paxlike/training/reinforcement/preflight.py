@@ -4,9 +4,13 @@
 from typing import TYPE_CHECKING, Any
 
 import jax
+from flax import nnx
 
 from paxlike.data.tuning.prompts import Prompts
 from paxlike.errors import UserError
+from paxlike.inference.sampling import Sampling
+from paxlike.layers.dropout import Dropout
+from paxlike.layers.moe.dispatch import Capacity
 from paxlike.training.objectives import Grpo
 from paxlike.training.pipeline_loss import pipeline_of
 
@@ -27,6 +31,7 @@ def check(trainer: "Trainer"):
       "rollouts need the objective Grpo and Prompts as training data: see experiments/"
       "reinforcement.py."
     )
+  sampling, modules = trainer.objective.sampling, [m for _, m in nnx.iter_modules(trainer.model)]
   without: dict[str, Any] = {
     "GRADIENT_ACCUMULATION_STEPS": trainer.accumulation_steps > 1,
     "PERCORE_BATCH_SIZE_RAMP and MAX_SEQ_LEN_RAMP": trainer.ramps,
@@ -35,6 +40,15 @@ def check(trainer: "Trainer"):
     "ON_SPIKE=rollback": trainer.optimizer.rolls_back,
     "NUM_STAGES": pipeline_of(trainer.definition) is not None,
     "several processes": jax.process_count() > 1,
+    "Z_LOSS and LABEL_SMOOTHING": trainer.model.z_loss or trainer.model.label_smoothing,
+    "--compiled_step": trainer.execution.compiled_step is not None,
+    "dropout": any(isinstance(one, Dropout) and one.rate for one in modules),
+    "MOE_DISPATCH=capacity, with which a token depends on later ones": any(
+      isinstance(getattr(one, "dispatch", None), Capacity) for one in modules
+    ),
+    "sampling with top_k, top_p, min_p or temperature 0": (
+      sampling != Sampling(temperature=sampling.temperature) or not sampling.temperature
+    ),
   }
   for name, given in without.items():
     if given:

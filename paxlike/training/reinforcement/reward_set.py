@@ -5,10 +5,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
+from paxlike.errors import UserError
 from paxlike.inference.generate import STEPS_PER_CALL, Generator, Request
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.module import Definition, Params
@@ -21,12 +23,12 @@ from paxlike.training.reinforcement.answers import Answer, decoded
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardSet(EvalSet):
-  """Prompts, the first of each epoch, to evaluate on by the mean reward of one answer to each.
+  """Prompts to evaluate on, by the mean reward of one answer to each.
 
   Attributes:
     reward: A function of a module: see `paxlike.rewards`.
     max_new_tokens: The most tokens of an answer.
-    num_prompts: How many prompts; None: all.
+    num_prompts: Evaluate on the first so many; None: all.
     sampling: How answers are sampled; greedily by default.
     num_slots: Decode slots; see `Generator`.
     seed: Of the sampling.
@@ -40,7 +42,7 @@ class RewardSet(EvalSet):
   sampling: Sampling = dataclasses.field(default_factory=Sampling)
   num_slots: ranges.Size = 64
   seed: ranges.NonNegative = 0
-  reward_seconds: ranges.Seconds = 10.0
+  reward_seconds: ranges.Interval = 10.0
   reward_workers: ranges.Size = 4
 
   @property
@@ -69,11 +71,14 @@ class RewardEvaluator:
     self, params: Params, *, name: str = "", stops: Callable[[], bool] = lambda: False
   ) -> Result:
     """Returns the mean reward of the answers of a model; see `Evaluator.run`."""
+    if jax.process_count() > 1:
+      raise UserError(f"the eval set {name} samples answers, which needs a single process.")
     phases.enter("eval", name)
     answers = self._answers(params, stops)
     decode, how = self._data.tokenizer.decode, self._set
     given = [(decoded(a, decode), dict(self._data.record(a.record))) for a in answers]
     pool = RewardPool(how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds)
+    phases.enter("reward")
     with pool:
       rewards = np.array([one.total for one in pool(given)])
     sizes, ones = np.array([len(a.tokens) for a in answers], np.float64), np.ones(len(answers))

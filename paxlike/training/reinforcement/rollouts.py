@@ -36,7 +36,7 @@ class Rollouts:
   advantages: Advantages = grpo
   normalization: Normalization = by_token
   mask_truncated: bool = False
-  reward_seconds: ranges.Seconds = 10.0
+  reward_seconds: ranges.Interval = 10.0
   reward_workers: ranges.Size = 4
 
   @property

@@ -13,10 +13,12 @@ draw the same token unless two are tied up to rounding.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.inference.generate import Generator, Request, Speed
+from paxlike.processes import phases
 from paxlike.training.forward_backward import Forward, ForwardBackward
 from paxlike.training.reinforcement.answers import Answer, Packed, pack
 
@@ -27,9 +29,9 @@ class Sampler:
   """Samples answers with a decoder and the training forward pass.
 
   Attributes:
-    redrawn: Number of tokens of the last call that the forward pass drew in place of the drafts'.
-    unsettled: Number of answers of the last call that still had another token after `MOST_ROUNDS`;
-      they are kept as drafted.
+    redrawn: Number of drafted tokens of the last call that the forward pass replaced.
+    unsettled: Number of answers of the last call that the forward pass would still change after
+      `MOST_ROUNDS`; they are kept as drafted.
   """
 
   def __init__(
@@ -53,6 +55,7 @@ class Sampler:
     self._seq_len = seq_len
     self._max_new_tokens = max_new_tokens
     self._end_ids = frozenset(end_ids)
+    self._is_compiled = False
     self.redrawn = self.unsettled = 0
 
   @property
@@ -105,7 +108,11 @@ class Sampler:
 
   def score(self, prepared: tuple[Any, Any], batch: Any) -> Forward:
     """Returns the result of a forward pass without residuals, which take memory."""
-    return self._passes.forward(*prepared, self._placer.put(batch))._replace(residuals=None)
+    phases.enter("sample" if self._is_compiled else "compile")
+    result = self._passes.forward(*prepared, self._placer.put(batch))._replace(residuals=None)
+    jax.block_until_ready(result.scores)
+    self._is_compiled = True
+    return result
 
   def _draft(self, answers: Sequence[Answer]):
     """Continues answers to their ends."""

@@ -92,6 +92,23 @@ def test_it_learns_and_the_sampled_log_probabilities_are_those_of_training(
 
 
 @pytest.mark.slow
+def test_what_a_folder_names_as_the_reward_is_not_called(letters, tmp_path, capsys):
+  assert letters("run", "--fdl.MAX_STEPS=1", "--fdl.REWARD=exact_answer") == 0
+  for name in ("config.json", "experiment.json"):
+    file = tmp_path / "run" / name
+    file.write_text(file.read_text().replace("exact_answer", "builtins.exec"))
+  given = (f"--job_log_dir={tmp_path / 'run'}", "--fdl_allow_modules=letters_task")
+  assert run("--mode=eval", *given, "--fdl.EVAL_PROMPTS=3") == 2
+  assert "REWARD=builtins.exec is named by a file of the run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_epochs_are_of_prompts(letters, tmp_path):
+  assert letters("run", "--fdl.NUM_EPOCHS=1") == 0
+  assert len(rewards(tmp_path / "run")) == 3  # Of 5 prompts, two in each step.
+
+
+@pytest.mark.slow
 def test_resuming_is_exact(letters, tmp_path):
   more = ("--fdl.KL_BETA=0.1", "--fdl.ADVANTAGES=rloo", "--fdl.LOSS_PER=answer")
   assert letters("whole", *more) == 0
@@ -116,6 +133,10 @@ def test_resuming_is_exact(letters, tmp_path):
     (("--fdl.MAX_PROMPT_TOKENS=3",), "each of its 5 prompts has more than 3 tokens"),
     (("--fdl.CHAT_TEMPLATE=chatml",), "would end with the text '<|im_end|>'"),
     (("--fdl.DATA_PATH=no.jsonl",), "DATA_PATH"),
+    (("--fdl.LABEL_SMOOTHING=0.1",), "Z_LOSS and LABEL_SMOOTHING: not supported"),
+    (("--fdl.objective.sampling.top_k=5",), "sampling with top_k"),
+    (("--mode=profile",), "--mode=profile has no step for reinforcement learning"),
+    (("--mode=transfer", "--widths=32,64"), "--mode=transfer has no step"),
   ],
 )
 def test_what_cannot_be_trained_is_said_in_a_line(letters, tmp_path, capsys, flags, message):

@@ -133,7 +133,7 @@ def test_answers_are_packed_whole_and_found_again():
   answers = empty(12)
   for answer in answers:
     answer.tokens = list(range(answer.record % 5 + 1))
-  packed = pack(answers, batch_size=2, seq_len=SEQ_LEN, max_segments=2)
+  packed = pack(answers, batch_size=2, seq_len=SEQ_LEN, max_segments=3)
   targets = packed.collect([batch["targets"] for batch in packed.batches])
   assert [list(of_answer) for of_answer in targets] == [answer.tokens for answer in answers]
   for batch in packed.batches:
