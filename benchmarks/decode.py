@@ -133,7 +133,7 @@ def sampled(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Calla
   def sample() -> np.ndarray:
     answers = [Answer(prompt=row, record=0, seed=number) for number, row in enumerate(prompts)]
     with jax.set_mesh(trainer.devices):
-      sampler.sample(params, prepared, answers)
+      sampler.sample(prepared, answers)
     return np.array([answer.tokens for answer in answers])
 
   return sample

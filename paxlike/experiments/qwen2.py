@@ -47,9 +47,8 @@ class Qwen2(Llama):
     )
 
 
-@register
-class Qwen25_0_5B(datasets.Synthetic, Qwen2):
-  """Qwen2.5 0.5B. 494,032,768 parameters."""
+class SmallQwen25(Qwen2):
+  """The size of Qwen2.5 0.5B."""
 
   NUM_LAYERS = 24
   MODEL_DIMS = 896
@@ -57,6 +56,11 @@ class Qwen25_0_5B(datasets.Synthetic, Qwen2):
   NUM_HEADS = 14
   NUM_KV_HEADS = 2
   USE_TIED_EMBEDDING = True
+
+
+@register
+class Qwen25_0_5B(datasets.Synthetic, SmallQwen25):
+  """Qwen2.5 0.5B. 494,032,768 parameters."""
 
 
 @register
@@ -108,11 +112,12 @@ class Qwen25_72B(datasets.Synthetic, Qwen2):
 
 
 @register
-class Gsm8kQwen25_0_5B(PromptFiles, Qwen25_0_5B):
+class Gsm8kQwen25_0_5B(PromptFiles, SmallQwen25):
   """GRPO of Qwen2.5 0.5B on GSM8K, whose records have `question` and `answer`.
 
-  --fdl.CHECKPOINT_RESTORE_PATH=DIR --fdl.TOKENIZER=huggingface --fdl.VOCAB_PATH=DIR/tokenizer.json
-  --fdl.CHAT_TEMPLATE=tokenizer --fdl.DATA_PATH=train.jsonl --fdl.EVAL_DATA_PATH=test.jsonl
+  Its flags are: --fdl.CHECKPOINT_RESTORE_PATH=DIR --fdl.TOKENIZER=huggingface
+  and --fdl.VOCAB_PATH=DIR/tokenizer.json --fdl.CHAT_TEMPLATE=tokenizer
+  and --fdl.DATA_PATH=train.jsonl --fdl.EVAL_DATA_PATH=test.jsonl.
   """
 
   PROMPT_FIELD = "question"

@@ -119,7 +119,7 @@ class PromptFiles(Reinforcement, datasets.Chat):
   """Prompts in the user's files: .jsonl (.zst, .gz), .parquet or .arrow."""
 
   PROMPT_FIELD: ranges.Name = "prompt"  #: Field of records that has the prompt: text or messages.
-  SYSTEM_PROMPT: str | None = None  #: System message before each prompt. None: none.
+  SYSTEM_PROMPT: ranges.Name | None = None  #: System message before each prompt. None: none.
   MAX_PROMPT_TOKENS: ranges.Size = UNSET  #: Prompts with more tokens are left out.
 
   def prompts(self, split: Split) -> fdl.Config[Prompts] | None:

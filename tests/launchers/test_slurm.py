@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of `paxlike-launch slurm`, on a real cluster of two nodes where Slurm is installed."""
 
+import contextlib
 import pathlib
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def is_completed(cluster: slurm_cluster.Cluster, job: str) -> bool:
   """Returns whether a job is complete; lets one start that Slurm would start in two minutes."""
   state, _ = cluster.state(job)
   if state == "PENDING":
-    cluster.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+    with contextlib.suppress(subprocess.CalledProcessError):  # It has started by now.
+      cluster.command("scontrol", "update", f"JobId={job}", "StartTime=now")
   return state == "COMPLETED"
 
 

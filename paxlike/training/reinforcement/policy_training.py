@@ -63,7 +63,7 @@ class PolicyTraining:
     sampler = self._sampler_of(state)
     prepared = self._passes.prepare(state)
     answers = self._empty_answers(prompts, step=int(state.step))
-    packed, metrics = _sampled(sampler, state, prepared, answers)
+    packed, metrics = _sampled(sampler, prepared, answers)
     if self._objective.sampling.temperature != 1:
       del metrics["draft_gap"]  # The decoder's log-probabilities are those before temperature.
     metrics |= self._rewarded(answers)
@@ -198,11 +198,11 @@ class PolicyTraining:
 
 
 def _sampled(
-  sampler: Sampler, state: TrainState, prepared: Prepared, answers: Sequence[Answer]
+  sampler: Sampler, prepared: Prepared, answers: Sequence[Answer]
 ) -> tuple[Packed, Metrics]:
   """Samples empty answers, in place; returns them as batches, and metrics."""
   began = time.perf_counter()
-  packed, results = sampler.sample(state.weights, prepared, answers)
+  packed, results = sampler.sample(prepared, answers)
   seconds = time.perf_counter() - began
   sizes = [len(answer.tokens) for answer in answers]
   drafted = np.concatenate([answer.drafted for answer in answers])

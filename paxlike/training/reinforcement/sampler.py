@@ -11,15 +11,16 @@ draw the same token unless two are tied up to rounding.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
+from paxlike.data.dataset import Arrays
 from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.inference.generate import Generator, Request, Speed
 from paxlike.processes import phases
 from paxlike.training.forward_backward import Forward, ForwardBackward
+from paxlike.training.gradients import Constants, Differentiated
 from paxlike.training.reinforcement.answers import Answer, Packed, pack
 
 MOST_ROUNDS = 8
@@ -64,19 +65,19 @@ class Sampler:
     return self._generator.speed
 
   def sample(
-    self, params: Any, prepared: tuple[Any, Any], answers: Sequence[Answer]
+    self, prepared: tuple[Differentiated, Constants], answers: Sequence[Answer]
   ) -> tuple[Packed, list[Forward]]:
     """Samples empty answers, in place.
 
     Args:
-      params: The weights, for the decoder.
-      prepared: The same weights, for `ForwardBackward.forward`.
+      prepared: The weights; see `ForwardBackward.prepare`.
       answers: Without tokens.
 
     Returns:
       The answers as batches, and the result of the forward pass of each, without residuals.
     """
-    self._generator.load(params)
+    weights, constants = prepared
+    self._generator.load(weights.trained | constants.frozen | weights.extra)
     self.redrawn = self.unsettled = 0
     self._draft(answers)
     for number in range(MOST_ROUNDS + 1):
@@ -106,7 +107,7 @@ class Sampler:
       max_segments=self._placer.max_segments,
     )
 
-  def score(self, prepared: tuple[Any, Any], batch: Any) -> Forward:
+  def score(self, prepared: tuple[Differentiated, Constants], batch: Arrays) -> Forward:
     """Returns the result of a forward pass without residuals, which take memory."""
     phases.enter("sample" if self._is_compiled else "compile")
     result = self._passes.forward(*prepared, self._placer.put(batch))._replace(residuals=None)

@@ -58,7 +58,7 @@ def test_whatever_drafts_them_answers_are_those_of_the_forward_pass(dtype, shape
                  state.weights.items()}  # fmt: skip
       sampler = sampler_of(exact, drafter, passes, devices)
       answers = empty(10)
-      packed, _ = sampler.sample(state.weights, prepared, answers)
+      packed, _ = sampler.sample(prepared, answers)
       assert not sampler.unsettled
       found.append((answers, sampler.redrawn))
       again = [passes.forward(*prepared, sampler._placer.put(b)) for b in packed.batches]
@@ -86,7 +86,7 @@ def test_what_does_not_settle_is_counted_and_has_its_own_log_probabilities(monke
     sampler = sampler_of(definition, drafter, passes, devices)
     answers = empty(10)
     prepared = passes.prepare(state)
-    packed, _ = sampler.sample(state.weights, prepared, answers)
+    packed, _ = sampler.sample(prepared, answers)
     again = [sampler.score(prepared, batch) for batch in packed.batches]
   assert sampler.unsettled > 0
   scores = packed.collect([np.asarray(r.scores.log_probabilities_BT) for r in again])
