@@ -15,6 +15,7 @@ import pathlib
 import statistics
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -28,11 +29,13 @@ from paxlike import fiddlers
 from paxlike.config import graph_file
 from paxlike.convert.main import run as convert
 from paxlike.devices.batch_placement import BatchPlacer
-from paxlike.inference.generate import Generator, Request
+from paxlike.inference.generate import Generator
+from paxlike.inference.request import Request
 from paxlike.inference.sampling import Sampling
 from paxlike.training import train_state
 from paxlike.training.forward_backward import ForwardBackward
 from paxlike.training.reinforcement.answers import Answer
+from paxlike.training.reinforcement.drafts import Drafter
 from paxlike.training.reinforcement.sampler import Sampler
 
 
@@ -122,13 +125,19 @@ def sampled(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Calla
   with jax.set_mesh(trainer.devices):
     of_model = trainer.definition, trainer.optimizer, trainer.devices
     prepared = passes.prepare(train_state.create(*of_model, seed=0, given=params))
-  generator = Generator(
-    trainer.definition, params, num_rows=count, max_len=size + new_tokens, sampling=sampling
-  )
   length = size + new_tokens - 1
+  data: Any = types.SimpleNamespace(seq_len=length, end_ids=())
+  drafter = Drafter(
+    trainer.definition,
+    params,
+    data,
+    num_slots=count,
+    max_new_tokens=new_tokens,
+    sampling=sampling,
+    phase="sample",
+  )
   placer = BatchPlacer(trainer.devices, batch_size=count, seq_len=length)
-  given: Any = {"seq_len": length, "max_new_tokens": new_tokens, "end_ids": ()}
-  sampler = Sampler(generator, passes, placer, **given)
+  sampler = Sampler(drafter, passes, placer, seq_len=length)
 
   def sample() -> np.ndarray:
     answers = [Answer(prompt=row, record=0, seed=number) for number, row in enumerate(prompts)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from paxlike.config import ranges
 from paxlike.data.chat.prompt_rendering import PromptRenderer
-from paxlike.data.dataset import RowDataset
+from paxlike.data.dataset import RowDataset, epoch_random
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
@@ -122,5 +122,4 @@ class CorpusRows(RowDataset):
     """Returns the plan of an epoch."""
 
   def _random(self, epoch: int) -> np.random.Generator:
-    counter = [0, 0, 0, epoch]
-    return np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=counter))
+    return epoch_random(self._seed, epoch)

@@ -169,6 +169,11 @@ class Dataset(abc.ABC):
     """Yields the batches of `batches`, starting at sequence `position` of `epoch`."""
 
 
+def epoch_random(seed: int, epoch: int) -> np.random.Generator:
+  """Returns the random numbers that order an epoch."""
+  return np.random.Generator(np.random.Philox(key=seed % 2**64, counter=[0, 0, 0, epoch]))
+
+
 class RowDataset(Dataset):
   """Sequences with random access by (epoch, index)."""
 

@@ -17,7 +17,8 @@ from paxlike.data.chat.templates import Message
 from paxlike.data.tokenizers.file_tokenizer import FileTokenizer
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
-from paxlike.inference.generate import GeneratedText, Generator, Request, Speed
+from paxlike.inference.generate import Generator, Speed
+from paxlike.inference.request import GeneratedText, Request
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.module import Definition
 from paxlike.telemetry.run_log import RunLog
@@ -115,7 +116,7 @@ class Decoding:
     ends = {*options.stop_tokens}
     if tokenizer is not None:
       check([], definition.module, tokenizer, max_len=max_len, stop_tokens=options.stop_tokens)
-      ends |= {tokenizer.eos_id, tokenizer.bos_id, *tokenizer.end_ids} - {None}
+      ends |= tokenizer.stop_ids
     self._tokenizer = tokenizer
     self._max_len = max_len
     self.prompt_renderer = prompt_renderer
@@ -176,9 +177,7 @@ class Decoding:
   def _result(self, text: GeneratedText, prompt_tokens: np.ndarray) -> Continuation:
     if self._tokenizer is None:
       return self._of(text, "", text.ended_by)
-    # Decoded with the prompt, since tokenizers drop a space at the start of a text.
-    all_tokens = np.concatenate([prompt_tokens, text.tokens]).astype(np.int32)
-    decoded = self._tokenizer.decode(all_tokens)[len(self._tokenizer.decode(prompt_tokens)) :]
+    decoded = self._tokenizer.continuation(prompt_tokens, text.tokens)
     found = [place for stop in self.options.stop if (place := decoded.find(stop)) >= 0]
     if found:
       decoded = decoded[: min(found)]

@@ -16,7 +16,7 @@ from paxlike.inference.sampling import Sampling
 from paxlike.layers.aux_losses import Aux
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition
-from paxlike.training.gradients import Constants, Differentiated
+from paxlike.training.gradients import Constants, Differentiated, combined
 from paxlike.training.objectives.policy import TokenScores, token_scores
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.train_state import TrainState
@@ -59,14 +59,13 @@ class ForwardBackward:
       sampling: How the targets are sampled; temperature 1 if they are not.
       compiler_options: XLA's.
     """
-    self._definition = definition
     jit = functools.partial(jax.jit, compiler_options=dict(compiler_options or {}))
 
-    def forward(weights: Differentiated, constants: Constants, batch: Batch, key: Any) -> Forward:
+    def forward(weights: Differentiated, constants: Constants, batch: Batch) -> Forward:
       def of_weights(weights: Differentiated) -> Any:
         params = weights.trained | constants.frozen | weights.extra
         model = definition.bind(params, constants.operands)
-        scores, aux = token_scores(model, batch, key, sampling)
+        scores, aux = token_scores(model, batch, None, sampling)
         return (scores.log_probabilities_BT, aux.losses), (scores, aux)
 
       _, residuals, (scores, aux) = jax.vjp(of_weights, weights, has_aux=True)
@@ -76,32 +75,22 @@ class ForwardBackward:
       (gradients,) = residuals((cotangent_BT, of_aux))
       return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
 
-    def accumulate(total: Differentiated, gradients: Differentiated) -> Differentiated:
-      trained = jax.tree.map(jnp.add, total.trained, gradients.trained)
-      return Differentiated(trained, jax.tree.map(jnp.maximum, total.extra, gradients.extra))
-
     def step(state: TrainState, gradients: Differentiated, loss: jax.Array) -> Any:
       return update(definition, optimizer, on_device(optimizer, state), gradients, loss)
 
     self._prepare = jit(lambda state: prepared(definition, state))
     self._forward = jit(forward)
     self._backward = jit(backward)
-    self._accumulate = jit(accumulate, donate_argnums=0)
+    self._combined = jit(combined, donate_argnums=0)
     self._update = jit(step, donate_argnums=0)
 
   def prepare(self, state: TrainState) -> tuple[Differentiated, Constants]:
     """Returns the weights of a state in the dtypes and forms that the passes use."""
     return self._prepare(state)
 
-  def forward(
-    self,
-    weights: Differentiated,
-    constants: Constants,
-    batch: Batch,
-    dropout: jax.Array | None = None,
-  ) -> Forward:
-    """Returns the scores of a batch, and what `backward` needs."""
-    return self._forward(weights, constants, batch, dropout)
+  def forward(self, weights: Differentiated, constants: Constants, batch: Batch) -> Forward:
+    """Returns the scores of a batch, without dropout, and what `backward` needs."""
+    return self._forward(weights, constants, batch)
 
   def backward(self, result: Forward, cotangent_BT: jax.Array, *, count: int = 1) -> Differentiated:
     """Returns float32 gradients.
@@ -116,7 +105,7 @@ class ForwardBackward:
 
   def accumulate(self, total: Differentiated | None, gradients: Differentiated) -> Differentiated:
     """Returns the sum; `total` is consumed, None is zero."""
-    return gradients if total is None else self._accumulate(total, gradients)
+    return gradients if total is None else self._combined(total, gradients)
 
   def update(
     self, state: TrainState, gradients: Differentiated, loss: jax.Array

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the arguments and results of a training step's gradient function."""
+"""The arguments and results of a training step's gradient function."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from paxlike.layers.aux_losses import Aux
 from paxlike.layers.decoder import Batch
@@ -22,6 +23,12 @@ class Differentiated(NamedTuple):
 
   trained: Params
   extra: Params
+
+
+def combined(total: Differentiated, gradients: Differentiated) -> Differentiated:
+  """Returns the sum of the gradients of microbatches; non-trainable state combines by maximum."""
+  trained = jax.tree.map(jnp.add, total.trained, gradients.trained)
+  return Differentiated(trained, jax.tree.map(jnp.maximum, total.extra, gradients.extra))
 
 
 class Constants(NamedTuple):

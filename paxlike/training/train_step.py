@@ -17,7 +17,13 @@ from paxlike.layers.module import Definition
 from paxlike.layers.pipeline.spec import split_microbatches
 from paxlike.telemetry.step_metrics import TOKENS_OF
 from paxlike.training import layer_metrics, pipeline_loss
-from paxlike.training.gradients import Constants, Differentiated, Gradients, Microbatch
+from paxlike.training.gradients import (
+  Constants,
+  Differentiated,
+  Gradients,
+  Microbatch,
+  combined,
+)
 from paxlike.training.objectives import NextToken, Objective, shares_base, without_adapters
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.train_state import TrainState
@@ -133,9 +139,7 @@ def _accumulated(
 
   def add(total: Any, xs: tuple[Any, Batch]) -> tuple[Any, None]:
     (grads, aux), (new_grads, new_aux) = total, of(*xs)
-    trained = jax.tree.map(jnp.add, grads.trained, new_grads.trained)
-    extra = jax.tree.map(jnp.maximum, grads.extra, new_grads.extra)
-    return (Differentiated(trained, extra), aux_losses.add(aux, new_aux)), None
+    return (combined(grads, new_grads), aux_losses.add(aux, new_aux)), None
 
   microbatches = (jnp.arange(count), split_microbatches(whole.batch, count))
   shapes = jax.eval_shape(of, *jax.tree.map(lambda x: x[0], microbatches))

@@ -10,7 +10,8 @@ from helpers.tiny_model import SEQ_LEN, tiny
 from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
 from paxlike.inference import generate as generate_module
-from paxlike.inference.generate import Generator, Request, generate
+from paxlike.inference.generate import Generator, generate
+from paxlike.inference.request import Request
 from paxlike.inference.sampling import Sampling
 from paxlike.training import train_state
 

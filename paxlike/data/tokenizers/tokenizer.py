@@ -31,6 +31,11 @@ class Tokenizer(abc.ABC):
   def prefix_id(self) -> int | None:
     return self.eos_id if self.bos_id is None else self.bos_id
 
+  @property
+  def stop_ids(self) -> frozenset[int]:
+    """All ids at which generation stops: EOS, BOS and `end_ids`."""
+    return frozenset({self.eos_id, self.bos_id, *self.end_ids} - {None})
+
   @abc.abstractmethod
   def encode(self, text: str) -> np.ndarray:
     """Returns int32 ids [n], without EOS or BOS."""
@@ -38,6 +43,12 @@ class Tokenizer(abc.ABC):
   @abc.abstractmethod
   def decode(self, ids: np.ndarray) -> str:
     """Returns the text of ids; EOS and BOS are skipped."""
+
+  def continuation(self, prompt: np.ndarray, tokens: Sequence[int]) -> str:
+    """Returns the text that `tokens` add to that of a prompt, int32 [n]."""
+    # Decoded together, since tokenizers drop a space at the start of a text.
+    whole = np.concatenate([prompt, np.asarray(tokens, np.int32)]).astype(np.int32)
+    return self.decode(whole)[len(self.decode(prompt)) :]
 
   @abc.abstractmethod
   def fingerprint(self) -> str:

@@ -17,7 +17,7 @@ from paxlike.data.chat import templates
 from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.chat.templates import Message, Part
 from paxlike.data.corpus import Corpus
-from paxlike.data.text import find_files, records
+from paxlike.data.text.record_files import RecordFiles
 from paxlike.data.token_index import Document, TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
@@ -55,12 +55,11 @@ class Conversations(Corpus):
       vocab_path: The tokenizer's file; its own template is in the same folder.
       knob: The knob that errors name.
     """
-    self._path = path
+    self._files = RecordFiles(path, knob=knob)
     self._tokenizer = tokenizer
     self._vocab_size = vocab_size
     self._template_name = template
     self._vocab_path = vocab_path
-    self._knob = knob
 
   @property
   def tokenizer(self) -> Tokenizer:
@@ -76,18 +75,14 @@ class Conversations(Corpus):
 
   @property
   def named(self) -> str:
-    return f"{self._knob}={self._path}"
+    return self._files.named
 
   def check(self):
-    _ = self._files, self._template
+    _ = self._files.stamps(), self._template
     self._tokenizer.check(self._vocab_size)
 
   def index(self) -> TokenIndex:
     return self._index
-
-  @functools.cached_property
-  def _files(self) -> list[str]:
-    return find_files.find(self._path, records.SUFFIXES, knob=self._knob)
 
   @functools.cached_property
   def _template(self) -> templates.Template:
@@ -101,25 +96,21 @@ class Conversations(Corpus):
       if isinstance(template, functools.partial)
       else inspect.getsource(templates)
     )
-    stamps = find_files.stamps(self._files, knob=self._knob)
+    stamps = self._files.stamps()
     kind = type(self).__name__
     key = json.dumps([kind, stamps, self._template_name, how, self._tokenizer.fingerprint()])
     index = token_index.cached(key, self._documents, vocab_size=self._vocab_size)
     if not len(index.tokens):
-      raise UserError(f"{self._knob}={self._path} has no conversation.")
+      raise UserError(f"{self.named} has no conversation.")
     return index
 
   def _documents(self) -> Iterator[Document]:
     print(f"tokenizing the conversations of {len(self._files)} files (once)", file=sys.stderr)
-    for name in self._files:
-      try:
-        for place, record in records.read(name, self.fields):
-          for messages in self.messages(place, record):
-            if not templates.are_messages(messages):
-              raise UserError(f"{place}: each message needs a role and a content, both strings.")
-            yield self.document(messages)
-      except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"{self._knob}: {name} cannot be read: {error}.") from error
+    for place, record in self._files.read(self.fields):
+      for messages in self.messages(place, record):
+        if not templates.are_messages(messages):
+          raise UserError(f"{place}: each message needs a role and a content, both strings.")
+        yield self.document(messages)
 
   def messages(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
     """Returns the conversations in a record; `place` is named in errors.

@@ -14,8 +14,9 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.chat import templates
 from paxlike.data.chat.prompt_rendering import PromptRenderer
-from paxlike.data.dataset import Arrays, RowDataset
-from paxlike.data.text import find_files, records
+from paxlike.data.dataset import Arrays, RowDataset, epoch_random
+from paxlike.data.text.record_files import RecordFiles
+from paxlike.data.text.records import Placed
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
@@ -65,7 +66,7 @@ class Prompts(RowDataset):
       knob: The knob that errors name.
     """
     self.seq_len = seq_len
-    self._path = path
+    self._files = RecordFiles(path, knob=knob)
     self._field = field
     self._tokenizer = tokenizer
     self._vocab_size = vocab_size
@@ -75,7 +76,6 @@ class Prompts(RowDataset):
     self._system = system
     self._seed = seed
     self._shuffle = shuffle
-    self._knob = knob
 
   @property
   def tokenizer(self) -> Tokenizer:
@@ -88,9 +88,7 @@ class Prompts(RowDataset):
   @property
   def end_ids(self) -> list[int]:
     """The ids that end an answer."""
-    own, turn_end = self._tokenizer, self.prompt_renderer.turn_end
-    ends = {own.eos_id, own.bos_id, *own.end_ids, *turn_end.ids}
-    return sorted(one for one in ends if one is not None)
+    return sorted(self._tokenizer.stop_ids | {*self.prompt_renderer.turn_end.ids})
 
   @property
   def vocab_size(self) -> int:
@@ -98,7 +96,7 @@ class Prompts(RowDataset):
 
   @property
   def named(self) -> str:
-    return f"{self._knob}={self._path}"
+    return self._files.named
 
   def check(self):
     _ = self._identity(), templates.template(self._template_name, vocab_path=self._vocab_path)
@@ -142,9 +140,7 @@ class Prompts(RowDataset):
   def _order(self, epoch: int) -> np.ndarray:
     if not self._shuffle:
       return np.arange(len(self._records))
-    counter = [0, 0, 0, epoch]
-    random = np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=counter))
-    return random.permutation(len(self._records))
+    return epoch_random(self._seed, epoch).permutation(len(self._records))
 
   def _identity(self) -> Any:
     """Returns JSON that changes with the records; cheap.
@@ -152,18 +148,10 @@ class Prompts(RowDataset):
     Raises:
       UserError: There are none.
     """
-    return find_files.stamps(self._files, knob=self._knob)
+    return self._files.stamps()
 
-  def _read(self) -> Iterator[records.Placed]:
-    for name in self._files:
-      try:
-        yield from records.read(name, ())
-      except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"{self._knob}: {name} cannot be read: {error}.") from error
-
-  @functools.cached_property
-  def _files(self) -> list[str]:
-    return find_files.find(self._path, records.SUFFIXES, knob=self._knob)
+  def _read(self) -> Iterator[Placed]:
+    return self._files.read()
 
   @functools.cached_property
   def _records(self) -> list[tuple[np.ndarray, Mapping[str, Any]]]:

@@ -40,7 +40,7 @@ def token_scores(
   """Returns (the scores of the targets of a batch, the layers' Aux).
 
   `seeds`, int32 [B, T], are those of the requests that sampled the targets: see
-  `generate.Request`.
+  `request.Request`.
   """
   x_BTD, _, aux = model.hidden(batch["inputs"], context_of(batch, dropout))
 

@@ -2,13 +2,14 @@
 """Sampled answers, and batches of them: as many prompts with their answers as fit a sequence."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paxlike.data.dataset import Arrays
 from paxlike.data.examples import best_fit
+from paxlike.data.tuning.prompts import Prompts
 
 _NAMES = ("inputs", "targets", "segments", "positions", "seeds")
 # What the loss needs of each token.
@@ -22,7 +23,7 @@ class Answer:
   Attributes:
     prompt: int32 tokens.
     record: Number of the record that the prompt is from.
-    seed: Of the sampling; see `generate.Request`.
+    seed: Of the sampling; see `request.Request`.
     tokens: Of the answer, with the end token if it has one.
     has_ended: Whether it has one; else the answer is cut off.
     drafted: Log-probabilities under the decoder's numerics, NaN for tokens that the training
@@ -116,9 +117,11 @@ def no_rows(seq_len: int) -> Arrays:
   return arrays | {name: np.zeros((0, seq_len), np.float32) for name in _OF_LOSS}
 
 
-def decoded(answer: Answer, decode: Callable[[np.ndarray], str]) -> str:
-  """Returns the text of an answer, without the end token."""
-  tokens = answer.tokens[:-1] if answer.has_ended else answer.tokens
-  # Decoded with the prompt, since tokenizers drop a space at the start of a text.
-  whole = decode(np.append(answer.prompt, tokens).astype(np.int32))
-  return whole[len(decode(answer.prompt)) :]
+def decoded(answers: Sequence[Answer], data: Prompts) -> list[tuple[str, Mapping[str, Any]]]:
+  """Returns the text of each answer, without the end token, and the record of its prompt."""
+  found = []
+  for answer in answers:
+    tokens = answer.tokens[:-1] if answer.has_ended else answer.tokens
+    text = data.tokenizer.continuation(answer.prompt, tokens)
+    found.append((text, data.record(answer.record)))
+  return found

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxlike.data.tuning.prompts import Prompts
-from paxlike.inference.generate import STEPS_PER_CALL, Generator
 from paxlike.layers.aux_losses import add, none
 from paxlike.layers.decoder import Batch
 from paxlike.processes import phases
@@ -19,6 +18,7 @@ from paxlike.training.forward_backward import ForwardBackward
 from paxlike.training.gradients import Constants, Differentiated
 from paxlike.training.objectives import Grpo, shares_base, without_adapters
 from paxlike.training.reinforcement.answers import Answer, Packed, decoded
+from paxlike.training.reinforcement.drafts import Drafter
 from paxlike.training.reinforcement.sampler import Sampler
 from paxlike.training.train_state import TrainState
 from paxlike.training.train_step import Metrics
@@ -90,9 +90,7 @@ class PolicyTraining:
   def _rewarded(self, answers: Sequence[Answer]) -> Metrics:
     """Sets the rewards and advantages of answers."""
     phases.enter("reward")
-    decode, how = self._data.tokenizer.decode, self._how
-    given = [(decoded(a, decode), dict(self._data.record(a.record))) for a in answers]
-    found = self._rewards(given)
+    how, found = self._how, self._rewards(decoded(answers, self._data))
     for answer, one in zip(answers, found, strict=True):
       answer.reward = one.total
     rewards_PG = np.array([one.total for one in found]).reshape(-1, how.group_size)
@@ -175,25 +173,17 @@ class PolicyTraining:
     if self._sampler is not None:
       return self._sampler
     trainer, how, data = self._trainer, self._how, self._data
-    generator = Generator(
+    drafter = Drafter(
       trainer.definition,
       state.weights,
-      num_rows=min(how.num_slots, how.num_prompts * how.group_size),
-      max_len=data.seq_len + 1,
+      data,
+      num_slots=min(how.num_slots, how.num_prompts * how.group_size),
+      max_new_tokens=how.max_new_tokens,
       sampling=self._objective.sampling,
-      end_ids=data.end_ids,
-      steps_per_call=min(STEPS_PER_CALL, how.max_new_tokens),
       phase="sample",
       compiler_options=trainer.execution.compiler_options,
     )
-    self._sampler = Sampler(
-      generator,
-      self._passes,
-      trainer.placer,
-      seq_len=data.seq_len,
-      max_new_tokens=how.max_new_tokens,
-      end_ids=data.end_ids,
-    )
+    self._sampler = Sampler(drafter, self._passes, trainer.placer, seq_len=data.seq_len)
     return self._sampler
 
 

@@ -11,13 +11,13 @@ import numpy as np
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
-from paxlike.inference.generate import STEPS_PER_CALL, Generator, Request
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.module import Definition, Params
 from paxlike.processes import phases
 from paxlike.rewards.pool import RewardPool
 from paxlike.training.evaluation import EvalSet, Result, Stopped, result
 from paxlike.training.reinforcement.answers import Answer, decoded
+from paxlike.training.reinforcement.drafts import Drafter
 
 
 @configurable
@@ -65,7 +65,7 @@ class RewardEvaluator:
     self._set = reward_set
     self._data: Any = reward_set.dataset
     self._options = compiler_options
-    self._generator: Generator | None = None
+    self._drafter: Drafter | None = None
 
   def run(
     self, params: Params, *, name: str = "", stops: Callable[[], bool] = lambda: False
@@ -75,8 +75,7 @@ class RewardEvaluator:
       raise UserError(f"the eval set {name} samples answers, which needs a single process.")
     phases.enter("eval", name)
     answers = self._answers(params, stops)
-    decode, how = self._data.tokenizer.decode, self._set
-    given = [(decoded(a, decode), dict(self._data.record(a.record))) for a in answers]
+    how, given = self._set, decoded(answers, self._data)
     pool = RewardPool(how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds)
     phases.enter("reward")
     with pool:
@@ -101,32 +100,23 @@ class RewardEvaluator:
       Answer(prompt=row[row >= 0], record=int(record), seed=self._set.seed + number)
       for number, (row, (record,)) in enumerate(zip(rows["prompts"], rows["records"], strict=True))
     ]
-    generator = self._loaded(params, num_rows=min(self._set.num_slots, count))
-    requests = [
-      Request(tokens=a.prompt, max_new_tokens=self._set.max_new_tokens, seed=a.seed)
-      for a in answers
-    ]
-    for grown in generator.run(requests):
-      for text in grown:
-        answer, end = answers[text.request], text.end
-        answer.tokens = [*text.tokens, *([] if end is None else end[:1])]
-        answer.has_ended = end is not None
+    for _ in self._loaded(params, num_slots=min(self._set.num_slots, count)).draft(answers):
       if stops():
         raise Stopped
     return answers
 
-  def _loaded(self, params: Params, *, num_rows: int) -> Generator:
-    if self._generator is not None:
-      self._generator.load(params)
-      return self._generator
-    self._generator = Generator(
+  def _loaded(self, params: Params, *, num_slots: int) -> Drafter:
+    if self._drafter is not None:
+      self._drafter.load(params)
+      return self._drafter
+    self._drafter = Drafter(
       self._definition,
       params,
-      num_rows=num_rows,
-      max_len=self._data.seq_len + 1,
+      self._data,
+      num_slots=num_slots,
+      max_new_tokens=self._set.max_new_tokens,
       sampling=self._set.sampling,
-      end_ids=self._data.end_ids,
-      steps_per_call=min(STEPS_PER_CALL, self._set.max_new_tokens),
+      phase="decode",
       compiler_options=self._options,
     )
-    return self._generator
+    return self._drafter

@@ -10,6 +10,7 @@ training forward pass, and their log-probabilities are its own. Almost all draft
 draw the same token unless two are tied up to rounding.
 """
 
+import collections
 from collections.abc import Sequence
 
 import jax
@@ -17,11 +18,11 @@ import numpy as np
 
 from paxlike.data.dataset import Arrays
 from paxlike.devices.batch_placement import BatchPlacer
-from paxlike.inference.generate import Generator, Request, Speed
 from paxlike.processes import phases
 from paxlike.training.forward_backward import Forward, ForwardBackward
 from paxlike.training.gradients import Constants, Differentiated
 from paxlike.training.reinforcement.answers import Answer, Packed, pack
+from paxlike.training.reinforcement.drafts import Drafter
 
 MOST_ROUNDS = 8
 
@@ -36,33 +37,18 @@ class Sampler:
   """
 
   def __init__(
-    self,
-    generator: Generator,
-    passes: ForwardBackward,
-    placer: BatchPlacer,
-    *,
-    seq_len: int,
-    max_new_tokens: int,
-    end_ids: Sequence[int],
+    self, drafter: Drafter, passes: ForwardBackward, placer: BatchPlacer, *, seq_len: int
   ):
-    """`generator` must sample as `passes` do, and end texts at `end_ids`.
+    """`drafter` and `passes` must have the same `Sampling`.
 
-    Batches have the shape of `placer`, with sequences of `seq_len` tokens; answers have at most
-    `max_new_tokens`.
+    Batches have the shape of `placer`, with sequences of `seq_len` tokens.
     """
-    self._generator = generator
+    self._drafter = drafter
     self._passes = passes
     self._placer = placer
     self._seq_len = seq_len
-    self._max_new_tokens = max_new_tokens
-    self._end_ids = frozenset(end_ids)
     self._is_compiled = False
     self.redrawn = self.unsettled = 0
-
-  @property
-  def speed(self) -> Speed:
-    """The decoder's; totals of all calls."""
-    return self._generator.speed
 
   def sample(
     self, prepared: tuple[Differentiated, Constants], answers: Sequence[Answer]
@@ -77,35 +63,34 @@ class Sampler:
       The answers as batches, and the result of the forward pass of each, without residuals.
     """
     weights, constants = prepared
-    self._generator.load(weights.trained | constants.frozen | weights.extra)
+    self._drafter.load(weights.trained | constants.frozen | weights.extra)
     self.redrawn = self.unsettled = 0
-    self._draft(answers)
+    collections.deque(self._drafter.draft(answers), maxlen=0)
     for number in range(MOST_ROUNDS + 1):
-      packed = self.packed(answers)
+      packed = pack(
+        answers,
+        batch_size=self._placer.batch_size,
+        seq_len=self._seq_len,
+        max_segments=self._placer.max_segments,
+      )
       results = [self.score(prepared, batch) for batch in packed.batches]
       drawn = packed.collect([np.asarray(result.scores.drawn_BT) for result in results])
       others = [
-        (a, tokens) for a, tokens in zip(answers, drawn, strict=True) if _differs(a, tokens)
+        (answer, int(np.flatnonzero(tokens != answer.tokens)[0]), tokens)
+        for answer, tokens in zip(answers, drawn, strict=True)
+        if not np.array_equal(tokens, answer.tokens)
       ]
       if not others or number == MOST_ROUNDS:
         self.unsettled = len(others)
         break
-      for answer, tokens in others:
-        self._cut(answer, tokens)
-      self._draft([answer for answer, _ in others])
+      for answer, first, tokens in others:
+        self._drafter.cut(answer, first, int(tokens[first]))
+      self.redrawn += len(others)
+      collections.deque(self._drafter.draft([answer for answer, *_ in others]), maxlen=0)
     found = packed.collect([np.asarray(r.scores.log_probabilities_BT) for r in results])
     for answer, log_probabilities in zip(answers, found, strict=True):
       answer.log_probabilities = log_probabilities
     return packed, results
-
-  def packed(self, answers: Sequence[Answer]) -> Packed:
-    """Returns answers as batches."""
-    return pack(
-      answers,
-      batch_size=self._placer.batch_size,
-      seq_len=self._seq_len,
-      max_segments=self._placer.max_segments,
-    )
 
   def score(self, prepared: tuple[Differentiated, Constants], batch: Arrays) -> Forward:
     """Returns the result of a forward pass without residuals, which take memory."""
@@ -114,39 +99,3 @@ class Sampler:
     jax.block_until_ready(result.scores)
     self._is_compiled = True
     return result
-
-  def _draft(self, answers: Sequence[Answer]):
-    """Continues answers to their ends."""
-    answers = [
-      answer
-      for answer in answers
-      if not answer.has_ended and len(answer.tokens) < self._max_new_tokens
-    ]
-    requests = [
-      Request(
-        tokens=np.append(answer.prompt, answer.tokens).astype(np.int32),
-        max_new_tokens=self._max_new_tokens - len(answer.tokens),
-        seed=answer.seed,
-      )
-      for answer in answers
-    ]
-    for grown in self._generator.run(requests):
-      for text in grown:
-        if text.ended_by is None:
-          continue
-        answer, end = answers[text.request], [] if text.end is None else [text.end]
-        answer.tokens += [*text.tokens, *(token for token, _ in end)]
-        answer.drafted += [*text.log_probabilities, *(value for _, value in end)]
-        answer.has_ended = bool(end)
-
-  def _cut(self, answer: Answer, drawn: np.ndarray):
-    """Replaces the first token that differs from the drawn one, and all after it, by that one."""
-    first = int(np.flatnonzero(drawn != answer.tokens)[0])
-    answer.tokens[first:] = [int(drawn[first])]
-    answer.drafted[first:] = [np.nan]
-    answer.has_ended = answer.tokens[-1] in self._end_ids
-    self.redrawn += 1
-
-
-def _differs(answer: Answer, drawn: np.ndarray) -> bool:
-  return not np.array_equal(drawn, answer.tokens)

@@ -145,10 +145,10 @@ def test_files_are_looked_for_before_anything_else(tmp_path):
   )
   with pytest.raises(UserError, match=r"EVAL_DATA_PATH=.*matches no file"):
     missing.check()
+  make(tmp_path, {})
+  path = str(tmp_path / "talks.jsonl")
   with pytest.raises(UserError, match="VOCAB_SIZE=100"):
-    Conversations(
-      path=str(make(tmp_path, {})._path), tokenizer=ByteTokenizer(), vocab_size=100
-    ).check()
+    Conversations(path=path, tokenizer=ByteTokenizer(), vocab_size=100).check()
 
 
 @pytest.fixture

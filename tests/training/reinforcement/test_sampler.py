@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampled answers are those of the training forward pass, and so are their log-probabilities."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +11,12 @@ from helpers.tiny_model import SEQ_LEN, adamw, tiny
 
 from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.devices.mesh import MeshSpec
-from paxlike.inference.generate import Generator
 from paxlike.inference.sampling import Sampling
 from paxlike.training import train_state
 from paxlike.training.forward_backward import ForwardBackward
 from paxlike.training.objectives.policy import token_scores
 from paxlike.training.reinforcement.answers import Answer, pack
+from paxlike.training.reinforcement.drafts import Drafter
 from paxlike.training.reinforcement.sampler import Sampler
 
 END = 5
@@ -31,14 +33,20 @@ def empty(count):
   ]
 
 
-def sampler_of(definition, drafter, passes, devices, **more):
-  generator = Generator(
-    definition, drafter, num_rows=3, max_len=SEQ_LEN + 1, sampling=SAMPLING, end_ids=[END]
+class Prompts:
+  """What a drafter asks of a data set."""
+
+  seq_len, end_ids = SEQ_LEN, (END,)
+
+
+def sampler_of(definition, weights, passes, devices):
+  data: Any = Prompts
+  drafter = Drafter(
+    definition, weights, data, num_slots=3, max_new_tokens=8, sampling=SAMPLING, phase="sample"
   )
+  drafter.load = lambda params: None  # Keeps its weights.
   placer = BatchPlacer(devices, batch_size=4, seq_len=SEQ_LEN)
-  generator.load = lambda params: None  # Keeps the drafter's weights.
-  given = {"seq_len": SEQ_LEN, "max_new_tokens": 8, "end_ids": [END], **more}
-  return Sampler(generator, passes, placer, **given)
+  return Sampler(drafter, passes, placer, seq_len=SEQ_LEN)
 
 
 @pytest.mark.slow
