@@ -122,13 +122,12 @@ class DataPath(Tokenized):
 
 
 class Chat(DataPath):
-  """Conversations in the user's files."""
+  """Prompts or conversations in the user's files."""
 
   #: Chat template. tokenizer: the template beside VOCAB_PATH.
   CHAT_TEMPLATE: Literal["plain", "alpaca", "chatml", "gemma", "llama2", "llama3", "tokenizer"] = (
     "plain"
   )
-  EVAL_DATA_PATH: ranges.Path | None = None  #: Files to evaluate on. None: the rest of DATA_PATH.
 
 
 class Files(DataPath):
@@ -215,6 +214,8 @@ class TextMixture(LocalText):
 
 class Jsonl(Chat, Files):
   """Prompts with completions, or conversations; only answers are trained on."""
+
+  EVAL_DATA_PATH: ranges.Path | None = None  #: Files to evaluate on. None: the rest of DATA_PATH.
 
   def train_data(self) -> fdl.Config:
     split, packed = self.train_split(), self.PACKED_INPUT

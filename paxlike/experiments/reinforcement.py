@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixins of reinforcement learning: `class MyTask(PromptFiles, Qwen3_0_6B)`."""
+"""Mixins of reinforcement learning: `class MyTask(PromptFiles, SmallQwen25)`."""
 
 from typing import Any, Literal
 
@@ -25,8 +25,6 @@ _NORMALIZATIONS = {
   "answer": advantages.by_answer,
   "limit": advantages.by_limit,
 }
-
-
 Split = Literal["train", "validation"]
 
 
@@ -118,6 +116,7 @@ class Reinforcement(Experiment):
 class PromptFiles(Reinforcement, datasets.Chat):
   """Prompts in the user's files: .jsonl (.zst, .gz), .parquet or .arrow."""
 
+  EVAL_DATA_PATH: ranges.Path | None = None  #: Files to evaluate on. None: no evaluation.
   PROMPT_FIELD: ranges.Name = "prompt"  #: Field of records that has the prompt: text or messages.
   SYSTEM_PROMPT: ranges.Name | None = None  #: System message before each prompt. None: none.
   MAX_PROMPT_TOKENS: ranges.Size = UNSET  #: Prompts with more tokens are left out.

@@ -45,6 +45,10 @@ class RewardSet(EvalSet):
   reward_seconds: ranges.Interval = 10.0
   reward_workers: ranges.Size = 4
 
+  def __post_init__(self):
+    if self.num_batches is not None:
+      raise UserError("num_batches of a RewardSet has no effect: set num_prompts.")
+
   @property
   def names(self) -> list[str]:
     return ["reward", "answer_tokens", "truncated_fraction"]
