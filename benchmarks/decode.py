@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decodes many prompts at once, and beside it the same with transformers' `generate`.
 
-    python benchmarks/decode.py MODEL [--sampled] [--prompts=64] [--new_tokens=200] [--repeats=5]
+    python benchmarks/decode.py MODEL [--sampled] [--end_token=ID] [--prompts=64] [--slots=64]
+        [--new_tokens=200] [--repeats=5]
 
 MODEL is a folder of Hugging Face, small enough for both. Prompts are random tokens and decoding is
 greedy, or with --sampled at temperature 1, ours as in reinforcement learning: with the training
-forward pass, which draws each token again and gives its log-probability. Both sides do the same, in
-turn, after one round that is not counted. Prints one JSON line.
+forward pass, which draws each token again and gives its log-probability. A text ends after
+--new_tokens or, with --end_token, after that token; transformers decodes batches of --slots
+prompts, each until its last text has ended. Both sides do the same, in turn, after one round that
+is not counted. Prints one JSON line; the tokens counted are those up to the end of each text.
 """
 
 import argparse
@@ -17,7 +20,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import fiddle as fdl
 import jax
@@ -43,7 +46,9 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("model", type=pathlib.Path)
   parser.add_argument("--sampled", action="store_true")
+  parser.add_argument("--end_token", type=int)
   parser.add_argument("--prompts", type=int, default=64)
+  parser.add_argument("--slots", type=int, default=64)
   parser.add_argument("--prompt_tokens", type=int, default=8)
   parser.add_argument("--new_tokens", type=int, default=200)
   parser.add_argument("--repeats", type=int, default=5)
@@ -51,38 +56,52 @@ def main():
   vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
   shape = (options.prompts, options.prompt_tokens)
   prompts = np.random.default_rng(0).integers(3, vocab_size, shape).astype(np.int32)
-  make = sampled if options.sampled else ours
-  sides = {
-    "paxlike": make(options.model, prompts, options.new_tokens),
-    "transformers": theirs(options.model, prompts, options.new_tokens, sampled=options.sampled),
-  }
+  make, task = (sampled if options.sampled else ours), Task(prompts, options)
+  sides = {"paxlike": make(task), "transformers": theirs(task)}
   texts = {name: decode() for name, decode in sides.items()}
   times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
   for _ in range(options.repeats):
     for name, decode in sides.items():
       times[name].append(timed(decode))
-  same = (texts["paxlike"] == texts["transformers"]).all(axis=1).sum()
-  tokens = options.prompts * options.new_tokens
+  same = sum(a == b for a, b in zip(*texts.values(), strict=True))
+  tokens = {name: sum(map(len, found)) for name, found in texts.items()}
   report: dict[str, Any] = {
     "benchmark": "sampled" if options.sampled else "decode",
     "versions": {m.__name__: m.__version__ for m in (jax, torch, transformers)},
     "prompts": options.prompts,
     "new_tokens": options.new_tokens,
-    "same_texts": int(same),
+    "same_texts": same,
   }
   for name, pairs in times.items():
     seconds, cpu_seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
     report[name] = {
-      "tokens_per_second": round(tokens / seconds),
-      "tokens_per_cpu_second": round(tokens / cpu_seconds),
+      "tokens": tokens[name],
+      "tokens_per_second": round(tokens[name] / seconds),
+      "tokens_per_cpu_second": round(tokens[name] / cpu_seconds),
     }
+  share = tokens["paxlike"] / tokens["transformers"]
   ratios = [
-    [b / a for a, b in zip(*pair, strict=True)]
+    [share * b / a for a, b in zip(*pair, strict=True)]
     for pair in zip(times["paxlike"], times["transformers"], strict=True)
   ]
   for index, name in enumerate(("speed_ratio", "cpu_speed_ratio")):
     report[name] = round(statistics.median(ratio[index] for ratio in ratios), 2)
   print(json.dumps(report))
+
+
+Texts = list[list[int]]
+
+
+class Task(NamedTuple):
+  """What both sides do; int32 prompts [count, size]."""
+
+  prompts: np.ndarray
+  options: argparse.Namespace
+
+  @property
+  def end_ids(self) -> tuple[int, ...]:
+    """The tokens that end a text."""
+    return () if self.options.end_token is None else (self.options.end_token,)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, float]:
@@ -103,64 +122,83 @@ def loaded(folder: pathlib.Path) -> tuple[Any, Any]:
     return trainer, trainer.load(converted)
 
 
-def ours(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable[[], np.ndarray]:
+def ours(task: Task) -> Callable[[], Texts]:
   """Returns a function that decodes with paxlike."""
-  trainer, params = loaded(folder)
-  count, size = prompts.shape
-  generator = Generator(trainer.definition, params, num_rows=count, max_len=size + new_tokens)
-  requests = [Request(tokens=tokens, max_new_tokens=new_tokens) for tokens in prompts]
+  trainer, params = loaded(task.options.model)
+  (_, size), new_tokens = task.prompts.shape, task.options.new_tokens
+  generator = Generator(
+    trainer.definition,
+    params,
+    num_rows=task.options.slots,
+    max_len=size + new_tokens,
+    end_ids=task.end_ids,
+  )
+  requests = [Request(tokens=tokens, max_new_tokens=new_tokens) for tokens in task.prompts]
 
-  def decode() -> np.ndarray:
-    texts = {text.request: text.tokens for grown in generator.run(requests) for text in grown}
-    return np.array([texts[number] for number in range(count)])
+  def decode() -> Texts:
+    texts = {text.request: text for grown in generator.run(requests) for text in grown}
+    ends = {n: [] if text.end is None else [text.end[0]] for n, text in texts.items()}
+    return [texts[n].tokens + ends[n] for n in sorted(texts)]
 
   return decode
 
 
-def sampled(folder: pathlib.Path, prompts: np.ndarray, new_tokens: int) -> Callable[[], np.ndarray]:
+def sampled(task: Task) -> Callable[[], Texts]:
   """Returns a function that samples with paxlike as reinforcement learning does."""
-  trainer, params = loaded(folder)
-  (count, size), sampling = prompts.shape, Sampling(temperature=1.0)
+  trainer, params = loaded(task.options.model)
+  (_, size), sampling = task.prompts.shape, Sampling(temperature=1.0)
+  slots, new_tokens = task.options.slots, task.options.new_tokens
   passes = ForwardBackward(trainer.definition, trainer.optimizer, sampling=sampling)
   with jax.set_mesh(trainer.devices):
     of_model = trainer.definition, trainer.optimizer, trainer.devices
     prepared = passes.prepare(train_state.create(*of_model, seed=0, given=params))
   length = size + new_tokens - 1
-  data: Any = types.SimpleNamespace(seq_len=length, end_ids=())
+  data: Any = types.SimpleNamespace(seq_len=length, end_ids=task.end_ids)
   drafter = Drafter(
     trainer.definition,
     params,
     data,
-    num_slots=count,
+    num_slots=slots,
     max_new_tokens=new_tokens,
     sampling=sampling,
     phase="sample",
   )
-  placer = BatchPlacer(trainer.devices, batch_size=count, seq_len=length)
+  placer = BatchPlacer(trainer.devices, batch_size=slots, seq_len=length)
   sampler = Sampler(drafter, passes, placer, seq_len=length)
 
-  def sample() -> np.ndarray:
-    answers = [Answer(prompt=row, record=0, seed=number) for number, row in enumerate(prompts)]
+  def sample() -> Texts:
+    rows = enumerate(task.prompts)
+    answers = [Answer(prompt=row, record=0, seed=number) for number, row in rows]
     with jax.set_mesh(trainer.devices):
       sampler.sample(prepared, answers)
-    return np.array([answer.tokens for answer in answers])
+    return [answer.tokens for answer in answers]
 
   return sample
 
 
-def theirs(
-  folder: pathlib.Path, prompts: np.ndarray, new_tokens: int, *, sampled: bool
-) -> Callable[[], np.ndarray]:
+def theirs(task: Task) -> Callable[[], Texts]:
   """Returns a function that decodes with transformers."""
-  model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-  tokens = torch.tensor(prompts, dtype=torch.long)
-  given: dict[str, Any] = {"attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
-  given |= {"do_sample": True, "top_k": 0} if sampled else {"do_sample": False}
+  model: Any = transformers.AutoModelForCausalLM.from_pretrained(task.options.model).eval()
+  tokens = torch.tensor(task.prompts, dtype=torch.long)
+  given: dict[str, Any] = {"max_new_tokens": task.options.new_tokens, "pad_token_id": 0}
+  given |= {"do_sample": True, "top_k": 0} if task.options.sampled else {"do_sample": False}
+  given |= (
+    {"eos_token_id": list(task.end_ids)}
+    if task.end_ids
+    else {"min_new_tokens": task.options.new_tokens}
+  )
 
-  def decode() -> np.ndarray:
-    with torch.inference_mode():
-      out = model.generate(tokens, min_new_tokens=new_tokens, max_new_tokens=new_tokens, **given)
-    return out[:, tokens.shape[1] :].numpy()
+  def decode() -> Texts:
+    texts = []
+    for batch in tokens.split(task.options.slots):
+      with torch.inference_mode():
+        out = model.generate(batch, attention_mask=torch.ones_like(batch), **given)
+      texts += [until_end(row.tolist()) for row in out[:, tokens.shape[1] :]]
+    return texts
+
+  def until_end(text: list[int]) -> list[int]:
+    ends = [place for place, token in enumerate(text) if token in task.end_ids]
+    return text[: ends[0] + 1] if ends else text
 
   return decode
 

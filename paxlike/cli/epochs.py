@@ -56,5 +56,5 @@ def _steps(trainer: Any, epochs: float) -> int:
       f"NUM_EPOCHS={epochs:g}: the length of {data.named} is unknown or infinite: set MAX_STEPS."
     )
   if trainer.rollouts is not None:
-    return max(math.ceil(epochs * sequences / trainer.rollouts.num_prompts), 1)
+    return max(math.ceil(epochs * sequences / trainer.rollouts.num_given), 1)
   return max(ramp.num_steps(trainer.stages, epochs * sequences), 1)

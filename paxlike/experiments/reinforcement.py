@@ -41,6 +41,13 @@ class Reinforcement(Experiment):
   REWARD_SECONDS: ranges.Interval = 10.0  #: Time limit of one reward; after it, the reward is 0.
   REWARD_WORKERS: ranges.Size = 4  #: Processes that compute rewards.
   PROMPTS_PER_STEP: ranges.Size = UNSET  #: Prompts of a step.
+  #: Prompts that a step tries at most, to replace those whose answers all have the same reward
+  #: (DAPO's dynamic sampling). None: none is replaced.
+  MAX_PROMPTS_PER_STEP: ranges.Size | None = None
+  #: Updates of a step, each on all its answers. With more than one, probability ratios are clipped.
+  UPDATES_PER_STEP: ranges.Size = 1
+  CLIP_LOW: ranges.Fraction = 0.2  #: How far ratios may fall below 1.
+  CLIP_HIGH: ranges.Factor = 0.2  #: How far ratios may rise above 1; DAPO has 0.28.
   GROUP_SIZE: ranges.Size = 8  #: Answers to each prompt.
   MAX_NEW_TOKENS: ranges.Size = UNSET  #: The most tokens of an answer.
   ROLLOUT_TEMPERATURE: ranges.PositiveFloat = 1.0  #: Divides the logits; also those of the loss.
@@ -56,17 +63,22 @@ class Reinforcement(Experiment):
   EVAL_PROMPTS: ranges.Size | None = None  #: How many prompts are evaluated on. None: all.
 
   def objective(self) -> fdl.Config[Grpo]:
-    return fdl.Config(
+    objective = fdl.Config(
       Grpo,
       beta=self.KL_BETA,
       sampling=fdl.Config(Sampling, temperature=self.ROLLOUT_TEMPERATURE),
     )
+    if self.UPDATES_PER_STEP > 1:  # Else the ratio is 1.
+      objective.clip_low, objective.clip_high = self.CLIP_LOW, self.CLIP_HIGH
+    return objective
 
   def rollouts(self) -> fdl.Config[Rollouts]:
     return fdl.Config(
       Rollouts,
       reward=self.reward(),
       num_prompts=self.PROMPTS_PER_STEP,
+      most_prompts=self.MAX_PROMPTS_PER_STEP,
+      num_updates=self.UPDATES_PER_STEP,
       group_size=self.GROUP_SIZE,
       max_new_tokens=self.MAX_NEW_TOKENS,
       num_slots=self.DECODE_SLOTS,

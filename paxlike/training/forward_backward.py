@@ -75,14 +75,15 @@ class ForwardBackward:
       (gradients,) = residuals((cotangent_BT, of_aux))
       return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
 
-    def step(state: TrainState, gradients: Differentiated, loss: jax.Array) -> Any:
-      return update(definition, optimizer, on_device(optimizer, state), gradients, loss)
+    def step(state: TrainState, gradients: Differentiated, loss: jax.Array, is_last: bool) -> Any:
+      state = on_device(optimizer, state)
+      return update(definition, optimizer, state, gradients, loss, is_last=is_last)
 
     self._prepare = jit(lambda state: prepared(definition, state))
     self._forward = jit(forward)
     self._backward = jit(backward)
     self._combined = jit(combined, donate_argnums=0)
-    self._update = jit(step, donate_argnums=0)
+    self._update = jit(step, donate_argnums=0, static_argnums=3)
 
   def prepare(self, state: TrainState) -> tuple[Differentiated, Constants]:
     """Returns the weights of a state in the dtypes and forms that the passes use."""
@@ -108,10 +109,10 @@ class ForwardBackward:
     return gradients if total is None else self._combined(total, gradients)
 
   def update(
-    self, state: TrainState, gradients: Differentiated, loss: jax.Array
+    self, state: TrainState, gradients: Differentiated, loss: jax.Array, *, is_last: bool = True
   ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Returns (the state after an optimizer step, metrics of the update); see `update.update`.
+    """Returns (the state after an update, metrics of the update); see `update.update`.
 
     The old state is consumed.
     """
-    return self._update(state, gradients, loss)
+    return self._update(state, gradients, loss, is_last)

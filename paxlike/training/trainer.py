@@ -202,7 +202,7 @@ class Trainer:
   def batches(self, *, state: Mapping[str, Any] | None, updates: int) -> Batches:
     """Returns this host's batches of the training data; see `Dataset.batches`."""
     if self.rollouts is not None:
-      return self.data.batches(self.rollouts.num_prompts, state=state, updates=updates)
+      return self.data.batches(self.rollouts.num_given, state=state, updates=updates)
     rows = self.placer.rows
     return self.data.batches(self.batch_size, rows=rows, state=state, updates=updates)
 

@@ -40,10 +40,13 @@ def update(
   state: TrainState,
   gradients: Differentiated,
   loss: jax.Array,
+  *,
+  is_last: bool = True,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Returns (the state after a step, metrics of the update as scalars).
 
-  An update that is not finite, or that the optimizer's guard drops, changes only the counters.
+  An update that is not finite, or that the optimizer's guard drops, changes only the counters. A
+  step may have several updates; schedules count steps.
 
   Args:
     definition: The model.
@@ -51,6 +54,7 @@ def update(
     state: The state before the step, in device memory; see `on_device`.
     gradients: Of the loss, float32.
     loss: Of the step.
+    is_last: Whether this is the step's last update.
   """
   grads, new_extra = gradients
   with jax.named_scope("optimizer"):
@@ -64,14 +68,14 @@ def update(
   new = _updated(definition, optimizer, state, grads, new_extra)
   old = (state.params, state.extra, state.opt_state)
   with jax.named_scope("optimizer"):
-    params, extra, opt_state = _where(keep, new, old)
+    params, extra, opt_state = _where(keep, new, old, counts=is_last)
   rate: Any = optimizer.learning_rate(state.step)
   metrics |= {"skipped": jnp.where(keep, 0.0, 1.0), "learning_rate": rate}
   if (largest := qk_clip.largest(new[1])) is not None:
     metrics["max_attention_logit"] = largest
   new_state = dataclasses.replace(
     state,
-    step=state.step + 1,
+    step=state.step + int(is_last),
     params=params,
     extra=extra,
     opt_state=opt_state,
@@ -108,14 +112,16 @@ def _updated(
   return new, extra, opt_state
 
 
-def _where(keep: jax.Array, new: Any, old: Any) -> Any:
-  """Returns the new state if `keep`, else the old one; schedules count the step in any case."""
+def _where(keep: jax.Array, new: Any, old: Any, *, counts: bool) -> Any:
+  """Returns the new state if `keep`, else the old one; schedules count the step if `counts`."""
 
   def is_schedule(node: Any) -> bool:
     return getattr(node, "_fields", ()) == ("count",)  # Optax's states of rates and weight decays.
 
   def chosen(one: Any, other: Any) -> Any:
-    return one if is_schedule(one) else jnp.where(keep, one, other)
+    if is_schedule(one):
+      return one if counts else other
+    return jnp.where(keep, one, other)
 
   return jax.tree.map(chosen, new, old, is_leaf=is_schedule)
 

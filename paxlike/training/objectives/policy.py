@@ -123,8 +123,8 @@ class Grpo(Objective):
     if self.beta:
       back_BT = batch["reference_log_probabilities"] - log_probabilities_BT
       back_BT = jnp.where(is_target_BT, back_BT, 0)
-      of_tokens["reference_kl"] = kl_BT = jnp.exp(back_BT) - 1 - back_BT
-      loss_BT += self.beta * ratio_BT * kl_BT
+      of_tokens["reference_kl"] = kl_BT = ratio_BT * (jnp.exp(back_BT) - 1 - back_BT)
+      loss_BT += self.beta * kl_BT
     count = is_target_BT.sum().astype(jnp.float32)
     sums = {
       name: jnp.stack([(of_BT * is_target_BT).sum(), count]) for name, of_BT in of_tokens.items()

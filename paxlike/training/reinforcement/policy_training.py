@@ -62,19 +62,53 @@ class PolicyTraining:
     """Takes a step: answers `prompts`, a batch of `Prompts`, and updates the state with them."""
     sampler = self._sampler_of(state)
     prepared = self._passes.prepare(state)
-    answers = self._empty_answers(prompts, step=int(state.step))
-    packed, metrics = _sampled(sampler, prepared, answers)
+    given = self._empty_answers(prompts, step=int(state.step))
+    answers, packed, metrics = self._rollout(sampler, prepared, given)
     if self._objective.sampling.temperature != 1:
       del metrics["draft_gap"]  # The decoder's log-probabilities are those before temperature.
-    metrics |= self._rewarded(answers)
     arrays = self._training_arrays(packed, answers)
     if self._objective.beta:
       reference = self._reference(state, prepared)
       for batch, of_batch in zip(packed.batches, arrays, strict=True):
         scores = sampler.score(reference, batch).scores
         of_batch["reference_log_probabilities"] = scores.log_probabilities_BT
-    state, of_update = self._update(state, prepared, packed, arrays, answers)
-    return state, metrics | of_update
+    count, of_updates = self._how.num_updates, {}
+    for number in range(count):
+      prepared = prepared if number == 0 else self._passes.prepare(state)
+      is_last = number == count - 1
+      state, found, of_update = self._update(state, prepared, packed, arrays, is_last=is_last)
+      of_updates = _added(of_updates, of_update)
+      if number == 0:
+        metrics["log_probability_gap"] = _gap(packed.collect(found), answers)
+    return state, metrics | of_updates
+
+  def _rollout(
+    self, sampler: Sampler, prepared: Prepared, given: Sequence[Answer]
+  ) -> tuple[list[Answer], Packed, Metrics]:
+    """Samples and rewards empty answers, in place, until there are enough to train on.
+
+    Returns:
+      Those to train on, as they are and as batches, and metrics of all that were sampled.
+    """
+    how = self._how
+    left = [list(given[at : at + how.group_size]) for at in range(0, len(given), how.group_size)]
+    num_given, kept, metrics = len(left), [], {}
+    while True:
+      now, left = left[: how.num_prompts - len(kept)], left[how.num_prompts - len(kept) :]
+      answers = [answer for group in now for answer in group]
+      packed, of_samples = _sampled(sampler, prepared, answers)
+      metrics = _added(metrics, of_samples | self._rewarded(answers))
+      if how.most_prompts is None:
+        return answers, packed, metrics
+      kept += [group for group in now if len({answer.reward for answer in group}) > 1]
+      if len(kept) == how.num_prompts or not left:
+        break
+    metrics["prompts_tried"] = _scalar(num_given - len(left)), _scalar(1)
+    answers = [answer for group in kept or now for answer in group]
+    packed, _ = sampler.sample(prepared, answers)  # Which only checks them, in the new batches.
+    if sampler.redrawn:
+      self._rewarded(answers)
+    return answers, packed, metrics
 
   def _empty_answers(self, prompts: Mapping[str, np.ndarray], *, step: int) -> list[Answer]:
     """Returns the answers to sample, those to the same prompt beside each other."""
@@ -139,8 +173,10 @@ class PolicyTraining:
     prepared: Prepared,
     packed: Packed,
     arrays: Sequence[Batch],
-    answers: Sequence[Answer],
-  ) -> tuple[TrainState, Metrics]:
+    *,
+    is_last: bool,
+  ) -> tuple[TrainState, list[np.ndarray], Metrics]:
+    """Returns (the state after an update, the log-probabilities of each batch, metrics)."""
     phases.enter("step" if self._is_compiled else "compile", int(state.step))
     total, loss, aux, sums, scored = None, jnp.zeros(()), none(), {}, []
     for batch, of_batch in zip(packed.batches, arrays, strict=True):
@@ -153,21 +189,20 @@ class PolicyTraining:
       aux = add(aux, result.aux)
       sums = {name: sums.get(name, 0) + pair for name, pair in new.items()}
     assert total is not None
-    found = packed.collect([np.asarray(of_batch) for of_batch in scored])
-    gaps = [
-      np.abs(one - answer.log_probabilities).max()
-      for one, answer in zip(found, answers, strict=True)
-    ]
-    state, of_update = self._passes.update(state, total, loss)
+    found = [np.asarray(of_batch) for of_batch in scored]
+    state, of_update = self._passes.update(state, total, loss, is_last=is_last)
     self._is_compiled = True
-    num_tokens = _scalar(sum(len(answer.tokens) for answer in answers))
-    return state, {
-      "loss": (loss * num_tokens, num_tokens),
-      "log_probability_gap": (_scalar(max(gaps)), _scalar(1)),
-      **{name: (pair[0], pair[1]) for name, pair in (sums | aux.metrics).items()},
-      **{name: (value, _scalar(len(arrays))) for name, value in aux.losses.items()},
-      **{name: (value, _scalar(1)) for name, value in of_update.items()},
-    }
+    num_tokens = _scalar(sum(place.end - place.first for place in packed.places))
+    return (
+      state,
+      found,
+      {
+        "loss": (loss * num_tokens, num_tokens),
+        **{name: (pair[0], pair[1]) for name, pair in (sums | aux.metrics).items()},
+        **{name: (value, _scalar(len(arrays))) for name, value in aux.losses.items()},
+        **{name: (value, _scalar(1)) for name, value in of_update.items()},
+      },
+    )
 
   def _sampler_of(self, state: TrainState) -> Sampler:
     if self._sampler is not None:
@@ -207,6 +242,19 @@ def _sampled(
     "unsettled_fraction": (_scalar(sampler.unsettled), _scalar(len(answers))),
     "sampled_tokens_per_second": (_scalar(sum(sizes)), _scalar(seconds)),
   }
+
+
+def _added(some: Metrics, more: Metrics) -> Metrics:
+  """Returns the sums of metrics; what one of them lacks is zero."""
+  added = {n: (some[n][0] + pair[0], some[n][1] + pair[1]) for n, pair in more.items() if n in some}
+  return some | more | added
+
+
+def _gap(found: Sequence[np.ndarray], answers: Sequence[Answer]) -> tuple[jax.Array, jax.Array]:
+  """Returns the largest difference to the log-probabilities with which answers were accepted."""
+  pairs = zip(found, answers, strict=True)
+  gaps = [np.abs(one - answer.log_probabilities).max() for one, answer in pairs]
+  return _scalar(max(gaps)), _scalar(1)
 
 
 def _scalar(value: Any) -> jax.Array:

@@ -53,6 +53,10 @@ def check(trainer: "Trainer"):
   for name, given in without.items():
     if given:
       raise UserError(f"{name}: not supported by reinforcement learning.")
+  if how.num_given < how.num_prompts:
+    raise UserError(
+      f"MAX_PROMPTS_PER_STEP={how.most_prompts} is less than PROMPTS_PER_STEP={how.num_prompts}."
+    )
   if how.group_size < 2:
     raise UserError("GROUP_SIZE=1: advantages compare answers to the same prompt; use 2 or more.")
   if data.max_tokens + how.max_new_tokens > data.seq_len + 1:

@@ -18,7 +18,12 @@ class Rollouts:
   Attributes:
     reward: A function of a module: see `paxlike.rewards`.
     num_prompts: Prompts of a step.
+    most_prompts: Prompts that a step tries at most, to replace those whose answers all have the
+      same reward, from which nothing can be learned (DAPO's dynamic sampling). None: `num_prompts`,
+      of which none is replaced.
     group_size: Answers to each prompt.
+    num_updates: Updates of a step, each on all its answers; from the second one on, the policy is
+      no longer the one that sampled them.
     max_new_tokens: The most tokens of an answer.
     num_slots: Decode slots; see `Generator`.
     advantages: Computes advantages from rewards.
@@ -31,6 +36,8 @@ class Rollouts:
   reward: Callable[[str, Mapping[str, Any]], Any]
   num_prompts: ranges.Size
   group_size: ranges.Size
+  most_prompts: ranges.Size | None = None
+  num_updates: ranges.Size = 1
   max_new_tokens: ranges.Size
   num_slots: ranges.Size = 64
   advantages: Advantages = grpo
@@ -40,7 +47,13 @@ class Rollouts:
   reward_workers: ranges.Size = 4
 
   @property
+  def num_given(self) -> int:
+    """The number of prompts that a step takes from the data."""
+    return self.most_prompts or self.num_prompts
+
+  @property
   def text(self) -> str:
     """The answers of a step, for the header of a run."""
     answers = f"{self.group_size} answers of up to {self.max_new_tokens} tokens"
-    return f"{self.num_prompts} prompts x {answers}"
+    updates = f", {self.num_updates} updates" if self.num_updates > 1 else ""
+    return f"{self.num_prompts} prompts x {answers}{updates}"

@@ -67,18 +67,19 @@ def vowels(answer, record):
 @pytest.fixture
 def answers(monkeypatch):
   """The answers of each step of the run."""
-  steps, update = [], PolicyTraining._update
+  steps, rollout = [], PolicyTraining._rollout
 
-  def recorded(self, state, prepared, packed, arrays, answers):
-    steps.append(answers)
-    return update(self, state, prepared, packed, arrays, answers)
+  def recorded(self, *args):
+    found = rollout(self, *args)
+    steps.append(found[0])
+    return found
 
-  monkeypatch.setattr(PolicyTraining, "_update", recorded)
+  monkeypatch.setattr(PolicyTraining, "_rollout", recorded)
   return steps
 
 
-def trl_steps(folder, steps, loss_type, scale_rewards, out) -> list[dict[str, float]]:
-  """Returns loss, gradient norm and KL of each step on these answers."""
+def trl_steps(folder, steps, out, *, updates: int, **how: Any) -> list[dict[str, float]]:
+  """Returns loss, gradient norm and KL of each update on these answers."""
   import datasets
   import transformers
   import trl
@@ -126,13 +127,13 @@ def trl_steps(folder, steps, loss_type, scale_rewards, out) -> list[dict[str, fl
       per_device_train_batch_size=PROMPTS * GROUP,
       num_generations=GROUP,
       max_completion_length=TOKENS,
-      max_steps=STEPS,
+      max_steps=STEPS * updates,
+      num_iterations=updates,
       learning_rate=0.01,
       lr_scheduler_type="constant",
       max_grad_norm=1.0,
       beta=0.05,
-      loss_type=loss_type,
-      scale_rewards=scale_rewards,
+      **how,
       logging_steps=1,
       report_to=[],
       save_strategy="no",
@@ -149,16 +150,14 @@ def trl_steps(folder, steps, loss_type, scale_rewards, out) -> list[dict[str, fl
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-  "loss_per, advantages, loss_type, scale",
+  "loss_per, advantages, updates, how",
   [
-    ("token", "grpo", "dapo", "group"),
-    ("answer", "grpo", "grpo", "group"),
-    ("limit", "dr_grpo", "dr_grpo", "none"),
+    ("token", "grpo", 2, {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28}),
+    ("answer", "grpo", 1, {"loss_type": "grpo", "scale_rewards": "group"}),
+    ("limit", "dr_grpo", 1, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
   ],
 )
-def test_steps_are_those_of_trl(
-  tmp_path, monkeypatch, answers, loss_per, advantages, loss_type, scale
-):
+def test_steps_are_those_of_trl(tmp_path, monkeypatch, answers, loss_per, advantages, updates, how):
   import torch
   import transformers
 
@@ -182,15 +181,21 @@ def test_steps_are_those_of_trl(
     f"--fdl.LOSS_PER={loss_per}",
     f"--fdl.ADVANTAGES={advantages}",
     f"--job_log_dir={tmp_path / 'run'}",
+    *(("--fdl.UPDATES_PER_STEP=2", "--fdl.CLIP_HIGH=0.28") if updates == 2 else ()),
   )
   assert run(*given) == 0
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
   ours = [one for line in lines if (one := json.loads(line))["kind"] == "train"]
-  theirs = trl_steps(source, answers, loss_type, scale, tmp_path / "trl")
-  assert len(ours) == len(theirs) == STEPS
+  each = trl_steps(source, answers, tmp_path / "trl", updates=updates, **how)
+  assert len(ours) == len(answers) == STEPS
+  theirs = [
+    {name: np.mean([one[name] for one in each[at : at + updates]]) for name in each[at]}
+    for at in range(0, STEPS * updates, updates)
+  ]
   assert {answer.has_ended for step in answers for answer in step} == {False, True}
   for mine, other in zip(ours, theirs, strict=True):
-    np.testing.assert_allclose(mine["loss"], other["loss"], atol=1e-5)
+    np.testing.assert_allclose(mine["loss"], other["loss"], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(mine["grad_norm"], other["grad_norm"], rtol=2e-4)
     np.testing.assert_allclose(mine["reference_kl"], other["kl"], rtol=2e-4, atol=1e-6)
   assert ours[-1]["reference_kl"] > 0.01
+  assert (max(mine["clipped_fraction"] for mine in ours) > 0) == (updates > 1)
