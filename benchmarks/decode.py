@@ -18,7 +18,6 @@ import pathlib
 import statistics
 import tempfile
 import time
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -153,13 +152,12 @@ def sampled(task: Task) -> Callable[[], Texts]:
     of_model = trainer.definition, trainer.optimizer, trainer.devices
     prepared = passes.prepare(train_state.create(*of_model, seed=0, given=params))
   length = size + new_tokens - 1
-  data: Any = types.SimpleNamespace(seq_len=length, end_ids=task.end_ids)
   drafter = Drafter(
     trainer.definition,
     params,
-    data,
     num_slots=slots,
-    max_new_tokens=new_tokens,
+    seq_len=length,
+    end_ids=task.end_ids,
     sampling=sampling,
     phase="sample",
   )
@@ -168,7 +166,7 @@ def sampled(task: Task) -> Callable[[], Texts]:
 
   def sample() -> Texts:
     rows = enumerate(task.prompts)
-    answers = [Answer(prompt=row, record=0, seed=number) for number, row in rows]
+    answers = [Answer(prompt=row, max_tokens=new_tokens, seed=number) for number, row in rows]
     with jax.set_mesh(trainer.devices):
       sampler.sample(prepared, answers)
     return [answer.tokens for answer in answers]

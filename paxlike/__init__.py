@@ -22,6 +22,7 @@ if TYPE_CHECKING:
   from paxlike import errors, layers
   from paxlike.api.model import Model, load
   from paxlike.api.run import Run, train
+  from paxlike.api.session import Session
   from paxlike.errors import RunError, UserError
   from paxlike.experiment import Experiment
   from paxlike.experiments import datasets
@@ -34,6 +35,7 @@ __all__ = [
   "Model",
   "Run",
   "RunError",
+  "Session",
   "UserError",
   "datasets",
   "errors",
@@ -50,6 +52,7 @@ _PLACES = {
   "Model": "paxlike.api.model",
   "Run": "paxlike.api.run",
   "RunError": "paxlike.errors",
+  "Session": "paxlike.api.session",
   "UserError": "paxlike.errors",
   "datasets": "paxlike.experiments.datasets",
   "errors": "paxlike.errors",

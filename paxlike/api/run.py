@@ -142,11 +142,11 @@ def train(
   """
   options = flags.Options(
     mode="train",
-    fdl_config=_name_of(experiment),
+    fdl_config=name_of(experiment),
     knobs=knob_text.pairs(knobs),
     job_log_dir=os.fspath(folder),
   )
-  make = functools.partial(_make, experiment=experiment, knobs=knobs)
+  made_of = functools.partial(make, experiment=experiment, knobs=knobs)
   with (
     work_report.reporting_failure(leave=False),
     error_diagnosis.explained(options, entry=True) as stage,
@@ -156,8 +156,8 @@ def train(
     from paxlike.telemetry import callbacks as checking
 
     work_report.leave_at_exit()
-    stage.attempt = functools.partial(run_mode.attempt, make=make)
-    stage.experiment = made = make(options)
+    stage.attempt = functools.partial(run_mode.attempt, make=made_of)
+    stage.experiment = made = made_of(options)
     epochs.resolve(made, lambda: run_mode.build_trainer(root_graph.of(options, made)))
     graph = root_graph.of(options, made)
     given = checking.check(callbacks, source="paxlike.train: callbacks")
@@ -169,7 +169,7 @@ def train(
   return Run(folder, allow_modules=[type(made).__module__], graph=graph)
 
 
-def _name_of(experiment: "type[Experiment] | Experiment | str") -> str:
+def name_of(experiment: "type[Experiment] | Experiment | str") -> str:
   """Returns the name by which the registry finds an experiment or its class.
 
   Raises:
@@ -187,7 +187,7 @@ def _name_of(experiment: "type[Experiment] | Experiment | str") -> str:
   return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _make(
+def make(
   options: flags.Options,
   *,
   experiment: "type[Experiment] | Experiment | str",

@@ -170,7 +170,7 @@ class Decoding:
         yield self._result(text, requests[text.request].tokens)
 
   def _request(self, prompt: Prompt, *, seed: int) -> Request:
-    tokens = _tokens_of(prompt, self._tokenizer, self.prompt_renderer, max_len=self._max_len)
+    tokens = tokens_of(prompt, self._tokenizer, self.prompt_renderer, max_len=self._max_len)
     left = self._max_len - len(tokens)
     return Request(tokens=tokens, max_new_tokens=min(self.options.max_new_tokens, left), seed=seed)
 
@@ -224,7 +224,7 @@ def check(
       f"--stop_token={unknown[0]}: the model's ids are below {model.vocab_size} (VOCAB_SIZE)."
     )
   for prompt in prompts:
-    _tokens_of(prompt, tokenizer, prompt_renderer, max_len=max_len)
+    tokens_of(prompt, tokenizer, prompt_renderer, max_len=max_len)
 
 
 def is_conversation(prompt: Prompt) -> bool:
@@ -242,9 +242,14 @@ def _no_template(tokenizer: Tokenizer) -> str:
   )
 
 
-def _tokens_of(
+def tokens_of(
   prompt: Any, tokenizer: Any, prompt_renderer: PromptRenderer | None, *, max_len: int
 ) -> np.ndarray:
+  """Returns the int32 tokens of a prompt, fewer than `max_len`.
+
+  Raises:
+    UserError: It has none or too many, or is text without a tokenizer.
+  """
   shown = prompt
   if isinstance(prompt, str):
     if tokenizer is None:

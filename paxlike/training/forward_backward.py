@@ -6,14 +6,14 @@ tokens, as those of the old policy, and to be differentiated. So they are the sa
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from paxlike.inference.sampling import Sampling
-from paxlike.layers.aux_losses import Aux
+from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition
 from paxlike.training.gradients import Constants, Differentiated, combined
@@ -35,6 +35,28 @@ class Forward(NamedTuple):
   scores: TokenScores
   aux: Aux
   residuals: Any
+
+
+class Gradients(NamedTuple):
+  """The result of forward and backward passes over batches.
+
+  Attributes:
+    total: The gradients.
+    loss: The loss, summed over batches.
+    log_probabilities: Float32 [B, T] of each batch.
+    aux: Of the layers.
+    sums: Metrics of the loss.
+  """
+
+  total: Differentiated
+  loss: jax.Array
+  log_probabilities: list[jax.Array]
+  aux: Aux
+  sums: dict[str, jax.Array]
+
+
+# (log_probabilities_BT, batch) -> ((loss, metrics), the derivative of the loss).
+LossAndDerivative = Callable[[jax.Array, Batch], tuple[tuple[jax.Array, Any], jax.Array]]
 
 
 class ForwardBackward:
@@ -107,6 +129,33 @@ class ForwardBackward:
   def accumulate(self, total: Differentiated | None, gradients: Differentiated) -> Differentiated:
     """Returns the sum; `total` is consumed, None is zero."""
     return gradients if total is None else self._combined(total, gradients)
+
+  def gradients(
+    self,
+    prepared: tuple[Differentiated, Constants],
+    batches: Sequence[Batch],
+    of_loss: Sequence[Batch],
+    loss: LossAndDerivative,
+  ) -> Gradients:
+    """Returns the gradients of a loss, summed over batches.
+
+    Args:
+      prepared: The weights; see `prepare`.
+      batches: At least one.
+      of_loss: The second argument of the loss for each.
+      loss: Called with the log-probabilities of each.
+    """
+    total, value, aux, sums, scored = None, jnp.zeros(()), none(), {}, []
+    for batch, given in zip(batches, of_loss, strict=True):
+      result = self.forward(*prepared, batch)
+      scored.append(result.scores.log_probabilities_BT)
+      (new, of_batch), cotangent_BT = loss(scored[-1], given)
+      part = self.backward(result, cotangent_BT, count=len(batches))
+      total, value = self.accumulate(total, part), value + new
+      aux = add(aux, result.aux)
+      sums = {name: sums.get(name, 0) + pair for name, pair in of_batch.items()}
+    assert total is not None
+    return Gradients(total, value, scored, aux, sums)
 
   def update(
     self, state: TrainState, gradients: Differentiated, loss: jax.Array, *, is_last: bool = True

@@ -14,6 +14,7 @@ from etils import epath
 from paxlike.checkpoints.array_names import flatten
 from paxlike.checkpoints.branch import step_in
 from paxlike.devices import malloc
+from paxlike.errors import UserError
 from paxlike.inference import decoding
 from paxlike.inference.sampling import Sampling
 from paxlike.layers import flops
@@ -78,6 +79,11 @@ class Loop:
     trainer, run_log, best = self._trainer, self._run_log, self._best
     state, data_state, provenance = self._source.state(self._saved, run_log)
     start = int(state.step)
+    if data_state == {}:
+      raise UserError(
+        f"the checkpoints in {self._source.folder} are of a paxlike.Session, which has no training"
+        " data: to go on from them, name another folder, and this one by CHECKPOINT_RESTORE_PATH."
+      )
     if run_log.is_past(start, num_steps=trainer.num_steps):
       return 0
     best.forget(after=start)

@@ -23,6 +23,7 @@ class Answer:
   Attributes:
     prompt: int32 tokens.
     record: Number of the record that the prompt is from.
+    max_tokens: The most tokens it may have.
     seed: Of the sampling; see `request.Request`.
     tokens: Of the answer, with the end token if it has one.
     has_ended: Whether it has one; else the answer is cut off.
@@ -34,14 +35,20 @@ class Answer:
   """
 
   prompt: np.ndarray
-  record: int
-  seed: int
+  max_tokens: int
+  record: int = 0
+  seed: int = 0
   tokens: list[int] = dataclasses.field(default_factory=list)
   has_ended: bool = False
   drafted: list[float] = dataclasses.field(default_factory=list)
   log_probabilities: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
   reward: float = 0.0
   advantage: float = 0.0
+
+  @property
+  def is_finished(self) -> bool:
+    """Whether it has ended or is cut off."""
+    return self.has_ended or len(self.tokens) >= self.max_tokens
 
   @property
   def size(self) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from paxlike.data.tuning.prompts import Prompts
 from paxlike.inference.generate import STEPS_PER_CALL, Generator
 from paxlike.inference.request import Request
 from paxlike.inference.sampling import Sampling
@@ -16,34 +15,34 @@ from paxlike.training.reinforcement.answers import Answer
 
 
 class Drafter:
-  """Continues answers to prompts of one data set."""
+  """Continues answers with one model."""
 
   def __init__(
     self,
     definition: Definition,
     params: Mapping[str, jax.Array],
-    data: Prompts,
     *,
     num_slots: int,
-    max_new_tokens: int,
+    seq_len: int,
+    end_ids: Sequence[int],
     sampling: Sampling,
     phase: str,
+    steps_per_call: int = STEPS_PER_CALL,
     compiler_options: Mapping[str, Any] | None = None,
   ):
-    """See `Generator`; answers have at most `max_new_tokens` and end at `data.end_ids`."""
-    self._max_new_tokens = max_new_tokens
+    """See `Generator`; answers with their prompts are trained on in sequences of `seq_len`."""
     self._generator = Generator(
       definition,
       params,
       num_rows=num_slots,
-      max_len=data.seq_len + 1,  # The last token is only a target.
+      max_len=seq_len + 1,  # The last token is only a target.
       sampling=sampling,
-      end_ids=data.end_ids,
-      steps_per_call=min(STEPS_PER_CALL, max_new_tokens),
+      end_ids=end_ids,
+      steps_per_call=steps_per_call,
       phase=phase,
       compiler_options=compiler_options,
     )
-    self._end_ids = frozenset(data.end_ids)
+    self._end_ids = frozenset(end_ids)
 
   def load(self, params: Mapping[str, jax.Array]):
     """Sets the weights of the next answers."""
@@ -51,11 +50,11 @@ class Drafter:
 
   def draft(self, answers: Sequence[Answer]) -> Iterator[None]:
     """Continues unfinished answers to their ends, in place; yields from time to time."""
-    left = [answer for answer in answers if not self._is_finished(answer)]
+    left = [answer for answer in answers if not answer.is_finished]
     requests = [
       Request(
         tokens=np.append(answer.prompt, answer.tokens).astype(np.int32),
-        max_new_tokens=self._max_new_tokens - len(answer.tokens),
+        max_new_tokens=answer.max_tokens - len(answer.tokens),
         seed=answer.seed,
       )
       for answer in left
@@ -74,6 +73,3 @@ class Drafter:
     answer.tokens[first:] = [token]
     answer.drafted[first:] = [np.nan]
     answer.has_ended = token in self._end_ids
-
-  def _is_finished(self, answer: Answer) -> bool:
-    return answer.has_ended or len(answer.tokens) >= self._max_new_tokens

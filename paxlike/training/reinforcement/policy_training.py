@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxlike.data.tuning.prompts import Prompts
-from paxlike.layers.aux_losses import add, none
+from paxlike.inference.generate import STEPS_PER_CALL
 from paxlike.layers.decoder import Batch
 from paxlike.processes import phases
 from paxlike.rewards.pool import RewardPool
@@ -116,7 +116,12 @@ class PolicyTraining:
     entropy = [self._trainer.seed % 2**64, step]
     seeds = np.random.default_rng(entropy).integers(2**31, size=count).tolist()
     return [
-      Answer(prompt=row[row >= 0], record=int(record), seed=seeds.pop())
+      Answer(
+        prompt=row[row >= 0],
+        record=int(record),
+        seed=seeds.pop(),
+        max_tokens=self._how.max_new_tokens,
+      )
       for row, (record,) in zip(prompts["prompts"], prompts["records"], strict=True)
       for _ in range(self._how.group_size)
     ]
@@ -178,31 +183,19 @@ class PolicyTraining:
   ) -> tuple[TrainState, list[np.ndarray], Metrics]:
     """Returns (the state after an update, the log-probabilities of each batch, metrics)."""
     phases.enter("step" if self._is_compiled else "compile", int(state.step))
-    total, loss, aux, sums, scored = None, jnp.zeros(()), none(), {}, []
-    for batch, of_batch in zip(packed.batches, arrays, strict=True):
-      result = self._passes.forward(*prepared, self._trainer.placer.put(batch))
-      log_probabilities_BT = result.scores.log_probabilities_BT
-      scored.append(log_probabilities_BT)
-      (value, new), cotangent_BT = self._loss(log_probabilities_BT, of_batch)
-      gradients = self._passes.backward(result, cotangent_BT, count=len(arrays))
-      total, loss = self._passes.accumulate(total, gradients), loss + value
-      aux = add(aux, result.aux)
-      sums = {name: sums.get(name, 0) + pair for name, pair in new.items()}
-    assert total is not None
-    found = [np.asarray(of_batch) for of_batch in scored]
-    state, of_update = self._passes.update(state, total, loss, is_last=is_last)
+    batches = [self._trainer.placer.put(batch) for batch in packed.batches]
+    step = self._passes.gradients(prepared, batches, arrays, self._loss)
+    found = [np.asarray(of_batch) for of_batch in step.log_probabilities]
+    state, of_update = self._passes.update(state, step.total, step.loss, is_last=is_last)
     self._is_compiled = True
     num_tokens = _scalar(sum(place.end - place.first for place in packed.places))
-    return (
-      state,
-      found,
-      {
-        "loss": (loss * num_tokens, num_tokens),
-        **{name: (pair[0], pair[1]) for name, pair in (sums | aux.metrics).items()},
-        **{name: (value, _scalar(len(arrays))) for name, value in aux.losses.items()},
-        **{name: (value, _scalar(1)) for name, value in of_update.items()},
-      },
-    )
+    metrics = {
+      "loss": (step.loss * num_tokens, num_tokens),
+      **{name: (pair[0], pair[1]) for name, pair in (step.sums | step.aux.metrics).items()},
+      **{name: (value, _scalar(len(arrays))) for name, value in step.aux.losses.items()},
+      **{name: (value, _scalar(1)) for name, value in of_update.items()},
+    }
+    return state, found, metrics
 
   def _sampler_of(self, state: TrainState) -> Sampler:
     if self._sampler is not None:
@@ -211,9 +204,10 @@ class PolicyTraining:
     drafter = Drafter(
       trainer.definition,
       state.weights,
-      data,
       num_slots=min(how.num_slots, how.num_prompts * how.group_size),
-      max_new_tokens=how.max_new_tokens,
+      seq_len=data.seq_len,
+      end_ids=data.end_ids,
+      steps_per_call=min(STEPS_PER_CALL, how.max_new_tokens),
       sampling=self._objective.sampling,
       phase="sample",
       compiler_options=trainer.execution.compiler_options,

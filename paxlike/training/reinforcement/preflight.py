@@ -31,7 +31,27 @@ def check(trainer: "Trainer"):
       "rollouts need the objective Grpo and Prompts as training data: see experiments/"
       "reinforcement.py."
     )
-  sampling, modules = trainer.objective.sampling, [m for _, m in nnx.iter_modules(trainer.model)]
+  check_passes(trainer, trainer.objective.sampling)
+  if how.num_given < how.num_prompts:
+    raise UserError(
+      f"MAX_PROMPTS_PER_STEP={how.most_prompts} is less than PROMPTS_PER_STEP={how.num_prompts}."
+    )
+  if how.group_size < 2:
+    raise UserError("GROUP_SIZE=1: advantages compare answers to the same prompt; use 2 or more.")
+  if data.max_tokens + how.max_new_tokens > data.seq_len + 1:
+    raise UserError(
+      f"MAX_PROMPT_TOKENS={data.max_tokens} and MAX_NEW_TOKENS={how.max_new_tokens} exceed"
+      f" MAX_SEQ_LEN={data.seq_len}."
+    )
+
+
+def check_passes(trainer: "Trainer", sampling: Sampling):
+  """Checks that a trainer's model can be sampled from and trained in two passes; reads nothing.
+
+  Raises:
+    UserError: An option does not go with that.
+  """
+  modules = [module for _, module in nnx.iter_modules(trainer.model)]
   without: dict[str, Any] = {
     "GRADIENT_ACCUMULATION_STEPS": trainer.accumulation_steps > 1,
     "PERCORE_BATCH_SIZE_RAMP and MAX_SEQ_LEN_RAMP": trainer.ramps,
@@ -53,14 +73,3 @@ def check(trainer: "Trainer"):
   for name, given in without.items():
     if given:
       raise UserError(f"{name}: not supported by reinforcement learning.")
-  if how.num_given < how.num_prompts:
-    raise UserError(
-      f"MAX_PROMPTS_PER_STEP={how.most_prompts} is less than PROMPTS_PER_STEP={how.num_prompts}."
-    )
-  if how.group_size < 2:
-    raise UserError("GROUP_SIZE=1: advantages compare answers to the same prompt; use 2 or more.")
-  if data.max_tokens + how.max_new_tokens > data.seq_len + 1:
-    raise UserError(
-      f"MAX_PROMPT_TOKENS={data.max_tokens} and MAX_NEW_TOKENS={how.max_new_tokens} exceed"
-      f" MAX_SEQ_LEN={data.seq_len}."
-    )

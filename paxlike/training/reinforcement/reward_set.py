@@ -11,6 +11,7 @@ import numpy as np
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
+from paxlike.inference.generate import STEPS_PER_CALL
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.module import Definition, Params
 from paxlike.processes import phases
@@ -101,7 +102,12 @@ class RewardEvaluator:
     count = min(count, self._set.num_prompts or count)
     rows = self._data.rows(0, np.arange(count))
     answers = [
-      Answer(prompt=row[row >= 0], record=int(record), seed=self._set.seed + number)
+      Answer(
+        prompt=row[row >= 0],
+        record=int(record),
+        seed=self._set.seed + number,
+        max_tokens=self._set.max_new_tokens,
+      )
       for number, (row, (record,)) in enumerate(zip(rows["prompts"], rows["records"], strict=True))
     ]
     for _ in self._loaded(params, num_slots=min(self._set.num_slots, count)).draft(answers):
@@ -116,9 +122,10 @@ class RewardEvaluator:
     self._drafter = Drafter(
       self._definition,
       params,
-      self._data,
       num_slots=num_slots,
-      max_new_tokens=self._set.max_new_tokens,
+      seq_len=self._data.seq_len,
+      end_ids=self._data.end_ids,
+      steps_per_call=min(STEPS_PER_CALL, self._set.max_new_tokens),
       sampling=self._set.sampling,
       phase="decode",
       compiler_options=self._options,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampled answers are those of the training forward pass, and so are their log-probabilities."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,21 +26,21 @@ def empty(count):
   rng = np.random.default_rng(0)
   sizes = rng.integers(1, 6, count)
   return [
-    Answer(prompt=rng.integers(6, 90, size).astype(np.int32), record=n, seed=100 + n)
+    Answer(prompt=rng.integers(6, 90, size).astype(np.int32), max_tokens=8, seed=100 + n)
     for n, size in enumerate(sizes)
   ]
 
 
-class Prompts:
-  """What a drafter asks of a data set."""
-
-  seq_len, end_ids = SEQ_LEN, (END,)
-
-
 def sampler_of(definition, weights, passes, devices):
-  data: Any = Prompts
   drafter = Drafter(
-    definition, weights, data, num_slots=3, max_new_tokens=8, sampling=SAMPLING, phase="sample"
+    definition,
+    weights,
+    num_slots=3,
+    seq_len=SEQ_LEN,
+    end_ids=(END,),
+    steps_per_call=8,
+    sampling=SAMPLING,
+    phase="sample",
   )
   drafter.load = lambda params: None  # Keeps its weights.
   placer = BatchPlacer(devices, batch_size=4, seq_len=SEQ_LEN)

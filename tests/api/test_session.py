@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions sample and train in parts, and other parts of paxlike read what they save."""
+
+import numpy as np
+import pytest
+
+import paxlike
+from paxlike.errors import UserError
+from paxlike.experiments.sums import Sums
+
+KNOBS = {"LEARNING_RATE": 0.01, "LR_WARMUP": 0, "NUM_LAYERS": 1, "FPROP_DTYPE": "float32"}
+TEXTS = [("12+34=", "46"), ("5+8=", "13"), ("70+2=", "72")]
+
+
+@pytest.mark.slow
+def test_it_learns_from_texts_then_from_rewards_and_goes_on_where_it_was_saved(tmp_path):
+  with paxlike.Session(Sums, tmp_path / "run", **KNOBS) as session:
+    examples = [session.answer(*text) for text in TEXTS]
+    first = session.log_probabilities(examples)
+    for _ in range(20):
+      passes = session.forward_backward(examples, "cross_entropy")
+      session.optim_step()
+    total = sum(map(np.sum, passes.log_probabilities))
+    np.testing.assert_allclose(passes.loss, -total / sum(map(len, first)), rtol=1e-5)
+    assert passes.loss < -0.2 * sum(map(np.sum, first)) / sum(map(len, first))
+    assert session.save() == session.step == 20
+    with pytest.raises(UserError, match="is in use"), paxlike.Session(Sums, tmp_path / "run"):
+      pass
+    later = _reinforced(session)
+  with paxlike.Session(Sums, tmp_path / "run", **KNOBS) as again:
+    assert again.step == 20
+    assert _reinforced(again) == later
+  model = paxlike.load(tmp_path / "run", 20)
+  assert [model.generate(prompt, max_new_tokens=2) for prompt, _ in TEXTS[:1]] == ["46"]
+  with pytest.raises(UserError, match=r"are of a paxlike\.Session"):
+    paxlike.train(Sums, tmp_path / "run", **KNOBS)
+
+
+def _reinforced(session):
+  """Trains on rewards; returns what was sampled and its last log-probabilities."""
+  seen = []
+  for seed in range(2):
+    groups = session.sample([prompt for prompt, _ in TEXTS], num_samples=4, max_new_tokens=3)
+    answers = [answer for group in groups for answer in group]
+    for answer in answers:
+      answer.advantage = session.text(answer).count("7") - 0.5
+    passes = session.forward_backward(answers, "policy")
+    for answer, found in zip(answers, passes.log_probabilities, strict=True):
+      assert found.tobytes() == answer.log_probabilities.tobytes()
+    assert passes.metrics["clipped_fraction"] == 0
+    session.optim_step()
+    seen.append((seed, [answer.tokens for answer in answers], passes.loss))
+  return seen
+
+
+@pytest.mark.slow
+def test_a_loss_may_be_any_function_and_gradients_add_up(tmp_path):
+  def double(log_probabilities_BT, arrays):
+    return -2 * (log_probabilities_BT * arrays["weights"]).sum(), {}
+
+  norms = []
+  for losses in (["cross_entropy", "cross_entropy"], [double]):
+    with paxlike.Session(Sums, tmp_path / "run", **KNOBS) as session:
+      examples = [session.answer(*text) for text in TEXTS]
+      for loss in losses:
+        session.forward_backward(examples, loss)
+      norms.append(session.optim_step()["grad_norm"])
+  np.testing.assert_allclose(*norms, rtol=1e-5)
+  assert not (tmp_path / "run").exists()  # Nothing was saved.
+
+
+def test_what_it_cannot_do_is_said_in_a_line(tmp_path):
+  with paxlike.Session(Sums, tmp_path / "run", **KNOBS) as session:
+    with pytest.raises(UserError, match="call forward_backward before"):
+      session.optim_step()
+    with pytest.raises(UserError, match="expected cross_entropy, policy, or a function"):
+      session.forward_backward([session.answer("1", "2")], "grpo")
+    with pytest.raises(UserError, match="more than MAX_SEQ_LEN=64"):
+      session.sample(["1+1="], max_new_tokens=64)
+    with pytest.raises(UserError, match="no answers"):
+      session.forward_backward([], "policy")
+  with pytest.raises(UserError, match="GRADIENT_ACCUMULATION_STEPS: not supported"):
+    paxlike.Session(Sums, tmp_path / "run", GRADIENT_ACCUMULATION_STEPS=2)
