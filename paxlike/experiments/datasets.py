@@ -16,6 +16,7 @@ from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokeniz
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from paxlike.data.tuning import preferences
 from paxlike.data.tuning.conversations import Conversations
+from paxlike.data.tuning.labeled_answers import LabeledAnswers, LabeledRows
 from paxlike.data.tuning.preferences import PairRows
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
@@ -262,30 +263,60 @@ class Jsonl(Chat, Files):
 
 
 class Preferences(Jsonl):
-  """Direct preference optimization, on pairs of answers to a prompt."""
+  """Preference optimization, on pairs of answers to a prompt or, for KTO, on labeled answers."""
 
+  #: Loss of preferences. simpo and orpo need no copy of the initial model; kto takes single answers
+  #: that are labeled as desirable or not.
+  PREFERENCE_LOSS: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
   #: Strength of the KL penalty towards the initial model (beta).
   DPO_BETA: ranges.Factor = 0.1
   #: Assumed probability that a preference label is flipped.
   DPO_LABEL_SMOOTHING: ranges.Smoothing = 0.0
+  #: Strength of the KL penalty towards the initial model (tau in the paper).
+  IPO_BETA: ranges.Factor = 0.1
+  SIMPO_BETA: ranges.Factor = 2.0  #: Factor of the log-probability per token, which is the reward.
+  SIMPO_GAMMA: ranges.NonNegativeFloat = 1.0  #: Margin of rewards that is aimed at.
+  ORPO_LAMBDA: ranges.Factor = 0.1  #: Weight of the loss of the odds ratio.
+  KTO_BETA: ranges.Factor = 0.1  #: Strength of the KL penalty towards the initial model.
+  KTO_DESIRABLE_WEIGHT: ranges.Weight = 1.0  #: Weight of the losses of desirable answers.
+  KTO_UNDESIRABLE_WEIGHT: ranges.Weight = 1.0  #: Weight of the losses of undesirable answers.
 
-  def objective(self) -> fdl.Config[objectives.Dpo]:
-    return fdl.Config(objectives.Dpo, beta=self.DPO_BETA, label_smoothing=self.DPO_LABEL_SMOOTHING)
+  def objective(self) -> fdl.Config[objectives.Objective]:
+    match self.PREFERENCE_LOSS:
+      case "ipo":
+        return fdl.Config(objectives.Ipo, beta=self.IPO_BETA)
+      case "simpo":
+        return fdl.Config(objectives.SimPo, beta=self.SIMPO_BETA, gamma=self.SIMPO_GAMMA)
+      case "orpo":
+        return fdl.Config(objectives.Orpo, odds_weight=self.ORPO_LAMBDA)
+      case "kto":
+        return fdl.Config(
+          objectives.Kto,
+          beta=self.KTO_BETA,
+          desirable_weight=self.KTO_DESIRABLE_WEIGHT,
+          undesirable_weight=self.KTO_UNDESIRABLE_WEIGHT,
+        )
+    smoothing = self.DPO_LABEL_SMOOTHING
+    return fdl.Config(objectives.Dpo, beta=self.DPO_BETA, label_smoothing=smoothing)
 
   def train_data(self) -> fdl.Config:
     return self.conversations("DATA_PATH", split=self.train_split(), shuffle=True)
 
   def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
     found = super().eval_data()
+    is_labeled = self.PREFERENCE_LOSS == "kto"
+    metric = evaluation.labeled_pplx if is_labeled else evaluation.preference_acc
     for one in found.values():
-      one.metrics = (evaluation.preference_acc, evaluation.language_model)
+      one.metrics = (metric, evaluation.language_model)
     return found
 
   def conversations(
     self, knob: str, *, split: tuple[float, float], shuffle: bool, packed: bool = True
   ) -> fdl.Config[ExampleRows]:
-    del packed  # The two answers of a sequence are its segments.
+    del packed  # The segments of a sequence are its answers.
     rows = super().conversations(knob, split=split, shuffle=shuffle, packed=True)
-    fdl.update_callable(rows, PairRows)
-    fdl.update_callable(rows.corpus, preferences.Preferences)
+    is_labeled = self.PREFERENCE_LOSS == "kto"
+    fdl.update_callable(rows, LabeledRows if is_labeled else PairRows)
+    corpus = LabeledAnswers if is_labeled else preferences.Preferences
+    fdl.update_callable(rows.corpus, corpus)
     return rows

@@ -91,6 +91,16 @@ def preference_acc(scores: Scores, batch: Batch) -> Sums:
   return {"preference_acc": ((chosen_B < rejected_B) * is_pair_B, is_pair_B)}
 
 
+@configurable
+def labeled_pplx(scores: Scores, batch: Batch) -> Sums:
+  """Mean cross-entropies in nats of desirable answers, segment 1, and of undesirable ones."""
+  weights_BT2 = batch["weights"][..., None] * (batch["segments"][..., None] == jnp.array([1, 2]))
+  losses_B2 = (scores.loss_BT[..., None] * weights_BT2).sum(1)
+  weights_B2 = weights_BT2.sum(1)
+  names = ("desirable_log_pplx", "undesirable_log_pplx")
+  return {name: (losses_B2[:, n], weights_B2[:, n]) for n, name in enumerate(names)}
+
+
 def _share_of_examples(right_BT: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
   is_target_BT = batch["weights"] > 0
   counts_B = is_target_BT.any(-1)

@@ -2,7 +2,8 @@
 """Preference pairs: a chosen and a rejected answer in one sequence."""
 
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from paxlike.config.configurable import configurable
 from paxlike.data.chat.templates import Message
 from paxlike.data.examples import EpochPlan, ExampleRows
+from paxlike.data.token_index import Document
 from paxlike.data.tuning.conversations import Conversations, conversation
 from paxlike.errors import UserError
 
@@ -18,19 +20,39 @@ from paxlike.errors import UserError
 class Preferences(Conversations):
   """Records of `chosen` and `rejected` answers to a `prompt`, or of two whole conversations.
 
-  A record becomes two documents: the chosen conversation, then the rejected one.
+  A record becomes two documents: the chosen conversation, then the rejected one. The answers are
+  what follows the prompt, or the messages that both conversations begin with.
   """
 
-  fields = ("prompt", "chosen", "rejected")
+  fields: Sequence[str] = ("prompt", "chosen", "rejected", "label")
+  revision = "without loss on answers in the prompt"
+
+  def documents(self, place: str, record: Mapping[str, Any]) -> list[Document]:
+    pair = self.conversations(place, record)
+    num_given = _num_given(record, pair)
+    return [self.document(messages, num_given=num_given) for messages in pair]
 
   def messages(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
     prompt = record.get("prompt")
+    if "label" in record and "chosen" not in record:
+      raise UserError(
+        f"{place}: labeled answers are for PREFERENCE_LOSS=kto; other losses need records with"
+        " prompt, chosen and rejected."
+      )
     pair: list[Any] = [record.get("chosen"), record.get("rejected")]
     if prompt is None and not all(isinstance(one, list) for one in pair):
       there = ", ".join(record)
       raise UserError(f"{place}: no prompt, nor messages in chosen and rejected. It has: {there}.")
     # An answer that begins with a message of another role is a whole conversation.
     return [one if _is_whole(one) else conversation(prompt, one) for one in pair]
+
+
+def _num_given(record: Mapping[str, Any], pair: Sequence[Sequence[Message]]) -> int:
+  """Returns how many messages of both conversations are the prompt."""
+  if not any(_is_whole(record.get(name)) for name in ("chosen", "rejected")):
+    return len(conversation(record.get("prompt"), []))
+  alike = itertools.takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False))
+  return min(len(list(alike)), *(len(messages) - 1 for messages in pair))
 
 
 def _is_whole(answer: Any) -> bool:
