@@ -5,6 +5,7 @@ from typing import Literal
 
 import fiddle as fdl
 
+from paxlike import layers
 from paxlike.config import ranges
 from paxlike.config.knobs import UNSET
 from paxlike.data import mixture, packing, synthetic
@@ -22,7 +23,7 @@ from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments.tfds import C4, BoolQ, Lambada, Pile, PretrainingTask, Tfds
 from paxlike.training import evaluation, objectives
-from paxlike.training.evaluation import EvalSet
+from paxlike.training.evaluation import EvalSet, Metrics
 
 __all__ = [
   "C4",
@@ -37,6 +38,7 @@ __all__ = [
   "Preferences",
   "Prepared",
   "PretrainingTask",
+  "RewardPairs",
   "Synthetic",
   "TextMixture",
   "Tfds",
@@ -262,7 +264,38 @@ class Jsonl(Chat, Files):
     )
 
 
-class Preferences(Jsonl):
+class Answers(Jsonl):
+  """Pairs of answers to a prompt, of which one is preferred."""
+
+  def train_data(self) -> fdl.Config:
+    return self.conversations("DATA_PATH", split=self.train_split(), shuffle=True)
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    found = super().eval_data()
+    for one in found.values():
+      one.metrics = (self.metric(), evaluation.language_model)
+    return found
+
+  def metric(self) -> Metrics:
+    """Returns the metric of answers."""
+    return evaluation.preference_acc
+
+  def kinds(self) -> tuple[type[ExampleRows], type[Conversations]]:
+    """Returns the classes of sequences and of the corpus."""
+    return PairRows, preferences.Preferences
+
+  def conversations(
+    self, knob: str, *, split: tuple[float, float], shuffle: bool, packed: bool = True
+  ) -> fdl.Config[ExampleRows]:
+    del packed  # The segments of a sequence are its answers.
+    rows = super().conversations(knob, split=split, shuffle=shuffle, packed=True)
+    rows_kind, corpus_kind = self.kinds()
+    fdl.update_callable(rows, rows_kind)
+    fdl.update_callable(rows.corpus, corpus_kind)
+    return rows
+
+
+class Preferences(Answers):
   """Preference optimization, on pairs of answers to a prompt or, for KTO, on labeled answers."""
 
   #: Loss of preferences. simpo and orpo need no copy of the initial model; kto takes single answers
@@ -299,24 +332,42 @@ class Preferences(Jsonl):
     smoothing = self.DPO_LABEL_SMOOTHING
     return fdl.Config(objectives.Dpo, beta=self.DPO_BETA, label_smoothing=smoothing)
 
-  def train_data(self) -> fdl.Config:
-    return self.conversations("DATA_PATH", split=self.train_split(), shuffle=True)
+  def metric(self) -> Metrics:
+    is_labeled = self.PREFERENCE_LOSS == "kto"
+    return evaluation.labeled_pplx if is_labeled else evaluation.preference_acc
+
+  def kinds(self) -> tuple[type[ExampleRows], type[Conversations]]:
+    is_labeled = self.PREFERENCE_LOSS == "kto"
+    return (LabeledRows, LabeledAnswers) if is_labeled else super().kinds()
+
+
+class RewardPairs(Answers):
+  """A reward model (`layers.RewardModel`), trained on pairs of answers to a prompt.
+
+  The family's output projection is replaced by one to a number, the reward of a conversation.
+  """
+
+  REWARD_CENTERING: ranges.NonNegativeFloat = 0.0  #: Weight of a loss that keeps rewards near 0.
+
+  def model(self) -> fdl.Config[layers.Decoder]:
+    model = super().model()
+    fdl.update_callable(model, layers.RewardModel)
+    model.head, model.soft_cap = self.linear("head"), None
+    return model
+
+  def objective(self) -> fdl.Config[objectives.BradleyTerry]:
+    return fdl.Config(objectives.BradleyTerry, centering=self.REWARD_CENTERING)
+
+  def adapt(self, graph: fdl.Buildable):
+    if self.USE_LORA:
+      raise UserError("USE_LORA freezes the head of a reward model, which is new: leave it out.")
+    super().adapt(graph)
 
   def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
     found = super().eval_data()
-    is_labeled = self.PREFERENCE_LOSS == "kto"
-    metric = evaluation.labeled_pplx if is_labeled else evaluation.preference_acc
     for one in found.values():
-      one.metrics = (metric, evaluation.language_model)
+      one.metrics = (self.metric(),)
     return found
 
-  def conversations(
-    self, knob: str, *, split: tuple[float, float], shuffle: bool, packed: bool = True
-  ) -> fdl.Config[ExampleRows]:
-    del packed  # The segments of a sequence are its answers.
-    rows = super().conversations(knob, split=split, shuffle=shuffle, packed=True)
-    is_labeled = self.PREFERENCE_LOSS == "kto"
-    fdl.update_callable(rows, LabeledRows if is_labeled else PairRows)
-    corpus = LabeledAnswers if is_labeled else preferences.Preferences
-    fdl.update_callable(rows.corpus, corpus)
-    return rows
+  def kinds(self) -> tuple[type[ExampleRows], type[Conversations]]:
+    return PairRows, preferences.ScoredPreferences

@@ -5,20 +5,25 @@ import importlib
 import json
 from typing import Any
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import hf_models, tiny_tokenizers
 
+from paxlike import fiddlers, layers
+from paxlike.config import graph_file
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.data.tuning.labeled_answers import LabeledAnswers, LabeledRows
-from paxlike.data.tuning.preferences import PairRows, Preferences
+from paxlike.data.tuning.preferences import PairRows, Preferences, ScoredPreferences
 from paxlike.devices import mesh
 from paxlike.devices.mesh import MeshSpec
-from paxlike.training.objectives import Dpo, Ipo, Kto, Orpo, SimPo
+from paxlike.layers.module import Definition
+from paxlike.training.objectives import BradleyTerry, Dpo, Ipo, Kto, Orpo, SimPo
 
 COUNT, SIZE = 8, 32
+HEAD = np.random.default_rng(1).normal(size=hf_models.COMMON["hidden_size"]).astype(np.float32)
 SCALE = 1.1  # Of the reference's weights, so that the model is nearer to random texts.
 TRAINED = {
   "per_device_train_batch_size": COUNT,
@@ -63,6 +68,7 @@ def records(*fields):
 
 PAIRS, LABELED = ("prompt", "chosen", "rejected"), ("prompt", "completion")
 KTO = {"beta": 0.3, "desirable_weight": 0.7, "undesirable_weight": 1.2}
+CENTERED = {"center_rewards_coefficient": 0.1}
 SIMPO = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.7}
 # Name -> (objective, fields of the records, TRL's module and trainer, its options).
 LOSSES: dict[str, Any] = {
@@ -71,6 +77,11 @@ LOSSES: dict[str, Any] = {
   "simpo": (SimPo(beta=2.0, gamma=0.7), PAIRS, ("trl.experimental.cpo", "CPO"), SIMPO),
   "orpo": (Orpo(odds_weight=0.4), PAIRS, ("trl.experimental.orpo", "ORPO"), {"beta": 0.4}),
   "kto": (Kto(**KTO), LABELED, ("trl", "KTO"), KTO),
+  "reward": (BradleyTerry(centering=0.1), PAIRS, ("trl", "Reward"), CENTERED),
+}
+READERS: dict[str, Any] = {
+  "kto": (LabeledAnswers, LabeledRows),
+  "reward": (ScoredPreferences, PairRows),
 }
 
 
@@ -90,19 +101,32 @@ def models(tmp_path_factory):
   return folder, *hf_models.converted(folder / "source", folder / "model")
 
 
+def reward_model(folder, params) -> tuple[Definition, dict[str, Any]]:
+  """Returns a reward model of the same weights, its head apart."""
+  graph = graph_file.read(folder / "model" / "config.json")
+  fiddlers.precision(graph, "float32")
+  fdl.update_callable(graph.model, layers.RewardModel)
+  trainer: Any = fdl.build(graph)
+  return trainer.definition, params | {"head.w": HEAD[:, None]}
+
+
 def of_trl(folder, objective, made, place, options) -> tuple[float, float]:
   """Returns the loss of a batch and the norm of its gradient."""
   import datasets
   import torch
   import transformers
 
-  model, reference = (
-    transformers.LlamaForCausalLM.from_pretrained(folder / "source", attn_implementation="eager")
-    for _ in range(2)
-  )
+  task, more = "ForCausalLM", {}
+  if isinstance(objective, BradleyTerry):
+    task, more = "ForSequenceClassification", {"num_labels": 1}
+  kind = getattr(transformers, f"Llama{task}")
+  source, more = folder / "source", {"attn_implementation": "eager", **more}
+  model, reference = (kind.from_pretrained(source, **more) for _ in range(2))
   with torch.no_grad():
     for weight in reference.parameters():
       weight *= SCALE
+    if isinstance(objective, BradleyTerry):
+      model.score.weight[:] = torch.tensor(HEAD)
   (module, kind), further = place, {"ref_model": reference} if objective.needs_reference else {}
   library: Any = importlib.import_module(module)
   config = getattr(library, f"{kind}Config")
@@ -128,12 +152,14 @@ def of_trl(folder, objective, made, place, options) -> tuple[float, float]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_those_of_trl_on_any_mesh(models, tmp_path, name):
   folder, definition, params = models
+  if name == "reward":
+    definition, params = reward_model(folder, params)
   objective, fields, *trl = LOSSES[name]
   made = records(*fields)
   expected = of_trl(folder, objective, made, *trl)
   path = tmp_path / "records.jsonl"
   path.write_text("".join(json.dumps(record) + "\n" for record in made))
-  corpus, rows = (LabeledAnswers, LabeledRows) if fields == LABELED else (Preferences, PairRows)
+  corpus, rows = READERS.get(name, (Preferences, PairRows))
   read = corpus(path=str(path), tokenizer=Words(), vocab_size=60)
   batch = rows(corpus=read, seq_len=SIZE, shuffle=False).rows(0, np.arange(COUNT))
 

@@ -61,6 +61,21 @@ def _is_whole(answer: Any) -> bool:
 
 
 @configurable
+class ScoredPreferences(Preferences):
+  """Those of `Preferences`, for models that give a whole conversation a reward.
+
+  All tokens are inputs, EOS included: the last one's target, an appended 0, is the only one with
+  weight.
+  """
+
+  revision = "whole conversations"
+
+  def document(self, messages: Sequence[Message], *, num_given: int = 0) -> dict[str, np.ndarray]:
+    tokens = super().document(messages, num_given=num_given)["tokens"]
+    return {"tokens": np.append(tokens, 0), "weights": np.append(np.zeros(len(tokens)), 1)}
+
+
+@configurable
 class PairRows(ExampleRows):
   """One preference pair per sequence: segment 1 is the chosen conversation, 2 the rejected one.
 

@@ -6,8 +6,10 @@ from paxlike.training.objectives.next_token import NextToken
 from paxlike.training.objectives.objective import Objective, shares_base, without_adapters
 from paxlike.training.objectives.policy import Grpo
 from paxlike.training.objectives.preference import Dpo, Ipo, Orpo, SimPo
+from paxlike.training.objectives.reward import BradleyTerry
 
 __all__ = [
+  "BradleyTerry",
   "Dpo",
   "Grpo",
   "Ipo",
