@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import hf_models, tiny_tokenizers
+from helpers import command_lines, hf_models, tiny_model, tiny_tokenizers
 
 from paxlike import fiddlers, layers
 from paxlike.config import graph_file
@@ -19,6 +19,7 @@ from paxlike.data.tuning.labeled_answers import LabeledAnswers, LabeledRows
 from paxlike.data.tuning.preferences import PairRows, Preferences, ScoredPreferences
 from paxlike.devices import mesh
 from paxlike.devices.mesh import MeshSpec
+from paxlike.errors import UserError
 from paxlike.layers.module import Definition
 from paxlike.training.objectives import BradleyTerry, Dpo, Ipo, Kto, Orpo, SimPo
 
@@ -186,3 +187,19 @@ def test_losses_are_those_of_trl_on_any_mesh(models, tmp_path, name):
       norm = jnp.sqrt(sum(jnp.square(g).sum() for g in gradient.values()))
     np.testing.assert_allclose((value, norm), expected, rtol=1e-5)
     assert metrics.get("reference_kl", [1])[0] > 0  # Else it would have no effect.
+
+
+def test_a_bad_combination_is_refused():
+  one: dict[str, Any] = {name: jnp.asarray(x[:1]) for name, x in tiny_model.batch(2).items()}
+  model: Any = tiny_model.tiny().module
+  with pytest.raises(UserError, match="single sequence: raise PERCORE_BATCH_SIZE, or lower"):
+    Kto().total(model, model, one, None)
+  with pytest.raises(UserError, match=r"BradleyTerry trains a RewardModel: .*RewardPairs"):
+    BradleyTerry().total(model, None, one, None)
+  with pytest.raises(UserError, match="USE_LORA freezes the head of a reward model"):
+    command_lines.TinyRewardPairs(USE_LORA=True).trainer()
+  flags = [*command_lines.base("helpers.command_lines.TinyPreferences"), "--job_log_dir={run}"]
+  answer = command_lines.run([*flags, "--fdl.PREFERENCE_LOSS=orpo", "--fdl.SIMPO_GAMMA=1"])
+  assert answer.status == 2
+  assert "SIMPO_GAMMA has no effect" in answer.err
+  assert "PREFERENCE_LOSS=simpo would give it one" in answer.err
