@@ -11,8 +11,10 @@ import pytest
 from helpers.program import curve, run
 from helpers.tiny_model import SEQ_LEN, VOCAB, tiny
 
+import paxlike
 from paxlike.convert.main import run as convert
 from paxlike.devices.mesh import MeshSpec
+from paxlike.errors import UserError
 from paxlike.layers.decoder import forward
 from paxlike.training import train_state
 from paxlike.training.objectives import Dpo
@@ -216,6 +218,18 @@ def test_a_reward_model_of_a_tuned_one_learns_what_is_preferred(prefer, tmp_path
   assert told(folder, "train")[-1]["reward_accuracy"] == 1
   (evaluated,) = told(folder, "eval")
   assert evaluated["preference_acc"] == 1 and evaluated["num_examples"] == 8
+  model, talks = paxlike.load(folder, allow_modules=["my_preferences"]), []
+  for said in (" please 7", " never 7", " please 123456"):
+    talks.append([{"role": "user", "content": "say"}, {"role": "assistant", "content": said}])
+  rewards = model.rewards(talks)
+  assert rewards[0] > rewards[1]
+  np.testing.assert_allclose(rewards, [model.rewards([talk])[0] for talk in talks], rtol=1e-4)
+  with pytest.raises(UserError, match="conversation 1: expected a list of messages"):
+    model.rewards([talks[0], "please"])
+  with pytest.raises(UserError, match=r"conversation 0 has .* more than MAX_SEQ_LEN=48"):
+    model.rewards([[{"role": "user", "content": "say" * 20}]])
+  with pytest.raises(UserError, match="by a reward model: train one with"):
+    paxlike.load(base, allow_modules=["my_preferences"]).rewards(talks)
   capsys.readouterr()
   assert run(f"--job_log_dir={folder}", "--mode=decode", "--prompt=a", *CODE) == 2
   assert "predicts no tokens" in capsys.readouterr().err

@@ -70,8 +70,13 @@ class ScoredPreferences(Preferences):
 
   revision = "whole conversations"
 
+  def scored(self, messages: Sequence[Message]) -> np.ndarray:
+    """Returns the tokens of a conversation, int32 [n], of which the last one's reward counts."""
+    return super().document(messages)["tokens"]
+
   def document(self, messages: Sequence[Message], *, num_given: int = 0) -> dict[str, np.ndarray]:
-    tokens = super().document(messages, num_given=num_given)["tokens"]
+    del num_given
+    tokens = self.scored(messages)
     return {"tokens": np.append(tokens, 0), "weights": np.append(np.zeros(len(tokens)), 1)}
 
 
