@@ -97,7 +97,10 @@ def _enabling(experiment: "Experiment", name: str) -> str:
   """Returns the end of a message: a value of another knob that gives `name` an effect, or ""."""
   began = time.monotonic()
   values = experiment.values()
-  for other, knob in type(experiment).knobs().items():
+  knobs = type(experiment).knobs()
+  # Those that are declared beside it first.
+  near = sorted(knobs.items(), key=lambda item: item[1].declared_in is not knobs[name].declared_in)
+  for other, knob in near:
     is_read = other in experiment.read_names()
     for choice in knob.trials(values[other].value) if is_read else ():
       if time.monotonic() - began > _SEARCH_SECONDS:

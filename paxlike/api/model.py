@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained model in Python: generation, evaluation, logits and export."""
+"""A trained model in Python: generation, evaluation, logits, rewards and export."""
 
 import contextlib
 import copy
@@ -225,6 +225,59 @@ class Model:
       raise UserError(f"tokens are {list(tokens_BT.shape)}: expected [B, T], T at most {most}.")
     with jax.set_mesh(self._decoder.devices):
       return np.asarray(self._forward(self._params, tokens_BT))
+
+  @error_messages.for_python()
+  def rewards(self, conversations: Any) -> list[float]:
+    """Returns the rewards that a reward model gives conversations.
+
+    Args:
+      conversations: Lists of messages, `{"role": "user", "content": "..."}`; the last is the
+        answer.
+
+    Raises:
+      UserError: This is no reward model, or a conversation is no list of messages or too long.
+    """
+    import jax
+
+    from paxlike.data.chat import templates
+    from paxlike.data.tuning.preferences import ScoredPreferences
+    from paxlike.layers import RewardModel
+
+    trainer, given = self._decoder, list(conversations)
+    corpus = getattr(trainer.data, "corpus", None)
+    if not isinstance(trainer.model, RewardModel) or not isinstance(corpus, ScoredPreferences):
+      raise UserError("rewards are given by a reward model: train one with datasets.RewardPairs.")
+    most, documents = trainer.data.seq_len, []
+    for number, messages in enumerate(given):
+      if not templates.are_messages(messages):
+        raise UserError(f"conversation {number}: expected a list of messages: {messages!r:.100}.")
+      documents.append(corpus.scored(messages))
+      if len(documents[-1]) > most:
+        raise UserError(
+          f"conversation {number} has {len(documents[-1])} tokens, more than MAX_SEQ_LEN={most}."
+        )
+    tokens_BT = np.zeros((len(documents), most), np.int32)
+    for row_T, tokens in zip(tokens_BT, documents, strict=True):
+      row_T[: len(tokens)] = tokens
+    with jax.set_mesh(trainer.devices):
+      rewards_BT = np.asarray(self._score(self._params, tokens_BT))
+    return [
+      float(row_T[len(tokens) - 1]) for row_T, tokens in zip(rewards_BT, documents, strict=True)
+    ]
+
+  @functools.cached_property
+  def _score(self) -> Any:
+    import jax
+
+    from paxlike.layers.decoder import context_of
+
+    definition = self._decoder.definition
+
+    def score(params: Any, tokens_BT: jax.Array) -> jax.Array:
+      model = definition.bind(definition.prepare(params))
+      return model.rewards(model.hidden(tokens_BT, context_of({}))[0])
+
+    return jax.jit(score, compiler_options=dict(self._decoder.execution.compiler_options))
 
   @functools.cached_property
   def _forward(self) -> Any:

@@ -85,18 +85,27 @@ class ExampleRows(CorpusRows):
     return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len)
 
   def _make_plan(self, epoch: int) -> EpochPlan:
-    first, last = (int(share * len(self._sizes)) for share in self._split)
-    examples = first + np.flatnonzero(self._sizes[first:last])
-    random = self._random(epoch)
-    if self._shuffle:
-      random.shuffle(examples)
     if not self.packed:
-      return EpochPlan(examples, np.arange(len(examples) + 1))
+      return self._one_by_one(epoch)
+    random = self._random(epoch)
+    examples = self._examples(random)
     rows = best_fit(self._sizes[examples], self.seq_len)
     if self._shuffle:
       random.shuffle(rows)
     starts = np.append(0, np.cumsum([len(row) for row in rows], dtype=np.int64))
     return EpochPlan(examples[np.concatenate([np.zeros(0, np.int64), *rows])], starts)
+
+  def _one_by_one(self, epoch: int) -> EpochPlan:
+    """Returns a plan of one example per sequence."""
+    examples = self._examples(self._random(epoch))
+    return EpochPlan(examples, np.arange(len(examples) + 1))
+
+  def _examples(self, random: np.random.Generator) -> np.ndarray:
+    first, last = (int(share * len(self._sizes)) for share in self._split)
+    examples = first + np.flatnonzero(self._sizes[first:last])
+    if self._shuffle:
+      random.shuffle(examples)
+    return examples
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool

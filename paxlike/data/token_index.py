@@ -25,7 +25,7 @@ class TokenIndex(NamedTuple):
     tokens: uint16 or uint32, memory-mapped.
     offsets: int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]].
     columns: Further values per token. `weights`: uint8 loss mask; `alternatives`: ids of the
-      wrong answer, for multiple choice.
+      wrong answer, for multiple choice; `desirable`: uint8, 1 for all tokens of a desirable answer.
   """
 
   tokens: np.ndarray
@@ -108,7 +108,7 @@ def cached(key: str, documents: Callable[[], Iterable[Document]], *, vocab_size:
 
 
 def _dtype(column: str, vocab_size: int) -> np.dtype:
-  if column == "weights":
+  if column in ("weights", "desirable"):
     return np.dtype(np.uint8)
   return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 

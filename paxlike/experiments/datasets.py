@@ -5,6 +5,7 @@ from typing import Literal
 
 import fiddle as fdl
 
+from paxlike import layers
 from paxlike.config import ranges
 from paxlike.config.knobs import UNSET
 from paxlike.data import mixture, packing, synthetic
@@ -16,12 +17,13 @@ from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokeniz
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from paxlike.data.tuning import preferences
 from paxlike.data.tuning.conversations import Conversations
+from paxlike.data.tuning.labeled_answers import LabeledAnswers, LabeledRows
 from paxlike.data.tuning.preferences import PairRows
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments.tfds import C4, BoolQ, Lambada, Pile, PretrainingTask, Tfds
 from paxlike.training import evaluation, objectives
-from paxlike.training.evaluation import EvalSet
+from paxlike.training.evaluation import EvalSet, Metrics
 
 __all__ = [
   "C4",
@@ -36,6 +38,7 @@ __all__ = [
   "Preferences",
   "Prepared",
   "PretrainingTask",
+  "RewardPairs",
   "Synthetic",
   "TextMixture",
   "Tfds",
@@ -261,16 +264,8 @@ class Jsonl(Chat, Files):
     )
 
 
-class Preferences(Jsonl):
-  """Direct preference optimization, on pairs of answers to a prompt."""
-
-  #: Strength of the KL penalty towards the initial model (beta).
-  DPO_BETA: ranges.Factor = 0.1
-  #: Assumed probability that a preference label is flipped.
-  DPO_LABEL_SMOOTHING: ranges.Smoothing = 0.0
-
-  def objective(self) -> fdl.Config[objectives.Dpo]:
-    return fdl.Config(objectives.Dpo, beta=self.DPO_BETA, label_smoothing=self.DPO_LABEL_SMOOTHING)
+class Answers(Jsonl):
+  """Pairs of answers to a prompt, of which one is preferred."""
 
   def train_data(self) -> fdl.Config:
     return self.conversations("DATA_PATH", split=self.train_split(), shuffle=True)
@@ -278,14 +273,101 @@ class Preferences(Jsonl):
   def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
     found = super().eval_data()
     for one in found.values():
-      one.metrics = (evaluation.preference_acc, evaluation.language_model)
+      one.metrics = (self.metric(), evaluation.language_model)
     return found
+
+  def metric(self) -> Metrics:
+    """Returns the metric of answers."""
+    return evaluation.preference_acc
+
+  def kinds(self) -> tuple[type[ExampleRows], type[Conversations]]:
+    """Returns the classes of sequences and of the corpus."""
+    return PairRows, preferences.Preferences
 
   def conversations(
     self, knob: str, *, split: tuple[float, float], shuffle: bool, packed: bool = True
   ) -> fdl.Config[ExampleRows]:
-    del packed  # The two answers of a sequence are its segments.
+    del packed  # The segments of a sequence are its answers.
     rows = super().conversations(knob, split=split, shuffle=shuffle, packed=True)
-    fdl.update_callable(rows, PairRows)
-    fdl.update_callable(rows.corpus, preferences.Preferences)
+    rows_kind, corpus_kind = self.kinds()
+    fdl.update_callable(rows, rows_kind)
+    fdl.update_callable(rows.corpus, corpus_kind)
     return rows
+
+
+class Preferences(Answers):
+  """Preference optimization, on pairs of answers to a prompt or, for KTO, on labeled answers."""
+
+  #: Loss of preferences. simpo and orpo need no copy of the initial model; kto takes single answers
+  #: that are labeled as desirable or not.
+  PREFERENCE_LOSS: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
+  #: Strength of the KL penalty towards the initial model (beta).
+  DPO_BETA: ranges.Factor = 0.1
+  #: Assumed probability that a preference label is flipped.
+  DPO_LABEL_SMOOTHING: ranges.Smoothing = 0.0
+  #: Strength of the KL penalty towards the initial model (tau in the paper).
+  IPO_BETA: ranges.Factor = 0.1
+  SIMPO_BETA: ranges.Factor = 2.0  #: Factor of the log-probability per token, which is the reward.
+  SIMPO_GAMMA: ranges.NonNegativeFloat = 1.0  #: Margin of rewards that is aimed at.
+  ORPO_LAMBDA: ranges.Factor = 0.1  #: Weight of the loss of the odds ratio.
+  KTO_BETA: ranges.Factor = 0.1  #: Strength of the KL penalty towards the initial model.
+  KTO_DESIRABLE_WEIGHT: ranges.Weight = 1.0  #: Weight of the losses of desirable answers.
+  KTO_UNDESIRABLE_WEIGHT: ranges.Weight = 1.0  #: Weight of the losses of undesirable answers.
+
+  def objective(self) -> fdl.Config[objectives.Objective]:
+    match self.PREFERENCE_LOSS:
+      case "ipo":
+        return fdl.Config(objectives.Ipo, beta=self.IPO_BETA)
+      case "simpo":
+        return fdl.Config(objectives.SimPo, beta=self.SIMPO_BETA, gamma=self.SIMPO_GAMMA)
+      case "orpo":
+        return fdl.Config(objectives.Orpo, odds_weight=self.ORPO_LAMBDA)
+      case "kto":
+        return fdl.Config(
+          objectives.Kto,
+          beta=self.KTO_BETA,
+          desirable_weight=self.KTO_DESIRABLE_WEIGHT,
+          undesirable_weight=self.KTO_UNDESIRABLE_WEIGHT,
+        )
+    smoothing = self.DPO_LABEL_SMOOTHING
+    return fdl.Config(objectives.Dpo, beta=self.DPO_BETA, label_smoothing=smoothing)
+
+  def metric(self) -> Metrics:
+    is_labeled = self.PREFERENCE_LOSS == "kto"
+    return evaluation.labeled_pplx if is_labeled else evaluation.preference_acc
+
+  def kinds(self) -> tuple[type[ExampleRows], type[Conversations]]:
+    is_labeled = self.PREFERENCE_LOSS == "kto"
+    return (LabeledRows, LabeledAnswers) if is_labeled else super().kinds()
+
+
+class RewardPairs(Answers):
+  """A reward model (`layers.RewardModel`), trained on pairs of answers to a prompt.
+
+  The family's output projection is replaced by one to a number, the reward of a conversation.
+  """
+
+  REWARD_CENTERING: ranges.NonNegativeFloat = 0.0  #: Weight of a loss that keeps rewards near 0.
+
+  def model(self) -> fdl.Config[layers.Decoder]:
+    model = super().model()
+    fdl.update_callable(model, layers.RewardModel)
+    model.head, model.soft_cap = self.linear("head"), None
+    return model
+
+  def objective(self) -> fdl.Config[objectives.BradleyTerry]:
+    return fdl.Config(objectives.BradleyTerry, centering=self.REWARD_CENTERING)
+
+  def adapt(self, graph: fdl.Buildable):
+    if self.USE_LORA:
+      raise UserError("USE_LORA freezes the head of a reward model, which is new: leave it out.")
+    super().adapt(graph)
+
+  def eval_data(self) -> dict[str, fdl.Config[EvalSet]]:
+    found = super().eval_data()
+    for one in found.values():
+      one.metrics = (self.metric(),)
+    return found
+
+  def kinds(self) -> tuple[type[ExampleRows], type[Conversations]]:
+    return PairRows, preferences.ScoredPreferences

@@ -21,6 +21,7 @@ from paxlike.inference.generate import Generator, Speed
 from paxlike.inference.request import GeneratedText, Request
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.module import Definition
+from paxlike.layers.reward_model import NO_TOKENS, RewardModel
 from paxlike.telemetry.run_log import RunLog
 
 #: A text to continue, its ids, or a conversation to answer.
@@ -208,9 +209,11 @@ def check(
   """Checks that prompts can be continued; reads and writes nothing.
 
   Raises:
-    UserError: There is no tokenizer, an id is not in the model's vocabulary, or a prompt is too
-      long.
+    UserError: There is no tokenizer, an id is not in the model's vocabulary, a prompt is too long,
+      or the model is a reward model.
   """
+  if isinstance(model, RewardModel):
+    raise UserError(NO_TOKENS)
   if tokenizer is None:
     raise UserError(NO_TOKENIZER)
   if tokenizer.vocab_size > model.vocab_size:

@@ -52,6 +52,7 @@ from paxlike.layers.precision.int8 import Int8
 from paxlike.layers.precision.mxfp8 import MxFp8
 from paxlike.layers.precision.transformer_engine import TransformerEngine
 from paxlike.layers.remat import Remat
+from paxlike.layers.reward_model import RewardModel
 from paxlike.layers.stack import Stack
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
   "QkClip",
   "RelativeBias",
   "Remat",
+  "RewardModel",
   "RmsNorm",
   "Rope",
   "SequentialMtp",

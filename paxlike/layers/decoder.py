@@ -77,8 +77,13 @@ class Decoder(Module):
     self.dropout = None if dropout is None else dropout()
     self.stack = stack(dim)
     self.norm = norm(dim)
-    self.head = None if head is None else head({"model": dim}, {"vocab": vocab_size})
+    self.head = None if head is None else head({"model": dim}, {"vocab": self.num_outputs})
     self.mtp = None if mtp is None else mtp(dim)
+
+  @property
+  def num_outputs(self) -> int:
+    """The number of outputs of the head."""
+    return self.vocab_size
 
   def check_data(self, seq_len: int, num_ids: int | None):
     """Checks that the vocabulary and the position table cover the data.

@@ -20,6 +20,7 @@ from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.layers.decoder import Batch, context_of
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.module import Definition, Params
+from paxlike.layers.reward_model import RewardModel
 from paxlike.processes import phases
 
 
@@ -27,7 +28,7 @@ class Scores(NamedTuple):
   """A model's scores of the targets of a batch, all [B, T].
 
   Attributes:
-    loss_BT: float32, cross-entropy in nats.
+    loss_BT: float32, cross-entropy in nats; of a reward model, minus the rewards.
     correct_BT: bool, the target has the largest logit.
     preferred_BT: bool, the target is more probable than the token of `alternatives` at the same
       position; None without alternatives.
@@ -84,11 +85,24 @@ def boolq_acc(scores: Scores, batch: Batch) -> Sums:
 
 @configurable
 def preference_acc(scores: Scores, batch: Batch) -> Sums:
-  """Fraction of sequences whose segment 1, the preferred answer, is likelier than segment 2."""
+  """Fraction of sequences whose segment 1, the preferred answer, is likelier than segment 2.
+
+  For a reward model, whose segment 1 has the larger reward.
+  """
   answers = [batch["weights"] * (batch["segments"] == part) for part in (1, 2)]
   chosen_B, rejected_B = ((scores.loss_BT * answer_BT).sum(-1) for answer_BT in answers)
   is_pair_B = (answers[0].any(-1) & answers[1].any(-1)).astype(jnp.float32)
   return {"preference_acc": ((chosen_B < rejected_B) * is_pair_B, is_pair_B)}
+
+
+@configurable
+def labeled_pplx(scores: Scores, batch: Batch) -> Sums:
+  """Mean cross-entropies in nats of desirable answers, segment 1, and of undesirable ones."""
+  weights_BT2 = batch["weights"][..., None] * (batch["segments"][..., None] == jnp.array([1, 2]))
+  losses_B2 = (scores.loss_BT[..., None] * weights_BT2).sum(1)
+  weights_B2 = weights_BT2.sum(1)
+  names = ("desirable_log_pplx", "undesirable_log_pplx")
+  return {name: (losses_B2[:, n], weights_B2[:, n]) for n, name in enumerate(names)}
 
 
 def _share_of_examples(right_BT: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -109,6 +123,9 @@ def scores_of(definition: Definition, params: Params, batch: Batch) -> Scores:
   """Returns the scores of a batch; only a chunk of the logits is in memory at a time."""
   model = definition.bind(params)
   x_BTD, _, _ = model.hidden(batch["inputs"], context_of(batch))
+  if isinstance(model, RewardModel):
+    loss_BT = -model.rewards(x_BTD)
+    return Scores(loss_BT, jnp.zeros_like(loss_BT, bool), None)
   arrays = (batch["targets"], batch.get("alternatives"))
   return model.map_logits(lambda logits_BTV, arrays: score(logits_BTV, *arrays), x_BTD, arrays)
 

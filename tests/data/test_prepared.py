@@ -18,6 +18,7 @@ from paxlike.data.packing import PackedRows
 from paxlike.data.prepared import PreparedRows
 from paxlike.data.text.text_files import TextFiles
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
+from paxlike.data.tuning.labeled_answers import LabeledAnswers, LabeledRows
 from paxlike.data.tuning.preferences import PairRows, Preferences
 from paxlike.errors import UserError
 
@@ -52,13 +53,17 @@ def assert_rows(found, expected, numbers):
 def test_rows_of_any_kind_come_back(text, tmp_path):
   pairs = tmp_path / "pairs.jsonl"
   pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-  preferences = Preferences(path=str(pairs), tokenizer=ByteTokenizer(), vocab_size=300)
+  preferences, labeled = (
+    kind(path=str(pairs), tokenizer=ByteTokenizer(), vocab_size=300)
+    for kind in (Preferences, LabeledAnswers)
+  )
   for number, rows in enumerate(
     (
       PackedRows(corpus=text, seq_len=32),
       PackedRows(corpus=text, seq_len=32, packed=False),
       ExampleRows(corpus=text, seq_len=32),
       PairRows(corpus=preferences, seq_len=32),
+      LabeledRows(corpus=labeled, seq_len=32),
     )
   ):
     folder = written(tmp_path / str(number), train=rows)

@@ -51,6 +51,10 @@ class TinyPreferences(datasets.Preferences, gpt.Gpt126M):
   """Pairs of answers."""
 
 
+class TinyRewardPairs(datasets.RewardPairs, gpt.Gpt126M):
+  """A reward model of such pairs."""
+
+
 class TinyMixture(datasets.TextMixture, gpt.Gpt126M):
   """Several texts."""
 
@@ -78,6 +82,7 @@ BASES: dict[str, dict[str, Any]] = {
   },
   "helpers.command_lines.TinyJsonl": {"DATA_PATH": "{folder}/chat.jsonl"},
   "helpers.command_lines.TinyPreferences": {"DATA_PATH": "{folder}/pairs.jsonl"},
+  "helpers.command_lines.TinyRewardPairs": {"DATA_PATH": "{folder}/pairs.jsonl"},
   "helpers.command_lines.TinyMixture": {"DATA_PATHS": "{{a: {folder}/text.txt}}"},
 }
 

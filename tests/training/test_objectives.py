@@ -11,7 +11,10 @@ import pytest
 from helpers.program import curve, run
 from helpers.tiny_model import SEQ_LEN, VOCAB, tiny
 
+import paxlike
+from paxlike.convert.main import run as convert
 from paxlike.devices.mesh import MeshSpec
+from paxlike.errors import UserError
 from paxlike.layers.decoder import forward
 from paxlike.training import train_state
 from paxlike.training.objectives import Dpo
@@ -114,7 +117,7 @@ PREFER = """
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 
-class Prefer(datasets.Preferences, Llama):
+class Tiny(Llama):
   VOCAB_SIZE = 257
   MAX_SEQ_LEN = 48
   NUM_LAYERS = 1
@@ -130,6 +133,12 @@ class Prefer(datasets.Preferences, Llama):
   SUMMARY_INTERVAL_STEPS = 1
   EVAL_INTERVAL_STEPS = 0
   MAX_STEPS = 8
+
+class Prefer(datasets.Preferences, Tiny):
+  pass
+
+class Reward(datasets.RewardPairs, Tiny):
+  pass
 """
 
 
@@ -144,11 +153,14 @@ def prefer(tmp_path, monkeypatch):
   path = tmp_path / "pairs.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-  def train(folder, *flags):
-    data = ("--fdl_config=my_preferences.Prefer", f"--fdl.DATA_PATH={path}")
+  def train(folder, *flags, kind="Prefer"):
+    data = (f"--fdl_config=my_preferences.{kind}", f"--fdl.DATA_PATH={path}")
     return run(*data, f"--job_log_dir={tmp_path / folder}", *flags)
 
   return train
+
+
+CODE = ("--fdl_allow_modules=my_preferences",)
 
 
 def told(folder, kind):
@@ -187,3 +199,40 @@ def test_the_reference_of_a_tuned_model_is_what_it_began_with(prefer, tmp_path):
   first, *_, last = told(tmp_path / "whole", "train")
   assert first["loss"] == pytest.approx(np.log(2), rel=1e-5)
   assert last["loss"] < 0.5 and last["reward_accuracy"] == 1
+
+
+@pytest.mark.slow
+def test_a_reward_model_of_a_tuned_one_learns_what_is_preferred(prefer, tmp_path, capsys):
+  base, folder = tmp_path / "base", tmp_path / "reward"
+  assert prefer("base", "--fdl.PREFERENCE_LOSS=kto") == 0
+  first, *_, last = told(base, "train")
+  assert first["loss"] == pytest.approx(0.5, rel=1e-4) and last["loss"] < first["loss"]
+  assert last["reward_chosen"] > last["reward_rejected"]
+  (evaluated,) = told(base, "eval")
+  assert evaluated["desirable_log_pplx"] < evaluated["undesirable_log_pplx"]
+
+  restore = f"--fdl.CHECKPOINT_RESTORE_PATH={base}"
+  assert prefer("reward", restore, kind="Reward") == 2
+  assert "head.w" in (said := capsys.readouterr().err) and "CHECKPOINT_IGNORE_RULES" in said
+  assert prefer("reward", restore, "--fdl.CHECKPOINT_IGNORE_RULES=head", kind="Reward") == 0
+  assert told(folder, "train")[-1]["reward_accuracy"] == 1
+  (evaluated,) = told(folder, "eval")
+  assert evaluated["preference_acc"] == 1 and evaluated["num_examples"] == 8
+  model, talks = paxlike.load(folder, allow_modules=["my_preferences"]), []
+  for said in (" please 7", " never 7", " please 123456"):
+    talks.append([{"role": "user", "content": "say"}, {"role": "assistant", "content": said}])
+  rewards = model.rewards(talks)
+  assert rewards[0] > rewards[1]
+  np.testing.assert_allclose(rewards, [model.rewards([talk])[0] for talk in talks], rtol=1e-4)
+  with pytest.raises(UserError, match="conversation 1: expected a list of messages"):
+    model.rewards([talks[0], "please"])
+  with pytest.raises(UserError, match=r"conversation 0 has .* more than MAX_SEQ_LEN=48"):
+    model.rewards([[{"role": "user", "content": "say" * 20}]])
+  with pytest.raises(UserError, match="by a reward model: train one with"):
+    paxlike.load(base, allow_modules=["my_preferences"]).rewards(talks)
+  capsys.readouterr()
+  assert run(f"--job_log_dir={folder}", "--mode=decode", "--prompt=a", *CODE) == 2
+  assert "predicts no tokens" in capsys.readouterr().err
+  exported = ["--from=paxlike", f"--path={folder}", f"--to={tmp_path / 'out'}", *CODE]
+  assert convert(exported) == 2
+  assert "of Hugging Face has no" in capsys.readouterr().err

@@ -29,8 +29,10 @@ class Conversations(Corpus):
 
   Attributes:
     fields: The fields of a record that are read.
+    revision: Part of the key of cached documents: changes with their form.
   """
 
+  revision = ""
   fields: Sequence[str] = (
     "messages", "prompt", "completion", "instruction", "input", "output",
   )  # fmt: skip
@@ -97,7 +99,7 @@ class Conversations(Corpus):
       else inspect.getsource(templates)
     )
     stamps = self._files.stamps()
-    kind = type(self).__name__
+    kind = f"{type(self).__name__} {self.revision}".rstrip()
     key = json.dumps([kind, stamps, self._template_name, how, self._tokenizer.fingerprint()])
     index = token_index.cached(key, self._documents, vocab_size=self._vocab_size)
     if not len(index.tokens):
@@ -107,10 +109,26 @@ class Conversations(Corpus):
   def _documents(self) -> Iterator[Document]:
     print(f"tokenizing the conversations of {len(self._files)} files (once)", file=sys.stderr)
     for place, record in self._files.read(self.fields):
-      for messages in self.messages(place, record):
-        if not templates.are_messages(messages):
-          raise UserError(f"{place}: each message needs a role and a content, both strings.")
-        yield self.document(messages)
+      yield from self.documents(place, record)
+
+  def documents(self, place: str, record: Mapping[str, Any]) -> list[Document]:
+    """Returns the documents of a record; `place` is named in errors.
+
+    Raises:
+      UserError: The record is of no known format.
+    """
+    return [self.document(messages) for messages in self.conversations(place, record)]
+
+  def conversations(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
+    """Returns `messages`, checked.
+
+    Raises:
+      UserError: The record is of no known format.
+    """
+    found = self.messages(place, record)
+    if not all(map(templates.are_messages, found)):
+      raise UserError(f"{place}: each message needs a role and a content, both strings.")
+    return found
 
   def messages(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
     """Returns the conversations in a record; `place` is named in errors.
@@ -133,10 +151,16 @@ class Conversations(Corpus):
       )
     return [found]
 
-  def document(self, messages: Sequence[Message]) -> Document:
-    """Returns the tokens and the loss mask (`weights`) of a conversation."""
+  def document(self, messages: Sequence[Message], *, num_given: int = 0) -> dict[str, np.ndarray]:
+    """Returns the tokens and the loss mask (`weights`) of a conversation.
+
+    Args:
+      messages: The conversation.
+      num_given: How many of its first messages are a prompt: answers in them have no loss.
+    """
     tokenizer = self._tokenizer
     parts: list[Part] = self._template(messages)
+    given = sum(message["role"] == "assistant" for message in messages[:num_given])
     encoded = tokenizer.encode_all([part.text for part in parts])
     tokens, weights = [], []
     # A tokenizer's own template includes BOS if the model needs it.
@@ -149,7 +173,8 @@ class Conversations(Corpus):
       if part.ends and tokenizer.eos_id is not None:
         ids = np.append(ids, tokenizer.eos_id)
       tokens.append(ids)
-      weights.append(np.full(len(ids), part.is_target))
+      weights.append(np.full(len(ids), part.is_target and not given))
+      given -= part.is_target and given > 0
     return {"tokens": np.concatenate(tokens), "weights": np.concatenate(weights)}
 
 

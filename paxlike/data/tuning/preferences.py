@@ -2,7 +2,8 @@
 """Preference pairs: a chosen and a rejected answer in one sequence."""
 
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from paxlike.config.configurable import configurable
 from paxlike.data.chat.templates import Message
 from paxlike.data.examples import EpochPlan, ExampleRows
+from paxlike.data.token_index import Document
 from paxlike.data.tuning.conversations import Conversations, conversation
 from paxlike.errors import UserError
 
@@ -18,13 +20,25 @@ from paxlike.errors import UserError
 class Preferences(Conversations):
   """Records of `chosen` and `rejected` answers to a `prompt`, or of two whole conversations.
 
-  A record becomes two documents: the chosen conversation, then the rejected one.
+  A record becomes two documents: the chosen conversation, then the rejected one. The answers are
+  what follows the prompt, or the messages that both conversations begin with.
   """
 
-  fields = ("prompt", "chosen", "rejected")
+  fields: Sequence[str] = ("prompt", "chosen", "rejected", "label")
+  revision = "without loss on answers in the prompt"
+
+  def documents(self, place: str, record: Mapping[str, Any]) -> list[Document]:
+    pair = self.conversations(place, record)
+    num_given = _num_given(record, pair)
+    return [self.document(messages, num_given=num_given) for messages in pair]
 
   def messages(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
     prompt = record.get("prompt")
+    if "label" in record and "chosen" not in record:
+      raise UserError(
+        f"{place}: labeled answers are for PREFERENCE_LOSS=kto; other losses need records with"
+        " prompt, chosen and rejected."
+      )
     pair: list[Any] = [record.get("chosen"), record.get("rejected")]
     if prompt is None and not all(isinstance(one, list) for one in pair):
       there = ", ".join(record)
@@ -33,9 +47,37 @@ class Preferences(Conversations):
     return [one if _is_whole(one) else conversation(prompt, one) for one in pair]
 
 
+def _num_given(record: Mapping[str, Any], pair: Sequence[Sequence[Message]]) -> int:
+  """Returns how many messages of both conversations are the prompt."""
+  if not any(_is_whole(record.get(name)) for name in ("chosen", "rejected")):
+    return len(conversation(record.get("prompt"), []))
+  alike = itertools.takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False))
+  return min(len(list(alike)), *(len(messages) - 1 for messages in pair))
+
+
 def _is_whole(answer: Any) -> bool:
   first = answer[0] if isinstance(answer, list) and answer else None
   return isinstance(first, Mapping) and first.get("role") != "assistant"
+
+
+@configurable
+class ScoredPreferences(Preferences):
+  """Those of `Preferences`, for models that give a whole conversation a reward.
+
+  All tokens are inputs, EOS included: the last one's target, an appended 0, is the only one with
+  weight.
+  """
+
+  revision = "whole conversations"
+
+  def scored(self, messages: Sequence[Message]) -> np.ndarray:
+    """Returns the tokens of a conversation, int32 [n], of which the last one's reward counts."""
+    return super().document(messages)["tokens"]
+
+  def document(self, messages: Sequence[Message], *, num_given: int = 0) -> dict[str, np.ndarray]:
+    del num_given
+    tokens = self.scored(messages)
+    return {"tokens": np.append(tokens, 0), "weights": np.append(np.zeros(len(tokens)), 1)}
 
 
 @configurable

@@ -7,17 +7,20 @@ import numpy as np
 import pytest
 
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer
+from paxlike.data.tuning.labeled_answers import LabeledAnswers, LabeledRows
 from paxlike.data.tuning.preferences import PairRows, Preferences
 from paxlike.errors import UserError
 
 USER = [{"role": "user", "content": "one and one is"}]
+# Of which the answer is part of the prompt.
+TALK = [{"role": "assistant", "content": "?"}, {"role": "user", "content": "?"}]
 TWO, THREE = ([{"role": "assistant", "content": text}] for text in (" two", " three"))
 
 
-def corpus(tmp_path, *rows):
+def corpus(tmp_path, *rows, kind=Preferences):
   path = tmp_path / "pairs.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  return Preferences(path=str(path), tokenizer=ByteTokenizer(), vocab_size=300)
+  return kind(path=str(path), tokenizer=ByteTokenizer(), vocab_size=300)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,8 @@ def corpus(tmp_path, *rows):
     {"chosen": USER + TWO, "rejected": USER + THREE, "prompt": "one and one is"},
     {"chosen": USER + TWO, "rejected": USER + THREE, "prompt": USER},
     {"chosen": TWO, "rejected": THREE, "prompt": "one and one is"},
+    {"chosen": TWO, "rejected": THREE, "prompt": USER + TALK},
+    {"chosen": USER + TALK + TWO, "rejected": USER + TALK + THREE},
   ],
 )
 def test_a_row_has_the_preferred_answer_first(tmp_path, row):
@@ -38,7 +43,8 @@ def test_a_row_has_the_preferred_answer_first(tmp_path, row):
   for segment, text in ((1, "one and one is two"), (2, "one and one is three")):
     here = arrays["segments"][0] == segment
     targets = arrays["targets"][0][here]
-    assert ByteTokenizer().decode(targets) == text[1:]  # The first byte is only input.
+    shown = ByteTokenizer().decode(targets).replace("?", "")
+    assert shown == text[1:]  # The first byte is only input.
     learnt = targets[arrays["weights"][0][here] > 0]
     assert ByteTokenizer().decode(learnt) == text.removeprefix("one and one is")
     assert arrays["positions"][0][here].tolist() == list(range(here.sum()))
@@ -69,6 +75,33 @@ def test_what_is_no_pair_is_said(tmp_path):
       "no prompt, nor messages in chosen and rejected. It has: chosen",
     ),
     ({"chosen": [{"role": "user"}], "rejected": TWO}, "needs a role and a content"),
+    ({"prompt": "a", "completion": "b", "label": True}, "answers are for PREFERENCE_LOSS=kto;"),
   ):
     with pytest.raises(UserError, match=says):
       corpus(tmp_path, row).index()
+
+
+ASKED = {"prompt": USER + TALK, "completion": TWO}
+
+
+def test_each_answer_is_labeled_by_its_segment(tmp_path):
+  pair = {"prompt": "one and one is", "chosen": " two", "rejected": " three"}
+  given = (ASKED | {"label": False}, pair, {"prompt": "a", "completion": "b", "label": True})
+  rows = LabeledRows(corpus=corpus(tmp_path, *given, kind=LabeledAnswers), seq_len=30)
+  arrays = rows.rows(0, np.arange(rows.num_rows(0)))
+  found = set()
+  for row in range(4):
+    used = slice(0, (arrays["segments"][row] > 0).sum())
+    targets, weights = arrays["targets"][row], arrays["weights"][row]
+    (segment,) = np.unique(arrays["segments"][row][used])
+    assert arrays["positions"][row][used].tolist() == list(range(used.stop))
+    assert not arrays["segments"][row][used.stop :].any()
+    found.add((ByteTokenizer().decode(targets[weights > 0]), int(segment)))
+  assert found == {(" two", 2), (" two", 1), (" three", 2), ("b", 1)}
+  assert set(rows.no_rows()) == set(arrays)
+
+
+@pytest.mark.parametrize("row", [ASKED, ASKED | {"label": 1}, {"prompt": "a", "label": True}])
+def test_what_is_no_labeled_answer_is_said(tmp_path, row):
+  with pytest.raises(UserError, match="a label that is true or false, or else prompt, chosen"):
+    corpus(tmp_path, row, kind=LabeledAnswers).index()
