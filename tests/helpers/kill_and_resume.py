@@ -2,6 +2,7 @@
 """Kills a run at random moments, resumes it each time, and compares it with one left alone.
 
     PYTHONPATH=tests python -m helpers.kill_and_resume [--kills=20] [--seed=0] [--fdl.KNOB=VALUE...]
+        [--fdl_config=EXPERIMENT]
 
 The run has these knobs, and saves a checkpoint every 5 steps. Ends with status 1 if a restart does
 not resume from the newest checkpoint, or if the loss of any step differs in any bit. Prints the
@@ -29,8 +30,9 @@ def kill_and_resume(
 ) -> list[str]:
   """Returns what went wrong."""
   # Long enough not to end between two kills.
-  flags = (*TINY, f"--fdl.MAX_STEPS={200 + 40 * kills}", "--fdl.CHECKPOINT_EVERY_N_STEPS=5")
-  flags += ("--fdl.CHECKPOINT_MAX_TO_KEEP=3", *knobs)
+  is_tiny = not any(knob.startswith("--fdl_config") for knob in knobs)
+  flags = (*TINY, f"--fdl.MAX_STEPS={200 + 40 * kills}") if is_tiny else ()
+  flags += ("--fdl.CHECKPOINT_EVERY_N_STEPS=5", "--fdl.CHECKPOINT_MAX_TO_KEEP=3", *knobs)
   alone = start(*flags, f"--job_log_dir={folder / 'alone'}", "--enable_checkpoint_saving=false")
   status, _, err = finish(alone, timeout=3600)
   if status:
