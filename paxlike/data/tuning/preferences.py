@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preference pairs: a chosen and a rejected answer in one sequence."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from paxlike.config.configurable import configurable
-from paxlike.data.chat.templates import Message
+from paxlike.data.chat.openai_messages import Message
 from paxlike.data.examples import EpochPlan, ExampleRows
 from paxlike.data.tuning.conversations import Conversations, conversation
 from paxlike.errors import UserError
@@ -48,9 +47,9 @@ class PairRows(ExampleRows):
   def fingerprint(self) -> str:
     return f"pairs of {super().fingerprint()}"
 
-  @functools.cached_property
-  def _sizes(self) -> np.ndarray:
-    return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len // 2)
+  @property
+  def _most(self) -> int:
+    return self.seq_len // 2
 
   def _make_plan(self, epoch: int) -> EpochPlan:
     first, last = (int(share * (len(self._sizes) // 2)) for share in self._split)

@@ -12,7 +12,7 @@ import numpy as np
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.data.chat import templates
+from paxlike.data.chat import openai_messages, templates
 from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.dataset import Arrays, RowDataset, epoch_random
 from paxlike.data.text.record_files import RecordFiles
@@ -158,7 +158,12 @@ class Prompts(RowDataset):
     """The tokens of the prompt and the fields of each record."""
     found, longest, total = [], 0, 0
     for place, record in self._read():
-      tokens = self.prompt_renderer.tokens(self._messages(place, record))
+      variables = openai_messages.variables(record, place=place)
+      messages = self._messages(place, record)
+      try:
+        tokens = self.prompt_renderer.tokens(messages, variables)
+      except UserError as error:
+        raise UserError(f"{place}: {error}") from None
       if not len(tokens):
         raise UserError(f"{place}: the prompt is empty.")
       total, longest = total + 1, max(longest, len(tokens))
@@ -181,7 +186,7 @@ class Prompts(RowDataset):
     asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if self._system is not None:
       asked = [{"role": "system", "content": self._system}, *asked]
-    if not templates.are_messages(asked):
+    if not openai_messages.are_messages(asked):
       there = ", ".join(record)
       raise UserError(
         f"{place}: no prompt, a text or messages, in the field {self._field} (PROMPT_FIELD). It"
