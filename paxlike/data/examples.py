@@ -72,7 +72,7 @@ class ExampleRows(CorpusRows):
     return self._plan(0).examples
 
   @functools.cached_property
-  def truncated(self) -> tuple[int, int]:
+  def truncated(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
     """How many examples are truncated, and how many of them keep no token with loss."""
     _, offsets, columns = self._index
     sizes = np.diff(offsets)[self._kept] - 1

@@ -44,6 +44,8 @@ class PairRows(ExampleRows):
   Each is truncated to half of `seq_len`.
   """
 
+  segment_names = ("chosen", "rejected")
+
   def fingerprint(self) -> str:
     return f"pairs of {super().fingerprint()}"
 
