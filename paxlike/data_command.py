@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,9 @@ _TRAIN, _EVAL = "train", "eval"
 def main() -> int:
   """Entry point of the `paxlike-data` command. Returns the exit status."""
   console.outlive_readers()
+  # Ctrl-C ends the process at once: Python would drop a KeyboardInterrupt in a callback of its
+  # garbage collector, as JAX has one. Nothing is written but caches, which are replaced as a whole.
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
   return run(sys.argv[1:])
 
 

@@ -229,7 +229,7 @@ def test_targets_are_what_the_assistant_writes(source, messages, expected):
     (
       "plain",
       "{% for m in messages %}{% if m.role == 'assistant' %}{{ messages[loop.index0 - 1].content }}"
-      ":{{ m.content }}{% if not loop.last %}.{% endif %};{% endif %}{% endfor %}",
+      ":{{ m.content }};{% endif %}{% endfor %}",
       "does not show",
     ),
     # A mark of the renderer's own.
