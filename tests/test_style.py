@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
   ("scripts_gpu", "checks", "convert", "report"),
   ("cli",),
   ("root_graph",),
-  ("run_mode",),
+  ("data_command", "run_mode"),
   ("api", "launchers", "plan_mode", "transfer_mode"),
   ("sweep",),
   ("main",),

@@ -239,7 +239,7 @@ class Model:
     """
     import jax
 
-    from paxlike.data.chat import templates
+    from paxlike.data.chat import openai_messages
     from paxlike.data.tuning.preferences import ScoredPreferences
     from paxlike.layers import RewardModel
 
@@ -249,7 +249,7 @@ class Model:
       raise UserError("rewards are given by a reward model: train one with datasets.RewardPairs.")
     most, documents = trainer.data.seq_len, []
     for number, messages in enumerate(given):
-      if not templates.are_messages(messages):
+      if not openai_messages.are_messages(messages):
         raise UserError(f"conversation {number}: expected a list of messages: {messages!r:.100}.")
       documents.append(corpus.scored(messages))
       if len(documents[-1]) > most:

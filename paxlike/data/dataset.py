@@ -52,12 +52,14 @@ class Dataset(abc.ABC):
     is_endless: Whether an epoch never ends: it has `ENDLESS` sequences.
     packed: Whether sequences have `segments` and `positions`, so that attention does not cross
       documents.
+    segment_names: Names of the segments of each sequence, if they have fixed roles.
   """
 
   seq_len: ranges.Size
   sources: tuple[str, ...] = ()
   is_endless: bool = False
   packed: bool = False
+  segment_names: tuple[str, ...] = ()
 
   @property
   def tokenizer(self) -> Tokenizer | None:
@@ -158,6 +160,11 @@ class Dataset(abc.ABC):
     """The number of sequences of the first epoch; None if it is endless or not known."""
     found = self._num_rows_of(0)
     return None if found is None or found >= ENDLESS else found
+
+  @property
+  def truncated(self) -> tuple[int, int] | None:
+    """How many examples are truncated, and how many of them keep no loss; None: not known."""
+    return None
 
   def _check_not_empty(self):  # noqa: B027 - a stream does not know its length.
     """Raises UserError if there is no sequence."""

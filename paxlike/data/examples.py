@@ -8,6 +8,7 @@ without it every token is a target.
 
 import bisect
 import functools
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -46,6 +47,42 @@ class ExampleRows(CorpusRows):
   def _check_not_empty(self):
     if self.num_rows(0) == 0:
       raise UserError("the data has no example of two or more tokens.")
+    truncated, without_loss = self.truncated
+    if without_loss == len(self._kept):
+      raise UserError(
+        f"{self.named}: MAX_SEQ_LEN={self.seq_len} truncates all {without_loss} examples before"
+        " their first token with loss: raise it."
+      )
+    if truncated:
+      print(
+        f"{self.named}: {truncated} of {len(self._kept)} examples are truncated to"
+        f" {self._most} tokens (MAX_SEQ_LEN), {without_loss} of them before their first token with"
+        " loss",
+        file=sys.stderr,
+      )
+
+  @property
+  def _most(self) -> int:
+    """The most positions of an example."""
+    return self.seq_len
+
+  @functools.cached_property
+  def _kept(self) -> np.ndarray:
+    """The examples of the first epoch."""
+    return self._plan(0).examples
+
+  @functools.cached_property
+  def truncated(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    """How many examples are truncated, and how many of them keep no token with loss."""
+    _, offsets, columns = self._index
+    sizes = np.diff(offsets)[self._kept] - 1
+    truncated = self._kept[sizes > self._most]
+    weights = columns.get("weights")
+    if weights is None:
+      return len(truncated), 0
+    begins = offsets[truncated] + 1
+    kept = [weights[begin : begin + self._most].any() for begin in begins]
+    return len(truncated), int(np.sum(np.logical_not(kept)))
 
   def num_rows(self, epoch: int) -> int:
     return len(self._plan(epoch).starts) - 1
@@ -82,7 +119,7 @@ class ExampleRows(CorpusRows):
   @functools.cached_property
   def _sizes(self) -> np.ndarray:
     """The number of positions that each example takes."""
-    return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len)
+    return np.clip(np.diff(self._index.offsets) - 1, 0, self._most)
 
   def _make_plan(self, epoch: int) -> EpochPlan:
     if not self.packed:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from paxlike.data.chat.templates import Message
+from paxlike.data.chat.openai_messages import Message
 from paxlike.errors import UserError
 from paxlike.inference.decoding import Decoding, stream
 from paxlike.processes import phases

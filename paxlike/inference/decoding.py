@@ -12,8 +12,8 @@ import numpy as np
 from etils import epath
 
 from paxlike import file_io, run_folder
+from paxlike.data.chat.openai_messages import Message
 from paxlike.data.chat.prompt_rendering import PromptRenderer
-from paxlike.data.chat.templates import Message
 from paxlike.data.tokenizers.file_tokenizer import FileTokenizer
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
@@ -264,7 +264,7 @@ def tokens_of(
   elif prompt_renderer is None:
     raise UserError(NO_TOKENIZER if tokenizer is None else _no_template(tokenizer))
   else:
-    shown = prompt[-1]["content"]
+    shown = prompt[-1].get("content")
     tokens = prompt_renderer.tokens(prompt).astype(np.int32)
   if not len(tokens):
     raise UserError(f"a prompt has no tokens: {shown!r}; this tokenizer adds no BOS.")

@@ -10,7 +10,7 @@ from typing import Any
 from etils import epath
 
 from paxlike import file_io, untrusted_files
-from paxlike.data.chat import templates
+from paxlike.data.chat import openai_messages
 from paxlike.errors import UserError
 from paxlike.inference.decoding import Prompt
 
@@ -68,7 +68,7 @@ def _prompt(line: str, place: str) -> Prompt:
   return conversation(record, f"--prompt_file={place}")
 
 
-def conversation(record: Mapping[str, Any], place: str) -> Sequence[templates.Message]:
+def conversation(record: Mapping[str, Any], place: str) -> Sequence[openai_messages.Message]:
   """Returns the messages of `{"messages": [...]}`.
 
   Raises:
@@ -79,8 +79,10 @@ def conversation(record: Mapping[str, Any], place: str) -> Sequence[templates.Me
     raise UserError(f"{place}: expected {{'messages': [...]}}, got {dict(record)!r:.100}.")
   messages = record["messages"]
   messages = list(messages) if isinstance(messages, tuple) else messages
-  if not templates.are_messages(messages):
+  if not openai_messages.are_messages(messages):
     raise UserError(f"{place}: messages need a role and a content, both strings.")
   if messages[-1]["role"] == "assistant":
     raise UserError(f"{place} ends with an answer: leave that out.")
+  if given := openai_messages.variables(record, place=place):
+    raise UserError(f"{place}: a prompt to decode has messages only: leave {', '.join(given)} out.")
   return messages

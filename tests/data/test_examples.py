@@ -140,3 +140,11 @@ def test_training_resumes_after_any_batch():
 def test_no_example_is_said(lengths):
   with pytest.raises(UserError, match="no example"):
     make(lengths).batches(1)
+
+
+def test_examples_without_loss_are_counted_and_an_error_if_there_are_no_others(capsys):
+  make([9, 30, 14]).batches(1).close()
+  assert "2 of 3 examples are truncated to 12 tokens" in capsys.readouterr().err
+  assert make([9, 30, 14]).truncated == (2, 1)
+  with pytest.raises(UserError, match="MAX_SEQ_LEN=12 truncates all 2 examples"):
+    make([30, 40]).batches(1)

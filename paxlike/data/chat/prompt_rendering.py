@@ -3,13 +3,14 @@
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from paxlike import untrusted_files
 from paxlike.data.chat import templates, tokenizer_template
-from paxlike.data.chat.templates import Message
+from paxlike.data.chat.openai_messages import Message
 from paxlike.data.tokenizers.file_tokenizer import FileTokenizer
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
@@ -33,13 +34,21 @@ class PromptRenderer:
     """What ends an answer, besides the tokenizer's own end tokens."""
     return templates.turn_end(self._template, self._tokenizer)
 
-  def tokens(self, messages: Sequence[Message]) -> np.ndarray:
+  def tokens(
+    self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+  ) -> np.ndarray:
     """Returns int32 ids [n] of the messages and of the beginning of an answer.
 
+    Args:
+      messages: The messages.
+      variables: See `openai_messages.variables`.
+
     Raises:
-      UserError: The tokenizer's own template refuses the messages.
+      UserError: The template does not render all that was given.
     """
-    text = templates.render(self._template, messages, add_generation_prompt=True)
+    text = templates.render(
+      self._template, messages, add_generation_prompt=True, variables=variables
+    )
     ids = self._tokenizer.encode(text)
     # A tokenizer's own template includes BOS if the model needs it.
     bos = None if self._name == "tokenizer" else self._tokenizer.bos_id

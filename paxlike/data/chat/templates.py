@@ -1,35 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates: messages to text, by a built-in template or the tokenizer's own."""
 
-import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paxlike.data.chat import tokenizer_template
+from paxlike.data.chat import openai_messages, tokenizer_template
+from paxlike.data.chat.openai_messages import Message, Part
+from paxlike.data.chat.own_template import OwnTemplate
 from paxlike.data.chat.tokenizer_template import TokenizerTemplate
 from paxlike.data.tokenizers.tokenizer import Tokenizer
-from paxlike.errors import UserError
-
-# {"role": "system" | "user" | "assistant" ..., "content": text}.
-Message = Mapping[str, str]
-
-
-class Part(NamedTuple):
-  """A span of a rendered conversation.
-
-  Attributes:
-    text: Its text; may be "" if `ends`.
-    is_target: Whether its tokens are targets of the loss.
-    ends: Whether EOS follows.
-  """
-
-  text: str
-  is_target: bool
-  ends: bool = False
-
 
 FILES, MORE_TEMPLATES = tokenizer_template.FILES, tokenizer_template.MORE
 
@@ -113,20 +95,6 @@ def _with_system_in_user(messages: Sequence[Message], form: str) -> list[Message
   return [{**user, "content": text}, *rest]
 
 
-def are_messages(messages: Any) -> bool:
-  """Returns whether a JSON value is a non-empty list of messages."""
-  return (
-    bool(messages)
-    and isinstance(messages, list)
-    and all(
-      isinstance(message, Mapping)
-      and isinstance(message.get("role"), str)
-      and isinstance(message.get("content"), str)
-      for message in messages
-    )
-  )
-
-
 TEMPLATES: dict[str, Template] = {
   template.__name__: template for template in (alpaca, chatml, gemma, llama2, llama3, plain)
 }
@@ -143,28 +111,59 @@ def template(name: str, *, vocab_path: str | None) -> Template:
   source, file, tokens = tokenizer_template.read(pathlib.Path(vocab_path or "tokenizer.json"))
   own = TokenizerTemplate(source, file=file)
   own.check()
-  return functools.partial(_rendered, own, tokens)
+  return OwnTemplate(own, tokens=tokens)
 
 
-def render(template: Template, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+def parts(
+  template: Template, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> list[Part]:
+  """Returns the spans of a conversation.
+
+  Args:
+    template: A result of the function `template`.
+    messages: The messages.
+    variables: See `openai_messages.variables`.
+
+  Raises:
+    UserError: The template does not render all that was given.
+  """
+  if isinstance(template, OwnTemplate):
+    return template(messages, variables)
+  openai_messages.check_plain(messages, variables, template=_name(template))
+  return template(messages)
+
+
+def _name(template: Template) -> str:
+  return next(name for name, one in TEMPLATES.items() if one is template)
+
+
+def render(
+  template: Template,
+  messages: Sequence[Message],
+  *,
+  add_generation_prompt: bool,
+  variables: Mapping[str, Any] | None = None,
+) -> str:
   """Returns the text of messages, without BOS unless the template adds it.
 
   Args:
     template: A result of the function `template`.
     messages: The messages.
     add_generation_prompt: Whether to append the beginning of an answer, as in transformers.
+    variables: See `openai_messages.variables`.
 
   Raises:
-    UserError: The tokenizer's own template refuses them.
+    UserError: The template does not render all that was given.
   """
-  if isinstance(template, functools.partial):
-    own, tokens = template.args
-    return _render(own, tokens, messages, add_generation_prompt=add_generation_prompt)
+  if isinstance(template, OwnTemplate):
+    return template.render(
+      messages, add_generation_prompt=add_generation_prompt, variables=variables
+    )
   if not add_generation_prompt:
-    return "".join(part.text for part in template(messages))
-  parts = template([*messages, {"role": "assistant", "content": ""}])
-  answer = max(number for number, part in enumerate(parts) if part.is_target)
-  return "".join(part.text for part in parts[:answer])
+    return "".join(part.text for part in parts(template, messages, variables or {}))
+  rendered = parts(template, [*messages, {"role": "assistant", "content": ""}], variables or {})
+  answer = max(number for number, part in enumerate(rendered) if part.is_target)
+  return "".join(part.text for part in rendered[:answer])
 
 
 class TurnEnd(NamedTuple):
@@ -199,41 +198,3 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> TurnEnd:
   if ids and (len(ids) == 1 or not tokenizer.decode(np.array(ids[:1]))):
     return TurnEnd((ids[0],), ())
   return TurnEnd((), (lines[0],))
-
-
-def _render(
-  template: TokenizerTemplate,
-  tokens: Mapping[str, str],
-  messages: Sequence[Message],
-  *,
-  add_generation_prompt: bool,
-) -> str:
-  values = {"messages": [*messages], "tools": None, "documents": None, **tokens}
-  return template.render(values | {"add_generation_prompt": add_generation_prompt})
-
-
-def _rendered(
-  template: TokenizerTemplate, tokens: Mapping[str, str], messages: Sequence[Message]
-) -> list[Part]:
-  """Returns the spans of a conversation: the text that each message adds to the previous ones."""
-  text, parts = "", []
-  for number, message in enumerate(messages, 1):
-    if message["role"] == "system" and number < len(messages):
-      continue  # Many templates reject a system message alone.
-    whole = _render(template, tokens, messages[:number], add_generation_prompt=False)
-    if message["role"] == "assistant":
-      asked = _render(template, tokens, messages[: number - 1], add_generation_prompt=True)
-      parts.append(Part(_added(text, asked), False))
-      text = asked
-    parts.append(Part(_added(text, whole), message["role"] == "assistant"))
-    text = whole
-  return parts
-
-
-def _added(before: str, after: str) -> str:
-  if not after.startswith(before):
-    raise UserError(
-      "CHAT_TEMPLATE=tokenizer: a further message changes the rendered text of earlier ones, so the"
-      " loss mask is unknown. Set CHAT_TEMPLATE to a built-in template."
-    )
-  return after[len(before) :]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from paxlike import untrusted_files
 from paxlike.data.chat import template_worker
@@ -48,6 +48,21 @@ def read(tokenizer: pathlib.Path) -> tuple[str, pathlib.Path, dict[str, str]]:
   return source, file, settings.roles(tokenizer_classes.tokens(settings))
 
 
+class Marked(NamedTuple):
+  """A rendered text, and who wrote what.
+
+  Attributes:
+    text: The text.
+    generated: (begin, end) of each `{% generation %}` block; None if the template has none.
+    owned: (begin, end, index) of the text that the template outputs in a loop over messages, with
+      the index of the message.
+  """
+
+  text: str
+  generated: list[tuple[int, int]] | None
+  owned: list[tuple[int, int, int]]
+
+
 class TokenizerTemplate:
   """A Jinja template, rendered in a separate process that starts when first needed.
 
@@ -70,7 +85,15 @@ class TokenizerTemplate:
     Raises:
       UserError: The template fails, exceeds the time limit, or its output is too long.
     """
-    return self._ask(self._process, values)
+    return self._ask(self._process, {"values": values, "marked": False})["text"]
+
+  def marked(self, values: Mapping[str, Any]) -> Marked:
+    """Returns the rendered text with who wrote what.
+
+    Raises:
+      UserError: As `render`, or it cannot be found.
+    """
+    return Marked(**self._ask(self._process, {"values": values, "marked": True}))
 
   @functools.cached_property
   def _process(self) -> subprocess.Popen[str]:
@@ -87,7 +110,7 @@ class TokenizerTemplate:
     self._ask(process, self.source)
     return process
 
-  def _ask(self, process: subprocess.Popen[str], what: Any) -> str:
+  def _ask(self, process: subprocess.Popen[str], what: Any) -> dict[str, Any]:
     assert process.stdin is not None and process.stdout is not None
     try:
       process.stdin.write(f"{json.dumps(what, default=str)}\n")
@@ -105,7 +128,7 @@ class TokenizerTemplate:
     answer = json.loads(line)
     if "error" in answer:
       raise UserError(f"CHAT_TEMPLATE=tokenizer: {self._file}: {answer['error'].rstrip('.')}.")
-    return answer["text"]
+    return answer
 
 
 def _end(process: subprocess.Popen[str]):

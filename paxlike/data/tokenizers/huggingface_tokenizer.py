@@ -18,6 +18,7 @@ from paxlike.data.tokenizers.file_tokenizer import (
   piece_length,
   without_surrogates,
 )
+from paxlike.data.tokenizers.tokenizer import Encoded
 
 
 @configurable
@@ -102,6 +103,12 @@ class HuggingFaceTokenizer(FileTokenizer):
     with library_errors(f"VOCAB_PATH={self._path} cannot encode"):
       encoded = self._model.encode_batch(without_surrogates(texts), add_special_tokens=False)
     return [np.array(encoding.ids, np.int32) for encoding in encoded]
+
+  def encode_with_offsets(self, text: str) -> Encoded:
+    with library_errors(f"VOCAB_PATH={self._path} cannot encode"):
+      (given,) = without_surrogates([text])
+      found = self._model.encode(given, add_special_tokens=False)
+    return Encoded(np.array(found.ids, np.int32), np.array(found.offsets, int).reshape(-1, 2))
 
   def fingerprint(self) -> str:
     return f"tokenizer.json {hashlib.sha256(self._model.to_str().encode()).hexdigest()}"

@@ -4,11 +4,24 @@
 import abc
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
+
+
+class Encoded(NamedTuple):
+  """The ids of a text.
+
+  Attributes:
+    ids: int32 [n].
+    offsets: int [n, 2], where each token begins and ends in the text, in characters.
+  """
+
+  ids: np.ndarray
+  offsets: np.ndarray
 
 
 class Tokenizer(abc.ABC):
@@ -79,6 +92,11 @@ class Tokenizer(abc.ABC):
   def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
     """Returns the ids of each text."""
     return [self.encode(text) for text in texts]
+
+  def encode_with_offsets(self, text: str) -> Encoded | None:
+    """Returns the ids of a text with their places; None if this tokenizer does not know them."""
+    del text
+    return None
 
 
 @configurable

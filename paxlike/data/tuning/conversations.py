@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,22 +14,33 @@ import numpy as np
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data import token_index
-from paxlike.data.chat import templates
+from paxlike.data.chat import openai_messages, templates
+from paxlike.data.chat.openai_messages import Message, Part
+from paxlike.data.chat.own_template import OwnTemplate
 from paxlike.data.chat.prompt_rendering import PromptRenderer
-from paxlike.data.chat.templates import Message, Part
 from paxlike.data.corpus import Corpus
 from paxlike.data.text.record_files import RecordFiles
 from paxlike.data.token_index import Document, TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
+# Changes with how masks of a tokenizer's own template are made: cached tokens are of one version.
+_MASKS = 2
+_NO_MESSAGE = (
+  "each message needs a role and a content, both strings; the content may be missing only beside"
+  " tool_calls or thinking"
+)
+
 
 @configurable
 class Conversations(Corpus):
   """Records of `messages`, of `prompt` and `completion`, or of Alpaca's `instruction`, `output`.
 
+  Messages are OpenAI's, with `tool_calls` and thinking (`openai_messages`). A record may also have
+  `tools`, and `chat_template_kwargs`.
+
   Attributes:
-    fields: The fields of a record that are read.
+    fields: The fields of a record that are read, besides those two.
     revision: Part of the key of cached documents: changes with their form.
   """
 
@@ -94,8 +106,8 @@ class Conversations(Corpus):
   def _index(self) -> TokenIndex:
     template = self._template
     how = (
-      template.args[0].source
-      if isinstance(template, functools.partial)
+      (_MASKS, template.source)
+      if isinstance(template, OwnTemplate)
       else inspect.getsource(templates)
     )
     stamps = self._files.stamps()
@@ -108,16 +120,31 @@ class Conversations(Corpus):
 
   def _documents(self) -> Iterator[Document]:
     print(f"tokenizing the conversations of {len(self._files)} files (once)", file=sys.stderr)
-    for place, record in self._files.read(self.fields):
+    for place, record in self._files.read((*self.fields, "tools", openai_messages.KWARGS)):
       yield from self.documents(place, record)
 
   def documents(self, place: str, record: Mapping[str, Any]) -> list[Document]:
     """Returns the documents of a record; `place` is named in errors.
 
     Raises:
-      UserError: The record is of no known format.
+      UserError: The record is of no known format, or the template cannot render it.
     """
-    return [self.document(messages) for messages in self.conversations(place, record)]
+    return self.rendered(place, record, self.conversations(place, record))
+
+  def rendered(
+    self,
+    place: str,
+    record: Mapping[str, Any],
+    conversations: Sequence[Sequence[Message]],
+    *,
+    num_given: int = 0,
+  ) -> list[Document]:
+    """Returns the document of each conversation of a record; see `document`."""
+    variables = openai_messages.variables(record, place=place)
+    try:
+      return [self.document(messages, variables, num_given=num_given) for messages in conversations]
+    except UserError as error:
+      raise UserError(f"{place}: {error}") from None
 
   def conversations(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
     """Returns `messages`, checked.
@@ -126,8 +153,8 @@ class Conversations(Corpus):
       UserError: The record is of no known format.
     """
     found = self.messages(place, record)
-    if not all(map(templates.are_messages, found)):
-      raise UserError(f"{place}: each message needs a role and a content, both strings.")
+    if not all(map(openai_messages.are_messages, found)):
+      raise UserError(f"{place}: {_NO_MESSAGE}.")
     return found
 
   def messages(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
@@ -143,7 +170,7 @@ class Conversations(Corpus):
       found = conversation(asked, record.get("output"))
     elif found is None:
       found = conversation(record.get("prompt"), record.get("completion"))
-    if not templates.are_messages(found):
+    if not openai_messages.are_messages(found):
       there = ", ".join(record)
       raise UserError(
         f"{place}: a record needs messages with role and content, or prompt and completion, or"
@@ -151,31 +178,105 @@ class Conversations(Corpus):
       )
     return [found]
 
-  def document(self, messages: Sequence[Message], *, num_given: int = 0) -> dict[str, np.ndarray]:
+  def document(
+    self,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    num_given: int = 0,
+  ) -> dict[str, np.ndarray]:
     """Returns the tokens and the loss mask (`weights`) of a conversation.
 
     Args:
-      messages: The conversation.
-      num_given: How many of its first messages are a prompt: answers in them have no loss.
+      messages: The messages.
+      variables: See `openai_messages.variables`.
+      num_given: How many of the first messages are a prompt: answers in them have no loss.
+
+    Raises:
+      UserError: The template does not render all that was given, or the loss would be on nothing or
+        on everything.
     """
-    tokenizer = self._tokenizer
-    parts: list[Part] = self._template(messages)
-    given = sum(message["role"] == "assistant" for message in messages[:num_given])
-    encoded = tokenizer.encode_all([part.text for part in parts])
-    tokens, weights = [], []
+    parts = self._parts(messages, variables or {}, num_given)
+    ids, weights = self._encoded(parts)
+    _check_mask(weights, messages)
     # A tokenizer's own template includes BOS if the model needs it.
-    start = None if self._template_name == "tokenizer" else tokenizer.bos_id
+    start = None if self._template_name == "tokenizer" else self._tokenizer.bos_id
     if start is None and parts[0].is_target:
-      start = tokenizer.eos_id  # The first target needs an input before it.
+      start = self._tokenizer.eos_id  # The first target needs an input before it.
     if start is not None:
-      tokens, weights = [np.array([start])], [np.zeros(1)]
-    for part, ids in zip(parts, encoded, strict=True):
+      ids, weights = np.append(start, ids), np.append(0, weights)
+    return {"tokens": ids, "weights": weights}
+
+  def _parts(
+    self, messages: Sequence[Message], variables: Mapping[str, Any], num_given: int
+  ) -> Sequence[Part]:
+    """Returns the rendered parts; see `document`."""
+    parts, given = templates.parts(self._template, messages, variables), messages[:num_given]
+    if not any(message["role"] == "assistant" for message in given):
+      return parts
+    left = sum(part.is_target for part in templates.parts(self._template, given, variables))
+    before = list(itertools.accumulate(part.is_target for part in parts))
+    return [
+      part._replace(is_target=part.is_target and count > left)
+      for part, count in zip(parts, before, strict=True)
+    ]
+
+  def _encoded(self, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids [n] and their loss mask [n]."""
+    tokenizer = self._tokenizer
+    if isinstance(self._template, OwnTemplate):
+      found = _encoded_whole(tokenizer, parts)
+      if found is not None:
+        return found
+    ids, weights = [], []
+    encoded = tokenizer.encode_all([part.text for part in parts])
+    for part, some in zip(parts, encoded, strict=True):
       if part.ends and tokenizer.eos_id is not None:
-        ids = np.append(ids, tokenizer.eos_id)
-      tokens.append(ids)
-      weights.append(np.full(len(ids), part.is_target and not given))
-      given -= part.is_target and given > 0
-    return {"tokens": np.concatenate(tokens), "weights": np.concatenate(weights)}
+        some = np.append(some, tokenizer.eos_id)
+      ids.append(some)
+      weights.append(np.full(len(some), part.is_target))
+    return np.concatenate(ids), np.concatenate(weights)
+
+
+def _encoded_whole(
+  tokenizer: Tokenizer, parts: Sequence[Part]
+) -> tuple[np.ndarray, np.ndarray] | None:
+  """Returns the ids [n] of the text of all parts, and their loss mask [n].
+
+  The text is encoded as a whole, as in transformers. Where a token would overlap two parts, its
+  sides are encoded apart, as a prompt and its answer are. None: the tokenizer has no offsets.
+  """
+  text = "".join(part.text for part in parts)
+  edges = np.cumsum([len(part.text) for part in parts])
+  cuts: set[int] = set()
+  while True:
+    bounds = [0, *sorted(cuts), len(text)]
+    ids, begins, ends = [], [], []
+    for begin, end in itertools.pairwise(bounds):
+      some = tokenizer.encode_with_offsets(text[begin:end])
+      if some is None:
+        return None
+      ids.append(some.ids)
+      begins.append(some.offsets[:, 0] + begin)
+      ends.append(some.offsets[:, 1] + begin)
+    first, last = np.concatenate(begins), np.concatenate(ends)
+    part = np.searchsorted(edges, first, side="right")
+    torn = edges[np.minimum(part, len(edges) - 1)] < last
+    if not torn.any():
+      is_target = np.array([part.is_target for part in parts])
+      return np.concatenate(ids), is_target[np.minimum(part, len(parts) - 1)]
+    cuts |= {*edges[part[torn]].tolist()}
+
+
+def _check_mask(weights: np.ndarray, messages: Sequence[Message]):
+  if not weights.any():
+    raise UserError("no token has loss: there is no answer of role assistant, or it is empty.")
+  others = any(one["role"] != "assistant" and one.get("content") for one in messages)
+  if weights.all() and others:
+    raise UserError(
+      "all tokens have loss, also those of other roles than assistant: {% generation %} of the"
+      " chat template is around them, too."
+    )
 
 
 def conversation(asked: Any, answered: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paxlike.config.configurable import configurable
-from paxlike.data.chat import templates
+from paxlike.data.chat import openai_messages
 from paxlike.data.dataset import Arrays
 from paxlike.data.examples import EpochPlan, ExampleRows
 from paxlike.data.token_index import Document
@@ -31,13 +31,15 @@ class LabeledAnswers(Preferences):
       return [_labeled(document, label) for document, label in zip(pair, (1, 0), strict=True)]
     prompt, label = record.get("prompt"), record.get("label")
     messages = conversation(prompt, record.get("completion"))
-    if not isinstance(label, bool) or not templates.are_messages(messages):
+    if not isinstance(label, bool) or not openai_messages.are_messages(messages):
       there = ", ".join(record)
       raise UserError(
         f"{place}: a record needs prompt and completion, and a label that is true or false, or else"
         f" prompt, chosen and rejected. It has: {there}."
       )
-    return [_labeled(self.document(messages, num_given=len(conversation(prompt, []))), label)]
+    num_given = len(conversation(prompt, []))
+    (document,) = self.rendered(place, record, [messages], num_given=num_given)
+    return [_labeled(document, label)]
 
 
 @configurable

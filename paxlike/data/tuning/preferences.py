@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preference pairs: a chosen and a rejected answer in one sequence."""
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paxlike.config.configurable import configurable
-from paxlike.data.chat.templates import Message
+from paxlike.data.chat.openai_messages import Message
 from paxlike.data.examples import EpochPlan, ExampleRows
 from paxlike.data.token_index import Document
 from paxlike.data.tuning.conversations import Conversations, conversation
@@ -30,7 +29,7 @@ class Preferences(Conversations):
   def documents(self, place: str, record: Mapping[str, Any]) -> list[Document]:
     pair = self.conversations(place, record)
     num_given = _num_given(record, pair)
-    return [self.document(messages, num_given=num_given) for messages in pair]
+    return self.rendered(place, record, pair, num_given=num_given)
 
   def messages(self, place: str, record: Mapping[str, Any]) -> list[list[Message]]:
     prompt = record.get("prompt")
@@ -74,9 +73,15 @@ class ScoredPreferences(Preferences):
     """Returns the tokens of a conversation, int32 [n], of which the last one's reward counts."""
     return super().document(messages)["tokens"]
 
-  def document(self, messages: Sequence[Message], *, num_given: int = 0) -> dict[str, np.ndarray]:
+  def document(
+    self,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    num_given: int = 0,
+  ) -> dict[str, np.ndarray]:
     del num_given
-    tokens = self.scored(messages)
+    tokens = super().document(messages, variables)["tokens"]
     return {"tokens": np.append(tokens, 0), "weights": np.append(np.zeros(len(tokens)), 1)}
 
 
@@ -87,12 +92,14 @@ class PairRows(ExampleRows):
   Each is truncated to half of `seq_len`.
   """
 
+  segment_names = ("chosen", "rejected")
+
   def fingerprint(self) -> str:
     return f"pairs of {super().fingerprint()}"
 
-  @functools.cached_property
-  def _sizes(self) -> np.ndarray:
-    return np.clip(np.diff(self._index.offsets) - 1, 0, self.seq_len // 2)
+  @property
+  def _most(self) -> int:
+    return self.seq_len // 2
 
   def _make_plan(self, epoch: int) -> EpochPlan:
     first, last = (int(share * (len(self._sizes) // 2)) for share in self._split)

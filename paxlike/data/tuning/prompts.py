@@ -12,7 +12,7 @@ import numpy as np
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
-from paxlike.data.chat import templates
+from paxlike.data.chat import openai_messages, templates
 from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.dataset import Arrays, RowDataset, epoch_random
 from paxlike.data.text.record_files import RecordFiles
@@ -31,6 +31,7 @@ class Prompts(RowDataset):
 
   Attributes:
     max_tokens: P.
+    field: The field of a record that has the prompt.
   """
 
   def __init__(
@@ -67,7 +68,7 @@ class Prompts(RowDataset):
     """
     self.seq_len = seq_len
     self._files = RecordFiles(path, knob=knob)
-    self._field = field
+    self.field = field
     self._tokenizer = tokenizer
     self._vocab_size = vocab_size
     self.max_tokens = max_tokens
@@ -114,7 +115,7 @@ class Prompts(RowDataset):
     return {"prompts": prompts, "records": np.zeros((0, 1), np.int32)}
 
   def fingerprint(self) -> str:
-    order = (self._field, self.max_tokens, self._template_name, self._system, self._seed)
+    order = (self.field, self.max_tokens, self._template_name, self._system, self._seed)
     key = json.dumps([self._identity(), order, self._shuffle, self._tokenizer.fingerprint()])
     return f"prompts {hashlib.sha256(key.encode()).hexdigest()}"
 
@@ -158,7 +159,12 @@ class Prompts(RowDataset):
     """The tokens of the prompt and the fields of each record."""
     found, longest, total = [], 0, 0
     for place, record in self._read():
-      tokens = self.prompt_renderer.tokens(self._messages(place, record))
+      variables = openai_messages.variables(record, place=place)
+      messages = self._messages(place, record)
+      try:
+        tokens = self.prompt_renderer.tokens(messages, variables)
+      except UserError as error:
+        raise UserError(f"{place}: {error}") from None
       if not len(tokens):
         raise UserError(f"{place}: the prompt is empty.")
       total, longest = total + 1, max(longest, len(tokens))
@@ -177,14 +183,14 @@ class Prompts(RowDataset):
     return found
 
   def _messages(self, place: str, record: Mapping[str, Any]) -> list[Any]:
-    prompt = record.get(self._field)
+    prompt = record.get(self.field)
     asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if self._system is not None:
       asked = [{"role": "system", "content": self._system}, *asked]
-    if not templates.are_messages(asked):
+    if not openai_messages.are_messages(asked):
       there = ", ".join(record)
       raise UserError(
-        f"{place}: no prompt, a text or messages, in the field {self._field} (PROMPT_FIELD). It"
+        f"{place}: no prompt, a text or messages, in the field {self.field} (PROMPT_FIELD). It"
         f" has: {there}."
       )
     return asked

@@ -20,6 +20,7 @@ TALK = [
   {"role": "user", "content": "Bye"},
   {"role": "assistant", "content": "See you."},
 ]
+ANSWER = {"role": "assistant", "content": "b"}
 OWN = (
   "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}"
   "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -129,6 +130,38 @@ def test_what_is_no_conversation_is_named(tmp_path, row):
     make(tmp_path, good, row).index()
 
 
+@pytest.mark.parametrize(
+  ("messages", "more", "says"),
+  [
+    ([{"role": "user", "content": "a"}], {}, "no token has loss"),
+    (
+      [{"role": "user", "content": "a"}, {"role": "assistant"}],
+      {},
+      "needs a record|needs messages",
+    ),
+    ([{"role": "assistant", "content": "b", "thinking": "c"}], {}, "no place for thinking: set"),
+    (
+      [{"role": "assistant", "content": "b"}],
+      {"tools": [{"name": "f"}]},
+      "no place for tools: set",
+    ),
+    ([{"role": "assistant", "content": "b"}], {"tools": "f"}, "tools needs a list"),
+  ],
+)
+def test_a_record_that_is_not_learnt_as_it_is_is_named(tmp_path, messages, more, says):
+  good = {"prompt": "a", "completion": "b"}
+  with pytest.raises(UserError, match=rf"talks\.jsonl:2: .*{says}"):
+    make(tmp_path, good, {"messages": messages, **more}).index()
+
+
+def test_a_mask_of_everything_is_refused(tmp_path, own):
+  source = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+  (tmp_path / "chat_template.jinja").write_text(source)
+  options = {"tokenizer": HuggingFaceTokenizer(own), "template": "tokenizer", "vocab_path": own}
+  with pytest.raises(UserError, match=r"talks\.jsonl:1: all tokens have loss"):
+    make(tmp_path, {"messages": TALK}, **options).index()
+
+
 def test_what_changes_is_tokenized_again(tmp_path, capsys):
   make(tmp_path, {"prompt": "a", "completion": "b"})
   for template in ("plain", "plain", "chatml"):
@@ -231,7 +264,7 @@ def test_templates_that_cannot_be_used_are_said(tmp_path, own):
   config = tmp_path / "tokenizer_config.json"
   options = {"tokenizer": HuggingFaceTokenizer(own), "template": "tokenizer", "vocab_path": own}
   for source, says in (
-    ("{{ messages | length }}", "changes the rendered text of earlier"),
+    ("{{ messages | length }}", "does not render the content of the last"),
     ("{{ raise_exception('No system here') }}", "No system here"),
     ("{% if %}", "CHAT_TEMPLATE=tokenizer: "),
     ("{{ messages[0].role.what.who }}", "CHAT_TEMPLATE=tokenizer: .*what"),
