@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import fiddle as fdl
 import numpy as np
@@ -25,11 +25,11 @@ from paxlike.convert import (
   streaming,
   tokenizer_files,
 )
-from paxlike.convert.exporting import ExportedRun, adapted, family_of
+from paxlike.convert.exporting import ExportedRun, adapters, family_of
 from paxlike.convert.known_keys import Declared
 from paxlike.convert.matching import Match
 from paxlike.convert.safetensors_files import TensorFolder, TensorSpec, read_json
-from paxlike.convert.stored import adapter_of
+from paxlike.convert.stored import Adapter, Stored, magnitudes
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
@@ -42,9 +42,10 @@ _DECLARED = Declared(
     "r": ranges.Size,
     "lora_alpha": ranges.Factor,
     "lora_dropout": ranges.Probability,
+    "use_dora": bool,
     "use_rslora": bool,
   },
-  defaults={"lora_dropout": 0.0, "use_rslora": False},
+  defaults={"lora_dropout": 0.0, "use_dora": False, "use_rslora": False},
   fixed={
     "bias": "none",
     "ensure_weight_tying": False,
@@ -53,7 +54,6 @@ _DECLARED = Declared(
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     "lora_bias": False,
     "use_bdlora": False,
-    "use_dora": False,
     "use_qalora": False,
     # With any value of these it is not plain LoRA.
     "alora_invocation_tokens": None,
@@ -83,16 +83,28 @@ _DECLARED = Declared(
 )
 
 
+class _Part(NamedTuple):
+  """A weight of an adapter: PEFT's name, our name, PEFT's shape and the adapted weight."""
+
+  theirs: str
+  ours: str
+  shape: tuple[int, ...]
+  of: Match
+
+
 def _names(match: Match) -> tuple[str, ...]:
-  """Returns PEFT's names of A [rank, inputs] and B [outputs, rank]; () if it is not a matrix."""
+  """Returns PEFT's names of A [rank, inputs], B [outputs, rank] and of DoRA's magnitudes [outputs].
+
+  () if the weight is not a matrix.
+  """
   if not isinstance(match.rule, Matrix):
     return ()
   module = f"base_model.model.{match.theirs[0].removesuffix('.weight')}"
-  return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+  return tuple(f"{module}.lora_{name}" for name in ("A.weight", "B.weight", "magnitude_vector"))
 
 
-def _a_and_b(match: Match, rank: int) -> list[tuple[str, str, tuple[int, int]]]:
-  """Returns (PEFT's name, our name, PEFT's shape) of A and B of an adapter.
+def _parts(match: Match, adapter: Adapter, rank: int) -> list[_Part]:
+  """Returns the weights of an adapter.
 
   Raises:
     UserError: PEFT cannot represent it.
@@ -102,9 +114,20 @@ def _a_and_b(match: Match, rank: int) -> list[tuple[str, str, tuple[int, int]]]:
       f"PEFT cannot represent the adapter of {match.ours}: Hugging Face stores {match.theirs[0]}"
       " in another form."
     )
-  inputs = math.prod(match.shape[: match.rule.inputs])
-  shapes = (rank, inputs), (math.prod(match.shape) // inputs, rank)
-  return list(zip(_names(match), adapter_of(match.ours), shapes, strict=True))
+  inputs = _num_inputs(match)
+  outputs = math.prod(match.shape) // inputs
+  shapes = (rank, inputs), (outputs, rank), (outputs,)
+  given = zip(_names(match), adapter.names, shapes, strict=False)
+  return [_Part(theirs, ours, shape, match) for theirs, ours, shape in given]
+
+
+def _num_inputs(match: Match) -> int:
+  assert isinstance(match.rule, Matrix)
+  return math.prod(match.shape[: match.rule.inputs])
+
+
+def _magnitudes(base: Stored, match: Match) -> np.ndarray:
+  return magnitudes(base.read(match.ours).reshape(_num_inputs(match), -1))
 
 
 class TrainedAdapters:
@@ -125,20 +148,26 @@ class TrainedAdapters:
     self.matches = [match for match in run.adapted if not match.ours.startswith(MTP)]
     self._run = run
     rank = run.experiment.LORA_RANK
-    self._parts = [part for match in self.matches for part in _a_and_b(match, rank)]
+    adapters = run.adapter_of
+    self._parts = [p for m in self.matches for p in _parts(m, adapters[m.ours], rank)]
 
   def table(self) -> str:
     """Returns a line for each weight of an adapter: its name, PEFT's shape and PEFT's name."""
-    return "\n".join(f"{ours} {list(shape)} -> {theirs}" for theirs, ours, shape in self._parts)
+    return "\n".join(f"{part.ours} {list(part.shape)} -> {part.theirs}" for part in self._parts)
 
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must be missing or empty."""
     experiment = self._run.experiment
-    specs = {theirs: TensorSpec(shape, np.dtype(dtype)) for theirs, _, shape in self._parts}
-    sources = {theirs: ours for theirs, ours, _ in self._parts}
+    rank = experiment.LORA_RANK
+    specs = {part.theirs: TensorSpec(part.shape, np.dtype(dtype)) for part in self._parts}
+    sources = {part.theirs: part for part in self._parts}
 
     def value(name: str) -> np.ndarray:
-      weight = self._run.adapters.read(sources[name])
+      part = sources[name]
+      weight = self._run.adapters.read(part.ours)
+      if len(part.shape) == 1:
+        assert self._run.base_weights is not None
+        return _magnitudes(self._run.base_weights, part.of) + weight.reshape(-1)
       is_a = ".lora_A." in name
       flat = weight.reshape(-1, weight.shape[-1]) if is_a else weight.reshape(len(weight), -1)
       return flat.T
@@ -147,8 +176,10 @@ class TrainedAdapters:
       "peft_type": "LORA",
       "task_type": "CAUSAL_LM",
       "base_model_name_or_path": self._run.base,
-      "r": experiment.LORA_RANK,
-      "lora_alpha": experiment.LORA_RANK * self._run.lora_scale,
+      "r": rank,
+      "lora_alpha": rank if experiment.LORA_ALPHA is None else experiment.LORA_ALPHA,
+      "use_rslora": experiment.LORA_RSLORA,
+      "use_dora": experiment.LORA_DORA,
       "lora_dropout": experiment.LORA_DROPOUT,
       "target_modules": sorted({match.theirs[0].split(".")[-2] for match in self.matches}),
       "bias": "none",
@@ -186,8 +217,8 @@ class PeftAdapter:
     declared = _DECLARED.read(config, place=str(path / _CONFIG))
     self._base = base
     self._rank: int = declared["r"]
-    root = math.sqrt(self._rank) if declared["use_rslora"] else self._rank
-    self._alpha = self._rank * declared["lora_alpha"] / root
+    self._alpha: float = declared["lora_alpha"]
+    self._kind = {"rslora": declared["use_rslora"], "dora": declared["use_dora"]}
     self._dropout: float = declared["lora_dropout"]
     self._tensors = TensorFolder(path / _TENSORS)
     self._graph: Any = graph_file.read(base / "config.json", allow_modules=allow_modules)
@@ -203,16 +234,22 @@ class PeftAdapter:
     if not self._roles:
       raise UserError(f"the adapter matches no linear map of {base}.")
     fiddlers.lora(
-      self._graph, rank=self._rank, alpha=self._alpha, dropout=self._dropout, roles=self._roles
+      self._graph,
+      rank=self._rank,
+      alpha=self._alpha,
+      dropout=self._dropout,
+      roles=self._roles,
+      **self._kind,
     )
     self._definition = Definition(
       cast(Any, building.build(self._graph.model)), trained=self._graph.trained
     )
-    self.matches = adapted(matches, self._definition)
+    self._adapters = adapters(matches, self._definition)
+    self.matches = [match for match in matches if match.ours in self._adapters]
     self._check()
 
   def _check(self):
-    wanted = {name: shape for name, _, shape in self._all_parts()}
+    wanted = {part.theirs: part.shape for part in self._all_parts()}
     there = self._tensors.specs
     if lacking := sorted(wanted.keys() - there.keys()):
       raise UserError(f"the adapter lacks {', '.join(lacking[:5])}.")
@@ -222,14 +259,14 @@ class PeftAdapter:
       if (found := there[name].shape) != shape:
         raise UserError(f"{name} is {list(found)}, but {self._base} needs {list(shape)}.")
 
-  def _all_parts(self) -> list[tuple[str, str, tuple[int, int]]]:
-    return [part for match in self.matches for part in _a_and_b(match, self._rank)]
+  def _all_parts(self) -> list[_Part]:
+    return [p for m in self.matches for p in _parts(m, self._adapters[m.ours], self._rank)]
 
   def table(self) -> str:
     """Returns a line for each adapted weight: its name and shape, and where its adapter is."""
     return "\n".join(
-      f"{ours} {list(self._definition.weights[ours].shape)} <- {theirs}"
-      for theirs, ours, _ in self._all_parts()
+      f"{part.ours} {list(self._definition.weights[part.ours].shape)} <- {part.theirs}"
+      for part in self._all_parts()
     )
 
   def convert(self, to: pathlib.Path, *, dtype: str):
@@ -243,6 +280,8 @@ class PeftAdapter:
       "MTP_NUM_LAYERS": 0,
       "LORA_RANK": self._rank,
       "LORA_ALPHA": self._alpha,
+      "LORA_RSLORA": self._kind["rslora"],
+      "LORA_DORA": self._kind["dora"],
       "LORA_DROPOUT": self._dropout,
       "LORA_TARGET_LAYERS": ",".join(self._roles),
       "CHECKPOINT_RESTORE_PATH": base,
@@ -255,17 +294,21 @@ class PeftAdapter:
     restore.check(definition)
     with new_folder.filling(to, flag="to") as folder:
       layout = layout_of(definition.module)
-      streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
+      stored = Stored(pathlib.Path(restore.folder), None, layout)
+      weights = self._weights(stored)
+      streaming.write(folder / "checkpoints", weights, dtype=np.dtype(dtype), layout=layout)
       tokenizer_files.copy(pathlib.Path(base), folder)
       experiment_files.write(folder, graph, experiment)
       (folder / PROVENANCE).write_text(
         restore.provenance(restore.saved.find(None), [], definition.frozen)
       )
 
-  def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
-    for theirs, ours, _ in self._all_parts():
-      shape = self._definition.weights[ours].shape
-      yield f"params.{ours}", self._tensors.read(theirs).T.reshape(shape)
+  def _weights(self, base: Stored) -> Iterator[tuple[str, np.ndarray]]:
+    for part in self._all_parts():
+      value = self._tensors.read(part.theirs)
+      if len(part.shape) == 1:
+        value = value.astype(np.float32) - _magnitudes(base, part.of)
+      yield f"params.{part.ours}", value.T.reshape(self._definition.weights[part.ours].shape)
 
 
 def _use_copied_tokenizer(graph: Any, experiment: Experiment, base: str):

@@ -80,13 +80,17 @@ def lora(
   dropout: ranges.Probability = 0.0,
   roles: Sequence[str] = LORA_ROLES["all"],
   base: str | None = None,
+  rslora: bool = False,
+  dora: bool = False,
 ):
   """Adds LoRA to the linear maps of these roles, and freezes all other weights.
 
-  The adapters' scale is alpha / rank, or 1 if alpha is None.
+  The adapters' scale is alpha / rank, with `rslora` alpha / sqrt(rank), or 1 if alpha is None.
+  `dora` adds a magnitude of each output.
   `base`, int8 or nf4, is the weight-only quantization of the blocks' linear maps and experts.
   """
-  adapter = fdl.Partial(layers.Lora, rank=rank, scale=1.0 if alpha is None else alpha / rank)
+  scale = layers.lora.scale_of(rank, alpha, rslora=rslora)
+  adapter = fdl.Partial(layers.Dora if dora else layers.Lora, rank=rank, scale=scale)
   if dropout:
     adapter.dropout = fdl.Partial(layers.Dropout, rate=dropout)
   if not roles:
@@ -100,6 +104,11 @@ def lora(
     raise UserError(
       f"LORA_TARGET_LAYERS (roles): no linear map has the role {' or '.join(map(repr, absent))};"
       f" expected {', '.join(LORA_ROLES)}, or some of {', '.join(sorted(there))}."
+    )
+  if dora and dropout and any(getattr(node, "dot", None) is not None for node in adapted):
+    raise UserError(
+      "LORA_DORA with LORA_DROPOUT multiplies by the base weights twice, which matmuls in 8 bits"
+      " cannot: leave LORA_DROPOUT or QUANTIZATION out."
     )
   for node in adapted:
     node.lora = copy.deepcopy(adapter)

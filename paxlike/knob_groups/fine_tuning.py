@@ -22,6 +22,8 @@ class FineTuningKnobs(Knobs):
   USE_LORA: bool = False  #: Train only LoRA adapters of linear maps.
   LORA_RANK: ranges.Size = 8  #: Rank of the adapters.
   LORA_ALPHA: ranges.Factor | None = None  #: Scale: LORA_ALPHA / LORA_RANK. None: 1.
+  LORA_RSLORA: bool = False  #: Scale: LORA_ALPHA / sqrt(LORA_RANK) (rsLoRA).
+  LORA_DORA: bool = False  #: Also train the magnitude of each output (DoRA).
   LORA_DROPOUT: ranges.Probability = 0.0  #: Dropout of the adapters' inputs.
   LORA_BASE_QUANTIZATION: Literal["int8", "nf4"] | None = (
     None  #: Weight-only quantization of the base model's matrices (QLoRA). None: compute dtype.
@@ -41,6 +43,14 @@ class FineTuningKnobs(Knobs):
       ignore=(*self.CHECKPOINT_IGNORE_RULES, *([layers.lora.WEIGHTS] if self.USE_LORA else [])),
     )
 
+  def lora_scale(self) -> float:
+    """Returns the multiplier of the adapters' outputs."""
+    alpha = self.LORA_ALPHA
+    return layers.lora.scale_of(self.LORA_RANK, alpha, rslora=self._rslora())
+
+  def _rslora(self) -> bool:
+    return self.LORA_ALPHA is not None and self.LORA_RSLORA  # Without alpha it has no effect.
+
   def adapt(self, graph: fdl.Buildable):
     """Adds LoRA, if USE_LORA, to a graph that contains the model."""
     if self.USE_LORA:
@@ -52,4 +62,6 @@ class FineTuningKnobs(Knobs):
         dropout=self.LORA_DROPOUT,
         roles=fiddlers.LORA_ROLES.get(targets) or [role.strip() for role in targets.split(",")],
         base=self.LORA_BASE_QUANTIZATION,
+        rslora=self._rslora(),
+        dora=self.LORA_DORA,
       )

@@ -27,7 +27,7 @@ from paxlike.layers.delayed_fp8 import DelayedFp8
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
-from paxlike.layers.lora import Lora
+from paxlike.layers.lora import Dora, Lora
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.mlp import Mlp, clamped_swiglu, geglu, squared_relu, swiglu
 from paxlike.layers.module import (
@@ -62,6 +62,7 @@ __all__ = [
   "Decoder",
   "Definition",
   "DelayedFp8",
+  "Dora",
   "Dropout",
   "Embedding",
   "ExpertLinear",

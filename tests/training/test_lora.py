@@ -33,6 +33,7 @@ KNOBS = {
   "SUMMARY_INTERVAL_STEPS": 1,
   "MAX_STEPS": 4,
 }
+MODEL = "SyntheticLLaMA7B"
 LORA = {"USE_LORA": True, "LORA_RANK": 1, "LORA_TARGET_LAYERS": "query,value"}
 
 
@@ -185,9 +186,27 @@ def test_experts_of_a_base_in_few_bits_are_the_same_on_any_mesh():
   assert_same(steps(shrunk("Mixtral8x7B", scan=True, **knobs), spec, batch(8)), expected)
 
 
+@pytest.mark.parametrize(
+  ("knobs", "ici"),
+  [
+    ({"LORA_DORA": True}, {"fsdp": 2, "tensor": 2, "data": 2}),
+    ({"LORA_DORA": True, "LORA_BASE_QUANTIZATION": "nf4"}, {"fsdp": 2, "tensor": 2, "data": 2}),
+  ],
+)
+def test_adapters_are_the_same_on_any_mesh_scanned_or_not(knobs, ici):
+  knobs |= {"USE_LORA": True, "LORA_RANK": 4, "LORA_ALPHA": 8.0, "LORA_RSLORA": True}
+  expected = one_device(shrunk(MODEL, **knobs), batch(8))
+  assert_same(steps(shrunk(MODEL, scan=True, **knobs), MeshSpec(ici=ici), batch(8)), expected)
+
+
 def test_knobs_of_adapters_need_adapters(tmp_path, capsys):
   assert train(tmp_path / "run", LORA_RANK=4) == 2
   assert "LORA_RANK has no effect" in capsys.readouterr().err
+  assert train(tmp_path / "run", USE_LORA=True, LORA_RSLORA=True) == 2
+  assert "LORA_RSLORA has no effect" in capsys.readouterr().err
+  twice = {"LORA_DORA": True, "LORA_DROPOUT": 0.1, "QUANTIZATION": "fp8"}
+  assert train(tmp_path / "run", USE_LORA=True, **twice) == 2
+  assert "multiplies by the base weights twice" in capsys.readouterr().err
   for targets, unknown in (("quary", "'quary'"), ("query,kye", "'kye'"), ("none", "'none'")):
     assert train(tmp_path / "run", USE_LORA=True, LORA_TARGET_LAYERS=targets) == 2
     err = capsys.readouterr().err
