@@ -5,7 +5,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import fiddle as fdl
@@ -35,6 +35,7 @@ from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 
+_EMBEDDING = "embedding.table"
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # The keys of PEFT's `LoraConfig`.
 _DECLARED = Declared(
@@ -44,11 +45,16 @@ _DECLARED = Declared(
     "lora_dropout": ranges.Probability,
     "use_dora": bool,
     "use_rslora": bool,
+    "ensure_weight_tying": bool,
   },
-  defaults={"lora_dropout": 0.0, "use_dora": False, "use_rslora": False},
+  defaults={
+    "lora_dropout": 0.0,
+    "use_dora": False,
+    "use_rslora": False,
+    "ensure_weight_tying": False,
+  },
   fixed={
     "bias": "none",
-    "ensure_weight_tying": False,
     "fan_in_fan_out": False,
     # Other values also change the base weights.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
@@ -97,9 +103,11 @@ def _names(match: Match) -> tuple[str, ...]:
 
   () if the weight is not a matrix.
   """
+  module = f"base_model.model.{match.theirs[0].removesuffix('.weight')}"
+  if match.ours == _EMBEDDING:
+    return f"{module}.lora_embedding_A", f"{module}.lora_embedding_B"
   if not isinstance(match.rule, Matrix):
     return ()
-  module = f"base_model.model.{match.theirs[0].removesuffix('.weight')}"
   return tuple(f"{module}.lora_{name}" for name in ("A.weight", "B.weight", "magnitude_vector"))
 
 
@@ -109,10 +117,11 @@ def _parts(match: Match, adapter: Adapter, rank: int) -> list[_Part]:
   Raises:
     UserError: PEFT cannot represent it.
   """
-  if not isinstance(match.rule, Matrix) or not match.rule.transposed:
+  is_matrix = isinstance(match.rule, Matrix) and match.rule.transposed
+  if match.ours != _EMBEDDING and not is_matrix:
     raise UserError(
       f"PEFT cannot represent the adapter of {match.ours}: Hugging Face stores {match.theirs[0]}"
-      " in another form."
+      " in another form. Without --adapter, it is merged."
     )
   inputs = _num_inputs(match)
   outputs = math.prod(match.shape) // inputs
@@ -122,8 +131,12 @@ def _parts(match: Match, adapter: Adapter, rank: int) -> list[_Part]:
 
 
 def _num_inputs(match: Match) -> int:
-  assert isinstance(match.rule, Matrix)
-  return math.prod(match.shape[: match.rule.inputs])
+  return math.prod(match.shape[: match.rule.inputs if isinstance(match.rule, Matrix) else 1])
+
+
+def _is_tied(matches: Sequence[Match], adapters: Collection[str]) -> bool:
+  """Returns whether the embedding is adapted and also is the output projection."""
+  return _EMBEDDING in adapters and all(match.ours != "head.w" for match in matches)
 
 
 def _magnitudes(base: Stored, match: Match) -> np.ndarray:
@@ -168,7 +181,7 @@ class TrainedAdapters:
       if len(part.shape) == 1:
         assert self._run.base_weights is not None
         return _magnitudes(self._run.base_weights, part.of) + weight.reshape(-1)
-      is_a = ".lora_A." in name
+      is_a = part.ours.endswith(".a")
       flat = weight.reshape(-1, weight.shape[-1]) if is_a else weight.reshape(len(weight), -1)
       return flat.T
 
@@ -184,6 +197,7 @@ class TrainedAdapters:
       "target_modules": sorted({match.theirs[0].split(".")[-2] for match in self.matches}),
       "bias": "none",
       "fan_in_fan_out": False,
+      "ensure_weight_tying": _is_tied(self._run.matches, self._run.adapter_of),
       "inference_mode": True,
     }
     with new_folder.filling(to, flag="to") as folder:
@@ -246,11 +260,18 @@ class PeftAdapter:
     )
     self._adapters = adapters(matches, self._definition)
     self.matches = [match for match in matches if match.ours in self._adapters]
+    if _is_tied(matches, self._adapters) and not declared["ensure_weight_tying"]:
+      raise UserError(
+        f"the adapter changes the embedding of {base}, but not its output projection, which is the"
+        " same weight: paxlike needs ensure_weight_tying=True."
+      )
+    self._plain = {match.theirs[0]: match for match in matches}
     self._check()
 
   def _check(self):
     wanted = {part.theirs: part.shape for part in self._all_parts()}
-    there = self._tensors.specs
+    # PEFT writes embedding and output projection too, if it adapts them or calls them resized.
+    there = {name: spec for name, spec in self._tensors.specs.items() if not self._is_copy(name)}
     if lacking := sorted(wanted.keys() - there.keys()):
       raise UserError(f"the adapter lacks {', '.join(lacking[:5])}.")
     if more := sorted(there.keys() - wanted.keys()):
@@ -258,6 +279,29 @@ class PeftAdapter:
     for name, shape in wanted.items():
       if (found := there[name].shape) != shape:
         raise UserError(f"{name} is {list(found)}, but {self._base} needs {list(shape)}.")
+
+  def _copied(self, name: str) -> Match | None:
+    """Returns the base weight that a tensor is a copy of; None: it is no copy."""
+    own = name.removeprefix("base_model.model.")
+    return self._plain.get(own.replace(".base_layer.", "."))
+
+  def _is_copy(self, name: str) -> bool:
+    """Returns whether a tensor is a copy: of a base weight, or of the tied embedding's adapter."""
+    is_of_tied = (
+      name.startswith("base_model.model.lm_head.") and "lm_head.weight" not in self._plain
+    )
+    return is_of_tied or self._copied(name) is not None
+
+  def _check_copies(self, base: Stored):
+    """Raises a UserError if a copied base weight is not that of the base."""
+    for name in self._tensors.specs:
+      if (match := self._copied(name)) is None:
+        continue
+      (own,) = match.rule.save(base.read(match.ours))
+      given = self._tensors.read(name).astype(np.float32)
+      # The base may have been converted to bfloat16.
+      if given.shape != own.shape or not np.allclose(given, own, rtol=2**-7, atol=1e-6):
+        raise UserError(f"{name} of the adapter is not the weight of {self._base}: give its base.")
 
   def _all_parts(self) -> list[_Part]:
     return [p for m in self.matches for p in _parts(m, self._adapters[m.ours], self._rank)]
@@ -292,9 +336,10 @@ class PeftAdapter:
     definition = self._definition
     restore: Restore = building.build(graph.restore)
     restore.check(definition)
+    layout = layout_of(definition.module)
+    stored = Stored(pathlib.Path(restore.folder), None, layout)
+    self._check_copies(stored)
     with new_folder.filling(to, flag="to") as folder:
-      layout = layout_of(definition.module)
-      stored = Stored(pathlib.Path(restore.folder), None, layout)
       weights = self._weights(stored)
       streaming.write(folder / "checkpoints", weights, dtype=np.dtype(dtype), layout=layout)
       tokenizer_files.copy(pathlib.Path(base), folder)

@@ -3,7 +3,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import jax
@@ -13,6 +13,7 @@ from paxlike.checkpoints import layout_conversion
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.checkpoints.warm_start import Derived
 from paxlike.errors import UserError
+from paxlike.layers.module import WeightSpec
 from paxlike.layers.stack_layout import Layout
 
 
@@ -97,11 +98,13 @@ class Adapter:
   Attributes:
     a, b: Its low-rank matrices.
     magnitude: DoRA's change of the magnitudes; None: it has none.
+    is_per_expert: Whether each expert has its own matrices.
   """
 
   a: str
   b: str
   magnitude: str | None
+  is_per_expert: bool
 
   @property
   def names(self) -> list[str]:
@@ -109,13 +112,18 @@ class Adapter:
     return [name for name in (self.a, self.b, self.magnitude) if name is not None]
 
 
-def adapter_of(name: str, weights: Collection[str]) -> Adapter | None:
-  """Returns the adapter of the weight `name`, by the names of a model's weights; None: none."""
+def adapter_of(name: str, weights: Mapping[str, WeightSpec]) -> Adapter | None:
+  """Returns the adapter of the weight `name` among a model's weights; None: it has none."""
   prefix = f"{name.rpartition('.')[0]}.lora"
   a, b, magnitude = (f"{prefix}.{part}" for part in ("a", "b", "magnitude"))
   if a not in weights:
     return None
-  return Adapter(a=a, b=b, magnitude=magnitude if magnitude in weights else None)
+  return Adapter(
+    a=a,
+    b=b,
+    magnitude=magnitude if magnitude in weights else None,
+    is_per_expert="experts" in weights[a].dims,
+  )
 
 
 class Merged:
@@ -138,11 +146,13 @@ class Merged:
     if (adapter := self._adapters.get(name)) is None:
       return weight
     a, b = (self._trained.read(part).astype(np.float32) for part in (adapter.a, adapter.b))
-    a, b = a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1)
-    if len(a) * b.shape[1] != weight.size:
+    if not adapter.is_per_expert:
+      a, b = a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1)
+    added = a @ b
+    if added.size != weight.size:
       raise UserError(f"the adapter of {name} is for another base: {list(a.shape)} x {b.shape}.")
-    w = weight.astype(np.float32).reshape(len(a), -1)
-    merged = w + self._scale * a @ b
+    w = weight.astype(np.float32).reshape(added.shape)
+    merged = w + self._scale * added
     if adapter.magnitude is not None:
       change = self._trained.read(adapter.magnitude).astype(np.float32).reshape(-1)
       norm, new = magnitudes(w) + change, magnitudes(merged)

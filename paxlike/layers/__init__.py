@@ -27,7 +27,7 @@ from paxlike.layers.delayed_fp8 import DelayedFp8
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
-from paxlike.layers.lora import Dora, Lora
+from paxlike.layers.lora import Dora, EmbeddingLora, ExpertLora, Lora
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.mlp import Mlp, clamped_swiglu, geglu, squared_relu, swiglu
 from paxlike.layers.module import (
@@ -65,7 +65,9 @@ __all__ = [
   "Dora",
   "Dropout",
   "Embedding",
+  "EmbeddingLora",
   "ExpertLinear",
+  "ExpertLora",
   "Experts",
   "Fp8",
   "Int8",

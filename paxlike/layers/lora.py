@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adaptation of linear maps (Hu et al., 2021, arXiv:2106.09685)."""
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from paxlike.config.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
+from paxlike.layers.precision import float32_sums
 
 # A regular expression that matches the names of LoRA weights.
 WEIGHTS = r"(^|\.)lora\."
@@ -168,3 +170,96 @@ class Dora(Lora):
     has_norm_F = norm_F > 0  # An output whose weights are all 0 stays 0.
     magnitude_F = jnp.sqrt(squares_F) + self.magnitude[...].reshape(-1)
     return jnp.where(has_norm_F, magnitude_F / jnp.where(has_norm_F, norm_F, 1), 1)
+
+
+@configurable
+class ExpertLora(module.Module):
+  """A low-rank update scale * x a b per expert; see `Lora`."""
+
+  def __init__(
+    self,
+    num_experts: ranges.Size,
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    num_chosen: ranges.Size,
+    *,
+    rank: ranges.Size,
+    scale: ranges.Finite = 1.0,
+    init: module.Initializer = module.gaussian_fan_in,
+    dtype: ranges.ComputeDtype = jnp.float32,
+  ):
+    self.scale = scale
+    self.dtype = dtype
+    ((self._input, num_inputs),), ((self._output, num_outputs),) = inputs.items(), outputs.items()
+    experts, low_rank = {"experts": num_experts}, {"adapter": rank}
+
+    def matmul(inputs: int, outputs: int) -> module.Matmul:
+      sizes = num_chosen * inputs, num_chosen * outputs
+      return module.Matmul(*sizes, share=num_chosen / num_experts)
+
+    self.a = self.weight(
+      {**experts, **inputs, **low_rank},
+      init=init,
+      fan_in=tuple(inputs),
+      matmul=matmul(num_inputs, rank),
+      compute_dtype=dtype,
+    )
+    self.b = self.weight(
+      {**experts, **low_rank, **outputs},
+      init=module.zeros,
+      matmul=matmul(rank, num_outputs),
+      compute_dtype=dtype,
+    )
+
+  def __call__(
+    self, x: jax.Array, y: jax.Array, *, multiply: Callable[[jax.Array, jax.Array, str, str], Any]
+  ) -> jax.Array:
+    """Returns the adapted output for the inputs x and the output y of the experts.
+
+    `multiply(x, w, input_dim, output_dim)` multiplies the tokens of each expert by its matrix of
+    w [E, input_dim, output_dim].
+    """
+    a_EDR, b_ERF = self.a[...].astype(self.dtype), self.b[...].astype(self.dtype)
+    low = multiply(x.astype(self.dtype), a_EDR, self._input, "adapter")
+    return y + multiply(low, b_ERF, "adapter", self._output) * self.scale
+
+
+@configurable
+class EmbeddingLora(module.Module):
+  """The low-rank update scale * a b of an embedding table; a begins at zero, as in PEFT.
+
+  So the vectors of tokens that are not in the data do not change.
+  """
+
+  def __init__(
+    self,
+    vocab_size: ranges.Size,
+    dim: ranges.Size,
+    *,
+    rank: ranges.Size,
+    scale: ranges.Finite = 1.0,
+    std: ranges.Weight = 1.0,
+    dtype: ranges.ComputeDtype = jnp.float32,
+  ):
+    """`std` is the standard deviation of the initial b."""
+    self.scale = scale
+    self.dtype = dtype
+    vocab, low_rank = {"vocab": vocab_size}, {"adapter": rank}
+    self.a = self.weight({**vocab, **low_rank}, init=module.zeros, compute_dtype=dtype)
+    self.b = self.weight(
+      {**low_rank, "model": dim},
+      init=functools.partial(module.gaussian, std=std),
+      matmul=module.Matmul(rank, dim),
+      compute_dtype=dtype,
+    )
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Returns the update [..., D] of the vectors of tokens [...]."""
+    a_VR = self.a[...].astype(self.dtype)
+    low: Any = float32_sums.lookup(a_VR, tokens, ("vocab", "adapter"))
+    return low @ self.b[...].astype(self.dtype) * self.scale
+
+  def attend(self, x: jax.Array) -> jax.Array:
+    """Returns the update [..., V] of the logits for x [..., D], if the table is also the head."""
+    a_VR, b_RD = self.a[...].astype(self.dtype), self.b[...].astype(self.dtype)
+    return (x.astype(self.dtype) @ b_RD.T) @ a_VR.T * self.scale

@@ -128,26 +128,55 @@ def test_a_base_that_was_moved_is_named_by_a_flag(base, tuned, tmp_path, capsys)
     moved.rename(base / "ours")
 
 
-def test_what_experts_compute_with_is_not_adapted(tmp_path):
-  save_random("mixtral", tmp_path / "theirs")
+@pytest.mark.parametrize(
+  ("family", "experiment", "targets", "modules"),
+  [
+    ("mixtral", "Mixtral8x7B", "all", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+    ("mixtral", "Mixtral8x7B", "query,experts", None),
+    ("llama", "SyntheticLLaMA7B", "query,embedding,head", ["embed_tokens", "lm_head", "q_proj"]),
+    ("llama_tied", "SyntheticLLaMA7B", "query,embedding", ["embed_tokens", "q_proj"]),
+  ],
+)
+def test_every_kind_of_layer_is_merged_and_written_for_peft(
+  tmp_path, capsys, family, experiment, targets, modules
+):
+  """Adapters of experts are merged alone: PEFT's are of a matrix that fuses two of ours."""
+  import peft
+
+  save_random(family, tmp_path / "theirs")
   converted(tmp_path / "theirs", tmp_path / "base")
   knobs = {"LEARNING_RATE": 0.1, "LR_SCHEDULE": "constant", "PERCORE_BATCH_SIZE": 1, "MAX_STEPS": 2}
   knobs |= {
     "FPROP_DTYPE": "float32",
     "USE_LORA": True,
+    "LORA_TARGET_LAYERS": targets,
     "CHECKPOINT_RESTORE_PATH": tmp_path / "base",
   }
   told = json.loads((tmp_path / "base" / "experiment.json").read_text())
   own = {name: value for name, value in told["knobs"].items() if name not in knobs}
   flags = [f"--fdl.{name}={value}" for name, value in (own | knobs).items()]
   folder = tmp_path / "run"
-  assert train("--fdl_config=Mixtral8x7B", f"--job_log_dir={folder}", *flags) == 0
+  assert train(f"--fdl_config={experiment}", f"--job_log_dir={folder}", *flags) == 0
   ours = logits(*imported(folder), TOKENS)
+  assert np.abs(ours - theirs(load(tmp_path / "theirs"))).max() > 0.01
   assert run(["--from=paxlike", f"--path={folder}", f"--to={tmp_path / 'merged'}"]) == 0
   np.testing.assert_allclose(theirs(load(tmp_path / "merged")), ours, atol=1e-4)
-  assert run(["--from=paxlike", "--adapter", f"--path={folder}", f"--to={tmp_path / 'peft'}"]) == 0
+  capsys.readouterr()
+  out = ["--from=paxlike", "--adapter", f"--path={folder}", f"--to={tmp_path / 'peft'}"]
+  if modules is None:
+    assert run(out) == 2
+    error = capsys.readouterr().err
+    assert "PEFT cannot represent the adapter of" in error and error.count("\n") == 1
+    return
+  assert run(out) == 0
   config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-  assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+  assert config["target_modules"] == modules
+  adapted = peft.PeftModel.from_pretrained(load(tmp_path / "theirs"), str(tmp_path / "peft"))
+  np.testing.assert_allclose(theirs(adapted.eval()), ours, atol=1e-4)
+  adapted.save_pretrained(str(tmp_path / "again"))  # With copies of the base's embeddings.
+  back = ["--from=peft", f"--path={tmp_path / 'again'}", f"--base={tmp_path / 'base'}"]
+  assert run([*back, f"--to={tmp_path / 'back'}"]) == 0
+  np.testing.assert_allclose(logits(*imported(tmp_path / "back"), TOKENS), ours, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}])
