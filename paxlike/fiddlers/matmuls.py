@@ -126,6 +126,28 @@ def lora(
     node.trained = layers.lora.WEIGHTS
 
 
+def lora_bank(graph: fdl.Buildable, *, rank: int, num_adapters: int, roles: Sequence[str]):
+  """Adds places for several adapters to the linear maps of these roles, for decoding.
+
+  Raises:
+    UserError: The model has adapters already, or these roles cannot have several.
+  """
+  for role, nodes in _of_roles(graph, roles).items():
+    if role in ("head", "router", "key_value"):  # Which are called without a context, or merged.
+      raise UserError(
+        f"adapters of {role} cannot be decoded beside others: merge them with paxlike-convert."
+      )
+    for node in nodes:
+      if getattr(node, "lora", None) is not None:
+        raise UserError("the base has adapters itself: load the model that they were trained on.")
+      node.lora = fdl.Partial(
+        layers.LoraBank,
+        rank=rank,
+        num_adapters=num_adapters,
+        dtype=getattr(node, "dtype", jnp.float32),
+      )
+
+
 def _of_roles(graph: fdl.Buildable, roles: Sequence[str]) -> dict[str, list[Any]]:
   """Returns the layers to adapt by role.
 

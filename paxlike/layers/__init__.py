@@ -28,6 +28,7 @@ from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
 from paxlike.layers.lora import Dora, EmbeddingLora, ExpertLora, Lora
+from paxlike.layers.lora_bank import LoraBank
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.mlp import Mlp, clamped_swiglu, geglu, squared_relu, swiglu
 from paxlike.layers.module import (
@@ -78,6 +79,7 @@ __all__ = [
   "LayerNorm",
   "Linear",
   "Lora",
+  "LoraBank",
   "Mlp",
   "Module",
   "Moe",
