@@ -185,11 +185,11 @@ def _check_kind(adapted: dict[str, list[Any]], *, dropout: float, dora: bool):
         f"LORA_DORA: the adapter of {role} has no magnitude: leave {role} out of"
         " LORA_TARGET_LAYERS, or set LORA_DORA=False."
       )
-    # PEFT has none either for embeddings and experts.
-    if dropout and (not is_linear or role in ("head", "router")):
+    # That of the embedding has none beside others that do, as in PEFT.
+    if dropout and (role.startswith(EXPERT) or role in ("head", "router")):
       raise UserError(
         f"LORA_DROPOUT: the adapter of {role} has no dropout: leave {role} out of"
-        " LORA_TARGET_LAYERS, or set LORA_DROPOUT=0."
+        " LORA_TARGET_LAYERS, or set LORA_DROPOUT=0 (lora_dropout of PEFT)."
       )
   nodes = [node for of_role in adapted.values() for node in of_role]
   if dora and dropout and any(getattr(node, "dot", None) is not None for node in nodes):
