@@ -198,7 +198,6 @@ TIED = {"LORA_TARGET_LAYERS": "query,embedding", "USE_TIED_EMBEDDING": True}
 @pytest.mark.parametrize(
   ("model", "knobs", "ici"),
   [
-    (MODEL, {"LORA_DORA": True}, MESH),
     (MODEL, {"LORA_DORA": True, "LORA_BASE_QUANTIZATION": "nf4"}, MESH),
     (MODEL, TIED, MESH),
     ("Mixtral8x7B", EXPERTS, EXPERT_MESH),
