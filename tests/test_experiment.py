@@ -29,7 +29,7 @@ CONDITIONS = {
   "VOCAB_PATH": {"TOKENIZER": "sentencepiece", "VOCAB_PATH": "x.model"},
   "MOE_DISPATCH": {"MOE_DISPATCH": "capacity"},
   "CHECKPOINT_RESTORE_PATH": {"CHECKPOINT_RESTORE_PATH": "run"},
-  "LORA_": {"USE_LORA": True},
+  "LORA_": {"USE_LORA": True, "LORA_ALPHA": 8.0},
   "MTP_": {"MTP_NUM_LAYERS": 1},
   "BEST_CHECKPOINT_MODE": {"BEST_CHECKPOINT_METRIC": "validation/log_pplx"},
   "PROFILE": {"PROFILE_STEPS": [1, 2]},

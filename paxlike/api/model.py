@@ -22,6 +22,7 @@ from paxlike.errors import UserError
 from paxlike.processes import work_report
 
 if TYPE_CHECKING:
+  from paxlike.api.adapters import Adapters
   from paxlike.data.chat.prompt_rendering import PromptRenderer
   from paxlike.inference.decoding import Decoding, DecodingOptions
   from paxlike.training.trainer import Trainer
@@ -32,6 +33,7 @@ def load(
   step: "int | Literal['best'] | None" = None,
   *,
   allow_modules: Sequence[str] = (),
+  adapters: Mapping[str, str | os.PathLike[str]] | None = None,
   **knobs: Any,
 ) -> "Model":
   """Returns the model in the folder of a run, of `paxlike-convert`, or in Hugging Face's format.
@@ -45,6 +47,8 @@ def load(
     allow_modules: Modules outside of paxlike that the run's files may import, such as your
       experiment's, or that register the family of a Hugging Face folder. Name only modules that you
       trust.
+    adapters: Name -> folder of a run that trained LoRA adapters of this model, or of a PEFT adapter
+      that `paxlike-convert --from=peft` read. `generate` decodes with them.
     **knobs: Overrides of the experiment's knobs, such as DATA_PATH="my.txt" to evaluate on.
 
   Raises:
@@ -62,7 +66,7 @@ def load(
     options = dataclasses.replace(options, job_log_dir=os.fspath(path))
     stage.experiment = root_graph.experiment_if_named(options)
     graph = root_graph.of(options, stage.experiment)
-    return Model(path, graph, step=step, allow_modules=names)
+    return Model(path, graph, step=step, allow_modules=names, adapters=adapters)
 
 
 def _run_in(folder: str, allow_modules: Sequence[str]) -> epath.Path:
@@ -104,8 +108,9 @@ class Model:
     *,
     step: "int | Literal['best'] | None" = None,
     allow_modules: Sequence[str] = (),
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
   ):
-    """`graph` is the root graph of the run in `folder`; for `allow_modules` see `load`.
+    """`graph` is the root graph of the run in `folder`; for the rest see `load`.
 
     Raises:
       UserError: There is no such checkpoint, or it is of another model.
@@ -126,6 +131,13 @@ class Model:
       self.step, self._params = self._decoder.state_source(folder).params(number)
     self.tokenizer: Any = self._decoder.data.tokenizer
     self._decoding: Decoding | None = None
+    self._adapters: Adapters | None = None
+    if adapters:
+      from paxlike.api import adapters as loading
+
+      self._adapters = loading.load(
+        decoding, folder, self.step, adapters, allow_modules=self._allow_modules
+      )
 
   def __repr__(self) -> str:
     count = self._decoder.definition.num_params
@@ -143,6 +155,7 @@ class Model:
     min_p: float | None = None,
     stop: str | Sequence[str] = (),
     seed: int = 0,
+    adapters: str | Sequence[str | None] | None = None,
   ) -> Any:
     """Returns the continuation of a prompt, or of each of several: text for text, ids for ids.
 
@@ -160,10 +173,11 @@ class Model:
       min_p: Only tokens with this share of the largest probability.
       stop: Strings before which a continuation ends.
       seed: Of the sampling.
+      adapters: The adapter of all prompts, or of each, by its name in `load`; None is the base.
 
     Raises:
-      UserError: A prompt is empty, too long or invalid, is text without a tokenizer, or a
-        conversation without a chat template.
+      UserError: There is no such adapter; or a prompt is empty, too long or invalid, is text
+        without a tokenizer, or a conversation without a chat template.
     """
     import jax
 
@@ -180,14 +194,23 @@ class Model:
     )
     if options.stop and self.tokenizer is None:
       raise UserError(f"stop: {decoding.NO_TOKENIZER}")
+    chosen = self._chosen(adapters, len(given))
     found: list[Any] = [None] * len(given)
     prompt_renderer = decode_mode.prompt_renderer_for(self._decoder, given)
     with jax.set_mesh(self._decoder.devices):
-      for result in self._decoding_with(options, prompt_renderer).run(given):
+      for result in self._decoding_with(options, prompt_renderer).run(given, adapters=chosen):
         prompt = given[result.prompt]
         is_text = isinstance(prompt, str) or decoding.is_conversation(prompt)
         found[result.prompt] = result.text if is_text else result.tokens
     return found[0] if is_one else found
+
+  def _chosen(self, adapters: Any, num_prompts: int) -> list[int] | None:
+    """Returns the number of each prompt's adapter; None if the model was loaded without any."""
+    if self._adapters is not None:
+      return self._adapters.numbers(adapters, num_prompts)
+    if adapters is not None:
+      raise UserError("adapters: this model has none; name their folders: load(..., adapters=...).")
+    return None
 
   def _decoding_with(
     self, options: "DecodingOptions", prompt_renderer: "PromptRenderer | None"
@@ -200,9 +223,10 @@ class Model:
       options.sampling,
       prompt_renderer,
     ):
-      last = decode_mode.decoding_of(
-        self._decoder, self._params, options, prompt_renderer=prompt_renderer
-      )
+      trainer, params = self._decoder, self._params
+      if self._adapters is not None:
+        trainer, params = self._adapters.trainer, params | self._adapters.params
+      last = decode_mode.decoding_of(trainer, params, options, prompt_renderer=prompt_renderer)
       self._decoding = last
     last.use(options)
     return last

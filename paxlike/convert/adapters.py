@@ -5,8 +5,8 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import fiddle as fdl
 import numpy as np
@@ -25,16 +25,17 @@ from paxlike.convert import (
   streaming,
   tokenizer_files,
 )
-from paxlike.convert.exporting import ExportedRun, adapted, family_of
+from paxlike.convert.exporting import ExportedRun, adapters, family_of
 from paxlike.convert.known_keys import Declared
 from paxlike.convert.matching import Match
 from paxlike.convert.safetensors_files import TensorFolder, TensorSpec, read_json
-from paxlike.convert.stored import adapter_of
+from paxlike.convert.stored import Adapter, Stored, magnitudes
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 
+_EMBEDDING = "embedding.table"
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # The keys of PEFT's `LoraConfig`.
 _DECLARED = Declared(
@@ -42,18 +43,23 @@ _DECLARED = Declared(
     "r": ranges.Size,
     "lora_alpha": ranges.Factor,
     "lora_dropout": ranges.Probability,
+    "use_dora": bool,
     "use_rslora": bool,
+    "ensure_weight_tying": bool,
   },
-  defaults={"lora_dropout": 0.0, "use_rslora": False},
+  defaults={
+    "lora_dropout": 0.0,
+    "use_dora": False,
+    "use_rslora": False,
+    "ensure_weight_tying": False,
+  },
   fixed={
     "bias": "none",
-    "ensure_weight_tying": False,
     "fan_in_fan_out": False,
     # Other values also change the base weights.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     "lora_bias": False,
     "use_bdlora": False,
-    "use_dora": False,
     "use_qalora": False,
     # With any value of these it is not plain LoRA.
     "alora_invocation_tokens": None,
@@ -83,28 +89,58 @@ _DECLARED = Declared(
 )
 
 
+class _Part(NamedTuple):
+  """A weight of an adapter: PEFT's name, our name, PEFT's shape and the adapted weight."""
+
+  theirs: str
+  ours: str
+  shape: tuple[int, ...]
+  of: Match
+
+
 def _names(match: Match) -> tuple[str, ...]:
-  """Returns PEFT's names of A [rank, inputs] and B [outputs, rank]; () if it is not a matrix."""
+  """Returns PEFT's names of A [rank, inputs], B [outputs, rank] and of DoRA's magnitudes [outputs].
+
+  () if the weight is not a matrix.
+  """
+  module = f"base_model.model.{match.theirs[0].removesuffix('.weight')}"
+  if match.ours == _EMBEDDING:
+    return f"{module}.lora_embedding_A", f"{module}.lora_embedding_B"
   if not isinstance(match.rule, Matrix):
     return ()
-  module = f"base_model.model.{match.theirs[0].removesuffix('.weight')}"
-  return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+  return tuple(f"{module}.lora_{name}" for name in ("A.weight", "B.weight", "magnitude_vector"))
 
 
-def _a_and_b(match: Match, rank: int) -> list[tuple[str, str, tuple[int, int]]]:
-  """Returns (PEFT's name, our name, PEFT's shape) of A and B of an adapter.
+def _parts(match: Match, adapter: Adapter, rank: int) -> list[_Part]:
+  """Returns the weights of an adapter.
 
   Raises:
     UserError: PEFT cannot represent it.
   """
-  if not isinstance(match.rule, Matrix) or not match.rule.transposed:
+  is_matrix = isinstance(match.rule, Matrix) and match.rule.transposed
+  if match.ours != _EMBEDDING and not is_matrix:
     raise UserError(
       f"PEFT cannot represent the adapter of {match.ours}: Hugging Face stores {match.theirs[0]}"
-      " in another form."
+      " in another form. Without --adapter, it is merged."
     )
-  inputs = math.prod(match.shape[: match.rule.inputs])
-  shapes = (rank, inputs), (math.prod(match.shape) // inputs, rank)
-  return list(zip(_names(match), adapter_of(match.ours), shapes, strict=True))
+  inputs = _num_inputs(match)
+  outputs = math.prod(match.shape) // inputs
+  shapes = (rank, inputs), (outputs, rank), (outputs,)
+  given = zip(_names(match), adapter.names, shapes, strict=False)
+  return [_Part(theirs, ours, shape, match) for theirs, ours, shape in given]
+
+
+def _num_inputs(match: Match) -> int:
+  return math.prod(match.shape[: match.rule.inputs if isinstance(match.rule, Matrix) else 1])
+
+
+def _is_tied(matches: Sequence[Match], adapters: Collection[str]) -> bool:
+  """Returns whether the embedding is adapted and also is the output projection."""
+  return _EMBEDDING in adapters and all(match.ours != "head.w" for match in matches)
+
+
+def _magnitudes(base: Stored, match: Match) -> np.ndarray:
+  return magnitudes(base.read(match.ours).reshape(_num_inputs(match), -1))
 
 
 class TrainedAdapters:
@@ -125,21 +161,27 @@ class TrainedAdapters:
     self.matches = [match for match in run.adapted if not match.ours.startswith(MTP)]
     self._run = run
     rank = run.experiment.LORA_RANK
-    self._parts = [part for match in self.matches for part in _a_and_b(match, rank)]
+    adapters = run.adapter_of
+    self._parts = [p for m in self.matches for p in _parts(m, adapters[m.ours], rank)]
 
   def table(self) -> str:
     """Returns a line for each weight of an adapter: its name, PEFT's shape and PEFT's name."""
-    return "\n".join(f"{ours} {list(shape)} -> {theirs}" for theirs, ours, shape in self._parts)
+    return "\n".join(f"{part.ours} {list(part.shape)} -> {part.theirs}" for part in self._parts)
 
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must be missing or empty."""
     experiment = self._run.experiment
-    specs = {theirs: TensorSpec(shape, np.dtype(dtype)) for theirs, _, shape in self._parts}
-    sources = {theirs: ours for theirs, ours, _ in self._parts}
+    rank = experiment.LORA_RANK
+    specs = {part.theirs: TensorSpec(part.shape, np.dtype(dtype)) for part in self._parts}
+    sources = {part.theirs: part for part in self._parts}
 
     def value(name: str) -> np.ndarray:
-      weight = self._run.adapters.read(sources[name])
-      is_a = ".lora_A." in name
+      part = sources[name]
+      weight = self._run.adapters.read(part.ours)
+      if len(part.shape) == 1:
+        assert self._run.base_weights is not None
+        return _magnitudes(self._run.base_weights, part.of) + weight.reshape(-1)
+      is_a = part.ours.endswith(".a")
       flat = weight.reshape(-1, weight.shape[-1]) if is_a else weight.reshape(len(weight), -1)
       return flat.T
 
@@ -147,12 +189,15 @@ class TrainedAdapters:
       "peft_type": "LORA",
       "task_type": "CAUSAL_LM",
       "base_model_name_or_path": self._run.base,
-      "r": experiment.LORA_RANK,
-      "lora_alpha": experiment.LORA_RANK * self._run.lora_scale,
+      "r": rank,
+      "lora_alpha": rank if experiment.LORA_ALPHA is None else experiment.LORA_ALPHA,
+      "use_rslora": experiment.LORA_RSLORA,
+      "use_dora": experiment.LORA_DORA,
       "lora_dropout": experiment.LORA_DROPOUT,
       "target_modules": sorted({match.theirs[0].split(".")[-2] for match in self.matches}),
       "bias": "none",
       "fan_in_fan_out": False,
+      "ensure_weight_tying": _is_tied(self._run.matches, self._run.adapter_of),
       "inference_mode": True,
     }
     with new_folder.filling(to, flag="to") as folder:
@@ -186,8 +231,8 @@ class PeftAdapter:
     declared = _DECLARED.read(config, place=str(path / _CONFIG))
     self._base = base
     self._rank: int = declared["r"]
-    root = math.sqrt(self._rank) if declared["use_rslora"] else self._rank
-    self._alpha = self._rank * declared["lora_alpha"] / root
+    self._alpha: float = declared["lora_alpha"]
+    self._kind = {"rslora": declared["use_rslora"], "dora": declared["use_dora"]}
     self._dropout: float = declared["lora_dropout"]
     self._tensors = TensorFolder(path / _TENSORS)
     self._graph: Any = graph_file.read(base / "config.json", allow_modules=allow_modules)
@@ -203,17 +248,30 @@ class PeftAdapter:
     if not self._roles:
       raise UserError(f"the adapter matches no linear map of {base}.")
     fiddlers.lora(
-      self._graph, rank=self._rank, alpha=self._alpha, dropout=self._dropout, roles=self._roles
+      self._graph,
+      rank=self._rank,
+      alpha=self._alpha,
+      dropout=self._dropout,
+      roles=self._roles,
+      **self._kind,
     )
     self._definition = Definition(
       cast(Any, building.build(self._graph.model)), trained=self._graph.trained
     )
-    self.matches = adapted(matches, self._definition)
+    self._adapters = adapters(matches, self._definition)
+    self.matches = [match for match in matches if match.ours in self._adapters]
+    if _is_tied(matches, self._adapters) and not declared["ensure_weight_tying"]:
+      raise UserError(
+        f"the adapter changes the embedding of {base}, but not its output projection, which is the"
+        " same weight: paxlike needs ensure_weight_tying=True."
+      )
+    self._plain = {match.theirs[0]: match for match in matches}
     self._check()
 
   def _check(self):
-    wanted = {name: shape for name, _, shape in self._all_parts()}
-    there = self._tensors.specs
+    wanted = {part.theirs: part.shape for part in self._all_parts()}
+    # PEFT writes embedding and output projection too, if it adapts them or calls them resized.
+    there = {name: spec for name, spec in self._tensors.specs.items() if not self._is_copy(name)}
     if lacking := sorted(wanted.keys() - there.keys()):
       raise UserError(f"the adapter lacks {', '.join(lacking[:5])}.")
     if more := sorted(there.keys() - wanted.keys()):
@@ -222,14 +280,37 @@ class PeftAdapter:
       if (found := there[name].shape) != shape:
         raise UserError(f"{name} is {list(found)}, but {self._base} needs {list(shape)}.")
 
-  def _all_parts(self) -> list[tuple[str, str, tuple[int, int]]]:
-    return [part for match in self.matches for part in _a_and_b(match, self._rank)]
+  def _copied(self, name: str) -> Match | None:
+    """Returns the base weight that a tensor is a copy of; None: it is no copy."""
+    own = name.removeprefix("base_model.model.")
+    return self._plain.get(own.replace(".base_layer.", "."))
+
+  def _is_copy(self, name: str) -> bool:
+    """Returns whether a tensor is a copy: of a base weight, or of the tied embedding's adapter."""
+    is_of_tied = (
+      name.startswith("base_model.model.lm_head.") and "lm_head.weight" not in self._plain
+    )
+    return is_of_tied or self._copied(name) is not None
+
+  def _check_copies(self, base: Stored):
+    """Raises a UserError if a copied base weight is not that of the base."""
+    for name in self._tensors.specs:
+      if (match := self._copied(name)) is None:
+        continue
+      (own,) = match.rule.save(base.read(match.ours))
+      given = self._tensors.read(name).astype(np.float32)
+      # The base may have been converted to bfloat16.
+      if given.shape != own.shape or not np.allclose(given, own, rtol=2**-7, atol=1e-6):
+        raise UserError(f"{name} of the adapter is not the weight of {self._base}: give its base.")
+
+  def _all_parts(self) -> list[_Part]:
+    return [p for m in self.matches for p in _parts(m, self._adapters[m.ours], self._rank)]
 
   def table(self) -> str:
     """Returns a line for each adapted weight: its name and shape, and where its adapter is."""
     return "\n".join(
-      f"{ours} {list(self._definition.weights[ours].shape)} <- {theirs}"
-      for theirs, ours, _ in self._all_parts()
+      f"{part.ours} {list(self._definition.weights[part.ours].shape)} <- {part.theirs}"
+      for part in self._all_parts()
     )
 
   def convert(self, to: pathlib.Path, *, dtype: str):
@@ -243,6 +324,8 @@ class PeftAdapter:
       "MTP_NUM_LAYERS": 0,
       "LORA_RANK": self._rank,
       "LORA_ALPHA": self._alpha,
+      "LORA_RSLORA": self._kind["rslora"],
+      "LORA_DORA": self._kind["dora"],
       "LORA_DROPOUT": self._dropout,
       "LORA_TARGET_LAYERS": ",".join(self._roles),
       "CHECKPOINT_RESTORE_PATH": base,
@@ -253,19 +336,24 @@ class PeftAdapter:
     definition = self._definition
     restore: Restore = building.build(graph.restore)
     restore.check(definition)
+    layout = layout_of(definition.module)
+    stored = Stored(pathlib.Path(restore.folder), None, layout)
+    self._check_copies(stored)
     with new_folder.filling(to, flag="to") as folder:
-      layout = layout_of(definition.module)
-      streaming.write(folder / "checkpoints", self._weights(), dtype=np.dtype(dtype), layout=layout)
+      weights = self._weights(stored)
+      streaming.write(folder / "checkpoints", weights, dtype=np.dtype(dtype), layout=layout)
       tokenizer_files.copy(pathlib.Path(base), folder)
       experiment_files.write(folder, graph, experiment)
       (folder / PROVENANCE).write_text(
         restore.provenance(restore.saved.find(None), [], definition.frozen)
       )
 
-  def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
-    for theirs, ours, _ in self._all_parts():
-      shape = self._definition.weights[ours].shape
-      yield f"params.{ours}", self._tensors.read(theirs).T.reshape(shape)
+  def _weights(self, base: Stored) -> Iterator[tuple[str, np.ndarray]]:
+    for part in self._all_parts():
+      value = self._tensors.read(part.theirs)
+      if len(part.shape) == 1:
+        value = value.astype(np.float32) - _magnitudes(base, part.of)
+      yield f"params.{part.ours}", value.T.reshape(self._definition.weights[part.ours].shape)
 
 
 def _use_copied_tokenizer(graph: Any, experiment: Experiment, base: str):

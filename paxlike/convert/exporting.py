@@ -21,7 +21,7 @@ from paxlike.config import building, graph_file
 from paxlike.convert import matching, model_graph, new_folder, safetensors_files, tokenizer_files
 from paxlike.convert.matching import Match
 from paxlike.convert.safetensors_files import TensorSpec
-from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
+from paxlike.convert.stored import Adapter, Merged, Stored, Weights, adapter_of
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers import flops
@@ -39,9 +39,11 @@ class ExportedRun:
     matches: A match for every weight, without those of adapters.
     lacks_mtp: Whether layers for multi-token prediction are left out, which Hugging Face lacks.
     adapted: The matches of weights that have an adapter.
+    adapter_of: Name of an adapted weight -> its adapter.
     adapters: The run's own checkpoint, which holds the adapters.
-    lora_scale: The scale of an adapter's output: alpha / rank.
+    lora_scale: The scale of an adapter's output.
     base: The folder of the adapters' base model: the given one, else the one that the run names.
+    base_weights: Its weights; None if they were not opened.
   """
 
   def __init__(
@@ -59,7 +61,8 @@ class ExportedRun:
       path: The run's folder.
       step: The checkpoint's step; None: the newest.
       base: The present folder of the adapters' base model, if it was moved.
-      merges: Whether to merge adapters into the base. If not, the base may be missing.
+      merges: Whether to merge adapters into the base. If not, the base may be missing, unless the
+        adapters have magnitudes (LORA_DORA).
       allow_modules: Modules outside paxlike that the run's files may use.
 
     Raises:
@@ -83,24 +86,26 @@ class ExportedRun:
     _check_edits(path, model)
     definition = Definition(building.build(model))
     self.adapters.derive(_derived(path, experiment, definition.module, allow_modules))
-    self.adapted = adapted(self.matches, definition)
-    alpha = experiment.LORA_ALPHA
-    self.lora_scale = 1.0 if alpha is None else alpha / experiment.LORA_RANK
+    self.adapter_of = adapters(self.matches, definition)
+    self.adapted = [match for match in self.matches if match.ours in self.adapter_of]
+    self.lora_scale = experiment.lora_scale()
     self.base = experiment.CHECKPOINT_RESTORE_PATH
     if base is not None:
       self.base = os.fspath(file_io.absolute(base))
+    self.base_weights: Stored | None = None
     self._weights: Weights = self.adapters
     shapes = {match.ours: match.shape for match in self.matches}
     if self.adapted:
-      if merges or base is not None:
+      needs_base = any(adapter.magnitude for adapter in self.adapter_of.values())
+      if merges or needs_base or base is not None:
         restore = self._restore(base)
-        scales = {match.ours: self.lora_scale for match in self.adapted}
         stored = Stored(pathlib.Path(restore.folder), restore.step, unrolled)
         stored.check(shapes)
-        self._weights = Merged(stored, self.adapters, scales=scales)
+        self.base_weights = stored
+        self._weights = Merged(stored, self.adapters, self.adapter_of, scale=self.lora_scale)
       else:
         self._check_restored(self._recorded_base())
-      names = [name for match in self.adapted for name in adapter_of(match.ours)]
+      names = [name for adapter in self.adapter_of.values() for name in adapter.names]
       shapes = {name: definition.weights[name].shape for name in names}
     elif base is not None:
       raise UserError(f"{path} has no adapters, and so needs no base: leave --base out.")
@@ -214,9 +219,10 @@ def _copies(definition: Definition, family: Family) -> list[Match]:
   return found
 
 
-def adapted(matches: Sequence[Match], definition: Definition) -> list[Match]:
-  """Returns the matches of weights that have an adapter."""
-  return [match for match in matches if adapter_of(match.ours)[0] in definition.weights]
+def adapters(matches: Sequence[Match], definition: Definition) -> dict[str, Adapter]:
+  """Returns the adapters of the weights of `matches`, by the names of these."""
+  found = {match.ours: adapter_of(match.ours, definition.weights) for match in matches}
+  return {name: adapter for name, adapter in found.items() if adapter is not None}
 
 
 def family_of(experiment: Experiment) -> Family:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the weights of a checkpoint of paxlike, one layer of one weight at a time."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping
 from typing import Protocol
@@ -12,6 +13,7 @@ from paxlike.checkpoints import layout_conversion
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.checkpoints.warm_start import Derived
 from paxlike.errors import UserError
+from paxlike.layers.module import WeightSpec
 from paxlike.layers.stack_layout import Layout
 
 
@@ -89,30 +91,75 @@ class Stored:
     return self._layout.place(location.template, location.layers[0])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapter:
+  """The names of the weights of one adapter.
+
+  Attributes:
+    a, b: Its low-rank matrices.
+    magnitude: DoRA's change of the magnitudes; None: it has none.
+    is_per_expert: Whether each expert has its own matrices.
+  """
+
+  a: str
+  b: str
+  magnitude: str | None
+  is_per_expert: bool
+
+  @property
+  def names(self) -> list[str]:
+    """All of them."""
+    return [name for name in (self.a, self.b, self.magnitude) if name is not None]
+
+
+def adapter_of(name: str, weights: Mapping[str, WeightSpec]) -> Adapter | None:
+  """Returns the adapter of the weight `name` among a model's weights; None: it has none."""
+  prefix = f"{name.rpartition('.')[0]}.lora"
+  a, b, magnitude = (f"{prefix}.{part}" for part in ("a", "b", "magnitude"))
+  if a not in weights:
+    return None
+  return Adapter(
+    a=a,
+    b=b,
+    magnitude=magnitude if magnitude in weights else None,
+    is_per_expert="experts" in weights[a].dims,
+  )
+
+
 class Merged:
   """The weights of a base model, with a run's adapters merged into them."""
 
-  def __init__(self, base: Weights, adapters: Stored, *, scales: dict[str, float]):
-    """`scales`: name of an adapted weight -> scale of the product A B that is added to it."""
+  def __init__(
+    self, base: Weights, trained: Stored, adapters: Mapping[str, Adapter], *, scale: float
+  ):
+    """`adapters`: name of an adapted weight -> the adapter, whose weights `trained` holds."""
     self._base = base
+    self._trained = trained
     self._adapters = adapters
-    self._scales = scales
+    self._scale = scale
 
   def array_of(self, name: str) -> str:
     return self._base.array_of(name)
 
   def read(self, name: str) -> np.ndarray:
     weight = self._base.read(name)
-    if name not in self._scales:
+    if (adapter := self._adapters.get(name)) is None:
       return weight
-    a, b = (self._adapters.read(part).astype(np.float32) for part in adapter_of(name))
-    added = a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)
+    a, b = (self._trained.read(part).astype(np.float32) for part in (adapter.a, adapter.b))
+    if not adapter.is_per_expert:
+      a, b = a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1)
+    added = a @ b
     if added.size != weight.size:
       raise UserError(f"the adapter of {name} is for another base: {list(a.shape)} x {b.shape}.")
-    return weight.astype(np.float32) + self._scales[name] * added.reshape(weight.shape)
+    w = weight.astype(np.float32).reshape(added.shape)
+    merged = w + self._scale * added
+    if adapter.magnitude is not None:
+      change = self._trained.read(adapter.magnitude).astype(np.float32).reshape(-1)
+      norm, new = magnitudes(w) + change, magnitudes(merged)
+      merged *= np.divide(norm, new, out=np.ones_like(new), where=new > 0)
+    return merged.reshape(weight.shape)
 
 
-def adapter_of(name: str) -> tuple[str, str]:
-  """Returns the names of the adapter weights A and B of the weight `name` of a linear map."""
-  linear = name.removesuffix(".w")
-  return f"{linear}.lora.a", f"{linear}.lora.b"
+def magnitudes(w: np.ndarray) -> np.ndarray:
+  """Returns the norm of each output (column) of a weight [inputs, outputs], in float32."""
+  return np.linalg.norm(w.astype(np.float32), axis=0)

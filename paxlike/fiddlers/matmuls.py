@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import fiddle as fdl
 import jax.numpy as jnp
@@ -25,8 +26,15 @@ SCHEMES = {
   "int4": layers.weight_only.int4,
   "nf4": layers.weight_only.nf4,
 }
-# Values of LORA_TARGET_LAYERS.
-LORA_ROLES = {"all": BLOCK, "attention": ATTENTION, "mlp": MLP}
+# Roles in LORA_TARGET_LAYERS: of the embedding table, and the prefix of those of experts' matrices.
+EMBEDDING, EXPERT = "embedding", "expert_"
+# Values of LORA_TARGET_LAYERS for several roles. "all" is all linear maps of blocks.
+LORA_ROLES = {
+  "all": BLOCK,
+  "attention": ATTENTION,
+  "mlp": MLP,
+  "experts": tuple(f"{EXPERT}{role}" for role in MLP),
+}
 
 
 def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
@@ -34,6 +42,8 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
   computing = (
     layers.Linear,
     layers.Lora,
+    layers.ExpertLora,
+    layers.EmbeddingLora,
     layers.ExpertLinear,
     layers.Embedding,
     layers.PositionEmbedding,
@@ -78,32 +88,35 @@ def lora(
   rank: ranges.Size = 8,
   alpha: ranges.Factor | None = None,
   dropout: ranges.Probability = 0.0,
-  roles: Sequence[str] = LORA_ROLES["all"],
+  roles: Sequence[str] = ("all",),
   base: str | None = None,
+  rslora: bool = False,
+  dora: bool = False,
 ):
-  """Adds LoRA to the linear maps of these roles, and freezes all other weights.
+  """Adds LoRA to the layers of these roles, and freezes all other weights.
 
-  The adapters' scale is alpha / rank, or 1 if alpha is None.
+  Roles are those of linear maps, keys of `LORA_ROLES`, `embedding`, and for the matrices of experts
+  `expert_up`, `expert_gate` and `expert_down`.
+
+  The adapters' scale is alpha / rank, with `rslora` alpha / sqrt(rank), or 1 if alpha is None.
+  `dora` adds a magnitude of each output.
   `base`, int8 or nf4, is the weight-only quantization of the blocks' linear maps and experts.
   """
-  adapter = fdl.Partial(layers.Lora, rank=rank, scale=1.0 if alpha is None else alpha / rank)
-  if dropout:
-    adapter.dropout = fdl.Partial(layers.Dropout, rate=dropout)
-  if not roles:
-    raise UserError("roles: expected at least one role of linear maps.")
-  adapted = list(select(graph, layers.Linear, *roles))
-  linears = select(graph, layers.Linear)
-  there: set[str] = {role for node in linears if (role := getattr(node, "role", None))}
-  absent = [role for role in roles if role not in there]
-  # A key of LORA_ROLES may include roles that this model does not have.
-  if absent and (not adapted or tuple(roles) not in map(tuple, LORA_ROLES.values())):
-    raise UserError(
-      f"LORA_TARGET_LAYERS (roles): no linear map has the role {' or '.join(map(repr, absent))};"
-      f" expected {', '.join(LORA_ROLES)}, or some of {', '.join(sorted(there))}."
-    )
-  for node in adapted:
-    node.lora = copy.deepcopy(adapter)
-    node.lora.dtype = getattr(node, "dtype", jnp.float32)
+  adapted = _of_roles(graph, roles)
+  _check_kind(adapted, dropout=dropout, dora=dora)
+  options = {"rank": rank, "scale": layers.lora.scale_of(rank, alpha, rslora=rslora)}
+  for role, nodes in adapted.items():
+    if role == EMBEDDING:
+      adapter = fdl.Partial(layers.EmbeddingLora, **options)
+    elif role.startswith(EXPERT):
+      adapter = fdl.Partial(layers.ExpertLora, **options)
+    else:
+      adapter = fdl.Partial(layers.Dora if dora else layers.Lora, **options)
+      if dropout:
+        adapter.dropout = fdl.Partial(layers.Dropout, rate=dropout)
+    for node in nodes:
+      node.lora = copy.deepcopy(adapter)
+      node.lora.dtype = getattr(node, "dtype", jnp.float32)
   if base is not None:
     if base not in (schemes := ("int8", "nf4")):
       raise UserError(f"no scheme {base} for the base.{did_you_mean(base, schemes)}")
@@ -111,6 +124,79 @@ def lora(
       node.scheme = getattr(layers.weight_only, base)
   for node in select(graph, Trainer):
     node.trained = layers.lora.WEIGHTS
+
+
+def lora_bank(graph: fdl.Buildable, *, rank: int, num_adapters: int, roles: Sequence[str]):
+  """Adds places for several adapters to the linear maps of these roles, for decoding.
+
+  Raises:
+    UserError: The model has adapters already, or these roles cannot have several.
+  """
+  for role, nodes in _of_roles(graph, roles).items():
+    if role in ("head", "router", "key_value"):  # Which are called without a context, or merged.
+      raise UserError(
+        f"adapters of {role} cannot be decoded beside others: merge them with paxlike-convert."
+      )
+    for node in nodes:
+      if getattr(node, "lora", None) is not None:
+        raise UserError("the base has adapters itself: load the model that they were trained on.")
+      node.lora = fdl.Partial(
+        layers.LoraBank,
+        rank=rank,
+        num_adapters=num_adapters,
+        dtype=getattr(node, "dtype", jnp.float32),
+      )
+
+
+def _of_roles(graph: fdl.Buildable, roles: Sequence[str]) -> dict[str, list[Any]]:
+  """Returns the layers to adapt by role.
+
+  Raises:
+    UserError: There is none of a role.
+  """
+  there: dict[str, list[Any]] = {}
+  for node in select(graph, layers.Linear):
+    if role := getattr(node, "role", None):
+      there.setdefault(role, []).append(node)
+  for node in select(graph, layers.ExpertLinear):
+    there.setdefault(f"{EXPERT}{node.role}", []).append(node)
+  there[EMBEDDING] = list(select(graph, layers.Embedding))
+  found: dict[str, list[Any]] = {}
+  for name in roles:
+    # A key of LORA_ROLES may include roles that this model does not have.
+    own = [role for role in LORA_ROLES.get(name, (name,)) if there.get(role)]
+    if not own:
+      raise UserError(
+        f"LORA_TARGET_LAYERS (roles): no linear map has the role {name!r};"
+        f" expected {', '.join(LORA_ROLES)}, or some of {', '.join(sorted(there))}."
+      )
+    found |= {role: there[role] for role in own}
+  if not found:
+    raise UserError("roles: expected at least one role of linear maps.")
+  return found
+
+
+def _check_kind(adapted: dict[str, list[Any]], *, dropout: float, dora: bool):
+  """Raises a UserError if adapters of these layers cannot have dropout or magnitudes."""
+  for role in adapted:
+    is_linear = role != EMBEDDING and not role.startswith(EXPERT)
+    if dora and not is_linear:
+      raise UserError(
+        f"LORA_DORA: the adapter of {role} has no magnitude: leave {role} out of"
+        " LORA_TARGET_LAYERS, or set LORA_DORA=False."
+      )
+    # That of the embedding has none beside others that do, as in PEFT.
+    if dropout and (role.startswith(EXPERT) or role in ("head", "router")):
+      raise UserError(
+        f"LORA_DROPOUT: the adapter of {role} has no dropout: leave {role} out of"
+        " LORA_TARGET_LAYERS, or set LORA_DROPOUT=0 (lora_dropout of PEFT)."
+      )
+  nodes = [node for of_role in adapted.values() for node in of_role]
+  if dora and dropout and any(getattr(node, "dot", None) is not None for node in nodes):
+    raise UserError(
+      "LORA_DORA with LORA_DROPOUT multiplies by the base weights twice, which matmuls in 8 bits"
+      " cannot: leave LORA_DROPOUT or QUANTIZATION out."
+    )
 
 
 def quantize_weights(graph: fdl.Buildable, scheme: str = "int8"):

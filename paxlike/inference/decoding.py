@@ -144,12 +144,17 @@ class Decoding:
     self.options = dataclasses.replace(options, stop=(*options.stop, *texts))
 
   def run(
-    self, prompts: Sequence[Prompt], *, at_full_length: bool = False
+    self,
+    prompts: Sequence[Prompt],
+    *,
+    adapters: Sequence[int] | None = None,
+    at_full_length: bool = False,
   ) -> Iterator[Continuation]:
     """Yields a result each time a text has grown; its last result has `ended_by` set.
 
     Args:
       prompts: What to continue or to answer.
+      adapters: The adapter of each prompt; see `Request`. None: the base model.
       at_full_length: Whether programs and caches are for texts of any length, so that the next call
         reuses them.
 
@@ -158,7 +163,11 @@ class Decoding:
     """
     options = self.options
     requests = [
-      self._request(prompt, seed=options.seed + number * options.num_samples + sample)
+      self._request(
+        prompt,
+        seed=options.seed + number * options.num_samples + sample,
+        adapter=-1 if adapters is None else adapters[number],
+      )
       for number, prompt in enumerate(prompts)
       for sample in range(options.num_samples)
     ]
@@ -170,10 +179,11 @@ class Decoding:
       for text in grown:
         yield self._result(text, requests[text.request].tokens)
 
-  def _request(self, prompt: Prompt, *, seed: int) -> Request:
+  def _request(self, prompt: Prompt, *, seed: int, adapter: int) -> Request:
     tokens = tokens_of(prompt, self._tokenizer, self.prompt_renderer, max_len=self._max_len)
     left = self._max_len - len(tokens)
-    return Request(tokens=tokens, max_new_tokens=min(self.options.max_new_tokens, left), seed=seed)
+    most = min(self.options.max_new_tokens, left)
+    return Request(tokens=tokens, max_new_tokens=most, seed=seed, adapter=adapter)
 
   def _result(self, text: GeneratedText, prompt_tokens: np.ndarray) -> Continuation:
     if self._tokenizer is None:

@@ -59,6 +59,7 @@ class _Slots:
     positions_B: Its position.
     left_B: Number of tokens that may still follow it.
     keys_B: Sampling key of each slot, folded with the position.
+    adapters_B: See `Context`.
   """
 
   caches: Any
@@ -66,6 +67,7 @@ class _Slots:
   positions_B: jax.Array
   left_B: jax.Array
   keys_B: jax.Array
+  adapters_B: jax.Array
 
 
 class Generator:
@@ -167,12 +169,13 @@ class Generator:
     positions = np.full((count, longest), -1, np.int32)
     slots = np.full(count, self._num_rows, np.int32)  # Out of bounds: padding is dropped.
     left, seeds = np.zeros(count, np.int32), np.zeros(count, np.uint32)
+    adapters = np.full(count, -1, np.int32)
     for index, (slot, _, request) in enumerate(started):
       size = len(request.tokens)
       tokens[index, :size], positions[index, :size] = request.tokens, np.arange(size)
       slots[index], left[index] = slot, request.max_new_tokens - 1
-      seeds[index] = request.seed % 2**32
-    arrays = (tokens, positions, slots, left, seeds)
+      seeds[index], adapters[index] = request.seed % 2**32, request.adapter
+    arrays = (tokens, positions, slots, left, seeds, adapters)
     self._grow(longest)
     compiled = self._compiled_for(self._prefill, self._params, self._slots, *arrays, donate=(1,))
     phases.enter(self._phase)
@@ -244,7 +247,7 @@ class Generator:
     dtype = self._module.embedding.dtype
     caches = self._module.stack.empty_caches(self._num_rows, self._room, dtype)
     keys = jax.random.split(jax.random.key(0), self._num_rows)
-    return _Slots(caches, zeros, zeros - 1, zeros, keys)
+    return _Slots(caches, zeros, zeros - 1, zeros, keys, zeros - 1)
 
   def _grown(self, slots: _Slots) -> _Slots:
     caches = self._module.stack.grown_caches(slots.caches, self._room)
@@ -259,11 +262,12 @@ class Generator:
     slots_P: jax.Array,
     left_P: jax.Array,
     seeds_P: jax.Array,
+    adapters_P: jax.Array,
   ) -> tuple[_Slots, tuple[jax.Array, jax.Array]]:
     model = self._definition.bind(params, self._definition.quantize_operands(params))
     dtype = model.embedding.dtype
     caches = model.stack.empty_caches(len(tokens_PT), self._room, dtype)
-    context = Context(positions_BT=positions_PT)
+    context = Context(positions_BT=positions_PT, adapters_B=adapters_P)
     x_PTD, caches, _ = model.hidden(tokens_PT, context, caches)
     last_P = positions_PT.max(axis=1)
     x_PD = jnp.take_along_axis(x_PTD, jnp.maximum(last_P, 0)[:, None, None], axis=1)[:, 0]
@@ -284,6 +288,7 @@ class Generator:
       put(old.positions_B, last_P + 1),
       put(old.left_B, left_P),
       put(old.keys_B, keys_P),
+      put(old.adapters_B, adapters_P),
     )
     return slots, (new_P, log_probabilities_P)
 
@@ -295,7 +300,7 @@ class Generator:
 
     def step(slots: _Slots, unused: None):
       del unused
-      context = Context(positions_BT=slots.positions_B[:, None])
+      context = Context(positions_BT=slots.positions_B[:, None], adapters_B=slots.adapters_B)
       x_B1D, caches, _ = model.hidden(slots.tokens_B[:, None], context, slots.caches)
       tokens_B, log_probabilities_B = self._draw(
         model, x_B1D[:, 0], slots.keys_B, slots.positions_B
@@ -303,7 +308,9 @@ class Generator:
       left_B = slots.left_B - 1
       ended_B = (left_B <= 0) | jnp.isin(tokens_B, ends) | (slots.positions_B < 0)
       positions_B = jnp.where(ended_B, -1, slots.positions_B + 1)
-      slots = _Slots(caches, tokens_B, positions_B, left_B, slots.keys_B)
+      slots = dataclasses.replace(
+        slots, caches=caches, tokens_B=tokens_B, positions_B=positions_B, left_B=left_B
+      )
       return slots, (tokens_B, log_probabilities_B, left_B)
 
     positions_B = jnp.where(active_B, slots.positions_B, -1)

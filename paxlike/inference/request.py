@@ -14,11 +14,13 @@ class Request:
     tokens: int32, at least one.
     max_new_tokens: The text ends after this many.
     seed: Of its sampling; draws do not depend on other requests.
+    adapter: Of those of a `LoraBank`; -1: the base model.
   """
 
   tokens: np.ndarray
   max_new_tokens: int
   seed: int = 0
+  adapter: int = -1
 
 
 @dataclasses.dataclass(kw_only=True)

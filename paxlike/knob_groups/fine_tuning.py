@@ -19,14 +19,16 @@ class FineTuningKnobs(Knobs):
   CHECKPOINT_RESTORE_STEP: ranges.NonNegative | None = None  #: Its checkpoint. None: the newest.
   CHECKPOINT_INCLUDE_RULES: tuple[str, ...] = ("",)  #: Patterns of weights to restore.
   CHECKPOINT_IGNORE_RULES: tuple[str, ...] = ()  #: Patterns of weights to initialize anyway.
-  USE_LORA: bool = False  #: Train only LoRA adapters of linear maps.
+  USE_LORA: bool = False  #: Train only LoRA adapters.
   LORA_RANK: ranges.Size = 8  #: Rank of the adapters.
   LORA_ALPHA: ranges.Factor | None = None  #: Scale: LORA_ALPHA / LORA_RANK. None: 1.
+  LORA_RSLORA: bool = False  #: Scale: LORA_ALPHA / sqrt(LORA_RANK) (rsLoRA).
+  LORA_DORA: bool = False  #: Also train the magnitude of each output (DoRA).
   LORA_DROPOUT: ranges.Probability = 0.0  #: Dropout of the adapters' inputs.
   LORA_BASE_QUANTIZATION: Literal["int8", "nf4"] | None = (
     None  #: Weight-only quantization of the base model's matrices (QLoRA). None: compute dtype.
   )
-  #: Linear maps to adapt: all, attention, mlp, or roles such as query,up.
+  #: What to adapt: all (linear maps), attention, mlp, experts, or roles: query,up,embedding,head.
   LORA_TARGET_LAYERS: ranges.Name = "all"
 
   def restore(self) -> fdl.Config[Restore] | None:
@@ -41,15 +43,24 @@ class FineTuningKnobs(Knobs):
       ignore=(*self.CHECKPOINT_IGNORE_RULES, *([layers.lora.WEIGHTS] if self.USE_LORA else [])),
     )
 
+  def lora_scale(self) -> float:
+    """Returns the multiplier of the adapters' outputs."""
+    alpha = self.LORA_ALPHA
+    return layers.lora.scale_of(self.LORA_RANK, alpha, rslora=self._rslora())
+
+  def _rslora(self) -> bool:
+    return self.LORA_ALPHA is not None and self.LORA_RSLORA  # Without alpha it has no effect.
+
   def adapt(self, graph: fdl.Buildable):
     """Adds LoRA, if USE_LORA, to a graph that contains the model."""
     if self.USE_LORA:
-      targets = self.LORA_TARGET_LAYERS
       fiddlers.lora(
         graph,
         rank=self.LORA_RANK,
         alpha=self.LORA_ALPHA,
         dropout=self.LORA_DROPOUT,
-        roles=fiddlers.LORA_ROLES.get(targets) or [role.strip() for role in targets.split(",")],
+        roles=[role.strip() for role in self.LORA_TARGET_LAYERS.split(",")],
         base=self.LORA_BASE_QUANTIZATION,
+        rslora=self._rslora(),
+        dora=self.LORA_DORA,
       )

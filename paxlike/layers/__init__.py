@@ -27,7 +27,8 @@ from paxlike.layers.delayed_fp8 import DelayedFp8
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.embedding import Embedding, PositionEmbedding
 from paxlike.layers.linear import Linear
-from paxlike.layers.lora import Lora
+from paxlike.layers.lora import Dora, EmbeddingLora, ExpertLora, Lora
+from paxlike.layers.lora_bank import LoraBank
 from paxlike.layers.loss import cross_entropy
 from paxlike.layers.mlp import Mlp, clamped_swiglu, geglu, squared_relu, swiglu
 from paxlike.layers.module import (
@@ -63,9 +64,12 @@ __all__ = [
   "Decoder",
   "Definition",
   "DelayedFp8",
+  "Dora",
   "Dropout",
   "Embedding",
+  "EmbeddingLora",
   "ExpertLinear",
+  "ExpertLora",
   "Experts",
   "Fp8",
   "Int8",
@@ -76,6 +80,7 @@ __all__ = [
   "LayerNorm",
   "Linear",
   "Lora",
+  "LoraBank",
   "Mlp",
   "Module",
   "Moe",

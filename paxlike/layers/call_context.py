@@ -16,12 +16,15 @@ class Context:
       each sequence is one document.
     positions_BT: int32, the position of each token in its document. None: 0 to T - 1.
     dropout: The key for this layer's dropout; None disables dropout.
+    adapters_B: int32, the adapter that each sequence uses, of those of `LoraBank`; -1: none. None:
+      no sequence uses one.
     log_layers: Whether layers return metrics of their own; see `Aux`. Static.
   """
 
   segments_BT: jax.Array | None = None
   positions_BT: jax.Array | None = None
   dropout: jax.Array | None = None
+  adapters_B: jax.Array | None = None
   log_layers: bool = dataclasses.field(default=False, metadata={"static": True})
 
   def fold(self, index: int | jax.Array) -> "Context":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token and position embeddings."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.linear import as_matrix
+from paxlike.layers.lora import EmbeddingLora
 from paxlike.layers.precision import float32_sums
 from paxlike.layers.precision.matmul import matmul
 
@@ -28,6 +30,7 @@ class Embedding(module.Module):
     scale: ranges.Finite = 1.0,
     logits_scale: ranges.Finite = 1.0,
     dtype: ranges.ComputeDtype = jnp.float32,
+    lora: Callable[[int, int], EmbeddingLora] | None = None,
   ):
     """Builds the layer.
 
@@ -39,6 +42,7 @@ class Embedding(module.Module):
       scale: Multiplies the embedded tokens.
       logits_scale: Multiplies the logits.
       dtype: The compute dtype.
+      lora: Low-rank adapter of the table, trained while the table is frozen.
     """
     self.scale = scale
     self.logits_scale = logits_scale
@@ -50,10 +54,13 @@ class Embedding(module.Module):
       matmul=module.Matmul(dim, vocab_size) if is_head else None,
       compute_dtype=dtype,
     )
+    self.lora = None if lora is None else lora(vocab_size, dim)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Returns [..., D] for int32 tokens [...]; ids must lie in [0, vocab_size)."""
     x: Any = float32_sums.lookup(self.table[...].astype(self.dtype), tokens, ("vocab", "model"))
+    if self.lora is not None:
+      x += self.lora(tokens)
     return x if self.scale == 1 else x * jnp.asarray(self.scale, self.dtype)
 
   def attend(self, x: jax.Array) -> jax.Array:
@@ -61,6 +68,8 @@ class Embedding(module.Module):
     table_DV = self.table[...].astype(self.dtype).T
     tokens = as_matrix(x.astype(self.dtype))
     logits: Any = matmul(tokens, table_DV) if tokens.ndim == 2 else jnp.dot(tokens, table_DV)
+    if self.lora is not None:
+      logits += self.lora.attend(tokens)
     logits = logits.reshape(*x.shape[:-1], -1)
     return logits if self.logits_scale == 1 else logits * self.logits_scale
 

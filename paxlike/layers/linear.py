@@ -84,27 +84,31 @@ class Linear(module.Module):
   def __call__(self, x: jax.Array, context: Context | None = None) -> jax.Array:
     """Returns [..., *outputs] for x [..., *inputs]; only LoRA dropout uses the context."""
     with jax.named_scope(self.role):
-      w = self.w.get_value()
       leading = x.shape[: x.ndim - self.num_inputs]
       x = x.astype(self.dtype).reshape(*leading, -1)
-      tokens = as_matrix(x, self.time)
-      y: Any
-      if isinstance(w, Quantized):
-        # The backward pass dequantizes again instead of keeping the dense weight.
-        y = jax.checkpoint(self._weight_only)(tokens, w)
-      else:
-        w = w.astype(self.dtype).reshape(x.shape[-1], -1)
-        if self.dot is not None:
-          y = self.dot(self._form, tokens, w, self.w8.get_value())
-        elif tokens.ndim == 2:
-          y = matmul(tokens, w, *self._form.sizes)
-        else:
-          y = jnp.dot(tokens, w)
-      y = y.reshape(*leading, -1)
+      y = self.multiply(x)
       if self.lora is not None:
-        y += self.lora(x, context)
+        y = self.lora(x, y, base=self, context=context)
       y = y.reshape(*leading, *self._outputs)
       return named(y if self.b is None else float32_sums.add(y, self.b[...]), self.role)
+
+  def multiply(self, x: jax.Array) -> jax.Array:
+    """Returns [..., F], x times w, for x [..., D]; D and F are flattened dims."""
+    w = self.w.get_value()
+    tokens = as_matrix(x, self.time)
+    y: Any
+    if isinstance(w, Quantized):
+      # The backward pass dequantizes again instead of keeping the dense weight.
+      y = jax.checkpoint(self._weight_only)(tokens, w)
+    else:
+      w = w.astype(self.dtype).reshape(x.shape[-1], -1)
+      if self.dot is not None:
+        y = self.dot(self._form, tokens, w, self.w8.get_value())
+      elif tokens.ndim == 2:
+        y = matmul(tokens, w, *self._form.sizes)
+      else:
+        y = jnp.dot(tokens, w)
+    return y.reshape(*x.shape[:-1], -1)
 
   def _weight_only(self, x: jax.Array, w: Quantized) -> jax.Array:
     """Returns x w for a weight-only quantized w."""
@@ -116,10 +120,15 @@ class Linear(module.Module):
       return self.dot(self._form, x, w_DF)
     return matmul(x, w_DF, *self._form.sizes) if x.ndim == 2 else jnp.dot(x, w_DF)
 
+  def frozen_matrix(self) -> jax.Array:
+    """Returns w [D, F] in the compute dtype, dequantized, without LoRA."""
+    w = dense(self.w.get_value(), self.dtype)
+    return w.reshape(math.prod(w.shape[: self.num_inputs]), -1)
+
   def matrix(self) -> jax.Array:
     """Returns the effective weight [*inputs, *outputs] in the compute dtype, LoRA included."""
     w = dense(self.w.get_value(), self.dtype)
-    return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
+    return w if self.lora is None else self.lora.merged(self.frozen_matrix()).reshape(w.shape)
 
 
 def as_matrix(x: jax.Array, time: mesh.Dim = "time") -> jax.Array:

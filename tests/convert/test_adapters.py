@@ -2,7 +2,9 @@
 """LoRA adapters: merged or not, ours or PEFT's, they make the same model."""
 
 import json
+import re
 
+import jax
 import numpy as np
 import pytest
 from helpers.hf_models import COMMON, converted, imported, logits, save_random
@@ -10,6 +12,7 @@ from helpers.program import run as train
 
 from paxlike.convert.main import run
 from paxlike.convert.safetensors_files import TensorFolder
+from paxlike.layers.decoder import forward
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # PEFT's own.
 TOKENS = np.random.default_rng(0).integers(3, 96, (2, 24)).astype(np.int32)
@@ -125,61 +128,131 @@ def test_a_base_that_was_moved_is_named_by_a_flag(base, tuned, tmp_path, capsys)
     moved.rename(base / "ours")
 
 
-def test_what_experts_compute_with_is_not_adapted(tmp_path):
-  save_random("mixtral", tmp_path / "theirs")
+@pytest.mark.parametrize(
+  ("family", "experiment", "targets", "modules"),
+  [
+    ("mixtral", "Mixtral8x7B", "all", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+    ("mixtral", "Mixtral8x7B", "query,experts", None),
+    ("llama", "SyntheticLLaMA7B", "query,embedding,head", ["embed_tokens", "lm_head", "q_proj"]),
+    ("llama_tied", "SyntheticLLaMA7B", "query,embedding", ["embed_tokens", "q_proj"]),
+  ],
+)
+def test_every_kind_of_layer_is_merged_and_written_for_peft(
+  tmp_path, capsys, family, experiment, targets, modules
+):
+  """Adapters of experts are merged alone: PEFT's are of a matrix that fuses two of ours."""
+  import peft
+
+  save_random(family, tmp_path / "theirs")
   converted(tmp_path / "theirs", tmp_path / "base")
   knobs = {"LEARNING_RATE": 0.1, "LR_SCHEDULE": "constant", "PERCORE_BATCH_SIZE": 1, "MAX_STEPS": 2}
   knobs |= {
     "FPROP_DTYPE": "float32",
     "USE_LORA": True,
+    "LORA_TARGET_LAYERS": targets,
     "CHECKPOINT_RESTORE_PATH": tmp_path / "base",
   }
   told = json.loads((tmp_path / "base" / "experiment.json").read_text())
   own = {name: value for name, value in told["knobs"].items() if name not in knobs}
   flags = [f"--fdl.{name}={value}" for name, value in (own | knobs).items()]
   folder = tmp_path / "run"
-  assert train("--fdl_config=Mixtral8x7B", f"--job_log_dir={folder}", *flags) == 0
+  assert train(f"--fdl_config={experiment}", f"--job_log_dir={folder}", *flags) == 0
   ours = logits(*imported(folder), TOKENS)
+  assert np.abs(ours - theirs(load(tmp_path / "theirs"))).max() > 0.01
   assert run(["--from=paxlike", f"--path={folder}", f"--to={tmp_path / 'merged'}"]) == 0
   np.testing.assert_allclose(theirs(load(tmp_path / "merged")), ours, atol=1e-4)
-  assert run(["--from=paxlike", "--adapter", f"--path={folder}", f"--to={tmp_path / 'peft'}"]) == 0
+  capsys.readouterr()
+  out = ["--from=paxlike", "--adapter", f"--path={folder}", f"--to={tmp_path / 'peft'}"]
+  if modules is None:
+    assert run(out) == 2
+    error = capsys.readouterr().err
+    assert "PEFT cannot represent the adapter of" in error and error.count("\n") == 1
+    return
+  assert run(out) == 0
   config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-  assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+  assert config["target_modules"] == modules
+  adapted = peft.PeftModel.from_pretrained(load(tmp_path / "theirs"), str(tmp_path / "peft"))
+  np.testing.assert_allclose(theirs(adapted.eval()), ours, atol=1e-4)
+  adapted.save_pretrained(str(tmp_path / "again"))  # With copies of the base's embeddings.
+  back = ["--from=peft", f"--path={tmp_path / 'again'}", f"--base={tmp_path / 'base'}"]
+  assert run([*back, f"--to={tmp_path / 'back'}"]) == 0
+  np.testing.assert_allclose(logits(*imported(tmp_path / "back"), TOKENS), ours, atol=1e-5)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_an_adapter_of_peft_is_the_same_here(base, tmp_path, rslora):
+@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}])
+def test_an_adapter_of_peft_is_the_same_here(base, tmp_path, kind):
+  """Its logits, its gradients, and what is written again for PEFT."""
   import peft
   import torch
 
   config = peft.LoraConfig(
     r=4,
     lora_alpha=10,
-    use_rslora=rslora,
     target_modules=["q_proj", "down_proj"],
     init_lora_weights=False,
+    **kind,
   )
   torch.manual_seed(1)
   adapted = peft.get_peft_model(load(base / "theirs"), config).eval()
+  trained = {name: w for name, w in adapted.named_parameters() if w.requires_grad}
+  for name, w in trained.items():
+    if "magnitude" in name:
+      w.data *= 1 + 0.3 * torch.rand_like(w)
   adapted.save_pretrained(str(tmp_path / "adapter"))
   flags = ["--from=peft", f"--path={tmp_path / 'adapter'}", f"--base={base / 'ours'}"]
   assert run([*flags, f"--to={tmp_path / 'ours'}"]) == 0
-  np.testing.assert_allclose(
-    logits(*imported(tmp_path / "ours"), TOKENS), theirs(adapted), atol=1e-4
-  )
+  definition, params = imported(tmp_path / "ours")
+  np.testing.assert_allclose(logits(definition, params, TOKENS), theirs(adapted), atol=1e-4)
+
+  seen = np.random.default_rng(1).normal(size=(*TOKENS.shape, 96)).astype(np.float32)
+
+  def total(own):
+    return (forward(definition, params | own, {"inputs": TOKENS})[0] * seen).mean()
+
+  ours = jax.grad(total)({name: w for name, w in params.items() if ".lora." in name})
+  (adapted(torch.tensor(TOKENS, dtype=torch.long)).logits * torch.tensor(seen)).mean().backward()
+  assert len(ours) == len(trained)
+  for name, w in ours.items():
+    found = [g for n, g in trained.items() if counterpart(n) == name]
+    expected = found[0].grad.numpy().T.reshape(w.shape)
+    np.testing.assert_allclose(w, expected, atol=1e-5 * np.abs(expected).max(), rtol=1e-3)
+
   out = ["--from=paxlike", "--adapter", f"--path={tmp_path / 'ours'}"]
   assert run([*out, f"--to={tmp_path / 'again'}"]) == 0
   before, after = (TensorFolder(tmp_path / name) for name in ("adapter", "again"))
   assert before.specs == after.specs
   for name in before.specs:
-    assert before.read(name).tobytes() == after.read(name).tobytes()
+    if "magnitude" in name:  # Ours is relative to the norm of the base.
+      np.testing.assert_allclose(before.read(name), after.read(name), rtol=1e-6)
+    else:
+      assert before.read(name).tobytes() == after.read(name).tobytes()
+  written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+  assert {name: written[name] for name in ("r", "lora_alpha", *kind)} == {
+    "r": 4,
+    "lora_alpha": 10,
+    **kind,
+  }
+  assert run(["--from=paxlike", f"--path={tmp_path / 'ours'}", f"--to={tmp_path / 'merged'}"]) == 0
+  np.testing.assert_allclose(theirs(load(tmp_path / "merged")), theirs(adapted), atol=1e-4)
+
+
+def counterpart(name):
+  """Returns our name of a parameter of PEFT."""
+  _, layer, module, part = re.fullmatch(
+    r"(.*)layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj\.lora_(A|B|magnitude)\S*", name
+  ).groups()
+  place = {"q": "attention.query", "down": "mlp.down"}[module]
+  return f"stack.layers.{layer}.{place}.lora.{part.lower()}"
 
 
 @pytest.mark.parametrize(
   ("changed", "says"),
   [
     ({"peft_type": "IA3"}, "is not a LoRA adapter"),
-    ({"use_dora": True}, "has no use_dora=True"),
+    (
+      {"use_dora": True},
+      "the adapter lacks base_model.model.model.layers.0.self_attn.q_proj.lora_m",
+    ),
     ({"bias": "all"}, "has no bias='all'"),
     ({"r": 5}, r"lora_A.weight is [4, 32], but "),
   ],

@@ -31,10 +31,10 @@ def base(tmp_path_factory):
   return folder / "späce"
 
 
-def write(folder, **changed):
+def write(folder, more=None, **changed):
   """Writes an adapter; what is None is not there."""
   folder.mkdir()
-  specs = {}
+  specs = {**(more or {})}
   for layer in range(LAYERS):
     module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
     specs[f"{module}.lora_A.weight"] = TensorSpec((4, DIM), np.dtype("float32"))
@@ -75,6 +75,16 @@ def test_an_adapter_that_is_no_plain_one_is_refused(base, tmp_path, capsys, chan
   assert run(["--from=peft", *flags]) == 2
   error = capsys.readouterr().err
   assert said in error and "adapter_config.json" in error and error.count("\n") == 1
+  assert not (tmp_path / "ours").exists()
+
+
+def test_a_copy_of_another_base_is_refused(base, tmp_path, capsys):
+  """Of the embedding, which PEFT writes beside an adapter of it."""
+  copy = "base_model.model.model.embed_tokens.base_layer.weight"
+  write(tmp_path / "peft", more={copy: TensorSpec((VOCAB, DIM), np.dtype("float32"))})
+  flags = [f"--path={tmp_path / 'peft'}", f"--base={base}", f"--to={tmp_path / 'ours'}"]
+  assert run(["--from=peft", *flags]) == 2
+  assert f"{copy} of the adapter is not the weight of {base}" in capsys.readouterr().err
   assert not (tmp_path / "ours").exists()
 
 

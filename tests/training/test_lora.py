@@ -7,16 +7,19 @@ import re
 import shutil
 
 import fiddle as fdl
+import jax
 import numpy as np
 import pytest
 from helpers.program import curve, run
 from helpers.shrunk import shrunk
-from helpers.steps import assert_same, one_device, steps
+from helpers.steps import ONE, assert_same, one_device, steps
 from helpers.tiny_model import batch
 
 from paxlike import fiddlers, registry
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.devices.mesh import MeshSpec
+from paxlike.layers.decoder import forward
+from paxlike.training import train_state
 
 pytestmark = pytest.mark.slow
 KNOBS = {
@@ -33,6 +36,7 @@ KNOBS = {
   "SUMMARY_INTERVAL_STEPS": 1,
   "MAX_STEPS": 4,
 }
+MODEL = "SyntheticLLaMA7B"
 LORA = {"USE_LORA": True, "LORA_RANK": 1, "LORA_TARGET_LAYERS": "query,value"}
 
 
@@ -185,9 +189,65 @@ def test_experts_of_a_base_in_few_bits_are_the_same_on_any_mesh():
   assert_same(steps(shrunk("Mixtral8x7B", scan=True, **knobs), spec, batch(8)), expected)
 
 
+MESH = {"fsdp": 2, "tensor": 2, "data": 2}
+EXPERTS = {"LORA_TARGET_LAYERS": "all,experts,embedding,head"}
+EXPERT_MESH = {"fsdp": 2, "tensor": 2, "expert": 2}
+TIED = {"LORA_TARGET_LAYERS": "query,embedding", "USE_TIED_EMBEDDING": True}
+
+
+@pytest.mark.parametrize(
+  ("model", "knobs", "ici"),
+  [
+    (MODEL, {"LORA_DORA": True, "LORA_BASE_QUANTIZATION": "nf4"}, MESH),
+    (MODEL, TIED, MESH),
+    ("Mixtral8x7B", EXPERTS, EXPERT_MESH),
+    ("Mixtral8x7B", {**EXPERTS, "MOE_DISPATCH": "capacity"}, EXPERT_MESH),
+  ],
+)
+def test_adapters_are_the_same_on_any_mesh_scanned_or_not(model, knobs, ici):
+  knobs = knobs | {"USE_LORA": True, "LORA_RANK": 4, "LORA_ALPHA": 8.0, "LORA_RSLORA": True}
+  expected = one_device(shrunk(model, **knobs), batch(8))
+  assert_same(steps(shrunk(model, scan=True, **knobs), MeshSpec(ici=ici), batch(8)), expected)
+
+
+@pytest.mark.parametrize(
+  ("model", "knobs", "more"),
+  [
+    (MODEL, {"LORA_DORA": True}, {}),
+    (MODEL, {"LORA_TARGET_LAYERS": "embedding"}, {"USE_TIED_EMBEDDING": True}),
+    ("Mixtral8x7B", EXPERTS, {}),
+    ("Mixtral8x7B", EXPERTS, {"MOE_DISPATCH": "capacity"}),
+  ],
+)
+def test_new_adapters_are_the_base_bit_for_bit(model, knobs, more):
+  plain, adapted = shrunk(model, **more), shrunk(model, **more, **knobs, USE_LORA=True)
+  params = train_state.init_params(adapted, ONE.build(jax.devices()[:1]), seed=0)
+  base = {name: w for name, w in params.items() if name in plain.weights}
+  assert len(base) < len(params)
+  data = {"inputs": batch(2)["inputs"]}
+  logits = (
+    jax.jit(forward, static_argnums=0)(*given, data)[0]
+    for given in ((plain, base), (adapted, params))
+  )
+  np.testing.assert_array_equal(*logits)
+
+
 def test_knobs_of_adapters_need_adapters(tmp_path, capsys):
   assert train(tmp_path / "run", LORA_RANK=4) == 2
   assert "LORA_RANK has no effect" in capsys.readouterr().err
+  assert train(tmp_path / "run", USE_LORA=True, LORA_RSLORA=True) == 2
+  assert "LORA_RSLORA has no effect" in capsys.readouterr().err
+  twice = {"LORA_DORA": True, "LORA_DROPOUT": 0.1, "QUANTIZATION": "fp8"}
+  no_dropout = {"LORA_TARGET_LAYERS": "head", "LORA_DROPOUT": 0.1}
+  no_magnitude = {"LORA_TARGET_LAYERS": "query,embedding", "LORA_DORA": True}
+  for wrong, says in (
+    (twice, "multiplies by the base weights twice"),
+    (no_dropout, "LORA_DROPOUT: the adapter of head has no dropout"),
+    (no_magnitude, "LORA_DORA: the adapter of embedding has no magnitude"),
+  ):
+    assert train(tmp_path / "run", USE_LORA=True, **wrong) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
   for targets, unknown in (("quary", "'quary'"), ("query,kye", "'kye'"), ("none", "'none'")):
     assert train(tmp_path / "run", USE_LORA=True, LORA_TARGET_LAYERS=targets) == 2
     err = capsys.readouterr().err

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers import module
+from paxlike.layers.lora import ExpertLora
 from paxlike.layers.mlp import Activation
 from paxlike.layers.moe.grouped_matmul import GroupedForm, grouped_matmul
 from paxlike.layers.precision import float32_sums
@@ -55,9 +56,10 @@ class ExpertLinear(module.Module):
     init: module.Initializer = module.gaussian_fan_in,
     dtype: ranges.ComputeDtype = jnp.float32,
     dot: Callable[[], Dot] | None = None,
+    lora: Callable[..., ExpertLora] | None = None,
     scheme: Callable[..., Quantized] | None = None,
   ):
-    """`num_chosen` is top-k; for `dot` and `scheme` see `Linear`."""
+    """`num_chosen` is top-k; for `dot`, `lora` and `scheme` see `Linear`."""
     self.role = role
     self.dtype = dtype
     self.dot = None if dot is None else dot()
@@ -77,6 +79,7 @@ class ExpertLinear(module.Module):
     self._dims, self._total = (dim, output), num_experts
     bias = {**experts, **outputs}
     self.b = self.weight(bias, init=module.zeros, compute_dtype=dtype) if use_bias else None
+    self.lora = None if lora is None else lora(num_experts, inputs, outputs, num_chosen)
 
   def sorted(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Returns [M, F] for tokens sorted by expert; `sizes_E` counts the tokens of each expert."""
@@ -86,6 +89,12 @@ class ExpertLinear(module.Module):
     else:  # Rows of no expert, and their cotangents, must not contribute to an amax.
       x_MD = groups.mask_unused(x_MD)
       y_MF = groups.mask_unused(self._multiply(groups, x_MD, self.w.get_value()))
+    if self.lora is not None:
+
+      def multiply(x: jax.Array, w: jax.Array, input_dim: str, output_dim: str) -> Any:
+        return grouped_matmul(x, w, GroupedForm(sizes_E, input_dim, output_dim, self._total))
+
+      y_MF = self.lora(x_MD, y_MF, multiply=multiply)
     if self.b is not None:
       bias_EF = self.b[...].astype(jnp.float32)  # Its gradient is then summed in float32.
       bias_MF = jnp.repeat(bias_EF, sizes_E, axis=0, total_repeat_length=len(x_MD))
@@ -95,6 +104,13 @@ class ExpertLinear(module.Module):
   def placed(self, x_ECD: jax.Array) -> jax.Array:
     """Returns [E, C, F] for tokens in C capacity slots per expert."""
     y_ECF = self._multiply(BatchedForm(), x_ECD, self.w.get_value())
+    if self.lora is not None:
+
+      def multiply(x: jax.Array, w: jax.Array, *dims: str) -> jax.Array:
+        del dims
+        return BatchedForm().outputs(x, w, w.dtype)
+
+      y_ECF = self.lora(x_ECD, y_ECF, multiply=multiply)
     return y_ECF if self.b is None else float32_sums.add(y_ECF, self.b[...][:, None])
 
   def _multiply(self, form: GroupedForm | BatchedForm, x: jax.Array, w: Any) -> jax.Array:

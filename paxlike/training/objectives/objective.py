@@ -13,7 +13,7 @@ from paxlike.layers.aux_losses import Aux
 from paxlike.layers.decoder import Batch, Decoder
 from paxlike.layers.module import Definition, Params
 
-_ADDED = re.compile(rf"{lora.WEIGHTS}b$")
+_ADDED = re.compile(rf"{lora.WEIGHTS}(b|magnitude)$")
 
 
 class Objective(abc.ABC):
@@ -43,5 +43,5 @@ def shares_base(definition: Definition) -> bool:
 
 
 def without_adapters(params: Mapping[str, jax.Array]) -> Params:
-  """Returns the weights with LoRA's b matrices zeroed: the base model."""
+  """Returns the weights with LoRA's b matrices and DoRA's magnitudes zeroed: the base model."""
   return {name: jnp.zeros_like(w) if _ADDED.search(name) else w for name, w in params.items()}
