@@ -13,6 +13,7 @@ from paxlike.config import building
 from paxlike.convert import (
   experiment_files,
   matching,
+  nearest_family,
   new_folder,
   size_checks,
   streaming,
@@ -78,7 +79,7 @@ class Source:
       untrusted_files.check(path / name, folder=path, limit=TOKENIZER_BYTES)
     self._config = dict(config)
     with size_checks.describing(path / "config.json"):
-      self._experiment, self.family = _family(config, path)
+      self._experiment, self.family = _family(config, path, tensors)
       _check_quantization(config.get("quantization_config"))
       wrapper = self.family.wrapper
       if wrapper is not None and config["model_type"] == wrapper.model_type:
@@ -239,8 +240,14 @@ def _fp8_block(config: dict[str, Any]) -> int:
   raise UserError(f"config.json: weight_block_size={sides} is not square.")
 
 
-def _family(config: Mapping[str, Any], path: pathlib.Path) -> tuple[type[Experiment], Family]:
-  """Returns the experiment and the Hugging Face family of a configuration."""
+def _family(
+  config: Mapping[str, Any], path: pathlib.Path, tensors: Tensors
+) -> tuple[type[Experiment], Family]:
+  """Returns the experiment and the Hugging Face family of a configuration.
+
+  Raises:
+    UserError: There is none; names the nearest.
+  """
   bases = {base for cls in registry.registered().values() for base in cls.__mro__}
   families: dict[str, tuple[type[Experiment], Family]] = {}
   for base in bases:
@@ -252,7 +259,8 @@ def _family(config: Mapping[str, Any], path: pathlib.Path) -> tuple[type[Experim
   if isinstance(kind, str) and kind in families:
     return families[kind]
   known = ", ".join(sorted(families))
+  near = nearest_family.describe(config, tensors.specs, families)
   raise UserError(
-    f"{path / 'config.json'}: model_type is {kind!r}; paxlike has {known}. For a family of yours,"
-    " name the module that registers an experiment of it by --fdl_allow_modules."
+    f"{path / 'config.json'}: model_type is {kind!r}; paxlike has {known}. {near} For a family of"
+    " yours, name the module that registers an experiment of it by --fdl_allow_modules."
   )
