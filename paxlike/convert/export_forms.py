@@ -14,7 +14,14 @@ from paxlike.errors import UserError, did_you_mean
 
 
 class Form(Protocol):
-  """A format of files."""
+  """A format of files.
+
+  Attributes:
+    reads_compute_dtype: Whether weights are first cast to the compute dtype of the run, which
+      quantizes them as they are in its matmuls.
+  """
+
+  reads_compute_dtype: bool
 
   def check(self, specs: Mapping[str, TensorSpec], config: Mapping[str, Any]):
     """Raises a UserError if the format cannot hold a model; reads no weights."""
@@ -37,6 +44,8 @@ class Form(Protocol):
 class Plain:
   """Safetensors of the weights as they are."""
 
+  reads_compute_dtype = False
+
   def check(self, specs: Mapping[str, TensorSpec], config: Mapping[str, Any]):
     del specs, config
 
@@ -55,6 +64,10 @@ FORMS: Mapping[str, tuple[str, str, tuple[Any, ...]]] = {
   "hf": ("export_forms", "Plain", ()),
   "gguf": ("gguf_files", "Gguf", ()),
   "gguf_q8_0": ("gguf_files", "Gguf", ("Q8_0",)),
+  "fp8_blocks": ("quantized_forms", "Fp8", ("fp8_blocks",)),
+  "compressed_fp8": ("quantized_forms", "Compressed", ("compressed_fp8", "FP8")),
+  "compressed_int8": ("quantized_forms", "Compressed", ("compressed_int8", "INT8")),
+  "compressed_int4": ("quantized_forms", "Compressed", ("compressed_int4", "INT4")),
 }
 
 

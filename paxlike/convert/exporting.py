@@ -185,7 +185,7 @@ class ExportedRun:
         f"{match.ours} is {list(value.shape)} in the checkpoint, but {list(match.shape)} by"
         f" {self.path / 'experiment.json'}."
       )
-    return value
+    return value.astype(self.experiment.FPROP_DTYPE) if self._form.reads_compute_dtype else value
 
 
 class _ExportedTensors:

@@ -85,6 +85,8 @@ class Gguf:
   the tokenizer's files are written beside it.
   """
 
+  reads_compute_dtype = False
+
   def __init__(self, quantization: str | None = None):
     """`quantization`: a block format of ggml, such as "Q8_0"; None: no quantization."""
     self._quantization = None if quantization is None else Kind[quantization]

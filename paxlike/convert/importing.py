@@ -19,6 +19,7 @@ from paxlike.convert import (
   streaming,
   tokenizer_files,
 )
+from paxlike.convert.compressed_tensors import Decompressed
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized, Tensors
@@ -32,7 +33,7 @@ from paxlike.layers.stack import layout_of
 
 # Declared dtype -> compute dtype: the range of float16 is too small for many models.
 _COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
-_QUANTIZED = ("fp8", "mxfp4")
+_QUANTIZED = ("compressed-tensors", "fp8", "mxfp4")
 
 
 class _WithPrefix:
@@ -117,7 +118,7 @@ class Source:
     config = read_json(path / "config.json")
     is_older = not TensorFolder.is_at(path) and TorchFolder.is_at(path)
     tensors = TorchFolder(path) if is_older else TensorFolder(path)
-    return cls(path, config, Dequantized(tensors, block=_fp8_block(config)))
+    return cls(path, config, _dequantized(tensors, config))
 
   @classmethod
   def meta(cls, path: pathlib.Path) -> Self:
@@ -209,7 +210,7 @@ def _check_quantization(config: Any):
   """Raises a UserError if the weights' quantization method is unknown; None: not quantized."""
   method = config.get("quant_method") if isinstance(config, Mapping) else config
   if config is not None and method not in _QUANTIZED:
-    known = " and ".join(_QUANTIZED)
+    known = ", ".join(_QUANTIZED)
     raise UserError(f"quantization_config.quant_method is {method!r}; paxlike reads {known}.")
 
 
@@ -227,6 +228,14 @@ def _compute_dtype(config: Mapping[str, Any], tensors: Tensors) -> tuple[str, st
 
 def _weight(match: Match, tensors: Tensors) -> np.ndarray:
   return match.rule.load([tensors.read(name) for name in match.theirs], match.shape)
+
+
+def _dequantized(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+  """Returns the tensors of a folder, dequantized as its configuration declares."""
+  quantization = config.get("quantization_config")
+  if isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors":
+    return Decompressed(tensors, quantization)
+  return Dequantized(tensors, block=_fp8_block(config))
 
 
 def _fp8_block(config: dict[str, Any]) -> int:

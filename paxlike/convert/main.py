@@ -132,7 +132,8 @@ def _run(argv: Sequence[str]) -> int:
   parser.add_argument(
     "--to_format",
     metavar="NAME",
-    help="from paxlike: the format of the files: hf (the default), gguf, gguf_q8_0",
+    help="from paxlike: the format of the files: hf (the default), gguf, gguf_q8_0, fp8_blocks,"
+    " compressed_fp8, compressed_int8, compressed_int4",
   )
   parser.add_argument(
     "--step",

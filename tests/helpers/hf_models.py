@@ -211,10 +211,14 @@ def converted(source: pathlib.Path, folder: pathlib.Path) -> tuple[Definition, d
   return imported(folder)
 
 
-def imported(folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
+def imported(
+  folder: pathlib.Path, *, dtype: str = "float32", quantization: str | None = None
+) -> tuple[Definition, dict[str, Any]]:
   """Returns the model and the weights of a folder that `paxlike-convert` made."""
   graph = graph_file.read(folder / "config.json")
-  fiddlers.precision(graph, "float32")
+  fiddlers.precision(graph, dtype)
+  if quantization is not None:
+    fiddlers.quantize(graph, quantization)
   trainer: Any = fdl.build(graph)
   definition, devices = trainer.definition, trainer.mesh.build(jax.devices()[:1])
   source = StateSource(
