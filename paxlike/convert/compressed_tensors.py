@@ -15,7 +15,7 @@ _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantiz
 _PACKED, _SCALE, _SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
 _STORED = (np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn))
 _BITS = (4, 8)
-# Settings of weights that are supported; with actorder=group, the inputs of groups are not adjacent.
+# Supported settings of weights. With actorder=group, the inputs of a group are not adjacent.
 _WEIGHTS = {"symmetric": (True,), "num_bits": _BITS, "actorder": (None, "static", "weight")}
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formats in which a model is exported, each from Hugging Face's tensors and `config.json`."""
 
-import importlib
+import functools
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from paxlike.convert import safetensors_files
@@ -59,15 +59,33 @@ def write_config(folder: pathlib.Path, config: Mapping[str, Any]):
   (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-# Value of --to_format -> (module, class, arguments), imported when it is used.
-FORMS: Mapping[str, tuple[str, str, tuple[Any, ...]]] = {
-  "hf": ("export_forms", "Plain", ()),
-  "gguf": ("gguf_files", "Gguf", ()),
-  "gguf_q8_0": ("gguf_files", "Gguf", ("Q8_0",)),
-  "fp8_blocks": ("quantized_forms", "Fp8", ("fp8_blocks",)),
-  "compressed_fp8": ("quantized_forms", "Compressed", ("compressed_fp8", "FP8")),
-  "compressed_int8": ("quantized_forms", "Compressed", ("compressed_int8", "INT8")),
-  "compressed_int4": ("quantized_forms", "Compressed", ("compressed_int4", "INT4")),
+def _gguf(quantization: str | None = None) -> Form:
+  from paxlike.convert.gguf_files import Gguf
+
+  return Gguf(quantization)
+
+
+def _fp8() -> Form:
+  from paxlike.convert.quantized_forms import Fp8
+
+  return Fp8("fp8_blocks")
+
+
+def _compressed(name: str, rule: str) -> Form:
+  from paxlike.convert.quantized_forms import Compressed
+
+  return Compressed(name, rule)
+
+
+# Value of --to_format -> the format, whose modules are imported when it is used.
+FORMS: Mapping[str, Callable[[], Form]] = {
+  "hf": Plain,
+  "gguf": _gguf,
+  "gguf_q8_0": functools.partial(_gguf, "Q8_0"),
+  "fp8_blocks": _fp8,
+  "compressed_fp8": functools.partial(_compressed, "compressed_fp8", "FP8"),
+  "compressed_int8": functools.partial(_compressed, "compressed_int8", "INT8"),
+  "compressed_int4": functools.partial(_compressed, "compressed_int4", "INT4"),
 }
 
 
@@ -80,12 +98,11 @@ def form(name: str) -> Form:
   if name not in FORMS:
     hint = did_you_mean(name, FORMS) or f" One of {', '.join(FORMS)}."
     raise UserError(f"--to_format={name} is unknown.{hint}")
-  module, cls, arguments = FORMS[name]
   try:
-    return getattr(importlib.import_module(f"paxlike.convert.{module}"), cls)(*arguments)
+    return FORMS[name]()
   except ModuleNotFoundError as error:
-    if error.name and error.name.startswith("paxlike"):
+    if error.name != "gguf":
       raise
     raise UserError(
-      f"--to_format={name} needs the package {error.name}: pip install paxlike[export]."
+      f"--to_format={name} needs the package gguf: pip install paxlike[gguf]."
     ) from None
