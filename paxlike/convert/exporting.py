@@ -18,14 +18,13 @@ from paxlike.checkpoints.hf_family import Family
 from paxlike.checkpoints.warm_start import PROVENANCE, Derived, Restore, began_with
 from paxlike.config import building, graph_file
 from paxlike.convert import (
-  export_forms,
   matching,
   model_graph,
   new_folder,
   safetensors_files,
   tokenizer_files,
 )
-from paxlike.convert.export_forms import Form
+from paxlike.convert.exported_form import Form, Plain
 from paxlike.convert.matching import Match
 from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.convert.stored import Merged, Stored, Weights, adapter_of
@@ -115,7 +114,7 @@ class ExportedRun:
     elif base is not None:
       raise UserError(f"{path} has no adapters, and so needs no base: leave --base out.")
     self.adapters.check(shapes)
-    self._form = export_forms.Plain() if form is None else form
+    self._form = Plain() if form is None else form
     config = config_of(experiment, dtype="float32", without_mtp=self.lacks_mtp)
     self._form.check(self._tensors("float32").specs, config)
 

@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 from paxlike.convert import gguf_tokenizer, safetensors_files
-from paxlike.convert.export_forms import write_config
+from paxlike.convert.exported_form import write_config
 from paxlike.convert.quantized import Tensors
 from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.errors import UserError

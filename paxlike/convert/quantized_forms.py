@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from paxlike.convert import safetensors_files
-from paxlike.convert.export_forms import write_config
+from paxlike.convert.exported_form import write_config
 from paxlike.convert.quantized import Tensors
 from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.errors import UserError
