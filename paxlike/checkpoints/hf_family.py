@@ -7,7 +7,7 @@ value that paxlike implements; any other key or value is refused.
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
@@ -190,6 +190,17 @@ class Family:
 
   def _check(self, config: Mapping[str, Any]):
     """Raises a UserError for unknown keys and unsupported values."""
+    for _, problem in self._problems(config):
+      raise UserError(problem)
+
+  def differing(self, config: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of a configuration that the family lacks, or has with other values."""
+    config = self._renamed(config)
+    lacking = (key for key in self.knobs if key not in config and key not in self.defaults)
+    return [*dict.fromkeys(key for key, _ in self._problems(config)), *lacking]
+
+  def _problems(self, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields a key and what is wrong with it, for unknown keys and unsupported values."""
     fixed = keys.FIXED | dict(self.fixed)
     for key in self.knobs:
       fixed.pop(key, None)
@@ -199,10 +210,10 @@ class Family:
       found = config.get(key, self.defaults.get(key))
       if not keys.is_one_of(found, wanted):
         absent = "" if key in config else " (its default)"
-        raise UserError(f"{key} is {found!r}{absent}, not {keys.spell(wanted)}.")
+        yield key, f"{key} is {found!r}{absent}, not {keys.spell(wanted)}."
     for key, other in self.equal.items():
       if config.get(key) is not None and config[key] != config.get(other):
-        raise UserError(f"{key}={config[key]!r} is not {other}={config.get(other)!r}.")
+        yield key, f"{key}={config[key]!r} is not {other}={config.get(other)!r}."
     known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
     if self.rope is not None:
       known |= hf_rope.KEYS
@@ -210,7 +221,7 @@ class Family:
       known |= {"layer_types", _PATTERN, f"_{_PATTERN}"}
     for key, value in config.items():
       if key not in known and keys.is_set(value):
-        raise UserError(_unknown(key, value))
+        yield key, _unknown(key, value)
 
   def _check_layers(self, config: Mapping[str, Any]):
     """Raises a UserError if the layers' kinds of attention differ from the family's."""

@@ -3,11 +3,10 @@
 
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -18,7 +17,14 @@ from paxlike import fiddlers, file_io, layers, registry, saved_experiment, untru
 from paxlike.checkpoints.hf_family import Family
 from paxlike.checkpoints.warm_start import PROVENANCE, Derived, Restore, began_with
 from paxlike.config import building, graph_file
-from paxlike.convert import matching, model_graph, new_folder, safetensors_files, tokenizer_files
+from paxlike.convert import (
+  matching,
+  model_graph,
+  new_folder,
+  safetensors_files,
+  tokenizer_files,
+)
+from paxlike.convert.exported_form import Form, Plain
 from paxlike.convert.matching import Match
 from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.convert.stored import Adapter, Merged, Stored, Weights, adapter_of
@@ -54,6 +60,7 @@ class ExportedRun:
     base: pathlib.Path | None = None,
     merges: bool = True,
     allow_modules: Sequence[str] = (),
+    form: Form | None = None,
   ):
     """Reads and checks the run's experiment, graph and checkpoint metadata; reads no weights.
 
@@ -64,10 +71,12 @@ class ExportedRun:
       merges: Whether to merge adapters into the base. If not, the base may be missing, unless the
         adapters have magnitudes (LORA_DORA).
       allow_modules: Modules outside paxlike that the run's files may use.
+      form: The format of the files; None: safetensors of the plain weights.
 
     Raises:
       UserError: There is no such checkpoint, Hugging Face has no such model, the run's graph is not
-        the one that its knobs make, or `base` is given for a run without adapters.
+        the one that its knobs make, `form` cannot hold the model, or `base` is given for a run
+        without adapters.
     """
     self.path = path
     self.experiment = experiment = registry.load(
@@ -110,6 +119,9 @@ class ExportedRun:
     elif base is not None:
       raise UserError(f"{path} has no adapters, and so needs no base: leave --base out.")
     self.adapters.check(shapes)
+    self._form = Plain() if form is None else form
+    config = config_of(experiment, dtype="float32", without_mtp=self.lacks_mtp)
+    self._form.check(self._tensors("float32").specs, config)
 
   def _restore(self, base: pathlib.Path | None) -> Restore:
     """Returns the source of the base weights; `base` overrides the recorded folder."""
@@ -158,32 +170,17 @@ class ExportedRun:
 
   def convert(self, to: pathlib.Path, *, dtype: str):
     """Writes the folder `to`, which must be missing or empty."""
-    specs: dict[str, TensorSpec] = {}
-    owners: dict[str, list[tuple[Match, int]]] = {}
-    # Weights stored in one array are adjacent: each array is read once.
-    matches = [*self.matches, *self._copies]
-    for match in sorted(matches, key=lambda match: self._weights.array_of(match.ours)):
-      shapes = match.rule.their_shapes(match.shape)
-      for index, (name, shape) in enumerate(zip(match.theirs, shapes, strict=True)):
-        specs[name] = TensorSpec(shape, np.dtype(dtype))
-        owners.setdefault(name, []).append((match, index))
-
-    def value(name: str) -> np.ndarray:
-      if len(owners[name]) == 1:
-        ((match, index),) = owners[name]
-        return match.rule.save(self._weight(match))[index]
-      tensor = np.empty(specs[name].shape, dtype)
-      for match, index in owners[name]:
-        part = match.rule.save(self._weight(match))[index]
-        tensor[match.rule.part(match.shape)] = safetensors_files.cast(name, part, specs[name].dtype)
-      return tensor
-
-    tokenizer = self.tokenizer
+    tokenizer, tensors = self.tokenizer, self._tensors(dtype)
     with new_folder.filling(to, flag="to") as folder:
-      safetensors_files.write(folder, specs, value)
       config = config_of(self.experiment, dtype=dtype, without_mtp=self.lacks_mtp)
       config |= tokenizer_files.export_tokenizer(self.experiment, tokenizer, self.path, folder)
-      (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+      self._form.write(folder, tensors, config)
+
+  def _tensors(self, dtype: str) -> "_ExportedTensors":
+    """Returns Hugging Face's tensors, with the weights of one array beside each other."""
+    matches = [*self.matches, *self._copies]
+    matches.sort(key=lambda match: self._weights.array_of(match.ours))  # Each array is read once.
+    return _ExportedTensors(matches, self._weight, np.dtype(dtype))
 
   def _weight(self, match: Match) -> np.ndarray:
     value = self._weights.read(match.ours)
@@ -192,7 +189,39 @@ class ExportedRun:
         f"{match.ours} is {list(value.shape)} in the checkpoint, but {list(match.shape)} by"
         f" {self.path / 'experiment.json'}."
       )
-    return value
+    return value.astype(self.experiment.FPROP_DTYPE) if self._form.reads_compute_dtype else value
+
+
+class _ExportedTensors:
+  """The tensors of a model of Hugging Face, made of a run's weights on demand.
+
+  Attributes:
+    specs: Name -> shape, and the dtype in which a tensor is to be written.
+  """
+
+  def __init__(
+    self, matches: Sequence[Match], weight: Callable[[Match], np.ndarray], dtype: np.dtype
+  ):
+    self.specs: dict[str, TensorSpec] = {}
+    self._owners: dict[str, list[tuple[Match, int]]] = {}
+    self._weight = weight
+    for match in matches:
+      shapes = match.rule.their_shapes(match.shape)
+      for index, (name, shape) in enumerate(zip(match.theirs, shapes, strict=True)):
+        self.specs[name] = TensorSpec(shape, dtype)
+        self._owners.setdefault(name, []).append((match, index))
+
+  def read(self, name: str) -> np.ndarray:
+    """Returns a tensor, in the dtype of `specs` or that of the stored weight."""
+    owners, (shape, dtype) = self._owners[name], self.specs[name]
+    if len(owners) == 1:
+      ((match, index),) = owners
+      return match.rule.save(self._weight(match))[index]
+    tensor = np.empty(shape, dtype)
+    for match, index in owners:
+      part = match.rule.save(self._weight(match))[index]
+      tensor[match.rule.part(match.shape)] = safetensors_files.cast(name, part, dtype)
+    return tensor
 
 
 def _exported(experiment: Experiment, family: Family) -> tuple[Any, bool]:

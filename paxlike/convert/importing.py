@@ -13,11 +13,13 @@ from paxlike.config import building
 from paxlike.convert import (
   experiment_files,
   matching,
+  nearest_family,
   new_folder,
   size_checks,
   streaming,
   tokenizer_files,
 )
+from paxlike.convert.compressed_tensors import Decompressed
 from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized, Tensors
@@ -31,7 +33,7 @@ from paxlike.layers.stack import layout_of
 
 # Declared dtype -> compute dtype: the range of float16 is too small for many models.
 _COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
-_QUANTIZED = ("fp8", "mxfp4")
+_QUANTIZED = ("compressed-tensors", "fp8", "mxfp4")
 
 
 class _WithPrefix:
@@ -78,7 +80,7 @@ class Source:
       untrusted_files.check(path / name, folder=path, limit=TOKENIZER_BYTES)
     self._config = dict(config)
     with size_checks.describing(path / "config.json"):
-      self._experiment, self.family = _family(config, path)
+      self._experiment, self.family = _family(config, path, tensors)
       _check_quantization(config.get("quantization_config"))
       wrapper = self.family.wrapper
       if wrapper is not None and config["model_type"] == wrapper.model_type:
@@ -116,7 +118,7 @@ class Source:
     config = read_json(path / "config.json")
     is_older = not TensorFolder.is_at(path) and TorchFolder.is_at(path)
     tensors = TorchFolder(path) if is_older else TensorFolder(path)
-    return cls(path, config, Dequantized(tensors, block=_fp8_block(config)))
+    return cls(path, config, _dequantized(tensors, config))
 
   @classmethod
   def meta(cls, path: pathlib.Path) -> Self:
@@ -208,7 +210,7 @@ def _check_quantization(config: Any):
   """Raises a UserError if the weights' quantization method is unknown; None: not quantized."""
   method = config.get("quant_method") if isinstance(config, Mapping) else config
   if config is not None and method not in _QUANTIZED:
-    known = " and ".join(_QUANTIZED)
+    known = ", ".join(_QUANTIZED)
     raise UserError(f"quantization_config.quant_method is {method!r}; paxlike reads {known}.")
 
 
@@ -228,6 +230,14 @@ def _weight(match: Match, tensors: Tensors) -> np.ndarray:
   return match.rule.load([tensors.read(name) for name in match.theirs], match.shape)
 
 
+def _dequantized(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+  """Returns the tensors of a folder, dequantized as its configuration declares."""
+  quantization = config.get("quantization_config")
+  if isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors":
+    return Decompressed(tensors, quantization)
+  return Dequantized(tensors, block=_fp8_block(config))
+
+
 def _fp8_block(config: dict[str, Any]) -> int:
   """Returns the side of the square blocks that share an FP8 scale; 128 if not declared."""
   quantization = config.get("quantization_config")
@@ -239,8 +249,14 @@ def _fp8_block(config: dict[str, Any]) -> int:
   raise UserError(f"config.json: weight_block_size={sides} is not square.")
 
 
-def _family(config: Mapping[str, Any], path: pathlib.Path) -> tuple[type[Experiment], Family]:
-  """Returns the experiment and the Hugging Face family of a configuration."""
+def _family(
+  config: Mapping[str, Any], path: pathlib.Path, tensors: Tensors
+) -> tuple[type[Experiment], Family]:
+  """Returns the experiment and the Hugging Face family of a configuration.
+
+  Raises:
+    UserError: There is none; names the nearest.
+  """
   bases = {base for cls in registry.registered().values() for base in cls.__mro__}
   families: dict[str, tuple[type[Experiment], Family]] = {}
   for base in bases:
@@ -252,7 +268,8 @@ def _family(config: Mapping[str, Any], path: pathlib.Path) -> tuple[type[Experim
   if isinstance(kind, str) and kind in families:
     return families[kind]
   known = ", ".join(sorted(families))
+  near = nearest_family.describe(config, tensors.specs, families)
   raise UserError(
-    f"{path / 'config.json'}: model_type is {kind!r}; paxlike has {known}. For a family of yours,"
-    " name the module that registers an experiment of it by --fdl_allow_modules."
+    f"{path / 'config.json'}: model_type is {kind!r}; paxlike has {known}. {near} For a family of"
+    " yours, name the module that registers an experiment of it by --fdl_allow_modules."
   )

@@ -130,6 +130,12 @@ def _run(argv: Sequence[str]) -> int:
     "--adapter", action="store_true", help="from paxlike: write the LoRA adapters, for PEFT"
   )
   parser.add_argument(
+    "--to_format",
+    metavar="NAME",
+    help="from paxlike: the format of the files: hf (the default), gguf, gguf_q8_0, fp8_blocks,"
+    " compressed_fp8, compressed_int8, compressed_int4",
+  )
+  parser.add_argument(
     "--step",
     type=int,
     help="from paxlike, maxtext and pax: the checkpoint's step (default: the newest)",
@@ -139,7 +145,11 @@ def _run(argv: Sequence[str]) -> int:
     metavar="NAME",
     help="from maxtext and pax: the experiment that the checkpoint becomes",
   )
-  parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+  parser.add_argument(
+    "--dtype",
+    choices=("float32", "bfloat16", "float16"),
+    help="of the weights that are not quantized (default: float32)",
+  )
   parser.add_argument(
     "--fdl_allow_modules",
     type=lambda text: tuple(text.split(",")),
@@ -159,9 +169,11 @@ def _run(argv: Sequence[str]) -> int:
   if options.dry_run:
     print(source.table())
     return 0
-  source.convert(options.to, dtype=options.dtype)
+  dtype = options.dtype or "float32"
+  source.convert(options.to, dtype=dtype)
   what = "an adapter for PEFT" if options.adapter else f"{len(source.matches)} weights"
-  print(f"{options.to}: {what} in {options.dtype}")
+  form = "" if options.to_format in (None, "hf") else f", as {options.to_format}"
+  print(f"{options.to}: {what} in {dtype}{form}")
   for line in _notes(options, source):
     print(line)
   return 0
@@ -176,6 +188,7 @@ def _check(options: argparse.Namespace):
   for name, flag, sources in (
     ("adapter", "--adapter", ("paxlike",)),
     ("base", "--base", ("paxlike", "peft")),
+    ("to_format", "--to_format", ("paxlike",)),
     ("step", "--step", ("paxlike", *_JAX)),
     ("fdl_config", "--fdl_config", _JAX),
     ("knobs", "--fdl.KNOB", _JAX),
@@ -185,6 +198,10 @@ def _check(options: argparse.Namespace):
     is_given = value is not False and value not in (None, ())  # 0 is given, and equal to False.
     if is_given and options.source not in sources:
       raise UserError(f"{flag} goes with --from={' or --from='.join(sources)}: leave it out.")
+  if options.adapter and options.to_format is not None:
+    raise UserError("--to_format is of whole models, not of --adapter: leave it out.")
+  if options.to_format == "gguf_q8_0" and options.dtype not in (None, "float32"):
+    raise UserError("GGUF stores what it does not quantize in float32: leave out --dtype.")
   if options.source == "peft" and options.base is None:
     raise UserError("--from=peft needs --base=DIR, a run or converted model.")
   new_folder.check_new(options.to, flag="to")
@@ -218,6 +235,7 @@ def _open(
 
     return PeftAdapter(options.path, base=options.base, allow_modules=options.fdl_allow_modules)
   if options.source == "paxlike":
+    from paxlike.convert import export_forms
     from paxlike.convert.adapters import TrainedAdapters
     from paxlike.convert.exporting import ExportedRun
 
@@ -227,6 +245,7 @@ def _open(
       base=options.base,
       merges=not options.adapter,
       allow_modules=options.fdl_allow_modules,
+      form=export_forms.form(options.to_format or "hf"),
     )
     if options.adapter:
       return TrainedAdapters(run)

@@ -19,7 +19,12 @@ DOTS = {
   "fp8_delayed": layers.DelayedFp8,
   "mxfp8": layers.MxFp8,
   "int8": layers.Int8,
+  "qat_fp8": layers.QatFp8,
+  "qat_fp8_blocks": layers.QatFp8Blocks,
+  "qat_int4": layers.QatInt4,
+  "qat_int8": layers.QatInt8,
 }
+_QAT = tuple(dot for name, dot in DOTS.items() if name.startswith("qat_"))
 # Schemes of `quantize_weights`. In the base of `lora`, int8 has a scale per block of 64 instead.
 SCHEMES = {
   "int8": layers.weight_only.int8_columns,
@@ -57,7 +62,10 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
 
 
 def quantize(graph: fdl.Buildable, kind: str = "fp8"):
-  """Runs the matmuls of the blocks' linear maps and experts in 8 bits; `kind` is a key of `DOTS`.
+  """Sets how the blocks' linear maps and experts multiply; `kind` is a key of `DOTS`.
+
+  fp8, fp8_delayed, mxfp8 and int8 multiply in 8 bits; qat_* in the compute dtype, with weights as
+  they are after weight-only quantization.
 
   mxfp8 applies to linear maps only, because there is no block-scaled grouped matmul for experts.
   """
@@ -115,6 +123,11 @@ def lora(
       if dropout:
         adapter.dropout = fdl.Partial(layers.Dropout, rate=dropout)
     for node in nodes:
+      if (dot := getattr(node, "dot", None)) and fdl.get_callable(dot) in _QAT:
+        raise UserError(
+          "QUANTIZATION=qat_* trains the weights that are quantized, but USE_LORA freezes them:"
+          " leave one of them out."
+        )
       node.lora = copy.deepcopy(adapter)
       node.lora.dtype = getattr(node, "dtype", jnp.float32)
   if base is not None:

@@ -16,7 +16,21 @@ class PrecisionKnobs(Knobs):
   WEIGHT_DTYPE: Literal["float32", "bfloat16"] = "float32"
   #: 8-bit matmuls in the linear maps and experts of blocks: fp8 (current scaling), fp8_delayed
   #: (delayed scaling), mxfp8 (block scaling, not in experts) or int8. None: compute dtype.
-  QUANTIZATION: Literal["fp8", "fp8_delayed", "mxfp8", "int8"] | None = None
+  #: Quantization-aware training for an export in that format: qat_int8, qat_int4 (a scale per 128
+  #: inputs), qat_fp8, qat_fp8_blocks (128 x 128).
+  QUANTIZATION: (
+    Literal[
+      "fp8",
+      "fp8_delayed",
+      "mxfp8",
+      "int8",
+      "qat_int8",
+      "qat_int4",
+      "qat_fp8",
+      "qat_fp8_blocks",
+    ]
+    | None
+  ) = None
   USE_FP8: bool = False  #: Pax's name for QUANTIZATION=fp8.
   ENABLE_TE: bool = False  #: Use NVIDIA's Transformer Engine in the linear maps of blocks.
 

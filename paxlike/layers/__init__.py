@@ -51,6 +51,7 @@ from paxlike.layers.precision import transformer_engine, weight_only
 from paxlike.layers.precision.fp8 import Fp8
 from paxlike.layers.precision.int8 import Int8
 from paxlike.layers.precision.mxfp8 import MxFp8
+from paxlike.layers.precision.quantization_aware import QatFp8, QatFp8Blocks, QatInt4, QatInt8
 from paxlike.layers.precision.transformer_engine import TransformerEngine
 from paxlike.layers.remat import Remat
 from paxlike.layers.reward_model import RewardModel
@@ -90,6 +91,10 @@ __all__ = [
   "Params",
   "Pipeline",
   "PositionEmbedding",
+  "QatFp8",
+  "QatFp8Blocks",
+  "QatInt4",
+  "QatInt8",
   "QkClip",
   "RelativeBias",
   "Remat",

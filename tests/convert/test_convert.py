@@ -2,6 +2,7 @@
 """`paxlike-convert` on a small LLaMA: what it writes, and what it says of mistakes."""
 
 import json
+import re
 
 import fiddle as fdl
 import ml_dtypes
@@ -99,6 +100,18 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path, capsys, giv
   error = capsys.readouterr().err
   assert said in error and error.count("\n") == 1
   assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_the_family_nearest_to_an_unknown_model_is_named(tmp_path, capsys):
+  sizes = {re.sub(r"post_attention_(layer)?norm", "final_norm", n): s for n, s in shapes().items()}
+  config = {**CONFIG, "model_type": "parrot", "clip_qkv": 8.0}
+  write(tmp_path / "theirs", arrays=values(sizes), config=config)
+  assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+  assert (
+    "The nearest is llama: configuration keys that differ (1): clip_qkv;"
+    " tensors that it lacks (1): model.layers.*.final_norm.weight;"
+    " tensors that it has in addition (1): model.layers.*.post_attention_layernorm.weight."
+  ) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [4, 500, -10])

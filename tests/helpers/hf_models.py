@@ -181,8 +181,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_random(name: str, folder: pathlib.Path, *, seed: int = 0) -> Any:
-  """Saves a random model of a family as Hugging Face does, and returns it."""
+def save_random(name: str, folder: pathlib.Path, *, seed: int = 0, **more: Any) -> Any:
+  """Saves a random model of a family as Hugging Face does, and returns it.
+
+  `more`: keys of its configuration that differ from those in `FAMILIES`.
+  """
   import torch
   import transformers
 
@@ -191,7 +194,7 @@ def save_random(name: str, folder: pathlib.Path, *, seed: int = 0) -> Any:
   # What GPT-2 has not would be saved as keys that nobody knows.
   foreign = ("intermediate_size", "num_key_value_heads", "head_dim") if name == "gpt2" else ()
   common = {key: value for key, value in COMMON.items() if key not in foreign}
-  config = getattr(transformers, config_class)(**{**common, **options})
+  config = getattr(transformers, config_class)(**{**common, **options, **more})
   config._attn_implementation = "eager"
   model = transformers.AutoModelForCausalLM.from_config(config).eval()
   with torch.no_grad():
@@ -208,10 +211,14 @@ def converted(source: pathlib.Path, folder: pathlib.Path) -> tuple[Definition, d
   return imported(folder)
 
 
-def imported(folder: pathlib.Path) -> tuple[Definition, dict[str, Any]]:
+def imported(
+  folder: pathlib.Path, *, dtype: str = "float32", quantization: str | None = None
+) -> tuple[Definition, dict[str, Any]]:
   """Returns the model and the weights of a folder that `paxlike-convert` made."""
   graph = graph_file.read(folder / "config.json")
-  fiddlers.precision(graph, "float32")
+  fiddlers.precision(graph, dtype)
+  if quantization is not None:
+    fiddlers.quantize(graph, quantization)
   trainer: Any = fdl.build(graph)
   definition, devices = trainer.definition, trainer.mesh.build(jax.devices()[:1])
   source = StateSource(
