@@ -90,6 +90,17 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
       },
     },
   ),
+  "glm4_moe": (
+    "Glm4MoeConfig",
+    {
+      "attention_bias": True,
+      "use_qk_norm": True,
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 8,
+      "num_experts_per_tok": 3,
+      "num_mtp_layers": 0,
+    },
+  ),
   "gpt_oss": (
     "GptOssConfig",
     {

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
-from paxlike.checkpoints import hf_rope
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Rules
 from paxlike.errors import UserError
@@ -191,7 +190,7 @@ class Family:
   def _check(self, config: Mapping[str, Any]):
     """Raises a UserError for unknown keys and unsupported values."""
     fixed = keys.FIXED | dict(self.fixed)
-    for key in self.knobs:
+    for key in {*self.knobs, *(() if self.rope is None else self.rope.keys)}:
       fixed.pop(key, None)
     for key, wanted in fixed.items():
       if key not in config and key not in self.defaults:
@@ -205,7 +204,7 @@ class Family:
         raise UserError(f"{key}={config[key]!r} is not {other}={config.get(other)!r}.")
     known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
     if self.rope is not None:
-      known |= hf_rope.KEYS
+      known |= self.rope.keys
     if self.layer_types:
       known |= {"layer_types", _PATTERN, f"_{_PATTERN}"}
     for key, value in config.items():

@@ -6,13 +6,14 @@ import pytest
 from paxlike.errors import UserError
 from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.gemma import Gemma2, Gemma3
+from paxlike.experiments.glm import GlmMoe
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.mistral import Mistral, Mixtral
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 
-FAMILIES = [DeepSeek, Gemma2, Gemma3, Gpt, GptOss, Llama, Mistral, Mixtral, Qwen3, Qwen3Moe]
+FAMILIES = [DeepSeek, Gemma2, Gemma3, GlmMoe, Gpt, GptOss, Llama, Mistral, Mixtral, Qwen3, Qwen3Moe]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -63,6 +64,9 @@ def read(experiment, **changed):
     (GptOss, {"rope_parameters": {}}, "ROPE_THETA", 150_000.0),
     (Llama, {"rope_parameters": {}, "rope_scaling": YARN}, "ROPE_SCALING", "yarn"),
     (DeepSeek, {"q_lora_rank": None}, "QUERY_LATENT_DIMS", None),
+    (GlmMoe, {}, "ROPE_SHARE", 0.5),
+    (GlmMoe, {"partial_rotary_factor": 0.25}, "ROPE_SHARE", 0.25),
+    (GlmMoe, {"rope_parameters": {"partial_rotary_factor": 1.0}}, "ROPE_SHARE", 1.0),
     # What is without effect.
     (Llama, {"_name_or_path": "x", "temperature": 0.5, "mystery": None}, "NUM_LAYERS", 2),
     (Gemma3, {"sliding_window_pattern": 6}, "NUM_LAYERS", 2),
@@ -95,6 +99,7 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     (Gemma3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     (Gemma3, {"rope_parameters": {"sliding_attention": YARN}}, "yarn of local layers"),
     (Gemma3, {"rope_parameters": YARN}, "an unknown kind of attention"),
+    (Llama, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not None or 1.0"),
     # Absent, these mean another model than ours.
     (Qwen3Moe, {"norm_topk_prob": ...}, "norm_topk_prob is False (its default), not True"),
     (GptOss, {"rope_scaling": YARN}, "truncate of rope_parameters is absent, not False"),

@@ -158,6 +158,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "num_mtp_layers": 0,
     },
   ),
+  "glm4_moe": (
+    "Glm4MoeConfig",
+    {
+      "attention_bias": True,
+      "use_qk_norm": True,
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 8,
+      "num_experts_per_tok": 3,
+      "routed_scaling_factor": 2.5,
+      "num_mtp_layers": 0,
+    },
+  ),
+  "glm4_moe_without_norms": (
+    "Glm4MoeConfig",
+    {
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 8,
+      "num_experts_per_tok": 3,
+      "n_group": 4,
+      "topk_group": 2,
+      "num_mtp_layers": 0,
+      "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
+    },
+  ),
   "gpt_oss": (
     "GptOssConfig",
     {
