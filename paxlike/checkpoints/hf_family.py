@@ -76,6 +76,7 @@ class Family:
 
   Attributes:
     model_type: `model_type` of the configuration.
+    other_types: Further values of `model_type` for the same model, which exports do not write.
     architecture: The class in transformers.
     knobs: Configuration key -> knob.
     defaults: Values of absent keys in transformers. A key in `knobs` without a default is required.
@@ -100,6 +101,7 @@ class Family:
   """
 
   model_type: str
+  other_types: tuple[str, ...] = ()
   architecture: str
   knobs: Mapping[str, str]
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)

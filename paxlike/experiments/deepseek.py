@@ -135,6 +135,8 @@ class DeepSeek(DeepSeekMoe, Llama):
   ROPE_SCALING = "yarn"
   ROPE_FACTOR = 40.0
   ROPE_ORIGINAL_LENGTH = 4096
+  #: Rotations within the original context from which YaRN leaves a frequency (beta_fast).
+  ROPE_FAST: ranges.PositiveFloat = 32.0
 
   def attention(self) -> fdl.Partial[layers.LatentAttention]:
     if self.NUM_KV_HEADS not in (None, self.NUM_HEADS):
@@ -164,6 +166,8 @@ class DeepSeek(DeepSeekMoe, Llama):
     rope = super().rope()
     rope.interleaved = True
     rope.magnitude = 1.0
+    if self.ROPE_FACTOR is not None and self.ROPE_SCALING == "yarn":
+      rope.scaling.fast = self.ROPE_FAST
     return rope
 
   def _rope_magnitude(self) -> float:
@@ -176,6 +180,7 @@ class DeepSeek(DeepSeekMoe, Llama):
     return dataclasses.replace(
       family,
       model_type="deepseek_v3",
+      other_types=("kimi_k2",),  # See kimi.py.
       architecture="DeepseekV3ForCausalLM",
       knobs={
         **{k: v for k, v in family.knobs.items() if k not in ("head_dim", "attention_bias")},
@@ -211,7 +216,9 @@ class DeepSeek(DeepSeekMoe, Llama):
       neutral=family.neutral
       | {"qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha", "router_aux_loss_coef"},
       equal={"head_dim": "qk_rope_head_dim"},
-      rope=HfRope(types=("default", "yarn"), fixed={"mscale": 1.0, "mscale_all_dim": 1.0}),
+      rope=HfRope(
+        types=("default", "yarn"), fixed={"mscale": 1.0, "mscale_all_dim": 1.0}, has_fast=True
+      ),
       rules=_rules(family.rules),
       without={
         "stack.{}.attention.query_down.w": {

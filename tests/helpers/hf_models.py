@@ -158,6 +158,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "num_mtp_layers": 0,
     },
   ),
+  "kimi_k2": (
+    "DeepseekV3Config",
+    {
+      "first_k_dense_replace": 1,
+      "qk_nope_head_dim": 16,
+      "head_dim": 8,
+      "num_key_value_heads": 4,
+      "qk_rope_head_dim": 8,
+      "v_head_dim": 16,
+      "kv_lora_rank": 20,
+      "q_lora_rank": 24,
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 8,
+      "num_experts_per_tok": 3,
+      "n_group": 1,
+      "topk_group": 1,
+      "num_mtp_layers": 0,
+      "max_position_embeddings": 2048,
+      "rope_parameters": {
+        **YARN,
+        "rope_theta": 50.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+      },
+    },
+  ),
   "glm4_moe": (
     "Glm4MoeConfig",
     {
@@ -223,6 +252,9 @@ def save_random(name: str, folder: pathlib.Path, *, seed: int = 0) -> Any:
       # As drawn, norms are all the same and biases are nothing.
       parameter.add_(0.1 * torch.randn_like(parameter))
   model.save_pretrained(folder)
+  if name == "kimi_k2":  # Its type, which transformers does not have.
+    config = config_of(folder) | {"model_type": name}
+    (folder / "config.json").write_text(json.dumps(config))
   return model
 
 
