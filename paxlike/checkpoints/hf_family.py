@@ -7,7 +7,7 @@ value that paxlike implements; any other key or value is refused.
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
@@ -86,7 +86,9 @@ class Family:
     neutral: Keys without effect on logits, besides those of every family.
     equal: Key -> another key whose value it must have, if present.
     aliases: Key -> its name in `knobs`.
+    rewritten: Replaces keys of a configuration by others that mean the same, before any is read.
     layer_types: Repeating pattern of the layers' kinds of attention; empty: no such key.
+    last_type: The kind of the last layer; None: that of the pattern.
     rope: Rotary position embedding, if any.
     rules: Weight -> its tensors.
     mtp: The same for each layer of multi-token prediction, such as "projection.w", besides those of
@@ -110,7 +112,9 @@ class Family:
   neutral: frozenset[str] = frozenset()
   equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  rewritten: Callable[[dict[str, Any]], dict[str, Any]] = dict
   layer_types: tuple[str, ...] = ()
+  last_type: str | None = None
   rope: HfRope | None = None
   rules: Rules
   mtp: Rules = dataclasses.field(default_factory=dict)
@@ -180,14 +184,14 @@ class Family:
     return any(re.fullmatch(_with_knobs(pattern, values), name) for pattern in self.ignored)
 
   def _renamed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with aliases resolved."""
+    """Returns a configuration with aliases resolved, and `rewritten`."""
     config = dict(config)
     for alias, key in self.aliases.items():
       if alias in config:
         value = config.pop(alias)
         if config.setdefault(key, value) != value:
           raise UserError(f"{alias}={value!r} and {key}={config[key]!r} contradict each other.")
-    return config
+    return self.rewritten(config)
 
   def _check(self, config: Mapping[str, Any]):
     """Raises a UserError for unknown keys and unsupported values."""
@@ -227,7 +231,8 @@ class Family:
         raise UserError(f"{key} is {config[key]!r}, not {len(self.layer_types)}.")
 
   def _layer_types(self, num_layers: int) -> list[str]:
-    return [self.layer_types[layer % len(self.layer_types)] for layer in range(num_layers)]
+    types = [self.layer_types[layer % len(self.layer_types)] for layer in range(num_layers)]
+    return types if self.last_type is None else [*types[:-1], self.last_type]
 
 
 def _unknown(key: str, value: Any) -> str:

@@ -6,6 +6,7 @@ import pytest
 from paxlike.errors import UserError
 from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.gemma import Gemma2, Gemma3
+from paxlike.experiments.gemma4 import Gemma4
 from paxlike.experiments.glm import GlmMoe
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
@@ -13,7 +14,12 @@ from paxlike.experiments.llama import Llama
 from paxlike.experiments.mistral import Mistral, Mixtral
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 
-FAMILIES = [DeepSeek, Gemma2, Gemma3, GlmMoe, Gpt, GptOss, Llama, Mistral, Mixtral, Qwen3, Qwen3Moe]
+FAMILIES = [
+  *(DeepSeek, Gemma2, Gemma3, Gemma4, GlmMoe, Gpt, GptOss),
+  *(Llama, Mistral, Mixtral, Qwen3, Qwen3Moe),
+]
+# Of two layers, both kinds of Gemma 4.
+LAYERS_OF_GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -67,6 +73,9 @@ def read(experiment, **changed):
     (GlmMoe, {}, "ROPE_SHARE", 0.5),
     (GlmMoe, {"partial_rotary_factor": 0.25}, "ROPE_SHARE", 0.25),
     (GlmMoe, {"rope_parameters": {"partial_rotary_factor": 1.0}}, "ROPE_SHARE", 1.0),
+    (Gemma4, {"rope_parameters": None}, "ROPE_SHARE", 0.25),
+    (Gemma4, {"num_global_key_value_heads": 2}, "NUM_GLOBAL_KV_HEADS", None),  # Without k = v.
+    (Gemma4, {**LAYERS_OF_GEMMA4, "per_layer_config": {"1": {"head_dim": 9}}}, "NUM_LAYERS", 2),
     # What is without effect.
     (Llama, {"_name_or_path": "x", "temperature": 0.5, "mystery": None}, "NUM_LAYERS", 2),
     (Gemma3, {"sliding_window_pattern": 6}, "NUM_LAYERS", 2),
@@ -100,7 +109,12 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     (Gemma3, {"rope_parameters": {"sliding_attention": YARN}}, "yarn of local layers"),
     (Gemma3, {"rope_parameters": YARN}, "an unknown kind of attention"),
     (Llama, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not None or 1.0"),
+    (Gemma4, {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1, not 0"),
+    (Gemma4, {"enable_moe_block": True}, "enable_moe_block is True, not False"),
+    (Gemma4, {**LAYERS_OF_GEMMA4, "per_layer_config": {"0": {"head_dim": 9}}}, "per_layer_config"),
+    (Gemma4, {"rope_parameters": YARN}, "rope_parameters is"),
     # Absent, these mean another model than ours.
+    (Gemma4, {"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is 256 (its"),
     (Qwen3Moe, {"norm_topk_prob": ...}, "norm_topk_prob is False (its default), not True"),
     (GptOss, {"rope_scaling": YARN}, "truncate of rope_parameters is absent, not False"),
     (DeepSeek, {"rope_scaling": YARN}, "mscale of rope_parameters is absent, not 1.0"),

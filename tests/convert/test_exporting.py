@@ -15,6 +15,7 @@ from paxlike.convert.main import run
 from paxlike.convert.safetensors_files import TensorFolder
 from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.gemma import Gemma, Gemma2, Gemma3
+from paxlike.experiments.gemma4 import Gemma4
 from paxlike.experiments.glm import GlmMoe
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
@@ -48,6 +49,7 @@ FAMILIES = {
   Gemma: GROUPED,
   Gemma2: GROUPED,
   Gemma3: GROUPED,
+  Gemma4: GROUPED,
   GlmMoe: {**EXPERTS, "NUM_DENSE_LAYERS": 1},
   Gpt: {},
   GptOss: EXPERTS,

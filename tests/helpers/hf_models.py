@@ -80,6 +80,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       },
     },
   ),
+  "gemma4": (
+    "Gemma4TextConfig",
+    {
+      "sliding_window": 6,
+      "num_hidden_layers": 8,
+      "global_head_dim": 32,
+      "num_global_key_value_heads": 1,
+      "attention_k_eq_v": True,
+      "hidden_size_per_layer_input": 0,
+      "final_logit_softcapping": 30.0,
+    },
+  ),
+  "gemma4_with_values": (
+    "Gemma4TextConfig",
+    {"sliding_window": 6, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0},
+  ),
   "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
   "qwen3_moe": (
     "Qwen3MoeConfig",
@@ -251,6 +267,9 @@ def save_random(name: str, folder: pathlib.Path, *, seed: int = 0) -> Any:
     for parameter in model.parameters():
       # As drawn, norms are all the same and biases are nothing.
       parameter.add_(0.1 * torch.randn_like(parameter))
+    for name_of, buffer in model.named_buffers():
+      if name_of.endswith("layer_scalar"):
+        buffer.mul_(1 + 0.1 * torch.randn_like(buffer))
   model.save_pretrained(folder)
   if name == "kimi_k2":  # Its type, which transformers does not have.
     config = config_of(folder) | {"model_type": name}

@@ -37,10 +37,11 @@ class Attention(module.Module):
     num_kv_heads: ranges.Size | None = None,
     query: Callable[..., Linear],
     key: Callable[..., Linear],
-    value: Callable[..., Linear],
+    value: Callable[..., Linear] | None,
     output: Callable[..., Linear],
     rope: Callable[[int], Rope] | None = None,
     qk_norm: Callable[..., Any] | None = None,
+    value_norm: Callable[..., Any] | None = None,
     relative_bias: Callable[[int], RelativeBias] | None = None,
     sinks: module.Initializer | None = None,
     extra_logit: ranges.Finite | None = None,
@@ -59,10 +60,11 @@ class Attention(module.Module):
       num_kv_heads: K; None: N.
       query: D -> N x H.
       key: D -> K x H.
-      value: D -> K x H.
+      value: D -> K x H; None: the values are the keys, before norm and rotary embedding.
       output: N x H -> D.
       rope: Rotary embedding of queries and keys.
       qk_norm: Applied to each head's query and key.
+      value_norm: Applied to each head's value.
       relative_bias: Position bias, added to the logits; called with N.
       sinks: Initializer of a trained attention sink per head: the logit of a key without a value
         (StreamingLLM; gpt-oss).
@@ -89,11 +91,12 @@ class Attention(module.Module):
     kv_heads = {"kv_heads": self.num_kv_heads, "head": head_dim}
     self.query = query({"model": dim}, heads)
     self.key = key({"model": dim}, kv_heads)
-    self.value = value({"model": dim}, kv_heads)
+    self.value = None if value is None else value({"model": dim}, kv_heads)
     self.output = output(heads, {"model": dim})
     self.rope = None if rope is None else rope(head_dim)
     self.query_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
     self.key_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
+    self.value_norm = None if value_norm is None else value_norm(head_dim, over="head")
     self.extra_logit = extra_logit
     self.relative_bias = None if relative_bias is None else relative_bias(num_heads)
     self.qk_clip = None if qk_clip is None else qk_clip(num_heads)
@@ -108,9 +111,13 @@ class Attention(module.Module):
     """
     q_BTNH = mesh.constrain(self.query(x_BTD, context), "batch", "time", "heads", None)
     k_BTKH = mesh.constrain(self.key(x_BTD, context), "batch", "time", "kv_heads", None)
-    v_BTKH = mesh.constrain(self.value(x_BTD, context), "batch", "time", "kv_heads", None)
+    v_BTKH = k_BTKH
+    if self.value is not None:
+      v_BTKH = mesh.constrain(self.value(x_BTD, context), "batch", "time", "kv_heads", None)
     if self.query_norm is not None and self.key_norm is not None:
       q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+    if self.value_norm is not None:
+      v_BTKH = self.value_norm(v_BTKH)
     if self.rope is not None:
       q_BTNH = self.rope(q_BTNH, context.positions_BT)
       k_BTKH = self.rope(k_BTKH, context.positions_BT)

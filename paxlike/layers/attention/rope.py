@@ -77,6 +77,13 @@ def linear(frequencies: np.ndarray, *, factor: ranges.Stretch) -> np.ndarray:
   return frequencies / factor
 
 
+@configurable(name="rope.proportional")
+def proportional(frequencies: np.ndarray, *, share: ranges.Share) -> np.ndarray:
+  """Keeps a share of the frequencies, the highest ones, and leaves the other pairs (Gemma 4)."""
+  kept = int(share * len(frequencies))
+  return np.concatenate([frequencies[:kept], np.zeros(len(frequencies) - kept)])
+
+
 @configurable(name="rope.half")
 def half(frequencies: np.ndarray, *, slowest: ranges.Share) -> np.ndarray:
   """Rotates half of all pairs, from 1 radian per token down to `slowest`, and leaves the others.
