@@ -113,6 +113,18 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
       "num_mtp_layers": 0,
     },
   ),
+  "llama4": (
+    "Llama4TextConfig",
+    {
+      "intermediate_size_mlp": 40,
+      "num_hidden_layers": 5,
+      "num_local_experts": 4,
+      "interleave_moe_layer_step": 2,
+      "attention_chunk_size": 6,
+      "floor_scale": 4,
+      "attn_scale": 0.5,
+    },
+  ),
   "gpt_oss": (
     "GptOssConfig",
     {
@@ -243,6 +255,11 @@ _VALUES: dict[str, list[Any]] = {
   "mlp_only_layers": [[1], [0, 1, 2]],
   "decoder_sparse_step": [2, 3],
   "max_window_layers": [0, 1, 28],
+  "moe_layers": [[], [0, 1, 2, 3, 4], [1], [0]],
+  "no_rope_layers": [[], [1, 0, 1, 0, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]],
+  "no_rope_layer_interval": [2],
+  "interleave_moe_layer_step": [1, 3],
+  "attention_chunk_size": [None, 3, 100],
   "swiglu_alpha": [1.0],
   "swiglu_limit": [0.5],
   "router_jitter_noise": [0.5],

@@ -28,6 +28,7 @@ class Wrapper:
     fixed: Keys of `text_config` that must have this value, because the wrapper ignores them.
     renamed: Prefix of tensor names -> prefix in the standalone text model.
     dropped: Pattern (`re`) of tensors outside the text model.
+    tied: Whether embeddings are tied where the configuration does not say.
   """
 
   model_type: str
@@ -35,6 +36,7 @@ class Wrapper:
   fixed: Mapping[str, Any]
   renamed: Mapping[str, str]
   dropped: str
+  tied: bool = True
 
   def text(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration of the text model.
@@ -45,8 +47,7 @@ class Wrapper:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
       raise UserError(f"a {self.model_type} model lacks text_config.")
-    # Embeddings are tied by default.
-    tied = {part.get("tie_word_embeddings", True) for part in (config, text)}
+    tied = {part.get("tie_word_embeddings", self.tied) for part in (config, text)}
     if len(tied) > 1:
       raise UserError("tie_word_embeddings differs in text_config: which one is right is unclear.")
     for key, value in config.items():

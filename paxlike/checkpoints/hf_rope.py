@@ -16,7 +16,6 @@ from paxlike.errors import UserError
 _KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"})
 _LENGTH = "original_max_position_embeddings"
 _SHARE = "partial_rotary_factor"
-_FAST = 32.0  # Default of beta_fast.
 # By type: further keys and the value that paxlike implements, or a tuple of such values.
 _FIXED: dict[str, dict[str, Any]] = {
   "default": {},
@@ -24,7 +23,7 @@ _FIXED: dict[str, dict[str, Any]] = {
   "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
   "yarn": {
     "attention_factor": None,
-    "beta_fast": (None, _FAST),
+    "beta_fast": (None, 32.0),
     "beta_slow": (None, 1.0),
     "mscale": None,
     "mscale_all_dim": None,
@@ -41,7 +40,7 @@ class HfRope:
     theta: Default of ROPE_THETA.
     local_theta: Default of LOCAL_ROPE_THETA; None in families without it.
     share: Default of ROPE_SHARE; None in families that rotate all dims.
-    has_fast: Whether YaRN's beta_fast is a knob, ROPE_FAST; else it must be 32.
+    numbers: Kind of scaling -> key of it that is a knob -> (the knob, its default).
     types: The supported kinds of scaling.
     fixed: Key -> value that differs from other families', for YaRN scaling.
     absent: Default of `rope_parameters` if no scaling is given.
@@ -50,7 +49,7 @@ class HfRope:
   theta: float = 10_000.0
   local_theta: float | None = None
   share: float | None = None
-  has_fast: bool = False
+  numbers: Mapping[str, Mapping[str, tuple[str, float]]] = dataclasses.field(default_factory=dict)
   types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -87,9 +86,8 @@ class HfRope:
       if length is None:
         length = config.get("max_position_embeddings")
       knobs["ROPE_ORIGINAL_LENGTH"] = length
-    if kind == "yarn" and self.has_fast:
-      given = rope.get("beta_fast")
-      knobs["ROPE_FAST"] = _FAST if given is None else given
+    for key, (knob, default) in self.numbers.get(kind, {}).items():
+      knobs[knob] = default if rope.get(key) is None else rope[key]
     return knobs
 
   def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +107,8 @@ class HfRope:
       rope[_LENGTH] = values["ROPE_ORIGINAL_LENGTH"]
     fixed = self._fixed(kind)
     if kind == "yarn":
-      fixed |= {"beta_fast": values["ROPE_FAST"] if self.has_fast else _FAST, "beta_slow": 1.0}
+      fixed |= {"beta_fast": 32.0, "beta_slow": 1.0}
+    fixed |= {key: values[knob] for key, (knob, _) in self.numbers.get(kind, {}).items()}
     rope |= {key: value for key, value in fixed.items() if not isinstance(value, tuple | None)}
     return {**config, "rope_scaling": rope}
 
@@ -149,9 +148,9 @@ class HfRope:
       known.add(_SHARE)
     fixed = {} if self.share is not None else {_SHARE: (None, 1.0)}
     fixed |= self._fixed(kind)
-    if self.has_fast:
-      known.add("beta_fast")
-      fixed.pop("beta_fast", None)
+    for key in self.numbers.get(kind, {}):
+      known.add(key)
+      fixed.pop(key, None)
     for key, wanted in fixed.items():
       if not is_one_of(rope.get(key), wanted):
         found = repr(rope[key]) if key in rope else "absent"

@@ -37,6 +37,7 @@ DEFAULT_IDS: Mapping[str, Sequence[int]] = {
   "gemma4_text": (2, 1, 0),
   "gpt2": (50256, 50256),
   "llama": (1, 2),
+  "llama4_text": (1, 2),
   "mistral": (1, 2),
   "mixtral": (1, 2),
 }

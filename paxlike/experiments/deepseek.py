@@ -217,7 +217,9 @@ class DeepSeek(DeepSeekMoe, Llama):
       | {"qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha", "router_aux_loss_coef"},
       equal={"head_dim": "qk_rope_head_dim"},
       rope=HfRope(
-        types=("default", "yarn"), fixed={"mscale": 1.0, "mscale_all_dim": 1.0}, has_fast=True
+        types=("default", "yarn"),
+        fixed={"mscale": 1.0, "mscale_all_dim": 1.0},
+        numbers={"yarn": {"beta_fast": ("ROPE_FAST", 32.0)}},
       ),
       rules=_rules(family.rules),
       without={

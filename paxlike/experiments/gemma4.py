@@ -222,8 +222,8 @@ def _without_layers(config: dict[str, Any]) -> dict[str, Any]:
   if layers_given is None:
     return config
   types = config.get("layer_types")
-  count = len(types) if isinstance(types, list) else 0
-  wanted = [str(layer) for layer in range(count) if types[layer] == _GLOBAL]
+  types = types if isinstance(types, list) else []
+  wanted = [str(layer) for layer, kind in enumerate(types) if kind == _GLOBAL]
   options = list(layers_given.values()) if isinstance(layers_given, Mapping) else []
   first = options[0] if options and isinstance(options[0], Mapping) else {}
   alike = all(option == first for option in options) and first.keys() <= {

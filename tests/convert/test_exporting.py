@@ -20,6 +20,7 @@ from paxlike.experiments.glm import GlmMoe
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
 from paxlike.experiments.llama import Llama
+from paxlike.experiments.llama4 import Llama4
 from paxlike.experiments.mistral import Mistral, Mixtral
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 from paxlike.layers.module import Definition
@@ -54,6 +55,7 @@ FAMILIES = {
   Gpt: {},
   GptOss: EXPERTS,
   Llama: GROUPED,
+  Llama4: {**GROUPED, "NUM_EXPERTS": 4, "EXPERT_EVERY": 2},
   Mistral: GROUPED,
   Mixtral: EXPERTS,
   Qwen3: GROUPED,

@@ -227,6 +227,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
     },
   ),
+  "llama4": (
+    "Llama4TextConfig",
+    {
+      "intermediate_size_mlp": 40,
+      "num_hidden_layers": 5,
+      "num_local_experts": 4,
+      "interleave_moe_layer_step": 2,
+      "attention_chunk_size": 6,
+      "floor_scale": 4,
+      "attn_scale": 0.5,
+      "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 50.0, "high_freq_factor": 1.0},
+    },
+  ),
+  "llama4_without_norms": (
+    "Llama4TextConfig",
+    {
+      "intermediate_size_mlp": 40,
+      "num_hidden_layers": 4,
+      "num_local_experts": 4,
+      "no_rope_layer_interval": 2,
+      "use_qk_norm": False,
+      "attn_temperature_tuning": False,
+      "attention_chunk_size": None,
+    },
+  ),
   "gpt_oss": (
     "GptOssConfig",
     {

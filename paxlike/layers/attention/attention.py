@@ -45,7 +45,9 @@ class Attention(module.Module):
     relative_bias: Callable[[int], RelativeBias] | None = None,
     sinks: module.Initializer | None = None,
     extra_logit: ranges.Finite | None = None,
+    query_scale: Callable[[jax.Array], jax.Array] | None = None,
     window: ranges.Positive | None = None,
+    chunk: ranges.Positive | None = None,
     soft_cap: ranges.Cap | None = None,
     scale: ranges.Finite | None = None,
     qk_clip: Callable[..., QkClip] | None = None,
@@ -69,7 +71,10 @@ class Attention(module.Module):
       sinks: Initializer of a trained attention sink per head: the logit of a key without a value
         (StreamingLLM; gpt-oss).
       extra_logit: A constant attention sink, the same in all heads.
+      query_scale: Returns the factor of a query at a position, for positions [B, T].
       window: A token attends to itself and the `window - 1` tokens before it.
+      chunk: Positions are split into chunks of this size, and a token attends to tokens of its own
+        chunk only (Llama 4).
       soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
       scale: Multiplier of the logits; None: 1 / sqrt(H).
       qk_clip: Bounds the logits by scaling weights down; called with N.
@@ -83,7 +88,11 @@ class Attention(module.Module):
         f"{num_kv_heads=} does not divide {num_heads=}: each KV head serves the same number of"
         " query heads."
       )
+    if window is not None and chunk is not None:
+      raise ArgumentError(f"{window=} and {chunk=} exclude each other: leave one None.")
     self.window = window
+    self.chunk = chunk
+    self.query_scale = query_scale
     self.soft_cap = soft_cap
     self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
     self.kernel = kernel
@@ -121,6 +130,9 @@ class Attention(module.Module):
     if self.rope is not None:
       q_BTNH = self.rope(q_BTNH, context.positions_BT)
       k_BTKH = self.rope(k_BTKH, context.positions_BT)
+    if self.query_scale is not None:
+      factor_BT = self.query_scale(_positions(q_BTNH, context))
+      q_BTNH = (q_BTNH * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
     if cache is not None:
       assert context.positions_BT is not None
       cache = cache.write(k_BTKH, v_BTKH, context.positions_BT)
@@ -130,7 +142,7 @@ class Attention(module.Module):
         return self.project(y_BTNH, x_BTD, context), cache, none()
     options: kernels.AttentionOptions = {
       "scale": self.scale,
-      "segments_BT": context.segments_BT,
+      "segments_BT": self._segments(q_BTNH, context),
       "window": self.window,
       "soft_cap": self.soft_cap,
       "sinks_N": self._sinks(),
@@ -162,6 +174,7 @@ class Attention(module.Module):
   def _attend_to(self, cache: KvCache, q_BNH: jax.Array, positions_B1: jax.Array) -> jax.Array:
     # The cache has at most `window` slots, so no window mask is needed.
     cached_BS = positions_in(cache.num_slots, positions_B1)
+    first_B1 = 0 if self.chunk is None else jnp.maximum(positions_B1 // self.chunk * self.chunk, 0)
     bias_BNS = None
     if self.relative_bias is not None:
       bias_BNS = self.relative_bias(positions_B1 - cached_BS).swapaxes(0, 1)
@@ -169,12 +182,22 @@ class Attention(module.Module):
       q_BNH,
       cache.k_BKHS,
       cache.v_BKSH,
-      cached_BS >= 0,
+      cached_BS >= first_B1,
       scale=self.scale,
       soft_cap=self.soft_cap,
       sinks_N=self._sinks(),
       bias_BNS=bias_BNS,
     )
+
+  def _segments(self, q_BTNH: jax.Array, context: Context) -> jax.Array | None:
+    """Returns the segments to attend within: each document's chunks are segments of their own."""
+    length = q_BTNH.shape[1]
+    if self.chunk is None or length <= self.chunk:
+      return context.segments_BT
+    chunks_BT = jnp.maximum(_positions(q_BTNH, context), 0) // self.chunk
+    if context.segments_BT is None:
+      return jnp.broadcast_to(chunks_BT + 1, (len(q_BTNH), length))
+    return context.segments_BT * (length // self.chunk + 1) + chunks_BT
 
   def _bias(self, num_tokens: int) -> jax.Array | None:
     if self.relative_bias is None:
@@ -199,7 +222,7 @@ class Attention(module.Module):
       num_kv_heads=self.num_kv_heads,
       width=self.head_dim,
       value_width=self.head_dim,
-      is_packed=is_packed,
+      is_packed=is_packed or self.chunk is not None,
       extras=tuple(name for name, value in given.items() if value is not None),
     )
 
@@ -210,13 +233,21 @@ class Attention(module.Module):
 
   def num_slots(self, length: int) -> int:
     """Returns the number of cache slots for a sequence of `length` tokens."""
-    return length if self.window is None else min(self.window, length)
+    return min(length, self.window or length, self.chunk or length)
 
   def score_flops(self, num_tokens: int) -> tuple[float, float]:
     """Returns the forward FLOPs per token of logits and weighted values: (full, causal).
 
-    Full counts all pairs of tokens within the window, causal those that the causal mask keeps.
+    Full counts all pairs of tokens within the window or chunk, causal those that the causal mask
+    keeps.
     """
-    seen = num_tokens if self.window is None else min(self.window, num_tokens)
+    seen = min(num_tokens, self.window or num_tokens, self.chunk or num_tokens)
     full = 4 * seen * self.num_heads * self.head_dim
-    return full, full * (1 - seen / (2 * num_tokens))
+    return full, full * (0.5 if self.chunk is not None else 1 - seen / (2 * num_tokens))
+
+
+def _positions(q_BTNH: jax.Array, context: Context) -> jax.Array:
+  """Returns [B, T], or [1, T] if all sequences have the same."""
+  if context.positions_BT is not None:
+    return context.positions_BT
+  return jnp.arange(q_BTNH.shape[1])[None]

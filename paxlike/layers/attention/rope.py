@@ -112,10 +112,10 @@ def llama3(
     low: Rotations within the original context up to which a frequency is divided by `factor`.
     high: Rotations from which a frequency is unchanged.
   """
-  if high <= low:
-    raise UserError(f"rotary scaling of Llama 3.1: high={high} must be more than low={low}.")
+  if high < low:
+    raise UserError(f"rotary scaling of Llama 3.1: high={high} must be at least low={low}.")
   turns = original_length * frequencies / (2 * math.pi)
-  kept = np.clip((turns - low) / (high - low), 0, 1)
+  kept = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)
   return frequencies * (kept + (1 - kept) / factor)
 
 
