@@ -96,10 +96,10 @@ class Llama4(Moe, Llama):
     return attention
 
   def rope(self) -> fdl.Partial[layers.Rope]:
-    rope = super().rope()
+    rope, high = super().rope(), self.ROPE_HIGH
     rope.interleaved = True
     if self.ROPE_FACTOR is not None and self.ROPE_SCALING == "llama3":
-      rope.scaling.high = self.ROPE_HIGH
+      rope.scaling.high = high
     return rope
 
   def mlp(self) -> fdl.Partial:

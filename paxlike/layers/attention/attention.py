@@ -73,8 +73,7 @@ class Attention(module.Module):
       extra_logit: A constant attention sink, the same in all heads.
       query_scale: Returns the factor of a query at a position, for positions [B, T].
       window: A token attends to itself and the `window - 1` tokens before it.
-      chunk: Positions are split into chunks of this size, and a token attends to tokens of its own
-        chunk only (Llama 4).
+      chunk: A token attends to its own chunk of so many positions only (Llama 4).
       soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
       scale: Multiplier of the logits; None: 1 / sqrt(H).
       qk_clip: Bounds the logits by scaling weights down; called with N.
@@ -90,8 +89,7 @@ class Attention(module.Module):
       )
     if window is not None and chunk is not None:
       raise ArgumentError(f"{window=} and {chunk=} exclude each other: leave one None.")
-    self.window = window
-    self.chunk = chunk
+    self.window, self.chunk = window, chunk
     self.query_scale = query_scale
     self.soft_cap = soft_cap
     self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
