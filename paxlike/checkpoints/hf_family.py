@@ -7,11 +7,10 @@ value that paxlike implements; any other key or value is refused.
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
-from paxlike.checkpoints import hf_rope
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Rules
 from paxlike.errors import UserError
@@ -29,6 +28,7 @@ class Wrapper:
     fixed: Keys of `text_config` that must have this value, because the wrapper ignores them.
     renamed: Prefix of tensor names -> prefix in the standalone text model.
     dropped: Pattern (`re`) of tensors outside the text model.
+    tied: Whether embeddings are tied where the configuration does not say.
   """
 
   model_type: str
@@ -36,6 +36,7 @@ class Wrapper:
   fixed: Mapping[str, Any]
   renamed: Mapping[str, str]
   dropped: str
+  tied: bool = True
 
   def text(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration of the text model.
@@ -46,8 +47,7 @@ class Wrapper:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
       raise UserError(f"a {self.model_type} model lacks text_config.")
-    # Embeddings are tied by default.
-    tied = {part.get("tie_word_embeddings", True) for part in (config, text)}
+    tied = {part.get("tie_word_embeddings", self.tied) for part in (config, text)}
     if len(tied) > 1:
       raise UserError("tie_word_embeddings differs in text_config: which one is right is unclear.")
     for key, value in config.items():
@@ -77,6 +77,7 @@ class Family:
 
   Attributes:
     model_type: `model_type` of the configuration.
+    other_types: Further values of `model_type` for the same model, which exports do not write.
     architecture: The class in transformers.
     knobs: Configuration key -> knob.
     defaults: Values of absent keys in transformers. A key in `knobs` without a default is required.
@@ -86,7 +87,9 @@ class Family:
     neutral: Keys without effect on logits, besides those of every family.
     equal: Key -> another key whose value it must have, if present.
     aliases: Key -> its name in `knobs`.
+    rewritten: Replaces keys of a configuration by others that mean the same, before any is read.
     layer_types: Repeating pattern of the layers' kinds of attention; empty: no such key.
+    last_type: The kind of the last layer; None: that of the pattern.
     rope: Rotary position embedding, if any.
     rules: Weight -> its tensors.
     mtp: The same for each layer of multi-token prediction, such as "projection.w", besides those of
@@ -101,6 +104,7 @@ class Family:
   """
 
   model_type: str
+  other_types: tuple[str, ...] = ()
   architecture: str
   knobs: Mapping[str, str]
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -109,7 +113,9 @@ class Family:
   neutral: frozenset[str] = frozenset()
   equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  rewritten: Callable[[dict[str, Any]], dict[str, Any]] = dict
   layer_types: tuple[str, ...] = ()
+  last_type: str | None = None
   rope: HfRope | None = None
   rules: Rules
   mtp: Rules = dataclasses.field(default_factory=dict)
@@ -179,14 +185,14 @@ class Family:
     return any(re.fullmatch(_with_knobs(pattern, values), name) for pattern in self.ignored)
 
   def _renamed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with aliases resolved."""
+    """Returns a configuration with aliases resolved, and `rewritten`."""
     config = dict(config)
     for alias, key in self.aliases.items():
       if alias in config:
         value = config.pop(alias)
         if config.setdefault(key, value) != value:
           raise UserError(f"{alias}={value!r} and {key}={config[key]!r} contradict each other.")
-    return config
+    return self.rewritten(config)
 
   def _check(self, config: Mapping[str, Any]):
     """Raises a UserError for unknown keys and unsupported values."""
@@ -202,7 +208,7 @@ class Family:
   def _problems(self, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields a key and what is wrong with it, for unknown keys and unsupported values."""
     fixed = keys.FIXED | dict(self.fixed)
-    for key in self.knobs:
+    for key in {*self.knobs, *(() if self.rope is None else self.rope.keys)}:
       fixed.pop(key, None)
     for key, wanted in fixed.items():
       if key not in config and key not in self.defaults:
@@ -216,7 +222,7 @@ class Family:
         yield key, f"{key}={config[key]!r} is not {other}={config.get(other)!r}."
     known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
     if self.rope is not None:
-      known |= hf_rope.KEYS
+      known |= self.rope.keys
     if self.layer_types:
       known |= {"layer_types", _PATTERN, f"_{_PATTERN}"}
     for key, value in config.items():
@@ -237,7 +243,8 @@ class Family:
         raise UserError(f"{key} is {config[key]!r}, not {len(self.layer_types)}.")
 
   def _layer_types(self, num_layers: int) -> list[str]:
-    return [self.layer_types[layer % len(self.layer_types)] for layer in range(num_layers)]
+    types = [self.layer_types[layer % len(self.layer_types)] for layer in range(num_layers)]
+    return types if self.last_type is None else [*types[:-1], self.last_type]
 
 
 def _unknown(key: str, value: Any) -> str:

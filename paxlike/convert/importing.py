@@ -261,7 +261,7 @@ def _family(
   families: dict[str, tuple[type[Experiment], Family]] = {}
   for base in bases:
     if "hugging_face" in vars(base) and (family := base.hugging_face()) is not None:
-      families[family.model_type] = base, family
+      families |= dict.fromkeys((family.model_type, *family.other_types), (base, family))
       if family.wrapper is not None:
         families[family.wrapper.model_type] = base, family
   kind = config.get("model_type")

@@ -34,8 +34,10 @@ DEFAULT_IDS: Mapping[str, Sequence[int]] = {
   "gemma": (2, 1, 0),
   "gemma2": (2, 1, 0),
   "gemma3_text": (2, 1, 0),
+  "gemma4_text": (2, 1, 0),
   "gpt2": (50256, 50256),
   "llama": (1, 2),
+  "llama4_text": (1, 2),
   "mistral": (1, 2),
   "mixtral": (1, 2),
 }

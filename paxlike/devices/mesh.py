@@ -43,6 +43,7 @@ RULES: dict[str, tuple[str, ...]] = {
   "adapter": (),
   "position": (),
   "history": (),
+  "scale": (),
 }
 
 Dim = Annotated[str, ranges.OneOf(tuple(RULES))]

@@ -23,18 +23,10 @@ from paxlike.experiments.moe import Moe
 from paxlike.registry import register
 
 
-class DeepSeek(Moe, Llama):
-  """The DeepSeek-V3 family."""
+class DeepSeekMoe(Moe):
+  """A mixin: the experts of DeepSeek-V3, in all layers but the first ones."""
 
-  VOCAB_SIZE = 129_280
-  MAX_SEQ_LEN = 163_840
   NUM_DENSE_LAYERS: ranges.NonNegative = 3  #: First layers, without experts.
-  DIMS_PER_HEAD = 128
-  DIMS_PER_ROPE_HEAD: ranges.Size = 64  #: Rotary dims of a head's query and key.
-  DIMS_PER_VALUE_HEAD: ranges.Size = 128  #: Width of a head's value.
-  LATENT_DIMS: ranges.Size = 512  #: Rank of the latent of keys and values.
-  #: Rank of the latent of queries. None: queries have no latent.
-  QUERY_LATENT_DIMS: ranges.Size | None = 1536
   NUM_EXPERTS = 256
   NUM_EXPERTS_PER_TOKEN = 8
   NUM_SHARED_EXPERTS: ranges.Size = 1  #: Experts that process every token.
@@ -44,10 +36,6 @@ class DeepSeek(Moe, Llama):
   #: Change of an expert's router bias per step.
   ROUTER_BIAS_RATE: ranges.Fraction = 0.001
   BALANCE_LOSS_WEIGHT = 0.0
-  NORM_EPSILON = 1e-6
-  ROPE_SCALING = "yarn"
-  ROPE_FACTOR = 40.0
-  ROPE_ORIGINAL_LENGTH = 4096
 
   def stack(self) -> fdl.Partial[layers.Stack]:
     repeats = self.NUM_LAYERS - self.NUM_DENSE_LAYERS
@@ -63,6 +51,92 @@ class DeepSeek(Moe, Llama):
       pattern=self.pattern(),
       repeats=repeats,
     )
+
+  def mlp(self) -> fdl.Partial:
+    moe = super().mlp()
+    moe.choice = fdl.Partial(
+      layers.routing.sigmoid_choice,
+      num_groups=self.NUM_EXPERT_GROUPS,
+      num_chosen_groups=self.NUM_EXPERT_GROUPS_PER_TOKEN,
+      scale=self.ROUTED_SCALE,
+    )
+    moe.bias_rate = self.ROUTER_BIAS_RATE
+    moe.shared = self.dense_mlp()
+    moe.shared.hidden_dim = self.NUM_SHARED_EXPERTS * moe.experts.hidden_dim
+    return moe
+
+
+def with_experts(family: hugging_face.Family) -> hugging_face.Family:
+  """Returns a family of Hugging Face with the experts of `DeepSeekMoe`, and their MTP layers."""
+  return dataclasses.replace(
+    family,
+    knobs={
+      **family.knobs,
+      "first_k_dense_replace": "NUM_DENSE_LAYERS",
+      "moe_intermediate_size": "EXPERT_DIMS",
+      "n_routed_experts": "NUM_EXPERTS",
+      "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
+      "n_shared_experts": "NUM_SHARED_EXPERTS",
+      "n_group": "NUM_EXPERT_GROUPS",
+      "topk_group": "NUM_EXPERT_GROUPS_PER_TOKEN",
+      "routed_scaling_factor": "ROUTED_SCALE",
+      "num_nextn_predict_layers": "MTP_NUM_LAYERS",
+    },
+    defaults={
+      **family.defaults,
+      "n_shared_experts": 1,
+      "num_experts_per_tok": 8,
+      "num_nextn_predict_layers": 0,  # An import counts those in the files.
+    },
+    nullable=family.nullable | {"num_nextn_predict_layers"},
+    fixed={**family.fixed, "norm_topk_prob": True},
+    neutral=family.neutral | {"num_mtp_layers"},
+    aliases={**family.aliases, "num_local_experts": "n_routed_experts"},
+    rules=family.rules | _rules_of_experts(),
+    mtp={
+      "projection.w": Matrix("model.layers.{}.eh_proj.weight"),
+      "embedding_norm.scale": Same("model.layers.{}.enorm.weight"),
+      "hidden_norm.scale": Same("model.layers.{}.hnorm.weight"),
+      "norm.scale": Same("model.layers.{}.shared_head.norm.weight"),
+    },
+    mtp_copies={
+      "embedding.table": Same("model.layers.{}.embed_tokens.weight"),
+      "head.w": Matrix("model.layers.{}.shared_head.head.weight"),
+    },
+    ignored=(*family.ignored, r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"),
+  )
+
+
+def _rules_of_experts() -> Rules:
+  at = "model.layers.{}.mlp"
+  rules: Rules = {
+    "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),
+    "stack.{}.mlp.router_bias": Same(f"{at}.gate.e_score_correction_bias"),
+  }
+  for name in ("gate", "up", "down"):
+    expert, shared = f"{at}.experts.{{expert}}.{name}", f"{at}.shared_experts.{name}"
+    rules[f"stack.{{}}.mlp.experts.{name}.w"] = PerExpert(f"{expert}_proj.weight")
+    rules[f"stack.{{}}.mlp.shared.{name}.w"] = Matrix(f"{shared}_proj.weight")
+  return rules
+
+
+class DeepSeek(DeepSeekMoe, Llama):
+  """The DeepSeek-V3 family."""
+
+  VOCAB_SIZE = 129_280
+  MAX_SEQ_LEN = 163_840
+  DIMS_PER_HEAD = 128
+  DIMS_PER_ROPE_HEAD: ranges.Size = 64  #: Rotary dims of a head's query and key.
+  DIMS_PER_VALUE_HEAD: ranges.Size = 128  #: Width of a head's value.
+  LATENT_DIMS: ranges.Size = 512  #: Rank of the latent of keys and values.
+  #: Rank of the latent of queries. None: queries have no latent.
+  QUERY_LATENT_DIMS: ranges.Size | None = 1536
+  NORM_EPSILON = 1e-6
+  ROPE_SCALING = "yarn"
+  ROPE_FACTOR = 40.0
+  ROPE_ORIGINAL_LENGTH = 4096
+  #: Rotations within the original context from which YaRN leaves a frequency (beta_fast).
+  ROPE_FAST: ranges.PositiveFloat = 32.0
 
   def attention(self) -> fdl.Partial[layers.LatentAttention]:
     if self.NUM_KV_HEADS not in (None, self.NUM_HEADS):
@@ -92,55 +166,34 @@ class DeepSeek(Moe, Llama):
     rope = super().rope()
     rope.interleaved = True
     rope.magnitude = 1.0
+    if self.ROPE_FACTOR is not None and self.ROPE_SCALING == "yarn":
+      rope.scaling.fast = self.ROPE_FAST
     return rope
 
   def _rope_magnitude(self) -> float:
     """Returns YaRN's magnitude, which here scales whole queries and keys."""
     return self.yarn_magnitude() if self.ROPE_SCALING == "yarn" else 1.0
 
-  def mlp(self) -> fdl.Partial:
-    moe = super().mlp()
-    moe.choice = fdl.Partial(
-      layers.routing.sigmoid_choice,
-      num_groups=self.NUM_EXPERT_GROUPS,
-      num_chosen_groups=self.NUM_EXPERT_GROUPS_PER_TOKEN,
-      scale=self.ROUTED_SCALE,
-    )
-    moe.bias_rate = self.ROUTER_BIAS_RATE
-    moe.shared = self.dense_mlp()
-    moe.shared.hidden_dim = self.NUM_SHARED_EXPERTS * moe.experts.hidden_dim
-    return moe
-
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
-    attention = "model.layers.{}.self_attn"
+    family = with_experts(super().hugging_face())
     return dataclasses.replace(
       family,
       model_type="deepseek_v3",
+      other_types=("kimi_k2",),  # See kimi.py.
       architecture="DeepseekV3ForCausalLM",
       knobs={
         **{k: v for k, v in family.knobs.items() if k not in ("head_dim", "attention_bias")},
-        "first_k_dense_replace": "NUM_DENSE_LAYERS",
         "qk_nope_head_dim": "DIMS_PER_HEAD",
         "qk_rope_head_dim": "DIMS_PER_ROPE_HEAD",
         "v_head_dim": "DIMS_PER_VALUE_HEAD",
         "kv_lora_rank": "LATENT_DIMS",
         "q_lora_rank": "QUERY_LATENT_DIMS",
-        "moe_intermediate_size": "EXPERT_DIMS",
-        "n_routed_experts": "NUM_EXPERTS",
-        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
-        "n_shared_experts": "NUM_SHARED_EXPERTS",
-        "n_group": "NUM_EXPERT_GROUPS",
-        "topk_group": "NUM_EXPERT_GROUPS_PER_TOKEN",
-        "routed_scaling_factor": "ROUTED_SCALE",
-        "num_nextn_predict_layers": "MTP_NUM_LAYERS",
       },
       defaults={
         **family.defaults,
         "num_key_value_heads": 128,
         "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
         "n_routed_experts": 256,
         "routed_scaling_factor": 2.5,
         "kv_lora_rank": 512,
@@ -150,68 +203,47 @@ class DeepSeek(Moe, Llama):
         "qk_nope_head_dim": 128,
         "n_group": 8,
         "topk_group": 4,
-        "num_experts_per_tok": 8,
         "first_k_dense_replace": 3,
-        "num_nextn_predict_layers": 0,  # An import counts those in the files.
       },
       nullable=frozenset({"num_key_value_heads", "q_lora_rank", "num_nextn_predict_layers"}),
       fixed={
         **family.fixed,
-        "norm_topk_prob": True,
         "rope_interleave": True,
         "moe_layer_freq": 1,  # These three are in the published configuration.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
       },
-      neutral=frozenset(
-        {"num_mtp_layers", "qk_head_dim", "ep_size", "seq_aux"}
-        | {"aux_loss_alpha", "router_aux_loss_coef"}
-      ),
+      neutral=family.neutral
+      | {"qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha", "router_aux_loss_coef"},
       equal={"head_dim": "qk_rope_head_dim"},
-      aliases={"num_local_experts": "n_routed_experts"},
-      rope=HfRope(types=("default", "yarn"), fixed={"mscale": 1.0, "mscale_all_dim": 1.0}),
+      rope=HfRope(
+        types=("default", "yarn"),
+        fixed={"mscale": 1.0, "mscale_all_dim": 1.0},
+        numbers={"yarn": {"beta_fast": ("ROPE_FAST", 32.0)}},
+      ),
       rules=_rules(family.rules),
-      mtp={
-        "projection.w": Matrix("model.layers.{}.eh_proj.weight"),
-        "embedding_norm.scale": Same("model.layers.{}.enorm.weight"),
-        "hidden_norm.scale": Same("model.layers.{}.hnorm.weight"),
-        "norm.scale": Same("model.layers.{}.shared_head.norm.weight"),
-      },
-      mtp_copies={
-        "embedding.table": Same("model.layers.{}.embed_tokens.weight"),
-        "head.w": Matrix("model.layers.{}.shared_head.head.weight"),
-      },
       without={
         "stack.{}.attention.query_down.w": {
-          "stack.{}.attention.query.w": Matrix(f"{attention}.q_proj.weight")
+          "stack.{}.attention.query.w": Matrix("model.layers.{}.self_attn.q_proj.weight")
         }
       },
-      ignored=(*family.ignored, r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"),
     )
 
 
 def _rules(of_llama: Rules) -> Rules:
-  """Returns the rule of each weight."""
-  at, names = "model.layers.{}", ("gate", "up", "down")
-  attention = f"{at}.self_attn"
+  """Returns the rule of each weight: latent attention instead of that of LLaMA."""
+  attention = "model.layers.{}.self_attn"
   rules = dict(of_llama)
   for name in ("query", "key", "value"):
     del rules[f"stack.{{}}.attention.{name}.w"]
-  for name in names:
-    expert, shared = f"{at}.mlp.experts.{{expert}}.{name}", f"{at}.mlp.shared_experts.{name}"
-    rules[f"stack.{{}}.mlp.experts.{name}.w"] = PerExpert(f"{expert}_proj.weight")
-    rules[f"stack.{{}}.mlp.shared.{name}.w"] = Matrix(f"{shared}_proj.weight")
-  rules |= {
+  return rules | {
     "stack.{}.attention.query_down.w": Matrix(f"{attention}.q_a_proj.weight"),
     "stack.{}.attention.query_norm.scale": Same(f"{attention}.q_a_layernorm.weight"),
     "stack.{}.attention.query.w": Matrix(f"{attention}.q_b_proj.weight"),
     "stack.{}.attention.latent.w": Matrix(f"{attention}.kv_a_proj_with_mqa.weight"),
     "stack.{}.attention.latent_norm.scale": Same(f"{attention}.kv_a_layernorm.weight"),
     "stack.{}.attention.key_value.w": Matrix(f"{attention}.kv_b_proj.weight"),
-    "stack.{}.mlp.router.w": Matrix(f"{at}.mlp.gate.weight"),
-    "stack.{}.mlp.router_bias": Same(f"{at}.mlp.gate.e_score_correction_bias"),
   }
-  return rules
 
 
 @register

@@ -133,13 +133,14 @@ def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
     node.num_heads, node.head_dim = 4, 16
     node.num_kv_heads = 2 if grouped else None
     node.window = None if node.window is None else 8
+    node.chunk = None if node.chunk is None else 8
   for node in select(graph, layers.LatentAttention):
     node.num_heads, node.head_dim, node.rope_dim, node.value_dim = 4, 16, 8, 16
     node.rank, node.query_rank = 16, 24
   for node in select(graph, layers.Mlp):
     node.hidden_dim = 48
   for node in select(graph, layers.Moe):
-    node.num_experts, node.num_chosen = 4, 2
+    node.num_experts, node.num_chosen = 4, min(node.num_chosen, 2)
     if "num_groups" in getattr(node.choice, "__arguments__", {}):
       node.choice.num_groups, node.choice.num_chosen_groups = 2, 1
   for node in select(graph, layers.Experts):

@@ -19,6 +19,7 @@ from paxlike.layers.attention.qk_clip import QkClip
 from paxlike.layers.attention.relative_bias import RelativeBias
 from paxlike.layers.attention.rope import Rope
 from paxlike.layers.attention.splash import splash
+from paxlike.layers.attention.temperature import long_context_scale
 from paxlike.layers.attention.tokamax import tokamax
 from paxlike.layers.block import Block
 from paxlike.layers.call_context import Context
@@ -43,7 +44,7 @@ from paxlike.layers.module import (
 )
 from paxlike.layers.moe import dispatch, routing
 from paxlike.layers.moe.experts import ExpertLinear, Experts
-from paxlike.layers.moe.moe import Moe
+from paxlike.layers.moe.moe import InputWeightedMoe, Moe
 from paxlike.layers.multi_token import MtpKind, ParallelMtp, SequentialMtp
 from paxlike.layers.norm import LayerNorm, RmsNorm, UnscaledRmsNorm
 from paxlike.layers.pipeline.spec import Pipeline
@@ -73,6 +74,7 @@ __all__ = [
   "ExpertLora",
   "Experts",
   "Fp8",
+  "InputWeightedMoe",
   "Int8",
   "KernelName",
   "KvCache",
@@ -115,6 +117,7 @@ __all__ = [
   "gaussian",
   "gaussian_fan_in",
   "geglu",
+  "long_context_scale",
   "lora",
   "multi_token",
   "ring",

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
+from paxlike.layers import module
 from paxlike.layers.aux_losses import Aux, add
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.mlp import Mlp
-from paxlike.layers.module import Module
 from paxlike.layers.moe.moe import Moe
 
 
 @configurable
-class Block(Module):
+class Block(module.Module):
   """Attention and feed-forward, each with a pre-norm and a residual connection (pre-LN)."""
 
   def __init__(
@@ -32,11 +32,14 @@ class Block(Module):
     post_norm: Callable[[int], Any] | None = None,
     dropout: Callable[[], Dropout] | None = None,
     residual_scale: ranges.Finite = 1.0,
+    output_scale: module.Initializer | None = None,
     time: str = "time",
   ):
     """`post_norm` and `dropout` apply to the outputs of attention and feed-forward.
 
     `residual_scale` multiplies them before they are added to the residual stream.
+
+    `output_scale` initializes a factor of the block's output, which no step changes (Gemma 4).
 
     `time` is the dim name of T outside attention and feed-forward. With "sequence", T is sharded
     over the tensor axis too, and so are norms and their residuals (sequence parallelism;
@@ -51,6 +54,11 @@ class Block(Module):
     self.mlp_post_norm = None if post_norm is None else post_norm(dim)
     self.dropout = None if dropout is None else dropout()
     self.residual_scale = residual_scale
+    self.output_scale = (
+      None
+      if output_scale is None
+      else self.weight({"scale": 1}, init=output_scale, update=module.kept)
+    )
 
   def __call__(
     self, x_BTD: jax.Array, context: Context, cache: Any = None
@@ -70,6 +78,8 @@ class Block(Module):
         y_BTD = by_token(self.mlp_post_norm, y_BTD, time=self.time)
       logged |= _logged("mlp_rms", y_BTD, context)
       x_BTD = self._add(x_BTD, y_BTD, context.fold(1))
+      if self.output_scale is not None:
+        x_BTD = x_BTD * self.output_scale[...].astype(x_BTD.dtype)
     logged |= _logged("residual_rms", x_BTD, context)
     aux = add(of_attention, of_mlp)
     return x_BTD, cache, aux._replace(layer_sums=aux.layer_sums | logged)

@@ -93,6 +93,12 @@ def follow_sign(weight: jax.Array, gradient: jax.Array, *, rate: float) -> jax.A
   return weight - rate * jnp.sign(gradient)
 
 
+def kept(weight: jax.Array, gradient: jax.Array) -> jax.Array:
+  """Returns the weight: no step changes it."""
+  del gradient
+  return weight
+
+
 class Module(nnx.Module):
   """A layer: `__init__` declares sub-layers and weights, `__call__` computes."""
 

@@ -6,13 +6,21 @@ import pytest
 from paxlike.errors import UserError
 from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.gemma import Gemma2, Gemma3
+from paxlike.experiments.gemma4 import Gemma4
+from paxlike.experiments.glm import GlmMoe
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
 from paxlike.experiments.llama import Llama
+from paxlike.experiments.llama4 import Llama4
 from paxlike.experiments.mistral import Mistral, Mixtral
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 
-FAMILIES = [DeepSeek, Gemma2, Gemma3, Gpt, GptOss, Llama, Mistral, Mixtral, Qwen3, Qwen3Moe]
+FAMILIES = [
+  *(DeepSeek, Gemma2, Gemma3, Gemma4, GlmMoe, Gpt, GptOss),
+  *(Llama, Llama4, Mistral, Mixtral, Qwen3, Qwen3Moe),
+]
+# Of two layers, both kinds of Gemma 4.
+LAYERS_OF_GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -63,6 +71,15 @@ def read(experiment, **changed):
     (GptOss, {"rope_parameters": {}}, "ROPE_THETA", 150_000.0),
     (Llama, {"rope_parameters": {}, "rope_scaling": YARN}, "ROPE_SCALING", "yarn"),
     (DeepSeek, {"q_lora_rank": None}, "QUERY_LATENT_DIMS", None),
+    (GlmMoe, {}, "ROPE_SHARE", 0.5),
+    (GlmMoe, {"partial_rotary_factor": 0.25}, "ROPE_SHARE", 0.25),
+    (GlmMoe, {"rope_parameters": {"partial_rotary_factor": 1.0}}, "ROPE_SHARE", 1.0),
+    (Gemma4, {"rope_parameters": None}, "ROPE_SHARE", 0.25),
+    (Gemma4, {"num_global_key_value_heads": 2}, "NUM_GLOBAL_KV_HEADS", None),  # Without k = v.
+    (Gemma4, {**LAYERS_OF_GEMMA4, "per_layer_config": {"1": {"head_dim": 9}}}, "NUM_LAYERS", 2),
+    (Llama4, {"moe_layers": [1]}, "EXPERT_EVERY", 2),
+    (Llama4, {"no_rope_layers": [1, 0]}, "GLOBAL_EVERY", 2),
+    (Llama4, {"attn_temperature_tuning": 4}, "USE_LONG_CONTEXT_SCALE", True),
     # What is without effect.
     (Llama, {"_name_or_path": "x", "temperature": 0.5, "mystery": None}, "NUM_LAYERS", 2),
     (Gemma3, {"sliding_window_pattern": 6}, "NUM_LAYERS", 2),
@@ -95,7 +112,17 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     (Gemma3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     (Gemma3, {"rope_parameters": {"sliding_attention": YARN}}, "yarn of local layers"),
     (Gemma3, {"rope_parameters": YARN}, "an unknown kind of attention"),
+    (Llama, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not None or 1.0"),
+    (Gemma4, {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1, not 0"),
+    (Gemma4, {"enable_moe_block": True}, "enable_moe_block is True, not False"),
+    (Gemma4, {**LAYERS_OF_GEMMA4, "per_layer_config": {"0": {"head_dim": 9}}}, "per_layer_config"),
+    (Gemma4, {"rope_parameters": YARN}, "rope_parameters is"),
+    (Llama4, {"moe_layers": [0]}, "moe_layers=[0]: these layers are not at an interval"),
+    (Llama4, {"no_rope_layers": [1, 1]}, "no_rope_layers=[1, 1]"),
+    (Llama4, {"layer_types": ["full_attention"] * 2}, "layer_types is"),
+    (Llama4, {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, not 1"),
     # Absent, these mean another model than ours.
+    (Gemma4, {"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is 256 (its"),
     (Qwen3Moe, {"norm_topk_prob": ...}, "norm_topk_prob is False (its default), not True"),
     (GptOss, {"rope_scaling": YARN}, "truncate of rope_parameters is absent, not False"),
     (DeepSeek, {"rope_scaling": YARN}, "mscale of rope_parameters is absent, not 1.0"),

@@ -44,6 +44,7 @@ CALLED = {
   "query", "query_down", "register", "relative_bias", "rope", "rule", "router", "scaling", "scheme",
   "shared", "sinks", "stack", "transform", "up", "value", "epilogue", "weight_decay_schedule",
   "projection", "reward", "advantages", "normalization",
+  "value_norm", "output_scale", "query_scale",
 }  # fmt: skip
 # Who imports, runs or unpickles what a value names, and what that is where a file gives it.
 BY_NAME = {

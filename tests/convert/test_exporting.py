@@ -15,9 +15,12 @@ from paxlike.convert.main import run
 from paxlike.convert.safetensors_files import TensorFolder
 from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.gemma import Gemma, Gemma2, Gemma3
+from paxlike.experiments.gemma4 import Gemma4
+from paxlike.experiments.glm import GlmMoe
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
 from paxlike.experiments.llama import Llama
+from paxlike.experiments.llama4 import Llama4
 from paxlike.experiments.mistral import Mistral, Mixtral
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 from paxlike.layers.module import Definition
@@ -47,9 +50,12 @@ FAMILIES = {
   Gemma: GROUPED,
   Gemma2: GROUPED,
   Gemma3: GROUPED,
+  Gemma4: GROUPED,
+  GlmMoe: {**EXPERTS, "NUM_DENSE_LAYERS": 1},
   Gpt: {},
   GptOss: EXPERTS,
   Llama: GROUPED,
+  Llama4: {**GROUPED, "NUM_EXPERTS": 4, "EXPERT_EVERY": 2},
   Mistral: GROUPED,
   Mixtral: EXPERTS,
   Qwen3: GROUPED,

@@ -20,9 +20,9 @@ from paxlike.layers.module import Definition
 from paxlike.training import train_state
 
 pytestmark = pytest.mark.slow
-# Dense models with one kind of layer: the families left shard the same layers. Their numbers are
-# those of Hugging Face (convert/test_parity.py).
-ALIKE = {"Llama31_8B", "Mistral7B", "Gemma2B", "Qwen3_8B"}
+# Dense models with one kind of layer, and Gemma 3, whose two kinds Gemma 4 has: the families left
+# shard the same layers. Their numbers are those of Hugging Face (convert/test_parity.py).
+ALIKE = {"Llama31_8B", "Mistral7B", "Gemma2B", "Gemma3_1B", "Qwen3_8B"}
 # Together they have every kind of layer.
 ALL_LAYERS = ["Gemma2_2B", "GptOss20B", "SyntheticGLaM126M64E", "DeepSeekV3"]
 every_kind = pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if name not in ALIKE])

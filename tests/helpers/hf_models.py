@@ -80,6 +80,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       },
     },
   ),
+  "gemma4": (
+    "Gemma4TextConfig",
+    {
+      "sliding_window": 6,
+      "num_hidden_layers": 8,
+      "global_head_dim": 32,
+      "num_global_key_value_heads": 1,
+      "attention_k_eq_v": True,
+      "hidden_size_per_layer_input": 0,
+      "final_logit_softcapping": 30.0,
+    },
+  ),
+  "gemma4_with_values": (
+    "Gemma4TextConfig",
+    {"sliding_window": 6, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0},
+  ),
   "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
   "qwen3_moe": (
     "Qwen3MoeConfig",
@@ -158,6 +174,84 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "num_mtp_layers": 0,
     },
   ),
+  "kimi_k2": (
+    "DeepseekV3Config",
+    {
+      "first_k_dense_replace": 1,
+      "qk_nope_head_dim": 16,
+      "head_dim": 8,
+      "num_key_value_heads": 4,
+      "qk_rope_head_dim": 8,
+      "v_head_dim": 16,
+      "kv_lora_rank": 20,
+      "q_lora_rank": 24,
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 8,
+      "num_experts_per_tok": 3,
+      "n_group": 1,
+      "topk_group": 1,
+      "num_mtp_layers": 0,
+      "max_position_embeddings": 2048,
+      "rope_parameters": {
+        **YARN,
+        "rope_theta": 50.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+      },
+    },
+  ),
+  "glm4_moe": (
+    "Glm4MoeConfig",
+    {
+      "attention_bias": True,
+      "use_qk_norm": True,
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 8,
+      "num_experts_per_tok": 3,
+      "routed_scaling_factor": 2.5,
+      "num_mtp_layers": 0,
+    },
+  ),
+  "glm4_moe_without_norms": (
+    "Glm4MoeConfig",
+    {
+      "moe_intermediate_size": 24,
+      "n_routed_experts": 8,
+      "num_experts_per_tok": 3,
+      "n_group": 4,
+      "topk_group": 2,
+      "num_mtp_layers": 0,
+      "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
+    },
+  ),
+  "llama4": (
+    "Llama4TextConfig",
+    {
+      "intermediate_size_mlp": 40,
+      "num_hidden_layers": 5,
+      "num_local_experts": 4,
+      "interleave_moe_layer_step": 2,
+      "attention_chunk_size": 6,
+      "floor_scale": 4,
+      "attn_scale": 0.5,
+      "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 50.0, "high_freq_factor": 1.0},
+    },
+  ),
+  "llama4_without_norms": (
+    "Llama4TextConfig",
+    {
+      "intermediate_size_mlp": 40,
+      "num_hidden_layers": 4,
+      "num_local_experts": 4,
+      "no_rope_layer_interval": 2,
+      "use_qk_norm": False,
+      "attn_temperature_tuning": False,
+      "attention_chunk_size": None,
+    },
+  ),
   "gpt_oss": (
     "GptOssConfig",
     {
@@ -201,7 +295,13 @@ def save_random(name: str, folder: pathlib.Path, *, seed: int = 0, **more: Any) 
     for parameter in model.parameters():
       # As drawn, norms are all the same and biases are nothing.
       parameter.add_(0.1 * torch.randn_like(parameter))
+    for name_of, buffer in model.named_buffers():
+      if name_of.endswith("layer_scalar"):
+        buffer.mul_(1 + 0.1 * torch.randn_like(buffer))
   model.save_pretrained(folder)
+  if name == "kimi_k2":  # Its type, which transformers does not have.
+    config = config_of(folder) | {"model_type": name}
+    (folder / "config.json").write_text(json.dumps(config))
   return model
 
 

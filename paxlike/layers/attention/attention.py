@@ -37,14 +37,17 @@ class Attention(module.Module):
     num_kv_heads: ranges.Size | None = None,
     query: Callable[..., Linear],
     key: Callable[..., Linear],
-    value: Callable[..., Linear],
+    value: Callable[..., Linear] | None,
     output: Callable[..., Linear],
     rope: Callable[[int], Rope] | None = None,
     qk_norm: Callable[..., Any] | None = None,
+    value_norm: Callable[..., Any] | None = None,
     relative_bias: Callable[[int], RelativeBias] | None = None,
     sinks: module.Initializer | None = None,
     extra_logit: ranges.Finite | None = None,
+    query_scale: Callable[[jax.Array], jax.Array] | None = None,
     window: ranges.Positive | None = None,
+    chunk: ranges.Positive | None = None,
     soft_cap: ranges.Cap | None = None,
     scale: ranges.Finite | None = None,
     qk_clip: Callable[..., QkClip] | None = None,
@@ -59,15 +62,18 @@ class Attention(module.Module):
       num_kv_heads: K; None: N.
       query: D -> N x H.
       key: D -> K x H.
-      value: D -> K x H.
+      value: D -> K x H; None: the values are the keys, before norm and rotary embedding.
       output: N x H -> D.
       rope: Rotary embedding of queries and keys.
       qk_norm: Applied to each head's query and key.
+      value_norm: Applied to each head's value.
       relative_bias: Position bias, added to the logits; called with N.
       sinks: Initializer of a trained attention sink per head: the logit of a key without a value
         (StreamingLLM; gpt-oss).
       extra_logit: A constant attention sink, the same in all heads.
+      query_scale: Returns the factor of a query at a position, for positions [B, T].
       window: A token attends to itself and the `window - 1` tokens before it.
+      chunk: A token attends to its own chunk of so many positions only (Llama 4).
       soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
       scale: Multiplier of the logits; None: 1 / sqrt(H).
       qk_clip: Bounds the logits by scaling weights down; called with N.
@@ -81,7 +87,10 @@ class Attention(module.Module):
         f"{num_kv_heads=} does not divide {num_heads=}: each KV head serves the same number of"
         " query heads."
       )
-    self.window = window
+    if window is not None and chunk is not None:
+      raise ArgumentError(f"{window=} and {chunk=} exclude each other: leave one None.")
+    self.window, self.chunk = window, chunk
+    self.query_scale = query_scale
     self.soft_cap = soft_cap
     self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
     self.kernel = kernel
@@ -89,11 +98,12 @@ class Attention(module.Module):
     kv_heads = {"kv_heads": self.num_kv_heads, "head": head_dim}
     self.query = query({"model": dim}, heads)
     self.key = key({"model": dim}, kv_heads)
-    self.value = value({"model": dim}, kv_heads)
+    self.value = None if value is None else value({"model": dim}, kv_heads)
     self.output = output(heads, {"model": dim})
     self.rope = None if rope is None else rope(head_dim)
     self.query_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
     self.key_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
+    self.value_norm = None if value_norm is None else value_norm(head_dim, over="head")
     self.extra_logit = extra_logit
     self.relative_bias = None if relative_bias is None else relative_bias(num_heads)
     self.qk_clip = None if qk_clip is None else qk_clip(num_heads)
@@ -108,12 +118,19 @@ class Attention(module.Module):
     """
     q_BTNH = mesh.constrain(self.query(x_BTD, context), "batch", "time", "heads", None)
     k_BTKH = mesh.constrain(self.key(x_BTD, context), "batch", "time", "kv_heads", None)
-    v_BTKH = mesh.constrain(self.value(x_BTD, context), "batch", "time", "kv_heads", None)
+    v_BTKH = k_BTKH
+    if self.value is not None:
+      v_BTKH = mesh.constrain(self.value(x_BTD, context), "batch", "time", "kv_heads", None)
     if self.query_norm is not None and self.key_norm is not None:
       q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+    if self.value_norm is not None:
+      v_BTKH = self.value_norm(v_BTKH)
     if self.rope is not None:
       q_BTNH = self.rope(q_BTNH, context.positions_BT)
       k_BTKH = self.rope(k_BTKH, context.positions_BT)
+    if self.query_scale is not None:
+      factor_BT = self.query_scale(_positions(q_BTNH, context))
+      q_BTNH = (q_BTNH * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
     if cache is not None:
       assert context.positions_BT is not None
       cache = cache.write(k_BTKH, v_BTKH, context.positions_BT)
@@ -123,7 +140,7 @@ class Attention(module.Module):
         return self.project(y_BTNH, x_BTD, context), cache, none()
     options: kernels.AttentionOptions = {
       "scale": self.scale,
-      "segments_BT": context.segments_BT,
+      "segments_BT": self._segments(q_BTNH, context),
       "window": self.window,
       "soft_cap": self.soft_cap,
       "sinks_N": self._sinks(),
@@ -155,6 +172,7 @@ class Attention(module.Module):
   def _attend_to(self, cache: KvCache, q_BNH: jax.Array, positions_B1: jax.Array) -> jax.Array:
     # The cache has at most `window` slots, so no window mask is needed.
     cached_BS = positions_in(cache.num_slots, positions_B1)
+    first_B1 = 0 if self.chunk is None else jnp.maximum(positions_B1 // self.chunk * self.chunk, 0)
     bias_BNS = None
     if self.relative_bias is not None:
       bias_BNS = self.relative_bias(positions_B1 - cached_BS).swapaxes(0, 1)
@@ -162,12 +180,22 @@ class Attention(module.Module):
       q_BNH,
       cache.k_BKHS,
       cache.v_BKSH,
-      cached_BS >= 0,
+      cached_BS >= first_B1,
       scale=self.scale,
       soft_cap=self.soft_cap,
       sinks_N=self._sinks(),
       bias_BNS=bias_BNS,
     )
+
+  def _segments(self, q_BTNH: jax.Array, context: Context) -> jax.Array | None:
+    """Returns the segments to attend within: each document's chunks are segments of their own."""
+    length = q_BTNH.shape[1]
+    if self.chunk is None or length <= self.chunk:
+      return context.segments_BT
+    chunks_BT = jnp.maximum(_positions(q_BTNH, context), 0) // self.chunk
+    if context.segments_BT is None:
+      return jnp.broadcast_to(chunks_BT + 1, (len(q_BTNH), length))
+    return context.segments_BT * (length // self.chunk + 1) + chunks_BT
 
   def _bias(self, num_tokens: int) -> jax.Array | None:
     if self.relative_bias is None:
@@ -192,7 +220,7 @@ class Attention(module.Module):
       num_kv_heads=self.num_kv_heads,
       width=self.head_dim,
       value_width=self.head_dim,
-      is_packed=is_packed,
+      is_packed=is_packed or self.chunk is not None,
       extras=tuple(name for name, value in given.items() if value is not None),
     )
 
@@ -203,13 +231,21 @@ class Attention(module.Module):
 
   def num_slots(self, length: int) -> int:
     """Returns the number of cache slots for a sequence of `length` tokens."""
-    return length if self.window is None else min(self.window, length)
+    return min(length, self.window or length, self.chunk or length)
 
   def score_flops(self, num_tokens: int) -> tuple[float, float]:
     """Returns the forward FLOPs per token of logits and weighted values: (full, causal).
 
-    Full counts all pairs of tokens within the window, causal those that the causal mask keeps.
+    Full counts all pairs of tokens within the window or chunk, causal those that the causal mask
+    keeps.
     """
-    seen = num_tokens if self.window is None else min(self.window, num_tokens)
+    seen = min(num_tokens, self.window or num_tokens, self.chunk or num_tokens)
     full = 4 * seen * self.num_heads * self.head_dim
-    return full, full * (1 - seen / (2 * num_tokens))
+    return full, full * (0.5 if self.chunk is not None else 1 - seen / (2 * num_tokens))
+
+
+def _positions(q_BTNH: jax.Array, context: Context) -> jax.Array:
+  """Returns [B, T], or [1, T] if all sequences have the same."""
+  if context.positions_BT is not None:
+    return context.positions_BT
+  return jnp.arange(q_BTNH.shape[1])[None]

@@ -26,6 +26,8 @@ class Rope(Module):
     scaling: Changes the frequencies for longer contexts.
     magnitude: Multiplier of the result (YaRN's "attention factor").
     interleaved: Whether x[2i] is paired with x[2i + 1] instead of x[i] with x[i + H/2].
+    share: The share of a head's dims that is rotated, the first ones: H above is their number. The
+      other dims do not depend on the position.
   """
 
   def __init__(
@@ -36,10 +38,13 @@ class Rope(Module):
     scaling: Scaling | None = None,
     magnitude: ranges.Factor = 1.0,
     interleaved: bool = False,
+    share: ranges.Share = 1.0,
   ):
-    if head_dim % 2:
-      raise ArgumentError(f"{head_dim=} must be even: rotary positions rotate pairs of dims.")
-    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    rotated = int(head_dim * share)
+    if rotated % 2 or not rotated:
+      of = f" x {share=}" if share < 1 else ""
+      raise ArgumentError(f"{head_dim=}{of} must be even: rotary positions rotate pairs of dims.")
+    frequencies = theta ** (-np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     if scaling is not None:
       frequencies = scaling(frequencies)
     self.frequencies = tuple(map(float, frequencies))
@@ -57,18 +62,26 @@ class Rope(Module):
     cos = (jnp.cos(angles) * self.magnitude)[:, :, None]
     sin = (jnp.sin(angles) * self.magnitude)[:, :, None]
     x_BTNH, dtype = x_BTNH.astype(jnp.float32), x_BTNH.dtype
+    x_BTNH, others = jnp.split(x_BTNH, [2 * len(self.frequencies)], axis=-1)
     if self.interleaved:
       first, second = x_BTNH[..., 0::2], x_BTNH[..., 1::2]
     else:
       first, second = jnp.split(x_BTNH, 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(dtype)
+    return jnp.concatenate([*rotated, others], axis=-1).astype(dtype)
 
 
 @configurable(name="rope.linear")
 def linear(frequencies: np.ndarray, *, factor: ranges.Stretch) -> np.ndarray:
   """Position interpolation (Chen et al., 2023): divides all frequencies."""
   return frequencies / factor
+
+
+@configurable(name="rope.proportional")
+def proportional(frequencies: np.ndarray, *, share: ranges.Share) -> np.ndarray:
+  """Keeps a share of the frequencies, the highest ones, and leaves the other pairs (Gemma 4)."""
+  kept = int(share * len(frequencies))
+  return np.concatenate([frequencies[:kept], np.zeros(len(frequencies) - kept)])
 
 
 @configurable(name="rope.half")
@@ -99,10 +112,10 @@ def llama3(
     low: Rotations within the original context up to which a frequency is divided by `factor`.
     high: Rotations from which a frequency is unchanged.
   """
-  if high <= low:
-    raise UserError(f"rotary scaling of Llama 3.1: high={high} must be more than low={low}.")
+  if high < low:
+    raise UserError(f"rotary scaling of Llama 3.1: high={high} must be at least low={low}.")
   turns = original_length * frequencies / (2 * math.pi)
-  kept = np.clip((turns - low) / (high - low), 0, 1)
+  kept = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)
   return frequencies * (kept + (1 - kept) / factor)
 
 

@@ -11,6 +11,7 @@ from jax.scipy.special import entr
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
+from paxlike.errors import ArgumentError
 from paxlike.layers import module
 from paxlike.layers.aux_losses import Aux, none
 from paxlike.layers.call_context import Context
@@ -94,7 +95,7 @@ class Moe(module.Module):
     """Returns (y_BTD, losses and metrics)."""
     bias_E = None if self.router_bias is None else self.router_bias[...]
     routing = self.choice(self.router(x_BTD), bias_E, self.num_chosen)
-    y_BTD, metrics = self.dispatch(self.experts, x_BTD, routing)
+    y_BTD, metrics = self.routed(x_BTD, routing)
     if bias_E is not None:
       load_E = jnp.bincount(routing.experts_BTK.reshape(-1), length=self.num_experts)
       y_BTD = _with_gradient(y_BTD, bias_E, load_E - load_E.mean())
@@ -104,6 +105,10 @@ class Moe(module.Module):
     if context is not None and context.log_layers:
       aux = aux._replace(layer_sums=self._logged(routing))
     return y_BTD, aux
+
+  def routed(self, x_BTD: jax.Array, routing: Routing) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (the weighted sum of the outputs of each token's experts, metrics)."""
+    return self.dispatch(self.experts, x_BTD, routing)
 
   def _bias(self, num_experts: int, rate: float) -> nnx.Param:
     update = functools.partial(module.follow_sign, rate=rate)
@@ -134,3 +139,17 @@ class Moe(module.Module):
       normalizer = jax.nn.logsumexp(routing.logits_BTE, axis=-1)
       losses["z_loss"] = self.z_loss * jnp.square(normalizer).mean()
     return losses
+
+
+@configurable
+class InputWeightedMoe(Moe):
+  """`Moe` for one expert per token, whose weight multiplies the expert's input (Llama 4)."""
+
+  def routed(self, x_BTD: jax.Array, routing: Routing) -> tuple[jax.Array, dict[str, jax.Array]]:
+    if self.num_chosen != 1:
+      raise ArgumentError(
+        f"num_chosen={self.num_chosen} must be 1: weighted inputs of several experts would differ."
+      )
+    weighted_BTD = x_BTD * routing.weights_BTK.astype(x_BTD.dtype)
+    ones_BTK = jnp.ones_like(routing.weights_BTK)
+    return self.dispatch(self.experts, weighted_BTD, routing._replace(weights_BTK=ones_BTK))

@@ -81,6 +81,17 @@ def sigmoid_choice(
   return Routing(experts_BTK, weights_BTK, scores_BTE, logits_BTE)
 
 
+@configurable
+def sigmoid_of_top_choice(
+  logits_BTE: jax.Array, bias_E: jax.Array | None, num_chosen: int
+) -> Routing:
+  """The choice of Llama 4: top-k of the logits; weights are their sigmoids, not normalized."""
+  assert bias_E is None
+  experts_BTK = jax.lax.top_k(jax.lax.stop_gradient(logits_BTE), num_chosen)[1]
+  weights_BTK = jax.nn.sigmoid(_scores(experts_BTK, logits_BTE))
+  return Routing(experts_BTK, weights_BTK, jax.nn.softmax(logits_BTE, axis=-1), logits_BTE)
+
+
 def check_groups(
   num_experts: int, num_chosen: int, *, num_groups: int = 1, num_chosen_groups: int = 1
 ):
