@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embeddings in Hugging Face's `config.json`, old and new format.
 
-transformers 5 writes `rope_parameters`, for Gemma 3 one per kind of attention; 4 wrote
+transformers 5 writes `rope_parameters`, for Gemma 3 and OLMo 3 one per kind of attention; 4 wrote
 `rope_theta`, `rope_scaling` and, for Gemma 3, `rope_local_base_freq`. Both formats are read; the
 old one, which both versions read, is written.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ class HfRope:
   Attributes:
     theta: Default of ROPE_THETA.
     local_theta: Default of LOCAL_ROPE_THETA; None in families without it.
+    local_unscaled: Whether local layers have the same base and no scaling (OLMo 3).
     types: The supported kinds of scaling.
     fixed: Key -> value that differs from other families', for YaRN scaling.
     absent: Default of `rope_parameters` if no scaling is given.
@@ -45,6 +47,7 @@ class HfRope:
 
   theta: float = 10_000.0
   local_theta: float | None = None
+  local_unscaled: bool = False
   types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -58,10 +61,15 @@ class HfRope:
     rope, local = self._mappings(config)
     kind = self._check(rope)
     knobs: dict[str, Any] = {"ROPE_THETA": _theta(rope, config, "rope_theta", self.theta)}
+    if (local_kind := self._check(local)) != "default":
+      raise UserError(f"rope_parameters: type {local_kind} of local layers is not supported.")
+    if self.local_unscaled and local.get("rope_theta", self.theta) != knobs["ROPE_THETA"]:
+      # If absent, transformers takes the default, even if `rope_theta` is another.
+      raise UserError(
+        f"rope_theta is {knobs['ROPE_THETA']}, but {local.get('rope_theta', self.theta)} in layers"
+        " of sliding attention: paxlike does not support it."
+      )
     if self.local_theta is not None:
-      if (local_kind := _kind(local)) != "default":
-        raise UserError(f"rope_parameters: type {local_kind} of local layers is not supported.")
-      self._check(local)
       theta = _theta(local, config, "rope_local_base_freq", self.local_theta)
       knobs["LOCAL_ROPE_THETA"] = theta
     knobs["ROPE_FACTOR"] = None
@@ -84,7 +92,16 @@ class HfRope:
     if values["ROPE_FACTOR"] is None:
       if self.absent:
         config["rope_scaling"] = {"rope_type": "default"}
-      return config
+    else:
+      config["rope_scaling"] = self._scaling(values)
+    if self.local_unscaled:
+      # The old format does not say the base of local layers in transformers 5.
+      local = {"rope_type": "default", "rope_theta": values["ROPE_THETA"]}
+      full = local | config.get("rope_scaling", {})
+      config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+    return config
+
+  def _scaling(self, values: Mapping[str, Any]) -> dict[str, Any]:
     kind = values["ROPE_SCALING"]
     rope = {"rope_type": kind, "factor": values["ROPE_FACTOR"]}
     if kind in ("llama3", "yarn"):
@@ -93,7 +110,7 @@ class HfRope:
     if kind == "yarn":
       fixed |= {"beta_fast": 32.0, "beta_slow": 1.0}
     rope |= {key: value for key, value in fixed.items() if not isinstance(value, tuple | None)}
-    return {**config, "rope_scaling": rope}
+    return rope
 
   def _mappings(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the settings of all (or global) layers, and those of local layers."""
@@ -102,12 +119,12 @@ class HfRope:
       if value is not None and not isinstance(value, Mapping):
         raise UserError(f"{key} is not a mapping: {value!r}.")
     local: dict[str, Any] = {}
-    if self.local_theta is not None and new is not None:
+    if (self.local_unscaled or self.local_theta is not None) and new is not None:
       if strange := new.keys() - {"full_attention", "sliding_attention"}:
         raise UserError(f"rope_parameters has {min(strange)!r}, an unknown kind of attention.")
       local = dict(new.get("sliding_attention") or {})
       new = new.get("full_attention") or {}
-    if new and old and dict(new) != dict(old):
+    if new and old and {**new, "rope_theta": None} != {**old, "rope_theta": None}:
       raise UserError(
         f"rope_parameters={dict(new)} and rope_scaling={dict(old)} contradict each other."
       )
@@ -128,6 +145,8 @@ class HfRope:
     if kind != "default":
       known |= {"factor", _LENGTH} if kind in ("llama3", "yarn") else {"factor"}
     fixed = {"partial_rotary_factor": (None, 1.0), **self._fixed(kind)}
+    if kind == "yarn" and "mscale" not in self.fixed:
+      fixed["attention_factor"] = (None, _magnitude(rope.get("factor")))
     for key, wanted in fixed.items():
       if not is_one_of(rope.get(key), wanted):
         found = repr(rope[key]) if key in rope else "absent"
@@ -148,6 +167,11 @@ def _kind(rope: Mapping[str, Any]) -> str:
       f"rope_type={rope['rope_type']!r} and type={rope['type']!r} contradict each other."
     )
   return kinds.pop() if kinds else "default"
+
+
+def _magnitude(factor: Any) -> float:
+  """Returns the default of YaRN's `attention_factor`, which OLMo 3 states."""
+  return 0.1 * math.log(factor) + 1 if isinstance(factor, int | float) and factor > 1 else 1.0
 
 
 def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], key: str, default: float) -> float:

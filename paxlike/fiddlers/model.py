@@ -22,7 +22,7 @@ def qk_norm(graph: fdl.Buildable):
   if any(select(graph, layers.LatentAttention)):
     raise UserError("QK_NORM: latent attention has norms of its own.")
   for node in select(graph, layers.Attention):
-    if getattr(node, "qk_norm", None) is None:
+    if not _normalizes(node):
       node.qk_norm = fdl.Partial(layers.RmsNorm)
 
 
@@ -33,12 +33,17 @@ def qk_clip(graph: fdl.Buildable, threshold: ranges.PositiveFloat = 100.0):
     UserError: Queries and keys are normalized, so that the scales of their weights have no effect.
   """
   for node in (*select(graph, layers.Attention), *select(graph, layers.LatentAttention)):
-    if getattr(node, "qk_norm", None) is not None:
+    if _normalizes(node):
       raise UserError(
         "QK_CLIP: this model normalizes queries and keys, so scaling their weights has no effect:"
         " leave it out."
       )
     node.qk_clip = fdl.Partial(layers.QkClip, threshold=threshold)
+
+
+def _normalizes(attention: fdl.Buildable) -> bool:
+  """Returns whether an attention layer normalizes its queries and keys."""
+  return any(getattr(attention, name, None) is not None for name in ("qk_norm", "joint_qk_norm"))
 
 
 def multi_token_prediction(

@@ -44,7 +44,7 @@ from paxlike.layers.moe import dispatch, routing
 from paxlike.layers.moe.experts import ExpertLinear, Experts
 from paxlike.layers.moe.moe import Moe
 from paxlike.layers.multi_token import MtpKind, ParallelMtp, SequentialMtp
-from paxlike.layers.norm import LayerNorm, RmsNorm, UnscaledRmsNorm
+from paxlike.layers.norm import JointRmsNorm, LayerNorm, RmsNorm, UnscaledRmsNorm
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.precision import transformer_engine, weight_only
 from paxlike.layers.precision.fp8 import Fp8
@@ -68,6 +68,7 @@ __all__ = [
   "Experts",
   "Fp8",
   "Int8",
+  "JointRmsNorm",
   "KernelName",
   "KvCache",
   "LatentAttention",

@@ -10,9 +10,10 @@ from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.mistral import Mistral, Mixtral
+from paxlike.experiments.olmo import Olmo3
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 
-FAMILIES = [DeepSeek, Gemma2, Gemma3, Gpt, GptOss, Llama, Mistral, Mixtral, Qwen3, Qwen3Moe]
+FAMILIES = [DeepSeek, Gemma2, Gemma3, Gpt, GptOss, Llama, Mistral, Mixtral, Olmo3, Qwen3, Qwen3Moe]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -62,6 +63,7 @@ def read(experiment, **changed):
     (GptOss, {"rope_parameters": {}}, "ROPE_FACTOR", None),
     (GptOss, {"rope_parameters": {}}, "ROPE_THETA", 150_000.0),
     (Llama, {"rope_parameters": {}, "rope_scaling": YARN}, "ROPE_SCALING", "yarn"),
+    (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}}, "ROPE_FACTOR", 4.0),
     (DeepSeek, {"q_lora_rank": None}, "QUERY_LATENT_DIMS", None),
     # What is without effect.
     (Llama, {"_name_or_path": "x", "temperature": 0.5, "mystery": None}, "NUM_LAYERS", 2),
@@ -97,6 +99,8 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     (Gemma3, {"rope_parameters": YARN}, "an unknown kind of attention"),
     # Absent, these mean another model than ours.
     (Qwen3Moe, {"norm_topk_prob": ...}, "norm_topk_prob is False (its default), not True"),
+    (Olmo3, {"rope_theta": 5.0}, "rope_theta is 5.0, but 500000.0 in layers of sliding attention"),
+    (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
     (GptOss, {"rope_scaling": YARN}, "truncate of rope_parameters is absent, not False"),
     (DeepSeek, {"rope_scaling": YARN}, "mscale of rope_parameters is absent, not 1.0"),
     (DeepSeek, {"head_dim": 32, "qk_rope_head_dim": 8}, "head_dim=32 is not qk_rope_head_dim=8"),

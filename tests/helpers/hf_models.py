@@ -80,6 +80,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       },
     },
   ),
+  "olmo2": ("Olmo2Config", {}),
+  "olmo3": (
+    "Olmo3Config",
+    {
+      "sliding_window": 6,
+      "num_hidden_layers": 6,
+      "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+      },
+    },
+  ),
   "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
   "qwen3_moe": (
     "Qwen3MoeConfig",

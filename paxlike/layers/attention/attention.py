@@ -2,7 +2,7 @@
 """Multi-head (Vaswani et al., 2017) and grouped-query attention (Ainslie et al., 2023)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ class Attention(module.Module):
     output: Callable[..., Linear],
     rope: Callable[[int], Rope] | None = None,
     qk_norm: Callable[..., Any] | None = None,
+    joint_qk_norm: Callable[..., Any] | None = None,
     relative_bias: Callable[[int], RelativeBias] | None = None,
     sinks: module.Initializer | None = None,
     extra_logit: ranges.Finite | None = None,
@@ -63,6 +64,8 @@ class Attention(module.Module):
       output: N x H -> D.
       rope: Rotary embedding of queries and keys.
       qk_norm: Applied to each head's query and key.
+      joint_qk_norm: Applied to the queries of all heads together, and so to the keys; takes the
+        place of `qk_norm`.
       relative_bias: Position bias, added to the logits; called with N.
       sinks: Initializer of a trained attention sink per head: the logit of a key without a value
         (StreamingLLM; gpt-oss).
@@ -92,8 +95,10 @@ class Attention(module.Module):
     self.value = value({"model": dim}, kv_heads)
     self.output = output(heads, {"model": dim})
     self.rope = None if rope is None else rope(head_dim)
-    self.query_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
-    self.key_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
+    if qk_norm is not None and joint_qk_norm is not None:
+      raise ArgumentError("queries have either qk_norm or joint_qk_norm: leave one out.")
+    self.query_norm = _norm(heads, qk_norm, joint_qk_norm)
+    self.key_norm = _norm(kv_heads, qk_norm, joint_qk_norm)
     self.extra_logit = extra_logit
     self.relative_bias = None if relative_bias is None else relative_bias(num_heads)
     self.qk_clip = None if qk_clip is None else qk_clip(num_heads)
@@ -213,3 +218,10 @@ class Attention(module.Module):
     seen = num_tokens if self.window is None else min(self.window, num_tokens)
     full = 4 * seen * self.num_heads * self.head_dim
     return full, full * (1 - seen / (2 * num_tokens))
+
+
+def _norm(dims: Mapping[str, int], each: Any, joint: Any) -> Any:
+  """Returns the norm of queries or keys of these dims: of each head, of all together, or None."""
+  if each is not None:
+    return each(dims["head"], over="head")
+  return None if joint is None else joint(dims)
