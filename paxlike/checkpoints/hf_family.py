@@ -29,6 +29,8 @@ class Wrapper:
     fixed: Keys of `text_config` that must have this value, because the wrapper ignores them.
     renamed: Prefix of tensor names -> prefix in the standalone text model.
     dropped: Pattern (`re`) of tensors outside the text model.
+    tied: Default of `tie_word_embeddings` in both configurations. None: an absent key takes the
+      other's value, because the tensors decide in transformers.
   """
 
   model_type: str
@@ -36,6 +38,7 @@ class Wrapper:
   fixed: Mapping[str, Any]
   renamed: Mapping[str, str]
   dropped: str
+  tied: bool | None = True
 
   def text(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration of the text model.
@@ -46,8 +49,8 @@ class Wrapper:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
       raise UserError(f"a {self.model_type} model lacks text_config.")
-    # Embeddings are tied by default.
-    tied = {part.get("tie_word_embeddings", True) for part in (config, text)}
+    key = "tie_word_embeddings"
+    tied = {part.get(key, self.tied) for part in (config, text) if key in part or self.tied}
     if len(tied) > 1:
       raise UserError("tie_word_embeddings differs in text_config: which one is right is unclear.")
     for key, value in config.items():
@@ -59,7 +62,11 @@ class Wrapper:
       if not keys.is_one_of(text.get(key), wanted):
         raise UserError(f"text_config.{key} is {text[key]!r}, not {keys.spell(wanted)}.")
     dtype = config.get("dtype") or config.get("torch_dtype")
-    return {**({"torch_dtype": dtype} if dtype else {}), **text}
+    return {
+      **({"torch_dtype": dtype} if dtype else {}),
+      **text,
+      **({"tie_word_embeddings": tied.pop()} if tied else {}),
+    }
 
   def name(self, tensor: str) -> str | None:
     """Returns a tensor's name in the standalone text model; None if it is not part of that."""

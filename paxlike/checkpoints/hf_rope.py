@@ -43,6 +43,8 @@ class HfRope:
     types: The supported kinds of scaling.
     fixed: Key -> value that differs from other families', for YaRN scaling.
     absent: Default of `rope_parameters` if no scaling is given.
+    knobs: Further required keys of `rope_parameters` -> their knobs.
+    neutral: Further keys of it that have no effect.
   """
 
   theta: float = 10_000.0
@@ -51,6 +53,8 @@ class HfRope:
   types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  knobs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  neutral: frozenset[str] = frozenset()
 
   def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the knobs that a configuration sets.
@@ -61,7 +65,7 @@ class HfRope:
     rope, local = self._mappings(config)
     kind = self._check(rope)
     knobs: dict[str, Any] = {"ROPE_THETA": _theta(rope, config, "rope_theta", self.theta)}
-    if (local_kind := self._check(local)) != "default":
+    if local and (local_kind := self._check(local)) != "default":
       raise UserError(f"rope_parameters: type {local_kind} of local layers is not supported.")
     if self.local_unscaled and local.get("rope_theta", self.theta) != knobs["ROPE_THETA"]:
       # If absent, transformers takes the default, even if `rope_theta` is another.
@@ -72,6 +76,10 @@ class HfRope:
     if self.local_theta is not None:
       theta = _theta(local, config, "rope_local_base_freq", self.local_theta)
       knobs["LOCAL_ROPE_THETA"] = theta
+    for key, knob in self.knobs.items():
+      if rope.get(key) is None:
+        raise UserError(f"rope_parameters lacks {key}.")
+      knobs[knob] = rope[key]
     knobs["ROPE_FACTOR"] = None
     if kind != "default":
       if rope.get("factor") is None:
@@ -110,7 +118,7 @@ class HfRope:
     if kind == "yarn":
       fixed |= {"beta_fast": 32.0, "beta_slow": 1.0}
     rope |= {key: value for key, value in fixed.items() if not isinstance(value, tuple | None)}
-    return rope
+    return rope | {key: values[knob] for key, knob in self.knobs.items()}
 
   def _mappings(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the settings of all (or global) layers, and those of local layers."""
@@ -141,7 +149,7 @@ class HfRope:
     kind = _kind(rope)
     if kind not in self.types:
       raise UserError(f"rope_type is {kind!r}; paxlike supports {', '.join(self.types)} here.")
-    known = {"rope_type", "type", "rope_theta"}
+    known = {"rope_type", "type", "rope_theta", *self.knobs, *self.neutral}
     if kind != "default":
       known |= {"factor", _LENGTH} if kind in ("llama3", "yarn") else {"factor"}
     fixed = {"partial_rotary_factor": (None, 1.0), **self._fixed(kind)}

@@ -9,11 +9,14 @@ from paxlike.experiments.gemma import Gemma2, Gemma3
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
 from paxlike.experiments.llama import Llama
-from paxlike.experiments.mistral import Mistral, Mixtral
+from paxlike.experiments.mistral import Ministral3, Mistral, Mixtral
 from paxlike.experiments.olmo import Olmo3
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 
-FAMILIES = [DeepSeek, Gemma2, Gemma3, Gpt, GptOss, Llama, Mistral, Mixtral, Olmo3, Qwen3, Qwen3Moe]
+FAMILIES = [DeepSeek, Gemma2, Gemma3, Gpt, GptOss, Llama, Ministral3, Mistral, Mixtral, Olmo3]
+FAMILIES += [Qwen3, Qwen3Moe]
+TIED = "tie_word_embeddings"
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -64,6 +67,7 @@ def read(experiment, **changed):
     (GptOss, {"rope_parameters": {}}, "ROPE_THETA", 150_000.0),
     (Llama, {"rope_parameters": {}, "rope_scaling": YARN}, "ROPE_SCALING", "yarn"),
     (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}}, "ROPE_FACTOR", 4.0),
+    (Ministral3, {}, "POSITION_SCALE_BETA", 0.1),
     (DeepSeek, {"q_lora_rank": None}, "QUERY_LATENT_DIMS", None),
     # What is without effect.
     (Llama, {"_name_or_path": "x", "temperature": 0.5, "mystery": None}, "NUM_LAYERS", 2),
@@ -99,6 +103,7 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     (Gemma3, {"rope_parameters": YARN}, "an unknown kind of attention"),
     # Absent, these mean another model than ours.
     (Qwen3Moe, {"norm_topk_prob": ...}, "norm_topk_prob is False (its default), not True"),
+    (Ministral3, {"rope_parameters": {**YARN, **MSCALE}}, "rope_parameters lacks llama_4_scaling"),
     (Olmo3, {"rope_theta": 5.0}, "rope_theta is 5.0, but 500000.0 in layers of sliding attention"),
     (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
     (GptOss, {"rope_scaling": YARN}, "truncate of rope_parameters is absent, not False"),
@@ -119,3 +124,24 @@ def test_what_is_written_is_read_again(experiment):
   written = experiment.hugging_face().write(values, dtype="float32")
   again = experiment.hugging_face().read(written)
   assert again == {knob: value for knob, value in values.items() if knob in again}
+
+
+@pytest.mark.parametrize(
+  ("experiment", "outer", "inner", "tied"),
+  [
+    (Gemma3, {}, {}, True),
+    (Gemma3, {TIED: False}, {}, None),
+    (Mistral, {}, {}, False),
+    (Mistral, {TIED: True}, {}, True),
+    (Mistral, {}, {TIED: True}, True),
+    (Mistral, {TIED: True}, {TIED: False}, None),
+  ],
+)
+def test_a_model_with_images_has_its_head_tied_in_one_way(experiment, outer, inner, tied):
+  family = experiment.hugging_face()
+  text, config = family.wrapper.text, outer | {"text_config": inner}
+  if tied is None:
+    with pytest.raises(UserError, match="tie_word_embeddings differs in text_config"):
+      text(config)
+  else:
+    assert text(config).get(TIED, family.defaults[TIED]) is tied

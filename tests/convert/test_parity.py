@@ -77,11 +77,22 @@ def test_a_gpt2_saved_without_its_head_is_the_same(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_text_part_of_a_model_with_images_is_taken_in_either_layout(tmp_path):
+@pytest.mark.parametrize(
+  ("name", "wrapper", "whole"),
+  [
+    ("gemma3", "Gemma3", {"mm_tokens_per_image": 1}),
+    ("mistral_without_window", "Mistral3", {"tie_word_embeddings": False}),
+    ("ministral3", "Mistral3", {"tie_word_embeddings": False}),
+  ],
+)
+def test_the_text_part_of_a_model_with_images_is_taken_in_either_layout(
+  name, wrapper, whole, tmp_path
+):
   import torch
   import transformers
 
-  options = FAMILIES["gemma3"][1] | {"rope_parameters": None}
+  config_class, options = FAMILIES[name]
+  text = getattr(transformers, config_class)(**{**COMMON, **options}).to_dict()
   vision = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -90,11 +101,11 @@ def test_the_text_part_of_a_model_with_images_is_taken_in_either_layout(tmp_path
     "image_size": 16,
     "patch_size": 8,
   }
-  config = transformers.Gemma3Config(
-    text_config={**COMMON, **options}, vision_config=vision, mm_tokens_per_image=1
+  config = getattr(transformers, f"{wrapper}Config")(
+    text_config=text, vision_config=vision, **whole
   )
   torch.manual_seed(0)
-  theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+  theirs = getattr(transformers, f"{wrapper}ForConditionalGeneration")(config).eval()
   theirs.save_pretrained(tmp_path / "theirs")
   saved = TensorFolder(tmp_path / "theirs")
   arrays = {name: saved.read(name) for name in saved.specs}

@@ -66,6 +66,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
   "qwen2_tied": ("Qwen2Config", {"head_dim": 8, "tie_word_embeddings": True}),
   "mistral": ("MistralConfig", {"sliding_window": 6}),
   "mistral_without_window": ("MistralConfig", {"sliding_window": None}),
+  "ministral3": (
+    "Ministral3Config",
+    {
+      "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+    },
+  ),
   "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
   "gemma2": ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
   "gemma3": (

@@ -139,3 +139,16 @@ def yarn(
   first, last = max(first, 0), min(last, 2 * half - 1)
   slowed = np.clip((np.arange(half) - first) / max(last - first, 0.001), 0, 1)
   return frequencies * (1 - slowed + slowed / factor)
+
+
+@configurable(name="rope.logarithmic_scale")
+def logarithmic_scale(
+  positions: jax.Array, *, beta: ranges.NonNegativeFloat, original_length: ranges.Size
+) -> jax.Array:
+  """Returns 1 + beta * log(1 + floor(positions / original_length)) (Llama 4, Ministral 3).
+
+  It multiplies the logits of queries beyond the context length before scaling, which keeps their
+  softmax as sharp over more keys. Negative positions, which are padding, count as 0.
+  """
+  positions = jnp.maximum(positions, 0)
+  return 1 + beta * jnp.log1p(jnp.floor(positions / original_length))
