@@ -7,7 +7,7 @@ value that paxlike implements; any other key or value is refused.
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
@@ -94,6 +94,7 @@ class Family:
     equal: Key -> another key whose value it must have, if present.
     aliases: Key -> its name in `knobs`.
     layer_types: Repeating pattern of the layers' kinds of attention; empty: no such key.
+    by_layer: Key -> repeating pattern of its values, one per layer, which may be absent.
     rope: Rotary position embedding, if any.
     rules: Weight -> its tensors.
     mtp: The same for each layer of multi-token prediction, such as "projection.w", besides those of
@@ -117,6 +118,7 @@ class Family:
   equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   layer_types: tuple[str, ...] = ()
+  by_layer: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   rope: HfRope | None = None
   rules: Rules
   mtp: Rules = dataclasses.field(default_factory=dict)
@@ -159,8 +161,11 @@ class Family:
     if self.rope is not None:
       config |= self.rope.write(values)
     if self.layer_types:
-      config["layer_types"] = self._layer_types(values["NUM_LAYERS"])
-    return {**config, "torch_dtype": dtype}
+      config["layer_types"] = _repeated(self.layer_types, values["NUM_LAYERS"])
+    for key, pattern in self.by_layer.items():
+      config[key] = _repeated(pattern, values["NUM_LAYERS"])
+    # The defaults of some families are beyond a small vocabulary, which transformers refuses.
+    return {**config, "pad_token_id": None, "torch_dtype": dtype}
 
   def rules_of(self, weights: Iterable[str]) -> Rules:
     """Returns the rules for a model that has weights of these names, `{}` for the layer."""
@@ -211,6 +216,7 @@ class Family:
       if config.get(key) is not None and config[key] != config.get(other):
         raise UserError(f"{key}={config[key]!r} is not {other}={config.get(other)!r}.")
     known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
+    known |= self.by_layer.keys()
     if self.rope is not None:
       known |= hf_rope.KEYS
     if self.layer_types:
@@ -220,20 +226,21 @@ class Family:
         raise UserError(_unknown(key, value))
 
   def _check_layers(self, config: Mapping[str, Any]):
-    """Raises a UserError if the layers' kinds of attention differ from the family's."""
-    if not self.layer_types:
-      return
-    if config.get("layer_types") is not None:
-      count = config.get("num_hidden_layers", self.defaults.get("num_hidden_layers"))
-      if config["layer_types"] != self._layer_types(count):
-        raise UserError(f"layer_types is {config['layer_types']}: paxlike does not support it.")
+    """Raises a UserError if a value per layer differs from the family's."""
+    count = config.get("num_hidden_layers", self.defaults.get("num_hidden_layers"))
+    for key, pattern in {"layer_types": self.layer_types, **self.by_layer}.items():
+      given = config.get(key) if pattern else None
+      if given is not None and given != _repeated(pattern, count):
+        raise UserError(f"{key} is {given}: paxlike does not support it.")
+    if not self.layer_types or config.get("layer_types") is not None:
       return
     for key in (_PATTERN, f"_{_PATTERN}"):
       if config.get(key) not in (None, len(self.layer_types)):
         raise UserError(f"{key} is {config[key]!r}, not {len(self.layer_types)}.")
 
-  def _layer_types(self, num_layers: int) -> list[str]:
-    return [self.layer_types[layer % len(self.layer_types)] for layer in range(num_layers)]
+
+def _repeated(pattern: Sequence[Any], num_layers: int) -> list[Any]:
+  return [pattern[layer % len(pattern)] for layer in range(num_layers)]
 
 
 def _unknown(key: str, value: Any) -> str:

@@ -12,9 +12,10 @@ from paxlike.experiments.llama import Llama
 from paxlike.experiments.mistral import Ministral3, Mistral, Mixtral
 from paxlike.experiments.olmo import Olmo3
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
+from paxlike.experiments.smollm import SmolLM3
 
 FAMILIES = [DeepSeek, Gemma2, Gemma3, Gpt, GptOss, Llama, Ministral3, Mistral, Mixtral, Olmo3]
-FAMILIES += [Qwen3, Qwen3Moe]
+FAMILIES += [Qwen3, Qwen3Moe, SmolLM3]
 TIED = "tie_word_embeddings"
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -68,6 +69,7 @@ def read(experiment, **changed):
     (Llama, {"rope_parameters": {}, "rope_scaling": YARN}, "ROPE_SCALING", "yarn"),
     (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}}, "ROPE_FACTOR", 4.0),
     (Ministral3, {}, "POSITION_SCALE_BETA", 0.1),
+    (SmolLM3, {"no_rope_layers": [1, 1], "no_rope_layer_interval": ...}, "ROPE_THETA", 2e6),
     (DeepSeek, {"q_lora_rank": None}, "QUERY_LATENT_DIMS", None),
     # What is without effect.
     (Llama, {"_name_or_path": "x", "temperature": 0.5, "mystery": None}, "NUM_LAYERS", 2),
@@ -104,6 +106,7 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     # Absent, these mean another model than ours.
     (Qwen3Moe, {"norm_topk_prob": ...}, "norm_topk_prob is False (its default), not True"),
     (Ministral3, {"rope_parameters": {**YARN, **MSCALE}}, "rope_parameters lacks llama_4_scaling"),
+    (SmolLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]: paxlike does not support it"),
     (Olmo3, {"rope_theta": 5.0}, "rope_theta is 5.0, but 500000.0 in layers of sliding attention"),
     (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
     (GptOss, {"rope_scaling": YARN}, "truncate of rope_parameters is absent, not False"),

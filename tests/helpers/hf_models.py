@@ -98,6 +98,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       },
     },
   ),
+  "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
   "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
   "qwen3_moe": (
     "Qwen3MoeConfig",
