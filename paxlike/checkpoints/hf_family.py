@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
-from paxlike.checkpoints import hf_rope
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Rules
 from paxlike.errors import UserError
@@ -84,6 +83,7 @@ class Family:
 
   Attributes:
     model_type: `model_type` of the configuration.
+    other_types: Further values of `model_type` for the same model, which exports do not write.
     architecture: The class in transformers.
     knobs: Configuration key -> knob.
     defaults: Values of absent keys in transformers. A key in `knobs` without a default is required.
@@ -109,6 +109,7 @@ class Family:
   """
 
   model_type: str
+  other_types: tuple[str, ...] = ()
   architecture: str
   knobs: Mapping[str, str]
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -203,7 +204,7 @@ class Family:
   def _check(self, config: Mapping[str, Any]):
     """Raises a UserError for unknown keys and unsupported values."""
     fixed = keys.FIXED | dict(self.fixed)
-    for key in self.knobs:
+    for key in {*self.knobs, *(() if self.rope is None else self.rope.keys)}:
       fixed.pop(key, None)
     for key, wanted in fixed.items():
       if key not in config and key not in self.defaults:
@@ -218,7 +219,7 @@ class Family:
     known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
     known |= self.by_layer.keys()
     if self.rope is not None:
-      known |= hf_rope.KEYS
+      known |= self.rope.keys
     if self.layer_types:
       known |= {"layer_types", _PATTERN, f"_{_PATTERN}"}
     for key, value in config.items():

@@ -13,9 +13,12 @@ from typing import Any
 
 from paxlike.checkpoints.hf_keys import is_one_of, spell
 from paxlike.errors import UserError
+from paxlike.layers.attention.rope import longrope_magnitude
 
-KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"})
+_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"})
 _LENGTH = "original_max_position_embeddings"
+_SHARE = "partial_rotary_factor"
+_FAST = 32.0  # Default of beta_fast.
 # By type: further keys and the value that paxlike implements, or a tuple of such values.
 _FIXED: dict[str, dict[str, Any]] = {
   "default": {},
@@ -23,7 +26,7 @@ _FIXED: dict[str, dict[str, Any]] = {
   "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
   "yarn": {
     "attention_factor": None,
-    "beta_fast": (None, 32.0),
+    "beta_fast": (None, _FAST),
     "beta_slow": (None, 1.0),
     "mscale": None,
     "mscale_all_dim": None,
@@ -40,6 +43,8 @@ class HfRope:
     theta: Default of ROPE_THETA.
     local_theta: Default of LOCAL_ROPE_THETA; None in families without it.
     local_unscaled: Whether local layers have the same base and no scaling (OLMo 3).
+    share: Default of ROPE_SHARE; None in families that rotate all dims.
+    has_fast: Whether YaRN's beta_fast is a knob, ROPE_FAST; else it must be 32.
     types: The supported kinds of scaling.
     fixed: Key -> value that differs from other families', for YaRN scaling.
     absent: Default of `rope_parameters` if no scaling is given.
@@ -50,11 +55,18 @@ class HfRope:
   theta: float = 10_000.0
   local_theta: float | None = None
   local_unscaled: bool = False
+  share: float | None = None
+  has_fast: bool = False
   types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   knobs: Mapping[str, str] = dataclasses.field(default_factory=dict)
   neutral: frozenset[str] = frozenset()
+
+  @property
+  def keys(self) -> frozenset[str]:
+    """The keys of a configuration that it reads."""
+    return _KEYS if self.share is None else _KEYS | {_SHARE}
 
   def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the knobs that a configuration sets.
@@ -73,6 +85,8 @@ class HfRope:
         f"rope_theta is {knobs['ROPE_THETA']}, but {local.get('rope_theta', self.theta)} in layers"
         " of sliding attention: paxlike does not support it."
       )
+    if self.share is not None:
+      knobs["ROPE_SHARE"] = _given(rope, config, (_SHARE, _SHARE), self.share)
     if self.local_theta is not None:
       theta = _theta(local, config, "rope_local_base_freq", self.local_theta)
       knobs["LOCAL_ROPE_THETA"] = theta
@@ -90,6 +104,9 @@ class HfRope:
       if length is None:
         length = config.get("max_position_embeddings")
       knobs["ROPE_ORIGINAL_LENGTH"] = length
+    if kind == "yarn" and self.has_fast:
+      given = rope.get("beta_fast")
+      knobs["ROPE_FAST"] = _FAST if given is None else given
     return knobs
 
   def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,6 +114,8 @@ class HfRope:
     config: dict[str, Any] = {"rope_theta": values["ROPE_THETA"]}
     if self.local_theta is not None:
       config["rope_local_base_freq"] = values["LOCAL_ROPE_THETA"]
+    if self.share is not None:
+      config[_SHARE] = values["ROPE_SHARE"]
     if values["ROPE_FACTOR"] is None:
       if self.absent:
         config["rope_scaling"] = {"rope_type": "default"}
@@ -116,7 +135,7 @@ class HfRope:
       rope[_LENGTH] = values["ROPE_ORIGINAL_LENGTH"]
     fixed = self._fixed(kind)
     if kind == "yarn":
-      fixed |= {"beta_fast": 32.0, "beta_slow": 1.0}
+      fixed |= {"beta_fast": values["ROPE_FAST"] if self.has_fast else _FAST, "beta_slow": 1.0}
     rope |= {key: value for key, value in fixed.items() if not isinstance(value, tuple | None)}
     return rope | {key: values[knob] for key, knob in self.knobs.items()}
 
@@ -152,7 +171,13 @@ class HfRope:
     known = {"rope_type", "type", "rope_theta", *self.knobs, *self.neutral}
     if kind != "default":
       known |= {"factor", _LENGTH} if kind in ("llama3", "yarn") else {"factor"}
-    fixed = {"partial_rotary_factor": (None, 1.0), **self._fixed(kind)}
+    if self.share is not None:
+      known.add(_SHARE)
+    fixed = {} if self.share is not None else {_SHARE: (None, 1.0)}
+    fixed |= self._fixed(kind)
+    if self.has_fast:
+      known.add("beta_fast")
+      fixed.pop("beta_fast", None)
     if kind == "yarn" and "mscale" not in self.fixed:
       fixed["attention_factor"] = (None, _magnitude(rope.get("factor")))
     for key, wanted in fixed.items():
@@ -183,7 +208,92 @@ def _magnitude(factor: Any) -> float:
 
 
 def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], key: str, default: float) -> float:
-  given = {value for value in (rope.get("rope_theta"), config.get(key)) if value is not None}
+  return _given(rope, config, ("rope_theta", key), default)
+
+
+def _given(
+  rope: Mapping[str, Any], config: Mapping[str, Any], names: tuple[str, str], default: float
+) -> float:
+  """Returns a number by its names in the settings of rotary positions and in the configuration."""
+  name, key = names
+  given = {value for value in (rope.get(name), config.get(key)) if value is not None}
   if len(given) > 1:
     raise UserError(f"{key}={config[key]!r} and rope_parameters contradict each other.")
   return given.pop() if given else default
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HfLongRope(HfRope):
+  """The rotary position embedding of Phi-3: without scaling, or with LongRoPE.
+
+  Attributes:
+    length: Default of `original_max_position_embeddings`, which is a key of the whole
+      configuration and has priority over that of `rope_parameters`.
+  """
+
+  share: float | None = 1.0
+  length: int = 4096
+
+  @property
+  def keys(self) -> frozenset[str]:
+    return super().keys | {_LENGTH}
+
+  def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    rope, _ = self._mappings(config)
+    if (kind := _kind(rope)) == "default":
+      return super().read(config)
+    if kind not in _LONG:
+      raise UserError(f"rope_type is {kind!r}; paxlike supports default, longrope here.")
+    of_all = {key: rope[key] for key in ("rope_theta", _SHARE) if key in rope}
+    knobs = super().read({**config, "rope_scaling": None, "rope_parameters": of_all})
+    for key, knob in _LONG_KNOBS.items():
+      if rope.get(key) is None:
+        raise UserError(f"rope_parameters of type {kind} lacks {key}.")
+      knobs[knob] = rope[key]
+    length = config.get(_LENGTH, self.length)
+    if rope.get(_LENGTH) not in (None, length):
+      raise UserError(
+        f"{_LENGTH}={length} and {rope[_LENGTH]} of rope_parameters contradict each other."
+      )
+    factor = rope.get("factor")
+    if factor is None:
+      most = _at_least(1, "max_position_embeddings", config["max_position_embeddings"])
+      factor = _stretch(most, _at_least(2, _LENGTH, length))
+    magnitude = longrope_magnitude(_at_least(1, "factor", factor), _at_least(2, _LENGTH, length))
+    if (found := rope.get("attention_factor")) not in (None, magnitude):
+      raise UserError(f"attention_factor of rope_parameters is {found!r}, not {magnitude}.")
+    known = {*of_all, *_LONG_KNOBS, "rope_type", "type", "factor", "attention_factor", _LENGTH}
+    for key, value in rope.items():
+      if key not in known and value is not None:
+        raise UserError(f"{key}={value!r} of rope_parameters is unknown.")
+    return knobs | {
+      "ROPE_SCALING": "longrope",
+      "ROPE_FACTOR": factor,
+      "ROPE_ORIGINAL_LENGTH": length,
+    }
+
+  def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    config = super().write({**values, "ROPE_FACTOR": None})
+    factor, length = values["ROPE_FACTOR"], values["ROPE_ORIGINAL_LENGTH"]
+    if factor is None:
+      return config
+    rope = {"type": "longrope"} | {key: values[knob] for key, knob in _LONG_KNOBS.items()}
+    # transformers 4 accepts no further key, and computes the factor.
+    if factor != _stretch(values["MAX_SEQ_LEN"], length):
+      rope["factor"] = factor
+    return {**config, "rope_scaling": rope, _LENGTH: length}
+
+
+# Older names are "su" and "yarn".
+_LONG = ("longrope", "su", "yarn")
+_LONG_KNOBS = {"short_factor": "ROPE_SHORT_FACTORS", "long_factor": "ROPE_LONG_FACTORS"}
+
+
+def _stretch(length: float, original: float) -> float:
+  return max(length / original, 1.0)
+
+
+def _at_least(least: int, key: str, value: Any) -> float:
+  if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+    raise UserError(f"{key} is {value!r}, not a number of at least {least}.")
+  return value

@@ -11,12 +11,15 @@ from paxlike.experiments.gpt_oss import GptOss
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.mistral import Ministral3, Mistral, Mixtral
 from paxlike.experiments.olmo import Olmo3
+from paxlike.experiments.phi import Phi3
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 from paxlike.experiments.smollm import SmolLM3
 
 FAMILIES = [DeepSeek, Gemma2, Gemma3, Gpt, GptOss, Llama, Ministral3, Mistral, Mixtral, Olmo3]
-FAMILIES += [Qwen3, Qwen3Moe, SmolLM3]
+FAMILIES += [Phi3, Qwen3, Qwen3Moe, SmolLM3]
 TIED = "tie_word_embeddings"
+LENGTH = "original_max_position_embeddings"
+LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -69,6 +72,10 @@ def read(experiment, **changed):
     (Llama, {"rope_parameters": {}, "rope_scaling": YARN}, "ROPE_SCALING", "yarn"),
     (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}}, "ROPE_FACTOR", 4.0),
     (Ministral3, {}, "POSITION_SCALE_BETA", 0.1),
+    (Phi3, {"rope_scaling": LONGROPE}, "ROPE_LONG_FACTORS", [2.0]),
+    (Phi3, {"rope_scaling": LONGROPE | {"type": "su"}}, "ROPE_ORIGINAL_LENGTH", 4096),
+    (Phi3, {"rope_scaling": LONGROPE, LENGTH: 16}, "ROPE_FACTOR", 4.0),
+    (Phi3, {"rope_scaling": LONGROPE | {"factor": 2.0}, LENGTH: 16}, "ROPE_FACTOR", 2.0),
     (SmolLM3, {"no_rope_layers": [1, 1], "no_rope_layer_interval": ...}, "ROPE_THETA", 2e6),
     (DeepSeek, {"q_lora_rank": None}, "QUERY_LATENT_DIMS", None),
     # What is without effect.
@@ -106,6 +113,12 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     # Absent, these mean another model than ours.
     (Qwen3Moe, {"norm_topk_prob": ...}, "norm_topk_prob is False (its default), not True"),
     (Ministral3, {"rope_parameters": {**YARN, **MSCALE}}, "rope_parameters lacks llama_4_scaling"),
+    (Phi3, {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "lacks long_factor"),
+    (Phi3, {"rope_scaling": LONGROPE | {LENGTH: 8}, LENGTH: 16}, "=16 and 8 of rope_parameters"),
+    (Phi3, {"rope_scaling": LONGROPE | {"attention_factor": 3.0}}, "attention_factor of rope_par"),
+    (Phi3, {"rope_scaling": LONGROPE, LENGTH: "x"}, f"{LENGTH} is 'x', not a number"),
+    (Phi3, {"rope_scaling": LONGROPE | {"mystery": 1}}, "mystery=1 of rope_parameters is unknown"),
+    (Phi3, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "paxlike supports default, longr"),
     (SmolLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]: paxlike does not support it"),
     (Olmo3, {"rope_theta": 5.0}, "rope_theta is 5.0, but 500000.0 in layers of sliding attention"),
     (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),

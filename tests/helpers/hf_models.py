@@ -37,6 +37,12 @@ YARN = {
   "original_max_position_embeddings": 16,
   "rope_theta": 10_000.0,
 }
+LONGROPE = {
+  "rope_type": "longrope",
+  "short_factor": [1.0, 1.1, 1.2],
+  "long_factor": [1.5, 2.0, 4.0],
+  "rope_theta": 10_000.0,
+}
 LLAMA3_SCALING = {
   "rope_type": "llama3",
   "factor": 8.0,
@@ -84,6 +90,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
       },
+    },
+  ),
+  "phi3": ("Phi3Config", {"sliding_window": 6}),
+  "phi3_long": (
+    "Phi3Config",
+    {
+      "head_dim": 8,
+      "original_max_position_embeddings": 16,
+      "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
+    },
+  ),
+  "phi3_short": (
+    "Phi3Config",
+    {
+      "head_dim": 8,
+      "tie_word_embeddings": True,
+      "max_position_embeddings": 32,
+      "original_max_position_embeddings": 32,
+      "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75, "factor": 4.0},
     },
   ),
   "olmo2": ("Olmo2Config", {}),
