@@ -8,6 +8,7 @@ from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.gemma import Gemma2, Gemma3
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
+from paxlike.experiments.granite3 import Granite3
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.mistral import Ministral3, Mistral, Mixtral
 from paxlike.experiments.olmo import Olmo3
@@ -16,7 +17,7 @@ from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 from paxlike.experiments.smollm import SmolLM3
 
 FAMILIES = [DeepSeek, Gemma2, Gemma3, Gpt, GptOss, Llama, Ministral3, Mistral, Mixtral, Olmo3]
-FAMILIES += [Phi3, Qwen3, Qwen3Moe, SmolLM3]
+FAMILIES += [Granite3, Phi3, Qwen3, Qwen3Moe, SmolLM3]
 TIED = "tie_word_embeddings"
 LENGTH = "original_max_position_embeddings"
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
@@ -72,6 +73,7 @@ def read(experiment, **changed):
     (Llama, {"rope_parameters": {}, "rope_scaling": YARN}, "ROPE_SCALING", "yarn"),
     (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}}, "ROPE_FACTOR", 4.0),
     (Ministral3, {}, "POSITION_SCALE_BETA", 0.1),
+    (Granite3, {}, "ATTENTION_SCALE", 1.0),
     (Phi3, {"rope_scaling": LONGROPE}, "ROPE_LONG_FACTORS", [2.0]),
     (Phi3, {"rope_scaling": LONGROPE | {"type": "su"}}, "ROPE_ORIGINAL_LENGTH", 4096),
     (Phi3, {"rope_scaling": LONGROPE, LENGTH: 16}, "ROPE_FACTOR", 4.0),

@@ -43,6 +43,12 @@ LONGROPE = {
   "long_factor": [1.5, 2.0, 4.0],
   "rope_theta": 10_000.0,
 }
+GRANITE = {
+  "embedding_multiplier": 3.0,
+  "residual_multiplier": 0.5,
+  "attention_multiplier": 0.1,
+  "logits_scaling": 2.0,
+}
 LLAMA3_SCALING = {
   "rope_type": "llama3",
   "factor": 8.0,
@@ -111,6 +117,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75, "factor": 4.0},
     },
   ),
+  "granite3": ("GraniteConfig", GRANITE | {"attention_bias": True}),
+  "granite3_tied": ("GraniteConfig", GRANITE | {"tie_word_embeddings": True}),
   "olmo2": ("Olmo2Config", {}),
   "olmo3": (
     "Olmo3Config",
