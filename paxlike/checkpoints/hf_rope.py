@@ -277,7 +277,7 @@ class HfLongRope(HfRope):
     factor, length = values["ROPE_FACTOR"], values["ROPE_ORIGINAL_LENGTH"]
     if factor is None:
       return config
-    rope = {"type": "longrope"} | {key: values[knob] for key, knob in _LONG_KNOBS.items()}
+    rope = {"type": "longrope"} | {key: list(values[knob]) for key, knob in _LONG_KNOBS.items()}
     # transformers 4 accepts no further key, and computes the factor.
     if factor != _stretch(values["MAX_SEQ_LEN"], length):
       rope["factor"] = factor
