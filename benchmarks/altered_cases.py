@@ -41,6 +41,13 @@ _YARN = {
   "original_max_position_embeddings": 16,
   "rope_theta": 10_000.0,
 }
+_MINISTRAL3 = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+_LONGROPE = {
+  "rope_type": "longrope",
+  "short_factor": [1.0, 1.5, 2.0],
+  "long_factor": [2.0, 3.0, 4.0],
+  "rope_theta": 10_000.0,
+}
 _GEMMA3 = {"sliding_window": 6, "query_pre_attn_scalar": 24, "num_hidden_layers": 7}
 _VISION = {
   "hidden_size": 16,
@@ -58,7 +65,29 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
   ),
   "llama": ("LlamaConfig", {}),
   "mistral": ("MistralConfig", {"sliding_window": 6}),
+  "olmo2": ("Olmo2Config", {}),
+  "olmo3": ("Olmo3Config", {"sliding_window": 6, "num_hidden_layers": 5}),
+  "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
+  "phi3": ("Phi3Config", {"head_dim": 8}),
+  "phi3 with longrope": (
+    "Phi3Config",
+    {
+      "head_dim": 8,
+      "original_max_position_embeddings": 16,
+      "rope_parameters": {**_LONGROPE, "partial_rotary_factor": 0.75},
+    },
+  ),
+  "granite": ("GraniteConfig", {"residual_multiplier": 0.5, "attention_multiplier": 0.2}),
   "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+  "mistral3 with images": (
+    "Mistral3Config",
+    {
+      "text_config": {**_SMALL, "model_type": "ministral3", "rope_parameters": _MINISTRAL3},
+      "vision_config": _VISION,
+      "tie_word_embeddings": False,
+    },
+  ),
+  "ministral3": ("Ministral3Config", {"rope_parameters": _MINISTRAL3}),
   "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
   "gemma2": ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
   "gemma3": ("Gemma3TextConfig", _GEMMA3),
@@ -154,13 +183,18 @@ _ROPES = [
     "original_max_position_embeddings": 16,
     "rope_theta": 10_000.0,
   },
+  {**_LONGROPE, "partial_rotary_factor": 0.75},
+  {**_LONGROPE, "partial_rotary_factor": 0.75, "factor": 2.0},
+  {**_LONGROPE, "partial_rotary_factor": 0.75, "attention_factor": 1.5},
+  {**_LONGROPE, "partial_rotary_factor": 0.75, "type": "su", "rope_type": None},
   {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 10_000.0},
   {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
   {"rope_type": "default", "rope_theta": 10_000.0, "mystery": 3},
   {},
 ]
+_ALL_ROPES = ("llama", "deepseek_v3", "gpt_oss", "ministral3", "phi3", "phi3 with longrope")
 # Of the same, one of each type, for families that share what reads them.
-_SOME_ROPES = [_ROPES[i] for i in (0, 2, 3, 4, 5, 8, 17, 21)]
+_SOME_ROPES = [_ROPES[i] for i in (0, 2, 3, 4, 5, 8, 17, 25)]
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 # Key -> what it is set to; of others the type of the value decides.
 _VALUES: dict[str, list[Any]] = {
@@ -215,6 +249,9 @@ _VALUES: dict[str, list[Any]] = {
   "mlp_only_layers": [[1], [0, 1, 2]],
   "decoder_sparse_step": [2, 3],
   "max_window_layers": [0, 1, 28],
+  "no_rope_layers": [[1] * 5, [0] * 5, [1, 0, 1, 0, 1], [True, True, True, False, True], []],
+  "no_rope_layer_interval": [2, 5],
+  "original_max_position_embeddings": [8, 24, 32, 4096],
   "swiglu_alpha": [1.0],
   "swiglu_limit": [0.5],
   "router_jitter_noise": [0.5],
@@ -314,7 +351,7 @@ def _cases(
     if key in ("model_type", "text_config"):
       continue
     others = _VALUES.get(key, _others(now))
-    if key == "rope_parameters" and family not in ("llama", "deepseek_v3", "gpt_oss"):
+    if key == "rope_parameters" and family not in _ALL_ROPES:
       others = _SOME_ROPES
     for value in [*([] if key in _common() else [ABSENT, None]), *others]:
       if value != now:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phi-3 (Abdin et al., 2024) and Phi-4 (2024): LLaMA; Phi-4-mini rotates a share of each head.
 
-Models with a context of 131,072 tokens have LongRoPE: one set of factors for sequences of up to
-ROPE_ORIGINAL_LENGTH tokens, and another for longer ones. The KV cache holds rotated keys, so
-MAX_SEQ_LEN chooses the set for all sequences of a run, as in vLLM; transformers chooses it for each
-batch. A run on short sequences, which should equal transformers, sets MAX_SEQ_LEN=4096.
+Models with a context of 131,072 tokens have LongRoPE: one set of factors for documents of up to
+ROPE_ORIGINAL_LENGTH tokens, and another for longer ones.
 """
 
 import dataclasses
@@ -33,9 +31,9 @@ class Phi3(Llama):
   ROPE_SHARE: ranges.Share = 1.0  #: Share of a head's dims that is rotated, the first ones.
   #: Scaling of rotary positions for longer contexts, if ROPE_FACTOR is set.
   ROPE_SCALING: Literal["longrope"] = "longrope"
-  #: Divisors of the rotary frequencies, if MAX_SEQ_LEN is at most ROPE_ORIGINAL_LENGTH ...
+  #: Divisors of the rotary frequencies in documents of up to ROPE_ORIGINAL_LENGTH tokens.
   ROPE_SHORT_FACTORS: tuple[ranges.PositiveFloat, ...] = ()
-  ROPE_LONG_FACTORS: tuple[ranges.PositiveFloat, ...] = ()  #: ... and if it is more.
+  ROPE_LONG_FACTORS: tuple[ranges.PositiveFloat, ...] = ()  #: The same in longer ones.
 
   def attention(self) -> fdl.Partial[layers.Attention]:
     attention = super().attention()
@@ -43,17 +41,22 @@ class Phi3(Llama):
     return attention
 
   def rope(self) -> fdl.Partial[layers.Rope]:
-    rope = fdl.Partial(layers.Rope, theta=self.ROPE_THETA, share=self.ROPE_SHARE)
+    share = self.ROPE_SHARE
     kind, factor, length = self.ROPE_SCALING, self.ROPE_FACTOR, self.ROPE_ORIGINAL_LENGTH
     short, long = self.ROPE_SHORT_FACTORS, self.ROPE_LONG_FACTORS
     if factor is None:
-      return rope
+      return fdl.Partial(layers.Rope, theta=self.ROPE_THETA, share=share)
     if length is None:
       raise UserError(f"ROPE_SCALING={kind} needs ROPE_ORIGINAL_LENGTH.")
-    factors = long if length < self.MAX_SEQ_LEN else short
-    rope.scaling = fdl.Partial(layers.rope.longrope, factors=tuple(factors))
-    rope.magnitude = layers.rope.longrope_magnitude(factor, length)
-    return rope
+    return fdl.Partial(
+      layers.LongRope,
+      theta=self.ROPE_THETA,
+      share=share,
+      short_factors=tuple(short),
+      long_factors=tuple(long),
+      original_length=length,
+      magnitude=layers.rope.longrope_magnitude(factor, length),
+    )
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:

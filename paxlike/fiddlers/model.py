@@ -138,9 +138,9 @@ def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
     node.num_heads, node.head_dim = 4, 16
     node.num_kv_heads = 2 if grouped else None
     node.window = None if node.window is None else 8
-  for node in select(graph, layers.Rope):
-    if "factors" in getattr(getattr(node, "scaling", None), "__arguments__", {}):
-      node.scaling.factors = node.scaling.factors[: int(16 * node.share) // 2]
+  for node in select(graph, layers.LongRope):
+    pairs = int(16 * node.share) // 2
+    node.short_factors, node.long_factors = node.short_factors[:pairs], node.long_factors[:pairs]
   for node in select(graph, layers.LatentAttention):
     node.num_heads, node.head_dim, node.rope_dim, node.value_dim = 4, 16, 8, 16
     node.rank, node.query_rank = 16, 24

@@ -17,7 +17,7 @@ from paxlike.layers.attention.kernels import xla
 from paxlike.layers.attention.latent_attention import LatentAttention
 from paxlike.layers.attention.qk_clip import QkClip
 from paxlike.layers.attention.relative_bias import RelativeBias
-from paxlike.layers.attention.rope import Rope
+from paxlike.layers.attention.rope import LongRope, Rope
 from paxlike.layers.attention.splash import splash
 from paxlike.layers.attention.tokamax import tokamax
 from paxlike.layers.block import Block
@@ -75,6 +75,7 @@ __all__ = [
   "LatentCache",
   "LayerNorm",
   "Linear",
+  "LongRope",
   "Lora",
   "Mlp",
   "Module",

@@ -59,10 +59,27 @@ def test_the_way_back_is_exact(family):
 def test_cached_decode_equals_teacher_forcing(family, monkeypatch):
   monkeypatch.setattr(generate, "_LEAST_ROOM", 4)
   _, _, definition, params = family
-  # Shorter and longer than windows, and two rows for three.
-  given = prompts(9, 2, 13)
+  # Shorter and longer than windows, and two rows for three. Before LongRoPE's switch, tokens are
+  # those of other frequencies.
+  least = definition.module.rope_switch or 0
+  given = prompts(least + 9, least + 2, least + 13)
   texts = generate.generate(definition, params, given, max_new_tokens=12, num_rows=2)
   assert_teacher_forcing(definition, params, given, texts)
+
+
+@pytest.mark.slow
+def test_a_text_that_outgrows_the_short_factors_goes_on_as_in_transformers(tmp_path):
+  import torch
+
+  theirs = save_random("phi3_long", tmp_path / "theirs")
+  definition, params = converted(tmp_path / "theirs", tmp_path / "ours")
+  given = prompts(9, 2, 16, 17)  # The switch is after 16 tokens.
+  texts = generate.generate(definition, params, given, max_new_tokens=20, num_rows=2)
+  for prompt, text in zip(given, texts, strict=True):
+    tokens = torch.tensor(prompt, dtype=torch.long)[None]
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    assert text.tokens == expected[0, len(prompt) :].tolist()
 
 
 @pytest.mark.slow
