@@ -79,14 +79,6 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
   ),
   "granite": ("GraniteConfig", {"residual_multiplier": 0.5, "attention_multiplier": 0.2}),
   "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-  "mistral3 with images": (
-    "Mistral3Config",
-    {
-      "text_config": {**_SMALL, "model_type": "ministral3", "rope_parameters": _MINISTRAL3},
-      "vision_config": _VISION,
-      "tie_word_embeddings": False,
-    },
-  ),
   "ministral3": ("Ministral3Config", {"rope_parameters": _MINISTRAL3}),
   "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
   "gemma2": ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
@@ -183,18 +175,28 @@ _ROPES = [
     "original_max_position_embeddings": 16,
     "rope_theta": 10_000.0,
   },
-  {**_LONGROPE, "partial_rotary_factor": 0.75},
-  {**_LONGROPE, "partial_rotary_factor": 0.75, "factor": 2.0},
-  {**_LONGROPE, "partial_rotary_factor": 0.75, "attention_factor": 1.5},
-  {**_LONGROPE, "partial_rotary_factor": 0.75, "type": "su", "rope_type": None},
   {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 10_000.0},
   {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
   {"rope_type": "default", "rope_theta": 10_000.0, "mystery": 3},
   {},
 ]
-_ALL_ROPES = ("llama", "deepseek_v3", "gpt_oss", "ministral3", "phi3", "phi3 with longrope")
+_LONG_ROPES = [
+  {**_LONGROPE, "partial_rotary_factor": 0.75},
+  {**_LONGROPE, "partial_rotary_factor": 0.75, "factor": 2.0},
+  {**_LONGROPE, "partial_rotary_factor": 0.75, "attention_factor": 1.5},
+  {**_LONGROPE, "partial_rotary_factor": 0.75, "type": "su", "rope_type": None},
+]
+_MORE_ROPES = [*_ROPES, *_LONG_ROPES]
+_ROPES_OF = {
+  "llama": _ROPES,
+  "deepseek_v3": _ROPES,
+  "gpt_oss": _ROPES,
+  "ministral3": _MORE_ROPES,
+  "phi3": _MORE_ROPES,
+  "phi3 with longrope": _MORE_ROPES,
+}
 # Of the same, one of each type, for families that share what reads them.
-_SOME_ROPES = [_ROPES[i] for i in (0, 2, 3, 4, 5, 8, 17, 25)]
+_SOME_ROPES = [_ROPES[i] for i in (0, 2, 3, 4, 5, 8, 17, 21)]
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 # Key -> what it is set to; of others the type of the value decides.
 _VALUES: dict[str, list[Any]] = {
@@ -351,8 +353,8 @@ def _cases(
     if key in ("model_type", "text_config"):
       continue
     others = _VALUES.get(key, _others(now))
-    if key == "rope_parameters" and family not in _ALL_ROPES:
-      others = _SOME_ROPES
+    if key == "rope_parameters":
+      others = _ROPES_OF.get(family, _SOME_ROPES)
     for value in [*([] if key in _common() else [ABSENT, None]), *others]:
       if value != now:
         yield Case(family, prefix + key, value)

@@ -40,6 +40,11 @@ SELECTED = [
   ("gpt_oss", "swiglu_limit", 0.5),
   ("gpt_oss", "rope_parameters", None),
   ("gpt_oss", "rope_parameters", {}),
+  ("olmo3", "rope_theta", 500.0),
+  ("smollm3", "no_rope_layers", [1, 0, 1, 0, 1]),
+  ("smollm3", "no_rope_layer_interval", 2),
+  ("phi3 with longrope", "original_max_position_embeddings", 32),
+  ("granite", "attention_multiplier", ABSENT),
 ]
 
 
