@@ -143,7 +143,7 @@ class Ministral3(Mistral):
     attention = super().attention()
     if (length := self.ROPE_ORIGINAL_LENGTH) is None:
       raise UserError("POSITION_SCALE_BETA needs ROPE_ORIGINAL_LENGTH.")
-    attention.position_scale = fdl.Partial(
+    attention.query_scale = fdl.Partial(
       layers.rope.logarithmic_scale, beta=self.POSITION_SCALE_BETA, original_length=length
     )
     return attention

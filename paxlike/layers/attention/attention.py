@@ -40,7 +40,7 @@ class Attention(module.Module):
     value: Callable[..., Linear],
     output: Callable[..., Linear],
     rope: Callable[[int], Rope] | None = None,
-    position_scale: Callable[[jax.Array], jax.Array] | None = None,
+    query_scale: Callable[[jax.Array], jax.Array] | None = None,
     qk_norm: Callable[..., Any] | None = None,
     joint_qk_norm: Callable[..., Any] | None = None,
     relative_bias: Callable[[int], RelativeBias] | None = None,
@@ -64,7 +64,7 @@ class Attention(module.Module):
       value: D -> K x H.
       output: N x H -> D.
       rope: Rotary embedding of queries and keys.
-      position_scale: Positions of queries -> multipliers of their logits.
+      query_scale: Returns the factor of a query at a position, for positions [B, T].
       qk_norm: Applied to each head's query and key.
       joint_qk_norm: Applied to the queries of all heads together, and so to the keys; takes the
         place of `qk_norm`.
@@ -97,7 +97,7 @@ class Attention(module.Module):
     self.value = value({"model": dim}, kv_heads)
     self.output = output(heads, {"model": dim})
     self.rope = None if rope is None else rope(head_dim)
-    self.position_scale = position_scale
+    self.query_scale = query_scale
     if qk_norm is not None and joint_qk_norm is not None:
       raise ArgumentError("queries have either qk_norm or joint_qk_norm: leave one out.")
     self.query_norm = _norm(heads, qk_norm, joint_qk_norm)
@@ -122,8 +122,9 @@ class Attention(module.Module):
     if self.rope is not None:
       q_BTNH = self.rope(q_BTNH, context.positions_BT)
       k_BTKH = self.rope(k_BTKH, context.positions_BT)
-    if self.position_scale is not None:
-      q_BTNH *= self._position_scale(q_BTNH, context)
+    if self.query_scale is not None:
+      factor_BT = self.query_scale(_positions(q_BTNH, context))
+      q_BTNH = (q_BTNH * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
     if cache is not None:
       assert context.positions_BT is not None
       cache = cache.write(k_BTKH, v_BTKH, context.positions_BT)
@@ -179,13 +180,6 @@ class Attention(module.Module):
       bias_BNS=bias_BNS,
     )
 
-  def _position_scale(self, q_BTNH: jax.Array, context: Context) -> jax.Array:
-    assert self.position_scale is not None
-    positions_BT = context.positions_BT
-    if positions_BT is None:
-      positions_BT = jnp.arange(q_BTNH.shape[1])[None]
-    return self.position_scale(positions_BT)[:, :, None, None].astype(q_BTNH.dtype)
-
   def _bias(self, num_tokens: int) -> jax.Array | None:
     if self.relative_bias is None:
       return None
@@ -237,3 +231,10 @@ def _norm(dims: Mapping[str, int], each: Any, joint: Any) -> Any:
   if each is not None:
     return each(dims["head"], over="head")
   return None if joint is None else joint(dims)
+
+
+def _positions(q_BTNH: jax.Array, context: Context) -> jax.Array:
+  """Returns [B, T], or [1, T] if all sequences have the same."""
+  if context.positions_BT is not None:
+    return context.positions_BT
+  return jnp.arange(q_BTNH.shape[1])[None]
