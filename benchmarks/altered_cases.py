@@ -41,6 +41,13 @@ _YARN = {
   "original_max_position_embeddings": 16,
   "rope_theta": 10_000.0,
 }
+_MINISTRAL3 = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+_LONGROPE = {
+  "rope_type": "longrope",
+  "short_factor": [1.0, 1.5, 2.0],
+  "long_factor": [2.0, 3.0, 4.0],
+  "rope_theta": 10_000.0,
+}
 _GEMMA3 = {"sliding_window": 6, "query_pre_attn_scalar": 24, "num_hidden_layers": 7}
 _VISION = {
   "hidden_size": 16,
@@ -58,7 +65,21 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
   ),
   "llama": ("LlamaConfig", {}),
   "mistral": ("MistralConfig", {"sliding_window": 6}),
+  "olmo2": ("Olmo2Config", {}),
+  "olmo3": ("Olmo3Config", {"sliding_window": 6, "num_hidden_layers": 5}),
+  "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
+  "phi3": ("Phi3Config", {"head_dim": 8}),
+  "phi3 with longrope": (
+    "Phi3Config",
+    {
+      "head_dim": 8,
+      "original_max_position_embeddings": 16,
+      "rope_parameters": {**_LONGROPE, "partial_rotary_factor": 0.75},
+    },
+  ),
+  "granite": ("GraniteConfig", {"residual_multiplier": 0.5, "attention_multiplier": 0.2}),
   "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+  "ministral3": ("Ministral3Config", {"rope_parameters": _MINISTRAL3}),
   "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
   "gemma2": ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
   "gemma3": ("Gemma3TextConfig", _GEMMA3),
@@ -194,6 +215,21 @@ _ROPES = [
   {"rope_type": "default", "rope_theta": 10_000.0, "mystery": 3},
   {},
 ]
+_LONG_ROPES = [
+  {**_LONGROPE, "partial_rotary_factor": 0.75},
+  {**_LONGROPE, "partial_rotary_factor": 0.75, "factor": 2.0},
+  {**_LONGROPE, "partial_rotary_factor": 0.75, "attention_factor": 1.5},
+  {**_LONGROPE, "partial_rotary_factor": 0.75, "type": "su", "rope_type": None},
+]
+_MORE_ROPES = [*_ROPES, *_LONG_ROPES]
+_ROPES_OF = {
+  "llama": _ROPES,
+  "deepseek_v3": _ROPES,
+  "gpt_oss": _ROPES,
+  "ministral3": _MORE_ROPES,
+  "phi3": _MORE_ROPES,
+  "phi3 with longrope": _MORE_ROPES,
+}
 # Of the same, one of each type, for families that share what reads them.
 _SOME_ROPES = [_ROPES[i] for i in (0, 2, 3, 4, 5, 8, 17, 21)]
 _FULL, _LOCAL = "full_attention", "sliding_attention"
@@ -256,10 +292,14 @@ _VALUES: dict[str, list[Any]] = {
   "decoder_sparse_step": [2, 3],
   "max_window_layers": [0, 1, 28],
   "moe_layers": [[], [0, 1, 2, 3, 4], [1], [0]],
-  "no_rope_layers": [[], [1, 0, 1, 0, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]],
-  "no_rope_layer_interval": [2],
+  "no_rope_layers": [
+    *([], [1] * 5, [0] * 5, [1, 0, 1, 0, 1], [0, 1, 1, 1, 1]),
+    [True, True, True, False, True],
+  ],
+  "no_rope_layer_interval": [2, 5],
   "interleave_moe_layer_step": [1, 3],
   "attention_chunk_size": [None, 3, 100],
+  "original_max_position_embeddings": [8, 24, 32, 4096],
   "swiglu_alpha": [1.0],
   "swiglu_limit": [0.5],
   "router_jitter_noise": [0.5],
@@ -359,8 +399,8 @@ def _cases(
     if key in ("model_type", "text_config"):
       continue
     others = _VALUES.get(key, _others(now))
-    if key == "rope_parameters" and family not in ("llama", "deepseek_v3", "gpt_oss"):
-      others = _SOME_ROPES
+    if key == "rope_parameters":
+      others = _ROPES_OF.get(family, _SOME_ROPES)
     for value in [*([] if key in _common() else [ABSENT, None]), *others]:
       if value != now:
         yield Case(family, prefix + key, value)

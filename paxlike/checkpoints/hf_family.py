@@ -7,7 +7,7 @@ value that paxlike implements; any other key or value is refused.
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
@@ -28,7 +28,8 @@ class Wrapper:
     fixed: Keys of `text_config` that must have this value, because the wrapper ignores them.
     renamed: Prefix of tensor names -> prefix in the standalone text model.
     dropped: Pattern (`re`) of tensors outside the text model.
-    tied: Whether embeddings are tied where the configuration does not say.
+    tied: Default of `tie_word_embeddings` in both configurations. None: an absent key takes the
+      other's value, because the tensors decide in transformers.
   """
 
   model_type: str
@@ -36,7 +37,7 @@ class Wrapper:
   fixed: Mapping[str, Any]
   renamed: Mapping[str, str]
   dropped: str
-  tied: bool = True
+  tied: bool | None = True
 
   def text(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration of the text model.
@@ -47,7 +48,8 @@ class Wrapper:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
       raise UserError(f"a {self.model_type} model lacks text_config.")
-    tied = {part.get("tie_word_embeddings", self.tied) for part in (config, text)}
+    key = "tie_word_embeddings"
+    tied = {part.get(key, self.tied) for part in (config, text) if key in part or self.tied}
     if len(tied) > 1:
       raise UserError("tie_word_embeddings differs in text_config: which one is right is unclear.")
     for key, value in config.items():
@@ -59,7 +61,11 @@ class Wrapper:
       if not keys.is_one_of(text.get(key), wanted):
         raise UserError(f"text_config.{key} is {text[key]!r}, not {keys.spell(wanted)}.")
     dtype = config.get("dtype") or config.get("torch_dtype")
-    return {**({"torch_dtype": dtype} if dtype else {}), **text}
+    return {
+      **({"torch_dtype": dtype} if dtype else {}),
+      **text,
+      **({"tie_word_embeddings": tied.pop()} if tied else {}),
+    }
 
   def name(self, tensor: str) -> str | None:
     """Returns a tensor's name in the standalone text model; None if it is not part of that."""
@@ -90,6 +96,7 @@ class Family:
     rewritten: Replaces keys of a configuration by others that mean the same, before any is read.
     layer_types: Repeating pattern of the layers' kinds of attention; empty: no such key.
     last_type: The kind of the last layer; None: that of the pattern.
+    by_layer: Key -> repeating pattern of its values, one per layer, which may be absent.
     rope: Rotary position embedding, if any.
     rules: Weight -> its tensors.
     mtp: The same for each layer of multi-token prediction, such as "projection.w", besides those of
@@ -116,6 +123,7 @@ class Family:
   rewritten: Callable[[dict[str, Any]], dict[str, Any]] = dict
   layer_types: tuple[str, ...] = ()
   last_type: str | None = None
+  by_layer: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   rope: HfRope | None = None
   rules: Rules
   mtp: Rules = dataclasses.field(default_factory=dict)
@@ -158,8 +166,11 @@ class Family:
     if self.rope is not None:
       config |= self.rope.write(values)
     if self.layer_types:
-      config["layer_types"] = self._layer_types(values["NUM_LAYERS"])
-    return {**config, "torch_dtype": dtype}
+      config["layer_types"] = _repeated(self.layer_types, values["NUM_LAYERS"])
+    for key, pattern in self.by_layer.items():
+      config[key] = _repeated(pattern, values["NUM_LAYERS"])
+    # The defaults of some families are beyond a small vocabulary, which transformers refuses.
+    return {**config, "pad_token_id": None, "torch_dtype": dtype}
 
   def rules_of(self, weights: Iterable[str]) -> Rules:
     """Returns the rules for a model that has weights of these names, `{}` for the layer."""
@@ -221,6 +232,7 @@ class Family:
       if config.get(key) is not None and config[key] != config.get(other):
         yield key, f"{key}={config[key]!r} is not {other}={config.get(other)!r}."
     known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
+    known |= self.by_layer.keys()
     if self.rope is not None:
       known |= self.rope.keys
     if self.layer_types:
@@ -230,21 +242,25 @@ class Family:
         yield key, _unknown(key, value)
 
   def _check_layers(self, config: Mapping[str, Any]):
-    """Raises a UserError if the layers' kinds of attention differ from the family's."""
-    if not self.layer_types:
-      return
-    if config.get("layer_types") is not None:
-      count = config.get("num_hidden_layers", self.defaults.get("num_hidden_layers"))
-      if config["layer_types"] != self._layer_types(count):
-        raise UserError(f"layer_types is {config['layer_types']}: paxlike does not support it.")
+    """Raises a UserError if a value per layer differs from the family's."""
+    count = config.get("num_hidden_layers", self.defaults.get("num_hidden_layers"))
+    for key, pattern in {"layer_types": self.layer_types, **self.by_layer}.items():
+      given = config.get(key) if pattern else None
+      if given is not None and given != _repeated(pattern, count):
+        raise UserError(f"{key} is {given}: paxlike does not support it.")
+    if not self.layer_types or config.get("layer_types") is not None:
       return
     for key in (_PATTERN, f"_{_PATTERN}"):
       if config.get(key) not in (None, len(self.layer_types)):
         raise UserError(f"{key} is {config[key]!r}, not {len(self.layer_types)}.")
 
   def _layer_types(self, num_layers: int) -> list[str]:
-    types = [self.layer_types[layer % len(self.layer_types)] for layer in range(num_layers)]
+    types = _repeated(self.layer_types, num_layers)
     return types if self.last_type is None else [*types[:-1], self.last_type]
+
+
+def _repeated(pattern: Sequence[Any], num_layers: int) -> list[Any]:
+  return [pattern[layer % len(pattern)] for layer in range(num_layers)]
 
 
 def _unknown(key: str, value: Any) -> str:

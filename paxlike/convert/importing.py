@@ -259,17 +259,23 @@ def _family(
   """
   bases = {base for cls in registry.registered().values() for base in cls.__mro__}
   families: dict[str, tuple[type[Experiment], Family]] = {}
+  wrapped: dict[str, dict[str, tuple[type[Experiment], Family]]] = {}
   for base in bases:
     if "hugging_face" in vars(base) and (family := base.hugging_face()) is not None:
       families |= dict.fromkeys((family.model_type, *family.other_types), (base, family))
       if family.wrapper is not None:
-        families[family.wrapper.model_type] = base, family
-  kind = config.get("model_type")
+        wrapped.setdefault(family.wrapper.model_type, {})[family.model_type] = base, family
+  kind, known, place = config.get("model_type"), {*families, *wrapped}, ""
+  if isinstance(kind, str) and kind in wrapped:
+    families, text = wrapped[kind], config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    kind = inner if len(families) > 1 else next(iter(families))
+    known, place = set(families), " in text_config"
   if isinstance(kind, str) and kind in families:
     return families[kind]
-  known = ", ".join(sorted(families))
   near = nearest_family.describe(config, tensors.specs, families)
   raise UserError(
-    f"{path / 'config.json'}: model_type is {kind!r}; paxlike has {known}. {near} For a family of"
-    " yours, name the module that registers an experiment of it by --fdl_allow_modules."
+    f"{path / 'config.json'}: model_type is {kind!r}{place}; paxlike has"
+    f" {', '.join(sorted(known))}. {near} For a family of yours, name the module that registers an"
+    " experiment of it by --fdl_allow_modules."
   )

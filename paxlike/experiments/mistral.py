@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistral 7B (Jiang et al., 2023) and Mixtral (Jiang et al., 2024).
+"""Mistral 7B (Jiang et al., 2023), Mixtral (Jiang et al., 2024), and Mistral AI's later models.
 
-Mistral is LLaMA with sliding-window attention; Mixtral has eight experts per layer, two per token.
+Mistral 7B is LLaMA with sliding-window attention, which Mistral Nemo and Mistral Small have not.
+Mixtral has eight experts per layer, two per token. Ministral 3 (Liu et al., 2026) has YaRN, and
+logits that grow with the position of the query.
 """
 
 import dataclasses
@@ -13,10 +15,25 @@ from paxlike.checkpoints import hf_family as hugging_face
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Matrix, PerExpert
 from paxlike.config import ranges
+from paxlike.errors import UserError
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.moe import Moe
 from paxlike.registry import register
+
+# Text models of Mistral Small 3.1 and Ministral 3 are published with a vision tower.
+_WITH_IMAGES = hugging_face.Wrapper(
+  model_type="mistral3",
+  neutral=frozenset(
+    {"vision_config", "image_token_index", "image_token_id", "projector_hidden_act"}
+    | {"multimodal_projector_bias", "spatial_merge_size", "vision_feature_layer"}
+  ),
+  fixed={},
+  # As published, and as transformers saves it since 4.52.
+  renamed={"language_model.": "", "model.language_model.": "model."},
+  dropped=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
+  tied=None,
+)
 
 
 class Mistral(Llama):
@@ -43,6 +60,7 @@ class Mistral(Llama):
       },
       defaults={**family.defaults, "num_key_value_heads": 8, "sliding_window": 4096},
       nullable=family.nullable | {"sliding_window"},
+      wrapper=_WITH_IMAGES,
     )
 
 
@@ -57,6 +75,133 @@ class Mistral7B(datasets.Synthetic, Mistral):
   HIDDEN_DIMS = 14336
   NUM_HEADS = 32
   NUM_KV_HEADS = 8
+
+
+@register
+class MistralNemo12B(datasets.Synthetic, Mistral):
+  """Mistral Nemo 12B. 12,247,782,400 parameters."""
+
+  VOCAB_SIZE = 131_072
+  MAX_SEQ_LEN = 131_072
+  NUM_LAYERS = 40
+  MODEL_DIMS = 5120
+  HIDDEN_DIMS = 14_336
+  NUM_HEADS = 32
+  NUM_KV_HEADS = 8
+  DIMS_PER_HEAD = 128
+  ROPE_THETA = 1_000_000.0
+  WINDOW = None
+
+
+@register
+class MistralSmall3_24B(MistralNemo12B):
+  """Mistral Small 3 24B. 23,572,403,200 parameters."""
+
+  MAX_SEQ_LEN = 32_768
+  HIDDEN_DIMS = 32_768
+  ROPE_THETA = 100_000_000.0
+
+
+@register
+class MistralSmall31_24B(MistralSmall3_24B):
+  """Mistral Small 3.1 and 3.2 24B without their vision tower. 23,572,403,200 parameters."""
+
+  MAX_SEQ_LEN = 131_072
+  ROPE_THETA = 1_000_000_000.0
+
+
+# Rotary positions of configurations that do not specify them.
+_YARN = {
+  "rope_type": "yarn",
+  "rope_theta": 1_000_000.0,
+  "factor": 16.0,
+  "original_max_position_embeddings": 16_384,
+  "mscale": 1.0,
+  "mscale_all_dim": 1.0,
+  "llama_4_scaling_beta": 0.1,
+}
+
+
+class Ministral3(Mistral):
+  """The Ministral 3 family."""
+
+  VOCAB_SIZE = 131_072
+  MAX_SEQ_LEN = 262_144
+  NUM_HEADS = 32
+  NUM_KV_HEADS = 8
+  DIMS_PER_HEAD = 128
+  WINDOW = None
+  ROPE_THETA = 1_000_000.0
+  ROPE_SCALING = "yarn"
+  ROPE_FACTOR = 16.0
+  ROPE_ORIGINAL_LENGTH = 16_384
+  #: Growth of attention logits with the logarithm of the position of the query, beyond
+  #: ROPE_ORIGINAL_LENGTH (Llama 4).
+  POSITION_SCALE_BETA: ranges.NonNegativeFloat = 0.1
+
+  def attention(self) -> fdl.Partial[layers.Attention]:
+    attention = super().attention()
+    if (length := self.ROPE_ORIGINAL_LENGTH) is None:
+      raise UserError("POSITION_SCALE_BETA needs ROPE_ORIGINAL_LENGTH.")
+    attention.query_scale = fdl.Partial(
+      layers.rope.logarithmic_scale, beta=self.POSITION_SCALE_BETA, original_length=length
+    )
+    return attention
+
+  def yarn_magnitude(self) -> float:
+    return 1.0
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    return dataclasses.replace(
+      family,
+      model_type="ministral3",
+      architecture="Ministral3ForCausalLM",
+      defaults={
+        **family.defaults,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+      },
+      rope=HfRope(
+        theta=1_000_000.0,
+        types=("yarn",),
+        fixed={"mscale": 1.0, "mscale_all_dim": 1.0},
+        absent=_YARN,
+        knobs={"llama_4_scaling_beta": "POSITION_SCALE_BETA"},
+        neutral=frozenset({"max_position_embeddings"}),
+      ),
+    )
+
+
+@register
+class Ministral3_3B(datasets.Synthetic, Ministral3):
+  """Ministral 3 3B without its vision tower. 3,429,006,336 parameters."""
+
+  NUM_LAYERS = 26
+  MODEL_DIMS = 3072
+  HIDDEN_DIMS = 9216
+  USE_TIED_EMBEDDING = True
+
+
+@register
+class Ministral3_8B(datasets.Synthetic, Ministral3):
+  """Ministral 3 8B without its vision tower. 8,489,553,920 parameters."""
+
+  NUM_LAYERS = 34
+  MODEL_DIMS = 4096
+  HIDDEN_DIMS = 14_336
+
+
+@register
+class Ministral3_14B(datasets.Synthetic, Ministral3):
+  """Ministral 3 14B without its vision tower. 13,506,073,600 parameters."""
+
+  NUM_LAYERS = 40
+  MODEL_DIMS = 5120
+  HIDDEN_DIMS = 16_384
+  ROPE_THETA = 1_000_000_000.0
 
 
 class Mixtral(Moe, Mistral):
@@ -94,6 +239,7 @@ class Mixtral(Moe, Mistral):
       neutral=frozenset({"router_jitter_noise"}),  # For training only.
       aliases={"num_experts": "num_local_experts"},
       rope=HfRope(theta=1_000_000.0),
+      wrapper=None,
       rules={
         **family.rules,
         "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),

@@ -54,6 +54,7 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
     layers.PositionEmbedding,
     layers.LayerNorm,
     layers.RmsNorm,
+    layers.JointRmsNorm,
   )
   for kind in computing:
     for node in select(graph, kind):

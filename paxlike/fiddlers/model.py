@@ -22,7 +22,7 @@ def qk_norm(graph: fdl.Buildable):
   if any(select(graph, layers.LatentAttention)):
     raise UserError("QK_NORM: latent attention has norms of its own.")
   for node in select(graph, layers.Attention):
-    if getattr(node, "qk_norm", None) is None:
+    if not _normalizes(node):
       node.qk_norm = fdl.Partial(layers.RmsNorm)
 
 
@@ -33,12 +33,17 @@ def qk_clip(graph: fdl.Buildable, threshold: ranges.PositiveFloat = 100.0):
     UserError: Queries and keys are normalized, so that the scales of their weights have no effect.
   """
   for node in (*select(graph, layers.Attention), *select(graph, layers.LatentAttention)):
-    if getattr(node, "qk_norm", None) is not None:
+    if _normalizes(node):
       raise UserError(
         "QK_CLIP: this model normalizes queries and keys, so scaling their weights has no effect:"
         " leave it out."
       )
     node.qk_clip = fdl.Partial(layers.QkClip, threshold=threshold)
+
+
+def _normalizes(attention: fdl.Buildable) -> bool:
+  """Returns whether an attention layer normalizes its queries and keys."""
+  return any(getattr(attention, name, None) is not None for name in ("qk_norm", "joint_qk_norm"))
 
 
 def multi_token_prediction(
@@ -134,6 +139,9 @@ def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
     node.num_kv_heads = 2 if grouped else None
     node.window = None if node.window is None else 8
     node.chunk = None if node.chunk is None else 8
+  for node in select(graph, layers.LongRope):
+    pairs = int(16 * node.share) // 2
+    node.short_factors, node.long_factors = node.short_factors[:pairs], node.long_factors[:pairs]
   for node in select(graph, layers.LatentAttention):
     node.num_heads, node.head_dim, node.rope_dim, node.value_dim = 4, 16, 8, 16
     node.rank, node.query_rank = 16, 24

@@ -108,6 +108,7 @@ class Generator:
     self.speed = Speed()
     self._definition = definition
     self._module: Any = definition.module
+    self._switch = self._module.rope_switch
     self._compiler_options = dict(compiler_options or {})
     self._prepare = jax.jit(definition.prepare, compiler_options=self._compiler_options)
     self.load(params)
@@ -130,9 +131,12 @@ class Generator:
     Raises:
       UserError: A prompt is empty, or exceeds `max_len` with its new tokens.
     """
-    waiting = collections.deque(enumerate(requests))
-    for number, request in waiting:
+    given = list(requests)
+    waiting: collections.deque[tuple[Request, GeneratedText]] = collections.deque()
+    for number, request in enumerate(given):
       self._check(number, request)
+      text = GeneratedText(request=number, prompt_length=len(request.tokens))
+      waiting.append((request, text))
     texts: dict[int, GeneratedText] = {}
     self._start()
     while waiting or texts:
@@ -146,8 +150,29 @@ class Generator:
       if open_slots:
         self._advance({slot: texts[slot] for slot in open_slots})
         grown |= {slot: texts[slot] for slot in open_slots}
+      again = [text for text in grown.values() if self._is_at_switch(given[text.request], text)]
+      for text in again:
+        text.ended_by = None
       yield list(grown.values())
-      texts = {slot: text for slot, text in texts.items() if text.ended_by is None}
+      waiting.extendleft(
+        (_longer(given[text.request], text), text) for text in again if text.ended_by is None
+      )
+      texts = {
+        slot: text
+        for slot, text in texts.items()
+        if text.ended_by is None and all(text is not other for other in again)
+      }
+
+  def _num_new(self, request: Request) -> int:
+    """Returns the number of new tokens for which the KV cache of a prompt can serve."""
+    size, most = len(request.tokens), request.max_new_tokens
+    if self._switch is None or size > self._switch:
+      return most
+    return min(most, self._switch + 1 - size)
+
+  def _is_at_switch(self, request: Request, text: GeneratedText) -> bool:
+    """Returns whether a text goes on after its KV cache has been computed again."""
+    return text.ended_by == "length" and len(text.tokens) < request.max_new_tokens
 
   def _check(self, number: int, request: Request):
     size = len(request.tokens)
@@ -161,19 +186,19 @@ class Generator:
         f" the model's {self._max_len} (MAX_SEQ_LEN)."
       )
 
-  def _fill(self, started: list[tuple[int, int, Request]]) -> dict[int, GeneratedText]:
+  def _fill(self, started: list[tuple[int, Request, GeneratedText]]) -> dict[int, GeneratedText]:
     """Prefills slots with prompts and samples the first token of each."""
     count = _padded(len(started), least=1)
-    longest = min(_padded(max(len(r.tokens) for _, _, r in started), least=16), self._max_len)
+    longest = min(_padded(max(len(r.tokens) for _, r, _ in started), least=16), self._max_len)
     tokens = np.zeros((count, longest), np.int32)
     positions = np.full((count, longest), -1, np.int32)
     slots = np.full(count, self._num_rows, np.int32)  # Out of bounds: padding is dropped.
     left, seeds = np.zeros(count, np.int32), np.zeros(count, np.uint32)
     adapters = np.full(count, -1, np.int32)
-    for index, (slot, _, request) in enumerate(started):
+    for index, (slot, request, _) in enumerate(started):
       size = len(request.tokens)
       tokens[index, :size], positions[index, :size] = request.tokens, np.arange(size)
-      slots[index], left[index] = slot, request.max_new_tokens - 1
+      slots[index], left[index] = slot, self._num_new(request) - 1
       seeds[index], adapters[index] = request.seed % 2**32, request.adapter
     arrays = (tokens, positions, slots, left, seeds, adapters)
     self._grow(longest)
@@ -185,8 +210,8 @@ class Generator:
     self.speed.prefill_seconds += time.perf_counter() - began
     self.speed.prefill_tokens += int((positions >= 0).sum())
     texts = {}
-    for index, (slot, number, request) in enumerate(started):
-      texts[slot] = GeneratedText(request=number, prompt_length=len(request.tokens))
+    for index, (slot, _, text) in enumerate(started):
+      texts[slot] = text
       self._add(texts[slot], drawn[0][index], drawn[1][index], int(left[index]))
     return texts
 
@@ -323,6 +348,13 @@ class Generator:
     logits_BV = mesh.constrain(model.logits(x_BD), "batch", "vocab")
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     return self._sampling.draw(logits_BV, keys_B)
+
+
+def _longer(request: Request, text: GeneratedText) -> Request:
+  """Returns the request to continue a text, which began with a prompt."""
+  tokens = np.concatenate([request.tokens, np.asarray(text.tokens, np.int32)])
+  rest = request.max_new_tokens - len(text.tokens)
+  return dataclasses.replace(request, tokens=tokens, max_new_tokens=rest)
 
 
 def _padded(size: int, *, least: int) -> int:

@@ -17,7 +17,7 @@ from paxlike.layers.attention.kernels import xla
 from paxlike.layers.attention.latent_attention import LatentAttention
 from paxlike.layers.attention.qk_clip import QkClip
 from paxlike.layers.attention.relative_bias import RelativeBias
-from paxlike.layers.attention.rope import Rope
+from paxlike.layers.attention.rope import LongRope, Rope
 from paxlike.layers.attention.splash import splash
 from paxlike.layers.attention.temperature import long_context_scale
 from paxlike.layers.attention.tokamax import tokamax
@@ -46,7 +46,7 @@ from paxlike.layers.moe import dispatch, routing
 from paxlike.layers.moe.experts import ExpertLinear, Experts
 from paxlike.layers.moe.moe import InputWeightedMoe, Moe
 from paxlike.layers.multi_token import MtpKind, ParallelMtp, SequentialMtp
-from paxlike.layers.norm import LayerNorm, RmsNorm, UnscaledRmsNorm
+from paxlike.layers.norm import JointRmsNorm, LayerNorm, RmsNorm, UnscaledRmsNorm
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.precision import transformer_engine, weight_only
 from paxlike.layers.precision.fp8 import Fp8
@@ -76,12 +76,14 @@ __all__ = [
   "Fp8",
   "InputWeightedMoe",
   "Int8",
+  "JointRmsNorm",
   "KernelName",
   "KvCache",
   "LatentAttention",
   "LatentCache",
   "LayerNorm",
   "Linear",
+  "LongRope",
   "Lora",
   "LoraBank",
   "Mlp",

@@ -20,13 +20,13 @@ from paxlike.layers.moe.moe import Moe
 
 @configurable
 class Block(module.Module):
-  """Attention and feed-forward, each with a pre-norm and a residual connection (pre-LN)."""
+  """Attention and feed-forward, each with a residual connection, and norms before or after."""
 
   def __init__(
     self,
     dim: ranges.Size,
     *,
-    norm: Callable[[int], Any],
+    norm: Callable[[int], Any] | None,
     attention: Callable[[int], Any],
     mlp: Callable[[int], Mlp | Moe],
     post_norm: Callable[[int], Any] | None = None,
@@ -35,7 +35,9 @@ class Block(module.Module):
     output_scale: module.Initializer | None = None,
     time: str = "time",
   ):
-    """`post_norm` and `dropout` apply to the outputs of attention and feed-forward.
+    """`norm` applies to the inputs of attention and feed-forward (pre-LN); None: no norm.
+
+    `post_norm` and `dropout` apply to their outputs.
 
     `residual_scale` multiplies them before they are added to the residual stream.
 
@@ -46,10 +48,10 @@ class Block(module.Module):
     Korthikanti et al., 2022, arXiv:2205.05198).
     """
     self.time = time
-    self.attention_norm = norm(dim)
+    self.attention_norm = None if norm is None else norm(dim)
     self.attention = attention(dim)
     self.attention_post_norm = None if post_norm is None else post_norm(dim)
-    self.mlp_norm = norm(dim)
+    self.mlp_norm = None if norm is None else norm(dim)
     self.mlp = mlp(dim)
     self.mlp_post_norm = None if post_norm is None else post_norm(dim)
     self.dropout = None if dropout is None else dropout()
@@ -92,7 +94,7 @@ class Block(module.Module):
     return mesh.constrain(by_token(jnp.add, x_BTD, y_BTD, time=self.time), "batch", self.time, None)
 
   def _normed(self, norm: Any, x_BTD: jax.Array) -> jax.Array:
-    y_BTD = by_token(norm, x_BTD, time=self.time)
+    y_BTD = x_BTD if norm is None else by_token(norm, x_BTD, time=self.time)
     return y_BTD if self.time == "time" else mesh.constrain(y_BTD, "batch", "time", None)
 
 

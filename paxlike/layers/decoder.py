@@ -14,6 +14,7 @@ from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
 from paxlike.layers.attention.auto import Place, described, in_effect
 from paxlike.layers.attention.cudnn import MAX_SEGMENTS, cudnn
+from paxlike.layers.attention.rope import LongRope
 from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.block import by_token
 from paxlike.layers.call_context import Context
@@ -124,6 +125,12 @@ class Decoder(Module):
         given = getattr(module.kernel, "keywords", {})
         limits.append(given.get("max_segments", MAX_SEGMENTS))
     return min(limits, default=None)
+
+  @property
+  def rope_switch(self) -> int | None:
+    """The number of tokens beyond which a document has other rotary positions; None: none."""
+    switches = [m.original_length for _, m in nnx.iter_modules(self) if isinstance(m, LongRope)]
+    return min(switches, default=None)
 
   @property
   def _attention(self) -> list[Any]:

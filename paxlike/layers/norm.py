@@ -2,6 +2,7 @@
 """Normalization over the last dim, with statistics in float32."""
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,30 @@ class RmsNorm(module.Module):
     x = x.astype(jnp.float32)
     y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
     return (y * (self.offset + self.scale[...])).astype(self.dtype)
+
+
+@configurable
+class JointRmsNorm(module.Module):
+  """`RmsNorm` over the last two dims together: all heads of a token's query or key (OLMo 2)."""
+
+  def __init__(
+    self,
+    dims: Mapping[str, int],
+    *,
+    epsilon: ranges.Epsilon = 1e-6,
+    dtype: ranges.ComputeDtype = jnp.float32,
+  ):
+    """`dims` are the names and sizes of the two dims."""
+    self.epsilon = epsilon
+    self.dtype = dtype
+    self.scale = self.weight(dims, init=_one_minus(0.0))
+
+  @jax.named_scope("norm")
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns x [..., N, H] divided by the root mean square of [N, H], scaled, in `dtype`."""
+    x = x.astype(jnp.float32)
+    y = x * jax.lax.rsqrt(jnp.square(x).mean((-2, -1), keepdims=True) + self.epsilon)
+    return (y * self.scale[...]).astype(self.dtype)
 
 
 @configurable

@@ -10,17 +10,25 @@ from paxlike.experiments.gemma4 import Gemma4
 from paxlike.experiments.glm import GlmMoe
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
+from paxlike.experiments.granite3 import Granite3
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.llama4 import Llama4
-from paxlike.experiments.mistral import Mistral, Mixtral
+from paxlike.experiments.mistral import Ministral3, Mistral, Mixtral
+from paxlike.experiments.olmo import Olmo3
+from paxlike.experiments.phi import Phi3
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
+from paxlike.experiments.smollm import SmolLM3
 
 FAMILIES = [
-  *(DeepSeek, Gemma2, Gemma3, Gemma4, GlmMoe, Gpt, GptOss),
-  *(Llama, Llama4, Mistral, Mixtral, Qwen3, Qwen3Moe),
+  *(DeepSeek, Gemma2, Gemma3, Gemma4, GlmMoe, Gpt, GptOss, Granite3),
+  *(Llama, Llama4, Ministral3, Mistral, Mixtral, Olmo3, Phi3, Qwen3, Qwen3Moe, SmolLM3),
 ]
 # Of two layers, both kinds of Gemma 4.
 LAYERS_OF_GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"]}
+TIED = "tie_word_embeddings"
+LENGTH = "original_max_position_embeddings"
+LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -70,6 +78,14 @@ def read(experiment, **changed):
     (GptOss, {"rope_parameters": {}}, "ROPE_FACTOR", None),
     (GptOss, {"rope_parameters": {}}, "ROPE_THETA", 150_000.0),
     (Llama, {"rope_parameters": {}, "rope_scaling": YARN}, "ROPE_SCALING", "yarn"),
+    (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}}, "ROPE_FACTOR", 4.0),
+    (Ministral3, {}, "POSITION_SCALE_BETA", 0.1),
+    (Granite3, {}, "ATTENTION_SCALE", 1.0),
+    (Phi3, {"rope_scaling": LONGROPE}, "ROPE_LONG_FACTORS", [2.0]),
+    (Phi3, {"rope_scaling": LONGROPE | {"type": "su"}}, "ROPE_ORIGINAL_LENGTH", 4096),
+    (Phi3, {"rope_scaling": LONGROPE, LENGTH: 16}, "ROPE_FACTOR", 4.0),
+    (Phi3, {"rope_scaling": LONGROPE | {"factor": 2.0}, LENGTH: 16}, "ROPE_FACTOR", 2.0),
+    (SmolLM3, {"no_rope_layers": [1, 1], "no_rope_layer_interval": ...}, "ROPE_THETA", 2e6),
     (DeepSeek, {"q_lora_rank": None}, "QUERY_LATENT_DIMS", None),
     (GlmMoe, {}, "ROPE_SHARE", 0.5),
     (GlmMoe, {"partial_rotary_factor": 0.25}, "ROPE_SHARE", 0.25),
@@ -124,6 +140,16 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     # Absent, these mean another model than ours.
     (Gemma4, {"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is 256 (its"),
     (Qwen3Moe, {"norm_topk_prob": ...}, "norm_topk_prob is False (its default), not True"),
+    (Ministral3, {"rope_parameters": {**YARN, **MSCALE}}, "rope_parameters lacks llama_4_scaling"),
+    (Phi3, {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "lacks long_factor"),
+    (Phi3, {"rope_scaling": LONGROPE | {LENGTH: 8}, LENGTH: 16}, "=16 and 8 of rope_parameters"),
+    (Phi3, {"rope_scaling": LONGROPE | {"attention_factor": 3.0}}, "attention_factor of rope_par"),
+    (Phi3, {"rope_scaling": LONGROPE, LENGTH: "x"}, f"{LENGTH} is 'x', not a number"),
+    (Phi3, {"rope_scaling": LONGROPE | {"mystery": 1}}, "mystery=1 of rope_parameters is unknown"),
+    (Phi3, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "paxlike supports default, longr"),
+    (SmolLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]: paxlike does not support it"),
+    (Olmo3, {"rope_theta": 5.0}, "rope_theta is 5.0, but 500000.0 in layers of sliding attention"),
+    (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
     (GptOss, {"rope_scaling": YARN}, "truncate of rope_parameters is absent, not False"),
     (DeepSeek, {"rope_scaling": YARN}, "mscale of rope_parameters is absent, not 1.0"),
     (DeepSeek, {"head_dim": 32, "qk_rope_head_dim": 8}, "head_dim=32 is not qk_rope_head_dim=8"),
@@ -142,3 +168,24 @@ def test_what_is_written_is_read_again(experiment):
   written = experiment.hugging_face().write(values, dtype="float32")
   again = experiment.hugging_face().read(written)
   assert again == {knob: value for knob, value in values.items() if knob in again}
+
+
+@pytest.mark.parametrize(
+  ("experiment", "outer", "inner", "tied"),
+  [
+    (Gemma3, {}, {}, True),
+    (Gemma3, {TIED: False}, {}, None),
+    (Mistral, {}, {}, False),
+    (Mistral, {TIED: True}, {}, True),
+    (Mistral, {}, {TIED: True}, True),
+    (Mistral, {TIED: True}, {TIED: False}, None),
+  ],
+)
+def test_a_model_with_images_has_its_head_tied_in_one_way(experiment, outer, inner, tied):
+  family = experiment.hugging_face()
+  text, config = family.wrapper.text, outer | {"text_config": inner}
+  if tied is None:
+    with pytest.raises(UserError, match="tie_word_embeddings differs in text_config"):
+      text(config)
+  else:
+    assert text(config).get(TIED, family.defaults[TIED]) is tied

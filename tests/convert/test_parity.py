@@ -61,10 +61,27 @@ def test_the_way_back_is_exact(family):
 def test_cached_decode_equals_teacher_forcing(family, monkeypatch):
   monkeypatch.setattr(generate, "_LEAST_ROOM", 4)
   _, _, definition, params = family
-  # Shorter and longer than windows, and two rows for three.
-  given = prompts(9, 2, 13)
+  # Shorter and longer than windows, and two rows for three. Before LongRoPE's switch, tokens are
+  # those of other frequencies.
+  least = definition.module.rope_switch or 0
+  given = prompts(least + 9, least + 2, least + 13)
   texts = generate.generate(definition, params, given, max_new_tokens=12, num_rows=2)
   assert_teacher_forcing(definition, params, given, texts)
+
+
+@pytest.mark.slow
+def test_a_text_that_outgrows_the_short_factors_goes_on_as_in_transformers(tmp_path):
+  import torch
+
+  theirs = save_random("phi3_long", tmp_path / "theirs")
+  definition, params = converted(tmp_path / "theirs", tmp_path / "ours")
+  given = prompts(9, 2, 16, 17)  # The switch is after 16 tokens.
+  texts = generate.generate(definition, params, given, max_new_tokens=20, num_rows=2)
+  for prompt, text in zip(given, texts, strict=True):
+    tokens = torch.tensor(prompt, dtype=torch.long)[None]
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    assert text.tokens == expected[0, len(prompt) :].tolist()
 
 
 @pytest.mark.slow
@@ -79,11 +96,22 @@ def test_a_gpt2_saved_without_its_head_is_the_same(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_text_part_of_a_model_with_images_is_taken_in_either_layout(tmp_path):
+@pytest.mark.parametrize(
+  ("name", "wrapper", "whole"),
+  [
+    ("gemma3", "Gemma3", {"mm_tokens_per_image": 1}),
+    ("mistral_without_window", "Mistral3", {"tie_word_embeddings": False}),
+    ("ministral3", "Mistral3", {"tie_word_embeddings": False}),
+  ],
+)
+def test_the_text_part_of_a_model_with_images_is_taken_in_either_layout(
+  name, wrapper, whole, tmp_path
+):
   import torch
   import transformers
 
-  options = FAMILIES["gemma3"][1] | {"rope_parameters": None}
+  config_class, options = FAMILIES[name]
+  text = getattr(transformers, config_class)(**{**COMMON, **options}).to_dict()
   vision = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -92,11 +120,11 @@ def test_the_text_part_of_a_model_with_images_is_taken_in_either_layout(tmp_path
     "image_size": 16,
     "patch_size": 8,
   }
-  config = transformers.Gemma3Config(
-    text_config={**COMMON, **options}, vision_config=vision, mm_tokens_per_image=1
+  config = getattr(transformers, f"{wrapper}Config")(
+    text_config=text, vision_config=vision, **whole
   )
   torch.manual_seed(0)
-  theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+  theirs = getattr(transformers, f"{wrapper}ForConditionalGeneration")(config).eval()
   theirs.save_pretrained(tmp_path / "theirs")
   saved = TensorFolder(tmp_path / "theirs")
   arrays = {name: saved.read(name) for name in saved.specs}

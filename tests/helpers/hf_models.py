@@ -37,6 +37,18 @@ YARN = {
   "original_max_position_embeddings": 16,
   "rope_theta": 10_000.0,
 }
+LONGROPE = {
+  "rope_type": "longrope",
+  "short_factor": [1.0, 1.1, 1.2],
+  "long_factor": [1.5, 2.0, 4.0],
+  "rope_theta": 10_000.0,
+}
+GRANITE = {
+  "embedding_multiplier": 3.0,
+  "residual_multiplier": 0.5,
+  "attention_multiplier": 0.1,
+  "logits_scaling": 2.0,
+}
 LLAMA3_SCALING = {
   "rope_type": "llama3",
   "factor": 8.0,
@@ -66,6 +78,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
   "qwen2_tied": ("Qwen2Config", {"head_dim": 8, "tie_word_embeddings": True}),
   "mistral": ("MistralConfig", {"sliding_window": 6}),
   "mistral_without_window": ("MistralConfig", {"sliding_window": None}),
+  "ministral3": (
+    "Ministral3Config",
+    {
+      "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+    },
+  ),
   "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
   "gemma2": ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
   "gemma3": (
@@ -96,6 +114,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma4TextConfig",
     {"sliding_window": 6, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0},
   ),
+  "phi3": ("Phi3Config", {"sliding_window": 6}),
+  "phi3_long": (
+    "Phi3Config",
+    {
+      "head_dim": 8,
+      "original_max_position_embeddings": 16,
+      "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
+    },
+  ),
+  "phi3_short": (
+    "Phi3Config",
+    {
+      "head_dim": 8,
+      "tie_word_embeddings": True,
+      "max_position_embeddings": 32,
+      "original_max_position_embeddings": 32,
+      "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75, "factor": 4.0},
+    },
+  ),
+  "granite3": ("GraniteConfig", GRANITE | {"attention_bias": True}),
+  "granite3_tied": ("GraniteConfig", GRANITE | {"tie_word_embeddings": True}),
+  "olmo2": ("Olmo2Config", {}),
+  "olmo3": (
+    "Olmo3Config",
+    {
+      "sliding_window": 6,
+      "num_hidden_layers": 6,
+      "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+      },
+    },
+  ),
+  "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
   "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
   "qwen3_moe": (
     "Qwen3MoeConfig",

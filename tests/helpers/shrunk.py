@@ -22,6 +22,7 @@ ONE_OF_EACH = (
   "Gemma4_31B",
   "Qwen3_8B",
   "Qwen3_30B_A3B",
+  "Olmo2_1B",
   "GptOss20B",
   "SyntheticGLaM126M64E",
   "DeepSeekV3",

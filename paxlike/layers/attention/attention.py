@@ -2,7 +2,7 @@
 """Multi-head (Vaswani et al., 2017) and grouped-query attention (Ainslie et al., 2023)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -40,12 +40,13 @@ class Attention(module.Module):
     value: Callable[..., Linear] | None,
     output: Callable[..., Linear],
     rope: Callable[[int], Rope] | None = None,
+    query_scale: Callable[[jax.Array], jax.Array] | None = None,
     qk_norm: Callable[..., Any] | None = None,
     value_norm: Callable[..., Any] | None = None,
+    joint_qk_norm: Callable[..., Any] | None = None,
     relative_bias: Callable[[int], RelativeBias] | None = None,
     sinks: module.Initializer | None = None,
     extra_logit: ranges.Finite | None = None,
-    query_scale: Callable[[jax.Array], jax.Array] | None = None,
     window: ranges.Positive | None = None,
     chunk: ranges.Positive | None = None,
     soft_cap: ranges.Cap | None = None,
@@ -65,13 +66,15 @@ class Attention(module.Module):
       value: D -> K x H; None: the values are the keys, before norm and rotary embedding.
       output: N x H -> D.
       rope: Rotary embedding of queries and keys.
+      query_scale: Returns the factor of a query at a position, for positions [B, T].
       qk_norm: Applied to each head's query and key.
       value_norm: Applied to each head's value.
+      joint_qk_norm: Applied to the queries of all heads together, and so to the keys; takes the
+        place of `qk_norm`.
       relative_bias: Position bias, added to the logits; called with N.
       sinks: Initializer of a trained attention sink per head: the logit of a key without a value
         (StreamingLLM; gpt-oss).
       extra_logit: A constant attention sink, the same in all heads.
-      query_scale: Returns the factor of a query at a position, for positions [B, T].
       window: A token attends to itself and the `window - 1` tokens before it.
       chunk: A token attends to its own chunk of so many positions only (Llama 4).
       soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
@@ -90,7 +93,6 @@ class Attention(module.Module):
     if window is not None and chunk is not None:
       raise ArgumentError(f"{window=} and {chunk=} exclude each other: leave one None.")
     self.window, self.chunk = window, chunk
-    self.query_scale = query_scale
     self.soft_cap = soft_cap
     self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
     self.kernel = kernel
@@ -101,8 +103,11 @@ class Attention(module.Module):
     self.value = None if value is None else value({"model": dim}, kv_heads)
     self.output = output(heads, {"model": dim})
     self.rope = None if rope is None else rope(head_dim)
-    self.query_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
-    self.key_norm = None if qk_norm is None else qk_norm(head_dim, over="head")
+    self.query_scale = query_scale
+    if qk_norm is not None and joint_qk_norm is not None:
+      raise ArgumentError("queries have either qk_norm or joint_qk_norm: leave one out.")
+    self.query_norm = _norm(heads, qk_norm, joint_qk_norm)
+    self.key_norm = _norm(kv_heads, qk_norm, joint_qk_norm)
     self.value_norm = None if value_norm is None else value_norm(head_dim, over="head")
     self.extra_logit = extra_logit
     self.relative_bias = None if relative_bias is None else relative_bias(num_heads)
@@ -242,6 +247,13 @@ class Attention(module.Module):
     seen = min(num_tokens, self.window or num_tokens, self.chunk or num_tokens)
     full = 4 * seen * self.num_heads * self.head_dim
     return full, full * (0.5 if self.chunk is not None else 1 - seen / (2 * num_tokens))
+
+
+def _norm(dims: Mapping[str, int], each: Any, joint: Any) -> Any:
+  """Returns the norm of queries or keys of these dims: of each head, of all together, or None."""
+  if each is not None:
+    return each(dims["head"], over="head")
+  return None if joint is None else joint(dims)
 
 
 def _positions(q_BTNH: jax.Array, context: Context) -> jax.Array:

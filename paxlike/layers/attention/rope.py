@@ -58,7 +58,7 @@ class Rope(Module):
     """
     if positions_BT is None:
       positions_BT = jnp.arange(x_BTNH.shape[1])[None]
-    angles = positions_BT[..., None].astype(jnp.float32) * jnp.array(self.frequencies, jnp.float32)
+    angles = positions_BT[..., None].astype(jnp.float32) * self.rates(positions_BT)
     cos = (jnp.cos(angles) * self.magnitude)[:, :, None]
     sin = (jnp.sin(angles) * self.magnitude)[:, :, None]
     x_BTNH, dtype = x_BTNH.astype(jnp.float32), x_BTNH.dtype
@@ -69,6 +69,57 @@ class Rope(Module):
       first, second = jnp.split(x_BTNH, 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*rotated, others], axis=-1).astype(dtype)
+
+  def rates(self, positions_BT: jax.Array) -> jax.Array:
+    """Returns the frequencies, [H/2] or [B, T, H/2], in radians per token."""
+    del positions_BT
+    return jnp.array(self.frequencies, jnp.float32)
+
+
+@configurable
+class LongRope(Rope):
+  """LongRoPE (Ding et al., 2024): frequencies are divided by factors, others in long documents.
+
+  Attributes:
+    original_length: Documents of up to this many tokens have the short factors.
+  """
+
+  def __init__(
+    self,
+    head_dim: ranges.Size,
+    *,
+    short_factors: tuple[ranges.PositiveFloat, ...],
+    long_factors: tuple[ranges.PositiveFloat, ...],
+    original_length: ranges.Size,
+    theta: ranges.Base = 10_000.0,
+    magnitude: ranges.Factor = 1.0,
+    share: ranges.Share = 1.0,
+  ):
+    """The factors are divisors, one for each frequency; see `Rope` for the rest."""
+    super().__init__(head_dim, theta=theta, magnitude=magnitude, share=share)
+    plain = self.frequencies
+    for factors in (short_factors, long_factors):
+      if len(factors) != len(plain):
+        raise ArgumentError(
+          f"LongRoPE has {len(factors)} factors for {len(plain)} frequencies: give one for each."
+        )
+    self.frequencies = tuple(f / by for f, by in zip(plain, short_factors, strict=True))
+    self.long_frequencies = tuple(f / by for f, by in zip(plain, long_factors, strict=True))
+    self.original_length = original_length
+
+  def rates(self, positions_BT: jax.Array) -> jax.Array:
+    is_long_BT = _lengths(positions_BT) > self.original_length
+    short, long = (jnp.array(f, jnp.float32) for f in (self.frequencies, self.long_frequencies))
+    return jnp.where(is_long_BT[..., None], long, short)
+
+
+def _lengths(positions_BT: jax.Array) -> jax.Array:
+  """Returns [B, T]: the number of tokens of the document that each token is in."""
+  num_tokens = positions_BT.shape[1]
+  is_last_BT = jnp.diff(positions_BT, append=-1) <= 0
+  places_BT = jnp.where(is_last_BT, jnp.arange(num_tokens), num_tokens - 1)
+  last_BT = jax.lax.cummin(places_BT, axis=1, reverse=True)
+  return jnp.take_along_axis(positions_BT, last_BT, axis=1) + 1
 
 
 @configurable(name="rope.linear")
@@ -152,3 +203,21 @@ def yarn(
   first, last = max(first, 0), min(last, 2 * half - 1)
   slowed = np.clip((np.arange(half) - first) / max(last - first, 0.001), 0, 1)
   return frequencies * (1 - slowed + slowed / factor)
+
+
+def longrope_magnitude(factor: float, original_length: float) -> float:
+  """Returns by what LongRoPE scales rotated queries and keys for `factor` times the context."""
+  return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
+
+
+@configurable(name="rope.logarithmic_scale")
+def logarithmic_scale(
+  positions: jax.Array, *, beta: ranges.NonNegativeFloat, original_length: ranges.Size
+) -> jax.Array:
+  """Returns 1 + beta * log(1 + floor(positions / original_length)) (Llama 4, Ministral 3).
+
+  It multiplies the logits of queries beyond the context length before scaling, which keeps their
+  softmax as sharp over more keys. Negative positions, which are padding, count as 0.
+  """
+  positions = jnp.maximum(positions, 0)
+  return 1 + beta * jnp.log1p(jnp.floor(positions / original_length))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxlike.layers import Definition, RelativeBias, Rope
+from paxlike.layers import Definition, LongRope, RelativeBias, Rope
 from paxlike.layers.attention import rope
 
 YARN = {"factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -50,6 +50,16 @@ def test_scaled_frequencies_are_those_of_transformers(name):
   else:
     expected = ROPE_INIT_FUNCTIONS[kind](config, "cpu")[0].numpy()
   np.testing.assert_allclose(Rope(32, theta=1e4, scaling=scaling).frequencies, expected, rtol=2e-6)
+
+
+def test_long_factors_are_those_of_long_documents_alone():
+  factors = {"short_factors": (1.0, 2.0), "long_factors": (4.0, 8.0), "original_length": 5}
+  turn = LongRope(4, **factors)
+  # Documents of 5 and 6 tokens, and padding.
+  positions = jnp.array([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, -1, -1]])
+  rates = np.asarray(turn.rates(positions))[0]
+  np.testing.assert_allclose(rates[:5], [[1.0, 0.01 / 2]] * 5, rtol=1e-6)
+  np.testing.assert_allclose(rates[5:11], [[1 / 4, 0.01 / 8]] * 6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
