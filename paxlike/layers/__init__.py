@@ -51,6 +51,9 @@ from paxlike.layers.precision.fp8 import Fp8
 from paxlike.layers.precision.int8 import Int8
 from paxlike.layers.precision.mxfp8 import MxFp8
 from paxlike.layers.precision.transformer_engine import TransformerEngine
+from paxlike.layers.recurrent.cache import RecurrentCache
+from paxlike.layers.recurrent.mixer import RecurrentMixer
+from paxlike.layers.recurrent.short_conv import ShortConv
 from paxlike.layers.remat import Remat
 from paxlike.layers.stack import Stack
 
@@ -85,11 +88,14 @@ __all__ = [
   "Pipeline",
   "PositionEmbedding",
   "QkClip",
+  "RecurrentCache",
+  "RecurrentMixer",
   "RelativeBias",
   "Remat",
   "RmsNorm",
   "Rope",
   "SequentialMtp",
+  "ShortConv",
   "Stack",
   "TransformerEngine",
   "UnscaledRmsNorm",
