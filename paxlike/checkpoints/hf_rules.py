@@ -9,6 +9,7 @@ names:
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ class Same:
 
   name: str
   ndim: int | None = None
+
+  def among(self, shapes: Mapping[str, Shape]) -> "Same":
+    """Returns the rule for a layer whose weights have these shapes, by name with `{}`."""
+    del shapes
+    return self
 
   def part(self, shape: Shape) -> Any:
     """Returns the slice of the tensor that a weight of `shape` occupies."""
@@ -134,6 +140,77 @@ class PerExpert(Same):
 
   def save(self, weight: np.ndarray) -> list[np.ndarray]:
     return [expert.T for expert in weight]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertMatrices(Same):
+  """Linear maps of experts in one tensor [experts, outputs, inputs]."""
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    return [(shape[0], shape[2], shape[1])]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return tensors[0].swapaxes(1, 2)
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return [weight.swapaxes(1, 2)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Taps(Same):
+  """A depthwise convolution, whose tensor is [channels, 1, taps]."""
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    return [(math.prod(shape[:-1]), 1, shape[-1])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked(Same):
+  """One of several weights whose tensors are concatenated.
+
+  Attributes:
+    rule: Converts the weight to its own part of the tensor.
+    weights: The names of the weights of the same layer in the tensor, in order, `{}` for the layer.
+    weight: Which of them this is.
+    axis: The dim of the tensor along which they follow each other.
+    start, total: Where the part starts, and the size of the dim; `among` finds them.
+  """
+
+  rule: Same = Same("")
+  weights: tuple[str, ...] = ()
+  weight: str = ""
+  axis: int = 0
+  start: int = 0
+  total: int = 0
+
+  def among(self, shapes: Mapping[str, Shape]) -> Same:
+    sizes = [self.rule.their_shapes(shapes[name])[0][self.axis] for name in self.weights]
+    before = sizes[: self.weights.index(self.weight)]
+    return dataclasses.replace(self, start=sum(before), total=sum(sizes))
+
+  def part(self, shape: Shape) -> Any:
+    size = self.rule.their_shapes(shape)[0][self.axis]
+    return (*(slice(None),) * self.axis, slice(self.start, self.start + size))
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    ((*sizes,),) = self.rule.their_shapes(shape)
+    sizes[self.axis] = self.total
+    return [tuple(sizes)]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return self.rule.load([tensors[0][self.part(shape)]], shape)
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return self.rule.save(weight)
+
+
+def stacked(name: str, weights: Mapping[str, Same], *, axis: int = 0) -> dict[str, "Same"]:
+  """Returns the rules of weights whose tensors are concatenated, in this order, to one."""
+  names = tuple(weights)
+  return {
+    weight: Stacked(name, rule=rule, weights=names, weight=weight, axis=axis)
+    for weight, rule in weights.items()
+  }
 
 
 Rule = Same

@@ -52,7 +52,9 @@ from paxlike.layers.precision.int8 import Int8
 from paxlike.layers.precision.mxfp8 import MxFp8
 from paxlike.layers.precision.transformer_engine import TransformerEngine
 from paxlike.layers.recurrent.cache import RecurrentCache
+from paxlike.layers.recurrent.mamba2 import GroupedRmsNorm, Mamba2
 from paxlike.layers.recurrent.mixer import RecurrentMixer
+from paxlike.layers.recurrent.parallel import ParallelMixer
 from paxlike.layers.recurrent.short_conv import ShortConv
 from paxlike.layers.remat import Remat
 from paxlike.layers.stack import Stack
@@ -70,6 +72,7 @@ __all__ = [
   "ExpertLinear",
   "Experts",
   "Fp8",
+  "GroupedRmsNorm",
   "Int8",
   "KernelName",
   "KvCache",
@@ -78,11 +81,13 @@ __all__ = [
   "LayerNorm",
   "Linear",
   "Lora",
+  "Mamba2",
   "Mlp",
   "Module",
   "Moe",
   "MtpKind",
   "MxFp8",
+  "ParallelMixer",
   "ParallelMtp",
   "Params",
   "Pipeline",

@@ -41,6 +41,7 @@ class Linear(module.Module):
     dot: Callable[[], Dot] | None = None,
     lora: Callable[..., Lora] | None = None,
     scheme: Callable[..., Quantized] | None = None,
+    scale: ranges.Finite = 1.0,
     time: mesh.Dim = "time",
   ):
     """Builds the layer.
@@ -55,10 +56,12 @@ class Linear(module.Module):
       dot: Low-precision matmul; None: matmul in `dtype`.
       lora: Low-rank adapter, trained while w and b are frozen.
       scheme: Weight-only quantization of w (a function of `weight_only`), applied if w is frozen.
+      scale: Multiplies the output, the bias included.
       time: The dim name of T in the input: "time" or "sequence".
     """
     self.role = role
     self.time = time
+    self.scale = scale
     self.dtype = dtype
     self.dot = None if dot is None else dot()
     self.num_inputs = len(inputs)
@@ -104,7 +107,8 @@ class Linear(module.Module):
       if self.lora is not None:
         y += self.lora(x, context)
       y = y.reshape(*leading, *self._outputs)
-      return named(y if self.b is None else float32_sums.add(y, self.b[...]), self.role)
+      y = y if self.b is None else float32_sums.add(y, self.b[...])
+      return named(y if self.scale == 1 else y * jnp.asarray(self.scale, y.dtype), self.role)
 
   def _weight_only(self, x: jax.Array, w: Quantized) -> jax.Array:
     """Returns x w for a weight-only quantized w."""
@@ -119,7 +123,8 @@ class Linear(module.Module):
   def matrix(self) -> jax.Array:
     """Returns the effective weight [*inputs, *outputs] in the compute dtype, LoRA included."""
     w = dense(self.w.get_value(), self.dtype)
-    return w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
+    w = w if self.lora is None else w + self.lora.matrix().reshape(w.shape)
+    return w if self.scale == 1 else w * jnp.asarray(self.scale, w.dtype)
 
 
 def as_matrix(x: jax.Array, time: mesh.Dim = "time") -> jax.Array:

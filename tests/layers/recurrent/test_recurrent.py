@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from paxlike.devices.mesh import MeshSpec
-from paxlike.layers import Context, Definition
-from paxlike.layers.recurrent import chunk_scan, shards
+from paxlike.layers import Context, Definition, Linear
+from paxlike.layers.recurrent import chunk_scan, shards, ssd
+from paxlike.layers.recurrent.mamba2 import GroupedRmsNorm, Mamba2
 from paxlike.layers.recurrent.short_conv import ShortConv
 
 DIM = 24
@@ -34,8 +35,25 @@ def convolve(module, x_BTD, context):
   return module(x_BTD.reshape(*x_BTD.shape[:2], 4, 6), context.segments_BT)
 
 
+def mamba2():
+  linear = functools.partial(Linear, role="any")
+  maps = dict.fromkeys(("gate", "value", "key", "query", "step", "output"), linear)
+  return Mamba2(
+    DIM,
+    num_heads=4,
+    head_dim=6,
+    state_dim=5,
+    num_groups=2,
+    conv=functools.partial(ShortConv, use_bias=True),
+    norm=GroupedRmsNorm,
+    chunk=16,
+    **maps,
+  )
+
+
 LAYERS = {
   "short_conv": Row(lambda: ShortConv({"heads": 4, "head": 6}, use_bias=True), convolve),
+  "mamba2": Row(mamba2, mix),
 }
 MIXERS = {name: row for name, row in LAYERS.items() if row.call is mix}
 
@@ -111,4 +129,23 @@ def test_states_are_passed_from_chunk_to_chunk(scalar, devices):
   call = functools.partial(shards.on_shards, of_device, [(a, dims[0]), (u, dims[1])], outputs)
   before, last = on({"context": devices}, jax.jit(call))
   np.testing.assert_allclose(np.moveaxis(before, 1, 0), expected, atol=1e-5)
+  np.testing.assert_allclose(last, state, atol=1e-5)
+
+
+def test_the_chunks_of_mamba2_equal_its_recurrence():
+  random: Any = np.random.default_rng(0)
+  B, T, N, G, H, S = 2, 61, 6, 2, 4, 5
+  v, k, q = (random.normal(size=(B, T, *dims)) for dims in ((N, H), (G, S), (G, S)))
+  decays = -np.exp(3 * random.normal(size=(B, T, N)))  # Some keep all, some keep nothing.
+  segments = np.sort(random.integers(0, 4, (B, T)), axis=1)
+  state, expected = np.zeros((B, N, H, S)), np.zeros((B, T, N, H))
+  for t in range(T):
+    same = segments[:, t] == segments[:, t - 1] if t else np.zeros(B)
+    key, query = (np.repeat(x[:, t], N // G, axis=1)[:, :, None] for x in (k, q))
+    state = np.exp(decays[:, t])[..., None, None] * state * same[:, None, None, None]
+    state += v[:, t, ..., None] * key
+    expected[:, t] = (state * query).sum(-1)
+  given = [np.float32(x) for x in (v, decays, k, q)]
+  y, last = ssd.chunked(*given, segments, chunk=16, num_devices=1)
+  np.testing.assert_allclose(y, expected, atol=1e-5)
   np.testing.assert_allclose(last, state, atol=1e-5)
