@@ -52,6 +52,7 @@ from paxlike.layers.precision.int8 import Int8
 from paxlike.layers.precision.mxfp8 import MxFp8
 from paxlike.layers.precision.transformer_engine import TransformerEngine
 from paxlike.layers.recurrent.cache import RecurrentCache
+from paxlike.layers.recurrent.gated_delta_net import GatedDeltaNet
 from paxlike.layers.recurrent.mamba2 import GroupedRmsNorm, Mamba2
 from paxlike.layers.recurrent.mixer import RecurrentMixer
 from paxlike.layers.recurrent.parallel import ParallelMixer
@@ -72,6 +73,7 @@ __all__ = [
   "ExpertLinear",
   "Experts",
   "Fp8",
+  "GatedDeltaNet",
   "GroupedRmsNorm",
   "Int8",
   "KernelName",

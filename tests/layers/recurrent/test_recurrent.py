@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxlike import layers
 from paxlike.devices.mesh import MeshSpec
-from paxlike.layers import Context, Definition, Linear
-from paxlike.layers.recurrent import chunk_scan, shards, ssd
-from paxlike.layers.recurrent.mamba2 import GroupedRmsNorm, Mamba2
+from paxlike.layers import Context, Definition
+from paxlike.layers.recurrent import chunk_scan, delta_rule, shards, ssd
 from paxlike.layers.recurrent.short_conv import ShortConv
 
-DIM = 24
+DIM, LENGTHS = 24, (37, 51, 40)
 
 
 class Row(NamedTuple):
@@ -35,25 +35,32 @@ def convolve(module, x_BTD, context):
   return module(x_BTD.reshape(*x_BTD.shape[:2], 4, 6), context.segments_BT)
 
 
-def mamba2():
-  linear = functools.partial(Linear, role="any")
-  maps = dict.fromkeys(("gate", "value", "key", "query", "step", "output"), linear)
-  return Mamba2(
+def gated_delta_net(**options: Any) -> Any:
+  linears = ("query", "key", "value", "output_gate", "beta", "decay", "output")
+  return layers.GatedDeltaNet(
     DIM,
-    num_heads=4,
-    head_dim=6,
-    state_dim=5,
-    num_groups=2,
-    conv=functools.partial(ShortConv, use_bias=True),
-    norm=GroupedRmsNorm,
-    chunk=16,
-    **maps,
+    **{"num_heads": 4, "num_key_heads": 2, "key_dim": 6, "value_dim": 5, "chunk": 16, **options},
+    **{role: functools.partial(layers.Linear, role=role) for role in linears},
+    conv=layers.ShortConv,
+    norm=layers.RmsNorm,
+  )
+
+
+def mamba2() -> Any:
+  linears = ("query", "key", "value", "gate", "step", "output")
+  return layers.Mamba2(
+    DIM,
+    **{"num_heads": 4, "head_dim": 6, "state_dim": 5, "num_groups": 2, "chunk": 16},
+    **{role: functools.partial(layers.Linear, role=role) for role in linears},
+    conv=functools.partial(layers.ShortConv, use_bias=True),
+    norm=layers.GroupedRmsNorm,
   )
 
 
 LAYERS = {
-  "short_conv": Row(lambda: ShortConv({"heads": 4, "head": 6}, use_bias=True), convolve),
+  "gated_delta_net": Row(gated_delta_net, mix),
   "mamba2": Row(mamba2, mix),
+  "short_conv": Row(lambda: ShortConv({"heads": 4, "head": 6}, use_bias=True), convolve),
 }
 MIXERS = {name: row for name, row in LAYERS.items() if row.call is mix}
 
@@ -88,22 +95,77 @@ def on(shape, function, *arguments):
     return function(*arguments)
 
 
+@functools.cache
+def documents_alone(name):
+  """Returns (outputs, gradients of inputs, gradients of weights) of documents by themselves."""
+  inputs = zip(*(np.split(z, np.cumsum(LENGTHS)[:-1], axis=1) for z in data()), strict=True)
+  each = [outputs_and_gradients(LAYERS[name], x, None, dy) for x, dy in inputs]
+  outputs, of_x = (np.concatenate(z, 1) for z in zip(*((y, g[1]) for g, y in each), strict=True))
+  return outputs, of_x, jax.tree.map(lambda *z: sum(z), *(g[0] for g, _ in each))
+
+
+def data():
+  return tokens(2, sum(LENGTHS), DIM), tokens(2, sum(LENGTHS), DIM)[::-1] / 8
+
+
 @pytest.mark.parametrize("shape", [{}, {"context": 2}, {"context": 4}, {"tensor": 2, "context": 2}])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_packed_sequence_equals_its_documents_alone(name, shape):
-  lengths = [37, 51, 40]
-  x, dy = tokens(2, 128, DIM), tokens(2, 128, DIM)[::-1]
-  segments = np.repeat([[1, 2, 3]], lengths, axis=1).repeat(2, axis=0).astype(np.int32)
+  x, dy = data()
+  segments = np.repeat([[1, 2, 3]], LENGTHS, axis=1).repeat(2, axis=0).astype(np.int32)
   (of_weights, of_x), y = on(shape, outputs_and_gradients, LAYERS[name], x, segments, dy)
-  alone = [
-    outputs_and_gradients(LAYERS[name], a, None, b)
-    for a, b in zip(*(np.split(z, np.cumsum(lengths)[:-1], axis=1) for z in (x, dy)), strict=True)
-  ]
-  np.testing.assert_allclose(y, np.concatenate([y for _, y in alone], 1), atol=1e-5)
-  np.testing.assert_allclose(of_x, np.concatenate([g[1] for g, _ in alone], 1), atol=1e-5)
+  outputs, of_inputs, expected = documents_alone(name)
+  np.testing.assert_allclose(y, outputs, atol=1e-5)
+  np.testing.assert_allclose(of_x, of_inputs, atol=1e-5)
   for weight, gradient in of_weights.items():
-    expected = sum(g[0][weight] for g, _ in alone)
-    np.testing.assert_allclose(gradient, expected, atol=1e-5 * max(1, np.abs(expected).max()))
+    largest = np.abs(expected[weight]).max()
+    np.testing.assert_allclose(gradient, expected[weight], atol=1e-5 * max(1, largest))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_decoding_equals_the_whole_sequence(name):
+  """Prompts of several lengths are prefilled; a free slot, at position -1, keeps its cache."""
+  definition, weights = drawn(LAYERS[name].build)
+  mixer, x = definition.bind(weights), tokens(3, 30, DIM)
+  whole = jax.jit(lambda x: mixer(x, Context())[0])(x)
+  lengths, steps = np.array([5, 20, 2]), 6
+
+  @jax.jit
+  def called(x, positions, cache):
+    return mixer(x, Context(positions_BT=positions), cache)[:2]
+
+  positions = np.arange(20)[None] + np.zeros((3, 1), np.int32)
+  positions = np.where(positions < lengths[:, None], positions, -1)
+  y, cache = called(x[:, :20], positions, mixer.empty_cache(3, 30, jnp.float32))
+  for row, length in enumerate(lengths):
+    np.testing.assert_allclose(y[row, :length], whole[row, :length], atol=1e-5)
+  for step in range(steps):
+    at = (lengths + step)[:, None]
+    y, cache = called(np.take_along_axis(x, at[..., None], 1), at, cache)
+    expected = np.take_along_axis(whole, at[..., None], 1)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+  _, same = called(x[:, :1], np.full((3, 1), -1), cache)
+  jax.tree.map(np.testing.assert_array_equal, same, cache)
+
+
+def test_the_gated_delta_rule_equals_its_recurrence():
+  random: Any = np.random.default_rng(0)
+  (B, T, K, N, H, V), f = (2, 45, 2, 4, 6, 5), np.float32
+  q, k = (random.normal(size=(B, T, K, H)).astype(f) for _ in range(2))
+  k /= np.linalg.norm(k, axis=-1, keepdims=True)
+  v, first = random.normal(size=(B, T, N, V)).astype(f), random.normal(size=(B, N, H, V)).astype(f)
+  g, beta = -random.exponential(size=(B, T, N)).astype(f), random.random((B, T, N)).astype(f)
+  k[:, 8:30] = k[:, 8:9]  # Repeated keys without decay are the hardest system of equations.
+  g[:, 8:30], beta[:, 8:30] = 0, 1
+  got = delta_rule.chunked(v, q, k, g, beta, None, first, chunk=32, num_devices=1)
+  q, k, state = np.repeat(q, 2, axis=2), np.repeat(k, 2, axis=2), first
+  for t in range(T):
+    state = state * np.exp(g[:, t, :, None, None])
+    new = beta[:, t, :, None] * (v[:, t] - np.einsum("bnhv,bnh->bnv", state, k[:, t]))
+    state = state + k[:, t, :, :, None] * new[:, :, None]
+    expected = np.einsum("bnhv,bnh->bnv", state, q[:, t])
+    np.testing.assert_allclose(got[0][:, t], expected, atol=1e-5)
+  np.testing.assert_allclose(got[1], state, atol=1e-5)
 
 
 @pytest.mark.parametrize("scalar", [True, False])
@@ -146,6 +208,6 @@ def test_the_chunks_of_mamba2_equal_its_recurrence():
     state += v[:, t, ..., None] * key
     expected[:, t] = (state * query).sum(-1)
   given = [np.float32(x) for x in (v, decays, k, q)]
-  y, last = ssd.chunked(*given, segments, chunk=16, num_devices=1)
+  y, last = jax.jit(functools.partial(ssd.chunked, chunk=16, num_devices=1))(*given, segments)
   np.testing.assert_allclose(y, expected, atol=1e-5)
   np.testing.assert_allclose(last, state, atol=1e-5)
