@@ -55,7 +55,7 @@ class HfLayers:
     if self.letters:
       letters = {kind: letter for letter, kind in self.letters.items()}
       return {_LETTERS: "".join(letters[kind] for kind in kinds), _COUNT: len(kinds)}
-    names = {kind: name for name, kind in reversed(self.names.items())}
+    names = {kind: name for name, kind in reversed([*self.names.items()])}
     return {_LISTS[0]: [names[kind] for kind in kinds], _COUNT: len(kinds)}
 
   def _kinds(self, key: str, value: Any) -> tuple[str, ...]:

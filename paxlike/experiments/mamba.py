@@ -20,7 +20,7 @@ Kind = Literal["mamba", "attention", "mlp", "moe"]
 LETTERS: dict[str, Kind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
-def kinds(letters: str) -> tuple[Kind, ...]:
+def kinds(letters: str) -> tuple[Any, ...]:
   """Returns the kinds of layers that a pattern has, such as M-M*, in Megatron's letters."""
   return tuple(LETTERS[letter] for letter in letters)
 

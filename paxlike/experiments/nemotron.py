@@ -113,11 +113,12 @@ class NemotronH(Moe, Hybrid):
         "time_step_limit": NO_STEP_LIMITS,
         "use_bias": False,
       },
-      neutral=_NEUTRAL,
+      neutral=frozenset(_NEUTRAL),
       aliases={"num_local_experts": "n_routed_experts", "attention_head_dim": "head_dim"},
       layers=HfLayers(
         names={
-          **{"linear_attention": "mamba", "full_attention": "attention"},
+          "linear_attention": "mamba",
+          "full_attention": "attention",
           **{kind: kind for kind in LETTERS.values()},
         },
         letters=LETTERS,
@@ -130,23 +131,24 @@ class NemotronH(Moe, Hybrid):
 
 
 _DEFAULTS = {
-  **{"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 21_504},
-  **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-  **{"max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False},
-  **{"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8},
-  **{"conv_kernel": 4, "use_conv_bias": True, "time_step_min": 0.001},
-  **{"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688},
-  **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+  "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 21_504,
+  "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+  "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+  "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+  "conv_kernel": 4, "use_conv_bias": True, "time_step_min": 0.001,
+  "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+  "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
   "routed_scaling_factor": 1.0,
-}
+}  # fmt: skip
 # Attention has neither positions nor a window; the other keys are of training, of kernels or of
 # layers for multi-token prediction, which transformers ignores.
-_NEUTRAL = frozenset(
-  """chunk_size expand mamba_ssm_cache_dtype moe_shared_expert_overlap mtp_hybrid_override_pattern
-  mtp_layers_block_type n_shared_experts norm_eps num_logits_to_keep num_nextn_predict_layers
-  rescale_prenorm_residual residual_in_fp32 rms_norm_eps rope_scaling rope_theta sliding_window
-  time_step_floor time_step_max use_mamba_kernels""".split()
-)
+_NEUTRAL = {
+  "chunk_size", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
+  "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts", "norm_eps",
+  "num_logits_to_keep", "num_nextn_predict_layers", "rescale_prenorm_residual",
+  "residual_in_fp32", "rms_norm_eps", "rope_scaling", "rope_theta", "sliding_window",
+  "time_step_floor", "time_step_max", "use_mamba_kernels",
+}  # fmt: skip
 
 
 def _rules(of_llama: Rules) -> Rules:

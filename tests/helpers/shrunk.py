@@ -23,6 +23,8 @@ ONE_OF_EACH = (
   "GptOss20B",
   "SyntheticGLaM126M64E",
   "DeepSeekV3",
+  "FalconH1_0_5B",
+  "NemotronH_8B",
 )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060): a recurrence with a decay per head and token."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -130,34 +131,16 @@ class Mamba2(RecurrentMixer):
     self, x_BTD: jax.Array, context: Context, cache: RecurrentCache | None = None
   ) -> tuple[jax.Array, RecurrentCache | None, Aux]:
     """See `RecurrentMixer`."""
-    convs = (self.value_conv, self.key_conv, self.query_conv)
     maps = (self.ssm_value, self.ssm_key, self.ssm_query)
     inputs = [
       mesh.constrain(linear(x_BTD, context), "batch", "time", dim, None)
       for linear, dim in zip(maps, ("heads", "kv_heads", "kv_heads"), strict=True)
     ]
-    steps_BTN = self._steps(x_BTD, context, is_cached=cache is not None)
-    decays_BTN = -jnp.exp(self.log_rate[...].astype(jnp.float32)) * steps_BTN
+    steps_BTN = self._steps(x_BTD, context)
     if cache is not None and x_BTD.shape[1] == 1:
-      pairs = [
-        conv.step(x, last) for conv, x, last in zip(convs, inputs, cache.inputs, strict=True)
-      ]
-      (v_BTNH, k_BTGS, q_BTGS), last_inputs = zip(*pairs, strict=True)
-      scaled_BTNH = v_BTNH.astype(jnp.float32) * steps_BTN[..., None]
-      tokens = (scaled_BTNH, decays_BTN, k_BTGS.astype(jnp.float32), q_BTGS)
-      y_BNH, state = ssd.step(cache.state, *(x[:, 0] for x in tokens))
-      y_BTNH = y_BNH[:, None]
+      y_BTNH, v_BTNH, cache = self._decode(inputs, steps_BTN, context, cache)
     else:
-      arrays = [conv(x, context.segments_BT) for conv, x in zip(convs, inputs, strict=True)]
-      v_BTNH, k_BTGS, q_BTGS = arrays
-      scaled_BTNH = (v_BTNH.astype(jnp.float32) * steps_BTN[..., None]).astype(v_BTNH.dtype)
-      y_BTNH, state = self._recur(scaled_BTNH, decays_BTN, k_BTGS, q_BTGS, context.segments_BT)
-      if cache is not None:
-        last_inputs = tuple(
-          conv.last_inputs(x, context.positions_BT) for conv, x in zip(convs, inputs, strict=True)
-        )
-    if cache is not None:
-      cache = cache.updated(last_inputs, state, context.positions_BT)
+      y_BTNH, v_BTNH, cache = self._recur(inputs, steps_BTN, context, cache)
     y_BTNH += v_BTNH.astype(jnp.float32) * self.skip[...].astype(jnp.float32)[:, None]
     y_BTNH *= jax.nn.silu(self.gate(x_BTD, context).astype(jnp.float32))
     if self.norm is not None:
@@ -168,44 +151,79 @@ class Mamba2(RecurrentMixer):
   def empty_cache(self, batch: int, length: int, dtype: Any) -> RecurrentCache:
     """See `RecurrentMixer`."""
     del length
-    convs = (self.value_conv, self.key_conv, self.query_conv)
     state = jnp.zeros((batch, self.num_heads, self.value_dim, self.key_dim), jnp.float32)
-    return RecurrentCache.empty(tuple(conv.empty(batch, dtype) for conv in convs), state)
+    return RecurrentCache.empty(tuple(conv.empty(batch, dtype) for conv in self._convs), state)
 
-  def _steps(self, x_BTD: jax.Array, context: Context, *, is_cached: bool) -> jax.Array:
+  @property
+  def _convs(self) -> tuple[ShortConv, ShortConv, ShortConv]:
+    return self.value_conv, self.key_conv, self.query_conv
+
+  def _steps(self, x_BTD: jax.Array, context: Context) -> jax.Array:
     """Returns the float32 steps [B, T, N]; 0 for padding, which then leaves the state as it is."""
     bias_N = self.step_bias[...].astype(jnp.float32)
     steps_BTN = jax.nn.softplus(self.step(x_BTD, context).astype(jnp.float32) + bias_N)
     if self.least_step:
       steps_BTN = jnp.maximum(steps_BTN, self.least_step)
-    if not is_cached:
+    if context.positions_BT is None:
       return steps_BTN
-    assert context.positions_BT is not None
     return jnp.where(context.positions_BT[..., None] >= 0, steps_BTN, 0)
+
+  def _decays(self, steps_BTN: jax.Array) -> jax.Array:
+    return -jnp.exp(self.log_rate[...].astype(jnp.float32)) * steps_BTN
+
+  def _decode(
+    self,
+    inputs: list[jax.Array],
+    steps_B1N: jax.Array,
+    context: Context,
+    cache: RecurrentCache,
+  ) -> tuple[jax.Array, jax.Array, RecurrentCache]:
+    """Returns (float32 y_B1NH, v_B1NH, the updated cache) of one token of each sequence."""
+    assert context.positions_BT is not None
+    given = zip(self._convs, inputs, cache.inputs, strict=True)
+    convolved, last = zip(*(conv.step(x, before) for conv, x, before in given), strict=True)
+    v_BNH, k_BGS, q_BGS = (x[:, 0].astype(jnp.float32) for x in convolved)
+    steps_BN, decays_BN = steps_B1N[:, 0], self._decays(steps_B1N)[:, 0]
+    y_BNH, state = ssd.step(cache.state, v_BNH * steps_BN[..., None], decays_BN, k_BGS, q_BGS)
+    return y_BNH[:, None], convolved[0], cache.updated(last, state, context.positions_BT)
 
   def _recur(
     self,
-    v_BTNH: jax.Array,
-    decays_BTN: jax.Array,
-    k_BTGS: jax.Array,
-    q_BTGS: jax.Array,
-    segments_BT: jax.Array | None,
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y_BTNH, the last state [B, N, H, S]), float32."""
-    B, T, N, H = v_BTNH.shape
+    inputs: list[jax.Array],
+    steps_BTN: jax.Array,
+    context: Context,
+    cache: RecurrentCache | None,
+  ) -> tuple[jax.Array, jax.Array, RecurrentCache | None]:
+    """Returns (float32 y_BTNH, v_BTNH, the updated cache) of whole sequences."""
+    given = zip(self._convs, inputs, strict=True)
+    v_BTNH, k_BTGS, q_BTGS = (conv(x, context.segments_BT) for conv, x in given)
+    scaled_BTNH = (v_BTNH.astype(jnp.float32) * steps_BTN[..., None]).astype(v_BTNH.dtype)
+    (B, T, N, H), S = v_BTNH.shape, self.key_dim
+    segments_BT = context.segments_BT
     if segments_BT is None:
       segments_BT = jnp.zeros((B, T), jnp.int32)
     if sizes := mesh.sizes_here(mesh.AXES):
       k_BTGS, q_BTGS = repeated_keys(N, k_BTGS, q_BTGS, sizes)
-
-    def recur(*arrays: Any, num_devices: int) -> tuple[jax.Array, jax.Array]:
-      return ssd.chunked(*arrays, chunk=self.chunk, num_devices=num_devices)
-
     heads, groups = ("batch", "time", "heads", None), ("batch", "time", "kv_heads", None)
-    inputs = [(v_BTNH, heads), (decays_BTN, heads[:3]), (k_BTGS, groups), (q_BTGS, groups)]
-    outputs = [(v_BTNH.shape, heads), ((B, N, H, self.key_dim), ("batch", "heads", None, None))]
     with jax.named_scope("recurrence"):
-      return shards.on_shards(recur, [*inputs, (segments_BT, ("batch", "time"))], outputs)
+      y_BTNH, state = shards.on_shards(
+        functools.partial(ssd.chunked, chunk=self.chunk),
+        [
+          (scaled_BTNH, heads),
+          (self._decays(steps_BTN), heads[:3]),
+          (k_BTGS, groups),
+          (q_BTGS, groups),
+          (segments_BT, heads[:2]),
+        ],
+        [(v_BTNH.shape, heads), ((B, N, H, S), ("batch", "heads", None, None))],
+      )
+    if cache is not None:
+      positions_BT = context.positions_BT
+      assert positions_BT is not None
+      pairs = zip(self._convs, inputs, strict=True)
+      last = tuple(conv.last_inputs(x, positions_BT) for conv, x in pairs)
+      cache = cache.updated(last, state, positions_BT)
+    return y_BTNH, v_BTNH, cache
 
 
 def _ones(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:

@@ -11,6 +11,7 @@ A token reads the earlier tokens of its chunk (U) as in attention, and those bef
 their state. Sums, decays and states are float32; operands of matmuls have the dtype of the values.
 """
 
+import functools
 from typing import NamedTuple, Self
 
 import jax
@@ -79,7 +80,7 @@ def chunked(
   B, num_tokens, N, H = values_BTNH.shape
   G, S = keys_BTGS.shape[2:]
   chunk = chunk_scan.size(chunk, num_tokens)
-  split = lambda x: chunk_scan.split(x, chunk)  # noqa: E731
+  split = functools.partial(chunk_scan.split, chunk=chunk)
   chunks = _Chunks(
     split(values_BTNH.reshape(B, num_tokens, G, N // G, H)),
     split(keys_BTGS),

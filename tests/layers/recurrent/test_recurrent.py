@@ -47,12 +47,17 @@ def gated_delta_net(**options: Any) -> Any:
 
 
 def mamba2() -> Any:
-  linears = ("query", "key", "value", "gate", "step", "output")
+  roles = ("query", "key", "value", "gate", "step", "output")
+  linears: Any = {role: functools.partial(layers.Linear, role=role) for role in roles}
   return layers.Mamba2(
     DIM,
-    **{"num_heads": 4, "head_dim": 6, "state_dim": 5, "num_groups": 2, "chunk": 16},
-    **{role: functools.partial(layers.Linear, role=role) for role in linears},
+    num_heads=4,
+    head_dim=6,
+    state_dim=5,
+    num_groups=2,
+    chunk=16,
     conv=functools.partial(layers.ShortConv, use_bias=True),
+    **linears,
     norm=layers.GroupedRmsNorm,
   )
 
