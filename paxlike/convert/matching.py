@@ -59,11 +59,15 @@ def match(
       else:
         places[name] = name, 0
   rules = rules_of(template for template, _ in places.values())
+  shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+  for name, (template, layer) in places.items():
+    shapes.setdefault(layer, {})[template] = definition.weights[name].shape
   matches = []
   for name, (template, layer) in places.items():
     spec, rule = definition.weights[name], rules.get(template)
     if rule is None:
       raise UserError(f"{program} has no place for {name}.")
+    rule = rule.among(shapes[layer])
     matches.append(Match(name, spec.shape, rule, rule.names(layer, spec.shape)))
   return matches
 

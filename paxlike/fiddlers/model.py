@@ -136,6 +136,10 @@ def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
   for node in select(graph, layers.LatentAttention):
     node.num_heads, node.head_dim, node.rope_dim, node.value_dim = 4, 16, 8, 16
     node.rank, node.query_rank = 16, 24
+  for node in select(graph, layers.GatedDeltaNet):
+    grouped = node.num_key_heads < node.num_heads
+    node.num_heads, node.num_key_heads = 4, 2 if grouped else 4
+    node.key_dim, node.value_dim, node.chunk = 8, 12, 8
   for node in select(graph, layers.Mlp):
     node.hidden_dim = 48
   for node in select(graph, layers.Moe):

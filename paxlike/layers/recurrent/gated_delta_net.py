@@ -202,9 +202,7 @@ class GatedDeltaNet(RecurrentMixer):
     group = self.num_heads // self.num_key_heads
     q_BNH, k_BNH = (jnp.repeat(_normalized(x[:, 0]), group, axis=1) for x in outputs[:2])
     q_BNH, v_BNV = q_BNH * self.key_dim**-0.5, outputs[2][:, 0]
-    y_BNV, state = delta_rule.step(
-      q_BNH, k_BNH, v_BNV, g_BTN[:, 0], beta_BTN[:, 0], cache.state
-    )
+    y_BNV, state = delta_rule.step(q_BNH, k_BNH, v_BNV, g_BTN[:, 0], beta_BTN[:, 0], cache.state)
     return y_BNV[:, None], cache.updated(inputs, state, positions_BT)
 
   def _gates(
