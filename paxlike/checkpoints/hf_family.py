@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
-from paxlike.checkpoints import hf_layers, hf_rope
+from paxlike.checkpoints import hf_layers
 from paxlike.checkpoints.hf_layers import HfLayers
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Rules
@@ -30,6 +30,8 @@ class Wrapper:
     fixed: Keys of `text_config` that must have this value, because the wrapper ignores them.
     renamed: Prefix of tensor names -> prefix in the standalone text model.
     dropped: Pattern (`re`) of tensors outside the text model.
+    tied: Default of `tie_word_embeddings` in both configurations. None: an absent key takes the
+      other's value, because the tensors decide in transformers.
   """
 
   model_type: str
@@ -37,6 +39,7 @@ class Wrapper:
   fixed: Mapping[str, Any]
   renamed: Mapping[str, str]
   dropped: str
+  tied: bool | None = True
 
   def text(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration of the text model.
@@ -47,8 +50,8 @@ class Wrapper:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
       raise UserError(f"a {self.model_type} model lacks text_config.")
-    # Embeddings are tied by default.
-    tied = {part.get("tie_word_embeddings", True) for part in (config, text)}
+    key = "tie_word_embeddings"
+    tied = {part.get(key, self.tied) for part in (config, text) if key in part or self.tied}
     if len(tied) > 1:
       raise UserError("tie_word_embeddings differs in text_config: which one is right is unclear.")
     for key, value in config.items():
@@ -60,7 +63,11 @@ class Wrapper:
       if not keys.is_one_of(text.get(key), wanted):
         raise UserError(f"text_config.{key} is {text[key]!r}, not {keys.spell(wanted)}.")
     dtype = config.get("dtype") or config.get("torch_dtype")
-    return {**({"torch_dtype": dtype} if dtype else {}), **text}
+    return {
+      **({"torch_dtype": dtype} if dtype else {}),
+      **text,
+      **({"tie_word_embeddings": tied.pop()} if tied else {}),
+    }
 
   def name(self, tensor: str) -> str | None:
     """Returns a tensor's name in the standalone text model; None if it is not part of that."""
@@ -103,6 +110,8 @@ class Family:
       the knob's value.
     copies: Tensor that may be present and is not read -> the tensor that it must equal.
     wrapper: The multimodal model that contains a model of this family.
+    stacked_experts: End of the name of a tensor that may hold the matrices of all experts, one
+      above the other -> the names of these matrices, in place of its last word.
   """
 
   model_type: str
@@ -129,6 +138,7 @@ class Family:
   ignored: tuple[str, ...] = ()
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   wrapper: Wrapper | None = None
+  stacked_experts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
   @property
   def title(self) -> str:
@@ -218,7 +228,7 @@ class Family:
   def _check(self, config: Mapping[str, Any]):
     """Raises a UserError for unknown keys and unsupported values."""
     fixed = keys.FIXED | dict(self.fixed)
-    for key in self.knobs:
+    for key in {*self.knobs, *(() if self.rope is None else self.rope.keys)}:
       fixed.pop(key, None)
     for key, wanted in fixed.items():
       if key not in config and key not in self.defaults:
@@ -236,7 +246,7 @@ class Family:
     known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
     known |= self.derived.keys()
     if self.rope is not None:
-      known |= hf_rope.KEYS
+      known |= self.rope.keys
     if self.layers is not None:
       known |= hf_layers.KEYS
     if self.layer_types:

@@ -13,8 +13,9 @@ from typing import Any
 from paxlike.checkpoints.hf_keys import is_one_of, spell
 from paxlike.errors import UserError
 
-KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"})
+_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"})
 _LENGTH = "original_max_position_embeddings"
+_SHARE = "partial_rotary_factor"
 # By type: further keys and the value that paxlike implements, or a tuple of such values.
 _FIXED: dict[str, dict[str, Any]] = {
   "default": {},
@@ -38,16 +39,25 @@ class HfRope:
   Attributes:
     theta: Default of ROPE_THETA.
     local_theta: Default of LOCAL_ROPE_THETA; None in families without it.
+    share: Default of ROPE_SHARE; None in families that rotate all dims.
     types: The supported kinds of scaling.
     fixed: Key -> value that differs from other families', for YaRN scaling.
     absent: Default of `rope_parameters` if no scaling is given.
+    neutral: Further keys of it that have no effect.
   """
 
   theta: float = 10_000.0
   local_theta: float | None = None
+  share: float | None = None
   types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  neutral: frozenset[str] = frozenset()
+
+  @property
+  def keys(self) -> frozenset[str]:
+    """The keys of a configuration that it reads."""
+    return _KEYS if self.share is None else _KEYS | {_SHARE}
 
   def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the knobs that a configuration sets.
@@ -58,6 +68,8 @@ class HfRope:
     rope, local = self._mappings(config)
     kind = self._check(rope)
     knobs: dict[str, Any] = {"ROPE_THETA": _theta(rope, config, "rope_theta", self.theta)}
+    if self.share is not None:
+      knobs["ROPE_SHARE"] = _given(rope, config, (_SHARE, _SHARE), self.share)
     if self.local_theta is not None:
       if (local_kind := _kind(local)) != "default":
         raise UserError(f"rope_parameters: type {local_kind} of local layers is not supported.")
@@ -81,6 +93,8 @@ class HfRope:
     config: dict[str, Any] = {"rope_theta": values["ROPE_THETA"]}
     if self.local_theta is not None:
       config["rope_local_base_freq"] = values["LOCAL_ROPE_THETA"]
+    if self.share is not None:
+      config[_SHARE] = values["ROPE_SHARE"]
     if values["ROPE_FACTOR"] is None:
       if self.absent:
         config["rope_scaling"] = {"rope_type": "default"}
@@ -124,10 +138,13 @@ class HfRope:
     kind = _kind(rope)
     if kind not in self.types:
       raise UserError(f"rope_type is {kind!r}; paxlike supports {', '.join(self.types)} here.")
-    known = {"rope_type", "type", "rope_theta"}
+    known = {"rope_type", "type", "rope_theta"} | self.neutral
     if kind != "default":
       known |= {"factor", _LENGTH} if kind in ("llama3", "yarn") else {"factor"}
-    fixed = {"partial_rotary_factor": (None, 1.0), **self._fixed(kind)}
+    if self.share is not None:
+      known.add(_SHARE)
+    fixed = {} if self.share is not None else {_SHARE: (None, 1.0)}
+    fixed |= self._fixed(kind)
     for key, wanted in fixed.items():
       if not is_one_of(rope.get(key), wanted):
         found = repr(rope[key]) if key in rope else "absent"
@@ -151,7 +168,15 @@ def _kind(rope: Mapping[str, Any]) -> str:
 
 
 def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], key: str, default: float) -> float:
-  given = {value for value in (rope.get("rope_theta"), config.get(key)) if value is not None}
+  return _given(rope, config, ("rope_theta", key), default)
+
+
+def _given(
+  rope: Mapping[str, Any], config: Mapping[str, Any], names: tuple[str, str], default: float
+) -> float:
+  """Returns a number by its names in the settings of rotary positions and in the configuration."""
+  name, key = names
+  given = {value for value in (rope.get(name), config.get(key)) if value is not None}
   if len(given) > 1:
     raise UserError(f"{key}={config[key]!r} and rope_parameters contradict each other.")
   return given.pop() if given else default

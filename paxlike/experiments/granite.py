@@ -16,7 +16,7 @@ from paxlike.checkpoints.hf_layers import HfLayers
 from paxlike.checkpoints.hf_rules import ExpertMatrices, Matrix, Rules, stacked
 from paxlike.config import ranges
 from paxlike.experiments import datasets
-from paxlike.experiments.mamba import NO_STEP_LIMITS, Hybrid, expansion, kinds, mamba_rules
+from paxlike.experiments.mamba import NO_STEP_LIMITS, Hybrid, expansion, hybrid_rules, kinds
 from paxlike.experiments.moe import Moe
 from paxlike.registry import register
 
@@ -131,13 +131,10 @@ def _rules(of_llama: Rules) -> Rules:
     rules |= stacked(f"{at}.shared_mlp.input_linear.weight", gate_and_up)
     rules[f"{dense}.down.w"] = Matrix(f"{at}.shared_mlp.output_linear.weight")
   experts = {f"{mlp}.experts.{name}.w": ExpertMatrices("") for name in ("gate", "up")}
-  return {
-    **rules,
-    **stacked(f"{moe}.input_linear.weight", experts, axis=1),
-    f"{mlp}.experts.down.w": ExpertMatrices(f"{moe}.output_linear.weight"),
-    f"{mlp}.router.w": Matrix(f"{moe}.router.layer.weight"),
-    **mamba_rules("stack.{}.attention", f"{at}.mamba"),
-  }
+  rules |= stacked(f"{moe}.input_linear.weight", experts, axis=1)
+  rules[f"{mlp}.experts.down.w"] = ExpertMatrices(f"{moe}.output_linear.weight")
+  rules[f"{mlp}.router.w"] = Matrix(f"{moe}.router.layer.weight")
+  return hybrid_rules(f"{at}.mamba", rules)
 
 
 @register

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import fiddle as fdl
 
 from paxlike import layers
-from paxlike.checkpoints.hf_rules import Matrix, Rules, Same, Taps, stacked
+from paxlike.checkpoints.hf_rules import Matrix, Rules, Same, Taps, either, stacked
 from paxlike.config import ranges
 from paxlike.experiments.llama import Llama
 from paxlike.layers.layer_pattern import Sections
@@ -111,22 +111,25 @@ def expansion(config: Mapping[str, Any]) -> float:
   return int(factor) if factor.is_integer() else factor
 
 
-def mamba_rules(ours: str, theirs: str, *, norm: bool = True) -> Rules:
+def mamba_rules(ours: str, theirs: str) -> Rules:
   """Returns the rules of a Mamba-2 layer, given the prefixes of the names of its weights."""
-  projections = {f"{ours}.{name}.w": Matrix("") for name in _SECTIONS}
-  convs = {f"{ours}.{name}_conv.w": Taps("") for name in _CONVOLVED}
-  biases = {f"{ours}.{name}_conv.b": Same("", ndim=1) for name in _CONVOLVED}
-  rules: Rules = {
+  sections = ("gate", "value", "key", "query", "step")
+  projections = {f"{ours}.{name}.w": Matrix("") for name in sections}
+  convs = {f"{ours}.{name}_conv.w": Taps("") for name in sections[1:4]}
+  biases = {f"{ours}.{name}_conv.b": Same("", ndim=1) for name in sections[1:4]}
+  return {
     **stacked(f"{theirs}.in_proj.weight", projections),
     **stacked(f"{theirs}.conv1d.weight", convs),
     **stacked(f"{theirs}.conv1d.bias", biases),
     f"{ours}.step_bias": Same(f"{theirs}.dt_bias"),
     f"{ours}.log_rate": Same(f"{theirs}.A_log"),
     f"{ours}.skip": Same(f"{theirs}.D"),
-    f"{ours}.ssm_output.w": Matrix(f"{theirs}.out_proj.weight", inputs=2),
+    f"{ours}.norm.scale": Same(f"{theirs}.norm.weight", ndim=1),
+    f"{ours}.output.w": Matrix(f"{theirs}.out_proj.weight", inputs=2),
   }
-  return rules | ({f"{ours}.norm.scale": Same(f"{theirs}.norm.weight", ndim=1)} if norm else {})
 
 
-_CONVOLVED = ("value", "key", "query")
-_SECTIONS = ("gate", "ssm_value", "ssm_key", "ssm_query", "step")
+def hybrid_rules(theirs: str, others: Rules) -> Rules:
+  """Returns the rules of a `Hybrid`, given the prefix of Mamba-2's tensors and the other rules."""
+  ours = "stack.{}.attention"
+  return either(f"{ours}.log_rate", mamba_rules(ours, theirs), others)

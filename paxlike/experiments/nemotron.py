@@ -15,7 +15,7 @@ from paxlike.checkpoints.hf_layers import HfLayers
 from paxlike.checkpoints.hf_rules import Matrix, PerExpert, Rules, Same
 from paxlike.config import ranges
 from paxlike.experiments import datasets
-from paxlike.experiments.mamba import LETTERS, NO_STEP_LIMITS, Hybrid, kinds, mamba_rules
+from paxlike.experiments.mamba import LETTERS, NO_STEP_LIMITS, Hybrid, hybrid_rules, kinds
 from paxlike.experiments.moe import Moe
 from paxlike.registry import register
 
@@ -164,7 +164,6 @@ def _rules(of_llama: Rules) -> Rules:
     f"{attention}.output.w": Matrix(f"{mixer}.o_proj.weight", inputs=2),
     f"{mlp}.router.w": Matrix(f"{mixer}.gate.weight"),
     f"{mlp}.router_bias": Same(f"{mixer}.gate.e_score_correction_bias"),
-    **mamba_rules(attention, mixer),
   }
   for name in ("query", "key", "value"):
     rules[f"{attention}.{name}.w"] = Matrix(f"{mixer}.{name[0]}_proj.weight")
@@ -173,7 +172,7 @@ def _rules(of_llama: Rules) -> Rules:
     rules[f"{mlp}.{name}.w"] = Matrix(f"{mixer}.{name}_proj.weight")
     rules[f"{mlp}.shared.{name}.w"] = Matrix(f"{mixer}.shared_experts.{name}_proj.weight")
     rules[f"{mlp}.experts.{name}.w"] = PerExpert(expert)
-  return rules
+  return hybrid_rules(mixer, rules)
 
 
 @register

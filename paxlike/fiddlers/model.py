@@ -141,6 +141,10 @@ def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
     grouped = node.num_groups > 1
     node.num_heads, node.head_dim, node.state_dim, node.num_groups = 8, 8, 8, 2 if grouped else 1
     node.chunk = 8
+  for node in select(graph, layers.GatedDeltaNet):
+    grouped = node.num_key_heads < node.num_heads
+    node.num_heads, node.num_key_heads = 4, 2 if grouped else 4
+    node.key_dim, node.value_dim, node.chunk = 8, 12, 8
   for node in select(graph, layers.Mlp):
     node.hidden_dim = 48
   for node in select(graph, layers.Moe):

@@ -56,6 +56,19 @@ FALCON_MULTIPLIERS = {
   "ssm_in_multiplier": 1.25,
   "ssm_out_multiplier": 0.3,
 }
+QWEN_LINEAR = {
+  "num_hidden_layers": 5,
+  "linear_key_head_dim": 8,
+  "linear_value_head_dim": 12,
+  "linear_num_key_heads": 2,
+  "linear_num_value_heads": 4,
+}
+QWEN_EXPERTS = {
+  "num_experts": 6,
+  "num_experts_per_tok": 3,
+  "moe_intermediate_size": 24,
+  "shared_expert_intermediate_size": 20,
+}
 # Name -> (configuration class of transformers, what differs from COMMON). Windows are shorter than
 # the texts that they are tried on.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -257,6 +270,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "tie_word_embeddings": True,
     },
   ),
+  "qwen3_next": ("Qwen3NextConfig", {**QWEN_LINEAR, **QWEN_EXPERTS}),
+  "qwen3_5": ("Qwen3_5TextConfig", {**QWEN_LINEAR, "tie_word_embeddings": True}),
+  "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**QWEN_LINEAR, **QWEN_EXPERTS}),
   "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
   "qwen3_with_biases": ("Qwen3Config", {"attention_bias": True, "rope_parameters": YARN}),
 }

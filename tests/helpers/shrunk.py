@@ -20,6 +20,7 @@ ONE_OF_EACH = (
   "Gemma3_1B",
   "Qwen3_8B",
   "Qwen3_30B_A3B",
+  "Qwen3Next80B_A3B",
   "GptOss20B",
   "SyntheticGLaM126M64E",
   "DeepSeekV3",

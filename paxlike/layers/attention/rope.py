@@ -26,6 +26,8 @@ class Rope(Module):
     scaling: Changes the frequencies for longer contexts.
     magnitude: Multiplier of the result (YaRN's "attention factor").
     interleaved: Whether x[2i] is paired with x[2i + 1] instead of x[i] with x[i + H/2].
+    share: The share of a head's dims that is rotated, the first ones: H above is their number. The
+      other dims do not depend on the position.
   """
 
   def __init__(
@@ -36,10 +38,13 @@ class Rope(Module):
     scaling: Scaling | None = None,
     magnitude: ranges.Factor = 1.0,
     interleaved: bool = False,
+    share: ranges.Share = 1.0,
   ):
-    if head_dim % 2:
-      raise ArgumentError(f"{head_dim=} must be even: rotary positions rotate pairs of dims.")
-    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    rotated = int(head_dim * share)
+    if rotated % 2 or not rotated:
+      of = f" x {share=}" if share < 1 else ""
+      raise ArgumentError(f"{head_dim=}{of} must be even: rotary positions rotate pairs of dims.")
+    frequencies = theta ** (-np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     if scaling is not None:
       frequencies = scaling(frequencies)
     self.frequencies = tuple(map(float, frequencies))
@@ -57,12 +62,13 @@ class Rope(Module):
     cos = (jnp.cos(angles) * self.magnitude)[:, :, None]
     sin = (jnp.sin(angles) * self.magnitude)[:, :, None]
     x_BTNH, dtype = x_BTNH.astype(jnp.float32), x_BTNH.dtype
+    x_BTNH, others = jnp.split(x_BTNH, [2 * len(self.frequencies)], axis=-1)
     if self.interleaved:
       first, second = x_BTNH[..., 0::2], x_BTNH[..., 1::2]
     else:
       first, second = jnp.split(x_BTNH, 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(dtype)
+    return jnp.concatenate([*rotated, others], axis=-1).astype(dtype)
 
 
 @configurable(name="rope.linear")

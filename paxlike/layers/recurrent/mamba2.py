@@ -111,16 +111,15 @@ class Mamba2(RecurrentMixer):
     self.num_groups = num_groups
     self.least_step = least_step
     self.chunk = chunk
-    # These names differ from those of attention, which other layers of the same stack may have.
     model = {"model": dim}
     heads = {"heads": num_heads, "head": head_dim}
     groups = {"kv_heads": num_groups, "head": state_dim}
     self.gate = gate(model, heads)
-    self.ssm_value = value(model, heads)
-    self.ssm_key = key(model, groups)
-    self.ssm_query = query(model, groups)
+    self.value = value(model, heads)
+    self.key = key(model, groups)
+    self.query = query(model, groups)
     self.step = step(model, {"heads": num_heads})
-    self.ssm_output = output(heads, model)
+    self.output = output(heads, model)
     self.value_conv, self.key_conv, self.query_conv = conv(heads), conv(groups), conv(groups)
     self.norm = None if norm is None else norm(heads, num_groups)
     self.step_bias = self.weight({"heads": num_heads}, init=_initial_steps)
@@ -131,7 +130,7 @@ class Mamba2(RecurrentMixer):
     self, x_BTD: jax.Array, context: Context, cache: RecurrentCache | None = None
   ) -> tuple[jax.Array, RecurrentCache | None, Aux]:
     """See `RecurrentMixer`."""
-    maps = (self.ssm_value, self.ssm_key, self.ssm_query)
+    maps = (self.value, self.key, self.query)
     inputs = [
       mesh.constrain(linear(x_BTD, context), "batch", "time", dim, None)
       for linear, dim in zip(maps, ("heads", "kv_heads", "kv_heads"), strict=True)
@@ -145,8 +144,8 @@ class Mamba2(RecurrentMixer):
     y_BTNH *= jax.nn.silu(self.gate(x_BTD, context).astype(jnp.float32))
     if self.norm is not None:
       y_BTNH = self.norm(y_BTNH)
-    y_BTNH = mesh.constrain(y_BTNH.astype(self.ssm_output.dtype), "batch", "time", "heads", None)
-    return self.ssm_output(y_BTNH, context), cache, none()
+    y_BTNH = mesh.constrain(y_BTNH.astype(self.output.dtype), "batch", "time", "heads", None)
+    return self.output(y_BTNH, context), cache, none()
 
   def empty_cache(self, batch: int, length: int, dtype: Any) -> RecurrentCache:
     """See `RecurrentMixer`."""
