@@ -25,8 +25,15 @@ ONE_OF_EACH = (
   "SyntheticGLaM126M64E",
   "DeepSeekV3",
   "FalconH1_0_5B",
-  "NemotronH_8B",
+  "Nemotron3_Nano_30B_A3B",
 )
+# Patterns that are long, in a short form with every kind of layer.
+SHORT = {
+  "Nemotron3_Nano_30B_A3B": {
+    "LAYER_TYPES": 2 * ("mamba", "attention", "mlp", "moe"),
+    "NUM_LAYERS": 8,
+  }
+}
 
 
 def shrunk(
@@ -39,7 +46,7 @@ def shrunk(
   pipeline: fdl.Config | None = None,
   **knobs: Any,
 ) -> Definition:
-  graph = registry.find(name)(**knobs).trainer()
+  graph = registry.find(name)(**{**SHORT.get(name, {}), **knobs}).trainer()
   fiddlers.shrink(graph)
   for stack in fiddlers.select(graph, Stack):
     stack.repeats = repeats
