@@ -144,5 +144,5 @@ def _substituted(lower: jax.Array) -> jax.Array:
   rows: list[jax.Array] = []
   for index, unit in enumerate(jnp.eye(size, dtype=lower.dtype)):
     known = (lower[..., index, i, None] * row for i, row in enumerate(rows))
-    rows.append(jnp.broadcast_to(unit, lower.shape[:-1][:-1] + (size,)) - sum(known))
+    rows.append(jnp.broadcast_to(unit, (*lower.shape[:-2], size)) - sum(known))
   return jnp.stack(rows, axis=-2)

@@ -35,14 +35,19 @@ def convolve(module, x_BTD, context):
   return module(x_BTD.reshape(*x_BTD.shape[:2], 4, 6), context.segments_BT)
 
 
-def gated_delta_net(**options: Any) -> Any:
-  linears = ("query", "key", "value", "output_gate", "beta", "decay", "output")
+def gated_delta_net() -> Any:
+  roles = ("query", "key", "value", "output_gate", "beta", "decay", "output")
+  linears: Any = {role: functools.partial(layers.Linear, role=role) for role in roles}
   return layers.GatedDeltaNet(
     DIM,
-    **{"num_heads": 4, "num_key_heads": 2, "key_dim": 6, "value_dim": 5, "chunk": 16, **options},
-    **{role: functools.partial(layers.Linear, role=role) for role in linears},
+    num_heads=4,
+    num_key_heads=2,
+    key_dim=6,
+    value_dim=5,
+    chunk=16,
     conv=layers.ShortConv,
     norm=layers.RmsNorm,
+    **linears,
   )
 
 
@@ -162,7 +167,8 @@ def test_the_gated_delta_rule_equals_its_recurrence():
   g, beta = -random.exponential(size=(B, T, N)).astype(f), random.random((B, T, N)).astype(f)
   k[:, 8:30] = k[:, 8:9]  # Repeated keys without decay are the hardest system of equations.
   g[:, 8:30], beta[:, 8:30] = 0, 1
-  got = delta_rule.chunked(v, q, k, g, beta, None, first, chunk=32, num_devices=1)
+  rule = jax.jit(functools.partial(delta_rule.chunked, chunk=32, num_devices=1))
+  got = rule(v, q, k, g, beta, None, first)
   q, k, state = np.repeat(q, 2, axis=2), np.repeat(k, 2, axis=2), first
   for t in range(T):
     state = state * np.exp(g[:, t, :, None, None])
