@@ -162,6 +162,11 @@ class Family:
         values[knob] = self._chosen(key, values[knob])
       elif values[knob] is None and key in config and key not in self.nullable:
         raise UserError(f"{key} is null.")
+      elif isinstance(values[knob], list):
+        values[knob] = tuple(values[knob])
+    for key, function in self.derived.items():
+      if config.get(key) not in (None, wanted := function({**self.defaults, **config})):
+        raise UserError(f"{key} is {config[key]!r}; by other keys it is {wanted!r}.")
     self._check_layers(config)
     if self.layers is not None:
       values |= self.layers.read(config)
@@ -240,9 +245,6 @@ class Family:
     for key, other in self.equal.items():
       if config.get(key) is not None and config[key] != config.get(other):
         raise UserError(f"{key}={config[key]!r} is not {other}={config.get(other)!r}.")
-    for key, function in self.derived.items():
-      if config.get(key) not in (None, wanted := function({**self.defaults, **config})):
-        raise UserError(f"{key} is {config[key]!r}; by other keys it is {wanted!r}.")
     known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
     known |= self.derived.keys()
     if self.rope is not None:

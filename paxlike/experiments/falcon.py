@@ -110,6 +110,7 @@ class FalconH1(Mamba):
         "ssm_multipliers": (1.0,) * 5,
         "mlp_multipliers": (1.0, 1.0),
         "mamba_rms_norm": False,
+        "mamba_norm_before_gate": True,
         "mamba_n_heads": 128,
         "mamba_d_state": 256,
         "mamba_n_groups": 1,

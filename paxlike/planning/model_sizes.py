@@ -17,6 +17,7 @@ from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.auto import Place
 from paxlike.layers.attention.kernel_table import KERNELS
 from paxlike.layers.attention.latent_attention import LatentAttention
+from paxlike.layers.block import Block
 from paxlike.layers.module import Definition, Matmul, WeightSpec
 from paxlike.layers.moe.dispatch import Capacity
 from paxlike.layers.moe.moe import Moe
@@ -270,7 +271,9 @@ def of_definition(
   spans: dict[int, Span] = {}
   scores: list[tuple[float, float]] = []
   mixers: list[RecurrentMixer] = []
+  num_layers = 0
   for module, count in flops.modules(definition):
+    num_layers += count if isinstance(module, Block) else 0
     if isinstance(module, Attention | LatentAttention):
       heads += [module.num_heads] * count
       widths.append(module.head_dim)
@@ -294,7 +297,7 @@ def of_definition(
   placed = isinstance(getattr(first, "dispatch", None), Capacity)
   return ModelSizes(
     weights=tuple(_weight(n, spec, layout.locate(n)) for n, spec in definition.weights.items()),
-    num_layers=len(heads) + len(mixers),
+    num_layers=num_layers,
     repeats=layout.repeats if layout.scanned else 0,
     dim=decoder.embedding.table.get_value().shape[-1],
     vocab=decoder.vocab_size,
