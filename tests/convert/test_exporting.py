@@ -10,9 +10,9 @@ import pytest
 
 from paxlike import fiddlers, registry
 from paxlike.config import building, graph_file
-from paxlike.convert import exporting, model_graph, streaming
+from paxlike.convert import exporting, matching, model_graph, size_checks, streaming
 from paxlike.convert.main import run
-from paxlike.convert.safetensors_files import TensorFolder
+from paxlike.convert.safetensors_files import TensorFolder, TensorSpec
 from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.gemma import Gemma, Gemma2, Gemma3
 from paxlike.experiments.gpt import Gpt
@@ -255,3 +255,18 @@ def test_layers_for_multi_token_prediction_are_exported_where_theirs_has_some(
   assert (
     len([name for name in found if not re.search("self_attn|mlp|layernorm", name)]) == 6 * there
   )
+
+
+def test_a_model_with_experts_in_some_layers_passes_the_check_of_sizes():
+  experiment: Any = registry.find("Nemotron3_Nano_30B_A3B")()
+  family, model = experiment.hugging_face(), experiment.model()
+  fiddlers.stack(model, scan=False)
+  definition = Definition(building.build(model))
+  matches = matching.match(definition, family.rules_of, program=family.title)
+  found = {
+    name: TensorSpec(shape, np.dtype("float32"))
+    for match in matches
+    for name, shape in zip(match.theirs, match.rule.their_shapes(match.shape), strict=True)
+  }
+  config = exporting.config_of(experiment, dtype="float32")
+  size_checks.check(family.read(config), family, found)
