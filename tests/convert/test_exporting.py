@@ -14,11 +14,14 @@ from paxlike.convert import exporting, matching, model_graph, size_checks, strea
 from paxlike.convert.main import run
 from paxlike.convert.safetensors_files import TensorFolder, TensorSpec
 from paxlike.experiments.deepseek import DeepSeek
+from paxlike.experiments.falcon import FalconH1
 from paxlike.experiments.gemma import Gemma, Gemma2, Gemma3
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
+from paxlike.experiments.granite import Granite4
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.mistral import Mistral, Mixtral
+from paxlike.experiments.nemotron import NemotronH
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
@@ -42,16 +45,20 @@ LATENT = {
   "NUM_EXPERT_GROUPS_PER_TOKEN": 2,
   "NUM_EXPERTS_PER_TOKEN": 3,
 }
+MAMBA = {"MAMBA_NUM_HEADS": 8, "MAMBA_DIMS_PER_HEAD": 8, "MAMBA_STATE_DIMS": 6}
 FAMILIES = {
   DeepSeek: LATENT,
+  FalconH1: GROUPED | MAMBA,
   Gemma: GROUPED,
   Gemma2: GROUPED,
   Gemma3: GROUPED,
   Gpt: {},
   GptOss: EXPERTS,
+  Granite4: EXPERTS | MAMBA | {"LAYER_TYPES": ("mamba", "attention")},
   Llama: GROUPED,
   Mistral: GROUPED,
   Mixtral: EXPERTS,
+  NemotronH: EXPERTS | MAMBA | {"LAYER_TYPES": ("mamba", "moe"), "MAMBA_NUM_GROUPS": 2},
   Qwen3: GROUPED,
   Qwen3Moe: EXPERTS,
 }
