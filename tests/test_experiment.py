@@ -30,6 +30,9 @@ CONDITIONS = {
   "MOE_DISPATCH": {"MOE_DISPATCH": "capacity"},
   "CHECKPOINT_RESTORE_PATH": {"CHECKPOINT_RESTORE_PATH": "run"},
   "LORA_": {"USE_LORA": True, "LORA_ALPHA": 8.0},
+  "NUM_EXPERTS": {"NUM_EXPERTS": 8},
+  "SHARED_EXPERT_DIMS": {"LAYER_TYPES": ["mamba", "mlp", "moe"], "SHARED_EXPERT_DIMS": 8},
+  "ROPE_": {"USE_ROPE": True},
   "MTP_": {"MTP_NUM_LAYERS": 1},
   "BEST_CHECKPOINT_MODE": {"BEST_CHECKPOINT_METRIC": "validation/log_pplx"},
   "PROFILE": {"PROFILE_STEPS": [1, 2]},
@@ -70,10 +73,11 @@ def read_names(cls: type[Experiment]) -> frozenset[str]:
     experiment = cls(LR_SCHEDULE=name)
     experiment.schedule()
     read |= experiment.read_names()
-  together = {name: value for setting in CONDITIONS.values() for name, value in setting.items()}
-  for setting in ({}, together, *CONDITIONS.values()):  # One by one only if it takes that.
+  settings = [setting for setting in CONDITIONS.values() if setting.keys() <= knobs.keys()]
+  together = {name: value for setting in settings for name, value in setting.items()}
+  for setting in ({}, together, *settings):  # One by one only if it takes that.
     if read < knobs.keys():
-      experiment = cls(**{name: value for name, value in setting.items() if name in knobs})
+      experiment = cls(**setting)
       experiment.trainer()
       read |= experiment.read_names()
   return frozenset(read)
@@ -104,7 +108,8 @@ def test_every_knob_is_documented(owner):
 @every_experiment
 def test_parameters_are_affine_in_repeats_of_the_pattern(cls):
   stack = cls().stack()
-  layers = [len(stack.prologue) + repeats * len(stack.pattern) for repeats in (2, 3, 5)]
+  ends = len(stack.prologue) + len(stack.epilogue)
+  layers = [ends + repeats * len(stack.pattern) for repeats in (2, 3, 5)]
   counts = [num_params(cls(NUM_LAYERS=count)) for count in layers]
   assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) > 0
 

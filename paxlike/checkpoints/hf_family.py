@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
+from paxlike.checkpoints import hf_layers
+from paxlike.checkpoints.hf_layers import HfLayers
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Rules
 from paxlike.errors import UserError
@@ -88,6 +90,9 @@ class Family:
     knobs: Configuration key -> knob.
     defaults: Values of absent keys in transformers. A key in `knobs` without a default is required.
     nullable: Keys that may be null; their knobs are None then.
+    choices: Key in `knobs` -> each of its values and that of the knob; others are refused. If some
+      mean the same, the first is written.
+    derived: Key -> its value, given the others, defaults included; it is written.
     fixed: Keys that must have this value, or one of a tuple; an absent key means this value unless
       `defaults` has another. The first is written.
     neutral: Keys without effect on logits, besides those of every family.
@@ -97,6 +102,7 @@ class Family:
     layer_types: Repeating pattern of the layers' kinds of attention; empty: no such key.
     last_type: The kind of the last layer; None: that of the pattern.
     by_layer: Key -> repeating pattern of its values, one per layer, which may be absent.
+    layers: The kinds of layers of a hybrid model; it then has the key `num_hidden_layers`, too.
     rope: Rotary position embedding, if any.
     rules: Weight -> its tensors.
     mtp: The same for each layer of multi-token prediction, such as "projection.w", besides those of
@@ -108,6 +114,8 @@ class Family:
       the knob's value.
     copies: Tensor that may be present and is not read -> the tensor that it must equal.
     wrapper: The multimodal model that contains a model of this family.
+    stacked_experts: End of the name of a tensor that may hold the matrices of all experts, one
+      above the other -> the names of these matrices, in place of its last word.
   """
 
   model_type: str
@@ -116,6 +124,10 @@ class Family:
   knobs: Mapping[str, str]
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   nullable: frozenset[str] = frozenset()
+  choices: Mapping[str, Mapping[Any, Any]] = dataclasses.field(default_factory=dict)
+  derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = dataclasses.field(
+    default_factory=dict
+  )
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   neutral: frozenset[str] = frozenset()
   equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -124,6 +136,7 @@ class Family:
   layer_types: tuple[str, ...] = ()
   last_type: str | None = None
   by_layer: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+  layers: HfLayers | None = None
   rope: HfRope | None = None
   rules: Rules
   mtp: Rules = dataclasses.field(default_factory=dict)
@@ -133,6 +146,7 @@ class Family:
   ignored: tuple[str, ...] = ()
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   wrapper: Wrapper | None = None
+  stacked_experts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
   @property
   def title(self) -> str:
@@ -152,19 +166,35 @@ class Family:
       if key not in config and key not in self.defaults:
         raise UserError(f"a {self.model_type} model lacks {key}.")
       values[knob] = config.get(key, self.defaults.get(key))
-      if values[knob] is None and key in config and key not in self.nullable:
+      if key in self.choices:
+        values[knob] = self._chosen(key, values[knob])
+      elif values[knob] is None and key in config and key not in self.nullable:
         raise UserError(f"{key} is null.")
+      elif isinstance(values[knob], list):
+        values[knob] = tuple(values[knob])
+    for key, function in self.derived.items():
+      if config.get(key) not in (None, wanted := function({**self.defaults, **config})):
+        raise UserError(f"{key} is {config[key]!r}; by other keys it is {wanted!r}.")
     self._check_layers(config)
+    if self.layers is not None:
+      values |= self.layers.read(config)
     return values | ({} if self.rope is None else self.rope.read(config))
 
   def write(self, values: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     """Returns the `config.json` of a model with these knobs, its weights in `dtype`."""
     config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-    config |= {key: values[knob] for key, knob in self.knobs.items()}
+    for key, knob in self.knobs.items():
+      value = values[knob]
+      config[key] = list(value) if isinstance(value, tuple) else value
+    for key, choices in self.choices.items():
+      config[key] = next(theirs for theirs, ours in choices.items() if ours == config[key])
+    config |= {key: function(config) for key, function in self.derived.items()}
     for key, wanted in self.fixed.items():
       config[key] = wanted[0] if isinstance(wanted, tuple) else wanted
     if self.rope is not None:
       config |= self.rope.write(values)
+    if self.layers is not None:
+      config |= self.layers.write(values)
     if self.layer_types:
       config["layer_types"] = _repeated(self.layer_types, values["NUM_LAYERS"])
     for key, pattern in self.by_layer.items():
@@ -194,6 +224,12 @@ class Family:
     if name in self.copies:
       return True
     return any(re.fullmatch(_with_knobs(pattern, values), name) for pattern in self.ignored)
+
+  def _chosen(self, key: str, value: Any) -> Any:
+    for theirs, ours in self.choices[key].items():
+      if keys.is_one_of(value, theirs):
+        return ours
+    raise UserError(f"{key} is {value!r}, not {keys.spell(tuple(self.choices[key]))}.")
 
   def _renamed(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration with aliases resolved, and `rewritten`."""
@@ -232,9 +268,11 @@ class Family:
       if config.get(key) is not None and config[key] != config.get(other):
         yield key, f"{key}={config[key]!r} is not {other}={config.get(other)!r}."
     known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
-    known |= self.by_layer.keys()
+    known |= self.by_layer.keys() | self.derived.keys()
     if self.rope is not None:
       known |= self.rope.keys
+    if self.layers is not None:
+      known |= hf_layers.KEYS
     if self.layer_types:
       known |= {"layer_types", _PATTERN, f"_{_PATTERN}"}
     for key, value in config.items():

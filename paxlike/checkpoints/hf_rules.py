@@ -213,5 +213,73 @@ def stacked(name: str, weights: Mapping[str, Same], *, axis: int = 0) -> dict[st
   }
 
 
+@dataclasses.dataclass(frozen=True)
+class Grouped(Same):
+  """One of several linear maps in a tensor [outputs, inputs], which has groups of their outputs.
+
+  Each group has some outputs of every map, in the same order.
+
+  Attributes:
+    weights: The names of the maps of the same layer in the tensor, in order, `{}` for the layer.
+    weight: Which of them this is.
+    groups: The map whose first output dim is that of the groups.
+    num_groups, sizes: The number of groups, and of each map's outputs in one; `among` finds them.
+  """
+
+  weights: tuple[str, ...] = ()
+  weight: str = ""
+  groups: str = ""
+  num_groups: int = 1
+  sizes: tuple[int, ...] = ()
+
+  def among(self, shapes: Mapping[str, Shape]) -> Same:
+    num_groups = shapes[self.groups][1]
+    sizes = tuple(math.prod(shapes[name][1:]) // num_groups for name in self.weights)
+    return dataclasses.replace(self, num_groups=num_groups, sizes=sizes)
+
+  def part(self, shape: Shape) -> Any:
+    del shape
+    index, total = self.weights.index(self.weight), sum(self.sizes)
+    of_group = sum(self.sizes[:index]) + np.arange(self.sizes[index])
+    return ((total * np.arange(self.num_groups)[:, None] + of_group).reshape(-1),)
+
+  def their_shapes(self, shape: Shape) -> list[Shape]:
+    return [(self.num_groups * sum(self.sizes), shape[0])]
+
+  def load(self, tensors: list[np.ndarray], shape: Shape) -> np.ndarray:
+    return tensors[0][self.part(shape)].T.reshape(shape)
+
+  def save(self, weight: np.ndarray) -> list[np.ndarray]:
+    return [weight.reshape(len(weight), -1).T]
+
+
+def grouped(name: str, *weights: str, groups: str) -> dict[str, "Same"]:
+  """Returns the rules of linear maps whose outputs are in one tensor, group by group."""
+  return {
+    weight: Grouped(name, weights=weights, weight=weight, groups=groups) for weight in weights
+  }
+
+
+@dataclasses.dataclass(frozen=True)
+class Either(Same):
+  """One rule in layers that have the weight `name`, `{}` for the layer, another in the others."""
+
+  there: Same = Same("")
+  absent: Same = Same("")
+
+  def among(self, shapes: Mapping[str, Shape]) -> Same:
+    return (self.there if self.name in shapes else self.absent).among(shapes)
+
+
+def either(weight: str, there: "Rules", absent: "Rules") -> dict[str, "Same"]:
+  """Returns the rules of models in which only some layers have `weight`."""
+  return {
+    name: Either(weight, there=there[name], absent=absent[name])
+    if name in there and name in absent
+    else (there.get(name) or absent[name])
+    for name in {**absent, **there}
+  }
+
+
 Rule = Same
 Rules = dict[str, Rule]

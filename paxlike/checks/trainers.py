@@ -31,6 +31,8 @@ _SHARDED = (
   (layers.Attention, "num_heads", "tensor"),
   (layers.Attention, "num_kv_heads", "tensor"),
   (layers.LatentAttention, "num_heads", "tensor"),
+  (layers.GatedDeltaNet, "num_heads", "tensor"),
+  (layers.GatedDeltaNet, "num_key_heads", "tensor"),
   (layers.Mlp, "hidden_dim", "tensor"),
   (layers.Experts, "hidden_dim", "tensor"),
   (layers.Moe, "num_experts", "expert"),
@@ -86,6 +88,8 @@ def _shrink(graph: Any, build: Build):
   for node in fiddlers.select(graph, layers.Attention):
     if node.num_kv_heads is not None:
       node.num_heads = math.lcm(node.num_heads, 2 * node.num_kv_heads)
+  for node in fiddlers.select(graph, layers.GatedDeltaNet):
+    node.num_heads = math.lcm(node.num_heads, node.num_key_heads)
 
 
 def not_sharded(graph: Any, build: Build, small: Trainer) -> list[str]:

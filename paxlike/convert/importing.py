@@ -24,6 +24,7 @@ from paxlike.convert.matching import Match
 from paxlike.convert.meta import MetaFolder
 from paxlike.convert.quantized import Dequantized, Tensors
 from paxlike.convert.safetensors_files import TensorFolder, read_json
+from paxlike.convert.stacked_experts import UnstackedExperts
 from paxlike.convert.torch_folder import TorchFolder
 from paxlike.data.tokenizers.token_settings import TOKENIZER_BYTES
 from paxlike.errors import UserError
@@ -86,6 +87,8 @@ class Source:
       if wrapper is not None and config["model_type"] == wrapper.model_type:
         config, tensors = wrapper.text(config), _TextTensors(tensors, wrapper)
         _check_quantization(config.get("quantization_config"))
+      if self.family.stacked_experts:
+        tensors = UnstackedExperts(tensors, self.family.stacked_experts)
       self._knobs = self.family.read(config)
       self._tensors = _WithPrefix(tensors, self.family.prefix)
       self._knobs |= _mtp_layers(self.family, self._knobs, self._tensors)

@@ -45,7 +45,8 @@ def check(knobs: Mapping[str, Any], family: Family, found: Mapping[str, TensorSp
   limits |= {"NUM_LAYERS": len(layers), "NUM_DENSE_LAYERS": len(layers)}
   num_layers = knobs.get("NUM_LAYERS")
   if any(isinstance(rule, PerExpert) for rule in family.rules.values()) and num_layers:
-    sparse = num_layers - (knobs.get("NUM_DENSE_LAYERS") or 0)
+    kinds = knobs.get("LAYER_TYPES", ("moe",) * num_layers)
+    sparse = kinds.count("moe") - (knobs.get("NUM_DENSE_LAYERS") or 0)
     limits["NUM_EXPERTS"] = len(found) // max(sparse, 1)
   for knob, value in knobs.items():
     if type(value) is not int:

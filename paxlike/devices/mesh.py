@@ -39,6 +39,7 @@ RULES: dict[str, tuple[str, ...]] = {
   "experts": ("expert",),
   "group": ("data", "fsdp"),
   "head": (),
+  "tap": (),
   "rank": (),
   "adapter": (),
   "position": (),

@@ -133,6 +133,7 @@ def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
     pipeline = getattr(node, "pipeline", None)
     node.repeats = 2 if pipeline is None else pipeline.stages * pipeline.chunks
     node.prologue = list(node.prologue)[:1]
+    node.epilogue = list(node.epilogue)[:1]
   for node in select(graph, layers.Attention):
     grouped = node.num_kv_heads is not None and node.num_kv_heads < node.num_heads
     node.num_heads, node.head_dim = 4, 16
@@ -145,6 +146,14 @@ def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
   for node in select(graph, layers.LatentAttention):
     node.num_heads, node.head_dim, node.rope_dim, node.value_dim = 4, 16, 8, 16
     node.rank, node.query_rank = 16, 24
+  for node in select(graph, layers.Mamba2):
+    grouped = node.num_groups > 1
+    node.num_heads, node.head_dim, node.state_dim, node.num_groups = 8, 8, 8, 2 if grouped else 1
+    node.chunk = 8
+  for node in select(graph, layers.GatedDeltaNet):
+    grouped = node.num_key_heads < node.num_heads
+    node.num_heads, node.num_key_heads = 4, 2 if grouped else 4
+    node.key_dim, node.value_dim, node.chunk = 8, 12, 8
   for node in select(graph, layers.Mlp):
     node.hidden_dim = 48
   for node in select(graph, layers.Moe):

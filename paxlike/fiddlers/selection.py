@@ -9,7 +9,7 @@ from fiddle import daglish, selectors
 
 from paxlike import layers
 
-ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value")
+ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value", "output_gate")
 MLP = ("up", "gate", "down")
 BLOCK = ATTENTION + MLP
 

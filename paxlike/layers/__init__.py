@@ -54,6 +54,12 @@ from paxlike.layers.precision.int8 import Int8
 from paxlike.layers.precision.mxfp8 import MxFp8
 from paxlike.layers.precision.quantization_aware import QatFp8, QatFp8Blocks, QatInt4, QatInt8
 from paxlike.layers.precision.transformer_engine import TransformerEngine
+from paxlike.layers.recurrent.cache import RecurrentCache
+from paxlike.layers.recurrent.gated_delta_net import GatedDeltaNet
+from paxlike.layers.recurrent.mamba2 import GroupedRmsNorm, Mamba2
+from paxlike.layers.recurrent.mixer import RecurrentMixer
+from paxlike.layers.recurrent.parallel import ParallelMixer
+from paxlike.layers.recurrent.short_conv import ShortConv
 from paxlike.layers.remat import Remat
 from paxlike.layers.reward_model import RewardModel
 from paxlike.layers.stack import Stack
@@ -74,6 +80,8 @@ __all__ = [
   "ExpertLora",
   "Experts",
   "Fp8",
+  "GatedDeltaNet",
+  "GroupedRmsNorm",
   "InputWeightedMoe",
   "Int8",
   "JointRmsNorm",
@@ -86,11 +94,13 @@ __all__ = [
   "LongRope",
   "Lora",
   "LoraBank",
+  "Mamba2",
   "Mlp",
   "Module",
   "Moe",
   "MtpKind",
   "MxFp8",
+  "ParallelMixer",
   "ParallelMtp",
   "Params",
   "Pipeline",
@@ -100,12 +110,15 @@ __all__ = [
   "QatInt4",
   "QatInt8",
   "QkClip",
+  "RecurrentCache",
+  "RecurrentMixer",
   "RelativeBias",
   "Remat",
   "RewardModel",
   "RmsNorm",
   "Rope",
   "SequentialMtp",
+  "ShortConv",
   "Stack",
   "TransformerEngine",
   "UnscaledRmsNorm",

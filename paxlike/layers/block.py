@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of a transformer."""
+"""One layer of a model: a mixer of tokens, and a feed-forward layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
+from paxlike.errors import ArgumentError
 from paxlike.layers import module
-from paxlike.layers.aux_losses import Aux, add
+from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.mlp import Mlp
@@ -20,15 +21,18 @@ from paxlike.layers.moe.moe import Moe
 
 @configurable
 class Block(module.Module):
-  """Attention and feed-forward, each with a residual connection, and norms before or after."""
+  """Attention and feed-forward, each with a residual connection, and norms before or after.
+
+  A layer with a recurrent state may take the place of attention.
+  """
 
   def __init__(
     self,
     dim: ranges.Size,
     *,
     norm: Callable[[int], Any] | None,
-    attention: Callable[[int], Any],
-    mlp: Callable[[int], Mlp | Moe],
+    attention: Callable[[int], Any] | None,
+    mlp: Callable[[int], Mlp | Moe] | None,
     post_norm: Callable[[int], Any] | None = None,
     dropout: Callable[[], Dropout] | None = None,
     residual_scale: ranges.Finite = 1.0,
@@ -36,6 +40,8 @@ class Block(module.Module):
     time: str = "time",
   ):
     """`norm` applies to the inputs of attention and feed-forward (pre-LN); None: no norm.
+
+    Either `attention` or `mlp` may be None: the block then consists of the other one.
 
     `post_norm` and `dropout` apply to their outputs.
 
@@ -48,12 +54,18 @@ class Block(module.Module):
     Korthikanti et al., 2022, arXiv:2205.05198).
     """
     self.time = time
-    self.attention_norm = None if norm is None else norm(dim)
-    self.attention = attention(dim)
-    self.attention_post_norm = None if post_norm is None else post_norm(dim)
-    self.mlp_norm = None if norm is None else norm(dim)
-    self.mlp = mlp(dim)
-    self.mlp_post_norm = None if post_norm is None else post_norm(dim)
+    if attention is None and mlp is None:
+      raise ArgumentError("attention=None and mlp=None of a Block: give at least one.")
+
+    def norm_of(part: Any, make: Callable[[int], Any] | None) -> Any:
+      return None if part is None or make is None else make(dim)
+
+    self.attention_norm = norm_of(attention, norm)
+    self.attention = None if attention is None else attention(dim)
+    self.attention_post_norm = norm_of(attention, post_norm)
+    self.mlp_norm = norm_of(mlp, norm)
+    self.mlp = None if mlp is None else mlp(dim)
+    self.mlp_post_norm = norm_of(mlp, post_norm)
     self.dropout = None if dropout is None else dropout()
     self.residual_scale = residual_scale
     self.output_scale = (
@@ -65,26 +77,28 @@ class Block(module.Module):
   def __call__(
     self, x_BTD: jax.Array, context: Context, cache: Any = None
   ) -> tuple[jax.Array, Any, Aux]:
-    """Returns (x_BTD, the updated KV cache, the layers' Aux)."""
-    with jax.named_scope("attention"):
-      y_BTD, cache, of_attention = self.attention(
-        self._normed(self.attention_norm, x_BTD), context, cache
-      )
-      if self.attention_post_norm is not None:
-        y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)
-      logged = _logged("attention_rms", y_BTD, context)
-      x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
-    with jax.named_scope("mlp"):
-      y_BTD, of_mlp = self.mlp(self._normed(self.mlp_norm, x_BTD), context)
-      if self.mlp_post_norm is not None:
-        y_BTD = by_token(self.mlp_post_norm, y_BTD, time=self.time)
-      logged |= _logged("mlp_rms", y_BTD, context)
-      x_BTD = self._add(x_BTD, y_BTD, context.fold(1))
-      if self.output_scale is not None:
-        x_BTD = x_BTD * self.output_scale[...].astype(x_BTD.dtype)
+    """Returns (x_BTD, the updated cache, the layers' Aux)."""
+    combined, logged = none(), {}
+    if self.attention is not None:
+      with jax.named_scope("attention"):
+        y_BTD, cache, aux = self.attention(self._normed(self.attention_norm, x_BTD), context, cache)
+        if self.attention_post_norm is not None:
+          y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)
+        logged |= _logged("attention_rms", y_BTD, context)
+        x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
+        combined = add(combined, aux)
+    if self.mlp is not None:
+      with jax.named_scope("mlp"):
+        y_BTD, aux = self.mlp(self._normed(self.mlp_norm, x_BTD), context)
+        if self.mlp_post_norm is not None:
+          y_BTD = by_token(self.mlp_post_norm, y_BTD, time=self.time)
+        logged |= _logged("mlp_rms", y_BTD, context)
+        x_BTD = self._add(x_BTD, y_BTD, context.fold(1))
+        combined = add(combined, aux)
+    if self.output_scale is not None:
+      x_BTD = x_BTD * self.output_scale[...].astype(x_BTD.dtype)
     logged |= _logged("residual_rms", x_BTD, context)
-    aux = add(of_attention, of_mlp)
-    return x_BTD, cache, aux._replace(layer_sums=aux.layer_sums | logged)
+    return x_BTD, cache, combined._replace(layer_sums=combined.layer_sums | logged)
 
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array, context: Context) -> jax.Array:
     if self.dropout is not None:

@@ -4,7 +4,8 @@
 A multiplication and an addition are two FLOPs. A training step costs three times the forward pass,
 two times for frozen weights, which need no gradients; recomputation is never counted. Attention is
 counted in two ways: `full` over all T x S pairs (as arXiv:2204.02311 appendix B), and `causal` over
-the half that a causal mask keeps.
+the half that a causal mask keeps. For both, layers with a recurrent state count its updates and
+reads.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.latent_attention import LatentAttention
 from paxlike.layers.module import Definition
 from paxlike.layers.moe.moe import Moe
+from paxlike.layers.recurrent.mixer import RecurrentMixer
 from paxlike.layers.stack import layout_of
 
 
@@ -56,7 +58,7 @@ def attention_flops(definition: Definition, seq_len: int) -> tuple[float, float]
   """Returns attention's forward FLOPs per token (logits, weighted values): (full, causal)."""
   full = causal = 0
   for module, count in modules(definition):
-    if isinstance(module, Attention | LatentAttention):
+    if isinstance(module, Attention | LatentAttention | RecurrentMixer):
       of_layer = module.score_flops(seq_len)
       full, causal = full + count * of_layer[0], causal + count * of_layer[1]
   return full, causal

@@ -167,7 +167,10 @@ class Stack(Module):
     """Returns empty caches of all layers, for `batch` sequences of up to `length` tokens."""
     repeats = self.layout.repeats
     caches = {
-      section: [block.attention.empty_cache(batch, length, dtype) for block in blocks]
+      section: [
+        None if block.attention is None else block.attention.empty_cache(batch, length, dtype)
+        for block in blocks
+      ]
       for section, blocks in self._sections().items()
     }
     if "pattern" in caches:
@@ -178,7 +181,7 @@ class Stack(Module):
     """Returns the caches with more slots, for sequences of up to `length` tokens."""
     return {
       section: [
-        cache.grown(block.attention.num_slots(length))
+        None if cache is None else cache.grown(block.attention.num_slots(length))
         for block, cache in zip(blocks, caches[section], strict=True)
       ]
       for section, blocks in self._sections().items()

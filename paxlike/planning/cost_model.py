@@ -168,6 +168,20 @@ class _Step:
     return matmul_time.of(weight, direction, tokens, *sizes, self._model, self._machine)
 
   def _attention(self, *, backward: bool = False) -> Times:
+    if not self._model.spans:
+      return self._recurrent(backward=backward)
+    return self._scores(backward=backward) + self._recurrent(backward=backward)
+
+  def _recurrent(self, *, backward: bool) -> Times:
+    """Returns the time of layers with a recurrent state; their backward pass recomputes them."""
+    of = self._model.recurrent
+    if not of.flops:
+      return Times()
+    rate = self._machine.rates.matmul_flops(self._chip, self._tokens, of.chunk, of.chunk)
+    seconds = (3 if backward else 1) * of.flops / rate
+    return Times(attention=seconds * self._tokens / self._sizes["tensor"] / self._stages)
+
+  def _scores(self, *, backward: bool) -> Times:
     model, shards = self._model, self._sizes["tensor"] * self._stages
     over_context = self._sizes["context"] > 1
     if model.fused_attention and not over_context:
@@ -213,6 +227,10 @@ class _Step:
       hops = span.length / shard if self._is_near(span) else group.size - 1
       nbytes = copies * 2 * self._tokens * span.keys / self._sizes["tensor"]
       sent += hops * interconnect.send(self._network, group, nbytes) / self._stages
+    if group.size > 1 and self._model.recurrent.states:
+      nbytes = 4 * self._model.recurrent.states / self._sizes["tensor"]
+      nbytes *= self._tokens / shard  # Sequences of this device.
+      sent += (group.size - 1) * interconnect.send(self._network, group, nbytes) / self._stages
     return Times(context=max(0.0, sent - attention.total))
 
   def _elementwise(self) -> Times:

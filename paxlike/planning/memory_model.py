@@ -229,6 +229,7 @@ def _working(model: ModelSizes, how: Configuration) -> float:
   """Returns the bytes of temporaries per token of a layer's backward pass."""
   sizes = how.sizes
   scores = 0 if model.fused_attention else 10 * model.seq_len * _heads(model, sizes)
+  scores = max(scores, 4 * model.recurrent.numbers / sizes["tensor"])
   wide = ffn(model, sizes)
   if model.moe_layers and model.capacity is None:
     # Tokens are all-gathered over `expert`, and have a row for each choice: four arrays of width F

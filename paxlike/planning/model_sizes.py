@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,11 @@ from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.auto import Place
 from paxlike.layers.attention.kernel_table import KERNELS
 from paxlike.layers.attention.latent_attention import LatentAttention
+from paxlike.layers.block import Block
 from paxlike.layers.module import Definition, Matmul, WeightSpec
 from paxlike.layers.moe.dispatch import Capacity
 from paxlike.layers.moe.moe import Moe
+from paxlike.layers.recurrent.mixer import RecurrentMixer
 from paxlike.layers.stack import Stack
 from paxlike.layers.stack_layout import Location
 from paxlike.training import train_state
@@ -105,6 +107,22 @@ class Span(NamedTuple):
   keys: float
 
 
+class Recurrence(NamedTuple):
+  """Layers with a recurrent state, summed over layers; zeros if there are none.
+
+  Attributes:
+    flops: Forward FLOPs per token of all matmuls within chunks and with states.
+    chunk: The tokens of a chunk, at most.
+    states: Elements of what devices of `context` exchange per sequence and device.
+    numbers: float32 numbers per token that the backward pass of one layer works with, at most.
+  """
+
+  flops: float = 0.0
+  chunk: int = 0
+  states: float = 0.0
+  numbers: float = 0.0
+
+
 _Sizes = tuple[tuple[str, int], ...]
 
 
@@ -135,9 +153,10 @@ class ModelSizes:
       layers are counted as layers that no scan repeats.
     heads: Attention heads, summed over layers.
     least_heads: The smallest N of any layer.
-    head_dim: The smallest H of any layer.
+    head_dim: The smallest H of any layer of attention.
     scores: Attention's forward FLOPs per token: (full, causal); see `flops.attention_flops`.
     spans: All layers of attention, by their spans.
+    recurrent: All layers with a recurrent state together.
     mlp_factor: The number of arrays of width F that the activation reads and writes: 3 if gated,
       else 2.
     moe_layers: The number of layers with experts.
@@ -168,6 +187,7 @@ class ModelSizes:
   head_dim: int = 128
   scores: tuple[float, float]
   spans: tuple[Span, ...]
+  recurrent: Recurrence
   mlp_factor: int
   moe_layers: int = 0
   num_experts: int = 1
@@ -231,6 +251,9 @@ def _padded(model: ModelSizes, places: int) -> ModelSizes:
     num_layers=round(factor * model.num_layers),
     repeats=size,
     heads=round(factor * model.heads),
+    recurrent=model.recurrent._replace(
+      flops=factor * model.recurrent.flops, states=factor * model.recurrent.states
+    ),
     scores=(factor * full, factor * causal),
     spans=tuple(Span(s.length, *(factor * number for number in s[1:])) for s in model.spans),
     moe_layers=round(factor * model.moe_layers),
@@ -246,16 +269,23 @@ def of_definition(
   layout = stack.layout
   heads, kernels, widths, moes, gated, dims_of_time = [], set(), [], [], [], set()
   spans: dict[int, Span] = {}
+  scores: list[tuple[float, float]] = []
+  mixers: list[RecurrentMixer] = []
+  num_layers = 0
   for module, count in flops.modules(definition):
+    num_layers += count if isinstance(module, Block) else 0
     if isinstance(module, Attention | LatentAttention):
       heads += [module.num_heads] * count
       widths.append(module.head_dim)
       kernels.add(getattr(module.kernel, "func", module.kernel))
+      scores += [module.score_flops(seq_len)] * count
       length = min(seq_len, getattr(module, "window", None) or seq_len)
       pairs = module.num_heads * length * (1 - length / seq_len / 2)
       own = (pairs, module.score_flops(seq_len)[1], _keys(module))
       sums = spans.get(length, Span(length, 0.0, 0.0, 0.0))
       spans[length] = Span(length, *(a + count * b for a, b in zip(sums[1:], own, strict=True)))
+    if isinstance(module, RecurrentMixer):
+      mixers += [module] * count
     if isinstance(module, Moe):
       moes += [module] * count
     if hasattr(module, "activation"):
@@ -267,7 +297,7 @@ def of_definition(
   placed = isinstance(getattr(first, "dispatch", None), Capacity)
   return ModelSizes(
     weights=tuple(_weight(n, spec, layout.locate(n)) for n, spec in definition.weights.items()),
-    num_layers=len(heads),
+    num_layers=num_layers,
     repeats=layout.repeats if layout.scanned else 0,
     dim=decoder.embedding.table.get_value().shape[-1],
     vocab=decoder.vocab_size,
@@ -275,10 +305,11 @@ def of_definition(
     loss_chunks=decoder.loss_chunks,
     predictions=1 + flops.num_further(definition),
     heads=sum(heads),
-    least_heads=min(heads),
-    head_dim=min(widths),
-    scores=flops.attention_flops(definition, seq_len),
+    least_heads=min([*heads, *(mixer.num_heads for mixer in mixers)]),
+    head_dim=min(widths, default=ModelSizes.head_dim),
+    scores=(sum(full for full, _ in scores), sum(causal for _, causal in scores)),
     spans=tuple(spans.values()),
+    recurrent=_recurrence(mixers),
     mlp_factor=3 if any(gated) else 2,
     moe_layers=len(moes),
     num_experts=first.num_experts if first else 1,
@@ -293,6 +324,16 @@ def of_definition(
     splits_sequences=set(decoder.kernels(Place(device, context=2))) <= split.keys(),
     whole_sequences=kernels.isdisjoint(split.values()),
     flops=flops.per_token(definition, seq_len),
+  )
+
+
+def _recurrence(mixers: Sequence[RecurrentMixer]) -> Recurrence:
+  """Returns the sums over all layers with a recurrent state."""
+  return Recurrence(
+    flops=sum(mixer.chunk_flops for mixer in mixers),
+    chunk=max((mixer.chunk for mixer in mixers), default=0),
+    states=sum(mixer.exchanged for mixer in mixers),
+    numbers=max((mixer.chunk_numbers for mixer in mixers), default=0.0),
   )
 
 

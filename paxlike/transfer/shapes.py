@@ -13,8 +13,8 @@ KINDS = ("standard", "mup", "completep")
 PARAMETRIZATION = ("PARAMETRIZATION", "BASE_MODEL_DIMS", "BASE_NUM_LAYERS", "BASE_DIMS_PER_HEAD")
 
 # Knobs that grow with MODEL_DIMS: numbers of heads, which must stay whole, and widths.
-_HEADS = ("NUM_HEADS", "NUM_KV_HEADS")
-_WIDTHS = ("HIDDEN_DIMS", "EXPERT_DIMS", "LATENT_DIMS", "QUERY_LATENT_DIMS")
+_HEADS = ("NUM_HEADS", "NUM_KV_HEADS", "MAMBA_NUM_HEADS")
+_WIDTHS = ("HIDDEN_DIMS", "EXPERT_DIMS", "SHARED_EXPERT_DIMS", "LATENT_DIMS", "QUERY_LATENT_DIMS")
 
 
 class Shape(NamedTuple):

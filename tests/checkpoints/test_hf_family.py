@@ -5,23 +5,26 @@ import pytest
 
 from paxlike.errors import UserError
 from paxlike.experiments.deepseek import DeepSeek
+from paxlike.experiments.falcon import FalconH1
 from paxlike.experiments.gemma import Gemma2, Gemma3
 from paxlike.experiments.gemma4 import Gemma4
 from paxlike.experiments.glm import GlmMoe
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
+from paxlike.experiments.granite import Granite4
 from paxlike.experiments.granite3 import Granite3
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.llama4 import Llama4
 from paxlike.experiments.mistral import Ministral3, Mistral, Mixtral
+from paxlike.experiments.nemotron import NemotronH
 from paxlike.experiments.olmo import Olmo3
 from paxlike.experiments.phi import Phi3
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 from paxlike.experiments.smollm import SmolLM3
 
 FAMILIES = [
-  *(DeepSeek, Gemma2, Gemma3, Gemma4, GlmMoe, Gpt, GptOss, Granite3),
-  *(Llama, Llama4, Ministral3, Mistral, Mixtral, Olmo3, Phi3, Qwen3, Qwen3Moe, SmolLM3),
+  *(DeepSeek, FalconH1, Gemma2, Gemma3, Gemma4, GlmMoe, Gpt, GptOss, Granite3, Granite4),
+  *(Llama, Llama4, Ministral3, Mistral, Mixtral, NemotronH, Olmo3, Phi3, Qwen3, Qwen3Moe, SmolLM3),
 ]
 # Of two layers, both kinds of Gemma 4.
 LAYERS_OF_GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -43,10 +46,14 @@ def read(experiment, **changed):
     "n_positions": 64,
     "num_attention_heads": 4,
     "n_head": 4,
+    "mamba_d_head": 4,
+    "mamba_n_heads": 4,
     **sizes,
   }
   fixed = {k: v[0] if isinstance(v, tuple) else v for k, v in family.fixed.items()}
-  config = {k: v for k, v in given.items() if k in family.knobs} | fixed | changed
+  config = {k: v for k, v in given.items() if k in family.knobs} | fixed
+  config |= {} if family.layers is None else {"layer_types": ["mamba", "attention"]}
+  config |= changed
   return family.read({key: value for key, value in config.items() if value is not ...})
 
 
@@ -96,6 +103,15 @@ def read(experiment, **changed):
     (Llama4, {"moe_layers": [1]}, "EXPERT_EVERY", 2),
     (Llama4, {"no_rope_layers": [1, 0]}, "GLOBAL_EVERY", 2),
     (Llama4, {"attn_temperature_tuning": 4}, "USE_LONG_CONTEXT_SCALE", True),
+    (Granite4, {"position_embedding_type": None, "mamba_expand": 2}, "USE_ROPE", False),
+    (Granite4, {"layer_types": ["linear_attention"]}, "LAYER_TYPES", ("mamba",)),
+    (
+      NemotronH,
+      {"layer_types": ..., "hybrid_override_pattern": "M*-E", "rope_theta": 1e4},
+      "LAYER_TYPES",
+      ("mamba", "attention", "mlp", "moe"),
+    ),
+    (FalconH1, {"mamba_d_ssm": 16}, "MLP_MULTIPLIERS", (1.0, 1.0)),
     # What is without effect.
     (Llama, {"_name_or_path": "x", "temperature": 0.5, "mystery": None}, "NUM_LAYERS", 2),
     (Gemma3, {"sliding_window_pattern": 6}, "NUM_LAYERS", 2),
@@ -152,6 +168,15 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
     (GptOss, {"rope_scaling": YARN}, "truncate of rope_parameters is absent, not False"),
     (DeepSeek, {"rope_scaling": YARN}, "mscale of rope_parameters is absent, not 1.0"),
+    (FalconH1, {"mamba_norm_before_gate": ...}, "mamba_norm_before_gate is True (its default)"),
+    (FalconH1, {"mamba_d_ssm": 32}, "mamba_d_ssm is 32; by other keys it is 16"),
+    (Granite4, {"mamba_expand": 4}, "mamba_expand is 4; by other keys it is 2"),
+    (Granite4, {"position_embedding_type": "alibi"}, "is 'alibi', not 'nope' or 'rope' or None"),
+    (Granite4, {"layer_types": ["mamba", "moe"]}, "layer_types has 'moe'; paxlike knows mamba"),
+    (Granite4, {"num_hidden_layers": 3}, "num_hidden_layers is 3, but layer_types has 2 layers"),
+    (NemotronH, {"layer_types": ...}, "lacks hybrid_override_pattern"),
+    (NemotronH, {"hybrid_override_pattern": "MM"}, "contradict each other"),
+    (NemotronH, {"moe_latent_size": 64}, "moe_latent_size is 64, not None"),
     (DeepSeek, {"head_dim": 32, "qk_rope_head_dim": 8}, "head_dim=32 is not qk_rope_head_dim=8"),
   ],
 )

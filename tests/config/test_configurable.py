@@ -40,11 +40,11 @@ CALLED = {
   "activation", "attention", "block", "choice", "decayed", "dispatch", "dot", "down", "dropout",
   "embedding", "embedding_norm", "evaluated", "experts", "gate", "head", "init", "kernel", "key",
   "key_value", "latent", "learning_rate", "lora", "metrics", "mlp", "mtp", "norm", "others",
-  "joint_qk_norm", "observe", "output", "pattern", "prologue", "positions", "post_norm", "qk_clip",
-  "qk_norm", "query", "query_down", "query_scale", "register", "relative_bias", "rope", "rule",
-  "router", "scaling", "scheme", "shared", "sinks", "stack", "transform", "up", "value", "epilogue",
-  "weight_decay_schedule", "projection", "reward", "advantages", "normalization",
-  "value_norm", "output_scale",
+  "conv", "joint_qk_norm", "observe", "output", "output_scale", "pattern", "prologue", "positions",
+  "post_norm", "qk_clip", "qk_norm", "query", "query_down", "query_scale", "recurrent", "register",
+  "relative_bias", "rope", "rule", "router", "scaling", "scheme", "shared", "sinks", "stack",
+  "step", "transform", "up", "value", "value_norm", "epilogue", "weight_decay_schedule",
+  "projection", "reward", "advantages", "normalization",
 }  # fmt: skip
 # Who imports, runs or unpickles what a value names, and what that is where a file gives it.
 BY_NAME = {

@@ -10,18 +10,21 @@ import pytest
 
 from paxlike import fiddlers, registry
 from paxlike.config import building, graph_file
-from paxlike.convert import exporting, model_graph, streaming
+from paxlike.convert import exporting, matching, model_graph, size_checks, streaming
 from paxlike.convert.main import run
-from paxlike.convert.safetensors_files import TensorFolder
+from paxlike.convert.safetensors_files import TensorFolder, TensorSpec
 from paxlike.experiments.deepseek import DeepSeek
+from paxlike.experiments.falcon import FalconH1
 from paxlike.experiments.gemma import Gemma, Gemma2, Gemma3
 from paxlike.experiments.gemma4 import Gemma4
 from paxlike.experiments.glm import GlmMoe
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
+from paxlike.experiments.granite import Granite4
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.llama4 import Llama4
 from paxlike.experiments.mistral import Mistral, Mixtral
+from paxlike.experiments.nemotron import NemotronH
 from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
@@ -45,8 +48,10 @@ LATENT = {
   "NUM_EXPERT_GROUPS_PER_TOKEN": 2,
   "NUM_EXPERTS_PER_TOKEN": 3,
 }
+MAMBA = {"MAMBA_NUM_HEADS": 8, "MAMBA_DIMS_PER_HEAD": 8, "MAMBA_STATE_DIMS": 6}
 FAMILIES = {
   DeepSeek: LATENT,
+  FalconH1: GROUPED | MAMBA,
   Gemma: GROUPED,
   Gemma2: GROUPED,
   Gemma3: GROUPED,
@@ -54,10 +59,12 @@ FAMILIES = {
   GlmMoe: {**EXPERTS, "NUM_DENSE_LAYERS": 1},
   Gpt: {},
   GptOss: EXPERTS,
+  Granite4: EXPERTS | MAMBA | {"LAYER_TYPES": ("mamba", "attention")},
   Llama: GROUPED,
   Llama4: {**GROUPED, "NUM_EXPERTS": 4, "EXPERT_EVERY": 2},
   Mistral: GROUPED,
   Mixtral: EXPERTS,
+  NemotronH: EXPERTS | MAMBA | {"LAYER_TYPES": ("mamba", "moe"), "MAMBA_NUM_GROUPS": 2},
   Qwen3: GROUPED,
   Qwen3Moe: EXPERTS,
 }
@@ -261,3 +268,18 @@ def test_layers_for_multi_token_prediction_are_exported_where_theirs_has_some(
   assert (
     len([name for name in found if not re.search("self_attn|mlp|layernorm", name)]) == 6 * there
   )
+
+
+def test_a_model_with_experts_in_some_layers_passes_the_check_of_sizes():
+  experiment: Any = registry.find("Nemotron3_Nano_30B_A3B")()
+  family, model = experiment.hugging_face(), experiment.model()
+  fiddlers.stack(model, scan=False)
+  definition = Definition(building.build(model))
+  matches = matching.match(definition, family.rules_of, program=family.title)
+  found = {
+    name: TensorSpec(shape, np.dtype("float32"))
+    for match in matches
+    for name, shape in zip(match.theirs, match.rule.their_shapes(match.shape), strict=True)
+  }
+  config = exporting.config_of(experiment, dtype="float32")
+  size_checks.check(family.read(config), family, found)

@@ -141,6 +141,52 @@ def test_the_text_part_of_a_model_with_images_is_taken_in_either_layout(
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_the_text_part_of_qwen35_is_taken_as_it_is_published(tmp_path):
+  """With the matrices of all experts in one tensor, and keys that transformers does not write."""
+  import torch
+  import transformers
+
+  vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+  config = transformers.Qwen3_5MoeConfig(
+    text_config={**COMMON, **FAMILIES["qwen3_5_moe"][1]},
+    vision_config={**vision, "out_hidden_size": 32, "num_position_embeddings": 16},
+  )
+  torch.manual_seed(0)
+  theirs = transformers.Qwen3_5MoeForConditionalGeneration(config).eval()
+  theirs.save_pretrained(tmp_path / "theirs")
+  saved = TensorFolder(tmp_path / "theirs")
+  arrays = {name: saved.read(name) for name in saved.specs}
+  for layer in range(5):
+    at = f"model.language_model.layers.{layer}.mlp.experts"
+    gate, up, down = (
+      np.stack([arrays.pop(f"{at}.{expert}.{role}_proj.weight") for expert in range(6)])
+      for role in ("gate", "up", "down")
+    )
+    arrays |= {f"{at}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{at}.down_proj": down}
+  arrays["mtp.fc.weight"] = np.zeros((32, 64), np.float32)
+  published = config_of(tmp_path / "theirs")
+  published["text_config"] |= {
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "partial_rotary_factor": 0.25,
+  }
+  published["text_config"]["rope_parameters"] |= {
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+  }
+  tiny_llama.write(tmp_path / "published", arrays, published)
+  tokens = np.random.default_rng(0).integers(3, 96, (2, 24)).astype(np.int32)
+  with torch.no_grad():
+    expected = theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+  got = logits(*converted(tmp_path / "published", tmp_path / "ours"), tokens)
+  np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_weights_of_torch_are_those_of_safetensors(tmp_path, shards):
   import torch

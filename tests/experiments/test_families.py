@@ -28,9 +28,13 @@ ALL_LAYERS = ["Gemma2_2B", "GptOss20B", "SyntheticGLaM126M64E", "DeepSeekV3"]
 every_kind = pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if name not in ALIKE])
 
 
+# Of patterns of many layers, whose programs are long.
+REPEATS = {"Qwen3Next80B_A3B": 1}
+
+
 @functools.cache
 def expected(name: str) -> Any:
-  return one_device(shrunk(name), batch(8))
+  return one_device(shrunk(name, repeats=REPEATS.get(name, 2)), batch(8))
 
 
 @every_kind
@@ -38,7 +42,8 @@ def test_scanned_and_sharded_equal_one_device(name):
   for value in expected(name)[0].values():
     assert np.all(np.isfinite(value))
   spec = MeshSpec(ici={"fsdp": 2, "expert": 2, "tensor": 2})
-  assert_same(steps(shrunk(name, scan=True), spec, batch(8)), expected(name))
+  scanned = shrunk(name, scan=True, repeats=REPEATS.get(name, 2))
+  assert_same(steps(scanned, spec, batch(8)), expected(name))
 
 
 @pytest.mark.parametrize("name", ALL_LAYERS)

@@ -56,6 +56,31 @@ LLAMA3_SCALING = {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 16,
 }
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2}
+FALCON_MULTIPLIERS = {
+  "embedding_multiplier": 3.0,
+  "lm_head_multiplier": 0.5,
+  "mlp_multipliers": [0.9, 0.6],
+  "key_multiplier": 0.4,
+  "attention_out_multiplier": 0.9,
+  "attention_in_multiplier": 1.1,
+  "ssm_multipliers": [0.7, 0.6, 0.5, 0.8, 1.2],
+  "ssm_in_multiplier": 1.25,
+  "ssm_out_multiplier": 0.3,
+}
+QWEN_LINEAR = {
+  "num_hidden_layers": 5,
+  "linear_key_head_dim": 8,
+  "linear_value_head_dim": 12,
+  "linear_num_key_heads": 2,
+  "linear_num_value_heads": 4,
+}
+QWEN_EXPERTS = {
+  "num_experts": 6,
+  "num_experts_per_tok": 3,
+  "moe_intermediate_size": 24,
+  "shared_expert_intermediate_size": 20,
+}
 # Name -> (configuration class of transformers, what differs from COMMON). Windows are shorter than
 # the texts that they are tried on.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -322,6 +347,78 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       },
     },
   ),
+  "granite4_dense": (
+    "GraniteMoeHybridConfig",
+    {
+      **MAMBA,
+      "layer_types": ["mamba", "attention", "mamba"],
+      "num_local_experts": 0,
+      "num_experts_per_tok": 0,
+      "shared_intermediate_size": 48,
+      "embedding_multiplier": 12.0,
+      "residual_multiplier": 0.22,
+      "attention_multiplier": 0.3,
+      "logits_scaling": 2.0,
+      "position_embedding_type": "nope",
+    },
+  ),
+  "granite4": (
+    "GraniteMoeHybridConfig",
+    {
+      **MAMBA,
+      "mamba_n_groups": 1,
+      "mamba_conv_bias": False,
+      "layer_types": ["mamba", "attention", "mamba"],
+      "num_local_experts": 4,
+      "num_experts_per_tok": 2,
+      "intermediate_size": 24,
+      "shared_intermediate_size": 40,
+      "attention_multiplier": 0.3,
+      "logits_scaling": 2.0,
+      "tie_word_embeddings": True,
+      "position_embedding_type": "rope",
+      "attention_bias": True,
+    },
+  ),
+  "nemotron_h": (
+    "NemotronHConfig",
+    {
+      "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+      "mamba_num_heads": 8,
+      "mamba_head_dim": 8,
+      "n_groups": 2,
+      "ssm_state_size": 6,
+      "time_step_min": 0.5,
+      "n_routed_experts": 4,
+      "num_experts_per_tok": 2,
+      "moe_intermediate_size": 24,
+      "moe_shared_expert_intermediate_size": 40,
+      "routed_scaling_factor": 2.5,
+    },
+  ),
+  "falcon_h1": (
+    "FalconH1Config",
+    {
+      **MAMBA,
+      **FALCON_MULTIPLIERS,
+      "mamba_d_ssm": 64,
+      "mamba_norm_before_gate": False,
+      "mamba_rms_norm": True,
+    },
+  ),
+  "falcon_h1_tied": (
+    "FalconH1Config",
+    {
+      **MAMBA,
+      "mamba_d_ssm": 64,
+      "mamba_norm_before_gate": False,
+      "lm_head_multiplier": 0.5,
+      "tie_word_embeddings": True,
+    },
+  ),
+  "qwen3_next": ("Qwen3NextConfig", {**QWEN_LINEAR, **QWEN_EXPERTS}),
+  "qwen3_5": ("Qwen3_5TextConfig", {**QWEN_LINEAR, "tie_word_embeddings": True}),
+  "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**QWEN_LINEAR, **QWEN_EXPERTS}),
   "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
   "qwen3_with_biases": ("Qwen3Config", {"attention_bias": True, "rope_parameters": YARN}),
 }

@@ -23,10 +23,20 @@ ONE_OF_EACH = (
   "Qwen3_8B",
   "Qwen3_30B_A3B",
   "Olmo2_1B",
+  "Qwen3Next80B_A3B",
   "GptOss20B",
   "SyntheticGLaM126M64E",
   "DeepSeekV3",
+  "FalconH1_0_5B",
+  "Nemotron3_Nano_30B_A3B",
 )
+# Patterns that are long, in a short form with every kind of layer.
+SHORT = {
+  "Nemotron3_Nano_30B_A3B": {
+    "LAYER_TYPES": 2 * ("mamba", "attention", "mlp", "moe"),
+    "NUM_LAYERS": 8,
+  }
+}
 
 
 def shrunk(
@@ -39,7 +49,7 @@ def shrunk(
   pipeline: fdl.Config | None = None,
   **knobs: Any,
 ) -> Definition:
-  graph = registry.find(name)(**knobs).trainer()
+  graph = registry.find(name)(**{**SHORT.get(name, {}), **knobs}).trainer()
   fiddlers.shrink(graph)
   for stack in fiddlers.select(graph, Stack):
     stack.repeats = repeats

@@ -78,7 +78,8 @@ def test_they_multiply_the_scales_that_a_family_and_a_parametrization_have(name,
   if kind == "completep":
     sizes = {"BASE_MODEL_DIMS": cls.MODEL_DIMS // 4, "BASE_NUM_LAYERS": cls.NUM_LAYERS // 2}
     knobs = {"PARAMETRIZATION": kind, **sizes}
-  before, after = scales(cls(**knobs).trainer()), scales(cls(**knobs, **SCALES).trainer())
+  none = dict.fromkeys(SCALES, 1.0)
+  before, after = (scales(cls(**knobs, **own).trainer()) for own in (none, SCALES))
   assert before[0] and before[1]
   for old, new, scale in zip(before, after, SCALES.values(), strict=True):
     assert new == pytest.approx([one * scale for one in old])

@@ -39,6 +39,7 @@ class Attention(module.Module):
     key: Callable[..., Linear],
     value: Callable[..., Linear] | None,
     output: Callable[..., Linear],
+    output_gate: Callable[..., Linear] | None = None,
     rope: Callable[[int], Rope] | None = None,
     query_scale: Callable[[jax.Array], jax.Array] | None = None,
     qk_norm: Callable[..., Any] | None = None,
@@ -65,6 +66,8 @@ class Attention(module.Module):
       key: D -> K x H.
       value: D -> K x H; None: the values are the keys, before norm and rotary embedding.
       output: N x H -> D.
+      output_gate: D -> N x H, whose sigmoid multiplies the heads' outputs (Qiu et al., 2025,
+        arXiv:2505.06708).
       rope: Rotary embedding of queries and keys.
       query_scale: Returns the factor of a query at a position, for positions [B, T].
       qk_norm: Applied to each head's query and key.
@@ -102,6 +105,7 @@ class Attention(module.Module):
     self.key = key({"model": dim}, kv_heads)
     self.value = None if value is None else value({"model": dim}, kv_heads)
     self.output = output(heads, {"model": dim})
+    self.output_gate = None if output_gate is None else output_gate({"model": dim}, heads)
     self.rope = None if rope is None else rope(head_dim)
     self.query_scale = query_scale
     if qk_norm is not None and joint_qk_norm is not None:
@@ -171,7 +175,9 @@ class Attention(module.Module):
 
     Training, prefill and decoding with a cache (T == 1) all call it.
     """
-    del x_BTD
+    if self.output_gate is not None:
+      gate_BTNH = mesh.constrain(self.output_gate(x_BTD, context), "batch", "time", "heads", None)
+      y_BTNH *= jax.nn.sigmoid(gate_BTNH)
     return self.output(y_BTNH, context)
 
   def _attend_to(self, cache: KvCache, q_BNH: jax.Array, positions_B1: jax.Array) -> jax.Array:

@@ -55,6 +55,7 @@ class Moe(module.Module):
     choice: Choice = softmax_choice,
     bias_rate: ranges.Fraction | None = None,
     shared: Callable[[int], Mlp] | None = None,
+    shared_gate: Callable[..., Linear] | None = None,
     dispatch: Dispatch = dropless,
     balance_loss: ranges.Weight = 0.0,
     balanced_choices: ranges.Positive | None = None,
@@ -72,6 +73,7 @@ class Moe(module.Module):
       bias_rate: Step size of the router bias, raised for experts below the mean load and lowered
         for those above it (auxiliary-loss-free balancing; Wang et al., 2024); None: no bias.
       shared: A shared expert that every token passes through.
+      shared_gate: D -> 1, whose sigmoid multiplies the output of the shared expert.
       dispatch: Moves tokens to their experts and back.
       balance_loss: Weight of the load-balancing loss (Fedus et al., 2021), which is 1 for uniform
         routing.
@@ -90,6 +92,8 @@ class Moe(module.Module):
     self.router_bias = None if bias_rate is None else self._bias(num_experts, bias_rate)
     self.experts = experts(num_experts, dim, num_chosen)
     self.shared = None if shared is None else shared(dim)
+    gate = {"model": dim}, {"head": 1}
+    self.shared_gate = None if shared_gate is None else shared_gate(*gate)
 
   def __call__(self, x_BTD: jax.Array, context: Context | None = None) -> tuple[jax.Array, Aux]:
     """Returns (y_BTD, losses and metrics)."""
@@ -100,7 +104,10 @@ class Moe(module.Module):
       load_E = jnp.bincount(routing.experts_BTK.reshape(-1), length=self.num_experts)
       y_BTD = _with_gradient(y_BTD, bias_E, load_E - load_E.mean())
     if self.shared is not None:
-      y_BTD += self.shared(x_BTD, context)[0]
+      shared_BTD = self.shared(x_BTD, context)[0]
+      if self.shared_gate is not None:
+        shared_BTD *= jax.nn.sigmoid(self.shared_gate(x_BTD, context))
+      y_BTD += shared_BTD
     aux = none()._replace(losses=self._losses(routing), metrics=metrics)
     if context is not None and context.log_layers:
       aux = aux._replace(layer_sums=self._logged(routing))

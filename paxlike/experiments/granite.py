@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Granite 4.0 (IBM, 2025): nine Mamba-2 layers per attention layer, which has no positions.
+
+Each layer has a feed-forward layer that all tokens pass, and in the larger models routed experts
+beside it. The scales are those of muP.
+"""
+
+import dataclasses
+from typing import Literal
+
+import fiddle as fdl
+
+from paxlike import layers
+from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_layers import HfLayers
+from paxlike.checkpoints.hf_rules import ExpertMatrices, Matrix, Rules, stacked
+from paxlike.config import ranges
+from paxlike.experiments import datasets
+from paxlike.experiments.mamba import NO_STEP_LIMITS, Hybrid, expansion, hybrid_rules, kinds
+from paxlike.experiments.moe import Moe
+from paxlike.registry import register
+
+
+class Granite4(Moe, Hybrid):
+  """The Granite 4.0 family."""
+
+  VOCAB_SIZE = 100_352
+  MAX_SEQ_LEN = 131_072
+  LAYER_TYPES: tuple[Literal["mamba", "attention"], ...] = 4 * kinds("MMMMM*MMMM")
+  NUM_LAYERS = 40
+  NUM_EXPERTS: ranges.NonNegative = 0  #: Routed experts per layer. 0: none.
+  NUM_EXPERTS_PER_TOKEN: ranges.NonNegative = 0  #: Routed experts per token.
+  #: Factor of attention's logits, such as 1 / DIMS_PER_HEAD.
+  ATTENTION_SCALE: ranges.Factor = 0.015625
+  LOGITS_DIVISOR: ranges.Factor = 1.0  #: Divides the logits of the output projection.
+  EMBEDDING_SCALE = 12.0
+  RESIDUAL_SCALE = 0.22
+  USE_TIED_EMBEDDING = True
+
+  def model(self) -> fdl.Config[layers.Decoder]:
+    model = super().model()
+    if self.USE_TIED_EMBEDDING:
+      model.embedding.logits_scale = 1 / self.LOGITS_DIVISOR
+    else:
+      model.head.scale = 1 / self.LOGITS_DIVISOR
+    return model
+
+  def attention(self) -> fdl.Partial[layers.Attention]:
+    attention = super().attention()
+    attention.scale = self.ATTENTION_SCALE
+    return attention
+
+  def mlp(self) -> fdl.Partial:
+    if not self.NUM_EXPERTS:
+      return self.dense_mlp()
+    moe = super().mlp()
+    moe.shared = self.dense_mlp()
+    return moe
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    return dataclasses.replace(
+      family,
+      model_type="granitemoehybrid",
+      architecture="GraniteMoeHybridForCausalLM",
+      knobs={
+        **{k: v for k, v in family.knobs.items() if k != "num_hidden_layers"},
+        "shared_intermediate_size": "HIDDEN_DIMS",
+        "intermediate_size": "EXPERT_DIMS",
+        "num_local_experts": "NUM_EXPERTS",
+        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
+        "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
+        "embedding_multiplier": "EMBEDDING_SCALE",
+        "residual_multiplier": "RESIDUAL_SCALE",
+        "attention_multiplier": "ATTENTION_SCALE",
+        "logits_scaling": "LOGITS_DIVISOR",
+        "position_embedding_type": "USE_ROPE",
+        "mamba_n_heads": "MAMBA_NUM_HEADS",
+        "mamba_d_head": "MAMBA_DIMS_PER_HEAD",
+        "mamba_d_state": "MAMBA_STATE_DIMS",
+        "mamba_n_groups": "MAMBA_NUM_GROUPS",
+        "mamba_d_conv": "MAMBA_CONV_TAPS",
+        "mamba_conv_bias": "MAMBA_CONV_BIAS",
+      },
+      defaults={
+        **family.defaults,
+        "shared_intermediate_size": 1024,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "position_embedding_type": None,
+        "mamba_n_heads": 128,
+        "mamba_d_state": 256,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_conv_bias": True,
+      },
+      choices={"position_embedding_type": {"nope": False, "rope": True, None: False}},
+      derived={"mamba_expand": expansion},
+      neutral=frozenset({"mamba_chunk_size"}),
+      fixed={
+        **family.fixed,
+        "mamba_proj_bias": False,
+        "normalization_function": "rmsnorm",
+        "time_step_limit": NO_STEP_LIMITS,
+      },
+      layers=HfLayers(
+        names={
+          "mamba": "mamba",
+          "attention": "attention",
+          "linear_attention": "mamba",
+          "full_attention": "attention",
+        }
+      ),
+      rules=_rules(family.rules),
+    )
+
+
+def _rules(of_llama: Rules) -> Rules:
+  """Returns the rule of each weight."""
+  at, mlp = "model.layers.{}", "stack.{}.mlp"
+  moe = f"{at}.block_sparse_moe"
+  rules = {name: rule for name, rule in of_llama.items() if not name.startswith(mlp + ".")}
+  for dense in (mlp, f"{mlp}.shared"):
+    gate_and_up = {f"{dense}.gate.w": Matrix(""), f"{dense}.up.w": Matrix("")}
+    rules |= stacked(f"{at}.shared_mlp.input_linear.weight", gate_and_up)
+    rules[f"{dense}.down.w"] = Matrix(f"{at}.shared_mlp.output_linear.weight")
+  experts = {f"{mlp}.experts.{name}.w": ExpertMatrices("") for name in ("gate", "up")}
+  rules |= stacked(f"{moe}.input_linear.weight", experts, axis=1)
+  rules[f"{mlp}.experts.down.w"] = ExpertMatrices(f"{moe}.output_linear.weight")
+  rules[f"{mlp}.router.w"] = Matrix(f"{moe}.router.layer.weight")
+  return hybrid_rules(f"{at}.mamba", rules)
+
+
+@register
+class Granite4_H_Micro(datasets.Synthetic, Granite4):
+  """Granite 4.0 H-Micro. 3,191,396,096 parameters."""
+
+  MODEL_DIMS = 2048
+  HIDDEN_DIMS = 8192
+  NUM_HEADS = 32
+  NUM_KV_HEADS = 8
+  LOGITS_DIVISOR = 8.0
+
+
+@register
+class Granite4_H_Tiny(datasets.Synthetic, Granite4):
+  """Granite 4.0 H-Tiny. 6,939,037,248 parameters."""
+
+  MODEL_DIMS = 1536
+  HIDDEN_DIMS = 1024
+  NUM_HEADS = 12
+  NUM_KV_HEADS = 4
+  MAMBA_NUM_HEADS = 48
+  NUM_EXPERTS = 64
+  NUM_EXPERTS_PER_TOKEN = 6
+  EXPERT_DIMS = 512
+  ATTENTION_SCALE = 0.0078125
+  LOGITS_DIVISOR = 6.0
+
+
+@register
+class Granite4_H_Small(datasets.Synthetic, Granite4):
+  """Granite 4.0 H-Small. 32,207,337,984 parameters."""
+
+  MODEL_DIMS = 4096
+  HIDDEN_DIMS = 1536
+  NUM_HEADS = 32
+  NUM_KV_HEADS = 8
+  MAMBA_NUM_HEADS = 128
+  NUM_EXPERTS = 72
+  NUM_EXPERTS_PER_TOKEN = 10
+  EXPERT_DIMS = 768
+  ATTENTION_SCALE = 0.0078125
+  LOGITS_DIVISOR = 16.0

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with a recurrent state instead of keys and values, exact under packing and sharding."""
