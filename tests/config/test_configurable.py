@@ -43,7 +43,8 @@ CALLED = {
   "observe", "output", "pattern", "prologue", "positions", "post_norm", "qk_clip", "qk_norm",
   "query", "query_down", "register", "relative_bias", "rope", "rule", "router", "scaling", "scheme",
   "shared", "sinks", "stack", "transform", "up", "value", "epilogue", "weight_decay_schedule",
-  "projection", "conv", "reward", "advantages", "normalization",
+  "projection", "conv", "output_gate", "beta", "decay", "shared_gate", "reward",
+  "advantages", "normalization",
 }  # fmt: skip
 # Who imports, runs or unpickles what a value names, and what that is where a file gives it.
 BY_NAME = {

@@ -133,6 +133,12 @@ class GatedDeltaNet(RecurrentMixer):
     return super().chunk_flops + self.num_heads * (2 * rows * dims + scan)
 
   @property
+  def chunk_numbers(self) -> float:
+    """See `RecurrentMixer`; the scan of transitions holds as much as that of updates."""
+    of_transition = self.key_dim**2 / self.chunk
+    return super().chunk_numbers + self.num_heads * (2 * self.chunk + 4 * of_transition)
+
+  @property
   def exchanged(self) -> float:
     """See `RecurrentMixer`."""
     return self.num_heads * self.key_dim * (self.key_dim + self.value_dim)
