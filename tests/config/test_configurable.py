@@ -40,11 +40,11 @@ CALLED = {
   "activation", "attention", "block", "choice", "decayed", "dispatch", "dot", "down", "dropout",
   "embedding", "embedding_norm", "evaluated", "experts", "gate", "head", "init", "kernel", "key",
   "key_value", "latent", "learning_rate", "lora", "metrics", "mlp", "mtp", "norm", "others",
-  "conv", "joint_qk_norm", "observe", "output", "output_scale", "pattern", "prologue", "positions",
-  "post_norm", "qk_clip", "qk_norm", "query", "query_down", "query_scale", "recurrent", "register",
-  "relative_bias", "rope", "rule", "router", "scaling", "scheme", "shared", "sinks", "stack",
-  "step", "transform", "up", "value", "value_norm", "epilogue", "weight_decay_schedule",
-  "projection", "reward", "advantages", "normalization",
+  "advantages", "beta", "conv", "decay", "epilogue", "joint_qk_norm", "normalization", "observe",
+  "output", "output_gate", "output_scale", "pattern", "positions", "post_norm", "projection",
+  "prologue", "qk_clip", "qk_norm", "query", "query_down", "query_scale", "recurrent", "register",
+  "relative_bias", "reward", "rope", "router", "rule", "scaling", "scheme", "shared", "shared_gate",
+  "sinks", "stack", "step", "transform", "up", "value", "value_norm", "weight_decay_schedule",
 }  # fmt: skip
 # Who imports, runs or unpickles what a value names, and what that is where a file gives it.
 BY_NAME = {

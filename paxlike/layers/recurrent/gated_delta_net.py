@@ -129,8 +129,14 @@ class GatedDeltaNet(RecurrentMixer):
   def chunk_flops(self) -> float:
     """See `RecurrentMixer`; the transitions of chunks are matrices, which are multiplied."""
     rows, dims = self.chunk + 2 * self.key_dim, self.key_dim + self.value_dim
-    scan = 4 * self.key_dim**2 * dims / self.chunk
+    scan = 2 * self.key_dim**2 * self.value_dim / self.chunk
     return super().chunk_flops + self.num_heads * (2 * rows * dims + scan)
+
+  @property
+  def chunk_numbers(self) -> float:
+    """See `RecurrentMixer`; a chunk has a transition and its gradient."""
+    of_transition = self.key_dim**2 / self.chunk
+    return super().chunk_numbers + self.num_heads * (2 * self.chunk + 2 * of_transition)
 
   @property
   def exchanged(self) -> float:
