@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions sample and train in parts, and other parts of paxlike read what they save."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
@@ -58,8 +60,9 @@ def test_a_loss_may_be_any_function_and_gradients_add_up(tmp_path):
   def double(log_probabilities_BT, arrays):
     return -2 * (log_probabilities_BT * arrays["weights"]).sum(), {}
 
-  norms = []
-  for losses in (["cross_entropy", "cross_entropy"], [double]):
+  norms: list[float] = []
+  both: list[list[Any]] = [["cross_entropy", "cross_entropy"], [double]]
+  for losses in both:
     with paxlike.Session(Sums, tmp_path / "run", **KNOBS) as session:
       examples = [session.answer(*text) for text in TEXTS]
       for loss in losses:
@@ -74,7 +77,7 @@ def test_what_it_cannot_do_is_said_in_a_line(tmp_path):
     with pytest.raises(UserError, match="call forward_backward before"):
       session.optim_step()
     with pytest.raises(UserError, match="expected cross_entropy, policy, or a function"):
-      session.forward_backward([session.answer("1", "2")], "grpo")
+      session.forward_backward([session.answer("1", "2")], cast(Any, "grpo"))
     with pytest.raises(UserError, match="more than MAX_SEQ_LEN=64"):
       session.sample(["1+1="], max_new_tokens=64)
     with pytest.raises(UserError, match="no answers"):

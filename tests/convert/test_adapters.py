@@ -3,8 +3,10 @@
 
 import json
 import re
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.hf_models import COMMON, converted, imported, logits, save_random
@@ -207,14 +209,15 @@ def test_an_adapter_of_peft_is_the_same_here(base, tmp_path, kind):
   seen = np.random.default_rng(1).normal(size=(*TOKENS.shape, 96)).astype(np.float32)
 
   def total(own):
-    return (forward(definition, params | own, {"inputs": TOKENS})[0] * seen).mean()
+    return (forward(definition, params | own, {"inputs": jnp.array(TOKENS)})[0] * seen).mean()
 
   ours = jax.grad(total)({name: w for name, w in params.items() if ".lora." in name})
   (adapted(torch.tensor(TOKENS, dtype=torch.long)).logits * torch.tensor(seen)).mean().backward()
   assert len(ours) == len(trained)
   for name, w in ours.items():
     found = [g for n, g in trained.items() if counterpart(n) == name]
-    expected = found[0].grad.numpy().T.reshape(w.shape)
+    gradient: Any = found[0].grad
+    expected = gradient.numpy().T.reshape(w.shape)
     np.testing.assert_allclose(w, expected, atol=1e-5 * np.abs(expected).max(), rtol=1e-3)
 
   out = ["--from=paxlike", "--adapter", f"--path={tmp_path / 'ours'}"]
@@ -238,9 +241,10 @@ def test_an_adapter_of_peft_is_the_same_here(base, tmp_path, kind):
 
 def counterpart(name):
   """Returns our name of a parameter of PEFT."""
-  _, layer, module, part = re.fullmatch(
-    r"(.*)layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj\.lora_(A|B|magnitude)\S*", name
-  ).groups()
+  pattern = r"(.*)layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj\.lora_(A|B|magnitude)\S*"
+  found = re.fullmatch(pattern, name)
+  assert found is not None
+  _, layer, module, part = found.groups()
   place = {"q": "attention.query", "down": "mlp.down"}[module]
   return f"stack.layers.{layer}.{place}.lora.{part.lower()}"
 

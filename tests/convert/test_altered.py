@@ -72,7 +72,9 @@ def test_every_key_of_transformers_is_known(name):
   config = json.loads(json.dumps(cases.base(name)))
   known = families()
   if "text_config" in config:
-    config = known[config["text_config"]["model_type"]].wrapper.text(config)
+    wrapper = known[config["text_config"]["model_type"]].wrapper
+    assert wrapper is not None
+    config = wrapper.text(config)
   assert known[config["model_type"]].read(config)["NUM_LAYERS"] > 2
 
 
