@@ -196,7 +196,7 @@ class Family:
     if self.layers is not None:
       config |= self.layers.write(values)
     if self.layer_types:
-      config["layer_types"] = _repeated(self.layer_types, values["NUM_LAYERS"])
+      config["layer_types"] = self._layer_types(values["NUM_LAYERS"])
     for key, pattern in self.by_layer.items():
       config[key] = _repeated(pattern, values["NUM_LAYERS"])
     # The defaults of some families are beyond a small vocabulary, which transformers refuses.
@@ -282,10 +282,12 @@ class Family:
   def _check_layers(self, config: Mapping[str, Any]):
     """Raises a UserError if a value per layer differs from the family's."""
     count = config.get("num_hidden_layers", self.defaults.get("num_hidden_layers"))
-    for key, pattern in {"layer_types": self.layer_types, **self.by_layer}.items():
-      given = config.get(key) if pattern else None
-      if given is not None and given != _repeated(pattern, count):
-        raise UserError(f"{key} is {given}: paxlike does not support it.")
+    by_layer = {key: _repeated(pattern, count) for key, pattern in self.by_layer.items()}
+    if self.layer_types:
+      by_layer["layer_types"] = self._layer_types(count)
+    for key, wanted in by_layer.items():
+      if config.get(key) is not None and config[key] != wanted:
+        raise UserError(f"{key} is {config[key]}: paxlike does not support it.")
     if not self.layer_types or config.get("layer_types") is not None:
       return
     for key in (_PATTERN, f"_{_PATTERN}"):

@@ -35,7 +35,16 @@ def describe(config: Mapping[str, Any], found: Mapping[str, TensorSpec], familie
   if isinstance(text, Mapping):
     config = {**{k: v for k, v in config.items() if k != "text_config"}, **text}
   theirs = _templates(found)
-  ranked = sorted(families, key=lambda name: (-_likeness(config, theirs, families[name][1]), name))
+
+  def rank(name: str) -> tuple[float, int, str]:
+    family = families[name][1]
+    return (
+      -_likeness(config, theirs, family),
+      len(family.knobs),
+      name,
+    )  # The simplest of those alike.
+
+  ranked = sorted(families, key=rank)
   compared = {name: _compared(config, found, *families[name]) for name in ranked[:_COMPARED]}
   name, (keys, lacks, more) = min(compared.items(), key=lambda item: sum(map(len, item[1])))
   lines = [

@@ -56,7 +56,7 @@ def test_families_and_mixins_are_groups_of_their_own():
 def test_choices_are_written_out():
   for text in (knob_page.help_text(Mine), knob_page.table(Mine())):
     assert "linear_rampup_cosine_decay | linear_rampup_exponential_decay | constant" in text
-    assert "fp8 | fp8_delayed | mxfp8 | int8 | None" in text
+    assert "fp8 | fp8_delayed | mxfp8 | int8 | qat_" in text
     assert "Literal" not in text
 
 

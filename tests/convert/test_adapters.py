@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.hf_models import COMMON, converted, imported, logits, save_random
+from helpers.hf_families import COMMON
+from helpers.hf_models import converted, imported, logits, save_random
 from helpers.program import run as train
 
 from paxlike.convert.main import run

@@ -4,7 +4,8 @@
 import gguf
 import numpy as np
 import pytest
-from helpers.hf_models import LLAMA3_SCALING, YARN, save_random
+from helpers.hf_families import LLAMA3_SCALING, YARN
+from helpers.hf_models import save_random
 from helpers.tiny_tokenizers import TEXTS, large, sentencepiece
 
 from paxlike.convert.main import run

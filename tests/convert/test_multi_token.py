@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 from helpers import tiny_llama
-from helpers.hf_models import FAMILIES, config_of, converted, save_random
+from helpers.hf_families import FAMILIES
+from helpers.hf_models import config_of, converted, save_random
 
 from paxlike.convert.main import run
 from paxlike.convert.safetensors_files import TensorFolder

@@ -8,7 +8,8 @@ import re
 import numpy as np
 import pytest
 from helpers import tiny_llama
-from helpers.hf_models import COMMON, FAMILIES, config_of, converted, logits, save_random
+from helpers.hf_families import COMMON, FAMILIES
+from helpers.hf_models import config_of, converted, logits, save_random
 from helpers.teacher_forcing import assert_teacher_forcing, prompts
 
 from paxlike.convert.importing import Source

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import tiny_llama
-from helpers.hf_models import COMMON, imported, logits
+from helpers.hf_families import COMMON
+from helpers.hf_models import imported, logits
 from helpers.shrunk import ONE_OF_EACH
 
 from paxlike import fiddlers, layers, registry

@@ -13,7 +13,7 @@ from paxlike.layers import linear
 from paxlike.training import train_state
 from paxlike.training.train_step import make_train_step
 
-MOST = 11  # From `train_step` to `matmul`, both counted; `Attention.project` is one of them.
+MOST = 12  # From `train_step` to `matmul`, both counted; `Attention.project` is one of them.
 
 
 @pytest.mark.parametrize("scan", [False, True])

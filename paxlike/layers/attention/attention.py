@@ -66,17 +66,14 @@ class Attention(module.Module):
       key: D -> K x H.
       value: D -> K x H; None: the values are the keys, before norm and rotary embedding.
       output: N x H -> D.
-      output_gate: D -> N x H, whose sigmoid multiplies the heads' outputs (Qiu et al., 2025,
-        arXiv:2505.06708).
+      output_gate: D -> N x H; its sigmoid multiplies the heads' outputs (arXiv:2505.06708).
       rope: Rotary embedding of queries and keys.
       query_scale: Returns the factor of a query at a position, for positions [B, T].
       qk_norm: Applied to each head's query and key.
       value_norm: Applied to each head's value.
-      joint_qk_norm: Applied to the queries of all heads together, and so to the keys; takes the
-        place of `qk_norm`.
+      joint_qk_norm: Instead: applied to the queries of all heads together, and so to the keys.
       relative_bias: Position bias, added to the logits; called with N.
-      sinks: Initializer of a trained attention sink per head: the logit of a key without a value
-        (StreamingLLM; gpt-oss).
+      sinks: Initializer of a trained attention sink per head: the logit of a key without a value.
       extra_logit: A constant attention sink, the same in all heads.
       window: A token attends to itself and the `window - 1` tokens before it.
       chunk: A token attends to its own chunk of so many positions only (Llama 4).
@@ -87,14 +84,9 @@ class Attention(module.Module):
     """
     self.num_heads = num_heads
     self.head_dim = head_dim
-    self.num_kv_heads = num_kv_heads or num_heads
-    if num_heads % self.num_kv_heads:
-      raise ArgumentError(
-        f"{num_kv_heads=} does not divide {num_heads=}: each KV head serves the same number of"
-        " query heads."
-      )
-    if window is not None and chunk is not None:
-      raise ArgumentError(f"{window=} and {chunk=} exclude each other: leave one None.")
+    self.num_kv_heads = _num_kv_heads(num_heads, num_kv_heads)
+    _check_one_of(window=window, chunk=chunk)
+    _check_one_of(qk_norm=qk_norm, joint_qk_norm=joint_qk_norm)
     self.window, self.chunk = window, chunk
     self.soft_cap = soft_cap
     self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -108,8 +100,6 @@ class Attention(module.Module):
     self.output_gate = None if output_gate is None else output_gate({"model": dim}, heads)
     self.rope = None if rope is None else rope(head_dim)
     self.query_scale = query_scale
-    if qk_norm is not None and joint_qk_norm is not None:
-      raise ArgumentError("queries have either qk_norm or joint_qk_norm: leave one out.")
     self.query_norm = _norm(heads, qk_norm, joint_qk_norm)
     self.key_norm = _norm(kv_heads, qk_norm, joint_qk_norm)
     self.value_norm = None if value_norm is None else value_norm(head_dim, over="head")
@@ -253,6 +243,21 @@ class Attention(module.Module):
     seen = min(num_tokens, self.window or num_tokens, self.chunk or num_tokens)
     full = 4 * seen * self.num_heads * self.head_dim
     return full, full * (0.5 if self.chunk is not None else 1 - seen / (2 * num_tokens))
+
+
+def _num_kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+  if num_heads % (num_kv_heads or num_heads):
+    raise ArgumentError(
+      f"{num_kv_heads=} does not divide {num_heads=}: each KV head serves the same number of query"
+      " heads."
+    )
+  return num_kv_heads or num_heads
+
+
+def _check_one_of(**given: Any):
+  """Raises an ArgumentError if more than one of the arguments is given."""
+  if len(names := [name for name, value in given.items() if value is not None]) > 1:
+    raise ArgumentError(f"{' and '.join(names)} exclude each other: leave one None.")
 
 
 def _norm(dims: Mapping[str, int], each: Any, joint: Any) -> Any:
