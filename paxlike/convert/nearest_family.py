@@ -46,21 +46,26 @@ def describe(config: Mapping[str, Any], found: Mapping[str, TensorSpec], familie
 
   ranked = sorted(families, key=rank)
   compared = {name: _compared(config, found, *families[name]) for name in ranked[:_COMPARED]}
-  name, (keys, lacks, more) = min(compared.items(), key=lambda item: sum(map(len, item[1])))
+  name, (keys, lacks, more) = min(
+    compared.items(), key=lambda item: (item[1].more is None, sum(map(len, filter(None, item[1]))))
+  )
   lines = [
     _listed("configuration keys that differ", keys),
     _listed("tensors that it lacks", lacks),
-    _listed("tensors that it has in addition", more),
+    _listed("tensors that it has in addition", more or []),
   ]
   return f"The nearest is {name}: {'; '.join(filter(None, lines)) or 'no name differs'}."
 
 
 class _Difference(NamedTuple):
-  """Names of keys, of tensors that the family lacks, and of those that it has in addition."""
+  """Names of keys, of tensors that the family lacks, and of those that it has in addition.
+
+  The latter are None if the configuration is not enough to know which tensors are optional.
+  """
 
   keys: list[str]
   lacks: list[str]
-  more: list[str]
+  more: list[str] | None
 
 
 def _compared(
@@ -73,8 +78,7 @@ def _compared(
   model = _wanted(config, found, keys, experiment, family)
   ours = _templates(_names(family)) if model is None else model
   lacks = _other(theirs, ours | _templates(family.copies))
-  # Without the model it is unknown which tensors are optional.
-  return _Difference(keys, lacks, [] if model is None else _other(model, theirs))
+  return _Difference(keys, lacks, None if model is None else _other(model, theirs))
 
 
 def _differing(config: Mapping[str, Any], family: Family) -> list[str]:
