@@ -280,11 +280,13 @@ class Model:
         raise UserError(
           f"conversation {number} has {len(documents[-1])} tokens, more than MAX_SEQ_LEN={most}."
         )
-    tokens_BT = np.zeros((len(documents), most), np.int32)
-    for row_T, tokens in zip(tokens_BT, documents, strict=True):
-      row_T[: len(tokens)] = tokens
+    inputs_BT, positions_BT = (np.zeros((len(documents), most), np.int32) for _ in range(2))
+    for number, tokens in enumerate(documents):
+      inputs_BT[number, : len(tokens)] = tokens
+      positions_BT[number, : len(tokens)] = np.arange(len(tokens))
     with jax.set_mesh(trainer.devices):
-      rewards_BT = np.asarray(self._score(self._params, tokens_BT))
+      batch = {"inputs": inputs_BT, "positions": positions_BT}
+      rewards_BT = np.asarray(self._score(self._params, batch))
     return [
       float(row_T[len(tokens) - 1]) for row_T, tokens in zip(rewards_BT, documents, strict=True)
     ]
@@ -293,13 +295,13 @@ class Model:
   def _score(self) -> Any:
     import jax
 
-    from paxlike.layers.decoder import context_of
+    from paxlike.layers.decoder import Batch, context_of
 
     definition = self._decoder.definition
 
-    def score(params: Any, tokens_BT: jax.Array) -> jax.Array:
+    def score(params: Any, batch: Batch) -> jax.Array:
       model = definition.bind(definition.prepare(params))
-      return model.rewards(model.hidden(tokens_BT, context_of({}))[0])
+      return model.rewards(model.hidden(batch["inputs"], context_of(batch))[0])
 
     return jax.jit(score, compiler_options=dict(self._decoder.execution.compiler_options))
 

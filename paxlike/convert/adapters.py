@@ -121,7 +121,7 @@ def _parts(match: Match, adapter: Adapter, rank: int) -> list[_Part]:
   if match.ours != _EMBEDDING and not is_matrix:
     raise UserError(
       f"PEFT cannot represent the adapter of {match.ours}: Hugging Face stores {match.theirs[0]}"
-      " in another form. Without --adapter, it is merged."
+      " in another form; a run with this adapter can only be exported whole, without --adapter."
     )
   inputs = _num_inputs(match)
   outputs = math.prod(match.shape) // inputs

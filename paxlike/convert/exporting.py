@@ -32,6 +32,7 @@ from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.layers import flops
 from paxlike.layers.module import Definition
+from paxlike.layers.reward_model import RewardModel
 from paxlike.layers.stack import layout_of
 from paxlike.training import evaluated_weights
 
@@ -86,6 +87,8 @@ class ExportedRun:
     model, self.lacks_mtp = _exported(experiment, family)
     fiddlers.stack(model, scan=False)
     definition = Definition(building.build(model))
+    if isinstance(definition.module, RewardModel):
+      raise UserError(f"{path} has a reward model, for which there is no export to Hugging Face.")
     unrolled = layout_of(definition.module)
     self.matches = matching.match(definition, family.rules_of, program=family.title)
     self._copies = _copies(definition, family)

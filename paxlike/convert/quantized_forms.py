@@ -23,7 +23,8 @@ from paxlike.layers.precision import quantization_aware
 from paxlike.layers.precision.quantization_aware import Rule
 
 _WEIGHT = ".weight"
-_LINEAR = re.compile(r".*\blayers\.\d+\..*_proj(_with_mqa)?\.weight")
+# Without `eh_proj` of multi-token prediction, which is not quantized in training, either.
+_LINEAR = re.compile(r".*\blayers\.\d+\.(?!eh_proj).*_proj(_with_mqa)?\.weight")
 _LAYER = re.compile(r".*\blayers\.\d+\..*")
 
 
@@ -40,9 +41,9 @@ class _Form:
     del config
     for name, spec in specs.items():
       if _LAYER.fullmatch(name) and len(spec.shape) > 2:
+        kind = "a convolution" if "conv" in name else "a stack of matrices"
         raise UserError(
-          f"--to_format={self.name} has no place for {name}, a stack of matrices: use"
-          " --to_format=hf."
+          f"--to_format={self.name} has no place for {name}, {kind}: use --to_format=hf."
         )
       if _LAYER.fullmatch(name) and "experts" in name and not _LINEAR.fullmatch(name):
         raise UserError(f"--to_format={self.name} has no place for {name}: use --to_format=hf.")

@@ -74,7 +74,8 @@ class Kto(Objective):
 def mismatched(batch: Batch) -> Batch:
   """Returns a batch in which each prompt is followed by the answer of the sequence before it.
 
-  The first prompt gets the last answer. Tokens beyond T are truncated. All segments are 1.
+  The first prompt gets the last answer. Tokens beyond T are truncated. All segments are 1, and
+  positions after the answer are 0, as in padding.
   """
   T = batch["inputs"].shape[1]
   # The first target of the answer, and so the last input of the prompt.
@@ -90,12 +91,14 @@ def mismatched(batch: Batch) -> Batch:
   def joined(name: str, is_answer_BT: jax.Array) -> jax.Array:
     return jnp.where(is_answer_BT, of_answer(name), batch[name])
 
+  weights_BT = joined("weights", at_BT >= first_B1)
+  last_B1 = T - 1 - (weights_BT > 0)[:, ::-1].argmax(1)[:, None]
   return {
     "inputs": joined("inputs", at_BT > first_B1),
     "targets": joined("targets", at_BT >= first_B1),
-    "weights": joined("weights", at_BT >= first_B1),
+    "weights": weights_BT,
     "segments": jnp.ones_like(batch["segments"]),
-    "positions": jnp.broadcast_to(at_BT, batch["positions"].shape).astype(jnp.int32),
+    "positions": jnp.where(at_BT <= last_B1, at_BT, 0).astype(jnp.int32),
   }
 
 

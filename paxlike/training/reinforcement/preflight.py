@@ -11,6 +11,7 @@ from paxlike.errors import UserError
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.moe.dispatch import Capacity
+from paxlike.layers.reward_model import RewardModel
 from paxlike.training.objectives import Grpo
 from paxlike.training.pipeline_loss import pipeline_of
 
@@ -52,7 +53,12 @@ def check_passes(trainer: "Trainer", sampling: Sampling):
     UserError: An option does not go with that.
   """
   modules = [module for _, module in nnx.iter_modules(trainer.model)]
+  switch, seq_len = trainer.model.rope_switch, trainer.data.seq_len
   without: dict[str, Any] = {
+    "reward models": isinstance(trainer.model, RewardModel),
+    f"MAX_SEQ_LEN={seq_len} with LongRoPE, whose factors change beyond {switch} tokens": (
+      switch is not None and seq_len > switch
+    ),
     "GRADIENT_ACCUMULATION_STEPS": trainer.accumulation_steps > 1,
     "PERCORE_BATCH_SIZE_RAMP and MAX_SEQ_LEN_RAMP": trainer.ramps,
     "LOG_LAYERS_EVERY": trainer.log_layers_every,
