@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The temperature of attention at positions far into the context."""
+"""The temperature of attention at long positions."""
 
 import jax
 import jax.numpy as jnp
