@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of several runs, decoded beside one base model."""
+"""Adapters of several runs, with which one base model decodes."""
 
 import copy
 import dataclasses

@@ -33,7 +33,7 @@ class Passes(NamedTuple):
   Attributes:
     loss: The loss.
     log_probabilities: Of the tokens of each answer, before the update.
-    metrics: Means of what the loss reports.
+    metrics: Means of the metrics that the loss returns.
   """
 
   loss: float
@@ -42,9 +42,10 @@ class Passes(NamedTuple):
 
 
 class Session:
-  """A model that a Python program samples from and trains, with the programs of `SumsRl` and alike.
+  """A model that a Python program samples from and trains, as in reinforcement learning.
 
-  It is a context, in which the folder belongs to it. The same folder goes on from its last `save`.
+  It is a context manager: until it ends, no other process may write to the folder. A new session in
+  the same folder continues from the last `save`.
 
       with paxlike.Session("MyTask", "FOLDER") as session:
         for number, prompt in enumerate(prompts):
@@ -125,7 +126,7 @@ class Session:
     self._folder = path
     self._state, _, self._provenance = source.state(self._saved, self._log)
     options: Any = {"compiler_options": dict(trainer.execution.compiler_options)}
-    self._passes = ForwardBackward(
+    self._programs = ForwardBackward(
       trainer.definition, trainer.optimizer, sampling=sampling, **options
     )
     self._jit = functools.partial(jax.jit, **options)
@@ -143,12 +144,12 @@ class Session:
     self.close(*exception)
 
   def close(self, *exception: Any):
-    """Gives the folder back; what was not saved is lost."""
+    """Releases the folder; updates since the last `save` are lost."""
     self._stack.__exit__(*(exception or (None, None, None)))
 
   @property
   def step(self) -> int:
-    """See the class."""
+    """The number of updates."""
     return int(self._state.step)
 
   @error_messages.for_python()
@@ -212,7 +213,7 @@ class Session:
     answers = [answer for group in groups for answer in group]
     self._check(answers)
     if answers:
-      self._sampler_of().sample(self._passes.prepare(self._state), answers)
+      self._sampler_of().sample(self._programs.prepare(self._state), answers)
     return groups
 
   @error_messages.for_python()
@@ -239,13 +240,13 @@ class Session:
     }
     spread = {name: packed.spread(values) for name, values in parts.items()}
     put, count = self._trainer.placer.put, len(packed.batches)
-    found = self._passes.gradients(
-      self._passes.prepare(self._state),
+    found = self._programs.gradients(
+      self._programs.prepare(self._state),
       [put(batch) for batch in packed.batches],
       [put({name: of[number] for name, of in spread.items()}) for number in range(count)],
       self._derivative(loss),
     )
-    self._gradients = self._passes.accumulate(self._gradients, found.total)
+    self._gradients = self._programs.accumulate(self._gradients, found.total)
     self._loss = found.loss if self._loss is None else self._loss + found.loss
     metrics = {name: float(pair[0] / pair[1]) for name, pair in found.sums.items()}
     scored = packed.collect([np.asarray(one) for one in found.log_probabilities])
@@ -259,7 +260,7 @@ class Session:
       UserError: There are no answers, or one is too long.
     """
     self._check(answers, trained=True)
-    packed, prepared = self._packed(answers), self._passes.prepare(self._state)
+    packed, prepared = self._packed(answers), self._programs.prepare(self._state)
     sampler = self._sampler_of()
     scored = [sampler.score(prepared, batch).scores for batch in packed.batches]
     return packed.collect([np.asarray(scores.log_probabilities_BT) for scores in scored])
@@ -278,15 +279,15 @@ class Session:
     if self._gradients is None:
       raise UserError("optim_step needs gradients: call forward_backward before.")
     gradients, loss, self._gradients, self._loss = self._gradients, self._loss, None, None
-    self._state, metrics = self._passes.update(self._state, gradients, loss)
+    self._state, metrics = self._programs.update(self._state, gradients, loss)
     return {name: float(value) for name, value in metrics.items()}
 
   @error_messages.for_python()
   def save(self) -> int:
     """Writes a checkpoint of the weights and the optimizer; returns its step.
 
-    `paxlike.load` reads it, runs begin with it by CHECKPOINT_RESTORE_PATH, and a session in the
-    same folder goes on from it. Gradients that no `optim_step` has used are not in it.
+    `paxlike.load` reads it, a run starts from it by CHECKPOINT_RESTORE_PATH, and a session in the
+    same folder continues from it. Gradients that no `optim_step` has used are not in it.
 
     Raises:
       UserError: It cannot be written; older checkpoints are intact.
@@ -365,7 +366,7 @@ class Session:
         phase="sample",
         compiler_options=trainer.execution.compiler_options,
       )
-      self._sampler = Sampler(drafter, self._passes, trainer.placer, seq_len=trainer.data.seq_len)
+      self._sampler = Sampler(drafter, self._programs, trainer.placer, seq_len=trainer.data.seq_len)
     return self._sampler
 
   def _derivative(self, loss: Any) -> Any:

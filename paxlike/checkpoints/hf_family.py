@@ -114,8 +114,8 @@ class Family:
       the knob's value.
     copies: Tensor that may be present and is not read -> the tensor that it must equal.
     wrapper: The multimodal model that contains a model of this family.
-    stacked_experts: End of the name of a tensor that may hold the matrices of all experts, one
-      above the other -> the names of these matrices, in place of its last word.
+    stacked_experts: Suffix of a tensor's name, if one tensor may stack the matrices of all experts
+      -> for each matrix of an expert, what takes the place of the name's last component.
   """
 
   model_type: str

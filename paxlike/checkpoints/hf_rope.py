@@ -120,7 +120,7 @@ class HfRope:
     else:
       config["rope_scaling"] = self._scaling(values)
     if self.local_unscaled:
-      # The old format does not say the base of local layers in transformers 5.
+      # transformers 5 does not read the base of local layers from the old format.
       local = {"rope_type": "default", "rope_theta": values["ROPE_THETA"]}
       full = local | config.get("rope_scaling", {})
       config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}

@@ -172,8 +172,8 @@ class Stacked(Same):
     rule: Converts the weight to its own part of the tensor.
     weights: The names of the weights of the same layer in the tensor, in order, `{}` for the layer.
     weight: Which of them this is.
-    axis: The dim of the tensor along which they follow each other.
-    start, total: Where the part starts, and the size of the dim; `among` finds them.
+    axis: The dim of the tensor along which the weights are concatenated.
+    start, total: Where the part starts, and the size of that dim; `among` finds them.
   """
 
   rule: Same = Same("")
@@ -215,9 +215,9 @@ def stacked(name: str, weights: Mapping[str, Same], *, axis: int = 0) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class Grouped(Same):
-  """One of several linear maps in a tensor [outputs, inputs], which has groups of their outputs.
+  """One of several linear maps whose outputs are in one tensor [outputs, inputs], group by group.
 
-  Each group has some outputs of every map, in the same order.
+  Each group has an equal share of the outputs of every map, in the order of `weights`.
 
   Attributes:
     weights: The names of the maps of the same layer in the tensor, in order, `{}` for the layer.
@@ -262,7 +262,7 @@ def grouped(name: str, *weights: str, groups: str) -> dict[str, "Same"]:
 
 @dataclasses.dataclass(frozen=True)
 class Either(Same):
-  """One rule in layers that have the weight `name`, `{}` for the layer, another in the others."""
+  """One rule for layers that have the weight `name`, `{}` for the layer, and one for the others."""
 
   there: Same = Same("")
   absent: Same = Same("")

@@ -15,8 +15,6 @@ _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantiz
 _PACKED, _SCALE, _SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
 _STORED = (np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn))
 _BITS = (4, 8)
-# Supported settings of weights. With actorder=group, the inputs of a group are not adjacent.
-_WEIGHTS = {"symmetric": (True,), "num_bits": _BITS, "actorder": (None, "static", "weight")}
 
 
 class Decompressed:
@@ -113,7 +111,7 @@ def _check(config: Mapping[str, Any]):
     for key, wanted in (
       ("symmetric", (True,)),
       ("num_bits", _BITS),
-      ("actorder", (None, "static")),
+      ("actorder", (None, "static")),  # With group, the inputs of a group are not adjacent.
     ):
       if (found := weights.get(key)) not in wanted:
         raise UserError(f"quantization_config: {key} is {found!r}, not {wanted[0]}.")

@@ -17,13 +17,7 @@ from paxlike import fiddlers, file_io, layers, registry, saved_experiment, untru
 from paxlike.checkpoints.hf_family import Family
 from paxlike.checkpoints.warm_start import PROVENANCE, Derived, Restore, began_with
 from paxlike.config import building, graph_file
-from paxlike.convert import (
-  matching,
-  model_graph,
-  new_folder,
-  safetensors_files,
-  tokenizer_files,
-)
+from paxlike.convert import matching, model_graph, new_folder, safetensors_files, tokenizer_files
 from paxlike.convert.exported_form import Form, Plain
 from paxlike.convert.matching import Match
 from paxlike.convert.safetensors_files import TensorSpec

@@ -37,12 +37,9 @@ def describe(config: Mapping[str, Any], found: Mapping[str, TensorSpec], familie
   theirs = _templates(found)
 
   def rank(name: str) -> tuple[float, int, str]:
-    family = families[name][1]
-    return (
-      -_likeness(config, theirs, family),
-      len(family.knobs),
-      name,
-    )  # The simplest of those alike.
+    _, family = families[name]
+    # Of equally similar families, the one with the fewest knobs is first.
+    return -_likeness(config, theirs, family), len(family.knobs), name
 
   ranked = sorted(families, key=rank)
   compared = {name: _compared(config, found, *families[name]) for name in ranked[:_COMPARED]}
@@ -60,7 +57,7 @@ def describe(config: Mapping[str, Any], found: Mapping[str, TensorSpec], familie
 class _Difference(NamedTuple):
   """Names of keys, of tensors that the family lacks, and of those that it has in addition.
 
-  The latter are None if the configuration is not enough to know which tensors are optional.
+  Those in addition are None if the configuration does not determine which tensors are optional.
   """
 
   keys: list[str]

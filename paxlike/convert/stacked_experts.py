@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows tensors that hold the matrices of all experts as one tensor for each matrix."""
+"""Splits tensors that stack the matrices of all experts into one tensor for each matrix."""
 
 import re
 from collections.abc import Mapping

@@ -308,7 +308,7 @@ class Preferences(Answers):
   #: Strength of the KL penalty towards the initial model (tau in the paper).
   IPO_BETA: ranges.Factor = 0.1
   SIMPO_BETA: ranges.Factor = 2.0  #: Factor of the log-probability per token, which is the reward.
-  SIMPO_GAMMA: ranges.NonNegativeFloat = 1.0  #: Margin of rewards that is aimed at.
+  SIMPO_GAMMA: ranges.NonNegativeFloat = 1.0  #: Target margin between the rewards.
   ORPO_LAMBDA: ranges.Factor = 0.1  #: Weight of the loss of the odds ratio.
   KTO_BETA: ranges.Factor = 0.1  #: Strength of the KL penalty towards the initial model.
   KTO_DESIRABLE_WEIGHT: ranges.Weight = 1.0  #: Weight of the losses of desirable answers.

@@ -15,7 +15,7 @@ from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Rules, Same
 from paxlike.config import ranges
 from paxlike.experiments import datasets
-from paxlike.experiments.mamba import NO_STEP_LIMITS, Mamba, mamba_rules
+from paxlike.experiments.mamba import MAMBA_DEFAULTS, MAMBA_KEYS, NO_STEP_LIMITS, Mamba, mamba_rules
 from paxlike.registry import register
 
 _SECTIONS = ("gate", "value", "key", "query", "step")
@@ -95,12 +95,7 @@ class FalconH1(Mamba):
         "ssm_multipliers": "SSM_MULTIPLIERS",
         "mlp_multipliers": "MLP_MULTIPLIERS",
         "mamba_rms_norm": "USE_MAMBA_NORM",
-        "mamba_n_heads": "MAMBA_NUM_HEADS",
-        "mamba_d_head": "MAMBA_DIMS_PER_HEAD",
-        "mamba_d_state": "MAMBA_STATE_DIMS",
-        "mamba_n_groups": "MAMBA_NUM_GROUPS",
-        "mamba_d_conv": "MAMBA_CONV_TAPS",
-        "mamba_conv_bias": "MAMBA_CONV_BIAS",
+        **MAMBA_KEYS,
       },
       defaults={
         **{k: v for k, v in family.defaults.items() if k != "attention_bias"},
@@ -111,11 +106,7 @@ class FalconH1(Mamba):
         "mlp_multipliers": (1.0, 1.0),
         "mamba_rms_norm": False,
         "mamba_norm_before_gate": True,
-        "mamba_n_heads": 128,
-        "mamba_d_state": 256,
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-        "mamba_conv_bias": True,
+        **MAMBA_DEFAULTS,
       },
       derived={"mamba_d_ssm": lambda config: config["mamba_n_heads"] * config["mamba_d_head"]},
       fixed={

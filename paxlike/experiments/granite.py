@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Granite 4.0 (IBM, 2025): nine Mamba-2 layers per attention layer, which has no positions.
+"""Granite 3.0 to 3.3 (IBM, 2024 and 2025) and Granite 4.0 (IBM, 2025), with the scales of muP.
 
-Each layer has a feed-forward layer that all tokens pass, and in the larger models routed experts
-beside it. The scales are those of muP.
+Granite 3 is LLaMA. Granite 4.0 has nine Mamba-2 layers per attention layer, which has no positions.
+Each of its layers has a feed-forward layer for all tokens and, in the larger models, routed experts
+beside it.
 """
 
 import dataclasses
@@ -16,23 +17,35 @@ from paxlike.checkpoints.hf_layers import HfLayers
 from paxlike.checkpoints.hf_rules import ExpertMatrices, Matrix, Rules, stacked
 from paxlike.config import ranges
 from paxlike.experiments import datasets
-from paxlike.experiments.mamba import NO_STEP_LIMITS, Hybrid, expansion, hybrid_rules, kinds
+from paxlike.experiments.llama import Llama
+from paxlike.experiments.mamba import (
+  MAMBA_DEFAULTS,
+  MAMBA_KEYS,
+  NO_STEP_LIMITS,
+  Hybrid,
+  expansion,
+  hybrid_rules,
+  kinds,
+)
 from paxlike.experiments.moe import Moe
 from paxlike.registry import register
 
+# Keys of `config.json` for the scales, which are 1 if absent.
+_SCALES = {
+  "embedding_multiplier": "EMBEDDING_SCALE",
+  "residual_multiplier": "RESIDUAL_SCALE",
+  "attention_multiplier": "ATTENTION_SCALE",
+  "logits_scaling": "LOGITS_DIVISOR",
+}
 
-class Granite4(Moe, Hybrid):
-  """The Granite 4.0 family."""
 
-  VOCAB_SIZE = 100_352
+class Granite(Llama):
+  """LLaMA with the scales of Granite."""
+
   MAX_SEQ_LEN = 131_072
-  LAYER_TYPES: tuple[Literal["mamba", "attention"], ...] = 4 * kinds("MMMMM*MMMM")
-  NUM_LAYERS = 40
-  NUM_EXPERTS: ranges.NonNegative = 0  #: Routed experts per layer. 0: none.
-  NUM_EXPERTS_PER_TOKEN: ranges.NonNegative = 0  #: Routed experts per token.
   #: Factor of attention's logits, such as 1 / DIMS_PER_HEAD.
   ATTENTION_SCALE: ranges.Factor = 0.015625
-  LOGITS_DIVISOR: ranges.Factor = 1.0  #: Divides the logits of the output projection.
+  LOGITS_DIVISOR: ranges.Factor = 8.0  #: Divides the logits of the output projection.
   EMBEDDING_SCALE = 12.0
   RESIDUAL_SCALE = 0.22
   USE_TIED_EMBEDDING = True
@@ -49,6 +62,59 @@ class Granite4(Moe, Hybrid):
     attention = super().attention()
     attention.scale = self.ATTENTION_SCALE
     return attention
+
+
+class Granite3(Granite):
+  """The dense models of Granite 3."""
+
+  VOCAB_SIZE = 49_159
+  ROPE_THETA = 10_000_000.0
+
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    family = super().hugging_face()
+    return dataclasses.replace(
+      family,
+      model_type="granite",
+      architecture="GraniteForCausalLM",
+      knobs={**family.knobs, **_SCALES},
+      defaults={**family.defaults, **dict.fromkeys(_SCALES, 1.0)},
+    )
+
+
+@register
+class Granite33_2B(datasets.Synthetic, Granite3):
+  """Granite 3.3 2B. 2,533,539,840 parameters."""
+
+  NUM_LAYERS = 40
+  MODEL_DIMS = 2048
+  HIDDEN_DIMS = 8192
+  NUM_HEADS = 32
+  NUM_KV_HEADS = 8
+
+
+@register
+class Granite33_8B(datasets.Synthetic, Granite3):
+  """Granite 3.3 8B. 8,170,864,640 parameters."""
+
+  NUM_LAYERS = 40
+  MODEL_DIMS = 4096
+  HIDDEN_DIMS = 12_800
+  NUM_HEADS = 32
+  NUM_KV_HEADS = 8
+  ATTENTION_SCALE = 0.0078125
+  LOGITS_DIVISOR = 16.0
+
+
+class Granite4(Moe, Hybrid, Granite):
+  """The Granite 4.0 family."""
+
+  VOCAB_SIZE = 100_352
+  LAYER_TYPES: tuple[Literal["mamba", "attention"], ...] = 4 * kinds("MMMMM*MMMM")
+  NUM_LAYERS = 40
+  NUM_EXPERTS: ranges.NonNegative = 0  #: Routed experts per layer. 0: none.
+  NUM_EXPERTS_PER_TOKEN: ranges.NonNegative = 0  #: Routed experts per token.
+  LOGITS_DIVISOR = 1.0
 
   def mlp(self) -> fdl.Partial:
     if not self.NUM_EXPERTS:
@@ -71,17 +137,9 @@ class Granite4(Moe, Hybrid):
         "num_local_experts": "NUM_EXPERTS",
         "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
         "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
-        "embedding_multiplier": "EMBEDDING_SCALE",
-        "residual_multiplier": "RESIDUAL_SCALE",
-        "attention_multiplier": "ATTENTION_SCALE",
-        "logits_scaling": "LOGITS_DIVISOR",
+        **_SCALES,
         "position_embedding_type": "USE_ROPE",
-        "mamba_n_heads": "MAMBA_NUM_HEADS",
-        "mamba_d_head": "MAMBA_DIMS_PER_HEAD",
-        "mamba_d_state": "MAMBA_STATE_DIMS",
-        "mamba_n_groups": "MAMBA_NUM_GROUPS",
-        "mamba_d_conv": "MAMBA_CONV_TAPS",
-        "mamba_conv_bias": "MAMBA_CONV_BIAS",
+        **MAMBA_KEYS,
       },
       defaults={
         **family.defaults,
@@ -89,16 +147,9 @@ class Granite4(Moe, Hybrid):
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.001,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "logits_scaling": 1.0,
+        **dict.fromkeys(_SCALES, 1.0),
         "position_embedding_type": None,
-        "mamba_n_heads": 128,
-        "mamba_d_state": 256,
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-        "mamba_conv_bias": True,
+        **MAMBA_DEFAULTS,
       },
       choices={"position_embedding_type": {"nope": False, "rope": True, None: False}},
       derived={"mamba_expand": expansion},

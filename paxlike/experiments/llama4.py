@@ -46,12 +46,14 @@ class Llama4(Moe, Llama):
   DIMS_PER_HEAD = 128
   NUM_EXPERTS_PER_TOKEN = 1
   BALANCE_LOSS_WEIGHT = 0.001
-  EXPERT_EVERY: ranges.Positive = 1  #: One layer of so many has experts: the last one.
-  GLOBAL_EVERY: ranges.Positive = 4  #: One layer of so many has no rotary positions: the last one.
-  #: The other layers attend within chunks of so many positions. None: to all before.
+  EXPERT_EVERY: ranges.Positive = 1  #: One layer in this many, the last of them, has experts.
+  #: One layer in this many, the last of them, has no rotary positions, and full attention.
+  GLOBAL_EVERY: ranges.Positive = 4
+  #: Chunk of positions within which the other layers attend. None: full attention.
   ATTENTION_CHUNK: ranges.Positive | None = 8192
   USE_WEIGHTLESS_QK_NORM: bool = True  #: Norms of queries and keys of layers with rotary positions.
-  USE_LONG_CONTEXT_SCALE: bool = True  #: Scale queries of layers without, at long positions.
+  #: Scale the queries of layers without rotary positions, at long positions.
+  USE_LONG_CONTEXT_SCALE: bool = True
   LONG_CONTEXT_FLOOR: ranges.Size = 8192  #: Positions per step of that scale.
   LONG_CONTEXT_STRENGTH: ranges.Finite = 0.1  #: Factor of the logarithm of the steps.
   ROPE_THETA = 500_000.0
@@ -84,7 +86,7 @@ class Llama4(Moe, Llama):
     return attention
 
   def global_attention(self) -> fdl.Partial[layers.Attention]:
-    """Returns attention to all tokens before, without rotary positions."""
+    """Returns full attention without rotary positions."""
     attention = super().attention()
     attention.rope = None
     if self.USE_LONG_CONTEXT_SCALE:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistral 7B (Jiang et al., 2023), Mixtral (Jiang et al., 2024), and Mistral AI's later models.
 
-Mistral 7B is LLaMA with sliding-window attention, which Mistral Nemo and Mistral Small have not.
-Mixtral has eight experts per layer, two per token. Ministral 3 (Liu et al., 2026) has YaRN, and
-logits that grow with the position of the query.
+Mistral 7B is LLaMA with sliding-window attention; Mistral Nemo and Mistral Small have full
+attention. Mixtral has eight experts per layer, two per token. Ministral 3 (Liu et al., 2026) has
+YaRN, and logits that grow with the position of the query.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phi-3 (Abdin et al., 2024) and Phi-4 (2024): LLaMA; Phi-4-mini rotates a share of each head.
 
-Models with a context of 131,072 tokens have LongRoPE: one set of factors for documents of up to
-ROPE_ORIGINAL_LENGTH tokens, and another for longer ones.
+Models with a context of 131,072 tokens have LongRoPE: a set of factors for documents of up to
+ROPE_ORIGINAL_LENGTH tokens, and another for longer documents.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from paxlike.registry import register
 
 
 class Phi3(Llama):
-  """The Phi-3 family, which Phi-4 has, too."""
+  """The Phi-3 family, to which Phi-4 belongs, too."""
 
   VOCAB_SIZE = 32_064
   MAX_SEQ_LEN = 4096
@@ -33,7 +33,7 @@ class Phi3(Llama):
   ROPE_SCALING: Literal["longrope"] = "longrope"
   #: Divisors of the rotary frequencies in documents of up to ROPE_ORIGINAL_LENGTH tokens.
   ROPE_SHORT_FACTORS: tuple[ranges.PositiveFloat, ...] = ()
-  ROPE_LONG_FACTORS: tuple[ranges.PositiveFloat, ...] = ()  #: The same in longer ones.
+  ROPE_LONG_FACTORS: tuple[ranges.PositiveFloat, ...] = ()  #: The same in longer documents.
 
   def attention(self) -> fdl.Partial[layers.Attention]:
     attention = super().attention()

@@ -14,7 +14,7 @@ from paxlike.registry import register
 
 
 class Qwen2(Llama):
-  """The Qwen2 family, which Qwen2.5 has, too."""
+  """The Qwen2 family, to which Qwen2.5 belongs, too."""
 
   VOCAB_SIZE = 151_936
   MAX_SEQ_LEN = 32_768

@@ -14,7 +14,7 @@ class Request:
     tokens: int32, at least one.
     max_new_tokens: The text ends after this many.
     seed: Of its sampling; draws do not depend on other requests.
-    adapter: Of those of a `LoraBank`; -1: the base model.
+    adapter: The number of its adapter in a `LoraBank`; -1: the base model.
   """
 
   tokens: np.ndarray

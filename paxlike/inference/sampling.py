@@ -55,8 +55,8 @@ class Sampling:
     if self.temperature == 0:
       return logits_BV.argmax(-1).astype(jnp.int32)
     logits_BV = self.limit(logits_BV)
-    # The first of exponential arrival times with rates p is distributed as p (as with Gumbel noise,
-    # at half of the logarithms).
+    # Of exponential arrival times with rates p, time i is the least with probability p[i]. This is
+    # the Gumbel-max trick with half as many logarithms.
     rates_BV = jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))
     times_BV = -jnp.log(_uniform(keys_B, logits_BV.shape[-1]))
     return (rates_BV / times_BV).argmax(-1).astype(jnp.int32)
@@ -81,8 +81,8 @@ class Sampling:
 def _uniform(keys_B: jax.Array, size: int) -> jax.Array:
   """Returns float32 [B, size], uniform in (0, 1), by the hash pcg3d of a key and an index.
 
-  A token of a large vocabulary takes one number per id: Threefry, which guarantees more, takes five
-  times as long (Jarzynski and Olano, 2020, "Hash Functions for GPU Rendering").
+  Each token needs a number for every id of the vocabulary; Threefry, which guarantees more, costs
+  more (Jarzynski and Olano, 2020, "Hash Functions for GPU Rendering").
   """
   words_B2 = jax.random.key_data(keys_B)[:, -2:]
   shape = (len(keys_B), size)

@@ -43,7 +43,7 @@ class Block(module.Module):
 
     Either `attention` or `mlp` may be None: the block then consists of the other one.
 
-    `post_norm` and `dropout` apply to their outputs.
+    `post_norm` and `dropout` apply to the outputs of attention and feed-forward.
 
     `residual_scale` multiplies them before they are added to the residual stream.
 

@@ -16,7 +16,7 @@ from paxlike.layers.decoder import Decoder
 class RewardModel(Decoder):
   """A decoder whose head maps each token to one number (Ouyang et al., 2022, arXiv:2203.02155).
 
-  That of the last token of a conversation is its reward.
+  The number of a conversation's last token is its reward.
   """
 
   @property

@@ -87,7 +87,7 @@ def boolq_acc(scores: Scores, batch: Batch) -> Sums:
 def preference_acc(scores: Scores, batch: Batch) -> Sums:
   """Fraction of sequences whose segment 1, the preferred answer, is likelier than segment 2.
 
-  For a reward model, whose segment 1 has the larger reward.
+  For a reward model: the fraction whose segment 1 has the larger reward.
   """
   answers = [batch["weights"] * (batch["segments"] == part) for part in (1, 2)]
   chosen_B, rejected_B = ((scores.loss_BT * answer_BT).sum(-1) for answer_BT in answers)

@@ -11,8 +11,7 @@ from paxlike.experiments.gemma4 import Gemma4
 from paxlike.experiments.glm import GlmMoe
 from paxlike.experiments.gpt import Gpt
 from paxlike.experiments.gpt_oss import GptOss
-from paxlike.experiments.granite import Granite4
-from paxlike.experiments.granite3 import Granite3
+from paxlike.experiments.granite import Granite3, Granite4
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.llama4 import Llama4
 from paxlike.experiments.mistral import Ministral3, Mistral, Mixtral

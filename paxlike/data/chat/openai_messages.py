@@ -10,7 +10,7 @@ from paxlike.errors import UserError
 # {"role": "system" | "user" | "assistant" | "tool" ..., "content": text}; an assistant's may have
 # `tool_calls` and its thinking.
 Message = Mapping[str, Any]
-# Names of what an assistant thinks, the usual one first.
+# Fields that hold an assistant's thinking, the usual one first.
 THINKING = ("reasoning_content", "thinking", "reasoning")
 KWARGS = "chat_template_kwargs"
 
@@ -53,7 +53,7 @@ def _is_message(message: Any) -> bool:
 
 
 def thinking(message: Message) -> str | None:
-  """Returns what an assistant thinks before its text, if it is in a field of its own."""
+  """Returns an assistant's thinking, if it is in a field of its own."""
   return next((message[key] for key in THINKING if isinstance(message.get(key), str)), None)
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tokenizer's own chat template, and which part of its text the assistant writes.
 
-`{% generation %}` blocks of the template say it. Without them, it is the text that the template
-outputs for an assistant's messages in a loop over messages, without the beginning that the template
-gives a prompt (`add_generation_prompt`). Rendering the messages up to an answer would not show its
-end: many templates render the last turn otherwise than earlier ones, of which they drop the
-thinking.
+`{% generation %}` blocks of the template mark that text. Without them, it is what the template
+outputs for an assistant's messages in a loop over messages, except for what the template appends to
+a prompt (`add_generation_prompt`). Comparing the texts of the messages before and up to an answer
+would not work: many templates drop the thinking of all turns but the last.
 """
 
 import functools

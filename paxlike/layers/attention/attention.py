@@ -68,15 +68,16 @@ class Attention(module.Module):
       output: N x H -> D.
       output_gate: D -> N x H; its sigmoid multiplies the heads' outputs (arXiv:2505.06708).
       rope: Rotary embedding of queries and keys.
-      query_scale: Returns the factor of a query at a position, for positions [B, T].
+      query_scale: Maps positions [B, T] to the factors of their queries.
       qk_norm: Applied to each head's query and key.
       value_norm: Applied to each head's value.
-      joint_qk_norm: Instead: applied to the queries of all heads together, and so to the keys.
+      joint_qk_norm: In place of `qk_norm`: normalizes the queries of all heads together, and the
+        keys likewise.
       relative_bias: Position bias, added to the logits; called with N.
       sinks: Initializer of a trained attention sink per head: the logit of a key without a value.
       extra_logit: A constant attention sink, the same in all heads.
       window: A token attends to itself and the `window - 1` tokens before it.
-      chunk: A token attends to its own chunk of so many positions only (Llama 4).
+      chunk: A token attends only within its chunk of this many positions (Llama 4).
       soft_cap: Logits x become soft_cap * tanh(x / soft_cap).
       scale: Multiplier of the logits; None: 1 / sqrt(H).
       qk_clip: Bounds the logits by scaling weights down; called with N.

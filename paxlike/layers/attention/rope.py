@@ -78,7 +78,7 @@ class Rope(Module):
 
 @configurable
 class LongRope(Rope):
-  """LongRoPE (Ding et al., 2024): frequencies are divided by factors, others in long documents.
+  """LongRoPE (Ding et al., 2024): factors divide the frequencies; long documents have their own.
 
   Attributes:
     original_length: Documents of up to this many tokens have the short factors.
@@ -130,7 +130,7 @@ def linear(frequencies: np.ndarray, *, factor: ranges.Stretch) -> np.ndarray:
 
 @configurable(name="rope.proportional")
 def proportional(frequencies: np.ndarray, *, share: ranges.Share) -> np.ndarray:
-  """Keeps a share of the frequencies, the highest ones, and leaves the other pairs (Gemma 4)."""
+  """Keeps the highest frequencies, a share of all, and does not rotate the others (Gemma 4)."""
   kept = int(share * len(frequencies))
   return np.concatenate([frequencies[:kept], np.zeros(len(frequencies) - kept)])
 
@@ -206,7 +206,7 @@ def yarn(
 
 
 def longrope_magnitude(factor: float, original_length: float) -> float:
-  """Returns by what LongRoPE scales rotated queries and keys for `factor` times the context."""
+  """Returns LongRoPE's multiplier of rotated queries and keys, for `factor` times the context."""
   return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
 
 
@@ -216,8 +216,8 @@ def logarithmic_scale(
 ) -> jax.Array:
   """Returns 1 + beta * log(1 + floor(positions / original_length)) (Llama 4, Ministral 3).
 
-  It multiplies the logits of queries beyond the context length before scaling, which keeps their
-  softmax as sharp over more keys. Negative positions, which are padding, count as 0.
+  It is the factor of queries beyond the original context length, and keeps their softmax as sharp
+  over more keys. Negative positions, which are padding, count as 0.
   """
   positions = jnp.maximum(positions, 0)
   return 1 + beta * jnp.log1p(jnp.floor(positions / original_length))

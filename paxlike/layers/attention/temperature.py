@@ -14,8 +14,8 @@ def long_context_scale(
 ) -> jax.Array:
   """Returns the factors of queries that keep attention sharp at long positions, float32 [B, T].
 
-  1 for the first `floor - 1` positions, then more by `strength` times the logarithm of the number
-  of steps of `floor` positions (Nakanishi, 2025, arXiv:2501.19399; as in Llama 4).
+  1 + strength * log(1 + floor((position + 1) / floor)), which is 1 at the first `floor - 1`
+  positions (Nakanishi, 2025, arXiv:2501.19399; as in Llama 4).
   """
   steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1) / floor)
   return 1 + strength * jnp.log1p(steps_BT)

@@ -37,7 +37,7 @@ class Rounded(NamedTuple):
 
 
 class Rule(abc.ABC):
-  """A rule of weight-only quantization, without zero points."""
+  """A rule of symmetric weight-only quantization, which has no zero points."""
 
   @abc.abstractmethod
   def round(self, w_DF: jax.Array) -> Rounded:
@@ -54,7 +54,7 @@ class Rule(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Integers(Rule):
-  """Whole numbers with `bits` bits, symmetric around 0; scales are numbers of bfloat16.
+  """Signed integers of `bits` bits, symmetric around 0; scales are rounded to bfloat16.
 
   Attributes:
     bits: 8 or 4.

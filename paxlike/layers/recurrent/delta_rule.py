@@ -2,7 +2,7 @@
 """The gated delta rule, in chunks of tokens by matmuls, or token by token.
 
 S_t = a_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T and y_t = S_t^T q_t, for each head, with
-a_t = exp(g_t). In a chunk, what the tokens add to the state is the solution of a triangular system
+a_t = exp(g_t). In a chunk, the values that tokens add to the state solve a triangular system
 (the WY representation; Yang et al., 2024, arXiv:2406.06484 and arXiv:2412.06464).
 
 J chunks have T queries and S keys each; V is the width of a value. Matmuls have operands in the

@@ -26,12 +26,12 @@ _EPSILON = 1e-6  # Added to the squared norms of queries and keys.
 
 @configurable
 class GatedDeltaNet(RecurrentMixer):
-  """Linear attention whose state forgets by a gate and is corrected by the delta rule.
+  """Linear attention with a gated decay of the state and the delta rule for its update.
 
-  Queries, keys and values pass a short convolution; queries and keys are normalized. The state of a
-  head, a matrix [H, V], is decayed, then what it has for a key moves towards the token's value by
-  the share beta; the query reads it. The heads' outputs are normalized and gated. V is the width of
-  a value.
+  Queries, keys and values pass through a short convolution; queries and keys are normalized. The
+  state of a head is a matrix [H, V], where V is the width of a value. Each token first decays it.
+  Then the value that the state has for the token's key is moved towards the token's value by the
+  share beta, and the query reads the state. The heads' outputs are normalized and gated.
   """
 
   def __init__(
@@ -65,7 +65,7 @@ class GatedDeltaNet(RecurrentMixer):
       key: D -> K x H.
       value: D -> N x V.
       output_gate: D -> N x V, whose SiLU multiplies the heads' outputs.
-      beta: D -> N, whose sigmoid is how far a value replaces the one in the state.
+      beta: D -> N, whose sigmoid is the share by which a value replaces the one in the state.
       decay: D -> N; its softplus times a rate per head is the logarithm of the decay.
       output: N x V -> D.
       conv: The short convolution of queries, keys and values.
@@ -92,7 +92,7 @@ class GatedDeltaNet(RecurrentMixer):
     self.output = output(values, {"model": dim})
     self.query_conv, self.key_conv, self.value_conv = conv(keys), conv(keys), conv(values)
     self.norm = norm(value_dim, over="head")
-    self.log_rate = self.weight({"heads": num_heads}, init=_log_uniform)
+    self.log_rate = self.weight({"heads": num_heads}, init=_initial_rates)
     ones = functools.partial(module.constant, value=1.0)
     self.decay_bias = self.weight({"heads": num_heads}, init=ones)
 
@@ -106,7 +106,7 @@ class GatedDeltaNet(RecurrentMixer):
     gates = self.decay(x_BTD, context), self.beta(x_BTD, context)
     with jax.named_scope("gated_delta_rule"):
       if cache is None:
-        # The backward pass recomputes what is in chunks, many times the size of the inputs.
+        # The backward pass recomputes the arrays of chunks, many times the size of the inputs.
         mixed = jax.checkpoint(self._mixed)(q_BTKH, k_BTKH, v_BTNV, *gates, context)
         return self._project(mixed[0], x_BTD, context), None, none()
       assert context.positions_BT is not None
@@ -236,7 +236,7 @@ def _normalized(x: jax.Array) -> jax.Array:
   return (y * jax.lax.rsqrt(jnp.square(y).sum(-1, keepdims=True) + _EPSILON)).astype(x.dtype)
 
 
-def _log_uniform(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
-  """Returns the logarithms of rates drawn from 0.01 to 16."""
+def _initial_rates(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+  """Returns the logarithms of rates drawn uniformly from 0.01 to 16."""
   del fan_in
   return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16.0))

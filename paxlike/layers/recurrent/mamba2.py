@@ -59,7 +59,8 @@ class Mamba2(RecurrentMixer):
       decay_t = -rate * step_t
       y_t = norm((state_t @ query_t + skip * value_t) * silu(gate_t))
 
-  where value_t of the recurrence is step_t * value_t. Values, keys and queries pass a convolution.
+  The value of the recurrence is step_t * value_t. Values, keys and queries pass through a short
+  convolution.
   """
 
   def __init__(
@@ -95,7 +96,7 @@ class Mamba2(RecurrentMixer):
       query: D -> G x S.
       step: D -> N.
       output: N x H -> D.
-      conv: The convolution; called with the dims of values, and of keys and queries.
+      conv: The short convolution; called with the dims of values, keys and queries.
       norm: Called with the dims N and H, and G; None: no norm.
       least_step: Lower bound of the steps.
       chunk: Tokens that are computed together by matmuls.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrence over sequences that are sharded over the mesh axis `context`.
 
-Tokens stay in sequence order: device i of the axis has the i-th shard. All but `on_shards` is for
-use inside of it.
+Tokens stay in sequence order: device i of the axis has the i-th shard. The other functions are for
+use inside of `on_shards`.
 """
 
 from collections.abc import Callable, Sequence

@@ -98,7 +98,7 @@ def chunked(
 
 
 def _changes(chunks: _Chunks, decays_JBTGR: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns what each chunk does to the state: (transition [J, B, G, R], update [..., H, S])."""
+  """Returns each chunk's (transition [J, B, G, R], update [J, B, G, R, H, S]) of the state."""
   sums, masks = _Sums.of(decays_JBTGR), chunks.masks
   decays_JBGRT = _exp(sums.to_end(), masks.to_state_JBT[:, :, None, None])
   values = (chunks.values_JBTGRH * jnp.moveaxis(decays_JBGRT, -1, 2)[..., None]).astype(

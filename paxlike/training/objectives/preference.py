@@ -20,7 +20,7 @@ from paxlike.training.objectives.objective import Objective
 
 
 class Answers(NamedTuple):
-  """What a model says of the two answers of each pair.
+  """A model's log-probabilities of the two answers of each pair.
 
   Attributes:
     log_B2: float32, their log-probabilities.
@@ -136,7 +136,7 @@ class SimPo(PairObjective):
 
   Attributes:
     beta: Multiplies the log-probability per token, which gives the reward.
-    gamma: The margin of rewards that is aimed at.
+    gamma: Target margin between the rewards.
   """
 
   beta: ranges.Factor = 2.0
@@ -204,7 +204,7 @@ def weights_of_answers(batch: Batch) -> jax.Array:
 
 
 def answers_of(model: Decoder, batch: Batch, dropout: jax.Array | None) -> tuple[Answers, Aux]:
-  """Returns (what a model says of the answers of a batch, the layers' Aux)."""
+  """Returns (a model's log-probabilities of the answers of a batch, the layers' Aux)."""
   x_BTD, _, aux = model.hidden(batch["inputs"], context_of(batch, dropout))
   loss_BT = model.map_logits(cross_entropy, x_BTD, batch["targets"])
   weights_BT2 = weights_of_answers(batch)
