@@ -82,5 +82,7 @@ def test_what_it_cannot_do_is_said_in_a_line(tmp_path):
       session.sample(["1+1="], max_new_tokens=64)
     with pytest.raises(UserError, match="no answers"):
       session.forward_backward([], "policy")
+  with pytest.raises(UserError, match="with LongRoPE, whose factors change beyond 4096 tokens"):
+    paxlike.Session("Phi4Mini", tmp_path / "run")
   with pytest.raises(UserError, match="GRADIENT_ACCUMULATION_STEPS: not supported"):
     paxlike.Session(Sums, tmp_path / "run", GRADIENT_ACCUMULATION_STEPS=2)

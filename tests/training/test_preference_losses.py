@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import command_lines, hf_models, tiny_model, tiny_tokenizers
+from helpers import command_lines, hf_families, hf_models, tiny_model, tiny_tokenizers
 
 from paxlike import fiddlers, layers
 from paxlike.config import graph_file
@@ -21,10 +21,10 @@ from paxlike.devices import mesh
 from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition
-from paxlike.training.objectives import BradleyTerry, Dpo, Ipo, Kto, Orpo, SimPo
+from paxlike.training.objectives import BradleyTerry, Dpo, Ipo, Kto, Orpo, SimPo, kto
 
 COUNT, SIZE = 8, 32
-HEAD = np.random.default_rng(1).normal(size=hf_models.COMMON["hidden_size"]).astype(np.float32)
+HEAD = np.random.default_rng(1).normal(size=hf_families.COMMON["hidden_size"]).astype(np.float32)
 SCALE = 1.1  # Of the reference's weights, so that the model is nearer to random texts.
 TRAINED = {
   "per_device_train_batch_size": COUNT,
@@ -93,7 +93,7 @@ def models(tmp_path_factory):
   import transformers
 
   folder = tmp_path_factory.mktemp("models")
-  sizes = {**hf_models.COMMON, "num_hidden_layers": 1, "eos_token_id": 1, "pad_token_id": None}
+  sizes = {**hf_families.COMMON, "num_hidden_layers": 1, "eos_token_id": 1, "pad_token_id": None}
   torch.manual_seed(0)
   config = transformers.LlamaConfig(**sizes, initializer_range=0.3)
   config._attn_implementation = "eager"
@@ -203,3 +203,20 @@ def test_a_bad_combination_is_refused():
   assert answer.status == 2
   assert "SIMPO_GAMMA has no effect" in answer.err
   assert "PREFERENCE_LOSS=simpo would give it one" in answer.err
+
+
+def test_the_answers_of_equal_sequences_are_mismatched_with_themselves():
+  weights = np.zeros((2, 9), np.float32)
+  weights[:, 3:6] = 1  # A prompt of four tokens, an answer of three, padding.
+  tokens = np.arange(1, 8)
+  row = {
+    "inputs": np.pad(tokens[:-1], (0, 3)),
+    "targets": np.pad(tokens[1:], (0, 3)),
+    "positions": np.pad(np.arange(6), (0, 3)),
+    "segments": np.pad(np.ones(6), (0, 3)),
+  }
+  batch: Any = {name: jnp.array([one, one], jnp.int32) for name, one in row.items()}
+  found = kto.mismatched(batch | {"weights": jnp.array(weights)})
+  for name in ("inputs", "targets", "positions"):
+    np.testing.assert_array_equal(found[name], batch[name], err_msg=name)
+  np.testing.assert_array_equal(found["weights"], weights)
