@@ -70,7 +70,8 @@ class Layout:
     if self.repeats < stages * chunks:
       raise ArgumentError(
         f"stages={stages} x chunks={chunks} are more than repeats={self.repeats} of"
-        f" {self.pattern} layers: change the layers or the stages."
+        f" {self.pattern} layers: change the layers or the stages, the mesh axis pipeline of"
+        " ICI_MESH_SHAPE x DCN_MESH_SHAPE."
       )
     if chunks == 1 and self.repeats % stages == 0:
       return self  # The leading dim is in layer order, as without a pipeline.

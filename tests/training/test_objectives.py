@@ -227,7 +227,7 @@ def test_a_reward_model_of_a_tuned_one_learns_what_is_preferred(prefer, tmp_path
   with pytest.raises(UserError, match="conversation 1: expected a list of messages"):
     model.rewards([talks[0], "please"])
   with pytest.raises(UserError, match=r"conversation 0 has .* more than MAX_SEQ_LEN=48"):
-    model.rewards([[{"role": "user", "content": "say" * 20}]])
+    model.rewards([[*talks[0][:1], {"role": "assistant", "content": "say" * 20}]])
   with pytest.raises(UserError, match="by a reward model: train one with"):
     paxlike.load(base, allow_modules=["my_preferences"]).rewards(talks)
   capsys.readouterr()
@@ -235,4 +235,4 @@ def test_a_reward_model_of_a_tuned_one_learns_what_is_preferred(prefer, tmp_path
   assert "predicts no tokens" in capsys.readouterr().err
   exported = ["--from=paxlike", f"--path={folder}", f"--to={tmp_path / 'out'}", *CODE]
   assert convert(exported) == 2
-  assert "of Hugging Face has no" in capsys.readouterr().err
+  assert "has a reward model, for which there is no export" in capsys.readouterr().err
