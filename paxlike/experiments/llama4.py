@@ -94,6 +94,7 @@ class Llama4(Moe, Llama):
         layers.long_context_scale,
         floor=self.LONG_CONTEXT_FLOOR,
         strength=self.LONG_CONTEXT_STRENGTH,
+        first=1,
       )
     return attention
 

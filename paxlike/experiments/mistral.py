@@ -144,7 +144,7 @@ class Ministral3(Mistral):
     if (length := self.ROPE_ORIGINAL_LENGTH) is None:
       raise UserError("POSITION_SCALE_BETA needs ROPE_ORIGINAL_LENGTH.")
     attention.query_scale = fdl.Partial(
-      layers.rope.logarithmic_scale, beta=self.POSITION_SCALE_BETA, original_length=length
+      layers.long_context_scale, strength=self.POSITION_SCALE_BETA, floor=length
     )
     return attention
 

@@ -208,16 +208,3 @@ def yarn(
 def longrope_magnitude(factor: float, original_length: float) -> float:
   """Returns LongRoPE's multiplier of rotated queries and keys, for `factor` times the context."""
   return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
-
-
-@configurable(name="rope.logarithmic_scale")
-def logarithmic_scale(
-  positions: jax.Array, *, beta: ranges.NonNegativeFloat, original_length: ranges.Size
-) -> jax.Array:
-  """Returns 1 + beta * log(1 + floor(positions / original_length)) (Llama 4, Ministral 3).
-
-  It is the factor of queries beyond the original context length, and keeps their softmax as sharp
-  over more keys. Negative positions, which are padding, count as 0.
-  """
-  positions = jnp.maximum(positions, 0)
-  return 1 + beta * jnp.log1p(jnp.floor(positions / original_length))
