@@ -70,8 +70,7 @@ class Layout:
     if self.repeats < stages * chunks:
       raise ArgumentError(
         f"stages={stages} x chunks={chunks} are more than repeats={self.repeats} of"
-        f" {self.pattern} layers: change the layers or the stages, the mesh axis pipeline of"
-        " ICI_MESH_SHAPE x DCN_MESH_SHAPE."
+        f" {self.pattern} layers: change the layers or the stages (mesh axis pipeline)."
       )
     if chunks == 1 and self.repeats % stages == 0:
       return self  # The leading dim is in layer order, as without a pipeline.

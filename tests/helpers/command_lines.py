@@ -145,7 +145,8 @@ def files() -> pathlib.Path:
 def given_names(flags: list[str]) -> list[str]:
   """Returns what a refusal may call these flags by: flag, knob, path, its last part, or a value.
 
-  An edit of what a knob gives may be called by that knob, with the new value.
+  An edit of what a knob gives may be called by that knob, with the new value, and a mapping by its
+  keys, such as the axes of a mesh.
   """
   names = []
   for flag in flags:
@@ -155,7 +156,8 @@ def given_names(flags: list[str]) -> list[str]:
     elif name.startswith("fdl."):
       path = name.removeprefix("fdl.")
       parts = [part for part in re.split(r"[.\[\]]", path) if part.isidentifier()]
-      names += [f"--{name}", path, *parts[-1:], f"={value} "]
+      keys = re.findall(r"\w+(?=:)", value) if value.startswith("{") else []
+      names += [f"--{name}", path, *parts[-1:], f"={value} ", *keys]
     else:
       names.append(f"--{name}")
   return [name for name in names if name]
