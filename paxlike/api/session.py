@@ -124,7 +124,12 @@ class Session:
     )
     opening.enter_context(jax.set_mesh(trainer.devices))
     self._folder = path
-    self._state, _, self._provenance = source.state(self._saved, self._log)
+    self._state, position, self._provenance = source.state(self._saved, self._log)
+    if position:
+      raise UserError(
+        f"the checkpoints in {path} are of a run, which a session would break: name another folder,"
+        " and this one by CHECKPOINT_RESTORE_PATH."
+      )
     options: Any = {"compiler_options": dict(trainer.execution.compiler_options)}
     self._programs = ForwardBackward(
       trainer.definition, trainer.optimizer, sampling=sampling, **options

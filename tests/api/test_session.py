@@ -36,6 +36,9 @@ def test_it_learns_from_texts_then_from_rewards_and_goes_on_where_it_was_saved(t
   assert [model.generate(prompt, max_new_tokens=2) for prompt, _ in TEXTS[:1]] == ["46"]
   with pytest.raises(UserError, match=r"are of a paxlike\.Session"):
     paxlike.train(Sums, tmp_path / "run", **KNOBS)
+  paxlike.train(Sums, tmp_path / "trained", MAX_STEPS=1, EVAL_INTERVAL_STEPS=0, **KNOBS)
+  with pytest.raises(UserError, match="are of a run, which a session would break"):
+    paxlike.Session(Sums, tmp_path / "trained", **KNOBS)
 
 
 def _reinforced(session):
