@@ -123,6 +123,22 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
       },
     },
   ),
+  "deepseek_v32": (
+    "DeepseekV32Config",
+    {
+      **_DEEPSEEK,
+      "index_n_heads": 8,
+      "index_head_dim": 12,
+      "index_topk": 6,
+      "rope_parameters": {
+        **_YARN,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+      },
+    },
+  ),
   "glm4_moe": (
     "Glm4MoeConfig",
     {
@@ -287,6 +303,10 @@ _VALUES: dict[str, list[Any]] = {
   "qk_rope_head_dim": [4, 16],
   "qk_nope_head_dim": [8],
   "qk_head_dim": [12],
+  "index_topk": [4, 1000],
+  "index_n_heads": [4],
+  "index_head_dim": [8, 16],
+  "mlp_layer_types": [["dense"] * 3, ["dense", "sparse", "sparse"], ["sparse"] * 3],
   "v_head_dim": [16],
   "mlp_only_layers": [[1], [0, 1, 2]],
   "decoder_sparse_step": [2, 3],

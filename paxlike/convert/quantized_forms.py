@@ -23,8 +23,12 @@ from paxlike.layers.precision import quantization_aware
 from paxlike.layers.precision.quantization_aware import Rule
 
 _WEIGHT = ".weight"
-# Without `eh_proj` of multi-token prediction, which is not quantized in training, either.
-_LINEAR = re.compile(r".*\blayers\.\d+\.(?!eh_proj).*_proj(_with_mqa)?\.weight")
+# Without `eh_proj` of multi-token prediction and `weights_proj` of indexers, which are not
+# quantized in training, either.
+_LINEAR = re.compile(
+  r".*\blayers\.\d+\.(?!eh_proj|.*\.weights_proj\.)"
+  r".*(_proj(_with_mqa)?|\.indexer\.(wk|wq_b))\.weight"
+)
 _LAYER = re.compile(r".*\blayers\.\d+\..*")
 
 

@@ -31,6 +31,7 @@ _KINDS = {"huggingface": HuggingFaceTokenizer, "sentencepiece": SentencePieceTok
 # Family -> transformers' defaults for ids that `config.json` lacks, in the order of IDS.
 DEFAULT_IDS: Mapping[str, Sequence[int]] = {
   "deepseek_v3": (0, 1),
+  "deepseek_v32": (0, 1),
   "gemma": (2, 1, 0),
   "gemma2": (2, 1, 0),
   "gemma3_text": (2, 1, 0),

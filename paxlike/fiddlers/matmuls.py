@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from paxlike import layers
 from paxlike.config import ranges
 from paxlike.errors import UserError, did_you_mean
-from paxlike.fiddlers.selection import ATTENTION, BLOCK, MLP, matrices, select
+from paxlike.fiddlers.selection import ATTENTION, BLOCK, FLOAT32, MLP, matrices, select
 from paxlike.training.trainer import Trainer
 
 DOTS = {
@@ -31,6 +31,7 @@ SCHEMES = {
   "int4": layers.weight_only.int4,
   "nf4": layers.weight_only.nf4,
 }
+_UNDROPPABLE = ("head", "router")
 # Roles in LORA_TARGET_LAYERS: of the embedding table, and the prefix of those of experts' matrices.
 EMBEDDING, EXPERT = "embedding", "expert_"
 # Values of LORA_TARGET_LAYERS for several roles. "all" is all linear maps of blocks.
@@ -43,7 +44,10 @@ LORA_ROLES = {
 
 
 def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
-  """Sets the compute dtype of all layers but routers; weights, statistics and loss stay float32."""
+  """Sets the compute dtype of layers; weights, statistics and loss stay float32.
+
+  Routers, and the weights of an indexer's heads, are computed in float32.
+  """
   computing = (
     layers.Linear,
     layers.Lora,
@@ -58,7 +62,7 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
   )
   for kind in computing:
     for node in select(graph, kind):
-      if getattr(node, "role", None) != "router":
+      if getattr(node, "role", None) not in FLOAT32:
         node.dtype = jnp.dtype(dtype)
 
 
@@ -112,7 +116,9 @@ def lora(
   `base`, int8 or nf4, is the weight-only quantization of the blocks' linear maps and experts.
   """
   adapted = _of_roles(graph, roles)
-  _check_kind(adapted, dropout=dropout, dora=dora)
+  is_sparse = any(select(graph, layers.SparseLatentAttention))
+  undroppable = (*_UNDROPPABLE, *(("key_value",) if is_sparse else ()))
+  _check_kind(adapted, dropout=dropout, dora=dora, undroppable=undroppable)
   options = {"rank": rank, "scale": layers.lora.scale_of(rank, alpha, rslora=rslora)}
   for role, nodes in adapted.items():
     if role == EMBEDDING:
@@ -190,8 +196,13 @@ def _of_roles(graph: fdl.Buildable, roles: Sequence[str]) -> dict[str, list[Any]
   return found
 
 
-def _check_kind(adapted: dict[str, list[Any]], *, dropout: float, dora: bool):
-  """Raises a UserError if adapters of these layers cannot have dropout or magnitudes."""
+def _check_kind(
+  adapted: dict[str, list[Any]], *, dropout: float, dora: bool, undroppable: Sequence[str]
+):
+  """Raises a UserError if adapters of these layers cannot have dropout or magnitudes.
+
+  Linear maps of the roles `undroppable` are called without a context, or merged with adapters.
+  """
   for role in adapted:
     is_linear = role != EMBEDDING and not role.startswith(EXPERT)
     if dora and not is_linear:
@@ -200,7 +211,7 @@ def _check_kind(adapted: dict[str, list[Any]], *, dropout: float, dora: bool):
         " LORA_TARGET_LAYERS, or set LORA_DORA=False."
       )
     # That of the embedding has none beside others that do, as in PEFT.
-    if dropout and (role.startswith(EXPERT) or role in ("head", "router")):
+    if dropout and (role.startswith(EXPERT) or role in undroppable):
       raise UserError(
         f"LORA_DROPOUT: the adapter of {role} has no dropout: leave {role} out of"
         " LORA_TARGET_LAYERS, or set LORA_DROPOUT=0 (lora_dropout of PEFT)."

@@ -146,6 +146,8 @@ def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
   for node in select(graph, layers.LatentAttention):
     node.num_heads, node.head_dim, node.rope_dim, node.value_dim = 4, 16, 8, 16
     node.rank, node.query_rank = 16, 24
+  for node in select(graph, layers.Indexer):
+    node.num_heads, node.head_dim, node.top_k = 8, 16, 6
   for node in select(graph, layers.Mamba2):
     grouped = node.num_groups > 1
     node.num_heads, node.head_dim, node.state_dim, node.num_groups = 8, 8, 8, 2 if grouped else 1

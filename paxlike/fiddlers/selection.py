@@ -9,7 +9,11 @@ from fiddle import daglish, selectors
 
 from paxlike import layers
 
-ATTENTION = ("query", "key", "value", "output", "query_down", "latent", "key_value", "output_gate")
+ATTENTION = (
+  *("query", "key", "value", "output", "query_down", "latent", "key_value", "output_gate"),
+  *("index_query", "index_key"),
+)
+FLOAT32 = ("router", "index_weights")  # Small maps whose outputs choose.
 MLP = ("up", "gate", "down")
 BLOCK = ATTENTION + MLP
 

@@ -8,16 +8,18 @@ from paxlike.layers import lora, multi_token
 from paxlike.layers.attention import rope
 from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.auto import auto
-from paxlike.layers.attention.cache import KvCache, LatentCache
+from paxlike.layers.attention.cache import IndexedLatentCache, KvCache, LatentCache
 from paxlike.layers.attention.chunked import xla_chunked
 from paxlike.layers.attention.context_parallel import gathered, ring
 from paxlike.layers.attention.cudnn import cudnn
+from paxlike.layers.attention.indexer import Indexer
 from paxlike.layers.attention.kernel_table import KERNELS, KernelName
 from paxlike.layers.attention.kernels import xla
 from paxlike.layers.attention.latent_attention import LatentAttention
 from paxlike.layers.attention.qk_clip import QkClip
 from paxlike.layers.attention.relative_bias import RelativeBias
 from paxlike.layers.attention.rope import LongRope, Rope
+from paxlike.layers.attention.sparse_latent_attention import SparseLatentAttention
 from paxlike.layers.attention.splash import splash
 from paxlike.layers.attention.temperature import long_context_scale
 from paxlike.layers.attention.tokamax import tokamax
@@ -82,6 +84,8 @@ __all__ = [
   "Fp8",
   "GatedDeltaNet",
   "GroupedRmsNorm",
+  "IndexedLatentCache",
+  "Indexer",
   "InputWeightedMoe",
   "Int8",
   "JointRmsNorm",
@@ -119,6 +123,7 @@ __all__ = [
   "Rope",
   "SequentialMtp",
   "ShortConv",
+  "SparseLatentAttention",
   "Stack",
   "TransformerEngine",
   "UnscaledRmsNorm",

@@ -15,6 +15,7 @@ from paxlike.errors import ArgumentError
 from paxlike.layers.attention.auto import Place, described, in_effect
 from paxlike.layers.attention.cudnn import MAX_SEGMENTS, cudnn
 from paxlike.layers.attention.rope import LongRope
+from paxlike.layers.attention.sparse_latent_attention import SparseLatentAttention
 from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.block import by_token
 from paxlike.layers.call_context import Context
@@ -109,10 +110,18 @@ class Decoder(Module):
         f" at least {seq_len}."
       )
 
-  def kernels(self, place: Place, *, is_packed: bool = False) -> list[str]:
-    """Returns the names of the attention kernels in use, for packed or unpacked sequences."""
+  def kernels(
+    self, place: Place, *, is_packed: bool = False, seq_len: int | None = None
+  ) -> list[str]:
+    """Returns the names of the attention kernels in use, for packed or unpacked sequences.
+
+    "sparse" is that of sparse attention, if `seq_len` tokens are more than it selects.
+    """
     found = set()
     for module in self._attention:
+      if isinstance(module, SparseLatentAttention) and (seq_len or 0) > module.indexer.top_k:
+        found.add("sparse")
+        continue
       requirements = module.requirements(is_packed=is_packed)
       found.add(described(in_effect(module.kernel, requirements, place), requirements))
     return sorted(found)

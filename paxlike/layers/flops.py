@@ -5,7 +5,8 @@ A multiplication and an addition are two FLOPs. A training step costs three time
 two times for frozen weights, which need no gradients; recomputation is never counted. Attention is
 counted in two ways: `full` over all T x S pairs (as arXiv:2204.02311 appendix B), and `causal` over
 the half that a causal mask keeps. For both, layers with a recurrent state count its updates and
-reads.
+reads. Sparse attention counts the scores of its indexer, which are not differentiated, and the
+pairs of a query and a selected token.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from flax import nnx
 
 from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.latent_attention import LatentAttention
+from paxlike.layers.attention.sparse_latent_attention import SparseLatentAttention
 from paxlike.layers.module import Definition
 from paxlike.layers.moe.moe import Moe
 from paxlike.layers.recurrent.mixer import RecurrentMixer
@@ -44,8 +46,13 @@ def per_token(definition: Definition, seq_len: int) -> TrainingFlops:
     (3 if spec.trained else 2) * spec.flops * (logits if "vocab" in spec.dims else 1)
     for spec in definition.weights.values()
   )
-  full, causal = attention_flops(definition, seq_len)
-  return TrainingFlops(full=weights + 3 * full, causal=weights + 3 * causal)
+  full, causal = (
+    weights + 3 * forward - 2 * selection
+    for forward, selection in zip(
+      attention_flops(definition, seq_len), _selection_flops(definition, seq_len), strict=True
+    )
+  )
+  return TrainingFlops(full=full, causal=causal)
 
 
 def num_further(definition: Definition) -> int:
@@ -60,6 +67,16 @@ def attention_flops(definition: Definition, seq_len: int) -> tuple[float, float]
   for module, count in modules(definition):
     if isinstance(module, Attention | LatentAttention | RecurrentMixer):
       of_layer = module.score_flops(seq_len)
+      full, causal = full + count * of_layer[0], causal + count * of_layer[1]
+  return full, causal
+
+
+def _selection_flops(definition: Definition, seq_len: int) -> tuple[float, float]:
+  """Returns the FLOPs of `attention_flops` that have no backward pass: (full, causal)."""
+  full = causal = 0.0
+  for module, count in modules(definition):
+    if isinstance(module, SparseLatentAttention):
+      of_layer = module.selection_flops(seq_len)
       full, causal = full + count * of_layer[0], causal + count * of_layer[1]
   return full, causal
 

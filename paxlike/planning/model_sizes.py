@@ -17,6 +17,7 @@ from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.auto import Place
 from paxlike.layers.attention.kernel_table import KERNELS
 from paxlike.layers.attention.latent_attention import LatentAttention
+from paxlike.layers.attention.sparse_latent_attention import SparseLatentAttention
 from paxlike.layers.block import Block
 from paxlike.layers.module import Definition, Matmul, WeightSpec
 from paxlike.layers.moe.dispatch import Capacity
@@ -279,9 +280,7 @@ def of_definition(
       widths.append(module.head_dim)
       kernels.add(getattr(module.kernel, "func", module.kernel))
       scores += [module.score_flops(seq_len)] * count
-      length = min(seq_len, getattr(module, "window", None) or seq_len)
-      pairs = module.num_heads * length * (1 - length / seq_len / 2)
-      own = (pairs, module.score_flops(seq_len)[1], _keys(module))
+      length, *own = _span(module, seq_len)
       sums = spans.get(length, Span(length, 0.0, 0.0, 0.0))
       spans[length] = Span(length, *(a + count * b for a, b in zip(sums[1:], own, strict=True)))
     if isinstance(module, RecurrentMixer):
@@ -293,6 +292,7 @@ def of_definition(
     dims_of_time.add(getattr(module, "time", "time"))
   device = topology.devices()[0]
   split = {name: one.function for name, one in KERNELS.items() if one.is_context_parallel}
+  over_context = set(decoder.kernels(Place(device, context=2), seq_len=seq_len))
   first = moes[0] if moes else None
   placed = isinstance(getattr(first, "dispatch", None), Capacity)
   return ModelSizes(
@@ -320,8 +320,8 @@ def of_definition(
     optimizer_on_host=optimizer.on_host,
     sequence_parallel=dims_of_time != {"time"},
     reference=with_reference,
-    fused_attention="xla" not in decoder.kernels(Place(device)),
-    splits_sequences=set(decoder.kernels(Place(device, context=2))) <= split.keys(),
+    fused_attention="xla" not in decoder.kernels(Place(device), seq_len=seq_len),
+    splits_sequences=over_context <= {*split, "sparse"},
     whole_sequences=kernels.isdisjoint(split.values()),
     flops=flops.per_token(definition, seq_len),
   )
@@ -335,6 +335,22 @@ def _recurrence(mixers: Sequence[RecurrentMixer]) -> Recurrence:
     states=sum(mixer.exchanged for mixer in mixers),
     numbers=max((mixer.chunk_numbers for mixer in mixers), default=0.0),
   )
+
+
+def _span(module: Attention | LatentAttention, seq_len: int) -> Span:
+  """Returns that of one layer."""
+  length = min(seq_len, getattr(module, "window", None) or seq_len)
+  if isinstance(module, SparseLatentAttention):
+    length = min(seq_len, module.indexer.top_k)
+  share = 1 - length / seq_len / 2  # Of pairs, those that the causal mask keeps.
+  pairs = module.num_heads * length * share
+  if not isinstance(module, SparseLatentAttention) or length == seq_len:
+    return Span(length, pairs, module.score_flops(seq_len)[1], _keys(module))
+  # Its queries and values have the width of what is gathered, and the indexer scores all pairs.
+  width = module.rank + module.rope_dim
+  computed = 2 * pairs * (width + module.rank) + module.selection_flops(seq_len)[1]
+  pairs += module.indexer.num_heads * seq_len / 2
+  return Span(length, pairs, computed, width + module.indexer.head_dim)
 
 
 def _keys(module: Attention | LatentAttention) -> int:

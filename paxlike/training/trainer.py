@@ -185,7 +185,8 @@ class Trainer:
   def attention(self) -> list[str]:
     """Names of the attention kernels in use."""
     is_packed = any("segments" in data.no_rows() for data in self.datasets())
-    return self.model.kernels(Place.on(self.devices), is_packed=is_packed)
+    place, length = Place.on(self.devices), self.data.seq_len
+    return self.model.kernels(place, is_packed=is_packed, seq_len=length)
 
   @property
   def compute_dtype(self) -> str:

@@ -5,6 +5,7 @@ import pytest
 
 from paxlike.errors import UserError
 from paxlike.experiments.deepseek import DeepSeek
+from paxlike.experiments.deepseek_v32 import DeepSeekSparse
 from paxlike.experiments.falcon import FalconH1
 from paxlike.experiments.gemma import Gemma2, Gemma3
 from paxlike.experiments.gemma4 import Gemma4
@@ -22,7 +23,19 @@ from paxlike.experiments.qwen import Qwen3, Qwen3Moe
 from paxlike.experiments.smollm import SmolLM3
 
 FAMILIES = [
-  *(DeepSeek, FalconH1, Gemma2, Gemma3, Gemma4, GlmMoe, Gpt, GptOss, Granite3, Granite4),
+  *(
+    DeepSeek,
+    DeepSeekSparse,
+    FalconH1,
+    Gemma2,
+    Gemma3,
+    Gemma4,
+    GlmMoe,
+    Gpt,
+    GptOss,
+    Granite3,
+    Granite4,
+  ),
   *(Llama, Llama4, Ministral3, Mistral, Mixtral, NemotronH, Olmo3, Phi3, Qwen3, Qwen3Moe, SmolLM3),
 ]
 # Of two layers, both kinds of Gemma 4.
@@ -93,6 +106,7 @@ def read(experiment, **changed):
     (Phi3, {"rope_scaling": LONGROPE | {"factor": 2.0}, LENGTH: 16}, "ROPE_FACTOR", 2.0),
     (SmolLM3, {"no_rope_layers": [1, 1], "no_rope_layer_interval": ...}, "ROPE_THETA", 2e6),
     (DeepSeek, {"q_lora_rank": None}, "QUERY_LATENT_DIMS", None),
+    (DeepSeekSparse, {"mlp_layer_types": ["dense"] * 2}, "INDEX_TOP_K", 2048),
     (GlmMoe, {}, "ROPE_SHARE", 0.5),
     (GlmMoe, {"partial_rotary_factor": 0.25}, "ROPE_SHARE", 0.25),
     (GlmMoe, {"rope_parameters": {"partial_rotary_factor": 1.0}}, "ROPE_SHARE", 1.0),
@@ -167,6 +181,8 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     (Olmo3, {"rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor of"),
     (GptOss, {"rope_scaling": YARN}, "truncate of rope_parameters is absent, not False"),
     (DeepSeek, {"rope_scaling": YARN}, "mscale of rope_parameters is absent, not 1.0"),
+    (DeepSeekSparse, {"q_lora_rank": None}, "q_lora_rank is null"),
+    (DeepSeekSparse, {"mlp_layer_types": ["sparse"] * 2}, "mlp_layer_types is ['sparse', 'sparse'"),
     (FalconH1, {"mamba_norm_before_gate": ...}, "mamba_norm_before_gate is True (its default)"),
     (FalconH1, {"mamba_d_ssm": 32}, "mamba_d_ssm is 32; by other keys it is 16"),
     (Granite4, {"mamba_expand": 4}, "mamba_expand is 4; by other keys it is 2"),

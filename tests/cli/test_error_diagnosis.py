@@ -302,6 +302,13 @@ def test_what_cannot_work_is_refused_before_anything_is_written(capsys, tmp_path
       "NUM_EXPERT_GROUPS_PER_TOKEN=4 have only 128 experts",
     ),
     ("DeepSeekV3", {"DIMS_PER_ROPE_HEAD": 3}, "DIMS_PER_ROPE_HEAD=3 must be even"),
+    (
+      "DeepSeekV32",
+      {"INDEX_DIMS_PER_HEAD": 32},
+      "INDEX_DIMS_PER_HEAD=32 must be at least DIMS_PER_ROPE_HEAD=64",
+    ),
+    ("DeepSeekV32", {"QUERY_LATENT_DIMS": "none"}, "QUERY_LATENT_DIMS is None"),
+    ("DeepSeekV32", {"USE_LORA": True, "LORA_DROPOUT": 0.1}, "the adapter of key_value has no dr"),
     ("SyntheticGLaM126M64E", {"RELATIVE_DISTANCE": 16}, "RELATIVE_DISTANCE=16"),
   ],
 )

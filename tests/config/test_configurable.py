@@ -45,6 +45,7 @@ CALLED = {
   "prologue", "qk_clip", "qk_norm", "query", "query_down", "query_scale", "recurrent", "register",
   "relative_bias", "reward", "rope", "router", "rule", "scaling", "scheme", "shared", "shared_gate",
   "sinks", "stack", "step", "transform", "up", "value", "value_norm", "weight_decay_schedule",
+  "indexer", "weights",
 }  # fmt: skip
 # Who imports, runs or unpickles what a value names, and what that is where a file gives it.
 BY_NAME = {

@@ -14,6 +14,7 @@ from paxlike.convert import exporting, matching, model_graph, size_checks, strea
 from paxlike.convert.main import run
 from paxlike.convert.safetensors_files import TensorFolder, TensorSpec
 from paxlike.experiments.deepseek import DeepSeek
+from paxlike.experiments.deepseek_v32 import DeepSeekSparse
 from paxlike.experiments.falcon import FalconH1
 from paxlike.experiments.gemma import Gemma, Gemma2, Gemma3
 from paxlike.experiments.gemma4 import Gemma4
@@ -51,6 +52,7 @@ LATENT = {
 MAMBA = {"MAMBA_NUM_HEADS": 8, "MAMBA_DIMS_PER_HEAD": 8, "MAMBA_STATE_DIMS": 6}
 FAMILIES = {
   DeepSeek: LATENT,
+  DeepSeekSparse: LATENT | {"INDEX_NUM_HEADS": 4, "INDEX_TOP_K": 16},
   FalconH1: GROUPED | MAMBA,
   Gemma: GROUPED,
   Gemma2: GROUPED,

@@ -69,8 +69,11 @@ BASES: dict[str, dict[str, Any]] = {
   "GptOss20B": {"NUM_KV_HEADS": 1, "WINDOW": 8, "EXPERT_DIMS": "none", **_EXPERTS},
   "Mixtral8x7B": {"NUM_KV_HEADS": 1, "EXPERT_DIMS": "none", **_EXPERTS},
   "SyntheticGLaM126M64E": {"EXPERT_DIMS": "none", **_EXPERTS},
-  "DeepSeekV3": {
+  "DeepSeekV32": {
     **_EXPERTS,
+    "INDEX_NUM_HEADS": 2,
+    "INDEX_DIMS_PER_HEAD": 8,
+    "INDEX_TOP_K": 4,
     "NUM_DENSE_LAYERS": 1,
     "DIMS_PER_ROPE_HEAD": 8,
     "DIMS_PER_VALUE_HEAD": 8,

@@ -66,6 +66,28 @@ QWEN_EXPERTS = {
   "moe_intermediate_size": 24,
   "shared_expert_intermediate_size": 20,
 }
+DEEPSEEK = {
+  "first_k_dense_replace": 1,
+  "qk_nope_head_dim": 16,
+  "head_dim": 8,  # transformers derives its rotary waves from it.
+  "num_key_value_heads": 4,
+  "qk_rope_head_dim": 8,
+  "v_head_dim": 12,
+  "kv_lora_rank": 20,
+  "q_lora_rank": 24,
+  "moe_intermediate_size": 24,
+  "n_routed_experts": 8,
+  "num_experts_per_tok": 3,
+  "n_group": 4,
+  "topk_group": 2,
+  "rope_parameters": {
+    **YARN,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+  },
+}
 # Name -> (configuration class of transformers, what differs from COMMON). Windows are shorter than
 # the texts that they are tried on.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -168,34 +190,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "norm_topk_prob": True,
     },
   ),
-  "deepseek_v3": (
-    "DeepseekV3Config",
-    {
-      "first_k_dense_replace": 1,
-      "qk_nope_head_dim": 16,
-      "head_dim": 8,  # transformers derives its rotary waves from it.
-      "num_key_value_heads": 4,
-      "qk_rope_head_dim": 8,
-      "v_head_dim": 12,
-      "kv_lora_rank": 20,
-      "q_lora_rank": 24,
-      "moe_intermediate_size": 24,
-      "n_routed_experts": 8,
-      "num_experts_per_tok": 3,
-      "n_group": 4,
-      "topk_group": 2,
-      "num_mtp_layers": 0,
-      "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 16,
-        "rope_theta": 10_000.0,
-      },
-    },
+  "deepseek_v3": ("DeepseekV3Config", DEEPSEEK | {"num_mtp_layers": 0}),
+  "deepseek_v32": (
+    "DeepseekV32Config",
+    DEEPSEEK | {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 6},
   ),
   "deepseek_v3_without_yarn": (
     "DeepseekV3Config",

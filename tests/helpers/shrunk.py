@@ -27,6 +27,7 @@ ONE_OF_EACH = (
   "GptOss20B",
   "SyntheticGLaM126M64E",
   "DeepSeekV3",
+  "DeepSeekV32",
   "FalconH1_0_5B",
   "Nemotron3_Nano_30B_A3B",
 )

@@ -98,6 +98,45 @@ class LatentCache:
     return LatentCache(latents_BCS=latents_BCS)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexedLatentCache:
+  """The cache of one layer of sparse latent attention: latent vectors, and keys of the indexer."""
+
+  latents: LatentCache
+  index_keys: LatentCache
+
+  @classmethod
+  def empty(
+    cls, batch: int, slots: int, dim: int, index_dim: int, dtype: Any
+  ) -> "IndexedLatentCache":
+    """Returns an empty cache."""
+    return cls(
+      latents=LatentCache.empty(batch, slots, dim, dtype),
+      index_keys=LatentCache.empty(batch, slots, index_dim, dtype),
+    )
+
+  @property
+  def num_slots(self) -> int:
+    """S, the capacity in tokens."""
+    return self.latents.num_slots
+
+  def grown(self, num_slots: int) -> "IndexedLatentCache":
+    """See `KvCache.grown`."""
+    return IndexedLatentCache(
+      latents=self.latents.grown(num_slots), index_keys=self.index_keys.grown(num_slots)
+    )
+
+  def write(
+    self, latents_BTC: jax.Array, index_keys_BTH: jax.Array, positions_BT: jax.Array
+  ) -> "IndexedLatentCache":
+    """See `KvCache.write`."""
+    return IndexedLatentCache(
+      latents=self.latents.write(latents_BTC, positions_BT),
+      index_keys=self.index_keys.write(index_keys_BTH, positions_BT),
+    )
+
+
 def positions_in(num_slots: int, positions_B1: jax.Array) -> jax.Array:
   """Returns [B, S], the position of the token in each slot after `positions_B1` are written.
 

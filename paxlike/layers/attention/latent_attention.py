@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,20 @@ from paxlike.layers.attention.rope import Rope
 from paxlike.layers.aux_losses import Aux, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
+
+
+class Queries(NamedTuple):
+  """The queries of heads, q_BTNH without rotary dims."""
+
+  q_BTNH: jax.Array
+  rotary_BTNR: jax.Array
+
+
+class Latents(NamedTuple):
+  """What a token's keys and values are made of: the latent vector and the rotary key."""
+
+  c_BTC: jax.Array
+  key_BTR: jax.Array
 
 
 @configurable
@@ -103,27 +117,16 @@ class LatentAttention(module.Module):
   ) -> tuple[jax.Array, LatentCache | None, Aux]:
     """Returns (y_BTD, the updated cache, the layer's metrics); see `Attention`."""
     positions_BT = context.positions_BT
-    q_BTNH, rotary_BTNR = self._queries(x_BTD, context)
-    latent_BTC, key_BTR = jnp.split(self.latent(x_BTD, context), [self.rank], axis=-1)
-    latent_BTC = self.latent_norm(latent_BTC)
-    key_BT1R = self.rope(key_BTR[:, :, None], positions_BT)
+    queries = self._queries(self._query_latent(x_BTD, context), context)
+    latents = self._latents(x_BTD, context)
     if cache is not None:
       assert positions_BT is not None
-      cached_BTC = jnp.concatenate([latent_BTC, key_BT1R[:, :, 0]], axis=-1)
-      cache = cache.write(cached_BTC, positions_BT)
+      cache = cache.write(jnp.concatenate(latents, axis=-1), positions_BT)
       if x_BTD.shape[1] == 1:
-        y_BNH = self._attend_to(cache, q_BTNH[:, 0], rotary_BTNR[:, 0], positions_BT)
-        return self.project(y_BNH[:, None], x_BTD, context), cache, none()
-    k_BTNH, v_BTNH = jnp.split(self.key_value(latent_BTC, context), [self.head_dim], axis=-1)
-    key_BTNR = jnp.broadcast_to(key_BT1R, (*k_BTNH.shape[:3], self.rope_dim))
-    q_BTNH = jnp.concatenate([q_BTNH, rotary_BTNR], axis=-1)
-    k_BTNH = jnp.concatenate([k_BTNH, key_BTNR], axis=-1)
-    options: kernels.AttentionOptions = {"scale": self.scale, "segments_BT": context.segments_BT}
-    with jax.named_scope("dot_product_attention"):
-      y_BTNH = self.kernel(q_BTNH, k_BTNH, v_BTNH, **options)
-    if self.qk_clip is not None:
-      y_BTNH = self.qk_clip(y_BTNH, q_BTNH, k_BTNH, **options)
-    aux = max_logit.logged(context, q_BTNH, k_BTNH, **options)
+        visible_BS = positions_in(cache.num_slots, positions_BT) >= 0
+        y_BTNH = self._attend_to(cache.latents_BCS, visible_BS, queries)
+        return self.project(y_BTNH, x_BTD, context), cache, none()
+    y_BTNH, aux = self._attend(queries, latents, context)
     return self.project(y_BTNH, x_BTD, context), cache, aux
 
   def qk_factors(self, largest: jax.Array) -> qk_clip.Factors:
@@ -148,30 +151,57 @@ class LatentAttention(module.Module):
     del x_BTD
     return self.output(y_BTNH, context)
 
-  def _queries(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-    if self.query_down is not None and self.query_norm is not None:
-      x_BTD = self.query_norm(self.query_down(x_BTD, context))
-    q_BTNH = self.query(x_BTD, context)
+  def _attend(self, queries: Queries, latents: Latents, context: Context) -> tuple[jax.Array, Aux]:
+    """Returns (the outputs of heads y_BTNH, the layer's metrics) by the kernel."""
+    k_BTNH, v_BTNH = jnp.split(self.key_value(latents.c_BTC, context), [self.head_dim], axis=-1)
+    key_BTNR = jnp.broadcast_to(latents.key_BTR[:, :, None], (*k_BTNH.shape[:3], self.rope_dim))
+    q_BTNH = jnp.concatenate(queries, axis=-1)
+    k_BTNH = jnp.concatenate([k_BTNH, key_BTNR], axis=-1)
+    options: kernels.AttentionOptions = {"scale": self.scale, "segments_BT": context.segments_BT}
+    with jax.named_scope("dot_product_attention"):
+      y_BTNH = self.kernel(q_BTNH, k_BTNH, v_BTNH, **options)
+    if self.qk_clip is not None:
+      y_BTNH = self.qk_clip(y_BTNH, q_BTNH, k_BTNH, **options)
+    return y_BTNH, max_logit.logged(context, q_BTNH, k_BTNH, **options)
+
+  def _query_latent(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    """Returns what queries are projected from: their latent vectors or x_BTD."""
+    if self.query_down is None or self.query_norm is None:
+      return x_BTD
+    return self.query_norm(self.query_down(x_BTD, context))
+
+  def _queries(self, x_BTC: jax.Array, context: Context) -> Queries:
+    q_BTNH = self.query(x_BTC, context)
     q_BTNH = mesh.constrain(q_BTNH, "batch", "time", "heads", None)
     q_BTNH, rotary_BTNR = jnp.split(q_BTNH, [self.head_dim], axis=-1)
-    return q_BTNH, self.rope(rotary_BTNR, context.positions_BT)
+    return Queries(q_BTNH, self.rope(rotary_BTNR, context.positions_BT))
+
+  def _latents(self, x_BTD: jax.Array, context: Context) -> Latents:
+    latent_BTC, key_BTR = jnp.split(self.latent(x_BTD, context), [self.rank], axis=-1)
+    key_BT1R = self.rope(key_BTR[:, :, None], context.positions_BT)
+    return Latents(self.latent_norm(latent_BTC), key_BT1R[:, :, 0])
+
+  def _absorbed(self, queries: Queries) -> tuple[jax.Array, jax.Array]:
+    """Returns (queries of cached vectors [B, T, N, C], the map of latents to values [C, N, H])."""
+    w_CNH = self.key_value.matrix().astype(queries.q_BTNH.dtype)
+    to_key_CNH, to_value_CNH = jnp.split(w_CNH, [self.head_dim], axis=-1)
+    q_BTNC = jnp.einsum("BTNH,CNH->BTNC", queries.q_BTNH, to_key_CNH)
+    return jnp.concatenate([q_BTNC, queries.rotary_BTNR], axis=-1), to_value_CNH
 
   def _attend_to(
-    self, cache: LatentCache, q_BNH: jax.Array, rotary_BNR: jax.Array, positions_B1: jax.Array
+    self, latents_BCS: jax.Array, visible_BS: jax.Array, queries: Queries
   ) -> jax.Array:
-    w_CNH = self.key_value.matrix().astype(q_BNH.dtype)
-    to_key_CNH, to_value_CNH = jnp.split(w_CNH, [self.head_dim], axis=-1)
-    q_BNC = jnp.einsum("BNH,CNH->BNC", q_BNH, to_key_CNH)
-    latents_BCS = cache.latents_BCS
+    """Returns y_B1NH of one query per sequence and cached vectors, of which some are visible."""
+    q_B1NC, to_value_CNH = self._absorbed(queries)
     # Multi-query attention: the latent vector is the key and the value of one KV head.
     y_BNC = kernels.cached(
-      jnp.concatenate([q_BNC, rotary_BNR], axis=-1),
+      q_B1NC[:, 0],
       latents_BCS[:, None],
       latents_BCS[:, None, : self.rank].swapaxes(2, 3),
-      positions_in(cache.num_slots, positions_B1) >= 0,
+      visible_BS,
       scale=self.scale,
     )
-    return jnp.einsum("BNC,CNH->BNH", y_BNC.astype(q_BNH.dtype), to_value_CNH)
+    return jnp.einsum("BNC,CNH->BNH", y_BNC.astype(q_B1NC.dtype), to_value_CNH)[:, None]
 
   def requirements(self, *, is_packed: bool) -> Requirements:
     """See `Attention.requirements`."""

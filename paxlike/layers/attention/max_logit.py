@@ -23,10 +23,13 @@ def logged(
   context: Context, q_BTNH: jax.Array, k_BSKH: jax.Array, **options: Unpack[AttentionOptions]
 ) -> Aux:
   """Returns the layer metric `max_attention_logit`, if `context.log_layers`."""
-  if not context.log_layers:
-    return none()
-  value = max_logits(q_BTNH, k_BSKH, **options).max()
-  return none()._replace(layer_maxima={"max_attention_logit": jnp.stack([value, jnp.ones(())])})
+  return metric(max_logits(q_BTNH, k_BSKH, **options)) if context.log_layers else none()
+
+
+def metric(largest_N: jax.Array) -> Aux:
+  """Returns the layer metric of the largest logits of heads."""
+  value = jnp.stack([largest_N.max(), jnp.ones(())])
+  return none()._replace(layer_maxima={"max_attention_logit": value})
 
 
 def max_logits(

@@ -40,7 +40,11 @@ class QkClip(Module):
     **options: Unpack[AttentionOptions],
   ) -> jax.Array:
     """Returns the kernel's output y_BTNH. Its backward pass records the logits of the kernel."""
-    return _recording(self.largest[...], max_logits(q_BTNH, k_BSKH, **options), y_BTNH)
+    return self.record(y_BTNH, max_logits(q_BTNH, k_BSKH, **options))
+
+  def record(self, y_BTNH: jax.Array, largest_N: jax.Array) -> jax.Array:
+    """Returns y_BTNH. Its backward pass records the largest logits, which have no gradient."""
+    return _recording(self.largest[...], largest_N, y_BTNH)
 
   def factors(self, largest: jax.Array) -> jax.Array:
     """Returns the factors of the logits of heads, given their largest ones, [..., N]."""

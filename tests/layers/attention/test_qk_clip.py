@@ -17,7 +17,7 @@ from paxlike.training.train_step import make_train_step
 
 pytestmark = pytest.mark.slow
 # Family -> query heads of a key head, which share a factor.
-FAMILIES = {"Synthetic126M": 1, "SyntheticLLaMA70B": 2, "DeepSeekV3": 1}
+FAMILIES = {"Synthetic126M": 1, "SyntheticLLaMA70B": 2, "DeepSeekV3": 1, "DeepSeekV32": 1}
 LARGEST = "stack.layers.0.attention.qk_clip.largest"
 
 
@@ -88,7 +88,7 @@ def test_the_next_step_has_no_larger_logits(name):
   assert first[2] == max(x.max() for x in first[1].values())
   changed = {key for key in before[0] if not np.array_equal(before[0][key], first[0][key])}
   kinds = {key.split("attention.")[-1] for key in changed if "router_bias" not in key}
-  key = "key_value.w" if name == "DeepSeekV3" else "key.w"
+  key = "key_value.w" if name.startswith("DeepSeek") else "key.w"
   assert kinds - {"query.b", "key.b"} == {"query.w", key}
 
 
