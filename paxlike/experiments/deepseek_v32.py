@@ -40,7 +40,7 @@ class DeepSeekSparse(DeepSeek):
         "QUERY_LATENT_DIMS is None: the queries of the indexer are projected from the latent of"
         " queries, so give its rank."
       )
-    attention = super().attention()
+    attention: Any = super().attention()
     fdl.update_callable(attention, layers.SparseLatentAttention)
     attention.indexer = self.indexer()
     attention.loss_weight = self.INDEX_LOSS_WEIGHT

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.hf_models import converted, save_random
+from helpers.shrunk import shrunk
 
 from paxlike import layers
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.attention import indexer, sparse_latent_attention
+from paxlike.layers.attention.auto import Place
 from paxlike.layers.call_context import Context
 from paxlike.layers.module import Definition, Params
 
@@ -54,7 +56,7 @@ def layer(kind: Any = layers.SparseLatentAttention, top_k: int = TOP_K) -> Defin
 
 
 def given(batch: int = 8) -> tuple[Params, jax.Array, Context]:
-  """Returns weights, inputs, and documents of 1 to 17 tokens, the last one padding."""
+  """Returns weights, inputs, and documents of 1, 17 and 1 tokens before padding."""
   keys = jax.random.split(jax.random.key(0), 20)
   specs = layer().weights.items()
   params = {
@@ -62,7 +64,7 @@ def given(batch: int = 8) -> tuple[Params, jax.Array, Context]:
     for key, (name, spec) in zip(keys, specs, strict=False)
   }
   x_BTD = jax.random.normal(keys[-1], (batch, T, D))
-  lengths = np.array([1, 17, 2, 4])
+  lengths = np.array([1, 17, 1, 5])
   segments = np.repeat([1, 2, 3, 0], lengths)
   positions = np.concatenate([np.arange(length) for length in lengths])
 
@@ -85,35 +87,42 @@ def output_and_gradients(
   return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(params, x_BTD)
 
 
-def test_a_sequence_of_few_tokens_has_latent_attention():
+def output(definition: Definition, params: Params, x_BTD: jax.Array, context: Context) -> Any:
+  """Returns (y, the losses)."""
+
+  @jax.jit
+  def of(params, x_BTD):
+    y_BTD, _, aux = definition.bind(params)(x_BTD, context)
+    return y_BTD, aux.losses
+
+  return of({name: params[name] for name in definition.weights}, x_BTD)
+
+
+def test_attention_to_all_tokens_is_latent_attention():
   params, x_BTD, context = given(2)
-  sparse = layer(top_k=T)
-  dense = layer(layers.LatentAttention)
-  of_dense = {name: params[name] for name in dense.weights}
-  expected = dense.bind(of_dense)(x_BTD, context)[0]
-  np.testing.assert_array_equal(sparse.bind(params)(x_BTD, context)[0], expected)
-  # As the longest document has 17 tokens, a longer sequence selects all of them, too.
-  found = layer(top_k=17).bind(params)(x_BTD, context)[0]
+  expected, _ = output(layer(layers.LatentAttention), params, x_BTD, context)
+  found, _ = output(layer(top_k=T), params, x_BTD, context)
+  np.testing.assert_allclose(found, expected, atol=1e-6)
+  # A longer sequence whose longest document has 17 tokens.
+  found, _ = output(layer(top_k=17), params, x_BTD, context)
   np.testing.assert_allclose(found, expected, atol=1e-5)
-  assert np.abs(layer().bind(params)(x_BTD, context)[0] - expected)[:, 10:18].max() > 0.05
+  found, _ = output(layer(), params, x_BTD, context)
+  assert np.abs(found - expected)[:, 8:18].max() > 0.05
 
 
 def test_a_document_selects_its_own_tokens(monkeypatch):
   params, x_BTD, context = given(2)
-  definition = layer()
-  found, _, aux = jax.jit(lambda params, x: definition.bind(params)(x, context))(params, x_BTD)
+  found, losses = output(layer(), params, x_BTD, context)
+  alone, of_alone = output(layer(), params, x_BTD[:, 1:18], Context())
+  np.testing.assert_allclose(found[:, 1:18], alone, atol=1e-5)
+  # A document of one token has no divergence, and padding does not count.
+  assert float(losses["index_loss"]) == pytest.approx(17 / T * float(of_alone["index_loss"]))
   # Few queries at a time, in several spans, of which some have fewer keys than are selected.
   monkeypatch.setattr(indexer, "_MOST_SCORES", 2 * 8 * T * 2)
-  monkeypatch.setattr(sparse_latent_attention, "_MOST_NUMBERS", 2 * TOP_K * 48 * 5)
-  in_chunks, _, of_chunks = definition.bind(params)(x_BTD, context)
-  np.testing.assert_allclose(in_chunks, found, atol=1e-5)
-  np.testing.assert_allclose(of_chunks.losses["index_loss"], aux.losses["index_loss"], rtol=1e-5)
-  total = 0.0
-  for first, end in ((0, 1), (1, 18), (18, 20)):
-    alone, _, aux_alone = definition.bind(params)(x_BTD[:, first:end], Context())
-    np.testing.assert_allclose(found[:, first:end], alone, atol=1e-5)
-    total += (end - first) * aux_alone.losses["index_loss"]
-  assert aux.losses["index_loss"] == pytest.approx(total / T, rel=1e-5)
+  monkeypatch.setattr(sparse_latent_attention, "_MOST_NUMBERS", 2 * TOP_K * 56 * 5)
+  in_chunks = output(layer(), params, x_BTD, context)
+  np.testing.assert_allclose(in_chunks[0], found, atol=1e-5)
+  np.testing.assert_allclose(in_chunks[1]["index_loss"], losses["index_loss"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", [{"context": 8}, {"fsdp": 2, "context": 2, "tensor": 2}])
@@ -127,17 +136,14 @@ def test_devices_that_share_sequences_and_heads_are_one_device(mesh):
 
 
 def test_the_kernel_is_not_in_use_where_attention_is_sparse():
-  from helpers.shrunk import shrunk
-
-  from paxlike.layers.attention.auto import Place
-
-  model, place = shrunk("DeepSeekV32").module, Place(jax.devices()[0])
+  model: Any = shrunk("DeepSeekV32").module
+  place = Place(jax.devices()[0])
   assert model.kernels(place, seq_len=TOP_K) == model.kernels(place) == ["xla"]
   assert model.kernels(place, seq_len=TOP_K + 1) == ["sparse"]
 
 
 def loss_in_torch(theirs: Any, tokens: np.ndarray) -> Any:
-  """Returns the loss of the indexers by their published formula, on what the model computes."""
+  """Returns the loss of the indexers by their published formula, after its backward pass."""
   import torch
   from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb
 
@@ -171,7 +177,9 @@ def loss_in_torch(theirs: Any, tokens: np.ndarray) -> Any:
   theirs(torch.tensor(tokens, dtype=torch.long))
   for hook in hooks:
     hook.remove()
-  return sum(divergences) / tokens.size
+  loss: Any = sum(divergences) / tokens.size
+  loss.backward()
+  return loss.item()
 
 
 @pytest.mark.slow
@@ -181,7 +189,6 @@ def test_the_loss_of_the_indexer_trains_it_alone_as_in_pytorch(tmp_path, top_k):
   definition, params = converted(tmp_path / "theirs", tmp_path / "ours")
   tokens = np.random.default_rng(0).integers(3, 96, (2, 16)).astype(np.int32)
   expected = loss_in_torch(theirs, tokens)
-  expected.backward()
 
   def losses(params):
     logits_BTV, aux = definition.bind(params)(tokens, Context())
@@ -191,8 +198,8 @@ def test_the_loss_of_the_indexer_trains_it_alone_as_in_pytorch(tmp_path, top_k):
     return jax.jit(jax.value_and_grad(lambda params: losses(params)[name]))(params)
 
   (value, of_index), (_, of_logits) = gradient_of("index"), gradient_of("logits")
-  assert value == pytest.approx(float(expected), rel=1e-4)
-  assert value > 0.1
+  assert float(value) == pytest.approx(expected, rel=1e-4)
+  assert expected > 0.01
   names = {"query.w": "wq_b", "key.w": "wk", "weights.w": "weights_proj"}
   names |= {"key_norm.scale": "k_norm", "key_norm.bias": "k_norm"}
   seen = 0
@@ -206,5 +213,7 @@ def test_the_loss_of_the_indexer_trains_it_alone_as_in_pytorch(tmp_path, top_k):
     module = getattr(theirs.model.layers[int(number)].self_attn.indexer, names[f"{role}.{kind}"])
     wanted = (module.bias if kind == "bias" else module.weight).grad.numpy()
     wanted = wanted.T if kind == "w" else wanted
-    np.testing.assert_allclose(gradient, wanted.reshape(gradient.shape), atol=1e-5, rtol=1e-3)
+    largest = np.abs(wanted).max()
+    np.testing.assert_allclose(gradient, wanted.reshape(gradient.shape), atol=1e-4 * largest)
+    assert largest > 1e-5
   assert seen == 5 * 3
