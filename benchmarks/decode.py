@@ -11,7 +11,7 @@ log-probability. A text ends after --new_tokens or, with --end_token, after that
 decodes batches of --slots prompts, each until its last text has ended. Both sides do the same, in
 turn, after one round that is not counted. Prints one JSON line; the tokens counted are those up to
 the end of each text. Two devices of a CPU sample faster than one, which decodes on one core:
-XLA_FLAGS=--xla_force_host_platform_device_count=2.
+JAX_NUM_CPU_DEVICES=2.
 """
 
 import argparse
