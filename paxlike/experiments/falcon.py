@@ -18,7 +18,7 @@ from paxlike.experiments import datasets
 from paxlike.experiments.mamba import MAMBA_DEFAULTS, MAMBA_KEYS, NO_STEP_LIMITS, Mamba, mamba_rules
 from paxlike.registry import register
 
-_SECTIONS = ("gate", "value", "key", "query", "step")
+_SECTIONS = ("output_gate", "value", "key", "query", "step")
 _MULTIPLIERS = (
   *("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
   *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),

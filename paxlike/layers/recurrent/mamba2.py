@@ -54,10 +54,11 @@ class GroupedRmsNorm(module.Module):
 class Mamba2(RecurrentMixer):
   """Mamba-2 over [B, T, D]; see `ssd` for the recurrence.
 
-  With the paper's x, B, C, z, delta, A and D as value, key, query, gate, step, rate and skip:
+  With the paper's x, B, C, z, delta, A and D as value, key, query, output_gate, step, rate and
+  skip:
 
       decay_t = -rate * step_t
-      y_t = norm((state_t @ query_t + skip * value_t) * silu(gate_t))
+      y_t = norm((state_t @ query_t + skip * value_t) * silu(output_gate_t))
 
   The value of the recurrence is step_t * value_t. Values, keys and queries pass through a short
   convolution.
@@ -71,7 +72,7 @@ class Mamba2(RecurrentMixer):
     head_dim: ranges.Size,
     state_dim: ranges.Size,
     num_groups: ranges.Size = 1,
-    gate: Callable[..., Linear],
+    output_gate: Callable[..., Linear],
     value: Callable[..., Linear],
     key: Callable[..., Linear],
     query: Callable[..., Linear],
@@ -90,7 +91,7 @@ class Mamba2(RecurrentMixer):
       head_dim: H.
       state_dim: S.
       num_groups: G; heads of a group share keys and queries.
-      gate: D -> N x H.
+      output_gate: D -> N x H, whose SiLU multiplies the heads' outputs.
       value: D -> N x H.
       key: D -> G x S.
       query: D -> G x S.
@@ -115,7 +116,7 @@ class Mamba2(RecurrentMixer):
     model = {"model": dim}
     heads = {"heads": num_heads, "head": head_dim}
     groups = {"kv_heads": num_groups, "head": state_dim}
-    self.gate = gate(model, heads)
+    self.output_gate = output_gate(model, heads)
     self.value = value(model, heads)
     self.key = key(model, groups)
     self.query = query(model, groups)
@@ -142,7 +143,7 @@ class Mamba2(RecurrentMixer):
     else:
       y_BTNH, v_BTNH, cache = self._recur(inputs, steps_BTN, context, cache)
     y_BTNH += v_BTNH.astype(jnp.float32) * self.skip[...].astype(jnp.float32)[:, None]
-    y_BTNH *= jax.nn.silu(self.gate(x_BTD, context).astype(jnp.float32))
+    y_BTNH *= jax.nn.silu(self.output_gate(x_BTD, context).astype(jnp.float32))
     if self.norm is not None:
       y_BTNH = self.norm(y_BTNH)
     y_BTNH = mesh.constrain(y_BTNH.astype(self.output.dtype), "batch", "time", "heads", None)
