@@ -58,7 +58,7 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
     layers.PositionEmbedding,
     layers.LayerNorm,
     layers.RmsNorm,
-    layers.JointRmsNorm,
+    layers.GroupedRmsNorm,
   )
   for kind in computing:
     for node in select(graph, kind):

@@ -17,6 +17,7 @@ from paxlike.layers.attention.sharded_kernel import repeated_keys
 from paxlike.layers.aux_losses import Aux, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
+from paxlike.layers.norm import GroupedRmsNorm
 from paxlike.layers.recurrent import shards, ssd
 from paxlike.layers.recurrent.cache import RecurrentCache
 from paxlike.layers.recurrent.mixer import RecurrentMixer
@@ -24,30 +25,6 @@ from paxlike.layers.recurrent.short_conv import ShortConv
 
 _STEPS = (0.001, 0.1)  # Range of the steps of initial weights, at inputs of zero.
 _RATES = (1.0, 16.0)  # Range of the initial rates of decay.
-
-
-@configurable
-class GroupedRmsNorm(module.Module):
-  """RMS normalization of the outputs of each group of heads, in float32."""
-
-  def __init__(
-    self,
-    heads: Mapping[str, int],
-    num_groups: ranges.Size,
-    *,
-    epsilon: ranges.Epsilon = 1e-5,
-  ):
-    """`heads` has the name and size of the dims N and H; `num_groups` divides N."""
-    self.num_groups = num_groups
-    self.epsilon = epsilon
-    self.scale = self.weight(heads, init=_ones)
-
-  @jax.named_scope("norm")
-  def __call__(self, y_BTNH: jax.Array) -> jax.Array:
-    """Returns y_BTNH, float32, each group divided by its root mean square, and scaled."""
-    y = y_BTNH.astype(jnp.float32).reshape(*y_BTNH.shape[:2], self.num_groups, -1)
-    y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.epsilon)
-    return y.reshape(y_BTNH.shape) * self.scale[...]
 
 
 @configurable
