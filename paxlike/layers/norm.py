@@ -85,7 +85,7 @@ class GroupedRmsNorm(module.Module):
     self.num_groups = num_groups
     self.epsilon = epsilon
     self.dtype = dtype
-    self.scale = self.weight(heads, init=_one_minus(0.0))
+    self.scale = self.weight(heads, init=module.ones)
 
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:

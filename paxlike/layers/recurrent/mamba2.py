@@ -103,7 +103,7 @@ class Mamba2(RecurrentMixer):
     self.norm = None if norm is None else norm(heads, num_groups)
     self.step_bias = self.weight({"heads": num_heads}, init=_initial_steps)
     self.log_rate = self.weight({"heads": num_heads}, init=_initial_rates)
-    self.skip = self.weight({"heads": num_heads}, init=_ones)
+    self.skip = self.weight({"heads": num_heads}, init=module.ones)
 
   def __call__(
     self, x_BTD: jax.Array, context: Context, cache: RecurrentCache | None = None
@@ -202,10 +202,6 @@ class Mamba2(RecurrentMixer):
       last = tuple(conv.last_inputs(x, positions_BT) for conv, x in pairs)
       cache = cache.updated(last, state, positions_BT)
     return y_BTNH, v_BTNH, cache
-
-
-def _ones(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
-  return module.constant(key, shape, fan_in, value=1.0)
 
 
 def _initial_steps(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
