@@ -138,7 +138,7 @@ class Dataset(Source, abc.ABC):
     """How many examples are truncated, and how many of them keep no loss; None: not known."""
     return None
 
-  def _check_not_empty(self):  # noqa: B027 - a stream does not know its length.
+  def _check_not_empty(self):  # A stream does not know its length.
     """Raises UserError if there is no sequence."""
 
   @abc.abstractmethod
