@@ -107,6 +107,7 @@ class FalconH1(Mamba):
         "mamba_rms_norm": False,
         "mamba_norm_before_gate": True,
         **MAMBA_DEFAULTS,
+        "mamba_d_head": 8,
       },
       derived={"mamba_d_ssm": lambda config: config["mamba_n_heads"] * config["mamba_d_head"]},
       fixed={

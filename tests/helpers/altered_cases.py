@@ -210,12 +210,16 @@ _MORE: dict[str, list[Any]] = {
   "temperature": [0.5],
   "unsloth_version": ["2025.1"],
   "per_layer_config": [{"0": {"intermediate_size": 64}}],
+  "mystery": [1, None],
+}
+_HYBRIDS = ("granite4", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+_MORE_OF_HYBRIDS: dict[str, list[Any]] = {
+  **_MORE,
   "hybrid_override_pattern": ["M-*EM", "MM*-E"],
   "full_attention_interval": [2, 4],
   "shared_expert_intermediate_size": [16],
   "attn_layer_indices": [[1]],
   "mamba_use_mlp": [False],
-  "mystery": [1, None],
 }
 
 # Keys of rotary positions as transformers 4 wrote them: without `rope_parameters`.
@@ -240,7 +244,9 @@ def base(family: str) -> dict[str, Any]:
 
   if family == WITH_IMAGES:
     text = base("gemma3")
-    config = transformers.Gemma3Config(text, VISION, mm_tokens_per_image=1)
+    config = transformers.Gemma3Config(
+      text_config=text, vision_config=VISION, mm_tokens_per_image=1
+    )
   else:
     config = configuration(family)
   return json.loads(json.dumps(config.to_dict()))
@@ -250,7 +256,7 @@ def cases(family: str) -> Iterator[Case]:
   """Yields the cases of a family: every key of the class, absent, null, and set to others."""
   config = base(family)
   yield Case(family, "", None)
-  yield from _cases(family, "", config, _MORE)
+  yield from _cases(family, "", config, _MORE_OF_HYBRIDS if family in _HYBRIDS else _MORE)
   if "text_config" in config:
     yield from _cases(family, "text_config.", config["text_config"], _MORE)
   ropes = config.get("rope_parameters") or {}
@@ -266,7 +272,9 @@ def _cases(
   for key, now in config.items():
     if key in ("model_type", "text_config"):
       continue
-    others = [*_VALUES[key], *_reordered(now)] if key in _VALUES else _others(now)
+    others = _VALUES.get(key, _others(now))
+    if key == "layer_types" and family in _HYBRIDS:
+      others = [*others, *_reordered(now)]
     if key == "rope_parameters":
       others = _ROPES_OF.get(family, _SOME_ROPES)
     for value in [*([] if key in _common() else [ABSENT, None]), *others]:
