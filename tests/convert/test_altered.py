@@ -45,6 +45,10 @@ SELECTED = [
   ("smollm3", "no_rope_layer_interval", 2),
   ("phi3_long", "original_max_position_embeddings", 32),
   ("granite3", "attention_multiplier", ABSENT),
+  ("granite4", "mamba_d_head", "auto"),
+  ("nemotron_h", "n_group", 2),
+  ("falcon_h1", "mamba_norm_before_gate", ABSENT),
+  ("qwen3_next", "full_attention_interval", 2),
 ]
 
 
