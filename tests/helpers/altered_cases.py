@@ -249,7 +249,7 @@ def base(family: str) -> dict[str, Any]:
     )
   else:
     config = configuration(family)
-  return json.loads(json.dumps(config.to_dict()))
+  return json.loads(config.to_json_string(use_diff=False))
 
 
 def cases(family: str) -> Iterator[Case]:
