@@ -37,6 +37,7 @@ SELECTED = [
   ("qwen3_moe", "mlp_only_layers", [1]),
   ("deepseek_v3", "topk_group", 1),
   ("deepseek_v3", "q_lora_rank", None),
+  ("deepseek_v32", "first_k_dense_replace", 2),
   ("gpt_oss", "swiglu_limit", 0.5),
   ("gpt_oss", "rope_parameters", None),
   ("gpt_oss", "rope_parameters", {}),
