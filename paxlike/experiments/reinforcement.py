@@ -39,7 +39,7 @@ class Reinforcement(Experiment):
   #: or overlong of paxlike.rewards.
   REWARD: ranges.Name = UNSET
   REWARD_SECONDS: ranges.Interval = 10.0  #: Time limit of one reward; after it, the reward is 0.
-  REWARD_WORKERS: ranges.Size = 4  #: Processes that compute rewards.
+  REWARD_WORKERS: ranges.Size = 4  #: Processes on each host that compute rewards.
   PROMPTS_PER_STEP: ranges.Size = UNSET  #: Prompts of a step.
   #: Prompts that a step tries at most, to replace those whose answers all have the same reward
   #: (DAPO's dynamic sampling). None: none is replaced.

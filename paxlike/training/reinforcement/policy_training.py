@@ -13,10 +13,12 @@ from paxlike.data.tuning.prompts import Prompts
 from paxlike.inference.generate import STEPS_PER_CALL
 from paxlike.layers.decoder import Batch
 from paxlike.processes import phases
+from paxlike.processes.host_collectives import fetched
 from paxlike.rewards.pool import RewardPool
 from paxlike.training.forward_backward import ForwardBackward
 from paxlike.training.gradients import Constants, Differentiated
 from paxlike.training.objectives import Grpo, shares_base, without_adapters
+from paxlike.training.reinforcement import shared_rewards
 from paxlike.training.reinforcement.answers import Answer, Packed, decoded
 from paxlike.training.reinforcement.drafts import Drafter
 from paxlike.training.reinforcement.sampler import Sampler
@@ -80,7 +82,7 @@ class PolicyTraining:
       of_updates = _added(of_updates, of_update)
       if number == 0:
         metrics["log_probability_gap"] = _gap(packed.collect(found), answers)
-    return state, metrics | of_updates
+    return state, jax.tree.map(jnp.asarray, metrics | of_updates)
 
   def _rollout(
     self, sampler: Sampler, prepared: Prepared, given: Sequence[Answer]
@@ -128,8 +130,8 @@ class PolicyTraining:
 
   def _rewarded(self, answers: Sequence[Answer]) -> Metrics:
     """Sets the rewards and advantages of answers."""
-    phases.enter("reward")
-    how, found = self._how, self._rewards(decoded(answers, self._data))
+    how, given = self._how, decoded(answers, self._data)
+    found = shared_rewards.begin(self._rewards, given)()
     for answer, one in zip(answers, found, strict=True):
       answer.reward = one.total
     rewards_PG = np.array([one.total for one in found]).reshape(-1, how.group_size)
@@ -158,7 +160,7 @@ class PolicyTraining:
     spread = {name: packed.spread(values) for name, values in parts.items()}
     placer = self._trainer.placer
     return [
-      placer.put({name: arrays[number] for name, arrays in spread.items()})
+      placer.put_whole({name: arrays[number] for name, arrays in spread.items()})
       for number in range(len(packed.batches))
     ]
 
@@ -183,9 +185,9 @@ class PolicyTraining:
   ) -> tuple[TrainState, list[np.ndarray], Metrics]:
     """Returns (the state after an update, the log-probabilities of each batch, metrics)."""
     phases.enter("step" if self._is_compiled else "compile", int(state.step))
-    batches = [self._trainer.placer.put(batch) for batch in packed.batches]
+    batches = [self._trainer.placer.put_whole(batch) for batch in packed.batches]
     step = self._passes.gradients(prepared, batches, arrays, self._loss)
-    found = [np.asarray(of_batch) for of_batch in step.log_probabilities]
+    found = fetched(step.log_probabilities)
     state, of_update = self._passes.update(state, step.total, step.loss, is_last=is_last)
     self._is_compiled = True
     num_tokens = _scalar(sum(place.end - place.first for place in packed.places))
@@ -226,7 +228,7 @@ def _sampled(
   sizes = [len(answer.tokens) for answer in answers]
   drafted = np.concatenate([answer.drafted for answer in answers])
   gaps = np.abs(drafted - np.concatenate([answer.log_probabilities for answer in answers]))
-  entropies = packed.collect([np.asarray(result.scores.entropies_BT) for result in results])
+  entropies = packed.collect(fetched([result.scores.entropies_BT for result in results]))
   return packed, {
     "entropy": _mean(np.concatenate(entropies)),
     "answer_tokens": _mean(sizes),
@@ -244,17 +246,17 @@ def _added(some: Metrics, more: Metrics) -> Metrics:
   return some | more | added
 
 
-def _gap(found: Sequence[np.ndarray], answers: Sequence[Answer]) -> tuple[jax.Array, jax.Array]:
+def _gap(found: Sequence[np.ndarray], answers: Sequence[Answer]) -> tuple[Any, Any]:
   """Returns the largest difference to the log-probabilities with which answers were accepted."""
   pairs = zip(found, answers, strict=True)
   gaps = [np.abs(one - answer.log_probabilities).max() for one, answer in pairs]
   return _scalar(max(gaps)), _scalar(1)
 
 
-def _scalar(value: Any) -> jax.Array:
-  return jnp.asarray(value, jnp.float32)
+def _scalar(value: Any) -> np.float32:
+  return np.float32(value)
 
 
-def _mean(values: Any) -> tuple[jax.Array, jax.Array]:
+def _mean(values: Any) -> tuple[np.float32, np.float32]:
   array = np.asarray(values, np.float64)
   return _scalar(array.sum()), _scalar(array.size)

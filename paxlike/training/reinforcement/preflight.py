@@ -3,7 +3,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-import jax
 from flax import nnx
 
 from paxlike.data.tuning.prompts import Prompts
@@ -65,7 +64,6 @@ def check_passes(trainer: "Trainer", sampling: Sampling):
     "REPEAT_STEP_EVERY": trainer.repeat_step_every,
     "ON_SPIKE=rollback": trainer.optimizer.rolls_back,
     "NUM_STAGES": pipeline_of(trainer.definition) is not None,
-    "several processes": jax.process_count() > 1,
     "Z_LOSS and LABEL_SMOOTHING": trainer.model.z_loss or trainer.model.label_smoothing,
     "--compiled_step": trainer.execution.compiled_step is not None,
     "dropout": any(isinstance(one, Dropout) and one.rate for one in modules),
