@@ -36,6 +36,11 @@ def check(trainer: "Trainer"):
     raise UserError(
       f"MAX_PROMPTS_PER_STEP={how.most_prompts} is less than PROMPTS_PER_STEP={how.num_prompts}."
     )
+  if how.behind and how.most_prompts is not None:
+    raise UserError(
+      f"MAX_PROMPTS_PER_STEP={how.most_prompts} replaces prompts by their rewards, for which"
+      " ROLLOUTS_BEHIND=1 does not wait: leave one of them out."
+    )
   if how.group_size < 2:
     raise UserError("GROUP_SIZE=1: advantages compare answers to the same prompt; use 2 or more.")
   if data.max_tokens + how.max_new_tokens > data.seq_len + 1:

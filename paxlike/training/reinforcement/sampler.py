@@ -68,12 +68,7 @@ class Sampler:
     self.redrawn = self.unsettled = 0
     collections.deque(self._drafter.draft(answers), maxlen=0)
     for number in range(MOST_ROUNDS + 1):
-      packed = pack(
-        answers,
-        batch_size=self._placer.batch_size,
-        seq_len=self._seq_len,
-        max_segments=self._placer.max_segments,
-      )
+      packed = self.packed(answers)
       results = [self.score(prepared, batch) for batch in packed.batches]
       drawn = packed.collect(fetched([result.scores.drawn_BT for result in results]))
       others = [
@@ -92,6 +87,15 @@ class Sampler:
     for answer, log_probabilities in zip(answers, found, strict=True):
       answer.log_probabilities = log_probabilities
     return packed, results
+
+  def packed(self, answers: Sequence[Answer]) -> Packed:
+    """Returns answers as batches."""
+    return pack(
+      answers,
+      batch_size=self._placer.batch_size,
+      seq_len=self._seq_len,
+      max_segments=self._placer.max_segments,
+    )
 
   def score(self, prepared: tuple[Differentiated, Constants], batch: Arrays) -> Forward:
     """Returns the result of a forward pass without residuals, which take memory."""
