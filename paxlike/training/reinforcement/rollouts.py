@@ -62,5 +62,5 @@ class Rollouts:
     """The answers of a step, for the header of a run."""
     answers = f"{self.group_size} answers of up to {self.max_new_tokens} tokens"
     updates = f", {self.num_updates} updates" if self.num_updates > 1 else ""
-    ahead = ", sampled one step ahead" if self.behind else ""
+    ahead = ", sampled ahead" if self.behind else ""
     return f"{self.num_prompts} prompts x {answers}{updates}{ahead}"
