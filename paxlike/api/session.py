@@ -113,6 +113,8 @@ class Session:
     from paxlike.training.forward_backward import ForwardBackward
     from paxlike.training.reinforcement import preflight
 
+    if jax.process_count() > 1:
+      raise UserError("paxlike.Session is for one process: start only one.")
     trainer, sampling = self._trainer, Sampling(temperature=temperature)
     preflight.check_passes(trainer, sampling)
     path = opening.enter_context(run_folder.entered(folder))

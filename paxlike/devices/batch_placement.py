@@ -65,6 +65,11 @@ class BatchPlacer:
         )
     return {name: self._put(array) for name, array in arrays.items()}
 
+  def put_whole(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns global arrays, given all sequences, which are equal in all processes; see `put`."""
+    is_all = len(self.rows) == self.batch_size
+    return self.put(arrays if is_all else {name: x[self.rows] for name, x in arrays.items()})
+
   def abstract(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes, dtypes and shardings of the arrays that `put` would return."""
 

@@ -39,13 +39,20 @@ class Reinforcement(Experiment):
   #: or overlong of paxlike.rewards.
   REWARD: ranges.Name = UNSET
   REWARD_SECONDS: ranges.Interval = 10.0  #: Time limit of one reward; after it, the reward is 0.
-  REWARD_WORKERS: ranges.Size = 4  #: Processes that compute rewards.
+  REWARD_WORKERS: ranges.Size = 4  #: Processes on each host that compute rewards.
   PROMPTS_PER_STEP: ranges.Size = UNSET  #: Prompts of a step.
   #: Prompts that a step tries at most, to replace those whose answers all have the same reward
   #: (DAPO's dynamic sampling). None: none is replaced.
   MAX_PROMPTS_PER_STEP: ranges.Size | None = None
   #: Updates of a step, each on all its answers. With more than one, probability ratios are clipped.
   UPDATES_PER_STEP: ranges.Size = 1
+  #: 1: answers are sampled before the update of the step before theirs, and rewarded during that
+  #: update and the next sampling. Probability ratios are then clipped.
+  ROLLOUTS_BEHIND: Literal[0, 1] = 0
+  #: With ROLLOUTS_BEHIND: ratios are clipped around the policy before the step, and advantages
+  #: multiplied by its ratios to the policy that sampled, up to this (truncated importance
+  #: sampling). None: the clipped ratios are those to the policy that sampled.
+  IMPORTANCE_CAP: ranges.Factor | None = None
   CLIP_LOW: ranges.Fraction = 0.2  #: How far ratios may fall below 1.
   CLIP_HIGH: ranges.Factor = 0.2  #: How far ratios may rise above 1; DAPO has 0.28.
   GROUP_SIZE: ranges.Size = 8  #: Answers to each prompt.
@@ -68,7 +75,7 @@ class Reinforcement(Experiment):
       beta=self.KL_BETA,
       sampling=fdl.Config(Sampling, temperature=self.ROLLOUT_TEMPERATURE),
     )
-    if self.UPDATES_PER_STEP > 1:  # Else the ratio is 1.
+    if self.UPDATES_PER_STEP > 1 or self.ROLLOUTS_BEHIND:  # Else the ratio is 1.
       objective.clip_low, objective.clip_high = self.CLIP_LOW, self.CLIP_HIGH
     return objective
 
@@ -79,6 +86,8 @@ class Reinforcement(Experiment):
       num_prompts=self.PROMPTS_PER_STEP,
       most_prompts=self.MAX_PROMPTS_PER_STEP,
       num_updates=self.UPDATES_PER_STEP,
+      behind=self.ROLLOUTS_BEHIND,
+      importance_cap=self.IMPORTANCE_CAP if self.ROLLOUTS_BEHIND else None,
       group_size=self.GROUP_SIZE,
       max_new_tokens=self.MAX_NEW_TOKENS,
       num_slots=self.DECODE_SLOTS,

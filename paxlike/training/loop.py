@@ -89,6 +89,8 @@ class Loop:
     best.forget(after=start)
     skipped = self._skipped(start)
     position = data_state if skipped is None else skipped.train_input
+    if self._policy is not None:
+      self._policy.restore(position or {})
     if trainer.has_reference:
       state = dataclasses.replace(state, reference=self._source.reference(state))
     phases.enter("data", start)
@@ -176,7 +178,10 @@ class Loop:
     batch = train_input.next()
     # The devices do not wait for data while they still compute an earlier step.
     phases.enter("dispatch", step, counts_as="step" if self._meter.is_computing else None)
-    arrays: Any = batch.arrays if self._policy is not None else trainer.placer.put(batch.arrays)
+    if self._policy is None:
+      arrays: Any = trainer.placer.put(batch.arrays)
+    else:
+      arrays = batch.arrays, train_input.following() if self._policy.is_behind else None
     which = train_input.stage, _due(step, self._trainer.log_layers_every)
     if which not in self._programs:
       phases.enter("compile")
@@ -280,6 +285,8 @@ class Loop:
     phases.enter("save", int(state.step))
     changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
     layout = layout_of(self._trainer.model)
+    if self._policy is not None:
+      data_state = data_state | self._policy.saved()
     self._saved.save(int(state.step), changing, layout=layout, train_input=data_state)
 
   def _evaluates_after(self, step: int) -> bool:

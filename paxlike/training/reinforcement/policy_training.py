@@ -13,12 +13,15 @@ from paxlike.data.tuning.prompts import Prompts
 from paxlike.inference.generate import STEPS_PER_CALL
 from paxlike.layers.decoder import Batch
 from paxlike.processes import phases
-from paxlike.rewards.pool import RewardPool
+from paxlike.processes.host_collectives import fetched
+from paxlike.rewards.pool import Rewarded, RewardPool
 from paxlike.training.forward_backward import ForwardBackward
 from paxlike.training.gradients import Constants, Differentiated
 from paxlike.training.objectives import Grpo, shares_base, without_adapters
+from paxlike.training.reinforcement import shared_rewards
 from paxlike.training.reinforcement.answers import Answer, Packed, decoded
 from paxlike.training.reinforcement.drafts import Drafter
+from paxlike.training.reinforcement.pending import Pending, importance, ratios
 from paxlike.training.reinforcement.sampler import Sampler
 from paxlike.training.train_state import TrainState
 from paxlike.training.train_step import Metrics
@@ -48,7 +51,22 @@ class PolicyTraining:
       how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds
     )
     self._sampler: Sampler | None = None
+    self._pending: Pending | None = None
     self._is_compiled = False
+
+  @property
+  def is_behind(self) -> bool:
+    """Whether a step samples the answers of the next one before its own update."""
+    return self._how.behind > 0
+
+  def saved(self) -> dict[str, Any]:
+    """Returns JSON of the answers of the next step, for a checkpoint; {} if there are none."""
+    return {} if self._pending is None else {"answers": self._pending.saved()}
+
+  def restore(self, saved: Mapping[str, Any]):
+    """Goes on with what `saved` returned, as part of the state of the data."""
+    if self.is_behind and "answers" in saved:
+      self._pending = Pending.restored(saved["answers"])
 
   def __enter__(self) -> Self:
     return self
@@ -57,16 +75,29 @@ class PolicyTraining:
     self._rewards.__exit__()
 
   def __call__(
-    self, state: TrainState, prompts: Mapping[str, np.ndarray]
+    self, state: TrainState, given: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray] | None]
   ) -> tuple[TrainState, Metrics]:
-    """Takes a step: answers `prompts`, a batch of `Prompts`, and updates the state with them."""
+    """Takes a step: answers prompts, and updates the state with the answers.
+
+    `given` are batches of `Prompts` for this step and, if `is_behind`, for the next one.
+    """
+    (prompts, following), step = given, int(state.step)
     sampler = self._sampler_of(state)
     prepared = self._passes.prepare(state)
-    given = self._empty_answers(prompts, step=int(state.step))
-    answers, packed, metrics = self._rollout(sampler, prepared, given)
+    if following is None:
+      given_answers = self._empty_answers(prompts, step=step)
+      answers, packed, metrics = self._rollout(sampler, prepared, given_answers)
+    else:
+      answers, packed, metrics = self._rollout_ahead(sampler, prepared, (prompts, following), step)
     if self._objective.sampling.temperature != 1:
       del metrics["draft_gap"]  # The decoder's log-probabilities are those before temperature.
     arrays = self._training_arrays(packed, answers)
+    if (cap := self._how.importance_cap) is not None:
+      results = [sampler.score(prepared, batch) for batch in packed.batches]
+      current = packed.collect(fetched([one.scores.log_probabilities_BT for one in results]))
+      corrected, metrics["importance_capped_fraction"] = importance(current, answers, cap=cap)
+      for of_batch, more in zip(arrays, self._placed(packed, corrected), strict=True):
+        of_batch.update(more)
     if self._objective.beta:
       reference = self._reference(state, prepared)
       for batch, of_batch in zip(packed.batches, arrays, strict=True):
@@ -79,8 +110,8 @@ class PolicyTraining:
       state, found, of_update = self._update(state, prepared, packed, arrays, is_last=is_last)
       of_updates = _added(of_updates, of_update)
       if number == 0:
-        metrics["log_probability_gap"] = _gap(packed.collect(found), answers)
-    return state, metrics | of_updates
+        metrics |= (ratios if self.is_behind else _gap)(packed.collect(found), answers)
+    return state, jax.tree.map(jnp.asarray, metrics | of_updates)
 
   def _rollout(
     self, sampler: Sampler, prepared: Prepared, given: Sequence[Answer]
@@ -110,6 +141,38 @@ class PolicyTraining:
       self._rewarded(answers)
     return answers, packed, metrics
 
+  def _rollout_ahead(
+    self,
+    sampler: Sampler,
+    prepared: Prepared,
+    prompts: Sequence[Mapping[str, np.ndarray]],
+    step: int,
+  ) -> tuple[list[Answer], Packed, Metrics]:
+    """Samples answers for the next step while those of this one are rewarded; see `_rollout`.
+
+    `prompts` are those of this step, used if it is the first one, and of the next.
+    """
+
+    def sampled(number: int) -> Pending:
+      answers = self._empty_answers(prompts[number], step=step + number)
+      _, metrics = _sampled(sampler, prepared, answers)
+      return Pending(answers=answers, sampled_at=step, metrics=metrics)
+
+    def begin(pending: Pending):
+      given = decoded(pending.answers, self._data)
+      pending.rewards = shared_rewards.begin(self._rewards, given)
+
+    now = self._pending or sampled(0)
+    if now.rewards is None:
+      begin(now)
+    self._pending = ahead = sampled(1)
+    assert now.rewards is not None
+    metrics = dict(now.metrics) | self._set_rewards(now.answers, now.rewards())
+    begin(ahead)  # They are computed during this step's update and the next step's sampling.
+    staleness = (step - now.sampled_at) * self._how.num_updates
+    metrics["staleness"] = _scalar(staleness), _scalar(1)
+    return now.answers, sampler.packed(now.answers), metrics
+
   def _empty_answers(self, prompts: Mapping[str, np.ndarray], *, step: int) -> list[Answer]:
     """Returns the answers to sample, those to the same prompt beside each other."""
     count = len(prompts["prompts"]) * self._how.group_size
@@ -127,9 +190,12 @@ class PolicyTraining:
     ]
 
   def _rewarded(self, answers: Sequence[Answer]) -> Metrics:
-    """Sets the rewards and advantages of answers."""
-    phases.enter("reward")
-    how, found = self._how, self._rewards(decoded(answers, self._data))
+    """Computes and sets the rewards and advantages of answers."""
+    given = decoded(answers, self._data)
+    return self._set_rewards(answers, shared_rewards.begin(self._rewards, given)())
+
+  def _set_rewards(self, answers: Sequence[Answer], found: Sequence[Rewarded]) -> Metrics:
+    how = self._how
     for answer, one in zip(answers, found, strict=True):
       answer.reward = one.total
     rewards_PG = np.array([one.total for one in found]).reshape(-1, how.group_size)
@@ -155,10 +221,14 @@ class PolicyTraining:
       "advantages": [answer.advantage for answer in answers],
       "old_log_probabilities": [answer.log_probabilities for answer in answers],
     }
+    return self._placed(packed, parts)
+
+  def _placed(self, packed: Packed, parts: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Returns the arrays of each batch, given the numbers of each answer."""
     spread = {name: packed.spread(values) for name, values in parts.items()}
     placer = self._trainer.placer
     return [
-      placer.put({name: arrays[number] for name, arrays in spread.items()})
+      placer.put_whole({name: arrays[number] for name, arrays in spread.items()})
       for number in range(len(packed.batches))
     ]
 
@@ -183,9 +253,9 @@ class PolicyTraining:
   ) -> tuple[TrainState, list[np.ndarray], Metrics]:
     """Returns (the state after an update, the log-probabilities of each batch, metrics)."""
     phases.enter("step" if self._is_compiled else "compile", int(state.step))
-    batches = [self._trainer.placer.put(batch) for batch in packed.batches]
+    batches = [self._trainer.placer.put_whole(batch) for batch in packed.batches]
     step = self._passes.gradients(prepared, batches, arrays, self._loss)
-    found = [np.asarray(of_batch) for of_batch in step.log_probabilities]
+    found = fetched(step.log_probabilities)
     state, of_update = self._passes.update(state, step.total, step.loss, is_last=is_last)
     self._is_compiled = True
     num_tokens = _scalar(sum(place.end - place.first for place in packed.places))
@@ -226,7 +296,7 @@ def _sampled(
   sizes = [len(answer.tokens) for answer in answers]
   drafted = np.concatenate([answer.drafted for answer in answers])
   gaps = np.abs(drafted - np.concatenate([answer.log_probabilities for answer in answers]))
-  entropies = packed.collect([np.asarray(result.scores.entropies_BT) for result in results])
+  entropies = packed.collect(fetched([result.scores.entropies_BT for result in results]))
   return packed, {
     "entropy": _mean(np.concatenate(entropies)),
     "answer_tokens": _mean(sizes),
@@ -244,17 +314,17 @@ def _added(some: Metrics, more: Metrics) -> Metrics:
   return some | more | added
 
 
-def _gap(found: Sequence[np.ndarray], answers: Sequence[Answer]) -> tuple[jax.Array, jax.Array]:
+def _gap(found: Sequence[np.ndarray], answers: Sequence[Answer]) -> Metrics:
   """Returns the largest difference to the log-probabilities with which answers were accepted."""
   pairs = zip(found, answers, strict=True)
   gaps = [np.abs(one - answer.log_probabilities).max() for one, answer in pairs]
-  return _scalar(max(gaps)), _scalar(1)
+  return {"log_probability_gap": (_scalar(max(gaps)), _scalar(1))}
 
 
-def _scalar(value: Any) -> jax.Array:
-  return jnp.asarray(value, jnp.float32)
+def _scalar(value: Any) -> np.float32:
+  return np.float32(value)
 
 
-def _mean(values: Any) -> tuple[jax.Array, jax.Array]:
+def _mean(values: Any) -> tuple[np.float32, np.float32]:
   array = np.asarray(values, np.float64)
   return _scalar(array.sum()), _scalar(array.size)

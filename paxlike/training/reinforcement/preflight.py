@@ -3,7 +3,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-import jax
 from flax import nnx
 
 from paxlike.data.tuning.prompts import Prompts
@@ -37,6 +36,11 @@ def check(trainer: "Trainer"):
     raise UserError(
       f"MAX_PROMPTS_PER_STEP={how.most_prompts} is less than PROMPTS_PER_STEP={how.num_prompts}."
     )
+  if how.behind and how.most_prompts is not None:
+    raise UserError(
+      f"MAX_PROMPTS_PER_STEP={how.most_prompts} replaces prompts by their rewards, for which"
+      " ROLLOUTS_BEHIND=1 does not wait: leave one of them out."
+    )
   if how.group_size < 2:
     raise UserError("GROUP_SIZE=1: advantages compare answers to the same prompt; use 2 or more.")
   if data.max_tokens + how.max_new_tokens > data.seq_len + 1:
@@ -65,7 +69,6 @@ def check_passes(trainer: "Trainer", sampling: Sampling):
     "REPEAT_STEP_EVERY": trainer.repeat_step_every,
     "ON_SPIKE=rollback": trainer.optimizer.rolls_back,
     "NUM_STAGES": pipeline_of(trainer.definition) is not None,
-    "several processes": jax.process_count() > 1,
     "Z_LOSS and LABEL_SMOOTHING": trainer.model.z_loss or trainer.model.label_smoothing,
     "--compiled_step": trainer.execution.compiled_step is not None,
     "dropout": any(isinstance(one, Dropout) and one.rate for one in modules),

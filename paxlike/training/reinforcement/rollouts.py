@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
@@ -24,6 +24,10 @@ class Rollouts:
     group_size: Answers to each prompt.
     num_updates: Updates of a step, each on all its answers; from the second one on, the policy is
       no longer the one that sampled them.
+    behind: Number of steps by which answers are sampled ahead, so that the weights that sample them
+      are so many steps behind those that are trained on them.
+    importance_cap: The cap of importance ratios that correct for that; None: the probability ratio
+      of the loss is to the policy that sampled. See `pending.importance`.
     max_new_tokens: The most tokens of an answer.
     num_slots: Decode slots; see `Generator`.
     advantages: Computes advantages from rewards.
@@ -38,6 +42,8 @@ class Rollouts:
   group_size: ranges.Size
   most_prompts: ranges.Size | None = None
   num_updates: ranges.Size = 1
+  behind: Literal[0, 1] = 0
+  importance_cap: ranges.Factor | None = None
   max_new_tokens: ranges.Size
   num_slots: ranges.Size = 64
   advantages: Advantages = grpo
@@ -56,4 +62,5 @@ class Rollouts:
     """The answers of a step, for the header of a run."""
     answers = f"{self.group_size} answers of up to {self.max_new_tokens} tokens"
     updates = f", {self.num_updates} updates" if self.num_updates > 1 else ""
-    return f"{self.num_prompts} prompts x {answers}{updates}"
+    ahead = ", sampled ahead" if self.behind else ""
+    return f"{self.num_prompts} prompts x {answers}{updates}{ahead}"

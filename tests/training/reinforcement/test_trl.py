@@ -67,20 +67,33 @@ def vowels(answer, record):
 @pytest.fixture
 def answers(monkeypatch):
   """The answers of each step of the run."""
-  steps, rollout = [], PolicyTraining._rollout
+  steps = []
 
-  def recorded(self, *args):
-    found = rollout(self, *args)
-    steps.append(found[0])
-    return found
+  def record(name):
+    rollout = getattr(PolicyTraining, name)
 
-  monkeypatch.setattr(PolicyTraining, "_rollout", recorded)
+    def recorded(self, *args):
+      found = rollout(self, *args)
+      steps.append(found[0])
+      return found
+
+    monkeypatch.setattr(PolicyTraining, name, recorded)
+
+  record("_rollout")
+  record("_rollout_ahead")
   return steps
 
 
-def trl_steps(folder, steps, out, *, updates: int, **how: Any) -> list[dict[str, float]]:
-  """Returns loss, gradient norm and KL of each update on these answers."""
+def trl_steps(
+  folder, steps, out, *, updates: int, behind: bool, cap: float | None, **how: Any
+) -> list[dict[str, float]]:
+  """Returns loss, gradient norm and KL of each update on these answers.
+
+  If `behind`, the weights that have sampled them are those that TRL had a step before, and `cap` is
+  its cap of truncated importance sampling.
+  """
   import datasets
+  import torch
   import transformers
   import trl
 
@@ -91,8 +104,32 @@ def trl_steps(folder, steps, out, *, updates: int, **how: Any) -> list[dict[str,
   class Exact(library.GRPOTrainer):
     """Keeps losses and norms as they are: those that are logged are rounded."""
 
+    before: Any = None
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+      output = super()._generate_and_score_completions(inputs)
+      if behind:
+        now = {name: weight.clone() for name, weight in self.model.state_dict().items()}
+        old, current = self._scores(self.before or now, output), self._scores(now, output)
+        output["old_per_token_logps"] = old if cap is None else current
+        output["importance_sampling_ratio"] = torch.exp(current - old).clamp(max=cap or 1.0)
+        self.before = now
+      return output
+
+    @torch.no_grad()
+    def _scores(self, weights: Any, output: Any) -> Any:
+      self.model.load_state_dict(weights)
+      ids, masks = (
+        torch.cat([output[f"{part}_{name}"] for part in ("prompt", "completion")], 1)
+        for name in ("ids", "mask")
+      )
+      size = output["completion_ids"].shape[1]
+      return self._get_per_token_logps_and_entropies(self.model, ids, masks, size)[0]
+
     def compute_loss(self, *args: Any, **more: Any) -> Any:
+      self.use_vllm = cap is not None  # Its correction is for answers that vLLM sampled.
       loss = super().compute_loss(*args, **more)
+      self.use_vllm = False
       shown.append({"loss": float(loss)})
       return loss
 
@@ -150,14 +187,18 @@ def trl_steps(folder, steps, out, *, updates: int, **how: Any) -> list[dict[str,
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-  "loss_per, advantages, updates, how",
+  "loss_per, advantages, updates, behind, cap, how",
   [
-    ("token", "grpo", 2, {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28}),
-    ("answer", "grpo", 1, {"loss_type": "grpo", "scale_rewards": "group"}),
-    ("limit", "dr_grpo", 1, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    ("token", "grpo", 2, 0, None, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    ("answer", "grpo", 1, 0, None, {"loss_type": "grpo"}),
+    ("limit", "dr_grpo", 1, 0, None, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    ("token", "grpo", 2, 1, None, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    ("answer", "grpo", 1, 1, 1.2, {"loss_type": "grpo"}),
   ],
 )
-def test_steps_are_those_of_trl(tmp_path, monkeypatch, answers, loss_per, advantages, updates, how):
+def test_steps_are_those_of_trl(
+  tmp_path, monkeypatch, answers, loss_per, advantages, updates, behind, cap, how
+):
   import torch
   import transformers
 
@@ -182,11 +223,13 @@ def test_steps_are_those_of_trl(tmp_path, monkeypatch, answers, loss_per, advant
     f"--fdl.ADVANTAGES={advantages}",
     f"--job_log_dir={tmp_path / 'run'}",
     *(("--fdl.UPDATES_PER_STEP=2", "--fdl.CLIP_HIGH=0.28") if updates == 2 else ()),
+    *((f"--fdl.ROLLOUTS_BEHIND={behind}", f"--fdl.IMPORTANCE_CAP={cap}") if behind else ()),
   )
   assert run(*given) == 0
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
   ours = [one for line in lines if (one := json.loads(line))["kind"] == "train"]
-  each = trl_steps(source, answers, tmp_path / "trl", updates=updates, **how)
+  out = tmp_path / "trl"
+  each = trl_steps(source, answers, out, updates=updates, behind=bool(behind), cap=cap, **how)
   assert len(ours) == len(answers) == STEPS
   theirs = [
     {name: np.mean([one[name] for one in each[at : at + updates]]) for name in each[at]}
@@ -199,3 +242,8 @@ def test_steps_are_those_of_trl(tmp_path, monkeypatch, answers, loss_per, advant
     np.testing.assert_allclose(mine["reference_kl"], other["kl"], rtol=2e-4, atol=1e-6)
   assert ours[-1]["reference_kl"] > 0.01
   assert (max(mine["clipped_fraction"] for mine in ours) > 0) == (updates > 1)
+  if behind:
+    assert [mine["staleness"] for mine in ours] == [0, *[updates] * (STEPS - 1)]
+    assert ours[0]["ratio_max"] == 1 < ours[1]["ratio_max"]
+  if cap is not None:
+    assert ours[0]["importance_capped_fraction"] == 0 < ours[1]["importance_capped_fraction"]
