@@ -8,6 +8,7 @@ from typing import Any
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.training.reinforcement.advantages import Advantages, Normalization, by_token, grpo
+from paxlike.training.reinforcement.values import Gae
 
 
 @configurable
@@ -26,7 +27,7 @@ class Rollouts:
       no longer the one that sampled them.
     max_new_tokens: The most tokens of an answer.
     num_slots: Decode slots; see `Generator`.
-    advantages: Computes advantages from rewards.
+    advantages: Computes advantages from rewards; `Gae`: from those and the values of a value head.
     normalization: Computes the weights of tokens in the loss.
     mask_truncated: Whether answers that were cut off have no loss.
     reward_seconds: Time limit of one reward.
@@ -40,7 +41,7 @@ class Rollouts:
   num_updates: ranges.Size = 1
   max_new_tokens: ranges.Size
   num_slots: ranges.Size = 64
-  advantages: Advantages = grpo
+  advantages: Advantages | Gae = grpo
   normalization: Normalization = by_token
   mask_truncated: bool = False
   reward_seconds: ranges.Interval = 10.0

@@ -90,6 +90,10 @@ class Sampler:
     found = packed.collect([np.asarray(r.scores.log_probabilities_BT) for r in results])
     for answer, log_probabilities in zip(answers, found, strict=True):
       answer.log_probabilities = log_probabilities
+    if results and results[0].scores.values_BT is not None:
+      values = packed.collect([np.asarray(r.scores.values_BT) for r in results])
+      for answer, of_answer in zip(answers, values, strict=True):
+        answer.values = of_answer
     return packed, results
 
   def score(self, prepared: tuple[Differentiated, Constants], batch: Arrays) -> Forward:
