@@ -382,7 +382,8 @@ class Session:
     if isinstance(loss, str) and loss not in named:
       raise UserError(f"loss={loss!r}: expected cross_entropy, policy, or a function.")
     if loss not in self._losses:
-      self._losses[loss] = differentiated(named.get(loss, loss), **self._options)
+      function: Any = named.get(loss, loss)
+      self._losses[loss] = differentiated(function, **self._options)
     return self._losses[loss]
 
 

@@ -79,7 +79,7 @@ class Reinforcement(Experiment):
   def model(self) -> fdl.Config[layers.Decoder]:
     model = super().model()
     if self.ADVANTAGES == "gae":
-      # Its first values are 0: not yet better than none, but no worse.
+      # From zeros, so that the first values are no worse than none.
       model.value_head = fdl.Partial(layers.Linear, role="value_head", init=layers.zeros)
     return model
 

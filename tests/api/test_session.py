@@ -93,7 +93,7 @@ def test_a_loss_can_train_a_value_head(tmp_path):
         answer.returns = np.ones(len(answer.tokens))
       losses.append(session.forward_backward(answers, "policy" if seed == 4 else loss).loss)
       session.optim_step()
-    assert losses[0] == 1 and losses[3] < 0.9
+    assert losses[0] == pytest.approx(1) and losses[3] < 0.9
     assert answer.values.shape == (len(answer.tokens),) and answer.values.any()
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages by a value head and the losses of PPO, against the formulas of the papers in NumPy."""
 
+from typing import Any
+
 import fiddle as fdl
 import jax
 import jax.numpy as jnp
@@ -135,7 +137,8 @@ def test_gradients_are_those_of_one_program_on_any_mesh():
     VALUE_CLIP=0.2,
   )  # fmt: skip
   graph = experiment.trainer()
-  definition, objective = Definition(fdl.build(graph.model)), fdl.build(graph.objective)
+  model: Any = fdl.build(graph.model)
+  definition, objective = Definition(model), fdl.build(graph.objective)
   assert isinstance(objective, Ppo)
   optimizer, answers = adamw(peak=1e-2), answered(8)
   Gae().set_advantages(answers, [True] * 8)

@@ -193,7 +193,7 @@ def test_a_value_head_is_trained_beside_adapters_and_used_by_nothing_else(
     (("--fdl.GROUP_SIZE=1",), "GROUP_SIZE=1: advantages compare"),
     (("--fdl.KL_IN=reward", "--fdl.KL_BETA=0.1"), "KL_IN=reward gives each token a reward"),
     (("--fdl.VALUE_CLIP=0.2",), "VALUE_CLIP has no effect"),
-    (("--fdl.objective.beta=0.1", "--fdl.rollouts.advantages=Gae"), "set ADVANTAGES=gae"),
+    ((*PPO, "--fdl.model.value_head=None"), "need each other: set ADVANTAGES=gae"),
     ((*PPO, "--fdl.GROUP_SIZE=1", "--fdl.MAX_PROMPTS_PER_STEP=3"), "as with GROUP_SIZE=1 all do"),
     ((*PPO, "--fdl.GAE_LAMBDA=1.5"), "GAE_LAMBDA"),
     (("--fdl.MAX_PROMPTS_PER_STEP=1",), "MAX_PROMPTS_PER_STEP=1 is less than PROMPTS_PER_STEP=2"),
