@@ -13,6 +13,7 @@ from paxlike import layers
 from paxlike.config import ranges
 from paxlike.errors import UserError, did_you_mean
 from paxlike.fiddlers.selection import ATTENTION, BLOCK, MLP, matrices, select
+from paxlike.layers.decoder import VALUE_HEAD
 from paxlike.training.trainer import Trainer
 
 DOTS = {
@@ -47,7 +48,10 @@ LORA_ROLES = {
 
 
 def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
-  """Sets the compute dtype of all layers but routers; weights, statistics and loss stay float32."""
+  """Sets the compute dtype of all layers but routers and value heads.
+
+  Weights, statistics and loss stay float32.
+  """
   computing = (
     layers.Linear,
     layers.Lora,
@@ -62,7 +66,7 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
   )
   for kind in computing:
     for node in select(graph, kind):
-      if getattr(node, "role", None) != "router":
+      if getattr(node, "role", None) not in ("router", "value_head"):
         node.dtype = jnp.dtype(dtype)
 
 
@@ -142,7 +146,10 @@ def lora(
     for node in matrices(graph):
       node.scheme = getattr(layers.weight_only, base)
   for node in select(graph, Trainer):
-    node.trained = layers.lora.WEIGHTS
+    # A value head is new, and so trained itself.
+    has_values = getattr(node.model, "value_head", None) is not None
+    others = [VALUE_HEAD] if has_values else []
+    node.trained = "|".join([layers.lora.WEIGHTS, *others])
 
 
 def lora_bank(graph: fdl.Buildable, *, rank: int, num_adapters: int, roles: Sequence[str]):
