@@ -42,7 +42,7 @@ class Small(PromptFiles, Llama):
   FPROP_DTYPE = "float32"
   PERCORE_BATCH_SIZE = 0.5
   ICI_MESH_SHAPE = (2, 2, 2)
-  LEARNING_RATE = 0.01
+  LEARNING_RATE = 0.003
   LR_SCHEDULE = "constant"
   WEIGHT_DECAY = 0.0
   ADAM_BETA2 = 0.999
@@ -166,7 +166,7 @@ def trl_steps(
       max_completion_length=TOKENS,
       max_steps=STEPS * updates,
       num_iterations=updates,
-      learning_rate=0.01,
+      learning_rate=0.003,
       lr_scheduler_type="constant",
       max_grad_norm=1.0,
       beta=0.05,
