@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Loss = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
 
-class Passes(NamedTuple):
+class LossResult(NamedTuple):
   """What `Session.forward_backward` returns.
 
   Attributes:
@@ -224,7 +224,7 @@ class Session:
   @error_messages.for_python()
   def forward_backward(
     self, answers: "Sequence[Answer]", loss: Literal["cross_entropy", "policy"] | Loss
-  ) -> Passes:
+  ) -> LossResult:
     """Adds the gradients of a loss, a mean over the tokens of `answers`, to those of the next step.
 
     Args:
@@ -254,7 +254,7 @@ class Session:
     self._loss = found.loss if self._loss is None else self._loss + found.loss
     metrics = {name: float(pair[0] / pair[1]) for name, pair in found.sums.items()}
     scored = packed.collect([np.asarray(one) for one in found.log_probabilities])
-    return Passes(float(found.loss), scored, metrics)
+    return LossResult(float(found.loss), scored, metrics)
 
   @error_messages.for_python()
   def log_probabilities(self, answers: "Sequence[Answer]") -> list[np.ndarray]:
