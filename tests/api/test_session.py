@@ -84,7 +84,7 @@ def test_a_loss_can_train_a_value_head(tmp_path):
     errors_BT = jnp.square(arrays["values"] - arrays["returns"])
     return (errors_BT * arrays["weights"]).sum(), {}
 
-  how = {**KNOBS, "ADVANTAGES": "gae", "PERCORE_BATCH_SIZE": 1}
+  how = {**KNOBS, "ADVANTAGES": "gae", "PERCORE_BATCH_SIZE": 1, "LEARNING_RATE": 0.001}
   with paxlike.Session(SumsRl, tmp_path / "run", **how) as session:
     losses = []
     for seed in range(5):
