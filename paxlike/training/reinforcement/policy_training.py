@@ -341,10 +341,10 @@ def _gap(found: Sequence[np.ndarray], answers: Sequence[Answer]) -> Metrics:
   return {"log_probability_gap": (_scalar(max(gaps)), _scalar(1))}
 
 
-def _scalar(value: Any) -> np.float32:
+def _scalar(value: Any) -> Any:
   return np.float32(value)
 
 
-def _mean(values: Any) -> tuple[np.float32, np.float32]:
+def _mean(values: Any) -> tuple[Any, Any]:
   array = np.asarray(values, np.float64)
   return _scalar(array.sum()), _scalar(array.size)
