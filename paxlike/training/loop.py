@@ -89,8 +89,9 @@ class Loop:
     best.forget(after=start)
     skipped = self._skipped(start)
     position = data_state if skipped is None else skipped.train_input
-    if trainer.has_reference:
-      state = dataclasses.replace(state, reference=self._source.reference(state))
+    if trainer.reference is not None:
+      reference, files_of_it = self._source.reference(state)
+      state, provenance = dataclasses.replace(state, reference=reference), provenance | files_of_it
     phases.enter("data", start)
     with (
       TrainInput(

@@ -24,7 +24,7 @@ from paxlike.training.gradients import (
   Microbatch,
   combined,
 )
-from paxlike.training.objectives import NextToken, Objective, shares_base, without_adapters
+from paxlike.training.objectives import NextToken, Objective, without_adapters
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.train_state import TrainState
 from paxlike.training.update import on_device, prepared, update
@@ -101,7 +101,7 @@ def _gradients(definition: Definition, objective: Objective, *, log_layers: bool
       f"QK_CLIP: a pipeline that trains with {type(objective).__name__} does not find the largest"
       " logits. Leave it out, or train without pipeline stages."
     )
-  shared = shares_base(definition)
+  reference = objective.reference(definition)
 
   def loss(
     weights: Differentiated, constants: Constants, microbatch: Microbatch
@@ -110,8 +110,11 @@ def _gradients(definition: Definition, objective: Objective, *, log_layers: bool
     model, other = definition.bind(params, constants.operands), None
     model.stack.log_layers = log_layers
     if objective.needs_reference:
-      before = without_adapters(params) if shared else constants.reference
-      other = definition.bind(jax.lax.stop_gradient(before | weights.extra))
+      before = without_adapters(params) if reference is None else constants.reference
+      if reference in (None, definition):
+        other = definition.bind(jax.lax.stop_gradient(before | weights.extra))
+      else:
+        other = reference.bind(before)
     key = jax.random.fold_in(microbatch.dropout, microbatch.index)
     value, aux = objective.total(model, other, microbatch.batch, key)
     losses = {"loss": value / microbatch.weight} | aux.averaged(microbatch.count).losses
