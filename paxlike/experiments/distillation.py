@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixins of distillation: `class MyStudent(Distillation, datasets.Jsonl, SmallQwen25)`."""
+"""Mixins of distillation.
+
+On texts or conversations: `class MyStudent(Distillation, datasets.Jsonl, SmallQwen25)`; on answers
+of the student to prompts: `class MyStudent(OnPolicyDistillation, PromptFiles, SmallQwen25)`.
+"""
 
 import fiddle as fdl
 
 from paxlike.checkpoints.teacher import Teacher
 from paxlike.config import ranges
 from paxlike.experiment import Experiment
+from paxlike.experiments.reinforcement import Reinforcement
+from paxlike.inference.sampling import Sampling
 from paxlike.training import objectives
+from paxlike.training.reinforcement.rollouts import Rollouts
 
 
 class Distillation(Experiment):
@@ -35,3 +42,29 @@ class Distillation(Experiment):
     if self.TEACHER is None:
       return None
     return fdl.Config(Teacher, path=self.TEACHER, step=self.TEACHER_STEP)
+
+
+class OnPolicyDistillation(Distillation, Reinforcement):
+  """Distillation on answers that the student samples (GKD, Agarwal et al., 2023).
+
+  The loss is on the answers; there is no reward, except that of the prompts to evaluate on.
+  """
+
+  GROUP_SIZE = 1
+
+  def objective(self) -> fdl.Config[objectives.OnPolicyGkd]:
+    objective = super().objective()
+    fdl.update_callable(objective, objectives.OnPolicyGkd)
+    objective.sampling = fdl.Config(Sampling, temperature=self.ROLLOUT_TEMPERATURE)
+    return objective
+
+  def rollouts(self) -> fdl.Config[Rollouts]:
+    return fdl.Config(
+      Rollouts,
+      reward=None,
+      num_prompts=self.PROMPTS_PER_STEP,
+      group_size=self.GROUP_SIZE,
+      max_new_tokens=self.MAX_NEW_TOKENS,
+      num_slots=self.DECODE_SLOTS,
+      mask_truncated=self.MASK_TRUNCATED,
+    )

@@ -52,7 +52,7 @@ def make_train_step(
   count the tokens from each of the data's `sources`. With `log_layers`, the function returns
   (state, metrics, LayerMetrics).
   """
-  gradients = _gradients(definition, objective, log_layers=log_layers)
+  gradients = gradients_of(definition, objective, log_layers=log_layers)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[Any, ...]:
     weight = objective.weight(batch)
@@ -92,7 +92,9 @@ def note_on_memory(definition: Definition, objective: Objective) -> str | None:
   )
 
 
-def _gradients(definition: Definition, objective: Objective, *, log_layers: bool) -> Gradients:
+def gradients_of(
+  definition: Definition, objective: Objective, *, log_layers: bool = False
+) -> Gradients:
   """Returns the gradient function of the loss of a microbatch."""
   if type(objective) is NextToken and pipeline_loss.pipeline_of(definition) is not None:
     return functools.partial(pipeline_loss.gradients, definition, log_layers=log_layers)

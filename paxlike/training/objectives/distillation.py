@@ -12,6 +12,7 @@ from paxlike.checkpoints.teacher import Teacher
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.prepared import TOP_K
+from paxlike.inference.sampling import Sampling
 from paxlike.layers.aux_losses import Aux
 from paxlike.layers.decoder import Batch, Decoder, context_of
 from paxlike.layers.loss import cross_entropy
@@ -84,6 +85,18 @@ class Gkd(Objective):
   def log_probabilities(self, logits: jax.Array) -> jax.Array:
     """Returns the log-probabilities of all tokens at the temperature, float32 [..., V]."""
     return jax.nn.log_softmax(logits.astype(jnp.float32) / self.temperature)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnPolicyGkd(Gkd):
+  """`Gkd` on answers that the student samples: lambda 1 in the paper.
+
+  Attributes:
+    sampling: How answers are sampled.
+  """
+
+  sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(temperature=1.0))
 
 
 def divergence(student: jax.Array, teacher: jax.Array, *, beta: float) -> jax.Array:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of reinforcement learning: sample, reward, update."""
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -11,17 +12,18 @@ import numpy as np
 
 from paxlike.data.tuning.prompts import Prompts
 from paxlike.inference.generate import STEPS_PER_CALL
+from paxlike.layers import aux_losses
 from paxlike.layers.decoder import Batch
 from paxlike.processes import phases
 from paxlike.rewards.pool import RewardPool
 from paxlike.training.forward_backward import ForwardBackward
-from paxlike.training.gradients import Constants, Differentiated
-from paxlike.training.objectives import Grpo, shares_base, without_adapters
+from paxlike.training.gradients import Constants, Differentiated, Microbatch
+from paxlike.training.objectives import shares_base, without_adapters
 from paxlike.training.reinforcement.answers import Answer, Packed, decoded
 from paxlike.training.reinforcement.drafts import Drafter
 from paxlike.training.reinforcement.sampler import Sampler
 from paxlike.training.train_state import TrainState
-from paxlike.training.train_step import Metrics
+from paxlike.training.train_step import Metrics, gradients_of
 
 if TYPE_CHECKING:
   from paxlike.training.trainer import Trainer
@@ -34,19 +36,21 @@ class PolicyTraining:
 
   def __init__(self, trainer: "Trainer"):
     """Compiles nothing, and starts no process, yet."""
-    assert trainer.rollouts is not None and isinstance(trainer.objective, Grpo)
+    assert trainer.rollouts is not None
     self._trainer = trainer
     self._how = how = trainer.rollouts
-    self._objective = trainer.objective
+    self._objective: Any = trainer.objective
     self._data: Prompts = trainer.data
     options: Any = {"compiler_options": dict(trainer.execution.compiler_options)}
     self._passes = ForwardBackward(
       trainer.definition, trainer.optimizer, sampling=self._objective.sampling, **options
     )
-    self._loss = jax.jit(jax.value_and_grad(self._objective.loss, has_aux=True), **options)
-    self._rewards = RewardPool(
-      how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds
-    )
+    self._rewards, self._loss = None, None
+    if how.reward is not None:
+      self._loss = jax.jit(jax.value_and_grad(self._objective.loss, has_aux=True), **options)
+      self._rewards = RewardPool(
+        how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds
+      )
     self._sampler: Sampler | None = None
     self._is_compiled = False
 
@@ -54,7 +58,8 @@ class PolicyTraining:
     return self
 
   def __exit__(self, *unused: object):
-    self._rewards.__exit__()
+    if self._rewards is not None:
+      self._rewards.__exit__()
 
   def __call__(
     self, state: TrainState, prompts: Mapping[str, np.ndarray]
@@ -129,6 +134,7 @@ class PolicyTraining:
   def _rewarded(self, answers: Sequence[Answer]) -> Metrics:
     """Sets the rewards and advantages of answers."""
     phases.enter("reward")
+    assert self._rewards is not None
     how, found = self._how, self._rewards(decoded(answers, self._data))
     for answer, one in zip(answers, found, strict=True):
       answer.reward = one.total
@@ -184,6 +190,7 @@ class PolicyTraining:
     """Returns (the state after an update, the log-probabilities of each batch, metrics)."""
     phases.enter("step" if self._is_compiled else "compile", int(state.step))
     batches = [self._trainer.placer.put(batch) for batch in packed.batches]
+    assert self._loss is not None
     step = self._passes.gradients(prepared, batches, arrays, self._loss)
     found = [np.asarray(of_batch) for of_batch in step.log_probabilities]
     state, of_update = self._passes.update(state, step.total, step.loss, is_last=is_last)
@@ -214,6 +221,45 @@ class PolicyTraining:
     )
     self._sampler = Sampler(drafter, self._passes, trainer.placer, seq_len=data.seq_len)
     return self._sampler
+
+
+class DistillationTraining(PolicyTraining):
+  """Takes the steps of on-policy distillation: sample, compare with the teacher, update."""
+
+  def __call__(
+    self, state: TrainState, prompts: Mapping[str, np.ndarray]
+  ) -> tuple[TrainState, Metrics]:
+    """Takes a step: answers `prompts`, a batch of `Prompts`, and updates the state with them."""
+    prepared = self._passes.prepare(state)
+    answers = self._empty_answers(prompts, step=int(state.step))
+    packed, metrics = _sampled(self._sampler_of(state), prepared, answers)
+    if self._objective.sampling.temperature != 1:
+      del metrics["draft_gap"]
+    kept = [float(answer.has_ended or not self._how.mask_truncated) for answer in answers]
+    weights, total, losses = packed.spread(kept), None, aux_losses.none()
+    num_tokens = _scalar(max(sum(map(np.sum, weights)), 1))
+    phases.enter("step" if self._is_compiled else "compile", int(state.step))
+    for of_tokens, batch in zip(weights, packed.batches, strict=True):
+      arrays = self._trainer.placer.put(batch | {"weights": of_tokens})
+      part, aux = self._gradients(prepared, arrays, num_tokens, _scalar(len(weights)))
+      total, losses = self._passes.accumulate(total, part), aux_losses.add(losses, aux)
+    assert total is not None
+    state, of_update = self._passes.update(state, total, losses.losses["loss"])
+    self._is_compiled = True
+    metrics |= {name: (value * num_tokens, num_tokens) for name, value in losses.losses.items()}
+    metrics |= {name: (pair[0], pair[1]) for name, pair in losses.metrics.items()}
+    return state, metrics | {name: (value, _scalar(1)) for name, value in of_update.items()}
+
+  @functools.cached_property
+  def _gradients(self) -> Any:
+    """Returns (float32 gradients, Aux) of a batch, given the tokens and batches of the step."""
+    of_batch = gradients_of(self._trainer.definition, self._objective)
+
+    def gradients(prepared: Prepared, batch: Batch, num_tokens: jax.Array, count: Any) -> Any:
+      part = Microbatch(batch, 0, count, num_tokens, jax.random.key(0))  # There is no dropout.
+      return jax.tree.map(lambda x: x.astype(jnp.float32), of_batch(*prepared, part))
+
+    return jax.jit(gradients, compiler_options=dict(self._trainer.execution.compiler_options))
 
 
 def _sampled(

@@ -12,7 +12,7 @@ from paxlike.inference.sampling import Sampling
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.moe.dispatch import Capacity
 from paxlike.layers.reward_model import RewardModel
-from paxlike.training.objectives import Grpo
+from paxlike.training.objectives import Grpo, OnPolicyGkd
 from paxlike.training.pipeline_loss import pipeline_of
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ def check(trainer: "Trainer"):
   """
   how, data = trainer.rollouts, trainer.data
   assert how is not None
-  if not isinstance(trainer.objective, Grpo) or not isinstance(data, Prompts):
+  if not isinstance(trainer.objective, Grpo | OnPolicyGkd) or not isinstance(data, Prompts):
     raise UserError(
-      "rollouts need the objective Grpo and Prompts as training data: see experiments/"
-      "reinforcement.py."
+      "rollouts need the objective Grpo or OnPolicyGkd, and Prompts as training data: see"
+      " experiments/reinforcement.py and distillation.py."
     )
   check_passes(trainer, trainer.objective.sampling)
   if how.num_given < how.num_prompts:
     raise UserError(
       f"MAX_PROMPTS_PER_STEP={how.most_prompts} is less than PROMPTS_PER_STEP={how.num_prompts}."
     )
-  if how.group_size < 2:
+  if how.group_size < 2 and isinstance(trainer.objective, Grpo):
     raise UserError("GROUP_SIZE=1: advantages compare answers to the same prompt; use 2 or more.")
   if data.max_tokens + how.max_new_tokens > data.seq_len + 1:
     raise UserError(
