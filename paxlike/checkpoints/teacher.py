@@ -86,13 +86,19 @@ class Teacher:
       )
     return definition
 
+  @property
+  def model(self) -> Decoder:
+    """The module of `definition`."""
+    model: Any = self.definition.module
+    return model
+
   def check(self, model: Decoder, seq_len: int):
     """Checks the checkpoint, and that `model` can learn from it; reads no array.
 
     Raises:
       UserError: There is no such checkpoint, or the teacher has another vocabulary.
     """
-    teacher: Any = self.definition.module
+    teacher = self.model
     if teacher.vocab_size != model.vocab_size:
       raise UserError(
         f"TEACHER={self.path} has a vocabulary of {teacher.vocab_size} tokens, and the model of"
@@ -113,16 +119,14 @@ class Teacher:
     saved, definition = self._saved, self.definition
     before = None if run is None else _recorded(run / RECORD)
     try:
-      step = saved.find(self.step if before is None or self.step is not None else before["step"])
-      identity = saved.at(step).identity()
-      if before is not None and (
-        step != before["step"] or before.get("identity") not in (None, identity)
-      ):
-        assert run is not None
-        raise UserError(
-          f"checkpoint {step} is not the teacher of the steps so far, checkpoint {before['step']}"
-          f" of {before['path']}. To go on with another one, remove {run / RECORD}."
-        )
+      step = self.step
+      if before is not None:
+        step = before["step"]
+        if self.step not in (None, step) or not _is_at(saved, step, before.get("identity")):
+          raise UserError(
+            f"it is not the teacher of the steps so far, checkpoint {step} of {before['path']}."
+            f" To go on with another one, remove {RECORD} of the run's folder."
+          )
       step, (params, _) = read_found(
         saved,
         step,
@@ -137,7 +141,7 @@ class Teacher:
       )
     except UserError as error:
       raise UserError(f"TEACHER={self.path}: {error}") from error
-    record = {"path": os.fspath(self._folder), "step": step, "identity": identity}
+    record = {"path": os.fspath(self._folder), "step": step, "identity": saved.at(step).identity()}
     return Taught(definition.prepare(params), json.dumps(record, indent=2) + "\n")
 
   @property
@@ -147,6 +151,13 @@ class Teacher:
   @property
   def _saved(self) -> Checkpoints:
     return Checkpoints(self._folder / "checkpoints", keep=None)
+
+
+def _is_at(saved: Checkpoints, step: int, identity: str | None) -> bool:
+  """Whether there is a checkpoint of this step and checksum."""
+  if step not in saved.steps():
+    return False
+  return identity in (None, saved.at(step).identity())
 
 
 def _recorded(file: epath.Path) -> dict[str, Any] | None:

@@ -5,6 +5,8 @@ On texts or conversations: `class MyStudent(Distillation, datasets.Jsonl, SmallQ
 of the student to prompts: `class MyStudent(OnPolicyDistillation, PromptFiles, SmallQwen25)`.
 """
 
+from typing import Any
+
 import fiddle as fdl
 
 from paxlike.checkpoints.teacher import Teacher
@@ -53,10 +55,9 @@ class OnPolicyDistillation(Distillation, Reinforcement):
   GROUP_SIZE = 1
 
   def objective(self) -> fdl.Config[objectives.OnPolicyGkd]:
-    objective = super().objective()
-    fdl.update_callable(objective, objectives.OnPolicyGkd)
-    objective.sampling = fdl.Config(Sampling, temperature=self.ROLLOUT_TEMPERATURE)
-    return objective
+    given: dict[str, Any] = fdl.ordered_arguments(super().objective())
+    sampling = fdl.Config(Sampling, temperature=self.ROLLOUT_TEMPERATURE)
+    return fdl.Config(objectives.OnPolicyGkd, sampling=sampling, **given)
 
   def rollouts(self) -> fdl.Config[Rollouts]:
     return fdl.Config(

@@ -116,7 +116,8 @@ class StateSource:
       UserError: The checkpoint that they are from is missing or damaged.
     """
     if self.teacher is not None:
-      taught = self.teacher.load(self.devices, self.folder)
+      # A start that failed may have left a record of another teacher.
+      taught = self.teacher.load(self.devices, self.folder if int(state.step) else None)
       return taught.params, {teacher.RECORD: taught.record}
     return self._initial(state), {}
 

@@ -81,7 +81,7 @@ def _check_teacher(trainer: Any, objective: Gkd):
     )
   if objective.teacher is not None:
     objective.teacher.check(trainer.model, trainer.data.seq_len)
-    requirements.check(objective.teacher.definition.module, list(trainer.devices.devices.flat))
+    requirements.check(objective.teacher.model, list(trainer.devices.devices.flat))
     return
   data = trainer.train_data
   before = data.teacher if isinstance(data, PreparedRows) else None

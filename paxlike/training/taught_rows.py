@@ -42,7 +42,7 @@ class TaughtRows(RowDataset):
       raise UserError("--teacher_top_k needs --fdl.TEACHER=DIR, a knob of the mixin Distillation.")
     assert isinstance(rows, RowDataset)
     teacher.check(trainer.model, rows.seq_len)
-    requirements.check(teacher.definition.module, list(devices.devices.flat))
+    requirements.check(teacher.model, list(devices.devices.flat))
     if not 1 <= top_k <= trainer.model.vocab_size:
       raise UserError(
         f"--teacher_top_k={top_k} must be from 1 to the vocabulary's {trainer.model.vocab_size}."

@@ -82,8 +82,8 @@ def abstract(
   )
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    is_reference = reference is not None and path[0].name == "reference"
-    spec = weight_of(reference if is_reference else definition, path, leaf.shape)
+    owner = (path[0].name == "reference" and reference) or definition
+    spec = weight_of(owner, path, leaf.shape)
     partition = PartitionSpec()
     if spec is not None:
       partition = mesh_lib.partition(spec.dims, leaf.shape, mesh.shape)
