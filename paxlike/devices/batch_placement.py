@@ -75,14 +75,18 @@ class BatchPlacer:
 
     def one(array: np.ndarray) -> jax.ShapeDtypeStruct:
       shape = (self._shape[0], *array.shape[1:])
-      where = mesh.sharding(self._devices, ("batch", "time"), shape)
-      return jax.ShapeDtypeStruct(shape, array.dtype, sharding=where)
+      return jax.ShapeDtypeStruct(shape, array.dtype, sharding=self._sharding(shape))
 
     return {name: one(array) for name, array in arrays.items()}
 
+  def _sharding(self, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+    """Returns the sharding of an array [B, T, ...]."""
+    dims = ("batch", "time", *[None] * (len(shape) - 2))
+    return mesh.sharding(self._devices, dims, shape)
+
   def _put(self, array: np.ndarray) -> jax.Array:
     shape = (self._shape[0], *array.shape[1:])
-    where = mesh.sharding(self._devices, ("batch", "time"), shape)
+    where = self._sharding(shape)
     if jax.process_count() == 1:
       return jax.device_put(array, where)
 

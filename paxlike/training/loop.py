@@ -28,7 +28,9 @@ from paxlike.telemetry.step_metrics import Meter, Reading, check_finite
 from paxlike.training import decode_mode, layer_metrics, ramp, rollback
 from paxlike.training.best_checkpoint import BestTracker
 from paxlike.training.evaluation import Stopped
+from paxlike.training.objectives import OnPolicyGkd
 from paxlike.training.profiler import Profiler
+from paxlike.training.reinforcement.distillation_training import DistillationTraining
 from paxlike.training.reinforcement.policy_training import PolicyTraining
 from paxlike.training.replica_check import check_repeated, check_replicas, checksums
 from paxlike.training.rollback import Rollback, Rollbacks
@@ -59,7 +61,9 @@ class Loop:
     self._rollbacks = Rollbacks(folder, most=trainer.max_skipped_in_a_row)
     self._spike: int | None = None  # The step of a spike that the run rolls back from.
     self._after_spike: dict[str, Any] = {}  # The position in the data after it.
-    self._policy = None if trainer.rollouts is None else PolicyTraining(trainer)
+    is_taught = isinstance(trainer.objective, OnPolicyGkd)
+    kind = DistillationTraining if is_taught else PolicyTraining
+    self._policy = None if trainer.rollouts is None else kind(trainer)
     # By the index of the stage, and by whether layers are logged.
     self._programs: dict[tuple[int, bool], Any] = {}
 
@@ -91,8 +95,9 @@ class Loop:
     position = data_state if skipped is None else skipped.train_input
     if self._policy is not None:
       self._policy.restore(position or {})
-    if trainer.has_reference:
-      state = dataclasses.replace(state, reference=self._source.reference(state))
+    if trainer.reference is not None:
+      reference, files_of_it = self._source.reference(state)
+      state, provenance = dataclasses.replace(state, reference=reference), provenance | files_of_it
     phases.enter("data", start)
     with (
       TrainInput(

@@ -21,10 +21,17 @@ class Objective(abc.ABC):
 
   Attributes:
     needs_reference: Whether it needs a frozen reference model: the initial model or, with LoRA, the
-      base model.
+      base model; or a teacher.
   """
 
   needs_reference = False
+
+  def reference(self, definition: Definition) -> Definition | None:
+    """Returns the definition of the reference model, of whose weights a step needs a copy.
+
+    None: it needs none, or with LoRA those of the model, `definition`, serve.
+    """
+    return definition if self.needs_reference and not shares_base(definition) else None
 
   @abc.abstractmethod
   def weight(self, batch: Batch) -> jax.Array:

@@ -11,7 +11,7 @@ from paxlike.inference.sampling import Sampling
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.moe.dispatch import Capacity
 from paxlike.layers.reward_model import RewardModel
-from paxlike.training.objectives import Grpo, Ppo
+from paxlike.training.objectives import Grpo, OnPolicyGkd, Ppo
 from paxlike.training.pipeline_loss import pipeline_of
 from paxlike.training.reinforcement.values import Gae
 
@@ -27,10 +27,10 @@ def check(trainer: "Trainer"):
   """
   how, data = trainer.rollouts, trainer.data
   assert how is not None
-  if not isinstance(trainer.objective, Grpo) or not isinstance(data, Prompts):
+  if not isinstance(trainer.objective, Grpo | OnPolicyGkd) or not isinstance(data, Prompts):
     raise UserError(
-      "rollouts need the objective Grpo and Prompts as training data: see experiments/"
-      "reinforcement.py."
+      "rollouts need the objective Grpo or OnPolicyGkd, and Prompts as training data: see"
+      " experiments/reinforcement.py and distillation.py."
     )
   check_passes(trainer, trainer.objective.sampling)
   if how.num_given < how.num_prompts:
@@ -48,7 +48,7 @@ def check(trainer: "Trainer"):
       "advantages by Gae, the objective Ppo and the model's value_head need each other: set"
       " ADVANTAGES=gae."
     )
-  if how.group_size < 2 and not has_values:
+  if how.group_size < 2 and not has_values and isinstance(trainer.objective, Grpo):
     raise UserError("GROUP_SIZE=1: advantages compare answers to the same prompt; use 2 or more.")
   if how.group_size < 2 and how.most_prompts is not None:
     raise UserError(

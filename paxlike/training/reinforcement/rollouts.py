@@ -17,7 +17,7 @@ class Rollouts:
   """How the answers of a step are sampled and rewarded.
 
   Attributes:
-    reward: A function of a module: see `paxlike.rewards`.
+    reward: A function of a module: see `paxlike.rewards`. None: a teacher judges the answers.
     num_prompts: Prompts of a step.
     most_prompts: Prompts that a step tries at most, to replace those whose answers all have the
       same reward, from which nothing can be learned (DAPO's dynamic sampling). None: `num_prompts`,
@@ -38,7 +38,7 @@ class Rollouts:
     reward_workers: Processes that compute rewards.
   """
 
-  reward: Callable[[str, Mapping[str, Any]], Any]
+  reward: Callable[[str, Mapping[str, Any]], Any] | None
   num_prompts: ranges.Size
   group_size: ranges.Size
   most_prompts: ranges.Size | None = None
