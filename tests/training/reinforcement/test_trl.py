@@ -84,20 +84,14 @@ def answers(monkeypatch):
   return steps
 
 
-def trl_steps(
-  folder, steps, out, *, updates: int, behind: bool, cap: float | None, **how: Any
-) -> list[dict[str, float]]:
-  """Returns loss, gradient norm and KL of each update on these answers.
+def exact_trainer(shown: list[dict[str, float]], *, behind: bool, cap: float | None) -> Any:
+  """Returns a GRPOTrainer that adds loss, gradient norm and KL of each update to `shown`.
 
-  If `behind`, the weights that have sampled them are those that TRL had a step before, and `cap` is
-  its cap of truncated importance sampling.
+  If `behind`, the weights that have sampled answers are those that it had a step before, and `cap`
+  is its cap of truncated importance sampling.
   """
-  import datasets
   import torch
-  import transformers
   import trl
-
-  shown: list[dict[str, float]] = []
 
   library: Any = trl
 
@@ -139,6 +133,18 @@ def trl_steps(
         shown[-1] |= {"grad_norm": float(logs["grad_norm"]), "kl": kl}
       super().log(logs, *args, **more)
 
+  return Exact
+
+
+def trl_steps(
+  folder, steps, out, *, updates: int, behind: bool, cap: float | None, **how: Any
+) -> list[dict[str, float]]:
+  """Returns loss, gradient norm and KL of each update on these answers; see `exact_trainer`."""
+  import datasets
+  import transformers
+  import trl
+
+  shown: list[dict[str, float]] = []
   left = list(steps)
   rewards: list[float] = []
 
@@ -151,7 +157,8 @@ def trl_steps(
       "logprobs": None,
     }
 
-  trainer = Exact(
+  library: Any = trl
+  trainer = exact_trainer(shown, behind=behind, cap=cap)(
     model=transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"),
     reward_funcs=lambda **unused: list(rewards),
     rollout_func=rollout,
