@@ -20,6 +20,7 @@ from paxlike.config import building, graph_file
 from paxlike.convert.stored import Stored
 from paxlike.devices import mesh
 from paxlike.errors import UserError
+from paxlike.fiddlers import matmuls
 from paxlike.layers import Definition, Linear
 from paxlike.layers.module import Params
 from paxlike.layers.stack import layout_of
@@ -128,7 +129,8 @@ class _Run:
       for path, one in nnx.iter_modules(module)
       if isinstance(one, Linear) and one.lora is not None
     }
-    self.roles = {name: one.role for name, one in linears.items()}
+    roles = matmuls.lora_roles(module)
+    self.roles = {name: roles[name] for name in linears}
     self._scales = {name: one.lora.scale for name, one in linears.items() if one.lora is not None}
     shapes = {n: spec.shape for n, spec in definition.weights.items() if ".lora." in n}
     if not shapes:

@@ -263,47 +263,14 @@ class Model:
     """
     import jax
 
-    from paxlike.data.chat import openai_messages
-    from paxlike.data.tuning.preferences import ScoredPreferences
-    from paxlike.layers import RewardModel
-
-    trainer, given = self._decoder, list(conversations)
-    corpus = getattr(trainer.data, "corpus", None)
-    if not isinstance(trainer.model, RewardModel) or not isinstance(corpus, ScoredPreferences):
-      raise UserError("rewards are given by a reward model: train one with datasets.RewardPairs.")
-    most, documents = trainer.data.seq_len, []
-    for number, messages in enumerate(given):
-      if not openai_messages.are_messages(messages):
-        raise UserError(f"conversation {number}: expected a list of messages: {messages!r:.100}.")
-      documents.append(corpus.scored(messages))
-      if len(documents[-1]) > most:
-        raise UserError(
-          f"conversation {number} has {len(documents[-1])} tokens, more than MAX_SEQ_LEN={most}."
-        )
-    inputs_BT, positions_BT = (np.zeros((len(documents), most), np.int32) for _ in range(2))
-    for number, tokens in enumerate(documents):
-      inputs_BT[number, : len(tokens)] = tokens
-      positions_BT[number, : len(tokens)] = np.arange(len(tokens))
-    with jax.set_mesh(trainer.devices):
-      batch = {"inputs": inputs_BT, "positions": positions_BT}
-      rewards_BT = np.asarray(self._score(self._params, batch))
-    return [
-      float(row_T[len(tokens) - 1]) for row_T, tokens in zip(rewards_BT, documents, strict=True)
-    ]
+    with jax.set_mesh(self._decoder.devices):
+      return self._reward_scorer.rewards(self._params, list(conversations))
 
   @functools.cached_property
-  def _score(self) -> Any:
-    import jax
+  def _reward_scorer(self) -> Any:
+    from paxlike.training.reward_scoring import RewardScorer
 
-    from paxlike.layers.decoder import Batch, context_of
-
-    definition = self._decoder.definition
-
-    def score(params: Any, batch: Batch) -> jax.Array:
-      model = definition.bind(definition.prepare(params))
-      return model.rewards(model.hidden(batch["inputs"], context_of(batch))[0])
-
-    return jax.jit(score, compiler_options=dict(self._decoder.execution.compiler_options))
+    return RewardScorer(self._decoder)
 
   @functools.cached_property
   def _forward(self) -> Any:

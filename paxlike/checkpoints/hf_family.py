@@ -170,6 +170,8 @@ class Family:
         values[knob] = self._chosen(key, values[knob])
       elif values[knob] is None and key in config and key not in self.nullable:
         raise UserError(f"{key} is null.")
+      elif type(self.defaults.get(key)) in (int, float) and isinstance(values[knob], str):
+        raise UserError(f"{key} is {values[knob]!r}, not a number.")
       elif isinstance(values[knob], list):
         values[knob] = tuple(values[knob])
     for key, function in self.derived.items():

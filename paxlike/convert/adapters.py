@@ -32,6 +32,7 @@ from paxlike.convert.safetensors_files import TensorFolder, TensorSpec, read_jso
 from paxlike.convert.stored import Adapter, Stored, magnitudes
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
+from paxlike.fiddlers import matmuls
 from paxlike.layers.module import Definition
 from paxlike.layers.stack import layout_of
 
@@ -242,9 +243,9 @@ class PeftAdapter:
     self._experiment = registry.load(base / "experiment.json", allow_modules=allow_modules)
     family = family_of(self._experiment)
     matches = matching.match(plain, family.rules_of, program=family.title)
-    self._roles = sorted(
-      {match.ours.split(".")[-2] for match in matches if self._tensors.specs.keys() & _names(match)}
-    )
+    roles = matmuls.lora_roles(plain.module) | {_EMBEDDING: matmuls.EMBEDDING}
+    adapted = [match.ours for match in matches if self._tensors.specs.keys() & _names(match)]
+    self._roles = sorted({roles[name.removesuffix(".w")] for name in adapted})
     if not self._roles:
       raise UserError(f"the adapter matches no linear map of {base}.")
     fiddlers.lora(

@@ -10,40 +10,14 @@ import numpy as np
 from paxlike.config import ranges
 from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.dataset import RowDataset, epoch_random
+from paxlike.data.source import Source
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
 
-class Corpus(abc.ABC):
+class Corpus(Source, abc.ABC):
   """Documents as token ids."""
-
-  @property
-  def tokenizer(self) -> Tokenizer | None:
-    """The tokenizer; None if it is unknown."""
-    return None
-
-  @property
-  def prompt_renderer(self) -> PromptRenderer | None:
-    """See `Dataset`."""
-    return None
-
-  @property
-  def vocab_size(self) -> int | None:
-    """The exclusive upper bound of ids; None if it was not given."""
-    return None
-
-  @property
-  def named(self) -> str:
-    """Its name in messages."""
-    return "the data"
-
-  def check(self):  # noqa: B027 - a corpus without files has nothing to check.
-    """Checks paths and options; cheap, and writes nothing.
-
-    Raises:
-      UserError: A path is missing, for example.
-    """
 
   @abc.abstractmethod
   def index(self) -> TokenIndex:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from paxlike.config import ranges
-from paxlike.data.chat.prompt_rendering import PromptRenderer
-from paxlike.data.tokenizers.tokenizer import Tokenizer
+from paxlike.data.source import Source
 from paxlike.errors import UserError
 
 Arrays = dict[str, np.ndarray]
@@ -43,7 +42,7 @@ class Batch(NamedTuple):
   numbers: np.ndarray | None = None
 
 
-class Dataset(abc.ABC):
+class Dataset(Source, abc.ABC):
   """A source of batches of sequences of `seq_len` tokens.
 
   Attributes:
@@ -60,33 +59,6 @@ class Dataset(abc.ABC):
   is_endless: bool = False
   packed: bool = False
   segment_names: tuple[str, ...] = ()
-
-  @property
-  def tokenizer(self) -> Tokenizer | None:
-    """The tokenizer; None if the data is not text."""
-    return None
-
-  @property
-  def prompt_renderer(self) -> PromptRenderer | None:
-    """Renders conversations as prompts; None unless the data are conversations."""
-    return None
-
-  @property
-  def vocab_size(self) -> int | None:
-    """The exclusive upper bound of ids; None if it was not given."""
-    return None
-
-  @property
-  def named(self) -> str:
-    """Its name in messages: the source and the split."""
-    return "the data"
-
-  def check(self):  # noqa: B027 - a source without files has nothing to check.
-    """Checks paths and options; cheap, and writes nothing.
-
-    Raises:
-      UserError: A path is missing, for example.
-    """
 
   def no_rows(self) -> Arrays:
     """Returns an empty training batch, arrays [0, T]; reads no data."""
@@ -166,7 +138,7 @@ class Dataset(abc.ABC):
     """How many examples are truncated, and how many of them keep no loss; None: not known."""
     return None
 
-  def _check_not_empty(self):  # noqa: B027 - a stream does not know its length.
+  def _check_not_empty(self):  # A stream does not know its length.
     """Raises UserError if there is no sequence."""
 
   @abc.abstractmethod

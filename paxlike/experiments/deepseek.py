@@ -19,22 +19,19 @@ from paxlike.config import ranges
 from paxlike.errors import UserError
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
-from paxlike.experiments.moe import Moe
+from paxlike.experiments.moe import SIGMOID_MOE_KEYS, SigmoidMoe
 from paxlike.registry import register
 
 
-class DeepSeekMoe(Moe):
+class DeepSeekMoe(SigmoidMoe):
   """A mixin: the experts of DeepSeek-V3, in all layers but the first ones."""
 
   NUM_DENSE_LAYERS: ranges.NonNegative = 3  #: First layers, without experts.
   NUM_EXPERTS = 256
   NUM_EXPERTS_PER_TOKEN = 8
   NUM_SHARED_EXPERTS: ranges.Size = 1  #: Experts that process every token.
-  NUM_EXPERT_GROUPS: ranges.Size = 8  #: Groups of experts.
-  NUM_EXPERT_GROUPS_PER_TOKEN: ranges.Size = 4  #: Groups that a token's experts are from.
-  ROUTED_SCALE: ranges.Factor = 2.5  #: Sum of the weights of a token's experts.
-  #: Change of an expert's router bias per step.
-  ROUTER_BIAS_RATE: ranges.Fraction = 0.001
+  NUM_EXPERT_GROUPS = 8
+  NUM_EXPERT_GROUPS_PER_TOKEN = 4
   BALANCE_LOSS_WEIGHT = 0.0
 
   def stack(self) -> fdl.Partial[layers.Stack]:
@@ -54,14 +51,6 @@ class DeepSeekMoe(Moe):
 
   def mlp(self) -> fdl.Partial:
     moe = super().mlp()
-    moe.choice = fdl.Partial(
-      layers.routing.sigmoid_choice,
-      num_groups=self.NUM_EXPERT_GROUPS,
-      num_chosen_groups=self.NUM_EXPERT_GROUPS_PER_TOKEN,
-      scale=self.ROUTED_SCALE,
-    )
-    moe.bias_rate = self.ROUTER_BIAS_RATE
-    moe.shared = self.dense_mlp()
     moe.shared.hidden_dim = self.NUM_SHARED_EXPERTS * moe.experts.hidden_dim
     return moe
 
@@ -73,13 +62,8 @@ def with_experts(family: hugging_face.Family) -> hugging_face.Family:
     knobs={
       **family.knobs,
       "first_k_dense_replace": "NUM_DENSE_LAYERS",
-      "moe_intermediate_size": "EXPERT_DIMS",
-      "n_routed_experts": "NUM_EXPERTS",
-      "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
+      **SIGMOID_MOE_KEYS,
       "n_shared_experts": "NUM_SHARED_EXPERTS",
-      "n_group": "NUM_EXPERT_GROUPS",
-      "topk_group": "NUM_EXPERT_GROUPS_PER_TOKEN",
-      "routed_scaling_factor": "ROUTED_SCALE",
       "num_nextn_predict_layers": "MTP_NUM_LAYERS",
     },
     defaults={

@@ -18,7 +18,7 @@ from paxlike.experiments import datasets
 from paxlike.experiments.mamba import MAMBA_DEFAULTS, MAMBA_KEYS, NO_STEP_LIMITS, Mamba, mamba_rules
 from paxlike.registry import register
 
-_SECTIONS = ("gate", "value", "key", "query", "step")
+_SECTIONS = ("output_gate", "value", "key", "query", "step")
 _MULTIPLIERS = (
   *("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
   *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
@@ -107,6 +107,7 @@ class FalconH1(Mamba):
         "mamba_rms_norm": False,
         "mamba_norm_before_gate": True,
         **MAMBA_DEFAULTS,
+        "mamba_d_head": 8,
       },
       derived={"mamba_d_ssm": lambda config: config["mamba_n_heads"] * config["mamba_d_head"]},
       fixed={

@@ -150,6 +150,7 @@ class Granite4(Moe, Hybrid, Granite):
         **dict.fromkeys(_SCALES, 1.0),
         "position_embedding_type": None,
         **MAMBA_DEFAULTS,
+        "mamba_d_head": 64,
       },
       choices={"position_embedding_type": {"nope": False, "rope": True, None: False}},
       derived={"mamba_expand": expansion},

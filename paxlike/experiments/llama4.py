@@ -51,7 +51,7 @@ class Llama4(Moe, Llama):
   GLOBAL_EVERY: ranges.Positive = 4
   #: Chunk of positions within which the other layers attend. None: full attention.
   ATTENTION_CHUNK: ranges.Positive | None = 8192
-  USE_WEIGHTLESS_QK_NORM: bool = True  #: Norms of queries and keys of layers with rotary positions.
+  USE_UNSCALED_QK_NORM: bool = True  #: Norms of queries and keys of layers with rotary positions.
   #: Scale the queries of layers without rotary positions, at long positions.
   USE_LONG_CONTEXT_SCALE: bool = True
   LONG_CONTEXT_FLOOR: ranges.Size = 8192  #: Positions per step of that scale.
@@ -81,7 +81,7 @@ class Llama4(Moe, Llama):
   def attention(self) -> fdl.Partial[layers.Attention]:
     attention = super().attention()
     attention.chunk = self.ATTENTION_CHUNK
-    if self.USE_WEIGHTLESS_QK_NORM:
+    if self.USE_UNSCALED_QK_NORM:
       attention.qk_norm = fdl.Partial(layers.UnscaledRmsNorm, epsilon=self.NORM_EPSILON)
     return attention
 
@@ -128,7 +128,7 @@ class Llama4(Moe, Llama):
         "interleave_moe_layer_step": "EXPERT_EVERY",
         "no_rope_layer_interval": "GLOBAL_EVERY",
         "attention_chunk_size": "ATTENTION_CHUNK",
-        "use_qk_norm": "USE_WEIGHTLESS_QK_NORM",
+        "use_qk_norm": "USE_UNSCALED_QK_NORM",
         "attn_temperature_tuning": "USE_LONG_CONTEXT_SCALE",
         "floor_scale": "LONG_CONTEXT_FLOOR",
         "attn_scale": "LONG_CONTEXT_STRENGTH",
@@ -248,7 +248,7 @@ class Llama4Maverick(Llama4Scout):
 
   NUM_EXPERTS = 128
   EXPERT_EVERY = 2
-  USE_WEIGHTLESS_QK_NORM = False
+  USE_UNSCALED_QK_NORM = False
   ROPE_FACTOR = None
 
 

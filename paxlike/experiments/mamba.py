@@ -54,7 +54,7 @@ class Mamba(Llama):
   def mamba(self) -> fdl.Partial[layers.Mamba2]:
     """Returns the Mamba-2 layer of a block."""
     conv = fdl.Partial(layers.ShortConv, taps=self.MAMBA_CONV_TAPS, use_bias=self.MAMBA_CONV_BIAS)
-    maps = ("gate", "value", "key", "query", "step", "output")
+    maps = ("output_gate", "value", "key", "query", "step", "output")
     return fdl.Partial(
       layers.Mamba2,
       num_heads=self.MAMBA_NUM_HEADS,
@@ -129,7 +129,7 @@ def expansion(config: Mapping[str, Any]) -> float:
 
 def mamba_rules(ours: str, theirs: str) -> Rules:
   """Returns the rules of a Mamba-2 layer, given the prefixes of the names of its weights."""
-  sections = ("gate", "value", "key", "query", "step")
+  sections = ("output_gate", "value", "key", "query", "step")
   projections = {f"{ours}.{name}.w": Matrix("") for name in sections}
   convs = {f"{ours}.{name}_conv.w": Taps("") for name in sections[1:4]}
   biases = {f"{ours}.{name}_conv.b": Same("", ndim=1) for name in sections[1:4]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixin for families with experts: knobs and the mixture-of-experts layer."""
+"""Mixins for families with experts: knobs and the mixture-of-experts layer."""
 
 from typing import Literal
 
@@ -8,6 +8,16 @@ import fiddle as fdl
 from paxlike import layers
 from paxlike.config import ranges
 from paxlike.experiment import Experiment
+
+# Keys of a `SigmoidMoe` in `config.json`.
+SIGMOID_MOE_KEYS = {
+  "moe_intermediate_size": "EXPERT_DIMS",
+  "n_routed_experts": "NUM_EXPERTS",
+  "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
+  "n_group": "NUM_EXPERT_GROUPS",
+  "topk_group": "NUM_EXPERT_GROUPS_PER_TOKEN",
+  "routed_scaling_factor": "ROUTED_SCALE",
+}
 
 
 class Moe(Experiment):
@@ -64,3 +74,27 @@ class Moe(Experiment):
     if self.MOE_DISPATCH == "capacity":
       return fdl.Config(layers.dispatch.Capacity, factor=self.CAPACITY_FACTOR)
     return layers.dispatch.dropless
+
+
+class SigmoidMoe(Moe):
+  """A mixin: the router of DeepSeek-V3, and an expert that processes every token.
+
+  A token's experts are those of the largest sigmoids plus a bias, which balances their load.
+  """
+
+  NUM_EXPERT_GROUPS: ranges.Size = 1  #: Groups of experts.
+  NUM_EXPERT_GROUPS_PER_TOKEN: ranges.Size = 1  #: Groups that a token's experts are from.
+  ROUTED_SCALE: ranges.Factor = 2.5  #: Sum of the weights of a token's experts.
+  ROUTER_BIAS_RATE: ranges.Fraction = 0.001  #: Change of an expert's router bias per step.
+
+  def mlp(self) -> fdl.Partial:
+    moe = super().mlp()
+    moe.choice = fdl.Partial(
+      layers.routing.sigmoid_choice,
+      num_groups=self.NUM_EXPERT_GROUPS,
+      num_chosen_groups=self.NUM_EXPERT_GROUPS_PER_TOKEN,
+      scale=self.ROUTED_SCALE,
+    )
+    moe.bias_rate = self.ROUTER_BIAS_RATE
+    moe.shared = self.dense_mlp()
+    return moe

@@ -16,11 +16,11 @@ from paxlike.checkpoints.hf_rules import Matrix, PerExpert, Rules, Same
 from paxlike.config import ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.mamba import LETTERS, NO_STEP_LIMITS, Hybrid, hybrid_rules, kinds
-from paxlike.experiments.moe import Moe
+from paxlike.experiments.moe import SIGMOID_MOE_KEYS, SigmoidMoe
 from paxlike.registry import register
 
 
-class NemotronH(Moe, Hybrid):
+class NemotronH(SigmoidMoe, Hybrid):
   """The Nemotron-H family."""
 
   VOCAB_SIZE = 131_072
@@ -33,10 +33,6 @@ class NemotronH(Moe, Hybrid):
   NUM_EXPERTS_PER_TOKEN = 6
   EXPERT_DIMS = 1856
   SHARED_EXPERT_DIMS: ranges.Size = 3712  #: Width of the expert that processes every token.
-  NUM_EXPERT_GROUPS: ranges.Size = 1  #: Groups of experts.
-  NUM_EXPERT_GROUPS_PER_TOKEN: ranges.Size = 1  #: Groups that a token's experts are from.
-  ROUTED_SCALE: ranges.Factor = 2.5  #: Sum of the weights of a token's experts.
-  ROUTER_BIAS_RATE: ranges.Fraction = 0.001  #: Change of an expert's router bias per step.
   BALANCE_LOSS_WEIGHT = 1e-4
 
   def mixer(self, kind: str) -> fdl.Partial | None:
@@ -64,14 +60,6 @@ class NemotronH(Moe, Hybrid):
 
   def mlp(self) -> fdl.Partial:
     moe = super().mlp()
-    moe.choice = fdl.Partial(
-      layers.routing.sigmoid_choice,
-      num_groups=self.NUM_EXPERT_GROUPS,
-      num_chosen_groups=self.NUM_EXPERT_GROUPS_PER_TOKEN,
-      scale=self.ROUTED_SCALE,
-    )
-    moe.bias_rate = self.ROUTER_BIAS_RATE
-    moe.shared = self.dense_mlp()
     moe.shared.hidden_dim = self.SHARED_EXPERT_DIMS
     return moe
 
@@ -93,13 +81,8 @@ class NemotronH(Moe, Hybrid):
         "conv_kernel": "MAMBA_CONV_TAPS",
         "use_conv_bias": "MAMBA_CONV_BIAS",
         "time_step_min": "MAMBA_LEAST_STEP",
-        "moe_intermediate_size": "EXPERT_DIMS",
+        **SIGMOID_MOE_KEYS,
         "moe_shared_expert_intermediate_size": "SHARED_EXPERT_DIMS",
-        "n_routed_experts": "NUM_EXPERTS",
-        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
-        "n_group": "NUM_EXPERT_GROUPS",
-        "topk_group": "NUM_EXPERT_GROUPS_PER_TOKEN",
-        "routed_scaling_factor": "ROUTED_SCALE",
       },
       defaults=_DEFAULTS,
       fixed={

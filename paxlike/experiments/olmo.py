@@ -35,7 +35,7 @@ class Olmo2(Llama):
 
   def attention(self) -> fdl.Partial[layers.Attention]:
     attention = super().attention()
-    attention.joint_qk_norm = fdl.Partial(layers.JointRmsNorm, epsilon=self.NORM_EPSILON)
+    attention.joint_qk_norm = fdl.Partial(layers.GroupedRmsNorm, epsilon=self.NORM_EPSILON)
     return attention
 
   @classmethod

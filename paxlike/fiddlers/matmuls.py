@@ -7,11 +7,13 @@ from typing import Any
 
 import fiddle as fdl
 import jax.numpy as jnp
+from flax import nnx
 
 from paxlike import layers
 from paxlike.config import ranges
 from paxlike.errors import UserError, did_you_mean
 from paxlike.fiddlers.selection import ATTENTION, BLOCK, MLP, matrices, select
+from paxlike.layers.decoder import VALUE_HEAD
 from paxlike.training.trainer import Trainer
 
 DOTS = {
@@ -31,19 +33,25 @@ SCHEMES = {
   "int4": layers.weight_only.int4,
   "nf4": layers.weight_only.nf4,
 }
-# Roles in LORA_TARGET_LAYERS: of the embedding table, and the prefix of those of experts' matrices.
-EMBEDDING, EXPERT = "embedding", "expert_"
+# Roles in LORA_TARGET_LAYERS: of the embedding table, and the prefixes of those of the matrices of
+# experts and of the linear maps of recurrent layers.
+EMBEDDING, EXPERT, RECURRENT = "embedding", "expert_", "recurrent_"
+_OF_RECURRENT = tuple(f"{RECURRENT}{role}" for role in ATTENTION)
 # Values of LORA_TARGET_LAYERS for several roles. "all" is all linear maps of blocks.
 LORA_ROLES = {
-  "all": BLOCK,
+  "all": BLOCK + _OF_RECURRENT,
   "attention": ATTENTION,
+  "recurrent": _OF_RECURRENT,
   "mlp": MLP,
   "experts": tuple(f"{EXPERT}{role}" for role in MLP),
 }
 
 
 def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
-  """Sets the compute dtype of all layers but routers; weights, statistics and loss stay float32."""
+  """Sets the compute dtype of all layers but routers and value heads.
+
+  Weights, statistics and loss stay float32.
+  """
   computing = (
     layers.Linear,
     layers.Lora,
@@ -54,11 +62,11 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
     layers.PositionEmbedding,
     layers.LayerNorm,
     layers.RmsNorm,
-    layers.JointRmsNorm,
+    layers.GroupedRmsNorm,
   )
   for kind in computing:
     for node in select(graph, kind):
-      if getattr(node, "role", None) != "router":
+      if getattr(node, "role", None) not in ("router", "value_head"):
         node.dtype = jnp.dtype(dtype)
 
 
@@ -104,8 +112,9 @@ def lora(
 ):
   """Adds LoRA to the layers of these roles, and freezes all other weights.
 
-  Roles are those of linear maps, keys of `LORA_ROLES`, `embedding`, and for the matrices of experts
-  `expert_up`, `expert_gate` and `expert_down`.
+  Roles are those of linear maps, keys of `LORA_ROLES`, `embedding`, for the matrices of experts
+  `expert_up`, `expert_gate` and `expert_down`, and for layers with a recurrent state those of their
+  linear maps after `recurrent_`.
 
   The adapters' scale is alpha / rank, with `rslora` alpha / sqrt(rank), or 1 if alpha is None.
   `dora` adds a magnitude of each output.
@@ -137,7 +146,10 @@ def lora(
     for node in matrices(graph):
       node.scheme = getattr(layers.weight_only, base)
   for node in select(graph, Trainer):
-    node.trained = layers.lora.WEIGHTS
+    # A value head is new, and so trained itself.
+    has_values = getattr(node.model, "value_head", None) is not None
+    others = [VALUE_HEAD] if has_values else []
+    node.trained = "|".join([layers.lora.WEIGHTS, *others])
 
 
 def lora_bank(graph: fdl.Buildable, *, rank: int, num_adapters: int, roles: Sequence[str]):
@@ -169,9 +181,11 @@ def _of_roles(graph: fdl.Buildable, roles: Sequence[str]) -> dict[str, list[Any]
     UserError: There is none of a role.
   """
   there: dict[str, list[Any]] = {}
+  mixers = select(graph, layers.RecurrentMixer)
+  recurrent = {id(node) for mixer in mixers for node in select(mixer, layers.Linear)}
   for node in select(graph, layers.Linear):
     if role := getattr(node, "role", None):
-      there.setdefault(role, []).append(node)
+      there.setdefault(f"{RECURRENT if id(node) in recurrent else ''}{role}", []).append(node)
   for node in select(graph, layers.ExpertLinear):
     there.setdefault(f"{EXPERT}{node.role}", []).append(node)
   there[EMBEDDING] = list(select(graph, layers.Embedding))
@@ -188,6 +202,18 @@ def _of_roles(graph: fdl.Buildable, roles: Sequence[str]) -> dict[str, list[Any]
   if not found:
     raise UserError("roles: expected at least one role of linear maps.")
   return found
+
+
+def lora_roles(model: nnx.Module) -> dict[str, str]:
+  """Returns the role in LORA_TARGET_LAYERS of each linear map of a model, by its name."""
+  nodes = {".".join(map(str, path)): node for path, node in nnx.iter_modules(model)}
+
+  def prefix(name: str) -> str:
+    parent = nodes.get(name.rpartition(".")[0])
+    return RECURRENT if isinstance(parent, layers.RecurrentMixer) else ""
+
+  linears = {name: node for name, node in nodes.items() if isinstance(node, layers.Linear)}
+  return {name: prefix(name) + node.role for name, node in linears.items()}
 
 
 def _check_kind(adapted: dict[str, list[Any]], *, dropout: float, dora: bool):

@@ -5,7 +5,6 @@ A fixed number of decode slots is decoded together. When a slot's text has ended
 takes the slot, so that the longest text does not determine throughput.
 """
 
-import collections
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxlike.devices import mesh
-from paxlike.errors import UserError
 from paxlike.inference.request import GeneratedText, Request
 from paxlike.inference.sampling import Sampling
+from paxlike.inference.waiting import WaitingTexts
 from paxlike.layers.call_context import Context
 from paxlike.layers.module import Definition, Params
 from paxlike.processes import phases
@@ -132,63 +131,32 @@ class Generator:
     Raises:
       UserError: A prompt is empty, or exceeds `max_len` with its new tokens.
     """
-    given = list(requests)
-    waiting: collections.deque[tuple[Request, GeneratedText]] = collections.deque()
-    for number, request in enumerate(given):
-      self._check(number, request)
-      text = GeneratedText(request=number, prompt_length=len(request.tokens))
-      waiting.append((request, text))
+    waiting = WaitingTexts(requests, max_len=self._max_len, switch=self._switch)
     texts: dict[int, GeneratedText] = {}
     self._start()
     while waiting or texts:
       free = [slot for slot in range(self._num_rows) if slot not in texts]
-      grown = {}
-      if waiting and free:
-        started = [(slot, *waiting.popleft()) for slot, _ in zip(free, list(waiting), strict=False)]
-        grown |= self._fill(started)
-        texts |= grown
-      open_slots = [slot for slot, text in texts.items() if text.ended_by is None]
+      started = zip(free, waiting.pop(len(free)), strict=False)
+      grown = self._fill([(slot, *one) for slot, one in started])
+      texts |= grown
+      open_slots = {slot: text for slot, text in texts.items() if text.ended_by is None}
       if open_slots:
-        self._advance({slot: texts[slot] for slot in open_slots})
-        grown |= {slot: texts[slot] for slot in open_slots}
-      again = [text for text in grown.values() if self._is_at_switch(given[text.request], text)]
-      for text in again:
-        text.ended_by = None
+        self._advance(open_slots)
+        grown |= open_slots
+      again = waiting.reopened(grown.values())
       yield list(grown.values())
-      waiting.extendleft(
-        (_longer(given[text.request], text), text) for text in again if text.ended_by is None
-      )
+      waiting.put_back(again)
+      numbers = {text.request for text in again}
       texts = {
         slot: text
         for slot, text in texts.items()
-        if text.ended_by is None and all(text is not other for other in again)
+        if text.ended_by is None and text.request not in numbers
       }
-
-  def _num_new(self, request: Request) -> int:
-    """Returns the number of new tokens for which the KV cache of a prompt can serve."""
-    size, most = len(request.tokens), request.max_new_tokens
-    if self._switch is None or size > self._switch:
-      return most
-    return min(most, self._switch + 1 - size)
-
-  def _is_at_switch(self, request: Request, text: GeneratedText) -> bool:
-    """Returns whether a text goes on after its KV cache has been computed again."""
-    return text.ended_by == "length" and len(text.tokens) < request.max_new_tokens
-
-  def _check(self, number: int, request: Request):
-    size = len(request.tokens)
-    if not size:
-      raise UserError(f"prompt {number} is empty: it needs at least one token.")
-    if request.max_new_tokens < 1:
-      raise UserError("max_new_tokens must be at least 1.")
-    if size + request.max_new_tokens > self._max_len:
-      raise UserError(
-        f"prompt {number} has {size} tokens, which with {request.max_new_tokens} new ones exceed"
-        f" the model's {self._max_len} (MAX_SEQ_LEN)."
-      )
 
   def _fill(self, started: list[tuple[int, Request, GeneratedText]]) -> dict[int, GeneratedText]:
     """Prefills slots with prompts and samples the first token of each."""
+    if not started:
+      return {}
     count = _padded(len(started), least=1)
     longest = min(_padded(max(len(r.tokens) for _, r, _ in started), least=16), self._max_len)
     tokens = np.zeros((count, longest), np.int32)
@@ -199,7 +167,7 @@ class Generator:
     for index, (slot, request, _) in enumerate(started):
       size = len(request.tokens)
       tokens[index, :size], positions[index, :size] = request.tokens, np.arange(size)
-      slots[index], left[index] = slot, self._num_new(request) - 1
+      slots[index], left[index] = slot, request.max_new_tokens - 1
       seeds[index], adapters[index] = request.seed % 2**32, request.adapter
     arrays = (tokens, positions, slots, left, seeds, adapters)
     self._grow(longest)
@@ -349,13 +317,6 @@ class Generator:
     logits_BV = mesh.constrain(model.logits(x_BD), "batch", "vocab")
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     return self._sampling.draw(logits_BV, keys_B)
-
-
-def _longer(request: Request, text: GeneratedText) -> Request:
-  """Returns the request to continue a text, which began with a prompt."""
-  tokens = np.concatenate([request.tokens, np.asarray(text.tokens, np.int32)])
-  rest = request.max_new_tokens - len(text.tokens)
-  return dataclasses.replace(request, tokens=tokens, max_new_tokens=rest)
 
 
 def _padded(size: int, *, least: int) -> int:

@@ -28,7 +28,7 @@ class FineTuningKnobs(Knobs):
   LORA_BASE_QUANTIZATION: Literal["int8", "nf4"] | None = (
     None  #: Weight-only quantization of the base model's matrices (QLoRA). None: compute dtype.
   )
-  #: What to adapt: all (linear maps), attention, mlp, experts, or roles: query,up,embedding,head.
+  #: What to adapt: all (linear maps), attention, recurrent, mlp, experts, or roles: query,up,head.
   LORA_TARGET_LAYERS: ranges.Name = "all"
 
   def restore(self) -> fdl.Config[Restore] | None:

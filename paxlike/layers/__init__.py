@@ -46,7 +46,7 @@ from paxlike.layers.moe import dispatch, routing
 from paxlike.layers.moe.experts import ExpertLinear, Experts
 from paxlike.layers.moe.moe import InputWeightedMoe, Moe
 from paxlike.layers.multi_token import MtpKind, ParallelMtp, SequentialMtp
-from paxlike.layers.norm import JointRmsNorm, LayerNorm, RmsNorm, UnscaledRmsNorm
+from paxlike.layers.norm import GroupedRmsNorm, LayerNorm, RmsNorm, UnscaledRmsNorm
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.precision import transformer_engine, weight_only
 from paxlike.layers.precision.fp8 import Fp8
@@ -56,7 +56,7 @@ from paxlike.layers.precision.quantization_aware import QatFp8, QatFp8Blocks, Qa
 from paxlike.layers.precision.transformer_engine import TransformerEngine
 from paxlike.layers.recurrent.cache import RecurrentCache
 from paxlike.layers.recurrent.gated_delta_net import GatedDeltaNet
-from paxlike.layers.recurrent.mamba2 import GroupedRmsNorm, Mamba2
+from paxlike.layers.recurrent.mamba2 import Mamba2
 from paxlike.layers.recurrent.mixer import RecurrentMixer
 from paxlike.layers.recurrent.parallel import ParallelMixer
 from paxlike.layers.recurrent.short_conv import ShortConv
@@ -84,7 +84,6 @@ __all__ = [
   "GroupedRmsNorm",
   "InputWeightedMoe",
   "Int8",
-  "JointRmsNorm",
   "KernelName",
   "KvCache",
   "LatentAttention",

@@ -31,6 +31,9 @@ from paxlike.layers.stack import Caches, Stack
 # and `positions`.
 Batch = dict[str, jax.Array]
 
+# A regular expression that matches the names of the weights of a value head.
+VALUE_HEAD = r"^value_head\."
+
 
 @configurable
 class Decoder(Module):
@@ -55,6 +58,7 @@ class Decoder(Module):
     dropout: Callable[[], Dropout] | None = None,
     head: Callable[..., Linear] | None = None,
     mtp: Callable[[int], MultiTokenPrediction] | None = None,
+    value_head: Callable[..., Linear] | None = None,
     soft_cap: ranges.Cap | None = None,
     loss_chunks: ranges.Size = 4,
     z_loss: ranges.NonNegativeFloat = 0.0,
@@ -63,6 +67,7 @@ class Decoder(Module):
     """Without `head`, the embedding table also projects to logits (tied embeddings).
 
     `mtp` adds losses of later tokens in training; evaluation and decoding do not use its weights.
+    `value_head` estimates the rewards to come; see `values`. Only reinforcement learning uses it.
 
     With `soft_cap`, logits x become soft_cap * tanh(x / soft_cap). `z_loss` and `label_smoothing`
     are those of `cross_entropy`, in training.
@@ -80,6 +85,7 @@ class Decoder(Module):
     self.norm = norm(dim)
     self.head = None if head is None else head({"model": dim}, {"vocab": self.num_outputs})
     self.mtp = None if mtp is None else mtp(dim)
+    self.value_head = None if value_head is None else value_head({"model": dim}, {"vocab": 1})
 
   @property
   def num_outputs(self) -> int:
@@ -185,6 +191,16 @@ class Decoder(Module):
   def logits(self, x: jax.Array) -> jax.Array:
     """Returns logits [..., V] in the compute dtype for final hidden states [..., D]."""
     return _logits(self.embedding if self.head is None else self.head, x, self.soft_cap)
+
+  @jax.named_scope("value_head")
+  def values(self, x_BTD: jax.Array) -> jax.Array | None:
+    """Returns the value head's output for final hidden states, float32 [B, T]; None without one.
+
+    It is a linear map to one number for each token: the rewards to come after it.
+    """
+    if self.value_head is None:
+      return None
+    return self.value_head(x_BTD)[..., 0].astype(jnp.float32)
 
   def __call__(self, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
     """Returns (logits_BTV in the compute dtype, the layers' Aux)."""

@@ -61,6 +61,12 @@ def zeros(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
   return jnp.zeros(shape)
 
 
+def ones(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+  """Returns ones."""
+  del key, fan_in
+  return jnp.ones(shape)
+
+
 @configurable
 def constant(
   key: jax.Array, shape: tuple[int, ...], fan_in: int, *, value: ranges.Finite

@@ -65,32 +65,34 @@ class RmsNorm(module.Module):
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns x [..., dim] divided by its root mean square, scaled, in `dtype`."""
-    x = x.astype(jnp.float32)
-    y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
+    y = _over_rms(x.astype(jnp.float32), self.epsilon)
     return (y * (self.offset + self.scale[...])).astype(self.dtype)
 
 
 @configurable
-class JointRmsNorm(module.Module):
-  """`RmsNorm` over the last two dims together: all heads of a token's query or key (OLMo 2)."""
+class GroupedRmsNorm(module.Module):
+  """`RmsNorm` of groups of heads; one group is all heads of a token (OLMo 2's queries and keys)."""
 
   def __init__(
     self,
-    dims: Mapping[str, int],
+    heads: Mapping[str, int],
+    num_groups: ranges.Size = 1,
     *,
     epsilon: ranges.Epsilon = 1e-6,
     dtype: ranges.ComputeDtype = jnp.float32,
   ):
-    """`dims` are the names and sizes of the two dims."""
+    """`heads` has the names and sizes of the dims N and H; `num_groups` divides N."""
+    self.num_groups = num_groups
     self.epsilon = epsilon
     self.dtype = dtype
-    self.scale = self.weight(dims, init=_one_minus(0.0))
+    self.scale = self.weight(heads, init=module.ones)
 
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns x [..., N, H] divided by the root mean square of [N, H], scaled, in `dtype`."""
-    x = x.astype(jnp.float32)
-    y = x * jax.lax.rsqrt(jnp.square(x).mean((-2, -1), keepdims=True) + self.epsilon)
+    """Returns x [..., N, H], each group divided by its root mean square, scaled, in `dtype`."""
+    *leading, N, H = x.shape
+    y = x.astype(jnp.float32).reshape(*leading, self.num_groups, N // self.num_groups, H)
+    y = _over_rms(y, self.epsilon, (-2, -1)).reshape(x.shape)
     return (y * self.scale[...]).astype(self.dtype)
 
 
@@ -106,8 +108,11 @@ class UnscaledRmsNorm(module.Module):
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns x [..., dim] divided by its root mean square, in its dtype."""
-    dtype, x = x.dtype, x.astype(jnp.float32)
-    return (x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)).astype(dtype)
+    return _over_rms(x.astype(jnp.float32), self.epsilon).astype(x.dtype)
+
+
+def _over_rms(x: jax.Array, epsilon: float, dims: int | tuple[int, ...] = -1) -> jax.Array:
+  return x * jax.lax.rsqrt(jnp.square(x).mean(dims, keepdims=True) + epsilon)
 
 
 def _one_minus(offset: float) -> module.Initializer:

@@ -33,12 +33,12 @@ from paxlike.devices import interconnect
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.remat import Remat
 from paxlike.planning import matmul_time, memory_model
+from paxlike.planning.attention_time import AttentionTime
 from paxlike.planning.machines import Machine
-from paxlike.planning.model_sizes import ModelSizes, Span, Weight
+from paxlike.planning.model_sizes import ModelSizes, Weight
 from paxlike.planning.parallel_config import Configuration
 from paxlike.planning.times import Times
 
-_OF_BACKWARD = 2.5  # Attention: five matmuls backward, two forward.
 # Bytes that the loop of a pipeline moves for each number of a weight and microbatch, with one chunk
 # per stage and with several: for slices of weights, and for the float32 sums of gradients. Weights
 # outside of the stack have sums only. Counted from its operations; see docs/results.md.
@@ -69,6 +69,7 @@ class _Step:
     self._sizes = how.sizes
     self._tokens = how.tokens(model.seq_len)
     self._stages = how.sizes["pipeline"]
+    self._attention = AttentionTime(model, how, machine)
     self._scans_ticks = how.pipeline is not None and self._software.scans_ticks
 
   def times(self) -> Times:
@@ -100,19 +101,24 @@ class _Step:
     """Returns the time of a stage's layers in one direction, for a microbatch."""
     model, remat = self._model, self._how.remat
     matmuls = self._matmuls(model.in_stack, "forward")
-    attention, others = self._attention(), self._elementwise() + self._permuted()
+    attention, others = self._attention.computed(), self._elementwise() + self._permuted()
     experts = self._reduced_experts
     exchanged = self._exchanged()
     # After attention, and after the MLP, or once for each row of the experts.
     reduced = self._tensor(2 * model.num_layers - model.moe_layers, experts)
-    keys = self._keys(attention)
+    keys = self._attention.sent(attention)
     forward_pass = matmuls + attention + others + self._exposed(reduced, matmuls) + exchanged + keys
     if forward:
       return forward_pass
     trained = tuple(weight for weight in model.in_stack if weight.trained)
     products = self._matmuls(model.in_stack, "inputs") + self._matmuls(trained, "weights")
-    attention_backward = self._attention(backward=True)
-    rest = attention_backward + others * 2 + exchanged + self._keys(attention_backward, copies=3)
+    attention_backward = self._attention.computed(backward=True)
+    rest = (
+      attention_backward
+      + others * 2
+      + exchanged
+      + self._attention.sent(attention_backward, copies=3)
+    )
     if remat is not Remat.SAVE_EVERYTHING:
       # Policies that save matmuls omit those of experts.
       recomputed = tuple(
@@ -166,72 +172,6 @@ class _Step:
   def _matmul(self, weight: Weight, direction: str, tokens: float) -> Times:
     sizes = self._tensor_of(weight), self._sizes["expert"]
     return matmul_time.of(weight, direction, tokens, *sizes, self._model, self._machine)
-
-  def _attention(self, *, backward: bool = False) -> Times:
-    if not self._model.spans:
-      return self._recurrent(backward=backward)
-    return self._scores(backward=backward) + self._recurrent(backward=backward)
-
-  def _recurrent(self, *, backward: bool) -> Times:
-    """Returns the time of layers with a recurrent state; their backward pass recomputes them."""
-    of = self._model.recurrent
-    if not of.flops:
-      return Times()
-    rate = self._machine.rates.matmul_flops(self._chip, self._tokens, of.chunk, of.chunk)
-    seconds = (3 if backward else 1) * of.flops / rate
-    return Times(attention=seconds * self._tokens / self._sizes["tensor"] / self._stages)
-
-  def _scores(self, *, backward: bool) -> Times:
-    model, shards = self._model, self._sizes["tensor"] * self._stages
-    over_context = self._sizes["context"] > 1
-    if model.fused_attention and not over_context:
-      seconds = 0.0
-      for span in model.spans:
-        rate = self._machine.rates.attention_flops(
-          self._chip, span.length, model.head_dim, backward=backward
-        )
-        seconds += span.flops * (_OF_BACKWARD if backward else 1) / rate
-      return Times(attention=seconds * self._tokens / shards)
-    flops, pairs = model.scores[0], float(model.seq_len * model.heads)
-    if over_context:  # In pieces.
-      flops, pairs = map(sum, zip(*map(self._computed, model.spans), strict=True))
-    # Half of the FLOPs contract H numbers for logits, half contract T for weighted values.
-    length, seconds = model.seq_len, 0.0
-    for n, k in ((length, model.head_dim), (model.head_dim, length)):
-      rate = self._machine.rates.matmul_flops(self._chip, length * model.heads, n, k)
-      seconds += flops / 2 / rate
-    # Logits and softmax weights are both written and read.
-    seconds += 8 * pairs / self._bandwidth
-    return Times(attention=(2 if backward else 1) * seconds * self._tokens / shards)
-
-  def _computed(self, span: Span) -> tuple[float, float]:
-    """Returns the FLOPs and pairs per token over `context`, where all causal blocks count."""
-    if self._is_near(span):
-      return span.flops, span.pairs
-    length = self._model.seq_len
-    more = length / 2 / (span.length * (1 - span.length / length / 2))
-    return more * span.flops, more * span.pairs
-
-  def _is_near(self, span: Span) -> bool:
-    """Returns whether a window needs keys of the previous device only; see `window_halo`."""
-    return span.length - 1 <= self._model.seq_len / self._sizes["context"]
-
-  def _keys(self, attention: Times, *, copies: float = 1) -> Times:
-    """Returns what attention does not hide of keys and values that go around `context`.
-
-    With gradients, which are in float32, there are three `copies` of their bytes.
-    """
-    group, sent = self._how.group("context"), 0.0
-    shard = self._model.seq_len / group.size
-    for span in self._model.spans:
-      hops = span.length / shard if self._is_near(span) else group.size - 1
-      nbytes = copies * 2 * self._tokens * span.keys / self._sizes["tensor"]
-      sent += hops * interconnect.send(self._network, group, nbytes) / self._stages
-    if group.size > 1 and self._model.recurrent.states:
-      nbytes = 4 * self._model.recurrent.states / self._sizes["tensor"]
-      nbytes *= self._tokens / shard  # Sequences of this device.
-      sent += (group.size - 1) * interconnect.send(self._network, group, nbytes) / self._stages
-    return Times(context=max(0.0, sent - attention.total))
 
   def _elementwise(self) -> Times:
     """Returns the time of the forward memory traffic of norms, activations and rotary positions."""

@@ -330,7 +330,11 @@ class Trainer:
     state = train_state.abstract(
       self.definition, self.optimizer, self.devices, with_reference=self.has_reference
     )
-    batch = self.data.no_rows() if self.rollouts is None else answers.no_rows(self.data.seq_len)
+    if self.rollouts is None:
+      batch = self.data.no_rows()
+    else:
+      has_values = self.model.value_head is not None
+      batch = answers.no_rows(self.data.seq_len, with_values=has_values)
     return state, self.placer.abstract(batch)
 
   def trace(self):

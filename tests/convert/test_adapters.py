@@ -138,6 +138,7 @@ def test_a_base_that_was_moved_is_named_by_a_flag(base, tuned, tmp_path, capsys)
     ("mixtral", "Mixtral8x7B", "query,experts", None),
     ("llama", "SyntheticLLaMA7B", "query,embedding,head", ["embed_tokens", "lm_head", "q_proj"]),
     ("llama_tied", "SyntheticLLaMA7B", "query,embedding", ["embed_tokens", "q_proj"]),
+    ("falcon_h1", "FalconH1_0_5B", "query,up", ["q_proj", "up_proj"]),
   ],
 )
 def test_every_kind_of_layer_is_merged_and_written_for_peft(

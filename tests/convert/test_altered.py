@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A key of a configuration that is altered changes the conversion alike, or is refused.
 
-All cases take ten minutes: `python benchmarks/altered_configurations.py`.
+All cases: `PYTHONPATH=tests python -m helpers.altered_configurations`.
 """
 
 import json
 
 import pytest
+from helpers import altered_cases as cases
+from helpers import altered_configurations
 
-from benchmarks import altered_configurations
 from paxlike import registry
 from paxlike.checkpoints.hf_family import Family
 
-cases = altered_configurations.altered_cases
 ABSENT = cases.ABSENT
 
 # What was silently another model once, and what is near to it.
@@ -43,8 +43,12 @@ SELECTED = [
   ("olmo3", "rope_theta", 500.0),
   ("smollm3", "no_rope_layers", [1, 0, 1, 0, 1]),
   ("smollm3", "no_rope_layer_interval", 2),
-  ("phi3 with longrope", "original_max_position_embeddings", 32),
-  ("granite", "attention_multiplier", ABSENT),
+  ("phi3_long", "original_max_position_embeddings", 32),
+  ("granite3", "attention_multiplier", ABSENT),
+  ("granite4", "mamba_d_head", "auto"),
+  ("nemotron_h", "n_group", 2),
+  ("falcon_h1", "mamba_norm_before_gate", ABSENT),
+  ("qwen3_next", "full_attention_interval", 2),
 ]
 
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 from helpers import tiny_llama
-from helpers.hf_families import COMMON, FAMILIES
+from helpers.hf_families import COMMON, FAMILIES, VISION
 from helpers.hf_models import config_of, converted, logits, save_random
 from helpers.teacher_forcing import assert_teacher_forcing, prompts
 
@@ -113,16 +113,8 @@ def test_the_text_part_of_a_model_with_images_is_taken_in_either_layout(
 
   config_class, options = FAMILIES[name]
   text = getattr(transformers, config_class)(**{**COMMON, **options}).to_dict()
-  vision = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-  }
   config = getattr(transformers, f"{wrapper}Config")(
-    text_config=text, vision_config=vision, **whole
+    text_config=text, vision_config=VISION, **whole
   )
   torch.manual_seed(0)
   theirs = getattr(transformers, f"{wrapper}ForConditionalGeneration")(config).eval()

@@ -20,20 +20,27 @@ from paxlike.layers.module import Definition
 from paxlike.training.initial_state import StateSource
 
 
-def save_random(name: str, folder: pathlib.Path, *, seed: int = 0, **more: Any) -> Any:
-  """Saves a random model of a family as Hugging Face does, and returns it.
+def configuration(name: str, **more: Any) -> Any:
+  """Returns the configuration of a family, as transformers has it.
 
-  `more`: keys of its configuration that differ from those in `FAMILIES`.
+  `more`: keys that differ from those in `FAMILIES`.
   """
-  import torch
   import transformers
 
   config_class, options = FAMILIES[name]
-  torch.manual_seed(seed)
   # What GPT-2 has not would be saved as keys that nobody knows.
   foreign = ("intermediate_size", "num_key_value_heads", "head_dim") if name == "gpt2" else ()
   common = {key: value for key, value in COMMON.items() if key not in foreign}
-  config = getattr(transformers, config_class)(**{**common, **options, **more})
+  return getattr(transformers, config_class)(**{**common, **options, **more})
+
+
+def save_random(name: str, folder: pathlib.Path, *, seed: int = 0, **more: Any) -> Any:
+  """Saves a random model of `configuration` as Hugging Face does, and returns it."""
+  import torch
+  import transformers
+
+  torch.manual_seed(seed)
+  config = configuration(name, **more)
   config._attn_implementation = "eager"
   model = transformers.AutoModelForCausalLM.from_config(config).eval()
   with torch.no_grad():

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 from paxlike.errors import UserError
 from paxlike.inference.sampling import Sampling
@@ -41,6 +42,28 @@ def test_draws_follow_the_distribution(temperature):
   np.testing.assert_allclose(shares, expected / expected.sum(), atol=0.015)
   # The model's own, whatever the temperature.
   np.testing.assert_allclose(np.exp(log_probabilities), PROBABILITIES[tokens], rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [5, 37, 100])
+@pytest.mark.parametrize("vary", ["seeds", "positions"])
+def test_neighbouring_draws_are_independent(size, vary):
+  logits = 2 * np.random.default_rng(size).normal(size=size)
+  logits[size // 2] = -np.inf
+  numbers, pairs = jnp.arange(50_000), jnp.arange(2)
+  seeds, positions = (numbers, pairs[:, None]) if vary == "seeds" else (pairs[:, None], numbers)
+  fold = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))
+  keys = fold(*(x.ravel() for x in jnp.broadcast_arrays(seeds, positions)))
+  drawn, _ = Sampling(temperature=1.0).draw(jnp.broadcast_to(logits, (len(keys), size)), keys)
+  first, second = np.asarray(drawn).reshape(2, -1)
+  shares = np.exp(logits) / np.exp(logits).sum()
+  count = np.bincount(first * size + second, minlength=size**2)
+  expected = len(first) * np.outer(shares, shares).ravel()
+  assert not count[expected == 0].any()
+  # Pairs that are too rare for a test of each are counted with the likeliest.
+  bins = np.where(expected < 5, expected.argmax(), np.arange(size**2))
+  observed, expected = (np.bincount(bins, x, minlength=size**2) for x in (count, expected))
+  kept = expected > 0
+  assert scipy.stats.chisquare(observed[kept], expected[kept]).pvalue > 1e-3
 
 
 def test_temperature_zero_takes_the_likeliest():

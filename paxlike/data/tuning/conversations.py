@@ -17,11 +17,10 @@ from paxlike.data import token_index
 from paxlike.data.chat import openai_messages, templates
 from paxlike.data.chat.openai_messages import Message, Part
 from paxlike.data.chat.own_template import OwnTemplate
-from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.corpus import Corpus
-from paxlike.data.text.record_files import RecordFiles
 from paxlike.data.token_index import Document, TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
+from paxlike.data.tuning.templated_records import TemplatedRecords
 from paxlike.errors import UserError
 
 # Changes with how masks of a tokenizer's own template are made: cached tokens are of one version.
@@ -33,7 +32,7 @@ _NO_MESSAGE = (
 
 
 @configurable
-class Conversations(Corpus):
+class Conversations(TemplatedRecords, Corpus):
   """Records of `messages`, of `prompt` and `completion`, or of Alpaca's `instruction`, `output`.
 
   Messages are OpenAI's, with `tool_calls` and thinking (`openai_messages`). A record may also have
@@ -69,27 +68,14 @@ class Conversations(Corpus):
       vocab_path: The tokenizer's file; its own template is in the same folder.
       knob: The knob that errors name.
     """
-    self._files = RecordFiles(path, knob=knob)
-    self._tokenizer = tokenizer
-    self._vocab_size = vocab_size
-    self._template_name = template
-    self._vocab_path = vocab_path
-
-  @property
-  def tokenizer(self) -> Tokenizer:
-    return self._tokenizer
-
-  @functools.cached_property
-  def prompt_renderer(self) -> PromptRenderer:
-    return PromptRenderer(self._template_name, self._tokenizer, vocab_path=self._vocab_path)
-
-  @property
-  def vocab_size(self) -> int:
-    return self._vocab_size
-
-  @property
-  def named(self) -> str:
-    return self._files.named
+    super().__init__(
+      path=path,
+      tokenizer=tokenizer,
+      vocab_size=vocab_size,
+      template=template,
+      vocab_path=vocab_path,
+      knob=knob,
+    )
 
   def check(self):
     _ = self._files.stamps(), self._template

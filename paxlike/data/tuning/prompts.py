@@ -13,16 +13,15 @@ import numpy as np
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.chat import openai_messages, templates
-from paxlike.data.chat.prompt_rendering import PromptRenderer
 from paxlike.data.dataset import Arrays, RowDataset, epoch_random
-from paxlike.data.text.record_files import RecordFiles
 from paxlike.data.text.records import Placed
 from paxlike.data.tokenizers.tokenizer import Tokenizer
+from paxlike.data.tuning.templated_records import TemplatedRecords
 from paxlike.errors import UserError
 
 
 @configurable
-class Prompts(RowDataset):
+class Prompts(TemplatedRecords, RowDataset):
   """The prompts of the records in a user's files, shuffled in each epoch.
 
   A record has its prompt, a text or messages, in a field, and further fields for the reward. Its
@@ -66,38 +65,25 @@ class Prompts(RowDataset):
       shuffle: Whether to reshuffle in every epoch.
       knob: The knob that errors name.
     """
+    super().__init__(
+      path=path,
+      tokenizer=tokenizer,
+      vocab_size=vocab_size,
+      template=template,
+      vocab_path=vocab_path,
+      knob=knob,
+    )
     self.seq_len = seq_len
-    self._files = RecordFiles(path, knob=knob)
     self.field = field
-    self._tokenizer = tokenizer
-    self._vocab_size = vocab_size
     self.max_tokens = max_tokens
-    self._template_name = template
-    self._vocab_path = vocab_path
     self._system = system
     self._seed = seed
     self._shuffle = shuffle
 
   @property
-  def tokenizer(self) -> Tokenizer:
-    return self._tokenizer
-
-  @functools.cached_property
-  def prompt_renderer(self) -> PromptRenderer:
-    return PromptRenderer(self._template_name, self._tokenizer, vocab_path=self._vocab_path)
-
-  @property
   def end_ids(self) -> list[int]:
     """The ids that end an answer."""
     return sorted(self._tokenizer.stop_ids | {*self.prompt_renderer.turn_end.ids})
-
-  @property
-  def vocab_size(self) -> int:
-    return self._vocab_size
-
-  @property
-  def named(self) -> str:
-    return self._files.named
 
   def check(self):
     _ = self._identity(), templates.template(self._template_name, vocab_path=self._vocab_path)

@@ -54,11 +54,9 @@ class KvCache:
   def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "KvCache":
     """Returns the cache with new tokens; those at position -1 are padding and are skipped."""
     slots_BT = _slots(positions_BT, self.num_slots)
-    batch_B1 = jnp.arange(len(slots_BT))[:, None]
-    k_BTKH, v_BTKH = k_BTKH.astype(self.k_BKHS.dtype), v_BTKH.astype(self.v_BKSH.dtype)
     return KvCache(
-      k_BKHS=self.k_BKHS.at[batch_B1, :, :, slots_BT].set(k_BTKH, mode="drop"),
-      v_BKSH=self.v_BKSH.at[batch_B1, :, slots_BT].set(v_BTKH, mode="drop"),
+      k_BKHS=_written(self.k_BKHS, k_BTKH, slots_BT, axis=2),
+      v_BKSH=_written(self.v_BKSH, v_BTKH, slots_BT, axis=1),
     )
 
 
@@ -92,10 +90,7 @@ class LatentCache:
   def write(self, latents_BTC: jax.Array, positions_BT: jax.Array) -> "LatentCache":
     """See `KvCache.write`."""
     slots_BT = _slots(positions_BT, self.num_slots)
-    batch_B1 = jnp.arange(len(slots_BT))[:, None]
-    latents_BTC = latents_BTC.astype(self.latents_BCS.dtype)
-    latents_BCS = self.latents_BCS.at[batch_B1, :, slots_BT].set(latents_BTC, mode="drop")
-    return LatentCache(latents_BCS=latents_BCS)
+    return LatentCache(latents_BCS=_written(self.latents_BCS, latents_BTC, slots_BT, axis=1))
 
 
 def positions_in(num_slots: int, positions_B1: jax.Array) -> jax.Array:
@@ -104,6 +99,19 @@ def positions_in(num_slots: int, positions_B1: jax.Array) -> jax.Array:
   Empty slots have negative positions.
   """
   return positions_B1 - (positions_B1 - jnp.arange(num_slots)) % num_slots
+
+
+def _written(cache: jax.Array, new: jax.Array, slots_BT: jax.Array, *, axis: int) -> jax.Array:
+  """Returns a cache [B, ...] with new tokens [B, T, ...] in their slots, along `axis` after B.
+
+  The batch is a dim of the scatter, not an index of it, so that a sharded one stays where it is.
+  """
+
+  def of_text(cache: jax.Array, new: jax.Array, slots_T: jax.Array) -> jax.Array:
+    index = (slice(None),) * axis + (slots_T,)
+    return cache.at[index].set(jnp.moveaxis(new, 0, axis), mode="drop")
+
+  return jax.vmap(of_text)(cache, new.astype(cache.dtype), slots_BT)
 
 
 def _slots(positions_BT: jax.Array, num_slots: int) -> jax.Array:

@@ -93,8 +93,7 @@ class GatedDeltaNet(RecurrentMixer):
     self.query_conv, self.key_conv, self.value_conv = conv(keys), conv(keys), conv(values)
     self.norm = norm(value_dim, over="head")
     self.log_rate = self.weight({"heads": num_heads}, init=_initial_rates)
-    ones = functools.partial(module.constant, value=1.0)
-    self.decay_bias = self.weight({"heads": num_heads}, init=ones)
+    self.decay_bias = self.weight({"heads": num_heads}, init=module.ones)
 
   def __call__(
     self, x_BTD: jax.Array, context: Context, cache: RecurrentCache | None = None

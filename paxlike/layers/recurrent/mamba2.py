@@ -17,6 +17,7 @@ from paxlike.layers.attention.sharded_kernel import repeated_keys
 from paxlike.layers.aux_losses import Aux, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
+from paxlike.layers.norm import GroupedRmsNorm
 from paxlike.layers.recurrent import shards, ssd
 from paxlike.layers.recurrent.cache import RecurrentCache
 from paxlike.layers.recurrent.mixer import RecurrentMixer
@@ -27,37 +28,14 @@ _RATES = (1.0, 16.0)  # Range of the initial rates of decay.
 
 
 @configurable
-class GroupedRmsNorm(module.Module):
-  """RMS normalization of the outputs of each group of heads, in float32."""
-
-  def __init__(
-    self,
-    heads: Mapping[str, int],
-    num_groups: ranges.Size,
-    *,
-    epsilon: ranges.Epsilon = 1e-5,
-  ):
-    """`heads` has the name and size of the dims N and H; `num_groups` divides N."""
-    self.num_groups = num_groups
-    self.epsilon = epsilon
-    self.scale = self.weight(heads, init=_ones)
-
-  @jax.named_scope("norm")
-  def __call__(self, y_BTNH: jax.Array) -> jax.Array:
-    """Returns y_BTNH, float32, each group divided by its root mean square, and scaled."""
-    y = y_BTNH.astype(jnp.float32).reshape(*y_BTNH.shape[:2], self.num_groups, -1)
-    y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.epsilon)
-    return y.reshape(y_BTNH.shape) * self.scale[...]
-
-
-@configurable
 class Mamba2(RecurrentMixer):
   """Mamba-2 over [B, T, D]; see `ssd` for the recurrence.
 
-  With the paper's x, B, C, z, delta, A and D as value, key, query, gate, step, rate and skip:
+  With the paper's x, B, C, z, delta, A and D as value, key, query, output_gate, step, rate and
+  skip:
 
       decay_t = -rate * step_t
-      y_t = norm((state_t @ query_t + skip * value_t) * silu(gate_t))
+      y_t = norm((state_t @ query_t + skip * value_t) * silu(output_gate_t))
 
   The value of the recurrence is step_t * value_t. Values, keys and queries pass through a short
   convolution.
@@ -71,7 +49,7 @@ class Mamba2(RecurrentMixer):
     head_dim: ranges.Size,
     state_dim: ranges.Size,
     num_groups: ranges.Size = 1,
-    gate: Callable[..., Linear],
+    output_gate: Callable[..., Linear],
     value: Callable[..., Linear],
     key: Callable[..., Linear],
     query: Callable[..., Linear],
@@ -90,7 +68,7 @@ class Mamba2(RecurrentMixer):
       head_dim: H.
       state_dim: S.
       num_groups: G; heads of a group share keys and queries.
-      gate: D -> N x H.
+      output_gate: D -> N x H, whose SiLU multiplies the heads' outputs.
       value: D -> N x H.
       key: D -> G x S.
       query: D -> G x S.
@@ -115,7 +93,7 @@ class Mamba2(RecurrentMixer):
     model = {"model": dim}
     heads = {"heads": num_heads, "head": head_dim}
     groups = {"kv_heads": num_groups, "head": state_dim}
-    self.gate = gate(model, heads)
+    self.output_gate = output_gate(model, heads)
     self.value = value(model, heads)
     self.key = key(model, groups)
     self.query = query(model, groups)
@@ -125,7 +103,7 @@ class Mamba2(RecurrentMixer):
     self.norm = None if norm is None else norm(heads, num_groups)
     self.step_bias = self.weight({"heads": num_heads}, init=_initial_steps)
     self.log_rate = self.weight({"heads": num_heads}, init=_initial_rates)
-    self.skip = self.weight({"heads": num_heads}, init=_ones)
+    self.skip = self.weight({"heads": num_heads}, init=module.ones)
 
   def __call__(
     self, x_BTD: jax.Array, context: Context, cache: RecurrentCache | None = None
@@ -142,7 +120,7 @@ class Mamba2(RecurrentMixer):
     else:
       y_BTNH, v_BTNH, cache = self._recur(inputs, steps_BTN, context, cache)
     y_BTNH += v_BTNH.astype(jnp.float32) * self.skip[...].astype(jnp.float32)[:, None]
-    y_BTNH *= jax.nn.silu(self.gate(x_BTD, context).astype(jnp.float32))
+    y_BTNH *= jax.nn.silu(self.output_gate(x_BTD, context).astype(jnp.float32))
     if self.norm is not None:
       y_BTNH = self.norm(y_BTNH)
     y_BTNH = mesh.constrain(y_BTNH.astype(self.output.dtype), "batch", "time", "heads", None)
@@ -224,10 +202,6 @@ class Mamba2(RecurrentMixer):
       last = tuple(conv.last_inputs(x, positions_BT) for conv, x in pairs)
       cache = cache.updated(last, state, positions_BT)
     return y_BTNH, v_BTNH, cache
-
-
-def _ones(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
-  return module.constant(key, shape, fan_in, value=1.0)
 
 
 def _initial_steps(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:

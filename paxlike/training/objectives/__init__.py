@@ -5,6 +5,7 @@ from paxlike.training.objectives.kto import Kto
 from paxlike.training.objectives.next_token import NextToken
 from paxlike.training.objectives.objective import Objective, shares_base, without_adapters
 from paxlike.training.objectives.policy import Grpo
+from paxlike.training.objectives.ppo import Ppo
 from paxlike.training.objectives.preference import Dpo, Ipo, Orpo, SimPo
 from paxlike.training.objectives.reward import BradleyTerry
 
@@ -17,6 +18,7 @@ __all__ = [
   "NextToken",
   "Objective",
   "Orpo",
+  "Ppo",
   "SimPo",
   "shares_base",
   "without_adapters",

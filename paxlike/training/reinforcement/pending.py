@@ -45,6 +45,7 @@ class Pending:
       "prompts": _text([answer.prompt for answer in answers], "<i4"),
       "tokens": _text([answer.tokens for answer in answers], "<i4"),
       "log_probabilities": _text([answer.log_probabilities for answer in answers], "<f4"),
+      "values": _text([answer.values for answer in answers], "<f4"),
     }
 
   @classmethod
@@ -59,19 +60,21 @@ class Pending:
       prompts = _parts(saved["prompts"], "<i4", saved["num_prompt_tokens"])
       tokens = _parts(saved["tokens"], "<i4", sizes)
       scores = _parts(saved["log_probabilities"], "<f4", sizes)
+      values = _parts(saved["values"], "<f4", sizes if saved["values"] else [0] * len(sizes))
       names = ("max_tokens", "records", "seeds", "has_ended")
-      of_each = zip(prompts, tokens, scores, *(saved[name] for name in names), strict=True)
+      of_each = zip(prompts, tokens, scores, values, *(saved[name] for name in names), strict=True)
       answers = [
         Answer(
           prompt=prompt,
           tokens=of_answer.tolist(),
           log_probabilities=of_scores,
+          values=of_values,
           max_tokens=most,
           record=record,
           seed=seed,
           has_ended=has_ended,
         )
-        for prompt, of_answer, of_scores, most, record, seed, has_ended in of_each
+        for prompt, of_answer, of_scores, of_values, most, record, seed, has_ended in of_each
       ]
       pairs = {name: (np.float32(x), np.float32(y)) for name, (x, y) in saved["metrics"].items()}
       return cls(answers=answers, sampled_at=int(saved["sampled_at"]), metrics=pairs)

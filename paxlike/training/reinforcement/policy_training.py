@@ -15,14 +15,15 @@ from paxlike.layers.decoder import Batch
 from paxlike.processes import phases
 from paxlike.processes.host_collectives import fetched
 from paxlike.rewards.pool import Rewarded, RewardPool
-from paxlike.training.forward_backward import ForwardBackward
+from paxlike.training.forward_backward import ForwardBackward, differentiated
 from paxlike.training.gradients import Constants, Differentiated
 from paxlike.training.objectives import Grpo, shares_base, without_adapters
 from paxlike.training.reinforcement import shared_rewards
-from paxlike.training.reinforcement.answers import Answer, Packed, decoded
+from paxlike.training.reinforcement.answers import Answer, Packed, decoded, of_loss
 from paxlike.training.reinforcement.drafts import Drafter
 from paxlike.training.reinforcement.pending import Pending, importance, ratios
 from paxlike.training.reinforcement.sampler import Sampler
+from paxlike.training.reinforcement.values import Gae
 from paxlike.training.train_state import TrainState
 from paxlike.training.train_step import Metrics
 
@@ -46,7 +47,7 @@ class PolicyTraining:
     self._passes = ForwardBackward(
       trainer.definition, trainer.optimizer, sampling=self._objective.sampling, **options
     )
-    self._loss = jax.jit(jax.value_and_grad(self._objective.loss, has_aux=True), **options)
+    self._loss = differentiated(self._objective.loss, **options)
     self._rewards = RewardPool(
       how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds
     )
@@ -91,6 +92,13 @@ class PolicyTraining:
       answers, packed, metrics = self._rollout_ahead(sampler, prepared, (prompts, following), step)
     if self._objective.sampling.temperature != 1:
       del metrics["draft_gap"]  # The decoder's log-probabilities are those before temperature.
+    references = None
+    if self._objective.beta:
+      reference = self._reference(state, prepared)
+      scored = [sampler.score(reference, batch).scores for batch in packed.batches]
+      references = [scores.log_probabilities_BT for scores in scored]
+    if isinstance(self._how.advantages, Gae):
+      metrics |= self._with_values(self._how.advantages, packed, answers, references)
     arrays = self._training_arrays(packed, answers)
     if (cap := self._how.importance_cap) is not None:
       results = [sampler.score(prepared, batch) for batch in packed.batches]
@@ -98,11 +106,9 @@ class PolicyTraining:
       corrected, metrics["importance_capped_fraction"] = importance(current, answers, cap=cap)
       for of_batch, more in zip(arrays, self._placed(packed, corrected), strict=True):
         of_batch.update(more)
-    if self._objective.beta:
-      reference = self._reference(state, prepared)
-      for batch, of_batch in zip(packed.batches, arrays, strict=True):
-        scores = sampler.score(reference, batch).scores
-        of_batch["reference_log_probabilities"] = scores.log_probabilities_BT
+    if references is not None:
+      for of_batch, reference_BT in zip(arrays, references, strict=True):
+        of_batch["reference_log_probabilities"] = reference_BT
     count, of_updates = self._how.num_updates, {}
     for number in range(count):
       prepared = prepared if number == 0 else self._passes.prepare(state)
@@ -199,8 +205,9 @@ class PolicyTraining:
     for answer, one in zip(answers, found, strict=True):
       answer.reward = one.total
     rewards_PG = np.array([one.total for one in found]).reshape(-1, how.group_size)
-    for answer, advantage in zip(answers, how.advantages(rewards_PG).reshape(-1), strict=True):
-      answer.advantage = float(advantage)
+    if not isinstance(how.advantages, Gae):
+      for answer, advantage in zip(answers, how.advantages(rewards_PG).reshape(-1), strict=True):
+        answer.advantage = float(advantage)
     metrics = {
       "reward": _mean(rewards_PG),
       "equal_groups_fraction": _mean(np.ptp(rewards_PG, axis=1) == 0),
@@ -210,18 +217,31 @@ class PolicyTraining:
     parts = {f"reward/{n}": _mean([one.parts.get(n, 0.0) for one in found]) for n in names}
     return metrics | parts
 
+  def _with_values(
+    self,
+    gae: Gae,
+    packed: Packed,
+    answers: Sequence[Answer],
+    references: Sequence[jax.Array] | None,
+  ) -> Metrics:
+    """Sets the advantages and returns of answers, by their values; returns metrics."""
+    objective, penalty = self._objective, {}
+    if references is not None and not objective.penalizes:
+      of_answers = packed.collect(fetched(references))
+      penalty = {"beta": objective.beta, "references": of_answers}
+    found = gae.set_advantages(answers, self._are_trained(answers), **penalty)
+    return {name: (_scalar(total), _scalar(weight)) for name, (total, weight) in found.items()}
+
+  def _are_trained(self, answers: Sequence[Answer]) -> np.ndarray:
+    """Returns whether each answer has a loss."""
+    return np.array([answer.has_ended or not self._how.mask_truncated for answer in answers])
+
   def _training_arrays(self, packed: Packed, answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Returns the arrays of each batch that the loss needs."""
-    how = self._how
-    trained = np.array([answer.has_ended or not how.mask_truncated for answer in answers])
+    how, trained = self._how, self._are_trained(answers)
     sizes = np.array([len(answer.tokens) for answer in answers]) * trained
     weights = how.normalization(sizes, how.max_new_tokens) * trained
-    parts = {
-      "weights": weights,
-      "advantages": [answer.advantage for answer in answers],
-      "old_log_probabilities": [answer.log_probabilities for answer in answers],
-    }
-    return self._placed(packed, parts)
+    return self._placed(packed, of_loss(answers, weights))
 
   def _placed(self, packed: Packed, parts: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Returns the arrays of each batch, given the numbers of each answer."""

@@ -11,8 +11,9 @@ from paxlike.inference.sampling import Sampling
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.moe.dispatch import Capacity
 from paxlike.layers.reward_model import RewardModel
-from paxlike.training.objectives import Grpo
+from paxlike.training.objectives import Grpo, Ppo
 from paxlike.training.pipeline_loss import pipeline_of
+from paxlike.training.reinforcement.values import Gae
 
 if TYPE_CHECKING:
   from paxlike.training.trainer import Trainer
@@ -41,8 +42,19 @@ def check(trainer: "Trainer"):
       f"MAX_PROMPTS_PER_STEP={how.most_prompts} replaces prompts by their rewards, for which"
       " ROLLOUTS_BEHIND=1 does not wait: leave one of them out."
     )
-  if how.group_size < 2:
+  has_values, has_head = isinstance(how.advantages, Gae), trainer.model.value_head is not None
+  if not has_values == has_head == isinstance(trainer.objective, Ppo):
+    raise UserError(
+      "advantages by Gae, the objective Ppo and the model's value_head need each other: set"
+      " ADVANTAGES=gae."
+    )
+  if how.group_size < 2 and not has_values:
     raise UserError("GROUP_SIZE=1: advantages compare answers to the same prompt; use 2 or more.")
+  if how.group_size < 2 and how.most_prompts is not None:
+    raise UserError(
+      "MAX_PROMPTS_PER_STEP replaces prompts whose answers all have the same reward, as with"
+      " GROUP_SIZE=1 all do: leave it out, or use 2 or more."
+    )
   if data.max_tokens + how.max_new_tokens > data.seq_len + 1:
     raise UserError(
       f"MAX_PROMPT_TOKENS={data.max_tokens} and MAX_NEW_TOKENS={how.max_new_tokens} exceed"

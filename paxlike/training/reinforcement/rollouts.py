@@ -8,6 +8,7 @@ from typing import Any, Literal
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.training.reinforcement.advantages import Advantages, Normalization, by_token, grpo
+from paxlike.training.reinforcement.values import Gae
 
 
 @configurable
@@ -30,7 +31,7 @@ class Rollouts:
       of the loss is to the policy that sampled. See `pending.importance`.
     max_new_tokens: The most tokens of an answer.
     num_slots: Decode slots; see `Generator`.
-    advantages: Computes advantages from rewards.
+    advantages: Computes advantages from rewards; `Gae`: from those and the values of a value head.
     normalization: Computes the weights of tokens in the loss.
     mask_truncated: Whether answers that were cut off have no loss.
     reward_seconds: Time limit of one reward.
@@ -46,7 +47,7 @@ class Rollouts:
   importance_cap: ranges.Factor | None = None
   max_new_tokens: ranges.Size
   num_slots: ranges.Size = 64
-  advantages: Advantages = grpo
+  advantages: Advantages | Gae = grpo
   normalization: Normalization = by_token
   mask_truncated: bool = False
   reward_seconds: ranges.Interval = 10.0

@@ -2,134 +2,23 @@
 """Layers with a recurrent state: packing and sharding change nothing, and chunks equal steps."""
 
 import functools
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.packed_layers import DIM, LAYERS, MESHES, MIXERS, differences, drawn, on, tokens
 
-from paxlike import layers
-from paxlike.devices.mesh import MeshSpec
-from paxlike.layers import Context, Definition
+from paxlike.layers import Context
 from paxlike.layers.recurrent import chunk_scan, delta_rule, shards, ssd
-from paxlike.layers.recurrent.short_conv import ShortConv
-
-DIM, LENGTHS = 24, (37, 51, 40)
 
 
-class Row(NamedTuple):
-  """A layer: `build` returns its abstract module, `call` its outputs [B, T, ...]."""
-
-  build: Callable[[], Any]
-  call: Callable[[Any, Any, Context], jax.Array]
-
-
-def mix(module, x_BTD, context):
-  return module(x_BTD, context)[0]
-
-
-def convolve(module, x_BTD, context):
-  return module(x_BTD.reshape(*x_BTD.shape[:2], 4, 6), context.segments_BT)
-
-
-def gated_delta_net() -> Any:
-  roles = ("query", "key", "value", "output_gate", "beta", "decay", "output")
-  linears: Any = {role: functools.partial(layers.Linear, role=role) for role in roles}
-  return layers.GatedDeltaNet(
-    DIM,
-    num_heads=4,
-    num_key_heads=2,
-    key_dim=6,
-    value_dim=5,
-    chunk=16,
-    conv=layers.ShortConv,
-    norm=layers.RmsNorm,
-    **linears,
-  )
-
-
-def mamba2() -> Any:
-  roles = ("query", "key", "value", "gate", "step", "output")
-  linears: Any = {role: functools.partial(layers.Linear, role=role) for role in roles}
-  return layers.Mamba2(
-    DIM,
-    num_heads=4,
-    head_dim=6,
-    state_dim=5,
-    num_groups=2,
-    chunk=16,
-    conv=functools.partial(layers.ShortConv, use_bias=True),
-    **linears,
-    norm=layers.GroupedRmsNorm,
-  )
-
-
-LAYERS = {
-  "gated_delta_net": Row(gated_delta_net, mix),
-  "mamba2": Row(mamba2, mix),
-  "short_conv": Row(lambda: ShortConv({"heads": 4, "head": 6}, use_bias=True), convolve),
-}
-MIXERS = {name: row for name, row in LAYERS.items() if row.call is mix}
-
-
-def drawn(build):
-  """Returns (definition, weights around those that are usual)."""
-  definition, random = Definition(build()), np.random.default_rng(0)
-  weights = {
-    name: np.float32(random.normal(size=spec.shape) / math.sqrt(max(spec.fan_in, 1)))
-    for name, spec in definition.weights.items()
-  }
-  return definition, weights
-
-
-def tokens(*shape):
-  return np.random.default_rng(1).normal(size=shape).astype(np.float32)
-
-
-def outputs_and_gradients(row, x, segments, dy):
-  definition, weights = drawn(row.build)
-
-  def value(weights, x):
-    y = row.call(definition.bind(weights), x, Context(segments_BT=segments))
-    return (y.reshape(*y.shape[:2], -1) * dy).sum(), y
-
-  return jax.jit(jax.grad(value, (0, 1), has_aux=True))(weights, x)
-
-
-def on(shape, function, *arguments):
-  devices = jax.devices()[: math.prod(shape.values())]
-  with jax.set_mesh(MeshSpec(ici=shape).build(devices)):
-    return function(*arguments)
-
-
-@functools.cache
-def documents_alone(name):
-  """Returns (outputs, gradients of inputs, gradients of weights) of documents by themselves."""
-  inputs = zip(*(np.split(z, np.cumsum(LENGTHS)[:-1], axis=1) for z in data()), strict=True)
-  each = [outputs_and_gradients(LAYERS[name], x, None, dy) for x, dy in inputs]
-  outputs, of_x = (np.concatenate(z, 1) for z in zip(*((y, g[1]) for g, y in each), strict=True))
-  return outputs, of_x, jax.tree.map(lambda *z: sum(z), *(g[0] for g, _ in each))
-
-
-def data():
-  return tokens(2, sum(LENGTHS), DIM), tokens(2, sum(LENGTHS), DIM)[::-1] / 8
-
-
-@pytest.mark.parametrize("shape", [{}, {"context": 2}, {"context": 4}, {"tensor": 2, "context": 2}])
+@pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_packed_sequence_equals_its_documents_alone(name, shape):
-  x, dy = data()
-  segments = np.repeat([[1, 2, 3]], LENGTHS, axis=1).repeat(2, axis=0).astype(np.int32)
-  (of_weights, of_x), y = on(shape, outputs_and_gradients, LAYERS[name], x, segments, dy)
-  outputs, of_inputs, expected = documents_alone(name)
-  np.testing.assert_allclose(y, outputs, atol=1e-5)
-  np.testing.assert_allclose(of_x, of_inputs, atol=1e-5)
-  for weight, gradient in of_weights.items():
-    largest = np.abs(expected[weight]).max()
-    np.testing.assert_allclose(gradient, expected[weight], atol=1e-5 * max(1, largest))
+  found = differences(name, shape)
+  assert all(difference < 1e-5 for difference in found), found
 
 
 @pytest.mark.parametrize("name", MIXERS)

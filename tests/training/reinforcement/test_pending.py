@@ -11,13 +11,14 @@ from paxlike.training.reinforcement.answers import Answer
 from paxlike.training.reinforcement.pending import Pending, importance, ratios
 
 
-def sampled():
+def sampled(*, with_values=False):
   rng = np.random.default_rng(0)
   return [
     Answer(
       prompt=rng.integers(0, 99, size).astype(np.int32),
       tokens=rng.integers(0, 99, 2 * size).tolist(),
       log_probabilities=rng.normal(-3, 1, 2 * size).astype(np.float32),
+      values=rng.normal(size=2 * size if with_values else 0).astype(np.float32),
       max_tokens=9,
       record=size,
       seed=2**31 - size,
@@ -28,16 +29,17 @@ def sampled():
   ]
 
 
-def test_they_are_the_same_after_a_checkpoint_and_damage_is_noticed():
-  pending = Pending(
-    answers=sampled(), sampled_at=7, metrics={"entropy": (np.float32(1.1), np.float32(3))}
-  )
+@pytest.mark.parametrize("with_values", [False, True])
+def test_they_are_the_same_after_a_checkpoint_and_damage_is_noticed(with_values):
+  metrics = {"entropy": (np.float32(1.1), np.float32(3))}
+  pending = Pending(answers=sampled(with_values=with_values), sampled_at=7, metrics=metrics)
   saved = json.loads(json.dumps(pending.saved()))
   restored = Pending.restored(saved)
   assert (restored.sampled_at, restored.metrics) == (7, pending.metrics)
   for one, other in zip(restored.answers, pending.answers, strict=True):
     assert one.prompt.tobytes() == other.prompt.tobytes()
     assert one.log_probabilities.tobytes() == other.log_probabilities.tobytes()
+    assert one.values.tobytes() == other.values.tobytes()
     for name in ("tokens", "max_tokens", "record", "seed", "has_ended"):
       assert getattr(one, name) == getattr(other, name)
   for name, value in (("tokens", "AAAA"), ("num_tokens", [1]), ("seeds", None), ("prompts", "?")):

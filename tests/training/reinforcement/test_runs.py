@@ -9,6 +9,8 @@ import pytest
 from helpers.program import finish, run, start
 
 from paxlike.checkpoints.run_checkpoints import Checkpoints
+from paxlike.convert.main import run as convert
+from paxlike.convert.safetensors_files import TensorFolder
 from paxlike.training.reinforcement.policy_training import PolicyTraining
 
 TASK = """
@@ -37,6 +39,8 @@ class Letters(PromptFiles, Llama):
   MAX_NEW_TOKENS = 6
   MAX_STEPS = 6
 """
+
+PPO = ("--fdl.ADVANTAGES=gae",)
 
 REWARD = """
 def letters(answer, record):
@@ -141,12 +145,12 @@ TIMED = ("time", "second", "flops", "memory", "bytes")
 @pytest.mark.parametrize(
   "more",
   [
-    ("--fdl.KL_BETA=0.1", "--fdl.UPDATES_PER_STEP=2", "--fdl.MAX_PROMPTS_PER_STEP=3"),
-    ("--fdl.ROLLOUTS_BEHIND=1", "--fdl.IMPORTANCE_CAP=1.5", "--fdl.UPDATES_PER_STEP=2"),
+    ("--fdl.ADVANTAGES=rloo", "--fdl.LOSS_PER=answer", "--fdl.MAX_PROMPTS_PER_STEP=3"),
+    (*PPO, "--fdl.VALUE_CLIP=0.1", "--fdl.ROLLOUTS_BEHIND=1", "--fdl.IMPORTANCE_CAP=1.5"),
   ],
 )
 def test_resuming_is_exact(letters, tmp_path, more):
-  more += ("--fdl.ADVANTAGES=rloo", "--fdl.LOSS_PER=answer")
+  more += ("--fdl.KL_BETA=0.1", "--fdl.UPDATES_PER_STEP=2")
   assert letters("whole", *more) == 0
   for steps in (2, 6):
     assert letters("parts", *more, f"--fdl.num_steps={steps}") == 0
@@ -162,12 +166,45 @@ def test_resuming_is_exact(letters, tmp_path, more):
 
 
 @pytest.mark.slow
+def test_a_value_head_is_trained_beside_adapters_and_used_by_nothing_else(
+  letters, tmp_path, capsys
+):
+  short = (*PPO, "--fdl.MAX_STEPS=2", f"--fdl.EVAL_DATA_PATH={tmp_path / 'prompts.jsonl'}")
+  restored = f"--fdl.CHECKPOINT_RESTORE_PATH={tmp_path / 'base'}"
+  tuned = (*short, restored, "--fdl.USE_LORA=True", "--fdl.KL_BETA=0.1")
+  assert letters("base", *short) == 0
+  assert letters("tuned", *tuned) == 0
+  first, last = rewards(tmp_path / "tuned")
+  assert first["reference_kl"] == 0 != last["reference_kl"]  # The reference is the base.
+  assert first["log_probability_gap"] == last["log_probability_gap"] == 0
+  weights = final_state(tmp_path / "tuned", 2)
+  trained = {name for name in weights if name.startswith("params.") and ".lora." not in name}
+  assert trained == {"params.value_head.w"}
+  assert np.abs(weights["params.value_head.w"]).max() > 0
+  assert letters("base", *short, "--mode=eval") == 0
+  assert letters("tuned", *tuned, "--mode=decode", "--prompt=say a", "--max_new_tokens=2") == 0
+  assert letters("grpo", "--fdl.MAX_STEPS=1", restored) == 0
+  capsys.readouterr()
+  for name in ("base", "tuned"):
+    folder = tmp_path / f"{name}_hf"
+    given = ("--from=paxlike", f"--path={tmp_path / name}", f"--to={folder}")
+    assert convert([*given, "--fdl_allow_modules=letters_task"]) == 0
+    assert "the value head is left out: only training uses it" in capsys.readouterr().out
+    assert not any("value" in tensor for tensor in TensorFolder(folder).specs)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "flags, message",
   [
     (("--fdl.REWARD=letters_reward.no",), "REWARD=letters_reward.no cannot be imported"),
     (("--fdl.MAX_NEW_TOKENS=20",), "MAX_NEW_TOKENS=20 exceed MAX_SEQ_LEN=24"),
     (("--fdl.GROUP_SIZE=1",), "GROUP_SIZE=1: advantages compare"),
+    (("--fdl.KL_IN=reward", "--fdl.KL_BETA=0.1"), "KL_IN=reward gives each token a reward"),
+    (("--fdl.VALUE_CLIP=0.2",), "VALUE_CLIP has no effect"),
+    ((*PPO, "--fdl.model.value_head=None"), "need each other: set ADVANTAGES=gae"),
+    ((*PPO, "--fdl.GROUP_SIZE=1", "--fdl.MAX_PROMPTS_PER_STEP=3"), "as with GROUP_SIZE=1 all do"),
+    ((*PPO, "--fdl.GAE_LAMBDA=1.5"), "GAE_LAMBDA"),
     (("--fdl.MAX_PROMPTS_PER_STEP=1",), "MAX_PROMPTS_PER_STEP=1 is less than PROMPTS_PER_STEP=2"),
     (("--fdl.MAX_PROMPTS_PER_STEP=3", "--fdl.ROLLOUTS_BEHIND=1"), "does not wait: leave one"),
     (("--fdl.GRADIENT_ACCUMULATION_STEPS=2",), "GRADIENT_ACCUMULATION_STEPS: not supported"),

@@ -42,7 +42,7 @@ class Small(PromptFiles, Llama):
   FPROP_DTYPE = "float32"
   PERCORE_BATCH_SIZE = 0.5
   ICI_MESH_SHAPE = (2, 2, 2)
-  LEARNING_RATE = 0.01
+  LEARNING_RATE = 0.003
   LR_SCHEDULE = "constant"
   WEIGHT_DECAY = 0.0
   ADAM_BETA2 = 0.999
@@ -84,11 +84,11 @@ def answers(monkeypatch):
   return steps
 
 
-def exact_trainer(shown: list[dict[str, float]], *, behind: bool, cap: float | None) -> Any:
-  """Returns a GRPOTrainer that adds loss, gradient norm and KL of each update to `shown`.
+def recording_trainer(shown: list[dict[str, float]], *, behind: bool, cap: float | None) -> Any:
+  """Returns TRL's trainer, which adds loss, gradient norm and KL of each update to `shown`.
 
-  If `behind`, the weights that have sampled answers are those that it had a step before, and `cap`
-  is its cap of truncated importance sampling.
+  If `behind`, the weights that have sampled the answers are those that it had a step before, and
+  `cap` is its cap of truncated importance sampling.
   """
   import torch
   import trl
@@ -139,11 +139,12 @@ def exact_trainer(shown: list[dict[str, float]], *, behind: bool, cap: float | N
 def trl_steps(
   folder, steps, out, *, updates: int, behind: bool, cap: float | None, **how: Any
 ) -> list[dict[str, float]]:
-  """Returns loss, gradient norm and KL of each update on these answers; see `exact_trainer`."""
+  """Returns loss, gradient norm and KL of each update on these answers."""
   import datasets
   import transformers
   import trl
 
+  library: Any = trl
   shown: list[dict[str, float]] = []
   left = list(steps)
   rewards: list[float] = []
@@ -157,8 +158,7 @@ def trl_steps(
       "logprobs": None,
     }
 
-  library: Any = trl
-  trainer = exact_trainer(shown, behind=behind, cap=cap)(
+  trainer = recording_trainer(shown, behind=behind, cap=cap)(
     model=transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"),
     reward_funcs=lambda **unused: list(rewards),
     rollout_func=rollout,
@@ -173,7 +173,7 @@ def trl_steps(
       max_completion_length=TOKENS,
       max_steps=STEPS * updates,
       num_iterations=updates,
-      learning_rate=0.01,
+      learning_rate=0.003,
       lr_scheduler_type="constant",
       max_grad_norm=1.0,
       beta=0.05,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alters a key of a configuration at a time, and compares transformers' model with the conversion.
 
-    python benchmarks/altered_configurations.py [-v] [FAMILY ...]
+    PYTHONPATH=tests python -m helpers.altered_configurations [-v] [FAMILY ...]
 
 prints the table of docs/trust.md. A case is a tiny model that transformers makes of the altered
 configuration. It matches, is refused in one line, or is silently wrong; where transformers itself
@@ -19,8 +19,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
-import altered_cases
 import numpy as np
+
+from helpers import altered_cases
 
 TOKENS = np.random.default_rng(0).integers(3, 60, (2, 24)).astype(np.int32)
 TOLERANCE = 2e-4

@@ -6,157 +6,18 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from helpers.hf_families import LLAMA3_SCALING, LONGROPE, VISION, YARN
+from helpers.hf_models import configuration
+
 ABSENT: Any = ("absent",)
-_SMALL = {
-  "vocab_size": 96,
-  "hidden_size": 32,
-  "intermediate_size": 48,
-  "num_hidden_layers": 3,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "head_dim": 16,
-  "max_position_embeddings": 64,
-  "pad_token_id": 0,
-  "bos_token_id": 1,
-  "eos_token_id": 2,
-}
-_DEEPSEEK = {
-  "first_k_dense_replace": 1,
-  "qk_nope_head_dim": 16,
-  "head_dim": 8,
-  "num_key_value_heads": 4,
-  "qk_rope_head_dim": 8,
-  "v_head_dim": 12,
-  "kv_lora_rank": 20,
-  "q_lora_rank": 24,
-  "moe_intermediate_size": 24,
-  "n_routed_experts": 8,
-  "num_experts_per_tok": 3,
-  "n_group": 4,
-  "topk_group": 2,
-}
-_YARN = {
-  "rope_type": "yarn",
-  "factor": 4.0,
-  "original_max_position_embeddings": 16,
-  "rope_theta": 10_000.0,
-}
-_MINISTRAL3 = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
-_LONGROPE = {
-  "rope_type": "longrope",
-  "short_factor": [1.0, 1.5, 2.0],
-  "long_factor": [2.0, 3.0, 4.0],
-  "rope_theta": 10_000.0,
-}
-_GEMMA3 = {"sliding_window": 6, "query_pre_attn_scalar": 24, "num_hidden_layers": 7}
-_VISION = {
-  "hidden_size": 16,
-  "intermediate_size": 16,
-  "num_hidden_layers": 1,
-  "num_attention_heads": 2,
-  "image_size": 16,
-  "patch_size": 8,
-}
-# Family -> (configuration class of transformers, what is small or unlike its defaults).
-BASES: dict[str, tuple[str, dict[str, Any]]] = {
-  "gpt2": (
-    "GPT2Config",
-    {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 96},
-  ),
-  "llama": ("LlamaConfig", {}),
-  "mistral": ("MistralConfig", {"sliding_window": 6}),
-  "olmo2": ("Olmo2Config", {}),
-  "olmo3": ("Olmo3Config", {"sliding_window": 6, "num_hidden_layers": 5}),
-  "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
-  "phi3": ("Phi3Config", {"head_dim": 8}),
-  "phi3 with longrope": (
-    "Phi3Config",
-    {
-      "head_dim": 8,
-      "original_max_position_embeddings": 16,
-      "rope_parameters": {**_LONGROPE, "partial_rotary_factor": 0.75},
-    },
-  ),
-  "granite": ("GraniteConfig", {"residual_multiplier": 0.5, "attention_multiplier": 0.2}),
-  "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-  "ministral3": ("Ministral3Config", {"rope_parameters": _MINISTRAL3}),
-  "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
-  "gemma2": ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
-  "gemma3": ("Gemma3TextConfig", _GEMMA3),
-  "gemma3 with images": (
-    "Gemma3Config",
-    {"text_config": _SMALL | _GEMMA3, "vision_config": _VISION, "mm_tokens_per_image": 1},
-  ),
-  "gemma4": (
-    "Gemma4TextConfig",
-    {
-      "sliding_window": 6,
-      "num_hidden_layers": 7,
-      "global_head_dim": 32,
-      "num_global_key_value_heads": 1,
-      "attention_k_eq_v": True,
-      "hidden_size_per_layer_input": 0,
-      "final_logit_softcapping": 30.0,
-    },
-  ),
-  "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
-  "qwen3_moe": (
-    "Qwen3MoeConfig",
-    {
-      "num_experts": 6,
-      "num_experts_per_tok": 3,
-      "moe_intermediate_size": 24,
-      "norm_topk_prob": True,
-    },
-  ),
-  "deepseek_v3": (
-    "DeepseekV3Config",
-    {
-      **_DEEPSEEK,
-      "num_mtp_layers": 0,
-      "rope_parameters": {
-        **_YARN,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-      },
-    },
-  ),
-  "glm4_moe": (
-    "Glm4MoeConfig",
-    {
-      "attention_bias": True,
-      "use_qk_norm": True,
-      "moe_intermediate_size": 24,
-      "n_routed_experts": 8,
-      "num_experts_per_tok": 3,
-      "num_mtp_layers": 0,
-    },
-  ),
-  "llama4": (
-    "Llama4TextConfig",
-    {
-      "intermediate_size_mlp": 40,
-      "num_hidden_layers": 5,
-      "num_local_experts": 4,
-      "interleave_moe_layer_step": 2,
-      "attention_chunk_size": 6,
-      "floor_scale": 4,
-      "attn_scale": 0.5,
-    },
-  ),
-  "gpt_oss": (
-    "GptOssConfig",
-    {
-      "num_local_experts": 4,
-      "num_experts_per_tok": 2,
-      "sliding_window": 6,
-      "intermediate_size": 64,
-      "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-    },
-  ),
-}
+WITH_IMAGES = "gemma3 with images"
+# Those of `hf_families` that are altered, and Gemma 3 in its wrapper.
+BASES = (
+  *("gpt2", "llama", "qwen2", "mistral", "mixtral", "ministral3", "gemma", "gemma2", "gemma3"),
+  *(WITH_IMAGES, "gemma4", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+  *("deepseek_v3", "glm4_moe", "llama4", "gpt_oss", "olmo2", "olmo3", "smollm3", "phi3"),
+  *("phi3_long", "granite3", "granite4", "nemotron_h", "falcon_h1"),
+)
 _ACTIVATIONS = [
   "gelu",
   "gelu_new",
@@ -174,34 +35,20 @@ _ROPES = [
   {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
   {"type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
   {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0},
-  {**_YARN},
-  {**_YARN, "factor": None},
-  {**_YARN, "attention_factor": 1.5},
-  {**_YARN, "beta_fast": 8.0},
-  {**_YARN, "beta_slow": 2.0},
-  {**_YARN, "truncate": False},
-  {**_YARN, "truncate": True, "beta_fast": 32, "beta_slow": 1},
-  {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-  {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
-  {**_YARN, "mscale_all_dim": 1.0},
-  {**_YARN, "partial_rotary_factor": 0.5},
-  {k: v for k, v in _YARN.items() if k != "original_max_position_embeddings"},
-  {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 500_000.0,
-  },
-  {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 2.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 500_000.0,
-  },
+  {**YARN},
+  {**YARN, "factor": None},
+  {**YARN, "attention_factor": 1.5},
+  {**YARN, "beta_fast": 8.0},
+  {**YARN, "beta_slow": 2.0},
+  {**YARN, "truncate": False},
+  {**YARN, "truncate": True, "beta_fast": 32, "beta_slow": 1},
+  {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+  {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+  {**YARN, "mscale_all_dim": 1.0},
+  {**YARN, "partial_rotary_factor": 0.5},
+  {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"},
+  {**LLAMA3_SCALING, "rope_theta": 500_000.0},
+  {**LLAMA3_SCALING, "rope_theta": 500_000.0, "low_freq_factor": 2.0},
   {
     "rope_type": "longrope",
     "short_factor": [1.0] * 8,
@@ -216,10 +63,10 @@ _ROPES = [
   {},
 ]
 _LONG_ROPES = [
-  {**_LONGROPE, "partial_rotary_factor": 0.75},
-  {**_LONGROPE, "partial_rotary_factor": 0.75, "factor": 2.0},
-  {**_LONGROPE, "partial_rotary_factor": 0.75, "attention_factor": 1.5},
-  {**_LONGROPE, "partial_rotary_factor": 0.75, "type": "su", "rope_type": None},
+  {**LONGROPE, "partial_rotary_factor": 0.75},
+  {**LONGROPE, "partial_rotary_factor": 0.75, "factor": 2.0},
+  {**LONGROPE, "partial_rotary_factor": 0.75, "attention_factor": 1.5},
+  {**LONGROPE, "partial_rotary_factor": 0.75, "type": "su", "rope_type": None},
 ]
 _MORE_ROPES = [*_ROPES, *_LONG_ROPES]
 _ROPES_OF = {
@@ -228,7 +75,7 @@ _ROPES_OF = {
   "gpt_oss": _ROPES,
   "ministral3": _MORE_ROPES,
   "phi3": _MORE_ROPES,
-  "phi3 with longrope": _MORE_ROPES,
+  "phi3_long": _MORE_ROPES,
 }
 # Of the same, one of each type, for families that share what reads them.
 _SOME_ROPES = [_ROPES[i] for i in (0, 2, 3, 4, 5, 8, 17, 21)]
@@ -304,6 +151,21 @@ _VALUES: dict[str, list[Any]] = {
   "swiglu_limit": [0.5],
   "router_jitter_noise": [0.5],
   "num_nextn_predict_layers": [1],
+  "mamba_n_heads": [4, 16],
+  "mamba_num_heads": [4, 16],
+  "mamba_d_head": [4, 16, "auto"],
+  "mamba_head_dim": [4, 16],
+  "mamba_n_groups": [1, 2, 4],
+  "n_groups": [1, 4],
+  "mamba_d_ssm": [32, 128, None],
+  "mamba_expand": [1, 4],
+  "time_step_limit": [[0.0, 0.5], [0.7, 100.0], None],
+  "time_step_min": [0.1, 2.0],
+  "mlp_hidden_act": _ACTIVATIONS,
+  "mamba_hidden_act": _ACTIVATIONS,
+  "position_embedding_type": ["rope", "nope", "absolute", None],
+  "linear_num_key_heads": [1, 4],
+  "linear_num_value_heads": [2, 8],
   "id2label": [{"0": "a", "1": "b", "2": "c"}],
   "label2id": [{"a": 0}],
   "architectures": [["SomethingElse"]],
@@ -350,7 +212,15 @@ _MORE: dict[str, list[Any]] = {
   "per_layer_config": [{"0": {"intermediate_size": 64}}],
   "mystery": [1, None],
 }
-
+_HYBRIDS = ("granite4", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+_MORE_OF_HYBRIDS: dict[str, list[Any]] = {
+  **_MORE,
+  "hybrid_override_pattern": ["M-*EM", "MM*-E"],
+  "full_attention_interval": [2, 4],
+  "shared_expert_intermediate_size": [16],
+  "attn_layer_indices": [[1]],
+  "mamba_use_mlp": [False],
+}
 
 # Keys of rotary positions as transformers 4 wrote them: without `rope_parameters`.
 _LEGACY = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
@@ -372,17 +242,21 @@ def base(family: str) -> dict[str, Any]:
   """Returns the configuration that is altered, as transformers saves it."""
   import transformers
 
-  name, options = BASES[family]
-  small = {} if "text_config" in options or family == "gpt2" else _SMALL
-  config = getattr(transformers, name)(**{**small, **options})
-  return json.loads(json.dumps(config.to_dict()))
+  if family == WITH_IMAGES:
+    text = base("gemma3")
+    config = transformers.Gemma3Config(
+      text_config=text, vision_config=VISION, mm_tokens_per_image=1
+    )
+  else:
+    config = configuration(family)
+  return json.loads(config.to_json_string(use_diff=False))
 
 
 def cases(family: str) -> Iterator[Case]:
   """Yields the cases of a family: every key of the class, absent, null, and set to others."""
   config = base(family)
   yield Case(family, "", None)
-  yield from _cases(family, "", config, _MORE)
+  yield from _cases(family, "", config, _MORE_OF_HYBRIDS if family in _HYBRIDS else _MORE)
   if "text_config" in config:
     yield from _cases(family, "text_config.", config["text_config"], _MORE)
   ropes = config.get("rope_parameters") or {}
@@ -399,6 +273,8 @@ def _cases(
     if key in ("model_type", "text_config"):
       continue
     others = _VALUES.get(key, _others(now))
+    if key == "layer_types" and family in _HYBRIDS:
+      others = [*others, *_reordered(now)]
     if key == "rope_parameters":
       others = _ROPES_OF.get(family, _SOME_ROPES)
     for value in [*([] if key in _common() else [ABSENT, None]), *others]:
@@ -422,7 +298,11 @@ def _others(now: Any) -> list[Any]:
     return [not now]
   if isinstance(now, int | float):
     return [now + 1, now * 2 + 0.5] if isinstance(now, float) else [now + 1]
-  return [True, 1] if now is None else ["other"] if isinstance(now, str) else []
+  return [True, 1] if now is None else ["other"] if isinstance(now, str) else _reordered(now)
+
+
+def _reordered(now: Any) -> list[Any]:
+  return [now[::-1], now[:-1]] if isinstance(now, list) else []
 
 
 def altered(case: Case) -> dict[str, Any]:
@@ -435,8 +315,9 @@ def altered(case: Case) -> dict[str, Any]:
   if last in _LEGACY and last not in place:
     rope = place.pop("rope_parameters", None) or {}
     if "full_attention" in rope:
-      place["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-      rope = rope["full_attention"]
+      local, rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
+      if local != rope["rope_theta"]:
+        place["rope_local_base_freq"] = local
     place["rope_theta"] = rope.get("rope_theta", 10_000.0)
     if rope.get("rope_type", "default") != "default":
       place["rope_scaling"] = rope

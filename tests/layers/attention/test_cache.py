@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import hlo
+
+from paxlike.devices.mesh import MeshSpec
+from paxlike.layers.attention.cache import KvCache, LatentCache
+
+
+@pytest.mark.parametrize("kind", [KvCache, LatentCache])
+def test_a_sharded_batch_is_written_where_it_is(kind):
+  devices = MeshSpec(ici=(2, 2, 2)).build()
+  with jax.set_mesh(devices):
+    sharding = jax.NamedSharding(devices, jax.P(("data", "fsdp")))
+    new, positions = jnp.ones((8, 1, 2, 4)), jnp.arange(8)[:, None]
+    if kind is KvCache:
+      given = (KvCache.empty(8, 16, 2, 4, 4, jnp.float32), new, new, positions)
+    else:
+      given = (LatentCache.empty(8, 16, 4, jnp.float32), new[:, :, 0], positions)
+    program = hlo.text(lambda cache, *x: cache.write(*x), *jax.device_put(given, sharding))
+  assert not hlo.collectives(program)
