@@ -48,8 +48,8 @@ def _result(calls: RewardCalls, digest: str, size: int) -> list[Rewarded]:
       raise UserError(failed)
     if of_answers != everyone[0][0]:
       raise RunError(
-        f"process {index} has sampled other answers than process 0: its devices compute otherwise,"
-        " by their kind, or because one is faulty (--mode=check)."
+        f"process {index} has sampled other answers than process 0: its devices are of another"
+        " kind, or one of them computes wrong numbers (--mode=check)."
       )
   rewards = [Rewarded({}) for _ in range(size)]
   for index, (*_, of_share) in enumerate(everyone):
